@@ -1,0 +1,51 @@
+// Views of bytes, a mapping that unmaps itself, and little-endian reading with bounds.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace rejoin {
+
+using Bytes = std::vector<std::byte>;
+using BytesView = std::span<const std::byte>;
+
+constexpr std::uint64_t KiB = 1024, MiB = 1024 * KiB, GiB = 1024 * MiB;
+
+inline BytesView as_bytes(std::string_view text) { return std::as_bytes(std::span(text.data(), text.size())); }
+inline std::string_view as_text(BytesView bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+
+template <typename T>
+  requires std::is_trivially_copyable_v<T>
+BytesView bytes_of(const T& value) {
+  return std::as_bytes(std::span(&value, 1));
+}
+
+// Takes a T off the front of `bytes`; false (and nothing taken) where too few are left.
+template <typename T>
+  requires std::is_trivially_copyable_v<T>
+[[nodiscard]] bool take(BytesView& bytes, T& value) {
+  if (bytes.size() < sizeof(T)) return false;
+  std::memcpy(&value, bytes.data(), sizeof(T));
+  bytes = bytes.subspan(sizeof(T));
+  return true;
+}
+
+// True where [offset, offset + length) lies inside [0, size), whatever the numbers.
+constexpr bool in_range(std::uint64_t offset, std::uint64_t length, std::uint64_t size) {
+  return length <= size && offset <= size - length;
+}
+
+constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// "1.5 MiB"
+std::string human_bytes(std::uint64_t bytes);
+
+}  // namespace rejoin

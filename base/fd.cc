@@ -1,0 +1,99 @@
+#include "base/fd.h"
+
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+
+namespace rejoin {
+
+Fd& Fd::operator=(Fd&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = std::exchange(other.fd_, -1);
+  }
+  return *this;
+}
+
+void Fd::reset() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+Result<Fd> make_eventfd() {
+  const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (fd < 0) return fail_errno("eventfd");
+  return Fd(fd);
+}
+
+Result<Fd> make_pidfd(int pid) {
+  const long fd = ::syscall(SYS_pidfd_open, pid, 0);
+  if (fd < 0) return fail_errno(fmt::format("pidfd_open({})", pid));
+  return Fd(static_cast<int>(fd));
+}
+
+void signal_eventfd(const Fd& fd) {
+  const std::uint64_t one = 1;
+  // EAGAIN means the counter is full: the reader is signalled already.
+  const auto written = ::write(fd.get(), &one, sizeof one);
+  REJOIN_CHECK(written == sizeof one || errno == EAGAIN, "eventfd write: errno {}", errno);
+}
+
+void drain_eventfd(const Fd& fd) {
+  std::uint64_t count = 0;
+  const auto got = ::read(fd.get(), &count, sizeof count);
+  REJOIN_CHECK(got == sizeof count || errno == EAGAIN || errno == EINTR, "eventfd read: errno {}", errno);
+}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  if (this != &other) {
+    reset();
+    base_ = std::exchange(other.base_, nullptr);
+    size_ = std::exchange(other.size_, 0);
+  }
+  return *this;
+}
+
+void Mapping::reset() {
+  if (base_ != nullptr) ::munmap(base_, size_);
+  base_ = nullptr;
+}
+
+Result<Mapping> Mapping::of(const Fd& fd, std::size_t size, bool writable) {
+  void* base = ::mmap(nullptr, size, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd.get(), 0);
+  if (base == MAP_FAILED) return fail_errno(fmt::format("mapping {}", human_bytes(size)));
+  return Mapping(static_cast<std::byte*>(base), size);
+}
+
+Result<Mapping> Mapping::anonymous(std::size_t size) {
+  void* base = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) return fail_errno(fmt::format("mapping {}", human_bytes(size)));
+  ::madvise(base, size, MADV_HUGEPAGE);
+  return Mapping(static_cast<std::byte*>(base), size);
+}
+
+Result<Fd> make_sealed_memfd(const std::string& name, std::size_t size) {
+  Fd fd(::memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) return fail_errno("memfd_create");
+  if (::ftruncate(fd.get(), static_cast<off_t>(size)) != 0)
+    return fail_errno(fmt::format("memfd '{}' of {}", name, human_bytes(size)));
+  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) return fail_errno("F_ADD_SEALS");
+  return fd;
+}
+
+Result<std::size_t> sealed_size(const Fd& fd) {
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  constexpr int wanted = F_SEAL_SHRINK | F_SEAL_GROW;
+  if (seals < 0 || (seals & wanted) != wanted)
+    return fail(ErrorCode::refused, "descriptor is not a memfd sealed against resizing");
+  struct stat status {};
+  if (::fstat(fd.get(), &status) != 0) return fail_errno("fstat");
+  return static_cast<std::size_t>(status.st_size);
+}
+
+}  // namespace rejoin

@@ -1,0 +1,60 @@
+// Owners of what the kernel gives out: descriptors and mappings.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/result.h"
+
+namespace rejoin {
+
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept;
+  ~Fd() { reset(); }
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int release() { return std::exchange(fd_, -1); }
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+Result<Fd> make_eventfd();
+Result<Fd> make_pidfd(int pid);
+void signal_eventfd(const Fd& fd);  // adds one; never blocks
+void drain_eventfd(const Fd& fd);
+
+// A shared mapping of `size` bytes.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping() { reset(); }
+  static Result<Mapping> of(const Fd& fd, std::size_t size, bool writable = true);
+  static Result<Mapping> anonymous(std::size_t size);  // private memory, page-aligned and zero
+  std::byte* data() const { return base_; }
+  std::size_t size() const { return size_; }
+  std::span<std::byte> span() const { return {base_, size_}; }
+
+ private:
+  Mapping(std::byte* base, std::size_t size) : base_(base), size_(size) {}
+  void reset();
+  std::byte* base_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// A memfd of fixed size, sealed against growing and shrinking, so that nobody who maps it can be made to fault.
+Result<Fd> make_sealed_memfd(const std::string& name, std::size_t size);
+// Whether `fd` is such a memfd; its size, or why not.
+Result<std::size_t> sealed_size(const Fd& fd);
+
+}  // namespace rejoin

@@ -1,0 +1,40 @@
+// Strong numeric types: an epoch can't be passed where a step is meant.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <functional>
+
+#include <fmt/format.h>
+
+namespace rejoin {
+
+template <typename Tag, typename T = std::uint64_t>
+struct Id {
+  using Value = T;
+  T value{};
+  constexpr Id() = default;
+  constexpr explicit Id(T v) : value(v) {}
+  constexpr auto operator<=>(const Id&) const = default;
+  constexpr Id next() const { return Id(static_cast<T>(value + 1)); }
+};
+
+using ReplicaId = Id<struct ReplicaTag, std::uint32_t>;  // which copy of the model
+using RankId = Id<struct RankTag, std::uint32_t>;        // which shard inside a replica
+using Epoch = Id<struct EpochTag>;                       // numbered membership; 0 is "none yet"
+using Step = Id<struct StepTag>;                         // optimizer step; the version of a tensor is the last step in it
+using Incarnation = Id<struct IncarnationTag>;           // one life of a replica; never reused in a job
+
+}  // namespace rejoin
+
+template <typename Tag, typename T>
+struct std::hash<rejoin::Id<Tag, T>> {
+  std::size_t operator()(const rejoin::Id<Tag, T>& id) const noexcept { return std::hash<T>{}(id.value); }
+};
+
+template <typename Tag, typename T>
+struct fmt::formatter<rejoin::Id<Tag, T>> : fmt::formatter<T> {
+  auto format(const rejoin::Id<Tag, T>& id, fmt::format_context& context) const {
+    return fmt::formatter<T>::format(id.value, context);
+  }
+};

@@ -1,0 +1,43 @@
+# How every target of the project is built.
+add_library(rejoin_options INTERFACE)
+target_include_directories(rejoin_options INTERFACE
+  $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}> $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}>)
+target_compile_options(rejoin_options INTERFACE
+  $<BUILD_INTERFACE:-Wall;-Wextra;-Werror;-Wshadow;-Wnon-virtual-dtor;-Wno-missing-field-initializers>)
+if(REJOIN_SANITIZE)
+  target_compile_options(rejoin_options INTERFACE -fsanitize=${REJOIN_SANITIZE} -fno-omit-frame-pointer
+    -fno-sanitize-recover=all)
+  target_link_options(rejoin_options INTERFACE -fsanitize=${REJOIN_SANITIZE})
+  target_compile_definitions(rejoin_options INTERFACE REJOIN_SANITIZED=1)
+endif()
+
+# rejoin_module(NAME SOURCES... LINK targets...): one folder's library, as an object set inside librejoin.
+function(rejoin_module name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;LINK" ${ARGN})
+  add_library(${name} STATIC ${ARG_SOURCES})
+  target_link_libraries(${name} PUBLIC rejoin_options ${ARG_LINK})
+endfunction()
+
+# rejoin_test(NAME SOURCES... LINK targets... [SANITIZED] [SERIAL]): a GoogleTest program; SANITIZED ones also run
+# in the sanitizer builds.
+function(rejoin_test name)
+  if(NOT REJOIN_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "SANITIZED;SERIAL" "TIMEOUT" "SOURCES;LINK;DEPENDS" ${ARGN})
+  if(REJOIN_SANITIZE AND NOT ARG_SANITIZED)
+    return()
+  endif()
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  add_executable(${name} ${ARG_SOURCES})
+  target_link_libraries(${name} PRIVATE ${ARG_LINK} GTest::gtest GTest::gmock GTest::gtest_main)
+  set(labels unit)
+  if(ARG_SANITIZED)
+    set(labels sanitized)
+  endif()
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60
+    PROPERTIES LABELS ${labels} TIMEOUT ${ARG_TIMEOUT} RUN_SERIAL $<BOOL:${ARG_SERIAL}>
+      ENVIRONMENT "REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp;ASAN_OPTIONS=detect_leaks=1;LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/lsan.supp")
+endfunction()

@@ -1,0 +1,16 @@
+#include "transport/factory.h"
+
+#include "transport/tcp/factory.h"
+#include "transport/ucx/factory.h"
+
+namespace rejoin::transport {
+
+Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
+  if (name == "tcp") return tcp::make_engine({});
+  // UCX needs TCP beside shared memory, to connect; bulk goes through shared memory.
+  if (name == "shm") return ucx::make_engine({.transports = "posix,cma,tcp,self"});
+  if (name.starts_with("ucx:")) return ucx::make_engine({.transports = name.substr(4)});
+  return fail(ErrorCode::invalid_argument, "no transport '{}': use shm, tcp or ucx:LIST", name);
+}
+
+}  // namespace rejoin::transport

@@ -1,0 +1,78 @@
+#include "transport/regions.h"
+
+#include <random>
+
+namespace rejoin::transport {
+
+Unguessable::Unguessable() {
+  std::random_device entropy;
+  secret_ = (std::uint64_t{entropy()} << 32) | entropy();
+}
+
+// A bijective mix (splitmix64) of a counter with a secret.
+std::uint64_t Unguessable::next() {
+  std::uint64_t x = secret_ + ++counter_ * 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+RegionId Regions::add(std::span<std::byte> memory) {
+  const RegionId id(++made_);
+  const std::uint64_t key = keys_.next();
+  regions_[id.value] = {id, memory, key, 0};
+  by_key_[key] = id.value;
+  return id;
+}
+
+void Regions::revoke_key(RegionId id) {
+  if (Region* region = find(id)) by_key_.erase(region->key);
+}
+
+void Regions::remove(RegionId id) {
+  revoke_key(id);
+  regions_.erase(id.value);
+}
+
+Region* Regions::find(RegionId id) {
+  auto found = regions_.find(id.value);
+  return found == regions_.end() ? nullptr : &found->second;
+}
+
+Region* Regions::by_key(std::uint64_t key) {
+  auto found = by_key_.find(key);
+  return found == by_key_.end() ? nullptr : &regions_.at(found->second);
+}
+
+RemoteRegion Regions::remote(RegionId id) const {
+  auto found = regions_.find(id.value);
+  REJOIN_CHECK(found != regions_.end(), "region {} is not registered", id.value);
+  return {found->second.key, found->second.memory.size()};
+}
+
+Regions::Refusal Regions::check(std::uint64_t key, std::uint64_t offset, std::uint64_t length) {
+  const Region* region = by_key(key);
+  if (region == nullptr) return Refusal::bad_key;
+  return in_range(offset, length, region->memory.size()) ? Refusal::none : Refusal::bad_range;
+}
+
+Result<std::byte*> Regions::local(const LocalRange& range, std::uint64_t length) {
+  Region* region = find(range.region);
+  if (region == nullptr) return fail(ErrorCode::not_found, "local region {} is not registered", range.region.value);
+  if (!in_range(range.offset, length, region->memory.size()))
+    return fail(ErrorCode::invalid_argument, "bytes {}+{} are outside the local region of {}", range.offset, length,
+                region->memory.size());
+  return region->memory.data() + range.offset;
+}
+
+std::optional<Error> refusal_error(Regions::Refusal refusal) {
+  switch (refusal) {
+    case Regions::Refusal::none: return std::nullopt;
+    case Regions::Refusal::bad_key:
+      return Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
+    case Regions::Refusal::bad_range: return Error{ErrorCode::refused, "the range is outside the peer's region"};
+  }
+  return Error{ErrorCode::corrupt, "the peer answered with an unknown refusal"};
+}
+
+}  // namespace rejoin::transport

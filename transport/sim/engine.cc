@@ -1,0 +1,211 @@
+#include "transport/sim/engine.h"
+
+#include <charconv>
+
+namespace rejoin::transport::sim {
+
+SimEngine::~SimEngine() {
+  if (!dead_) fabric_.kill(*this);
+  fabric_.engines_.erase(number_);
+}
+
+Result<Address> SimEngine::listen(const Address&) {
+  listening_ = true;
+  return Address{fmt::format("sim:{}", number_)};
+}
+
+SimEngine::Endpoint* SimEngine::open(EndpointId id) {
+  auto found = endpoints_.find(id.value);
+  return found == endpoints_.end() || found->second.failed ? nullptr : &found->second;
+}
+
+Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
+  std::uint32_t number = 0;
+  const std::string& text = peer.text;
+  const bool shaped = text.starts_with("sim:");
+  if (!shaped || std::from_chars(text.data() + 4, text.data() + text.size(), number).ec != std::errc{})
+    return fail(ErrorCode::invalid_argument, "address '{}' is not of the form sim:N", text);
+  const EndpointId mine(++fabric_.ids_made_), theirs(++fabric_.ids_made_);
+  endpoints_[mine.value] = {.peer_engine = number, .peer = theirs};
+  fabric_.after(fabric_.delay(), [&fabric = fabric_, from = number_, number, mine, theirs,
+                                  bytes = Bytes(hello.begin(), hello.end())]() mutable {
+    auto* client = fabric.engine(from);
+    auto* server = fabric.engine(number);
+    if (client == nullptr || client->open(mine) == nullptr) return;
+    if (server == nullptr || !server->listening_) return client->fail_endpoint(mine, "nobody listens there");
+    auto arrive = [&fabric, from, number, mine, theirs, bytes = std::move(bytes)]() mutable {
+      auto* accepting = fabric.engine(number);
+      if (accepting == nullptr) return;
+      accepting->endpoints_[theirs.value] = {.peer_engine = from, .peer = mine, .connected = true};
+      accepting->emit({.kind = EventKind::accepted, .endpoint = theirs}, std::move(bytes));
+      fabric.after(fabric.delay(), [&fabric, from, number, mine, theirs] {
+        auto* connecting = fabric.engine(from);
+        Endpoint* endpoint = connecting == nullptr ? nullptr : connecting->open(mine);
+        if (endpoint == nullptr) {  // the client gave up meanwhile
+          if (auto* other = fabric.engine(number)) other->fail_endpoint(theirs, "closed by the peer");
+          return;
+        }
+        endpoint->connected = true;
+        connecting->emit({.kind = EventKind::connected, .endpoint = mine});
+      });
+    };
+    if (server->stopped_) return server->held_.push_back(std::move(arrive));
+    arrive();
+  });
+  return mine;
+}
+
+Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryKind) {
+  const RegionId id(++fabric_.ids_made_);
+  regions_[id.value] = {memory, fabric_.random_()};
+  return id;
+}
+
+void SimEngine::deregister(RegionId region) { regions_.erase(region.value); }
+
+RemoteRegion SimEngine::remote(RegionId region) const {
+  const Region& found = regions_.at(region.value);
+  return {found.key, found.memory.size()};
+}
+
+SimEngine::Region* SimEngine::region_of_key(std::uint64_t key) {
+  for (auto& [id, region] : regions_)
+    if (region.key == key) return &region;
+  return nullptr;
+}
+
+Result<> SimEngine::check(EndpointId id, const LocalRange& local, std::uint64_t length) const {
+  auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end()) return fail(ErrorCode::not_found, "endpoint {:x} is closed", id.value);
+  if (found->second.failed || !found->second.connected)
+    return fail(ErrorCode::unavailable, "endpoint {:x} is not connected", id.value);
+  auto region = regions_.find(local.region.value);
+  if (region == regions_.end()) return fail(ErrorCode::not_found, "local region {} is not registered", local.region.value);
+  if (!in_range(local.offset, length, region->second.memory.size()))
+    return fail(ErrorCode::invalid_argument, "bytes {}+{} are outside the local region of {}", local.offset, length,
+                region->second.memory.size());
+  return {};
+}
+
+Result<> SimEngine::send(EndpointId id, BytesView message) {
+  Endpoint* endpoint = open(id);
+  if (endpoint == nullptr || !endpoint->connected)
+    return fail(ErrorCode::unavailable, "endpoint {:x} is not connected", id.value);
+  if (message.size() > kMaxMessage)
+    return fail(ErrorCode::invalid_argument, "a message of {} bytes is over the limit of {}", message.size(),
+                kMaxMessage);
+  const TimePoint now = fabric_.clock_.now();
+  endpoint->last_message = std::max(endpoint->last_message + Duration(1), now + fabric_.delay());
+  fabric_.after(endpoint->last_message - now, [&fabric = fabric_, from = number_, to = endpoint->peer_engine, id,
+                                               peer = endpoint->peer, bytes = Bytes(message.begin(), message.end())] {
+    auto* sender = fabric.engine(from);
+    auto* receiver = fabric.engine(to);
+    if (sender == nullptr || receiver == nullptr || sender->open(id) == nullptr) return;
+    auto arrive = [receiver, peer, bytes] {
+      if (receiver->open(peer) != nullptr) receiver->emit({.kind = EventKind::message, .endpoint = peer}, bytes);
+    };
+    if (receiver->stopped_) return receiver->held_.push_back(arrive);
+    arrive();
+  });
+  return {};
+}
+
+Result<> SimEngine::write(EndpointId id, std::span<const Write> writes) {
+  for (const auto& write : writes)
+    if (auto checked = check(id, write.local, write.length); !checked) return checked;
+  for (const auto& write : writes)
+    start(id, Direction::write, write.context, write.local, write.remote, write.length, write.notify);
+  return {};
+}
+
+Result<> SimEngine::read(EndpointId id, std::span<const Read> reads) {
+  for (const auto& read : reads)
+    if (auto checked = check(id, read.local, read.length); !checked) return checked;
+  for (const auto& read : reads)
+    start(id, Direction::read, read.context, read.local, read.remote, read.length, std::nullopt);
+  return {};
+}
+
+// The bytes move at one instant between posting and completion, not at posting: a source that changes too early shows.
+void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context, const LocalRange& local,
+                      const RemoteRange& remote, std::uint64_t length, std::optional<std::uint64_t> notify) {
+  Endpoint& endpoint = endpoints_.at(id.value);
+  const std::uint64_t operation = ++fabric_.ids_made_;
+  endpoint.outstanding.insert(operation);
+  endpoint.contexts[operation] = context;
+  fabric_.after(fabric_.delay(), [&fabric = fabric_, from = number_, to = endpoint.peer_engine, id,
+                                  peer = endpoint.peer, operation, direction, local, remote, length, notify] {
+    auto arrive = [&fabric, from, to, id, peer, operation, direction, local, remote, length, notify] {
+      auto* sender = fabric.engine(from);
+      auto* receiver = fabric.engine(to);
+      if (sender == nullptr || receiver == nullptr || sender->stopped_) return;
+      if (sender->open(id) == nullptr || receiver->open(peer) == nullptr) return;
+      std::optional<Error> error;
+      Region* target = receiver->region_of_key(remote.region.key);
+      auto source = sender->regions_.find(local.region.value);
+      if (target == nullptr)
+        error = Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
+      else if (!in_range(remote.offset, length, target->memory.size()))
+        error = Error{ErrorCode::refused, "the range is outside the peer's region"};
+      else if (source == sender->regions_.end())
+        error = Error{ErrorCode::cancelled, "the local region was deregistered"};
+      else if (length > 0) {
+        auto* far = target->memory.data() + remote.offset;
+        auto* near = source->second.memory.data() + local.offset;
+        std::memcpy(direction == Direction::write ? far : near, direction == Direction::write ? near : far, length);
+      }
+      if (!error && notify) receiver->emit({.kind = EventKind::written, .endpoint = peer, .value = *notify});
+      fabric.after(fabric.delay(), [&fabric, from, id, operation, error] {
+        if (auto* poster = fabric.engine(from)) poster->complete(id, operation, error);
+      });
+    };
+    for (auto number : {to, from}) {
+      auto* engine = fabric.engine(number);
+      if (engine != nullptr && engine->stopped_) return engine->held_.push_back(arrive);
+    }
+    arrive();
+  });
+}
+
+void SimEngine::complete(EndpointId id, std::uint64_t operation, std::optional<Error> error) {
+  auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end() || found->second.outstanding.erase(operation) == 0) return;
+  const std::uint64_t context = found->second.contexts.extract(operation).mapped();
+  emit({.kind = EventKind::completed, .endpoint = id, .value = context, .error = std::move(error)});
+}
+
+void SimEngine::fail_endpoint(EndpointId id, const std::string& why) {
+  Endpoint* endpoint = open(id);
+  if (endpoint == nullptr) return;
+  endpoint->failed = true;
+  const Error error{ErrorCode::unavailable, "the peer is gone: " + why};
+  for (auto operation : std::set(endpoint->outstanding)) complete(id, operation, error);
+  emit({.kind = EventKind::closed, .endpoint = id, .error = error});
+}
+
+void SimEngine::close(EndpointId id) {
+  auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end()) return;
+  for (auto operation : std::set(found->second.outstanding))
+    complete(id, operation, Error{ErrorCode::cancelled, "the endpoint was closed"});
+  const auto peer_engine = found->second.peer_engine;
+  const auto peer = found->second.peer;
+  endpoints_.erase(found);
+  fabric_.after(fabric_.delay(), [&fabric = fabric_, peer_engine, peer] {
+    if (auto* other = fabric.engine(peer_engine)) other->fail_endpoint(peer, "closed by the peer");
+  });
+}
+
+std::span<const Event> SimEngine::poll() {
+  handed_out_.clear();
+  events_.clear();
+  if (stopped_ || dead_) return {};
+  handed_out_.swap(pending_);
+  for (auto& queued : handed_out_) {
+    queued.event.message = queued.message;
+    events_.push_back(queued.event);
+  }
+  return events_;
+}
+
+}  // namespace rejoin::transport::sim

@@ -1,0 +1,75 @@
+// One process's engine on the simulated fabric.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/sim/fabric.h"
+
+namespace rejoin::transport::sim {
+
+class SimEngine final : public Engine {
+ public:
+  SimEngine(Fabric& fabric, std::uint32_t number) : fabric_(fabric), number_(number) {}
+  ~SimEngine() override;
+
+  Result<Address> listen(const Address& where) override;
+  Result<EndpointId> connect(const Address& peer, BytesView hello) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  void deregister(RegionId region) override;
+  RemoteRegion remote(RegionId region) const override;
+  Result<> send(EndpointId endpoint, BytesView message) override;
+  Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
+  Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
+  std::span<const Event> poll() override;
+  bool arm() override { return pending_.empty(); }
+  int event_fd() const override { return -1; }
+  void close(EndpointId endpoint) override;
+
+ private:
+  friend class Fabric;
+
+  struct Endpoint {
+    std::uint32_t peer_engine = 0;
+    EndpointId peer;
+    bool connected = false;
+    bool failed = false;
+    TimePoint last_message{};  // keeps messages in order
+    std::set<std::uint64_t> outstanding;
+    std::map<std::uint64_t, std::uint64_t> contexts;  // operation → the caller's context
+  };
+  struct Region {
+    std::span<std::byte> memory;
+    std::uint64_t key = 0;
+  };
+  struct Queued {
+    Event event;
+    Bytes message;
+  };
+
+  enum class Direction { write, read };
+  void start(EndpointId endpoint, Direction direction, std::uint64_t context, const LocalRange& local,
+             const RemoteRange& remote, std::uint64_t length, std::optional<std::uint64_t> notify);
+  Result<> check(EndpointId endpoint, const LocalRange& local, std::uint64_t length) const;
+  void complete(EndpointId endpoint, std::uint64_t operation, std::optional<Error> error);
+  void fail_endpoint(EndpointId endpoint, const std::string& why);
+  Region* region_of_key(std::uint64_t key);
+  void emit(Event event, Bytes message = {}) { pending_.push_back({std::move(event), std::move(message)}); }
+  Endpoint* open(EndpointId id);
+
+  Fabric& fabric_;
+  const std::uint32_t number_;
+  bool listening_ = false;
+  bool dead_ = false;
+  bool stopped_ = false;
+  std::vector<std::function<void()>> held_;  // what arrived while stopped
+  std::map<std::uint64_t, Endpoint> endpoints_;
+  std::map<std::uint64_t, Region> regions_;
+  std::vector<Queued> pending_, handed_out_;
+  std::vector<Event> events_;
+};
+
+}  // namespace rejoin::transport::sim

@@ -1,0 +1,72 @@
+#include "transport/sim/fabric.h"
+
+#include "transport/sim/engine.h"
+
+namespace rejoin::transport::sim {
+
+std::unique_ptr<Engine> Fabric::make_engine() {
+  const std::uint32_t number = engines_made_++;
+  auto engine = std::make_unique<SimEngine>(*this, number);
+  engines_[number] = engine.get();
+  return engine;
+}
+
+SimEngine* Fabric::engine(std::uint32_t number) {
+  auto found = engines_.find(number);
+  return found == engines_.end() || found->second->dead_ ? nullptr : found->second;
+}
+
+void Fabric::after(Duration delay, std::function<void()> action) {
+  agenda_.emplace(std::pair(clock_.now() + delay, sequence_++), std::move(action));
+}
+
+Duration Fabric::delay() {
+  std::uniform_int_distribution<std::int64_t> pick(options_.min_delay.count(), options_.max_delay.count());
+  return Duration(pick(random_));
+}
+
+bool Fabric::step() {
+  if (agenda_.empty()) return false;
+  auto next = agenda_.begin();
+  if (next->first.first > clock_.now()) clock_.set(next->first.first);
+  auto action = std::move(next->second);
+  agenda_.erase(next);
+  action();
+  return true;
+}
+
+TimePoint Fabric::next_event() const { return agenda_.empty() ? TimePoint::max() : agenda_.begin()->first.first; }
+
+void Fabric::drop(const Engine& engine, EndpointId id) {
+  auto& mine = const_cast<SimEngine&>(static_cast<const SimEngine&>(engine));
+  auto found = mine.endpoints_.find(id.value);
+  if (found == mine.endpoints_.end()) return;
+  const auto peer_engine = found->second.peer_engine;
+  const auto peer = found->second.peer;
+  mine.fail_endpoint(id, "connection lost");
+  if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "connection lost");
+}
+
+void Fabric::kill(const Engine& engine) {
+  auto& victim = const_cast<SimEngine&>(static_cast<const SimEngine&>(engine));
+  victim.dead_ = true;
+  for (const auto& [id, endpoint] : victim.endpoints_) {
+    const auto peer_engine = endpoint.peer_engine;
+    const auto peer = endpoint.peer;
+    after(options_.detection, [this, peer_engine, peer] {
+      if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "process died");
+    });
+  }
+}
+
+void Fabric::stop(const Engine& engine) {
+  const_cast<SimEngine&>(static_cast<const SimEngine&>(engine)).stopped_ = true;
+}
+
+void Fabric::resume(const Engine& engine) {
+  auto& stopped = const_cast<SimEngine&>(static_cast<const SimEngine&>(engine));
+  stopped.stopped_ = false;
+  for (auto& action : std::exchange(stopped.held_, {})) action();
+}
+
+}  // namespace rejoin::transport::sim

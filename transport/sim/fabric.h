@@ -1,0 +1,60 @@
+// A deterministic network in one process: virtual time, delays from a seed, reordering of writes and between endpoints,
+// links and processes that die at any moment. Everything happens in step(), one event at a time.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <unordered_map>
+
+#include "base/clock.h"
+#include "transport/transport.h"
+
+namespace rejoin::transport::sim {
+
+class SimEngine;
+
+struct Options {
+  std::uint64_t seed = 1;
+  Duration min_delay = std::chrono::microseconds(1);
+  Duration max_delay = std::chrono::microseconds(50);
+  Duration detection = std::chrono::milliseconds(1);  // until a peer's death is seen by the transport
+};
+
+class Fabric {
+ public:
+  Fabric(Options options, VirtualClock& clock) : options_(options), clock_(clock), random_(options.seed) {}
+
+  // The engine must not outlive the fabric. Its address is "sim:N", N counting from 0.
+  std::unique_ptr<Engine> make_engine();
+
+  // Lets the next event happen, moving the clock to it; false where nothing is under way.
+  bool step();
+  TimePoint next_event() const;  // TimePoint::max() where nothing is under way
+
+  // The connection breaks: what is under way on it is lost, both sides see `closed`.
+  void drop(const Engine& engine, EndpointId endpoint);
+  // The process dies: what it has under way is lost from now on; its peers see `closed` after `detection`.
+  void kill(const Engine& engine);
+  // The process stops (SIGSTOP): nothing reaches or leaves it until resume(). Nobody is told.
+  void stop(const Engine& engine);
+  void resume(const Engine& engine);
+
+ private:
+  friend class SimEngine;
+  void after(Duration delay, std::function<void()> action);
+  Duration delay();
+  SimEngine* engine(std::uint32_t number);
+
+  Options options_;
+  VirtualClock& clock_;
+  std::mt19937_64 random_;
+  std::uint32_t engines_made_ = 0;
+  std::uint64_t sequence_ = 0;
+  std::uint64_t ids_made_ = 0;
+  std::unordered_map<std::uint32_t, SimEngine*> engines_;
+  std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;
+};
+
+}  // namespace rejoin::transport::sim

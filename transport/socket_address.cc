@@ -1,0 +1,42 @@
+#include "transport/socket_address.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+
+#include <cstring>
+
+namespace rejoin::transport {
+
+Result<SocketAddress> SocketAddress::resolve(const std::string& text) {
+  const auto colon = text.rfind(':');
+  if (colon == std::string::npos || colon == 0 || colon + 1 == text.size())
+    return fail(ErrorCode::invalid_argument, "address '{}' is not of the form host:port", text);
+  std::string host = text.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  if (int error = ::getaddrinfo(host.c_str(), text.c_str() + colon + 1, &hints, &found); error != 0)
+    return fail(ErrorCode::invalid_argument, "address '{}': {}", text, ::gai_strerror(error));
+  SocketAddress address;
+  std::memcpy(&address.storage_, found->ai_addr, found->ai_addrlen);
+  address.length_ = found->ai_addrlen;
+  ::freeaddrinfo(found);
+  return address;
+}
+
+std::string SocketAddress::format(const sockaddr_storage& address) {
+  char host[INET6_ADDRSTRLEN] = "?";
+  if (address.ss_family == AF_INET6) {
+    const auto& in6 = reinterpret_cast<const sockaddr_in6&>(address);
+    ::inet_ntop(AF_INET6, &in6.sin6_addr, host, sizeof host);
+    return fmt::format("[{}]:{}", host, ntohs(in6.sin6_port));
+  }
+  const auto& in4 = reinterpret_cast<const sockaddr_in&>(address);
+  ::inet_ntop(AF_INET, &in4.sin_addr, host, sizeof host);
+  return fmt::format("{}:{}", host, ntohs(in4.sin_port));
+}
+
+}  // namespace rejoin::transport

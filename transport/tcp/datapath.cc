@@ -1,0 +1,335 @@
+// Frames out and frames in.
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "transport/tcp/engine.h"
+
+namespace rejoin::transport::tcp {
+
+namespace {
+
+constexpr std::size_t kBytesPerTurn = 4 * MiB;  // one endpoint's share of a poll(), so that none starves the others
+constexpr std::size_t kFramesPerCall = 32;
+
+}  // namespace
+
+std::span<const Event> TcpEngine::poll() {
+  // Everything posted since the last poll() leaves in one system call an endpoint.
+  for (auto id : std::exchange(unflushed_, {}))
+    if (Endpoint* endpoint = find(id)) {
+      endpoint->dirty = false;
+      if (endpoint->stage != Stage::failed) flush(*endpoint);
+    }
+  std::array<epoll_event, 64> ready;
+  const int count = ::epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), 0);
+  for (int i = 0; i < count; ++i) {
+    if (ready[i].data.u64 == 0) {
+      accept_all();
+      continue;
+    }
+    const EndpointId id(ready[i].data.u64);
+    Endpoint* endpoint = find(id);
+    if (endpoint == nullptr || endpoint->stage == Stage::failed) continue;
+    if (endpoint->stage == Stage::connecting) finish_connecting(*endpoint);
+    else if ((ready[i].events & EPOLLOUT) != 0) flush(*endpoint);
+    if ((endpoint = find(id)) != nullptr && endpoint->stage != Stage::failed &&
+        (ready[i].events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0)
+      receive(*endpoint);
+  }
+  for (auto id : std::exchange(unflushed_, {}))
+    if (Endpoint* endpoint = find(id)) {
+      endpoint->dirty = false;
+      if (endpoint->stage != Stage::failed) flush(*endpoint);
+    }
+  return events_.take();
+}
+
+// ---- out
+
+void TcpEngine::queue(Endpoint& endpoint, const wire::Header& header, BytesView copied) {
+  Frame frame{.header = header};
+  if (!copied.empty()) {
+    if (!endpoint.spare.empty()) {
+      frame.owned = std::move(endpoint.spare.back());
+      endpoint.spare.pop_back();
+    }
+    frame.owned.assign(copied.begin(), copied.end());
+  }
+  endpoint.out.push_back(std::move(frame));
+  endpoint.out.back().body = endpoint.out.back().owned;
+  if (!std::exchange(endpoint.dirty, true)) unflushed_.push_back(endpoint.id);
+}
+
+void TcpEngine::queue_region(Endpoint& endpoint, const wire::Header& header, BytesView body, RegionId region) {
+  endpoint.out.push_back({.header = header, .body = body, .region = region});
+  if (!std::exchange(endpoint.dirty, true)) unflushed_.push_back(endpoint.id);
+}
+
+void TcpEngine::flush(Endpoint& endpoint) {
+  if (endpoint.stage == Stage::connecting) return;
+  for (std::size_t turn = 0; !endpoint.out.empty() && turn < kBytesPerTurn;) {
+    std::array<iovec, 2 * kFramesPerCall> parts;
+    std::size_t used = 0;
+    const auto add = [&](BytesView bytes, std::size_t skip) {
+      if (bytes.size() > skip)
+        parts[used++] = {const_cast<std::byte*>(bytes.data()) + skip, bytes.size() - skip};
+    };
+    for (auto& frame : endpoint.out) {
+      if (used + 2 > parts.size()) break;
+      add(bytes_of(frame.header), frame.sent);
+      add(frame.body, frame.sent > sizeof frame.header ? frame.sent - sizeof frame.header : 0);
+    }
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = used;
+    const ssize_t sent = ::sendmsg(endpoint.socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) {
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return watch(endpoint, true);
+      if (errno == EINTR) continue;
+      // What the peer sent before it went is still to be read; reading ends in its close.
+      watch(endpoint, false);
+      if (errno == EPIPE || errno == ECONNRESET) return endpoint.out.clear();
+      return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(errno));
+    }
+    turn += static_cast<std::size_t>(sent);
+    for (std::size_t left = static_cast<std::size_t>(sent); left > 0;) {
+      Frame& frame = endpoint.out.front();
+      const std::size_t total = sizeof frame.header + frame.body.size();
+      const std::size_t step = std::min(left, total - frame.sent);
+      frame.sent += step;
+      left -= step;
+      if (frame.sent < total) break;
+      if (!frame.owned.empty() && endpoint.spare.size() < 64) endpoint.spare.push_back(std::move(frame.owned));
+      endpoint.out.pop_front();
+    }
+  }
+  watch(endpoint, !endpoint.out.empty());
+}
+
+Result<> TcpEngine::send(EndpointId id, BytesView message) {
+  auto endpoint = open_endpoint(id);
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  if (message.size() > kMaxMessage)
+    return fail(ErrorCode::invalid_argument, "a message of {} bytes is over the limit of {}", message.size(),
+                kMaxMessage);
+  queue(**endpoint, {.kind = wire::Kind::message, .length = message.size()}, message);
+  return {};
+}
+
+Result<> TcpEngine::write(EndpointId id, std::span<const Write> writes) {
+  auto found = open_endpoint(id);
+  if (!found) return tl::unexpected(found.error());
+  Endpoint& endpoint = **found;
+  for (const auto& write : writes)
+    if (auto local = regions_.local(write.local, write.length); !local) return tl::unexpected(local.error());
+  for (const auto& write : writes) {
+    const std::uint64_t operation = endpoint.next_operation++;
+    endpoint.operations[operation] = {.context = write.context, .length = write.length};
+    queue_region(endpoint,
+                 {.kind = wire::Kind::write, .has_notify = write.notify.has_value(), .length = write.length,
+                  .operation = operation, .key = write.remote.region.key, .offset = write.remote.offset,
+                  .notify = write.notify.value_or(0)},
+                 {*regions_.local(write.local, write.length), write.length}, write.local.region);
+  }
+  return {};
+}
+
+Result<> TcpEngine::read(EndpointId id, std::span<const Read> reads) {
+  auto found = open_endpoint(id);
+  if (!found) return tl::unexpected(found.error());
+  Endpoint& endpoint = **found;
+  for (const auto& read : reads)
+    if (auto local = regions_.local(read.local, read.length); !local) return tl::unexpected(local.error());
+  for (const auto& read : reads) {
+    const std::uint64_t operation = endpoint.next_operation++;
+    endpoint.operations[operation] = {.context = read.context, .target = *regions_.local(read.local, read.length),
+                                      .length = read.length, .region = read.local.region};
+    queue(endpoint,
+          {.kind = wire::Kind::read_request, .length = read.length, .operation = operation,
+           .key = read.remote.region.key, .offset = read.remote.offset},
+          {});
+  }
+  return {};
+}
+
+void TcpEngine::acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal) {
+  queue(endpoint,
+        {.kind = wire::Kind::acknowledge, .operation = operation, .key = static_cast<std::uint64_t>(refusal)}, {});
+}
+
+// ---- in
+
+// Reads what there is: the rest of a body straight to its place, and what follows into the buffer.
+void TcpEngine::receive(Endpoint& endpoint) {
+  const EndpointId id = endpoint.id;
+  for (std::size_t turn = 0; turn < kBytesPerTurn;) {
+    const bool direct = endpoint.in_body && !endpoint.discard && endpoint.begin == endpoint.end;
+    const std::size_t wanted = direct ? endpoint.header.length - endpoint.filled : 0;
+    if (endpoint.begin == endpoint.end) endpoint.begin = endpoint.end = 0;
+    std::array<iovec, 2> parts{};
+    std::size_t used = 0;
+    std::byte* place = endpoint.target != nullptr ? endpoint.target : endpoint.body.data();
+    if (wanted > 0) parts[used++] = {place + endpoint.filled, wanted};
+    parts[used++] = {endpoint.buffer.data() + endpoint.end, endpoint.buffer.size() - endpoint.end};
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = used;
+    const ssize_t got = ::recvmsg(endpoint.socket.get(), &message, MSG_DONTWAIT);
+    if (got == 0) return fail_endpoint(endpoint, ErrorCode::unavailable, "it closed the connection");
+    if (got < 0) {
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+      if (errno == EINTR) continue;
+      return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(errno));
+    }
+    const auto count = static_cast<std::size_t>(got);
+    turn += count;
+    const std::size_t placed = std::min(count, wanted);
+    endpoint.filled += placed;
+    endpoint.end += count - placed;
+    if (!parse(endpoint)) return;
+    if (Endpoint* still = find(id); still == nullptr || still->stage == Stage::failed) return;
+    // A short read means the socket is empty: no need to ask again.
+    if (count < wanted + (parts[used - 1].iov_len)) return;
+  }
+}
+
+// Takes whole frames out of what has arrived; false where the endpoint is gone.
+bool TcpEngine::parse(Endpoint& endpoint) {
+  for (;;) {
+    if (!endpoint.in_body) {
+      if (endpoint.end - endpoint.begin < sizeof(wire::Header)) {
+        // Move the partial header to the front so that the rest fits.
+        std::memmove(endpoint.buffer.data(), endpoint.buffer.data() + endpoint.begin, endpoint.end - endpoint.begin);
+        endpoint.end -= endpoint.begin;
+        endpoint.begin = 0;
+        return true;
+      }
+      std::memcpy(&endpoint.header, endpoint.buffer.data() + endpoint.begin, sizeof(wire::Header));
+      endpoint.begin += sizeof(wire::Header);
+      if (!begin_frame(endpoint)) return false;
+    }
+    const std::uint64_t missing = endpoint.header.length - endpoint.filled;
+    const std::size_t step = std::min<std::uint64_t>(missing, endpoint.end - endpoint.begin);
+    if (step > 0 && !endpoint.discard) {
+      std::byte* place = endpoint.target != nullptr ? endpoint.target : endpoint.body.data();
+      std::memcpy(place + endpoint.filled, endpoint.buffer.data() + endpoint.begin, step);
+    }
+    endpoint.begin += step;
+    endpoint.filled += step;
+    if (endpoint.filled < endpoint.header.length) return true;
+    const EndpointId id = endpoint.id;
+    finish_frame(endpoint);
+    if (Endpoint* still = find(id); still == nullptr || still->stage == Stage::failed) return false;
+  }
+}
+
+bool TcpEngine::malformed(Endpoint& endpoint, std::string_view what) {
+  fail_endpoint(endpoint, ErrorCode::corrupt, fmt::format("it sent {}", what));
+  return false;
+}
+
+// Decides where the frame's body goes.
+bool TcpEngine::begin_frame(Endpoint& endpoint) {
+  wire::Header& header = endpoint.header;
+  endpoint.in_body = true;
+  endpoint.filled = 0;
+  endpoint.target = nullptr;
+  endpoint.landing = RegionId{};
+  endpoint.discard = false;
+  endpoint.refusal = Regions::Refusal::none;
+  const bool greeting = header.kind == wire::Kind::hello || header.kind == wire::Kind::welcome;
+  if (greeting) {
+    const Stage expected = header.kind == wire::Kind::hello ? Stage::accepting : Stage::greeting;
+    if (endpoint.stage != expected || header.operation != wire::kMagic || header.length > 4 * KiB)
+      return malformed(endpoint, "something other than a Rejoin greeting of this version");
+  } else if (endpoint.stage != Stage::open) {
+    return malformed(endpoint, "a frame before its greeting");
+  }
+  return begin_body(endpoint);
+}
+
+bool TcpEngine::begin_body(Endpoint& endpoint) {
+  wire::Header& header = endpoint.header;
+  switch (header.kind) {
+    case wire::Kind::hello:
+    case wire::Kind::welcome:
+    case wire::Kind::message:
+      if (header.length > kMaxMessage) return malformed(endpoint, "a message over the limit");
+      endpoint.body.resize(header.length);
+      return true;
+    case wire::Kind::write:
+      endpoint.refusal = regions_.check(header.key, header.offset, header.length);
+      endpoint.discard = endpoint.refusal != Regions::Refusal::none;
+      if (!endpoint.discard) {
+        Region& region = *regions_.by_key(header.key);
+        endpoint.landing = region.id;
+        endpoint.target = region.memory.data() + header.offset;
+      }
+      return true;
+    case wire::Kind::read_data: {
+      auto found = endpoint.operations.find(header.operation);
+      if (found == endpoint.operations.end() || found->second.target == nullptr ||
+          found->second.length != header.length)
+        return malformed(endpoint, "an answer to a read that was not asked");
+      endpoint.target = found->second.target;
+      return true;
+    }
+    case wire::Kind::acknowledge:
+    case wire::Kind::read_request:
+      endpoint.filled = header.length;  // no body
+      return true;
+  }
+  return malformed(endpoint, "a frame of unknown kind");
+}
+
+void TcpEngine::finish_frame(Endpoint& endpoint) {
+  const wire::Header header = endpoint.header;
+  endpoint.in_body = false;
+  switch (header.kind) {
+    case wire::Kind::hello:
+      endpoint.stage = Stage::open;
+      queue(endpoint, {.kind = wire::Kind::welcome, .operation = wire::kMagic}, {});
+      return events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, endpoint.body);
+    case wire::Kind::welcome:
+      endpoint.stage = Stage::open;
+      return events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
+    case wire::Kind::message:
+      return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, endpoint.body);
+    case wire::Kind::write:
+      if (endpoint.refusal == Regions::Refusal::none && header.has_notify != 0)
+        events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.notify});
+      return acknowledge(endpoint, header.operation, endpoint.refusal);
+    case wire::Kind::read_data: {
+      const Operation operation = endpoint.operations.extract(header.operation).mapped();
+      return events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.context});
+    }
+    case wire::Kind::acknowledge: return on_acknowledge(endpoint);
+    case wire::Kind::read_request: return on_read_request(endpoint);
+  }
+}
+
+void TcpEngine::on_acknowledge(Endpoint& endpoint) {
+  auto operation = endpoint.operations.extract(endpoint.header.operation);
+  if (operation.empty()) {
+    malformed(endpoint, "an acknowledgement of nothing");
+    return;
+  }
+  events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.mapped().context,
+                .error = refusal_error(static_cast<Regions::Refusal>(endpoint.header.key))});
+}
+
+void TcpEngine::on_read_request(Endpoint& endpoint) {
+  const wire::Header& header = endpoint.header;
+  const auto refusal = regions_.check(header.key, header.offset, header.length);
+  if (refusal != Regions::Refusal::none) return acknowledge(endpoint, header.operation, refusal);
+  Region& region = *regions_.by_key(header.key);
+  queue_region(endpoint, {.kind = wire::Kind::read_data, .length = header.length, .operation = header.operation},
+               region.memory.subspan(header.offset, header.length), region.id);
+}
+
+}  // namespace rejoin::transport::tcp

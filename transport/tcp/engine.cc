@@ -1,0 +1,191 @@
+#include "transport/tcp/engine.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "transport/socket_address.h"
+
+namespace rejoin::transport::tcp {
+
+namespace {
+
+constexpr std::uint64_t kListener = 0;  // epoll tag; endpoint ids are never 0 in practice and checked not to be
+
+void set_option(const Fd& socket, int level, int name, int value) {
+  // A refused tuning option costs speed, never correctness.
+  (void)::setsockopt(socket.get(), level, name, &value, sizeof value);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return TcpEngine::make(options); }
+
+Result<std::unique_ptr<Engine>> TcpEngine::make(const Options& options) {
+  std::unique_ptr<TcpEngine> engine(new TcpEngine(options));
+  if (auto started = engine->start(); !started) return tl::unexpected(started.error());
+  return engine;
+}
+
+Result<> TcpEngine::start() {
+  epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll_) return fail_errno("epoll_create1");
+  return {};
+}
+
+TcpEngine::~TcpEngine() {
+  while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
+}
+
+Result<Address> TcpEngine::listen(const Address& where) {
+  auto address = SocketAddress::resolve(where.text);
+  if (!address) return tl::unexpected(address.error());
+  Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket) return fail_errno("socket");
+  set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
+  if (::bind(socket.get(), address->get(), address->length()) != 0 || ::listen(socket.get(), 512) != 0)
+    return fail_errno(fmt::format("can't listen for data connections on {}", where.text));
+  sockaddr_storage bound{};
+  socklen_t length = sizeof bound;
+  if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0) return fail_errno("getsockname");
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = kListener}};
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket.get(), &event) != 0) return fail_errno("epoll_ctl");
+  listener_ = std::move(socket);
+  return Address{SocketAddress::format(bound)};
+}
+
+TcpEngine::Endpoint* TcpEngine::find(EndpointId id) {
+  auto found = endpoints_.find(id.value);
+  return found == endpoints_.end() ? nullptr : found->second.get();
+}
+
+Result<TcpEngine::Endpoint*> TcpEngine::open_endpoint(EndpointId id) {
+  Endpoint* endpoint = find(id);
+  if (endpoint == nullptr) return fail(ErrorCode::not_found, "endpoint {:x} is closed", id.value);
+  if (endpoint->stage == Stage::failed)
+    return fail(ErrorCode::unavailable, "endpoint {:x} has failed: {}", id.value, endpoint->failure);
+  if (endpoint->stage != Stage::open)
+    return fail(ErrorCode::unavailable, "endpoint {:x} is not connected yet", id.value);
+  return endpoint;
+}
+
+TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
+  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(options_.silence.count()));
+  if (options_.socket_buffer > 0) {
+    set_option(socket, SOL_SOCKET, SO_SNDBUF, static_cast<int>(options_.socket_buffer));
+    set_option(socket, SOL_SOCKET, SO_RCVBUF, static_cast<int>(options_.socket_buffer));
+  }
+  auto endpoint = std::make_unique<Endpoint>();
+  do endpoint->id = EndpointId(unguessable_.next());
+  while (endpoint->id.value == kListener);
+  endpoint->socket = std::move(socket);
+  endpoint->stage = stage;
+  endpoint->buffer.resize(128 * KiB);
+  endpoint->wants_write = stage == Stage::connecting;
+  epoll_event event{.events = EPOLLIN | EPOLLRDHUP | (endpoint->wants_write ? EPOLLOUT : 0u),
+                    .data = {.u64 = endpoint->id.value}};
+  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, endpoint->socket.get(), &event) == 0, "epoll_ctl: {}",
+               std::strerror(errno));
+  Endpoint& adopted = *endpoint;
+  endpoints_[adopted.id.value] = std::move(endpoint);
+  return adopted;
+}
+
+Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
+  if (hello.size() > 4 * KiB)
+    return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of 4096", hello.size());
+  auto address = SocketAddress::resolve(peer.text);
+  if (!address) return tl::unexpected(address.error());
+  Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket) return fail_errno("socket");
+  if (::connect(socket.get(), address->get(), address->length()) != 0 && errno != EINPROGRESS)
+    return fail_errno(fmt::format("connecting to {}", peer.text));
+  Endpoint& endpoint = adopt(std::move(socket), Stage::connecting);
+  queue(endpoint, {.kind = wire::Kind::hello, .length = hello.size(), .operation = wire::kMagic}, hello);
+  return endpoint.id;
+}
+
+void TcpEngine::finish_connecting(Endpoint& endpoint) {
+  int error = 0;
+  socklen_t length = sizeof error;
+  ::getsockopt(endpoint.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  if (error != 0) return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(error));
+  endpoint.stage = Stage::greeting;
+  flush(endpoint);
+}
+
+void TcpEngine::accept_all() {
+  for (int i = 0; i < 64; ++i) {
+    Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket) return;  // nobody waits, or out of descriptors: the peer's connect times out and says so
+    adopt(std::move(socket), Stage::accepting);
+  }
+}
+
+void TcpEngine::watch(Endpoint& endpoint, bool wants_write) {
+  if (endpoint.wants_write == wants_write) return;
+  endpoint.wants_write = wants_write;
+  epoll_event event{.events = EPOLLIN | EPOLLRDHUP | (wants_write ? EPOLLOUT : 0u), .data = {.u64 = endpoint.id.value}};
+  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, endpoint.socket.get(), &event) == 0, "epoll_ctl: {}",
+               std::strerror(errno));
+}
+
+Result<RegionId> TcpEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+  if (kind != MemoryKind::host)
+    return fail(ErrorCode::invalid_argument, "the TCP backend moves host memory only; stage device memory");
+  return regions_.add(memory);
+}
+
+// A transfer that touches the region now is cut off with its endpoint: the frame can't be taken back from a stream.
+void TcpEngine::deregister(RegionId id) {
+  for (auto& [key, endpoint] : endpoints_) {
+    if (endpoint->stage == Stage::failed) continue;
+    bool busy = endpoint->in_body && endpoint->landing == id;
+    for (const auto& frame : endpoint->out) busy |= frame.region == id;
+    for (const auto& [number, operation] : endpoint->operations)
+      busy |= operation.target != nullptr && operation.region == id;
+    if (busy) fail_endpoint(*endpoint, ErrorCode::cancelled, "memory was withdrawn in mid-transfer");
+  }
+  regions_.remove(id);
+}
+
+void TcpEngine::fail_operations(Endpoint& endpoint, const Error& error) {
+  for (const auto& [number, operation] : std::exchange(endpoint.operations, {}))
+    events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.context, .error = error});
+}
+
+void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why) {
+  if (endpoint.stage == Stage::failed) return;
+  const bool unseen = endpoint.stage == Stage::accepting;
+  endpoint.stage = Stage::failed;
+  endpoint.failure = std::move(why);
+  endpoint.socket.reset();  // the fence
+  endpoint.out.clear();
+  const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
+  fail_operations(endpoint, error);
+  if (unseen) {
+    endpoints_.erase(endpoint.id.value);
+    return;
+  }
+  events_.emit({.kind = EventKind::closed, .endpoint = endpoint.id, .error = error});
+}
+
+void TcpEngine::close(EndpointId id) {
+  Endpoint* endpoint = find(id);
+  if (endpoint == nullptr) return;
+  // What was queued is handed to the kernel as far as it takes it now: a farewell just sent should arrive.
+  if (endpoint->stage == Stage::open) flush(*endpoint);
+  if (endpoint = find(id); endpoint == nullptr) return;
+  endpoint->socket.reset();
+  fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
+  endpoints_.erase(id.value);
+}
+
+}  // namespace rejoin::transport::tcp

@@ -1,0 +1,117 @@
+// The TCP engine: non-blocking sockets under one epoll. Bytes of a write go from the poster's memory to the kernel and
+// from the kernel to their place, nowhere else.
+//
+// engine.cc: set-up, regions, connecting, closing. datapath.cc: frames out and in.
+#pragma once
+
+#include <deque>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fd.h"
+#include "transport/event_queue.h"
+#include "transport/regions.h"
+#include "transport/tcp/factory.h"
+#include "transport/tcp/wire.h"
+
+namespace rejoin::transport::tcp {
+
+class TcpEngine final : public Engine {
+ public:
+  static Result<std::unique_ptr<Engine>> make(const Options& options);
+  ~TcpEngine() override;
+
+  Result<Address> listen(const Address& where) override;
+  Result<EndpointId> connect(const Address& peer, BytesView hello) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  void deregister(RegionId region) override;
+  RemoteRegion remote(RegionId region) const override { return regions_.remote(region); }
+  Result<> send(EndpointId endpoint, BytesView message) override;
+  Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
+  Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
+  std::span<const Event> poll() override;
+  bool arm() override { return events_.empty() && unflushed_.empty(); }
+  int event_fd() const override { return epoll_.get(); }
+  void close(EndpointId endpoint) override;
+
+ private:
+  enum class Stage { connecting, greeting, accepting, open, failed };
+
+  // A frame on its way out. `body` points into `owned` or into a region.
+  struct Frame {
+    wire::Header header;
+    Bytes owned;
+    BytesView body;
+    RegionId region;  // the body's, where it is not owned
+    std::size_t sent = 0;
+  };
+
+  struct Operation {
+    std::uint64_t context = 0;
+    std::byte* target = nullptr;  // of a read
+    std::uint64_t length = 0;
+    RegionId region;  // the local one
+  };
+
+  struct Endpoint {
+    EndpointId id;
+    Fd socket;
+    Stage stage = Stage::connecting;
+    std::string failure;
+    bool wants_write = false;  // as told to epoll
+    bool dirty = false;        // in unflushed_
+    std::deque<Frame> out;
+    std::vector<Bytes> spare;  // buffers of sent frames, for the next ones
+    std::unordered_map<std::uint64_t, Operation> operations;
+    std::uint64_t next_operation = 1;
+
+    // The frame now coming in.
+    wire::Header header{};
+    bool in_body = false;
+    std::byte* target = nullptr;  // where its body goes; null: into `body`, or nowhere when `discard`
+    bool discard = false;
+    Regions::Refusal refusal = Regions::Refusal::none;
+    RegionId landing;  // the region of `target`
+    std::uint64_t filled = 0;
+    Bytes body;
+    Bytes buffer;  // bytes read ahead: [begin, end)
+    std::size_t begin = 0, end = 0;
+  };
+
+  explicit TcpEngine(const Options& options) : options_(options) {}
+  Result<> start();
+
+  Endpoint* find(EndpointId id);
+  Result<Endpoint*> open_endpoint(EndpointId id);
+  Endpoint& adopt(Fd socket, Stage stage);
+  void accept_all();
+  void finish_connecting(Endpoint& endpoint);
+  void watch(Endpoint& endpoint, bool wants_write);
+  void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
+  void fail_operations(Endpoint& endpoint, const Error& error);
+
+  // datapath.cc
+  void queue(Endpoint& endpoint, const wire::Header& header, BytesView copied);
+  void queue_region(Endpoint& endpoint, const wire::Header& header, BytesView body, RegionId region);
+  void flush(Endpoint& endpoint);
+  void receive(Endpoint& endpoint);
+  bool parse(Endpoint& endpoint);
+  bool begin_frame(Endpoint& endpoint);
+  bool begin_body(Endpoint& endpoint);
+  void finish_frame(Endpoint& endpoint);
+  void on_acknowledge(Endpoint& endpoint);
+  void on_read_request(Endpoint& endpoint);
+  void acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
+  bool malformed(Endpoint& endpoint, std::string_view what);
+
+  const Options options_;
+  Fd epoll_;
+  Fd listener_;
+  Unguessable unguessable_;
+  Regions regions_{unguessable_};
+  EventQueue events_;
+  std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
+  std::vector<EndpointId> unflushed_;
+};
+
+}  // namespace rejoin::transport::tcp

@@ -1,0 +1,23 @@
+// The TCP backend, for nodes without RDMA. Its own rather than UCX's, because UCX goes on landing a rendezvous write
+// after its endpoint was closed, and so can't fence (transport/tests/conformance_test.cc shows it). Here a closed
+// socket is the fence.
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "transport/transport.h"
+
+namespace rejoin::transport::tcp {
+
+struct Options {
+  // Kernel buffer of each direction of a connection, bytes; 0 leaves it to the kernel.
+  std::size_t socket_buffer = 0;
+  // Bytes unacknowledged by the peer's kernel for this long end the connection (TCP_USER_TIMEOUT).
+  std::chrono::milliseconds silence = std::chrono::seconds(10);
+};
+
+// Errors: `exhausted` where the process is out of descriptors.
+Result<std::unique_ptr<Engine>> make_engine(const Options& options);
+
+}  // namespace rejoin::transport::tcp

@@ -1,0 +1,157 @@
+// What only real processes can show: a peer killed at many points of a transfer, and one stopped and continued.
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+
+#include "base/fd.h"
+#include "transport/factory.h"
+
+namespace rejoin::transport {
+namespace {
+
+using std::chrono::steady_clock;
+constexpr std::uint64_t kCount = 64, kSize = 1 * MiB;
+
+// A child process that connects to `server`, learns the target from its first message, and writes to it for ever.
+[[noreturn]] void write_for_ever(const std::string& transports, const std::string& server) {
+  auto engine = *make_engine(transports);
+  auto endpoint = *engine->connect({server}, {});
+  std::vector<std::byte> from(kSize, static_cast<std::byte>(0x41));
+  const RegionId source = *engine->register_region(from, MemoryKind::host);
+  RemoteRegion target;
+  std::uint64_t next = 0;
+  const auto post = [&] {
+    const Write write{.context = next, .local = {source, 0}, .remote = {target, (next % kCount) * kSize},
+                      .length = kSize, .notify = next};
+    ++next;
+    if (!engine->write(endpoint, {&write, 1})) _exit(0);
+  };
+  for (;;)
+    for (const auto& event : engine->poll()) {
+      if (event.kind == EventKind::closed) _exit(0);
+      if (event.kind == EventKind::message) {
+        std::memcpy(&target, event.message.data(), sizeof target);
+        for (int i = 0; i < 4; ++i) post();
+      }
+      if (event.kind == EventKind::completed) post();
+    }
+}
+
+struct Writer {
+  pid_t pid = -1;
+  ~Writer() {
+    if (pid > 0) {
+      ::kill(pid, SIGKILL);
+      ::waitpid(pid, nullptr, 0);
+    }
+  }
+};
+
+struct Processes : testing::TestWithParam<std::string> {
+  std::unique_ptr<Engine> engine;
+  std::string address;
+  std::vector<std::byte> to = std::vector<std::byte>(kCount * kSize);
+  RegionId target;
+  EndpointId endpoint;
+  std::uint64_t landed = 0;
+  bool accepted = false;
+  bool closed = false;
+
+  // Starts the child before any engine exists here, since UCX and fork don't mix; the address goes through a pipe.
+  std::unique_ptr<Writer> start() {
+    auto writer = std::make_unique<Writer>();
+    int pipe_fds[2];
+    EXPECT_EQ(::pipe(pipe_fds), 0);
+    writer->pid = ::fork();
+    if (writer->pid == 0) {
+      char text[128] = {};
+      if (::read(pipe_fds[0], text, sizeof text - 1) <= 0) _exit(1);
+      write_for_ever(GetParam(), text);
+    }
+    engine = *make_engine(GetParam());
+    address = engine->listen({"127.0.0.1:0"})->text;
+    EXPECT_EQ(::write(pipe_fds[1], address.data(), address.size()), static_cast<ssize_t>(address.size()));
+    ::close(pipe_fds[0]);
+    ::close(pipe_fds[1]);
+    target = *engine->register_region(to, MemoryKind::host);
+    landed = 0;
+    accepted = false;
+    closed = false;
+    return writer;
+  }
+
+  bool until(const std::function<bool()>& done) {
+    const auto deadline = steady_clock::now() + std::chrono::seconds(20);
+    while (!done()) {
+      if (steady_clock::now() > deadline) return false;
+      for (const auto& event : engine->poll()) {
+        if (event.kind == EventKind::accepted) {
+          endpoint = event.endpoint;
+          accepted = true;
+          const RemoteRegion remote = engine->remote(target);
+          EXPECT_TRUE(engine->send(endpoint, bytes_of(remote)));
+        }
+        landed += event.kind == EventKind::written;
+        closed |= event.kind == EventKind::closed;
+      }
+    }
+    return true;
+  }
+};
+
+TEST_P(Processes, APeerKilledAtAnyPointOfItsWritesEndsInClosed) {
+  for (std::uint64_t point : {0, 1, 2, 3, 5, 8, 13, 40, 100}) {
+    auto writer = start();
+    ASSERT_TRUE(until([&] { return accepted && landed >= point; })) << point;
+    ::kill(writer->pid, SIGKILL);
+    EXPECT_TRUE(until([&] { return closed; })) << "never saw the death after " << point << " writes";
+    engine->close(endpoint);
+    engine->deregister(target);
+    engine.reset();
+  }
+}
+
+TEST_P(Processes, AStoppedWriterIsFencedByClose) {
+  auto writer = start();
+  ASSERT_TRUE(until([&] { return landed >= 5; }));
+  ::kill(writer->pid, SIGSTOP);
+  engine->close(endpoint);
+  const auto fenced = to;
+  ::kill(writer->pid, SIGCONT);
+  // The writer sees its endpoint closed and exits; nothing it still sends may land.
+  int status = 0;
+  ASSERT_TRUE(until([&] { return ::waitpid(writer->pid, &status, WNOHANG) == writer->pid; }));
+  writer->pid = -1;
+  EXPECT_EQ(to, fenced);
+}
+
+TEST_P(Processes, AnIdleEngineSleeps) {
+  auto writer = start();
+  ASSERT_TRUE(until([&] { return landed >= 5; }));
+  ::kill(writer->pid, SIGSTOP);
+  const auto cpu = [] {
+    rusage usage{};
+    ::getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_utime.tv_sec * 1000 + usage.ru_utime.tv_usec / 1000 + usage.ru_stime.tv_sec * 1000 +
+           usage.ru_stime.tv_usec / 1000;
+  };
+  const auto before = cpu();
+  const auto end = steady_clock::now() + std::chrono::milliseconds(500);
+  while (steady_clock::now() < end) {
+    if (!engine->poll().empty() || !engine->arm()) continue;
+    pollfd waiting{engine->event_fd(), POLLIN, 0};
+    ::poll(&waiting, 1, 100);
+  }
+  EXPECT_LT(cpu() - before, 250) << "milliseconds of CPU in half a second of idleness";
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, Processes, testing::Values("shm", "tcp"),
+                         [](const auto& backend) { return backend.param; });
+
+}  // namespace
+}  // namespace rejoin::transport

@@ -1,0 +1,61 @@
+#include <gtest/gtest.h>
+
+#include "transport/sim/fabric.h"
+
+namespace rejoin::transport::sim {
+namespace {
+
+std::string transcript(std::uint64_t seed) {
+  VirtualClock clock;
+  Fabric fabric({.seed = seed}, clock);
+  auto a = fabric.make_engine(), b = fabric.make_engine();
+  auto address = *b->listen({"sim"});
+  auto endpoint = *a->connect(address, {});
+  std::string log;
+  std::vector<std::byte> from(100), to(100);
+  const RegionId source = *a->register_region(from, MemoryKind::host);
+  const RegionId target = *b->register_region(to, MemoryKind::host);
+  while (fabric.step()) {
+    for (auto* engine : {a.get(), b.get()})
+      for (auto& event : engine->poll()) {
+        log += fmt::format("{} {} {}\n", clock.now().time_since_epoch().count(), static_cast<int>(event.kind), event.value);
+        if (event.kind != EventKind::connected) continue;
+        for (std::uint64_t i = 0; i < 20; ++i) {
+          const Write write{.context = i, .local = {source, 0}, .remote = {b->remote(target), 0}, .length = 10, .notify = i};
+          EXPECT_TRUE(a->write(endpoint, {&write, 1}));
+        }
+      }
+  }
+  return log;
+}
+
+TEST(SimFabric, TheSameSeedGivesTheSameHistory) {
+  EXPECT_EQ(transcript(3), transcript(3));
+  EXPECT_NE(transcript(3), transcript(4));
+}
+
+TEST(SimFabric, AKilledProcessIsSeenByItsPeersAndWritesNoMore) {
+  VirtualClock clock;
+  Fabric fabric({}, clock);
+  auto a = fabric.make_engine(), b = fabric.make_engine();
+  auto endpoint = *a->connect(*b->listen({"sim"}), {});
+  while (fabric.step()) {}
+  b->poll();
+  std::vector<std::byte> from(10, std::byte{1}), to(10);
+  const RegionId source = *a->register_region(from, MemoryKind::host);
+  const RegionId target = *b->register_region(to, MemoryKind::host);
+  const Write write{.context = 1, .local = {source, 0}, .remote = {b->remote(target), 0}, .length = 10, .notify = 1};
+  ASSERT_TRUE(a->write(endpoint, {&write, 1}));
+  fabric.kill(*a);
+  while (fabric.step()) {}
+  bool closed = false;
+  for (auto& event : b->poll()) {
+    EXPECT_NE(event.kind, EventKind::written);
+    closed |= event.kind == EventKind::closed;
+  }
+  EXPECT_TRUE(closed);
+  EXPECT_EQ(to[0], std::byte{0});
+}
+
+}  // namespace
+}  // namespace rejoin::transport::sim

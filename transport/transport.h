@@ -1,0 +1,118 @@
+// The transport: endpoints, memory regions, one-sided writes with notification, completions by polling.
+//
+// An Engine belongs to one thread (its progress thread); every call on it comes from there. Nothing blocks.
+// What happens is told by poll(), in events. Every posted operation ends in exactly one `completed` event, with
+// success or an error, also when its endpoint fails or is closed. An error of one endpoint disturbs no other.
+//
+// Order: messages of one endpoint arrive in the order sent. Writes are not ordered among each other. A write's
+// notification comes after all its bytes. A message sent after a write's completion arrives after its bytes.
+//
+// Fence: when close() has returned, no byte that the peer writes through that endpoint lands here any more.
+// See "Fence" in docs/design-notes.md.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "base/bytes.h"
+#include "base/ids.h"
+#include "base/result.h"
+
+namespace rejoin::transport {
+
+enum class MemoryKind : std::uint8_t { host, cuda };
+
+using EndpointId = Id<struct EndpointTag>;  // never reused in an engine
+using RegionId = Id<struct RegionTag>;      // never reused in an engine
+
+// "host:port" for real networks, "sim:N" for the simulated one.
+struct Address {
+  std::string text;
+};
+
+// What a peer must know to write into or read from a region of ours. Plain bytes: send it in any message.
+struct RemoteRegion {
+  std::uint64_t key = 0;     // a capability: unguessable, void after deregistration
+  std::uint64_t length = 0;  // bytes
+};
+
+struct LocalRange {
+  RegionId region;
+  std::uint64_t offset = 0;  // bytes from the region's start
+};
+
+struct RemoteRange {
+  RemoteRegion region;
+  std::uint64_t offset = 0;
+};
+
+// The local bytes stay unchanged and mapped until the completion.
+struct Write {
+  std::uint64_t context = 0;  // comes back in the completion
+  LocalRange local;
+  RemoteRange remote;
+  std::uint64_t length = 0;             // bytes; 0 is allowed, for a notification alone
+  std::optional<std::uint64_t> notify;  // raises a `written` event at the peer when all bytes are there
+};
+
+struct Read {
+  std::uint64_t context = 0;
+  LocalRange local;
+  RemoteRange remote;
+  std::uint64_t length = 0;
+};
+
+enum class EventKind : std::uint8_t {
+  connected,  // connect() came through
+  accepted,   // a peer connected to us; `message` holds its hello
+  message,    // `message` holds the bytes
+  written,    // a peer's write with notification landed: `value` is the notification
+  completed,  // a write or read of ours ended: `value` is its context
+  closed,     // the endpoint failed or the peer closed it; only close() may still be called on it
+};
+
+struct Event {
+  EventKind kind{};
+  EndpointId endpoint;
+  std::uint64_t value = 0;
+  BytesView message;  // valid until the next poll()
+  std::optional<Error> error;
+};
+
+class Engine {
+ public:
+  static constexpr std::size_t kMaxMessage = 64 * KiB;
+
+  virtual ~Engine() = default;
+
+  // Accepts connections at `where` (port 0: the system picks one); returns the address that peers can connect to.
+  virtual Result<Address> listen(const Address& where) = 0;
+  // Starts a connection; ends in `connected` or `closed`. `hello` (at most 4 KiB) reaches the peer with `accepted`.
+  virtual Result<EndpointId> connect(const Address& peer, BytesView hello) = 0;
+
+  // The memory must stay mapped until deregister() has returned; from then on nothing lands in it.
+  virtual Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) = 0;
+  virtual void deregister(RegionId region) = 0;
+  virtual RemoteRegion remote(RegionId region) const = 0;
+
+  // Copies the bytes and sends them, in order. Refused (nothing sent) above kMaxMessage or on a dead endpoint.
+  virtual Result<> send(EndpointId endpoint, BytesView message) = 0;
+  // Posts all or none. None: unknown or dead endpoint, or a local range outside its region.
+  virtual Result<> write(EndpointId endpoint, std::span<const Write> writes) = 0;
+  virtual Result<> read(EndpointId endpoint, std::span<const Read> reads) = 0;
+
+  // Makes progress; the events are valid until the next poll().
+  virtual std::span<const Event> poll() = 0;
+  // To sleep: arm(); if it returns true, wait for event_fd() to become readable (or anything else), then poll().
+  // False: there is something to poll. -1: this engine has no descriptor (simulation).
+  virtual bool arm() = 0;
+  virtual int event_fd() const = 0;
+
+  // Fences and forgets the endpoint. What was outstanding on it completes with `cancelled` in the next poll().
+  virtual void close(EndpointId endpoint) = 0;
+};
+
+}  // namespace rejoin::transport

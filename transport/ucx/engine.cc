@@ -1,0 +1,130 @@
+#include "transport/ucx/engine.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+
+#include <ucs/config/global_opts.h>
+
+#include "transport/socket_address.h"
+
+namespace rejoin::transport::ucx {
+
+Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return UcxEngine::make(options); }
+
+Result<std::unique_ptr<Engine>> UcxEngine::make(const Options& options) {
+  std::unique_ptr<UcxEngine> engine(new UcxEngine());
+  if (auto started = engine->start(options); !started) return tl::unexpected(started.error());
+  return engine;
+}
+
+Result<> UcxEngine::start(const Options& options) {
+  options_ = options;
+  // UCX's own lines about a peer that died are no news to us: they come back as events.
+  ucs_global_opts_set_value("LOG_LEVEL", "fatal");
+  ucs_global_opts_set_value("HANDLE_ERRORS", "none");
+
+  ucp_config_t* config = nullptr;
+  if (auto status = ucp_config_read("REJOIN", nullptr, &config); status != UCS_OK)
+    return fail(ErrorCode::unavailable, "UCX configuration: {}", ucs_status_string(status));
+  const std::string threshold = std::to_string(options.rendezvous_threshold);
+  ucp_config_modify(config, "TLS", options.transports.c_str());
+  ucp_config_modify(config, "RNDV_THRESH", threshold.c_str());
+  ucp_config_modify(config, "KEEPALIVE_INTERVAL", "1s");
+  ucp_config_modify(config, "SOCKADDR_TLS_PRIORITY", "tcp");
+
+  ucp_params_t params{};
+  params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
+  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+  params.name = "rejoin";
+  auto status = ucp_init(&params, config, &context_);
+  ucp_config_release(config);
+  if (status != UCS_OK)
+    return fail(ErrorCode::unavailable, "UCX can't start with transports '{}': {}; 'ucx_info -d' lists what is here",
+                options.transports, ucs_status_string(status));
+
+  ucp_worker_params_t worker_params{};
+  worker_params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+  worker_params.thread_mode = UCS_THREAD_MODE_SINGLE;
+  if (status = ucp_worker_create(context_, &worker_params, &worker_); status != UCS_OK)
+    return fail(ErrorCode::unavailable, "UCX worker with transports '{}': {}", options.transports,
+                ucs_status_string(status));
+  if (status = ucp_worker_get_efd(worker_, &event_fd_); status != UCS_OK)
+    return fail(ErrorCode::unavailable, "UCX can't sleep with transports '{}': {}", options.transports,
+                ucs_status_string(status));
+
+  const auto handle = [&](unsigned id, ucp_am_recv_callback_t callback) {
+    ucp_am_handler_param_t handler{};
+    handler.field_mask =
+        UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+    handler.id = id;
+    handler.cb = callback;
+    handler.arg = this;
+    return ucp_worker_set_am_recv_handler(worker_, &handler);
+  };
+  for (auto set : {handle(wire::hello, receive<wire::Hello>),
+                   handle(wire::welcome,
+                          [](void* arg, const void* header, std::size_t header_size, void*, std::size_t,
+                             const ucp_am_recv_param_t*) {
+                            wire::Hello welcome;
+                            if (header_size != sizeof welcome) return UCS_OK;
+                            std::memcpy(&welcome, header, sizeof welcome);
+                            return static_cast<UcxEngine*>(arg)->on_welcome(welcome);
+                          }),
+                   handle(wire::message, receive<wire::Message>), handle(wire::write, receive<wire::Write>),
+                   handle(wire::acknowledge, receive<wire::Acknowledge>),
+                   handle(wire::read_request, receive<wire::ReadRequest>),
+                   handle(wire::read_data, receive<wire::ReadData>)})
+    if (set != UCS_OK) return fail(ErrorCode::unavailable, "UCX active messages: {}", ucs_status_string(set));
+  return {};
+}
+
+UcxEngine::~UcxEngine() {
+  while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
+  if (listener_ != nullptr) ucp_listener_destroy(listener_);
+  if (worker_ != nullptr) ucp_worker_destroy(worker_);
+  if (context_ != nullptr) ucp_cleanup(context_);
+}
+
+Result<Address> UcxEngine::listen(const Address& where) {
+  if (listener_ != nullptr) return fail(ErrorCode::invalid_argument, "this engine listens already");
+  auto address = SocketAddress::resolve(where.text);
+  if (!address) return tl::unexpected(address.error());
+  ucp_listener_params_t params{};
+  params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
+  params.sockaddr = {address->get(), address->length()};
+  params.conn_handler = {
+      [](ucp_conn_request_h request, void* arg) { static_cast<UcxEngine*>(arg)->requests_.push_back(request); }, this};
+  if (auto status = ucp_listener_create(worker_, &params, &listener_); status != UCS_OK)
+    return fail(status == UCS_ERR_BUSY ? ErrorCode::exhausted : ErrorCode::unavailable,
+                "can't listen for data connections on {}: {}; choose another address or port 0", where.text,
+                ucs_status_string(status));
+  ucp_listener_attr_t attributes{};
+  attributes.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR;
+  if (auto status = ucp_listener_query(listener_, &attributes); status != UCS_OK)
+    return fail(ErrorCode::unavailable, "UCX listener: {}", ucs_status_string(status));
+  return Address{SocketAddress::format(attributes.sockaddr)};
+}
+
+Result<RegionId> UcxEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+  if (kind != MemoryKind::host)
+    return fail(ErrorCode::invalid_argument, "this build of the UCX backend has host memory only");
+  return regions_.add(memory);
+}
+
+void UcxEngine::deregister(RegionId id) {
+  Region* region = regions_.find(id);
+  if (region == nullptr) return;
+  regions_.revoke_key(id);
+  // What is under way now ends by our own progress, since the receiver pulls.
+  drain([&] { return region->busy == 0; });
+  regions_.remove(id);
+}
+
+RemoteRegion UcxEngine::remote(RegionId region) const { return regions_.remote(region); }
+
+bool UcxEngine::arm() {
+  if (!events_.empty() || !errors_.empty() || !requests_.empty()) return false;
+  return ucp_worker_arm(worker_) == UCS_OK;
+}
+
+}  // namespace rejoin::transport::ucx

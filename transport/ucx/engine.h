@@ -1,0 +1,162 @@
+// The UCX engine. A write is an active message whose bytes the receiver accepts only after it has checked key, range
+// and endpoint; large ones go by rendezvous (over shared memory the receiver pulls them out of the sender's memory).
+// The receiver acknowledges each write when its bytes are in place: that is its completion.
+//
+// engine.cc: set-up, regions, sleeping. endpoint.cc: connect, accept, close, failure. datapath.cc: everything hot.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include <ucp/api/ucp.h>
+
+#include "transport/event_queue.h"
+#include "transport/regions.h"
+#include "transport/transport.h"
+#include "transport/ucx/factory.h"
+#include "transport/ucx/wire.h"
+
+namespace rejoin::transport::ucx {
+
+class UcxEngine final : public Engine {
+ public:
+  static Result<std::unique_ptr<Engine>> make(const Options& options);
+  ~UcxEngine() override;
+
+  Result<Address> listen(const Address& where) override;
+  Result<EndpointId> connect(const Address& peer, BytesView hello) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  void deregister(RegionId region) override;
+  RemoteRegion remote(RegionId region) const override;
+  Result<> send(EndpointId endpoint, BytesView message) override;
+  Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
+  Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
+  std::span<const Event> poll() override;
+  bool arm() override;
+  int event_fd() const override { return event_fd_; }
+  void close(EndpointId endpoint) override;
+
+ private:
+  enum class Stage { connecting, accepting, open, failed };
+
+  struct Endpoint {
+    EndpointId id;
+    ucp_ep_h handle = nullptr;
+    Stage stage = Stage::connecting;
+    std::uint64_t peer = 0;  // the peer's id of this endpoint, which heads everything we send
+    std::uint64_t next_to_send = 0;
+    std::uint64_t next_to_deliver = 0;
+    std::map<std::uint64_t, Bytes> early;  // messages that overtook others, by sequence
+    std::size_t receiving = 0;             // writes that are landing here now
+    bool closed_reported = false;
+    std::string failure;
+  };
+
+  // A write or read of ours. Its slot is free again when UCX is done with it and its completion has been reported.
+  struct Operation {
+    UcxEngine* engine = nullptr;
+    std::uint64_t id = 0;  // generation << 32 | slot
+    EndpointId endpoint;
+    std::uint64_t context = 0;
+    bool local_done = true;
+    bool reported = true;
+    bool acknowledged = false;
+    std::byte* target = nullptr;  // of a read
+    std::uint64_t length = 0;
+    wire::Write header{};
+    Regions::Refusal refusal = Regions::Refusal::none;
+  };
+
+  // A message, acknowledgement or read reply that UCX may still be reading.
+  struct Outgoing {
+    UcxEngine* engine = nullptr;
+    union {
+      wire::Hello hello;
+      wire::Message message;
+      wire::Acknowledge acknowledge;
+      wire::ReadRequest read_request;
+      wire::ReadData read_data;
+    };
+    Bytes payload;
+    RegionId region;  // a read reply reads from this region
+  };
+
+  // A write or read reply on its way into our memory.
+  struct Receive {
+    UcxEngine* engine = nullptr;
+    EndpointId endpoint;
+    RegionId region;                   // that a peer's write goes into
+    wire::Write header{};
+    std::uint64_t read_operation = 0;  // of our read, else 0
+  };
+
+  UcxEngine() = default;
+  Result<> start(const Options& options);
+
+  // endpoint.cc
+  Endpoint* find(std::uint64_t id);
+  Result<Endpoint*> open_endpoint(EndpointId id);
+  Endpoint& adopt(ucp_ep_params_t& params, Stage stage, ucs_status_t& status);
+  void finish_handle(ucp_ep_h handle);
+  void drain(const std::function<bool()>& done);
+  void report_failures();
+  void fail_endpoint(Endpoint& endpoint, std::string why);
+  void fail_operations(EndpointId endpoint, const Error& error);
+  void accept(ucp_conn_request_h request);
+  ucs_status_t on_hello(const void* header, std::size_t header_size, const void* data, std::size_t size, ucp_ep_h from);
+  ucs_status_t on_welcome(const wire::Hello& header);
+
+  // datapath.cc
+  Operation& new_operation(EndpointId endpoint, std::uint64_t context);
+  Operation* find_operation(std::uint64_t id);
+  void settle(Operation& operation);
+  void report(Operation& operation, std::optional<Error> error);
+  Outgoing& new_outgoing();
+  void post(Endpoint& endpoint, unsigned kind, Outgoing& out, std::size_t header_size, BytesView payload,
+            std::uint32_t flags);
+  void acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
+  void deliver(Endpoint& endpoint, BytesView message);
+  ucs_status_t on_message(const wire::Message& header, BytesView data);
+  ucs_status_t on_write(const wire::Write& header, void* data, std::size_t size, bool rendezvous);
+  ucs_status_t on_acknowledge(const wire::Acknowledge& header);
+  ucs_status_t on_read_request(const wire::ReadRequest& header);
+  ucs_status_t on_read_data(const wire::ReadData& header, void* data, std::size_t size, bool rendezvous);
+  ucs_status_t land(Receive receive, std::byte* target, void* data, std::size_t size, bool rendezvous);
+  void landed(const Receive& receive, ucs_status_t status);
+
+  template <typename Header>
+  static ucs_status_t receive(void* arg, const void* header, std::size_t header_size, void* data, std::size_t size,
+                              const ucp_am_recv_param_t* param);
+  static void on_error(void* arg, ucp_ep_h handle, ucs_status_t status);
+  static void on_sent(void* request, ucs_status_t status, void* operation);
+  static void on_outgoing_sent(void* request, ucs_status_t status, void* outgoing);
+  static void on_landed(void* request, ucs_status_t status, std::size_t length, void* receive);
+
+  Options options_;
+  ucp_context_h context_ = nullptr;
+  ucp_worker_h worker_ = nullptr;
+  ucp_listener_h listener_ = nullptr;
+  int event_fd_ = -1;
+  Unguessable unguessable_;
+  Regions regions_{unguessable_};
+  EventQueue events_;
+
+  std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
+  std::unordered_map<ucp_ep_h, Endpoint*> by_handle_;
+  std::vector<std::pair<ucp_ep_h, ucs_status_t>> errors_;  // from UCX's error callback, handled in poll()
+  std::vector<ucp_conn_request_h> requests_;
+  std::vector<void*> closing_;  // UCX's close requests still running
+
+  std::deque<Operation> operations_;
+  std::vector<std::uint32_t> free_operations_;
+  std::deque<Outgoing> outgoing_;
+  std::vector<Outgoing*> free_outgoing_;
+
+  std::uint64_t stale_dropped_ = 0;
+};
+
+}  // namespace rejoin::transport::ucx

@@ -1,0 +1,21 @@
+// The UCX backend: shared memory inside a node, TCP between nodes, and whatever else UCX finds there.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "transport/transport.h"
+
+namespace rejoin::transport::ucx {
+
+struct Options {
+  // UCX's names of the transports to use, e.g. "posix,cma,self" (one node), "tcp,self", or "all".
+  std::string transports = "posix,cma,tcp,self";
+  // Writes above this go by rendezvous: the receiver pulls them, so it alone decides what lands.
+  std::size_t rendezvous_threshold = 16 * KiB;
+};
+
+// Errors: `unavailable` where UCX can't be started with these transports.
+Result<std::unique_ptr<Engine>> make_engine(const Options& options);
+
+}  // namespace rejoin::transport::ucx
