@@ -38,7 +38,9 @@ Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
       if (accepting == nullptr) return;
       accepting->endpoints_[theirs.value] = {.peer_engine = from, .peer = mine, .connected = true};
       accepting->emit({.kind = EventKind::accepted, .endpoint = theirs}, std::move(bytes));
-      fabric.after(fabric.delay(), [&fabric, from, number, mine, theirs] {
+      const Duration welcome = fabric.delay();
+      accepting->endpoints_[theirs.value].last_message = fabric.clock_.now() + welcome;  // messages come after it
+      fabric.after(welcome, [&fabric, from, number, mine, theirs] {
         auto* connecting = fabric.engine(from);
         Endpoint* endpoint = connecting == nullptr ? nullptr : connecting->open(mine);
         if (endpoint == nullptr) {  // the client gave up meanwhile

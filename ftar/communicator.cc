@@ -1,0 +1,472 @@
+#include "ftar/communicator.h"
+
+#include <xxhash.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "ftar/operation.h"
+
+namespace rejoin::ftar {
+
+namespace {
+
+struct Hello {
+  std::uint64_t secret;
+  std::uint64_t plan;
+  std::uint32_t replica;
+  std::uint32_t unused = 0;
+  std::uint64_t incarnation;
+};
+
+// Completion contexts: which write ended.
+std::uint64_t context_of(Epoch epoch, std::uint32_t bucket, std::uint32_t kind) {
+  return (epoch.value << 16) | (std::uint64_t{bucket} << 2) | kind;
+}
+
+}  // namespace
+
+Communicator::Communicator(transport::Engine& engine, const Options& options, Member self, std::uint64_t secret)
+    : engine_(engine), options_(options), self_(self), secret_(secret) {}
+
+Communicator::~Communicator() {
+  for (auto& [member, peer] : peers_) engine_.close(peer->endpoint);
+  for (auto& bucket : buckets_) {
+    engine_.deregister(bucket.input);
+    engine_.deregister(bucket.output);
+  }
+  engine_.deregister(staging_region_);
+}
+
+Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engine, const Options& options, Member self,
+                                                         std::vector<BucketSpec> buckets, std::uint64_t secret) {
+  constexpr std::size_t max_buckets = 3500;  // their region keys fit one message
+  if (buckets.empty() || buckets.size() > max_buckets)
+    return fail(ErrorCode::invalid_argument, "{} buckets; there must be 1 to {}", buckets.size(), max_buckets);
+  if (options.chunks_in_flight < 1 || options.chunks_in_flight > Tag::kMaxSlots)
+    return fail(ErrorCode::invalid_argument, "{} chunks in flight; there must be 1 to {}", options.chunks_in_flight,
+                Tag::kMaxSlots);
+  if (options.chunk_bytes < 64 || options.chunk_bytes % 64 != 0 ||
+      options.direct_bytes > transport::Engine::kMaxMessage - sizeof(MessageHeader))
+    return fail(ErrorCode::invalid_argument, "chunk size {} or direct size {} is out of bounds (a multiple of 64; at most {})",
+                options.chunk_bytes, options.direct_bytes, transport::Engine::kMaxMessage - sizeof(MessageHeader));
+  std::unique_ptr<Communicator> made(new Communicator(engine, options, self, secret));
+  for (auto& spec : buckets) {
+    const std::size_t bytes = spec.count * size_of(spec.type);
+    if (bytes == 0 || spec.input.size() != bytes || spec.output.size() != bytes)
+      return fail(ErrorCode::invalid_argument, "bucket {}: {} elements of {} need {} bytes; input has {}, output {}",
+                  made->buckets_.size(), spec.count, to_string(spec.type), bytes, spec.input.size(),
+                  spec.output.size());
+    if (bytes / std::max<std::size_t>(64, options.chunk_bytes) + 64 >= Tag::kMaxChunks)
+      return fail(ErrorCode::invalid_argument, "bucket {} of {} has too many chunks of {}", made->buckets_.size(),
+                  human_bytes(bytes), human_bytes(options.chunk_bytes));
+    auto& bucket = made->buckets_.emplace_back();
+    bucket.spec = spec;
+    bucket.index = static_cast<std::uint32_t>(made->buckets_.size() - 1);
+    auto input = engine.register_region(spec.input, transport::MemoryKind::host);
+    auto output = engine.register_region(spec.output, transport::MemoryKind::host);
+    if (!input) return tl::unexpected(input.error());
+    if (!output) return tl::unexpected(output.error());
+    bucket.input = *input;
+    bucket.output = *output;
+  }
+  made->staging_.resize(options.chunk_bytes * options.chunks_in_flight);
+  auto staging = engine.register_region(made->staging_, transport::MemoryKind::host);
+  if (!staging) return tl::unexpected(staging.error());
+  made->staging_region_ = *staging;
+  return made;
+}
+
+// Everything that the members must agree on for their bytes to fit.
+std::uint64_t Communicator::plan_hash() const {
+  std::vector<std::uint64_t> facts{1, options_.chunk_bytes, options_.chunks_in_flight, options_.direct_bytes,
+                                   options_.direct_members, options_.both_ways};
+  for (const auto& bucket : buckets_) {
+    facts.push_back(static_cast<std::uint64_t>(bucket.spec.type));
+    facts.push_back(bucket.spec.count);
+  }
+  return XXH3_64bits(facts.data(), facts.size() * sizeof facts[0]);
+}
+
+// ---- connections
+
+Peer* Communicator::peer_of(transport::EndpointId endpoint) {
+  auto found = by_endpoint_.find(endpoint);
+  return found == by_endpoint_.end() ? nullptr : found->second;
+}
+
+Peer* Communicator::peer_of(Member member) {
+  auto found = peers_.find(member);
+  return found == peers_.end() ? nullptr : found->second.get();
+}
+
+bool Communicator::connected(Member member) const {
+  auto found = peers_.find(member);
+  return found != peers_.end() && found->second->up;
+}
+
+Result<> Communicator::connect(Member member, const transport::Address& address) {
+  if (peers_.contains(member)) return {};
+  const Hello hello{secret_, plan_hash(), self_.replica.value, 0, self_.incarnation.value};
+  auto endpoint = engine_.connect(address, bytes_of(hello));
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  auto& peer = peers_[member] = std::make_unique<Peer>();
+  peer->member = member;
+  peer->endpoint = *endpoint;
+  by_endpoint_[*endpoint] = peer.get();
+  return {};
+}
+
+void Communicator::on_accepted(const transport::Event& event) {
+  Hello hello{};
+  BytesView bytes = event.message;
+  if (!take(bytes, hello) || hello.secret != secret_) {
+    spdlog::warn("a data connection with a wrong job key was refused");
+    return engine_.close(event.endpoint);
+  }
+  const Member member{ReplicaId(hello.replica), Incarnation(hello.incarnation)};
+  if (hello.plan != plan_hash()) {
+    spdlog::error("replica {} has another bucket plan or other chunk settings; both must be the same on all replicas",
+                  member.replica);
+    return engine_.close(event.endpoint);
+  }
+  if (auto* before = peer_of(member)) {  // it connects anew: the old connection is void
+    engine_.close(before->endpoint);
+    lose(*before, {ErrorCode::unavailable, "the peer connected anew"});
+  }
+  auto& peer = peers_[member] = std::make_unique<Peer>();
+  peer->member = member;
+  peer->endpoint = event.endpoint;
+  by_endpoint_[event.endpoint] = peer.get();
+  introduce(*peer);
+}
+
+void Communicator::introduce(Peer& peer) {
+  Bytes body;
+  const auto append = [&](const transport::RemoteRegion& region) {
+    const auto bytes = bytes_of(region);
+    body.insert(body.end(), bytes.begin(), bytes.end());
+  };
+  append(engine_.remote(staging_region_));
+  for (const auto& bucket : buckets_) append(engine_.remote(bucket.output));
+  if (auto sent = send(peer, MessageHeader::introduction, 0, 0, body); !sent) lose(peer, sent.error());
+}
+
+void Communicator::on_introduction(Peer& peer, BytesView rest) {
+  peer.outputs.resize(buckets_.size());
+  bool whole = take(rest, peer.staging);
+  for (auto& output : peer.outputs) whole = whole && take(rest, output);
+  if (!whole || !rest.empty() || peer.up) {
+    engine_.close(peer.endpoint);
+    return lose(peer, {ErrorCode::corrupt, "the peer's introduction does not fit the bucket plan"});
+  }
+  peer.up = true;
+  refresh(peer);
+  outcomes_.push_back({.kind = Outcome::Kind::peer_up, .member = peer.member});
+  if (clean_ || announced_ || epoch_ == Epoch{}) return;
+  try_flush();
+}
+
+void Communicator::lose(Peer& peer, Error error) {
+  const Member member = peer.member;
+  by_endpoint_.erase(peer.endpoint);
+  for (auto& place : ring_peers_)
+    if (place == &peer) place = nullptr;
+  const auto owned = peers_.extract(member);
+  outcomes_.push_back({.kind = Outcome::Kind::peer_lost, .member = member, .error = std::move(error)});
+  // Its writes in flight are void with the endpoint; what ran with it waits for the next epoch.
+  if (std::any_of(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == member; })) {
+    clean_ = false;
+    for (auto& bucket : buckets_) bucket.running.reset();
+  }
+}
+
+void Communicator::forget(Member member) {
+  Peer* peer = peer_of(member);
+  if (peer == nullptr) return;
+  engine_.close(peer->endpoint);
+  by_endpoint_.erase(peer->endpoint);
+  for (auto& place : ring_peers_)
+    if (place == peer) place = nullptr;
+  peers_.erase(member);
+}
+
+// ---- epochs
+
+void Communicator::enter(Epoch epoch, std::vector<Place> ring) {
+  REJOIN_CHECK(epoch > epoch_, "epoch {} after {}", epoch.value, epoch_.value);
+  epoch_ = epoch;
+  clean_ = announced_ = false;
+  ring_ = std::move(ring);
+  // Contributors first, each kind in the order given.
+  std::stable_partition(ring_.begin(), ring_.end(), [](const Place& p) { return p.role == Role::contributor; });
+  contributors_ = static_cast<std::uint32_t>(
+      std::count_if(ring_.begin(), ring_.end(), [](const Place& p) { return p.role == Role::contributor; }));
+  const auto self = std::find_if(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == self_; });
+  REJOIN_CHECK(self != ring_.end() && contributors_ > 0, "the ring of epoch {} lacks this member or contributors",
+               epoch.value);
+  position_ = static_cast<std::uint32_t>(self - ring_.begin());
+  for (auto& bucket : buckets_) {
+    bucket.running.reset();
+    bucket.wanted = false;
+    for (auto& inbox : bucket.inbox) {
+      inbox.step = Step{};
+      inbox.data.resize(bucket.bytes() <= options_.direct_bytes ? bucket.bytes() * contributors_ : 0);
+      inbox.present.assign(contributors_, false);
+    }
+  }
+  for (auto& [member, peer] : peers_) refresh(*peer);
+  last_progress_ = now_;
+  try_flush();
+}
+
+// After a flush all our slots at the peer are free, and nothing has been announced.
+void Communicator::refresh(Peer& peer) {
+  peer.free_slots.clear();
+  for (std::uint32_t slot = 0; slot < options_.chunks_in_flight; ++slot)
+    peer.free_slots.push_back(static_cast<std::uint8_t>(slot));
+  peer.ready.assign(buckets_.size(), 0);
+}
+
+// Our half of the flush when our writes are over, and the end of it when everyone's are.
+void Communicator::try_flush() {
+  if (epoch_ == Epoch{} || clean_) return;
+  ring_peers_.assign(ring_.size(), nullptr);
+  for (std::size_t i = 0; i < ring_.size(); ++i) {
+    if (i == position_) continue;
+    ring_peers_[i] = peer_of(ring_[i].member);
+    if (ring_peers_[i] == nullptr || !ring_peers_[i]->up) return;  // not connected (yet)
+    if (ring_peers_[i]->writes_in_flight > 0) return;
+  }
+  if (!announced_) {
+    announced_ = true;
+    for (auto* peer : ring_peers_)
+      if (peer != nullptr)
+        if (auto sent = send(*peer, MessageHeader::flushed, 0, 0); !sent) return lose(*peer, sent.error());
+  }
+  for (auto* peer : ring_peers_)
+    if (peer != nullptr && peer->flushed != epoch_) return;
+  clean_ = true;
+  last_progress_ = now_;
+  outcomes_.push_back({.kind = Outcome::Kind::entered, .epoch = epoch_});
+  for (auto& bucket : buckets_)
+    if (bucket.wanted && !bucket.running) begin(bucket);
+}
+
+// ---- operations
+
+Result<> Communicator::all_reduce(std::uint32_t index, Step step, ReduceOp op) {
+  if (index >= buckets_.size())
+    return fail(ErrorCode::invalid_argument, "bucket {} of {}", index, buckets_.size());
+  if (epoch_ == Epoch{}) return fail(ErrorCode::unavailable, "no epoch yet: enter() comes first");
+  Bucket& bucket = buckets_[index];
+  if (bucket.wanted) return fail(ErrorCode::invalid_argument, "bucket {} is being reduced already", index);
+  bucket.wanted = true;
+  bucket.step = step;
+  bucket.op = op;
+  if (clean_) begin(bucket);
+  return {};
+}
+
+void Communicator::begin(Bucket& bucket) {
+  last_progress_ = now_;
+  if (bucket.bytes() <= options_.direct_bytes && ring_.size() <= options_.direct_members)
+    bucket.running = std::make_unique<DirectOperation>(*this, bucket);
+  else
+    bucket.running = std::make_unique<RingOperation>(*this, bucket);
+  bucket.running->start();
+  if (bucket.running && bucket.running->done()) finish(bucket);
+}
+
+void Communicator::finish(Bucket& bucket) {
+  bucket.running.reset();
+  bucket.wanted = false;
+  ++operations_done_;
+  bytes_reduced_ += bucket.bytes();
+  outcomes_.push_back({.kind = Outcome::Kind::done, .bucket = bucket.index, .step = bucket.step, .epoch = epoch_});
+}
+
+bool Communicator::busy() const {
+  if (epoch_ != Epoch{} && !clean_) return true;
+  return std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& b) { return b.wanted; });
+}
+
+std::span<const Outcome> Communicator::poll(TimePoint now) {
+  now_ = now;
+  for (const auto& event : engine_.poll()) handle(event);
+  handed_out_.clear();
+  handed_out_.swap(outcomes_);
+  return handed_out_;
+}
+
+void Communicator::handle(const transport::Event& event) {
+  using transport::EventKind;
+  if (event.kind == EventKind::accepted) return on_accepted(event);
+  if (event.kind == EventKind::completed) return on_completed(event);
+  Peer* peer = peer_of(event.endpoint);
+  if (peer == nullptr) return;
+  switch (event.kind) {
+    case EventKind::connected: return introduce(*peer);
+    case EventKind::message: return on_message(*peer, event.message);
+    case EventKind::written: return on_written(*peer, event.value);
+    case EventKind::closed:
+      engine_.close(event.endpoint);
+      return lose(*peer, event.error.value_or(Error{ErrorCode::unavailable, "closed"}));
+    case EventKind::accepted:
+    case EventKind::completed: return;
+  }
+}
+
+Result<> Communicator::send(Peer& peer, std::uint32_t kind, std::uint32_t bucket, std::uint64_t value,
+                            BytesView body) {
+  const MessageHeader header{kind, bucket, epoch_.value, value};
+  if (body.empty()) return engine_.send(peer.endpoint, bytes_of(header));
+  Bytes message;
+  message.reserve(sizeof header + body.size());
+  const auto head = bytes_of(header);
+  message.insert(message.end(), head.begin(), head.end());
+  message.insert(message.end(), body.begin(), body.end());
+  return engine_.send(peer.endpoint, message);
+}
+
+bool Communicator::post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, const transport::LocalRange& local,
+                        const transport::RemoteRange& remote, std::size_t length, std::uint32_t slot,
+                        std::uint32_t chunk) {
+  const Tag tag{static_cast<std::uint32_t>(epoch_.value), static_cast<std::uint32_t>(buckets_[bucket].step.value),
+                bucket, kind, slot, chunk};
+  const transport::Write write{.context = context_of(epoch_, bucket, kind), .local = local, .remote = remote,
+                               .length = length, .notify = tag.packed()};
+  if (!engine_.write(peer.endpoint, {&write, 1})) return false;  // its `closed` event is on the way
+  ++peer.writes_in_flight;
+  return true;
+}
+
+void Communicator::on_message(Peer& peer, BytesView message) {
+  MessageHeader header{};
+  if (!take(message, header)) {
+    ++stale_dropped_;
+    return;
+  }
+  if (header.kind == MessageHeader::introduction) return on_introduction(peer, message);
+  if (header.kind == MessageHeader::flushed) {
+    peer.flushed = std::max(peer.flushed, Epoch(header.epoch));
+    return try_flush();
+  }
+  if (header.epoch != epoch_.value || header.bucket >= buckets_.size() || !peer.up) {
+    ++stale_dropped_;
+    return;
+  }
+  Bucket& bucket = buckets_[header.bucket];
+  switch (header.kind) {
+    case MessageHeader::ready:
+      peer.ready[header.bucket] = header.value + 1;
+      if (bucket.running) bucket.running->on_ready(peer);
+      break;
+    case MessageHeader::credit:
+      if (header.value < options_.chunks_in_flight && peer.free_slots.size() < options_.chunks_in_flight) {
+        peer.free_slots.push_back(static_cast<std::uint8_t>(header.value));
+        for (auto& waiting : buckets_)
+          if (waiting.running) waiting.running->on_credit();
+      }
+      break;
+    case MessageHeader::direct: {
+      const auto from = std::find(ring_peers_.begin(), ring_peers_.end(), &peer);
+      const auto place = static_cast<std::size_t>(from - ring_peers_.begin());
+      auto& inbox = bucket.inbox[header.value % 2];
+      if (place >= contributors_ || message.size() != bucket.bytes() || inbox.data.empty()) {
+        ++stale_dropped_;
+        return;
+      }
+      if (inbox.step != Step(header.value)) {
+        inbox.step = Step(header.value);
+        inbox.present.assign(contributors_, false);
+      }
+      std::memcpy(inbox.data.data() + place * bucket.bytes(), message.data(), message.size());
+      inbox.present[place] = true;
+      last_progress_ = now_;
+      if (bucket.running) bucket.running->on_direct();
+      break;
+    }
+    default: ++stale_dropped_; return;
+  }
+  if (bucket.running && bucket.running->done()) finish(bucket);
+}
+
+void Communicator::on_written(Peer& peer, std::uint64_t notify) {
+  const Tag tag = Tag::unpack(notify);
+  if (tag.epoch != (epoch_.value & 0xfff) || tag.bucket >= buckets_.size()) {
+    ++stale_dropped_;
+    return;
+  }
+  Bucket& bucket = buckets_[tag.bucket];
+  if (!bucket.running || tag.step != (bucket.step.value & 0x3f) || !bucket.running->on_chunk(peer, tag)) {
+    ++stale_dropped_;
+    return;
+  }
+  last_progress_ = now_;
+  ++peer.stats.chunks_received;
+  if (peer.last_chunk != TimePoint{}) peer.stats.longest_gap = std::max(peer.stats.longest_gap, now_ - peer.last_chunk);
+  peer.last_chunk = now_;
+  if (bucket.running->done()) finish(bucket);
+}
+
+void Communicator::on_completed(const transport::Event& event) {
+  Peer* peer = peer_of(event.endpoint);
+  if (peer == nullptr) return;
+  REJOIN_CHECK(peer->writes_in_flight > 0, "a completion that was not waited for");
+  --peer->writes_in_flight;
+  if (event.error && event.error->code == ErrorCode::refused)
+    spdlog::error("replica {} refused a chunk: {}", peer->member.replica, event.error->message);
+  if ((event.value >> 16) != epoch_.value || !clean_) return try_flush();
+  if (event.error) return;  // its endpoint's end is reported by itself
+  Bucket& bucket = buckets_[(event.value >> 2) & 0x3fff];
+  if (!bucket.running) return;
+  bucket.running->on_write_completed(*peer, event.value & 3);
+  if (bucket.running->done()) finish(bucket);
+}
+
+BytesView Communicator::direct_input(std::uint32_t index, Step step, std::uint32_t contributor) const {
+  const Bucket& bucket = buckets_[index];
+  if (contributor == position_) return bucket.spec.input;
+  const auto& inbox = bucket.inbox[step.value % 2];
+  if (inbox.step != step || !inbox.present[contributor]) return {};
+  return BytesView(inbox.data).subspan(contributor * bucket.bytes(), bucket.bytes());
+}
+
+// ---- telling
+
+std::vector<Wait> Communicator::waits(TimePoint now) const {
+  std::vector<Wait> waits;
+  const Duration since = now - last_progress_;
+  if (epoch_ != Epoch{} && !clean_) {
+    for (const auto& place : ring_) {
+      if (place.member == self_) continue;
+      auto found = peers_.find(place.member);
+      const bool up = found != peers_.end() && found->second->up;
+      if (up && found->second->flushed == epoch_) continue;
+      waits.push_back({.on = place.member, .what = up ? fmt::format("its flush of epoch {}", epoch_.value)
+                                                      : std::string("a connection with it"), .since = since});
+    }
+    return waits;
+  }
+  for (const auto& bucket : buckets_)
+    if (bucket.running)
+      if (auto wait = bucket.running->wait()) {
+        wait->bucket = bucket.index;
+        wait->step = bucket.step;
+        wait->since = since;
+        waits.push_back(*wait);
+      }
+  return waits;
+}
+
+Stats Communicator::stats() const {
+  Stats stats{.stale_dropped = stale_dropped_, .operations_done = operations_done_, .bytes_reduced = bytes_reduced_};
+  for (const auto& [member, peer] : peers_) {
+    stats.peers.push_back(peer->stats);
+    stats.peers.back().member = member;
+  }
+  return stats;
+}
+
+}  // namespace rejoin::ftar

@@ -1,0 +1,178 @@
+// One rank's part in its ring: connections to the same rank of the other replicas, epochs, and the all-reduces that
+// run under them. It owns no thread: whoever owns the engine calls it, and everything happens inside its calls.
+//
+// Fault tolerance, in short (see "All-reduce under failures" in docs/design-notes.md):
+//  - Out of place: the input is only read, so that a broken all-reduce starts again from it in the next epoch.
+//  - enter() ends everything of the epoch before. Each member waits until its own writes have landed or failed, tells
+//    every other member so (`flushed`), and starts again only when all have: after that no byte of an older epoch can
+//    land anywhere. Endpoints of members that are gone are closed (fenced) before.
+//  - Every chunk and message names its epoch, step, bucket and chunk; what does not fit is dropped and counted.
+//  - All members are connected with each other, so that an epoch without one of them needs no new connection.
+//
+// communicator.cc: connections and epochs. ring.cc and direct.cc: the two algorithms.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/ids.h"
+#include "ftar/types.h"
+#include "transport/transport.h"
+
+namespace rejoin::ftar {
+
+struct Member {
+  ReplicaId replica;
+  Incarnation incarnation;
+  auto operator<=>(const Member&) const = default;
+};
+
+enum class Role : std::uint8_t { contributor, catching_up };
+
+struct Place {
+  Member member;
+  Role role = Role::contributor;
+};
+
+// A buffer that is reduced as one operation. The same on every member, in the same order.
+// The spans stay mapped while the communicator lives; both have count × size_of(type) bytes.
+struct BucketSpec {
+  DataType type = DataType::float32;
+  std::size_t count = 0;  // elements
+  std::span<std::byte> input;
+  std::span<std::byte> output;
+};
+
+struct Options {
+  std::size_t chunk_bytes = 1 * MiB;      // S: no chunk is larger
+  std::uint32_t chunks_in_flight = 4;     // C: per neighbour and direction; at most 64
+  std::size_t direct_bytes = 32 * KiB;    // buckets up to this size skip the ring: everyone sends to everyone
+  std::uint32_t direct_members = 8;       // … in rings of up to this many members
+  bool both_ways = true;                  // all-gather in both directions at once
+};
+
+struct Outcome {
+  enum class Kind : std::uint8_t {
+    done,       // an all-reduce ended: `bucket`, `step`; its result is in the bucket's output on every member
+    entered,    // the epoch of the last enter() is clean, operations run: `epoch`
+    peer_up,    // a connection is ready for use: `member`
+    peer_lost,  // a connection ended: `member`, `error`; the owner decides what follows
+  };
+  Kind kind{};
+  std::uint32_t bucket = 0;
+  Step step;
+  Epoch epoch;
+  Member member;
+  std::optional<Error> error;
+};
+
+// What the communicator waits for, named so that a person can act on it.
+struct Wait {
+  std::uint32_t bucket = 0;
+  Step step;
+  std::optional<Member> on;  // nobody: on this rank's own trainer
+  std::string what;          // "chunk 17 of 64 of the reduce-scatter"
+  Duration since{};          // without any progress
+};
+
+struct PeerStats {
+  Member member;
+  std::uint64_t chunks_received = 0, bytes_received = 0;
+  Duration longest_gap{};  // between two chunks of one all-reduce: a slow hop shows here
+};
+
+struct Stats {
+  std::uint64_t stale_dropped = 0;  // notifications and messages of other epochs or operations
+  std::uint64_t operations_done = 0;
+  std::uint64_t bytes_reduced = 0;
+  std::vector<PeerStats> peers;
+};
+
+class RingOperation;
+class DirectOperation;
+class Operation;
+struct Peer;
+
+class Communicator {
+ public:
+  // Registers staging and buckets with the engine, which must outlive this. `secret` proves to peers that both belong
+  // to the same job; `plan` must agree among all members (bucket sizes and types are checked besides).
+  static Result<std::unique_ptr<Communicator>> make(transport::Engine& engine, const Options& options, Member self,
+                                                    std::vector<BucketSpec> buckets, std::uint64_t secret);
+  ~Communicator();
+
+  // Starts connecting to a peer; of two members, the one with the larger incarnation connects. Ends in peer_up or
+  // peer_lost.
+  Result<> connect(Member peer, const transport::Address& address);
+  // Closes (fences) the connection; nothing of the peer lands any more.
+  void forget(Member peer);
+  bool connected(Member peer) const;
+
+  // Begins an epoch: `ring` in the order agreed by all, with this member in it. Operations under way are dropped;
+  // the owner starts them again. Epochs only grow.
+  void enter(Epoch epoch, std::vector<Place> ring);
+  Epoch epoch() const { return epoch_; }
+
+  // Starts an all-reduce of a bucket, at most one at a time for each bucket. Refused before the first enter().
+  Result<> all_reduce(std::uint32_t bucket, Step step, ReduceOp op);
+
+  // Drives everything. The outcomes are valid until the next call.
+  std::span<const Outcome> poll(TimePoint now);
+  bool busy() const;  // operations or a flush under way: worth spinning for
+
+  std::vector<Wait> waits(TimePoint now) const;
+  Stats stats() const;
+
+ private:
+  friend class RingOperation;
+  friend class DirectOperation;
+  struct Bucket;
+
+  Communicator(transport::Engine& engine, const Options& options, Member self, std::uint64_t secret);
+  void handle(const transport::Event& event);
+  void on_accepted(const transport::Event& event);
+  void on_message(Peer& peer, BytesView message);
+  void on_written(Peer& peer, std::uint64_t notify);
+  void on_completed(const transport::Event& event);
+  void introduce(Peer& peer);
+  void on_introduction(Peer& peer, BytesView rest);
+  void lose(Peer& peer, Error error);
+  void refresh(Peer& peer);
+  void try_flush();
+  void begin(Bucket& bucket);
+  void finish(Bucket& bucket);
+  Result<> send(Peer& peer, std::uint32_t kind, std::uint32_t bucket, std::uint64_t value, BytesView body = {});
+  bool post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, const transport::LocalRange& local,
+            const transport::RemoteRange& remote, std::size_t length, std::uint32_t slot, std::uint32_t chunk);
+  Peer* peer_of(transport::EndpointId endpoint);
+  Peer* peer_of(Member member);
+  std::uint64_t plan_hash() const;
+  BytesView direct_input(std::uint32_t bucket, Step step, std::uint32_t contributor) const;
+
+  transport::Engine& engine_;
+  const Options options_;
+  const Member self_;
+  const std::uint64_t secret_;
+  std::vector<Bucket> buckets_;
+  Bytes staging_;
+  transport::RegionId staging_region_;
+  std::map<Member, std::unique_ptr<Peer>> peers_;
+  std::map<transport::EndpointId, Peer*> by_endpoint_;
+
+  Epoch epoch_;
+  bool clean_ = false;    // this epoch's flush is complete
+  bool announced_ = false;  // our own `flushed` is out
+  std::vector<Place> ring_;
+  std::vector<Peer*> ring_peers_;  // same order; null for this member
+  std::uint32_t position_ = 0, contributors_ = 0;
+
+  TimePoint now_{};
+  TimePoint last_progress_{};
+  std::vector<Outcome> outcomes_, handed_out_;
+  std::uint64_t stale_dropped_ = 0, operations_done_ = 0, bytes_reduced_ = 0;
+};
+
+}  // namespace rejoin::ftar

@@ -1,0 +1,138 @@
+// Inside of a communicator: peers, buckets, and the operations that run on them.
+#pragma once
+
+#include "ftar/communicator.h"
+#include "ftar/schedule.h"
+
+namespace rejoin::ftar {
+
+// What a write's notification carries. Fields that wrap (epoch, step) tell neighbours in time apart, which is all that
+// is needed: the flush of enter() lets nothing older through.
+struct Tag {
+  std::uint32_t epoch, step, bucket, kind, slot, chunk;
+  static constexpr std::uint32_t kReduceScatter = 0, kAllGather = 1;
+  static constexpr std::uint64_t kMaxBuckets = 1 << 14, kMaxChunks = 1 << 24, kMaxSlots = 1 << 6;
+
+  std::uint64_t packed() const {
+    return (std::uint64_t{epoch & 0xfff} << 52) | (std::uint64_t{step & 0x3f} << 46) | (std::uint64_t{bucket} << 32) |
+           (std::uint64_t{kind} << 30) | (std::uint64_t{slot} << 24) | chunk;
+  }
+  static Tag unpack(std::uint64_t bits) {
+    return {static_cast<std::uint32_t>(bits >> 52) & 0xfff, static_cast<std::uint32_t>(bits >> 46) & 0x3f,
+            static_cast<std::uint32_t>(bits >> 32) & 0x3fff, static_cast<std::uint32_t>(bits >> 30) & 0x3,
+            static_cast<std::uint32_t>(bits >> 24) & 0x3f, static_cast<std::uint32_t>(bits) & 0xffffff};
+  }
+};
+
+// Messages between members: this header, then the kind's body.
+struct MessageHeader {
+  enum Kind : std::uint32_t { introduction = 1, flushed, ready, credit, direct };
+  std::uint32_t kind;
+  std::uint32_t bucket;
+  std::uint64_t epoch;
+  std::uint64_t value;  // the step; of a credit, the slot
+};
+
+struct Peer {
+  Member member;
+  transport::EndpointId endpoint;
+  bool up = false;
+  transport::RemoteRegion staging;
+  std::vector<transport::RemoteRegion> outputs;  // by bucket
+  Epoch flushed;                                 // its writes of older epochs are over
+  std::size_t writes_in_flight = 0;              // ours, to it
+  std::vector<std::uint8_t> free_slots;          // of its staging, for us
+  std::vector<std::uint64_t> ready;              // by bucket: the step it has started, plus one
+  PeerStats stats;
+  TimePoint last_chunk{};
+};
+
+// One all-reduce under one epoch. Created at the start, destroyed when done or when its epoch ends.
+class Operation {
+ public:
+  virtual ~Operation() = default;
+  virtual void start() = 0;
+  virtual void on_ready(Peer&) {}
+  virtual void on_credit() {}
+  virtual bool on_chunk(Peer&, const Tag&) { return false; }  // false: does not belong here
+  virtual void on_write_completed(Peer&, std::uint32_t /*kind*/) {}
+  virtual void on_direct() {}
+  virtual bool done() const = 0;
+  virtual std::optional<Wait> wait() const = 0;
+};
+
+struct Communicator::Bucket {
+  BucketSpec spec;
+  std::uint32_t index = 0;
+  transport::RegionId input, output;
+  std::unique_ptr<Operation> running;
+  bool wanted = false;  // asked for, and not done in this epoch yet
+  Step step;
+  ReduceOp op = ReduceOp::sum;
+  // Contributions of small buckets, by step parity (a peer can be one step ahead, never two), then by position.
+  struct Inbox {
+    Step step;
+    Bytes data;
+    std::vector<bool> present;
+  };
+  Inbox inbox[2];
+
+  std::size_t bytes() const { return spec.count * size_of(spec.type); }
+};
+
+class RingOperation final : public Operation {
+ public:
+  RingOperation(Communicator& owner, Communicator::Bucket& bucket);
+  void start() override;
+  void on_ready(Peer&) override { pump(); }
+  void on_credit() override { pump(); }
+  bool on_chunk(Peer& from, const Tag& tag) override;
+  void on_write_completed(Peer& to, std::uint32_t kind) override;
+  bool done() const override { return final_count_ == chunks_ && outstanding_ == 0 && all_sent(); }
+  std::optional<Wait> wait() const override;
+
+ private:
+  struct Gather {  // one direction of the all-gather
+    Peer* to = nullptr;
+    std::vector<std::uint32_t> sends;
+    std::size_t next = 0;
+    std::uint32_t in_flight = 0;
+  };
+  bool all_sent() const;
+  void pump();
+  void pump_reduce_scatter();
+  void pump_gather(Gather& gather);
+  bool peer_ready(const Peer& peer) const;
+  bool on_reduce_scatter_chunk(Peer& from, const Tag& tag);
+  void make_final(std::uint32_t chunk);
+
+  Communicator& owner_;
+  Communicator::Bucket& bucket_;
+  const Schedule schedule_;
+  const bool contributes_;
+  Peer* scatter_from_ = nullptr;  // the contributor before this one
+  Peer* scatter_to_ = nullptr;
+  std::vector<std::uint32_t> scatter_sends_;
+  std::size_t scatter_next_ = 0, scatter_own_ = 0;  // the first `own` come from the input
+  std::uint32_t scatter_received_ = 0;
+  std::vector<bool> partial_, final_;  // by chunk: the output holds a partial sum, the result
+  std::uint32_t final_count_ = 0, chunks_ = 0;
+  Gather right_, left_;
+  std::size_t outstanding_ = 0;
+};
+
+class DirectOperation final : public Operation {
+ public:
+  DirectOperation(Communicator& owner, Communicator::Bucket& bucket) : owner_(owner), bucket_(bucket) {}
+  void start() override;
+  void on_direct() override;
+  bool done() const override { return done_; }
+  std::optional<Wait> wait() const override;
+
+ private:
+  Communicator& owner_;
+  Communicator::Bucket& bucket_;
+  bool done_ = false;
+};
+
+}  // namespace rejoin::ftar

@@ -1,0 +1,188 @@
+// The bandwidth-optimal all-reduce: schedule.h says who sends what; here it happens, chunk by chunk.
+#include <algorithm>
+
+#include "ftar/operation.h"
+#include "ftar/reduce.h"
+
+namespace rejoin::ftar {
+
+namespace {
+
+Shape shape_of(std::size_t bytes, std::size_t element, std::uint32_t contributors,
+               std::uint32_t members, const Options& options) {
+  return {.bytes = bytes, .element = element, .contributors = contributors, .members = members,
+          .chunk_bytes = tuned_chunk(bytes, contributors, options.chunk_bytes), .both_ways = options.both_ways};
+}
+
+}  // namespace
+
+RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket)
+    : owner_(owner),
+      bucket_(bucket),
+      schedule_(shape_of(bucket.bytes(), size_of(bucket.spec.type), owner.contributors_,
+                         static_cast<std::uint32_t>(owner.ring_.size()), owner.options_)),
+      contributes_(owner.position_ < owner.contributors_) {
+  const std::uint32_t p = owner.position_, n = owner.contributors_;
+  const auto members = static_cast<std::uint32_t>(owner.ring_.size());
+  partial_.resize(std::size_t{n} * schedule_.stride());
+  final_.resize(partial_.size());
+  chunks_ = schedule_.all_chunks();
+  if (contributes_ && n > 1) {
+    scatter_to_ = owner.ring_peers_[(p + 1) % n];
+    scatter_from_ = owner.ring_peers_[(p + n - 1) % n];
+    scatter_sends_ = schedule_.reduce_scatter_sends(p);
+    scatter_own_ = schedule_.chunks_of((p + n - 1) % n);
+  }
+  if (members > 1) {
+    right_.to = owner.ring_peers_[(p + 1) % members];
+    right_.sends = schedule_.all_gather_sends(p, Schedule::Direction::right);
+    left_.to = owner.ring_peers_[(p + members - 1) % members];
+    left_.sends = schedule_.all_gather_sends(p, Schedule::Direction::left);
+  }
+}
+
+void RingOperation::start() {
+  // Whoever sends to us may do so from now on.
+  std::vector<Peer*> senders{scatter_from_, left_.to, right_.to};
+  std::sort(senders.begin(), senders.end());
+  senders.erase(std::unique(senders.begin(), senders.end()), senders.end());
+  for (auto* peer : senders)
+    if (peer != nullptr)
+      if (!owner_.send(*peer, MessageHeader::ready, bucket_.index, bucket_.step.value)) return;  // `closed` follows
+  if (owner_.contributors_ == 1 && contributes_) {
+    std::memcpy(bucket_.spec.output.data(), bucket_.spec.input.data(), bucket_.bytes());
+    for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) make_final(schedule_.chunk_id(0, i));
+  }
+  pump();
+}
+
+bool RingOperation::peer_ready(const Peer& peer) const {
+  return peer.ready[bucket_.index] == bucket_.step.value + 1;
+}
+
+bool RingOperation::all_sent() const {
+  return scatter_next_ == scatter_sends_.size() && right_.next == right_.sends.size() &&
+         left_.next == left_.sends.size();
+}
+
+void RingOperation::pump() {
+  pump_reduce_scatter();
+  pump_gather(right_);
+  pump_gather(left_);
+}
+
+void RingOperation::pump_reduce_scatter() {
+  if (scatter_to_ == nullptr || !peer_ready(*scatter_to_)) return;
+  while (scatter_next_ < scatter_sends_.size() && !scatter_to_->free_slots.empty()) {
+    const std::uint32_t chunk = scatter_sends_[scatter_next_];
+    const bool own = scatter_next_ < scatter_own_;
+    if (!own && !partial_[chunk]) return;
+    const Range range = schedule_.chunk(chunk);
+    const std::uint8_t slot = scatter_to_->free_slots.back();
+    if (!owner_.post(*scatter_to_, bucket_.index, Tag::kReduceScatter,
+                     {own ? bucket_.input : bucket_.output, range.offset},
+                     {scatter_to_->staging, slot * owner_.options_.chunk_bytes}, range.length, slot, chunk))
+      return;
+    scatter_to_->free_slots.pop_back();
+    ++outstanding_;
+    ++scatter_next_;
+  }
+}
+
+void RingOperation::pump_gather(Gather& gather) {
+  if (gather.to == nullptr || !peer_ready(*gather.to)) return;
+  while (gather.next < gather.sends.size() && gather.in_flight < owner_.options_.chunks_in_flight) {
+    const std::uint32_t chunk = gather.sends[gather.next];
+    if (!final_[chunk]) return;
+    const Range range = schedule_.chunk(chunk);
+    const std::uint32_t direction = &gather == &right_ ? 0 : 1;
+    if (!owner_.post(*gather.to, bucket_.index, Tag::kAllGather + direction, {bucket_.output, range.offset},
+                     {gather.to->outputs[bucket_.index], range.offset}, range.length, 0, chunk))
+      return;
+    ++gather.in_flight;
+    ++outstanding_;
+    ++gather.next;
+  }
+}
+
+void RingOperation::make_final(std::uint32_t chunk) {
+  if (final_[chunk]) return;
+  final_[chunk] = true;
+  ++final_count_;
+}
+
+bool RingOperation::on_chunk(Peer& from, const Tag& tag) {
+  if (!schedule_.valid(tag.chunk)) return false;
+  if (tag.kind == Tag::kReduceScatter) return on_reduce_scatter_chunk(from, tag);
+  if (final_[tag.chunk]) return false;
+  from.stats.bytes_received += schedule_.chunk(tag.chunk).length;
+  make_final(tag.chunk);
+  pump_gather(right_);
+  pump_gather(left_);
+  return true;
+}
+
+// The fused pass: what arrived, plus our own input, goes to its place in the output, from where it is sent on.
+bool RingOperation::on_reduce_scatter_chunk(Peer& from, const Tag& tag) {
+  if (&from != scatter_from_ || tag.slot >= owner_.options_.chunks_in_flight) return false;
+  if (partial_[tag.chunk] || final_[tag.chunk]) return false;
+  const Range range = schedule_.chunk(tag.chunk);
+  const std::uint32_t n = owner_.contributors_;
+  const bool last = schedule_.receive_round(owner_.position_, schedule_.segment_of(tag.chunk)) == n - 2;
+  const std::size_t element = size_of(bucket_.spec.type);
+  add(bucket_.spec.type, bucket_.spec.output.data() + range.offset,
+      owner_.staging_.data() + tag.slot * owner_.options_.chunk_bytes, bucket_.spec.input.data() + range.offset,
+      range.length / element, last && bucket_.op == ReduceOp::mean ? n : 0);
+  from.stats.bytes_received += range.length;
+  ++scatter_received_;
+  // The slot is free again. A failed send means that the endpoint has failed, and its event ends this operation.
+  (void)owner_.send(from, MessageHeader::credit, bucket_.index, tag.slot);
+  if (last) {
+    make_final(tag.chunk);
+    pump_gather(right_);
+    pump_gather(left_);
+  } else {
+    partial_[tag.chunk] = true;
+    pump_reduce_scatter();
+  }
+  return true;
+}
+
+void RingOperation::on_write_completed(Peer&, std::uint32_t kind) {
+  --outstanding_;
+  if (kind == Tag::kReduceScatter) return;
+  Gather& gather = kind == Tag::kAllGather ? right_ : left_;
+  --gather.in_flight;
+  pump_gather(gather);
+}
+
+std::optional<Wait> RingOperation::wait() const {
+  Wait wait;
+  const std::uint32_t p = owner_.position_, n = owner_.contributors_;
+  const auto on = [&](Peer* peer, std::string what) {
+    if (peer != nullptr) wait.on = peer->member;
+    wait.what = std::move(what);
+    return wait;
+  };
+  for (auto* peer : {scatter_to_, right_.to, left_.to})
+    if (peer != nullptr && !peer_ready(*peer)) return on(peer, fmt::format("its start of bucket {}", bucket_.index));
+  if (contributes_ && n > 1) {
+    std::uint32_t expected = 0;
+    for (std::uint32_t s = 0; s < n; ++s)
+      if (s != (p + n - 1) % n) expected += schedule_.chunks_of(s);
+    if (scatter_received_ < expected)
+      return on(scatter_from_, fmt::format("chunk {} of {} of the reduce-scatter", scatter_received_ + 1, expected));
+  }
+  const auto missing = std::find(final_.begin(), final_.end(), false);
+  for (auto it = missing; it != final_.end(); ++it) {
+    const auto chunk = static_cast<std::uint32_t>(it - final_.begin());
+    if (final_[chunk] || !schedule_.valid(chunk)) continue;
+    const bool from_left = schedule_.all_gather_receives(p, schedule_.segment_of(chunk), Schedule::Direction::right);
+    return on(from_left ? left_.to : right_.to,
+              fmt::format("chunk {} of {} of the all-gather", final_count_ + 1, chunks_));
+  }
+  if (outstanding_ > 0) return on(right_.to, fmt::format("{} writes to its memory", outstanding_));
+  return std::nullopt;
+}
+
+}  // namespace rejoin::ftar

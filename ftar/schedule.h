@@ -1,0 +1,71 @@
+// Who sends what to whom, in which order: the ring algorithm as plain data, the same on every member.
+//
+// The members of an epoch stand in a ring: the n contributors first, then those catching up. The buffer is cut into n
+// segments, each segment into chunks.
+//
+// Reduce-scatter runs among the contributors. In round k (0 … n−2) contributor p sends segment p−1−k to p+1 and adds
+// what it receives, segment p−2−k, to its own; after the last round it holds segment p summed over all. A segment is
+// thus always summed in the same order, whatever the timing.
+//
+// All-gather runs among all members. Segment s starts at member s and travels `forward` hops to the right and
+// `backward` hops to the left, forward + backward = members − 1: one direction only, or both at once in half the steps.
+// (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace rejoin::ftar {
+
+struct Shape {
+  std::size_t bytes = 0;         // of the whole buffer
+  std::size_t element = 4;       // bytes
+  std::uint32_t contributors = 1;
+  std::uint32_t members = 1;     // contributors and those catching up
+  std::size_t chunk_bytes = 0;   // at most this much a chunk
+  bool both_ways = true;         // all-gather in both directions
+};
+
+struct Range {
+  std::size_t offset = 0, length = 0;  // bytes
+};
+
+class Schedule {
+ public:
+  explicit Schedule(const Shape& shape);
+
+  std::uint32_t segments() const { return shape_.contributors; }
+  Range segment(std::uint32_t s) const;
+  std::uint32_t chunks_of(std::uint32_t s) const;
+  // Chunks are numbered through: segment s has the numbers [s × stride, s × stride + chunks_of(s)).
+  std::uint32_t stride() const { return stride_; }
+  std::uint32_t chunk_id(std::uint32_t s, std::uint32_t i) const { return s * stride_ + i; }
+  std::uint32_t segment_of(std::uint32_t chunk) const { return chunk / stride_; }
+  bool valid(std::uint32_t chunk) const;
+  Range chunk(std::uint32_t id) const;
+  std::uint32_t all_chunks() const;  // how many exist
+
+  // Reduce-scatter, for contributor p: the chunks it sends, in order; the first `chunks_of` of them come from its own
+  // input, the others from what it received.
+  std::vector<std::uint32_t> reduce_scatter_sends(std::uint32_t p) const;
+  // The round in which contributor p receives this segment; the last (n−2) is the one that completes it.
+  std::uint32_t receive_round(std::uint32_t p, std::uint32_t s) const;
+
+  // All-gather, for member p: the chunks it sends to its right or left neighbour, in order.
+  enum class Direction { right, left };
+  std::vector<std::uint32_t> all_gather_sends(std::uint32_t p, Direction direction) const;
+  bool all_gather_receives(std::uint32_t p, std::uint32_t s, Direction direction) const;
+  std::uint32_t hops(Direction direction) const;
+
+ private:
+  Shape shape_;
+  std::size_t segment_bytes_ = 0;
+  std::size_t chunk_bytes_ = 0;
+  std::uint32_t stride_ = 1;
+};
+
+// The chunk size for a buffer: large enough to be efficient, small enough that the rounds overlap; never above `limit`.
+std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit);
+
+}  // namespace rejoin::ftar
