@@ -1,0 +1,350 @@
+// rejoin_allreduce_perf: all-reduce time and bandwidth over message sizes, in the manner of nccl-tests' all_reduce_perf.
+// One command starts all ranks as processes of this machine.
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "base/log.h"
+#include "bench/limits.h"
+#include "ftar/communicator.h"
+#include "ftar/reduce.h"
+#include "transport/factory.h"
+#include "transport/idle.h"
+
+namespace rejoin::bench {
+namespace {
+
+struct Settings {
+  std::uint64_t least = 8, most = 64 * MiB;
+  double factor = 2;
+  int iterations = 20, warmups = 5;
+  std::string type = "float32", op = "sum", transport = "shm", json;
+  std::uint32_t ranks = 2;
+  bool check = true;
+  bool limits = true;
+  ftar::Options ftar;
+};
+
+struct Row {
+  std::uint64_t bytes;
+  double seconds;
+  std::uint64_t wrong;
+  double limit_seconds;  // 0: none measured
+};
+
+std::vector<std::uint64_t> sizes_of(const Settings& s, std::size_t element) {
+  std::vector<std::uint64_t> sizes;
+  for (double size = static_cast<double>(s.least); size <= static_cast<double>(s.most) + 0.5; size *= s.factor) {
+    const auto rounded = std::max<std::uint64_t>(element, static_cast<std::uint64_t>(size) / element * element);
+    if (sizes.empty() || sizes.back() != rounded) sizes.push_back(rounded);
+    if (s.factor <= 1) break;
+  }
+  return sizes;
+}
+
+// Small whole numbers, exact in every type: element i of rank r.
+std::uint32_t value_at(std::uint32_t rank, std::size_t i) { return (static_cast<std::uint32_t>(i) * 7 + rank * 3) % 16; }
+
+template <typename Visit>
+void as_type(DataType type, Visit visit) {
+  switch (type) {
+    case DataType::float32: return visit(float{});
+    case DataType::float64: return visit(double{});
+    case DataType::int32: return visit(std::int32_t{});
+    case DataType::int64: return visit(std::int64_t{});
+    case DataType::bfloat16:
+    case DataType::float16: return visit(std::uint16_t{});
+  }
+}
+
+// Small integers in the 16-bit formats, by definition.
+std::uint16_t encode16(DataType type, std::uint32_t value) {
+  const auto single = std::bit_cast<std::uint32_t>(static_cast<float>(value));
+  if (type == DataType::bfloat16) return static_cast<std::uint16_t>(single >> 16);
+  if (value == 0) return 0;
+  return static_cast<std::uint16_t>((((single >> 23) - 112) << 10) | ((single >> 13) & 0x3ff));
+}
+
+void put(DataType type, std::byte* at, std::uint32_t value) {
+  as_type(type, [&](auto sample) {
+    auto stored = static_cast<decltype(sample)>(value);
+    if constexpr (std::is_same_v<decltype(sample), std::uint16_t>) stored = encode16(type, value);
+    std::memcpy(at, &stored, sizeof stored);
+  });
+}
+
+class RankProcess {
+ public:
+  RankProcess(const Settings& settings, Meeting& meeting, std::uint32_t rank, std::span<std::byte> shared,
+              std::vector<std::pair<Fd, Fd>>& pairs)
+      : s_(settings), meeting_(meeting), rank_(rank), shared_(shared), pairs_(pairs),
+        type_(*data_type_named(settings.type)) {}
+
+  Result<std::vector<Row>> run() {
+    auto engine = transport::make_engine(s_.transport);
+    if (!engine) return tl::unexpected(engine.error());
+    engine_ = std::move(*engine);
+    auto address = engine_->listen({"127.0.0.1:0"});
+    if (!address) return tl::unexpected(address.error());
+    if (auto made = make_buffers(); !made) return tl::unexpected(made.error());
+    std::snprintf(meeting_.addresses[rank_], sizeof meeting_.addresses[rank_], "%s", address->text.c_str());
+    if (!meet(meeting_, s_.ranks)) return fail(ErrorCode::cancelled, "another rank failed");
+    std::vector<ftar::Place> ring;
+    for (std::uint32_t i = 0; i < s_.ranks; ++i) {
+      const ftar::Member member{ReplicaId(i), Incarnation(i + 1)};
+      ring.push_back({member, ftar::Role::contributor});
+      if (i < rank_)
+        if (auto connecting = communicator_->connect(member, {meeting_.addresses[i]}); !connecting)
+          return tl::unexpected(connecting.error());
+    }
+    communicator_->enter(Epoch(1), ring);
+    idle_.emplace(*engine_, transport::Idle::Options{.spins = s_.ranks <= cores() ? 2000 : 20, .yields = 2000});
+
+    std::vector<Row> rows;
+    const auto sizes = sizes_of(s_, size_of(type_));
+    for (std::uint32_t bucket = 0; bucket < sizes.size(); ++bucket) {
+      auto row = measure(bucket, sizes[bucket]);
+      if (!row) return tl::unexpected(row.error());
+      rows.push_back(*row);
+    }
+    return rows;
+  }
+
+ private:
+  static std::uint32_t cores() { return static_cast<std::uint32_t>(::sysconf(_SC_NPROCESSORS_ONLN)); }
+
+  Result<> make_buffers() {
+    auto input = Mapping::anonymous(round_up(s_.most + 64, 2 * MiB)), output = Mapping::anonymous(round_up(s_.most + 64, 2 * MiB));
+    if (!input) return tl::unexpected(input.error());
+    if (!output) return tl::unexpected(output.error());
+    input_ = std::move(*input);
+    output_ = std::move(*output);
+    const std::size_t element = size_of(type_);
+    for (std::size_t i = 0; i < s_.most / element; ++i) put(type_, input_.data() + i * element, value_at(rank_, i));
+    std::memset(output_.data(), 0xee, s_.most);
+    std::vector<ftar::BucketSpec> buckets;
+    for (auto size : sizes_of(s_, element))
+      buckets.push_back({type_, size / element, input_.span().first(size), output_.span().first(size)});
+    auto made = ftar::Communicator::make(*engine_, s_.ftar, {ReplicaId(rank_), Incarnation(rank_ + 1)}, buckets, 7);
+    if (!made) return tl::unexpected(made.error());
+    communicator_ = std::move(*made);
+    return {};
+  }
+
+  Result<> reduce(std::uint32_t bucket) {
+    const Step step(++step_);
+    const auto op = s_.op == "mean" ? ReduceOp::mean : ReduceOp::sum;
+    if (auto started = communicator_->all_reduce(bucket, step, op); !started) return started;
+    for (bool done = false; !done;) {
+      bool idle = true;
+      for (const auto& outcome : communicator_->poll(clock_.now())) {
+        idle = false;
+        done |= outcome.kind == ftar::Outcome::Kind::done && outcome.step == step;
+        if (outcome.kind == ftar::Outcome::Kind::peer_lost)
+          return fail(ErrorCode::unavailable, "rank {}: {}", outcome.member.replica.value, outcome.error->message);
+      }
+      if (idle && !done) idle_->wait(true, std::chrono::milliseconds(100));
+      if (!idle) idle_->reset();
+    }
+    return {};
+  }
+
+  Result<Row> measure(std::uint32_t bucket, std::uint64_t bytes) {
+    for (int i = 0; i < s_.warmups; ++i)
+      if (auto reduced = reduce(bucket); !reduced) return tl::unexpected(reduced.error());
+    if (!meet(meeting_, s_.ranks)) return fail(ErrorCode::cancelled, "another rank failed");
+    // The median of the single operations would hide stalls; nccl-tests takes the mean, and so do we.
+    const int iterations = bytes <= 64 * KiB ? s_.iterations * 20 : s_.iterations;
+    const auto start = clock_.now();
+    for (int i = 0; i < iterations; ++i)
+      if (auto reduced = reduce(bucket); !reduced) return tl::unexpected(reduced.error());
+    meeting_.seconds[rank_].store(seconds(clock_.now() - start) / iterations);
+    // Out of the loop the others may still need our progress.
+    drain();
+    double slowest = 0;
+    for (std::uint32_t i = 0; i < s_.ranks; ++i) slowest = std::max(slowest, meeting_.seconds[i].load());
+    if (s_.check) meeting_.wrong.fetch_add(static_cast<std::uint32_t>(count_wrong(bytes)));
+    if (!meet(meeting_, s_.ranks)) return fail(ErrorCode::cancelled, "another rank failed");
+    const auto wrong = meeting_.wrong.load();
+    meet(meeting_, s_.ranks);
+    if (rank_ == 0) meeting_.wrong.store(0);
+    meet(meeting_, s_.ranks);
+    return Row{bytes, slowest, wrong, s_.limits ? limit(bytes) : 0};
+  }
+
+  void drain() {
+    const std::uint32_t round = meeting_.round.load();
+    bool last = meeting_.arrived.fetch_add(1) + 1 == s_.ranks;
+    if (last) {
+      meeting_.arrived.store(0);
+      meeting_.round.fetch_add(1);
+    }
+    while (meeting_.round.load() == round && meeting_.failed.load() == 0) communicator_->poll(clock_.now());
+  }
+
+  std::uint64_t count_wrong(std::uint64_t bytes) const {
+    const std::size_t element = size_of(type_);
+    std::uint64_t wrong = 0;
+    for (std::size_t i = 0; i < bytes / element; ++i) {
+      std::uint32_t sum = 0;
+      for (std::uint32_t r = 0; r < s_.ranks; ++r) sum += value_at(r, i);
+      if (s_.op == "mean" && sum % s_.ranks != 0) continue;  // checked where the mean is a whole number
+      std::byte expected[8];
+      put(type_, expected, s_.op == "mean" ? sum / s_.ranks : sum);
+      wrong += std::memcmp(output_.data() + i * element, expected, element) != 0 && s_.op != "mean";
+    }
+    return wrong;
+  }
+
+  double limit(std::uint64_t bytes) {
+    if (bytes < 64 * KiB) return 0;
+    double best = 1e9;
+    for (int i = 0; i < std::max(5, s_.iterations / 2); ++i) {
+      if (s_.transport == "tcp") {
+        const std::size_t volume = bytes * 2 * (s_.ranks - 1) / s_.ranks;
+        best = std::min(best, socket_ring(meeting_, s_.ranks, pairs_[rank_].first.get(),
+                                          pairs_[(rank_ + s_.ranks - 1) % s_.ranks].second.get(),
+                                          input_.span().first(bytes), output_.span().first(bytes), volume));
+      } else {
+        const std::span<const float> in(reinterpret_cast<const float*>(input_.data()), bytes / 4);
+        const std::span<float> out(reinterpret_cast<float*>(output_.data()), bytes / 4);
+        best = std::min(best, shared_memory_all_reduce(meeting_, rank_, s_.ranks, shared_, in, out));
+      }
+    }
+    return best;
+  }
+
+  const Settings& s_;
+  Meeting& meeting_;
+  const std::uint32_t rank_;
+  std::span<std::byte> shared_;
+  std::vector<std::pair<Fd, Fd>>& pairs_;
+  const DataType type_;
+  SteadyClock clock_;
+  std::unique_ptr<transport::Engine> engine_;
+  Mapping input_, output_;
+  std::unique_ptr<ftar::Communicator> communicator_;
+  std::optional<transport::Idle> idle_;
+  std::uint64_t step_ = 0;
+};
+
+void print(const Settings& s, const std::vector<Row>& rows) {
+  std::printf("# rejoin_allreduce_perf: %u ranks as processes of this machine, transport %s, %s %s, %d iterations, %d warm-ups\n",
+              s.ranks, s.transport.c_str(), s.type.c_str(), s.op.c_str(), s.iterations, s.warmups);
+  std::printf("# chunks of at most %s, %u in flight; vector instructions: %s\n",
+              human_bytes(s.ftar.chunk_bytes).c_str(), s.ftar.chunks_in_flight, std::string(ftar::instruction_set()).c_str());
+  std::printf("# limit: %s\n", s.transport == "tcp"
+                                   ? "the same volume around a ring of plain loopback sockets, nothing added (best of several)"
+                                   : "the same sum through one shared mapping, private buffers staged (best of several)");
+  std::printf("#%12s %12s %9s %6s %11s %8s %8s %7s %11s %7s\n", "size", "count", "type", "redop", "time", "algbw", "busbw",
+              "#wrong", "limit", "ratio");
+  std::printf("#%12s %12s %9s %6s %11s %8s %8s %7s %11s %7s\n", "(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "",
+              "(us)", "");
+  for (const auto& row : rows) {
+    const double algbw = static_cast<double>(row.bytes) / row.seconds * 1e-9;
+    std::printf(" %12lu %12lu %9s %6s %11.2f %8.3f %8.3f %7s", row.bytes, row.bytes / size_of(*data_type_named(s.type)),
+                s.type.c_str(), s.op.c_str(), row.seconds * 1e6, algbw, algbw * 2 * (s.ranks - 1) / s.ranks,
+                s.check ? std::to_string(row.wrong).c_str() : "n/a");
+    if (row.limit_seconds > 0) std::printf(" %11.2f %7.2f\n", row.limit_seconds * 1e6, row.seconds / row.limit_seconds);
+    else std::printf(" %11s %7s\n", "-", "-");
+  }
+}
+
+Result<> write_json(const Settings& s, const std::vector<Row>& rows) {
+  nlohmann::json json{{"ranks", s.ranks}, {"transport", s.transport}, {"type", s.type}, {"op", s.op}};
+  for (const auto& row : rows)
+    json["rows"].push_back({{"bytes", row.bytes}, {"seconds", row.seconds}, {"wrong", row.wrong},
+                            {"limit_seconds", row.limit_seconds},
+                            {"ratio", row.limit_seconds > 0 ? row.seconds / row.limit_seconds : 0}});
+  std::ofstream out(s.json);
+  out << json.dump(2) << "\n";
+  if (!out.flush()) return fail(ErrorCode::io, "can't write {}", s.json);
+  return {};
+}
+
+int run(const Settings& settings) {
+  auto meeting_memory = Mapping::of(*make_sealed_memfd("meeting", sizeof(Meeting)), sizeof(Meeting));
+  auto& meeting = *new (meeting_memory->data()) Meeting{};
+  const std::size_t shared_size = settings.limits ? settings.most * (settings.ranks + 1) : 4096;
+  auto shared_fd = make_sealed_memfd("limit", shared_size);
+  auto shared = shared_fd ? Mapping::of(*shared_fd, shared_size) : Result<Mapping>(tl::unexpected(shared_fd.error()));
+  auto pairs = tcp_pairs(settings.ranks);
+  if (!shared || !pairs) {
+    std::fprintf(stderr, "rejoin_allreduce_perf: %s\n", (!shared ? shared.error() : pairs.error()).message.c_str());
+    return 1;
+  }
+  std::vector<pid_t> children;
+  for (std::uint32_t rank = 1; rank < settings.ranks; ++rank) {
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      auto rows = RankProcess(settings, meeting, rank, shared->span(), *pairs).run();
+      if (!rows) {
+        meeting.failed.store(1);
+        std::fprintf(stderr, "rejoin_allreduce_perf: rank %u: %s\n", rank, rows.error().message.c_str());
+      }
+      ::_exit(rows ? 0 : 1);
+    }
+    children.push_back(pid);
+  }
+  auto rows = RankProcess(settings, meeting, 0, shared->span(), *pairs).run();
+  if (!rows) {
+    meeting.failed.store(1);
+    std::fprintf(stderr, "rejoin_allreduce_perf: rank 0: %s\n", rows.error().message.c_str());
+  }
+  bool good = rows.has_value();
+  for (auto pid : children) {
+    int status = 0;
+    ::waitpid(pid, &status, 0);
+    good = good && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+  if (!good) return 1;
+  print(settings, *rows);
+  for (const auto& row : *rows) good = good && row.wrong == 0;
+  if (!settings.json.empty())
+    if (auto written = write_json(settings, *rows); !written) {
+      std::fprintf(stderr, "rejoin_allreduce_perf: %s\n", written.error().message.c_str());
+      return 1;
+    }
+  return good ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace rejoin::bench
+
+int main(int argc, char** argv) {
+  using namespace rejoin;
+  bench::Settings s;
+  CLI::App app{"All-reduce time and bandwidth; columns and options as in nccl-tests' all_reduce_perf."};
+  const auto sized = CLI::AsSizeValue(false);
+  app.add_option("-b,--minbytes", s.least, "smallest size, e.g. 8, 4K, 1M")->transform(sized)->capture_default_str();
+  app.add_option("-e,--maxbytes", s.most, "largest size")->transform(sized)->capture_default_str();
+  app.add_option("-f,--stepfactor", s.factor, "factor between sizes")->check(CLI::Range(1.01, 1e6))->capture_default_str();
+  app.add_option("-n,--iters", s.iterations, "timed iterations (20 times as many up to 64 KiB)")->check(CLI::Range(1, 1000000))->capture_default_str();
+  app.add_option("-w,--warmup_iters", s.warmups, "warm-up iterations")->check(CLI::Range(0, 1000000))->capture_default_str();
+  app.add_option("-d,--datatype", s.type, "element type")->check(CLI::IsMember({"float32", "float64", "bfloat16", "float16", "int32", "int64"}))->capture_default_str();
+  app.add_option("-o,--op", s.op, "operation")->check(CLI::IsMember({"sum", "mean"}))->capture_default_str();
+  app.add_option("-c,--check", s.check, "check every element")->capture_default_str();
+  app.add_option("--ranks", s.ranks, "processes to start")->check(CLI::Range(1, 64))->capture_default_str();
+  app.add_option("--transport", s.transport, "shm, tcp or ucx:LIST")->capture_default_str();
+  app.add_option("--chunk", s.ftar.chunk_bytes, "largest chunk")->transform(sized)->capture_default_str();
+  app.add_option("--in-flight", s.ftar.chunks_in_flight, "chunks in flight per neighbour")->capture_default_str();
+  app.add_option("--direct", s.ftar.direct_bytes, "largest size that skips the ring")->transform(sized)->capture_default_str();
+  app.add_option("--both-ways", s.ftar.both_ways, "all-gather in both directions")->capture_default_str();
+  app.add_option("--limits", s.limits, "measure this machine's limit beside")->capture_default_str();
+  app.add_option("--json", s.json, "write the results to this file");
+  CLI11_PARSE(app, argc, argv);
+  if (s.least > s.most || s.least == 0) {
+    std::fprintf(stderr, "rejoin_allreduce_perf: --minbytes %lu is not between 1 and --maxbytes %lu\n", s.least, s.most);
+    return 2;
+  }
+  init_logging("allreduce_perf", "warn");
+  return bench::run(s);
+}

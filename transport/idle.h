@@ -1,0 +1,50 @@
+// How a progress thread waits: spin a little, then let others run, then sleep until something can be polled.
+#pragma once
+
+#include <poll.h>
+#include <sched.h>
+
+#include <span>
+
+#include "base/clock.h"
+#include "transport/transport.h"
+
+namespace rejoin::transport {
+
+class Idle {
+ public:
+  struct Options {
+    int spins = 2000;   // polls without result before yielding; small where processes share cores
+    int yields = 200;   // … before sleeping
+  };
+  Idle(Engine& engine, Options options) : engine_(engine), options_(options) {}
+  explicit Idle(Engine& engine) : Idle(engine, Options{}) {}
+
+  void reset() { idle_polls_ = 0; }  // something happened
+
+  // Call after a poll that brought nothing. Sleeps at most `limit`, and wakes when `others` (any may be -1) are readable.
+  // `urgent`: an answer is expected soon, so spin; otherwise sleep at once.
+  void wait(bool urgent, Duration limit, std::span<const int> others = {}) {
+    ++idle_polls_;
+    if (urgent && idle_polls_ <= options_.spins) return;
+    if (urgent && idle_polls_ <= options_.spins + options_.yields) {
+      ::sched_yield();
+      return;
+    }
+    if (!engine_.arm()) return;
+    pollfd waiting[8];
+    nfds_t count = 0;
+    waiting[count++] = {engine_.event_fd(), POLLIN, 0};
+    for (int fd : others)
+      if (count < 8) waiting[count++] = {fd, POLLIN, 0};
+    const auto ms = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
+    ::poll(waiting, count, static_cast<int>(std::max<std::int64_t>(0, ms)));
+  }
+
+ private:
+  Engine& engine_;
+  const Options options_;
+  int idle_polls_ = 0;
+};
+
+}  // namespace rejoin::transport
