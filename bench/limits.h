@@ -15,7 +15,7 @@ namespace rejoin::bench {
 struct Meeting {
   std::atomic<std::uint32_t> arrived, round;
   std::atomic<std::uint32_t> failed;
-  char addresses[64][64];
+  char addresses[64][2048];
   std::atomic<std::uint32_t> wrong;
   std::atomic<double> seconds[64];
 };

@@ -1,5 +1,6 @@
 #include "transport/factory.h"
 
+#include "transport/shm/factory.h"
 #include "transport/tcp/factory.h"
 #include "transport/ucx/factory.h"
 
@@ -7,8 +8,7 @@ namespace rejoin::transport {
 
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
   if (name == "tcp") return tcp::make_engine({});
-  // UCX needs TCP beside shared memory, to connect; bulk goes through shared memory.
-  if (name == "shm") return ucx::make_engine({.transports = "posix,cma,tcp,self"});
+  if (name == "shm") return shm::make_engine();
   if (name.starts_with("ucx:")) return ucx::make_engine({.transports = name.substr(4)});
   return fail(ErrorCode::invalid_argument, "no transport '{}': use shm, tcp or ucx:LIST", name);
 }

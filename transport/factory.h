@@ -8,8 +8,8 @@
 
 namespace rejoin::transport {
 
-// "shm": UCX over shared memory, inside one node. "tcp": our TCP backend. "ucx:LIST": UCX over the transports listed
-// (UCX's names, comma-separated).
+// "shm": shared memory, inside one node. "tcp": between nodes without RDMA. "ucx:LIST": UCX over the transports listed
+// (UCX's names, comma-separated; they must handle peer failures, as its tcp and RDMA transports do).
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name);
 
 }  // namespace rejoin::transport

@@ -82,7 +82,7 @@ struct Conformance : testing::TestWithParam<std::string> {
   }
 
   // Progress until `done`; fails after a deadline that only a broken backend meets.
-  [[nodiscard]] bool until(const std::function<bool()>& done, std::chrono::seconds limit = std::chrono::seconds(30)) {
+  [[nodiscard]] bool until(const std::function<bool()>& done, std::chrono::seconds limit = std::chrono::seconds(10)) {
     const auto deadline = std::chrono::steady_clock::now() + limit;
     while (!done()) {
       if (std::chrono::steady_clock::now() > deadline) return false;
@@ -342,8 +342,8 @@ TEST_P(Conformance, OneEndpointsEndDisturbsNoOther) {
   EXPECT_TRUE(until([&] { return hub.messages.size() == peers / 2; }));
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Conformance, testing::Values("sim", "shm", "tcp"),
-                         [](const auto& backend) { return backend.param; });
+INSTANTIATE_TEST_SUITE_P(Backends, Conformance, testing::Values("sim", "shm", "tcp", "ucx:tcp,self"),
+                         [](const auto& backend) { return backend.param.substr(0, backend.param.find(':')); });
 
 }  // namespace
 }  // namespace rejoin::transport

@@ -11,51 +11,49 @@ std::byte* bytes(const void* data) { return static_cast<std::byte*>(const_cast<v
 
 }  // namespace
 
-template <typename Header>
+// The entry of every active message: checks its header's size and hands it to the function of its kind.
+template <wire::Kind kind, typename Header>
 ucs_status_t UcxEngine::receive(void* arg, const void* raw, std::size_t raw_size, void* data, std::size_t size,
                                 const ucp_am_recv_param_t* param) {
   auto& engine = *static_cast<UcxEngine*>(arg);
   const bool rendezvous = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+  constexpr bool bulk = kind == wire::write || kind == wire::read_data;
   Header header;
-  if (raw_size != sizeof header) {
+  if (raw_size != sizeof header || (rendezvous && !bulk)) {
     ++engine.stale_dropped_;
     return UCS_OK;
   }
   std::memcpy(&header, raw, sizeof header);
-  if constexpr (std::is_same_v<Header, wire::Hello>) {
-    return rendezvous ? UCS_OK : engine.on_hello(raw, raw_size, data, size, param->reply_ep);
-  } else if constexpr (std::is_same_v<Header, wire::Message>) {
-    return rendezvous ? UCS_OK : engine.on_message(header, {bytes(data), size});
-  } else if constexpr (std::is_same_v<Header, wire::Write>) {
-    return engine.on_write(header, data, size, rendezvous);
-  } else if constexpr (std::is_same_v<Header, wire::Acknowledge>) {
-    return engine.on_acknowledge(header);
-  } else if constexpr (std::is_same_v<Header, wire::ReadRequest>) {
-    return engine.on_read_request(header);
-  } else {
-    return engine.on_read_data(header, data, size, rendezvous);
-  }
+  [[maybe_unused]] const BytesView body{bytes(data), size};
+  if constexpr (kind == wire::hello) return engine.on_hello(header, body);
+  else if constexpr (kind == wire::welcome) return engine.on_welcome(header);
+  else if constexpr (kind == wire::goodbye) return engine.on_goodbye(header);
+  else if constexpr (kind == wire::message) return engine.on_message(header, body);
+  else if constexpr (kind == wire::write) return engine.on_write(header, data, size, rendezvous);
+  else if constexpr (kind == wire::acknowledge) return engine.on_acknowledge(header);
+  else if constexpr (kind == wire::read_request) return engine.on_read_request(header);
+  else return engine.on_read_data(header, data, size, rendezvous);
 }
 
-template ucs_status_t UcxEngine::receive<wire::Hello>(void*, const void*, std::size_t, void*, std::size_t,
-                                                      const ucp_am_recv_param_t*);
-template ucs_status_t UcxEngine::receive<wire::Message>(void*, const void*, std::size_t, void*, std::size_t,
-                                                        const ucp_am_recv_param_t*);
-template ucs_status_t UcxEngine::receive<wire::Write>(void*, const void*, std::size_t, void*, std::size_t,
-                                                      const ucp_am_recv_param_t*);
-template ucs_status_t UcxEngine::receive<wire::Acknowledge>(void*, const void*, std::size_t, void*, std::size_t,
-                                                            const ucp_am_recv_param_t*);
-template ucs_status_t UcxEngine::receive<wire::ReadRequest>(void*, const void*, std::size_t, void*, std::size_t,
-                                                            const ucp_am_recv_param_t*);
-template ucs_status_t UcxEngine::receive<wire::ReadData>(void*, const void*, std::size_t, void*, std::size_t,
-                                                         const ucp_am_recv_param_t*);
+#define REJOIN_RECEIVE(kind, Header)                                                                                  \
+  template ucs_status_t UcxEngine::receive<wire::kind, wire::Header>(void*, const void*, std::size_t, void*,          \
+                                                                     std::size_t, const ucp_am_recv_param_t*)
+REJOIN_RECEIVE(hello, Hello);
+REJOIN_RECEIVE(welcome, Hello);
+REJOIN_RECEIVE(goodbye, Goodbye);
+REJOIN_RECEIVE(message, Message);
+REJOIN_RECEIVE(write, Write);
+REJOIN_RECEIVE(acknowledge, Acknowledge);
+REJOIN_RECEIVE(read_request, ReadRequest);
+REJOIN_RECEIVE(read_data, ReadData);
+#undef REJOIN_RECEIVE
 
 std::span<const Event> UcxEngine::poll() {
   for (std::size_t i = 0; i < kReceiveBatch && ucp_worker_progress(worker_) != 0; ++i) {
     if (!events_.empty()) break;
   }
-  for (auto request : std::exchange(requests_, {})) accept(request);
-  if (!errors_.empty()) report_failures();
+  for (const auto& [hello, body] : std::exchange(hellos_, {})) accept(hello, body);
+  if (!errors_.empty() || !goodbyes_.empty()) report_failures();
   return events_.take();
 }
 

@@ -1,5 +1,5 @@
 // Connecting, accepting, failing and closing.
-#include "transport/socket_address.h"
+#include "transport/ucx/address.h"
 #include <chrono>
 
 #include "transport/ucx/engine.h"
@@ -21,84 +21,74 @@ Result<UcxEngine::Endpoint*> UcxEngine::open_endpoint(EndpointId id) {
   return endpoint;
 }
 
-UcxEngine::Endpoint& UcxEngine::adopt(ucp_ep_params_t& params, Stage stage, ucs_status_t& status) {
+Result<UcxEngine::Endpoint*> UcxEngine::adopt(BytesView address, Stage stage) {
   auto endpoint = std::make_unique<Endpoint>();
   endpoint->id = EndpointId(unguessable_.next());
   endpoint->stage = stage;
-  params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLER | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE;
+  ucp_ep_params_t params{};
+  params.field_mask =
+      UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLER | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE;
+  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler = {&UcxEngine::on_error, this};
-  status = ucp_ep_create(worker_, &params, &endpoint->handle);
-  Endpoint& adopted = *endpoint;
-  if (status == UCS_OK) by_handle_[adopted.handle] = &adopted;
-  endpoints_[adopted.id.value] = std::move(endpoint);
+  if (auto status = ucp_ep_create(worker_, &params, &endpoint->handle); status != UCS_OK)
+    return fail(ErrorCode::unavailable, "UCX can't reach the peer over '{}': {}", options_.transports,
+                ucs_status_string(status));
+  Endpoint* adopted = endpoint.get();
+  by_handle_[adopted->handle] = adopted;
+  endpoints_[adopted->id.value] = std::move(endpoint);
   return adopted;
 }
 
 Result<EndpointId> UcxEngine::connect(const Address& peer, BytesView hello) {
   if (hello.size() > 4 * KiB)
     return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of 4096", hello.size());
-  auto address = SocketAddress::resolve(peer.text);
+  auto address = parse_address(peer.text);
   if (!address) return tl::unexpected(address.error());
-  ucp_ep_params_t params{};
-  params.field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR;
-  params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER;
-  params.sockaddr = {address->get(), address->length()};
-  ucs_status_t status = UCS_OK;
-  Endpoint& endpoint = adopt(params, Stage::connecting, status);
-  if (status != UCS_OK) {
-    endpoints_.erase(endpoint.id.value);
-    return fail(ErrorCode::unavailable, "connecting to {}: {}", peer.text, ucs_status_string(status));
-  }
+  auto endpoint = adopt(*address, Stage::connecting);
+  if (!endpoint) return tl::unexpected(endpoint.error());
   Outgoing& out = new_outgoing();
-  out.hello = {wire::kMagic, endpoint.id.value, 0};
-  out.payload.assign(hello.begin(), hello.end());
-  const EndpointId id = endpoint.id;
-  post(endpoint, wire::hello, out, sizeof out.hello, out.payload, UCP_AM_SEND_FLAG_REPLY | UCP_AM_SEND_FLAG_EAGER);
-  return id;
+  out.hello = {wire::kMagic, (*endpoint)->id.value, 0, address_.size()};
+  out.payload = address_;
+  out.payload.insert(out.payload.end(), hello.begin(), hello.end());
+  post(**endpoint, wire::hello, out, sizeof out.hello, out.payload, UCP_AM_SEND_FLAG_EAGER);
+  return (*endpoint)->id;
 }
 
-void UcxEngine::accept(ucp_conn_request_h request) {
-  ucp_ep_params_t params{};
-  params.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST;
-  params.conn_request = request;
-  ucs_status_t status = UCS_OK;
-  Endpoint& endpoint = adopt(params, Stage::accepting, status);
-  if (status != UCS_OK) endpoints_.erase(endpoint.id.value);  // the connecting side sees it fail
-}
-
-ucs_status_t UcxEngine::on_hello(const void* header, std::size_t header_size, const void* data, std::size_t size,
-                                 ucp_ep_h from) {
-  auto found = by_handle_.find(from);
-  wire::Hello hello{};
-  if (header_size == sizeof hello) std::memcpy(&hello, header, sizeof hello);
-  if (found == by_handle_.end() || found->second->stage != Stage::accepting) {
-    ++stale_dropped_;
-    return UCS_OK;
-  }
-  Endpoint& endpoint = *found->second;
-  if (hello.magic != wire::kMagic || size > 4 * KiB) {
-    errors_.emplace_back(from, UCS_ERR_INVALID_PARAM);
-    return UCS_OK;
-  }
-  endpoint.peer = hello.from;
-  endpoint.stage = Stage::open;
-  Outgoing& out = new_outgoing();
-  out.hello = {wire::kMagic, endpoint.id.value, hello.from};
-  post(endpoint, wire::welcome, out, sizeof out.hello, {}, UCP_AM_SEND_FLAG_EAGER);
-  events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, {static_cast<const std::byte*>(data), size});
+ucs_status_t UcxEngine::on_hello(const wire::Hello& hello, BytesView body) {
+  const bool sound = hello.magic == wire::kMagic && body.size() <= 16 * KiB && hello.address_length <= body.size();
+  if (sound && listening_) hellos_.emplace_back(hello, Bytes(body.begin(), body.end()));
+  else ++stale_dropped_;
   return UCS_OK;
 }
 
-ucs_status_t UcxEngine::on_welcome(const wire::Hello& header) {
-  Endpoint* endpoint = find(header.nonce);
-  if (endpoint == nullptr || endpoint->stage != Stage::connecting || header.magic != wire::kMagic) {
+void UcxEngine::accept(const wire::Hello& hello, BytesView body) {
+  auto endpoint = adopt(body.first(hello.address_length), Stage::open);
+  if (!endpoint) {  // the peer is gone already
+    ++stale_dropped_;
+    return;
+  }
+  (*endpoint)->peer = hello.from;
+  Outgoing& out = new_outgoing();
+  out.hello = {wire::kMagic, (*endpoint)->id.value, hello.from, 0};
+  post(**endpoint, wire::welcome, out, sizeof out.hello, {}, UCP_AM_SEND_FLAG_EAGER);
+  events_.emit({.kind = EventKind::accepted, .endpoint = (*endpoint)->id}, body.subspan(hello.address_length));
+}
+
+ucs_status_t UcxEngine::on_welcome(const wire::Hello& hello) {
+  Endpoint* endpoint = find(hello.to);
+  if (endpoint == nullptr || endpoint->stage != Stage::connecting || hello.magic != wire::kMagic) {
     ++stale_dropped_;
     return UCS_OK;
   }
-  endpoint->peer = header.from;
+  endpoint->peer = hello.from;
   endpoint->stage = Stage::open;
   events_.emit({.kind = EventKind::connected, .endpoint = endpoint->id});
+  return UCS_OK;
+}
+
+ucs_status_t UcxEngine::on_goodbye(const wire::Goodbye& goodbye) {
+  if (find(goodbye.to) != nullptr) goodbyes_.push_back(EndpointId(goodbye.to));
   return UCS_OK;
 }
 
@@ -107,28 +97,23 @@ void UcxEngine::on_error(void* arg, ucp_ep_h handle, ucs_status_t status) {
 }
 
 void UcxEngine::report_failures() {
-  auto errors = std::exchange(errors_, {});
-  for (auto& [handle, status] : errors) {
-    auto found = by_handle_.find(handle);
-    if (found == by_handle_.end()) continue;
-    Endpoint& endpoint = *found->second;
-    const bool unseen = endpoint.stage == Stage::accepting;  // nobody has heard of it yet
-    fail_endpoint(endpoint, ucs_status_string(status));
-    if (unseen) endpoints_.erase(endpoint.id.value);
-  }
+  for (auto& [handle, status] : std::exchange(errors_, {}))
+    if (auto found = by_handle_.find(handle); found != by_handle_.end())
+      fail_endpoint(*found->second, ucs_status_string(status));
+  for (auto id : std::exchange(goodbyes_, {}))
+    if (Endpoint* endpoint = find(id.value)) fail_endpoint(*endpoint, "it closed the connection");
 }
 
 // Takes the UCX endpoint down at once (this is the fence) and tells the owner; close() forgets the rest.
 void UcxEngine::fail_endpoint(Endpoint& endpoint, std::string why) {
   if (endpoint.stage == Stage::failed) return;
-  const bool unseen = endpoint.stage == Stage::accepting;
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
   by_handle_.erase(endpoint.handle);
   finish_handle(std::exchange(endpoint.handle, nullptr));
   const Error error{ErrorCode::unavailable, fmt::format("the peer is gone: {}", endpoint.failure)};
   fail_operations(endpoint.id, error);
-  if (!unseen) events_.emit({.kind = EventKind::closed, .endpoint = endpoint.id, .error = error});
+  events_.emit({.kind = EventKind::closed, .endpoint = endpoint.id, .error = error});
 }
 
 void UcxEngine::finish_handle(ucp_ep_h handle) {
@@ -151,13 +136,18 @@ void UcxEngine::close(EndpointId id) {
   Endpoint* endpoint = find(id.value);
   if (endpoint == nullptr) return;
   // Failed first: what progress brings in from now on is turned away. See "Fence" in docs/design-notes.md.
+  const bool open = endpoint->stage == Stage::open;
   endpoint->stage = Stage::failed;
-  Endpoint* owned = endpoint;
-  if (owned->handle != nullptr) {
-    by_handle_.erase(owned->handle);
-    finish_handle(owned->handle);
+  if (open && endpoint->handle != nullptr) {  // UCX would not tell the peer
+    Outgoing& out = new_outgoing();
+    out.goodbye = {endpoint->peer};
+    post(*endpoint, wire::goodbye, out, sizeof out.goodbye, {}, UCP_AM_SEND_FLAG_EAGER);
   }
-  drain([&] { return owned->receiving == 0; });
+  if (endpoint->handle != nullptr) {
+    by_handle_.erase(endpoint->handle);
+    finish_handle(endpoint->handle);
+  }
+  drain([&] { return endpoint->receiving == 0; });
   fail_operations(id, {ErrorCode::cancelled, "the endpoint was closed"});
   endpoints_.erase(id.value);
 }

@@ -1,11 +1,8 @@
 #include "transport/ucx/engine.h"
 
-#include <arpa/inet.h>
-#include <netdb.h>
-
 #include <ucs/config/global_opts.h>
 
-#include "transport/socket_address.h"
+#include "transport/ucx/address.h"
 
 namespace rejoin::transport::ucx {
 
@@ -29,8 +26,7 @@ Result<> UcxEngine::start(const Options& options) {
   const std::string threshold = std::to_string(options.rendezvous_threshold);
   ucp_config_modify(config, "TLS", options.transports.c_str());
   ucp_config_modify(config, "RNDV_THRESH", threshold.c_str());
-  ucp_config_modify(config, "KEEPALIVE_INTERVAL", "1s");
-  ucp_config_modify(config, "SOCKADDR_TLS_PRIORITY", "tcp");
+  ucp_config_modify(config, "KEEPALIVE_INTERVAL", "200ms");
 
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
@@ -61,48 +57,34 @@ Result<> UcxEngine::start(const Options& options) {
     handler.arg = this;
     return ucp_worker_set_am_recv_handler(worker_, &handler);
   };
-  for (auto set : {handle(wire::hello, receive<wire::Hello>),
-                   handle(wire::welcome,
-                          [](void* arg, const void* header, std::size_t header_size, void*, std::size_t,
-                             const ucp_am_recv_param_t*) {
-                            wire::Hello welcome;
-                            if (header_size != sizeof welcome) return UCS_OK;
-                            std::memcpy(&welcome, header, sizeof welcome);
-                            return static_cast<UcxEngine*>(arg)->on_welcome(welcome);
-                          }),
-                   handle(wire::message, receive<wire::Message>), handle(wire::write, receive<wire::Write>),
-                   handle(wire::acknowledge, receive<wire::Acknowledge>),
-                   handle(wire::read_request, receive<wire::ReadRequest>),
-                   handle(wire::read_data, receive<wire::ReadData>)})
+  for (auto set :
+       {handle(wire::hello, receive<wire::hello, wire::Hello>), handle(wire::welcome, receive<wire::welcome, wire::Hello>),
+        handle(wire::goodbye, receive<wire::goodbye, wire::Goodbye>),
+        handle(wire::message, receive<wire::message, wire::Message>), handle(wire::write, receive<wire::write, wire::Write>),
+        handle(wire::acknowledge, receive<wire::acknowledge, wire::Acknowledge>),
+        handle(wire::read_request, receive<wire::read_request, wire::ReadRequest>),
+        handle(wire::read_data, receive<wire::read_data, wire::ReadData>)})
     if (set != UCS_OK) return fail(ErrorCode::unavailable, "UCX active messages: {}", ucs_status_string(set));
+
+  ucp_address_t* address = nullptr;
+  std::size_t length = 0;
+  if (status = ucp_worker_get_address(worker_, &address, &length); status != UCS_OK)
+    return fail(ErrorCode::unavailable, "UCX address: {}", ucs_status_string(status));
+  const auto* bytes = reinterpret_cast<const std::byte*>(address);
+  address_.assign(bytes, bytes + length);
+  ucp_worker_release_address(worker_, address);
   return {};
 }
 
 UcxEngine::~UcxEngine() {
   while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
-  if (listener_ != nullptr) ucp_listener_destroy(listener_);
   if (worker_ != nullptr) ucp_worker_destroy(worker_);
   if (context_ != nullptr) ucp_cleanup(context_);
 }
 
-Result<Address> UcxEngine::listen(const Address& where) {
-  if (listener_ != nullptr) return fail(ErrorCode::invalid_argument, "this engine listens already");
-  auto address = SocketAddress::resolve(where.text);
-  if (!address) return tl::unexpected(address.error());
-  ucp_listener_params_t params{};
-  params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
-  params.sockaddr = {address->get(), address->length()};
-  params.conn_handler = {
-      [](ucp_conn_request_h request, void* arg) { static_cast<UcxEngine*>(arg)->requests_.push_back(request); }, this};
-  if (auto status = ucp_listener_create(worker_, &params, &listener_); status != UCS_OK)
-    return fail(status == UCS_ERR_BUSY ? ErrorCode::exhausted : ErrorCode::unavailable,
-                "can't listen for data connections on {}: {}; choose another address or port 0", where.text,
-                ucs_status_string(status));
-  ucp_listener_attr_t attributes{};
-  attributes.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR;
-  if (auto status = ucp_listener_query(listener_, &attributes); status != UCS_OK)
-    return fail(ErrorCode::unavailable, "UCX listener: {}", ucs_status_string(status));
-  return Address{SocketAddress::format(attributes.sockaddr)};
+Result<Address> UcxEngine::listen(const Address&) {
+  listening_ = true;
+  return Address{format_address(address_)};
 }
 
 Result<RegionId> UcxEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
@@ -123,7 +105,7 @@ void UcxEngine::deregister(RegionId id) {
 RemoteRegion UcxEngine::remote(RegionId region) const { return regions_.remote(region); }
 
 bool UcxEngine::arm() {
-  if (!events_.empty() || !errors_.empty() || !requests_.empty()) return false;
+  if (!events_.empty() || !errors_.empty() || !hellos_.empty() || !goodbyes_.empty()) return false;
   return ucp_worker_arm(worker_) == UCS_OK;
 }
 

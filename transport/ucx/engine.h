@@ -41,7 +41,7 @@ class UcxEngine final : public Engine {
   void close(EndpointId endpoint) override;
 
  private:
-  enum class Stage { connecting, accepting, open, failed };
+  enum class Stage { connecting, open, failed };
 
   struct Endpoint {
     EndpointId id;
@@ -76,6 +76,7 @@ class UcxEngine final : public Engine {
     UcxEngine* engine = nullptr;
     union {
       wire::Hello hello;
+      wire::Goodbye goodbye;
       wire::Message message;
       wire::Acknowledge acknowledge;
       wire::ReadRequest read_request;
@@ -100,15 +101,16 @@ class UcxEngine final : public Engine {
   // endpoint.cc
   Endpoint* find(std::uint64_t id);
   Result<Endpoint*> open_endpoint(EndpointId id);
-  Endpoint& adopt(ucp_ep_params_t& params, Stage stage, ucs_status_t& status);
+  Result<Endpoint*> adopt(BytesView address, Stage stage);
   void finish_handle(ucp_ep_h handle);
   void drain(const std::function<bool()>& done);
   void report_failures();
   void fail_endpoint(Endpoint& endpoint, std::string why);
   void fail_operations(EndpointId endpoint, const Error& error);
-  void accept(ucp_conn_request_h request);
-  ucs_status_t on_hello(const void* header, std::size_t header_size, const void* data, std::size_t size, ucp_ep_h from);
-  ucs_status_t on_welcome(const wire::Hello& header);
+  void accept(const wire::Hello& hello, BytesView body);
+  ucs_status_t on_hello(const wire::Hello& hello, BytesView body);
+  ucs_status_t on_welcome(const wire::Hello& hello);
+  ucs_status_t on_goodbye(const wire::Goodbye& goodbye);
 
   // datapath.cc
   Operation& new_operation(EndpointId endpoint, std::uint64_t context);
@@ -128,7 +130,7 @@ class UcxEngine final : public Engine {
   ucs_status_t land(Receive receive, std::byte* target, void* data, std::size_t size, bool rendezvous);
   void landed(const Receive& receive, ucs_status_t status);
 
-  template <typename Header>
+  template <wire::Kind kind, typename Header>
   static ucs_status_t receive(void* arg, const void* header, std::size_t header_size, void* data, std::size_t size,
                               const ucp_am_recv_param_t* param);
   static void on_error(void* arg, ucp_ep_h handle, ucs_status_t status);
@@ -139,7 +141,8 @@ class UcxEngine final : public Engine {
   Options options_;
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
-  ucp_listener_h listener_ = nullptr;
+  Bytes address_;  // of the worker: what peers connect to
+  bool listening_ = false;
   int event_fd_ = -1;
   Unguessable unguessable_;
   Regions regions_{unguessable_};
@@ -148,8 +151,8 @@ class UcxEngine final : public Engine {
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::unordered_map<ucp_ep_h, Endpoint*> by_handle_;
   std::vector<std::pair<ucp_ep_h, ucs_status_t>> errors_;  // from UCX's error callback, handled in poll()
-  std::vector<ucp_conn_request_h> requests_;
-  std::vector<void*> closing_;  // UCX's close requests still running
+  std::vector<std::pair<wire::Hello, Bytes>> hellos_;                // accepted in poll(), not inside UCX's callback
+  std::vector<EndpointId> goodbyes_;
 
   std::deque<Operation> operations_;
   std::vector<std::uint32_t> free_operations_;

@@ -1,4 +1,4 @@
-// The UCX backend: shared memory inside a node, TCP between nodes, and whatever else UCX finds there.
+// The UCX backend: shared memory inside a node, and whatever RDMA UCX finds (TCP has a backend of its own).
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace rejoin::transport::ucx {
 
 struct Options {
   // UCX's names of the transports to use, e.g. "posix,cma,self" (one node), "tcp,self", or "all".
-  std::string transports = "posix,cma,tcp,self";
+  std::string transports = "posix,cma,self";
   // Writes above this go by rendezvous: the receiver pulls them, so it alone decides what lands.
   std::size_t rendezvous_threshold = 16 * KiB;
 };

@@ -9,13 +9,19 @@ namespace rejoin::transport::ucx::wire {
 
 constexpr std::uint64_t kMagic = 0x31304e494f4a4552;  // "REJOIN01": changes with the layout below
 
-enum Kind : unsigned { hello = 1, welcome, message, write, acknowledge, read_request, read_data };
+enum Kind : unsigned { hello = 1, welcome, goodbye, message, write, acknowledge, read_request, read_data };
 
 // `to` is the receiver's id of this endpoint, learned in hello and welcome; an unknown one is dropped and counted.
+// A hello's body is the sender's UCX address, then the user's bytes.
 struct Hello {
   std::uint64_t magic;
   std::uint64_t from;  // the sender's id of the endpoint
-  std::uint64_t nonce; // with `from`, makes `to` unguessable
+  std::uint64_t to;    // of a welcome
+  std::uint64_t address_length;
+};
+
+struct Goodbye {
+  std::uint64_t to;
 };
 
 struct Message {

@@ -1,0 +1,126 @@
+#include "base/unix_socket.h"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace rejoin {
+
+namespace {
+
+Result<std::pair<sockaddr_un, socklen_t>> unix_address(const std::string& name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (name.empty() || name.size() >= sizeof address.sun_path)
+    return fail(ErrorCode::invalid_argument, "socket name '{}' must have 1 to {} characters", name,
+                sizeof address.sun_path - 1);
+  std::memcpy(address.sun_path, name.data(), name.size());
+  if (name[0] == '@') address.sun_path[0] = '\0';
+  return std::pair(address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size()));
+}
+
+}  // namespace
+
+Result<PeerCredentials> peer_credentials(const Fd& socket) {
+  ucred credentials{};
+  socklen_t length = sizeof credentials;
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return fail_errno("SO_PEERCRED");
+  return PeerCredentials{credentials.pid, credentials.uid};
+}
+
+Result<Fd> listen_unix(const std::string& name) {
+  auto address = unix_address(name);
+  if (!address) return tl::unexpected(address.error());
+  Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket) return fail_errno("unix socket");
+  if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0) {
+    if (errno != EADDRINUSE || name[0] == '@') return fail_errno(fmt::format("binding {}", name));
+    // A file left by a daemon that died; a live one answers.
+    if (connect_unix(name))
+      return fail(ErrorCode::exhausted, "{} is in use by a running process; stop it or choose another socket", name);
+    ::unlink(name.c_str());
+    if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0)
+      return fail_errno(fmt::format("binding {}", name));
+  }
+  if (name[0] != '@') ::chmod(name.c_str(), 0600);
+  if (::listen(socket.get(), 128) != 0) return fail_errno("listen");
+  return socket;
+}
+
+Result<Fd> connect_unix(const std::string& name) {
+  auto address = unix_address(name);
+  if (!address) return tl::unexpected(address.error());
+  Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!socket) return fail_errno("unix socket");
+  if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0) {
+    const int saved = errno;
+    return fail(ErrorCode::unavailable, "nobody answers at {}: {}", name, std::strerror(saved));
+  }
+  ::fcntl(socket.get(), F_SETFL, ::fcntl(socket.get(), F_GETFL) | O_NONBLOCK);
+  return socket;
+}
+
+Result<> send_with_fds(const Fd& socket, BytesView bytes, const std::vector<int>& fds) {
+  REJOIN_CHECK(fds.size() <= kMaxFds);
+  iovec part{const_cast<std::byte*>(bytes.data()), bytes.size()};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  alignas(cmsghdr) char control[CMSG_SPACE(kMaxFds * sizeof(int))];
+  if (!fds.empty()) {
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+    std::memcpy(CMSG_DATA(header), fds.data(), fds.size() * sizeof(int));
+  }
+  for (;;) {
+    if (::sendmsg(socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) return {};
+    if (errno == EINTR) continue;
+    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS)
+      return fail(ErrorCode::exhausted, "the peer does not read its socket");
+    return fail(ErrorCode::unavailable, "the peer is gone: {}", std::strerror(errno));
+  }
+}
+
+Result<std::optional<Received>> receive_with_fds(const Fd& socket, std::size_t limit) {
+  Received received;
+  received.bytes.resize(limit);
+  iovec part{received.bytes.data(), limit};
+  alignas(cmsghdr) char control[CMSG_SPACE(kMaxFds * sizeof(int))];
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  ssize_t got;
+  do got = ::recvmsg(socket.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  while (got < 0 && errno == EINTR);
+  if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return std::optional<Received>{};
+  for (cmsghdr* header = got >= 0 ? CMSG_FIRSTHDR(&message) : nullptr; header != nullptr;
+       header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (std::size_t i = 0; i < count; ++i) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof fd);
+      received.fds.emplace_back(fd);
+    }
+  }
+  if (got < 0) return fail(ErrorCode::unavailable, "the peer is gone: {}", std::strerror(errno));
+  if (got == 0) return fail(ErrorCode::unavailable, "the peer closed the connection");
+  if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
+    return fail(ErrorCode::corrupt, "a message over the limit of {}", human_bytes(limit));
+  received.bytes.resize(static_cast<std::size_t>(got));
+  return std::optional(std::move(received));
+}
+
+}  // namespace rejoin

@@ -1,0 +1,38 @@
+// Descriptors over unix sockets, and who is at the other end.
+#pragma once
+
+#include <sys/types.h>
+
+#include <optional>
+
+#include <string>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/fd.h"
+
+namespace rejoin {
+
+struct PeerCredentials {
+  pid_t pid = 0;
+  uid_t uid = 0;
+};
+Result<PeerCredentials> peer_credentials(const Fd& socket);
+
+constexpr std::size_t kMaxFds = 16;  // in one datagram
+
+// `name` beginning with '@' is abstract (no file). SEQPACKET: whole messages.
+Result<Fd> listen_unix(const std::string& name);
+Result<Fd> connect_unix(const std::string& name);  // non-blocking afterwards
+
+// Sends one message with descriptors (which stay the caller's). Errors: `exhausted` (again later), `unavailable`.
+Result<> send_with_fds(const Fd& socket, BytesView bytes, const std::vector<int>& fds);
+
+struct Received {
+  Bytes bytes;
+  std::vector<Fd> fds;
+};
+// The next message; nothing where none is there; `unavailable` when the peer has closed.
+Result<std::optional<Received>> receive_with_fds(const Fd& socket, std::size_t limit);
+
+}  // namespace rejoin

@@ -1,0 +1,188 @@
+// Records out and in.
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "transport/shm/engine.h"
+
+namespace rejoin::transport::shm {
+
+namespace {
+
+constexpr std::uint64_t kInline = 8 * KiB;         // smaller writes travel in the ring: cheaper than a system call
+constexpr std::uint32_t kSocketEvery = 256;        // polls between two looks at the sockets while busy
+constexpr std::size_t kRecordsPerTurn = 32;        // of one endpoint in a poll()
+constexpr std::uint64_t kBytesPerCall = 16 * MiB;  // of one process_vm call
+
+}  // namespace
+
+std::span<const Event> ShmEngine::poll() {
+  if (std::exchange(slept_, false)) {
+    for (auto* endpoint : open_) endpoint->in.announce_sleep(false);
+    watch_sockets();
+  } else if (++polls_ % kSocketEvery == 0 || open_.empty()) {
+    watch_sockets();
+  }
+  for (std::size_t i = 0; i < open_.size(); ++i) {
+    Endpoint* endpoint = open_[i];
+    if (!endpoint->pending.empty()) flush(*endpoint);
+    for (std::size_t taken = 0; taken < kRecordsPerTurn && receive(*endpoint); ++taken) {
+    }
+    if (i < open_.size() && open_[i] != endpoint) --i;  // it failed and left the list
+  }
+  return events_.take();
+}
+
+// ---- out
+
+void ShmEngine::post(Endpoint& endpoint, const wire::Header& header, BytesView body) {
+  if (!endpoint.pending.empty() || !endpoint.out.append(bytes_of(header), body)) {
+    endpoint.pending.push_back({header, Bytes(body.begin(), body.end())});
+    return;
+  }
+  if (endpoint.out.take_sleeper()) signal_eventfd(endpoint.doorbell);
+}
+
+void ShmEngine::flush(Endpoint& endpoint) {
+  while (!endpoint.pending.empty()) {
+    const Pending& next = endpoint.pending.front();
+    if (!endpoint.out.append(bytes_of(next.header), next.body)) break;
+    endpoint.pending.pop_front();
+  }
+  if (endpoint.out.take_sleeper()) signal_eventfd(endpoint.doorbell);
+}
+
+Result<> ShmEngine::send(EndpointId id, BytesView message) {
+  auto endpoint = open_endpoint(id);
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  if (message.size() > kMaxMessage)
+    return fail(ErrorCode::invalid_argument, "a message of {} bytes is over the limit of {}", message.size(),
+                kMaxMessage);
+  post(**endpoint, {.kind = wire::Kind::message, .length = message.size()}, message);
+  return {};
+}
+
+Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
+  auto found = open_endpoint(id);
+  if (!found) return tl::unexpected(found.error());
+  Endpoint& endpoint = **found;
+  for (const auto& write : writes)
+    if (auto local = regions_.local(write.local, write.length); !local) return tl::unexpected(local.error());
+  for (const auto& write : writes) {
+    const std::uint64_t operation = endpoint.next_operation++;
+    endpoint.operations[operation] = {write.context, write.local.region};
+    const std::byte* source = *regions_.local(write.local, write.length);
+    const bool in_ring = write.length <= kInline;
+    post(endpoint,
+         {.kind = wire::Kind::write, .has_notify = write.notify.has_value(), .length = write.length,
+          .operation = operation, .key = write.remote.region.key, .offset = write.remote.offset,
+          .notify = write.notify.value_or(0), .address = in_ring ? 0 : reinterpret_cast<std::uintptr_t>(source)},
+         in_ring ? BytesView(source, write.length) : BytesView{});
+  }
+  return {};
+}
+
+Result<> ShmEngine::read(EndpointId id, std::span<const Read> reads) {
+  auto found = open_endpoint(id);
+  if (!found) return tl::unexpected(found.error());
+  Endpoint& endpoint = **found;
+  for (const auto& read : reads)
+    if (auto local = regions_.local(read.local, read.length); !local) return tl::unexpected(local.error());
+  for (const auto& read : reads) {
+    const std::uint64_t operation = endpoint.next_operation++;
+    endpoint.operations[operation] = {read.context, read.local.region};
+    post(endpoint,
+         {.kind = wire::Kind::read, .length = read.length, .operation = operation, .key = read.remote.region.key,
+          .offset = read.remote.offset,
+          .address = reinterpret_cast<std::uintptr_t>(*regions_.local(read.local, read.length))},
+         {});
+  }
+  return {};
+}
+
+// ---- in
+
+// Handles one record; false where there is none or the endpoint is gone.
+bool ShmEngine::receive(Endpoint& endpoint) {
+  if (endpoint.stage != Stage::open) return false;
+  auto record = endpoint.in.front();
+  if (!record) {
+    if (endpoint.in.broken()) fail_endpoint(endpoint, ErrorCode::corrupt, "its ring is damaged");
+    return false;
+  }
+  wire::Header header;
+  BytesView body = *record;
+  if (!take(body, header)) {
+    fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a record without a header");
+    return false;
+  }
+  handle(endpoint, header, body);
+  if (endpoint.stage != Stage::open) return false;
+  endpoint.in.pop();
+  return true;
+}
+
+void ShmEngine::handle(Endpoint& endpoint, const wire::Header& header, BytesView body) {
+  switch (header.kind) {
+    case wire::Kind::message: return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, body);
+    case wire::Kind::write: return on_write(endpoint, header, body);
+    case wire::Kind::read: return on_read(endpoint, header);
+    case wire::Kind::acknowledge: return on_acknowledge(endpoint, header);
+  }
+  fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a record of unknown kind");
+}
+
+// Between our memory and the peer's; false (and the endpoint failed) where the peer's memory is not there.
+bool ShmEngine::move(Endpoint& endpoint, std::byte* local, std::uint64_t remote, std::uint64_t length, bool pull) {
+  while (length > 0) {
+    const std::uint64_t step = std::min(length, kBytesPerCall);
+    const iovec near{local, step}, far{reinterpret_cast<void*>(remote), step};
+    const ssize_t moved = pull ? ::process_vm_readv(endpoint.pid, &near, 1, &far, 1, 0)
+                               : ::process_vm_writev(endpoint.pid, &near, 1, &far, 1, 0);
+    if (moved <= 0) {
+      fail_endpoint(endpoint, ErrorCode::unavailable, fmt::format("its memory can't be reached: {}", std::strerror(errno)));
+      return false;
+    }
+    local += moved;
+    remote += static_cast<std::uint64_t>(moved);
+    length -= static_cast<std::uint64_t>(moved);
+  }
+  return true;
+}
+
+void ShmEngine::on_write(Endpoint& endpoint, const wire::Header& header, BytesView body) {
+  const auto refusal = regions_.check(header.key, header.offset, header.length);
+  if (refusal == Regions::Refusal::none) {
+    std::byte* target = regions_.by_key(header.key)->memory.data() + header.offset;
+    if (header.address == 0) {
+      if (body.size() != header.length)
+        return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a write of another length than announced");
+      if (!body.empty()) std::memcpy(target, body.data(), body.size());
+    } else if (!move(endpoint, target, header.address, header.length, true)) {
+      return;
+    }
+    if (header.has_notify != 0)
+      events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.notify});
+  }
+  post(endpoint, {.kind = wire::Kind::acknowledge, .operation = header.operation, .key = static_cast<std::uint64_t>(refusal)}, {});
+}
+
+void ShmEngine::on_read(Endpoint& endpoint, const wire::Header& header) {
+  const auto refusal = regions_.check(header.key, header.offset, header.length);
+  if (refusal == Regions::Refusal::none) {
+    std::byte* source = regions_.by_key(header.key)->memory.data() + header.offset;
+    if (!move(endpoint, source, header.address, header.length, false)) return;
+  }
+  post(endpoint, {.kind = wire::Kind::acknowledge, .operation = header.operation, .key = static_cast<std::uint64_t>(refusal)}, {});
+}
+
+void ShmEngine::on_acknowledge(Endpoint& endpoint, const wire::Header& header) {
+  auto operation = endpoint.operations.extract(header.operation);
+  if (operation.empty()) return fail_endpoint(endpoint, ErrorCode::corrupt, "it acknowledged what was not asked");
+  events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.mapped().context,
+                .error = refusal_error(static_cast<Regions::Refusal>(header.key))});
+}
+
+}  // namespace rejoin::transport::shm

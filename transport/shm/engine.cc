@@ -1,0 +1,260 @@
+#include "transport/shm/engine.h"
+
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "base/unix_socket.h"
+
+namespace rejoin::transport::shm {
+
+namespace {
+
+constexpr std::uint64_t kListener = 0, kDoorbell = 1;  // epoll tags; endpoint ids are neither
+constexpr std::size_t kMaxHello = 4 * KiB;
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> make_engine() { return ShmEngine::make(); }
+
+Result<std::unique_ptr<Engine>> ShmEngine::make() {
+  std::unique_ptr<ShmEngine> engine(new ShmEngine());
+  if (auto started = engine->start(); !started) return tl::unexpected(started.error());
+  return engine;
+}
+
+Result<> ShmEngine::start() {
+  // Under Yama's restricted ptrace, peers may read us only if we say so; elsewhere this is refused and not needed.
+  (void)::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll_) return fail_errno("epoll_create1");
+  auto doorbell = make_eventfd();
+  if (!doorbell) return tl::unexpected(doorbell.error());
+  doorbell_ = std::move(*doorbell);
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = kDoorbell}};
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, doorbell_.get(), &event) != 0) return fail_errno("epoll_ctl");
+  return {};
+}
+
+ShmEngine::~ShmEngine() {
+  while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
+}
+
+Result<Address> ShmEngine::listen(const Address&) {
+  name_ = fmt::format("@rejoin-{:016x}{:016x}", unguessable_.next(), unguessable_.next());
+  auto socket = listen_unix(name_);
+  if (!socket) return tl::unexpected(socket.error());
+  listener_ = std::move(*socket);
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = kListener}};
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0) return fail_errno("epoll_ctl");
+  return Address{"shm:" + name_};
+}
+
+ShmEngine::Endpoint* ShmEngine::find(EndpointId id) {
+  auto found = endpoints_.find(id.value);
+  return found == endpoints_.end() ? nullptr : found->second.get();
+}
+
+Result<ShmEngine::Endpoint*> ShmEngine::open_endpoint(EndpointId id) {
+  Endpoint* endpoint = find(id);
+  if (endpoint == nullptr) return fail(ErrorCode::not_found, "endpoint {:x} is closed", id.value);
+  if (endpoint->stage == Stage::failed)
+    return fail(ErrorCode::unavailable, "endpoint {:x} has failed: {}", id.value, endpoint->failure);
+  if (endpoint->stage != Stage::open)
+    return fail(ErrorCode::unavailable, "endpoint {:x} is not connected yet", id.value);
+  return endpoint;
+}
+
+ShmEngine::Endpoint& ShmEngine::adopt(Fd socket, Stage stage) {
+  auto endpoint = std::make_unique<Endpoint>();
+  do endpoint->id = EndpointId(unguessable_.next());
+  while (endpoint->id.value <= kDoorbell);
+  endpoint->stage = stage;
+  endpoint->socket = std::move(socket);
+  epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {.u64 = endpoint->id.value}};
+  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, endpoint->socket.get(), &event) == 0, "epoll_ctl: {}",
+               std::strerror(errno));
+  Endpoint& adopted = *endpoint;
+  endpoints_[adopted.id.value] = std::move(endpoint);
+  return adopted;
+}
+
+Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
+  if (hello.size() > kMaxHello)
+    return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of {}", hello.size(), kMaxHello);
+  if (!peer.text.starts_with("shm:@"))
+    return fail(ErrorCode::invalid_argument, "address '{}' is not of the form shm:@NAME", peer.text);
+  auto socket = connect_unix(peer.text.substr(4));
+  if (!socket) return tl::unexpected(socket.error());
+  auto credentials = peer_credentials(*socket);
+  if (!credentials) return tl::unexpected(credentials.error());
+  auto memory = make_sealed_memfd("rejoin-channel", sizeof(Channel));
+  if (!memory) return tl::unexpected(memory.error());
+  auto channel = Mapping::of(*memory, sizeof(Channel));
+  if (!channel) return tl::unexpected(channel.error());
+  auto* rings = new (channel->data()) Channel{};
+
+  const wire::Greeting greeting{.probe_address = reinterpret_cast<std::uintptr_t>(&probe_), .hello_length = hello.size()};
+  Bytes bytes(sizeof greeting + hello.size());
+  std::memcpy(bytes.data(), &greeting, sizeof greeting);
+  if (!hello.empty()) std::memcpy(bytes.data() + sizeof greeting, hello.data(), hello.size());
+  if (auto sent = send_with_fds(*socket, bytes, {memory->get(), doorbell_.get()}); !sent)
+    return tl::unexpected(sent.error());
+  Endpoint& endpoint = adopt(std::move(*socket), Stage::greeting);
+  endpoint.pid = credentials->pid;
+  endpoint.channel = std::move(*channel);
+  endpoint.out = RingWriter(&rings->to_server);
+  endpoint.in = RingReader(&rings->to_client);
+  return endpoint.id;
+}
+
+void ShmEngine::accept_all() {
+  for (int i = 0; i < 64; ++i) {
+    Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket) return;
+    auto credentials = peer_credentials(socket);
+    if (!credentials || credentials->uid != ::geteuid()) continue;  // another user's process: not of this job
+    Endpoint& endpoint = adopt(std::move(socket), Stage::accepting);
+    endpoint.pid = credentials->pid;
+  }
+}
+
+void ShmEngine::watch_sockets() {
+  std::array<epoll_event, 64> ready;
+  const int count = ::epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), 0);
+  for (int i = 0; i < count; ++i) {
+    if (ready[i].data.u64 == kListener) accept_all();
+    else if (ready[i].data.u64 == kDoorbell) drain_eventfd(doorbell_);
+    else if (Endpoint* endpoint = find(EndpointId(ready[i].data.u64))) on_socket(*endpoint);
+  }
+}
+
+void ShmEngine::on_socket(Endpoint& endpoint) {
+  if (endpoint.stage == Stage::failed) return;
+  auto received = receive_with_fds(endpoint.socket, sizeof(wire::Greeting) + kMaxHello);
+  if (!received) {
+    // What it wrote into the ring before it went is still delivered.
+    while (endpoint.stage == Stage::open && receive(endpoint)) {
+    }
+    return fail_endpoint(endpoint, received.error().code, received.error().message);
+  }
+  if (!*received) return;
+  if (endpoint.stage == Stage::accepting) return greet_as_server(endpoint, (*received)->bytes, std::move((*received)->fds));
+  if (endpoint.stage == Stage::greeting) return finish_as_client(endpoint, (*received)->bytes, std::move((*received)->fds));
+  fail_endpoint(endpoint, ErrorCode::corrupt, "it greeted twice");
+}
+
+// Whether we may read the peer's memory, tried on a word whose value is known.
+Result<> ShmEngine::probe(const Endpoint& endpoint, const wire::Greeting& greeting) const {
+  std::uint64_t seen = 0;
+  const iovec local{&seen, sizeof seen}, remote{reinterpret_cast<void*>(greeting.probe_address), sizeof seen};
+  if (::process_vm_readv(endpoint.pid, &local, 1, &remote, 1, 0) != sizeof seen)
+    return fail_errno(fmt::format("reading the memory of process {} (both must run as one user in one PID namespace, with "
+                                  "process_vm_readv allowed by seccomp; or use transport tcp)", endpoint.pid));
+  if (seen != wire::kMagic) return fail(ErrorCode::corrupt, "process {} is of another Rejoin version", endpoint.pid);
+  return {};
+}
+
+void ShmEngine::greet_as_server(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds) {
+  wire::Greeting greeting;
+  const bool shaped = take(bytes, greeting) && greeting.magic == wire::kMagic && fds.size() == 2 &&
+                      greeting.hello_length == bytes.size();
+  if (!shaped) return fail_endpoint(endpoint, ErrorCode::corrupt, "it is not a Rejoin engine of this version");
+  auto size = sealed_size(fds[0]);
+  auto channel = size && *size == sizeof(Channel) ? Mapping::of(fds[0], sizeof(Channel))
+                                                  : fail(ErrorCode::corrupt, "its channel has a wrong size");
+  if (!channel) return fail_endpoint(endpoint, channel.error().code, channel.error().message);
+  if (auto probed = probe(endpoint, greeting); !probed)
+    return fail_endpoint(endpoint, probed.error().code, probed.error().message);
+  endpoint.channel = std::move(*channel);
+  auto* rings = reinterpret_cast<Channel*>(endpoint.channel.data());
+  endpoint.out = RingWriter(&rings->to_client);
+  endpoint.in = RingReader(&rings->to_server);
+  endpoint.doorbell = std::move(fds[1]);
+  const wire::Greeting answer{.probe_address = reinterpret_cast<std::uintptr_t>(&probe_)};
+  if (auto sent = send_with_fds(endpoint.socket, bytes_of(answer), {doorbell_.get()}); !sent)
+    return fail_endpoint(endpoint, sent.error().code, sent.error().message);
+  open(endpoint);
+  events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, bytes);
+}
+
+void ShmEngine::finish_as_client(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds) {
+  wire::Greeting greeting;
+  if (!take(bytes, greeting) || greeting.magic != wire::kMagic || fds.size() != 1)
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it is not a Rejoin engine of this version");
+  if (auto probed = probe(endpoint, greeting); !probed)
+    return fail_endpoint(endpoint, probed.error().code, probed.error().message);
+  endpoint.doorbell = std::move(fds[0]);
+  open(endpoint);
+  events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
+}
+
+void ShmEngine::open(Endpoint& endpoint) {
+  endpoint.stage = Stage::open;
+  open_.push_back(&endpoint);
+}
+
+Result<RegionId> ShmEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+  if (kind != MemoryKind::host)
+    return fail(ErrorCode::invalid_argument, "the shared-memory backend moves host memory only; stage device memory");
+  return regions_.add(memory);
+}
+
+// Nothing lands between polls, so the region can go at once; what a peer would still pull out of it is cut off.
+void ShmEngine::deregister(RegionId id) {
+  for (auto& [key, endpoint] : endpoints_) {
+    const bool busy = std::any_of(endpoint->operations.begin(), endpoint->operations.end(),
+                                  [&](const auto& entry) { return entry.second.region == id; });
+    if (busy && endpoint->stage == Stage::open)
+      fail_endpoint(*endpoint, ErrorCode::cancelled, "memory was withdrawn in mid-transfer");
+  }
+  regions_.remove(id);
+}
+
+bool ShmEngine::arm() {
+  if (!events_.empty()) return false;
+  slept_ = true;
+  for (auto* endpoint : open_) endpoint->in.announce_sleep(true);
+  return std::all_of(open_.begin(), open_.end(),
+                     [](Endpoint* endpoint) { return endpoint->in.empty() && endpoint->pending.empty(); });
+}
+
+void ShmEngine::fail_operations(Endpoint& endpoint, const Error& error) {
+  for (const auto& [number, operation] : std::exchange(endpoint.operations, {}))
+    events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.context, .error = error});
+}
+
+void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why) {
+  if (endpoint.stage == Stage::failed) return;
+  const bool unseen = endpoint.stage == Stage::accepting;
+  std::erase(open_, &endpoint);
+  endpoint.stage = Stage::failed;
+  endpoint.failure = std::move(why);
+  endpoint.socket.reset();
+  endpoint.pending.clear();
+  const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
+  fail_operations(endpoint, error);
+  if (unseen) {
+    endpoints_.erase(endpoint.id.value);
+    return;
+  }
+  events_.emit({.kind = EventKind::closed, .endpoint = endpoint.id, .error = error});
+}
+
+void ShmEngine::close(EndpointId id) {
+  Endpoint* endpoint = find(id);
+  if (endpoint == nullptr) return;
+  std::erase(open_, endpoint);
+  endpoint->socket.reset();  // the peer sees it; nothing of its is pulled any more
+  fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
+  endpoints_.erase(id.value);
+}
+
+}  // namespace rejoin::transport::shm

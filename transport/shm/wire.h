@@ -1,0 +1,33 @@
+// Records in the rings: this header, then the bytes of a message or of a small write.
+#pragma once
+
+#include <cstdint>
+
+#include "transport/regions.h"
+
+namespace rejoin::transport::shm::wire {
+
+constexpr std::uint64_t kMagic = 0x315045524d485352;  // changes with the layout below
+
+enum class Kind : std::uint32_t { message = 1, write, acknowledge, read };
+
+struct Header {
+  Kind kind{};
+  std::uint32_t has_notify = 0;
+  std::uint64_t length = 0;     // bytes to move
+  std::uint64_t operation = 0;
+  std::uint64_t key = 0;        // acknowledge: the refusal
+  std::uint64_t offset = 0;
+  std::uint64_t notify = 0;
+  std::uint64_t address = 0;    // in the poster's memory; 0 where a write's bytes follow the header
+};
+
+// Over the unix socket, once each way. The client's comes with the channel's memfd and its doorbell, the server's with
+// its doorbell.
+struct Greeting {
+  std::uint64_t magic = kMagic;
+  std::uint64_t probe_address = 0;  // holds kMagic: the other side reads it to see whether it may
+  std::uint64_t hello_length = 0;
+};
+
+}  // namespace rejoin::transport::shm::wire
