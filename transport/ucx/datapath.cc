@@ -210,26 +210,29 @@ ucs_status_t UcxEngine::on_write(const wire::Write& header, void* data, std::siz
     return UCS_OK;
   }
   Region& region = *regions_.by_key(header.key);
-  return land({this, endpoint->id, region.id, header, 0}, region.memory.data() + header.offset, data, size, rendezvous);
+  return land({this, endpoint->id, region.id, header, 0, nullptr, {}}, region.memory.data() + header.offset, data, size, rendezvous);
 }
 
 // Moves arrived bytes to `target`, now or when UCX has fetched them.
 ucs_status_t UcxEngine::land(Receive receive, std::byte* target, void* data, std::size_t size, bool rendezvous) {
   ++find(receive.endpoint.value)->receiving;
-  if (Region* region = regions_.find(receive.region)) ++region->busy;
+  if (Region* region = regions_.find(receive.region); region != nullptr && !bounces_) ++region->busy;
   if (!rendezvous) {
     if (size > 0) std::memcpy(target, data, size);
     landed(receive, UCS_OK);
     return UCS_OK;
   }
-  auto* kept = new Receive(receive);
+  auto* kept = new Receive(std::move(receive));
+  kept->target = target;
+  if (bounces_) kept->bounce.resize(size);
+  std::byte* place = bounces_ ? kept->bounce.data() : target;
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.recv_am = &UcxEngine::on_landed;
   param.user_data = kept;
-  void* request = ucp_am_recv_data_nbx(worker_, data, target, size, &param);
+  void* request = ucp_am_recv_data_nbx(worker_, data, place, size, &param);
   if (UCS_PTR_IS_PTR(request)) return UCS_INPROGRESS;
-  landed(receive, UCS_PTR_STATUS(request));
+  landed(*kept, UCS_PTR_STATUS(request));
   delete kept;
   return UCS_INPROGRESS;
 }
@@ -241,15 +244,17 @@ void UcxEngine::on_landed(void* request, ucs_status_t status, std::size_t, void*
 }
 
 void UcxEngine::landed(const Receive& receive, ucs_status_t status) {
-  if (Region* region = regions_.find(receive.region)) --region->busy;
+  Region* region = regions_.find(receive.region);
+  if (region != nullptr && !bounces_) --region->busy;
   Endpoint* endpoint = find(receive.endpoint.value);
   if (endpoint == nullptr) return;
   --endpoint->receiving;
-  if (endpoint->stage != Stage::open) return;
+  if (endpoint->stage != Stage::open || (region == nullptr && receive.region != RegionId{})) return;
   if (status != UCS_OK) {
     errors_.emplace_back(endpoint->handle, status);
     return;
   }
+  if (!receive.bounce.empty()) std::memcpy(receive.target, receive.bounce.data(), receive.bounce.size());
   if (receive.read_operation != 0) {
     if (Operation* operation = find_operation(receive.read_operation)) {
       operation->acknowledged = true;
@@ -329,7 +334,7 @@ ucs_status_t UcxEngine::on_read_data(const wire::ReadData& header, void* data, s
     ++stale_dropped_;
     return UCS_OK;
   }
-  return land({this, endpoint->id, RegionId{}, {}, operation->id}, operation->target, data, size, rendezvous);
+  return land({this, endpoint->id, RegionId{}, {}, operation->id, nullptr, {}}, operation->target, data, size, rendezvous);
 }
 
 }  // namespace rejoin::transport::ucx

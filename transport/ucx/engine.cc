@@ -16,6 +16,7 @@ Result<std::unique_ptr<Engine>> UcxEngine::make(const Options& options) {
 
 Result<> UcxEngine::start(const Options& options) {
   options_ = options;
+  bounces_ = options.transports.find("tcp") != std::string::npos || options.transports == "all";
   // UCX's own lines about a peer that died are no news to us: they come back as events.
   ucs_global_opts_set_value("LOG_LEVEL", "fatal");
   ucs_global_opts_set_value("HANDLE_ERRORS", "none");

@@ -93,6 +93,8 @@ class UcxEngine final : public Engine {
     RegionId region;                   // that a peer's write goes into
     wire::Write header{};
     std::uint64_t read_operation = 0;  // of our read, else 0
+    std::byte* target = nullptr;
+    Bytes bounce;  // where the sender pushes: copied to the target when whole, if the endpoint is still open
   };
 
   UcxEngine() = default;
@@ -139,6 +141,7 @@ class UcxEngine final : public Engine {
   static void on_landed(void* request, ucs_status_t status, std::size_t length, void* receive);
 
   Options options_;
+  bool bounces_ = false;  // over TCP UCX lands bytes that the sender pushes; see "Fence" in docs/design-notes.md
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   Bytes address_;  // of the worker: what peers connect to
