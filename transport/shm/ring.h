@@ -50,13 +50,13 @@ class RingWriter {
     std::memcpy(place + 8, head.data(), head.size());
     if (!body.empty()) std::memcpy(place + 8 + head.size(), body.data(), body.size());
     written_ += needed;
-    ring_->written.store(written_, std::memory_order_release);
+    ring_->written.store(written_);  // sequentially consistent: see take_sleeper()
     return true;
   }
   // After appending: whether the reader sleeps and must be woken. At most one wake-up a sleep.
   bool take_sleeper() {
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    return ring_->sleeping.load(std::memory_order_relaxed) != 0 && ring_->sleeping.exchange(0) != 0;
+    // Writer: written, then sleeping. Reader: sleeping, then written. In one total order, so that one of them sees the other.
+    return ring_->sleeping.load() != 0 && ring_->sleeping.exchange(0) != 0;
   }
 
  private:
@@ -68,7 +68,7 @@ class RingReader {
  public:
   explicit RingReader(Ring* ring = nullptr) : ring_(ring) {}
 
-  bool empty() const { return ring_->written.load(std::memory_order_acquire) == read_; }
+  bool empty() const { return ring_->written.load() == read_; }
   bool broken() const { return broken_; }
 
   // The next record, in place: valid until pop(). The writer can still scribble on it, so copy what is checked.
@@ -95,7 +95,7 @@ class RingReader {
     read_ += size_;
     ring_->read.store(read_, std::memory_order_release);
   }
-  void announce_sleep(bool sleeping) { ring_->sleeping.store(sleeping ? 1 : 0, std::memory_order_seq_cst); }
+  void announce_sleep(bool sleeping) { ring_->sleeping.store(sleeping ? 1 : 0); }
 
  private:
   Ring* ring_;

@@ -1,0 +1,538 @@
+#include "membership/coordinator.h"
+
+#include <algorithm>
+
+namespace rejoin::membership {
+
+// ---- what comes in
+
+Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, TimePoint now) {
+  nodes_[node] = now;
+  switch (message.kind_case()) {
+    case proto::FromNode::kHello: break;  // the shell has checked it
+    case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
+    case proto::FromNode::kRankDown: {
+      const auto& down = message.rank_down();
+      on_rank_down(ReplicaId(down.replica()), down.rank(), down.life(), down.reason());
+      break;
+    }
+    case proto::FromNode::kExchanged: on_exchanged(message.exchanged()); break;
+    case proto::FromNode::kLinks: on_links(message.links()); break;
+    case proto::FromNode::kAccusation: on_accusation(message.accusation(), now); break;
+    case proto::FromNode::kCaughtUp: on_caught_up(message.caught_up()); break;
+    case proto::FromNode::kHeartbeat: {
+      proto::ToNode answer;
+      answer.mutable_heartbeat();
+      send(node, std::move(answer));
+      break;
+    }
+    case proto::FromNode::KIND_NOT_SET: note("an empty message from a node was ignored"); break;
+  }
+  return take();
+}
+
+// Its ranks may still run: they have `silence` to come back through another connection.
+Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
+  nodes_.erase(node);
+  for (auto& [id, replica] : replicas_)
+    for (auto& [number, rank] : replica.ranks)
+      if (rank.connected_node && rank.node == node) {
+        rank.connected_node = false;
+        rank.lost_at = now;
+      }
+  return take();
+}
+
+Actions Coordinator::on_tick(TimePoint now) {
+  std::vector<NodeId> silent;
+  for (const auto& [node, heard] : nodes_)
+    if (now - heard > config_.silence) silent.push_back(node);
+  for (auto node : silent) {
+    note("a node was silent for {:.0f} ms", milliseconds(config_.silence));
+    auto more = on_node_lost(node, now - config_.silence);
+    actions_ = std::move(more);
+  }
+  std::vector<ReplicaId> gone;
+  for (const auto& [id, replica] : replicas_)
+    for (const auto& [number, rank] : replica.ranks)
+      if (!rank.connected_node && now - rank.lost_at >= config_.silence && (gone.empty() || gone.back() != id))
+        gone.push_back(id);
+  for (auto id : gone) remove(id, "its daemon did not come back in time");
+  if (recovering_until_ && now >= *recovering_until_) {
+    recovering_until_.reset();
+    std::vector<ReplicaId> absent;
+    for (const auto& m : members_) {
+      auto found = replicas_.find(m.replica);
+      if (found == replicas_.end() || found->second.incarnation != m.incarnation || !whole(found->second))
+        absent.push_back(m.replica);
+    }
+    for (auto id : absent) remove(id, "it did not come back after the coordinator's restart");
+  }
+  judge(now);
+  return take();
+}
+
+void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now) {
+  const ReplicaId id(up.replica());
+  const auto refuse = [&](std::string reason) {
+    proto::ToNode answer;
+    auto& refused = *answer.mutable_refused();
+    refused.set_replica(up.replica());
+    refused.set_rank(up.rank());
+    refused.set_life(up.life());
+    refused.set_reason(std::move(reason));
+    note("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
+    send(node, std::move(answer));
+  };
+  if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
+    return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks", up.replica(), up.rank(),
+                              config_.replicas, config_.ranks));
+  if (plan_hash_ != 0 && up.plan_hash() != plan_hash_)
+    return refuse("its tensors or buckets differ from the job's; all replicas must declare the same state and plan");
+  const auto welcome = [&](Incarnation incarnation) {
+    proto::ToNode answer;
+    auto& registered = *answer.mutable_registered();
+    registered.set_replica(up.replica());
+    registered.set_rank(up.rank());
+    registered.set_life(up.life());
+    registered.set_incarnation(incarnation.value);
+    send(node, std::move(answer));
+  };
+
+  auto found = replicas_.find(id);
+  if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
+    const MemberState* m = member(id);
+    const bool known = found != replicas_.end() && found->second.incarnation.value == up.incarnation();
+    const bool from_log = m != nullptr && m->incarnation.value == up.incarnation();
+    if (!known && !from_log) {
+      proto::ToNode answer;
+      answer.mutable_fenced()->set_replica(up.replica());
+      answer.mutable_fenced()->set_incarnation(up.incarnation());
+      answer.mutable_fenced()->set_reason("the job went on without this replica");
+      return send(node, std::move(answer));
+    }
+    if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
+    auto& replica = replicas_[id];
+    replica.incarnation = Incarnation(up.incarnation());
+    RankState& rank = replica.ranks[up.rank()];
+    rank.node = node;
+    rank.up = up;
+    rank.connected_node = true;
+    welcome(replica.incarnation);
+    announce_peers();
+    proto::ToNode current;
+    *current.mutable_plan() = plan();
+    if (started()) send(node, std::move(current));
+    if (up.exchanged_epoch() == epoch_.value && up.exchanged_step() == committed_.value + 1) {
+      proto::Exchanged again;
+      again.set_replica(up.replica());
+      again.set_epoch(up.exchanged_epoch());
+      again.set_step(up.exchanged_step());
+      again.add_ranks(up.rank());
+      on_exchanged(again);
+    }
+    return;
+  }
+  // A new life. If this replica lives already, that life has ended without our hearing of it.
+  if (found != replicas_.end() && found->second.ranks.contains(up.rank())) {
+    RankState& same = found->second.ranks[up.rank()];
+    if (same.up.life() == up.life()) {  // it never heard our answer
+      same.node = node;
+      same.connected_node = true;
+      welcome(found->second.incarnation);
+      return announce_peers();
+    }
+    remove(id, fmt::format("rank {} was started again", up.rank()));
+    found = replicas_.find(id);
+  }
+  if (MemberState* m = member(id); m != nullptr && (found == replicas_.end() || found->second.incarnation == m->incarnation)) {
+    remove(id, fmt::format("rank {} was started again", up.rank()));
+    found = replicas_.find(id);
+  }
+  if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
+  if (found == replicas_.end()) {
+    const Incarnation incarnation(++last_incarnation_);
+    proto::LogRecord record;
+    record.mutable_incarnated()->set_incarnation(last_incarnation_);
+    actions_.append.push_back(std::move(record));
+    found = replicas_.emplace(id, ReplicaState{incarnation, {}}).first;
+  }
+  RankState rank{.node = node, .up = up, .connected_node = true, .lost_at = now};
+  found->second.ranks[up.rank()] = std::move(rank);
+  welcome(found->second.incarnation);
+  if (whole(found->second)) note("replica {} has registered", id);
+  announce_peers();
+  try_start();
+}
+
+void Coordinator::on_rank_down(ReplicaId replica, std::uint32_t rank, std::uint64_t life, const std::string& reason) {
+  if (rank_of(replica.value, rank, life) == nullptr) return;  // of a life that is over already
+  remove(replica, fmt::format("rank {}: {}", rank, reason));
+}
+
+void Coordinator::on_exchanged(const proto::Exchanged& exchanged) {
+  MemberState* m = member(ReplicaId(exchanged.replica()));
+  if (m == nullptr || exchanged.epoch() != epoch_.value || exchanged.step() != committed_.value + 1) return;  // stale
+  for (auto rank : exchanged.ranks())
+    if (rank < config_.ranks) m->exchanged.insert(rank);
+  try_commit();
+}
+
+void Coordinator::on_links(const proto::Links& links) {
+  RankState* rank = rank_of(links.replica(), links.rank(), links.life());
+  if (rank == nullptr) return;
+  rank->links = {links.incarnations().begin(), links.incarnations().end()};
+  try_start();
+}
+
+void Coordinator::on_caught_up(const proto::CaughtUp& caught_up) {
+  RankState* rank = rank_of(caught_up.replica(), caught_up.rank(), caught_up.life());
+  if (rank != nullptr) rank->caught_up = true;  // acted on at the next step boundary
+}
+
+void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint now) {
+  const bool current = accusation.epoch() == epoch_.value && member(ReplicaId(accusation.replica())) != nullptr &&
+                       member(ReplicaId(accusation.suspect())) != nullptr;
+  if (!current) return;
+  auto [edge, fresh] = accusations_.try_emplace({accusation.replica(), accusation.suspect()});
+  if (fresh) edge->second.since = now;
+  edge->second.what = accusation.what();
+  edge->second.lost |= accusation.lost();
+}
+
+// The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. A broken connection accuses both
+// its ends; the daemons' word about a dead process usually decides before.
+void Coordinator::judge(TimePoint now) {
+  const Duration patience = config_.silence / 4;
+  std::map<std::uint32_t, int> accused;
+  std::set<std::uint32_t> waiting;
+  for (const auto& [edge, about] : accusations_) {
+    if (edge.first != edge.second) waiting.insert(edge.first);
+    if (now - about.since >= patience) ++accused[edge.second];
+  }
+  if (accused.empty()) return;
+  const auto worse = [&](const auto& a, const auto& b) {  // less guilty first
+    const auto rank = [&](const auto& entry) {
+      const MemberState* m = member(ReplicaId(entry.first));
+      return std::tuple(!waiting.contains(entry.first), entry.second, m != nullptr && m->catching_up, entry.first);
+    };
+    return rank(a) < rank(b);
+  };
+  const auto guilty = std::max_element(accused.begin(), accused.end(), worse)->first;
+  std::string what;
+  for (const auto& [edge, about] : accusations_)
+    if (edge.second == guilty)
+      what = fmt::format("replica {} {} {}", edge.first, about.lost ? "lost it:" : "waits for", about.what);
+  remove(ReplicaId(guilty), what);
+}
+
+// ---- decisions
+
+void Coordinator::try_start() {
+  if (started() && std::any_of(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; })) return;
+  // Nobody contributes: a fresh job, or everything was lost. Wait for all, then go on from the most advanced state.
+  std::set<std::uint64_t> all;
+  for (const auto& [id, replica] : replicas_)
+    if (whole(replica)) all.insert(replica.incarnation.value);
+  if (all.size() < config_.replicas) return;
+  for (const auto& [id, replica] : replicas_) {
+    auto others = all;
+    others.erase(replica.incarnation.value);
+    if (!linked(replica, others)) return;
+  }
+  using Fingerprint = std::vector<std::pair<std::uint64_t, std::uint64_t>>;  // version and digest of each rank
+  std::map<Fingerprint, int> votes;
+  const auto fingerprint = [](const ReplicaState& replica) {
+    Fingerprint print;
+    for (const auto& [number, rank] : replica.ranks) print.emplace_back(rank.up.version(), rank.up.digest());
+    return print;
+  };
+  std::uint64_t newest = 0;
+  for (const auto& [id, replica] : replicas_) {
+    std::uint64_t version = ~std::uint64_t{0};
+    for (const auto& [number, rank] : replica.ranks) version = std::min(version, rank.up.version());
+    newest = std::max(newest, version);
+  }
+  for (const auto& [id, replica] : replicas_) {
+    const auto print = fingerprint(replica);
+    if (std::all_of(print.begin(), print.end(), [&](const auto& p) { return p.first == newest; })) ++votes[print];
+  }
+  REJOIN_CHECK(!votes.empty());
+  const auto chosen = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) { return a.second < b.second; })->first;
+  if (committed_ != Step(newest)) {
+    proto::LogRecord record;
+    record.mutable_rolled_back()->set_version(newest);
+    actions_.append.push_back(record);
+    REJOIN_CHECK(replay(record));
+    note("the job goes on from step {}", newest);
+  }
+  members_.clear();
+  for (const auto& [id, replica] : replicas_)
+    members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = fingerprint(replica) != chosen});
+  begin_epoch("start");
+  plan_step();
+  broadcast_plan();
+}
+
+void Coordinator::try_commit() {
+  if (members_.empty() || finished()) return;
+  for (const auto& m : members_)
+    if (m.exchanged.size() < config_.ranks) return;
+  if (std::all_of(members_.begin(), members_.end(), [](const auto& m) { return m.catching_up; })) return;
+  const Step step(committed_.value + 1);
+  proto::LogRecord record;
+  auto& committed = *record.mutable_committed();
+  committed.set_step(step.value);
+  committed.set_epoch(epoch_.value);
+  const proto::Plan decided = plan();
+  for (const auto& member : decided.members())
+    if (!member.catching_up()) *committed.add_members() = member;
+  actions_.append.push_back(std::move(record));
+  committed_ = step;
+  ledger_.commit(step);
+  for (auto& m : members_) m.exchanged.clear();
+  accusations_.clear();
+  plan_step();  // before newcomers get theirs: replay() can't tell them apart
+  if (change_members_at_boundary()) {
+    begin_epoch("members changed");
+    plan_step();
+  }
+  broadcast_plan();
+}
+
+// Admissions and promotions; true where there was one.
+bool Coordinator::change_members_at_boundary() {
+  bool changed = false;
+  std::set<std::uint64_t> present;
+  for (auto& m : members_) {
+    present.insert(m.incarnation.value);
+    if (!m.catching_up) continue;
+    const auto& ranks = replicas_.at(m.replica).ranks;
+    if (std::all_of(ranks.begin(), ranks.end(), [](const auto& rank) { return rank.second.caught_up; })) {
+      m.catching_up = false;
+      changed = true;
+      note("replica {} contributes again from step {}", m.replica, committed_.value + 1);
+    }
+  }
+  for (const auto& [id, replica] : replicas_) {
+    if (member(id) != nullptr || !whole(replica) || !linked(replica, present)) continue;
+    members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
+    present.insert(replica.incarnation.value);
+    changed = true;
+    note("replica {} is admitted at step {}, catching up", id, committed_.value + 1);
+  }
+  return changed;
+}
+
+// Out of the job, whether it is a member or only registered. The step under way is retried without it.
+void Coordinator::remove(ReplicaId id, const std::string& reason) {
+  drop_registration(id, reason);
+  const MemberState* gone = member(id);
+  if (gone == nullptr) return;
+  if (finished()) {  // it has done its part and leaves
+    std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
+    return;
+  }
+  note("replica {} is out: {}", id, reason);
+  ledger_.hand_back(id);
+  std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
+  if (std::all_of(members_.begin(), members_.end(), [](const auto& m) { return m.catching_up; })) {
+    // Half a state is worth nothing without a source: who was catching up starts again, too.
+    for (const auto& m : std::exchange(members_, {})) drop_registration(m.replica, "no contributor is left to catch up from");
+    note("no contributor is left; the job waits for all {} replicas", config_.replicas);
+  }
+  begin_epoch(fmt::format("without replica {}: {}", id, reason));
+  plan_step();
+  broadcast_plan();
+  try_start();
+}
+
+void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
+  auto found = replicas_.find(id);
+  if (found == replicas_.end()) return;
+  std::set<NodeId> told;
+  for (const auto& [number, rank] : found->second.ranks) {
+    if (!rank.connected_node || !told.insert(rank.node).second) continue;
+    proto::ToNode message;
+    message.mutable_fenced()->set_replica(id.value);
+    message.mutable_fenced()->set_incarnation(found->second.incarnation.value);
+    message.mutable_fenced()->set_reason(reason);
+    send(rank.node, std::move(message));
+  }
+  replicas_.erase(found);
+  announce_peers();
+}
+
+void Coordinator::begin_epoch(const std::string& reason) {
+  epoch_ = epoch_.next();
+  proto::LogRecord record;
+  auto& begun = *record.mutable_epoch();
+  begun.set_epoch(epoch_.value);
+  begun.set_step(committed_.value + 1);
+  begun.set_reason(reason);
+  for (auto& m : members_) {
+    m.exchanged.clear();
+    auto& member = *begun.add_members();
+    member.set_replica(m.replica.value);
+    member.set_incarnation(m.incarnation.value);
+    member.set_catching_up(m.catching_up);
+  }
+  actions_.append.push_back(std::move(record));
+  accusations_.clear();
+}
+
+// Gives every contributor its samples.
+void Coordinator::plan_step() {
+  std::vector<ReplicaId> contributors;
+  for (const auto& m : members_)
+    if (!m.catching_up) contributors.push_back(m.replica);
+  if (!finished()) ledger_.assign(contributors);
+}
+
+proto::Plan Coordinator::plan() const {
+  proto::Plan plan;
+  plan.set_epoch(epoch_.value);
+  plan.set_committed(committed_.value);
+  plan.set_step(committed_.value + 1);
+  plan.set_finished(finished());
+  for (const auto& m : members_) {
+    auto& member = *plan.add_members();
+    member.set_replica(m.replica.value);
+    member.set_incarnation(m.incarnation.value);
+    member.set_catching_up(m.catching_up);
+    if (const Batch* batch = ledger_.batch_of(m.replica); batch != nullptr && !m.catching_up)
+      for (const auto& range : *batch) {
+        member.add_batch()->set_begin(range.begin);
+        member.mutable_batch()->rbegin()->set_end(range.end);
+      }
+  }
+  return plan;
+}
+
+void Coordinator::broadcast_plan() {
+  proto::ToNode message;
+  *message.mutable_plan() = plan();
+  for (const auto& [node, heard] : nodes_) send(node, message);
+}
+
+void Coordinator::announce_peers() {
+  proto::ToNode message;
+  for (const auto& [id, replica] : replicas_)
+    for (const auto& [number, rank] : replica.ranks) {
+      auto& peer = *message.mutable_peers()->add_peers();
+      peer.set_replica(id.value);
+      peer.set_incarnation(replica.incarnation.value);
+      peer.set_rank(number);
+      peer.set_address(rank.up.address());
+      peer.set_stream_address(rank.up.stream_address());
+    }
+  message.mutable_peers();
+  for (const auto& [node, heard] : nodes_) send(node, message);
+}
+
+// ---- recovery
+
+Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, TimePoint now) {
+  if (records.empty()) {
+    proto::LogRecord record;
+    auto& job = *record.mutable_job();
+    job.set_replicas(config_.replicas);
+    job.set_ranks(config_.ranks);
+    job.set_batch(config_.batch);
+    actions_.append.push_back(std::move(record));
+    return {};
+  }
+  for (const auto& record : records)
+    if (auto replayed = replay(record); !replayed) return replayed;
+  if (!members_.empty()) recovering_until_ = now + config_.silence;
+  plan_step();
+  return {};
+}
+
+Result<> Coordinator::replay(const proto::LogRecord& record) {
+  switch (record.kind_case()) {
+    case proto::LogRecord::kJob:
+      if (record.job().replicas() != config_.replicas || record.job().ranks() != config_.ranks ||
+          record.job().batch() != config_.batch)
+        return fail(ErrorCode::mismatch, "the log is of a job of {} replicas × {} ranks, batch {}; this one has {} × {}, batch {}. "
+                    "Start with those settings or another log directory", record.job().replicas(), record.job().ranks(),
+                    record.job().batch(), config_.replicas, config_.ranks, config_.batch);
+      return {};
+    case proto::LogRecord::kEpoch: {
+      const auto& begun = record.epoch();
+      if (begun.epoch() <= epoch_.value || begun.step() != committed_.value + 1)
+        return fail(ErrorCode::corrupt, "the log's epoch {} at step {} does not follow epoch {} at step {}", begun.epoch(),
+                    begun.step(), epoch_.value, committed_.value + 1);
+      epoch_ = Epoch(begun.epoch());
+      const auto before = std::exchange(members_, {});
+      for (const auto& m : begun.members())
+        members_.push_back({.replica = ReplicaId(m.replica()), .incarnation = Incarnation(m.incarnation()), .catching_up = m.catching_up()});
+      for (const auto& m : before)
+        if (member(m.replica) == nullptr) ledger_.hand_back(m.replica);
+      plan_step();
+      return {};
+    }
+    case proto::LogRecord::kCommitted:
+      if (record.committed().step() != committed_.value + 1)
+        return fail(ErrorCode::corrupt, "the log commits step {} after step {}", record.committed().step(), committed_.value);
+      committed_ = Step(record.committed().step());
+      ledger_.commit(committed_);
+      plan_step();
+      return {};
+    case proto::LogRecord::kIncarnated:
+      last_incarnation_ = std::max<std::uint64_t>(last_incarnation_, record.incarnated().incarnation());
+      return {};
+    case proto::LogRecord::kRolledBack:
+      committed_ = Step(record.rolled_back().version());
+      ledger_.roll_back(committed_);
+      return {};
+    case proto::LogRecord::KIND_NOT_SET: break;
+  }
+  return fail(ErrorCode::corrupt, "a log record of unknown kind");
+}
+
+// ---- helpers
+
+bool Coordinator::whole(const ReplicaState& replica) const { return replica.ranks.size() == config_.ranks; }
+
+bool Coordinator::linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const {
+  return std::all_of(replica.ranks.begin(), replica.ranks.end(), [&](const auto& rank) {
+    return std::includes(rank.second.links.begin(), rank.second.links.end(), incarnations.begin(), incarnations.end());
+  });
+}
+
+Coordinator::MemberState* Coordinator::member(ReplicaId replica) {
+  auto found = std::find_if(members_.begin(), members_.end(), [&](const auto& m) { return m.replica == replica; });
+  return found == members_.end() ? nullptr : &*found;
+}
+
+Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life) {
+  auto found = replicas_.find(ReplicaId(replica));
+  if (found == replicas_.end()) return nullptr;
+  auto at = found->second.ranks.find(rank);
+  return at == found->second.ranks.end() || at->second.up.life() != life ? nullptr : &at->second;
+}
+
+void Coordinator::send(NodeId node, proto::ToNode message) {
+  if (nodes_.contains(node)) actions_.send.emplace_back(node, std::move(message));
+}
+
+std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
+  std::vector<std::string> lines;
+  if (!started() || members_.empty()) {
+    for (std::uint32_t r = 0; r < config_.replicas; ++r) {
+      auto found = replicas_.find(ReplicaId(r));
+      const std::size_t up = found == replicas_.end() ? 0 : found->second.ranks.size();
+      if (up < config_.ranks) lines.push_back(fmt::format("replica {}: {} of {} ranks have registered", r, up, config_.ranks));
+    }
+    return lines;
+  }
+  for (const auto& m : members_)
+    for (std::uint32_t rank = 0; rank < config_.ranks; ++rank)
+      if (!m.exchanged.contains(rank)) lines.push_back(fmt::format("replica {} rank {}: its exchange of step {}", m.replica, rank, committed_.value + 1));
+  for (const auto& [edge, about] : accusations_)
+    lines.push_back(fmt::format("replica {} waits for replica {}: {} ({:.0f} ms)", edge.first, edge.second, about.what, milliseconds(now - about.since)));
+  return lines;
+}
+
+}  // namespace rejoin::membership

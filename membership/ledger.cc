@@ -1,0 +1,71 @@
+#include "membership/ledger.h"
+
+#include <algorithm>
+
+namespace rejoin::membership {
+
+void Ledger::assign(const std::vector<ReplicaId>& contributors) {
+  for (auto replica : contributors)
+    if (!held_.contains(replica)) held_[replica] = take();
+}
+
+Batch Ledger::take() {
+  Batch batch;
+  std::uint64_t missing = batch_;
+  while (missing > 0 && !returned_.empty()) {
+    SampleRange& front = returned_.front();
+    const std::uint64_t step = std::min(missing, front.size());
+    batch.push_back({front.begin, front.begin + step});
+    front.begin += step;
+    missing -= step;
+    if (front.size() == 0) returned_.pop_front();
+  }
+  if (missing > 0) {
+    batch.push_back({next_, next_ + missing});
+    next_ += missing;
+  }
+  return batch;
+}
+
+void Ledger::hand_back(ReplicaId replica) {
+  auto held = held_.extract(replica);
+  if (held.empty()) return;
+  returned_.insert(returned_.end(), held.mapped().begin(), held.mapped().end());
+}
+
+void Ledger::commit(Step step) {
+  Batch& trained = trained_[step.value];
+  for (auto& [replica, batch] : held_) trained.insert(trained.end(), batch.begin(), batch.end());
+  held_.clear();
+}
+
+void Ledger::roll_back(Step version) {
+  for (auto it = trained_.upper_bound(version.value); it != trained_.end(); it = trained_.erase(it))
+    returned_.insert(returned_.end(), it->second.begin(), it->second.end());
+  while (!held_.empty()) hand_back(held_.begin()->first);
+}
+
+const Batch* Ledger::batch_of(ReplicaId replica) const {
+  auto found = held_.find(replica);
+  return found == held_.end() ? nullptr : &found->second;
+}
+
+Audit audit(const std::map<std::uint64_t, Batch>& trained_by_step) {
+  Batch all;
+  for (const auto& [step, batch] : trained_by_step) all.insert(all.end(), batch.begin(), batch.end());
+  std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  Audit audit;
+  std::uint64_t covered = 0;  // every sample below is counted
+  for (const auto& range : all) {
+    if (range.begin > covered) audit.lost += range.begin - covered;
+    const std::uint64_t fresh_from = std::max(range.begin, covered);
+    if (range.end > fresh_from) audit.once += range.end - fresh_from;
+    if (fresh_from > range.begin) audit.repeated += std::min(range.end, fresh_from) - range.begin;
+    covered = std::max(covered, range.end);
+  }
+  audit.once -= std::min(audit.once, audit.repeated);
+  audit.samples = covered;
+  return audit;
+}
+
+}  // namespace rejoin::membership

@@ -1,0 +1,155 @@
+#include "membership/log.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
+namespace rejoin::membership {
+
+namespace {
+
+constexpr char kMagic[8] = {'R', 'J', 'N', 'L', 'O', 'G', '0', '1'};
+constexpr std::uint32_t kMaxRecord = 16 * MiB;
+
+struct RecordHeader {
+  std::uint32_t length;
+  std::uint32_t position;  // low bits of the record's offset: a stale block in its place does not pass
+  std::uint64_t checksum;  // of length, position and bytes
+};
+
+std::uint64_t checksum_of(std::uint32_t length, std::uint32_t position, const void* bytes) {
+  const std::uint64_t seed = (std::uint64_t{length} << 32) | position;
+  return XXH3_64bits_withSeed(bytes, length, seed);
+}
+
+struct Parsed {
+  std::vector<proto::LogRecord> records;
+  std::uint64_t good = sizeof kMagic;  // bytes that are whole
+};
+
+Result<Parsed> parse(BytesView bytes, const std::string& path) {
+  Parsed parsed;
+  if (bytes.size() < sizeof kMagic) {
+    parsed.good = 0;
+    return parsed;
+  }
+  if (std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
+    return fail(ErrorCode::corrupt, "{} is not a Rejoin decision log of this version", path);
+  const auto broken = [&]() -> Result<Parsed> {
+    // Torn by a crash only if nothing whole follows; anything else is damage that must not be overlooked.
+    for (std::uint64_t at = parsed.good + 1; at + sizeof(RecordHeader) <= bytes.size(); ++at) {
+      RecordHeader header;
+      std::memcpy(&header, bytes.data() + at, sizeof header);
+      if (header.position != static_cast<std::uint32_t>(at) || header.length > bytes.size() - at - sizeof header) continue;
+      if (header.checksum == checksum_of(header.length, header.position, bytes.data() + at + sizeof header))
+        return fail(ErrorCode::corrupt, "{} is damaged at byte {}: a whole record follows at {}. Restore it from a copy, "
+                    "or start a new job with another log directory", path, parsed.good, at);
+    }
+    return std::move(parsed);
+  };
+  while (parsed.good < bytes.size()) {
+    RecordHeader header;
+    if (bytes.size() - parsed.good < sizeof header) return broken();
+    std::memcpy(&header, bytes.data() + parsed.good, sizeof header);
+    const std::uint64_t left = bytes.size() - parsed.good - sizeof header;
+    if (header.length > kMaxRecord || header.length > left || header.position != static_cast<std::uint32_t>(parsed.good))
+      return broken();
+    const auto* body = bytes.data() + parsed.good + sizeof header;
+    proto::LogRecord record;
+    if (header.checksum != checksum_of(header.length, header.position, body) ||
+        !record.ParseFromArray(body, static_cast<int>(header.length)))
+      return broken();
+    parsed.records.push_back(std::move(record));
+    parsed.good += sizeof header + header.length;
+  }
+  return parsed;
+}
+
+Result<Bytes> read_all(const Fd& file, const std::string& path) {
+  struct stat status {};
+  if (::fstat(file.get(), &status) != 0) return fail_errno(path);
+  Bytes bytes(static_cast<std::size_t>(status.st_size));
+  for (std::size_t done = 0; done < bytes.size();) {
+    const ssize_t got = ::pread(file.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(done));
+    if (got < 0) return fail_errno(path);
+    if (got == 0) break;
+    done += static_cast<std::size_t>(got);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+Result<Log> Log::open(const std::string& directory) {
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (error) return fail(ErrorCode::io, "log directory {}: {}", directory, error.message());
+  Log log;
+  log.path_ = directory + "/decisions.log";
+  log.file_ = Fd(::open(log.path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  if (!log.file_) return fail_errno(log.path_);
+  if (::flock(log.file_.get(), LOCK_EX | LOCK_NB) != 0)
+    return fail(ErrorCode::exhausted, "{} is in use by another coordinator", log.path_);
+  auto bytes = read_all(log.file_, log.path_);
+  if (!bytes) return tl::unexpected(bytes.error());
+  auto parsed = parse(*bytes, log.path_);
+  if (!parsed) return tl::unexpected(parsed.error());
+  log.records_ = std::move(parsed->records);
+  log.bytes_cut_ = bytes->size() - parsed->good;
+  if (::ftruncate(log.file_.get(), static_cast<off_t>(parsed->good)) != 0) return fail_errno(log.path_);
+  ::lseek(log.file_.get(), 0, SEEK_END);
+  if (parsed->good == 0 && (::write(log.file_.get(), kMagic, sizeof kMagic) != sizeof kMagic))
+    return fail_errno(log.path_);
+  if (::fsync(log.file_.get()) != 0) return fail_errno(log.path_);
+  // The file's name must survive, too.
+  Fd folder(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!folder || ::fsync(folder.get()) != 0) return fail_errno(directory);
+  return log;
+}
+
+Result<> Log::append(const std::vector<proto::LogRecord>& records) {
+  if (records.empty()) return {};
+  if (failed_) return fail(ErrorCode::io, "{} failed before; restart the coordinator", path_);
+  std::uint64_t at = static_cast<std::uint64_t>(::lseek(file_.get(), 0, SEEK_CUR));
+  Bytes bytes;
+  for (const auto& record : records) {
+    const std::string body = record.SerializeAsString();
+    RecordHeader header{static_cast<std::uint32_t>(body.size()), static_cast<std::uint32_t>(at + bytes.size()), 0};
+    header.checksum = checksum_of(header.length, header.position, body.data());
+    const auto head = bytes_of(header), rest = as_bytes(body);
+    bytes.insert(bytes.end(), head.begin(), head.end());
+    bytes.insert(bytes.end(), rest.begin(), rest.end());
+  }
+  for (std::size_t done = 0; done < bytes.size();) {
+    const ssize_t wrote = ::write(file_.get(), bytes.data() + done, bytes.size() - done);
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0) {
+      failed_ = true;
+      return fail_errno(fmt::format("decision log {}", path_));
+    }
+    done += static_cast<std::size_t>(wrote);
+  }
+  if (::fdatasync(file_.get()) != 0) {
+    failed_ = true;
+    return fail_errno(fmt::format("decision log {}", path_));
+  }
+  return {};
+}
+
+Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
+  Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file) return fail_errno(path);
+  auto bytes = read_all(file, path);
+  if (!bytes) return tl::unexpected(bytes.error());
+  auto parsed = parse(*bytes, path);
+  if (!parsed) return tl::unexpected(parsed.error());
+  return std::move(parsed->records);
+}
+
+}  // namespace rejoin::membership

@@ -1,0 +1,33 @@
+// The coordinator's durable log: checksummed records in one file, each on disk before append() returns.
+// A torn tail (a crash in mid-append) is cut off at opening; damage before the tail is an error.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/fd.h"
+#include "control.pb.h"
+
+namespace rejoin::membership {
+
+class Log {
+ public:
+  // Opens or creates DIRECTORY/decisions.log and reads what is in it. Only one process at a time (`exhausted`).
+  static Result<Log> open(const std::string& directory);
+  const std::vector<proto::LogRecord>& records() const { return records_; }
+  std::uint64_t bytes_cut() const { return bytes_cut_; }  // of a torn tail
+  // All of them durable, or an error, after which the log takes no more: the process must stop deciding.
+  Result<> append(const std::vector<proto::LogRecord>& records);
+
+ private:
+  Fd file_;
+  std::string path_;
+  std::vector<proto::LogRecord> records_;
+  std::uint64_t bytes_cut_ = 0;
+  bool failed_ = false;
+};
+
+// Reads a log without opening it for writing, for the audit.
+Result<std::vector<proto::LogRecord>> read_log(const std::string& path);
+
+}  // namespace rejoin::membership

@@ -1,0 +1,163 @@
+#include "membership/node.h"
+
+#include <fmt/format.h>
+
+namespace rejoin::membership {
+
+Node::Actions Node::on_coordinator_up(TimePoint now) {
+  Actions actions;
+  coordinator_up_ = true;
+  coordinator_heard_ = heartbeat_sent_ = now;
+  proto::FromNode hello;
+  hello.mutable_hello()->set_protocol(kProtocolVersion);
+  hello.mutable_hello()->set_node(name_);
+  actions.to_coordinator.push_back(std::move(hello));
+  for (const auto& [connection, rank] : ranks_) {
+    proto::FromNode up;
+    *up.mutable_rank_up() = rank.up;
+    actions.to_coordinator.push_back(std::move(up));
+    if (rank.links) actions.to_coordinator.push_back(*rank.links);
+    if (rank.caught_up) actions.to_coordinator.push_back(*rank.caught_up);
+  }
+  return actions;
+}
+
+Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoint now) {
+  Actions actions;
+  coordinator_heard_ = now;
+  const auto to_life = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t life, auto change) {
+    for (auto& [connection, rank] : ranks_)
+      if (rank.up.replica() == replica && rank.up.rank() == number && rank.up.life() == life) {
+        change(rank);
+        tell(connection, message, actions);
+      }
+  };
+  switch (message.kind_case()) {
+    case proto::ToNode::kHeartbeat: break;
+    case proto::ToNode::kRegistered: {
+      const auto& registered = message.registered();
+      to_life(registered.replica(), registered.rank(), registered.life(), [&](RankInfo& rank) {
+        rank.up.set_incarnation(registered.incarnation());
+        rank.registered = true;
+      });
+      break;
+    }
+    case proto::ToNode::kRefused:
+      to_life(message.refused().replica(), message.refused().rank(), message.refused().life(), [](RankInfo&) {});
+      break;
+    case proto::ToNode::kFenced:
+      for (const auto& [connection, rank] : ranks_)
+        if (rank.up.replica() == message.fenced().replica() && rank.up.incarnation() == message.fenced().incarnation())
+          tell(connection, message, actions);
+      break;
+    case proto::ToNode::kPeers:
+      peers_ = message.peers();
+      for (const auto& [connection, rank] : ranks_) tell(connection, peers_for(rank.up.rank()), actions);
+      break;
+    case proto::ToNode::kPlan:
+      plan_ = message.plan();
+      for (const auto& [connection, rank] : ranks_) tell(connection, message, actions);
+      break;
+    case proto::ToNode::KIND_NOT_SET: actions.notes.push_back("an empty message from the coordinator was ignored"); break;
+  }
+  return actions;
+}
+
+proto::ToNode Node::peers_for(std::uint32_t rank) const {
+  proto::ToNode message;
+  message.mutable_peers();
+  for (const auto& peer : peers_.peers())
+    if (peer.rank() == rank) *message.mutable_peers()->add_peers() = peer;
+  return message;
+}
+
+void Node::tell(RankConnection rank, const proto::ToNode& message, Actions& actions) const {
+  actions.to_ranks.emplace_back(rank, message);
+}
+
+Node::Actions Node::on_rank_message(RankConnection connection, const proto::FromNode& message, TimePoint now) {
+  Actions actions;
+  auto found = ranks_.find(connection);
+  if (message.kind_case() == proto::FromNode::kRankUp) {
+    if (found != ranks_.end()) {
+      actions.notes.push_back("a rank registered twice on one connection; ignored");
+      return actions;
+    }
+    ranks_[connection] = {message.rank_up(), now, message.rank_up().incarnation() != 0};
+    if (coordinator_up_) actions.to_coordinator.push_back(message);
+    return actions;
+  }
+  if (found == ranks_.end()) {
+    actions.notes.push_back("a message from a rank that has not registered was ignored");
+    return actions;
+  }
+  RankInfo& rank = found->second;
+  rank.heard = now;
+  if (message.kind_case() == proto::FromNode::kExchanged) {
+    rank.up.set_exchanged_epoch(message.exchanged().epoch());
+    rank.up.set_exchanged_step(message.exchanged().step());
+    gather(rank, actions);
+    return actions;
+  }
+  if (message.kind_case() == proto::FromNode::kHeartbeat) return actions;
+  if (message.kind_case() == proto::FromNode::kLinks) rank.links = message;
+  if (message.kind_case() == proto::FromNode::kCaughtUp) rank.caught_up = message;
+  if (coordinator_up_) actions.to_coordinator.push_back(message);
+  return actions;
+}
+
+// One report for all ranks of the replica on this node, when the last of them is done.
+void Node::gather(const RankInfo& last, Actions& actions) {
+  proto::FromNode message;
+  auto& exchanged = *message.mutable_exchanged();
+  exchanged.set_replica(last.up.replica());
+  exchanged.set_epoch(last.up.exchanged_epoch());
+  exchanged.set_step(last.up.exchanged_step());
+  for (const auto& [connection, rank] : ranks_) {
+    if (rank.up.replica() != last.up.replica() || rank.up.incarnation() != last.up.incarnation()) continue;
+    if (rank.up.exchanged_epoch() != last.up.exchanged_epoch() || rank.up.exchanged_step() != last.up.exchanged_step()) return;
+    exchanged.add_ranks(rank.up.rank());
+  }
+  if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
+}
+
+void Node::on_rank_alive(RankConnection rank, TimePoint now) {
+  if (auto found = ranks_.find(rank); found != ranks_.end()) found->second.heard = now;
+}
+
+Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason) {
+  Actions actions;
+  auto gone = ranks_.extract(connection);
+  if (gone.empty()) return actions;
+  proto::FromNode message;
+  auto& down = *message.mutable_rank_down();
+  down.set_replica(gone.mapped().up.replica());
+  down.set_rank(gone.mapped().up.rank());
+  down.set_life(gone.mapped().up.life());
+  down.set_reason(reason);
+  actions.notes.push_back(fmt::format("replica {} rank {}: {}", down.replica(), down.rank(), reason));
+  if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
+  return actions;
+}
+
+Node::Actions Node::on_tick(TimePoint now) {
+  Actions actions;
+  std::vector<RankConnection> silent;
+  for (const auto& [connection, rank] : ranks_)
+    if (now - rank.heard > silence_) silent.push_back(connection);
+  for (auto connection : silent) {
+    auto gone = on_rank_gone(connection, fmt::format("no sign of life for {:.0f} ms", milliseconds(silence_)));
+    std::move(gone.to_coordinator.begin(), gone.to_coordinator.end(), std::back_inserter(actions.to_coordinator));
+    std::move(gone.notes.begin(), gone.notes.end(), std::back_inserter(actions.notes));
+    actions.silent.push_back(connection);
+  }
+  if (coordinator_up_ && now - heartbeat_sent_ >= silence_ / 4) {
+    heartbeat_sent_ = now;
+    proto::FromNode heartbeat;
+    heartbeat.mutable_heartbeat();
+    actions.to_coordinator.push_back(std::move(heartbeat));
+  }
+  return actions;
+}
+
+}  // namespace rejoin::membership

@@ -1,0 +1,68 @@
+// The daemon's part between its ranks and the coordinator: gathers the ranks' reports, fans the coordinator's words out,
+// and says everything again after either side was lost. Pure: connections are numbers, time comes in.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/ids.h"
+#include "control.pb.h"
+
+namespace rejoin::membership {
+
+using RankConnection = Id<struct RankConnectionTag>;  // one connection of a rank; never reused
+
+class Node {
+ public:
+  struct Actions {
+    std::vector<proto::FromNode> to_coordinator;
+    std::vector<std::pair<RankConnection, proto::ToNode>> to_ranks;
+    std::vector<RankConnection> silent;  // ranks that hang: their processes must not come back unnoticed
+    std::vector<std::string> notes;
+  };
+  struct RankInfo {
+    proto::RankUp up;
+    TimePoint heard{};
+    bool registered = false;
+    // Said once by the rank, repeated to a coordinator that comes back.
+    std::optional<proto::FromNode> links, caught_up;
+  };
+
+  Node(std::string name, Duration silence) : name_(std::move(name)), silence_(silence) {}
+
+  Actions on_coordinator_up(TimePoint now);  // connected (again): introduces itself and its ranks
+  Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
+  Actions on_coordinator_down() { coordinator_up_ = false; return {}; }
+
+  Actions on_rank_message(RankConnection rank, const proto::FromNode& message, TimePoint now);
+  // Its progress thread was seen alive (message, or the counter in its shared page).
+  void on_rank_alive(RankConnection rank, TimePoint now);
+  Actions on_rank_gone(RankConnection rank, const std::string& reason);
+  Actions on_tick(TimePoint now);  // at least every silence / 8
+
+  bool coordinator_up() const { return coordinator_up_; }
+  TimePoint coordinator_heard() const { return coordinator_heard_; }
+  const std::map<RankConnection, RankInfo>& ranks() const { return ranks_; }
+  const proto::Plan& plan() const { return plan_; }
+  const proto::Peers& peers() const { return peers_; }
+
+ private:
+  void gather(const RankInfo& rank, Actions& actions);
+  void tell(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
+  proto::ToNode peers_for(std::uint32_t rank) const;
+
+  const std::string name_;
+  const Duration silence_;
+  bool coordinator_up_ = false;
+  TimePoint coordinator_heard_{}, heartbeat_sent_{};
+  std::map<RankConnection, RankInfo> ranks_;
+  proto::Plan plan_;
+  proto::Peers peers_;
+};
+
+constexpr std::uint32_t kProtocolVersion = 1;
+
+}  // namespace rejoin::membership

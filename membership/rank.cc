@@ -1,0 +1,47 @@
+#include "membership/rank.h"
+
+#include <algorithm>
+
+namespace rejoin::membership {
+
+const proto::Member* Rank::self() const {
+  for (const auto& member : plan_.members())
+    if (member.replica() == replica_.value && member.incarnation() == incarnation_.value) return &member;
+  return nullptr;
+}
+
+bool Rank::contributes() const {
+  const auto* me = self();
+  return me != nullptr && !me->catching_up();
+}
+
+bool Rank::has_contributors() const {
+  return std::any_of(plan_.members().begin(), plan_.members().end(), [](const auto& m) { return !m.catching_up(); });
+}
+
+Batch Rank::batch() const {
+  Batch batch;
+  if (const auto* me = self())
+    for (const auto& range : me->batch()) batch.push_back({range.begin(), range.end()});
+  return batch;
+}
+
+Rank::Meaning Rank::on_plan(const proto::Plan& plan) {
+  epoch_changed_ = false;
+  // Plans come from one coordinator over one ordered path, but a restarted one repeats its last.
+  if (std::pair(plan.epoch(), plan.committed()) <= std::pair(plan_.epoch(), plan_.committed()) && plan_.epoch() != 0)
+    return Meaning::nothing;
+  const bool was_member = in_;
+  const std::uint64_t step_before = plan_.step(), epoch_before = plan_.epoch();
+  plan_ = plan;
+  in_ = self() != nullptr;
+  was_in_ = was_in_ || in_;
+  if (!in_) return was_in_ ? Meaning::fenced : Meaning::nothing;
+  epoch_changed_ = plan.epoch() != epoch_before || !was_member;
+  const bool decided = was_member && plan.committed() >= step_before;
+  if (epoch_changed_ || decided) exchanged_ = false;
+  if (decided) return plan.finished() ? Meaning::finished : Meaning::committed;
+  return epoch_changed_ ? Meaning::new_epoch : Meaning::nothing;
+}
+
+}  // namespace rejoin::membership

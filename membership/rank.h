@@ -1,0 +1,57 @@
+// The step protocol as one rank sees it: plans come in, and what they mean for the step under way comes out.
+// Pure: no thread, no clock.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "base/ids.h"
+#include "control.pb.h"
+#include "membership/ledger.h"
+
+namespace rejoin::membership {
+
+class Rank {
+ public:
+  Rank(ReplicaId replica, std::uint32_t rank) : replica_(replica), rank_(rank) {}
+
+  void on_registered(Incarnation incarnation) { incarnation_ = incarnation; }
+
+  enum class Meaning {
+    nothing,    // stale, repeated, or not for us yet
+    new_epoch,  // the step under way (or about to begin) runs in another epoch: enter it, exchange again
+    committed,  // the step under way is decided: apply its update
+    fenced,     // this incarnation is out of the job
+    finished,   // committed, and it was the last step
+  };
+  // `new_epoch` and `committed` can both hold: `committed` is returned, and epoch_changed() tells.
+  Meaning on_plan(const proto::Plan& plan);
+  bool epoch_changed() const { return epoch_changed_; }
+
+  // The exchange of the step under way is complete here.
+  void on_exchanged() { exchanged_ = true; }
+  bool exchanged() const { return exchanged_; }
+
+  Incarnation incarnation() const { return incarnation_; }
+  Epoch epoch() const { return Epoch(plan_.epoch()); }
+  Step step() const { return Step(plan_.step()); }
+  Step committed() const { return Step(plan_.committed()); }
+  bool member() const { return in_; }
+  bool contributes() const;
+  bool has_contributors() const;
+  Batch batch() const;
+  const proto::Plan& plan() const { return plan_; }
+  const proto::Member* self() const;
+
+ private:
+  ReplicaId replica_;
+  std::uint32_t rank_;
+  Incarnation incarnation_;
+  proto::Plan plan_;
+  bool in_ = false;         // a member in the latest plan
+  bool was_in_ = false;     // a member ever
+  bool exchanged_ = false;  // of (epoch, step)
+  bool epoch_changed_ = false;
+};
+
+}  // namespace rejoin::membership

@@ -1,0 +1,325 @@
+// Random orders of messages, losses and crashes around the real coordinator, node and rank machines. The checkers know
+// the invariants by name: one-decision, same-bits, exactly-once, progress.
+#include <gtest/gtest.h>
+#include <rapidcheck.h>
+
+#include <deque>
+#include <random>
+
+#include "membership/coordinator.h"
+#include "membership/node.h"
+#include "membership/rank.h"
+
+namespace rejoin::membership {
+namespace {
+
+using namespace std::chrono_literals;
+
+std::uint64_t mix(std::uint64_t a, std::uint64_t b) { return (a ^ (b + 0x9e3779b97f4a7c15 + (a << 6) + (a >> 2))) * 0xbf58476d1ce4e5b9; }
+
+struct World {
+  JobConfig config{.replicas = 3, .ranks = 2, .batch = 4, .silence = 1s};
+  std::mt19937_64 random;
+  TimePoint now{10s};
+
+  std::unique_ptr<Coordinator> coordinator;
+  std::vector<proto::LogRecord> log;  // what is on disk
+
+  struct RankProcess {
+    std::unique_ptr<Rank> machine;
+    std::uint64_t life = 0;
+    RankConnection connection;
+    std::uint64_t version = 0, bits = 1;  // the model state, and how current it is
+    bool current = true;                  // false while catching up
+    std::deque<proto::ToNode> inbox;
+    bool told_ready = false;
+  };
+  struct NodeProcess {
+    std::unique_ptr<Node> machine;
+    std::uint64_t coordinator_connection = 0;  // 0: none
+    std::deque<proto::FromNode> to_coordinator;
+    std::deque<proto::ToNode> from_coordinator;
+    std::vector<std::optional<RankProcess>> ranks;
+  };
+  std::vector<NodeProcess> nodes;
+  std::uint64_t connections = 0, lives = 0;
+
+  // What the checkers remember.
+  std::map<std::uint64_t, std::uint64_t> decided;  // step → digest of who trained what
+  std::map<std::uint64_t, std::uint64_t> bits_at;  // version → bits
+  std::string trouble;
+
+  explicit World(std::uint64_t seed) : random(seed) {
+    start_coordinator();
+    nodes.resize(config.replicas);
+    for (auto& node : nodes) {
+      node.machine = std::make_unique<Node>("n", config.silence);
+      node.ranks.resize(config.ranks);
+    }
+  }
+
+  void start_coordinator() {
+    coordinator = std::make_unique<Coordinator>(config);
+    if (auto recovered = coordinator->recover(log, now); !recovered) trouble = recovered.error().message;
+    for (auto& node : nodes) node.coordinator_connection = 0, node.to_coordinator.clear(), node.from_coordinator.clear();
+  }
+
+  void keep(const Actions& actions) {
+    for (const auto& record : actions.append) {
+      if (record.has_committed()) {
+        std::uint64_t digest = 7;
+        for (const auto& m : record.committed().members())
+          for (const auto& range : m.batch()) digest = mix(mix(digest, range.begin()), range.end());
+        const auto [it, fresh] = decided.emplace(record.committed().step(), digest);
+        if (!fresh) trouble = fmt::format("one-decision: step {} was committed twice", record.committed().step());
+      }
+      if (record.has_rolled_back()) {
+        decided.erase(decided.upper_bound(record.rolled_back().version()), decided.end());
+        bits_at.erase(bits_at.upper_bound(record.rolled_back().version()), bits_at.end());
+      }
+      log.push_back(record);
+    }
+    for (const auto& [id, message] : actions.send)
+      for (auto& node : nodes)
+        if (node.coordinator_connection == id.value) node.from_coordinator.push_back(message);
+  }
+  void keep(NodeProcess& node, const Node::Actions& actions) {
+    if (node.coordinator_connection != 0)
+      for (const auto& message : actions.to_coordinator) node.to_coordinator.push_back(message);
+    for (const auto& [connection, message] : actions.to_ranks)
+      for (auto& rank : node.ranks)
+        if (rank && rank->connection == connection) rank->inbox.push_back(message);
+  }
+
+  std::uint64_t pick(std::uint64_t n) { return random() % n; }
+
+  // ---- faults and restarts
+  void spawn(std::uint32_t replica, std::uint32_t number) {
+    auto& node = nodes[replica];
+    RankProcess rank;
+    rank.machine = std::make_unique<Rank>(ReplicaId(replica), number);
+    rank.life = ++lives;
+    rank.connection = RankConnection(++connections);
+    // A fresh process starts from the initial state; version 0 has the same bits everywhere.
+    node.ranks[number] = std::move(rank);
+    proto::FromNode up;
+    up.mutable_rank_up()->set_replica(replica);
+    up.mutable_rank_up()->set_rank(number);
+    up.mutable_rank_up()->set_life(node.ranks[number]->life);
+    up.mutable_rank_up()->set_plan_hash(3);
+    up.mutable_rank_up()->set_digest(1);
+    keep(node, node.machine->on_rank_message(node.ranks[number]->connection, up, now));
+  }
+  void kill_rank(NodeProcess& node, std::uint32_t number) {
+    if (!node.ranks[number]) return;
+    const auto connection = node.ranks[number]->connection;
+    node.ranks[number].reset();
+    keep(node, node.machine->on_rank_gone(connection, "killed"));
+  }
+  void connect(NodeProcess& node) {
+    node.coordinator_connection = ++connections;
+    keep(node, node.machine->on_coordinator_up(now));
+  }
+  void disconnect(NodeProcess& node) {
+    if (node.coordinator_connection == 0) return;
+    const NodeId id(std::exchange(node.coordinator_connection, 0));
+    node.to_coordinator.clear();
+    node.from_coordinator.clear();
+    node.machine->on_coordinator_down();
+    keep(coordinator->on_node_lost(id, now));
+  }
+  // The daemon dies; its ranks find the new one and register again as who they are.
+  void restart_daemon(NodeProcess& node, std::uint32_t replica) {
+    disconnect(node);
+    node.machine = std::make_unique<Node>("n", config.silence);
+    for (std::uint32_t number = 0; number < config.ranks; ++number) {
+      auto& rank = node.ranks[number];
+      if (!rank) continue;
+      rank->connection = RankConnection(++connections);
+      rank->inbox.clear();
+      rank->told_ready = false;
+      proto::FromNode up;
+      auto& message = *up.mutable_rank_up();
+      message.set_replica(replica);
+      message.set_rank(number);
+      message.set_life(rank->life);
+      message.set_plan_hash(3);
+      message.set_incarnation(rank->machine->incarnation().value);
+      message.set_version(rank->version);
+      message.set_digest(rank->bits);
+      if (rank->machine->exchanged()) {
+        message.set_exchanged_epoch(rank->machine->epoch().value);
+        message.set_exchanged_step(rank->machine->step().value);
+      }
+      keep(node, node.machine->on_rank_message(rank->connection, up, now));
+    }
+  }
+
+  // ---- a rank's reaction to what arrives
+  void apply(RankProcess& rank, std::uint32_t replica, Step step) {
+    auto digest = decided.find(step.value);
+    if (digest == decided.end()) {
+      trouble = fmt::format("one-decision: replica {} applies step {} that nobody decided", replica, step.value);
+      return;
+    }
+    if (rank.current) {
+      if (rank.version + 1 != step.value) trouble = fmt::format("same-bits: replica {} goes from {} to {}", replica, rank.version, step.value);
+      rank.version = step.value;
+      rank.bits = mix(rank.bits, digest->second);
+      const auto [it, fresh] = bits_at.emplace(rank.version, rank.bits);
+      if (!fresh && it->second != rank.bits) trouble = fmt::format("same-bits: replica {} differs at version {}", replica, rank.version);
+    } else if (auto known = bits_at.find(step.value); known != bits_at.end() && pick(3) == 0) {
+      rank.version = step.value;  // stands for the stream: at some step its state is whole
+      rank.bits = known->second;
+      rank.current = true;
+    }
+  }
+  void deliver(NodeProcess& node, std::uint32_t replica, std::uint32_t number) {
+    RankProcess& rank = *node.ranks[number];
+    const auto message = std::move(rank.inbox.front());
+    rank.inbox.pop_front();
+    if (message.has_registered()) rank.machine->on_registered(Incarnation(message.registered().incarnation()));
+    if (message.has_fenced() && message.fenced().incarnation() == rank.machine->incarnation().value) return kill_rank(node, number);
+    if (message.has_peers()) {
+      proto::FromNode links;
+      links.mutable_links()->set_replica(replica);
+      links.mutable_links()->set_rank(number);
+      links.mutable_links()->set_life(rank.life);
+      for (const auto& peer : message.peers().peers()) links.mutable_links()->add_incarnations(peer.incarnation());
+      keep(node, node.machine->on_rank_message(rank.connection, links, now));
+    }
+    if (!message.has_plan()) return;
+    const bool was_member = rank.machine->member();
+    const Step under_way = rank.machine->step();
+    const auto meaning = rank.machine->on_plan(message.plan());
+    if (!was_member && rank.machine->member()) {
+      rank.current = rank.machine->contributes();
+      if (rank.current && rank.version != rank.machine->committed().value) trouble = "same-bits: a contributor starts at another version";
+    }
+    if (meaning == Rank::Meaning::fenced) return kill_rank(node, number);
+    if (meaning == Rank::Meaning::committed) apply(rank, replica, under_way);
+    if (rank.machine->contributes() && !rank.current) trouble = "same-bits: promoted before it was current";
+  }
+  void work(NodeProcess& node, std::uint32_t replica, std::uint32_t number) {
+    RankProcess& rank = *node.ranks[number];
+    if (!rank.machine->member() || rank.machine->exchanged() || !rank.machine->has_contributors()) return;
+    if (!rank.machine->contributes() && rank.current && !rank.told_ready) {
+      rank.told_ready = true;
+      proto::FromNode ready;
+      ready.mutable_caught_up()->set_replica(replica);
+      ready.mutable_caught_up()->set_rank(number);
+      ready.mutable_caught_up()->set_life(rank.life);
+      keep(node, node.machine->on_rank_message(rank.connection, ready, now));
+    }
+    rank.machine->on_exchanged();
+    proto::FromNode done;
+    done.mutable_exchanged()->set_replica(replica);
+    done.mutable_exchanged()->set_epoch(rank.machine->epoch().value);
+    done.mutable_exchanged()->set_step(rank.machine->step().value);
+    done.mutable_exchanged()->add_ranks(number);
+    keep(node, node.machine->on_rank_message(rank.connection, done, now));
+  }
+
+  void tick() {
+    now += 100ms;
+    for (auto& node : nodes) {
+      for (auto& rank : node.ranks)
+        if (rank) node.machine->on_rank_alive(rank->connection, now);
+      keep(node, node.machine->on_tick(now));
+    }
+    keep(coordinator->on_tick(now));
+  }
+
+  void step(int fault_rate) {
+    const auto replica = static_cast<std::uint32_t>(pick(config.replicas));
+    const auto number = static_cast<std::uint32_t>(pick(config.ranks));
+    NodeProcess& node = nodes[replica];
+    if (fault_rate > 0 && pick(1000) < static_cast<std::uint64_t>(fault_rate)) {
+      switch (pick(5)) {
+        case 0:
+        case 1: return kill_rank(node, number);
+        case 2: return disconnect(node);
+        case 3: return restart_daemon(node, replica);
+        case 4: return start_coordinator_again();
+      }
+    }
+    switch (pick(7)) {
+      case 0: if (node.coordinator_connection == 0) connect(node); break;
+      case 1: if (!node.ranks[number]) spawn(replica, number); break;
+      case 2:
+        if (!node.to_coordinator.empty()) {
+          const auto message = std::move(node.to_coordinator.front());
+          node.to_coordinator.pop_front();
+          keep(coordinator->on_message(NodeId(node.coordinator_connection), message, now));
+        }
+        break;
+      case 3:
+        if (!node.from_coordinator.empty()) {
+          const auto message = std::move(node.from_coordinator.front());
+          node.from_coordinator.pop_front();
+          keep(node, node.machine->on_coordinator_message(message, now));
+        }
+        break;
+      case 4: if (node.ranks[number] && !node.ranks[number]->inbox.empty()) deliver(node, replica, number); break;
+      case 5: if (node.ranks[number]) work(node, replica, number); break;
+      case 6: if (pick(60) == 0) tick(); break;
+    }
+  }
+  void start_coordinator_again() {
+    for (auto& node : nodes) node.machine->on_coordinator_down();
+    start_coordinator();
+  }
+
+  std::size_t contributors() const {
+    return static_cast<std::size_t>(std::count_if(coordinator->members().begin(), coordinator->members().end(), [](const auto& m) { return !m.catching_up; }));
+  }
+};
+
+std::string play(std::uint64_t seed) {
+  World world(seed);
+  for (int i = 0; i < 6000 && world.trouble.empty(); ++i) world.step(static_cast<int>(seed % 4) * 4);
+  // The faults are over: a bounded time later everything commits, and everyone contributes.
+  const auto target = world.coordinator->committed().value;
+  int left = 60000;
+  while (left-- > 0 && world.trouble.empty() &&
+         (world.contributors() < world.config.replicas || world.coordinator->committed().value < target + 5))
+    world.step(0);
+  if (!world.trouble.empty()) return world.trouble;
+  if (left <= 0)
+    return fmt::format("progress: {} contributors, step {} (was {}) after the faults were over", world.contributors(), world.coordinator->committed().value, target);
+  std::map<std::uint64_t, Batch> trained;
+  for (const auto& record : world.log) {
+    if (record.has_committed())
+      for (const auto& m : record.committed().members())
+        for (const auto& range : m.batch()) trained[record.committed().step()].push_back({range.begin(), range.end()});
+    if (record.has_rolled_back()) trained.erase(trained.upper_bound(record.rolled_back().version()), trained.end());
+  }
+  // What is handed out now is not lost: it is under way.
+  for (const auto& [replica, batch] : world.coordinator->ledger().held())
+    for (const auto& range : batch) trained[~std::uint64_t{0}].push_back(range);
+  const Audit result = audit(trained);
+  if (result.repeated != 0) return fmt::format("exactly-once: {} samples repeated", result.repeated);
+  std::uint64_t waiting = 0;
+  for (const auto& range : world.coordinator->ledger().handed_back()) waiting += range.size();
+  if (result.lost != waiting) return fmt::format("exactly-once: {} samples lost, {} wait to be handed out", result.lost, waiting);
+  return {};
+}
+
+TEST(MembershipProperty, InvariantsHoldUnderRandomOrdersLossesAndCrashes) {
+  EXPECT_TRUE(rc::check("one-decision, same-bits, exactly-once, progress", [](std::uint32_t seed) {
+    const std::string trouble = play(seed);
+    if (!trouble.empty()) RC_FAIL(fmt::format("seed {}: {}", seed, trouble));
+  }));
+}
+
+TEST(MembershipProperty, TheSameHoldsForManySeeds) {
+#ifdef REJOIN_SANITIZED
+  constexpr std::uint64_t seeds = 40;
+#else
+  constexpr std::uint64_t seeds = 400;
+#endif
+  for (std::uint64_t seed = 0; seed < seeds; ++seed) ASSERT_EQ(play(seed), "") << "seed " << seed;
+}
+
+}  // namespace
+}  // namespace rejoin::membership

@@ -1,0 +1,242 @@
+#include "membership/coordinator.h"
+
+#include <gtest/gtest.h>
+
+namespace rejoin::membership {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Drives a coordinator by hand: one node for each replica.
+struct Bench {
+  JobConfig config{.replicas = 3, .ranks = 2, .batch = 10, .silence = 1s};
+  Coordinator coordinator{config};
+  TimePoint now{1s};
+  std::vector<proto::LogRecord> log;
+  std::map<std::uint64_t, std::vector<proto::ToNode>> inbox;
+  std::map<std::uint32_t, std::uint64_t> incarnations;
+
+  Bench() { keep(coordinator.recover({}, now) ? Actions{} : Actions{}); }
+
+  void keep(const Actions& actions) {
+    log.insert(log.end(), actions.append.begin(), actions.append.end());
+    for (const auto& [node, message] : actions.send) {
+      inbox[node.value].push_back(message);
+      if (message.has_registered()) incarnations[message.registered().replica()] = message.registered().incarnation();
+    }
+  }
+  void say(std::uint64_t node, const proto::FromNode& message) { keep(coordinator.on_message(NodeId(node), message, now)); }
+  void up(std::uint32_t replica, std::uint64_t life = 1, std::uint64_t version = 0, std::uint64_t digest = 5, std::uint64_t plan = 9) {
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
+      proto::FromNode message;
+      auto& up = *message.mutable_rank_up();
+      up.set_replica(replica);
+      up.set_rank(rank);
+      up.set_life(life * 100 + rank);
+      up.set_version(version);
+      up.set_digest(digest);
+      up.set_plan_hash(plan);
+      say(replica, message);
+    }
+  }
+  void link_all(std::uint64_t life_of_newest = 1, std::uint32_t newest = 99) {
+    for (std::uint32_t replica = 0; replica < config.replicas; ++replica)
+      for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
+        proto::FromNode message;
+        auto& links = *message.mutable_links();
+        links.set_replica(replica);
+        links.set_rank(rank);
+        links.set_life((replica == newest ? life_of_newest : 1) * 100 + rank);
+        for (const auto& [other, incarnation] : incarnations)
+          if (other != replica) links.add_incarnations(incarnation);
+        say(replica, message);
+      }
+  }
+  void exchanged(std::uint32_t replica) {
+    proto::FromNode message;
+    auto& done = *message.mutable_exchanged();
+    done.set_replica(replica);
+    done.set_epoch(coordinator.epoch().value);
+    done.set_step(coordinator.committed().value + 1);
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) done.add_ranks(rank);
+    say(replica, message);
+  }
+  void down(std::uint32_t replica, std::uint64_t life = 1) {
+    proto::FromNode message;
+    auto& gone = *message.mutable_rank_down();
+    gone.set_replica(replica);
+    gone.set_rank(1);
+    gone.set_life(life * 100 + 1);
+    gone.set_reason("killed");
+    say(replica, message);
+  }
+  void start() {
+    for (std::uint32_t r = 0; r < 3; ++r) up(r);
+    link_all();
+  }
+  std::size_t contributors() const {
+    return static_cast<std::size_t>(std::count_if(coordinator.members().begin(), coordinator.members().end(), [](const auto& m) { return !m.catching_up; }));
+  }
+};
+
+TEST(Coordinator, StartsWhenAllReplicasHaveRegisteredAndAreConnected) {
+  Bench bench;
+  bench.up(0);
+  bench.up(1);
+  EXPECT_FALSE(bench.coordinator.started());
+  bench.up(2);
+  EXPECT_FALSE(bench.coordinator.started());
+  bench.link_all();
+  ASSERT_TRUE(bench.coordinator.started());
+  EXPECT_EQ(bench.contributors(), 3u);
+}
+
+TEST(Coordinator, WhoDiffersAtTheStartCatchesUpFromTheMostAdvanced) {
+  Bench bench;
+  bench.up(0, 1, 7, 5);
+  bench.up(1, 1, 3, 4);
+  bench.up(2, 1, 7, 5);
+  bench.link_all();
+  ASSERT_TRUE(bench.coordinator.started());
+  EXPECT_EQ(bench.coordinator.committed(), Step(7));
+  EXPECT_EQ(bench.contributors(), 2u);
+  EXPECT_TRUE(bench.coordinator.members()[1].catching_up);
+}
+
+TEST(Coordinator, CommitsWhenEveryRankOfEveryMemberHasExchanged) {
+  Bench bench;
+  bench.start();
+  bench.exchanged(0);
+  bench.exchanged(1);
+  EXPECT_EQ(bench.coordinator.committed(), Step(0));
+  bench.exchanged(2);
+  EXPECT_EQ(bench.coordinator.committed(), Step(1));
+  EXPECT_TRUE(bench.log.back().has_committed());
+}
+
+TEST(Coordinator, ALostMemberMeansTheSameStepInTheNextEpochAndItsSamplesAgainLater) {
+  Bench bench;
+  bench.start();
+  bench.exchanged(0);
+  const Epoch before = bench.coordinator.epoch();
+  bench.down(1);
+  EXPECT_EQ(bench.coordinator.epoch(), before.next());
+  EXPECT_EQ(bench.coordinator.committed(), Step(0));
+  EXPECT_EQ(bench.contributors(), 2u);
+  bench.exchanged(0);
+  bench.exchanged(2);
+  EXPECT_EQ(bench.coordinator.committed(), Step(1));
+  EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(0)), (Batch{{10, 20}}));
+}
+
+TEST(Coordinator, AReplicaComesBackAsCatchingUpAndContributesWhenAllItsRanksAreReady) {
+  Bench bench;
+  bench.start();
+  bench.down(1);
+  bench.up(1, 2);
+  bench.link_all(2, 1);
+  EXPECT_EQ(bench.coordinator.members().size(), 2u) << "admission waits for the step boundary";
+  bench.exchanged(0);
+  bench.exchanged(2);
+  ASSERT_EQ(bench.coordinator.members().size(), 3u);
+  EXPECT_EQ(bench.contributors(), 2u);
+  for (std::uint32_t rank : {0u, 1u}) {
+    bench.exchanged(0), bench.exchanged(2), bench.exchanged(1);
+    EXPECT_EQ(bench.contributors(), 2u);
+    proto::FromNode ready;
+    ready.mutable_caught_up()->set_replica(1);
+    ready.mutable_caught_up()->set_rank(rank);
+    ready.mutable_caught_up()->set_life(200 + rank);
+    bench.say(1, ready);
+  }
+  bench.exchanged(0), bench.exchanged(2), bench.exchanged(1);
+  EXPECT_EQ(bench.contributors(), 3u);
+}
+
+TEST(Coordinator, StaleReportsOfAnEarlierEpochDecideNothing) {
+  Bench bench;
+  bench.start();
+  proto::FromNode stale;
+  stale.mutable_exchanged()->set_replica(0);
+  stale.mutable_exchanged()->set_epoch(bench.coordinator.epoch().value);
+  stale.mutable_exchanged()->set_step(1);
+  stale.mutable_exchanged()->add_ranks(0);
+  stale.mutable_exchanged()->add_ranks(1);
+  bench.down(1);
+  bench.say(0, stale);
+  bench.exchanged(2);
+  EXPECT_EQ(bench.coordinator.committed(), Step(0));
+}
+
+TEST(Coordinator, AnotherPlanOrAPlaceOutsideTheJobIsRefusedWithTheReason) {
+  Bench bench;
+  bench.up(0);
+  bench.up(1, 1, 0, 5, /*plan=*/10);
+  ASSERT_TRUE(bench.inbox[1].back().has_refused());
+  EXPECT_NE(bench.inbox[1].back().refused().reason().find("tensors or buckets differ"), std::string::npos);
+  bench.up(7);
+  EXPECT_TRUE(bench.inbox[7].back().has_refused());
+}
+
+TEST(Coordinator, OfAWaitForGraphTheOneThatWaitsForNobodyIsOut) {
+  Bench bench;
+  bench.start();
+  const auto accuse = [&](std::uint32_t who, std::uint32_t suspect) {
+    proto::FromNode message;
+    auto& a = *message.mutable_accusation();
+    a.set_replica(who);
+    a.set_epoch(bench.coordinator.epoch().value);
+    a.set_suspect(suspect);
+    a.set_what("chunk 3 of 9 of the reduce-scatter");
+    bench.say(who, message);
+  };
+  accuse(0, 2);  // waits for 2, which itself waits for 1
+  accuse(2, 1);
+  bench.now += 300ms;
+  bench.keep(bench.coordinator.on_tick(bench.now));
+  ASSERT_EQ(bench.coordinator.members().size(), 2u);
+  EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(0));
+  EXPECT_EQ(bench.coordinator.members()[1].replica, ReplicaId(2));
+}
+
+TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
+  Bench bench;
+  bench.start();
+  bench.keep(bench.coordinator.on_node_lost(NodeId(1), bench.now));
+  for (auto node : {0, 2}) bench.say(static_cast<std::uint64_t>(node), [] { proto::FromNode m; m.mutable_heartbeat(); return m; }());
+  bench.now += 900ms;
+  bench.keep(bench.coordinator.on_tick(bench.now));
+  EXPECT_EQ(bench.coordinator.members().size(), 3u);
+  for (auto node : {0, 2}) bench.say(static_cast<std::uint64_t>(node), [] { proto::FromNode m; m.mutable_heartbeat(); return m; }());
+  bench.now += 200ms;
+  bench.keep(bench.coordinator.on_tick(bench.now));
+  EXPECT_EQ(bench.coordinator.members().size(), 2u);
+}
+
+TEST(Coordinator, WithoutAnyContributorItWaitsForAllAndGoesOnFromWhatTheyHave) {
+  Bench bench;
+  bench.start();
+  for (int i = 0; i < 3; ++i) bench.exchanged(0), bench.exchanged(1), bench.exchanged(2);
+  EXPECT_EQ(bench.coordinator.committed(), Step(3));
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
+  EXPECT_TRUE(bench.coordinator.members().empty());
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 2);
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.link_all(2, r);
+  // link_all knows one new life at a time; all three links arrive over the three rounds.
+  EXPECT_EQ(bench.coordinator.committed(), Step(2)) << "the most advanced state that is left";
+  EXPECT_EQ(bench.contributors(), 3u);
+}
+
+TEST(Coordinator, ALogOfAnotherJobIsRefused) {
+  Bench bench;
+  bench.start();
+  proto::LogRecord job;
+  job.mutable_job()->set_replicas(5);
+  Coordinator other(bench.config);
+  auto recovered = other.recover({job}, bench.now);
+  ASSERT_FALSE(recovered);
+  EXPECT_EQ(recovered.error().code, ErrorCode::mismatch);
+}
+
+}  // namespace
+}  // namespace rejoin::membership
