@@ -19,7 +19,7 @@
 
 #include "base/clock.h"
 #include "base/ids.h"
-#include "ftar/types.h"
+#include "base/types.h"
 #include "transport/transport.h"
 
 namespace rejoin::ftar {

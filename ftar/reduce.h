@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <string_view>
 
-#include "ftar/types.h"
+#include "base/types.h"
 
 namespace rejoin::ftar {
 

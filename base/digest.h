@@ -1,0 +1,16 @@
+// Digest of bytes, in two levels so that it can be computed in parallel (and by a GPU) with the same result: XXH3_64 of
+// the little-endian array of the XXH3_64 of each 4 KiB block.
+#pragma once
+
+#include <cstdint>
+
+#include "base/bytes.h"
+
+namespace rejoin {
+
+std::uint64_t digest(BytesView bytes);
+
+// The digest of several pieces, each digested by itself, order mattering.
+std::uint64_t combine_digests(std::uint64_t so_far, std::uint64_t next);
+
+}  // namespace rejoin

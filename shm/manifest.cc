@@ -1,0 +1,111 @@
+#include "shm/manifest.h"
+
+#include <algorithm>
+#include <set>
+
+#include "base/digest.h"
+
+namespace rejoin::shm {
+
+Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
+  if (tensors.empty() || tensors.size() > kMaxTensors)
+    return fail(ErrorCode::invalid_argument, "{} tensors in the state; there must be 1 to {}", tensors.size(), kMaxTensors);
+  Manifest manifest;
+  std::set<std::string> names;
+  std::uint64_t at = 0;
+  for (auto& tensor : tensors) {
+    const std::uint64_t element = size_of(tensor.type);
+    if (tensor.name.empty() || tensor.name.size() > 200 || !names.insert(tensor.name).second)
+      return fail(ErrorCode::invalid_argument, "tensor name '{}' is empty, too long or used twice", tensor.name);
+    if (tensor.columns < 1 || tensor.columns > kMaxColumns)
+      return fail(ErrorCode::invalid_argument, "tensor '{}' has {} columns; there must be 1 to {}", tensor.name, tensor.columns, kMaxColumns);
+    if (tensor.count == 0 || element == 0 || tensor.count > (std::uint64_t{1} << 46) / element)
+      return fail(ErrorCode::invalid_argument, "tensor '{}' has {} elements", tensor.name, tensor.count);
+    tensor.offset = at;
+    tensor.stride = round_up(tensor.count * element, 64);
+    at += tensor.stride * tensor.columns;
+    const std::uint64_t per_part = std::max<std::uint64_t>(16, kPartBytes / (element * tensor.columns) / 16 * 16);
+    const std::uint64_t needed = (tensor.count + per_part - 1) / per_part;
+    if (!tensor.elementwise && needed > kMaxPins)
+      return fail(ErrorCode::invalid_argument, "tensor '{}' of {} is not elementwise and too large to move at one version (limit {}); "
+                  "declare it elementwise if its optimizer is, or split it", tensor.name, human_bytes(tensor.count * element * tensor.columns),
+                  human_bytes(kMaxPins * kPartBytes));
+    if (needed > kMaxParts - manifest.parts_.size())
+      return fail(ErrorCode::invalid_argument, "a state over {} at tensor '{}'", human_bytes(kMaxParts * kPartBytes), tensor.name);
+    const auto index = static_cast<std::uint32_t>(manifest.tensors_.size());
+    for (std::uint64_t first = 0; first < tensor.count; first += per_part) {
+      const Part part{index, first, std::min(per_part, tensor.count - first)};
+      if (tensor.elementwise || first == 0)
+        manifest.slices_.push_back({part, static_cast<std::uint32_t>(manifest.parts_.size()), 1});
+      else
+        ++manifest.slices_.back().parts, manifest.slices_.back().whole.count += part.count;
+      manifest.parts_.push_back(part);
+    }
+    manifest.tensors_.push_back(std::move(tensor));
+  }
+  manifest.state_bytes_ = round_up(at, 4096);
+  const Bytes bytes = manifest.serialise();
+  manifest.hash_ = digest(bytes);
+  return manifest;
+}
+
+Bytes Manifest::serialise() const {
+  Bytes bytes;
+  const auto put = [&](const auto& value) {
+    const auto view = rejoin::bytes_of(value);
+    bytes.insert(bytes.end(), view.begin(), view.end());
+  };
+  put(static_cast<std::uint32_t>(tensors_.size()));
+  for (const auto& tensor : tensors_) {
+    put(static_cast<std::uint32_t>(tensor.name.size()));
+    const auto name = as_bytes(tensor.name);
+    bytes.insert(bytes.end(), name.begin(), name.end());
+    put(tensor.type);
+    put(tensor.count);
+    put(tensor.columns);
+    put(static_cast<std::uint8_t>(tensor.elementwise));
+  }
+  return bytes;
+}
+
+Result<Manifest> Manifest::parse(BytesView bytes) {
+  const auto bad = [] { return fail(ErrorCode::corrupt, "the state manifest can't be read"); };
+  std::uint32_t count = 0;
+  if (!take(bytes, count) || count > kMaxTensors) return bad();
+  std::vector<Tensor> tensors;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    Tensor tensor;
+    std::uint32_t length = 0;
+    if (!take(bytes, length) || length > 200 || bytes.size() < length) return bad();
+    tensor.name = as_text(bytes.first(length));
+    bytes = bytes.subspan(length);
+    std::uint8_t elementwise = 0;
+    if (!take(bytes, tensor.type) || !take(bytes, tensor.count) || !take(bytes, tensor.columns) || !take(bytes, elementwise)) return bad();
+    tensor.elementwise = elementwise != 0;
+    tensors.push_back(std::move(tensor));
+  }
+  if (!bytes.empty()) return bad();
+  return make(std::move(tensors));
+}
+
+std::uint64_t Manifest::bytes_of(const Part& part) const {
+  const Tensor& tensor = tensors_[part.tensor];
+  return part.count * size_of(tensor.type) * tensor.columns;
+}
+
+Extent Manifest::extent(const Part& part, std::uint32_t column) const {
+  const Tensor& tensor = tensors_[part.tensor];
+  const std::uint64_t element = size_of(tensor.type);
+  return {tensor.offset + column * tensor.stride + part.first * element, part.count * element};
+}
+
+std::uint64_t digest_of(const Manifest& manifest, const Part& part, BytesView state) {
+  std::uint64_t result = 0;
+  for (std::uint32_t column = 0; column < manifest.tensors()[part.tensor].columns; ++column) {
+    const Extent extent = manifest.extent(part, column);
+    result = combine_digests(result, digest(state.subspan(extent.offset, extent.length)));
+  }
+  return result;
+}
+
+}  // namespace rejoin::shm

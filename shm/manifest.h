@@ -1,0 +1,74 @@
+// What a trainer's state consists of and where it lies: tensors with their columns (the weight and its optimizer
+// moments), cut into slices (what catch-up fetches as one) and parts (what it moves as one). The same on every replica.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/result.h"
+#include "base/types.h"
+
+namespace rejoin::shm {
+
+constexpr std::size_t kMaxColumns = 4;         // a weight and up to three moments
+constexpr std::uint64_t kPartBytes = 4 * MiB;  // of all columns together
+constexpr std::uint32_t kMaxPins = 16;         // parts a daemon can hold at one version
+constexpr std::uint32_t kMaxTensors = 4096;
+constexpr std::uint64_t kMaxParts = 1 << 18;   // 1 TiB of state a rank
+
+struct Tensor {
+  std::string name;
+  DataType type = DataType::float32;
+  std::uint64_t count = 0;     // elements of each column
+  std::uint32_t columns = 1;
+  bool elementwise = true;     // the optimizer updates each element by itself: slices may be smaller than the tensor
+  std::uint64_t offset = 0;    // of column 0 in the state; the others follow at `stride`
+  std::uint64_t stride = 0;    // bytes
+};
+
+// A range of elements of one tensor, all columns.
+struct Part {
+  std::uint32_t tensor = 0;
+  std::uint64_t first = 0, count = 0;  // elements
+};
+
+struct Slice {
+  Part whole;
+  std::uint32_t first_part = 0, parts = 1;
+};
+
+struct Extent {
+  std::uint64_t offset = 0, length = 0;  // bytes in the state
+};
+
+class Manifest {
+ public:
+  // Lays the tensors out one after the other. Errors: `invalid_argument` (no elements, a name twice, too many columns,
+  // a tensor that is not elementwise and too large to be moved at one version).
+  static Result<Manifest> make(std::vector<Tensor> tensors);
+  static Result<Manifest> parse(BytesView bytes);  // checks everything: the bytes come from another process
+  Bytes serialise() const;
+
+  const std::vector<Tensor>& tensors() const { return tensors_; }
+  const std::vector<Slice>& slices() const { return slices_; }
+  const std::vector<Part>& parts() const { return parts_; }
+  std::uint64_t state_bytes() const { return state_bytes_; }
+  std::uint64_t hash() const { return hash_; }  // of names, types, sizes: equal on all replicas
+
+  std::uint64_t bytes_of(const Part& part) const;
+  Extent extent(const Part& part, std::uint32_t column) const;
+  const Part& part(std::uint32_t slice, std::uint32_t i) const { return parts_[slices_[slice].first_part + i]; }
+
+ private:
+  std::vector<Tensor> tensors_;
+  std::vector<Slice> slices_;
+  std::vector<Part> parts_;
+  std::uint64_t state_bytes_ = 0;
+  std::uint64_t hash_ = 0;
+};
+
+// Digest of a part's bytes, column after column, wherever they lie.
+std::uint64_t digest_of(const Manifest& manifest, const Part& part, BytesView state);
+
+}  // namespace rejoin::shm

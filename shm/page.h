@@ -1,0 +1,71 @@
+// The page that a trainer shares with its node's daemon, beside the state itself. See "Copy-on-write" in
+// docs/design-notes.md for why the orders of access below are enough.
+//
+// Who writes what: the trainer's library writes clock, phase, heartbeat, pins' steps to copying and aside, slices' steps
+// to current and abandoned. The daemon writes pins' fields and their steps to owed and free, slices' steps to requested
+// and arrived. Either side checks what it reads: a wrong index or range is an error, never an access.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "shm/manifest.h"
+
+namespace rejoin::shm {
+
+constexpr std::uint64_t kPageMagic = 0x3031474150'4e4a52;
+constexpr std::uint32_t kLayoutVersion = 1;
+
+// Version of the state, and whether an update is changing it now.
+struct Clock {
+  std::uint64_t version = 0;
+  bool updating = false;  // towards version + 1
+  std::uint64_t packed() const { return version << 1 | (updating ? 1 : 0); }
+  static Clock unpack(std::uint64_t bits) { return {bits >> 1, (bits & 1) != 0}; }
+  bool operator==(const Clock&) const = default;
+};
+
+enum class Phase : std::uint32_t { compute, exchange, update };
+
+// A part that the daemon holds at one version: as long as it is owed, the trainer copies it aside before changing it.
+enum class PinState : std::uint32_t { free, owed, copying, aside };
+struct Pin {
+  std::atomic<PinState> state;
+  std::uint32_t part;  // index in the manifest; written before `owed`
+};
+
+// Catching up, by slice.
+enum class SliceState : std::uint8_t {
+  absent,
+  requested,  // its gradients are kept from now on
+  arrived,    // in place, at `version`
+  current,    // brought up to date: `version` is the state's
+  abandoned,  // kept gradients ran over their budget; to be asked for again
+};
+struct SliceWord {
+  SliceState state = SliceState::absent;
+  std::uint64_t version = 0;
+  std::uint64_t packed() const { return version << 8 | static_cast<std::uint8_t>(state); }
+  static SliceWord unpack(std::uint64_t bits) { return {static_cast<SliceState>(bits & 0xff), bits >> 8}; }
+};
+
+struct Page {
+  std::uint64_t magic;
+  std::uint32_t layout;
+  std::uint32_t slices;  // entries that follow the struct
+  alignas(64) std::atomic<std::uint64_t> clock;      // Clock::packed
+  std::atomic<std::uint32_t> phase;                  // Phase; for pacing only
+  std::atomic<std::uint64_t> heartbeat;              // CLOCK_MONOTONIC nanoseconds, by the library's progress thread
+  std::atomic<std::uint64_t> copied_aside;           // bytes, ever
+  std::atomic<std::uint64_t> kept_gradient_bytes;    // now
+  alignas(64) std::atomic<std::uint32_t> daemon_waits;  // ring the doorbell at the next change of clock or pin
+  alignas(64) Pin pins[kMaxPins];
+  // std::atomic<std::uint64_t> slice_words[slices] follow
+  std::atomic<std::uint64_t>* slice_words() { return reinterpret_cast<std::atomic<std::uint64_t>*>(this + 1); }
+};
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<PinState>::is_always_lock_free);
+
+constexpr std::size_t page_bytes(std::uint32_t slices) { return round_up(sizeof(Page) + slices * 8, 4096); }
+constexpr std::size_t aside_bytes() { return kMaxPins * kPartBytes; }
+
+}  // namespace rejoin::shm

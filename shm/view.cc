@@ -1,0 +1,106 @@
+#include "shm/view.h"
+
+#include "base/digest.h"
+
+namespace rejoin::shm {
+
+Result<View> View::make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorbell) {
+  View view(std::move(manifest));
+  const auto slices = static_cast<std::uint32_t>(view.manifest_.slices().size());
+  const auto map = [](const char* what, const Fd& fd, std::size_t size, Mapping& mapping) -> Result<> {
+    auto actual = sealed_size(fd);
+    if (!actual) return fail(actual.error().code, "the trainer's {}: {}", what, actual.error().message);
+    if (*actual != size)
+      return fail(ErrorCode::corrupt, "the trainer's {} has {} bytes; its manifest needs {}", what, *actual, size);
+    auto mapped = Mapping::of(fd, size);
+    if (!mapped) return tl::unexpected(mapped.error());
+    mapping = std::move(*mapped);
+    return {};
+  };
+  for (auto mapped : {map("state", state, view.manifest_.state_bytes(), view.state_),
+                      map("page", page, page_bytes(slices), view.page_), map("aside", aside, aside_bytes(), view.aside_)})
+    if (!mapped) return tl::unexpected(mapped.error());
+  if (view.page().magic != kPageMagic || view.page().layout != kLayoutVersion || view.page().slices != slices)
+    return fail(ErrorCode::mismatch, "the trainer's page has layout {}, this daemon's is {}; use library and daemon of one version",
+                view.page().layout, kLayoutVersion);
+  view.doorbell_ = std::move(doorbell);
+  // Pins of a daemon before us are nobody's now.
+  for (auto& pin : view.page().pins) pin.state.store(PinState::free);
+  return view;
+}
+
+bool View::set_slice(std::uint32_t i, SliceWord expected, SliceWord next) {
+  std::uint64_t bits = expected.packed();
+  return words()[i].compare_exchange_strong(bits, next.packed());
+}
+
+std::uint32_t View::free_pins() const {
+  std::uint32_t free = 0;
+  for (std::uint32_t i = 0; i < kMaxPins; ++i) free += ((taken_ | withdrawing_) >> i & 1) == 0;
+  return free;
+}
+
+std::optional<std::pair<std::uint64_t, std::vector<View::Held>>> View::hold(const std::vector<std::uint32_t>& parts) {
+  for (std::uint32_t i = 0; i < kMaxPins; ++i)  // those that the trainer has finished copying are free again
+    if ((withdrawing_ >> i & 1) != 0 && page().pins[i].state.load() == PinState::aside) {
+      page().pins[i].state.store(PinState::free);
+      withdrawing_ &= ~(1u << i);
+    }
+  const Clock before = clock();
+  if (before.updating || free_pins() < parts.size()) return std::nullopt;
+  std::vector<Held> held;
+  for (auto part : parts) {
+    std::uint32_t i = 0;
+    while (((taken_ | withdrawing_) >> i & 1) != 0) ++i;
+    taken_ |= 1u << i;
+    page().pins[i].part = part;
+    page().pins[i].state.store(PinState::owed);
+    held.push_back({i, part});
+  }
+  if (clock() == before) return std::pair(before.version, std::move(held));
+  // An update began meanwhile and may have missed some of them.
+  for (const auto& one : held) {
+    PinState expected = PinState::owed;
+    taken_ &= ~(1u << one.pin);
+    if (!page().pins[one.pin].state.compare_exchange_strong(expected, PinState::free)) withdrawing_ |= 1u << one.pin;
+  }
+  return std::nullopt;
+}
+
+View::Where View::where(const Held& held) const {
+  switch (page().pins[held.pin].state.load()) {
+    case PinState::owed: return Where::state;
+    case PinState::aside: return Where::aside;
+    case PinState::copying:
+    case PinState::free: break;
+  }
+  return Where::copying;
+}
+
+bool View::release(const Held& held) {
+  PinState expected = PinState::owed;
+  taken_ &= ~(1u << held.pin);
+  if (page().pins[held.pin].state.compare_exchange_strong(expected, PinState::free)) return true;
+  if (expected == PinState::copying) withdrawing_ |= 1u << held.pin;
+  else page().pins[held.pin].state.store(PinState::free);
+  return false;
+}
+
+std::optional<std::uint64_t> digest_held(View& view, const View::Held& held) {
+  const Part& part = view.manifest().parts()[held.part];
+  if (view.where(held) == View::Where::state) {
+    const std::uint64_t result = digest_of(view.manifest(), part, view.state());
+    if (view.where(held) == View::Where::state) return result;  // nobody had begun to change it until after
+  }
+  if (view.where(held) != View::Where::aside) return std::nullopt;
+  std::uint64_t result = 0;
+  std::uint64_t at = view.aside_offset(held);
+  for (std::uint32_t column = 0; column < view.manifest().tensors()[part.tensor].columns; ++column) {
+    const std::uint64_t length = view.manifest().extent(part, column).length;
+    result = combine_digests(result, digest(BytesView(view.aside()).subspan(at, length)));
+    at += length;
+  }
+  return result;
+}
+
+}  // namespace rejoin::shm

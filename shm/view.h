@@ -1,0 +1,64 @@
+// The daemon's side of a trainer's shared memory: mapped, checked, and read without trust. Pins hold parts at one version.
+// Used by one thread.
+#pragma once
+
+#include <optional>
+
+#include "base/fd.h"
+#include "shm/page.h"
+
+namespace rejoin::shm {
+
+class View {
+ public:
+  // Takes the segments over. `refused` or `corrupt` where sizes, seals or layout are not as the manifest says.
+  static Result<View> make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorbell);
+
+  const Manifest& manifest() const { return manifest_; }
+  std::span<std::byte> state() const { return state_.span(); }
+  std::span<std::byte> aside() const { return aside_.span(); }
+  const Fd& doorbell() const { return doorbell_; }
+  // Asks to be rung at the next change of clock or pin; look again after it, before sleeping.
+  void wait_for_change() { page().daemon_waits.store(1); }
+
+  Clock clock() const { return Clock::unpack(page().clock.load()); }
+  Phase phase() const { return static_cast<Phase>(page().phase.load(std::memory_order_relaxed)); }
+  std::uint64_t heartbeat() const { return page().heartbeat.load(std::memory_order_relaxed); }
+  std::uint64_t copied_aside() const { return page().copied_aside.load(std::memory_order_relaxed); }
+
+  SliceWord slice(std::uint32_t i) const { return SliceWord::unpack(words()[i].load()); }
+  // Daemon's transitions. False where the library has changed the slice meanwhile.
+  bool set_slice(std::uint32_t i, SliceWord expected, SliceWord next);
+
+  // ---- pins
+  struct Held {
+    std::uint32_t pin = 0;
+    std::uint32_t part = 0;
+  };
+  std::uint32_t free_pins() const;
+  // Holds these parts at one version, the state's as it is now. Nothing where too few pins are free or an update got in
+  // between: try again after the next change.
+  std::optional<std::pair<std::uint64_t, std::vector<Held>>> hold(const std::vector<std::uint32_t>& parts);
+  // Where the part's bytes at the held version are: in the state, or packed at aside(). `copying`: neither yet.
+  enum class Where { state, aside, copying };
+  Where where(const Held& held) const;
+  std::uint64_t aside_offset(const Held& held) const { return held.pin * kPartBytes; }
+  // Ends a hold. True where the bytes in the state were the held version's all the time until now.
+  bool release(const Held& held);
+
+ private:
+  explicit View(Manifest manifest) : manifest_(std::move(manifest)) {}
+  Page& page() const { return *reinterpret_cast<Page*>(page_.data()); }
+  std::atomic<std::uint64_t>* words() const { return page().slice_words(); }
+
+  Manifest manifest_;
+  Mapping state_, page_, aside_;
+  Fd doorbell_;
+  std::uint32_t taken_ = 0;       // bit per pin that is held by us
+  std::uint32_t withdrawing_ = 0; // given up while the trainer was copying it
+};
+
+// Digest of a held part at its version, from wherever its bytes are; nothing while they are being copied.
+std::optional<std::uint64_t> digest_held(View& view, const View::Held& held);
+
+}  // namespace rejoin::shm
