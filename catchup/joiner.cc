@@ -1,0 +1,238 @@
+#include "catchup/joiner.h"
+
+#include <algorithm>
+
+#include "base/digest.h"
+#include "base/log.h"
+
+namespace rejoin::catchup {
+
+namespace {
+
+constexpr std::uint32_t kWindow = 4;      // slices under way from one source
+constexpr std::size_t kQuestions = 2;     // proofs under way
+constexpr std::uint32_t kPartsAsked = 8;  // of one proof: half the pins, so that two fit
+
+}  // namespace
+
+Joiner::Joiner(transport::Engine& engine, shm::View& view, transport::RegionId state, TimePoint now)
+    : engine_(engine), view_(view), state_(state),
+      planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
+      proven_(view.manifest().slices().size()), started_(now) {
+  for (std::uint32_t i = 0; i < view.manifest().slices().size(); ++i)
+    while (!view.set_slice(i, view.slice(i), {})) {
+    }
+}
+
+Joiner::~Joiner() {
+  for (auto& question : questions_) drop(question);
+}
+
+void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
+  sources_[source] = endpoint;
+  planner_.on_source_up(source);
+}
+
+void Joiner::on_source_down(ReplicaId source) {
+  sources_.erase(source);
+  planner_.on_source_down(source);
+  for (std::uint32_t i = 0; i < view_.manifest().slices().size(); ++i) {
+    // What it owed is absent again; the planner has put it back.
+    const auto word = view_.slice(i);
+    if (word.state == shm::SliceState::requested && word.version == source.value + 1) view_.set_slice(i, word, {});
+  }
+  std::erase_if(questions_, [&](Question& question) {
+    if (question.source != source) return false;
+    drop(question);
+    return true;
+  });
+}
+
+Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message, TimePoint now) {
+  if (!sources_.contains(source)) return {};
+  Result<> handled;
+  if (message.has_sent()) handled = on_sent(source, message.sent());
+  else if (message.has_proof()) handled = on_proof(source, message.proof());
+  else handled = fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
+  if (handled) work(now);
+  return handled;
+}
+
+Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
+  const auto& manifest = view_.manifest();
+  if (sent.slice() >= manifest.slices().size() ||
+      static_cast<std::uint32_t>(sent.digests().size()) != manifest.slices()[sent.slice()].parts)
+    return fail(ErrorCode::corrupt, "a source sent slice {} with {} digests", sent.slice(), sent.digests().size());
+  const std::uint32_t slice = sent.slice();
+  const auto word = view_.slice(slice);
+  if (!planner_.on_arrived(source, slice)) return {};  // asked for again meanwhile
+  for (std::uint32_t i = 0; i < manifest.slices()[slice].parts; ++i)
+    if (digest_of(manifest, manifest.part(slice, i), view_.state()) != sent.digests(static_cast<int>(i))) {
+      spdlog::warn("slice {} from replica {} is damaged; it is fetched again", slice, source);
+      fetch_again(slice);
+      return {};
+    }
+  if (word.state != shm::SliceState::requested ||
+      !view_.set_slice(slice, word, {shm::SliceState::arrived, sent.version()})) {
+    planner_.narrow();  // the trainer gave it up: its kept gradients ran over the budget
+    fetch_again(slice);
+    return {};
+  }
+  const std::uint64_t bytes = manifest.bytes_of(manifest.slices()[slice].whole);
+  bytes_ += bytes;
+  from_[source] += bytes;
+  return {};
+}
+
+void Joiner::fetch_again(std::uint32_t slice) {
+  while (!view_.set_slice(slice, view_.slice(slice), {})) {
+  }
+  if (proven_[slice]) --proven_count_;
+  proven_[slice] = false;
+  planner_.on_again(slice);
+}
+
+void Joiner::work(TimePoint now) {
+  if (done_) return;
+  std::erase_if(questions_, [&](Question& question) { return settle(question); });
+  if (view_.clock() != seen_) {
+    seen_ = view_.clock();
+    // Given up by the trainer after they had arrived: their kept gradients had a gap.
+    for (std::uint32_t i = 0; i < proven_.size(); ++i)
+      if (planner_.has(i) && view_.slice(i).state == shm::SliceState::abandoned) fetch_again(i);
+  }
+  ask_for_slices();
+  ask_for_proof();
+  if (proven_count_ == view_.manifest().slices().size()) {
+    done_ = true;
+    finished_ = now;
+  }
+}
+
+void Joiner::ask_for_slices() {
+  for (const auto& [source, endpoint] : sources_) {
+    const auto slices = planner_.next(source);
+    if (slices.empty()) continue;
+    proto::Stream message;
+    auto& fetch = *message.mutable_fetch();
+    for (auto slice : slices) {
+      // First marked, then the clock is read: the library first moves the clock, then looks at the marks. So either it
+      // keeps the gradients of the update under way, or we ask for a version that contains it.
+      while (!view_.set_slice(slice, view_.slice(slice), {shm::SliceState::requested, source.value + 1ull})) {
+      }
+      fetch.add_slices(slice);
+    }
+    const shm::Clock clock = view_.clock();
+    fetch.set_at_least(clock.version + (clock.updating ? 1 : 0));
+    const auto target = engine_.remote(state_);
+    fetch.set_key(target.key);
+    fetch.set_length(view_.manifest().state_bytes());
+    if (!say(endpoint, message)) return;
+  }
+}
+
+void Joiner::ask_for_proof() {
+  if (questions_.size() >= kQuestions || sources_.empty()) return;
+  const shm::Clock clock = view_.clock();
+  if (clock.updating) return;
+  Question question;
+  question.version = clock.version;
+  std::vector<std::uint32_t> parts;
+  for (std::uint32_t i = 0; i < proven_.size() && parts.size() < kPartsAsked; ++i) {
+    const auto word = view_.slice(i);
+    const bool asked = std::any_of(questions_.begin(), questions_.end(), [&](const Question& q) {
+      return std::find(q.slices.begin(), q.slices.end(), i) != q.slices.end();
+    });
+    if (proven_[i] || asked || word.state != shm::SliceState::current || word.version != clock.version) continue;
+    const auto& slice = view_.manifest().slices()[i];
+    if (!parts.empty() && parts.size() + slice.parts > kPartsAsked) continue;
+    question.slices.push_back(i);
+    for (std::uint32_t p = 0; p < slice.parts; ++p) parts.push_back(slice.first_part + p);
+  }
+  if (parts.empty()) return;
+  auto held = view_.hold(parts);
+  if (!held) return;
+  question.held = std::move(held->second);
+  question.ours.resize(question.held.size());
+  if (held->first != question.version) return drop(question);
+  auto source = std::next(sources_.begin(), static_cast<std::ptrdiff_t>(next_question_ % sources_.size()));
+  question.number = next_question_++;
+  question.source = source->first;
+  proto::Stream message;
+  message.mutable_prove()->set_request(question.number);
+  message.mutable_prove()->set_version(question.version);
+  for (auto slice : question.slices) message.mutable_prove()->add_slices(slice);
+  const auto endpoint = source->second;
+  questions_.push_back(std::move(question));
+  (void)say(endpoint, message);  // a failed connection ends in on_source_down, which drops the question
+}
+
+Result<> Joiner::on_proof(ReplicaId source, const proto::Proof& proof) {
+  auto found = std::find_if(questions_.begin(), questions_.end(), [&](const Question& q) { return q.number == proof.request() && q.source == source; });
+  if (found == questions_.end()) return {};
+  if (proof.passed()) {
+    drop(*found);
+    questions_.erase(found);
+    return {};
+  }
+  if (static_cast<std::size_t>(proof.digests().size()) != found->slices.size())
+    return fail(ErrorCode::corrupt, "a source proved {} slices of {}", proof.digests().size(), found->slices.size());
+  found->theirs.assign(proof.digests().begin(), proof.digests().end());
+  return {};
+}
+
+// True when the question is over.
+bool Joiner::settle(Question& question) {
+  bool whole = true;
+  for (std::size_t i = 0; i < question.held.size(); ++i) {
+    if (question.ours[i]) continue;
+    question.ours[i] = digest_held(view_, question.held[i]);
+    if (question.ours[i]) view_.release(question.held[i]);
+    whole = whole && question.ours[i].has_value();
+  }
+  if (!whole || question.theirs.empty()) return false;
+  std::size_t part = 0;
+  for (std::size_t i = 0; i < question.slices.size(); ++i) {
+    const std::uint32_t slice = question.slices[i];
+    std::uint64_t ours = 0;
+    for (std::uint32_t p = 0; p < view_.manifest().slices()[slice].parts; ++p) ours = combine_digests(ours, *question.ours[part++]);
+    if (ours == question.theirs[i]) {
+      if (!proven_[slice]) ++proven_count_;
+      proven_[slice] = true;
+    } else {
+      spdlog::warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, question.source, question.version);
+      fetch_again(slice);
+    }
+  }
+  return true;
+}
+
+void Joiner::drop(Question& question) {
+  for (std::size_t i = 0; i < question.held.size(); ++i)
+    if (!question.ours[i]) view_.release(question.held[i]);
+  question.held.clear();
+}
+
+bool Joiner::say(transport::EndpointId endpoint, const proto::Stream& message) {
+  const std::string bytes = message.SerializeAsString();
+  return engine_.send(endpoint, as_bytes(bytes)).has_value();
+}
+
+Progress Joiner::progress(TimePoint now) const {
+  const auto& manifest = view_.manifest();
+  Progress progress;
+  for (const auto& slice : manifest.slices()) progress.total_bytes += manifest.bytes_of(slice.whole);
+  progress.bytes = bytes_;
+  progress.slices = planner_.arrived();
+  progress.total_slices = static_cast<std::uint32_t>(manifest.slices().size());
+  progress.proven = proven_count_;
+  progress.refetched = planner_.refetched();
+  progress.sources = static_cast<std::uint32_t>(sources_.size());
+  progress.sources_used = static_cast<std::uint32_t>(from_.size());
+  progress.done = done_;
+  progress.seconds = seconds((done_ ? finished_ : now) - started_);
+  progress.bytes_per_second = progress.seconds > 0 ? static_cast<double>(bytes_) / progress.seconds : 0;
+  return progress;
+}
+
+}  // namespace rejoin::catchup

@@ -1,0 +1,76 @@
+// Fetches one local rank's state from all healthy sources at once, watches it being kept current, and has it proven.
+// Runs in the daemon; the trainer's part (keeping and applying gradients) is keeper.h.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "base/clock.h"
+#include "catchup/planner.h"
+#include "shm/view.h"
+#include "stream.pb.h"
+#include "transport/transport.h"
+
+namespace rejoin::catchup {
+
+struct Progress {
+  std::uint64_t bytes = 0, total_bytes = 0;  // in place; of the whole state
+  std::uint32_t slices = 0, total_slices = 0, proven = 0;
+  std::uint32_t refetched = 0;
+  std::uint32_t sources = 0, sources_used = 0;
+  double bytes_per_second = 0;
+  double seconds = 0;
+  bool done = false;
+};
+
+class Joiner {
+ public:
+  Joiner(transport::Engine& engine, shm::View& view, transport::RegionId state, TimePoint now);
+  ~Joiner();
+
+  void on_source_up(ReplicaId source, transport::EndpointId endpoint);
+  void on_source_down(ReplicaId source);  // after its endpoint was closed: it is fenced
+  // Errors: `corrupt`; the caller closes the source's connection.
+  Result<> on_message(ReplicaId source, const proto::Stream& message, TimePoint now);
+  void work(TimePoint now);
+
+  bool done() const { return done_; }
+  Progress progress(TimePoint now) const;
+
+ private:
+  struct Question {
+    std::uint64_t number = 0, version = 0;
+    ReplicaId source;
+    std::vector<std::uint32_t> slices;
+    std::vector<shm::View::Held> held;
+    std::vector<std::optional<std::uint64_t>> ours;   // by part
+    std::vector<std::uint64_t> theirs;                // by slice; empty: not answered yet
+  };
+
+  Result<> on_sent(ReplicaId source, const proto::Sent& sent);
+  Result<> on_proof(ReplicaId source, const proto::Proof& proof);
+  void ask_for_slices();
+  void ask_for_proof();
+  bool settle(Question& question);
+  void drop(Question& question);
+  void fetch_again(std::uint32_t slice);
+  bool say(transport::EndpointId endpoint, const proto::Stream& message);
+
+  transport::Engine& engine_;
+  shm::View& view_;
+  const transport::RegionId state_;
+  Planner planner_;
+  std::map<ReplicaId, transport::EndpointId> sources_;
+  std::vector<bool> proven_;
+  std::uint32_t proven_count_ = 0;
+  std::vector<Question> questions_;
+  std::uint64_t next_question_ = 1;
+  std::uint64_t bytes_ = 0;
+  std::map<ReplicaId, std::uint64_t> from_;
+  shm::Clock seen_;
+  const TimePoint started_;
+  TimePoint finished_{};
+  bool done_ = false;
+};
+
+}  // namespace rejoin::catchup

@@ -1,0 +1,48 @@
+#include "catchup/planner.h"
+
+namespace rejoin::catchup {
+
+Planner::Planner(std::uint32_t slices, std::uint32_t window) : total_(slices), window_(window), have_(slices) {
+  for (std::uint32_t i = 0; i < slices; ++i) waiting_.push_back(i);
+}
+
+void Planner::on_source_up(ReplicaId source) { sources_.try_emplace(source); }
+
+void Planner::on_source_down(ReplicaId source) {
+  auto gone = sources_.extract(source);
+  if (gone.empty()) return;
+  for (auto slice : gone.mapped().under_way) {
+    waiting_.push_front(slice);
+    ++refetched_;
+  }
+}
+
+std::vector<std::uint32_t> Planner::next(ReplicaId source) {
+  std::vector<std::uint32_t> slices;
+  auto found = sources_.find(source);
+  if (found == sources_.end()) return slices;
+  while (found->second.under_way.size() < window_ && !waiting_.empty()) {
+    slices.push_back(waiting_.front());
+    found->second.under_way.insert(waiting_.front());
+    waiting_.pop_front();
+  }
+  return slices;
+}
+
+bool Planner::on_arrived(ReplicaId source, std::uint32_t slice) {
+  auto found = sources_.find(source);
+  if (found == sources_.end() || found->second.under_way.erase(slice) == 0) return false;
+  if (!have_[slice]) ++arrived_;
+  have_[slice] = true;
+  return true;
+}
+
+void Planner::on_again(std::uint32_t slice) {
+  if (have_[slice]) --arrived_;
+  have_[slice] = false;
+  for (auto& [id, source] : sources_) source.under_way.erase(slice);
+  waiting_.push_back(slice);
+  ++refetched_;
+}
+
+}  // namespace rejoin::catchup

@@ -1,0 +1,207 @@
+#include "catchup/service.h"
+
+#include <algorithm>
+
+#include "base/log.h"
+
+namespace rejoin::catchup {
+
+namespace {
+
+struct Hello {
+  std::uint64_t secret;
+  std::uint32_t replica, rank;  // whose state is wanted
+  std::uint32_t joiner, unused = 0;
+  std::uint64_t manifest;
+};
+
+}  // namespace
+
+Service::~Service() {
+  while (!ranks_.empty()) remove_rank(ranks_.begin()->first);
+}
+
+Result<> Service::add_rank(RankKey key, shm::View view) {
+  if (ranks_.contains(key)) remove_rank(key);
+  LocalRank rank;
+  rank.view = std::make_unique<shm::View>(std::move(view));
+  auto state = engine_.register_region(rank.view->state(), transport::MemoryKind::host);
+  if (!state) return tl::unexpected(state.error());
+  auto aside = engine_.register_region(rank.view->aside(), transport::MemoryKind::host);
+  if (!aside) return tl::unexpected(aside.error());
+  rank.state = *state;
+  rank.aside = *aside;
+  ranks_[key] = std::move(rank);
+  return {};
+}
+
+void Service::finish(RankKey key) {
+  auto found = ranks_.find(key);
+  if (found == ranks_.end()) return;
+  std::vector<transport::EndpointId> endpoints;
+  for (const auto& [endpoint, from] : fetching_)
+    if (from.rank == key) endpoints.push_back(endpoint);
+  for (auto endpoint : endpoints) {
+    engine_.close(endpoint);
+    fetching_.erase(endpoint);
+  }
+  LocalRank& rank = found->second;
+  rank.joiner.reset();
+  rank.sources.clear();
+  rank.reported = false;
+  // A new key: whoever still has the old one can do nothing with it.
+  engine_.deregister(rank.state);
+  auto state = engine_.register_region(rank.view->state(), transport::MemoryKind::host);
+  REJOIN_CHECK(state.has_value());
+  rank.state = *state;
+}
+
+void Service::remove_rank(RankKey key) {
+  auto found = ranks_.find(key);
+  if (found == ranks_.end()) return;
+  std::vector<transport::EndpointId> endpoints;
+  for (const auto& [endpoint, serving] : serving_)
+    if (serving.rank == key) endpoints.push_back(endpoint);
+  for (auto endpoint : endpoints) {
+    engine_.close(endpoint);
+    served_by_gone_ += serving_[endpoint].source->bytes_sent();
+    serving_.erase(endpoint);
+  }
+  finish(key);
+  engine_.deregister(found->second.state);
+  engine_.deregister(found->second.aside);
+  ranks_.erase(found);
+}
+
+void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, TimePoint now) {
+  auto found = ranks_.find(key);
+  if (found == ranks_.end()) return;
+  LocalRank& rank = found->second;
+  if (!rank.joiner) rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.state, now);
+  std::vector<SourceAddress> gone;
+  for (const auto& [source, endpoint] : rank.sources)
+    if (!sources.contains(source)) gone.push_back(source);
+  for (const auto& source : gone) lose(rank.sources[source], "it no longer contributes");
+  for (const auto& source : sources) {
+    if (rank.sources.contains(source)) continue;
+    const Hello hello{secret_, source.replica.value, key.rank.value, key.replica.value, 0, rank.view->manifest().hash()};
+    auto endpoint = engine_.connect(source.address, bytes_of(hello));
+    if (!endpoint) {
+      spdlog::warn("catch-up source replica {}: {}", source.replica, endpoint.error().message);
+      continue;
+    }
+    rank.sources[source] = *endpoint;
+    fetching_[*endpoint] = {key, source};
+  }
+}
+
+void Service::on_accepted(const transport::Event& event) {
+  Hello hello{};
+  BytesView bytes = event.message;
+  const bool known = take(bytes, hello) && hello.secret == secret_;
+  const RankKey key{ReplicaId(hello.replica), RankId(hello.rank)};
+  auto found = known ? ranks_.find(key) : ranks_.end();
+  if (found == ranks_.end() || found->second.view->manifest().hash() != hello.manifest) {
+    spdlog::warn("a catch-up connection was refused: {}", !known ? "wrong job key" : found == ranks_.end() ? "no such rank here" : "another state");
+    return engine_.close(event.endpoint);
+  }
+  LocalRank& rank = found->second;
+  serving_[event.endpoint] = {key, std::make_unique<Source>(engine_, event.endpoint, Source::Memory{rank.view.get(), rank.state, rank.aside})};
+}
+
+void Service::lose(transport::EndpointId endpoint, const std::string& why) {
+  engine_.close(endpoint);  // the fence, before anyone else is asked for the same slices
+  if (auto serving = serving_.extract(endpoint); !serving.empty()) {
+    served_by_gone_ += serving.mapped().source->bytes_sent();
+    return;
+  }
+  auto fetching = fetching_.extract(endpoint);
+  if (fetching.empty()) return;
+  const auto& [key, source] = fetching.mapped();
+  spdlog::info("catch-up source replica {} is out: {}", source.replica, why);
+  LocalRank& rank = ranks_.at(key);
+  rank.sources.erase(source);
+  if (rank.joiner) rank.joiner->on_source_down(source.replica);
+}
+
+void Service::on_message(transport::EndpointId endpoint, BytesView bytes, TimePoint now) {
+  proto::Stream message;
+  if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) return lose(endpoint, "it sent bytes that are no message");
+  Result<> handled;
+  if (auto serving = serving_.find(endpoint); serving != serving_.end()) {
+    Source& source = *serving->second.source;
+    if (message.has_fetch()) handled = source.on_fetch(message.fetch());
+    else if (message.has_prove()) handled = source.on_prove(message.prove());
+    else handled = fail(ErrorCode::corrupt, "a joiner sent a message that only sources send");
+  } else if (auto fetching = fetching_.find(endpoint); fetching != fetching_.end()) {
+    handled = ranks_.at(fetching->second.rank).joiner->on_message(fetching->second.source.replica, message, now);
+  }
+  if (!handled) lose(endpoint, handled.error().message);
+}
+
+void Service::handle(const transport::Event& event, TimePoint now) {
+  using transport::EventKind;
+  switch (event.kind) {
+    case EventKind::accepted: return on_accepted(event);
+    case EventKind::connected: {
+      auto found = fetching_.find(event.endpoint);
+      if (found == fetching_.end()) return;
+      ranks_.at(found->second.rank).joiner->on_source_up(found->second.source.replica, event.endpoint);
+      return;
+    }
+    case EventKind::message: return on_message(event.endpoint, event.message, now);
+    case EventKind::completed: {
+      auto found = serving_.find(event.endpoint);
+      if (found != serving_.end()) found->second.source->on_write_completed(event.value, !event.error);
+      return;
+    }
+    case EventKind::written: return;
+    case EventKind::closed: return lose(event.endpoint, event.error ? event.error->message : "closed");
+  }
+}
+
+std::vector<RankKey> Service::poll(TimePoint now) {
+  busy_ = false;
+  for (const auto& event : engine_.poll()) {
+    handle(event, now);
+    busy_ = true;
+  }
+  for (auto& [endpoint, serving] : serving_) serving.source->work(now);
+  std::vector<RankKey> caught_up;
+  for (auto& [key, rank] : ranks_) {
+    if (!rank.joiner) continue;
+    rank.joiner->work(now);
+    if (rank.joiner->done() && !rank.reported) {
+      rank.reported = true;
+      caught_up.push_back(key);
+    }
+  }
+  return caught_up;
+}
+
+std::optional<Progress> Service::progress(RankKey key, TimePoint now) const {
+  auto found = ranks_.find(key);
+  if (found == ranks_.end() || !found->second.joiner) return std::nullopt;
+  return found->second.joiner->progress(now);
+}
+
+std::uint64_t Service::bytes_served() const {
+  std::uint64_t bytes = served_by_gone_;
+  for (const auto& [endpoint, serving] : serving_) bytes += serving.source->bytes_sent();
+  return bytes;
+}
+
+std::vector<int> Service::doorbells() const {
+  std::vector<int> fds;
+  for (const auto& [key, rank] : ranks_) fds.push_back(rank.view->doorbell().get());
+  return fds;
+}
+
+void Service::arm_doorbells() {
+  for (auto& [key, rank] : ranks_) {
+    drain_eventfd(rank.view->doorbell());
+    rank.view->wait_for_change();
+  }
+}
+
+}  // namespace rejoin::catchup

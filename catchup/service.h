@@ -1,0 +1,85 @@
+// All catch-up of one node, in one thread: serves joiners out of local trainers' states, and fetches for local joiners.
+// It owns no thread; whoever owns the engine calls it.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "catchup/joiner.h"
+#include "catchup/source.h"
+
+namespace rejoin::catchup {
+
+struct RankKey {
+  ReplicaId replica;
+  RankId rank;
+  auto operator<=>(const RankKey&) const = default;
+};
+
+struct SourceAddress {
+  ReplicaId replica;
+  Incarnation incarnation;
+  transport::Address address;
+  auto operator<=>(const SourceAddress& other) const {
+    return std::tie(replica, incarnation) <=> std::tie(other.replica, other.incarnation);
+  }
+  bool operator==(const SourceAddress& other) const { return (*this <=> other) == 0; }
+};
+
+class Service {
+ public:
+  Service(transport::Engine& engine, std::uint64_t secret) : engine_(engine), secret_(secret) {}
+  ~Service();
+
+  // A local trainer's memory, from now until remove_rank().
+  Result<> add_rank(RankKey key, shm::View view);
+  void remove_rank(RankKey key);  // fences everyone off its memory first
+
+  // Catches this rank up from these sources; again with another list where they have changed. An empty list pauses.
+  void catch_up(RankKey key, const std::set<SourceAddress>& sources, TimePoint now);
+  // No longer: it was promoted or removed. Its memory is fenced.
+  void finish(RankKey key);
+
+  // The ranks that have become whole, current and proven since the last call.
+  std::vector<RankKey> poll(TimePoint now);
+  bool busy() const { return busy_; }  // more work without waiting for events
+  std::optional<Progress> progress(RankKey key, TimePoint now) const;
+  std::uint64_t bytes_served() const;
+  // What to watch besides the engine: the trainers' doorbells.
+  std::vector<int> doorbells() const;
+  void arm_doorbells();
+
+ private:
+  struct LocalRank {
+    std::unique_ptr<shm::View> view;
+    transport::RegionId state, aside;
+    std::unique_ptr<Joiner> joiner;
+    bool reported = false;
+    std::map<SourceAddress, transport::EndpointId> sources;
+  };
+  struct Serving {
+    RankKey rank;
+    std::unique_ptr<Source> source;
+  };
+  struct FetchingFrom {
+    RankKey rank;
+    SourceAddress source;
+  };
+
+  void handle(const transport::Event& event, TimePoint now);
+  void on_accepted(const transport::Event& event);
+  void on_message(transport::EndpointId endpoint, BytesView bytes, TimePoint now);
+  void lose(transport::EndpointId endpoint, const std::string& why);
+
+  transport::Engine& engine_;
+  const std::uint64_t secret_;
+  std::map<RankKey, LocalRank> ranks_;
+  std::map<transport::EndpointId, Serving> serving_;
+  std::map<transport::EndpointId, FetchingFrom> fetching_;
+  std::uint64_t served_by_gone_ = 0;
+  bool busy_ = false;
+};
+
+}  // namespace rejoin::catchup

@@ -1,0 +1,79 @@
+// Serves one joiner out of one local trainer's state: holds parts at one version, writes them into the joiner's memory,
+// and answers its questions about digests. The trainer never waits for it.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <vector>
+
+#include "base/clock.h"
+#include "shm/view.h"
+#include "stream.pb.h"
+#include "transport/transport.h"
+
+namespace rejoin::catchup {
+
+class Source {
+ public:
+  struct Memory {  // of the local trainer, registered
+    shm::View* view = nullptr;
+    transport::RegionId state, aside;
+  };
+
+  Source(transport::Engine& engine, transport::EndpointId joiner, Memory memory);
+  ~Source();
+
+  // Errors: `corrupt` where the message makes no sense for this state; the caller closes the connection.
+  Result<> on_fetch(const proto::Fetch& fetch);
+  Result<> on_prove(const proto::Prove& prove);
+  void on_write_completed(std::uint64_t context, bool success);
+  // Goes on with what can go on; true while there is something left to do.
+  bool work(TimePoint now);
+
+  std::uint64_t bytes_sent() const { return bytes_sent_; }
+
+ private:
+  struct Request {
+    std::uint32_t slice;
+    std::uint64_t at_least;
+    transport::RemoteRegion target;
+  };
+  struct PartJob {
+    shm::View::Held held;
+    bool from_aside = false;
+    bool writing = false;
+    std::uint32_t outstanding = 0;
+    std::optional<std::uint64_t> digest;  // set: the part is done
+  };
+  struct SliceJob {
+    Request request;
+    std::uint64_t version = 0;
+    std::vector<PartJob> parts;
+  };
+  struct Question {
+    std::uint64_t request = 0, version = 0;
+    std::vector<std::uint32_t> slices;
+    std::vector<shm::View::Held> held;  // empty: not held yet
+    std::vector<std::optional<std::uint64_t>> digests;
+  };
+
+  void start_slices(TimePoint now);
+  void advance(SliceJob& job);
+  void write_part(SliceJob& job, std::size_t index);
+  bool advance(Question& question);
+  void say(const proto::Stream& message);
+  std::vector<std::uint32_t> parts_of(std::uint32_t slice) const;
+
+  transport::Engine& engine_;
+  const transport::EndpointId joiner_;
+  const Memory memory_;
+  std::deque<Request> requests_;
+  std::map<std::uint64_t, SliceJob> jobs_;  // by number
+  std::deque<Question> questions_;
+  std::uint64_t next_job_ = 1;
+  std::uint64_t bytes_sent_ = 0;
+  TimePoint last_start_{};
+  bool failed_ = false;
+};
+
+}  // namespace rejoin::catchup

@@ -1,0 +1,242 @@
+// The stream end to end in one process: trainers that update every step, their daemons' services on the simulated
+// fabric, a joiner that starts from nothing. What must hold: same-bits, no-stale-write, bounded-memory.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <random>
+
+#include "catchup/keeper.h"
+#include "catchup/service.h"
+#include "transport/sim/fabric.h"
+
+namespace rejoin::catchup {
+namespace {
+
+shm::Manifest small_model(bool elementwise) {
+  return *shm::Manifest::make({{.name = "a", .count = 900'001, .columns = 3, .elementwise = elementwise},
+                               {.name = "b", .count = 700'000, .columns = 3},
+                               {.name = "c", .count = 5, .columns = 1}});
+}
+
+// A replica of one rank: trainer, shared memory, daemon service.
+struct Replica {
+  ReplicaId id;
+  std::unique_ptr<transport::Engine> engine;
+  transport::Address address;
+  std::unique_ptr<shm::Owner> owner;
+  std::unique_ptr<Keeper> keeper;
+  std::unique_ptr<Service> service;
+  bool contributes = true;
+  bool caught_up = false;
+  std::uint64_t trained_pieces = 0;
+
+  // The gradient of a step is a function of step and element, as if it came out of an all-reduce.
+  static float gradient(std::uint32_t tensor, std::uint64_t i, std::uint64_t step) {
+    return static_cast<float>((i * 31 + tensor * 7 + step * 13) % 101) - 50.0f;
+  }
+  void update(Step step) {
+    std::vector<std::vector<float>> gradients;
+    for (std::uint32_t t = 0; t < owner->manifest().tensors().size(); ++t) {
+      gradients.emplace_back(owner->manifest().tensors()[t].count);
+      for (std::uint64_t i = 0; i < gradients[t].size(); ++i) gradients[t][i] = gradient(t, i, step.value);
+    }
+    const auto pieces = keeper->begin(step, contributes, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
+      return std::as_bytes(std::span(gradients[t]).subspan(first, count));
+    });
+    for (const auto& piece : pieces) {
+      ++trained_pieces;
+      const auto& tensor = owner->manifest().tensors()[piece.tensor];
+      const auto* g = reinterpret_cast<const float*>(piece.gradient.data());
+      for (std::uint32_t column = 0; column < tensor.columns; ++column) {
+        auto* values = reinterpret_cast<float*>(owner->state().data() + tensor.offset + column * tensor.stride) + piece.first;
+        for (std::uint64_t i = 0; i < piece.count; ++i)
+          values[i] = values[i] * 0.9f + g[i] * (0.1f + 0.01f * static_cast<float>(column)) / static_cast<float>(piece.step.value);
+      }
+    }
+    keeper->end(step, contributes);
+  }
+};
+
+struct Cluster {
+  VirtualClock clock;
+  transport::sim::Fabric fabric;
+  std::vector<std::unique_ptr<Replica>> replicas;
+  std::mt19937_64 random;
+  std::uint64_t step = 0;
+  bool elementwise;
+  std::uint64_t budget = 64 * MiB;
+
+  explicit Cluster(std::uint64_t seed, bool e = true) : fabric({.seed = seed}, clock), random(seed), elementwise(e) {}
+
+  Replica& add(bool contributes, std::uint64_t own_budget = 64 * MiB) {
+    auto replica = std::make_unique<Replica>();
+    replica->id = ReplicaId(static_cast<std::uint32_t>(replicas.size()));
+    replica->engine = fabric.make_engine();
+    replica->address = *replica->engine->listen({"sim"});
+    replica->owner = std::make_unique<shm::Owner>(*shm::Owner::make(small_model(elementwise)));
+    replica->keeper = std::make_unique<Keeper>(*replica->owner, own_budget);
+    replica->service = std::make_unique<Service>(*replica->engine, 5);
+    replica->contributes = contributes;
+    replica->owner->set_version(step);
+    auto* floats = reinterpret_cast<float*>(replica->owner->state().data());
+    for (std::size_t i = 0; i < replica->owner->state().size() / 4; ++i)
+      floats[i] = contributes ? static_cast<float>(i % 1000) : -1.0f;
+    const auto copy = [](const Fd& fd) { return Fd(::dup(fd.get())); };
+    auto view = shm::View::make(replica->owner->manifest(), copy(replica->owner->state_fd()), copy(replica->owner->page_fd()),
+                                copy(replica->owner->aside_fd()), copy(replica->owner->doorbell()));
+    EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, std::move(*view)));
+    replicas.push_back(std::move(replica));
+    return *replicas.back();
+  }
+  void catch_up(Replica& joiner) {
+    std::set<SourceAddress> sources;
+    for (auto& r : replicas)
+      if (r && r->contributes) sources.insert({r->id, Incarnation(1), r->address});
+    joiner.service->catch_up({joiner.id, RankId(0)}, sources, clock.now());
+  }
+  void pump(int events) {
+    for (int i = 0; i < events; ++i) {
+      fabric.step();
+      clock.advance(std::chrono::microseconds(1));
+      for (auto& r : replicas)
+        if (r)
+          for (auto key : r->service->poll(clock.now())) r->caught_up |= key.replica == r->id;
+    }
+  }
+  // One training step of everyone, with the stream at work in between, in an order drawn from the seed.
+  void train(int events) {
+    ++step;
+    std::vector<Replica*> order;
+    for (auto& r : replicas)
+      if (r) order.push_back(r.get());
+    std::shuffle(order.begin(), order.end(), random);
+    for (auto* r : order) {
+      pump(events);
+      r->update(Step(step));
+    }
+  }
+  bool same_bits(const Replica& a, const Replica& b) const {
+    // Padding between columns is nobody's.
+    for (const auto& tensor : a.owner->manifest().tensors())
+      for (std::uint32_t c = 0; c < tensor.columns; ++c)
+        if (std::memcmp(a.owner->state().data() + tensor.offset + c * tensor.stride, b.owner->state().data() + tensor.offset + c * tensor.stride,
+                        tensor.count * 4) != 0)
+          return false;
+    return true;
+  }
+};
+
+TEST(CatchUp, AJoinerEndsWithTheSameBitsWhileEveryoneTrainsOn) {
+  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed, seed % 2 == 0);
+    cluster.add(true), cluster.add(true);
+    for (int i = 0; i < 3; ++i) cluster.train(1);
+    Replica& joiner = cluster.add(false);
+    cluster.catch_up(joiner);
+    for (int i = 0; i < 200 && !joiner.caught_up; ++i) cluster.train(static_cast<int>(2 + seed));
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+    joiner.contributes = true;
+    joiner.service->finish({joiner.id, RankId(0)});
+    cluster.train(5);
+    EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+    const auto progress = cluster.replicas[0]->service->bytes_served() + cluster.replicas[1]->service->bytes_served();
+    EXPECT_GE(progress, joiner.owner->manifest().state_bytes() - 4096);
+  }
+}
+
+TEST(CatchUp, ASourceMayDieAtAnyMoment) {
+  for (std::uint64_t seed = 1; seed <= 8; ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed);
+    cluster.add(true), cluster.add(true);
+    cluster.train(1);
+    Replica& joiner = cluster.add(false);
+    cluster.catch_up(joiner);
+    cluster.train(static_cast<int>(seed * 3));
+    cluster.fabric.kill(*cluster.replicas[1]->engine);
+    cluster.replicas[1]->service.reset();
+    cluster.replicas[1].reset();
+    for (int i = 0; i < 300 && !joiner.caught_up; ++i) cluster.train(4);
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+  }
+}
+
+TEST(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
+  Cluster cluster(3);
+  cluster.add(true), cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  bool flipped = false;
+  for (int i = 0; i < 5000 && !joiner.caught_up; ++i) {
+    cluster.pump(1);
+    if (i % 20 == 19) cluster.train(0);
+    const auto word = shm::SliceWord::unpack(joiner.owner->page().slice_words()[0].load());
+    if (!flipped && word.state == shm::SliceState::arrived) {
+      joiner.owner->state()[1000] ^= std::byte{4};
+      flipped = true;
+    }
+  }
+  ASSERT_TRUE(flipped);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+  EXPECT_GE(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched, 1u);
+}
+
+TEST(CatchUp, KeptGradientsStayWithinTheirBudgetAndItStillArrives) {
+  Cluster cluster(4);
+  cluster.add(true);
+  cluster.train(1);
+  constexpr std::uint64_t budget = 3 * MiB;
+  Replica& joiner = cluster.add(false, budget);
+  cluster.catch_up(joiner);
+  std::uint64_t most = 0;
+  for (int i = 0; i < 400 && !joiner.caught_up; ++i) {
+    cluster.train(8);
+    most = std::max(most, joiner.keeper->kept_bytes());
+  }
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_LE(most, budget);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+}
+
+TEST(CatchUp, AStrangerOrAnotherModelIsRefused) {
+  Cluster cluster(5);
+  Replica& source = cluster.add(true);
+  cluster.elementwise = false;  // another manifest
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  cluster.pump(200);
+  EXPECT_EQ(source.service->bytes_served(), 0u);
+  EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->sources, 0u);
+}
+
+TEST(Planner, AllSlicesAreAskedForOnceAndThoseOfALostSourceAgain) {
+  Planner planner(10, 3);
+  planner.on_source_up(ReplicaId(0));
+  planner.on_source_up(ReplicaId(1));
+  EXPECT_EQ(planner.next(ReplicaId(0)), (std::vector<std::uint32_t>{0, 1, 2}));
+  EXPECT_EQ(planner.next(ReplicaId(1)), (std::vector<std::uint32_t>{3, 4, 5}));
+  EXPECT_TRUE(planner.next(ReplicaId(0)).empty());
+  EXPECT_TRUE(planner.on_arrived(ReplicaId(0), 1));
+  EXPECT_FALSE(planner.on_arrived(ReplicaId(0), 3)) << "not asked of this source";
+  planner.on_source_down(ReplicaId(1));
+  EXPECT_EQ(planner.refetched(), 3u);
+  std::set<std::uint32_t> rest;
+  for (bool more = true; more;) {
+    const auto next = planner.next(ReplicaId(0));
+    more = !next.empty();
+    for (auto slice : next) {
+      rest.insert(slice);
+      EXPECT_TRUE(planner.on_arrived(ReplicaId(0), slice));
+    }
+    for (auto slice : {0u, 2u}) planner.on_arrived(ReplicaId(0), slice);
+  }
+  EXPECT_TRUE(planner.all_arrived());
+}
+
+}  // namespace
+}  // namespace rejoin::catchup
