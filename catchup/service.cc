@@ -161,22 +161,32 @@ void Service::handle(const transport::Event& event, TimePoint now) {
 }
 
 std::vector<RankKey> Service::poll(TimePoint now) {
+  poll_again(now);
+  return std::exchange(caught_up_, {});
+}
+
+std::vector<RankKey> Service::joining() const {
+  std::vector<RankKey> keys;
+  for (const auto& [key, rank] : ranks_)
+    if (rank.joiner) keys.push_back(key);
+  return keys;
+}
+
+void Service::poll_again(TimePoint now) {
   busy_ = false;
   for (const auto& event : engine_.poll()) {
     handle(event, now);
     busy_ = true;
   }
   for (auto& [endpoint, serving] : serving_) serving.source->work(now);
-  std::vector<RankKey> caught_up;
   for (auto& [key, rank] : ranks_) {
     if (!rank.joiner) continue;
     rank.joiner->work(now);
     if (rank.joiner->done() && !rank.reported) {
       rank.reported = true;
-      caught_up.push_back(key);
+      caught_up_.push_back(key);
     }
   }
-  return caught_up;
 }
 
 std::optional<Progress> Service::progress(RankKey key, TimePoint now) const {

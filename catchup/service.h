@@ -44,7 +44,11 @@ class Service {
 
   // The ranks that have become whole, current and proven since the last call.
   std::vector<RankKey> poll(TimePoint now);
+  // The same once more, keeping what became of it for the next poll().
+  void poll_again(TimePoint now);
   bool busy() const { return busy_; }  // more work without waiting for events
+  std::vector<RankKey> joining() const;
+  std::size_t serving() const { return serving_.size(); }
   std::optional<Progress> progress(RankKey key, TimePoint now) const;
   std::uint64_t bytes_served() const;
   // What to watch besides the engine: the trainers' doorbells.
@@ -78,6 +82,7 @@ class Service {
   std::map<RankKey, LocalRank> ranks_;
   std::map<transport::EndpointId, Serving> serving_;
   std::map<transport::EndpointId, FetchingFrom> fetching_;
+  std::vector<RankKey> caught_up_;
   std::uint64_t served_by_gone_ = 0;
   bool busy_ = false;
 };

@@ -32,11 +32,11 @@ class Idle {
       return;
     }
     if (!engine_.arm()) return;
-    pollfd waiting[8];
+    pollfd waiting[32];
     nfds_t count = 0;
     waiting[count++] = {engine_.event_fd(), POLLIN, 0};
     for (int fd : others)
-      if (count < 8) waiting[count++] = {fd, POLLIN, 0};
+      if (count < 32) waiting[count++] = {fd, POLLIN, 0};
     const auto ms = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
     ::poll(waiting, count, static_cast<int>(std::max<std::int64_t>(0, ms)));
   }

@@ -1,0 +1,25 @@
+// What happened and when, as JSON lines in a file of each process: for the demo's timeline, `rejoin trace` and people.
+// Times are CLOCK_MONOTONIC nanoseconds, so that the files of one node's processes line up.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "base/result.h"
+
+namespace rejoin::events {
+
+using Value = std::variant<std::int64_t, std::uint64_t, double, bool, std::string>;
+using Fields = std::vector<std::pair<std::string_view, Value>>;
+
+// Opens DIRECTORY/WHO.PID.jsonl; without it (or with an empty directory) events go nowhere. Once, from main.
+Result<> open(const std::string& directory, const std::string& who);
+
+// One line, written at once (so that a killed process leaves everything it said). Any thread.
+void emit(std::string_view kind, const Fields& fields = {});
+
+}  // namespace rejoin::events

@@ -1,0 +1,57 @@
+#include "daemon/auth.h"
+
+#include <fcntl.h>
+#include <openssl/crypto.h>
+#include <openssl/hmac.h>
+#include <openssl/rand.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/fd.h"
+
+namespace rejoin::daemon {
+
+Result<JobKey> JobKey::read(const std::string& path) {
+  Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file) return fail_errno(fmt::format("job key file {}", path));
+  struct stat status {};
+  if (::fstat(file.get(), &status) != 0) return fail_errno(path);
+  if ((status.st_mode & 077) != 0)
+    return fail(ErrorCode::refused, "job key file {} is readable by others; chmod 600 it", path);
+  std::string key(4096, '\0');
+  const ssize_t got = ::read(file.get(), key.data(), key.size());
+  if (got < 0) return fail_errno(path);
+  key.resize(static_cast<std::size_t>(got));
+  while (!key.empty() && (key.back() == '\n' || key.back() == '\r')) key.pop_back();
+  if (key.size() < 16)
+    return fail(ErrorCode::invalid_argument, "job key in {} has {} bytes; use at least 16, e.g. 'openssl rand -hex 32'", path, key.size());
+  return JobKey(std::move(key));
+}
+
+JobKey::Mac JobKey::sign(std::string_view purpose, BytesView first, BytesView second) const {
+  Bytes message;
+  for (BytesView part : {as_bytes(purpose), first, second}) message.insert(message.end(), part.begin(), part.end());
+  Mac mac;
+  unsigned length = 0;
+  REJOIN_CHECK(::HMAC(::EVP_sha256(), key_.data(), static_cast<int>(key_.size()),
+                      reinterpret_cast<const unsigned char*>(message.data()), message.size(),
+                      reinterpret_cast<unsigned char*>(mac.data()), &length) != nullptr && length == mac.size());
+  return mac;
+}
+
+bool JobKey::equal(BytesView a, BytesView b) { return a.size() == b.size() && ::CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0; }
+
+std::uint64_t JobKey::data_secret() const {
+  const Mac mac = sign("rejoin data connections", {}, {});
+  std::uint64_t secret = 0;
+  std::memcpy(&secret, mac.data(), sizeof secret);
+  return secret;
+}
+
+Nonce make_nonce() {
+  Nonce nonce;
+  REJOIN_CHECK(::RAND_bytes(reinterpret_cast<unsigned char*>(nonce.data()), static_cast<int>(nonce.size())) == 1);
+  return nonce;
+}
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,31 @@
+// Proof of the job key without showing it: both sides send a nonce and answer the other's with an HMAC-SHA256.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include "base/bytes.h"
+#include "base/result.h"
+
+namespace rejoin::daemon {
+
+class JobKey {
+ public:
+  // From a file that only its owner can read; at least 16 bytes.
+  static Result<JobKey> read(const std::string& path);
+  explicit JobKey(std::string key) : key_(std::move(key)) {}
+
+  using Mac = std::array<std::byte, 32>;
+  Mac sign(std::string_view purpose, BytesView first, BytesView second) const;
+  static bool equal(BytesView a, BytesView b);  // in constant time
+  // What ranks and daemons of the job show each other on data connections.
+  std::uint64_t data_secret() const;
+
+ private:
+  std::string key_;
+};
+
+using Nonce = std::array<std::byte, 32>;
+Nonce make_nonce();
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,102 @@
+#include "daemon/framed.h"
+
+namespace rejoin::daemon {
+
+namespace {
+constexpr std::string_view kMagic = "rejoin control 1";  // the control protocol's version
+}
+
+JobKey::Mac Framed::mac(bool by_server) const {
+  const Nonce& server = server_ ? mine_ : theirs_;
+  const Nonce& client = server_ ? theirs_ : mine_;
+  return key_.sign(by_server ? "rejoin server" : "rejoin client", server, client);
+}
+
+void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
+  handlers_ = std::move(handlers);
+  asio::error_code ignored;
+  socket_.set_option(asio::ip::tcp::no_delay(true), ignored);
+  const auto endpoint = socket_.remote_endpoint(ignored);
+  remote_ = ignored ? "?" : fmt::format("{}:{}", endpoint.address().to_string(), endpoint.port());
+  timer_.expires_after(deadline);
+  timer_.async_wait([self = shared_from_this()](asio::error_code error) {
+    if (!error && self->stage_ != Stage::open) self->end("it did not prove the job key in time");
+  });
+  mine_ = make_nonce();
+  send(std::string(kMagic) + std::string(as_text(mine_)));
+  read_length();
+}
+
+void Framed::read_length() {
+  asio::async_read(socket_, asio::buffer(length_), [self = shared_from_this()](asio::error_code error, std::size_t) {
+    if (error) return self->end(error == asio::error::eof ? "it closed the connection" : error.message());
+    const std::uint32_t length = self->length_[0] | self->length_[1] << 8 | self->length_[2] << 16 | static_cast<std::uint32_t>(self->length_[3]) << 24;
+    const std::uint32_t limit = self->stage_ == Stage::open ? kMaxFrame : 256;
+    if (length > limit) return self->end(fmt::format("it sent a frame of {} bytes, over the limit of {}: not a Rejoin daemon?", length, limit));
+    self->read_body(length);
+  });
+}
+
+void Framed::read_body(std::uint32_t length) {
+  body_.resize(length);
+  asio::async_read(socket_, asio::buffer(body_), [self = shared_from_this()](asio::error_code error, std::size_t) {
+    if (error) return self->end(error.message());
+    self->on_frame();
+    if (!self->closed_) self->read_length();
+  });
+}
+
+void Framed::on_frame() {
+  switch (stage_) {
+    case Stage::nonce: {
+      if (body_.size() != kMagic.size() + theirs_.size() || !body_.starts_with(kMagic))
+        return end("it does not speak this version of the Rejoin control protocol");
+      std::memcpy(theirs_.data(), body_.data() + kMagic.size(), theirs_.size());
+      stage_ = Stage::proof;
+      const auto proof = mac(server_);
+      return send(std::string(as_text(proof)));
+    }
+    case Stage::proof:
+      if (!JobKey::equal(as_bytes(body_), mac(!server_))) return end("its job key differs from ours; give both the same --job-key-file");
+      stage_ = Stage::open;
+      timer_.cancel();
+      return handlers_.ready();
+    case Stage::open: return handlers_.message(body_);
+  }
+}
+
+void Framed::send(std::string message) {
+  if (closed_) return;
+  const auto length = static_cast<std::uint32_t>(message.size());
+  std::string frame(4, '\0');
+  for (int i = 0; i < 4; ++i) frame[static_cast<std::size_t>(i)] = static_cast<char>(length >> (8 * i));
+  frame += message;
+  out_.push_back(std::move(frame));
+  if (out_.size() == 1) write_next();
+  if (out_.size() > 4096) end("it does not read what is sent to it");
+}
+
+void Framed::write_next() {
+  asio::async_write(socket_, asio::buffer(out_.front()), [self = shared_from_this()](asio::error_code error, std::size_t) {
+    if (self->closed_) return;
+    if (error) return self->end(error.message());
+    self->out_.pop_front();
+    if (!self->out_.empty()) self->write_next();
+  });
+}
+
+void Framed::end(const std::string& why) {
+  if (std::exchange(closed_, true)) return;
+  asio::error_code ignored;
+  socket_.close(ignored);
+  timer_.cancel();
+  if (handlers_.closed) handlers_.closed(why);
+  handlers_ = {};
+}
+
+void Framed::close() {
+  handlers_.closed = nullptr;
+  end("closed");
+}
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,55 @@
+// A control connection: length-prefixed messages over TCP, after both sides have proved the job key. One io_context thread.
+#pragma once
+
+#include <asio.hpp>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/bytes.h"
+#include "base/result.h"
+#include "daemon/auth.h"
+
+namespace rejoin::daemon {
+
+class Framed : public std::enable_shared_from_this<Framed> {
+ public:
+  static constexpr std::uint32_t kMaxFrame = 16 * MiB;
+  struct Handlers {
+    std::function<void()> ready;                     // authenticated
+    std::function<void(std::string_view)> message;
+    std::function<void(const std::string& why)> closed;  // once; nothing follows
+  };
+
+  Framed(asio::ip::tcp::socket socket, const JobKey& key, bool server) : socket_(std::move(socket)), timer_(socket_.get_executor()), key_(key), server_(server) {}
+  // Begins the proof; it must be over within `deadline`.
+  void start(Handlers handlers, std::chrono::milliseconds deadline);
+  void send(std::string message);
+  void close();
+  std::string remote() const { return remote_; }
+
+ private:
+  enum class Stage { nonce, proof, open };
+  void read_length();
+  void read_body(std::uint32_t length);
+  void on_frame();
+  void end(const std::string& why);
+  void write_next();
+  JobKey::Mac mac(bool by_server) const;
+
+  asio::ip::tcp::socket socket_;
+  asio::steady_timer timer_;
+  const JobKey& key_;
+  const bool server_;
+  Handlers handlers_;
+  Stage stage_ = Stage::nonce;
+  Nonce mine_{}, theirs_{};
+  std::array<unsigned char, 4> length_{};
+  std::string body_;
+  std::deque<std::string> out_;
+  bool closed_ = false;
+  std::string remote_;
+};
+
+}  // namespace rejoin::daemon

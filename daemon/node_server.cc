@@ -1,0 +1,313 @@
+#include "daemon/node_server.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
+
+#include "base/events.h"
+#include "base/log.h"
+#include "transport/socket_address.h"
+
+namespace rejoin::daemon {
+
+namespace {
+constexpr std::size_t kMaxLocalMessage = 512 * KiB;
+constexpr auto kRetry = std::chrono::milliseconds(50);
+}  // namespace
+
+Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, const NodeOptions& options, const JobKey& key) {
+  auto listener = listen_unix(options.socket);
+  if (!listener) return tl::unexpected(listener.error());
+  std::unique_ptr<NodeServer> server(new NodeServer(io, options, key));
+  server->listener_fd_ = std::move(*listener);
+  server->listener_.assign(::dup(server->listener_fd_.get()));
+  auto stream = StreamThread::start(options.transport, options.data_listen, key.data_secret(),
+                                    [raw = server.get()](StreamThread::Report report) {
+                                      asio::post(raw->io_, [raw, report = std::move(report)]() mutable { raw->on_report(std::move(report)); });
+                                    });
+  if (!stream) return tl::unexpected(stream.error());
+  server->stream_ = std::move(*stream);
+  server->accept();
+  server->connect_coordinator();
+  server->tick();
+  return server;
+}
+
+NodeServer::~NodeServer() {
+  stream_.reset();
+  if (coordinator_) coordinator_->close();
+  if (!options_.socket.empty() && options_.socket[0] != '@') ::unlink(options_.socket.c_str());
+}
+
+// ---- trainers
+
+void NodeServer::accept() {
+  listener_.async_wait(asio::posix::stream_descriptor::wait_read, [this](asio::error_code error) {
+    if (error) return;
+    for (;;) {
+      Fd socket(::accept4(listener_fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      if (!socket) break;
+      auto credentials = peer_credentials(socket);
+      if (!credentials || (credentials->uid != ::geteuid() && credentials->uid != 0)) {
+        spdlog::warn("a local connection of user {} was refused; this daemon serves user {}", credentials ? credentials->uid : 0, ::geteuid());
+        ++rejected_;
+        continue;
+      }
+      const int size = 1 << 20;
+      (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+      const membership::RankConnection id(next_trainer_++);
+      Trainer& trainer = trainers_[id];
+      trainer.id = id;
+      trainer.credentials = *credentials;
+      trainer.socket = std::move(socket);
+      watch(trainer);
+    }
+    accept();
+  });
+}
+
+void NodeServer::watch(Trainer& trainer) {
+  trainer.readable = std::make_unique<asio::posix::stream_descriptor>(io_, ::dup(trainer.socket.get()));
+  auto pidfd = make_pidfd(trainer.credentials.pid);
+  if (pidfd) {
+    trainer.exited = std::make_unique<asio::posix::stream_descriptor>(io_, pidfd->release());
+    trainer.exited->async_wait(asio::posix::stream_descriptor::wait_read, [this, id = trainer.id, pid = trainer.credentials.pid](asio::error_code error) {
+      if (!error) drop(id, fmt::format("its process {} ended", pid));
+    });
+  }  // otherwise it has ended already, and its socket says so
+  read(trainer.id);
+}
+
+void NodeServer::read(membership::RankConnection id) {
+  auto found = trainers_.find(id);
+  if (found == trainers_.end()) return;
+  found->second.readable->async_wait(asio::posix::stream_descriptor::wait_read, [this, id](asio::error_code error) {
+    if (error) return;
+    for (;;) {
+      auto at = trainers_.find(id);
+      if (at == trainers_.end()) return;
+      auto received = receive_with_fds(at->second.socket, kMaxLocalMessage);
+      if (!received) return drop(id, received.error().message);
+      if (!*received) break;
+      proto::FromTrainer message;
+      if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())) || message.kind_case() == proto::FromTrainer::KIND_NOT_SET) {
+        ++rejected_;
+        return drop(id, "it sent bytes that are no message");
+      }
+      if (message.has_hello()) {
+        if (auto welcome = on_hello(at->second, message.hello(), std::move((*received)->fds)); !welcome) {
+          proto::ToTrainer refusal;
+          refusal.set_refusal(welcome.error().message);
+          tell(at->second, refusal);
+          ++rejected_;
+          return drop(id, welcome.error().message);
+        }
+      } else {
+        carry_out(machine_.on_rank_message(id, message.report(), now()));
+      }
+    }
+    read(id);
+  });
+}
+
+Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds) {
+  if (hello.protocol() != membership::kProtocolVersion || hello.layout() != shm::kLayoutVersion)
+    return fail(ErrorCode::mismatch, "the trainer's library speaks protocol {} with page layout {}, this rejoind {} with {}; use one version of both",
+                hello.protocol(), hello.layout(), membership::kProtocolVersion, shm::kLayoutVersion);
+  if (trainer.key) return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
+  if (fds.size() != 4) return fail(ErrorCode::corrupt, "it sent {} descriptors instead of 4", fds.size());
+  auto manifest = shm::Manifest::parse(as_bytes(hello.manifest()));
+  if (!manifest) return tl::unexpected(manifest.error());
+  auto view = shm::View::make(std::move(*manifest), std::move(fds[0]), std::move(fds[1]), std::move(fds[2]), std::move(fds[3]));
+  if (!view) return tl::unexpected(view.error());
+  const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
+  // A process that hung and was declared dead may still be connected.
+  std::vector<membership::RankConnection> older;
+  for (const auto& [id, other] : trainers_)
+    if (other.key == key) older.push_back(id);
+  for (auto id : older) drop(id, "the rank was started again");
+  trainer.key = key;
+  auto shared = std::make_shared<shm::View>(std::move(*view));
+  stream_->post([key, shared](catchup::Service& service, TimePoint) {
+    if (auto added = service.add_rank(key, std::move(*shared)); !added) spdlog::error("state of replica {}: {}", key.replica, added.error().message);
+  });
+  proto::ToTrainer answer;
+  answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
+  answer.mutable_welcome()->set_silence_ms(static_cast<std::uint64_t>(options_.silence.count()));
+  answer.mutable_welcome()->set_data_secret(key_.data_secret());
+  tell(trainer, answer);
+  proto::FromNode up;
+  *up.mutable_rank_up() = hello.up();
+  up.mutable_rank_up()->set_stream_address(stream_->address());
+  up.mutable_rank_up()->set_pid(trainer.credentials.pid);
+  carry_out(machine_.on_rank_message(trainer.id, up, now()));
+  return {};
+}
+
+void NodeServer::drop(membership::RankConnection id, const std::string& reason) {
+  auto gone = trainers_.extract(id);
+  if (gone.empty()) return;
+  Trainer& trainer = gone.mapped();
+  if (trainer.key) {
+    events::emit("rank_down", {{"replica", std::uint64_t{trainer.key->replica.value}}, {"rank", std::uint64_t{trainer.key->rank.value}}, {"reason", reason}});
+    progress_.erase(*trainer.key);
+    stream_->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
+  } else {
+    spdlog::warn("local process {}: {}", trainer.credentials.pid, reason);
+  }
+  carry_out(machine_.on_rank_gone(id, reason));
+}
+
+void NodeServer::tell(Trainer& trainer, const proto::ToTrainer& message) {
+  const std::string bytes = message.SerializeAsString();
+  if (auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {}); !sent && sent.error().code == ErrorCode::exhausted)
+    asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it"); });
+}
+
+// ---- the coordinator
+
+void NodeServer::connect_coordinator() {
+  auto address = transport::SocketAddress::resolve(options_.coordinator);
+  if (!address) return coordinator_lost(address.error().message);
+  asio::ip::tcp::endpoint endpoint;
+  std::memcpy(endpoint.data(), address->get(), address->length());
+  endpoint.resize(address->length());
+  auto socket = std::make_shared<asio::ip::tcp::socket>(io_);
+  socket->async_connect(endpoint, [this, socket](asio::error_code error) {
+    if (error) return coordinator_lost(error.message());
+    coordinator_ = std::make_shared<Framed>(std::move(*socket), key_, false);
+    coordinator_->start({.ready =
+                             [this] {
+                               said_unreachable_ = false;
+                               spdlog::info("connected to the coordinator at {}", options_.coordinator);
+                               carry_out(machine_.on_coordinator_up(now()));
+                             },
+                         .message =
+                             [this](std::string_view bytes) {
+                               proto::ToNode message;
+                               if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+                                 ++rejected_;
+                                 spdlog::warn("the coordinator sent bytes that are no message; ignored");
+                                 return;
+                               }
+                               carry_out(machine_.on_coordinator_message(message, now()));
+                               if (message.has_plan() || message.has_peers()) follow_plan();
+                             },
+                         .closed = [this](const std::string& why) { coordinator_lost(why); }},
+                        std::chrono::seconds(5));
+  });
+}
+
+void NodeServer::coordinator_lost(const std::string& why) {
+  coordinator_.reset();
+  carry_out(machine_.on_coordinator_down());
+  if (!std::exchange(said_unreachable_, true)) spdlog::warn("coordinator at {}: {}; trying again every {} ms", options_.coordinator, why, kRetry.count());
+  retry_.expires_after(kRetry);
+  retry_.async_wait([this](asio::error_code error) {
+    if (!error) connect_coordinator();
+  });
+}
+
+void NodeServer::tick() {
+  timer_.expires_after(options_.silence / 16 + std::chrono::milliseconds(1));
+  timer_.async_wait([this](asio::error_code error) {
+    if (error) return;
+    carry_out(machine_.on_tick(now()));
+    // A coordinator that is silent is as good as gone: connect anew.
+    if (coordinator_ && machine_.coordinator_up() && now() - machine_.coordinator_heard() > options_.silence) {
+      coordinator_->close();
+      coordinator_lost("it was silent");
+    }
+    tick();
+  });
+}
+
+void NodeServer::carry_out(membership::Node::Actions actions) {
+  for (const auto& note : actions.notes) spdlog::info("{}", note);
+  for (const auto& message : actions.to_coordinator)
+    if (coordinator_) coordinator_->send(message.SerializeAsString());
+  for (const auto& [id, word] : actions.to_ranks) {
+    auto found = trainers_.find(id);
+    if (found == trainers_.end()) continue;
+    proto::ToTrainer message;
+    *message.mutable_word() = word;
+    tell(found->second, message);
+  }
+  for (auto id : actions.silent) drop(id, fmt::format("no sign of life for {} ms", options_.silence.count()));
+}
+
+// Starts, updates and ends the streams into local joiners as the plan says.
+void NodeServer::follow_plan() {
+  for (auto& [id, trainer] : trainers_) {
+    if (!trainer.key) continue;
+    auto info = machine_.ranks().find(id);
+    if (info == machine_.ranks().end()) continue;
+    const auto key = *trainer.key;
+    bool catching_up = false;
+    std::set<catchup::SourceAddress> sources;
+    for (const auto& member : machine_.plan().members()) {
+      if (member.replica() == key.replica.value && member.incarnation() == info->second.up.incarnation()) catching_up = member.catching_up();
+      if (member.catching_up()) continue;
+      for (const auto& peer : machine_.peers().peers())
+        if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation() && peer.rank() == key.rank.value)
+          sources.insert({ReplicaId(peer.replica()), Incarnation(peer.incarnation()), {peer.stream_address()}});
+    }
+    if (catching_up && !trainer.catching_up)
+      events::emit("catch_up_started", {{"replica", std::uint64_t{key.replica.value}}, {"rank", std::uint64_t{key.rank.value}}, {"step", machine_.plan().step()}});
+    if (trainer.catching_up && !catching_up) {
+      stream_->post([key](catchup::Service& service, TimePoint) { service.finish(key); });
+      events::emit("promoted", {{"replica", std::uint64_t{key.replica.value}}, {"rank", std::uint64_t{key.rank.value}}, {"step", machine_.plan().step()}});
+    }
+    trainer.catching_up = catching_up;
+    if (catching_up) stream_->post([key, sources](catchup::Service& service, TimePoint at) { service.catch_up(key, sources, at); });
+  }
+}
+
+void NodeServer::on_report(StreamThread::Report report) {
+  bytes_served_ = report.bytes_served;
+  for (const auto& [key, progress] : report.progress) {
+    progress_[key] = progress;
+    events::emit("catch_up", {{"replica", std::uint64_t{key.replica.value}}, {"rank", std::uint64_t{key.rank.value}}, {"bytes", progress.bytes},
+                              {"total", progress.total_bytes}, {"rate", progress.bytes_per_second}, {"sources", std::uint64_t{progress.sources_used}},
+                              {"proven", std::uint64_t{progress.proven}}, {"slices", std::uint64_t{progress.total_slices}},
+                              {"refetched", std::uint64_t{progress.refetched}}, {"seconds", progress.seconds}, {"done", progress.done}});
+  }
+  for (auto key : report.caught_up)
+    for (const auto& [id, trainer] : trainers_) {
+      if (trainer.key != key) continue;
+      auto info = machine_.ranks().find(id);
+      if (info == machine_.ranks().end()) continue;
+      proto::FromNode message;
+      message.mutable_caught_up()->set_replica(key.replica.value);
+      message.mutable_caught_up()->set_rank(key.rank.value);
+      message.mutable_caught_up()->set_life(info->second.up.life());
+      spdlog::info("replica {} rank {} has caught up", key.replica, key.rank);
+      carry_out(machine_.on_rank_message(id, message, now()));
+      break;
+    }
+}
+
+nlohmann::json NodeServer::status() const {
+  nlohmann::json json{{"node", options_.name}, {"coordinator", {{"address", options_.coordinator}, {"connected", machine_.coordinator_up()}}},
+                      {"epoch", machine_.plan().epoch()}, {"committed", machine_.plan().committed()}, {"bytes_served", bytes_served_}, {"rejected", rejected_}};
+  json["ranks"] = nlohmann::json::array();
+  for (const auto& [id, trainer] : trainers_) {
+    if (!trainer.key) continue;
+    auto info = machine_.ranks().find(id);
+    nlohmann::json rank{{"replica", trainer.key->replica.value}, {"rank", trainer.key->rank.value}, {"pid", trainer.credentials.pid},
+                        {"role", trainer.catching_up ? "catching_up" : "contributor"}};
+    if (info != machine_.ranks().end()) {
+      rank["incarnation"] = info->second.up.incarnation();
+      rank["silent_ms"] = milliseconds(now() - info->second.heard);
+    }
+    if (auto progress = progress_.find(*trainer.key); progress != progress_.end() && trainer.catching_up)
+      rank["catch_up"] = {{"bytes", progress->second.bytes}, {"total_bytes", progress->second.total_bytes}, {"bytes_per_second", progress->second.bytes_per_second},
+                          {"proven", progress->second.proven}, {"slices", progress->second.total_slices}, {"refetched", progress->second.refetched},
+                          {"sources", progress->second.sources}};
+    json["ranks"].push_back(std::move(rank));
+  }
+  return json;
+}
+
+}  // namespace rejoin::daemon

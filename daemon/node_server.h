@@ -1,0 +1,76 @@
+// The daemon's shell on one node: the local socket of trainers, the coordinator's connection, the catch-up stream.
+// All in the io_context's thread, but for the stream's own.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+
+#include "base/fd.h"
+#include "base/unix_socket.h"
+#include "daemon/framed.h"
+#include "daemon/stream_thread.h"
+#include "local.pb.h"
+#include "membership/node.h"
+
+namespace rejoin::daemon {
+
+struct NodeOptions {
+  std::string name = "node";
+  std::string socket;                // where trainers connect
+  std::string coordinator;           // host:port
+  std::string transport = "shm";     // of the catch-up stream
+  std::string data_listen = "127.0.0.1:0";
+  std::chrono::milliseconds silence{2000};
+};
+
+class NodeServer {
+ public:
+  static Result<std::unique_ptr<NodeServer>> start(asio::io_context& io, const NodeOptions& options, const JobKey& key);
+  ~NodeServer();
+  nlohmann::json status() const;
+
+ private:
+  struct Trainer {
+    membership::RankConnection id;
+    Fd socket;
+    PeerCredentials credentials;
+    std::unique_ptr<asio::posix::stream_descriptor> readable;
+    std::unique_ptr<asio::posix::stream_descriptor> exited;  // a pidfd
+    std::optional<catchup::RankKey> key;
+    bool catching_up = false;
+  };
+
+  NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key)
+      : io_(io), options_(options), key_(key), listener_(io), timer_(io), retry_(io), machine_(options.name, options.silence) {}
+  void accept();
+  void watch(Trainer& trainer);
+  void read(membership::RankConnection id);
+  Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds);
+  void drop(membership::RankConnection id, const std::string& reason);
+  void tell(Trainer& trainer, const proto::ToTrainer& message);
+  void connect_coordinator();
+  void coordinator_lost(const std::string& why);
+  void tick();
+  void carry_out(membership::Node::Actions actions);
+  void follow_plan();
+  void on_report(StreamThread::Report report);
+  TimePoint now() const { return SteadyClock().now(); }
+
+  asio::io_context& io_;
+  const NodeOptions options_;
+  const JobKey& key_;
+  Fd listener_fd_;
+  asio::posix::stream_descriptor listener_;
+  asio::steady_timer timer_, retry_;
+  membership::Node machine_;
+  std::map<membership::RankConnection, Trainer> trainers_;
+  std::uint64_t next_trainer_ = 1;
+  std::shared_ptr<Framed> coordinator_;
+  bool said_unreachable_ = false;
+  std::map<catchup::RankKey, catchup::Progress> progress_;
+  std::uint64_t bytes_served_ = 0, rejected_ = 0;
+  std::unique_ptr<StreamThread> stream_;
+};
+
+}  // namespace rejoin::daemon

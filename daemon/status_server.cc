@@ -1,0 +1,128 @@
+#include "daemon/status_server.h"
+
+#include <prometheus/gauge.h>
+#include <prometheus/registry.h>
+#include <prometheus/text_serializer.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "base/bytes.h"
+#include "transport/socket_address.h"
+
+namespace rejoin::daemon {
+
+namespace {
+
+constexpr std::size_t kMaxRequest = 8 * KiB;
+
+// One request, one answer, closed.
+class Request : public std::enable_shared_from_this<Request> {
+ public:
+  Request(asio::ip::tcp::socket socket, const StatusServer::Source& source)
+      : socket_(std::move(socket)), timer_(socket_.get_executor()), source_(source), buffer_(kMaxRequest) {}
+
+  void start() {
+    timer_.expires_after(std::chrono::seconds(5));
+    timer_.async_wait([self = shared_from_this()](asio::error_code error) {
+      asio::error_code ignored;
+      if (!error) self->socket_.close(ignored);
+    });
+    asio::async_read_until(socket_, buffer_, "\r\n\r\n", [self = shared_from_this()](asio::error_code error, std::size_t) {
+      if (error) return self->answer(400, "text/plain", "not an HTTP request\n");
+      std::istream in(&self->buffer_);
+      std::string method, path;
+      in >> method >> path;
+      if (method != "GET") return self->answer(405, "text/plain", "only GET\n");
+      if (path == "/status") return self->answer(200, "application/json", self->source_().dump(2) + "\n");
+      if (path == "/metrics") return self->answer(200, "text/plain; version=0.0.4", metrics_text(self->source_()));
+      self->answer(404, "text/plain", "here are /status and /metrics\n");
+    });
+  }
+
+ private:
+  void answer(int code, const char* type, const std::string& body) {
+    reply_ = fmt::format("HTTP/1.1 {} {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}", code,
+                         code == 200 ? "OK" : "Error", type, body.size(), body);
+    asio::async_write(socket_, asio::buffer(reply_), [self = shared_from_this()](asio::error_code, std::size_t) {
+      asio::error_code ignored;
+      self->socket_.shutdown(asio::ip::tcp::socket::shutdown_both, ignored);
+      self->timer_.cancel();
+    });
+  }
+
+  asio::ip::tcp::socket socket_;
+  asio::steady_timer timer_;
+  const StatusServer::Source& source_;
+  asio::streambuf buffer_;
+  std::string reply_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<StatusServer>> StatusServer::start(asio::io_context& io, const std::string& listen, Source source) {
+  auto address = transport::SocketAddress::resolve(listen);
+  if (!address) return tl::unexpected(address.error());
+  std::unique_ptr<StatusServer> server(new StatusServer(io, std::move(source)));
+  asio::ip::tcp::endpoint endpoint;
+  std::memcpy(endpoint.data(), address->get(), address->length());
+  endpoint.resize(address->length());
+  asio::error_code error;
+  server->acceptor_.open(endpoint.protocol(), error);
+  if (!error) server->acceptor_.set_option(asio::socket_base::reuse_address(true), error);
+  if (!error) server->acceptor_.bind(endpoint, error);
+  if (!error) server->acceptor_.listen(16, error);
+  if (error) return fail(ErrorCode::unavailable, "status on {}: {}; choose another --status address or port 0", listen, error.message());
+  const auto bound = server->acceptor_.local_endpoint();
+  server->address_ = fmt::format("{}:{}", bound.address().to_string(), bound.port());
+  server->accept();
+  return server;
+}
+
+void StatusServer::accept() {
+  acceptor_.async_accept([this](asio::error_code error, asio::ip::tcp::socket socket) {
+    if (error == asio::error::operation_aborted) return;
+    if (!error) std::make_shared<Request>(std::move(socket), source_)->start();
+    accept();
+  });
+}
+
+std::string metrics_text(const nlohmann::json& status) {
+  prometheus::Registry registry;
+  const auto gauge = [&](const std::string& name, const std::string& help, const std::map<std::string, std::string>& labels, double value) {
+    prometheus::BuildGauge().Name("rejoin_" + name).Help(help).Register(registry).Add(labels).Set(value);
+  };
+  const auto number = [&](const nlohmann::json& at, const char* key, const std::string& name, const std::string& help,
+                          const std::map<std::string, std::string>& labels = {}) {
+    if (!at.contains(key)) return;
+    const auto& value = at.at(key);
+    if (value.is_number()) gauge(name, help, labels, value.get<double>());
+    if (value.is_boolean()) gauge(name, help, labels, value.get<bool>() ? 1 : 0);
+  };
+  if (status.contains("coordinator_role")) {
+    const auto& c = status.at("coordinator_role");
+    number(c, "epoch", "epoch", "current epoch");
+    number(c, "committed", "committed_step", "last committed step");
+    number(c, "nodes", "nodes", "connected daemons");
+    number(c, "rejected", "rejected_connections", "connections and messages refused");
+    for (const auto& m : c.at("members"))
+      gauge("contributor", "1: the replica contributes; 0: it is catching up", {{"replica", std::to_string(m.at("replica").get<int>())}}, m.at("role") == "contributor");
+  }
+  if (status.contains("node_role")) {
+    const auto& n = status.at("node_role");
+    number(n, "bytes_served", "catch_up_bytes_served", "state bytes sent to joiners");
+    number(n, "rejected", "rejected_messages", "local connections and messages refused");
+    number(n.at("coordinator"), "connected", "coordinator_connected", "1: connected with the coordinator");
+    for (const auto& rank : n.at("ranks")) {
+      const std::map<std::string, std::string> labels{{"replica", std::to_string(rank.at("replica").get<int>())}, {"rank", std::to_string(rank.at("rank").get<int>())}};
+      number(rank, "silent_ms", "rank_silent_ms", "since the last sign of life", labels);
+      if (rank.contains("catch_up")) {
+        number(rank.at("catch_up"), "bytes", "catch_up_bytes", "state bytes in place", labels);
+        number(rank.at("catch_up"), "total_bytes", "catch_up_total_bytes", "state bytes of the rank", labels);
+      }
+    }
+  }
+  return prometheus::TextSerializer().Serialize(registry.Collect());
+}
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,31 @@
+// GET /status (JSON) and GET /metrics (Prometheus) on a local HTTP port.
+#pragma once
+
+#include <asio.hpp>
+#include <functional>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+
+#include "base/result.h"
+
+namespace rejoin::daemon {
+
+class StatusServer {
+ public:
+  using Source = std::function<nlohmann::json()>;  // called in the io_context's thread
+  static Result<std::unique_ptr<StatusServer>> start(asio::io_context& io, const std::string& listen, Source source);
+  std::string address() const { return address_; }
+
+ private:
+  StatusServer(asio::io_context& io, Source source) : acceptor_(io), source_(std::move(source)) {}
+  void accept();
+
+  asio::ip::tcp::acceptor acceptor_;
+  Source source_;
+  std::string address_;
+};
+
+// The numbers of a status document as Prometheus metrics.
+std::string metrics_text(const nlohmann::json& status);
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,85 @@
+#include "daemon/stream_thread.h"
+
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "transport/factory.h"
+#include "transport/idle.h"
+
+namespace rejoin::daemon {
+
+namespace {
+constexpr Duration kReportEvery = std::chrono::milliseconds(20);
+}
+
+Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& transport, const std::string& listen,
+                                                          std::uint64_t secret, std::function<void(Report)> report) {
+  std::unique_ptr<StreamThread> stream(new StreamThread());
+  auto engine = transport::make_engine(transport);
+  if (!engine) return tl::unexpected(engine.error());
+  auto address = (*engine)->listen({listen});
+  if (!address) return tl::unexpected(address.error());
+  auto wake = make_eventfd();
+  if (!wake) return tl::unexpected(wake.error());
+  stream->engine_ = std::move(*engine);
+  stream->address_ = address->text;
+  stream->wake_ = std::move(*wake);
+  stream->report_ = std::move(report);
+  stream->service_ = std::make_unique<catchup::Service>(*stream->engine_, secret);
+  stream->thread_ = std::thread([raw = stream.get()] { raw->run(); });
+  return stream;
+}
+
+StreamThread::~StreamThread() {
+  stop_ = true;
+  if (wake_) signal_eventfd(wake_);
+  if (thread_.joinable()) thread_.join();
+}
+
+void StreamThread::post(Command command) {
+  {
+    const std::lock_guard lock(mutex_);
+    commands_.push_back(std::move(command));
+  }
+  signal_eventfd(wake_);
+}
+
+void StreamThread::run() {
+  // Training goes first on a crowded node.
+  (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 10);
+  SteadyClock clock;
+  transport::Idle idle(*engine_);
+  TimePoint reported{};
+  while (!stop_) {
+    std::vector<Command> commands;
+    {
+      const std::lock_guard lock(mutex_);
+      commands.swap(commands_);
+    }
+    const TimePoint now = clock.now();
+    for (auto& command : commands) command(*service_, now);
+    Report report{.caught_up = service_->poll(now)};
+    const auto joining = service_->joining();
+    const bool due = (!joining.empty() || service_->serving() > 0) && now - reported >= kReportEvery;
+    if (!report.caught_up.empty() || due) {
+      for (auto key : joining)
+        if (auto progress = service_->progress(key, now)) report.progress[key] = *progress;
+      report.bytes_served = service_->bytes_served();
+      reported = now;
+      report_(std::move(report));
+    }
+    if (service_->busy()) continue;
+    service_->arm_doorbells();
+    service_->poll_again(now);  // what changed before the doorbells were armed would ring nobody
+    if (service_->busy()) continue;
+    std::vector<int> fds = service_->doorbells();
+    fds.push_back(wake_.get());
+    idle.wait(false, joining.empty() && service_->serving() == 0 ? Duration(std::chrono::seconds(1)) : kReportEvery, fds);
+    drain_eventfd(wake_);
+  }
+  service_.reset();
+  engine_.reset();
+}
+
+}  // namespace rejoin::daemon

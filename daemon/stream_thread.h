@@ -1,0 +1,46 @@
+// The daemon's data plane: a thread of low priority that owns the catch-up engine and service. Everything else talks to
+// it through a queue.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "catchup/service.h"
+
+namespace rejoin::daemon {
+
+class StreamThread {
+ public:
+  struct Report {
+    std::vector<catchup::RankKey> caught_up;
+    std::map<catchup::RankKey, catchup::Progress> progress;
+    std::uint64_t bytes_served = 0;
+  };
+  // `report` is called in the stream's thread.
+  static Result<std::unique_ptr<StreamThread>> start(const std::string& transport, const std::string& listen,
+                                                     std::uint64_t secret, std::function<void(Report)> report);
+  ~StreamThread();
+
+  const std::string& address() const { return address_; }
+  using Command = std::function<void(catchup::Service&, TimePoint now)>;
+  void post(Command command);
+
+ private:
+  StreamThread() = default;
+  void run();
+
+  std::unique_ptr<transport::Engine> engine_;
+  std::unique_ptr<catchup::Service> service_;
+  std::string address_;
+  std::function<void(Report)> report_;
+  Fd wake_;
+  std::mutex mutex_;  // guards commands_
+  std::vector<Command> commands_;
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+}  // namespace rejoin::daemon

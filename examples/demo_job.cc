@@ -1,0 +1,212 @@
+#include "examples/demo_job.h"
+
+#include <fcntl.h>
+#include <openssl/rand.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+namespace rejoin::demo {
+
+namespace {
+
+constexpr auto kRestartAfter = std::chrono::milliseconds(200);  // what a scheduler needs to start a process again
+
+void end(pid_t pid) {
+  if (pid <= 0) return;
+  ::kill(pid, SIGKILL);
+  ::waitpid(pid, nullptr, 0);
+}
+
+}  // namespace
+
+Job::~Job() {
+  for (auto& [rank, pid] : trainers_) end(pid);
+  for (auto& [replica, pid] : daemons_) end(pid);
+  end(coordinator_);
+}
+
+Result<pid_t> Job::spawn(const std::string& name, std::vector<std::string> arguments) {
+  const std::string output = fmt::format("{}/{}.out", directory_, name);
+  const pid_t parent = ::getpid();
+  const pid_t pid = ::fork();
+  if (pid < 0) return fail_errno("fork");
+  if (pid == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // nothing outlives the demo
+    if (::getppid() != parent) ::_exit(127);
+    const int out = ::open(output.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
+    const int null = ::open("/dev/null", O_RDONLY);
+    ::dup2(null, 0);
+    ::dup2(out, 1);
+    ::dup2(out, 2);
+    std::vector<char*> argv;
+    for (auto& argument : arguments) argv.push_back(argument.data());
+    argv.push_back(nullptr);
+    ::execv(argv[0], argv.data());
+    ::_exit(127);
+  }
+  return pid;
+}
+
+Result<std::string> Job::wait_for_address(const std::string& file, const char* key) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (std::chrono::steady_clock::now() < deadline) {
+    std::ifstream in(file);
+    if (in) {
+      const auto json = nlohmann::json::parse(in, nullptr, false);
+      if (!json.is_discarded() && json.contains(key)) return json.at(key).get<std::string>();
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  std::string tail;
+  for (const auto& line : output_tail()) tail += "\n  " + line;
+  return fail(ErrorCode::timeout, "a daemon did not come up within 10 s; its output:{}", tail);
+}
+
+Result<> Job::start_coordinator(const std::string& listen) {
+  const std::string address_file = directory_ + "/coordinator.json";
+  std::filesystem::remove(address_file);
+  auto pid = spawn("coordinator", {settings_.binaries + "/rejoind", "--coordinator", "--listen", listen, "--log-directory", directory_ + "/log",
+                                   "--replicas", std::to_string(settings_.replicas), "--ranks", std::to_string(settings_.ranks), "--batch",
+                                   std::to_string(settings_.batch), "--steps", std::to_string(settings_.steps), "--silence-ms",
+                                   std::to_string(settings_.silence_ms), "--job-key-file", directory_ + "/key", "--address-file", address_file,
+                                   "--events", events_directory()});
+  if (!pid) return tl::unexpected(pid.error());
+  coordinator_ = *pid;
+  auto address = wait_for_address(address_file, "coordinator");
+  if (!address) return tl::unexpected(address.error());
+  coordinator_address_ = *address;
+  return {};
+}
+
+Result<> Job::start_daemon(std::uint32_t replica) {
+  const std::string name = fmt::format("node{}", replica), address_file = fmt::format("{}/{}.json", directory_, name);
+  std::filesystem::remove(address_file);
+  auto pid = spawn(name, {settings_.binaries + "/rejoind", "--name", name, "--socket", fmt::format("{}/{}.sock", directory_, name), "--connect",
+                          coordinator_address_, "--silence-ms", std::to_string(settings_.silence_ms), "--transport", settings_.transport,
+                          "--job-key-file", directory_ + "/key", "--address-file", address_file, "--events", events_directory()});
+  if (!pid) return tl::unexpected(pid.error());
+  daemons_[replica] = *pid;
+  auto ready = wait_for_address(address_file, "socket");
+  if (!ready) return tl::unexpected(ready.error());
+  return {};
+}
+
+Result<> Job::start_trainer(RankName rank, std::uint64_t pause_at) {
+  std::vector<std::string> arguments{settings_.binaries + "/rejoin-demo-trainer", "--replica", std::to_string(rank.replica), "--rank",
+                                     std::to_string(rank.rank), "--daemon", fmt::format("{}/node{}.sock", directory_, rank.replica),
+                                     "--transport", settings_.transport, "--data", settings_.data, "--params", std::to_string(settings_.parameters),
+                                     "--seed", std::to_string(settings_.seed), "--events", events_directory(), "--log-level", settings_.log_level};
+  if (pause_at != 0) arguments.insert(arguments.end(), {"--pause-at", std::to_string(pause_at)});
+  auto pid = spawn(fmt::format("trainer{}.{}", rank.replica, rank.rank), std::move(arguments));
+  if (!pid) return tl::unexpected(pid.error());
+  trainers_[rank] = *pid;
+  return {};
+}
+
+Result<> Job::start(const std::map<RankName, std::uint64_t>& pauses) {
+  std::filesystem::create_directories(directory_ + "/events");
+  {
+    std::array<unsigned char, 32> key;
+    REJOIN_CHECK(::RAND_bytes(key.data(), key.size()) == 1);
+    std::string text;
+    for (auto byte : key) text += fmt::format("{:02x}", byte);
+    const int fd = ::open((directory_ + "/key").c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    const bool written = fd >= 0 && ::write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size());
+    if (fd >= 0) ::close(fd);
+    if (!written) return fail_errno(fmt::format("job key in {}", directory_));
+  }
+  if (auto started = start_coordinator("127.0.0.1:0"); !started) return started;
+  for (std::uint32_t replica = 0; replica < settings_.replicas; ++replica)
+    if (auto started = start_daemon(replica); !started) return started;
+  for (std::uint32_t replica = 0; replica < settings_.replicas; ++replica)
+    for (std::uint32_t rank = 0; rank < settings_.ranks; ++rank) {
+      auto pause = pauses.find({replica, rank});
+      if (auto started = start_trainer({replica, rank}, pause == pauses.end() ? 0 : pause->second); !started) return started;
+    }
+  return {};
+}
+
+void Job::signal_trainer(RankName rank, int signal) {
+  auto found = trainers_.find(rank);
+  if (found == trainers_.end()) return;
+  ::kill(found->second, signal);
+  if (signal == SIGSTOP) stopped_.insert(rank);
+}
+
+void Job::end_stopped(std::uint32_t replica) {
+  for (auto rank : std::set(stopped_))
+    if (rank.replica == replica) {
+      signal_trainer(rank, SIGKILL);
+      stopped_.erase(rank);
+    }
+}
+
+Result<> Job::restart_coordinator() {
+  end(std::exchange(coordinator_, 0));
+  return start_coordinator(coordinator_address_);
+}
+
+Result<> Job::restart_daemon(std::uint32_t replica) {
+  end(std::exchange(daemons_[replica], 0));
+  return start_daemon(replica);
+}
+
+Result<> Job::look_after(TimePoint now) {
+  for (int status = 0;;) {
+    const pid_t pid = ::waitpid(-1, &status, WNOHANG);
+    if (pid <= 0) break;
+    if (pid == coordinator_) {
+      coordinator_ = 0;
+      return fail(ErrorCode::unavailable, "the coordinator ended by itself; see {}/coordinator.out", directory_);
+    }
+    for (auto it = trainers_.begin(); it != trainers_.end(); ++it) {
+      if (it->second != pid) continue;
+      const RankName rank = it->first;
+      trainers_.erase(it);
+      if (WIFEXITED(status) && WEXITSTATUS(status) == 0) finished_.insert(rank);
+      else if (WIFEXITED(status) && WEXITSTATUS(status) != 3)
+        return fail(ErrorCode::unavailable, "trainer {}.{} ended with an error; see {}/trainer{}.{}.out", rank.replica, rank.rank, directory_, rank.replica, rank.rank);
+      else lost_.try_emplace(rank.replica, now);
+      break;
+    }
+  }
+  for (auto it = lost_.begin(); it != lost_.end();) {
+    const auto [replica, since] = *it;
+    bool ended = true;
+    for (const auto& [rank, pid] : trainers_) ended = ended && rank.replica != replica;
+    if (!ended || now - since < kRestartAfter) {
+      if (now - since > std::chrono::milliseconds(settings_.silence_ms)) end_stopped(replica);
+      ++it;
+      continue;
+    }
+    it = lost_.erase(it);
+    ++restarts_;
+    for (std::uint32_t rank = 0; rank < settings_.ranks; ++rank) {
+      finished_.erase({replica, rank});
+      if (auto started = start_trainer({replica, rank}, 0); !started) return started;
+    }
+  }
+  return {};
+}
+
+std::vector<std::string> Job::output_tail() const {
+  std::vector<std::string> lines;
+  for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
+    if (entry.path().extension() != ".out") continue;
+    std::ifstream in(entry.path());
+    std::vector<std::string> all;
+    for (std::string line; std::getline(in, line);) all.push_back(entry.path().filename().string() + ": " + line);
+    for (std::size_t i = all.size() > 5 ? all.size() - 5 : 0; i < all.size(); ++i) lines.push_back(all[i]);
+  }
+  return lines;
+}
+
+}  // namespace rejoin::demo

@@ -1,0 +1,73 @@
+// The processes of one training job: a coordinator, a daemon for each replica, a trainer for each rank. Starts them, kills
+// them, starts them again as a cluster's scheduler would.
+#pragma once
+
+#include <sys/types.h>
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/result.h"
+
+namespace rejoin::demo {
+
+struct JobSettings {
+  std::string binaries;  // directory of rejoind and rejoin-demo-trainer
+  std::string data;
+  std::uint32_t replicas = 3, ranks = 2;
+  std::uint64_t steps = 150, batch = 16, parameters = 300000, seed = 1, silence_ms = 2000;
+  std::string transport = "shm";
+  std::string log_level = "warn";
+};
+
+struct RankName {
+  std::uint32_t replica = 0, rank = 0;
+  auto operator<=>(const RankName&) const = default;
+};
+
+class Job {
+ public:
+  // Everything lives in `directory`: key, sockets, log, events, output of the processes.
+  Job(JobSettings settings, std::string directory) : settings_(std::move(settings)), directory_(std::move(directory)) {}
+  ~Job();
+
+  Result<> start(const std::map<RankName, std::uint64_t>& pauses);
+  std::string events_directory() const { return directory_ + "/events"; }
+  std::string log_path() const { return directory_ + "/log/decisions.log"; }
+
+  void signal_trainer(RankName rank, int signal);
+  Result<> restart_coordinator();       // kill -9, and the same again on the same log
+  Result<> restart_daemon(std::uint32_t replica);
+  // Looks after the processes: a replica that lost a rank is started again as a whole once all its ranks have ended.
+  Result<> look_after(TimePoint now);
+  // A stopped rank never ends by itself.
+  void end_stopped(std::uint32_t replica);
+
+  bool finished() const { return finished_.size() == std::size_t{settings_.replicas} * settings_.ranks; }
+  std::uint32_t restarts() const { return restarts_; }
+  bool running(RankName rank) const { return trainers_.contains(rank); }
+  std::vector<std::string> output_tail() const;  // of processes that failed
+
+ private:
+  Result<pid_t> spawn(const std::string& name, std::vector<std::string> arguments);
+  Result<> start_coordinator(const std::string& listen);
+  Result<> start_daemon(std::uint32_t replica);
+  Result<> start_trainer(RankName rank, std::uint64_t pause_at);
+  Result<std::string> wait_for_address(const std::string& file, const char* key);
+
+  const JobSettings settings_;
+  const std::string directory_;
+  std::string coordinator_address_;
+  pid_t coordinator_ = 0;
+  std::map<std::uint32_t, pid_t> daemons_;
+  std::map<RankName, pid_t> trainers_;
+  std::set<RankName> finished_;
+  std::set<RankName> stopped_;
+  std::map<std::uint32_t, TimePoint> lost_;  // replicas to be started again
+  std::uint32_t restarts_ = 0;
+};
+
+}  // namespace rejoin::demo

@@ -1,0 +1,223 @@
+// rejoin-demo: a training job on this machine that loses a replica, goes on, and gets it back. Real processes, real kills.
+#include <signal.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <thread>
+
+#include "examples/demo_trace.h"
+#include "examples/demo_view.h"
+
+namespace rejoin::demo {
+namespace {
+
+struct Settings {
+  JobSettings job;
+  std::vector<std::string> kills, hangs;
+  std::string kill_daemon;
+  std::uint64_t kill_coordinator = 0;
+  bool kill_source = false, no_kill = false, no_baseline = false, quiet = false, keep = false;
+  std::string json, trace, directory;
+  std::uint64_t limit_seconds = 600;
+};
+
+struct Target {
+  RankName rank;
+  std::uint64_t step = 0;
+};
+
+// "1.0@40"
+Result<Target> parse_target(const std::string& text, const JobSettings& job) {
+  Target target;
+  int used = 0;
+  if (std::sscanf(text.c_str(), "%u.%u@%lu%n", &target.rank.replica, &target.rank.rank, &target.step, &used) != 3 || used != static_cast<int>(text.size()))
+    return fail(ErrorCode::invalid_argument, "'{}' is not of the form REPLICA.RANK@STEP, e.g. 1.0@40", text);
+  if (target.rank.replica >= job.replicas || target.rank.rank >= job.ranks || target.step < 1 || target.step >= job.steps)
+    return fail(ErrorCode::invalid_argument, "'{}' is outside this run of {} replicas × {} ranks and {} steps", text, job.replicas, job.ranks, job.steps);
+  return target;
+}
+
+std::int64_t now_ns() { return SteadyClock().now().time_since_epoch().count(); }
+
+// One run of the job with its faults; the story is complete when it returns.
+class Run {
+ public:
+  Run(const Settings& settings, std::string directory) : s_(settings), job_(settings.job, directory), story_(directory + "/events") {}
+
+  Result<> go() {
+    for (const auto& text : s_.kills)
+      if (auto planned = plan(text, "kill"); !planned) return planned;
+    for (const auto& text : s_.hangs)
+      if (auto planned = plan(text, "hang"); !planned) return planned;
+    std::map<RankName, std::uint64_t> pauses;
+    for (const auto& [target, kind] : targets_) pauses[target.rank] = target.step;
+    LiveView view(s_.job, s_.quiet);
+    if (auto started = job_.start(pauses); !started) return started;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(s_.limit_seconds);
+    while (!job_.finished()) {
+      if (std::chrono::steady_clock::now() > deadline) {
+        std::string tail;
+        for (const auto& line : job_.output_tail()) tail += "\n  " + line;
+        return fail(ErrorCode::timeout, "the run did not end within {} s; it is at step {}.{}", s_.limit_seconds, story_.committed(), tail);
+      }
+      for (const auto& event : story_.read())
+        if (auto reacted = react(event); !reacted) return reacted;
+      if (auto looked = job_.look_after(SteadyClock().now()); !looked) return looked;
+      view.draw(story_);
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    story_.read();
+    view.draw(story_);
+    view.end();
+    return {};
+  }
+  const Story& story() const { return story_; }
+  nlohmann::json report() const { return story_.report(s_.job, job_.log_path()); }
+
+ private:
+  Result<> plan(const std::string& text, const std::string& kind) {
+    auto target = parse_target(text, s_.job);
+    if (!target) return tl::unexpected(target.error());
+    targets_.emplace_back(*target, kind);
+    return {};
+  }
+
+  Result<> react(const Event& event) {
+    RankName rank;
+    const bool trainer = std::sscanf(event.who.c_str(), "r%u.%u", &rank.replica, &rank.rank) == 2;
+    const std::uint64_t step = event.number("step");
+    if (trainer && event.kind == "paused") {
+      paused_.insert(rank);
+      // Those of one step die together.
+      std::vector<std::pair<Target, std::string>> together;
+      for (const auto& target : targets_)
+        if (target.first.step == step) together.push_back(target);
+      for (const auto& [target, kind] : together)
+        if (!paused_.contains(target.rank)) return {};
+      for (const auto& [target, kind] : together) {
+        story_.did({now_ns(), kind, target.rank.replica, target.rank.rank, step});
+        job_.signal_trainer(target.rank, kind == "hang" ? SIGSTOP : SIGKILL);
+      }
+    }
+    if (event.kind == "commit" && s_.kill_coordinator != 0 && !coordinator_killed_ && step + 1 >= s_.kill_coordinator) {
+      coordinator_killed_ = true;
+      story_.did({now_ns(), "kill_coordinator", 0, 0, step + 1});
+      return job_.restart_coordinator();
+    }
+    if (event.kind == "commit" && !s_.kill_daemon.empty() && !daemon_killed_) {
+      auto target = parse_target(s_.kill_daemon.find('.') == std::string::npos ? s_.kill_daemon.substr(0, s_.kill_daemon.find('@')) + ".0" + s_.kill_daemon.substr(s_.kill_daemon.find('@')) : s_.kill_daemon, s_.job);
+      if (!target) return tl::unexpected(target.error());
+      if (step + 1 >= target->step) {
+        daemon_killed_ = true;
+        story_.did({now_ns(), "kill_daemon", target->rank.replica, 0, step + 1});
+        return job_.restart_daemon(target->rank.replica);
+      }
+    }
+    if (event.kind == "rank_down") job_.end_stopped(static_cast<std::uint32_t>(event.number("replica")));
+    // As soon as the stream of a joiner has begun, one of its sources dies.
+    if (s_.kill_source && !source_killed_ && event.kind == "catch_up" && event.number("bytes") > 0 && !event.fields.value("done", false))
+      for (const auto& [id, replica] : story_.replicas())
+        if (replica.role == "contributor" && id != event.number("replica")) {
+          source_killed_ = true;
+          const RankName source{id, static_cast<std::uint32_t>(event.number("rank"))};
+          story_.did({now_ns(), "kill_source", source.replica, source.rank, story_.committed() + 1});
+          job_.signal_trainer(source, SIGKILL);
+          break;
+        }
+    return {};
+  }
+
+  const Settings& s_;
+  Job job_;
+  Story story_;
+  std::vector<std::pair<Target, std::string>> targets_;
+  std::set<RankName> paused_;
+  bool coordinator_killed_ = false, daemon_killed_ = false, source_killed_ = false;
+};
+
+Result<int> demo(Settings& s) {
+  char name[] = "/tmp/rejoin-demo-XXXXXX";
+  s.directory = ::mkdtemp(name);
+  struct Cleanup {
+    const Settings& s;
+    ~Cleanup() {
+      if (!s.keep) std::filesystem::remove_all(s.directory);
+    }
+  } cleanup{s};
+  if (!s.quiet)
+    std::printf("%u replicas × %u ranks learn %s: %lu parameters a rank, %lu steps; all in %s\n", s.job.replicas, s.job.ranks, s.job.data.c_str(),
+                s.job.parameters, s.job.steps, s.directory.c_str());
+  std::filesystem::create_directories(s.directory + "/run");
+  Run run(s, s.directory + "/run");
+  if (auto gone = run.go(); !gone) {
+    s.keep = true;
+    return fail(gone.error().code, "{}\n(everything of this run is kept in {})", gone.error().message, s.directory);
+  }
+  auto report = run.report();
+  if (!s.no_baseline) {
+    Settings calm = s;
+    calm.kills.clear(), calm.hangs.clear(), calm.kill_daemon.clear();
+    calm.kill_coordinator = 0, calm.kill_source = false, calm.quiet = true;
+    if (!s.quiet) std::printf("the same run without a failure, for comparison ...\n");
+    std::filesystem::create_directories(s.directory + "/calm");
+    Run baseline(calm, s.directory + "/calm");
+    if (auto gone = baseline.go(); !gone) return tl::unexpected(gone.error());
+    report["loss"]["last_without_failure"] = baseline.report()["loss"]["last"];
+  }
+  if (!s.quiet) std::printf("\n%s%s", loss_curve(run.story(), 72, 12).c_str(), summary(report).c_str());
+  if (!s.json.empty()) {
+    std::ofstream out(s.json);
+    out << report.dump(2) << "\n";
+    if (!out.flush()) return fail(ErrorCode::io, "can't write {}", s.json);
+  }
+  if (!s.trace.empty())
+    if (auto written = write_trace(s.trace, run.story().events(), run.story().deeds()); !written) return tl::unexpected(written.error());
+  const bool good = report.at("same_bits").get<bool>() && report.at("ledger").at("repeated") == 0 && report.at("ledger").at("lost") == 0;
+  return good ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace rejoin::demo
+
+int main(int argc, char** argv) {
+  using namespace rejoin::demo;
+  Settings s;
+  s.job.binaries = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  CLI::App app{"A training job that loses a replica, goes on, and gets it back; with the proof that nothing was lost."};
+  app.add_option("--data", s.job.data, "text to learn")->required()->check(CLI::ExistingFile);
+  app.add_option("--replicas", s.job.replicas, "copies of the model")->check(CLI::Range(1, 16))->capture_default_str();
+  app.add_option("--ranks", s.job.ranks, "processes of a replica, each with its tower")->check(CLI::Range(1, 16))->capture_default_str();
+  app.add_option("--steps", s.job.steps, "optimizer steps")->check(CLI::Range(2, 1000000))->capture_default_str();
+  app.add_option("--params", s.job.parameters, "parameters of a rank")->check(CLI::Range(10000, 500000000))->capture_default_str();
+  app.add_option("--batch", s.job.batch, "samples a replica trains in a step")->check(CLI::Range(1, 4096))->capture_default_str();
+  app.add_option("--kill", s.kills, "REPLICA.RANK@STEP[,…]: kill -9 in the middle of that step (default: 1.0 at a quarter)")->delimiter(',');
+  app.add_option("--hang", s.hangs, "REPLICA.RANK@STEP[,…]: stop the process (SIGSTOP) in the middle of that step")->delimiter(',');
+  app.add_flag("--no-kill", s.no_kill, "nothing is killed");
+  app.add_option("--kill-daemon", s.kill_daemon, "REPLICA@STEP: kill -9 that replica's daemon at that step; it is started again");
+  app.add_option("--kill-coordinator", s.kill_coordinator, "STEP: kill -9 the coordinator at that step; it is started again");
+  app.add_flag("--kill-source", s.kill_source, "kill a source of the running catch-up");
+  app.add_option("--silence-ms", s.job.silence_ms, "how long a peer may be silent")->check(CLI::Range(100, 60000))->capture_default_str();
+  app.add_option("--transport", s.job.transport, "shm or tcp")->capture_default_str();
+  app.add_option("--seed", s.job.seed, "seed of the initial weights")->capture_default_str();
+  app.add_flag("--no-baseline", s.no_baseline, "without the comparison run");
+  app.add_flag("--quiet", s.quiet, "print nothing");
+  app.add_option("--json", s.json, "write what happened to this file");
+  app.add_option("--trace", s.trace, "write a Chrome/Perfetto trace to this file");
+  app.add_flag("--keep", s.keep, "keep the directory with logs, events and outputs");
+  app.add_option("--log-level", s.job.log_level, "of the trainers")->capture_default_str();
+  app.add_option("--limit-seconds", s.limit_seconds, "give up after this long")->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  const bool faults = !s.kills.empty() || !s.hangs.empty() || !s.kill_daemon.empty() || s.kill_coordinator != 0;
+  if (!faults && !s.no_kill && s.job.replicas > 1) s.kills.push_back(fmt::format("1.0@{}", std::max<std::uint64_t>(2, s.job.steps / 4)));
+  ::signal(SIGPIPE, SIG_IGN);
+  auto done = demo(s);
+  if (!done) {
+    std::cerr << "rejoin-demo: " << done.error().message << "\n";
+    return 1;
+  }
+  return *done;
+}

@@ -1,0 +1,77 @@
+// What happened in a run, out of the event files of all its processes: read while it goes on for the live view, and
+// evaluated at the end. Knows only what the processes wrote.
+#pragma once
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "examples/demo_job.h"
+#include "membership/ledger.h"
+
+namespace rejoin::demo {
+
+struct Event {
+  std::int64_t t = 0;  // CLOCK_MONOTONIC nanoseconds
+  std::string who, kind;
+  int pid = 0;
+  nlohmann::json fields;
+  std::uint64_t number(const char* key) const { return fields.value(key, std::uint64_t{0}); }
+};
+
+struct CatchUpState {
+  std::uint64_t bytes = 0, total = 0;
+  double rate = 0, seconds = 0;
+  std::uint64_t sources = 0, refetched = 0;
+  bool done = false;
+};
+
+struct ReplicaState {
+  std::string role = "starting";
+  std::uint64_t version = 0;
+  double loss = 0;
+  std::map<std::uint32_t, CatchUpState> catch_up;  // by rank, of the latest
+};
+
+// What the demo did to the job.
+struct Deed {
+  std::int64_t t = 0;
+  std::string kind;  // kill, hang, kill_daemon, kill_coordinator, kill_source
+  std::uint32_t replica = 0, rank = 0;
+  std::uint64_t step = 0;
+};
+
+class Story {
+ public:
+  explicit Story(std::string directory) : directory_(std::move(directory)) {}
+  // Reads what is new; returns it.
+  std::vector<Event> read();
+  void did(Deed deed) { deeds_.push_back(std::move(deed)); }
+
+  const std::vector<Event>& events() const { return events_; }
+  const std::map<std::uint32_t, ReplicaState>& replicas() const { return replicas_; }
+  std::uint64_t committed() const { return committed_; }
+  const std::vector<Deed>& deeds() const { return deeds_; }
+  std::vector<std::pair<std::uint64_t, double>> losses() const;  // step, mean over contributors
+
+  // The --json document, but for what the caller knows better (digest comparison with another run, settings).
+  nlohmann::json report(const JobSettings& settings, const std::string& log_path) const;
+
+ private:
+  void take(const Event& event);
+  nlohmann::json failure(const Deed& deed) const;
+  nlohmann::json catch_ups() const;
+  nlohmann::json step_times() const;
+
+  const std::string directory_;
+  std::map<std::string, std::size_t> offsets_;
+  std::vector<Event> events_;
+  std::vector<Deed> deeds_;
+  std::map<std::uint32_t, ReplicaState> replicas_;
+  std::map<std::uint64_t, std::map<std::string, double>> loss_;  // step → who → loss
+  std::uint64_t committed_ = 0;
+};
+
+}  // namespace rejoin::demo

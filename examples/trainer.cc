@@ -1,0 +1,122 @@
+// The demo's trainer: one rank of one replica, training its tower of the model.
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <iostream>
+#include <sstream>
+
+#include "base/events.h"
+#include "base/log.h"
+#include "examples/model.h"
+#include "rejoin/session.h"
+
+namespace {
+
+using namespace rejoin;
+
+struct Settings {
+  SessionConfig session;
+  std::string data, events, log_level = "warn";
+  std::uint64_t seed = 1, parameters = 300000;
+  std::uint64_t pause_at = 0;  // in mid-step, say so and wait to be killed or stopped
+};
+
+// Sample k is a window of the text: position by a fixed odd stride, so that neighbours in the stream are far apart.
+std::uint64_t position_of(std::uint64_t sample, std::size_t text) { return sample * 2654435761ull % text; }
+
+int fail_with(const Error& error) {
+  std::cerr << "trainer: " << error.message << "\n";
+  return error.code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again
+}
+
+int train(const Settings& s) {
+  std::ifstream file(s.data, std::ios::binary);
+  std::stringstream buffer;
+  buffer << file.rdbuf();
+  const std::string text = buffer.str();
+  if (text.size() < 1000) {
+    std::cerr << "trainer: --data " << s.data << " can't be read or has under 1000 bytes\n";
+    return 2;
+  }
+  const auto shape = demo::ModelShape::of_parameters(s.parameters);
+  auto opened = Session::open(s.session);
+  if (!opened) return fail_with(opened.error());
+  Session& session = **opened;
+
+  // The last layer's gradients are ready first: a bucket for it, one for the rest.
+  std::vector<TensorId> ids(demo::tensor_count);
+  for (std::uint32_t t = 0; t < demo::tensor_count; ++t) {
+    auto id = session.add({.name = demo::name_of(static_cast<demo::Tensor>(t)), .count = demo::elements(shape, static_cast<demo::Tensor>(t)), .moments = 2});
+    if (!id) return fail_with(id.error());
+    ids[t] = *id;
+  }
+  for (auto bucket : {std::vector{ids[demo::output_weight], ids[demo::output_bias]},
+                      std::vector{ids[demo::embedding], ids[demo::hidden_weight], ids[demo::hidden_bias]}})
+    if (auto made = session.bucket(bucket); !made) return fail_with(made.error());
+  if (auto allocated = session.allocate(); !allocated) return fail_with(allocated.error());
+
+  demo::Views weights, gradients;
+  for (auto id : ids) {
+    weights.push_back(Session::as<float>(session.weight(id)));
+    gradients.push_back(Session::as<float>(session.gradient(id)));
+  }
+  demo::initialise(shape, weights, s.seed * 1000 + s.session.rank);
+  if (auto joined = session.join(0); !joined) return fail_with(joined.error());
+
+  const demo::AdamW adamw;
+  double loss = 0;
+  for (;;) {
+    auto begun = session.begin_step();
+    if (!begun) return fail_with(begun.error());
+    if (!*begun) break;
+    const auto& step = **begun;
+    events::emit("step", {{"step", step.number()}, {"contributes", step.contributes()}});
+    if (step.contributes()) {
+      std::vector<std::uint64_t> positions;
+      for (const auto& range : step.batch())
+        for (auto sample = range.begin; sample < range.end; ++sample) positions.push_back(position_of(sample, text.size()));
+      Result<> reduced;
+      loss = demo::forward_backward(shape, weights, gradients, text, positions, [&](demo::Tensor ready) {
+        if (ready == demo::output_weight && reduced) {
+          reduced = session.all_reduce(0);
+          if (s.pause_at == step.number()) {
+            events::emit("paused", {{"step", step.number()}});
+            for (;;) ::pause();  // until the demo's signal comes
+          }
+        }
+        if (ready == demo::embedding && reduced) reduced = session.all_reduce(1);
+      });
+      if (!reduced) return fail_with(reduced.error());
+      events::emit("computed", {{"step", step.number()}});
+    }
+    auto committed = session.commit([&](const Piece& piece) {
+      const auto range = [&](std::span<std::byte> bytes) { return Session::as<float>(bytes).subspan(piece.first, piece.count); };
+      adamw.apply(piece.step, range(session.weight(piece.tensor)), range(session.moment(piece.tensor, 0)),
+                  range(session.moment(piece.tensor, 1)), piece.gradient_as<float>());
+    });
+    if (!committed) return fail_with(committed.error());
+    events::emit("updated", {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});
+  }
+  events::emit("digest", {{"version", session.version()}, {"digest", fmt::format("{:016x}", session.state_digest())}});
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Settings s;
+  CLI::App app{"One rank of the demo's training job; rejoin-demo starts all of them."};
+  s.session.bind(app);
+  app.add_option("--data", s.data, "text to learn")->required();
+  app.add_option("--seed", s.seed, "seed of the initial weights")->capture_default_str();
+  app.add_option("--params", s.parameters, "parameters of this rank's tower")->capture_default_str();
+  app.add_option("--pause-at", s.pause_at, "in the middle of this step, wait for a signal");
+  app.add_option("--events", s.events, "directory for event files");
+  app.add_option("--log-level", s.log_level)->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  const std::string who = fmt::format("r{}.{}", s.session.replica, s.session.rank);
+  rejoin::init_logging("trainer " + who, s.log_level);
+  if (auto opened = rejoin::events::open(s.events, who); !opened) return fail_with(opened.error());
+  return train(s);
+}

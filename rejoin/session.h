@@ -1,0 +1,134 @@
+// What a trainer links: it declares its state and gradients once, then runs steps. Failures of other replicas show as
+// nothing but a step that takes a little longer; this replica's own catching up shows as steps that do not contribute.
+//
+//   auto session = *rejoin::Session::open(config);
+//   auto w = *session->add({.name = "w", .count = 1000, .moments = 2});
+//   session->bucket({w});                                   // gradients that are reduced together
+//   session->allocate(); fill(session->weight(w)); session->join(0);
+//   while (auto step = *session->begin_step()) {
+//     if (step->contributes()) {
+//       backward(step->batch(), session->gradient(w));      // writes the gradient
+//       session->all_reduce(0);                             // asynchronous; several buckets overlap with backward
+//     }
+//     session->commit([&](const rejoin::Piece& piece) { optimizer(piece); });
+//   }
+//
+// Thread: one trainer thread calls everything here; a progress thread inside does the communication.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/ids.h"
+#include "base/result.h"
+#include "base/types.h"
+
+namespace CLI {
+class App;
+}
+
+namespace rejoin {
+
+struct SessionConfig {
+  std::uint32_t replica = 0, rank = 0;
+  std::string socket;                        // the node's daemon
+  std::string transport = "shm";             // of the all-reduce: shm, tcp or ucx:LIST; the same on all replicas
+  std::string data_listen = "127.0.0.1:0";   // address for data connections, where the transport has addresses
+  std::uint64_t chunk_bytes = 1 << 20;       // all-reduce: largest chunk
+  std::uint32_t chunks_in_flight = 4;        // … and how many per neighbour
+  std::uint64_t keep_budget = 256 << 20;     // bytes of gradients kept while catching up
+  // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
+  std::chrono::milliseconds patience{60000};
+
+  // Adds these settings to a program's flags, each also settable as REJOIN_* variable.
+  void bind(CLI::App& app);
+  // From REJOIN_* variables alone.
+  static Result<SessionConfig> from_environment();
+};
+
+struct TensorSpec {
+  std::string name;
+  DataType type = DataType::float32;
+  std::uint64_t count = 0;      // elements
+  std::uint32_t moments = 0;    // optimizer moments of the same type and count: 0 to 3
+  bool elementwise = true;      // the optimizer updates each element from its own gradient and moments alone
+};
+
+struct TensorId {
+  std::uint32_t index = 0;
+};
+using BucketId = std::uint32_t;
+
+struct SampleRange {
+  std::uint64_t begin = 0, end = 0;  // of the endless sample stream: sample k is number k mod N of the data
+};
+
+// One application of the optimizer: elements [first, first + count) of a tensor, with the reduced (mean) gradient of
+// `step`. A catching-up replica may get several for one range, in order of steps; a contributor gets each tensor once.
+struct Piece {
+  TensorId tensor;
+  std::uint64_t first = 0, count = 0;
+  std::uint64_t step = 0;
+  std::span<const std::byte> gradient;
+  template <typename T>
+  std::span<const T> gradient_as() const { return {reinterpret_cast<const T*>(gradient.data()), count}; }
+};
+
+class Session {
+ public:
+  // Errors: `invalid_argument` for settings that can't work. Does not talk to the daemon yet.
+  static Result<std::unique_ptr<Session>> open(const SessionConfig& config);
+  virtual ~Session() = default;
+
+  // ---- declaring, before allocate(); the same on every replica
+  virtual Result<TensorId> add(const TensorSpec& tensor) = 0;
+  // Every tensor belongs to exactly one bucket; all tensors of a bucket have one type.
+  virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors) = 0;
+  // Allocates weights, moments (shared with the daemon) and gradients, all zero.
+  virtual Result<> allocate() = 0;
+  virtual std::span<std::byte> weight(TensorId tensor) = 0;
+  virtual std::span<std::byte> moment(TensorId tensor, std::uint32_t index) = 0;
+  virtual std::span<std::byte> gradient(TensorId tensor) = 0;  // write here before all_reduce() of its bucket
+  template <typename T>
+  static std::span<T> as(std::span<std::byte> bytes) { return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)}; }
+
+  // Registers with the daemon: the state is initialised, as of step `version` (0: fresh; else a restored checkpoint).
+  // Errors: `unavailable` (no daemon there), `mismatch` (versions of library and daemon), `refused` (the job says no).
+  virtual Result<> join(std::uint64_t version) = 0;
+
+  // ---- steps
+  class Step {
+   public:
+    Step(std::uint64_t number, bool contributes, std::vector<SampleRange> batch)
+        : number_(number), contributes_(contributes), batch_(std::move(batch)) {}
+    std::uint64_t number() const { return number_; }
+    bool contributes() const { return contributes_; }  // false: catching up; no backward, no all_reduce()
+    const std::vector<SampleRange>& batch() const { return batch_; }
+
+   private:
+    std::uint64_t number_;
+    bool contributes_;
+    std::vector<SampleRange> batch_;
+  };
+  // Waits until there is a step for this replica. Nothing: the job is finished.
+  // Errors of this and the next two: `cancelled` (this replica was declared lost and is out: end the process, start it
+  // again and it catches up), `refused`, `timeout`.
+  virtual Result<std::optional<Step>> begin_step() = 0;
+  // Starts reducing a bucket: its gradients are written. They must not change before commit() returns.
+  virtual Result<> all_reduce(BucketId bucket) = 0;
+  // Waits until the step is committed (through as many retries as it takes, from the same gradients), then calls
+  // `optimizer` for all pieces and publishes the new version.
+  virtual Result<> commit(const std::function<void(const Piece&)>& optimizer) = 0;
+
+  // ---- looking
+  virtual std::uint64_t version() const = 0;
+  // Digest of weights and moments: equal on all replicas at the same version.
+  virtual std::uint64_t state_digest() const = 0;
+};
+
+}  // namespace rejoin
