@@ -326,13 +326,14 @@ bool Coordinator::change_members_at_boundary() {
 
 // Out of the job, whether it is a member or only registered. The step under way is retried without it.
 void Coordinator::remove(ReplicaId id, const std::string& reason) {
-  drop_registration(id, reason);
-  const MemberState* gone = member(id);
-  if (gone == nullptr) return;
-  if (finished()) {  // it has done its part and leaves
+  if (finished()) {  // it has done its part and leaves; its other ranks still have to hear that
+    replicas_.erase(id);
     std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
     return;
   }
+  drop_registration(id, reason);
+  const MemberState* gone = member(id);
+  if (gone == nullptr) return;
   note("replica {} is out: {}", id, reason);
   ledger_.hand_back(id);
   std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
