@@ -174,12 +174,23 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
   for (const auto& event : events_)
     if (const auto rank = rank_of(event.who); rank && event.kind == "digest")
       digests[rank->replica][rank->rank] = {event.number("version"), event.fields.value("digest", "")};
-  bool same = digests.size() == settings.replicas;
-  for (const auto& [replica, ranks] : digests) {
-    same = same && ranks == digests.begin()->second && ranks.size() == settings.ranks;
+  // A replica that was lost so late that it could not come back before the end has no digest at the last version.
+  bool same = true;
+  std::optional<std::map<std::uint32_t, std::pair<std::uint64_t, std::string>>> first;
+  json["digests"] = nlohmann::json::object();
+  json["absent"] = nlohmann::json::array();
+  for (std::uint32_t replica = 0; replica < settings.replicas; ++replica) {
+    const auto& ranks = digests[replica];
+    const bool there = ranks.size() == settings.ranks && std::all_of(ranks.begin(), ranks.end(), [&](const auto& r) { return r.second.first == committed_; });
+    if (!there) {
+      json["absent"].push_back(replica);
+      continue;
+    }
+    if (!first) first = ranks;
+    same = same && ranks == *first;
     for (const auto& [rank, digest] : ranks) json["digests"][std::to_string(replica)].push_back(digest.second);
   }
-  json["same_bits"] = same;
+  json["same_bits"] = same && first.has_value();
 
   std::map<std::uint64_t, membership::Batch> trained;
   if (auto records = membership::read_log(log_path))

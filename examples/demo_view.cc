@@ -136,6 +136,7 @@ std::string summary(const nlohmann::json& report) {
       for (const auto& digest : digests) text += " " + digest.get<std::string>();
       text += "\n";
     }
+  for (const auto& replica : report.at("absent")) text += fmt::format("  replica {} was not back before the last step\n", replica.get<int>());
   text += fmt::format("  same bits on all replicas: {}\n", report.at("same_bits").get<bool>() ? "yes" : "NO");
   const auto& ledger = report.at("ledger");
   text += fmt::format("  ledger: {} samples, {} trained once, {} lost, {} repeated\n", ledger.at("samples").get<std::uint64_t>(), ledger.at("once").get<std::uint64_t>(),

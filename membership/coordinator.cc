@@ -416,7 +416,16 @@ void Coordinator::broadcast_plan() {
   for (const auto& [node, heard] : nodes_) send(node, message);
 }
 
+// Whoever is not named is fenced by the others; so after a restart nothing is announced before all members have had
+// their time to come back.
 void Coordinator::announce_peers() {
+  if (recovering_until_) {
+    for (const auto& m : members_) {
+      auto found = replicas_.find(m.replica);
+      if (found == replicas_.end() || found->second.incarnation != m.incarnation || !whole(found->second)) return;
+    }
+    recovering_until_.reset();
+  }
   proto::ToNode message;
   for (const auto& [id, replica] : replicas_)
     for (const auto& [number, rank] : replica.ranks) {

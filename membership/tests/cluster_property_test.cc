@@ -300,7 +300,8 @@ std::string play(std::uint64_t seed) {
   const Audit result = audit(trained);
   if (result.repeated != 0) return fmt::format("exactly-once: {} samples repeated", result.repeated);
   std::uint64_t waiting = 0;
-  for (const auto& range : world.coordinator->ledger().handed_back()) waiting += range.size();
+  for (const auto& range : world.coordinator->ledger().handed_back())
+    if (range.begin < result.samples) waiting += std::min(range.end, result.samples) - range.begin;
   if (result.lost != waiting) return fmt::format("exactly-once: {} samples lost, {} wait to be handed out", result.lost, waiting);
   return {};
 }

@@ -227,6 +227,39 @@ TEST(Coordinator, WithoutAnyContributorItWaitsForAllAndGoesOnFromWhatTheyHave) {
   EXPECT_EQ(bench.contributors(), 3u);
 }
 
+TEST(Coordinator, AfterItsRestartNobodyIsAnnouncedBeforeAllMembersAreBack) {
+  Bench bench;
+  bench.start();
+  Bench again;
+  again.log.clear();
+  again.coordinator.~Coordinator();
+  new (&again.coordinator) Coordinator(again.config);
+  ASSERT_TRUE(again.coordinator.recover(bench.log, again.now));
+  const auto back = [&](std::uint32_t replica) {
+    for (std::uint32_t rank = 0; rank < 2; ++rank) {
+      proto::FromNode message;
+      auto& up = *message.mutable_rank_up();
+      up.set_replica(replica);
+      up.set_rank(rank);
+      up.set_life(100 + rank);
+      up.set_plan_hash(9);
+      up.set_incarnation(bench.incarnations[replica]);
+      again.say(replica, message);
+    }
+  };
+  const auto announced = [&] {
+    return std::any_of(again.inbox[0].begin(), again.inbox[0].end(), [](const auto& m) { return m.has_peers(); });
+  };
+  back(0);
+  back(1);
+  EXPECT_FALSE(announced()) << "replicas 0 and 1 would fence replica 2";
+  back(2);
+  EXPECT_TRUE(announced());
+  EXPECT_EQ(again.coordinator.members().size(), 3u);
+  for (std::uint32_t r : {0u, 1u, 2u}) again.exchanged(r);
+  EXPECT_EQ(again.coordinator.committed(), Step(1));
+}
+
 TEST(Coordinator, ALogOfAnotherJobIsRefused) {
   Bench bench;
   bench.start();
