@@ -1,8 +1,8 @@
 #include "base/bytes.h"
 
-#include <array>
-
 #include <fmt/format.h>
+
+#include <array>
 
 namespace rejoin {
 

@@ -21,14 +21,13 @@ inline BytesView as_bytes(std::string_view text) { return std::as_bytes(std::spa
 inline std::string_view as_text(BytesView bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
 template <typename T>
-  requires std::is_trivially_copyable_v<T>
-BytesView bytes_of(const T& value) {
+requires std::is_trivially_copyable_v<T> BytesView bytes_of(const T& value) {
   return std::as_bytes(std::span(&value, 1));
 }
 
 // Takes a T off the front of `bytes`; false (and nothing taken) where too few are left.
 template <typename T>
-  requires std::is_trivially_copyable_v<T>
+requires std::is_trivially_copyable_v<T>
 [[nodiscard]] bool take(BytesView& bytes, T& value) {
   if (bytes.size() < sizeof(T)) return false;
   std::memcpy(&value, bytes.data(), sizeof(T));

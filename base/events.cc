@@ -48,7 +48,8 @@ Result<> open(const std::string& directory, const std::string& who) {
 
 void emit(std::string_view kind, const Fields& fields) {
   if (!file) return;
-  std::string line = fmt::format("{{\"t\":{},\"who\":{},\"kind\":{}", SteadyClock().now().time_since_epoch().count(), json_text(speaker), json_text(kind));
+  std::string line = fmt::format("{{\"t\":{},\"who\":{},\"kind\":{}", SteadyClock().now().time_since_epoch().count(),
+                                 json_text(speaker), json_text(kind));
   for (const auto& [name, value] : fields) line += fmt::format(",{}:{}", json_text(name), shown(value));
   line += "}\n";
   // One write of one line: O_APPEND keeps lines of several threads whole. A full disk costs the event, not the process.

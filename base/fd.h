@@ -36,7 +36,8 @@ void drain_eventfd(const Fd& fd);
 class Mapping {
  public:
   Mapping() = default;
-  Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  Mapping(Mapping&& other) noexcept
+      : base_(std::exchange(other.base_, nullptr)), size_(std::exchange(other.size_, 0)) {}
   Mapping& operator=(Mapping&& other) noexcept;
   ~Mapping() { reset(); }
   static Result<Mapping> of(const Fd& fd, std::size_t size, bool writable = true);

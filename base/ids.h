@@ -1,11 +1,11 @@
 // Strong numeric types: an epoch can't be passed where a step is meant.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <compare>
 #include <cstdint>
 #include <functional>
-
-#include <fmt/format.h>
 
 namespace rejoin {
 
@@ -22,8 +22,8 @@ struct Id {
 using ReplicaId = Id<struct ReplicaTag, std::uint32_t>;  // which copy of the model
 using RankId = Id<struct RankTag, std::uint32_t>;        // which shard inside a replica
 using Epoch = Id<struct EpochTag>;                       // numbered membership; 0 is "none yet"
-using Step = Id<struct StepTag>;                         // optimizer step; the version of a tensor is the last step in it
-using Incarnation = Id<struct IncarnationTag>;           // one life of a replica; never reused in a job
+using Step = Id<struct StepTag>;                // optimizer step; the version of a tensor is the last step in it
+using Incarnation = Id<struct IncarnationTag>;  // one life of a replica; never reused in a job
 
 }  // namespace rejoin
 

@@ -1,9 +1,9 @@
 // Logging: spdlog, one logger a process, lines on stderr with monotonic milliseconds so that several processes line up.
 #pragma once
 
-#include <string>
-
 #include <spdlog/spdlog.h>
+
+#include <string>
 
 namespace rejoin {
 

@@ -1,12 +1,12 @@
 // Errors as values. What can happen at run time is a Result; what cannot is a REJOIN_CHECK.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <string>
 #include <string_view>
-#include <utility>
-
-#include <fmt/format.h>
 #include <tl/expected.hpp>
+#include <utility>
 
 namespace rejoin {
 
@@ -54,7 +54,7 @@ struct fmt::formatter<rejoin::Error> : fmt::formatter<std::string_view> {
 };
 
 // Always on: a false condition is a bug of ours, and going on would spread it.
-#define REJOIN_CHECK(condition, ...)                                                                   \
-  (static_cast<bool>(condition)                                                                        \
-       ? void(0)                                                                                       \
+#define REJOIN_CHECK(condition, ...) \
+  (static_cast<bool>(condition)      \
+       ? void(0)                     \
        : ::rejoin::check_failed(__FILE__, __LINE__, #condition, ::fmt::format("" __VA_ARGS__)))

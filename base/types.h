@@ -39,8 +39,8 @@ constexpr std::string_view to_string(DataType type) {
 }
 
 constexpr std::optional<DataType> data_type_named(std::string_view name) {
-  for (auto type : {DataType::float32, DataType::float64, DataType::bfloat16, DataType::float16, DataType::int32,
-                    DataType::int64})
+  for (auto type :
+       {DataType::float32, DataType::float64, DataType::bfloat16, DataType::float16, DataType::int32, DataType::int64})
     if (to_string(type) == name) return type;
   return std::nullopt;
 }

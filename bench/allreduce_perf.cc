@@ -1,5 +1,5 @@
-// rejoin_allreduce_perf: all-reduce time and bandwidth over message sizes, in the manner of nccl-tests' all_reduce_perf.
-// One command starts all ranks as processes of this machine.
+// rejoin_allreduce_perf: all-reduce time and bandwidth over message sizes, in the manner of nccl-tests'
+// all_reduce_perf. One command starts all ranks as processes of this machine.
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -50,7 +50,9 @@ std::vector<std::uint64_t> sizes_of(const Settings& s, std::size_t element) {
 }
 
 // Small whole numbers, exact in every type: element i of rank r.
-std::uint32_t value_at(std::uint32_t rank, std::size_t i) { return (static_cast<std::uint32_t>(i) * 7 + rank * 3) % 16; }
+std::uint32_t value_at(std::uint32_t rank, std::size_t i) {
+  return (static_cast<std::uint32_t>(i) * 7 + rank * 3) % 16;
+}
 
 template <typename Visit>
 void as_type(DataType type, Visit visit) {
@@ -84,7 +86,11 @@ class RankProcess {
  public:
   RankProcess(const Settings& settings, Meeting& meeting, std::uint32_t rank, std::span<std::byte> shared,
               std::vector<std::pair<Fd, Fd>>& pairs)
-      : s_(settings), meeting_(meeting), rank_(rank), shared_(shared), pairs_(pairs),
+      : s_(settings),
+        meeting_(meeting),
+        rank_(rank),
+        shared_(shared),
+        pairs_(pairs),
         type_(*data_type_named(settings.type)) {}
 
   Result<std::vector<Row>> run() {
@@ -121,7 +127,8 @@ class RankProcess {
   static std::uint32_t cores() { return static_cast<std::uint32_t>(::sysconf(_SC_NPROCESSORS_ONLN)); }
 
   Result<> make_buffers() {
-    auto input = Mapping::anonymous(round_up(s_.most + 64, 2 * MiB)), output = Mapping::anonymous(round_up(s_.most + 64, 2 * MiB));
+    auto input = Mapping::anonymous(round_up(s_.most + 64, 2 * MiB)),
+         output = Mapping::anonymous(round_up(s_.most + 64, 2 * MiB));
     if (!input) return tl::unexpected(input.error());
     if (!output) return tl::unexpected(output.error());
     input_ = std::move(*input);
@@ -236,17 +243,21 @@ class RankProcess {
 };
 
 void print(const Settings& s, const std::vector<Row>& rows) {
-  std::printf("# rejoin_allreduce_perf: %u ranks as processes of this machine, transport %s, %s %s, %d iterations, %d warm-ups\n",
-              s.ranks, s.transport.c_str(), s.type.c_str(), s.op.c_str(), s.iterations, s.warmups);
+  std::printf(
+      "# rejoin_allreduce_perf: %u ranks as processes of this machine, transport %s, %s %s, %d iterations, %d "
+      "warm-ups\n",
+      s.ranks, s.transport.c_str(), s.type.c_str(), s.op.c_str(), s.iterations, s.warmups);
   std::printf("# chunks of at most %s, %u in flight; vector instructions: %s\n",
-              human_bytes(s.ftar.chunk_bytes).c_str(), s.ftar.chunks_in_flight, std::string(ftar::instruction_set()).c_str());
-  std::printf("# limit: %s\n", s.transport == "tcp"
-                                   ? "the same volume around a ring of plain loopback sockets, nothing added (best of several)"
-                                   : "the same sum through one shared mapping, private buffers staged (best of several)");
-  std::printf("#%12s %12s %9s %6s %11s %8s %8s %7s %11s %7s\n", "size", "count", "type", "redop", "time", "algbw", "busbw",
-              "#wrong", "limit", "ratio");
-  std::printf("#%12s %12s %9s %6s %11s %8s %8s %7s %11s %7s\n", "(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "",
-              "(us)", "");
+              human_bytes(s.ftar.chunk_bytes).c_str(), s.ftar.chunks_in_flight,
+              std::string(ftar::instruction_set()).c_str());
+  std::printf("# limit: %s\n",
+              s.transport == "tcp"
+                  ? "the same volume around a ring of plain loopback sockets, nothing added (best of several)"
+                  : "the same sum through one shared mapping, private buffers staged (best of several)");
+  std::printf("#%12s %12s %9s %6s %11s %8s %8s %7s %11s %7s\n", "size", "count", "type", "redop", "time", "algbw",
+              "busbw", "#wrong", "limit", "ratio");
+  std::printf("#%12s %12s %9s %6s %11s %8s %8s %7s %11s %7s\n", "(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)",
+              "", "(us)", "");
   for (const auto& row : rows) {
     const double algbw = static_cast<double>(row.bytes) / row.seconds * 1e-9;
     std::printf(" %12lu %12lu %9s %6s %11.2f %8.3f %8.3f %7s", row.bytes, row.bytes / size_of(*data_type_named(s.type)),
@@ -260,7 +271,9 @@ void print(const Settings& s, const std::vector<Row>& rows) {
 Result<> write_json(const Settings& s, const std::vector<Row>& rows) {
   nlohmann::json json{{"ranks", s.ranks}, {"transport", s.transport}, {"type", s.type}, {"op", s.op}};
   for (const auto& row : rows)
-    json["rows"].push_back({{"bytes", row.bytes}, {"seconds", row.seconds}, {"wrong", row.wrong},
+    json["rows"].push_back({{"bytes", row.bytes},
+                            {"seconds", row.seconds},
+                            {"wrong", row.wrong},
                             {"limit_seconds", row.limit_seconds},
                             {"ratio", row.limit_seconds > 0 ? row.seconds / row.limit_seconds : 0}});
   std::ofstream out(s.json);
@@ -326,23 +339,34 @@ int main(int argc, char** argv) {
   const auto sized = CLI::AsSizeValue(false);
   app.add_option("-b,--minbytes", s.least, "smallest size, e.g. 8, 4K, 1M")->transform(sized)->capture_default_str();
   app.add_option("-e,--maxbytes", s.most, "largest size")->transform(sized)->capture_default_str();
-  app.add_option("-f,--stepfactor", s.factor, "factor between sizes")->check(CLI::Range(1.01, 1e6))->capture_default_str();
-  app.add_option("-n,--iters", s.iterations, "timed iterations (20 times as many up to 64 KiB)")->check(CLI::Range(1, 1000000))->capture_default_str();
-  app.add_option("-w,--warmup_iters", s.warmups, "warm-up iterations")->check(CLI::Range(0, 1000000))->capture_default_str();
-  app.add_option("-d,--datatype", s.type, "element type")->check(CLI::IsMember({"float32", "float64", "bfloat16", "float16", "int32", "int64"}))->capture_default_str();
+  app.add_option("-f,--stepfactor", s.factor, "factor between sizes")
+      ->check(CLI::Range(1.01, 1e6))
+      ->capture_default_str();
+  app.add_option("-n,--iters", s.iterations, "timed iterations (20 times as many up to 64 KiB)")
+      ->check(CLI::Range(1, 1000000))
+      ->capture_default_str();
+  app.add_option("-w,--warmup_iters", s.warmups, "warm-up iterations")
+      ->check(CLI::Range(0, 1000000))
+      ->capture_default_str();
+  app.add_option("-d,--datatype", s.type, "element type")
+      ->check(CLI::IsMember({"float32", "float64", "bfloat16", "float16", "int32", "int64"}))
+      ->capture_default_str();
   app.add_option("-o,--op", s.op, "operation")->check(CLI::IsMember({"sum", "mean"}))->capture_default_str();
   app.add_option("-c,--check", s.check, "check every element")->capture_default_str();
   app.add_option("--ranks", s.ranks, "processes to start")->check(CLI::Range(1, 64))->capture_default_str();
   app.add_option("--transport", s.transport, "shm, tcp or ucx:LIST")->capture_default_str();
   app.add_option("--chunk", s.ftar.chunk_bytes, "largest chunk")->transform(sized)->capture_default_str();
   app.add_option("--in-flight", s.ftar.chunks_in_flight, "chunks in flight per neighbour")->capture_default_str();
-  app.add_option("--direct", s.ftar.direct_bytes, "largest size that skips the ring")->transform(sized)->capture_default_str();
+  app.add_option("--direct", s.ftar.direct_bytes, "largest size that skips the ring")
+      ->transform(sized)
+      ->capture_default_str();
   app.add_option("--both-ways", s.ftar.both_ways, "all-gather in both directions")->capture_default_str();
   app.add_option("--limits", s.limits, "measure this machine's limit beside")->capture_default_str();
   app.add_option("--json", s.json, "write the results to this file");
   CLI11_PARSE(app, argc, argv);
   if (s.least > s.most || s.least == 0) {
-    std::fprintf(stderr, "rejoin_allreduce_perf: --minbytes %lu is not between 1 and --maxbytes %lu\n", s.least, s.most);
+    std::fprintf(stderr, "rejoin_allreduce_perf: --minbytes %lu is not between 1 and --maxbytes %lu\n", s.least,
+                 s.most);
     return 2;
   }
   init_logging("allreduce_perf", "warn");

@@ -70,7 +70,8 @@ double socket_ring(Meeting& meeting, std::uint32_t count, int to, int from, std:
     }
     if (waiting[1].revents != 0) {
       const std::size_t at = received % target.size();
-      const ssize_t n = ::recv(from, target.data() + at, std::min({piece, bytes - received, target.size() - at}), MSG_DONTWAIT);
+      const ssize_t n =
+          ::recv(from, target.data() + at, std::min({piece, bytes - received, target.size() - at}), MSG_DONTWAIT);
       if (n > 0) received += static_cast<std::size_t>(n);
     }
   }

@@ -23,8 +23,8 @@ struct Meeting {
 // All `count` processes meet; false when one of them has failed.
 bool meet(Meeting& meeting, std::uint32_t count);
 
-// Seconds of one float32 sum of `floats` elements by `count` processes through shared memory, done simply: each copies its
-// private input into its part of `shared` (count + 1 times the buffer), adds its share of all parts, copies the
+// Seconds of one float32 sum of `floats` elements by `count` processes through shared memory, done simply: each copies
+// its private input into its part of `shared` (count + 1 times the buffer), adds its share of all parts, copies the
 // result out. Collective.
 double shared_memory_all_reduce(Meeting& meeting, std::uint32_t rank, std::uint32_t count, std::span<std::byte> shared,
                                 std::span<const float> input, std::span<float> output);

@@ -16,9 +16,12 @@ constexpr std::uint32_t kPartsAsked = 8;  // of one proof: half the pins, so tha
 }  // namespace
 
 Joiner::Joiner(transport::Engine& engine, shm::View& view, transport::RegionId state, TimePoint now)
-    : engine_(engine), view_(view), state_(state),
+    : engine_(engine),
+      view_(view),
+      state_(state),
       planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
-      proven_(view.manifest().slices().size()), started_(now) {
+      proven_(view.manifest().slices().size()),
+      started_(now) {
   for (std::uint32_t i = 0; i < view.manifest().slices().size(); ++i)
     while (!view.set_slice(i, view.slice(i), {})) {
     }
@@ -168,7 +171,8 @@ void Joiner::ask_for_proof() {
 }
 
 Result<> Joiner::on_proof(ReplicaId source, const proto::Proof& proof) {
-  auto found = std::find_if(questions_.begin(), questions_.end(), [&](const Question& q) { return q.number == proof.request() && q.source == source; });
+  auto found = std::find_if(questions_.begin(), questions_.end(),
+                            [&](const Question& q) { return q.number == proof.request() && q.source == source; });
   if (found == questions_.end()) return {};
   if (proof.passed()) {
     drop(*found);
@@ -195,12 +199,14 @@ bool Joiner::settle(Question& question) {
   for (std::size_t i = 0; i < question.slices.size(); ++i) {
     const std::uint32_t slice = question.slices[i];
     std::uint64_t ours = 0;
-    for (std::uint32_t p = 0; p < view_.manifest().slices()[slice].parts; ++p) ours = combine_digests(ours, *question.ours[part++]);
+    for (std::uint32_t p = 0; p < view_.manifest().slices()[slice].parts; ++p)
+      ours = combine_digests(ours, *question.ours[part++]);
     if (ours == question.theirs[i]) {
       if (!proven_[slice]) ++proven_count_;
       proven_[slice] = true;
     } else {
-      spdlog::warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, question.source, question.version);
+      spdlog::warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, question.source,
+                   question.version);
       fetch_again(slice);
     }
   }

@@ -43,8 +43,8 @@ class Joiner {
     ReplicaId source;
     std::vector<std::uint32_t> slices;
     std::vector<shm::View::Held> held;
-    std::vector<std::optional<std::uint64_t>> ours;   // by part
-    std::vector<std::uint64_t> theirs;                // by slice; empty: not answered yet
+    std::vector<std::optional<std::uint64_t>> ours;  // by part
+    std::vector<std::uint64_t> theirs;               // by slice; empty: not answered yet
   };
 
   Result<> on_sent(ReplicaId source, const proto::Sent& sent);

@@ -1,6 +1,6 @@
-// The trainer's part of catching up: for each committed step, which ranges of which tensors are to be updated with which
-// gradient. For a contributor that is everything, once. For a joiner it is what it has; what is on its way has its
-// gradients kept until it has arrived (within a budget), and is then brought up to date step by step.
+// The trainer's part of catching up: for each committed step, which ranges of which tensors are to be updated with
+// which gradient. For a contributor that is everything, once. For a joiner it is what it has; what is on its way has
+// its gradients kept until it has arrived (within a budget), and is then brought up to date step by step.
 #pragma once
 
 #include <functional>

@@ -84,7 +84,8 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Time
   for (const auto& source : gone) lose(rank.sources[source], "it no longer contributes");
   for (const auto& source : sources) {
     if (rank.sources.contains(source)) continue;
-    const Hello hello{secret_, source.replica.value, key.rank.value, key.replica.value, 0, rank.view->manifest().hash()};
+    const Hello hello{secret_, source.replica.value,        key.rank.value, key.replica.value,
+                      0,       rank.view->manifest().hash()};
     auto endpoint = engine_.connect(source.address, bytes_of(hello));
     if (!endpoint) {
       spdlog::warn("catch-up source replica {}: {}", source.replica, endpoint.error().message);
@@ -102,11 +103,14 @@ void Service::on_accepted(const transport::Event& event) {
   const RankKey key{ReplicaId(hello.replica), RankId(hello.rank)};
   auto found = known ? ranks_.find(key) : ranks_.end();
   if (found == ranks_.end() || found->second.view->manifest().hash() != hello.manifest) {
-    spdlog::warn("a catch-up connection was refused: {}", !known ? "wrong job key" : found == ranks_.end() ? "no such rank here" : "another state");
+    spdlog::warn("a catch-up connection was refused: {}", !known                  ? "wrong job key"
+                                                          : found == ranks_.end() ? "no such rank here"
+                                                                                  : "another state");
     return engine_.close(event.endpoint);
   }
   LocalRank& rank = found->second;
-  serving_[event.endpoint] = {key, std::make_unique<Source>(engine_, event.endpoint, Source::Memory{rank.view.get(), rank.state, rank.aside})};
+  serving_[event.endpoint] = {
+      key, std::make_unique<Source>(engine_, event.endpoint, Source::Memory{rank.view.get(), rank.state, rank.aside})};
 }
 
 void Service::lose(transport::EndpointId endpoint, const std::string& why) {
@@ -126,7 +130,8 @@ void Service::lose(transport::EndpointId endpoint, const std::string& why) {
 
 void Service::on_message(transport::EndpointId endpoint, BytesView bytes, TimePoint now) {
   proto::Stream message;
-  if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) return lose(endpoint, "it sent bytes that are no message");
+  if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())))
+    return lose(endpoint, "it sent bytes that are no message");
   Result<> handled;
   if (auto serving = serving_.find(endpoint); serving != serving_.end()) {
     Source& source = *serving->second.source;

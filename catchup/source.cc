@@ -30,7 +30,8 @@ Source::~Source() {
 Result<> Source::on_fetch(const proto::Fetch& fetch) {
   const auto& manifest = memory_.view->manifest();
   if (fetch.length() != manifest.state_bytes())
-    return fail(ErrorCode::mismatch, "the joiner's state has {} bytes, ours {}", fetch.length(), manifest.state_bytes());
+    return fail(ErrorCode::mismatch, "the joiner's state has {} bytes, ours {}", fetch.length(),
+                manifest.state_bytes());
   for (auto slice : fetch.slices()) {
     if (slice >= manifest.slices().size() || requests_.size() >= kMaxRequests)
       return fail(ErrorCode::corrupt, "it asks for slice {} of {}", slice, manifest.slices().size());
@@ -109,8 +110,8 @@ void Source::advance(SliceJob& job) {
   }
 }
 
-// Writes a part's columns from where they are. From the state it is a gamble that no update begins meanwhile; a lost one
-// is written again from aside, and the joiner believes nothing before `Sent`.
+// Writes a part's columns from where they are. From the state it is a gamble that no update begins meanwhile; a lost
+// one is written again from aside, and the joiner believes nothing before `Sent`.
 void Source::write_part(SliceJob& job, std::size_t index) {
   const auto& manifest = memory_.view->manifest();
   PartJob& part = job.parts[index];
@@ -124,8 +125,11 @@ void Source::write_part(SliceJob& job, std::size_t index) {
     const shm::Extent extent = manifest.extent(range, column);
     const transport::LocalRange local = part.from_aside ? transport::LocalRange{memory_.aside, at}
                                                         : transport::LocalRange{memory_.state, extent.offset};
-    writes.push_back({.context = number << 8 | index, .local = local, .remote = {job.request.target, extent.offset},
-                      .length = extent.length, .notify = std::nullopt});
+    writes.push_back({.context = number << 8 | index,
+                      .local = local,
+                      .remote = {job.request.target, extent.offset},
+                      .length = extent.length,
+                      .notify = std::nullopt});
     at += extent.length;
   }
   if (!engine_.write(joiner_, writes)) {

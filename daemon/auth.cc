@@ -24,7 +24,8 @@ Result<JobKey> JobKey::read(const std::string& path) {
   key.resize(static_cast<std::size_t>(got));
   while (!key.empty() && (key.back() == '\n' || key.back() == '\r')) key.pop_back();
   if (key.size() < 16)
-    return fail(ErrorCode::invalid_argument, "job key in {} has {} bytes; use at least 16, e.g. 'openssl rand -hex 32'", path, key.size());
+    return fail(ErrorCode::invalid_argument, "job key in {} has {} bytes; use at least 16, e.g. 'openssl rand -hex 32'",
+                path, key.size());
   return JobKey(std::move(key));
 }
 
@@ -35,11 +36,14 @@ JobKey::Mac JobKey::sign(std::string_view purpose, BytesView first, BytesView se
   unsigned length = 0;
   REJOIN_CHECK(::HMAC(::EVP_sha256(), key_.data(), static_cast<int>(key_.size()),
                       reinterpret_cast<const unsigned char*>(message.data()), message.size(),
-                      reinterpret_cast<unsigned char*>(mac.data()), &length) != nullptr && length == mac.size());
+                      reinterpret_cast<unsigned char*>(mac.data()), &length) != nullptr &&
+               length == mac.size());
   return mac;
 }
 
-bool JobKey::equal(BytesView a, BytesView b) { return a.size() == b.size() && ::CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0; }
+bool JobKey::equal(BytesView a, BytesView b) {
+  return a.size() == b.size() && ::CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
+}
 
 std::uint64_t JobKey::data_secret() const {
   const Mac mac = sign("rejoin data connections", {}, {});

@@ -16,11 +16,15 @@ namespace {
 
 Result<nlohmann::json> fetch_status(const std::string& address) {
   const auto colon = address.rfind(':');
-  if (colon == std::string::npos) return fail(ErrorCode::invalid_argument, "address '{}' is not of the form HOST:PORT", address);
+  if (colon == std::string::npos)
+    return fail(ErrorCode::invalid_argument, "address '{}' is not of the form HOST:PORT", address);
   asio::ip::tcp::iostream stream;
   stream.expires_after(std::chrono::seconds(5));
   stream.connect(address.substr(0, colon), address.substr(colon + 1));
-  if (!stream) return fail(ErrorCode::unavailable, "no daemon answers at {}: {}; its --status address is in its log and --address-file", address, stream.error().message());
+  if (!stream)
+    return fail(ErrorCode::unavailable,
+                "no daemon answers at {}: {}; its --status address is in its log and --address-file", address,
+                stream.error().message());
   stream << "GET /status HTTP/1.1\r\nHost: rejoin\r\nConnection: close\r\n\r\n" << std::flush;
   std::string line;
   while (std::getline(stream, line) && line != "\r") {
@@ -35,24 +39,33 @@ Result<nlohmann::json> fetch_status(const std::string& address) {
 void print_table(const nlohmann::json& status) {
   if (status.contains("coordinator_role")) {
     const auto& c = status.at("coordinator_role");
-    std::cout << fmt::format("coordinator: epoch {}, step {} committed, {} nodes{}\n", c.at("epoch").get<std::uint64_t>(), c.at("committed").get<std::uint64_t>(),
+    std::cout << fmt::format("coordinator: epoch {}, step {} committed, {} nodes{}\n",
+                             c.at("epoch").get<std::uint64_t>(), c.at("committed").get<std::uint64_t>(),
                              c.at("nodes").get<int>(), c.at("finished").get<bool>() ? ", finished" : "");
-    std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", "replica", "incarnation", "role", "ranks done with the step");
+    std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", "replica", "incarnation", "role",
+                             "ranks done with the step");
     for (const auto& m : c.at("members"))
-      std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(), m.at("role").get<std::string>(), m.at("exchanged").get<int>());
+      std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(),
+                               m.at("role").get<std::string>(), m.at("exchanged").get<int>());
     for (const auto& line : c.at("waiting_for")) std::cout << "  waits for " << line.get<std::string>() << "\n";
   }
   if (status.contains("node_role")) {
     const auto& n = status.at("node_role");
-    std::cout << fmt::format("{}: epoch {}, step {} committed, coordinator {} {}, {} served to joiners\n", n.at("node").get<std::string>(), n.at("epoch").get<std::uint64_t>(),
-                             n.at("committed").get<std::uint64_t>(), n.at("coordinator").at("address").get<std::string>(),
-                             n.at("coordinator").at("connected").get<bool>() ? "connected" : "NOT CONNECTED", human_bytes(n.at("bytes_served").get<std::uint64_t>()));
+    std::cout << fmt::format("{}: epoch {}, step {} committed, coordinator {} {}, {} served to joiners\n",
+                             n.at("node").get<std::string>(), n.at("epoch").get<std::uint64_t>(),
+                             n.at("committed").get<std::uint64_t>(),
+                             n.at("coordinator").at("address").get<std::string>(),
+                             n.at("coordinator").at("connected").get<bool>() ? "connected" : "NOT CONNECTED",
+                             human_bytes(n.at("bytes_served").get<std::uint64_t>()));
     for (const auto& r : n.at("ranks")) {
-      std::cout << fmt::format("  replica {} rank {} pid {}: {}", r.at("replica").get<int>(), r.at("rank").get<int>(), r.at("pid").get<int>(), r.at("role").get<std::string>());
+      std::cout << fmt::format("  replica {} rank {} pid {}: {}", r.at("replica").get<int>(), r.at("rank").get<int>(),
+                               r.at("pid").get<int>(), r.at("role").get<std::string>());
       if (r.contains("catch_up")) {
         const auto& c = r.at("catch_up");
-        std::cout << fmt::format(", {} of {} at {:.0f} MB/s from {} sources, {} of {} slices proven, {} fetched again", human_bytes(c.at("bytes").get<std::uint64_t>()),
-                                 human_bytes(c.at("total_bytes").get<std::uint64_t>()), c.at("bytes_per_second").get<double>() * 1e-6, c.at("sources").get<int>(),
+        std::cout << fmt::format(", {} of {} at {:.0f} MB/s from {} sources, {} of {} slices proven, {} fetched again",
+                                 human_bytes(c.at("bytes").get<std::uint64_t>()),
+                                 human_bytes(c.at("total_bytes").get<std::uint64_t>()),
+                                 c.at("bytes_per_second").get<double>() * 1e-6, c.at("sources").get<int>(),
                                  c.at("proven").get<int>(), c.at("slices").get<int>(), c.at("refetched").get<int>());
       }
       std::cout << "\n";
@@ -77,8 +90,10 @@ Result<int> audit_log(const std::string& path) {
     if (record.has_epoch()) {
       ++epochs;
       std::string members;
-      for (const auto& m : record.epoch().members()) members += fmt::format(" {}{}", m.replica(), m.catching_up() ? " (catching up)" : "");
-      std::cout << fmt::format("epoch {:>4} at step {:>7}: replicas{}; {}\n", record.epoch().epoch(), record.epoch().step(), members, record.epoch().reason());
+      for (const auto& m : record.epoch().members())
+        members += fmt::format(" {}{}", m.replica(), m.catching_up() ? " (catching up)" : "");
+      std::cout << fmt::format("epoch {:>4} at step {:>7}: replicas{}; {}\n", record.epoch().epoch(),
+                               record.epoch().step(), members, record.epoch().reason());
     }
     if (record.has_rolled_back()) trained.erase(trained.upper_bound(record.rolled_back().version()), trained.end());
     if (!record.has_committed()) continue;
@@ -87,7 +102,8 @@ Result<int> audit_log(const std::string& path) {
       for (const auto& range : m.batch()) trained[committed].push_back({range.begin(), range.end()});
   }
   const auto audit = membership::audit(trained);
-  std::cout << fmt::format("{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated\n", committed, epochs, audit.samples, audit.once, audit.lost, audit.repeated);
+  std::cout << fmt::format("{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated\n",
+                           committed, epochs, audit.samples, audit.once, audit.lost, audit.repeated);
   return audit.lost + audit.repeated == 0 ? 0 : 1;
 }
 
@@ -98,7 +114,8 @@ Result<int> merge_trace(const std::string& directory, const std::string& output)
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
     if (entry.path().extension() != ".jsonl") continue;
-    trace.push_back({{"ph", "M"}, {"name", "process_name"}, {"pid", ++row}, {"args", {{"name", entry.path().stem().string()}}}});
+    trace.push_back(
+        {{"ph", "M"}, {"name", "process_name"}, {"pid", ++row}, {"args", {{"name", entry.path().stem().string()}}}});
     std::ifstream in(entry.path());
     for (std::string line; std::getline(in, line);) {
       auto event = nlohmann::json::parse(line, nullptr, false);
@@ -110,7 +127,8 @@ Result<int> merge_trace(const std::string& directory, const std::string& output)
     }
   }
   if (error) return fail(ErrorCode::not_found, "event directory {}: {}", directory, error.message());
-  if (row == 0) return fail(ErrorCode::not_found, "no event files in {}; start daemons and trainers with --events", directory);
+  if (row == 0)
+    return fail(ErrorCode::not_found, "no event files in {}; start daemons and trainers with --events", directory);
   std::ofstream out(output);
   out << nlohmann::json{{"traceEvents", trace}}.dump() << "\n";
   if (!out.flush()) return fail(ErrorCode::io, "can't write {}", output);
@@ -136,7 +154,9 @@ int main(int argc, char** argv) {
   trace->add_option("events", directory, "the --events directory")->required();
   trace->add_option("-o,--output", output, "file to write")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  auto done = status->parsed() ? daemon::show_status(address, json) : audit->parsed() ? daemon::audit_log(log) : daemon::merge_trace(directory, output);
+  auto done = status->parsed()  ? daemon::show_status(address, json)
+              : audit->parsed() ? daemon::audit_log(log)
+                                : daemon::merge_trace(directory, output);
   if (!done) {
     std::cerr << "rejoin: " << done.error().message << "\n";
     return 1;

@@ -11,7 +11,8 @@ namespace rejoin::daemon {
 
 Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_context& io, const std::string& listen,
                                                                     const std::string& log_directory,
-                                                                    const membership::JobConfig& job, const JobKey& key) {
+                                                                    const membership::JobConfig& job,
+                                                                    const JobKey& key) {
   auto log = membership::Log::open(log_directory);
   if (!log) return tl::unexpected(log.error());
   if (log->bytes_cut() > 0) spdlog::warn("decision log: a torn tail of {} bytes was cut off", log->bytes_cut());
@@ -19,7 +20,8 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
   if (auto recovered = server->machine_.recover(server->log_.records(), server->now()); !recovered)
     return tl::unexpected(recovered.error());
   if (!server->log_.records().empty())
-    spdlog::info("recovered from the log: step {} is committed, epoch {}", server->machine_.committed(), server->machine_.epoch());
+    spdlog::info("recovered from the log: step {} is committed, epoch {}", server->machine_.committed(),
+                 server->machine_.epoch());
 
   auto address = transport::SocketAddress::resolve(listen);
   if (!address) return tl::unexpected(address.error());
@@ -32,7 +34,9 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
   if (!error) server->acceptor_.bind(endpoint, error);
   if (!error) server->acceptor_.listen(128, error);
   if (error)
-    return fail(ErrorCode::unavailable, "the coordinator can't listen on {}: {}; choose another --listen address or stop what uses it", listen, error.message());
+    return fail(ErrorCode::unavailable,
+                "the coordinator can't listen on {}: {}; choose another --listen address or stop what uses it", listen,
+                error.message());
   const auto bound = server->acceptor_.local_endpoint();
   server->address_ = fmt::format("{}:{}", bound.address().to_string(), bound.port());
   server->accept();
@@ -47,42 +51,43 @@ void CoordinatorServer::accept() {
     if (!error) {
       auto connection = std::make_shared<Framed>(std::move(socket), key_, true);
       const membership::NodeId id(next_node_++);
-      connection->start(
-          {.ready = [this, id, connection] { nodes_[id] = connection; },
-           .message =
-               [this, id, connection](std::string_view bytes) {
-                 proto::FromNode message;
-                 if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
-                   spdlog::warn("node {}: bytes that are no message; ignored", connection->remote());
-                   ++rejected_;
-                   return;
-                 }
-                 if (message.has_hello() && message.hello().protocol() != membership::kProtocolVersion) {
-                   spdlog::error("node {} speaks protocol {}, this coordinator {}; use one version", message.hello().node(),
-                                 message.hello().protocol(), membership::kProtocolVersion);
-                   return connection->close();
-                 }
-                 carry_out(machine_.on_message(id, message, now()));
-               },
-           .closed =
-               [this, id, remote = std::weak_ptr(connection)](const std::string& why) {
-                 if (nodes_.erase(id) == 0) {
-                   ++rejected_;
-                   spdlog::warn("a connection was refused: {}", why);
-                   return;
-                 }
-                 spdlog::info("a node is gone: {}", why);
-                 events::emit("node_lost", {{"why", why}});
-                 carry_out(machine_.on_node_lost(id, now()));
-               }},
-          std::chrono::seconds(5));
+      connection->start({.ready = [this, id, connection] { nodes_[id] = connection; },
+                         .message =
+                             [this, id, connection](std::string_view bytes) {
+                               proto::FromNode message;
+                               if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+                                 spdlog::warn("node {}: bytes that are no message; ignored", connection->remote());
+                                 ++rejected_;
+                                 return;
+                               }
+                               if (message.has_hello() && message.hello().protocol() != membership::kProtocolVersion) {
+                                 spdlog::error("node {} speaks protocol {}, this coordinator {}; use one version",
+                                               message.hello().node(), message.hello().protocol(),
+                                               membership::kProtocolVersion);
+                                 return connection->close();
+                               }
+                               carry_out(machine_.on_message(id, message, now()));
+                             },
+                         .closed =
+                             [this, id, remote = std::weak_ptr(connection)](const std::string& why) {
+                               if (nodes_.erase(id) == 0) {
+                                 ++rejected_;
+                                 spdlog::warn("a connection was refused: {}", why);
+                                 return;
+                               }
+                               spdlog::info("a node is gone: {}", why);
+                               events::emit("node_lost", {{"why", why}});
+                               carry_out(machine_.on_node_lost(id, now()));
+                             }},
+                        std::chrono::seconds(5));
     }
     accept();
   });
 }
 
 void CoordinatorServer::tick() {
-  timer_.expires_after(std::chrono::duration_cast<std::chrono::milliseconds>(job_.silence / 16) + std::chrono::milliseconds(1));
+  timer_.expires_after(std::chrono::duration_cast<std::chrono::milliseconds>(job_.silence / 16) +
+                       std::chrono::milliseconds(1));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     carry_out(machine_.on_tick(now()));
@@ -101,8 +106,12 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
       events::emit("commit", {{"step", record.committed().step()}, {"epoch", record.committed().epoch()}});
     if (record.has_epoch()) {
       std::string members;
-      for (const auto& m : record.epoch().members()) members += fmt::format("{}{}{}", members.empty() ? "" : ",", m.replica(), m.catching_up() ? "c" : "");
-      events::emit("epoch", {{"epoch", record.epoch().epoch()}, {"step", record.epoch().step()}, {"members", members}, {"reason", record.epoch().reason()}});
+      for (const auto& m : record.epoch().members())
+        members += fmt::format("{}{}{}", members.empty() ? "" : ",", m.replica(), m.catching_up() ? "c" : "");
+      events::emit("epoch", {{"epoch", record.epoch().epoch()},
+                             {"step", record.epoch().step()},
+                             {"members", members},
+                             {"reason", record.epoch().reason()}});
     }
   }
   for (const auto& note : actions.notes) spdlog::info("{}", note);
@@ -115,15 +124,19 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
 }
 
 nlohmann::json CoordinatorServer::status() const {
-  nlohmann::json json{{"epoch", machine_.epoch().value}, {"committed", machine_.committed().value}, {"finished", machine_.finished()},
-                      {"nodes", nodes_.size()}, {"rejected", rejected_}, {"waiting_for", machine_.waiting_for(now())}};
+  nlohmann::json json{{"epoch", machine_.epoch().value}, {"committed", machine_.committed().value},
+                      {"finished", machine_.finished()}, {"nodes", nodes_.size()},
+                      {"rejected", rejected_},           {"waiting_for", machine_.waiting_for(now())}};
   json["members"] = nlohmann::json::array();
   for (const auto& m : machine_.members())
-    json["members"].push_back({{"replica", m.replica.value}, {"incarnation", m.incarnation.value},
-                               {"role", m.catching_up ? "catching_up" : "contributor"}, {"exchanged", m.exchanged.size()}});
+    json["members"].push_back({{"replica", m.replica.value},
+                               {"incarnation", m.incarnation.value},
+                               {"role", m.catching_up ? "catching_up" : "contributor"},
+                               {"exchanged", m.exchanged.size()}});
   json["registered"] = nlohmann::json::array();
   for (const auto& [id, replica] : machine_.replicas())
-    json["registered"].push_back({{"replica", id.value}, {"incarnation", replica.incarnation.value}, {"ranks", replica.ranks.size()}});
+    json["registered"].push_back(
+        {{"replica", id.value}, {"incarnation", replica.incarnation.value}, {"ranks", replica.ranks.size()}});
   return json;
 }
 

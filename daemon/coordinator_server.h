@@ -14,7 +14,8 @@ namespace rejoin::daemon {
 class CoordinatorServer {
  public:
   // Errors name the thing and the remedy (port in use, log of another job, full disk).
-  static Result<std::unique_ptr<CoordinatorServer>> start(asio::io_context& io, const std::string& listen, const std::string& log_directory,
+  static Result<std::unique_ptr<CoordinatorServer>> start(asio::io_context& io, const std::string& listen,
+                                                          const std::string& log_directory,
                                                           const membership::JobConfig& job, const JobKey& key);
   std::string address() const { return address_; }
   nlohmann::json status() const;

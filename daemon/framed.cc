@@ -30,9 +30,12 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
 void Framed::read_length() {
   asio::async_read(socket_, asio::buffer(length_), [self = shared_from_this()](asio::error_code error, std::size_t) {
     if (error) return self->end(error == asio::error::eof ? "it closed the connection" : error.message());
-    const std::uint32_t length = self->length_[0] | self->length_[1] << 8 | self->length_[2] << 16 | static_cast<std::uint32_t>(self->length_[3]) << 24;
+    const std::uint32_t length = self->length_[0] | self->length_[1] << 8 | self->length_[2] << 16 |
+                                 static_cast<std::uint32_t>(self->length_[3]) << 24;
     const std::uint32_t limit = self->stage_ == Stage::open ? kMaxFrame : 256;
-    if (length > limit) return self->end(fmt::format("it sent a frame of {} bytes, over the limit of {}: not a Rejoin daemon?", length, limit));
+    if (length > limit)
+      return self->end(
+          fmt::format("it sent a frame of {} bytes, over the limit of {}: not a Rejoin daemon?", length, limit));
     self->read_body(length);
   });
 }
@@ -57,7 +60,8 @@ void Framed::on_frame() {
       return send(std::string(as_text(proof)));
     }
     case Stage::proof:
-      if (!JobKey::equal(as_bytes(body_), mac(!server_))) return end("its job key differs from ours; give both the same --job-key-file");
+      if (!JobKey::equal(as_bytes(body_), mac(!server_)))
+        return end("its job key differs from ours; give both the same --job-key-file");
       stage_ = Stage::open;
       timer_.cancel();
       return handlers_.ready();
@@ -77,12 +81,13 @@ void Framed::send(std::string message) {
 }
 
 void Framed::write_next() {
-  asio::async_write(socket_, asio::buffer(out_.front()), [self = shared_from_this()](asio::error_code error, std::size_t) {
-    if (self->closed_) return;
-    if (error) return self->end(error.message());
-    self->out_.pop_front();
-    if (!self->out_.empty()) self->write_next();
-  });
+  asio::async_write(socket_, asio::buffer(out_.front()),
+                    [self = shared_from_this()](asio::error_code error, std::size_t) {
+                      if (self->closed_) return;
+                      if (error) return self->end(error.message());
+                      self->out_.pop_front();
+                      if (!self->out_.empty()) self->write_next();
+                    });
 }
 
 void Framed::end(const std::string& why) {

@@ -1,4 +1,5 @@
-// A control connection: length-prefixed messages over TCP, after both sides have proved the job key. One io_context thread.
+// A control connection: length-prefixed messages over TCP, after both sides have proved the job key. One io_context
+// thread.
 #pragma once
 
 #include <asio.hpp>
@@ -17,12 +18,13 @@ class Framed : public std::enable_shared_from_this<Framed> {
  public:
   static constexpr std::uint32_t kMaxFrame = 16 * MiB;
   struct Handlers {
-    std::function<void()> ready;                     // authenticated
+    std::function<void()> ready;  // authenticated
     std::function<void(std::string_view)> message;
     std::function<void(const std::string& why)> closed;  // once; nothing follows
   };
 
-  Framed(asio::ip::tcp::socket socket, const JobKey& key, bool server) : socket_(std::move(socket)), timer_(socket_.get_executor()), key_(key), server_(server) {}
+  Framed(asio::ip::tcp::socket socket, const JobKey& key, bool server)
+      : socket_(std::move(socket)), timer_(socket_.get_executor()), key_(key), server_(server) {}
   // Begins the proof; it must be over within `deadline`.
   void start(Handlers handlers, std::chrono::milliseconds deadline);
   void send(std::string message);

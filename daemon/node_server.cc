@@ -16,16 +16,17 @@ constexpr std::size_t kMaxLocalMessage = 512 * KiB;
 constexpr auto kRetry = std::chrono::milliseconds(50);
 }  // namespace
 
-Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, const NodeOptions& options, const JobKey& key) {
+Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, const NodeOptions& options,
+                                                      const JobKey& key) {
   auto listener = listen_unix(options.socket);
   if (!listener) return tl::unexpected(listener.error());
   std::unique_ptr<NodeServer> server(new NodeServer(io, options, key));
   server->listener_fd_ = std::move(*listener);
   server->listener_.assign(::dup(server->listener_fd_.get()));
-  auto stream = StreamThread::start(options.transport, options.data_listen, key.data_secret(),
-                                    [raw = server.get()](StreamThread::Report report) {
-                                      asio::post(raw->io_, [raw, report = std::move(report)]() mutable { raw->on_report(std::move(report)); });
-                                    });
+  auto stream = StreamThread::start(
+      options.transport, options.data_listen, key.data_secret(), [raw = server.get()](StreamThread::Report report) {
+        asio::post(raw->io_, [raw, report = std::move(report)]() mutable { raw->on_report(std::move(report)); });
+      });
   if (!stream) return tl::unexpected(stream.error());
   server->stream_ = std::move(*stream);
   server->accept();
@@ -50,7 +51,8 @@ void NodeServer::accept() {
       if (!socket) break;
       auto credentials = peer_credentials(socket);
       if (!credentials || (credentials->uid != ::geteuid() && credentials->uid != 0)) {
-        spdlog::warn("a local connection of user {} was refused; this daemon serves user {}", credentials ? credentials->uid : 0, ::geteuid());
+        spdlog::warn("a local connection of user {} was refused; this daemon serves user {}",
+                     credentials ? credentials->uid : 0, ::geteuid());
         ++rejected_;
         continue;
       }
@@ -72,9 +74,10 @@ void NodeServer::watch(Trainer& trainer) {
   auto pidfd = make_pidfd(trainer.credentials.pid);
   if (pidfd) {
     trainer.exited = std::make_unique<asio::posix::stream_descriptor>(io_, pidfd->release());
-    trainer.exited->async_wait(asio::posix::stream_descriptor::wait_read, [this, id = trainer.id, pid = trainer.credentials.pid](asio::error_code error) {
-      if (!error) drop(id, fmt::format("its process {} ended", pid));
-    });
+    trainer.exited->async_wait(asio::posix::stream_descriptor::wait_read,
+                               [this, id = trainer.id, pid = trainer.credentials.pid](asio::error_code error) {
+                                 if (!error) drop(id, fmt::format("its process {} ended", pid));
+                               });
   }  // otherwise it has ended already, and its socket says so
   read(trainer.id);
 }
@@ -91,7 +94,8 @@ void NodeServer::read(membership::RankConnection id) {
       if (!received) return drop(id, received.error().message);
       if (!*received) break;
       proto::FromTrainer message;
-      if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())) || message.kind_case() == proto::FromTrainer::KIND_NOT_SET) {
+      if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())) ||
+          message.kind_case() == proto::FromTrainer::KIND_NOT_SET) {
         ++rejected_;
         return drop(id, "it sent bytes that are no message");
       }
@@ -113,13 +117,16 @@ void NodeServer::read(membership::RankConnection id) {
 
 Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds) {
   if (hello.protocol() != membership::kProtocolVersion || hello.layout() != shm::kLayoutVersion)
-    return fail(ErrorCode::mismatch, "the trainer's library speaks protocol {} with page layout {}, this rejoind {} with {}; use one version of both",
+    return fail(ErrorCode::mismatch,
+                "the trainer's library speaks protocol {} with page layout {}, this rejoind {} with {}; use one "
+                "version of both",
                 hello.protocol(), hello.layout(), membership::kProtocolVersion, shm::kLayoutVersion);
   if (trainer.key) return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
   if (fds.size() != 4) return fail(ErrorCode::corrupt, "it sent {} descriptors instead of 4", fds.size());
   auto manifest = shm::Manifest::parse(as_bytes(hello.manifest()));
   if (!manifest) return tl::unexpected(manifest.error());
-  auto view = shm::View::make(std::move(*manifest), std::move(fds[0]), std::move(fds[1]), std::move(fds[2]), std::move(fds[3]));
+  auto view =
+      shm::View::make(std::move(*manifest), std::move(fds[0]), std::move(fds[1]), std::move(fds[2]), std::move(fds[3]));
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
   // A process that hung and was declared dead may still be connected.
@@ -130,7 +137,8 @@ Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello, 
   trainer.key = key;
   auto shared = std::make_shared<shm::View>(std::move(*view));
   stream_->post([key, shared](catchup::Service& service, TimePoint) {
-    if (auto added = service.add_rank(key, std::move(*shared)); !added) spdlog::error("state of replica {}: {}", key.replica, added.error().message);
+    if (auto added = service.add_rank(key, std::move(*shared)); !added)
+      spdlog::error("state of replica {}: {}", key.replica, added.error().message);
   });
   proto::ToTrainer answer;
   answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
@@ -150,7 +158,9 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason) 
   if (gone.empty()) return;
   Trainer& trainer = gone.mapped();
   if (trainer.key) {
-    events::emit("rank_down", {{"replica", std::uint64_t{trainer.key->replica.value}}, {"rank", std::uint64_t{trainer.key->rank.value}}, {"reason", reason}});
+    events::emit("rank_down", {{"replica", std::uint64_t{trainer.key->replica.value}},
+                               {"rank", std::uint64_t{trainer.key->rank.value}},
+                               {"reason", reason}});
     progress_.erase(*trainer.key);
     stream_->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   } else {
@@ -161,7 +171,8 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason) 
 
 void NodeServer::tell(Trainer& trainer, const proto::ToTrainer& message) {
   const std::string bytes = message.SerializeAsString();
-  if (auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {}); !sent && sent.error().code == ErrorCode::exhausted)
+  if (auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
+      !sent && sent.error().code == ErrorCode::exhausted)
     asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it"); });
 }
 
@@ -202,7 +213,8 @@ void NodeServer::connect_coordinator() {
 void NodeServer::coordinator_lost(const std::string& why) {
   coordinator_.reset();
   carry_out(machine_.on_coordinator_down());
-  if (!std::exchange(said_unreachable_, true)) spdlog::warn("coordinator at {}: {}; trying again every {} ms", options_.coordinator, why, kRetry.count());
+  if (!std::exchange(said_unreachable_, true))
+    spdlog::warn("coordinator at {}: {}; trying again every {} ms", options_.coordinator, why, kRetry.count());
   retry_.expires_after(kRetry);
   retry_.async_wait([this](asio::error_code error) {
     if (!error) connect_coordinator();
@@ -247,20 +259,27 @@ void NodeServer::follow_plan() {
     bool catching_up = false;
     std::set<catchup::SourceAddress> sources;
     for (const auto& member : machine_.plan().members()) {
-      if (member.replica() == key.replica.value && member.incarnation() == info->second.up.incarnation()) catching_up = member.catching_up();
+      if (member.replica() == key.replica.value && member.incarnation() == info->second.up.incarnation())
+        catching_up = member.catching_up();
       if (member.catching_up()) continue;
       for (const auto& peer : machine_.peers().peers())
-        if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation() && peer.rank() == key.rank.value)
+        if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation() &&
+            peer.rank() == key.rank.value)
           sources.insert({ReplicaId(peer.replica()), Incarnation(peer.incarnation()), {peer.stream_address()}});
     }
     if (catching_up && !trainer.catching_up)
-      events::emit("catch_up_started", {{"replica", std::uint64_t{key.replica.value}}, {"rank", std::uint64_t{key.rank.value}}, {"step", machine_.plan().step()}});
+      events::emit("catch_up_started", {{"replica", std::uint64_t{key.replica.value}},
+                                        {"rank", std::uint64_t{key.rank.value}},
+                                        {"step", machine_.plan().step()}});
     if (trainer.catching_up && !catching_up) {
       stream_->post([key](catchup::Service& service, TimePoint) { service.finish(key); });
-      events::emit("promoted", {{"replica", std::uint64_t{key.replica.value}}, {"rank", std::uint64_t{key.rank.value}}, {"step", machine_.plan().step()}});
+      events::emit("promoted", {{"replica", std::uint64_t{key.replica.value}},
+                                {"rank", std::uint64_t{key.rank.value}},
+                                {"step", machine_.plan().step()}});
     }
     trainer.catching_up = catching_up;
-    if (catching_up) stream_->post([key, sources](catchup::Service& service, TimePoint at) { service.catch_up(key, sources, at); });
+    if (catching_up)
+      stream_->post([key, sources](catchup::Service& service, TimePoint at) { service.catch_up(key, sources, at); });
   }
 }
 
@@ -268,10 +287,17 @@ void NodeServer::on_report(StreamThread::Report report) {
   bytes_served_ = report.bytes_served;
   for (const auto& [key, progress] : report.progress) {
     progress_[key] = progress;
-    events::emit("catch_up", {{"replica", std::uint64_t{key.replica.value}}, {"rank", std::uint64_t{key.rank.value}}, {"bytes", progress.bytes},
-                              {"total", progress.total_bytes}, {"rate", progress.bytes_per_second}, {"sources", std::uint64_t{progress.sources_used}},
-                              {"proven", std::uint64_t{progress.proven}}, {"slices", std::uint64_t{progress.total_slices}},
-                              {"refetched", std::uint64_t{progress.refetched}}, {"seconds", progress.seconds}, {"done", progress.done}});
+    events::emit("catch_up", {{"replica", std::uint64_t{key.replica.value}},
+                              {"rank", std::uint64_t{key.rank.value}},
+                              {"bytes", progress.bytes},
+                              {"total", progress.total_bytes},
+                              {"rate", progress.bytes_per_second},
+                              {"sources", std::uint64_t{progress.sources_used}},
+                              {"proven", std::uint64_t{progress.proven}},
+                              {"slices", std::uint64_t{progress.total_slices}},
+                              {"refetched", std::uint64_t{progress.refetched}},
+                              {"seconds", progress.seconds},
+                              {"done", progress.done}});
   }
   for (auto key : report.caught_up)
     for (const auto& [id, trainer] : trainers_) {
@@ -289,21 +315,31 @@ void NodeServer::on_report(StreamThread::Report report) {
 }
 
 nlohmann::json NodeServer::status() const {
-  nlohmann::json json{{"node", options_.name}, {"coordinator", {{"address", options_.coordinator}, {"connected", machine_.coordinator_up()}}},
-                      {"epoch", machine_.plan().epoch()}, {"committed", machine_.plan().committed()}, {"bytes_served", bytes_served_}, {"rejected", rejected_}};
+  nlohmann::json json{{"node", options_.name},
+                      {"coordinator", {{"address", options_.coordinator}, {"connected", machine_.coordinator_up()}}},
+                      {"epoch", machine_.plan().epoch()},
+                      {"committed", machine_.plan().committed()},
+                      {"bytes_served", bytes_served_},
+                      {"rejected", rejected_}};
   json["ranks"] = nlohmann::json::array();
   for (const auto& [id, trainer] : trainers_) {
     if (!trainer.key) continue;
     auto info = machine_.ranks().find(id);
-    nlohmann::json rank{{"replica", trainer.key->replica.value}, {"rank", trainer.key->rank.value}, {"pid", trainer.credentials.pid},
+    nlohmann::json rank{{"replica", trainer.key->replica.value},
+                        {"rank", trainer.key->rank.value},
+                        {"pid", trainer.credentials.pid},
                         {"role", trainer.catching_up ? "catching_up" : "contributor"}};
     if (info != machine_.ranks().end()) {
       rank["incarnation"] = info->second.up.incarnation();
       rank["silent_ms"] = milliseconds(now() - info->second.heard);
     }
     if (auto progress = progress_.find(*trainer.key); progress != progress_.end() && trainer.catching_up)
-      rank["catch_up"] = {{"bytes", progress->second.bytes}, {"total_bytes", progress->second.total_bytes}, {"bytes_per_second", progress->second.bytes_per_second},
-                          {"proven", progress->second.proven}, {"slices", progress->second.total_slices}, {"refetched", progress->second.refetched},
+      rank["catch_up"] = {{"bytes", progress->second.bytes},
+                          {"total_bytes", progress->second.total_bytes},
+                          {"bytes_per_second", progress->second.bytes_per_second},
+                          {"proven", progress->second.proven},
+                          {"slices", progress->second.total_slices},
+                          {"refetched", progress->second.refetched},
                           {"sources", progress->second.sources}};
     json["ranks"].push_back(std::move(rank));
   }

@@ -17,9 +17,9 @@ namespace rejoin::daemon {
 
 struct NodeOptions {
   std::string name = "node";
-  std::string socket;                // where trainers connect
-  std::string coordinator;           // host:port
-  std::string transport = "shm";     // of the catch-up stream
+  std::string socket;             // where trainers connect
+  std::string coordinator;        // host:port
+  std::string transport = "shm";  // of the catch-up stream
   std::string data_listen = "127.0.0.1:0";
   std::chrono::milliseconds silence{2000};
 };
@@ -42,7 +42,13 @@ class NodeServer {
   };
 
   NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key)
-      : io_(io), options_(options), key_(key), listener_(io), timer_(io), retry_(io), machine_(options.name, options.silence) {}
+      : io_(io),
+        options_(options),
+        key_(key),
+        listener_(io),
+        timer_(io),
+        retry_(io),
+        machine_(options.name, options.silence) {}
   void accept();
   void watch(Trainer& trainer);
   void read(membership::RankConnection id);

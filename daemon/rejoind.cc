@@ -35,10 +35,14 @@ void bind(CLI::App& app, Config& c) {
   option("--log-directory", c.log_directory, "REJOIN_LOG_DIRECTORY", "coordinator: where its decisions are kept");
   option("--replicas", c.replicas, "REJOIN_REPLICAS", "coordinator: replicas of the job")->check(CLI::Range(1, 1024));
   option("--ranks", c.ranks, "REJOIN_RANKS", "coordinator: ranks of a replica")->check(CLI::Range(1, 65536));
-  option("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step")->check(CLI::Range(1, 1 << 30));
+  option("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step")
+      ->check(CLI::Range(1, 1 << 30));
   option("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end");
-  option("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS", "how long a peer may be silent; all other deadlines follow from it")->check(CLI::Range(100, 3600000));
-  option("--job-key-file", c.key_file, "REJOIN_JOB_KEY_FILE", "file with the job key (at least 16 bytes, mode 600)")->required();
+  option("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
+         "how long a peer may be silent; all other deadlines follow from it")
+      ->check(CLI::Range(100, 3600000));
+  option("--job-key-file", c.key_file, "REJOIN_JOB_KEY_FILE", "file with the job key (at least 16 bytes, mode 600)")
+      ->required();
   option("--status", c.status, "REJOIN_STATUS", "address for /status and /metrics");
   option("--address-file", c.address_file, "REJOIN_ADDRESS_FILE", "write the addresses in use to this file, as JSON");
   option("--log-level", c.log_level, "REJOIN_LOG_LEVEL", "trace, debug, info, warn, error or off");
@@ -46,7 +50,8 @@ void bind(CLI::App& app, Config& c) {
   option("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
   option("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)");
   option("--connect", c.node.coordinator, "REJOIN_COORDINATOR", "node: the coordinator's address");
-  option("--transport", c.node.transport, "REJOIN_TRANSPORT", "node: transport of the catch-up stream: shm, tcp or ucx:LIST");
+  option("--transport", c.node.transport, "REJOIN_TRANSPORT",
+         "node: transport of the catch-up stream: shm, tcp or ucx:LIST");
   option("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections");
 }
 
@@ -63,12 +68,14 @@ Result<> write_addresses(const std::string& path, const nlohmann::json& addresse
 Result<> run(Config& c) {
   const bool node = !c.node.socket.empty();
   if (!node && !c.coordinator)
-    return fail(ErrorCode::invalid_argument, "nothing to do: give --coordinator, or --socket and --connect for a node, or all of them");
+    return fail(ErrorCode::invalid_argument,
+                "nothing to do: give --coordinator, or --socket and --connect for a node, or all of them");
   if (node && c.node.coordinator.empty() && !c.coordinator)
     return fail(ErrorCode::invalid_argument, "a node needs the coordinator's address: --connect HOST:PORT");
   auto key = JobKey::read(c.key_file);
   if (!key) return tl::unexpected(key.error());
-  if (auto opened = events::open(c.events, c.coordinator && !node ? "coordinator" : c.node.name); !opened) return opened;
+  if (auto opened = events::open(c.events, c.coordinator && !node ? "coordinator" : c.node.name); !opened)
+    return opened;
 
   asio::io_context io(1);
   asio::signal_set signals(io, SIGINT, SIGTERM);
@@ -80,7 +87,11 @@ Result<> run(Config& c) {
   nlohmann::json addresses;
   std::unique_ptr<CoordinatorServer> coordinator;
   if (c.coordinator) {
-    const membership::JobConfig job{.replicas = c.replicas, .ranks = c.ranks, .batch = c.batch, .steps = c.steps, .silence = std::chrono::milliseconds(c.silence_ms)};
+    const membership::JobConfig job{.replicas = c.replicas,
+                                    .ranks = c.ranks,
+                                    .batch = c.batch,
+                                    .steps = c.steps,
+                                    .silence = std::chrono::milliseconds(c.silence_ms)};
     auto started = CoordinatorServer::start(io, c.listen, c.log_directory, job, *key);
     if (!started) return tl::unexpected(started.error());
     coordinator = std::move(*started);
@@ -118,7 +129,9 @@ int main(int argc, char** argv) {
   CLI::App app{"The Rejoin daemon: one on each node, and one with --coordinator for the job."};
   daemon::bind(app, config);
   CLI11_PARSE(app, argc, argv);
-  init_logging(fmt::format("rejoind {}", config.coordinator && config.node.socket.empty() ? "coordinator" : config.node.name), config.log_level);
+  init_logging(
+      fmt::format("rejoind {}", config.coordinator && config.node.socket.empty() ? "coordinator" : config.node.name),
+      config.log_level);
   for (const auto& line : CLI::detail::split(app.config_to_str(true, false), '\n'))
     if (!line.empty()) spdlog::debug("setting {}", line);
   if (auto done = daemon::run(config); !done) {

@@ -28,22 +28,25 @@ class Request : public std::enable_shared_from_this<Request> {
       asio::error_code ignored;
       if (!error) self->socket_.close(ignored);
     });
-    asio::async_read_until(socket_, buffer_, "\r\n\r\n", [self = shared_from_this()](asio::error_code error, std::size_t) {
-      if (error) return self->answer(400, "text/plain", "not an HTTP request\n");
-      std::istream in(&self->buffer_);
-      std::string method, path;
-      in >> method >> path;
-      if (method != "GET") return self->answer(405, "text/plain", "only GET\n");
-      if (path == "/status") return self->answer(200, "application/json", self->source_().dump(2) + "\n");
-      if (path == "/metrics") return self->answer(200, "text/plain; version=0.0.4", metrics_text(self->source_()));
-      self->answer(404, "text/plain", "here are /status and /metrics\n");
-    });
+    asio::async_read_until(socket_, buffer_, "\r\n\r\n",
+                           [self = shared_from_this()](asio::error_code error, std::size_t) {
+                             if (error) return self->answer(400, "text/plain", "not an HTTP request\n");
+                             std::istream in(&self->buffer_);
+                             std::string method, path;
+                             in >> method >> path;
+                             if (method != "GET") return self->answer(405, "text/plain", "only GET\n");
+                             if (path == "/status")
+                               return self->answer(200, "application/json", self->source_().dump(2) + "\n");
+                             if (path == "/metrics")
+                               return self->answer(200, "text/plain; version=0.0.4", metrics_text(self->source_()));
+                             self->answer(404, "text/plain", "here are /status and /metrics\n");
+                           });
   }
 
  private:
   void answer(int code, const char* type, const std::string& body) {
-    reply_ = fmt::format("HTTP/1.1 {} {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}", code,
-                         code == 200 ? "OK" : "Error", type, body.size(), body);
+    reply_ = fmt::format("HTTP/1.1 {} {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}",
+                         code, code == 200 ? "OK" : "Error", type, body.size(), body);
     asio::async_write(socket_, asio::buffer(reply_), [self = shared_from_this()](asio::error_code, std::size_t) {
       asio::error_code ignored;
       self->socket_.shutdown(asio::ip::tcp::socket::shutdown_both, ignored);
@@ -60,7 +63,8 @@ class Request : public std::enable_shared_from_this<Request> {
 
 }  // namespace
 
-Result<std::unique_ptr<StatusServer>> StatusServer::start(asio::io_context& io, const std::string& listen, Source source) {
+Result<std::unique_ptr<StatusServer>> StatusServer::start(asio::io_context& io, const std::string& listen,
+                                                          Source source) {
   auto address = transport::SocketAddress::resolve(listen);
   if (!address) return tl::unexpected(address.error());
   std::unique_ptr<StatusServer> server(new StatusServer(io, std::move(source)));
@@ -72,7 +76,9 @@ Result<std::unique_ptr<StatusServer>> StatusServer::start(asio::io_context& io, 
   if (!error) server->acceptor_.set_option(asio::socket_base::reuse_address(true), error);
   if (!error) server->acceptor_.bind(endpoint, error);
   if (!error) server->acceptor_.listen(16, error);
-  if (error) return fail(ErrorCode::unavailable, "status on {}: {}; choose another --status address or port 0", listen, error.message());
+  if (error)
+    return fail(ErrorCode::unavailable, "status on {}: {}; choose another --status address or port 0", listen,
+                error.message());
   const auto bound = server->acceptor_.local_endpoint();
   server->address_ = fmt::format("{}:{}", bound.address().to_string(), bound.port());
   server->accept();
@@ -89,7 +95,8 @@ void StatusServer::accept() {
 
 std::string metrics_text(const nlohmann::json& status) {
   prometheus::Registry registry;
-  const auto gauge = [&](const std::string& name, const std::string& help, const std::map<std::string, std::string>& labels, double value) {
+  const auto gauge = [&](const std::string& name, const std::string& help,
+                         const std::map<std::string, std::string>& labels, double value) {
     prometheus::BuildGauge().Name("rejoin_" + name).Help(help).Register(registry).Add(labels).Set(value);
   };
   const auto number = [&](const nlohmann::json& at, const char* key, const std::string& name, const std::string& help,
@@ -106,7 +113,8 @@ std::string metrics_text(const nlohmann::json& status) {
     number(c, "nodes", "nodes", "connected daemons");
     number(c, "rejected", "rejected_connections", "connections and messages refused");
     for (const auto& m : c.at("members"))
-      gauge("contributor", "1: the replica contributes; 0: it is catching up", {{"replica", std::to_string(m.at("replica").get<int>())}}, m.at("role") == "contributor");
+      gauge("contributor", "1: the replica contributes; 0: it is catching up",
+            {{"replica", std::to_string(m.at("replica").get<int>())}}, m.at("role") == "contributor");
   }
   if (status.contains("node_role")) {
     const auto& n = status.at("node_role");
@@ -114,7 +122,8 @@ std::string metrics_text(const nlohmann::json& status) {
     number(n, "rejected", "rejected_messages", "local connections and messages refused");
     number(n.at("coordinator"), "connected", "coordinator_connected", "1: connected with the coordinator");
     for (const auto& rank : n.at("ranks")) {
-      const std::map<std::string, std::string> labels{{"replica", std::to_string(rank.at("replica").get<int>())}, {"rank", std::to_string(rank.at("rank").get<int>())}};
+      const std::map<std::string, std::string> labels{{"replica", std::to_string(rank.at("replica").get<int>())},
+                                                      {"rank", std::to_string(rank.at("rank").get<int>())}};
       number(rank, "silent_ms", "rank_silent_ms", "since the last sign of life", labels);
       if (rank.contains("catch_up")) {
         number(rank.at("catch_up"), "bytes", "catch_up_bytes", "state bytes in place", labels);

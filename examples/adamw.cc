@@ -6,7 +6,8 @@
 
 namespace rejoin::demo {
 
-void AdamW::apply(std::uint64_t step, std::span<float> weight, std::span<float> first, std::span<float> second, std::span<const float> gradient) const {
+void AdamW::apply(std::uint64_t step, std::span<float> weight, std::span<float> first, std::span<float> second,
+                  std::span<const float> gradient) const {
   const float correction1 = 1.0f - static_cast<float>(std::pow(beta1, static_cast<double>(step)));
   const float correction2 = 1.0f - static_cast<float>(std::pow(beta2, static_cast<double>(step)));
   for (std::size_t i = 0; i < weight.size(); ++i) {

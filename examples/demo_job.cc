@@ -73,11 +73,28 @@ Result<std::string> Job::wait_for_address(const std::string& file, const char* k
 Result<> Job::start_coordinator(const std::string& listen) {
   const std::string address_file = directory_ + "/coordinator.json";
   std::filesystem::remove(address_file);
-  auto pid = spawn("coordinator", {settings_.binaries + "/rejoind", "--coordinator", "--listen", listen, "--log-directory", directory_ + "/log",
-                                   "--replicas", std::to_string(settings_.replicas), "--ranks", std::to_string(settings_.ranks), "--batch",
-                                   std::to_string(settings_.batch), "--steps", std::to_string(settings_.steps), "--silence-ms",
-                                   std::to_string(settings_.silence_ms), "--job-key-file", directory_ + "/key", "--address-file", address_file,
-                                   "--events", events_directory()});
+  auto pid = spawn("coordinator", {settings_.binaries + "/rejoind",
+                                   "--coordinator",
+                                   "--listen",
+                                   listen,
+                                   "--log-directory",
+                                   directory_ + "/log",
+                                   "--replicas",
+                                   std::to_string(settings_.replicas),
+                                   "--ranks",
+                                   std::to_string(settings_.ranks),
+                                   "--batch",
+                                   std::to_string(settings_.batch),
+                                   "--steps",
+                                   std::to_string(settings_.steps),
+                                   "--silence-ms",
+                                   std::to_string(settings_.silence_ms),
+                                   "--job-key-file",
+                                   directory_ + "/key",
+                                   "--address-file",
+                                   address_file,
+                                   "--events",
+                                   events_directory()});
   if (!pid) return tl::unexpected(pid.error());
   coordinator_ = *pid;
   auto address = wait_for_address(address_file, "coordinator");
@@ -89,9 +106,11 @@ Result<> Job::start_coordinator(const std::string& listen) {
 Result<> Job::start_daemon(std::uint32_t replica) {
   const std::string name = fmt::format("node{}", replica), address_file = fmt::format("{}/{}.json", directory_, name);
   std::filesystem::remove(address_file);
-  auto pid = spawn(name, {settings_.binaries + "/rejoind", "--name", name, "--socket", fmt::format("{}/{}.sock", directory_, name), "--connect",
-                          coordinator_address_, "--silence-ms", std::to_string(settings_.silence_ms), "--transport", settings_.transport,
-                          "--job-key-file", directory_ + "/key", "--address-file", address_file, "--events", events_directory()});
+  auto pid =
+      spawn(name, {settings_.binaries + "/rejoind", "--name", name, "--socket",
+                   fmt::format("{}/{}.sock", directory_, name), "--connect", coordinator_address_, "--silence-ms",
+                   std::to_string(settings_.silence_ms), "--transport", settings_.transport, "--job-key-file",
+                   directory_ + "/key", "--address-file", address_file, "--events", events_directory()});
   if (!pid) return tl::unexpected(pid.error());
   daemons_[replica] = *pid;
   auto ready = wait_for_address(address_file, "socket");
@@ -100,10 +119,25 @@ Result<> Job::start_daemon(std::uint32_t replica) {
 }
 
 Result<> Job::start_trainer(RankName rank, std::uint64_t pause_at) {
-  std::vector<std::string> arguments{settings_.binaries + "/rejoin-demo-trainer", "--replica", std::to_string(rank.replica), "--rank",
-                                     std::to_string(rank.rank), "--daemon", fmt::format("{}/node{}.sock", directory_, rank.replica),
-                                     "--transport", settings_.transport, "--data", settings_.data, "--params", std::to_string(settings_.parameters),
-                                     "--seed", std::to_string(settings_.seed), "--events", events_directory(), "--log-level", settings_.log_level};
+  std::vector<std::string> arguments{settings_.binaries + "/rejoin-demo-trainer",
+                                     "--replica",
+                                     std::to_string(rank.replica),
+                                     "--rank",
+                                     std::to_string(rank.rank),
+                                     "--daemon",
+                                     fmt::format("{}/node{}.sock", directory_, rank.replica),
+                                     "--transport",
+                                     settings_.transport,
+                                     "--data",
+                                     settings_.data,
+                                     "--params",
+                                     std::to_string(settings_.parameters),
+                                     "--seed",
+                                     std::to_string(settings_.seed),
+                                     "--events",
+                                     events_directory(),
+                                     "--log-level",
+                                     settings_.log_level};
   if (pause_at != 0) arguments.insert(arguments.end(), {"--pause-at", std::to_string(pause_at)});
   auto pid = spawn(fmt::format("trainer{}.{}", rank.replica, rank.rank), std::move(arguments));
   if (!pid) return tl::unexpected(pid.error());
@@ -129,7 +163,8 @@ Result<> Job::start(const std::map<RankName, std::uint64_t>& pauses) {
   for (std::uint32_t replica = 0; replica < settings_.replicas; ++replica)
     for (std::uint32_t rank = 0; rank < settings_.ranks; ++rank) {
       auto pause = pauses.find({replica, rank});
-      if (auto started = start_trainer({replica, rank}, pause == pauses.end() ? 0 : pause->second); !started) return started;
+      if (auto started = start_trainer({replica, rank}, pause == pauses.end() ? 0 : pause->second); !started)
+        return started;
     }
   return {};
 }
@@ -173,7 +208,8 @@ Result<> Job::look_after(TimePoint now) {
       trainers_.erase(it);
       if (WIFEXITED(status) && WEXITSTATUS(status) == 0) finished_.insert(rank);
       else if (WIFEXITED(status) && WEXITSTATUS(status) != 3)
-        return fail(ErrorCode::unavailable, "trainer {}.{} ended with an error; see {}/trainer{}.{}.out", rank.replica, rank.rank, directory_, rank.replica, rank.rank);
+        return fail(ErrorCode::unavailable, "trainer {}.{} ended with an error; see {}/trainer{}.{}.out", rank.replica,
+                    rank.rank, directory_, rank.replica, rank.rank);
       else lost_.try_emplace(rank.replica, now);
       break;
     }

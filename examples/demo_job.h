@@ -1,5 +1,5 @@
-// The processes of one training job: a coordinator, a daemon for each replica, a trainer for each rank. Starts them, kills
-// them, starts them again as a cluster's scheduler would.
+// The processes of one training job: a coordinator, a daemon for each replica, a trainer for each rank. Starts them,
+// kills them, starts them again as a cluster's scheduler would.
 #pragma once
 
 #include <sys/types.h>
@@ -39,7 +39,7 @@ class Job {
   std::string log_path() const { return directory_ + "/log/decisions.log"; }
 
   void signal_trainer(RankName rank, int signal);
-  Result<> restart_coordinator();       // kill -9, and the same again on the same log
+  Result<> restart_coordinator();  // kill -9, and the same again on the same log
   Result<> restart_daemon(std::uint32_t replica);
   // Looks after the processes: a replica that lost a rank is started again as a whole once all its ranks have ended.
   Result<> look_after(TimePoint now);

@@ -1,4 +1,5 @@
-// rejoin-demo: a training job on this machine that loses a replica, goes on, and gets it back. Real processes, real kills.
+// rejoin-demo: a training job on this machine that loses a replica, goes on, and gets it back. Real processes, real
+// kills.
 #include <signal.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -20,7 +21,7 @@ struct Settings {
   std::vector<std::string> kills, hangs;
   std::string kill_daemon;
   std::uint64_t kill_coordinator = 0;
-  bool kill_source = false, no_kill = false, no_baseline = false, quiet = false, keep = false;
+  bool kill_source = false, kill_joiner = false, no_kill = false, no_baseline = false, quiet = false, keep = false;
   std::string json, trace, directory;
   std::uint64_t limit_seconds = 600;
 };
@@ -34,10 +35,13 @@ struct Target {
 Result<Target> parse_target(const std::string& text, const JobSettings& job) {
   Target target;
   int used = 0;
-  if (std::sscanf(text.c_str(), "%u.%u@%lu%n", &target.rank.replica, &target.rank.rank, &target.step, &used) != 3 || used != static_cast<int>(text.size()))
+  if (std::sscanf(text.c_str(), "%u.%u@%lu%n", &target.rank.replica, &target.rank.rank, &target.step, &used) != 3 ||
+      used != static_cast<int>(text.size()))
     return fail(ErrorCode::invalid_argument, "'{}' is not of the form REPLICA.RANK@STEP, e.g. 1.0@40", text);
-  if (target.rank.replica >= job.replicas || target.rank.rank >= job.ranks || target.step < 1 || target.step >= job.steps)
-    return fail(ErrorCode::invalid_argument, "'{}' is outside this run of {} replicas × {} ranks and {} steps", text, job.replicas, job.ranks, job.steps);
+  if (target.rank.replica >= job.replicas || target.rank.rank >= job.ranks || target.step < 1 ||
+      target.step >= job.steps)
+    return fail(ErrorCode::invalid_argument, "'{}' is outside this run of {} replicas × {} ranks and {} steps", text,
+                job.replicas, job.ranks, job.steps);
   return target;
 }
 
@@ -46,7 +50,8 @@ std::int64_t now_ns() { return SteadyClock().now().time_since_epoch().count(); }
 // One run of the job with its faults; the story is complete when it returns.
 class Run {
  public:
-  Run(const Settings& settings, std::string directory) : s_(settings), job_(settings.job, directory), story_(directory + "/events") {}
+  Run(const Settings& settings, std::string directory)
+      : s_(settings), job_(settings.job, directory), story_(directory + "/events") {}
 
   Result<> go() {
     for (const auto& text : s_.kills)
@@ -62,7 +67,8 @@ class Run {
       if (std::chrono::steady_clock::now() > deadline) {
         std::string tail;
         for (const auto& line : job_.output_tail()) tail += "\n  " + line;
-        return fail(ErrorCode::timeout, "the run did not end within {} s; it is at step {}.{}", s_.limit_seconds, story_.committed(), tail);
+        return fail(ErrorCode::timeout, "the run did not end within {} s; it is at step {}.{}", s_.limit_seconds,
+                    story_.committed(), tail);
       }
       for (const auto& event : story_.read())
         if (auto reacted = react(event); !reacted) return reacted;
@@ -109,7 +115,11 @@ class Run {
       return job_.restart_coordinator();
     }
     if (event.kind == "commit" && !s_.kill_daemon.empty() && !daemon_killed_) {
-      auto target = parse_target(s_.kill_daemon.find('.') == std::string::npos ? s_.kill_daemon.substr(0, s_.kill_daemon.find('@')) + ".0" + s_.kill_daemon.substr(s_.kill_daemon.find('@')) : s_.kill_daemon, s_.job);
+      auto target = parse_target(s_.kill_daemon.find('.') == std::string::npos
+                                     ? s_.kill_daemon.substr(0, s_.kill_daemon.find('@')) + ".0" +
+                                           s_.kill_daemon.substr(s_.kill_daemon.find('@'))
+                                     : s_.kill_daemon,
+                                 s_.job);
       if (!target) return tl::unexpected(target.error());
       if (step + 1 >= target->step) {
         daemon_killed_ = true;
@@ -119,7 +129,8 @@ class Run {
     }
     if (event.kind == "rank_down") job_.end_stopped(static_cast<std::uint32_t>(event.number("replica")));
     // As soon as the stream of a joiner has begun, one of its sources dies.
-    if (s_.kill_source && !source_killed_ && event.kind == "catch_up" && event.number("bytes") > 0 && !event.fields.value("done", false))
+    if (s_.kill_source && !source_killed_ && event.kind == "catch_up" && event.number("bytes") > 0 &&
+        !event.fields.value("done", false))
       for (const auto& [id, replica] : story_.replicas())
         if (replica.role == "contributor" && id != event.number("replica")) {
           source_killed_ = true;
@@ -128,6 +139,14 @@ class Run {
           job_.signal_trainer(source, SIGKILL);
           break;
         }
+    if (s_.kill_joiner && !joiner_killed_ && event.kind == "catch_up" && event.number("bytes") > 0 &&
+        !event.fields.value("done", false)) {
+      joiner_killed_ = true;
+      const RankName joiner{static_cast<std::uint32_t>(event.number("replica")),
+                            static_cast<std::uint32_t>(event.number("rank"))};
+      story_.did({now_ns(), "kill_joiner", joiner.replica, joiner.rank, story_.committed() + 1});
+      job_.signal_trainer(joiner, SIGKILL);
+    }
     return {};
   }
 
@@ -136,7 +155,7 @@ class Run {
   Story story_;
   std::vector<std::pair<Target, std::string>> targets_;
   std::set<RankName> paused_;
-  bool coordinator_killed_ = false, daemon_killed_ = false, source_killed_ = false;
+  bool coordinator_killed_ = false, daemon_killed_ = false, source_killed_ = false, joiner_killed_ = false;
 };
 
 Result<int> demo(Settings& s) {
@@ -149,8 +168,8 @@ Result<int> demo(Settings& s) {
     }
   } cleanup{s};
   if (!s.quiet)
-    std::printf("%u replicas × %u ranks learn %s: %lu parameters a rank, %lu steps; all in %s\n", s.job.replicas, s.job.ranks, s.job.data.c_str(),
-                s.job.parameters, s.job.steps, s.directory.c_str());
+    std::printf("%u replicas × %u ranks learn %s: %lu parameters a rank, %lu steps; all in %s\n", s.job.replicas,
+                s.job.ranks, s.job.data.c_str(), s.job.parameters, s.job.steps, s.directory.c_str());
   std::filesystem::create_directories(s.directory + "/run");
   Run run(s, s.directory + "/run");
   if (auto gone = run.go(); !gone) {
@@ -161,7 +180,7 @@ Result<int> demo(Settings& s) {
   if (!s.no_baseline) {
     Settings calm = s;
     calm.kills.clear(), calm.hangs.clear(), calm.kill_daemon.clear();
-    calm.kill_coordinator = 0, calm.kill_source = false, calm.quiet = true;
+    calm.kill_coordinator = 0, calm.kill_source = false, calm.kill_joiner = false, calm.quiet = true;
     if (!s.quiet) std::printf("the same run without a failure, for comparison ...\n");
     std::filesystem::create_directories(s.directory + "/calm");
     Run baseline(calm, s.directory + "/calm");
@@ -175,8 +194,10 @@ Result<int> demo(Settings& s) {
     if (!out.flush()) return fail(ErrorCode::io, "can't write {}", s.json);
   }
   if (!s.trace.empty())
-    if (auto written = write_trace(s.trace, run.story().events(), run.story().deeds()); !written) return tl::unexpected(written.error());
-  const bool good = report.at("same_bits").get<bool>() && report.at("ledger").at("repeated") == 0 && report.at("ledger").at("lost") == 0;
+    if (auto written = write_trace(s.trace, run.story().events(), run.story().deeds()); !written)
+      return tl::unexpected(written.error());
+  const bool good = report.at("same_bits").get<bool>() && report.at("ledger").at("repeated") == 0 &&
+                    report.at("ledger").at("lost") == 0;
   return good ? 0 : 1;
 }
 
@@ -190,17 +211,31 @@ int main(int argc, char** argv) {
   CLI::App app{"A training job that loses a replica, goes on, and gets it back; with the proof that nothing was lost."};
   app.add_option("--data", s.job.data, "text to learn")->required()->check(CLI::ExistingFile);
   app.add_option("--replicas", s.job.replicas, "copies of the model")->check(CLI::Range(1, 16))->capture_default_str();
-  app.add_option("--ranks", s.job.ranks, "processes of a replica, each with its tower")->check(CLI::Range(1, 16))->capture_default_str();
+  app.add_option("--ranks", s.job.ranks, "processes of a replica, each with its tower")
+      ->check(CLI::Range(1, 16))
+      ->capture_default_str();
   app.add_option("--steps", s.job.steps, "optimizer steps")->check(CLI::Range(2, 1000000))->capture_default_str();
-  app.add_option("--params", s.job.parameters, "parameters of a rank")->check(CLI::Range(10000, 500000000))->capture_default_str();
-  app.add_option("--batch", s.job.batch, "samples a replica trains in a step")->check(CLI::Range(1, 4096))->capture_default_str();
-  app.add_option("--kill", s.kills, "REPLICA.RANK@STEP[,…]: kill -9 in the middle of that step (default: 1.0 at a quarter)")->delimiter(',');
-  app.add_option("--hang", s.hangs, "REPLICA.RANK@STEP[,…]: stop the process (SIGSTOP) in the middle of that step")->delimiter(',');
+  app.add_option("--params", s.job.parameters, "parameters of a rank")
+      ->check(CLI::Range(10000, 500000000))
+      ->capture_default_str();
+  app.add_option("--batch", s.job.batch, "samples a replica trains in a step")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  app.add_option("--kill", s.kills,
+                 "REPLICA.RANK@STEP[,…]: kill -9 in the middle of that step (default: 1.0 at a quarter)")
+      ->delimiter(',');
+  app.add_option("--hang", s.hangs, "REPLICA.RANK@STEP[,…]: stop the process (SIGSTOP) in the middle of that step")
+      ->delimiter(',');
   app.add_flag("--no-kill", s.no_kill, "nothing is killed");
-  app.add_option("--kill-daemon", s.kill_daemon, "REPLICA@STEP: kill -9 that replica's daemon at that step; it is started again");
-  app.add_option("--kill-coordinator", s.kill_coordinator, "STEP: kill -9 the coordinator at that step; it is started again");
+  app.add_option("--kill-daemon", s.kill_daemon,
+                 "REPLICA@STEP: kill -9 that replica's daemon at that step; it is started again");
+  app.add_option("--kill-coordinator", s.kill_coordinator,
+                 "STEP: kill -9 the coordinator at that step; it is started again");
   app.add_flag("--kill-source", s.kill_source, "kill a source of the running catch-up");
-  app.add_option("--silence-ms", s.job.silence_ms, "how long a peer may be silent")->check(CLI::Range(100, 60000))->capture_default_str();
+  app.add_flag("--kill-joiner", s.kill_joiner, "kill the joiner of the running catch-up");
+  app.add_option("--silence-ms", s.job.silence_ms, "how long a peer may be silent")
+      ->check(CLI::Range(100, 60000))
+      ->capture_default_str();
   app.add_option("--transport", s.job.transport, "shm or tcp")->capture_default_str();
   app.add_option("--seed", s.job.seed, "seed of the initial weights")->capture_default_str();
   app.add_flag("--no-baseline", s.no_baseline, "without the comparison run");
@@ -212,7 +247,8 @@ int main(int argc, char** argv) {
   app.add_option("--limit-seconds", s.limit_seconds, "give up after this long")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   const bool faults = !s.kills.empty() || !s.hangs.empty() || !s.kill_daemon.empty() || s.kill_coordinator != 0;
-  if (!faults && !s.no_kill && s.job.replicas > 1) s.kills.push_back(fmt::format("1.0@{}", std::max<std::uint64_t>(2, s.job.steps / 4)));
+  if (!faults && !s.no_kill && s.job.replicas > 1)
+    s.kills.push_back(fmt::format("1.0@{}", std::max<std::uint64_t>(2, s.job.steps / 4)));
   ::signal(SIGPIPE, SIG_IGN);
   auto done = demo(s);
   if (!done) {

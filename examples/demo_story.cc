@@ -42,7 +42,8 @@ std::vector<Event> Story::read() {
       offsets_[path] += line.size() + 1;
       auto json = nlohmann::json::parse(line, nullptr, false);
       if (json.is_discarded()) continue;
-      fresh.push_back({json.value("t", std::int64_t{0}), json.value("who", ""), json.value("kind", ""), pid, std::move(json)});
+      fresh.push_back(
+          {json.value("t", std::int64_t{0}), json.value("who", ""), json.value("kind", ""), pid, std::move(json)});
     }
   }
   std::stable_sort(fresh.begin(), fresh.end(), [](const Event& a, const Event& b) { return a.t < b.t; });
@@ -58,13 +59,20 @@ void Story::take(const Event& event) {
     std::string members = event.fields.value("members", "") + ",";
     for (std::size_t at = 0, comma; (comma = members.find(',', at)) != std::string::npos; at = comma + 1) {
       const std::string one = members.substr(at, comma - at);
-      if (!one.empty()) replicas_[static_cast<std::uint32_t>(std::stoul(one))].role = one.back() == 'c' ? "catching up" : "contributor";
+      if (!one.empty())
+        replicas_[static_cast<std::uint32_t>(std::stoul(one))].role = one.back() == 'c' ? "catching up" : "contributor";
     }
   }
   if (event.kind == "catch_up") {
-    auto& state = replicas_[static_cast<std::uint32_t>(event.number("replica"))].catch_up[static_cast<std::uint32_t>(event.number("rank"))];
-    state = {event.number("bytes"), event.number("total"), event.fields.value("rate", 0.0), event.fields.value("seconds", 0.0),
-             event.number("sources"), event.number("refetched"), event.fields.value("done", false)};
+    auto& state = replicas_[static_cast<std::uint32_t>(event.number("replica"))]
+                      .catch_up[static_cast<std::uint32_t>(event.number("rank"))];
+    state = {event.number("bytes"),
+             event.number("total"),
+             event.fields.value("rate", 0.0),
+             event.fields.value("seconds", 0.0),
+             event.number("sources"),
+             event.number("refetched"),
+             event.fields.value("done", false)};
   }
   const auto rank = rank_of(event.who);
   if (!rank) return;
@@ -88,8 +96,8 @@ std::vector<std::pair<std::uint64_t, double>> Story::losses() const {
   return curve;
 }
 
-// From the deed until every survivor has seen the interrupted step committed. The trainers' own computing does not count:
-// the clock starts at the deed or when the last survivor has finished its backward, whichever is later.
+// From the deed until every survivor has seen the interrupted step committed. The trainers' own computing does not
+// count: the clock starts at the deed or when the last survivor has finished its backward, whichever is later.
 nlohmann::json Story::failure(const Deed& deed) const {
   std::int64_t detected = 0, computed = deed.t, resumed = 0;
   std::map<std::string, int> computations;
@@ -97,19 +105,26 @@ nlohmann::json Story::failure(const Deed& deed) const {
     const auto rank = rank_of(event.who);
     const bool survivor = rank && rank->replica != deed.replica;
     if (event.t >= deed.t && detected == 0 &&
-        ((event.kind == "rank_down" && event.number("replica") == deed.replica) || (event.kind == "epoch" && event.t > deed.t)))
+        ((event.kind == "rank_down" && event.number("replica") == deed.replica) ||
+         (event.kind == "epoch" && event.t > deed.t)))
       detected = event.t;
     if (survivor && event.kind == "computed" && event.number("step") == deed.step) {
       computed = std::max(computed, event.t);
       ++computations[fmt::format("{} {}", event.who, event.pid)];
     }
-    if (survivor && event.kind == "committed" && event.number("step") == deed.step) resumed = std::max(resumed, event.t);
+    if (survivor && event.kind == "committed" && event.number("step") == deed.step)
+      resumed = std::max(resumed, event.t);
   }
   int recomputed = 0;
   for (const auto& [who, count] : computations) recomputed += count - 1;
-  return {{"kind", deed.kind}, {"replica", deed.replica}, {"rank", deed.rank}, {"step", deed.step},
-          {"detected_ms", detected == 0 ? -1.0 : ms(detected - deed.t)}, {"resumed_ms", resumed == 0 ? -1.0 : ms(resumed - computed)},
-          {"with_compute_ms", resumed == 0 ? -1.0 : ms(resumed - deed.t)}, {"recomputed_steps", recomputed}};
+  return {{"kind", deed.kind},
+          {"replica", deed.replica},
+          {"rank", deed.rank},
+          {"step", deed.step},
+          {"detected_ms", detected == 0 ? -1.0 : ms(detected - deed.t)},
+          {"resumed_ms", resumed == 0 ? -1.0 : ms(resumed - computed)},
+          {"with_compute_ms", resumed == 0 ? -1.0 : ms(resumed - deed.t)},
+          {"recomputed_steps", recomputed}};
 }
 
 nlohmann::json Story::catch_ups() const {
@@ -117,10 +132,13 @@ nlohmann::json Story::catch_ups() const {
   std::map<std::pair<std::uint64_t, std::uint64_t>, nlohmann::json> open;  // replica, rank
   for (const auto& event : events_) {
     const std::pair key(event.number("replica"), event.number("rank"));
-    if (event.kind == "catch_up_started") open[key] = {{"replica", key.first}, {"rank", key.second}, {"started_step", event.number("step")}};
+    if (event.kind == "catch_up_started")
+      open[key] = {{"replica", key.first}, {"rank", key.second}, {"started_step", event.number("step")}};
     if (!open.contains(key)) continue;
     if (event.kind == "catch_up")
-      open[key].update({{"bytes", event.number("bytes")}, {"seconds", event.fields.value("seconds", 0.0)}, {"sources", event.number("sources")},
+      open[key].update({{"bytes", event.number("bytes")},
+                        {"seconds", event.fields.value("seconds", 0.0)},
+                        {"sources", event.number("sources")},
                         {"refetched", event.number("refetched")}});
     if (event.kind == "promoted") {
       open[key]["promoted_step"] = event.number("step");
@@ -136,7 +154,8 @@ nlohmann::json Story::step_times() const {
   std::int64_t last = 0;
   for (const auto& event : events_) {
     if (event.kind == "catch_up_started") joining.insert({event.number("replica"), event.number("rank")});
-    if (event.kind == "promoted" || event.kind == "rank_down") joining.erase({event.number("replica"), event.number("rank")});
+    if (event.kind == "promoted" || event.kind == "rank_down")
+      joining.erase({event.number("replica"), event.number("rank")});
     if (event.kind != "commit") continue;
     if (last != 0) {
       all.push_back(ms(event.t - last));
@@ -144,26 +163,42 @@ nlohmann::json Story::step_times() const {
     }
     last = event.t;
   }
-  return {{"median", quantile(quiet, 0.5)}, {"p99", quantile(all, 0.99)}, {"max", quantile(all, 1.0)}, {"median_during_catch_up", quantile(during, 0.5)}};
+  return {{"median", quantile(quiet, 0.5)},
+          {"p99", quantile(all, 0.99)},
+          {"max", quantile(all, 1.0)},
+          {"median_during_catch_up", quantile(during, 0.5)}};
 }
 
 nlohmann::json Story::report(const JobSettings& settings, const std::string& log_path) const {
-  nlohmann::json json{{"replicas", settings.replicas}, {"ranks", settings.ranks}, {"steps_committed", committed_}, {"params", settings.parameters}};
+  nlohmann::json json{{"replicas", settings.replicas},
+                      {"ranks", settings.ranks},
+                      {"steps_committed", committed_},
+                      {"params", settings.parameters}};
   const std::int64_t start = events_.empty() ? 0 : events_.front().t;
   json["events"] = nlohmann::json::array();
   for (const auto& deed : deeds_)
-    json["events"].push_back({{"t_ms", ms(deed.t - start)}, {"kind", deed.kind}, {"replica", deed.replica}, {"rank", deed.rank}, {"step", deed.step}});
+    json["events"].push_back({{"t_ms", ms(deed.t - start)},
+                              {"kind", deed.kind},
+                              {"replica", deed.replica},
+                              {"rank", deed.rank},
+                              {"step", deed.step}});
   for (const auto& event : events_) {
-    if (event.kind != "epoch" && event.kind != "rank_down" && event.kind != "catch_up_started" && event.kind != "promoted" &&
-        event.kind != "daemon_lost" && event.kind != "daemon_back" && event.kind != "finished")
+    if (event.kind != "epoch" && event.kind != "rank_down" && event.kind != "catch_up_started" &&
+        event.kind != "promoted" && event.kind != "daemon_lost" && event.kind != "daemon_back" &&
+        event.kind != "finished")
       continue;
-    nlohmann::json entry{{"t_ms", ms(event.t - start)}, {"kind", event.kind}, {"replica", event.number("replica")}, {"rank", event.number("rank")}, {"step", event.number("step")}};
+    nlohmann::json entry{{"t_ms", ms(event.t - start)},
+                         {"kind", event.kind},
+                         {"replica", event.number("replica")},
+                         {"rank", event.number("rank")},
+                         {"step", event.number("step")}};
     if (event.fields.contains("reason")) entry["reason"] = event.fields.at("reason");
     if (event.fields.contains("members")) entry["members"] = event.fields.at("members");
     if (const auto rank = rank_of(event.who)) entry["replica"] = rank->replica, entry["rank"] = rank->rank;
     json["events"].push_back(std::move(entry));
   }
-  std::stable_sort(json["events"].begin(), json["events"].end(), [](const auto& a, const auto& b) { return a.at("t_ms") < b.at("t_ms"); });
+  std::stable_sort(json["events"].begin(), json["events"].end(),
+                   [](const auto& a, const auto& b) { return a.at("t_ms") < b.at("t_ms"); });
   json["failures"] = nlohmann::json::array();
   for (const auto& deed : deeds_) json["failures"].push_back(failure(deed));
   json["catch_ups"] = catch_ups();
@@ -181,7 +216,9 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
   json["absent"] = nlohmann::json::array();
   for (std::uint32_t replica = 0; replica < settings.replicas; ++replica) {
     const auto& ranks = digests[replica];
-    const bool there = ranks.size() == settings.ranks && std::all_of(ranks.begin(), ranks.end(), [&](const auto& r) { return r.second.first == committed_; });
+    const bool there = ranks.size() == settings.ranks && std::all_of(ranks.begin(), ranks.end(), [&](const auto& r) {
+                         return r.second.first == committed_;
+                       });
     if (!there) {
       json["absent"].push_back(replica);
       continue;
@@ -198,10 +235,12 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
       if (record.has_rolled_back()) trained.erase(trained.upper_bound(record.rolled_back().version()), trained.end());
       if (record.has_committed())
         for (const auto& m : record.committed().members())
-          for (const auto& range : m.batch()) trained[record.committed().step()].push_back({range.begin(), range.end()});
+          for (const auto& range : m.batch())
+            trained[record.committed().step()].push_back({range.begin(), range.end()});
     }
   const auto audit = membership::audit(trained);
-  json["ledger"] = {{"samples", audit.samples}, {"once", audit.once}, {"lost", audit.lost}, {"repeated", audit.repeated}};
+  json["ledger"] = {
+      {"samples", audit.samples}, {"once", audit.once}, {"lost", audit.lost}, {"repeated", audit.repeated}};
   const auto curve = losses();
   if (!curve.empty()) {
     const auto mean_of = [&](std::size_t from, std::size_t to) {  // single steps are noisy

@@ -1,13 +1,13 @@
 #include "examples/demo_view.h"
 
-#include "base/bytes.h"
-
 #include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+
+#include "base/bytes.h"
 
 namespace rejoin::demo {
 
@@ -22,7 +22,8 @@ std::string bar(double part, int width) {
 
 }  // namespace
 
-LiveView::LiveView(const JobSettings& settings, bool quiet) : settings_(settings), quiet_(quiet), terminal_(::isatty(1) == 1) {}
+LiveView::LiveView(const JobSettings& settings, bool quiet)
+    : settings_(settings), quiet_(quiet), terminal_(::isatty(1) == 1) {}
 
 void LiveView::draw(const Story& story) {
   if (quiet_) return;
@@ -32,7 +33,8 @@ void LiveView::draw(const Story& story) {
   for (std::uint32_t r = 0; r < settings_.replicas; ++r) {
     auto found = story.replicas().find(r);
     const ReplicaState state = found == story.replicas().end() ? ReplicaState{} : found->second;
-    std::string line = fmt::format("replica {}  {:<12} version {:>5}  loss {:<7}", r, state.role, state.version, state.loss > 0 ? fmt::format("{:.4f}", state.loss) : "-");
+    std::string line = fmt::format("replica {}  {:<12} version {:>5}  loss {:<7}", r, state.role, state.version,
+                                   state.loss > 0 ? fmt::format("{:.4f}", state.loss) : "-");
     if (state.role == "catching up") {
       std::uint64_t bytes = 0, total = 0, sources = 0;
       double rate = 0;
@@ -42,7 +44,8 @@ void LiveView::draw(const Story& story) {
         rate += catch_up.rate;
         sources = std::max(sources, catch_up.sources);
       }
-      line += fmt::format("  {} {} of {}, {:.0f} MB/s from {}", bar(total ? static_cast<double>(bytes) / static_cast<double>(total) : 0, 16),
+      line += fmt::format("  {} {} of {}, {:.0f} MB/s from {}",
+                          bar(total ? static_cast<double>(bytes) / static_cast<double>(total) : 0, 16),
                           human_bytes(bytes), human_bytes(total), rate * 1e-6, sources);
     }
     lines.push_back(line);
@@ -68,16 +71,19 @@ std::string loss_curve(const Story& story, int width, int height) {
   if (high - low < 1e-9) high = low + 1;
   const std::uint64_t last = curve.back().first;
   // Braille: two by four dots a character.
-  std::vector<std::vector<unsigned>> cells(static_cast<std::size_t>(height), std::vector<unsigned>(static_cast<std::size_t>(width)));
+  std::vector<std::vector<unsigned>> cells(static_cast<std::size_t>(height),
+                                           std::vector<unsigned>(static_cast<std::size_t>(width)));
   constexpr unsigned dot[4][2] = {{1, 8}, {2, 16}, {4, 32}, {64, 128}};
   for (int x = 0; x < 2 * width; ++x) {
-    const auto from = last * static_cast<std::uint64_t>(x) / static_cast<std::uint64_t>(2 * width), to = last * static_cast<std::uint64_t>(x + 1) / static_cast<std::uint64_t>(2 * width);
+    const auto from = last * static_cast<std::uint64_t>(x) / static_cast<std::uint64_t>(2 * width),
+               to = last * static_cast<std::uint64_t>(x + 1) / static_cast<std::uint64_t>(2 * width);
     double sum = 0;
     int count = 0;
     for (const auto& [step, loss] : curve)
       if (step > from && step <= std::max(to, from + 1)) sum += loss, ++count;
     if (count == 0) continue;
-    const int y = std::clamp(static_cast<int>((high - sum / count) / (high - low) * (4 * height - 1) + 0.5), 0, 4 * height - 1);
+    const int y =
+        std::clamp(static_cast<int>((high - sum / count) / (high - low) * (4 * height - 1) + 0.5), 0, 4 * height - 1);
     cells[static_cast<std::size_t>(y / 4)][static_cast<std::size_t>(x / 2)] |= dot[y % 4][x % 2];
   }
   std::string text;
@@ -92,12 +98,19 @@ std::string loss_curve(const Story& story, int width, int height) {
     text += "\n";
   }
   std::string marks(static_cast<std::size_t>(width), ' ');
-  const auto mark = [&](std::uint64_t step, char c) { marks[std::min<std::size_t>(marks.size() - 1, static_cast<std::size_t>(step) * marks.size() / last)] = c; };
+  const auto mark = [&](std::uint64_t step, char c) {
+    marks[std::min<std::size_t>(marks.size() - 1, static_cast<std::size_t>(step) * marks.size() / last)] = c;
+  };
   for (const auto& event : story.events())
     if (event.kind == "promoted") mark(event.number("step"), '^');
   for (const auto& deed : story.deeds()) mark(deed.step, 'x');
-  return text + "        └" + std::string() + [&] { std::string line; for (int i = 0; i < width; ++i) line += "─"; return line; }() + "\n         " + marks +
-         "   x: failure  ^: contributes again\n";
+  return text + "        └" + std::string() +
+         [&] {
+           std::string line;
+           for (int i = 0; i < width; ++i) line += "─";
+           return line;
+         }() +
+         "\n         " + marks + "   x: failure  ^: contributes again\n";
 }
 
 std::string summary(const nlohmann::json& report) {
@@ -105,30 +118,49 @@ std::string summary(const nlohmann::json& report) {
   for (const auto& event : report.at("events")) {
     const std::string kind = event.at("kind");
     std::string what;
-    if (kind == "kill" || kind == "hang" || kind == "kill_source")
-      what = fmt::format("{} replica {} rank {} in the middle of step {}", kind == "hang" ? "kill -STOP" : "kill -9", event.at("replica").get<int>(), event.at("rank").get<int>(), event.at("step").get<int>());
-    else if (kind == "kill_daemon") what = fmt::format("kill -9 the daemon of replica {}", event.at("replica").get<int>());
+    if (kind == "kill" || kind == "hang" || kind == "kill_source" || kind == "kill_joiner")
+      what = fmt::format("{} replica {} rank {} in the middle of step {}", kind == "hang" ? "kill -STOP" : "kill -9",
+                         event.at("replica").get<int>(), event.at("rank").get<int>(), event.at("step").get<int>());
+    else if (kind == "kill_daemon")
+      what = fmt::format("kill -9 the daemon of replica {}", event.at("replica").get<int>());
     else if (kind == "kill_coordinator") what = "kill -9 the coordinator";
-    else if (kind == "rank_down") what = fmt::format("daemon: replica {} rank {} is down: {}", event.at("replica").get<int>(), event.at("rank").get<int>(), event.value("reason", ""));
-    else if (kind == "epoch") what = fmt::format("epoch with replicas {} at step {} ({})", event.value("members", ""), event.at("step").get<int>(), event.value("reason", ""));
-    else if (kind == "catch_up_started") what = fmt::format("replica {} rank {} begins to catch up at step {}", event.at("replica").get<int>(), event.at("rank").get<int>(), event.at("step").get<int>());
-    else if (kind == "promoted") what = fmt::format("replica {} rank {} contributes from step {}", event.at("replica").get<int>(), event.at("rank").get<int>(), event.at("step").get<int>());
-    else if (kind == "daemon_lost" || kind == "daemon_back") what = fmt::format("replica {} rank {} {} its daemon", event.at("replica").get<int>(), event.at("rank").get<int>(), kind == "daemon_lost" ? "lost" : "registered again with");
+    else if (kind == "rank_down")
+      what = fmt::format("daemon: replica {} rank {} is down: {}", event.at("replica").get<int>(),
+                         event.at("rank").get<int>(), event.value("reason", ""));
+    else if (kind == "epoch")
+      what = fmt::format("epoch with replicas {} at step {} ({})", event.value("members", ""),
+                         event.at("step").get<int>(), event.value("reason", ""));
+    else if (kind == "catch_up_started")
+      what = fmt::format("replica {} rank {} begins to catch up at step {}", event.at("replica").get<int>(),
+                         event.at("rank").get<int>(), event.at("step").get<int>());
+    else if (kind == "promoted")
+      what = fmt::format("replica {} rank {} contributes from step {}", event.at("replica").get<int>(),
+                         event.at("rank").get<int>(), event.at("step").get<int>());
+    else if (kind == "daemon_lost" || kind == "daemon_back")
+      what = fmt::format("replica {} rank {} {} its daemon", event.at("replica").get<int>(),
+                         event.at("rank").get<int>(), kind == "daemon_lost" ? "lost" : "registered again with");
     else continue;
     text += fmt::format("{:>10.1f} ms  {}\n", event.at("t_ms").get<double>(), what);
   }
   text += "\nFailures\n";
   for (const auto& f : report.at("failures"))
-    text += fmt::format("  {} of replica {} at step {}: seen after {:.1f} ms; the survivors' commit of that step {:.1f} ms later than their computing ({:.1f} ms in all); {} steps recomputed\n",
-                        f.at("kind").get<std::string>(), f.at("replica").get<int>(), f.at("step").get<int>(), f.at("detected_ms").get<double>(),
-                        f.at("resumed_ms").get<double>(), f.at("with_compute_ms").get<double>(), f.at("recomputed_steps").get<int>());
+    text += fmt::format(
+        "  {} of replica {} at step {}: seen after {:.1f} ms; the survivors' commit of that step {:.1f} ms later than "
+        "their computing ({:.1f} ms in all); {} steps recomputed\n",
+        f.at("kind").get<std::string>(), f.at("replica").get<int>(), f.at("step").get<int>(),
+        f.at("detected_ms").get<double>(), f.at("resumed_ms").get<double>(), f.at("with_compute_ms").get<double>(),
+        f.at("recomputed_steps").get<int>());
   for (const auto& c : report.at("catch_ups"))
-    text += fmt::format("  replica {} rank {} caught up: {} from {} sources in {:.0f} ms, from step {} to {}, {} slices fetched again\n", c.at("replica").get<int>(),
-                        c.at("rank").get<int>(), human_bytes(c.value("bytes", std::uint64_t{0})), c.value("sources", 0), c.value("seconds", 0.0) * 1e3,
-                        c.at("started_step").get<int>(), c.at("promoted_step").get<int>(), c.value("refetched", 0));
+    text += fmt::format(
+        "  replica {} rank {} caught up: {} from {} sources in {:.0f} ms, from step {} to {}, {} slices fetched "
+        "again\n",
+        c.at("replica").get<int>(), c.at("rank").get<int>(), human_bytes(c.value("bytes", std::uint64_t{0})),
+        c.value("sources", 0), c.value("seconds", 0.0) * 1e3, c.at("started_step").get<int>(),
+        c.at("promoted_step").get<int>(), c.value("refetched", 0));
   const auto& steps = report.at("step_ms");
-  text += fmt::format("  a step: median {:.1f} ms, p99 {:.1f}, max {:.1f}; median while a replica caught up {:.1f}\n", steps.at("median").get<double>(),
-                      steps.at("p99").get<double>(), steps.at("max").get<double>(), steps.at("median_during_catch_up").get<double>());
+  text += fmt::format("  a step: median {:.1f} ms, p99 {:.1f}, max {:.1f}; median while a replica caught up {:.1f}\n",
+                      steps.at("median").get<double>(), steps.at("p99").get<double>(), steps.at("max").get<double>(),
+                      steps.at("median_during_catch_up").get<double>());
   text += "\nProof\n";
   if (report.contains("digests"))
     for (const auto& [replica, digests] : report.at("digests").items()) {
@@ -136,15 +168,19 @@ std::string summary(const nlohmann::json& report) {
       for (const auto& digest : digests) text += " " + digest.get<std::string>();
       text += "\n";
     }
-  for (const auto& replica : report.at("absent")) text += fmt::format("  replica {} was not back before the last step\n", replica.get<int>());
+  for (const auto& replica : report.at("absent"))
+    text += fmt::format("  replica {} was not back before the last step\n", replica.get<int>());
   text += fmt::format("  same bits on all replicas: {}\n", report.at("same_bits").get<bool>() ? "yes" : "NO");
   const auto& ledger = report.at("ledger");
-  text += fmt::format("  ledger: {} samples, {} trained once, {} lost, {} repeated\n", ledger.at("samples").get<std::uint64_t>(), ledger.at("once").get<std::uint64_t>(),
+  text += fmt::format("  ledger: {} samples, {} trained once, {} lost, {} repeated\n",
+                      ledger.at("samples").get<std::uint64_t>(), ledger.at("once").get<std::uint64_t>(),
                       ledger.at("lost").get<std::uint64_t>(), ledger.at("repeated").get<std::uint64_t>());
   if (report.contains("loss")) {
     const auto& loss = report.at("loss");
-    text += fmt::format("  loss: {:.4f} at first, {:.4f} at last", loss.at("first").get<double>(), loss.at("last").get<double>());
-    if (loss.contains("last_without_failure")) text += fmt::format("; {:.4f} in the same run without a failure", loss.at("last_without_failure").get<double>());
+    text += fmt::format("  loss: {:.4f} at first, {:.4f} at last", loss.at("first").get<double>(),
+                        loss.at("last").get<double>());
+    if (loss.contains("last_without_failure"))
+      text += fmt::format("; {:.4f} in the same run without a failure", loss.at("last_without_failure").get<double>());
     text += "\n";
   }
   return text;

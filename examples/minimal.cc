@@ -40,7 +40,8 @@ int main() {
     });
     if (!committed) return std::fprintf(stderr, "%s\n", committed.error().message.c_str()), 3;
   }
-  std::printf("w = %.4f after step %llu, digest %016llx\n", weight[0], static_cast<unsigned long long>(session.version()),
+  std::printf("w = %.4f after step %llu, digest %016llx\n", weight[0],
+              static_cast<unsigned long long>(session.version()),
               static_cast<unsigned long long>(session.state_digest()));
   return 0;
 }

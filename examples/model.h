@@ -16,7 +16,8 @@ struct ModelShape {
   std::uint32_t hidden = 256;
   static ModelShape of_parameters(std::uint64_t wanted);  // the hidden size that comes nearest
   std::uint64_t parameters() const {
-    return std::uint64_t{kBytes} * kEmbedding + std::uint64_t{kContext} * kEmbedding * hidden + hidden + std::uint64_t{hidden} * kBytes + kBytes;
+    return std::uint64_t{kBytes} * kEmbedding + std::uint64_t{kContext} * kEmbedding * hidden + hidden +
+           std::uint64_t{hidden} * kBytes + kBytes;
   }
 };
 
@@ -37,7 +38,8 @@ double forward_backward(const ModelShape& shape, const Views& weights, const Vie
 struct AdamW {
   float rate = 2e-3f, beta1 = 0.9f, beta2 = 0.99f, epsilon = 1e-8f, decay = 1e-3f;
   // One step on a range of one tensor; elementwise.
-  void apply(std::uint64_t step, std::span<float> weight, std::span<float> first, std::span<float> second, std::span<const float> gradient) const;
+  void apply(std::uint64_t step, std::span<float> weight, std::span<float> first, std::span<float> second,
+             std::span<const float> gradient) const;
 };
 
 }  // namespace rejoin::demo

@@ -47,7 +47,9 @@ int train(const Settings& s) {
   // The last layer's gradients are ready first: a bucket for it, one for the rest.
   std::vector<TensorId> ids(demo::tensor_count);
   for (std::uint32_t t = 0; t < demo::tensor_count; ++t) {
-    auto id = session.add({.name = demo::name_of(static_cast<demo::Tensor>(t)), .count = demo::elements(shape, static_cast<demo::Tensor>(t)), .moments = 2});
+    auto id = session.add({.name = demo::name_of(static_cast<demo::Tensor>(t)),
+                           .count = demo::elements(shape, static_cast<demo::Tensor>(t)),
+                           .moments = 2});
     if (!id) return fail_with(id.error());
     ids[t] = *id;
   }
@@ -75,7 +77,8 @@ int train(const Settings& s) {
     if (step.contributes()) {
       std::vector<std::uint64_t> positions;
       for (const auto& range : step.batch())
-        for (auto sample = range.begin; sample < range.end; ++sample) positions.push_back(position_of(sample, text.size()));
+        for (auto sample = range.begin; sample < range.end; ++sample)
+          positions.push_back(position_of(sample, text.size()));
       Result<> reduced;
       loss = demo::forward_backward(shape, weights, gradients, text, positions, [&](demo::Tensor ready) {
         if (ready == demo::output_weight && reduced) {
@@ -91,12 +94,16 @@ int train(const Settings& s) {
       events::emit("computed", {{"step", step.number()}});
     }
     auto committed = session.commit([&](const Piece& piece) {
-      const auto range = [&](std::span<std::byte> bytes) { return Session::as<float>(bytes).subspan(piece.first, piece.count); };
+      const auto range = [&](std::span<std::byte> bytes) {
+        return Session::as<float>(bytes).subspan(piece.first, piece.count);
+      };
       adamw.apply(piece.step, range(session.weight(piece.tensor)), range(session.moment(piece.tensor, 0)),
                   range(session.moment(piece.tensor, 1)), piece.gradient_as<float>());
     });
     if (!committed) return fail_with(committed.error());
-    events::emit("updated", {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});
+    events::emit(
+        "updated",
+        {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});
   }
   events::emit("digest", {{"version", session.version()}, {"digest", fmt::format("{:016x}", session.state_digest())}});
   return 0;

@@ -48,8 +48,9 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
                 Tag::kMaxSlots);
   if (options.chunk_bytes < 64 || options.chunk_bytes % 64 != 0 ||
       options.direct_bytes > transport::Engine::kMaxMessage - sizeof(MessageHeader))
-    return fail(ErrorCode::invalid_argument, "chunk size {} or direct size {} is out of bounds (a multiple of 64; at most {})",
-                options.chunk_bytes, options.direct_bytes, transport::Engine::kMaxMessage - sizeof(MessageHeader));
+    return fail(ErrorCode::invalid_argument,
+                "chunk size {} or direct size {} is out of bounds (a multiple of 64; at most {})", options.chunk_bytes,
+                options.direct_bytes, transport::Engine::kMaxMessage - sizeof(MessageHeader));
   std::unique_ptr<Communicator> made(new Communicator(engine, options, self, secret));
   for (auto& spec : buckets) {
     const std::size_t bytes = spec.count * size_of(spec.type);
@@ -79,8 +80,12 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
 
 // Everything that the members must agree on for their bytes to fit.
 std::uint64_t Communicator::plan_hash() const {
-  std::vector<std::uint64_t> facts{1, options_.chunk_bytes, options_.chunks_in_flight, options_.direct_bytes,
-                                   options_.direct_members, options_.both_ways};
+  std::vector<std::uint64_t> facts{1,
+                                   options_.chunk_bytes,
+                                   options_.chunks_in_flight,
+                                   options_.direct_bytes,
+                                   options_.direct_members,
+                                   options_.both_ways};
   for (const auto& bucket : buckets_) {
     facts.push_back(static_cast<std::uint64_t>(bucket.spec.type));
     facts.push_back(bucket.spec.count);
@@ -256,8 +261,7 @@ void Communicator::try_flush() {
 // ---- operations
 
 Result<> Communicator::all_reduce(std::uint32_t index, Step step, ReduceOp op) {
-  if (index >= buckets_.size())
-    return fail(ErrorCode::invalid_argument, "bucket {} of {}", index, buckets_.size());
+  if (index >= buckets_.size()) return fail(ErrorCode::invalid_argument, "bucket {} of {}", index, buckets_.size());
   if (epoch_ == Epoch{}) return fail(ErrorCode::unavailable, "no epoch yet: enter() comes first");
   Bucket& bucket = buckets_[index];
   if (bucket.wanted) return fail(ErrorCode::invalid_argument, "bucket {} is being reduced already", index);
@@ -272,8 +276,7 @@ void Communicator::begin(Bucket& bucket) {
   last_progress_ = now_;
   if (bucket.bytes() <= options_.direct_bytes && ring_.size() <= options_.direct_members)
     bucket.running = std::make_unique<DirectOperation>(*this, bucket);
-  else
-    bucket.running = std::make_unique<RingOperation>(*this, bucket);
+  else bucket.running = std::make_unique<RingOperation>(*this, bucket);
   bucket.running->start();
   if (bucket.running && bucket.running->done()) finish(bucket);
 }
@@ -317,8 +320,7 @@ void Communicator::handle(const transport::Event& event) {
   }
 }
 
-Result<> Communicator::send(Peer& peer, std::uint32_t kind, std::uint32_t bucket, std::uint64_t value,
-                            BytesView body) {
+Result<> Communicator::send(Peer& peer, std::uint32_t kind, std::uint32_t bucket, std::uint64_t value, BytesView body) {
   const MessageHeader header{kind, bucket, epoch_.value, value};
   if (body.empty()) return engine_.send(peer.endpoint, bytes_of(header));
   Bytes message;
@@ -332,10 +334,17 @@ Result<> Communicator::send(Peer& peer, std::uint32_t kind, std::uint32_t bucket
 bool Communicator::post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, const transport::LocalRange& local,
                         const transport::RemoteRange& remote, std::size_t length, std::uint32_t slot,
                         std::uint32_t chunk) {
-  const Tag tag{static_cast<std::uint32_t>(epoch_.value), static_cast<std::uint32_t>(buckets_[bucket].step.value),
-                bucket, kind, slot, chunk};
-  const transport::Write write{.context = context_of(epoch_, bucket, kind), .local = local, .remote = remote,
-                               .length = length, .notify = tag.packed()};
+  const Tag tag{static_cast<std::uint32_t>(epoch_.value),
+                static_cast<std::uint32_t>(buckets_[bucket].step.value),
+                bucket,
+                kind,
+                slot,
+                chunk};
+  const transport::Write write{.context = context_of(epoch_, bucket, kind),
+                               .local = local,
+                               .remote = remote,
+                               .length = length,
+                               .notify = tag.packed()};
   if (!engine_.write(peer.endpoint, {&write, 1})) return false;  // its `closed` event is on the way
   ++peer.writes_in_flight;
   return true;
@@ -444,8 +453,10 @@ std::vector<Wait> Communicator::waits(TimePoint now) const {
       auto found = peers_.find(place.member);
       const bool up = found != peers_.end() && found->second->up;
       if (up && found->second->flushed == epoch_) continue;
-      waits.push_back({.on = place.member, .what = up ? fmt::format("its flush of epoch {}", epoch_.value)
-                                                      : std::string("a connection with it"), .since = since});
+      waits.push_back(
+          {.on = place.member,
+           .what = up ? fmt::format("its flush of epoch {}", epoch_.value) : std::string("a connection with it"),
+           .since = since});
     }
     return waits;
   }

@@ -47,11 +47,11 @@ struct BucketSpec {
 };
 
 struct Options {
-  std::size_t chunk_bytes = 1 * MiB;      // S: no chunk is larger
-  std::uint32_t chunks_in_flight = 4;     // C: per neighbour and direction; at most 64
-  std::size_t direct_bytes = 32 * KiB;    // buckets up to this size skip the ring: everyone sends to everyone
-  std::uint32_t direct_members = 8;       // … in rings of up to this many members
-  bool both_ways = true;                  // all-gather in both directions at once
+  std::size_t chunk_bytes = 1 * MiB;    // S: no chunk is larger
+  std::uint32_t chunks_in_flight = 4;   // C: per neighbour and direction; at most 64
+  std::size_t direct_bytes = 32 * KiB;  // buckets up to this size skip the ring: everyone sends to everyone
+  std::uint32_t direct_members = 8;     // … in rings of up to this many members
+  bool both_ways = true;                // all-gather in both directions at once
 };
 
 struct Outcome {
@@ -163,7 +163,7 @@ class Communicator {
   std::map<transport::EndpointId, Peer*> by_endpoint_;
 
   Epoch epoch_;
-  bool clean_ = false;    // this epoch's flush is complete
+  bool clean_ = false;      // this epoch's flush is complete
   bool announced_ = false;  // our own `flushed` is out
   std::vector<Place> ring_;
   std::vector<Peer*> ring_peers_;  // same order; null for this member

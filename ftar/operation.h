@@ -18,9 +18,9 @@ struct Tag {
            (std::uint64_t{kind} << 30) | (std::uint64_t{slot} << 24) | chunk;
   }
   static Tag unpack(std::uint64_t bits) {
-    return {static_cast<std::uint32_t>(bits >> 52) & 0xfff, static_cast<std::uint32_t>(bits >> 46) & 0x3f,
+    return {static_cast<std::uint32_t>(bits >> 52) & 0xfff,  static_cast<std::uint32_t>(bits >> 46) & 0x3f,
             static_cast<std::uint32_t>(bits >> 32) & 0x3fff, static_cast<std::uint32_t>(bits >> 30) & 0x3,
-            static_cast<std::uint32_t>(bits >> 24) & 0x3f, static_cast<std::uint32_t>(bits) & 0xffffff};
+            static_cast<std::uint32_t>(bits >> 24) & 0x3f,   static_cast<std::uint32_t>(bits) & 0xffffff};
   }
 };
 

@@ -40,7 +40,7 @@ REJOIN_INLINE std::uint16_t to_float16(float value) {
   const std::uint32_t magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return static_cast<std::uint16_t>(sign | 0x7e00 | ((magnitude >> 13) & 0x3ff));
   if (magnitude >= 0x477ff000) return static_cast<std::uint16_t>(sign | 0x7c00);  // rounds to infinity
-  if (magnitude < 0x38800000) {                                                   // subnormal: round in units of 2⁻²⁴
+  if (magnitude < 0x38800000) {  // subnormal: round in units of 2⁻²⁴
     const float units = std::bit_cast<float>(magnitude) * 0x1p24f;
     const float rounded = (units + 0x1p23f) - 0x1p23f;  // to nearest even, as the addition rounds
     return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(rounded));

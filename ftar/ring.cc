@@ -8,10 +8,14 @@ namespace rejoin::ftar {
 
 namespace {
 
-Shape shape_of(std::size_t bytes, std::size_t element, std::uint32_t contributors,
-               std::uint32_t members, const Options& options) {
-  return {.bytes = bytes, .element = element, .contributors = contributors, .members = members,
-          .chunk_bytes = tuned_chunk(bytes, contributors, options.chunk_bytes), .both_ways = options.both_ways};
+Shape shape_of(std::size_t bytes, std::size_t element, std::uint32_t contributors, std::uint32_t members,
+               const Options& options) {
+  return {.bytes = bytes,
+          .element = element,
+          .contributors = contributors,
+          .members = members,
+          .chunk_bytes = tuned_chunk(bytes, contributors, options.chunk_bytes),
+          .both_ways = options.both_ways};
 }
 
 }  // namespace
@@ -56,9 +60,7 @@ void RingOperation::start() {
   pump();
 }
 
-bool RingOperation::peer_ready(const Peer& peer) const {
-  return peer.ready[bucket_.index] == bucket_.step.value + 1;
-}
+bool RingOperation::peer_ready(const Peer& peer) const { return peer.ready[bucket_.index] == bucket_.step.value + 1; }
 
 bool RingOperation::all_sent() const {
   return scatter_next_ == scatter_sends_.size() && right_.next == right_.sends.size() &&

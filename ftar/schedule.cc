@@ -77,7 +77,8 @@ std::vector<std::uint32_t> Schedule::all_gather_sends(std::uint32_t p, Direction
   const std::uint32_t members = shape_.members;
   std::vector<std::uint32_t> sends;
   for (std::uint32_t distance = 0; distance < hops(direction); ++distance) {
-    const std::uint32_t s = direction == Direction::right ? (p + members - distance) % members : (p + distance) % members;
+    const std::uint32_t s =
+        direction == Direction::right ? (p + members - distance) % members : (p + distance) % members;
     if (s >= segments()) continue;  // nothing starts at a member that catches up
     for (std::uint32_t i = 0; i < chunks_of(s); ++i) sends.push_back(chunk_id(s, i));
   }
@@ -86,7 +87,8 @@ std::vector<std::uint32_t> Schedule::all_gather_sends(std::uint32_t p, Direction
 
 bool Schedule::all_gather_receives(std::uint32_t p, std::uint32_t s, Direction direction) const {
   const std::uint32_t members = shape_.members;
-  const std::uint32_t distance = direction == Direction::right ? (p + members - s) % members : (s + members - p) % members;
+  const std::uint32_t distance =
+      direction == Direction::right ? (p + members - s) % members : (s + members - p) % members;
   return distance >= 1 && distance <= hops(direction);
 }
 

@@ -19,12 +19,12 @@
 namespace rejoin::ftar {
 
 struct Shape {
-  std::size_t bytes = 0;         // of the whole buffer
-  std::size_t element = 4;       // bytes
+  std::size_t bytes = 0;    // of the whole buffer
+  std::size_t element = 4;  // bytes
   std::uint32_t contributors = 1;
-  std::uint32_t members = 1;     // contributors and those catching up
-  std::size_t chunk_bytes = 0;   // at most this much a chunk
-  bool both_ways = true;         // all-gather in both directions
+  std::uint32_t members = 1;    // contributors and those catching up
+  std::size_t chunk_bytes = 0;  // at most this much a chunk
+  bool both_ways = true;        // all-gather in both directions
 };
 
 struct Range {

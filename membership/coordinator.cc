@@ -85,8 +85,8 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     send(node, std::move(answer));
   };
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
-    return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks", up.replica(), up.rank(),
-                              config_.replicas, config_.ranks));
+    return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks", up.replica(),
+                              up.rank(), config_.replicas, config_.ranks));
   if (plan_hash_ != 0 && up.plan_hash() != plan_hash_)
     return refuse("its tensors or buckets differ from the job's; all replicas must declare the same state and plan");
   const auto welcome = [&](Incarnation incarnation) {
@@ -145,7 +145,8 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);
   }
-  if (MemberState* m = member(id); m != nullptr && (found == replicas_.end() || found->second.incarnation == m->incarnation)) {
+  if (MemberState* m = member(id);
+      m != nullptr && (found == replicas_.end() || found->second.incarnation == m->incarnation)) {
     remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);
   }
@@ -258,7 +259,9 @@ void Coordinator::try_start() {
     if (std::all_of(print.begin(), print.end(), [&](const auto& p) { return p.first == newest; })) ++votes[print];
   }
   REJOIN_CHECK(!votes.empty());
-  const auto chosen = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) { return a.second < b.second; })->first;
+  const auto chosen = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {
+                        return a.second < b.second;
+                      })->first;
   if (committed_ != Step(newest)) {
     proto::LogRecord record;
     record.mutable_rolled_back()->set_version(newest);
@@ -268,7 +271,8 @@ void Coordinator::try_start() {
   }
   members_.clear();
   for (const auto& [id, replica] : replicas_)
-    members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = fingerprint(replica) != chosen});
+    members_.push_back(
+        {.replica = id, .incarnation = replica.incarnation, .catching_up = fingerprint(replica) != chosen});
   begin_epoch("start");
   plan_step();
   broadcast_plan();
@@ -339,12 +343,14 @@ void Coordinator::remove(ReplicaId id, const std::string& reason) {
   std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
   if (std::all_of(members_.begin(), members_.end(), [](const auto& m) { return m.catching_up; })) {
     // Half a state is worth nothing without a source: who was catching up starts again, too.
-    for (const auto& m : std::exchange(members_, {})) drop_registration(m.replica, "no contributor is left to catch up from");
+    for (const auto& m : std::exchange(members_, {}))
+      drop_registration(m.replica, "no contributor is left to catch up from");
     note("no contributor is left; the job waits for all {} replicas", config_.replicas);
   }
   begin_epoch(fmt::format("without replica {}: {}", id, reason));
   plan_step();
   broadcast_plan();
+  announce_peers();  // those who are left may now be all who were waited for
   try_start();
 }
 
@@ -440,67 +446,6 @@ void Coordinator::announce_peers() {
   for (const auto& [node, heard] : nodes_) send(node, message);
 }
 
-// ---- recovery
-
-Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, TimePoint now) {
-  if (records.empty()) {
-    proto::LogRecord record;
-    auto& job = *record.mutable_job();
-    job.set_replicas(config_.replicas);
-    job.set_ranks(config_.ranks);
-    job.set_batch(config_.batch);
-    actions_.append.push_back(std::move(record));
-    return {};
-  }
-  for (const auto& record : records)
-    if (auto replayed = replay(record); !replayed) return replayed;
-  if (!members_.empty()) recovering_until_ = now + config_.silence;
-  plan_step();
-  return {};
-}
-
-Result<> Coordinator::replay(const proto::LogRecord& record) {
-  switch (record.kind_case()) {
-    case proto::LogRecord::kJob:
-      if (record.job().replicas() != config_.replicas || record.job().ranks() != config_.ranks ||
-          record.job().batch() != config_.batch)
-        return fail(ErrorCode::mismatch, "the log is of a job of {} replicas × {} ranks, batch {}; this one has {} × {}, batch {}. "
-                    "Start with those settings or another log directory", record.job().replicas(), record.job().ranks(),
-                    record.job().batch(), config_.replicas, config_.ranks, config_.batch);
-      return {};
-    case proto::LogRecord::kEpoch: {
-      const auto& begun = record.epoch();
-      if (begun.epoch() <= epoch_.value || begun.step() != committed_.value + 1)
-        return fail(ErrorCode::corrupt, "the log's epoch {} at step {} does not follow epoch {} at step {}", begun.epoch(),
-                    begun.step(), epoch_.value, committed_.value + 1);
-      epoch_ = Epoch(begun.epoch());
-      const auto before = std::exchange(members_, {});
-      for (const auto& m : begun.members())
-        members_.push_back({.replica = ReplicaId(m.replica()), .incarnation = Incarnation(m.incarnation()), .catching_up = m.catching_up()});
-      for (const auto& m : before)
-        if (member(m.replica) == nullptr) ledger_.hand_back(m.replica);
-      plan_step();
-      return {};
-    }
-    case proto::LogRecord::kCommitted:
-      if (record.committed().step() != committed_.value + 1)
-        return fail(ErrorCode::corrupt, "the log commits step {} after step {}", record.committed().step(), committed_.value);
-      committed_ = Step(record.committed().step());
-      ledger_.commit(committed_);
-      plan_step();
-      return {};
-    case proto::LogRecord::kIncarnated:
-      last_incarnation_ = std::max<std::uint64_t>(last_incarnation_, record.incarnated().incarnation());
-      return {};
-    case proto::LogRecord::kRolledBack:
-      committed_ = Step(record.rolled_back().version());
-      ledger_.roll_back(committed_);
-      return {};
-    case proto::LogRecord::KIND_NOT_SET: break;
-  }
-  return fail(ErrorCode::corrupt, "a log record of unknown kind");
-}
-
 // ---- helpers
 
 bool Coordinator::whole(const ReplicaState& replica) const { return replica.ranks.size() == config_.ranks; }
@@ -525,24 +470,6 @@ Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_
 
 void Coordinator::send(NodeId node, proto::ToNode message) {
   if (nodes_.contains(node)) actions_.send.emplace_back(node, std::move(message));
-}
-
-std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
-  std::vector<std::string> lines;
-  if (!started() || members_.empty()) {
-    for (std::uint32_t r = 0; r < config_.replicas; ++r) {
-      auto found = replicas_.find(ReplicaId(r));
-      const std::size_t up = found == replicas_.end() ? 0 : found->second.ranks.size();
-      if (up < config_.ranks) lines.push_back(fmt::format("replica {}: {} of {} ranks have registered", r, up, config_.ranks));
-    }
-    return lines;
-  }
-  for (const auto& m : members_)
-    for (std::uint32_t rank = 0; rank < config_.ranks; ++rank)
-      if (!m.exchanged.contains(rank)) lines.push_back(fmt::format("replica {} rank {}: its exchange of step {}", m.replica, rank, committed_.value + 1));
-  for (const auto& [edge, about] : accusations_)
-    lines.push_back(fmt::format("replica {} waits for replica {}: {} ({:.0f} ms)", edge.first, edge.second, about.what, milliseconds(now - about.since)));
-  return lines;
 }
 
 }  // namespace rejoin::membership

@@ -30,15 +30,15 @@ using NodeId = Id<struct NodeTag>;  // one connection of a daemon; never reused
 struct JobConfig {
   std::uint32_t replicas = 3;
   std::uint32_t ranks = 2;
-  std::uint64_t batch = 1;        // samples a contributor trains in a step
-  std::uint64_t steps = 0;        // then the job is finished; 0: never
+  std::uint64_t batch = 1;                     // samples a contributor trains in a step
+  std::uint64_t steps = 0;                     // then the job is finished; 0: never
   Duration silence = std::chrono::seconds(2);  // how long a peer may be silent
 };
 
 struct Actions {
-  std::vector<proto::LogRecord> append;                     // durable before anything is sent
+  std::vector<proto::LogRecord> append;  // durable before anything is sent
   std::vector<std::pair<NodeId, proto::ToNode>> send;
-  std::vector<std::string> notes;                           // what happened, for the log and the trace
+  std::vector<std::string> notes;  // what happened, for the log and the trace
 };
 
 class Coordinator {

@@ -46,7 +46,7 @@ class Ledger {
 };
 
 struct Audit {
-  std::uint64_t samples = 0;   // given out and trained, up to the last one trained
+  std::uint64_t samples = 0;  // given out and trained, up to the last one trained
   std::uint64_t once = 0;
   std::uint64_t lost = 0;      // never trained, though later ones were
   std::uint64_t repeated = 0;  // trained more than once

@@ -46,10 +46,13 @@ Result<Parsed> parse(BytesView bytes, const std::string& path) {
     for (std::uint64_t at = parsed.good + 1; at + sizeof(RecordHeader) <= bytes.size(); ++at) {
       RecordHeader header;
       std::memcpy(&header, bytes.data() + at, sizeof header);
-      if (header.position != static_cast<std::uint32_t>(at) || header.length > bytes.size() - at - sizeof header) continue;
+      if (header.position != static_cast<std::uint32_t>(at) || header.length > bytes.size() - at - sizeof header)
+        continue;
       if (header.checksum == checksum_of(header.length, header.position, bytes.data() + at + sizeof header))
-        return fail(ErrorCode::corrupt, "{} is damaged at byte {}: a whole record follows at {}. Restore it from a copy, "
-                    "or start a new job with another log directory", path, parsed.good, at);
+        return fail(ErrorCode::corrupt,
+                    "{} is damaged at byte {}: a whole record follows at {}. Restore it from a copy, "
+                    "or start a new job with another log directory",
+                    path, parsed.good, at);
     }
     return std::move(parsed);
   };
@@ -58,7 +61,8 @@ Result<Parsed> parse(BytesView bytes, const std::string& path) {
     if (bytes.size() - parsed.good < sizeof header) return broken();
     std::memcpy(&header, bytes.data() + parsed.good, sizeof header);
     const std::uint64_t left = bytes.size() - parsed.good - sizeof header;
-    if (header.length > kMaxRecord || header.length > left || header.position != static_cast<std::uint32_t>(parsed.good))
+    if (header.length > kMaxRecord || header.length > left ||
+        header.position != static_cast<std::uint32_t>(parsed.good))
       return broken();
     const auto* body = bytes.data() + parsed.good + sizeof header;
     proto::LogRecord record;

@@ -58,7 +58,9 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       plan_ = message.plan();
       for (const auto& [connection, rank] : ranks_) tell(connection, message, actions);
       break;
-    case proto::ToNode::KIND_NOT_SET: actions.notes.push_back("an empty message from the coordinator was ignored"); break;
+    case proto::ToNode::KIND_NOT_SET:
+      actions.notes.push_back("an empty message from the coordinator was ignored");
+      break;
   }
   return actions;
 }
@@ -115,7 +117,8 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   exchanged.set_step(last.up.exchanged_step());
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != last.up.replica() || rank.up.incarnation() != last.up.incarnation()) continue;
-    if (rank.up.exchanged_epoch() != last.up.exchanged_epoch() || rank.up.exchanged_step() != last.up.exchanged_step()) return;
+    if (rank.up.exchanged_epoch() != last.up.exchanged_epoch() || rank.up.exchanged_step() != last.up.exchanged_step())
+      return;
     exchanged.add_ranks(rank.up.rank());
   }
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));

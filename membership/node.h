@@ -1,5 +1,5 @@
-// The daemon's part between its ranks and the coordinator: gathers the ranks' reports, fans the coordinator's words out,
-// and says everything again after either side was lost. Pure: connections are numbers, time comes in.
+// The daemon's part between its ranks and the coordinator: gathers the ranks' reports, fans the coordinator's words
+// out, and says everything again after either side was lost. Pure: connections are numbers, time comes in.
 #pragma once
 
 #include <map>
@@ -35,7 +35,10 @@ class Node {
 
   Actions on_coordinator_up(TimePoint now);  // connected (again): introduces itself and its ranks
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
-  Actions on_coordinator_down() { coordinator_up_ = false; return {}; }
+  Actions on_coordinator_down() {
+    coordinator_up_ = false;
+    return {};
+  }
 
   Actions on_rank_message(RankConnection rank, const proto::FromNode& message, TimePoint now);
   // Its progress thread was seen alive (message, or the counter in its shared page).

@@ -27,9 +27,17 @@ constexpr Duration kReconnect = std::chrono::milliseconds(20);
 
 }  // namespace
 
-Progress::Progress(const SessionConfig& config, shm::Owner& owner, std::vector<ftar::BucketSpec> buckets, std::uint64_t plan_hash)
-    : config_(config), owner_(owner), buckets_(std::move(buckets)), plan_hash_(plan_hash), life_(new_life()),
-      machine_(ReplicaId(config.replica), config.rank), submitted_(buckets_.size()), done_(buckets_.size()), wanted_(buckets_.size()) {}
+Progress::Progress(const SessionConfig& config, shm::Owner& owner, std::vector<ftar::BucketSpec> buckets,
+                   std::uint64_t plan_hash)
+    : config_(config),
+      owner_(owner),
+      buckets_(std::move(buckets)),
+      plan_hash_(plan_hash),
+      life_(new_life()),
+      machine_(ReplicaId(config.replica), config.rank),
+      submitted_(buckets_.size()),
+      done_(buckets_.size()),
+      wanted_(buckets_.size()) {}
 
 Progress::~Progress() {
   {
@@ -59,14 +67,18 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
   // The first contact is made here, so that its errors reach the caller.
   auto socket = connect_unix(config_.socket);
   if (!socket)
-    return rejoin::fail(ErrorCode::unavailable, "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket, socket.error().message, config_.socket);
+    return rejoin::fail(ErrorCode::unavailable,
+                        "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
+                        socket.error().message, config_.socket);
   if (auto greeted = greet(*socket); !greeted) return greeted;
   const TimePoint deadline = clock_.now() + config_.patience;
   for (;;) {
     auto received = receive_with_fds(*socket, 512 * KiB);
-    if (!received) return rejoin::fail(ErrorCode::unavailable, "the daemon at {}: {}", config_.socket, received.error().message);
+    if (!received)
+      return rejoin::fail(ErrorCode::unavailable, "the daemon at {}: {}", config_.socket, received.error().message);
     if (!*received) {
-      if (clock_.now() > deadline) return rejoin::fail(ErrorCode::timeout, "the daemon at {} does not answer", config_.socket);
+      if (clock_.now() > deadline)
+        return rejoin::fail(ErrorCode::timeout, "the daemon at {} does not answer", config_.socket);
       pollfd waiting{socket->get(), POLLIN, 0};
       ::poll(&waiting, 1, 100);
       continue;
@@ -78,7 +90,9 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
       return rejoin::fail(ErrorCode::refused, "the daemon at {} refused: {}", config_.socket, message.refusal());
     if (!message.has_welcome()) continue;
     if (message.welcome().protocol() != membership::kProtocolVersion)
-      return rejoin::fail(ErrorCode::mismatch, "this library speaks protocol {}, the daemon {}; use one version of both", membership::kProtocolVersion, message.welcome().protocol());
+      return rejoin::fail(ErrorCode::mismatch,
+                          "this library speaks protocol {}, the daemon {}; use one version of both",
+                          membership::kProtocolVersion, message.welcome().protocol());
     silence_ = std::chrono::milliseconds(message.welcome().silence_ms());
     if (auto started = start(message.welcome().data_secret()); !started) return started;
     break;
@@ -109,8 +123,10 @@ Result<> Progress::all_reduce(std::uint32_t bucket) {
   {
     const std::lock_guard lock(mutex_);
     if (failure_) return tl::unexpected(*failure_);
-    if (bucket >= wanted_.size()) return rejoin::fail(ErrorCode::invalid_argument, "bucket {} of {}", bucket, wanted_.size());
-    if (wanted_[bucket]) return rejoin::fail(ErrorCode::invalid_argument, "bucket {} is being reduced already in this step", bucket);
+    if (bucket >= wanted_.size())
+      return rejoin::fail(ErrorCode::invalid_argument, "bucket {} of {}", bucket, wanted_.size());
+    if (wanted_[bucket])
+      return rejoin::fail(ErrorCode::invalid_argument, "bucket {} is being reduced already in this step", bucket);
     wanted_[bucket] = true;
   }
   signal_eventfd(wake_);
@@ -144,7 +160,8 @@ void Progress::run() {
     const TimePoint now = clock_.now();
     if (now - heartbeat_at_ >= silence_ / 8) {
       heartbeat_at_ = now;
-      owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()), std::memory_order_relaxed);
+      owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
+                                    std::memory_order_relaxed);
       proto::FromNode heartbeat;
       heartbeat.mutable_heartbeat();
       say(heartbeat);
@@ -200,7 +217,8 @@ void Progress::poll_ring(TimePoint now) {
 
 // Hands over what the trainer has asked for, or, while catching up, everything.
 void Progress::submit_wanted() {
-  if (!machine_.member() || !machine_.has_contributors() || ring_->epoch() != machine_.epoch() || machine_.exchanged()) return;
+  if (!machine_.member() || !machine_.has_contributors() || ring_->epoch() != machine_.epoch() || machine_.exchanged())
+    return;
   std::vector<bool> wanted;
   {
     const std::lock_guard lock(mutex_);
@@ -251,7 +269,9 @@ void Progress::look_for_stalls(TimePoint now) {
   for (const auto& wait : ring_->waits(now)) {
     if (wait.since > std::chrono::seconds(1) && stall_said_for_ != machine_.step().value) {
       stall_said_for_ = machine_.step().value;
-      spdlog::warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(), wait.on ? wait.on->replica.value : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
+      spdlog::warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
+                   wait.on ? wait.on->replica.value : config_.replica, config_.rank, wait.what,
+                   milliseconds(wait.since));
     }
     if (wait.since <= silence_ || !wait.on) continue;
     proto::FromNode report;
@@ -297,14 +317,17 @@ Result<> Progress::greet(Fd& socket) {
   const std::string bytes = message.SerializeAsString();
   const int size = 1 << 20;
   (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
-  return send_with_fds(socket, as_bytes(bytes), {owner_.state_fd().get(), owner_.page_fd().get(), owner_.aside_fd().get(), owner_.doorbell().get()});
+  return send_with_fds(
+      socket, as_bytes(bytes),
+      {owner_.state_fd().get(), owner_.page_fd().get(), owner_.aside_fd().get(), owner_.doorbell().get()});
 }
 
 void Progress::reconnect(TimePoint now) {
   if (now < retry_at_) return;
   retry_at_ = now + kReconnect;
   if (now - daemon_seen_ > config_.patience)
-    return fail({ErrorCode::timeout, fmt::format("no daemon at {} for {} s", config_.socket, config_.patience.count() / 1000)});
+    return fail(
+        {ErrorCode::timeout, fmt::format("no daemon at {} for {} s", config_.socket, config_.patience.count() / 1000)});
   auto socket = connect_unix(config_.socket);
   if (!socket || !greet(*socket)) return;
   daemon_ = std::move(*socket);
@@ -319,7 +342,8 @@ void Progress::say(const proto::FromNode& report) {
   proto::FromTrainer message;
   *message.mutable_report() = report;
   const std::string bytes = message.SerializeAsString();
-  if (auto sent = send_with_fds(daemon_, as_bytes(bytes), {}); !sent && sent.error().code != ErrorCode::exhausted) daemon_.reset();
+  if (auto sent = send_with_fds(daemon_, as_bytes(bytes), {}); !sent && sent.error().code != ErrorCode::exhausted)
+    daemon_.reset();
 }
 
 void Progress::poll_daemon(TimePoint now) {
@@ -350,8 +374,9 @@ void Progress::on_word(const proto::ToNode& word) {
     case proto::ToNode::kRegistered: {
       if (machine_.incarnation() != Incarnation{}) return;
       machine_.on_registered(Incarnation(word.registered().incarnation()));
-      auto ring = ftar::Communicator::make(*engine_, {.chunk_bytes = config_.chunk_bytes, .chunks_in_flight = config_.chunks_in_flight},
-                                           {ReplicaId(config_.replica), machine_.incarnation()}, buckets_, secret_);
+      auto ring = ftar::Communicator::make(
+          *engine_, {.chunk_bytes = config_.chunk_bytes, .chunks_in_flight = config_.chunks_in_flight},
+          {ReplicaId(config_.replica), machine_.incarnation()}, buckets_, secret_);
       if (!ring) return fail(ring.error());
       ring_ = std::move(*ring);
       on_peers(proto::Peers(peers_));
@@ -360,7 +385,8 @@ void Progress::on_word(const proto::ToNode& word) {
     case proto::ToNode::kRefused: return fail({ErrorCode::refused, word.refused().reason()});
     case proto::ToNode::kFenced:
       if (word.fenced().incarnation() == machine_.incarnation().value)
-        fail({ErrorCode::cancelled, fmt::format("this replica is out of the job: {}; start it again to catch up", word.fenced().reason())});
+        fail({ErrorCode::cancelled,
+              fmt::format("this replica is out of the job: {}; start it again to catch up", word.fenced().reason())});
       return;
     case proto::ToNode::kPeers: return on_peers(word.peers());
     case proto::ToNode::kPlan: return on_plan(word.plan());
@@ -373,7 +399,8 @@ void Progress::on_peers(const proto::Peers& peers) {
   const proto::Peers before = std::exchange(peers_, peers);
   if (!ring_) return;
   for (const auto& peer : before.peers()) {
-    const bool stays = std::any_of(peers_.peers().begin(), peers_.peers().end(), [&](const auto& p) { return p.incarnation() == peer.incarnation(); });
+    const bool stays = std::any_of(peers_.peers().begin(), peers_.peers().end(),
+                                   [&](const auto& p) { return p.incarnation() == peer.incarnation(); });
     if (!stays) ring_->forget(member_of(peer));  // fenced
   }
   for (const auto& peer : peers_.peers()) {
@@ -390,7 +417,8 @@ void Progress::on_plan(const proto::Plan& plan) {
   const std::uint64_t under_way = machine_.step().value;
   const auto meaning = machine_.on_plan(plan);
   using Meaning = membership::Rank::Meaning;
-  if (meaning == Meaning::fenced) return fail({ErrorCode::cancelled, "this replica is out of the job; start it again to catch up"});
+  if (meaning == Meaning::fenced)
+    return fail({ErrorCode::cancelled, "this replica is out of the job; start it again to catch up"});
   if (meaning == Meaning::nothing) return;
   if (machine_.epoch_changed() && machine_.has_contributors()) enter_epoch();
   {
@@ -407,7 +435,8 @@ void Progress::on_plan(const proto::Plan& plan) {
     current_.batch.clear();
     for (const auto& range : machine_.batch()) current_.batch.push_back({range.begin, range.end});
   }
-  if (meaning == Meaning::committed || meaning == Meaning::finished) events::emit("committed", {{"step", under_way}, {"epoch", plan.epoch()}});
+  if (meaning == Meaning::committed || meaning == Meaning::finished)
+    events::emit("committed", {{"step", under_way}, {"epoch", plan.epoch()}});
   submitted_.assign(buckets_.size(), false);
   done_.assign(buckets_.size(), false);
   changed_.notify_all();

@@ -20,7 +20,8 @@ namespace rejoin {
 class Progress {
  public:
   // `owner` and the buckets' memory outlive this.
-  Progress(const SessionConfig& config, shm::Owner& owner, std::vector<ftar::BucketSpec> buckets, std::uint64_t plan_hash);
+  Progress(const SessionConfig& config, shm::Owner& owner, std::vector<ftar::BucketSpec> buckets,
+           std::uint64_t plan_hash);
   ~Progress();
 
   Result<> join(std::uint64_t version, std::uint64_t digest);
@@ -82,13 +83,13 @@ class Progress {
   std::mutex mutex_;
   std::condition_variable changed_;
   // Under the mutex: what the trainer's thread and the progress thread tell each other.
-  std::vector<bool> wanted_;         // buckets given to all_reduce() in this step
+  std::vector<bool> wanted_;  // buckets given to all_reduce() in this step
   std::optional<Error> failure_;
-  StepView current_;                 // the step under way, if any
+  StepView current_;  // the step under way, if any
   bool have_step_ = false;
-  std::uint64_t taken_ = 0;          // the step that the trainer works on
+  std::uint64_t taken_ = 0;  // the step that the trainer works on
   bool finished_ = false;
-  std::uint64_t committed_ = 0;      // the last step decided that this replica took part in
+  std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
   bool committed_contributes_ = false;
   bool stop_ = false;
 };

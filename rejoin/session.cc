@@ -21,7 +21,8 @@ void SessionConfig::bind(CLI::App& app) {
   option("--transport", transport, "REJOIN_TRANSPORT", "transport of the all-reduce: shm, tcp or ucx:LIST");
   option("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
   option("--chunk-bytes", chunk_bytes, "REJOIN_CHUNK_BYTES", "all-reduce: largest chunk");
-  option("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT", "all-reduce: chunks in flight per neighbour");
+  option("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",
+         "all-reduce: chunks in flight per neighbour");
   option("--keep-budget", keep_budget, "REJOIN_KEEP_BUDGET", "bytes of gradients kept while catching up");
 }
 
@@ -46,7 +47,11 @@ class SessionImpl final : public Session {
 
   Result<TensorId> add(const TensorSpec& tensor) override {
     if (owner_) return fail(ErrorCode::invalid_argument, "tensor '{}' comes after allocate()", tensor.name);
-    shm::Tensor t{.name = tensor.name, .type = tensor.type, .count = tensor.count, .columns = tensor.moments + 1, .elementwise = tensor.elementwise};
+    shm::Tensor t{.name = tensor.name,
+                  .type = tensor.type,
+                  .count = tensor.count,
+                  .columns = tensor.moments + 1,
+                  .elementwise = tensor.elementwise};
     tensors_.push_back(std::move(t));
     bucket_of_.push_back(kNone);
     return TensorId{static_cast<std::uint32_t>(tensors_.size() - 1)};
@@ -58,9 +63,12 @@ class SessionImpl final : public Session {
     const auto id = static_cast<BucketId>(buckets_.size());
     for (auto t : tensors) {
       if (t.index >= tensors_.size()) return fail(ErrorCode::not_found, "bucket {}: no tensor {}", id, t.index);
-      if (bucket_of_[t.index] != kNone) return fail(ErrorCode::invalid_argument, "tensor '{}' is in bucket {} already", tensors_[t.index].name, bucket_of_[t.index]);
+      if (bucket_of_[t.index] != kNone)
+        return fail(ErrorCode::invalid_argument, "tensor '{}' is in bucket {} already", tensors_[t.index].name,
+                    bucket_of_[t.index]);
       if (tensors_[t.index].type != tensors_[tensors[0].index].type)
-        return fail(ErrorCode::invalid_argument, "bucket {} mixes {} and {}", id, to_string(tensors_[t.index].type), to_string(tensors_[tensors[0].index].type));
+        return fail(ErrorCode::invalid_argument, "bucket {} mixes {} and {}", id, to_string(tensors_[t.index].type),
+                    to_string(tensors_[tensors[0].index].type));
       bucket_of_[t.index] = id;
     }
     buckets_.push_back(tensors);
@@ -70,7 +78,8 @@ class SessionImpl final : public Session {
   Result<> allocate() override {
     if (owner_) return fail(ErrorCode::invalid_argument, "allocate() twice");
     for (std::size_t t = 0; t < tensors_.size(); ++t)
-      if (bucket_of_[t] == kNone) return fail(ErrorCode::invalid_argument, "tensor '{}' is in no bucket", tensors_[t].name);
+      if (bucket_of_[t] == kNone)
+        return fail(ErrorCode::invalid_argument, "tensor '{}' is in no bucket", tensors_[t].name);
     auto manifest = shm::Manifest::make(tensors_);
     if (!manifest) return tl::unexpected(manifest.error());
     auto owner = shm::Owner::make(std::move(*manifest));
@@ -87,7 +96,8 @@ class SessionImpl final : public Session {
       ranges.emplace_back(begin, total - begin);
       total = round_up(total, 4096);
     }
-    auto input = Mapping::anonymous(std::max<std::uint64_t>(total, 4096)), output = Mapping::anonymous(std::max<std::uint64_t>(total, 4096));
+    auto input = Mapping::anonymous(std::max<std::uint64_t>(total, 4096)),
+         output = Mapping::anonymous(std::max<std::uint64_t>(total, 4096));
     if (!input) return tl::unexpected(input.error());
     if (!output) return tl::unexpected(output.error());
     input_ = std::move(*input);
@@ -95,7 +105,8 @@ class SessionImpl final : public Session {
     owner_ = std::make_unique<shm::Owner>(std::move(*owner));
     for (std::size_t b = 0; b < buckets_.size(); ++b) {
       const DataType type = tensors_[buckets_[b][0].index].type;
-      specs_.push_back({type, ranges[b].second / size_of(type), input_.span().subspan(ranges[b].first, ranges[b].second),
+      specs_.push_back({type, ranges[b].second / size_of(type),
+                        input_.span().subspan(ranges[b].first, ranges[b].second),
                         output_.span().subspan(ranges[b].first, ranges[b].second)});
     }
     return {};
@@ -140,10 +151,11 @@ class SessionImpl final : public Session {
     auto contributed = progress_->wait_for_commit(step_);
     if (!contributed) return tl::unexpected(contributed.error());
     const rejoin::Step step(step_);
-    const auto pieces = keeper_->begin(step, *contributed, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
-      const std::uint64_t element = size_of(tensors_[t].type);
-      return BytesView(output_.span()).subspan(gradient_offset_[t] + first * element, count * element);
-    });
+    const auto pieces =
+        keeper_->begin(step, *contributed, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
+          const std::uint64_t element = size_of(tensors_[t].type);
+          return BytesView(output_.span()).subspan(gradient_offset_[t] + first * element, count * element);
+        });
     for (const auto& piece : pieces)
       optimizer({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
     keeper_->end(step, *contributed);
@@ -157,7 +169,8 @@ class SessionImpl final : public Session {
   std::uint64_t state_digest() const override {
     std::uint64_t result = 0;
     const auto& manifest = owner_->manifest();
-    for (const auto& part : manifest.parts()) result = combine_digests(result, shm::digest_of(manifest, part, owner_->state()));
+    for (const auto& part : manifest.parts())
+      result = combine_digests(result, shm::digest_of(manifest, part, owner_->state()));
     return result;
   }
 
@@ -165,7 +178,8 @@ class SessionImpl final : public Session {
   static constexpr BucketId kNone = ~BucketId{0};
   std::uint64_t gradient_bytes(std::size_t t) const { return tensors_[t].count * size_of(tensors_[t].type); }
   std::span<std::byte> column(TensorId t, std::uint32_t index) {
-    REJOIN_CHECK(owner_ && t.index < tensors_.size() && index < tensors_[t.index].columns, "tensor {} column {}", t.index, index);
+    REJOIN_CHECK(owner_ && t.index < tensors_.size() && index < tensors_[t.index].columns, "tensor {} column {}",
+                 t.index, index);
     const auto& tensor = owner_->manifest().tensors()[t.index];
     return owner_->state().subspan(tensor.offset + index * tensor.stride, gradient_bytes(t.index));
   }

@@ -36,12 +36,12 @@ namespace rejoin {
 
 struct SessionConfig {
   std::uint32_t replica = 0, rank = 0;
-  std::string socket;                        // the node's daemon
-  std::string transport = "shm";             // of the all-reduce: shm, tcp or ucx:LIST; the same on all replicas
-  std::string data_listen = "127.0.0.1:0";   // address for data connections, where the transport has addresses
-  std::uint64_t chunk_bytes = 1 << 20;       // all-reduce: largest chunk
-  std::uint32_t chunks_in_flight = 4;        // … and how many per neighbour
-  std::uint64_t keep_budget = 256 << 20;     // bytes of gradients kept while catching up
+  std::string socket;                       // the node's daemon
+  std::string transport = "shm";            // of the all-reduce: shm, tcp or ucx:LIST; the same on all replicas
+  std::string data_listen = "127.0.0.1:0";  // address for data connections, where the transport has addresses
+  std::uint64_t chunk_bytes = 1 << 20;      // all-reduce: largest chunk
+  std::uint32_t chunks_in_flight = 4;       // … and how many per neighbour
+  std::uint64_t keep_budget = 256 << 20;    // bytes of gradients kept while catching up
   // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
   std::chrono::milliseconds patience{60000};
 
@@ -54,9 +54,9 @@ struct SessionConfig {
 struct TensorSpec {
   std::string name;
   DataType type = DataType::float32;
-  std::uint64_t count = 0;      // elements
-  std::uint32_t moments = 0;    // optimizer moments of the same type and count: 0 to 3
-  bool elementwise = true;      // the optimizer updates each element from its own gradient and moments alone
+  std::uint64_t count = 0;    // elements
+  std::uint32_t moments = 0;  // optimizer moments of the same type and count: 0 to 3
+  bool elementwise = true;    // the optimizer updates each element from its own gradient and moments alone
 };
 
 struct TensorId {
@@ -76,7 +76,9 @@ struct Piece {
   std::uint64_t step = 0;
   std::span<const std::byte> gradient;
   template <typename T>
-  std::span<const T> gradient_as() const { return {reinterpret_cast<const T*>(gradient.data()), count}; }
+  std::span<const T> gradient_as() const {
+    return {reinterpret_cast<const T*>(gradient.data()), count};
+  }
 };
 
 class Session {
@@ -95,7 +97,9 @@ class Session {
   virtual std::span<std::byte> moment(TensorId tensor, std::uint32_t index) = 0;
   virtual std::span<std::byte> gradient(TensorId tensor) = 0;  // write here before all_reduce() of its bucket
   template <typename T>
-  static std::span<T> as(std::span<std::byte> bytes) { return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)}; }
+  static std::span<T> as(std::span<std::byte> bytes) {
+    return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
+  }
 
   // Registers with the daemon: the state is initialised, as of step `version` (0: fresh; else a restored checkpoint).
   // Errors: `unavailable` (no daemon there), `mismatch` (versions of library and daemon), `refused` (the job says no).

@@ -9,7 +9,8 @@ namespace rejoin::shm {
 
 Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
   if (tensors.empty() || tensors.size() > kMaxTensors)
-    return fail(ErrorCode::invalid_argument, "{} tensors in the state; there must be 1 to {}", tensors.size(), kMaxTensors);
+    return fail(ErrorCode::invalid_argument, "{} tensors in the state; there must be 1 to {}", tensors.size(),
+                kMaxTensors);
   Manifest manifest;
   std::set<std::string> names;
   std::uint64_t at = 0;
@@ -18,7 +19,8 @@ Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
     if (tensor.name.empty() || tensor.name.size() > 200 || !names.insert(tensor.name).second)
       return fail(ErrorCode::invalid_argument, "tensor name '{}' is empty, too long or used twice", tensor.name);
     if (tensor.columns < 1 || tensor.columns > kMaxColumns)
-      return fail(ErrorCode::invalid_argument, "tensor '{}' has {} columns; there must be 1 to {}", tensor.name, tensor.columns, kMaxColumns);
+      return fail(ErrorCode::invalid_argument, "tensor '{}' has {} columns; there must be 1 to {}", tensor.name,
+                  tensor.columns, kMaxColumns);
     if (tensor.count == 0 || element == 0 || tensor.count > (std::uint64_t{1} << 46) / element)
       return fail(ErrorCode::invalid_argument, "tensor '{}' has {} elements", tensor.name, tensor.count);
     tensor.offset = at;
@@ -27,18 +29,20 @@ Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
     const std::uint64_t per_part = std::max<std::uint64_t>(16, kPartBytes / (element * tensor.columns) / 16 * 16);
     const std::uint64_t needed = (tensor.count + per_part - 1) / per_part;
     if (!tensor.elementwise && needed > kMaxPins)
-      return fail(ErrorCode::invalid_argument, "tensor '{}' of {} is not elementwise and too large to move at one version (limit {}); "
-                  "declare it elementwise if its optimizer is, or split it", tensor.name, human_bytes(tensor.count * element * tensor.columns),
+      return fail(ErrorCode::invalid_argument,
+                  "tensor '{}' of {} is not elementwise and too large to move at one version (limit {}); "
+                  "declare it elementwise if its optimizer is, or split it",
+                  tensor.name, human_bytes(tensor.count * element * tensor.columns),
                   human_bytes(kMaxPins * kPartBytes));
     if (needed > kMaxParts - manifest.parts_.size())
-      return fail(ErrorCode::invalid_argument, "a state over {} at tensor '{}'", human_bytes(kMaxParts * kPartBytes), tensor.name);
+      return fail(ErrorCode::invalid_argument, "a state over {} at tensor '{}'", human_bytes(kMaxParts * kPartBytes),
+                  tensor.name);
     const auto index = static_cast<std::uint32_t>(manifest.tensors_.size());
     for (std::uint64_t first = 0; first < tensor.count; first += per_part) {
       const Part part{index, first, std::min(per_part, tensor.count - first)};
       if (tensor.elementwise || first == 0)
         manifest.slices_.push_back({part, static_cast<std::uint32_t>(manifest.parts_.size()), 1});
-      else
-        ++manifest.slices_.back().parts, manifest.slices_.back().whole.count += part.count;
+      else ++manifest.slices_.back().parts, manifest.slices_.back().whole.count += part.count;
       manifest.parts_.push_back(part);
     }
     manifest.tensors_.push_back(std::move(tensor));
@@ -80,7 +84,9 @@ Result<Manifest> Manifest::parse(BytesView bytes) {
     tensor.name = as_text(bytes.first(length));
     bytes = bytes.subspan(length);
     std::uint8_t elementwise = 0;
-    if (!take(bytes, tensor.type) || !take(bytes, tensor.count) || !take(bytes, tensor.columns) || !take(bytes, elementwise)) return bad();
+    if (!take(bytes, tensor.type) || !take(bytes, tensor.count) || !take(bytes, tensor.columns) ||
+        !take(bytes, elementwise))
+      return bad();
     tensor.elementwise = elementwise != 0;
     tensors.push_back(std::move(tensor));
   }

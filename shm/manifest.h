@@ -15,16 +15,16 @@ constexpr std::size_t kMaxColumns = 4;         // a weight and up to three momen
 constexpr std::uint64_t kPartBytes = 4 * MiB;  // of all columns together
 constexpr std::uint32_t kMaxPins = 16;         // parts a daemon can hold at one version
 constexpr std::uint32_t kMaxTensors = 4096;
-constexpr std::uint64_t kMaxParts = 1 << 18;   // 1 TiB of state a rank
+constexpr std::uint64_t kMaxParts = 1 << 18;  // 1 TiB of state a rank
 
 struct Tensor {
   std::string name;
   DataType type = DataType::float32;
-  std::uint64_t count = 0;     // elements of each column
+  std::uint64_t count = 0;  // elements of each column
   std::uint32_t columns = 1;
-  bool elementwise = true;     // the optimizer updates each element by itself: slices may be smaller than the tensor
-  std::uint64_t offset = 0;    // of column 0 in the state; the others follow at `stride`
-  std::uint64_t stride = 0;    // bytes
+  bool elementwise = true;   // the optimizer updates each element by itself: slices may be smaller than the tensor
+  std::uint64_t offset = 0;  // of column 0 in the state; the others follow at `stride`
+  std::uint64_t stride = 0;  // bytes
 };
 
 // A range of elements of one tensor, all columns.

@@ -1,9 +1,9 @@
 // The page that a trainer shares with its node's daemon, beside the state itself. See "Copy-on-write" in
 // docs/design-notes.md for why the orders of access below are enough.
 //
-// Who writes what: the trainer's library writes clock, phase, heartbeat, pins' steps to copying and aside, slices' steps
-// to current and abandoned. The daemon writes pins' fields and their steps to owed and free, slices' steps to requested
-// and arrived. Either side checks what it reads: a wrong index or range is an error, never an access.
+// Who writes what: the trainer's library writes clock, phase, heartbeat, pins' steps to copying and aside, slices'
+// steps to current and abandoned. The daemon writes pins' fields and their steps to owed and free, slices' steps to
+// requested and arrived. Either side checks what it reads: a wrong index or range is an error, never an access.
 #pragma once
 
 #include <atomic>
@@ -52,12 +52,12 @@ struct SliceWord {
 struct Page {
   std::uint64_t magic;
   std::uint32_t layout;
-  std::uint32_t slices;  // entries that follow the struct
-  alignas(64) std::atomic<std::uint64_t> clock;      // Clock::packed
-  std::atomic<std::uint32_t> phase;                  // Phase; for pacing only
-  std::atomic<std::uint64_t> heartbeat;              // CLOCK_MONOTONIC nanoseconds, by the library's progress thread
-  std::atomic<std::uint64_t> copied_aside;           // bytes, ever
-  std::atomic<std::uint64_t> kept_gradient_bytes;    // now
+  std::uint32_t slices;                                 // entries that follow the struct
+  alignas(64) std::atomic<std::uint64_t> clock;         // Clock::packed
+  std::atomic<std::uint32_t> phase;                     // Phase; for pacing only
+  std::atomic<std::uint64_t> heartbeat;                 // CLOCK_MONOTONIC nanoseconds, by the library's progress thread
+  std::atomic<std::uint64_t> copied_aside;              // bytes, ever
+  std::atomic<std::uint64_t> kept_gradient_bytes;       // now
   alignas(64) std::atomic<std::uint32_t> daemon_waits;  // ring the doorbell at the next change of clock or pin
   alignas(64) Pin pins[kMaxPins];
   // std::atomic<std::uint64_t> slice_words[slices] follow

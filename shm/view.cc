@@ -17,11 +17,13 @@ Result<View> View::make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorb
     mapping = std::move(*mapped);
     return {};
   };
-  for (auto mapped : {map("state", state, view.manifest_.state_bytes(), view.state_),
-                      map("page", page, page_bytes(slices), view.page_), map("aside", aside, aside_bytes(), view.aside_)})
+  for (auto mapped :
+       {map("state", state, view.manifest_.state_bytes(), view.state_),
+        map("page", page, page_bytes(slices), view.page_), map("aside", aside, aside_bytes(), view.aside_)})
     if (!mapped) return tl::unexpected(mapped.error());
   if (view.page().magic != kPageMagic || view.page().layout != kLayoutVersion || view.page().slices != slices)
-    return fail(ErrorCode::mismatch, "the trainer's page has layout {}, this daemon's is {}; use library and daemon of one version",
+    return fail(ErrorCode::mismatch,
+                "the trainer's page has layout {}, this daemon's is {}; use library and daemon of one version",
                 view.page().layout, kLayoutVersion);
   view.doorbell_ = std::move(doorbell);
   // Pins of a daemon before us are nobody's now.

@@ -1,5 +1,5 @@
-// The daemon's side of a trainer's shared memory: mapped, checked, and read without trust. Pins hold parts at one version.
-// Used by one thread.
+// The daemon's side of a trainer's shared memory: mapped, checked, and read without trust. Pins hold parts at one
+// version. Used by one thread.
 #pragma once
 
 #include <optional>
@@ -54,8 +54,8 @@ class View {
   Manifest manifest_;
   Mapping state_, page_, aside_;
   Fd doorbell_;
-  std::uint32_t taken_ = 0;       // bit per pin that is held by us
-  std::uint32_t withdrawing_ = 0; // given up while the trainer was copying it
+  std::uint32_t taken_ = 0;        // bit per pin that is held by us
+  std::uint32_t withdrawing_ = 0;  // given up while the trainer was copying it
 };
 
 // Digest of a held part at its version, from wherever its bytes are; nothing while they are being copied.

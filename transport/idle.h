@@ -14,16 +14,16 @@ namespace rejoin::transport {
 class Idle {
  public:
   struct Options {
-    int spins = 2000;   // polls without result before yielding; small where processes share cores
-    int yields = 200;   // … before sleeping
+    int spins = 2000;  // polls without result before yielding; small where processes share cores
+    int yields = 200;  // … before sleeping
   };
   Idle(Engine& engine, Options options) : engine_(engine), options_(options) {}
   explicit Idle(Engine& engine) : Idle(engine, Options{}) {}
 
   void reset() { idle_polls_ = 0; }  // something happened
 
-  // Call after a poll that brought nothing. Sleeps at most `limit`, and wakes when `others` (any may be -1) are readable.
-  // `urgent`: an answer is expected soon, so spin; otherwise sleep at once.
+  // Call after a poll that brought nothing. Sleeps at most `limit`, and wakes when `others` (any may be -1) are
+  // readable. `urgent`: an answer is expected soon, so spin; otherwise sleep at once.
   void wait(bool urgent, Duration limit, std::span<const int> others = {}) {
     ++idle_polls_;
     if (urgent && idle_polls_ <= options_.spins) return;

@@ -68,8 +68,7 @@ Result<std::byte*> Regions::local(const LocalRange& range, std::uint64_t length)
 std::optional<Error> refusal_error(Regions::Refusal refusal) {
   switch (refusal) {
     case Regions::Refusal::none: return std::nullopt;
-    case Regions::Refusal::bad_key:
-      return Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
+    case Regions::Refusal::bad_key: return Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
     case Regions::Refusal::bad_range: return Error{ErrorCode::refused, "the range is outside the peer's region"};
   }
   return Error{ErrorCode::corrupt, "the peer answered with an unknown refusal"};

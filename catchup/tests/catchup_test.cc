@@ -40,17 +40,20 @@ struct Replica {
       gradients.emplace_back(owner->manifest().tensors()[t].count);
       for (std::uint64_t i = 0; i < gradients[t].size(); ++i) gradients[t][i] = gradient(t, i, step.value);
     }
-    const auto pieces = keeper->begin(step, contributes, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
-      return std::as_bytes(std::span(gradients[t]).subspan(first, count));
-    });
+    const auto pieces =
+        keeper->begin(step, contributes, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
+          return std::as_bytes(std::span(gradients[t]).subspan(first, count));
+        });
     for (const auto& piece : pieces) {
       ++trained_pieces;
       const auto& tensor = owner->manifest().tensors()[piece.tensor];
       const auto* g = reinterpret_cast<const float*>(piece.gradient.data());
       for (std::uint32_t column = 0; column < tensor.columns; ++column) {
-        auto* values = reinterpret_cast<float*>(owner->state().data() + tensor.offset + column * tensor.stride) + piece.first;
+        auto* values =
+            reinterpret_cast<float*>(owner->state().data() + tensor.offset + column * tensor.stride) + piece.first;
         for (std::uint64_t i = 0; i < piece.count; ++i)
-          values[i] = values[i] * 0.9f + g[i] * (0.1f + 0.01f * static_cast<float>(column)) / static_cast<float>(piece.step.value);
+          values[i] = values[i] * 0.9f +
+                      g[i] * (0.1f + 0.01f * static_cast<float>(column)) / static_cast<float>(piece.step.value);
       }
     }
     keeper->end(step, contributes);
@@ -82,8 +85,9 @@ struct Cluster {
     for (std::size_t i = 0; i < replica->owner->state().size() / 4; ++i)
       floats[i] = contributes ? static_cast<float>(i % 1000) : -1.0f;
     const auto copy = [](const Fd& fd) { return Fd(::dup(fd.get())); };
-    auto view = shm::View::make(replica->owner->manifest(), copy(replica->owner->state_fd()), copy(replica->owner->page_fd()),
-                                copy(replica->owner->aside_fd()), copy(replica->owner->doorbell()));
+    auto view =
+        shm::View::make(replica->owner->manifest(), copy(replica->owner->state_fd()), copy(replica->owner->page_fd()),
+                        copy(replica->owner->aside_fd()), copy(replica->owner->doorbell()));
     EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, std::move(*view)));
     replicas.push_back(std::move(replica));
     return *replicas.back();
@@ -119,8 +123,8 @@ struct Cluster {
     // Padding between columns is nobody's.
     for (const auto& tensor : a.owner->manifest().tensors())
       for (std::uint32_t c = 0; c < tensor.columns; ++c)
-        if (std::memcmp(a.owner->state().data() + tensor.offset + c * tensor.stride, b.owner->state().data() + tensor.offset + c * tensor.stride,
-                        tensor.count * 4) != 0)
+        if (std::memcmp(a.owner->state().data() + tensor.offset + c * tensor.stride,
+                        b.owner->state().data() + tensor.offset + c * tensor.stride, tensor.count * 4) != 0)
           return false;
     return true;
   }

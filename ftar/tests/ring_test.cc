@@ -28,7 +28,8 @@ struct Rank {
     }));
   }
   bool lost_someone() const {
-    return std::any_of(outcomes.begin(), outcomes.end(), [](const Outcome& o) { return o.kind == Outcome::Kind::peer_lost; });
+    return std::any_of(outcomes.begin(), outcomes.end(),
+                       [](const Outcome& o) { return o.kind == Outcome::Kind::peer_lost; });
   }
 };
 
@@ -40,7 +41,8 @@ struct Cluster {
   std::vector<std::size_t> sizes;
   std::mt19937_64 random;
 
-  Cluster(std::uint64_t seed, std::vector<std::size_t> elements) : fabric({.seed = seed}, clock), sizes(std::move(elements)), random(seed) {}
+  Cluster(std::uint64_t seed, std::vector<std::size_t> elements)
+      : fabric({.seed = seed}, clock), sizes(std::move(elements)), random(seed) {}
 
   Rank& add() {
     auto rank = std::make_unique<Rank>();
@@ -51,7 +53,8 @@ struct Cluster {
     for (auto size : sizes) {
       rank->input.emplace_back(size);
       rank->output.emplace_back(size, -7.0f);
-      for (auto& value : rank->input.back()) value = static_cast<float>(static_cast<int>(random() % 20001) - 10000) * 1e-3f;
+      for (auto& value : rank->input.back())
+        value = static_cast<float>(static_cast<int>(random() % 20001) - 10000) * 1e-3f;
     }
     for (std::size_t i = 0; i < sizes.size(); ++i)
       buckets.push_back({DataType::float32, sizes[i], std::as_writable_bytes(std::span(rank->input[i])),
@@ -97,7 +100,8 @@ struct Cluster {
         for (std::uint32_t b = 0; b < sizes.size(); ++b) EXPECT_TRUE(rank->communicator->all_reduce(b, step, op));
   }
   bool all_done(Step step) const {
-    return std::all_of(ranks.begin(), ranks.end(), [&](const auto& rank) { return !rank->alive || rank->done(step) == sizes.size(); });
+    return std::all_of(ranks.begin(), ranks.end(),
+                       [&](const auto& rank) { return !rank->alive || rank->done(step) == sizes.size(); });
   }
   void kill(Rank& rank) {
     rank.alive = false;
@@ -176,7 +180,9 @@ TEST(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
     Cluster cluster(seed, kSizes);
     for (int i = 0; i < 4; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.places());
-    ASSERT_TRUE(cluster.until([&] { return cluster.ranks[0]->communicator->epoch() == Epoch(1) && !cluster.ranks[0]->communicator->busy(); }));
+    ASSERT_TRUE(cluster.until([&] {
+      return cluster.ranks[0]->communicator->epoch() == Epoch(1) && !cluster.ranks[0]->communicator->busy();
+    }));
     std::vector<std::vector<std::vector<float>>> inputs;
     for (auto& rank : cluster.ranks) inputs.push_back(rank->input);
     cluster.start(Step(1));
@@ -188,7 +194,8 @@ TEST(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
     Rank& victim = *cluster.ranks[seed % 4];
     cluster.kill(victim);
     ASSERT_TRUE(cluster.until([&] {
-      return std::all_of(cluster.ranks.begin(), cluster.ranks.end(), [](auto& r) { return !r->alive || r->lost_someone(); });
+      return std::all_of(cluster.ranks.begin(), cluster.ranks.end(),
+                         [](auto& r) { return !r->alive || r->lost_someone(); });
     }));
     for (std::size_t i = 0; i < inputs.size(); ++i) EXPECT_EQ(cluster.ranks[i]->input, inputs[i]) << "input-intact";
     for (auto& rank : cluster.ranks) rank->outcomes.clear();
@@ -221,7 +228,10 @@ TEST(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
       cluster.pump();
     }
     cluster.fabric.resume(*sleeper.engine);
-    ASSERT_TRUE(cluster.until([&] { sleeper.communicator->poll(cluster.clock.now()); return cluster.all_done(Step(1)); }));
+    ASSERT_TRUE(cluster.until([&] {
+      sleeper.communicator->poll(cluster.clock.now());
+      return cluster.all_done(Step(1));
+    }));
     cluster.expect_result(cluster.live());
   }
 }

@@ -53,7 +53,8 @@ void play(const Shape& shape) {
   for (std::uint32_t hop = 0; hop < shape.members; ++hop)
     for (std::uint32_t p = 0; p < shape.members; ++p)
       for (auto direction : {Direction::right, Direction::left}) {
-        const auto to = direction == Direction::right ? (p + 1) % shape.members : (p + shape.members - 1) % shape.members;
+        const auto to =
+            direction == Direction::right ? (p + 1) % shape.members : (p + shape.members - 1) % shape.members;
         for (auto chunk : schedule.all_gather_sends(p, direction))
           if (final[p].contains(chunk)) {
             EXPECT_TRUE(schedule.all_gather_receives(to, schedule.segment_of(chunk), direction));
@@ -64,7 +65,8 @@ void play(const Shape& shape) {
   // No chunk reaches anyone twice.
   std::size_t sends = 0;
   for (std::uint32_t p = 0; p < shape.members; ++p)
-    sends += schedule.all_gather_sends(p, Direction::right).size() + schedule.all_gather_sends(p, Direction::left).size();
+    sends +=
+        schedule.all_gather_sends(p, Direction::right).size() + schedule.all_gather_sends(p, Direction::left).size();
   EXPECT_EQ(sends, std::size_t{schedule.all_chunks()} * (shape.members - 1));
 }
 
@@ -73,8 +75,12 @@ TEST(Schedule, EveryMemberGetsEveryChunkSummedOverAllContributorsOnce) {
     for (std::uint32_t contributors : {1u, 2u, 3u, 4u, 7u})
       for (std::uint32_t joiners : {0u, 1u, 2u})
         for (bool both : {false, true})
-          play({.bytes = bytes, .element = 4, .contributors = contributors, .members = contributors + joiners,
-                .chunk_bytes = 4096, .both_ways = both});
+          play({.bytes = bytes,
+                .element = 4,
+                .contributors = contributors,
+                .members = contributors + joiners,
+                .chunk_bytes = 4096,
+                .both_ways = both});
 }
 
 TEST(Schedule, BothWaysHalvesTheStepsOfTheAllGather) {

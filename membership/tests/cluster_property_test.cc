@@ -15,7 +15,9 @@ namespace {
 
 using namespace std::chrono_literals;
 
-std::uint64_t mix(std::uint64_t a, std::uint64_t b) { return (a ^ (b + 0x9e3779b97f4a7c15 + (a << 6) + (a >> 2))) * 0xbf58476d1ce4e5b9; }
+std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
+  return (a ^ (b + 0x9e3779b97f4a7c15 + (a << 6) + (a >> 2))) * 0xbf58476d1ce4e5b9;
+}
 
 struct World {
   JobConfig config{.replicas = 3, .ranks = 2, .batch = 4, .silence = 1s};
@@ -61,7 +63,8 @@ struct World {
   void start_coordinator() {
     coordinator = std::make_unique<Coordinator>(config);
     if (auto recovered = coordinator->recover(log, now); !recovered) trouble = recovered.error().message;
-    for (auto& node : nodes) node.coordinator_connection = 0, node.to_coordinator.clear(), node.from_coordinator.clear();
+    for (auto& node : nodes)
+      node.coordinator_connection = 0, node.to_coordinator.clear(), node.from_coordinator.clear();
   }
 
   void keep(const Actions& actions) {
@@ -163,11 +166,13 @@ struct World {
       return;
     }
     if (rank.current) {
-      if (rank.version + 1 != step.value) trouble = fmt::format("same-bits: replica {} goes from {} to {}", replica, rank.version, step.value);
+      if (rank.version + 1 != step.value)
+        trouble = fmt::format("same-bits: replica {} goes from {} to {}", replica, rank.version, step.value);
       rank.version = step.value;
       rank.bits = mix(rank.bits, digest->second);
       const auto [it, fresh] = bits_at.emplace(rank.version, rank.bits);
-      if (!fresh && it->second != rank.bits) trouble = fmt::format("same-bits: replica {} differs at version {}", replica, rank.version);
+      if (!fresh && it->second != rank.bits)
+        trouble = fmt::format("same-bits: replica {} differs at version {}", replica, rank.version);
     } else if (auto known = bits_at.find(step.value); known != bits_at.end() && pick(3) == 0) {
       rank.version = step.value;  // stands for the stream: at some step its state is whole
       rank.bits = known->second;
@@ -179,7 +184,8 @@ struct World {
     const auto message = std::move(rank.inbox.front());
     rank.inbox.pop_front();
     if (message.has_registered()) rank.machine->on_registered(Incarnation(message.registered().incarnation()));
-    if (message.has_fenced() && message.fenced().incarnation() == rank.machine->incarnation().value) return kill_rank(node, number);
+    if (message.has_fenced() && message.fenced().incarnation() == rank.machine->incarnation().value)
+      return kill_rank(node, number);
     if (message.has_peers()) {
       proto::FromNode links;
       links.mutable_links()->set_replica(replica);
@@ -194,7 +200,8 @@ struct World {
     const auto meaning = rank.machine->on_plan(message.plan());
     if (!was_member && rank.machine->member()) {
       rank.current = rank.machine->contributes();
-      if (rank.current && rank.version != rank.machine->committed().value) trouble = "same-bits: a contributor starts at another version";
+      if (rank.current && rank.version != rank.machine->committed().value)
+        trouble = "same-bits: a contributor starts at another version";
     }
     if (meaning == Rank::Meaning::fenced) return kill_rank(node, number);
     if (meaning == Rank::Meaning::committed) apply(rank, replica, under_way);
@@ -244,8 +251,12 @@ struct World {
       }
     }
     switch (pick(7)) {
-      case 0: if (node.coordinator_connection == 0) connect(node); break;
-      case 1: if (!node.ranks[number]) spawn(replica, number); break;
+      case 0:
+        if (node.coordinator_connection == 0) connect(node);
+        break;
+      case 1:
+        if (!node.ranks[number]) spawn(replica, number);
+        break;
       case 2:
         if (!node.to_coordinator.empty()) {
           const auto message = std::move(node.to_coordinator.front());
@@ -260,9 +271,15 @@ struct World {
           keep(node, node.machine->on_coordinator_message(message, now));
         }
         break;
-      case 4: if (node.ranks[number] && !node.ranks[number]->inbox.empty()) deliver(node, replica, number); break;
-      case 5: if (node.ranks[number]) work(node, replica, number); break;
-      case 6: if (pick(60) == 0) tick(); break;
+      case 4:
+        if (node.ranks[number] && !node.ranks[number]->inbox.empty()) deliver(node, replica, number);
+        break;
+      case 5:
+        if (node.ranks[number]) work(node, replica, number);
+        break;
+      case 6:
+        if (pick(60) == 0) tick();
+        break;
     }
   }
   void start_coordinator_again() {
@@ -271,7 +288,8 @@ struct World {
   }
 
   std::size_t contributors() const {
-    return static_cast<std::size_t>(std::count_if(coordinator->members().begin(), coordinator->members().end(), [](const auto& m) { return !m.catching_up; }));
+    return static_cast<std::size_t>(std::count_if(coordinator->members().begin(), coordinator->members().end(),
+                                                  [](const auto& m) { return !m.catching_up; }));
   }
 };
 
@@ -286,7 +304,8 @@ std::string play(std::uint64_t seed) {
     world.step(0);
   if (!world.trouble.empty()) return world.trouble;
   if (left <= 0)
-    return fmt::format("progress: {} contributors, step {} (was {}) after the faults were over", world.contributors(), world.coordinator->committed().value, target);
+    return fmt::format("progress: {} contributors, step {} (was {}) after the faults were over", world.contributors(),
+                       world.coordinator->committed().value, target);
   std::map<std::uint64_t, Batch> trained;
   for (const auto& record : world.log) {
     if (record.has_committed())
@@ -302,7 +321,8 @@ std::string play(std::uint64_t seed) {
   std::uint64_t waiting = 0;
   for (const auto& range : world.coordinator->ledger().handed_back())
     if (range.begin < result.samples) waiting += std::min(range.end, result.samples) - range.begin;
-  if (result.lost != waiting) return fmt::format("exactly-once: {} samples lost, {} wait to be handed out", result.lost, waiting);
+  if (result.lost != waiting)
+    return fmt::format("exactly-once: {} samples lost, {} wait to be handed out", result.lost, waiting);
   return {};
 }
 

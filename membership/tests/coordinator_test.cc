@@ -25,8 +25,11 @@ struct Bench {
       if (message.has_registered()) incarnations[message.registered().replica()] = message.registered().incarnation();
     }
   }
-  void say(std::uint64_t node, const proto::FromNode& message) { keep(coordinator.on_message(NodeId(node), message, now)); }
-  void up(std::uint32_t replica, std::uint64_t life = 1, std::uint64_t version = 0, std::uint64_t digest = 5, std::uint64_t plan = 9) {
+  void say(std::uint64_t node, const proto::FromNode& message) {
+    keep(coordinator.on_message(NodeId(node), message, now));
+  }
+  void up(std::uint32_t replica, std::uint64_t life = 1, std::uint64_t version = 0, std::uint64_t digest = 5,
+          std::uint64_t plan = 9) {
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
       proto::FromNode message;
       auto& up = *message.mutable_rank_up();
@@ -75,7 +78,8 @@ struct Bench {
     link_all();
   }
   std::size_t contributors() const {
-    return static_cast<std::size_t>(std::count_if(coordinator.members().begin(), coordinator.members().end(), [](const auto& m) { return !m.catching_up; }));
+    return static_cast<std::size_t>(std::count_if(coordinator.members().begin(), coordinator.members().end(),
+                                                  [](const auto& m) { return !m.catching_up; }));
   }
 };
 
@@ -203,11 +207,21 @@ TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
   Bench bench;
   bench.start();
   bench.keep(bench.coordinator.on_node_lost(NodeId(1), bench.now));
-  for (auto node : {0, 2}) bench.say(static_cast<std::uint64_t>(node), [] { proto::FromNode m; m.mutable_heartbeat(); return m; }());
+  for (auto node : {0, 2})
+    bench.say(static_cast<std::uint64_t>(node), [] {
+      proto::FromNode m;
+      m.mutable_heartbeat();
+      return m;
+    }());
   bench.now += 900ms;
   bench.keep(bench.coordinator.on_tick(bench.now));
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
-  for (auto node : {0, 2}) bench.say(static_cast<std::uint64_t>(node), [] { proto::FromNode m; m.mutable_heartbeat(); return m; }());
+  for (auto node : {0, 2})
+    bench.say(static_cast<std::uint64_t>(node), [] {
+      proto::FromNode m;
+      m.mutable_heartbeat();
+      return m;
+    }());
   bench.now += 200ms;
   bench.keep(bench.coordinator.on_tick(bench.now));
   EXPECT_EQ(bench.coordinator.members().size(), 2u);

@@ -1,6 +1,6 @@
-#include <gtest/gtest.h>
-
 #include "membership/ledger.h"
+
+#include <gtest/gtest.h>
 
 namespace rejoin::membership {
 namespace {

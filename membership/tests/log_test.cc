@@ -1,10 +1,10 @@
+#include "membership/log.h"
+
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
 #include <filesystem>
 #include <fstream>
-
-#include "membership/log.h"
 
 namespace rejoin::membership {
 namespace {

@@ -12,13 +12,15 @@ namespace rejoin::shm {
 namespace {
 
 Manifest sample(std::uint64_t count = 3'000'000, bool elementwise = true) {
-  return *Manifest::make({{.name = "w", .count = count, .columns = 3, .elementwise = elementwise}, {.name = "b", .count = 7, .columns = 1}});
+  return *Manifest::make({{.name = "w", .count = count, .columns = 3, .elementwise = elementwise},
+                          {.name = "b", .count = 7, .columns = 1}});
 }
 
 Fd copy_of(const Fd& fd) { return Fd(::dup(fd.get())); }
 
 View view_of(const Owner& owner) {
-  auto view = View::make(owner.manifest(), copy_of(owner.state_fd()), copy_of(owner.page_fd()), copy_of(owner.aside_fd()), copy_of(owner.doorbell()));
+  auto view = View::make(owner.manifest(), copy_of(owner.state_fd()), copy_of(owner.page_fd()),
+                         copy_of(owner.aside_fd()), copy_of(owner.doorbell()));
   EXPECT_TRUE(view) << view.error().message;
   return std::move(*view);
 }
@@ -46,7 +48,8 @@ TEST(Manifest, ATensorThatIsNotElementwiseIsOneSliceOfSeveralParts) {
 
 TEST(Manifest, GarbageIsRefusedAtEveryLength) {
   Bytes bytes = sample().serialise();
-  for (std::size_t length = 0; length < bytes.size(); ++length) EXPECT_FALSE(Manifest::parse(BytesView(bytes).first(length)));
+  for (std::size_t length = 0; length < bytes.size(); ++length)
+    EXPECT_FALSE(Manifest::parse(BytesView(bytes).first(length)));
   std::mt19937 random(1);
   for (int i = 0; i < 300; ++i) {
     Bytes broken = bytes;
@@ -57,13 +60,15 @@ TEST(Manifest, GarbageIsRefusedAtEveryLength) {
 
 TEST(View, RefusesSegmentsOfAnotherSizeOrWithoutSeals) {
   auto owner = *Owner::make(sample());
-  auto wrong = View::make(sample(10), copy_of(owner.state_fd()), copy_of(owner.page_fd()), copy_of(owner.aside_fd()), copy_of(owner.doorbell()));
+  auto wrong = View::make(sample(10), copy_of(owner.state_fd()), copy_of(owner.page_fd()), copy_of(owner.aside_fd()),
+                          copy_of(owner.doorbell()));
   ASSERT_FALSE(wrong);
   EXPECT_NE(wrong.error().message.find("its manifest needs"), std::string::npos);
   int pipe_fds[2];
   ASSERT_EQ(::pipe(pipe_fds), 0);
   const Fd other_end(pipe_fds[1]);
-  EXPECT_FALSE(View::make(sample(), Fd(pipe_fds[0]), copy_of(owner.page_fd()), copy_of(owner.aside_fd()), copy_of(owner.doorbell())));
+  EXPECT_FALSE(View::make(sample(), Fd(pipe_fds[0]), copy_of(owner.page_fd()), copy_of(owner.aside_fd()),
+                          copy_of(owner.doorbell())));
 }
 
 TEST(Pins, AnUpdateCopiesWhatIsHeldAside) {
@@ -80,7 +85,8 @@ TEST(Pins, AnUpdateCopiesWhatIsHeldAside) {
   owner.end_update(5);
   EXPECT_EQ(view.where(held->second[0]), View::Where::aside);
   EXPECT_EQ(digest_held(view, held->second[0]), before);
-  EXPECT_EQ(view.copied_aside(), view.manifest().bytes_of(view.manifest().parts()[0]) + view.manifest().bytes_of(view.manifest().parts()[1]));
+  EXPECT_EQ(view.copied_aside(), view.manifest().bytes_of(view.manifest().parts()[0]) +
+                                     view.manifest().bytes_of(view.manifest().parts()[1]));
   for (const auto& one : held->second) EXPECT_FALSE(view.release(one));
   EXPECT_EQ(view.free_pins(), kMaxPins);
 }

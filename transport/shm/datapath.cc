@@ -76,9 +76,14 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
     const std::byte* source = *regions_.local(write.local, write.length);
     const bool in_ring = write.length <= kInline;
     post(endpoint,
-         {.kind = wire::Kind::write, .has_notify = write.notify.has_value(), .length = write.length,
-          .operation = operation, .key = write.remote.region.key, .offset = write.remote.offset,
-          .notify = write.notify.value_or(0), .address = in_ring ? 0 : reinterpret_cast<std::uintptr_t>(source)},
+         {.kind = wire::Kind::write,
+          .has_notify = write.notify.has_value(),
+          .length = write.length,
+          .operation = operation,
+          .key = write.remote.region.key,
+          .offset = write.remote.offset,
+          .notify = write.notify.value_or(0),
+          .address = in_ring ? 0 : reinterpret_cast<std::uintptr_t>(source)},
          in_ring ? BytesView(source, write.length) : BytesView{});
   }
   return {};
@@ -94,7 +99,10 @@ Result<> ShmEngine::read(EndpointId id, std::span<const Read> reads) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {read.context, read.local.region};
     post(endpoint,
-         {.kind = wire::Kind::read, .length = read.length, .operation = operation, .key = read.remote.region.key,
+         {.kind = wire::Kind::read,
+          .length = read.length,
+          .operation = operation,
+          .key = read.remote.region.key,
           .offset = read.remote.offset,
           .address = reinterpret_cast<std::uintptr_t>(*regions_.local(read.local, read.length))},
          {});
@@ -142,7 +150,8 @@ bool ShmEngine::move(Endpoint& endpoint, std::byte* local, std::uint64_t remote,
     const ssize_t moved = pull ? ::process_vm_readv(endpoint.pid, &near, 1, &far, 1, 0)
                                : ::process_vm_writev(endpoint.pid, &near, 1, &far, 1, 0);
     if (moved <= 0) {
-      fail_endpoint(endpoint, ErrorCode::unavailable, fmt::format("its memory can't be reached: {}", std::strerror(errno)));
+      fail_endpoint(endpoint, ErrorCode::unavailable,
+                    fmt::format("its memory can't be reached: {}", std::strerror(errno)));
       return false;
     }
     local += moved;
@@ -166,7 +175,9 @@ void ShmEngine::on_write(Endpoint& endpoint, const wire::Header& header, BytesVi
     if (header.has_notify != 0)
       events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.notify});
   }
-  post(endpoint, {.kind = wire::Kind::acknowledge, .operation = header.operation, .key = static_cast<std::uint64_t>(refusal)}, {});
+  post(endpoint,
+       {.kind = wire::Kind::acknowledge, .operation = header.operation, .key = static_cast<std::uint64_t>(refusal)},
+       {});
 }
 
 void ShmEngine::on_read(Endpoint& endpoint, const wire::Header& header) {
@@ -175,13 +186,17 @@ void ShmEngine::on_read(Endpoint& endpoint, const wire::Header& header) {
     std::byte* source = regions_.by_key(header.key)->memory.data() + header.offset;
     if (!move(endpoint, source, header.address, header.length, false)) return;
   }
-  post(endpoint, {.kind = wire::Kind::acknowledge, .operation = header.operation, .key = static_cast<std::uint64_t>(refusal)}, {});
+  post(endpoint,
+       {.kind = wire::Kind::acknowledge, .operation = header.operation, .key = static_cast<std::uint64_t>(refusal)},
+       {});
 }
 
 void ShmEngine::on_acknowledge(Endpoint& endpoint, const wire::Header& header) {
   auto operation = endpoint.operations.extract(header.operation);
   if (operation.empty()) return fail_endpoint(endpoint, ErrorCode::corrupt, "it acknowledged what was not asked");
-  events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.mapped().context,
+  events_.emit({.kind = EventKind::completed,
+                .endpoint = endpoint.id,
+                .value = operation.mapped().context,
                 .error = refusal_error(static_cast<Regions::Refusal>(header.key))});
 }
 

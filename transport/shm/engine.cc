@@ -101,7 +101,8 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   if (!channel) return tl::unexpected(channel.error());
   auto* rings = new (channel->data()) Channel{};
 
-  const wire::Greeting greeting{.probe_address = reinterpret_cast<std::uintptr_t>(&probe_), .hello_length = hello.size()};
+  const wire::Greeting greeting{.probe_address = reinterpret_cast<std::uintptr_t>(&probe_),
+                                .hello_length = hello.size()};
   Bytes bytes(sizeof greeting + hello.size());
   std::memcpy(bytes.data(), &greeting, sizeof greeting);
   if (!hello.empty()) std::memcpy(bytes.data() + sizeof greeting, hello.data(), hello.size());
@@ -146,8 +147,10 @@ void ShmEngine::on_socket(Endpoint& endpoint) {
     return fail_endpoint(endpoint, received.error().code, received.error().message);
   }
   if (!*received) return;
-  if (endpoint.stage == Stage::accepting) return greet_as_server(endpoint, (*received)->bytes, std::move((*received)->fds));
-  if (endpoint.stage == Stage::greeting) return finish_as_client(endpoint, (*received)->bytes, std::move((*received)->fds));
+  if (endpoint.stage == Stage::accepting)
+    return greet_as_server(endpoint, (*received)->bytes, std::move((*received)->fds));
+  if (endpoint.stage == Stage::greeting)
+    return finish_as_client(endpoint, (*received)->bytes, std::move((*received)->fds));
   fail_endpoint(endpoint, ErrorCode::corrupt, "it greeted twice");
 }
 
@@ -156,8 +159,10 @@ Result<> ShmEngine::probe(const Endpoint& endpoint, const wire::Greeting& greeti
   std::uint64_t seen = 0;
   const iovec local{&seen, sizeof seen}, remote{reinterpret_cast<void*>(greeting.probe_address), sizeof seen};
   if (::process_vm_readv(endpoint.pid, &local, 1, &remote, 1, 0) != sizeof seen)
-    return fail_errno(fmt::format("reading the memory of process {} (both must run as one user in one PID namespace, with "
-                                  "process_vm_readv allowed by seccomp; or use transport tcp)", endpoint.pid));
+    return fail_errno(
+        fmt::format("reading the memory of process {} (both must run as one user in one PID namespace, with "
+                    "process_vm_readv allowed by seccomp; or use transport tcp)",
+                    endpoint.pid));
   if (seen != wire::kMagic) return fail(ErrorCode::corrupt, "process {} is of another Rejoin version", endpoint.pid);
   return {};
 }

@@ -55,7 +55,8 @@ class RingWriter {
   }
   // After appending: whether the reader sleeps and must be woken. At most one wake-up a sleep.
   bool take_sleeper() {
-    // Writer: written, then sleeping. Reader: sleeping, then written. In one total order, so that one of them sees the other.
+    // Writer: written, then sleeping. Reader: sleeping, then written. In one total order, so that one of them sees the
+    // other.
     return ring_->sleeping.load() != 0 && ring_->sleeping.exchange(0) != 0;
   }
 

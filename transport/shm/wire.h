@@ -14,12 +14,12 @@ enum class Kind : std::uint32_t { message = 1, write, acknowledge, read };
 struct Header {
   Kind kind{};
   std::uint32_t has_notify = 0;
-  std::uint64_t length = 0;     // bytes to move
+  std::uint64_t length = 0;  // bytes to move
   std::uint64_t operation = 0;
-  std::uint64_t key = 0;        // acknowledge: the refusal
+  std::uint64_t key = 0;  // acknowledge: the refusal
   std::uint64_t offset = 0;
   std::uint64_t notify = 0;
-  std::uint64_t address = 0;    // in the poster's memory; 0 where a write's bytes follow the header
+  std::uint64_t address = 0;  // in the poster's memory; 0 where a write's bytes follow the header
 };
 
 // Over the unix socket, once each way. The client's comes with the channel's memfd and its doorbell, the server's with

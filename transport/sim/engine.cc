@@ -82,7 +82,8 @@ Result<> SimEngine::check(EndpointId id, const LocalRange& local, std::uint64_t 
   if (found->second.failed || !found->second.connected)
     return fail(ErrorCode::unavailable, "endpoint {:x} is not connected", id.value);
   auto region = regions_.find(local.region.value);
-  if (region == regions_.end()) return fail(ErrorCode::not_found, "local region {} is not registered", local.region.value);
+  if (region == regions_.end())
+    return fail(ErrorCode::not_found, "local region {} is not registered", local.region.value);
   if (!in_range(local.offset, length, region->second.memory.size()))
     return fail(ErrorCode::invalid_argument, "bytes {}+{} are outside the local region of {}", local.offset, length,
                 region->second.memory.size());
@@ -145,8 +146,7 @@ void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context,
       std::optional<Error> error;
       Region* target = receiver->region_of_key(remote.region.key);
       auto source = sender->regions_.find(local.region.value);
-      if (target == nullptr)
-        error = Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
+      if (target == nullptr) error = Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
       else if (!in_range(remote.offset, length, target->memory.size()))
         error = Error{ErrorCode::refused, "the range is outside the peer's region"};
       else if (source == sender->regions_.end())

@@ -76,8 +76,7 @@ void TcpEngine::flush(Endpoint& endpoint) {
     std::array<iovec, 2 * kFramesPerCall> parts;
     std::size_t used = 0;
     const auto add = [&](BytesView bytes, std::size_t skip) {
-      if (bytes.size() > skip)
-        parts[used++] = {const_cast<std::byte*>(bytes.data()) + skip, bytes.size() - skip};
+      if (bytes.size() > skip) parts[used++] = {const_cast<std::byte*>(bytes.data()) + skip, bytes.size() - skip};
     };
     for (auto& frame : endpoint.out) {
       if (used + 2 > parts.size()) break;
@@ -131,8 +130,12 @@ Result<> TcpEngine::write(EndpointId id, std::span<const Write> writes) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {.context = write.context, .length = write.length};
     queue_region(endpoint,
-                 {.kind = wire::Kind::write, .has_notify = write.notify.has_value(), .length = write.length,
-                  .operation = operation, .key = write.remote.region.key, .offset = write.remote.offset,
+                 {.kind = wire::Kind::write,
+                  .has_notify = write.notify.has_value(),
+                  .length = write.length,
+                  .operation = operation,
+                  .key = write.remote.region.key,
+                  .offset = write.remote.offset,
                   .notify = write.notify.value_or(0)},
                  {*regions_.local(write.local, write.length), write.length}, write.local.region);
   }
@@ -147,19 +150,24 @@ Result<> TcpEngine::read(EndpointId id, std::span<const Read> reads) {
     if (auto local = regions_.local(read.local, read.length); !local) return tl::unexpected(local.error());
   for (const auto& read : reads) {
     const std::uint64_t operation = endpoint.next_operation++;
-    endpoint.operations[operation] = {.context = read.context, .target = *regions_.local(read.local, read.length),
-                                      .length = read.length, .region = read.local.region};
+    endpoint.operations[operation] = {.context = read.context,
+                                      .target = *regions_.local(read.local, read.length),
+                                      .length = read.length,
+                                      .region = read.local.region};
     queue(endpoint,
-          {.kind = wire::Kind::read_request, .length = read.length, .operation = operation,
-           .key = read.remote.region.key, .offset = read.remote.offset},
+          {.kind = wire::Kind::read_request,
+           .length = read.length,
+           .operation = operation,
+           .key = read.remote.region.key,
+           .offset = read.remote.offset},
           {});
   }
   return {};
 }
 
 void TcpEngine::acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal) {
-  queue(endpoint,
-        {.kind = wire::Kind::acknowledge, .operation = operation, .key = static_cast<std::uint64_t>(refusal)}, {});
+  queue(endpoint, {.kind = wire::Kind::acknowledge, .operation = operation, .key = static_cast<std::uint64_t>(refusal)},
+        {});
 }
 
 // ---- in
@@ -298,8 +306,7 @@ void TcpEngine::finish_frame(Endpoint& endpoint) {
     case wire::Kind::welcome:
       endpoint.stage = Stage::open;
       return events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
-    case wire::Kind::message:
-      return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, endpoint.body);
+    case wire::Kind::message: return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, endpoint.body);
     case wire::Kind::write:
       if (endpoint.refusal == Regions::Refusal::none && header.has_notify != 0)
         events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.notify});
@@ -319,7 +326,9 @@ void TcpEngine::on_acknowledge(Endpoint& endpoint) {
     malformed(endpoint, "an acknowledgement of nothing");
     return;
   }
-  events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.mapped().context,
+  events_.emit({.kind = EventKind::completed,
+                .endpoint = endpoint.id,
+                .value = operation.mapped().context,
                 .error = refusal_error(static_cast<Regions::Refusal>(endpoint.header.key))});
 }
 

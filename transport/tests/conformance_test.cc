@@ -1,4 +1,5 @@
-// What every backend must do. One suite; each backend brings a Bench: engines in this process that can reach each other.
+// What every backend must do. One suite; each backend brings a Bench: engines in this process that can reach each
+// other.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -7,7 +8,6 @@
 
 #include "transport/factory.h"
 #include "transport/sim/fabric.h"
-
 
 namespace rejoin::transport {
 namespace {
@@ -53,10 +53,16 @@ struct Node {
     for (const auto& event : engine->poll()) {
       switch (event.kind) {
         case EventKind::connected: connected.push_back(event.endpoint); break;
-        case EventKind::accepted: accepted.push_back(event.endpoint); hello = as_text(event.message); break;
+        case EventKind::accepted:
+          accepted.push_back(event.endpoint);
+          hello = as_text(event.message);
+          break;
         case EventKind::message: messages.emplace_back(as_text(event.message)); break;
         case EventKind::written: written.push_back(event.value); break;
-        case EventKind::completed: ++completions[event.value]; outcome[event.value] = event.error; break;
+        case EventKind::completed:
+          ++completions[event.value];
+          outcome[event.value] = event.error;
+          break;
         case EventKind::closed: closed.push_back(event.endpoint); break;
       }
       on_event(event);
@@ -165,8 +171,11 @@ TEST_P(Conformance, WritesOfEverySizeLandWholeBeforeTheirNotification) {
       if (event.kind == EventKind::written && event.value == size)
         whole = std::memcmp(from.data(), to.data() + 16, size) == 0;
     };
-    const Write write{.context = size, .local = {source, 0}, .remote = {p.b.engine->remote(target), 16},
-                      .length = size, .notify = size};
+    const Write write{.context = size,
+                      .local = {source, 0},
+                      .remote = {p.b.engine->remote(target), 16},
+                      .length = size,
+                      .notify = size};
     ASSERT_TRUE(p.a.engine->write(p.at_a, {&write, 1}));
     ASSERT_TRUE(until([&] { return p.a.completions[size] == 1 && !p.b.written.empty(); }, std::chrono::seconds(60)))
         << size << " bytes";
@@ -190,8 +199,11 @@ TEST_P(Conformance, ManyWritesEachCompleteOnceAndNotifyOnce) {
   const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < count; ++i)
-    writes.push_back({.context = i, .local = {source, 0}, .remote = {p.b.engine->remote(target), i * size},
-                      .length = i % 2 == 0 ? size : 100, .notify = i});
+    writes.push_back({.context = i,
+                      .local = {source, 0},
+                      .remote = {p.b.engine->remote(target), i * size},
+                      .length = i % 2 == 0 ? size : 100,
+                      .notify = i});
   ASSERT_TRUE(p.a.engine->write(p.at_a, writes));
   ASSERT_TRUE(until([&] { return p.a.completions.size() == count && p.b.written.size() == count; }));
   settle();
@@ -206,7 +218,10 @@ TEST_P(Conformance, MessageAfterACompletionArrivesAfterTheBytes) {
   std::vector<std::byte> from(2 * MiB, std::byte{0x5a}), to(2 * MiB);
   const RegionId source = *p.a.engine->register_region(from, MemoryKind::host);
   const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
-  const Write write{.context = 1, .local = {source, 0}, .remote = {p.b.engine->remote(target), 0}, .length = 2 * MiB,
+  const Write write{.context = 1,
+                    .local = {source, 0},
+                    .remote = {p.b.engine->remote(target), 0},
+                    .length = 2 * MiB,
                     .notify = std::nullopt};
   p.a.on_event = [&](const Event& event) {
     if (event.kind == EventKind::completed) {
@@ -289,8 +304,11 @@ TEST_P(Conformance, ClosingCompletesEverythingOnceAndFencesThePeer) {
   const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < count; ++i)
-    writes.push_back({.context = i, .local = {source, 0}, .remote = {p.b.engine->remote(target), i * size},
-                      .length = size, .notify = i});
+    writes.push_back({.context = i,
+                      .local = {source, 0},
+                      .remote = {p.b.engine->remote(target), i * size},
+                      .length = size,
+                      .notify = i});
   ASSERT_TRUE(p.a.engine->write(p.at_a, writes));
   ASSERT_TRUE(until([&] { return p.b.written.size() >= 3; }));
   p.b.engine->close(p.at_b);
@@ -313,8 +331,8 @@ TEST_P(Conformance, ThePosterMayCloseWithOperationsOutstanding) {
   const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < count; ++i)
-    writes.push_back({.context = i, .local = {source, 0}, .remote = {p.b.engine->remote(target), 0}, .length = size,
-                      .notify = i});
+    writes.push_back(
+        {.context = i, .local = {source, 0}, .remote = {p.b.engine->remote(target), 0}, .length = size, .notify = i});
   ASSERT_TRUE(p.a.engine->write(p.at_a, writes));
   p.a.engine->close(p.at_a);
   ASSERT_TRUE(until([&] { return p.a.completions.size() == count; }));

@@ -26,8 +26,11 @@ constexpr std::uint64_t kCount = 64, kSize = 1 * MiB;
   RemoteRegion target;
   std::uint64_t next = 0;
   const auto post = [&] {
-    const Write write{.context = next, .local = {source, 0}, .remote = {target, (next % kCount) * kSize},
-                      .length = kSize, .notify = next};
+    const Write write{.context = next,
+                      .local = {source, 0},
+                      .remote = {target, (next % kCount) * kSize},
+                      .length = kSize,
+                      .notify = next};
     ++next;
     if (!engine->write(endpoint, {&write, 1})) _exit(0);
   };

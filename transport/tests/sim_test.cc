@@ -18,10 +18,12 @@ std::string transcript(std::uint64_t seed) {
   while (fabric.step()) {
     for (auto* engine : {a.get(), b.get()})
       for (auto& event : engine->poll()) {
-        log += fmt::format("{} {} {}\n", clock.now().time_since_epoch().count(), static_cast<int>(event.kind), event.value);
+        log += fmt::format("{} {} {}\n", clock.now().time_since_epoch().count(), static_cast<int>(event.kind),
+                           event.value);
         if (event.kind != EventKind::connected) continue;
         for (std::uint64_t i = 0; i < 20; ++i) {
-          const Write write{.context = i, .local = {source, 0}, .remote = {b->remote(target), 0}, .length = 10, .notify = i};
+          const Write write{
+              .context = i, .local = {source, 0}, .remote = {b->remote(target), 0}, .length = 10, .notify = i};
           EXPECT_TRUE(a->write(endpoint, {&write, 1}));
         }
       }
@@ -39,7 +41,8 @@ TEST(SimFabric, AKilledProcessIsSeenByItsPeersAndWritesNoMore) {
   Fabric fabric({}, clock);
   auto a = fabric.make_engine(), b = fabric.make_engine();
   auto endpoint = *a->connect(*b->listen({"sim"}), {});
-  while (fabric.step()) {}
+  while (fabric.step()) {
+  }
   b->poll();
   std::vector<std::byte> from(10, std::byte{1}), to(10);
   const RegionId source = *a->register_region(from, MemoryKind::host);
@@ -47,7 +50,8 @@ TEST(SimFabric, AKilledProcessIsSeenByItsPeersAndWritesNoMore) {
   const Write write{.context = 1, .local = {source, 0}, .remote = {b->remote(target), 0}, .length = 10, .notify = 1};
   ASSERT_TRUE(a->write(endpoint, {&write, 1}));
   fabric.kill(*a);
-  while (fabric.step()) {}
+  while (fabric.step()) {
+  }
   bool closed = false;
   for (auto& event : b->poll()) {
     EXPECT_NE(event.kind, EventKind::written);

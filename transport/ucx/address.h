@@ -1,4 +1,5 @@
-// A UCX worker's address as text: "ucx:HEX.CHECKSUM". The checksum keeps a mistyped one out of UCX, which does not check.
+// A UCX worker's address as text: "ucx:HEX.CHECKSUM". The checksum keeps a mistyped one out of UCX, which does not
+// check.
 #pragma once
 
 #include "base/bytes.h"

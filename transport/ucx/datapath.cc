@@ -35,8 +35,8 @@ ucs_status_t UcxEngine::receive(void* arg, const void* raw, std::size_t raw_size
   else return engine.on_read_data(header, data, size, rendezvous);
 }
 
-#define REJOIN_RECEIVE(kind, Header)                                                                                  \
-  template ucs_status_t UcxEngine::receive<wire::kind, wire::Header>(void*, const void*, std::size_t, void*,          \
+#define REJOIN_RECEIVE(kind, Header)                                                                         \
+  template ucs_status_t UcxEngine::receive<wire::kind, wire::Header>(void*, const void*, std::size_t, void*, \
                                                                      std::size_t, const ucp_am_recv_param_t*)
 REJOIN_RECEIVE(hello, Hello);
 REJOIN_RECEIVE(welcome, Hello);
@@ -115,8 +115,8 @@ ucs_status_t UcxEngine::on_message(const wire::Message& header, BytesView data) 
     return UCS_OK;
   }
   deliver(*endpoint, data);
-  for (auto it = endpoint->early.begin();
-       it != endpoint->early.end() && it->first == endpoint->next_to_deliver; it = endpoint->early.erase(it))
+  for (auto it = endpoint->early.begin(); it != endpoint->early.end() && it->first == endpoint->next_to_deliver;
+       it = endpoint->early.erase(it))
     deliver(*endpoint, it->second);
   return UCS_OK;
 }
@@ -154,8 +154,10 @@ UcxEngine::Operation* UcxEngine::find_operation(std::uint64_t id) {
 
 void UcxEngine::report(Operation& operation, std::optional<Error> error) {
   operation.reported = true;
-  events_.emit({.kind = EventKind::completed, .endpoint = operation.endpoint, .value = operation.context,
-        .error = std::move(error)});
+  events_.emit({.kind = EventKind::completed,
+                .endpoint = operation.endpoint,
+                .value = operation.context,
+                .error = std::move(error)});
   settle(operation);
 }
 
@@ -163,8 +165,7 @@ void UcxEngine::report(Operation& operation, std::optional<Error> error) {
 void UcxEngine::settle(Operation& operation) {
   if (!operation.reported && operation.local_done && operation.acknowledged)
     return report(operation, refusal_error(operation.refusal));
-  if (operation.reported && operation.local_done)
-    free_operations_.push_back(static_cast<std::uint32_t>(operation.id));
+  if (operation.reported && operation.local_done) free_operations_.push_back(static_cast<std::uint32_t>(operation.id));
 }
 
 Result<> UcxEngine::write(EndpointId id, std::span<const Write> writes) {
@@ -175,8 +176,9 @@ Result<> UcxEngine::write(EndpointId id, std::span<const Write> writes) {
   for (const auto& write : writes) {
     const std::byte* source = *regions_.local(write.local, write.length);
     Operation& operation = new_operation(id, write.context);
-    operation.header = {(*endpoint)->peer,   operation.id, write.remote.region.key,     write.remote.offset,
-                        write.length, write.notify.value_or(0), write.notify.has_value()};
+    operation.header = {(*endpoint)->peer,       operation.id, write.remote.region.key,
+                        write.remote.offset,     write.length, write.notify.value_or(0),
+                        write.notify.has_value()};
     ucp_request_param_t param{};
     param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
     param.cb.send = &UcxEngine::on_sent;
@@ -210,7 +212,8 @@ ucs_status_t UcxEngine::on_write(const wire::Write& header, void* data, std::siz
     return UCS_OK;
   }
   Region& region = *regions_.by_key(header.key);
-  return land({this, endpoint->id, region.id, header, 0, nullptr, {}}, region.memory.data() + header.offset, data, size, rendezvous);
+  return land({this, endpoint->id, region.id, header, 0, nullptr, {}}, region.memory.data() + header.offset, data, size,
+              rendezvous);
 }
 
 // Moves arrived bytes to `target`, now or when UCX has fetched them.
@@ -321,8 +324,7 @@ ucs_status_t UcxEngine::on_read_request(const wire::ReadRequest& header) {
   out.read_data = {endpoint->peer, header.operation, header.length};
   out.region = region.id;
   ++region.busy;
-  post(*endpoint, wire::read_data, out, sizeof out.read_data,
-       region.memory.subspan(header.offset, header.length), 0);
+  post(*endpoint, wire::read_data, out, sizeof out.read_data, region.memory.subspan(header.offset, header.length), 0);
   return UCS_OK;
 }
 
@@ -334,7 +336,8 @@ ucs_status_t UcxEngine::on_read_data(const wire::ReadData& header, void* data, s
     ++stale_dropped_;
     return UCS_OK;
   }
-  return land({this, endpoint->id, RegionId{}, {}, operation->id, nullptr, {}}, operation->target, data, size, rendezvous);
+  return land({this, endpoint->id, RegionId{}, {}, operation->id, nullptr, {}}, operation->target, data, size,
+              rendezvous);
 }
 
 }  // namespace rejoin::transport::ucx

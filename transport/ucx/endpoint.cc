@@ -1,7 +1,7 @@
 // Connecting, accepting, failing and closing.
-#include "transport/ucx/address.h"
 #include <chrono>
 
+#include "transport/ucx/address.h"
 #include "transport/ucx/engine.h"
 
 namespace rejoin::transport::ucx {

@@ -51,20 +51,20 @@ Result<> UcxEngine::start(const Options& options) {
 
   const auto handle = [&](unsigned id, ucp_am_recv_callback_t callback) {
     ucp_am_handler_param_t handler{};
-    handler.field_mask =
-        UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+    handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
     handler.id = id;
     handler.cb = callback;
     handler.arg = this;
     return ucp_worker_set_am_recv_handler(worker_, &handler);
   };
-  for (auto set :
-       {handle(wire::hello, receive<wire::hello, wire::Hello>), handle(wire::welcome, receive<wire::welcome, wire::Hello>),
-        handle(wire::goodbye, receive<wire::goodbye, wire::Goodbye>),
-        handle(wire::message, receive<wire::message, wire::Message>), handle(wire::write, receive<wire::write, wire::Write>),
-        handle(wire::acknowledge, receive<wire::acknowledge, wire::Acknowledge>),
-        handle(wire::read_request, receive<wire::read_request, wire::ReadRequest>),
-        handle(wire::read_data, receive<wire::read_data, wire::ReadData>)})
+  for (auto set : {handle(wire::hello, receive<wire::hello, wire::Hello>),
+                   handle(wire::welcome, receive<wire::welcome, wire::Hello>),
+                   handle(wire::goodbye, receive<wire::goodbye, wire::Goodbye>),
+                   handle(wire::message, receive<wire::message, wire::Message>),
+                   handle(wire::write, receive<wire::write, wire::Write>),
+                   handle(wire::acknowledge, receive<wire::acknowledge, wire::Acknowledge>),
+                   handle(wire::read_request, receive<wire::read_request, wire::ReadRequest>),
+                   handle(wire::read_data, receive<wire::read_data, wire::ReadData>)})
     if (set != UCS_OK) return fail(ErrorCode::unavailable, "UCX active messages: {}", ucs_status_string(set));
 
   ucp_address_t* address = nullptr;

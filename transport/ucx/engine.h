@@ -5,14 +5,14 @@
 // engine.cc: set-up, regions, sleeping. endpoint.cc: connect, accept, close, failure. datapath.cc: everything hot.
 #pragma once
 
+#include <ucp/api/ucp.h>
+
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <unordered_map>
 #include <vector>
-
-#include <ucp/api/ucp.h>
 
 #include "transport/event_queue.h"
 #include "transport/regions.h"
@@ -90,7 +90,7 @@ class UcxEngine final : public Engine {
   struct Receive {
     UcxEngine* engine = nullptr;
     EndpointId endpoint;
-    RegionId region;                   // that a peer's write goes into
+    RegionId region;  // that a peer's write goes into
     wire::Write header{};
     std::uint64_t read_operation = 0;  // of our read, else 0
     std::byte* target = nullptr;
@@ -154,7 +154,7 @@ class UcxEngine final : public Engine {
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::unordered_map<ucp_ep_h, Endpoint*> by_handle_;
   std::vector<std::pair<ucp_ep_h, ucs_status_t>> errors_;  // from UCX's error callback, handled in poll()
-  std::vector<std::pair<wire::Hello, Bytes>> hellos_;                // accepted in poll(), not inside UCX's callback
+  std::vector<std::pair<wire::Hello, Bytes>> hellos_;      // accepted in poll(), not inside UCX's callback
   std::vector<EndpointId> goodbyes_;
 
   std::deque<Operation> operations_;

@@ -1,0 +1,94 @@
+// Taking up an earlier life's decisions, and telling people what is being waited for.
+#include <algorithm>
+
+#include "membership/coordinator.h"
+
+namespace rejoin::membership {
+
+Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, TimePoint now) {
+  if (records.empty()) {
+    proto::LogRecord record;
+    auto& job = *record.mutable_job();
+    job.set_replicas(config_.replicas);
+    job.set_ranks(config_.ranks);
+    job.set_batch(config_.batch);
+    actions_.append.push_back(std::move(record));
+    return {};
+  }
+  for (const auto& record : records)
+    if (auto replayed = replay(record); !replayed) return replayed;
+  if (!members_.empty()) recovering_until_ = now + config_.silence;
+  plan_step();
+  return {};
+}
+
+Result<> Coordinator::replay(const proto::LogRecord& record) {
+  switch (record.kind_case()) {
+    case proto::LogRecord::kJob:
+      if (record.job().replicas() != config_.replicas || record.job().ranks() != config_.ranks ||
+          record.job().batch() != config_.batch)
+        return fail(ErrorCode::mismatch,
+                    "the log is of a job of {} replicas × {} ranks, batch {}; this one has {} × {}, batch {}. "
+                    "Start with those settings or another log directory",
+                    record.job().replicas(), record.job().ranks(), record.job().batch(), config_.replicas,
+                    config_.ranks, config_.batch);
+      return {};
+    case proto::LogRecord::kEpoch: {
+      const auto& begun = record.epoch();
+      if (begun.epoch() <= epoch_.value || begun.step() != committed_.value + 1)
+        return fail(ErrorCode::corrupt, "the log's epoch {} at step {} does not follow epoch {} at step {}",
+                    begun.epoch(), begun.step(), epoch_.value, committed_.value + 1);
+      epoch_ = Epoch(begun.epoch());
+      const auto before = std::exchange(members_, {});
+      for (const auto& m : begun.members())
+        members_.push_back({.replica = ReplicaId(m.replica()),
+                            .incarnation = Incarnation(m.incarnation()),
+                            .catching_up = m.catching_up()});
+      for (const auto& m : before)
+        if (member(m.replica) == nullptr) ledger_.hand_back(m.replica);
+      plan_step();
+      return {};
+    }
+    case proto::LogRecord::kCommitted:
+      if (record.committed().step() != committed_.value + 1)
+        return fail(ErrorCode::corrupt, "the log commits step {} after step {}", record.committed().step(),
+                    committed_.value);
+      committed_ = Step(record.committed().step());
+      ledger_.commit(committed_);
+      plan_step();
+      return {};
+    case proto::LogRecord::kIncarnated:
+      last_incarnation_ = std::max<std::uint64_t>(last_incarnation_, record.incarnated().incarnation());
+      return {};
+    case proto::LogRecord::kRolledBack:
+      committed_ = Step(record.rolled_back().version());
+      ledger_.roll_back(committed_);
+      return {};
+    case proto::LogRecord::KIND_NOT_SET: break;
+  }
+  return fail(ErrorCode::corrupt, "a log record of unknown kind");
+}
+
+std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
+  std::vector<std::string> lines;
+  if (!started() || members_.empty()) {
+    for (std::uint32_t r = 0; r < config_.replicas; ++r) {
+      auto found = replicas_.find(ReplicaId(r));
+      const std::size_t up = found == replicas_.end() ? 0 : found->second.ranks.size();
+      if (up < config_.ranks)
+        lines.push_back(fmt::format("replica {}: {} of {} ranks have registered", r, up, config_.ranks));
+    }
+    return lines;
+  }
+  for (const auto& m : members_)
+    for (std::uint32_t rank = 0; rank < config_.ranks; ++rank)
+      if (!m.exchanged.contains(rank))
+        lines.push_back(
+            fmt::format("replica {} rank {}: its exchange of step {}", m.replica, rank, committed_.value + 1));
+  for (const auto& [edge, about] : accusations_)
+    lines.push_back(fmt::format("replica {} waits for replica {}: {} ({:.0f} ms)", edge.first, edge.second, about.what,
+                                milliseconds(now - about.since)));
+  return lines;
+}
+
+}  // namespace rejoin::membership

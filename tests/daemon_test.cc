@@ -1,0 +1,244 @@
+// rejoind, the CLI and the minimal trainer as a user meets them: bad input, garbage, refusals, status.
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "local.pb.h"
+#include "tests/process.h"
+
+namespace rejoin::test {
+namespace {
+
+const std::string kDaemon = binaries() + "/rejoind", kCli = binaries() + "/rejoin",
+                  kMinimal = binaries() + "/rejoin-minimal";
+
+struct Job {
+  Scratch scratch;
+  std::string key = scratch.key();
+  std::vector<std::unique_ptr<Process>> processes;
+  std::string coordinator, coordinator_status;
+
+  std::unique_ptr<Process> daemon(const std::string& name, std::vector<std::string> more) {
+    std::vector<std::string> arguments{kDaemon,
+                                       "--job-key-file",
+                                       key,
+                                       "--name",
+                                       name,
+                                       "--address-file",
+                                       scratch.path + "/" + name + ".json",
+                                       "--silence-ms",
+                                       "1000"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return std::make_unique<Process>(arguments, scratch.path + "/" + name + ".out");
+  }
+  nlohmann::json addresses(const std::string& name) {
+    const std::string file = scratch.path + "/" + name + ".json";
+    EXPECT_TRUE(eventually([&] { return std::filesystem::exists(file); }))
+        << read_file(scratch.path + "/" + name + ".out");
+    return nlohmann::json::parse(read_file(file), nullptr, false);
+  }
+  void start(std::uint32_t replicas, std::uint64_t steps) {
+    processes.push_back(daemon(
+        "coordinator", {"--coordinator", "--log-directory", scratch.path + "/log", "--replicas",
+                        std::to_string(replicas), "--ranks", "1", "--batch", "8", "--steps", std::to_string(steps)}));
+    const auto json = addresses("coordinator");
+    coordinator = json.at("coordinator");
+    coordinator_status = json.at("status");
+    for (std::uint32_t r = 0; r < replicas; ++r) {
+      processes.push_back(daemon("node" + std::to_string(r), {"--socket", socket(r), "--connect", coordinator}));
+      addresses("node" + std::to_string(r));
+    }
+  }
+  std::string socket(std::uint32_t replica) const { return scratch.path + "/node" + std::to_string(replica) + ".sock"; }
+  std::vector<std::string> environment(std::uint32_t replica) const {
+    return {"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_RANK=0", "REJOIN_SOCKET=" + socket(replica)};
+  }
+};
+
+TEST(Minimal, TwoReplicasLearnAndEndWithTheSameBits) {
+  Job job;
+  job.start(2, 300);
+  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0)),
+      second({kMinimal}, job.scratch.path + "/b", job.environment(1));
+  EXPECT_EQ(first.wait(std::chrono::seconds(30)), 0) << first.output();
+  EXPECT_EQ(second.wait(std::chrono::seconds(30)), 0) << second.output();
+  EXPECT_EQ(first.output(), second.output());
+  EXPECT_NE(first.output().find("w = 3.0000 after step 300"), std::string::npos) << first.output();
+  const Ended audit = run({kCli, "audit", job.scratch.path + "/log/decisions.log"});
+  EXPECT_EQ(audit.status, 0) << audit.output;
+  EXPECT_NE(audit.output.find("300 steps committed"), std::string::npos) << audit.output;
+  EXPECT_NE(audit.output.find("4800 trained once, 0 lost, 0 repeated"), std::string::npos) << audit.output;
+}
+
+TEST(Status, TellsForWhomTheJobWaits) {
+  Job job;
+  job.start(2, 0);
+  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0));
+  ASSERT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status}).output.find("replica 1: 0 of 1 ranks have registered") !=
+           std::string::npos;
+  }));
+  Process second({kMinimal}, job.scratch.path + "/b", job.environment(1));
+  ASSERT_TRUE(eventually([&] {
+    const auto json =
+        nlohmann::json::parse(run({kCli, "status", "--json", job.coordinator_status}).output, nullptr, false);
+    return !json.is_discarded() && json.at("coordinator_role").at("committed").get<int>() > 10;
+  }));
+  // A stopped trainer is named while the others wait for it.
+  ::kill(second.pid(), SIGSTOP);
+  EXPECT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status})
+               .output.find("waits for replica 1 rank 0: its exchange of step") != std::string::npos;
+  }));
+}
+
+TEST(Metrics, AreServedInPrometheusFormat) {
+  Job job;
+  job.start(1, 0);
+  const auto colon = job.coordinator_status.rfind(':');
+  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(std::stoi(job.coordinator_status.substr(colon + 1))));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  const std::string request = "GET /metrics HTTP/1.1\r\n\r\n";
+  ASSERT_EQ(::send(fd, request.data(), request.size(), 0), static_cast<ssize_t>(request.size()));
+  std::string answer;
+  char buffer[4096];
+  for (ssize_t n; (n = ::recv(fd, buffer, sizeof buffer, 0)) > 0;) answer.append(buffer, static_cast<std::size_t>(n));
+  ::close(fd);
+  EXPECT_NE(answer.find("# TYPE rejoin_committed_step gauge"), std::string::npos) << answer;
+}
+
+TEST(Garbage, OnEveryPortIsRefusedAndChangesNothing) {
+  Job job;
+  job.start(1, 400);
+  std::mt19937 random(7);
+  const auto feed_tcp = [&](const std::string& where) {
+    const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<std::uint16_t>(std::stoi(where.substr(where.rfind(':') + 1))));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+    std::string bytes(random() % 5000 + 1, '\0');
+    for (auto& c : bytes) c = static_cast<char>(random());
+    (void)::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    ::close(fd);
+  };
+  const auto feed_unix = [&](const std::string& bytes) {
+    const int fd = ::socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::snprintf(address.sun_path, sizeof address.sun_path, "%s", job.socket(0).c_str());
+    ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+    (void)::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    ::close(fd);
+  };
+  Process trainer({kMinimal}, job.scratch.path + "/a", job.environment(0));
+  for (int i = 0; i < 50; ++i) {
+    feed_tcp(job.coordinator);
+    feed_tcp(job.coordinator_status);
+    std::string bytes(random() % 3000 + 1, '\0');
+    for (auto& c : bytes) c = static_cast<char>(random());
+    feed_unix(bytes);
+    // Well-formed but meaningless: a hello without descriptors, with a broken manifest, of another version.
+    proto::FromTrainer hello;
+    hello.mutable_hello()->set_protocol(random() % 3);
+    hello.mutable_hello()->set_layout(random() % 3);
+    hello.mutable_hello()->set_manifest(bytes);
+    feed_unix(hello.SerializeAsString());
+    proto::FromTrainer report;
+    report.mutable_report()->mutable_exchanged()->set_epoch(random());
+    feed_unix(report.SerializeAsString());
+  }
+  EXPECT_EQ(trainer.wait(std::chrono::seconds(30)), 0) << trainer.output();
+  EXPECT_EQ(run({kCli, "status", job.coordinator_status}).status, 0);
+}
+
+TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
+  Scratch scratch;
+  const std::string key = scratch.key();
+  const auto expect = [&](std::vector<std::string> arguments, const std::string& what,
+                          std::vector<std::string> environment = {}) {
+    const Ended ended = run(std::move(arguments), std::move(environment), std::chrono::seconds(20));
+    EXPECT_NE(ended.status, 0) << what;
+    EXPECT_LT(ended.status, 128) << ended.output;
+    EXPECT_NE(ended.output.find(what), std::string::npos) << ended.output;
+  };
+  expect({kDaemon, "--no-such-flag"}, "--job-key-file is required");
+  expect({kDaemon, "--job-key-file", key}, "nothing to do: give --coordinator, or --socket");
+  expect({kDaemon, "--job-key-file", scratch.path + "/none", "--coordinator"}, "No such file");
+  expect({kDaemon, "--job-key-file", scratch.write("open", "0123456789abcdef0123", 0644), "--coordinator"},
+         "chmod 600");
+  expect({kDaemon, "--job-key-file", scratch.write("short", "abc"), "--coordinator"}, "use at least 16");
+  expect({kDaemon, "--job-key-file", key, "--socket", "@x" + scratch.path},
+         "a node needs the coordinator's address: --connect");
+  expect(
+      {kDaemon, "--job-key-file", key, "--coordinator", "--listen", "nowhere", "--log-directory", scratch.path + "/l1"},
+      "not of the form host:port");
+  expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
+          "pigeon"},
+         "no transport 'pigeon': use shm, tcp or ucx:LIST");
+  expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --daemon or REJOIN_SOCKET");
+  expect({kMinimal}, "start rejoind on this node with --socket", {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock"});
+  expect({kMinimal}, "REJOIN_* settings", {"REJOIN_REPLICA=first"});
+  expect({kCli, "status", "127.0.0.1:1"}, "no daemon answers at 127.0.0.1:1");
+  expect({kCli, "audit", scratch.path + "/none"}, "No such file");
+  expect({kCli, "trace", scratch.path}, "no event files in");
+  std::filesystem::create_directory(scratch.path + "/full");
+  std::filesystem::create_symlink("/dev/full", scratch.path + "/full/decisions.log");
+  expect({kDaemon, "--job-key-file", key, "--coordinator", "--log-directory", scratch.path + "/full"}, "decisions.log");
+}
+
+TEST(BadInput, APortOrSocketInUseIsNamed) {
+  Job job;
+  job.start(1, 0);
+  const Ended port = run({kDaemon, "--job-key-file", job.key, "--coordinator", "--listen", job.coordinator,
+                          "--log-directory", job.scratch.path + "/other"});
+  EXPECT_NE(port.output.find("can't listen on " + job.coordinator), std::string::npos) << port.output;
+  const Ended log =
+      run({kDaemon, "--job-key-file", job.key, "--coordinator", "--log-directory", job.scratch.path + "/log"});
+  EXPECT_NE(log.output.find("in use by another coordinator"), std::string::npos) << log.output;
+  const Ended socket =
+      run({kDaemon, "--job-key-file", job.key, "--socket", job.socket(0), "--connect", job.coordinator});
+  EXPECT_NE(socket.output.find("in use by a running process"), std::string::npos) << socket.output;
+}
+
+TEST(BadInput, AnotherJobKeyIsRefusedOnBothSides) {
+  Job job;
+  job.start(1, 0);
+  const std::string other = job.scratch.write("other", "another key, long enough");
+  Process stranger(
+      {kDaemon, "--job-key-file", other, "--socket", job.scratch.path + "/x.sock", "--connect", job.coordinator},
+      job.scratch.path + "/x.out");
+  EXPECT_TRUE(eventually([&] {
+    return stranger.output().find("its job key differs from ours; give both the same --job-key-file") !=
+           std::string::npos;
+  })) << stranger.output();
+}
+
+TEST(BadInput, ATrainerWithAnotherStateOrPlaceIsRefusedWithTheReason) {
+  Job job;
+  job.start(2, 0);
+  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0));
+  ASSERT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status}).output.find("replica 1: 0 of 1") != std::string::npos;
+  }));
+  const Ended outside = run({kMinimal}, {"REJOIN_REPLICA=9", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(1)});
+  EXPECT_NE(outside.output.find("outside this job of 2 replicas"), std::string::npos) << outside.output;
+  // The demo's trainer declares other tensors.
+  const Ended other =
+      run({binaries() + "/rejoin-demo-trainer", "--replica", "1", "--daemon", job.socket(1), "--data", REJOIN_DATA});
+  EXPECT_NE(other.status, 0);
+  EXPECT_NE(other.output.find("tensors or buckets differ from the job's"), std::string::npos) << other.output;
+}
+
+}  // namespace
+}  // namespace rejoin::test

@@ -1,0 +1,128 @@
+// The main job end to end, through the demo: the real binaries, killed and stopped at chosen and random points.
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "tests/process.h"
+
+namespace rejoin::test {
+namespace {
+
+nlohmann::json demo(std::vector<std::string> more) {
+  Scratch scratch;
+  const std::string json = scratch.path + "/report.json";
+  std::vector<std::string> arguments{
+      binaries() + "/rejoin-demo", "--data", REJOIN_DATA,    "--json", json, "--no-baseline",
+      "--limit-seconds",           "60",     "--silence-ms", "1000"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  const Ended ended = run(arguments, {}, std::chrono::seconds(90));
+  EXPECT_EQ(ended.status, 0) << ended.output;
+  return nlohmann::json::parse(read_file(json), nullptr, false);
+}
+
+void expect_sound(const nlohmann::json& report, std::uint64_t steps) {
+  ASSERT_FALSE(report.is_discarded());
+  EXPECT_EQ(report.at("steps_committed"), steps);
+  EXPECT_TRUE(report.at("same_bits").get<bool>()) << "same-bits";
+  EXPECT_TRUE(report.at("absent").empty()) << "progress: " << report.at("absent").dump();
+  EXPECT_EQ(report.at("ledger").at("lost"), 0) << "exactly-once";
+  EXPECT_EQ(report.at("ledger").at("repeated"), 0) << "exactly-once";
+  for (const auto& failure : report.at("failures")) EXPECT_EQ(failure.at("recomputed_steps"), 0) << failure.dump();
+}
+
+TEST(Demo, AKilledReplicaComesBackWithTheSameBitsAndNobodyRecomputes) {
+  const auto report = demo({"--steps", "120", "--kill", "1.0@30"});
+  expect_sound(report, 120);
+  ASSERT_EQ(report.at("failures").size(), 1u);
+  EXPECT_EQ(report.at("catch_ups").size(), 2u) << "both ranks of the replica";
+  EXPECT_LT(report.at("loss").at("last").get<double>(), report.at("loss").at("first").get<double>() - 1) << "it learns";
+  for (const char* key : {"replicas", "ranks", "params", "events", "step_ms", "digests"})
+    EXPECT_TRUE(report.contains(key)) << key;
+}
+
+TEST(Demo, WithoutAFailureNothingIsReported) {
+  const auto report = demo({"--steps", "40", "--no-kill"});
+  expect_sound(report, 40);
+  EXPECT_TRUE(report.at("failures").empty());
+}
+
+TEST(Demo, TwoReplicasDieAtOnce) {
+  expect_sound(demo({"--steps", "150", "--replicas", "4", "--ranks", "1", "--kill", "1.0@30,3.0@30"}), 150);
+}
+
+TEST(Demo, AllButOneDieAtOnce) {
+  expect_sound(demo({"--steps", "300", "--kill", "0.1@30,2.0@30", "--params", "600000"}), 300);
+}
+
+TEST(Demo, EverythingDiesAndStartsAgainFromWhatIsLeft) {
+  expect_sound(demo({"--steps", "80", "--kill", "0.1@30,1.0@30,2.1@30"}), 80);
+}
+
+TEST(Demo, AStoppedProcessIsOutAfterItsSilence) {
+  const auto report = demo({"--steps", "120", "--hang", "2.1@30", "--silence-ms", "500"});
+  expect_sound(report, 120);
+}
+
+TEST(Demo, ADaemonIsKilledAndItsTrainersFindTheNextOne) {
+  const auto report = demo({"--steps", "120", "--kill-daemon", "1@40"});
+  expect_sound(report, 120);
+  EXPECT_TRUE(report.at("catch_ups").empty()) << "the trainers outlive their daemon";
+}
+
+TEST(Demo, TheCoordinatorIsKilledAndGoesOnFromItsLog) {
+  const auto report = demo({"--steps", "120", "--kill-coordinator", "40"});
+  expect_sound(report, 120);
+  EXPECT_TRUE(report.at("catch_ups").empty()) << "nobody is lost with the coordinator";
+}
+
+TEST(Demo, ASourceDiesDuringTheCatchUp) {
+  expect_sound(demo({"--steps", "120", "--kill", "1.0@20", "--kill-source", "--params", "2000000", "--batch", "4"}),
+               120);
+}
+
+TEST(Demo, TheJoinerDiesDuringItsCatchUp) {
+  expect_sound(demo({"--steps", "120", "--kill", "1.0@20", "--kill-joiner", "--params", "2000000", "--batch", "4"}),
+               120);
+}
+
+TEST(Demo, OverTcpItIsTheSame) {
+  expect_sound(demo({"--steps", "120", "--kill", "0.0@30", "--transport", "tcp"}), 120);
+}
+
+TEST(Demo, RandomKillsAtRandomSteps) {
+  const unsigned seed = std::random_device{}();
+  std::mt19937 random(seed);
+  std::string kills;
+  // Different replicas, some steps apart or together.
+  std::vector<unsigned> replicas{0, 1, 2};
+  std::shuffle(replicas.begin(), replicas.end(), random);
+  for (unsigned i = 0; i < 2; ++i)
+    kills += (i ? "," : "") + std::to_string(replicas[i]) + "." + std::to_string(random() % 2) + "@" +
+             std::to_string(10 + random() % 60);
+  SCOPED_TRACE("--kill " + kills);
+  expect_sound(demo({"--steps", "250", "--kill", kills}), 250);
+}
+
+TEST(Demo, ATraceOfAllProcessesIsWritten) {
+  Scratch scratch;
+  const std::string trace = scratch.path + "/trace.json";
+  demo({"--steps", "60", "--kill", "1.0@20", "--trace", trace});
+  const auto json = nlohmann::json::parse(read_file(trace), nullptr, false);
+  ASSERT_FALSE(json.is_discarded());
+  std::set<std::string> names;
+  for (const auto& event : json.at("traceEvents"))
+    if (event.at("ph") == "M") names.insert(event.at("args").at("name").get<std::string>());
+  for (const char* who : {"coordinator", "node0", "r0.0", "r1.1", "demo"}) EXPECT_TRUE(names.contains(who)) << who;
+}
+
+TEST(Demo, WrongTargetsAreRefusedWithTheForm) {
+  const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill", "7.0@3"});
+  EXPECT_NE(ended.status, 0);
+  EXPECT_NE(ended.output.find("outside this run of 3 replicas"), std::string::npos) << ended.output;
+  const Ended shape = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill", "one"});
+  EXPECT_NE(shape.output.find("REPLICA.RANK@STEP"), std::string::npos) << shape.output;
+}
+
+}  // namespace
+}  // namespace rejoin::test

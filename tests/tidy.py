@@ -1,0 +1,72 @@
+#!/usr/bin/env python3
+"""Style as a failing test: layering, lengths, banned calls. See docs/design-notes.md."""
+import pathlib
+import re
+import subprocess
+import sys
+
+root = pathlib.Path(__file__).resolve().parent.parent
+tracked = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
+sources = [root / f for f in tracked if f.endswith((".h", ".cc")) and (root / f).exists()]
+
+# A folder may include itself and what stands here; arrows only point down.
+may_use = {
+    "base": set(),
+    "transport": {"base"},
+    "shm": {"base"},
+    "membership": {"base"},
+    "ftar": {"base", "transport"},
+    "catchup": {"base", "transport", "shm"},
+    "daemon": {"base", "transport", "shm", "membership", "catchup"},
+    "rejoin": {"base", "transport", "shm", "membership", "catchup", "ftar"},
+    "bench": {"base", "transport", "ftar", "shm", "catchup"},
+    "examples": {"base", "rejoin", "membership"},
+    "tests": {"base", "transport", "shm", "membership", "catchup", "ftar", "daemon", "rejoin", "examples", "tests"},
+}
+banned = {
+    r"\bgetenv\(": "configuration is read in one place (CLI11); nothing else reads the environment",
+    r"\bstd::rand\b|\brand\(\)": "chance comes in as a parameter",
+    r"\busing namespace std;": "",
+    r"\bsleep_for\(|\busleep\(|\bsleep\(": "wait for the event, with a deadline",
+    r"#include <(ucp|uct|ucs)/": "vendor headers stay inside their backend",
+}
+allowed = {
+    (r"\bgetenv\(", "tests/process.h"),
+    (r"\bsleep_for\(|\busleep\(|\bsleep\(", "tests/process.h"),        # polls other processes
+    (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_main.cc"),  # reads files that other processes append to
+    (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_job.cc"),
+}
+MAX_LINES, MAX_COLUMNS = 500, 120
+problems = []
+
+for path in sources:
+    name = str(path.relative_to(root))
+    folder = name.split("/")[0]
+    lines = path.read_text().split("\n")
+    if len(lines) > MAX_LINES and "/tests/" not in name and not name.startswith("tests/"):
+        problems.append(f"{name}: {len(lines)} lines; over {MAX_LINES}, split it by concern")
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_COLUMNS:
+            problems.append(f"{name}:{number}: {len(line)} columns, over {MAX_COLUMNS}")
+        include = re.match(r'#include "([a-z_]+)/', line)
+        if include and folder in may_use and include.group(1) in may_use and include.group(1) != folder:
+            if include.group(1) not in may_use[folder]:
+                problems.append(f"{name}:{number}: {folder}/ may not use {include.group(1)}/")
+        for pattern, why in banned.items():
+            if re.search(pattern, line) and not line.lstrip().startswith("//") and (pattern, name) not in allowed:
+                if "ucp" in pattern and name.startswith("transport/ucx/"):
+                    continue
+                problems.append(f"{name}:{number}: banned: {line.strip()} ({why})")
+    if path.suffix == ".h" and "#pragma once" not in lines[:30] and not any(l == "#pragma once" for l in lines):
+        problems.append(f"{name}: no #pragma once")
+    if path.suffix in (".h",) and not lines[0].startswith("//"):
+        problems.append(f"{name}: a header begins with what it is for")
+
+# Dead files: every source is named in a CMakeLists.txt.
+cmake = "\n".join((root / f).read_text() for f in tracked if f.endswith("CMakeLists.txt"))
+for path in sources:
+    if path.suffix == ".cc" and path.name not in cmake:
+        problems.append(f"{path.relative_to(root)}: not built by any CMakeLists.txt")
+
+print("\n".join(problems) or f"tidy: {len(sources)} files")
+sys.exit(1 if problems else 0)
