@@ -13,8 +13,7 @@ nlohmann::json demo(std::vector<std::string> more) {
   Scratch scratch;
   const std::string json = scratch.path + "/report.json";
   std::vector<std::string> arguments{
-      binaries() + "/rejoin-demo", "--data", REJOIN_DATA,    "--json", json, "--no-baseline",
-      "--limit-seconds",           "60",     "--silence-ms", "1000"};
+      binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--json", json, "--no-baseline", "--limit-seconds", "60"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   const Ended ended = run(arguments, {}, std::chrono::seconds(90));
   EXPECT_EQ(ended.status, 0) << ended.output;
