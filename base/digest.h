@@ -9,6 +9,8 @@
 namespace rejoin {
 
 std::uint64_t digest(BytesView bytes);
+// The same without vector instructions beyond the baseline, for tests.
+std::uint64_t digest_plain(BytesView bytes);
 
 // The digest of several pieces, each digested by itself, order mattering.
 std::uint64_t combine_digests(std::uint64_t so_far, std::uint64_t next);

@@ -21,6 +21,8 @@ output=$("$scratch/build/user" 2>&1 || true)
 grep -q "no daemon socket" <<<"$output" || { echo "unexpected: $output"; exit 1; }
 libdir=$(dirname "$(find "$scratch/tree" -name rejoin.pc)")
 c++ "$scratch/user/minimal.cc" -o "$scratch/by_pkg_config" $(PKG_CONFIG_PATH="$libdir" pkg-config --cflags --libs rejoin)
-LD_LIBRARY_PATH="$(dirname "$libdir")" "$scratch/by_pkg_config" 2>&1 | grep -q "no daemon socket"
-"$scratch/tree/bin/rejoin" --help | grep -q status
+output=$(LD_LIBRARY_PATH="$(dirname "$libdir")" "$scratch/by_pkg_config" 2>&1 || true)
+grep -q "no daemon socket" <<<"$output" || { echo "unexpected: $output"; exit 1; }
+output=$("$scratch/tree/bin/rejoin" --help)
+grep -q status <<<"$output"
 echo "installed tree works"

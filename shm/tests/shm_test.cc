@@ -141,6 +141,14 @@ TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
   EXPECT_GE(from_aside, 20);
 }
 
+TEST(Digest, AllInstructionSetsAgreeAtEveryLength) {
+  std::mt19937 random(3);
+  Bytes bytes(5'000'000);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+  for (std::size_t length : {0ul, 1ul, 17ul, 240ul, 4095ul, 4096ul, 4097ul, 100'000ul, 4'194'304ul, 5'000'000ul})
+    EXPECT_EQ(digest(BytesView(bytes).first(length)), digest_plain(BytesView(bytes).first(length))) << length;
+}
+
 TEST(Digest, EveryByteAndItsPlaceMatter) {
   Bytes bytes(20000);
   const auto plain = digest(bytes);

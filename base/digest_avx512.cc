@@ -1,0 +1,8 @@
+// digest() for CPUs with avx512; compiled with that instruction set.
+#include "base/digest_kernel.h"
+
+namespace rejoin {
+
+std::uint64_t digest_avx512(BytesView bytes) { return digest_kernel::run(bytes); }
+
+}  // namespace rejoin

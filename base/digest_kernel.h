@@ -1,0 +1,39 @@
+// The body of digest(), included by one source file for each instruction set; all give the same result.
+#pragma once
+
+// Inlined, so that each includer gets the variant of its own vector width.
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "base/bytes.h"
+
+namespace rejoin::digest_kernel {
+
+constexpr std::size_t kBlock = 4 * KiB;
+constexpr std::size_t kRun = 1024;  // block hashes are hashed in runs of this many; part of the definition
+
+static inline std::uint64_t combine(std::uint64_t so_far, std::uint64_t next) {
+  const std::uint64_t both[2] = {so_far, next};
+  return XXH3_64bits(both, sizeof both);
+}
+
+static inline std::uint64_t run(BytesView bytes) {
+  std::uint64_t result = bytes.size();
+  std::array<std::uint64_t, kRun> hashes;
+  for (std::size_t at = 0; at < bytes.size();) {
+    std::size_t count = 0;
+    for (; count < kRun && at < bytes.size(); ++count) {
+      const std::size_t size = std::min(kBlock, bytes.size() - at);
+      hashes[count] = XXH3_64bits(bytes.data() + at, size);
+      at += size;
+    }
+    result = combine(result, XXH3_64bits(hashes.data(), count * sizeof hashes[0]));
+  }
+  return result;
+}
+
+}  // namespace rejoin::digest_kernel

@@ -1,0 +1,272 @@
+// rejoin_catchup_bw: how fast a joiner's state arrives (checked, and proven against a source), beside the transport's
+// own bulk rate for the same bytes in the same pattern. Every replica is a process of this machine.
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "base/log.h"
+#include "bench/limits.h"
+#include "catchup/keeper.h"
+#include "catchup/service.h"
+#include "transport/factory.h"
+#include "transport/idle.h"
+
+namespace rejoin::bench {
+namespace {
+
+struct Settings {
+  std::uint64_t bytes = 1 * GiB;
+  std::uint32_t sources = 2;
+  int repeats = 3;
+  std::string transport = "shm", json;
+};
+
+constexpr std::uint64_t kVersion = 7;
+constexpr std::uint64_t kExtent = shm::kPartBytes / 3, kWindow = 12;
+
+struct Measured {
+  double bulk_seconds = 0, arrived_seconds = 0, proven_seconds = 0;
+};
+
+class Replica {
+ public:
+  Replica(const Settings& settings, Meeting& meeting, std::uint32_t number)
+      : s_(settings), meeting_(meeting), number_(number) {}
+
+  Result<std::vector<Measured>> run() {
+    auto manifest = shm::Manifest::make({{.name = "state", .count = s_.bytes / 12, .columns = 3}});
+    if (!manifest) return tl::unexpected(manifest.error());
+    auto owner = shm::Owner::make(std::move(*manifest));
+    if (!owner) return tl::unexpected(owner.error());
+    owner_ = std::make_unique<shm::Owner>(std::move(*owner));
+    std::memset(owner_->state().data(), joiner() ? 0 : 0x5a, owner_->state().size());
+    std::vector<Measured> all;
+    for (int i = 0; i < s_.repeats; ++i) {
+      Measured measured;
+      auto bulk = measure_bulk();
+      if (!bulk) return tl::unexpected(bulk.error());
+      measured.bulk_seconds = *bulk;
+      if (auto done = measure_catch_up(measured); !done) return tl::unexpected(done.error());
+      all.push_back(measured);
+    }
+    return all;
+  }
+
+ private:
+  bool joiner() const { return number_ == 0; }
+  std::uint32_t processes() const { return s_.sources + 1; }
+  Result<> meet_all() {
+    return meet(meeting_, processes()) ? Result<>{} : fail(ErrorCode::cancelled, "another process failed");
+  }
+  Result<> open() {
+    auto engine = transport::make_engine(s_.transport);
+    if (!engine) return tl::unexpected(engine.error());
+    engine_ = std::move(*engine);
+    auto address = engine_->listen({"127.0.0.1:0"});
+    if (!address) return tl::unexpected(address.error());
+    std::snprintf(meeting_.addresses[number_], sizeof meeting_.addresses[number_], "%s", address->text.c_str());
+    idle_.emplace(*engine_, transport::Idle::Options{.spins = 100, .yields = 20});
+    return meet_all();
+  }
+
+  // Each source writes its half of the state in extents of the stream's size, a bounded number in flight.
+  Result<double> measure_bulk() {
+    if (auto opened = open(); !opened) return tl::unexpected(opened.error());
+    auto region = engine_->register_region(owner_->state(), transport::MemoryKind::host);
+    if (!region) return tl::unexpected(region.error());
+    const std::uint64_t share = owner_->state().size() / s_.sources;
+    if (!joiner()) {
+      auto endpoint = engine_->connect({meeting_.addresses[0]}, bytes_of(number_));
+      if (!endpoint) return tl::unexpected(endpoint.error());
+      transport::RemoteRegion target;
+      std::uint64_t posted = 0, done = 0;
+      const std::uint64_t begin = (number_ - 1) * share;
+      const auto post = [&] {
+        if (posted >= share) return;
+        const std::uint64_t length = std::min(kExtent, share - posted);
+        const transport::Write write{.context = length,
+                                     .local = {*region, begin + posted},
+                                     .remote = {target, begin + posted},
+                                     .length = length,
+                                     .notify = std::nullopt};
+        if (engine_->write(*endpoint, {&write, 1})) posted += length;
+      };
+      while (done < share)
+        for (const auto& event : poll()) {
+          if (event.kind == transport::EventKind::closed) return fail(ErrorCode::unavailable, "the joiner is gone");
+          if (event.kind == transport::EventKind::message) {
+            std::memcpy(&target, event.message.data(), sizeof target);
+            for (std::uint64_t i = 0; i < kWindow; ++i) post();
+          }
+          if (event.kind == transport::EventKind::completed) done += event.value, post();
+        }
+      (void)engine_->send(*endpoint, as_bytes("done"));
+      while (engine_->poll().empty() && std::exchange(flushes_, flushes_ + 1) < 1000) {
+      }
+      flushes_ = 0;
+    }
+    double seconds_taken = 0;
+    if (joiner()) {
+      std::vector<transport::EndpointId> sources;
+      std::uint32_t finished = 0;
+      TimePoint start{};
+      while (finished < s_.sources)
+        for (const auto& event : poll()) {
+          if (event.kind == transport::EventKind::accepted) sources.push_back(event.endpoint);
+          if (event.kind == transport::EventKind::accepted && sources.size() == s_.sources) {
+            start = clock_.now();
+            const auto remote = engine_->remote(*region);
+            for (auto endpoint : sources) (void)engine_->send(endpoint, bytes_of(remote));
+          }
+          finished += event.kind == transport::EventKind::message;
+        }
+      seconds_taken = seconds(clock_.now() - start);
+    }
+    if (auto met = meet_all(); !met) return tl::unexpected(met.error());
+    engine_->deregister(*region);
+    engine_.reset();
+    return seconds_taken;
+  }
+
+  Result<> measure_catch_up(Measured& measured) {
+    if (joiner()) std::memset(owner_->state().data(), 0, owner_->state().size());
+    owner_->set_version(kVersion);
+    if (auto opened = open(); !opened) return opened;
+    catchup::Service service(*engine_, 1);
+    const auto copy = [](const Fd& fd) { return Fd(::dup(fd.get())); };
+    auto view = shm::View::make(owner_->manifest(), copy(owner_->state_fd()), copy(owner_->page_fd()),
+                                copy(owner_->aside_fd()), copy(owner_->doorbell()));
+    if (!view) return tl::unexpected(view.error());
+    const catchup::RankKey key{ReplicaId(number_), RankId(0)};
+    if (auto added = service.add_rank(key, std::move(*view)); !added) return added;
+    if (auto met = meet_all(); !met) return met;
+    if (joiner()) {
+      std::set<catchup::SourceAddress> sources;
+      for (std::uint32_t i = 1; i <= s_.sources; ++i)
+        sources.insert({ReplicaId(i), Incarnation(i), {meeting_.addresses[i]}});
+      const TimePoint start = clock_.now();
+      service.catch_up(key, sources, start);
+      catchup::Keeper keeper(*owner_, GiB);
+      TimePoint updated = start;
+      for (bool caught_up = false; !caught_up;) {
+        const TimePoint now = clock_.now();
+        caught_up = !service.poll(now).empty();
+        const auto progress = service.progress(key, now);
+        if (measured.arrived_seconds == 0 && progress->slices == progress->total_slices)
+          measured.arrived_seconds = seconds(now - start);
+        // The trainer's part, every few milliseconds: what has arrived becomes current.
+        if (now - updated >= std::chrono::milliseconds(5) || measured.arrived_seconds != 0) {
+          updated = now;
+          keeper.begin(Step(kVersion), false, [](std::uint32_t, std::uint64_t, std::uint64_t) { return BytesView{}; });
+          keeper.end(Step(kVersion), false);
+        }
+        if (!service.busy()) idle_->wait(true, std::chrono::milliseconds(1));
+        else idle_->reset();
+      }
+      measured.proven_seconds = seconds(clock_.now() - start);
+      for (std::uint64_t i = 0; i < s_.bytes / 12 * 4; i += 4097)
+        if (owner_->state()[i] != std::byte{0x5a}) return fail(ErrorCode::corrupt, "byte {} did not arrive", i);
+      meeting_.wrong.store(1);  // tells the sources that it is over
+    } else {
+      while (meeting_.wrong.load() == 0 && meeting_.failed.load() == 0) {
+        service.poll(clock_.now());
+        if (!service.busy()) idle_->wait(true, std::chrono::milliseconds(1));
+        else idle_->reset();
+      }
+    }
+    if (auto met = meet_all(); !met) return met;
+    if (joiner()) meeting_.wrong.store(0);
+    return meet_all();
+  }
+
+  std::span<const transport::Event> poll() {
+    auto events = engine_->poll();
+    if (events.empty()) idle_->wait(true, std::chrono::milliseconds(10));
+    else idle_->reset();
+    return events;
+  }
+
+  const Settings& s_;
+  Meeting& meeting_;
+  const std::uint32_t number_;
+  SteadyClock clock_;
+  std::unique_ptr<shm::Owner> owner_;
+  std::unique_ptr<transport::Engine> engine_;
+  std::optional<transport::Idle> idle_;
+  int flushes_ = 0;
+};
+
+int run(const Settings& s) {
+  auto memory = make_sealed_memfd("meeting", sizeof(Meeting));
+  auto mapping = memory ? Mapping::of(*memory, sizeof(Meeting)) : Result<Mapping>(tl::unexpected(memory.error()));
+  if (!mapping) return std::cerr << "rejoin_catchup_bw: " << mapping.error().message << "\n", 1;
+  auto& meeting = *new (mapping->data()) Meeting{};
+  std::vector<pid_t> children;
+  for (std::uint32_t number = 1; number <= s.sources; ++number) {
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      auto done = Replica(s, meeting, number).run();
+      if (!done)
+        meeting.failed.store(1),
+            std::cerr << "rejoin_catchup_bw: source " << number << ": " << done.error().message << "\n";
+      ::_exit(done ? 0 : 1);
+    }
+    children.push_back(pid);
+  }
+  auto measured = Replica(s, meeting, 0).run();
+  if (!measured)
+    meeting.failed.store(1), std::cerr << "rejoin_catchup_bw: joiner: " << measured.error().message << "\n";
+  for (auto pid : children) ::waitpid(pid, nullptr, 0);
+  if (!measured) return 1;
+  std::printf("# rejoin_catchup_bw: %s from %u sources, transport %s; every replica a process of this machine\n",
+              human_bytes(s.bytes).c_str(), s.sources, s.transport.c_str());
+  std::printf("# bulk: the same bytes written by the same sources in extents of the same size, nothing checked\n");
+  std::printf("#%10s %14s %16s %16s %8s %8s\n", "run", "bulk (GB/s)", "arrived (GB/s)", "proven (GB/s)", "arrived",
+              "proven");
+  nlohmann::json rows = nlohmann::json::array();
+  const auto rate = [&](double seconds_taken) { return static_cast<double>(s.bytes) / seconds_taken * 1e-9; };
+  int number = 0;
+  for (const auto& m : *measured) {
+    std::printf(" %10d %14.2f %16.2f %16.2f %8.2f %8.2f\n", ++number, rate(m.bulk_seconds), rate(m.arrived_seconds),
+                rate(m.proven_seconds), m.bulk_seconds / m.arrived_seconds, m.bulk_seconds / m.proven_seconds);
+    rows.push_back({{"bulk_gbps", rate(m.bulk_seconds)},
+                    {"arrived_gbps", rate(m.arrived_seconds)},
+                    {"proven_gbps", rate(m.proven_seconds)},
+                    {"ratio", m.bulk_seconds / m.arrived_seconds}});
+  }
+  if (!s.json.empty()) {
+    std::ofstream out(s.json);
+    out << nlohmann::json{{"bytes", s.bytes}, {"sources", s.sources}, {"transport", s.transport}, {"runs", rows}}.dump(
+               2)
+        << "\n";
+    if (!out.flush()) return std::cerr << "rejoin_catchup_bw: can't write " << s.json << "\n", 1;
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace rejoin::bench
+
+int main(int argc, char** argv) {
+  using namespace rejoin;
+  bench::Settings s;
+  CLI::App app{"Catch-up rate beside the transport's own bulk rate."};
+  app.add_option("-s,--size", s.bytes, "state of the joiner, e.g. 1G")
+      ->transform(CLI::AsSizeValue(false))
+      ->capture_default_str();
+  app.add_option("--sources", s.sources, "replicas that serve it")->check(CLI::Range(1, 16))->capture_default_str();
+  app.add_option("-n,--iters", s.repeats, "repetitions")->check(CLI::Range(1, 1000))->capture_default_str();
+  app.add_option("--transport", s.transport, "shm, tcp or ucx:LIST")->capture_default_str();
+  app.add_option("--json", s.json, "write the results to this file");
+  CLI11_PARSE(app, argc, argv);
+  if (s.bytes < 1024) return std::cerr << "rejoin_catchup_bw: --size must be at least 1 KiB\n", 2;
+  init_logging("catchup_bw", "warn");
+  return bench::run(s);
+}
