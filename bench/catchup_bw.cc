@@ -71,7 +71,7 @@ class Replica {
     auto address = engine_->listen({"127.0.0.1:0"});
     if (!address) return tl::unexpected(address.error());
     std::snprintf(meeting_.addresses[number_], sizeof meeting_.addresses[number_], "%s", address->text.c_str());
-    idle_.emplace(*engine_, transport::Idle::Options{.spins = 100, .yields = 20});
+    idle_.emplace(*engine_, transport::Idle::Options{.spins = 10, .yields = 2});
     return meet_all();
   }
 
@@ -145,6 +145,9 @@ class Replica {
     if (!view) return tl::unexpected(view.error());
     const catchup::RankKey key{ReplicaId(number_), RankId(0)};
     if (auto added = service.add_rank(key, std::move(*view)); !added) return added;
+    // As a daemon does when a trainer registers: its memory is mapped.
+    do service.poll(clock_.now());
+    while (service.busy());
     if (auto met = meet_all(); !met) return met;
     if (joiner()) {
       std::set<catchup::SourceAddress> sources;

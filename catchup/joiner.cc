@@ -57,8 +57,31 @@ Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message, Time
   if (message.has_sent()) handled = on_sent(source, message.sent());
   else if (message.has_proof()) handled = on_proof(source, message.proof());
   else handled = fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
-  if (handled) work(now);
+  if (handled) work(now, true);
   return handled;
+}
+
+void Joiner::on_written(std::uint64_t tag) {
+  const auto& manifest = view_.manifest();
+  const auto part = static_cast<std::uint32_t>(tag >> 2);
+  const auto column = static_cast<std::uint32_t>(tag & 3);
+  if (tag >> 2 >= manifest.parts().size()) return;  // the digests at the end tell
+  const shm::Part& range = manifest.parts()[part];
+  if (column >= manifest.tensors()[range.tensor].columns) return;
+  const shm::Extent extent = manifest.extent(range, column);
+  landed_[part][column] = digest(BytesView(view_.state()).subspan(extent.offset, extent.length));
+}
+
+std::uint64_t Joiner::digest_of_landed(std::uint32_t part) {
+  const auto& manifest = view_.manifest();
+  const shm::Part& range = manifest.parts()[part];
+  auto known = landed_.extract(part);
+  std::uint64_t result = 0;
+  for (std::uint32_t column = 0; column < manifest.tensors()[range.tensor].columns; ++column) {
+    if (known.empty() || !known.mapped()[column]) return digest_of(manifest, range, view_.state());
+    result = combine_digests(result, *known.mapped()[column]);
+  }
+  return result;
 }
 
 Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
@@ -70,7 +93,7 @@ Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
   const auto word = view_.slice(slice);
   if (!planner_.on_arrived(source, slice)) return {};  // asked for again meanwhile
   for (std::uint32_t i = 0; i < manifest.slices()[slice].parts; ++i)
-    if (digest_of(manifest, manifest.part(slice, i), view_.state()) != sent.digests(static_cast<int>(i))) {
+    if (digest_of_landed(manifest.slices()[slice].first_part + i) != sent.digests(static_cast<int>(i))) {
       spdlog::warn("slice {} from replica {} is damaged; it is fetched again", slice, source);
       fetch_again(slice);
       return {};
@@ -95,7 +118,7 @@ void Joiner::fetch_again(std::uint32_t slice) {
   planner_.on_again(slice);
 }
 
-void Joiner::work(TimePoint now) {
+void Joiner::work(TimePoint now, bool busy) {
   if (done_) return;
   std::erase_if(questions_, [&](Question& question) { return settle(question); });
   if (view_.clock() != seen_) {
@@ -105,7 +128,7 @@ void Joiner::work(TimePoint now) {
       if (planner_.has(i) && view_.slice(i).state == shm::SliceState::abandoned) fetch_again(i);
   }
   ask_for_slices();
-  ask_for_proof();
+  if (!busy || planner_.all_arrived()) ask_for_proof();
   if (proven_count_ == view_.manifest().slices().size()) {
     done_ = true;
     finished_ = now;

@@ -2,6 +2,7 @@
 // Runs in the daemon; the trainer's part (keeping and applying gradients) is keeper.h.
 #pragma once
 
+#include <array>
 #include <map>
 #include <vector>
 
@@ -32,7 +33,10 @@ class Joiner {
   void on_source_down(ReplicaId source);  // after its endpoint was closed: it is fenced
   // Errors: `corrupt`; the caller closes the source's connection.
   Result<> on_message(ReplicaId source, const proto::Stream& message, TimePoint now);
-  void work(TimePoint now);
+  // An extent has landed: its digest is taken while its bytes are in the cache.
+  void on_written(std::uint64_t tag);
+  // `busy`: extents are coming in; proofs, which cost as much memory traffic as the stream, wait for a quieter moment.
+  void work(TimePoint now, bool busy);
 
   bool done() const { return done_; }
   Progress progress(TimePoint now) const;
@@ -47,6 +51,7 @@ class Joiner {
     std::vector<std::uint64_t> theirs;               // by slice; empty: not answered yet
   };
 
+  std::uint64_t digest_of_landed(std::uint32_t part);
   Result<> on_sent(ReplicaId source, const proto::Sent& sent);
   Result<> on_proof(ReplicaId source, const proto::Proof& proof);
   void ask_for_slices();
@@ -61,6 +66,7 @@ class Joiner {
   const transport::RegionId state_;
   Planner planner_;
   std::map<ReplicaId, transport::EndpointId> sources_;
+  std::map<std::uint32_t, std::array<std::optional<std::uint64_t>, shm::kMaxColumns>> landed_;  // digests, by part
   std::vector<bool> proven_;
   std::uint32_t proven_count_ = 0;
   std::vector<Question> questions_;

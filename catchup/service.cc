@@ -160,7 +160,11 @@ void Service::handle(const transport::Event& event, TimePoint now) {
       if (found != serving_.end()) found->second.source->on_write_completed(event.value, !event.error);
       return;
     }
-    case EventKind::written: return;
+    case EventKind::written: {
+      auto found = fetching_.find(event.endpoint);
+      if (found != fetching_.end()) ranks_.at(found->second.rank).joiner->on_written(event.value);
+      return;
+    }
     case EventKind::closed: return lose(event.endpoint, event.error ? event.error->message : "closed");
   }
 }
@@ -185,8 +189,9 @@ void Service::poll_again(TimePoint now) {
   }
   for (auto& [endpoint, serving] : serving_) serving.source->work(now);
   for (auto& [key, rank] : ranks_) {
+    busy_ |= rank.view->populate_some();
     if (!rank.joiner) continue;
-    rank.joiner->work(now);
+    rank.joiner->work(now, busy_);
     if (rank.joiner->done() && !rank.reported) {
       rank.reported = true;
       caught_up_.push_back(key);

@@ -105,7 +105,6 @@ void Source::advance(SliceJob& job) {
     if (part.digest || part.writing) continue;
     const auto where = memory_.view->where(part.held);
     if (where == shm::View::Where::copying) continue;
-    part.from_aside = where == shm::View::Where::aside;
     write_part(job, i);
   }
 }
@@ -119,6 +118,10 @@ void Source::write_part(SliceJob& job, std::size_t index) {
   std::uint64_t number = 0;
   for (const auto& [id, candidate] : jobs_)
     if (&candidate == &job) number = id;
+  // The digest first: it is of the held version if the hold lasts until the bytes are there.
+  part.digest_sent = digest_held(*memory_.view, part.held);
+  if (!part.digest_sent) return;  // being copied: from there, later
+  part.from_aside = memory_.view->where(part.held) == shm::View::Where::aside;
   std::vector<transport::Write> writes;
   std::uint64_t at = memory_.view->aside_offset(part.held);
   for (std::uint32_t column = 0; column < manifest.tensors()[range.tensor].columns; ++column) {
@@ -129,7 +132,7 @@ void Source::write_part(SliceJob& job, std::size_t index) {
                       .local = local,
                       .remote = {job.request.target, extent.offset},
                       .length = extent.length,
-                      .notify = std::nullopt});
+                      .notify = extent_tag(part.held.part, column)});
     at += extent.length;
   }
   if (!engine_.write(joiner_, writes)) {
@@ -148,11 +151,9 @@ void Source::on_write_completed(std::uint64_t context, bool success) {
   if (!success) failed_ = true;
   if (--part.outstanding > 0 || failed_) return;
   part.writing = false;
-  const auto digest = digest_held(*memory_.view, part.held);
-  if (!digest) return;  // being copied: written again from there
-  if (!part.from_aside && memory_.view->where(part.held) != shm::View::Where::state) return;
-  part.digest = digest;
-  memory_.view->release(part.held);
+  if (part.from_aside) memory_.view->release(part.held);
+  else if (!memory_.view->release_if_untouched(part.held)) return;  // an update got in between: again, from aside
+  part.digest = part.digest_sent;
 }
 
 bool Source::advance(Question& question) {

@@ -13,6 +13,12 @@
 
 namespace rejoin::catchup {
 
+// What a written extent's notification carries.
+constexpr std::uint64_t extent_tag(std::uint32_t part, std::uint32_t column) {
+  return std::uint64_t{part} << 2 | column;
+}
+static_assert(shm::kMaxColumns <= 4);
+
 class Source {
  public:
   struct Memory {  // of the local trainer, registered
@@ -43,7 +49,8 @@ class Source {
     bool from_aside = false;
     bool writing = false;
     std::uint32_t outstanding = 0;
-    std::optional<std::uint64_t> digest;  // set: the part is done
+    std::optional<std::uint64_t> digest_sent;  // of the bytes under way
+    std::optional<std::uint64_t> digest;       // set: the part is done
   };
   struct SliceJob {
     Request request;

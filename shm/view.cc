@@ -1,5 +1,9 @@
 #include "shm/view.h"
 
+#include <sys/mman.h>
+
+#include <algorithm>
+
 #include "base/digest.h"
 
 namespace rejoin::shm {
@@ -77,6 +81,23 @@ View::Where View::where(const Held& held) const {
     case PinState::free: break;
   }
   return Where::copying;
+}
+
+bool View::release_if_untouched(const Held& held) {
+  PinState expected = PinState::owed;
+  if (!page().pins[held.pin].state.compare_exchange_strong(expected, PinState::free)) return false;
+  taken_ &= ~(1u << held.pin);
+  return true;
+}
+
+bool View::populate_some() {
+  constexpr std::size_t piece = 16 * MiB;
+  if (populated_ >= state_.size()) return false;
+  const std::size_t size = std::min(piece, state_.size() - populated_);
+  // Older kernels don't know it; then the pages come one by one, as they are touched.
+  (void)::madvise(state_.data() + populated_, size, MADV_POPULATE_WRITE);
+  populated_ += size;
+  return true;
 }
 
 bool View::release(const Held& held) {

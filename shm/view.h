@@ -18,6 +18,8 @@ class View {
   std::span<std::byte> state() const { return state_.span(); }
   std::span<std::byte> aside() const { return aside_.span(); }
   const Fd& doorbell() const { return doorbell_; }
+  // Maps the next piece of the state for real, so that the stream does not stop at every page; false when all is done.
+  bool populate_some();
   // Asks to be rung at the next change of clock or pin; look again after it, before sleeping.
   void wait_for_change() { page().daemon_waits.store(1); }
 
@@ -43,6 +45,9 @@ class View {
   enum class Where { state, aside, copying };
   Where where(const Held& held) const;
   std::uint64_t aside_offset(const Held& held) const { return held.pin * kPartBytes; }
+  // Ends a hold if the bytes in the state were the held version's all the time until now; otherwise it goes on, and the
+  // bytes are (or will be) aside.
+  bool release_if_untouched(const Held& held);
   // Ends a hold. True where the bytes in the state were the held version's all the time until now.
   bool release(const Held& held);
 
@@ -54,6 +59,7 @@ class View {
   Manifest manifest_;
   Mapping state_, page_, aside_;
   Fd doorbell_;
+  std::size_t populated_ = 0;
   std::uint32_t taken_ = 0;        // bit per pin that is held by us
   std::uint32_t withdrawing_ = 0;  // given up while the trainer was copying it
 };
