@@ -261,6 +261,14 @@ void Progress::report_links() {
   say(report);
 }
 
+// A trainer that computes is silent, too. What is normal is learned from the steps so far; a process that is stopped
+// is found by its missing heartbeats long before.
+Duration Progress::patience_with_compute() const {
+  constexpr std::size_t enough = 4;
+  if (step_times_.size() < enough) return std::max<Duration>(silence_, config_.patience);
+  return silence_ + 8 * *std::max_element(step_times_.begin(), step_times_.end());
+}
+
 // Nothing waits in silence: after a second the log says for whom, after `silence` the coordinator is told.
 void Progress::look_for_stalls(TimePoint now) {
   if (now - stall_checked_ < silence_ / 16) return;
@@ -273,7 +281,7 @@ void Progress::look_for_stalls(TimePoint now) {
                    wait.on ? wait.on->replica.value : config_.replica, config_.rank, wait.what,
                    milliseconds(wait.since));
     }
-    if (wait.since <= silence_ || !wait.on) continue;
+    if (!wait.on || wait.since <= (wait.not_started ? patience_with_compute() : silence_)) continue;
     proto::FromNode report;
     auto& accusation = *report.mutable_accusation();
     accusation.set_replica(config_.replica);
@@ -414,12 +422,19 @@ void Progress::on_peers(const proto::Peers& peers) {
 
 void Progress::on_plan(const proto::Plan& plan) {
   const bool contributed = machine_.contributes();
+  const TimePoint now = clock_.now();
   const std::uint64_t under_way = machine_.step().value;
   const auto meaning = machine_.on_plan(plan);
   using Meaning = membership::Rank::Meaning;
   if (meaning == Meaning::fenced)
     return fail({ErrorCode::cancelled, "this replica is out of the job; start it again to catch up"});
   if (meaning == Meaning::nothing) return;
+  if (meaning == Meaning::committed) {
+    constexpr std::size_t remembered = 16;
+    if (committed_at_ != TimePoint{}) step_times_.push_back(now - committed_at_);
+    if (step_times_.size() > remembered) step_times_.erase(step_times_.begin());
+    committed_at_ = now;
+  }
   if (machine_.epoch_changed() && machine_.has_contributors()) enter_epoch();
   {
     const std::lock_guard lock(mutex_);

@@ -49,6 +49,7 @@ class Progress {
   void report_exchanged();
   void report_links();
   void look_for_stalls(TimePoint now);
+  Duration patience_with_compute() const;
   void say(const proto::FromNode& report);
   Result<> greet(Fd& socket);
   void reconnect(TimePoint now);
@@ -77,6 +78,8 @@ class Progress {
   std::vector<bool> submitted_, done_;  // by bucket, in this epoch and step
   bool entered_ = false;
   std::uint64_t stall_said_for_ = 0;
+  std::vector<Duration> step_times_;  // of the last steps
+  TimePoint committed_at_{};
   std::thread thread_;
   Fd wake_;
 

@@ -85,6 +85,16 @@ TEST(Demo, TheJoinerDiesDuringItsCatchUp) {
                120);
 }
 
+TEST(Demo, StepsLongerThanTheSilenceAreNoFailure) {
+  const auto report =
+      demo({"--steps", "24", "--kill", "1.0@6", "--silence-ms", "150", "--params", "1500000", "--batch", "24"});
+  expect_sound(report, 24);
+  EXPECT_GT(report.at("step_ms").at("median").get<double>(), 150) << "this machine is too fast for this test's sizes";
+  for (const auto& event : report.at("events"))
+    if (event.at("kind") == "epoch" && event.contains("reason"))
+      EXPECT_EQ(event.at("reason").get<std::string>().find("waits for"), std::string::npos) << event.dump();
+}
+
 TEST(Demo, OverTcpItIsTheSame) {
   expect_sound(demo({"--steps", "120", "--kill", "0.0@30", "--transport", "tcp"}), 120);
 }
