@@ -158,9 +158,10 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason) 
   if (gone.empty()) return;
   Trainer& trainer = gone.mapped();
   if (trainer.key) {
-    events::emit("rank_down", {{"replica", std::uint64_t{trainer.key->replica.value}},
-                               {"rank", std::uint64_t{trainer.key->rank.value}},
-                               {"reason", reason}});
+    events::emit(machine_.plan().finished() ? "rank_left" : "rank_down",
+                 {{"replica", std::uint64_t{trainer.key->replica.value}},
+                  {"rank", std::uint64_t{trainer.key->rank.value}},
+                  {"reason", reason}});
     progress_.erase(*trainer.key);
     stream_->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   } else {

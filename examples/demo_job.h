@@ -18,7 +18,7 @@ struct JobSettings {
   std::string binaries;  // directory of rejoind and rejoin-demo-trainer
   std::string data;
   std::uint32_t replicas = 3, ranks = 2;
-  std::uint64_t steps = 150, batch = 16, parameters = 300000, seed = 1, silence_ms = 2000;
+  std::uint64_t steps = 150, batch = 16, parameters = 1000000, seed = 1, silence_ms = 2000;
   std::string transport = "shm";
   std::string log_level = "warn";
 };

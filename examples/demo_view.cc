@@ -44,9 +44,10 @@ void LiveView::draw(const Story& story) {
         rate += catch_up.rate;
         sources = std::max(sources, catch_up.sources);
       }
-      line += fmt::format("  {} {} of {}, {:.0f} MB/s from {}",
-                          bar(total ? static_cast<double>(bytes) / static_cast<double>(total) : 0, 16),
-                          human_bytes(bytes), human_bytes(total), rate * 1e-6, sources);
+      line += total == 0 ? "  waiting for the first slices"
+                         : fmt::format("  {} {} of {}, {:.0f} MB/s from {}",
+                                       bar(static_cast<double>(bytes) / static_cast<double>(total), 16),
+                                       human_bytes(bytes), human_bytes(total), rate * 1e-6, sources);
     }
     lines.push_back(line);
     roles += fmt::format(" {}={}", r, state.role);

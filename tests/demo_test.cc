@@ -1,6 +1,7 @@
 // The main job end to end, through the demo: the real binaries, killed and stopped at chosen and random points.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <random>
 
@@ -15,6 +16,8 @@ nlohmann::json demo(std::vector<std::string> more) {
   std::vector<std::string> arguments{
       binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--json", json, "--no-baseline", "--limit-seconds", "60"};
   arguments.insert(arguments.end(), more.begin(), more.end());
+  if (std::find(more.begin(), more.end(), "--params") == more.end())
+    arguments.insert(arguments.end(), {"--params", "300000"});  // a small model unless the test is about its size
   const Ended ended = run(arguments, {}, std::chrono::seconds(90));
   EXPECT_EQ(ended.status, 0) << ended.output;
   return nlohmann::json::parse(read_file(json), nullptr, false);
