@@ -466,6 +466,7 @@ std::vector<Wait> Communicator::waits(TimePoint now) const {
         wait->bucket = bucket.index;
         wait->step = bucket.step;
         wait->since = since;
+        wait->on_trainers = true;
         waits.push_back(*wait);
       }
   return waits;

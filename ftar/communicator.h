@@ -75,7 +75,7 @@ struct Wait {
   Step step;
   std::optional<Member> on;  // nobody: on this rank's own trainer
   std::string what;          // "chunk 17 of 64 of the reduce-scatter"
-  bool not_started = false;  // the member has not begun the operation: its trainer is still computing, or hangs
+  bool on_trainers = false;  // on an operation: some member's trainer may just be computing
   Duration since{};          // without any progress
 };
 

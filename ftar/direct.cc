@@ -33,9 +33,7 @@ void DirectOperation::on_direct() {
 std::optional<Wait> DirectOperation::wait() const {
   for (std::uint32_t i = 0; i < owner_.contributors_; ++i)
     if (owner_.direct_input(bucket_.index, bucket_.step, i).empty())
-      return Wait{.on = owner_.ring_[i].member,
-                  .what = fmt::format("its part of bucket {}", bucket_.index),
-                  .not_started = true};
+      return Wait{.on = owner_.ring_[i].member, .what = fmt::format("its part of bucket {}", bucket_.index)};
   return std::nullopt;
 }
 

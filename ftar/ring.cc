@@ -167,10 +167,7 @@ std::optional<Wait> RingOperation::wait() const {
     return wait;
   };
   for (auto* peer : {scatter_to_, right_.to, left_.to})
-    if (peer != nullptr && !peer_ready(*peer)) {
-      wait.not_started = true;
-      return on(peer, fmt::format("its start of bucket {}", bucket_.index));
-    }
+    if (peer != nullptr && !peer_ready(*peer)) return on(peer, fmt::format("its start of bucket {}", bucket_.index));
   if (contributes_ && n > 1) {
     std::uint32_t expected = 0;
     for (std::uint32_t s = 0; s < n; ++s)

@@ -196,9 +196,10 @@ void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint n
                        member(ReplicaId(accusation.suspect())) != nullptr;
   if (!current) return;
   auto [edge, fresh] = accusations_.try_emplace({accusation.replica(), accusation.suspect()});
-  if (fresh) edge->second.since = now;
+  if (fresh || (!edge->second.counts && !accusation.only_waiting())) edge->second.since = now;
   edge->second.what = accusation.what();
   edge->second.lost |= accusation.lost();
+  edge->second.counts |= !accusation.only_waiting();
 }
 
 // The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. A broken connection accuses both
@@ -208,6 +209,7 @@ void Coordinator::judge(TimePoint now) {
   std::map<std::uint32_t, int> accused;
   std::set<std::uint32_t> waiting;
   for (const auto& [edge, about] : accusations_) {
+    if (!about.counts) continue;
     if (edge.first != edge.second) waiting.insert(edge.first);
     if (now - about.since >= patience) ++accused[edge.second];
   }

@@ -126,7 +126,8 @@ class Coordinator {
   struct Edge {
     std::string what;
     bool lost = false;
-    TimePoint since{};
+    bool counts = false;  // it has lasted too long
+    TimePoint since{};    // … since then
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Edge> accusations_;  // accuser → suspect, in this epoch
   Actions actions_;

@@ -24,6 +24,7 @@ std::uint64_t new_life() {
 ftar::Member member_of(const auto& m) { return {ReplicaId(m.replica()), Incarnation(m.incarnation())}; }
 
 constexpr Duration kReconnect = std::chrono::milliseconds(20);
+constexpr Duration kWorthTelling = std::chrono::seconds(1);  // of a wait: named in the log and the status from then on
 
 }  // namespace
 
@@ -275,13 +276,14 @@ void Progress::look_for_stalls(TimePoint now) {
   stall_checked_ = now;
   if (!machine_.member() || machine_.exchanged() || !machine_.has_contributors()) return;
   for (const auto& wait : ring_->waits(now)) {
-    if (wait.since > std::chrono::seconds(1) && stall_said_for_ != machine_.step().value) {
+    if (wait.since > kWorthTelling && stall_said_for_ != machine_.step().value) {
       stall_said_for_ = machine_.step().value;
       spdlog::warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
                    wait.on ? wait.on->replica.value : config_.replica, config_.rank, wait.what,
                    milliseconds(wait.since));
     }
-    if (!wait.on || wait.since <= (wait.not_started ? patience_with_compute() : silence_)) continue;
+    const Duration patience = wait.on_trainers ? patience_with_compute() : silence_;
+    if (!wait.on || wait.since <= std::min(kWorthTelling, patience)) continue;
     proto::FromNode report;
     auto& accusation = *report.mutable_accusation();
     accusation.set_replica(config_.replica);
@@ -289,6 +291,7 @@ void Progress::look_for_stalls(TimePoint now) {
     accusation.set_epoch(machine_.epoch().value);
     accusation.set_suspect(wait.on->replica.value);
     accusation.set_what(wait.what);
+    accusation.set_only_waiting(wait.since <= patience);
     say(report);
     break;
   }

@@ -203,6 +203,26 @@ TEST(Coordinator, OfAWaitForGraphTheOneThatWaitsForNobodyIsOut) {
   EXPECT_EQ(bench.coordinator.members()[1].replica, ReplicaId(2));
 }
 
+TEST(Coordinator, AWaitThatIsNotTooLongYetIsToldButNotJudged) {
+  Bench bench;
+  bench.start();
+  proto::FromNode message;
+  auto& a = *message.mutable_accusation();
+  a.set_replica(0);
+  a.set_epoch(bench.coordinator.epoch().value);
+  a.set_suspect(2);
+  a.set_what("chunk 3 of 9 of the reduce-scatter");
+  a.set_only_waiting(true);
+  bench.say(0, message);
+  bench.now += 900ms;
+  bench.keep(bench.coordinator.on_tick(bench.now));
+  EXPECT_EQ(bench.coordinator.members().size(), 3u);
+  const auto lines = bench.coordinator.waiting_for(bench.now);
+  EXPECT_TRUE(std::any_of(lines.begin(), lines.end(), [](const std::string& line) {
+    return line.find("replica 0 waits for replica 2: chunk 3 of 9 of the reduce-scatter") != std::string::npos;
+  }));
+}
+
 TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
   Bench bench;
   bench.start();
