@@ -173,6 +173,7 @@ Result<int> demo(Settings& s) {
   std::filesystem::create_directories(s.directory + "/run");
   Run run(s, s.directory + "/run");
   if (auto gone = run.go(); !gone) {
+    if (gone.error().code == ErrorCode::invalid_argument) return tl::unexpected(gone.error());  // nothing has run
     s.keep = true;
     return fail(gone.error().code, "{}\n(everything of this run is kept in {})", gone.error().message, s.directory);
   }

@@ -270,7 +270,8 @@ Duration Progress::patience_with_compute() const {
   return silence_ + 8 * *std::max_element(step_times_.begin(), step_times_.end());
 }
 
-// Nothing waits in silence: after a second the log says for whom, after `silence` the coordinator is told.
+// Nothing waits in silence: after a second the log and the status say for whom; what lasts too long is for the
+// coordinator to judge.
 void Progress::look_for_stalls(TimePoint now) {
   if (now - stall_checked_ < silence_ / 16) return;
   stall_checked_ = now;
