@@ -90,6 +90,7 @@ void Source::start_slices(TimePoint now) {
     if (!held) return;
     const std::uint64_t number = next_job_++;
     SliceJob& job = jobs_[number];
+    job.number = number;
     job.request = requests_.front();
     job.version = held->first;
     requests_.pop_front();
@@ -115,9 +116,6 @@ void Source::write_part(SliceJob& job, std::size_t index) {
   const auto& manifest = memory_.view->manifest();
   PartJob& part = job.parts[index];
   const shm::Part& range = manifest.parts()[part.held.part];
-  std::uint64_t number = 0;
-  for (const auto& [id, candidate] : jobs_)
-    if (&candidate == &job) number = id;
   // The digest first: it is of the held version if the hold lasts until the bytes are there.
   part.digest_sent = digest_held(*memory_.view, part.held);
   if (!part.digest_sent) return;  // being copied: from there, later
@@ -128,7 +126,7 @@ void Source::write_part(SliceJob& job, std::size_t index) {
     const shm::Extent extent = manifest.extent(range, column);
     const transport::LocalRange local = part.from_aside ? transport::LocalRange{memory_.aside, at}
                                                         : transport::LocalRange{memory_.state, extent.offset};
-    writes.push_back({.context = number << 8 | index,
+    writes.push_back({.context = job.number << 8 | index,
                       .local = local,
                       .remote = {job.request.target, extent.offset},
                       .length = extent.length,

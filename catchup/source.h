@@ -53,6 +53,7 @@ class Source {
     std::optional<std::uint64_t> digest;       // set: the part is done
   };
   struct SliceJob {
+    std::uint64_t number = 0;
     Request request;
     std::uint64_t version = 0;
     std::vector<PartJob> parts;

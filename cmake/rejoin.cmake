@@ -46,3 +46,16 @@ function(rejoin_test name)
     PROPERTIES LABELS ${labels} TIMEOUT ${ARG_TIMEOUT} RUN_SERIAL $<BOOL:${ARG_SERIAL}>
       ENVIRONMENT "${environment}REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp;ASAN_OPTIONS=detect_leaks=1;LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/lsan.supp")
 endfunction()
+
+# rejoin_proto(NAME FILE [IMPORT DIRECTORY] [LINK targets...]): a library of one file's messages.
+function(rejoin_proto name file)
+  cmake_parse_arguments(ARG "" "IMPORT" "LINK" ${ARGN})
+  set(Protobuf_IMPORT_DIRS ${ARG_IMPORT})
+  protobuf_generate_cpp(sources headers ${file})
+  add_library(${name} STATIC ${sources})
+  target_include_directories(${name} SYSTEM PUBLIC ${CMAKE_CURRENT_BINARY_DIR})
+  target_link_libraries(${name} PUBLIC protobuf::libprotobuf-lite Threads::Threads ${ARG_LINK})
+  if(REJOIN_SANITIZE)
+    target_compile_options(${name} PRIVATE -fsanitize=${REJOIN_SANITIZE})
+  endif()
+endfunction()

@@ -84,7 +84,6 @@ Result<int> show_status(const std::string& address, bool json) {
 Result<int> audit_log(const std::string& path) {
   auto records = membership::read_log(path);
   if (!records) return tl::unexpected(records.error());
-  std::map<std::uint64_t, membership::Batch> trained;
   std::uint64_t epochs = 0, committed = 0;
   for (const auto& record : *records) {
     if (record.has_epoch()) {
@@ -95,13 +94,9 @@ Result<int> audit_log(const std::string& path) {
       std::cout << fmt::format("epoch {:>4} at step {:>7}: replicas{}; {}\n", record.epoch().epoch(),
                                record.epoch().step(), members, record.epoch().reason());
     }
-    if (record.has_rolled_back()) trained.erase(trained.upper_bound(record.rolled_back().version()), trained.end());
-    if (!record.has_committed()) continue;
-    committed = record.committed().step();
-    for (const auto& m : record.committed().members())
-      for (const auto& range : m.batch()) trained[committed].push_back({range.begin(), range.end()});
+    if (record.has_committed()) committed = record.committed().step();
   }
-  const auto audit = membership::audit(trained);
+  const auto audit = membership::audit(membership::trained_by_step(*records));
   std::cout << fmt::format("{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated\n",
                            committed, epochs, audit.samples, audit.once, audit.lost, audit.repeated);
   return audit.lost + audit.repeated == 0 ? 0 : 1;

@@ -4,8 +4,8 @@
 
 #include "base/events.h"
 #include "base/log.h"
+#include "daemon/listen.h"
 #include "membership/node.h"
-#include "transport/socket_address.h"
 
 namespace rejoin::daemon {
 
@@ -23,22 +23,12 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
     spdlog::info("recovered from the log: step {} is committed, epoch {}", server->machine_.committed(),
                  server->machine_.epoch());
 
-  auto address = transport::SocketAddress::resolve(listen);
-  if (!address) return tl::unexpected(address.error());
-  asio::error_code error;
-  asio::ip::tcp::endpoint endpoint;
-  std::memcpy(endpoint.data(), address->get(), address->length());
-  endpoint.resize(address->length());
-  server->acceptor_.open(endpoint.protocol(), error);
-  if (!error) server->acceptor_.set_option(asio::socket_base::reuse_address(true), error);
-  if (!error) server->acceptor_.bind(endpoint, error);
-  if (!error) server->acceptor_.listen(128, error);
-  if (error)
-    return fail(ErrorCode::unavailable,
+  auto address = listen_on(server->acceptor_, listen);
+  if (!address)
+    return fail(address.error().code,
                 "the coordinator can't listen on {}: {}; choose another --listen address or stop what uses it", listen,
-                error.message());
-  const auto bound = server->acceptor_.local_endpoint();
-  server->address_ = fmt::format("{}:{}", bound.address().to_string(), bound.port());
+                address.error().message);
+  server->address_ = *address;
   server->accept();
   server->carry_out({});
   server->tick();

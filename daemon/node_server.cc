@@ -7,7 +7,7 @@
 
 #include "base/events.h"
 #include "base/log.h"
-#include "transport/socket_address.h"
+#include "daemon/listen.h"
 
 namespace rejoin::daemon {
 
@@ -180,13 +180,10 @@ void NodeServer::tell(Trainer& trainer, const proto::ToTrainer& message) {
 // ---- the coordinator
 
 void NodeServer::connect_coordinator() {
-  auto address = transport::SocketAddress::resolve(options_.coordinator);
-  if (!address) return coordinator_lost(address.error().message);
-  asio::ip::tcp::endpoint endpoint;
-  std::memcpy(endpoint.data(), address->get(), address->length());
-  endpoint.resize(address->length());
+  auto endpoint = endpoint_of(options_.coordinator);
+  if (!endpoint) return coordinator_lost(endpoint.error().message);
   auto socket = std::make_shared<asio::ip::tcp::socket>(io_);
-  socket->async_connect(endpoint, [this, socket](asio::error_code error) {
+  socket->async_connect(*endpoint, [this, socket](asio::error_code error) {
     if (error) return coordinator_lost(error.message());
     coordinator_ = std::make_shared<Framed>(std::move(*socket), key_, false);
     coordinator_->start({.ready =

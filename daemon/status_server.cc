@@ -8,7 +8,7 @@
 #include <sstream>
 
 #include "base/bytes.h"
-#include "transport/socket_address.h"
+#include "daemon/listen.h"
 
 namespace rejoin::daemon {
 
@@ -65,22 +65,12 @@ class Request : public std::enable_shared_from_this<Request> {
 
 Result<std::unique_ptr<StatusServer>> StatusServer::start(asio::io_context& io, const std::string& listen,
                                                           Source source) {
-  auto address = transport::SocketAddress::resolve(listen);
-  if (!address) return tl::unexpected(address.error());
   std::unique_ptr<StatusServer> server(new StatusServer(io, std::move(source)));
-  asio::ip::tcp::endpoint endpoint;
-  std::memcpy(endpoint.data(), address->get(), address->length());
-  endpoint.resize(address->length());
-  asio::error_code error;
-  server->acceptor_.open(endpoint.protocol(), error);
-  if (!error) server->acceptor_.set_option(asio::socket_base::reuse_address(true), error);
-  if (!error) server->acceptor_.bind(endpoint, error);
-  if (!error) server->acceptor_.listen(16, error);
-  if (error)
-    return fail(ErrorCode::unavailable, "status on {}: {}; choose another --status address or port 0", listen,
-                error.message());
-  const auto bound = server->acceptor_.local_endpoint();
-  server->address_ = fmt::format("{}:{}", bound.address().to_string(), bound.port());
+  auto address = listen_on(server->acceptor_, listen);
+  if (!address)
+    return fail(address.error().code, "status on {}: {}; choose another --status address or port 0", listen,
+                address.error().message);
+  server->address_ = *address;
   server->accept();
   return server;
 }

@@ -197,8 +197,8 @@ Result<int> demo(Settings& s) {
   if (!s.trace.empty())
     if (auto written = write_trace(s.trace, run.story().events(), run.story().deeds()); !written)
       return tl::unexpected(written.error());
-  const bool good = report.at("same_bits").get<bool>() && report.at("ledger").at("repeated") == 0 &&
-                    report.at("ledger").at("lost") == 0;
+  const bool good = report.at("same_bits").get<bool>() && !report.at("ledger").contains("error") &&
+                    report.at("ledger").at("repeated") == 0 && report.at("ledger").at("lost") == 0;
   return good ? 0 : 1;
 }
 

@@ -229,18 +229,13 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
   }
   json["same_bits"] = same && first.has_value();
 
-  std::map<std::uint64_t, membership::Batch> trained;
-  if (auto records = membership::read_log(log_path))
-    for (const auto& record : *records) {
-      if (record.has_rolled_back()) trained.erase(trained.upper_bound(record.rolled_back().version()), trained.end());
-      if (record.has_committed())
-        for (const auto& m : record.committed().members())
-          for (const auto& range : m.batch())
-            trained[record.committed().step()].push_back({range.begin(), range.end()});
-    }
-  const auto audit = membership::audit(trained);
-  json["ledger"] = {
-      {"samples", audit.samples}, {"once", audit.once}, {"lost", audit.lost}, {"repeated", audit.repeated}};
+  if (auto records = membership::read_log(log_path)) {
+    const auto audit = membership::audit(membership::trained_by_step(*records));
+    json["ledger"] = {
+        {"samples", audit.samples}, {"once", audit.once}, {"lost", audit.lost}, {"repeated", audit.repeated}};
+  } else {  // no proof: the caller must not take it for one
+    json["ledger"] = {{"samples", 0}, {"once", 0}, {"lost", 0}, {"repeated", 0}, {"error", records.error().message}};
+  }
   const auto curve = losses();
   if (!curve.empty()) {
     const auto mean_of = [&](std::size_t from, std::size_t to) {  // single steps are noisy

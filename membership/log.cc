@@ -156,4 +156,16 @@ Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
   return std::move(parsed->records);
 }
 
+std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records) {
+  std::map<std::uint64_t, Batch> trained;
+  for (const auto& record : records) {
+    if (record.has_rolled_back()) trained.erase(trained.upper_bound(record.rolled_back().version()), trained.end());
+    if (!record.has_committed()) continue;
+    for (const auto& member : record.committed().members())
+      for (const auto& range : member.batch())
+        trained[record.committed().step()].push_back({range.begin(), range.end()});
+  }
+  return trained;
+}
+
 }  // namespace rejoin::membership

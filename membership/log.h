@@ -2,11 +2,13 @@
 // A torn tail (a crash in mid-append) is cut off at opening; damage before the tail is an error.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
 #include "base/fd.h"
 #include "control.pb.h"
+#include "membership/ledger.h"
 
 namespace rejoin::membership {
 
@@ -29,5 +31,8 @@ class Log {
 
 // Reads a log without opening it for writing, for the audit.
 Result<std::vector<proto::LogRecord>> read_log(const std::string& path);
+
+// The samples that its commits trained, by step, without those of steps that were rolled back. For audit().
+std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records);
 
 }  // namespace rejoin::membership

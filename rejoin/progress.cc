@@ -95,18 +95,13 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
                           "this library speaks protocol {}, the daemon {}; use one version of both",
                           membership::kProtocolVersion, message.welcome().protocol());
     silence_ = std::chrono::milliseconds(message.welcome().silence_ms());
-    if (auto started = start(message.welcome().data_secret()); !started) return started;
+    secret_ = message.welcome().data_secret();
     break;
   }
   daemon_ = std::move(*socket);
   daemon_seen_ = clock_.now();
   idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
   thread_ = std::thread([this] { run(); });
-  return {};
-}
-
-Result<> Progress::start(std::uint64_t data_secret) {
-  secret_ = data_secret;
   return {};
 }
 
@@ -191,10 +186,7 @@ void Progress::poll_ring(TimePoint now) {
       case ftar::Outcome::Kind::done:
         if (outcome.epoch == ring_->epoch() && outcome.step == machine_.step()) done_[outcome.bucket] = true;
         break;
-      case ftar::Outcome::Kind::entered:
-        entered_ = true;
-        events::emit("entered", {{"epoch", outcome.epoch.value}});
-        break;
+      case ftar::Outcome::Kind::entered: events::emit("entered", {{"epoch", outcome.epoch.value}}); break;
       case ftar::Outcome::Kind::peer_up: links_changed = true; break;
       case ftar::Outcome::Kind::peer_lost: {
         links_changed = true;
@@ -466,7 +458,6 @@ void Progress::enter_epoch() {
   std::vector<ftar::Place> places;
   for (const auto& m : machine_.plan().members())
     places.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
-  entered_ = false;
   events::emit("enter_epoch", {{"epoch", machine_.epoch().value}, {"step", machine_.step().value}});
   ring_->enter(machine_.epoch(), std::move(places));
 }

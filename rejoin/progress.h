@@ -38,7 +38,6 @@ class Progress {
 
  private:
   void run();
-  Result<> start(std::uint64_t data_secret);
   void poll_ring(TimePoint now);
   void poll_daemon(TimePoint now);
   void on_word(const proto::ToNode& word);
@@ -76,7 +75,6 @@ class Progress {
   membership::Rank machine_;
   proto::Peers peers_;
   std::vector<bool> submitted_, done_;  // by bucket, in this epoch and step
-  bool entered_ = false;
   std::uint64_t stall_said_for_ = 0;
   std::vector<Duration> step_times_;  // of the last steps
   TimePoint committed_at_{};

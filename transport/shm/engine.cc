@@ -57,21 +57,6 @@ Result<Address> ShmEngine::listen(const Address&) {
   return Address{"shm:" + name_};
 }
 
-ShmEngine::Endpoint* ShmEngine::find(EndpointId id) {
-  auto found = endpoints_.find(id.value);
-  return found == endpoints_.end() ? nullptr : found->second.get();
-}
-
-Result<ShmEngine::Endpoint*> ShmEngine::open_endpoint(EndpointId id) {
-  Endpoint* endpoint = find(id);
-  if (endpoint == nullptr) return fail(ErrorCode::not_found, "endpoint {:x} is closed", id.value);
-  if (endpoint->stage == Stage::failed)
-    return fail(ErrorCode::unavailable, "endpoint {:x} has failed: {}", id.value, endpoint->failure);
-  if (endpoint->stage != Stage::open)
-    return fail(ErrorCode::unavailable, "endpoint {:x} is not connected yet", id.value);
-  return endpoint;
-}
-
 ShmEngine::Endpoint& ShmEngine::adopt(Fd socket, Stage stage) {
   auto endpoint = std::make_unique<Endpoint>();
   do endpoint->id = EndpointId(unguessable_.next());

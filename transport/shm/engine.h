@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/regions.h"
 #include "transport/shm/factory.h"
@@ -64,8 +65,8 @@ class ShmEngine final : public Engine {
   ShmEngine() = default;
   Result<> start();
 
-  Endpoint* find(EndpointId id);
-  Result<Endpoint*> open_endpoint(EndpointId id);
+  Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
+  Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
   Endpoint& adopt(Fd socket, Stage stage);
   void watch_sockets();
   void accept_all();

@@ -2,6 +2,8 @@
 
 #include <charconv>
 
+#include "transport/endpoints.h"
+
 namespace rejoin::transport::sim {
 
 SimEngine::~SimEngine() {
@@ -94,9 +96,7 @@ Result<> SimEngine::send(EndpointId id, BytesView message) {
   Endpoint* endpoint = open(id);
   if (endpoint == nullptr || !endpoint->connected)
     return fail(ErrorCode::unavailable, "endpoint {:x} is not connected", id.value);
-  if (message.size() > kMaxMessage)
-    return fail(ErrorCode::invalid_argument, "a message of {} bytes is over the limit of {}", message.size(),
-                kMaxMessage);
+  if (auto checked = check_message(message); !checked) return checked;
   const TimePoint now = fabric_.clock_.now();
   endpoint->last_message = std::max(endpoint->last_message + Duration(1), now + fabric_.delay());
   fabric_.after(endpoint->last_message - now, [&fabric = fabric_, from = number_, to = endpoint->peer_engine, id,

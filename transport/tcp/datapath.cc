@@ -113,9 +113,7 @@ void TcpEngine::flush(Endpoint& endpoint) {
 Result<> TcpEngine::send(EndpointId id, BytesView message) {
   auto endpoint = open_endpoint(id);
   if (!endpoint) return tl::unexpected(endpoint.error());
-  if (message.size() > kMaxMessage)
-    return fail(ErrorCode::invalid_argument, "a message of {} bytes is over the limit of {}", message.size(),
-                kMaxMessage);
+  if (auto checked = check_message(message); !checked) return checked;
   queue(**endpoint, {.kind = wire::Kind::message, .length = message.size()}, message);
   return {};
 }
@@ -124,8 +122,7 @@ Result<> TcpEngine::write(EndpointId id, std::span<const Write> writes) {
   auto found = open_endpoint(id);
   if (!found) return tl::unexpected(found.error());
   Endpoint& endpoint = **found;
-  for (const auto& write : writes)
-    if (auto local = regions_.local(write.local, write.length); !local) return tl::unexpected(local.error());
+  if (auto checked = check_local_ranges(regions_, writes); !checked) return checked;
   for (const auto& write : writes) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {.context = write.context, .length = write.length};
@@ -146,8 +143,7 @@ Result<> TcpEngine::read(EndpointId id, std::span<const Read> reads) {
   auto found = open_endpoint(id);
   if (!found) return tl::unexpected(found.error());
   Endpoint& endpoint = **found;
-  for (const auto& read : reads)
-    if (auto local = regions_.local(read.local, read.length); !local) return tl::unexpected(local.error());
+  if (auto checked = check_local_ranges(regions_, reads); !checked) return checked;
   for (const auto& read : reads) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {.context = read.context,

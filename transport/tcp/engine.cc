@@ -60,21 +60,6 @@ Result<Address> TcpEngine::listen(const Address& where) {
   return Address{SocketAddress::format(bound)};
 }
 
-TcpEngine::Endpoint* TcpEngine::find(EndpointId id) {
-  auto found = endpoints_.find(id.value);
-  return found == endpoints_.end() ? nullptr : found->second.get();
-}
-
-Result<TcpEngine::Endpoint*> TcpEngine::open_endpoint(EndpointId id) {
-  Endpoint* endpoint = find(id);
-  if (endpoint == nullptr) return fail(ErrorCode::not_found, "endpoint {:x} is closed", id.value);
-  if (endpoint->stage == Stage::failed)
-    return fail(ErrorCode::unavailable, "endpoint {:x} has failed: {}", id.value, endpoint->failure);
-  if (endpoint->stage != Stage::open)
-    return fail(ErrorCode::unavailable, "endpoint {:x} is not connected yet", id.value);
-  return endpoint;
-}
-
 TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(options_.silence.count()));

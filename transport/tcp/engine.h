@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/regions.h"
 #include "transport/tcp/factory.h"
@@ -81,8 +82,8 @@ class TcpEngine final : public Engine {
   explicit TcpEngine(const Options& options) : options_(options) {}
   Result<> start();
 
-  Endpoint* find(EndpointId id);
-  Result<Endpoint*> open_endpoint(EndpointId id);
+  Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
+  Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
   Endpoint& adopt(Fd socket, Stage stage);
   void accept_all();
   void finish_connecting(Endpoint& endpoint);

@@ -94,9 +94,7 @@ void UcxEngine::post(Endpoint& endpoint, unsigned kind, Outgoing& out, std::size
 Result<> UcxEngine::send(EndpointId id, BytesView message) {
   auto endpoint = open_endpoint(id);
   if (!endpoint) return tl::unexpected(endpoint.error());
-  if (message.size() > kMaxMessage)
-    return fail(ErrorCode::invalid_argument, "a message of {} bytes is over the limit of {}", message.size(),
-                kMaxMessage);
+  if (auto checked = check_message(message); !checked) return checked;
   Outgoing& out = new_outgoing();
   out.message = {(*endpoint)->peer, (*endpoint)->next_to_send++};
   out.payload.assign(message.begin(), message.end());
@@ -171,8 +169,7 @@ void UcxEngine::settle(Operation& operation) {
 Result<> UcxEngine::write(EndpointId id, std::span<const Write> writes) {
   auto endpoint = open_endpoint(id);
   if (!endpoint) return tl::unexpected(endpoint.error());
-  for (const auto& write : writes)
-    if (auto local = regions_.local(write.local, write.length); !local) return tl::unexpected(local.error());
+  if (auto checked = check_local_ranges(regions_, writes); !checked) return checked;
   for (const auto& write : writes) {
     const std::byte* source = *regions_.local(write.local, write.length);
     Operation& operation = new_operation(id, write.context);
@@ -294,8 +291,7 @@ ucs_status_t UcxEngine::on_acknowledge(const wire::Acknowledge& header) {
 Result<> UcxEngine::read(EndpointId id, std::span<const Read> reads) {
   auto endpoint = open_endpoint(id);
   if (!endpoint) return tl::unexpected(endpoint.error());
-  for (const auto& read : reads)
-    if (auto local = regions_.local(read.local, read.length); !local) return tl::unexpected(local.error());
+  if (auto checked = check_local_ranges(regions_, reads); !checked) return checked;
   for (const auto& read : reads) {
     Operation& operation = new_operation(id, read.context);
     operation.local_done = true;

@@ -6,21 +6,6 @@
 
 namespace rejoin::transport::ucx {
 
-UcxEngine::Endpoint* UcxEngine::find(std::uint64_t id) {
-  auto found = endpoints_.find(id);
-  return found == endpoints_.end() ? nullptr : found->second.get();
-}
-
-Result<UcxEngine::Endpoint*> UcxEngine::open_endpoint(EndpointId id) {
-  Endpoint* endpoint = find(id.value);
-  if (endpoint == nullptr) return fail(ErrorCode::not_found, "endpoint {:x} is closed", id.value);
-  if (endpoint->stage == Stage::failed)
-    return fail(ErrorCode::unavailable, "endpoint {:x} has failed: {}", id.value, endpoint->failure);
-  if (endpoint->stage != Stage::open)
-    return fail(ErrorCode::unavailable, "endpoint {:x} is not connected yet", id.value);
-  return endpoint;
-}
-
 Result<UcxEngine::Endpoint*> UcxEngine::adopt(BytesView address, Stage stage) {
   auto endpoint = std::make_unique<Endpoint>();
   endpoint->id = EndpointId(unguessable_.next());

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/regions.h"
 #include "transport/transport.h"
@@ -101,8 +102,8 @@ class UcxEngine final : public Engine {
   Result<> start(const Options& options);
 
   // endpoint.cc
-  Endpoint* find(std::uint64_t id);
-  Result<Endpoint*> open_endpoint(EndpointId id);
+  Endpoint* find(std::uint64_t id) { return find_endpoint(endpoints_, EndpointId(id)); }
+  Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
   Result<Endpoint*> adopt(BytesView address, Stage stage);
   void finish_handle(ucp_ep_h handle);
   void drain(const std::function<bool()>& done);

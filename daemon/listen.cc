@@ -1,0 +1,32 @@
+#include "daemon/listen.h"
+
+#include <cstring>
+
+#include "transport/socket_address.h"
+
+namespace rejoin::daemon {
+
+Result<asio::ip::tcp::endpoint> endpoint_of(const std::string& text) {
+  auto address = transport::SocketAddress::resolve(text);
+  if (!address) return tl::unexpected(address.error());
+  asio::ip::tcp::endpoint endpoint;
+  std::memcpy(endpoint.data(), address->get(), address->length());
+  endpoint.resize(address->length());
+  return endpoint;
+}
+
+Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::string& where) {
+  constexpr int backlog = 128;
+  auto endpoint = endpoint_of(where);
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  asio::error_code error;
+  acceptor.open(endpoint->protocol(), error);
+  if (!error) acceptor.set_option(asio::socket_base::reuse_address(true), error);
+  if (!error) acceptor.bind(*endpoint, error);
+  if (!error) acceptor.listen(backlog, error);
+  if (error) return fail(ErrorCode::unavailable, "{}", error.message());
+  const auto bound = acceptor.local_endpoint();
+  return fmt::format("{}:{}", bound.address().to_string(), bound.port());
+}
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,15 @@
+// "host:port" settings as asio endpoints.
+#pragma once
+
+#include <asio.hpp>
+#include <string>
+
+#include "base/result.h"
+
+namespace rejoin::daemon {
+
+Result<asio::ip::tcp::endpoint> endpoint_of(const std::string& text);
+// Listens there; returns the address in use (the port where the system chose it). The error says what the system said.
+Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::string& where);
+
+}  // namespace rejoin::daemon
