@@ -54,6 +54,7 @@ void CoordinatorServer::accept() {
                                  spdlog::error("node {} speaks protocol {}, this coordinator {}; use one version",
                                                message.hello().node(), message.hello().protocol(),
                                                membership::kProtocolVersion);
+                                 nodes_.erase(id);  // it was authenticated, so it is in the table
                                  return connection->close();
                                }
                                carry_out(machine_.on_message(id, message, now()));
