@@ -51,7 +51,7 @@ void bind(CLI::App& app, Config& c) {
   option("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)");
   option("--connect", c.node.coordinator, "REJOIN_COORDINATOR", "node: the coordinator's address");
   option("--transport", c.node.transport, "REJOIN_TRANSPORT",
-         "node: transport of the catch-up stream: shm, tcp or ucx:LIST");
+         "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails) or ucx:LIST");
   option("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections");
 }
 

@@ -37,7 +37,7 @@ namespace rejoin {
 struct SessionConfig {
   std::uint32_t replica = 0, rank = 0;
   std::string socket;                       // the node's daemon
-  std::string transport = "shm";            // of the all-reduce: shm, tcp or ucx:LIST; the same on all replicas
+  std::string transport = "shm";            // of the all-reduce: see transport/factory.h; the same on all replicas
   std::string data_listen = "127.0.0.1:0";  // address for data connections, where the transport has addresses
   std::uint64_t chunk_bytes = 1 << 20;      // all-reduce: largest chunk
   std::uint32_t chunks_in_flight = 4;       // … and how many per neighbour

@@ -8,7 +8,8 @@
 
 namespace rejoin::transport {
 
-// "shm": shared memory, inside one node. "tcp": between nodes without RDMA. "ucx:LIST": UCX over the transports listed
+// "shm": shared memory, inside one node. "tcp": between nodes without RDMA. "tcp:ADDRESS,ADDRESS…": TCP over several
+// rails, each a local address; the peers must name as many. "ucx:LIST": UCX over the transports listed
 // (UCX's names, comma-separated; they must handle peer failures, as its tcp and RDMA transports do).
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name);
 

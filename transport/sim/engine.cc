@@ -130,26 +130,35 @@ Result<> SimEngine::read(EndpointId id, std::span<const Read> reads) {
 }
 
 // The bytes move at one instant between posting and completion, not at posting: a source that changes too early shows.
+// With late writes it is the other way round: what left goes on, and only a closed receiver stops it.
 void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context, const LocalRange& local,
                       const RemoteRange& remote, std::uint64_t length, std::optional<std::uint64_t> notify) {
   Endpoint& endpoint = endpoints_.at(id.value);
   const std::uint64_t operation = ++fabric_.ids_made_;
   endpoint.outstanding.insert(operation);
   endpoint.contexts[operation] = context;
-  fabric_.after(fabric_.delay(), [&fabric = fabric_, from = number_, to = endpoint.peer_engine, id,
-                                  peer = endpoint.peer, operation, direction, local, remote, length, notify] {
-    auto arrive = [&fabric, from, to, id, peer, operation, direction, local, remote, length, notify] {
+  std::optional<Bytes> left;
+  if (fabric_.options_.late_writes && direction == Direction::write) {
+    const std::byte* bytes = regions_.at(local.region.value).memory.data() + local.offset;
+    left.emplace(bytes, bytes + length);
+  }
+  const Duration delay = left ? fabric_.late_delay() : fabric_.delay();
+  fabric_.after(delay, [&fabric = fabric_, from = number_, to = endpoint.peer_engine, id, peer = endpoint.peer,
+                        operation, direction, local, remote, length, notify, left] {
+    auto arrive = [&fabric, from, to, id, peer, operation, direction, local, remote, length, notify, left] {
       auto* sender = fabric.engine(from);
       auto* receiver = fabric.engine(to);
       if (sender == nullptr || receiver == nullptr || sender->stopped_) return;
-      if (sender->open(id) == nullptr || receiver->open(peer) == nullptr) return;
+      if ((sender->open(id) == nullptr && !left) || receiver->open(peer) == nullptr) return;
       std::optional<Error> error;
       Region* target = receiver->region_of_key(remote.region.key);
       auto source = sender->regions_.find(local.region.value);
       if (target == nullptr) error = Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
       else if (!in_range(remote.offset, length, target->memory.size()))
         error = Error{ErrorCode::refused, "the range is outside the peer's region"};
-      else if (source == sender->regions_.end())
+      else if (left) {
+        if (length > 0) std::memcpy(target->memory.data() + remote.offset, left->data(), length);
+      } else if (source == sender->regions_.end())
         error = Error{ErrorCode::cancelled, "the local region was deregistered"};
       else if (length > 0) {
         auto* far = target->memory.data() + remote.offset;
@@ -193,7 +202,8 @@ void SimEngine::close(EndpointId id) {
   const auto peer_engine = found->second.peer_engine;
   const auto peer = found->second.peer;
   endpoints_.erase(found);
-  fabric_.after(fabric_.delay(), [&fabric = fabric_, peer_engine, peer] {
+  const Duration seen = fabric_.options_.late_writes ? fabric_.options_.detection : fabric_.delay();
+  fabric_.after(seen, [&fabric = fabric_, peer_engine, peer] {
     if (auto* other = fabric.engine(peer_engine)) other->fail_endpoint(peer, "closed by the peer");
   });
 }

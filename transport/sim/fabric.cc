@@ -20,9 +20,8 @@ void Fabric::after(Duration delay, std::function<void()> action) {
   agenda_.emplace(std::pair(clock_.now() + delay, sequence_++), std::move(action));
 }
 
-Duration Fabric::delay() {
-  std::uniform_int_distribution<std::int64_t> pick(options_.min_delay.count(), options_.max_delay.count());
-  return Duration(pick(random_));
+Duration Fabric::pick(Duration least, Duration most) {
+  return Duration(std::uniform_int_distribution<std::int64_t>(least.count(), most.count())(random_));
 }
 
 bool Fabric::step() {
@@ -45,6 +44,16 @@ void Fabric::drop(const Engine& engine, EndpointId id) {
   const auto peer = found->second.peer;
   mine.fail_endpoint(id, "connection lost");
   if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "connection lost");
+}
+
+void Fabric::cut(const Engine& engine) {
+  auto& mine = const_cast<SimEngine&>(static_cast<const SimEngine&>(engine));
+  for (auto& [id, endpoint] : mine.endpoints_) {
+    after(options_.detection, [this, peer_engine = endpoint.peer_engine, peer = endpoint.peer] {
+      if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "connection lost");
+    });
+    mine.fail_endpoint(EndpointId(id), "connection lost");
+  }
 }
 
 void Fabric::kill(const Engine& engine) {

@@ -20,6 +20,8 @@ struct Options {
   Duration min_delay = std::chrono::microseconds(1);
   Duration max_delay = std::chrono::microseconds(50);
   Duration detection = std::chrono::milliseconds(1);  // until a peer's death is seen by the transport
+  // A write's bytes leave when it is posted, and land although the poster's end has failed since, as on a real network.
+  bool late_writes = false;
 };
 
 class Fabric {
@@ -35,6 +37,9 @@ class Fabric {
 
   // The connection breaks: what is under way on it is lost, both sides see `closed`.
   void drop(const Engine& engine, EndpointId endpoint);
+  // All connections of this engine break, as when its cable is pulled: it sees `closed` now, its peers after
+  // `detection`.
+  void cut(const Engine& engine);
   // The process dies: what it has under way is lost from now on; its peers see `closed` after `detection`.
   void kill(const Engine& engine);
   // The process stops (SIGSTOP): nothing reaches or leaves it until resume(). Nobody is told.
@@ -44,7 +49,10 @@ class Fabric {
  private:
   friend class SimEngine;
   void after(Duration delay, std::function<void()> action);
-  Duration delay();
+  Duration pick(Duration least, Duration most);
+  Duration delay() { return pick(options_.min_delay, options_.max_delay); }
+  // Most are quick; one in sixteen comes after the poster's end may be known to have failed.
+  Duration late_delay() { return random_() % 16 == 0 ? pick(options_.min_delay, options_.detection) : delay(); }
   SimEngine* engine(std::uint32_t number);
 
   Options options_;

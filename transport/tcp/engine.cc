@@ -44,7 +44,8 @@ TcpEngine::~TcpEngine() {
 }
 
 Result<Address> TcpEngine::listen(const Address& where) {
-  auto address = SocketAddress::resolve(where.text);
+  const std::string port = where.text.substr(std::min(where.text.rfind(':'), where.text.size()));
+  auto address = SocketAddress::resolve(options_.local.empty() ? where.text : options_.local + port);
   if (!address) return tl::unexpected(address.error());
   Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("socket");
@@ -90,6 +91,12 @@ Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
   if (!address) return tl::unexpected(address.error());
   Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("socket");
+  if (!options_.local.empty()) {
+    auto local = SocketAddress::resolve(options_.local + ":0");
+    if (!local) return tl::unexpected(local.error());
+    if (::bind(socket.get(), local->get(), local->length()) != 0)
+      return fail_errno(fmt::format("rail {}: can't connect from this address", options_.local));
+  }
   if (::connect(socket.get(), address->get(), address->length()) != 0 && errno != EINPROGRESS)
     return fail_errno(fmt::format("connecting to {}", peer.text));
   Endpoint& endpoint = adopt(std::move(socket), Stage::connecting);

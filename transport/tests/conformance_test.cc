@@ -8,6 +8,7 @@
 
 #include "transport/factory.h"
 #include "transport/sim/fabric.h"
+#include "transport/striped/factory.h"
 
 namespace rejoin::transport {
 namespace {
@@ -24,6 +25,14 @@ struct SimBench : Bench {
   sim::Fabric fabric{{.seed = 7}, clock};
   std::unique_ptr<Engine> engine() override { return fabric.make_engine(); }
   void progress() override { fabric.step(); }
+};
+
+struct StripedSimBench : SimBench {
+  std::unique_ptr<Engine> engine() override {
+    std::vector<std::unique_ptr<Engine>> rails;
+    for (int i = 0; i < 3; ++i) rails.push_back(fabric.make_engine());
+    return *striped::make_engine(std::move(rails), {}, clock);
+  }
 };
 
 struct RealBench : Bench {
@@ -77,6 +86,7 @@ struct Conformance : testing::TestWithParam<std::string> {
   void SetUp() override {
     const std::string backend = GetParam();
     if (backend == "sim") bench = std::make_unique<SimBench>();
+    else if (backend == "striped_sim") bench = std::make_unique<StripedSimBench>();
     else bench = std::make_unique<RealBench>(backend);
   }
 
@@ -360,8 +370,12 @@ TEST_P(Conformance, OneEndpointsEndDisturbsNoOther) {
   EXPECT_TRUE(until([&] { return hub.messages.size() == peers / 2; }));
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Conformance, testing::Values("sim", "shm", "tcp", "ucx:tcp,self"),
-                         [](const auto& backend) { return backend.param.substr(0, backend.param.find(':')); });
+INSTANTIATE_TEST_SUITE_P(Backends, Conformance,
+                         testing::Values("sim", "striped_sim", "shm", "tcp", "tcp:127.0.0.1,127.0.0.2", "ucx:tcp,self"),
+                         [](const auto& backend) {
+                           const bool rails = backend.param.starts_with("tcp:");
+                           return rails ? "tcp_rails" : backend.param.substr(0, backend.param.find(':'));
+                         });
 
 }  // namespace
 }  // namespace rejoin::transport

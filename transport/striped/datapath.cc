@@ -1,0 +1,401 @@
+// Messages, pieces and what comes in over the rails.
+#include <algorithm>
+
+#include "base/log.h"
+#include "transport/striped/engine.h"
+
+namespace rejoin::transport::striped {
+
+namespace {
+
+constexpr std::uint64_t kTellAfterMessages = 32, kTellAfterBytes = 256 * KiB;
+constexpr std::uint64_t kMaxOpenWrites = 1 << 20;  // announced or begun, and not whole
+constexpr std::size_t kMaxKeys = 4096;             // of the peer's regions, remembered
+constexpr std::size_t kRoom = Engine::kMaxMessage - sizeof(wire::Header);
+
+}  // namespace
+
+void StripedEngine::on_rail_event(std::uint32_t rail, const Event& event) {
+  if (event.kind == EventKind::accepted) return on_accepted(rail, event);
+  auto found = by_link_[rail].find(event.endpoint.value);
+  if (found == by_link_[rail].end()) return;
+  auto [endpoint, link] = found->second;
+  if (event.kind != EventKind::completed || !event.error) link->last_heard = now_;
+  switch (event.kind) {
+    case EventKind::completed: return on_piece_done(*endpoint, *link, event.value, event.error);
+    case EventKind::closed: return on_link_closed(*endpoint, *link, event.error ? event.error->message : "closed");
+    default: break;
+  }
+  if (link->ended || endpoint->stage == Stage::failed || endpoint->stage == Stage::closed) return;
+  if (event.kind == EventKind::connected) on_link_open(*endpoint, *link);
+  else if (event.kind == EventKind::message) on_rail_message(*endpoint, *link, event.message);
+  else if (event.kind == EventKind::written) on_piece_landed(*endpoint, event.value);
+}
+
+// ---- messages
+
+void StripedEngine::say(Endpoint& endpoint, wire::Header header, BytesView rest) {
+  header.number = endpoint.next_message++;
+  Bytes bytes(sizeof header + rest.size());
+  std::memcpy(bytes.data(), &header, sizeof header);
+  if (!rest.empty()) std::memcpy(bytes.data() + sizeof header, rest.data(), rest.size());
+  if (endpoint.primary != kNoRail) {
+    // A rail that refuses it is about to report its end; the message is kept and goes over the next one.
+    Link* link = endpoint.rails[endpoint.primary].link;
+    if (link != nullptr) (void)rails_[endpoint.primary]->send(link->endpoint, bytes);
+  }
+  endpoint.unreceived.push_back({header.number, now_, std::move(bytes)});
+}
+
+void StripedEngine::repeat_messages(Endpoint& endpoint) {
+  Link* link = endpoint.rails[endpoint.primary].link;
+  for (const auto& sent : endpoint.unreceived)
+    if (!rails_[endpoint.primary]->send(link->endpoint, sent.bytes)) return;  // see say()
+}
+
+void StripedEngine::tell_received(Endpoint& endpoint) {
+  const bool due =
+      endpoint.expected - endpoint.told_received >= kTellAfterMessages || endpoint.bytes_since_told >= kTellAfterBytes;
+  if (!due || endpoint.primary == kNoRail || endpoint.rails[endpoint.primary].link == nullptr) return;
+  const wire::Header header{.kind = wire::Kind::received, .a = endpoint.expected};
+  if (!rails_[endpoint.primary]->send(endpoint.rails[endpoint.primary].link->endpoint, bytes_of(header))) return;
+  endpoint.told_received = endpoint.expected;
+  endpoint.bytes_since_told = 0;
+}
+
+Result<> StripedEngine::send(EndpointId id, BytesView message) {
+  auto endpoint = open_endpoint(id);
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  if (auto checked = check_message(message); !checked) return checked;
+  for (; message.size() > kRoom; message = message.subspan(kRoom))
+    say(**endpoint, {.kind = wire::Kind::message, .more = 1}, message.first(kRoom));
+  say(**endpoint, {.kind = wire::Kind::message}, message);
+  return {};
+}
+
+void StripedEngine::malformed(Endpoint& endpoint, std::string_view what) {
+  fail_endpoint(endpoint, ErrorCode::corrupt, fmt::format("it sent {}", what));
+}
+
+void StripedEngine::on_rail_message(Endpoint& endpoint, Link& link, BytesView bytes) {
+  wire::Header header;
+  const std::size_t size = bytes.size();
+  if (!take(bytes, header)) return malformed(endpoint, "a message too short for its header");
+  if (header.kind == wire::Kind::received || header.kind == wire::Kind::echo) {
+    if (header.a > endpoint.next_message) return malformed(endpoint, "word of messages that were not sent");
+    while (!endpoint.unreceived.empty() && endpoint.unreceived.front().number < header.a)
+      endpoint.unreceived.pop_front();
+    return;
+  }
+  if (header.kind == wire::Kind::probe) {
+    const wire::Header echo{.kind = wire::Kind::echo, .a = endpoint.expected};
+    (void)rails_[link.rail]->send(link.endpoint, bytes_of(echo));  // refused: the rail is about to report its end
+    return;
+  }
+  if (header.number < endpoint.expected) return;  // again, after a rail's end
+  if (header.number > endpoint.expected) return malformed(endpoint, "a message out of order");
+  ++endpoint.expected;
+  endpoint.bytes_since_told += size;
+  on_numbered(endpoint, header, bytes);
+  tell_received(endpoint);
+}
+
+void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
+  using wire::Kind;
+  if ((header.kind == Kind::hello) != (endpoint.stage == Stage::accepting))
+    return malformed(endpoint, "a hello out of place, or none");
+  switch (header.kind) {
+    case Kind::hello:
+      endpoint.stage = Stage::open;
+      endpoint.announced = true;
+      return events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, rest);
+    case Kind::message: {
+      if (endpoint.partial.size() + rest.size() > kMaxMessage) return malformed(endpoint, "a message over the limit");
+      if (header.more == 0 && endpoint.partial.empty())
+        return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, rest);
+      endpoint.partial.insert(endpoint.partial.end(), rest.begin(), rest.end());
+      if (header.more != 0) return;
+      events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, endpoint.partial);
+      return endpoint.partial.clear();
+    }
+    case Kind::announce: {
+      if (is_in(endpoint, header.a) || header.a >= endpoint.all_in_below + kMaxOpenWrites || header.b == 0 ||
+          header.b > wire::kMaxPieces)
+        return malformed(endpoint, "a write that can't be");
+      Incoming& incoming = endpoint.incoming[header.a];
+      incoming.pieces = header.b;
+      incoming.value = header.c;
+      return settle_incoming(endpoint, header.a);
+    }
+    case Kind::withdraw: {
+      if (is_in(endpoint, header.a) || header.a >= endpoint.all_in_below + kMaxOpenWrites)
+        return malformed(endpoint, "the withdrawal of a write that is whole");
+      return mark_in(endpoint, header.a);
+    }
+    case Kind::ask: {
+      std::vector<wire::RailKey> keys;
+      if (const Region* region = regions_.by_key(header.a))
+        for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
+          const auto& there = rail_regions_.at(region->id.value)[rail];
+          const RemoteRegion remote = there ? rails_[rail]->remote(*there) : RemoteRegion{};
+          keys.push_back({remote.key, remote.length, there ? 1u : 0u});
+        }
+      return say(endpoint, {.kind = Kind::answer, .a = header.a}, std::as_bytes(std::span(keys)));
+    }
+    case Kind::answer: return answer_keys(endpoint, header, rest);
+    case Kind::rail_down: return on_rail_down(endpoint, header);
+    default: break;
+  }
+  malformed(endpoint, "a message of unknown kind");
+}
+
+// The peer has fenced that life of the rail: so do we, and what we had under way on it may go over another.
+void StripedEngine::on_rail_down(Endpoint& endpoint, const wire::Header& header) {
+  if (header.a >= endpoint.rails.size()) return malformed(endpoint, "word of a rail that we have not");
+  const auto rail = static_cast<std::uint32_t>(header.a);
+  for (auto& link : endpoint.links) {
+    if (link->rail != rail || link->generation != header.b) continue;
+    link->peer_fenced = true;
+    for (const auto& piece : std::exchange(link->orphans, {})) endpoint.pending.push_front(piece);
+    if (!link->ended) end_link(endpoint, *link, "the peer says it is down");
+    to_sweep_ = true;
+    break;
+  }
+  if (endpoint.stage != Stage::open && endpoint.stage != Stage::accepting) return;
+  say_fenced(endpoint, rail, static_cast<std::uint32_t>(header.b));
+  touch(endpoint);
+}
+
+// ---- writes coming in
+
+bool StripedEngine::is_in(const Endpoint& endpoint, std::uint64_t number) const {
+  return number < endpoint.all_in_below || endpoint.in.contains(number);
+}
+
+void StripedEngine::on_piece_landed(Endpoint& endpoint, std::uint64_t tag) {
+  const std::uint64_t number = tag >> 16, piece = tag & 0xffff;
+  if (is_in(endpoint, number)) return;  // again, after a rail's end
+  if (number >= endpoint.all_in_below + kMaxOpenWrites) return malformed(endpoint, "a piece of a write far ahead");
+  Incoming& incoming = endpoint.incoming[number];
+  if (incoming.landed.size() <= piece) incoming.landed.resize(piece + 1);
+  if (incoming.landed[piece]) return;
+  incoming.landed[piece] = true;
+  ++incoming.count;
+  settle_incoming(endpoint, number);
+}
+
+void StripedEngine::settle_incoming(Endpoint& endpoint, std::uint64_t number) {
+  const Incoming& incoming = endpoint.incoming.at(number);
+  if (!incoming.pieces) return;
+  if (incoming.landed.size() > *incoming.pieces) return malformed(endpoint, "more pieces than it announced");
+  if (incoming.count < *incoming.pieces) return;
+  events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = *incoming.value});
+  mark_in(endpoint, number);
+}
+
+void StripedEngine::mark_in(Endpoint& endpoint, std::uint64_t number) {
+  endpoint.incoming.erase(number);
+  endpoint.in.insert(number);
+  while (endpoint.in.erase(endpoint.all_in_below) > 0) ++endpoint.all_in_below;
+}
+
+// ---- operations going out
+
+Result<> StripedEngine::write(EndpointId id, std::span<const Write> writes) {
+  auto found = open_endpoint(id);
+  if (!found) return tl::unexpected(found.error());
+  if (auto checked = check_local_ranges(regions_, writes); !checked) return checked;
+  Endpoint& endpoint = **found;
+  for (const auto& write : writes) {
+    Operation operation{.context = write.context, .local = write.local, .remote = write.remote, .length = write.length};
+    if (write.notify) operation.number = endpoint.next_write++;
+    const auto value = write.notify.value_or(0);
+    const auto number = operation.number;
+    post(endpoint, std::move(operation));
+    if (number)
+      say(endpoint, {.kind = wire::Kind::announce,
+                     .a = *number,
+                     .b = endpoint.operations.at(endpoint.next_operation - 1).unfinished,
+                     .c = value});
+  }
+  pump(endpoint);
+  return {};
+}
+
+Result<> StripedEngine::read(EndpointId id, std::span<const Read> reads) {
+  auto found = open_endpoint(id);
+  if (!found) return tl::unexpected(found.error());
+  if (auto checked = check_local_ranges(regions_, reads); !checked) return checked;
+  for (const auto& read : reads)
+    post(**found,
+         {.context = read.context, .is_read = true, .local = read.local, .remote = read.remote, .length = read.length});
+  pump(**found);
+  return {};
+}
+
+void StripedEngine::post(Endpoint& endpoint, Operation operation) {
+  const std::uint64_t even = round_up((operation.length + rails_.size() - 1) / rails_.size(), 4 * KiB);
+  operation.piece_bytes = std::clamp<std::uint64_t>(even, options_.smallest_piece, options_.largest_piece);
+  operation.piece_bytes = std::max(operation.piece_bytes, round_up(operation.length / wire::kMaxPieces + 1, 4 * KiB));
+  const std::uint64_t pieces = (operation.length + operation.piece_bytes - 1) / operation.piece_bytes;
+  operation.unfinished = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, pieces));
+  const std::uint64_t number = endpoint.next_operation++;
+  const std::uint64_t key = operation.remote.region.key;
+  endpoint.operations[number] = std::move(operation);
+  if (endpoint.keys.size() > kMaxKeys && endpoint.operations.size() == 1)  // nothing under way needs them
+    endpoint.keys.clear();
+  auto [entry, unasked] = endpoint.keys.try_emplace(key);
+  if (unasked) say(endpoint, {.kind = wire::Kind::ask, .a = key});
+  if (entry->second.known) queue_pieces(endpoint, number);
+  else entry->second.waiting.push_back(number);
+}
+
+void StripedEngine::queue_pieces(Endpoint& endpoint, std::uint64_t operation) {
+  const auto found = endpoint.operations.find(operation);
+  for (std::uint32_t i = 0; i < found->second.unfinished; ++i)
+    endpoint.pending.push_back({.operation = operation, .index = i});
+  touch(endpoint);
+}
+
+void StripedEngine::answer_keys(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
+  auto found = endpoint.keys.find(header.a);
+  if (found == endpoint.keys.end() || found->second.known) return malformed(endpoint, "an answer to no question");
+  const auto waiting = std::exchange(found->second.waiting, {});
+  if (rest.empty()) {
+    endpoint.keys.erase(found);
+    for (auto operation : waiting) {
+      endpoint.operations.at(operation).error = refusal_error(Regions::Refusal::bad_key);
+      complete(endpoint, operation);
+    }
+    return;
+  }
+  for (wire::RailKey key; take(rest, key);) found->second.rails.push_back(key);
+  found->second.rails.resize(endpoint.rails.size());  // the peer may have more or fewer rails
+  found->second.known = true;
+  for (auto operation : waiting) queue_pieces(endpoint, operation);
+}
+
+std::uint64_t StripedEngine::length_of(const Operation& operation, std::uint32_t piece) {
+  return std::min(operation.piece_bytes, operation.length - piece * operation.piece_bytes);
+}
+
+void StripedEngine::touch(Endpoint& endpoint) {
+  if (!std::exchange(endpoint.dirty, true)) dirty_.push_back(endpoint.id);
+}
+
+// The rail with the least under way among those that reach both ends of the operation and have room.
+StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Operation& operation, std::uint64_t length) {
+  Choice choice;
+  auto local = rail_regions_.find(operation.local.region.value);
+  auto remote = endpoint.keys.find(operation.remote.region.key);
+  if (local == rail_regions_.end() || remote == endpoint.keys.end()) return choice;
+  for (const auto& rail : endpoint.rails) {
+    Link* link = rail.link;
+    if (link == nullptr || !link->open || !local->second[link->rail] || remote->second.rails[link->rail].usable == 0)
+      continue;
+    choice.reachable = true;
+    if (link->bytes > 0 && link->bytes + length > options_.bytes_in_flight) continue;
+    if (choice.link == nullptr || link->bytes < choice.link->bytes) choice.link = link;
+  }
+  return choice;
+}
+
+// Posts pieces while rails have room, in one call a rail.
+void StripedEngine::pump(Endpoint& endpoint) {
+  struct Batch {
+    std::vector<Write> writes;
+    std::vector<Read> reads;
+  };
+  std::map<Link*, Batch> batches;
+  while (endpoint.stage == Stage::open && !endpoint.pending.empty()) {
+    Piece piece = endpoint.pending.front();
+    auto found = endpoint.operations.find(piece.operation);
+    REJOIN_CHECK(found != endpoint.operations.end(), "a piece of no operation");
+    Operation& operation = found->second;
+    const std::uint64_t length = length_of(operation, piece.index);
+    const Choice choice = choose_link(endpoint, operation, length);
+    if (choice.link == nullptr && choice.reachable && !operation.error) break;
+    endpoint.pending.pop_front();
+    if (choice.link == nullptr || operation.error) {
+      finish_piece(
+          endpoint, piece.operation,
+          operation.error.value_or(Error{ErrorCode::cancelled, "the region was deregistered, or no rail reaches it"}));
+      continue;
+    }
+    Link& link = *choice.link;
+    piece.posted = now_;
+    const std::uint64_t offset = piece.index * operation.piece_bytes, number = endpoint.next_piece++;
+    link.in_flight[number] = piece;
+    link.bytes += length;
+    ++operation.in_flight;
+    const LocalRange local{*rail_regions_.at(operation.local.region.value)[link.rail], operation.local.offset + offset};
+    const wire::RailKey& key = endpoint.keys.at(operation.remote.region.key).rails[link.rail];
+    const RemoteRange remote{{key.key, key.length}, operation.remote.offset + offset};
+    if (operation.is_read) {
+      batches[&link].reads.push_back({.context = number, .local = local, .remote = remote, .length = length});
+    } else {
+      Write write{.context = number, .local = local, .remote = remote, .length = length};
+      if (operation.number) write.notify = wire::piece_tag(*operation.number, piece.index);
+      batches[&link].writes.push_back(write);
+    }
+  }
+  for (auto& [link, batch] : batches) {
+    Engine& rail = *rails_[link->rail];
+    Result<> posted;
+    if (!batch.writes.empty()) posted = rail.write(link->endpoint, batch.writes);
+    const bool wrote = posted.has_value();
+    if (wrote && !batch.reads.empty()) posted = rail.read(link->endpoint, batch.reads);
+    if (posted) continue;
+    if (!link->ended) end_link(endpoint, *link, posted.error().message);
+    // What was not posted has no completion to wait for.
+    const auto never = [&](const auto& operations) {
+      for (const auto& one : operations) on_piece_done(endpoint, *link, one.context, posted.error());
+    };
+    if (!wrote) never(batch.writes);
+    never(batch.reads);
+  }
+}
+
+void StripedEngine::on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t number,
+                                  const std::optional<Error>& error) {
+  auto taken = link.in_flight.extract(number);
+  if (taken.empty()) return;
+  const Piece piece = taken.mapped();
+  Operation& operation = endpoint.operations.at(piece.operation);
+  link.bytes -= length_of(operation, piece.index);
+  --operation.in_flight;
+  if (link.ended) to_sweep_ = true;
+  if (endpoint.stage != Stage::open) {
+    if (operation.in_flight == 0) complete(endpoint, piece.operation);
+    return;
+  }
+  touch(endpoint);
+  if (!error) {
+    link.last_finished = now_;
+    endpoint.rails[link.rail].backoff = options_.first_retry;
+    return finish_piece(endpoint, piece.operation, {});
+  }
+  if (error->code == ErrorCode::refused) return finish_piece(endpoint, piece.operation, error);
+  // The rail failed it. Before its end is known here it may still deliver: take it out first.
+  if (operation.is_read || link.peer_fenced) endpoint.pending.push_front(piece);
+  else link.orphans.push_back(piece);
+  if (!link.ended) end_link(endpoint, link, error->message);
+}
+
+void StripedEngine::finish_piece(Endpoint& endpoint, std::uint64_t number, const std::optional<Error>& error) {
+  Operation& operation = endpoint.operations.at(number);
+  if (error && !operation.error) operation.error = error;
+  if (--operation.unfinished == 0) complete(endpoint, number);
+}
+
+void StripedEngine::complete(Endpoint& endpoint, std::uint64_t number) {
+  const auto operation = endpoint.operations.extract(number);
+  if (operation.mapped().error && operation.mapped().number && endpoint.stage == Stage::open)
+    say(endpoint, {.kind = wire::Kind::withdraw, .a = *operation.mapped().number});
+  events_.emit({.kind = EventKind::completed,
+                .endpoint = endpoint.id,
+                .value = operation.mapped().context,
+                .error = operation.mapped().error});
+}
+
+}  // namespace rejoin::transport::striped

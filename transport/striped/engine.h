@@ -1,0 +1,199 @@
+// The striped engine. Each endpoint has up to one link a rail; a link is one life of the rail's own endpoint.
+//
+// Exactly once, whatever a rail does:
+//  - Messages are numbered and kept until the peer has said `received`. When the rail that carries them dies, all kept
+//    ones are sent again, in order, over another; the receiver takes each number once.
+//  - A piece of a write whose rail died is posted again only after the peer has said `rail_down` for that life of the
+//    rail, which it does after closing (fencing) its end: the old copy can't land behind the new one. A piece of a read
+//    needs no such word, since our own close is the fence.
+//  - A notification is raised when all pieces of its write have been counted in, each once, and the write announced.
+//
+// engine.cc: set-up, regions, links coming and going. datapath.cc: messages, pieces, polling.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <map>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fd.h"
+#include "transport/endpoints.h"
+#include "transport/event_queue.h"
+#include "transport/striped/factory.h"
+#include "transport/striped/wire.h"
+
+namespace rejoin::transport::striped {
+
+class StripedEngine final : public Engine {
+ public:
+  StripedEngine(std::vector<std::unique_ptr<Engine>> rails, const Options& options, const Clock& clock);
+  ~StripedEngine() override;
+  Result<> start();
+
+  Result<Address> listen(const Address& where) override;
+  Result<EndpointId> connect(const Address& peer, BytesView hello) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  void deregister(RegionId region) override;
+  RemoteRegion remote(RegionId region) const override;
+  Result<> send(EndpointId endpoint, BytesView message) override;
+  Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
+  Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
+  std::span<const Event> poll() override;
+  bool arm() override;
+  int event_fd() const override { return epoll_.get(); }
+  void close(EndpointId endpoint) override;
+
+ private:
+  static constexpr std::uint32_t kNoRail = ~0u;
+  enum class Stage { connecting, accepting, open, failed, closed };
+
+  struct Operation {
+    std::uint64_t context = 0;
+    bool is_read = false;
+    LocalRange local;
+    RemoteRange remote;
+    std::uint64_t length = 0, piece_bytes = 0;
+    std::uint32_t unfinished = 0;         // pieces
+    std::uint32_t in_flight = 0;          // … of them posted on a rail
+    std::optional<std::uint64_t> number;  // of a write with notification
+    std::optional<Error> error;
+  };
+  struct Piece {
+    std::uint64_t operation = 0;
+    std::uint32_t index = 0;
+    TimePoint posted{};
+  };
+  struct Link {
+    std::uint32_t rail = 0, generation = 0;
+    EndpointId endpoint;               // in the rail's engine
+    bool open = false, ended = false;  // neither: connecting
+    bool peer_fenced = false;          // the peer's end of an ended link is closed
+    std::uint64_t bytes = 0;           // in flight
+    std::map<std::uint64_t, Piece> in_flight;
+    std::vector<Piece> orphans;                              // of an ended link, until peer_fenced
+    TimePoint last_heard{}, last_finished{}, last_probed{};  // anything; a piece; asked
+  };
+  struct RailState {                 // of one endpoint
+    Link* link = nullptr;            // current; null: down
+    std::uint32_t generations = 0;   // the next link's
+    std::uint32_t fenced_below = 0;  // the peer was told that links of lower generations are fenced here
+    TimePoint retry_at = TimePoint::max();
+    Duration backoff{};
+    std::string down;  // why, until it is told: the end of a whole peer is not told rail by rail
+  };
+  struct Sent {
+    std::uint64_t number = 0;
+    TimePoint posted{};
+    Bytes bytes;
+  };
+  struct Incoming {  // a peer's write with notification
+    std::vector<bool> landed;
+    std::uint64_t count = 0;
+    std::optional<std::uint64_t> pieces, value;  // once announced
+  };
+  struct RemoteKeys {
+    bool known = false;
+    std::vector<wire::RailKey> rails;    // empty although known: refused
+    std::vector<std::uint64_t> waiting;  // operations
+  };
+  struct Endpoint {
+    EndpointId id;
+    Stage stage = Stage::connecting;
+    std::string failure;
+    bool initiator = false;
+    bool announced = false, announced_end = false;  // connected or accepted was raised; closed was
+    std::array<std::uint64_t, 2> connection{};
+    std::vector<Address> addresses;  // the initiator's: of the peer's rails
+    std::vector<RailState> rails;
+    std::vector<std::unique_ptr<Link>> links;
+    std::uint32_t primary = kNoRail;  // the rail that carries messages
+
+    std::uint64_t next_message = 0, expected = 0, told_received = 0, bytes_since_told = 0;
+    std::deque<Sent> unreceived;  // sent, and not known to be received
+    Bytes partial;                // of a caller's message that comes in parts
+
+    std::uint64_t next_operation = 1, next_piece = 1, next_write = 0;
+    std::map<std::uint64_t, Operation> operations;
+    std::deque<Piece> pending;
+    bool dirty = false;
+    std::map<std::uint64_t, RemoteKeys> keys;
+
+    std::map<std::uint64_t, Incoming> incoming;
+    std::uint64_t all_in_below = 0;  // writes with notification: all below are done
+    std::set<std::uint64_t> in;      // … and these
+  };
+  using RailRegions = std::vector<std::optional<RegionId>>;  // none: the rail could not register it
+
+  Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
+  Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
+
+  // engine.cc
+  Endpoint& make_endpoint(Stage stage);
+  Result<> connect_rail(Endpoint& endpoint, std::uint32_t rail);
+  void on_accepted(std::uint32_t rail, const Event& event);
+  void on_link_open(Endpoint& endpoint, Link& link);
+  void on_link_closed(Endpoint& endpoint, Link& link, const std::string& why);
+  void end_link(Endpoint& endpoint, Link& link, const std::string& why);
+  void say_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation);
+  void retry_later(RailState& rail);
+  void shut(Endpoint& endpoint, Stage stage, const Error& error);
+  void fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why);
+  bool drained(Endpoint& endpoint);  // removes ended links that nothing is expected of
+  void sweep();
+  void check_rails(Endpoint& endpoint);
+  TimePoint waiting_since(const Endpoint& endpoint, const Link& link) const;
+  void probe(Endpoint& endpoint);
+  TimePoint next_timer() const;
+  Link* add_link(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation, EndpointId at);
+
+  // datapath.cc
+  void on_rail_event(std::uint32_t rail, const Event& event);
+  void on_rail_message(Endpoint& endpoint, Link& link, BytesView bytes);
+  void on_numbered(Endpoint& endpoint, const wire::Header& header, BytesView rest);
+  void on_rail_down(Endpoint& endpoint, const wire::Header& header);
+  void on_piece_landed(Endpoint& endpoint, std::uint64_t tag);
+  void settle_incoming(Endpoint& endpoint, std::uint64_t number);
+  void mark_in(Endpoint& endpoint, std::uint64_t number);
+  bool is_in(const Endpoint& endpoint, std::uint64_t number) const;
+  void on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t piece, const std::optional<Error>& error);
+  void finish_piece(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
+  void complete(Endpoint& endpoint, std::uint64_t operation);
+  void say(Endpoint& endpoint, wire::Header header, BytesView rest = {});
+  void repeat_messages(Endpoint& endpoint);
+  void tell_received(Endpoint& endpoint);
+  void malformed(Endpoint& endpoint, std::string_view what);
+  void post(Endpoint& endpoint, Operation operation);
+  void queue_pieces(Endpoint& endpoint, std::uint64_t operation);
+  void answer_keys(Endpoint& endpoint, const wire::Header& header, BytesView rest);
+  void pump(Endpoint& endpoint);
+  struct Choice {
+    Link* link = nullptr;  // null: all are full, or none reaches both ends
+    bool reachable = false;
+  };
+  Choice choose_link(Endpoint& endpoint, const Operation& operation, std::uint64_t length);
+  void touch(Endpoint& endpoint);
+  static std::uint64_t length_of(const Operation& operation, std::uint32_t piece);
+
+  std::vector<std::unique_ptr<Engine>> rails_;
+  const Options options_;
+  const Clock& clock_;
+  const Duration check_every_;
+  Fd epoll_, timer_;
+  Unguessable unguessable_;
+  Regions regions_{unguessable_};
+  std::unordered_map<std::uint64_t, RailRegions> rail_regions_;  // by our region
+  EventQueue events_;
+  std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
+  std::vector<std::unique_ptr<Endpoint>> closing_;                   // closed by the caller, rails not yet drained
+  std::map<std::array<std::uint64_t, 2>, Endpoint*> by_connection_;  // accepted ones
+  std::set<std::array<std::uint64_t, 2>> closed_connections_;        // accepted and closed: a late rail is refused
+  std::deque<std::array<std::uint64_t, 2>> closed_order_;
+  std::vector<std::unordered_map<std::uint64_t, std::pair<Endpoint*, Link*>>> by_link_;  // per rail: its endpoints
+  std::vector<EndpointId> dirty_;
+  bool to_sweep_ = false;
+  TimePoint now_{}, checked_{}, timer_at_ = TimePoint::max();
+};
+
+}  // namespace rejoin::transport::striped

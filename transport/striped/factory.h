@@ -1,0 +1,29 @@
+// Striping: one engine over several rails (engines of one backend, each on its own NIC port or path). Writes and reads
+// travel in pieces over whichever rail has room; a rail that dies is taken out, its unfinished pieces go over the
+// others, and it is tried again until it comes back. An endpoint fails only with its last rail.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/clock.h"
+#include "transport/transport.h"
+
+namespace rejoin::transport::striped {
+
+struct Options {
+  std::size_t largest_piece = 1 * MiB;    // bytes; what a dying rail can cost, and the grain of balancing
+  std::size_t smallest_piece = 64 * KiB;  // below it, splitting costs more than a second rail brings
+  std::size_t bytes_in_flight = 8 * MiB;  // per rail and endpoint; the rest waits here, for whichever rail is first
+  // A rail whose oldest piece is older than this, while another rail of the endpoint answers, is dead.
+  Duration stall = std::chrono::seconds(2);
+  Duration first_retry = std::chrono::milliseconds(100);  // of a dead rail; doubles …
+  Duration longest_retry = std::chrono::seconds(10);      // … up to this
+};
+
+// An address of this engine is the rails' addresses joined by '|'; listen() also takes one for all.
+// The clock must outlive the engine. Errors: `invalid_argument` for no rails, or more than 16.
+Result<std::unique_ptr<Engine>> make_engine(std::vector<std::unique_ptr<Engine>> rails, const Options& options,
+                                            const Clock& clock);
+
+}  // namespace rejoin::transport::striped

@@ -1,0 +1,50 @@
+// What two striped engines say to each other, over the rails' own messages. Host byte order: all hosts of a job share
+// it.
+#pragma once
+
+#include <cstdint>
+
+namespace rejoin::transport::striped::wire {
+
+constexpr std::uint64_t kMagic = 0x31656b6972747352;  // "Rstrike1": another layout gets another number
+
+// The rails' hello.
+struct Greeting {
+  std::uint64_t magic = kMagic;
+  std::uint64_t connection[2]{};  // unguessable; the same on all rails
+  std::uint32_t rail = 0, rails = 0;
+  std::uint32_t generation = 0;  // of this rail in this connection; above 0: the connection must exist
+  std::uint32_t unused = 0;
+};
+
+enum class Kind : std::uint32_t {
+  hello,      // the first message: the caller's hello
+  message,    // the caller's, or a part of it
+  announce,   // a: number of a write with notification, b: its pieces, c: the notification
+  withdraw,   // a: number of a write that will not be whole
+  ask,        // a: key of a region
+  answer,     // a: the key, then one RailKey for each rail; none: no such region
+  rail_down,  // a: rail, b: its generation: fenced at the sender of this
+  // Not numbered, each about the rail it comes over or about all:
+  received,  // a: all messages below this number have been received
+  probe,     // to be echoed on this rail: is it alive?
+  echo,      // a: as with received
+};
+
+struct Header {
+  Kind kind{};
+  std::uint32_t more = 0;  // of a message: another part follows
+  std::uint64_t number = 0;
+  std::uint64_t a = 0, b = 0, c = 0;
+};
+
+struct RailKey {
+  std::uint64_t key = 0, length = 0;
+  std::uint64_t usable = 0;  // 0: this rail can't reach the region
+};
+
+// A piece's notification: which write it belongs to, and which piece it is.
+constexpr std::uint64_t kMaxPieces = 1 << 16;
+constexpr std::uint64_t piece_tag(std::uint64_t number, std::uint64_t piece) { return number << 16 | piece; }
+
+}  // namespace rejoin::transport::striped::wire
