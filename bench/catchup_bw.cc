@@ -24,11 +24,14 @@ struct Settings {
   std::uint64_t bytes = 1 * GiB;
   std::uint32_t sources = 2;
   int repeats = 3;
-  std::string transport = "shm", json;
+  std::string transport = "shm", json, compression_name = "auto";
+  catchup::Compression compression = catchup::Compression::when_it_pays;
+  double limit = 0;  // bytes/s of each source
+  bool real_data = false;
 };
 
 constexpr std::uint64_t kVersion = 7;
-constexpr std::uint64_t kExtent = shm::kPartBytes / 3, kWindow = 12;
+constexpr std::uint64_t kExtent = shm::kPartBytes / 3, kWindow = 48;
 
 struct Measured {
   double bulk_seconds = 0, arrived_seconds = 0, proven_seconds = 0;
@@ -45,7 +48,12 @@ class Replica {
     auto owner = shm::Owner::make(std::move(*manifest));
     if (!owner) return tl::unexpected(owner.error());
     owner_ = std::make_unique<shm::Owner>(std::move(*owner));
-    std::memset(owner_->state().data(), joiner() ? 0 : 0x5a, owner_->state().size());
+    auto* floats = reinterpret_cast<float*>(owner_->state().data());
+    std::memset(owner_->state().data(), 0, owner_->state().size());
+    if (!joiner())
+      for (std::uint64_t i = 0; i < s_.bytes / 12; ++i)
+        for (std::uint64_t column = 0; column < 3; ++column)
+          floats[column * owner_->manifest().tensors()[0].stride / 4 + i] = value(column, i);
     std::vector<Measured> all;
     for (int i = 0; i < s_.repeats; ++i) {
       Measured measured;
@@ -59,6 +67,17 @@ class Replica {
   }
 
  private:
+  // A weight, its mean gradient or its mean squared gradient, spread as in a trained model; or a constant.
+  float value(std::uint64_t column, std::uint64_t i) const {
+    if (!s_.real_data) return 0.125f;
+    std::uint64_t x = (i * 3 + column + 1) * 0x9e3779b97f4a7c15;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+    float sum = -6;  // of twelve uniform numbers: nearly normal
+    for (int k = 0; k < 12; ++k) sum += static_cast<float>(((x >> (5 * k)) ^ (x << (k + 7))) & 0xffff) / 65536.0f;
+    const float normal = sum;
+    return column == 0 ? 0.02f * normal : column == 1 ? 1e-4f * normal : 1e-8f * normal * normal;
+  }
   bool joiner() const { return number_ == 0; }
   std::uint32_t processes() const { return s_.sources + 1; }
   Result<> meet_all() {
@@ -138,7 +157,7 @@ class Replica {
     if (joiner()) std::memset(owner_->state().data(), 0, owner_->state().size());
     owner_->set_version(kVersion);
     if (auto opened = open(); !opened) return opened;
-    catchup::Service service(*engine_, 1);
+    catchup::Service service(*engine_, 1, {s_.compression, s_.limit}, clock_);
     const auto copy = [](const Fd& fd) { return Fd(::dup(fd.get())); };
     auto view = shm::View::make(owner_->manifest(), copy(owner_->state_fd()), copy(owner_->page_fd()),
                                 copy(owner_->aside_fd()), copy(owner_->doorbell()));
@@ -173,8 +192,11 @@ class Replica {
         else idle_->reset();
       }
       measured.proven_seconds = seconds(clock_.now() - start);
-      for (std::uint64_t i = 0; i < s_.bytes / 12 * 4; i += 4097)
-        if (owner_->state()[i] != std::byte{0x5a}) return fail(ErrorCode::corrupt, "byte {} did not arrive", i);
+      const auto* floats = reinterpret_cast<const float*>(owner_->state().data());
+      for (std::uint64_t i = 0; i < s_.bytes / 12; i += 1021)
+        for (std::uint64_t column = 0; column < 3; ++column)
+          if (floats[column * owner_->manifest().tensors()[0].stride / 4 + i] != value(column, i))
+            return fail(ErrorCode::corrupt, "element {} of column {} did not arrive", i, column);
       meeting_.wrong.store(1);  // tells the sources that it is over
     } else {
       while (meeting_.wrong.load() == 0 && meeting_.failed.load() == 0) {
@@ -267,8 +289,16 @@ int main(int argc, char** argv) {
   app.add_option("--sources", s.sources, "replicas that serve it")->check(CLI::Range(1, 16))->capture_default_str();
   app.add_option("-n,--iters", s.repeats, "repetitions")->check(CLI::Range(1, 1000))->capture_default_str();
   app.add_option("--transport", s.transport, "shm, tcp or ucx:LIST")->capture_default_str();
+  app.add_option("--compression", s.compression_name, "of the stream: off, auto (zstd while it pays) or always")
+      ->capture_default_str();
+  app.add_option("--limit", s.limit, "each source sends at most this many MB/s; 0: no limit")->capture_default_str();
+  app.add_flag("--weights", s.real_data, "fill the state with values like a trained model's, not with a constant");
   app.add_option("--json", s.json, "write the results to this file");
   CLI11_PARSE(app, argc, argv);
+  s.limit *= 1e6;
+  auto compression = catchup::parse_compression(s.compression_name);
+  if (!compression) return std::cerr << "rejoin_catchup_bw: " << compression.error().message << "\n", 2;
+  s.compression = *compression;
   if (s.bytes < 1024) return std::cerr << "rejoin_catchup_bw: --size must be at least 1 KiB\n", 2;
   init_logging("catchup_bw", "warn");
   return bench::run(s);

@@ -4,14 +4,17 @@
 
 #include "base/digest.h"
 #include "base/log.h"
+#include "catchup/source.h"
 
 namespace rejoin::catchup {
 
 namespace {
 
-constexpr std::uint32_t kWindow = 4;      // slices under way from one source
-constexpr std::size_t kQuestions = 2;     // proofs under way
-constexpr std::uint32_t kPartsAsked = 8;  // of one proof: half the pins, so that two fit
+constexpr std::uint32_t kWindow = 16;                     // slices under way from one source
+constexpr std::size_t kQuestions = 2;                     // proofs under way
+constexpr std::uint32_t kPartsAsked = shm::kMaxPins / 4;  // of one proof, so that two leave room for the stream
+
+constexpr std::size_t kLookedAt = 256;  // slices, for one question
 
 }  // namespace
 
@@ -63,9 +66,8 @@ Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message, Time
 
 void Joiner::on_written(std::uint64_t tag) {
   const auto& manifest = view_.manifest();
-  const auto part = static_cast<std::uint32_t>(tag >> 2);
-  const auto column = static_cast<std::uint32_t>(tag & 3);
-  if (tag >> 2 >= manifest.parts().size()) return;  // the digests at the end tell
+  const auto [part, column, coded] = ExtentTag::unpack(tag);
+  if (coded || part >= manifest.parts().size()) return;  // nonsense: the digests at the end tell
   const shm::Part& range = manifest.parts()[part];
   if (column >= manifest.tensors()[range.tensor].columns) return;
   const shm::Extent extent = manifest.extent(range, column);
@@ -92,12 +94,12 @@ Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
   const std::uint32_t slice = sent.slice();
   const auto word = view_.slice(slice);
   if (!planner_.on_arrived(source, slice)) return {};  // asked for again meanwhile
-  for (std::uint32_t i = 0; i < manifest.slices()[slice].parts; ++i)
-    if (digest_of_landed(manifest.slices()[slice].first_part + i) != sent.digests(static_cast<int>(i))) {
-      spdlog::warn("slice {} from replica {} is damaged; it is fetched again", slice, source);
-      fetch_again(slice);
-      return {};
-    }
+  std::uint64_t wire_bytes = 0;
+  if (!take_in(sent, wire_bytes)) {
+    spdlog::warn("slice {} from replica {} is damaged; it is fetched again", slice, source);
+    fetch_again(slice);
+    return {};
+  }
   if (word.state != shm::SliceState::requested ||
       !view_.set_slice(slice, word, {shm::SliceState::arrived, sent.version()})) {
     planner_.narrow();  // the trainer gave it up: its kept gradients ran over the budget
@@ -106,8 +108,40 @@ Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
   }
   const std::uint64_t bytes = manifest.bytes_of(manifest.slices()[slice].whole);
   bytes_ += bytes;
+  wire_bytes_ += wire_bytes;
   from_[source] += bytes;
+  // What has just been compared is a proof, if this replica's state is still at the version that came; else it is
+  // proven when its kept gradients have been applied.
+  const shm::Clock clock = view_.clock();
+  if (!clock.updating && clock.version == sent.version()) prove(slice);
+  else unproven_.insert(slice);
   return {};
+}
+
+// Decodes what is coded, in place, and compares digests; false where the bytes are not what was sent.
+bool Joiner::take_in(const proto::Sent& sent, std::uint64_t& wire_bytes) {
+  const auto& manifest = view_.manifest();
+  const shm::Slice& slice = manifest.slices()[sent.slice()];
+  const std::uint32_t columns = manifest.tensors()[slice.whole.tensor].columns;
+  const bool coded = sent.coded_size() > 0;
+  if (coded && static_cast<std::uint32_t>(sent.coded_size()) != slice.parts * columns) return false;
+  Bytes packed;
+  for (std::uint32_t i = 0; i < slice.parts; ++i) {
+    const std::uint32_t part = slice.first_part + i;
+    for (std::uint32_t column = 0; column < columns; ++column) {
+      const shm::Extent extent = manifest.extent(manifest.parts()[part], column);
+      const std::uint32_t length = coded ? sent.coded(static_cast<int>(i * columns + column)) : 0;
+      wire_bytes += length > 0 ? length : extent.length;
+      if (length == 0) continue;
+      if (length > extent.length) return false;
+      const std::span<std::byte> place = view_.state().subspan(extent.offset, extent.length);
+      packed.assign(place.begin(), place.begin() + length);
+      if (!coder_.decode(packed, place)) return false;
+      landed_[part][column] = digest(place);
+    }
+    if (digest_of_landed(part) != sent.digests(static_cast<int>(i))) return false;
+  }
+  return true;
 }
 
 void Joiner::fetch_again(std::uint32_t slice) {
@@ -115,6 +149,7 @@ void Joiner::fetch_again(std::uint32_t slice) {
   }
   if (proven_[slice]) --proven_count_;
   proven_[slice] = false;
+  unproven_.erase(slice);
   planner_.on_again(slice);
 }
 
@@ -164,12 +199,14 @@ void Joiner::ask_for_proof() {
   Question question;
   question.version = clock.version;
   std::vector<std::uint32_t> parts;
-  for (std::uint32_t i = 0; i < proven_.size() && parts.size() < kPartsAsked; ++i) {
+  std::size_t looked_at = 0;
+  for (auto i : unproven_) {
+    if (parts.size() >= kPartsAsked || ++looked_at > kLookedAt) break;
     const auto word = view_.slice(i);
     const bool asked = std::any_of(questions_.begin(), questions_.end(), [&](const Question& q) {
       return std::find(q.slices.begin(), q.slices.end(), i) != q.slices.end();
     });
-    if (proven_[i] || asked || word.state != shm::SliceState::current || word.version != clock.version) continue;
+    if (asked || word.state != shm::SliceState::current || word.version != clock.version) continue;
     const auto& slice = view_.manifest().slices()[i];
     if (!parts.empty() && parts.size() + slice.parts > kPartsAsked) continue;
     question.slices.push_back(i);
@@ -225,8 +262,7 @@ bool Joiner::settle(Question& question) {
     for (std::uint32_t p = 0; p < view_.manifest().slices()[slice].parts; ++p)
       ours = combine_digests(ours, *question.ours[part++]);
     if (ours == question.theirs[i]) {
-      if (!proven_[slice]) ++proven_count_;
-      proven_[slice] = true;
+      prove(slice);
     } else {
       spdlog::warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, question.source,
                    question.version);
@@ -234,6 +270,12 @@ bool Joiner::settle(Question& question) {
     }
   }
   return true;
+}
+
+void Joiner::prove(std::uint32_t slice) {
+  if (!proven_[slice]) ++proven_count_;
+  proven_[slice] = true;
+  unproven_.erase(slice);
 }
 
 void Joiner::drop(Question& question) {
@@ -252,6 +294,7 @@ Progress Joiner::progress(TimePoint now) const {
   Progress progress;
   for (const auto& slice : manifest.slices()) progress.total_bytes += manifest.bytes_of(slice.whole);
   progress.bytes = bytes_;
+  progress.wire_bytes = wire_bytes_;
   progress.slices = planner_.arrived();
   progress.total_slices = static_cast<std::uint32_t>(manifest.slices().size());
   progress.proven = proven_count_;

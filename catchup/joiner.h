@@ -4,9 +4,11 @@
 
 #include <array>
 #include <map>
+#include <set>
 #include <vector>
 
 #include "base/clock.h"
+#include "catchup/coder.h"
 #include "catchup/planner.h"
 #include "shm/view.h"
 #include "stream.pb.h"
@@ -16,6 +18,7 @@ namespace rejoin::catchup {
 
 struct Progress {
   std::uint64_t bytes = 0, total_bytes = 0;  // in place; of the whole state
+  std::uint64_t wire_bytes = 0;              // of `bytes`, as they travelled
   std::uint32_t slices = 0, total_slices = 0, proven = 0;
   std::uint32_t refetched = 0;
   std::uint32_t sources = 0, sources_used = 0;
@@ -53,12 +56,14 @@ class Joiner {
 
   std::uint64_t digest_of_landed(std::uint32_t part);
   Result<> on_sent(ReplicaId source, const proto::Sent& sent);
+  bool take_in(const proto::Sent& sent, std::uint64_t& wire_bytes);
   Result<> on_proof(ReplicaId source, const proto::Proof& proof);
   void ask_for_slices();
   void ask_for_proof();
   bool settle(Question& question);
   void drop(Question& question);
   void fetch_again(std::uint32_t slice);
+  void prove(std::uint32_t slice);
   bool say(transport::EndpointId endpoint, const proto::Stream& message);
 
   transport::Engine& engine_;
@@ -69,9 +74,11 @@ class Joiner {
   std::map<std::uint32_t, std::array<std::optional<std::uint64_t>, shm::kMaxColumns>> landed_;  // digests, by part
   std::vector<bool> proven_;
   std::uint32_t proven_count_ = 0;
+  std::set<std::uint32_t> unproven_;  // arrived
   std::vector<Question> questions_;
   std::uint64_t next_question_ = 1;
-  std::uint64_t bytes_ = 0;
+  std::uint64_t bytes_ = 0, wire_bytes_ = 0;
+  Coder coder_;
   std::map<ReplicaId, std::uint64_t> from_;
   shm::Clock seen_;
   const TimePoint started_;

@@ -1,8 +1,11 @@
 #include "catchup/planner.h"
 
+#include <algorithm>
+
 namespace rejoin::catchup {
 
-Planner::Planner(std::uint32_t slices, std::uint32_t window) : total_(slices), window_(window), have_(slices) {
+Planner::Planner(std::uint32_t slices, std::uint32_t window)
+    : total_(slices), widest_(window), window_(window), have_(slices) {
   for (std::uint32_t i = 0; i < slices; ++i) waiting_.push_back(i);
 }
 
@@ -34,7 +37,16 @@ bool Planner::on_arrived(ReplicaId source, std::uint32_t slice) {
   if (found == sources_.end() || found->second.under_way.erase(slice) == 0) return false;
   if (!have_[slice]) ++arrived_;
   have_[slice] = true;
+  if (++arrived_since_ >= window_ && window_ < widest_) {
+    ++window_;
+    arrived_since_ = 0;
+  }
   return true;
+}
+
+void Planner::narrow() {
+  window_ = std::max(1u, window_ / 2);
+  arrived_since_ = 0;
 }
 
 void Planner::on_again(std::uint32_t slice) {

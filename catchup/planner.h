@@ -1,7 +1,6 @@
 // Which slice is fetched from which source. Pure: the joiner tells it what happened and asks what to do next.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -16,7 +15,7 @@ namespace rejoin::catchup {
 
 class Planner {
  public:
-  // `slices` to be fetched; at most `window` of them under way from one source.
+  // `slices` to be fetched; at most `window` of them under way from one source, fewer after narrow().
   Planner(std::uint32_t slices, std::uint32_t window);
 
   void on_source_up(ReplicaId source);
@@ -34,15 +33,17 @@ class Planner {
   std::uint32_t arrived() const { return arrived_; }
   std::uint32_t refetched() const { return refetched_; }
   std::size_t sources() const { return sources_.size(); }
-  // Fewer slices at a time: kept gradients ran over their budget.
-  void narrow() { window_ = std::max(1u, window_ / 2); }
+  // Half as many slices at a time, as gradients kept for those under way ran over their budget; each time a window has
+  // arrived since, one more.
+  void narrow();
+  std::uint32_t window() const { return window_; }
 
  private:
   struct Source {
     std::set<std::uint32_t> under_way;
   };
-  const std::uint32_t total_;
-  std::uint32_t window_;
+  const std::uint32_t total_, widest_;
+  std::uint32_t window_, arrived_since_ = 0;
   std::deque<std::uint32_t> waiting_;
   std::map<ReplicaId, Source> sources_;
   std::vector<bool> have_;

@@ -64,7 +64,7 @@ void Service::remove_rank(RankKey key) {
     if (serving.rank == key) endpoints.push_back(endpoint);
   for (auto endpoint : endpoints) {
     engine_.close(endpoint);
-    served_by_gone_ += serving_[endpoint].source->bytes_sent();
+    served_by_gone_ += serving_[endpoint].source->stats().bytes;
     serving_.erase(endpoint);
   }
   finish(key);
@@ -110,13 +110,14 @@ void Service::on_accepted(const transport::Event& event) {
   }
   LocalRank& rank = found->second;
   serving_[event.endpoint] = {
-      key, std::make_unique<Source>(engine_, event.endpoint, Source::Memory{rank.view.get(), rank.state, rank.aside})};
+      key, std::make_unique<Source>(engine_, event.endpoint, Source::Memory{rank.view.get(), rank.state, rank.aside},
+                                    compression_, pacer_, clock_)};
 }
 
 void Service::lose(transport::EndpointId endpoint, const std::string& why) {
   engine_.close(endpoint);  // the fence, before anyone else is asked for the same slices
   if (auto serving = serving_.extract(endpoint); !serving.empty()) {
-    served_by_gone_ += serving.mapped().source->bytes_sent();
+    served_by_gone_ += serving.mapped().source->stats().bytes;
     return;
   }
   auto fetching = fetching_.extract(endpoint);
@@ -157,7 +158,7 @@ void Service::handle(const transport::Event& event, TimePoint now) {
     case EventKind::message: return on_message(event.endpoint, event.message, now);
     case EventKind::completed: {
       auto found = serving_.find(event.endpoint);
-      if (found != serving_.end()) found->second.source->on_write_completed(event.value, !event.error);
+      if (found != serving_.end()) found->second.source->on_write_completed(event.value, !event.error, now);
       return;
     }
     case EventKind::written: {
@@ -207,8 +208,14 @@ std::optional<Progress> Service::progress(RankKey key, TimePoint now) const {
 
 std::uint64_t Service::bytes_served() const {
   std::uint64_t bytes = served_by_gone_;
-  for (const auto& [endpoint, serving] : serving_) bytes += serving.source->bytes_sent();
+  for (const auto& [endpoint, serving] : serving_) bytes += serving.source->stats().bytes;
   return bytes;
+}
+
+std::vector<std::pair<RankKey, Source::Stats>> Service::serving_now() const {
+  std::vector<std::pair<RankKey, Source::Stats>> all;
+  for (const auto& [endpoint, serving] : serving_) all.emplace_back(serving.rank, serving.source->stats());
+  return all;
 }
 
 std::vector<int> Service::doorbells() const {

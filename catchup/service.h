@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "catchup/joiner.h"
+#include "catchup/pacer.h"
 #include "catchup/source.h"
 
 namespace rejoin::catchup {
@@ -30,7 +31,17 @@ struct SourceAddress {
 
 class Service {
  public:
-  Service(transport::Engine& engine, std::uint64_t secret) : engine_(engine), secret_(secret) {}
+  struct Options {
+    Compression compression = Compression::when_it_pays;
+    double limit_bytes_per_second = 0;  // of what is sent to all joiners together; 0: none
+  };
+  // `clock` times the coder; both outlive the service.
+  Service(transport::Engine& engine, std::uint64_t secret, const Options& options, const Clock& clock)
+      : engine_(engine),
+        secret_(secret),
+        compression_(options.compression),
+        clock_(clock),
+        pacer_(options.limit_bytes_per_second) {}
   ~Service();
 
   // A local trainer's memory, from now until remove_rank().
@@ -51,6 +62,8 @@ class Service {
   std::size_t serving() const { return serving_.size(); }
   std::optional<Progress> progress(RankKey key, TimePoint now) const;
   std::uint64_t bytes_served() const;
+  // Of the joiners served now: how much, how fast, whether coded.
+  std::vector<std::pair<RankKey, Source::Stats>> serving_now() const;
   // What to watch besides the engine: the trainers' doorbells.
   std::vector<int> doorbells() const;
   void arm_doorbells();
@@ -79,6 +92,9 @@ class Service {
 
   transport::Engine& engine_;
   const std::uint64_t secret_;
+  const Compression compression_;
+  const Clock& clock_;
+  Pacer pacer_;
   std::map<RankKey, LocalRank> ranks_;
   std::map<transport::EndpointId, Serving> serving_;
   std::map<transport::EndpointId, FetchingFrom> fetching_;

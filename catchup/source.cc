@@ -10,21 +10,39 @@ namespace {
 
 constexpr std::size_t kMaxRequests = 1 << 18;
 constexpr std::size_t kMaxQuestions = 64;
+constexpr std::uint32_t kSlots = 16;              // coded parts on their way
+constexpr std::uint64_t kSampleBytes = 16 * KiB;  // of each column
 // While the trainer exchanges gradients the stream starts nothing new, but never for longer than this.
 constexpr Duration kYield = std::chrono::milliseconds(20);
 
 }  // namespace
 
-Source::Source(transport::Engine& engine, transport::EndpointId joiner, Memory memory)
-    : engine_(engine), joiner_(joiner), memory_(memory) {}
+Source::Source(transport::Engine& engine, transport::EndpointId joiner, Memory memory, Compression compression,
+               Pacer& pacer, const Clock& clock)
+    : engine_(engine),
+      joiner_(joiner),
+      memory_(memory),
+      pacer_(pacer),
+      clock_(clock),
+      decision_(compression, pacer.limit()) {}
 
 Source::~Source() {
   for (auto& [number, job] : jobs_)
     for (auto& part : job.parts)
-      if (!part.digest) memory_.view->release(part.held);
+      if (!part.digest && !part.detached) memory_.view->release(part.held);
   for (auto& question : questions_)
     for (std::size_t i = 0; i < question.held.size(); ++i)
       if (!question.digests[i]) memory_.view->release(question.held[i]);
+  if (slots_.size() > 0) engine_.deregister(slots_region_);
+}
+
+Source::Stats Source::stats() const {
+  return {bytes_sent_,
+          wire_bytes_,
+          decision_.on(),
+          decision_.link_bytes_per_second(),
+          decision_.coder_bytes_per_second(),
+          decision_.ratio()};
 }
 
 Result<> Source::on_fetch(const proto::Fetch& fetch) {
@@ -73,7 +91,15 @@ bool Source::work(TimePoint now) {
       proto::Stream message;
       message.mutable_sent()->set_slice(job.request.slice);
       message.mutable_sent()->set_version(job.version);
-      for (const auto& part : parts) message.mutable_sent()->add_digests(*part.digest);
+      bool coded = false;
+      for (const auto& part : parts) {
+        message.mutable_sent()->add_digests(*part.digest);
+        for (auto length : part.coded) coded |= length > 0;
+      }
+      const auto& manifest = memory_.view->manifest();
+      for (std::size_t i = 0; coded && i < parts.size(); ++i)
+        for (std::uint32_t c = 0; c < manifest.tensors()[manifest.parts()[parts[i].held.part].tensor].columns; ++c)
+          message.mutable_sent()->add_coded(parts[i].coded[c]);
       jobs_.erase(number);
       say(message);
     }
@@ -85,6 +111,7 @@ bool Source::work(TimePoint now) {
 void Source::start_slices(TimePoint now) {
   while (!requests_.empty()) {
     if (memory_.view->phase() == shm::Phase::exchange && now - last_start_ < kYield) return;
+    if (!pacer_.may_send(now)) return;
     if (memory_.view->clock().version < requests_.front().at_least) return;
     auto held = memory_.view->hold(parts_of(requests_.front().slice));
     if (!held) return;
@@ -120,18 +147,26 @@ void Source::write_part(SliceJob& job, std::size_t index) {
   part.digest_sent = digest_held(*memory_.view, part.held);
   if (!part.digest_sent) return;  // being copied: from there, later
   part.from_aside = memory_.view->where(part.held) == shm::View::Where::aside;
+  part.coded = {};
+  if (decision_.on() && !encode(part)) return;
+  if (decision_.wants_sample()) sample(part);
   std::vector<transport::Write> writes;
-  std::uint64_t at = memory_.view->aside_offset(part.held);
+  std::uint64_t aside = memory_.view->aside_offset(part.held), slot = part.slot.value_or(0) * shm::kPartBytes;
+  part.wire_bytes = 0;
   for (std::uint32_t column = 0; column < manifest.tensors()[range.tensor].columns; ++column) {
     const shm::Extent extent = manifest.extent(range, column);
-    const transport::LocalRange local = part.from_aside ? transport::LocalRange{memory_.aside, at}
-                                                        : transport::LocalRange{memory_.state, extent.offset};
+    const bool coded = part.coded[column] > 0;
+    const std::uint64_t length = coded ? part.coded[column] : extent.length;
     writes.push_back({.context = job.number << 8 | index,
-                      .local = local,
+                      .local = coded             ? transport::LocalRange{slots_region_, slot}
+                               : part.from_aside ? transport::LocalRange{memory_.aside, aside}
+                                                 : transport::LocalRange{memory_.state, extent.offset},
                       .remote = {job.request.target, extent.offset},
-                      .length = extent.length,
-                      .notify = extent_tag(part.held.part, column)});
-    at += extent.length;
+                      .length = length,
+                      .notify = ExtentTag{part.held.part, column, coded}.packed()});
+    aside += extent.length;
+    slot += extent.length;
+    part.wire_bytes += length;
   }
   if (!engine_.write(joiner_, writes)) {
     failed_ = true;  // the connection is down; its event ends this source
@@ -140,15 +175,84 @@ void Source::write_part(SliceJob& job, std::size_t index) {
   part.writing = true;
   part.outstanding = static_cast<std::uint32_t>(writes.size());
   bytes_sent_ += manifest.bytes_of(range);
+  wire_bytes_ += part.wire_bytes;
+  pacer_.spend(part.wire_bytes);
+  decision_.on_posted(part.wire_bytes, clock_.now());
 }
 
-void Source::on_write_completed(std::uint64_t context, bool success) {
+BytesView Source::bytes_of(const PartJob& part, std::uint32_t column, bool aside) const {
+  const auto& manifest = memory_.view->manifest();
+  const shm::Part& range = manifest.parts()[part.held.part];
+  const shm::Extent extent = manifest.extent(range, column);
+  if (!aside) return BytesView(memory_.view->state()).subspan(extent.offset, extent.length);
+  return BytesView(memory_.view->aside())
+      .subspan(memory_.view->aside_offset(part.held) + column * extent.length, extent.length);
+}
+
+// Codes the columns that shrink. False: not now (no slot, or an update got in between), to be tried again.
+bool Source::encode(PartJob& part) {
+  if (slots_.size() == 0) {
+    auto slots = Mapping::anonymous(kSlots * shm::kPartBytes);
+    if (!slots) return true;  // no memory: plain
+    auto region = engine_.register_region(slots->span(), transport::MemoryKind::host);
+    if (!region) return true;
+    slots_ = std::move(*slots);
+    slots_region_ = *region;
+    for (std::uint32_t i = 0; i < kSlots; ++i) free_slots_.push_back(i);
+  }
+  if (!part.slot && free_slots_.empty()) return false;
+  if (!part.slot) part.slot = free_slots_.back(), free_slots_.pop_back();
+  const auto& manifest = memory_.view->manifest();
+  const TimePoint start = clock_.now();
+  std::uint64_t at = *part.slot * shm::kPartBytes, plain = 0, coded = 0;
+  bool all = true;
+  for (std::uint32_t c = 0; c < manifest.tensors()[manifest.parts()[part.held.part].tensor].columns; ++c) {
+    const BytesView bytes = bytes_of(part, c, part.from_aside);
+    plain_.assign(bytes.begin(), bytes.end());
+    const auto length = coder_.encode(plain_, slots_.span().subspan(at, bytes.size()));
+    part.coded[c] = static_cast<std::uint32_t>(length.value_or(0));
+    all = all && length.has_value();
+    at += bytes.size();
+    plain += bytes.size();
+    coded += length.value_or(bytes.size());
+  }
+  decision_.on_coded(plain, coded, clock_.now() - start);
+  // What was coded from the state is the held version's only if no update has begun.
+  if (!part.from_aside && memory_.view->where(part.held) != shm::View::Where::state) return false;
+  part.detached = all;
+  if (all) memory_.view->release(part.held);
+  return true;
+}
+
+void Source::sample(const PartJob& part) {
+  const auto& manifest = memory_.view->manifest();
+  Bytes out(kSampleBytes);
+  std::uint64_t plain = 0, coded = 0;
+  const TimePoint start = clock_.now();
+  for (std::uint32_t c = 0; c < manifest.tensors()[manifest.parts()[part.held.part].tensor].columns; ++c) {
+    BytesView bytes = bytes_of(part, c, part.from_aside);
+    bytes = bytes.subspan(bytes.size() / 2);
+    bytes = bytes.first(std::min<std::uint64_t>(bytes.size(), kSampleBytes));
+    plain += bytes.size();
+    plain_.assign(bytes.begin(), bytes.end());
+    coded += coder_.encode(plain_, out).value_or(bytes.size());
+  }
+  if (plain > 0) decision_.on_coded(plain, coded, clock_.now() - start);
+}
+
+void Source::on_write_completed(std::uint64_t context, bool success, TimePoint now) {
   auto found = jobs_.find(context >> 8);
   if (found == jobs_.end() || (context & 0xff) >= found->second.parts.size()) return;
   PartJob& part = found->second.parts[context & 0xff];
   if (!success) failed_ = true;
   if (--part.outstanding > 0 || failed_) return;
   part.writing = false;
+  decision_.on_completed(part.wire_bytes, now);
+  if (part.slot) free_slots_.push_back(*std::exchange(part.slot, std::nullopt));
+  if (part.detached) {
+    part.digest = part.digest_sent;
+    return;
+  }
   if (part.from_aside) memory_.view->release(part.held);
   else if (!memory_.view->release_if_untouched(part.held)) return;  // an update got in between: again, from aside
   part.digest = part.digest_sent;

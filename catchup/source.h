@@ -2,11 +2,15 @@
 // and answers its questions about digests. The trainer never waits for it.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <map>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/fd.h"
+#include "catchup/coder.h"
+#include "catchup/pacer.h"
 #include "shm/view.h"
 #include "stream.pb.h"
 #include "transport/transport.h"
@@ -14,9 +18,14 @@
 namespace rejoin::catchup {
 
 // What a written extent's notification carries.
-constexpr std::uint64_t extent_tag(std::uint32_t part, std::uint32_t column) {
-  return std::uint64_t{part} << 2 | column;
-}
+struct ExtentTag {
+  std::uint32_t part = 0, column = 0;
+  bool coded = false;
+  std::uint64_t packed() const { return std::uint64_t{part} << 3 | (coded ? 4 : 0) | column; }
+  static ExtentTag unpack(std::uint64_t bits) {
+    return {static_cast<std::uint32_t>(bits >> 3), static_cast<std::uint32_t>(bits & 3), (bits & 4) != 0};
+  }
+};
 static_assert(shm::kMaxColumns <= 4);
 
 class Source {
@@ -26,17 +35,24 @@ class Source {
     transport::RegionId state, aside;
   };
 
-  Source(transport::Engine& engine, transport::EndpointId joiner, Memory memory);
+  struct Stats {
+    std::uint64_t bytes = 0, wire_bytes = 0;  // of state; as they travelled
+    bool coding = false;
+    double link_bytes_per_second = 0, coder_bytes_per_second = 0, ratio = 1;
+  };
+
+  Source(transport::Engine& engine, transport::EndpointId joiner, Memory memory, Compression compression, Pacer& pacer,
+         const Clock& clock);
   ~Source();
 
   // Errors: `corrupt` where the message makes no sense for this state; the caller closes the connection.
   Result<> on_fetch(const proto::Fetch& fetch);
   Result<> on_prove(const proto::Prove& prove);
-  void on_write_completed(std::uint64_t context, bool success);
+  void on_write_completed(std::uint64_t context, bool success, TimePoint now);
   // Goes on with what can go on; true while there is something left to do.
   bool work(TimePoint now);
 
-  std::uint64_t bytes_sent() const { return bytes_sent_; }
+  Stats stats() const;
 
  private:
   struct Request {
@@ -51,6 +67,10 @@ class Source {
     std::uint32_t outstanding = 0;
     std::optional<std::uint64_t> digest_sent;  // of the bytes under way
     std::optional<std::uint64_t> digest;       // set: the part is done
+    std::optional<std::uint32_t> slot;         // where its coded columns are
+    std::array<std::uint32_t, shm::kMaxColumns> coded{};
+    bool detached = false;  // all of it is coded, so nothing is held any more
+    std::uint64_t wire_bytes = 0;
   };
   struct SliceJob {
     std::uint64_t number = 0;
@@ -68,6 +88,9 @@ class Source {
   void start_slices(TimePoint now);
   void advance(SliceJob& job);
   void write_part(SliceJob& job, std::size_t index);
+  bool encode(PartJob& part);
+  void sample(const PartJob& part);
+  BytesView bytes_of(const PartJob& part, std::uint32_t column, bool aside) const;
   bool advance(Question& question);
   void say(const proto::Stream& message);
   std::vector<std::uint32_t> parts_of(std::uint32_t slice) const;
@@ -79,7 +102,15 @@ class Source {
   std::map<std::uint64_t, SliceJob> jobs_;  // by number
   std::deque<Question> questions_;
   std::uint64_t next_job_ = 1;
-  std::uint64_t bytes_sent_ = 0;
+  std::uint64_t bytes_sent_ = 0, wire_bytes_ = 0;
+  Pacer& pacer_;
+  const Clock& clock_;
+  CodingDecision decision_;
+  Coder coder_;
+  Bytes plain_;    // a column being coded: the trainer may begin to change the original
+  Mapping slots_;  // for coded parts on their way; made when first needed
+  transport::RegionId slots_region_;
+  std::vector<std::uint32_t> free_slots_;
   TimePoint last_start_{};
   bool failed_ = false;
 };

@@ -1,4 +1,6 @@
 // rejoin: asks daemons how they are, audits a coordinator's log, merges event files into a trace.
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <asio.hpp>
 #include <filesystem>
@@ -7,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/bytes.h"
+#include "base/clock.h"
 #include "base/result.h"
 #include "membership/ledger.h"
 #include "membership/log.h"
@@ -69,6 +72,26 @@ void print_table(const nlohmann::json& status) {
                                  c.at("proven").get<int>(), c.at("slices").get<int>(), c.at("refetched").get<int>());
       }
       std::cout << "\n";
+      const auto& reduced = r.at("all_reduce");
+      if (reduced.at("operations").get<std::uint64_t>() == 0) continue;
+      std::cout << fmt::format(
+          "    {} all-reduces of {}, {} stale messages dropped\n", reduced.at("operations").get<std::uint64_t>(),
+          human_bytes(reduced.at("bytes").get<std::uint64_t>()), reduced.at("stale_dropped").get<std::uint64_t>());
+      for (const auto& hop : r.at("hops"))
+        std::cout << fmt::format("    from replica {}: {} in {} chunks, longest gap {:.1f} ms\n",
+                                 hop.at("replica").get<int>(), human_bytes(hop.at("bytes").get<std::uint64_t>()),
+                                 hop.at("chunks").get<std::uint64_t>(), hop.at("longest_gap_us").get<double>() * 1e-3);
+    }
+    for (const auto& s : n.at("serving")) {
+      std::cout << fmt::format("  serves a joiner out of replica {} rank {}: {} sent, link {:.0f} MB/s",
+                               s.at("replica").get<int>(), s.at("rank").get<int>(),
+                               human_bytes(s.at("bytes").get<std::uint64_t>()),
+                               s.at("link_bytes_per_second").get<double>() * 1e-6);
+      if (s.at("coder_bytes_per_second").get<double>() > 0)
+        std::cout << fmt::format(", zstd {} (to {:.2f} of the size at {:.0f} MB/s)",
+                                 s.at("zstd").get<bool>() ? "on" : "off", s.at("coded_ratio").get<double>(),
+                                 s.at("coder_bytes_per_second").get<double>() * 1e-6);
+      std::cout << "\n";
     }
   }
 }
@@ -78,6 +101,38 @@ Result<int> show_status(const std::string& address, bool json) {
   if (!status) return tl::unexpected(status.error());
   if (json) std::cout << status->dump(2) << "\n";
   else print_table(*status);
+  return 0;
+}
+
+// The tables of several daemons, again and again, with the rate of steps, until interrupted (or `count` times).
+Result<int> top(const std::vector<std::string>& addresses, std::chrono::milliseconds interval, std::uint64_t count) {
+  const bool terminal = ::isatty(STDOUT_FILENO) != 0;
+  asio::io_context io;
+  asio::steady_timer timer(io);
+  std::map<std::string, std::uint64_t> committed_before;
+  for (std::uint64_t round = 0; count == 0 || round < count; ++round) {
+    if (round > 0) {
+      timer.expires_after(interval);
+      timer.wait();
+    }
+    if (terminal) std::cout << "\x1b[H\x1b[2J";
+    for (const auto& address : addresses) {
+      auto status = fetch_status(address);
+      std::cout << "== " << address << "\n";
+      if (!status) {
+        std::cout << status.error().message << "\n";
+        continue;
+      }
+      print_table(*status);
+      if (!status->contains("coordinator_role")) continue;
+      const auto committed = status->at("coordinator_role").at("committed").get<std::uint64_t>();
+      if (auto before = committed_before.find(address); before != committed_before.end())
+        std::cout << fmt::format("  {:.1f} steps a second\n",
+                                 static_cast<double>(committed - before->second) / seconds(interval));
+      committed_before[address] = committed;
+    }
+    std::cout << std::flush;
+  }
   return 0;
 }
 
@@ -143,6 +198,14 @@ int main(int argc, char** argv) {
   auto* status = app.add_subcommand("status", "what a daemon is doing, and for whom it waits");
   status->add_option("address", address, "the daemon's --status address")->required()->envname("REJOIN_STATUS");
   status->add_flag("--json", json, "the whole document");
+  std::vector<std::string> addresses;
+  std::uint64_t interval_ms = 1000, count = 0;
+  auto* top = app.add_subcommand("top", "the same of one or more daemons, renewed until Ctrl-C");
+  top->add_option("addresses", addresses, "the daemons' --status addresses")->required();
+  top->add_option("--interval-ms", interval_ms, "between two looks")
+      ->check(CLI::Range(50, 3600000))
+      ->capture_default_str();
+  top->add_option("--count", count, "looks; 0: until Ctrl-C")->capture_default_str();
   auto* audit = app.add_subcommand("audit", "epochs and the ledger out of a coordinator's log: every sample once?");
   audit->add_option("log", log, "…/decisions.log")->required();
   auto* trace = app.add_subcommand("trace", "event files of all processes as one Chrome/Perfetto trace");
@@ -150,6 +213,7 @@ int main(int argc, char** argv) {
   trace->add_option("-o,--output", output, "file to write")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   auto done = status->parsed()  ? daemon::show_status(address, json)
+              : top->parsed()   ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
               : audit->parsed() ? daemon::audit_log(log)
                                 : daemon::merge_trace(directory, output);
   if (!done) {

@@ -23,8 +23,11 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   std::unique_ptr<NodeServer> server(new NodeServer(io, options, key));
   server->listener_fd_ = std::move(*listener);
   server->listener_.assign(::dup(server->listener_fd_.get()));
+  auto compression = catchup::parse_compression(options.compression);
+  if (!compression) return tl::unexpected(compression.error());
   auto stream = StreamThread::start(
-      options.transport, options.data_listen, key.data_secret(), [raw = server.get()](StreamThread::Report report) {
+      options.transport, options.data_listen, key.data_secret(), {*compression, options.stream_limit * 1e6},
+      [raw = server.get()](StreamThread::Report report) {
         asio::post(raw->io_, [raw, report = std::move(report)]() mutable { raw->on_report(std::move(report)); });
       });
   if (!stream) return tl::unexpected(stream.error());
@@ -108,6 +111,7 @@ void NodeServer::read(membership::RankConnection id) {
           return drop(id, welcome.error().message);
         }
       } else {
+        if (message.report().has_heartbeat()) at->second.ring = message.report().heartbeat();
         carry_out(machine_.on_rank_message(id, message.report(), now()));
       }
     }
@@ -283,11 +287,13 @@ void NodeServer::follow_plan() {
 
 void NodeServer::on_report(StreamThread::Report report) {
   bytes_served_ = report.bytes_served;
+  serving_ = std::move(report.serving);
   for (const auto& [key, progress] : report.progress) {
     progress_[key] = progress;
     events::emit("catch_up", {{"replica", std::uint64_t{key.replica.value}},
                               {"rank", std::uint64_t{key.rank.value}},
                               {"bytes", progress.bytes},
+                              {"wire_bytes", progress.wire_bytes},
                               {"total", progress.total_bytes},
                               {"rate", progress.bytes_per_second},
                               {"sources", std::uint64_t{progress.sources_used}},
@@ -333,14 +339,34 @@ nlohmann::json NodeServer::status() const {
     }
     if (auto progress = progress_.find(*trainer.key); progress != progress_.end() && trainer.catching_up)
       rank["catch_up"] = {{"bytes", progress->second.bytes},
+                          {"wire_bytes", progress->second.wire_bytes},
                           {"total_bytes", progress->second.total_bytes},
                           {"bytes_per_second", progress->second.bytes_per_second},
                           {"proven", progress->second.proven},
                           {"slices", progress->second.total_slices},
                           {"refetched", progress->second.refetched},
                           {"sources", progress->second.sources}};
+    rank["all_reduce"] = {{"operations", trainer.ring.operations()},
+                          {"bytes", trainer.ring.bytes_reduced()},
+                          {"stale_dropped", trainer.ring.stale_dropped()}};
+    rank["hops"] = nlohmann::json::array();
+    for (const auto& hop : trainer.ring.hops())
+      rank["hops"].push_back({{"replica", hop.replica()},
+                              {"chunks", hop.chunks()},
+                              {"bytes", hop.bytes()},
+                              {"longest_gap_us", hop.longest_gap_us()}});
     json["ranks"].push_back(std::move(rank));
   }
+  json["serving"] = nlohmann::json::array();
+  for (const auto& [key, stats] : serving_)
+    json["serving"].push_back({{"replica", key.replica.value},
+                               {"rank", key.rank.value},
+                               {"bytes", stats.bytes},
+                               {"wire_bytes", stats.wire_bytes},
+                               {"zstd", stats.coding},
+                               {"link_bytes_per_second", stats.link_bytes_per_second},
+                               {"coder_bytes_per_second", stats.coder_bytes_per_second},
+                               {"coded_ratio", stats.ratio}});
   return json;
 }
 

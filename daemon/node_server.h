@@ -21,6 +21,8 @@ struct NodeOptions {
   std::string coordinator;        // host:port
   std::string transport = "shm";  // of the catch-up stream
   std::string data_listen = "127.0.0.1:0";
+  std::string compression = "auto";  // of the catch-up stream: off, auto, always
+  double stream_limit = 0;           // MB/s that it may use; 0: no limit
   std::chrono::milliseconds silence{2000};
 };
 
@@ -39,6 +41,7 @@ class NodeServer {
     std::unique_ptr<asio::posix::stream_descriptor> exited;  // a pidfd
     std::optional<catchup::RankKey> key;
     bool catching_up = false;
+    proto::Heartbeat ring;  // its last: what it counted of its all-reduces
   };
 
   NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key)
@@ -76,6 +79,7 @@ class NodeServer {
   bool said_unreachable_ = false;
   std::map<catchup::RankKey, catchup::Progress> progress_;
   std::uint64_t bytes_served_ = 0, rejected_ = 0;
+  std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving_;
   std::unique_ptr<StreamThread> stream_;
 };
 

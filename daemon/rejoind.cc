@@ -52,6 +52,11 @@ void bind(CLI::App& app, Config& c) {
   option("--connect", c.node.coordinator, "REJOIN_COORDINATOR", "node: the coordinator's address");
   option("--transport", c.node.transport, "REJOIN_TRANSPORT",
          "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails) or ucx:LIST");
+  option("--compression", c.node.compression, "REJOIN_COMPRESSION",
+         "node: catch-up stream: off, auto (zstd while it is measured to pay) or always")
+      ->check(CLI::IsMember({"off", "auto", "always"}));
+  option("--stream-limit", c.node.stream_limit, "REJOIN_STREAM_LIMIT", "node: MB/s that catch-up may send; 0: no limit")
+      ->check(CLI::NonNegativeNumber);
   option("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections");
 }
 
@@ -132,8 +137,10 @@ int main(int argc, char** argv) {
   init_logging(
       fmt::format("rejoind {}", config.coordinator && config.node.socket.empty() ? "coordinator" : config.node.name),
       config.log_level);
-  for (const auto& line : CLI::detail::split(app.config_to_str(true, false), '\n'))
-    if (!line.empty()) spdlog::debug("setting {}", line);
+  // In full, and in the form of a --config file.
+  std::string settings = app.config_to_str(true, false);
+  std::replace(settings.begin(), settings.end(), '\n', ' ');
+  spdlog::info("settings: {}", settings);
   if (auto done = daemon::run(config); !done) {
     spdlog::error("{}", done.error().message);
     return 1;

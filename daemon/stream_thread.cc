@@ -14,7 +14,9 @@ constexpr Duration kReportEvery = std::chrono::milliseconds(20);
 }
 
 Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& transport, const std::string& listen,
-                                                          std::uint64_t secret, std::function<void(Report)> report) {
+                                                          std::uint64_t secret,
+                                                          const catchup::Service::Options& options,
+                                                          std::function<void(Report)> report) {
   std::unique_ptr<StreamThread> stream(new StreamThread());
   auto engine = transport::make_engine(transport);
   if (!engine) return tl::unexpected(engine.error());
@@ -26,7 +28,7 @@ Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& tra
   stream->address_ = address->text;
   stream->wake_ = std::move(*wake);
   stream->report_ = std::move(report);
-  stream->service_ = std::make_unique<catchup::Service>(*stream->engine_, secret);
+  stream->service_ = std::make_unique<catchup::Service>(*stream->engine_, secret, options, stream->clock_);
   stream->thread_ = std::thread([raw = stream.get()] { raw->run(); });
   return stream;
 }
@@ -48,7 +50,6 @@ void StreamThread::post(Command command) {
 void StreamThread::run() {
   // Training goes first on a crowded node.
   (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 10);
-  SteadyClock clock;
   transport::Idle idle(*engine_);
   TimePoint reported{};
   while (!stop_) {
@@ -57,7 +58,7 @@ void StreamThread::run() {
       const std::lock_guard lock(mutex_);
       commands.swap(commands_);
     }
-    const TimePoint now = clock.now();
+    const TimePoint now = clock_.now();
     for (auto& command : commands) command(*service_, now);
     Report report{.caught_up = service_->poll(now)};
     const auto joining = service_->joining();
@@ -66,6 +67,7 @@ void StreamThread::run() {
       for (auto key : joining)
         if (auto progress = service_->progress(key, now)) report.progress[key] = *progress;
       report.bytes_served = service_->bytes_served();
+      report.serving = service_->serving_now();
       reported = now;
       report_(std::move(report));
     }

@@ -18,10 +18,12 @@ class StreamThread {
     std::vector<catchup::RankKey> caught_up;
     std::map<catchup::RankKey, catchup::Progress> progress;
     std::uint64_t bytes_served = 0;
+    std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
   };
   // `report` is called in the stream's thread.
   static Result<std::unique_ptr<StreamThread>> start(const std::string& transport, const std::string& listen,
-                                                     std::uint64_t secret, std::function<void(Report)> report);
+                                                     std::uint64_t secret, const catchup::Service::Options& options,
+                                                     std::function<void(Report)> report);
   ~StreamThread();
 
   const std::string& address() const { return address_; }
@@ -32,6 +34,7 @@ class StreamThread {
   StreamThread() = default;
   void run();
 
+  SteadyClock clock_;
   std::unique_ptr<transport::Engine> engine_;
   std::unique_ptr<catchup::Service> service_;
   std::string address_;

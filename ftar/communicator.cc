@@ -286,6 +286,8 @@ void Communicator::finish(Bucket& bucket) {
   bucket.wanted = false;
   ++operations_done_;
   bytes_reduced_ += bucket.bytes();
+  if (std::none_of(buckets_.begin(), buckets_.end(), [](const Bucket& b) { return b.running != nullptr; }))
+    for (auto& [member, peer] : peers_) peer->last_chunk = {};  // what follows is no gap, but the trainers' time
   outcomes_.push_back({.kind = Outcome::Kind::done, .bucket = bucket.index, .step = bucket.step, .epoch = epoch_});
 }
 

@@ -159,7 +159,18 @@ void Progress::run() {
       owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
                                     std::memory_order_relaxed);
       proto::FromNode heartbeat;
-      heartbeat.mutable_heartbeat();
+      auto& counted = *heartbeat.mutable_heartbeat();
+      const ftar::Stats stats = ring_ ? ring_->stats() : ftar::Stats{};
+      counted.set_operations(stats.operations_done);
+      counted.set_bytes_reduced(stats.bytes_reduced);
+      counted.set_stale_dropped(stats.stale_dropped);
+      for (const auto& peer : stats.peers) {
+        auto& hop = *counted.add_hops();
+        hop.set_replica(peer.member.replica.value);
+        hop.set_chunks(peer.chunks_received);
+        hop.set_bytes(peer.bytes_received);
+        hop.set_longest_gap_us(static_cast<std::uint64_t>(peer.longest_gap / std::chrono::microseconds(1)));
+      }
       say(heartbeat);
     }
     if (daemon_) poll_daemon(now);

@@ -12,10 +12,12 @@
 namespace rejoin::shm {
 
 constexpr std::size_t kMaxColumns = 4;         // a weight and up to three moments
-constexpr std::uint64_t kPartBytes = 4 * MiB;  // of all columns together
-constexpr std::uint32_t kMaxPins = 16;         // parts a daemon can hold at one version
+// Of all columns together. Small enough that what has just landed is still in the cache when its digest is taken, and
+// that the gradients kept for a slice under way are few.
+constexpr std::uint64_t kPartBytes = 1 * MiB;
+constexpr std::uint32_t kMaxPins = 64;  // parts a daemon can hold at one version
 constexpr std::uint32_t kMaxTensors = 4096;
-constexpr std::uint64_t kMaxParts = 1 << 18;  // 1 TiB of state a rank
+constexpr std::uint64_t kMaxParts = 1 << 20;  // 1 TiB of state a rank
 
 struct Tensor {
   std::string name;

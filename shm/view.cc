@@ -8,6 +8,10 @@
 
 namespace rejoin::shm {
 
+namespace {
+constexpr std::uint64_t pin_bit(std::uint32_t pin) { return std::uint64_t{1} << pin; }
+}  // namespace
+
 Result<View> View::make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorbell) {
   View view(std::move(manifest));
   const auto slices = static_cast<std::uint32_t>(view.manifest_.slices().size());
@@ -50,7 +54,7 @@ std::optional<std::pair<std::uint64_t, std::vector<View::Held>>> View::hold(cons
   for (std::uint32_t i = 0; i < kMaxPins; ++i)  // those that the trainer has finished copying are free again
     if ((withdrawing_ >> i & 1) != 0 && page().pins[i].state.load() == PinState::aside) {
       page().pins[i].state.store(PinState::free);
-      withdrawing_ &= ~(1u << i);
+      withdrawing_ &= ~(pin_bit(i));
     }
   const Clock before = clock();
   if (before.updating || free_pins() < parts.size()) return std::nullopt;
@@ -58,7 +62,7 @@ std::optional<std::pair<std::uint64_t, std::vector<View::Held>>> View::hold(cons
   for (auto part : parts) {
     std::uint32_t i = 0;
     while (((taken_ | withdrawing_) >> i & 1) != 0) ++i;
-    taken_ |= 1u << i;
+    taken_ |= pin_bit(i);
     page().pins[i].part = part;
     page().pins[i].state.store(PinState::owed);
     held.push_back({i, part});
@@ -67,8 +71,8 @@ std::optional<std::pair<std::uint64_t, std::vector<View::Held>>> View::hold(cons
   // An update began meanwhile and may have missed some of them.
   for (const auto& one : held) {
     PinState expected = PinState::owed;
-    taken_ &= ~(1u << one.pin);
-    if (!page().pins[one.pin].state.compare_exchange_strong(expected, PinState::free)) withdrawing_ |= 1u << one.pin;
+    taken_ &= ~(pin_bit(one.pin));
+    if (!page().pins[one.pin].state.compare_exchange_strong(expected, PinState::free)) withdrawing_ |= pin_bit(one.pin);
   }
   return std::nullopt;
 }
@@ -86,7 +90,7 @@ View::Where View::where(const Held& held) const {
 bool View::release_if_untouched(const Held& held) {
   PinState expected = PinState::owed;
   if (!page().pins[held.pin].state.compare_exchange_strong(expected, PinState::free)) return false;
-  taken_ &= ~(1u << held.pin);
+  taken_ &= ~(pin_bit(held.pin));
   return true;
 }
 
@@ -102,9 +106,9 @@ bool View::populate_some() {
 
 bool View::release(const Held& held) {
   PinState expected = PinState::owed;
-  taken_ &= ~(1u << held.pin);
+  taken_ &= ~(pin_bit(held.pin));
   if (page().pins[held.pin].state.compare_exchange_strong(expected, PinState::free)) return true;
-  if (expected == PinState::copying) withdrawing_ |= 1u << held.pin;
+  if (expected == PinState::copying) withdrawing_ |= pin_bit(held.pin);
   else page().pins[held.pin].state.store(PinState::free);
   return false;
 }

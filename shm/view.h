@@ -60,8 +60,9 @@ class View {
   Mapping state_, page_, aside_;
   Fd doorbell_;
   std::size_t populated_ = 0;
-  std::uint32_t taken_ = 0;        // bit per pin that is held by us
-  std::uint32_t withdrawing_ = 0;  // given up while the trainer was copying it
+  static_assert(kMaxPins <= 64);
+  std::uint64_t taken_ = 0;        // bit per pin that is held by us
+  std::uint64_t withdrawing_ = 0;  // given up while the trainer was copying it
 };
 
 // Digest of a held part at its version, from wherever its bytes are; nothing while they are being copied.

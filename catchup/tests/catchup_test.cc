@@ -73,6 +73,8 @@ struct Cluster {
   std::mt19937_64 random;
   std::uint64_t step = 0;
   bool elementwise;
+  Compression compression = Compression::never;
+  double limit = 0;
   std::uint64_t budget = 64 * MiB;
 
   explicit Cluster(std::uint64_t seed, bool e = true) : fabric({.seed = seed}, clock), random(seed), elementwise(e) {}
@@ -84,7 +86,8 @@ struct Cluster {
     replica->address = *replica->engine->listen({"sim"});
     replica->owner = std::make_unique<shm::Owner>(*shm::Owner::make(small_model(elementwise)));
     replica->keeper = std::make_unique<Keeper>(*replica->owner, own_budget);
-    replica->service = std::make_unique<Service>(*replica->engine, 5);
+    replica->service = std::make_unique<Service>(
+        *replica->engine, 5, Service::Options{.compression = compression, .limit_bytes_per_second = limit}, clock);
     replica->contributes = contributes;
     replica->owner->set_version(step);
     auto* floats = reinterpret_cast<float*>(replica->owner->state().data());
@@ -211,6 +214,113 @@ TEST(CatchUp, KeptGradientsStayWithinTheirBudgetAndItStillArrives) {
   ASSERT_TRUE(joiner.caught_up);
   EXPECT_LE(most, budget);
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+}
+
+TEST(CatchUp, ABudgetForHardlyMoreThanOneSliceIsEnough) {
+  Cluster cluster(7);
+  cluster.add(true);
+  cluster.train(1);
+  const auto& manifest = cluster.replicas[0]->owner->manifest();
+  std::uint64_t largest = 0;
+  for (const auto& slice : manifest.slices()) largest = std::max(largest, slice.whole.count * 4);
+  Replica& joiner = cluster.add(false, 2 * largest);
+  cluster.catch_up(joiner);
+  std::uint64_t most = 0;
+  for (int i = 0; i < 3000 && !joiner.caught_up; ++i) {
+    cluster.train(6);
+    most = std::max(most, joiner.keeper->kept_bytes());
+  }
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_LE(most, 2 * largest);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+}
+
+TEST(CatchUp, CodedSlicesArriveWithTheSameBits) {
+  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed, seed % 2 == 0);
+    cluster.compression = Compression::always;
+    cluster.add(true), cluster.add(true);
+    cluster.train(1);
+    Replica& joiner = cluster.add(false);
+    cluster.catch_up(joiner);
+    for (int i = 0; i < 200 && !joiner.caught_up; ++i) cluster.train(static_cast<int>(2 + seed));
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+    const auto progress = *joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now());
+    EXPECT_LT(progress.wire_bytes, progress.bytes / 4 * 3) << "little was coded";
+  }
+}
+
+TEST(CatchUp, TheStreamKeepsToItsLimit) {
+  Cluster cluster(8);
+  cluster.limit = 1e9;
+  cluster.add(true);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  const TimePoint start = cluster.clock.now();
+  for (int i = 0; i < 2000 && !joiner.caught_up; ++i) {
+    cluster.pump(20);
+    cluster.clock.advance(std::chrono::microseconds(100));
+    cluster.train(0);
+  }
+  ASSERT_TRUE(joiner.caught_up);
+  const double took = seconds(cluster.clock.now() - start);
+  const auto bytes = static_cast<double>(joiner.owner->manifest().state_bytes());
+  EXPECT_LE(bytes, 1e9 * (took + 0.05) + static_cast<double>(shm::kPartBytes));
+  EXPECT_GE(bytes, 1e9 * took * 0.3);
+}
+
+TEST(Coding, IsUsedOnlyWhereItShortensTheTransfer) {
+  const auto decide = [](double link, double ratio, double coder, double limit = 0) {
+    CodingDecision decision(Compression::when_it_pays, limit);
+    TimePoint now{};
+    decision.on_posted(64 * MiB, now);
+    now += std::chrono::duration_cast<Duration>(std::chrono::duration<double>(64.0 * MiB / link));
+    decision.on_completed(64 * MiB, now);
+    if (!decision.wants_sample()) return false;
+    decision.on_coded(1 * MiB, static_cast<std::uint64_t>(ratio * MiB),
+                      std::chrono::duration_cast<Duration>(std::chrono::duration<double>(1.0 * MiB / coder)));
+    return decision.on();
+  };
+  EXPECT_TRUE(decide(100e6, 0.6, 500e6));
+  EXPECT_FALSE(decide(100e6, 0.95, 500e6)) << "it hardly shrinks";
+  EXPECT_FALSE(decide(1e9, 0.6, 500e6)) << "the link is faster than the coder";
+  EXPECT_FALSE(decide(20e9, 0.01, 500e6)) << "not even tried";
+  EXPECT_TRUE(decide(20e9, 0.6, 500e6, 100e6)) << "the stream may use but a little of the link";
+}
+
+TEST(Coding, DamagedOrFalseBytesAreAnErrorAndStayInside) {
+  Coder coder;
+  Bytes plain(100000), coded(100000), out(100000 + 16, std::byte{7});
+  for (std::size_t i = 0; i < plain.size(); ++i) plain[i] = static_cast<std::byte>(i / 50);
+  const auto length = coder.encode(plain, coded);
+  ASSERT_TRUE(length);
+  coded.resize(*length);
+  const std::span<std::byte> place(out.data(), 100000);
+  ASSERT_TRUE(coder.decode(coded, place));
+  EXPECT_TRUE(std::equal(plain.begin(), plain.end(), out.begin()));
+  EXPECT_FALSE(coder.decode(coded, place.first(99999)));
+  EXPECT_FALSE(coder.decode(BytesView(coded).first(*length / 2), place));
+  EXPECT_FALSE(coder.decode(BytesView(plain).first(1000), place));
+  EXPECT_EQ(out[100000], std::byte{7});
+  std::mt19937 random(1);
+  Bytes noise(100000);
+  for (auto& byte : noise) byte = static_cast<std::byte>(random());
+  EXPECT_FALSE(coder.encode(noise, coded)) << "noise does not shrink";
+}
+
+TEST(Planner, NarrowsWhereGradientsPileUpAndWidensAgain) {
+  Planner planner(1000, 16);
+  planner.on_source_up(ReplicaId(0));
+  EXPECT_EQ(planner.next(ReplicaId(0)).size(), 16u);
+  for (int i = 0; i < 10; ++i) planner.narrow();
+  EXPECT_EQ(planner.window(), 1u);
+  for (std::uint32_t slice = 0; slice < 200; ++slice) {
+    planner.on_arrived(ReplicaId(0), slice);
+    planner.next(ReplicaId(0));
+  }
+  EXPECT_EQ(planner.window(), 16u);
 }
 
 TEST(CatchUp, AStrangerOrAnotherModelIsRefused) {

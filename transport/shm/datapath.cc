@@ -15,6 +15,8 @@ constexpr std::uint64_t kInline = 8 * KiB;         // smaller writes travel in t
 constexpr std::uint32_t kSocketEvery = 256;        // polls between two looks at the sockets while busy
 constexpr std::size_t kRecordsPerTurn = 32;        // of one endpoint in a poll()
 constexpr std::uint64_t kBytesPerCall = 16 * MiB;  // of one process_vm call
+// A poll() ends when it has moved this much: whoever is told of the bytes then finds them in the cache.
+constexpr std::uint64_t kBytesPerPoll = 256 * KiB;
 
 }  // namespace
 
@@ -25,13 +27,15 @@ std::span<const Event> ShmEngine::poll() {
   } else if (++polls_ % kSocketEvery == 0 || open_.empty()) {
     watch_sockets();
   }
-  for (std::size_t i = 0; i < open_.size(); ++i) {
-    Endpoint* endpoint = open_[i];
-    if (!endpoint->pending.empty()) flush(*endpoint);
-    for (std::size_t taken = 0; taken < kRecordsPerTurn && receive(*endpoint); ++taken) {
+  moved_ = 0;
+  const std::size_t count = open_.size();
+  for (std::size_t i = 0; i < count && !open_.empty(); ++i) {
+    Endpoint& endpoint = *open_[(first_ + i) % open_.size()];  // a failing one leaves the list, and nobody is lost
+    if (!endpoint.pending.empty()) flush(endpoint);
+    for (std::size_t taken = 0; taken < kRecordsPerTurn && moved_ < kBytesPerPoll && receive(endpoint); ++taken) {
     }
-    if (i < open_.size() && open_[i] != endpoint) --i;  // it failed and left the list
   }
+  ++first_;  // nobody is always last
   return events_.take();
 }
 
@@ -140,6 +144,7 @@ void ShmEngine::handle(Endpoint& endpoint, const wire::Header& header, BytesView
 
 // Between our memory and the peer's; false (and the endpoint failed) where the peer's memory is not there.
 bool ShmEngine::move(Endpoint& endpoint, std::byte* local, std::uint64_t remote, std::uint64_t length, bool pull) {
+  moved_ += length;
   while (length > 0) {
     const std::uint64_t step = std::min(length, kBytesPerCall);
     const iovec near{local, step}, far{reinterpret_cast<void*>(remote), step};

@@ -97,6 +97,8 @@ class ShmEngine final : public Engine {
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::vector<Endpoint*> open_;  // polled in turn
   std::uint32_t polls_ = 0;
+  std::size_t first_ = 0;    // in open_, of this poll's turn
+  std::uint64_t moved_ = 0;  // bytes, in this poll
   bool slept_ = false;
 };
 
