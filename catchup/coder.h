@@ -19,7 +19,8 @@ Result<Compression> parse_compression(const std::string& name);  // "off", "auto
 class CodingDecision {
  public:
   // `limit`: bytes/s that the stream may use, however fast the link is; 0: all.
-  CodingDecision(Compression mode, double limit) : mode_(mode), limit_(limit), on_(mode == Compression::always), link_(limit) {}
+  CodingDecision(Compression mode, double limit)
+      : mode_(mode), limit_(limit), on_(mode == Compression::always), link_(limit) {}
 
   void on_posted(std::uint64_t bytes, TimePoint now);
   void on_completed(std::uint64_t bytes, TimePoint now);

@@ -66,6 +66,6 @@ class Node {
   proto::Peers peers_;
 };
 
-constexpr std::uint32_t kProtocolVersion = 1;
+constexpr std::uint32_t kProtocolVersion = 2;
 
 }  // namespace rejoin::membership

@@ -83,6 +83,16 @@ class SessionImpl final : public Session {
         return fail(ErrorCode::invalid_argument, "tensor '{}' is in no bucket", tensors_[t].name);
     auto manifest = shm::Manifest::make(tensors_);
     if (!manifest) return tl::unexpected(manifest.error());
+    // A slice under way has the gradients of the steps that pass meanwhile kept; with room for two there is always one.
+    for (const auto& slice : manifest->slices()) {
+      const std::uint64_t needed = 2 * slice.whole.count * size_of(manifest->tensors()[slice.whole.tensor].type);
+      if (needed > config_.keep_budget)
+        return fail(ErrorCode::invalid_argument,
+                    "the budget for kept gradients is {}, and tensor '{}' needs {}: raise it (--keep-budget, "
+                    "REJOIN_KEEP_BUDGET)",
+                    human_bytes(config_.keep_budget), manifest->tensors()[slice.whole.tensor].name,
+                    human_bytes(needed));
+    }
     auto owner = shm::Owner::make(std::move(*manifest));
     if (!owner) return tl::unexpected(owner.error());
     std::uint64_t total = 0;

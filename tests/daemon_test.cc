@@ -8,7 +8,9 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "base/unix_socket.h"
 #include "local.pb.h"
+#include "membership/node.h"
 #include "tests/process.h"
 
 namespace rejoin::test {
@@ -185,7 +187,7 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
       "not of the form host:port");
   expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
           "pigeon"},
-         "no transport 'pigeon': use shm, tcp or ucx:LIST");
+         "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS… or ucx:LIST");
   expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --daemon or REJOIN_SOCKET");
   expect({kMinimal}, "start rejoind on this node with --socket", {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock"});
   expect({kMinimal}, "REJOIN_* settings", {"REJOIN_REPLICA=first"});
@@ -195,6 +197,53 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   std::filesystem::create_directory(scratch.path + "/full");
   std::filesystem::create_symlink("/dev/full", scratch.path + "/full/decisions.log");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--log-directory", scratch.path + "/full"}, "decisions.log");
+}
+
+// A daemon of another version at the trainer's socket: answers each hello with its own welcome.
+TEST(BadInput, ATrainerUnderADaemonOfAnotherVersionEndsAndSaysSo) {
+  Scratch scratch;
+  const std::string path = scratch.path + "/other.sock";
+  const Fd listener = *listen_unix(path);
+  Process trainer({kMinimal}, scratch.path + "/out", {"REJOIN_SOCKET=" + path});
+  Fd connection;
+  ASSERT_TRUE(eventually([&] {
+    connection = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    return static_cast<bool>(connection);
+  })) << trainer.output();
+  ASSERT_TRUE(eventually([&] {
+    auto hello = receive_with_fds(connection, 512 * KiB);
+    return hello && hello->has_value();
+  }));
+  proto::ToTrainer message;
+  message.mutable_welcome()->set_protocol(membership::kProtocolVersion + 1);
+  const std::string bytes = message.SerializeAsString();
+  ASSERT_TRUE(send_with_fds(connection, as_bytes(bytes), {}));
+  EXPECT_EQ(trainer.wait(std::chrono::seconds(10)), 1) << trainer.output();
+  EXPECT_NE(trainer.output().find("use one version of both"), std::string::npos) << trainer.output();
+}
+
+TEST(Top, ShowsDaemonsAgainAndAgain) {
+  Job job;
+  job.start(1, 0);
+  Process trainer({kMinimal}, job.scratch.path + "/a", job.environment(0));
+  ASSERT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status}).output.find("step 0 committed") == std::string::npos;
+  }));
+  const std::string node = job.addresses("node0").at("status");
+  const Ended top =
+      run({kCli, "top", job.coordinator_status, node, "127.0.0.1:1", "--count", "3", "--interval-ms", "50"});
+  EXPECT_EQ(top.status, 0) << top.output;
+  EXPECT_NE(top.output.find("steps a second"), std::string::npos) << top.output;
+  EXPECT_NE(top.output.find("replica 0 rank 0 pid"), std::string::npos) << top.output;
+  EXPECT_NE(top.output.find("no daemon answers at 127.0.0.1:1"), std::string::npos) << top.output;
+}
+
+TEST(Settings, ArePrintedInFullAtStart) {
+  Job job;
+  job.start(1, 0);
+  const std::string output = read_file(job.scratch.path + "/node0.out");
+  for (const char* setting : {"silence-ms=1000", "compression=\"auto\"", "stream-limit=0", "socket=", "listen="})
+    EXPECT_NE(output.find(setting), std::string::npos) << setting << " is not in:\n" << output;
 }
 
 TEST(BadInput, APortOrSocketInUseIsNamed) {
