@@ -13,7 +13,7 @@ JobKey::Mac Framed::mac(bool by_server) const {
 }
 
 void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
-  handlers_ = std::move(handlers);
+  handlers_ = std::make_shared<const Handlers>(std::move(handlers));
   asio::error_code ignored;
   socket_.set_option(asio::ip::tcp::no_delay(true), ignored);
   const auto endpoint = socket_.remote_endpoint(ignored);
@@ -50,6 +50,8 @@ void Framed::read_body(std::uint32_t length) {
 }
 
 void Framed::on_frame() {
+  const auto handlers = handlers_;
+  if (!handlers) return;  // closed meanwhile
   switch (stage_) {
     case Stage::nonce: {
       if (body_.size() != kMagic.size() + theirs_.size() || !body_.starts_with(kMagic))
@@ -64,12 +66,12 @@ void Framed::on_frame() {
         return end("its job key differs from ours; give both the same --job-key-file");
       stage_ = Stage::open;
       timer_.cancel();
-      return handlers_.ready();
-    case Stage::open: return handlers_.message(body_);
+      return handlers->ready();
+    case Stage::open: return handlers->message(body_);
   }
 }
 
-void Framed::send(std::string message) {
+void Framed::send(const std::string& message) {
   if (closed_) return;
   const auto length = static_cast<std::uint32_t>(message.size());
   std::string frame(4, '\0');
@@ -95,12 +97,11 @@ void Framed::end(const std::string& why) {
   asio::error_code ignored;
   socket_.close(ignored);
   timer_.cancel();
-  if (handlers_.closed) handlers_.closed(why);
-  handlers_ = {};
+  if (const auto handlers = std::exchange(handlers_, nullptr)) handlers->closed(why);
 }
 
 void Framed::close() {
-  handlers_.closed = nullptr;
+  handlers_ = nullptr;
   end("closed");
 }
 

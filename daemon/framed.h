@@ -27,7 +27,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
       : socket_(std::move(socket)), timer_(socket_.get_executor()), key_(key), server_(server) {}
   // Begins the proof; it must be over within `deadline`.
   void start(Handlers handlers, std::chrono::milliseconds deadline);
-  void send(std::string message);
+  void send(const std::string& message);
   void close();
   std::string remote() const { return remote_; }
 
@@ -44,7 +44,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
   asio::steady_timer timer_;
   const JobKey& key_;
   const bool server_;
-  Handlers handlers_;
+  std::shared_ptr<const Handlers> handlers_;  // whoever calls one keeps it: it may end this connection
   Stage stage_ = Stage::nonce;
   Nonce mine_{}, theirs_{};
   std::array<unsigned char, 4> length_{};

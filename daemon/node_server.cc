@@ -237,7 +237,7 @@ void NodeServer::tick() {
   });
 }
 
-void NodeServer::carry_out(membership::Node::Actions actions) {
+void NodeServer::carry_out(const membership::Node::Actions& actions) {
   for (const auto& note : actions.notes) spdlog::info("{}", note);
   for (const auto& message : actions.to_coordinator)
     if (coordinator_) coordinator_->send(message.SerializeAsString());

@@ -61,7 +61,7 @@ class NodeServer {
   void connect_coordinator();
   void coordinator_lost(const std::string& why);
   void tick();
-  void carry_out(membership::Node::Actions actions);
+  void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
   void on_report(StreamThread::Report report);
   TimePoint now() const { return SteadyClock().now(); }

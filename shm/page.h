@@ -65,7 +65,9 @@ struct Page {
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<PinState>::is_always_lock_free);
 
-constexpr std::size_t page_bytes(std::uint32_t slices) { return round_up(sizeof(Page) + slices * 8, 4096); }
+constexpr std::size_t page_bytes(std::uint32_t slices) {
+  return round_up(sizeof(Page) + std::size_t{slices} * 8, 4096);
+}
 constexpr std::size_t aside_bytes() { return kMaxPins * kPartBytes; }
 
 }  // namespace rejoin::shm

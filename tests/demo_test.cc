@@ -103,6 +103,10 @@ TEST(Demo, OverTcpItIsTheSame) {
   expect_sound(demo({"--steps", "120", "--kill", "0.0@30", "--transport", "tcp"}), 120);
 }
 
+TEST(Demo, OverTwoTcpRailsItIsTheSame) {
+  expect_sound(demo({"--steps", "120", "--kill", "1.1@30", "--transport", "tcp:127.0.0.1,127.0.0.2"}), 120);
+}
+
 TEST(Demo, RandomKillsAtRandomSteps) {
   const unsigned seed = std::random_device{}();
   std::mt19937 random(seed);
