@@ -187,7 +187,7 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
       "not of the form host:port");
   expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
           "pigeon"},
-         "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS… or ucx:LIST");
+         "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS…, ibverbs");
   expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --daemon or REJOIN_SOCKET");
   expect({kMinimal}, "start rejoind on this node with --socket", {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock"});
   expect({kMinimal}, "REJOIN_* settings", {"REJOIN_REPLICA=first"});

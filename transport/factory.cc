@@ -1,5 +1,6 @@
 #include "transport/factory.h"
 
+#include "transport/ibverbs/factory.h"
 #include "transport/shm/factory.h"
 #include "transport/striped/factory.h"
 #include "transport/tcp/factory.h"
@@ -9,27 +10,55 @@ namespace rejoin::transport {
 
 namespace {
 
-Result<std::unique_ptr<Engine>> tcp_over_rails(std::string_view list) {
-  static const SteadyClock clock;
-  std::vector<std::unique_ptr<Engine>> rails;
+std::vector<std::string> split(std::string_view list) {
+  std::vector<std::string> parts;
   for (std::size_t begin = 0; begin <= list.size();) {
     const std::size_t end = std::min(list.find(',', begin), list.size());
-    auto rail = tcp::make_engine({.local = std::string(list.substr(begin, end - begin))});
-    if (!rail) return rail;
-    rails.push_back(std::move(*rail));
+    parts.emplace_back(list.substr(begin, end - begin));
     begin = end + 1;
   }
+  return parts;
+}
+
+template <typename MakeRail>
+Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names, MakeRail make_rail) {
+  static const SteadyClock clock;
+  std::vector<std::unique_ptr<Engine>> rails;
+  for (const auto& name : names) {
+    Result<std::unique_ptr<Engine>> rail = make_rail(name);
+    if (!rail) return rail;
+    rails.push_back(std::move(*rail));
+  }
+  if (rails.size() == 1) return std::move(rails[0]);
   return striped::make_engine(std::move(rails), {}, clock);
+}
+
+Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list) {
+  std::vector<std::string> names = list.empty() ? ibverbs::active_ports() : split(list);
+  if (names.empty())
+    return fail(ErrorCode::unavailable,
+                "no RDMA port is active here; 'ibv_devinfo' shows what there is. Without RDMA use shm or tcp");
+  return over_rails(names, [](const std::string& name) -> Result<std::unique_ptr<Engine>> {
+    auto options = ibverbs::parse_options(name);
+    if (!options) return tl::unexpected(options.error());
+    return ibverbs::make_engine(*options);
+  });
 }
 
 }  // namespace
 
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
   if (name == "tcp") return tcp::make_engine({});
-  if (name.starts_with("tcp:")) return tcp_over_rails(std::string_view(name).substr(4));
+  if (name.starts_with("tcp:"))
+    return over_rails(split(name.substr(4)),
+                      [](const std::string& local) { return tcp::make_engine({.local = local}); });
+  if (name == "ibverbs") return ibverbs_over_rails("");
+  if (name.starts_with("ibverbs:")) return ibverbs_over_rails(name.substr(8));
   if (name == "shm") return shm::make_engine();
   if (name.starts_with("ucx:")) return ucx::make_engine({.transports = name.substr(4)});
-  return fail(ErrorCode::invalid_argument, "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS… or ucx:LIST", name);
+  return fail(ErrorCode::invalid_argument,
+              "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, ibverbs, ibverbs:DEVICE,DEVICE… or ucx:LIST",
+              name);
 }
 
 }  // namespace rejoin::transport

@@ -9,7 +9,8 @@
 namespace rejoin::transport {
 
 // "shm": shared memory, inside one node. "tcp": between nodes without RDMA. "tcp:ADDRESS,ADDRESS…": TCP over several
-// rails, each a local address; the peers must name as many. "ucx:LIST": UCX over the transports listed
+// rails, each a local address; the peers must name as many. "ibverbs": RDMA over all active ports; "ibverbs:DEVICE,…":
+// over these, each with settings as in ibverbs/factory.h. "ucx:LIST": UCX over the transports listed
 // (UCX's names, comma-separated; they must handle peer failures, as its tcp and RDMA transports do).
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name);
 

@@ -10,6 +10,7 @@
 
 #include "base/fd.h"
 #include "transport/factory.h"
+#include "transport/tests/backends.h"
 
 namespace rejoin::transport {
 namespace {
@@ -153,8 +154,9 @@ TEST_P(Processes, AnIdleEngineSleeps) {
   EXPECT_LT(cpu() - before, 250) << "milliseconds of CPU in half a second of idleness";
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, Processes, testing::Values("shm", "tcp", "ucx:tcp,self"),
-                         [](const auto& backend) { return backend.param.substr(0, backend.param.find(':')); });
+INSTANTIATE_TEST_SUITE_P(Transports, Processes,
+                         testing::ValuesIn(with_rdma({"shm", "tcp", "tcp:127.0.0.1,127.0.0.2", "ucx:tcp,self"})),
+                         [](const auto& backend) { return name_of(backend.param); });
 
 }  // namespace
 }  // namespace rejoin::transport

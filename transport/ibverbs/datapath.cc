@@ -1,0 +1,306 @@
+// Work going out, completions coming in.
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+
+#include "base/log.h"
+#include "transport/ibverbs/engine.h"
+
+namespace rejoin::transport::ibverbs {
+
+namespace {
+
+constexpr std::size_t kRoom = SendSlots::kBytes - sizeof(wire::Header);
+constexpr std::uint64_t kLargestRequest = 1 * GiB;  // one RDMA write or read
+constexpr std::size_t kMaxRemembered = 4096;        // of the peer's regions
+constexpr int kCompletionsPerPoll = 64;
+
+}  // namespace
+
+// ---- receiving
+
+Result<> IbverbsEngine::fill_receives() {
+  while (!unposted_.empty()) {
+    std::array<ibv_recv_wr, 32> requests;
+    std::array<ibv_sge, 32> pieces;
+    const std::size_t count = std::min(requests.size(), unposted_.size());
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint32_t buffer = unposted_[unposted_.size() - 1 - i];
+      pieces[i] = {.addr = reinterpret_cast<std::uint64_t>(receive_memory_.data() + buffer * SendSlots::kBytes),
+                   .length = static_cast<std::uint32_t>(SendSlots::kBytes),
+                   .lkey = receive_region_->lkey};
+      requests[i] = {
+          .wr_id = buffer, .next = i + 1 < count ? &requests[i + 1] : nullptr, .sg_list = &pieces[i], .num_sge = 1};
+    }
+    ibv_recv_wr* refused = nullptr;
+    if (const int error = ibv_post_srq_recv(receives_.get(), requests.data(), &refused); error != 0)
+      return fail(ErrorCode::io, "rail {}: posting receive buffers: {}", device_.name(), std::strerror(error));
+    unposted_.resize(unposted_.size() - count);
+  }
+  return {};
+}
+
+void IbverbsEngine::on_received(const ibv_wc& completion) {
+  const auto buffer = static_cast<std::uint32_t>(completion.wr_id);
+  unposted_.push_back(buffer);
+  auto owner = by_number_.find(completion.qp_num);
+  if (owner == by_number_.end() || completion.status != IBV_WC_SUCCESS) return;
+  Endpoint* endpoint = find(owner->second.endpoint);
+  if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
+  opened(*endpoint);
+  on_send(*endpoint, *endpoint->queue_pairs[owner->second.index],
+          BytesView(receive_memory_).subspan(buffer * SendSlots::kBytes, completion.byte_len));
+}
+
+void IbverbsEngine::on_send(Endpoint& endpoint, QueuePair& queue_pair, BytesView bytes) {
+  wire::Header header;
+  if (!take(bytes, header)) return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a message without a header");
+  if (header.number < queue_pair.received) return;  // again, after the queue pair was rebuilt
+  if (header.number > queue_pair.received)
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a message out of order");
+  ++queue_pair.received;
+  switch (header.kind) {
+    case wire::Kind::message:
+      if (endpoint.partial.size() + bytes.size() > kMaxMessage)
+        return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a message over the limit");
+      if (header.extra == 0 && endpoint.partial.empty())
+        return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, bytes);
+      endpoint.partial.insert(endpoint.partial.end(), bytes.begin(), bytes.end());
+      if (header.extra != 0) return;
+      events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, endpoint.partial);
+      return endpoint.partial.clear();
+    case wire::Kind::written:
+      return events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.a});
+    case wire::Kind::ask: return answer(endpoint, header.a);
+    case wire::Kind::answer: return on_answer(endpoint, header);
+    case wire::Kind::withdraw:
+      if (auto known = endpoint.memory.find(header.a); known != endpoint.memory.end() && known->second.known)
+        endpoint.memory.erase(known);
+      return;
+    case wire::Kind::nothing: return;
+  }
+  fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a message of unknown kind");
+}
+
+// ---- the peers' regions
+
+void IbverbsEngine::answer(Endpoint& endpoint, std::uint64_t key) {
+  wire::Header header{.kind = wire::Kind::answer, .a = key};
+  if (const Region* region = regions_.by_key(key)) {
+    header.b = reinterpret_cast<std::uint64_t>(region->memory.data());
+    header.c = region->memory.size();
+    header.extra = registered_.at(region->id.value)->rkey;
+    known_to_[region->id.value].insert(endpoint.id);
+  }
+  say(endpoint, 0, header);
+}
+
+void IbverbsEngine::on_answer(Endpoint& endpoint, const wire::Header& header) {
+  auto found = endpoint.memory.find(header.a);
+  if (found == endpoint.memory.end() || found->second.known)
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it answered what was not asked");
+  const auto waiting = std::exchange(found->second.waiting, {});
+  if (header.c == 0) {
+    endpoint.memory.erase(found);
+    for (auto operation : waiting) finish(endpoint, operation, refusal_error(Regions::Refusal::bad_key));
+    return;
+  }
+  RemoteMemory& memory = found->second;
+  memory.known = true;
+  memory.address = header.b;
+  memory.length = header.c;
+  memory.rkey = header.extra;
+  for (auto operation : waiting) submit(endpoint, operation, memory);
+}
+
+// ---- posting
+
+Result<> IbverbsEngine::send(EndpointId id, BytesView message) {
+  auto endpoint = open_endpoint(id);
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  if (auto checked = check_message(message); !checked) return checked;
+  for (; message.size() > kRoom; message = message.subspan(kRoom))
+    say(**endpoint, 0, {.kind = wire::Kind::message, .extra = 1}, message.first(kRoom));
+  say(**endpoint, 0, {.kind = wire::Kind::message}, message);
+  return {};
+}
+
+void IbverbsEngine::say(Endpoint& endpoint, std::size_t index, wire::Header header, BytesView rest) {
+  QueuePair& queue_pair = *endpoint.queue_pairs[index];
+  header.number = queue_pair.next_send();
+  Work work{.kind = Work::Kind::send, .number = header.number};
+  work.message.resize(sizeof header + rest.size());
+  std::memcpy(work.message.data(), &header, sizeof header);
+  if (!rest.empty()) std::memcpy(work.message.data() + sizeof header, rest.data(), rest.size());
+  queue_pair.add(std::move(work));
+  touch(endpoint);
+}
+
+Result<> IbverbsEngine::write(EndpointId id, std::span<const Write> writes) {
+  auto found = open_endpoint(id);
+  if (!found) return tl::unexpected(found.error());
+  if (auto checked = check_local_ranges(regions_, writes); !checked) return checked;
+  for (const auto& write : writes)
+    start(**found, {.context = write.context,
+                    .local = write.local,
+                    .key = write.remote.region.key,
+                    .offset = write.remote.offset,
+                    .length = write.length,
+                    .notify = write.notify});
+  return {};
+}
+
+Result<> IbverbsEngine::read(EndpointId id, std::span<const Read> reads) {
+  auto found = open_endpoint(id);
+  if (!found) return tl::unexpected(found.error());
+  if (auto checked = check_local_ranges(regions_, reads); !checked) return checked;
+  for (const auto& read : reads)
+    start(**found, {.context = read.context,
+                    .is_read = true,
+                    .local = read.local,
+                    .key = read.remote.region.key,
+                    .offset = read.remote.offset,
+                    .length = read.length});
+  return {};
+}
+
+void IbverbsEngine::start(Endpoint& endpoint, Operation operation) {
+  const std::uint64_t number = endpoint.next_operation++, key = operation.key;
+  endpoint.operations[number] = std::move(operation);
+  if (endpoint.memory.size() > kMaxRemembered)
+    std::erase_if(endpoint.memory, [](const auto& entry) { return entry.second.known; });
+  auto [entry, unasked] = endpoint.memory.try_emplace(key);
+  if (unasked) say(endpoint, 0, {.kind = wire::Kind::ask, .a = key});
+  if (entry->second.known) submit(endpoint, number, entry->second);
+  else entry->second.waiting.push_back(number);
+}
+
+void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const RemoteMemory& memory) {
+  const Operation& operation = endpoint.operations.at(number);
+  touch(endpoint);
+  if (!in_range(operation.offset, operation.length, memory.length))
+    return finish(endpoint, number, refusal_error(Regions::Refusal::bad_range));
+  auto registered = registered_.find(operation.local.region.value);
+  if (registered == registered_.end())
+    return finish(endpoint, number, Error{ErrorCode::cancelled, "the local region was deregistered"});
+  const auto least = std::min_element(endpoint.queue_pairs.begin(), endpoint.queue_pairs.end(),
+                                      [](const auto& a, const auto& b) { return a->bytes() < b->bytes(); });
+  const std::uint64_t local = reinterpret_cast<std::uint64_t>(registered->second->addr) + operation.local.offset;
+  for (std::uint64_t at = 0; at < operation.length; at += kLargestRequest) {
+    const std::uint64_t length = std::min(kLargestRequest, operation.length - at);
+    Work work{.kind = operation.is_read ? Work::Kind::read : Work::Kind::write,
+              .address = local + at,
+              .lkey = registered->second->lkey,
+              .length = length,
+              .remote_address = memory.address + operation.offset + at,
+              .rkey = memory.rkey};
+    work.operation = number;
+    work.last = at + length == operation.length && !operation.notify;
+    (*least)->add(std::move(work));
+  }
+  if (operation.notify) {
+    const wire::Header header{.kind = wire::Kind::written, .number = (*least)->next_send(), .a = *operation.notify};
+    Work work{.kind = Work::Kind::send, .operation = number, .last = true, .number = header.number};
+    work.message.assign(bytes_of(header).begin(), bytes_of(header).end());
+    (*least)->add(std::move(work));
+  } else if (operation.length == 0) {
+    finish(endpoint, number, {});
+  }
+}
+
+void IbverbsEngine::touch(Endpoint& endpoint) {
+  if (!std::exchange(endpoint.dirty, true)) dirty_.push_back(endpoint.id);
+}
+
+void IbverbsEngine::flush() {
+  for (auto id : std::exchange(dirty_, {})) {
+    Endpoint* endpoint = find(id);
+    if (endpoint == nullptr) continue;
+    endpoint->dirty = false;
+    if (endpoint->stage == Stage::failed && !endpoint->announced) {
+      endpoints_.erase(id.value);
+      continue;
+    }
+    Result<> posted;
+    for (auto& queue_pair : endpoint->queue_pairs)
+      if (posted) posted = queue_pair->post();
+    if (!posted) fail_endpoint(*endpoint, posted.error().code, posted.error().message);
+  }
+  if (auto filled = fill_receives(); !filled) spdlog::error("{}", filled.error());
+}
+
+// ---- completions
+
+void IbverbsEngine::poll_completions() {
+  while (!backlog_.empty()) {
+    const ibv_wc completion = backlog_.front();
+    backlog_.pop_front();
+    on_completion(completion);
+  }
+  std::array<ibv_wc, kCompletionsPerPoll> completions;
+  const int count = ibv_poll_cq(completions_.get(), kCompletionsPerPoll, completions.data());
+  for (int i = 0; i < count; ++i) on_completion(completions[static_cast<std::size_t>(i)]);
+}
+
+void IbverbsEngine::on_completion(const ibv_wc& completion) {
+  // Of a failed one only wr_id, status and queue pair are valid; sends carry a tag, receives have none.
+  const auto tag = static_cast<std::uint32_t>(completion.wr_id >> 40);
+  if (tag == 0) return on_received(completion);
+  auto owner = by_tag_.find(tag);
+  Endpoint* endpoint = owner == by_tag_.end() ? nullptr : find(owner->second.endpoint);
+  if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
+  const std::size_t index = owner->second.index;
+  if (completion.status != IBV_WC_SUCCESS) return on_work_failed(*endpoint, index, completion);
+  endpoint->queue_pairs[index]->on_completion(completion, [&](const Work& work) { on_done(*endpoint, work); });
+  touch(*endpoint);
+}
+
+void IbverbsEngine::on_done(Endpoint& endpoint, const Work& work) {
+  if (work.last) finish(endpoint, work.operation, {});
+}
+
+void IbverbsEngine::finish(Endpoint& endpoint, std::uint64_t number, const std::optional<Error>& error) {
+  auto operation = endpoint.operations.extract(number);
+  if (operation.empty()) return;
+  events_.emit(
+      {.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.mapped().context, .error = error});
+}
+
+void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const ibv_wc& completion) {
+  QueuePair& queue_pair = *endpoint.queue_pairs[index];
+  if (completion.status == IBV_WC_WR_FLUSH_ERR) return;  // what is behind a failure; reset() keeps it
+  const auto failed = queue_pair.on_failure(completion, [&](const Work& work) { on_done(endpoint, work); });
+  if (!failed) return;  // of before a reset
+  const bool refused = completion.status == IBV_WC_REM_ACCESS_ERR || completion.status == IBV_WC_REM_INV_REQ_ERR;
+  if (!refused || failed->kind == Work::Kind::send)
+    return fail_endpoint(endpoint, ErrorCode::unavailable,
+                         fmt::format("rail {}: {}", device_.name(), ibv_wc_status_str(completion.status)));
+  // The region was withdrawn while this was on its way.
+  if (auto operation = endpoint.operations.find(failed->operation); operation != endpoint.operations.end()) {
+    if (auto memory = endpoint.memory.find(operation->second.key);
+        memory != endpoint.memory.end() && memory->second.known)
+      endpoint.memory.erase(memory);
+    finish(endpoint, failed->operation, refusal_error(Regions::Refusal::bad_key));
+  }
+  begin_rebuild(endpoint, index);
+  if (endpoint.stage == Stage::open)
+    queue_pair.cancel(failed->operation, [](Bytes& message) {
+      const auto kind = wire::Kind::nothing;
+      std::memcpy(message.data() + offsetof(wire::Header, kind), &kind, sizeof kind);
+    });
+}
+
+void IbverbsEngine::begin_rebuild(Endpoint& endpoint, std::size_t index) {
+  QueuePair& queue_pair = *endpoint.queue_pairs[index];
+  if (auto reset = queue_pair.reset(); !reset)
+    return fail_endpoint(endpoint, reset.error().code, reset.error().message);
+  endpoint.rebuilding[index] = true;
+  const wire::Control control{.word = wire::Word::rebuild,
+                              .queue_pair = static_cast<std::uint32_t>(index),
+                              .first_packet = queue_pair.first_packet(),
+                              .received = queue_pair.received};
+  (void)control_->send(endpoint.id, bytes_of(control));  // a failure shows as `closed`
+}
+
+}  // namespace rejoin::transport::ibverbs

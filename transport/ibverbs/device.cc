@@ -1,0 +1,170 @@
+#include "transport/ibverbs/device.h"
+
+#include <arpa/inet.h>
+#include <sys/resource.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+
+namespace rejoin::transport::ibverbs {
+
+namespace {
+
+struct DeviceList {
+  int count = 0;
+  ibv_device** devices = ibv_get_device_list(&count);
+  ~DeviceList() {
+    if (devices != nullptr) ibv_free_device_list(devices);
+  }
+};
+
+bool parse_number(std::string_view text, std::uint32_t least, std::uint32_t most, std::uint32_t& value) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc{} && end == text.data() + text.size() && value >= least && value <= most;
+}
+
+bool is_ipv4(const ibv_gid& gid) {
+  static constexpr unsigned char prefix[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+  return std::memcmp(gid.raw, prefix, sizeof prefix) == 0;
+}
+
+}  // namespace
+
+std::vector<std::string> active_ports() {
+  std::vector<std::string> names;
+  const DeviceList list;
+  for (int i = 0; i < list.count; ++i) {
+    const Context context(ibv_open_device(list.devices[i]));
+    ibv_device_attr limits{};
+    if (!context || ibv_query_device(context.get(), &limits) != 0) continue;
+    for (std::uint8_t port = 1; port <= limits.phys_port_cnt; ++port) {
+      ibv_port_attr attributes{};
+      if (ibv_query_port(context.get(), port, &attributes) == 0 && attributes.state == IBV_PORT_ACTIVE)
+        names.push_back(fmt::format("{}:{}", ibv_get_device_name(list.devices[i]), port));
+    }
+  }
+  return names;
+}
+
+Result<Options> parse_options(const std::string& text) {
+  Options options;
+  std::string_view rest = text;
+  for (bool first = true; !rest.empty() || first; first = false) {
+    const std::string_view part = rest.substr(0, rest.find(';'));
+    rest.remove_prefix(std::min(rest.size(), part.size() + 1));
+    if (first) {
+      options.device = part;
+      continue;
+    }
+    const auto equals = part.find('=');
+    const std::string_view name = part.substr(0, equals);
+    const std::string_view given = equals == std::string_view::npos ? "" : part.substr(equals + 1);
+    std::uint32_t value = 0;
+    const auto take = [&](std::uint32_t least, std::uint32_t most) { return parse_number(given, least, most, value); };
+    bool good = false;
+    if (name == "gid" && (good = take(0, 255))) options.gid_index = value;
+    else if (name == "qps" && (good = take(1, 8))) options.queue_pairs = value;
+    else if (name == "depth" && (good = take(16, 4096))) options.queue_depth = value;
+    else if (name == "mtu" && (good = take(256, 4096))) options.mtu = value;
+    else if (name == "sl" && (good = take(0, 15))) options.service_level = static_cast<std::uint8_t>(value);
+    else if (name == "tc" && (good = take(0, 255))) options.traffic_class = static_cast<std::uint8_t>(value);
+    else if (name == "timeout" && (good = take(1, 31))) options.timeout = static_cast<std::uint8_t>(value);
+    else if (name == "retries" && (good = take(0, 7))) options.retries = static_cast<std::uint8_t>(value);
+    if (!good)
+      return fail(ErrorCode::invalid_argument,
+                  "'{}' of rail '{}': settings are gid (0-255), qps (1-8), depth (16-4096), mtu (256-4096), sl (0-15), "
+                  "tc (0-255), timeout (1-31), retries (0-7), as in mlx5_0;gid=3;tc=106",
+                  part, text);
+  }
+  return options;
+}
+
+Result<Device> Device::open(const Options& options) {
+  Device device;
+  std::string name = options.device;
+  if (const auto colon = name.find(':'); colon != std::string::npos) {
+    std::uint32_t port = 0;
+    if (!parse_number(std::string_view(name).substr(colon + 1), 1, 255, port))
+      return fail(ErrorCode::invalid_argument, "rail '{}': the port after ':' is no number from 1", options.device);
+    device.port_number_ = static_cast<std::uint8_t>(port);
+    name.resize(colon);
+  }
+  device.name_ = fmt::format("{}:{}", name, device.port_number_);
+  const DeviceList list;
+  if (list.devices == nullptr || list.count == 0)
+    return fail(ErrorCode::unavailable,
+                "rail {}: this machine has no RDMA device; is its driver loaded, and /sys/class/infiniband mounted?",
+                device.name_);
+  ibv_device* found = nullptr;
+  std::string known;
+  for (int i = 0; i < list.count; ++i) {
+    const std::string one = ibv_get_device_name(list.devices[i]);
+    known += (known.empty() ? "" : ", ") + one;
+    if (one == name) found = list.devices[i];
+  }
+  if (found == nullptr) return fail(ErrorCode::not_found, "no RDMA device '{}'; there are: {}", name, known);
+  device.context_ = Context(ibv_open_device(found));
+  if (!device.context_)
+    return fail(ErrorCode::unavailable,
+                "rail {}: can't open the device: {}; may this user read and write /dev/infiniband?", device.name_,
+                std::strerror(errno));
+  if (ibv_query_device(device.context_.get(), &device.limits_) != 0)
+    return fail_errno("ibv_query_device " + device.name_);
+  if (ibv_query_port(device.context_.get(), device.port_number_, &device.port_) != 0)
+    return fail(ErrorCode::not_found, "rail {}: the device has no such port, but 1 to {}", device.name_,
+                device.limits_.phys_port_cnt);
+  if (device.port_.state != IBV_PORT_ACTIVE)
+    return fail(ErrorCode::unavailable, "rail {}: the port is {}; is its link up?", device.name_,
+                ibv_port_state_str(device.port_.state));
+  if (auto found_gid = device.find_gid(options); !found_gid) return tl::unexpected(found_gid.error());
+  device.domain_ = ProtectionDomain(ibv_alloc_pd(device.context_.get()));
+  if (!device.domain_) return fail_errno("ibv_alloc_pd " + device.name_);
+  return device;
+}
+
+Result<> Device::find_gid(const Options& options) {
+  int best = -1;
+  for (int i = 0; i < port_.gid_tbl_len; ++i) {
+    ibv_gid_entry entry{};
+    if (ibv_query_gid_ex(context_.get(), port_number_, static_cast<std::uint32_t>(i), &entry, 0) != 0) continue;
+    if (options.gid_index && *options.gid_index != static_cast<std::uint32_t>(i)) continue;
+    const int worth = options.gid_index ? 3 : entry.gid_type != IBV_GID_TYPE_ROCE_V2 ? 0 : is_ipv4(entry.gid) ? 2 : 1;
+    if (worth <= best) continue;
+    best = worth;
+    gid_ = entry;
+  }
+  if (best < 0 && options.gid_index)
+    return fail(ErrorCode::not_found,
+                "rail {}: the port has no GID of index {}; 'show_gids' or 'ibv_devinfo -v' lists them", name_,
+                *options.gid_index);
+  if (best <= 0 && ethernet() && !options.gid_index)
+    return fail(ErrorCode::unavailable, "rail {}: the port has no RoCE v2 GID; give its network interface an address",
+                name_);
+  return {};
+}
+
+std::string Device::address() const {
+  if (!is_ipv4(gid_.gid)) return {};
+  char text[INET_ADDRSTRLEN] = {};
+  return ::inet_ntop(AF_INET, gid_.gid.raw + 12, text, sizeof text) != nullptr ? text : "";
+}
+
+Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, MemoryKind kind) const {
+  if (kind != MemoryKind::host)
+    return fail(ErrorCode::invalid_argument, "rail {}: only host memory can be registered yet", name_);
+  constexpr int access =
+      IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING;
+  MemoryRegion region(ibv_reg_mr(domain_.get(), memory.data(), memory.size(), access));
+  if (region) return region;
+  const int error = errno;
+  rlimit limit{};
+  if (error == ENOMEM && ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur < memory.size())
+    return fail(ErrorCode::exhausted,
+                "rail {}: registration of {} failed: RLIMIT_MEMLOCK is {}; raise it with 'ulimit -l unlimited'", name_,
+                human_bytes(memory.size()), human_bytes(limit.rlim_cur));
+  return fail(ErrorCode::exhausted, "rail {}: registration of {} failed: {}", name_, human_bytes(memory.size()),
+              std::strerror(error));
+}
+
+}  // namespace rejoin::transport::ibverbs

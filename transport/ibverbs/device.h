@@ -1,0 +1,57 @@
+// A device's port, opened: context, protection domain, GID, memory registration. And owners of what libibverbs gives
+// out.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <memory>
+
+#include "transport/ibverbs/factory.h"
+
+namespace rejoin::transport::ibverbs {
+
+template <auto destroy>
+struct Destroyer {
+  template <typename T>
+  void operator()(T* handle) const {
+    (void)destroy(handle);
+  }
+};
+using Context = std::unique_ptr<ibv_context, Destroyer<ibv_close_device>>;
+using ProtectionDomain = std::unique_ptr<ibv_pd, Destroyer<ibv_dealloc_pd>>;
+using CompletionChannel = std::unique_ptr<ibv_comp_channel, Destroyer<ibv_destroy_comp_channel>>;
+using CompletionQueue = std::unique_ptr<ibv_cq, Destroyer<ibv_destroy_cq>>;
+using SharedReceiveQueue = std::unique_ptr<ibv_srq, Destroyer<ibv_destroy_srq>>;
+using QueuePairHandle = std::unique_ptr<ibv_qp, Destroyer<ibv_destroy_qp>>;
+using MemoryRegion = std::unique_ptr<ibv_mr, Destroyer<ibv_dereg_mr>>;
+
+class Device {
+ public:
+  static Result<Device> open(const Options& options);
+
+  ibv_context* context() const { return context_.get(); }
+  ibv_pd* domain() const { return domain_.get(); }
+  const ibv_device_attr& limits() const { return limits_; }
+  const ibv_port_attr& port() const { return port_; }
+  std::uint8_t port_number() const { return port_number_; }
+  const ibv_gid& gid() const { return gid_.gid; }
+  std::uint8_t gid_index() const { return static_cast<std::uint8_t>(gid_.gid_index); }
+  bool ethernet() const { return port_.link_layer == IBV_LINK_LAYER_ETHERNET; }
+  const std::string& name() const { return name_; }
+  // The IPv4 address that the GID stands for; empty where it stands for none.
+  std::string address() const;
+  // Errors say what to do: memory lock limit, no such mapping.
+  Result<MemoryRegion> register_memory(std::span<std::byte> memory, MemoryKind kind) const;
+
+ private:
+  Result<> find_gid(const Options& options);
+  Context context_;
+  ProtectionDomain domain_;
+  ibv_device_attr limits_{};
+  ibv_port_attr port_{};
+  ibv_gid_entry gid_{};
+  std::uint8_t port_number_ = 1;
+  std::string name_;
+};
+
+}  // namespace rejoin::transport::ibverbs

@@ -1,0 +1,412 @@
+#include "transport/ibverbs/engine.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/log.h"
+#include "transport/tcp/factory.h"
+
+namespace rejoin::transport::ibverbs {
+
+namespace {
+
+constexpr std::uint32_t kSendSlots = 256;
+constexpr std::uint32_t kControlEvery = 256;  // polls between two looks at the control connections while busy
+
+Result<> add_to(const Fd& epoll, int fd) {
+  epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
+  if (::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) return fail_errno("epoll_ctl");
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return IbverbsEngine::make(options); }
+
+Result<std::unique_ptr<Engine>> IbverbsEngine::make(const Options& options) {
+  auto device = Device::open(options);
+  if (!device) return tl::unexpected(device.error());
+  std::unique_ptr<IbverbsEngine> engine(new IbverbsEngine(options, std::move(*device)));
+  if (auto started = engine->start(); !started) return tl::unexpected(started.error());
+  return engine;
+}
+
+Result<> IbverbsEngine::start() {
+  auto control = tcp::make_engine({.local = device_.address()});
+  if (!control) return tl::unexpected(control.error());
+  control_ = std::move(*control);
+  channel_ = CompletionChannel(ibv_create_comp_channel(device_.context()));
+  if (!channel_) return fail_errno("ibv_create_comp_channel");
+  const int entries = static_cast<int>(options_.receive_buffers + 4 * options_.queue_depth);
+  completions_ = CompletionQueue(
+      ibv_create_cq(device_.context(), std::min(entries, device_.limits().max_cqe), nullptr, channel_.get(), 0));
+  if (!completions_) return fail_errno(fmt::format("rail {}: a completion queue of {}", device_.name(), entries));
+  ibv_srq_init_attr shared{};
+  shared.attr.max_wr = options_.receive_buffers;
+  shared.attr.max_sge = 1;
+  receives_ = SharedReceiveQueue(ibv_create_srq(device_.domain(), &shared));
+  if (!receives_) return fail_errno(fmt::format("rail {}: a shared receive queue", device_.name()));
+  receive_memory_.resize(options_.receive_buffers * SendSlots::kBytes);
+  auto region = device_.register_memory(receive_memory_, MemoryKind::host);
+  if (!region) return tl::unexpected(region.error());
+  receive_region_ = std::move(*region);
+  for (std::uint32_t i = 0; i < options_.receive_buffers; ++i) unposted_.push_back(i);
+  if (auto filled = fill_receives(); !filled) return filled;
+  if (auto made = slots_.make(device_, kSendSlots); !made) return made;
+
+  epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll_) return fail_errno("epoll_create1");
+  for (int fd : {channel_->fd, device_.context()->async_fd}) {
+    if (::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK) != 0) return fail_errno("fcntl");
+    if (auto added = add_to(epoll_, fd); !added) return added;
+  }
+  return add_to(epoll_, control_->event_fd());
+}
+
+IbverbsEngine::~IbverbsEngine() {
+  while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
+  if (unacknowledged_ > 0) ibv_ack_cq_events(completions_.get(), unacknowledged_);
+}
+
+// ---- regions
+
+Result<RegionId> IbverbsEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+  auto registered = device_.register_memory(memory, kind);
+  if (!registered) return tl::unexpected(registered.error());
+  const RegionId id = regions_.add(memory);
+  registered_[id.value] = std::move(*registered);
+  return id;
+}
+
+void IbverbsEngine::deregister(RegionId id) {
+  auto registered = registered_.extract(id.value);
+  if (registered.empty()) return;
+  const std::uint64_t key = regions_.remote(id).key;
+  regions_.remove(id);
+  // Those who know it are told, so that they ask again, and are refused, instead of breaking a queue pair.
+  if (auto known = known_to_.extract(id.value); !known.empty())
+    for (auto endpoint : known.mapped())
+      if (Endpoint* peer = find(endpoint); peer != nullptr && peer->stage == Stage::open)
+        say(*peer, 0, {.kind = wire::Kind::withdraw, .a = key});
+}
+
+// ---- connecting
+
+Result<Address> IbverbsEngine::listen(const Address& where) { return control_->listen(where); }
+
+Result<> IbverbsEngine::make_room_for_completions() {
+  const auto needed = static_cast<int>(options_.receive_buffers + queue_pairs_made_ * options_.queue_depth);
+  if (needed <= completions_->cqe) return {};
+  const int wanted = std::min(device_.limits().max_cqe, 2 * needed);
+  if (const int error = ibv_resize_cq(completions_.get(), wanted); error != 0 || completions_->cqe < needed)
+    return fail(ErrorCode::exhausted,
+                "rail {}: the completion queue can't grow to {} entries (limit {}): use fewer or "
+                "shallower queue pairs (qps=, depth=)",
+                device_.name(), needed, device_.limits().max_cqe);
+  return {};
+}
+
+Result<> IbverbsEngine::make_queue_pairs(Endpoint& endpoint, std::uint32_t count) {
+  queue_pairs_made_ += count;
+  endpoint.rebuilding.resize(count);
+  if (auto room = make_room_for_completions(); !room) {
+    queue_pairs_made_ -= count;
+    return room;
+  }
+  for (std::uint32_t i = 0; i < count; ++i) {
+    do next_tag_ = (next_tag_ + 1) & 0xffffff;
+    while (next_tag_ == 0 || by_tag_.contains(next_tag_));
+    auto made = QueuePair::make({device_, options_, completions_.get(), receives_.get(), slots_}, next_tag_);
+    if (!made) {
+      queue_pairs_made_ -= count - i;
+      destroy_queue_pairs(endpoint);
+      return tl::unexpected(made.error());
+    }
+    by_tag_[next_tag_] = by_number_[(*made)->number()] = {endpoint.id, i};
+    endpoint.tags.push_back(next_tag_);
+    endpoint.queue_pairs.push_back(std::move(*made));
+  }
+  return {};
+}
+
+wire::Greeting IbverbsEngine::greeting(const Endpoint& endpoint) const {
+  wire::Greeting greeting;
+  std::memcpy(greeting.gid, device_.gid().raw, sizeof greeting.gid);
+  greeting.lid = device_.port().lid;
+  greeting.mtu = options_.mtu != 0 ? options_.mtu : 128u << device_.port().active_mtu;
+  greeting.queue_pairs = static_cast<std::uint16_t>(endpoint.queue_pairs.size());
+  for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i) {
+    greeting.numbers[i] = endpoint.queue_pairs[i]->number();
+    greeting.first_packets[i] = endpoint.queue_pairs[i]->first_packet();
+  }
+  return greeting;
+}
+
+// The control connection says whose endpoint it is before the queue pairs exist, so they are made with a name for now.
+Result<EndpointId> IbverbsEngine::connect(const Address& peer, BytesView hello) {
+  if (hello.size() > 4 * KiB - sizeof(wire::Greeting))
+    return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of {}", hello.size(),
+                4 * KiB - sizeof(wire::Greeting));
+  auto endpoint = std::make_unique<Endpoint>();
+  endpoint->initiator = endpoint->announced = true;
+  endpoint->id = EndpointId(unguessable_.next());
+  if (auto made = make_queue_pairs(*endpoint, options_.queue_pairs); !made) return tl::unexpected(made.error());
+  const wire::Greeting ours = greeting(*endpoint);
+  Bytes greeting_and_hello(bytes_of(ours).begin(), bytes_of(ours).end());
+  greeting_and_hello.insert(greeting_and_hello.end(), hello.begin(), hello.end());
+  auto id = control_->connect(peer, greeting_and_hello);
+  if (!id) {
+    destroy_queue_pairs(*endpoint);
+    return tl::unexpected(id.error());
+  }
+  endpoint->id = *id;
+  for (std::size_t i = 0; i < endpoint->tags.size(); ++i)
+    by_tag_[endpoint->tags[i]] = by_number_[endpoint->queue_pairs[i]->number()] = {*id, i};
+  ++unopened_;
+  endpoints_[id->value] = std::move(endpoint);
+  return *id;
+}
+
+QueuePair::Peer IbverbsEngine::peer_of(const Endpoint& endpoint, std::size_t queue_pair,
+                                       std::uint32_t first_packet) const {
+  return {.gid = endpoint.peer_gid,
+          .lid = endpoint.peer_lid,
+          .mtu = endpoint.peer_mtu,
+          .number = endpoint.peer_numbers[queue_pair],
+          .first_packet = first_packet};
+}
+
+Result<> IbverbsEngine::connect_queue_pairs(Endpoint& endpoint, const wire::Greeting& peer, bool may_post) {
+  std::memcpy(endpoint.peer_gid.raw, peer.gid, sizeof peer.gid);
+  endpoint.peer_lid = peer.lid;
+  endpoint.peer_mtu = peer.mtu;
+  endpoint.peer_numbers.assign(peer.numbers, peer.numbers + peer.queue_pairs);
+  for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i)
+    if (auto connected = endpoint.queue_pairs[i]->connect(peer_of(endpoint, i, peer.first_packets[i]), may_post);
+        !connected)
+      return connected;
+  return {};
+}
+
+void IbverbsEngine::on_accepted(const Event& event) {
+  BytesView bytes = event.message;
+  wire::Greeting theirs;
+  const bool sound = take(bytes, theirs) && theirs.magic == wire::kMagic && theirs.queue_pairs >= 1 &&
+                     theirs.queue_pairs <= wire::kMaxQueuePairs;
+  if (!sound) {
+    spdlog::warn("rail {}: a connection was refused: it sent something other than a verbs greeting of this version",
+                 device_.name());
+    return control_->close(event.endpoint);
+  }
+  auto made = std::make_unique<Endpoint>();
+  Endpoint& endpoint = *made;
+  endpoint.id = event.endpoint;
+  endpoint.stage = Stage::accepting;
+  endpoint.hello.assign(bytes.begin(), bytes.end());
+  Result<> ready = make_queue_pairs(endpoint, theirs.queue_pairs);
+  if (ready) ready = connect_queue_pairs(endpoint, theirs, false);
+  if (!ready) {
+    spdlog::warn("rail {}: a connection was refused: {}", device_.name(), ready.error());
+    destroy_queue_pairs(endpoint);
+    return control_->close(event.endpoint);
+  }
+  ++unopened_;
+  endpoints_[endpoint.id.value] = std::move(made);
+  const wire::Greeting ours = greeting(endpoint);
+  (void)control_->send(endpoint.id, bytes_of(ours));  // a failure shows as `closed`
+}
+
+void IbverbsEngine::on_greeting(Endpoint& endpoint, BytesView message) {
+  wire::Greeting theirs;
+  if (!take(message, theirs) || theirs.magic != wire::kMagic || theirs.queue_pairs != endpoint.queue_pairs.size())
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it is no verbs engine of this version");
+  if (auto connected = connect_queue_pairs(endpoint, theirs, true); !connected)
+    return fail_endpoint(endpoint, connected.error().code, connected.error().message);
+  const wire::Control ready{.word = wire::Word::ready};
+  (void)control_->send(endpoint.id, bytes_of(ready));
+  --unopened_;
+  endpoint.stage = Stage::open;
+  events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
+}
+
+// The peer can receive; it has said so, or its first message has come.
+void IbverbsEngine::opened(Endpoint& endpoint) {
+  if (endpoint.stage != Stage::accepting) return;
+  --unopened_;
+  endpoint.stage = Stage::open;
+  endpoint.announced = true;
+  for (auto& queue_pair : endpoint.queue_pairs) queue_pair->resume();
+  events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, std::exchange(endpoint.hello, {}));
+  touch(endpoint);
+}
+
+void IbverbsEngine::on_word(Endpoint& endpoint, BytesView message) {
+  wire::Control control;
+  if (!take(message, control) || control.queue_pair >= endpoint.queue_pairs.size())
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a word that can't be");
+  const std::size_t index = control.queue_pair;
+  QueuePair& queue_pair = *endpoint.queue_pairs[index];
+  const auto done = [&](const Work& work) { on_done(endpoint, work); };
+  const auto say_word = [&](wire::Word word) {
+    const wire::Control answer{.word = word,
+                               .queue_pair = control.queue_pair,
+                               .first_packet = queue_pair.first_packet(),
+                               .received = queue_pair.received};
+    (void)control_->send(endpoint.id, bytes_of(answer));
+  };
+  Result<> result;
+  switch (control.word) {
+    case wire::Word::ready: return opened(endpoint);
+    case wire::Word::rebuild:
+      // Both began at once: the side that connected goes first, and the other answers it.
+      if (endpoint.rebuilding[index] && endpoint.initiator) return;
+      if (!endpoint.rebuilding[index]) result = queue_pair.reset();
+      endpoint.rebuilding[index] = false;
+      queue_pair.forget_sends_below(control.received, done);
+      if (result) result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), false);
+      if (result) say_word(wire::Word::rebuilt);
+      break;
+    case wire::Word::rebuilt:
+      if (!endpoint.rebuilding[index])
+        return fail_endpoint(endpoint, ErrorCode::corrupt, "it rebuilt what was not broken");
+      endpoint.rebuilding[index] = false;
+      queue_pair.forget_sends_below(control.received, done);
+      result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), true);
+      if (result) say_word(wire::Word::go);
+      touch(endpoint);
+      break;
+    case wire::Word::go:
+      queue_pair.resume();
+      touch(endpoint);
+      break;
+    default: return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent an unknown word");
+  }
+  if (!result) fail_endpoint(endpoint, result.error().code, result.error().message);
+}
+
+void IbverbsEngine::on_control(const Event& event) {
+  if (event.kind == EventKind::accepted) return on_accepted(event);
+  Endpoint* endpoint = find(event.endpoint);
+  if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
+  if (event.kind == EventKind::closed) {
+    poll_completions();  // what it said before it went
+    if (endpoint = find(event.endpoint); endpoint == nullptr || endpoint->stage == Stage::failed) return;
+    return fail_endpoint(*endpoint, ErrorCode::unavailable,
+                         event.error ? event.error->message : "it closed the connection");
+  }
+  if (event.kind != EventKind::message) return;
+  if (endpoint->stage == Stage::connecting) return on_greeting(*endpoint, event.message);
+  on_word(*endpoint, event.message);
+}
+
+void IbverbsEngine::look_at_control() {
+  for (const auto& event : control_->poll()) on_control(event);
+  look_at_device();
+}
+
+// A port that goes down or a device that goes away ends what runs over it; a queue pair's own error ends its endpoint,
+// but for the refusals that the completion tells better.
+void IbverbsEngine::look_at_device() {
+  ibv_async_event event{};
+  while (ibv_get_async_event(device_.context(), &event) == 0) {
+    const auto type = event.event_type;
+    std::optional<EndpointId> one;
+    if (type == IBV_EVENT_QP_FATAL)
+      if (auto owner = by_number_.find(event.element.qp->qp_num); owner != by_number_.end())
+        one = owner->second.endpoint;
+    ibv_ack_async_event(&event);
+    const bool all = type == IBV_EVENT_PORT_ERR || type == IBV_EVENT_DEVICE_FATAL || type == IBV_EVENT_CQ_ERR ||
+                     type == IBV_EVENT_SRQ_ERR;
+    if (!all && !one) continue;
+    const std::string why = fmt::format("rail {}: {}", device_.name(), ibv_event_type_str(type));
+    spdlog::warn("{}", why);
+    for (auto& [id, endpoint] : endpoints_)
+      if (all || endpoint->id == *one) fail_endpoint(*endpoint, ErrorCode::unavailable, why);
+  }
+}
+
+// ---- closing
+
+void IbverbsEngine::destroy_queue_pairs(Endpoint& endpoint) {
+  // Out of service first. Then what has completed is taken, so that nothing of it is left when numbers are used again.
+  for (auto& queue_pair : endpoint.queue_pairs) (void)queue_pair->reset();
+  const auto ours = [&](const ibv_wc& completion) {
+    const auto owner = by_number_.find(completion.qp_num);
+    return owner != by_number_.end() && owner->second.endpoint == endpoint.id;
+  };
+  for (ibv_wc completion{}; ibv_poll_cq(completions_.get(), 1, &completion) > 0;) {
+    if (!ours(completion)) backlog_.push_back(completion);
+    else if (completion.wr_id >> 40 == 0) unposted_.push_back(static_cast<std::uint32_t>(completion.wr_id));
+  }
+  queue_pairs_made_ -= static_cast<std::uint32_t>(endpoint.queue_pairs.size());
+  for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i) {
+    by_tag_.erase(endpoint.tags[i]);
+    by_number_.erase(endpoint.queue_pairs[i]->number());
+  }
+  endpoint.queue_pairs.clear();
+}
+
+void IbverbsEngine::end_operations(Endpoint& endpoint, const Error& error) {
+  for (const auto& [number, operation] : std::exchange(endpoint.operations, {}))
+    events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.context, .error = error});
+}
+
+void IbverbsEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why) {
+  if (endpoint.stage == Stage::failed) return;
+  const Stage before = std::exchange(endpoint.stage, Stage::failed);
+  endpoint.failure = why;
+  if (before != Stage::open) --unopened_;
+  control_->close(endpoint.id);
+  destroy_queue_pairs(endpoint);
+  const Error error{code, fmt::format("the peer is gone: {}", why)};
+  end_operations(endpoint, error);
+  if (endpoint.announced) events_.emit({.kind = EventKind::closed, .endpoint = endpoint.id, .error = error});
+  else touch(endpoint);  // nobody knows of it: flush() removes it
+}
+
+void IbverbsEngine::close(EndpointId id) {
+  auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end()) return;
+  auto endpoint = std::move(found->second);
+  endpoints_.erase(found);
+  if (endpoint->stage == Stage::connecting || endpoint->stage == Stage::accepting) --unopened_;
+  if (endpoint->stage == Stage::open) {
+    for (auto& queue_pair : endpoint->queue_pairs) (void)queue_pair->post();
+  }
+  control_->close(id);
+  destroy_queue_pairs(*endpoint);
+  end_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
+}
+
+bool IbverbsEngine::arm() {
+  if (!events_.empty() || !dirty_.empty() || !backlog_.empty()) return false;
+  if (!control_->arm()) return false;
+  if (ibv_req_notify_cq(completions_.get(), 0) != 0) return false;
+  // What completed before the request would ring nobody.
+  ibv_wc completion{};
+  slept_ = true;
+  if (ibv_poll_cq(completions_.get(), 1, &completion) <= 0) return true;
+  backlog_.push_back(completion);
+  return false;
+}
+
+std::span<const Event> IbverbsEngine::poll() {
+  if (std::exchange(slept_, false)) {
+    ibv_cq* queue = nullptr;
+    void* context = nullptr;
+    while (ibv_get_cq_event(channel_.get(), &queue, &context) == 0)
+      if (++unacknowledged_ == 64) ibv_ack_cq_events(completions_.get(), std::exchange(unacknowledged_, 0));
+    look_at_control();
+  } else if (++polls_ % kControlEvery == 0 || unopened_ > 0 || endpoints_.empty()) {
+    look_at_control();
+  }
+  poll_completions();
+  flush();
+  return events_.take();
+}
+
+}  // namespace rejoin::transport::ibverbs

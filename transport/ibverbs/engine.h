@@ -1,0 +1,157 @@
+// The verbs engine: one port, and for each endpoint a few reliable-connected queue pairs.
+//
+//  - A TCP connection beside the queue pairs (the control connection; transport/tcp does it) carries what both must
+//  know
+//    to connect them, and tells at once when the peer's process ends.
+//  - A write goes to the queue pair with the least under way; its notification follows it there. Messages take the
+//    first queue pair. Nothing relies on an order between queue pairs.
+//  - A peer's region is asked for when its key is first used, so that what is out of range is refused here and costs no
+//    queue pair.
+//  - A queue pair whose request the peer's device refused (a region withdrawn meanwhile) is reset on both sides and
+//    connected anew; each side tells what it has received, so that nothing is done twice.
+//  - close() destroys the queue pairs: the fence.
+//
+// engine.cc: set-up, regions, control connection, closing. datapath.cc: work and completions.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <set>
+#include <unordered_map>
+
+#include "base/fd.h"
+#include "transport/endpoints.h"
+#include "transport/event_queue.h"
+#include "transport/ibverbs/queue_pair.h"
+#include "transport/ibverbs/wire.h"
+#include "transport/regions.h"
+
+namespace rejoin::transport::ibverbs {
+
+class IbverbsEngine final : public Engine {
+ public:
+  static Result<std::unique_ptr<Engine>> make(const Options& options);
+  ~IbverbsEngine() override;
+
+  Result<Address> listen(const Address& where) override;
+  Result<EndpointId> connect(const Address& peer, BytesView hello) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  void deregister(RegionId region) override;
+  RemoteRegion remote(RegionId region) const override { return regions_.remote(region); }
+  Result<> send(EndpointId endpoint, BytesView message) override;
+  Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
+  Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
+  std::span<const Event> poll() override;
+  bool arm() override;
+  int event_fd() const override { return epoll_.get(); }
+  void close(EndpointId endpoint) override;
+
+ private:
+  enum class Stage { connecting, accepting, open, failed };
+
+  struct Operation {
+    std::uint64_t context = 0;
+    bool is_read = false;
+    LocalRange local;
+    std::uint64_t key = 0, offset = 0, length = 0;
+    std::optional<std::uint64_t> notify;
+  };
+  struct RemoteMemory {
+    bool known = false;
+    std::uint64_t address = 0, length = 0;
+    std::uint32_t rkey = 0;
+    std::vector<std::uint64_t> waiting;  // operations
+  };
+  struct Endpoint {
+    EndpointId id;  // also the control connection's
+    Stage stage = Stage::connecting;
+    std::string failure;
+    bool initiator = false;
+    bool announced = false;  // the caller knows of it
+    std::vector<std::unique_ptr<QueuePair>> queue_pairs;
+    std::vector<std::uint32_t> tags;
+    std::vector<bool> rebuilding;  // our own reset of it is announced and not answered
+    ibv_gid peer_gid{};
+    std::uint16_t peer_lid = 0;
+    std::uint32_t peer_mtu = 0;
+    std::vector<std::uint32_t> peer_numbers;
+    Bytes hello;    // until `accepted`
+    Bytes partial;  // of a message that comes in parts
+    std::uint64_t next_operation = 1;
+    std::unordered_map<std::uint64_t, Operation> operations;
+    std::map<std::uint64_t, RemoteMemory> memory;  // the peer's, by key
+    bool dirty = false;
+  };
+
+  explicit IbverbsEngine(const Options& options, Device device) : options_(options), device_(std::move(device)) {}
+  Result<> start();
+
+  Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
+  Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
+
+  // engine.cc
+  Result<> make_queue_pairs(Endpoint& endpoint, std::uint32_t count);
+  Result<> make_room_for_completions();
+  wire::Greeting greeting(const Endpoint& endpoint) const;
+  Result<> connect_queue_pairs(Endpoint& endpoint, const wire::Greeting& peer, bool may_post);
+  QueuePair::Peer peer_of(const Endpoint& endpoint, std::size_t queue_pair, std::uint32_t first_packet) const;
+  void look_at_control();
+  void on_control(const Event& event);
+  void on_accepted(const Event& event);
+  void on_greeting(Endpoint& endpoint, BytesView message);
+  void on_word(Endpoint& endpoint, BytesView message);
+  void opened(Endpoint& endpoint);
+  void look_at_device();
+  void fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why);
+  void end_operations(Endpoint& endpoint, const Error& error);
+  void destroy_queue_pairs(Endpoint& endpoint);
+
+  // datapath.cc
+  Result<> fill_receives();
+  void poll_completions();
+  void on_completion(const ibv_wc& completion);
+  void on_received(const ibv_wc& completion);
+  void on_send(Endpoint& endpoint, QueuePair& queue_pair, BytesView bytes);
+  void on_work_failed(Endpoint& endpoint, std::size_t queue_pair, const ibv_wc& completion);
+  void on_done(Endpoint& endpoint, const Work& work);
+  void finish(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
+  void start(Endpoint& endpoint, Operation operation);
+  void submit(Endpoint& endpoint, std::uint64_t operation, const RemoteMemory& memory);
+  void say(Endpoint& endpoint, std::size_t queue_pair, wire::Header header, BytesView rest = {});
+  void answer(Endpoint& endpoint, std::uint64_t key);
+  void on_answer(Endpoint& endpoint, const wire::Header& header);
+  void begin_rebuild(Endpoint& endpoint, std::size_t queue_pair);
+  void touch(Endpoint& endpoint);
+  void flush();
+
+  const Options options_;
+  Device device_;
+  Fd epoll_;
+  Unguessable unguessable_;
+  Regions regions_{unguessable_};
+  std::unordered_map<std::uint64_t, MemoryRegion> registered_;        // by our region
+  std::unordered_map<std::uint64_t, std::set<EndpointId>> known_to_;  // … the endpoints that asked for it
+  std::unique_ptr<Engine> control_;
+  CompletionChannel channel_;
+  CompletionQueue completions_;
+  Bytes receive_memory_;
+  MemoryRegion receive_region_;
+  SharedReceiveQueue receives_;
+  std::vector<std::uint32_t> unposted_;  // receive buffers
+  SendSlots slots_;
+  EventQueue events_;
+  std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
+  struct Owner {
+    EndpointId endpoint;
+    std::size_t index;
+  };
+  std::unordered_map<std::uint32_t, Owner> by_tag_, by_number_;  // queue pairs
+  std::uint32_t next_tag_ = 1;
+  std::uint32_t queue_pairs_made_ = 0;
+  std::vector<EndpointId> dirty_;
+  std::deque<ibv_wc> backlog_;  // completions taken while a queue pair was being destroyed
+  std::uint32_t polls_ = 0, unopened_ = 0, unacknowledged_ = 0;
+  bool slept_ = false;
+};
+
+}  // namespace rejoin::transport::ibverbs

@@ -1,0 +1,37 @@
+// The verbs backend: RDMA over InfiniBand or RoCE by rdma-core's libibverbs. One engine is one rail: one port of one
+// device. transport/striped/ makes one engine of several.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace rejoin::transport::ibverbs {
+
+struct Options {
+  std::string device;                      // "mlx5_0" or "mlx5_0:2" (port 2)
+  std::optional<std::uint32_t> gid_index;  // otherwise found: RoCE v2 with an IPv4 address, else RoCE v2, else 0
+  std::uint32_t queue_pairs = 2;           // per endpoint: 1 to 8
+  std::uint32_t queue_depth = 128;         // work requests outstanding on one of them: 16 to 4096
+  std::uint32_t receive_buffers = 512;     // of the engine, 4 KiB each
+  std::uint32_t mtu = 0;                   // bytes; 0: the port's active one
+  std::uint8_t service_level = 0;
+  std::uint8_t traffic_class = 0;  // 106 is usual for lossless RoCE
+  // Of the device's: a packet is sent again after 4.096 µs × 2^timeout, `retries` times; then the endpoint fails. The
+  // defaults give up after about 2 s, on lossless and lossy fabrics.
+  std::uint8_t timeout = 16, retries = 7;
+};
+
+// The names of the devices' active ports, "DEVICE:PORT".
+std::vector<std::string> active_ports();
+
+// "DEVICE[:PORT]" with ';'-separated settings after it: gid=3;qps=4;depth=128;mtu=4096;sl=0;tc=106;timeout=16;retries=7
+Result<Options> parse_options(const std::string& text);
+
+// Errors: `not_found` (no such device), `unavailable` (port down, no permission), `invalid_argument`, `exhausted`.
+Result<std::unique_ptr<Engine>> make_engine(const Options& options);
+
+}  // namespace rejoin::transport::ibverbs

@@ -1,0 +1,280 @@
+#include "transport/ibverbs/queue_pair.h"
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <random>
+
+namespace rejoin::transport::ibverbs {
+
+namespace {
+
+constexpr std::uint32_t kInlineWanted = 220;
+constexpr std::uint32_t kBatch = 32;        // requests with one doorbell
+constexpr std::uint64_t kSignalEvery = 16;  // requests
+constexpr std::uint64_t kNumberBits = 40;   // of a wr_id; the rest is the tag
+constexpr std::uint64_t kNumberMask = (std::uint64_t{1} << kNumberBits) - 1;
+
+ibv_mtu mtu_of(std::uint32_t bytes) {
+  if (bytes >= 4096) return IBV_MTU_4096;
+  if (bytes >= 2048) return IBV_MTU_2048;
+  if (bytes >= 1024) return IBV_MTU_1024;
+  return bytes >= 512 ? IBV_MTU_512 : IBV_MTU_256;
+}
+
+}  // namespace
+
+Result<> SendSlots::make(const Device& device, std::uint32_t count) {
+  memory_.resize(count * kBytes);
+  auto region = device.register_memory(memory_, MemoryKind::host);
+  if (!region) return tl::unexpected(region.error());
+  region_ = std::move(*region);
+  for (std::uint32_t i = 0; i < count; ++i) free_.push_back(i);
+  return {};
+}
+
+std::optional<std::uint32_t> SendSlots::take() {
+  if (free_.empty()) return std::nullopt;
+  const std::uint32_t slot = free_.back();
+  free_.pop_back();
+  return slot;
+}
+
+Result<std::unique_ptr<QueuePair>> QueuePair::make(const Shared& shared, std::uint32_t tag) {
+  std::unique_ptr<QueuePair> made(new QueuePair(shared, tag));
+  ibv_qp_init_attr attributes{};
+  attributes.send_cq = attributes.recv_cq = shared.completions;
+  attributes.srq = shared.receives;
+  attributes.qp_type = IBV_QPT_RC;
+  attributes.cap.max_send_wr = shared.options.queue_depth;
+  attributes.cap.max_send_sge = 1;
+  attributes.cap.max_inline_data = kInlineWanted;
+  made->handle_ = QueuePairHandle(ibv_create_qp(shared.device.domain(), &attributes));
+  if (!made->handle_) {
+    attributes.cap.max_inline_data = 0;  // not every device inlines
+    made->handle_ = QueuePairHandle(ibv_create_qp(shared.device.domain(), &attributes));
+  }
+  if (!made->handle_)
+    return fail(ErrorCode::exhausted, "rail {}: can't make a queue pair of depth {}: {}", shared.device.name(),
+                shared.options.queue_depth, std::strerror(errno));
+  made->inline_bytes_ = attributes.cap.max_inline_data;
+  if (auto initialised = made->initialise(); !initialised) return tl::unexpected(initialised.error());
+  return made;
+}
+
+QueuePair::~QueuePair() {
+  for (auto* list : {&posted_, &waiting_})
+    for (auto& work : *list) release(work);
+}
+
+Result<> QueuePair::initialise() {
+  first_packet_ = std::random_device{}() & 0xffffff;
+  ibv_qp_attr attributes{};
+  attributes.qp_state = IBV_QPS_INIT;
+  attributes.port_num = shared_.device.port_number();
+  attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+  const int error =
+      ibv_modify_qp(handle_.get(), &attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+  if (error != 0)
+    return fail(ErrorCode::io, "rail {}: queue pair to INIT: {}", shared_.device.name(), std::strerror(error));
+  return {};
+}
+
+Result<> QueuePair::connect(const Peer& peer, bool may_post) {
+  const Options& options = shared_.options;
+  const Device& device = shared_.device;
+  ibv_qp_attr attributes{};
+  attributes.qp_state = IBV_QPS_RTR;
+  const std::uint32_t active = 128u << device.port().active_mtu;
+  attributes.path_mtu = mtu_of(std::min({active, options.mtu == 0 ? active : options.mtu, peer.mtu}));
+  attributes.dest_qp_num = peer.number;
+  attributes.rq_psn = peer.first_packet;
+  attributes.max_dest_rd_atomic = static_cast<std::uint8_t>(std::min(16, device.limits().max_qp_rd_atom));
+  attributes.min_rnr_timer = 1;  // 10 µs; a receiver without a buffer gets one with its next poll
+  attributes.ah_attr.sl = options.service_level;
+  attributes.ah_attr.port_num = device.port_number();
+  attributes.ah_attr.dlid = peer.lid;
+  if (device.ethernet() || peer.lid == 0) {
+    attributes.ah_attr.is_global = 1;
+    attributes.ah_attr.grh = {.dgid = peer.gid,
+                              .flow_label = 0,
+                              .sgid_index = device.gid_index(),
+                              .hop_limit = 64,
+                              .traffic_class = options.traffic_class};
+  }
+  int error = ibv_modify_qp(handle_.get(), &attributes,
+                            IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                                IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+  if (error != 0)
+    return fail(ErrorCode::unavailable,
+                "rail {}: no route to the peer's queue pair: {}; do both rails lie in one network?", device.name(),
+                std::strerror(error));
+  attributes = {};
+  attributes.qp_state = IBV_QPS_RTS;
+  attributes.sq_psn = first_packet_;
+  attributes.timeout = options.timeout;
+  attributes.retry_cnt = options.retries;
+  attributes.rnr_retry = 7;  // for ever: a peer that does not read is slow, not dead; others judge that
+  attributes.max_rd_atomic = static_cast<std::uint8_t>(std::min(16, device.limits().max_qp_init_rd_atom));
+  error = ibv_modify_qp(
+      handle_.get(), &attributes,
+      IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
+  if (error != 0) return fail(ErrorCode::io, "rail {}: queue pair to RTS: {}", device.name(), std::strerror(error));
+  may_post_ = may_post;
+  return {};
+}
+
+void QueuePair::add(Work work) {
+  bytes_ += work.length;
+  waiting_.push_back(std::move(work));
+}
+
+// False where it has to wait for a slot.
+bool QueuePair::prepare(Work& work, ibv_send_wr& request, ibv_sge& piece) {
+  request = {};
+  request.sg_list = &piece;
+  request.num_sge = 1;
+  if (work.kind == Work::Kind::send) {
+    request.opcode = IBV_WR_SEND;
+    if (work.message.size() <= inline_bytes_) {
+      request.send_flags = IBV_SEND_INLINE;
+      piece = {.addr = reinterpret_cast<std::uint64_t>(work.message.data()),
+               .length = static_cast<std::uint32_t>(work.message.size()),
+               .lkey = 0};
+      return true;
+    }
+    if (!work.slot) work.slot = shared_.slots.take();
+    if (!work.slot) return false;
+    const auto bytes = shared_.slots.bytes(*work.slot);
+    std::memcpy(bytes.data(), work.message.data(), work.message.size());
+    piece = {.addr = reinterpret_cast<std::uint64_t>(bytes.data()),
+             .length = static_cast<std::uint32_t>(work.message.size()),
+             .lkey = shared_.slots.lkey()};
+    return true;
+  }
+  request.opcode = work.kind == Work::Kind::write ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ;
+  request.wr.rdma.remote_addr = work.remote_address;
+  request.wr.rdma.rkey = work.rkey;
+  piece = {.addr = work.address, .length = static_cast<std::uint32_t>(work.length), .lkey = work.lkey};
+  if (work.kind == Work::Kind::write && work.length <= inline_bytes_) request.send_flags = IBV_SEND_INLINE;
+  return true;
+}
+
+Result<> QueuePair::post() {
+  while (may_post_ && !waiting_.empty() && posted_.size() < shared_.options.queue_depth) {
+    std::array<ibv_send_wr, kBatch> requests;
+    std::array<ibv_sge, kBatch> pieces;
+    const std::size_t room =
+        std::min<std::size_t>({kBatch, waiting_.size(), shared_.options.queue_depth - posted_.size()});
+    std::size_t count = 0;
+    for (; count < room; ++count) {
+      Work& work = waiting_[count];
+      if (!prepare(work, requests[count], pieces[count])) break;
+      requests[count].wr_id = std::uint64_t{tag_} << kNumberBits | ((next_request_ + count) & kNumberMask);
+      // The last of a batch tells of all; without it a full queue would never learn that it has room.
+      ++unsignalled_;
+      if (count + 1 == room || unsignalled_ >= kSignalEvery || work.slot) {
+        requests[count].send_flags |= IBV_SEND_SIGNALED;
+        unsignalled_ = 0;
+      }
+      if (count > 0) requests[count - 1].next = &requests[count];
+    }
+    if (count == 0) return {};
+    requests[count - 1].send_flags |= IBV_SEND_SIGNALED;
+    unsignalled_ = 0;
+    ibv_send_wr* refused = nullptr;
+    const int error = ibv_post_send(handle_.get(), requests.data(), &refused);
+    for (std::size_t i = 0; i < count; ++i) {
+      posted_.push_back(std::move(waiting_.front()));
+      waiting_.pop_front();
+      ++next_request_;
+    }
+    if (error != 0)
+      return fail(ErrorCode::io, "rail {}: posting work: {}", shared_.device.name(), std::strerror(error));
+  }
+  return {};
+}
+
+void QueuePair::release(Work& work) {
+  if (work.slot) shared_.slots.give_back(*std::exchange(work.slot, std::nullopt));
+}
+
+void QueuePair::finish(std::uint64_t count, const Done& done) {
+  for (std::uint64_t i = 0; i < count; ++i) {
+    Work work = std::move(posted_.front());
+    posted_.pop_front();
+    bytes_ -= work.length;
+    release(work);
+    done(work);
+  }
+}
+
+void QueuePair::on_completion(const ibv_wc& completion, const Done& done) {
+  // How far behind the oldest it is; nonsense for work of before a reset.
+  const std::uint64_t behind = (completion.wr_id - (next_request_ - posted_.size())) & kNumberMask;
+  if (behind < posted_.size()) finish(behind + 1, done);
+}
+
+std::optional<Work> QueuePair::on_failure(const ibv_wc& completion, const Done& done) {
+  const std::uint64_t behind = (completion.wr_id - (next_request_ - posted_.size())) & kNumberMask;
+  if (behind >= posted_.size()) return std::nullopt;
+  finish(behind, done);
+  std::optional<Work> failed;
+  finish(1, [&](const Work& work) { failed = work; });
+  return failed;
+}
+
+Result<> QueuePair::reset() {
+  may_post_ = false;
+  ibv_qp_attr attributes{};
+  attributes.qp_state = IBV_QPS_RESET;
+  if (const int error = ibv_modify_qp(handle_.get(), &attributes, IBV_QP_STATE); error != 0)
+    return fail(ErrorCode::io, "rail {}: queue pair to RESET: {}", shared_.device.name(), std::strerror(error));
+  for (; !posted_.empty(); posted_.pop_back()) {
+    release(posted_.back());
+    waiting_.push_front(std::move(posted_.back()));
+  }
+  unsignalled_ = 0;
+  return initialise();
+}
+
+void QueuePair::forget_sends_below(std::uint64_t number, const Done& done) {
+  // Up to the last send that has arrived, everything has: they are done in order.
+  std::size_t arrived = 0;
+  for (std::size_t i = 0; i < waiting_.size(); ++i)
+    if (waiting_[i].kind == Work::Kind::send && waiting_[i].number < number) arrived = i + 1;
+  std::vector<Work> again;  // reads: the request has arrived, the bytes may not have come back
+  for (; arrived > 0; --arrived) {
+    Work work = std::move(waiting_.front());
+    waiting_.pop_front();
+    if (work.kind == Work::Kind::read) {
+      again.push_back(std::move(work));
+      continue;
+    }
+    bytes_ -= work.length;
+    done(work);
+  }
+  for (auto work = again.rbegin(); work != again.rend(); ++work) waiting_.push_front(std::move(*work));
+}
+
+void QueuePair::cancel(std::uint64_t operation, const std::function<void(Bytes& message)>& empty) {
+  std::erase_if(waiting_, [&](Work& work) {
+    if (work.operation != operation) return false;
+    bytes_ -= work.length;
+    if (work.kind != Work::Kind::send) return true;
+    empty(work.message);
+    work.operation = 0;
+    return false;
+  });
+}
+
+void QueuePair::drain(const Done& done) {
+  for (auto* list : {&posted_, &waiting_})
+    for (auto& work : std::exchange(*list, {})) {
+      release(work);
+      done(work);
+    }
+  bytes_ = 0;
+}
+
+}  // namespace rejoin::transport::ibverbs

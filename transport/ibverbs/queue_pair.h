@@ -1,0 +1,113 @@
+// One reliable-connected queue pair and what is posted on it. Work is done in the order it was handed in; what exceeds
+// the queue's depth waits here. After an error the queue pair is reset, not resumed: what it had not done is kept and
+// posted again, unless the peer has said that it got it.
+#pragma once
+
+#include <deque>
+#include <functional>
+
+#include "transport/ibverbs/device.h"
+
+namespace rejoin::transport::ibverbs {
+
+// Buffers for messages on their way out that are too long to be inlined.
+class SendSlots {
+ public:
+  static constexpr std::size_t kBytes = 4 * KiB;
+  Result<> make(const Device& device, std::uint32_t count);
+  std::optional<std::uint32_t> take();
+  void give_back(std::uint32_t slot) { free_.push_back(slot); }
+  std::span<std::byte> bytes(std::uint32_t slot) { return std::span(memory_).subspan(slot * kBytes, kBytes); }
+  std::uint32_t lkey() const { return region_->lkey; }
+
+ private:
+  Bytes memory_;
+  MemoryRegion region_;
+  std::vector<std::uint32_t> free_;
+};
+
+struct Work {
+  enum class Kind : std::uint8_t { write, read, send } kind = Kind::send;
+  std::uint64_t operation = 0;  // whose part it is; 0: nobody's
+  bool last = false;            // … and its last one
+  std::uint64_t address = 0;    // local, of a write or read
+  std::uint32_t lkey = 0;
+  std::uint64_t length = 0;
+  std::uint64_t remote_address = 0;
+  std::uint32_t rkey = 0;
+  std::uint64_t number = 0;  // of a send, on this queue pair
+  Bytes message;             // of a send, with its header
+  std::optional<std::uint32_t> slot;
+};
+
+class QueuePair {
+ public:
+  struct Shared {  // the engine's
+    const Device& device;
+    const Options& options;
+    ibv_cq* completions;
+    ibv_srq* receives;
+    SendSlots& slots;
+  };
+  // `tag` comes back in the upper 24 bits of completions' wr_id.
+  static Result<std::unique_ptr<QueuePair>> make(const Shared& shared, std::uint32_t tag);
+  ~QueuePair();
+
+  std::uint32_t number() const { return handle_->qp_num; }
+  std::uint32_t first_packet() const { return first_packet_; }
+  struct Peer {
+    ibv_gid gid{};
+    std::uint16_t lid = 0;
+    std::uint32_t mtu = 0;  // bytes
+    std::uint32_t number = 0, first_packet = 0;
+  };
+  // Ready to receive and to send. `may_post`: what waits may go out; otherwise after resume().
+  Result<> connect(const Peer& peer, bool may_post);
+  void resume() { may_post_ = true; }
+  bool may_post() const { return may_post_; }
+
+  void add(Work work);
+  std::uint64_t next_send() { return next_send_++; }
+  // Posts what fits, with one doorbell. An error ends the endpoint.
+  Result<> post();
+  std::uint64_t bytes() const { return bytes_; }  // handed in and not done
+
+  // A completion of this queue pair; `done` is called for all work that it ends, in order.
+  using Done = std::function<void(const Work&)>;
+  void on_completion(const ibv_wc& completion, const Done& done);
+  // A failed completion: what was before it is done, and the work that it names is handed out. reset() must follow.
+  std::optional<Work> on_failure(const ibv_wc& completion, const Done& done);
+  // Out of service, so that the peer can't do anything through it; then anew, unconnected, with what is to be posted
+  // again.
+  Result<> reset();
+  // Before what is left goes out again: sends below this number have arrived.
+  void forget_sends_below(std::uint64_t number, const Done& done);
+  // After reset(): this operation is not to be done any more; its sends are emptied by `empty` and keep their numbers.
+  void cancel(std::uint64_t operation, const std::function<void(Bytes& message)>& empty);
+  std::uint64_t received = 0;  // number of the next send expected from the peer
+
+  // Everything not done, at the endpoint's end.
+  void drain(const Done& done);
+
+ private:
+  explicit QueuePair(const Shared& shared, std::uint32_t tag) : shared_(shared), tag_(tag) {}
+  Result<> initialise();
+  bool prepare(Work& work, ibv_send_wr& request, ibv_sge& piece);
+  void release(Work& work);
+  void finish(std::uint64_t count, const Done& done);
+
+  const Shared shared_;
+  const std::uint32_t tag_;
+  QueuePairHandle handle_;
+  std::uint32_t inline_bytes_ = 0;
+  std::uint32_t first_packet_ = 0;
+  bool may_post_ = false;
+  std::uint64_t next_send_ = 0;
+  std::uint64_t next_request_ = 0;  // of what is posted next
+  std::uint64_t unsignalled_ = 0;
+  std::uint64_t bytes_ = 0;
+  std::deque<Work> posted_;  // the last one is number next_request_ - 1
+  std::deque<Work> waiting_;
+};
+
+}  // namespace rejoin::transport::ibverbs

@@ -1,0 +1,55 @@
+// What two verbs engines say to each other. Host byte order: all hosts of a job share it.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <cstdint>
+
+namespace rejoin::transport::ibverbs::wire {
+
+constexpr std::uint64_t kMagic = 0x31627276'6e4a5252;  // another layout gets another number
+constexpr std::uint32_t kMaxQueuePairs = 8;
+
+// Over the control connection (TCP), first by the side that connects (its hello follows), then as the answer.
+struct Greeting {
+  std::uint64_t magic = kMagic;
+  std::uint8_t gid[16]{};
+  std::uint16_t lid = 0;
+  std::uint16_t queue_pairs = 0;
+  std::uint32_t mtu = 0;  // bytes
+  std::uint32_t numbers[kMaxQueuePairs]{};
+  std::uint32_t first_packets[kMaxQueuePairs]{};
+};
+
+// Over the control connection, after the greetings.
+enum class Word : std::uint32_t {
+  ready,    // the side that connected can receive
+  rebuild,  // this queue pair had an error and was reset; its first packet will be `first_packet`
+  rebuilt,  // the answer: so is ours, with its own
+  go,       // and now both can receive
+};
+struct Control {
+  Word word{};
+  std::uint32_t queue_pair = 0;
+  std::uint32_t first_packet = 0;
+  std::uint32_t unused = 0;
+  std::uint64_t received = 0;  // of sends on this queue pair: all below this number
+};
+
+// At the front of every send.
+enum class Kind : std::uint32_t {
+  message,   // the caller's, or a part of it; extra: another part follows
+  written,   // a: the notification of a write that this one follows on the same queue pair
+  ask,       // a: key of a region
+  answer,    // a: key, b: address, c: length, extra: rkey; length 0: no such region
+  withdraw,  // a: key of a region that is no more
+  nothing,   // holds the number of one that was cancelled
+};
+struct Header {
+  Kind kind{};
+  std::uint32_t extra = 0;
+  std::uint64_t number = 0;  // of this send on its queue pair
+  std::uint64_t a = 0, b = 0, c = 0;
+};
+
+}  // namespace rejoin::transport::ibverbs::wire

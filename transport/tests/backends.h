@@ -1,0 +1,27 @@
+// The transports that a test program meets: those that every machine has, and where REJOIN_RDMA names RDMA devices (as
+// the VM rig does), those as well: the first alone, and all as rails.
+#pragma once
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+namespace rejoin::transport {
+
+inline bool has_rdma() { return std::getenv("REJOIN_RDMA") != nullptr; }
+
+inline std::vector<std::string> with_rdma(std::vector<std::string> names) {
+  if (!has_rdma()) return names;
+  const std::string devices = std::getenv("REJOIN_RDMA");
+  names.push_back("ibverbs:" + devices.substr(0, devices.find(',')));
+  if (devices.find(',') != std::string::npos) names.push_back("ibverbs:" + devices);
+  return names;
+}
+
+// A test's name of it: "tcp", "tcp_rails", "ucx".
+inline std::string name_of(const std::string& transport) {
+  const bool rails = transport.find(',') != std::string::npos && !transport.starts_with("ucx");
+  return transport.substr(0, transport.find(':')) + (rails ? "_rails" : "");
+}
+
+}  // namespace rejoin::transport

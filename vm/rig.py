@@ -1,0 +1,215 @@
+"""The VM rig: Debian's kernel with soft-RoCE under QEMU's emulation, so that the verbs backend meets real RDMA verbs.
+
+    rig.py test [--filter F]   boots one VM and runs the transport's tests over its RDMA devices
+    rig.py run -- COMMAND      runs a shell command in one
+    rig.py shell               gives a prompt in one
+
+The image (kernel modules, busybox, what the programs need) is made once and cached in build/vm.
+"""
+import argparse
+import hashlib
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CACHE = ROOT / "build" / "vm"
+BIN = ROOT / "build" / "release" / "bin"
+SKIPPED = 77  # as automake and ctest have it
+
+# Loading order is found by modprobe; these are the ends of the chains.
+MODULES = """crc32_generic crc32-pclmul virtio_pci virtio_net veth udp_tunnel ip6_udp_tunnel ib_uverbs rdma_rxe
+rdma_ucm""".split()
+TOOLS = """/usr/bin/ip /usr/bin/rdma /usr/bin/ibv_devinfo /usr/bin/ib_write_bw /usr/bin/ib_read_bw /usr/bin/ib_write_lat
+/usr/bin/ib_send_lat /usr/bin/rping""".split()
+NEEDED = {"qemu-system-x86_64": "qemu-system-x86", "busybox": "busybox-static", "cpio": "cpio", "modprobe": "kmod",
+          "rdma": "iproute2", "ib_write_bw": "perftest", "rping": "rdmacm-utils", "ibv_devinfo": "ibverbs-utils"}
+
+
+def which(name):
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/bin:/usr/bin")
+
+
+def skip(why):
+    print(f"vm: SKIPPED: {why}")
+    sys.exit(SKIPPED)
+
+
+def check_tools():
+    missing = sorted({package for tool, package in NEEDED.items() if which(tool) is None})
+    if missing:
+        skip(f"the rig needs Debian's {' '.join(missing)}; as root './run packages' installs them")
+
+
+def kernel():
+    """The kernel image and its module tree, downloaded and unpacked once."""
+    tree = CACHE / "kernel"
+    found = sorted(tree.glob("boot/vmlinuz-*"))
+    if not found:
+        depends = subprocess.run(["apt-cache", "depends", "linux-image-amd64"], capture_output=True, text=True)
+        name = re.search(r"Depends: (linux-image-\S+)", depends.stdout)
+        if not name:
+            skip("apt knows no linux-image-amd64; it is Debian's kernel that is booted")
+        with tempfile.TemporaryDirectory() as scratch:
+            got = subprocess.run(["apt-get", "download", name[1]], cwd=scratch, capture_output=True, text=True)
+            packages = list(pathlib.Path(scratch).glob("*.deb"))
+            if got.returncode != 0 or not packages:
+                skip(f"can't download {name[1]}: {got.stderr.strip()}")
+            partial = CACHE / "kernel.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            subprocess.run(["dpkg", "-x", packages[0], partial], check=True)
+            partial.rename(tree)
+        found = sorted(tree.glob("boot/vmlinuz-*"))
+    return found[0], found[0].name.removeprefix("vmlinuz-")
+
+
+def libraries(program):
+    listed = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+    return re.findall(r"(/\S+\.so\S*)", listed)
+
+
+class Tree:
+    """A directory that becomes part of the initial file system."""
+
+    def __init__(self, path):
+        self.path = pathlib.Path(path)
+
+    def put(self, source, to=None):
+        target = self.path / str(to or source).lstrip("/")
+        if target.exists():
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target)
+        os.chmod(target, 0o755)
+
+    def program(self, source, to=None):
+        self.put(source, to)
+        for library in libraries(source):
+            self.put(library)
+
+    def pack(self, to):
+        names = subprocess.run(["find", "."], cwd=self.path, capture_output=True, check=True).stdout
+        packed = subprocess.run(["cpio", "-o", "-H", "newc", "--quiet"], cwd=self.path, input=names, capture_output=True,
+                                check=True).stdout
+        subprocess.run(["gzip", "-1"], input=packed, stdout=open(to, "wb"), check=True)
+
+
+def base_image():
+    """Everything but the project's own programs; made again when this file or the kernel changes."""
+    vmlinuz, version = kernel()
+    key = hashlib.sha256((pathlib.Path(__file__).read_bytes() + version.encode())).hexdigest()[:16]
+    image = CACHE / f"base-{key}.cpio.gz"
+    if not image.exists():
+        for old in CACHE.glob("base-*.cpio.gz"):
+            old.unlink()
+        with tempfile.TemporaryDirectory() as scratch:
+            tree = Tree(scratch)
+            for directory in "proc sys dev tmp bin sbin usr/bin etc modules root".split():
+                (tree.path / directory).mkdir(parents=True, exist_ok=True)
+            tree.put(which("busybox"), "/bin/busybox")
+            root = CACHE / "kernel"
+            subprocess.run(["depmod", "-b", root, version], check=True)
+            order = []
+            for module in MODULES:
+                listed = subprocess.run([which("modprobe"), "-d", root, "-S", version, "-D", module], check=True,
+                                        capture_output=True, text=True).stdout
+                for path in re.findall(r"insmod (\S+)", listed):
+                    if path not in order:
+                        order.append(path)
+            for path in order:
+                tree.put(path, "/modules/" + os.path.basename(path))
+            (tree.path / "modules.order").write_text("\n".join(os.path.basename(path) for path in order) + "\n")
+            for tool in TOOLS:
+                real = which(os.path.basename(tool))
+                tree.program(real, "/usr/bin/" + os.path.basename(tool))
+            for driver in pathlib.Path("/usr/lib/x86_64-linux-gnu/libibverbs").glob("librxe-*.so"):
+                tree.program(driver)
+            tree.put("/etc/libibverbs.d/rxe.driver")
+            tree.put("/lib/x86_64-linux-gnu/libgcc_s.so.1")  # pthread_exit loads it
+            tree.pack(image)
+    return vmlinuz, image
+
+
+def boot(job, programs, *, node=None, network=(), memory=2048, shell=False, limit=600, files=()):
+    """Boots a VM that runs the shell script `job`; returns a process whose output ends with the verdict."""
+    vmlinuz, base = base_image()
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Tree(scratch)
+        tree.put(ROOT / "vm" / "init.sh", "/init")
+        (tree.path / "job.sh").write_text(job)
+        for program in programs:
+            tree.program(program, "/usr/bin/" + os.path.basename(program))
+        for source, to in files:
+            tree.put(source, to)
+        handle, image = tempfile.mkstemp(prefix="rejoin-vm-", suffix=".cpio.gz")
+        os.close(handle)
+        tree.pack(image)
+        with open(image, "ab") as out:  # the kernel unpacks archives one after the other
+            out.write(base.read_bytes())
+    append = "console=ttyS0 quiet panic=-1 mitigations=off net.ifnames=0"
+    append += f" rejoin.node={node}" if node is not None else ""
+    append += " rejoin.shell=1" if shell else ""
+    command = [which("qemu-system-x86_64"), "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2" if node is None else "1",
+               "-m", str(memory), "-nographic", "-no-reboot", "-kernel", str(vmlinuz), "-initrd", image, "-append", append]
+    command += list(network) if network else ["-net", "none"]
+    return command, image
+
+
+def one(job, programs, limit, shell=False, files=()):
+    command, image = boot(job, programs, shell=shell, files=files)
+    started = time.monotonic()
+    try:
+        if shell:
+            return subprocess.run(command).returncode
+        machine = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   errors="replace")
+        verdict = None
+        try:
+            for line in machine.stdout:
+                line = line.rstrip("\r\n")
+                if match := re.match(r"vm-verdict (\d+)", line):
+                    verdict = int(match[1])
+                elif "\x1b[" not in line or line.startswith("["):
+                    print(line, flush=True)
+                if time.monotonic() - started > limit:
+                    print(f"vm: stopped after {limit} s")
+                    machine.kill()
+        finally:
+            machine.kill()
+            machine.wait()
+        print(f"vm: {time.monotonic() - started:.1f} s")
+        if verdict is None:
+            print("vm: it ended without a verdict")
+            return 1
+        return verdict
+    finally:
+        os.unlink(image)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["test", "run", "shell"])
+    parser.add_argument("--filter", default="*ibverbs*:*Ibverbs*", help="of the tests, as gtest has it")
+    parser.add_argument("--limit", type=int, default=600, help="seconds until the VM is ended")
+    parser.add_argument("rest", nargs="*")
+    arguments = parser.parse_args()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    check_tools()
+    programs = [BIN / name for name in ("transport_test", "rejoin_allreduce_perf", "rejoin_catchup_bw", "rejoin_write_bw",
+                                        "rejoin_read_bw", "rejoin_write_lat", "rejoin_send_lat") if (BIN / name).exists()]
+    if arguments.command == "shell":
+        return one("", programs, arguments.limit, shell=True)
+    if arguments.command == "run":
+        return one(" ".join(arguments.rest) + "\n", programs, arguments.limit)
+    job = f"REJOIN_RDMA=rxe0,rxe1 transport_test --gtest_filter={shlex.quote(arguments.filter)} --gtest_color=no\n"
+    return one(job, [BIN / "transport_test"], arguments.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
