@@ -48,8 +48,9 @@ void StreamThread::post(Command command) {
 }
 
 void StreamThread::run() {
-  // Training goes first on a crowded node.
-  (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 10);
+  // Training goes first on a crowded node, but not alone: with far less than its share the stream would hardly move
+  // there, and a replica that is not back costs more than the cycles that bring it back.
+  (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 4);
   transport::Idle idle(*engine_);
   TimePoint reported{};
   while (!stop_) {

@@ -19,7 +19,8 @@ struct Settings {
   SessionConfig session;
   std::string data, events, log_level = "warn";
   std::uint64_t seed = 1, parameters = 300000;
-  std::uint64_t pause_at = 0;  // in mid-step, say so and wait to be killed or stopped
+  std::uint64_t digest_every = 0;  // steps; 0: only at the end
+  std::uint64_t pause_at = 0;      // in mid-step, say so and wait to be killed or stopped
 };
 
 // Sample k is a window of the text: position by a fixed odd stride, so that neighbours in the stream are far apart.
@@ -66,6 +67,10 @@ int train(const Settings& s) {
   demo::initialise(shape, weights, s.seed * 1000 + s.session.rank);
   if (auto joined = session.join(0); !joined) return fail_with(joined.error());
 
+  const auto tell_digest = [&] {
+    events::emit("digest",
+                 {{"version", session.version()}, {"digest", fmt::format("{:016x}", session.state_digest())}});
+  };
   const demo::AdamW adamw;
   double loss = 0;
   for (;;) {
@@ -104,8 +109,9 @@ int train(const Settings& s) {
     events::emit(
         "updated",
         {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});
+    if (s.digest_every > 0 && step.number() % s.digest_every == 0 && step.contributes()) tell_digest();
   }
-  events::emit("digest", {{"version", session.version()}, {"digest", fmt::format("{:016x}", session.state_digest())}});
+  tell_digest();
   return 0;
 }
 
@@ -118,6 +124,8 @@ int main(int argc, char** argv) {
   app.add_option("--data", s.data, "text to learn")->required();
   app.add_option("--seed", s.seed, "seed of the initial weights")->capture_default_str();
   app.add_option("--params", s.parameters, "parameters of this rank's tower")->capture_default_str();
+  app.add_option("--digest-every", s.digest_every, "tell the state's digest every so many steps; 0: at the end")
+      ->capture_default_str();
   app.add_option("--pause-at", s.pause_at, "in the middle of this step, wait for a signal");
   app.add_option("--events", s.events, "directory for event files");
   app.add_option("--log-level", s.log_level)->capture_default_str();

@@ -16,18 +16,21 @@ class Idle {
   struct Options {
     int spins = 2000;  // polls without result before yielding; small where processes share cores
     int yields = 200;  // … before sleeping
+    // Whatever the counts: on a slow or crowded machine they would take the cores from those who are waited for.
+    Duration longest = std::chrono::microseconds(300);
   };
   Idle(Engine& engine, Options options) : engine_(engine), options_(options) {}
   explicit Idle(Engine& engine) : Idle(engine, Options{}) {}
 
-  void reset() { idle_polls_ = 0; }  // something happened
+  void reset() { idle_polls_ = 0, tired_ = false; }  // something happened
 
   // Call after a poll that brought nothing. Sleeps at most `limit`, and wakes when `others` (any may be -1) are
   // readable. `urgent`: an answer is expected soon, so spin; otherwise sleep at once.
   void wait(bool urgent, Duration limit, std::span<const int> others = {}) {
-    ++idle_polls_;
-    if (urgent && idle_polls_ <= options_.spins) return;
-    if (urgent && idle_polls_ <= options_.spins + options_.yields) {
+    if (++idle_polls_ == 1) since_ = SteadyClock().now();
+    if (idle_polls_ % 64 == 0) tired_ = tired_ || SteadyClock().now() - since_ > options_.longest;
+    if (urgent && !tired_ && idle_polls_ <= options_.spins) return;
+    if (urgent && !tired_ && idle_polls_ <= options_.spins + options_.yields) {
       ::sched_yield();
       return;
     }
@@ -45,6 +48,8 @@ class Idle {
   Engine& engine_;
   const Options options_;
   int idle_polls_ = 0;
+  bool tired_ = false;
+  TimePoint since_{};
 };
 
 }  // namespace rejoin::transport

@@ -1,6 +1,7 @@
 """The VM rig: Debian's kernel with soft-RoCE under QEMU's emulation, so that the verbs backend meets real RDMA verbs.
 
     rig.py test [--filter F]   boots one VM and runs the transport's tests over its RDMA devices
+    rig.py demo                runs the demo over several VMs as nodes; one loses power and comes back
     rig.py run -- COMMAND      runs a shell command in one
     rig.py shell               gives a prompt in one
 
@@ -194,15 +195,19 @@ def one(job, programs, limit, shell=False, files=()):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["test", "run", "shell"])
+    parser.add_argument("command", choices=["test", "demo", "run", "shell"])
     parser.add_argument("--filter", default="*ibverbs*:*Ibverbs*", help="of the tests, as gtest has it")
     parser.add_argument("--limit", type=int, default=600, help="seconds until the VM is ended")
+    parser.add_argument("--nodes", type=int, default=3, choices=[2, 3], help="VMs of the demo")
     parser.add_argument("rest", nargs="*")
     arguments = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     check_tools()
     programs = [BIN / name for name in ("transport_test", "rejoin_allreduce_perf", "rejoin_catchup_bw", "rejoin_write_bw",
                                         "rejoin_read_bw", "rejoin_write_lat", "rejoin_send_lat") if (BIN / name).exists()]
+    if arguments.command == "demo":
+        import demo
+        return demo.run(nodes=arguments.nodes, limit=arguments.limit)
     if arguments.command == "shell":
         return one("", programs, arguments.limit, shell=True)
     if arguments.command == "run":

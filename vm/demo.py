@@ -1,0 +1,150 @@
+"""The demo over several VMs as nodes, two RoCE rails between them; one node loses power and comes back."""
+import json
+import os
+import queue
+import re
+import subprocess
+import threading
+import time
+
+import rig
+from switch import Switch
+
+TRANSPORT = "ibverbs:rxe0,rxe1"
+KEY = "0123456789abcdef0123456789abcdef"
+RANKS = 2
+
+
+def job(node, nodes, params, silence):
+    """The shell script of one node: its daemon, its replica's trainers, and with the first the coordinator."""
+    common = f"--job-key-file key --silence-ms {silence} --events ev"
+    lines = ["cd /tmp", f"printf {KEY} >key", "chmod 600 key", "mkdir ev"]
+    if node == 0:
+        lines.append(f"rejoind --coordinator --listen 10.77.0.1:7000 --log-directory log --replicas {nodes} --ranks {RANKS} "
+                     f"--batch 8 {common} >coordinator.out 2>&1 &")
+    lines.append(f"rejoind --name node{node} --socket /tmp/sock --connect 10.77.0.1:7000 --transport {TRANSPORT} {common} "
+                 "--address-file node.json >node.out 2>&1 &")
+    lines.append("until [ -e node.json ]; do usleep 20000; done")
+    for rank in range(RANKS):
+        lines.append(f"( for life in 1 2 3; do rejoin-demo-trainer --replica {node} --rank {rank} --daemon /tmp/sock "
+                     f"--transport {TRANSPORT} --data /data.txt --params {params} --digest-every 10 --events ev; "
+                     "[ $? -eq 3 ] || break; done; echo \"vm-trainer-ended $?\" ) 2>&1 &")
+    lines.append("( sleep 1; tail -n +1 -f ev/*.jsonl ) | "
+                 "awk '/\"(updated|digest|catch_up|catch_up_started|promoted|failed|entered)\"/ { print \"vm-event \" $0; fflush() }' &")
+    if os.environ.get("VM_DEBUG"):
+        lines.append("( sleep 1; tail -n +1 -f node.out ) | awk '{ print \"vm-log \" $0; fflush() }' &")
+    lines.append("cat /dev/ttyS0 >/dev/null")  # until the power goes
+    return "\n".join(lines) + "\n"
+
+
+class Node:
+    def __init__(self, number, script, switches, programs, events):
+        network = []
+        for rail, switch in enumerate(switches):
+            network += ["-netdev", f"socket,id=rail{rail},connect=127.0.0.1:{switch.port}", "-device",
+                        f"virtio-net-pci,netdev=rail{rail},mac=52:54:00:0{rail}:00:{number:02x},host_mtu=9000"]
+        command, self.image = rig.boot(script, programs, node=number, network=network, memory=1024,
+                                       files=[(rig.ROOT / "data" / "shakespeare.txt", "/data.txt")])
+        self.number, self.lines = number, []
+        self.machine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                        text=True, errors="replace")
+        self.reader = threading.Thread(target=self.read, args=(events,), daemon=True)
+        self.reader.start()
+
+    def read(self, events):
+        for line in self.machine.stdout:
+            line = line.rstrip("\r\n")
+            self.lines.append(line)
+            match = re.match(r"vm-event (\{.*\})$", line)
+            if match:
+                try:
+                    events.put((time.monotonic(), self.number, json.loads(match[1])))
+                except json.JSONDecodeError:
+                    pass  # the console lost a part of it
+            elif line.startswith(("vm: up", "vm-trainer", "trainer:", "vm-log")):
+                events.put((time.monotonic(), self.number, {"kind": "console", "line": line}))
+
+    def power_off(self):
+        self.machine.kill()
+        self.machine.wait()
+        os.unlink(self.image)
+
+
+def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
+    names = ["rejoind", "rejoin-demo-trainer", "rejoin"]
+    programs = [rig.BIN / name for name in names]
+    switches = [Switch(), Switch()]
+    events = queue.Queue()
+    started = time.monotonic()
+    scripts = [job(n, nodes, params, silence) for n in range(nodes)]
+    vms = [Node(n, scripts[n], switches, programs, events) for n in range(nodes)]
+    victim, killed_at, promoted_at, resumed_at, back_at, entered_at = 1, None, None, None, None, None
+    digests, last, wire = {}, {}, 0  # version → who → digest; node → step
+    proven, different = [], []       # versions that all ranks have told, after the node came back
+
+    def say(text):
+        print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
+
+    say(f"{nodes} VMs are starting, each a node with a replica of {RANKS} ranks and two RoCE rails")
+    try:
+        while len(proven) < 2 and not different:
+            if time.monotonic() - started > limit:
+                say(f"not done after {limit} s")
+                break
+            try:
+                at, node, event = events.get(timeout=1)
+            except queue.Empty:
+                continue
+            kind = event["kind"]
+            if kind == "console":
+                say(f"node {node}: {event['line']}")
+            elif kind == "digest":
+                told = digests.setdefault(event["version"], {})
+                told[event["who"]] = event["digest"]
+                for rank in range(RANKS):
+                    if len({d for who, d in told.items() if who.endswith(f".{rank}")}) > 1:
+                        different.append(event["version"])
+                if promoted_at is not None and len(told) == nodes * RANKS:
+                    proven.append(event["version"])
+                    say(f"version {event['version']}: " + ", ".join(f"{who} {told[who]}" for who in sorted(told)))
+            elif kind == "updated":
+                step = event["step"]
+                if step > last.get(node, 0):
+                    last[node] = step
+                    if step % 10 == 0:
+                        say(f"node {node}: step {step}, loss {event['loss']:.3f}" if event["loss"] >= 0 else f"node {node}: step {step}")
+                if killed_at is None and node == 0 and step >= kill_at:
+                    vms[victim].power_off()
+                    killed_at = time.monotonic()
+                    say(f"node {victim}: power cut (its QEMU was killed) after step {step}")
+                elif entered_at and resumed_at is None and node == 0:
+                    resumed_at = at
+                    say(f"the others go on: step {step} committed {at - killed_at:.2f} s after the power cut "
+                        f"(silence allowed: {silence / 1000:.1f} s)")
+                    vms[victim] = Node(victim, scripts[victim], switches, programs, events)
+                    say(f"node {victim}: power on")
+            elif kind == "entered" and killed_at and node == 0 and entered_at is None:
+                entered_at = at
+            elif kind == "catch_up_started" and back_at is None:
+                back_at = at
+                say(f"node {node}: replica {event['replica']} catches up, from step {event['step']}")
+            elif kind == "catch_up":
+                wire = event["bytes"]
+                if os.environ.get("VM_DEBUG"):
+                    say(f"node {node}: {event}")
+            elif kind == "promoted" and promoted_at is None:
+                promoted_at = at
+                say(f"node {node}: replica {event['replica']} contributes again from step {event['step']}; "
+                    f"{wire / 1e6:.1f} MB of state a rank received over verbs while the others trained on")
+        good = len(proven) >= 2 and not different
+        say("same bits on all nodes, one of which lost power in between" if good
+            else f"different bits at version {different[0]}" if different else "it did not come back in time")
+        if not good:
+            for vm in vms:
+                print(f"---- node {vm.number}, the end of its console:")
+                print("\n".join(line for line in vm.lines[-25:]))
+        return 0 if good else 1
+    finally:
+        for vm in vms:
+            if vm.machine.poll() is None:
+                vm.power_off()
