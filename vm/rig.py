@@ -2,6 +2,7 @@
 
     rig.py test [--filter F]   boots one VM and runs the transport's tests over its RDMA devices
     rig.py demo                runs the demo over several VMs as nodes; one loses power and comes back
+    rig.py bench               perftest's tools and ours side by side in one
     rig.py run -- COMMAND      runs a shell command in one
     rig.py shell               gives a prompt in one
 
@@ -195,7 +196,7 @@ def one(job, programs, limit, shell=False, files=()):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["test", "demo", "run", "shell"])
+    parser.add_argument("command", choices=["test", "demo", "bench", "run", "shell"])
     parser.add_argument("--filter", default="*ibverbs*:*Ibverbs*", help="of the tests, as gtest has it")
     parser.add_argument("--limit", type=int, default=600, help="seconds until the VM is ended")
     parser.add_argument("--nodes", type=int, default=3, choices=[2, 3], help="VMs of the demo")
@@ -210,6 +211,8 @@ def main():
         return demo.run(nodes=arguments.nodes, limit=arguments.limit)
     if arguments.command == "shell":
         return one("", programs, arguments.limit, shell=True)
+    if arguments.command == "bench":
+        return one((ROOT / "vm" / "bench.sh").read_text(), programs, arguments.limit)
     if arguments.command == "run":
         return one(" ".join(arguments.rest) + "\n", programs, arguments.limit)
     job = f"REJOIN_RDMA=rxe0,rxe1 transport_test --gtest_filter={shlex.quote(arguments.filter)} --gtest_color=no\n"

@@ -1,0 +1,125 @@
+#include "bench/perf/link.h"
+
+#include <algorithm>
+
+#include "transport/factory.h"
+#include "transport/tcp/factory.h"
+
+namespace rejoin::bench::perf {
+
+using transport::Event;
+using transport::EventKind;
+
+namespace {
+
+// What both sides must have said alike; the first message each way.
+struct Agreement {
+  std::uint64_t magic = 0x31667265'706e4a52;
+  std::uint64_t test = 0, size = 0, all_sizes = 0, iterations = 0, duration = 0, bidirectional = 0;
+  transport::RemoteRegion region;
+};
+
+constexpr std::string_view kMeet = "meet";
+
+}  // namespace
+
+Result<std::unique_ptr<Link>> Link::open(const Options& options) {
+  std::unique_ptr<Link> link(new Link());
+  auto engine = transport::make_engine(options.engine());
+  if (!engine) return tl::unexpected(engine.error());
+  link->engine_ = std::move(*engine);
+  const auto sizes = options.sizes();
+  link->memory_.resize(2 * round_up(*std::max_element(sizes.begin(), sizes.end()), 4096));
+  auto region = link->engine_->register_region(link->memory_, transport::MemoryKind::host);
+  if (!region) return tl::unexpected(region.error());
+  link->region_ = *region;
+  if (auto connected = link->connect(options); !connected) return tl::unexpected(connected.error());
+  Agreement ours{.test = static_cast<std::uint64_t>(options.test),
+                 .size = options.size,
+                 .all_sizes = options.all_sizes,
+                 .iterations = options.iterations,
+                 .duration = static_cast<std::uint64_t>(options.duration_s),
+                 .bidirectional = options.bidirectional,
+                 .region = link->engine_->remote(link->region_)};
+  if (auto sent = link->engine_->send(link->endpoint_, bytes_of(ours)); !sent) return tl::unexpected(sent.error());
+  if (auto heard = link->until([&] { return link->agreement_.has_value(); }); !heard)
+    return tl::unexpected(heard.error());
+  Agreement theirs;
+  BytesView bytes = *link->agreement_;
+  if (!take(bytes, theirs)) theirs.magic = 0;
+  link->remote_ = theirs.region;
+  ours.region = theirs.region = {};
+  if (std::memcmp(&ours, &theirs, sizeof ours) != 0)
+    return fail(ErrorCode::mismatch,
+                "server and client were started with other tests, sizes or iterations; give both the same options");
+  return link;
+}
+
+Result<> Link::connect(const Options& options) {
+  auto control = transport::tcp::make_engine({});
+  if (!control) return tl::unexpected(control.error());
+  control_ = std::move(*control);
+  std::string address;
+  if (options.server()) {
+    auto where = engine_->listen({"0.0.0.0:0"});
+    if (!where) return tl::unexpected(where.error());
+    auto listening = control_->listen({fmt::format("{}:{}", options.local_address, options.port)});
+    if (!listening) return tl::unexpected(listening.error());
+    fmt::print(
+        "\n************************************\n* Waiting for client to connect... *\n"
+        "************************************\nlistening on {}\n",
+        listening->text);
+    std::fflush(stdout);
+    // The client's host and port 0.0.0.0 mean the address that it reached us at.
+    while (endpoint_ == transport::EndpointId{}) {
+      for (const auto& event : control_->poll())
+        if (event.kind == EventKind::accepted) (void)control_->send(event.endpoint, as_bytes(where->text));
+      auto polled = poll([&](const Event& event) {
+        if (event.kind == EventKind::accepted) endpoint_ = event.endpoint;
+      });
+      if (!polled) return polled;
+    }
+    return {};
+  }
+  auto reached = control_->connect({fmt::format("{}:{}", options.host, options.port)}, {});
+  if (!reached) return tl::unexpected(reached.error());
+  while (address.empty())
+    for (const auto& event : control_->poll()) {
+      if (event.kind == EventKind::closed)
+        return fail(ErrorCode::unavailable, "no server at {}:{}: {}; start the same tool there without a host",
+                    options.host, options.port, event.error->message);
+      if (event.kind == EventKind::message) address = as_text(event.message);
+    }
+  if (const auto any = address.find("0.0.0.0:"); any != std::string::npos) address.replace(any, 7, options.host);
+  auto endpoint = engine_->connect({address}, {});
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  endpoint_ = *endpoint;
+  bool connected = false;
+  return until([&] { return connected; }, [&](const Event& event) { connected |= event.kind == EventKind::connected; });
+}
+
+Result<> Link::poll(const std::function<void(const Event&)>& on_event) {
+  for (const auto& event : engine_->poll()) {
+    if (event.kind == EventKind::closed)
+      return fail(ErrorCode::unavailable, "{}", event.error ? event.error->message : "the other side is gone");
+    if (event.kind == EventKind::completed && event.error) return fail(event.error->code, "{}", event.error->message);
+    if (event.kind == EventKind::message && !agreement_) agreement_.emplace(event.message.begin(), event.message.end());
+    else if (event.kind == EventKind::message && as_text(event.message) == kMeet) ++met_;
+    else if (on_event) on_event(event);
+  }
+  return {};
+}
+
+Result<> Link::until(const std::function<bool()>& done, const std::function<void(const Event&)>& on_event) {
+  while (!done())
+    if (auto polled = poll(on_event); !polled) return polled;
+  return {};
+}
+
+Result<> Link::meet() {
+  ++meetings_;
+  if (auto sent = engine_->send(endpoint_, as_bytes(kMeet)); !sent) return sent;
+  return until([&] { return met_ >= meetings_; });
+}
+
+}  // namespace rejoin::bench::perf

@@ -1,0 +1,48 @@
+// The two sides' connection: a control connection over TCP that tells the client where the server's engine listens, and
+// between the engines the endpoint that is measured.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "base/clock.h"
+#include "bench/perf/options.h"
+#include "transport/transport.h"
+
+namespace rejoin::bench::perf {
+
+class Link {
+ public:
+  static Result<std::unique_ptr<Link>> open(const Options& options);
+
+  transport::Engine& engine() { return *engine_; }
+  transport::EndpointId endpoint() const { return endpoint_; }
+  TimePoint now() const { return clock_.now(); }
+  std::span<std::byte> memory() { return memory_; }  // twice the largest size: what is sent, what is received
+  std::span<std::byte> outbox() { return std::span(memory_).first(memory_.size() / 2); }
+  std::span<std::byte> inbox() { return std::span(memory_).subspan(memory_.size() / 2); }
+  transport::RegionId region() const { return region_; }
+  const transport::RemoteRegion& remote() const { return remote_; }
+
+  // Polls, handing each event on; an endpoint that ends is an error.
+  Result<> poll(const std::function<void(const transport::Event&)>& on_event);
+  Result<> until(const std::function<bool()>& done, const std::function<void(const transport::Event&)>& on_event = {});
+  // Both sides have come here.
+  Result<> meet();
+
+ private:
+  Link() = default;
+  Result<> connect(const Options& options);
+
+  SteadyClock clock_;
+  std::unique_ptr<transport::Engine> control_, engine_;
+  transport::EndpointId endpoint_;
+  Bytes memory_;
+  transport::RegionId region_;
+  transport::RemoteRegion remote_;
+  std::optional<Bytes> agreement_;  // the peer's first message
+  std::uint64_t meetings_ = 0, met_ = 0;
+};
+
+}  // namespace rejoin::bench::perf

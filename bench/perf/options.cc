@@ -1,0 +1,94 @@
+#include "bench/perf/options.h"
+
+#include <CLI/CLI.hpp>
+
+namespace rejoin::bench::perf {
+
+std::vector<std::uint64_t> Options::sizes() const {
+  if (!all_sizes) return {size};
+  std::vector<std::uint64_t> all;
+  const std::uint64_t most = test == Test::send_lat ? 32 * 1024 : 8 * 1024 * 1024;
+  for (std::uint64_t one = 2; one <= most; one *= 2) all.push_back(one);
+  return all;
+}
+
+std::string Options::engine() const {
+  const std::string list = rails.empty() ? device : rails;
+  if (list.empty() && gid_index < 0 && queue_pairs == 0) return transport;
+  if (transport != "ibverbs") return list.empty() ? transport : transport + ":" + list;
+  std::string settings;
+  if (gid_index >= 0) settings += ";gid=" + std::to_string(gid_index);
+  if (queue_pairs > 0) settings += ";qps=" + std::to_string(queue_pairs);
+  std::string name = "ibverbs:";
+  for (std::size_t begin = 0; begin <= list.size();) {
+    const std::size_t end = std::min(list.find(',', begin), list.size());
+    name += (begin > 0 ? "," : "") + list.substr(begin, end - begin) + settings;
+    begin = end + 1;
+  }
+  return name;
+}
+
+std::string Options::title() const {
+  switch (test) {
+    case Test::write_bw: return bidirectional ? "RDMA_Write Bidirectional BW Test" : "RDMA_Write BW Test";
+    case Test::read_bw: return bidirectional ? "RDMA_Read Bidirectional BW Test" : "RDMA_Read BW Test";
+    case Test::write_lat: return "RDMA_Write Latency Test";
+    case Test::send_lat: return "Send Latency Test";
+  }
+  return {};
+}
+
+Result<Options> parse(Test test, int argc, char** argv) {
+  Options o;
+  o.test = test;
+  if (o.latency()) o.size = 2;
+  CLI::App app{o.title() +
+               ". Without a host it is the server and ends after one client; with one, the client of the server there. "
+               "Both sides take the same options."};
+  bool cuda = false, ignored = false, json = false;
+  app.add_option("host", o.host, "the server's name or address");
+  app.add_option("-d,--ib-dev", o.device, "RDMA device (ibverbs), or local address (tcp)");
+  app.add_option("--rails", o.rails, "several devices or addresses, comma-separated: pieces go over all of them");
+  app.add_option("--transport", o.transport, "ibverbs, tcp, shm or ucx:LIST")->capture_default_str();
+  app.add_option("-x,--gid-index", o.gid_index, "GID index; found by itself where not given");
+  app.add_option("-p,--port", o.port, "port of the server's control connection")
+      ->check(CLI::Range(0, 65535))
+      ->capture_default_str();
+  app.add_option("--bind_source_ip", o.local_address, "server: address to listen on")->capture_default_str();
+  auto* size = app.add_option("-s,--size", o.size, "bytes of a message")
+                   ->transform(CLI::AsSizeValue(false))
+                   ->capture_default_str();
+  app.add_flag("-a,--all", o.all_sizes, "sizes from 2 up to 2^23 (sends: 2^15)")->excludes(size);
+  app.add_option("-n,--iters", o.iterations, "exchanges; default 5000 (bandwidth), 1000 (latency)");
+  app.add_option("-D,--duration", o.duration_s, "run for so many seconds instead")->check(CLI::Range(0, 3600));
+  if (!o.latency()) {
+    app.add_option("-q,--qp", o.queue_pairs, "queue pairs (ibverbs)")->check(CLI::Range(1, 8));
+    app.add_option("-t,--tx-depth", o.depth, "messages under way")->check(CLI::Range(1, 65536))->capture_default_str();
+    app.add_flag("-b,--bidirectional", o.bidirectional, "both sides at once");
+    app.add_flag("--verify", o.verify, "check the contents of what arrived");
+  } else {
+    app.add_flag("-H,--report-histogram", o.histogram, "print all results, sorted");
+  }
+  app.add_flag("--report_gbits", o.gbits, "Gbit/s instead of MiB/s");
+  app.add_flag("--out_json", json, "write the results to --out_json_file");
+  app.add_option("--out_json_file", o.json_file, "that file; default perftest_out.json");
+  app.add_flag("--use_cuda", cuda, "GPU memory: not supported by this build yet");
+  app.add_flag("-F,--CPU-freq", ignored, "accepted and without effect: no cycle counter is used");
+  app.add_flag("-R,--rdma_cm", ignored,
+               "accepted and without effect: queue pairs are connected over the control connection");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(app.exit(error));
+  }
+  if (cuda) return fail(ErrorCode::invalid_argument, "--use_cuda: this build moves host memory only");
+  if (o.size == 0 || o.size > (std::uint64_t{1} << 31))
+    return fail(ErrorCode::invalid_argument, "--size {}: from 1 byte to 2 GiB", o.size);
+  if (test == Test::send_lat && o.size > 32768)
+    return fail(ErrorCode::invalid_argument, "--size {}: sends are of at most 32 KiB", o.size);
+  if (json && o.json_file.empty()) o.json_file = "perftest_out.json";
+  if (o.iterations == 0) o.iterations = o.latency() ? 1000 : 5000;
+  return o;
+}
+
+}  // namespace rejoin::bench::perf
