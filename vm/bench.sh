@@ -19,7 +19,7 @@ ours() {
 }
 line() { printf 'vm-bench %-34s perftest %9s   rejoin %9s   ratio %s\n' "$1" "$2" "$3" "$(awk -v a="$2" -v b="$3" 'BEGIN { printf "%.2f", b / a }')"; }
 echo "vm-bench inside one emulated VM with soft-RoCE: the ratios mean something, the figures nothing"
-for round in 1 2 3; do
+for round in ${ROUNDS:-1 2 3}; do
   line "write 1 MiB, 1 queue pair, MiB/s" "$(theirs ib_write_bw 4 1048576 -n 150)" "$(ours rejoin_write_bw 4 1048576 '-d rxe0' -q 1 -n 150)"
   line "write 1 MiB, 2 queue pairs, MiB/s" "$(theirs ib_write_bw 4 1048576 -q 2 -n 75)" "$(ours rejoin_write_bw 4 1048576 '-d rxe0' -q 2 -n 150)"
   line "read 1 MiB, 1 queue pair, MiB/s" "$(theirs ib_read_bw 4 1048576 -n 150)" "$(ours rejoin_read_bw 4 1048576 '-d rxe0' -q 1 -n 150)"

@@ -123,6 +123,7 @@ Result<> IbverbsEngine::send(EndpointId id, BytesView message) {
   for (; message.size() > kRoom; message = message.subspan(kRoom))
     say(**endpoint, 0, {.kind = wire::Kind::message, .extra = 1}, message.first(kRoom));
   say(**endpoint, 0, {.kind = wire::Kind::message}, message);
+  post_if_idle(**endpoint);
   return {};
 }
 
@@ -148,6 +149,7 @@ Result<> IbverbsEngine::write(EndpointId id, std::span<const Write> writes) {
                     .offset = write.remote.offset,
                     .length = write.length,
                     .notify = write.notify});
+  post_if_idle(**found);
   return {};
 }
 
@@ -162,6 +164,7 @@ Result<> IbverbsEngine::read(EndpointId id, std::span<const Read> reads) {
                     .key = read.remote.region.key,
                     .offset = read.remote.offset,
                     .length = read.length});
+  post_if_idle(**found);
   return {};
 }
 
@@ -209,11 +212,20 @@ void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const Remot
   }
 }
 
+// What is handed in goes out at once where the queue pair is idle, and otherwise with the next poll(), in one batch.
+void IbverbsEngine::post_if_idle(Endpoint& endpoint) {
+  for (auto& queue_pair : endpoint.queue_pairs)
+    if (queue_pair->waiting() && queue_pair->idle())
+      if (auto posted = queue_pair->post(); !posted)
+        return fail_endpoint(endpoint, posted.error().code, posted.error().message);
+}
+
 void IbverbsEngine::touch(Endpoint& endpoint) {
   if (!std::exchange(endpoint.dirty, true)) dirty_.push_back(endpoint.id);
 }
 
 void IbverbsEngine::flush() {
+  if (dirty_.empty() && unposted_.size() < options_.receive_buffers / 8) return;
   for (auto id : std::exchange(dirty_, {})) {
     Endpoint* endpoint = find(id);
     if (endpoint == nullptr) continue;
@@ -227,6 +239,7 @@ void IbverbsEngine::flush() {
       if (posted) posted = queue_pair->post();
     if (!posted) fail_endpoint(*endpoint, posted.error().code, posted.error().message);
   }
+  if (unposted_.size() < options_.receive_buffers / 8) return;
   if (auto filled = fill_receives(); !filled) spdlog::error("{}", filled.error());
 }
 
@@ -252,8 +265,9 @@ void IbverbsEngine::on_completion(const ibv_wc& completion) {
   if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
   const std::size_t index = owner->second.index;
   if (completion.status != IBV_WC_SUCCESS) return on_work_failed(*endpoint, index, completion);
-  endpoint->queue_pairs[index]->on_completion(completion, [&](const Work& work) { on_done(*endpoint, work); });
-  touch(*endpoint);
+  QueuePair& queue_pair = *endpoint->queue_pairs[index];
+  queue_pair.on_completion(completion, [&](const Work& work) { on_done(*endpoint, work); });
+  if (queue_pair.waiting()) touch(*endpoint);
 }
 
 void IbverbsEngine::on_done(Endpoint& endpoint, const Work& work) {

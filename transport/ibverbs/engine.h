@@ -122,6 +122,7 @@ class IbverbsEngine final : public Engine {
   void on_answer(Endpoint& endpoint, const wire::Header& header);
   void begin_rebuild(Endpoint& endpoint, std::size_t queue_pair);
   void touch(Endpoint& endpoint);
+  void post_if_idle(Endpoint& endpoint);
   void flush();
 
   const Options options_;

@@ -71,6 +71,8 @@ class QueuePair {
   // Posts what fits, with one doorbell. An error ends the endpoint.
   Result<> post();
   std::uint64_t bytes() const { return bytes_; }  // handed in and not done
+  bool waiting() const { return !waiting_.empty(); }
+  bool idle() const { return posted_.empty(); }
 
   // A completion of this queue pair; `done` is called for all work that it ends, in order.
   using Done = std::function<void(const Work&)>;

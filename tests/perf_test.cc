@@ -1,0 +1,94 @@
+// The tools in perftest's manner, as a user runs them: a server, a client, and what they print.
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/process.h"
+
+namespace rejoin::test {
+namespace {
+
+struct Pair {
+  Scratch scratch;
+  Ended client;
+  int server = -1;
+  std::string server_output;
+
+  Pair(const std::string& tool, const std::vector<std::string>& options,
+       const std::vector<std::string>& client_only = {}) {
+    std::vector<std::string> arguments{binaries() + "/" + tool, "-p", "0", "--bind_source_ip", "127.0.0.1"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    Process process(arguments, scratch.path + "/server");
+    std::string port;
+    EXPECT_TRUE(eventually([&] {
+      const std::string output = process.output(), mark = "listening on 127.0.0.1:";
+      const auto at = output.find(mark), end = output.find('\n', at);
+      if (at == std::string::npos || end == std::string::npos) return false;
+      port = output.substr(at + mark.size(), end - at - mark.size());
+      return true;
+    })) << process.output();
+    arguments = {binaries() + "/" + tool, "-p", port, "127.0.0.1"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    arguments.insert(arguments.end(), client_only.begin(), client_only.end());
+    client = run(arguments, {}, std::chrono::seconds(30));
+    server = process.wait(std::chrono::seconds(10));
+    server_output = process.output();
+  }
+};
+
+TEST(Perf, EachToolRunsOverEachTransportAndChecksWhatArrived) {
+  for (const std::string transport : {"shm", "tcp"})
+    for (const std::string tool : {"rejoin_write_bw", "rejoin_read_bw", "rejoin_write_lat", "rejoin_send_lat"}) {
+      SCOPED_TRACE(tool + " over " + transport);
+      const bool bandwidth = tool.ends_with("bw");
+      std::vector<std::string> options{"--transport", transport, "-n", "200", "-s", "3000"};
+      if (bandwidth) options.push_back("--verify");
+      const Pair pair(tool, options);
+      EXPECT_EQ(pair.client.status, 0) << pair.client.output;
+      EXPECT_EQ(pair.server, 0) << pair.server_output;
+      EXPECT_NE(pair.client.output.find(bandwidth ? "BW average[MB/sec]" : "t_typical[usec]"), std::string::npos);
+      EXPECT_NE(pair.client.output.find("\n 3000 "), std::string::npos) << pair.client.output;
+    }
+}
+
+TEST(Perf, BothWaysOverRailsAndAllSizesWithJson) {
+  Scratch scratch;
+  const Pair pair("rejoin_write_bw",
+                  {"--transport", "tcp", "--rails", "127.0.0.1,127.0.0.2", "-a", "-b", "-n", "20", "--verify"},
+                  {"--out_json", "--out_json_file", scratch.path + "/out.json", "--report_gbits"});
+  EXPECT_EQ(pair.client.status, 0) << pair.client.output;
+  EXPECT_EQ(pair.server, 0) << pair.server_output;
+  const auto json = nlohmann::json::parse(read_file(scratch.path + "/out.json"), nullptr, false);
+  ASSERT_FALSE(json.is_discarded());
+  ASSERT_EQ(json.at("results").size(), 23u);
+  EXPECT_EQ(json.at("results")[22].at("MsgSize"), 8 * 1024 * 1024);
+  EXPECT_GT(json.at("results")[22].at("BW_average").get<double>(), 0);
+}
+
+TEST(Perf, ForADurationAndWithAHistogram) {
+  const Pair pair("rejoin_send_lat", {"--transport", "shm", "-n", "30"}, {"-H"});
+  EXPECT_EQ(pair.client.status, 0) << pair.client.output;
+  EXPECT_NE(pair.client.output.find("\n30, "), std::string::npos) << pair.client.output;
+  const Pair timed("rejoin_write_bw", {"--transport", "shm", "-D", "1", "-s", "4096"});
+  EXPECT_EQ(timed.client.status, 0) << timed.client.output;
+  EXPECT_EQ(timed.server, 0) << timed.server_output;
+}
+
+TEST(Perf, WrongUseIsNamed) {
+  const auto expect = [](std::vector<std::string> arguments, const std::string& what) {
+    const Ended ended = run(std::move(arguments), {}, std::chrono::seconds(20));
+    EXPECT_NE(ended.status, 0) << what;
+    EXPECT_NE(ended.output.find(what), std::string::npos) << ended.output;
+  };
+  const std::string tool = binaries() + "/rejoin_write_bw";
+  expect({tool, "--transport", "shm", "-p", "1", "127.0.0.1"}, "start the same tool there without a host");
+  expect({tool, "--use_cuda"}, "host memory only");
+  expect({tool, "-d", "no_such_device"}, "no RDMA device");
+  expect({tool, "--no-such-flag"}, "--no-such-flag");
+  expect({binaries() + "/rejoin_send_lat", "-s", "1M"}, "at most 32 KiB");
+  const Pair pair("rejoin_write_bw", {"--transport", "shm"}, {"-n", "7"});
+  EXPECT_NE(pair.client.output.find("give both the same options"), std::string::npos) << pair.client.output;
+}
+
+}  // namespace
+}  // namespace rejoin::test
