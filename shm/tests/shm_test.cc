@@ -101,34 +101,39 @@ TEST(Pins, NothingIsHeldWhileAnUpdateRuns) {
 }
 
 // The promise under real concurrency: whatever a hold reads is one version, whole, although updates go on.
+// In turns: the trainer waits for the reader, the reader for the trainer's next update, and both race.
 TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
 #ifdef REJOIN_SANITIZED
-  constexpr int wanted = 3, pauses = 5000;
+  constexpr int turns = 30;
 #else
-  constexpr int wanted = 20, pauses = 50;
+  constexpr int turns = 600;
 #endif
   auto owner = *Owner::make(*Manifest::make({{.name = "w", .count = 20000, .columns = 3}}));
   auto view = view_of(owner);
-  std::atomic<bool> stop{false};
+  std::atomic<bool> stop{false}, wait_for_reader{false};
   std::thread trainer([&] {
     auto* words = reinterpret_cast<std::atomic<std::uint32_t>*>(owner.state().data());
     for (std::uint32_t version = 1; !stop; ++version) {
       owner.begin_update();
       for (std::size_t i = 0; i < owner.state().size() / 4; ++i) words[i].store(version, std::memory_order_relaxed);
       owner.end_update(version);
-      for (int pause = 0; pause < pauses; ++pause) std::this_thread::yield();  // "forward and backward"
+      for (int pause = 0; pause < 50 || (wait_for_reader && !stop); ++pause) std::this_thread::yield();
     }
   });
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   int from_state = 0, from_aside = 0;
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-  while ((from_state < wanted || from_aside < wanted) && std::chrono::steady_clock::now() < deadline) {
+  for (int turn = 0; turn < turns && std::chrono::steady_clock::now() < deadline; ++turn) {
+    wait_for_reader = turn % 3 == 0;
     auto held = view.hold({0});
-    if (!held) continue;
+    for (; !held && std::chrono::steady_clock::now() < deadline; held = view.hold({0})) std::this_thread::yield();
+    if (!held) break;
     const auto version = static_cast<std::uint32_t>(held->first);
     const auto& one = held->second[0];
     std::vector<std::uint32_t> copy(60000);
     const auto* live = reinterpret_cast<std::atomic<std::uint32_t>*>(view.state().data());
     for (std::size_t i = 0; i < 20000; ++i) copy[i] = live[i].load(std::memory_order_relaxed);
+    while (turn % 3 == 1 && view.where(one) == View::Where::state && std::chrono::steady_clock::now() < deadline)
+      std::this_thread::yield();
     if (view.where(one) == View::Where::state) {
       for (std::size_t i = 0; i < 20000; ++i) ASSERT_EQ(copy[i], version);
       ++from_state;
@@ -142,8 +147,8 @@ TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
   }
   stop = true;
   trainer.join();
-  EXPECT_GE(from_state, wanted);
-  EXPECT_GE(from_aside, wanted);
+  EXPECT_GE(from_state, turns / 3 - 1);
+  EXPECT_GE(from_aside, turns / 3 - 1);
 }
 
 TEST(Digest, AllInstructionSetsAgreeAtEveryLength) {

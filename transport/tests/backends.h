@@ -8,6 +8,12 @@
 
 namespace rejoin::transport {
 
+#ifdef REJOIN_FAKE_VERBS
+// This program brings its own devices (fake_verbs.cc) and looks at nothing else.
+inline std::vector<std::string> with_rdma(const std::vector<std::string>&) {
+  return {"ibverbs:fake0", "ibverbs:fake0;qps=5;depth=16", "ibverbs:fake0,fake1"};
+}
+#else
 inline bool has_rdma() { return std::getenv("REJOIN_RDMA") != nullptr; }
 
 inline std::vector<std::string> with_rdma(std::vector<std::string> names) {
@@ -17,11 +23,13 @@ inline std::vector<std::string> with_rdma(std::vector<std::string> names) {
   if (devices.find(',') != std::string::npos) names.push_back("ibverbs:" + devices);
   return names;
 }
+#endif
 
 // A test's name of it: "tcp", "tcp_rails", "ucx".
 inline std::string name_of(const std::string& transport) {
   const bool rails = transport.find(',') != std::string::npos && !transport.starts_with("ucx");
-  return transport.substr(0, transport.find(':')) + (rails ? "_rails" : "");
+  const bool settings = transport.find(';') != std::string::npos;
+  return transport.substr(0, transport.find(':')) + (rails ? "_rails" : "") + (settings ? "_settings" : "");
 }
 
 }  // namespace rejoin::transport

@@ -1,0 +1,435 @@
+// An RDMA device in software, inside one process: libibverbs' functions as far as the verbs backend calls them, taking
+// the library's place in the program that links this. It has the rules of reliable-connected queue pairs: order within
+// one, none between two; remote keys and ranges; an error resets nothing and ends everything behind it; receivers
+// without buffers make senders wait. So the backend meets the sanitizers, and its own cost can be measured without a
+// device. Two devices, fake0 and fake1, with the GIDs of 127.0.0.1 and 127.0.0.2. One thread.
+#include "transport/tests/fake_verbs.h"
+
+#include <fcntl.h>
+#include <infiniband/verbs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+// The header's macros of these names stand in the way of their definitions.
+#undef ibv_query_port
+#undef ibv_reg_mr
+
+namespace {
+
+struct FakeQp;
+struct FakeCq;
+
+struct FakeContext {
+  ibv_context context{};  // first: pointers are cast
+  int pipe_write = -1;
+  std::deque<ibv_async_event> events;
+};
+
+struct FakeMr {
+  ibv_mr region{};
+  bool remote_write = false, remote_read = false;
+};
+
+struct FakeSrq {
+  ibv_srq queue{};
+  std::deque<std::pair<std::uint64_t, ibv_sge>> buffers;
+};
+
+struct FakeChannel {
+  ibv_comp_channel channel{};
+  int pipe_write = -1;
+  std::deque<ibv_cq*> ready;
+};
+
+struct FakeCq {
+  ibv_cq queue{};
+  FakeChannel* channel = nullptr;
+  bool armed = false;
+  std::deque<ibv_wc> completions;
+};
+
+struct Request {
+  std::uint64_t wr_id = 0;
+  ibv_wr_opcode opcode{};
+  bool signalled = false;
+  ibv_sge piece{};
+  std::vector<std::byte> inlined;
+  bool is_inline = false;
+  std::uint64_t remote = 0;
+  std::uint32_t rkey = 0;
+};
+
+struct FakeQp {
+  ibv_qp pair{};
+  std::size_t depth = 0;
+  std::uint32_t peer = 0;
+  std::deque<Request> requests;
+};
+
+std::array<ibv_device, 2> devices = [] {
+  std::array<ibv_device, 2> made{};
+  std::strcpy(made[0].name, "fake0");
+  std::strcpy(made[1].name, "fake1");
+  return made;
+}();
+std::set<const ibv_device*> down;
+std::set<FakeContext*> contexts;
+std::map<std::uint32_t, FakeQp*> pairs;
+std::map<std::uint32_t, FakeMr*> regions;
+std::uint32_t next_number = 17, next_key = 1000;
+
+template <typename Fake, typename Real>
+Fake* fake(Real* real) {
+  return reinterpret_cast<Fake*>(real);
+}
+
+bool make_pipe(int& read_end, int& write_end) {
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) return false;
+  read_end = ends[0];
+  write_end = ends[1];
+  return true;
+}
+
+void ring(int fd) { (void)!::write(fd, "x", 1); }
+
+void complete(ibv_cq* queue, const ibv_wc& completion) {
+  auto* cq = fake<FakeCq>(queue);
+  cq->completions.push_back(completion);
+  if (!std::exchange(cq->armed, false) || cq->channel == nullptr) return;
+  cq->channel->ready.push_back(queue);
+  ring(cq->channel->pipe_write);
+}
+
+void complete(FakeQp& qp, const Request& request, ibv_wc_status status) {
+  if (status == IBV_WC_SUCCESS && !request.signalled) return;
+  ibv_wc completion{};
+  completion.wr_id = request.wr_id;
+  completion.status = status;
+  completion.qp_num = qp.pair.qp_num;
+  complete(qp.pair.send_cq, completion);
+}
+
+void to_error(FakeQp& qp) {
+  qp.pair.state = IBV_QPS_ERR;
+  for (const auto& request : std::exchange(qp.requests, {})) complete(qp, request, IBV_WC_WR_FLUSH_ERR);
+}
+
+FakeMr* remote_region(const Request& request, bool write) {
+  auto found = regions.find(request.rkey);
+  if (found == regions.end()) return nullptr;
+  const auto begin = reinterpret_cast<std::uint64_t>(found->second->region.addr);
+  const bool inside = request.remote >= begin && request.piece.length <= found->second->region.length &&
+                      request.remote - begin <= found->second->region.length - request.piece.length;
+  return inside && (write ? found->second->remote_write : found->second->remote_read) ? found->second : nullptr;
+}
+
+// The oldest request of a queue pair, if it can be done now.
+void step(FakeQp& qp) {
+  if (qp.pair.state != IBV_QPS_RTS || qp.requests.empty() || down.contains(qp.pair.context->device)) return;
+  auto peer_at = pairs.find(qp.peer);
+  if (peer_at == pairs.end()) return;  // sent again and again, to nobody
+  FakeQp& peer = *peer_at->second;
+  if (peer.pair.state != IBV_QPS_RTS && peer.pair.state != IBV_QPS_RTR) return;
+  const Request& front = qp.requests.front();
+  const std::byte* local =
+      front.is_inline ? front.inlined.data() : reinterpret_cast<const std::byte*>(front.piece.addr);
+  if (front.opcode == IBV_WR_SEND) {
+    auto& buffers = fake<FakeSrq>(peer.pair.srq)->buffers;
+    if (buffers.empty()) return;
+    const auto [wr_id, place] = buffers.front();
+    buffers.pop_front();
+    std::memcpy(reinterpret_cast<void*>(place.addr), local, front.piece.length);
+    ibv_wc completion{};
+    completion.wr_id = wr_id;
+    completion.opcode = IBV_WC_RECV;
+    completion.byte_len = front.piece.length;
+    completion.qp_num = peer.pair.qp_num;
+    complete(peer.pair.recv_cq, completion);
+  } else {
+    const bool write = front.opcode == IBV_WR_RDMA_WRITE;
+    if (remote_region(front, write) == nullptr) {
+      const Request failed = front;
+      qp.requests.pop_front();
+      complete(qp, failed, IBV_WC_REM_ACCESS_ERR);
+      to_error(qp);
+      to_error(peer);
+      return;
+    }
+    auto* far = reinterpret_cast<std::byte*>(front.remote);
+    if (write) std::memcpy(far, local, front.piece.length);
+    else std::memcpy(reinterpret_cast<void*>(front.piece.addr), far, front.piece.length);
+  }
+  const Request done = std::move(qp.requests.front());
+  qp.requests.pop_front();
+  complete(qp, done, IBV_WC_SUCCESS);
+}
+
+int poll_cq(ibv_cq* queue, int entries, ibv_wc* out) {
+  // Some requests of every queue pair, from a different one each time.
+  static std::uint32_t turn = 0;
+  if (!pairs.empty()) {
+    auto start = pairs.begin();
+    std::advance(start, static_cast<std::ptrdiff_t>(turn++ % pairs.size()));
+    std::vector<FakeQp*> order;
+    for (auto it = start; it != pairs.end(); ++it) order.push_back(it->second);
+    for (auto it = pairs.begin(); it != start; ++it) order.push_back(it->second);
+    for (auto* qp : order)
+      for (int i = 0; i < 4; ++i) step(*qp);
+  }
+  auto& completions = fake<FakeCq>(queue)->completions;
+  int count = 0;
+  for (; count < entries && !completions.empty(); ++count) {
+    out[count] = completions.front();
+    completions.pop_front();
+  }
+  return count;
+}
+
+int req_notify_cq(ibv_cq* queue, int) {
+  fake<FakeCq>(queue)->armed = true;
+  return 0;
+}
+
+int post_srq_recv(ibv_srq* queue, ibv_recv_wr* request, ibv_recv_wr**) {
+  for (; request != nullptr; request = request->next)
+    fake<FakeSrq>(queue)->buffers.emplace_back(request->wr_id, *request->sg_list);
+  return 0;
+}
+
+int post_send(ibv_qp* pair, ibv_send_wr* request, ibv_send_wr** refused) {
+  auto& qp = *fake<FakeQp>(pair);
+  for (; request != nullptr; request = request->next) {
+    if (qp.requests.size() >= qp.depth || pair->state == IBV_QPS_RESET || pair->state == IBV_QPS_INIT) {
+      *refused = request;
+      return ENOMEM;
+    }
+    Request taken{.wr_id = request->wr_id,
+                  .opcode = request->opcode,
+                  .signalled = (request->send_flags & IBV_SEND_SIGNALED) != 0,
+                  .piece = *request->sg_list,
+                  .remote = request->wr.rdma.remote_addr,
+                  .rkey = request->wr.rdma.rkey};
+    if ((request->send_flags & IBV_SEND_INLINE) != 0) {
+      const auto* bytes = reinterpret_cast<const std::byte*>(request->sg_list->addr);
+      taken.inlined.assign(bytes, bytes + request->sg_list->length);
+      taken.is_inline = true;
+    }
+    if (pair->state == IBV_QPS_ERR) complete(qp, taken, IBV_WC_WR_FLUSH_ERR);
+    else qp.requests.push_back(std::move(taken));
+  }
+  return 0;
+}
+
+}  // namespace
+
+void fake_verbs_port(const char* device, bool up) {
+  for (auto& one : devices) {
+    if (std::strcmp(one.name, device) != 0) continue;
+    if (up) down.erase(&one);
+    else down.insert(&one);
+    for (auto* context : contexts) {
+      if (context->context.device != &one) continue;
+      ibv_async_event event{};
+      event.event_type = up ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR;
+      event.element.port_num = 1;
+      context->events.push_back(event);
+      ring(context->pipe_write);
+    }
+  }
+}
+
+extern "C" {
+
+ibv_device** ibv_get_device_list(int* count) {
+  *count = static_cast<int>(devices.size());
+  return new ibv_device* [3] { &devices[0], &devices[1], nullptr };
+}
+void ibv_free_device_list(ibv_device** list) { delete[] list; }
+const char* ibv_get_device_name(ibv_device* device) { return device->name; }
+
+ibv_context* ibv_open_device(ibv_device* device) {
+  auto* made = new FakeContext();
+  made->context.device = device;
+  made->context.ops.poll_cq = poll_cq;
+  made->context.ops.req_notify_cq = req_notify_cq;
+  made->context.ops.post_srq_recv = post_srq_recv;
+  made->context.ops.post_send = post_send;
+  if (!make_pipe(made->context.async_fd, made->pipe_write)) {
+    delete made;
+    return nullptr;
+  }
+  contexts.insert(made);
+  return &made->context;
+}
+int ibv_close_device(ibv_context* context) {
+  auto* made = fake<FakeContext>(context);
+  contexts.erase(made);
+  ::close(context->async_fd);
+  ::close(made->pipe_write);
+  delete made;
+  return 0;
+}
+
+int ibv_query_device(ibv_context*, ibv_device_attr* limits) {
+  *limits = {};
+  limits->phys_port_cnt = 1;
+  limits->max_cqe = 65536;
+  limits->max_qp_rd_atom = limits->max_qp_init_rd_atom = 16;
+  return 0;
+}
+int ibv_query_port(ibv_context* context, std::uint8_t port, _compat_ibv_port_attr* compat) {
+  if (port != 1) return EINVAL;
+  auto* attributes = reinterpret_cast<ibv_port_attr*>(compat);
+  attributes->state = down.contains(context->device) ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
+  attributes->active_mtu = IBV_MTU_4096;
+  attributes->gid_tbl_len = 2;
+  attributes->link_layer = IBV_LINK_LAYER_ETHERNET;
+  return 0;
+}
+int _ibv_query_gid_ex(ibv_context* context, std::uint32_t, std::uint32_t index, ibv_gid_entry* entry, std::uint32_t,
+                      std::size_t) {
+  if (index > 1) return ENODATA;
+  *entry = {};
+  entry->gid_index = index;
+  entry->gid_type = index == 1 ? IBV_GID_TYPE_ROCE_V2 : IBV_GID_TYPE_ROCE_V1;
+  const unsigned char raw[16] = {
+      0, 0, 0,    0,    0,   0, 0, 0,
+      0, 0, 0xff, 0xff, 127, 0, 0, static_cast<unsigned char>(context->device == &devices[0] ? 1 : 2)};
+  std::memcpy(entry->gid.raw, raw, sizeof raw);
+  return 0;
+}
+const char* ibv_port_state_str(ibv_port_state state) { return state == IBV_PORT_ACTIVE ? "active" : "down"; }
+const char* ibv_wc_status_str(ibv_wc_status status) {
+  return status == IBV_WC_REM_ACCESS_ERR ? "remote access error" : "error";
+}
+const char* ibv_event_type_str(ibv_event_type type) { return type == IBV_EVENT_PORT_ERR ? "port error" : "event"; }
+
+ibv_pd* ibv_alloc_pd(ibv_context* context) { return new ibv_pd{.context = context, .handle = 0}; }
+int ibv_dealloc_pd(ibv_pd* domain) {
+  delete domain;
+  return 0;
+}
+
+ibv_mr* ibv_reg_mr_iova2(ibv_pd* domain, void* address, std::size_t length, std::uint64_t, unsigned int access) {
+  auto* made = new FakeMr();
+  made->region = {.context = domain->context,
+                  .pd = domain,
+                  .addr = address,
+                  .length = length,
+                  .handle = 0,
+                  .lkey = next_key,
+                  .rkey = next_key};
+  made->remote_write = (access & IBV_ACCESS_REMOTE_WRITE) != 0;
+  made->remote_read = (access & IBV_ACCESS_REMOTE_READ) != 0;
+  regions[next_key++] = made;
+  return &made->region;
+}
+ibv_mr* ibv_reg_mr(ibv_pd* domain, void* address, std::size_t length, int access) {
+  return ibv_reg_mr_iova2(domain, address, length, 0, static_cast<unsigned int>(access));
+}
+int ibv_dereg_mr(ibv_mr* region) {
+  regions.erase(region->rkey);
+  delete fake<FakeMr>(region);
+  return 0;
+}
+
+ibv_comp_channel* ibv_create_comp_channel(ibv_context* context) {
+  auto* made = new FakeChannel();
+  made->channel.context = context;
+  if (make_pipe(made->channel.fd, made->pipe_write)) return &made->channel;
+  delete made;
+  return nullptr;
+}
+int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
+  ::close(channel->fd);
+  ::close(fake<FakeChannel>(channel)->pipe_write);
+  delete fake<FakeChannel>(channel);
+  return 0;
+}
+ibv_cq* ibv_create_cq(ibv_context* context, int entries, void*, ibv_comp_channel* channel, int) {
+  auto* made = new FakeCq();
+  made->queue.context = context;
+  made->queue.cqe = entries;
+  made->channel = fake<FakeChannel>(channel);
+  return &made->queue;
+}
+int ibv_resize_cq(ibv_cq* queue, int entries) {
+  queue->cqe = entries;
+  return 0;
+}
+int ibv_destroy_cq(ibv_cq* queue) {
+  delete fake<FakeCq>(queue);
+  return 0;
+}
+int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** queue, void** context) {
+  char byte = 0;
+  auto* made = fake<FakeChannel>(channel);
+  if (::read(channel->fd, &byte, 1) != 1) return -1;
+  *queue = made->ready.front();
+  *context = nullptr;
+  made->ready.pop_front();
+  return 0;
+}
+void ibv_ack_cq_events(ibv_cq*, unsigned int) {}
+
+ibv_srq* ibv_create_srq(ibv_pd* domain, ibv_srq_init_attr*) {
+  auto* made = new FakeSrq();
+  made->queue.context = domain->context;
+  return &made->queue;
+}
+int ibv_destroy_srq(ibv_srq* queue) {
+  delete fake<FakeSrq>(queue);
+  return 0;
+}
+
+ibv_qp* ibv_create_qp(ibv_pd* domain, ibv_qp_init_attr* attributes) {
+  auto* made = new FakeQp();
+  made->pair.context = domain->context;
+  made->pair.send_cq = attributes->send_cq;
+  made->pair.recv_cq = attributes->recv_cq;
+  made->pair.srq = attributes->srq;
+  made->pair.qp_num = next_number++;
+  made->pair.state = IBV_QPS_RESET;
+  made->depth = attributes->cap.max_send_wr;
+  pairs[made->pair.qp_num] = made;
+  return &made->pair;
+}
+int ibv_modify_qp(ibv_qp* pair, ibv_qp_attr* attributes, int mask) {
+  if ((mask & IBV_QP_STATE) == 0) return EINVAL;
+  auto& qp = *fake<FakeQp>(pair);
+  const auto from = pair->state, to = attributes->qp_state;
+  const bool allowed = to == IBV_QPS_RESET || to == IBV_QPS_ERR || (from == IBV_QPS_RESET && to == IBV_QPS_INIT) ||
+                       (from == IBV_QPS_INIT && to == IBV_QPS_RTR) || (from == IBV_QPS_RTR && to == IBV_QPS_RTS);
+  if (!allowed) return EINVAL;
+  if (to == IBV_QPS_RTR) qp.peer = attributes->dest_qp_num;
+  if (to == IBV_QPS_RESET) qp.requests.clear();
+  if (to == IBV_QPS_ERR) to_error(qp);
+  pair->state = to;
+  return 0;
+}
+int ibv_destroy_qp(ibv_qp* pair) {
+  pairs.erase(pair->qp_num);
+  delete fake<FakeQp>(pair);
+  return 0;
+}
+
+int ibv_get_async_event(ibv_context* context, ibv_async_event* event) {
+  char byte = 0;
+  if (::read(context->async_fd, &byte, 1) != 1) return -1;
+  *event = fake<FakeContext>(context)->events.front();
+  fake<FakeContext>(context)->events.pop_front();
+  return 0;
+}
+void ibv_ack_async_event(ibv_async_event*) {}
+}
