@@ -51,7 +51,8 @@ void bind(CLI::App& app, Config& c) {
   option("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)");
   option("--connect", c.node.coordinator, "REJOIN_COORDINATOR", "node: the coordinator's address");
   option("--transport", c.node.transport, "REJOIN_TRANSPORT",
-         "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails) or ucx:LIST");
+         "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or "
+         "ucx:LIST");
   option("--compression", c.node.compression, "REJOIN_COMPRESSION",
          "node: catch-up stream: off, auto (zstd while it is measured to pay) or always")
       ->check(CLI::IsMember({"off", "auto", "always"}));

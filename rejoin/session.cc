@@ -19,7 +19,7 @@ void SessionConfig::bind(CLI::App& app) {
   option("--rank", rank, "REJOIN_RANK", "its rank in the replica, from 0");
   option("--daemon", socket, "REJOIN_SOCKET", "unix socket of the node's daemon");
   option("--transport", transport, "REJOIN_TRANSPORT",
-         "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails) or ucx:LIST");
+         "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
   option("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
   option("--chunk-bytes", chunk_bytes, "REJOIN_CHUNK_BYTES", "all-reduce: largest chunk");
   option("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",

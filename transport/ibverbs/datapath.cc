@@ -35,7 +35,7 @@ Result<> IbverbsEngine::fill_receives() {
     }
     ibv_recv_wr* refused = nullptr;
     if (const int error = ibv_post_srq_recv(receives_.get(), requests.data(), &refused); error != 0)
-      return fail(ErrorCode::io, "rail {}: posting receive buffers: {}", device_.name(), std::strerror(error));
+      return fail(ErrorCode::io, "rail {}: posting receive buffers: {}", name_, std::strerror(error));
     unposted_.resize(unposted_.size() - count);
   }
   return {};
@@ -225,7 +225,7 @@ void IbverbsEngine::touch(Endpoint& endpoint) {
 }
 
 void IbverbsEngine::flush() {
-  if (dirty_.empty() && unposted_.size() < options_.receive_buffers / 8) return;
+  if (!device_ || (dirty_.empty() && unposted_.size() < options_.receive_buffers / 8)) return;
   for (auto id : std::exchange(dirty_, {})) {
     Endpoint* endpoint = find(id);
     if (endpoint == nullptr) continue;
@@ -251,6 +251,7 @@ void IbverbsEngine::poll_completions() {
     backlog_.pop_front();
     on_completion(completion);
   }
+  if (!device_) return;
   std::array<ibv_wc, kCompletionsPerPoll> completions;
   const int count = ibv_poll_cq(completions_.get(), kCompletionsPerPoll, completions.data());
   for (int i = 0; i < count; ++i) on_completion(completions[static_cast<std::size_t>(i)]);
@@ -289,7 +290,7 @@ void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const 
   const bool refused = completion.status == IBV_WC_REM_ACCESS_ERR || completion.status == IBV_WC_REM_INV_REQ_ERR;
   if (!refused || failed->kind == Work::Kind::send)
     return fail_endpoint(endpoint, ErrorCode::unavailable,
-                         fmt::format("rail {}: {}", device_.name(), ibv_wc_status_str(completion.status)));
+                         fmt::format("rail {}: {}", name_, ibv_wc_status_str(completion.status)));
   // The region was withdrawn while this was on its way.
   if (auto operation = endpoint.operations.find(failed->operation); operation != endpoint.operations.end()) {
     if (auto memory = endpoint.memory.find(operation->second.key);

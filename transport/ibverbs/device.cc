@@ -111,36 +111,50 @@ Result<Device> Device::open(const Options& options) {
                 std::strerror(errno));
   if (ibv_query_device(device.context_.get(), &device.limits_) != 0)
     return fail_errno("ibv_query_device " + device.name_);
-  if (ibv_query_port(device.context_.get(), device.port_number_, &device.port_) != 0)
-    return fail(ErrorCode::not_found, "rail {}: the device has no such port, but 1 to {}", device.name_,
-                device.limits_.phys_port_cnt);
-  if (device.port_.state != IBV_PORT_ACTIVE)
-    return fail(ErrorCode::unavailable, "rail {}: the port is {}; is its link up?", device.name_,
-                ibv_port_state_str(device.port_.state));
-  if (auto found_gid = device.find_gid(options); !found_gid) return tl::unexpected(found_gid.error());
+  device.wanted_gid_ = options.gid_index;
+  if (auto fresh = device.refresh(); !fresh) return tl::unexpected(fresh.error());
   device.domain_ = ProtectionDomain(ibv_alloc_pd(device.context_.get()));
   if (!device.domain_) return fail_errno("ibv_alloc_pd " + device.name_);
   return device;
 }
 
-Result<> Device::find_gid(const Options& options) {
+Result<> Device::refresh() {
+  ibv_port_attr port{};
+  if (ibv_query_port(context_.get(), port_number_, &port) != 0)
+    return fail(ErrorCode::not_found, "rail {}: the device has no such port, but 1 to {}", name_,
+                limits_.phys_port_cnt);
+  if (port.state != IBV_PORT_ACTIVE)
+    return fail(ErrorCode::unavailable, "rail {}: the port is {}; is its link up?", name_,
+                ibv_port_state_str(port.state));
+  port_ = port;
+  return find_gid();
+}
+
+Result<> Device::find_gid() {
   int best = -1;
+  ibv_gid_entry found{};
   for (int i = 0; i < port_.gid_tbl_len; ++i) {
     ibv_gid_entry entry{};
     if (ibv_query_gid_ex(context_.get(), port_number_, static_cast<std::uint32_t>(i), &entry, 0) != 0) continue;
-    if (options.gid_index && *options.gid_index != static_cast<std::uint32_t>(i)) continue;
-    const int worth = options.gid_index ? 3 : entry.gid_type != IBV_GID_TYPE_ROCE_V2 ? 0 : is_ipv4(entry.gid) ? 2 : 1;
+    if (wanted_gid_ && *wanted_gid_ != static_cast<std::uint32_t>(i)) continue;
+    const bool same = had_gid_ && std::memcmp(entry.gid.raw, gid_.gid.raw, sizeof entry.gid.raw) == 0;
+    const int worth = entry.gid_type != IBV_GID_TYPE_ROCE_V2 && !wanted_gid_ ? 0
+                      : wanted_gid_ || same                                  ? 3
+                      : is_ipv4(entry.gid)                                   ? 2
+                                                                             : 1;
     if (worth <= best) continue;
     best = worth;
-    gid_ = entry;
+    found = entry;
   }
-  if (best < 0 && options.gid_index)
+  if (best < 0 && wanted_gid_)
     return fail(ErrorCode::not_found,
                 "rail {}: the port has no GID of index {}; 'show_gids' or 'ibv_devinfo -v' lists them", name_,
-                *options.gid_index);
-  if (best <= 0 && ethernet() && !options.gid_index)
+                *wanted_gid_);
+  if (best <= 0 && ethernet() && !wanted_gid_)
     return fail(ErrorCode::unavailable, "rail {}: the port has no RoCE v2 GID; give its network interface an address",
                 name_);
+  gid_ = found;
+  had_gid_ = true;
   return {};
 }
 

@@ -38,19 +38,24 @@ class Device {
   std::uint8_t gid_index() const { return static_cast<std::uint8_t>(gid_.gid_index); }
   bool ethernet() const { return port_.link_layer == IBV_LINK_LAYER_ETHERNET; }
   const std::string& name() const { return name_; }
+  // Looks the port and its GID up afresh: RoCE moves a GID to another index when its interface goes down and comes
+  // back. Errors: `unavailable` where the port is down or has lost its GID.
+  Result<> refresh();
   // The IPv4 address that the GID stands for; empty where it stands for none.
   std::string address() const;
   // Errors say what to do: memory lock limit, no such mapping.
   Result<MemoryRegion> register_memory(std::span<std::byte> memory, MemoryKind kind) const;
 
  private:
-  Result<> find_gid(const Options& options);
+  Result<> find_gid();
   Context context_;
   ProtectionDomain domain_;
   ibv_device_attr limits_{};
   ibv_port_attr port_{};
   ibv_gid_entry gid_{};
+  bool had_gid_ = false;
   std::uint8_t port_number_ = 1;
+  std::optional<std::uint32_t> wanted_gid_;
   std::string name_;
 };
 

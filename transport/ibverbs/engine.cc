@@ -28,43 +28,82 @@ Result<> add_to(const Fd& epoll, int fd) {
 Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return IbverbsEngine::make(options); }
 
 Result<std::unique_ptr<Engine>> IbverbsEngine::make(const Options& options) {
-  auto device = Device::open(options);
-  if (!device) return tl::unexpected(device.error());
-  std::unique_ptr<IbverbsEngine> engine(new IbverbsEngine(options, std::move(*device)));
+  std::unique_ptr<IbverbsEngine> engine(new IbverbsEngine(options));
   if (auto started = engine->start(); !started) return tl::unexpected(started.error());
   return engine;
 }
 
 Result<> IbverbsEngine::start() {
-  auto control = tcp::make_engine({.local = device_.address()});
+  epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll_) return fail_errno("epoll_create1");
+  if (auto opened = open_device(); !opened) return opened;
+  auto control = tcp::make_engine({.local = device_->address()});
   if (!control) return tl::unexpected(control.error());
   control_ = std::move(*control);
-  channel_ = CompletionChannel(ibv_create_comp_channel(device_.context()));
+  return add_to(epoll_, control_->event_fd());
+}
+
+Result<> IbverbsEngine::open_device() {
+  auto device = Device::open(options_);
+  if (!device) return tl::unexpected(device.error());
+  device_ = std::move(*device);
+  channel_ = CompletionChannel(ibv_create_comp_channel(device_->context()));
   if (!channel_) return fail_errno("ibv_create_comp_channel");
   const int entries = static_cast<int>(options_.receive_buffers + 4 * options_.queue_depth);
   completions_ = CompletionQueue(
-      ibv_create_cq(device_.context(), std::min(entries, device_.limits().max_cqe), nullptr, channel_.get(), 0));
-  if (!completions_) return fail_errno(fmt::format("rail {}: a completion queue of {}", device_.name(), entries));
+      ibv_create_cq(device_->context(), std::min(entries, device_->limits().max_cqe), nullptr, channel_.get(), 0));
+  if (!completions_) return fail_errno(fmt::format("rail {}: a completion queue of {}", name_, entries));
   ibv_srq_init_attr shared{};
   shared.attr.max_wr = options_.receive_buffers;
   shared.attr.max_sge = 1;
-  receives_ = SharedReceiveQueue(ibv_create_srq(device_.domain(), &shared));
-  if (!receives_) return fail_errno(fmt::format("rail {}: a shared receive queue", device_.name()));
+  receives_ = SharedReceiveQueue(ibv_create_srq(device_->domain(), &shared));
+  if (!receives_) return fail_errno(fmt::format("rail {}: a shared receive queue", device_->name()));
   receive_memory_.resize(options_.receive_buffers * SendSlots::kBytes);
-  auto region = device_.register_memory(receive_memory_, MemoryKind::host);
+  auto region = device_->register_memory(receive_memory_, MemoryKind::host);
   if (!region) return tl::unexpected(region.error());
   receive_region_ = std::move(*region);
+  unposted_.clear();
   for (std::uint32_t i = 0; i < options_.receive_buffers; ++i) unposted_.push_back(i);
   if (auto filled = fill_receives(); !filled) return filled;
-  if (auto made = slots_.make(device_, kSendSlots); !made) return made;
-
-  epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
-  if (!epoll_) return fail_errno("epoll_create1");
-  for (int fd : {channel_->fd, device_.context()->async_fd}) {
+  if (auto made = slots_.make(*device_, kSendSlots); !made) return made;
+  for (int fd : {channel_->fd, device_->context()->async_fd}) {
     if (::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK) != 0) return fail_errno("fcntl");
     if (auto added = add_to(epoll_, fd); !added) return added;
   }
-  return add_to(epoll_, control_->event_fd());
+  removal_ = RemovalWatch::start(device_->address());
+  if (removal_)
+    if (auto added = add_to(epoll_, removal_->fd()); !added) return added;
+  for (auto& [id, registered] : registered_) {
+    auto again = device_->register_memory(regions_.find(RegionId(id))->memory, MemoryKind::host);
+    if (!again) return tl::unexpected(again.error());
+    registered = std::move(*again);
+  }
+  return {};
+}
+
+// The endpoints have failed before; what is left is given up in the order of its making, backwards.
+void IbverbsEngine::lose_device() {
+  known_to_.clear();
+  for (auto& [id, registered] : registered_) registered.reset();
+  slots_ = {};
+  receives_.reset();
+  receive_region_.reset();
+  if (unacknowledged_ > 0) ibv_ack_cq_events(completions_.get(), std::exchange(unacknowledged_, 0));
+  backlog_.clear();
+  completions_.reset();
+  channel_.reset();
+  device_.reset();
+  removal_.reset();
+}
+
+Result<> IbverbsEngine::ready() {
+  if (device_) return device_->refresh();
+  if (auto opened = open_device(); !opened) {
+    lose_device();
+    return opened;
+  }
+  spdlog::info("rail {}: the device is there again", name_);
+  return {};
 }
 
 IbverbsEngine::~IbverbsEngine() {
@@ -75,10 +114,16 @@ IbverbsEngine::~IbverbsEngine() {
 // ---- regions
 
 Result<RegionId> IbverbsEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
-  auto registered = device_.register_memory(memory, kind);
-  if (!registered) return tl::unexpected(registered.error());
+  MemoryRegion made;
+  if (device_) {
+    auto registered = device_->register_memory(memory, kind);
+    if (!registered) return tl::unexpected(registered.error());
+    made = std::move(*registered);
+  } else if (kind != MemoryKind::host) {
+    return fail(ErrorCode::unavailable, "rail {}: the device is lost", name_);
+  }
   const RegionId id = regions_.add(memory);
-  registered_[id.value] = std::move(*registered);
+  registered_[id.value] = std::move(made);  // without the device: when it is back
   return id;
 }
 
@@ -101,12 +146,12 @@ Result<Address> IbverbsEngine::listen(const Address& where) { return control_->l
 Result<> IbverbsEngine::make_room_for_completions() {
   const auto needed = static_cast<int>(options_.receive_buffers + queue_pairs_made_ * options_.queue_depth);
   if (needed <= completions_->cqe) return {};
-  const int wanted = std::min(device_.limits().max_cqe, 2 * needed);
+  const int wanted = std::min(device_->limits().max_cqe, 2 * needed);
   if (const int error = ibv_resize_cq(completions_.get(), wanted); error != 0 || completions_->cqe < needed)
     return fail(ErrorCode::exhausted,
                 "rail {}: the completion queue can't grow to {} entries (limit {}): use fewer or "
                 "shallower queue pairs (qps=, depth=)",
-                device_.name(), needed, device_.limits().max_cqe);
+                name_, needed, device_->limits().max_cqe);
   return {};
 }
 
@@ -120,7 +165,7 @@ Result<> IbverbsEngine::make_queue_pairs(Endpoint& endpoint, std::uint32_t count
   for (std::uint32_t i = 0; i < count; ++i) {
     do next_tag_ = (next_tag_ + 1) & 0xffffff;
     while (next_tag_ == 0 || by_tag_.contains(next_tag_));
-    auto made = QueuePair::make({device_, options_, completions_.get(), receives_.get(), slots_}, next_tag_);
+    auto made = QueuePair::make({*device_, options_, completions_.get(), receives_.get(), slots_}, next_tag_);
     if (!made) {
       queue_pairs_made_ -= count - i;
       destroy_queue_pairs(endpoint);
@@ -135,9 +180,9 @@ Result<> IbverbsEngine::make_queue_pairs(Endpoint& endpoint, std::uint32_t count
 
 wire::Greeting IbverbsEngine::greeting(const Endpoint& endpoint) const {
   wire::Greeting greeting;
-  std::memcpy(greeting.gid, device_.gid().raw, sizeof greeting.gid);
-  greeting.lid = device_.port().lid;
-  greeting.mtu = options_.mtu != 0 ? options_.mtu : 128u << device_.port().active_mtu;
+  std::memcpy(greeting.gid, device_->gid().raw, sizeof greeting.gid);
+  greeting.lid = device_->port().lid;
+  greeting.mtu = options_.mtu != 0 ? options_.mtu : 128u << device_->port().active_mtu;
   greeting.queue_pairs = static_cast<std::uint16_t>(endpoint.queue_pairs.size());
   for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i) {
     greeting.numbers[i] = endpoint.queue_pairs[i]->number();
@@ -151,6 +196,7 @@ Result<EndpointId> IbverbsEngine::connect(const Address& peer, BytesView hello) 
   if (hello.size() > 4 * KiB - sizeof(wire::Greeting))
     return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of {}", hello.size(),
                 4 * KiB - sizeof(wire::Greeting));
+  if (auto there = ready(); !there) return tl::unexpected(there.error());
   auto endpoint = std::make_unique<Endpoint>();
   endpoint->initiator = endpoint->announced = true;
   endpoint->id = EndpointId(unguessable_.next());
@@ -199,7 +245,7 @@ void IbverbsEngine::on_accepted(const Event& event) {
                      theirs.queue_pairs <= wire::kMaxQueuePairs;
   if (!sound) {
     spdlog::warn("rail {}: a connection was refused: it sent something other than a verbs greeting of this version",
-                 device_.name());
+                 name_);
     return control_->close(event.endpoint);
   }
   auto made = std::make_unique<Endpoint>();
@@ -207,10 +253,11 @@ void IbverbsEngine::on_accepted(const Event& event) {
   endpoint.id = event.endpoint;
   endpoint.stage = Stage::accepting;
   endpoint.hello.assign(bytes.begin(), bytes.end());
-  Result<> ready = make_queue_pairs(endpoint, theirs.queue_pairs);
-  if (ready) ready = connect_queue_pairs(endpoint, theirs, false);
-  if (!ready) {
-    spdlog::warn("rail {}: a connection was refused: {}", device_.name(), ready.error());
+  Result<> result = ready();
+  if (result) result = make_queue_pairs(endpoint, theirs.queue_pairs);
+  if (result) result = connect_queue_pairs(endpoint, theirs, false);
+  if (!result) {
+    spdlog::warn("rail {}: a connection was refused: {}", name_, result.error());
     destroy_queue_pairs(endpoint);
     return control_->close(event.endpoint);
   }
@@ -311,27 +358,37 @@ void IbverbsEngine::look_at_control() {
 // A port that goes down or a device that goes away ends what runs over it; a queue pair's own error ends its endpoint,
 // but for the refusals that the completion tells better.
 void IbverbsEngine::look_at_device() {
+  if (!device_) return;
   ibv_async_event event{};
-  while (ibv_get_async_event(device_.context(), &event) == 0) {
+  bool fatal = removal_ && removal_->removed();
+  if (fatal) {
+    const std::string why = fmt::format("rail {}: the device is being removed", name_);
+    spdlog::warn("{}", why);
+    for (auto& [id, endpoint] : endpoints_) fail_endpoint(*endpoint, ErrorCode::unavailable, why);
+  }
+  while (ibv_get_async_event(device_->context(), &event) == 0) {
     const auto type = event.event_type;
     std::optional<EndpointId> one;
     if (type == IBV_EVENT_QP_FATAL)
       if (auto owner = by_number_.find(event.element.qp->qp_num); owner != by_number_.end())
         one = owner->second.endpoint;
     ibv_ack_async_event(&event);
+    fatal = fatal || type == IBV_EVENT_DEVICE_FATAL;
     const bool all = type == IBV_EVENT_PORT_ERR || type == IBV_EVENT_DEVICE_FATAL || type == IBV_EVENT_CQ_ERR ||
                      type == IBV_EVENT_SRQ_ERR;
     if (!all && !one) continue;
-    const std::string why = fmt::format("rail {}: {}", device_.name(), ibv_event_type_str(type));
+    const std::string why = fmt::format("rail {}: {}", name_, ibv_event_type_str(type));
     spdlog::warn("{}", why);
     for (auto& [id, endpoint] : endpoints_)
       if (all || endpoint->id == *one) fail_endpoint(*endpoint, ErrorCode::unavailable, why);
   }
+  if (fatal) lose_device();
 }
 
 // ---- closing
 
 void IbverbsEngine::destroy_queue_pairs(Endpoint& endpoint) {
+  if (endpoint.queue_pairs.empty()) return;
   // Out of service first. Then what has completed is taken, so that nothing of it is left when numbers are used again.
   for (auto& queue_pair : endpoint.queue_pairs) (void)queue_pair->reset();
   const auto ours = [&](const ibv_wc& completion) {
@@ -385,6 +442,7 @@ void IbverbsEngine::close(EndpointId id) {
 bool IbverbsEngine::arm() {
   if (!events_.empty() || !dirty_.empty() || !backlog_.empty()) return false;
   if (!control_->arm()) return false;
+  if (!device_) return true;
   if (ibv_req_notify_cq(completions_.get(), 0) != 0) return false;
   // What completed before the request would ring nobody.
   ibv_wc completion{};
@@ -395,7 +453,7 @@ bool IbverbsEngine::arm() {
 }
 
 std::span<const Event> IbverbsEngine::poll() {
-  if (std::exchange(slept_, false)) {
+  if (std::exchange(slept_, false) && device_) {
     ibv_cq* queue = nullptr;
     void* context = nullptr;
     while (ibv_get_cq_event(channel_.get(), &queue, &context) == 0)

@@ -23,6 +23,7 @@
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/ibverbs/queue_pair.h"
+#include "transport/ibverbs/removal.h"
 #include "transport/ibverbs/wire.h"
 #include "transport/regions.h"
 
@@ -83,8 +84,13 @@ class IbverbsEngine final : public Engine {
     bool dirty = false;
   };
 
-  explicit IbverbsEngine(const Options& options, Device device) : options_(options), device_(std::move(device)) {}
+  explicit IbverbsEngine(const Options& options) : options_(options) {}
   Result<> start();
+  // Opens the device and all that belongs to it; again after it was lost, with the regions registered meanwhile.
+  Result<> open_device();
+  void lose_device();
+  // The port as it is now; a device that was lost is looked for again.
+  Result<> ready();
 
   Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
@@ -126,7 +132,9 @@ class IbverbsEngine final : public Engine {
   void flush();
 
   const Options options_;
-  Device device_;
+  std::optional<Device> device_;  // none: lost
+  std::optional<RemovalWatch> removal_;
+  const std::string name_ = options_.device;
   Fd epoll_;
   Unguessable unguessable_;
   Regions regions_{unguessable_};

@@ -82,8 +82,9 @@ std::array<ibv_device, 2> devices = [] {
   std::strcpy(made[1].name, "fake1");
   return made;
 }();
-std::set<const ibv_device*> down;
+std::set<const ibv_device*> down, unplugged;
 std::set<FakeContext*> contexts;
+FakeVerbsTransfer watcher;
 std::map<std::uint32_t, FakeQp*> pairs;
 std::map<std::uint32_t, FakeMr*> regions;
 std::uint32_t next_number = 17, next_key = 1000;
@@ -167,6 +168,8 @@ void step(FakeQp& qp) {
       return;
     }
     auto* far = reinterpret_cast<std::byte*>(front.remote);
+    if (watcher)
+      watcher(front.is_inline ? nullptr : reinterpret_cast<const void*>(front.piece.addr), far, front.piece.length);
     if (write) std::memcpy(far, local, front.piece.length);
     else std::memcpy(reinterpret_cast<void*>(front.piece.addr), far, front.piece.length);
   }
@@ -233,6 +236,8 @@ int post_send(ibv_qp* pair, ibv_send_wr* request, ibv_send_wr** refused) {
 
 }  // namespace
 
+void fake_verbs_watch(FakeVerbsTransfer new_watcher) { watcher = std::move(new_watcher); }
+
 void fake_verbs_port(const char* device, bool up) {
   for (auto& one : devices) {
     if (std::strcmp(one.name, device) != 0) continue;
@@ -249,6 +254,22 @@ void fake_verbs_port(const char* device, bool up) {
   }
 }
 
+void fake_verbs_plug(const char* device, bool in) {
+  for (auto& one : devices) {
+    if (std::strcmp(one.name, device) != 0) continue;
+    fake_verbs_port(device, in);
+    if (in) unplugged.erase(&one);
+    else unplugged.insert(&one);
+    for (auto* context : contexts) {
+      if (context->context.device != &one || in) continue;
+      ibv_async_event event{};
+      event.event_type = IBV_EVENT_DEVICE_FATAL;
+      context->events.push_back(event);
+      ring(context->pipe_write);
+    }
+  }
+}
+
 extern "C" {
 
 ibv_device** ibv_get_device_list(int* count) {
@@ -259,6 +280,10 @@ void ibv_free_device_list(ibv_device** list) { delete[] list; }
 const char* ibv_get_device_name(ibv_device* device) { return device->name; }
 
 ibv_context* ibv_open_device(ibv_device* device) {
+  if (unplugged.contains(device)) {
+    errno = ENODEV;
+    return nullptr;
+  }
   auto* made = new FakeContext();
   made->context.device = device;
   made->context.ops.poll_cq = poll_cq;
@@ -408,6 +433,7 @@ ibv_qp* ibv_create_qp(ibv_pd* domain, ibv_qp_init_attr* attributes) {
 int ibv_modify_qp(ibv_qp* pair, ibv_qp_attr* attributes, int mask) {
   if ((mask & IBV_QP_STATE) == 0) return EINVAL;
   auto& qp = *fake<FakeQp>(pair);
+  if (unplugged.contains(pair->context->device)) return EIO;
   const auto from = pair->state, to = attributes->qp_state;
   const bool allowed = to == IBV_QPS_RESET || to == IBV_QPS_ERR || (from == IBV_QPS_RESET && to == IBV_QPS_INIT) ||
                        (from == IBV_QPS_INIT && to == IBV_QPS_RTR) || (from == IBV_QPS_RTR && to == IBV_QPS_RTS);

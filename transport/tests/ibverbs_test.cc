@@ -121,6 +121,26 @@ TEST_F(IbverbsRails, ALinkSetDownUnderARunningWriteCostsNothingAndIsUsedAgainWhe
   EXPECT_FALSE(a.closed || b.closed);
 }
 
+TEST_F(IbverbsRails, AGidThatMovedToAnotherIndexIsFoundAgain) {
+  connect("ibverbs:rxe0,rxe1");
+  Transfer transfer(a, b);
+  const std::string ip = "/usr/bin/ip ";
+  // Another address takes the GID's place while the link is down.
+  shell(ip + "link set v1 down; " + ip + "addr del 10.77.1.1/24 dev v1; " + ip + "link set v1 up; " + ip +
+        "addr add 10.99.0.1/24 dev v1; " + ip + "addr add 10.77.1.1/24 dev v1");
+  const std::uint64_t before = packets_sent("rxe1");
+  std::uint64_t round = 0;
+  ASSERT_TRUE(until([&] {
+    if (round == 0 || a.completed.contains(round)) EXPECT_TRUE(transfer.write(a, b, ++round));
+    return packets_sent("rxe1") > before + kSize / 4096 / 4;
+  })) << "the rail is not used again";
+  ASSERT_TRUE(until([&] { return a.completed.contains(round) && b.written.back() == round; }));
+  EXPECT_FALSE(a.completed[round]);
+  EXPECT_EQ(transfer.from, transfer.to);
+  a.engine.reset(), b.engine.reset();
+  shell(ip + "addr del 10.99.0.1/24 dev v1");
+}
+
 TEST_F(IbverbsRails, BothLinksDownIsAnErrorThatNamesTheRail) {
   connect("ibverbs:rxe0,rxe1");
   Transfer transfer(a, b);
@@ -192,6 +212,28 @@ TEST_F(IbverbsRails, APeerThatDoesNotReadIsSlowNotDead) {
   EXPECT_FALSE(a.closed);
   ASSERT_TRUE(until([&] { return b.messages.size() == said.size(); }));
   EXPECT_EQ(b.messages, said);
+}
+
+TEST_F(IbverbsRails, ADeviceThatIsRemovedIsLetGoAndUsedAgainWhenItIsBack) {
+  connect("ibverbs:rxe0,rxe1");
+  Transfer transfer(a, b);
+  ASSERT_TRUE(transfer.write(a, b, 1));
+  ASSERT_TRUE(until([&] { return transfer.begun(); }));
+  shell("( rdma link delete rxe1; echo gone >/tmp/removed ) &");  // it waits until nobody has the device open
+  ASSERT_TRUE(until([&] { return a.completed.contains(1) && b.written.size() == 1; }));
+  EXPECT_FALSE(a.completed[1]) << a.completed[1]->message;
+  EXPECT_EQ(transfer.from, transfer.to);
+  ASSERT_TRUE(until([&] { return std::ifstream("/tmp/removed").good(); })) << "somebody holds on to the device";
+  shell("rdma link add rxe1 type rxe netdev v1");
+  std::uint64_t round = 1;
+  ASSERT_TRUE(until([&] {
+    if (a.completed.contains(round)) EXPECT_TRUE(transfer.write(a, b, ++round));
+    return packets_sent("rxe1") > kSize / 4096 / 4;
+  })) << "the rail is not used again";
+  ASSERT_TRUE(until([&] { return a.completed.contains(round) && b.written.back() == round; }));
+  EXPECT_FALSE(a.completed[round]);
+  EXPECT_EQ(transfer.from, transfer.to);
+  EXPECT_FALSE(a.closed || b.closed);
 }
 
 TEST(Ibverbs, WrongNamesAndSettingsAreNamed) {

@@ -67,6 +67,64 @@ TEST_F(VerbsOnFake, APortThatGoesDownIsLeftAndUsedAgainWhenItIsUp) {
   EXPECT_FALSE(a.closed || b.closed);
 }
 
+TEST_F(VerbsOnFake, ADeviceThatIsUnpluggedIsOpenedAgainWhenItIsBack) {
+  connect("ibverbs:fake0,fake1");
+  std::vector<std::byte> from(4 * MiB, std::byte{1}), to(4 * MiB), late(4 * MiB);
+  const RegionId source = *a.engine->register_region(from, MemoryKind::host);
+  const RegionId target = *b.engine->register_region(to, MemoryKind::host);
+  const auto write = [&](RegionId region, std::vector<std::byte>& there, std::uint64_t number) {
+    std::fill(there.begin(), there.end(), std::byte{0});
+    const Write one{.context = number,
+                    .local = {source, 0},
+                    .remote = {b.engine->remote(region), 0},
+                    .length = 4 * MiB,
+                    .notify = number};
+    ASSERT_TRUE(a.engine->write(a.endpoint, {&one, 1}));
+  };
+  write(target, to, 1);
+  for (int turn = 0; turn < 5; ++turn) a.poll(), b.poll();
+  fake_verbs_plug("fake1", false);
+  ASSERT_TRUE(until([&] { return a.completed == 1 && b.written == 1; }));
+  EXPECT_EQ(from, to);
+  // What is registered meanwhile is there too when the device is.
+  const RegionId meanwhile = *b.engine->register_region(late, MemoryKind::host);
+  fake_verbs_plug("fake1", true);
+  const auto back = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  ASSERT_TRUE(until([&] { return std::chrono::steady_clock::now() > back; }));
+  fake_verbs_plug("fake0", false);  // so the other must carry everything
+  write(meanwhile, late, 2);
+  ASSERT_TRUE(until([&] { return a.completed == 2 && b.written == 2; }));
+  EXPECT_EQ(from, late);
+  fake_verbs_plug("fake0", true);
+  EXPECT_FALSE(a.closed || b.closed);
+  a.engine.reset(), b.engine.reset();
+}
+
+TEST_F(VerbsOnFake, BulkGoesFromTheCallersMemoryToTheCallersMemoryWithoutACopy) {
+  for (const char* transport : {"ibverbs:fake0", "ibverbs:fake0,fake1"}) {
+    a = {}, b = {};
+    connect(transport);
+    std::vector<std::byte> from(16 * MiB, std::byte{1}), to(16 * MiB);
+    const RegionId source = *a.engine->register_region(from, MemoryKind::host);
+    const RegionId target = *b.engine->register_region(to, MemoryKind::host);
+    std::uint64_t direct = 0, copied = 0;
+    fake_verbs_watch([&](const void* here, const void* there, std::uint64_t bytes) {
+      const auto offset = static_cast<const std::byte*>(here) - from.data();
+      const bool mine = here != nullptr && offset >= 0 &&
+                        offset + static_cast<std::int64_t>(bytes) <= 16 * static_cast<std::int64_t>(MiB);
+      (mine && static_cast<const std::byte*>(there) - to.data() == offset ? direct : copied) += bytes;
+    });
+    const Write write{
+        .context = 1, .local = {source, 0}, .remote = {b.engine->remote(target), 0}, .length = 16 * MiB, .notify = 1};
+    ASSERT_TRUE(a.engine->write(a.endpoint, {&write, 1}));
+    ASSERT_TRUE(until([&] { return a.completed == 1 && b.written == 1; }));
+    fake_verbs_watch({});
+    EXPECT_EQ(direct, 16 * MiB) << transport;
+    EXPECT_EQ(copied, 0u) << transport;
+    a.engine.reset(), b.engine.reset();
+  }
+}
+
 TEST_F(VerbsOnFake, WritesCostLittleInTheBackendItself) {
   connect("ibverbs:fake0;qps=1");
   std::vector<std::byte> from(4096), to(4096);
