@@ -237,7 +237,12 @@ void IbverbsEngine::flush() {
     Result<> posted;
     for (auto& queue_pair : endpoint->queue_pairs)
       if (posted) posted = queue_pair->post();
-    if (!posted) fail_endpoint(*endpoint, posted.error().code, posted.error().message);
+    if (!posted) {
+      fail_endpoint(*endpoint, posted.error().code, posted.error().message);
+      continue;
+    }
+    for (const auto& queue_pair : endpoint->queue_pairs)
+      if (queue_pair->starved()) touch(*endpoint);
   }
   if (unposted_.size() < options_.receive_buffers / 8) return;
   if (auto filled = fill_receives(); !filled) spdlog::error("{}", filled.error());

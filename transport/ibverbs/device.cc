@@ -164,11 +164,11 @@ std::string Device::address() const {
   return ::inet_ntop(AF_INET, gid_.gid.raw + 12, text, sizeof text) != nullptr ? text : "";
 }
 
-Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, MemoryKind kind) const {
+Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, MemoryKind kind, Reach reach) const {
   if (kind != MemoryKind::host)
     return fail(ErrorCode::invalid_argument, "rail {}: only host memory can be registered yet", name_);
-  constexpr int access =
-      IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING;
+  const int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING |
+                     (reach == Reach::peers ? IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ : 0);
   MemoryRegion region(ibv_reg_mr(domain_.get(), memory.data(), memory.size(), access));
   if (region) return region;
   const int error = errno;

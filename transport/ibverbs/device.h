@@ -43,8 +43,10 @@ class Device {
   Result<> refresh();
   // The IPv4 address that the GID stands for; empty where it stands for none.
   std::string address() const;
-  // Errors say what to do: memory lock limit, no such mapping.
-  Result<MemoryRegion> register_memory(std::span<std::byte> memory, MemoryKind kind) const;
+  // For peers to write into and read from, or for our own messages alone. Errors say what to do: memory lock limit, no
+  // such mapping.
+  enum class Reach { peers, own };
+  Result<MemoryRegion> register_memory(std::span<std::byte> memory, MemoryKind kind, Reach reach) const;
 
  private:
   Result<> find_gid();

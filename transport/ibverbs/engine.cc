@@ -59,7 +59,7 @@ Result<> IbverbsEngine::open_device() {
   receives_ = SharedReceiveQueue(ibv_create_srq(device_->domain(), &shared));
   if (!receives_) return fail_errno(fmt::format("rail {}: a shared receive queue", device_->name()));
   receive_memory_.resize(options_.receive_buffers * SendSlots::kBytes);
-  auto region = device_->register_memory(receive_memory_, MemoryKind::host);
+  auto region = device_->register_memory(receive_memory_, MemoryKind::host, Device::Reach::own);
   if (!region) return tl::unexpected(region.error());
   receive_region_ = std::move(*region);
   unposted_.clear();
@@ -74,7 +74,7 @@ Result<> IbverbsEngine::open_device() {
   if (removal_)
     if (auto added = add_to(epoll_, removal_->fd()); !added) return added;
   for (auto& [id, registered] : registered_) {
-    auto again = device_->register_memory(regions_.find(RegionId(id))->memory, MemoryKind::host);
+    auto again = device_->register_memory(regions_.find(RegionId(id))->memory, MemoryKind::host, Device::Reach::peers);
     if (!again) return tl::unexpected(again.error());
     registered = std::move(*again);
   }
@@ -85,7 +85,7 @@ Result<> IbverbsEngine::open_device() {
 void IbverbsEngine::lose_device() {
   known_to_.clear();
   for (auto& [id, registered] : registered_) registered.reset();
-  slots_ = {};
+  slots_.reset();
   receives_.reset();
   receive_region_.reset();
   if (unacknowledged_ > 0) ibv_ack_cq_events(completions_.get(), std::exchange(unacknowledged_, 0));
@@ -116,7 +116,7 @@ IbverbsEngine::~IbverbsEngine() {
 Result<RegionId> IbverbsEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
   MemoryRegion made;
   if (device_) {
-    auto registered = device_->register_memory(memory, kind);
+    auto registered = device_->register_memory(memory, kind, Device::Reach::peers);
     if (!registered) return tl::unexpected(registered.error());
     made = std::move(*registered);
   } else if (kind != MemoryKind::host) {
@@ -405,6 +405,7 @@ void IbverbsEngine::destroy_queue_pairs(Endpoint& endpoint) {
     by_number_.erase(endpoint.queue_pairs[i]->number());
   }
   endpoint.queue_pairs.clear();
+  for (auto& [region, known] : known_to_) known.erase(endpoint.id);
 }
 
 void IbverbsEngine::end_operations(Endpoint& endpoint, const Error& error) {

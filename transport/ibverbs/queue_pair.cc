@@ -26,11 +26,17 @@ ibv_mtu mtu_of(std::uint32_t bytes) {
 
 Result<> SendSlots::make(const Device& device, std::uint32_t count) {
   memory_.resize(count * kBytes);
-  auto region = device.register_memory(memory_, MemoryKind::host);
+  auto region = device.register_memory(memory_, MemoryKind::host, Device::Reach::own);
   if (!region) return tl::unexpected(region.error());
   region_ = std::move(*region);
   for (std::uint32_t i = 0; i < count; ++i) free_.push_back(i);
   return {};
+}
+
+void SendSlots::reset() {
+  region_.reset();
+  memory_.clear();
+  free_.clear();
 }
 
 std::optional<std::uint32_t> SendSlots::take() {

@@ -15,6 +15,7 @@ class SendSlots {
  public:
   static constexpr std::size_t kBytes = 4 * KiB;
   Result<> make(const Device& device, std::uint32_t count);
+  void reset();  // the device goes away
   std::optional<std::uint32_t> take();
   void give_back(std::uint32_t slot) { free_.push_back(slot); }
   std::span<std::byte> bytes(std::uint32_t slot) { return std::span(memory_).subspan(slot * kBytes, kBytes); }
@@ -73,6 +74,8 @@ class QueuePair {
   std::uint64_t bytes() const { return bytes_; }  // handed in and not done
   bool waiting() const { return !waiting_.empty(); }
   bool idle() const { return posted_.empty(); }
+  // It could post but found no slot: another queue pair's completions will free one.
+  bool starved() const { return may_post_ && waiting() && posted_.size() < shared_.options.queue_depth; }
 
   // A completion of this queue pair; `done` is called for all work that it ends, in order.
   using Done = std::function<void(const Work&)>;

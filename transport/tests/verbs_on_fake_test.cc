@@ -125,6 +125,30 @@ TEST_F(VerbsOnFake, BulkGoesFromTheCallersMemoryToTheCallersMemoryWithoutACopy) 
   }
 }
 
+TEST_F(VerbsOnFake, MessagesOfManyEndpointsShareTheSendBuffersAndAllArrive) {
+  spdlog::set_level(spdlog::level::err);
+  a.engine = *make_engine("ibverbs:fake0;depth=16");
+  b.engine = *make_engine("ibverbs:fake0;depth=16");
+  const Address address = *b.engine->listen({"0.0.0.0:0"});
+  std::vector<EndpointId> endpoints;
+  for (int i = 0; i < 40; ++i) endpoints.push_back(*a.engine->connect(address, {}));
+  std::size_t connected = 0;
+  std::uint64_t bytes = 0;
+  const auto turn = [&] {
+    for (const auto& event : a.engine->poll()) connected += event.kind == EventKind::connected;
+    for (const auto& event : b.engine->poll())
+      if (event.kind == EventKind::message) bytes += event.message.size();
+  };
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (connected < endpoints.size() && std::chrono::steady_clock::now() < deadline) turn();
+  ASSERT_EQ(connected, endpoints.size());
+  const Bytes message(60000, std::byte{1});  // fifteen buffers each, many more than there are
+  for (int round = 0; round < 4; ++round)
+    for (auto endpoint : endpoints) ASSERT_TRUE(a.engine->send(endpoint, message));
+  while (bytes < 160 * message.size() && std::chrono::steady_clock::now() < deadline) turn();
+  EXPECT_EQ(bytes, 160 * message.size());
+}
+
 TEST_F(VerbsOnFake, WritesCostLittleInTheBackendItself) {
   connect("ibverbs:fake0;qps=1");
   std::vector<std::byte> from(4096), to(4096);
