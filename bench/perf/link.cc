@@ -103,9 +103,13 @@ Result<> Link::poll(const std::function<void(const Event&)>& on_event) {
     if (event.kind == EventKind::closed)
       return fail(ErrorCode::unavailable, "{}", event.error ? event.error->message : "the other side is gone");
     if (event.kind == EventKind::completed && event.error) return fail(event.error->code, "{}", event.error->message);
-    if (event.kind == EventKind::message && !agreement_) agreement_.emplace(event.message.begin(), event.message.end());
-    else if (event.kind == EventKind::message && as_text(event.message) == kMeet) ++met_;
-    else if (on_event) on_event(event);
+    if (event.kind == EventKind::message) {
+      if (!agreement_) agreement_.emplace(event.message.begin(), event.message.end());
+      else if (as_text(event.message) == kMeet) ++met_;
+      else ++messages_;
+    } else if (on_event) {
+      on_event(event);
+    }
   }
   return {};
 }

@@ -28,6 +28,8 @@ class Link {
   // Polls, handing each event on; an endpoint that ends is an error.
   Result<> poll(const std::function<void(const transport::Event&)>& on_event);
   Result<> until(const std::function<bool()>& done, const std::function<void(const transport::Event&)>& on_event = {});
+  // The caller's messages so far. Counted here, since one may come in the same poll() as the other side's meet().
+  std::uint64_t messages() const { return messages_; }
   // Both sides have come here.
   Result<> meet();
 
@@ -42,7 +44,7 @@ class Link {
   transport::RegionId region_;
   transport::RemoteRegion remote_;
   std::optional<Bytes> agreement_;  // the peer's first message
-  std::uint64_t meetings_ = 0, met_ = 0;
+  std::uint64_t meetings_ = 0, met_ = 0, messages_ = 0;
 };
 
 }  // namespace rejoin::bench::perf
