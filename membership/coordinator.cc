@@ -140,7 +140,11 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
       same.node = node;
       same.connected_node = true;
       welcome(found->second.incarnation);
-      return announce_peers();
+      announce_peers();
+      proto::ToNode current;  // the one that it may have heard before could not mean it
+      *current.mutable_plan() = plan();
+      if (started()) send(node, std::move(current));
+      return;
     }
     remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);

@@ -15,7 +15,11 @@ class Rank {
  public:
   Rank(ReplicaId replica, std::uint32_t rank) : replica_(replica), rank_(rank) {}
 
-  void on_registered(Incarnation incarnation) { incarnation_ = incarnation; }
+  // A plan heard before could not mean this incarnation to us; it comes again after this.
+  void on_registered(Incarnation incarnation) {
+    if (incarnation != incarnation_ && !in_) plan_ = {};
+    incarnation_ = incarnation;
+  }
 
   enum class Meaning {
     nothing,    // stale, repeated, or not for us yet
