@@ -44,6 +44,18 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// `front` and then `rest`.
+template <typename T>
+requires std::is_trivially_copyable_v<T> Bytes joined(const T& front, BytesView rest) {
+  Bytes bytes(sizeof front + rest.size());
+  std::memcpy(bytes.data(), &front, sizeof front);
+  if (!rest.empty()) std::memcpy(bytes.data() + sizeof front, rest.data(), rest.size());
+  return bytes;
+}
+
+// The parts between separators, empty ones too: at least one.
+std::vector<std::string> split(std::string_view text, char separator);
+
 // "1.5 MiB"
 std::string human_bytes(std::uint64_t bytes);
 

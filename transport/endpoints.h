@@ -33,12 +33,26 @@ inline Result<> check_message(BytesView message) {
               Engine::kMaxMessage);
 }
 
+inline Result<> check_hello(BytesView hello, std::size_t limit = Engine::kMaxHello) {
+  if (hello.size() <= limit) return {};
+  return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of {}", hello.size(), limit);
+}
+
 // All local ranges of these writes or reads, or the first that is wrong: nothing is posted then.
 template <typename Operation>
 Result<> check_local_ranges(Regions& regions, std::span<const Operation> operations) {
   for (const auto& operation : operations)
     if (auto local = regions.local(operation.local, operation.length); !local) return tl::unexpected(local.error());
   return {};
+}
+
+// The endpoint, if all of these writes or reads can be posted on it now.
+template <typename Table, typename Operation>
+auto find_for_posting(Table& table, Regions& regions, EndpointId id, std::span<const Operation> operations) {
+  auto endpoint = find_open_endpoint(table, id);
+  if (endpoint)
+    if (auto checked = check_local_ranges(regions, operations); !checked) endpoint = tl::unexpected(checked.error());
+  return endpoint;
 }
 
 }  // namespace rejoin::transport

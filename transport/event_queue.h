@@ -39,4 +39,24 @@ class EventQueue {
   std::vector<Span> spans_;
 };
 
+// A caller's message that comes in parts, put together for its event.
+class MessageParts {
+ public:
+  // `more`: others follow. False: it is over the limit of a message.
+  bool add(BytesView part, bool more, EndpointId endpoint, EventQueue& events) {
+    if (partial_.size() + part.size() > Engine::kMaxMessage) return false;
+    if (more || !partial_.empty()) {
+      partial_.insert(partial_.end(), part.begin(), part.end());
+      part = partial_;
+    }
+    if (more) return true;
+    events.emit({.kind = EventKind::message, .endpoint = endpoint}, part);
+    partial_.clear();
+    return true;
+  }
+
+ private:
+  Bytes partial_;
+};
+
 }  // namespace rejoin::transport

@@ -10,16 +10,6 @@ namespace rejoin::transport {
 
 namespace {
 
-std::vector<std::string> split(std::string_view list) {
-  std::vector<std::string> parts;
-  for (std::size_t begin = 0; begin <= list.size();) {
-    const std::size_t end = std::min(list.find(',', begin), list.size());
-    parts.emplace_back(list.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return parts;
-}
-
 template <typename MakeRail>
 Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names, MakeRail make_rail) {
   static const SteadyClock clock;
@@ -34,7 +24,7 @@ Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names
 }
 
 Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list) {
-  std::vector<std::string> names = list.empty() ? ibverbs::active_ports() : split(list);
+  std::vector<std::string> names = list.empty() ? ibverbs::active_ports() : split(list, ',');
   if (names.empty())
     return fail(ErrorCode::unavailable,
                 "no RDMA port is active here; 'ibv_devinfo' shows what there is. Without RDMA use shm or tcp");
@@ -50,7 +40,7 @@ Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list) {
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
   if (name == "tcp") return tcp::make_engine({});
   if (name.starts_with("tcp:"))
-    return over_rails(split(name.substr(4)),
+    return over_rails(split(name.substr(4), ','),
                       [](const std::string& local) { return tcp::make_engine({.local = local}); });
   if (name == "ibverbs") return ibverbs_over_rails("");
   if (name.starts_with("ibverbs:")) return ibverbs_over_rails(name.substr(8));

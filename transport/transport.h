@@ -85,12 +85,13 @@ struct Event {
 class Engine {
  public:
   static constexpr std::size_t kMaxMessage = 64 * KiB;
+  static constexpr std::size_t kMaxHello = 4 * KiB;
 
   virtual ~Engine() = default;
 
   // Accepts connections at `where` (port 0: the system picks one); returns the address that peers can connect to.
   virtual Result<Address> listen(const Address& where) = 0;
-  // Starts a connection; ends in `connected` or `closed`. `hello` (at most 4 KiB) reaches the peer with `accepted`.
+  // Starts a connection; ends in `connected` or `closed`. `hello` (at most kMaxHello) reaches the peer with `accepted`.
   virtual Result<EndpointId> connect(const Address& peer, BytesView hello) = 0;
 
   // The memory must stay mapped until deregister() has returned; from then on nothing lands in it.

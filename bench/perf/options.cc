@@ -2,6 +2,8 @@
 
 #include <CLI/CLI.hpp>
 
+#include "base/bytes.h"
+
 namespace rejoin::bench::perf {
 
 std::vector<std::uint64_t> Options::sizes() const {
@@ -19,12 +21,8 @@ std::string Options::engine() const {
   std::string settings;
   if (gid_index >= 0) settings += ";gid=" + std::to_string(gid_index);
   if (queue_pairs > 0) settings += ";qps=" + std::to_string(queue_pairs);
-  std::string name = "ibverbs:";
-  for (std::size_t begin = 0; begin <= list.size();) {
-    const std::size_t end = std::min(list.find(',', begin), list.size());
-    name += (begin > 0 ? "," : "") + list.substr(begin, end - begin) + settings;
-    begin = end + 1;
-  }
+  std::string name;
+  for (const auto& one : split(list, ',')) name += (name.empty() ? "ibverbs:" : ",") + one + settings;
   return name;
 }
 

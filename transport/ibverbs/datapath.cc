@@ -46,10 +46,10 @@ void IbverbsEngine::on_received(const ibv_wc& completion) {
   unposted_.push_back(buffer);
   auto owner = by_number_.find(completion.qp_num);
   if (owner == by_number_.end() || completion.status != IBV_WC_SUCCESS) return;
-  Endpoint* endpoint = find(owner->second.endpoint);
-  if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
+  const auto [endpoint, index] = owner->second;
+  if (endpoint->stage == Stage::failed) return;
   opened(*endpoint);
-  on_send(*endpoint, *endpoint->queue_pairs[owner->second.index],
+  on_send(*endpoint, *endpoint->queue_pairs[index],
           BytesView(receive_memory_).subspan(buffer * SendSlots::kBytes, completion.byte_len));
 }
 
@@ -62,14 +62,9 @@ void IbverbsEngine::on_send(Endpoint& endpoint, QueuePair& queue_pair, BytesView
   ++queue_pair.received;
   switch (header.kind) {
     case wire::Kind::message:
-      if (endpoint.partial.size() + bytes.size() > kMaxMessage)
-        return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a message over the limit");
-      if (header.extra == 0 && endpoint.partial.empty())
-        return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, bytes);
-      endpoint.partial.insert(endpoint.partial.end(), bytes.begin(), bytes.end());
-      if (header.extra != 0) return;
-      events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, endpoint.partial);
-      return endpoint.partial.clear();
+      if (!endpoint.parts.add(bytes, header.extra != 0, endpoint.id, events_))
+        fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a message over the limit");
+      return;
     case wire::Kind::written:
       return events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.a});
     case wire::Kind::ask: return answer(endpoint, header.a);
@@ -93,7 +88,7 @@ void IbverbsEngine::answer(Endpoint& endpoint, std::uint64_t key) {
     header.extra = registered_.at(region->id.value)->rkey;
     known_to_[region->id.value].insert(endpoint.id);
   }
-  say(endpoint, 0, header);
+  say(endpoint, header);
 }
 
 void IbverbsEngine::on_answer(Endpoint& endpoint, const wire::Header& header) {
@@ -121,27 +116,26 @@ Result<> IbverbsEngine::send(EndpointId id, BytesView message) {
   if (!endpoint) return tl::unexpected(endpoint.error());
   if (auto checked = check_message(message); !checked) return checked;
   for (; message.size() > kRoom; message = message.subspan(kRoom))
-    say(**endpoint, 0, {.kind = wire::Kind::message, .extra = 1}, message.first(kRoom));
-  say(**endpoint, 0, {.kind = wire::Kind::message}, message);
+    say(**endpoint, {.kind = wire::Kind::message, .extra = 1}, message.first(kRoom));
+  say(**endpoint, {.kind = wire::Kind::message}, message);
   post_if_idle(**endpoint);
   return {};
 }
 
-void IbverbsEngine::say(Endpoint& endpoint, std::size_t index, wire::Header header, BytesView rest) {
-  QueuePair& queue_pair = *endpoint.queue_pairs[index];
+Work IbverbsEngine::numbered(QueuePair& queue_pair, wire::Header header, BytesView rest) {
   header.number = queue_pair.next_send();
-  Work work{.kind = Work::Kind::send, .number = header.number};
-  work.message.resize(sizeof header + rest.size());
-  std::memcpy(work.message.data(), &header, sizeof header);
-  if (!rest.empty()) std::memcpy(work.message.data() + sizeof header, rest.data(), rest.size());
-  queue_pair.add(std::move(work));
+  return {.kind = Work::Kind::send, .number = header.number, .message = joined(header, rest)};
+}
+
+void IbverbsEngine::say(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
+  QueuePair& queue_pair = *endpoint.queue_pairs.front();
+  queue_pair.add(numbered(queue_pair, header, rest));
   touch(endpoint);
 }
 
 Result<> IbverbsEngine::write(EndpointId id, std::span<const Write> writes) {
-  auto found = open_endpoint(id);
+  auto found = find_for_posting(endpoints_, regions_, id, writes);
   if (!found) return tl::unexpected(found.error());
-  if (auto checked = check_local_ranges(regions_, writes); !checked) return checked;
   for (const auto& write : writes)
     start(**found, {.context = write.context,
                     .local = write.local,
@@ -154,9 +148,8 @@ Result<> IbverbsEngine::write(EndpointId id, std::span<const Write> writes) {
 }
 
 Result<> IbverbsEngine::read(EndpointId id, std::span<const Read> reads) {
-  auto found = open_endpoint(id);
+  auto found = find_for_posting(endpoints_, regions_, id, reads);
   if (!found) return tl::unexpected(found.error());
-  if (auto checked = check_local_ranges(regions_, reads); !checked) return checked;
   for (const auto& read : reads)
     start(**found, {.context = read.context,
                     .is_read = true,
@@ -174,7 +167,7 @@ void IbverbsEngine::start(Endpoint& endpoint, Operation operation) {
   if (endpoint.memory.size() > kMaxRemembered)
     std::erase_if(endpoint.memory, [](const auto& entry) { return entry.second.known; });
   auto [entry, unasked] = endpoint.memory.try_emplace(key);
-  if (unasked) say(endpoint, 0, {.kind = wire::Kind::ask, .a = key});
+  if (unasked) say(endpoint, {.kind = wire::Kind::ask, .a = key});
   if (entry->second.known) submit(endpoint, number, entry->second);
   else entry->second.waiting.push_back(number);
 }
@@ -203,9 +196,9 @@ void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const Remot
     (*least)->add(std::move(work));
   }
   if (operation.notify) {
-    const wire::Header header{.kind = wire::Kind::written, .number = (*least)->next_send(), .a = *operation.notify};
-    Work work{.kind = Work::Kind::send, .operation = number, .last = true, .number = header.number};
-    work.message.assign(bytes_of(header).begin(), bytes_of(header).end());
+    Work work = numbered(**least, {.kind = wire::Kind::written, .a = *operation.notify});
+    work.operation = number;
+    work.last = true;
     (*least)->add(std::move(work));
   } else if (operation.length == 0) {
     finish(endpoint, number, {});
@@ -264,12 +257,13 @@ void IbverbsEngine::poll_completions() {
 
 void IbverbsEngine::on_completion(const ibv_wc& completion) {
   // Of a failed one only wr_id, status and queue pair are valid; sends carry a tag, receives have none.
-  const auto tag = static_cast<std::uint32_t>(completion.wr_id >> 40);
+  const std::uint32_t tag = QueuePair::tag_of(completion.wr_id);
   if (tag == 0) return on_received(completion);
   auto owner = by_tag_.find(tag);
-  Endpoint* endpoint = owner == by_tag_.end() ? nullptr : find(owner->second.endpoint);
-  if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
+  if (owner == by_tag_.end()) return;
+  Endpoint* endpoint = owner->second.endpoint;
   const std::size_t index = owner->second.index;
+  if (endpoint->stage == Stage::failed) return;
   if (completion.status != IBV_WC_SUCCESS) return on_work_failed(*endpoint, index, completion);
   QueuePair& queue_pair = *endpoint->queue_pairs[index];
   queue_pair.on_completion(completion, [&](const Work& work) { on_done(*endpoint, work); });
@@ -316,11 +310,7 @@ void IbverbsEngine::begin_rebuild(Endpoint& endpoint, std::size_t index) {
   if (auto reset = queue_pair.reset(); !reset)
     return fail_endpoint(endpoint, reset.error().code, reset.error().message);
   endpoint.rebuilding[index] = true;
-  const wire::Control control{.word = wire::Word::rebuild,
-                              .queue_pair = static_cast<std::uint32_t>(index),
-                              .first_packet = queue_pair.first_packet(),
-                              .received = queue_pair.received};
-  (void)control_->send(endpoint.id, bytes_of(control));  // a failure shows as `closed`
+  say_word(endpoint, index, wire::Word::rebuild);
 }
 
 }  // namespace rejoin::transport::ibverbs

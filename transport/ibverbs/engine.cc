@@ -136,15 +136,16 @@ void IbverbsEngine::deregister(RegionId id) {
   if (auto known = known_to_.extract(id.value); !known.empty())
     for (auto endpoint : known.mapped())
       if (Endpoint* peer = find(endpoint); peer != nullptr && peer->stage == Stage::open)
-        say(*peer, 0, {.kind = wire::Kind::withdraw, .a = key});
+        say(*peer, {.kind = wire::Kind::withdraw, .a = key});
 }
 
 // ---- connecting
 
 Result<Address> IbverbsEngine::listen(const Address& where) { return control_->listen(where); }
 
-Result<> IbverbsEngine::make_room_for_completions() {
-  const auto needed = static_cast<int>(options_.receive_buffers + queue_pairs_made_ * options_.queue_depth);
+Result<> IbverbsEngine::make_room_for_completions(std::uint32_t more_queue_pairs) {
+  const auto needed =
+      static_cast<int>(options_.receive_buffers + (by_tag_.size() + more_queue_pairs) * options_.queue_depth);
   if (needed <= completions_->cqe) return {};
   const int wanted = std::min(device_->limits().max_cqe, 2 * needed);
   if (const int error = ibv_resize_cq(completions_.get(), wanted); error != 0 || completions_->cqe < needed)
@@ -156,23 +157,17 @@ Result<> IbverbsEngine::make_room_for_completions() {
 }
 
 Result<> IbverbsEngine::make_queue_pairs(Endpoint& endpoint, std::uint32_t count) {
-  queue_pairs_made_ += count;
   endpoint.rebuilding.resize(count);
-  if (auto room = make_room_for_completions(); !room) {
-    queue_pairs_made_ -= count;
-    return room;
-  }
+  if (auto room = make_room_for_completions(count); !room) return room;
   for (std::uint32_t i = 0; i < count; ++i) {
-    do next_tag_ = (next_tag_ + 1) & 0xffffff;
+    do next_tag_ = (next_tag_ + 1) & QueuePair::kLargestTag;
     while (next_tag_ == 0 || by_tag_.contains(next_tag_));
     auto made = QueuePair::make({*device_, options_, completions_.get(), receives_.get(), slots_}, next_tag_);
     if (!made) {
-      queue_pairs_made_ -= count - i;
       destroy_queue_pairs(endpoint);
       return tl::unexpected(made.error());
     }
-    by_tag_[next_tag_] = by_number_[(*made)->number()] = {endpoint.id, i};
-    endpoint.tags.push_back(next_tag_);
+    by_tag_[next_tag_] = by_number_[(*made)->number()] = {&endpoint, i};
     endpoint.queue_pairs.push_back(std::move(*made));
   }
   return {};
@@ -191,27 +186,19 @@ wire::Greeting IbverbsEngine::greeting(const Endpoint& endpoint) const {
   return greeting;
 }
 
-// The control connection says whose endpoint it is before the queue pairs exist, so they are made with a name for now.
 Result<EndpointId> IbverbsEngine::connect(const Address& peer, BytesView hello) {
-  if (hello.size() > 4 * KiB - sizeof(wire::Greeting))
-    return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of {}", hello.size(),
-                4 * KiB - sizeof(wire::Greeting));
+  if (auto checked = check_hello(hello, kMaxHello - sizeof(wire::Greeting)); !checked)
+    return tl::unexpected(checked.error());
   if (auto there = ready(); !there) return tl::unexpected(there.error());
   auto endpoint = std::make_unique<Endpoint>();
   endpoint->initiator = endpoint->announced = true;
-  endpoint->id = EndpointId(unguessable_.next());
   if (auto made = make_queue_pairs(*endpoint, options_.queue_pairs); !made) return tl::unexpected(made.error());
-  const wire::Greeting ours = greeting(*endpoint);
-  Bytes greeting_and_hello(bytes_of(ours).begin(), bytes_of(ours).end());
-  greeting_and_hello.insert(greeting_and_hello.end(), hello.begin(), hello.end());
-  auto id = control_->connect(peer, greeting_and_hello);
+  auto id = control_->connect(peer, joined(greeting(*endpoint), hello));
   if (!id) {
     destroy_queue_pairs(*endpoint);
     return tl::unexpected(id.error());
   }
   endpoint->id = *id;
-  for (std::size_t i = 0; i < endpoint->tags.size(); ++i)
-    by_tag_[endpoint->tags[i]] = by_number_[endpoint->queue_pairs[i]->number()] = {*id, i};
   ++unopened_;
   endpoints_[id->value] = std::move(endpoint);
   return *id;
@@ -273,8 +260,7 @@ void IbverbsEngine::on_greeting(Endpoint& endpoint, BytesView message) {
     return fail_endpoint(endpoint, ErrorCode::corrupt, "it is no verbs engine of this version");
   if (auto connected = connect_queue_pairs(endpoint, theirs, true); !connected)
     return fail_endpoint(endpoint, connected.error().code, connected.error().message);
-  const wire::Control ready{.word = wire::Word::ready};
-  (void)control_->send(endpoint.id, bytes_of(ready));
+  say_word(endpoint, 0, wire::Word::ready);
   --unopened_;
   endpoint.stage = Stage::open;
   events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
@@ -291,6 +277,15 @@ void IbverbsEngine::opened(Endpoint& endpoint) {
   touch(endpoint);
 }
 
+void IbverbsEngine::say_word(Endpoint& endpoint, std::size_t index, wire::Word word) {
+  const QueuePair& queue_pair = *endpoint.queue_pairs[index];
+  const wire::Control control{.word = word,
+                              .queue_pair = static_cast<std::uint32_t>(index),
+                              .first_packet = queue_pair.first_packet(),
+                              .received = queue_pair.received};
+  (void)control_->send(endpoint.id, bytes_of(control));  // a failure shows as `closed`
+}
+
 void IbverbsEngine::on_word(Endpoint& endpoint, BytesView message) {
   wire::Control control;
   if (!take(message, control) || control.queue_pair >= endpoint.queue_pairs.size())
@@ -298,13 +293,6 @@ void IbverbsEngine::on_word(Endpoint& endpoint, BytesView message) {
   const std::size_t index = control.queue_pair;
   QueuePair& queue_pair = *endpoint.queue_pairs[index];
   const auto done = [&](const Work& work) { on_done(endpoint, work); };
-  const auto say_word = [&](wire::Word word) {
-    const wire::Control answer{.word = word,
-                               .queue_pair = control.queue_pair,
-                               .first_packet = queue_pair.first_packet(),
-                               .received = queue_pair.received};
-    (void)control_->send(endpoint.id, bytes_of(answer));
-  };
   Result<> result;
   switch (control.word) {
     case wire::Word::ready: return opened(endpoint);
@@ -315,7 +303,7 @@ void IbverbsEngine::on_word(Endpoint& endpoint, BytesView message) {
       endpoint.rebuilding[index] = false;
       queue_pair.forget_sends_below(control.received, done);
       if (result) result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), false);
-      if (result) say_word(wire::Word::rebuilt);
+      if (result) say_word(endpoint, index, wire::Word::rebuilt);
       break;
     case wire::Word::rebuilt:
       if (!endpoint.rebuilding[index])
@@ -323,7 +311,7 @@ void IbverbsEngine::on_word(Endpoint& endpoint, BytesView message) {
       endpoint.rebuilding[index] = false;
       queue_pair.forget_sends_below(control.received, done);
       result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), true);
-      if (result) say_word(wire::Word::go);
+      if (result) say_word(endpoint, index, wire::Word::go);
       touch(endpoint);
       break;
     case wire::Word::go:
@@ -361,14 +349,10 @@ void IbverbsEngine::look_at_device() {
   if (!device_) return;
   ibv_async_event event{};
   bool fatal = removal_ && removal_->removed();
-  if (fatal) {
-    const std::string why = fmt::format("rail {}: the device is being removed", name_);
-    spdlog::warn("{}", why);
-    for (auto& [id, endpoint] : endpoints_) fail_endpoint(*endpoint, ErrorCode::unavailable, why);
-  }
+  if (fatal) fail_all(fmt::format("rail {}: the device is being removed", name_));
   while (ibv_get_async_event(device_->context(), &event) == 0) {
     const auto type = event.event_type;
-    std::optional<EndpointId> one;
+    Endpoint* one = nullptr;
     if (type == IBV_EVENT_QP_FATAL)
       if (auto owner = by_number_.find(event.element.qp->qp_num); owner != by_number_.end())
         one = owner->second.endpoint;
@@ -376,13 +360,20 @@ void IbverbsEngine::look_at_device() {
     fatal = fatal || type == IBV_EVENT_DEVICE_FATAL;
     const bool all = type == IBV_EVENT_PORT_ERR || type == IBV_EVENT_DEVICE_FATAL || type == IBV_EVENT_CQ_ERR ||
                      type == IBV_EVENT_SRQ_ERR;
-    if (!all && !one) continue;
     const std::string why = fmt::format("rail {}: {}", name_, ibv_event_type_str(type));
-    spdlog::warn("{}", why);
-    for (auto& [id, endpoint] : endpoints_)
-      if (all || endpoint->id == *one) fail_endpoint(*endpoint, ErrorCode::unavailable, why);
+    if (all) {
+      fail_all(why);
+    } else if (one != nullptr) {
+      spdlog::warn("{}", why);
+      fail_endpoint(*one, ErrorCode::unavailable, why);
+    }
   }
   if (fatal) lose_device();
+}
+
+void IbverbsEngine::fail_all(const std::string& why) {
+  spdlog::warn("{}", why);
+  for (auto& [id, endpoint] : endpoints_) fail_endpoint(*endpoint, ErrorCode::unavailable, why);
 }
 
 // ---- closing
@@ -393,16 +384,16 @@ void IbverbsEngine::destroy_queue_pairs(Endpoint& endpoint) {
   for (auto& queue_pair : endpoint.queue_pairs) (void)queue_pair->reset();
   const auto ours = [&](const ibv_wc& completion) {
     const auto owner = by_number_.find(completion.qp_num);
-    return owner != by_number_.end() && owner->second.endpoint == endpoint.id;
+    return owner != by_number_.end() && owner->second.endpoint == &endpoint;
   };
   for (ibv_wc completion{}; ibv_poll_cq(completions_.get(), 1, &completion) > 0;) {
     if (!ours(completion)) backlog_.push_back(completion);
-    else if (completion.wr_id >> 40 == 0) unposted_.push_back(static_cast<std::uint32_t>(completion.wr_id));
+    else if (QueuePair::tag_of(completion.wr_id) == 0)
+      unposted_.push_back(static_cast<std::uint32_t>(completion.wr_id));
   }
-  queue_pairs_made_ -= static_cast<std::uint32_t>(endpoint.queue_pairs.size());
-  for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i) {
-    by_tag_.erase(endpoint.tags[i]);
-    by_number_.erase(endpoint.queue_pairs[i]->number());
+  for (const auto& queue_pair : endpoint.queue_pairs) {
+    by_tag_.erase(queue_pair->tag());
+    by_number_.erase(queue_pair->number());
   }
   endpoint.queue_pairs.clear();
   for (auto& [region, known] : known_to_) known.erase(endpoint.id);

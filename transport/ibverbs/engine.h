@@ -1,8 +1,8 @@
 // The verbs engine: one port, and for each endpoint a few reliable-connected queue pairs.
 //
-//  - A TCP connection beside the queue pairs (the control connection; transport/tcp does it) carries what both must
-//  know
-//    to connect them, and tells at once when the peer's process ends.
+//  - A TCP connection beside the queue pairs (the control connection; transport/tcp does it) carries what connects
+//  them,
+//    and tells at once when the peer's process ends.
 //  - A write goes to the queue pair with the least under way; its notification follows it there. Messages take the
 //    first queue pair. Nothing relies on an order between queue pairs.
 //  - A peer's region is asked for when its key is first used, so that what is out of range is refused here and costs no
@@ -70,14 +70,13 @@ class IbverbsEngine final : public Engine {
     bool initiator = false;
     bool announced = false;  // the caller knows of it
     std::vector<std::unique_ptr<QueuePair>> queue_pairs;
-    std::vector<std::uint32_t> tags;
     std::vector<bool> rebuilding;  // our own reset of it is announced and not answered
     ibv_gid peer_gid{};
     std::uint16_t peer_lid = 0;
     std::uint32_t peer_mtu = 0;
     std::vector<std::uint32_t> peer_numbers;
-    Bytes hello;    // until `accepted`
-    Bytes partial;  // of a message that comes in parts
+    Bytes hello;         // until `accepted`
+    MessageParts parts;  // of a caller's message coming in
     std::uint64_t next_operation = 1;
     std::unordered_map<std::uint64_t, Operation> operations;
     std::map<std::uint64_t, RemoteMemory> memory;  // the peer's, by key
@@ -97,7 +96,7 @@ class IbverbsEngine final : public Engine {
 
   // engine.cc
   Result<> make_queue_pairs(Endpoint& endpoint, std::uint32_t count);
-  Result<> make_room_for_completions();
+  Result<> make_room_for_completions(std::uint32_t more_queue_pairs);
   wire::Greeting greeting(const Endpoint& endpoint) const;
   Result<> connect_queue_pairs(Endpoint& endpoint, const wire::Greeting& peer, bool may_post);
   QueuePair::Peer peer_of(const Endpoint& endpoint, std::size_t queue_pair, std::uint32_t first_packet) const;
@@ -106,9 +105,11 @@ class IbverbsEngine final : public Engine {
   void on_accepted(const Event& event);
   void on_greeting(Endpoint& endpoint, BytesView message);
   void on_word(Endpoint& endpoint, BytesView message);
+  void say_word(Endpoint& endpoint, std::size_t queue_pair, wire::Word word);
   void opened(Endpoint& endpoint);
   void look_at_device();
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why);
+  void fail_all(const std::string& why);
   void end_operations(Endpoint& endpoint, const Error& error);
   void destroy_queue_pairs(Endpoint& endpoint);
 
@@ -123,7 +124,8 @@ class IbverbsEngine final : public Engine {
   void finish(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
   void start(Endpoint& endpoint, Operation operation);
   void submit(Endpoint& endpoint, std::uint64_t operation, const RemoteMemory& memory);
-  void say(Endpoint& endpoint, std::size_t queue_pair, wire::Header header, BytesView rest = {});
+  static Work numbered(QueuePair& queue_pair, wire::Header header, BytesView rest = {});
+  void say(Endpoint& endpoint, const wire::Header& header, BytesView rest = {});
   void answer(Endpoint& endpoint, std::uint64_t key);
   void on_answer(Endpoint& endpoint, const wire::Header& header);
   void begin_rebuild(Endpoint& endpoint, std::size_t queue_pair);
@@ -150,13 +152,12 @@ class IbverbsEngine final : public Engine {
   SendSlots slots_;
   EventQueue events_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
-  struct Owner {
-    EndpointId endpoint;
-    std::size_t index;
+  struct Owner {  // as long as the queue pair exists, so does its endpoint
+    Endpoint* endpoint = nullptr;
+    std::size_t index = 0;
   };
   std::unordered_map<std::uint32_t, Owner> by_tag_, by_number_;  // queue pairs
   std::uint32_t next_tag_ = 1;
-  std::uint32_t queue_pairs_made_ = 0;
   std::vector<EndpointId> dirty_;
   std::deque<ibv_wc> backlog_;  // completions taken while a queue pair was being destroyed
   std::uint32_t polls_ = 0, unopened_ = 0, unacknowledged_ = 0;

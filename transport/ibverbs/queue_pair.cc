@@ -12,8 +12,6 @@ namespace {
 constexpr std::uint32_t kInlineWanted = 220;
 constexpr std::uint32_t kBatch = 32;        // requests with one doorbell
 constexpr std::uint64_t kSignalEvery = 16;  // requests
-constexpr std::uint64_t kNumberBits = 40;   // of a wr_id; the rest is the tag
-constexpr std::uint64_t kNumberMask = (std::uint64_t{1} << kNumberBits) - 1;
 
 ibv_mtu mtu_of(std::uint32_t bytes) {
   if (bytes >= 4096) return IBV_MTU_4096;
@@ -215,14 +213,17 @@ void QueuePair::finish(std::uint64_t count, const Done& done) {
   }
 }
 
+// Of the work that this is about, in what is posted; beyond its end for work of before a reset.
+std::uint64_t QueuePair::behind_oldest(const ibv_wc& completion) const {
+  return (completion.wr_id - (next_request_ - posted_.size())) & kNumberMask;
+}
+
 void QueuePair::on_completion(const ibv_wc& completion, const Done& done) {
-  // How far behind the oldest it is; nonsense for work of before a reset.
-  const std::uint64_t behind = (completion.wr_id - (next_request_ - posted_.size())) & kNumberMask;
-  if (behind < posted_.size()) finish(behind + 1, done);
+  if (const auto behind = behind_oldest(completion); behind < posted_.size()) finish(behind + 1, done);
 }
 
 std::optional<Work> QueuePair::on_failure(const ibv_wc& completion, const Done& done) {
-  const std::uint64_t behind = (completion.wr_id - (next_request_ - posted_.size())) & kNumberMask;
+  const std::uint64_t behind = behind_oldest(completion);
   if (behind >= posted_.size()) return std::nullopt;
   finish(behind, done);
   std::optional<Work> failed;
@@ -272,15 +273,6 @@ void QueuePair::cancel(std::uint64_t operation, const std::function<void(Bytes& 
     work.operation = 0;
     return false;
   });
-}
-
-void QueuePair::drain(const Done& done) {
-  for (auto* list : {&posted_, &waiting_})
-    for (auto& work : std::exchange(*list, {})) {
-      release(work);
-      done(work);
-    }
-  bytes_ = 0;
 }
 
 }  // namespace rejoin::transport::ibverbs

@@ -50,10 +50,13 @@ class QueuePair {
     ibv_srq* receives;
     SendSlots& slots;
   };
-  // `tag` comes back in the upper 24 bits of completions' wr_id.
+  // `tag`, from 1 to 2^24 - 1, comes back with the completions of what is posted here.
   static Result<std::unique_ptr<QueuePair>> make(const Shared& shared, std::uint32_t tag);
+  static constexpr std::uint32_t kLargestTag = 0xffffff;
+  static std::uint32_t tag_of(std::uint64_t wr_id) { return static_cast<std::uint32_t>(wr_id >> kNumberBits); }
   ~QueuePair();
 
+  std::uint32_t tag() const { return tag_; }
   std::uint32_t number() const { return handle_->qp_num; }
   std::uint32_t first_packet() const { return first_packet_; }
   struct Peer {
@@ -65,7 +68,6 @@ class QueuePair {
   // Ready to receive and to send. `may_post`: what waits may go out; otherwise after resume().
   Result<> connect(const Peer& peer, bool may_post);
   void resume() { may_post_ = true; }
-  bool may_post() const { return may_post_; }
 
   void add(Work work);
   std::uint64_t next_send() { return next_send_++; }
@@ -91,12 +93,13 @@ class QueuePair {
   void cancel(std::uint64_t operation, const std::function<void(Bytes& message)>& empty);
   std::uint64_t received = 0;  // number of the next send expected from the peer
 
-  // Everything not done, at the endpoint's end.
-  void drain(const Done& done);
-
  private:
   explicit QueuePair(const Shared& shared, std::uint32_t tag) : shared_(shared), tag_(tag) {}
+  static constexpr std::uint64_t kNumberBits = 40;  // of a wr_id; the rest is the tag
+  static constexpr std::uint64_t kNumberMask = (std::uint64_t{1} << kNumberBits) - 1;
+
   Result<> initialise();
+  std::uint64_t behind_oldest(const ibv_wc& completion) const;
   bool prepare(Work& work, ibv_send_wr& request, ibv_sge& piece);
   void release(Work& work);
   void finish(std::uint64_t count, const Done& done);

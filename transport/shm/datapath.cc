@@ -67,10 +67,9 @@ Result<> ShmEngine::send(EndpointId id, BytesView message) {
 }
 
 Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
-  auto found = open_endpoint(id);
+  auto found = find_for_posting(endpoints_, regions_, id, writes);
   if (!found) return tl::unexpected(found.error());
   Endpoint& endpoint = **found;
-  if (auto checked = check_local_ranges(regions_, writes); !checked) return checked;
   for (const auto& write : writes) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {write.context, write.local.region};
@@ -91,10 +90,9 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
 }
 
 Result<> ShmEngine::read(EndpointId id, std::span<const Read> reads) {
-  auto found = open_endpoint(id);
+  auto found = find_for_posting(endpoints_, regions_, id, reads);
   if (!found) return tl::unexpected(found.error());
   Endpoint& endpoint = **found;
-  if (auto checked = check_local_ranges(regions_, reads); !checked) return checked;
   for (const auto& read : reads) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {read.context, read.local.region};

@@ -18,7 +18,6 @@ namespace rejoin::transport::shm {
 namespace {
 
 constexpr std::uint64_t kListener = 0, kDoorbell = 1;  // epoll tags; endpoint ids are neither
-constexpr std::size_t kMaxHello = 4 * KiB;
 
 }  // namespace
 
@@ -72,8 +71,7 @@ ShmEngine::Endpoint& ShmEngine::adopt(Fd socket, Stage stage) {
 }
 
 Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
-  if (hello.size() > kMaxHello)
-    return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of {}", hello.size(), kMaxHello);
+  if (auto checked = check_hello(hello); !checked) return tl::unexpected(checked.error());
   if (!peer.text.starts_with("shm:@"))
     return fail(ErrorCode::invalid_argument, "address '{}' is not of the form shm:@NAME", peer.text);
   auto socket = connect_unix(peer.text.substr(4));
@@ -88,9 +86,7 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
 
   const wire::Greeting greeting{.probe_address = reinterpret_cast<std::uintptr_t>(&probe_),
                                 .hello_length = hello.size()};
-  Bytes bytes(sizeof greeting + hello.size());
-  std::memcpy(bytes.data(), &greeting, sizeof greeting);
-  if (!hello.empty()) std::memcpy(bytes.data() + sizeof greeting, hello.data(), hello.size());
+  const Bytes bytes = joined(greeting, hello);
   if (auto sent = send_with_fds(*socket, bytes, {memory->get(), doorbell_.get()}); !sent)
     return tl::unexpected(sent.error());
   Endpoint& endpoint = adopt(std::move(*socket), Stage::greeting);

@@ -23,7 +23,9 @@ void StripedEngine::on_rail_event(std::uint32_t rail, const Event& event) {
   if (event.kind != EventKind::completed || !event.error) link->last_heard = now_;
   switch (event.kind) {
     case EventKind::completed: return on_piece_done(*endpoint, *link, event.value, event.error);
-    case EventKind::closed: return on_link_closed(*endpoint, *link, event.error ? event.error->message : "closed");
+    case EventKind::closed:
+      if (!link->ended) end_link(*endpoint, *link, event.error ? event.error->message : "closed");
+      return;
     default: break;
   }
   if (link->ended || endpoint->stage == Stage::failed || endpoint->stage == Stage::closed) return;
@@ -36,9 +38,7 @@ void StripedEngine::on_rail_event(std::uint32_t rail, const Event& event) {
 
 void StripedEngine::say(Endpoint& endpoint, wire::Header header, BytesView rest) {
   header.number = endpoint.next_message++;
-  Bytes bytes(sizeof header + rest.size());
-  std::memcpy(bytes.data(), &header, sizeof header);
-  if (!rest.empty()) std::memcpy(bytes.data() + sizeof header, rest.data(), rest.size());
+  Bytes bytes = joined(header, rest);
   if (endpoint.primary != kNoRail) {
     // A rail that refuses it is about to report its end; the message is kept and goes over the next one.
     Link* link = endpoint.rails[endpoint.primary].link;
@@ -109,15 +109,10 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
       endpoint.stage = Stage::open;
       endpoint.announced = true;
       return events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, rest);
-    case Kind::message: {
-      if (endpoint.partial.size() + rest.size() > kMaxMessage) return malformed(endpoint, "a message over the limit");
-      if (header.more == 0 && endpoint.partial.empty())
-        return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, rest);
-      endpoint.partial.insert(endpoint.partial.end(), rest.begin(), rest.end());
-      if (header.more != 0) return;
-      events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, endpoint.partial);
-      return endpoint.partial.clear();
-    }
+    case Kind::message:
+      if (!endpoint.parts.add(rest, header.more != 0, endpoint.id, events_))
+        malformed(endpoint, "a message over the limit");
+      return;
     case Kind::announce: {
       if (is_in(endpoint, header.a) || header.a >= endpoint.all_in_below + kMaxOpenWrites || header.b == 0 ||
           header.b > wire::kMaxPieces)
@@ -202,9 +197,8 @@ void StripedEngine::mark_in(Endpoint& endpoint, std::uint64_t number) {
 // ---- operations going out
 
 Result<> StripedEngine::write(EndpointId id, std::span<const Write> writes) {
-  auto found = open_endpoint(id);
+  auto found = find_for_posting(endpoints_, regions_, id, writes);
   if (!found) return tl::unexpected(found.error());
-  if (auto checked = check_local_ranges(regions_, writes); !checked) return checked;
   Endpoint& endpoint = **found;
   for (const auto& write : writes) {
     Operation operation{.context = write.context, .local = write.local, .remote = write.remote, .length = write.length};
@@ -223,9 +217,8 @@ Result<> StripedEngine::write(EndpointId id, std::span<const Write> writes) {
 }
 
 Result<> StripedEngine::read(EndpointId id, std::span<const Read> reads) {
-  auto found = open_endpoint(id);
+  auto found = find_for_posting(endpoints_, regions_, id, reads);
   if (!found) return tl::unexpected(found.error());
-  if (auto checked = check_local_ranges(regions_, reads); !checked) return checked;
   for (const auto& read : reads)
     post(**found,
          {.context = read.context, .is_read = true, .local = read.local, .remote = read.remote, .length = read.length});
@@ -295,7 +288,11 @@ StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Opera
       continue;
     choice.reachable = true;
     if (link->bytes > 0 && link->bytes + length > options_.bytes_in_flight) continue;
-    if (choice.link == nullptr || link->bytes < choice.link->bytes) choice.link = link;
+    if (choice.link != nullptr && link->bytes >= choice.link->bytes) continue;
+    choice.link = link;
+    choice.local = *local->second[link->rail];
+    const wire::RailKey& key = remote->second.rails[link->rail];
+    choice.remote = {key.key, key.length};
   }
   return choice;
 }
@@ -328,9 +325,8 @@ void StripedEngine::pump(Endpoint& endpoint) {
     link.in_flight[number] = piece;
     link.bytes += length;
     ++operation.in_flight;
-    const LocalRange local{*rail_regions_.at(operation.local.region.value)[link.rail], operation.local.offset + offset};
-    const wire::RailKey& key = endpoint.keys.at(operation.remote.region.key).rails[link.rail];
-    const RemoteRange remote{{key.key, key.length}, operation.remote.offset + offset};
+    const LocalRange local{choice.local, operation.local.offset + offset};
+    const RemoteRange remote{choice.remote, operation.remote.offset + offset};
     if (operation.is_read) {
       batches[&link].reads.push_back({.context = number, .local = local, .remote = remote, .length = length});
     } else {

@@ -15,16 +15,6 @@ namespace {
 constexpr std::size_t kMaxRails = 16;
 constexpr std::size_t kClosedRemembered = 4096;
 
-std::vector<Address> split(const std::string& text) {
-  std::vector<Address> parts;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const std::size_t end = std::min(text.find('|', begin), text.size());
-    parts.push_back({text.substr(begin, end - begin)});
-    begin = end + 1;
-  }
-  return parts;
-}
-
 }  // namespace
 
 Result<std::unique_ptr<Engine>> make_engine(std::vector<std::unique_ptr<Engine>> rails, const Options& options,
@@ -101,13 +91,13 @@ RemoteRegion StripedEngine::remote(RegionId region) const { return regions_.remo
 // ---- connecting
 
 Result<Address> StripedEngine::listen(const Address& where) {
-  const auto parts = split(where.text);
+  const auto parts = split(where.text, '|');
   if (parts.size() != 1 && parts.size() != rails_.size())
     return fail(ErrorCode::invalid_argument, "'{}' names {} addresses for {} rails: give one, or one for each",
                 where.text, parts.size(), rails_.size());
   Address all;
   for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
-    auto one = rails_[rail]->listen(parts[parts.size() == 1 ? 0 : rail]);
+    auto one = rails_[rail]->listen({parts[parts.size() == 1 ? 0 : rail]});
     if (!one) return one;
     all.text += (rail > 0 ? "|" : "") + one->text;
   }
@@ -126,12 +116,11 @@ StripedEngine::Endpoint& StripedEngine::make_endpoint(Stage stage) {
 }
 
 Result<EndpointId> StripedEngine::connect(const Address& peer, BytesView hello) {
-  if (hello.size() > 4 * KiB)
-    return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of 4096", hello.size());
+  if (auto checked = check_hello(hello); !checked) return tl::unexpected(checked.error());
   Endpoint& endpoint = make_endpoint(Stage::connecting);
-  endpoint.initiator = true;
+  endpoint.initiator = endpoint.announced = true;
   endpoint.connection = {unguessable_.next(), unguessable_.next()};
-  endpoint.addresses = split(peer.text);
+  for (auto& address : split(peer.text, '|')) endpoint.addresses.push_back({std::move(address)});
   say(endpoint, {.kind = wire::Kind::hello}, hello);
   Result<> connecting;
   const std::size_t count = std::min(rails_.size(), endpoint.addresses.size());
@@ -159,10 +148,8 @@ StripedEngine::Link* StripedEngine::add_link(Endpoint& endpoint, std::uint32_t r
 
 Result<> StripedEngine::connect_rail(Endpoint& endpoint, std::uint32_t rail) {
   RailState& state = endpoint.rails[rail];
-  const wire::Greeting greeting{.connection = {endpoint.connection[0], endpoint.connection[1]},
-                                .rail = rail,
-                                .rails = static_cast<std::uint32_t>(rails_.size()),
-                                .generation = state.generations};
+  const wire::Greeting greeting{
+      .connection = {endpoint.connection[0], endpoint.connection[1]}, .rail = rail, .generation = state.generations};
   auto at = rails_[rail]->connect(endpoint.addresses[rail], bytes_of(greeting));
   if (!at) {
     ++state.generations;
@@ -217,14 +204,9 @@ void StripedEngine::on_link_open(Endpoint& endpoint, Link& link) {
   }
   if (endpoint.stage == Stage::connecting) {
     endpoint.stage = Stage::open;
-    endpoint.announced = true;
     events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
   }
   touch(endpoint);
-}
-
-void StripedEngine::on_link_closed(Endpoint& endpoint, Link& link, const std::string& why) {
-  if (!link.ended) end_link(endpoint, link, why);
 }
 
 // Fences the link and says so; what it carried comes back as its completions arrive.
@@ -318,7 +300,7 @@ void StripedEngine::sweep() {
       continue;
     }
     endpoint.announced_end = true;
-    if (endpoint.initiator || endpoint.announced) {
+    if (endpoint.announced) {
       events_.emit({.kind = EventKind::closed,
                     .endpoint = endpoint.id,
                     .error = Error{ErrorCode::unavailable, "the peer is gone: " + endpoint.failure}});

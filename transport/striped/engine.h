@@ -95,7 +95,7 @@ class StripedEngine final : public Engine {
   };
   struct RemoteKeys {
     bool known = false;
-    std::vector<wire::RailKey> rails;    // empty although known: refused
+    std::vector<wire::RailKey> rails;
     std::vector<std::uint64_t> waiting;  // operations
   };
   struct Endpoint {
@@ -103,7 +103,7 @@ class StripedEngine final : public Engine {
     Stage stage = Stage::connecting;
     std::string failure;
     bool initiator = false;
-    bool announced = false, announced_end = false;  // connected or accepted was raised; closed was
+    bool announced = false, announced_end = false;  // the caller knows of it; and of its end
     std::array<std::uint64_t, 2> connection{};
     std::vector<Address> addresses;  // the initiator's: of the peer's rails
     std::vector<RailState> rails;
@@ -112,7 +112,7 @@ class StripedEngine final : public Engine {
 
     std::uint64_t next_message = 0, expected = 0, told_received = 0, bytes_since_told = 0;
     std::deque<Sent> unreceived;  // sent, and not known to be received
-    Bytes partial;                // of a caller's message that comes in parts
+    MessageParts parts;           // of a caller's message coming in
 
     std::uint64_t next_operation = 1, next_piece = 1, next_write = 0;
     std::map<std::uint64_t, Operation> operations;
@@ -134,7 +134,6 @@ class StripedEngine final : public Engine {
   Result<> connect_rail(Endpoint& endpoint, std::uint32_t rail);
   void on_accepted(std::uint32_t rail, const Event& event);
   void on_link_open(Endpoint& endpoint, Link& link);
-  void on_link_closed(Endpoint& endpoint, Link& link, const std::string& why);
   void end_link(Endpoint& endpoint, Link& link, const std::string& why);
   void say_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation);
   void retry_later(RailState& rail);
@@ -171,6 +170,8 @@ class StripedEngine final : public Engine {
   struct Choice {
     Link* link = nullptr;  // null: all are full, or none reaches both ends
     bool reachable = false;
+    RegionId local;  // on the link's rail
+    RemoteRegion remote;
   };
   Choice choose_link(Endpoint& endpoint, const Operation& operation, std::uint64_t length);
   void touch(Endpoint& endpoint);

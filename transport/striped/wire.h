@@ -12,9 +12,8 @@ constexpr std::uint64_t kMagic = 0x31656b6972747352;  // "Rstrike1": another lay
 struct Greeting {
   std::uint64_t magic = kMagic;
   std::uint64_t connection[2]{};  // unguessable; the same on all rails
-  std::uint32_t rail = 0, rails = 0;
+  std::uint32_t rail = 0;
   std::uint32_t generation = 0;  // of this rail in this connection; above 0: the connection must exist
-  std::uint32_t unused = 0;
 };
 
 enum class Kind : std::uint32_t {

@@ -119,10 +119,9 @@ Result<> TcpEngine::send(EndpointId id, BytesView message) {
 }
 
 Result<> TcpEngine::write(EndpointId id, std::span<const Write> writes) {
-  auto found = open_endpoint(id);
+  auto found = find_for_posting(endpoints_, regions_, id, writes);
   if (!found) return tl::unexpected(found.error());
   Endpoint& endpoint = **found;
-  if (auto checked = check_local_ranges(regions_, writes); !checked) return checked;
   for (const auto& write : writes) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {.context = write.context, .length = write.length};
@@ -140,10 +139,9 @@ Result<> TcpEngine::write(EndpointId id, std::span<const Write> writes) {
 }
 
 Result<> TcpEngine::read(EndpointId id, std::span<const Read> reads) {
-  auto found = open_endpoint(id);
+  auto found = find_for_posting(endpoints_, regions_, id, reads);
   if (!found) return tl::unexpected(found.error());
   Endpoint& endpoint = **found;
-  if (auto checked = check_local_ranges(regions_, reads); !checked) return checked;
   for (const auto& read : reads) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {.context = read.context,
@@ -249,7 +247,7 @@ bool TcpEngine::begin_frame(Endpoint& endpoint) {
   const bool greeting = header.kind == wire::Kind::hello || header.kind == wire::Kind::welcome;
   if (greeting) {
     const Stage expected = header.kind == wire::Kind::hello ? Stage::accepting : Stage::greeting;
-    if (endpoint.stage != expected || header.operation != wire::kMagic || header.length > 4 * KiB)
+    if (endpoint.stage != expected || header.operation != wire::kMagic || header.length > kMaxHello)
       return malformed(endpoint, "something other than a Rejoin greeting of this version");
   } else if (endpoint.stage != Stage::open) {
     return malformed(endpoint, "a frame before its greeting");

@@ -85,8 +85,7 @@ TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
 }
 
 Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
-  if (hello.size() > 4 * KiB)
-    return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of 4096", hello.size());
+  if (auto checked = check_hello(hello); !checked) return tl::unexpected(checked.error());
   auto address = SocketAddress::resolve(peer.text);
   if (!address) return tl::unexpected(address.error());
   Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));

@@ -167,9 +167,8 @@ void UcxEngine::settle(Operation& operation) {
 }
 
 Result<> UcxEngine::write(EndpointId id, std::span<const Write> writes) {
-  auto endpoint = open_endpoint(id);
+  auto endpoint = find_for_posting(endpoints_, regions_, id, writes);
   if (!endpoint) return tl::unexpected(endpoint.error());
-  if (auto checked = check_local_ranges(regions_, writes); !checked) return checked;
   for (const auto& write : writes) {
     const std::byte* source = *regions_.local(write.local, write.length);
     Operation& operation = new_operation(id, write.context);
@@ -289,9 +288,8 @@ ucs_status_t UcxEngine::on_acknowledge(const wire::Acknowledge& header) {
 // ---- reads: a request, answered with the bytes
 
 Result<> UcxEngine::read(EndpointId id, std::span<const Read> reads) {
-  auto endpoint = open_endpoint(id);
+  auto endpoint = find_for_posting(endpoints_, regions_, id, reads);
   if (!endpoint) return tl::unexpected(endpoint.error());
-  if (auto checked = check_local_ranges(regions_, reads); !checked) return checked;
   for (const auto& read : reads) {
     Operation& operation = new_operation(id, read.context);
     operation.local_done = true;

@@ -26,8 +26,7 @@ Result<UcxEngine::Endpoint*> UcxEngine::adopt(BytesView address, Stage stage) {
 }
 
 Result<EndpointId> UcxEngine::connect(const Address& peer, BytesView hello) {
-  if (hello.size() > 4 * KiB)
-    return fail(ErrorCode::invalid_argument, "a hello of {} bytes is over the limit of 4096", hello.size());
+  if (auto checked = check_hello(hello); !checked) return tl::unexpected(checked.error());
   auto address = parse_address(peer.text);
   if (!address) return tl::unexpected(address.error());
   auto endpoint = adopt(*address, Stage::connecting);
