@@ -69,7 +69,7 @@ void Joiner::on_written(std::uint64_t tag) {
   const auto [part, column, coded] = ExtentTag::unpack(tag);
   if (coded || part >= manifest.parts().size()) return;  // nonsense: the digests at the end tell
   const shm::Part& range = manifest.parts()[part];
-  if (column >= manifest.tensors()[range.tensor].columns) return;
+  if (column >= manifest.columns(range)) return;
   const shm::Extent extent = manifest.extent(range, column);
   landed_[part][column] = digest(BytesView(view_.state()).subspan(extent.offset, extent.length));
 }
@@ -79,7 +79,7 @@ std::uint64_t Joiner::digest_of_landed(std::uint32_t part) {
   const shm::Part& range = manifest.parts()[part];
   auto known = landed_.extract(part);
   std::uint64_t result = 0;
-  for (std::uint32_t column = 0; column < manifest.tensors()[range.tensor].columns; ++column) {
+  for (std::uint32_t column = 0; column < manifest.columns(range); ++column) {
     if (known.empty() || !known.mapped()[column]) return digest_of(manifest, range, view_.state());
     result = combine_digests(result, *known.mapped()[column]);
   }
@@ -122,7 +122,7 @@ Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
 bool Joiner::take_in(const proto::Sent& sent, std::uint64_t& wire_bytes) {
   const auto& manifest = view_.manifest();
   const shm::Slice& slice = manifest.slices()[sent.slice()];
-  const std::uint32_t columns = manifest.tensors()[slice.whole.tensor].columns;
+  const std::uint32_t columns = manifest.columns(slice.whole);
   const bool coded = sent.coded_size() > 0;
   if (coded && static_cast<std::uint32_t>(sent.coded_size()) != slice.parts * columns) return false;
   Bytes packed;

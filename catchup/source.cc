@@ -98,7 +98,7 @@ bool Source::work(TimePoint now) {
       }
       const auto& manifest = memory_.view->manifest();
       for (std::size_t i = 0; coded && i < parts.size(); ++i)
-        for (std::uint32_t c = 0; c < manifest.tensors()[manifest.parts()[parts[i].held.part].tensor].columns; ++c)
+        for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[parts[i].held.part]); ++c)
           message.mutable_sent()->add_coded(parts[i].coded[c]);
       jobs_.erase(number);
       say(message);
@@ -153,7 +153,7 @@ void Source::write_part(SliceJob& job, std::size_t index) {
   std::vector<transport::Write> writes;
   std::uint64_t aside = memory_.view->aside_offset(part.held), slot = part.slot.value_or(0) * shm::kPartBytes;
   part.wire_bytes = 0;
-  for (std::uint32_t column = 0; column < manifest.tensors()[range.tensor].columns; ++column) {
+  for (std::uint32_t column = 0; column < manifest.columns(range); ++column) {
     const shm::Extent extent = manifest.extent(range, column);
     const bool coded = part.coded[column] > 0;
     const std::uint64_t length = coded ? part.coded[column] : extent.length;
@@ -180,15 +180,6 @@ void Source::write_part(SliceJob& job, std::size_t index) {
   decision_.on_posted(part.wire_bytes, clock_.now());
 }
 
-BytesView Source::bytes_of(const PartJob& part, std::uint32_t column, bool aside) const {
-  const auto& manifest = memory_.view->manifest();
-  const shm::Part& range = manifest.parts()[part.held.part];
-  const shm::Extent extent = manifest.extent(range, column);
-  if (!aside) return BytesView(memory_.view->state()).subspan(extent.offset, extent.length);
-  return BytesView(memory_.view->aside())
-      .subspan(memory_.view->aside_offset(part.held) + column * extent.length, extent.length);
-}
-
 // Codes the columns that shrink. False: not now (no slot, or an update got in between), to be tried again.
 bool Source::encode(PartJob& part) {
   if (slots_.size() == 0) {
@@ -206,8 +197,8 @@ bool Source::encode(PartJob& part) {
   const TimePoint start = clock_.now();
   std::uint64_t at = *part.slot * shm::kPartBytes, plain = 0, coded = 0;
   bool all = true;
-  for (std::uint32_t c = 0; c < manifest.tensors()[manifest.parts()[part.held.part].tensor].columns; ++c) {
-    const BytesView bytes = bytes_of(part, c, part.from_aside);
+  for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[part.held.part]); ++c) {
+    const BytesView bytes = memory_.view->column(part.held, c, part.from_aside);
     plain_.assign(bytes.begin(), bytes.end());
     const auto length = coder_.encode(plain_, slots_.span().subspan(at, bytes.size()));
     part.coded[c] = static_cast<std::uint32_t>(length.value_or(0));
@@ -229,8 +220,8 @@ void Source::sample(const PartJob& part) {
   Bytes out(kSampleBytes);
   std::uint64_t plain = 0, coded = 0;
   const TimePoint start = clock_.now();
-  for (std::uint32_t c = 0; c < manifest.tensors()[manifest.parts()[part.held.part].tensor].columns; ++c) {
-    BytesView bytes = bytes_of(part, c, part.from_aside);
+  for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[part.held.part]); ++c) {
+    BytesView bytes = memory_.view->column(part.held, c, part.from_aside);
     bytes = bytes.subspan(bytes.size() / 2);
     bytes = bytes.first(std::min<std::uint64_t>(bytes.size(), kSampleBytes));
     plain += bytes.size();

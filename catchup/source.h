@@ -90,7 +90,6 @@ class Source {
   void write_part(SliceJob& job, std::size_t index);
   bool encode(PartJob& part);
   void sample(const PartJob& part);
-  BytesView bytes_of(const PartJob& part, std::uint32_t column, bool aside) const;
   bool advance(Question& question);
   void say(const proto::Stream& message);
   std::vector<std::uint32_t> parts_of(std::uint32_t slice) const;

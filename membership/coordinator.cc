@@ -98,6 +98,14 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     registered.set_incarnation(incarnation.value);
     send(node, std::move(answer));
   };
+  // Of a rank that we know: the plan again, since one that it heard before could not mean it.
+  const auto welcome_back = [&](Incarnation incarnation) {
+    welcome(incarnation);
+    announce_peers();
+    proto::ToNode current;
+    *current.mutable_plan() = plan();
+    if (started()) send(node, std::move(current));
+  };
 
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
@@ -118,11 +126,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     rank.node = node;
     rank.up = up;
     rank.connected_node = true;
-    welcome(replica.incarnation);
-    announce_peers();
-    proto::ToNode current;
-    *current.mutable_plan() = plan();
-    if (started()) send(node, std::move(current));
+    welcome_back(replica.incarnation);
     if (up.exchanged_epoch() == epoch_.value && up.exchanged_step() == committed_.value + 1) {
       proto::Exchanged again;
       again.set_replica(up.replica());
@@ -139,12 +143,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     if (same.up.life() == up.life()) {  // it never heard our answer
       same.node = node;
       same.connected_node = true;
-      welcome(found->second.incarnation);
-      announce_peers();
-      proto::ToNode current;  // the one that it may have heard before could not mean it
-      *current.mutable_plan() = plan();
-      if (started()) send(node, std::move(current));
-      return;
+      return welcome_back(found->second.incarnation);
     }
     remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);

@@ -107,7 +107,7 @@ Extent Manifest::extent(const Part& part, std::uint32_t column) const {
 
 std::uint64_t digest_of(const Manifest& manifest, const Part& part, BytesView state) {
   std::uint64_t result = 0;
-  for (std::uint32_t column = 0; column < manifest.tensors()[part.tensor].columns; ++column) {
+  for (std::uint32_t column = 0; column < manifest.columns(part); ++column) {
     const Extent extent = manifest.extent(part, column);
     result = combine_digests(result, digest(state.subspan(extent.offset, extent.length)));
   }

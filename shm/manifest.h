@@ -11,7 +11,7 @@
 
 namespace rejoin::shm {
 
-constexpr std::size_t kMaxColumns = 4;         // a weight and up to three moments
+constexpr std::size_t kMaxColumns = 4;  // a weight and up to three moments
 // Of all columns together. Small enough that what has just landed is still in the cache when its digest is taken, and
 // that the gradients kept for a slice under way are few.
 constexpr std::uint64_t kPartBytes = 1 * MiB;
@@ -59,6 +59,7 @@ class Manifest {
   std::uint64_t hash() const { return hash_; }  // of names, types, sizes: equal on all replicas
 
   std::uint64_t bytes_of(const Part& part) const;
+  std::uint32_t columns(const Part& part) const { return tensors_[part.tensor].columns; }
   Extent extent(const Part& part, std::uint32_t column) const;
   const Part& part(std::uint32_t slice, std::uint32_t i) const { return parts_[slices_[slice].first_part + i]; }
 

@@ -54,7 +54,7 @@ void Owner::begin_update() {
     if (pin.part < manifest_.parts().size()) {
       const Part& part = manifest_.parts()[pin.part];
       std::byte* to = aside_.data() + i * kPartBytes;
-      for (std::uint32_t column = 0; column < manifest_.tensors()[part.tensor].columns; ++column) {
+      for (std::uint32_t column = 0; column < manifest_.columns(part); ++column) {
         const Extent extent = manifest_.extent(part, column);
         std::memcpy(to, state_.data() + extent.offset, extent.length);
         to += extent.length;

@@ -87,6 +87,12 @@ View::Where View::where(const Held& held) const {
   return Where::copying;
 }
 
+BytesView View::column(const Held& held, std::uint32_t column, bool aside) const {
+  const Extent extent = manifest_.extent(manifest_.parts()[held.part], column);
+  if (!aside) return BytesView(state_.span()).subspan(extent.offset, extent.length);
+  return BytesView(aside_.span()).subspan(aside_offset(held) + column * extent.length, extent.length);
+}
+
 bool View::release_if_untouched(const Held& held) {
   PinState expected = PinState::owed;
   if (!page().pins[held.pin].state.compare_exchange_strong(expected, PinState::free)) return false;
@@ -121,12 +127,8 @@ std::optional<std::uint64_t> digest_held(View& view, const View::Held& held) {
   }
   if (view.where(held) != View::Where::aside) return std::nullopt;
   std::uint64_t result = 0;
-  std::uint64_t at = view.aside_offset(held);
-  for (std::uint32_t column = 0; column < view.manifest().tensors()[part.tensor].columns; ++column) {
-    const std::uint64_t length = view.manifest().extent(part, column).length;
-    result = combine_digests(result, digest(BytesView(view.aside()).subspan(at, length)));
-    at += length;
-  }
+  for (std::uint32_t column = 0; column < view.manifest().columns(part); ++column)
+    result = combine_digests(result, digest(view.column(held, column, true)));
   return result;
 }
 

@@ -45,6 +45,8 @@ class View {
   enum class Where { state, aside, copying };
   Where where(const Held& held) const;
   std::uint64_t aside_offset(const Held& held) const { return held.pin * kPartBytes; }
+  // One column of it, in the state or aside.
+  BytesView column(const Held& held, std::uint32_t column, bool aside) const;
   // Ends a hold if the bytes in the state were the held version's all the time until now; otherwise it goes on, and the
   // bytes are (or will be) aside.
   bool release_if_untouched(const Held& held);

@@ -43,7 +43,7 @@ class Node:
         for rail, switch in enumerate(switches):
             network += ["-netdev", f"socket,id=rail{rail},connect=127.0.0.1:{switch.port}", "-device",
                         f"virtio-net-pci,netdev=rail{rail},mac=52:54:00:0{rail}:00:{number:02x},host_mtu=9000"]
-        command, self.image = rig.boot(script, programs, node=number, network=network, memory=1024,
+        command, self.image = rig.prepare(script, programs, node=number, network=network, memory=1024,
                                        files=[(rig.ROOT / "data" / "shakespeare.txt", "/data.txt")])
         self.number, self.lines = number, []
         self.machine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

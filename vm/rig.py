@@ -138,8 +138,8 @@ def base_image():
     return vmlinuz, image
 
 
-def boot(job, programs, *, node=None, network=(), memory=2048, shell=False, limit=600, files=()):
-    """Boots a VM that runs the shell script `job`; returns a process whose output ends with the verdict."""
+def prepare(job, programs, *, node=None, network=(), memory=2048, shell=False, files=()):
+    """The QEMU command of a VM that runs the shell script `job`, and its image, to be removed afterwards."""
     vmlinuz, base = base_image()
     with tempfile.TemporaryDirectory() as scratch:
         tree = Tree(scratch)
@@ -163,8 +163,8 @@ def boot(job, programs, *, node=None, network=(), memory=2048, shell=False, limi
     return command, image
 
 
-def one(job, programs, limit, shell=False, files=()):
-    command, image = boot(job, programs, shell=shell, files=files)
+def one(job, programs, limit, shell=False):
+    command, image = prepare(job, programs, shell=shell)
     started = time.monotonic()
     try:
         if shell:
