@@ -112,7 +112,7 @@ class Run {
       return link_.engine().write(link_.endpoint(), {&write, 1});
     };
     // Some looks at the memory for each poll(): where the device lands the bytes itself, they are there without it.
-    constexpr int looks = 32;
+    constexpr int looks = 256;
     const auto wait = [&](std::uint64_t turn) {
       const auto expected = static_cast<unsigned char>(turn % 251 + 1);
       return link_.until([&] {
@@ -124,6 +124,7 @@ class Run {
     };
     const TimePoint deadline = link_.now() + std::chrono::seconds(o_.duration_s);
     constexpr std::uint64_t warm_ups = 50;
+    TimePoint start = link_.now();  // of this turn
     for (std::uint64_t turn = 0;
          o_.duration_s > 0 ? o_.server() || link_.now() < deadline : turn < o_.iterations + warm_ups; ++turn) {
       if (o_.server()) {
@@ -131,10 +132,11 @@ class Run {
         if (auto posted = post(turn); !posted) return posted;
         continue;
       }
-      const TimePoint start = link_.now();
       if (auto posted = post(turn); !posted) return posted;
       if (auto came = wait(turn); !came) return came;
-      if (turn >= warm_ups) times.push_back(seconds(link_.now() - start) * 1e6 / 2);
+      const TimePoint end = link_.now();
+      if (turn >= warm_ups) times.push_back(seconds(end - start) * 1e6 / 2);
+      start = end;
     }
     if (o_.duration_s == 0)
       if (auto met = link_.meet(); !met) return met;

@@ -1,7 +1,6 @@
 // Work going out, completions coming in.
 #include <algorithm>
 #include <array>
-#include <cstddef>
 #include <cstring>
 
 #include "base/log.h"
@@ -15,6 +14,7 @@ constexpr std::size_t kRoom = SendSlots::kBytes - sizeof(wire::Header);
 constexpr std::uint64_t kLargestRequest = 1 * GiB;  // one RDMA write or read
 constexpr std::size_t kMaxRemembered = 4096;        // of the peer's regions
 constexpr int kCompletionsPerPoll = 64;
+constexpr std::size_t kFewPosted = 4;  // requests: a doorbell for each more would cost more than it gains
 
 }  // namespace
 
@@ -107,6 +107,7 @@ void IbverbsEngine::on_answer(Endpoint& endpoint, const wire::Header& header) {
   memory.length = header.c;
   memory.rkey = header.extra;
   for (auto operation : waiting) submit(endpoint, operation, memory);
+  touch(endpoint);
 }
 
 // ---- posting
@@ -118,18 +119,12 @@ Result<> IbverbsEngine::send(EndpointId id, BytesView message) {
   for (; message.size() > kRoom; message = message.subspan(kRoom))
     say(**endpoint, {.kind = wire::Kind::message, .extra = 1}, message.first(kRoom));
   say(**endpoint, {.kind = wire::Kind::message}, message);
-  post_if_idle(**endpoint);
+  post(**endpoint);
   return {};
 }
 
-Work IbverbsEngine::numbered(QueuePair& queue_pair, wire::Header header, BytesView rest) {
-  header.number = queue_pair.next_send();
-  return {.kind = Work::Kind::send, .number = header.number, .message = joined(header, rest)};
-}
-
 void IbverbsEngine::say(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
-  QueuePair& queue_pair = *endpoint.queue_pairs.front();
-  queue_pair.add(numbered(queue_pair, header, rest));
+  endpoint.queue_pairs.front()->add_send({}, header, rest);
   touch(endpoint);
 }
 
@@ -143,7 +138,7 @@ Result<> IbverbsEngine::write(EndpointId id, std::span<const Write> writes) {
                     .offset = write.remote.offset,
                     .length = write.length,
                     .notify = write.notify});
-  post_if_idle(**found);
+  post(**found);
   return {};
 }
 
@@ -157,13 +152,12 @@ Result<> IbverbsEngine::read(EndpointId id, std::span<const Read> reads) {
                     .key = read.remote.region.key,
                     .offset = read.remote.offset,
                     .length = read.length});
-  post_if_idle(**found);
+  post(**found);
   return {};
 }
 
 void IbverbsEngine::start(Endpoint& endpoint, Operation operation) {
-  const std::uint64_t number = endpoint.next_operation++, key = operation.key;
-  endpoint.operations[number] = std::move(operation);
+  const std::uint64_t key = operation.key, number = endpoint.operations.add(std::move(operation));
   if (endpoint.memory.size() > kMaxRemembered)
     std::erase_if(endpoint.memory, [](const auto& entry) { return entry.second.known; });
   auto [entry, unasked] = endpoint.memory.try_emplace(key);
@@ -173,8 +167,9 @@ void IbverbsEngine::start(Endpoint& endpoint, Operation operation) {
 }
 
 void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const RemoteMemory& memory) {
-  const Operation& operation = endpoint.operations.at(number);
-  touch(endpoint);
+  const Operation* found = endpoint.operations.find(number);
+  REJOIN_CHECK(found != nullptr, "operation {:x} is not known", number);
+  const Operation& operation = *found;
   if (!in_range(operation.offset, operation.length, memory.length))
     return finish(endpoint, number, refusal_error(Regions::Refusal::bad_range));
   auto registered = registered_.find(operation.local.region.value);
@@ -196,21 +191,26 @@ void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const Remot
     (*least)->add(std::move(work));
   }
   if (operation.notify) {
-    Work work = numbered(**least, {.kind = wire::Kind::written, .a = *operation.notify});
+    Work work;
     work.operation = number;
     work.last = true;
-    (*least)->add(std::move(work));
+    (*least)->add_send(std::move(work), {.kind = wire::Kind::written, .a = *operation.notify});
   } else if (operation.length == 0) {
     finish(endpoint, number, {});
   }
 }
 
-// What is handed in goes out at once where the queue pair is idle, and otherwise with the next poll(), in one batch.
-void IbverbsEngine::post_if_idle(Endpoint& endpoint) {
-  for (auto& queue_pair : endpoint.queue_pairs)
-    if (queue_pair->waiting() && queue_pair->idle())
+// What is handed in goes out at once where the queue pair has little to do, and otherwise with the next poll(), in one
+// batch.
+void IbverbsEngine::post(Endpoint& endpoint) {
+  bool left = false;
+  for (auto& queue_pair : endpoint.queue_pairs) {
+    if (queue_pair->waiting() && queue_pair->posted() < kFewPosted)
       if (auto posted = queue_pair->post(); !posted)
         return fail_endpoint(endpoint, posted.error().code, posted.error().message);
+    left = left || queue_pair->waiting();
+  }
+  if (left) touch(endpoint);
 }
 
 void IbverbsEngine::touch(Endpoint& endpoint) {
@@ -219,7 +219,9 @@ void IbverbsEngine::touch(Endpoint& endpoint) {
 
 void IbverbsEngine::flush() {
   if (!device_ || (dirty_.empty() && unposted_.size() < options_.receive_buffers / 8)) return;
-  for (auto id : std::exchange(dirty_, {})) {
+  flushed_.clear();
+  flushed_.swap(dirty_);
+  for (auto id : flushed_) {
     Endpoint* endpoint = find(id);
     if (endpoint == nullptr) continue;
     endpoint->dirty = false;
@@ -275,10 +277,8 @@ void IbverbsEngine::on_done(Endpoint& endpoint, const Work& work) {
 }
 
 void IbverbsEngine::finish(Endpoint& endpoint, std::uint64_t number, const std::optional<Error>& error) {
-  auto operation = endpoint.operations.extract(number);
-  if (operation.empty()) return;
-  events_.emit(
-      {.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.mapped().context, .error = error});
+  if (auto operation = endpoint.operations.remove(number))
+    events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation->context, .error = error});
 }
 
 void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const ibv_wc& completion) {
@@ -291,18 +291,13 @@ void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const 
     return fail_endpoint(endpoint, ErrorCode::unavailable,
                          fmt::format("rail {}: {}", name_, ibv_wc_status_str(completion.status)));
   // The region was withdrawn while this was on its way.
-  if (auto operation = endpoint.operations.find(failed->operation); operation != endpoint.operations.end()) {
-    if (auto memory = endpoint.memory.find(operation->second.key);
-        memory != endpoint.memory.end() && memory->second.known)
+  if (const Operation* operation = endpoint.operations.find(failed->operation)) {
+    if (auto memory = endpoint.memory.find(operation->key); memory != endpoint.memory.end() && memory->second.known)
       endpoint.memory.erase(memory);
     finish(endpoint, failed->operation, refusal_error(Regions::Refusal::bad_key));
   }
   begin_rebuild(endpoint, index);
-  if (endpoint.stage == Stage::open)
-    queue_pair.cancel(failed->operation, [](Bytes& message) {
-      const auto kind = wire::Kind::nothing;
-      std::memcpy(message.data() + offsetof(wire::Header, kind), &kind, sizeof kind);
-    });
+  if (endpoint.stage == Stage::open) queue_pair.cancel(failed->operation);
 }
 
 void IbverbsEngine::begin_rebuild(Endpoint& endpoint, std::size_t index) {

@@ -400,7 +400,7 @@ void IbverbsEngine::destroy_queue_pairs(Endpoint& endpoint) {
 }
 
 void IbverbsEngine::end_operations(Endpoint& endpoint, const Error& error) {
-  for (const auto& [number, operation] : std::exchange(endpoint.operations, {}))
+  for (const auto& operation : endpoint.operations.remove_all())
     events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.context, .error = error});
 }
 

@@ -15,7 +15,6 @@
 #pragma once
 
 #include <deque>
-#include <map>
 #include <set>
 #include <unordered_map>
 
@@ -77,9 +76,8 @@ class IbverbsEngine final : public Engine {
     std::vector<std::uint32_t> peer_numbers;
     Bytes hello;         // until `accepted`
     MessageParts parts;  // of a caller's message coming in
-    std::uint64_t next_operation = 1;
-    std::unordered_map<std::uint64_t, Operation> operations;
-    std::map<std::uint64_t, RemoteMemory> memory;  // the peer's, by key
+    SlotMap<Operation> operations;
+    std::unordered_map<std::uint64_t, RemoteMemory> memory;  // the peer's, by key
     bool dirty = false;
   };
 
@@ -124,13 +122,12 @@ class IbverbsEngine final : public Engine {
   void finish(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
   void start(Endpoint& endpoint, Operation operation);
   void submit(Endpoint& endpoint, std::uint64_t operation, const RemoteMemory& memory);
-  static Work numbered(QueuePair& queue_pair, wire::Header header, BytesView rest = {});
   void say(Endpoint& endpoint, const wire::Header& header, BytesView rest = {});
   void answer(Endpoint& endpoint, std::uint64_t key);
   void on_answer(Endpoint& endpoint, const wire::Header& header);
   void begin_rebuild(Endpoint& endpoint, std::size_t queue_pair);
   void touch(Endpoint& endpoint);
-  void post_if_idle(Endpoint& endpoint);
+  void post(Endpoint& endpoint);
   void flush();
 
   const Options options_;
@@ -158,7 +155,7 @@ class IbverbsEngine final : public Engine {
   };
   std::unordered_map<std::uint32_t, Owner> by_tag_, by_number_;  // queue pairs
   std::uint32_t next_tag_ = 1;
-  std::vector<EndpointId> dirty_;
+  std::vector<EndpointId> dirty_, flushed_;
   std::deque<ibv_wc> backlog_;  // completions taken while a queue pair was being destroyed
   std::uint32_t polls_ = 0, unopened_ = 0, unacknowledged_ = 0;
   bool slept_ = false;

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <random>
 
@@ -67,8 +68,7 @@ Result<std::unique_ptr<QueuePair>> QueuePair::make(const Shared& shared, std::ui
 }
 
 QueuePair::~QueuePair() {
-  for (auto* list : {&posted_, &waiting_})
-    for (auto& work : *list) release(work);
+  for (std::size_t i = 0; i < works_.size(); ++i) release(works_[i]);
 }
 
 Result<> QueuePair::initialise() {
@@ -130,7 +130,23 @@ Result<> QueuePair::connect(const Peer& peer, bool may_post) {
 
 void QueuePair::add(Work work) {
   bytes_ += work.length;
-  waiting_.push_back(std::move(work));
+  works_.push_back(std::move(work));
+}
+
+void QueuePair::add_send(Work work, wire::Header header, BytesView rest) {
+  work.kind = Work::Kind::send;
+  work.number = header.number = next_send_++;
+  work.message_bytes = static_cast<std::uint32_t>(sizeof header + rest.size());
+  work.slot = shared_.slots.take();
+  if (!work.slot) work.message.resize(work.message_bytes);
+  const auto to = message_of(work);
+  std::memcpy(to.data(), &header, sizeof header);
+  if (!rest.empty()) std::memcpy(to.data() + sizeof header, rest.data(), rest.size());
+  add(std::move(work));
+}
+
+std::span<std::byte> QueuePair::message_of(Work& work) {
+  return work.slot ? shared_.slots.bytes(*work.slot).first(work.message_bytes) : std::span(work.message);
 }
 
 // False where it has to wait for a slot.
@@ -139,21 +155,18 @@ bool QueuePair::prepare(Work& work, ibv_send_wr& request, ibv_sge& piece) {
   request.sg_list = &piece;
   request.num_sge = 1;
   if (work.kind == Work::Kind::send) {
-    request.opcode = IBV_WR_SEND;
-    if (work.message.size() <= inline_bytes_) {
-      request.send_flags = IBV_SEND_INLINE;
-      piece = {.addr = reinterpret_cast<std::uint64_t>(work.message.data()),
-               .length = static_cast<std::uint32_t>(work.message.size()),
-               .lkey = 0};
-      return true;
+    const bool inlined = work.message_bytes <= inline_bytes_;
+    if (!inlined && !work.slot) {
+      work.slot = shared_.slots.take();
+      if (!work.slot) return false;
+      std::memcpy(message_of(work).data(), work.message.data(), work.message_bytes);
+      work.message = {};
     }
-    if (!work.slot) work.slot = shared_.slots.take();
-    if (!work.slot) return false;
-    const auto bytes = shared_.slots.bytes(*work.slot);
-    std::memcpy(bytes.data(), work.message.data(), work.message.size());
-    piece = {.addr = reinterpret_cast<std::uint64_t>(bytes.data()),
-             .length = static_cast<std::uint32_t>(work.message.size()),
-             .lkey = shared_.slots.lkey()};
+    request.opcode = IBV_WR_SEND;
+    if (inlined) request.send_flags = IBV_SEND_INLINE;
+    piece = {.addr = reinterpret_cast<std::uint64_t>(message_of(work).data()),
+             .length = work.message_bytes,
+             .lkey = inlined ? 0 : shared_.slots.lkey()};
     return true;
   }
   request.opcode = work.kind == Work::Kind::write ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ;
@@ -165,34 +178,29 @@ bool QueuePair::prepare(Work& work, ibv_send_wr& request, ibv_sge& piece) {
 }
 
 Result<> QueuePair::post() {
-  while (may_post_ && !waiting_.empty() && posted_.size() < shared_.options.queue_depth) {
+  while (may_post_ && waiting() && posted_ < shared_.options.queue_depth) {
     std::array<ibv_send_wr, kBatch> requests;
     std::array<ibv_sge, kBatch> pieces;
     const std::size_t room =
-        std::min<std::size_t>({kBatch, waiting_.size(), shared_.options.queue_depth - posted_.size()});
+        std::min<std::size_t>({kBatch, works_.size() - posted_, shared_.options.queue_depth - posted_});
     std::size_t count = 0;
     for (; count < room; ++count) {
-      Work& work = waiting_[count];
-      if (!prepare(work, requests[count], pieces[count])) break;
+      if (!prepare(works_[posted_ + count], requests[count], pieces[count])) break;
       requests[count].wr_id = std::uint64_t{tag_} << kNumberBits | ((next_request_ + count) & kNumberMask);
-      // The last of a batch tells of all; without it a full queue would never learn that it has room.
-      ++unsignalled_;
-      if (count + 1 == room || unsignalled_ >= kSignalEvery || work.slot) {
+      if (++unsignalled_ >= kSignalEvery) {
         requests[count].send_flags |= IBV_SEND_SIGNALED;
         unsignalled_ = 0;
       }
       if (count > 0) requests[count - 1].next = &requests[count];
     }
     if (count == 0) return {};
+    // The last of a batch tells of all; without it a full queue would never learn that it has room.
     requests[count - 1].send_flags |= IBV_SEND_SIGNALED;
     unsignalled_ = 0;
     ibv_send_wr* refused = nullptr;
     const int error = ibv_post_send(handle_.get(), requests.data(), &refused);
-    for (std::size_t i = 0; i < count; ++i) {
-      posted_.push_back(std::move(waiting_.front()));
-      waiting_.pop_front();
-      ++next_request_;
-    }
+    posted_ += count;
+    next_request_ += count;
     if (error != 0)
       return fail(ErrorCode::io, "rail {}: posting work: {}", shared_.device.name(), std::strerror(error));
   }
@@ -203,32 +211,9 @@ void QueuePair::release(Work& work) {
   if (work.slot) shared_.slots.give_back(*std::exchange(work.slot, std::nullopt));
 }
 
-void QueuePair::finish(std::uint64_t count, const Done& done) {
-  for (std::uint64_t i = 0; i < count; ++i) {
-    Work work = std::move(posted_.front());
-    posted_.pop_front();
-    bytes_ -= work.length;
-    release(work);
-    done(work);
-  }
-}
-
 // Of the work that this is about, in what is posted; beyond its end for work of before a reset.
 std::uint64_t QueuePair::behind_oldest(const ibv_wc& completion) const {
-  return (completion.wr_id - (next_request_ - posted_.size())) & kNumberMask;
-}
-
-void QueuePair::on_completion(const ibv_wc& completion, const Done& done) {
-  if (const auto behind = behind_oldest(completion); behind < posted_.size()) finish(behind + 1, done);
-}
-
-std::optional<Work> QueuePair::on_failure(const ibv_wc& completion, const Done& done) {
-  const std::uint64_t behind = behind_oldest(completion);
-  if (behind >= posted_.size()) return std::nullopt;
-  finish(behind, done);
-  std::optional<Work> failed;
-  finish(1, [&](const Work& work) { failed = work; });
-  return failed;
+  return (completion.wr_id - (next_request_ - posted_)) & kNumberMask;
 }
 
 Result<> QueuePair::reset() {
@@ -237,39 +222,18 @@ Result<> QueuePair::reset() {
   attributes.qp_state = IBV_QPS_RESET;
   if (const int error = ibv_modify_qp(handle_.get(), &attributes, IBV_QP_STATE); error != 0)
     return fail(ErrorCode::io, "rail {}: queue pair to RESET: {}", shared_.device.name(), std::strerror(error));
-  for (; !posted_.empty(); posted_.pop_back()) {
-    release(posted_.back());
-    waiting_.push_front(std::move(posted_.back()));
-  }
+  posted_ = 0;
   unsignalled_ = 0;
   return initialise();
 }
 
-void QueuePair::forget_sends_below(std::uint64_t number, const Done& done) {
-  // Up to the last send that has arrived, everything has: they are done in order.
-  std::size_t arrived = 0;
-  for (std::size_t i = 0; i < waiting_.size(); ++i)
-    if (waiting_[i].kind == Work::Kind::send && waiting_[i].number < number) arrived = i + 1;
-  std::vector<Work> again;  // reads: the request has arrived, the bytes may not have come back
-  for (; arrived > 0; --arrived) {
-    Work work = std::move(waiting_.front());
-    waiting_.pop_front();
-    if (work.kind == Work::Kind::read) {
-      again.push_back(std::move(work));
-      continue;
-    }
-    bytes_ -= work.length;
-    done(work);
-  }
-  for (auto work = again.rbegin(); work != again.rend(); ++work) waiting_.push_front(std::move(*work));
-}
-
-void QueuePair::cancel(std::uint64_t operation, const std::function<void(Bytes& message)>& empty) {
-  std::erase_if(waiting_, [&](Work& work) {
+void QueuePair::cancel(std::uint64_t operation) {
+  works_.erase_if([&](Work& work) {
     if (work.operation != operation) return false;
     bytes_ -= work.length;
     if (work.kind != Work::Kind::send) return true;
-    empty(work.message);
+    const auto kind = wire::Kind::nothing;
+    std::memcpy(message_of(work).data() + offsetof(wire::Header, kind), &kind, sizeof kind);
     work.operation = 0;
     return false;
   });

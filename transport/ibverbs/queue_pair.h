@@ -3,14 +3,13 @@
 // posted again, unless the peer has said that it got it.
 #pragma once
 
-#include <deque>
-#include <functional>
-
+#include "transport/containers.h"
 #include "transport/ibverbs/device.h"
+#include "transport/ibverbs/wire.h"
 
 namespace rejoin::transport::ibverbs {
 
-// Buffers for messages on their way out that are too long to be inlined.
+// Buffers for messages on their way out.
 class SendSlots {
  public:
   static constexpr std::size_t kBytes = 4 * KiB;
@@ -36,9 +35,10 @@ struct Work {
   std::uint64_t length = 0;
   std::uint64_t remote_address = 0;
   std::uint32_t rkey = 0;
-  std::uint64_t number = 0;  // of a send, on this queue pair
-  Bytes message;             // of a send, with its header
-  std::optional<std::uint32_t> slot;
+  std::uint64_t number = 0;           // of a send, on this queue pair
+  std::uint32_t message_bytes = 0;    // of a send, with its header
+  std::optional<std::uint32_t> slot;  // where the message is, or
+  Bytes message;                      // where there was no free slot
 };
 
 class QueuePair {
@@ -70,27 +70,39 @@ class QueuePair {
   void resume() { may_post_ = true; }
 
   void add(Work work);
-  std::uint64_t next_send() { return next_send_++; }
+  // A send: the header (with its number) and the rest, at most SendSlots::kBytes together.
+  void add_send(Work work, wire::Header header, BytesView rest = {});
   // Posts what fits, with one doorbell. An error ends the endpoint.
   Result<> post();
   std::uint64_t bytes() const { return bytes_; }  // handed in and not done
-  bool waiting() const { return !waiting_.empty(); }
-  bool idle() const { return posted_.empty(); }
+  bool waiting() const { return posted_ < works_.size(); }
+  std::size_t posted() const { return posted_; }
   // It could post but found no slot: another queue pair's completions will free one.
-  bool starved() const { return may_post_ && waiting() && posted_.size() < shared_.options.queue_depth; }
+  bool starved() const { return may_post_ && waiting() && posted_ < shared_.options.queue_depth; }
 
   // A completion of this queue pair; `done` is called for all work that it ends, in order.
-  using Done = std::function<void(const Work&)>;
-  void on_completion(const ibv_wc& completion, const Done& done);
+  template <typename Done>
+  void on_completion(const ibv_wc& completion, Done&& done) {
+    if (const auto behind = behind_oldest(completion); behind < posted_) finish(behind + 1, done);
+  }
   // A failed completion: what was before it is done, and the work that it names is handed out. reset() must follow.
-  std::optional<Work> on_failure(const ibv_wc& completion, const Done& done);
+  template <typename Done>
+  std::optional<Work> on_failure(const ibv_wc& completion, Done&& done) {
+    const std::uint64_t behind = behind_oldest(completion);
+    if (behind >= posted_) return std::nullopt;
+    finish(behind, done);
+    std::optional<Work> failed;
+    finish(1, [&](const Work& work) { failed = work; });
+    return failed;
+  }
   // Out of service, so that the peer can't do anything through it; then anew, unconnected, with what is to be posted
   // again.
   Result<> reset();
   // Before what is left goes out again: sends below this number have arrived.
-  void forget_sends_below(std::uint64_t number, const Done& done);
-  // After reset(): this operation is not to be done any more; its sends are emptied by `empty` and keep their numbers.
-  void cancel(std::uint64_t operation, const std::function<void(Bytes& message)>& empty);
+  template <typename Done>
+  void forget_sends_below(std::uint64_t number, Done&& done);
+  // After reset(): this operation is not to be done any more; its sends say nothing, and keep their numbers.
+  void cancel(std::uint64_t operation);
   std::uint64_t received = 0;  // number of the next send expected from the peer
 
  private:
@@ -102,7 +114,18 @@ class QueuePair {
   std::uint64_t behind_oldest(const ibv_wc& completion) const;
   bool prepare(Work& work, ibv_send_wr& request, ibv_sge& piece);
   void release(Work& work);
-  void finish(std::uint64_t count, const Done& done);
+  std::span<std::byte> message_of(Work& work);
+  template <typename Done>
+  void finish(std::uint64_t count, Done&& done) {
+    for (std::uint64_t i = 0; i < count; ++i) {
+      Work& work = works_.front();
+      bytes_ -= work.length;
+      release(work);
+      done(std::as_const(work));
+      works_.pop_front();
+      --posted_;
+    }
+  }
 
   const Shared shared_;
   const std::uint32_t tag_;
@@ -114,8 +137,28 @@ class QueuePair {
   std::uint64_t next_request_ = 0;  // of what is posted next
   std::uint64_t unsignalled_ = 0;
   std::uint64_t bytes_ = 0;
-  std::deque<Work> posted_;  // the last one is number next_request_ - 1
-  std::deque<Work> waiting_;
+  Fifo<Work> works_;        // first those that are posted, of which the last is number next_request_ - 1
+  std::size_t posted_ = 0;  // … and then those that wait
 };
+
+template <typename Done>
+void QueuePair::forget_sends_below(std::uint64_t number, Done&& done) {
+  // Up to the last send that has arrived, everything has: they are done in order.
+  std::size_t arrived = 0;
+  for (std::size_t i = 0; i < works_.size(); ++i)
+    if (works_[i].kind == Work::Kind::send && works_[i].number < number) arrived = i + 1;
+  std::vector<Work> again;  // reads: the request has arrived, the bytes may not have come back
+  for (; arrived > 0; --arrived) {
+    Work work = works_.pop_front();
+    if (work.kind == Work::Kind::read) {
+      again.push_back(std::move(work));
+      continue;
+    }
+    bytes_ -= work.length;
+    release(work);
+    done(std::as_const(work));
+  }
+  for (auto work = again.rbegin(); work != again.rend(); ++work) works_.push_front(std::move(*work));
+}
 
 }  // namespace rejoin::transport::ibverbs
