@@ -18,6 +18,7 @@ std::string_view to_string(ErrorCode code) {
     case ErrorCode::cancelled: return "cancelled";
     case ErrorCode::exhausted: return "exhausted";
     case ErrorCode::io: return "i/o error";
+    case ErrorCode::unreachable: return "unreachable";
     case ErrorCode::corrupt: return "corrupt";
   }
   return "unknown";

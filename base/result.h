@@ -20,6 +20,7 @@ enum class ErrorCode {
   cancelled,         // ended by a newer epoch or by shutdown
   exhausted,         // a bound was reached: memory, disk, descriptors
   io,                // the operating system said no
+  unreachable,       // a device can't get at this memory; another may
   corrupt,           // bytes that cannot be what they claim to be
 };
 

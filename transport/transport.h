@@ -25,6 +25,13 @@ namespace rejoin::transport {
 
 enum class MemoryKind : std::uint8_t { host, cuda };
 
+// Memory of a device, a GPU's, that other devices reach by dma-buf (cuMemGetHandleForAddressRange gives it out).
+struct DmaBuf {
+  int fd = -1;                  // stays the caller's; may be closed after the call
+  std::uint64_t offset = 0;     // bytes, of the memory in it
+  std::span<std::byte> memory;  // by its device address: nobody here looks inside
+};
+
 using EndpointId = Id<struct EndpointTag>;  // never reused in an engine
 using RegionId = Id<struct RegionTag>;      // never reused in an engine
 
@@ -96,6 +103,12 @@ class Engine {
 
   // The memory must stay mapped until deregister() has returned; from then on nothing lands in it.
   virtual Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) = 0;
+  // The same for a device's memory. Errors: `unreachable` where this transport or its device can't.
+  virtual Result<RegionId> register_dma_buf(const DmaBuf& buffer) {
+    return fail(ErrorCode::unreachable,
+                "this transport can't reach the {} bytes of a dma-buf: stage them in host memory",
+                buffer.memory.size());
+  }
   virtual void deregister(RegionId region) = 0;
   virtual RemoteRegion remote(RegionId region) const = 0;
 

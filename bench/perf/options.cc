@@ -16,10 +16,11 @@ std::vector<std::uint64_t> Options::sizes() const {
 
 std::string Options::engine() const {
   const std::string list = rails.empty() ? device : rails;
-  if (list.empty() && gid_index < 0 && queue_pairs == 0) return transport;
+  if (list.empty()) return transport;
   if (transport != "ibverbs") return list.empty() ? transport : transport + ":" + list;
   std::string settings;
   if (gid_index >= 0) settings += ";gid=" + std::to_string(gid_index);
+  if (rdma_cm) settings += ";cm=auto";
   if (queue_pairs > 0) settings += ";qps=" + std::to_string(queue_pairs);
   std::string name;
   for (const auto& one : split(list, ',')) name += (name.empty() ? "ibverbs:" : ",") + one + settings;
@@ -72,14 +73,18 @@ Result<Options> parse(Test test, int argc, char** argv) {
   app.add_option("--out_json_file", o.json_file, "that file; default perftest_out.json");
   app.add_flag("--use_cuda", cuda, "GPU memory: not supported by this build yet");
   app.add_flag("-F,--CPU-freq", ignored, "accepted and without effect: no cycle counter is used");
-  app.add_flag("-R,--rdma_cm", ignored,
-               "accepted and without effect: queue pairs are connected over the control connection");
+  app.add_flag("-R,--rdma_cm", o.rdma_cm, "connect the queue pairs by rdma_cm (ibverbs; the client's wish counts)");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     std::exit(app.exit(error));
   }
   if (cuda) return fail(ErrorCode::invalid_argument, "--use_cuda: this build moves host memory only");
+  if (o.transport == "ibverbs" && o.device.empty() && o.rails.empty() &&
+      (o.gid_index >= 0 || o.queue_pairs > 0 || o.rdma_cm))
+    return fail(ErrorCode::invalid_argument,
+                "-x, -q and -R are settings of a device: name it with -d, or several with "
+                "--rails");
   if (o.size == 0 || o.size > (std::uint64_t{1} << 31))
     return fail(ErrorCode::invalid_argument, "--size {}: from 1 byte to 2 GiB", o.size);
   if (test == Test::send_lat && o.size > 32768)

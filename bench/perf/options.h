@@ -25,6 +25,7 @@ struct Options {
   int duration_s = 0;
   int queue_pairs = 0;
   std::uint32_t depth = 128;
+  bool rdma_cm = false;
   bool bidirectional = false, gbits = false, verify = false, histogram = false;
   std::string json_file;
 

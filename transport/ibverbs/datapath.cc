@@ -85,7 +85,7 @@ void IbverbsEngine::answer(Endpoint& endpoint, std::uint64_t key) {
   if (const Region* region = regions_.by_key(key)) {
     header.b = reinterpret_cast<std::uint64_t>(region->memory.data());
     header.c = region->memory.size();
-    header.extra = registered_.at(region->id.value)->rkey;
+    header.extra = registered_.at(region->id.value).region->rkey;
     known_to_[region->id.value].insert(endpoint.id);
   }
   say(endpoint, header);
@@ -177,15 +177,17 @@ void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const Remot
     return finish(endpoint, number, Error{ErrorCode::cancelled, "the local region was deregistered"});
   const auto least = std::min_element(endpoint.queue_pairs.begin(), endpoint.queue_pairs.end(),
                                       [](const auto& a, const auto& b) { return a->bytes() < b->bytes(); });
-  const std::uint64_t local = reinterpret_cast<std::uint64_t>(registered->second->addr) + operation.local.offset;
+  const std::span<std::byte> region = regions_.find(operation.local.region)->memory;
+  const std::uint64_t local = reinterpret_cast<std::uint64_t>(region.data()) + operation.local.offset;
   for (std::uint64_t at = 0; at < operation.length; at += kLargestRequest) {
     const std::uint64_t length = std::min(kLargestRequest, operation.length - at);
     Work work{.kind = operation.is_read ? Work::Kind::read : Work::Kind::write,
               .address = local + at,
-              .lkey = registered->second->lkey,
+              .lkey = registered->second.region->lkey,
               .length = length,
               .remote_address = memory.address + operation.offset + at,
               .rkey = memory.rkey};
+    work.in_host_memory = registered->second.kind == MemoryKind::host;
     work.operation = number;
     work.last = at + length == operation.length && !operation.notify;
     (*least)->add(std::move(work));
@@ -287,14 +289,18 @@ void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const 
   const auto failed = queue_pair.on_failure(completion, [&](const Work& work) { on_done(endpoint, work); });
   if (!failed) return;  // of before a reset
   const bool refused = completion.status == IBV_WC_REM_ACCESS_ERR || completion.status == IBV_WC_REM_INV_REQ_ERR;
-  if (!refused || failed->kind == Work::Kind::send)
+  const bool unreachable = completion.status == IBV_WC_LOC_PROT_ERR || completion.status == IBV_WC_REM_OP_ERR;
+  if (!(refused || unreachable) || failed->kind == Work::Kind::send)
     return fail_endpoint(endpoint, ErrorCode::unavailable,
                          fmt::format("rail {}: {}", name_, ibv_wc_status_str(completion.status)));
-  // The region was withdrawn while this was on its way.
+  // The region was withdrawn while this was on its way, or one of the two devices can't get at its memory.
   if (const Operation* operation = endpoint.operations.find(failed->operation)) {
     if (auto memory = endpoint.memory.find(operation->key); memory != endpoint.memory.end() && memory->second.known)
       endpoint.memory.erase(memory);
-    finish(endpoint, failed->operation, refusal_error(Regions::Refusal::bad_key));
+    finish(endpoint, failed->operation,
+           refused ? refusal_error(Regions::Refusal::bad_key)
+                   : Error{ErrorCode::unreachable, fmt::format("rail {} can't get at the memory of a transfer: {}",
+                                                               name_, ibv_wc_status_str(completion.status))});
   }
   begin_rebuild(endpoint, index);
   if (endpoint.stage == Stage::open) queue_pair.cancel(failed->operation);

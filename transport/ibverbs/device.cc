@@ -71,11 +71,13 @@ Result<Options> parse_options(const std::string& text) {
     else if (name == "tc" && (good = take(0, 255))) options.traffic_class = static_cast<std::uint8_t>(value);
     else if (name == "timeout" && (good = take(1, 31))) options.timeout = static_cast<std::uint8_t>(value);
     else if (name == "retries" && (good = take(0, 7))) options.retries = static_cast<std::uint8_t>(value);
+    else if (name == "cm" && (good = !given.empty())) options.connection_manager = given == "auto" ? "" : given;
     if (!good)
-      return fail(ErrorCode::invalid_argument,
-                  "'{}' of rail '{}': settings are gid (0-255), qps (1-8), depth (16-4096), mtu (256-4096), sl (0-15), "
-                  "tc (0-255), timeout (1-31), retries (0-7), as in mlx5_0;gid=3;tc=106",
-                  part, text);
+      return fail(
+          ErrorCode::invalid_argument,
+          "'{}' of rail '{}': settings are gid (0-255), qps (1-8), depth (16-4096), mtu (256-4096), sl (0-15), "
+          "tc (0-255), timeout (1-31), retries (0-7), cm (an address for rdma_cm, or auto), as in mlx5_0;gid=3;tc=106",
+          part, text);
   }
   return options;
 }
@@ -164,14 +166,23 @@ std::string Device::address() const {
   return ::inet_ntop(AF_INET, gid_.gid.raw + 12, text, sizeof text) != nullptr ? text : "";
 }
 
+namespace {
+
+constexpr int kOwn = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING;
+constexpr int kForPeers = kOwn | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+
+}  // namespace
+
 Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, MemoryKind kind, Reach reach) const {
-  if (kind != MemoryKind::host)
-    return fail(ErrorCode::invalid_argument, "rail {}: only host memory can be registered yet", name_);
-  const int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING |
-                     (reach == Reach::peers ? IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ : 0);
+  const int access = reach == Reach::peers ? kForPeers : kOwn;
   MemoryRegion region(ibv_reg_mr(domain_.get(), memory.data(), memory.size(), access));
   if (region) return region;
   const int error = errno;
+  if (kind == MemoryKind::cuda)
+    return fail(
+        ErrorCode::unreachable,
+        "rail {}: {} of CUDA memory can't be registered: {}; load nvidia-peermem, or register it by its dma-buf", name_,
+        human_bytes(memory.size()), std::strerror(error));
   rlimit limit{};
   if (error == ENOMEM && ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur < memory.size())
     return fail(ErrorCode::exhausted,
@@ -179,6 +190,20 @@ Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, Memory
                 human_bytes(memory.size()), human_bytes(limit.rlim_cur));
   return fail(ErrorCode::exhausted, "rail {}: registration of {} failed: {}", name_, human_bytes(memory.size()),
               std::strerror(error));
+}
+
+Result<MemoryRegion> Device::register_dma_buf(const DmaBuf& buffer) const {
+  MemoryRegion region(ibv_reg_dmabuf_mr(domain_.get(), buffer.offset, buffer.memory.size(),
+                                        reinterpret_cast<std::uint64_t>(buffer.memory.data()), buffer.fd, kForPeers));
+  if (region) return region;
+  const int error = errno;
+  return fail(
+      ErrorCode::unreachable, "rail {}: a dma-buf of {} can't be registered: {}{}", name_,
+      human_bytes(buffer.memory.size()), std::strerror(error),
+      error == EOPNOTSUPP || error == ENOSYS || error == EPROTONOSUPPORT
+          ? "; this device's driver has no dma-buf support (mlx5 has it since Linux 5.12): load nvidia-peermem, "
+            "or stage through host memory"
+          : "");
 }
 
 }  // namespace rejoin::transport::ibverbs

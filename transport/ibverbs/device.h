@@ -46,7 +46,9 @@ class Device {
   // For peers to write into and read from, or for our own messages alone. Errors say what to do: memory lock limit, no
   // such mapping.
   enum class Reach { peers, own };
+  // CUDA memory goes through the kernel's peer memory module (nvidia-peermem), or by its dma-buf.
   Result<MemoryRegion> register_memory(std::span<std::byte> memory, MemoryKind kind, Reach reach) const;
+  Result<MemoryRegion> register_dma_buf(const DmaBuf& buffer) const;  // for peers
 
  private:
   Result<> find_gid();

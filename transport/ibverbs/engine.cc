@@ -17,13 +17,13 @@ namespace {
 constexpr std::uint32_t kSendSlots = 256;
 constexpr std::uint32_t kControlEvery = 256;  // polls between two looks at the control connections while busy
 
+}  // namespace
+
 Result<> add_to(const Fd& epoll, int fd) {
   epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
   if (::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) return fail_errno("epoll_ctl");
   return {};
 }
-
-}  // namespace
 
 Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return IbverbsEngine::make(options); }
 
@@ -74,9 +74,9 @@ Result<> IbverbsEngine::open_device() {
   if (removal_)
     if (auto added = add_to(epoll_, removal_->fd()); !added) return added;
   for (auto& [id, registered] : registered_) {
-    auto again = device_->register_memory(regions_.find(RegionId(id))->memory, MemoryKind::host, Device::Reach::peers);
+    auto again = register_again(regions_.find(RegionId(id))->memory, registered);
     if (!again) return tl::unexpected(again.error());
-    registered = std::move(*again);
+    registered.region = std::move(*again);
   }
   return {};
 }
@@ -84,7 +84,7 @@ Result<> IbverbsEngine::open_device() {
 // The endpoints have failed before; what is left is given up in the order of its making, backwards.
 void IbverbsEngine::lose_device() {
   known_to_.clear();
-  for (auto& [id, registered] : registered_) registered.reset();
+  for (auto& [id, registered] : registered_) registered.region.reset();
   slots_.reset();
   receives_.reset();
   receive_region_.reset();
@@ -92,6 +92,7 @@ void IbverbsEngine::lose_device() {
   backlog_.clear();
   completions_.reset();
   channel_.reset();
+  manager_.reset();
   device_.reset();
   removal_.reset();
 }
@@ -114,17 +115,35 @@ IbverbsEngine::~IbverbsEngine() {
 // ---- regions
 
 Result<RegionId> IbverbsEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
-  MemoryRegion made;
+  Registered made{.region = {}, .kind = kind, .dma_buf = {}};
   if (device_) {
     auto registered = device_->register_memory(memory, kind, Device::Reach::peers);
     if (!registered) return tl::unexpected(registered.error());
-    made = std::move(*registered);
-  } else if (kind != MemoryKind::host) {
-    return fail(ErrorCode::unavailable, "rail {}: the device is lost", name_);
+    made.region = std::move(*registered);
   }
   const RegionId id = regions_.add(memory);
   registered_[id.value] = std::move(made);  // without the device: when it is back
   return id;
+}
+
+Result<RegionId> IbverbsEngine::register_dma_buf(const DmaBuf& buffer) {
+  Registered made{.region = {}, .kind = MemoryKind::cuda, .dma_buf = Fd(::fcntl(buffer.fd, F_DUPFD_CLOEXEC, 0))};
+  if (!made.dma_buf) return fail_errno(fmt::format("rail {}: the dma-buf's descriptor {}", name_, buffer.fd));
+  made.dma_buf_offset = buffer.offset;
+  if (device_) {
+    auto registered = device_->register_dma_buf(buffer);
+    if (!registered) return tl::unexpected(registered.error());
+    made.region = std::move(*registered);
+  }
+  const RegionId id = regions_.add(buffer.memory);
+  registered_[id.value] = std::move(made);
+  return id;
+}
+
+Result<MemoryRegion> IbverbsEngine::register_again(std::span<std::byte> memory, const Registered& what) const {
+  if (what.dma_buf)
+    return device_->register_dma_buf({.fd = what.dma_buf.get(), .offset = what.dma_buf_offset, .memory = memory});
+  return device_->register_memory(memory, what.kind, Device::Reach::peers);
 }
 
 void IbverbsEngine::deregister(RegionId id) {
@@ -139,207 +158,12 @@ void IbverbsEngine::deregister(RegionId id) {
         say(*peer, {.kind = wire::Kind::withdraw, .a = key});
 }
 
-// ---- connecting
-
-Result<Address> IbverbsEngine::listen(const Address& where) { return control_->listen(where); }
-
-Result<> IbverbsEngine::make_room_for_completions(std::uint32_t more_queue_pairs) {
-  const auto needed =
-      static_cast<int>(options_.receive_buffers + (by_tag_.size() + more_queue_pairs) * options_.queue_depth);
-  if (needed <= completions_->cqe) return {};
-  const int wanted = std::min(device_->limits().max_cqe, 2 * needed);
-  if (const int error = ibv_resize_cq(completions_.get(), wanted); error != 0 || completions_->cqe < needed)
-    return fail(ErrorCode::exhausted,
-                "rail {}: the completion queue can't grow to {} entries (limit {}): use fewer or "
-                "shallower queue pairs (qps=, depth=)",
-                name_, needed, device_->limits().max_cqe);
-  return {};
-}
-
-Result<> IbverbsEngine::make_queue_pairs(Endpoint& endpoint, std::uint32_t count) {
-  endpoint.rebuilding.resize(count);
-  if (auto room = make_room_for_completions(count); !room) return room;
-  for (std::uint32_t i = 0; i < count; ++i) {
-    do next_tag_ = (next_tag_ + 1) & QueuePair::kLargestTag;
-    while (next_tag_ == 0 || by_tag_.contains(next_tag_));
-    auto made = QueuePair::make({*device_, options_, completions_.get(), receives_.get(), slots_}, next_tag_);
-    if (!made) {
-      destroy_queue_pairs(endpoint);
-      return tl::unexpected(made.error());
-    }
-    by_tag_[next_tag_] = by_number_[(*made)->number()] = {&endpoint, i};
-    endpoint.queue_pairs.push_back(std::move(*made));
-  }
-  return {};
-}
-
-wire::Greeting IbverbsEngine::greeting(const Endpoint& endpoint) const {
-  wire::Greeting greeting;
-  std::memcpy(greeting.gid, device_->gid().raw, sizeof greeting.gid);
-  greeting.lid = device_->port().lid;
-  greeting.mtu = options_.mtu != 0 ? options_.mtu : 128u << device_->port().active_mtu;
-  greeting.queue_pairs = static_cast<std::uint16_t>(endpoint.queue_pairs.size());
-  for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i) {
-    greeting.numbers[i] = endpoint.queue_pairs[i]->number();
-    greeting.first_packets[i] = endpoint.queue_pairs[i]->first_packet();
-  }
-  return greeting;
-}
-
-Result<EndpointId> IbverbsEngine::connect(const Address& peer, BytesView hello) {
-  if (auto checked = check_hello(hello, kMaxHello - sizeof(wire::Greeting)); !checked)
-    return tl::unexpected(checked.error());
-  if (auto there = ready(); !there) return tl::unexpected(there.error());
-  auto endpoint = std::make_unique<Endpoint>();
-  endpoint->initiator = endpoint->announced = true;
-  if (auto made = make_queue_pairs(*endpoint, options_.queue_pairs); !made) return tl::unexpected(made.error());
-  auto id = control_->connect(peer, joined(greeting(*endpoint), hello));
-  if (!id) {
-    destroy_queue_pairs(*endpoint);
-    return tl::unexpected(id.error());
-  }
-  endpoint->id = *id;
-  ++unopened_;
-  endpoints_[id->value] = std::move(endpoint);
-  return *id;
-}
-
-QueuePair::Peer IbverbsEngine::peer_of(const Endpoint& endpoint, std::size_t queue_pair,
-                                       std::uint32_t first_packet) const {
-  return {.gid = endpoint.peer_gid,
-          .lid = endpoint.peer_lid,
-          .mtu = endpoint.peer_mtu,
-          .number = endpoint.peer_numbers[queue_pair],
-          .first_packet = first_packet};
-}
-
-Result<> IbverbsEngine::connect_queue_pairs(Endpoint& endpoint, const wire::Greeting& peer, bool may_post) {
-  std::memcpy(endpoint.peer_gid.raw, peer.gid, sizeof peer.gid);
-  endpoint.peer_lid = peer.lid;
-  endpoint.peer_mtu = peer.mtu;
-  endpoint.peer_numbers.assign(peer.numbers, peer.numbers + peer.queue_pairs);
-  for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i)
-    if (auto connected = endpoint.queue_pairs[i]->connect(peer_of(endpoint, i, peer.first_packets[i]), may_post);
-        !connected)
-      return connected;
-  return {};
-}
-
-void IbverbsEngine::on_accepted(const Event& event) {
-  BytesView bytes = event.message;
-  wire::Greeting theirs;
-  const bool sound = take(bytes, theirs) && theirs.magic == wire::kMagic && theirs.queue_pairs >= 1 &&
-                     theirs.queue_pairs <= wire::kMaxQueuePairs;
-  if (!sound) {
-    spdlog::warn("rail {}: a connection was refused: it sent something other than a verbs greeting of this version",
-                 name_);
-    return control_->close(event.endpoint);
-  }
-  auto made = std::make_unique<Endpoint>();
-  Endpoint& endpoint = *made;
-  endpoint.id = event.endpoint;
-  endpoint.stage = Stage::accepting;
-  endpoint.hello.assign(bytes.begin(), bytes.end());
-  Result<> result = ready();
-  if (result) result = make_queue_pairs(endpoint, theirs.queue_pairs);
-  if (result) result = connect_queue_pairs(endpoint, theirs, false);
-  if (!result) {
-    spdlog::warn("rail {}: a connection was refused: {}", name_, result.error());
-    destroy_queue_pairs(endpoint);
-    return control_->close(event.endpoint);
-  }
-  ++unopened_;
-  endpoints_[endpoint.id.value] = std::move(made);
-  const wire::Greeting ours = greeting(endpoint);
-  (void)control_->send(endpoint.id, bytes_of(ours));  // a failure shows as `closed`
-}
-
-void IbverbsEngine::on_greeting(Endpoint& endpoint, BytesView message) {
-  wire::Greeting theirs;
-  if (!take(message, theirs) || theirs.magic != wire::kMagic || theirs.queue_pairs != endpoint.queue_pairs.size())
-    return fail_endpoint(endpoint, ErrorCode::corrupt, "it is no verbs engine of this version");
-  if (auto connected = connect_queue_pairs(endpoint, theirs, true); !connected)
-    return fail_endpoint(endpoint, connected.error().code, connected.error().message);
-  say_word(endpoint, 0, wire::Word::ready);
-  --unopened_;
-  endpoint.stage = Stage::open;
-  events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
-}
-
-// The peer can receive; it has said so, or its first message has come.
-void IbverbsEngine::opened(Endpoint& endpoint) {
-  if (endpoint.stage != Stage::accepting) return;
-  --unopened_;
-  endpoint.stage = Stage::open;
-  endpoint.announced = true;
-  for (auto& queue_pair : endpoint.queue_pairs) queue_pair->resume();
-  events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, std::exchange(endpoint.hello, {}));
-  touch(endpoint);
-}
-
-void IbverbsEngine::say_word(Endpoint& endpoint, std::size_t index, wire::Word word) {
-  const QueuePair& queue_pair = *endpoint.queue_pairs[index];
-  const wire::Control control{.word = word,
-                              .queue_pair = static_cast<std::uint32_t>(index),
-                              .first_packet = queue_pair.first_packet(),
-                              .received = queue_pair.received};
-  (void)control_->send(endpoint.id, bytes_of(control));  // a failure shows as `closed`
-}
-
-void IbverbsEngine::on_word(Endpoint& endpoint, BytesView message) {
-  wire::Control control;
-  if (!take(message, control) || control.queue_pair >= endpoint.queue_pairs.size())
-    return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a word that can't be");
-  const std::size_t index = control.queue_pair;
-  QueuePair& queue_pair = *endpoint.queue_pairs[index];
-  const auto done = [&](const Work& work) { on_done(endpoint, work); };
-  Result<> result;
-  switch (control.word) {
-    case wire::Word::ready: return opened(endpoint);
-    case wire::Word::rebuild:
-      // Both began at once: the side that connected goes first, and the other answers it.
-      if (endpoint.rebuilding[index] && endpoint.initiator) return;
-      if (!endpoint.rebuilding[index]) result = queue_pair.reset();
-      endpoint.rebuilding[index] = false;
-      queue_pair.forget_sends_below(control.received, done);
-      if (result) result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), false);
-      if (result) say_word(endpoint, index, wire::Word::rebuilt);
-      break;
-    case wire::Word::rebuilt:
-      if (!endpoint.rebuilding[index])
-        return fail_endpoint(endpoint, ErrorCode::corrupt, "it rebuilt what was not broken");
-      endpoint.rebuilding[index] = false;
-      queue_pair.forget_sends_below(control.received, done);
-      result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), true);
-      if (result) say_word(endpoint, index, wire::Word::go);
-      touch(endpoint);
-      break;
-    case wire::Word::go:
-      queue_pair.resume();
-      touch(endpoint);
-      break;
-    default: return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent an unknown word");
-  }
-  if (!result) fail_endpoint(endpoint, result.error().code, result.error().message);
-}
-
-void IbverbsEngine::on_control(const Event& event) {
-  if (event.kind == EventKind::accepted) return on_accepted(event);
-  Endpoint* endpoint = find(event.endpoint);
-  if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
-  if (event.kind == EventKind::closed) {
-    poll_completions();  // what it said before it went
-    if (endpoint = find(event.endpoint); endpoint == nullptr || endpoint->stage == Stage::failed) return;
-    return fail_endpoint(*endpoint, ErrorCode::unavailable,
-                         event.error ? event.error->message : "it closed the connection");
-  }
-  if (event.kind != EventKind::message) return;
-  if (endpoint->stage == Stage::connecting) return on_greeting(*endpoint, event.message);
-  on_word(*endpoint, event.message);
-}
+// ---- events of the device and the control connection
 
 void IbverbsEngine::look_at_control() {
   for (const auto& event : control_->poll()) on_control(event);
+  if (manager_)
+    for (const auto& event : manager_->poll()) on_manager(event);
   look_at_device();
 }
 
@@ -396,6 +220,8 @@ void IbverbsEngine::destroy_queue_pairs(Endpoint& endpoint) {
     by_number_.erase(queue_pair->number());
   }
   endpoint.queue_pairs.clear();
+  if (manager_ && endpoint.by_manager) manager_->forget(endpoint.id);
+  by_token_.erase(endpoint.manager_token);
   for (auto& [region, known] : known_to_) known.erase(endpoint.id);
 }
 

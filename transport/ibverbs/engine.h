@@ -11,7 +11,8 @@
 //    connected anew; each side tells what it has received, so that nothing is done twice.
 //  - close() destroys the queue pairs: the fence.
 //
-// engine.cc: set-up, regions, control connection, closing. datapath.cc: work and completions.
+// engine.cc: set-up, regions, events of the device, closing. connecting.cc: from the first word to an open endpoint,
+// and rebuilding. datapath.cc: work and completions.
 #pragma once
 
 #include <deque>
@@ -21,7 +22,7 @@
 #include "base/fd.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
-#include "transport/ibverbs/queue_pair.h"
+#include "transport/ibverbs/connection_manager.h"
 #include "transport/ibverbs/removal.h"
 #include "transport/ibverbs/wire.h"
 #include "transport/regions.h"
@@ -36,6 +37,7 @@ class IbverbsEngine final : public Engine {
   Result<Address> listen(const Address& where) override;
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;
   void deregister(RegionId region) override;
   RemoteRegion remote(RegionId region) const override { return regions_.remote(region); }
   Result<> send(EndpointId endpoint, BytesView message) override;
@@ -67,7 +69,10 @@ class IbverbsEngine final : public Engine {
     Stage stage = Stage::connecting;
     std::string failure;
     bool initiator = false;
-    bool announced = false;  // the caller knows of it
+    bool announced = false;   // the caller knows of it
+    bool by_manager = false;  // connected by rdma_cm, …
+    std::uint64_t manager_token = 0;
+    std::uint32_t uncalled = 0;  // … with so many queue pairs still to come
     std::vector<std::unique_ptr<QueuePair>> queue_pairs;
     std::vector<bool> rebuilding;  // our own reset of it is announced and not answered
     ibv_gid peer_gid{};
@@ -92,19 +97,24 @@ class IbverbsEngine final : public Engine {
   Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
 
-  // engine.cc
+  // connecting.cc
+  Result<> start_manager();
+  void on_manager(const ConnectionManager::Event& event);
+  void on_all_connected(Endpoint& endpoint);
   Result<> make_queue_pairs(Endpoint& endpoint, std::uint32_t count);
   Result<> make_room_for_completions(std::uint32_t more_queue_pairs);
   wire::Greeting greeting(const Endpoint& endpoint) const;
   Result<> connect_queue_pairs(Endpoint& endpoint, const wire::Greeting& peer, bool may_post);
   QueuePair::Peer peer_of(const Endpoint& endpoint, std::size_t queue_pair, std::uint32_t first_packet) const;
-  void look_at_control();
   void on_control(const Event& event);
   void on_accepted(const Event& event);
   void on_greeting(Endpoint& endpoint, BytesView message);
   void on_word(Endpoint& endpoint, BytesView message);
   void say_word(Endpoint& endpoint, std::size_t queue_pair, wire::Word word);
   void opened(Endpoint& endpoint);
+
+  // engine.cc
+  void look_at_control();
   void look_at_device();
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why);
   void fail_all(const std::string& why);
@@ -137,9 +147,18 @@ class IbverbsEngine final : public Engine {
   Fd epoll_;
   Unguessable unguessable_;
   Regions regions_{unguessable_};
-  std::unordered_map<std::uint64_t, MemoryRegion> registered_;        // by our region
+  struct Registered {
+    MemoryRegion region;
+    MemoryKind kind = MemoryKind::host;
+    Fd dma_buf;  // our own, where it is one: to register it again with the next device
+    std::uint64_t dma_buf_offset = 0;
+  };
+  Result<MemoryRegion> register_again(std::span<std::byte> memory, const Registered& what) const;
+  std::unordered_map<std::uint64_t, Registered> registered_;          // by our region
   std::unordered_map<std::uint64_t, std::set<EndpointId>> known_to_;  // … the endpoints that asked for it
   std::unique_ptr<Engine> control_;
+  std::unique_ptr<ConnectionManager> manager_;
+  std::unordered_map<std::uint64_t, EndpointId> by_token_;  // that rdma_cm is to connect
   CompletionChannel channel_;
   CompletionQueue completions_;
   Bytes receive_memory_;
@@ -160,5 +179,7 @@ class IbverbsEngine final : public Engine {
   std::uint32_t polls_ = 0, unopened_ = 0, unacknowledged_ = 0;
   bool slept_ = false;
 };
+
+Result<> add_to(const Fd& epoll, int fd);
 
 }  // namespace rejoin::transport::ibverbs

@@ -76,6 +76,7 @@ Result<> QueuePair::initialise() {
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
   attributes.port_num = shared_.device.port_number();
+  attributes.pkey_index = path_ ? path_->partition : std::uint16_t{0};
   attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
   const int error =
       ibv_modify_qp(handle_.get(), &attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
@@ -84,46 +85,57 @@ Result<> QueuePair::initialise() {
   return {};
 }
 
-Result<> QueuePair::connect(const Peer& peer, bool may_post) {
+Path QueuePair::path_to(const Peer& peer) const {
   const Options& options = shared_.options;
   const Device& device = shared_.device;
-  ibv_qp_attr attributes{};
-  attributes.qp_state = IBV_QPS_RTR;
+  Path path;
+  path.receive_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                      IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+  ibv_qp_attr& receive = path.receive;
+  receive.qp_state = IBV_QPS_RTR;
   const std::uint32_t active = 128u << device.port().active_mtu;
-  attributes.path_mtu = mtu_of(std::min({active, options.mtu == 0 ? active : options.mtu, peer.mtu}));
-  attributes.dest_qp_num = peer.number;
-  attributes.rq_psn = peer.first_packet;
-  attributes.max_dest_rd_atomic = static_cast<std::uint8_t>(std::min(16, device.limits().max_qp_rd_atom));
-  attributes.min_rnr_timer = 1;  // 10 µs; a receiver without a buffer gets one with its next poll
-  attributes.ah_attr.sl = options.service_level;
-  attributes.ah_attr.port_num = device.port_number();
-  attributes.ah_attr.dlid = peer.lid;
+  receive.path_mtu = mtu_of(std::min({active, options.mtu == 0 ? active : options.mtu, peer.mtu}));
+  receive.dest_qp_num = peer.number;
+  receive.max_dest_rd_atomic = static_cast<std::uint8_t>(std::min(16, device.limits().max_qp_rd_atom));
+  receive.ah_attr.sl = options.service_level;
+  receive.ah_attr.port_num = device.port_number();
+  receive.ah_attr.dlid = peer.lid;
   if (device.ethernet() || peer.lid == 0) {
-    attributes.ah_attr.is_global = 1;
-    attributes.ah_attr.grh = {.dgid = peer.gid,
-                              .flow_label = 0,
-                              .sgid_index = device.gid_index(),
-                              .hop_limit = 64,
-                              .traffic_class = options.traffic_class};
+    receive.ah_attr.is_global = 1;
+    receive.ah_attr.grh = {.dgid = peer.gid,
+                           .flow_label = 0,
+                           .sgid_index = device.gid_index(),
+                           .hop_limit = 64,
+                           .traffic_class = options.traffic_class};
   }
-  int error = ibv_modify_qp(handle_.get(), &attributes,
-                            IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                                IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
-  if (error != 0)
+  path.send_mask =
+      IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
+  path.send.qp_state = IBV_QPS_RTS;
+  path.send.max_rd_atomic = static_cast<std::uint8_t>(std::min(16, device.limits().max_qp_init_rd_atom));
+  return path;
+}
+
+Result<> QueuePair::set_path(const Path& path) {
+  path_ = path;
+  const auto initialised = initialise();
+  first_packet_ = path.send.sq_psn;
+  return initialised;
+}
+
+Result<> QueuePair::connect(const Peer& peer, bool may_post) {
+  Path path = path_ ? *path_ : path_to(peer);
+  path.receive.rq_psn = peer.first_packet;
+  path.receive.min_rnr_timer = 1;  // 10 µs; a receiver without a buffer gets one with its next poll
+  path.send.sq_psn = first_packet_;
+  path.send.timeout = shared_.options.timeout;
+  path.send.retry_cnt = shared_.options.retries;
+  path.send.rnr_retry = 7;  // for ever: a peer that does not read is slow, not dead; others judge that
+  if (const int error = ibv_modify_qp(handle_.get(), &path.receive, path.receive_mask); error != 0)
     return fail(ErrorCode::unavailable,
-                "rail {}: no route to the peer's queue pair: {}; do both rails lie in one network?", device.name(),
-                std::strerror(error));
-  attributes = {};
-  attributes.qp_state = IBV_QPS_RTS;
-  attributes.sq_psn = first_packet_;
-  attributes.timeout = options.timeout;
-  attributes.retry_cnt = options.retries;
-  attributes.rnr_retry = 7;  // for ever: a peer that does not read is slow, not dead; others judge that
-  attributes.max_rd_atomic = static_cast<std::uint8_t>(std::min(16, device.limits().max_qp_init_rd_atom));
-  error = ibv_modify_qp(
-      handle_.get(), &attributes,
-      IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
-  if (error != 0) return fail(ErrorCode::io, "rail {}: queue pair to RTS: {}", device.name(), std::strerror(error));
+                "rail {}: no route to the peer's queue pair: {}; do both rails lie in one network?",
+                shared_.device.name(), std::strerror(error));
+  if (const int error = ibv_modify_qp(handle_.get(), &path.send, path.send_mask); error != 0)
+    return fail(ErrorCode::io, "rail {}: queue pair to RTS: {}", shared_.device.name(), std::strerror(error));
   may_post_ = may_post;
   return {};
 }
@@ -173,7 +185,8 @@ bool QueuePair::prepare(Work& work, ibv_send_wr& request, ibv_sge& piece) {
   request.wr.rdma.remote_addr = work.remote_address;
   request.wr.rdma.rkey = work.rkey;
   piece = {.addr = work.address, .length = static_cast<std::uint32_t>(work.length), .lkey = work.lkey};
-  if (work.kind == Work::Kind::write && work.length <= inline_bytes_) request.send_flags = IBV_SEND_INLINE;
+  if (work.kind == Work::Kind::write && work.in_host_memory && work.length <= inline_bytes_)
+    request.send_flags = IBV_SEND_INLINE;
   return true;
 }
 

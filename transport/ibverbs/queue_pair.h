@@ -32,6 +32,7 @@ struct Work {
   bool last = false;            // … and its last one
   std::uint64_t address = 0;    // local, of a write or read
   std::uint32_t lkey = 0;
+  bool in_host_memory = true;  // the processor may read it
   std::uint64_t length = 0;
   std::uint64_t remote_address = 0;
   std::uint32_t rkey = 0;
@@ -39,6 +40,13 @@ struct Work {
   std::uint32_t message_bytes = 0;    // of a send, with its header
   std::optional<std::uint32_t> slot;  // where the message is, or
   Bytes message;                      // where there was no free slot
+};
+
+// The attributes that bring a queue pair from INIT to RTR and on to RTS.
+struct Path {
+  ibv_qp_attr receive{}, send{};
+  int receive_mask = 0, send_mask = 0;
+  std::uint16_t partition = 0;  // index of its key
 };
 
 class QueuePair {
@@ -65,6 +73,8 @@ class QueuePair {
     std::uint32_t mtu = 0;  // bytes
     std::uint32_t number = 0, first_packet = 0;
   };
+  // As rdma_cm has it; also for every time that it is connected again.
+  Result<> set_path(const Path& path);
   // Ready to receive and to send. `may_post`: what waits may go out; otherwise after resume().
   Result<> connect(const Peer& peer, bool may_post);
   void resume() { may_post_ = true; }
@@ -111,6 +121,7 @@ class QueuePair {
   static constexpr std::uint64_t kNumberMask = (std::uint64_t{1} << kNumberBits) - 1;
 
   Result<> initialise();
+  Path path_to(const Peer& peer) const;
   std::uint64_t behind_oldest(const ibv_wc& completion) const;
   bool prepare(Work& work, ibv_send_wr& request, ibv_sge& piece);
   void release(Work& work);
@@ -132,6 +143,7 @@ class QueuePair {
   QueuePairHandle handle_;
   std::uint32_t inline_bytes_ = 0;
   std::uint32_t first_packet_ = 0;
+  std::optional<Path> path_;  // rdma_cm's
   bool may_post_ = false;
   std::uint64_t next_send_ = 0;
   std::uint64_t next_request_ = 0;  // of what is posted next

@@ -7,7 +7,7 @@
 
 namespace rejoin::transport::ibverbs::wire {
 
-constexpr std::uint64_t kMagic = 0x31627276'6e4a5252;  // another layout gets another number
+constexpr std::uint64_t kMagic = 0x32627276'6e4a5252;  // another layout gets another number
 constexpr std::uint32_t kMaxQueuePairs = 8;
 
 // Over the control connection (TCP), first by the side that connects (its hello follows), then as the answer.
@@ -19,6 +19,11 @@ struct Greeting {
   std::uint32_t mtu = 0;  // bytes
   std::uint32_t numbers[kMaxQueuePairs]{};
   std::uint32_t first_packets[kMaxQueuePairs]{};
+  // By rdma_cm instead: the side that connects wants it so; the answer says where to call, and what to say there.
+  std::uint8_t by_manager = 0;
+  char manager_address[47]{};
+  std::uint16_t manager_port = 0;
+  std::uint64_t manager_token = 0;
 };
 
 // Over the control connection, after the greetings.

@@ -286,6 +286,9 @@ StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Opera
     Link* link = rail.link;
     if (link == nullptr || !link->open || !local->second[link->rail] || remote->second.rails[link->rail].usable == 0)
       continue;
+    if (!endpoint.blind.empty() &&
+        endpoint.blind.contains({link->rail, operation.local.region.value, operation.remote.region.key}))
+      continue;
     choice.reachable = true;
     if (link->bytes > 0 && link->bytes + length > options_.bytes_in_flight) continue;
     if (choice.link != nullptr && link->bytes >= choice.link->bytes) continue;
@@ -372,10 +375,22 @@ void StripedEngine::on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t 
     return finish_piece(endpoint, piece.operation, {});
   }
   if (error->code == ErrorCode::refused) return finish_piece(endpoint, piece.operation, error);
+  if (error->code == ErrorCode::unreachable) return avoid(endpoint, link, piece, *error);
   // The rail failed it. Before its end is known here it may still deliver: take it out first.
   if (operation.is_read || link.peer_fenced) endpoint.pending.push_front(piece);
   else link.orphans.push_back(piece);
   if (!link.ended) end_link(endpoint, link, error->message);
+}
+
+// The rail is sound and was not fenced, but it can't get at this memory: from now on others carry what is between the
+// two regions. It has ended the piece itself, so nothing of it lands any more.
+void StripedEngine::avoid(Endpoint& endpoint, const Link& link, const Piece& piece, const Error& error) {
+  const Operation& operation = endpoint.operations.at(piece.operation);
+  if (endpoint.blind.size() >= kMaxKeys) endpoint.blind.clear();  // learned again
+  if (endpoint.blind.insert({link.rail, operation.local.region.value, operation.remote.region.key}).second)
+    spdlog::warn("rail {} is not used between two regions any more: {}", link.rail, error.message);
+  if (choose_link(endpoint, operation, 0).reachable) endpoint.pending.push_front(piece);
+  else finish_piece(endpoint, piece.operation, error);
 }
 
 void StripedEngine::finish_piece(Endpoint& endpoint, std::uint64_t number, const std::optional<Error>& error) {

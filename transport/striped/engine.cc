@@ -62,10 +62,19 @@ StripedEngine::~StripedEngine() {
 // ---- regions
 
 Result<RegionId> StripedEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+  return register_on_rails(memory, [&](Engine& rail) { return rail.register_region(memory, kind); });
+}
+
+Result<RegionId> StripedEngine::register_dma_buf(const DmaBuf& buffer) {
+  return register_on_rails(buffer.memory, [&](Engine& rail) { return rail.register_dma_buf(buffer); });
+}
+
+Result<RegionId> StripedEngine::register_on_rails(std::span<std::byte> memory,
+                                                  const std::function<Result<RegionId>(Engine&)>& on_rail) {
   RailRegions on_rails;
   std::optional<Error> error;
   for (auto& rail : rails_) {
-    auto registered = rail->register_region(memory, kind);
+    auto registered = on_rail(*rail);
     if (!registered) error = registered.error();
     on_rails.push_back(registered ? std::optional(*registered) : std::nullopt);
   }

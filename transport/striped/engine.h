@@ -13,6 +13,7 @@
 
 #include <array>
 #include <deque>
+#include <functional>
 #include <map>
 #include <set>
 #include <unordered_map>
@@ -35,6 +36,7 @@ class StripedEngine final : public Engine {
   Result<Address> listen(const Address& where) override;
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;
   void deregister(RegionId region) override;
   RemoteRegion remote(RegionId region) const override;
   Result<> send(EndpointId endpoint, BytesView message) override;
@@ -119,6 +121,13 @@ class StripedEngine final : public Engine {
     std::deque<Piece> pending;
     bool dirty = false;
     std::map<std::uint64_t, RemoteKeys> keys;
+    // Rails that failed to get at a local region or a remote key (we can't tell which): not used for the two together.
+    struct Blind {
+      std::uint32_t rail = 0;
+      std::uint64_t region = 0, key = 0;
+      auto operator<=>(const Blind&) const = default;
+    };
+    std::set<Blind> blind;
 
     std::map<std::uint64_t, Incoming> incoming;
     std::uint64_t all_in_below = 0;  // writes with notification: all below are done
@@ -130,6 +139,8 @@ class StripedEngine final : public Engine {
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
 
   // engine.cc
+  Result<RegionId> register_on_rails(std::span<std::byte> memory,
+                                     const std::function<Result<RegionId>(Engine&)>& on_rail);
   Endpoint& make_endpoint(Stage stage);
   Result<> connect_rail(Endpoint& endpoint, std::uint32_t rail);
   void on_accepted(std::uint32_t rail, const Event& event);
@@ -157,6 +168,7 @@ class StripedEngine final : public Engine {
   void mark_in(Endpoint& endpoint, std::uint64_t number);
   bool is_in(const Endpoint& endpoint, std::uint64_t number) const;
   void on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t piece, const std::optional<Error>& error);
+  void avoid(Endpoint& endpoint, const Link& link, const Piece& piece, const Error& error);
   void finish_piece(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
   void complete(Endpoint& endpoint, std::uint64_t operation);
   void say(Endpoint& endpoint, wire::Header header, BytesView rest = {});

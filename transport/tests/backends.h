@@ -20,6 +20,7 @@ inline std::vector<std::string> with_rdma(std::vector<std::string> names) {
   if (!has_rdma()) return names;
   const std::string devices = std::getenv("REJOIN_RDMA");
   names.push_back("ibverbs:" + devices.substr(0, devices.find(',')));
+  names.push_back(names.back() + ";cm=auto");
   if (devices.find(',') != std::string::npos) names.push_back("ibverbs:" + devices);
   return names;
 }
@@ -28,8 +29,11 @@ inline std::vector<std::string> with_rdma(std::vector<std::string> names) {
 // A test's name of it: "tcp", "tcp_rails", "ucx".
 inline std::string name_of(const std::string& transport) {
   const bool rails = transport.find(',') != std::string::npos && !transport.starts_with("ucx");
-  const bool settings = transport.find(';') != std::string::npos;
-  return transport.substr(0, transport.find(':')) + (rails ? "_rails" : "") + (settings ? "_settings" : "");
+  const bool settings = transport.find(';') != std::string::npos, manager = transport.find("cm=") != std::string::npos;
+  return transport.substr(0, transport.find(':')) + (rails ? "_rails" : "") +
+         (manager    ? "_rdma_cm"
+          : settings ? "_settings"
+                     : "");
 }
 
 }  // namespace rejoin::transport

@@ -7,6 +7,7 @@
 
 #include <fcntl.h>
 #include <infiniband/verbs.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -38,6 +39,12 @@ struct FakeContext {
 struct FakeMr {
   ibv_mr region{};
   bool remote_write = false, remote_read = false;
+  // By dma-buf: where its bytes are, at the address that the region has for the device.
+  std::byte* mapped = nullptr;
+  std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(region.addr); }
+  std::byte* at(std::uint64_t where) const {
+    return mapped != nullptr ? mapped + (where - address()) : reinterpret_cast<std::byte*>(where);
+  }
 };
 
 struct FakeSrq {
@@ -83,6 +90,7 @@ std::array<ibv_device, 2> devices = [] {
   return made;
 }();
 std::set<const ibv_device*> down, unplugged;
+std::map<const ibv_device*, std::pair<std::uint64_t, std::uint64_t>> blind;  // address, bytes
 std::set<FakeContext*> contexts;
 FakeVerbsTransfer watcher;
 std::map<std::uint32_t, FakeQp*> pairs;
@@ -129,10 +137,23 @@ void to_error(FakeQp& qp) {
 FakeMr* remote_region(const Request& request, bool write) {
   auto found = regions.find(request.rkey);
   if (found == regions.end()) return nullptr;
-  const auto begin = reinterpret_cast<std::uint64_t>(found->second->region.addr);
+  const auto begin = found->second->address();
   const bool inside = request.remote >= begin && request.piece.length <= found->second->region.length &&
                       request.remote - begin <= found->second->region.length - request.piece.length;
   return inside && (write ? found->second->remote_write : found->second->remote_read) ? found->second : nullptr;
+}
+
+bool can_reach(const ibv_device* device, std::uint64_t address) {
+  auto found = blind.find(device);
+  return found == blind.end() || address < found->second.first || address - found->second.first >= found->second.second;
+}
+
+void fail_front(FakeQp& qp, FakeQp& peer, ibv_wc_status status) {
+  const Request failed = qp.requests.front();
+  qp.requests.pop_front();
+  complete(qp, failed, status);
+  to_error(qp);
+  if (status != IBV_WC_LOC_PROT_ERR) to_error(peer);
 }
 
 // The oldest request of a queue pair, if it can be done now.
@@ -159,19 +180,17 @@ void step(FakeQp& qp) {
     complete(peer.pair.recv_cq, completion);
   } else {
     const bool write = front.opcode == IBV_WR_RDMA_WRITE;
-    if (remote_region(front, write) == nullptr) {
-      const Request failed = front;
-      qp.requests.pop_front();
-      complete(qp, failed, IBV_WC_REM_ACCESS_ERR);
-      to_error(qp);
-      to_error(peer);
-      return;
-    }
-    auto* far = reinterpret_cast<std::byte*>(front.remote);
-    if (watcher)
-      watcher(front.is_inline ? nullptr : reinterpret_cast<const void*>(front.piece.addr), far, front.piece.length);
-    if (write) std::memcpy(far, local, front.piece.length);
-    else std::memcpy(reinterpret_cast<void*>(front.piece.addr), far, front.piece.length);
+    const FakeMr* there = remote_region(front, write);
+    if (there == nullptr) return fail_front(qp, peer, IBV_WC_REM_ACCESS_ERR);
+    if (!front.is_inline && !can_reach(qp.pair.context->device, front.piece.addr))
+      return fail_front(qp, peer, IBV_WC_LOC_PROT_ERR);
+    if (!can_reach(peer.pair.context->device, front.remote)) return fail_front(qp, peer, IBV_WC_REM_OP_ERR);
+    std::byte* far = there->at(front.remote);
+    auto here = regions.find(front.piece.lkey);
+    std::byte* near = here == regions.end() ? nullptr : here->second->at(front.piece.addr);
+    if (watcher) watcher(qp.pair.context->device->name, front.is_inline ? nullptr : near, far, front.piece.length);
+    if (write) std::memcpy(far, front.is_inline ? local : near, front.piece.length);
+    else std::memcpy(near, far, front.piece.length);
   }
   const Request done = std::move(qp.requests.front());
   qp.requests.pop_front();
@@ -252,6 +271,11 @@ void fake_verbs_port(const char* device, bool up) {
       ring(context->pipe_write);
     }
   }
+}
+
+void fake_verbs_blind(const char* device, const void* memory, std::uint64_t bytes) {
+  for (auto& one : devices)
+    if (std::strcmp(one.name, device) == 0) blind[&one] = {reinterpret_cast<std::uint64_t>(memory), bytes};
 }
 
 void fake_verbs_plug(const char* device, bool in) {
@@ -336,6 +360,8 @@ int _ibv_query_gid_ex(ibv_context* context, std::uint32_t, std::uint32_t index, 
 }
 const char* ibv_port_state_str(ibv_port_state state) { return state == IBV_PORT_ACTIVE ? "active" : "down"; }
 const char* ibv_wc_status_str(ibv_wc_status status) {
+  if (status == IBV_WC_LOC_PROT_ERR) return "local protection error";
+  if (status == IBV_WC_REM_OP_ERR) return "remote operation error";
   return status == IBV_WC_REM_ACCESS_ERR ? "remote access error" : "error";
 }
 const char* ibv_event_type_str(ibv_event_type type) { return type == IBV_EVENT_PORT_ERR ? "port error" : "event"; }
@@ -363,7 +389,16 @@ ibv_mr* ibv_reg_mr_iova2(ibv_pd* domain, void* address, std::size_t length, std:
 ibv_mr* ibv_reg_mr(ibv_pd* domain, void* address, std::size_t length, int access) {
   return ibv_reg_mr_iova2(domain, address, length, 0, static_cast<unsigned int>(access));
 }
+ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* domain, std::uint64_t offset, std::size_t length, std::uint64_t address, int fd,
+                          int access) {
+  void* mapped = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
+  if (mapped == MAP_FAILED) return nullptr;
+  ibv_mr* made = ibv_reg_mr(domain, reinterpret_cast<void*>(address), length, access);
+  fake<FakeMr>(made)->mapped = static_cast<std::byte*>(mapped);
+  return made;
+}
 int ibv_dereg_mr(ibv_mr* region) {
+  if (fake<FakeMr>(region)->mapped != nullptr) ::munmap(fake<FakeMr>(region)->mapped, region->length);
   regions.erase(region->rkey);
   delete fake<FakeMr>(region);
   return 0;

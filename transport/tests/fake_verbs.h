@@ -6,7 +6,11 @@
 
 void fake_verbs_port(const char* device, bool up);
 // Called for every RDMA write or read that the devices carry out: where its bytes are here and there.
-using FakeVerbsTransfer = std::function<void(const void* here, const void* there, std::uint64_t bytes)>;
+using FakeVerbsTransfer =
+    std::function<void(const char* device, const void* here, const void* there, std::uint64_t bytes)>;
 void fake_verbs_watch(FakeVerbsTransfer watcher);
+// From now on the device fails every transfer of which this memory (by its address in the program) is the local or the
+// remote end. Null: it reaches everything again.
+void fake_verbs_blind(const char* device, const void* memory, std::uint64_t bytes);
 // Unplugged: everything of it fails from now on, and whoever has it open is told. Plugged in: it can be opened again.
 void fake_verbs_plug(const char* device, bool in);

@@ -1,6 +1,7 @@
 // What only real RDMA devices show: links that go down, devices that go away, regions withdrawn under traffic. Runs
 // where REJOIN_RDMA names two devices on links v0 and v1, as the VM rig does; elsewhere the tests are skipped.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
@@ -152,8 +153,14 @@ TEST_F(IbverbsRails, BothLinksDownIsAnErrorThatNamesTheRail) {
   EXPECT_NE(a.why->message.find("rail rxe"), std::string::npos) << a.why->message;
 }
 
-TEST_F(IbverbsRails, RegionsWithdrawnUnderTrafficRefuseTheirWritesAndNothingElse) {
-  connect("ibverbs:rxe0;qps=3");
+// Each way of connecting, since the queue pairs are connected anew many times.
+struct IbverbsRebuilding : IbverbsRails, testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Connecting, IbverbsRebuilding,
+                         testing::Values("ibverbs:rxe0;qps=3", "ibverbs:rxe0;qps=3;cm=auto"),
+                         [](const auto& instance) { return instance.index == 0 ? "exchange" : "rdma_cm"; });
+
+TEST_P(IbverbsRebuilding, RegionsWithdrawnUnderTrafficRefuseTheirWritesAndNothingElse) {
+  connect(GetParam());
   std::vector<std::byte> from(64 * KiB, std::byte{3}), lasting(256 * KiB), passing(256 * KiB);
   const RegionId source = *a.engine->register_region(from, MemoryKind::host);
   const RegionId back = *b.engine->register_region(from, MemoryKind::host);
@@ -234,6 +241,17 @@ TEST_F(IbverbsRails, ADeviceThatIsRemovedIsLetGoAndUsedAgainWhenItIsBack) {
   EXPECT_FALSE(a.completed[round]);
   EXPECT_EQ(transfer.from, transfer.to);
   EXPECT_FALSE(a.closed || b.closed);
+}
+
+TEST_F(IbverbsRails, WhatIsNoDmaBufOrCantBeRegisteredIsRefusedWithTheReason) {
+  auto engine = make_engine("ibverbs:rxe0");
+  ASSERT_TRUE(engine) << engine.error().message;
+  std::vector<std::byte> memory(64 * KiB);
+  const auto refused = (*engine)->register_dma_buf({.fd = STDIN_FILENO, .offset = 0, .memory = memory});
+  ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().code, ErrorCode::unreachable);
+  EXPECT_NE(refused.error().message.find("dma-buf"), std::string::npos) << refused.error().message;
+  fmt::print("{}\n", refused.error().message);
 }
 
 TEST(Ibverbs, WrongNamesAndSettingsAreNamed) {

@@ -1,10 +1,15 @@
 // The verbs backend over devices made of software: the conformance suite (linked in beside this, REJOIN_RDMA says which
 // devices), ports that go down, and what a write costs in the backend itself.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <cstring>
 #include <functional>
+#include <map>
 
 #include "base/clock.h"
+#include "base/fd.h"
 #include "base/log.h"
 #include "transport/factory.h"
 #include "transport/tests/fake_verbs.h"
@@ -108,7 +113,7 @@ TEST_F(VerbsOnFake, BulkGoesFromTheCallersMemoryToTheCallersMemoryWithoutACopy) 
     const RegionId source = *a.engine->register_region(from, MemoryKind::host);
     const RegionId target = *b.engine->register_region(to, MemoryKind::host);
     std::uint64_t direct = 0, copied = 0;
-    fake_verbs_watch([&](const void* here, const void* there, std::uint64_t bytes) {
+    fake_verbs_watch([&](const char*, const void* here, const void* there, std::uint64_t bytes) {
       const auto offset = static_cast<const std::byte*>(here) - from.data();
       const bool mine = here != nullptr && offset >= 0 &&
                         offset + static_cast<std::int64_t>(bytes) <= 16 * static_cast<std::int64_t>(MiB);
@@ -121,6 +126,94 @@ TEST_F(VerbsOnFake, BulkGoesFromTheCallersMemoryToTheCallersMemoryWithoutACopy) 
     fake_verbs_watch({});
     EXPECT_EQ(direct, 16 * MiB) << transport;
     EXPECT_EQ(copied, 0u) << transport;
+    a.engine.reset(), b.engine.reset();
+  }
+}
+
+TEST_F(VerbsOnFake, ARailThatCantGetAtARegionIsAvoidedForItAndUsedForOthers) {
+  for (const bool at_the_source : {true, false}) {
+    a = {}, b = {};
+    connect("ibverbs:fake0,fake1");
+    constexpr std::uint64_t size = 8 * MiB;
+    std::vector<std::byte> from(size, std::byte{1}), to(size), other(size);
+    const RegionId source = *a.engine->register_region(from, MemoryKind::host);
+    const RegionId targets[] = {*b.engine->register_region(to, MemoryKind::host),
+                                *b.engine->register_region(other, MemoryKind::host)};
+    std::map<std::string, std::uint64_t> carried;
+    fake_verbs_watch(
+        [&](const char* device, const void*, const void*, std::uint64_t bytes) { carried[device] += bytes; });
+    std::uint64_t writes = 0;
+    const auto write = [&](RegionId target) {
+      carried.clear();
+      const Write one{.context = 1,
+                      .local = {source, 0},
+                      .remote = {b.engine->remote(target), 0},
+                      .length = size,
+                      .notify = ++writes};
+      ASSERT_TRUE(a.engine->write(a.endpoint, {&one, 1}));
+      ASSERT_TRUE(until([&] { return a.completed + a.failed == writes && b.written == a.completed; }));
+    };
+    fake_verbs_blind("fake1", at_the_source ? from.data() : to.data(), size);
+    write(targets[0]);
+    EXPECT_EQ(from, to);
+    EXPECT_EQ(carried["fake0"], size);
+    write(targets[0]);  // known by now
+    EXPECT_EQ(carried["fake0"], size);
+    fake_verbs_blind("fake1", nullptr, 0);
+    write(targets[1]);  // between other regions the rail is as good as before
+    EXPECT_EQ(from, other);
+    EXPECT_GT(carried["fake1"], 0u);
+    EXPECT_EQ(a.failed, 0u);
+    EXPECT_FALSE(a.closed || b.closed);
+
+    // No rail left: an error that says so, and the endpoint goes on.
+    fake_verbs_blind("fake0", to.data(), size);
+    write(targets[0]);
+    EXPECT_EQ(a.failed, 1u);
+    write(targets[1]);
+    EXPECT_EQ(a.failed, 1u);
+    fake_verbs_blind("fake0", nullptr, 0);
+    fake_verbs_watch({});
+    a.engine.reset(), b.engine.reset();
+  }
+}
+
+// A device's memory: the processor must not touch it, not even for a write that is short enough to be inlined.
+TEST_F(VerbsOnFake, ADmaBufIsReachedByTheDeviceAndNotByTheProcessor) {
+  constexpr std::uint64_t size = 4 * MiB, offset = 64 * KiB;
+  struct DeviceMemory {
+    Fd fd{::memfd_create("device", MFD_CLOEXEC)};
+    std::byte* bytes = nullptr;
+    std::span<std::byte> device;
+    DeviceMemory() {
+      EXPECT_EQ(::ftruncate(fd.get(), offset + size), 0);
+      bytes = static_cast<std::byte*>(::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), offset));
+      void* reserved = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      device = {static_cast<std::byte*>(reserved), size};
+    }
+    ~DeviceMemory() { ::munmap(bytes, size), ::munmap(device.data(), size); }
+    DmaBuf dma_buf() const { return {.fd = fd.get(), .offset = offset, .memory = device}; }
+  };
+  for (const char* transport : {"ibverbs:fake0", "ibverbs:fake0,fake1"}) {
+    a = {}, b = {};
+    connect(transport);
+    DeviceMemory from, to;
+    for (std::uint64_t i = 0; i < size; ++i) from.bytes[i] = static_cast<std::byte>(i * 7);
+    const RegionId source = *a.engine->register_dma_buf(from.dma_buf());
+    const RegionId target = *b.engine->register_dma_buf(to.dma_buf());
+    std::uint64_t writes = 0;
+    for (const std::uint64_t length : {std::uint64_t{8}, size}) {
+      const Write write{.context = 1,
+                        .local = {source, size - length},
+                        .remote = {b.engine->remote(target), size - length},
+                        .length = length,
+                        .notify = ++writes};
+      ASSERT_TRUE(a.engine->write(a.endpoint, {&write, 1}));
+      ASSERT_TRUE(until([&] { return a.completed == writes && b.written == writes; }));
+      EXPECT_EQ(std::memcmp(from.bytes + size - length, to.bytes + size - length, length), 0);
+    }
+    const auto wrong = a.engine->register_dma_buf({.fd = -1, .offset = 0, .memory = from.device});
+    ASSERT_FALSE(wrong);
     a.engine.reset(), b.engine.reset();
   }
 }

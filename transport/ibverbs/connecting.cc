@@ -1,0 +1,275 @@
+// How two engines connect: greetings and words over the control connection, and where wanted rdma_cm.
+#include <algorithm>
+#include <cstring>
+
+#include "base/log.h"
+#include "transport/ibverbs/engine.h"
+
+namespace rejoin::transport::ibverbs {
+
+Result<Address> IbverbsEngine::listen(const Address& where) { return control_->listen(where); }
+
+Result<> IbverbsEngine::make_room_for_completions(std::uint32_t more_queue_pairs) {
+  const auto needed =
+      static_cast<int>(options_.receive_buffers + (by_tag_.size() + more_queue_pairs) * options_.queue_depth);
+  if (needed <= completions_->cqe) return {};
+  const int wanted = std::min(device_->limits().max_cqe, 2 * needed);
+  if (const int error = ibv_resize_cq(completions_.get(), wanted); error != 0 || completions_->cqe < needed)
+    return fail(ErrorCode::exhausted,
+                "rail {}: the completion queue can't grow to {} entries (limit {}): use fewer or "
+                "shallower queue pairs (qps=, depth=)",
+                name_, needed, device_->limits().max_cqe);
+  return {};
+}
+
+Result<> IbverbsEngine::make_queue_pairs(Endpoint& endpoint, std::uint32_t count) {
+  endpoint.rebuilding.resize(count);
+  if (auto room = make_room_for_completions(count); !room) return room;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    do next_tag_ = (next_tag_ + 1) & QueuePair::kLargestTag;
+    while (next_tag_ == 0 || by_tag_.contains(next_tag_));
+    auto made = QueuePair::make({*device_, options_, completions_.get(), receives_.get(), slots_}, next_tag_);
+    if (!made) {
+      destroy_queue_pairs(endpoint);
+      return tl::unexpected(made.error());
+    }
+    by_tag_[next_tag_] = by_number_[(*made)->number()] = {&endpoint, i};
+    endpoint.queue_pairs.push_back(std::move(*made));
+  }
+  return {};
+}
+
+wire::Greeting IbverbsEngine::greeting(const Endpoint& endpoint) const {
+  wire::Greeting greeting;
+  std::memcpy(greeting.gid, device_->gid().raw, sizeof greeting.gid);
+  greeting.lid = device_->port().lid;
+  greeting.mtu = options_.mtu != 0 ? options_.mtu : 128u << device_->port().active_mtu;
+  greeting.queue_pairs = static_cast<std::uint16_t>(endpoint.queue_pairs.size());
+  for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i) {
+    greeting.numbers[i] = endpoint.queue_pairs[i]->number();
+    greeting.first_packets[i] = endpoint.queue_pairs[i]->first_packet();
+  }
+  greeting.by_manager = endpoint.by_manager;
+  greeting.manager_token = endpoint.manager_token;
+  if (endpoint.by_manager && !endpoint.initiator) {
+    greeting.manager_port = manager_->port();
+    manager_->address().copy(greeting.manager_address, sizeof greeting.manager_address - 1);
+  }
+  return greeting;
+}
+
+Result<EndpointId> IbverbsEngine::connect(const Address& peer, BytesView hello) {
+  if (auto checked = check_hello(hello, kMaxHello - sizeof(wire::Greeting)); !checked)
+    return tl::unexpected(checked.error());
+  if (auto there = ready(); !there) return tl::unexpected(there.error());
+  auto endpoint = std::make_unique<Endpoint>();
+  endpoint->initiator = endpoint->announced = true;
+  endpoint->by_manager = options_.connection_manager.has_value();
+  if (endpoint->by_manager)
+    if (auto there = start_manager(); !there) return tl::unexpected(there.error());
+  if (auto made = make_queue_pairs(*endpoint, options_.queue_pairs); !made) return tl::unexpected(made.error());
+  auto id = control_->connect(peer, joined(greeting(*endpoint), hello));
+  if (!id) {
+    destroy_queue_pairs(*endpoint);
+    return tl::unexpected(id.error());
+  }
+  endpoint->id = *id;
+  ++unopened_;
+  endpoints_[id->value] = std::move(endpoint);
+  return *id;
+}
+
+QueuePair::Peer IbverbsEngine::peer_of(const Endpoint& endpoint, std::size_t queue_pair,
+                                       std::uint32_t first_packet) const {
+  return {.gid = endpoint.peer_gid,
+          .lid = endpoint.peer_lid,
+          .mtu = endpoint.peer_mtu,
+          .number = endpoint.peer_numbers[queue_pair],
+          .first_packet = first_packet};
+}
+
+// rdma_cm, from the first endpoint on that is connected by it.
+Result<> IbverbsEngine::start_manager() {
+  if (manager_) return {};
+  std::string address = options_.connection_manager.value_or("");
+  if (address.empty()) address = device_->address();
+  if (address.empty())
+    return fail(ErrorCode::invalid_argument,
+                "rail {}: its GID stands for no IPv4 address; give rdma_cm the address of its interface, as in "
+                "{};cm=192.168.1.1",
+                name_, options_.device);
+  auto manager = ConnectionManager::start(address);
+  if (!manager) return fail(manager.error().code, "rail {}: {}", name_, manager.error().message);
+  manager_ = std::move(*manager);
+  return add_to(epoll_, manager_->fd());
+}
+
+Result<> IbverbsEngine::connect_queue_pairs(Endpoint& endpoint, const wire::Greeting& peer, bool may_post) {
+  std::memcpy(endpoint.peer_gid.raw, peer.gid, sizeof peer.gid);
+  endpoint.peer_lid = peer.lid;
+  endpoint.peer_mtu = peer.mtu;
+  endpoint.peer_numbers.assign(peer.numbers, peer.numbers + peer.queue_pairs);
+  if (endpoint.by_manager) {
+    endpoint.uncalled = peer.queue_pairs;
+    for (std::uint32_t i = 0; endpoint.initiator && i < peer.queue_pairs; ++i) {
+      const std::string address(peer.manager_address, ::strnlen(peer.manager_address, sizeof peer.manager_address));
+      auto called = manager_->call({endpoint.id, i}, address, peer.manager_port, peer.manager_token,
+                                   endpoint.queue_pairs[i]->number(), options_);
+      if (!called) return called;
+    }
+    return {};
+  }
+  for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i)
+    if (auto connected = endpoint.queue_pairs[i]->connect(peer_of(endpoint, i, peer.first_packets[i]), may_post);
+        !connected)
+      return connected;
+  return {};
+}
+
+void IbverbsEngine::on_accepted(const Event& event) {
+  BytesView bytes = event.message;
+  wire::Greeting theirs;
+  const bool sound = take(bytes, theirs) && theirs.magic == wire::kMagic && theirs.queue_pairs >= 1 &&
+                     theirs.queue_pairs <= wire::kMaxQueuePairs;
+  if (!sound) {
+    spdlog::warn("rail {}: a connection was refused: it sent something other than a verbs greeting of this version",
+                 name_);
+    return control_->close(event.endpoint);
+  }
+  auto made = std::make_unique<Endpoint>();
+  Endpoint& endpoint = *made;
+  endpoint.id = event.endpoint;
+  endpoint.stage = Stage::accepting;
+  endpoint.hello.assign(bytes.begin(), bytes.end());
+  endpoint.by_manager = theirs.by_manager != 0;
+  Result<> result = ready();
+  if (result && endpoint.by_manager) result = start_manager();
+  if (result) result = make_queue_pairs(endpoint, theirs.queue_pairs);
+  if (result) result = connect_queue_pairs(endpoint, theirs, false);
+  if (!result) {
+    spdlog::warn("rail {}: a connection was refused: {}", name_, result.error());
+    destroy_queue_pairs(endpoint);
+    return control_->close(event.endpoint);
+  }
+  ++unopened_;
+  if (endpoint.by_manager) by_token_[endpoint.manager_token = unguessable_.next()] = endpoint.id;
+  endpoints_[endpoint.id.value] = std::move(made);
+  const wire::Greeting ours = greeting(endpoint);
+  (void)control_->send(endpoint.id, bytes_of(ours));  // a failure shows as `closed`
+}
+
+void IbverbsEngine::on_greeting(Endpoint& endpoint, BytesView message) {
+  wire::Greeting theirs;
+  if (!take(message, theirs) || theirs.magic != wire::kMagic || theirs.queue_pairs != endpoint.queue_pairs.size() ||
+      endpoint.uncalled > 0)
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it is no verbs engine of this version");
+  if (auto connected = connect_queue_pairs(endpoint, theirs, true); !connected)
+    return fail_endpoint(endpoint, connected.error().code, connected.error().message);
+  if (endpoint.uncalled == 0) on_all_connected(endpoint);
+}
+
+void IbverbsEngine::on_all_connected(Endpoint& endpoint) {
+  say_word(endpoint, 0, wire::Word::ready);
+  --unopened_;
+  endpoint.stage = Stage::open;
+  events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
+}
+
+void IbverbsEngine::on_manager(const ConnectionManager::Event& event) {
+  using Kind = ConnectionManager::Event::Kind;
+  EndpointId id = event.mine.endpoint;
+  if (event.kind == Kind::called)
+    if (auto meant = by_token_.find(event.token); meant != by_token_.end()) id = meant->second;
+  Endpoint* endpoint = find(id);
+  if (endpoint == nullptr || endpoint->stage == Stage::failed) {
+    if (event.kind == Kind::failed) spdlog::warn("rail {}: {}", name_, event.why);
+    return manager_->refuse(event);
+  }
+  if (event.kind == Kind::failed) return fail_endpoint(*endpoint, ErrorCode::unavailable, event.why);
+  if (endpoint->uncalled == 0 || event.mine.index >= endpoint->queue_pairs.size())
+    return fail_endpoint(*endpoint, ErrorCode::corrupt, "it called by rdma_cm once too often");
+  --endpoint->uncalled;
+  QueuePair& queue_pair = *endpoint->queue_pairs[event.mine.index];
+  Result<> result = queue_pair.set_path(event.path);
+  if (result)
+    result = queue_pair.connect(peer_of(*endpoint, event.mine.index, event.path.receive.rq_psn), endpoint->initiator);
+  if (result)
+    result = endpoint->initiator ? manager_->establish(event)
+                                 : manager_->accept(event, endpoint->id, queue_pair.number(), options_);
+  if (!result) return fail_endpoint(*endpoint, result.error().code, result.error().message);
+  if (endpoint->initiator && endpoint->uncalled == 0) on_all_connected(*endpoint);
+}
+
+// The peer can receive; it has said so, or its first message has come.
+void IbverbsEngine::opened(Endpoint& endpoint) {
+  if (endpoint.stage != Stage::accepting) return;
+  --unopened_;
+  endpoint.stage = Stage::open;
+  endpoint.announced = true;
+  for (auto& queue_pair : endpoint.queue_pairs) queue_pair->resume();
+  events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, std::exchange(endpoint.hello, {}));
+  touch(endpoint);
+}
+
+void IbverbsEngine::say_word(Endpoint& endpoint, std::size_t index, wire::Word word) {
+  const QueuePair& queue_pair = *endpoint.queue_pairs[index];
+  const wire::Control control{.word = word,
+                              .queue_pair = static_cast<std::uint32_t>(index),
+                              .first_packet = queue_pair.first_packet(),
+                              .received = queue_pair.received};
+  (void)control_->send(endpoint.id, bytes_of(control));  // a failure shows as `closed`
+}
+
+void IbverbsEngine::on_word(Endpoint& endpoint, BytesView message) {
+  wire::Control control;
+  if (!take(message, control) || control.queue_pair >= endpoint.queue_pairs.size())
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a word that can't be");
+  const std::size_t index = control.queue_pair;
+  QueuePair& queue_pair = *endpoint.queue_pairs[index];
+  const auto done = [&](const Work& work) { on_done(endpoint, work); };
+  Result<> result;
+  switch (control.word) {
+    case wire::Word::ready: return opened(endpoint);
+    case wire::Word::rebuild:
+      // Both began at once: the side that connected goes first, and the other answers it.
+      if (endpoint.rebuilding[index] && endpoint.initiator) return;
+      if (!endpoint.rebuilding[index]) result = queue_pair.reset();
+      endpoint.rebuilding[index] = false;
+      queue_pair.forget_sends_below(control.received, done);
+      if (result) result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), false);
+      if (result) say_word(endpoint, index, wire::Word::rebuilt);
+      break;
+    case wire::Word::rebuilt:
+      if (!endpoint.rebuilding[index])
+        return fail_endpoint(endpoint, ErrorCode::corrupt, "it rebuilt what was not broken");
+      endpoint.rebuilding[index] = false;
+      queue_pair.forget_sends_below(control.received, done);
+      result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), true);
+      if (result) say_word(endpoint, index, wire::Word::go);
+      touch(endpoint);
+      break;
+    case wire::Word::go:
+      queue_pair.resume();
+      touch(endpoint);
+      break;
+    default: return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent an unknown word");
+  }
+  if (!result) fail_endpoint(endpoint, result.error().code, result.error().message);
+}
+
+void IbverbsEngine::on_control(const Event& event) {
+  if (event.kind == EventKind::accepted) return on_accepted(event);
+  Endpoint* endpoint = find(event.endpoint);
+  if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
+  if (event.kind == EventKind::closed) {
+    poll_completions();  // what it said before it went
+    if (endpoint = find(event.endpoint); endpoint == nullptr || endpoint->stage == Stage::failed) return;
+    return fail_endpoint(*endpoint, ErrorCode::unavailable,
+                         event.error ? event.error->message : "it closed the connection");
+  }
+  if (event.kind != EventKind::message) return;
+  if (endpoint->stage == Stage::connecting) return on_greeting(*endpoint, event.message);
+  on_word(*endpoint, event.message);
+}
+
+}  // namespace rejoin::transport::ibverbs
