@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::size_t kBytesPerTurn = 4 * MiB;  // one endpoint's share of a poll(), so that none starves the others
 constexpr std::size_t kFramesPerCall = 32;
+constexpr std::uint64_t kTogether = 1 * MiB, kWorthWaiting = 64 * KiB;  // bytes to come in one call
 
 }  // namespace
 
@@ -51,6 +52,12 @@ std::span<const Event> TcpEngine::poll() {
 
 // ---- out
 
+void TcpEngine::add(Endpoint& endpoint, Frame frame) {
+  if (!endpoint.out.empty() && endpoint.out.back().sent == 0) endpoint.out.back().header.more = 1;
+  endpoint.out.push_back(std::move(frame));
+  if (!std::exchange(endpoint.dirty, true)) unflushed_.push_back(endpoint.id);
+}
+
 void TcpEngine::queue(Endpoint& endpoint, const wire::Header& header, BytesView copied) {
   Frame frame{.header = header};
   if (!copied.empty()) {
@@ -60,14 +67,12 @@ void TcpEngine::queue(Endpoint& endpoint, const wire::Header& header, BytesView 
     }
     frame.owned.assign(copied.begin(), copied.end());
   }
-  endpoint.out.push_back(std::move(frame));
+  add(endpoint, std::move(frame));
   endpoint.out.back().body = endpoint.out.back().owned;
-  if (!std::exchange(endpoint.dirty, true)) unflushed_.push_back(endpoint.id);
 }
 
 void TcpEngine::queue_region(Endpoint& endpoint, const wire::Header& header, BytesView body, RegionId region) {
-  endpoint.out.push_back({.header = header, .body = body, .region = region});
-  if (!std::exchange(endpoint.dirty, true)) unflushed_.push_back(endpoint.id);
+  add(endpoint, {.header = header, .body = body, .region = region});
 }
 
 void TcpEngine::flush(Endpoint& endpoint) {
@@ -184,7 +189,7 @@ void TcpEngine::receive(Endpoint& endpoint) {
     const ssize_t got = ::recvmsg(endpoint.socket.get(), &message, MSG_DONTWAIT);
     if (got == 0) return fail_endpoint(endpoint, ErrorCode::unavailable, "it closed the connection");
     if (got < 0) {
-      if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) break;
       if (errno == EINTR) continue;
       return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(errno));
     }
@@ -196,8 +201,19 @@ void TcpEngine::receive(Endpoint& endpoint) {
     if (!parse(endpoint)) return;
     if (Endpoint* still = find(id); still == nullptr || still->stage == Stage::failed) return;
     // A short read means the socket is empty: no need to ask again.
-    if (count < wanted + (parts[used - 1].iov_len)) return;
+    if (count < wanted + (parts[used - 1].iov_len)) break;
   }
+  await_more(endpoint);
+}
+
+// Where more than the rest of this body is on its way, it pays to leave the socket alone until much has come: each call
+// holds up the sender's side of it. At the end of a stream nothing is gained, and time lost.
+void TcpEngine::await_more(Endpoint& endpoint) {
+  const std::uint64_t missing = endpoint.in_body ? endpoint.header.length - endpoint.filled : 0;
+  const bool streaming = endpoint.header.more != 0 || missing >= 2 * kTogether;
+  const int wanted = missing >= kWorthWaiting && streaming ? static_cast<int>(std::min(missing, kTogether)) : 1;
+  if (wanted == std::exchange(endpoint.low_water, wanted)) return;
+  (void)::setsockopt(endpoint.socket.get(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);  // refused: just slower
 }
 
 // Takes whole frames out of what has arrived; false where the endpoint is gone.

@@ -64,10 +64,6 @@ Result<Address> TcpEngine::listen(const Address& where) {
 TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(options_.silence.count()));
-  if (options_.socket_buffer > 0) {
-    set_option(socket, SOL_SOCKET, SO_SNDBUF, static_cast<int>(options_.socket_buffer));
-    set_option(socket, SOL_SOCKET, SO_RCVBUF, static_cast<int>(options_.socket_buffer));
-  }
   auto endpoint = std::make_unique<Endpoint>();
   do endpoint->id = EndpointId(unguessable_.next());
   while (endpoint->id.value == kListener);

@@ -74,6 +74,7 @@ class TcpEngine final : public Engine {
     Regions::Refusal refusal = Regions::Refusal::none;
     RegionId landing;  // the region of `target`
     std::uint64_t filled = 0;
+    int low_water = 1;  // bytes that make the socket readable
     Bytes body;
     Bytes buffer;  // bytes read ahead: [begin, end)
     std::size_t begin = 0, end = 0;
@@ -92,10 +93,12 @@ class TcpEngine final : public Engine {
   void fail_operations(Endpoint& endpoint, const Error& error);
 
   // datapath.cc
+  void add(Endpoint& endpoint, Frame frame);
   void queue(Endpoint& endpoint, const wire::Header& header, BytesView copied);
   void queue_region(Endpoint& endpoint, const wire::Header& header, BytesView body, RegionId region);
   void flush(Endpoint& endpoint);
   void receive(Endpoint& endpoint);
+  void await_more(Endpoint& endpoint);
   bool parse(Endpoint& endpoint);
   bool begin_frame(Endpoint& endpoint);
   bool begin_body(Endpoint& endpoint);

@@ -14,8 +14,6 @@ namespace rejoin::transport::tcp {
 struct Options {
   // Local address that connections come from and listen() uses, whatever host it is given: the rail. Empty: any.
   std::string local;
-  // Kernel buffer of each direction of a connection, bytes; 0 leaves it to the kernel.
-  std::size_t socket_buffer = 0;
   // Bytes unacknowledged by the peer's kernel for this long end the connection (TCP_USER_TIMEOUT).
   std::chrono::milliseconds silence = std::chrono::seconds(10);
 };
