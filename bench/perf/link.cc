@@ -29,8 +29,11 @@ Result<std::unique_ptr<Link>> Link::open(const Options& options) {
   if (!engine) return tl::unexpected(engine.error());
   link->engine_ = std::move(*engine);
   const auto sizes = options.sizes();
-  link->memory_.resize(2 * round_up(*std::max_element(sizes.begin(), sizes.end()), 4096));
-  auto region = link->engine_->register_region(link->memory_, transport::MemoryKind::host);
+  auto memory =
+      Mapping::anonymous(round_up(2 * round_up(*std::max_element(sizes.begin(), sizes.end()), 4096), 2 * MiB));
+  if (!memory) return tl::unexpected(memory.error());
+  link->memory_ = std::move(*memory);
+  auto region = link->engine_->register_region(link->memory(), transport::MemoryKind::host);
   if (!region) return tl::unexpected(region.error());
   link->region_ = *region;
   if (auto connected = link->connect(options); !connected) return tl::unexpected(connected.error());

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/fd.h"
 #include "bench/perf/options.h"
 #include "transport/transport.h"
 
@@ -19,9 +20,9 @@ class Link {
   transport::Engine& engine() { return *engine_; }
   transport::EndpointId endpoint() const { return endpoint_; }
   TimePoint now() const { return clock_.now(); }
-  std::span<std::byte> memory() { return memory_; }  // twice the largest size: what is sent, what is received
-  std::span<std::byte> outbox() { return std::span(memory_).first(memory_.size() / 2); }
-  std::span<std::byte> inbox() { return std::span(memory_).subspan(memory_.size() / 2); }
+  std::span<std::byte> memory() { return memory_.span(); }  // twice the largest size: what is sent, what is received
+  std::span<std::byte> outbox() { return memory().first(memory_.size() / 2); }
+  std::span<std::byte> inbox() { return memory().subspan(memory_.size() / 2); }
   transport::RegionId region() const { return region_; }
   const transport::RemoteRegion& remote() const { return remote_; }
 
@@ -40,7 +41,7 @@ class Link {
   SteadyClock clock_;
   std::unique_ptr<transport::Engine> control_, engine_;
   transport::EndpointId endpoint_;
-  Bytes memory_;
+  Mapping memory_;
   transport::RegionId region_;
   transport::RemoteRegion remote_;
   std::optional<Bytes> agreement_;  // the peer's first message
