@@ -149,7 +149,9 @@ class SessionImpl final : public Session {
     if (!*view) return std::optional<Step>{};
     step_ = (*view)->step;
     owner_->set_phase(shm::Phase::compute);
-    return std::optional<Step>(std::in_place, step_, (*view)->contributes, std::move((*view)->batch));
+    std::vector<SampleRange> batch;
+    for (const auto& range : (*view)->batch) batch.push_back({range.begin, range.end});
+    return std::optional<Step>(std::in_place, step_, (*view)->contributes, std::move(batch));
   }
 
   Result<> all_reduce(BucketId bucket) override {

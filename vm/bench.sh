@@ -29,7 +29,7 @@ for round in ${ROUNDS:-1 2 3}; do
 done
 for tool in all-reduce catch-up; do
   if [ $tool = all-reduce ]; then
-    bw=$(rejoin_allreduce_perf --transport 'ibverbs:rxe0' --ranks 2 -b 8M -e 8M -n 4 -w 1 2>&1 | awk '$1 == 8388608 { print $7 * 1000 / 1.048576 }')
+    bw=$(rejoin_allreduce_perf --transport 'ibverbs:rxe0' --ranks 2 -b 8M -e 8M -n 8 -w 1 2>&1 | awk '$1 == 8388608 { printf "%.1f", 8e6 / $5 }')
   else
     bw=$(rejoin_catchup_bw --transport 'ibverbs:rxe0' --sources 2 -s 64M -n 2 2>&1 | awk '$1 == 2 { print $4 * 1000 / 1.048576 }')
   fi

@@ -1,0 +1,250 @@
+#include "rejoin/driver.h"
+
+#include <algorithm>
+
+#include "base/events.h"
+#include "base/log.h"
+
+namespace rejoin {
+
+namespace {
+
+ftar::Member member_of(const auto& m) { return {ReplicaId(m.replica()), Incarnation(m.incarnation())}; }
+
+constexpr Duration kWorthTelling = std::chrono::seconds(1);  // of a wait: named in the log and the status from then on
+
+}  // namespace
+
+Driver::Driver(const DriverConfig& config, transport::Engine& engine, shm::Owner& owner,
+               std::vector<ftar::BucketSpec> buckets)
+    : config_(config),
+      engine_(engine),
+      owner_(owner),
+      buckets_(std::move(buckets)),
+      machine_(config.replica, config.rank),
+      wanted_(buckets_.size()),
+      submitted_(buckets_.size()),
+      done_(buckets_.size()) {}
+
+void Driver::fail(Error error) {
+  if (failure_) return;
+  failure_ = std::move(error);
+  ++revision_;
+}
+
+void Driver::poll(TimePoint now) {
+  if (!ring_ || failure_) return;
+  submit_wanted();
+  poll_ring(now);
+  look_for_stalls(now);
+}
+
+proto::FromNode Driver::heartbeat() const {
+  proto::FromNode heartbeat;
+  auto& counted = *heartbeat.mutable_heartbeat();
+  const ftar::Stats stats = ring_stats();
+  counted.set_operations(stats.operations_done);
+  counted.set_bytes_reduced(stats.bytes_reduced);
+  counted.set_stale_dropped(stats.stale_dropped);
+  for (const auto& peer : stats.peers) {
+    auto& hop = *counted.add_hops();
+    hop.set_replica(peer.member.replica.value);
+    hop.set_chunks(peer.chunks_received);
+    hop.set_bytes(peer.bytes_received);
+    hop.set_longest_gap_us(static_cast<std::uint64_t>(peer.longest_gap / std::chrono::microseconds(1)));
+  }
+  return heartbeat;
+}
+
+void Driver::describe(proto::RankUp& up) const {
+  up.set_replica(config_.replica.value);
+  up.set_rank(config_.rank);
+  up.set_life(config_.life);
+  up.set_incarnation(machine_.incarnation().value);
+  up.set_plan_hash(config_.plan_hash);
+  if (!machine_.exchanged()) return;
+  up.set_exchanged_epoch(machine_.epoch().value);
+  up.set_exchanged_step(machine_.step().value);
+}
+
+void Driver::poll_ring(TimePoint now) {
+  bool links_changed = false;
+  for (const auto& outcome : ring_->poll(now)) {
+    ++outcomes_;
+    switch (outcome.kind) {
+      case ftar::Outcome::Kind::done:
+        if (outcome.epoch == ring_->epoch() && outcome.step == machine_.step()) done_[outcome.bucket] = true;
+        break;
+      case ftar::Outcome::Kind::entered: events::emit("entered", {{"epoch", outcome.epoch.value}}); break;
+      case ftar::Outcome::Kind::peer_up: links_changed = true; break;
+      case ftar::Outcome::Kind::peer_lost: {
+        links_changed = true;
+        spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
+        accuse(outcome.member, outcome.error->message).set_lost(true);
+        break;
+      }
+    }
+  }
+  if (links_changed) report_links();
+  report_exchanged();
+}
+
+// Hands over what the trainer has asked for, or, while catching up, everything.
+void Driver::submit_wanted() {
+  if (!machine_.member() || !machine_.has_contributors() || ring_->epoch() != machine_.epoch() || machine_.exchanged())
+    return;
+  if (!current_ || current_->step != machine_.step().value) return;
+  // A joiner's outputs hold the gradients of the step before until the trainer is done with them.
+  if (!machine_.contributes() && taken_ != machine_.step().value) return;
+  for (std::uint32_t b = 0; b < buckets_.size(); ++b) {
+    if ((machine_.contributes() && !wanted_[b]) || submitted_[b]) continue;
+    submitted_[b] = true;
+    owner_.set_phase(shm::Phase::exchange);
+    if (auto started = ring_->all_reduce(b, machine_.step(), ReduceOp::mean); !started) return fail(started.error());
+  }
+}
+
+void Driver::report_exchanged() {
+  if (!machine_.member() || machine_.exchanged() || ring_->epoch() != machine_.epoch()) return;
+  if (!std::all_of(done_.begin(), done_.end(), [](bool d) { return d; })) return;
+  machine_.on_exchanged();
+  proto::FromNode report;
+  auto& exchanged = *report.mutable_exchanged();
+  exchanged.set_replica(config_.replica.value);
+  exchanged.set_epoch(machine_.epoch().value);
+  exchanged.set_step(machine_.step().value);
+  exchanged.add_ranks(config_.rank);
+  events::emit("exchanged", {{"step", machine_.step().value}, {"epoch", machine_.epoch().value}});
+  reports_.push_back(std::move(report));
+}
+
+void Driver::report_links() {
+  proto::FromNode report;
+  auto& links = *report.mutable_links();
+  links.set_replica(config_.replica.value);
+  links.set_rank(config_.rank);
+  links.set_life(config_.life);
+  for (const auto& peer : peers_.peers())
+    if (ring_->connected(member_of(peer))) links.add_incarnations(peer.incarnation());
+  reports_.push_back(std::move(report));
+}
+
+proto::Accusation& Driver::accuse(const ftar::Member& suspect, const std::string& what) {
+  auto& accusation = *reports_.emplace_back().mutable_accusation();
+  accusation.set_replica(config_.replica.value);
+  accusation.set_rank(config_.rank);
+  accusation.set_epoch(machine_.epoch().value);
+  accusation.set_suspect(suspect.replica.value);
+  accusation.set_what(what);
+  return accusation;
+}
+
+// A trainer that computes is silent, too. What is normal is learned from the steps so far; a process that is stopped
+// is found by its missing heartbeats long before.
+Duration Driver::patience_with_compute() const {
+  constexpr std::size_t enough = 4;
+  if (step_times_.size() < enough) return std::max<Duration>(silence_, config_.patience);
+  return silence_ + 8 * *std::max_element(step_times_.begin(), step_times_.end());
+}
+
+// Nothing waits in silence: after a second the log and the status say for whom; what lasts too long is for the
+// coordinator to judge.
+void Driver::look_for_stalls(TimePoint now) {
+  if (now - stall_checked_ < silence_ / 16) return;
+  stall_checked_ = now;
+  if (!machine_.member() || machine_.exchanged() || !machine_.has_contributors()) return;
+  for (const auto& wait : ring_->waits(now)) {
+    if (wait.since > kWorthTelling && stall_said_for_ != machine_.step().value) {
+      stall_said_for_ = machine_.step().value;
+      spdlog::warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
+                   wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
+    }
+    const Duration patience = wait.on_trainers ? patience_with_compute() : silence_;
+    if (!wait.on || wait.since <= std::min(kWorthTelling, patience)) continue;
+    accuse(*wait.on, wait.what).set_only_waiting(wait.since <= patience);
+    break;
+  }
+}
+
+void Driver::on_word(const proto::ToNode& word, TimePoint now) {
+  switch (word.kind_case()) {
+    case proto::ToNode::kRegistered: {
+      if (machine_.incarnation() != Incarnation{}) return;
+      machine_.on_registered(Incarnation(word.registered().incarnation()));
+      auto ring =
+          ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_, secret_);
+      if (!ring) return fail(ring.error());
+      ring_ = std::move(*ring);
+      on_peers(proto::Peers(peers_));
+      return;
+    }
+    case proto::ToNode::kRefused: return fail({ErrorCode::refused, word.refused().reason()});
+    case proto::ToNode::kFenced:
+      if (word.fenced().incarnation() == machine_.incarnation().value)
+        fail({ErrorCode::cancelled,
+              fmt::format("this replica is out of the job: {}; start it again to catch up", word.fenced().reason())});
+      return;
+    case proto::ToNode::kPeers: return on_peers(word.peers());
+    case proto::ToNode::kPlan: return on_plan(word.plan(), now);
+    case proto::ToNode::kHeartbeat:
+    case proto::ToNode::KIND_NOT_SET: return;
+  }
+}
+
+void Driver::on_peers(const proto::Peers& peers) {
+  const proto::Peers before = std::exchange(peers_, peers);
+  if (!ring_) return;
+  for (const auto& peer : before.peers()) {
+    const bool stays = std::any_of(peers_.peers().begin(), peers_.peers().end(),
+                                   [&](const auto& p) { return p.incarnation() == peer.incarnation(); });
+    if (!stays) ring_->forget(member_of(peer));  // fenced
+  }
+  for (const auto& peer : peers_.peers()) {
+    // Of two, the newer one connects.
+    if (peer.incarnation() >= machine_.incarnation().value || peer.replica() == config_.replica.value) continue;
+    if (auto connecting = ring_->connect(member_of(peer), {peer.address()}); !connecting)
+      spdlog::warn("replica {} at {}: {}", peer.replica(), peer.address(), connecting.error().message);
+  }
+  report_links();
+}
+
+void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
+  const bool contributed = machine_.contributes();
+  const std::uint64_t under_way = machine_.step().value;
+  const auto meaning = machine_.on_plan(plan);
+  using Meaning = membership::Rank::Meaning;
+  if (meaning == Meaning::fenced)
+    return fail({ErrorCode::cancelled, "this replica is out of the job; start it again to catch up"});
+  if (meaning == Meaning::nothing) return;
+  if (meaning == Meaning::committed) {
+    constexpr std::size_t remembered = 16;
+    if (committed_at_ != TimePoint{}) step_times_.push_back(now - committed_at_);
+    if (step_times_.size() > remembered) step_times_.erase(step_times_.begin());
+    committed_at_ = now;
+  }
+  if (machine_.epoch_changed() && machine_.has_contributors()) enter_epoch();
+  if (meaning == Meaning::committed || meaning == Meaning::finished) {
+    committed_ = under_way;
+    committed_contributes_ = contributed;
+    wanted_.assign(buckets_.size(), false);  // until the trainer has taken up the next step, they were of this one
+    events::emit("committed", {{"step", under_way}, {"epoch", plan.epoch()}});
+  }
+  finished_ = meaning == Meaning::finished;
+  current_.reset();
+  if (machine_.has_contributors() && !finished_)
+    current_ = StepView{machine_.step().value, machine_.contributes(), machine_.batch()};
+  submitted_.assign(buckets_.size(), false);
+  done_.assign(buckets_.size(), false);
+  ++revision_;
+}
+
+void Driver::enter_epoch() {
+  if (machine_.epoch() <= ring_->epoch()) return;
+  std::vector<ftar::Place> places;
+  for (const auto& m : machine_.plan().members())
+    places.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
+  events::emit("enter_epoch", {{"epoch", machine_.epoch().value}, {"step", machine_.step().value}});
+  ring_->enter(machine_.epoch(), std::move(places));
+}
+
+}  // namespace rejoin

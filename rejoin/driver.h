@@ -1,0 +1,104 @@
+// One rank's part in the job: the step protocol, the ring under it, and what is to be said about both. Without thread,
+// socket or clock of its own: Progress (progress.h) runs it in a thread beside the daemon's socket, the simulator under
+// virtual time.
+#pragma once
+
+#include "control.pb.h"
+#include "ftar/communicator.h"
+#include "membership/rank.h"
+#include "shm/owner.h"
+
+namespace rejoin {
+
+struct DriverConfig {
+  ReplicaId replica;
+  std::uint32_t rank = 0;
+  std::uint64_t life = 0;       // this process's; never 0
+  std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
+  ftar::Options ring;
+  Duration patience{};  // with a trainer that computes, before enough steps were seen to know what is usual
+};
+
+// The step that the trainer is to run.
+struct StepView {
+  std::uint64_t step = 0;
+  bool contributes = false;
+  membership::Batch batch;
+};
+
+class Driver {
+ public:
+  // `engine`, `owner` and the buckets' memory outlive this.
+  Driver(const DriverConfig& config, transport::Engine& engine, shm::Owner& owner,
+         std::vector<ftar::BucketSpec> buckets);
+
+  // Before anything else: what the daemon says of the job. `secret` proves to peers that both are of it; `silence` is
+  // how long a peer may be silent.
+  void on_welcome(std::uint64_t secret, Duration silence) { secret_ = secret, silence_ = silence; }
+
+  // ---- the daemon's side
+  void on_word(const proto::ToNode& word, TimePoint now);
+  void poll(TimePoint now);  // the ring; when it has anything to do, often
+  // What is to be said since the last call. What gets lost with the daemon is said again by describe().
+  std::vector<proto::FromNode> take_reports() { return std::exchange(reports_, {}); }
+  void on_daemon_back() {
+    if (ring_) report_links();
+  }
+  // Who this is and how far it has come, for a registration: address, version, digest and pid are the caller's.
+  void describe(proto::RankUp& up) const;
+  proto::FromNode heartbeat() const;
+
+  // ---- the trainer's side
+  // Buckets whose gradients are ready in this step. A joiner's are reduced without being asked for.
+  void want(const std::vector<bool>& buckets) { wanted_ = buckets; }
+  void take(std::uint64_t step) { taken_ = step; }  // the trainer works on it from now on
+  const std::optional<StepView>& step() const { return current_; }
+  std::uint64_t committed() const { return committed_; }  // the last step decided that this replica took part in
+  bool committed_contributes() const { return committed_contributes_; }
+  bool finished() const { return finished_; }
+  const std::optional<Error>& failure() const { return failure_; }
+  std::uint64_t revision() const { return revision_; }  // changes with any of these
+
+  bool busy() const { return ring_ && ring_->busy(); }
+  bool has_ring() const { return ring_ != nullptr; }
+  std::uint64_t outcomes() const { return outcomes_; }  // of the ring, ever
+  const membership::Rank& machine() const { return machine_; }
+  // The epoch whose ring is clean, and the ring's counts.
+  ftar::Stats ring_stats() const { return ring_ ? ring_->stats() : ftar::Stats{}; }
+
+ private:
+  void poll_ring(TimePoint now);
+  void on_plan(const proto::Plan& plan, TimePoint now);
+  void on_peers(const proto::Peers& peers);
+  void enter_epoch();
+  void submit_wanted();
+  void report_exchanged();
+  void report_links();
+  void look_for_stalls(TimePoint now);
+  proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
+  Duration patience_with_compute() const;
+  void fail(Error error);
+
+  const DriverConfig config_;
+  transport::Engine& engine_;
+  shm::Owner& owner_;
+  const std::vector<ftar::BucketSpec> buckets_;
+  std::uint64_t secret_ = 0;
+  Duration silence_ = std::chrono::seconds(2);
+  membership::Rank machine_;
+  std::unique_ptr<ftar::Communicator> ring_;
+  proto::Peers peers_;
+  std::vector<proto::FromNode> reports_;
+  std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
+  std::uint64_t taken_ = 0;
+  std::optional<StepView> current_;
+  std::uint64_t committed_ = 0;
+  bool committed_contributes_ = false, finished_ = false;
+  std::optional<Error> failure_;
+  std::uint64_t revision_ = 0, outcomes_ = 0;
+  TimePoint stall_checked_{}, committed_at_{};
+  std::uint64_t stall_said_for_ = 0;
+  std::vector<Duration> step_times_;  // of the last steps
+};
+
+}  // namespace rejoin
