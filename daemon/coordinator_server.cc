@@ -112,6 +112,12 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
     found->second->send(message.SerializeAsString());
     if (message.has_plan() && message.plan().finished()) events::emit("finished");
   }
+  for (const auto& node : actions.close) {
+    auto silent = nodes_.extract(node);
+    if (silent.empty()) continue;
+    events::emit("node_lost", {{"why", "it was silent"}});
+    silent.mapped()->close();
+  }
 }
 
 nlohmann::json CoordinatorServer::status() const {

@@ -8,6 +8,7 @@
 #include "base/events.h"
 #include "base/log.h"
 #include "daemon/listen.h"
+#include "daemon/streams.h"
 
 namespace rejoin::daemon {
 
@@ -253,35 +254,25 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
 
 // Starts, updates and ends the streams into local joiners as the plan says.
 void NodeServer::follow_plan() {
-  for (auto& [id, trainer] : trainers_) {
-    if (!trainer.key) continue;
-    auto info = machine_.ranks().find(id);
-    if (info == machine_.ranks().end()) continue;
-    const auto key = *trainer.key;
-    bool catching_up = false;
-    std::set<catchup::SourceAddress> sources;
-    for (const auto& member : machine_.plan().members()) {
-      if (member.replica() == key.replica.value && member.incarnation() == info->second.up.incarnation())
-        catching_up = member.catching_up();
-      if (member.catching_up()) continue;
-      for (const auto& peer : machine_.peers().peers())
-        if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation() &&
-            peer.rank() == key.rank.value)
-          sources.insert({ReplicaId(peer.replica()), Incarnation(peer.incarnation()), {peer.stream_address()}});
-    }
+  for (auto& [connection, key, catching_up, sources] : streams_of(machine_)) {
+    auto found = trainers_.find(connection);
+    if (found == trainers_.end()) continue;
+    Trainer& trainer = found->second;
     if (catching_up && !trainer.catching_up)
       events::emit("catch_up_started", {{"replica", std::uint64_t{key.replica.value}},
                                         {"rank", std::uint64_t{key.rank.value}},
                                         {"step", machine_.plan().step()}});
     if (trainer.catching_up && !catching_up) {
-      stream_->post([key](catchup::Service& service, TimePoint) { service.finish(key); });
+      stream_->post([key = key](catchup::Service& service, TimePoint) { service.finish(key); });
       events::emit("promoted", {{"replica", std::uint64_t{key.replica.value}},
                                 {"rank", std::uint64_t{key.rank.value}},
                                 {"step", machine_.plan().step()}});
     }
     trainer.catching_up = catching_up;
     if (catching_up)
-      stream_->post([key, sources](catchup::Service& service, TimePoint at) { service.catch_up(key, sources, at); });
+      stream_->post([key = key, sources = sources](catchup::Service& service, TimePoint at) {
+        service.catch_up(key, sources, at);
+      });
   }
 }
 

@@ -174,13 +174,17 @@ void Communicator::on_introduction(Peer& peer, BytesView rest) {
 
 void Communicator::lose(Peer& peer, Error error) {
   const Member member = peer.member;
+  remove(peer);
+  outcomes_.push_back({.kind = Outcome::Kind::peer_lost, .member = member, .error = std::move(error)});
+}
+
+void Communicator::remove(Peer& peer) {
   by_endpoint_.erase(peer.endpoint);
   for (auto& place : ring_peers_)
     if (place == &peer) place = nullptr;
-  const auto owned = peers_.extract(member);
-  outcomes_.push_back({.kind = Outcome::Kind::peer_lost, .member = member, .error = std::move(error)});
+  const auto owned = peers_.extract(peer.member);
   // Its writes in flight are void with the endpoint; what ran with it waits for the next epoch.
-  if (std::any_of(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == member; })) {
+  if (std::any_of(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == owned.key(); })) {
     clean_ = false;
     for (auto& bucket : buckets_) bucket.running.reset();
   }
@@ -190,10 +194,7 @@ void Communicator::forget(Member member) {
   Peer* peer = peer_of(member);
   if (peer == nullptr) return;
   engine_.close(peer->endpoint);
-  by_endpoint_.erase(peer->endpoint);
-  for (auto& place : ring_peers_)
-    if (place == peer) place = nullptr;
-  peers_.erase(member);
+  remove(*peer);
 }
 
 // ---- epochs

@@ -141,6 +141,7 @@ class Communicator {
   void introduce(Peer& peer);
   void on_introduction(Peer& peer, BytesView rest);
   void lose(Peer& peer, Error error);
+  void remove(Peer& peer);
   void refresh(Peer& peer);
   void try_flush();
   void begin(Bucket& bucket);

@@ -51,6 +51,8 @@ Actions Coordinator::on_tick(TimePoint now) {
     note("a node was silent for {:.0f} ms", milliseconds(config_.silence));
     auto more = on_node_lost(node, now - config_.silence);
     actions_ = std::move(more);
+    // Its ranks may be out by the time that it is heard again: it has to connect anew, and to introduce them.
+    actions_.close.push_back(node);
   }
   std::vector<ReplicaId> gone;
   for (const auto& [id, replica] : replicas_)

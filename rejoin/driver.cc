@@ -37,6 +37,9 @@ void Driver::poll(TimePoint now) {
   submit_wanted();
   poll_ring(now);
   look_for_stalls(now);
+  if (now < reach_at_) return;
+  reach_at_ = now + silence_;
+  reach_peers();
 }
 
 proto::FromNode Driver::heartbeat() const {
@@ -199,13 +202,25 @@ void Driver::on_peers(const proto::Peers& peers) {
                                    [&](const auto& p) { return p.incarnation() == peer.incarnation(); });
     if (!stays) ring_->forget(member_of(peer));  // fenced
   }
+  reach_peers();
+  report_links();
+}
+
+// Connects with those that there is no connection with: at first, and again where it failed. Where it broke between two
+// members of an epoch, that is for the coordinator to judge.
+void Driver::reach_peers() {
+  const auto member = [&](std::uint64_t incarnation) {
+    const auto& members = machine_.plan().members();
+    return std::any_of(members.begin(), members.end(), [&](const auto& m) { return m.incarnation() == incarnation; });
+  };
+  const bool inside = machine_.member() && ring_->epoch() == machine_.epoch();
   for (const auto& peer : peers_.peers()) {
     // Of two, the newer one connects.
     if (peer.incarnation() >= machine_.incarnation().value || peer.replica() == config_.replica.value) continue;
+    if (inside && member(peer.incarnation())) continue;
     if (auto connecting = ring_->connect(member_of(peer), {peer.address()}); !connecting)
       spdlog::warn("replica {} at {}: {}", peer.replica(), peer.address(), connecting.error().message);
   }
-  report_links();
 }
 
 void Driver::on_plan(const proto::Plan& plan, TimePoint now) {

@@ -70,6 +70,7 @@ class Driver {
   void poll_ring(TimePoint now);
   void on_plan(const proto::Plan& plan, TimePoint now);
   void on_peers(const proto::Peers& peers);
+  void reach_peers();
   void enter_epoch();
   void submit_wanted();
   void report_exchanged();
@@ -96,7 +97,7 @@ class Driver {
   bool committed_contributes_ = false, finished_ = false;
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
-  TimePoint stall_checked_{}, committed_at_{};
+  TimePoint stall_checked_{}, committed_at_{}, reach_at_{};
   std::uint64_t stall_said_for_ = 0;
   std::vector<Duration> step_times_;  // of the last steps
 };

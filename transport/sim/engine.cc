@@ -149,7 +149,8 @@ void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context,
       auto* sender = fabric.engine(from);
       auto* receiver = fabric.engine(to);
       if (sender == nullptr || receiver == nullptr || sender->stopped_) return;
-      if ((sender->open(id) == nullptr && !left) || receiver->open(peer) == nullptr) return;
+      const bool closed = receiver->open(peer) == nullptr;
+      if ((sender->open(id) == nullptr && !left) || (closed && !fabric.options_.unfenced)) return;
       std::optional<Error> error;
       Region* target = receiver->region_of_key(remote.region.key);
       auto source = sender->regions_.find(local.region.value);
@@ -165,7 +166,10 @@ void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context,
         auto* near = source->second.memory.data() + local.offset;
         std::memcpy(direction == Direction::write ? far : near, direction == Direction::write ? near : far, length);
       }
-      if (!error && notify) receiver->emit({.kind = EventKind::written, .endpoint = peer, .value = *notify});
+      if (!error && direction == Direction::write && length > 0 && std::exchange(receiver->damage_, false))
+        target->memory[remote.offset + fabric.random_() % length] ^= std::byte{1} << static_cast<int>(operation % 8);
+      if (!error && closed) ++fabric.stale_writes_;
+      if (!error && notify && !closed) receiver->emit({.kind = EventKind::written, .endpoint = peer, .value = *notify});
       fabric.after(fabric.delay(), [&fabric, from, id, operation, error] {
         if (auto* poster = fabric.engine(from)) poster->complete(id, operation, error);
       });

@@ -65,6 +65,7 @@ class SimEngine final : public Engine {
   bool listening_ = false;
   bool dead_ = false;
   bool stopped_ = false;
+  bool damage_ = false;  // the next write that lands here
   std::vector<std::function<void()>> held_;  // what arrived while stopped
   std::map<std::uint64_t, Endpoint> endpoints_;
   std::map<std::uint64_t, Region> regions_;

@@ -72,6 +72,10 @@ void Fabric::stop(const Engine& engine) {
   const_cast<SimEngine&>(static_cast<const SimEngine&>(engine)).stopped_ = true;
 }
 
+void Fabric::damage_next_write(const Engine& engine) {
+  const_cast<SimEngine&>(static_cast<const SimEngine&>(engine)).damage_ = true;
+}
+
 void Fabric::resume(const Engine& engine) {
   auto& stopped = const_cast<SimEngine&>(static_cast<const SimEngine&>(engine));
   stopped.stopped_ = false;

@@ -22,6 +22,8 @@ struct Options {
   Duration detection = std::chrono::milliseconds(1);  // until a peer's death is seen by the transport
   // A write's bytes leave when it is posted, and land although the poster's end has failed since, as on a real network.
   bool late_writes = false;
+  // A broken transport, to see whether that is noticed: closing an endpoint does not stop writes on their way.
+  bool unfenced = false;
 };
 
 class Fabric {
@@ -45,6 +47,10 @@ class Fabric {
   // The process stops (SIGSTOP): nothing reaches or leaves it until resume(). Nobody is told.
   void stop(const Engine& engine);
   void resume(const Engine& engine);
+  // The next write that lands at this engine arrives with one bit flipped.
+  void damage_next_write(const Engine& engine);
+  // Writes that landed through endpoints that were closed; 0 but where `unfenced`.
+  std::uint64_t stale_writes() const { return stale_writes_; }
 
  private:
   friend class SimEngine;
@@ -60,7 +66,7 @@ class Fabric {
   std::mt19937_64 random_;
   std::uint32_t engines_made_ = 0;
   std::uint64_t sequence_ = 0;
-  std::uint64_t ids_made_ = 0;
+  std::uint64_t ids_made_ = 0, stale_writes_ = 0;
   std::unordered_map<std::uint32_t, SimEngine*> engines_;
   std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;
 };

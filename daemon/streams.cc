@@ -1,0 +1,24 @@
+#include "daemon/streams.h"
+
+namespace rejoin::daemon {
+
+std::vector<LocalStream> streams_of(const membership::Node& node) {
+  std::vector<LocalStream> streams;
+  for (const auto& [connection, info] : node.ranks()) {
+    LocalStream& stream = streams.emplace_back();
+    stream.rank = connection;
+    stream.key = {ReplicaId(info.up.replica()), RankId(info.up.rank())};
+    for (const auto& member : node.plan().members()) {
+      if (member.replica() == info.up.replica() && member.incarnation() == info.up.incarnation())
+        stream.catching_up = member.catching_up();
+      if (member.catching_up()) continue;
+      for (const auto& peer : node.peers().peers())
+        if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation() &&
+            peer.rank() == info.up.rank())
+          stream.sources.insert({ReplicaId(peer.replica()), Incarnation(peer.incarnation()), {peer.stream_address()}});
+    }
+  }
+  return streams;
+}
+
+}  // namespace rejoin::daemon

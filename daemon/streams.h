@@ -1,0 +1,18 @@
+// Which local ranks catch up, and from whom, as the coordinator's plan says. Pure.
+#pragma once
+
+#include "catchup/service.h"
+#include "membership/node.h"
+
+namespace rejoin::daemon {
+
+struct LocalStream {
+  membership::RankConnection rank;
+  catchup::RankKey key;
+  bool catching_up = false;
+  std::set<catchup::SourceAddress> sources;  // the same rank of all contributors
+};
+
+std::vector<LocalStream> streams_of(const membership::Node& node);
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,123 @@
+#include "rejoin/training_state.h"
+
+#include "base/digest.h"
+
+namespace rejoin {
+
+Result<TensorId> TrainingState::add(const TensorSpec& tensor) {
+  if (owner_) return fail(ErrorCode::invalid_argument, "tensor '{}' comes after allocate()", tensor.name);
+  shm::Tensor t{.name = tensor.name,
+                .type = tensor.type,
+                .count = tensor.count,
+                .columns = tensor.moments + 1,
+                .elementwise = tensor.elementwise};
+  tensors_.push_back(std::move(t));
+  bucket_of_.push_back(kNone);
+  return TensorId{static_cast<std::uint32_t>(tensors_.size() - 1)};
+}
+
+Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors) {
+  if (owner_) return fail(ErrorCode::invalid_argument, "a bucket comes after allocate()");
+  if (tensors.empty()) return fail(ErrorCode::invalid_argument, "a bucket without tensors");
+  const auto id = static_cast<BucketId>(buckets_.size());
+  for (auto t : tensors) {
+    if (t.index >= tensors_.size()) return fail(ErrorCode::not_found, "bucket {}: no tensor {}", id, t.index);
+    if (bucket_of_[t.index] != kNone)
+      return fail(ErrorCode::invalid_argument, "tensor '{}' is in bucket {} already", tensors_[t.index].name,
+                  bucket_of_[t.index]);
+    if (tensors_[t.index].type != tensors_[tensors[0].index].type)
+      return fail(ErrorCode::invalid_argument, "bucket {} mixes {} and {}", id, to_string(tensors_[t.index].type),
+                  to_string(tensors_[tensors[0].index].type));
+    bucket_of_[t.index] = id;
+  }
+  buckets_.push_back(tensors);
+  return id;
+}
+
+Result<> TrainingState::allocate() {
+  if (owner_) return fail(ErrorCode::invalid_argument, "allocate() twice");
+  for (std::size_t t = 0; t < tensors_.size(); ++t)
+    if (bucket_of_[t] == kNone)
+      return fail(ErrorCode::invalid_argument, "tensor '{}' is in no bucket", tensors_[t].name);
+  auto manifest = shm::Manifest::make(tensors_);
+  if (!manifest) return tl::unexpected(manifest.error());
+  // A slice under way has the gradients of the steps that pass meanwhile kept; with room for two there is always one.
+  for (const auto& slice : manifest->slices()) {
+    const std::uint64_t needed = 2 * slice.whole.count * size_of(manifest->tensors()[slice.whole.tensor].type);
+    if (needed > keep_budget_)
+      return fail(ErrorCode::invalid_argument,
+                  "the budget for kept gradients is {}, and tensor '{}' needs {}: raise it (--keep-budget, "
+                  "REJOIN_KEEP_BUDGET)",
+                  human_bytes(keep_budget_), manifest->tensors()[slice.whole.tensor].name, human_bytes(needed));
+  }
+  auto owner = shm::Owner::make(std::move(*manifest));
+  if (!owner) return tl::unexpected(owner.error());
+  std::uint64_t total = 0;
+  gradient_offset_.resize(tensors_.size());
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;  // of the buckets
+  for (const auto& bucket : buckets_) {
+    const std::uint64_t begin = total;
+    for (auto t : bucket) {
+      gradient_offset_[t.index] = total;
+      total += gradient_bytes(t.index);
+    }
+    ranges.emplace_back(begin, total - begin);
+    total = round_up(total, 4096);
+  }
+  auto input = Mapping::anonymous(std::max<std::uint64_t>(total, 4096)),
+       output = Mapping::anonymous(std::max<std::uint64_t>(total, 4096));
+  if (!input) return tl::unexpected(input.error());
+  if (!output) return tl::unexpected(output.error());
+  input_ = std::move(*input);
+  output_ = std::move(*output);
+  owner_ = std::make_unique<shm::Owner>(std::move(*owner));
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    const DataType type = tensors_[buckets_[b][0].index].type;
+    specs_.push_back({type, ranges[b].second / size_of(type), input_.span().subspan(ranges[b].first, ranges[b].second),
+                      output_.span().subspan(ranges[b].first, ranges[b].second)});
+  }
+  return {};
+}
+
+std::span<std::byte> TrainingState::column(TensorId t, std::uint32_t index) {
+  REJOIN_CHECK(owner_ && t.index < tensors_.size() && index < tensors_[t.index].columns, "tensor {} column {}", t.index,
+               index);
+  const auto& tensor = owner_->manifest().tensors()[t.index];
+  return owner_->state().subspan(tensor.offset + index * tensor.stride, gradient_bytes(t.index));
+}
+
+std::span<std::byte> TrainingState::gradient(TensorId t) {
+  REJOIN_CHECK(owner_ && t.index < tensors_.size(), "gradient() of tensor {} before allocate()", t.index);
+  return input_.span().subspan(gradient_offset_[t.index], gradient_bytes(t.index));
+}
+
+std::uint64_t TrainingState::digest() const {
+  std::uint64_t result = 0;
+  const auto& manifest = owner_->manifest();
+  for (const auto& part : manifest.parts())
+    result = combine_digests(result, shm::digest_of(manifest, part, owner_->state()));
+  return result;
+}
+
+std::uint64_t TrainingState::plan_hash() const {
+  std::uint64_t plan = owner_->manifest().hash();
+  for (const auto& bucket : buckets_)
+    for (auto t : bucket) plan = combine_digests(plan, combine_digests(t.index, bucket.size()));
+  return plan | 1;
+}
+
+void TrainingState::start(std::uint64_t version) {
+  owner_->set_version(version);
+  keeper_ = std::make_unique<catchup::Keeper>(*owner_, keep_budget_);
+}
+
+std::vector<catchup::Piece> TrainingState::begin_update(Step step, bool contributed) {
+  return keeper_->begin(step, contributed, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
+    const std::uint64_t element = size_of(tensors_[t].type);
+    return BytesView(output_.span()).subspan(gradient_offset_[t] + first * element, count * element);
+  });
+}
+
+void TrainingState::end_update(Step step, bool contributed) { keeper_->end(step, contributed); }
+
+}  // namespace rejoin

@@ -1,0 +1,54 @@
+// A trainer's tensors: the state (weights and moments, shared with the daemon), its gradients and their buckets, and
+// what an update does to them. Without threads or sockets; the session and the simulator's trainers hold one.
+#pragma once
+
+#include "catchup/keeper.h"
+#include "ftar/communicator.h"
+#include "rejoin/session.h"
+#include "shm/owner.h"
+
+namespace rejoin {
+
+class TrainingState {
+ public:
+  explicit TrainingState(std::uint64_t keep_budget) : keep_budget_(keep_budget) {}
+
+  // As Session's functions of these names.
+  Result<TensorId> add(const TensorSpec& tensor);
+  Result<BucketId> bucket(const std::vector<TensorId>& tensors);
+  Result<> allocate();
+  bool allocated() const { return owner_ != nullptr; }
+  std::span<std::byte> column(TensorId tensor, std::uint32_t index);  // 0: the weight; then the moments
+  std::span<std::byte> gradient(TensorId tensor);
+  std::uint64_t digest() const;  // of the state
+
+  // ---- after allocate()
+  shm::Owner& owner() { return *owner_; }
+  const std::vector<ftar::BucketSpec>& buckets() const { return specs_; }
+  std::uint64_t plan_hash() const;
+  BytesView gradients() const { return input_.span(); }  // all of this rank's, as they go into the rings
+  BytesView reduced() const { return output_.span(); }   // … and as they come out
+
+  // The state is initialised, as of step `version`.
+  void start(std::uint64_t version);
+  // Begins the update of a committed step; what is handed out is to be applied in this order. Ends it: it has been.
+  std::vector<catchup::Piece> begin_update(Step step, bool contributed);
+  void end_update(Step step, bool contributed);
+  std::uint64_t kept_bytes() const { return keeper_->kept_bytes(); }
+
+ private:
+  static constexpr BucketId kNone = ~BucketId{0};
+  std::uint64_t gradient_bytes(std::size_t t) const { return tensors_[t].count * size_of(tensors_[t].type); }
+
+  const std::uint64_t keep_budget_;
+  std::vector<shm::Tensor> tensors_;
+  std::vector<BucketId> bucket_of_;
+  std::vector<std::vector<TensorId>> buckets_;
+  std::vector<std::uint64_t> gradient_offset_;
+  std::vector<ftar::BucketSpec> specs_;
+  Mapping input_, output_;
+  std::unique_ptr<shm::Owner> owner_;
+  std::unique_ptr<catchup::Keeper> keeper_;
+};
+
+}  // namespace rejoin

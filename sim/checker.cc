@@ -1,0 +1,86 @@
+#include "sim/checker.h"
+
+#include <fmt/format.h>
+
+#include "membership/log.h"
+
+namespace rejoin::sim {
+
+void Checker::violate(const std::string& invariant, std::string what) {
+  if (!violation_) violation_ = {invariant, std::move(what)};
+}
+
+void Checker::on_record(const proto::LogRecord& record) {
+  if (record.has_epoch()) {
+    if (record.epoch().epoch() <= epoch_)
+      violate("one-decision", fmt::format("epoch {} was begun after epoch {}", record.epoch().epoch(), epoch_));
+    epoch_ = record.epoch().epoch();
+  }
+  if (record.has_committed()) {
+    const std::uint64_t step = record.committed().step();
+    std::map<std::uint32_t, membership::Batch> batches;
+    for (const auto& member : record.committed().members())
+      for (const auto& range : member.batch()) batches[member.replica()].push_back({range.begin(), range.end()});
+    if (!decided_.emplace(step, std::move(batches)).second)
+      violate("one-decision", fmt::format("step {} was committed twice", step));
+  }
+  if (record.has_rolled_back()) {
+    const std::uint64_t version = record.rolled_back().version();
+    decided_.erase(decided_.upper_bound(version), decided_.end());
+    std::erase_if(reduced_, [&](const auto& entry) { return entry.first.second > version; });
+    std::erase_if(states_, [&](const auto& entry) { return entry.first.second > version; });
+  }
+}
+
+void Checker::on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, std::uint64_t digest) {
+  if (!decided_.contains(step))
+    violate("one-decision",
+            fmt::format("replica {} rank {} applies step {}, which nobody decided", replica, rank, step));
+  const auto [known, first] = reduced_.emplace(RankAt{rank, step}, digest);
+  if (!first && known->second != digest)
+    violate("one-decision", fmt::format("replica {} rank {} applies another gradient of step {} than its peers",
+                                        replica, rank, step));
+}
+
+void Checker::on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, const membership::Batch& batch,
+                         std::uint64_t before, std::uint64_t after) {
+  if (before != after)
+    violate("input-intact",
+            fmt::format("the gradients of replica {} rank {} changed during step {}", replica, rank, step));
+  const auto decided = decided_.find(step);
+  if (decided == decided_.end()) return;  // on_reduced says so
+  const auto counted = decided->second.find(replica);
+  if (counted == decided->second.end() || counted->second != batch)
+    violate("exactly-once", fmt::format("step {} was decided with other samples for replica {} than rank {} trained",
+                                        step, replica, rank));
+}
+
+void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t version, std::uint64_t digest) {
+  const auto [known, first] = states_.emplace(RankAt{rank, version}, digest);
+  if (!first && known->second != digest)
+    violate("same-bits", fmt::format("replica {} rank {} differs from its peers at version {}", replica, rank, version));
+}
+
+void Checker::on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget) {
+  if (bytes > budget)
+    violate("bounded-memory", fmt::format("replica {} rank {} keeps {} bytes of gradients, over its budget of {}",
+                                          replica, rank, bytes, budget));
+}
+
+void Checker::on_stale_write() { violate("no-stale-write", "a write landed through an endpoint that was closed"); }
+
+void Checker::on_end(const std::vector<proto::LogRecord>& log, const membership::Ledger& ledger) {
+  auto trained = membership::trained_by_step(log);
+  // What is handed out now is not lost: it is under way.
+  for (const auto& [replica, batch] : ledger.held())
+    for (const auto& range : batch) trained[~std::uint64_t{0}].push_back(range);
+  const membership::Audit result = membership::audit(trained);
+  if (result.repeated != 0) violate("exactly-once", fmt::format("{} samples were trained again", result.repeated));
+  std::uint64_t waiting = 0;
+  for (const auto& range : ledger.handed_back())
+    if (range.begin < result.samples) waiting += std::min(range.end, result.samples) - range.begin;
+  if (result.lost != waiting)
+    violate("exactly-once", fmt::format("{} samples are lost, {} wait to be handed out", result.lost, waiting));
+}
+
+}  // namespace rejoin::sim

@@ -1,0 +1,45 @@
+// The invariants of the job (DESIGN.md, "What must always hold"), by name, checked on what really happened. Knows
+// nothing of how the protocols work.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+
+#include "control.pb.h"
+#include "membership/ledger.h"
+
+namespace rejoin::sim {
+
+struct Violation {
+  std::string invariant, what;
+};
+
+class Checker {
+ public:
+  // A record is on the coordinator's disk.
+  void on_record(const proto::LogRecord& record);
+  // A rank applies this step: the digest of its reduced gradients.
+  void on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, std::uint64_t digest);
+  // … having trained these samples (contributors), from gradients that were `before` when it handed them over.
+  void on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, const membership::Batch& batch,
+                  std::uint64_t before, std::uint64_t after);
+  // A rank that contributes has this state.
+  void on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t version, std::uint64_t digest);
+  void on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget);
+  void on_stale_write();
+  // At the end. `held`, `handed_back`: samples under way, and waiting to be handed out.
+  void on_end(const std::vector<proto::LogRecord>& log, const membership::Ledger& ledger);
+  void violate(const std::string& invariant, std::string what);
+
+  const std::optional<Violation>& violation() const { return violation_; }
+
+ private:
+  using RankAt = std::pair<std::uint32_t, std::uint64_t>;  // rank, step
+  std::optional<Violation> violation_;                     // the first
+  std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
+  std::map<RankAt, std::uint64_t> reduced_, states_;
+  std::uint64_t epoch_ = 0;
+};
+
+}  // namespace rejoin::sim

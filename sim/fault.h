@@ -1,0 +1,65 @@
+// What can go wrong, and when: drawn from a seed, or given.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/result.h"
+
+namespace rejoin::sim {
+
+enum class FaultKind : std::uint8_t {
+  kill_trainer,       // SIGKILL at any event
+  hang_trainer,       // SIGSTOP for a while: shorter or longer than what is patience's end
+  slow_trainer,       // computes fifty times slower for a while
+  kill_replica,       // all its ranks at once
+  kill_all,           // every trainer
+  kill_daemon,        // SIGKILL; its trainers live on
+  power_loss,         // a node: daemon and trainers
+  kill_coordinator,   // SIGKILL
+  crash_in_append,    // … in mid-write: the tail of what it wrote last is lost
+  disk_full,          // its log takes no more: it gives up
+  partition,          // node and coordinator don't hear each other for a while
+  one_way_partition,  // the node hears, and is not heard
+  cut_ring,           // all data connections of a rank break
+  cut_stream,         // all catch-up connections of a node break
+  damage,             // one bit of a catch-up write is flipped on its way
+  pause,              // all stand still, as a suspended machine: the clock jumps
+};
+constexpr std::size_t kFaultKinds = 16;
+std::string_view to_string(FaultKind kind);
+
+struct Fault {
+  Duration at{};
+  FaultKind kind{};
+  std::uint32_t replica = 0, rank = 0;
+  Duration lasting{};
+};
+std::string to_string(const Fault& fault);
+
+// At rates that the seed decides, from rare to hail, until `end`.
+std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::uint32_t ranks, Duration end);
+
+// Bugs built into the simulated cluster on purpose, to see whether the checkers find them.
+enum class Plant : std::uint8_t {
+  none,
+  commit_without_vote,   // a rank's exchange is reported before it is done
+  apply_without_commit,  // an update is applied when the exchange is done here, whatever the coordinator decides
+  apply_twice,           // one piece of an update
+  skip_a_piece,          // … and one left out
+  forget_a_decision,     // the log's last record was not on disk although it was said to be
+  wrong_batch,           // a trainer trains other samples than it was given
+  touch_the_input,       // gradients are changed while they are reduced
+  damage_after_proof,    // a joiner's state changes after its proof
+  deaf_rank,             // one rank stops hearing plans
+  early_proof,           // a joiner is called whole before it is
+  stale_write,           // a write lands after its endpoint was closed
+  keep_too_much,         // the budget for kept gradients is ignored
+};
+constexpr std::size_t kPlants = 13;
+std::string_view to_string(Plant plant);
+Result<Plant> parse_plant(std::string_view name);
+
+}  // namespace rejoin::sim

@@ -1,0 +1,199 @@
+// rejoin-sim: plays seeds of the simulated cluster and says what it found.
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <thread>
+
+#include "base/log.h"
+#include "sim/world.h"
+
+namespace rejoin::sim {
+namespace {
+
+struct Settings {
+  std::uint64_t seeds = 100, from = 0;
+  std::optional<std::uint64_t> seed;
+  unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
+  bool trace = false, minimise = true;
+  std::string plant = "none";
+  Options options;
+};
+
+// Leaves faults out as long as the same invariant still breaks: halves, quarters, … and at last one by one.
+std::vector<Fault> minimised(const Options& options, std::vector<Fault> faults, const std::string& invariant) {
+  const auto breaks = [&](const std::vector<Fault>& some) {
+    Options again = options;
+    again.faults = some;
+    const auto outcome = play(again);
+    return outcome.violation && outcome.violation->invariant == invariant;
+  };
+  for (std::size_t chunk = std::max<std::size_t>(1, faults.size() / 2);; chunk /= 2) {
+    for (std::size_t at = 0; at < faults.size();) {
+      std::vector<Fault> fewer = faults;
+      fewer.erase(fewer.begin() + static_cast<std::ptrdiff_t>(at),
+                  fewer.begin() + static_cast<std::ptrdiff_t>(std::min(at + chunk, faults.size())));
+      if (breaks(fewer)) faults = std::move(fewer);
+      else at += chunk;
+    }
+    if (chunk <= 1) return faults;
+  }
+}
+
+void show_failure(const Options& options, const Outcome& outcome, bool minimise) {
+  fmt::print("seed {} breaks {}: {}\n", options.seed, outcome.violation->invariant, outcome.violation->what);
+  Options again = options;
+  again.trace = true;
+  if (minimise) {
+    again.faults = minimised(options, outcome.faults, outcome.violation->invariant);
+    fmt::print("of its {} faults these are enough:\n", outcome.faults.size());
+    for (const auto& fault : *again.faults) fmt::print("  {}\n", to_string(fault));
+  }
+  const auto replay = play(again);
+  const std::size_t shown = std::min<std::size_t>(60, replay.trace.size());
+  fmt::print("the end of what happened then (all of it: rejoin-sim --seed {} --trace{}):\n", options.seed,
+             options.plant == Plant::none ? "" : fmt::format(" --plant {}", to_string(options.plant)));
+  for (std::size_t i = replay.trace.size() - shown; i < replay.trace.size(); ++i) fmt::print("  {}\n", replay.trace[i]);
+}
+
+int one(const Settings& settings) {
+  Options options = settings.options;
+  options.seed = *settings.seed;
+  options.trace = settings.trace;
+  const Outcome outcome = play(options);
+  if (settings.trace) {
+    for (const auto& fault : outcome.faults) fmt::print("{}\n", to_string(fault));
+    for (const auto& line : outcome.trace) fmt::print("{}\n", line);
+  }
+  for (const auto& [what, count] : outcome.counts) fmt::print("{:>8}  {}\n", count, what);
+  fmt::print("seed {}: {:.1f} virtual seconds, {} events, trace {:016x}\n", options.seed, outcome.virtual_seconds,
+             outcome.events, outcome.trace_hash);
+  if (!outcome.violation) return 0;
+  if (settings.trace) fmt::print("{}: {}\n", outcome.violation->invariant, outcome.violation->what);
+  else show_failure(options, outcome, settings.minimise);
+  return 1;
+}
+
+// What the workers, one process each, tell the first one. A process that dies leaves the seed that it was at.
+struct Shared {
+  std::atomic<std::uint64_t> next, played, events, virtual_ms, violations;
+  std::atomic<std::uint64_t> first_bad;
+  std::atomic<std::uint64_t> at[256];
+  struct Count {
+    char name[48];
+    std::atomic<std::uint64_t> count;
+  } counts[64];
+  std::atomic<std::uint32_t> lock;
+};
+
+void add(Shared& shared, const std::map<std::string, std::uint64_t>& counts) {
+  while (shared.lock.exchange(1) != 0) ::usleep(10);
+  for (const auto& [name, count] : counts)
+    for (auto& place : shared.counts) {
+      if (place.name[0] == 0) std::snprintf(place.name, sizeof place.name, "%s", name.c_str());
+      if (name.compare(0, sizeof place.name - 1, place.name) != 0) continue;
+      place.count += count;
+      break;
+    }
+  shared.lock = 0;
+}
+
+void work(const Settings& settings, Shared& shared, unsigned job) {
+  for (;;) {
+    const std::uint64_t i = shared.next++;
+    if (i >= settings.seeds || shared.violations > 0) return;
+    Options options = settings.options;
+    options.seed = settings.from + i;
+    shared.at[job] = options.seed;
+    const Outcome outcome = play(options);
+    ++shared.played;
+    shared.events += outcome.events;
+    shared.virtual_ms += static_cast<std::uint64_t>(outcome.virtual_seconds * 1000);
+    add(shared, outcome.counts);
+    if (!outcome.violation) continue;
+    std::uint64_t worst = shared.first_bad;
+    while (options.seed < worst && !shared.first_bad.compare_exchange_weak(worst, options.seed)) {
+    }
+    ++shared.violations;
+  }
+}
+
+int many(const Settings& settings) {
+  void* memory = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return std::perror("mmap"), 1;
+  auto& shared = *new (memory) Shared{};
+  shared.first_bad = ~std::uint64_t{0};
+  const auto start = std::chrono::steady_clock::now();
+  std::map<pid_t, unsigned> workers;
+  for (unsigned job = 0; job < settings.jobs; ++job) {
+    const pid_t pid = ::fork();
+    if (pid < 0) return std::perror("fork"), 1;
+    if (pid == 0) {
+      work(settings, shared, job);
+      std::_Exit(0);
+    }
+    workers[pid] = job;
+  }
+  bool crashed = false;
+  for (int status = 0; !workers.empty();) {
+    const pid_t pid = ::wait(&status);
+    if (pid < 0) break;
+    const unsigned job = workers.extract(pid).mapped();
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) continue;
+    crashed = true;
+    fmt::print("seed {} ended the process itself ({}); replay it with --seed {} --trace\n", shared.at[job].load(),
+               WIFSIGNALED(status) ? ::strsignal(WTERMSIG(status)) : "an exit", shared.at[job].load());
+  }
+  const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  std::uint64_t faults = 0, kinds = 0;
+  for (const auto& place : shared.counts) {
+    if (place.name[0] == 0) break;
+    fmt::print("{:>10}  {}\n", place.count.load(), place.name);
+    if (std::string_view(place.name).starts_with("fault: ")) faults += place.count, ++kinds;
+  }
+  fmt::print("{} seeds in {:.1f} s ({:.0f} a minute, {} jobs): {:.1f} hours of virtual time, {:.0f} events/s, {} faults "
+             "({:.0f}/s) of {} kinds out of {}\n",
+             shared.played.load(), took, static_cast<double>(shared.played) * 60 / took, settings.jobs,
+             static_cast<double>(shared.virtual_ms) / 3.6e6, static_cast<double>(shared.events) / took, faults,
+             static_cast<double>(faults) / took, kinds, kFaultKinds);
+  if (shared.violations > 0) {
+    Options options = settings.options;
+    options.seed = shared.first_bad;
+    const Outcome again = play(options);
+    if (again.violation) show_failure(options, again, settings.minimise);
+    else
+      fmt::print("seed {} broke an invariant, and played again it does not: something in it does not follow from the "
+                 "seed\n", options.seed);
+  }
+  return shared.violations > 0 || crashed ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace rejoin::sim
+
+int main(int argc, char** argv) {
+  using namespace rejoin;
+  sim::Settings settings;
+  CLI::App app{
+      "Plays a whole Rejoin cluster (coordinator, daemons, ranks, trainers: the code that ships) under virtual time, "
+      "with faults drawn from a seed, and checks the invariants."};
+  app.add_option("--seeds", settings.seeds, "how many")->capture_default_str();
+  app.add_option("--from", settings.from, "the first one")->capture_default_str();
+  app.add_option("--seed", settings.seed, "this one only");
+  app.add_option("--jobs", settings.jobs, "processes")->check(CLI::Range(1, 256))->capture_default_str();
+  app.add_option("--replicas", settings.options.replicas, "of the job")->check(CLI::Range(1, 16))->capture_default_str();
+  app.add_option("--ranks", settings.options.ranks, "of a replica")->check(CLI::Range(1, 16))->capture_default_str();
+  app.add_flag("--trace", settings.trace, "with --seed: everything that happened");
+  app.add_flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
+  app.add_option("--plant", settings.plant, "a bug built in on purpose, to see it found")->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  init_logging("sim", "off");
+  auto plant = sim::parse_plant(settings.plant);
+  if (!plant) return fmt::print(stderr, "rejoin-sim: --plant: {}\n", plant.error().message), 1;
+  settings.options.plant = *plant;
+  return settings.seed ? sim::one(settings) : sim::many(settings);
+}

@@ -1,0 +1,221 @@
+// A trainer and its library, in one process: what the session does in two threads happens here in run().
+#include "base/digest.h"
+#include "sim/world.h"
+
+namespace rejoin::sim {
+
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::uint64_t kSecret = 0x5ec7e7;
+constexpr std::uint64_t kKeepBudget = 4096;  // bytes: room for two steps of the largest tensor, and little more
+
+struct TensorShape {
+  std::uint64_t count;
+  std::uint32_t moments, bucket;
+  bool elementwise;
+};
+constexpr TensorShape kTensors[] = {{300, 1, 0, true}, {17, 0, 0, true},  {150, 2, 1, true},
+                                    {64, 1, 1, false}, {400, 1, 2, true}, {33, 3, 2, false}};
+
+float noise(std::uint64_t a, std::uint64_t b) {
+  std::uint64_t x = (a * 0x9e3779b97f4a7c15) ^ (b + 0xbf58476d1ce4e5b9);
+  x = (x ^ (x >> 29)) * 0x94d049bb133111eb;
+  return static_cast<float>(static_cast<double>((x >> 40) & 0xffff) / 65536.0 - 0.5);
+}
+
+std::span<float> floats(std::span<std::byte> bytes) {
+  return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
+}
+
+}  // namespace
+
+Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_number)
+    : replica(replica_number), rank(rank_number), life(world.next_number()), world_(world) {
+  instance = world.next_number();
+  engine = world.fabric().make_engine();
+  address_ = engine->listen({}).value().text;
+  state_ = std::make_unique<TrainingState>(world.planted(Plant::keep_too_much) ? 1 << 20 : kKeepBudget);
+  std::vector<std::vector<TensorId>> buckets(3);
+  for (const auto& shape : kTensors) {
+    const std::string name = fmt::format("t{}", buckets[0].size() + buckets[1].size() + buckets[2].size());
+    buckets[shape.bucket].push_back(
+        state_->add({.name = name, .count = shape.count, .moments = shape.moments, .elementwise = shape.elementwise})
+            .value());
+  }
+  for (const auto& bucket : buckets) REJOIN_CHECK(state_->bucket(bucket).has_value());
+  const auto allocated = state_->allocate();
+  REJOIN_CHECK(allocated.has_value(), "{}", allocated.error());
+  // Every start is a fresh one: version 0 has the same bits everywhere.
+  for (std::uint32_t t = 0; t < std::size(kTensors); ++t) {
+    auto weight = floats(state_->column({t}, 0));
+    for (std::size_t i = 0; i < weight.size(); ++i) weight[i] = noise(rank * 1000 + t, i);
+  }
+  state_->start(0);
+  digest_at_join_ = state_->digest();
+  driver_ = std::make_unique<Driver>(
+      DriverConfig{.replica = ReplicaId(replica),
+                   .rank = rank,
+                   .life = life,
+                   .plan_hash = state_->plan_hash(),
+                   .ring = {.chunk_bytes = 512, .chunks_in_flight = 2, .direct_bytes = world.options_.seed % 2 == 0 ? 0u : 32768u},
+                   .patience = 500ms},
+      *engine, state_->owner(), state_->buckets());
+}
+
+Trainer::~Trainer() {
+  world_.fabric().kill(*engine);
+  driver_.reset();
+  engine.reset();
+}
+
+void Trainer::in(Duration delay, void (Trainer::*what)()) {
+  world_.after_of(*this, delay, [this, what] {
+    if (stopped) due_ = what;
+    else (this->*what)();
+    world_.wake(*this);
+  });
+}
+
+// ---- the daemon
+
+void Trainer::look_for_daemon() {
+  if (stopped || connection.value != 0) return;
+  Daemon* daemon = world_.daemon_of(replica);
+  if (daemon == nullptr) return world_.after_of(*this, 20ms, [this] { look_for_daemon(); });
+  connection = membership::RankConnection(world_.next_number());
+  driver_->on_welcome(kSecret, world_.job.silence);
+  proto::RankUp up;
+  driver_->describe(up);
+  up.set_address(address_);
+  up.set_version(version_at_join_);
+  up.set_digest(digest_at_join_);
+  up.set_pid(static_cast<std::int32_t>(instance));
+  daemon->on_hello(*this, up);
+  driver_->on_daemon_back();
+  world_.wake(*this);
+}
+
+void Trainer::on_daemon_gone() {
+  connection = {};
+  words_.clear();
+  world_.after_of(*this, 20ms, [this] { look_for_daemon(); });
+}
+
+void Trainer::heartbeat() {
+  if (stopped) return;
+  state_->owner().page().heartbeat.store(static_cast<std::uint64_t>(world_.now().time_since_epoch().count()));
+  if (Daemon* daemon = world_.daemon_of(replica); daemon != nullptr && connection.value != 0)
+    daemon->on_report(connection, driver_->heartbeat());
+  world_.wake(*this);
+}
+
+// ---- both threads
+
+void Trainer::run() {
+  if (due_ != nullptr) (this->*std::exchange(due_, nullptr))();
+  const bool deaf = world_.planted(Plant::deaf_rank) && replica == 0 && rank == 0 && world_.now().time_since_epoch() > 2s;
+  for (const auto& word : std::exchange(words_, {}))
+    if (!deaf || !word.has_plan()) driver_->on_word(word, world_.now());
+  const auto outcomes = driver_->outcomes();
+  driver_->poll(world_.now());
+  auto reports = driver_->take_reports();
+  if (stage_ == Stage::exchanging && step_.contributes && !driver_->machine().exchanged() &&
+      world_.planted(Plant::commit_without_vote) && world_.plant_due()) {
+    auto& forged = *reports.emplace_back().mutable_exchanged();
+    forged.set_replica(replica);
+    forged.set_epoch(driver_->machine().epoch().value);
+    forged.set_step(driver_->machine().step().value);
+    forged.add_ranks(rank);
+  }
+  if (Daemon* daemon = world_.daemon_of(replica); daemon != nullptr && connection.value != 0)
+    for (const auto& report : reports) daemon->on_report(connection, report);
+  if (driver_->failure()) return world_.trainer_exits(*this, driver_->failure()->message);
+  world_.checker().on_kept(replica, rank, state_->kept_bytes(), kKeepBudget);
+
+  if (stage_ == Stage::waiting && driver_->step() && driver_->step()->step > last_) begin_step();
+  const bool rash = world_.planted(Plant::apply_without_commit) && driver_->machine().exchanged() && step_.contributes;
+  if (stage_ == Stage::exchanging && (driver_->committed() >= step_.step || rash)) begin_update();
+  if (driver_->outcomes() != outcomes) world_.wake(*this);
+}
+
+// ---- the trainer's loop
+
+void Trainer::begin_step() {
+  step_ = *driver_->step();
+  driver_->take(step_.step);
+  gradients_.reset();
+  if (step_.contributes && !std::exchange(current_, true))
+    world_.checker().on_state(replica, rank, step_.step - 1, state_->digest());
+  stage_ = Stage::exchanging;
+  if (!step_.contributes) return world_.wake(*this);
+  stage_ = Stage::computing;
+  in(world_.between(2ms, 8ms) + world_.slowness(replica, rank), &Trainer::compute);
+}
+
+void Trainer::compute() {
+  stage_ = Stage::exchanging;
+  membership::Batch trained = step_.batch;
+  if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !trained.empty()) ++trained[0].begin, ++trained[0].end;
+  step_.batch = trained;
+  for (std::uint32_t t = 0; t < std::size(kTensors); ++t) {
+    auto gradient = floats(state_->gradient({t}));
+    const auto weight = floats(state_->column({t}, 0));
+    for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] = 0.01f * weight[i];
+    for (const auto& range : trained)
+      for (std::uint64_t sample = range.begin; sample < range.end; ++sample)
+        for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] += noise(sample * 64 + t, i * 8 + rank);
+  }
+  gradients_ = digest(state_->gradients());
+  driver_->want(std::vector<bool>(3, true));
+  if (world_.planted(Plant::touch_the_input) && world_.plant_due())
+    in(100us, &Trainer::touch);
+  world_.wake(*this);
+}
+
+void Trainer::touch() {
+  if (stage_ == Stage::exchanging) floats(state_->gradient({0}))[5] += 1.0f;
+}
+
+void Trainer::begin_update() {
+  stage_ = Stage::updating;
+  contributed_ = driver_->committed() >= step_.step ? driver_->committed_contributes() : step_.contributes;
+  auto& checker = world_.checker();
+  checker.on_reduced(replica, rank, step_.step, digest(state_->reduced()));
+  if (contributed_ && gradients_)
+    checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
+  pieces_ = state_->begin_update(Step(step_.step), contributed_);
+  in(world_.between(20us, 900us), &Trainer::end_update);
+}
+
+void Trainer::end_update() {
+  std::size_t skipped = pieces_.size();
+  if (world_.planted(Plant::skip_a_piece) && world_.plant_due()) skipped = world_.pick(pieces_.size());
+  for (std::size_t p = 0; p < pieces_.size(); ++p) {
+    if (p == skipped) continue;
+    const auto& piece = pieces_[p];
+    const int times = world_.planted(Plant::apply_twice) && world_.plant_due() ? 2 : 1;
+    const std::span gradient(reinterpret_cast<const float*>(piece.gradient.data()), piece.count);
+    const auto& shape = kTensors[piece.tensor];
+    auto weight = floats(state_->column({piece.tensor}, 0)).subspan(piece.first, piece.count);
+    for (int time = 0; time < times; ++time)
+      for (std::size_t i = 0; i < piece.count; ++i) {
+        float update = gradient[i];
+        for (std::uint32_t m = 0; m < shape.moments; ++m) {
+          float& moment = floats(state_->column({piece.tensor}, m + 1))[piece.first + i];
+          moment = 0.9f * moment + 0.1f * (m == 0 ? update : update * update);
+          update = m == 0 ? moment : update / (1.0f + moment);
+        }
+        weight[i] -= 0.05f * update;
+      }
+  }
+  pieces_.clear();
+  state_->end_update(Step(step_.step), contributed_);
+  last_ = step_.step;
+  stage_ = Stage::waiting;
+  if (contributed_) world_.checker().on_state(replica, rank, last_, state_->digest());
+  if (Daemon* daemon = world_.daemon_of(replica)) world_.wake(*daemon);  // the doorbell
+}
+
+}  // namespace rejoin::sim

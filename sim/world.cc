@@ -1,0 +1,398 @@
+#include "sim/world.h"
+
+#include <algorithm>
+
+#include "base/digest.h"
+#include "transport/sim/engine.h"
+
+namespace rejoin::sim {
+
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr Duration kFaultsFor = 3s;     // of virtual time; then the cluster has until kSettled
+constexpr Duration kSettled = 20s;      // … to be whole again and to have committed some steps
+constexpr std::uint64_t kStepsAfter = 5;
+constexpr std::size_t kRecent = 400;  // lines kept where not all are
+constexpr std::uint64_t kMaxEvents = 20'000'000;
+
+membership::JobConfig job_of(const Options& options) {
+  return {.replicas = options.replicas, .ranks = options.ranks, .batch = 4, .steps = 0, .silence = 200ms};
+}
+
+transport::sim::Options fabric_of(const Options& options) {
+  // Fast and slow networks; with writes that leave when posted, and that land although their poster has failed.
+  const Duration slowest[] = {20us, 50us, 200us, 2ms};
+  return {.seed = options.seed * 7 + 3,
+          .min_delay = 1us,
+          .max_delay = slowest[options.seed % 4],
+          .detection = options.seed % 3 == 0 ? Duration(20ms) : Duration(1ms),
+          .late_writes = options.seed % 2 == 0,
+          .unfenced = options.plant == Plant::stale_write};
+}
+
+}  // namespace
+
+Outcome play(const Options& options) { return World(options).run(); }
+
+World::World(const Options& options)
+    : options_(options),
+      job(job_of(options)),
+      random_(options.seed),
+      fabric_(fabric_of(options), clock_),
+      trainers_(options.replicas),
+      up_blocked_(options.replicas),
+      down_blocked_(options.replicas) {
+  clock_.set(TimePoint(1s));
+  outcome_.faults = options.faults ? *options.faults
+                                   : draw_faults(options.seed, options.replicas, options.ranks, kFaultsFor);
+  for (auto& ranks : trainers_) ranks.resize(options.ranks);
+  daemons_.resize(options.replicas);
+}
+
+World::~World() {
+  agenda_.clear();
+  for (auto& ranks : trainers_) ranks.clear();
+  daemons_.clear();
+}
+
+// ---- time
+
+void World::after(Duration delay, std::function<void()> action) {
+  agenda_.emplace(std::pair(now() + delay, sequence_++), std::move(action));
+}
+
+void World::after_of(const Process& process, Duration delay, std::function<void()> action) {
+  after(delay, [this, number = process.instance, action = std::move(action)] {
+    if (processes_.contains(number)) action();
+  });
+}
+
+void World::wake(Process& process) {
+  if (process.stopped || std::exchange(process.woken, true)) return;
+  after_of(process, between(1us, 20us), [this, number = process.instance] {
+    Process& woken = *processes_.at(number);
+    woken.woken = false;
+    if (!woken.stopped) woken.run();
+  });
+}
+
+bool World::plant_due() { return now().time_since_epoch() > 1500ms && pick(20) == 0; }
+
+void World::say(std::string line) {
+  line = fmt::format("{:12.6f}  {}", seconds(now().time_since_epoch()), line);
+  outcome_.trace_hash = combine_digests(outcome_.trace_hash, digest(as_bytes(line)));
+  if (options_.trace) {
+    outcome_.trace.push_back(std::move(line));
+    return;
+  }
+  recent_.push_back(std::move(line));
+  if (recent_.size() > kRecent) recent_.pop_front();
+}
+
+// ---- processes
+
+Trainer* World::trainer(std::uint64_t instance) {
+  auto found = processes_.find(instance);
+  return found == processes_.end() ? nullptr : dynamic_cast<Trainer*>(found->second);
+}
+
+void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
+  auto& place = trainers_[replica][rank];
+  if (place) return;
+  place = std::make_unique<Trainer>(*this, replica, rank);
+  processes_[place->instance] = place.get();
+  note("replica {} rank {} starts", replica, rank);
+  after_of(*place, between(1us, 2ms), [trainer = place.get()] { trainer->look_for_daemon(); });
+}
+
+void World::kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why) {
+  auto& place = trainers_[replica][rank];
+  if (!place) return;
+  note("replica {} rank {} ends: {}", replica, rank, why);
+  processes_.erase(place->instance);
+  const auto connection = place->connection;
+  place.reset();
+  if (Daemon* daemon = daemons_[replica].get(); daemon != nullptr && connection.value != 0)
+    after_of(*daemon, between(10us, 2ms), [daemon, connection] { daemon->drop(connection, "its process ended"); });
+  // Its supervisor starts it again.
+  after(between(10ms, 300ms), [this, replica, rank] { start_trainer(replica, rank); });
+}
+
+void World::trainer_exits(Trainer& trainer, const std::string& why) {
+  count("trainer gave up");
+  after_of(trainer, 1us, [this, replica = trainer.replica, rank = trainer.rank, why] { kill_trainer(replica, rank, why); });
+  trainer.stopped = true;  // it does nothing more
+}
+
+void World::start_daemon(std::uint32_t node) {
+  if (daemons_[node]) return;
+  daemons_[node] = std::make_unique<Daemon>(*this, node);
+  processes_[daemons_[node]->instance] = daemons_[node].get();
+  note("the daemon of node {} starts", node);
+}
+
+void World::kill_daemon(std::uint32_t node) {
+  if (!daemons_[node]) return;
+  note("the daemon of node {} is killed", node);
+  if (daemons_[node]->link != 0) close_link(daemons_[node]->link);
+  processes_.erase(daemons_[node]->instance);
+  daemons_[node].reset();
+  for (auto& trainer : trainers_[node])
+    if (trainer && trainer->connection.value != 0)
+      after_of(*trainer, between(1us, 1ms), [raw = trainer.get(), connection = trainer->connection] {
+        if (raw->connection == connection) raw->on_daemon_gone();
+      });
+  after(between(10ms, 200ms), [this, node] { start_daemon(node); });
+}
+
+// ---- the coordinator
+
+void World::start_coordinator() {
+  if (coordinator_) return;
+  ++coordinator_life_;
+  coordinator_ = std::make_unique<membership::Coordinator>(job);
+  note("the coordinator starts, with {} records", log_.size());
+  if (auto recovered = coordinator_->recover(log_, now()); !recovered)
+    checker_.violate("no-garbage", fmt::format("the coordinator can't read its own log: {}", recovered.error().message));
+}
+
+void World::kill_coordinator(const std::string& why) {
+  if (!coordinator_) return;
+  note("the coordinator ends: {}", why);
+  coordinator_.reset();
+  crash_in_append_ = false;
+  while (!links_.empty()) drop_link(links_.begin()->first);
+  if (planted(Plant::forget_a_decision) && !log_.empty() && log_.back().has_committed()) log_.pop_back();
+  after(between(20ms, 500ms), [this] { start_coordinator(); });
+}
+
+void World::carry_out(membership::Actions actions) {
+  if (!actions.append.empty() && disk_full_) {
+    disk_full_ = false;
+    return kill_coordinator("its disk is full");
+  }
+  const bool crash = !actions.append.empty() && crash_in_append_;
+  if (crash) actions.append.resize(pick(actions.append.size() + 1));
+  for (const auto& record : actions.append) {
+    if (record.has_epoch()) {
+      count("epoch begun");
+      std::string members;
+      for (const auto& m : record.epoch().members())
+        members += fmt::format(" {}{}", m.replica(), m.catching_up() ? "c" : "");
+      note("epoch {} from step {}:{} ({})", record.epoch().epoch(), record.epoch().step(), members,
+           record.epoch().reason());
+    }
+    if (record.has_committed()) {
+      count("step committed");
+      note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
+    }
+    if (record.has_rolled_back()) {
+      count("rolled back");
+      note("rolled back to {}", record.rolled_back().version());
+    }
+    log_.push_back(record);
+    checker_.on_record(record);
+  }
+  if (crash) return kill_coordinator("a crash while it wrote");
+  for (const auto& line : actions.notes) note("coordinator: {}", line);
+  for (auto& [id, message] : actions.send) {
+    auto found = links_.find(id.value);
+    if (found == links_.end()) continue;
+    Link& link = found->second;
+    const TimePoint at = std::max(link.last_down + Duration(1), now() + control_delay(link.node, false));
+    link.last_down = at;
+    after(at - now(), [this, number = id.value, node = link.node, message = std::move(message)] {
+      Daemon* daemon = daemons_[node].get();
+      if (daemon != nullptr && daemon->link == number) daemon->on_word(message);
+    });
+  }
+  for (const auto& node : actions.close) drop_link(node.value);
+}
+
+void World::drop_link(std::uint64_t number) {
+  auto gone = links_.extract(number);
+  if (gone.empty()) return;
+  after(between(10us, 1ms) + control_delay(gone.mapped().node, false), [this, number, node = gone.mapped().node] {
+    if (Daemon* daemon = daemons_[node].get(); daemon != nullptr && daemon->link == number) daemon->on_link_down();
+  });
+}
+
+Duration World::control_delay(std::uint32_t node, bool up) const {
+  const TimePoint blocked = up ? up_blocked_[node] : down_blocked_[node];
+  auto& random = const_cast<std::mt19937_64&>(random_);
+  const Duration delay(static_cast<std::int64_t>(10'000 + random() % 300'000));
+  return blocked > now() ? blocked - now() + delay : delay;
+}
+
+void World::connect(Daemon& daemon) {
+  if (!coordinator_ || up_blocked_[daemon.node] > now() || down_blocked_[daemon.node] > now()) return;
+  const std::uint64_t number = next_number();
+  after_of(daemon, control_delay(daemon.node, true), [this, number, raw = &daemon, life = coordinator_life_] {
+    if (!coordinator_ || life != coordinator_life_ || raw->link != 0) return;
+    links_[number].node = raw->node;
+    raw->on_link_up(number);
+  });
+}
+
+void World::close_link(std::uint64_t number) {
+  auto found = links_.find(number);
+  if (found == links_.end()) return;
+  const TimePoint at = std::max(found->second.last_up + Duration(1), now() + control_delay(found->second.node, true));
+  after(at - now(), [this, number] {
+    if (links_.erase(number) > 0) carry_out(coordinator_->on_node_lost(membership::NodeId(number), now()));
+  });
+}
+
+void World::to_coordinator(std::uint64_t number, proto::FromNode message) {
+  auto found = links_.find(number);
+  if (found == links_.end()) return;
+  Link& link = found->second;
+  link.last_up = std::max(link.last_up + Duration(1), now() + control_delay(link.node, true));
+  after(link.last_up - now(), [this, number, message = std::move(message)] {
+    if (links_.contains(number)) carry_out(coordinator_->on_message(membership::NodeId(number), message, now()));
+  });
+}
+
+// ---- faults
+
+Duration World::slowness(std::uint32_t replica, std::uint32_t rank) const {
+  auto found = slow_until_.find({replica, rank});
+  return found != slow_until_.end() && found->second > now() ? Duration(250ms) : Duration{};
+}
+
+void World::happen(const Fault& fault) {
+  count(fmt::format("fault: {}", to_string(fault.kind)));
+  note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
+       milliseconds(fault.lasting));
+  Trainer* trainer = trainers_[fault.replica][fault.rank].get();
+  Daemon* daemon = daemons_[fault.replica].get();
+  const TimePoint until = now() + fault.lasting;
+  switch (fault.kind) {
+    case FaultKind::kill_trainer: return kill_trainer(fault.replica, fault.rank, "killed");
+    case FaultKind::hang_trainer:
+      if (trainer == nullptr || trainer->stopped) return;
+      trainer->stopped = true;
+      fabric_.stop(*trainer->engine);
+      return after_of(*trainer, fault.lasting, [this, trainer] {
+        trainer->stopped = false;
+        fabric_.resume(*trainer->engine);
+        if (trainer->connection.value == 0) trainer->look_for_daemon();
+        wake(*trainer);
+      });
+    case FaultKind::slow_trainer: slow_until_[{fault.replica, fault.rank}] = until; return;
+    case FaultKind::kill_all:
+      for (std::uint32_t r = 0; r < options_.replicas; ++r)
+        for (std::uint32_t i = 0; i < options_.ranks; ++i) kill_trainer(r, i, "killed with all others");
+      return;
+    case FaultKind::power_loss: kill_daemon(fault.replica); [[fallthrough]];
+    case FaultKind::kill_replica:
+      for (std::uint32_t i = 0; i < options_.ranks; ++i) kill_trainer(fault.replica, i, "killed with its replica");
+      return;
+    case FaultKind::kill_daemon: return kill_daemon(fault.replica);
+    case FaultKind::kill_coordinator: return kill_coordinator("killed");
+    case FaultKind::crash_in_append: crash_in_append_ = coordinator_ != nullptr; return;
+    case FaultKind::disk_full: disk_full_ = true; return;
+    case FaultKind::partition: down_blocked_[fault.replica] = std::max(down_blocked_[fault.replica], until); [[fallthrough]];
+    case FaultKind::one_way_partition:
+      up_blocked_[fault.replica] = std::max(up_blocked_[fault.replica], until);
+      return;
+    case FaultKind::cut_ring:
+      if (trainer != nullptr) fabric_.cut(*trainer->engine);
+      return;
+    case FaultKind::cut_stream:
+      if (daemon != nullptr) fabric_.cut(*daemon->engine);
+      return;
+    case FaultKind::damage:
+      if (daemon != nullptr) fabric_.damage_next_write(*daemon->engine);
+      return;
+    case FaultKind::pause:
+      clock_.advance(fault.lasting);
+      faults_end_ += fault.lasting;
+      return;
+  }
+}
+
+// ---- the run
+
+void World::tick() {
+  for (auto& ranks : trainers_)
+    for (auto& trainer : ranks)
+      if (trainer) trainer->heartbeat();
+  for (auto& daemon : daemons_)
+    if (daemon) daemon->tick();
+  if (coordinator_) carry_out(coordinator_->on_tick(now()));
+  after(job.silence / 16, [this] { tick(); });
+}
+
+bool World::settled() const {
+  if (!coordinator_ || coordinator_->members().size() != options_.replicas) return false;
+  return std::none_of(coordinator_->members().begin(), coordinator_->members().end(),
+                      [](const auto& member) { return member.catching_up; });
+}
+
+// How the coordinator sees it, for whoever reads the trace of a failure.
+void World::describe() {
+  for (const auto& [id, replica] : coordinator_->replicas())
+    for (const auto& [rank, state] : replica.ranks)
+      note("the coordinator knows replica {} rank {}: incarnation {}, {}, {}connected with {}", id, rank,
+           replica.incarnation, state.connected_node ? "its node is there" : "its node is gone",
+           state.caught_up ? "caught up, " : "", fmt::join(state.links, " "));
+  for (const auto& line : coordinator_->waiting_for(now())) note("the step waits for {}", line);
+}
+
+Outcome World::run() {
+  const TimePoint began = now();
+  start_coordinator();
+  for (std::uint32_t node = 0; node < options_.replicas; ++node) start_daemon(node);
+  for (std::uint32_t replica = 0; replica < options_.replicas; ++replica)
+    for (std::uint32_t rank = 0; rank < options_.ranks; ++rank) start_trainer(replica, rank);
+  for (const auto& fault : outcome_.faults) after(fault.at, [this, fault] { happen(fault); });
+  faults_end_ = began + kFaultsFor;
+  tick();
+
+  std::optional<std::uint64_t> target;  // committed steps that prove that it goes on
+  while (!checker_.violation() && outcome_.events < kMaxEvents) {
+    ++outcome_.events;
+    const TimePoint next = agenda_.empty() ? TimePoint::max() : agenda_.begin()->first.first;
+    if (fabric_.next_event() <= next) {
+      fabric_.step();
+    } else {
+      auto event = agenda_.extract(agenda_.begin());
+      clock_.set(std::max(now(), event.key().first));
+      event.mapped()();
+    }
+    if (fabric_.stale_writes() > 0) checker_.on_stale_write();
+    for (auto& ranks : trainers_)
+      for (auto& trainer : ranks)
+        if (trainer && !trainer->engine->arm()) wake(*trainer);
+    for (auto& daemon : daemons_)
+      if (daemon && !daemon->engine->arm()) wake(*daemon);
+    if (now() < faults_end_) continue;
+    crash_in_append_ = disk_full_ = false;
+    if (!settled()) {
+      target.reset();
+    } else if (!target) {
+      target = coordinator_->committed().value + kStepsAfter;
+    } else if (coordinator_->committed().value >= *target) {
+      break;
+    }
+    if (now() > faults_end_ + kSettled)
+      checker_.violate("progress", fmt::format("{:.0f} s after the last fault: {}", seconds(kSettled),
+                                               coordinator_ ? fmt::format("step {} is committed, {} members",
+                                                                          coordinator_->committed(),
+                                                                          coordinator_->members().size())
+                                                            : "no coordinator"));
+  }
+  if (outcome_.events >= kMaxEvents) checker_.violate("progress", "it goes round in circles");
+  if (!checker_.violation()) checker_.on_end(log_, coordinator_->ledger());
+  if (checker_.violation() && coordinator_) describe();
+  if (checker_.violation()) note("VIOLATION {}: {}", checker_.violation()->invariant, checker_.violation()->what);
+  outcome_.violation = checker_.violation();
+  outcome_.virtual_seconds = seconds(now() - began);
+  if (!options_.trace) outcome_.trace.assign(recent_.begin(), recent_.end());
+  return std::move(outcome_);
+}
+
+}  // namespace rejoin::sim
