@@ -9,6 +9,12 @@ Planner::Planner(std::uint32_t slices, std::uint32_t window)
   for (std::uint32_t i = 0; i < slices; ++i) waiting_.push_back(i);
 }
 
+void Planner::on_present(std::uint32_t slice) {
+  if (std::erase(waiting_, slice) == 0) return;
+  have_[slice] = true;
+  ++arrived_;
+}
+
 void Planner::on_source_up(ReplicaId source) { sources_.try_emplace(source); }
 
 void Planner::on_source_down(ReplicaId source) {

@@ -18,6 +18,8 @@ class Planner {
   // `slices` to be fetched; at most `window` of them under way from one source, fewer after narrow().
   Planner(std::uint32_t slices, std::uint32_t window);
 
+  // It is there already, from an earlier catch-up.
+  void on_present(std::uint32_t slice);
   void on_source_up(ReplicaId source);
   // What it owed is to be fetched from others. The caller has fenced the source before it asks again.
   void on_source_down(ReplicaId source);

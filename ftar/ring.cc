@@ -47,12 +47,11 @@ RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket)
 
 void RingOperation::start() {
   // Whoever sends to us may do so from now on.
-  std::vector<Peer*> senders{scatter_from_, left_.to, right_.to};
-  std::sort(senders.begin(), senders.end());
-  senders.erase(std::unique(senders.begin(), senders.end()), senders.end());
+  std::vector<Peer*> senders;
+  for (auto* peer : {scatter_from_, left_.to, right_.to})
+    if (peer != nullptr && std::find(senders.begin(), senders.end(), peer) == senders.end()) senders.push_back(peer);
   for (auto* peer : senders)
-    if (peer != nullptr)
-      if (!owner_.send(*peer, MessageHeader::ready, bucket_.index, bucket_.step.value)) return;  // `closed` follows
+    if (!owner_.send(*peer, MessageHeader::ready, bucket_.index, bucket_.step.value)) return;  // `closed` follows
   if (owner_.contributors_ == 1 && contributes_) {
     std::memcpy(bucket_.spec.output.data(), bucket_.spec.input.data(), bucket_.bytes());
     for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) make_final(schedule_.chunk_id(0, i));

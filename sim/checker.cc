@@ -38,8 +38,8 @@ void Checker::on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_
             fmt::format("replica {} rank {} applies step {}, which nobody decided", replica, rank, step));
   const auto [known, first] = reduced_.emplace(RankAt{rank, step}, digest);
   if (!first && known->second != digest)
-    violate("one-decision", fmt::format("replica {} rank {} applies another gradient of step {} than its peers",
-                                        replica, rank, step));
+    violate("one-decision",
+            fmt::format("replica {} rank {} applies another gradient of step {} than its peers", replica, rank, step));
 }
 
 void Checker::on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, const membership::Batch& batch,
@@ -58,7 +58,8 @@ void Checker::on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_
 void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t version, std::uint64_t digest) {
   const auto [known, first] = states_.emplace(RankAt{rank, version}, digest);
   if (!first && known->second != digest)
-    violate("same-bits", fmt::format("replica {} rank {} differs from its peers at version {}", replica, rank, version));
+    violate("same-bits",
+            fmt::format("replica {} rank {} differs from its peers at version {}", replica, rank, version));
 }
 
 void Checker::on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget) {

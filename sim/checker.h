@@ -35,8 +35,8 @@ class Checker {
   const std::optional<Violation>& violation() const { return violation_; }
 
  private:
-  using RankAt = std::pair<std::uint32_t, std::uint64_t>;  // rank, step
-  std::optional<Violation> violation_;                     // the first
+  using RankAt = std::pair<std::uint32_t, std::uint64_t>;                        // rank, step
+  std::optional<Violation> violation_;                                           // the first
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
   std::map<RankAt, std::uint64_t> reduced_, states_;
   std::uint64_t epoch_ = 0;

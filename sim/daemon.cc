@@ -124,12 +124,13 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
   for (const auto& [connection, word] : actions.to_ranks) {
     auto found = trainers_.find(connection);
     if (found == trainers_.end()) continue;
-    world_.after(in_order(told_[connection]), [&world = world_, number = found->second, connection = connection, word = word] {
-      Trainer* trainer = world.trainer(number);
-      if (trainer == nullptr || trainer->connection != connection) return;
-      trainer->hear(word);
-      world.wake(*trainer);
-    });
+    world_.after(in_order(told_[connection]),
+                 [&world = world_, number = found->second, connection = connection, word = word] {
+                   Trainer* trainer = world.trainer(number);
+                   if (trainer == nullptr || trainer->connection != connection) return;
+                   trainer->hear(word);
+                   world.wake(*trainer);
+                 });
   }
   for (auto rank : actions.silent) {
     world_.count("rank found silent");

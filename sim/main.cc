@@ -88,6 +88,7 @@ struct Shared {
     std::atomic<std::uint64_t> count;
   } counts[64];
   std::atomic<std::uint32_t> lock;
+  char what[256];
 };
 
 void add(Shared& shared, const std::map<std::string, std::uint64_t>& counts) {
@@ -118,7 +119,9 @@ void work(const Settings& settings, Shared& shared, unsigned job) {
     std::uint64_t worst = shared.first_bad;
     while (options.seed < worst && !shared.first_bad.compare_exchange_weak(worst, options.seed)) {
     }
-    ++shared.violations;
+    if (shared.violations++ == 0)
+      std::snprintf(shared.what, sizeof shared.what, "%s: %s", outcome.violation->invariant.c_str(),
+                    outcome.violation->what.c_str());
   }
 }
 
@@ -155,19 +158,22 @@ int many(const Settings& settings) {
     fmt::print("{:>10}  {}\n", place.count.load(), place.name);
     if (std::string_view(place.name).starts_with("fault: ")) faults += place.count, ++kinds;
   }
-  fmt::print("{} seeds in {:.1f} s ({:.0f} a minute, {} jobs): {:.1f} hours of virtual time, {:.0f} events/s, {} faults "
-             "({:.0f}/s) of {} kinds out of {}\n",
-             shared.played.load(), took, static_cast<double>(shared.played) * 60 / took, settings.jobs,
-             static_cast<double>(shared.virtual_ms) / 3.6e6, static_cast<double>(shared.events) / took, faults,
-             static_cast<double>(faults) / took, kinds, kFaultKinds);
+  fmt::print(
+      "{} seeds in {:.1f} s ({:.0f} a minute, {} jobs): {:.1f} hours of virtual time, {:.0f} events/s, {} faults "
+      "({:.0f}/s) of {} kinds out of {}\n",
+      shared.played.load(), took, static_cast<double>(shared.played) * 60 / took, settings.jobs,
+      static_cast<double>(shared.virtual_ms) / 3.6e6, static_cast<double>(shared.events) / took, faults,
+      static_cast<double>(faults) / took, kinds, kFaultKinds);
   if (shared.violations > 0) {
     Options options = settings.options;
     options.seed = shared.first_bad;
     const Outcome again = play(options);
     if (again.violation) show_failure(options, again, settings.minimise);
     else
-      fmt::print("seed {} broke an invariant, and played again it does not: something in it does not follow from the "
-                 "seed\n", options.seed);
+      fmt::print(
+          "seed {} broke an invariant ({}), and played again it does not: something in it does not follow from the "
+          "seed\n",
+          options.seed, shared.what);
   }
   return shared.violations > 0 || crashed ? 1 : 0;
 }
@@ -185,7 +191,9 @@ int main(int argc, char** argv) {
   app.add_option("--from", settings.from, "the first one")->capture_default_str();
   app.add_option("--seed", settings.seed, "this one only");
   app.add_option("--jobs", settings.jobs, "processes")->check(CLI::Range(1, 256))->capture_default_str();
-  app.add_option("--replicas", settings.options.replicas, "of the job")->check(CLI::Range(1, 16))->capture_default_str();
+  app.add_option("--replicas", settings.options.replicas, "of the job")
+      ->check(CLI::Range(1, 16))
+      ->capture_default_str();
   app.add_option("--ranks", settings.options.ranks, "of a replica")->check(CLI::Range(1, 16))->capture_default_str();
   app.add_flag("--trace", settings.trace, "with --seed: everything that happened");
   app.add_flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");

@@ -54,14 +54,15 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
   }
   state_->start(0);
   digest_at_join_ = state_->digest();
-  driver_ = std::make_unique<Driver>(
-      DriverConfig{.replica = ReplicaId(replica),
-                   .rank = rank,
-                   .life = life,
-                   .plan_hash = state_->plan_hash(),
-                   .ring = {.chunk_bytes = 512, .chunks_in_flight = 2, .direct_bytes = world.options_.seed % 2 == 0 ? 0u : 32768u},
-                   .patience = 500ms},
-      *engine, state_->owner(), state_->buckets());
+  driver_ = std::make_unique<Driver>(DriverConfig{.replica = ReplicaId(replica),
+                                                  .rank = rank,
+                                                  .life = life,
+                                                  .plan_hash = state_->plan_hash(),
+                                                  .ring = {.chunk_bytes = 512,
+                                                           .chunks_in_flight = 2,
+                                                           .direct_bytes = world.options_.seed % 2 == 0 ? 0u : 32768u},
+                                                  .patience = 500ms},
+                                     *engine, state_->owner(), state_->buckets());
 }
 
 Trainer::~Trainer() {
@@ -115,7 +116,8 @@ void Trainer::heartbeat() {
 
 void Trainer::run() {
   if (due_ != nullptr) (this->*std::exchange(due_, nullptr))();
-  const bool deaf = world_.planted(Plant::deaf_rank) && replica == 0 && rank == 0 && world_.now().time_since_epoch() > 2s;
+  const bool deaf =
+      world_.planted(Plant::deaf_rank) && replica == 0 && rank == 0 && world_.now().time_since_epoch() > 2s;
   for (const auto& word : std::exchange(words_, {}))
     if (!deaf || !word.has_plan()) driver_->on_word(word, world_.now());
   const auto outcomes = driver_->outcomes();
@@ -157,7 +159,8 @@ void Trainer::begin_step() {
 void Trainer::compute() {
   stage_ = Stage::exchanging;
   membership::Batch trained = step_.batch;
-  if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !trained.empty()) ++trained[0].begin, ++trained[0].end;
+  if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !trained.empty())
+    ++trained[0].begin, ++trained[0].end;
   step_.batch = trained;
   for (std::uint32_t t = 0; t < std::size(kTensors); ++t) {
     auto gradient = floats(state_->gradient({t}));
@@ -169,8 +172,7 @@ void Trainer::compute() {
   }
   gradients_ = digest(state_->gradients());
   driver_->want(std::vector<bool>(3, true));
-  if (world_.planted(Plant::touch_the_input) && world_.plant_due())
-    in(100us, &Trainer::touch);
+  if (world_.planted(Plant::touch_the_input) && world_.plant_due()) in(100us, &Trainer::touch);
   world_.wake(*this);
 }
 

@@ -11,8 +11,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr Duration kFaultsFor = 3s;     // of virtual time; then the cluster has until kSettled
-constexpr Duration kSettled = 20s;      // … to be whole again and to have committed some steps
+constexpr Duration kFaultsFor = 3s;  // of virtual time; then the cluster has until kSettled
+constexpr Duration kSettled = 20s;   // … to be whole again and to have committed some steps
 constexpr std::uint64_t kStepsAfter = 5;
 constexpr std::size_t kRecent = 400;  // lines kept where not all are
 constexpr std::uint64_t kMaxEvents = 20'000'000;
@@ -45,8 +45,8 @@ World::World(const Options& options)
       up_blocked_(options.replicas),
       down_blocked_(options.replicas) {
   clock_.set(TimePoint(1s));
-  outcome_.faults = options.faults ? *options.faults
-                                   : draw_faults(options.seed, options.replicas, options.ranks, kFaultsFor);
+  outcome_.faults =
+      options.faults ? *options.faults : draw_faults(options.seed, options.replicas, options.ranks, kFaultsFor);
   for (auto& ranks : trainers_) ranks.resize(options.ranks);
   daemons_.resize(options.replicas);
 }
@@ -122,7 +122,8 @@ void World::kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::s
 
 void World::trainer_exits(Trainer& trainer, const std::string& why) {
   count("trainer gave up");
-  after_of(trainer, 1us, [this, replica = trainer.replica, rank = trainer.rank, why] { kill_trainer(replica, rank, why); });
+  after_of(trainer, 1us,
+           [this, replica = trainer.replica, rank = trainer.rank, why] { kill_trainer(replica, rank, why); });
   trainer.stopped = true;  // it does nothing more
 }
 
@@ -155,7 +156,8 @@ void World::start_coordinator() {
   coordinator_ = std::make_unique<membership::Coordinator>(job);
   note("the coordinator starts, with {} records", log_.size());
   if (auto recovered = coordinator_->recover(log_, now()); !recovered)
-    checker_.violate("no-garbage", fmt::format("the coordinator can't read its own log: {}", recovered.error().message));
+    checker_.violate("no-garbage",
+                     fmt::format("the coordinator can't read its own log: {}", recovered.error().message));
 }
 
 void World::kill_coordinator(const std::string& why) {
@@ -294,10 +296,10 @@ void World::happen(const Fault& fault) {
     case FaultKind::kill_coordinator: return kill_coordinator("killed");
     case FaultKind::crash_in_append: crash_in_append_ = coordinator_ != nullptr; return;
     case FaultKind::disk_full: disk_full_ = true; return;
-    case FaultKind::partition: down_blocked_[fault.replica] = std::max(down_blocked_[fault.replica], until); [[fallthrough]];
-    case FaultKind::one_way_partition:
-      up_blocked_[fault.replica] = std::max(up_blocked_[fault.replica], until);
-      return;
+    case FaultKind::partition:
+      down_blocked_[fault.replica] = std::max(down_blocked_[fault.replica], until);
+      [[fallthrough]];
+    case FaultKind::one_way_partition: up_blocked_[fault.replica] = std::max(up_blocked_[fault.replica], until); return;
     case FaultKind::cut_ring:
       if (trainer != nullptr) fabric_.cut(*trainer->engine);
       return;
@@ -352,7 +354,7 @@ Outcome World::run() {
   faults_end_ = began + kFaultsFor;
   tick();
 
-  std::optional<std::uint64_t> target;  // committed steps that prove that it goes on
+  std::uint64_t target = 0;  // committed steps that prove that it goes on; 0: not all are back
   while (!checker_.violation() && outcome_.events < kMaxEvents) {
     ++outcome_.events;
     const TimePoint next = agenda_.empty() ? TimePoint::max() : agenda_.begin()->first.first;
@@ -372,18 +374,18 @@ Outcome World::run() {
     if (now() < faults_end_) continue;
     crash_in_append_ = disk_full_ = false;
     if (!settled()) {
-      target.reset();
-    } else if (!target) {
+      target = 0;
+    } else if (target == 0) {
       target = coordinator_->committed().value + kStepsAfter;
-    } else if (coordinator_->committed().value >= *target) {
+    } else if (coordinator_->committed().value >= target) {
       break;
     }
     if (now() > faults_end_ + kSettled)
-      checker_.violate("progress", fmt::format("{:.0f} s after the last fault: {}", seconds(kSettled),
-                                               coordinator_ ? fmt::format("step {} is committed, {} members",
-                                                                          coordinator_->committed(),
-                                                                          coordinator_->members().size())
-                                                            : "no coordinator"));
+      checker_.violate("progress",
+                       fmt::format("{:.0f} s after the last fault: {}", seconds(kSettled),
+                                   coordinator_ ? fmt::format("step {} is committed, {} members",
+                                                              coordinator_->committed(), coordinator_->members().size())
+                                                : "no coordinator"));
   }
   if (outcome_.events >= kMaxEvents) checker_.violate("progress", "it goes round in circles");
   if (!checker_.violation()) checker_.on_end(log_, coordinator_->ledger());

@@ -156,8 +156,8 @@ class World {
   Trainer* trainer(std::uint64_t instance);
   std::uint64_t next_number() { return ++numbers_; }
   void trainer_exits(Trainer& trainer, const std::string& why);
-  void connect(Daemon& daemon);                               // to the coordinator, if it can be reached
-  void close_link(std::uint64_t link);                        // by the daemon
+  void connect(Daemon& daemon);         // to the coordinator, if it can be reached
+  void close_link(std::uint64_t link);  // by the daemon
   void to_coordinator(std::uint64_t link, proto::FromNode message);
   Duration slowness(std::uint32_t replica, std::uint32_t rank) const;
 
