@@ -49,11 +49,7 @@ void Service::finish(RankKey key) {
   rank.joiner.reset();
   rank.sources.clear();
   rank.reported = false;
-  // A new key: whoever still has the old one can do nothing with it.
-  engine_.deregister(rank.state);
-  auto state = engine_.register_region(rank.view->state(), transport::MemoryKind::host);
-  REJOIN_CHECK(state.has_value());
-  rank.state = *state;
+  if (rank.target) engine_.deregister(*std::exchange(rank.target, std::nullopt));
 }
 
 void Service::remove_rank(RankKey key) {
@@ -77,7 +73,12 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Time
   auto found = ranks_.find(key);
   if (found == ranks_.end()) return;
   LocalRank& rank = found->second;
-  if (!rank.joiner) rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.state, now);
+  if (!rank.joiner) {
+    auto target = engine_.register_region(rank.view->state(), transport::MemoryKind::host);
+    if (!target) return spdlog::error("replica {} can't catch up: {}", key.replica, target.error());
+    rank.target = *target;
+    rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, *target, now);
+  }
   std::vector<SourceAddress> gone;
   for (const auto& [source, endpoint] : rank.sources)
     if (!sources.contains(source)) gone.push_back(source);
@@ -188,7 +189,12 @@ void Service::poll_again(TimePoint now) {
     handle(event, now);
     busy_ = true;
   }
-  for (auto& [endpoint, serving] : serving_) serving.source->work(now);
+  std::vector<transport::EndpointId> failed;
+  for (auto& [endpoint, serving] : serving_) {
+    serving.source->work(now);
+    if (serving.source->failed()) failed.push_back(endpoint);
+  }
+  for (auto endpoint : failed) lose(endpoint, "sending to it failed");
   for (auto& [key, rank] : ranks_) {
     busy_ |= rank.view->populate_some();
     if (!rank.joiner) continue;

@@ -71,7 +71,9 @@ class Service {
  private:
   struct LocalRank {
     std::unique_ptr<shm::View> view;
-    transport::RegionId state, aside;
+    transport::RegionId state, aside;           // for what is sent from here
+    std::optional<transport::RegionId> target;  // while it catches up: where sources write. Its own, so that they can
+                                                // be fenced off without disturbing whoever is served from here
     std::unique_ptr<Joiner> joiner;
     bool reported = false;
     std::map<SourceAddress, transport::EndpointId> sources;

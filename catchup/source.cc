@@ -169,7 +169,7 @@ void Source::write_part(SliceJob& job, std::size_t index) {
     part.wire_bytes += length;
   }
   if (!engine_.write(joiner_, writes)) {
-    failed_ = true;  // the connection is down; its event ends this source
+    failed_ = true;
     return;
   }
   part.writing = true;
@@ -292,7 +292,7 @@ bool Source::advance(Question& question) {
 
 void Source::say(const proto::Stream& message) {
   const std::string bytes = message.SerializeAsString();
-  if (!engine_.send(joiner_, as_bytes(bytes))) failed_ = true;  // its `closed` event ends this source
+  if (!engine_.send(joiner_, as_bytes(bytes))) failed_ = true;
 }
 
 }  // namespace rejoin::catchup

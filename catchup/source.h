@@ -51,6 +51,8 @@ class Source {
   void on_write_completed(std::uint64_t context, bool success, TimePoint now);
   // Goes on with what can go on; true while there is something left to do.
   bool work(TimePoint now);
+  // Something could not be sent: the caller closes the connection, and the joiner asks elsewhere, or again.
+  bool failed() const { return failed_; }
 
   Stats stats() const;
 

@@ -155,6 +155,13 @@ void Daemon::follow_plan() {
   world_.wake(*this);
 }
 
+std::string Daemon::describe(catchup::RankKey key) const {
+  const auto progress = service_->progress(key, world_.now());
+  if (!progress) return "no stream";
+  return fmt::format("{} of {} slices proven, {} bytes, {} fetched again, {} sources", progress->proven,
+                     progress->total_slices, progress->bytes, progress->refetched, progress->sources);
+}
+
 // ---- the stream
 
 void Daemon::run() {

@@ -1,4 +1,6 @@
 // A trainer and its library, in one process: what the session does in two threads happens here in run().
+#include <algorithm>
+
 #include "base/digest.h"
 #include "sim/world.h"
 
@@ -110,6 +112,27 @@ void Trainer::heartbeat() {
   if (Daemon* daemon = world_.daemon_of(replica); daemon != nullptr && connection.value != 0)
     daemon->on_report(connection, driver_->heartbeat());
   world_.wake(*this);
+}
+
+std::string Trainer::describe() {
+  constexpr const char* names[] = {"absent", "requested", "arrived", "current", "abandoned"};
+  std::string line = fmt::format("replica {} rank {} is at version {}{}", replica, rank, last_,
+                                 stopped                 ? ", stopped"
+                                 : connection.value == 0 ? ", without a daemon"
+                                                         : "");
+  auto& owner = state_->owner();
+  line +=
+      fmt::format(", {} pins in use", std::count_if(std::begin(owner.page().pins), std::end(owner.page().pins),
+                                                    [](const auto& pin) { return pin.state != shm::PinState::free; }));
+  if (current_) return line;
+  line +=
+      fmt::format(", its page at {}{}, slices", owner.clock().version, owner.clock().updating ? " and updating" : "");
+  for (std::uint32_t i = 0; i < owner.manifest().slices().size(); ++i) {
+    const auto word = shm::SliceWord::unpack(owner.page().slice_words()[i].load());
+    line += fmt::format(" {}@{}", names[static_cast<std::size_t>(word.state)], word.version);
+  }
+  if (Daemon* daemon = world_.daemon_of(replica)) line += "; " + daemon->describe({ReplicaId(replica), RankId(rank)});
+  return line;
 }
 
 // ---- both threads

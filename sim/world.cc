@@ -334,7 +334,7 @@ bool World::settled() const {
                       [](const auto& member) { return member.catching_up; });
 }
 
-// How the coordinator sees it, for whoever reads the trace of a failure.
+// How things stand, for whoever reads the trace of a failure.
 void World::describe() {
   for (const auto& [id, replica] : coordinator_->replicas())
     for (const auto& [rank, state] : replica.ranks)
@@ -342,6 +342,9 @@ void World::describe() {
            replica.incarnation, state.connected_node ? "its node is there" : "its node is gone",
            state.caught_up ? "caught up, " : "", fmt::join(state.links, " "));
   for (const auto& line : coordinator_->waiting_for(now())) note("the step waits for {}", line);
+  for (auto& ranks : trainers_)
+    for (auto& trainer : ranks)
+      if (trainer) note("{}", trainer->describe());
 }
 
 Outcome World::run() {

@@ -59,6 +59,7 @@ class Trainer final : public Process {
   void hear(const proto::ToNode& word) { words_.push_back(word); }
   void on_daemon_gone();
   void heartbeat();
+  std::string describe();
 
   const std::uint32_t replica, rank;
   const std::uint64_t life;
@@ -103,6 +104,7 @@ class Daemon final : public Process {
   void on_link_up(std::uint64_t link);
   void on_link_down();
   void on_word(const proto::ToNode& word);
+  std::string describe(catchup::RankKey key) const;
 
   const std::uint32_t node;
   std::unique_ptr<transport::Engine> engine;
