@@ -25,13 +25,15 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, transport::RegionId s
       planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
       proven_(view.manifest().slices().size()),
       started_(now) {
-  // The daemon before this one may have got far, and even have called the state whole: what the trainer keeps current
-  // is only proven again. The clock is read first: a word that is behind it then is behind for good.
+  // The daemon before this one may have got far, and even have called the state whole: what has arrived and what the
+  // trainer keeps current is only proven again. The clock is read first: a word that is behind it then is behind for
+  // good.
   const shm::Clock clock = view.clock();
   for (std::uint32_t i = 0; i < view.manifest().slices().size(); ++i)
     for (bool settled = false; !settled;) {
       const shm::SliceWord word = view.slice(i);
-      const bool kept = word.state == shm::SliceState::current && word.version >= clock.version;
+      const bool kept = word.state == shm::SliceState::arrived ||
+                        (word.state == shm::SliceState::current && word.version >= clock.version);
       if (kept) {
         planner_.on_present(i);
         unproven_.insert(i);

@@ -142,8 +142,9 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   // A new life. If this replica lives already, that life has ended without our hearing of it.
   if (found != replicas_.end() && found->second.ranks.contains(up.rank())) {
     RankState& same = found->second.ranks[up.rank()];
-    if (same.up.life() == up.life()) {  // it never heard our answer
+    if (same.up.life() == up.life()) {  // it never heard our answer; its daemon may be another one by now
       same.node = node;
+      same.up = up;
       same.connected_node = true;
       return welcome_back(found->second.incarnation);
     }
