@@ -8,10 +8,12 @@ namespace rejoin::catchup {
 
 namespace {
 
+constexpr Duration kRetry = std::chrono::milliseconds(50);
+
 struct Hello {
   std::uint64_t secret;
   std::uint32_t replica, rank;  // whose state is wanted
-  std::uint32_t joiner, unused = 0;
+  std::uint64_t incarnation;
   std::uint64_t manifest;
 };
 
@@ -48,21 +50,24 @@ void Service::finish(RankKey key) {
   LocalRank& rank = found->second;
   rank.joiner.reset();
   rank.sources.clear();
+  rank.wanted.clear();
   rank.reported = false;
   if (rank.target) engine_.deregister(*std::exchange(rank.target, std::nullopt));
+}
+
+void Service::serve(RankKey key, std::optional<Incarnation> incarnation) {
+  auto found = ranks_.find(key);
+  if (found == ranks_.end() || std::exchange(found->second.serves, incarnation) == incarnation) return;
+  std::vector<transport::EndpointId> endpoints;
+  for (const auto& [endpoint, serving] : serving_)
+    if (serving.rank == key) endpoints.push_back(endpoint);
+  for (auto endpoint : endpoints) lose(endpoint, "its source contributes no longer");
 }
 
 void Service::remove_rank(RankKey key) {
   auto found = ranks_.find(key);
   if (found == ranks_.end()) return;
-  std::vector<transport::EndpointId> endpoints;
-  for (const auto& [endpoint, serving] : serving_)
-    if (serving.rank == key) endpoints.push_back(endpoint);
-  for (auto endpoint : endpoints) {
-    engine_.close(endpoint);
-    served_by_gone_ += serving_[endpoint].source->stats().bytes;
-    serving_.erase(endpoint);
-  }
+  serve(key, std::nullopt);
   finish(key);
   engine_.deregister(found->second.state);
   engine_.deregister(found->second.aside);
@@ -83,10 +88,16 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Time
   for (const auto& [source, endpoint] : rank.sources)
     if (!sources.contains(source)) gone.push_back(source);
   for (const auto& source : gone) lose(rank.sources[source], "it no longer contributes");
-  for (const auto& source : sources) {
+  rank.wanted = sources;
+  rank.retry_at = now + kRetry;
+  connect_missing(key, rank);
+}
+
+void Service::connect_missing(RankKey key, LocalRank& rank) {
+  for (const auto& source : rank.wanted) {
     if (rank.sources.contains(source)) continue;
-    const Hello hello{secret_, source.replica.value,        key.rank.value, key.replica.value,
-                      0,       rank.view->manifest().hash()};
+    const Hello hello{secret_, source.replica.value, key.rank.value, source.incarnation.value,
+                      rank.view->manifest().hash()};
     auto endpoint = engine_.connect(source.address, bytes_of(hello));
     if (!endpoint) {
       spdlog::warn("catch-up source replica {}: {}", source.replica, endpoint.error().message);
@@ -103,12 +114,16 @@ void Service::on_accepted(const transport::Event& event) {
   const bool known = take(bytes, hello) && hello.secret == secret_;
   const RankKey key{ReplicaId(hello.replica), RankId(hello.rank)};
   auto found = known ? ranks_.find(key) : ranks_.end();
-  if (found == ranks_.end() || found->second.view->manifest().hash() != hello.manifest) {
-    spdlog::warn("a catch-up connection was refused: {}", !known                  ? "wrong job key"
-                                                          : found == ranks_.end() ? "no such rank here"
-                                                                                  : "another state");
+  const char* refusal = !known                                                    ? "wrong job key"
+                        : found == ranks_.end()                                   ? "no such rank here"
+                        : found->second.view->manifest().hash() != hello.manifest ? "another state"
+                                                                                  : nullptr;
+  if (refusal != nullptr) {
+    spdlog::warn("a catch-up connection was refused: {}", refusal);
     return engine_.close(event.endpoint);
   }
+  // It comes again, if what it was told is newer than what we know; otherwise it is told better.
+  if (found->second.serves != Incarnation(hello.incarnation)) return engine_.close(event.endpoint);
   LocalRank& rank = found->second;
   serving_[event.endpoint] = {
       key, std::make_unique<Source>(engine_, event.endpoint, Source::Memory{rank.view.get(), rank.state, rank.aside},
@@ -198,6 +213,10 @@ void Service::poll_again(TimePoint now) {
   for (auto& [key, rank] : ranks_) {
     busy_ |= rank.view->populate_some();
     if (!rank.joiner) continue;
+    if (now >= rank.retry_at) {
+      rank.retry_at = now + kRetry;
+      connect_missing(key, rank);
+    }
     rank.joiner->work(now, busy_);
     if (rank.joiner->done() && !rank.reported) {
       rank.reported = true;

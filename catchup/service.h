@@ -48,7 +48,12 @@ class Service {
   Result<> add_rank(RankKey key, shm::View view);
   void remove_rank(RankKey key);  // fences everyone off its memory first
 
+  // Joiners may be served out of this rank's memory, when they ask for this incarnation of its replica: it contributes.
+  // None: they may not, and those that are served now are let go.
+  void serve(RankKey key, std::optional<Incarnation> incarnation);
+
   // Catches this rank up from these sources; again with another list where they have changed. An empty list pauses.
+  // A source that refuses or is lost is tried again, until the list is without it.
   void catch_up(RankKey key, const std::set<SourceAddress>& sources, TimePoint now);
   // No longer: it was promoted or removed. Its memory is fenced.
   void finish(RankKey key);
@@ -76,7 +81,10 @@ class Service {
                                                 // be fenced off without disturbing whoever is served from here
     std::unique_ptr<Joiner> joiner;
     bool reported = false;
-    std::map<SourceAddress, transport::EndpointId> sources;
+    std::optional<Incarnation> serves;
+    std::set<SourceAddress> wanted;  // sources
+    TimePoint retry_at{};
+    std::map<SourceAddress, transport::EndpointId> sources;  // … and the connections with them
   };
   struct Serving {
     RankKey rank;
@@ -87,6 +95,7 @@ class Service {
     SourceAddress source;
   };
 
+  void connect_missing(RankKey key, LocalRank& rank);
   void handle(const transport::Event& event, TimePoint now);
   void on_accepted(const transport::Event& event);
   void on_message(transport::EndpointId endpoint, BytesView bytes, TimePoint now);

@@ -254,7 +254,7 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
 
 // Starts, updates and ends the streams into local joiners as the plan says.
 void NodeServer::follow_plan() {
-  for (auto& [connection, key, catching_up, sources] : streams_of(machine_)) {
+  for (auto& [connection, key, catching_up, serves, sources] : streams_of(machine_)) {
     auto found = trainers_.find(connection);
     if (found == trainers_.end()) continue;
     Trainer& trainer = found->second;
@@ -269,6 +269,8 @@ void NodeServer::follow_plan() {
                                 {"step", machine_.plan().step()}});
     }
     trainer.catching_up = catching_up;
+    if (std::exchange(trainer.serves, serves) != serves)
+      stream_->post([key = key, serves = serves](catchup::Service& service, TimePoint) { service.serve(key, serves); });
     if (catching_up)
       stream_->post([key = key, sources = sources](catchup::Service& service, TimePoint at) {
         service.catch_up(key, sources, at);

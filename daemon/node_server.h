@@ -41,6 +41,7 @@ class NodeServer {
     std::unique_ptr<asio::posix::stream_descriptor> exited;  // a pidfd
     std::optional<catchup::RankKey> key;
     bool catching_up = false;
+    std::optional<Incarnation> serves;
     proto::Heartbeat ring;  // its last: what it counted of its all-reduces
   };
 

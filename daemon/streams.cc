@@ -9,8 +9,10 @@ std::vector<LocalStream> streams_of(const membership::Node& node) {
     stream.rank = connection;
     stream.key = {ReplicaId(info.up.replica()), RankId(info.up.rank())};
     for (const auto& member : node.plan().members()) {
-      if (member.replica() == info.up.replica() && member.incarnation() == info.up.incarnation())
+      if (member.replica() == info.up.replica() && member.incarnation() == info.up.incarnation()) {
         stream.catching_up = member.catching_up();
+        if (!member.catching_up()) stream.serves = Incarnation(member.incarnation());
+      }
       if (member.catching_up()) continue;
       for (const auto& peer : node.peers().peers())
         if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation() &&

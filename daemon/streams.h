@@ -1,4 +1,4 @@
-// Which local ranks catch up, and from whom, as the coordinator's plan says. Pure.
+// Which local ranks serve, which catch up, and from whom, as the coordinator's plan says. Pure.
 #pragma once
 
 #include "catchup/service.h"
@@ -10,6 +10,7 @@ struct LocalStream {
   membership::RankConnection rank;
   catchup::RankKey key;
   bool catching_up = false;
+  std::optional<Incarnation> serves;         // it contributes, in this incarnation
   std::set<catchup::SourceAddress> sources;  // the same rank of all contributors
 };
 

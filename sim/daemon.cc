@@ -141,6 +141,7 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
 void Daemon::follow_plan() {
   for (const auto& stream : daemon::streams_of(machine_)) {
     if (!keys_.contains(stream.rank)) continue;
+    service_->serve(stream.key, stream.serves);
     const bool before = catching_up_.contains(stream.key);
     if (before && !stream.catching_up) {
       world_.count("promoted");

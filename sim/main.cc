@@ -85,22 +85,19 @@ struct Shared {
   std::atomic<std::uint64_t> at[256];
   struct Count {
     char name[48];
-    std::atomic<std::uint64_t> count;
-  } counts[64];
-  std::atomic<std::uint32_t> lock;
+    std::uint64_t count;
+  } counts[256][64];  // each job's own
   char what[256];
 };
 
-void add(Shared& shared, const std::map<std::string, std::uint64_t>& counts) {
-  while (shared.lock.exchange(1) != 0) ::usleep(10);
+void add(std::span<Shared::Count> places, const std::map<std::string, std::uint64_t>& counts) {
   for (const auto& [name, count] : counts)
-    for (auto& place : shared.counts) {
+    for (auto& place : places) {
       if (place.name[0] == 0) std::snprintf(place.name, sizeof place.name, "%s", name.c_str());
       if (name.compare(0, sizeof place.name - 1, place.name) != 0) continue;
       place.count += count;
       break;
     }
-  shared.lock = 0;
 }
 
 void work(const Settings& settings, Shared& shared, unsigned job) {
@@ -114,7 +111,7 @@ void work(const Settings& settings, Shared& shared, unsigned job) {
     ++shared.played;
     shared.events += outcome.events;
     shared.virtual_ms += static_cast<std::uint64_t>(outcome.virtual_seconds * 1000);
-    add(shared, outcome.counts);
+    add(shared.counts[job], outcome.counts);
     if (!outcome.violation) continue;
     std::uint64_t worst = shared.first_bad;
     while (options.seed < worst && !shared.first_bad.compare_exchange_weak(worst, options.seed)) {
@@ -152,11 +149,14 @@ int many(const Settings& settings) {
                WIFSIGNALED(status) ? ::strsignal(WTERMSIG(status)) : "an exit", shared.at[job].load());
   }
   const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  std::map<std::string, std::uint64_t> counts;
+  for (const auto& places : shared.counts)
+    for (const auto& place : places)
+      if (place.name[0] != 0) counts[place.name] += place.count;
   std::uint64_t faults = 0, kinds = 0;
-  for (const auto& place : shared.counts) {
-    if (place.name[0] == 0) break;
-    fmt::print("{:>10}  {}\n", place.count.load(), place.name);
-    if (std::string_view(place.name).starts_with("fault: ")) faults += place.count, ++kinds;
+  for (const auto& [name, count] : counts) {
+    fmt::print("{:>10}  {}\n", count, name);
+    if (name.starts_with("fault: ")) faults += count, ++kinds;
   }
   fmt::print(
       "{} seeds in {:.1f} s ({:.0f} a minute, {} jobs): {:.1f} hours of virtual time, {:.0f} events/s, {} faults "

@@ -11,7 +11,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr std::uint64_t kSecret = 0x5ec7e7;
-constexpr std::uint64_t kKeepBudget = 4096;  // bytes: room for two steps of the largest tensor, and little more
+constexpr std::uint64_t kKeepBudget = 3200;  // bytes: room for two steps of the largest tensor, and no more
 
 struct TensorShape {
   std::uint64_t count;

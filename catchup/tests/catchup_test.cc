@@ -104,7 +104,10 @@ struct Cluster {
   void catch_up(Replica& joiner) {
     std::set<SourceAddress> sources;
     for (auto& r : replicas)
-      if (r && r->contributes) sources.insert({r->id, Incarnation(1), r->address});
+      if (r && r->contributes) {
+        sources.insert({r->id, Incarnation(1), r->address});
+        r->service->serve({r->id, RankId(0)}, Incarnation(1));
+      }
     joiner.service->catch_up({joiner.id, RankId(0)}, sources, clock.now());
   }
   void pump(int events) {
@@ -251,6 +254,28 @@ TEST(CatchUp, CodedSlicesArriveWithTheSameBits) {
     // How well it codes depends on how long it was trained before it came.
     EXPECT_LT(progress.wire_bytes, progress.bytes / 20 * 19) << "little was coded";
   }
+}
+
+// Found by the simulator: a trainer that was just started again was taken for the contributor that it had been, and its
+// initial state was fetched and even proven.
+TEST(CatchUp, OnlyTheIncarnationThatContributesIsServedFrom) {
+  Cluster cluster(5);
+  Replica& source = cluster.add(true);
+  Replica& joiner = cluster.add(false);
+  cluster.train(1);
+  const RankKey key{source.id, RankId(0)};
+  cluster.catch_up(joiner);
+  source.service->serve(key, Incarnation(2));  // it was started again meanwhile
+  for (int i = 0; i < 50; ++i) cluster.train(2);
+  EXPECT_FALSE(joiner.caught_up);
+  EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->bytes, 0u);
+  source.service->serve(key, Incarnation(1));  // the joiner has gone on asking
+  for (int i = 0; i < 500 && !joiner.caught_up; ++i) {
+    cluster.clock.advance(std::chrono::milliseconds(1));
+    cluster.train(20);
+  }
+  EXPECT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, source));
 }
 
 TEST(CatchUp, TheStreamKeepsToItsLimit) {

@@ -281,6 +281,32 @@ TEST(FtarRing, WaitsNameTheMemberThatIsMissing) {
   EXPECT_EQ(waits[0].what, "its start of bucket 0");
 }
 
+// Found by the simulator: the operations under way went on with pointers to the connection that was gone.
+TEST(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
+  Cluster cluster(3, {5000, 20});
+  for (int i = 0; i < 3; ++i) cluster.add();
+  cluster.enter(Epoch(1), cluster.places());
+  ASSERT_TRUE(cluster.until([&] {
+    return std::all_of(cluster.ranks.begin(), cluster.ranks.end(), [](const auto& rank) {
+      return rank->communicator->epoch() == Epoch(1) && !rank->communicator->busy();
+    });
+  }));
+  cluster.start(Step(1));
+  for (int i = 0; i < 10; ++i) cluster.pump(), cluster.fabric.step();
+  ASSERT_FALSE(cluster.all_done(Step(1)));
+  for (auto& rank : cluster.ranks)
+    if (rank->self != cluster.ranks[2]->self) rank->communicator->forget(cluster.ranks[2]->self);
+  for (int i = 0; i < 40; ++i) {
+    for (auto& rank : cluster.ranks) (void)rank->communicator->waits(cluster.clock.now());
+    cluster.pump();
+    cluster.fabric.step();
+  }
+  cluster.kill(*cluster.ranks[2]);
+  cluster.enter(Epoch(2), cluster.places());
+  cluster.start(Step(1));
+  EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+}
+
 TEST(FtarRing, AMemberWithAnotherPlanOrKeyIsRefused) {
   Cluster cluster(1, {1000});
   Rank& first = cluster.add();

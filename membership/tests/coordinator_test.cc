@@ -15,11 +15,13 @@ struct Bench {
   std::vector<proto::LogRecord> log;
   std::map<std::uint64_t, std::vector<proto::ToNode>> inbox;
   std::map<std::uint32_t, std::uint64_t> incarnations;
+  std::vector<std::uint64_t> closed;  // connections
 
   Bench() { keep(coordinator.recover({}, now) ? Actions{} : Actions{}); }
 
   void keep(const Actions& actions) {
     log.insert(log.end(), actions.append.begin(), actions.append.end());
+    for (const auto& node : actions.close) closed.push_back(node.value);
     for (const auto& [node, message] : actions.send) {
       inbox[node.value].push_back(message);
       if (message.has_registered()) incarnations[message.registered().replica()] = message.registered().incarnation();
@@ -245,6 +247,41 @@ TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
   bench.now += 200ms;
   bench.keep(bench.coordinator.on_tick(bench.now));
   EXPECT_EQ(bench.coordinator.members().size(), 2u);
+}
+
+// Found by the simulator: it was heard again over the same connection, and its ranks were never registered again.
+TEST(Coordinator, ANodeThatWasSilentMustConnectAnew) {
+  Bench bench;
+  bench.start();
+  for (int i = 0; i < 30; ++i) {
+    bench.now += bench.config.silence / 16;
+    for (std::uint64_t node : {0, 1}) {
+      proto::FromNode heartbeat;
+      heartbeat.mutable_heartbeat();
+      bench.say(node, heartbeat);
+    }
+    bench.keep(bench.coordinator.on_tick(bench.now));
+  }
+  EXPECT_EQ(bench.closed, std::vector<std::uint64_t>{2});
+}
+
+// Found by the simulator: joiners were sent to the address of a daemon that was no more.
+TEST(Coordinator, ARankThatNeverHeardItsAnswerIsKnownByItsNewDaemonsAddress) {
+  Bench bench;
+  const auto up = [&](std::uint64_t node, const std::string& address) {
+    proto::FromNode message;
+    auto& rank = *message.mutable_rank_up();
+    rank.set_rank(0);
+    rank.set_life(77);
+    rank.set_plan_hash(9);
+    rank.set_stream_address(address);
+    bench.say(node, message);
+  };
+  up(0, "old");
+  up(5, "new");
+  const auto& peers = bench.inbox[5].back().peers().peers();
+  ASSERT_EQ(peers.size(), 1);
+  EXPECT_EQ(peers[0].stream_address(), "new");
 }
 
 TEST(Coordinator, WithoutAnyContributorItWaitsForAllAndGoesOnFromWhatTheyHave) {

@@ -1,0 +1,78 @@
+// The simulated cluster keeps its invariants; and the checkers are alive: bugs built in on purpose are found.
+#include <gtest/gtest.h>
+#include <spdlog/spdlog.h>
+
+#include "sim/world.h"
+
+namespace rejoin::sim {
+namespace {
+
+#ifdef REJOIN_SANITIZED
+constexpr std::uint64_t kSeeds = 40;
+#else
+constexpr std::uint64_t kSeeds = 500;
+#endif
+
+struct Simulated : testing::Test {
+  void SetUp() override { spdlog::set_level(spdlog::level::off); }
+};
+
+TEST_F(Simulated, TheInvariantsHoldUnderFaultsOfEveryKind) {
+  std::map<std::string, std::uint64_t> counts;
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    const Outcome outcome = play({.seed = seed, .faults = {}});
+    ASSERT_FALSE(outcome.violation) << "rejoin-sim --seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    for (const auto& [what, count] : outcome.counts) counts[what] += count;
+  }
+  for (std::size_t kind = 0; kind < kFaultKinds; ++kind)
+    EXPECT_GT(counts[fmt::format("fault: {}", to_string(static_cast<FaultKind>(kind)))], 0u);
+  for (const char* what : {"promoted", "rolled back", "rank found silent", "trainer gave up", "epoch begun"})
+    EXPECT_GT(counts[what], 0u) << what;
+}
+
+TEST_F(Simulated, OtherShapesHoldToo) {
+  for (const auto& [replicas, ranks] : {std::pair{2u, 1u}, {1u, 2u}, {5u, 1u}, {4u, 3u}})
+    for (std::uint64_t seed = 0; seed < kSeeds / 20; ++seed) {
+      const Outcome outcome = play({.seed = seed, .replicas = replicas, .ranks = ranks, .faults = {}});
+      ASSERT_FALSE(outcome.violation) << "rejoin-sim --seed " << seed << " --replicas " << replicas << " --ranks "
+                                      << ranks << ": " << outcome.violation->invariant << ": "
+                                      << outcome.violation->what;
+    }
+}
+
+TEST_F(Simulated, EverythingFollowsFromTheSeed) {
+  for (std::uint64_t seed : {4, 5, 6}) {
+    const Outcome once = play({.seed = seed, .faults = {}});
+    (void)play({.seed = seed + 100, .faults = {}});  // what ran before must not matter
+    const Outcome again = play({.seed = seed, .faults = {}});
+    EXPECT_EQ(once.trace_hash, again.trace_hash);
+    EXPECT_EQ(once.events, again.events);
+  }
+}
+
+struct Planted : Simulated, testing::WithParamInterface<std::pair<Plant, const char*>> {};
+INSTANTIATE_TEST_SUITE_P(
+    Bugs, Planted,
+    testing::Values(std::pair{Plant::commit_without_vote, "one-decision"},
+                    std::pair{Plant::apply_without_commit, "one-decision"},
+                    std::pair{Plant::forget_a_decision, "one-decision"}, std::pair{Plant::apply_twice, "same-bits"},
+                    std::pair{Plant::skip_a_piece, "same-bits"}, std::pair{Plant::damage_after_proof, "same-bits"},
+                    std::pair{Plant::early_proof, "same-bits"}, std::pair{Plant::wrong_batch, "exactly-once"},
+                    std::pair{Plant::touch_the_input, "input-intact"}, std::pair{Plant::stale_write, "no-stale-write"},
+                    std::pair{Plant::keep_too_much, "bounded-memory"}, std::pair{Plant::deaf_rank, "progress"}),
+    [](const auto& instance) { return std::string(to_string(instance.param.first)); });
+
+TEST_P(Planted, IsFoundUnderTheNameOfTheInvariantThatItBreaks) {
+  const auto [plant, invariant] = GetParam();
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    const Outcome outcome = play({.seed = seed, .plant = plant, .faults = {}});
+    if (!outcome.violation) continue;
+    EXPECT_EQ(outcome.violation->invariant, invariant) << outcome.violation->what;
+    return;
+  }
+  FAIL() << to_string(plant) << " went unnoticed for 60 seeds";
+}
+
+}  // namespace
+}  // namespace rejoin::sim
