@@ -55,11 +55,12 @@ std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::
     std::uint64_t drawn = random() % total;
     std::size_t kind = 0;
     for (; drawn >= weights[kind]; ++kind) drawn -= weights[kind];
+    const std::uint64_t longest = random() % 2 == 0 ? 40 : 600;
     faults.push_back({.at = at,
                       .kind = static_cast<FaultKind>(kind),
                       .replica = static_cast<std::uint32_t>(random() % replicas),
                       .rank = static_cast<std::uint32_t>(random() % ranks),
-                      .lasting = std::chrono::milliseconds(1 + random() % (random() % 2 == 0 ? 40 : 600))});
+                      .lasting = std::chrono::milliseconds(1 + random() % longest)});
   }
 }
 

@@ -216,7 +216,8 @@ void World::carry_out(membership::Actions actions) {
 void World::drop_link(std::uint64_t number) {
   auto gone = links_.extract(number);
   if (gone.empty()) return;
-  after(between(10us, 1ms) + control_delay(gone.mapped().node, false), [this, number, node = gone.mapped().node] {
+  const Duration noticed = between(10us, 1ms);
+  after(noticed + control_delay(gone.mapped().node, false), [this, number, node = gone.mapped().node] {
     if (Daemon* daemon = daemons_[node].get(); daemon != nullptr && daemon->link == number) daemon->on_link_down();
   });
 }

@@ -65,13 +65,13 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST_P(Planted, IsFoundUnderTheNameOfTheInvariantThatItBreaks) {
   const auto [plant, invariant] = GetParam();
-  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+  for (std::uint64_t seed = 0; seed < 150; ++seed) {
     const Outcome outcome = play({.seed = seed, .plant = plant, .faults = {}});
     if (!outcome.violation) continue;
     EXPECT_EQ(outcome.violation->invariant, invariant) << outcome.violation->what;
     return;
   }
-  FAIL() << to_string(plant) << " went unnoticed for 60 seeds";
+  FAIL() << to_string(plant) << " went unnoticed for 150 seeds";
 }
 
 }  // namespace

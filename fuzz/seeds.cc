@@ -1,0 +1,119 @@
+// Writes sound inputs into DIRECTORY/fuzz_TARGET: where a corpus begins.
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+
+#include "membership/log.h"
+#include "shm/manifest.h"
+
+namespace {
+
+using namespace rejoin;
+
+void write(const std::filesystem::path& path, std::string_view bytes) {
+  std::filesystem::create_directories(path.parent_path());
+  std::ofstream(path, std::ios::binary) << bytes;
+}
+
+template <typename Message>
+std::string framed(const Message& message, int to) {
+  const std::string bytes = message.SerializeAsString();
+  return std::string{static_cast<char>(bytes.size()), static_cast<char>(to)} + bytes;
+}
+
+proto::Member member(std::uint32_t replica, std::uint64_t incarnation, bool catching_up) {
+  proto::Member made;
+  made.set_replica(replica);
+  made.set_incarnation(incarnation);
+  made.set_catching_up(catching_up);
+  made.add_batch()->set_end(3);
+  return made;
+}
+
+// Two replicas of two ranks register, connect and commit a step.
+std::string conversation() {
+  std::string bytes;
+  for (std::uint32_t replica : {0, 1})
+    for (std::uint32_t rank : {0, 1}) {
+      proto::FromNode up;
+      up.mutable_rank_up()->set_replica(replica);
+      up.mutable_rank_up()->set_rank(rank);
+      up.mutable_rank_up()->set_life(replica * 2 + rank + 1);
+      up.mutable_rank_up()->set_plan_hash(7);
+      bytes += framed(up, 0) + framed(up, 6);
+    }
+  for (std::uint32_t replica : {0, 1})
+    for (std::uint32_t rank : {0, 1}) {
+      proto::FromNode links;
+      links.mutable_links()->set_replica(replica);
+      links.mutable_links()->set_rank(rank);
+      links.mutable_links()->set_life(replica * 2 + rank + 1);
+      links.mutable_links()->add_incarnations(2 - replica);
+      bytes += framed(links, 0);
+    }
+  for (std::uint32_t replica : {0, 1}) {
+    proto::FromNode done;
+    done.mutable_exchanged()->set_replica(replica);
+    done.mutable_exchanged()->set_epoch(1);
+    done.mutable_exchanged()->set_step(1);
+    done.mutable_exchanged()->add_ranks(0);
+    done.mutable_exchanged()->add_ranks(1);
+    bytes += framed(done, 0) + framed(done, 6);
+  }
+  proto::FromNode accusation;
+  accusation.mutable_accusation()->set_epoch(1);
+  accusation.mutable_accusation()->set_suspect(1);
+  accusation.mutable_accusation()->set_lost(true);
+  bytes += framed(accusation, 0);
+  proto::ToNode plan;
+  plan.mutable_plan()->set_epoch(1);
+  plan.mutable_plan()->set_step(1);
+  *plan.mutable_plan()->add_members() = member(0, 1, false);
+  *plan.mutable_plan()->add_members() = member(1, 2, true);
+  proto::ToNode registered;
+  registered.mutable_registered()->set_life(1);
+  registered.mutable_registered()->set_incarnation(1);
+  return bytes + framed(registered, 5) + framed(plan, 5) + framed(plan, 4);
+}
+
+std::vector<proto::LogRecord> records() {
+  std::vector<proto::LogRecord> all(5);
+  all[0].mutable_job()->set_replicas(2);
+  all[0].mutable_job()->set_ranks(2);
+  all[0].mutable_job()->set_batch(3);
+  all[0].mutable_job()->set_plan_hash(7);
+  all[1].mutable_incarnated()->set_incarnation(2);
+  all[2].mutable_epoch()->set_epoch(1);
+  all[2].mutable_epoch()->set_step(1);
+  *all[2].mutable_epoch()->add_members() = member(0, 1, false);
+  all[3].mutable_committed()->set_step(1);
+  all[3].mutable_committed()->set_epoch(1);
+  *all[3].mutable_committed()->add_members() = member(0, 1, false);
+  all[4].mutable_rolled_back()->set_version(0);
+  return all;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) return std::cerr << "usage: fuzz_seeds DIRECTORY\n", 2;
+  const std::filesystem::path to = argv[1];
+  auto manifest = shm::Manifest::make({{.name = "w", .count = 1000, .columns = 3},
+                                       {.name = "b", .type = DataType::bfloat16, .count = 17, .elementwise = false}});
+  write(to / "fuzz_manifest/two", as_text(manifest->serialise()));
+  write(to / "fuzz_control/step", conversation());
+  write(to / "fuzz_page/some", "\1\0\0\0\1\2\3\4\0\1\5\2\6\3\7\4");
+  std::string recovered;
+  for (const auto& record : records()) recovered += framed(record, 0);
+  write(to / "fuzz_recover/step", recovered);
+  const std::filesystem::path scratch = to / "scratch";
+  {
+    auto log = membership::Log::open(scratch);
+    if (!log || !log->append(records())) return std::cerr << "no log in " << scratch << "\n", 1;
+  }
+  std::filesystem::create_directories(to / "fuzz_log");
+  std::filesystem::copy_file(scratch / "decisions.log", to / "fuzz_log/step",
+                             std::filesystem::copy_options::overwrite_existing);
+  std::filesystem::remove_all(scratch);
+  return 0;
+}
