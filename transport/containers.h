@@ -20,9 +20,12 @@ class Fifo {
   const T& operator[](std::size_t i) const { return ring_[(head_ + i) & (ring_.size() - 1)]; }
   T& front() { return ring_[head_]; }
 
-  void push_back(T value) {
+  void push_back(T value) { emplace_back() = std::move(value); }
+  T& emplace_back() {  // fresh, in its place
     grow();
-    ring_[(head_ + size_++) & (ring_.size() - 1)] = std::move(value);
+    T& place = ring_[(head_ + size_++) & (ring_.size() - 1)];
+    place = T{};
+    return place;
   }
   void push_front(T value) {
     grow();
@@ -35,6 +38,10 @@ class Fifo {
     head_ = (head_ + 1) & (ring_.size() - 1);
     --size_;
     return value;
+  }
+  void drop_front() {  // what it holds goes when its place is taken
+    head_ = (head_ + 1) & (ring_.size() - 1);
+    --size_;
   }
   template <typename Condition>
   void erase_if(Condition&& condition) {

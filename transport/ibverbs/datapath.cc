@@ -124,7 +124,7 @@ Result<> IbverbsEngine::send(EndpointId id, BytesView message) {
 }
 
 void IbverbsEngine::say(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
-  endpoint.queue_pairs.front()->add_send({}, header, rest);
+  endpoint.queue_pairs.front()->add_send(header, rest);
   touch(endpoint);
 }
 
@@ -181,22 +181,19 @@ void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const Remot
   const std::uint64_t local = reinterpret_cast<std::uint64_t>(region.data()) + operation.local.offset;
   for (std::uint64_t at = 0; at < operation.length; at += kLargestRequest) {
     const std::uint64_t length = std::min(kLargestRequest, operation.length - at);
-    Work work{.kind = operation.is_read ? Work::Kind::read : Work::Kind::write,
-              .address = local + at,
-              .lkey = registered->second.region->lkey,
-              .length = length,
-              .remote_address = memory.address + operation.offset + at,
-              .rkey = memory.rkey};
+    Work& work = (*least)->add(operation.is_read ? Work::Kind::read : Work::Kind::write, length);
+    work.address = local + at;
+    work.lkey = registered->second.region->lkey;
+    work.remote_address = memory.address + operation.offset + at;
+    work.rkey = memory.rkey;
     work.in_host_memory = registered->second.kind == MemoryKind::host;
     work.operation = number;
     work.last = at + length == operation.length && !operation.notify;
-    (*least)->add(std::move(work));
   }
   if (operation.notify) {
-    Work work;
+    Work& work = (*least)->add_send({.kind = wire::Kind::written, .a = *operation.notify});
     work.operation = number;
     work.last = true;
-    (*least)->add_send(std::move(work), {.kind = wire::Kind::written, .a = *operation.notify});
   } else if (operation.length == 0) {
     finish(endpoint, number, {});
   }

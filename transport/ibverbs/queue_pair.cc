@@ -140,13 +140,16 @@ Result<> QueuePair::connect(const Peer& peer, bool may_post) {
   return {};
 }
 
-void QueuePair::add(Work work) {
-  bytes_ += work.length;
-  works_.push_back(std::move(work));
+Work& QueuePair::add(Work::Kind kind, std::uint64_t length) {
+  bytes_ += length;
+  Work& work = works_.emplace_back();
+  work.kind = kind;
+  work.length = length;
+  return work;
 }
 
-void QueuePair::add_send(Work work, wire::Header header, BytesView rest) {
-  work.kind = Work::Kind::send;
+Work& QueuePair::add_send(wire::Header header, BytesView rest) {
+  Work& work = add(Work::Kind::send, 0);
   work.number = header.number = next_send_++;
   work.message_bytes = static_cast<std::uint32_t>(sizeof header + rest.size());
   work.slot = shared_.slots.take();
@@ -154,7 +157,7 @@ void QueuePair::add_send(Work work, wire::Header header, BytesView rest) {
   const auto to = message_of(work);
   std::memcpy(to.data(), &header, sizeof header);
   if (!rest.empty()) std::memcpy(to.data() + sizeof header, rest.data(), rest.size());
-  add(std::move(work));
+  return work;
 }
 
 std::span<std::byte> QueuePair::message_of(Work& work) {

@@ -79,9 +79,9 @@ class QueuePair {
   Result<> connect(const Peer& peer, bool may_post);
   void resume() { may_post_ = true; }
 
-  void add(Work work);
+  Work& add(Work::Kind kind, std::uint64_t length);
   // A send: the header (with its number) and the rest, at most SendSlots::kBytes together.
-  void add_send(Work work, wire::Header header, BytesView rest = {});
+  Work& add_send(wire::Header header, BytesView rest = {});
   // Posts what fits, with one doorbell. An error ends the endpoint.
   Result<> post();
   std::uint64_t bytes() const { return bytes_; }  // handed in and not done
@@ -133,7 +133,7 @@ class QueuePair {
       bytes_ -= work.length;
       release(work);
       done(std::as_const(work));
-      works_.pop_front();
+      works_.drop_front();
       --posted_;
     }
   }
