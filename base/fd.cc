@@ -25,6 +25,12 @@ void Fd::reset() {
   fd_ = -1;
 }
 
+Result<Fd> duplicate(int fd) {
+  Fd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!copy) return fail_errno(fmt::format("another descriptor of {}", fd));
+  return copy;
+}
+
 Result<Fd> make_eventfd() {
   const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (fd < 0) return fail_errno("eventfd");

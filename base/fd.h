@@ -27,6 +27,7 @@ class Fd {
   int fd_ = -1;
 };
 
+Result<Fd> duplicate(int fd);  // another descriptor of the same, closed on exec
 Result<Fd> make_eventfd();
 Result<Fd> make_pidfd(int pid);
 void signal_eventfd(const Fd& fd);  // adds one; never blocks

@@ -158,9 +158,7 @@ class Replica {
     owner_->set_version(kVersion);
     if (auto opened = open(); !opened) return opened;
     catchup::Service service(*engine_, 1, {s_.compression, s_.limit}, clock_);
-    const auto copy = [](const Fd& fd) { return Fd(::dup(fd.get())); };
-    auto view = shm::View::make(owner_->manifest(), copy(owner_->state_fd()), copy(owner_->page_fd()),
-                                copy(owner_->aside_fd()), copy(owner_->doorbell()));
+    auto view = shm::View::of(*owner_);
     if (!view) return tl::unexpected(view.error());
     const catchup::RankKey key{ReplicaId(number_), RankId(0)};
     if (auto added = service.add_rank(key, std::move(*view)); !added) return added;

@@ -1,5 +1,3 @@
-#include <fcntl.h>
-
 #include <cstring>
 
 #include "shm/owner.h"
@@ -8,8 +6,6 @@
 namespace {
 
 using namespace rejoin;
-
-Fd copy(const Fd& fd) { return Fd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)); }
 
 // Bytes come from the input; then zeros.
 struct Input {
@@ -22,12 +18,10 @@ struct Input {
 
 // A trainer that scribbles anything over its page, between any two looks of the daemon.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  const auto manifest = [] {
-    return shm::Manifest::make(
-               {{.name = "a", .count = 100, .columns = 2}, {.name = "b", .count = 7, .elementwise = false}})
-        .value();
-  };
-  static shm::Owner owner = shm::Owner::make(manifest()).value();
+  static shm::Owner owner = shm::Owner::make(shm::Manifest::make({{.name = "a", .count = 100, .columns = 2},
+                                                                  {.name = "b", .count = 7, .elementwise = false}})
+                                                 .value())
+                                .value();
   static const Bytes fresh(reinterpret_cast<const std::byte*>(&owner.page()),
                            reinterpret_cast<const std::byte*>(&owner.page()) + sizeof(shm::Page));
   std::memcpy(static_cast<void*>(&owner.page()), fresh.data(), fresh.size());
@@ -41,8 +35,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   };
   const bool before = input.next() % 2 == 0;
   if (before) scribble();
-  auto view = shm::View::make(manifest(), copy(owner.state_fd()), copy(owner.page_fd()), copy(owner.aside_fd()),
-                              copy(owner.doorbell()));
+  auto view = shm::View::of(owner);
   if (!view) return 0;
   std::vector<shm::View::Held> held;
   while (input.size > 0) {

@@ -45,7 +45,7 @@ void Driver::poll(TimePoint now) {
 proto::FromNode Driver::heartbeat() const {
   proto::FromNode heartbeat;
   auto& counted = *heartbeat.mutable_heartbeat();
-  const ftar::Stats stats = ring_stats();
+  const ftar::Stats stats = ring_ ? ring_->stats() : ftar::Stats{};
   counted.set_operations(stats.operations_done);
   counted.set_bytes_reduced(stats.bytes_reduced);
   counted.set_stale_dropped(stats.stale_dropped);

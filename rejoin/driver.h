@@ -60,11 +60,8 @@ class Driver {
   std::uint64_t revision() const { return revision_; }  // changes with any of these
 
   bool busy() const { return ring_ && ring_->busy(); }
-  bool has_ring() const { return ring_ != nullptr; }
   std::uint64_t outcomes() const { return outcomes_; }  // of the ring, ever
   const membership::Rank& machine() const { return machine_; }
-  // The epoch whose ring is clean, and the ring's counts.
-  ftar::Stats ring_stats() const { return ring_ ? ring_->stats() : ftar::Stats{}; }
 
  private:
   void poll_ring(TimePoint now);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/digest.h"
+#include "shm/owner.h"
 
 namespace rejoin::shm {
 
@@ -37,6 +38,14 @@ Result<View> View::make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorb
   // Pins of a daemon before us are nobody's now.
   for (auto& pin : view.page().pins) pin.state.store(PinState::free);
   return view;
+}
+
+Result<View> View::of(const Owner& owner) {
+  auto state = duplicate(owner.state_fd().get()), page = duplicate(owner.page_fd().get()),
+       aside = duplicate(owner.aside_fd().get()), doorbell = duplicate(owner.doorbell().get());
+  for (const auto* fd : {&state, &page, &aside, &doorbell})
+    if (!*fd) return tl::unexpected(fd->error());
+  return make(owner.manifest(), std::move(*state), std::move(*page), std::move(*aside), std::move(*doorbell));
 }
 
 bool View::set_slice(std::uint32_t i, SliceWord expected, SliceWord next) {

@@ -9,10 +9,14 @@
 
 namespace rejoin::shm {
 
+class Owner;
+
 class View {
  public:
   // Takes the segments over. `refused` or `corrupt` where sizes, seals or layout are not as the manifest says.
   static Result<View> make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorbell);
+  // Of a trainer in this process: the simulator's, a bench's.
+  static Result<View> of(const Owner& owner);
 
   const Manifest& manifest() const { return manifest_; }
   std::span<std::byte> state() const { return state_.span(); }

@@ -1,6 +1,4 @@
 // A node's daemon: what NodeServer and its stream's thread do around membership::Node and catchup::Service.
-#include <fcntl.h>
-
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -11,12 +9,6 @@ using namespace std::chrono_literals;
 
 constexpr std::uint64_t kSecret = 0xca7c4;
 constexpr Duration kRetry = 50ms;
-
-Fd again(const Fd& fd) {
-  Fd copy(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
-  REJOIN_CHECK(static_cast<bool>(copy), "out of descriptors");
-  return copy;
-}
 
 }  // namespace
 
@@ -36,12 +28,6 @@ Daemon::~Daemon() {
   engine.reset();
 }
 
-// The local socket: soon, and in order.
-Duration Daemon::in_order(TimePoint& last) {
-  last = std::max(last + Duration(1), world_.now() + world_.between(1us, 20us));
-  return last - world_.now();
-}
-
 // ---- trainers
 
 void Daemon::on_hello(Trainer& trainer, const proto::RankUp& up) {
@@ -50,10 +36,7 @@ void Daemon::on_hello(Trainer& trainer, const proto::RankUp& up) {
   for (const auto& [id, other] : keys_)
     if (other == key) older.push_back(id);
   for (auto id : older) drop(id, "the rank was started again");
-  auto& owner = trainer.state().owner();
-  const Bytes manifest = owner.manifest().serialise();
-  auto view = shm::View::make(shm::Manifest::parse(manifest).value(), again(owner.state_fd()), again(owner.page_fd()),
-                              again(owner.aside_fd()), again(owner.doorbell()));
+  auto view = shm::View::of(trainer.state().owner());
   REJOIN_CHECK(view.has_value(), "{}", view.error());
   trainers_[trainer.connection] = trainer.instance;
   keys_[trainer.connection] = key;
@@ -66,7 +49,7 @@ void Daemon::on_hello(Trainer& trainer, const proto::RankUp& up) {
 }
 
 void Daemon::on_report(membership::RankConnection rank, const proto::FromNode& report) {
-  world_.after_of(*this, in_order(said_[rank]), [this, rank, report] {
+  world_.after_of(*this, world_.in_order(said_[rank], world_.between(1us, 20us)), [this, rank, report] {
     if (keys_.contains(rank)) carry_out(machine_.on_rank_message(rank, report, world_.now()));
   });
 }
@@ -124,7 +107,7 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
   for (const auto& [connection, word] : actions.to_ranks) {
     auto found = trainers_.find(connection);
     if (found == trainers_.end()) continue;
-    world_.after(in_order(told_[connection]),
+    world_.after(world_.in_order(told_[connection], world_.between(1us, 20us)),
                  [&world = world_, number = found->second, connection = connection, word = word] {
                    Trainer* trainer = world.trainer(number);
                    if (trainer == nullptr || trainer->connection != connection) return;

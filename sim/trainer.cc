@@ -92,7 +92,6 @@ void Trainer::look_for_daemon() {
   proto::RankUp up;
   driver_->describe(up);
   up.set_address(address_);
-  up.set_version(version_at_join_);
   up.set_digest(digest_at_join_);
   up.set_pid(static_cast<std::int32_t>(instance));
   daemon->on_hello(*this, up);
@@ -181,15 +180,13 @@ void Trainer::begin_step() {
 
 void Trainer::compute() {
   stage_ = Stage::exchanging;
-  membership::Batch trained = step_.batch;
-  if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !trained.empty())
-    ++trained[0].begin, ++trained[0].end;
-  step_.batch = trained;
+  if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !step_.batch.empty())
+    ++step_.batch[0].begin, ++step_.batch[0].end;
   for (std::uint32_t t = 0; t < std::size(kTensors); ++t) {
     auto gradient = floats(state_->gradient({t}));
     const auto weight = floats(state_->column({t}, 0));
     for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] = 0.01f * weight[i];
-    for (const auto& range : trained)
+    for (const auto& range : step_.batch)
       for (std::uint64_t sample = range.begin; sample < range.end; ++sample)
         for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] += noise(sample * 64 + t, i * 8 + rank);
   }

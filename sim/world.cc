@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/digest.h"
-#include "transport/sim/engine.h"
 
 namespace rejoin::sim {
 
@@ -203,12 +202,11 @@ void World::carry_out(membership::Actions actions) {
     auto found = links_.find(id.value);
     if (found == links_.end()) continue;
     Link& link = found->second;
-    const TimePoint at = std::max(link.last_down + Duration(1), now() + control_delay(link.node, false));
-    link.last_down = at;
-    after(at - now(), [this, number = id.value, node = link.node, message = std::move(message)] {
-      Daemon* daemon = daemons_[node].get();
-      if (daemon != nullptr && daemon->link == number) daemon->on_word(message);
-    });
+    after(in_order(link.last_down, control_delay(link.node, false)),
+          [this, number = id.value, node = link.node, message = std::move(message)] {
+            Daemon* daemon = daemons_[node].get();
+            if (daemon != nullptr && daemon->link == number) daemon->on_word(message);
+          });
   }
   for (const auto& node : actions.close) drop_link(node.value);
 }
@@ -222,10 +220,9 @@ void World::drop_link(std::uint64_t number) {
   });
 }
 
-Duration World::control_delay(std::uint32_t node, bool up) const {
+Duration World::control_delay(std::uint32_t node, bool up) {
   const TimePoint blocked = up ? up_blocked_[node] : down_blocked_[node];
-  auto& random = const_cast<std::mt19937_64&>(random_);
-  const Duration delay(static_cast<std::int64_t>(10'000 + random() % 300'000));
+  const Duration delay(static_cast<std::int64_t>(10'000 + random_() % 300'000));
   return blocked > now() ? blocked - now() + delay : delay;
 }
 
@@ -242,8 +239,7 @@ void World::connect(Daemon& daemon) {
 void World::close_link(std::uint64_t number) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
-  const TimePoint at = std::max(found->second.last_up + Duration(1), now() + control_delay(found->second.node, true));
-  after(at - now(), [this, number] {
+  after(in_order(found->second.last_up, control_delay(found->second.node, true)), [this, number] {
     if (links_.erase(number) > 0) carry_out(coordinator_->on_node_lost(membership::NodeId(number), now()));
   });
 }
@@ -252,8 +248,7 @@ void World::to_coordinator(std::uint64_t number, proto::FromNode message) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
   Link& link = found->second;
-  link.last_up = std::max(link.last_up + Duration(1), now() + control_delay(link.node, true));
-  after(link.last_up - now(), [this, number, message = std::move(message)] {
+  after(in_order(link.last_up, control_delay(link.node, true)), [this, number, message = std::move(message)] {
     if (links_.contains(number)) carry_out(coordinator_->on_message(membership::NodeId(number), message, now()));
   });
 }

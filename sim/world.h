@@ -5,6 +5,7 @@
 // starts what again when it has died, the trainers' model, the faults, and the checkers (checker.h).
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <random>
@@ -66,7 +67,6 @@ class Trainer final : public Process {
   std::unique_ptr<transport::Engine> engine;
   membership::RankConnection connection;  // at the daemon; 0: none
   TrainingState& state() { return *state_; }
-  Driver& driver() { return *driver_; }
 
  private:
   enum class Stage { waiting, computing, exchanging, updating };
@@ -81,7 +81,7 @@ class Trainer final : public Process {
   std::string address_;
   std::unique_ptr<TrainingState> state_;
   std::unique_ptr<Driver> driver_;
-  std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
+  std::uint64_t digest_at_join_ = 0;
   std::vector<proto::ToNode> words_;
   Stage stage_ = Stage::waiting;
   StepView step_;
@@ -121,7 +121,6 @@ class Daemon final : public Process {
   std::map<membership::RankConnection, std::uint64_t> trainers_;  // their instances
   std::map<membership::RankConnection, catchup::RankKey> keys_;
   std::map<membership::RankConnection, TimePoint> said_, told_;  // the last message each way
-  Duration in_order(TimePoint& last);
   std::set<catchup::RankKey> catching_up_;
   TimePoint connect_at_{};
 };
@@ -137,6 +136,11 @@ class World {
   void after(Duration delay, std::function<void()> action);
   void after_of(const Process& process, Duration delay, std::function<void()> action);  // unless it has died by then
   void wake(Process& process);
+  // Until a message arrives that takes this long, but no sooner than the one before it, which arrived at `last`.
+  Duration in_order(TimePoint& last, Duration delay) {
+    last = std::max(last + Duration(1), now() + delay);
+    return last - now();
+  }
   std::uint64_t pick(std::uint64_t n) { return n == 0 ? 0 : random_() % n; }
   Duration between(Duration least, Duration most) {
     return least + Duration(static_cast<std::int64_t>(pick(static_cast<std::uint64_t>((most - least).count()) + 1)));
@@ -179,7 +183,7 @@ class World {
   void drop_link(std::uint64_t link);  // by the coordinator
   void tick();
   void happen(const Fault& fault);
-  Duration control_delay(std::uint32_t node, bool up) const;
+  Duration control_delay(std::uint32_t node, bool up);
   bool settled() const;
   void describe();
 

@@ -93,10 +93,7 @@ struct Cluster {
     auto* floats = reinterpret_cast<float*>(replica->owner->state().data());
     for (std::size_t i = 0; i < replica->owner->state().size() / 4; ++i)
       floats[i] = contributes ? static_cast<float>(i % 1000) : -1.0f;
-    const auto copy = [](const Fd& fd) { return Fd(::dup(fd.get())); };
-    auto view =
-        shm::View::make(replica->owner->manifest(), copy(replica->owner->state_fd()), copy(replica->owner->page_fd()),
-                        copy(replica->owner->aside_fd()), copy(replica->owner->doorbell()));
+    auto view = shm::View::of(*replica->owner);
     EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, std::move(*view)));
     replicas.push_back(std::move(replica));
     return *replicas.back();

@@ -16,11 +16,10 @@ Manifest sample(std::uint64_t count = 3'000'000, bool elementwise = true) {
                           {.name = "b", .count = 7, .columns = 1}});
 }
 
-Fd copy_of(const Fd& fd) { return Fd(::dup(fd.get())); }
+Fd copy_of(const Fd& fd) { return duplicate(fd.get()).value(); }
 
 View view_of(const Owner& owner) {
-  auto view = View::make(owner.manifest(), copy_of(owner.state_fd()), copy_of(owner.page_fd()),
-                         copy_of(owner.aside_fd()), copy_of(owner.doorbell()));
+  auto view = View::of(owner);
   EXPECT_TRUE(view) << view.error().message;
   return std::move(*view);
 }

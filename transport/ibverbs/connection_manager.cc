@@ -39,6 +39,16 @@ Result<> resolve(AddressInfo& info, const std::string& address, std::uint16_t po
   return {};
 }
 
+rdma_conn_param parameters_of(std::uint32_t number, const Options& options) {
+  rdma_conn_param parameters{};
+  parameters.responder_resources = parameters.initiator_depth = RDMA_MAX_RESP_RES;
+  parameters.retry_count = options.retries;
+  parameters.rnr_retry_count = 7;
+  parameters.srq = 1;
+  parameters.qp_num = number;
+  return parameters;
+}
+
 Result<Path> path_of(rdma_cm_id* id) {
   Path path;
   ibv_qp_attr initial{};
@@ -89,9 +99,7 @@ Result<> ConnectionManager::call(const Mine& mine, const std::string& address, s
   if (auto resolved = resolve(peer, address, port); !resolved) return resolved;
   rdma_cm_id* id = nullptr;
   if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) return fail_errno("rdma_create_id");
-  Connection& connection = connections_[id];
-  connection = {.mine = mine, .token = token, .number = number};
-  connection.parameters.retry_count = options.retries;
+  connections_[id] = {.mine = mine, .token = token, .parameters = parameters_of(number, options)};
   std::uint8_t service = options.traffic_class;
   (void)rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &service, sizeof service);
   if (rdma_resolve_addr(id, local.list->ai_addr, peer.list->ai_addr, kResolveMs) == 0) return {};
@@ -150,10 +158,6 @@ std::optional<ConnectionManager::Event> ConnectionManager::next_step(rdma_cm_id*
       const Call call{.token = connection.token, .index = connection.mine.index};
       connection.parameters.private_data = &call;
       connection.parameters.private_data_len = sizeof call;
-      connection.parameters.responder_resources = connection.parameters.initiator_depth = RDMA_MAX_RESP_RES;
-      connection.parameters.rnr_retry_count = 7;
-      connection.parameters.srq = 1;
-      connection.parameters.qp_num = connection.number;
       if (rdma_connect(id, &connection.parameters) != 0) return failed(std::strerror(errno));
       return std::nullopt;
     }
@@ -179,12 +183,7 @@ Result<> ConnectionManager::accept(const Event& called, EndpointId endpoint, std
   auto connection = connections_.find(called.connection);
   if (connection == connections_.end()) return {};
   connection->second.mine = {endpoint, called.mine.index};
-  rdma_conn_param parameters{};
-  parameters.responder_resources = parameters.initiator_depth = RDMA_MAX_RESP_RES;
-  parameters.rnr_retry_count = 7;
-  parameters.retry_count = options.retries;
-  parameters.srq = 1;
-  parameters.qp_num = number;
+  rdma_conn_param parameters = parameters_of(number, options);
   if (rdma_accept(called.connection, &parameters) != 0) return fail_errno("rdma_accept");
   return {};
 }

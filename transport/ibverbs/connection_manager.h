@@ -58,8 +58,7 @@ class ConnectionManager {
   struct Connection {
     Mine mine;
     std::uint64_t token = 0;
-    std::uint32_t number = 0;
-    rdma_conn_param parameters{};
+    rdma_conn_param parameters{};  // of a call
   };
   ConnectionManager() = default;
   std::optional<Event> look_at(const rdma_cm_event& event);

@@ -73,11 +73,8 @@ Result<> IbverbsEngine::open_device() {
   removal_ = RemovalWatch::start(device_->address());
   if (removal_)
     if (auto added = add_to(epoll_, removal_->fd()); !added) return added;
-  for (auto& [id, registered] : registered_) {
-    auto again = register_again(regions_.find(RegionId(id))->memory, registered);
-    if (!again) return tl::unexpected(again.error());
-    registered.region = std::move(*again);
-  }
+  for (auto& [id, registered] : registered_)
+    if (auto again = register_with_device(regions_.find(RegionId(id))->memory, registered); !again) return again;
   return {};
 }
 
@@ -115,35 +112,33 @@ IbverbsEngine::~IbverbsEngine() {
 // ---- regions
 
 Result<RegionId> IbverbsEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
-  Registered made{.region = {}, .kind = kind, .dma_buf = {}};
-  if (device_) {
-    auto registered = device_->register_memory(memory, kind, Device::Reach::peers);
-    if (!registered) return tl::unexpected(registered.error());
-    made.region = std::move(*registered);
-  }
-  const RegionId id = regions_.add(memory);
-  registered_[id.value] = std::move(made);  // without the device: when it is back
-  return id;
+  return keep(memory, {.region = {}, .kind = kind, .dma_buf = {}});
 }
 
 Result<RegionId> IbverbsEngine::register_dma_buf(const DmaBuf& buffer) {
-  Registered made{.region = {}, .kind = MemoryKind::cuda, .dma_buf = Fd(::fcntl(buffer.fd, F_DUPFD_CLOEXEC, 0))};
-  if (!made.dma_buf) return fail_errno(fmt::format("rail {}: the dma-buf's descriptor {}", name_, buffer.fd));
-  made.dma_buf_offset = buffer.offset;
-  if (device_) {
-    auto registered = device_->register_dma_buf(buffer);
-    if (!registered) return tl::unexpected(registered.error());
-    made.region = std::move(*registered);
-  }
-  const RegionId id = regions_.add(buffer.memory);
-  registered_[id.value] = std::move(made);
+  auto fd = duplicate(buffer.fd);
+  if (!fd) return fail(fd.error().code, "rail {}: a dma-buf: {}", name_, fd.error().message);
+  return keep(buffer.memory,
+              {.region = {}, .kind = MemoryKind::cuda, .dma_buf = std::move(*fd), .dma_buf_offset = buffer.offset});
+}
+
+// Without the device: it is registered when that is back.
+Result<RegionId> IbverbsEngine::keep(std::span<std::byte> memory, Registered what) {
+  if (device_)
+    if (auto registered = register_with_device(memory, what); !registered) return tl::unexpected(registered.error());
+  const RegionId id = regions_.add(memory);
+  registered_[id.value] = std::move(what);
   return id;
 }
 
-Result<MemoryRegion> IbverbsEngine::register_again(std::span<std::byte> memory, const Registered& what) const {
-  if (what.dma_buf)
-    return device_->register_dma_buf({.fd = what.dma_buf.get(), .offset = what.dma_buf_offset, .memory = memory});
-  return device_->register_memory(memory, what.kind, Device::Reach::peers);
+Result<> IbverbsEngine::register_with_device(std::span<std::byte> memory, Registered& what) const {
+  auto region =
+      what.dma_buf
+          ? device_->register_dma_buf({.fd = what.dma_buf.get(), .offset = what.dma_buf_offset, .memory = memory})
+          : device_->register_memory(memory, what.kind, Device::Reach::peers);
+  if (!region) return tl::unexpected(region.error());
+  what.region = std::move(*region);
+  return {};
 }
 
 void IbverbsEngine::deregister(RegionId id) {

@@ -153,7 +153,8 @@ class IbverbsEngine final : public Engine {
     Fd dma_buf;  // our own, where it is one: to register it again with the next device
     std::uint64_t dma_buf_offset = 0;
   };
-  Result<MemoryRegion> register_again(std::span<std::byte> memory, const Registered& what) const;
+  Result<RegionId> keep(std::span<std::byte> memory, Registered what);
+  Result<> register_with_device(std::span<std::byte> memory, Registered& what) const;
   std::unordered_map<std::uint64_t, Registered> registered_;          // by our region
   std::unordered_map<std::uint64_t, std::set<EndpointId>> known_to_;  // … the endpoints that asked for it
   std::unique_ptr<Engine> control_;

@@ -4,6 +4,13 @@
 
 namespace rejoin::transport::sim {
 
+namespace {
+
+// All engines that a fabric is told about are its own, and its to change.
+SimEngine& made_here(const Engine& engine) { return const_cast<SimEngine&>(static_cast<const SimEngine&>(engine)); }
+
+}  // namespace
+
 std::unique_ptr<Engine> Fabric::make_engine() {
   const std::uint32_t number = engines_made_++;
   auto engine = std::make_unique<SimEngine>(*this, number);
@@ -37,7 +44,7 @@ bool Fabric::step() {
 TimePoint Fabric::next_event() const { return agenda_.empty() ? TimePoint::max() : agenda_.begin()->first.first; }
 
 void Fabric::drop(const Engine& engine, EndpointId id) {
-  auto& mine = const_cast<SimEngine&>(static_cast<const SimEngine&>(engine));
+  auto& mine = made_here(engine);
   auto found = mine.endpoints_.find(id.value);
   if (found == mine.endpoints_.end()) return;
   const auto peer_engine = found->second.peer_engine;
@@ -47,7 +54,7 @@ void Fabric::drop(const Engine& engine, EndpointId id) {
 }
 
 void Fabric::cut(const Engine& engine) {
-  auto& mine = const_cast<SimEngine&>(static_cast<const SimEngine&>(engine));
+  auto& mine = made_here(engine);
   for (auto& [id, endpoint] : mine.endpoints_) {
     after(options_.detection, [this, peer_engine = endpoint.peer_engine, peer = endpoint.peer] {
       if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "connection lost");
@@ -57,7 +64,7 @@ void Fabric::cut(const Engine& engine) {
 }
 
 void Fabric::kill(const Engine& engine) {
-  auto& victim = const_cast<SimEngine&>(static_cast<const SimEngine&>(engine));
+  auto& victim = made_here(engine);
   victim.dead_ = true;
   for (const auto& [id, endpoint] : victim.endpoints_) {
     const auto peer_engine = endpoint.peer_engine;
@@ -68,16 +75,12 @@ void Fabric::kill(const Engine& engine) {
   }
 }
 
-void Fabric::stop(const Engine& engine) {
-  const_cast<SimEngine&>(static_cast<const SimEngine&>(engine)).stopped_ = true;
-}
+void Fabric::stop(const Engine& engine) { made_here(engine).stopped_ = true; }
 
-void Fabric::damage_next_write(const Engine& engine) {
-  const_cast<SimEngine&>(static_cast<const SimEngine&>(engine)).damage_ = true;
-}
+void Fabric::damage_next_write(const Engine& engine) { made_here(engine).damage_ = true; }
 
 void Fabric::resume(const Engine& engine) {
-  auto& stopped = const_cast<SimEngine&>(static_cast<const SimEngine&>(engine));
+  auto& stopped = made_here(engine);
   stopped.stopped_ = false;
   for (auto& action : std::exchange(stopped.held_, {})) action();
 }

@@ -213,7 +213,7 @@ void TcpEngine::await_more(Endpoint& endpoint) {
   const bool streaming = endpoint.header.more != 0 || missing >= 2 * kTogether;
   const int wanted = missing >= kWorthWaiting && streaming ? static_cast<int>(std::min(missing, kTogether)) : 1;
   if (wanted == std::exchange(endpoint.low_water, wanted)) return;
-  (void)::setsockopt(endpoint.socket.get(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);  // refused: just slower
+  set_option(endpoint.socket, SOL_SOCKET, SO_RCVLOWAT, wanted);
 }
 
 // Takes whole frames out of what has arrived; false where the endpoint is gone.

@@ -18,12 +18,11 @@ namespace {
 
 constexpr std::uint64_t kListener = 0;  // epoll tag; endpoint ids are never 0 in practice and checked not to be
 
+}  // namespace
+
 void set_option(const Fd& socket, int level, int name, int value) {
-  // A refused tuning option costs speed, never correctness.
   (void)::setsockopt(socket.get(), level, name, &value, sizeof value);
 }
-
-}  // namespace
 
 Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return TcpEngine::make(options); }
 

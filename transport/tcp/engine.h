@@ -17,6 +17,9 @@
 
 namespace rejoin::transport::tcp {
 
+// A refused tuning option costs speed, never correctness.
+void set_option(const Fd& socket, int level, int name, int value);
+
 class TcpEngine final : public Engine {
  public:
   static Result<std::unique_ptr<Engine>> make(const Options& options);
