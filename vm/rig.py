@@ -3,6 +3,7 @@
     rig.py test [--filter F]   boots one VM and runs the transport's tests over its RDMA devices
     rig.py demo                runs the demo over several VMs as nodes; one loses power and comes back
     rig.py bench               perftest's tools and ours side by side in one
+    rig.py instructions        counts both tools' instructions for each write
     rig.py run -- COMMAND      runs a shell command in one
     rig.py shell               gives a prompt in one
 
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -164,8 +166,8 @@ def prepare(job, programs, *, node=None, network=(), memory=2048, shell=False, f
     return command, image
 
 
-def one(job, programs, limit, shell=False):
-    command, image = prepare(job, programs, shell=shell)
+def one(job, programs, limit, shell=False, files=()):
+    command, image = prepare(job, programs, shell=shell, files=files)
     started = time.monotonic()
     try:
         if shell:
@@ -173,6 +175,8 @@ def one(job, programs, limit, shell=False):
         machine = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                    errors="replace")
         verdict = None
+        out_of_time = threading.Timer(limit, lambda: (print(f"vm: stopped after {limit} s"), machine.kill()))
+        out_of_time.start()
         try:
             for line in machine.stdout:
                 line = line.rstrip("\r\n")
@@ -180,10 +184,8 @@ def one(job, programs, limit, shell=False):
                     verdict = int(match[1])
                 elif "\x1b[" not in line or line.startswith("["):
                     print(line, flush=True)
-                if time.monotonic() - started > limit:
-                    print(f"vm: stopped after {limit} s")
-                    machine.kill()
         finally:
+            out_of_time.cancel()
             machine.kill()
             machine.wait()
         print(f"vm: {time.monotonic() - started:.1f} s")
@@ -197,7 +199,7 @@ def one(job, programs, limit, shell=False):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["test", "demo", "bench", "run", "shell"])
+    parser.add_argument("command", choices=["test", "demo", "bench", "instructions", "run", "shell"])
     parser.add_argument("--filter", default="*ibverbs*:*Ibverbs*", help="of the tests, as gtest has it")
     parser.add_argument("--limit", type=int, default=600, help="seconds until the VM is ended")
     parser.add_argument("--nodes", type=int, default=3, choices=[2, 3], help="VMs of the demo")
@@ -214,6 +216,12 @@ def main():
         return one("", programs, arguments.limit, shell=True)
     if arguments.command == "bench":
         return one((ROOT / "vm" / "bench.sh").read_text(), programs, arguments.limit)
+    if arguments.command == "instructions":
+        if which("valgrind.bin") is None:
+            skip("it counts with Debian's valgrind; install that")
+        counter = pathlib.Path("/usr/libexec/valgrind")
+        files = [(counter / name, None) for name in ("cachegrind-amd64-linux", "vgpreload_core-amd64-linux.so", "default.supp")]
+        return one((ROOT / "vm" / "instructions.sh").read_text(), programs + [which("valgrind.bin")], arguments.limit, files=files)
     if arguments.command == "run":
         return one(" ".join(arguments.rest) + "\n", programs, arguments.limit)
     job = f"REJOIN_RDMA=rxe0,rxe1 transport_test --gtest_filter={shlex.quote(arguments.filter)} --gtest_color=no\n"

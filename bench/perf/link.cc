@@ -1,5 +1,7 @@
 #include "bench/perf/link.h"
 
+#include <poll.h>
+
 #include <algorithm>
 
 #include "transport/factory.h"
@@ -25,6 +27,7 @@ constexpr std::string_view kMeet = "meet";
 
 Result<std::unique_ptr<Link>> Link::open(const Options& options) {
   std::unique_ptr<Link> link(new Link());
+  link->events_ = options.events;
   auto engine = transport::make_engine(options.engine());
   if (!engine) return tl::unexpected(engine.error());
   link->engine_ = std::move(*engine);
@@ -118,9 +121,17 @@ Result<> Link::poll(const std::function<void(const Event&)>& on_event) {
 }
 
 Result<> Link::until(const std::function<bool()>& done, const std::function<void(const Event&)>& on_event) {
-  while (!done())
+  while (!done()) {
+    sleep();
     if (auto polled = poll(on_event); !polled) return polled;
+  }
   return {};
+}
+
+void Link::sleep() {
+  if (!events_ || !engine_->arm()) return;
+  pollfd ready{.fd = engine_->event_fd(), .events = POLLIN, .revents = 0};
+  (void)::poll(&ready, 1, -1);  // a signal ends it too, and then it looks again
 }
 
 Result<> Link::meet() {

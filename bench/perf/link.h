@@ -31,6 +31,8 @@ class Link {
   Result<> until(const std::function<bool()>& done, const std::function<void(const transport::Event&)>& on_event = {});
   // The caller's messages so far. Counted here, since one may come in the same poll() as the other side's meet().
   std::uint64_t messages() const { return messages_; }
+  // With --events: until something has happened.
+  void sleep();
   // Both sides have come here.
   Result<> meet();
 
@@ -39,6 +41,7 @@ class Link {
   Result<> connect(const Options& options);
 
   SteadyClock clock_;
+  bool events_ = false;
   std::unique_ptr<transport::Engine> control_, engine_;
   transport::EndpointId endpoint_;
   Mapping memory_;

@@ -72,6 +72,8 @@ Result<Options> parse(Test test, int argc, char** argv) {
   app.add_flag("--out_json", json, "write the results to --out_json_file");
   app.add_option("--out_json_file", o.json_file, "that file; default perftest_out.json");
   app.add_flag("--use_cuda", cuda, "GPU memory: not supported by this build yet");
+  if (test != Test::write_lat)  // which looks at the memory itself
+    app.add_flag("-e,--events", o.events, "sleep until something happens instead of polling");
   app.add_flag("-F,--CPU-freq", ignored, "accepted and without effect: no cycle counter is used");
   app.add_flag("-R,--rdma_cm", o.rdma_cm, "connect the queue pairs by rdma_cm (ibverbs; the client's wish counts)");
   try {

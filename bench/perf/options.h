@@ -26,6 +26,7 @@ struct Options {
   int queue_pairs = 0;
   std::uint32_t depth = 128;
   bool rdma_cm = false;
+  bool events = false;
   bool bidirectional = false, gbits = false, verify = false, histogram = false;
   std::string json_file;
 

@@ -9,6 +9,31 @@ namespace rejoin::transport::ibverbs {
 
 Result<Address> IbverbsEngine::listen(const Address& where) { return control_->listen(where); }
 
+namespace {
+
+// As many as carry bulk otherwise, beside the first one.
+std::uint32_t unordered_of(const Options& options) { return std::max(1u, options.queue_pairs - 1); }
+
+// Of the queue pairs offered, those in use when so many of them are without order.
+std::vector<std::size_t> in_use(const wire::Greeting& offer, std::uint32_t unordered) {
+  std::vector<std::size_t> which;
+  for (std::size_t i = 0; i < (unordered > 0 ? 1u : offer.queue_pairs); ++i) which.push_back(i);
+  for (std::size_t i = 0; i < unordered; ++i) which.push_back(offer.queue_pairs + i);
+  return which;
+}
+
+wire::Greeting taken(const wire::Greeting& offer, std::uint32_t unordered) {
+  wire::Greeting result = offer;
+  std::size_t count = 0;
+  for (const std::size_t index : in_use(offer, unordered)) {
+    result.numbers[count] = offer.numbers[index];
+    result.first_packets[count++] = offer.first_packets[index];
+  }
+  return result;
+}
+
+}  // namespace
+
 Result<> IbverbsEngine::make_room_for_completions(std::uint32_t more_queue_pairs) {
   const auto needed =
       static_cast<int>(options_.receive_buffers + (by_tag_.size() + more_queue_pairs) * options_.queue_depth);
@@ -22,13 +47,15 @@ Result<> IbverbsEngine::make_room_for_completions(std::uint32_t more_queue_pairs
   return {};
 }
 
-Result<> IbverbsEngine::make_queue_pairs(Endpoint& endpoint, std::uint32_t count) {
+Result<> IbverbsEngine::make_queue_pairs(Endpoint& endpoint, std::uint32_t ordered, std::uint32_t unordered) {
+  const std::uint32_t count = ordered + unordered;
   endpoint.rebuilding.resize(count);
   if (auto room = make_room_for_completions(count); !room) return room;
   for (std::uint32_t i = 0; i < count; ++i) {
     do next_tag_ = (next_tag_ + 1) & QueuePair::kLargestTag;
     while (next_tag_ == 0 || by_tag_.contains(next_tag_));
-    auto made = QueuePair::make({*device_, options_, completions_.get(), receives_.get(), slots_}, next_tag_);
+    auto made = QueuePair::make({*device_, options_, completions_.get(), receives_.get(), slots_}, next_tag_,
+                                i < ordered ? QueuePair::Order::kept : QueuePair::Order::none);
     if (!made) {
       destroy_queue_pairs(endpoint);
       return tl::unexpected(made.error());
@@ -39,13 +66,28 @@ Result<> IbverbsEngine::make_queue_pairs(Endpoint& endpoint, std::uint32_t count
   return {};
 }
 
+// The others are of no use: nothing was ever posted on them.
+void IbverbsEngine::keep_queue_pairs(Endpoint& endpoint, const std::vector<std::size_t>& which) {
+  std::vector<std::unique_ptr<QueuePair>> kept;
+  for (const std::size_t index : which) kept.push_back(std::move(endpoint.queue_pairs[index]));
+  for (const auto& queue_pair : endpoint.queue_pairs) {
+    if (!queue_pair) continue;
+    by_tag_.erase(queue_pair->tag());
+    by_number_.erase(queue_pair->number());
+  }
+  endpoint.queue_pairs = std::move(kept);
+  endpoint.rebuilding.assign(endpoint.queue_pairs.size(), false);
+  for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i)
+    by_tag_[endpoint.queue_pairs[i]->tag()] = by_number_[endpoint.queue_pairs[i]->number()] = {&endpoint, i};
+}
+
 wire::Greeting IbverbsEngine::greeting(const Endpoint& endpoint) const {
   wire::Greeting greeting;
   std::memcpy(greeting.gid, device_->gid().raw, sizeof greeting.gid);
   greeting.lid = device_->port().lid;
   greeting.mtu = options_.mtu != 0 ? options_.mtu : 128u << device_->port().active_mtu;
-  greeting.queue_pairs = static_cast<std::uint16_t>(endpoint.queue_pairs.size());
   for (std::size_t i = 0; i < endpoint.queue_pairs.size(); ++i) {
+    ++(endpoint.queue_pairs[i]->ordered() ? greeting.queue_pairs : greeting.unordered);
     greeting.numbers[i] = endpoint.queue_pairs[i]->number();
     greeting.first_packets[i] = endpoint.queue_pairs[i]->first_packet();
   }
@@ -67,7 +109,8 @@ Result<EndpointId> IbverbsEngine::connect(const Address& peer, BytesView hello) 
   endpoint->by_manager = options_.connection_manager.has_value();
   if (endpoint->by_manager)
     if (auto there = start_manager(); !there) return tl::unexpected(there.error());
-  if (auto made = make_queue_pairs(*endpoint, options_.queue_pairs); !made) return tl::unexpected(made.error());
+  if (auto made = make_queue_pairs(*endpoint, options_.queue_pairs, out_of_order_ ? unordered_of(options_) : 0); !made)
+    return tl::unexpected(made.error());
   auto id = control_->connect(peer, joined(greeting(*endpoint), hello));
   if (!id) {
     destroy_queue_pairs(*endpoint);
@@ -108,10 +151,11 @@ Result<> IbverbsEngine::connect_queue_pairs(Endpoint& endpoint, const wire::Gree
   std::memcpy(endpoint.peer_gid.raw, peer.gid, sizeof peer.gid);
   endpoint.peer_lid = peer.lid;
   endpoint.peer_mtu = peer.mtu;
-  endpoint.peer_numbers.assign(peer.numbers, peer.numbers + peer.queue_pairs);
+  const auto count = static_cast<std::uint32_t>(endpoint.queue_pairs.size());
+  endpoint.peer_numbers.assign(peer.numbers, peer.numbers + count);
   if (endpoint.by_manager) {
-    endpoint.uncalled = peer.queue_pairs;
-    for (std::uint32_t i = 0; endpoint.initiator && i < peer.queue_pairs; ++i) {
+    endpoint.uncalled = count;
+    for (std::uint32_t i = 0; endpoint.initiator && i < count; ++i) {
       const std::string address(peer.manager_address, ::strnlen(peer.manager_address, sizeof peer.manager_address));
       auto called = manager_->call({endpoint.id, i}, address, peer.manager_port, peer.manager_token,
                                    endpoint.queue_pairs[i]->number(), options_);
@@ -130,7 +174,7 @@ void IbverbsEngine::on_accepted(const Event& event) {
   BytesView bytes = event.message;
   wire::Greeting theirs;
   const bool sound = take(bytes, theirs) && theirs.magic == wire::kMagic && theirs.queue_pairs >= 1 &&
-                     theirs.queue_pairs <= wire::kMaxQueuePairs;
+                     theirs.queue_pairs <= wire::kMaxQueuePairs && theirs.unordered <= wire::kMaxQueuePairs;
   if (!sound) {
     spdlog::warn("rail {}: a connection was refused: it sent something other than a verbs greeting of this version",
                  name_);
@@ -144,8 +188,9 @@ void IbverbsEngine::on_accepted(const Event& event) {
   endpoint.by_manager = theirs.by_manager != 0;
   Result<> result = ready();
   if (result && endpoint.by_manager) result = start_manager();
-  if (result) result = make_queue_pairs(endpoint, theirs.queue_pairs);
-  if (result) result = connect_queue_pairs(endpoint, theirs, false);
+  const std::uint32_t unordered = out_of_order_ ? theirs.unordered : 0;
+  if (result) result = make_queue_pairs(endpoint, unordered > 0 ? 1 : theirs.queue_pairs, unordered);
+  if (result) result = connect_queue_pairs(endpoint, taken(theirs, unordered), false);
   if (!result) {
     spdlog::warn("rail {}: a connection was refused: {}", name_, result.error());
     destroy_queue_pairs(endpoint);
@@ -160,9 +205,14 @@ void IbverbsEngine::on_accepted(const Event& event) {
 
 void IbverbsEngine::on_greeting(Endpoint& endpoint, BytesView message) {
   wire::Greeting theirs;
-  if (!take(message, theirs) || theirs.magic != wire::kMagic || theirs.queue_pairs != endpoint.queue_pairs.size() ||
-      endpoint.uncalled > 0)
+  const wire::Greeting offer = greeting(endpoint);
+  const bool sound = take(message, theirs) && theirs.magic == wire::kMagic && endpoint.uncalled == 0;
+  const bool in_order = theirs.unordered == 0 && theirs.queue_pairs == offer.queue_pairs;
+  const bool out_of_order =
+      theirs.unordered != 0 && theirs.unordered == offer.unordered && theirs.queue_pairs == 1;
+  if (!sound || (!in_order && !out_of_order))
     return fail_endpoint(endpoint, ErrorCode::corrupt, "it is no verbs engine of this version");
+  keep_queue_pairs(endpoint, in_use(offer, theirs.unordered));
   if (auto connected = connect_queue_pairs(endpoint, theirs, true); !connected)
     return fail_endpoint(endpoint, connected.error().code, connected.error().message);
   if (endpoint.uncalled == 0) on_all_connected(endpoint);

@@ -14,6 +14,7 @@ constexpr std::size_t kRoom = SendSlots::kBytes - sizeof(wire::Header);
 constexpr std::uint64_t kLargestRequest = 1 * GiB;  // one RDMA write or read
 constexpr std::size_t kMaxRemembered = 4096;        // of the peer's regions
 constexpr int kCompletionsPerPoll = 64;
+constexpr std::uint64_t kLong = 4 * KiB;            // more than a packet: what order can hold up
 constexpr std::size_t kFewPosted = 4;  // requests: a doorbell for each more would cost more than it gains
 
 }  // namespace
@@ -167,21 +168,20 @@ void IbverbsEngine::start(Endpoint& endpoint, Operation operation) {
 }
 
 void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const RemoteMemory& memory) {
-  const Operation* found = endpoint.operations.find(number);
+  Operation* found = endpoint.operations.find(number);
   REJOIN_CHECK(found != nullptr, "operation {:x} is not known", number);
-  const Operation& operation = *found;
+  Operation& operation = *found;
   if (!in_range(operation.offset, operation.length, memory.length))
     return finish(endpoint, number, refusal_error(Regions::Refusal::bad_range));
   auto registered = registered_.find(operation.local.region.value);
   if (registered == registered_.end())
     return finish(endpoint, number, Error{ErrorCode::cancelled, "the local region was deregistered"});
-  const auto least = std::min_element(endpoint.queue_pairs.begin(), endpoint.queue_pairs.end(),
-                                      [](const auto& a, const auto& b) { return a->bytes() < b->bytes(); });
+  QueuePair& queue_pair = carrier(endpoint, operation.length);
   const std::span<std::byte> region = regions_.find(operation.local.region)->memory;
   const std::uint64_t local = reinterpret_cast<std::uint64_t>(region.data()) + operation.local.offset;
   for (std::uint64_t at = 0; at < operation.length; at += kLargestRequest) {
     const std::uint64_t length = std::min(kLargestRequest, operation.length - at);
-    Work& work = (*least)->add(operation.is_read ? Work::Kind::read : Work::Kind::write, length);
+    Work& work = queue_pair.add(operation.is_read ? Work::Kind::read : Work::Kind::write, length);
     work.address = local + at;
     work.lkey = registered->second.region->lkey;
     work.remote_address = memory.address + operation.offset + at;
@@ -189,14 +189,26 @@ void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const Remot
     work.in_host_memory = registered->second.kind == MemoryKind::host;
     work.operation = number;
     work.last = at + length == operation.length && !operation.notify;
+    if (!queue_pair.ordered()) ++operation.unfinished;
   }
+  if (operation.unfinished > 0) return;  // on_done() goes on
   if (operation.notify) {
-    Work& work = (*least)->add_send({.kind = wire::Kind::written, .a = *operation.notify});
+    Work& work = queue_pair.add_send({.kind = wire::Kind::written, .a = *operation.notify});
     work.operation = number;
     work.last = true;
   } else if (operation.length == 0) {
     finish(endpoint, number, {});
   }
+}
+
+QueuePair& IbverbsEngine::carrier(Endpoint& endpoint, std::uint64_t length) {
+  auto begin = endpoint.queue_pairs.begin();
+  if (!endpoint.queue_pairs.back()->ordered()) {
+    if (length < kLong) return **begin;
+    ++begin;
+  }
+  return **std::min_element(begin, endpoint.queue_pairs.end(),
+                            [](const auto& a, const auto& b) { return a->bytes() < b->bytes(); });
 }
 
 // What is handed in goes out at once where the queue pair has little to do, and otherwise with the next poll(), in one
@@ -272,7 +284,18 @@ void IbverbsEngine::on_completion(const ibv_wc& completion) {
 }
 
 void IbverbsEngine::on_done(Endpoint& endpoint, const Work& work) {
-  if (work.last) finish(endpoint, work.operation, {});
+  Operation* operation = nullptr;
+  if (work.kind != Work::Kind::send && work.operation != 0) operation = endpoint.operations.find(work.operation);
+  if (operation == nullptr || operation->unfinished == 0) {
+    if (work.last) finish(endpoint, work.operation, {});
+    return;
+  }
+  if (--operation->unfinished > 0) return;
+  if (!operation->notify) return finish(endpoint, work.operation, {});
+  Work& notification = endpoint.queue_pairs.front()->add_send({.kind = wire::Kind::written, .a = *operation->notify});
+  notification.operation = work.operation;
+  notification.last = true;
+  touch(endpoint);
 }
 
 void IbverbsEngine::finish(Endpoint& endpoint, std::uint64_t number, const std::optional<Error>& error) {

@@ -1,10 +1,11 @@
 // The verbs engine: one port, and for each endpoint a few reliable-connected queue pairs.
 //
 //  - A TCP connection beside the queue pairs (the control connection; transport/tcp does it) carries what connects
-//  them,
-//    and tells at once when the peer's process ends.
+//    them, and tells at once when the peer's process ends.
 //  - A write goes to the queue pair with the least under way; its notification follows it there. Messages take the
 //    first queue pair. Nothing relies on an order between queue pairs.
+//  - Where both devices place data out of order and both sides want it, all queue pairs but the first are without
+//    order: they carry what is long, and its notification takes the first one when all of it is done.
 //  - A peer's region is asked for when its key is first used, so that what is out of range is refused here and costs no
 //    queue pair.
 //  - A queue pair whose request the peer's device refused (a region withdrawn meanwhile) is reset on both sides and
@@ -57,6 +58,7 @@ class IbverbsEngine final : public Engine {
     LocalRange local;
     std::uint64_t key = 0, offset = 0, length = 0;
     std::optional<std::uint64_t> notify;
+    std::uint32_t unfinished = 0;  // works on a queue pair without order
   };
   struct RemoteMemory {
     bool known = false;
@@ -101,7 +103,8 @@ class IbverbsEngine final : public Engine {
   Result<> start_manager();
   void on_manager(const ConnectionManager::Event& event);
   void on_all_connected(Endpoint& endpoint);
-  Result<> make_queue_pairs(Endpoint& endpoint, std::uint32_t count);
+  Result<> make_queue_pairs(Endpoint& endpoint, std::uint32_t ordered, std::uint32_t unordered);
+  void keep_queue_pairs(Endpoint& endpoint, const std::vector<std::size_t>& which);
   Result<> make_room_for_completions(std::uint32_t more_queue_pairs);
   wire::Greeting greeting(const Endpoint& endpoint) const;
   Result<> connect_queue_pairs(Endpoint& endpoint, const wire::Greeting& peer, bool may_post);
@@ -132,6 +135,7 @@ class IbverbsEngine final : public Engine {
   void finish(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
   void start(Endpoint& endpoint, Operation operation);
   void submit(Endpoint& endpoint, std::uint64_t operation, const RemoteMemory& memory);
+  static QueuePair& carrier(Endpoint& endpoint, std::uint64_t length);
   void say(Endpoint& endpoint, const wire::Header& header, BytesView rest = {});
   void answer(Endpoint& endpoint, std::uint64_t key);
   void on_answer(Endpoint& endpoint, const wire::Header& header);
@@ -142,6 +146,7 @@ class IbverbsEngine final : public Engine {
 
   const Options options_;
   std::optional<Device> device_;  // none: lost
+  bool out_of_order_ = false;     // wanted, and the device can
   std::optional<RemovalWatch> removal_;
   const std::string name_ = options_.device;
   Fd epoll_;

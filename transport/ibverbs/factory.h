@@ -23,6 +23,9 @@ struct Options {
   // Of the device's: a packet is sent again after 4.096 µs × 2^timeout, `retries` times; then the endpoint fails. The
   // defaults give up after about 2 s, on lossless and lossy fabrics.
   std::uint8_t timeout = 16, retries = 7;
+  // Where both sides want it and both devices can: bulk goes over queue pairs that place data as it arrives (mlx5's
+  // out-of-order data placement), so that adaptive routing helps. Not yet met with hardware.
+  bool out_of_order = false;
   // Queue pairs are connected by rdma_cm, from this address of the device (empty: the one that its GID stands for).
   // Otherwise by an exchange of their data over TCP. The side that connects decides.
   std::optional<std::string> connection_manager;
@@ -32,7 +35,7 @@ struct Options {
 std::vector<std::string> active_ports();
 
 // "DEVICE[:PORT]" with ';'-separated settings after it:
-// gid=3;qps=4;depth=128;mtu=4096;sl=0;tc=106;timeout=16;retries=7;cm=auto
+// gid=3;qps=4;depth=128;mtu=4096;sl=0;tc=106;timeout=16;retries=7;ooo=1;cm=auto
 Result<Options> parse_options(const std::string& text);
 
 // Errors: `not_found` (no such device), `unavailable` (port down, no permission), `invalid_argument`, `exhausted`.

@@ -45,8 +45,8 @@ std::optional<std::uint32_t> SendSlots::take() {
   return slot;
 }
 
-Result<std::unique_ptr<QueuePair>> QueuePair::make(const Shared& shared, std::uint32_t tag) {
-  std::unique_ptr<QueuePair> made(new QueuePair(shared, tag));
+Result<std::unique_ptr<QueuePair>> QueuePair::make(const Shared& shared, std::uint32_t tag, Order order) {
+  std::unique_ptr<QueuePair> made(new QueuePair(shared, tag, order));
   ibv_qp_init_attr attributes{};
   attributes.send_cq = attributes.recv_cq = shared.completions;
   attributes.srq = shared.receives;
@@ -54,11 +54,11 @@ Result<std::unique_ptr<QueuePair>> QueuePair::make(const Shared& shared, std::ui
   attributes.cap.max_send_wr = shared.options.queue_depth;
   attributes.cap.max_send_sge = 1;
   attributes.cap.max_inline_data = kInlineWanted;
-  made->handle_ = QueuePairHandle(ibv_create_qp(shared.device.domain(), &attributes));
-  if (!made->handle_) {
-    attributes.cap.max_inline_data = 0;  // not every device inlines
-    made->handle_ = QueuePairHandle(ibv_create_qp(shared.device.domain(), &attributes));
-  }
+  if (order == Order::kept) made->handle_ = QueuePairHandle(ibv_create_qp(shared.device.domain(), &attributes));
+  attributes.cap.max_inline_data = made->handle_ ? attributes.cap.max_inline_data : 0;  // not every device inlines
+  if (!made->handle_)
+    made->handle_ = QueuePairHandle(order == Order::kept ? ibv_create_qp(shared.device.domain(), &attributes)
+                                                         : create_out_of_order(shared.device.domain(), attributes));
   if (!made->handle_)
     return fail(ErrorCode::exhausted, "rail {}: can't make a queue pair of depth {}: {}", shared.device.name(),
                 shared.options.queue_depth, std::strerror(errno));
@@ -203,7 +203,7 @@ Result<> QueuePair::post() {
     for (; count < room; ++count) {
       if (!prepare(works_[posted_ + count], requests[count], pieces[count])) break;
       requests[count].wr_id = std::uint64_t{tag_} << kNumberBits | ((next_request_ + count) & kNumberMask);
-      if (++unsignalled_ >= kSignalEvery) {
+      if (++unsignalled_ >= kSignalEvery || !ordered()) {
         requests[count].send_flags |= IBV_SEND_SIGNALED;
         unsignalled_ = 0;
       }
@@ -238,6 +238,7 @@ Result<> QueuePair::reset() {
   attributes.qp_state = IBV_QPS_RESET;
   if (const int error = ibv_modify_qp(handle_.get(), &attributes, IBV_QP_STATE); error != 0)
     return fail(ErrorCode::io, "rail {}: queue pair to RESET: {}", shared_.device.name(), std::strerror(error));
+  works_.erase_if([](const Work& work) { return work.done; });
   posted_ = 0;
   unsignalled_ = 0;
   return initialise();

@@ -1,10 +1,11 @@
-// One reliable-connected queue pair and what is posted on it. Work is done in the order it was handed in; what exceeds
-// the queue's depth waits here. After an error the queue pair is reset, not resumed: what it had not done is kept and
-// posted again, unless the peer has said that it got it.
+// One reliable-connected queue pair and what is posted on it. Work is done in the order it was handed in, unless the
+// queue pair is one without order; what exceeds the queue's depth waits here. After an error the queue pair is reset,
+// not resumed: what it had not done is kept and posted again, unless the peer has said that it got it.
 #pragma once
 
 #include "transport/containers.h"
 #include "transport/ibverbs/device.h"
+#include "transport/ibverbs/out_of_order.h"
 #include "transport/ibverbs/wire.h"
 
 namespace rejoin::transport::ibverbs {
@@ -30,6 +31,7 @@ struct Work {
   enum class Kind : std::uint8_t { write, read, send } kind = Kind::send;
   std::uint64_t operation = 0;  // whose part it is; 0: nobody's
   bool last = false;            // … and its last one
+  bool done = false;            // before one that was handed in earlier
   std::uint64_t address = 0;    // local, of a write or read
   std::uint32_t lkey = 0;
   bool in_host_memory = true;  // the processor may read it
@@ -59,12 +61,16 @@ class QueuePair {
     SendSlots& slots;
   };
   // `tag`, from 1 to 2^24 - 1, comes back with the completions of what is posted here.
-  static Result<std::unique_ptr<QueuePair>> make(const Shared& shared, std::uint32_t tag);
+  // Unordered: the device places data as it arrives, so that it is no message's carrier, and each work's completion
+  // speaks for that work alone.
+  enum class Order { kept, none };
+  static Result<std::unique_ptr<QueuePair>> make(const Shared& shared, std::uint32_t tag, Order order);
   static constexpr std::uint32_t kLargestTag = 0xffffff;
   static std::uint32_t tag_of(std::uint64_t wr_id) { return static_cast<std::uint32_t>(wr_id >> kNumberBits); }
   ~QueuePair();
 
   std::uint32_t tag() const { return tag_; }
+  bool ordered() const { return order_ == Order::kept; }
   std::uint32_t number() const { return handle_->qp_num; }
   std::uint32_t first_packet() const { return first_packet_; }
   struct Peer {
@@ -93,16 +99,20 @@ class QueuePair {
   // A completion of this queue pair; `done` is called for all work that it ends, in order.
   template <typename Done>
   void on_completion(const ibv_wc& completion, Done&& done) {
-    if (const auto behind = behind_oldest(completion); behind < posted_) finish(behind + 1, done);
+    const auto behind = behind_oldest(completion);
+    if (behind >= posted_) return;
+    if (ordered()) finish(behind + 1, done);
+    else finish_one(behind, done);
   }
   // A failed completion: what was before it is done, and the work that it names is handed out. reset() must follow.
   template <typename Done>
   std::optional<Work> on_failure(const ibv_wc& completion, Done&& done) {
     const std::uint64_t behind = behind_oldest(completion);
     if (behind >= posted_) return std::nullopt;
-    finish(behind, done);
     std::optional<Work> failed;
-    finish(1, [&](const Work& work) { failed = work; });
+    const auto take = [&](const Work& work) { failed = work; };
+    if (ordered()) finish(behind, done), finish(1, take);
+    else finish_one(behind, take);
     return failed;
   }
   // Out of service, so that the peer can't do anything through it; then anew, unconnected, with what is to be posted
@@ -116,7 +126,7 @@ class QueuePair {
   std::uint64_t received = 0;  // number of the next send expected from the peer
 
  private:
-  explicit QueuePair(const Shared& shared, std::uint32_t tag) : shared_(shared), tag_(tag) {}
+  QueuePair(const Shared& shared, std::uint32_t tag, Order order) : shared_(shared), tag_(tag), order_(order) {}
   static constexpr std::uint64_t kNumberBits = 40;  // of a wr_id; the rest is the tag
   static constexpr std::uint64_t kNumberMask = (std::uint64_t{1} << kNumberBits) - 1;
 
@@ -137,9 +147,18 @@ class QueuePair {
       --posted_;
     }
   }
+  template <typename Done>
+  void finish_one(std::uint64_t behind, Done&& done) {
+    Work& work = works_[behind];
+    if (std::exchange(work.done, true)) return;
+    bytes_ -= work.length;
+    done(std::as_const(work));
+    for (; posted_ > 0 && works_.front().done; --posted_) works_.drop_front();
+  }
 
   const Shared shared_;
   const std::uint32_t tag_;
+  const Order order_;
   QueuePairHandle handle_;
   std::uint32_t inline_bytes_ = 0;
   std::uint32_t first_packet_ = 0;

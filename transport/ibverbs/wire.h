@@ -7,7 +7,7 @@
 
 namespace rejoin::transport::ibverbs::wire {
 
-constexpr std::uint64_t kMagic = 0x32627276'6e4a5252;  // another layout gets another number
+constexpr std::uint64_t kMagic = 0x33627276'6e4a5252;  // another layout gets another number
 constexpr std::uint32_t kMaxQueuePairs = 8;
 
 // Over the control connection (TCP), first by the side that connects (its hello follows), then as the answer.
@@ -17,8 +17,11 @@ struct Greeting {
   std::uint16_t lid = 0;
   std::uint16_t queue_pairs = 0;
   std::uint32_t mtu = 0;  // bytes
-  std::uint32_t numbers[kMaxQueuePairs]{};
-  std::uint32_t first_packets[kMaxQueuePairs]{};
+  // First those that keep order, then those that place data out of order. Offered by the side that connects; the answer
+  // takes all of the first kind, or the first of them and all of the second kind.
+  std::uint32_t numbers[2 * kMaxQueuePairs]{};
+  std::uint32_t first_packets[2 * kMaxQueuePairs]{};
+  std::uint16_t unordered = 0;  // of the second kind; queue_pairs: of the first
   // By rdma_cm instead: the side that connects wants it so; the answer says where to call, and what to say there.
   std::uint8_t by_manager = 0;
   char manager_address[47]{};

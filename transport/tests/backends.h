@@ -11,7 +11,7 @@ namespace rejoin::transport {
 #ifdef REJOIN_FAKE_VERBS
 // This program brings its own devices (fake_verbs.cc) and looks at nothing else.
 inline std::vector<std::string> with_rdma(const std::vector<std::string>&) {
-  return {"ibverbs:fake0", "ibverbs:fake0;qps=5;depth=16", "ibverbs:fake0,fake1"};
+  return {"ibverbs:fake0", "ibverbs:fake0;qps=5;depth=16", "ibverbs:fake0;qps=3;ooo=1", "ibverbs:fake0,fake1"};
 }
 #else
 inline bool has_rdma() { return std::getenv("REJOIN_RDMA") != nullptr; }
@@ -30,10 +30,12 @@ inline std::vector<std::string> with_rdma(std::vector<std::string> names) {
 inline std::string name_of(const std::string& transport) {
   const bool rails = transport.find(',') != std::string::npos && !transport.starts_with("ucx");
   const bool settings = transport.find(';') != std::string::npos, manager = transport.find("cm=") != std::string::npos;
+  const bool out_of_order = transport.find("ooo=1") != std::string::npos;
   return transport.substr(0, transport.find(':')) + (rails ? "_rails" : "") +
-         (manager    ? "_rdma_cm"
-          : settings ? "_settings"
-                     : "");
+         (manager        ? "_rdma_cm"
+          : out_of_order ? "_out_of_order"
+          : settings     ? "_settings"
+                         : "");
 }
 
 }  // namespace rejoin::transport

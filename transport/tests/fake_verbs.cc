@@ -6,6 +6,7 @@
 #include "transport/tests/fake_verbs.h"
 
 #include <fcntl.h>
+#include <infiniband/mlx5dv.h>
 #include <infiniband/verbs.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -16,6 +17,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -80,6 +82,7 @@ struct FakeQp {
   ibv_qp pair{};
   std::size_t depth = 0;
   std::uint32_t peer = 0;
+  bool ordered = true;
   std::deque<Request> requests;
 };
 
@@ -89,7 +92,8 @@ std::array<ibv_device, 2> devices = [] {
   std::strcpy(made[1].name, "fake1");
   return made;
 }();
-std::set<const ibv_device*> down, unplugged;
+std::set<const ibv_device*> down, unplugged, in_order_only;
+std::minstd_rand any;  // the order where there is none
 std::map<const ibv_device*, std::pair<std::uint64_t, std::uint64_t>> blind;  // address, bytes
 std::set<FakeContext*> contexts;
 FakeVerbsTransfer watcher;
@@ -163,9 +167,12 @@ void step(FakeQp& qp) {
   if (peer_at == pairs.end()) return;  // sent again and again, to nobody
   FakeQp& peer = *peer_at->second;
   if (peer.pair.state != IBV_QPS_RTS && peer.pair.state != IBV_QPS_RTR) return;
+  if (qp.ordered != peer.ordered) return;  // each discards what the other sends
+  if (!qp.ordered) std::swap(qp.requests.front(), qp.requests[any() % std::min<std::size_t>(qp.requests.size(), 16)]);
   const Request& front = qp.requests.front();
   const std::byte* local =
       front.is_inline ? front.inlined.data() : reinterpret_cast<const std::byte*>(front.piece.addr);
+  if (front.opcode == IBV_WR_SEND && !qp.ordered) return fail_front(qp, peer, IBV_WC_REM_INV_REQ_ERR);
   if (front.opcode == IBV_WR_SEND) {
     auto& buffers = fake<FakeSrq>(peer.pair.srq)->buffers;
     if (buffers.empty()) return;
@@ -294,7 +301,35 @@ void fake_verbs_plug(const char* device, bool in) {
   }
 }
 
+void fake_verbs_out_of_order(const char* device, bool can) {
+  for (auto& one : devices) {
+    if (std::strcmp(one.name, device) != 0) continue;
+    if (can) in_order_only.erase(&one);
+    else in_order_only.insert(&one);
+  }
+}
+
 extern "C" {
+
+bool mlx5dv_is_supported(ibv_device*) { return true; }
+int mlx5dv_query_device(ibv_context* context, mlx5dv_context* attributes) {
+  attributes->ooo_recv_wrs_caps.max_rc = in_order_only.contains(context->device) ? 0 : 256;
+  return 0;
+}
+ibv_qp* mlx5dv_create_qp(ibv_context* context, ibv_qp_init_attr_ex* attributes, mlx5dv_qp_init_attr* more) {
+  ibv_qp_init_attr plain{};
+  plain.send_cq = attributes->send_cq;
+  plain.recv_cq = attributes->recv_cq;
+  plain.cap = attributes->cap;
+  const bool unordered = (more->create_flags & MLX5DV_QP_CREATE_OOO_DP) != 0;
+  if (unordered && in_order_only.contains(context->device)) {
+    errno = EOPNOTSUPP;
+    return nullptr;
+  }
+  ibv_qp* made = ibv_create_qp(attributes->pd, &plain);
+  fake<FakeQp>(made)->ordered = !unordered;
+  return made;
+}
 
 ibv_device** ibv_get_device_list(int* count) {
   *count = static_cast<int>(devices.size());

@@ -12,5 +12,8 @@ void fake_verbs_watch(FakeVerbsTransfer watcher);
 // From now on the device fails every transfer of which this memory (by its address in the program) is the local or the
 // remote end. Null: it reaches everything again.
 void fake_verbs_blind(const char* device, const void* memory, std::uint64_t bytes);
+// The device places data out of order, on queue pairs that ask for it (mlx5dv; both devices do from the start), or not.
+// Those do their work, and parts of it, in any order, and complete it in that order.
+void fake_verbs_out_of_order(const char* device, bool can);
 // Unplugged: everything of it fails from now on, and whoever has it open is told. Plugged in: it can be opened again.
 void fake_verbs_plug(const char* device, bool in);

@@ -22,12 +22,14 @@ struct Side {
   EndpointId endpoint;
   bool up = false, closed = false;
   std::uint64_t completed = 0, failed = 0, written = 0;
+  std::function<void(std::uint64_t)> on_written;
   void poll() {
     for (const auto& event : engine->poll()) {
       if (event.kind == EventKind::accepted) endpoint = event.endpoint;
       if (event.kind == EventKind::accepted || event.kind == EventKind::connected) up = true;
       if (event.kind == EventKind::closed) closed = true;
       if (event.kind == EventKind::written) ++written;
+      if (event.kind == EventKind::written && on_written) on_written(event.value);
       if (event.kind == EventKind::completed) ++(event.error ? failed : completed);
     }
   }
@@ -35,10 +37,11 @@ struct Side {
 
 struct VerbsOnFake : testing::Test {
   Side a, b;
-  void connect(const std::string& transport) {
+  void connect(const std::string& transport) { connect(transport, transport); }
+  void connect(const std::string& transport, const std::string& accepting) {
     spdlog::set_level(spdlog::level::err);
     a.engine = *make_engine(transport);
-    b.engine = *make_engine(transport);
+    b.engine = *make_engine(accepting);
     a.endpoint = *a.engine->connect(*b.engine->listen({"0.0.0.0:0"}), {});
     ASSERT_TRUE(until([&] { return a.up && b.up; }));
   }
@@ -216,6 +219,71 @@ TEST_F(VerbsOnFake, ADmaBufIsReachedByTheDeviceAndNotByTheProcessor) {
     ASSERT_FALSE(wrong);
     a.engine.reset(), b.engine.reset();
   }
+}
+
+// The order of notifications and data is kept over queue pairs that keep none, whichever side may use them.
+TEST_F(VerbsOnFake, DataThatIsPlacedOutOfOrderIsAllThereWhenItIsSaid) {
+  struct Case {
+    const char *connects, *accepts;
+    bool can;
+  };
+  for (const Case& one : {Case{"ibverbs:fake0;qps=3;ooo=1", "ibverbs:fake0;qps=3;ooo=1", true},
+                          Case{"ibverbs:fake0;qps=3;ooo=1", "ibverbs:fake0;qps=2", true},
+                          Case{"ibverbs:fake0;qps=3", "ibverbs:fake0;qps=3;ooo=1", true},
+                          Case{"ibverbs:fake0;qps=1;ooo=1", "ibverbs:fake0;qps=1;ooo=1", true},
+                          Case{"ibverbs:fake0;qps=3;ooo=1", "ibverbs:fake0;qps=3;ooo=1", false}}) {
+    fake_verbs_out_of_order("fake0", one.can);
+    a = {}, b = {};
+    connect(one.connects, one.accepts);
+    constexpr std::uint64_t size = 2 * MiB, count = 400;
+    std::vector<std::byte> from(size, std::byte{1}), to(size);
+    const RegionId source = *a.engine->register_region(from, MemoryKind::host);
+    const RegionId target = *b.engine->register_region(to, MemoryKind::host);
+    // Every write brings bytes of its own to a place of its own, and what it brings is looked at when it is said.
+    std::vector<std::uint64_t> starts{0};
+    for (std::uint64_t i = 0; i < count; ++i) starts.push_back(starts.back() + 100 + i * 24);
+    ASSERT_LE(starts.back(), size);
+    std::uint64_t said = 0;
+    b.on_written = [&](std::uint64_t value) {
+      for (std::uint64_t at = starts[value]; at < starts[value + 1]; ++at)
+        ASSERT_EQ(to[at], std::byte{1}) << value << ", " << at;
+      ++said;
+    };
+    for (std::uint64_t i = 0; i < count; ++i) {
+      const Write write{.context = i,
+                        .local = {source, starts[i]},
+                        .remote = {b.engine->remote(target), starts[i]},
+                        .length = starts[i + 1] - starts[i],
+                        .notify = i};
+      ASSERT_TRUE(a.engine->write(a.endpoint, {&write, 1}));
+      if (i % 16 == 0) a.poll(), b.poll();
+    }
+    ASSERT_TRUE(until([&] { return a.completed == count && said == count; }));
+    EXPECT_EQ(a.failed, 0u);
+
+    // Withdrawn under way: queue pairs are rebuilt, what was refused is told, and what was not is done.
+    std::vector<std::byte> other(size);
+    const RegionId gone = *b.engine->register_region(other, MemoryKind::host);
+    const RemoteRegion gone_there = b.engine->remote(gone), there = b.engine->remote(target);
+    const Write ask{.context = 0, .local = {source, 0}, .remote = {gone_there, 0}, .length = 8, .notify = {}};
+    ASSERT_TRUE(a.engine->write(a.endpoint, {&ask, 1}));
+    ASSERT_TRUE(until([&] { return a.completed == count + 1; }));
+    std::fill(to.begin(), to.end(), std::byte{0});
+    b.engine->deregister(gone);
+    for (std::uint64_t i = 0; i < count; ++i) {
+      const Write write{.context = i,
+                        .local = {source, starts[i]},
+                        .remote = {i % 4 == 3 ? gone_there : there, starts[i]},
+                        .length = starts[i + 1] - starts[i],
+                        .notify = i};
+      ASSERT_TRUE(a.engine->write(a.endpoint, {&write, 1}));
+    }
+    ASSERT_TRUE(until([&] { return a.completed + a.failed == 2 * count + 1 && said == count + count / 4 * 3; }));
+    EXPECT_EQ(a.failed, count / 4);
+    EXPECT_FALSE(a.closed || b.closed);
+    a.engine.reset(), b.engine.reset();
+  }
+  fake_verbs_out_of_order("fake0", true);
 }
 
 TEST_F(VerbsOnFake, MessagesOfManyEndpointsShareTheSendBuffersAndAllArrive) {
