@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -24,8 +25,8 @@ class Fifo {
   T& emplace_back() {  // fresh, in its place
     grow();
     T& place = ring_[(head_ + size_++) & (ring_.size() - 1)];
-    place = T{};
-    return place;
+    std::destroy_at(&place);
+    return *std::construct_at(&place);
   }
   void push_front(T value) {
     grow();
@@ -71,6 +72,11 @@ template <typename T>
 class SlotMap {
  public:
   std::uint64_t add(T value) {
+    const auto [number, place] = add();
+    *place = std::move(value);
+    return number;
+  }
+  std::pair<std::uint64_t, T*> add() {  // fresh, in its place, which holds until the next one
     if (free_.empty()) {
       free_.push_back(static_cast<std::uint32_t>(slots_.size()));
       slots_.emplace_back();
@@ -78,20 +84,27 @@ class SlotMap {
     const std::uint32_t place = free_.back();
     free_.pop_back();
     Slot& slot = slots_[place];
-    slot.value = std::move(value);
+    T& value = slot.value.emplace();
     if (++slot.uses == 0) slot.uses = 1;
-    return std::uint64_t{slot.uses} << 32 | place;
+    return {std::uint64_t{slot.uses} << 32 | place, &value};
   }
   T* find(std::uint64_t number) {
     const std::size_t place = number & 0xffffffff;
     if (place >= slots_.size() || slots_[place].uses != number >> 32 || !slots_[place].value) return nullptr;
     return &*slots_[place].value;
   }
-  std::optional<T> remove(std::uint64_t number) {
-    if (find(number) == nullptr) return std::nullopt;
+  // Of one that is there.
+  void erase(std::uint64_t number) {
     const auto place = static_cast<std::uint32_t>(number);
     free_.push_back(place);
-    return std::exchange(slots_[place].value, std::nullopt);
+    slots_[place].value.reset();
+  }
+  std::optional<T> remove(std::uint64_t number) {
+    T* found = find(number);
+    if (found == nullptr) return std::nullopt;
+    std::optional<T> value = std::move(*found);
+    erase(number);
+    return value;
   }
   // In no order.
   std::vector<T> remove_all() {

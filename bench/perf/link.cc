@@ -122,13 +122,13 @@ Result<> Link::poll(const std::function<void(const Event&)>& on_event) {
 
 Result<> Link::until(const std::function<bool()>& done, const std::function<void(const Event&)>& on_event) {
   while (!done()) {
-    sleep();
+    wait_for_event();
     if (auto polled = poll(on_event); !polled) return polled;
   }
   return {};
 }
 
-void Link::sleep() {
+void Link::wait_for_event() {
   if (!events_ || !engine_->arm()) return;
   pollfd ready{.fd = engine_->event_fd(), .events = POLLIN, .revents = 0};
   (void)::poll(&ready, 1, -1);  // a signal ends it too, and then it looks again

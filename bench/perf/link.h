@@ -32,7 +32,7 @@ class Link {
   // The caller's messages so far. Counted here, since one may come in the same poll() as the other side's meet().
   std::uint64_t messages() const { return messages_; }
   // With --events: until something has happened.
-  void sleep();
+  void wait_for_event();
   // Both sides have come here.
   Result<> meet();
 

@@ -58,7 +58,7 @@ class Run {
       if (!writes.empty()) result = link_.engine().write(link_.endpoint(), writes);
       if (result && !reads.empty()) result = link_.engine().read(link_.endpoint(), reads);
       if (!result) return result;
-      link_.sleep();
+      link_.wait_for_event();
       result = link_.poll([&](const Event& event) {
         if (event.kind != EventKind::completed) return;
         ++done;

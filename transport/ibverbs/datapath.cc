@@ -107,7 +107,11 @@ void IbverbsEngine::on_answer(Endpoint& endpoint, const wire::Header& header) {
   memory.address = header.b;
   memory.length = header.c;
   memory.rkey = header.extra;
-  for (auto operation : waiting) submit(endpoint, operation, memory);
+  for (auto number : waiting) {
+    Operation* operation = endpoint.operations.find(number);
+    REJOIN_CHECK(operation != nullptr, "operation {:x} is not known", number);
+    submit(endpoint, number, *operation, memory);
+  }
   touch(endpoint);
 }
 
@@ -132,13 +136,16 @@ void IbverbsEngine::say(Endpoint& endpoint, const wire::Header& header, BytesVie
 Result<> IbverbsEngine::write(EndpointId id, std::span<const Write> writes) {
   auto found = find_for_posting(endpoints_, regions_, id, writes);
   if (!found) return tl::unexpected(found.error());
-  for (const auto& write : writes)
-    start(**found, {.context = write.context,
-                    .local = write.local,
-                    .key = write.remote.region.key,
-                    .offset = write.remote.offset,
-                    .length = write.length,
-                    .notify = write.notify});
+  for (const auto& write : writes) {
+    const auto [number, operation] = (*found)->operations.add();
+    operation->context = write.context;
+    operation->local = write.local;
+    operation->key = write.remote.region.key;
+    operation->offset = write.remote.offset;
+    operation->length = write.length;
+    operation->notify = write.notify;
+    start(**found, number, *operation);
+  }
   post(**found);
   return {};
 }
@@ -146,39 +153,39 @@ Result<> IbverbsEngine::write(EndpointId id, std::span<const Write> writes) {
 Result<> IbverbsEngine::read(EndpointId id, std::span<const Read> reads) {
   auto found = find_for_posting(endpoints_, regions_, id, reads);
   if (!found) return tl::unexpected(found.error());
-  for (const auto& read : reads)
-    start(**found, {.context = read.context,
-                    .is_read = true,
-                    .local = read.local,
-                    .key = read.remote.region.key,
-                    .offset = read.remote.offset,
-                    .length = read.length});
+  for (const auto& read : reads) {
+    const auto [number, operation] = (*found)->operations.add();
+    operation->context = read.context;
+    operation->is_read = true;
+    operation->local = read.local;
+    operation->key = read.remote.region.key;
+    operation->offset = read.remote.offset;
+    operation->length = read.length;
+    start(**found, number, *operation);
+  }
   post(**found);
   return {};
 }
 
-void IbverbsEngine::start(Endpoint& endpoint, Operation operation) {
-  const std::uint64_t key = operation.key, number = endpoint.operations.add(std::move(operation));
+void IbverbsEngine::start(Endpoint& endpoint, std::uint64_t number, Operation& operation) {
+  if (auto there = endpoint.memory.find(operation.key); there != endpoint.memory.end() && there->second.known)
+    return submit(endpoint, number, operation, there->second);
   if (endpoint.memory.size() > kMaxRemembered)
     std::erase_if(endpoint.memory, [](const auto& entry) { return entry.second.known; });
-  auto [entry, unasked] = endpoint.memory.try_emplace(key);
-  if (unasked) say(endpoint, {.kind = wire::Kind::ask, .a = key});
-  if (entry->second.known) submit(endpoint, number, entry->second);
-  else entry->second.waiting.push_back(number);
+  auto [entry, unasked] = endpoint.memory.try_emplace(operation.key);
+  if (unasked) say(endpoint, {.kind = wire::Kind::ask, .a = operation.key});
+  entry->second.waiting.push_back(number);
 }
 
-void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const RemoteMemory& memory) {
-  Operation* found = endpoint.operations.find(number);
-  REJOIN_CHECK(found != nullptr, "operation {:x} is not known", number);
-  Operation& operation = *found;
+void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, Operation& operation,
+                           const RemoteMemory& memory) {
   if (!in_range(operation.offset, operation.length, memory.length))
     return finish(endpoint, number, refusal_error(Regions::Refusal::bad_range));
   auto registered = registered_.find(operation.local.region.value);
   if (registered == registered_.end())
     return finish(endpoint, number, Error{ErrorCode::cancelled, "the local region was deregistered"});
   QueuePair& queue_pair = carrier(endpoint, operation.length);
-  const std::span<std::byte> region = regions_.find(operation.local.region)->memory;
-  const std::uint64_t local = reinterpret_cast<std::uint64_t>(region.data()) + operation.local.offset;
+  const std::uint64_t local = registered->second.address + operation.local.offset;
   for (std::uint64_t at = 0; at < operation.length; at += kLargestRequest) {
     const std::uint64_t length = std::min(kLargestRequest, operation.length - at);
     Work& work = queue_pair.add(operation.is_read ? Work::Kind::read : Work::Kind::write, length);
@@ -188,7 +195,7 @@ void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, const Remot
     work.rkey = memory.rkey;
     work.in_host_memory = registered->second.kind == MemoryKind::host;
     work.operation = number;
-    work.last = at + length == operation.length && !operation.notify;
+    work.last = queue_pair.ordered() && at + length == operation.length && !operation.notify;
     if (!queue_pair.ordered()) ++operation.unfinished;
   }
   if (operation.unfinished > 0) return;  // on_done() goes on
@@ -284,13 +291,10 @@ void IbverbsEngine::on_completion(const ibv_wc& completion) {
 }
 
 void IbverbsEngine::on_done(Endpoint& endpoint, const Work& work) {
-  Operation* operation = nullptr;
-  if (work.kind != Work::Kind::send && work.operation != 0) operation = endpoint.operations.find(work.operation);
-  if (operation == nullptr || operation->unfinished == 0) {
-    if (work.last) finish(endpoint, work.operation, {});
-    return;
-  }
-  if (--operation->unfinished > 0) return;
+  if (work.last) return finish(endpoint, work.operation, {});
+  Operation* operation = work.operation != 0 ? endpoint.operations.find(work.operation) : nullptr;
+  // Of one on a queue pair that keeps order, the last work speaks for all.
+  if (operation == nullptr || operation->unfinished == 0 || --operation->unfinished > 0) return;
   if (!operation->notify) return finish(endpoint, work.operation, {});
   Work& notification = endpoint.queue_pairs.front()->add_send({.kind = wire::Kind::written, .a = *operation->notify});
   notification.operation = work.operation;
@@ -299,8 +303,10 @@ void IbverbsEngine::on_done(Endpoint& endpoint, const Work& work) {
 }
 
 void IbverbsEngine::finish(Endpoint& endpoint, std::uint64_t number, const std::optional<Error>& error) {
-  if (auto operation = endpoint.operations.remove(number))
-    events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation->context, .error = error});
+  const Operation* operation = endpoint.operations.find(number);
+  if (operation == nullptr) return;
+  events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation->context, .error = error});
+  endpoint.operations.erase(number);
 }
 
 void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const ibv_wc& completion) {

@@ -130,6 +130,7 @@ Result<RegionId> IbverbsEngine::keep(std::span<std::byte> memory, Registered wha
   if (device_)
     if (auto registered = register_with_device(memory, what); !registered) return tl::unexpected(registered.error());
   const RegionId id = regions_.add(memory);
+  what.address = reinterpret_cast<std::uint64_t>(memory.data());
   registered_[id.value] = std::move(what);
   return id;
 }

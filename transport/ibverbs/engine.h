@@ -133,8 +133,8 @@ class IbverbsEngine final : public Engine {
   void on_work_failed(Endpoint& endpoint, std::size_t queue_pair, const ibv_wc& completion);
   void on_done(Endpoint& endpoint, const Work& work);
   void finish(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
-  void start(Endpoint& endpoint, Operation operation);
-  void submit(Endpoint& endpoint, std::uint64_t operation, const RemoteMemory& memory);
+  void start(Endpoint& endpoint, std::uint64_t number, Operation& operation);
+  void submit(Endpoint& endpoint, std::uint64_t number, Operation& operation, const RemoteMemory& memory);
   static QueuePair& carrier(Endpoint& endpoint, std::uint64_t length);
   void say(Endpoint& endpoint, const wire::Header& header, BytesView rest = {});
   void answer(Endpoint& endpoint, std::uint64_t key);
@@ -154,6 +154,7 @@ class IbverbsEngine final : public Engine {
   Regions regions_{unguessable_};
   struct Registered {
     MemoryRegion region;
+    std::uint64_t address = 0;
     MemoryKind kind = MemoryKind::host;
     Fd dma_buf;  // our own, where it is one: to register it again with the next device
     std::uint64_t dma_buf_offset = 0;
