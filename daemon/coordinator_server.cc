@@ -4,10 +4,23 @@
 
 #include "base/events.h"
 #include "base/log.h"
-#include "daemon/listen.h"
-#include "membership/node.h"
 
 namespace rejoin::daemon {
+
+using membership::NodeId;
+
+CoordinatorServer::CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKey& key,
+                                     membership::Log log)
+    : timer_(io),
+      job_(job),
+      log_(std::move(log)),
+      machine_(job),
+      nodes_(io, key,
+             {.message =
+                  [this](NodeId node, const proto::FromNode& message) {
+                    carry_out(machine_.on_message(node, message, now()));
+                  },
+              .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}) {}
 
 Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_context& io, const std::string& listen,
                                                                     const std::string& log_directory,
@@ -23,57 +36,13 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
     spdlog::info("recovered from the log: step {} is committed, epoch {}", server->machine_.committed(),
                  server->machine_.epoch());
 
-  auto address = listen_on(server->acceptor_, listen);
-  if (!address)
-    return fail(address.error().code,
+  if (auto listening = server->nodes_.listen(listen); !listening)
+    return fail(listening.error().code,
                 "the coordinator can't listen on {}: {}; choose another --listen address or stop what uses it", listen,
-                address.error().message);
-  server->address_ = *address;
-  server->accept();
+                listening.error().message);
   server->carry_out({});
   server->tick();
   return server;
-}
-
-void CoordinatorServer::accept() {
-  acceptor_.async_accept([this](asio::error_code error, asio::ip::tcp::socket socket) {
-    if (error == asio::error::operation_aborted) return;
-    if (!error) {
-      auto connection = std::make_shared<Framed>(std::move(socket), key_, true);
-      const membership::NodeId id(next_node_++);
-      connection->start({.ready = [this, id, connection] { nodes_[id] = connection; },
-                         .message =
-                             [this, id, connection](std::string_view bytes) {
-                               proto::FromNode message;
-                               if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
-                                 spdlog::warn("node {}: bytes that are no message; ignored", connection->remote());
-                                 ++rejected_;
-                                 return;
-                               }
-                               if (message.has_hello() && message.hello().protocol() != membership::kProtocolVersion) {
-                                 spdlog::error("node {} speaks protocol {}, this coordinator {}; use one version",
-                                               message.hello().node(), message.hello().protocol(),
-                                               membership::kProtocolVersion);
-                                 nodes_.erase(id);  // it was authenticated, so it is in the table
-                                 return connection->close();
-                               }
-                               carry_out(machine_.on_message(id, message, now()));
-                             },
-                         .closed =
-                             [this, id, remote = std::weak_ptr(connection)](const std::string& why) {
-                               if (nodes_.erase(id) == 0) {
-                                 ++rejected_;
-                                 spdlog::warn("a connection was refused: {}", why);
-                                 return;
-                               }
-                               spdlog::info("a node is gone: {}", why);
-                               events::emit("node_lost", {{"why", why}});
-                               carry_out(machine_.on_node_lost(id, now()));
-                             }},
-                        std::chrono::seconds(5));
-    }
-    accept();
-  });
 }
 
 void CoordinatorServer::tick() {
@@ -107,23 +76,16 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
   }
   for (const auto& note : actions.notes) spdlog::info("{}", note);
   for (const auto& [node, message] : actions.send) {
-    auto found = nodes_.find(node);
-    if (found == nodes_.end()) continue;
-    found->second->send(message.SerializeAsString());
+    nodes_.send(node, message);
     if (message.has_plan() && message.plan().finished()) events::emit("finished");
   }
-  for (const auto& node : actions.close) {
-    auto silent = nodes_.extract(node);
-    if (silent.empty()) continue;
-    events::emit("node_lost", {{"why", "it was silent"}});
-    silent.mapped()->close();
-  }
+  for (auto node : actions.close) nodes_.close(node);
 }
 
 nlohmann::json CoordinatorServer::status() const {
   nlohmann::json json{{"epoch", machine_.epoch().value}, {"committed", machine_.committed().value},
-                      {"finished", machine_.finished()}, {"nodes", nodes_.size()},
-                      {"rejected", rejected_},           {"waiting_for", machine_.waiting_for(now())}};
+                      {"finished", machine_.finished()}, {"nodes", nodes_.nodes()},
+                      {"rejected", nodes_.rejected()},           {"waiting_for", machine_.waiting_for(now())}};
   json["members"] = nlohmann::json::array();
   for (const auto& m : machine_.members())
     json["members"].push_back({{"replica", m.replica.value},
@@ -133,7 +95,7 @@ nlohmann::json CoordinatorServer::status() const {
   json["registered"] = nlohmann::json::array();
   for (const auto& [id, replica] : machine_.replicas())
     json["registered"].push_back(
-        {{"replica", id.value}, {"incarnation", replica.incarnation.value}, {"ranks", replica.ranks.size()}});
+        {{"replica", id.value}, {"incarnation", replica.incarnation.value}, {"ranks", replica.registered}});
   return json;
 }
 

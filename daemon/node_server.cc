@@ -7,15 +7,30 @@
 
 #include "base/events.h"
 #include "base/log.h"
-#include "daemon/listen.h"
 #include "daemon/streams.h"
 
 namespace rejoin::daemon {
 
 namespace {
 constexpr std::size_t kMaxLocalMessage = 512 * KiB;
-constexpr auto kRetry = std::chrono::milliseconds(50);
 }  // namespace
+
+NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key)
+    : io_(io),
+      options_(options),
+      key_(key),
+      listener_(io),
+      timer_(io),
+      machine_(options.name, options.silence),
+      coordinator_(io, options.coordinator, key,
+                   {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
+                    .message =
+                        [this](const proto::ToNode& message) {
+                          carry_out(machine_.on_coordinator_message(message, now()));
+                          if (message.has_plan() || message.has_peers()) follow_plan();
+                        },
+                    .down = [this] { carry_out(machine_.on_coordinator_down()); },
+                    .rejected = [this] { ++rejected_; }}) {}
 
 Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, const NodeOptions& options,
                                                       const JobKey& key) {
@@ -34,14 +49,13 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   if (!stream) return tl::unexpected(stream.error());
   server->stream_ = std::move(*stream);
   server->accept();
-  server->connect_coordinator();
+  server->coordinator_.connect();
   server->tick();
   return server;
 }
 
 NodeServer::~NodeServer() {
   stream_.reset();
-  if (coordinator_) coordinator_->close();
   if (!options_.socket.empty() && options_.socket[0] != '@') ::unlink(options_.socket.c_str());
 }
 
@@ -184,64 +198,19 @@ void NodeServer::tell(Trainer& trainer, const proto::ToTrainer& message) {
 
 // ---- the coordinator
 
-void NodeServer::connect_coordinator() {
-  auto endpoint = endpoint_of(options_.coordinator);
-  if (!endpoint) return coordinator_lost(endpoint.error().message);
-  auto socket = std::make_shared<asio::ip::tcp::socket>(io_);
-  socket->async_connect(*endpoint, [this, socket](asio::error_code error) {
-    if (error) return coordinator_lost(error.message());
-    coordinator_ = std::make_shared<Framed>(std::move(*socket), key_, false);
-    coordinator_->start({.ready =
-                             [this] {
-                               said_unreachable_ = false;
-                               spdlog::info("connected to the coordinator at {}", options_.coordinator);
-                               carry_out(machine_.on_coordinator_up(now()));
-                             },
-                         .message =
-                             [this](std::string_view bytes) {
-                               proto::ToNode message;
-                               if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
-                                 ++rejected_;
-                                 spdlog::warn("the coordinator sent bytes that are no message; ignored");
-                                 return;
-                               }
-                               carry_out(machine_.on_coordinator_message(message, now()));
-                               if (message.has_plan() || message.has_peers()) follow_plan();
-                             },
-                         .closed = [this](const std::string& why) { coordinator_lost(why); }},
-                        std::chrono::seconds(5));
-  });
-}
-
-void NodeServer::coordinator_lost(const std::string& why) {
-  coordinator_.reset();
-  carry_out(machine_.on_coordinator_down());
-  if (!std::exchange(said_unreachable_, true))
-    spdlog::warn("coordinator at {}: {}; trying again every {} ms", options_.coordinator, why, kRetry.count());
-  retry_.expires_after(kRetry);
-  retry_.async_wait([this](asio::error_code error) {
-    if (!error) connect_coordinator();
-  });
-}
-
 void NodeServer::tick() {
   timer_.expires_after(options_.silence / 16 + std::chrono::milliseconds(1));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     carry_out(machine_.on_tick(now()));
-    // A coordinator that is silent is as good as gone: connect anew.
-    if (coordinator_ && machine_.coordinator_up() && now() - machine_.coordinator_heard() > options_.silence) {
-      coordinator_->close();
-      coordinator_lost("it was silent");
-    }
+    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard(), options_.silence);
     tick();
   });
 }
 
 void NodeServer::carry_out(const membership::Node::Actions& actions) {
   for (const auto& note : actions.notes) spdlog::info("{}", note);
-  for (const auto& message : actions.to_coordinator)
-    if (coordinator_) coordinator_->send(message.SerializeAsString());
+  for (const auto& message : actions.to_coordinator) coordinator_.send(message);
   for (const auto& [id, word] : actions.to_ranks) {
     auto found = trainers_.find(id);
     if (found == trainers_.end()) continue;

@@ -8,8 +8,8 @@
 
 #include "base/fd.h"
 #include "base/unix_socket.h"
-#include "daemon/framed.h"
 #include "daemon/stream_thread.h"
+#include "daemon/upstream.h"
 #include "local.pb.h"
 #include "membership/node.h"
 
@@ -18,7 +18,7 @@ namespace rejoin::daemon {
 struct NodeOptions {
   std::string name = "node";
   std::string socket;             // where trainers connect
-  std::string coordinator;        // host:port
+  std::string coordinator;        // host:port, or a relay's
   std::string transport = "shm";  // of the catch-up stream
   std::string data_listen = "127.0.0.1:0";
   std::string compression = "auto";  // of the catch-up stream: off, auto, always
@@ -45,22 +45,13 @@ class NodeServer {
     proto::Heartbeat ring;  // its last: what it counted of its all-reduces
   };
 
-  NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key)
-      : io_(io),
-        options_(options),
-        key_(key),
-        listener_(io),
-        timer_(io),
-        retry_(io),
-        machine_(options.name, options.silence) {}
+  NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key);
   void accept();
   void watch(Trainer& trainer);
   void read(membership::RankConnection id);
   Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds);
   void drop(membership::RankConnection id, const std::string& reason);
   void tell(Trainer& trainer, const proto::ToTrainer& message);
-  void connect_coordinator();
-  void coordinator_lost(const std::string& why);
   void tick();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
@@ -72,12 +63,11 @@ class NodeServer {
   const JobKey& key_;
   Fd listener_fd_;
   asio::posix::stream_descriptor listener_;
-  asio::steady_timer timer_, retry_;
+  asio::steady_timer timer_;
   membership::Node machine_;
   std::map<membership::RankConnection, Trainer> trainers_;
   std::uint64_t next_trainer_ = 1;
-  std::shared_ptr<Framed> coordinator_;
-  bool said_unreachable_ = false;
+  Upstream coordinator_;
   std::map<catchup::RankKey, catchup::Progress> progress_;
   std::uint64_t bytes_served_ = 0, rejected_ = 0;
   std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving_;

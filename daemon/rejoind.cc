@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "daemon/coordinator_server.h"
 #include "daemon/node_server.h"
+#include "daemon/relay_server.h"
 #include "daemon/status_server.h"
 
 namespace rejoin::daemon {
@@ -21,7 +22,7 @@ struct Config {
   std::string listen = "127.0.0.1:0", log_directory = "rejoin-log";
   std::uint32_t replicas = 3, ranks = 2;
   std::uint64_t batch = 1, steps = 0, silence_ms = 2000;
-  std::string key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
+  std::string relay, key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
   NodeOptions node;
 };
 
@@ -49,7 +50,10 @@ void bind(CLI::App& app, Config& c) {
   option("--events", c.events, "REJOIN_EVENTS", "directory for event files (see rejoin trace)");
   option("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
   option("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)");
-  option("--connect", c.node.coordinator, "REJOIN_COORDINATOR", "node: the coordinator's address");
+  option("--connect", c.node.coordinator, "REJOIN_COORDINATOR", "node, relay: the coordinator's address, or for a node its relay's");
+  option("--relay", c.relay, "REJOIN_RELAY",
+         "be a relay at this address: the daemons of a large replica --connect to it, and it to the coordinator; the "
+         "node of this process, if it has one, goes through it");
   option("--transport", c.node.transport, "REJOIN_TRANSPORT",
          "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or "
          "ucx:LIST");
@@ -73,11 +77,12 @@ Result<> write_addresses(const std::string& path, const nlohmann::json& addresse
 
 Result<> run(Config& c) {
   const bool node = !c.node.socket.empty();
-  if (!node && !c.coordinator)
+  if (!node && !c.coordinator && c.relay.empty())
     return fail(ErrorCode::invalid_argument,
-                "nothing to do: give --coordinator, or --socket and --connect for a node, or all of them");
-  if (node && c.node.coordinator.empty() && !c.coordinator)
-    return fail(ErrorCode::invalid_argument, "a node needs the coordinator's address: --connect HOST:PORT");
+                "nothing to do: give --coordinator, or --socket and --connect for a node, or --relay and --connect for "
+                "a relay, or all of them");
+  if ((node || !c.relay.empty()) && c.node.coordinator.empty() && !c.coordinator)
+    return fail(ErrorCode::invalid_argument, "a node or relay needs the coordinator's address: --connect HOST:PORT");
   auto key = JobKey::read(c.key_file);
   if (!key) return tl::unexpected(key.error());
   if (auto opened = events::open(c.events, c.coordinator && !node ? "coordinator" : c.node.name); !opened)
@@ -104,9 +109,16 @@ Result<> run(Config& c) {
     addresses["coordinator"] = coordinator->address();
     if (c.node.coordinator.empty()) c.node.coordinator = coordinator->address();
   }
+  c.node.silence = std::chrono::milliseconds(c.silence_ms);
+  std::unique_ptr<RelayServer> relay;
+  if (!c.relay.empty()) {
+    auto started = RelayServer::start(io, c.node.name, c.relay, c.node.coordinator, c.node.silence, *key);
+    if (!started) return tl::unexpected(started.error());
+    relay = std::move(*started);
+    addresses["relay"] = c.node.coordinator = relay->address();
+  }
   std::unique_ptr<NodeServer> server;
   if (node) {
-    c.node.silence = std::chrono::milliseconds(c.silence_ms);
     auto started = NodeServer::start(io, c.node, *key);
     if (!started) return tl::unexpected(started.error());
     server = std::move(*started);
@@ -115,6 +127,7 @@ Result<> run(Config& c) {
   auto status = StatusServer::start(io, c.status, [&] {
     nlohmann::json json;
     if (coordinator) json["coordinator_role"] = coordinator->status();
+    if (relay) json["relay_role"] = relay->status();
     if (server) json["node_role"] = server->status();
     return json;
   });

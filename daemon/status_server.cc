@@ -106,6 +106,13 @@ std::string metrics_text(const nlohmann::json& status) {
       gauge("contributor", "1: the replica contributes; 0: it is catching up",
             {{"replica", std::to_string(m.at("replica").get<int>())}}, m.at("role") == "contributor");
   }
+  if (status.contains("relay_role")) {
+    const auto& r = status.at("relay_role");
+    number(r, "nodes", "relay_nodes", "daemons connected to this relay");
+    number(r, "ranks", "relay_ranks", "ranks that have registered through it");
+    number(r, "rejected", "relay_rejected", "connections and messages it refused");
+    number(r.at("coordinator"), "connected", "relay_coordinator_connected", "1: connected with the coordinator");
+  }
   if (status.contains("node_role")) {
     const auto& n = status.at("node_role");
     number(n, "bytes_served", "catch_up_bytes_served", "state bytes sent to joiners");

@@ -14,9 +14,8 @@ std::vector<LocalStream> streams_of(const membership::Node& node) {
         if (!member.catching_up()) stream.serves = Incarnation(member.incarnation());
       }
       if (member.catching_up()) continue;
-      for (const auto& peer : node.peers().peers())
-        if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation() &&
-            peer.rank() == info.up.rank())
+      for (const auto& peer : node.peers().of(info.up.rank()))
+        if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation())
           stream.sources.insert({ReplicaId(peer.replica()), Incarnation(peer.incarnation()), {peer.stream_address()}});
     }
   }

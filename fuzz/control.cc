@@ -1,6 +1,7 @@
 #include "membership/coordinator.h"
 #include "membership/node.h"
 #include "membership/rank.h"
+#include "membership/relay.h"
 
 // Messages, each with a length byte before it and one that says to whom and over which connection it comes.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
@@ -10,6 +11,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   Coordinator coordinator({.replicas = 2, .ranks = 2, .batch = 3, .steps = 50, .silence = std::chrono::seconds(1)});
   (void)coordinator.recover({}, now);
   Node node("n", std::chrono::seconds(1));
+  Relay relay("r", std::chrono::seconds(1));
+  (void)relay.on_coordinator_up(now);
   Rank rank(ReplicaId(0), 0);
   while (size >= 2) {
     const std::size_t length = std::min<std::size_t>(data[0], size - 2);
@@ -24,18 +27,25 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       case 0:
       case 1:
       case 2:
-        if (read(report)) (void)coordinator.on_message(NodeId(to / 8 % 4), report, now);
+        if (!read(report)) break;
+        (void)coordinator.on_message(NodeId(to / 8 % 4), report, now);
+        (void)relay.on_node_message(NodeId(to / 8 % 4), report, now);
         break;
-      case 3: (void)coordinator.on_node_lost(NodeId(to / 8 % 4), now); break;
+      case 3:
+        (void)coordinator.on_node_lost(NodeId(to / 8 % 4), now);
+        (void)relay.on_node_lost(NodeId(to / 8 % 4), now);
+        break;
       case 4:
         now += std::chrono::milliseconds(to * 4);
         (void)coordinator.on_tick(now);
         (void)node.on_tick(now);
+        (void)relay.on_tick(now);
         (void)coordinator.waiting_for(now);
         break;
       case 5:
         if (!read(word)) break;
         (void)node.on_coordinator_message(word, now);
+        (void)relay.on_coordinator_message(word, now);
         if (word.has_plan()) (void)rank.on_plan(word.plan());
         if (word.has_registered()) rank.on_registered(Incarnation(word.registered().incarnation()));
         (void)rank.batch();

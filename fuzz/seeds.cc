@@ -49,15 +49,20 @@ std::string conversation() {
       links.mutable_links()->set_rank(rank);
       links.mutable_links()->set_life(replica * 2 + rank + 1);
       links.mutable_links()->add_incarnations(2 - replica);
-      bytes += framed(links, 0);
+      proto::FromNode standing;
+      standing.mutable_standing()->set_replica(replica);
+      standing.mutable_standing()->set_incarnation(replica + 1);
+      standing.mutable_standing()->add_links(2 - replica);
+      membership::RankSet(rank).to(standing.mutable_standing()->mutable_ranks());
+      bytes += framed(links, 6) + framed(standing, 0);
     }
   for (std::uint32_t replica : {0, 1}) {
     proto::FromNode done;
     done.mutable_exchanged()->set_replica(replica);
     done.mutable_exchanged()->set_epoch(1);
     done.mutable_exchanged()->set_step(1);
-    done.mutable_exchanged()->add_ranks(0);
-    done.mutable_exchanged()->add_ranks(1);
+    done.mutable_exchanged()->set_incarnation(replica + 1);
+    for (std::uint32_t rank : {0, 1}) membership::RankSet(rank).to(done.mutable_exchanged()->mutable_ranks());
     bytes += framed(done, 0) + framed(done, 6);
   }
   proto::FromNode accusation;

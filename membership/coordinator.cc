@@ -7,7 +7,7 @@ namespace rejoin::membership {
 // ---- what comes in
 
 Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, TimePoint now) {
-  nodes_[node] = now;
+  nodes_[node].heard = now;
   switch (message.kind_case()) {
     case proto::FromNode::kHello: break;  // the shell has checked it
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
@@ -17,16 +17,17 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
       break;
     }
     case proto::FromNode::kExchanged: on_exchanged(message.exchanged()); break;
-    case proto::FromNode::kLinks: on_links(message.links()); break;
+    case proto::FromNode::kStanding: on_standing(message.standing()); break;
     case proto::FromNode::kAccusation: on_accusation(message.accusation(), now); break;
-    case proto::FromNode::kCaughtUp: on_caught_up(message.caught_up()); break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode answer;
       answer.mutable_heartbeat();
       send(node, std::move(answer));
       break;
     }
-    case proto::FromNode::KIND_NOT_SET: note("an empty message from a node was ignored"); break;
+    case proto::FromNode::kLinks:
+    case proto::FromNode::kCaughtUp:
+    case proto::FromNode::KIND_NOT_SET: note("a message from a node that says nothing to a coordinator was ignored");
   }
   return take();
 }
@@ -35,7 +36,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
 Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
   nodes_.erase(node);
   for (auto& [id, replica] : replicas_)
-    for (auto& [number, rank] : replica.ranks)
+    for (auto& rank : replica.ranks)
       if (rank.connected_node && rank.node == node) {
         rank.connected_node = false;
         rank.lost_at = now;
@@ -45,8 +46,8 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
 
 Actions Coordinator::on_tick(TimePoint now) {
   std::vector<NodeId> silent;
-  for (const auto& [node, heard] : nodes_)
-    if (now - heard > config_.silence) silent.push_back(node);
+  for (const auto& [node, state] : nodes_)
+    if (now - state.heard > config_.silence) silent.push_back(node);
   for (auto node : silent) {
     note("a node was silent for {:.0f} ms", milliseconds(config_.silence));
     auto more = on_node_lost(node, now - config_.silence);
@@ -56,12 +57,14 @@ Actions Coordinator::on_tick(TimePoint now) {
   }
   std::vector<ReplicaId> gone;
   for (const auto& [id, replica] : replicas_)
-    for (const auto& [number, rank] : replica.ranks)
-      if (!rank.connected_node && now - rank.lost_at >= config_.silence && (gone.empty() || gone.back() != id))
-        gone.push_back(id);
+    if (std::any_of(replica.ranks.begin(), replica.ranks.end(), [&](const RankState& rank) {
+          return rank.registered && !rank.connected_node && now - rank.lost_at >= config_.silence;
+        }))
+      gone.push_back(id);
   for (auto id : gone) remove(id, "its daemon did not come back in time");
   if (recovering_until_ && now >= *recovering_until_) {
     recovering_until_.reset();
+    for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
     std::vector<ReplicaId> absent;
     for (const auto& m : members_) {
       auto found = replicas_.find(m.replica);
@@ -101,9 +104,13 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     send(node, std::move(answer));
   };
   // Of a rank that we know: the plan again, since one that it heard before could not mean it.
-  const auto welcome_back = [&](Incarnation incarnation) {
-    welcome(incarnation);
-    announce_peers();
+  const auto welcome_back = [&](const ReplicaState& replica) {
+    welcome(replica.incarnation);
+    const bool recovering = recovering_until_.has_value();
+    if (may_announce() && !recovering) {  // otherwise everybody has just been told all
+      announce_to(node, RankSet(up.rank()));
+      if (whole(replica)) announce_ranks(replica, id, RankSet(up.rank()), {node});
+    }
     proto::ToNode current;
     *current.mutable_plan() = plan();
     if (started()) send(node, std::move(current));
@@ -124,29 +131,24 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
     auto& replica = replicas_[id];
     replica.incarnation = Incarnation(up.incarnation());
-    RankState& rank = replica.ranks[up.rank()];
-    rank.node = node;
-    rank.up = up;
-    rank.connected_node = true;
-    welcome_back(replica.incarnation);
+    keep(replica, node, up);
+    welcome_back(replica);
     if (up.exchanged_epoch() == epoch_.value && up.exchanged_step() == committed_.value + 1) {
       proto::Exchanged again;
       again.set_replica(up.replica());
+      again.set_incarnation(up.incarnation());
       again.set_epoch(up.exchanged_epoch());
       again.set_step(up.exchanged_step());
-      again.add_ranks(up.rank());
+      RankSet(up.rank()).to(again.mutable_ranks());
       on_exchanged(again);
     }
     return;
   }
   // A new life. If this replica lives already, that life has ended without our hearing of it.
-  if (found != replicas_.end() && found->second.ranks.contains(up.rank())) {
-    RankState& same = found->second.ranks[up.rank()];
-    if (same.up.life() == up.life()) {  // it never heard our answer; its daemon may be another one by now
-      same.node = node;
-      same.up = up;
-      same.connected_node = true;
-      return welcome_back(found->second.incarnation);
+  if (found != replicas_.end() && !found->second.ranks.empty() && found->second.ranks[up.rank()].registered) {
+    if (found->second.ranks[up.rank()].life == up.life()) {
+      keep(found->second, node, up);  // it never heard our answer; its daemon may be another one by now
+      return welcome_back(found->second);
     }
     remove(id, fmt::format("rank {} was started again", up.rank()));
     found = replicas_.find(id);
@@ -162,14 +164,40 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     proto::LogRecord record;
     record.mutable_incarnated()->set_incarnation(last_incarnation_);
     actions_.append.push_back(std::move(record));
-    found = replicas_.emplace(id, ReplicaState{incarnation, {}}).first;
+    found = replicas_.emplace(id, ReplicaState{.incarnation = incarnation}).first;
   }
-  RankState rank{.node = node, .up = up, .connected_node = true, .lost_at = now};
-  found->second.ranks[up.rank()] = std::move(rank);
-  welcome(found->second.incarnation);
-  if (whole(found->second)) note("replica {} has registered", id);
-  announce_peers();
+  ReplicaState& replica = found->second;
+  keep(replica, node, up).lost_at = now;
+  welcome(replica.incarnation);
+  if (!whole(replica)) return;
+  note("replica {} has registered", id);
+  if (may_announce()) {
+    std::set<NodeId> its;
+    for (const auto& rank : replica.ranks) its.insert(rank.node);
+    for (auto one : its)
+      if (nodes_.contains(one)) announce_to(one, nodes_.at(one).hosts);
+    RankSet all;
+    all.add(0, config_.ranks);
+    announce_ranks(replica, id, all, its);
+  }
   try_start();
+}
+
+// As it says of itself now.
+Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::RankUp& up) {
+  replica.ranks.resize(config_.ranks);
+  RankState& rank = replica.ranks[up.rank()];
+  if (!std::exchange(rank.registered, true)) ++replica.registered;
+  rank.node = node;
+  rank.life = up.life();
+  rank.version = up.version();
+  rank.digest = up.digest();
+  rank.connected_node = true;
+  rank.address_size = static_cast<std::uint32_t>(up.address().size());
+  rank.addresses = up.address() + up.stream_address();
+  rank.addresses.shrink_to_fit();
+  nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
+  return rank;
 }
 
 void Coordinator::on_rank_down(ReplicaId replica, std::uint32_t rank, std::uint64_t life, const std::string& reason) {
@@ -179,22 +207,26 @@ void Coordinator::on_rank_down(ReplicaId replica, std::uint32_t rank, std::uint6
 
 void Coordinator::on_exchanged(const proto::Exchanged& exchanged) {
   MemberState* m = member(ReplicaId(exchanged.replica()));
-  if (m == nullptr || exchanged.epoch() != epoch_.value || exchanged.step() != committed_.value + 1) return;  // stale
-  for (auto rank : exchanged.ranks())
-    if (rank < config_.ranks) m->exchanged.insert(rank);
+  if (m == nullptr || m->incarnation.value != exchanged.incarnation() || exchanged.epoch() != epoch_.value ||
+      exchanged.step() != committed_.value + 1)
+    return;  // stale
+  m->exchanged.add(RankSet(exchanged.ranks(), config_.ranks));
   try_commit();
 }
 
-void Coordinator::on_links(const proto::Links& links) {
-  RankState* rank = rank_of(links.replica(), links.rank(), links.life());
-  if (rank == nullptr) return;
-  rank->links = {links.incarnations().begin(), links.incarnations().end()};
+// That a replica has caught up is acted on at the next step boundary.
+void Coordinator::on_standing(const proto::Standing& standing) {
+  auto found = replicas_.find(ReplicaId(standing.replica()));
+  if (found == replicas_.end() || found->second.incarnation.value != standing.incarnation()) return;
+  Standing now{.ranks = RankSet(standing.ranks(), config_.ranks),
+               .links = {standing.links().begin(), standing.links().end()},
+               .caught_up = standing.caught_up()};
+  std::sort(now.links.begin(), now.links.end());
+  auto& standings = found->second.standings;
+  for (auto& before : standings) before.ranks.remove(now.ranks);
+  std::erase_if(standings, [](const Standing& before) { return before.ranks.empty(); });
+  if (!now.ranks.empty()) standings.push_back(std::move(now));
   try_start();
-}
-
-void Coordinator::on_caught_up(const proto::CaughtUp& caught_up) {
-  RankState* rank = rank_of(caught_up.replica(), caught_up.rank(), caught_up.life());
-  if (rank != nullptr) rank->caught_up = true;  // acted on at the next step boundary
 }
 
 void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint now) {
@@ -253,13 +285,13 @@ void Coordinator::try_start() {
   std::map<Fingerprint, int> votes;
   const auto fingerprint = [](const ReplicaState& replica) {
     Fingerprint print;
-    for (const auto& [number, rank] : replica.ranks) print.emplace_back(rank.up.version(), rank.up.digest());
+    for (const auto& rank : replica.ranks) print.emplace_back(rank.version, rank.digest);
     return print;
   };
   std::uint64_t newest = 0;
   for (const auto& [id, replica] : replicas_) {
     std::uint64_t version = ~std::uint64_t{0};
-    for (const auto& [number, rank] : replica.ranks) version = std::min(version, rank.up.version());
+    for (const auto& rank : replica.ranks) version = std::min(version, rank.version);
     newest = std::max(newest, version);
   }
   for (const auto& [id, replica] : replicas_) {
@@ -319,8 +351,7 @@ bool Coordinator::change_members_at_boundary() {
   for (auto& m : members_) {
     present.insert(m.incarnation.value);
     if (!m.catching_up) continue;
-    const auto& ranks = replicas_.at(m.replica).ranks;
-    if (std::all_of(ranks.begin(), ranks.end(), [](const auto& rank) { return rank.second.caught_up; })) {
+    if (caught_up(replicas_.at(m.replica))) {
       m.catching_up = false;
       changed = true;
       note("replica {} contributes again from step {}", m.replica, committed_.value + 1);
@@ -358,7 +389,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason) {
   begin_epoch(fmt::format("without replica {}: {}", id, reason));
   plan_step();
   broadcast_plan();
-  announce_peers();  // those who are left may now be all who were waited for
+  (void)may_announce();  // those who are left may now be all who were waited for
   try_start();
 }
 
@@ -366,7 +397,7 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   auto found = replicas_.find(id);
   if (found == replicas_.end()) return;
   std::set<NodeId> told;
-  for (const auto& [number, rank] : found->second.ranks) {
+  for (const auto& rank : found->second.ranks) {
     if (!rank.connected_node || !told.insert(rank.node).second) continue;
     proto::ToNode message;
     message.mutable_fenced()->set_replica(id.value);
@@ -374,8 +405,10 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
     message.mutable_fenced()->set_reason(reason);
     send(rank.node, std::move(message));
   }
+  proto::ToNode gone;
+  gone.mutable_peers()->add_gone(found->second.incarnation.value);
   replicas_.erase(found);
-  announce_peers();
+  for (const auto& [node, state] : nodes_) send(node, gone);
 }
 
 void Coordinator::begin_epoch(const std::string& reason) {
@@ -427,41 +460,76 @@ proto::Plan Coordinator::plan() const {
 void Coordinator::broadcast_plan() {
   proto::ToNode message;
   *message.mutable_plan() = plan();
-  for (const auto& [node, heard] : nodes_) send(node, message);
+  for (const auto& [node, state] : nodes_) send(node, message);
 }
 
-// Whoever is not named is fenced by the others; so after a restart nothing is announced before all members have had
-// their time to come back.
-void Coordinator::announce_peers() {
-  if (recovering_until_) {
-    for (const auto& m : members_) {
-      auto found = replicas_.find(m.replica);
-      if (found == replicas_.end() || found->second.incarnation != m.incarnation || !whole(found->second)) return;
-    }
-    recovering_until_.reset();
+// Who are peers now. Whoever is not named is fenced by the others; so after a restart nothing is announced before all
+// members have had their time to come back. Then everything is.
+bool Coordinator::may_announce() {
+  if (!recovering_until_) return true;
+  for (const auto& m : members_) {
+    auto found = replicas_.find(m.replica);
+    if (found == replicas_.end() || found->second.incarnation != m.incarnation || !whole(found->second)) return false;
   }
+  recovering_until_.reset();
+  for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
+  return true;
+}
+
+// All peers of these ranks.
+void Coordinator::announce_to(NodeId node, const RankSet& ranks) {
   proto::ToNode message;
+  ranks.to(message.mutable_peers()->mutable_complete());
   for (const auto& [id, replica] : replicas_)
-    for (const auto& [number, rank] : replica.ranks) {
-      auto& peer = *message.mutable_peers()->add_peers();
+    if (whole(replica)) describe(replica, id, ranks, *message.mutable_peers());
+  send(node, std::move(message));
+}
+
+// To the others: these ranks are there now.
+void Coordinator::announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks,
+                                 const std::set<NodeId>& told) {
+  for (const auto& [node, state] : nodes_) {
+    if (told.contains(node)) continue;
+    RankSet concerned = ranks, others = ranks;
+    others.remove(state.hosts);
+    concerned.remove(others);
+    if (concerned.empty()) continue;
+    proto::ToNode message;
+    describe(replica, id, concerned, *message.mutable_peers());
+    send(node, std::move(message));
+  }
+}
+
+void Coordinator::describe(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, proto::Peers& peers) {
+  for (const auto& [begin, end] : ranks.ranges())
+    for (auto number = begin; number < std::min<std::uint64_t>(end, replica.ranks.size()); ++number) {
+      const RankState& rank = replica.ranks[number];
+      auto& peer = *peers.add_peers();
       peer.set_replica(id.value);
       peer.set_incarnation(replica.incarnation.value);
-      peer.set_rank(number);
-      peer.set_address(rank.up.address());
-      peer.set_stream_address(rank.up.stream_address());
+      peer.set_rank(static_cast<std::uint32_t>(number));
+      peer.set_address(rank.addresses.substr(0, rank.address_size));
+      peer.set_stream_address(rank.addresses.substr(rank.address_size));
     }
-  message.mutable_peers();
-  for (const auto& [node, heard] : nodes_) send(node, message);
 }
 
 // ---- helpers
 
-bool Coordinator::whole(const ReplicaState& replica) const { return replica.ranks.size() == config_.ranks; }
+bool Coordinator::whole(const ReplicaState& replica) const { return replica.registered == config_.ranks; }
 
 bool Coordinator::linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const {
-  return std::all_of(replica.ranks.begin(), replica.ranks.end(), [&](const auto& rank) {
-    return std::includes(rank.second.links.begin(), rank.second.links.end(), incarnations.begin(), incarnations.end());
-  });
+  std::uint64_t count = 0;
+  for (const auto& standing : replica.standings)
+    if (std::includes(standing.links.begin(), standing.links.end(), incarnations.begin(), incarnations.end()))
+      count += standing.ranks.size();
+  return incarnations.empty() || count == config_.ranks;
+}
+
+bool Coordinator::caught_up(const ReplicaState& replica) const {
+  std::uint64_t count = 0;
+  for (const auto& standing : replica.standings)
+    if (standing.caught_up) count += standing.ranks.size();
+  return count == config_.ranks;
 }
 
 Coordinator::MemberState* Coordinator::member(ReplicaId replica) {
@@ -472,8 +540,8 @@ Coordinator::MemberState* Coordinator::member(ReplicaId replica) {
 Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life) {
   auto found = replicas_.find(ReplicaId(replica));
   if (found == replicas_.end()) return nullptr;
-  auto at = found->second.ranks.find(rank);
-  return at == found->second.ranks.end() || at->second.up.life() != life ? nullptr : &at->second;
+  auto& ranks = found->second.ranks;
+  return rank < ranks.size() && ranks[rank].registered && ranks[rank].life == life ? &ranks[rank] : nullptr;
 }
 
 void Coordinator::send(NodeId node, proto::ToNode message) {

@@ -2,6 +2,9 @@
 // The shell makes `append` durable, in order, before it sends anything of `send`. Replaying the appended records
 // through recover() gives the same decisions, so that a restarted coordinator goes on where it stopped.
 //
+// What it does for each step grows with the reports that come, and those are gathered on their way: a daemon reports
+// for its ranks, a relay for all that connect through it. "Node" means any of them here.
+//
 // The rules, each in one function:
 //   start      all configured replicas have registered and are connected: the most advanced state contributes, the
 //              others catch up.
@@ -22,10 +25,11 @@
 #include "base/result.h"
 #include "control.pb.h"
 #include "membership/ledger.h"
+#include "membership/rank_set.h"
 
 namespace rejoin::membership {
 
-using NodeId = Id<struct NodeTag>;  // one connection of a daemon; never reused
+using NodeId = Id<struct NodeTag>;  // one connection of a daemon or relay; never reused
 
 struct JobConfig {
   std::uint32_t replicas = 3;
@@ -56,21 +60,29 @@ class Coordinator {
 
   struct RankState {
     NodeId node;
-    proto::RankUp up;
-    bool connected_node = false;
-    TimePoint lost_at{};  // when its node was lost
-    std::set<std::uint64_t> links;
+    std::uint64_t life = 0, version = 0, digest = 0;  // of its state
+    TimePoint lost_at{};                              // when its node was lost
+    bool registered = false, connected_node = false;
+    std::uint32_t address_size = 0;
+    std::string addresses;  // of its all-reduce engine, then of its daemon's stream
+  };
+  // Ranks that stand alike: connected with these incarnations, and caught up or not.
+  struct Standing {
+    RankSet ranks;
+    std::vector<std::uint64_t> links;  // ascending
     bool caught_up = false;
   };
   struct ReplicaState {
     Incarnation incarnation;
-    std::map<std::uint32_t, RankState> ranks;
+    std::vector<RankState> ranks;     // all of the job's, by number
+    std::uint32_t registered = 0;     // of them
+    std::vector<Standing> standings;  // disjoint
   };
   struct MemberState {
     ReplicaId replica;
     Incarnation incarnation;
     bool catching_up = false;
-    std::set<std::uint32_t> exchanged;  // ranks, for the step under way
+    RankSet exchanged;  // for the step under way
   };
 
   bool started() const { return epoch_ != Epoch{}; }
@@ -87,9 +99,8 @@ class Coordinator {
   void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
   void on_rank_down(ReplicaId replica, std::uint32_t rank, std::uint64_t life, const std::string& reason);
   void on_exchanged(const proto::Exchanged& exchanged);
-  void on_links(const proto::Links& links);
+  void on_standing(const proto::Standing& standing);
   void on_accusation(const proto::Accusation& accusation, TimePoint now);
-  void on_caught_up(const proto::CaughtUp& caught_up);
   void judge(TimePoint now);
 
   void try_start();
@@ -100,10 +111,15 @@ class Coordinator {
   void begin_epoch(const std::string& reason);
   void plan_step();
   void broadcast_plan();
-  void announce_peers();
+  bool may_announce();
+  void announce_to(NodeId node, const RankSet& ranks);
+  void announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, const std::set<NodeId>& told);
+  static void describe(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, proto::Peers& peers);
   proto::Plan plan() const;
   bool whole(const ReplicaState& replica) const;
   bool linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const;
+  bool caught_up(const ReplicaState& replica) const;
+  RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
   MemberState* member(ReplicaId replica);
   RankState* rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life);
   void send(NodeId node, proto::ToNode message);
@@ -122,7 +138,11 @@ class Coordinator {
   std::uint64_t plan_hash_ = 0;
   std::vector<MemberState> members_;
   std::map<ReplicaId, ReplicaState> replicas_;
-  std::map<NodeId, TimePoint> nodes_;  // when last heard
+  struct NodeState {
+    TimePoint heard{};
+    RankSet hosts;  // the ranks, of any replica, that have registered through it
+  };
+  std::map<NodeId, NodeState> nodes_;
   std::optional<TimePoint> recovering_until_;
   struct Edge {
     std::string what;

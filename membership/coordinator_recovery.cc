@@ -74,17 +74,20 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
   if (!started() || members_.empty()) {
     for (std::uint32_t r = 0; r < config_.replicas; ++r) {
       auto found = replicas_.find(ReplicaId(r));
-      const std::size_t up = found == replicas_.end() ? 0 : found->second.ranks.size();
+      const std::uint32_t up = found == replicas_.end() ? 0 : found->second.registered;
       if (up < config_.ranks)
         lines.push_back(fmt::format("replica {}: {} of {} ranks have registered", r, up, config_.ranks));
     }
     return lines;
   }
-  for (const auto& m : members_)
-    for (std::uint32_t rank = 0; rank < config_.ranks; ++rank)
-      if (!m.exchanged.contains(rank))
-        lines.push_back(
-            fmt::format("replica {} rank {}: its exchange of step {}", m.replica, rank, committed_.value + 1));
+  for (const auto& m : members_) {
+    RankSet missing;
+    missing.add(0, config_.ranks);
+    missing.remove(m.exchanged);
+    if (!missing.empty())
+      lines.push_back(fmt::format("replica {} rank{} {}: its exchange of step {}", m.replica,
+                                  missing.size() == 1 ? "" : "s", missing.text(), committed_.value + 1));
+  }
   for (const auto& [edge, about] : accusations_)
     lines.push_back(fmt::format("replica {} waits for replica {}: {} ({:.0f} ms)", edge.first, edge.second, about.what,
                                 milliseconds(now - about.since)));

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 namespace rejoin::membership {
 
 Node::Actions Node::on_coordinator_up(TimePoint now) {
@@ -16,9 +18,9 @@ Node::Actions Node::on_coordinator_up(TimePoint now) {
     proto::FromNode up;
     *up.mutable_rank_up() = rank.up;
     actions.to_coordinator.push_back(std::move(up));
-    if (rank.links) actions.to_coordinator.push_back(*rank.links);
-    if (rank.caught_up) actions.to_coordinator.push_back(*rank.caught_up);
   }
+  standings_.clear();
+  for (const auto& [connection, rank] : ranks_) report_standing(rank, actions);
   return actions;
 }
 
@@ -39,6 +41,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       to_life(registered.replica(), registered.rank(), registered.life(), [&](RankInfo& rank) {
         rank.up.set_incarnation(registered.incarnation());
         rank.registered = true;
+        report_standing(rank, actions);
       });
       break;
     }
@@ -50,10 +53,16 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
         if (rank.up.replica() == message.fenced().replica() && rank.up.incarnation() == message.fenced().incarnation())
           tell(connection, message, actions);
       break;
-    case proto::ToNode::kPeers:
-      peers_ = message.peers();
-      for (const auto& [connection, rank] : ranks_) tell(connection, peers_for(rank.up.rank()), actions);
+    case proto::ToNode::kPeers: {
+      const RankSet touched = peers_.apply(message.peers());
+      for (const auto& [connection, rank] : ranks_) {
+        if (!touched.contains(rank.up.rank())) continue;
+        proto::ToNode all;
+        *all.mutable_peers() = peers_.complete(RankSet(rank.up.rank()));
+        tell(connection, all, actions);
+      }
       break;
+    }
     case proto::ToNode::kPlan:
       plan_ = message.plan();
       for (const auto& [connection, rank] : ranks_) tell(connection, message, actions);
@@ -63,14 +72,6 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       break;
   }
   return actions;
-}
-
-proto::ToNode Node::peers_for(std::uint32_t rank) const {
-  proto::ToNode message;
-  message.mutable_peers();
-  for (const auto& peer : peers_.peers())
-    if (peer.rank() == rank) *message.mutable_peers()->add_peers() = peer;
-  return message;
 }
 
 void Node::tell(RankConnection rank, const proto::ToNode& message, Actions& actions) const {
@@ -85,7 +86,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
       actions.notes.push_back("a rank registered twice on one connection; ignored");
       return actions;
     }
-    ranks_[connection] = {message.rank_up(), now, message.rank_up().incarnation() != 0};
+    ranks_[connection] = {message.rank_up(), now, message.rank_up().incarnation() != 0, {}, false};
     if (coordinator_up_) actions.to_coordinator.push_back(message);
     return actions;
   }
@@ -101,11 +102,42 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     gather(rank, actions);
     return actions;
   }
-  if (message.kind_case() == proto::FromNode::kHeartbeat) return actions;
-  if (message.kind_case() == proto::FromNode::kLinks) rank.links = message;
-  if (message.kind_case() == proto::FromNode::kCaughtUp) rank.caught_up = message;
-  if (coordinator_up_) actions.to_coordinator.push_back(message);
+  if (message.kind_case() == proto::FromNode::kLinks) {
+    rank.links.emplace(message.links().incarnations().begin(), message.links().incarnations().end());
+    std::sort(rank.links->begin(), rank.links->end());
+    report_standing(rank, actions);
+  } else if (message.kind_case() == proto::FromNode::kCaughtUp) {
+    if (message.caught_up().life() == rank.up.life()) rank.caught_up = true;
+    report_standing(rank, actions);
+  } else if (message.kind_case() == proto::FromNode::kAccusation && coordinator_up_) {
+    actions.to_coordinator.push_back(message);
+  }
   return actions;
+}
+
+// One report of how all ranks of the replica on this node stand, when all have said it and where it changed.
+void Node::report_standing(const RankInfo& one, Actions& actions) {
+  if (!coordinator_up_ || !one.registered) return;
+  proto::FromNode message;
+  auto& standing = *message.mutable_standing();
+  standing.set_replica(one.up.replica());
+  standing.set_incarnation(one.up.incarnation());
+  standing.set_caught_up(true);
+  RankSet together;
+  std::optional<std::vector<std::uint64_t>> links;
+  for (const auto& [connection, rank] : ranks_) {
+    if (rank.up.replica() != one.up.replica() || rank.up.incarnation() != one.up.incarnation()) continue;
+    if (!rank.links) return;
+    together.add(RankSet(rank.up.rank()));
+    if (!rank.caught_up) standing.set_caught_up(false);
+    if (!links) links = rank.links;
+    else std::erase_if(*links, [&](auto link) { return !std::binary_search(rank.links->begin(), rank.links->end(), link); });
+  }
+  together.to(standing.mutable_ranks());
+  for (auto link : *links) standing.add_links(link);
+  auto& said = standings_[{one.up.replica(), one.up.incarnation()}];
+  if (std::string now = standing.SerializeAsString(); std::exchange(said, now) != now)
+    actions.to_coordinator.push_back(std::move(message));
 }
 
 // One report for all ranks of the replica on this node, when the last of them is done.
@@ -115,12 +147,15 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   exchanged.set_replica(last.up.replica());
   exchanged.set_epoch(last.up.exchanged_epoch());
   exchanged.set_step(last.up.exchanged_step());
+  exchanged.set_incarnation(last.up.incarnation());
+  RankSet together;
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != last.up.replica() || rank.up.incarnation() != last.up.incarnation()) continue;
     if (rank.up.exchanged_epoch() != last.up.exchanged_epoch() || rank.up.exchanged_step() != last.up.exchanged_step())
       return;
-    exchanged.add_ranks(rank.up.rank());
+    together.add(RankSet(rank.up.rank()));
   }
+  together.to(exchanged.mutable_ranks());
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }
 
@@ -132,6 +167,7 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
   Actions actions;
   auto gone = ranks_.extract(connection);
   if (gone.empty()) return actions;
+  standings_.erase({gone.mapped().up.replica(), gone.mapped().up.incarnation()});
   proto::FromNode message;
   auto& down = *message.mutable_rank_down();
   down.set_replica(gone.mapped().up.replica());

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/ids.h"
 #include "control.pb.h"
+#include "membership/peer_table.h"
 
 namespace rejoin::membership {
 
@@ -27,8 +28,8 @@ class Node {
     proto::RankUp up;
     TimePoint heard{};
     bool registered = false;
-    // Said once by the rank, repeated to a coordinator that comes back.
-    std::optional<proto::FromNode> links, caught_up;
+    std::optional<std::vector<std::uint64_t>> links;  // ascending
+    bool caught_up = false;
   };
 
   Node(std::string name, Duration silence) : name_(std::move(name)), silence_(silence) {}
@@ -50,12 +51,12 @@ class Node {
   TimePoint coordinator_heard() const { return coordinator_heard_; }
   const std::map<RankConnection, RankInfo>& ranks() const { return ranks_; }
   const proto::Plan& plan() const { return plan_; }
-  const proto::Peers& peers() const { return peers_; }
+  const PeerTable& peers() const { return peers_; }
 
  private:
   void gather(const RankInfo& rank, Actions& actions);
+  void report_standing(const RankInfo& rank, Actions& actions);
   void tell(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
-  proto::ToNode peers_for(std::uint32_t rank) const;
 
   const std::string name_;
   const Duration silence_;
@@ -63,9 +64,10 @@ class Node {
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<RankConnection, RankInfo> ranks_;
   proto::Plan plan_;
-  proto::Peers peers_;
+  PeerTable peers_;
+  std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> standings_;  // said last, by replica and incarnation
 };
 
-constexpr std::uint32_t kProtocolVersion = 2;
+constexpr std::uint32_t kProtocolVersion = 3;
 
 }  // namespace rejoin::membership

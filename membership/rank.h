@@ -8,6 +8,7 @@
 #include "base/ids.h"
 #include "control.pb.h"
 #include "membership/ledger.h"
+#include "membership/rank_set.h"
 
 namespace rejoin::membership {
 

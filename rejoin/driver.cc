@@ -116,7 +116,7 @@ void Driver::report_exchanged() {
   exchanged.set_replica(config_.replica.value);
   exchanged.set_epoch(machine_.epoch().value);
   exchanged.set_step(machine_.step().value);
-  exchanged.add_ranks(config_.rank);
+  membership::RankSet(config_.rank).to(exchanged.mutable_ranks());
   events::emit("exchanged", {{"step", machine_.step().value}, {"epoch", machine_.epoch().value}});
   reports_.push_back(std::move(report));
 }

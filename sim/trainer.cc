@@ -151,7 +151,7 @@ void Trainer::run() {
     forged.set_replica(replica);
     forged.set_epoch(driver_->machine().epoch().value);
     forged.set_step(driver_->machine().step().value);
-    forged.add_ranks(rank);
+    membership::RankSet(rank).to(forged.mutable_ranks());
   }
   if (Daemon* daemon = world_.daemon_of(replica); daemon != nullptr && connection.value != 0)
     for (const auto& report : reports) daemon->on_report(connection, report);

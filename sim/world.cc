@@ -333,10 +333,9 @@ bool World::settled() const {
 // How things stand, for whoever reads the trace of a failure.
 void World::describe() {
   for (const auto& [id, replica] : coordinator_->replicas())
-    for (const auto& [rank, state] : replica.ranks)
-      note("the coordinator knows replica {} rank {}: incarnation {}, {}, {}connected with {}", id, rank,
-           replica.incarnation, state.connected_node ? "its node is there" : "its node is gone",
-           state.caught_up ? "caught up, " : "", fmt::join(state.links, " "));
+    for (const auto& standing : replica.standings)
+      note("the coordinator knows replica {} ranks {}: incarnation {}, {}connected with {}", id, standing.ranks.text(),
+           replica.incarnation, standing.caught_up ? "caught up, " : "", fmt::join(standing.links, " "));
   for (const auto& line : coordinator_->waiting_for(now())) note("the step waits for {}", line);
   for (auto& ranks : trainers_)
     for (auto& trainer : ranks)

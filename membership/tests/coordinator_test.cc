@@ -44,18 +44,21 @@ struct Bench {
       say(replica, message);
     }
   }
-  void link_all(std::uint64_t life_of_newest = 1, std::uint32_t newest = 99) {
+  // Each rank of each replica with all others.
+  void link_all() {
     for (std::uint32_t replica = 0; replica < config.replicas; ++replica)
-      for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-        proto::FromNode message;
-        auto& links = *message.mutable_links();
-        links.set_replica(replica);
-        links.set_rank(rank);
-        links.set_life((replica == newest ? life_of_newest : 1) * 100 + rank);
-        for (const auto& [other, incarnation] : incarnations)
-          if (other != replica) links.add_incarnations(incarnation);
-        say(replica, message);
-      }
+      for (std::uint32_t rank = 0; rank < config.ranks; ++rank) stand(replica, rank, false);
+  }
+  void stand(std::uint32_t replica, std::uint32_t rank, bool caught_up) {
+    proto::FromNode message;
+    auto& standing = *message.mutable_standing();
+    standing.set_replica(replica);
+    standing.set_incarnation(incarnations[replica]);
+    standing.set_caught_up(caught_up);
+    RankSet(rank).to(standing.mutable_ranks());
+    for (const auto& [other, incarnation] : incarnations)
+      if (other != replica) standing.add_links(incarnation);
+    say(replica, message);
   }
   void exchanged(std::uint32_t replica) {
     proto::FromNode message;
@@ -63,7 +66,8 @@ struct Bench {
     done.set_replica(replica);
     done.set_epoch(coordinator.epoch().value);
     done.set_step(coordinator.committed().value + 1);
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) done.add_ranks(rank);
+    done.set_incarnation(incarnations[replica]);
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) RankSet(rank).to(done.mutable_ranks());
     say(replica, message);
   }
   void down(std::uint32_t replica, std::uint64_t life = 1) {
@@ -140,7 +144,7 @@ TEST(Coordinator, AReplicaComesBackAsCatchingUpAndContributesWhenAllItsRanksAreR
   bench.start();
   bench.down(1);
   bench.up(1, 2);
-  bench.link_all(2, 1);
+  bench.link_all();
   EXPECT_EQ(bench.coordinator.members().size(), 2u) << "admission waits for the step boundary";
   bench.exchanged(0);
   bench.exchanged(2);
@@ -149,11 +153,7 @@ TEST(Coordinator, AReplicaComesBackAsCatchingUpAndContributesWhenAllItsRanksAreR
   for (std::uint32_t rank : {0u, 1u}) {
     bench.exchanged(0), bench.exchanged(2), bench.exchanged(1);
     EXPECT_EQ(bench.contributors(), 2u);
-    proto::FromNode ready;
-    ready.mutable_caught_up()->set_replica(1);
-    ready.mutable_caught_up()->set_rank(rank);
-    ready.mutable_caught_up()->set_life(200 + rank);
-    bench.say(1, ready);
+    bench.stand(1, rank, true);
   }
   bench.exchanged(0), bench.exchanged(2), bench.exchanged(1);
   EXPECT_EQ(bench.contributors(), 3u);
@@ -166,8 +166,8 @@ TEST(Coordinator, StaleReportsOfAnEarlierEpochDecideNothing) {
   stale.mutable_exchanged()->set_replica(0);
   stale.mutable_exchanged()->set_epoch(bench.coordinator.epoch().value);
   stale.mutable_exchanged()->set_step(1);
-  stale.mutable_exchanged()->add_ranks(0);
-  stale.mutable_exchanged()->add_ranks(1);
+  stale.mutable_exchanged()->set_incarnation(bench.incarnations[0]);
+  for (std::uint32_t rank : {0u, 1u}) RankSet(rank).to(stale.mutable_exchanged()->mutable_ranks());
   bench.down(1);
   bench.say(0, stale);
   bench.exchanged(2);
@@ -268,17 +268,18 @@ TEST(Coordinator, ANodeThatWasSilentMustConnectAnew) {
 // Found by the simulator: joiners were sent to the address of a daemon that was no more.
 TEST(Coordinator, ARankThatNeverHeardItsAnswerIsKnownByItsNewDaemonsAddress) {
   Bench bench;
-  const auto up = [&](std::uint64_t node, const std::string& address) {
+  const auto up = [&](std::uint32_t number, std::uint64_t node, const std::string& address) {
     proto::FromNode message;
     auto& rank = *message.mutable_rank_up();
-    rank.set_rank(0);
+    rank.set_rank(number);
     rank.set_life(77);
     rank.set_plan_hash(9);
     rank.set_stream_address(address);
     bench.say(node, message);
   };
-  up(0, "old");
-  up(5, "new");
+  up(0, 0, "old");
+  up(0, 5, "new");
+  up(1, 6, "other");
   const auto& peers = bench.inbox[5].back().peers().peers();
   ASSERT_EQ(peers.size(), 1);
   EXPECT_EQ(peers[0].stream_address(), "new");
@@ -292,8 +293,7 @@ TEST(Coordinator, WithoutAnyContributorItWaitsForAllAndGoesOnFromWhatTheyHave) {
   for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
   EXPECT_TRUE(bench.coordinator.members().empty());
   for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 2);
-  for (std::uint32_t r : {0u, 1u, 2u}) bench.link_all(2, r);
-  // link_all knows one new life at a time; all three links arrive over the three rounds.
+  bench.link_all();
   EXPECT_EQ(bench.coordinator.committed(), Step(2)) << "the most advanced state that is left";
   EXPECT_EQ(bench.contributors(), 3u);
 }

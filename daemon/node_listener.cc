@@ -1,0 +1,77 @@
+#include "daemon/node_listener.h"
+
+#include "base/events.h"
+#include "base/log.h"
+#include "daemon/listen.h"
+#include "membership/node.h"
+
+namespace rejoin::daemon {
+
+using membership::NodeId;
+
+Result<> NodeListener::listen(const std::string& where) {
+  auto address = listen_on(acceptor_, where);
+  if (!address) return tl::unexpected(address.error());
+  address_ = *address;
+  accept();
+  return {};
+}
+
+void NodeListener::accept() {
+  acceptor_.async_accept([this](asio::error_code error, asio::ip::tcp::socket socket) {
+    if (error == asio::error::operation_aborted) return;
+    if (!error) {
+      auto connection = std::make_shared<Framed>(std::move(socket), key_, true);
+      const NodeId id(next_node_++);
+      connection->start(
+          {.ready = [this, id, connection] { nodes_[id] = connection; },
+           .message = [this, id, connection](std::string_view bytes) { on_bytes(id, connection, bytes); },
+           .closed =
+               [this, id](const std::string& why) {
+                 if (nodes_.erase(id) == 0) {
+                   ++rejected_;
+                   spdlog::warn("a connection was refused: {}", why);
+                   return;
+                 }
+                 spdlog::info("a node is gone: {}", why);
+                 events::emit("node_lost", {{"why", why}});
+                 handlers_.lost(id);
+               }},
+          std::chrono::seconds(5));
+    }
+    accept();
+  });
+}
+
+void NodeListener::on_bytes(NodeId node, const std::shared_ptr<Framed>& connection, std::string_view bytes) {
+  proto::FromNode message;
+  if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+    spdlog::warn("node {}: bytes that are no message; ignored", connection->remote());
+    ++rejected_;
+    return;
+  }
+  if (message.has_hello() && message.hello().protocol() != membership::kProtocolVersion) {
+    spdlog::error("node {} speaks protocol {}, this one {}; use one version", message.hello().node(),
+                  message.hello().protocol(), membership::kProtocolVersion);
+    nodes_.erase(node);  // it was authenticated, so it is in the table
+    return connection->close();
+  }
+  handlers_.message(node, message);
+}
+
+void NodeListener::send(NodeId node, const proto::ToNode& message) {
+  if (auto found = nodes_.find(node); found != nodes_.end()) found->second->send(message.SerializeAsString());
+}
+
+void NodeListener::close(NodeId node) {
+  auto silent = nodes_.extract(node);
+  if (silent.empty()) return;
+  events::emit("node_lost", {{"why", "it was silent"}});
+  silent.mapped()->close();
+}
+
+void NodeListener::close_all() {
+  for (auto& [node, connection] : std::exchange(nodes_, {})) connection->close();
+}
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,44 @@
+// Where daemons connect: at the coordinator, and at a relay. All in the io_context's thread.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "control.pb.h"
+#include "daemon/framed.h"
+#include "membership/coordinator.h"
+
+namespace rejoin::daemon {
+
+class NodeListener {
+ public:
+  struct Handlers {
+    std::function<void(membership::NodeId, const proto::FromNode&)> message;
+    std::function<void(membership::NodeId)> lost;  // not after close()
+  };
+  NodeListener(asio::io_context& io, const JobKey& key, Handlers handlers)
+      : acceptor_(io), key_(key), handlers_(std::move(handlers)) {}
+  // The error says what the system said; the caller says for what it was.
+  Result<> listen(const std::string& where);
+  const std::string& address() const { return address_; }
+  void send(membership::NodeId node, const proto::ToNode& message);
+  void close(membership::NodeId node);
+  void close_all();
+  std::size_t nodes() const { return nodes_.size(); }
+  std::uint64_t rejected() const { return rejected_; }  // connections and messages
+
+ private:
+  void accept();
+  void on_bytes(membership::NodeId node, const std::shared_ptr<Framed>& connection, std::string_view bytes);
+
+  asio::ip::tcp::acceptor acceptor_;
+  const JobKey& key_;
+  const Handlers handlers_;
+  std::map<membership::NodeId, std::shared_ptr<Framed>> nodes_;
+  std::uint64_t next_node_ = 1, rejected_ = 0;
+  std::string address_;
+};
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,72 @@
+#include "daemon/relay_server.h"
+
+#include <nlohmann/json.hpp>
+
+#include "base/log.h"
+
+namespace rejoin::daemon {
+
+using membership::NodeId;
+
+RelayServer::RelayServer(asio::io_context& io, const std::string& name, const std::string& coordinator,
+                         std::chrono::milliseconds silence, const JobKey& key)
+    : silence_(silence),
+      timer_(io),
+      machine_(name, silence),
+      nodes_(io, key,
+             {.message =
+                  [this](NodeId node, const proto::FromNode& message) {
+                    carry_out(machine_.on_node_message(node, message, now()));
+                  },
+              .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}),
+      coordinator_(io, coordinator, key,
+                   {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
+                    .message =
+                        [this](const proto::ToNode& message) {
+                          carry_out(machine_.on_coordinator_message(message, now()));
+                        },
+                    .down =
+                        [this] {
+                          carry_out(machine_.on_coordinator_down());
+                          nodes_.close_all();  // also those that have said nothing yet
+                        },
+                    .rejected = [this] { ++rejected_; }}) {}
+
+Result<std::unique_ptr<RelayServer>> RelayServer::start(asio::io_context& io, const std::string& name,
+                                                        const std::string& listen, const std::string& coordinator,
+                                                        std::chrono::milliseconds silence, const JobKey& key) {
+  std::unique_ptr<RelayServer> relay(new RelayServer(io, name, coordinator, silence, key));
+  if (auto listening = relay->nodes_.listen(listen); !listening)
+    return fail(listening.error().code,
+                "the relay can't listen on {}: {}; choose another --relay address or stop what uses it", listen,
+                listening.error().message);
+  relay->coordinator_.connect();
+  relay->tick();
+  return relay;
+}
+
+void RelayServer::tick() {
+  timer_.expires_after(silence_ / 16 + std::chrono::milliseconds(1));
+  timer_.async_wait([this](asio::error_code error) {
+    if (error) return;
+    carry_out(machine_.on_tick(now()));
+    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard(), silence_);
+    tick();
+  });
+}
+
+void RelayServer::carry_out(const membership::Relay::Actions& actions) {
+  for (const auto& note : actions.notes) spdlog::info("relay: {}", note);
+  for (const auto& message : actions.to_coordinator) coordinator_.send(message);
+  for (const auto& [node, message] : actions.to_nodes) nodes_.send(node, message);
+  for (auto node : actions.close) nodes_.close(node);
+}
+
+nlohmann::json RelayServer::status() const {
+  return {{"coordinator", {{"address", coordinator_.address()}, {"connected", machine_.coordinator_up()}}},
+          {"nodes", nodes_.nodes()},
+          {"ranks", machine_.ranks()},
+          {"rejected", rejected_ + nodes_.rejected()}};
+}
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,66 @@
+#include "daemon/upstream.h"
+
+#include "base/log.h"
+#include "daemon/listen.h"
+
+namespace rejoin::daemon {
+
+namespace {
+constexpr auto kRetry = std::chrono::milliseconds(50);
+}  // namespace
+
+Upstream::~Upstream() {
+  if (connection_) connection_->close();
+}
+
+void Upstream::connect() {
+  auto endpoint = endpoint_of(address_);
+  if (!endpoint) return lost(endpoint.error().message);
+  auto socket = std::make_shared<asio::ip::tcp::socket>(io_);
+  socket->async_connect(*endpoint, [this, socket](asio::error_code error) {
+    if (error == asio::error::operation_aborted) return;
+    if (error) return lost(error.message());
+    connection_ = std::make_shared<Framed>(std::move(*socket), key_, false);
+    connection_->start({.ready =
+                            [this] {
+                              up_ = true;
+                              said_unreachable_ = false;
+                              spdlog::info("connected to the coordinator at {}", address_);
+                              handlers_.up();
+                            },
+                        .message =
+                            [this](std::string_view bytes) {
+                              proto::ToNode message;
+                              if (message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())))
+                                return handlers_.message(message);
+                              handlers_.rejected();
+                              spdlog::warn("the coordinator sent bytes that are no message; ignored");
+                            },
+                        .closed = [this](const std::string& why) { lost(why); }},
+                       std::chrono::seconds(5));
+  });
+}
+
+void Upstream::send(const proto::FromNode& message) {
+  if (connection_) connection_->send(message.SerializeAsString());
+}
+
+void Upstream::check(TimePoint heard, Duration silence) {
+  if (!connection_ || !up_ || SteadyClock().now() - heard <= silence) return;
+  connection_->close();
+  lost("it was silent");
+}
+
+void Upstream::lost(const std::string& why) {
+  connection_.reset();
+  up_ = false;
+  handlers_.down();
+  if (!std::exchange(said_unreachable_, true))
+    spdlog::warn("coordinator at {}: {}; trying again every {} ms", address_, why, kRetry.count());
+  retry_.expires_after(kRetry);
+  retry_.async_wait([this](asio::error_code error) {
+    if (!error) connect();
+  });
+}
+
+}  // namespace rejoin::daemon

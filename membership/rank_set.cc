@@ -1,0 +1,81 @@
+#include "membership/rank_set.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace rejoin::membership {
+
+RankSet::RankSet(const Ranges& ranges, std::uint64_t limit) {
+  for (const auto& range : ranges) add(range.begin(), std::min(range.end(), limit));
+}
+
+void RankSet::to(Ranges* ranges) const {
+  for (const auto& [begin, end] : ranges_) {
+    auto& range = *ranges->Add();
+    range.set_begin(begin);
+    range.set_end(end);
+  }
+}
+
+void RankSet::add(std::uint64_t begin, std::uint64_t end) {
+  if (begin >= end) return;
+  // The first that ends at or behind `begin`: it and its successors up to `end` become one.
+  auto first = std::lower_bound(ranges_.begin(), ranges_.end(), begin,
+                                [](const auto& range, std::uint64_t at) { return range.second < at; });
+  auto last = first;
+  for (; last != ranges_.end() && last->first <= end; ++last) {
+    begin = std::min(begin, last->first);
+    end = std::max(end, last->second);
+  }
+  if (first == last) {
+    ranges_.insert(first, {begin, end});
+    return;
+  }
+  *first = {begin, end};
+  ranges_.erase(first + 1, last);
+}
+
+void RankSet::add(const RankSet& other) {
+  for (const auto& [begin, end] : other.ranges_) add(begin, end);
+}
+
+void RankSet::remove(const RankSet& other) {
+  for (const auto& [begin, end] : other.ranges_) {
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> left;
+    for (const auto& range : ranges_) {
+      if (range.first < std::min(begin, range.second)) left.emplace_back(range.first, std::min(begin, range.second));
+      if (std::max(end, range.first) < range.second) left.emplace_back(std::max(end, range.first), range.second);
+    }
+    ranges_ = std::move(left);
+  }
+}
+
+std::uint64_t RankSet::size() const {
+  std::uint64_t count = 0;
+  for (const auto& [begin, end] : ranges_) count += end - begin;
+  return count;
+}
+
+bool RankSet::contains(std::uint64_t rank) const {
+  const auto at = std::upper_bound(ranges_.begin(), ranges_.end(), rank,
+                                   [](std::uint64_t number, const auto& range) { return number < range.second; });
+  return at != ranges_.end() && at->first <= rank;
+}
+
+bool RankSet::includes(const RankSet& other) const {
+  return std::all_of(other.ranges_.begin(), other.ranges_.end(), [&](const auto& wanted) {
+    const auto at = std::upper_bound(ranges_.begin(), ranges_.end(), wanted.first,
+                                     [](std::uint64_t number, const auto& range) { return number < range.second; });
+    return at != ranges_.end() && at->first <= wanted.first && wanted.second <= at->second;
+  });
+}
+
+std::string RankSet::text() const {
+  std::string text;
+  for (const auto& [begin, end] : ranges_)
+    text += fmt::format("{}{}{}", text.empty() ? "" : ", ", begin, end == begin + 1 ? "" : fmt::format("-{}", end - 1));
+  return text;
+}
+
+}  // namespace rejoin::membership

@@ -1,0 +1,285 @@
+#include "membership/relay.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "membership/node.h"
+
+namespace rejoin::membership {
+
+namespace {
+
+constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
+
+RankSet both(const RankSet& a, const RankSet& b) {
+  RankSet only_a = a, common = a;
+  only_a.remove(b);
+  common.remove(only_a);
+  return common;
+}
+
+}  // namespace
+
+// ---- the coordinator
+
+Relay::Actions Relay::on_coordinator_up(TimePoint now) {
+  coordinator_up_ = true;
+  coordinator_heard_ = heartbeat_sent_ = now;
+  auto& hello = *up().mutable_hello();
+  hello.set_protocol(kProtocolVersion);
+  hello.set_node(name_);
+  return take();
+}
+
+Relay::Actions Relay::on_coordinator_down() {
+  coordinator_up_ = false;
+  for (const auto& [node, state] : nodes_) actions_.close.push_back(node);
+  nodes_.clear();
+  ranks_.clear();
+  groups_.clear();
+  plan_ = {};
+  accused_.clear();
+  return take();
+}
+
+Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimePoint now) {
+  coordinator_heard_ = now;
+  // To the rank that this answers.
+  const auto answer = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t life) -> RankState* {
+    auto found = ranks_.find({replica, number});
+    if (found == ranks_.end() || found->second.life != life || !found->second.connected) return nullptr;
+    tell(found->second.node, message);
+    return &found->second;
+  };
+  switch (message.kind_case()) {
+    case proto::ToNode::kHeartbeat: break;
+    case proto::ToNode::kRegistered: {
+      const auto& registered = message.registered();
+      RankState* rank = answer(registered.replica(), registered.rank(), registered.life());
+      if (rank == nullptr) break;
+      nodes_.at(rank->node).wants_plan = true;
+      join({registered.replica(), registered.rank()}, *rank, registered.incarnation());
+      break;
+    }
+    case proto::ToNode::kRefused:
+      answer(message.refused().replica(), message.refused().rank(), message.refused().life());
+      break;
+    case proto::ToNode::kFenced: {
+      const std::uint32_t replica = message.fenced().replica();
+      std::set<NodeId> concerned;
+      for (auto rank = ranks_.lower_bound({replica, 0}); rank != ranks_.end() && rank->first.first == replica; ++rank)
+        if (rank->second.connected) concerned.insert(rank->second.node);
+      for (auto node : concerned) tell(node, message);
+      groups_.erase({replica, message.fenced().incarnation()});
+      break;
+    }
+    case proto::ToNode::kPeers: on_peers(message.peers()); break;
+    case proto::ToNode::kPlan: on_plan(message); break;
+    case proto::ToNode::KIND_NOT_SET:
+      actions_.notes.push_back("an empty message from the coordinator was ignored");
+      break;
+  }
+  return take();
+}
+
+void Relay::on_peers(const proto::Peers& peers) {
+  const RankSet complete(peers.complete(), kNoLimit);
+  std::multimap<std::uint32_t, const proto::Peer*> by_rank;
+  for (const auto& peer : peers.peers()) by_rank.emplace(peer.rank(), &peer);
+  for (const auto& [node, state] : nodes_) {
+    proto::ToNode message;
+    auto& its = *message.mutable_peers();
+    both(complete, state.hosts).to(its.mutable_complete());
+    *its.mutable_gone() = peers.gone();
+    for (const auto& [begin, end] : state.hosts.ranges())
+      for (auto at = by_rank.lower_bound(static_cast<std::uint32_t>(begin)); at != by_rank.end() && at->first < end; ++at)
+        *its.add_peers() = *at->second;
+    if (!its.peers().empty() || !its.complete().empty() || !its.gone().empty()) tell(node, std::move(message));
+  }
+}
+
+void Relay::on_plan(const proto::ToNode& message) {
+  const std::pair now(message.plan().epoch(), message.plan().committed());
+  const bool fresh = now != plan_;
+  if (fresh) accused_.clear();
+  plan_ = now;
+  for (auto& [node, state] : nodes_)
+    if (std::exchange(state.wants_plan, false) || fresh) tell(node, message);
+}
+
+// ---- the daemons
+
+Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& message, TimePoint now) {
+  if (!coordinator_up_) {
+    actions_.close.push_back(node);
+    return take();
+  }
+  nodes_[node].heard = now;
+  switch (message.kind_case()) {
+    case proto::FromNode::kHello: break;  // the shell has checked it
+    case proto::FromNode::kRankUp:
+      up() = message;
+      on_rank_up(node, message.rank_up());
+      break;
+    case proto::FromNode::kRankDown: {
+      const auto& down = message.rank_down();
+      if (auto found = ranks_.find({down.replica(), down.rank()});
+          found != ranks_.end() && found->second.life == down.life()) {
+        leave(found->first, found->second);
+        ranks_.erase(found);
+      }
+      up() = message;
+      break;
+    }
+    case proto::FromNode::kExchanged: on_exchanged(message.exchanged()); break;
+    case proto::FromNode::kStanding: on_standing(node, message.standing()); break;
+    case proto::FromNode::kAccusation: {
+      const auto& accusation = message.accusation();
+      // That one lost another counts at once; of waiting ranks the first of each kind speaks for all of the replica.
+      if (accusation.epoch() != plan_.first) break;
+      if (accused_.insert({accusation.replica(), accusation.suspect(), accusation.only_waiting()}).second ||
+          accusation.lost())
+        up() = message;
+      break;
+    }
+    case proto::FromNode::kHeartbeat: {
+      proto::ToNode alive;
+      alive.mutable_heartbeat();
+      tell(node, std::move(alive));
+      break;
+    }
+    case proto::FromNode::kLinks:
+    case proto::FromNode::kCaughtUp:
+    case proto::FromNode::KIND_NOT_SET:
+      actions_.notes.push_back("a message from a node that says nothing to a coordinator was ignored");
+  }
+  return take();
+}
+
+void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
+  const RankKey key{up.replica(), up.rank()};
+  RankState& rank = ranks_[key];
+  if (rank.connected) leave(key, rank);
+  rank = {.node = node, .life = up.life(), .incarnation = up.incarnation(), .connected = true, .lost_at = {}};
+  nodes_[node].hosts.add(RankSet(up.rank()));
+  if (up.incarnation() == 0) return;  // known when it is registered
+  join(key, rank, up.incarnation());
+  add_exchanged({up.replica(), up.incarnation()}, up.exchanged_epoch(), up.exchanged_step(), RankSet(up.rank()));
+}
+
+void Relay::join(const RankKey& key, RankState& rank, std::uint64_t incarnation) {
+  rank.incarnation = incarnation;
+  groups_[{key.first, incarnation}].registered.add(RankSet(key.second));
+}
+
+void Relay::leave(const RankKey& key, RankState& rank) {
+  rank.connected = false;
+  auto group = groups_.find({key.first, rank.incarnation});
+  if (group == groups_.end()) return;
+  group->second.registered.remove(RankSet(key.second));
+  group->second.standings.erase(rank.node);
+  if (group->second.registered.empty()) groups_.erase(group);
+}
+
+void Relay::on_exchanged(const proto::Exchanged& exchanged) {
+  add_exchanged({exchanged.replica(), exchanged.incarnation()}, exchanged.epoch(), exchanged.step(),
+                RankSet(exchanged.ranks(), kNoLimit));
+}
+
+// One report, when these were the last that it waited for.
+void Relay::add_exchanged(const GroupKey& key, std::uint64_t epoch, std::uint64_t step, const RankSet& ranks) {
+  auto found = groups_.find(key);
+  if (found == groups_.end()) return;
+  Group& group = found->second;
+  const std::pair said(epoch, step), known(group.epoch, group.step);
+  if (said < known || epoch == 0) return;
+  if (said > known) group.exchanged.clear();
+  std::tie(group.epoch, group.step) = said;
+  group.exchanged.add(ranks);
+  if (!group.exchanged.includes(group.registered)) return;
+  auto& exchanged = *up().mutable_exchanged();
+  exchanged.set_replica(key.first);
+  exchanged.set_incarnation(key.second);
+  exchanged.set_epoch(epoch);
+  exchanged.set_step(step);
+  group.exchanged.to(exchanged.mutable_ranks());
+}
+
+void Relay::on_standing(NodeId node, const proto::Standing& standing) {
+  auto found = groups_.find({standing.replica(), standing.incarnation()});
+  if (found == groups_.end()) return;
+  found->second.standings[node] = standing;
+  report_standing(standing.replica(), standing.incarnation(), found->second);
+}
+
+void Relay::report_standing(std::uint32_t replica, std::uint64_t incarnation, Group& group) {
+  RankSet together;
+  std::optional<std::vector<std::uint64_t>> links;
+  bool caught_up = true;
+  for (const auto& [node, standing] : group.standings) {
+    together.add(RankSet(standing.ranks(), kNoLimit));
+    caught_up = caught_up && standing.caught_up();
+    if (!links) links.emplace(standing.links().begin(), standing.links().end());
+    else
+      std::erase_if(*links, [&](auto link) {
+        return !std::binary_search(standing.links().begin(), standing.links().end(), link);
+      });
+  }
+  if (!together.includes(group.registered)) return;
+  proto::FromNode message;
+  auto& standing = *message.mutable_standing();
+  standing.set_replica(replica);
+  standing.set_incarnation(incarnation);
+  standing.set_caught_up(caught_up);
+  for (auto link : *links) standing.add_links(link);
+  together.to(standing.mutable_ranks());
+  if (std::string now = standing.SerializeAsString(); std::exchange(group.said, now) != now) up() = std::move(message);
+}
+
+// Its ranks may still run: they have `silence` to come back through another connection.
+Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
+  nodes_.erase(node);
+  for (auto& [key, rank] : ranks_) {
+    if (!rank.connected || rank.node != node) continue;
+    leave(key, rank);
+    rank.lost_at = now;
+  }
+  return take();
+}
+
+Relay::Actions Relay::on_tick(TimePoint now) {
+  std::vector<NodeId> silent;
+  for (const auto& [node, state] : nodes_)
+    if (now - state.heard > silence_) silent.push_back(node);
+  for (auto node : silent) {
+    auto more = on_node_lost(node, now - silence_);
+    actions_ = std::move(more);
+    actions_.notes.push_back(fmt::format("a node was silent for {:.0f} ms", milliseconds(silence_)));
+    actions_.close.push_back(node);
+  }
+  for (auto entry = ranks_.begin(); entry != ranks_.end();) {
+    const auto& [key, rank] = *entry;
+    if (rank.connected || now - rank.lost_at < silence_) {
+      ++entry;
+      continue;
+    }
+    auto& down = *up().mutable_rank_down();
+    down.set_replica(key.first);
+    down.set_rank(key.second);
+    down.set_life(rank.life);
+    down.set_reason("its daemon did not come back in time");
+    entry = ranks_.erase(entry);
+  }
+  if (coordinator_up_ && now - heartbeat_sent_ >= silence_ / 4) {
+    heartbeat_sent_ = now;
+    up().mutable_heartbeat();
+  }
+  return take();
+}
+
+void Relay::tell(NodeId node, proto::ToNode message) {
+  if (nodes_.contains(node)) actions_.to_nodes.emplace_back(node, std::move(message));
+}
+
+}  // namespace rejoin::membership

@@ -1,0 +1,95 @@
+// Between the daemons of a replica (or of several) and the coordinator: to the daemons it is the coordinator, to the
+// coordinator one node with all of their ranks. Reports of ranks that are alike go up as one, when the last of them has
+// come; plans and peers fan out on the way down, to each daemon what concerns its ranks. So what reaches the coordinator
+// grows with relays and not with daemons. Pure, as all of this folder: connections are numbers, time comes in.
+//
+// It decides nothing. Without the coordinator it is of no use to the daemons: their connections end with its own, and
+// they introduce their ranks again through the next one.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "membership/coordinator.h"
+
+namespace rejoin::membership {
+
+class Relay {
+ public:
+  struct Actions {
+    std::vector<proto::FromNode> to_coordinator;
+    std::vector<std::pair<NodeId, proto::ToNode>> to_nodes;
+    std::vector<NodeId> close;  // after sending
+    std::vector<std::string> notes;
+  };
+
+  Relay(std::string name, Duration silence) : name_(std::move(name)), silence_(silence) {}
+
+  Actions on_coordinator_up(TimePoint now);
+  Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
+  Actions on_coordinator_down();
+
+  // While the coordinator is not connected, daemons must not be either: whoever talks then is told to connect anew.
+  Actions on_node_message(NodeId node, const proto::FromNode& message, TimePoint now);
+  Actions on_node_lost(NodeId node, TimePoint now);
+  Actions on_tick(TimePoint now);  // at least every silence / 8
+
+  bool coordinator_up() const { return coordinator_up_; }
+  TimePoint coordinator_heard() const { return coordinator_heard_; }
+  std::size_t nodes() const { return nodes_.size(); }
+  std::size_t ranks() const { return ranks_.size(); }
+
+ private:
+  struct NodeState {
+    TimePoint heard{};
+    RankSet hosts;
+    bool wants_plan = false;  // a rank of it has just registered: one that it heard before could not mean it
+  };
+  struct RankState {
+    NodeId node;
+    std::uint64_t life = 0, incarnation = 0;  // 0: not registered
+    bool connected = false;
+    TimePoint lost_at{};  // when its node was lost
+  };
+  // One incarnation of a replica, as far as it is connected through here.
+  struct Group {
+    RankSet registered;
+    std::uint64_t epoch = 0, step = 0;
+    RankSet exchanged;  // of that step
+    std::map<NodeId, proto::Standing> standings;
+    std::string said;  // the last standing that went up
+  };
+  using GroupKey = std::pair<std::uint32_t, std::uint64_t>;         // replica, incarnation
+  using RankKey = std::pair<std::uint32_t, std::uint32_t>;          // replica, rank
+  using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool>;  // replica, suspect, only waiting
+
+  void on_rank_up(NodeId node, const proto::RankUp& up);
+  void join(const RankKey& key, RankState& rank, std::uint64_t incarnation);
+  void leave(const RankKey& key, RankState& rank);
+  void on_exchanged(const proto::Exchanged& exchanged);
+  void on_standing(NodeId node, const proto::Standing& standing);
+  void add_exchanged(const GroupKey& key, std::uint64_t epoch, std::uint64_t step, const RankSet& ranks);
+  void report_standing(std::uint32_t replica, std::uint64_t incarnation, Group& group);
+  void on_peers(const proto::Peers& peers);
+  void on_plan(const proto::ToNode& message);
+  proto::FromNode& up() { return actions_.to_coordinator.emplace_back(); }
+  void tell(NodeId node, proto::ToNode message);
+  Actions take() { return std::exchange(actions_, {}); }
+
+  const std::string name_;
+  const Duration silence_;
+  bool coordinator_up_ = false;
+  TimePoint coordinator_heard_{}, heartbeat_sent_{};
+  std::map<NodeId, NodeState> nodes_;
+  std::map<RankKey, RankState> ranks_;
+  std::map<GroupKey, Group> groups_;
+  std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
+  std::set<Accusing> accused_;                      // in that epoch
+  Actions actions_;
+};
+
+}  // namespace rejoin::membership
