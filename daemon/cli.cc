@@ -52,6 +52,13 @@ void print_table(const nlohmann::json& status) {
                                m.at("role").get<std::string>(), m.at("exchanged").get<int>());
     for (const auto& line : c.at("waiting_for")) std::cout << "  waits for " << line.get<std::string>() << "\n";
   }
+  if (status.contains("relay_role")) {
+    const auto& r = status.at("relay_role");
+    std::cout << fmt::format("relay: {} ranks of {} daemons, coordinator {} {}\n", r.at("ranks").get<std::uint64_t>(),
+                             r.at("nodes").get<std::uint64_t>(),
+                             r.at("coordinator").at("address").get<std::string>(),
+                             r.at("coordinator").at("connected").get<bool>() ? "connected" : "NOT CONNECTED");
+  }
   if (status.contains("node_role")) {
     const auto& n = status.at("node_role");
     std::cout << fmt::format("{}: epoch {}, step {} committed, coordinator {} {}, {} served to joiners\n",

@@ -76,7 +76,7 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
   }
   for (const auto& note : actions.notes) spdlog::info("{}", note);
   for (const auto& [node, message] : actions.send) {
-    nodes_.send(node, message);
+    nodes_.send(node, message.SerializeAsString());
     if (message.has_plan() && message.plan().finished()) events::emit("finished");
   }
   for (auto node : actions.close) nodes_.close(node);

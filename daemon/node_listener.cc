@@ -23,21 +23,20 @@ void NodeListener::accept() {
     if (!error) {
       auto connection = std::make_shared<Framed>(std::move(socket), key_, true);
       const NodeId id(next_node_++);
-      connection->start(
-          {.ready = [this, id, connection] { nodes_[id] = connection; },
-           .message = [this, id, connection](std::string_view bytes) { on_bytes(id, connection, bytes); },
-           .closed =
-               [this, id](const std::string& why) {
-                 if (nodes_.erase(id) == 0) {
-                   ++rejected_;
-                   spdlog::warn("a connection was refused: {}", why);
-                   return;
-                 }
-                 spdlog::info("a node is gone: {}", why);
-                 events::emit("node_lost", {{"why", why}});
-                 handlers_.lost(id);
-               }},
-          std::chrono::seconds(5));
+      connection->start({.ready = [this, id, connection] { nodes_[id] = connection; },
+                         .message = [this, id, connection](std::string_view bytes) { on_bytes(id, connection, bytes); },
+                         .closed =
+                             [this, id](const std::string& why) {
+                               if (nodes_.erase(id) == 0) {
+                                 ++rejected_;
+                                 spdlog::warn("a connection was refused: {}", why);
+                                 return;
+                               }
+                               spdlog::info("a node is gone: {}", why);
+                               events::emit("node_lost", {{"why", why}});
+                               handlers_.lost(id);
+                             }},
+                        std::chrono::seconds(5));
     }
     accept();
   });
@@ -59,8 +58,8 @@ void NodeListener::on_bytes(NodeId node, const std::shared_ptr<Framed>& connecti
   handlers_.message(node, message);
 }
 
-void NodeListener::send(NodeId node, const proto::ToNode& message) {
-  if (auto found = nodes_.find(node); found != nodes_.end()) found->second->send(message.SerializeAsString());
+void NodeListener::send(NodeId node, const std::string& message) {
+  if (auto found = nodes_.find(node); found != nodes_.end()) found->second->send(message);
 }
 
 void NodeListener::close(NodeId node) {

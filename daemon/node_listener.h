@@ -23,7 +23,7 @@ class NodeListener {
   // The error says what the system said; the caller says for what it was.
   Result<> listen(const std::string& where);
   const std::string& address() const { return address_; }
-  void send(membership::NodeId node, const proto::ToNode& message);
+  void send(membership::NodeId node, const std::string& message);  // serialized
   void close(membership::NodeId node);
   void close_all();
   std::size_t nodes() const { return nodes_.size(); }

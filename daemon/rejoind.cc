@@ -50,7 +50,8 @@ void bind(CLI::App& app, Config& c) {
   option("--events", c.events, "REJOIN_EVENTS", "directory for event files (see rejoin trace)");
   option("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
   option("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)");
-  option("--connect", c.node.coordinator, "REJOIN_COORDINATOR", "node, relay: the coordinator's address, or for a node its relay's");
+  option("--connect", c.node.coordinator, "REJOIN_COORDINATOR",
+         "node, relay: the coordinator's address, or for a node its relay's");
   option("--relay", c.relay, "REJOIN_RELAY",
          "be a relay at this address: the daemons of a large replica --connect to it, and it to the coordinator; the "
          "node of this process, if it has one, goes through it");

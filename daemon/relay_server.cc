@@ -19,18 +19,17 @@ RelayServer::RelayServer(asio::io_context& io, const std::string& name, const st
                     carry_out(machine_.on_node_message(node, message, now()));
                   },
               .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}),
-      coordinator_(io, coordinator, key,
-                   {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
-                    .message =
-                        [this](const proto::ToNode& message) {
-                          carry_out(machine_.on_coordinator_message(message, now()));
-                        },
-                    .down =
-                        [this] {
-                          carry_out(machine_.on_coordinator_down());
-                          nodes_.close_all();  // also those that have said nothing yet
-                        },
-                    .rejected = [this] { ++rejected_; }}) {}
+      coordinator_(
+          io, coordinator, key,
+          {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
+           .message =
+               [this](const proto::ToNode& message) { carry_out(machine_.on_coordinator_message(message, now())); },
+           .down =
+               [this] {
+                 carry_out(machine_.on_coordinator_down());
+                 nodes_.close_all();  // also those that have said nothing yet
+               },
+           .rejected = [this] { ++rejected_; }}) {}
 
 Result<std::unique_ptr<RelayServer>> RelayServer::start(asio::io_context& io, const std::string& name,
                                                         const std::string& listen, const std::string& coordinator,
@@ -58,7 +57,10 @@ void RelayServer::tick() {
 void RelayServer::carry_out(const membership::Relay::Actions& actions) {
   for (const auto& note : actions.notes) spdlog::info("relay: {}", note);
   for (const auto& message : actions.to_coordinator) coordinator_.send(message);
-  for (const auto& [node, message] : actions.to_nodes) nodes_.send(node, message);
+  for (const auto& [nodes, message] : actions.to_nodes) {
+    const std::string bytes = message.SerializeAsString();
+    for (auto node : nodes) nodes_.send(node, bytes);
+  }
   for (auto node : actions.close) nodes_.close(node);
 }
 

@@ -17,7 +17,7 @@ class Upstream {
   struct Handlers {
     std::function<void()> up;
     std::function<void(const proto::ToNode&)> message;
-    std::function<void()> down;  // it is tried again
+    std::function<void()> down;      // it is tried again
     std::function<void()> rejected;  // bytes that are no message came, and were ignored
   };
   Upstream(asio::io_context& io, std::string address, const JobKey& key, Handlers handlers)

@@ -42,7 +42,7 @@ struct JobConfig {
 struct Actions {
   std::vector<proto::LogRecord> append;  // durable before anything is sent
   std::vector<std::pair<NodeId, proto::ToNode>> send;
-  std::vector<NodeId> close;  // after sending: what still comes over these connections must not be heard
+  std::vector<NodeId> close;       // after sending: what still comes over these connections must not be heard
   std::vector<std::string> notes;  // what happened, for the log and the trace
 };
 

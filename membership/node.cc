@@ -131,7 +131,9 @@ void Node::report_standing(const RankInfo& one, Actions& actions) {
     together.add(RankSet(rank.up.rank()));
     if (!rank.caught_up) standing.set_caught_up(false);
     if (!links) links = rank.links;
-    else std::erase_if(*links, [&](auto link) { return !std::binary_search(rank.links->begin(), rank.links->end(), link); });
+    else
+      std::erase_if(*links,
+                    [&](auto link) { return !std::binary_search(rank.links->begin(), rank.links->end(), link); });
   }
   together.to(standing.mutable_ranks());
   for (auto link : *links) standing.add_links(link);

@@ -38,8 +38,8 @@ proto::Peers PeerTable::complete(const RankSet& ranks) const {
   proto::Peers message;
   ranks.to(message.mutable_complete());
   for (const auto& [begin, end] : ranks.ranges())
-    for (auto at = by_rank_.lower_bound(static_cast<std::uint32_t>(begin));
-         at != by_rank_.end() && at->first < end; ++at)
+    for (auto at = by_rank_.lower_bound(static_cast<std::uint32_t>(begin)); at != by_rank_.end() && at->first < end;
+         ++at)
       for (const auto& peer : at->second) *message.add_peers() = peer;
   return message;
 }

@@ -49,7 +49,7 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
   const auto answer = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t life) -> RankState* {
     auto found = ranks_.find({replica, number});
     if (found == ranks_.end() || found->second.life != life || !found->second.connected) return nullptr;
-    tell(found->second.node, message);
+    tell({found->second.node}, message);
     return &found->second;
   };
   switch (message.kind_case()) {
@@ -70,7 +70,7 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
       std::set<NodeId> concerned;
       for (auto rank = ranks_.lower_bound({replica, 0}); rank != ranks_.end() && rank->first.first == replica; ++rank)
         if (rank->second.connected) concerned.insert(rank->second.node);
-      for (auto node : concerned) tell(node, message);
+      tell({concerned.begin(), concerned.end()}, message);
       groups_.erase({replica, message.fenced().incarnation()});
       break;
     }
@@ -93,9 +93,10 @@ void Relay::on_peers(const proto::Peers& peers) {
     both(complete, state.hosts).to(its.mutable_complete());
     *its.mutable_gone() = peers.gone();
     for (const auto& [begin, end] : state.hosts.ranges())
-      for (auto at = by_rank.lower_bound(static_cast<std::uint32_t>(begin)); at != by_rank.end() && at->first < end; ++at)
+      for (auto at = by_rank.lower_bound(static_cast<std::uint32_t>(begin)); at != by_rank.end() && at->first < end;
+           ++at)
         *its.add_peers() = *at->second;
-    if (!its.peers().empty() || !its.complete().empty() || !its.gone().empty()) tell(node, std::move(message));
+    if (!its.peers().empty() || !its.complete().empty() || !its.gone().empty()) tell({node}, std::move(message));
   }
 }
 
@@ -104,8 +105,10 @@ void Relay::on_plan(const proto::ToNode& message) {
   const bool fresh = now != plan_;
   if (fresh) accused_.clear();
   plan_ = now;
+  std::vector<NodeId> concerned;
   for (auto& [node, state] : nodes_)
-    if (std::exchange(state.wants_plan, false) || fresh) tell(node, message);
+    if (std::exchange(state.wants_plan, false) || fresh) concerned.push_back(node);
+  tell(std::move(concerned), message);
 }
 
 // ---- the daemons
@@ -146,7 +149,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
     case proto::FromNode::kHeartbeat: {
       proto::ToNode alive;
       alive.mutable_heartbeat();
-      tell(node, std::move(alive));
+      tell({node}, std::move(alive));
       break;
     }
     case proto::FromNode::kLinks:
@@ -278,8 +281,8 @@ Relay::Actions Relay::on_tick(TimePoint now) {
   return take();
 }
 
-void Relay::tell(NodeId node, proto::ToNode message) {
-  if (nodes_.contains(node)) actions_.to_nodes.emplace_back(node, std::move(message));
+void Relay::tell(std::vector<NodeId> nodes, proto::ToNode message) {
+  if (!nodes.empty()) actions_.to_nodes.emplace_back(std::move(nodes), std::move(message));
 }
 
 }  // namespace rejoin::membership

@@ -1,7 +1,8 @@
 // Between the daemons of a replica (or of several) and the coordinator: to the daemons it is the coordinator, to the
 // coordinator one node with all of their ranks. Reports of ranks that are alike go up as one, when the last of them has
-// come; plans and peers fan out on the way down, to each daemon what concerns its ranks. So what reaches the coordinator
-// grows with relays and not with daemons. Pure, as all of this folder: connections are numbers, time comes in.
+// come; plans and peers fan out on the way down, to each daemon what concerns its ranks. So what reaches the
+// coordinator grows with relays and not with daemons. Pure, as all of this folder: connections are numbers, time comes
+// in.
 //
 // It decides nothing. Without the coordinator it is of no use to the daemons: their connections end with its own, and
 // they introduce their ranks again through the next one.
@@ -22,8 +23,8 @@ class Relay {
  public:
   struct Actions {
     std::vector<proto::FromNode> to_coordinator;
-    std::vector<std::pair<NodeId, proto::ToNode>> to_nodes;
-    std::vector<NodeId> close;  // after sending
+    std::vector<std::pair<std::vector<NodeId>, proto::ToNode>> to_nodes;  // one message, to all of them
+    std::vector<NodeId> close;                                            // after sending
     std::vector<std::string> notes;
   };
 
@@ -77,7 +78,7 @@ class Relay {
   void on_peers(const proto::Peers& peers);
   void on_plan(const proto::ToNode& message);
   proto::FromNode& up() { return actions_.to_coordinator.emplace_back(); }
-  void tell(NodeId node, proto::ToNode message);
+  void tell(std::vector<NodeId> nodes, proto::ToNode message);
   Actions take() { return std::exchange(actions_, {}); }
 
   const std::string name_;

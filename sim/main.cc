@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/log.h"
+#include "sim/scale.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -19,7 +20,7 @@ struct Settings {
   std::uint64_t seeds = 100, from = 0;
   std::optional<std::uint64_t> seed;
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
-  bool trace = false, minimise = true;
+  bool trace = false, minimise = true, scale = false;
   std::string plant = "none";
   Options options;
 };
@@ -178,6 +179,26 @@ int many(const Settings& settings) {
   return shared.violations > 0 || crashed ? 1 : 0;
 }
 
+int scale() {
+  fmt::print(
+      "The control plane's machines with 24 replicas, 8 ranks a node; for each step, messages and bytes in and out.\n"
+      "{:>8} {:>7} | {:>9} {:>8} {:>10} {:>9} | {:>9} {:>8} | {:>9} {:>8} | {:>9} {:>9} {:>9} {:>9}\n",
+      "ranks", "through", "coord. ms", "messages", "bytes", "B a rank", "relay ms", "messages", "node ms", "messages",
+      "epoch ms", "messages", "start ms", "replica");
+  for (const bool relays : {true, false})
+    for (const std::uint32_t ranks : {42u, 416u, 4096u}) {
+      const ScaleResult r = measure_scale({.ranks = ranks, .relays = relays});
+      fmt::print(
+          "{:>8} {:>7} | {:>9.3f} {:>8.0f} {:>10.0f} {:>9.0f} | {:>9.3f} {:>8.0f} | {:>9.3f} {:>8.0f} | {:>9.3f} {:>9} "
+          "{:>9.0f} {:>9.0f}\n",
+          r.ranks, relays ? "relays" : "nodes", r.coordinator.cpu_ms, r.coordinator.messages, r.coordinator.bytes,
+          r.coordinator_bytes_per_rank, r.relay.cpu_ms, r.relay.messages, r.node.cpu_ms, r.node.messages,
+          r.epoch_change_ms, r.epoch_change_messages, r.start_ms, r.replica_ms);
+      std::fflush(stdout);
+    }
+  return 0;
+}
+
 }  // namespace
 }  // namespace rejoin::sim
 
@@ -198,10 +219,13 @@ int main(int argc, char** argv) {
   app.add_flag("--trace", settings.trace, "with --seed: everything that happened");
   app.add_flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
   app.add_option("--plant", settings.plant, "a bug built in on purpose, to see it found")->capture_default_str();
+  app.add_flag("--scale", settings.scale,
+               "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
   CLI11_PARSE(app, argc, argv);
   init_logging("sim", "off");
   auto plant = sim::parse_plant(settings.plant);
   if (!plant) return fmt::print(stderr, "rejoin-sim: --plant: {}\n", plant.error().message), 1;
   settings.options.plant = *plant;
+  if (settings.scale) return sim::scale();
   return settings.seed ? sim::one(settings) : sim::many(settings);
 }

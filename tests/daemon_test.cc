@@ -77,6 +77,49 @@ TEST(Minimal, TwoReplicasLearnAndEndWithTheSameBits) {
   EXPECT_NE(audit.output.find("4800 trained once, 0 lost, 0 repeated"), std::string::npos) << audit.output;
 }
 
+// Every rank on a node of its own, a relay for each replica: one alone in its process, one beside a node. A relay that
+// is killed and started again costs nobody his place.
+TEST(Relay, ReplicasOfManyNodesGoThroughItAndOutliveIt) {
+  Job job;
+  job.processes.push_back(job.daemon("coordinator", {"--coordinator", "--log-directory", job.scratch.path + "/log",
+                                                     "--replicas", "2", "--ranks", "2", "--batch", "8"}));
+  const auto json = job.addresses("coordinator");
+  job.coordinator = json.at("coordinator");
+  job.coordinator_status = json.at("status");
+  const auto relay = [&](const std::string& at) {
+    return job.daemon("relay", {"--relay", at, "--connect", job.coordinator});
+  };
+  auto first_relay = relay("127.0.0.1:0");
+  const std::string first = job.addresses("relay").at("relay");
+  const auto node = [&](std::uint32_t n, std::vector<std::string> more) {
+    more.insert(more.end(), {"--socket", job.socket(n)});
+    job.processes.push_back(job.daemon("node" + std::to_string(n), std::move(more)));
+    return job.addresses("node" + std::to_string(n));
+  };
+  node(0, {"--connect", first});
+  node(1, {"--connect", first});
+  const std::string second = node(2, {"--relay", "127.0.0.1:0", "--connect", job.coordinator}).at("relay");
+  node(3, {"--connect", second});
+  for (std::uint32_t n = 0; n < 4; ++n)
+    job.processes.push_back(std::make_unique<Process>(
+        std::vector{kMinimal}, job.scratch.path + "/trainer" + std::to_string(n),
+        std::vector{"REJOIN_REPLICA=" + std::to_string(n / 2), "REJOIN_RANK=" + std::to_string(n % 2),
+                    "REJOIN_SOCKET=" + job.socket(n)}));
+  const auto status = [&] {
+    return nlohmann::json::parse(run({kCli, "status", "--json", job.coordinator_status}).output, nullptr, false)
+        .at("coordinator_role");
+  };
+  const auto committed = [&] { return status().at("committed").get<std::uint64_t>(); };
+  ASSERT_TRUE(eventually([&] { return committed() > 20; })) << status().dump();
+  EXPECT_EQ(status().at("nodes"), 2) << "the relays";
+  const auto epoch = status().at("epoch");
+  first_relay.reset();
+  first_relay = relay(first);
+  const auto then = committed();
+  EXPECT_TRUE(eventually([&] { return committed() > then + 20; })) << status().dump();
+  EXPECT_EQ(status().at("epoch"), epoch) << "nobody was lost";
+}
+
 TEST(Status, TellsForWhomTheJobWaits) {
   Job job;
   job.start(2, 0);

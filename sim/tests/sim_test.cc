@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <spdlog/spdlog.h>
 
+#include "sim/scale.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -49,6 +50,20 @@ TEST_F(Simulated, EverythingFollowsFromTheSeed) {
     EXPECT_EQ(once.trace_hash, again.trace_hash);
     EXPECT_EQ(once.events, again.events);
   }
+}
+
+// What reaches the coordinator for a step grows with replicas, not with ranks.
+TEST(Scale, ManyMoreRanksAreNoMoreMessagesToTheCoordinator) {
+  const ScaleResult few = measure_scale({.replicas = 6, .ranks = 16, .steps = 5});
+  const ScaleResult many = measure_scale({.replicas = 6, .ranks = 512, .steps = 5});
+  EXPECT_EQ(few.coordinator.messages, 12) << "a report of each replica, and a plan to each";
+  EXPECT_EQ(many.coordinator.messages, 12);
+  EXPECT_LT(many.coordinator.bytes, few.coordinator.bytes * 1.05);
+#ifndef REJOIN_SANITIZED
+  EXPECT_LT(many.coordinator_bytes_per_rank, 200);
+#endif
+  const ScaleResult direct = measure_scale({.replicas = 6, .ranks = 512, .relays = false, .steps = 5});
+  EXPECT_EQ(direct.coordinator.messages, 6 * 64 * 2) << "without relays, with nodes";
 }
 
 struct Planted : Simulated, testing::WithParamInterface<std::pair<Plant, const char*>> {};

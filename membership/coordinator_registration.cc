@@ -1,0 +1,181 @@
+// Who is there: ranks register, come back, and are told of their peers.
+#include <algorithm>
+
+#include "membership/coordinator.h"
+
+namespace rejoin::membership {
+
+void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now) {
+  const ReplicaId id(up.replica());
+  const auto refuse = [&](std::string reason) {
+    proto::ToNode answer;
+    auto& refused = *answer.mutable_refused();
+    refused.set_replica(up.replica());
+    refused.set_rank(up.rank());
+    refused.set_life(up.life());
+    refused.set_reason(std::move(reason));
+    note("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
+    send(node, std::move(answer));
+  };
+  if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
+    return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks", up.replica(),
+                              up.rank(), config_.replicas, config_.ranks));
+  if (plan_hash_ != 0 && up.plan_hash() != plan_hash_)
+    return refuse("its tensors or buckets differ from the job's; all replicas must declare the same state and plan");
+  const auto welcome = [&](Incarnation incarnation) {
+    proto::ToNode answer;
+    auto& registered = *answer.mutable_registered();
+    registered.set_replica(up.replica());
+    registered.set_rank(up.rank());
+    registered.set_life(up.life());
+    registered.set_incarnation(incarnation.value);
+    send(node, std::move(answer));
+  };
+  // Of a rank that we know: the plan again, since one that it heard before could not mean it.
+  const auto welcome_back = [&](const ReplicaState& replica) {
+    welcome(replica.incarnation);
+    const bool recovering = recovering_until_.has_value();
+    if (may_announce() && !recovering) {  // otherwise everybody has just been told all
+      announce_to(node, RankSet(up.rank()));
+      if (whole(replica)) announce_ranks(replica, id, RankSet(up.rank()), {node});
+    }
+    proto::ToNode current;
+    *current.mutable_plan() = plan();
+    if (started()) send(node, std::move(current));
+  };
+
+  auto found = replicas_.find(id);
+  if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
+    const MemberState* m = member(id);
+    const bool known = found != replicas_.end() && found->second.incarnation.value == up.incarnation();
+    const bool from_log = m != nullptr && m->incarnation.value == up.incarnation();
+    if (!known && !from_log) {
+      proto::ToNode answer;
+      answer.mutable_fenced()->set_replica(up.replica());
+      answer.mutable_fenced()->set_incarnation(up.incarnation());
+      answer.mutable_fenced()->set_reason("the job went on without this replica");
+      return send(node, std::move(answer));
+    }
+    if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
+    auto& replica = replicas_[id];
+    replica.incarnation = Incarnation(up.incarnation());
+    keep(replica, node, up);
+    welcome_back(replica);
+    if (up.exchanged_epoch() == epoch_.value && up.exchanged_step() == committed_.value + 1) {
+      proto::Exchanged again;
+      again.set_replica(up.replica());
+      again.set_incarnation(up.incarnation());
+      again.set_epoch(up.exchanged_epoch());
+      again.set_step(up.exchanged_step());
+      RankSet(up.rank()).to(again.mutable_ranks());
+      on_exchanged(again);
+    }
+    return;
+  }
+  // A new life. If this replica lives already, that life has ended without our hearing of it.
+  if (found != replicas_.end() && !found->second.ranks.empty() && found->second.ranks[up.rank()].registered) {
+    if (found->second.ranks[up.rank()].life == up.life()) {
+      keep(found->second, node, up);  // it never heard our answer; its daemon may be another one by now
+      return welcome_back(found->second);
+    }
+    remove(id, fmt::format("rank {} was started again", up.rank()));
+    found = replicas_.find(id);
+  }
+  if (MemberState* m = member(id);
+      m != nullptr && (found == replicas_.end() || found->second.incarnation == m->incarnation)) {
+    remove(id, fmt::format("rank {} was started again", up.rank()));
+    found = replicas_.find(id);
+  }
+  if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
+  if (found == replicas_.end()) {
+    const Incarnation incarnation(++last_incarnation_);
+    proto::LogRecord record;
+    record.mutable_incarnated()->set_incarnation(last_incarnation_);
+    actions_.append.push_back(std::move(record));
+    found = replicas_.emplace(id, ReplicaState{.incarnation = incarnation}).first;
+  }
+  ReplicaState& replica = found->second;
+  keep(replica, node, up).lost_at = now;
+  welcome(replica.incarnation);
+  if (!whole(replica)) return;
+  note("replica {} has registered", id);
+  if (may_announce()) {
+    std::set<NodeId> its;
+    for (const auto& rank : replica.ranks) its.insert(rank.node);
+    for (auto one : its)
+      if (nodes_.contains(one)) announce_to(one, nodes_.at(one).hosts);
+    RankSet all;
+    all.add(0, config_.ranks);
+    announce_ranks(replica, id, all, its);
+  }
+  try_start();
+}
+
+// As it says of itself now.
+Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::RankUp& up) {
+  replica.ranks.resize(config_.ranks);
+  RankState& rank = replica.ranks[up.rank()];
+  if (!std::exchange(rank.registered, true)) ++replica.registered;
+  rank.node = node;
+  rank.life = up.life();
+  rank.version = up.version();
+  rank.digest = up.digest();
+  rank.connected_node = true;
+  rank.address_size = static_cast<std::uint32_t>(up.address().size());
+  rank.addresses = up.address() + up.stream_address();
+  rank.addresses.shrink_to_fit();
+  nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
+  return rank;
+}
+
+// Who are peers now. Whoever is not named is fenced by the others; so after a restart nothing is announced before all
+// members have had their time to come back. Then everything is.
+bool Coordinator::may_announce() {
+  if (!recovering_until_) return true;
+  for (const auto& m : members_) {
+    auto found = replicas_.find(m.replica);
+    if (found == replicas_.end() || found->second.incarnation != m.incarnation || !whole(found->second)) return false;
+  }
+  recovering_until_.reset();
+  for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
+  return true;
+}
+
+// All peers of these ranks.
+void Coordinator::announce_to(NodeId node, const RankSet& ranks) {
+  proto::ToNode message;
+  ranks.to(message.mutable_peers()->mutable_complete());
+  for (const auto& [id, replica] : replicas_)
+    if (whole(replica)) describe(replica, id, ranks, *message.mutable_peers());
+  send(node, std::move(message));
+}
+
+// To the others: these ranks are there now.
+void Coordinator::announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks,
+                                 const std::set<NodeId>& told) {
+  for (const auto& [node, state] : nodes_) {
+    if (told.contains(node)) continue;
+    RankSet concerned = ranks, others = ranks;
+    others.remove(state.hosts);
+    concerned.remove(others);
+    if (concerned.empty()) continue;
+    proto::ToNode message;
+    describe(replica, id, concerned, *message.mutable_peers());
+    send(node, std::move(message));
+  }
+}
+
+void Coordinator::describe(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, proto::Peers& peers) {
+  for (const auto& [begin, end] : ranks.ranges())
+    for (auto number = begin; number < std::min<std::uint64_t>(end, replica.ranks.size()); ++number) {
+      const RankState& rank = replica.ranks[number];
+      auto& peer = *peers.add_peers();
+      peer.set_replica(id.value);
+      peer.set_incarnation(replica.incarnation.value);
+      peer.set_rank(static_cast<std::uint32_t>(number));
+      peer.set_address(rank.addresses.substr(0, rank.address_size));
+      peer.set_stream_address(rank.addresses.substr(rank.address_size));
+    }
+}
+
+}  // namespace rejoin::membership
