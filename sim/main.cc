@@ -20,7 +20,7 @@ struct Settings {
   std::uint64_t seeds = 100, from = 0;
   std::optional<std::uint64_t> seed;
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
-  bool trace = false, minimise = true, scale = false;
+  bool trace = false, minimise = true, scale = false, stalls = false;
   std::string plant = "none";
   Options options;
 };
@@ -199,6 +199,47 @@ int scale() {
   return 0;
 }
 
+// What one failure of each kind costs those who live on, as JSON: beyond a step without failures, until the next
+// commit (`stall_ms`), and in all, until the lost replica contributes again (`lost_ms`); virtual time, means over
+// seeds. For sim/effective_time.py.
+int stalls(const Settings& settings) {
+  fmt::print("[");
+  for (std::size_t kind = 0; kind < kFaultKinds; ++kind) {
+    // Nobody lives on; and all stand still.
+    if (static_cast<FaultKind>(kind) == FaultKind::kill_all || static_cast<FaultKind>(kind) == FaultKind::pause) continue;
+    double stall = 0, lost = 0, step = 0, back = 0;
+    for (std::uint64_t seed = settings.from; seed < settings.from + settings.seeds; ++seed) {
+      constexpr double at = 1.0;  // virtual seconds from the start, which is at 1 s
+      Options options = settings.options;
+      options.seed = seed;
+      options.faults = {{.at = std::chrono::milliseconds(1000 + seed % 7),
+                         .kind = static_cast<FaultKind>(kind),
+                         .replica = static_cast<std::uint32_t>(seed % options.replicas),
+                         .rank = static_cast<std::uint32_t>(seed / options.replicas % options.ranks),
+                         .lasting = std::chrono::milliseconds(600)}};
+      const Outcome outcome = play(options);
+      const double failed = 1.0 + at + static_cast<double>(seed % 7) * 1e-3;
+      std::vector<double> before, after;
+      for (const auto& commit : outcome.committed) (commit.at <= failed ? before : after).push_back(commit.at);
+      if (outcome.violation || before.size() < 2 || after.empty())
+        return fmt::print(stderr, "rejoin-sim: seed {} with one fault of kind {} ended badly\n", seed,
+                          to_string(static_cast<FaultKind>(kind))),
+               1;
+      const double mean = (before.back() - before.front()) / static_cast<double>(before.size() - 1);
+      step += mean;
+      stall += std::max(0.0, after.front() - before.back() - mean);
+      lost += after.back() - before.back() - mean * static_cast<double>(after.size());
+      back += static_cast<double>(after.size());
+    }
+    const double ms = 1e3 / static_cast<double>(settings.seeds);
+    fmt::print("{}{{\"kind\": \"{}\", \"step_ms\": {:.3f}, \"stall_ms\": {:.3f}, \"lost_ms\": {:.3f}, \"steps\": {:.1f}}}",
+               kind == 0 ? "" : ",\n ", to_string(static_cast<FaultKind>(kind)), step * ms, stall * ms, lost * ms,
+               back / static_cast<double>(settings.seeds));
+  }
+  fmt::print("]\n");
+  return 0;
+}
+
 }  // namespace
 }  // namespace rejoin::sim
 
@@ -219,6 +260,7 @@ int main(int argc, char** argv) {
   app.add_flag("--trace", settings.trace, "with --seed: everything that happened");
   app.add_flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
   app.add_option("--plant", settings.plant, "a bug built in on purpose, to see it found")->capture_default_str();
+  app.add_flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");
   app.add_flag("--scale", settings.scale,
                "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
   CLI11_PARSE(app, argc, argv);
@@ -227,5 +269,6 @@ int main(int argc, char** argv) {
   if (!plant) return fmt::print(stderr, "rejoin-sim: --plant: {}\n", plant.error().message), 1;
   settings.options.plant = *plant;
   if (settings.scale) return sim::scale();
+  if (settings.stalls) return sim::stalls(settings);
   return settings.seed ? sim::one(settings) : sim::many(settings);
 }

@@ -11,22 +11,6 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr std::uint64_t kSecret = 0x5ec7e7;
-constexpr std::uint64_t kKeepBudget = 3200;  // bytes: room for two steps of the largest tensor, and no more
-
-struct TensorShape {
-  std::uint64_t count;
-  std::uint32_t moments, bucket;
-  bool elementwise;
-};
-constexpr TensorShape kTensors[] = {{300, 1, 0, true}, {17, 0, 0, true},  {150, 2, 1, true},
-                                    {64, 1, 1, false}, {400, 1, 2, true}, {33, 3, 2, false}};
-
-float noise(std::uint64_t a, std::uint64_t b) {
-  std::uint64_t x = (a * 0x9e3779b97f4a7c15) ^ (b + 0xbf58476d1ce4e5b9);
-  x = (x ^ (x >> 29)) * 0x94d049bb133111eb;
-  return static_cast<float>(static_cast<double>((x >> 40) & 0xffff) / 65536.0 - 0.5);
-}
-
 std::span<float> floats(std::span<std::byte> bytes) {
   return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
 }
@@ -34,33 +18,37 @@ std::span<float> floats(std::span<std::byte> bytes) {
 }  // namespace
 
 Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_number)
-    : replica(replica_number), rank(rank_number), life(world.next_number()), world_(world) {
+    : replica(replica_number), rank(rank_number), life(world.next_number()), world_(world), model_(world.model()) {
   instance = world.next_number();
   engine = world.fabric().make_engine();
   address_ = engine->listen({}).value().text;
-  state_ = std::make_unique<TrainingState>(world.planted(Plant::keep_too_much) ? 1 << 20 : kKeepBudget);
-  std::vector<std::vector<TensorId>> buckets(3);
-  for (const auto& shape : kTensors) {
-    const std::string name = fmt::format("t{}", buckets[0].size() + buckets[1].size() + buckets[2].size());
-    buckets[shape.bucket].push_back(
-        state_->add({.name = name, .count = shape.count, .moments = shape.moments, .elementwise = shape.elementwise})
-            .value());
+  state_ = std::make_unique<TrainingState>(world.planted(Plant::keep_too_much) ? 1 << 20 : model_.keep_budget());
+  std::vector<std::vector<TensorId>> buckets;
+  const auto& tensors = model_.tensors();
+  for (std::size_t t = 0; t < tensors.size(); ++t) {
+    buckets.resize(std::max<std::size_t>(buckets.size(), tensors[t].bucket + 1));
+    buckets[tensors[t].bucket].push_back(state_
+                                             ->add({.name = fmt::format("t{}", t),
+                                                    .count = tensors[t].count,
+                                                    .moments = tensors[t].moments,
+                                                    .elementwise = tensors[t].elementwise})
+                                             .value());
   }
   for (const auto& bucket : buckets) REJOIN_CHECK(state_->bucket(bucket).has_value());
   const auto allocated = state_->allocate();
   REJOIN_CHECK(allocated.has_value(), "{}", allocated.error());
-  // Every start is a fresh one: version 0 has the same bits everywhere.
-  for (std::uint32_t t = 0; t < std::size(kTensors); ++t) {
-    auto weight = floats(state_->column({t}, 0));
-    for (std::size_t i = 0; i < weight.size(); ++i) weight[i] = noise(rank * 1000 + t, i);
+  for (std::uint32_t t = 0; t < tensors.size(); ++t) {
+    weights_.push_back(floats(state_->column({t}, 0)));
+    gradient_views_.push_back(floats(state_->gradient({t})));
   }
+  model_.initialise(rank, weights_);  // every start is a fresh one: version 0 has the same bits everywhere
   state_->start(0);
   digest_at_join_ = state_->digest();
   driver_ = std::make_unique<Driver>(DriverConfig{.replica = ReplicaId(replica),
                                                   .rank = rank,
                                                   .life = life,
                                                   .plan_hash = state_->plan_hash(),
-                                                  .ring = {.chunk_bytes = 512,
+                                                  .ring = {.chunk_bytes = model_.chunk_bytes(),
                                                            .chunks_in_flight = 2,
                                                            .direct_bytes = world.options_.seed % 2 == 0 ? 0u : 32768u},
                                                   .patience = 500ms},
@@ -156,7 +144,7 @@ void Trainer::run() {
   if (Daemon* daemon = world_.daemon_of(replica); daemon != nullptr && connection.value != 0)
     for (const auto& report : reports) daemon->on_report(connection, report);
   if (driver_->failure()) return world_.trainer_exits(*this, driver_->failure()->message);
-  world_.checker().on_kept(replica, rank, state_->kept_bytes(), kKeepBudget);
+  world_.checker().on_kept(replica, rank, state_->kept_bytes(), model_.keep_budget());
 
   if (stage_ == Stage::waiting && driver_->step() && driver_->step()->step > last_) begin_step();
   const bool rash = world_.planted(Plant::apply_without_commit) && driver_->machine().exchanged() && step_.contributes;
@@ -182,16 +170,9 @@ void Trainer::compute() {
   stage_ = Stage::exchanging;
   if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !step_.batch.empty())
     ++step_.batch[0].begin, ++step_.batch[0].end;
-  for (std::uint32_t t = 0; t < std::size(kTensors); ++t) {
-    auto gradient = floats(state_->gradient({t}));
-    const auto weight = floats(state_->column({t}, 0));
-    for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] = 0.01f * weight[i];
-    for (const auto& range : step_.batch)
-      for (std::uint64_t sample = range.begin; sample < range.end; ++sample)
-        for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] += noise(sample * 64 + t, i * 8 + rank);
-  }
+  world_.on_loss(replica, rank, step_.step, model_.backward(rank, weights_, gradient_views_, step_.batch));
   gradients_ = digest(state_->gradients());
-  driver_->want(std::vector<bool>(3, true));
+  driver_->want(std::vector<bool>(state_->buckets().size(), true));
   if (world_.planted(Plant::touch_the_input) && world_.plant_due()) in(100us, &Trainer::touch);
   world_.wake(*this);
 }
@@ -219,18 +200,13 @@ void Trainer::end_update() {
     const auto& piece = pieces_[p];
     const int times = world_.planted(Plant::apply_twice) && world_.plant_due() ? 2 : 1;
     const std::span gradient(reinterpret_cast<const float*>(piece.gradient.data()), piece.count);
-    const auto& shape = kTensors[piece.tensor];
-    auto weight = floats(state_->column({piece.tensor}, 0)).subspan(piece.first, piece.count);
+    const auto column = [&](std::uint32_t number) {
+      return floats(state_->column({piece.tensor}, number)).subspan(piece.first, piece.count);
+    };
+    Model::Views moments;
+    for (std::uint32_t m = 0; m < model_.tensors()[piece.tensor].moments; ++m) moments.push_back(column(m + 1));
     for (int time = 0; time < times; ++time)
-      for (std::size_t i = 0; i < piece.count; ++i) {
-        float update = gradient[i];
-        for (std::uint32_t m = 0; m < shape.moments; ++m) {
-          float& moment = floats(state_->column({piece.tensor}, m + 1))[piece.first + i];
-          moment = 0.9f * moment + 0.1f * (m == 0 ? update : update * update);
-          update = m == 0 ? moment : update / (1.0f + moment);
-        }
-        weight[i] -= 0.05f * update;
-      }
+      model_.update(piece.step.value, piece.tensor, column(0), moments, gradient);
   }
   pieces_.clear();
   state_->end_update(Step(step_.step), contributed_);

@@ -17,7 +17,7 @@ constexpr std::size_t kRecent = 400;  // lines kept where not all are
 constexpr std::uint64_t kMaxEvents = 20'000'000;
 
 membership::JobConfig job_of(const Options& options) {
-  return {.replicas = options.replicas, .ranks = options.ranks, .batch = 4, .steps = 0, .silence = 200ms};
+  return {.replicas = options.replicas, .ranks = options.ranks, .batch = options.batch, .steps = 0, .silence = 200ms};
 }
 
 transport::sim::Options fabric_of(const Options& options) {
@@ -45,7 +45,9 @@ World::World(const Options& options)
       down_blocked_(options.replicas) {
   clock_.set(TimePoint(1s));
   outcome_.faults =
-      options.faults ? *options.faults : draw_faults(options.seed, options.replicas, options.ranks, kFaultsFor);
+      options.faults     ? *options.faults
+      : options.run_for ? std::vector<Fault>{}
+                        : draw_faults(options.seed, options.replicas, options.ranks, kFaultsFor);
   for (auto& ranks : trainers_) ranks.resize(options.ranks);
   daemons_.resize(options.replicas);
 }
@@ -188,10 +190,13 @@ void World::carry_out(membership::Actions actions) {
     if (record.has_committed()) {
       count("step committed");
       note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
+      on_committed(record.committed());
     }
     if (record.has_rolled_back()) {
       count("rolled back");
       note("rolled back to {}", record.rolled_back().version());
+      std::erase_if(outcome_.committed,
+                    [&](const auto& committed) { return committed.step > record.rolled_back().version(); });
     }
     log_.push_back(record);
     checker_.on_record(record);
@@ -330,6 +335,39 @@ bool World::settled() const {
                       [](const auto& member) { return member.catching_up; });
 }
 
+void World::on_committed(const proto::LogRecord::Committed& record) {
+  Outcome::Committed committed{.at = seconds(now().time_since_epoch()), .step = record.step()};
+  if (!outcome_.committed.empty()) committed.samples = outcome_.committed.back().samples;
+  double sum = 0, count = 0;
+  for (const auto& member : record.members()) {
+    for (const auto& range : member.batch()) committed.samples += range.end() - range.begin();
+    for (std::uint32_t rank = 0; rank < options_.ranks; ++rank)
+      if (auto found = losses_[record.step()].find({member.replica(), rank}); found != losses_[record.step()].end())
+        sum += found->second, ++count;
+  }
+  committed.loss = count > 0 ? sum / count : 0;
+  losses_.erase(losses_.begin(), losses_.upper_bound(record.step()));
+  outcome_.committed.push_back(committed);
+}
+
+// The next failure of a long run, where it is due. False at the end.
+bool World::go_on_long() {
+  if (!settled()) return true;
+  if (failures_ == options_.run_for->failures)
+    return outcome_.committed.empty() || outcome_.committed.back().samples < options_.run_for->samples;
+  if (now() < next_failure_) return true;
+  constexpr FaultKind kinds[] = {FaultKind::kill_trainer, FaultKind::hang_trainer, FaultKind::kill_replica,
+                                 FaultKind::power_loss, FaultKind::kill_coordinator};
+  Fault fault{.kind = kinds[pick(std::size(kinds))], .lasting = 300ms};
+  fault.replica = static_cast<std::uint32_t>(pick(options_.replicas));
+  fault.rank = static_cast<std::uint32_t>(pick(options_.ranks));
+  happen(fault);
+  ++failures_;
+  next_failure_ = now() + fault.lasting + between(100ms, 300ms);  // what hangs is noticed only after a while
+  faults_end_ = now();
+  return true;
+}
+
 // How things stand, for whoever reads the trace of a failure.
 void World::describe() {
   for (const auto& [id, replica] : coordinator_->replicas())
@@ -353,7 +391,8 @@ Outcome World::run() {
   tick();
 
   std::uint64_t target = 0;  // committed steps that prove that it goes on; 0: not all are back
-  while (!checker_.violation() && outcome_.events < kMaxEvents) {
+  const std::uint64_t max_events = options_.run_for ? ~std::uint64_t{0} : kMaxEvents;
+  while (!checker_.violation() && outcome_.events < max_events) {
     ++outcome_.events;
     const TimePoint next = agenda_.empty() ? TimePoint::max() : agenda_.begin()->first.first;
     if (fabric_.next_event() <= next) {
@@ -369,10 +408,13 @@ Outcome World::run() {
         if (trainer && !trainer->engine->arm()) wake(*trainer);
     for (auto& daemon : daemons_)
       if (daemon && !daemon->engine->arm()) wake(*daemon);
+    if (options_.run_for && !go_on_long()) break;
     if (now() < faults_end_) continue;
     crash_in_append_ = disk_full_ = false;
     if (!settled()) {
       target = 0;
+    } else if (options_.run_for) {
+      faults_end_ = now();  // it is whole: no limit until the next failure
     } else if (target == 0) {
       target = coordinator_->committed().value + kStepsAfter;
     } else if (coordinator_->committed().value >= target) {
@@ -385,7 +427,7 @@ Outcome World::run() {
                                                               coordinator_->committed(), coordinator_->members().size())
                                                 : "no coordinator"));
   }
-  if (outcome_.events >= kMaxEvents) checker_.violate("progress", "it goes round in circles");
+  if (outcome_.events >= max_events) checker_.violate("progress", "it goes round in circles");
   if (!checker_.violation()) checker_.on_end(log_, coordinator_->ledger());
   if (checker_.violation() && coordinator_) describe();
   if (checker_.violation()) note("VIOLATION {}: {}", checker_.violation()->invariant, checker_.violation()->what);

@@ -17,6 +17,7 @@
 #include "rejoin/training_state.h"
 #include "sim/checker.h"
 #include "sim/fault.h"
+#include "sim/model.h"
 #include "transport/sim/fabric.h"
 
 namespace rejoin::sim {
@@ -24,9 +25,17 @@ namespace rejoin::sim {
 struct Options {
   std::uint64_t seed = 1;
   std::uint32_t replicas = 3, ranks = 2;
+  std::uint64_t batch = 4;
   Plant plant = Plant::none;
   std::optional<std::vector<Fault>> faults;  // otherwise drawn from the seed
   bool trace = false;                        // keep all of it, not only the end
+  const Model* model = nullptr;              // otherwise noise_model()
+  // Instead of a few seconds with many faults at once: so many failures, each when all replicas contribute again, and
+  // until so many samples are trained.
+  struct Long {
+    std::uint64_t failures = 0, samples = 0;
+  };
+  std::optional<Long> run_for;
 };
 
 struct Outcome {
@@ -37,6 +46,12 @@ struct Outcome {
   std::uint64_t events = 0;
   std::uint64_t trace_hash = 0;  // of every line, kept or not: two runs of one seed must agree
   double virtual_seconds = 0;
+  struct Committed {
+    double at = 0;  // virtual seconds
+    std::uint64_t step = 0, samples = 0;
+    double loss = 0;  // mean over its contributors
+  };
+  std::vector<Committed> committed;
 };
 
 Outcome play(const Options& options);
@@ -78,8 +93,10 @@ class Trainer final : public Process {
   void in(Duration delay, void (Trainer::*what)());
 
   World& world_;
+  const Model& model_;
   std::string address_;
   std::unique_ptr<TrainingState> state_;
+  Model::Views weights_, gradient_views_;
   std::unique_ptr<Driver> driver_;
   std::uint64_t digest_at_join_ = 0;
   std::vector<proto::ToNode> words_;
@@ -158,6 +175,10 @@ class World {
   VirtualClock& clock() { return clock_; }
   transport::sim::Fabric& fabric() { return fabric_; }
   Checker& checker() { return checker_; }
+  const Model& model() const { return options_.model != nullptr ? *options_.model : noise_model(); }
+  void on_loss(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, double loss) {
+    losses_[step][{replica, rank}] = loss;
+  }
   Daemon* daemon_of(std::uint32_t replica) { return daemons_[replica].get(); }
   Trainer* trainer(std::uint64_t instance);
   std::uint64_t next_number() { return ++numbers_; }
@@ -185,6 +206,8 @@ class World {
   void happen(const Fault& fault);
   Duration control_delay(std::uint32_t node, bool up);
   bool settled() const;
+  void on_committed(const proto::LogRecord::Committed& record);
+  bool go_on_long();
   void describe();
 
   VirtualClock clock_;
@@ -206,6 +229,9 @@ class World {
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
   TimePoint faults_end_{};
   std::deque<std::string> recent_;
+  std::map<std::uint64_t, std::map<std::pair<std::uint32_t, std::uint32_t>, double>> losses_;  // by step
+  std::uint64_t failures_ = 0;  // of a long run, so far
+  TimePoint next_failure_{};
 };
 
 }  // namespace rejoin::sim

@@ -22,7 +22,7 @@ may_use = {
     "fuzz": {"base", "shm", "membership"},
     "sim": {"base", "transport", "shm", "membership", "catchup", "ftar", "daemon", "rejoin"},
     "bench": {"base", "transport", "ftar", "shm", "catchup"},
-    "examples": {"base", "rejoin", "membership"},
+    "examples": {"base", "rejoin", "membership", "sim"},
     "tests": {"base", "transport", "shm", "membership", "catchup", "ftar", "daemon", "rejoin", "examples", "tests"},
 }
 banned = {
