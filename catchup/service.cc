@@ -10,13 +10,6 @@ namespace {
 
 constexpr Duration kRetry = std::chrono::milliseconds(50);
 
-struct Hello {
-  std::uint64_t secret;
-  std::uint32_t replica, rank;  // whose state is wanted
-  std::uint64_t incarnation;
-  std::uint64_t manifest;
-};
-
 }  // namespace
 
 Service::~Service() {

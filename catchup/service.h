@@ -29,6 +29,14 @@ struct SourceAddress {
   bool operator==(const SourceAddress& other) const { return (*this <=> other) == 0; }
 };
 
+// What a joiner's daemon shows when it connects.
+struct Hello {
+  std::uint64_t secret;
+  std::uint32_t replica, rank;  // whose state is wanted
+  std::uint64_t incarnation;
+  std::uint64_t manifest;
+};
+
 class Service {
  public:
   struct Options {

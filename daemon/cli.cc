@@ -55,8 +55,7 @@ void print_table(const nlohmann::json& status) {
   if (status.contains("relay_role")) {
     const auto& r = status.at("relay_role");
     std::cout << fmt::format("relay: {} ranks of {} daemons, coordinator {} {}\n", r.at("ranks").get<std::uint64_t>(),
-                             r.at("nodes").get<std::uint64_t>(),
-                             r.at("coordinator").at("address").get<std::string>(),
+                             r.at("nodes").get<std::uint64_t>(), r.at("coordinator").at("address").get<std::string>(),
                              r.at("coordinator").at("connected").get<bool>() ? "connected" : "NOT CONNECTED");
   }
   if (status.contains("node_role")) {

@@ -15,12 +15,11 @@ CoordinatorServer::CoordinatorServer(asio::io_context& io, const membership::Job
       job_(job),
       log_(std::move(log)),
       machine_(job),
-      nodes_(io, key,
-             {.message =
-                  [this](NodeId node, const proto::FromNode& message) {
-                    carry_out(machine_.on_message(node, message, now()));
-                  },
-              .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}) {}
+      nodes_(
+          io, key,
+          {.message = [this](NodeId node,
+                             const proto::FromNode& message) { carry_out(machine_.on_message(node, message, now())); },
+           .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}) {}
 
 Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_context& io, const std::string& listen,
                                                                     const std::string& log_directory,
@@ -85,7 +84,7 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
 nlohmann::json CoordinatorServer::status() const {
   nlohmann::json json{{"epoch", machine_.epoch().value}, {"committed", machine_.committed().value},
                       {"finished", machine_.finished()}, {"nodes", nodes_.nodes()},
-                      {"rejected", nodes_.rejected()},           {"waiting_for", machine_.waiting_for(now())}};
+                      {"rejected", nodes_.rejected()},   {"waiting_for", machine_.waiting_for(now())}};
   json["members"] = nlohmann::json::array();
   for (const auto& m : machine_.members())
     json["members"].push_back({{"replica", m.replica.value},

@@ -77,9 +77,10 @@ void Framed::send(const std::string& message) {
   std::string frame(4, '\0');
   for (int i = 0; i < 4; ++i) frame[static_cast<std::size_t>(i)] = static_cast<char>(length >> (8 * i));
   frame += message;
+  out_bytes_ += frame.size();
   out_.push_back(std::move(frame));
   if (out_.size() == 1) write_next();
-  if (out_.size() > 4096) end("it does not read what is sent to it");
+  if (out_bytes_ > kMaxUnsent) end("it does not read what is sent to it");
 }
 
 void Framed::write_next() {
@@ -87,6 +88,7 @@ void Framed::write_next() {
                     [self = shared_from_this()](asio::error_code error, std::size_t) {
                       if (self->closed_) return;
                       if (error) return self->end(error.message());
+                      self->out_bytes_ -= self->out_.front().size();
                       self->out_.pop_front();
                       if (!self->out_.empty()) self->write_next();
                     });

@@ -17,6 +17,7 @@ namespace rejoin::daemon {
 class Framed : public std::enable_shared_from_this<Framed> {
  public:
   static constexpr std::uint32_t kMaxFrame = 16 * MiB;
+  static constexpr std::size_t kMaxUnsent = 256 * MiB;  // then the peer is taken for one that reads nothing
   struct Handlers {
     std::function<void()> ready;  // authenticated
     std::function<void(std::string_view)> message;
@@ -50,6 +51,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
   std::array<unsigned char, 4> length_{};
   std::string body_;
   std::deque<std::string> out_;
+  std::size_t out_bytes_ = 0;
   bool closed_ = false;
   std::string remote_;
 };

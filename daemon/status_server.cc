@@ -28,25 +28,18 @@ class Request : public std::enable_shared_from_this<Request> {
       asio::error_code ignored;
       if (!error) self->socket_.close(ignored);
     });
-    asio::async_read_until(socket_, buffer_, "\r\n\r\n",
-                           [self = shared_from_this()](asio::error_code error, std::size_t) {
-                             if (error) return self->answer(400, "text/plain", "not an HTTP request\n");
-                             std::istream in(&self->buffer_);
-                             std::string method, path;
-                             in >> method >> path;
-                             if (method != "GET") return self->answer(405, "text/plain", "only GET\n");
-                             if (path == "/status")
-                               return self->answer(200, "application/json", self->source_().dump(2) + "\n");
-                             if (path == "/metrics")
-                               return self->answer(200, "text/plain; version=0.0.4", metrics_text(self->source_()));
-                             self->answer(404, "text/plain", "here are /status and /metrics\n");
-                           });
+    asio::async_read_until(
+        socket_, buffer_, "\r\n\r\n", [self = shared_from_this()](asio::error_code error, std::size_t) {
+          const auto bytes = self->buffer_.data();
+          self->answer(answer_to(
+              error ? std::string_view() : std::string_view(static_cast<const char*>(bytes.data()), bytes.size()),
+              self->source_));
+        });
   }
 
  private:
-  void answer(int code, const char* type, const std::string& body) {
-    reply_ = fmt::format("HTTP/1.1 {} {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}",
-                         code, code == 200 ? "OK" : "Error", type, body.size(), body);
+  void answer(std::string reply) {
+    reply_ = std::move(reply);
     asio::async_write(socket_, asio::buffer(reply_), [self = shared_from_this()](asio::error_code, std::size_t) {
       asio::error_code ignored;
       self->socket_.shutdown(asio::ip::tcp::socket::shutdown_both, ignored);
@@ -81,6 +74,24 @@ void StatusServer::accept() {
     if (!error) std::make_shared<Request>(std::move(socket), source_)->start();
     accept();
   });
+}
+
+std::string answer_to(std::string_view request, const StatusServer::Source& source) {
+  const auto reply = [](int code, const char* type, const std::string& body) {
+    return fmt::format("HTTP/1.1 {} {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}", code,
+                       code == 200 ? "OK" : "Error", type, body.size(), body);
+  };
+  // METHOD PATH VERSION, the path up to a query.
+  const std::string_view line = request.substr(0, request.find("\r\n"));
+  const auto first = line.find(' '), second = line.find(' ', first == line.npos ? first : first + 1);
+  if (first == line.npos || second == line.npos || !line.substr(second + 1).starts_with("HTTP/"))
+    return reply(400, "text/plain", "not an HTTP request\n");
+  if (line.substr(0, first) != "GET") return reply(405, "text/plain", "only GET\n");
+  std::string_view path = line.substr(first + 1, second - first - 1);
+  path = path.substr(0, path.find('?'));
+  if (path == "/status") return reply(200, "application/json", source().dump(2) + "\n");
+  if (path == "/metrics") return reply(200, "text/plain; version=0.0.4", metrics_text(source()));
+  return reply(404, "text/plain", "here are /status and /metrics\n");
 }
 
 std::string metrics_text(const nlohmann::json& status) {

@@ -25,6 +25,9 @@ class StatusServer {
   std::string address_;
 };
 
+// What a request is answered with, its headers included; whatever it is made of.
+std::string answer_to(std::string_view request, const StatusServer::Source& source);
+
 // The numbers of a status document as Prometheus metrics.
 std::string metrics_text(const nlohmann::json& status);
 

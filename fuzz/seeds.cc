@@ -4,7 +4,9 @@
 #include <iostream>
 
 #include "membership/log.h"
+#include "membership/rank_set.h"
 #include "shm/manifest.h"
+#include "stream.pb.h"
 
 namespace {
 
@@ -98,6 +100,27 @@ std::vector<proto::LogRecord> records() {
   return all;
 }
 
+// To a source as a joiner, and to a joiner as a source.
+std::string stream() {
+  const auto say = [](int what, const auto& message) {
+    const std::string bytes = message.SerializeAsString();
+    return std::string{static_cast<char>(what), static_cast<char>(bytes.size())} + bytes;
+  };
+  proto::Stream fetch, prove, sent, proof;
+  for (std::uint32_t slice : {0, 1}) fetch.mutable_fetch()->add_slices(slice), prove.mutable_prove()->add_slices(slice);
+  fetch.mutable_fetch()->set_key(1);
+  fetch.mutable_fetch()->set_length(100000);
+  prove.mutable_prove()->set_request(1);
+  sent.mutable_sent()->set_slice(0);
+  sent.mutable_sent()->set_version(1);
+  for (std::uint64_t digest : {1, 2}) sent.mutable_sent()->add_digests(digest), sent.mutable_sent()->add_coded(20);
+  proof.mutable_proof()->set_request(1);
+  proof.mutable_proof()->add_digests(3);
+  const std::string nothing("\7\0", 2), write("\6\5\1\0\0\0\0", 7);
+  return std::string("\4\0", 2) + nothing + say(0, fetch) + nothing + say(0, prove) + nothing +
+         std::string("\15\0", 2) + nothing + nothing + say(8, sent) + write + say(8, proof) + nothing;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -108,6 +131,15 @@ int main(int argc, char** argv) {
   write(to / "fuzz_manifest/two", as_text(manifest->serialise()));
   write(to / "fuzz_control/step", conversation());
   write(to / "fuzz_page/some", "\1\0\0\0\1\2\3\4\0\1\5\2\6\3\7\4");
+  write(to / "fuzz_status/status", "GET /status HTTP/1.1\r\nHost: a\r\n\r\n");
+  write(to / "fuzz_status/metrics", "GET /metrics?x=1 HTTP/1.0\r\n\r\n");
+  write(to / "fuzz_config/file", "coordinator = true\nreplicas = 3\nsilence-ms = 500\n# what\nlog-level = \"info\"\n");
+  write(to / "fuzz_config/rail",
+        "mlx5_0:2;gid=3;qps=4;depth=128;mtu=4096;sl=0;tc=106;timeout=16;retries=7;ooo=1;cm=auto");
+  write(to / "fuzz_config/address", "127.0.0.1:4000");
+  write(to / "fuzz_framed/before", std::string("\0rejoin", 7));
+  write(to / "fuzz_framed/after", "\1" + std::string("\3\0\0\0abc\0\0\0\0\377\377\377\377", 15));
+  write(to / "fuzz_stream/both", stream());
   std::string recovered;
   for (const auto& record : records()) recovered += framed(record, 0);
   write(to / "fuzz_recover/step", recovered);

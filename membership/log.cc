@@ -28,53 +28,6 @@ std::uint64_t checksum_of(std::uint32_t length, std::uint32_t position, const vo
   return XXH3_64bits_withSeed(bytes, length, seed);
 }
 
-struct Parsed {
-  std::vector<proto::LogRecord> records;
-  std::uint64_t good = sizeof kMagic;  // bytes that are whole
-};
-
-Result<Parsed> parse(BytesView bytes, const std::string& path) {
-  Parsed parsed;
-  if (bytes.size() < sizeof kMagic) {
-    parsed.good = 0;
-    return parsed;
-  }
-  if (std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
-    return fail(ErrorCode::corrupt, "{} is not a Rejoin decision log of this version", path);
-  const auto broken = [&]() -> Result<Parsed> {
-    // Torn by a crash only if nothing whole follows; anything else is damage that must not be overlooked.
-    for (std::uint64_t at = parsed.good + 1; at + sizeof(RecordHeader) <= bytes.size(); ++at) {
-      RecordHeader header;
-      std::memcpy(&header, bytes.data() + at, sizeof header);
-      if (header.position != static_cast<std::uint32_t>(at) || header.length > bytes.size() - at - sizeof header)
-        continue;
-      if (header.checksum == checksum_of(header.length, header.position, bytes.data() + at + sizeof header))
-        return fail(ErrorCode::corrupt,
-                    "{} is damaged at byte {}: a whole record follows at {}. Restore it from a copy, "
-                    "or start a new job with another log directory",
-                    path, parsed.good, at);
-    }
-    return std::move(parsed);
-  };
-  while (parsed.good < bytes.size()) {
-    RecordHeader header;
-    if (bytes.size() - parsed.good < sizeof header) return broken();
-    std::memcpy(&header, bytes.data() + parsed.good, sizeof header);
-    const std::uint64_t left = bytes.size() - parsed.good - sizeof header;
-    if (header.length > kMaxRecord || header.length > left ||
-        header.position != static_cast<std::uint32_t>(parsed.good))
-      return broken();
-    const auto* body = bytes.data() + parsed.good + sizeof header;
-    proto::LogRecord record;
-    if (header.checksum != checksum_of(header.length, header.position, body) ||
-        !record.ParseFromArray(body, static_cast<int>(header.length)))
-      return broken();
-    parsed.records.push_back(std::move(record));
-    parsed.good += sizeof header + header.length;
-  }
-  return parsed;
-}
-
 Result<Bytes> read_all(const Fd& file, const std::string& path) {
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) return fail_errno(path);
@@ -90,6 +43,65 @@ Result<Bytes> read_all(const Fd& file, const std::string& path) {
 
 }  // namespace
 
+Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at) {
+  Bytes bytes;
+  if (at == 0) {
+    const auto head = as_bytes(std::string_view(kMagic, sizeof kMagic));
+    bytes.assign(head.begin(), head.end());
+  }
+  for (const auto& record : records) {
+    const std::string body = record.SerializeAsString();
+    RecordHeader header{static_cast<std::uint32_t>(body.size()), static_cast<std::uint32_t>(at + bytes.size()), 0};
+    header.checksum = checksum_of(header.length, header.position, body.data());
+    const auto head = bytes_of(header), rest = as_bytes(body);
+    bytes.insert(bytes.end(), head.begin(), head.end());
+    bytes.insert(bytes.end(), rest.begin(), rest.end());
+  }
+  return bytes;
+}
+
+Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
+  ParsedLog parsed{.records = {}, .whole = sizeof kMagic};
+  if (bytes.size() < sizeof kMagic) {
+    parsed.whole = 0;
+    return parsed;
+  }
+  if (std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
+    return fail(ErrorCode::corrupt, "{} is not a Rejoin decision log of this version", path);
+  const auto broken = [&]() -> Result<ParsedLog> {
+    // Torn by a crash only if nothing whole follows; anything else is damage that must not be overlooked.
+    for (std::uint64_t at = parsed.whole + 1; at + sizeof(RecordHeader) <= bytes.size(); ++at) {
+      RecordHeader header;
+      std::memcpy(&header, bytes.data() + at, sizeof header);
+      if (header.position != static_cast<std::uint32_t>(at) || header.length > bytes.size() - at - sizeof header)
+        continue;
+      if (header.checksum == checksum_of(header.length, header.position, bytes.data() + at + sizeof header))
+        return fail(ErrorCode::corrupt,
+                    "{} is damaged at byte {}: a whole record follows at {}. Restore it from a copy, "
+                    "or start a new job with another log directory",
+                    path, parsed.whole, at);
+    }
+    return std::move(parsed);
+  };
+  while (parsed.whole < bytes.size()) {
+    RecordHeader header;
+    if (bytes.size() - parsed.whole < sizeof header) return broken();
+    std::memcpy(&header, bytes.data() + parsed.whole, sizeof header);
+    const std::uint64_t left = bytes.size() - parsed.whole - sizeof header;
+    if (header.length > kMaxRecord || header.length > left ||
+        header.position != static_cast<std::uint32_t>(parsed.whole))
+      return broken();
+    const auto* body = bytes.data() + parsed.whole + sizeof header;
+    proto::LogRecord record;
+    if (header.checksum != checksum_of(header.length, header.position, body) ||
+        !record.ParseFromArray(body, static_cast<int>(header.length)))
+      return broken();
+    parsed.records.push_back(std::move(record));
+    parsed.whole += sizeof header + header.length;
+  }
+  return parsed;
+}
+
 Result<Log> Log::open(const std::string& directory) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
@@ -102,13 +114,13 @@ Result<Log> Log::open(const std::string& directory) {
     return fail(ErrorCode::exhausted, "{} is in use by another coordinator", log.path_);
   auto bytes = read_all(log.file_, log.path_);
   if (!bytes) return tl::unexpected(bytes.error());
-  auto parsed = parse(*bytes, log.path_);
+  auto parsed = parse_log(*bytes, log.path_);
   if (!parsed) return tl::unexpected(parsed.error());
   log.records_ = std::move(parsed->records);
-  log.bytes_cut_ = bytes->size() - parsed->good;
-  if (::ftruncate(log.file_.get(), static_cast<off_t>(parsed->good)) != 0) return fail_errno(log.path_);
+  log.bytes_cut_ = bytes->size() - parsed->whole;
+  if (::ftruncate(log.file_.get(), static_cast<off_t>(parsed->whole)) != 0) return fail_errno(log.path_);
   ::lseek(log.file_.get(), 0, SEEK_END);
-  if (parsed->good == 0 && (::write(log.file_.get(), kMagic, sizeof kMagic) != sizeof kMagic))
+  if (parsed->whole == 0 && (::write(log.file_.get(), kMagic, sizeof kMagic) != sizeof kMagic))
     return fail_errno(log.path_);
   if (::fsync(log.file_.get()) != 0) return fail_errno(log.path_);
   // The file's name must survive, too.
@@ -120,16 +132,7 @@ Result<Log> Log::open(const std::string& directory) {
 Result<> Log::append(const std::vector<proto::LogRecord>& records) {
   if (records.empty()) return {};
   if (failed_) return fail(ErrorCode::io, "{} failed before; restart the coordinator", path_);
-  std::uint64_t at = static_cast<std::uint64_t>(::lseek(file_.get(), 0, SEEK_CUR));
-  Bytes bytes;
-  for (const auto& record : records) {
-    const std::string body = record.SerializeAsString();
-    RecordHeader header{static_cast<std::uint32_t>(body.size()), static_cast<std::uint32_t>(at + bytes.size()), 0};
-    header.checksum = checksum_of(header.length, header.position, body.data());
-    const auto head = bytes_of(header), rest = as_bytes(body);
-    bytes.insert(bytes.end(), head.begin(), head.end());
-    bytes.insert(bytes.end(), rest.begin(), rest.end());
-  }
+  const Bytes bytes = log_bytes(records, static_cast<std::uint64_t>(::lseek(file_.get(), 0, SEEK_CUR)));
   for (std::size_t done = 0; done < bytes.size();) {
     const ssize_t wrote = ::write(file_.get(), bytes.data() + done, bytes.size() - done);
     if (wrote < 0 && errno == EINTR) continue;
@@ -151,7 +154,7 @@ Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
   if (!file) return fail_errno(path);
   auto bytes = read_all(file, path);
   if (!bytes) return tl::unexpected(bytes.error());
-  auto parsed = parse(*bytes, path);
+  auto parsed = parse_log(*bytes, path);
   if (!parsed) return tl::unexpected(parsed.error());
   return std::move(parsed->records);
 }

@@ -6,11 +6,22 @@
 #include <string>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/fd.h"
 #include "control.pb.h"
 #include "membership/ledger.h"
 
 namespace rejoin::membership {
+
+// What a log's file holds, and how it is read: pure. These records as they are appended at byte `at`; at 0 the file's
+// head comes before them.
+Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at);
+struct ParsedLog {
+  std::vector<proto::LogRecord> records;
+  std::uint64_t whole = 0;  // bytes; what follows is a torn tail
+};
+// `corrupt` where damage is followed by a whole record. `name`: for errors.
+Result<ParsedLog> parse_log(BytesView bytes, const std::string& name);
 
 class Log {
  public:

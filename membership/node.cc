@@ -133,7 +133,7 @@ void Node::report_standing(const RankInfo& one, Actions& actions) {
     if (!links) links = rank.links;
     else
       std::erase_if(*links,
-                    [&](auto link) { return !std::binary_search(rank.links->begin(), rank.links->end(), link); });
+                    [&its = *rank.links](auto link) { return !std::binary_search(its.begin(), its.end(), link); });
   }
   together.to(standing.mutable_ranks());
   for (auto link : *links) standing.add_links(link);

@@ -225,9 +225,8 @@ void Relay::report_standing(std::uint32_t replica, std::uint64_t incarnation, Gr
     caught_up = caught_up && standing.caught_up();
     if (!links) links.emplace(standing.links().begin(), standing.links().end());
     else
-      std::erase_if(*links, [&](auto link) {
-        return !std::binary_search(standing.links().begin(), standing.links().end(), link);
-      });
+      std::erase_if(*links,
+                    [&its = standing.links()](auto link) { return !std::binary_search(its.begin(), its.end(), link); });
   }
   if (!together.includes(group.registered)) return;
   proto::FromNode message;

@@ -19,7 +19,7 @@ enum class FaultKind : std::uint8_t {
   kill_daemon,        // SIGKILL; its trainers live on
   power_loss,         // a node: daemon and trainers
   kill_coordinator,   // SIGKILL
-  crash_in_append,    // … in mid-write: the tail of what it wrote last is lost
+  crash_in_append,    // … in mid-write: what it wrote last is torn at any byte
   disk_full,          // its log takes no more: it gives up
   partition,          // node and coordinator don't hear each other for a while
   one_way_partition,  // the node hears, and is not heard
@@ -27,8 +27,9 @@ enum class FaultKind : std::uint8_t {
   cut_stream,         // all catch-up connections of a node break
   damage,             // one bit of a catch-up write is flipped on its way
   pause,              // all stand still, as a suspended machine: the clock jumps
+  damage_at_rest,     // one bit of what a joiner got flips in its memory, before it is brought up to date
 };
-constexpr std::size_t kFaultKinds = 16;
+constexpr std::size_t kFaultKinds = 17;
 std::string_view to_string(FaultKind kind);
 
 struct Fault {

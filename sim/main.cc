@@ -205,15 +205,15 @@ int scale() {
 int stalls(const Settings& settings) {
   fmt::print("[");
   for (std::size_t kind = 0; kind < kFaultKinds; ++kind) {
-    // Nobody lives on; and all stand still.
-    if (static_cast<FaultKind>(kind) == FaultKind::kill_all || static_cast<FaultKind>(kind) == FaultKind::pause) continue;
+    const auto fault = static_cast<FaultKind>(kind);
+    if (fault == FaultKind::kill_all || fault == FaultKind::pause) continue;  // nobody lives on; all stand still
     double stall = 0, lost = 0, step = 0, back = 0;
     for (std::uint64_t seed = settings.from; seed < settings.from + settings.seeds; ++seed) {
       constexpr double at = 1.0;  // virtual seconds from the start, which is at 1 s
       Options options = settings.options;
       options.seed = seed;
       options.faults = {{.at = std::chrono::milliseconds(1000 + seed % 7),
-                         .kind = static_cast<FaultKind>(kind),
+                         .kind = fault,
                          .replica = static_cast<std::uint32_t>(seed % options.replicas),
                          .rank = static_cast<std::uint32_t>(seed / options.replicas % options.ranks),
                          .lasting = std::chrono::milliseconds(600)}};
@@ -223,7 +223,7 @@ int stalls(const Settings& settings) {
       for (const auto& commit : outcome.committed) (commit.at <= failed ? before : after).push_back(commit.at);
       if (outcome.violation || before.size() < 2 || after.empty())
         return fmt::print(stderr, "rejoin-sim: seed {} with one fault of kind {} ended badly\n", seed,
-                          to_string(static_cast<FaultKind>(kind))),
+                          to_string(fault)),
                1;
       const double mean = (before.back() - before.front()) / static_cast<double>(before.size() - 1);
       step += mean;
@@ -232,8 +232,8 @@ int stalls(const Settings& settings) {
       back += static_cast<double>(after.size());
     }
     const double ms = 1e3 / static_cast<double>(settings.seeds);
-    fmt::print("{}{{\"kind\": \"{}\", \"step_ms\": {:.3f}, \"stall_ms\": {:.3f}, \"lost_ms\": {:.3f}, \"steps\": {:.1f}}}",
-               kind == 0 ? "" : ",\n ", to_string(static_cast<FaultKind>(kind)), step * ms, stall * ms, lost * ms,
+    fmt::print(R"({}{{"kind": "{}", "step_ms": {:.3f}, "stall_ms": {:.3f}, "lost_ms": {:.3f}, "steps": {:.1f}}})",
+               kind == 0 ? "" : ",\n ", to_string(fault), step * ms, stall * ms, lost * ms,
                back / static_cast<double>(settings.seeds));
   }
   fmt::print("]\n");
@@ -261,8 +261,7 @@ int main(int argc, char** argv) {
   app.add_flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
   app.add_option("--plant", settings.plant, "a bug built in on purpose, to see it found")->capture_default_str();
   app.add_flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");
-  app.add_flag("--scale", settings.scale,
-               "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
+  app.add_flag("--scale", settings.scale, "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
   CLI11_PARSE(app, argc, argv);
   init_logging("sim", "off");
   auto plant = sim::parse_plant(settings.plant);

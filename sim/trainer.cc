@@ -188,8 +188,26 @@ void Trainer::begin_update() {
   checker.on_reduced(replica, rank, step_.step, digest(state_->reduced()));
   if (contributed_ && gradients_)
     checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
+  if (!contributed_) damage_at_rest();
   pieces_ = state_->begin_update(Step(step_.step), contributed_);
   in(world_.between(20us, 900us), &Trainer::end_update);
+}
+
+// One bit of a slice that arrived older than the rest and has not been brought up to date: its proof, which is still to
+// come, must find that.
+void Trainer::damage_at_rest() {
+  auto& owner = state_->owner();
+  const auto& slices = owner.manifest().slices();
+  std::vector<std::uint32_t> arrived;
+  for (std::uint32_t i = 0; i < slices.size(); ++i) {
+    const auto word = shm::SliceWord::unpack(owner.page().slice_words()[i].load());
+    if (word.state == shm::SliceState::arrived && word.version + 1 < step_.step) arrived.push_back(i);
+  }
+  if (arrived.empty() || !world_.take_damage_at_rest(replica)) return;
+  const auto& part = slices[arrived[world_.pick(arrived.size())]].whole;
+  const auto element = part.first + world_.pick(part.count);
+  state_->column({part.tensor}, 0)[element * sizeof(float) + world_.pick(sizeof(float))] ^= std::byte{16};
+  world_.count("damaged at rest");
 }
 
 void Trainer::end_update() {

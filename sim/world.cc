@@ -41,13 +41,13 @@ World::World(const Options& options)
       random_(options.seed),
       fabric_(fabric_of(options), clock_),
       trainers_(options.replicas),
+      damage_at_rest_(options.replicas),
       up_blocked_(options.replicas),
       down_blocked_(options.replicas) {
   clock_.set(TimePoint(1s));
-  outcome_.faults =
-      options.faults     ? *options.faults
-      : options.run_for ? std::vector<Fault>{}
-                        : draw_faults(options.seed, options.replicas, options.ranks, kFaultsFor);
+  outcome_.faults = options.faults    ? *options.faults
+                    : options.run_for ? std::vector<Fault>{}
+                                      : draw_faults(options.seed, options.replicas, options.ranks, kFaultsFor);
   for (auto& ranks : trainers_) ranks.resize(options.ranks);
   daemons_.resize(options.replicas);
 }
@@ -77,6 +77,12 @@ void World::wake(Process& process) {
     woken.woken = false;
     if (!woken.stopped) woken.run();
   });
+}
+
+bool World::take_damage_at_rest(std::uint32_t replica) {
+  const bool due = damage_at_rest_[replica];
+  damage_at_rest_[replica] = false;
+  return due;
 }
 
 bool World::plant_due() { return now().time_since_epoch() > 1500ms && pick(20) == 0; }
@@ -155,6 +161,16 @@ void World::start_coordinator() {
   if (coordinator_) return;
   ++coordinator_life_;
   coordinator_ = std::make_unique<membership::Coordinator>(job);
+  if (auto read = membership::parse_log(disk_, "the log"); !read) {
+    checker_.violate("no-garbage", read.error().message);
+  } else {
+    if (read->whole < disk_.size()) count("torn log");
+    disk_.resize(read->whole);
+    if (read->records.size() != log_.size())
+      checker_.violate("one-decision",
+                       fmt::format("{} of {} records are read back", read->records.size(), log_.size()));
+    log_ = std::move(read->records);
+  }
   note("the coordinator starts, with {} records", log_.size());
   if (auto recovered = coordinator_->recover(log_, now()); !recovered)
     checker_.violate("no-garbage",
@@ -167,7 +183,10 @@ void World::kill_coordinator(const std::string& why) {
   coordinator_.reset();
   crash_in_append_ = false;
   while (!links_.empty()) drop_link(links_.begin()->first);
-  if (planted(Plant::forget_a_decision) && !log_.empty() && log_.back().has_committed()) log_.pop_back();
+  if (planted(Plant::forget_a_decision) && !log_.empty() && log_.back().has_committed()) {
+    log_.pop_back();
+    disk_ = membership::log_bytes(log_, 0);
+  }
   after(between(20ms, 500ms), [this] { start_coordinator(); });
 }
 
@@ -177,7 +196,16 @@ void World::carry_out(membership::Actions actions) {
     return kill_coordinator("its disk is full");
   }
   const bool crash = !actions.append.empty() && crash_in_append_;
-  if (crash) actions.append.resize(pick(actions.append.size() + 1));
+  if (!actions.append.empty()) {
+    Bytes written = membership::log_bytes(actions.append, disk_.size());
+    if (crash) written.resize(pick(written.size() + 1));
+    disk_.insert(disk_.end(), written.begin(), written.end());
+    if (crash) {
+      const auto read = membership::parse_log(disk_, "the log");
+      REJOIN_CHECK(read.has_value(), "{}", read.error());
+      actions.append.resize(read->records.size() - log_.size());
+    }
+  }
   for (const auto& record : actions.append) {
     if (record.has_epoch()) {
       count("epoch begun");
@@ -310,6 +338,7 @@ void World::happen(const Fault& fault) {
     case FaultKind::damage:
       if (daemon != nullptr) fabric_.damage_next_write(*daemon->engine);
       return;
+    case FaultKind::damage_at_rest: damage_at_rest_[fault.replica] = true; return;
     case FaultKind::pause:
       clock_.advance(fault.lasting);
       faults_end_ += fault.lasting;

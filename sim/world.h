@@ -13,6 +13,7 @@
 #include "catchup/service.h"
 #include "daemon/streams.h"
 #include "membership/coordinator.h"
+#include "membership/log.h"
 #include "rejoin/driver.h"
 #include "rejoin/training_state.h"
 #include "sim/checker.h"
@@ -88,6 +89,7 @@ class Trainer final : public Process {
   void begin_step();
   void compute();
   void touch();  // a planted bug
+  void damage_at_rest();
   void begin_update();
   void end_update();
   void in(Duration delay, void (Trainer::*what)());
@@ -168,7 +170,8 @@ class World {
   }
   void count(const std::string& what, std::uint64_t by = 1) { outcome_.counts[what] += by; }
   bool planted(Plant plant) const { return options_.plant == plant; }
-  bool plant_due();  // the planted fault happens here, once in a while
+  bool take_damage_at_rest(std::uint32_t replica);  // true once for each such fault
+  bool plant_due();                                 // the planted fault happens here, once in a while
 
   const Options options_;
   const membership::JobConfig job;
@@ -222,15 +225,17 @@ class World {
   std::vector<std::vector<std::unique_ptr<Trainer>>> trainers_;
   std::unique_ptr<membership::Coordinator> coordinator_;
   std::vector<proto::LogRecord> log_;  // what is on disk
+  Bytes disk_;                         // … byte for byte
   std::uint64_t coordinator_life_ = 0;
   bool crash_in_append_ = false, disk_full_ = false;
   std::map<std::uint64_t, Link> links_;
+  std::vector<bool> damage_at_rest_;                  // by replica: due
   std::vector<TimePoint> up_blocked_, down_blocked_;  // by node: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
   TimePoint faults_end_{};
   std::deque<std::string> recent_;
   std::map<std::uint64_t, std::map<std::pair<std::uint32_t, std::uint32_t>, double>> losses_;  // by step
-  std::uint64_t failures_ = 0;  // of a long run, so far
+  std::uint64_t failures_ = 0;                                                                 // of a long run, so far
   TimePoint next_failure_{};
 };
 

@@ -224,7 +224,7 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
          "chmod 600");
   expect({kDaemon, "--job-key-file", scratch.write("short", "abc"), "--coordinator"}, "use at least 16");
   expect({kDaemon, "--job-key-file", key, "--socket", "@x" + scratch.path},
-         "a node needs the coordinator's address: --connect");
+         "needs the coordinator's address: --connect");
   expect(
       {kDaemon, "--job-key-file", key, "--coordinator", "--listen", "nowhere", "--log-directory", scratch.path + "/l1"},
       "not of the form host:port");

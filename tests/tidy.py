@@ -19,7 +19,7 @@ may_use = {
     "catchup": {"base", "transport", "shm"},
     "daemon": {"base", "transport", "shm", "membership", "catchup"},
     "rejoin": {"base", "transport", "shm", "membership", "catchup", "ftar"},
-    "fuzz": {"base", "shm", "membership"},
+    "fuzz": {"base", "transport", "shm", "membership", "catchup", "daemon"},
     "sim": {"base", "transport", "shm", "membership", "catchup", "ftar", "daemon", "rejoin"},
     "bench": {"base", "transport", "ftar", "shm", "catchup"},
     "examples": {"base", "rejoin", "membership", "sim"},

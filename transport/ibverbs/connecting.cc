@@ -208,8 +208,7 @@ void IbverbsEngine::on_greeting(Endpoint& endpoint, BytesView message) {
   const wire::Greeting offer = greeting(endpoint);
   const bool sound = take(message, theirs) && theirs.magic == wire::kMagic && endpoint.uncalled == 0;
   const bool in_order = theirs.unordered == 0 && theirs.queue_pairs == offer.queue_pairs;
-  const bool out_of_order =
-      theirs.unordered != 0 && theirs.unordered == offer.unordered && theirs.queue_pairs == 1;
+  const bool out_of_order = theirs.unordered != 0 && theirs.unordered == offer.unordered && theirs.queue_pairs == 1;
   if (!sound || (!in_order && !out_of_order))
     return fail_endpoint(endpoint, ErrorCode::corrupt, "it is no verbs engine of this version");
   keep_queue_pairs(endpoint, in_use(offer, theirs.unordered));

@@ -14,8 +14,8 @@ constexpr std::size_t kRoom = SendSlots::kBytes - sizeof(wire::Header);
 constexpr std::uint64_t kLargestRequest = 1 * GiB;  // one RDMA write or read
 constexpr std::size_t kMaxRemembered = 4096;        // of the peer's regions
 constexpr int kCompletionsPerPoll = 64;
-constexpr std::uint64_t kLong = 4 * KiB;            // more than a packet: what order can hold up
-constexpr std::size_t kFewPosted = 4;  // requests: a doorbell for each more would cost more than it gains
+constexpr std::uint64_t kLong = 4 * KiB;  // more than a packet: what order can hold up
+constexpr std::size_t kFewPosted = 4;     // requests: a doorbell for each more would cost more than it gains
 
 }  // namespace
 
@@ -177,8 +177,7 @@ void IbverbsEngine::start(Endpoint& endpoint, std::uint64_t number, Operation& o
   entry->second.waiting.push_back(number);
 }
 
-void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, Operation& operation,
-                           const RemoteMemory& memory) {
+void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, Operation& operation, const RemoteMemory& memory) {
   if (!in_range(operation.offset, operation.length, memory.length))
     return finish(endpoint, number, refusal_error(Regions::Refusal::bad_range));
   auto registered = registered_.find(operation.local.region.value);

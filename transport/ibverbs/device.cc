@@ -74,12 +74,11 @@ Result<Options> parse_options(const std::string& text) {
     else if (name == "ooo" && (good = take(0, 1))) options.out_of_order = value == 1;
     else if (name == "cm" && (good = !given.empty())) options.connection_manager = given == "auto" ? "" : given;
     if (!good)
-      return fail(
-          ErrorCode::invalid_argument,
-          "'{}' of rail '{}': settings are gid (0-255), qps (1-8), depth (16-4096), mtu (256-4096), sl (0-15), "
-          "tc (0-255), timeout (1-31), retries (0-7), ooo (0, 1), cm (an address for rdma_cm, or auto), as in "
-          "mlx5_0;gid=3;tc=106",
-          part, text);
+      return fail(ErrorCode::invalid_argument,
+                  "'{}' of rail '{}': settings are gid (0-255), qps (1-8), depth (16-4096), mtu (256-4096), sl (0-15), "
+                  "tc (0-255), timeout (1-31), retries (0-7), ooo (0, 1), cm (an address for rdma_cm, or auto), as in "
+                  "mlx5_0;gid=3;tc=106",
+                  part, text);
   }
   return options;
 }

@@ -347,8 +347,8 @@ void StripedEngine::pump(Endpoint& endpoint) {
     if (posted) continue;
     if (!link->ended) end_link(endpoint, *link, posted.error().message);
     // What was not posted has no completion to wait for.
-    const auto never = [&](const auto& operations) {
-      for (const auto& one : operations) on_piece_done(endpoint, *link, one.context, posted.error());
+    const auto never = [&, &unposted = *link](const auto& operations) {
+      for (const auto& one : operations) on_piece_done(endpoint, unposted, one.context, posted.error());
     };
     if (!wrote) never(batch.writes);
     never(batch.reads);

@@ -1,0 +1,25 @@
+// rejoind's settings.
+#pragma once
+
+#include <string>
+
+#include "daemon/node_server.h"
+
+namespace CLI {
+class App;
+}
+
+namespace rejoin::daemon {
+
+// Everything that can be set, from a file (--config), REJOIN_* variables and flags, the later ones winning.
+struct Config {
+  bool coordinator = false;
+  std::string listen = "127.0.0.1:0", log_directory = "rejoin-log";
+  std::uint32_t replicas = 3, ranks = 2;
+  std::uint64_t batch = 1, steps = 0, silence_ms = 2000;
+  std::string relay, key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
+  NodeOptions node;
+};
+void bind(CLI::App& app, Config& c);
+
+}  // namespace rejoin::daemon
