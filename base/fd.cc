@@ -9,6 +9,8 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <map>
+#include <mutex>
 
 namespace rejoin {
 
@@ -61,13 +63,61 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
     reset();
     base_ = std::exchange(other.base_, nullptr);
     size_ = std::exchange(other.size_, 0);
+    file_ = std::move(other.file_);
   }
   return *this;
 }
 
+namespace {
+
+// The shareable mappings of this process, by address.
+struct Shareable {
+  std::size_t size = 0;
+  int fd = -1;
+  std::uint64_t inode = 0;
+};
+struct Shareables {
+  std::mutex mutex;
+  std::map<const std::byte*, Shareable> by_address;
+};
+Shareables& shareables() {
+  static Shareables all;
+  return all;
+}
+
+}  // namespace
+
 void Mapping::reset() {
+  if (file_) {
+    const std::lock_guard lock(shareables().mutex);
+    shareables().by_address.erase(base_);
+  }
   if (base_ != nullptr) ::munmap(base_, size_);
   base_ = nullptr;
+  file_.reset();
+}
+
+Result<Mapping> Mapping::shareable(std::size_t size) {
+  auto fd = make_sealed_memfd("rejoin", round_up(size, 4 * KiB));
+  if (!fd) return tl::unexpected(fd.error());
+  struct stat status {};
+  if (::fstat(fd->get(), &status) != 0) return fail_errno("fstat");
+  auto mapping = of(*fd, size);
+  if (!mapping) return mapping;
+  mapping->file_ = std::move(*fd);
+  const std::lock_guard lock(shareables().mutex);
+  shareables().by_address[mapping->base_] = {size, mapping->file_.get(), status.st_ino};
+  return mapping;
+}
+
+std::optional<SharedFile> shared_file_of(std::span<const std::byte> memory) {
+  const std::lock_guard lock(shareables().mutex);
+  auto after = shareables().by_address.upper_bound(memory.data());
+  if (after == shareables().by_address.begin()) return std::nullopt;
+  const auto& [base, shareable] = *std::prev(after);
+  const auto offset = static_cast<std::size_t>(memory.data() - base);
+  if (offset > shareable.size || memory.size() > shareable.size - offset) return std::nullopt;
+  return SharedFile{shareable.fd, shareable.inode, offset};
 }
 
 Result<Mapping> Mapping::of(const Fd& fd, std::size_t size, bool writable) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -33,16 +34,20 @@ Result<Fd> make_pidfd(int pid);
 void signal_eventfd(const Fd& fd);  // adds one; never blocks
 void drain_eventfd(const Fd& fd);
 
-// A shared mapping of `size` bytes.
+// A mapping of `size` bytes.
 class Mapping {
  public:
   Mapping() = default;
   Mapping(Mapping&& other) noexcept
-      : base_(std::exchange(other.base_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+      : base_(std::exchange(other.base_, nullptr)),
+        size_(std::exchange(other.size_, 0)),
+        file_(std::move(other.file_)) {}
   Mapping& operator=(Mapping&& other) noexcept;
   ~Mapping() { reset(); }
   static Result<Mapping> of(const Fd& fd, std::size_t size, bool writable = true);
   static Result<Mapping> anonymous(std::size_t size);  // private memory, page-aligned and zero
+  // The same of a sealed memfd: other processes can map it, and copy out of it faster than out of private memory.
+  static Result<Mapping> shareable(std::size_t size);
   std::byte* data() const { return base_; }
   std::size_t size() const { return size_; }
   std::span<std::byte> span() const { return {base_, size_}; }
@@ -52,7 +57,15 @@ class Mapping {
   void reset();
   std::byte* base_ = nullptr;
   std::size_t size_ = 0;
+  Fd file_;  // of a shareable one
 };
+
+// The sealed memfd that this memory lies in, where a Mapping of it is shareable. Any thread.
+struct SharedFile {
+  int fd = -1;  // the mapping's
+  std::uint64_t inode = 0, offset = 0;
+};
+std::optional<SharedFile> shared_file_of(std::span<const std::byte> memory);
 
 // A memfd of fixed size, sealed against growing and shrinking, so that nobody who maps it can be made to fault.
 Result<Fd> make_sealed_memfd(const std::string& name, std::size_t size);

@@ -127,8 +127,8 @@ class RankProcess {
   static std::uint32_t cores() { return static_cast<std::uint32_t>(::sysconf(_SC_NPROCESSORS_ONLN)); }
 
   Result<> make_buffers() {
-    auto input = Mapping::anonymous(round_up(s_.most + 64, 2 * MiB)),
-         output = Mapping::anonymous(round_up(s_.most + 64, 2 * MiB));
+    auto input = Mapping::shareable(round_up(s_.most + 64, 2 * MiB)),
+         output = Mapping::shareable(round_up(s_.most + 64, 2 * MiB));
     if (!input) return tl::unexpected(input.error());
     if (!output) return tl::unexpected(output.error());
     input_ = std::move(*input);

@@ -64,8 +64,8 @@ Result<> TrainingState::allocate() {
     ranges.emplace_back(begin, total - begin);
     total = round_up(total, 4096);
   }
-  auto input = Mapping::anonymous(std::max<std::uint64_t>(total, 4096)),
-       output = Mapping::anonymous(std::max<std::uint64_t>(total, 4096));
+  auto input = Mapping::shareable(std::max<std::uint64_t>(total, 4096)),
+       output = Mapping::shareable(std::max<std::uint64_t>(total, 4096));
   if (!input) return tl::unexpected(input.error());
   if (!output) return tl::unexpected(output.error());
   input_ = std::move(*input);

@@ -33,7 +33,7 @@ Result<std::unique_ptr<Link>> Link::open(const Options& options) {
   link->engine_ = std::move(*engine);
   const auto sizes = options.sizes();
   auto memory =
-      Mapping::anonymous(round_up(2 * round_up(*std::max_element(sizes.begin(), sizes.end()), 4096), 2 * MiB));
+      Mapping::shareable(round_up(2 * round_up(*std::max_element(sizes.begin(), sizes.end()), 4096), 2 * MiB));
   if (!memory) return tl::unexpected(memory.error());
   link->memory_ = std::move(*memory);
   auto region = link->engine_->register_region(link->memory(), transport::MemoryKind::host);

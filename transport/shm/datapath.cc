@@ -1,7 +1,10 @@
 // Records out and in.
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -17,6 +20,7 @@ constexpr std::size_t kRecordsPerTurn = 32;        // of one endpoint in a poll(
 constexpr std::uint64_t kBytesPerCall = 16 * MiB;  // of one process_vm call
 // A poll() ends when it has moved this much: whoever is told of the bytes then finds them in the cache.
 constexpr std::uint64_t kBytesPerPoll = 256 * KiB;
+constexpr std::size_t kPeerFiles = 32;  // of one peer, mapped at a time
 
 }  // namespace
 
@@ -75,6 +79,8 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
     endpoint.operations[operation] = {write.context, write.local.region};
     const std::byte* source = *regions_.local(write.local, write.length);
     const bool in_ring = write.length <= kInline;
+    const auto file = in_ring ? files_.end() : files_.find(write.local.region.value);
+    const SharedFile in_file = file == files_.end() ? SharedFile{} : file->second;
     post(endpoint,
          {.kind = wire::Kind::write,
           .has_notify = write.notify.has_value(),
@@ -83,7 +89,10 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
           .key = write.remote.region.key,
           .offset = write.remote.offset,
           .notify = write.notify.value_or(0),
-          .address = in_ring ? 0 : reinterpret_cast<std::uintptr_t>(source)},
+          .address = in_ring ? 0 : reinterpret_cast<std::uintptr_t>(source),
+          .file = in_file.fd,
+          .inode = in_file.inode,
+          .file_offset = in_file.offset + write.local.offset},
          in_ring ? BytesView(source, write.length) : BytesView{});
   }
   return {};
@@ -140,6 +149,41 @@ void ShmEngine::handle(Endpoint& endpoint, const wire::Header& header, BytesView
   fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a record of unknown kind");
 }
 
+// The peer's memfd, mapped for as long as the connection lasts or until others take its place; empty where it can't be
+// had: then the same bytes are read out of the peer's memory.
+BytesView ShmEngine::peer_file(Endpoint& endpoint, const wire::Header& header) {
+  auto& files = endpoint.files;
+  const auto known =
+      std::find_if(files.begin(), files.end(), [&](const PeerFile& file) { return file.inode == header.inode; });
+  if (known == files.begin() && known != files.end()) return files.front().bytes.span();
+  if (known != files.end()) {
+    PeerFile used = std::move(*known);
+    files.erase(known);
+    files.push_front(std::move(used));
+    return files.front().bytes.span();
+  }
+  PeerFile made{.inode = header.inode, .bytes = {}};
+  const Fd fd(::open(fmt::format("/proc/{}/fd/{}", endpoint.pid, header.file).c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat status {};
+  // Its number may stand for another file by now; and what can shrink would make us fault.
+  if (fd && ::fstat(fd.get(), &status) == 0 && status.st_ino == header.inode)
+    if (const auto size = sealed_size(fd); size && *size > 0)
+      if (auto mapped = Mapping::of(fd, *size, false)) made.bytes = std::move(*mapped);
+  files.push_front(std::move(made));
+  if (files.size() > kPeerFiles) files.pop_back();
+  return files.front().bytes.span();
+}
+
+bool ShmEngine::pull(Endpoint& endpoint, std::byte* target, const wire::Header& header) {
+  if (header.file < 0) return move(endpoint, target, header.address, header.length, true);
+  const BytesView bytes = peer_file(endpoint, header);
+  if (!in_range(header.file_offset, header.length, bytes.size()))
+    return move(endpoint, target, header.address, header.length, true);
+  std::memcpy(target, bytes.data() + header.file_offset, header.length);
+  moved_ += header.length;
+  return true;
+}
+
 // Between our memory and the peer's; false (and the endpoint failed) where the peer's memory is not there.
 bool ShmEngine::move(Endpoint& endpoint, std::byte* local, std::uint64_t remote, std::uint64_t length, bool pull) {
   moved_ += length;
@@ -168,7 +212,7 @@ void ShmEngine::on_write(Endpoint& endpoint, const wire::Header& header, BytesVi
       if (body.size() != header.length)
         return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a write of another length than announced");
       if (!body.empty()) std::memcpy(target, body.data(), body.size());
-    } else if (!move(endpoint, target, header.address, header.length, true)) {
+    } else if (!pull(endpoint, target, header)) {
       return;
     }
     if (header.has_notify != 0)

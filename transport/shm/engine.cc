@@ -190,7 +190,9 @@ void ShmEngine::open(Endpoint& endpoint) {
 Result<RegionId> ShmEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
   if (kind != MemoryKind::host)
     return fail(ErrorCode::invalid_argument, "the shared-memory backend moves host memory only; stage device memory");
-  return regions_.add(memory);
+  const RegionId id = regions_.add(memory);
+  if (const auto file = shared_file_of(memory)) files_[id.value] = *file;
+  return id;
 }
 
 // Nothing lands between polls, so the region can go at once; what a peer would still pull out of it is cut off.
@@ -202,6 +204,7 @@ void ShmEngine::deregister(RegionId id) {
       fail_endpoint(*endpoint, ErrorCode::cancelled, "memory was withdrawn in mid-transfer");
   }
   regions_.remove(id);
+  files_.erase(id.value);
 }
 
 bool ShmEngine::arm() {

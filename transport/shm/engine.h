@@ -1,5 +1,6 @@
-// The shared-memory engine. Who moves bytes: the receiver of a write, with process_vm_readv, after it has checked key
-// and range; of a read, the owner of the memory, with process_vm_writev, into the range that the reader asked for.
+// The shared-memory engine. Who moves bytes: the receiver of a write, after it has checked key and range, with
+// process_vm_readv, or by copying out of the poster's memfd where the bytes lie in one (Mapping::shareable); of a read,
+// the owner of the memory, with process_vm_writev, into the range that the reader asked for.
 //
 // engine.cc: set-up, connecting, closing, sleeping. datapath.cc: records out and in.
 #pragma once
@@ -47,6 +48,10 @@ class ShmEngine final : public Engine {
     std::uint64_t context = 0;
     RegionId region;
   };
+  struct PeerFile {
+    std::uint64_t inode = 0;
+    Mapping bytes;  // none: it can't be mapped, and is not tried again
+  };
   struct Endpoint {
     EndpointId id;
     Stage stage = Stage::greeting;
@@ -55,6 +60,7 @@ class ShmEngine final : public Engine {
     Fd doorbell;  // the peer's
     pid_t pid = 0;
     Mapping channel;
+    std::deque<PeerFile> files;  // of the peer, that are mapped; the last one used is the first
     RingWriter out;
     RingReader in;
     std::deque<Pending> pending;
@@ -86,6 +92,8 @@ class ShmEngine final : public Engine {
   void on_write(Endpoint& endpoint, const wire::Header& header, BytesView body);
   void on_read(Endpoint& endpoint, const wire::Header& header);
   void on_acknowledge(Endpoint& endpoint, const wire::Header& header);
+  bool pull(Endpoint& endpoint, std::byte* target, const wire::Header& header);
+  BytesView peer_file(Endpoint& endpoint, const wire::Header& header);
   bool move(Endpoint& endpoint, std::byte* local, std::uint64_t remote, std::uint64_t length, bool pull);
 
   Fd epoll_, listener_, doorbell_;
@@ -93,6 +101,7 @@ class ShmEngine final : public Engine {
   std::uint64_t probe_ = wire::kMagic;  // peers read it to see whether they may read us
   Unguessable unguessable_;
   Regions regions_{unguessable_};
+  std::unordered_map<std::uint64_t, SharedFile> files_;  // that regions lie in
   EventQueue events_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::vector<Endpoint*> open_;  // polled in turn

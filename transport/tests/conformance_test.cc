@@ -7,6 +7,7 @@
 #include <functional>
 #include <random>
 
+#include "base/fd.h"
 #include "transport/factory.h"
 #include "transport/sim/fabric.h"
 #include "transport/striped/factory.h"
@@ -201,6 +202,32 @@ TEST_P(Conformance, WritesOfEverySizeLandWholeBeforeTheirNotification) {
     p.a.engine->deregister(source);
     p.b.engine->deregister(target);
     p.b.on_event = [](const Event&) {};
+  }
+}
+
+// Memory that others can map, parts of it, and memory at the same address and of the same descriptor that is not the
+// same any more.
+TEST_P(Conformance, ShareableMemoryIsWhatItIsNowWhereverItLies) {
+  auto p = pair();
+  std::vector<std::byte> to(600 * KiB);
+  const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
+  for (int round = 0; round < 5; ++round) {
+    auto memory = Mapping::shareable(1 * MiB);
+    ASSERT_TRUE(memory) << memory.error().message;
+    for (std::size_t i = 0; i < memory->size(); ++i)
+      memory->data()[i] = static_cast<std::byte>(i * 7 + i / 4096 + round);
+    const std::size_t from = 4096 * round + 24 * round, offset = 100 * round, length = 500 * KiB + round;
+    const RegionId source = *p.a.engine->register_region(memory->span().subspan(from), MemoryKind::host);
+    const auto number = static_cast<std::uint64_t>(round) + 1;
+    const Write write{.context = number,
+                      .local = {source, offset},
+                      .remote = {p.b.engine->remote(target), offset},
+                      .length = length,
+                      .notify = number};
+    ASSERT_TRUE(p.a.engine->write(p.at_a, {&write, 1}));
+    ASSERT_TRUE(until([&] { return p.b.written.size() == number && p.a.completions[number] == 1; }));
+    EXPECT_EQ(std::memcmp(to.data() + offset, memory->data() + from + offset, length), 0) << round;
+    p.a.engine->deregister(source);
   }
 }
 
