@@ -154,7 +154,11 @@ class Replica {
   }
 
   Result<> measure_catch_up(Measured& measured) {
-    if (joiner()) std::memset(owner_->state().data(), 0, owner_->state().size());
+    if (joiner()) {  // as a trainer that has just started: it has nothing
+      std::memset(owner_->state().data(), 0, owner_->state().size());
+      for (std::size_t i = 0; i < owner_->manifest().slices().size(); ++i)
+        owner_->page().slice_words()[i].store(shm::SliceWord{}.packed());
+    }
     owner_->set_version(kVersion);
     if (auto opened = open(); !opened) return opened;
     catchup::Service service(*engine_, 1, {s_.compression, s_.limit}, clock_);
@@ -191,6 +195,8 @@ class Replica {
         else idle_->reset();
       }
       measured.proven_seconds = seconds(clock_.now() - start);
+      if (const auto again = service.progress(key, clock_.now())->refetched; again > 0)
+        return fail(ErrorCode::corrupt, "{} slices had to be fetched again", again);
       const auto* floats = reinterpret_cast<const float*>(owner_->state().data());
       for (std::uint64_t i = 0; i < s_.bytes / 12; i += 1021)
         for (std::uint64_t column = 0; column < 3; ++column)

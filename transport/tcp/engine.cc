@@ -24,6 +24,26 @@ void set_option(const Fd& socket, int level, int name, int value) {
   (void)::setsockopt(socket.get(), level, name, &value, sizeof value);
 }
 
+namespace {
+
+// Between two processes of one machine no network is to be shared: a congestion control that paces what it sends (BBR)
+// only costs timers there.
+void use_no_pacing_inside_a_machine(const Fd& socket) {
+  sockaddr_storage here{}, there{};
+  socklen_t here_length = sizeof here, there_length = sizeof there;
+  const bool known = ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&here), &here_length) == 0 &&
+                     ::getpeername(socket.get(), reinterpret_cast<sockaddr*>(&there), &there_length) == 0;
+  const auto host = [](const sockaddr_storage& address) {
+    const std::string text = SocketAddress::format(address);
+    return text.substr(0, text.rfind(':'));
+  };
+  constexpr std::string_view reno = "reno";  // every kernel has it
+  if (known && host(here) == host(there))
+    (void)::setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, reno.data(), reno.size());
+}
+
+}  // namespace
+
 Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return TcpEngine::make(options); }
 
 Result<std::unique_ptr<Engine>> TcpEngine::make(const Options& options) {
@@ -103,6 +123,7 @@ void TcpEngine::finish_connecting(Endpoint& endpoint) {
   socklen_t length = sizeof error;
   ::getsockopt(endpoint.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
   if (error != 0) return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(error));
+  use_no_pacing_inside_a_machine(endpoint.socket);
   endpoint.stage = Stage::greeting;
   flush(endpoint);
 }
@@ -111,6 +132,7 @@ void TcpEngine::accept_all() {
   for (int i = 0; i < 64; ++i) {
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) return;  // nobody waits, or out of descriptors: the peer's connect times out and says so
+    use_no_pacing_inside_a_machine(socket);
     adopt(std::move(socket), Stage::accepting);
   }
 }
