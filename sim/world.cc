@@ -58,23 +58,6 @@ World::~World() {
   daemons_.clear();
 }
 
-std::unique_ptr<transport::Engine> World::make_engine(Rails& rails) {
-  rails.clear();
-  std::vector<std::unique_ptr<transport::Engine>> made;
-  for (int i = 0; i < (options_.seed % 3 == 2 ? 2 : 1); ++i) {
-    made.push_back(fabric_.make_engine());
-    rails.push_back(made.back().get());
-  }
-  if (made.size() == 1) return std::move(made.front());
-  transport::striped::Options options{.largest_piece = 256,
-                                      .smallest_piece = 64,
-                                      .bytes_in_flight = 2048,
-                                      .stall = 100ms,
-                                      .first_retry = 10ms,
-                                      .longest_retry = 100ms};
-  return transport::striped::make_engine(std::move(made), options, clock_).value();
-}
-
 // ---- time
 
 void World::after(Duration delay, std::function<void()> action) {
@@ -322,10 +305,10 @@ void World::happen(const Fault& fault) {
     case FaultKind::hang_trainer:
       if (trainer == nullptr || trainer->stopped) return;
       trainer->stopped = true;
-      for (const auto* rail : trainer->rails) fabric_.stop(*rail);
+      fabric_.stop(*trainer->engine);
       return after_of(*trainer, fault.lasting, [this, trainer] {
         trainer->stopped = false;
-        for (const auto* rail : trainer->rails) fabric_.resume(*rail);
+        fabric_.resume(*trainer->engine);
         if (trainer->connection.value == 0) trainer->look_for_daemon();
         wake(*trainer);
       });
@@ -347,19 +330,13 @@ void World::happen(const Fault& fault) {
       [[fallthrough]];
     case FaultKind::one_way_partition: up_blocked_[fault.replica] = std::max(up_blocked_[fault.replica], until); return;
     case FaultKind::cut_ring:
-      if (trainer != nullptr)
-        for (const auto* rail : trainer->rails) fabric_.cut(*rail);
+      if (trainer != nullptr) fabric_.cut(*trainer->engine);
       return;
     case FaultKind::cut_stream:
-      if (daemon != nullptr)
-        for (const auto* rail : daemon->rails) fabric_.cut(*rail);
-      return;
-    case FaultKind::lose_rail:
-      if (trainer != nullptr) fabric_.cut(*trainer->rails[pick(trainer->rails.size())]);
-      if (daemon != nullptr) fabric_.cut(*daemon->rails[pick(daemon->rails.size())]);
+      if (daemon != nullptr) fabric_.cut(*daemon->engine);
       return;
     case FaultKind::damage:
-      if (daemon != nullptr) fabric_.damage_next_write(*daemon->rails[pick(daemon->rails.size())]);
+      if (daemon != nullptr) fabric_.damage_next_write(*daemon->engine);
       return;
     case FaultKind::damage_at_rest: damage_at_rest_[fault.replica] = true; return;
     case FaultKind::pause:

@@ -20,7 +20,6 @@
 #include "sim/fault.h"
 #include "sim/model.h"
 #include "transport/sim/fabric.h"
-#include "transport/striped/factory.h"
 
 namespace rejoin::sim {
 
@@ -59,7 +58,6 @@ struct Outcome {
 Outcome play(const Options& options);
 
 class World;
-using Rails = std::vector<const transport::Engine*>;  // of the fabric
 
 // Who can be woken: at most one call is under way to each.
 struct Process {
@@ -82,9 +80,8 @@ class Trainer final : public Process {
 
   const std::uint32_t replica, rank;
   const std::uint64_t life;
-  Rails rails;
-  std::unique_ptr<transport::Engine> engine;  // over them
-  membership::RankConnection connection;      // at the daemon; 0: none
+  std::unique_ptr<transport::Engine> engine;
+  membership::RankConnection connection;  // at the daemon; 0: none
   TrainingState& state() { return *state_; }
 
  private:
@@ -129,9 +126,8 @@ class Daemon final : public Process {
   std::string describe(catchup::RankKey key) const;
 
   const std::uint32_t node;
-  Rails rails;
-  std::unique_ptr<transport::Engine> engine;  // over them
-  std::uint64_t link = 0;                     // to the coordinator; 0: none
+  std::unique_ptr<transport::Engine> engine;
+  std::uint64_t link = 0;  // to the coordinator; 0: none
 
  private:
   void carry_out(const membership::Node::Actions& actions);
@@ -180,11 +176,7 @@ class World {
   const Options options_;
   const membership::JobConfig job;
   VirtualClock& clock() { return clock_; }
-  // Of one rail, or in a third of all seeds of two, which share its writes (transport/striped/).
-  std::unique_ptr<transport::Engine> make_engine(Rails& rails);
-  void kill(const Rails& rails) {
-    for (const auto* rail : rails) fabric_.kill(*rail);
-  }
+  transport::sim::Fabric& fabric() { return fabric_; }
   Checker& checker() { return checker_; }
   const Model& model() const { return options_.model != nullptr ? *options_.model : noise_model(); }
   void on_loss(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, double loss) {
