@@ -155,9 +155,7 @@ void Coordinator::announce_ranks(const ReplicaState& replica, ReplicaId id, cons
                                  const std::set<NodeId>& told) {
   for (const auto& [node, state] : nodes_) {
     if (told.contains(node)) continue;
-    RankSet concerned = ranks, others = ranks;
-    others.remove(state.hosts);
-    concerned.remove(others);
+    const RankSet concerned = ranks.common(state.hosts);
     if (concerned.empty()) continue;
     proto::ToNode message;
     describe(replica, id, concerned, *message.mutable_peers());

@@ -115,6 +115,11 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   return actions;
 }
 
+void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its) {
+  if (!links) links.emplace(its.begin(), its.end());
+  else std::erase_if(*links, [&](auto link) { return !std::binary_search(its.begin(), its.end(), link); });
+}
+
 // One report of how all ranks of the replica on this node stand, when all have said it and where it changed.
 void Node::report_standing(const RankInfo& one, Actions& actions) {
   if (!coordinator_up_ || !one.registered) return;
@@ -130,10 +135,7 @@ void Node::report_standing(const RankInfo& one, Actions& actions) {
     if (!rank.links) return;
     together.add(RankSet(rank.up.rank()));
     if (!rank.caught_up) standing.set_caught_up(false);
-    if (!links) links = rank.links;
-    else
-      std::erase_if(*links,
-                    [&its = *rank.links](auto link) { return !std::binary_search(its.begin(), its.end(), link); });
+    keep_common(links, *rank.links);
   }
   together.to(standing.mutable_ranks());
   for (auto link : *links) standing.add_links(link);

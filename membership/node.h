@@ -4,6 +4,7 @@
 
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,9 @@ class Node {
   PeerTable peers_;
   std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> standings_;  // said last, by replica and incarnation
 };
+
+// Of the links of those before (none yet: all), those that are also `its`, ascending.
+void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 
 constexpr std::uint32_t kProtocolVersion = 3;
 

@@ -15,7 +15,6 @@ class PeerTable {
   const std::vector<proto::Peer>& of(std::uint32_t rank) const;
   // As a message that says all of these ranks, complete.
   proto::Peers complete(const RankSet& ranks) const;
-  void clear() { by_rank_.clear(); }
 
  private:
   std::map<std::uint32_t, std::vector<proto::Peer>> by_rank_;  // by replica, ascending

@@ -71,6 +71,13 @@ bool RankSet::includes(const RankSet& other) const {
   });
 }
 
+RankSet RankSet::common(const RankSet& other) const {
+  RankSet only_here = *this, both = *this;
+  only_here.remove(other);
+  both.remove(only_here);
+  return both;
+}
+
 std::string RankSet::text() const {
   std::string text;
   for (const auto& [begin, end] : ranges_)

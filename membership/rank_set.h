@@ -27,6 +27,7 @@ class RankSet {
   std::uint64_t size() const;
   bool contains(std::uint64_t rank) const;
   bool includes(const RankSet& other) const;
+  RankSet common(const RankSet& other) const;  // what both have
   // "3, 8-15"
   std::string text() const;
   const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges() const { return ranges_; }

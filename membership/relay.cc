@@ -12,13 +12,6 @@ namespace {
 
 constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
 
-RankSet both(const RankSet& a, const RankSet& b) {
-  RankSet only_a = a, common = a;
-  only_a.remove(b);
-  common.remove(only_a);
-  return common;
-}
-
 }  // namespace
 
 // ---- the coordinator
@@ -90,7 +83,7 @@ void Relay::on_peers(const proto::Peers& peers) {
   for (const auto& [node, state] : nodes_) {
     proto::ToNode message;
     auto& its = *message.mutable_peers();
-    both(complete, state.hosts).to(its.mutable_complete());
+    complete.common(state.hosts).to(its.mutable_complete());
     *its.mutable_gone() = peers.gone();
     for (const auto& [begin, end] : state.hosts.ranges())
       for (auto at = by_rank.lower_bound(static_cast<std::uint32_t>(begin)); at != by_rank.end() && at->first < end;
@@ -223,10 +216,7 @@ void Relay::report_standing(std::uint32_t replica, std::uint64_t incarnation, Gr
   for (const auto& [node, standing] : group.standings) {
     together.add(RankSet(standing.ranks(), kNoLimit));
     caught_up = caught_up && standing.caught_up();
-    if (!links) links.emplace(standing.links().begin(), standing.links().end());
-    else
-      std::erase_if(*links,
-                    [&its = standing.links()](auto link) { return !std::binary_search(its.begin(), its.end(), link); });
+    keep_common(links, {standing.links().data(), static_cast<std::size_t>(standing.links().size())});
   }
   if (!together.includes(group.registered)) return;
   proto::FromNode message;

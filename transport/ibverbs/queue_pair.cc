@@ -53,13 +53,14 @@ Result<std::unique_ptr<QueuePair>> QueuePair::make(const Shared& shared, std::ui
   attributes.qp_type = IBV_QPT_RC;
   attributes.cap.max_send_wr = shared.options.queue_depth;
   attributes.cap.max_send_sge = 1;
-  attributes.cap.max_inline_data = kInlineWanted;
-  if (order == Order::kept) made->handle_ = QueuePairHandle(ibv_create_qp(shared.device.domain(), &attributes));
-  attributes.cap.max_inline_data = made->handle_ ? attributes.cap.max_inline_data : 0;  // not every device inlines
-  if (!made->handle_)
+  const auto create = [&](std::uint32_t inlined) {
+    attributes.cap.max_inline_data = inlined;
     made->handle_ = QueuePairHandle(order == Order::kept ? ibv_create_qp(shared.device.domain(), &attributes)
                                                          : create_out_of_order(shared.device.domain(), attributes));
-  if (!made->handle_)
+    return made->handle_ != nullptr;
+  };
+  // Not every device inlines; and what goes without order is long.
+  if ((order == Order::none || !create(kInlineWanted)) && !create(0))
     return fail(ErrorCode::exhausted, "rail {}: can't make a queue pair of depth {}: {}", shared.device.name(),
                 shared.options.queue_depth, std::strerror(errno));
   made->inline_bytes_ = attributes.cap.max_inline_data;

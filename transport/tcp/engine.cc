@@ -18,14 +18,6 @@ namespace {
 
 constexpr std::uint64_t kListener = 0;  // epoll tag; endpoint ids are never 0 in practice and checked not to be
 
-}  // namespace
-
-void set_option(const Fd& socket, int level, int name, int value) {
-  (void)::setsockopt(socket.get(), level, name, &value, sizeof value);
-}
-
-namespace {
-
 // Between two processes of one machine no network is to be shared: a congestion control that paces what it sends (BBR)
 // only costs timers there.
 void use_no_pacing_inside_a_machine(const Fd& socket) {
@@ -43,6 +35,10 @@ void use_no_pacing_inside_a_machine(const Fd& socket) {
 }
 
 }  // namespace
+
+void set_option(const Fd& socket, int level, int name, int value) {
+  (void)::setsockopt(socket.get(), level, name, &value, sizeof value);
+}
 
 Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return TcpEngine::make(options); }
 
