@@ -1,20 +1,10 @@
 #include <cstring>
 
+#include "fuzz/input.h"
 #include "shm/owner.h"
 #include "shm/view.h"
 
-namespace {
-
 using namespace rejoin;
-
-// Bytes come from the input; then zeros.
-struct Input {
-  const std::uint8_t* data;
-  std::size_t size;
-  std::uint8_t next() { return size == 0 ? std::uint8_t{0} : (--size, *data++); }
-};
-
-}  // namespace
 
 // A trainer that scribbles anything over its page, between any two looks of the daemon.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
@@ -25,14 +15,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   static const Bytes fresh(reinterpret_cast<const std::byte*>(&owner.page()),
                            reinterpret_cast<const std::byte*>(&owner.page()) + sizeof(shm::Page));
   std::memcpy(static_cast<void*>(&owner.page()), fresh.data(), fresh.size());
-  Input input{data, size};
-  const auto scribble = [&] {
-    auto* page = reinterpret_cast<std::uint8_t*>(&owner.page());
-    for (int count = input.next() % 8; count > 0; --count) {
-      const std::size_t at = (input.next() << 8 | input.next()) % (sizeof(shm::Page) + 64);
-      page[at] = input.next();
-    }
-  };
+  fuzz::Input input{data, size};
+  const auto scribble = [&] { input.scribble(&owner.page(), sizeof(shm::Page) + 64); };
   const bool before = input.next() % 2 == 0;
   if (before) scribble();
   auto view = shm::View::of(owner);

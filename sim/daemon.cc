@@ -15,7 +15,7 @@ constexpr Duration kRetry = 50ms;
 Daemon::Daemon(World& world, std::uint32_t node_number)
     : node(node_number), world_(world), machine_(fmt::format("node {}", node_number), world.job.silence) {
   instance = world.next_number();
-  engine = world.fabric().make_engine();
+  engine = world.make_engine(node, rails);
   address_ = engine->listen({}).value().text;
   catchup::Service::Options options;
   options.compression = instance % 2 == 0 ? catchup::Compression::never : catchup::Compression::always;
@@ -23,7 +23,7 @@ Daemon::Daemon(World& world, std::uint32_t node_number)
 }
 
 Daemon::~Daemon() {
-  world_.fabric().kill(*engine);
+  world_.kill(rails);
   service_.reset();
   engine.reset();
 }

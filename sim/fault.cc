@@ -9,9 +9,10 @@ namespace rejoin::sim {
 namespace {
 
 constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
-    "kill_trainer", "hang_trainer",     "slow_trainer",    "kill_replica", "kill_all",      "kill_daemon",
-    "power_loss",   "kill_coordinator", "crash_in_append", "disk_full",    "partition",     "one_way_partition",
-    "cut_ring",     "cut_stream",       "damage",          "pause",        "damage_at_rest"};
+    "kill_trainer", "hang_trainer",      "slow_trainer",     "kill_replica",    "kill_all",
+    "kill_daemon",  "power_loss",        "kill_coordinator", "crash_in_append", "disk_full",
+    "partition",    "one_way_partition", "cut_ring",         "cut_stream",      "damage",
+    "pause",        "lose_rail",         "slow_link",        "damage_at_rest"};
 
 constexpr std::array<std::string_view, kPlants> kPlantNames{
     "none",         "commit_without_vote", "apply_without_commit", "apply_twice", "skip_a_piece", "forget_a_decision",

@@ -27,9 +27,11 @@ enum class FaultKind : std::uint8_t {
   cut_stream,         // all catch-up connections of a node break
   damage,             // one bit of a catch-up write is flipped on its way
   pause,              // all stand still, as a suspended machine: the clock jumps
+  lose_rail,          // one rail of a rank and one of its node break, and come back
+  slow_link,          // what a node or its ranks send, or what is sent to them, or both, takes long for a while
   damage_at_rest,     // one bit of what a joiner got flips in its memory, before it is brought up to date
 };
-constexpr std::size_t kFaultKinds = 17;
+constexpr std::size_t kFaultKinds = 19;
 std::string_view to_string(FaultKind kind);
 
 struct Fault {

@@ -5,9 +5,9 @@ namespace rejoin::sim {
 namespace {
 
 float noise(std::uint64_t a, std::uint64_t b) {
-  std::uint64_t x = (a * 0x9e3779b97f4a7c15) ^ (b + 0xbf58476d1ce4e5b9);
-  x = (x ^ (x >> 29)) * 0x94d049bb133111eb;
-  return static_cast<float>(static_cast<double>((x >> 40) & 0xffff) / 65536.0 - 0.5);
+  auto x = static_cast<std::uint32_t>(a * 0x9e3779b97f4a7c15 >> 32) + static_cast<std::uint32_t>(b) * 0x9e3779b9;
+  x = (x ^ (x >> 15)) * 0x85ebca6b;
+  return static_cast<float>(static_cast<std::int32_t>((x ^ (x >> 13)) & 0xffff)) / 65536.0f - 0.5f;
 }
 
 class NoiseModel final : public Model {

@@ -20,7 +20,7 @@ std::span<float> floats(std::span<std::byte> bytes) {
 Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_number)
     : replica(replica_number), rank(rank_number), life(world.next_number()), world_(world), model_(world.model()) {
   instance = world.next_number();
-  engine = world.fabric().make_engine();
+  engine = world.make_engine(replica, rails);
   address_ = engine->listen({}).value().text;
   state_ = std::make_unique<TrainingState>(world.planted(Plant::keep_too_much) ? 1 << 20 : model_.keep_budget());
   std::vector<std::vector<TensorId>> buckets;
@@ -56,7 +56,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
 }
 
 Trainer::~Trainer() {
-  world_.fabric().kill(*engine);
+  world_.kill(rails);
   driver_.reset();
   engine.reset();
 }

@@ -42,6 +42,7 @@ World::World(const Options& options)
       fabric_(fabric_of(options), clock_),
       trainers_(options.replicas),
       damage_at_rest_(options.replicas),
+      slow_links_(options.replicas),
       up_blocked_(options.replicas),
       down_blocked_(options.replicas) {
   clock_.set(TimePoint(1s));
@@ -56,6 +57,26 @@ World::~World() {
   agenda_.clear();
   for (auto& ranks : trainers_) ranks.clear();
   daemons_.clear();
+}
+
+std::unique_ptr<transport::Engine> World::make_engine(std::uint32_t node, Rails& rails) {
+  rails.clear();
+  std::vector<std::unique_ptr<transport::Engine>> made;
+  for (int i = 0; i < (options_.seed % 3 == 2 ? 2 : 1); ++i) {
+    made.push_back(fabric_.make_engine());
+    rails.push_back(made.back().get());
+    const SlowLink& link = slow_links_[node];
+    fabric_.slow(*rails.back(), link.out, link.in, link.until);
+  }
+  if (made.size() == 1) return std::move(made.front());
+  transport::striped::Options options{.largest_piece = 256,
+                                      .smallest_piece = 64,
+                                      .bytes_in_flight = 2048,
+                                      .stall = 100ms,
+                                      .first_retry = 10ms,
+                                      .longest_retry = 100ms,
+                                      .seed = options_.seed << 32 | next_number()};
+  return transport::striped::make_engine(std::move(made), options, clock_).value();
 }
 
 // ---- time
@@ -255,7 +276,8 @@ void World::drop_link(std::uint64_t number) {
 
 Duration World::control_delay(std::uint32_t node, bool up) {
   const TimePoint blocked = up ? up_blocked_[node] : down_blocked_[node];
-  const Duration delay(static_cast<std::int64_t>(10'000 + random_() % 300'000));
+  Duration delay(static_cast<std::int64_t>(10'000 + random_() % 300'000));
+  if (const SlowLink& link = slow_links_[node]; link.until > now()) delay += up ? link.out : link.in;
   return blocked > now() ? blocked - now() + delay : delay;
 }
 
@@ -284,66 +306,6 @@ void World::to_coordinator(std::uint64_t number, proto::FromNode message) {
   after(in_order(link.last_up, control_delay(link.node, true)), [this, number, message = std::move(message)] {
     if (links_.contains(number)) carry_out(coordinator_->on_message(membership::NodeId(number), message, now()));
   });
-}
-
-// ---- faults
-
-Duration World::slowness(std::uint32_t replica, std::uint32_t rank) const {
-  auto found = slow_until_.find({replica, rank});
-  return found != slow_until_.end() && found->second > now() ? Duration(250ms) : Duration{};
-}
-
-void World::happen(const Fault& fault) {
-  count(fmt::format("fault: {}", to_string(fault.kind)));
-  note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
-       milliseconds(fault.lasting));
-  Trainer* trainer = trainers_[fault.replica][fault.rank].get();
-  Daemon* daemon = daemons_[fault.replica].get();
-  const TimePoint until = now() + fault.lasting;
-  switch (fault.kind) {
-    case FaultKind::kill_trainer: return kill_trainer(fault.replica, fault.rank, "killed");
-    case FaultKind::hang_trainer:
-      if (trainer == nullptr || trainer->stopped) return;
-      trainer->stopped = true;
-      fabric_.stop(*trainer->engine);
-      return after_of(*trainer, fault.lasting, [this, trainer] {
-        trainer->stopped = false;
-        fabric_.resume(*trainer->engine);
-        if (trainer->connection.value == 0) trainer->look_for_daemon();
-        wake(*trainer);
-      });
-    case FaultKind::slow_trainer: slow_until_[{fault.replica, fault.rank}] = until; return;
-    case FaultKind::kill_all:
-      for (std::uint32_t r = 0; r < options_.replicas; ++r)
-        for (std::uint32_t i = 0; i < options_.ranks; ++i) kill_trainer(r, i, "killed with all others");
-      return;
-    case FaultKind::power_loss: kill_daemon(fault.replica); [[fallthrough]];
-    case FaultKind::kill_replica:
-      for (std::uint32_t i = 0; i < options_.ranks; ++i) kill_trainer(fault.replica, i, "killed with its replica");
-      return;
-    case FaultKind::kill_daemon: return kill_daemon(fault.replica);
-    case FaultKind::kill_coordinator: return kill_coordinator("killed");
-    case FaultKind::crash_in_append: crash_in_append_ = coordinator_ != nullptr; return;
-    case FaultKind::disk_full: disk_full_ = true; return;
-    case FaultKind::partition:
-      down_blocked_[fault.replica] = std::max(down_blocked_[fault.replica], until);
-      [[fallthrough]];
-    case FaultKind::one_way_partition: up_blocked_[fault.replica] = std::max(up_blocked_[fault.replica], until); return;
-    case FaultKind::cut_ring:
-      if (trainer != nullptr) fabric_.cut(*trainer->engine);
-      return;
-    case FaultKind::cut_stream:
-      if (daemon != nullptr) fabric_.cut(*daemon->engine);
-      return;
-    case FaultKind::damage:
-      if (daemon != nullptr) fabric_.damage_next_write(*daemon->engine);
-      return;
-    case FaultKind::damage_at_rest: damage_at_rest_[fault.replica] = true; return;
-    case FaultKind::pause:
-      clock_.advance(fault.lasting);
-      faults_end_ += fault.lasting;
-      return;
-  }
 }
 
 // ---- the run
@@ -434,9 +396,9 @@ Outcome World::run() {
     if (fabric_.stale_writes() > 0) checker_.on_stale_write();
     for (auto& ranks : trainers_)
       for (auto& trainer : ranks)
-        if (trainer && !trainer->engine->arm()) wake(*trainer);
+        if (trainer && !trainer->woken && !trainer->engine->arm()) wake(*trainer);
     for (auto& daemon : daemons_)
-      if (daemon && !daemon->engine->arm()) wake(*daemon);
+      if (daemon && !daemon->woken && !daemon->engine->arm()) wake(*daemon);
     if (options_.run_for && !go_on_long()) break;
     if (now() < faults_end_) continue;
     crash_in_append_ = disk_full_ = false;

@@ -20,6 +20,7 @@
 #include "sim/fault.h"
 #include "sim/model.h"
 #include "transport/sim/fabric.h"
+#include "transport/striped/factory.h"
 
 namespace rejoin::sim {
 
@@ -58,6 +59,7 @@ struct Outcome {
 Outcome play(const Options& options);
 
 class World;
+using Rails = std::vector<const transport::Engine*>;  // of the fabric
 
 // Who can be woken: at most one call is under way to each.
 struct Process {
@@ -80,8 +82,9 @@ class Trainer final : public Process {
 
   const std::uint32_t replica, rank;
   const std::uint64_t life;
-  std::unique_ptr<transport::Engine> engine;
-  membership::RankConnection connection;  // at the daemon; 0: none
+  Rails rails;
+  std::unique_ptr<transport::Engine> engine;  // over them
+  membership::RankConnection connection;      // at the daemon; 0: none
   TrainingState& state() { return *state_; }
 
  private:
@@ -126,8 +129,9 @@ class Daemon final : public Process {
   std::string describe(catchup::RankKey key) const;
 
   const std::uint32_t node;
-  std::unique_ptr<transport::Engine> engine;
-  std::uint64_t link = 0;  // to the coordinator; 0: none
+  Rails rails;
+  std::unique_ptr<transport::Engine> engine;  // over them
+  std::uint64_t link = 0;                     // to the coordinator; 0: none
 
  private:
   void carry_out(const membership::Node::Actions& actions);
@@ -176,7 +180,11 @@ class World {
   const Options options_;
   const membership::JobConfig job;
   VirtualClock& clock() { return clock_; }
-  transport::sim::Fabric& fabric() { return fabric_; }
+  // Of one rail, or in a third of all seeds of two, which share its writes (transport/striped/).
+  std::unique_ptr<transport::Engine> make_engine(std::uint32_t node, Rails& rails);
+  void kill(const Rails& rails) {
+    for (const auto* rail : rails) fabric_.kill(*rail);
+  }
   Checker& checker() { return checker_; }
   const Model& model() const { return options_.model != nullptr ? *options_.model : noise_model(); }
   void on_loss(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, double loss) {
@@ -195,6 +203,10 @@ class World {
   struct Link {
     std::uint32_t node = 0;
     TimePoint last_up{}, last_down{};  // deliveries, in order
+  };
+  struct SlowLink {
+    Duration out{}, in{};  // what its messages take longer
+    TimePoint until{};
   };
   void say(std::string line);
   void start_trainer(std::uint32_t replica, std::uint32_t rank);
@@ -230,6 +242,7 @@ class World {
   bool crash_in_append_ = false, disk_full_ = false;
   std::map<std::uint64_t, Link> links_;
   std::vector<bool> damage_at_rest_;                  // by replica: due
+  std::vector<SlowLink> slow_links_;                  // by node
   std::vector<TimePoint> up_blocked_, down_blocked_;  // by node: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
   TimePoint faults_end_{};

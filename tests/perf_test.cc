@@ -15,10 +15,10 @@ struct Pair {
   std::string server_output;
 
   Pair(const std::string& tool, const std::vector<std::string>& options,
-       const std::vector<std::string>& client_only = {}) {
+       const std::vector<std::string>& client_only = {}, const std::vector<std::string>& environment = {}) {
     std::vector<std::string> arguments{binaries() + "/" + tool, "-p", "0", "--bind_source_ip", "127.0.0.1"};
     arguments.insert(arguments.end(), options.begin(), options.end());
-    Process process(arguments, scratch.path + "/server");
+    Process process(arguments, scratch.path + "/server", environment);
     std::string port;
     EXPECT_TRUE(eventually([&] {
       const std::string output = process.output(), mark = "listening on 127.0.0.1:";
@@ -30,7 +30,7 @@ struct Pair {
     arguments = {binaries() + "/" + tool, "-p", port, "127.0.0.1"};
     arguments.insert(arguments.end(), options.begin(), options.end());
     arguments.insert(arguments.end(), client_only.begin(), client_only.end());
-    client = run(arguments, {}, std::chrono::seconds(30));
+    client = run(arguments, environment, std::chrono::seconds(30));
     server = process.wait(std::chrono::seconds(10));
     server_output = process.output();
   }
@@ -74,6 +74,21 @@ TEST(Perf, ForADurationAndWithAHistogram) {
   EXPECT_EQ(timed.server, 0) << timed.server_output;
 }
 
+// A GPU made of software, which the tools load as the machine's.
+TEST(Perf, GpuMemoryIsStagedWhereTheTransportCantReachIt) {
+  const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};
+  for (const std::string tool : {"rejoin_write_bw", "rejoin_read_bw"}) {
+    const Pair pair(tool, {"--transport", "tcp", "--use_cuda", "0", "-n", "100", "-s", "2500000", "--verify"}, {}, gpu);
+    EXPECT_EQ(pair.client.status, 0) << pair.client.output;
+    EXPECT_EQ(pair.server, 0) << pair.server_output;
+    EXPECT_NE(pair.client.output.find("GPU of software (CUDA device 0, 0000:00:00.0), staged"), std::string::npos)
+        << pair.client.output;
+  }
+  const Ended third =
+      run({binaries() + "/rejoin_write_bw", "--transport", "tcp", "--use_cuda", "3"}, gpu, std::chrono::seconds(20));
+  EXPECT_NE(third.output.find("no CUDA device 3: there are 1"), std::string::npos) << third.output;
+}
+
 TEST(Perf, WrongUseIsNamed) {
   const auto expect = [](std::vector<std::string> arguments, const std::string& what) {
     const Ended ended = run(std::move(arguments), {}, std::chrono::seconds(20));
@@ -82,7 +97,8 @@ TEST(Perf, WrongUseIsNamed) {
   };
   const std::string tool = binaries() + "/rejoin_write_bw";
   expect({tool, "--transport", "shm", "-p", "1", "127.0.0.1"}, "start the same tool there without a host");
-  expect({tool, "--use_cuda"}, "host memory only");
+  expect({tool, "--transport", "tcp", "--use_cuda", "0"}, "no CUDA driver");
+  expect({binaries() + "/rejoin_write_lat", "--transport", "tcp", "--use_cuda", "0"}, "rejoin_write_bw");
   expect({tool, "-d", "no_such_device"}, "no RDMA device");
   expect({tool, "--no-such-flag"}, "--no-such-flag");
   expect({binaries() + "/rejoin_send_lat", "-s", "1M"}, "at most 32 KiB");

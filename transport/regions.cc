@@ -4,7 +4,12 @@
 
 namespace rejoin::transport {
 
-Unguessable::Unguessable() {
+Unguessable::Unguessable(std::optional<std::uint64_t> seed) {
+  if (seed) {
+    secret_ = *seed;
+    secret_ = next();  // seeds that lie close together give numbers that have nothing in common
+    return;
+  }
   std::random_device entropy;
   secret_ = (std::uint64_t{entropy()} << 32) | entropy();
 }
@@ -17,9 +22,8 @@ std::uint64_t Unguessable::next() {
   return x ^ (x >> 31);
 }
 
-RegionId Regions::add(std::span<std::byte> memory) {
+RegionId Regions::add(std::span<std::byte> memory, std::uint64_t key) {
   const RegionId id(++made_);
-  const std::uint64_t key = keys_.next();
   regions_[id.value] = {id, memory, key, 0};
   by_key_[key] = id.value;
   return id;

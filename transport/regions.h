@@ -7,10 +7,10 @@
 
 namespace rejoin::transport {
 
-// Numbers that never repeat within one source and that nobody outside can predict.
+// Numbers that never repeat within one source and that nobody outside can predict; given a seed, they follow from it.
 class Unguessable {
  public:
-  Unguessable();
+  explicit Unguessable(std::optional<std::uint64_t> seed = {});
   std::uint64_t next();
 
  private:
@@ -27,8 +27,9 @@ struct Region {
 class Regions {
  public:
   explicit Regions(Unguessable& keys) : keys_(keys) {}
-  RegionId add(std::span<std::byte> memory);
-  void revoke_key(RegionId id);  // nothing new starts
+  RegionId add(std::span<std::byte> memory) { return add(memory, keys_.next()); }
+  RegionId add(std::span<std::byte> memory, std::uint64_t key);  // which no other has
+  void revoke_key(RegionId id);                                  // nothing new starts
   void remove(RegionId id);
   Region* find(RegionId id);
   Region* by_key(std::uint64_t key);

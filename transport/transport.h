@@ -20,17 +20,11 @@
 #include "base/bytes.h"
 #include "base/ids.h"
 #include "base/result.h"
+#include "device/memory.h"
 
 namespace rejoin::transport {
 
-enum class MemoryKind : std::uint8_t { host, cuda };
-
-// Memory of a device, a GPU's, that other devices reach by dma-buf (cuMemGetHandleForAddressRange gives it out).
-struct DmaBuf {
-  int fd = -1;                  // stays the caller's; may be closed after the call
-  std::uint64_t offset = 0;     // bytes, of the memory in it
-  std::span<std::byte> memory;  // by its device address: nobody here looks inside
-};
+using device::DmaBuf, device::MemoryKind;
 
 using EndpointId = Id<struct EndpointTag>;  // never reused in an engine
 using RegionId = Id<struct RegionTag>;      // never reused in an engine

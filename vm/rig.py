@@ -199,7 +199,7 @@ def one(job, programs, limit, shell=False, files=()):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["test", "demo", "bench", "instructions", "run", "shell"])
+    parser.add_argument("command", choices=["test", "demo", "nccl", "bench", "instructions", "run", "shell"])
     parser.add_argument("--filter", default="*ibverbs*:*Ibverbs*", help="of the tests, as gtest has it")
     parser.add_argument("--limit", type=int, default=600, help="seconds until the VM is ended")
     parser.add_argument("--nodes", type=int, default=3, choices=[2, 3], help="VMs of the demo")
@@ -222,10 +222,14 @@ def main():
         counter = pathlib.Path("/usr/libexec/valgrind")
         files = [(counter / name, None) for name in ("cachegrind-amd64-linux", "vgpreload_core-amd64-linux.so", "default.supp")]
         return one((ROOT / "vm" / "instructions.sh").read_text(), programs + [which("valgrind.bin")], arguments.limit, files=files)
+    if arguments.command == "nccl":
+        plugin = BIN.parent / "lib" / "libnccl-net-rejoin.so"
+        return one((ROOT / "vm" / "nccl.sh").read_text(), [BIN / "rejoin_nccl_net_test"], arguments.limit,
+                   files=[(plugin, "/usr/lib/libnccl-net-rejoin.so")] + [(library, None) for library in libraries(plugin)])
     if arguments.command == "run":
         return one(" ".join(arguments.rest) + "\n", programs, arguments.limit)
     job = f"REJOIN_RDMA=rxe0,rxe1 transport_test --gtest_filter={shlex.quote(arguments.filter)} --gtest_color=no\n"
-    return one(job, [BIN / "transport_test"], arguments.limit)
+    return one(job, [BIN / "transport_test"], arguments.limit, files=[(BIN.parent / "fake_cuda" / "libcuda.so.1", None)])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "transport/factory.h"
+#include "transport/staged/factory.h"
 #include "transport/tcp/factory.h"
 
 namespace rejoin::bench::perf {
@@ -31,12 +32,21 @@ Result<std::unique_ptr<Link>> Link::open(const Options& options) {
   auto engine = transport::make_engine(options.engine());
   if (!engine) return tl::unexpected(engine.error());
   link->engine_ = std::move(*engine);
+  link->device_ = device::make_host();
+  if (options.cuda) {
+    auto gpu = device::open_cuda({.ordinal = *options.cuda});
+    if (!gpu) return fail(gpu.error().code, "--use_cuda {}: {}", *options.cuda, gpu.error().message);
+    link->device_ = std::move(*gpu);
+    auto staged = transport::staged::make_engine(std::move(link->engine_), link->device_, {});
+    if (!staged) return tl::unexpected(staged.error());
+    link->engine_ = std::move(*staged);
+  }
   const auto sizes = options.sizes();
   auto memory =
-      Mapping::shareable(round_up(2 * round_up(*std::max_element(sizes.begin(), sizes.end()), 4096), 2 * MiB));
+      link->device_->allocate(round_up(2 * round_up(*std::max_element(sizes.begin(), sizes.end()), 4096), 2 * MiB));
   if (!memory) return tl::unexpected(memory.error());
   link->memory_ = std::move(*memory);
-  auto region = link->engine_->register_region(link->memory(), transport::MemoryKind::host);
+  auto region = link->engine_->register_region(link->memory(), link->device_->kind());
   if (!region) return tl::unexpected(region.error());
   link->region_ = *region;
   if (auto connected = link->connect(options); !connected) return tl::unexpected(connected.error());
@@ -66,6 +76,7 @@ Result<> Link::connect(const Options& options) {
   if (!control) return tl::unexpected(control.error());
   control_ = std::move(*control);
   std::string address;
+  const std::string kind = options.cuda ? "cuda " : "host ";
   if (options.server()) {
     auto where = engine_->listen({"0.0.0.0:0"});
     if (!where) return tl::unexpected(where.error());
@@ -79,7 +90,7 @@ Result<> Link::connect(const Options& options) {
     // The client's host and port 0.0.0.0 mean the address that it reached us at.
     while (endpoint_ == transport::EndpointId{}) {
       for (const auto& event : control_->poll())
-        if (event.kind == EventKind::accepted) (void)control_->send(event.endpoint, as_bytes(where->text));
+        if (event.kind == EventKind::accepted) (void)control_->send(event.endpoint, as_bytes(kind + where->text));
       auto polled = poll([&](const Event& event) {
         if (event.kind == EventKind::accepted) endpoint_ = event.endpoint;
       });
@@ -96,6 +107,10 @@ Result<> Link::connect(const Options& options) {
                     options.host, options.port, event.error->message);
       if (event.kind == EventKind::message) address = as_text(event.message);
     }
+  if (!address.starts_with(kind))
+    return fail(ErrorCode::mismatch, "--use_cuda: {}; give it to both or to none",
+                options.cuda ? "the server was started without it" : "the server was started with it");
+  address.erase(0, kind.size());
   if (const auto any = address.find("0.0.0.0:"); any != std::string::npos) address.replace(any, 7, options.host);
   auto endpoint = engine_->connect({address}, {});
   if (!endpoint) return tl::unexpected(endpoint.error());
@@ -126,6 +141,29 @@ Result<> Link::until(const std::function<bool()>& done, const std::function<void
     if (auto polled = poll(on_event); !polled) return polled;
   }
   return {};
+}
+
+Result<> Link::put(std::span<std::byte> there, BytesView bytes) {
+  auto stream = device_->make_stream();
+  if (!stream) return tl::unexpected(stream.error());
+  if (auto copied = (*stream)->copy(there.data(), bytes.data(), bytes.size()); !copied) return copied;
+  return (*stream)->synchronize();
+}
+
+Result<Bytes> Link::get(BytesView there) {
+  auto stream = device_->make_stream();
+  if (!stream) return tl::unexpected(stream.error());
+  Bytes bytes(there.size());
+  if (auto copied = (*stream)->copy(bytes.data(), there.data(), there.size()); !copied)
+    return tl::unexpected(copied.error());
+  if (auto done = (*stream)->synchronize(); !done) return tl::unexpected(done.error());
+  return bytes;
+}
+
+std::string Link::memory_name() const {
+  if (device_->kind() == transport::MemoryKind::host) return device_->name();
+  const bool staged = transport::staged::is_staged(engine_->remote(region_));
+  return device_->name() + (staged ? ", staged through host memory" : ", reached directly");
 }
 
 void Link::wait_for_event() {

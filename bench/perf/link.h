@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "base/fd.h"
 #include "bench/perf/options.h"
+#include "device/device.h"
 #include "transport/transport.h"
 
 namespace rejoin::bench::perf {
@@ -20,9 +21,13 @@ class Link {
   transport::Engine& engine() { return *engine_; }
   transport::EndpointId endpoint() const { return endpoint_; }
   TimePoint now() const { return clock_.now(); }
-  std::span<std::byte> memory() { return memory_.span(); }  // twice the largest size: what is sent, what is received
-  std::span<std::byte> outbox() { return memory().first(memory_.size() / 2); }
-  std::span<std::byte> inbox() { return memory().subspan(memory_.size() / 2); }
+  // Twice the largest size: what is sent, what is received. With --use_cuda a GPU's: only put() and get() get at it.
+  std::span<std::byte> memory() { return memory_.bytes; }
+  std::span<std::byte> outbox() { return memory().first(memory().size() / 2); }
+  std::span<std::byte> inbox() { return memory().subspan(memory().size() / 2); }
+  Result<> put(std::span<std::byte> there, BytesView bytes);
+  Result<Bytes> get(BytesView there);
+  std::string memory_name() const;
   transport::RegionId region() const { return region_; }
   const transport::RemoteRegion& remote() const { return remote_; }
 
@@ -42,9 +47,10 @@ class Link {
 
   SteadyClock clock_;
   bool events_ = false;
+  std::shared_ptr<device::Device> device_;
   std::unique_ptr<transport::Engine> control_, engine_;
   transport::EndpointId endpoint_;
-  Mapping memory_;
+  device::Memory memory_;
   transport::RegionId region_;
   transport::RemoteRegion remote_;
   std::optional<Bytes> agreement_;  // the peer's first message

@@ -27,8 +27,10 @@ class Run {
 
   Result<> bandwidth(std::uint64_t size) {
     const bool active = !o_.server() || o_.bidirectional;
-    for (std::uint64_t i = 0; i < size; ++i) link_.outbox()[i] = pattern(i, size);
-    std::fill(link_.inbox().begin(), link_.inbox().end(), std::byte{0});
+    Bytes expected(size);
+    for (std::uint64_t i = 0; i < size; ++i) expected[i] = pattern(i, size);
+    if (auto put = link_.put(link_.outbox(), expected); !put) return put;
+    if (auto put = link_.put(link_.inbox(), Bytes(link_.inbox().size())); !put) return put;
     if (auto met = link_.meet(); !met) return met;
     std::uint64_t posted = 0, done = 0;
     std::vector<TimePoint> posts, ends;
@@ -69,10 +71,13 @@ class Run {
     const double took = seconds(link_.now() - start);
     if (auto met = link_.meet(); !met) return met;
     const bool receives = o_.test == Test::write_bw ? o_.server() || o_.bidirectional : active;
-    if (o_.verify && receives)
-      for (std::uint64_t i = 0; i < size; ++i)
-        if (link_.inbox()[i] != pattern(i, size))
-          return fail(ErrorCode::corrupt, "--verify: byte {} of {} did not arrive", i, size);
+    if (o_.verify && receives) {
+      const auto arrived = link_.get(link_.inbox().first(size));
+      if (!arrived) return tl::unexpected(arrived.error());
+      const auto wrong = std::mismatch(expected.begin(), expected.end(), arrived->begin()).first;
+      if (wrong != expected.end())
+        return fail(ErrorCode::corrupt, "--verify: byte {} of {} did not arrive", wrong - expected.begin(), size);
+    }
     if (!active) return {};
     // As perftest: the best over any stretch from one post to a later completion, with some hundred in between.
     double peak = 0;
@@ -172,8 +177,9 @@ class Run {
   }
 
   Result<> all() {
-    std::printf("%s                    %s\n Transport       : %s\n TX depth        : %u\n%s", kLine, o_.title().c_str(),
-                o_.engine().c_str(), o_.latency() ? 1 : o_.depth, kLine);
+    std::printf("%s                    %s\n Transport       : %s\n Memory          : %s\n TX depth        : %u\n%s",
+                kLine, o_.title().c_str(), o_.engine().c_str(), link_.memory_name().c_str(),
+                o_.latency() ? 1 : o_.depth, kLine);
     if (o_.latency())
       std::printf(
           " #bytes #iterations    t_min[usec]    t_max[usec]  t_typical[usec]    t_avg[usec]    t_stdev[usec]   "

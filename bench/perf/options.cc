@@ -44,7 +44,7 @@ Result<Options> parse(Test test, int argc, char** argv) {
   CLI::App app{o.title() +
                ". Without a host it is the server and ends after one client; with one, the client of the server there. "
                "Both sides take the same options."};
-  bool cuda = false, ignored = false, json = false;
+  bool ignored = false, json = false;
   app.add_option("host", o.host, "the server's name or address");
   app.add_option("-d,--ib-dev", o.device, "RDMA device (ibverbs), or local address (tcp)");
   app.add_option("--rails", o.rails, "several devices or addresses, comma-separated: pieces go over all of them");
@@ -71,7 +71,10 @@ Result<Options> parse(Test test, int argc, char** argv) {
   app.add_flag("--report_gbits", o.gbits, "Gbit/s instead of MiB/s");
   app.add_flag("--out_json", json, "write the results to --out_json_file");
   app.add_option("--out_json_file", o.json_file, "that file; default perftest_out.json");
-  app.add_flag("--use_cuda", cuda, "GPU memory: not supported by this build yet");
+  app.add_option(
+      "--use_cuda", o.cuda,
+      "memory of this GPU, counted from 0: reached by the NIC itself where it can be (dma-buf or peer memory), "
+      "otherwise staged through host memory. Both sides");
   if (test != Test::write_lat)  // which looks at the memory itself
     app.add_flag("-e,--events", o.events, "sleep until something happens instead of polling");
   app.add_flag("-F,--CPU-freq", ignored, "accepted and without effect: no cycle counter is used");
@@ -81,7 +84,10 @@ Result<Options> parse(Test test, int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     std::exit(app.exit(error));
   }
-  if (cuda) return fail(ErrorCode::invalid_argument, "--use_cuda: this build moves host memory only");
+  if (o.cuda && o.latency())
+    return fail(ErrorCode::invalid_argument,
+                "--use_cuda: the latency tests look at their memory themselves, so it must be the host's; "
+                "rejoin_write_bw and rejoin_read_bw take it");
   if (o.transport == "ibverbs" && o.device.empty() && o.rails.empty() &&
       (o.gid_index >= 0 || o.queue_pairs > 0 || o.rdma_cm))
     return fail(ErrorCode::invalid_argument,

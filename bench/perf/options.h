@@ -1,6 +1,7 @@
 // Command lines of the tools in perftest's manner, with perftest's letters and meanings.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,7 @@ struct Options {
   bool rdma_cm = false;
   bool events = false;
   bool bidirectional = false, gbits = false, verify = false, histogram = false;
+  std::optional<int> cuda;  // the memory is this GPU's
   std::string json_file;
 
   bool latency() const { return test == Test::write_lat || test == Test::send_lat; }

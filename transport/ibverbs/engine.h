@@ -22,6 +22,7 @@
 
 #include "base/fd.h"
 #include "transport/endpoints.h"
+#include "transport/epoll.h"
 #include "transport/event_queue.h"
 #include "transport/ibverbs/connection_manager.h"
 #include "transport/ibverbs/removal.h"
@@ -186,7 +187,5 @@ class IbverbsEngine final : public Engine {
   std::uint32_t polls_ = 0, unopened_ = 0, unacknowledged_ = 0;
   bool slept_ = false;
 };
-
-Result<> add_to(const Fd& epoll, int fd);
 
 }  // namespace rejoin::transport::ibverbs

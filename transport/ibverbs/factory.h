@@ -34,6 +34,17 @@ struct Options {
 // The names of the devices' active ports, "DEVICE:PORT".
 std::vector<std::string> active_ports();
 
+// What a port is, for whoever chooses among them.
+struct PortInfo {
+  std::string pci_path;    // in /sys; empty: it is on no PCI bus
+  std::uint64_t guid = 0;  // of the device
+  std::uint32_t speed_mbps = 0;
+  std::uint32_t port = 1;
+  bool dma_buf = false;  // its driver takes dma-bufs
+};
+// `name` as active_ports() has it, or a device's alone, with or without settings. Errors: as make_engine().
+Result<PortInfo> describe_port(const std::string& name);
+
 // "DEVICE[:PORT]" with ';'-separated settings after it:
 // gid=3;qps=4;depth=128;mtu=4096;sl=0;tc=106;timeout=16;retries=7;ooo=1;cm=auto
 Result<Options> parse_options(const std::string& text);

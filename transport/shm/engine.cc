@@ -189,7 +189,7 @@ void ShmEngine::open(Endpoint& endpoint) {
 
 Result<RegionId> ShmEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
   if (kind != MemoryKind::host)
-    return fail(ErrorCode::invalid_argument, "the shared-memory backend moves host memory only; stage device memory");
+    return fail(ErrorCode::unreachable, "the shared-memory backend moves host memory only; stage device memory");
   const RegionId id = regions_.add(memory);
   if (const auto file = shared_file_of(memory)) files_[id.value] = *file;
   return id;

@@ -29,8 +29,9 @@ Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
     return fail(ErrorCode::invalid_argument, "address '{}' is not of the form sim:N", text);
   const EndpointId mine(++fabric_.ids_made_), theirs(++fabric_.ids_made_);
   endpoints_[mine.value] = {.peer_engine = number, .peer = theirs};
-  fabric_.after(fabric_.delay(), [&fabric = fabric_, from = number_, number, mine, theirs,
-                                  bytes = Bytes(hello.begin(), hello.end())]() mutable {
+  const Duration there = fabric_.delay() + fabric_.slowness(number_, number);
+  fabric_.after(there, [&fabric = fabric_, from = number_, number, mine, theirs,
+                        bytes = Bytes(hello.begin(), hello.end())]() mutable {
     auto* client = fabric.engine(from);
     auto* server = fabric.engine(number);
     if (client == nullptr || client->open(mine) == nullptr) return;
@@ -40,7 +41,7 @@ Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
       if (accepting == nullptr) return;
       accepting->endpoints_[theirs.value] = {.peer_engine = from, .peer = mine, .connected = true};
       accepting->emit({.kind = EventKind::accepted, .endpoint = theirs}, std::move(bytes));
-      const Duration welcome = fabric.delay();
+      const Duration welcome = fabric.delay() + fabric.slowness(number, from);
       accepting->endpoints_[theirs.value].last_message = fabric.clock_.now() + welcome;  // messages come after it
       fabric.after(welcome, [&fabric, from, number, mine, theirs] {
         auto* connecting = fabric.engine(from);
@@ -59,7 +60,8 @@ Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
   return mine;
 }
 
-Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryKind) {
+Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+  if (kind != MemoryKind::host) return fail(ErrorCode::unreachable, "simulated rails reach host memory only");
   const RegionId id(++fabric_.ids_made_);
   regions_[id.value] = {memory, fabric_.random_()};
   return id;
@@ -98,7 +100,8 @@ Result<> SimEngine::send(EndpointId id, BytesView message) {
     return fail(ErrorCode::unavailable, "endpoint {:x} is not connected", id.value);
   if (auto checked = check_message(message); !checked) return checked;
   const TimePoint now = fabric_.clock_.now();
-  endpoint->last_message = std::max(endpoint->last_message + Duration(1), now + fabric_.delay());
+  const Duration there = fabric_.delay() + fabric_.slowness(number_, endpoint->peer_engine);
+  endpoint->last_message = std::max(endpoint->last_message + Duration(1), now + there);
   fabric_.after(endpoint->last_message - now, [&fabric = fabric_, from = number_, to = endpoint->peer_engine, id,
                                                peer = endpoint->peer, bytes = Bytes(message.begin(), message.end())] {
     auto* sender = fabric.engine(from);
@@ -142,8 +145,10 @@ void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context,
     const std::byte* bytes = regions_.at(local.region.value).memory.data() + local.offset;
     left.emplace(bytes, bytes + length);
   }
-  const Duration delay = left ? fabric_.late_delay() : fabric_.delay();
-  fabric_.after(delay, [&fabric = fabric_, from = number_, to = endpoint.peer_engine, id, peer = endpoint.peer,
+  const Duration there = (left ? fabric_.late_delay() : fabric_.delay()) +
+                         (direction == Direction::write ? fabric_.slowness(number_, endpoint.peer_engine)
+                                                        : fabric_.slowness(endpoint.peer_engine, number_));
+  fabric_.after(there, [&fabric = fabric_, from = number_, to = endpoint.peer_engine, id, peer = endpoint.peer,
                         operation, direction, local, remote, length, notify, left] {
     auto arrive = [&fabric, from, to, id, peer, operation, direction, local, remote, length, notify, left] {
       auto* sender = fabric.engine(from);
@@ -170,7 +175,7 @@ void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context,
         target->memory[remote.offset + fabric.random_() % length] ^= std::byte{1} << static_cast<int>(operation % 8);
       if (!error && closed) ++fabric.stale_writes_;
       if (!error && notify && !closed) receiver->emit({.kind = EventKind::written, .endpoint = peer, .value = *notify});
-      fabric.after(fabric.delay(), [&fabric, from, id, operation, error] {
+      fabric.after(fabric.delay() + fabric.slowness(to, from), [&fabric, from, id, operation, error] {
         if (auto* poster = fabric.engine(from)) poster->complete(id, operation, error);
       });
     };

@@ -66,6 +66,8 @@ class SimEngine final : public Engine {
   bool dead_ = false;
   bool stopped_ = false;
   bool damage_ = false;  // the next write that lands here
+  Duration slow_out_{}, slow_in_{};
+  TimePoint slow_until_{};
   std::vector<std::function<void()>> held_;  // what arrived while stopped
   std::map<std::uint64_t, Endpoint> endpoints_;
   std::map<std::uint64_t, Region> regions_;

@@ -77,6 +77,21 @@ void Fabric::kill(const Engine& engine) {
 
 void Fabric::stop(const Engine& engine) { made_here(engine).stopped_ = true; }
 
+void Fabric::slow(const Engine& engine, Duration out, Duration in, TimePoint until) {
+  auto& slowed = made_here(engine);
+  slowed.slow_out_ = out;
+  slowed.slow_in_ = in;
+  slowed.slow_until_ = until;
+}
+
+Duration Fabric::slowness(std::uint32_t from, std::uint32_t to) {
+  const SimEngine* sender = engine(from);
+  const SimEngine* receiver = engine(to);
+  const TimePoint now = clock_.now();
+  return (sender != nullptr && sender->slow_until_ > now ? sender->slow_out_ : Duration{}) +
+         (receiver != nullptr && receiver->slow_until_ > now ? receiver->slow_in_ : Duration{});
+}
+
 void Fabric::damage_next_write(const Engine& engine) { made_here(engine).damage_ = true; }
 
 void Fabric::resume(const Engine& engine) {

@@ -47,6 +47,8 @@ class Fabric {
   // The process stops (SIGSTOP): nothing reaches or leaves it until resume(). Nobody is told.
   void stop(const Engine& engine);
   void resume(const Engine& engine);
+  // Until then what it sends takes longer by `out`, and what is sent to it by `in`.
+  void slow(const Engine& engine, Duration out, Duration in, TimePoint until);
   // The next write that lands at this engine arrives with one bit flipped.
   void damage_next_write(const Engine& engine);
   // Writes that landed through endpoints that were closed; 0 but where `unfenced`.
@@ -60,6 +62,7 @@ class Fabric {
   // Most are quick; one in sixteen comes after the poster's end may be known to have failed.
   Duration late_delay() { return random_() % 16 == 0 ? pick(options_.min_delay, options_.detection) : delay(); }
   SimEngine* engine(std::uint32_t number);
+  Duration slowness(std::uint32_t from, std::uint32_t to);
 
   Options options_;
   VirtualClock& clock_;

@@ -302,11 +302,6 @@ StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Opera
 
 // Posts pieces while rails have room, in one call a rail.
 void StripedEngine::pump(Endpoint& endpoint) {
-  struct Batch {
-    std::vector<Write> writes;
-    std::vector<Read> reads;
-  };
-  std::map<Link*, Batch> batches;
   while (endpoint.stage == Stage::open && !endpoint.pending.empty()) {
     Piece piece = endpoint.pending.front();
     auto found = endpoint.operations.find(piece.operation);
@@ -330,15 +325,19 @@ void StripedEngine::pump(Endpoint& endpoint) {
     ++operation.in_flight;
     const LocalRange local{choice.local, operation.local.offset + offset};
     const RemoteRange remote{choice.remote, operation.remote.offset + offset};
+    Batch& batch = batches_[link.rail];
+    if (std::exchange(batch.link, &link) == nullptr) batch.writes.clear(), batch.reads.clear();
     if (operation.is_read) {
-      batches[&link].reads.push_back({.context = number, .local = local, .remote = remote, .length = length});
+      batch.reads.push_back({.context = number, .local = local, .remote = remote, .length = length});
     } else {
       Write write{.context = number, .local = local, .remote = remote, .length = length};
       if (operation.number) write.notify = wire::piece_tag(*operation.number, piece.index);
-      batches[&link].writes.push_back(write);
+      batch.writes.push_back(write);
     }
   }
-  for (auto& [link, batch] : batches) {
+  for (auto& batch : batches_) {
+    Link* link = std::exchange(batch.link, nullptr);
+    if (link == nullptr) continue;
     Engine& rail = *rails_[link->rail];
     Result<> posted;
     if (!batch.writes.empty()) posted = rail.write(link->endpoint, batch.writes);

@@ -1,12 +1,12 @@
 #include "transport/striped/engine.h"
 
-#include <sys/epoll.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 
 #include "base/log.h"
+#include "transport/epoll.h"
 
 namespace rejoin::transport::striped {
 
@@ -36,6 +36,7 @@ StripedEngine::StripedEngine(std::vector<std::unique_ptr<Engine>> rails, const O
       clock_(clock),
       check_every_(std::min(options.stall / 8, options.first_retry / 2)),
       by_link_(rails_.size()),
+      batches_(rails_.size()),
       now_(clock.now()) {}
 
 // Sleeping: one epoll over the rails' descriptors and a timer. Simulated rails have none; then neither has this.
@@ -45,13 +46,9 @@ Result<> StripedEngine::start() {
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   timer_ = Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
   if (!epoll_ || !timer_) return fail_errno("epoll or timer of a striped engine");
-  const auto add = [&](int fd) {
-    epoll_event event{.events = EPOLLIN, .data = {.fd = fd}};
-    return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
-  };
-  if (!add(timer_.get())) return fail_errno("epoll_ctl");
+  if (auto added = add_to(epoll_, timer_.get()); !added) return added;
   for (const auto& rail : rails_)
-    if (!add(rail->event_fd())) return fail_errno("epoll_ctl");
+    if (auto added = add_to(epoll_, rail->event_fd()); !added) return added;
   return {};
 }
 
@@ -384,8 +381,8 @@ bool StripedEngine::arm() {
   if (!events_.empty() || !dirty_.empty() || to_sweep_) return false;
   for (auto& rail : rails_)
     if (!rail->arm()) return false;
-  const TimePoint next = next_timer();
-  if (timer_ && next != timer_at_) {
+  if (!timer_) return true;
+  if (const TimePoint next = next_timer(); next != timer_at_) {
     timer_at_ = next;
     itimerspec when{};
     if (next != TimePoint::max()) {

@@ -189,12 +189,18 @@ class StripedEngine final : public Engine {
   void touch(Endpoint& endpoint);
   static std::uint64_t length_of(const Operation& operation, std::uint32_t piece);
 
+  struct Batch {  // what pump() posts on a rail; kept for its memory
+    Link* link = nullptr;
+    std::vector<Write> writes;
+    std::vector<Read> reads;
+  };
+
   std::vector<std::unique_ptr<Engine>> rails_;
   const Options options_;
   const Clock& clock_;
   const Duration check_every_;
   Fd epoll_, timer_;
-  Unguessable unguessable_;
+  Unguessable unguessable_{options_.seed};
   Regions regions_{unguessable_};
   std::unordered_map<std::uint64_t, RailRegions> rail_regions_;  // by our region
   EventQueue events_;
@@ -205,6 +211,7 @@ class StripedEngine final : public Engine {
   std::deque<std::array<std::uint64_t, 2>> closed_order_;
   std::vector<std::unordered_map<std::uint64_t, std::pair<Endpoint*, Link*>>> by_link_;  // per rail: its endpoints
   std::vector<EndpointId> dirty_;
+  std::vector<Batch> batches_;  // by rail
   bool to_sweep_ = false;
   TimePoint now_{}, checked_{}, timer_at_ = TimePoint::max();
 };

@@ -19,6 +19,8 @@ struct Options {
   Duration stall = std::chrono::seconds(2);
   Duration first_retry = std::chrono::milliseconds(100);  // of a dead rail; doubles …
   Duration longest_retry = std::chrono::seconds(10);      // … up to this
+  // Ids and keys follow from it, so that a simulation can be repeated; none: nobody can guess them.
+  std::optional<std::uint64_t> seed{};
 };
 
 // An address of this engine is the rails' addresses joined by '|'; listen() also takes one for all.

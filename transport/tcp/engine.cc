@@ -143,7 +143,7 @@ void TcpEngine::watch(Endpoint& endpoint, bool wants_write) {
 
 Result<RegionId> TcpEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
   if (kind != MemoryKind::host)
-    return fail(ErrorCode::invalid_argument, "the TCP backend moves host memory only; stage device memory");
+    return fail(ErrorCode::unreachable, "the TCP backend moves host memory only; stage device memory");
   return regions_.add(memory);
 }
 

@@ -8,8 +8,10 @@
 #include <random>
 
 #include "base/fd.h"
+#include "device/tests/library.h"
 #include "transport/factory.h"
 #include "transport/sim/fabric.h"
+#include "transport/staged/factory.h"
 #include "transport/striped/factory.h"
 #include "transport/tests/backends.h"
 
@@ -36,6 +38,19 @@ struct StripedSimBench : SimBench {
     for (int i = 0; i < 3; ++i) rails.push_back(fabric.make_engine());
     return *striped::make_engine(std::move(rails), {}, clock);
   }
+};
+
+// Over any of the others: what is registered is taken for a GPU's, which that one can't reach, and staged.
+struct StagedBench : Bench {
+  explicit StagedBench(std::unique_ptr<Bench> b) : below(std::move(b)) {}
+  std::unique_ptr<Bench> below;
+  std::unique_ptr<Engine> engine() override {
+    auto gpu = device::open_cuda({.ordinal = 0, .library = device::cuda_library()});
+    if (!gpu) throw std::runtime_error(gpu.error().message);
+    return *staged::make_engine(below->engine(), *gpu, {.slot_bytes = 64 * KiB, .slots = 4, .direct = false});
+  }
+  void progress() override { below->progress(); }
+  Address anywhere() const override { return below->anywhere(); }
 };
 
 struct RealBench : Bench {
@@ -86,11 +101,17 @@ struct Conformance : testing::TestWithParam<std::string> {
   std::unique_ptr<Bench> bench;
   std::vector<std::unique_ptr<Node>> nodes;
 
+  MemoryKind kind = MemoryKind::host;
+
+  static std::unique_ptr<Bench> bench_of(const std::string& backend) {
+    if (backend.starts_with("staged_")) return std::make_unique<StagedBench>(bench_of(backend.substr(7)));
+    if (backend == "sim") return std::make_unique<SimBench>();
+    if (backend == "striped_sim") return std::make_unique<StripedSimBench>();
+    return std::make_unique<RealBench>(backend);
+  }
   void SetUp() override {
-    const std::string backend = GetParam();
-    if (backend == "sim") bench = std::make_unique<SimBench>();
-    else if (backend == "striped_sim") bench = std::make_unique<StripedSimBench>();
-    else bench = std::make_unique<RealBench>(backend);
+    bench = bench_of(GetParam());
+    if (GetParam().starts_with("staged_")) kind = MemoryKind::cuda;
   }
 
   Node& node() {
@@ -179,8 +200,8 @@ TEST_P(Conformance, WritesOfEverySizeLandWholeBeforeTheirNotification) {
   for (auto size : sizes) {
     std::vector<std::byte> from(std::max<std::size_t>(size, 1)), to(from.size() + 64, std::byte{0xee});
     for (std::size_t i = 0; i < size; i += 61) from[i] = static_cast<std::byte>(i * 31 + size);
-    const RegionId source = *p.a.engine->register_region(from, MemoryKind::host);
-    const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
+    const RegionId source = *p.a.engine->register_region(from, kind);
+    const RegionId target = *p.b.engine->register_region(to, kind);
     bool whole = false;
     p.b.on_event = [&](const Event& event) {
       if (event.kind == EventKind::written && event.value == size)
@@ -210,14 +231,14 @@ TEST_P(Conformance, WritesOfEverySizeLandWholeBeforeTheirNotification) {
 TEST_P(Conformance, ShareableMemoryIsWhatItIsNowWhereverItLies) {
   auto p = pair();
   std::vector<std::byte> to(600 * KiB);
-  const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
+  const RegionId target = *p.b.engine->register_region(to, kind);
   for (int round = 0; round < 5; ++round) {
     auto memory = Mapping::shareable(1 * MiB);
     ASSERT_TRUE(memory) << memory.error().message;
     for (std::size_t i = 0; i < memory->size(); ++i)
       memory->data()[i] = static_cast<std::byte>(i * 7 + i / 4096 + round);
     const std::size_t from = 4096 * round + 24 * round, offset = 100 * round, length = 500 * KiB + round;
-    const RegionId source = *p.a.engine->register_region(memory->span().subspan(from), MemoryKind::host);
+    const RegionId source = *p.a.engine->register_region(memory->span().subspan(from), kind);
     const auto number = static_cast<std::uint64_t>(round) + 1;
     const Write write{.context = number,
                       .local = {source, offset},
@@ -236,8 +257,8 @@ TEST_P(Conformance, ManyWritesEachCompleteOnceAndNotifyOnce) {
   constexpr std::uint64_t count = 500, size = 20 * KiB;
   std::vector<std::byte> from(size), to(count * size);
   for (std::size_t i = 0; i < size; ++i) from[i] = static_cast<std::byte>(i % 251);
-  const RegionId source = *p.a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *p.a.engine->register_region(from, kind);
+  const RegionId target = *p.b.engine->register_region(to, kind);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < count; ++i)
     writes.push_back({.context = i,
@@ -257,8 +278,8 @@ TEST_P(Conformance, ManyWritesEachCompleteOnceAndNotifyOnce) {
 TEST_P(Conformance, MessageAfterACompletionArrivesAfterTheBytes) {
   auto p = pair();
   std::vector<std::byte> from(2 * MiB, std::byte{0x5a}), to(2 * MiB);
-  const RegionId source = *p.a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *p.a.engine->register_region(from, kind);
+  const RegionId target = *p.b.engine->register_region(to, kind);
   const Write write{.context = 1,
                     .local = {source, 0},
                     .remote = {p.b.engine->remote(target), 0},
@@ -281,8 +302,8 @@ TEST_P(Conformance, ReadBringsThePeersBytes) {
   for (std::uint64_t size : {std::uint64_t{1}, 5000 * 1ul, 3 * MiB}) {
     std::vector<std::byte> here(size), there(size);
     for (std::size_t i = 0; i < size; ++i) there[i] = static_cast<std::byte>(i * 7);
-    const RegionId mine = *p.a.engine->register_region(here, MemoryKind::host);
-    const RegionId theirs = *p.b.engine->register_region(there, MemoryKind::host);
+    const RegionId mine = *p.a.engine->register_region(here, kind);
+    const RegionId theirs = *p.b.engine->register_region(there, kind);
     const Read read{.context = size, .local = {mine, 0}, .remote = {p.b.engine->remote(theirs), 0}, .length = size};
     ASSERT_TRUE(p.a.engine->read(p.at_a, {&read, 1}));
     ASSERT_TRUE(until([&] { return p.a.completions[size] == 1; }));
@@ -296,8 +317,8 @@ TEST_P(Conformance, ReadBringsThePeersBytes) {
 TEST_P(Conformance, BadKeysAndRangesAreRefusedAndTouchNothing) {
   auto p = pair();
   std::vector<std::byte> from(1 * MiB, std::byte{1}), to(64 * KiB);
-  const RegionId source = *p.a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *p.a.engine->register_region(from, kind);
+  const RegionId target = *p.b.engine->register_region(to, kind);
   const RemoteRegion good = p.b.engine->remote(target);
   const auto attempt = [&](std::uint64_t context, RemoteRange remote, std::uint64_t length) {
     const Write write{.context = context, .local = {source, 0}, .remote = remote, .length = length, .notify = 99};
@@ -326,8 +347,8 @@ TEST_P(Conformance, BadKeysAndRangesAreRefusedAndTouchNothing) {
 TEST_P(Conformance, LocalRangesOutsideTheirRegionPostNothing) {
   auto p = pair();
   std::vector<std::byte> from(100), to(1000);
-  const RegionId source = *p.a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *p.a.engine->register_region(from, kind);
+  const RegionId target = *p.b.engine->register_region(to, kind);
   const RemoteRange remote{p.b.engine->remote(target), 0};
   const Write writes[] = {{.context = 1, .local = {source, 0}, .remote = remote, .length = 50, .notify = 1},
                           {.context = 2, .local = {source, 60}, .remote = remote, .length = 50, .notify = 2}};
@@ -341,8 +362,8 @@ TEST_P(Conformance, ClosingCompletesEverythingOnceAndFencesThePeer) {
   auto p = pair();
   constexpr std::uint64_t count = 32, size = 1 * MiB;
   std::vector<std::byte> from(size, std::byte{7}), to(count * size);
-  const RegionId source = *p.a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *p.a.engine->register_region(from, kind);
+  const RegionId target = *p.b.engine->register_region(to, kind);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < count; ++i)
     writes.push_back({.context = i,
@@ -368,8 +389,8 @@ TEST_P(Conformance, ThePosterMayCloseWithOperationsOutstanding) {
   auto p = pair();
   constexpr std::uint64_t count = 16, size = 4 * MiB;
   std::vector<std::byte> from(size, std::byte{7}), to(size);
-  const RegionId source = *p.a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *p.b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *p.a.engine->register_region(from, kind);
+  const RegionId target = *p.b.engine->register_region(to, kind);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < count; ++i)
     writes.push_back(
@@ -401,9 +422,17 @@ TEST_P(Conformance, OneEndpointsEndDisturbsNoOther) {
   EXPECT_TRUE(until([&] { return hub.messages.size() == peers / 2; }));
 }
 
+std::vector<std::string> with_staging(std::vector<std::string> names) {
+  const auto below = names;
+  for (const auto& name : below) {
+    if (name.starts_with("ucx") || name.find_first_of(",;") == std::string::npos) names.push_back("staged_" + name);
+  }
+  return names;
+}
+
 INSTANTIATE_TEST_SUITE_P(Backends, Conformance,
-                         testing::ValuesIn(with_rdma({"sim", "striped_sim", "shm", "tcp", "tcp:127.0.0.1,127.0.0.2",
-                                                      "ucx:tcp,self"})),
+                         testing::ValuesIn(with_staging(with_rdma({"sim", "striped_sim", "shm", "tcp",
+                                                                   "tcp:127.0.0.1,127.0.0.2", "ucx:tcp,self"}))),
                          [](const auto& backend) { return name_of(backend.param); });
 
 }  // namespace

@@ -93,7 +93,7 @@ std::array<ibv_device, 2> devices = [] {
   return made;
 }();
 std::set<const ibv_device*> down, unplugged, in_order_only;
-std::minstd_rand any;  // the order where there is none
+std::minstd_rand any;                                                        // the order where there is none
 std::map<const ibv_device*, std::pair<std::uint64_t, std::uint64_t>> blind;  // address, bytes
 std::set<FakeContext*> contexts;
 FakeVerbsTransfer watcher;

@@ -36,6 +36,33 @@ TEST(SimFabric, TheSameSeedGivesTheSameHistory) {
   EXPECT_NE(transcript(3), transcript(4));
 }
 
+TEST(SimFabric, ASlowLinkIsSlowInItsDirectionAndForItsTime) {
+  VirtualClock clock;
+  Fabric fabric({}, clock);
+  auto a = fabric.make_engine(), b = fabric.make_engine();
+  auto from_a = *a->connect(*b->listen({"sim"}), {});
+  const auto run = [&] {
+    while (fabric.step()) {
+    }
+  };
+  run();
+  const auto from_b = b->poll().front().endpoint;
+  a->poll();
+  const auto time_of = [&](Engine& sender, EndpointId endpoint, Engine& receiver) {
+    const TimePoint began = clock.now();
+    EXPECT_TRUE(sender.send(endpoint, bytes_of(began)));
+    run();
+    EXPECT_EQ(receiver.poll().size(), 1u);
+    return clock.now() - began;
+  };
+  using namespace std::chrono_literals;
+  fabric.slow(*a, 20ms, 0ms, clock.now() + 30ms);
+  EXPECT_LT(time_of(*b, from_b, *a), 1ms);
+  EXPECT_GE(time_of(*a, from_a, *b), 20ms);
+  EXPECT_GE(time_of(*a, from_a, *b), 20ms) << "sent while it was slow";
+  EXPECT_LT(time_of(*a, from_a, *b), 1ms);
+}
+
 TEST(SimFabric, AKilledProcessIsSeenByItsPeersAndWritesNoMore) {
   VirtualClock clock;
   Fabric fabric({}, clock);

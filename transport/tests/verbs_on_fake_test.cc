@@ -1,5 +1,6 @@
 // The verbs backend over devices made of software: the conformance suite (linked in beside this, REJOIN_RDMA says which
 // devices), ports that go down, and what a write costs in the backend itself.
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -12,6 +13,8 @@
 #include "base/fd.h"
 #include "base/log.h"
 #include "transport/factory.h"
+#include "transport/staged/factory.h"
+#include "transport/staged/wire.h"
 #include "transport/tests/fake_verbs.h"
 
 namespace rejoin::transport {
@@ -38,10 +41,13 @@ struct Side {
 struct VerbsOnFake : testing::Test {
   Side a, b;
   void connect(const std::string& transport) { connect(transport, transport); }
-  void connect(const std::string& transport, const std::string& accepting) {
+  using Wrap = std::function<std::unique_ptr<Engine>(std::unique_ptr<Engine>)>;
+  void connect(const std::string& transport, const std::string& accepting, const Wrap& wrap = {}) {
     spdlog::set_level(spdlog::level::err);
     a.engine = *make_engine(transport);
     b.engine = *make_engine(accepting);
+    for (auto* side : {&a, &b})
+      if (wrap) side->engine = wrap(std::move(side->engine));
     a.endpoint = *a.engine->connect(*b.engine->listen({"0.0.0.0:0"}), {});
     ASSERT_TRUE(until([&] { return a.up && b.up; }));
   }
@@ -219,6 +225,38 @@ TEST_F(VerbsOnFake, ADmaBufIsReachedByTheDeviceAndNotByTheProcessor) {
     ASSERT_FALSE(wrong);
     a.engine.reset(), b.engine.reset();
   }
+}
+
+// The memory of a GPU, by what its driver exports: nothing is staged.
+TEST_F(VerbsOnFake, AGpusMemoryIsReachedDirectlyWhereItsDriverExportsIt) {
+  auto gpu = device::open_cuda({.ordinal = 0, .library = REJOIN_FAKE_CUDA});
+  ASSERT_TRUE(gpu) << gpu.error().message;
+  void* driver = ::dlopen(REJOIN_FAKE_CUDA, RTLD_NOW);
+  reinterpret_cast<void (*)(bool)>(::dlsym(driver, "fake_cuda_set_dma_buf"))(true);
+  constexpr std::uint64_t size = 2 * MiB;
+  a = {}, b = {};
+  connect("ibverbs:fake0", "ibverbs:fake0", [&](std::unique_ptr<Engine> below) {
+    return *staged::make_engine(std::move(below), *gpu, {.slot_bytes = 4 * KiB, .slots = 2});
+  });
+  auto from = *(*gpu)->allocate(size), to = *(*gpu)->allocate(size);
+  auto pinned = *(*gpu)->allocate_pinned(size), back = *(*gpu)->allocate_pinned(size);
+  auto stream = *(*gpu)->make_stream();
+  for (std::uint64_t i = 0; i < size; ++i) pinned.bytes[i] = static_cast<std::byte>(i * 7 >> 2);
+  ASSERT_TRUE(stream->copy(from.bytes.data(), pinned.bytes.data(), size));
+  ASSERT_TRUE(stream->synchronize());
+  const RegionId source = *a.engine->register_region(from.bytes, MemoryKind::cuda);
+  const RegionId target = *b.engine->register_region(to.bytes, MemoryKind::cuda);
+  EXPECT_FALSE(staged::wire::is_staged(b.engine->remote(target).key));
+  const Write write{
+      .context = 1, .local = {source, 0}, .remote = {b.engine->remote(target), 0}, .length = size, .notify = 1};
+  ASSERT_TRUE(a.engine->write(a.endpoint, {&write, 1}));
+  ASSERT_TRUE(until([&] { return a.completed == 1 && b.written == 1; }));
+  ASSERT_TRUE(stream->copy(back.bytes.data(), to.bytes.data(), size));
+  ASSERT_TRUE(stream->synchronize());
+  EXPECT_EQ(std::memcmp(back.bytes.data(), pinned.bytes.data(), size), 0);
+  reinterpret_cast<void (*)(bool)>(::dlsym(driver, "fake_cuda_set_dma_buf"))(false);
+  ::dlclose(driver);
+  a.engine.reset(), b.engine.reset();
 }
 
 // The order of notifications and data is kept over queue pairs that keep none, whichever side may use them.

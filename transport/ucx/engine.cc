@@ -90,7 +90,7 @@ Result<Address> UcxEngine::listen(const Address&) {
 
 Result<RegionId> UcxEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
   if (kind != MemoryKind::host)
-    return fail(ErrorCode::invalid_argument, "this build of the UCX backend has host memory only");
+    return fail(ErrorCode::unreachable, "this build of the UCX backend has host memory only");
   return regions_.add(memory);
 }
 

@@ -1,0 +1,57 @@
+#include "device/cuda_driver.h"
+
+#include <dlfcn.h>
+
+namespace rejoin::device::cuda {
+
+Result<> Driver::check(Status status, const char* what) const {
+  if (status == kSuccess) return {};
+  const char* text = nullptr;
+  if (error_string(status, &text) != kSuccess || text == nullptr) text = "an error that the driver has no words for";
+  return fail(status == 2 ? ErrorCode::exhausted : ErrorCode::io, "{}: CUDA error {}: {}", what, status, text);
+}
+
+Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
+  void* opened = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (opened == nullptr)
+    return fail(ErrorCode::unavailable, "no CUDA driver on this machine ({}): install NVIDIA's, or use host memory",
+                ::dlerror());
+  auto driver = std::make_shared<Driver>();
+  driver->library = {opened, [](void* library) { ::dlclose(library); }};
+  std::string missing;
+  const auto find = [&](auto& function, const char* symbol) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(::dlsym(opened, symbol));
+    if (function == nullptr) missing += std::string(missing.empty() ? "" : ", ") + symbol;
+  };
+  find(driver->init, "cuInit");
+  find(driver->error_string, "cuGetErrorString");
+  find(driver->device_count, "cuDeviceGetCount");
+  find(driver->device_get, "cuDeviceGet");
+  find(driver->device_name, "cuDeviceGetName");
+  find(driver->device_pci, "cuDeviceGetPCIBusId");
+  find(driver->device_attribute, "cuDeviceGetAttribute");
+  find(driver->retain_context, "cuDevicePrimaryCtxRetain");
+  find(driver->release_context, "cuDevicePrimaryCtxRelease_v2");
+  find(driver->push_context, "cuCtxPushCurrent_v2");
+  find(driver->pop_context, "cuCtxPopCurrent_v2");
+  find(driver->allocate, "cuMemAlloc_v2");
+  find(driver->free, "cuMemFree_v2");
+  find(driver->allocate_host, "cuMemHostAlloc");
+  find(driver->free_host, "cuMemFreeHost");
+  find(driver->copy, "cuMemcpyAsync");
+  find(driver->stream_create, "cuStreamCreate");
+  find(driver->stream_destroy, "cuStreamDestroy_v2");
+  find(driver->stream_synchronize, "cuStreamSynchronize");
+  find(driver->launch_host, "cuLaunchHostFunc");
+  find(driver->event_create, "cuEventCreate");
+  find(driver->event_destroy, "cuEventDestroy_v2");
+  find(driver->event_record, "cuEventRecord");
+  find(driver->event_query, "cuEventQuery");
+  find(driver->range_handle, "cuMemGetHandleForAddressRange");
+  if (!missing.empty())
+    return fail(ErrorCode::unavailable, "the CUDA driver {} is too old (11.7 is the oldest that serves): it lacks {}",
+                name, missing);
+  return driver;
+}
+
+}  // namespace rejoin::device::cuda

@@ -1,0 +1,62 @@
+// The part of the CUDA driver's interface that is used here, as its ABI has it since CUDA 11.7, and its loading.
+// Declared here so that building needs no toolkit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/result.h"
+
+namespace rejoin::device::cuda {
+
+using Status = int;  // CUresult
+using DevicePointer = unsigned long long;
+using Ordinal = int;
+using Context = struct ContextTag*;
+using StreamHandle = struct StreamTag*;
+using EventHandle = struct EventTag*;
+
+constexpr Status kSuccess = 0, kNotReady = 600, kNotSupported = 801;
+constexpr unsigned kStreamNonBlocking = 1, kEventNoTiming = 2, kHostAllocPortable = 1;
+constexpr int kAttributeDmaBuf = 124;  // CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+constexpr int kRangeHandleDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+
+struct Driver {
+  Status (*init)(unsigned flags);
+  Status (*error_string)(Status, const char** text);
+  Status (*device_count)(int* count);
+  Status (*device_get)(Ordinal* device, int ordinal);
+  Status (*device_name)(char* name, int size, Ordinal);
+  Status (*device_pci)(char* id, int size, Ordinal);
+  Status (*device_attribute)(int* value, int attribute, Ordinal);
+  Status (*retain_context)(Context*, Ordinal);
+  Status (*release_context)(Ordinal);
+  Status (*push_context)(Context);
+  Status (*pop_context)(Context*);
+  Status (*allocate)(DevicePointer*, std::size_t);
+  Status (*free)(DevicePointer);
+  Status (*allocate_host)(void**, std::size_t, unsigned flags);
+  Status (*free_host)(void*);
+  Status (*copy)(DevicePointer to, DevicePointer from, std::size_t, StreamHandle);
+  Status (*stream_create)(StreamHandle*, unsigned flags);
+  Status (*stream_destroy)(StreamHandle);
+  Status (*stream_synchronize)(StreamHandle);
+  Status (*launch_host)(StreamHandle, void (*)(void*), void*);
+  Status (*event_create)(EventHandle*, unsigned flags);
+  Status (*event_destroy)(EventHandle);
+  Status (*event_record)(EventHandle, StreamHandle);
+  Status (*event_query)(EventHandle);
+  Status (*range_handle)(void* handle, DevicePointer, std::size_t, int type, unsigned long long flags);
+
+  std::shared_ptr<void> library;
+
+  // "WHAT: the driver's words", where `status` is no success.
+  Result<> check(Status status, const char* what) const;
+};
+
+// Errors: `unavailable` where the library or one of the functions is missing.
+Result<std::shared_ptr<const Driver>> load_driver(const std::string& library);
+
+}  // namespace rejoin::device::cuda

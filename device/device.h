@@ -1,0 +1,68 @@
+// The seam to accelerators: their memory, copies into and out of it in order of a stream, and how other devices reach
+// it. One implementation for the host (memory is memory, a copy is over when it returns) and one for CUDA; nothing
+// outside this folder knows CUDA. The CUDA driver is loaded when a device is opened, so that one binary serves machines
+// with and without a GPU.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+
+#include "base/fd.h"
+#include "base/result.h"
+#include "device/memory.h"
+
+namespace rejoin::device {
+
+// Bytes that go when the last copy of this goes.
+struct Memory {
+  std::span<std::byte> bytes;
+  std::shared_ptr<void> owner;
+};
+
+// Copies, one after the other. Thread: one at a time.
+class Stream {
+ public:
+  virtual ~Stream() = default;  // waits for what is queued
+  // Queues a copy; each end may be in the device's memory or the host's. Both stay as they are until it is done. Copies
+  // are truly asynchronous only where the host's end is pinned.
+  virtual Result<> copy(std::byte* to, const std::byte* from, std::size_t size) = 0;
+  // A mark behind all that is queued; marks count up from 1.
+  virtual Result<std::uint64_t> mark() = 0;
+  // The last mark before which everything is done. Errors: `io`: a copy failed; nothing on the device works any more.
+  virtual Result<std::uint64_t> reached() = 0;
+  // The eventfd is signalled when what is queued now is done. It must stay open until
+  // synchronize() has returned, or the stream has gone.
+  virtual Result<> signal(const Fd& eventfd) = 0;
+  virtual Result<> synchronize() = 0;  // waits for all that is queued
+};
+
+// Any thread.
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual MemoryKind kind() const = 0;
+  virtual std::string name() const = 0;                          // "NVIDIA H200 (CUDA device 0, 0000:19:00.0)"
+  virtual Result<Memory> allocate(std::size_t size) = 0;         // the device's own memory
+  virtual Result<Memory> allocate_pinned(std::size_t size) = 0;  // the host's, which the device copies at full speed
+  virtual Result<std::unique_ptr<Stream>> make_stream() = 0;
+  // The memory, as a descriptor that a NIC's driver takes. The range may lie anywhere in an allocation. Errors:
+  // `unreachable` where the device or its driver can't.
+  struct Exported {
+    Fd fd;
+    std::uint64_t offset = 0;  // of the memory in it
+  };
+  virtual Result<Exported> export_dma_buf(std::span<std::byte> memory) = 0;
+};
+
+std::shared_ptr<Device> make_host();
+
+struct CudaOptions {
+  int ordinal = 0;                       // as CUDA counts, after CUDA_VISIBLE_DEVICES
+  std::string library = "libcuda.so.1";  // the driver's
+};
+// Keeps the device's primary context, which the CUDA runtime and PyTorch share. Errors: `unavailable` with what is
+// missing: the driver, a device, its permission.
+Result<std::shared_ptr<Device>> open_cuda(const CudaOptions& options);
+
+}  // namespace rejoin::device

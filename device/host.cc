@@ -1,0 +1,50 @@
+// The host as a device: for code that is written once for both.
+#include <cstring>
+
+#include "device/device.h"
+
+namespace rejoin::device {
+
+namespace {
+
+class HostStream final : public Stream {
+ public:
+  Result<> copy(std::byte* to, const std::byte* from, std::size_t size) override {
+    if (size > 0) std::memcpy(to, from, size);
+    return {};
+  }
+  Result<std::uint64_t> mark() override { return ++marks_; }
+  Result<std::uint64_t> reached() override { return marks_; }
+  Result<> signal(const Fd& eventfd) override {
+    signal_eventfd(eventfd);
+    return {};
+  }
+  Result<> synchronize() override { return {}; }
+
+ private:
+  std::uint64_t marks_ = 0;
+};
+
+class HostDevice final : public Device {
+ public:
+  MemoryKind kind() const override { return MemoryKind::host; }
+  std::string name() const override { return "host"; }
+  Result<Memory> allocate(std::size_t size) override {
+    auto made = Mapping::shareable(size);
+    if (!made) return tl::unexpected(made.error());
+    auto mapping = std::make_shared<Mapping>(std::move(*made));
+    return Memory{mapping->span(), mapping};
+  }
+  Result<Memory> allocate_pinned(std::size_t size) override { return allocate(size); }
+  Result<std::unique_ptr<Stream>> make_stream() override { return std::make_unique<HostStream>(); }
+  Result<Exported> export_dma_buf(std::span<std::byte> memory) override {
+    return fail(ErrorCode::unreachable, "{} of host memory are no dma-buf: register them as they are",
+                human_bytes(memory.size()));
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Device> make_host() { return std::make_shared<HostDevice>(); }
+
+}  // namespace rejoin::device

@@ -1,0 +1,231 @@
+// A CUDA driver made of software, for machines without a GPU: built as a libcuda.so.1 that the seam loads. Its device
+// memory is mapped without any right at its device address, so that whoever touches it from the host dies at once; only
+// its copies get at the bytes, through a second mapping, on a thread for each stream. Calls without a current context
+// fail, as with the real one.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kNotReady = 600;
+constexpr int kNotSupported = 801;
+constexpr std::size_t kDeviceBytes = std::size_t{4} << 30;
+
+struct Allocation {
+  std::size_t size = 0;
+  int fd = -1;
+  char* bytes = nullptr;
+};
+
+std::mutex mutex;
+std::map<std::uintptr_t, Allocation> allocations;  // by device address
+std::size_t allocated = 0;
+bool dma_buf = false;
+thread_local std::vector<void*> contexts;
+
+char* resolve(unsigned long long address, std::size_t size) {
+  std::scoped_lock lock(mutex);
+  auto next = allocations.upper_bound(address);
+  if (next != allocations.begin()) {
+    auto& [base, allocation] = *std::prev(next);
+    if (address + size <= base + allocation.size) return allocation.bytes + (address - base);
+  }
+  return reinterpret_cast<char*>(address);
+}
+
+struct Stream {
+  std::mutex lock;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> work;
+  bool busy = false, ended = false;
+  std::thread thread{[this] {
+    std::unique_lock held(lock);
+    while (true) {
+      changed.wait(held, [&] { return ended || !work.empty(); });
+      if (work.empty()) return;
+      auto next = std::move(work.front());
+      work.pop_front();
+      busy = true;
+      held.unlock();
+      next();
+      held.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }};
+  void add(std::function<void()> what) {
+    std::scoped_lock held(lock);
+    work.push_back(std::move(what));
+    changed.notify_all();
+  }
+  void wait() {
+    std::unique_lock held(lock);
+    changed.wait(held, [&] { return work.empty() && !busy; });
+  }
+  ~Stream() {
+    {
+      std::scoped_lock held(lock);
+      ended = true;
+      changed.notify_all();
+    }
+    thread.join();
+  }
+};
+
+struct Event {
+  std::mutex lock;
+  std::uint64_t recorded = 0, done = 0;
+};
+
+bool no_context() { return contexts.empty(); }
+
+}  // namespace
+
+extern "C" {
+
+// For tests: whether memory can be exported.
+void fake_cuda_set_dma_buf(bool supported) { dma_buf = supported; }
+
+int cuInit(unsigned) { return kSuccess; }
+int cuGetErrorString(int status, const char** text) {
+  *text = status == kOutOfMemory ? "out of memory" : status == kInvalidContext ? "invalid context" : "some error";
+  return kSuccess;
+}
+int cuDeviceGetCount(int* count) { return *count = 1, kSuccess; }
+int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal == 0 ? kSuccess : kInvalidValue; }
+int cuDeviceGetName(char* name, int size, int) {
+  std::strncpy(name, "GPU of software", static_cast<std::size_t>(size));
+  return kSuccess;
+}
+int cuDeviceGetPCIBusId(char* id, int size, int) {
+  std::strncpy(id, "0000:00:00.0", static_cast<std::size_t>(size));
+  return kSuccess;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 124 && dma_buf ? 1 : 0;
+  return kSuccess;
+}
+int cuDevicePrimaryCtxRetain(void** context, int) {
+  static int primary;
+  *context = &primary;
+  return kSuccess;
+}
+int cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }
+int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(context), kSuccess; }
+int cuCtxPopCurrent_v2(void** context) {
+  if (no_context()) return kInvalidContext;
+  *context = contexts.back();
+  contexts.pop_back();
+  return kSuccess;
+}
+
+int cuMemAlloc_v2(unsigned long long* address, std::size_t size) {
+  if (no_context()) return kInvalidContext;
+  std::scoped_lock lock(mutex);
+  if (size == 0) return kInvalidValue;
+  if (allocated + size > kDeviceBytes) return kOutOfMemory;
+  Allocation made{.size = size, .fd = ::memfd_create("fake device memory", MFD_CLOEXEC)};
+  const std::size_t mapped = (size + 4095) / 4096 * 4096;
+  if (made.fd < 0 || ::ftruncate(made.fd, static_cast<off_t>(mapped)) != 0) return kOutOfMemory;
+  void* device = ::mmap(nullptr, mapped, PROT_NONE, MAP_SHARED, made.fd, 0);
+  void* bytes = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, made.fd, 0);
+  if (device == MAP_FAILED || bytes == MAP_FAILED) return kOutOfMemory;
+  made.bytes = static_cast<char*>(bytes);
+  allocated += size;
+  *address = reinterpret_cast<std::uintptr_t>(device);
+  allocations[*address] = made;
+  return kSuccess;
+}
+
+int cuMemFree_v2(unsigned long long address) {
+  if (no_context()) return kInvalidContext;
+  std::scoped_lock lock(mutex);
+  auto found = allocations.extract(address);
+  if (found.empty()) return kInvalidValue;
+  const auto& gone = found.mapped();
+  const std::size_t mapped = (gone.size + 4095) / 4096 * 4096;
+  ::munmap(reinterpret_cast<void*>(address), mapped);
+  ::munmap(gone.bytes, mapped);
+  ::close(gone.fd);
+  allocated -= gone.size;
+  return kSuccess;
+}
+
+int cuMemHostAlloc(void** address, std::size_t size, unsigned) {
+  if (no_context()) return kInvalidContext;
+  *address = ::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
+  return *address == nullptr ? kOutOfMemory : kSuccess;
+}
+int cuMemFreeHost(void* address) {
+  if (no_context()) return kInvalidContext;
+  ::free(address);
+  return kSuccess;
+}
+
+int cuStreamCreate(Stream** stream, unsigned) {
+  if (no_context()) return kInvalidContext;
+  *stream = new Stream;
+  return kSuccess;
+}
+int cuStreamDestroy_v2(Stream* stream) {
+  delete stream;
+  return kSuccess;
+}
+int cuStreamSynchronize(Stream* stream) {
+  stream->wait();
+  return kSuccess;
+}
+int cuLaunchHostFunc(Stream* stream, void (*function)(void*), void* data) {
+  stream->add([=] { function(data); });
+  return kSuccess;
+}
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, std::size_t size, Stream* stream) {
+  if (no_context()) return kInvalidContext;
+  stream->add([=, target = resolve(to, size), source = resolve(from, size)] { std::memcpy(target, source, size); });
+  return kSuccess;
+}
+
+int cuEventCreate(Event** event, unsigned) { return *event = new Event, kSuccess; }
+int cuEventDestroy_v2(Event* event) {
+  delete event;
+  return kSuccess;
+}
+int cuEventRecord(Event* event, Stream* stream) {
+  std::scoped_lock lock(event->lock);
+  stream->add([event, number = ++event->recorded] {
+    std::scoped_lock held(event->lock);
+    event->done = number;
+  });
+  return kSuccess;
+}
+int cuEventQuery(Event* event) {
+  std::scoped_lock lock(event->lock);
+  return event->done == event->recorded ? kSuccess : kNotReady;
+}
+
+int cuMemGetHandleForAddressRange(void* handle, unsigned long long address, std::size_t size, int type,
+                                  unsigned long long) {
+  if (no_context()) return kInvalidContext;
+  if (!dma_buf || type != 1) return kNotSupported;
+  if (address % 4096 != 0 || size % 4096 != 0) return kInvalidValue;
+  std::scoped_lock lock(mutex);
+  auto next = allocations.upper_bound(address);
+  if (next == allocations.begin()) return kInvalidValue;
+  auto& [base, allocation] = *std::prev(next);
+  if (address + size > base + (allocation.size + 4095) / 4096 * 4096) return kInvalidValue;
+  // The real one exports the range; a memfd can only be had from its start on.
+  if (address != base) return kNotSupported;
+  *static_cast<int*>(handle) = ::dup(allocation.fd);
+  return kSuccess;
+}
+
+}  // extern "C"

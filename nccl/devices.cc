@@ -1,0 +1,161 @@
+#include "nccl/devices.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+
+#include "base/digest.h"
+#include "transport/ibverbs/factory.h"
+
+namespace rejoin::nccl {
+
+namespace {
+
+// NCCL has hundreds of connections and a few messages under way on each; their completions share a queue.
+constexpr const char* kDepth = ";depth=64";
+constexpr int kUnknownSpeed = 10000;  // as NCCL takes it where a network doesn't say
+
+struct Interface {
+  std::string name, address;
+  bool loopback = false;
+};
+
+std::vector<Interface> interfaces() {
+  ifaddrs* first = nullptr;
+  if (::getifaddrs(&first) != 0) return {};
+  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> list(first, ::freeifaddrs);
+  std::vector<Interface> found;
+  for (const ifaddrs* one = first; one != nullptr; one = one->ifa_next) {
+    if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != AF_INET || (one->ifa_flags & IFF_UP) == 0) continue;
+    char text[INET_ADDRSTRLEN] = {};
+    const auto* address = reinterpret_cast<const sockaddr_in*>(one->ifa_addr);
+    if (::inet_ntop(AF_INET, &address->sin_addr, text, sizeof text) != nullptr)
+      found.push_back({one->ifa_name, text, (one->ifa_flags & IFF_LOOPBACK) != 0});
+  }
+  return found;
+}
+
+void describe_interface(const std::string& address, DeviceInfo& device) {
+  device.speed_mbps = kUnknownSpeed;
+  for (const auto& one : interfaces()) {
+    if (one.address != address) continue;
+    const std::filesystem::path folder = "/sys/class/net/" + one.name;
+    int speed = 0;
+    if (std::ifstream(folder / "speed") >> speed && speed > 0) device.speed_mbps = speed;
+    std::error_code none;
+    const auto path = std::filesystem::canonical(folder / "device", none);
+    if (!none && path.string().find("/pci") != std::string::npos) device.pci_path = path;
+    device.guid = digest(as_bytes(one.name));
+    return;
+  }
+}
+
+Result<DeviceInfo> describe(const std::string& transport, const std::string& address) {
+  DeviceInfo device{.transport = transport, .name = transport};
+  const auto colon = transport.find(':');
+  const std::string kind = transport.substr(0, colon);
+  const std::string list = colon == std::string::npos ? "" : transport.substr(colon + 1);
+  if (kind != "ibverbs" && kind != "tcp" && kind != "shm" && kind != "ucx")
+    return fail(ErrorCode::invalid_argument, "REJOIN_NCCL_DEVICES: no transport '{}': use ibverbs:, tcp, ucx: or shm",
+                transport);
+  if (kind != "ibverbs") {
+    describe_interface(kind == "tcp" && !list.empty() ? list.substr(0, list.find(',')) : address, device);
+    return device;
+  }
+  if (list.empty())
+    return fail(ErrorCode::invalid_argument, "REJOIN_NCCL_DEVICES: '{}' names no RDMA device", transport);
+  std::error_code none;
+  device.cuda = std::filesystem::exists("/sys/module/nvidia_peermem", none);
+  device.dma_buf = true;
+  for (const auto& rail : split(list, ',')) {
+    auto port = transport::ibverbs::describe_port(rail);
+    if (!port) return fail(port.error().code, "REJOIN_NCCL_DEVICES: {}", port.error().message);
+    if (device.speed_mbps == 0) {
+      device.pci_path = port->pci_path;
+      device.guid = port->guid;
+      device.port = static_cast<int>(port->port);
+    }
+    device.speed_mbps += static_cast<int>(port->speed_mbps);
+    device.dma_buf &= port->dma_buf;
+  }
+  return device;
+}
+
+}  // namespace
+
+Settings settings_from_environment() {
+  const auto variable = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  return {.devices = variable("REJOIN_NCCL_DEVICES"), .address = variable("REJOIN_NCCL_ADDRESS")};
+}
+
+Result<std::string> local_address(const Settings& settings) {
+  const auto all = interfaces();
+  if (!settings.address.empty()) {
+    if (std::any_of(all.begin(), all.end(), [&](const auto& one) { return one.address == settings.address; }))
+      return settings.address;
+    return fail(ErrorCode::invalid_argument,
+                "REJOIN_NCCL_ADDRESS={}: no interface of this machine that is up has this IPv4 address",
+                settings.address);
+  }
+  for (const auto& one : all)
+    if (!one.loopback) return one.address;
+  return "127.0.0.1";
+}
+
+Result<std::vector<DeviceInfo>> find_devices(const Settings& settings) {
+  auto address = local_address(settings);
+  if (!address) return tl::unexpected(address.error());
+  std::vector<std::string> names;
+  for (const auto& name : split(settings.devices, ' '))
+    if (!name.empty()) names.push_back(name);
+  if (names.empty())
+    for (const auto& port : transport::ibverbs::active_ports()) names.push_back("ibverbs:" + port + kDepth);
+  if (names.empty()) names.push_back("tcp");
+  std::vector<DeviceInfo> devices;
+  for (const auto& name : names) {
+    auto device = describe(name, *address);
+    if (!device) return tl::unexpected(device.error());
+    device->parts = {static_cast<int>(devices.size())};
+    devices.push_back(std::move(*device));
+  }
+  return devices;
+}
+
+Result<DeviceInfo> join_devices(const std::vector<DeviceInfo>& all, const std::vector<int>& parts) {
+  std::optional<DeviceInfo> joined;
+  for (const int part : parts) {
+    if (part < 0 || static_cast<std::size_t>(part) >= all.size())
+      return fail(ErrorCode::invalid_argument, "a virtual device of device {}, and there are {}", part, all.size());
+    const DeviceInfo& one = all[static_cast<std::size_t>(part)];
+    if (!joined) {
+      joined = one;
+      continue;
+    }
+    const auto colon = one.transport.find(':');
+    const std::string kind = one.transport.substr(0, colon);
+    if ((kind != "ibverbs" && kind != "tcp") || colon == std::string::npos ||
+        !joined->transport.starts_with(kind + ":"))
+      return fail(ErrorCode::invalid_argument, "{} and {} can't be rails of one device", joined->transport,
+                  one.transport);
+    joined->transport += "," + one.transport.substr(colon + 1);
+    joined->name = joined->transport;
+    joined->speed_mbps += one.speed_mbps;
+    joined->cuda &= one.cuda;
+    joined->dma_buf &= one.dma_buf;
+  }
+  if (!joined) return fail(ErrorCode::invalid_argument, "a virtual device of no device");
+  joined->parts = parts;
+  return std::move(*joined);
+}
+
+}  // namespace rejoin::nccl

@@ -1,0 +1,37 @@
+// Which devices NCCL is told of, and what each is.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+
+namespace rejoin::nccl {
+
+struct Settings {
+  // REJOIN_NCCL_DEVICES: transports as in transport/factory.h, a device each, separated by spaces. Several rails of one
+  // device, separated by commas, fail over to each other. Empty: each active RDMA port, or "tcp" where there is none.
+  std::string devices;
+  // REJOIN_NCCL_ADDRESS: of this machine, where connections are accepted. Empty: that of the first network interface
+  // that is up and no loopback, or 127.0.0.1.
+  std::string address;
+};
+Settings settings_from_environment();
+
+struct DeviceInfo {
+  std::string transport;  // for transport::make_engine()
+  std::string name;       // in NCCL's log
+  std::string pci_path;   // in /sys; empty: none
+  std::uint64_t guid = 0;
+  int speed_mbps = 0, port = 1;
+  bool cuda = false, dma_buf = false;  // reaches GPU memory, as peer memory or by dma-buf
+  std::vector<int> parts;              // of a virtual device: the others' numbers
+};
+
+Result<std::vector<DeviceInfo>> find_devices(const Settings& settings);
+// One device with the rails of all. Errors: `invalid_argument` where they are of several kinds, or can't be rails.
+Result<DeviceInfo> join_devices(const std::vector<DeviceInfo>& all, const std::vector<int>& parts);
+Result<std::string> local_address(const Settings& settings);
+
+}  // namespace rejoin::nccl

@@ -1,0 +1,448 @@
+#include "nccl/net.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/log.h"
+#include "transport/regions.h"
+#include "transport/tcp/factory.h"
+
+namespace rejoin::nccl {
+
+using transport::Event;
+using transport::EventKind;
+
+namespace {
+
+constexpr std::uint64_t kReady = 0x7964616572;  // the sender's first and only message
+constexpr std::uint64_t kReceives = 64;         // of a connection, under way; flushes likewise
+constexpr std::uint64_t kSends = abi::kMaxRequests * kMaxGroup;
+
+// A write's notification: which receive of which grant, and how many bytes.
+constexpr int kSizeBits = 45, kPlaceBits = 3;
+constexpr std::uint64_t notification(std::uint64_t grant, std::uint64_t place, std::uint64_t size) {
+  return grant << (kSizeBits + kPlaceBits) | place << kSizeBits | size;
+}
+
+std::array<std::uint64_t, 2> fresh_id() {
+  static transport::Unguessable unguessable;
+  static std::mutex mutex;
+  std::scoped_lock lock(mutex);
+  return {unguessable.next(), unguessable.next()};
+}
+
+}  // namespace
+
+Result<Grant> parse_grant(BytesView message) {
+  Grant grant;
+  if (!take(message, grant.number) || !take(message, grant.count) || grant.count == 0 || grant.count > kMaxGroup ||
+      message.size() != grant.count * sizeof(Grant::Place))
+    return fail(ErrorCode::corrupt, "the receiver sent a message that can't be a grant");
+  for (std::uint64_t i = 0; i < grant.count; ++i) {
+    (void)take(message, grant.places[i]);  // of that size, as has been seen
+    grant.places[i].used = 0;
+  }
+  return grant;
+}
+
+// ---- set-up
+
+Result<std::shared_ptr<Device>> Device::make(std::unique_ptr<transport::Engine> engine, const std::string& address) {
+  std::shared_ptr<Device> device(new Device());
+  device->engine_ = std::move(engine);
+  auto where = device->engine_->listen({address + ":0"});
+  if (!where) return tl::unexpected(where.error());
+  device->address_ = *where;
+  auto scratch = device->engine_->register_region(device->scratch_, transport::MemoryKind::host);
+  if (!scratch) return tl::unexpected(scratch.error());
+  device->scratch_region_ = *scratch;
+  if (where->text.size() + 2 <= sizeof Handle::address) return device;
+  if (auto opened = device->open_control(); !opened) return tl::unexpected(opened.error());
+  auto asked = device->control_->listen({address + ":0"});
+  if (!asked) return tl::unexpected(asked.error());
+  device->control_address_ = *asked;
+  return device;
+}
+
+Result<> Device::open_control() {
+  if (control_ != nullptr) return {};
+  auto control = transport::tcp::make_engine({});
+  if (!control) return tl::unexpected(control.error());
+  control_ = std::move(*control);
+  return {};
+}
+
+Device::~Device() {
+  for (const auto& [begin, region] : regions_) engine_->deregister(region->id);
+}
+
+Result<std::unique_ptr<Listener>> Device::listen(Handle& handle) {
+  std::scoped_lock lock(mutex_);
+  auto listener = std::make_unique<Listener>();
+  listener->device = shared_from_this();
+  listener->id = fresh_id();
+  handle = {.magic = kMagic, .listener = {listener->id[0], listener->id[1]}};
+  const std::string text = control_address_.text.empty() ? "=" + address_.text : "@" + control_address_.text;
+  std::memcpy(handle.address, text.c_str(), text.size() + 1);
+  listeners_[listener->id] = listener.get();
+  return listener;
+}
+
+Result<> Device::begin_connection(Connecting& connecting, const Handle& handle, const std::string& address) {
+  const Hello hello{.listener = {handle.listener[0], handle.listener[1]}};
+  auto endpoint = engine_->connect({address}, bytes_of(hello));
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  connecting.connection->endpoint = *endpoint;
+  connections_[endpoint->value] = connecting.connection.get();
+  return {};
+}
+
+Result<std::unique_ptr<Connection>> Device::connect(Handle& handle) {
+  std::scoped_lock lock(mutex_);
+  if (handle.connecting == nullptr) {
+    if (handle.magic != kMagic || ::memchr(handle.address, 0, sizeof handle.address) == nullptr ||
+        (handle.address[0] != '=' && handle.address[0] != '@'))
+      return fail(ErrorCode::mismatch, "the peer's handle is not of this plugin's version; both must load the same");
+    auto begun = std::make_unique<Connecting>();
+    begun->connection = std::make_unique<Connection>();
+    begun->connection->device = shared_from_this();
+    begun->connection->sends = true;
+    begun->connection->requests.resize(kSends);
+    const std::string address = handle.address + 1;
+    if (handle.address[0] == '=') {
+      if (auto done = begin_connection(*begun, handle, address); !done) return tl::unexpected(done.error());
+    } else {
+      if (auto opened = open_control(); !opened) return tl::unexpected(opened.error());
+      auto control = control_->connect({address}, {});
+      if (!control) return tl::unexpected(control.error());
+      begun->asking = Asking{.control = *control, .address = {}, .error = {}};
+      asking_[control->value] = &*begun->asking;
+    }
+    handle.connecting = begun.get();
+    connecting_[begun.get()] = std::move(begun);
+  }
+  auto found = connecting_.find(static_cast<Connecting*>(handle.connecting));
+  if (found == connecting_.end())
+    return fail(ErrorCode::invalid_argument, "connect() with a handle of another connection");
+  Connecting& connecting = *found->second;
+  const auto give_up = [&](Error error) {  // a copy: it may be part of what goes
+    if (connecting.asking) {
+      asking_.erase(connecting.asking->control.value);
+      control_->close(connecting.asking->control);
+    }
+    if (connections_.erase(connecting.connection->endpoint.value) > 0) engine_->close(connecting.connection->endpoint);
+    connecting_.erase(found);
+    handle.connecting = nullptr;
+    return tl::unexpected(std::move(error));
+  };
+  progress();
+  progress_control();
+  if (connecting.asking && connecting.asking->error) return give_up(*connecting.asking->error);
+  if (connecting.asking && !connecting.asking->address.empty()) {
+    const Asking asked = *std::exchange(connecting.asking, std::nullopt);
+    asking_.erase(asked.control.value);
+    control_->close(asked.control);
+    if (auto done = begin_connection(connecting, handle, asked.address); !done) return give_up(done.error());
+  }
+  if (connecting.connection->error) return give_up(*connecting.connection->error);
+  if (!connecting.connection->connected) return nullptr;
+  progress();  // the receiver waits to hear of it
+  auto connection = std::move(connecting.connection);
+  connecting_.erase(found);
+  handle.connecting = nullptr;
+  return connection;
+}
+
+Result<std::unique_ptr<Connection>> Device::accept(Listener& listener) {
+  std::scoped_lock lock(mutex_);
+  progress();
+  progress_control();
+  auto found =
+      std::find_if(listener.accepted.begin(), listener.accepted.end(), [](const auto& one) { return one.ready; });
+  if (found == listener.accepted.end()) return nullptr;
+  auto connection = std::make_unique<Connection>();
+  connection->device = shared_from_this();
+  connection->endpoint = found->endpoint;
+  connection->error = found->error;
+  connection->connected = true;
+  connection->requests.resize(2 * kReceives);
+  listener.accepted.erase(found);
+  connections_[connection->endpoint.value] = connection.get();
+  return connection;
+}
+
+void Device::close(Listener& listener) {
+  std::scoped_lock lock(mutex_);
+  listeners_.erase(listener.id);
+  for (const auto& one : listener.accepted) engine_->close(one.endpoint);
+}
+
+// Nothing of it lands any more when this returns; its requests are gone with it.
+void Device::close(Connection& connection) {
+  std::scoped_lock lock(mutex_);
+  engine_->close(connection.endpoint);
+  connections_.erase(connection.endpoint.value);
+  for (const auto& request : connection.requests)
+    if (request.kind == Request::Kind::send || request.kind == Request::Kind::flush)
+      if (operations_.find(request.operation) != nullptr) operations_.erase(request.operation);
+}
+
+// ---- memory
+
+Result<Region*> Device::add_region(std::span<std::byte> memory, bool cuda, const transport::DmaBuf* dma_buf) {
+  std::scoped_lock lock(mutex_);
+  for (auto& [begin, region] : regions_) {
+    if (begin > memory.data()) break;
+    if (region->cuda != cuda || begin + region->memory.size() < memory.data() + memory.size()) continue;
+    ++region->uses;
+    return region.get();
+  }
+  if (cuda)
+    if (auto looped = connect_to_self(); !looped) return tl::unexpected(looped.error());
+  auto id = dma_buf != nullptr
+                ? engine_->register_dma_buf(*dma_buf)
+                : engine_->register_region(memory, cuda ? transport::MemoryKind::cuda : transport::MemoryKind::host);
+  if (!id) return tl::unexpected(id.error());
+  return regions_.emplace(memory.data(), std::make_unique<Region>(Region{*id, memory, 1, cuda}))->second.get();
+}
+
+void Device::remove_region(Region* region) {
+  std::scoped_lock lock(mutex_);
+  if (--region->uses > 0) return;
+  engine_->deregister(region->id);
+  auto [first, last] = regions_.equal_range(region->memory.data());
+  for (auto it = first; it != last; ++it)
+    if (it->second.get() == region) {
+      regions_.erase(it);
+      return;
+    }
+}
+
+// ---- sends and receives
+
+Request* Device::take_request(Connection& connection, Request::Kind kind) {
+  auto first = connection.requests.begin() + (kind == Request::Kind::flush ? kReceives : 0);
+  auto found = std::find_if(first, connection.requests.end(),
+                            [](const Request& request) { return request.kind == Request::Kind::free; });
+  if (found == connection.requests.end()) return nullptr;
+  *found = {.connection = &connection, .kind = kind, .count = 1};
+  return &*found;
+}
+
+Result<Request*> Device::send(Connection& connection, std::span<std::byte> data, int tag, const Region& region) {
+  std::scoped_lock lock(mutex_);
+  if (data.size() > kMaxMessage)
+    return fail(ErrorCode::invalid_argument, "a message of {} bytes: {} is the most", data.size(), kMaxMessage);
+  if (connection.grants.empty()) progress();
+  if (connection.error) return tl::unexpected(*connection.error);
+  if (connection.grants.empty()) return nullptr;
+  Grant& grant = connection.grants.front();
+  auto* end = grant.places.begin() + grant.count;
+  auto* place =
+      std::find_if(grant.places.begin(), end, [&](const Grant::Place& one) { return one.used == 0 && one.tag == tag; });
+  if (place == end) return nullptr;
+  if (data.size() > place->size)
+    return fail(ErrorCode::invalid_argument, "a message of {} bytes with tag {} for a receive of {}", data.size(), tag,
+                place->size);
+  Request* request = take_request(connection, Request::Kind::send);
+  if (request == nullptr) return nullptr;
+  request->sizes[0] = static_cast<int>(std::min<std::size_t>(data.size(), INT32_MAX));
+  request->operation = operations_.add(request);
+  const transport::Write write{
+      .context = request->operation,
+      .local = {region.id, static_cast<std::uint64_t>(data.data() - region.memory.data())},
+      .remote = {place->region, place->offset},
+      .length = data.size(),
+      .notify = notification(grant.number, static_cast<std::uint64_t>(place - grant.places.begin()), data.size())};
+  if (auto posted = engine_->write(connection.endpoint, {&write, 1}); !posted) {
+    operations_.erase(request->operation);
+    request->kind = Request::Kind::free;
+    return tl::unexpected(posted.error());
+  }
+  place->used = 1;
+  if (std::all_of(grant.places.begin(), end, [](const Grant::Place& one) { return one.used != 0; }))
+    connection.grants.pop_front();
+  return request;
+}
+
+Result<Request*> Device::receive(Connection& connection, std::span<const Target> targets) {
+  std::scoped_lock lock(mutex_);
+  if (connection.error) return tl::unexpected(*connection.error);
+  Request& request = connection.requests[connection.next_grant % kReceives];
+  if (request.kind != Request::Kind::free) return nullptr;
+  request = {.connection = &connection,
+             .kind = Request::Kind::receive,
+             .count = static_cast<int>(targets.size()),
+             .operation = connection.next_grant};
+  Bytes message = joined(connection.next_grant, bytes_of(std::uint64_t{targets.size()}));
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const Target& target = targets[i];
+    request.most[i] = target.memory.size();
+    const Grant::Place place{.region = engine_->remote(target.region->id),
+                             .offset = static_cast<std::uint64_t>(target.memory.data() - target.region->memory.data()),
+                             .size = target.memory.size(),
+                             .tag = target.tag};
+    const auto bytes = bytes_of(place);
+    message.insert(message.end(), bytes.begin(), bytes.end());
+  }
+  if (auto sent = engine_->send(connection.endpoint, message); !sent) {
+    request.kind = Request::Kind::free;
+    return tl::unexpected(sent.error());
+  }
+  ++connection.next_grant;
+  progress();  // the sender waits for it
+  return &request;
+}
+
+Result<> Device::connect_to_self() {
+  if (loop_ != transport::EndpointId{}) return {};
+  loop_id_ = fresh_id();
+  auto endpoint = engine_->connect(address_, bytes_of(Hello{.listener = loop_id_}));
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  loop_ = *endpoint;
+  return {};
+}
+
+// What a NIC has written into a GPU's memory may still be on its way there when its completion is seen; a read through
+// the same NIC comes after it. Null: there is nothing to flush.
+Result<Request*> Device::flush(Connection& connection, std::span<const Target> targets) {
+  std::scoped_lock lock(mutex_);
+  const auto last = std::find_if(targets.rbegin(), targets.rend(),
+                                 [](const Target& target) { return target.region->cuda && !target.memory.empty(); });
+  if (last == targets.rend()) return nullptr;
+  if (auto looped = connect_to_self(); !looped) return tl::unexpected(looped.error());
+  Request* request = take_request(connection, Request::Kind::flush);
+  if (request == nullptr) return nullptr;
+  request->operation = operations_.add(request);
+  const transport::Read read{.context = request->operation,
+                             .local = {scratch_region_, 0},
+                             .remote = {engine_->remote(last->region->id),
+                                        static_cast<std::uint64_t>(last->memory.data() - last->region->memory.data())},
+                             .length = 1};
+  while (!loop_ready_ && loop_ != transport::EndpointId{}) progress();  // it was begun with the registration
+  auto posted = loop_ready_ ? engine_->read(loop_, {&read, 1})
+                            : fail(ErrorCode::unavailable, "the connection to ourselves, for flushes, has failed");
+  if (posted) return request;
+  operations_.erase(request->operation);
+  request->kind = Request::Kind::free;
+  return tl::unexpected(posted.error());
+}
+
+Result<bool> Device::test(Request& request, int* sizes) {
+  std::scoped_lock lock(mutex_);
+  const auto done = [&] { return request.landed == request.count; };
+  if (!done() && !request.error) progress();
+  if (request.error) return tl::unexpected(*request.error);
+  if (!done()) {
+    if (request.connection->error) return tl::unexpected(*request.connection->error);
+    return false;
+  }
+  if (sizes != nullptr) std::copy_n(request.sizes.begin(), request.count, sizes);
+  request.kind = Request::Kind::free;
+  return true;
+}
+
+// ---- what happens
+
+void Device::progress() {
+  for (const auto& event : engine_->poll()) on_event(event);
+}
+
+void Device::progress_control() {
+  if (control_ == nullptr) return;
+  for (const auto& event : control_->poll()) {
+    if (event.kind == EventKind::accepted) (void)control_->send(event.endpoint, as_bytes(address_.text));
+    auto found = asking_.find(event.endpoint.value);
+    if (found == asking_.end()) {
+      if (event.kind == EventKind::closed) control_->close(event.endpoint);  // it has its answer
+      continue;
+    }
+    if (event.kind == EventKind::message) found->second->address = as_text(event.message);
+    if (event.kind == EventKind::closed)
+      found->second->error = event.error.value_or(Error{ErrorCode::unavailable, "the listener is gone"});
+  }
+}
+
+void Device::fail_connection(Connection& connection, const Error& error) {
+  if (!connection.error) connection.error = error;
+}
+
+void Device::on_event(const Event& event) {
+  if (event.kind == EventKind::completed) {
+    auto request = operations_.remove(event.value);
+    if (!request) return;  // its connection was closed
+    ++(*request)->landed;
+    if (event.error) (*request)->error = event.error;
+    return;
+  }
+  if (event.kind == EventKind::accepted) {
+    Hello hello;
+    BytesView bytes = event.message;
+    if (!take(bytes, hello) || hello.magic != kMagic) {
+      spdlog::warn("a connection was refused: its peer is not this plugin in this version");
+      return engine_->close(event.endpoint);
+    }
+    if (hello.listener == loop_id_ && loop_ != transport::EndpointId{}) return;  // our own
+    auto found = listeners_.find(hello.listener);
+    if (found == listeners_.end()) return engine_->close(event.endpoint);  // closed meanwhile
+    return found->second->accepted.push_back({event.endpoint, false, {}});
+  }
+  if (event.endpoint == loop_) {
+    loop_ready_ = event.kind == EventKind::connected;
+    if (!loop_ready_) loop_ = {};
+    return;
+  }
+  auto found = connections_.find(event.endpoint.value);
+  if (found == connections_.end()) return on_event_of_accepted(event);
+  Connection& connection = *found->second;
+  switch (event.kind) {
+    case EventKind::connected:
+      connection.connected = true;
+      // Refused: the connection is about to report its end.
+      return (void)engine_->send(event.endpoint, bytes_of(kReady));
+    case EventKind::written: return on_written(connection, event.value);
+    case EventKind::closed:
+      return fail_connection(connection,
+                             event.error.value_or(Error{ErrorCode::unavailable, "the peer closed the connection"}));
+    case EventKind::message: {
+      auto grant = parse_grant(event.message);
+      if (!grant) return fail_connection(connection, grant.error());
+      if (!connection.sends || connection.grants.size() >= kReceives || grant->number != connection.next_grant)
+        return fail_connection(connection, {ErrorCode::corrupt, "the receiver sent a grant out of place"});
+      ++connection.next_grant;
+      return connection.grants.push_back(*grant);
+    }
+    default: return;
+  }
+}
+
+// Of a connection that NCCL has not taken yet.
+void Device::on_event_of_accepted(const Event& event) {
+  for (auto& [id, listener] : listeners_) {
+    auto& accepted = listener->accepted;
+    auto found =
+        std::find_if(accepted.begin(), accepted.end(), [&](const auto& one) { return one.endpoint == event.endpoint; });
+    if (found == accepted.end()) continue;
+    if (event.kind == EventKind::message) found->ready = true;
+    if (event.kind != EventKind::closed) return;
+    found->error = event.error.value_or(Error{ErrorCode::unavailable, "the peer closed the connection"});
+    if (found->ready) return;  // NCCL gets it, and hears of its end when it uses it
+    accepted.erase(found);
+    return engine_->close(event.endpoint);
+  }
+}
+
+void Device::on_written(Connection& connection, std::uint64_t value) {
+  const std::uint64_t grant = value >> (kSizeBits + kPlaceBits);
+  const auto place = static_cast<std::size_t>(value >> kSizeBits & ((1u << kPlaceBits) - 1));
+  const std::uint64_t size = value & ((std::uint64_t{1} << kSizeBits) - 1);
+  Request* request = connection.sends ? nullptr : &connection.requests[grant % kReceives];
+  if (request == nullptr || request->kind != Request::Kind::receive || (request->operation & 0xffff) != grant ||
+      place >= static_cast<std::size_t>(request->count) || request->in[place] || size > request->most[place])
+    return fail_connection(connection, {ErrorCode::corrupt, "the sender names a receive that was not posted"});
+  request->in[place] = true;
+  request->sizes[place] = static_cast<int>(std::min<std::uint64_t>(size, INT32_MAX));
+  ++request->landed;
+}
+
+}  // namespace rejoin::nccl

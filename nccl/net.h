@@ -1,0 +1,169 @@
+// What NCCL's net interface asks for, over one engine a device: connections that go one way, receives in groups, sends
+// matched to them by tag, all without blocking.
+//
+// Who receives goes first: it tells the sender where the bytes of a group of receives may go (a grant), the sender
+// writes each message there and the write's notification says which receive it was and how long. So nothing is
+// buffered, and nothing is copied. Messages match receives in the order in which those were posted; a tag chooses
+// within a group.
+//
+// Threads: NCCL calls from several; one mutex a device. Every error of a connection shows in the next call on it, and
+// NCCL makes it an asynchronous error of its communicator.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "nccl/abi.h"
+#include "nccl/devices.h"
+#include "transport/containers.h"
+#include "transport/transport.h"
+
+namespace rejoin::nccl {
+
+constexpr int kMaxGroup = 8;
+constexpr std::size_t kMaxMessage = std::size_t{1} << 30;  // bytes; test() tells sizes in an int
+
+// Bytes of a handle: what a listener gives to who is to connect.
+struct Handle {
+  std::uint64_t magic = 0;
+  std::uint64_t listener[2]{};  // unguessable
+  void* connecting = nullptr;   // of who connects, from its first call to its last
+  char address[88]{};
+};
+static_assert(sizeof(Handle) <= abi::kHandleBytes);
+
+// The hello of a connection.
+constexpr std::uint64_t kMagic = 0x316c63636e6a5272;  // "rRjnccl1": another layout gets another number
+struct Hello {
+  std::uint64_t magic = kMagic;
+  std::array<std::uint64_t, 2> listener{};
+};
+
+// The bytes of a peer's grant, in a message; an error for what can't be one.
+struct Grant {
+  struct Place {
+    transport::RemoteRegion region;
+    std::uint64_t offset = 0, size = 0;
+    std::int64_t tag = 0;
+    std::uint64_t used = 0;
+  };
+  std::uint64_t number = 0, count = 0;
+  std::array<Place, kMaxGroup> places{};
+};
+Result<Grant> parse_grant(BytesView message);
+
+class Device;
+
+struct Region {
+  transport::RegionId id;
+  std::span<std::byte> memory;
+  std::uint64_t uses = 0;
+  bool cuda = false;
+};
+
+struct Request {
+  struct Connection* connection = nullptr;
+  enum class Kind { free, send, receive, flush } kind = Kind::free;
+  int count = 0, landed = 0;
+  std::array<int, kMaxGroup> sizes{};
+  std::array<bool, kMaxGroup> in{};
+  std::array<std::uint64_t, kMaxGroup> most{};
+  std::uint64_t operation = 0;  // of the engine; of a receive, its grant
+  std::optional<Error> error;
+};
+
+struct Connection {  // one way
+  std::shared_ptr<Device> device;
+  transport::EndpointId endpoint;
+  bool sends = false, connected = false;
+  std::optional<Error> error;  // it is of no use any more
+  std::deque<Grant> grants;    // of the sender: not used up
+  std::uint64_t next_grant = 0;
+  std::vector<Request> requests;  // never moves
+};
+
+struct Listener {
+  std::shared_ptr<Device> device;
+  std::array<std::uint64_t, 2> id{};
+  // Until the sender has said that it is connected: NCCL may look at neither side any more once it has both.
+  struct Accepted {
+    transport::EndpointId endpoint;
+    bool ready = false;
+    std::optional<Error> error;  // it has failed since
+  };
+  std::deque<Accepted> accepted;
+};
+
+// An engine, and everything of this process that goes over it. It goes with the last that uses it.
+class Device : public std::enable_shared_from_this<Device> {
+ public:
+  // Listens at the address, which is this machine's.
+  static Result<std::shared_ptr<Device>> make(std::unique_ptr<transport::Engine> engine, const std::string& address);
+  ~Device();
+
+  Result<std::unique_ptr<Listener>> listen(Handle& handle);
+  // Null: not yet.
+  Result<std::unique_ptr<Connection>> connect(Handle& handle);
+  Result<std::unique_ptr<Connection>> accept(Listener& listener);
+  Result<Region*> add_region(std::span<std::byte> memory, bool cuda, const transport::DmaBuf* dma_buf);
+  void remove_region(Region* region);
+  // Null: there is no room or no receive for it now; again later.
+  Result<Request*> send(Connection& connection, std::span<std::byte> data, int tag, const Region& region);
+  struct Target {
+    std::span<std::byte> memory;
+    int tag = 0;
+    const Region* region = nullptr;
+  };
+  Result<Request*> receive(Connection& connection, std::span<const Target> targets);
+  Result<Request*> flush(Connection& connection, std::span<const Target> targets);
+  Result<bool> test(Request& request, int* sizes);  // true: done, and the request is NCCL's no more
+  void close(Listener& listener);
+  void close(Connection& connection);
+
+ private:
+  // Who asks a listener whose address is too long for a handle.
+  struct Asking {
+    transport::EndpointId control;
+    std::string address;
+    std::optional<Error> error;
+  };
+  struct Connecting {
+    std::unique_ptr<Connection> connection;
+    std::optional<Asking> asking;
+  };
+
+  Device() = default;
+  Result<> open_control();
+  void progress();
+  void progress_control();
+  void on_event(const transport::Event& event);
+  void on_event_of_accepted(const transport::Event& event);
+  void on_written(Connection& connection, std::uint64_t value);
+  Result<> connect_to_self();
+  Result<> begin_connection(Connecting& connecting, const Handle& handle, const std::string& address);
+  void fail_connection(Connection& connection, const Error& error);
+  Request* take_request(Connection& connection, Request::Kind kind);
+
+  std::mutex mutex_;
+  std::unique_ptr<transport::Engine> engine_;
+  std::unique_ptr<transport::Engine> control_;  // where an address is too long for a handle, here or at a peer
+  transport::Address address_, control_address_;
+  std::unordered_map<std::uint64_t, Connection*> connections_;  // by endpoint
+  std::map<std::array<std::uint64_t, 2>, Listener*> listeners_;
+  std::map<std::uint64_t, Asking*> asking_;  // by control endpoint
+  std::map<Connecting*, std::unique_ptr<Connecting>> connecting_;
+  transport::SlotMap<Request*> operations_;
+  std::multimap<std::byte*, std::unique_ptr<Region>> regions_;  // by where they begin
+  // To itself, for flushes: a read through the device sees all that it has written.
+  transport::EndpointId loop_;
+  bool loop_ready_ = false;
+  std::array<std::uint64_t, 2> loop_id_{};
+  std::array<std::byte, 64> scratch_{};
+  transport::RegionId scratch_region_;
+};
+
+}  // namespace rejoin::nccl

@@ -1,0 +1,78 @@
+#include <infiniband/verbs.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <memory>
+
+#include "transport/ibverbs/factory.h"
+
+namespace rejoin::transport::ibverbs {
+
+namespace {
+
+// Mb/s of one lane, by what a port says of its speed (InfiniBand's encoding).
+std::uint32_t lane_speed(std::uint8_t active) {
+  switch (active) {
+    case 1: return 2500;
+    case 2: return 5000;
+    case 4:
+    case 8: return 10000;
+    case 16: return 14000;
+    case 32: return 25000;
+    case 64: return 50000;
+    case 128: return 100000;
+    default: return 10000;
+  }
+}
+std::uint32_t lanes(std::uint8_t width) {
+  switch (width) {
+    case 2: return 4;
+    case 4: return 8;
+    case 8: return 12;
+    case 16: return 2;
+    default: return 1;
+  }
+}
+
+// Asked with a descriptor that is none: a driver that takes dma-bufs complains of it, another of the question.
+bool takes_dma_bufs(ibv_context* context) {
+  const std::unique_ptr<ibv_pd, int (*)(ibv_pd*)> domain(ibv_alloc_pd(context), ibv_dealloc_pd);
+  if (domain == nullptr) return false;
+  errno = 0;
+  ibv_mr* region = ibv_reg_dmabuf_mr(domain.get(), 0, 0, 0, -1, 0);
+  if (region != nullptr) ibv_dereg_mr(region);
+  return errno != EOPNOTSUPP && errno != EPROTONOSUPPORT && errno != ENOSYS;
+}
+
+}  // namespace
+
+Result<PortInfo> describe_port(const std::string& name) {
+  auto options = parse_options(name);
+  if (!options) return tl::unexpected(options.error());
+  const auto colon = options->device.find(':');
+  const std::string device = options->device.substr(0, colon);
+  PortInfo info;
+  if (colon != std::string::npos)
+    info.port = static_cast<std::uint32_t>(std::strtoul(options->device.c_str() + colon + 1, nullptr, 10));
+  int count = 0;
+  const std::unique_ptr<ibv_device*[], void (*)(ibv_device**)> list(ibv_get_device_list(&count), ibv_free_device_list);
+  for (int i = 0; i < count; ++i) {
+    if (device != ibv_get_device_name(list[i])) continue;
+    const std::unique_ptr<ibv_context, int (*)(ibv_context*)> context(ibv_open_device(list[i]), ibv_close_device);
+    if (context == nullptr) return fail_errno(fmt::format("opening RDMA device {}", device));
+    ibv_port_attr port{};
+    if (ibv_query_port(context.get(), static_cast<std::uint8_t>(info.port), &port) != 0)
+      return fail(ErrorCode::not_found, "RDMA device {} has no port {}", device, info.port);
+    info.guid = ibv_get_device_guid(list[i]);
+    info.speed_mbps = lane_speed(port.active_speed) * lanes(port.active_width);
+    info.dma_buf = takes_dma_bufs(context.get());
+    const std::unique_ptr<char, void (*)(void*)> path(
+        ::realpath(fmt::format("{}/device", list[i]->ibdev_path).c_str(), nullptr), std::free);
+    if (path != nullptr && std::string_view(path.get()).find("/pci") != std::string_view::npos)
+      info.pci_path = path.get();
+    return info;
+  }
+  return fail(ErrorCode::not_found, "no RDMA device '{}': 'ibv_devices' shows what there is", device);
+}
+
+}  // namespace rejoin::transport::ibverbs

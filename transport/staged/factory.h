@@ -1,0 +1,26 @@
+// Staging: one engine that takes a device's memory over any engine that can't reach it, through pinned host memory.
+// Where the engine below reaches the device's memory itself (by dma-buf, or as peer memory), nothing is staged.
+#pragma once
+
+#include <memory>
+
+#include "device/device.h"
+#include "transport/transport.h"
+
+namespace rejoin::transport::staged {
+
+struct Options {
+  std::size_t slot_bytes = 1 * MiB;  // what is copied and sent at a time
+  std::size_t slots = 8;             // each way; at least 2, so that one is copied while another is sent
+  bool direct = true;                // false: staged also where it could be reached directly
+};
+
+// Both ends of a connection must be such engines. Addresses and endpoints are those of the engine below.
+// Errors: of the device, where it gives no pinned memory or stream; `invalid_argument` for slots of no size.
+Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Engine> below, std::shared_ptr<device::Device> device,
+                                            const Options& options);
+
+// Whether what is written there goes through host memory.
+bool is_staged(const RemoteRegion& region);
+
+}  // namespace rejoin::transport::staged

@@ -1,0 +1,60 @@
+// What two staged engines say to each other, over the messages of the engines below. Host byte order: all hosts of a
+// job share it.
+#pragma once
+
+#include <cstdint>
+
+#include "transport/transport.h"
+
+namespace rejoin::transport::staged::wire {
+
+constexpr std::uint64_t kMagic = 0x3164656761747352;  // "Rstaged1": another layout gets another number
+
+// The hello below; the caller's is the first message.
+struct Greeting {
+  std::uint64_t magic = kMagic;
+};
+
+enum class Kind : std::uint32_t { hello, message, offer, landed, request, answered, withdrawn };
+
+struct Header {
+  Kind kind{};
+  std::uint32_t more = 0;  // of a message: another part follows
+};
+
+enum class Status : std::uint64_t { done, bad_key, bad_range, withdrawn, device_failed, not_read };
+
+// Bytes lie ready to be read, and are to go to a region of the receiver's; `landed` answers it.
+struct Offer {
+  std::uint64_t number = 0;  // the sender's
+  std::uint64_t write = 0;   // which of the sender's writes it is a piece of
+  std::uint64_t pieces = 0;  // … of how many
+  std::uint64_t notifies = 0, notification = 0;
+  RemoteRegion source;
+  std::uint64_t source_offset = 0;
+  RemoteRegion target;
+  std::uint64_t target_offset = 0, length = 0;
+  std::uint64_t whole_offset = 0, whole_length = 0;  // of the whole write in the target: nothing of a bad one lands
+};
+
+// The receiver of this is to write out of a region of its own into one of the sender's: a read. `answered` follows the
+// last byte.
+struct Request {
+  std::uint64_t number = 0;
+  RemoteRegion source;
+  std::uint64_t source_offset = 0;
+  RemoteRegion target;
+  std::uint64_t target_offset = 0, length = 0;
+};
+
+// To an offer or a request; or `withdrawn`: no more pieces of the write come.
+struct Answer {
+  std::uint64_t number = 0;
+  Status status{};
+};
+
+// Keys of staged regions begin with this, all others with something else.
+constexpr std::uint64_t kStagedKey = 0x57a9;
+constexpr bool is_staged(std::uint64_t key) { return key >> 48 == kStagedKey; }
+
+}  // namespace rejoin::transport::staged::wire
