@@ -18,19 +18,21 @@ RANKS = 2
 def job(node, nodes, params, silence):
     """The shell script of one node: its daemon, its replica's trainers, and with the first the coordinator."""
     common = f"--job-key-file key --silence-ms {silence} --events ev"
-    lines = ["cd /tmp", f"printf {KEY} >key", "chmod 600 key", "mkdir ev"]
+    # told WHO PROGRAM ARGS…: runs a program and shows its events. Its file (base/events.h) is there, and followed, before
+    # it starts: a process that replaces the shell keeps its pid.
+    lines = ["cd /tmp", f"printf {KEY} >key", "chmod 600 key", "mkdir ev", "cat >told <<'END'", "file=ev/$1.$$.jsonl", ": >$file",
+             "tail -n +1 -f $file | awk '/\"(updated|digest|catch_up|catch_up_started|promoted|failed|entered)\"/ "
+             "{ print \"vm-event \" $0; fflush() }' >/dev/ttyS0 &", "shift", 'exec "$@"', "END"]
     if node == 0:
-        lines.append(f"rejoind --coordinator --listen 10.77.0.1:7000 --log-directory log --replicas {nodes} --ranks {RANKS} "
-                     f"--batch 8 {common} >coordinator.out 2>&1 &")
-    lines.append(f"rejoind --name node{node} --socket /tmp/sock --connect 10.77.0.1:7000 --transport {TRANSPORT} {common} "
-                 "--address-file node.json >node.out 2>&1 &")
+        lines.append(f"sh told coordinator rejoind --coordinator --listen 10.77.0.1:7000 --log-directory log --replicas {nodes} "
+                     f"--ranks {RANKS} --batch 8 {common} >coordinator.out 2>&1 &")
+    lines.append(f"sh told node{node} rejoind --name node{node} --socket /tmp/sock --connect 10.77.0.1:7000 --transport {TRANSPORT} "
+                 f"{common} --address-file node.json >node.out 2>&1 &")
     lines.append("until [ -e node.json ]; do usleep 20000; done")
     for rank in range(RANKS):
-        lines.append(f"( for life in 1 2 3; do rejoin-demo-trainer --replica {node} --rank {rank} --daemon /tmp/sock "
-                     f"--transport {TRANSPORT} --data /data.txt --params {params} --digest-every 10 --events ev; "
+        lines.append(f"( for life in 1 2 3; do sh told r{node}.{rank} rejoin-demo-trainer --replica {node} --rank {rank} "
+                     f"--daemon /tmp/sock --transport {TRANSPORT} --data /data.txt --params {params} --digest-every 10 --events ev; "
                      "[ $? -eq 3 ] || break; done; echo \"vm-trainer-ended $?\" ) 2>&1 &")
-    lines.append("( sleep 1; tail -n +1 -f ev/*.jsonl ) | "
-                 "awk '/\"(updated|digest|catch_up|catch_up_started|promoted|failed|entered)\"/ { print \"vm-event \" $0; fflush() }' &")
     if os.environ.get("VM_DEBUG"):
         lines.append("( sleep 1; tail -n +1 -f node.out ) | awk '{ print \"vm-log \" $0; fflush() }' &")
     lines.append("cat /dev/ttyS0 >/dev/null")  # until the power goes
