@@ -20,6 +20,11 @@ const auto chosen = __builtin_cpu_supports("avx512f") ? digest_avx512
 std::uint64_t digest(BytesView bytes) { return chosen(bytes); }
 std::uint64_t digest_plain(BytesView bytes) { return digest_generic(bytes); }
 
+std::uint64_t digest_of_block(BytesView block) { return XXH3_64bits(block.data(), block.size()); }
+std::uint64_t digest_of_hashes(std::uint64_t bytes, std::span<const std::uint64_t> hashes) {
+  return digest_kernel::of_hashes(bytes, hashes);
+}
+
 std::uint64_t combine_digests(std::uint64_t so_far, std::uint64_t next) { return digest_kernel::combine(so_far, next); }
 
 }  // namespace rejoin

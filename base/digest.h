@@ -12,6 +12,11 @@ std::uint64_t digest(BytesView bytes);
 // The same without vector instructions beyond the baseline, for tests.
 std::uint64_t digest_plain(BytesView bytes);
 
+// Its two levels, for whoever has the hashes of the whole blocks from elsewhere: of one block, and of all together.
+constexpr std::size_t kDigestBlock = 4 * KiB;  // the last one may be shorter
+std::uint64_t digest_of_block(BytesView block);
+std::uint64_t digest_of_hashes(std::uint64_t bytes, std::span<const std::uint64_t> hashes);
+
 // The digest of several pieces, each digested by itself, order mattering.
 std::uint64_t combine_digests(std::uint64_t so_far, std::uint64_t next);
 

@@ -10,10 +10,11 @@
 #include <cstdint>
 
 #include "base/bytes.h"
+#include "base/digest.h"
 
 namespace rejoin::digest_kernel {
 
-constexpr std::size_t kBlock = 4 * KiB;
+constexpr std::size_t kBlock = kDigestBlock;
 constexpr std::size_t kRun = 1024;  // block hashes are hashed in runs of this many; part of the definition
 
 static inline std::uint64_t combine(std::uint64_t so_far, std::uint64_t next) {
@@ -33,6 +34,13 @@ static inline std::uint64_t run(BytesView bytes) {
     }
     result = combine(result, XXH3_64bits(hashes.data(), count * sizeof hashes[0]));
   }
+  return result;
+}
+
+static inline std::uint64_t of_hashes(std::uint64_t bytes, std::span<const std::uint64_t> hashes) {
+  std::uint64_t result = bytes;
+  for (; !hashes.empty(); hashes = hashes.subspan(std::min(kRun, hashes.size())))
+    result = combine(result, XXH3_64bits(hashes.data(), std::min(kRun, hashes.size()) * sizeof hashes[0]));
   return result;
 }
 

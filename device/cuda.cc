@@ -2,9 +2,12 @@
 #include <unistd.h>
 
 #include <deque>
+#include <map>
+#include <mutex>
 
 #include "device/cuda_driver.h"
 #include "device/device.h"
+#include "device/kernels/image.h"
 
 namespace rejoin::device {
 
@@ -14,15 +17,38 @@ using cuda::Driver;
 
 cuda::DevicePointer pointer(const void* address) { return reinterpret_cast<cuda::DevicePointer>(address); }
 
-// The device's primary context, for as long as anything of it is held.
+// The device's primary context, for as long as anything of it is held, and the kernels in it.
 struct Primary {
   std::shared_ptr<const Driver> driver;
   cuda::Ordinal device = 0;
   cuda::Context context = nullptr;
+  mutable std::once_flag kernels_loaded;
+  mutable cuda::Module module = nullptr;
+  mutable std::map<Kernel, cuda::Function> kernels;
+  mutable Result<> loaded;
   Primary(std::shared_ptr<const Driver> d, cuda::Ordinal o) : driver(std::move(d)), device(o) {}
   Primary(const Primary&) = delete;
   ~Primary() {
-    if (context != nullptr) (void)driver->release_context(device);  // nobody is left to tell
+    if (module != nullptr && driver->push_context(context) == cuda::kSuccess) {
+      (void)driver->module_unload(module);  // nobody is left to tell
+      cuda::Context popped = nullptr;
+      (void)driver->pop_context(&popped);
+    }
+    if (context != nullptr) (void)driver->release_context(device);  // likewise
+  }
+  // With the context current. The first use loads them.
+  Result<cuda::Function> kernel(Kernel which) const {
+    std::call_once(kernels_loaded, [this] {
+      loaded = driver->check(driver->module_load(&module, kernels::image().data()), "loading the kernels");
+      if (!loaded && !kernels::built())
+        loaded = fail(ErrorCode::unavailable,
+                      "this build has no GPU kernels: no nvcc was found when it was configured; install the CUDA "
+                      "toolkit (12 or later) and build again");
+      for (const auto& [id, name] : {std::pair{Kernel::reduce, "rejoin_reduce"}, {Kernel::digest, "rejoin_digest"}})
+        if (loaded) loaded = driver->check(driver->module_function(&kernels[id], module, name), "finding a kernel");
+    });
+    if (!loaded) return tl::unexpected(loaded.error());
+    return kernels[which];
   }
 };
 
@@ -44,19 +70,34 @@ class Current {
 
 class CudaStream final : public Stream {
  public:
-  CudaStream(std::shared_ptr<const Primary> primary, cuda::StreamHandle stream)
-      : primary_(std::move(primary)), driver_(*primary_->driver), stream_(stream) {}
+  CudaStream(std::shared_ptr<const Primary> primary, cuda::StreamHandle stream, bool owned)
+      : primary_(std::move(primary)), driver_(*primary_->driver), stream_(stream), owned_(owned) {}
   ~CudaStream() override {
     Current current(*primary_);
-    (void)driver_.stream_synchronize(stream_);  // an error has been told by the calls before
+    if (owned_) (void)driver_.stream_synchronize(stream_);  // an error has been told by the calls before
     for (const auto& mark : marks_) (void)driver_.event_destroy(mark.event);
     for (auto* event : spare_) (void)driver_.event_destroy(event);
-    (void)driver_.stream_destroy(stream_);
+    if (owned_) (void)driver_.stream_destroy(stream_);
   }
 
   Result<> copy(std::byte* to, const std::byte* from, std::size_t size) override {
     Current current(*primary_);
     return driver_.check(driver_.copy(pointer(to), pointer(from), size, stream_), "copying on a CUDA stream");
+  }
+
+  Result<> launch(Kernel which, Grid grid, const void* arguments) override {
+    Current current(*primary_);
+    const auto kernel = primary_->kernel(which);
+    if (!kernel) return tl::unexpected(kernel.error());
+    void* list[] = {const_cast<void*>(arguments)};  // the driver copies what it points to
+    return driver_.check(driver_.launch(*kernel, grid.blocks, 1, 1, grid.threads, 1, 1, 0, stream_, list, nullptr),
+                         "launching a kernel");
+  }
+
+  Result<> wait_until(const std::uint64_t* word, std::uint64_t value) override {
+    Current current(*primary_);
+    return driver_.check(driver_.stream_wait_value(stream_, pointer(word), value, cuda::kWaitGreaterOrEqual),
+                         "letting a CUDA stream wait");
   }
 
   Result<std::uint64_t> mark() override {
@@ -112,6 +153,7 @@ class CudaStream final : public Stream {
   std::shared_ptr<const Primary> primary_;
   const Driver& driver_;
   cuda::StreamHandle stream_;
+  const bool owned_;
   std::uint64_t last_ = 0;
   std::deque<Mark> marks_;
   std::vector<cuda::EventHandle> spare_;
@@ -120,7 +162,11 @@ class CudaStream final : public Stream {
 class CudaDevice final : public Device {
  public:
   CudaDevice(std::shared_ptr<const Primary> primary, std::string name)
-      : primary_(std::move(primary)), driver_(*primary_->driver), name_(std::move(name)) {}
+      : primary_(std::move(primary)), driver_(*primary_->driver), name_(std::move(name)) {
+    int ordering = 0;  // where it can't tell: none
+    (void)driver_.device_attribute(&ordering, cuda::kAttributeRemoteWriteOrdering, primary_->device);
+    ordered_ = ordering >= cuda::kOrderedForOwner;
+  }
 
   MemoryKind kind() const override { return MemoryKind::cuda; }
   std::string name() const override { return name_; }
@@ -154,10 +200,29 @@ class CudaDevice final : public Device {
   Result<std::unique_ptr<Stream>> make_stream() override {
     Current current(*primary_);
     cuda::StreamHandle stream = nullptr;
-    if (auto made = driver_.check(driver_.stream_create(&stream, cuda::kStreamNonBlocking), "making a CUDA stream");
-        !made)
-      return tl::unexpected(made.error());
-    return std::make_unique<CudaStream>(primary_, stream);
+    // What others wait for goes first: the driver takes the highest priority that there is.
+    constexpr int highest = -64;
+    auto made =
+        driver_.check(driver_.stream_create(&stream, cuda::kStreamNonBlocking, highest), "making a CUDA stream");
+    if (!made) return tl::unexpected(made.error());
+    return std::make_unique<CudaStream>(primary_, stream, true);
+  }
+
+  Result<> prepare_kernels() override {
+    Current current(*primary_);
+    if (auto kernel = primary_->kernel(Kernel::reduce); !kernel) return tl::unexpected(kernel.error());
+    return {};
+  }
+
+  Result<std::unique_ptr<Stream>> adopt_stream(void* handle) override {
+    return std::make_unique<CudaStream>(primary_, static_cast<cuda::StreamHandle>(handle), false);
+  }
+
+  Result<> flush_remote_writes() override {
+    if (ordered_) return {};
+    Current current(*primary_);
+    return driver_.check(driver_.flush_remote_writes(cuda::kFlushCurrentContext, cuda::kFlushToOwner),
+                         "flushing a NIC's writes");
   }
 
   // The driver takes whole pages only: the range is widened to them, inside its allocation. Of memory that is mapped
@@ -183,6 +248,7 @@ class CudaDevice final : public Device {
   std::shared_ptr<const Primary> primary_;
   const Driver& driver_;
   std::string name_;
+  bool ordered_ = false;  // it sees NICs' writes in order by itself
 };
 
 }  // namespace

@@ -39,7 +39,7 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->allocate_host, "cuMemHostAlloc");
   find(driver->free_host, "cuMemFreeHost");
   find(driver->copy, "cuMemcpyAsync");
-  find(driver->stream_create, "cuStreamCreate");
+  find(driver->stream_create, "cuStreamCreateWithPriority");
   find(driver->stream_destroy, "cuStreamDestroy_v2");
   find(driver->stream_synchronize, "cuStreamSynchronize");
   find(driver->launch_host, "cuLaunchHostFunc");
@@ -47,6 +47,12 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->event_destroy, "cuEventDestroy_v2");
   find(driver->event_record, "cuEventRecord");
   find(driver->event_query, "cuEventQuery");
+  find(driver->stream_wait_value, "cuStreamWaitValue64_v2");
+  find(driver->flush_remote_writes, "cuFlushGPUDirectRDMAWrites");
+  find(driver->module_load, "cuModuleLoadData");
+  find(driver->module_unload, "cuModuleUnload");
+  find(driver->module_function, "cuModuleGetFunction");
+  find(driver->launch, "cuLaunchKernel");
   find(driver->range_handle, "cuMemGetHandleForAddressRange");
   if (!missing.empty())
     return fail(ErrorCode::unavailable, "the CUDA driver {} is too old (11.7 is the oldest that serves): it lacks {}",

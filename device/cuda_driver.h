@@ -17,9 +17,15 @@ using Ordinal = int;
 using Context = struct ContextTag*;
 using StreamHandle = struct StreamTag*;
 using EventHandle = struct EventTag*;
+using Module = struct ModuleTag*;
+using Function = struct FunctionTag*;
 
 constexpr Status kSuccess = 0, kNotReady = 600, kNotSupported = 801;
 constexpr unsigned kStreamNonBlocking = 1, kEventNoTiming = 2, kHostAllocPortable = 1;
+constexpr unsigned kWaitGreaterOrEqual = 0;
+constexpr int kAttributeRemoteWriteOrdering = 118;  // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+constexpr int kOrderedForOwner = 100;               // … of which the device needs no flush
+constexpr int kFlushCurrentContext = 0, kFlushToOwner = 100;
 constexpr int kAttributeDmaBuf = 124;  // CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 constexpr int kRangeHandleDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
@@ -40,7 +46,7 @@ struct Driver {
   Status (*allocate_host)(void**, std::size_t, unsigned flags);
   Status (*free_host)(void*);
   Status (*copy)(DevicePointer to, DevicePointer from, std::size_t, StreamHandle);
-  Status (*stream_create)(StreamHandle*, unsigned flags);
+  Status (*stream_create)(StreamHandle*, unsigned flags, int priority);
   Status (*stream_destroy)(StreamHandle);
   Status (*stream_synchronize)(StreamHandle);
   Status (*launch_host)(StreamHandle, void (*)(void*), void*);
@@ -48,6 +54,13 @@ struct Driver {
   Status (*event_destroy)(EventHandle);
   Status (*event_record)(EventHandle, StreamHandle);
   Status (*event_query)(EventHandle);
+  Status (*stream_wait_value)(StreamHandle, DevicePointer, std::uint64_t value, unsigned flags);
+  Status (*flush_remote_writes)(int target, int scope);
+  Status (*module_load)(Module*, const void* image);
+  Status (*module_unload)(Module);
+  Status (*module_function)(Function*, Module, const char* name);
+  Status (*launch)(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                   unsigned block_z, unsigned shared_bytes, StreamHandle, void** arguments, void** extra);
   Status (*range_handle)(void* handle, DevicePointer, std::size_t, int type, unsigned long long flags);
 
   std::shared_ptr<void> library;

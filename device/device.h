@@ -20,13 +20,25 @@ struct Memory {
   std::shared_ptr<void> owner;
 };
 
-// Copies, one after the other. Thread: one at a time.
+// What runs where the memory is (kernels/), each with a struct of arguments of kernels/mailbox.h.
+enum class Kernel : std::uint8_t { reduce, digest };
+struct Grid {
+  unsigned blocks = 1, threads = 1;  // threads in each block
+};
+
+// Work, one piece after the other. Thread: one at a time.
 class Stream {
  public:
   virtual ~Stream() = default;  // waits for what is queued
   // Queues a copy; each end may be in the device's memory or the host's. Both stay as they are until it is done. Copies
   // are truly asynchronous only where the host's end is pinned.
   virtual Result<> copy(std::byte* to, const std::byte* from, std::size_t size) = 0;
+  // Queues a kernel; its arguments are copied. Errors: `unavailable` where there are none: on the host, or in a build
+  // without nvcc.
+  virtual Result<> launch(Kernel kernel, Grid grid, const void* arguments) = 0;
+  // What is queued from now on waits until *word ≥ value (as signed difference). `word` is in pinned memory, and the
+  // caller sees to it that it gets there.
+  virtual Result<> wait_until(const std::uint64_t* word, std::uint64_t value) = 0;
   // A mark behind all that is queued; marks count up from 1.
   virtual Result<std::uint64_t> mark() = 0;
   // The last mark before which everything is done. Errors: `io`: a copy failed; nothing on the device works any more.
@@ -46,6 +58,12 @@ class Device {
   virtual Result<Memory> allocate(std::size_t size) = 0;         // the device's own memory
   virtual Result<Memory> allocate_pinned(std::size_t size) = 0;  // the host's, which the device copies at full speed
   virtual Result<std::unique_ptr<Stream>> make_stream() = 0;
+  // Loads the kernels, which may wait for everything that runs on the device: before any of them is needed.
+  virtual Result<> prepare_kernels() = 0;
+  // A stream of somebody else's: a cudaStream_t, which must live as long as this. The host has none.
+  virtual Result<std::unique_ptr<Stream>> adopt_stream(void* handle) = 0;
+  // After a NIC's write into this device's memory was seen to be complete, and before a kernel may read it.
+  virtual Result<> flush_remote_writes() = 0;
   // The memory, as a descriptor that a NIC's driver takes. The range may lie anywhere in an allocation. Errors:
   // `unreachable` where the device or its driver can't.
   struct Exported {

@@ -13,6 +13,12 @@ class HostStream final : public Stream {
     if (size > 0) std::memcpy(to, from, size);
     return {};
   }
+  Result<> launch(Kernel, Grid, const void*) override {
+    return fail(ErrorCode::unavailable, "kernels run on GPUs; the host's memory is for the CPU's own code");
+  }
+  Result<> wait_until(const std::uint64_t*, std::uint64_t) override {
+    return fail(ErrorCode::unavailable, "the host's streams do their work at once and wait for nothing");
+  }
   Result<std::uint64_t> mark() override { return ++marks_; }
   Result<std::uint64_t> reached() override { return marks_; }
   Result<> signal(const Fd& eventfd) override {
@@ -37,6 +43,13 @@ class HostDevice final : public Device {
   }
   Result<Memory> allocate_pinned(std::size_t size) override { return allocate(size); }
   Result<std::unique_ptr<Stream>> make_stream() override { return std::make_unique<HostStream>(); }
+  Result<> prepare_kernels() override {
+    return fail(ErrorCode::unavailable, "kernels run on GPUs; the host's memory is for the CPU's own code");
+  }
+  Result<std::unique_ptr<Stream>> adopt_stream(void*) override {
+    return fail(ErrorCode::invalid_argument, "a CUDA stream given to the host");
+  }
+  Result<> flush_remote_writes() override { return {}; }
   Result<Exported> export_dma_buf(std::span<std::byte> memory) override {
     return fail(ErrorCode::unreachable, "{} of host memory are no dma-buf: register them as they are",
                 human_bytes(memory.size()));

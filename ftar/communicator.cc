@@ -11,14 +11,6 @@ namespace rejoin::ftar {
 
 namespace {
 
-struct Hello {
-  std::uint64_t secret;
-  std::uint64_t plan;
-  std::uint32_t replica;
-  std::uint32_t unused = 0;
-  std::uint64_t incarnation;
-};
-
 // Completion contexts: which write ended.
 std::uint64_t context_of(Epoch epoch, std::uint32_t bucket, std::uint32_t kind) {
   return (epoch.value << 16) | (std::uint64_t{bucket} << 2) | kind;
@@ -52,6 +44,13 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
                 "chunk size {} or direct size {} is out of bounds (a multiple of 64; at most {})", options.chunk_bytes,
                 options.direct_bytes, transport::Engine::kMaxMessage - sizeof(MessageHeader));
   std::unique_ptr<Communicator> made(new Communicator(engine, options, self, secret));
+  const auto kind = options.device ? options.device->kind() : transport::MemoryKind::host;
+  if (options.device) {
+    made->options_.direct_bytes = 0;  // messages are the host's
+    auto reducer = device::Reducer::make(options.device, options.reducer);
+    if (!reducer) return tl::unexpected(reducer.error());
+    made->reducer_ = std::move(*reducer);
+  }
   for (auto& spec : buckets) {
     const std::size_t bytes = spec.count * size_of(spec.type);
     if (bytes == 0 || spec.input.size() != bytes || spec.output.size() != bytes)
@@ -64,15 +63,23 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
     auto& bucket = made->buckets_.emplace_back();
     bucket.spec = spec;
     bucket.index = static_cast<std::uint32_t>(made->buckets_.size() - 1);
-    auto input = engine.register_region(spec.input, transport::MemoryKind::host);
-    auto output = engine.register_region(spec.output, transport::MemoryKind::host);
+    auto input = engine.register_region(spec.input, kind);
+    auto output = engine.register_region(spec.output, kind);
     if (!input) return tl::unexpected(input.error());
     if (!output) return tl::unexpected(output.error());
     bucket.input = *input;
     bucket.output = *output;
   }
-  made->staging_.resize(options.chunk_bytes * options.chunks_in_flight);
-  auto staging = engine.register_region(made->staging_, transport::MemoryKind::host);
+  const std::size_t staged = options.chunk_bytes * options.chunks_in_flight;
+  if (options.device) {
+    auto memory = options.device->allocate(staged);
+    if (!memory) return tl::unexpected(memory.error());
+    made->staging_ = std::move(*memory);
+  } else {
+    auto bytes = std::make_shared<Bytes>(staged);
+    made->staging_ = {*bytes, bytes};
+  }
+  auto staging = engine.register_region(made->staging_.bytes, kind);
   if (!staging) return tl::unexpected(staging.error());
   made->staging_region_ = *staging;
   return made;
@@ -91,110 +98,6 @@ std::uint64_t Communicator::plan_hash() const {
     facts.push_back(bucket.spec.count);
   }
   return XXH3_64bits(facts.data(), facts.size() * sizeof facts[0]);
-}
-
-// ---- connections
-
-Peer* Communicator::peer_of(transport::EndpointId endpoint) {
-  auto found = by_endpoint_.find(endpoint);
-  return found == by_endpoint_.end() ? nullptr : found->second;
-}
-
-Peer* Communicator::peer_of(Member member) {
-  auto found = peers_.find(member);
-  return found == peers_.end() ? nullptr : found->second.get();
-}
-
-bool Communicator::connected(Member member) const {
-  auto found = peers_.find(member);
-  return found != peers_.end() && found->second->up;
-}
-
-Result<> Communicator::connect(Member member, const transport::Address& address) {
-  if (peers_.contains(member)) return {};
-  const Hello hello{secret_, plan_hash(), self_.replica.value, 0, self_.incarnation.value};
-  auto endpoint = engine_.connect(address, bytes_of(hello));
-  if (!endpoint) return tl::unexpected(endpoint.error());
-  auto& peer = peers_[member] = std::make_unique<Peer>();
-  peer->member = member;
-  peer->endpoint = *endpoint;
-  by_endpoint_[*endpoint] = peer.get();
-  return {};
-}
-
-void Communicator::on_accepted(const transport::Event& event) {
-  Hello hello{};
-  BytesView bytes = event.message;
-  if (!take(bytes, hello) || hello.secret != secret_) {
-    spdlog::warn("a data connection with a wrong job key was refused");
-    return engine_.close(event.endpoint);
-  }
-  const Member member{ReplicaId(hello.replica), Incarnation(hello.incarnation)};
-  if (hello.plan != plan_hash()) {
-    spdlog::error("replica {} has another bucket plan or other chunk settings; both must be the same on all replicas",
-                  member.replica);
-    return engine_.close(event.endpoint);
-  }
-  if (auto* before = peer_of(member)) {  // it connects anew: the old connection is void
-    engine_.close(before->endpoint);
-    lose(*before, {ErrorCode::unavailable, "the peer connected anew"});
-  }
-  auto& peer = peers_[member] = std::make_unique<Peer>();
-  peer->member = member;
-  peer->endpoint = event.endpoint;
-  by_endpoint_[event.endpoint] = peer.get();
-  introduce(*peer);
-}
-
-void Communicator::introduce(Peer& peer) {
-  Bytes body;
-  const auto append = [&](const transport::RemoteRegion& region) {
-    const auto bytes = bytes_of(region);
-    body.insert(body.end(), bytes.begin(), bytes.end());
-  };
-  append(engine_.remote(staging_region_));
-  for (const auto& bucket : buckets_) append(engine_.remote(bucket.output));
-  if (auto sent = send(peer, MessageHeader::introduction, 0, 0, body); !sent) lose(peer, sent.error());
-}
-
-void Communicator::on_introduction(Peer& peer, BytesView rest) {
-  peer.outputs.resize(buckets_.size());
-  bool whole = take(rest, peer.staging);
-  for (auto& output : peer.outputs) whole = whole && take(rest, output);
-  if (!whole || !rest.empty() || peer.up) {
-    engine_.close(peer.endpoint);
-    return lose(peer, {ErrorCode::corrupt, "the peer's introduction does not fit the bucket plan"});
-  }
-  peer.up = true;
-  refresh(peer);
-  outcomes_.push_back({.kind = Outcome::Kind::peer_up, .member = peer.member});
-  if (clean_ || announced_ || epoch_ == Epoch{}) return;
-  try_flush();
-}
-
-void Communicator::lose(Peer& peer, Error error) {
-  const Member member = peer.member;
-  remove(peer);
-  outcomes_.push_back({.kind = Outcome::Kind::peer_lost, .member = member, .error = std::move(error)});
-}
-
-void Communicator::remove(Peer& peer) {
-  by_endpoint_.erase(peer.endpoint);
-  for (auto& place : ring_peers_)
-    if (place == &peer) place = nullptr;
-  const auto owned = peers_.extract(peer.member);
-  // Its writes in flight are void with the endpoint; what ran with it waits for the next epoch.
-  if (std::any_of(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == owned.key(); })) {
-    clean_ = false;
-    for (auto& bucket : buckets_) bucket.running.reset();
-  }
-}
-
-void Communicator::forget(Member member) {
-  Peer* peer = peer_of(member);
-  if (peer == nullptr) return;
-  engine_.close(peer->endpoint);
-  remove(*peer);
 }
 
 // ---- epochs
@@ -244,6 +147,8 @@ void Communicator::try_flush() {
     if (ring_peers_[i] == nullptr || !ring_peers_[i]->up) return;  // not connected (yet)
     if (ring_peers_[i]->writes_in_flight > 0) return;
   }
+  // What the device still adds up for an older epoch reads staging and writes outputs.
+  if (working() || device_failed_) return;
   if (!announced_) {
     announced_ = true;
     for (auto* peer : ring_peers_)
@@ -274,6 +179,7 @@ Result<> Communicator::all_reduce(std::uint32_t index, Step step, ReduceOp op) {
 }
 
 void Communicator::begin(Bucket& bucket) {
+  if (device_failed_) return;
   last_progress_ = now_;
   if (bucket.bytes() <= options_.direct_bytes && ring_.size() <= options_.direct_members)
     bucket.running = std::make_unique<DirectOperation>(*this, bucket);
@@ -287,9 +193,38 @@ void Communicator::finish(Bucket& bucket) {
   bucket.wanted = false;
   ++operations_done_;
   bytes_reduced_ += bucket.bytes();
-  if (std::none_of(buckets_.begin(), buckets_.end(), [](const Bucket& b) { return b.running != nullptr; }))
+  if (std::none_of(buckets_.begin(), buckets_.end(), [](const Bucket& b) { return b.running != nullptr; })) {
     for (auto& [member, peer] : peers_) peer->last_chunk = {};  // what follows is no gap, but the trainers' time
+    if (reducer_) reducer_->rest();
+  }
+  if (reducer_)  // the chunks of the all-gather came from NICs, too
+    if (auto flushed = options_.device->flush_remote_writes(); !flushed) return fail_device(flushed.error());
   outcomes_.push_back({.kind = Outcome::Kind::done, .bucket = bucket.index, .step = bucket.step, .epoch = epoch_});
+}
+
+bool Communicator::working() const { return reducer_ && !reducer_->idle(); }
+
+// Whether the device took it.
+bool Communicator::reduced_on_device(const Result<std::uint64_t>& work) {
+  if (!work) fail_device(work.error());
+  return work.has_value();
+}
+
+void Communicator::fail_device(const Error& error) {
+  if (std::exchange(device_failed_, true)) return;
+  outcomes_.push_back({.kind = Outcome::Kind::failed, .error = error});
+}
+
+void Communicator::poll_reducer() {
+  if (!working() || device_failed_) return;
+  const auto done = reducer_->done();
+  if (!done) return fail_device(done.error());
+  for (auto& bucket : buckets_) {
+    if (!bucket.running) continue;
+    bucket.running->on_reduced(*done);
+    if (bucket.running && bucket.running->done()) finish(bucket);
+  }
+  if (reducer_->idle()) try_flush();
 }
 
 bool Communicator::busy() const {
@@ -300,6 +235,7 @@ bool Communicator::busy() const {
 std::span<const Outcome> Communicator::poll(TimePoint now) {
   now_ = now;
   for (const auto& event : engine_.poll()) handle(event);
+  poll_reducer();
   handed_out_.clear();
   handed_out_.swap(outcomes_);
   return handed_out_;
@@ -477,6 +413,7 @@ std::vector<Wait> Communicator::waits(TimePoint now) const {
 
 Stats Communicator::stats() const {
   Stats stats{.stale_dropped = stale_dropped_, .operations_done = operations_done_, .bytes_reduced = bytes_reduced_};
+  if (reducer_) stats.kernel_launches = reducer_->launches();
   for (const auto& [member, peer] : peers_) {
     stats.peers.push_back(peer->stats);
     stats.peers.back().member = member;

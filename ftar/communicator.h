@@ -9,7 +9,7 @@
 //  - Every chunk and message names its epoch, step, bucket and chunk; what does not fit is dropped and counted.
 //  - All members are connected with each other, so that an epoch without one of them needs no new connection.
 //
-// communicator.cc: connections and epochs. ring.cc and direct.cc: the two algorithms.
+// connections.cc: connections. communicator.cc: epochs. ring.cc and direct.cc: the two algorithms.
 #pragma once
 
 #include <map>
@@ -20,6 +20,7 @@
 #include "base/clock.h"
 #include "base/ids.h"
 #include "base/types.h"
+#include "device/reducer.h"
 #include "transport/transport.h"
 
 namespace rejoin::ftar {
@@ -38,7 +39,8 @@ struct Place {
 };
 
 // A buffer that is reduced as one operation. The same on every member, in the same order.
-// The spans stay mapped while the communicator lives; both have count × size_of(type) bytes.
+// The spans stay mapped while the communicator lives; both have count × size_of(type) bytes, of the memory of
+// Options::device.
 struct BucketSpec {
   DataType type = DataType::float32;
   std::size_t count = 0;  // elements
@@ -52,6 +54,10 @@ struct Options {
   std::size_t direct_bytes = 32 * KiB;  // buckets up to this size skip the ring: everyone sends to everyone
   std::uint32_t direct_members = 8;     // … in rings of up to this many members
   bool both_ways = true;                // all-gather in both directions at once
+  // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. Small buckets take the
+  // ring, too; all members must have GPUs, or none.
+  std::shared_ptr<device::Device> device;
+  device::ReducerOptions reducer;  // of it
 };
 
 struct Outcome {
@@ -60,6 +66,7 @@ struct Outcome {
     entered,    // the epoch of the last enter() is clean, operations run: `epoch`
     peer_up,    // a connection is ready for use: `member`
     peer_lost,  // a connection ended: `member`, `error`; the owner decides what follows
+    failed,     // this member's device: `error`; nothing goes on here
   };
   Kind kind{};
   std::uint32_t bucket = 0;
@@ -89,6 +96,7 @@ struct Stats {
   std::uint64_t stale_dropped = 0;  // notifications and messages of other epochs or operations
   std::uint64_t operations_done = 0;
   std::uint64_t bytes_reduced = 0;
+  std::uint64_t kernel_launches = 0;  // on this member's GPU
   std::vector<PeerStats> peers;
 };
 
@@ -99,8 +107,9 @@ struct Peer;
 
 class Communicator {
  public:
-  // Registers staging and buckets with the engine, which must outlive this. `secret` proves to peers that both belong
-  // to the same job; `plan` must agree among all members (bucket sizes and types are checked besides).
+  // Registers staging and buckets with the engine, which must outlive this, and loads the device's kernels. `secret`
+  // proves to peers that both belong to the same job; `plan` must agree among all members (bucket sizes and types are
+  // checked besides).
   static Result<std::unique_ptr<Communicator>> make(transport::Engine& engine, const Options& options, Member self,
                                                     std::vector<BucketSpec> buckets, std::uint64_t secret);
   ~Communicator();
@@ -122,7 +131,8 @@ class Communicator {
 
   // Drives everything. The outcomes are valid until the next call.
   std::span<const Outcome> poll(TimePoint now);
-  bool busy() const;  // operations or a flush under way: worth spinning for
+  bool busy() const;     // operations or a flush under way: worth spinning for
+  bool working() const;  // this member's GPU adds up: what poll() waits for wakes nobody, so don't sleep
 
   std::vector<Wait> waits(TimePoint now) const;
   Stats stats() const;
@@ -143,6 +153,9 @@ class Communicator {
   void lose(Peer& peer, Error error);
   void remove(Peer& peer);
   void refresh(Peer& peer);
+  void poll_reducer();
+  void fail_device(const Error& error);
+  bool reduced_on_device(const Result<std::uint64_t>& work);
   void try_flush();
   void begin(Bucket& bucket);
   void finish(Bucket& bucket);
@@ -155,12 +168,14 @@ class Communicator {
   BytesView direct_input(std::uint32_t bucket, Step step, std::uint32_t contributor) const;
 
   transport::Engine& engine_;
-  const Options options_;
+  Options options_;
   const Member self_;
   const std::uint64_t secret_;
   std::vector<Bucket> buckets_;
-  Bytes staging_;
+  device::Memory staging_;
   transport::RegionId staging_region_;
+  std::unique_ptr<device::Reducer> reducer_;  // of a device
+  bool device_failed_ = false;
   std::map<Member, std::unique_ptr<Peer>> peers_;
   std::map<transport::EndpointId, Peer*> by_endpoint_;
 

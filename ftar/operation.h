@@ -1,6 +1,8 @@
 // Inside of a communicator: peers, buckets, and the operations that run on them.
 #pragma once
 
+#include <deque>
+
 #include "ftar/communicator.h"
 #include "ftar/schedule.h"
 
@@ -57,6 +59,7 @@ class Operation {
   virtual bool on_chunk(Peer&, const Tag&) { return false; }  // false: does not belong here
   virtual void on_write_completed(Peer&, std::uint32_t /*kind*/) {}
   virtual void on_direct() {}
+  virtual void on_reduced(std::uint64_t /*number*/) {}  // the device has done its works up to this
   virtual bool done() const = 0;
   virtual std::optional<Wait> wait() const = 0;
 };
@@ -88,6 +91,7 @@ class RingOperation final : public Operation {
   void on_credit() override { pump(); }
   bool on_chunk(Peer& from, const Tag& tag) override;
   void on_write_completed(Peer& to, std::uint32_t kind) override;
+  void on_reduced(std::uint64_t number) override;
   bool done() const override { return final_count_ == chunks_ && outstanding_ == 0 && all_sent(); }
   std::optional<Wait> wait() const override;
 
@@ -104,8 +108,16 @@ class RingOperation final : public Operation {
   void pump_gather(Gather& gather);
   bool peer_ready(const Peer& peer) const;
   bool on_reduce_scatter_chunk(Peer& from, const Tag& tag);
+  bool is_last(std::uint32_t chunk) const;
+  void on_reduced(Peer& from, const Tag& tag);
+  void make_all_final();
   void make_final(std::uint32_t chunk);
 
+  struct OnDevice {
+    std::uint64_t number = 0;  // of the work
+    Peer* from = nullptr;      // none: the copy of all of a lone contributor
+    Tag tag{};
+  };
   Communicator& owner_;
   Communicator::Bucket& bucket_;
   const Schedule schedule_;
@@ -115,10 +127,12 @@ class RingOperation final : public Operation {
   std::vector<std::uint32_t> scatter_sends_;
   std::size_t scatter_next_ = 0, scatter_own_ = 0;  // the first `own` come from the input
   std::uint32_t scatter_received_ = 0;
-  std::vector<bool> partial_, final_;  // by chunk: the output holds a partial sum, the result
+  // By chunk: it has arrived to be added to; the output holds a partial sum, the result.
+  std::vector<bool> taken_, partial_, final_;
   std::uint32_t final_count_ = 0, chunks_ = 0;
   Gather right_, left_;
   std::size_t outstanding_ = 0;
+  std::deque<OnDevice> on_device_;
 };
 
 class DirectOperation final : public Operation {

@@ -2,83 +2,17 @@
 
 #include <immintrin.h>
 
-#include <bit>
-#include <cmath>
 #include <cstring>
+
+#include "base/arithmetic.h"
 
 namespace rejoin::ftar {
 
 namespace {
 
+using namespace arithmetic;
+
 // Every loop is written once, always inlined, and compiled for each instruction set by a wrapper with that target.
-// No expression here can be fused into a multiply-add, so that all of them round alike.
-#define REJOIN_INLINE [[gnu::always_inline]] inline
-
-REJOIN_INLINE float from_bfloat16(std::uint16_t bits) { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
-
-REJOIN_INLINE std::uint16_t to_bfloat16(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const std::uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const std::uint32_t quiet_nan = (bits >> 16) | 0x40;
-  return static_cast<std::uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded);
-}
-
-REJOIN_INLINE float from_float16(std::uint16_t half) {
-  const std::uint32_t sign = std::uint32_t{half & 0x8000u} << 16;
-  const std::uint32_t exponent = (half >> 10) & 0x1f, mantissa = half & 0x3ffu;
-  if (exponent == 0) {  // zero or subnormal: mantissa × 2⁻²⁴, exact in float
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return std::bit_cast<float>(std::bit_cast<std::uint32_t>(magnitude) | sign);
-  }
-  if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000 | (mantissa << 13) | (mantissa ? 0x400000u : 0u));
-  return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
-}
-
-REJOIN_INLINE std::uint16_t to_float16(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000);
-  const std::uint32_t magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return static_cast<std::uint16_t>(sign | 0x7e00 | ((magnitude >> 13) & 0x3ff));
-  if (magnitude >= 0x477ff000) return static_cast<std::uint16_t>(sign | 0x7c00);  // rounds to infinity
-  if (magnitude < 0x38800000) {  // subnormal: round in units of 2⁻²⁴
-    const float units = std::bit_cast<float>(magnitude) * 0x1p24f;
-    const float rounded = (units + 0x1p23f) - 0x1p23f;  // to nearest even, as the addition rounds
-    return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(rounded));
-  }
-  const std::uint32_t rebased = magnitude - (112u << 23);
-  return static_cast<std::uint16_t>(sign | ((rebased + 0xfff + ((rebased >> 13) & 1)) >> 13));
-}
-
-template <typename T>
-struct Plain {
-  using Storage = T;
-  using Value = T;
-  REJOIN_INLINE static Value load(Storage s) { return s; }
-  REJOIN_INLINE static Storage store(Value v) { return v; }
-};
-struct Bfloat16 {
-  using Storage = std::uint16_t;
-  using Value = float;
-  REJOIN_INLINE static Value load(Storage s) { return from_bfloat16(s); }
-  REJOIN_INLINE static Storage store(Value v) { return to_bfloat16(v); }
-};
-struct Float16 {
-  using Storage = std::uint16_t;
-  using Value = float;
-  REJOIN_INLINE static Value load(Storage s) { return from_float16(s); }
-  REJOIN_INLINE static Storage store(Value v) { return to_float16(v); }
-};
-
-template <typename T>
-REJOIN_INLINE T sum_of(T a, T b) {
-  if constexpr (std::is_integral_v<T>) {
-    using U = std::make_unsigned_t<T>;
-    return static_cast<T>(static_cast<U>(a) + static_cast<U>(b));  // wraps; overflow is the user's, not undefined
-  } else {
-    return a + b;
-  }
-}
-
 template <typename Element>
 REJOIN_INLINE void loop(void* out, const void* a, const void* b, std::size_t count, std::uint32_t divisor) {
   using Storage = typename Element::Storage;
@@ -98,17 +32,15 @@ REJOIN_INLINE void loop(void* out, const void* a, const void* b, std::size_t cou
   if (divisor <= 1) {
 #pragma GCC ivdep
     for (std::size_t i = 0; i < count; ++i) put(i, sum_of(at(x, i), at(y, i)));
-  } else if constexpr (std::is_integral_v<Value>) {
-    for (std::size_t i = 0; i < count; ++i) put(i, sum_of(at(x, i), at(y, i)) / static_cast<Value>(divisor));
   } else {
-    const Value scale = Value{1} / static_cast<Value>(divisor);
+    const Divisor<Value> mean(divisor);
 #pragma GCC ivdep
-    for (std::size_t i = 0; i < count; ++i) put(i, sum_of(at(x, i), at(y, i)) * scale);
+    for (std::size_t i = 0; i < count; ++i) put(i, mean(sum_of(at(x, i), at(y, i))));
   }
 }
 
-REJOIN_INLINE void dispatch(DataType type, void* out, const void* a, const void* b, std::size_t count,
-                            std::uint32_t divisor) {
+REJOIN_INLINE void add_all(DataType type, void* out, const void* a, const void* b, std::size_t count,
+                           std::uint32_t divisor) {
   switch (type) {
     case DataType::float32: return loop<Plain<float>>(out, a, b, count, divisor);
     case DataType::float64: return loop<Plain<double>>(out, a, b, count, divisor);
@@ -120,7 +52,7 @@ REJOIN_INLINE void dispatch(DataType type, void* out, const void* a, const void*
 }
 
 void generic(DataType type, void* out, const void* a, const void* b, std::size_t count, std::uint32_t divisor) {
-  dispatch(type, out, a, b, count, divisor);
+  add_all(type, out, a, b, count, divisor);
 }
 
 // The hardware's conversions of float16 round as ours do; the compiler does not find them by itself.
@@ -144,13 +76,13 @@ void generic(DataType type, void* out, const void* a, const void* b, std::size_t
 [[gnu::target("avx2,f16c")]] void avx2(DataType type, void* out, const void* a, const void* b, std::size_t count,
                                        std::uint32_t divisor) {
   if (type == DataType::float16) return float16_f16c(out, a, b, count, divisor);
-  dispatch(type, out, a, b, count, divisor);
+  add_all(type, out, a, b, count, divisor);
 }
 
 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512")]] void avx512(
     DataType type, void* out, const void* a, const void* b, std::size_t count, std::uint32_t divisor) {
   if (type == DataType::float16) return float16_f16c(out, a, b, count, divisor);
-  dispatch(type, out, a, b, count, divisor);
+  add_all(type, out, a, b, count, divisor);
 }
 
 using Add = void (*)(DataType, void*, const void*, const void*, std::size_t, std::uint32_t);

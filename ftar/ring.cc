@@ -30,6 +30,7 @@ RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket)
   const auto members = static_cast<std::uint32_t>(owner.ring_.size());
   partial_.resize(std::size_t{n} * schedule_.stride());
   final_.resize(partial_.size());
+  taken_.resize(partial_.size());
   chunks_ = schedule_.all_chunks();
   if (contributes_ && n > 1) {
     scatter_to_ = owner.ring_peers_[(p + 1) % n];
@@ -53,8 +54,13 @@ void RingOperation::start() {
   for (auto* peer : senders)
     if (!owner_.send(*peer, MessageHeader::ready, bucket_.index, bucket_.step.value)) return;  // `closed` follows
   if (owner_.contributors_ == 1 && contributes_) {
+    if (owner_.reducer_) {
+      const auto copied = owner_.reducer_->copy(bucket_.spec.output.data(), bucket_.spec.input.data(), bucket_.bytes());
+      if (owner_.reduced_on_device(copied)) on_device_.push_back({*copied});
+      return;
+    }
     std::memcpy(bucket_.spec.output.data(), bucket_.spec.input.data(), bucket_.bytes());
-    for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) make_final(schedule_.chunk_id(0, i));
+    make_all_final();
   }
   pump();
 }
@@ -106,6 +112,10 @@ void RingOperation::pump_gather(Gather& gather) {
   }
 }
 
+void RingOperation::make_all_final() {
+  for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) make_final(schedule_.chunk_id(0, i));
+}
+
 void RingOperation::make_final(std::uint32_t chunk) {
   if (final_[chunk]) return;
   final_[chunk] = true;
@@ -123,22 +133,48 @@ bool RingOperation::on_chunk(Peer& from, const Tag& tag) {
   return true;
 }
 
+// Whether nobody adds to this chunk after this member.
+bool RingOperation::is_last(std::uint32_t chunk) const {
+  return schedule_.receive_round(owner_.position_, schedule_.segment_of(chunk)) + 2 == owner_.contributors_;
+}
+
 // The fused pass: what arrived, plus our own input, goes to its place in the output, from where it is sent on.
 bool RingOperation::on_reduce_scatter_chunk(Peer& from, const Tag& tag) {
   if (&from != scatter_from_ || tag.slot >= owner_.options_.chunks_in_flight) return false;
-  if (partial_[tag.chunk] || final_[tag.chunk]) return false;
+  if (taken_[tag.chunk]) return false;
+  taken_[tag.chunk] = true;
   const Range range = schedule_.chunk(tag.chunk);
-  const std::uint32_t n = owner_.contributors_;
-  const bool last = schedule_.receive_round(owner_.position_, schedule_.segment_of(tag.chunk)) == n - 2;
-  const std::size_t element = size_of(bucket_.spec.type);
-  add(bucket_.spec.type, bucket_.spec.output.data() + range.offset,
-      owner_.staging_.data() + tag.slot * owner_.options_.chunk_bytes, bucket_.spec.input.data() + range.offset,
-      range.length / element, last && bucket_.op == ReduceOp::mean ? n : 0);
+  const std::size_t count = range.length / size_of(bucket_.spec.type);
+  std::byte* out = bucket_.spec.output.data() + range.offset;
+  const std::byte* arrived = owner_.staging_.bytes.data() + tag.slot * owner_.options_.chunk_bytes;
+  const std::byte* own = bucket_.spec.input.data() + range.offset;
+  const std::uint32_t divisor = is_last(tag.chunk) && bucket_.op == ReduceOp::mean ? owner_.contributors_ : 0;
   from.stats.bytes_received += range.length;
   ++scatter_received_;
+  if (owner_.reducer_) {
+    auto work = owner_.options_.device->flush_remote_writes().and_then(
+        [&] { return owner_.reducer_->add(bucket_.spec.type, out, arrived, own, count, divisor); });
+    if (owner_.reduced_on_device(work)) on_device_.push_back({*work, &from, tag});
+    return true;
+  }
+  add(bucket_.spec.type, out, arrived, own, count, divisor);
+  on_reduced(from, tag);
+  return true;
+}
+
+void RingOperation::on_reduced(std::uint64_t number) {
+  while (!on_device_.empty() && on_device_.front().number <= number) {
+    const OnDevice work = on_device_.front();
+    on_device_.pop_front();
+    if (work.from != nullptr) on_reduced(*work.from, work.tag);
+    else make_all_final(), pump();
+  }
+}
+
+void RingOperation::on_reduced(Peer& from, const Tag& tag) {
   // The slot is free again. A failed send means that the endpoint has failed, and its event ends this operation.
   (void)owner_.send(from, MessageHeader::credit, bucket_.index, tag.slot);
-  if (last) {
+  if (is_last(tag.chunk)) {
     make_final(tag.chunk);
     pump_gather(right_);
     pump_gather(left_);
@@ -146,7 +182,6 @@ bool RingOperation::on_reduce_scatter_chunk(Peer& from, const Tag& tag) {
     partial_[tag.chunk] = true;
     pump_reduce_scatter();
   }
-  return true;
 }
 
 void RingOperation::on_write_completed(Peer&, std::uint32_t kind) {
@@ -165,6 +200,7 @@ std::optional<Wait> RingOperation::wait() const {
     wait.what = std::move(what);
     return wait;
   };
+  if (!on_device_.empty()) return on(nullptr, fmt::format("{} chunks that its GPU adds up", on_device_.size()));
   for (auto* peer : {scatter_to_, right_.to, left_.to})
     if (peer != nullptr && !peer_ready(*peer)) return on(peer, fmt::format("its start of bucket {}", bucket_.index));
   if (contributes_ && n > 1) {

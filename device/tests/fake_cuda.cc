@@ -5,6 +5,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -13,6 +15,11 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "device/kernels/reduce.h"
+#include "device/kernels/xxh3.h"
+
+namespace kernels = rejoin::device::kernels;
 
 namespace {
 
@@ -87,6 +94,84 @@ struct Event {
 };
 
 bool no_context() { return contexts.empty(); }
+
+// A block of a kernel: one thread of the CPU, which does what all of the block's would.
+struct Block {
+  unsigned index = 0, count = 1;
+  kernels::Work found{};
+
+  unsigned thread() const { return 0; }
+  unsigned threads() const { return 1; }
+  unsigned block() const { return index; }
+  unsigned blocks() const { return count; }
+  std::uint64_t now() const {
+    return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+  }
+  void relax() const { std::this_thread::yield(); }
+  std::uint64_t acquire(std::uint64_t& from) const { return std::atomic_ref(from).load(std::memory_order_acquire); }
+  void release(std::uint64_t& to, std::uint64_t value) const {
+    std::atomic_ref(to).store(value, std::memory_order_release);
+  }
+  template <typename T>
+  T load(std::uint64_t address) const {
+    T value;
+    std::memcpy(&value, reinterpret_cast<const void*>(address), sizeof value);
+    return value;
+  }
+  template <typename T>
+  void store(std::uint64_t address, T value) const {
+    std::memcpy(reinterpret_cast<void*>(address), &value, sizeof value);
+  }
+  template <unsigned kCount, typename Body>
+  void unrolled(Body body) const {
+    for (unsigned i = 0; i < kCount; ++i) body(i);
+  }
+  template <typename Find>
+  const kernels::Work* for_all(Find find) {
+    return find(found) ? &found : nullptr;
+  }
+  template <typename Tell>
+  void finish(Tell tell) const {
+    tell();
+  }
+  kernels::Work translated(kernels::Work work) const {
+    const std::size_t size = work.count * rejoin::size_of(static_cast<rejoin::DataType>(work.type));
+    for (auto* address : {&work.out, &work.a, &work.b})
+      *address = reinterpret_cast<std::uintptr_t>(resolve(*address, size));
+    return work;
+  }
+};
+
+void run_reduce(unsigned blocks, const kernels::ReduceArguments& arguments) {
+  std::vector<std::thread> running;
+  for (unsigned b = 0; b < blocks; ++b)
+    running.emplace_back([=] {
+      Block block{.index = b, .count = blocks};
+      kernels::serve(block, arguments);
+    });
+  for (auto& thread : running) thread.join();
+}
+
+void run_digest(const kernels::DigestArguments& arguments) {
+  const auto* pieces = reinterpret_cast<const kernels::DigestPiece*>(
+      resolve(arguments.pieces, arguments.count * sizeof(kernels::DigestPiece)));
+  auto* hashes = reinterpret_cast<std::uint64_t*>(resolve(arguments.hashes, arguments.blocks * 8));
+  char* tails = resolve(arguments.tails, arguments.count * kernels::xxh3::kBytes);
+  for (std::uint64_t i = 0; i < arguments.blocks; ++i) {
+    const auto& piece = pieces[kernels::piece_of(pieces, arguments.count, i)];
+    const char* data = resolve(piece.data, piece.size) + (i - piece.first_block) * kernels::xxh3::kBytes;
+    hashes[i] = kernels::xxh3::hash([&](unsigned offset) {
+      kernels::xxh3::Pair pair;
+      std::memcpy(&pair, data + offset, sizeof pair);
+      return pair;
+    });
+  }
+  for (std::uint64_t i = 0; i < arguments.count; ++i) {
+    const std::size_t rest = pieces[i].size % kernels::xxh3::kBytes;
+    std::memcpy(tails + i * kernels::xxh3::kBytes, resolve(pieces[i].data, pieces[i].size) + pieces[i].size - rest,
+                rest);
+  }
+}
 
 }  // namespace
 
@@ -171,7 +256,7 @@ int cuMemFreeHost(void* address) {
   return kSuccess;
 }
 
-int cuStreamCreate(Stream** stream, unsigned) {
+int cuStreamCreateWithPriority(Stream** stream, unsigned, int) {
   if (no_context()) return kInvalidContext;
   *stream = new Stream;
   return kSuccess;
@@ -191,6 +276,37 @@ int cuLaunchHostFunc(Stream* stream, void (*function)(void*), void* data) {
 int cuMemcpyAsync(unsigned long long to, unsigned long long from, std::size_t size, Stream* stream) {
   if (no_context()) return kInvalidContext;
   stream->add([=, target = resolve(to, size), source = resolve(from, size)] { std::memcpy(target, source, size); });
+  return kSuccess;
+}
+
+int cuStreamWaitValue64_v2(Stream* stream, unsigned long long address, std::uint64_t value, unsigned) {
+  if (no_context()) return kInvalidContext;
+  stream->add([=] {
+    auto& word = *reinterpret_cast<std::uint64_t*>(address);
+    while (static_cast<std::int64_t>(std::atomic_ref(word).load(std::memory_order_acquire) - value) < 0)
+      std::this_thread::yield();
+  });
+  return kSuccess;
+}
+int cuFlushGPUDirectRDMAWrites(int, int) { return no_context() ? kInvalidContext : kSuccess; }
+
+int cuModuleLoadData(void** module, const void* image) {
+  static int loaded;
+  if (no_context() || image == nullptr) return kInvalidContext;
+  *module = &loaded;
+  return kSuccess;
+}
+int cuModuleUnload(void*) { return no_context() ? kInvalidContext : kSuccess; }
+int cuModuleGetFunction(const char** function, void*, const char* name) {
+  *function = std::strcmp(name, "rejoin_reduce") == 0 ? "reduce" : "digest";
+  return kSuccess;
+}
+int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                   Stream* stream, void** arguments, void**) {
+  if (no_context()) return kInvalidContext;
+  if (std::strcmp(function, "reduce") == 0)
+    stream->add([=, given = *static_cast<kernels::ReduceArguments*>(arguments[0])] { run_reduce(blocks, given); });
+  else stream->add([given = *static_cast<kernels::DigestArguments*>(arguments[0])] { run_digest(given); });
   return kSuccess;
 }
 

@@ -1,20 +1,32 @@
-// The all-reduce under failures, on the simulated fabric: whole rings in one process, driven by a seed.
+// The all-reduce under failures, on the simulated fabric: whole rings in one process, driven by a seed; over the host's
+// memory, and over a GPU's: one made of software here, a real one in `./run gpu test`.
 #include <gtest/gtest.h>
 
 #include <numeric>
 #include <random>
 
+#include "base/log.h"
+#include "device/tests/library.h"
 #include "ftar/communicator.h"
 #include "transport/sim/fabric.h"
+#include "transport/staged/factory.h"
 
 namespace rejoin::ftar {
 namespace {
 
 constexpr std::uint64_t kSecret = 42;
 
-// One rank with its buffers.
+std::shared_ptr<device::Device> gpu() {
+  auto opened = device::open_cuda({.ordinal = 0, .library = device::cuda_library()});
+  if (!opened) throw std::runtime_error(opened.error().message);
+  return *opened;
+}
+
+// One rank with its buffers. Where they are in a GPU's memory, what `input` and `output` hold is a copy of that.
 struct Rank {
+  std::vector<device::Memory> inputs, outputs;
   std::unique_ptr<transport::Engine> engine;
+  transport::Engine* on_fabric = nullptr;  // the engine that the fabric knows
   transport::Address address;
   std::unique_ptr<Communicator> communicator;
   std::vector<std::vector<float>> input, output;
@@ -40,13 +52,25 @@ struct Cluster {
   Options options{.chunk_bytes = 1024, .chunks_in_flight = 3, .direct_bytes = 256};
   std::vector<std::size_t> sizes;
   std::mt19937_64 random;
+  std::shared_ptr<device::Device> device;  // whose memory is reduced; none: the host's
+  std::unique_ptr<device::Stream> stream;
 
-  Cluster(std::uint64_t seed, std::vector<std::size_t> elements)
-      : fabric({.seed = seed}, clock), sizes(std::move(elements)), random(seed) {}
+  Cluster(std::uint64_t seed, std::vector<std::size_t> elements, bool on_gpu = false)
+      : fabric({.seed = seed}, clock), sizes(std::move(elements)), random(seed) {
+    if (!on_gpu) return;
+    spdlog::set_level(spdlog::level::err);  // each engine says that it stages
+    device = gpu();
+    stream = *device->make_stream();
+    options.device = device;
+    options.reducer = {.blocks = 2, .threads = 64};
+  }
 
   Rank& add() {
     auto rank = std::make_unique<Rank>();
     rank->engine = fabric.make_engine();
+    rank->on_fabric = rank->engine.get();
+    if (device)
+      rank->engine = *transport::staged::make_engine(std::move(rank->engine), device, {.slot_bytes = 512, .slots = 4});
     rank->address = *rank->engine->listen({"sim"});
     rank->self = {ReplicaId(static_cast<std::uint32_t>(ranks.size())), Incarnation(ranks.size() + 1)};
     std::vector<BucketSpec> buckets;
@@ -56,9 +80,18 @@ struct Cluster {
       for (auto& value : rank->input.back())
         value = static_cast<float>(static_cast<int>(random() % 20001) - 10000) * 1e-3f;
     }
-    for (std::size_t i = 0; i < sizes.size(); ++i)
-      buckets.push_back({DataType::float32, sizes[i], std::as_writable_bytes(std::span(rank->input[i])),
-                         std::as_writable_bytes(std::span(rank->output[i]))});
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      const auto memory_of = [&](std::vector<float>& values, std::vector<device::Memory>& on_device) {
+        const auto bytes = std::as_writable_bytes(std::span(values));
+        if (!device) return bytes;
+        on_device.push_back(*device->allocate(bytes.size()));
+        EXPECT_TRUE(stream->copy(on_device.back().bytes.data(), bytes.data(), bytes.size()));
+        EXPECT_TRUE(stream->synchronize());
+        return on_device.back().bytes;
+      };
+      buckets.push_back({DataType::float32, sizes[i], memory_of(rank->input[i], rank->inputs),
+                         memory_of(rank->output[i], rank->outputs)});
+    }
     auto made = Communicator::make(*rank->engine, options, rank->self, std::move(buckets), kSecret);
     if (!made) throw std::runtime_error(made.error().message);
     rank->communicator = std::move(*made);
@@ -72,12 +105,26 @@ struct Cluster {
       if (rank->alive)
         for (const auto& outcome : rank->communicator->poll(clock.now())) rank->outcomes.push_back(outcome);
   }
+  // Until it is, or nothing moves any more. What a GPU does takes real time, which the fabric knows nothing of.
   bool until(const std::function<bool()>& done) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     for (int idle = 0; !done();) {
       pump();
-      if (!fabric.step() && ++idle > 3) return done();
+      if (fabric.step()) continue;
+      if (device ? std::chrono::steady_clock::now() > deadline : ++idle > 3) return done();
     }
     return true;
+  }
+  // What is in a GPU's memory, to where the tests look.
+  void look() {
+    for (auto& rank : ranks)
+      for (std::size_t i = 0; i < rank->inputs.size(); ++i) {
+        EXPECT_TRUE(stream->copy(reinterpret_cast<std::byte*>(rank->input[i].data()), rank->inputs[i].bytes.data(),
+                                 rank->inputs[i].bytes.size()));
+        EXPECT_TRUE(stream->copy(reinterpret_cast<std::byte*>(rank->output[i].data()), rank->outputs[i].bytes.data(),
+                                 rank->outputs[i].bytes.size()));
+      }
+    if (device) EXPECT_TRUE(stream->synchronize());
   }
   std::vector<Place> places(Role newest = Role::contributor) const {
     std::vector<Place> ring;
@@ -105,11 +152,12 @@ struct Cluster {
   }
   void kill(Rank& rank) {
     rank.alive = false;
-    fabric.kill(*rank.engine);
+    fabric.kill(*rank.on_fabric);
   }
 
   // Every live rank has the same bits, and they are the sum over `contributors` within float rounding.
-  void expect_result(const std::vector<const Rank*>& contributors, double divisor = 1) const {
+  void expect_result(const std::vector<const Rank*>& contributors, double divisor = 1) {
+    look();
     const Rank* first = nullptr;
     for (auto& rank : ranks) {
       if (!rank->alive) continue;
@@ -135,10 +183,18 @@ struct Cluster {
 
 const std::vector<std::size_t> kSizes{1, 5, 60, 200, 3000, 40001};
 
-TEST(FtarRing, AllMembersEndWithTheSumBitForBit) {
+struct FtarRing : testing::TestWithParam<bool> {
+  bool on_gpu = GetParam();
+  // A GPU made of software is slower than memory.
+  std::uint64_t seeds(std::uint64_t of_host) const { return on_gpu ? (of_host + 7) / 8 : of_host; }
+};
+INSTANTIATE_TEST_SUITE_P(Memory, FtarRing, testing::Bool(),
+                         [](const auto& i) { return std::string(i.param ? "gpu" : "host"); });
+
+TEST_P(FtarRing, AllMembersEndWithTheSumBitForBit) {
   for (int members : {1, 2, 3, 4, 6})
-    for (std::uint64_t seed = 1; seed <= 8; ++seed) {
-      Cluster cluster(seed, kSizes);
+    for (std::uint64_t seed = 1; seed <= seeds(8); ++seed) {
+      Cluster cluster(seed, kSizes, on_gpu);
       cluster.options.both_ways = seed % 2 == 0;
       for (int i = 0; i < members; ++i) cluster.add();
       cluster.enter(Epoch(1), cluster.places());
@@ -150,9 +206,9 @@ TEST(FtarRing, AllMembersEndWithTheSumBitForBit) {
     }
 }
 
-TEST(FtarRing, TheMeanIsOverContributorsAndACatchingUpMemberAddsNothing) {
-  for (std::uint64_t seed = 1; seed <= 8; ++seed) {
-    Cluster cluster(seed, kSizes);
+TEST_P(FtarRing, TheMeanIsOverContributorsAndACatchingUpMemberAddsNothing) {
+  for (std::uint64_t seed = 1; seed <= seeds(8); ++seed) {
+    Cluster cluster(seed, kSizes, on_gpu);
     for (int i = 0; i < 4; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.places(Role::catching_up));
     cluster.start(Step(1), ReduceOp::mean);
@@ -161,23 +217,24 @@ TEST(FtarRing, TheMeanIsOverContributorsAndACatchingUpMemberAddsNothing) {
   }
 }
 
-TEST(FtarRing, ACatchingUpMemberChangesNoBitOfTheResult) {
-  const auto run = [](bool joiner) {
-    Cluster cluster(5, kSizes);
+TEST_P(FtarRing, ACatchingUpMemberChangesNoBitOfTheResult) {
+  const auto run = [&](bool joiner) {
+    Cluster cluster(5, kSizes, on_gpu);
     for (int i = 0; i < 3; ++i) cluster.add();
     if (joiner) cluster.add();
     cluster.enter(Epoch(1), cluster.places(joiner ? Role::catching_up : Role::contributor));
     cluster.start(Step(1));
     EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+    cluster.look();
     return cluster.ranks[0]->output;
   };
   EXPECT_EQ(run(false), run(true));
 }
 
-TEST(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
-  for (std::uint64_t seed = 1; seed <= 60; ++seed) {
+TEST_P(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
+  for (std::uint64_t seed = 1; seed <= seeds(60); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, kSizes);
+    Cluster cluster(seed, kSizes, on_gpu);
     for (int i = 0; i < 4; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.places());
     ASSERT_TRUE(cluster.until([&] {
@@ -197,6 +254,7 @@ TEST(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
       return std::all_of(cluster.ranks.begin(), cluster.ranks.end(),
                          [](auto& r) { return !r->alive || r->lost_someone(); });
     }));
+    cluster.look();
     for (std::size_t i = 0; i < inputs.size(); ++i) EXPECT_EQ(cluster.ranks[i]->input, inputs[i]) << "input-intact";
     for (auto& rank : cluster.ranks) rank->outcomes.clear();
     cluster.enter(Epoch(2), cluster.places());
@@ -206,10 +264,10 @@ TEST(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
   }
 }
 
-TEST(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
-  for (std::uint64_t seed = 1; seed <= 30; ++seed) {
+TEST_P(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
+  for (std::uint64_t seed = 1; seed <= seeds(30); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, kSizes);
+    Cluster cluster(seed, kSizes, on_gpu);
     for (int i = 0; i < 4; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.places());
     cluster.start(Step(1));
@@ -218,7 +276,7 @@ TEST(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
       cluster.pump();
     }
     Rank& sleeper = *cluster.ranks[1];
-    cluster.fabric.stop(*sleeper.engine);
+    cluster.fabric.stop(*sleeper.on_fabric);
     sleeper.alive = false;  // for the cluster; its process wakes up again below
     for (auto& rank : cluster.ranks) rank->outcomes.clear();
     cluster.enter(Epoch(2), cluster.places());
@@ -227,7 +285,7 @@ TEST(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
       cluster.fabric.step();
       cluster.pump();
     }
-    cluster.fabric.resume(*sleeper.engine);
+    cluster.fabric.resume(*sleeper.on_fabric);
     ASSERT_TRUE(cluster.until([&] {
       sleeper.communicator->poll(cluster.clock.now());
       return cluster.all_done(Step(1));
@@ -236,10 +294,10 @@ TEST(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
   }
 }
 
-TEST(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
-  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+TEST_P(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
+  for (std::uint64_t seed = 1; seed <= seeds(40); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, kSizes);
+    Cluster cluster(seed, kSizes, on_gpu);
     for (int i = 0; i < 3; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.places());
     std::uint64_t epoch = 1;
@@ -267,7 +325,7 @@ TEST(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
   }
 }
 
-TEST(FtarRing, WaitsNameTheMemberThatIsMissing) {
+TEST(FtarPlans, WaitsNameTheMemberThatIsMissing) {
   Cluster cluster(3, {40000});
   for (int i = 0; i < 3; ++i) cluster.add();
   cluster.enter(Epoch(1), cluster.places());
@@ -282,8 +340,8 @@ TEST(FtarRing, WaitsNameTheMemberThatIsMissing) {
 }
 
 // Found by the simulator: the operations under way went on with pointers to the connection that was gone.
-TEST(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
-  Cluster cluster(3, {5000, 20});
+TEST_P(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
+  Cluster cluster(3, {5000, 20}, on_gpu);
   for (int i = 0; i < 3; ++i) cluster.add();
   cluster.enter(Epoch(1), cluster.places());
   ASSERT_TRUE(cluster.until([&] {
@@ -307,7 +365,7 @@ TEST(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
   EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
 }
 
-TEST(FtarRing, AMemberWithAnotherPlanOrKeyIsRefused) {
+TEST(FtarPlans, AMemberWithAnotherPlanOrKeyIsRefused) {
   Cluster cluster(1, {1000});
   Rank& first = cluster.add();
   cluster.sizes = {1001};
@@ -316,7 +374,7 @@ TEST(FtarRing, AMemberWithAnotherPlanOrKeyIsRefused) {
   EXPECT_FALSE(first.communicator->connected(second.self));
 }
 
-TEST(FtarRing, BadPlansAreRefusedWithTheReason) {
+TEST(FtarPlans, BadPlansAreRefusedWithTheReason) {
   VirtualClock clock;
   transport::sim::Fabric fabric({}, clock);
   auto engine = fabric.make_engine();
@@ -327,6 +385,48 @@ TEST(FtarRing, BadPlansAreRefusedWithTheReason) {
   ASSERT_FALSE(short_input);
   EXPECT_NE(short_input.error().message.find("need 44 bytes"), std::string::npos) << short_input.error().message;
   EXPECT_FALSE(Communicator::make(*engine, {.chunks_in_flight = 65}, {}, {{DataType::float32, 10, bytes, bytes}}, 1));
+}
+
+// The same inputs give the same bits in either memory: a ring of GPUs is no other ring.
+TEST(FtarPlans, AGpuAddsAsTheHostDoes) {
+  const auto run = [](bool on_gpu) {
+    Cluster cluster(9, {40001, 64}, on_gpu);
+    cluster.options.direct_bytes = 0;
+    for (int i = 0; i < 3; ++i) cluster.add();
+    cluster.enter(Epoch(1), cluster.places());
+    cluster.start(Step(1), ReduceOp::mean);
+    EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+    cluster.look();
+    return cluster.ranks[2]->output;
+  };
+  EXPECT_EQ(run(false), run(true));
+}
+
+// A member alone copies; it takes nothing of the GPU's cores.
+TEST(FtarPlans, AMemberAloneNeedsNoKernel) {
+  Cluster cluster(2, {5000}, true);
+  cluster.add();
+  cluster.enter(Epoch(1), cluster.places());
+  cluster.start(Step(1), ReduceOp::mean);
+  ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+  cluster.expect_result(cluster.live());
+  EXPECT_EQ(cluster.ranks[0]->communicator->stats().kernel_launches, 0u);
+}
+
+// A kernel for all buckets of a step, not for each chunk.
+TEST(FtarPlans, AKernelServesForAWholeStep) {
+  Cluster cluster(2, {40000, 40000}, true);
+  cluster.options.reducer.patience = std::chrono::hours(1);
+  for (int i = 0; i < 2; ++i) cluster.add();
+  cluster.enter(Epoch(1), cluster.places());
+  for (std::uint64_t step = 1; step <= 3; ++step) {
+    cluster.start(Step(step));
+    ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));
+  }
+  for (auto& rank : cluster.ranks) {
+    EXPECT_GE(rank->communicator->stats().kernel_launches, 1u);
+    EXPECT_LE(rank->communicator->stats().kernel_launches, 6u);  // a step's buckets may end apart
+  }
 }
 
 }  // namespace

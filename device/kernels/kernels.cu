@@ -1,0 +1,123 @@
+// The kernels as a GPU runs them: what is the machine's, around the bodies in reduce.h and xxh3.h.
+#include "device/kernels/reduce.h"
+#include "device/kernels/xxh3.h"
+
+namespace rejoin::device::kernels {
+
+namespace {
+
+class Gpu {
+ public:
+  __device__ unsigned thread() const { return threadIdx.x; }
+  __device__ unsigned threads() const { return blockDim.x; }
+  __device__ unsigned block() const { return blockIdx.x; }
+  __device__ unsigned blocks() const { return gridDim.x; }
+
+  __device__ std::uint64_t now() const {
+    std::uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+  }
+  __device__ void relax() const { __nanosleep(100); }
+  __device__ std::uint64_t acquire(const std::uint64_t& from) const {
+    std::uint64_t value;
+    asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(&from) : "memory");
+    return value;
+  }
+  __device__ void release(std::uint64_t& to, std::uint64_t value) const {
+    asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(&to), "l"(value) : "memory");
+  }
+
+  // Through the L2 cache only, where what a NIC has written is seen.
+  template <typename T>
+  __device__ T load(std::uint64_t address) const {
+    if constexpr (sizeof(T) == 16) {
+      const uint4 words = __ldcg(reinterpret_cast<const uint4*>(address));
+      return {{words.x, words.y, words.z, words.w}};
+    } else {
+      return __ldcg(reinterpret_cast<const T*>(address));
+    }
+  }
+  template <typename T>
+  __device__ void store(std::uint64_t address, T value) const {
+    *reinterpret_cast<T*>(address) = value;
+  }
+
+  template <unsigned kCount, typename Body>
+  __device__ void unrolled(Body body) const {
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) body(i);
+  }
+
+  // One thread finds out; all get it. Nothing where it found nothing.
+  template <typename Find>
+  __device__ const Work* for_all(Find find) const {
+    __shared__ Work found;
+    __shared__ bool is;
+    if (threadIdx.x == 0) is = find(found);
+    __syncthreads();
+    return is ? &found : nullptr;
+  }
+  // After all threads' stores, one thread tells.
+  template <typename Tell>
+  __device__ void finish(Tell tell) const {
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) tell();
+  }
+  __device__ Work translated(const Work& work) const { return work; }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(512, 1) rejoin_reduce(ReduceArguments arguments) {
+  Gpu gpu;
+  serve(gpu, arguments);
+}
+
+// A warp for each block of 4096 bytes, all eight loads of a lane in flight at once; then one for each piece's end.
+extern "C" __global__ void __launch_bounds__(256) rejoin_digest(DigestArguments arguments) {
+  const auto* pieces = reinterpret_cast<const DigestPiece*>(arguments.pieces);
+  const unsigned lane = threadIdx.x % xxh3::kLanes;
+  const std::uint64_t warps = std::uint64_t{gridDim.x} * (blockDim.x / xxh3::kLanes);
+  const std::uint64_t warp = (std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x) / xxh3::kLanes;
+  const xxh3::Keys keys = xxh3::keys_of(lane);
+  for (std::uint64_t i = warp; i < arguments.blocks; i += warps) {
+    const DigestPiece& piece = pieces[piece_of(pieces, arguments.count, i)];
+    const std::uint64_t at = piece.data + (i - piece.first_block) * xxh3::kBytes;
+    ulonglong2 data[xxh3::kRounds][xxh3::kTurns];
+#pragma unroll
+    for (unsigned round = 0; round < xxh3::kRounds; ++round)
+#pragma unroll
+      for (unsigned turn = 0; turn < xxh3::kTurns; ++turn)
+        data[round][turn] = __ldcs(reinterpret_cast<const ulonglong2*>(at + xxh3::offset_of(lane, round, turn)));
+    xxh3::Pair sums = xxh3::start(lane);
+#pragma unroll
+    for (unsigned round = 0; round < xxh3::kRounds; ++round) {
+      xxh3::Pair mine;
+#pragma unroll
+      for (unsigned turn = 0; turn < xxh3::kTurns; ++turn)
+        xxh3::accumulate(mine, {data[round][turn].x, data[round][turn].y}, xxh3::key_of(keys, lane, round, turn));
+#pragma unroll
+      for (unsigned step = 4; step < xxh3::kLanes; step *= 2) {
+        mine.even += __shfl_xor_sync(~0u, mine.even, step);
+        mine.odd += __shfl_xor_sync(~0u, mine.odd, step);
+      }
+      sums.even += mine.even;
+      sums.odd += mine.odd;
+      if (round + 1 < xxh3::kRounds) sums = xxh3::scrambled(sums, keys.scramble);
+    }
+    std::uint64_t shares = xxh3::share(sums, keys.merge);
+    shares += __shfl_xor_sync(~0u, shares, 1);
+    shares += __shfl_xor_sync(~0u, shares, 2);
+    if (lane == 0) reinterpret_cast<std::uint64_t*>(arguments.hashes)[i] = xxh3::finish(shares);
+  }
+  for (std::uint64_t i = warp; i < arguments.count; i += warps) {
+    const std::uint64_t size = pieces[i].size % xxh3::kBytes, from = pieces[i].data + pieces[i].size - size;
+    const std::uint64_t to = arguments.tails + i * xxh3::kBytes;
+    for (std::uint64_t byte = lane; byte < size; byte += xxh3::kLanes)
+      *reinterpret_cast<std::uint8_t*>(to + byte) = *reinterpret_cast<const std::uint8_t*>(from + byte);
+  }
+}
+
+}  // namespace rejoin::device::kernels

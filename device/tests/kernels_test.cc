@@ -1,0 +1,238 @@
+// The kernels' arithmetic and digests, through the seam: on a GPU (`./run gpu test`), or their same source run by the
+// CUDA driver made of software.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <thread>
+
+#include "base/arithmetic.h"
+#include "base/digest.h"
+#include "device/digester.h"
+#include "device/kernels/mailbox.h"
+#include "device/reducer.h"
+#include "device/tests/library.h"
+
+namespace rejoin::device {
+namespace {
+
+using namespace std::chrono_literals;
+
+std::shared_ptr<Device> cuda() {
+  auto opened = open_cuda({.ordinal = 0, .library = cuda_library()});
+  if (!opened) throw std::runtime_error(opened.error().message);
+  return *opened;
+}
+
+constexpr DataType kTypes[] = {DataType::float32, DataType::float64, DataType::bfloat16,
+                               DataType::float16, DataType::int32,   DataType::int64};
+
+// An element's value as a double; and a random element.
+double value_of(DataType type, const std::byte* at) {
+  double value = 0;
+  arithmetic::dispatch(type, [&](auto element) {
+    typename decltype(element)::Storage stored;
+    std::memcpy(&stored, at, sizeof stored);
+    value = static_cast<double>(element.load(stored));
+  });
+  return value;
+}
+void put_random(DataType type, std::byte* at, std::mt19937_64& random) {
+  arithmetic::dispatch(type, [&](auto element) {
+    using Value = typename decltype(element)::Value;
+    const auto stored = [&] {
+      if constexpr (std::is_integral_v<Value>) return static_cast<Value>(static_cast<std::int64_t>(random()) >> 34);
+      else return element.store(static_cast<Value>(std::uniform_real_distribution(-8.0, 8.0)(random)));
+    }();
+    std::memcpy(at, &stored, sizeof stored);
+  });
+}
+// How far a result of that size may be from the exact one: half a unit in the last place, and for a mean one more
+// rounding of the reciprocal and the product.
+double tolerance(DataType type, double exact, std::uint32_t divisor) {
+  const int digits = type == DataType::float64    ? 53
+                     : type == DataType::float32  ? 24
+                     : type == DataType::bfloat16 ? 8
+                     : type == DataType::float16  ? 11
+                                                  : 0;
+  if (digits == 0) return divisor > 1 ? 1.0 : 0.0;  // integers are divided towards zero
+  return std::ldexp(std::max(std::abs(exact), 6e-5), -digits) * (divisor > 1 ? 4 : 1) + std::abs(exact) * 0x1p-23 * 2;
+}
+
+struct Kernels : testing::Test {
+  std::shared_ptr<Device> device = cuda();
+  std::unique_ptr<Stream> stream = *device->make_stream();
+  void in(std::byte* to, std::span<const std::byte> from) {
+    auto pinned = *device->allocate_pinned(std::max<std::size_t>(from.size(), 1));
+    std::copy(from.begin(), from.end(), pinned.bytes.begin());
+    ASSERT_TRUE(stream->copy(to, pinned.bytes.data(), from.size()));
+    ASSERT_TRUE(stream->synchronize());
+  }
+  Bytes out(const std::byte* from, std::size_t size) {
+    auto pinned = *device->allocate_pinned(std::max<std::size_t>(size, 1));
+    EXPECT_TRUE(stream->copy(pinned.bytes.data(), from, size));
+    EXPECT_TRUE(stream->synchronize());
+    return {pinned.bytes.begin(), pinned.bytes.begin() + static_cast<std::ptrdiff_t>(size)};
+  }
+  static void finish(Reducer& reducer) {
+    const auto deadline = std::chrono::steady_clock::now() + 60s;
+    while (!reducer.idle()) {
+      const auto done = reducer.done();
+      ASSERT_TRUE(done) << done.error().message;
+      ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+      std::this_thread::yield();
+    }
+  }
+};
+
+// Every type, sums and means, sizes around the borders of vectors and tiles, pointers at any element, and nothing but
+// the result is written.
+TEST_F(Kernels, SumsAndMeansAreRightForEveryTypeSizeAndAlignment) {
+  auto reducer = *Reducer::make(device, {.blocks = 3, .threads = 64});
+  constexpr std::size_t room = 70000 * 8 + 64;
+  auto a = *device->allocate(room), b = *device->allocate(room), o = *device->allocate(room);
+  std::mt19937_64 random(7);
+  for (const auto type : kTypes) {
+    const std::size_t size = size_of(type);
+    for (const std::size_t count : {1, 2, 3, 7, 16, 31, 257, 1000, 4099, 69997})
+      for (const auto& [at_a, at_b, at_o] : {std::tuple{0, 0, 0}, {1, 1, 1}, {3, 2, 1}})
+        for (const std::uint32_t divisor : {0u, 3u}) {
+          Bytes x(count * size), y(count * size);
+          for (std::size_t i = 0; i < count; ++i)
+            put_random(type, &x[i * size], random), put_random(type, &y[i * size], random);
+          const std::size_t from_a = at_a * size, from_b = at_b * size, to = at_o * size;
+          in(a.bytes.data() + from_a, x);
+          in(b.bytes.data() + from_b, y);
+          in(o.bytes.data(), Bytes(to + count * size + 64, std::byte{0xa5}));
+          ASSERT_TRUE(reducer->add(type, o.bytes.data() + to, a.bytes.data() + from_a, b.bytes.data() + from_b, count,
+                                   divisor));
+          finish(*reducer);
+          const Bytes z = out(o.bytes.data(), to + count * size + 64);
+          for (std::size_t i = 0; i < z.size(); ++i)
+            if (i < to || i >= to + count * size)
+              ASSERT_EQ(z[i], std::byte{0xa5}) << to_string(type) << " wrote byte " << i;
+          for (std::size_t i = 0; i < count; ++i) {
+            const double exact = (value_of(type, &x[i * size]) + value_of(type, &y[i * size])) / std::max(divisor, 1u);
+            ASSERT_NEAR(value_of(type, &z[to + i * size]), exact, tolerance(type, exact, divisor))
+                << to_string(type) << " " << i << " of " << count << " divided by " << divisor;
+          }
+        }
+  }
+}
+
+// More than the mailbox holds, in place, while the kernel leaves for want of work time and again.
+TEST_F(Kernels, WorkGoesOnThroughAnyNumberOfLaunches) {
+  auto reducer = *Reducer::make(device, {.blocks = 4, .threads = 32, .patience = 1ms});
+  constexpr std::size_t count = 5000;
+  auto sum = *device->allocate(count * 4), one = *device->allocate(count * 4);
+  std::vector<float> zeros(count, 0.0f), ones(count, 1.0f);
+  in(sum.bytes.data(), std::as_bytes(std::span(zeros)));
+  in(one.bytes.data(), std::as_bytes(std::span(ones)));
+  std::uint64_t added = 0;
+  for (const int burst : {1, 200, 3, 64, 65, 130}) {
+    for (int i = 0; i < burst; ++i)
+      EXPECT_EQ(*reducer->add(DataType::float32, sum.bytes.data(), sum.bytes.data(), one.bytes.data(), count, 0),
+                ++added);
+    finish(*reducer);
+    if (burst % 2 == 0) reducer->rest();
+    // Longer than its patience.
+    const auto until = std::chrono::steady_clock::now() + 3ms;
+    while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  }
+  const Bytes result = out(sum.bytes.data(), count * 4);
+  for (std::size_t i = 0; i < count; ++i)
+    ASSERT_EQ(value_of(DataType::float32, &result[i * 4]), static_cast<double>(added));
+}
+
+// Whoever waits for the whole device waits for no member of a ring: the kernel leaves by itself.
+TEST_F(Kernels, AKernelWithoutWorkLeaves) {
+  auto reducer = *Reducer::make(device, {.blocks = 2, .threads = 32, .patience = 5ms});
+  auto memory = *device->allocate(4096);
+  in(memory.bytes.data(), Bytes(4096));
+  ASSERT_TRUE(
+      reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
+  finish(*reducer);
+  const auto deadline = std::chrono::steady_clock::now() + 60s;
+  while (!*reducer->resting()) {
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+    std::this_thread::yield();
+  }
+}
+
+TEST_F(Kernels, AKernelThatIsToldToLeavesWhateverItsPatience) {
+  auto reducer = *Reducer::make(device, {.blocks = 2, .threads = 32, .patience = 1h});
+  auto memory = *device->allocate(4096);
+  in(memory.bytes.data(), Bytes(4096));
+  ASSERT_TRUE(
+      reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
+  finish(*reducer);
+  EXPECT_FALSE(*reducer->resting());
+  reducer->rest();
+  const auto deadline = std::chrono::steady_clock::now() + 60s;
+  while (!*reducer->resting()) {
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+    std::this_thread::yield();
+  }
+}
+
+TEST_F(Kernels, CopiesAndSumsEndInTheOrderGiven) {
+  auto reducer = *Reducer::make(device, {});
+  constexpr std::size_t size = 1 * MiB;
+  auto a = *device->allocate(size), b = *device->allocate(size);
+  Bytes bytes(size);
+  for (std::size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 31 >> 4);
+  in(a.bytes.data(), bytes);
+  ASSERT_EQ(*reducer->copy(b.bytes.data(), a.bytes.data(), size), 1u);
+  finish(*reducer);
+  EXPECT_EQ(*reducer->done(), 1u);
+  EXPECT_EQ(out(b.bytes.data(), size), bytes);
+}
+
+TEST_F(Kernels, GridsThatCantBeAreRefused) {
+  for (const auto& options : {ReducerOptions{.blocks = 0}, ReducerOptions{.blocks = 5000},
+                              ReducerOptions{.threads = 1024}, ReducerOptions{.threads = 33}}) {
+    const auto made = Reducer::make(device, options);
+    ASSERT_FALSE(made);
+    EXPECT_EQ(made.error().code, ErrorCode::invalid_argument);
+  }
+  const auto on_host = Reducer::make(make_host(), {});
+  ASSERT_FALSE(on_host);
+  EXPECT_EQ(on_host.error().code, ErrorCode::unavailable);
+}
+
+TEST_F(Kernels, DigestsAreTheCpus) {
+  auto digester = *Digester::make(device);
+  Bytes bytes(9 * MiB + 12345);
+  std::mt19937_64 random(3);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+  auto memory = *device->allocate(bytes.size());
+  in(memory.bytes.data(), bytes);
+  std::vector<std::span<const std::byte>> pieces;
+  std::vector<std::uint64_t> expected;
+  const auto piece = [&](std::size_t offset, std::size_t size) {
+    pieces.push_back(memory.bytes.subspan(offset, size));
+    expected.push_back(digest(BytesView(bytes).subspan(offset, size)));
+  };
+  piece(0, bytes.size());
+  for (const std::size_t size : {0, 1, 16, 240, 241, 4095, 4096, 4097, 8192, 100000, 1048576, 5000001})
+    piece(16 * (size % 7), size);
+  for (std::size_t i = 0; i < 2000; ++i) piece(i * 4112, 4096 + i % 50);  // more than one launch takes
+  EXPECT_EQ(*digester->digests(pieces), expected);
+  const std::span<const std::byte> odd[] = {memory.bytes.subspan(8, 100)};
+  EXPECT_FALSE(digester->digests(odd));
+}
+
+TEST_F(Kernels, WhatAStreamIsToDoLaterWaitsForAWord) {
+  auto pinned = *device->allocate_pinned(4096);
+  auto& word = *reinterpret_cast<std::uint64_t*>(pinned.bytes.data());
+  word = 4;
+  ASSERT_TRUE(stream->wait_until(&word, 5));
+  const auto behind = *stream->mark();
+  EXPECT_LT(*stream->reached(), behind);
+  std::atomic_ref(word).store(6);
+  ASSERT_TRUE(stream->synchronize());
+  EXPECT_EQ(*stream->reached(), behind);
+}
+
+}  // namespace
+}  // namespace rejoin::device

@@ -1,0 +1,123 @@
+// A communicator's connections with the other members.
+#include <algorithm>
+
+#include "base/log.h"
+#include "ftar/operation.h"
+
+namespace rejoin::ftar {
+
+namespace {
+
+struct Hello {
+  std::uint64_t secret;
+  std::uint64_t plan;
+  std::uint32_t replica;
+  std::uint32_t unused = 0;
+  std::uint64_t incarnation;
+};
+
+}  // namespace
+
+Peer* Communicator::peer_of(transport::EndpointId endpoint) {
+  auto found = by_endpoint_.find(endpoint);
+  return found == by_endpoint_.end() ? nullptr : found->second;
+}
+
+Peer* Communicator::peer_of(Member member) {
+  auto found = peers_.find(member);
+  return found == peers_.end() ? nullptr : found->second.get();
+}
+
+bool Communicator::connected(Member member) const {
+  auto found = peers_.find(member);
+  return found != peers_.end() && found->second->up;
+}
+
+Result<> Communicator::connect(Member member, const transport::Address& address) {
+  if (peers_.contains(member)) return {};
+  const Hello hello{secret_, plan_hash(), self_.replica.value, 0, self_.incarnation.value};
+  auto endpoint = engine_.connect(address, bytes_of(hello));
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  auto& peer = peers_[member] = std::make_unique<Peer>();
+  peer->member = member;
+  peer->endpoint = *endpoint;
+  by_endpoint_[*endpoint] = peer.get();
+  return {};
+}
+
+void Communicator::on_accepted(const transport::Event& event) {
+  Hello hello{};
+  BytesView bytes = event.message;
+  if (!take(bytes, hello) || hello.secret != secret_) {
+    spdlog::warn("a data connection with a wrong job key was refused");
+    return engine_.close(event.endpoint);
+  }
+  const Member member{ReplicaId(hello.replica), Incarnation(hello.incarnation)};
+  if (hello.plan != plan_hash()) {
+    spdlog::error("replica {} has another bucket plan or other chunk settings; both must be the same on all replicas",
+                  member.replica);
+    return engine_.close(event.endpoint);
+  }
+  if (auto* before = peer_of(member)) {  // it connects anew: the old connection is void
+    engine_.close(before->endpoint);
+    lose(*before, {ErrorCode::unavailable, "the peer connected anew"});
+  }
+  auto& peer = peers_[member] = std::make_unique<Peer>();
+  peer->member = member;
+  peer->endpoint = event.endpoint;
+  by_endpoint_[event.endpoint] = peer.get();
+  introduce(*peer);
+}
+
+void Communicator::introduce(Peer& peer) {
+  Bytes body;
+  const auto append = [&](const transport::RemoteRegion& region) {
+    const auto bytes = bytes_of(region);
+    body.insert(body.end(), bytes.begin(), bytes.end());
+  };
+  append(engine_.remote(staging_region_));
+  for (const auto& bucket : buckets_) append(engine_.remote(bucket.output));
+  if (auto sent = send(peer, MessageHeader::introduction, 0, 0, body); !sent) lose(peer, sent.error());
+}
+
+void Communicator::on_introduction(Peer& peer, BytesView rest) {
+  peer.outputs.resize(buckets_.size());
+  bool whole = take(rest, peer.staging);
+  for (auto& output : peer.outputs) whole = whole && take(rest, output);
+  if (!whole || !rest.empty() || peer.up) {
+    engine_.close(peer.endpoint);
+    return lose(peer, {ErrorCode::corrupt, "the peer's introduction does not fit the bucket plan"});
+  }
+  peer.up = true;
+  refresh(peer);
+  outcomes_.push_back({.kind = Outcome::Kind::peer_up, .member = peer.member});
+  if (clean_ || announced_ || epoch_ == Epoch{}) return;
+  try_flush();
+}
+
+void Communicator::lose(Peer& peer, Error error) {
+  const Member member = peer.member;
+  remove(peer);
+  outcomes_.push_back({.kind = Outcome::Kind::peer_lost, .member = member, .error = std::move(error)});
+}
+
+void Communicator::remove(Peer& peer) {
+  by_endpoint_.erase(peer.endpoint);
+  for (auto& place : ring_peers_)
+    if (place == &peer) place = nullptr;
+  const auto owned = peers_.extract(peer.member);
+  // Its writes in flight are void with the endpoint; what ran with it waits for the next epoch.
+  if (std::any_of(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == owned.key(); })) {
+    clean_ = false;
+    for (auto& bucket : buckets_) bucket.running.reset();
+  }
+}
+
+void Communicator::forget(Member member) {
+  Peer* peer = peer_of(member);
+  if (peer == nullptr) return;
+  engine_.close(peer->endpoint);
+  remove(*peer);
+}
+
+}  // namespace rejoin::ftar
