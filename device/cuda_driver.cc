@@ -27,6 +27,7 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->error_string, "cuGetErrorString");
   find(driver->device_count, "cuDeviceGetCount");
   find(driver->device_get, "cuDeviceGet");
+  find(driver->device_by_pci, "cuDeviceGetByPCIBusId");
   find(driver->device_name, "cuDeviceGetName");
   find(driver->device_pci, "cuDeviceGetPCIBusId");
   find(driver->device_attribute, "cuDeviceGetAttribute");
@@ -39,6 +40,18 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->allocate_host, "cuMemHostAlloc");
   find(driver->free_host, "cuMemFreeHost");
   find(driver->copy, "cuMemcpyAsync");
+  find(driver->clear, "cuMemsetD8Async");
+  find(driver->granularity, "cuMemGetAllocationGranularity");
+  find(driver->create, "cuMemCreate");
+  find(driver->release, "cuMemRelease");
+  find(driver->reserve, "cuMemAddressReserve");
+  find(driver->unreserve, "cuMemAddressFree");
+  find(driver->map, "cuMemMap");
+  find(driver->unmap, "cuMemUnmap");
+  find(driver->set_access, "cuMemSetAccess");
+  find(driver->export_handle, "cuMemExportToShareableHandle");
+  find(driver->import_handle, "cuMemImportFromShareableHandle");
+  find(driver->stream_wait_event, "cuStreamWaitEvent");
   find(driver->stream_create, "cuStreamCreateWithPriority");
   find(driver->stream_destroy, "cuStreamDestroy_v2");
   find(driver->stream_synchronize, "cuStreamSynchronize");

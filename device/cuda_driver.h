@@ -29,11 +29,36 @@ constexpr int kFlushCurrentContext = 0, kFlushToOwner = 100;
 constexpr int kAttributeDmaBuf = 124;  // CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 constexpr int kRangeHandleDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
+// Of memory that is mapped by hand. CUmemLocation, CUmemAllocationProp, CUmemAccessDesc.
+using Handle = unsigned long long;
+constexpr int kPinnedAllocation = 1, kPosixDescriptor = 1, kLocationDevice = 1, kReadWrite = 3, kLeastGranularity = 0;
+struct Location {
+  int type = kLocationDevice;
+  int id = 0;
+};
+struct AllocationProperties {
+  int type = kPinnedAllocation;
+  int handle_types = kPosixDescriptor;
+  Location location;
+  void* unused = nullptr;
+  unsigned char compression = 0;
+  unsigned char gpu_direct_rdma = 0;
+  unsigned short usage = 0;
+  unsigned char reserved[4] = {};
+};
+static_assert(sizeof(AllocationProperties) == 32);
+struct AccessDescription {
+  Location location;
+  int flags = kReadWrite;
+};
+constexpr int kAttributeRdmaOfMapped = 110;  // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+
 struct Driver {
   Status (*init)(unsigned flags);
   Status (*error_string)(Status, const char** text);
   Status (*device_count)(int* count);
   Status (*device_get)(Ordinal* device, int ordinal);
+  Status (*device_by_pci)(Ordinal* device, const char* id);
   Status (*device_name)(char* name, int size, Ordinal);
   Status (*device_pci)(char* id, int size, Ordinal);
   Status (*device_attribute)(int* value, int attribute, Ordinal);
@@ -46,6 +71,18 @@ struct Driver {
   Status (*allocate_host)(void**, std::size_t, unsigned flags);
   Status (*free_host)(void*);
   Status (*copy)(DevicePointer to, DevicePointer from, std::size_t, StreamHandle);
+  Status (*clear)(DevicePointer, unsigned char value, std::size_t, StreamHandle);
+  Status (*granularity)(std::size_t*, const AllocationProperties*, int option);
+  Status (*create)(Handle*, std::size_t, const AllocationProperties*, unsigned long long flags);
+  Status (*release)(Handle);
+  Status (*reserve)(DevicePointer*, std::size_t, std::size_t alignment, DevicePointer wish, unsigned long long flags);
+  Status (*unreserve)(DevicePointer, std::size_t);
+  Status (*map)(DevicePointer, std::size_t, std::size_t offset, Handle, unsigned long long flags);
+  Status (*unmap)(DevicePointer, std::size_t);
+  Status (*set_access)(DevicePointer, std::size_t, const AccessDescription*, std::size_t count);
+  Status (*export_handle)(void* handle, Handle, int type, unsigned long long flags);
+  Status (*import_handle)(Handle*, void* os_handle, int type);
+  Status (*stream_wait_event)(StreamHandle, EventHandle, unsigned flags);
   Status (*stream_create)(StreamHandle*, unsigned flags, int priority);
   Status (*stream_destroy)(StreamHandle);
   Status (*stream_synchronize)(StreamHandle);

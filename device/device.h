@@ -33,6 +33,9 @@ class Stream {
   // Queues a copy; each end may be in the device's memory or the host's. Both stay as they are until it is done. Copies
   // are truly asynchronous only where the host's end is pinned.
   virtual Result<> copy(std::byte* to, const std::byte* from, std::size_t size) = 0;
+  virtual Result<> clear(std::byte* memory, std::size_t size) = 0;  // … zeros into the device's memory
+  // What is queued from now on waits for what is queued on the other, which is of the same device.
+  virtual Result<> follow(Stream& other) = 0;
   // Queues a kernel; its arguments are copied. Errors: `unavailable` where there are none: on the host, or in a build
   // without nvcc.
   virtual Result<> launch(Kernel kernel, Grid grid, const void* arguments) = 0;
@@ -54,9 +57,19 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual MemoryKind kind() const = 0;
+  // What another process on this machine opens the same device by (open_device()): "host", "cuda:0000:19:00.0".
+  virtual std::string address() const = 0;
   virtual std::string name() const = 0;                          // "NVIDIA H200 (CUDA device 0, 0000:19:00.0)"
   virtual Result<Memory> allocate(std::size_t size) = 0;         // the device's own memory
   virtual Result<Memory> allocate_pinned(std::size_t size) = 0;  // the host's, which the device copies at full speed
+  // The device's own memory that other processes can map, as the holders of its handle. And such memory of another's,
+  // who need not be trusted: whatever the handle is, an error at most.
+  struct Shared {
+    Memory memory;
+    Fd handle;
+  };
+  virtual Result<Shared> allocate_shared(std::size_t size) = 0;
+  virtual Result<Memory> import_shared(const Fd& handle, std::size_t size) = 0;
   virtual Result<std::unique_ptr<Stream>> make_stream() = 0;
   // Loads the kernels, which may wait for everything that runs on the device: before any of them is needed.
   virtual Result<> prepare_kernels() = 0;
@@ -77,10 +90,14 @@ std::shared_ptr<Device> make_host();
 
 struct CudaOptions {
   int ordinal = 0;                       // as CUDA counts, after CUDA_VISIBLE_DEVICES
+  std::string pci;                       // by its place instead, where given: "0000:19:00.0"
   std::string library = "libcuda.so.1";  // the driver's
 };
 // Keeps the device's primary context, which the CUDA runtime and PyTorch share. Errors: `unavailable` with what is
 // missing: the driver, a device, its permission.
 Result<std::shared_ptr<Device>> open_cuda(const CudaOptions& options);
+
+// By name, for settings and between processes: "host", "cuda" (device 0), "cuda:N", "cuda:PCI-ADDRESS".
+Result<std::shared_ptr<Device>> open_device(const std::string& name);
 
 }  // namespace rejoin::device

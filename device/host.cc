@@ -13,6 +13,11 @@ class HostStream final : public Stream {
     if (size > 0) std::memcpy(to, from, size);
     return {};
   }
+  Result<> clear(std::byte* memory, std::size_t size) override {
+    if (size > 0) std::memset(memory, 0, size);
+    return {};
+  }
+  Result<> follow(Stream&) override { return {}; }
   Result<> launch(Kernel, Grid, const void*) override {
     return fail(ErrorCode::unavailable, "kernels run on GPUs; the host's memory is for the CPU's own code");
   }
@@ -35,11 +40,25 @@ class HostDevice final : public Device {
  public:
   MemoryKind kind() const override { return MemoryKind::host; }
   std::string name() const override { return "host"; }
+  std::string address() const override { return "host"; }
   Result<Memory> allocate(std::size_t size) override {
     auto made = Mapping::shareable(size);
     if (!made) return tl::unexpected(made.error());
     auto mapping = std::make_shared<Mapping>(std::move(*made));
     return Memory{mapping->span(), mapping};
+  }
+  Result<Shared> allocate_shared(std::size_t size) override {
+    auto handle = make_sealed_memfd("rejoin", size);
+    if (!handle) return tl::unexpected(handle.error());
+    auto memory = mapped(*handle, size);
+    if (!memory) return tl::unexpected(memory.error());
+    return Shared{std::move(*memory), std::move(*handle)};
+  }
+  Result<Memory> import_shared(const Fd& handle, std::size_t size) override {
+    const auto actual = sealed_size(handle);
+    if (!actual) return tl::unexpected(actual.error());
+    if (*actual != size) return fail(ErrorCode::corrupt, "it has {} bytes and should have {}", *actual, size);
+    return mapped(handle, size);
   }
   Result<Memory> allocate_pinned(std::size_t size) override { return allocate(size); }
   Result<std::unique_ptr<Stream>> make_stream() override { return std::make_unique<HostStream>(); }
@@ -53,6 +72,14 @@ class HostDevice final : public Device {
   Result<Exported> export_dma_buf(std::span<std::byte> memory) override {
     return fail(ErrorCode::unreachable, "{} of host memory are no dma-buf: register them as they are",
                 human_bytes(memory.size()));
+  }
+
+ private:
+  static Result<Memory> mapped(const Fd& handle, std::size_t size) {
+    auto made = Mapping::of(handle, size);
+    if (!made) return tl::unexpected(made.error());
+    auto mapping = std::make_shared<Mapping>(std::move(*made));
+    return Memory{mapping->span(), mapping};
   }
 };
 

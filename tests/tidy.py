@@ -1,4 +1,4 @@
-#!/ usr / bin / env python3
+#!/usr/bin/env python3
 """Style as a failing test: layering, lengths, banned calls. See docs/design-notes.md."""
 import pathlib
 import re
@@ -9,7 +9,7 @@ root = pathlib.Path(__file__).resolve().parent.parent
 tracked = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
 sources = [root / f for f in tracked if f.endswith((".h", ".cc")) and (root / f).exists()]
 
-#A folder may include itself and what stands here; arrows only point down.
+# A folder may include itself and what stands here; arrows only point down.
 may_use = {
     "base": set(),
     "device": {"base"},
@@ -69,7 +69,7 @@ for path in sources:
     if path.suffix in (".h",) and not lines[0].startswith("//"):
         problems.append(f"{name}: a header begins with what it is for")
 
-#Dead files : every source is named in a CMakeLists.txt.
+# Dead files: every source is named in a CMakeLists.txt.
 cmake = "\n".join((root / f).read_text() for f in tracked if f.endswith("CMakeLists.txt"))
 for path in sources:
     if path.suffix == ".cc" and path.name not in cmake:

@@ -3,9 +3,13 @@
 
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <thread>
 
+#include "base/digest.h"
+#include "device/access.h"
 #include "device/tests/library.h"
 
 namespace rejoin::device {
@@ -19,6 +23,11 @@ std::shared_ptr<Device> cuda() {
 
 struct Devices : testing::TestWithParam<std::string> {
   std::shared_ptr<Device> device = GetParam() == "cuda" ? cuda() : make_host();
+  // As another process would.
+  Result<std::shared_ptr<Device>> open_device_again() const {
+    if (GetParam() == "host") return open_device(device->address());
+    return open_cuda({.pci = device->address().substr(5), .library = cuda_library()});
+  }
 };
 INSTANTIATE_TEST_SUITE_P(Seam, Devices, testing::Values("host", "cuda"), [](const auto& i) { return i.param; });
 
@@ -55,6 +64,63 @@ TEST_P(Devices, MarksAreReachedInOrderAndSignalled) {
   pollfd ready{.fd = eventfd.get(), .events = POLLIN, .revents = 0};
   ASSERT_EQ(::poll(&ready, 1, 10000), 1);
   EXPECT_EQ(*stream->reached(), last);
+}
+
+TEST_P(Devices, SharedMemoryIsTheSameForWhoeverHoldsItsHandle) {
+  constexpr std::size_t size = 300000;
+  auto ours = *device->allocate_shared(size);
+  auto other = *open_device_again();
+  auto theirs = *other->import_shared(ours.handle, size);
+  ours.handle.reset();
+  auto here = *Access::make(device), there = *Access::make(other);
+  Bytes bytes(size), back(size);
+  for (std::size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 13 >> 2);
+  ASSERT_TRUE(here->write(ours.memory.bytes.data(), bytes));
+  const BytesView whole[] = {theirs.bytes};
+  EXPECT_EQ((*there->digests(whole))[0], digest(bytes));
+  ours.memory = {};
+  ASSERT_TRUE(there->read(theirs.bytes, back.data()));
+  EXPECT_EQ(back, bytes);
+  auto stream = *other->make_stream();
+  ASSERT_TRUE(stream->clear(theirs.bytes.data() + 1, size - 2));
+  ASSERT_TRUE(stream->synchronize());
+  ASSERT_TRUE(there->read(theirs.bytes, back.data()));
+  EXPECT_EQ(back[0], bytes[0]);
+  EXPECT_EQ(back[size - 1], bytes[size - 1]);
+  EXPECT_TRUE(std::all_of(back.begin() + 1, back.end() - 1, [](auto b) { return b == std::byte{0}; }));
+}
+
+TEST_P(Devices, AHandleOfSomethingElseIsRefused) {
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  const Fd in(ends[0]), out(ends[1]);
+  EXPECT_FALSE(device->import_shared(in, 65536));
+  EXPECT_FALSE(device->import_shared(Fd(), 65536));
+  auto small = *device->allocate_shared(65536);
+  EXPECT_FALSE(device->import_shared(small.handle, 10 * MiB));
+}
+
+TEST_P(Devices, AStreamFollowsAnother) {
+  auto first = *device->make_stream(), second = *device->make_stream();
+  constexpr std::size_t size = 4 * MiB;
+  auto a = *device->allocate(size), b = *device->allocate(size);
+  auto access = *Access::make(device);
+  for (int round = 1; round <= 5; ++round) {
+    ASSERT_TRUE(access->write(a.bytes.data(), Bytes(size, std::byte(round))));
+    ASSERT_TRUE(first->clear(a.bytes.data(), size));
+    ASSERT_TRUE(second->follow(*first));
+    ASSERT_TRUE(second->copy(b.bytes.data(), a.bytes.data(), size));
+    ASSERT_TRUE(second->synchronize());
+    Bytes back(size);
+    ASSERT_TRUE(access->read(b.bytes, back.data()));
+    EXPECT_EQ(back, Bytes(size));
+  }
+}
+
+TEST(Device, NamesThatAreNoneAreRefused) {
+  EXPECT_EQ((*open_device("host"))->address(), "host");
+  for (const auto* name : {"", "gpu", "cuda:", "cuda:x", "cuda:1x", "cuda1"})
+    EXPECT_EQ(open_device(name).error().code, ErrorCode::invalid_argument) << name;
 }
 
 TEST_P(Devices, AreUsedFromSeveralThreads) {

@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -187,6 +188,9 @@ int cuGetErrorString(int status, const char** text) {
 }
 int cuDeviceGetCount(int* count) { return *count = 1, kSuccess; }
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal == 0 ? kSuccess : kInvalidValue; }
+int cuDeviceGetByPCIBusId(int* device, const char* id) {
+  return *device = 0, std::strcmp(id, "0000:00:00.0") == 0 ? kSuccess : kInvalidValue;
+}
 int cuDeviceGetName(char* name, int size, int) {
   std::strncpy(name, "GPU of software", static_cast<std::size_t>(size));
   return kSuccess;
@@ -242,6 +246,56 @@ int cuMemFree_v2(unsigned long long address) {
   ::munmap(gone.bytes, mapped);
   ::close(gone.fd);
   allocated -= gone.size;
+  return kSuccess;
+}
+
+// Memory that is mapped by hand, and in other processes: the descriptor is a memfd. The handle is a descriptor, too.
+int cuMemGetAllocationGranularity(std::size_t* granularity, const void*, int) {
+  return *granularity = 65536, no_context() ? kInvalidContext : kSuccess;
+}
+int cuMemCreate(unsigned long long* handle, std::size_t size, const void*, unsigned long long) {
+  if (no_context()) return kInvalidContext;
+  if (size == 0 || size % 65536 != 0) return kInvalidValue;
+  const int fd = ::memfd_create("fake device memory", MFD_CLOEXEC);
+  if (fd < 0 || size > kDeviceBytes || ::ftruncate(fd, static_cast<off_t>(size)) != 0) return kOutOfMemory;
+  return *handle = static_cast<unsigned>(fd), kSuccess;
+}
+int cuMemRelease(unsigned long long handle) { return ::close(static_cast<int>(handle)), kSuccess; }
+int cuMemExportToShareableHandle(void* descriptor, unsigned long long handle, int type, unsigned long long) {
+  if (type != 1) return kInvalidValue;
+  return *static_cast<int*>(descriptor) = ::dup(static_cast<int>(handle)), kSuccess;
+}
+int cuMemImportFromShareableHandle(unsigned long long* handle, void* descriptor, int) {
+  const int fd = static_cast<int>(reinterpret_cast<std::intptr_t>(descriptor));
+  if (no_context()) return kInvalidContext;
+  if (::lseek(fd, 0, SEEK_END) <= 0) return kInvalidValue;
+  return *handle = static_cast<unsigned>(::dup(fd)), kSuccess;
+}
+int cuMemAddressReserve(unsigned long long* address, std::size_t size, std::size_t, unsigned long long,
+                        unsigned long long) {
+  void* reserved = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (reserved == MAP_FAILED) return kOutOfMemory;
+  return *address = reinterpret_cast<std::uintptr_t>(reserved), kSuccess;
+}
+int cuMemAddressFree(unsigned long long address, std::size_t size) {
+  return ::munmap(reinterpret_cast<void*>(address), size), kSuccess;
+}
+int cuMemMap(unsigned long long address, std::size_t size, std::size_t, unsigned long long handle, unsigned long long) {
+  const int fd = ::dup(static_cast<int>(handle));
+  if (::lseek(fd, 0, SEEK_END) < static_cast<off_t>(size)) return ::close(fd), kInvalidValue;
+  void* bytes = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (bytes == MAP_FAILED) return ::close(fd), kOutOfMemory;
+  std::scoped_lock lock(mutex);
+  allocations[address] = {.size = size, .fd = fd, .bytes = static_cast<char*>(bytes)};
+  return kSuccess;
+}
+int cuMemSetAccess(unsigned long long, std::size_t, const void*, std::size_t) { return kSuccess; }
+int cuMemUnmap(unsigned long long address, std::size_t size) {
+  std::scoped_lock lock(mutex);
+  auto found = allocations.extract(address);
+  if (found.empty()) return kInvalidValue;
+  ::munmap(found.mapped().bytes, size);
+  ::close(found.mapped().fd);
   return kSuccess;
 }
 
@@ -310,9 +364,30 @@ int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, un
   return kSuccess;
 }
 
+int cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
+  if (no_context()) return kInvalidContext;
+  std::scoped_lock lock(event->lock);
+  stream->add([event, number = event->recorded] {
+    while (true) {
+      std::scoped_lock held(event->lock);
+      if (event->done >= number) return;
+      std::this_thread::yield();
+    }
+  });
+  return kSuccess;
+}
+int cuMemsetD8Async(unsigned long long to, unsigned char value, std::size_t size, Stream* stream) {
+  if (no_context()) return kInvalidContext;
+  stream->add([=, target = resolve(to, size)] { std::memset(target, value, size); });
+  return kSuccess;
+}
+
 int cuEventCreate(Event** event, unsigned) { return *event = new Event, kSuccess; }
 int cuEventDestroy_v2(Event* event) {
-  delete event;
+  static std::mutex lock;
+  static std::vector<std::unique_ptr<Event>> destroyed;  // streams may still wait for them
+  std::scoped_lock held(lock);
+  destroyed.emplace_back(event);
   return kSuccess;
 }
 int cuEventRecord(Event* event, Stream* stream) {

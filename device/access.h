@@ -1,0 +1,22 @@
+// The CPU's looks into a device's memory, each waiting for its end: for what is rare or small beside what a NIC or a
+// kernel moves. On the host they are what they seem.
+#pragma once
+
+#include "base/bytes.h"
+#include "device/device.h"
+
+namespace rejoin::device {
+
+// Thread: one at a time.
+class Access {
+ public:
+  // Errors: of the device, which must have kernels unless it is the host.
+  static Result<std::unique_ptr<Access>> make(std::shared_ptr<Device> device);
+  virtual ~Access() = default;
+  virtual Result<> read(BytesView from, std::byte* to) = 0;
+  virtual Result<> write(std::byte* to, BytesView from) = 0;
+  // Of each piece: the digest of base/digest.h. Pieces begin at multiples of 16 bytes.
+  virtual Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> pieces) = 0;
+};
+
+}  // namespace rejoin::device
