@@ -177,7 +177,8 @@ class Replica {
         sources.insert({ReplicaId(i), Incarnation(i), {meeting_.addresses[i]}});
       const TimePoint start = clock_.now();
       service.catch_up(key, sources, start);
-      catchup::Keeper keeper(*owner_, GiB);
+      auto keeper = catchup::Keeper::make(*owner_, GiB);
+      if (!keeper) return tl::unexpected(keeper.error());
       TimePoint updated = start;
       for (bool caught_up = false; !caught_up;) {
         const TimePoint now = clock_.now();
@@ -188,8 +189,9 @@ class Replica {
         // The trainer's part, every few milliseconds: what has arrived becomes current.
         if (now - updated >= std::chrono::milliseconds(5) || measured.arrived_seconds != 0) {
           updated = now;
-          keeper.begin(Step(kVersion), false, [](std::uint32_t, std::uint64_t, std::uint64_t) { return BytesView{}; });
-          keeper.end(Step(kVersion), false);
+          const auto none = [](std::uint32_t, std::uint64_t, std::uint64_t) { return BytesView{}; };
+          if (auto begun = (*keeper)->begin(Step(kVersion), false, none); !begun) return tl::unexpected(begun.error());
+          (*keeper)->end(Step(kVersion), false);
         }
         if (!service.busy()) idle_->wait(true, std::chrono::milliseconds(1));
         else idle_->reset();

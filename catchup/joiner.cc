@@ -83,7 +83,7 @@ void Joiner::on_written(std::uint64_t tag) {
   const shm::Part& range = manifest.parts()[part];
   if (column >= manifest.columns(range)) return;
   const shm::Extent extent = manifest.extent(range, column);
-  landed_[part][column] = digest(BytesView(view_.state()).subspan(extent.offset, extent.length));
+  landed_[part][column] = view_.digest(view_.state().subspan(extent.offset, extent.length));
 }
 
 std::uint64_t Joiner::digest_of_landed(std::uint32_t part) {
@@ -92,7 +92,7 @@ std::uint64_t Joiner::digest_of_landed(std::uint32_t part) {
   auto known = landed_.extract(part);
   std::uint64_t result = 0;
   for (std::uint32_t column = 0; column < manifest.columns(range); ++column) {
-    if (known.empty() || !known.mapped()[column]) return digest_of(manifest, range, view_.state());
+    if (known.empty() || !known.mapped()[column]) return view_.digest(range);
     result = combine_digests(result, *known.mapped()[column]);
   }
   return result;
@@ -137,7 +137,7 @@ bool Joiner::take_in(const proto::Sent& sent, std::uint64_t& wire_bytes) {
   const std::uint32_t columns = manifest.columns(slice.whole);
   const bool coded = sent.coded_size() > 0;
   if (coded && static_cast<std::uint32_t>(sent.coded_size()) != slice.parts * columns) return false;
-  Bytes packed;
+  Bytes packed, plain;
   for (std::uint32_t i = 0; i < slice.parts; ++i) {
     const std::uint32_t part = slice.first_part + i;
     for (std::uint32_t column = 0; column < columns; ++column) {
@@ -147,9 +147,12 @@ bool Joiner::take_in(const proto::Sent& sent, std::uint64_t& wire_bytes) {
       if (length == 0) continue;
       if (length > extent.length) return false;
       const std::span<std::byte> place = view_.state().subspan(extent.offset, extent.length);
-      packed.assign(place.begin(), place.begin() + length);
-      if (!coder_.decode(packed, place)) return false;
-      landed_[part][column] = digest(place);
+      packed.resize(length);
+      plain.resize(extent.length);
+      view_.read(place.first(length), packed.data());
+      if (!coder_.decode(packed, plain)) return false;
+      view_.write(place.data(), plain);
+      landed_[part][column] = view_.digest(place);
     }
     if (digest_of_landed(part) != sent.digests(static_cast<int>(i))) return false;
   }

@@ -10,11 +10,30 @@ using shm::SliceWord;
 void Keeper::forget(std::uint32_t slice) {
   auto kept = kept_.extract(slice);
   if (kept.empty()) return;
-  for (const auto& one : kept.mapped()) kept_bytes_ -= one.gradient.size();
+  for (const auto& one : kept.mapped()) kept_bytes_ -= one.gradient.bytes.size();
 }
 
-std::vector<Piece> Keeper::begin(Step step, bool contributes, const GradientOf& gradient_of) {
-  owner_.begin_update();
+Result<std::unique_ptr<Keeper>> Keeper::make(shm::Owner& owner, std::uint64_t budget_bytes) {
+  auto stream = owner.device()->make_stream();
+  if (!stream) return tl::unexpected(stream.error());
+  std::unique_ptr<Keeper> keeper(new Keeper(owner, budget_bytes));
+  keeper->copies_ = std::move(*stream);
+  return keeper;
+}
+
+Result<> Keeper::keep(std::uint32_t slice, Step step, BytesView gradient) {
+  auto& device = *owner_.device();
+  auto memory = device.kind() == device::MemoryKind::host ? Result<device::Memory>(device::on_heap(gradient.size()))
+                                                          : device.allocate(gradient.size());
+  if (!memory) return tl::unexpected(memory.error());
+  if (auto copied = copies_->copy(memory->bytes.data(), gradient.data(), gradient.size()); !copied) return copied;
+  kept_bytes_ += gradient.size();
+  kept_[slice].push_back({step, std::move(*memory)});
+  return {};
+}
+
+Result<std::vector<Piece>> Keeper::begin(Step step, bool contributes, const GradientOf& gradient_of) {
+  if (auto begun = owner_.begin_update(); !begun) return tl::unexpected(begun.error());
   const auto& slices = owner_.manifest().slices();
   auto* words = owner_.page().slice_words();
   std::vector<Piece> pieces;
@@ -41,8 +60,7 @@ std::vector<Piece> Keeper::begin(Step step, bool contributes, const GradientOf& 
           forget(i);
           break;
         }
-        kept_bytes_ += gradient.size();
-        kept_[i].push_back({step, Bytes(gradient.begin(), gradient.end())});
+        if (auto kept = keep(i, step, gradient); !kept) return tl::unexpected(kept.error());
         break;
       }
       case SliceState::arrived: {
@@ -50,9 +68,9 @@ std::vector<Piece> Keeper::begin(Step step, bool contributes, const GradientOf& 
         std::uint64_t at = word.version;
         if (!kept.empty()) {
           for (auto& one : kept.mapped()) {
-            kept_bytes_ -= one.gradient.size();
+            kept_bytes_ -= one.gradient.bytes.size();
             if (one.step.value != at + 1) continue;  // contained in what arrived
-            pieces.push_back({range.tensor, range.first, range.count, one.step, one.gradient});
+            pieces.push_back({range.tensor, range.first, range.count, one.step, one.gradient.bytes});
             at = one.step.value;
           }
           used_.push_back(std::move(kept.mapped()));  // the buffers move along, the pieces stay valid
@@ -78,6 +96,7 @@ std::vector<Piece> Keeper::begin(Step step, bool contributes, const GradientOf& 
     }
   }
   owner_.page().kept_gradient_bytes.store(kept_bytes_, std::memory_order_relaxed);
+  if (auto kept = copies_->synchronize(); !kept) return tl::unexpected(kept.error());
   return pieces;
 }
 

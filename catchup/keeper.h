@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "base/ids.h"
@@ -25,10 +26,12 @@ class Keeper {
   // Where the reduced gradient of these elements is, for the step under way.
   using GradientOf = std::function<BytesView(std::uint32_t tensor, std::uint64_t first, std::uint64_t count)>;
 
-  Keeper(shm::Owner& owner, std::uint64_t budget_bytes) : owner_(owner), budget_(budget_bytes) {}
+  // Errors: of the device.
+  static Result<std::unique_ptr<Keeper>> make(shm::Owner& owner, std::uint64_t budget_bytes);
 
   // Begins the update of `step`: the state may be changed from here on. The pieces are to be applied in this order.
-  std::vector<Piece> begin(Step step, bool contributes, const GradientOf& gradient_of);
+  // Errors: of the device.
+  Result<std::vector<Piece>> begin(Step step, bool contributes, const GradientOf& gradient_of);
   // Ends it: everything in the pieces has been applied.
   void end(Step step, bool contributes);
 
@@ -37,14 +40,17 @@ class Keeper {
  private:
   struct Kept {
     Step step;
-    Bytes gradient;
+    device::Memory gradient;  // of the state's device
   };
+  Result<> keep(std::uint32_t slice, Step step, BytesView gradient);
+  Keeper(shm::Owner& owner, std::uint64_t budget_bytes) : owner_(owner), budget_(budget_bytes) {}
   void forget(std::uint32_t slice);
 
   shm::Owner& owner_;
   const std::uint64_t budget_;
   std::map<std::uint32_t, std::vector<Kept>> kept_;  // by slice, steps in order
   std::uint64_t kept_bytes_ = 0;
+  std::unique_ptr<device::Stream> copies_;                         // of gradients to be kept
   std::vector<std::pair<std::uint32_t, shm::SliceWord>> applied_;  // slices of this update, with the word they had
   std::vector<std::vector<Kept>> used_;                            // kept gradients that the pieces point into
 };

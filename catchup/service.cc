@@ -20,9 +20,9 @@ Result<> Service::add_rank(RankKey key, shm::View view) {
   if (ranks_.contains(key)) remove_rank(key);
   LocalRank rank;
   rank.view = std::make_unique<shm::View>(std::move(view));
-  auto state = engine_.register_region(rank.view->state(), transport::MemoryKind::host);
+  auto state = engine_.register_region(rank.view->state(), rank.view->kind());
   if (!state) return tl::unexpected(state.error());
-  auto aside = engine_.register_region(rank.view->aside(), transport::MemoryKind::host);
+  auto aside = engine_.register_region(rank.view->aside(), rank.view->kind());
   if (!aside) return tl::unexpected(aside.error());
   rank.state = *state;
   rank.aside = *aside;
@@ -72,7 +72,7 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Time
   if (found == ranks_.end()) return;
   LocalRank& rank = found->second;
   if (!rank.joiner) {
-    auto target = engine_.register_region(rank.view->state(), transport::MemoryKind::host);
+    auto target = engine_.register_region(rank.view->state(), rank.view->kind());
     if (!target) return spdlog::error("replica {} can't catch up: {}", key.replica, target.error());
     rank.target = *target;
     rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, *target, now);
@@ -203,6 +203,13 @@ void Service::poll_again(TimePoint now) {
     if (serving.source->failed()) failed.push_back(endpoint);
   }
   for (auto endpoint : failed) lose(endpoint, "sending to it failed");
+  for (auto failing = ranks_.begin(); failing != ranks_.end();) {
+    const auto& [key, rank] = *failing++;
+    if (!rank.view->failure()) continue;
+    // Nothing that it says of its memory is to be believed; its trainer has the same device and finds out as well.
+    spdlog::error("replica {} rank {} is not served any more: {}", key.replica, key.rank, *rank.view->failure());
+    remove_rank(RankKey(key));
+  }
   for (auto& [key, rank] : ranks_) {
     busy_ |= rank.view->populate_some();
     if (!rank.joiner) continue;

@@ -164,7 +164,7 @@ void Source::write_part(SliceJob& job, std::size_t index) {
                       .remote = {job.request.target, extent.offset},
                       .length = length,
                       .notify = ExtentTag{part.held.part, column, coded}.packed()});
-    aside += extent.length;
+    aside += manifest.packed_stride(range);
     slot += extent.length;
     part.wire_bytes += length;
   }
@@ -199,7 +199,8 @@ bool Source::encode(PartJob& part) {
   bool all = true;
   for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[part.held.part]); ++c) {
     const BytesView bytes = memory_.view->column(part.held, c, part.from_aside);
-    plain_.assign(bytes.begin(), bytes.end());
+    plain_.resize(bytes.size());
+    memory_.view->read(bytes, plain_.data());
     const auto length = coder_.encode(plain_, slots_.span().subspan(at, bytes.size()));
     part.coded[c] = static_cast<std::uint32_t>(length.value_or(0));
     all = all && length.has_value();
@@ -225,7 +226,8 @@ void Source::sample(const PartJob& part) {
     bytes = bytes.subspan(bytes.size() / 2);
     bytes = bytes.first(std::min<std::uint64_t>(bytes.size(), kSampleBytes));
     plain += bytes.size();
-    plain_.assign(bytes.begin(), bytes.end());
+    plain_.resize(bytes.size());
+    memory_.view->read(bytes, plain_.data());
     coded += coder_.encode(plain_, out).value_or(bytes.size());
   }
   if (plain > 0) decision_.on_coded(plain, coded, clock_.now() - start);

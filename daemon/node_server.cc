@@ -41,13 +41,8 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   server->listener_.assign(::dup(server->listener_fd_.get()));
   auto compression = catchup::parse_compression(options.compression);
   if (!compression) return tl::unexpected(compression.error());
-  auto stream = StreamThread::start(
-      options.transport, options.data_listen, key.data_secret(), {*compression, options.stream_limit * 1e6},
-      [raw = server.get()](StreamThread::Report report) {
-        asio::post(raw->io_, [raw, report = std::move(report)]() mutable { raw->on_report(std::move(report)); });
-      });
-  if (!stream) return tl::unexpected(stream.error());
-  server->stream_ = std::move(*stream);
+  server->compression_ = *compression;
+  if (auto host = server->stream_of("host"); !host) return tl::unexpected(host.error());
   server->accept();
   server->coordinator_.connect();
   server->tick();
@@ -55,8 +50,28 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
 }
 
 NodeServer::~NodeServer() {
-  stream_.reset();
+  streams_.clear();
   if (!options_.socket.empty() && options_.socket[0] != '@') ::unlink(options_.socket.c_str());
+}
+
+Result<NodeServer::DeviceStream*> NodeServer::stream_of(const std::string& name) {
+  if (auto found = streams_.find(name); found != streams_.end()) return &found->second;
+  auto device = device::open_device(name);
+  if (!device) return fail(device.error().code, "this daemon can't get at {}: {}", name, device.error().message);
+  const std::string address = (*device)->address();  // a device has several names
+  if (auto found = streams_.find(address); found != streams_.end()) return &found->second;
+  // The host's has the port that was asked for; the others listen beside it.
+  std::string listen = options_.data_listen;
+  if (!streams_.empty()) listen = listen.substr(0, listen.rfind(':')) + ":0";
+  auto thread = StreamThread::start(
+      options_.transport, *device, listen, key_.data_secret(), {compression_, options_.stream_limit * 1e6},
+      [this, address](StreamThread::Report report) {
+        asio::post(io_,
+                   [this, address, report = std::move(report)]() mutable { on_report(address, std::move(report)); });
+      });
+  if (!thread) return tl::unexpected(thread.error());
+  if (address != "host") spdlog::info("serving {}", (*device)->name());
+  return &(streams_[address] = {.device = std::move(*device), .thread = std::move(*thread)});
 }
 
 // ---- trainers
@@ -144,8 +159,10 @@ Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello, 
   if (fds.size() != 4) return fail(ErrorCode::corrupt, "it sent {} descriptors instead of 4", fds.size());
   auto manifest = shm::Manifest::parse(as_bytes(hello.manifest()));
   if (!manifest) return tl::unexpected(manifest.error());
-  auto view =
-      shm::View::make(std::move(*manifest), std::move(fds[0]), std::move(fds[1]), std::move(fds[2]), std::move(fds[3]));
+  const auto stream = stream_of(hello.device());
+  if (!stream) return tl::unexpected(stream.error());
+  auto view = shm::View::make(std::move(*manifest), std::move(fds[0]), std::move(fds[1]), std::move(fds[2]),
+                              std::move(fds[3]), (*stream)->device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
   // A process that hung and was declared dead may still be connected.
@@ -154,8 +171,9 @@ Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello, 
     if (other.key == key) older.push_back(id);
   for (auto id : older) drop(id, "the rank was started again");
   trainer.key = key;
+  trainer.stream = (*stream)->thread.get();
   auto shared = std::make_shared<shm::View>(std::move(*view));
-  stream_->post([key, shared](catchup::Service& service, TimePoint) {
+  trainer.stream->post([key, shared](catchup::Service& service, TimePoint) {
     if (auto added = service.add_rank(key, std::move(*shared)); !added)
       spdlog::error("state of replica {}: {}", key.replica, added.error().message);
   });
@@ -166,7 +184,7 @@ Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello, 
   tell(trainer, answer);
   proto::FromNode up;
   *up.mutable_rank_up() = hello.up();
-  up.mutable_rank_up()->set_stream_address(stream_->address());
+  up.mutable_rank_up()->set_stream_address(trainer.stream->address());
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   carry_out(machine_.on_rank_message(trainer.id, up, now()));
   return {};
@@ -182,7 +200,7 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason) 
                   {"rank", std::uint64_t{trainer.key->rank.value}},
                   {"reason", reason}});
     progress_.erase(*trainer.key);
-    stream_->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
+    trainer.stream->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   } else {
     spdlog::warn("local process {}: {}", trainer.credentials.pid, reason);
   }
@@ -232,24 +250,26 @@ void NodeServer::follow_plan() {
                                         {"rank", std::uint64_t{key.rank.value}},
                                         {"step", machine_.plan().step()}});
     if (trainer.catching_up && !catching_up) {
-      stream_->post([key = key](catchup::Service& service, TimePoint) { service.finish(key); });
+      trainer.stream->post([key = key](catchup::Service& service, TimePoint) { service.finish(key); });
       events::emit("promoted", {{"replica", std::uint64_t{key.replica.value}},
                                 {"rank", std::uint64_t{key.rank.value}},
                                 {"step", machine_.plan().step()}});
     }
     trainer.catching_up = catching_up;
     if (std::exchange(trainer.serves, serves) != serves)
-      stream_->post([key = key, serves = serves](catchup::Service& service, TimePoint) { service.serve(key, serves); });
+      trainer.stream->post(
+          [key = key, serves = serves](catchup::Service& service, TimePoint) { service.serve(key, serves); });
     if (catching_up)
-      stream_->post([key = key, sources = sources](catchup::Service& service, TimePoint at) {
+      trainer.stream->post([key = key, sources = sources](catchup::Service& service, TimePoint at) {
         service.catch_up(key, sources, at);
       });
   }
 }
 
-void NodeServer::on_report(StreamThread::Report report) {
-  bytes_served_ = report.bytes_served;
-  serving_ = std::move(report.serving);
+void NodeServer::on_report(const std::string& device, StreamThread::Report report) {
+  DeviceStream& stream = streams_.at(device);
+  stream.bytes_served = report.bytes_served;
+  stream.serving = std::move(report.serving);
   for (const auto& [key, progress] : report.progress) {
     progress_[key] = progress;
     events::emit("catch_up", {{"replica", std::uint64_t{key.replica.value}},
@@ -281,11 +301,13 @@ void NodeServer::on_report(StreamThread::Report report) {
 }
 
 nlohmann::json NodeServer::status() const {
+  std::uint64_t bytes_served = 0;
+  for (const auto& [name, stream] : streams_) bytes_served += stream.bytes_served;
   nlohmann::json json{{"node", options_.name},
                       {"coordinator", {{"address", options_.coordinator}, {"connected", machine_.coordinator_up()}}},
                       {"epoch", machine_.plan().epoch()},
                       {"committed", machine_.plan().committed()},
-                      {"bytes_served", bytes_served_},
+                      {"bytes_served", bytes_served},
                       {"rejected", rejected_}};
   json["ranks"] = nlohmann::json::array();
   for (const auto& [id, trainer] : trainers_) {
@@ -320,15 +342,17 @@ nlohmann::json NodeServer::status() const {
     json["ranks"].push_back(std::move(rank));
   }
   json["serving"] = nlohmann::json::array();
-  for (const auto& [key, stats] : serving_)
-    json["serving"].push_back({{"replica", key.replica.value},
-                               {"rank", key.rank.value},
-                               {"bytes", stats.bytes},
-                               {"wire_bytes", stats.wire_bytes},
-                               {"zstd", stats.coding},
-                               {"link_bytes_per_second", stats.link_bytes_per_second},
-                               {"coder_bytes_per_second", stats.coder_bytes_per_second},
-                               {"coded_ratio", stats.ratio}});
+  for (const auto& [name, stream] : streams_)
+    for (const auto& [key, stats] : stream.serving)
+      json["serving"].push_back({{"replica", key.replica.value},
+                                 {"rank", key.rank.value},
+                                 {"device", name},
+                                 {"bytes", stats.bytes},
+                                 {"wire_bytes", stats.wire_bytes},
+                                 {"zstd", stats.coding},
+                                 {"link_bytes_per_second", stats.link_bytes_per_second},
+                                 {"coder_bytes_per_second", stats.coder_bytes_per_second},
+                                 {"coded_ratio", stats.ratio}});
   return json;
 }
 

@@ -33,8 +33,16 @@ class NodeServer {
   nlohmann::json status() const;
 
  private:
+  // The catch-up of all ranks whose state is on one device.
+  struct DeviceStream {
+    std::shared_ptr<device::Device> device;
+    std::unique_ptr<StreamThread> thread;
+    std::uint64_t bytes_served = 0;
+    std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
+  };
   struct Trainer {
     membership::RankConnection id;
+    StreamThread* stream = nullptr;  // of its device, when it has registered
     Fd socket;
     PeerCredentials credentials;
     std::unique_ptr<asio::posix::stream_descriptor> readable;
@@ -55,7 +63,9 @@ class NodeServer {
   void tick();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
-  void on_report(StreamThread::Report report);
+  // The stream of a device, which is opened when a trainer is first on it.
+  Result<DeviceStream*> stream_of(const std::string& device);
+  void on_report(const std::string& device, StreamThread::Report report);
   TimePoint now() const { return SteadyClock().now(); }
 
   asio::io_context& io_;
@@ -69,9 +79,9 @@ class NodeServer {
   std::uint64_t next_trainer_ = 1;
   Upstream coordinator_;
   std::map<catchup::RankKey, catchup::Progress> progress_;
-  std::uint64_t bytes_served_ = 0, rejected_ = 0;
-  std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving_;
-  std::unique_ptr<StreamThread> stream_;
+  std::uint64_t rejected_ = 0;
+  catchup::Compression compression_{};
+  std::map<std::string, DeviceStream> streams_;  // by the device's address
 };
 
 }  // namespace rejoin::daemon

@@ -13,12 +13,13 @@ namespace {
 constexpr Duration kReportEvery = std::chrono::milliseconds(20);
 }
 
-Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& transport, const std::string& listen,
-                                                          std::uint64_t secret,
+Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& transport,
+                                                          const std::shared_ptr<device::Device>& device,
+                                                          const std::string& listen, std::uint64_t secret,
                                                           const catchup::Service::Options& options,
                                                           std::function<void(Report)> report) {
   std::unique_ptr<StreamThread> stream(new StreamThread());
-  auto engine = transport::make_engine(transport);
+  auto engine = transport::make_engine(transport, device);
   if (!engine) return tl::unexpected(engine.error());
   auto address = (*engine)->listen({listen});
   if (!address) return tl::unexpected(address.error());

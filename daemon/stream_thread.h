@@ -1,4 +1,5 @@
-// The daemon's data plane: a thread of low priority that owns the catch-up engine and service. Everything else talks to
+// The daemon's data plane: for each device that trainers have their state on, a thread of low priority that owns the
+// catch-up engine and service. Everything else talks to
 // it through a queue.
 #pragma once
 
@@ -21,8 +22,10 @@ class StreamThread {
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
   };
   // `report` is called in the stream's thread.
-  static Result<std::unique_ptr<StreamThread>> start(const std::string& transport, const std::string& listen,
-                                                     std::uint64_t secret, const catchup::Service::Options& options,
+  static Result<std::unique_ptr<StreamThread>> start(const std::string& transport,
+                                                     const std::shared_ptr<device::Device>& device,
+                                                     const std::string& listen, std::uint64_t secret,
+                                                     const catchup::Service::Options& options,
                                                      std::function<void(Report)> report);
   ~StreamThread();
 

@@ -102,6 +102,8 @@ class CudaStream final : public Stream {
     return driver_.check(driver_.stream_synchronize(stream_), "work on a CUDA stream");
   }
 
+  void* handle() override { return stream_; }
+
  private:
   struct Mark {
     std::uint64_t number = 0;

@@ -20,6 +20,8 @@ struct Memory {
   std::shared_ptr<void> owner;
 };
 
+Memory on_heap(std::size_t size);  // the host's, like any other
+
 // What runs where the memory is (kernels/), each with a struct of arguments of kernels/mailbox.h.
 enum class Kernel : std::uint8_t { reduce, digest };
 struct Grid {
@@ -50,6 +52,7 @@ class Stream {
   // synchronize() has returned, or the stream has gone.
   virtual Result<> signal(const Fd& eventfd) = 0;
   virtual Result<> synchronize() = 0;  // waits for all that is queued
+  virtual void* handle() = 0;          // a cudaStream_t; null on the host
 };
 
 // Any thread.

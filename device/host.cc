@@ -31,6 +31,7 @@ class HostStream final : public Stream {
     return {};
   }
   Result<> synchronize() override { return {}; }
+  void* handle() override { return nullptr; }
 
  private:
   std::uint64_t marks_ = 0;
@@ -84,6 +85,11 @@ class HostDevice final : public Device {
 };
 
 }  // namespace
+
+Memory on_heap(std::size_t size) {
+  auto bytes = std::make_shared<Bytes>(size);
+  return {*bytes, bytes};
+}
 
 std::shared_ptr<Device> make_host() { return std::make_shared<HostDevice>(); }
 

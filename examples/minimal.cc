@@ -40,8 +40,9 @@ int main() {
     });
     if (!committed) return std::fprintf(stderr, "%s\n", committed.error().message.c_str()), 3;
   }
+  const auto digest = session.state_digest();
+  if (!digest) return std::fprintf(stderr, "%s\n", digest.error().message.c_str()), 1;
   std::printf("w = %.4f after step %llu, digest %016llx\n", weight[0],
-              static_cast<unsigned long long>(session.version()),
-              static_cast<unsigned long long>(session.state_digest()));
+              static_cast<unsigned long long>(session.version()), static_cast<unsigned long long>(*digest));
   return 0;
 }

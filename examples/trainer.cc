@@ -8,7 +8,7 @@
 
 #include "base/events.h"
 #include "base/log.h"
-#include "examples/model.h"
+#include "examples/tensors.h"
 #include "rejoin/session.h"
 
 namespace {
@@ -54,22 +54,24 @@ int train(const Settings& s) {
     if (!id) return fail_with(id.error());
     ids[t] = *id;
   }
-  for (auto bucket : {std::vector{ids[demo::output_weight], ids[demo::output_bias]},
-                      std::vector{ids[demo::embedding], ids[demo::hidden_weight], ids[demo::hidden_bias]}})
+  const std::vector<TensorId> buckets[] = {{ids[demo::output_weight], ids[demo::output_bias]},
+                                           {ids[demo::embedding], ids[demo::hidden_weight], ids[demo::hidden_bias]}};
+  for (const auto& bucket : buckets)
     if (auto made = session.bucket(bucket); !made) return fail_with(made.error());
   if (auto allocated = session.allocate(); !allocated) return fail_with(allocated.error());
 
-  demo::Views weights, gradients;
-  for (auto id : ids) {
-    weights.push_back(Session::as<float>(session.weight(id)));
-    gradients.push_back(Session::as<float>(session.gradient(id)));
-  }
-  demo::initialise(shape, weights, s.seed * 1000 + s.session.rank);
+  auto made = demo::Tensors::make(session, s.session.device, ids);
+  if (!made) return fail_with(made.error());
+  demo::Tensors& tensors = **made;
+  demo::initialise(shape, tensors.weights(), s.seed * 1000 + s.session.rank);
+  if (auto put = tensors.put_weights(); !put) return fail_with(put.error());
   if (auto joined = session.join(0); !joined) return fail_with(joined.error());
 
-  const auto tell_digest = [&] {
-    events::emit("digest",
-                 {{"version", session.version()}, {"digest", fmt::format("{:016x}", session.state_digest())}});
+  const auto tell_digest = [&]() -> Result<> {
+    const auto digest = session.state_digest();
+    if (!digest) return tl::unexpected(digest.error());
+    events::emit("digest", {{"version", session.version()}, {"digest", fmt::format("{:016x}", *digest)}});
+    return {};
   };
   const demo::AdamW adamw;
   double loss = 0;
@@ -84,34 +86,34 @@ int train(const Settings& s) {
       for (const auto& range : step.batch())
         for (auto sample = range.begin; sample < range.end; ++sample)
           positions.push_back(position_of(sample, text.size()));
-      Result<> reduced;
-      loss = demo::forward_backward(shape, weights, gradients, text, positions, [&](demo::Tensor ready) {
-        if (ready == demo::output_weight && reduced) {
-          reduced = session.all_reduce(0);
-          if (s.pause_at == step.number()) {
-            events::emit("paused", {{"step", step.number()}});
-            for (;;) ::pause();  // until the demo's signal comes
-          }
-        }
-        if (ready == demo::embedding && reduced) reduced = session.all_reduce(1);
-      });
+      Result<> reduced = tensors.get_weights();
+      if (!reduced) return fail_with(reduced.error());
+      loss = demo::forward_backward(shape, tensors.weights(), tensors.gradients(), text, positions,
+                                    [&](demo::Tensor ready) {
+                                      if (ready == demo::output_weight && reduced) {
+                                        reduced = tensors.all_reduce(0, buckets[0]);
+                                        if (s.pause_at == step.number()) {
+                                          events::emit("paused", {{"step", step.number()}});
+                                          for (;;) ::pause();  // until the demo's signal comes
+                                        }
+                                      }
+                                      if (ready == demo::embedding && reduced)
+                                        reduced = tensors.all_reduce(1, buckets[1]);
+                                    });
       if (!reduced) return fail_with(reduced.error());
       events::emit("computed", {{"step", step.number()}});
     }
-    auto committed = session.commit([&](const Piece& piece) {
-      const auto range = [&](std::span<std::byte> bytes) {
-        return Session::as<float>(bytes).subspan(piece.first, piece.count);
-      };
-      adamw.apply(piece.step, range(session.weight(piece.tensor)), range(session.moment(piece.tensor, 0)),
-                  range(session.moment(piece.tensor, 1)), piece.gradient_as<float>());
+    auto committed = tensors.commit([&](const Piece& piece, const demo::Views& of) {
+      adamw.apply(piece.step, of[0], of[1], of[2], piece.gradient_as<float>());
     });
     if (!committed) return fail_with(committed.error());
     events::emit(
         "updated",
         {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});
-    if (s.digest_every > 0 && step.number() % s.digest_every == 0 && step.contributes()) tell_digest();
+    if (s.digest_every > 0 && step.number() % s.digest_every == 0 && step.contributes())
+      if (auto told = tell_digest(); !told) return fail_with(told.error());
   }
-  tell_digest();
+  if (auto told = tell_digest(); !told) return fail_with(told.error());
   return 0;
 }
 

@@ -76,8 +76,7 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
     if (!memory) return tl::unexpected(memory.error());
     made->staging_ = std::move(*memory);
   } else {
-    auto bytes = std::make_shared<Bytes>(staged);
-    made->staging_ = {*bytes, bytes};
+    made->staging_ = device::on_heap(staged);
   }
   auto staging = engine.register_region(made->staging_.bytes, kind);
   if (!staging) return tl::unexpected(staging.error());

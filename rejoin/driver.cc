@@ -24,7 +24,8 @@ Driver::Driver(const DriverConfig& config, transport::Engine& engine, shm::Owner
       machine_(config.replica, config.rank),
       wanted_(buckets_.size()),
       submitted_(buckets_.size()),
-      done_(buckets_.size()) {}
+      done_(buckets_.size()),
+      reduced_(buckets_.size()) {}
 
 void Driver::fail(Error error) {
   if (failure_) return;
@@ -76,8 +77,10 @@ void Driver::poll_ring(TimePoint now) {
     ++outcomes_;
     switch (outcome.kind) {
       case ftar::Outcome::Kind::done:
+        reduced_[outcome.bucket] = outcome.step.value;
         if (outcome.epoch == ring_->epoch() && outcome.step == machine_.step()) done_[outcome.bucket] = true;
         break;
+      case ftar::Outcome::Kind::failed: return fail(*outcome.error);
       case ftar::Outcome::Kind::entered: events::emit("entered", {{"epoch", outcome.epoch.value}}); break;
       case ftar::Outcome::Kind::peer_up: links_changed = true; break;
       case ftar::Outcome::Kind::peer_lost: {

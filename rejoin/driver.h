@@ -59,8 +59,11 @@ class Driver {
   const std::optional<Error>& failure() const { return failure_; }
   std::uint64_t revision() const { return revision_; }  // changes with any of these
 
+  // By bucket: the last step for which it has been reduced. (Once more after a retry.)
+  const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }
-  std::uint64_t outcomes() const { return outcomes_; }  // of the ring, ever
+  bool working() const { return ring_ && ring_->working(); }  // see ftar::Communicator
+  std::uint64_t outcomes() const { return outcomes_; }        // of the ring, ever
   const membership::Rank& machine() const { return machine_; }
 
  private:
@@ -88,6 +91,7 @@ class Driver {
   proto::Peers peers_;
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
+  std::vector<std::uint64_t> reduced_;
   std::uint64_t taken_ = 0;
   std::optional<StepView> current_;
   std::uint64_t committed_ = 0;

@@ -25,9 +25,14 @@ constexpr Duration kReconnect = std::chrono::milliseconds(20);
 
 }  // namespace
 
-Progress::Progress(const SessionConfig& config, shm::Owner& owner, std::vector<ftar::BucketSpec> buckets,
-                   std::uint64_t plan_hash)
-    : config_(config), owner_(owner), buckets_(std::move(buckets)), plan_hash_(plan_hash), wanted_(buckets_.size()) {}
+Progress::Progress(const SessionConfig& config, TrainingState& state)
+    : config_(config),
+      state_(state),
+      owner_(state.owner()),
+      buckets_(state.buckets()),
+      shown_reduced_(buckets_.size()),
+      wanted_(buckets_.size()),
+      handed_over_(buckets_.size()) {}
 
 Progress::~Progress() {
   {
@@ -36,6 +41,7 @@ Progress::~Progress() {
   }
   if (wake_) signal_eventfd(wake_);
   if (thread_.joinable()) thread_.join();
+  streams_.reset();
   driver_.reset();
 }
 
@@ -47,7 +53,14 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
   auto wake = make_eventfd();
   if (!wake) return tl::unexpected(wake.error());
   wake_ = std::move(*wake);
-  auto engine = transport::make_engine(config_.transport);
+  const auto& device = owner_.device();
+  const bool on_gpu = device->kind() != transport::MemoryKind::host;
+  if (on_gpu) {
+    auto streams = StreamOrder::make(device, buckets_.size(), wake_);
+    if (!streams) return tl::unexpected(streams.error());
+    streams_ = std::move(*streams);
+  }
+  auto engine = transport::make_engine(config_.transport, device);
   if (!engine) return tl::unexpected(engine.error());
   engine_ = std::move(*engine);
   auto address = engine_->listen({config_.data_listen});
@@ -58,8 +71,11 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
       DriverConfig{.replica = ReplicaId(config_.replica),
                    .rank = config_.rank,
                    .life = new_life(),
-                   .plan_hash = plan_hash_,
-                   .ring = {.chunk_bytes = config_.chunk_bytes, .chunks_in_flight = config_.chunks_in_flight},
+                   .plan_hash = state_.plan_hash(),
+                   .ring = {.chunk_bytes = config_.chunk_bytes,
+                            .chunks_in_flight = config_.chunks_in_flight,
+                            .device = on_gpu ? device : nullptr,
+                            .reducer = {.blocks = config_.reduce_blocks, .threads = config_.reduce_threads}},
                    .patience = config_.patience},
       *engine_, owner_, buckets_);
 
@@ -114,18 +130,56 @@ Result<std::optional<StepView>> Progress::wait_for_step(std::uint64_t after) {
   return current_;
 }
 
+// Under the mutex.
+Result<> Progress::may_reduce(std::uint32_t bucket) const {
+  if (failure_) return tl::unexpected(*failure_);
+  if (bucket >= wanted_.size())
+    return rejoin::fail(ErrorCode::invalid_argument, "bucket {} of {}", bucket, wanted_.size());
+  if (wanted_[bucket] || handed_over_[bucket])
+    return rejoin::fail(ErrorCode::invalid_argument, "bucket {} is being reduced already in this step", bucket);
+  return {};
+}
+
 Result<> Progress::all_reduce(std::uint32_t bucket) {
   {
     const std::lock_guard lock(mutex_);
-    if (failure_) return tl::unexpected(*failure_);
-    if (bucket >= wanted_.size())
-      return rejoin::fail(ErrorCode::invalid_argument, "bucket {} of {}", bucket, wanted_.size());
-    if (wanted_[bucket])
-      return rejoin::fail(ErrorCode::invalid_argument, "bucket {} is being reduced already in this step", bucket);
+    if (auto may = may_reduce(bucket); !may) return may;
     wanted_[bucket] = true;
     asked_ = true;
   }
   signal_eventfd(wake_);
+  return {};
+}
+
+Result<> Progress::all_reduce(std::uint32_t bucket, void* stream) {
+  if (!streams_)
+    return rejoin::fail(ErrorCode::invalid_argument,
+                        "a CUDA stream for a bucket in the host's memory: set SessionConfig::device");
+  std::uint64_t step = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (auto may = may_reduce(bucket); !may) return may;
+    handed_over_[bucket] = true;
+    step = taken_;
+  }
+  return streams_->hand_over(bucket, step, stream);
+}
+
+Result<> Progress::end_update(std::uint64_t step, bool contributed, void* stream) {
+  if (!streams_)
+    return rejoin::fail(ErrorCode::invalid_argument,
+                        "a CUDA stream for a state in the host's memory: set SessionConfig::device");
+  {
+    const std::lock_guard lock(mutex_);
+    ++updates_;
+  }
+  return streams_->updated(step, contributed, stream);
+}
+
+Result<> Progress::wait_for_update() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return failure_ || updates_ == 0; });
+  if (updates_ > 0) return tl::unexpected(*failure_);
   return {};
 }
 
@@ -144,15 +198,36 @@ void Progress::fail(Error error) {
     const std::lock_guard lock(mutex_);
     if (!failure_) failure_ = std::move(error);
   }
+  if (streams_) streams_->release();
   changed_.notify_all();
+}
+
+// What the trainer's streams have come to; and to them, what has been reduced.
+void Progress::poll_streams() {
+  const auto reached = streams_->poll();
+  if (!reached) return fail(reached.error());
+  for (const auto& what : *reached) {
+    if (!what.bucket) state_.end_update(Step(what.step), what.contributed);
+    const std::lock_guard lock(mutex_);
+    if (what.bucket) wanted_[*what.bucket] = true, handed_over_[*what.bucket] = false;
+    else --updates_;
+    asked_ = true;
+  }
+  if (!reached->empty()) changed_.notify_all();
+  const auto& reduced = driver_->reduced();
+  for (std::uint32_t b = 0; b < reduced.size(); ++b)
+    if (std::exchange(shown_reduced_[b], reduced[b]) != reduced[b]) streams_->on_reduced(b, reduced[b]);
 }
 
 void Progress::run() {
   for (;;) {
+    if (streams_) poll_streams();
     {
       const std::lock_guard lock(mutex_);
       if (stop_ || failure_) break;
-      if (std::exchange(asked_, false)) {
+      // A joiner's outputs are for its next step when the update of the last one is done with them.
+      if (asked_ && updates_ == 0) {
+        asked_ = false;
         driver_->want(wanted_);
         driver_->take(taken_);
       }
@@ -171,6 +246,7 @@ void Progress::run() {
     if (driver_->outcomes() != outcomes) idle_->reset();
     for (const auto& report : driver_->take_reports()) say(report);
     if (driver_->revision() != published_) publish();
+    if (driver_->working()) continue;  // on the GPU, for microseconds, and without waking anybody
     Duration limit = std::min<Duration>(silence_ / 8, std::chrono::milliseconds(100));
     if (!daemon_) limit = kReconnect;
     const int others[] = {daemon_.get(), wake_.get()};
@@ -202,6 +278,7 @@ proto::LocalHello Progress::hello() const {
   hello.set_layout(shm::kLayoutVersion);
   const Bytes manifest = owner_.manifest().serialise();
   hello.set_manifest(std::string(as_text(manifest)));
+  hello.set_device(owner_.device()->address());
   auto& up = *hello.mutable_up();
   driver_->describe(up);
   up.set_address(address_);

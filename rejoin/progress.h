@@ -11,6 +11,8 @@
 #include "local.pb.h"
 #include "rejoin/driver.h"
 #include "rejoin/session.h"
+#include "rejoin/stream_order.h"
+#include "rejoin/training_state.h"
 #include "shm/owner.h"
 #include "transport/idle.h"
 
@@ -18,9 +20,8 @@ namespace rejoin {
 
 class Progress {
  public:
-  // `owner` and the buckets' memory outlive this.
-  Progress(const SessionConfig& config, shm::Owner& owner, std::vector<ftar::BucketSpec> buckets,
-           std::uint64_t plan_hash);
+  // `state`, which is allocated, outlives this.
+  Progress(const SessionConfig& config, TrainingState& state);
   ~Progress();
 
   Result<> join(std::uint64_t version, std::uint64_t digest);
@@ -28,7 +29,11 @@ class Progress {
   // All wait for at most the config's patience without a sign of the daemon.
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // the first step later than `after`
   Result<> all_reduce(std::uint32_t bucket);
+  Result<> all_reduce(std::uint32_t bucket, void* stream);
   Result<bool> wait_for_commit(std::uint64_t step);  // whether this replica contributed
+  // Of a GPU: ends the update when the stream has done it; and waits until the last one has ended.
+  Result<> end_update(std::uint64_t step, bool contributed, void* stream);
+  Result<> wait_for_update();
 
  private:
   void run();
@@ -40,10 +45,13 @@ class Progress {
   void fail(Error error);
   proto::LocalHello hello() const;
 
+  Result<> may_reduce(std::uint32_t bucket) const;
+  void poll_streams();
+
   const SessionConfig config_;
+  TrainingState& state_;
   shm::Owner& owner_;
-  std::vector<ftar::BucketSpec> buckets_;
-  const std::uint64_t plan_hash_;
+  const std::vector<ftar::BucketSpec>& buckets_;
   std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
   Duration silence_ = std::chrono::seconds(2);
 
@@ -54,15 +62,19 @@ class Progress {
   std::optional<Driver> driver_;
   std::uint64_t published_ = 0;  // the driver's revision that the trainer's thread has been shown
   std::optional<transport::Idle> idle_;
+  std::vector<std::uint64_t> shown_reduced_;  // by bucket: the step that streams have been told
   Fd daemon_;
   TimePoint retry_at_{}, heartbeat_at_{}, daemon_seen_{};
   std::thread thread_;
   Fd wake_;
+  std::unique_ptr<StreamOrder> streams_;  // of a GPU; both threads'
 
   std::mutex mutex_;
   std::condition_variable changed_;
   // Under the mutex: what the trainer's thread and the progress thread tell each other.
-  std::vector<bool> wanted_;  // buckets given to all_reduce() in this step
+  std::vector<bool> wanted_;       // buckets to be reduced in this step
+  std::vector<bool> handed_over_;  // … and those that a stream has yet to come to
+  std::size_t updates_ = 0;        // that streams have yet to do
   std::optional<Error> failure_;
   bool asked_ = false;               // wanted_ or taken_ has changed
   std::optional<StepView> current_;  // the step under way, if any

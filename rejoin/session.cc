@@ -14,12 +14,15 @@ void SessionConfig::bind(CLI::App& app) {
   option("--replica", replica, "REJOIN_REPLICA", "this process's replica, from 0");
   option("--rank", rank, "REJOIN_RANK", "its rank in the replica, from 0");
   option("--daemon", socket, "REJOIN_SOCKET", "unix socket of the node's daemon");
+  option("--device", device, "REJOIN_DEVICE", "where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS");
   option("--transport", transport, "REJOIN_TRANSPORT",
          "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
   option("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
   option("--chunk-bytes", chunk_bytes, "REJOIN_CHUNK_BYTES", "all-reduce: largest chunk");
   option("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",
          "all-reduce: chunks in flight per neighbour");
+  option("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
+  option("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
   option("--keep-budget", keep_budget, "REJOIN_KEEP_BUDGET", "bytes of gradients kept while catching up");
 }
 
@@ -39,7 +42,8 @@ namespace {
 
 class SessionImpl final : public Session {
  public:
-  explicit SessionImpl(SessionConfig config) : config_(std::move(config)), state_(config_.keep_budget) {}
+  SessionImpl(SessionConfig config, std::shared_ptr<device::Device> device)
+      : config_(std::move(config)), state_(config_.keep_budget, std::move(device)) {}
   ~SessionImpl() override { progress_.reset(); }
 
   Result<TensorId> add(const TensorSpec& tensor) override { return state_.add(tensor); }
@@ -52,10 +56,12 @@ class SessionImpl final : public Session {
   Result<> join(std::uint64_t version) override {
     if (!state_.allocated() || progress_)
       return fail(ErrorCode::invalid_argument, "join() comes once, after allocate()");
-    state_.start(version);
+    if (auto started = state_.start(version); !started) return started;
+    const auto digest = state_.digest();
+    if (!digest) return tl::unexpected(digest.error());
     version_ = version;
-    progress_ = std::make_unique<Progress>(config_, state_.owner(), state_.buckets(), state_.plan_hash());
-    return progress_->join(version, state_digest());
+    progress_ = std::make_unique<Progress>(config_, state_);
+    return progress_->join(version, *digest);
   }
 
   Result<std::optional<Step>> begin_step() override {
@@ -74,24 +80,45 @@ class SessionImpl final : public Session {
     if (!progress_) return fail(ErrorCode::invalid_argument, "all_reduce() before join()");
     return progress_->all_reduce(bucket);
   }
+  Result<> all_reduce(BucketId bucket, CudaStream stream) override {
+    if (!progress_) return fail(ErrorCode::invalid_argument, "all_reduce() before join()");
+    return progress_->all_reduce(bucket, stream);
+  }
 
   Result<> commit(const std::function<void(const Piece&)>& optimizer) override {
+    return commit(optimizer, [this](bool contributed) {
+      state_.end_update(rejoin::Step(step_), contributed);
+      return Result<>();
+    });
+  }
+  Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) override {
+    return commit(optimizer, [&](bool contributed) { return progress_->end_update(step_, contributed, stream); });
+  }
+
+  std::uint64_t version() const override { return version_; }
+  Result<std::uint64_t> state_digest() const override {
+    if (progress_)
+      if (auto updated = progress_->wait_for_update(); !updated) return tl::unexpected(updated.error());
+    return state_.digest();
+  }
+
+ private:
+  template <typename End>
+  Result<> commit(const std::function<void(const Piece&)>& optimizer, End end) {
     if (!progress_) return fail(ErrorCode::invalid_argument, "commit() before join()");
-    auto contributed = progress_->wait_for_commit(step_);
+    const auto contributed = progress_->wait_for_commit(step_);
     if (!contributed) return tl::unexpected(contributed.error());
-    const rejoin::Step step(step_);
-    for (const auto& piece : state_.begin_update(step, *contributed))
+    if (auto updated = progress_->wait_for_update(); !updated) return updated;
+    const auto pieces = state_.begin_update(rejoin::Step(step_), *contributed);
+    if (!pieces) return tl::unexpected(pieces.error());
+    for (const auto& piece : *pieces)
       optimizer({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
-    state_.end_update(step, *contributed);
+    if (auto ended = end(*contributed); !ended) return ended;
     last_ = step_;
     version_ = step_;
     return {};
   }
 
-  std::uint64_t version() const override { return version_; }
-  std::uint64_t state_digest() const override { return state_.digest(); }
-
- private:
   const SessionConfig config_;
   TrainingState state_;
   std::unique_ptr<Progress> progress_;
@@ -103,7 +130,9 @@ class SessionImpl final : public Session {
 Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
   if (config.socket.empty())
     return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --daemon or REJOIN_SOCKET");
-  return std::unique_ptr<Session>(std::make_unique<SessionImpl>(config));
+  auto device = device::open_device(config.device);
+  if (!device) return tl::unexpected(device.error());
+  return std::unique_ptr<Session>(std::make_unique<SessionImpl>(config, std::move(*device)));
 }
 
 }  // namespace rejoin

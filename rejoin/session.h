@@ -31,17 +31,24 @@
 namespace CLI {
 class App;
 }
+struct CUstream_st;
 
 namespace rejoin {
+
+using CudaStream = CUstream_st*;  // a cudaStream_t, or CUstream
 
 struct SessionConfig {
   std::uint32_t replica = 0, rank = 0;
   std::string socket;                       // the node's daemon
+  std::string device = "host";              // where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS
   std::string transport = "shm";            // of the all-reduce: see transport/factory.h; the same on all replicas
   std::string data_listen = "127.0.0.1:0";  // address for data connections, where the transport has addresses
   std::uint64_t chunk_bytes = 1 << 20;      // all-reduce: largest chunk
   std::uint32_t chunks_in_flight = 4;       // … and how many per neighbour
   std::uint64_t keep_budget = 256 << 20;    // bytes of gradients kept while catching up
+  // Of a GPU: blocks of the kernel that adds while gradients are exchanged, and threads of each. Two of 512 are the
+  // least that keep up with 400 Gb/s.
+  std::uint32_t reduce_blocks = 8, reduce_threads = 512;
   // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
   std::chrono::milliseconds patience{60000};
 
@@ -91,7 +98,8 @@ class Session {
   virtual Result<TensorId> add(const TensorSpec& tensor) = 0;
   // Every tensor belongs to exactly one bucket; all tensors of a bucket have one type.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors) = 0;
-  // Allocates weights, moments (shared with the daemon) and gradients, all zero.
+  // Allocates weights, moments (shared with the daemon) and gradients, all zero, in the device's memory: what the next
+  // three give are then addresses for its kernels and copies, and no host may look there.
   virtual Result<> allocate() = 0;
   virtual std::span<std::byte> weight(TensorId tensor) = 0;
   virtual std::span<std::byte> moment(TensorId tensor, std::uint32_t index) = 0;
@@ -125,14 +133,23 @@ class Session {
   virtual Result<std::optional<Step>> begin_step() = 0;
   // Starts reducing a bucket: its gradients are written. They must not change before commit() returns.
   virtual Result<> all_reduce(BucketId bucket) = 0;
+  // The same of a bucket in GPU memory whose gradients will be there when the stream comes to this point. What is
+  // queued on the stream afterwards waits until the bucket has been reduced; this thread waits for nothing. The stream
+  // must live as long as the session. If the session fails, its streams go on.
+  virtual Result<> all_reduce(BucketId bucket, CudaStream stream) = 0;
   // Waits until the step is committed (through as many retries as it takes, from the same gradients), then calls
   // `optimizer` for all pieces and publishes the new version.
+  // The optimizer has done its work when it returns; see below where it only queues it.
   virtual Result<> commit(const std::function<void(const Piece&)>& optimizer) = 0;
+  // The same where `optimizer` queues its work on the stream: the new version is published when the stream has done
+  // what is queued on it now. Waits for the step's decision, and not for the stream.
+  virtual Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) = 0;
 
   // ---- looking
   virtual std::uint64_t version() const = 0;
-  // Digest of weights and moments: equal on all replicas at the same version.
-  virtual std::uint64_t state_digest() const = 0;
+  // Digest of weights and moments: equal on all replicas at the same version, wherever they are. Waits for the last
+  // commit's stream. Errors: of the device.
+  virtual Result<std::uint64_t> state_digest() const = 0;
 };
 
 }  // namespace rejoin

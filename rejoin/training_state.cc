@@ -50,7 +50,10 @@ Result<> TrainingState::allocate() {
                   "REJOIN_KEEP_BUDGET)",
                   human_bytes(keep_budget_), manifest->tensors()[slice.whole.tensor].name, human_bytes(needed));
   }
-  auto owner = shm::Owner::make(std::move(*manifest));
+  auto access = device::Access::make(device_);
+  if (!access) return tl::unexpected(access.error());
+  access_ = std::move(*access);
+  auto owner = shm::Owner::make(std::move(*manifest), device_);
   if (!owner) return tl::unexpected(owner.error());
   std::uint64_t total = 0;
   gradient_offset_.resize(tensors_.size());
@@ -64,8 +67,8 @@ Result<> TrainingState::allocate() {
     ranges.emplace_back(begin, total - begin);
     total = round_up(total, 4096);
   }
-  auto input = Mapping::shareable(std::max<std::uint64_t>(total, 4096)),
-       output = Mapping::shareable(std::max<std::uint64_t>(total, 4096));
+  auto input = allocate_gradients(std::max<std::uint64_t>(total, 4096)),
+       output = allocate_gradients(std::max<std::uint64_t>(total, 4096));
   if (!input) return tl::unexpected(input.error());
   if (!output) return tl::unexpected(output.error());
   input_ = std::move(*input);
@@ -73,10 +76,21 @@ Result<> TrainingState::allocate() {
   owner_ = std::make_unique<shm::Owner>(std::move(*owner));
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const DataType type = tensors_[buckets_[b][0].index].type;
-    specs_.push_back({type, ranges[b].second / size_of(type), input_.span().subspan(ranges[b].first, ranges[b].second),
-                      output_.span().subspan(ranges[b].first, ranges[b].second)});
+    specs_.push_back({type, ranges[b].second / size_of(type), input_.bytes.subspan(ranges[b].first, ranges[b].second),
+                      output_.bytes.subspan(ranges[b].first, ranges[b].second)});
   }
   return {};
+}
+
+Result<device::Memory> TrainingState::allocate_gradients(std::size_t size) const {
+  auto memory = device_->allocate(size);
+  if (!memory || device_->kind() == device::MemoryKind::host) return memory;  // the kernel's comes cleared
+  auto stream = device_->make_stream();
+  if (!stream) return tl::unexpected(stream.error());
+  auto cleared = (*stream)->clear(memory->bytes.data(), size);
+  if (cleared) cleared = (*stream)->synchronize();
+  if (!cleared) return tl::unexpected(cleared.error());
+  return memory;
 }
 
 std::span<std::byte> TrainingState::column(TensorId t, std::uint32_t index) {
@@ -88,14 +102,17 @@ std::span<std::byte> TrainingState::column(TensorId t, std::uint32_t index) {
 
 std::span<std::byte> TrainingState::gradient(TensorId t) {
   REJOIN_CHECK(owner_ && t.index < tensors_.size(), "gradient() of tensor {} before allocate()", t.index);
-  return input_.span().subspan(gradient_offset_[t.index], gradient_bytes(t.index));
+  return input_.bytes.subspan(gradient_offset_[t.index], gradient_bytes(t.index));
 }
 
-std::uint64_t TrainingState::digest() const {
+Result<std::uint64_t> TrainingState::digest() const {
   std::uint64_t result = 0;
   const auto& manifest = owner_->manifest();
-  for (const auto& part : manifest.parts())
-    result = combine_digests(result, shm::digest_of(manifest, part, owner_->state()));
+  for (const auto& part : manifest.parts()) {
+    const auto digest = shm::digest_of(manifest, part, owner_->state(), *access_);
+    if (!digest) return digest;
+    result = combine_digests(result, *digest);
+  }
   return result;
 }
 
@@ -106,15 +123,18 @@ std::uint64_t TrainingState::plan_hash() const {
   return plan | 1;
 }
 
-void TrainingState::start(std::uint64_t version) {
+Result<> TrainingState::start(std::uint64_t version) {
+  auto keeper = catchup::Keeper::make(*owner_, keep_budget_);
+  if (!keeper) return tl::unexpected(keeper.error());
+  keeper_ = std::move(*keeper);
   owner_->set_version(version);
-  keeper_ = std::make_unique<catchup::Keeper>(*owner_, keep_budget_);
+  return {};
 }
 
-std::vector<catchup::Piece> TrainingState::begin_update(Step step, bool contributed) {
+Result<std::vector<catchup::Piece>> TrainingState::begin_update(Step step, bool contributed) {
   return keeper_->begin(step, contributed, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
     const std::uint64_t element = size_of(tensors_[t].type);
-    return BytesView(output_.span()).subspan(gradient_offset_[t] + first * element, count * element);
+    return BytesView(output_.bytes).subspan(gradient_offset_[t] + first * element, count * element);
   });
 }
 

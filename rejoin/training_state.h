@@ -11,7 +11,8 @@ namespace rejoin {
 
 class TrainingState {
  public:
-  explicit TrainingState(std::uint64_t keep_budget) : keep_budget_(keep_budget) {}
+  explicit TrainingState(std::uint64_t keep_budget, std::shared_ptr<device::Device> device = device::make_host())
+      : keep_budget_(keep_budget), device_(std::move(device)) {}
 
   // As Session's functions of these names.
   Result<TensorId> add(const TensorSpec& tensor);
@@ -20,19 +21,20 @@ class TrainingState {
   bool allocated() const { return owner_ != nullptr; }
   std::span<std::byte> column(TensorId tensor, std::uint32_t index);  // 0: the weight; then the moments
   std::span<std::byte> gradient(TensorId tensor);
-  std::uint64_t digest() const;  // of the state
+  Result<std::uint64_t> digest() const;  // of the state
 
   // ---- after allocate()
   shm::Owner& owner() { return *owner_; }
   const std::vector<ftar::BucketSpec>& buckets() const { return specs_; }
   std::uint64_t plan_hash() const;
-  BytesView gradients() const { return input_.span(); }  // all of this rank's, as they go into the rings
-  BytesView reduced() const { return output_.span(); }   // … and as they come out
+  BytesView gradients() const { return input_.bytes; }  // all of this rank's, as they go into the rings
+  BytesView reduced() const { return output_.bytes; }   // … and as they come out
 
-  // The state is initialised, as of step `version`.
-  void start(std::uint64_t version);
+  // The state is initialised, as of step `version`. Errors: of the device.
+  Result<> start(std::uint64_t version);
   // Begins the update of a committed step; what is handed out is to be applied in this order. Ends it: it has been.
-  std::vector<catchup::Piece> begin_update(Step step, bool contributed);
+  // Errors: of the device.
+  Result<std::vector<catchup::Piece>> begin_update(Step step, bool contributed);
   void end_update(Step step, bool contributed);
   std::uint64_t kept_bytes() const { return keeper_->kept_bytes(); }
 
@@ -40,13 +42,17 @@ class TrainingState {
   static constexpr BucketId kNone = ~BucketId{0};
   std::uint64_t gradient_bytes(std::size_t t) const { return tensors_[t].count * size_of(tensors_[t].type); }
 
+  Result<device::Memory> allocate_gradients(std::size_t size) const;
+
   const std::uint64_t keep_budget_;
+  const std::shared_ptr<device::Device> device_;
   std::vector<shm::Tensor> tensors_;
   std::vector<BucketId> bucket_of_;
   std::vector<std::vector<TensorId>> buckets_;
   std::vector<std::uint64_t> gradient_offset_;
   std::vector<ftar::BucketSpec> specs_;
-  Mapping input_, output_;
+  device::Memory input_, output_;
+  std::unique_ptr<device::Access> access_;
   std::unique_ptr<shm::Owner> owner_;
   std::unique_ptr<catchup::Keeper> keeper_;
 };

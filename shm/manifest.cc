@@ -105,13 +105,21 @@ Extent Manifest::extent(const Part& part, std::uint32_t column) const {
   return {tensor.offset + column * tensor.stride + part.first * element, part.count * element};
 }
 
-std::uint64_t digest_of(const Manifest& manifest, const Part& part, BytesView state) {
+Result<std::uint64_t> digest_of(std::span<const BytesView> columns, device::Access& access) {
+  const auto digests = access.digests(columns);
+  if (!digests) return tl::unexpected(digests.error());
   std::uint64_t result = 0;
+  for (const auto digest : *digests) result = combine_digests(result, digest);
+  return result;
+}
+
+Result<std::uint64_t> digest_of(const Manifest& manifest, const Part& part, BytesView state, device::Access& access) {
+  std::vector<BytesView> columns;
   for (std::uint32_t column = 0; column < manifest.columns(part); ++column) {
     const Extent extent = manifest.extent(part, column);
-    result = combine_digests(result, digest(state.subspan(extent.offset, extent.length)));
+    columns.push_back(state.subspan(extent.offset, extent.length));
   }
-  return result;
+  return digest_of(columns, access);
 }
 
 }  // namespace rejoin::shm

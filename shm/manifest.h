@@ -8,6 +8,7 @@
 #include "base/bytes.h"
 #include "base/result.h"
 #include "base/types.h"
+#include "device/access.h"
 
 namespace rejoin::shm {
 
@@ -61,6 +62,8 @@ class Manifest {
   std::uint64_t bytes_of(const Part& part) const;
   std::uint32_t columns(const Part& part) const { return tensors_[part.tensor].columns; }
   Extent extent(const Part& part, std::uint32_t column) const;
+  // Between the columns of a part that lies by itself: where they begin stays fit for vector loads. All fit kPartBytes.
+  std::uint64_t packed_stride(const Part& part) const { return round_up(extent(part, 0).length, 16); }
   const Part& part(std::uint32_t slice, std::uint32_t i) const { return parts_[slices_[slice].first_part + i]; }
 
  private:
@@ -71,7 +74,8 @@ class Manifest {
   std::uint64_t hash_ = 0;
 };
 
-// Digest of a part's bytes, column after column, wherever they lie.
-std::uint64_t digest_of(const Manifest& manifest, const Part& part, BytesView state);
+// Digest of a part whose columns lie there: what all replicas compare.
+Result<std::uint64_t> digest_of(std::span<const BytesView> columns, device::Access& access);
+Result<std::uint64_t> digest_of(const Manifest& manifest, const Part& part, BytesView state, device::Access& access);
 
 }  // namespace rejoin::shm

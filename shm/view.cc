@@ -13,23 +13,24 @@ namespace {
 constexpr std::uint64_t pin_bit(std::uint32_t pin) { return std::uint64_t{1} << pin; }
 }  // namespace
 
-Result<View> View::make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorbell) {
+Result<View> View::make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorbell,
+                        std::shared_ptr<device::Device> device) {
   View view(std::move(manifest));
   const auto slices = static_cast<std::uint32_t>(view.manifest_.slices().size());
-  const auto map = [](const char* what, const Fd& fd, std::size_t size, Mapping& mapping) -> Result<> {
-    auto actual = sealed_size(fd);
-    if (!actual) return fail(actual.error().code, "the trainer's {}: {}", what, actual.error().message);
-    if (*actual != size)
-      return fail(ErrorCode::corrupt, "the trainer's {} has {} bytes; its manifest needs {}", what, *actual, size);
-    auto mapped = Mapping::of(fd, size);
-    if (!mapped) return tl::unexpected(mapped.error());
-    mapping = std::move(*mapped);
-    return {};
+  const auto host = device::make_host();
+  auto access = device::Access::make(device);
+  if (!access) return tl::unexpected(access.error());
+  const auto import = [](const char* what, device::Device& of, const Fd& fd, std::size_t size, device::Memory& memory) {
+    auto imported = of.import_shared(fd, size);
+    if (imported) memory = std::move(*imported);
+    return imported ? Result<>() : fail(imported.error().code, "the trainer's {}: {}", what, imported.error().message);
   };
-  for (auto mapped :
-       {map("state", state, view.manifest_.state_bytes(), view.state_),
-        map("page", page, page_bytes(slices), view.page_), map("aside", aside, aside_bytes(), view.aside_)})
-    if (!mapped) return tl::unexpected(mapped.error());
+  for (auto imported : {import("state", *device, state, view.manifest_.state_bytes(), view.state_),
+                        import("page", *host, page, page_bytes(slices), view.page_),
+                        import("aside", *device, aside, aside_bytes(), view.aside_)})
+    if (!imported) return tl::unexpected(imported.error());
+  view.device_ = std::move(device);
+  view.access_ = std::move(*access);
   if (view.page().magic != kPageMagic || view.page().layout != kLayoutVersion || view.page().slices != slices)
     return fail(ErrorCode::mismatch,
                 "the trainer's page has layout {}, this daemon's is {}; use library and daemon of one version",
@@ -45,7 +46,8 @@ Result<View> View::of(const Owner& owner) {
        aside = duplicate(owner.aside_fd().get()), doorbell = duplicate(owner.doorbell().get());
   for (const auto* fd : {&state, &page, &aside, &doorbell})
     if (!*fd) return tl::unexpected(fd->error());
-  return make(owner.manifest(), std::move(*state), std::move(*page), std::move(*aside), std::move(*doorbell));
+  return make(owner.manifest(), std::move(*state), std::move(*page), std::move(*aside), std::move(*doorbell),
+              owner.device());
 }
 
 bool View::set_slice(std::uint32_t i, SliceWord expected, SliceWord next) {
@@ -97,9 +99,10 @@ View::Where View::where(const Held& held) const {
 }
 
 BytesView View::column(const Held& held, std::uint32_t column, bool aside) const {
-  const Extent extent = manifest_.extent(manifest_.parts()[held.part], column);
-  if (!aside) return BytesView(state_.span()).subspan(extent.offset, extent.length);
-  return BytesView(aside_.span()).subspan(aside_offset(held) + column * extent.length, extent.length);
+  const Part& part = manifest_.parts()[held.part];
+  const Extent extent = manifest_.extent(part, column);
+  if (!aside) return BytesView(state_.bytes).subspan(extent.offset, extent.length);
+  return BytesView(aside_.bytes).subspan(aside_offset(held) + column * manifest_.packed_stride(part), extent.length);
 }
 
 bool View::release_if_untouched(const Held& held) {
@@ -111,10 +114,10 @@ bool View::release_if_untouched(const Held& held) {
 
 bool View::populate_some() {
   constexpr std::size_t piece = 16 * MiB;
-  if (populated_ >= state_.size()) return false;
-  const std::size_t size = std::min(piece, state_.size() - populated_);
+  if (kind() != device::MemoryKind::host || populated_ >= state_.bytes.size()) return false;
+  const std::size_t size = std::min(piece, state_.bytes.size() - populated_);
   // Older kernels don't know it; then the pages come one by one, as they are touched.
-  (void)::madvise(state_.data() + populated_, size, MADV_POPULATE_WRITE);
+  (void)::madvise(state_.bytes.data() + populated_, size, MADV_POPULATE_WRITE);
   populated_ += size;
   return true;
 }
@@ -128,17 +131,38 @@ bool View::release(const Held& held) {
   return false;
 }
 
+void View::read(BytesView from, std::byte* to) { check(access_->read(from, to)); }
+void View::write(std::byte* to, BytesView from) { check(access_->write(to, from)); }
+
+std::uint64_t View::digest(BytesView of) {
+  const auto digests = access_->digests({&of, 1});
+  if (!digests) check(tl::unexpected(digests.error()));
+  return digests ? digests->front() : 0;
+}
+
+std::uint64_t View::digest(const Part& part) {
+  const auto digest = digest_of(manifest_, part, state_.bytes, *access_);
+  if (!digest) check(tl::unexpected(digest.error()));
+  return digest.value_or(0);
+}
+
+std::uint64_t View::digest(std::span<const BytesView> columns) {
+  const auto digest = digest_of(columns, *access_);
+  if (!digest) check(tl::unexpected(digest.error()));
+  return digest.value_or(0);
+}
+
 std::optional<std::uint64_t> digest_held(View& view, const View::Held& held) {
   const Part& part = view.manifest().parts()[held.part];
   if (view.where(held) == View::Where::state) {
-    const std::uint64_t result = digest_of(view.manifest(), part, view.state());
+    const std::uint64_t result = view.digest(part);
     if (view.where(held) == View::Where::state) return result;  // nobody had begun to change it until after
   }
   if (view.where(held) != View::Where::aside) return std::nullopt;
-  std::uint64_t result = 0;
+  std::vector<BytesView> columns;
   for (std::uint32_t column = 0; column < view.manifest().columns(part); ++column)
-    result = combine_digests(result, digest(view.column(held, column, true)));
-  return result;
+    columns.push_back(view.column(held, column, true));
+  return view.digest(columns);
 }
 
 }  // namespace rejoin::shm

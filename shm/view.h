@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "base/fd.h"
+#include "device/access.h"
 #include "shm/page.h"
 
 namespace rejoin::shm {
@@ -13,14 +14,26 @@ class Owner;
 
 class View {
  public:
-  // Takes the segments over. `refused` or `corrupt` where sizes, seals or layout are not as the manifest says.
-  static Result<View> make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorbell);
+  // Takes the segments over. `refused` or `corrupt` where sizes, seals or layout are not as the manifest says. State
+  // and aside are of the device.
+  static Result<View> make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorbell,
+                           std::shared_ptr<device::Device> device = device::make_host());
   // Of a trainer in this process: the simulator's, a bench's.
   static Result<View> of(const Owner& owner);
 
   const Manifest& manifest() const { return manifest_; }
-  std::span<std::byte> state() const { return state_.span(); }
-  std::span<std::byte> aside() const { return aside_.span(); }
+  // Of the device: on a GPU, not to be touched by the host but through the functions below.
+  std::span<std::byte> state() const { return state_.bytes; }
+  std::span<std::byte> aside() const { return aside_.bytes; }
+  device::MemoryKind kind() const { return device_->kind(); }
+  // Bytes of the state or aside, to and from the host's memory, and their digest. Where the device fails, they are
+  // nothing to rely on, and failure() says so from then on.
+  void read(BytesView from, std::byte* to);
+  void write(std::byte* to, BytesView from);
+  std::uint64_t digest(BytesView of);
+  std::uint64_t digest(const Part& part);  // as it is in the state
+  std::uint64_t digest(std::span<const BytesView> columns);
+  const std::optional<Error>& failure() const { return failure_; }
   const Fd& doorbell() const { return doorbell_; }
   // Maps the next piece of the state for real, so that the stream does not stop at every page; false when all is done.
   bool populate_some();
@@ -59,11 +72,19 @@ class View {
 
  private:
   explicit View(Manifest manifest) : manifest_(std::move(manifest)) {}
-  Page& page() const { return *reinterpret_cast<Page*>(page_.data()); }
+  Page& page() const { return *reinterpret_cast<Page*>(page_.bytes.data()); }
   std::atomic<std::uint64_t>* words() const { return page().slice_words(); }
 
+  void check(const Result<>& done) {
+    if (!done && !failure_) failure_ = done.error();
+  }
+
   Manifest manifest_;
-  Mapping state_, page_, aside_;
+  std::shared_ptr<device::Device> device_;
+  std::unique_ptr<device::Access> access_;
+  device::Memory state_, aside_;
+  device::Memory page_;  // of the host
+  std::optional<Error> failure_;
   Fd doorbell_;
   std::size_t populated_ = 0;
   static_assert(kMaxPins <= 64);

@@ -42,8 +42,8 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
     gradient_views_.push_back(floats(state_->gradient({t})));
   }
   model_.initialise(rank, weights_);  // every start is a fresh one: version 0 has the same bits everywhere
-  state_->start(0);
-  digest_at_join_ = state_->digest();
+  REJOIN_CHECK(state_->start(0));
+  digest_at_join_ = *state_->digest();
   driver_ = std::make_unique<Driver>(DriverConfig{.replica = ReplicaId(replica),
                                                   .rank = rank,
                                                   .life = life,
@@ -159,7 +159,7 @@ void Trainer::begin_step() {
   driver_->take(step_.step);
   gradients_.reset();
   if (step_.contributes && !std::exchange(current_, true))
-    world_.checker().on_state(replica, rank, step_.step - 1, state_->digest());
+    world_.checker().on_state(replica, rank, step_.step - 1, *state_->digest());
   stage_ = Stage::exchanging;
   if (!step_.contributes) return world_.wake(*this);
   stage_ = Stage::computing;
@@ -189,7 +189,7 @@ void Trainer::begin_update() {
   if (contributed_ && gradients_)
     checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
   if (!contributed_) damage_at_rest();
-  pieces_ = state_->begin_update(Step(step_.step), contributed_);
+  pieces_ = *state_->begin_update(Step(step_.step), contributed_);
   in(world_.between(20us, 900us), &Trainer::end_update);
 }
 
@@ -230,7 +230,7 @@ void Trainer::end_update() {
   state_->end_update(Step(step_.step), contributed_);
   last_ = step_.step;
   stage_ = Stage::waiting;
-  if (contributed_) world_.checker().on_state(replica, rank, last_, state_->digest());
+  if (contributed_) world_.checker().on_state(replica, rank, last_, *state_->digest());
   if (Daemon* daemon = world_.daemon_of(replica)) world_.wake(*daemon);  // the doorbell
 }
 

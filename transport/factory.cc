@@ -2,6 +2,7 @@
 
 #include "transport/ibverbs/factory.h"
 #include "transport/shm/factory.h"
+#include "transport/staged/factory.h"
 #include "transport/striped/factory.h"
 #include "transport/tcp/factory.h"
 #include "transport/ucx/factory.h"
@@ -49,6 +50,12 @@ Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
   return fail(ErrorCode::invalid_argument,
               "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, ibverbs, ibverbs:DEVICE,DEVICE… or ucx:LIST",
               name);
+}
+
+Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device) {
+  auto engine = make_engine(name);
+  if (!engine || device->kind() == MemoryKind::host) return engine;
+  return staged::make_engine(std::move(*engine), device, {});
 }
 
 }  // namespace rejoin::transport

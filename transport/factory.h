@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "device/device.h"
 #include "transport/transport.h"
 
 namespace rejoin::transport {
@@ -13,5 +14,7 @@ namespace rejoin::transport {
 // over these, each with settings as in ibverbs/factory.h. "ucx:LIST": UCX over the transports listed
 // (UCX's names, comma-separated; they must handle peer failures, as its tcp and RDMA transports do).
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name);
+// The same for memory of this device and the host's: see staged/factory.h. All peers must have such engines, or none.
+Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device);
 
 }  // namespace rejoin::transport

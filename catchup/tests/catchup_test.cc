@@ -5,9 +5,12 @@
 
 #include <random>
 
+#include "base/log.h"
 #include "catchup/keeper.h"
 #include "catchup/service.h"
+#include "device/tests/library.h"
 #include "transport/sim/fabric.h"
+#include "transport/staged/factory.h"
 
 namespace rejoin::catchup {
 namespace {
@@ -18,16 +21,26 @@ constexpr std::uint64_t kSeeds = 2;
 constexpr std::uint64_t kSeeds = 8;
 #endif
 
-shm::Manifest small_model(bool elementwise) {
-  return *shm::Manifest::make({{.name = "a", .count = 900'001, .columns = 3, .elementwise = elementwise},
-                               {.name = "b", .count = 700'000, .columns = 3},
+shm::Manifest small_model(bool elementwise, bool on_gpu) {
+  const std::uint64_t less = on_gpu ? 3 : 1;  // one made of software is slower than memory
+  return *shm::Manifest::make({{.name = "a", .count = 900'001 / less, .columns = 3, .elementwise = elementwise},
+                               {.name = "b", .count = 700'000 / less, .columns = 3},
                                {.name = "c", .count = 5, .columns = 1}});
+}
+
+std::shared_ptr<device::Device> device_of(bool on_gpu) {
+  if (!on_gpu) return device::make_host();
+  auto opened = device::open_cuda({.ordinal = 0, .library = device::cuda_library()});
+  if (!opened) throw std::runtime_error(opened.error().message);
+  return *opened;
 }
 
 // A replica of one rank: trainer, shared memory, daemon service.
 struct Replica {
   ReplicaId id;
   std::unique_ptr<transport::Engine> engine;
+  transport::Engine* on_fabric = nullptr;  // the engine that the fabric knows
+  std::unique_ptr<device::Access> access;
   transport::Address address;
   std::unique_ptr<shm::Owner> owner;
   std::unique_ptr<Keeper> keeper;
@@ -46,23 +59,50 @@ struct Replica {
       gradients.emplace_back(owner->manifest().tensors()[t].count);
       for (std::uint64_t i = 0; i < gradients[t].size(); ++i) gradients[t][i] = gradient(t, i, step.value);
     }
-    const auto pieces =
-        keeper->begin(step, contributes, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
-          return std::as_bytes(std::span(gradients[t]).subspan(first, count));
-        });
-    for (const auto& piece : pieces) {
+    std::vector<device::Memory> of_device;
+    const auto gradient_of = [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
+      const BytesView here = std::as_bytes(std::span(gradients[t]).subspan(first, count));
+      if (on_host()) return here;
+      of_device.push_back(*owner->device()->allocate(here.size()));
+      EXPECT_TRUE(access->write(of_device.back().bytes.data(), here));
+      return BytesView(of_device.back().bytes);
+    };
+    const auto pieces = keeper->begin(step, contributes, gradient_of);
+    ASSERT_TRUE(pieces);
+    for (const auto& piece : *pieces) {
       ++trained_pieces;
       const auto& tensor = owner->manifest().tensors()[piece.tensor];
-      const auto* g = reinterpret_cast<const float*>(piece.gradient.data());
-      for (std::uint32_t column = 0; column < tensor.columns; ++column) {
-        auto* values =
-            reinterpret_cast<float*>(owner->state().data() + tensor.offset + column * tensor.stride) + piece.first;
-        for (std::uint64_t i = 0; i < piece.count; ++i)
-          values[i] = values[i] * 0.9f +
-                      g[i] * (0.1f + 0.01f * static_cast<float>(column)) / static_cast<float>(piece.step.value);
+      std::vector<float> copied;
+      const float* g = reinterpret_cast<const float*>(piece.gradient.data());
+      if (!on_host()) {
+        copied.resize(piece.count);
+        ASSERT_TRUE(access->read(piece.gradient, std::as_writable_bytes(std::span(copied)).data()));
+        g = copied.data();
       }
+      for (std::uint32_t column = 0; column < tensor.columns; ++column)
+        change(owner->state().subspan(tensor.offset + column * tensor.stride + piece.first * 4, piece.count * 4),
+               [&](float* values) {
+                 for (std::uint64_t i = 0; i < piece.count; ++i)
+                   values[i] = values[i] * 0.9f + g[i] * (0.1f + 0.01f * static_cast<float>(column)) /
+                                                      static_cast<float>(piece.step.value);
+               });
     }
     keeper->end(step, contributes);
+  }
+  bool on_host() const { return owner->device()->kind() == device::MemoryKind::host; }
+  // Lets the CPU change floats of the state, wherever they are.
+  template <typename How>
+  void change(std::span<std::byte> place, How how) {
+    if (on_host()) return how(reinterpret_cast<float*>(place.data()));
+    std::vector<float> values(place.size() / 4);
+    EXPECT_TRUE(access->read(place, std::as_writable_bytes(std::span(values)).data()));
+    how(values.data());
+    EXPECT_TRUE(access->write(place.data(), std::as_bytes(std::span(values))));
+  }
+  Bytes state() const {
+    Bytes bytes(owner->state().size());
+    EXPECT_TRUE(access->read(owner->state(), bytes.data()));
+    return bytes;
   }
 };
 
@@ -77,22 +117,31 @@ struct Cluster {
   double limit = 0;
   std::uint64_t budget = 64 * MiB;
 
-  explicit Cluster(std::uint64_t seed, bool e = true) : fabric({.seed = seed}, clock), random(seed), elementwise(e) {}
+  std::shared_ptr<device::Device> device;  // all states are in its memory
+  bool on_gpu;
+
+  explicit Cluster(std::uint64_t seed, bool e = true, bool gpu = false)
+      : fabric({.seed = seed}, clock), random(seed), elementwise(e), device(device_of(gpu)), on_gpu(gpu) {
+    if (gpu) spdlog::set_level(spdlog::level::err);  // each engine says that it stages
+  }
 
   Replica& add(bool contributes, std::uint64_t own_budget = 64 * MiB) {
     auto replica = std::make_unique<Replica>();
     replica->id = ReplicaId(static_cast<std::uint32_t>(replicas.size()));
     replica->engine = fabric.make_engine();
+    replica->on_fabric = replica->engine.get();
+    if (on_gpu) replica->engine = *transport::staged::make_engine(std::move(replica->engine), device, {});
+    replica->access = *device::Access::make(device);
     replica->address = *replica->engine->listen({"sim"});
-    replica->owner = std::make_unique<shm::Owner>(*shm::Owner::make(small_model(elementwise)));
-    replica->keeper = std::make_unique<Keeper>(*replica->owner, own_budget);
+    replica->owner = std::make_unique<shm::Owner>(*shm::Owner::make(small_model(elementwise, on_gpu), device));
+    replica->keeper = *Keeper::make(*replica->owner, own_budget);
     replica->service = std::make_unique<Service>(
         *replica->engine, 5, Service::Options{.compression = compression, .limit_bytes_per_second = limit}, clock);
     replica->contributes = contributes;
     replica->owner->set_version(step);
-    auto* floats = reinterpret_cast<float*>(replica->owner->state().data());
-    for (std::size_t i = 0; i < replica->owner->state().size() / 4; ++i)
-      floats[i] = contributes ? static_cast<float>(i % 1000) : -1.0f;
+    std::vector<float> floats(replica->owner->state().size() / 4);
+    for (std::size_t i = 0; i < floats.size(); ++i) floats[i] = contributes ? static_cast<float>(i % 1000) : -1.0f;
+    EXPECT_TRUE(replica->access->write(replica->owner->state().data(), std::as_bytes(std::span(floats))));
     auto view = shm::View::of(*replica->owner);
     EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, std::move(*view)));
     replicas.push_back(std::move(replica));
@@ -129,25 +178,39 @@ struct Cluster {
     }
   }
   bool same_bits(const Replica& a, const Replica& b) const {
+    const Bytes ours = a.state(), theirs = b.state();
     // Padding between columns is nobody's.
     for (const auto& tensor : a.owner->manifest().tensors())
       for (std::uint32_t c = 0; c < tensor.columns; ++c)
-        if (std::memcmp(a.owner->state().data() + tensor.offset + c * tensor.stride,
-                        b.owner->state().data() + tensor.offset + c * tensor.stride, tensor.count * 4) != 0)
+        if (std::memcmp(ours.data() + tensor.offset + c * tensor.stride,
+                        theirs.data() + tensor.offset + c * tensor.stride, tensor.count * 4) != 0)
           return false;
     return true;
   }
+  // Trains until the joiner has caught up, for so many steps at most; a GPU's copies take real time.
+  void train_until_caught_up(const Replica& joiner, int steps, int events) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    for (int i = 0; !joiner.caught_up && (on_gpu ? std::chrono::steady_clock::now() < deadline : i < steps); ++i)
+      train(events);
+  }
 };
 
-TEST(CatchUp, AJoinerEndsWithTheSameBitsWhileEveryoneTrainsOn) {
-  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+struct CatchUp : testing::TestWithParam<bool> {
+  bool on_gpu = GetParam();
+  std::uint64_t seeds() const { return on_gpu ? 2 : kSeeds; }
+};
+INSTANTIATE_TEST_SUITE_P(Memory, CatchUp, testing::Bool(),
+                         [](const auto& i) { return std::string(i.param ? "gpu" : "host"); });
+
+TEST_P(CatchUp, AJoinerEndsWithTheSameBitsWhileEveryoneTrainsOn) {
+  for (std::uint64_t seed = 1; seed <= seeds(); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, seed % 2 == 0);
+    Cluster cluster(seed, seed % 2 == 0, on_gpu);
     cluster.add(true), cluster.add(true);
     for (int i = 0; i < 3; ++i) cluster.train(1);
     Replica& joiner = cluster.add(false);
     cluster.catch_up(joiner);
-    for (int i = 0; i < 200 && !joiner.caught_up; ++i) cluster.train(static_cast<int>(2 + seed));
+    cluster.train_until_caught_up(joiner, 200, static_cast<int>(2 + seed));
     ASSERT_TRUE(joiner.caught_up);
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
     joiner.contributes = true;
@@ -159,37 +222,41 @@ TEST(CatchUp, AJoinerEndsWithTheSameBitsWhileEveryoneTrainsOn) {
   }
 }
 
-TEST(CatchUp, ASourceMayDieAtAnyMoment) {
-  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
+  for (std::uint64_t seed = 1; seed <= seeds(); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed);
+    Cluster cluster(seed, true, on_gpu);
     cluster.add(true), cluster.add(true);
     cluster.train(1);
     Replica& joiner = cluster.add(false);
     cluster.catch_up(joiner);
     cluster.train(static_cast<int>(seed * 3));
-    cluster.fabric.kill(*cluster.replicas[1]->engine);
+    cluster.fabric.kill(*cluster.replicas[1]->on_fabric);
     cluster.replicas[1]->service.reset();
     cluster.replicas[1].reset();
-    for (int i = 0; i < 300 && !joiner.caught_up; ++i) cluster.train(4);
+    cluster.train_until_caught_up(joiner, 300, 4);
     ASSERT_TRUE(joiner.caught_up);
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
   }
 }
 
-TEST(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
-  Cluster cluster(3);
+TEST_P(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
+  Cluster cluster(3, true, on_gpu);
   cluster.add(true), cluster.add(true);
   cluster.train(1);
   Replica& joiner = cluster.add(false);
   cluster.catch_up(joiner);
   bool flipped = false;
-  for (int i = 0; i < 5000 && !joiner.caught_up; ++i) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  for (int i = 0; (on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000) && !joiner.caught_up; ++i) {
     cluster.pump(1);
     if (i % 20 == 19) cluster.train(0);
     const auto word = shm::SliceWord::unpack(joiner.owner->page().slice_words()[0].load());
     if (!flipped && word.state == shm::SliceState::arrived) {
-      joiner.owner->state()[1000] ^= std::byte{4};
+      std::byte byte{};
+      ASSERT_TRUE(joiner.access->read(joiner.owner->state().subspan(1000, 1), &byte));
+      byte ^= std::byte{4};
+      ASSERT_TRUE(joiner.access->write(joiner.owner->state().data() + 1000, {&byte, 1}));
       flipped = true;
     }
   }
@@ -199,15 +266,16 @@ TEST(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
   EXPECT_GE(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched, 1u);
 }
 
-TEST(CatchUp, KeptGradientsStayWithinTheirBudgetAndItStillArrives) {
-  Cluster cluster(4);
+TEST_P(CatchUp, KeptGradientsStayWithinTheirBudgetAndItStillArrives) {
+  Cluster cluster(4, true, on_gpu);
   cluster.add(true);
   cluster.train(1);
   constexpr std::uint64_t budget = 3 * MiB;
   Replica& joiner = cluster.add(false, budget);
   cluster.catch_up(joiner);
   std::uint64_t most = 0;
-  for (int i = 0; i < 400 && !joiner.caught_up; ++i) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  for (int i = 0; (on_gpu ? std::chrono::steady_clock::now() < deadline : i < 400) && !joiner.caught_up; ++i) {
     cluster.train(8);
     most = std::max(most, joiner.keeper->kept_bytes());
   }
@@ -216,7 +284,7 @@ TEST(CatchUp, KeptGradientsStayWithinTheirBudgetAndItStillArrives) {
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
-TEST(CatchUp, ABudgetForHardlyMoreThanOneSliceIsEnough) {
+TEST(CatchUpService, ABudgetForHardlyMoreThanOneSliceIsEnough) {
   Cluster cluster(7);
   cluster.add(true);
   cluster.train(1);
@@ -235,16 +303,16 @@ TEST(CatchUp, ABudgetForHardlyMoreThanOneSliceIsEnough) {
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
-TEST(CatchUp, CodedSlicesArriveWithTheSameBits) {
-  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+TEST_P(CatchUp, CodedSlicesArriveWithTheSameBits) {
+  for (std::uint64_t seed = 1; seed <= seeds(); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, seed % 2 == 0);
+    Cluster cluster(seed, seed % 2 == 0, on_gpu);
     cluster.compression = Compression::always;
     cluster.add(true), cluster.add(true);
     cluster.train(1);
     Replica& joiner = cluster.add(false);
     cluster.catch_up(joiner);
-    for (int i = 0; i < 200 && !joiner.caught_up; ++i) cluster.train(static_cast<int>(2 + seed));
+    cluster.train_until_caught_up(joiner, 200, static_cast<int>(2 + seed));
     ASSERT_TRUE(joiner.caught_up);
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
     const auto progress = *joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now());
@@ -255,7 +323,7 @@ TEST(CatchUp, CodedSlicesArriveWithTheSameBits) {
 
 // Found by the simulator: a trainer that was just started again was taken for the contributor that it had been, and its
 // initial state was fetched and even proven.
-TEST(CatchUp, OnlyTheIncarnationThatContributesIsServedFrom) {
+TEST(CatchUpService, OnlyTheIncarnationThatContributesIsServedFrom) {
   Cluster cluster(5);
   Replica& source = cluster.add(true);
   Replica& joiner = cluster.add(false);
@@ -275,7 +343,7 @@ TEST(CatchUp, OnlyTheIncarnationThatContributesIsServedFrom) {
   EXPECT_TRUE(cluster.same_bits(joiner, source));
 }
 
-TEST(CatchUp, TheStreamKeepsToItsLimit) {
+TEST(CatchUpService, TheStreamKeepsToItsLimit) {
   Cluster cluster(8);
   cluster.limit = 1e9;
   cluster.add(true);
@@ -346,7 +414,7 @@ TEST(Planner, NarrowsWhereGradientsPileUpAndWidensAgain) {
   EXPECT_EQ(planner.window(), 16u);
 }
 
-TEST(CatchUp, AStrangerOrAnotherModelIsRefused) {
+TEST(CatchUpService, AStrangerOrAnotherModelIsRefused) {
   Cluster cluster(5);
   Replica& source = cluster.add(true);
   cluster.elementwise = false;  // another manifest

@@ -79,7 +79,7 @@ TEST(Pins, AnUpdateCopiesWhatIsHeldAside) {
   ASSERT_TRUE(held);
   EXPECT_EQ(held->first, 4u);
   const auto before = digest_held(view, held->second[0]);
-  owner.begin_update();
+  ASSERT_TRUE(owner.begin_update());
   std::memset(owner.state().data(), 0x22, owner.state().size());
   owner.end_update(5);
   EXPECT_EQ(view.where(held->second[0]), View::Where::aside);
@@ -93,7 +93,7 @@ TEST(Pins, AnUpdateCopiesWhatIsHeldAside) {
 TEST(Pins, NothingIsHeldWhileAnUpdateRuns) {
   auto owner = *Owner::make(sample());
   auto view = view_of(owner);
-  owner.begin_update();
+  ASSERT_TRUE(owner.begin_update());
   EXPECT_FALSE(view.hold({0}));
   owner.end_update(1);
   EXPECT_TRUE(view.hold({0}));
@@ -113,7 +113,7 @@ TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
   std::thread trainer([&] {
     auto* words = reinterpret_cast<std::atomic<std::uint32_t>*>(owner.state().data());
     for (std::uint32_t version = 1; !stop; ++version) {
-      owner.begin_update();
+      ASSERT_TRUE(owner.begin_update());
       for (std::size_t i = 0; i < owner.state().size() / 4; ++i) words[i].store(version, std::memory_order_relaxed);
       owner.end_update(version);
       for (int pause = 0; pause < 50 || (wait_for_reader && !stop); ++pause) std::this_thread::yield();

@@ -1,0 +1,95 @@
+#include "examples/tensors.h"
+
+#include <algorithm>
+
+namespace rejoin::demo {
+
+Result<std::unique_ptr<Tensors>> Tensors::make(Session& session, const std::string& name,
+                                               const std::vector<TensorId>& ids) {
+  std::unique_ptr<Tensors> made(new Tensors(session));
+  made->ids_ = ids;
+  auto device = device::open_device(name);
+  if (!device) return tl::unexpected(device.error());
+  if ((*device)->kind() == device::MemoryKind::host) {
+    for (auto id : ids) {
+      made->weights_.push_back(Session::as<float>(session.weight(id)));
+      made->gradients_.push_back(Session::as<float>(session.gradient(id)));
+    }
+    return made;
+  }
+  auto stream = (*device)->make_stream();
+  if (!stream) return tl::unexpected(stream.error());
+  made->stream_ = std::move(*stream);
+  std::size_t largest = 0;
+  for (auto* views : {&made->weights_, &made->gradients_})
+    for (auto id : ids) {
+      const std::size_t size = session.weight(id).size();
+      auto pinned = (*device)->allocate_pinned(size);
+      if (!pinned) return tl::unexpected(pinned.error());
+      largest = std::max(largest, size);
+      views->push_back(Session::as<float>(pinned->bytes));
+      made->copies_.push_back(std::move(*pinned));
+    }
+  auto piece = (*device)->allocate_pinned(4 * largest);
+  if (!piece) return tl::unexpected(piece.error());
+  made->piece_ = std::move(*piece);
+  return made;
+}
+
+Result<> Tensors::put_weights() {
+  if (!stream_) return {};
+  for (std::size_t t = 0; t < ids_.size(); ++t)
+    if (auto done = copy(session_.weight(ids_[t]), std::as_bytes(weights_[t])); !done) return done;
+  return stream_->synchronize();
+}
+
+Result<> Tensors::get_weights() {
+  if (!stream_) return {};
+  for (std::size_t t = 0; t < ids_.size(); ++t)
+    if (auto done = copy(std::as_writable_bytes(weights_[t]), session_.weight(ids_[t])); !done) return done;
+  return stream_->synchronize();
+}
+
+Result<> Tensors::all_reduce(BucketId bucket, const std::vector<TensorId>& of_it) {
+  if (!stream_) return session_.all_reduce(bucket);
+  for (auto id : of_it)
+    if (auto done = copy(session_.gradient(id), std::as_bytes(gradients_[id.index])); !done) return done;
+  return session_.all_reduce(bucket, static_cast<CudaStream>(stream_->handle()));
+}
+
+Result<> Tensors::commit(const std::function<void(const Piece&, const Views&)>& update) {
+  const auto columns = [&](const Piece& piece) {
+    Views views;
+    for (auto column :
+         {session_.weight(piece.tensor), session_.moment(piece.tensor, 0), session_.moment(piece.tensor, 1)})
+      views.push_back(Session::as<float>(column).subspan(piece.first, piece.count));
+    return views;
+  };
+  if (!stream_) return session_.commit([&](const Piece& piece) { update(piece, columns(piece)); });
+  Result<> done;
+  auto committed = session_.commit(
+      [&](const Piece& piece) {
+        if (!done) return;
+        const std::size_t size = piece.gradient.size();
+        const auto room = [&](std::size_t i) { return piece_.bytes.subspan(i * size, size); };
+        const Views there = columns(piece);
+        Views here;
+        done = copy(room(3), piece.gradient);
+        for (std::size_t i = 0; i < there.size() && done; ++i) {
+          here.push_back(Session::as<float>(room(i)));
+          done = copy(room(i), std::as_bytes(there[i]));
+        }
+        if (done) done = stream_->synchronize();
+        if (!done) return;
+        Piece of_host = piece;
+        of_host.gradient = room(3);
+        update(of_host, here);
+        for (std::size_t i = 0; i < there.size() && done; ++i)
+          done = copy(std::as_writable_bytes(there[i]), std::as_bytes(here[i]));
+        if (done) done = stream_->synchronize();  // the room is needed again
+      },
+      static_cast<CudaStream>(stream_->handle()));
+  return done ? committed : done;
+}
+
+}  // namespace rejoin::demo

@@ -1,0 +1,40 @@
+// The demo's tensors as its CPU sees them. Where the session has them in a GPU's memory, the demo, whose model is
+// computed by the CPU, works on copies: what matters to it is where state and gradients lie while they are reduced,
+// served and fetched.
+#pragma once
+
+#include "device/device.h"
+#include "examples/model.h"
+#include "rejoin/session.h"
+
+namespace rejoin::demo {
+
+class Tensors {
+ public:
+  // After the session's allocate().
+  static Result<std::unique_ptr<Tensors>> make(Session& session, const std::string& device,
+                                               const std::vector<TensorId>& ids);
+
+  // Of the host's memory: read and written by the model.
+  const Views& weights() const { return weights_; }
+  const Views& gradients() const { return gradients_; }
+
+  Result<> put_weights();                                                    // the initial ones, to where they lie
+  Result<> get_weights();                                                    // … as they are now
+  Result<> all_reduce(BucketId bucket, const std::vector<TensorId>& of_it);  // their gradients are ready
+  Result<> commit(const std::function<void(const Piece&, const Views&)>& update);  // weight, moments: of the piece
+
+ private:
+  explicit Tensors(Session& session) : session_(session) {}
+  Result<> copy(std::span<std::byte> to, BytesView from) { return stream_->copy(to.data(), from.data(), from.size()); }
+
+  Session& session_;
+  std::vector<TensorId> ids_;
+  Views weights_, gradients_;
+  // Of a GPU.
+  std::unique_ptr<device::Stream> stream_;
+  std::vector<device::Memory> copies_;  // pinned: weights, then gradients
+  device::Memory piece_;                // gradient, weight and moments of one piece
+};
+
+}  // namespace rejoin::demo
