@@ -204,7 +204,8 @@ Result<std::shared_ptr<Device>> open_cuda(const CudaOptions& options) {
   auto primary = std::make_shared<Primary>(*driver, device);
   if (auto done = d.check(d.retain_context(&primary->context, device), "taking its primary context"); !done)
     return missing(done.error());
-  return std::make_shared<CudaDevice>(std::move(primary), fmt::format("{} (CUDA device {})", name, pci), pci);
+  const std::string number = options.pci.empty() ? fmt::format("{}, ", options.ordinal) : "";
+  return std::make_shared<CudaDevice>(std::move(primary), fmt::format("{} (CUDA device {}{})", name, number, pci), pci);
 }
 
 }  // namespace rejoin::device

@@ -128,6 +128,8 @@ Result<> Job::start_trainer(RankName rank, std::uint64_t pause_at) {
                                      fmt::format("{}/node{}.sock", directory_, rank.replica),
                                      "--transport",
                                      settings_.transport,
+                                     "--device",
+                                     settings_.device,
                                      "--data",
                                      settings_.data,
                                      "--params",

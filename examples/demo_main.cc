@@ -238,6 +238,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(100, 60000))
       ->capture_default_str();
   app.add_option("--transport", s.job.transport, "shm or tcp")->capture_default_str();
+  app.add_option("--device", s.job.device, "where state and gradients are: host, or cuda:NUMBER, which all ranks share")
+      ->capture_default_str();
   app.add_option("--seed", s.job.seed, "seed of the initial weights")->capture_default_str();
   app.add_flag("--no-baseline", s.no_baseline, "without the comparison run");
   app.add_flag("--quiet", s.quiet, "print nothing");

@@ -17,19 +17,20 @@ Result<std::unique_ptr<StreamOrder>> StreamOrder::make(std::shared_ptr<device::D
                                                        const Fd& wake) {
   auto reduced = device->allocate_pinned(buckets * sizeof(std::uint64_t));
   if (!reduced) return tl::unexpected(reduced.error());
-  auto side = device->make_stream();
+  auto side = device->make_stream(), waits = device->make_stream();
   if (!side) return tl::unexpected(side.error());
+  if (!waits) return tl::unexpected(waits.error());
   std::unique_ptr<StreamOrder> order(new StreamOrder(std::move(device), wake));
   order->reduced_ = std::move(*reduced);
   order->side_ = std::move(*side);
+  order->waits_ = std::move(*waits);
   for (std::uint32_t b = 0; b < buckets; ++b) word(order->reduced_, b).store(0);
   return order;
 }
 
 StreamOrder::~StreamOrder() {
   release();
-  // A failed device has been told; what waits on it waits no more.
-  for (auto& [handle, stream] : streams_) (void)stream->synchronize();
+  waits_.reset();  // until it is done; the trainer's own streams may have gone before
 }
 
 Result<device::Stream*> StreamOrder::adopted(void* handle) {
@@ -57,7 +58,8 @@ Result<> StreamOrder::await(Reached what, void* handle) {
 Result<> StreamOrder::hand_over(std::uint32_t bucket, std::uint64_t step, void* handle) {
   if (auto awaited = await({.bucket = bucket, .step = step}, handle); !awaited) return awaited;
   const auto* words = reinterpret_cast<const std::uint64_t*>(reduced_.bytes.data());
-  return streams_.at(handle)->wait_until(words + bucket, step);
+  auto& stream = *streams_.at(handle);
+  return stream.wait_until(words + bucket, step).and_then([&] { return waits_->follow(stream); });
 }
 
 Result<> StreamOrder::updated(std::uint64_t step, bool contributed, void* handle) {

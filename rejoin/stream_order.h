@@ -11,13 +11,12 @@
 
 namespace rejoin {
 
-// The trainer's streams must live as long as this.
 class StreamOrder {
  public:
   // `wake` is signalled whenever poll() will have something; it outlives this.
   static Result<std::unique_ptr<StreamOrder>> make(std::shared_ptr<device::Device> device, std::size_t buckets,
                                                    const Fd& wake);
-  ~StreamOrder();  // lets all streams go on, and waits for them
+  ~StreamOrder();  // lets all streams go on, and waits until they are past what they waited for
 
   // ---- the trainer's thread. Streams are cudaStream_t. Errors: of the device.
   // The bucket, at this step, is ready when the stream comes here. What is queued on it later waits until on_reduced().
@@ -49,6 +48,7 @@ class StreamOrder {
   const Fd& wake_;
   device::Memory reduced_;                                    // pinned: by bucket, the last step that it was reduced in
   std::map<void*, std::unique_ptr<device::Stream>> streams_;  // the trainer's; its thread's
+  std::unique_ptr<device::Stream> waits_;                     // behind all that they wait for; likewise
   std::mutex mutex_;                                          // guards what follows
   std::unique_ptr<device::Stream> side_;  // follows the trainer's streams, which thus never wait for the host
   std::deque<Waiting> waiting_;

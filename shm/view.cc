@@ -23,7 +23,9 @@ Result<View> View::make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorb
   const auto import = [](const char* what, device::Device& of, const Fd& fd, std::size_t size, device::Memory& memory) {
     auto imported = of.import_shared(fd, size);
     if (imported) memory = std::move(*imported);
-    return imported ? Result<>() : fail(imported.error().code, "the trainer's {}: {}", what, imported.error().message);
+    if (imported) return Result<>();
+    return Result<>(fail(imported.error().code, "the trainer's {}, of which its manifest needs {} bytes: {}", what,
+                         size, imported.error().message));
   };
   for (auto imported : {import("state", *device, state, view.manifest_.state_bytes(), view.state_),
                         import("page", *host, page, page_bytes(slices), view.page_),

@@ -10,7 +10,7 @@
 namespace rejoin::test {
 namespace {
 
-nlohmann::json demo(std::vector<std::string> more) {
+nlohmann::json demo(std::vector<std::string> more, const std::vector<std::string>& environment = {}) {
   Scratch scratch;
   const std::string json = scratch.path + "/report.json";
   std::vector<std::string> arguments{
@@ -18,7 +18,7 @@ nlohmann::json demo(std::vector<std::string> more) {
   arguments.insert(arguments.end(), more.begin(), more.end());
   if (std::find(more.begin(), more.end(), "--params") == more.end())
     arguments.insert(arguments.end(), {"--params", "300000"});  // a small model unless the test is about its size
-  const Ended ended = run(arguments, {}, std::chrono::seconds(90));
+  const Ended ended = run(arguments, environment, std::chrono::seconds(90));
   EXPECT_EQ(ended.status, 0) << ended.output;
   return nlohmann::json::parse(read_file(json), nullptr, false);
 }
@@ -86,6 +86,17 @@ TEST(Demo, ASourceDiesDuringTheCatchUp) {
 TEST(Demo, TheJoinerDiesDuringItsCatchUp) {
   expect_sound(demo({"--steps", "120", "--kill", "1.0@20", "--kill-joiner", "--params", "2000000", "--batch", "4"}),
                120);
+}
+
+// State and gradients in the memory of a GPU, which all processes share: one made of software, which no host can touch.
+TEST(Demo, OnAGpuAKilledReplicaComesBackWithTheSameBits) {
+  const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};
+  for (const char* transport : {"shm", "tcp"}) {
+    const auto report =
+        demo({"--steps", "80", "--kill", "1.0@20", "--device", "cuda:0", "--transport", transport}, gpu);
+    expect_sound(report, 80);
+    EXPECT_EQ(report.at("catch_ups").size(), 2u) << transport;
+  }
 }
 
 TEST(Demo, StepsLongerThanTheSilenceAreNoFailure) {
