@@ -11,8 +11,10 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "base/arithmetic.h"
 #include "base/log.h"
 #include "bench/limits.h"
+#include "device/access.h"
 #include "ftar/communicator.h"
 #include "ftar/reduce.h"
 #include "transport/factory.h"
@@ -29,6 +31,7 @@ struct Settings {
   std::uint32_t ranks = 2;
   bool check = true;
   bool limits = true;
+  std::optional<int> cuda;  // on this device
   ftar::Options ftar;
 };
 
@@ -54,30 +57,12 @@ std::uint32_t value_at(std::uint32_t rank, std::size_t i) {
   return (static_cast<std::uint32_t>(i) * 7 + rank * 3) % 16;
 }
 
-template <typename Visit>
-void as_type(DataType type, Visit visit) {
-  switch (type) {
-    case DataType::float32: return visit(float{});
-    case DataType::float64: return visit(double{});
-    case DataType::int32: return visit(std::int32_t{});
-    case DataType::int64: return visit(std::int64_t{});
-    case DataType::bfloat16:
-    case DataType::float16: return visit(std::uint16_t{});
-  }
-}
-
-// Small integers in the 16-bit formats, by definition.
-std::uint16_t encode16(DataType type, std::uint32_t value) {
-  const auto single = std::bit_cast<std::uint32_t>(static_cast<float>(value));
-  if (type == DataType::bfloat16) return static_cast<std::uint16_t>(single >> 16);
-  if (value == 0) return 0;
-  return static_cast<std::uint16_t>((((single >> 23) - 112) << 10) | ((single >> 13) & 0x3ff));
-}
-
-void put(DataType type, std::byte* at, std::uint32_t value) {
-  as_type(type, [&](auto sample) {
-    auto stored = static_cast<decltype(sample)>(value);
-    if constexpr (std::is_same_v<decltype(sample), std::uint16_t>) stored = encode16(type, value);
+// A sum, or the mean that comes of it.
+void put(DataType type, std::byte* at, std::uint32_t sum, std::uint32_t divisor = 1) {
+  arithmetic::dispatch(type, [&](auto element) {
+    using Value = typename decltype(element)::Value;
+    const auto value = static_cast<Value>(sum);
+    const auto stored = element.store(divisor > 1 ? arithmetic::Divisor<Value>(divisor)(value) : value);
     std::memcpy(at, &stored, sizeof stored);
   });
 }
@@ -94,7 +79,13 @@ class RankProcess {
         type_(*data_type_named(settings.type)) {}
 
   Result<std::vector<Row>> run() {
-    auto engine = transport::make_engine(s_.transport);
+    auto device = s_.cuda ? device::open_cuda({.ordinal = *s_.cuda}) : device::make_host();
+    if (!device) return tl::unexpected(device.error());
+    device_ = std::move(*device);
+    auto access = device::Access::make(device_);
+    if (!access) return tl::unexpected(access.error());
+    access_ = std::move(*access);
+    auto engine = transport::make_engine(s_.transport, device_);
     if (!engine) return tl::unexpected(engine.error());
     engine_ = std::move(*engine);
     auto address = engine_->listen({"127.0.0.1:0"});
@@ -127,19 +118,23 @@ class RankProcess {
   static std::uint32_t cores() { return static_cast<std::uint32_t>(::sysconf(_SC_NPROCESSORS_ONLN)); }
 
   Result<> make_buffers() {
-    auto input = Mapping::shareable(round_up(s_.most + 64, 2 * MiB)),
-         output = Mapping::shareable(round_up(s_.most + 64, 2 * MiB));
+    auto input = device_->allocate(round_up(s_.most + 64, 2 * MiB)),
+         output = device_->allocate(round_up(s_.most + 64, 2 * MiB));
     if (!input) return tl::unexpected(input.error());
     if (!output) return tl::unexpected(output.error());
     input_ = std::move(*input);
     output_ = std::move(*output);
     const std::size_t element = size_of(type_);
-    for (std::size_t i = 0; i < s_.most / element; ++i) put(type_, input_.data() + i * element, value_at(rank_, i));
-    std::memset(output_.data(), 0xee, s_.most);
+    Bytes values(s_.most);
+    for (std::size_t i = 0; i < s_.most / element; ++i) put(type_, values.data() + i * element, value_at(rank_, i));
+    if (auto done = access_->write(input_.bytes.data(), values); !done) return done;
+    if (auto done = access_->write(output_.bytes.data(), Bytes(s_.most, std::byte{0xee})); !done) return done;
     std::vector<ftar::BucketSpec> buckets;
     for (auto size : sizes_of(s_, element))
-      buckets.push_back({type_, size / element, input_.span().first(size), output_.span().first(size)});
-    auto made = ftar::Communicator::make(*engine_, s_.ftar, {ReplicaId(rank_), Incarnation(rank_ + 1)}, buckets, 7);
+      buckets.push_back({type_, size / element, input_.bytes.first(size), output_.bytes.first(size)});
+    ftar::Options options = s_.ftar;
+    if (s_.cuda) options.device = device_;
+    auto made = ftar::Communicator::make(*engine_, options, {ReplicaId(rank_), Incarnation(rank_ + 1)}, buckets, 7);
     if (!made) return tl::unexpected(made.error());
     communicator_ = std::move(*made);
     return {};
@@ -156,7 +151,9 @@ class RankProcess {
         done |= outcome.kind == ftar::Outcome::Kind::done && outcome.step == step;
         if (outcome.kind == ftar::Outcome::Kind::peer_lost)
           return fail(ErrorCode::unavailable, "rank {}: {}", outcome.member.replica.value, outcome.error->message);
+        if (outcome.kind == ftar::Outcome::Kind::failed) return tl::unexpected(*outcome.error);
       }
+      if (communicator_->working()) continue;
       if (idle && !done) idle_->wait(true, std::chrono::milliseconds(100));
       if (!idle) idle_->reset();
     }
@@ -166,18 +163,22 @@ class RankProcess {
   Result<Row> measure(std::uint32_t bucket, std::uint64_t bytes) {
     for (int i = 0; i < s_.warmups; ++i)
       if (auto reduced = reduce(bucket); !reduced) return tl::unexpected(reduced.error());
-    if (!meet(meeting_, s_.ranks)) return fail(ErrorCode::cancelled, "another rank failed");
+    drain();  // the others may still need our progress
+    if (meeting_.failed.load() != 0) return fail(ErrorCode::cancelled, "another rank failed");
     // The median of the single operations would hide stalls; nccl-tests takes the mean, and so do we.
     const int iterations = bytes <= 64 * KiB ? s_.iterations * 20 : s_.iterations;
     const auto start = clock_.now();
     for (int i = 0; i < iterations; ++i)
       if (auto reduced = reduce(bucket); !reduced) return tl::unexpected(reduced.error());
     meeting_.seconds[rank_].store(seconds(clock_.now() - start) / iterations);
-    // Out of the loop the others may still need our progress.
     drain();
     double slowest = 0;
     for (std::uint32_t i = 0; i < s_.ranks; ++i) slowest = std::max(slowest, meeting_.seconds[i].load());
-    if (s_.check) meeting_.wrong.fetch_add(static_cast<std::uint32_t>(count_wrong(bytes)));
+    if (s_.check) {
+      const auto found = count_wrong(bytes);
+      if (!found) return tl::unexpected(found.error());
+      meeting_.wrong.fetch_add(static_cast<std::uint32_t>(*found));
+    }
     if (!meet(meeting_, s_.ranks)) return fail(ErrorCode::cancelled, "another rank failed");
     const auto wrong = meeting_.wrong.load();
     meet(meeting_, s_.ranks);
@@ -196,16 +197,18 @@ class RankProcess {
     while (meeting_.round.load() == round && meeting_.failed.load() == 0) communicator_->poll(clock_.now());
   }
 
-  std::uint64_t count_wrong(std::uint64_t bytes) const {
+  Result<std::uint64_t> count_wrong(std::uint64_t bytes) const {
     const std::size_t element = size_of(type_);
     std::uint64_t wrong = 0;
+    Bytes result(bytes);
+    if (auto done = access_->read(output_.bytes.first(bytes), result.data()); !done)
+      return tl::unexpected(done.error());
     for (std::size_t i = 0; i < bytes / element; ++i) {
       std::uint32_t sum = 0;
       for (std::uint32_t r = 0; r < s_.ranks; ++r) sum += value_at(r, i);
-      if (s_.op == "mean" && sum % s_.ranks != 0) continue;  // checked where the mean is a whole number
       std::byte expected[8];
-      put(type_, expected, s_.op == "mean" ? sum / s_.ranks : sum);
-      wrong += std::memcmp(output_.data() + i * element, expected, element) != 0 && s_.op != "mean";
+      put(type_, expected, sum, s_.op == "mean" ? s_.ranks : 1);  // the sums are exact in every type
+      wrong += std::memcmp(result.data() + i * element, expected, element) != 0 ? 1 : 0;
     }
     return wrong;
   }
@@ -218,10 +221,10 @@ class RankProcess {
         const std::size_t volume = bytes * 2 * (s_.ranks - 1) / s_.ranks;
         best = std::min(best, socket_ring(meeting_, s_.ranks, pairs_[rank_].first.get(),
                                           pairs_[(rank_ + s_.ranks - 1) % s_.ranks].second.get(),
-                                          input_.span().first(bytes), output_.span().first(bytes), volume));
+                                          input_.bytes.first(bytes), output_.bytes.first(bytes), volume));
       } else {
-        const std::span<const float> in(reinterpret_cast<const float*>(input_.data()), bytes / 4);
-        const std::span<float> out(reinterpret_cast<float*>(output_.data()), bytes / 4);
+        const std::span<const float> in(reinterpret_cast<const float*>(input_.bytes.data()), bytes / 4);
+        const std::span<float> out(reinterpret_cast<float*>(output_.bytes.data()), bytes / 4);
         best = std::min(best, shared_memory_all_reduce(meeting_, rank_, s_.ranks, shared_, in, out));
       }
     }
@@ -235,8 +238,10 @@ class RankProcess {
   std::vector<std::pair<Fd, Fd>>& pairs_;
   const DataType type_;
   SteadyClock clock_;
+  std::shared_ptr<device::Device> device_;
+  std::unique_ptr<device::Access> access_;
   std::unique_ptr<transport::Engine> engine_;
-  Mapping input_, output_;
+  device::Memory input_, output_;
   std::unique_ptr<ftar::Communicator> communicator_;
   std::optional<transport::Idle> idle_;
   std::uint64_t step_ = 0;
@@ -250,10 +255,14 @@ void print(const Settings& s, const std::vector<Row>& rows) {
   std::printf("# chunks of at most %s, %u in flight; vector instructions: %s\n",
               human_bytes(s.ftar.chunk_bytes).c_str(), s.ftar.chunks_in_flight,
               std::string(ftar::instruction_set()).c_str());
-  std::printf("# limit: %s\n",
-              s.transport == "tcp"
-                  ? "the same volume around a ring of plain loopback sockets, nothing added (best of several)"
-                  : "the same sum through one shared mapping, private buffers staged (best of several)");
+  if (s.cuda)
+    std::printf("# in the memory of CUDA device %d, added by %u blocks of %u threads\n", *s.cuda, s.ftar.reducer.blocks,
+                s.ftar.reducer.threads);
+  else
+    std::printf("# limit: %s\n",
+                s.transport == "tcp"
+                    ? "the same volume around a ring of plain loopback sockets, nothing added (best of several)"
+                    : "the same sum through one shared mapping, private buffers staged (best of several)");
   std::printf("#%12s %12s %9s %6s %11s %8s %8s %7s %11s %7s\n", "size", "count", "type", "redop", "time", "algbw",
               "busbw", "#wrong", "limit", "ratio");
   std::printf("#%12s %12s %9s %6s %11s %8s %8s %7s %11s %7s\n", "(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)",
@@ -362,6 +371,9 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--both-ways", s.ftar.both_ways, "all-gather in both directions")->capture_default_str();
   app.add_option("--limits", s.limits, "measure this machine's limit beside")->capture_default_str();
+  app.add_option("--use_cuda", s.cuda, "buffers in this CUDA device's memory, which all ranks share");
+  app.add_option("--reduce-blocks", s.ftar.reducer.blocks, "… added by so many blocks")->capture_default_str();
+  app.add_option("--reduce-threads", s.ftar.reducer.threads, "… of so many threads")->capture_default_str();
   app.add_option("--json", s.json, "write the results to this file");
   CLI11_PARSE(app, argc, argv);
   if (s.least > s.most || s.least == 0) {
@@ -369,6 +381,7 @@ int main(int argc, char** argv) {
                  s.most);
     return 2;
   }
+  if (s.cuda) s.limits = false;  // they are the host's
   init_logging("allreduce_perf", "warn");
   return bench::run(s);
 }

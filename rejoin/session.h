@@ -133,9 +133,9 @@ class Session {
   virtual Result<std::optional<Step>> begin_step() = 0;
   // Starts reducing a bucket: its gradients are written. They must not change before commit() returns.
   virtual Result<> all_reduce(BucketId bucket) = 0;
-  // The same of a bucket in GPU memory whose gradients will be there when the stream comes to this point. What is queued
-  // on the stream afterwards waits until the bucket has been reduced; this thread waits for nothing. If the session
-  // fails or ends, its streams go on.
+  // The same of a bucket in GPU memory whose gradients will be there when the stream comes to this point. What is
+  // queued on the stream afterwards waits until the bucket has been reduced; this thread waits for nothing. If the
+  // session fails or ends, its streams go on.
   virtual Result<> all_reduce(BucketId bucket, CudaStream stream) = 0;
   // Waits until the step is committed (through as many retries as it takes, from the same gradients), then calls
   // `optimizer` for all pieces and publishes the new version.
