@@ -50,6 +50,7 @@ case ${1:-} in
     step "staging" "$bin/transport_test" --gtest_filter='Staged*:*staged*'
     step "the ring in GPU memory, with members dying" "$bin/ftar_test" --gtest_filter='*gpu*:*Gpu*:*Kernel*'
     step "catch-up into GPU memory" "$bin/catchup_test" --gtest_filter='*gpu*'
+    step "sessions' streams and state" "$bin/session_test"
     if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null); then
       for tool in memcheck racecheck synccheck; do
         step "compute-sanitizer, $tool" "$sanitizer" --tool $tool --error-exitcode 9 "$bin/device_test" --gtest_filter='Kernels.*'
@@ -98,7 +99,7 @@ case ${1:-} in
   pack)
     to=${2:?usage: ./run gpu pack DIR}
     mkdir -p "$to/bin" "$to/lib"
-    for program in device_test transport_test ftar_test catchup_test rejoin_write_bw rejoin_read_bw rejoin_allreduce_perf rejoin_kernel_bw \
+    for program in device_test transport_test ftar_test catchup_test session_test rejoin_write_bw rejoin_read_bw rejoin_allreduce_perf rejoin_kernel_bw \
                    rejoin_nccl_check rejoin-demo rejoin-demo-trainer rejoind rejoin_nccl_net_test; do
       [[ ! -x $bin/$program ]] || install -s "$bin/$program" "$to/bin/"
     done

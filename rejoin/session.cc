@@ -48,6 +48,9 @@ class SessionImpl final : public Session {
 
   Result<TensorId> add(const TensorSpec& tensor) override { return state_.add(tensor); }
   Result<BucketId> bucket(const std::vector<TensorId>& tensors) override { return state_.bucket(tensors); }
+  Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) override {
+    return state_.bucket(tensors, gradients);
+  }
   Result<> allocate() override { return state_.allocate(); }
   std::span<std::byte> weight(TensorId t) override { return state_.column(t, 0); }
   std::span<std::byte> moment(TensorId t, std::uint32_t index) override { return state_.column(t, index + 1); }

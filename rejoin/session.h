@@ -98,6 +98,10 @@ class Session {
   virtual Result<TensorId> add(const TensorSpec& tensor) = 0;
   // Every tensor belongs to exactly one bucket; all tensors of a bucket have one type.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors) = 0;
+  // The same with the gradients in memory of the trainer's own, one tensor's after the other's in this order: a flat
+  // gradient buffer that its framework has allocated, of the session's device, anywhere in an allocation or over
+  // several. It outlives the session.
+  virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) = 0;
   // Allocates weights, moments (shared with the daemon) and gradients, all zero, in the device's memory: what the next
   // three give are then addresses for its kernels and copies, and no host may look there.
   virtual Result<> allocate() = 0;

@@ -16,10 +16,11 @@ Result<TensorId> TrainingState::add(const TensorSpec& tensor) {
   return TensorId{static_cast<std::uint32_t>(tensors_.size() - 1)};
 }
 
-Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors) {
+Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors, std::span<std::byte> own) {
   if (owner_) return fail(ErrorCode::invalid_argument, "a bucket comes after allocate()");
   if (tensors.empty()) return fail(ErrorCode::invalid_argument, "a bucket without tensors");
   const auto id = static_cast<BucketId>(buckets_.size());
+  std::uint64_t bytes = 0;
   for (auto t : tensors) {
     if (t.index >= tensors_.size()) return fail(ErrorCode::not_found, "bucket {}: no tensor {}", id, t.index);
     if (bucket_of_[t.index] != kNone)
@@ -29,8 +30,13 @@ Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors) {
       return fail(ErrorCode::invalid_argument, "bucket {} mixes {} and {}", id, to_string(tensors_[t.index].type),
                   to_string(tensors_[tensors[0].index].type));
     bucket_of_[t.index] = id;
+    bytes += gradient_bytes(t.index);
   }
+  if (!own.empty() && own.size() != bytes)
+    return fail(ErrorCode::invalid_argument, "bucket {}: its gradients are {} bytes, and the memory for them {}", id,
+                bytes, own.size());
   buckets_.push_back(tensors);
+  own_.push_back(own);
   return id;
 }
 
@@ -74,10 +80,14 @@ Result<> TrainingState::allocate() {
   input_ = std::move(*input);
   output_ = std::move(*output);
   owner_ = std::make_unique<shm::Owner>(std::move(*owner));
+  gradient_.resize(tensors_.size());
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    const auto& [begin, size] = ranges[b];
+    const auto input_of = own_[b].empty() ? input_.bytes.subspan(begin, size) : own_[b];
+    for (auto t : buckets_[b])
+      gradient_[t.index] = input_of.subspan(gradient_offset_[t.index] - begin, gradient_bytes(t.index));
     const DataType type = tensors_[buckets_[b][0].index].type;
-    specs_.push_back({type, ranges[b].second / size_of(type), input_.bytes.subspan(ranges[b].first, ranges[b].second),
-                      output_.bytes.subspan(ranges[b].first, ranges[b].second)});
+    specs_.push_back({type, size / size_of(type), input_of, output_.bytes.subspan(begin, size)});
   }
   return {};
 }
@@ -102,7 +112,7 @@ std::span<std::byte> TrainingState::column(TensorId t, std::uint32_t index) {
 
 std::span<std::byte> TrainingState::gradient(TensorId t) {
   REJOIN_CHECK(owner_ && t.index < tensors_.size(), "gradient() of tensor {} before allocate()", t.index);
-  return input_.bytes.subspan(gradient_offset_[t.index], gradient_bytes(t.index));
+  return gradient_[t.index];
 }
 
 Result<std::uint64_t> TrainingState::digest() const {

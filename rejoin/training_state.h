@@ -16,7 +16,7 @@ class TrainingState {
 
   // As Session's functions of these names.
   Result<TensorId> add(const TensorSpec& tensor);
-  Result<BucketId> bucket(const std::vector<TensorId>& tensors);
+  Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> own = {});
   Result<> allocate();
   bool allocated() const { return owner_ != nullptr; }
   std::span<std::byte> column(TensorId tensor, std::uint32_t index);  // 0: the weight; then the moments
@@ -27,8 +27,9 @@ class TrainingState {
   shm::Owner& owner() { return *owner_; }
   const std::vector<ftar::BucketSpec>& buckets() const { return specs_; }
   std::uint64_t plan_hash() const;
-  BytesView gradients() const { return input_.bytes; }  // all of this rank's, as they go into the rings
-  BytesView reduced() const { return output_.bytes; }   // … and as they come out
+  // All of this rank's that it allocated itself, as they go into the rings.
+  BytesView gradients() const { return input_.bytes; }
+  BytesView reduced() const { return output_.bytes; }  // … and as they come out
 
   // The state is initialised, as of step `version`. Errors: of the device.
   Result<> start(std::uint64_t version);
@@ -49,7 +50,9 @@ class TrainingState {
   std::vector<shm::Tensor> tensors_;
   std::vector<BucketId> bucket_of_;
   std::vector<std::vector<TensorId>> buckets_;
-  std::vector<std::uint64_t> gradient_offset_;
+  std::vector<std::span<std::byte>> own_;       // by bucket: gradients in the trainer's memory
+  std::vector<std::uint64_t> gradient_offset_;  // in output_, and in input_ where they are there
+  std::vector<std::span<std::byte>> gradient_;
   std::vector<ftar::BucketSpec> specs_;
   device::Memory input_, output_;
   std::unique_ptr<device::Access> access_;
