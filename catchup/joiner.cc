@@ -80,6 +80,7 @@ void Joiner::on_written(std::uint64_t tag) {
   const auto& manifest = view_.manifest();
   const auto [part, column, coded] = ExtentTag::unpack(tag);
   if (coded || part >= manifest.parts().size()) return;  // nonsense: the digests at the end tell
+  if (view_.kind() != transport::MemoryKind::host) return;  // no cache to profit from: all columns at once, at the end
   const shm::Part& range = manifest.parts()[part];
   if (column >= manifest.columns(range)) return;
   const shm::Extent extent = manifest.extent(range, column);

@@ -13,9 +13,10 @@ class CudaDevice final : public Device {
  public:
   CudaDevice(std::shared_ptr<const Primary> primary, std::string name, std::string pci)
       : primary_(std::move(primary)), driver_(*primary_->driver), name_(std::move(name)), pci_(std::move(pci)) {
-    int ordering = 0;  // where it can't tell: none
+    int ordering = 0, ways = 0;  // where it can't tell: none
     (void)driver_.device_attribute(&ordering, cuda::kAttributeRemoteWriteOrdering, primary_->device);
-    ordered_ = ordering >= cuda::kOrderedForOwner;
+    (void)driver_.device_attribute(&ways, cuda::kAttributeRemoteWriteFlushes, primary_->device);
+    flushes_ = ordering < cuda::kOrderedForOwner && (ways & cuda::kFlushByHost) != 0;
   }
 
   MemoryKind kind() const override { return MemoryKind::cuda; }
@@ -101,7 +102,7 @@ class CudaDevice final : public Device {
   }
 
   Result<> flush_remote_writes() override {
-    if (ordered_) return {};
+    if (!flushes_) return {};
     Current current(*primary_);
     return driver_.check(driver_.flush_remote_writes(cuda::kFlushCurrentContext, cuda::kFlushToOwner),
                          "flushing a NIC's writes");
@@ -171,7 +172,7 @@ class CudaDevice final : public Device {
   std::shared_ptr<const Primary> primary_;
   const Driver& driver_;
   std::string name_, pci_;
-  bool ordered_ = false;  // it sees NICs' writes in order by itself
+  bool flushes_ = false;  // it does not see NICs' writes in order by itself; where it can't be asked to, none get there
 };
 
 }  // namespace

@@ -25,6 +25,8 @@ constexpr unsigned kStreamNonBlocking = 1, kEventNoTiming = 2, kHostAllocPortabl
 constexpr unsigned kWaitGreaterOrEqual = 0;
 constexpr int kAttributeRemoteWriteOrdering = 118;  // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
 constexpr int kOrderedForOwner = 100;               // … of which the device needs no flush
+constexpr int kAttributeRemoteWriteFlushes = 117;   // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+constexpr int kFlushByHost = 1;
 constexpr int kFlushCurrentContext = 0, kFlushToOwner = 100;
 constexpr int kAttributeDmaBuf = 124;  // CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 constexpr int kRangeHandleDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD

@@ -141,7 +141,7 @@ bool RingOperation::is_last(std::uint32_t chunk) const {
 // The fused pass: what arrived, plus our own input, goes to its place in the output, from where it is sent on.
 bool RingOperation::on_reduce_scatter_chunk(Peer& from, const Tag& tag) {
   if (&from != scatter_from_ || tag.slot >= owner_.options_.chunks_in_flight) return false;
-  if (taken_[tag.chunk]) return false;
+  if (taken_[tag.chunk] || final_[tag.chunk]) return false;
   taken_[tag.chunk] = true;
   const Range range = schedule_.chunk(tag.chunk);
   const std::size_t count = range.length / size_of(bucket_.spec.type);

@@ -72,7 +72,7 @@ case ${1:-} in
   bench)
     need_gpu
     step "kernels beside the card's copy bandwidth" "$bin/rejoin_kernel_bw"
-    step "the same with chunks of 4 MiB" "$bin/rejoin_kernel_bw" --chunk 4M
+    step "the same in works of 64 MiB, for the whole card" "$bin/rejoin_kernel_bw" --chunk 64M
     for transport in shm tcp; do
       for size in 64K 1M 8M; do
         pair rejoin_write_bw --transport $transport -s $size -D 3 | grep -E '^ [0-9]|Memory'

@@ -162,7 +162,9 @@ Result<> Progress::all_reduce(std::uint32_t bucket, void* stream) {
     handed_over_[bucket] = true;
     step = taken_;
   }
-  return streams_->hand_over(bucket, step, stream);
+  auto handed = streams_->hand_over(bucket, step, stream);
+  if (!handed) fail(handed.error());  // of the device: nothing goes on
+  return handed;
 }
 
 Result<> Progress::end_update(std::uint64_t step, bool contributed, void* stream) {
@@ -173,7 +175,9 @@ Result<> Progress::end_update(std::uint64_t step, bool contributed, void* stream
     const std::lock_guard lock(mutex_);
     ++updates_;
   }
-  return streams_->updated(step, contributed, stream);
+  auto queued = streams_->updated(step, contributed, stream);
+  if (!queued) fail(queued.error());  // likewise
+  return queued;
 }
 
 Result<> Progress::wait_for_update() {

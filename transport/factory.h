@@ -4,8 +4,11 @@
 #include <memory>
 #include <string>
 
-#include "device/device.h"
 #include "transport/transport.h"
+
+namespace rejoin::device {
+class Device;
+}
 
 namespace rejoin::transport {
 

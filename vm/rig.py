@@ -201,10 +201,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["test", "demo", "nccl", "bench", "instructions", "run", "shell"])
     parser.add_argument("--filter", default="*ibverbs*:*Ibverbs*", help="of the tests, as gtest has it")
+    parser.add_argument("--preset", default="release", help="the build whose programs run, e.g. asan")
     parser.add_argument("--limit", type=int, default=600, help="seconds until the VM is ended")
     parser.add_argument("--nodes", type=int, default=3, choices=[2, 3], help="VMs of the demo")
     parser.add_argument("rest", nargs="*")
     arguments = parser.parse_args()
+    global BIN
+    BIN = ROOT / "build" / arguments.preset / "bin"
     CACHE.mkdir(parents=True, exist_ok=True)
     check_tools()
     programs = [BIN / name for name in ("transport_test", "rejoin_allreduce_perf", "rejoin_catchup_bw", "rejoin_write_bw",

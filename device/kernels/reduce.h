@@ -77,15 +77,23 @@ template <typename Machine>
 constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
   Mailbox& box = *arguments.mailbox;
   Mailbox::Block& mine = box.blocks[m.block()];
+  // What one thread of the block has seen: works up to `posted`, and the next of them, which is on its way here over
+  // PCIe while the one before is added.
+  std::uint64_t posted = 0;
+  Work ahead;
   for (std::uint64_t next = mine.done + 1;; ++next) {
-    // One thread of the block waits, and tells the others what is to be done.
+    // That thread waits, and tells the others what is to be done.
     const auto* work = m.for_all([&](Work& found) {
-      const std::uint64_t until = m.now() + arguments.patience_ns;
-      while (m.acquire(box.posted) < next) {
-        if (m.acquire(box.leave) >= arguments.launch || m.now() >= until) return false;
-        m.relax();
+      found = ahead;
+      if (posted < next) {
+        const std::uint64_t until = m.now() + arguments.patience_ns;
+        while ((posted = m.acquire(box.posted)) < next) {
+          if (m.acquire(box.leave) >= arguments.launch || m.now() >= until) return false;
+          m.relax();
+        }
+        found = box.works[next % Mailbox::kWorks];
       }
-      found = box.works[next % Mailbox::kWorks];
+      if (posted > next) ahead = box.works[(next + 1) % Mailbox::kWorks];
       return true;
     });
     if (work == nullptr) break;

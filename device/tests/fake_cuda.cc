@@ -200,7 +200,8 @@ int cuDeviceGetPCIBusId(char* id, int size, int) {
   return kSuccess;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 124 && dma_buf ? 1 : 0;
+  const bool can = (attribute == 124 && dma_buf) || attribute == 117;  // dma-bufs; flushes of NICs' writes
+  *value = can ? 1 : 0;
   return kSuccess;
 }
 int cuDevicePrimaryCtxRetain(void** context, int) {
