@@ -28,8 +28,9 @@ class Reducer {
   ~Reducer();  // waits for what is queued
 
   // out = a + b, as ftar::add() of the host (same bits, but for a NaN's payload), resp. out = in. All in device memory,
-  // and to be left alone until it is done. Pointers need the alignment of an element; multiples of 16 bytes, or the
-  // same distance to one, are faster. Numbers count up from 1. Errors: of the device; nothing works on it any more.
+  // and to be left alone until it is done, by other works as well: they run beside each other. Pointers need the
+  // alignment of an element; multiples of 16 bytes, or the same distance to one, are faster. Numbers count up from 1.
+  // Errors: of the device; nothing works on it any more.
   Result<std::uint64_t> add(DataType type, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count,
                             std::uint32_t divisor);
   Result<std::uint64_t> copy(std::byte* out, const std::byte* in, std::size_t size);

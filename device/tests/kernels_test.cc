@@ -120,28 +120,32 @@ TEST_F(Kernels, SumsAndMeansAreRightForEveryTypeSizeAndAlignment) {
   }
 }
 
-// More than the mailbox holds, in place, while the kernel leaves for want of work time and again.
+// More than the mailbox holds, while the kernel leaves for want of work time and again.
 TEST_F(Kernels, WorkGoesOnThroughAnyNumberOfLaunches) {
   auto reducer = *Reducer::make(device, {.blocks = 4, .threads = 32, .patience = 1ms});
-  constexpr std::size_t count = 5000;
-  auto sum = *device->allocate(count * 4), one = *device->allocate(count * 4);
-  std::vector<float> zeros(count, 0.0f), ones(count, 1.0f);
-  in(sum.bytes.data(), std::as_bytes(std::span(zeros)));
+  constexpr std::size_t count = 5000, pieces = 200;
+  auto sums = *device->allocate(pieces * count * 4), one = *device->allocate(count * 4);
+  in(sums.bytes.data(), Bytes(pieces * count * 4));
+  const std::vector<float> ones(count, 1.0f);
   in(one.bytes.data(), std::as_bytes(std::span(ones)));
-  std::uint64_t added = 0;
-  for (const int burst : {1, 200, 3, 64, 65, 130}) {
-    for (int i = 0; i < burst; ++i)
-      EXPECT_EQ(*reducer->add(DataType::float32, sum.bytes.data(), sum.bytes.data(), one.bytes.data(), count, 0),
-                ++added);
+  std::uint64_t given = 0;
+  std::vector<double> expected(pieces);
+  for (const std::size_t burst : {1, 200, 3, 64, 65, 130}) {
+    for (std::size_t i = 0; i < burst; ++i) {
+      std::byte* sum = sums.bytes.data() + i * count * 4;
+      EXPECT_EQ(*reducer->add(DataType::float32, sum, sum, one.bytes.data(), count, 0), ++given);
+      expected[i] += 1;
+    }
     finish(*reducer);
     if (burst % 2 == 0) reducer->rest();
     // Longer than its patience.
     const auto until = std::chrono::steady_clock::now() + 3ms;
     while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
   }
-  const Bytes result = out(sum.bytes.data(), count * 4);
-  for (std::size_t i = 0; i < count; ++i)
-    ASSERT_EQ(value_of(DataType::float32, &result[i * 4]), static_cast<double>(added));
+  const Bytes result = out(sums.bytes.data(), pieces * count * 4);
+  for (std::size_t i = 0; i < pieces * count; ++i)
+    ASSERT_EQ(value_of(DataType::float32, &result[i * 4]), expected[i / count]) << i;
+  EXPECT_GT(reducer->launches(), 3u);
 }
 
 // Whoever waits for the whole device waits for no member of a ring: the kernel leaves by itself.
