@@ -46,7 +46,6 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   std::unique_ptr<Communicator> made(new Communicator(engine, options, self, secret));
   const auto kind = options.device ? options.device->kind() : transport::MemoryKind::host;
   if (options.device) {
-    made->options_.direct_bytes = 0;  // messages are the host's
     auto reducer = device::Reducer::make(options.device, options.reducer);
     if (!reducer) return tl::unexpected(reducer.error());
     made->reducer_ = std::move(*reducer);
@@ -70,6 +69,7 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
     bucket.input = *input;
     bucket.output = *output;
   }
+  if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());
   const std::size_t staged = options.chunk_bytes * options.chunks_in_flight;
   if (options.device) {
     auto memory = options.device->allocate(staged);
@@ -82,6 +82,27 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   if (!staging) return tl::unexpected(staging.error());
   made->staging_region_ = *staging;
   return made;
+}
+
+// Pinned room for small buckets of a device.
+Result<> Communicator::reserve_direct() {
+  if (!reducer_) return {};
+  std::size_t total = 0;
+  const auto small = [&](const Bucket& bucket) { return bucket.bytes() <= options_.direct_bytes; };
+  for (const auto& bucket : buckets_)
+    if (small(bucket)) total += 2 * round_up(bucket.bytes(), 64);
+  if (total == 0) return {};
+  auto pinned = options_.device->allocate_pinned(total);
+  if (!pinned) return tl::unexpected(pinned.error());
+  direct_room_ = std::move(*pinned);
+  auto rest = direct_room_.bytes;
+  for (auto& bucket : buckets_)
+    if (small(bucket))
+      for (auto* room : {&bucket.own, &bucket.result}) {
+        *room = rest.first(bucket.bytes());
+        rest = rest.subspan(round_up(bucket.bytes(), 64));
+      }
+  return {};
 }
 
 // Everything that the members must agree on for their bytes to fit.
@@ -374,7 +395,6 @@ void Communicator::on_completed(const transport::Event& event) {
 
 BytesView Communicator::direct_input(std::uint32_t index, Step step, std::uint32_t contributor) const {
   const Bucket& bucket = buckets_[index];
-  if (contributor == position_) return bucket.spec.input;
   const auto& inbox = bucket.inbox[step.value % 2];
   if (inbox.step != step || !inbox.present[contributor]) return {};
   return BytesView(inbox.data).subspan(contributor * bucket.bytes(), bucket.bytes());

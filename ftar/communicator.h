@@ -54,8 +54,8 @@ struct Options {
   std::size_t direct_bytes = 32 * KiB;  // buckets up to this size skip the ring: everyone sends to everyone
   std::uint32_t direct_members = 8;     // … in rings of up to this many members
   bool both_ways = true;                // all-gather in both directions at once
-  // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. Small buckets take the
-  // ring, too; all members must have GPUs, or none.
+  // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. All members must have
+  // GPUs, or none.
   std::shared_ptr<device::Device> device;
   device::ReducerOptions reducer;  // of it
 };
@@ -153,6 +153,7 @@ class Communicator {
   void lose(Peer& peer, Error error);
   void remove(Peer& peer);
   void refresh(Peer& peer);
+  Result<> reserve_direct();
   void poll_reducer();
   void fail_device(const Error& error);
   bool reduced_on_device(const Result<std::uint64_t>& work);
@@ -165,6 +166,7 @@ class Communicator {
   Peer* peer_of(transport::EndpointId endpoint);
   Peer* peer_of(Member member);
   std::uint64_t plan_hash() const;
+  // Of another member; nothing: it is not here yet.
   BytesView direct_input(std::uint32_t bucket, Step step, std::uint32_t contributor) const;
 
   transport::Engine& engine_;
@@ -173,6 +175,7 @@ class Communicator {
   const std::uint64_t secret_;
   std::vector<Bucket> buckets_;
   device::Memory staging_;
+  device::Memory direct_room_;  // pinned, for small buckets of a device
   transport::RegionId staging_region_;
   std::unique_ptr<device::Reducer> reducer_;  // of a device
   bool device_failed_ = false;

@@ -79,6 +79,8 @@ struct Communicator::Bucket {
     std::vector<bool> present;
   };
   Inbox inbox[2];
+  // Of a device, for a bucket small enough: pinned room for this member's own input, and for the result.
+  std::span<std::byte> own, result;
 
   std::size_t bytes() const { return spec.count * size_of(spec.type); }
 };
@@ -140,13 +142,20 @@ class DirectOperation final : public Operation {
   DirectOperation(Communicator& owner, Communicator::Bucket& bucket) : owner_(owner), bucket_(bucket) {}
   void start() override;
   void on_direct() override;
+  void on_reduced(std::uint64_t number) override;
   bool done() const override { return done_; }
   std::optional<Wait> wait() const override;
 
  private:
+  bool contributes() const { return owner_.position_ < owner_.contributors_; }
+  BytesView input(std::uint32_t contributor) const;  // nothing: it is not here yet
+  void send_own();
+
   Communicator& owner_;
   Communicator::Bucket& bucket_;
+  bool own_here_ = false;  // in the host's memory, if it contributes
   bool done_ = false;
+  std::optional<std::uint64_t> fetching_, storing_;  // of a device: copies under way
 };
 
 }  // namespace rejoin::ftar

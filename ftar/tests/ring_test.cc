@@ -394,7 +394,6 @@ TEST(FtarPlans, BadPlansAreRefusedWithTheReason) {
 TEST(FtarPlans, AGpuAddsAsTheHostDoes) {
   const auto run = [](bool on_gpu) {
     Cluster cluster(9, {40001, 64}, on_gpu);
-    cluster.options.direct_bytes = 0;
     for (int i = 0; i < 3; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.places());
     cluster.start(Step(1), ReduceOp::mean);
