@@ -28,6 +28,7 @@ struct Settings {
   catchup::Compression compression = catchup::Compression::when_it_pays;
   double limit = 0;  // bytes/s of each source
   bool real_data = false;
+  std::optional<int> cuda;  // states in this device's memory
 };
 
 constexpr std::uint64_t kVersion = 7;
@@ -45,15 +46,25 @@ class Replica {
   Result<std::vector<Measured>> run() {
     auto manifest = shm::Manifest::make({{.name = "state", .count = s_.bytes / 12, .columns = 3}});
     if (!manifest) return tl::unexpected(manifest.error());
-    auto owner = shm::Owner::make(std::move(*manifest));
+    auto device = s_.cuda ? device::open_cuda({.ordinal = *s_.cuda}) : device::make_host();
+    if (!device) return tl::unexpected(device.error());
+    auto access = device::Access::make(*device);
+    if (!access) return tl::unexpected(access.error());
+    access_ = std::move(*access);
+    auto stream = (*device)->make_stream();
+    if (!stream) return tl::unexpected(stream.error());
+    stream_ = std::move(*stream);
+    auto owner = shm::Owner::make(std::move(*manifest), std::move(*device));
     if (!owner) return tl::unexpected(owner.error());
     owner_ = std::make_unique<shm::Owner>(std::move(*owner));
-    auto* floats = reinterpret_cast<float*>(owner_->state().data());
-    std::memset(owner_->state().data(), 0, owner_->state().size());
-    if (!joiner())
-      for (std::uint64_t i = 0; i < s_.bytes / 12; ++i)
-        for (std::uint64_t column = 0; column < 3; ++column)
-          floats[column * owner_->manifest().tensors()[0].stride / 4 + i] = value(column, i);
+    if (auto cleared = clear(); !cleared) return tl::unexpected(cleared.error());
+    if (!joiner()) {
+      const auto filled = by_pieces([this](std::uint64_t column, std::uint64_t first, std::span<float> values) {
+        for (std::uint64_t i = 0; i < values.size(); ++i) values[i] = value(column, first + i);
+        return access_->write(place(column, first, values.size()).data(), std::as_bytes(values));
+      });
+      if (!filled) return tl::unexpected(filled.error());
+    }
     std::vector<Measured> all;
     for (int i = 0; i < s_.repeats; ++i) {
       Measured measured;
@@ -78,13 +89,33 @@ class Replica {
     const float normal = sum;
     return column == 0 ? 0.02f * normal : column == 1 ? 1e-4f * normal : 1e-8f * normal * normal;
   }
+  // The elements of a column of the state.
+  std::span<std::byte> place(std::uint64_t column, std::uint64_t first, std::uint64_t count) const {
+    return owner_->state().subspan(column * owner_->manifest().tensors()[0].stride + first * 4, count * 4);
+  }
+  // Calls `what` for all of the state, with room for a piece of it at the host.
+  template <typename What>
+  Result<> by_pieces(What what) {
+    constexpr std::uint64_t piece = 1 << 18;
+    std::vector<float> values(piece);
+    for (std::uint64_t column = 0; column < 3; ++column)
+      for (std::uint64_t first = 0; first < s_.bytes / 12; first += piece)
+        if (auto done = what(column, first, std::span(values).first(std::min(piece, s_.bytes / 12 - first))); !done)
+          return done;
+    return {};
+  }
+  Result<> clear() {
+    return stream_->clear(owner_->state().data(), owner_->state().size()).and_then([&] {
+      return stream_->synchronize();
+    });
+  }
   bool joiner() const { return number_ == 0; }
   std::uint32_t processes() const { return s_.sources + 1; }
   Result<> meet_all() {
     return meet(meeting_, processes()) ? Result<>{} : fail(ErrorCode::cancelled, "another process failed");
   }
   Result<> open() {
-    auto engine = transport::make_engine(s_.transport);
+    auto engine = transport::make_engine(s_.transport, owner_->device());
     if (!engine) return tl::unexpected(engine.error());
     engine_ = std::move(*engine);
     auto address = engine_->listen({"127.0.0.1:0"});
@@ -97,7 +128,7 @@ class Replica {
   // Each source writes its half of the state in extents of the stream's size, a bounded number in flight.
   Result<double> measure_bulk() {
     if (auto opened = open(); !opened) return tl::unexpected(opened.error());
-    auto region = engine_->register_region(owner_->state(), transport::MemoryKind::host);
+    auto region = engine_->register_region(owner_->state(), owner_->device()->kind());
     if (!region) return tl::unexpected(region.error());
     const std::uint64_t share = owner_->state().size() / s_.sources;
     if (!joiner()) {
@@ -155,7 +186,7 @@ class Replica {
 
   Result<> measure_catch_up(Measured& measured) {
     if (joiner()) {  // as a trainer that has just started: it has nothing
-      std::memset(owner_->state().data(), 0, owner_->state().size());
+      if (auto cleared = clear(); !cleared) return cleared;
       for (std::size_t i = 0; i < owner_->manifest().slices().size(); ++i)
         owner_->page().slice_words()[i].store(shm::SliceWord{}.packed());
     }
@@ -199,11 +230,16 @@ class Replica {
       measured.proven_seconds = seconds(clock_.now() - start);
       if (const auto again = service.progress(key, clock_.now())->refetched; again > 0)
         return fail(ErrorCode::corrupt, "{} slices had to be fetched again", again);
-      const auto* floats = reinterpret_cast<const float*>(owner_->state().data());
-      for (std::uint64_t i = 0; i < s_.bytes / 12; i += 1021)
-        for (std::uint64_t column = 0; column < 3; ++column)
-          if (floats[column * owner_->manifest().tensors()[0].stride / 4 + i] != value(column, i))
-            return fail(ErrorCode::corrupt, "element {} of column {} did not arrive", i, column);
+      const auto checked =
+          by_pieces([this](std::uint64_t column, std::uint64_t first, std::span<float> values) -> Result<> {
+            const BytesView there = place(column, first, values.size());
+            if (auto read = access_->read(there, std::as_writable_bytes(values).data()); !read) return read;
+            for (std::uint64_t i = 0; i < values.size(); i += 1021)
+              if (values[i] != value(column, first + i))
+                return fail(ErrorCode::corrupt, "element {} of column {} did not arrive", first + i, column);
+            return {};
+          });
+      if (!checked) return checked;
       meeting_.wrong.store(1);  // tells the sources that it is over
     } else {
       while (meeting_.wrong.load() == 0 && meeting_.failed.load() == 0) {
@@ -228,6 +264,8 @@ class Replica {
   Meeting& meeting_;
   const std::uint32_t number_;
   SteadyClock clock_;
+  std::unique_ptr<device::Access> access_;
+  std::unique_ptr<device::Stream> stream_;
   std::unique_ptr<shm::Owner> owner_;
   std::unique_ptr<transport::Engine> engine_;
   std::optional<transport::Idle> idle_;
@@ -259,6 +297,7 @@ int run(const Settings& s) {
   if (!measured) return 1;
   std::printf("# rejoin_catchup_bw: %s from %u sources, transport %s; every replica a process of this machine\n",
               human_bytes(s.bytes).c_str(), s.sources, s.transport.c_str());
+  if (s.cuda) std::printf("# in the memory of CUDA device %d\n", *s.cuda);
   std::printf("# bulk: the same bytes written by the same sources in extents of the same size, nothing checked\n");
   std::printf("#%10s %14s %16s %16s %8s %8s\n", "run", "bulk (GB/s)", "arrived (GB/s)", "proven (GB/s)", "arrived",
               "proven");
@@ -300,6 +339,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--limit", s.limit, "each source sends at most this many MB/s; 0: no limit")->capture_default_str();
   app.add_flag("--weights", s.real_data, "fill the state with values like a trained model's, not with a constant");
+  app.add_option("--use_cuda", s.cuda, "states in this CUDA device's memory, which all replicas share");
   app.add_option("--json", s.json, "write the results to this file");
   CLI11_PARSE(app, argc, argv);
   s.limit *= 1e6;

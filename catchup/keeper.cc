@@ -23,10 +23,12 @@ Result<std::unique_ptr<Keeper>> Keeper::make(shm::Owner& owner, std::uint64_t bu
 
 Result<> Keeper::keep(std::uint32_t slice, Step step, BytesView gradient) {
   auto& device = *owner_.device();
-  auto memory = device.kind() == device::MemoryKind::host ? Result<device::Memory>(device::on_heap(gradient.size()))
-                                                          : device.allocate(gradient.size());
+  auto memory = device.kind() == device::MemoryKind::host || gradient.empty()
+                    ? Result<device::Memory>(device::on_heap(gradient.size()))
+                    : device.allocate(gradient.size());
   if (!memory) return tl::unexpected(memory.error());
-  if (auto copied = copies_->copy(memory->bytes.data(), gradient.data(), gradient.size()); !copied) return copied;
+  if (!gradient.empty())
+    if (auto copied = copies_->copy(memory->bytes.data(), gradient.data(), gradient.size()); !copied) return copied;
   kept_bytes_ += gradient.size();
   kept_[slice].push_back({step, std::move(*memory)});
   return {};

@@ -80,6 +80,8 @@ case ${1:-} in
       done
       "$bin/rejoin_allreduce_perf" --transport $transport --ranks 2 -b 1M -e 64M -f 4
       "$bin/rejoin_allreduce_perf" --transport $transport --ranks 2 -b 1M -e 64M -f 4 --use_cuda 0
+      "$bin/rejoin_catchup_bw" --transport $transport -s 1G
+      "$bin/rejoin_catchup_bw" --transport $transport -s 1G --use_cuda 0
     done ;;
   nccl)
     need_gpu
@@ -99,7 +101,7 @@ case ${1:-} in
   pack)
     to=${2:?usage: ./run gpu pack DIR}
     mkdir -p "$to/bin" "$to/lib"
-    for program in device_test transport_test ftar_test catchup_test session_test rejoin_write_bw rejoin_read_bw rejoin_allreduce_perf rejoin_kernel_bw \
+    for program in device_test transport_test ftar_test catchup_test session_test rejoin_write_bw rejoin_read_bw rejoin_allreduce_perf rejoin_catchup_bw rejoin_kernel_bw \
                    rejoin_nccl_check rejoin-demo rejoin-demo-trainer rejoind rejoin_nccl_net_test; do
       [[ ! -x $bin/$program ]] || install -s "$bin/$program" "$to/bin/"
     done
