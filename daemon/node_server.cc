@@ -42,7 +42,9 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   auto compression = catchup::parse_compression(options.compression);
   if (!compression) return tl::unexpected(compression.error());
   server->compression_ = *compression;
-  if (auto host = server->stream_of("host"); !host) return tl::unexpected(host.error());
+  auto host = server->open_stream("host", options.data_listen);
+  if (!host) return tl::unexpected(host.error());
+  server->streams_["host"] = std::move(*host);
   server->accept();
   server->coordinator_.connect();
   server->tick();
@@ -50,28 +52,36 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
 }
 
 NodeServer::~NodeServer() {
+  opener_.join();
   streams_.clear();
   if (!options_.socket.empty() && options_.socket[0] != '@') ::unlink(options_.socket.c_str());
 }
 
-Result<NodeServer::DeviceStream*> NodeServer::stream_of(const std::string& name) {
-  if (auto found = streams_.find(name); found != streams_.end()) return &found->second;
+Result<NodeServer::DeviceStream> NodeServer::open_stream(const std::string& name, const std::string& listen) {
   auto device = device::open_device(name);
   if (!device) return fail(device.error().code, "this daemon can't get at {}: {}", name, device.error().message);
-  const std::string address = (*device)->address();  // a device has several names
-  if (auto found = streams_.find(address); found != streams_.end()) return &found->second;
-  // The host's has the port that was asked for; the others listen beside it.
-  std::string listen = options_.data_listen;
-  if (!streams_.empty()) listen = listen.substr(0, listen.rfind(':')) + ":0";
   auto thread = StreamThread::start(
       options_.transport, *device, listen, key_.data_secret(), {compression_, options_.stream_limit * 1e6},
-      [this, address](StreamThread::Report report) {
-        asio::post(io_,
-                   [this, address, report = std::move(report)]() mutable { on_report(address, std::move(report)); });
+      [this, name](StreamThread::Report report) {
+        asio::post(io_, [this, name, report = std::move(report)]() mutable { on_report(name, std::move(report)); });
       });
   if (!thread) return tl::unexpected(thread.error());
-  if (address != "host") spdlog::info("serving {}", (*device)->name());
-  return &(streams_[address] = {.device = std::move(*device), .thread = std::move(*thread)});
+  return DeviceStream{.device = std::move(*device), .thread = std::move(*thread)};
+}
+
+void NodeServer::on_opened(const std::string& name, Result<DeviceStream> opened) {
+  auto waiting = opening_.extract(name);
+  if (opened) {
+    spdlog::info("serving {}", opened->device->name());
+    streams_[name] = std::move(*opened);
+  }
+  for (auto& [from, hello, fds] : waiting.mapped()) {
+    auto found = trainers_.find(from);
+    if (found == trainers_.end()) continue;
+    auto admitted =
+        opened ? admit(found->second, hello, std::move(fds), streams_.at(name)) : tl::unexpected(opened.error());
+    if (!admitted) refuse(from, admitted.error());
+  }
 }
 
 // ---- trainers
@@ -133,13 +143,8 @@ void NodeServer::read(membership::RankConnection id) {
         return drop(id, "it sent bytes that are no message");
       }
       if (message.has_hello()) {
-        if (auto welcome = on_hello(at->second, message.hello(), std::move((*received)->fds)); !welcome) {
-          proto::ToTrainer refusal;
-          refusal.set_refusal(welcome.error().message);
-          tell(at->second, refusal);
-          ++rejected_;
-          return drop(id, welcome.error().message);
-        }
+        auto heard = on_hello(at->second, message.hello(), std::move((*received)->fds));
+        if (!heard) return refuse(id, heard.error());
       } else {
         if (message.report().has_heartbeat()) at->second.ring = message.report().heartbeat();
         carry_out(machine_.on_rank_message(id, message.report(), now()));
@@ -155,14 +160,35 @@ Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello, 
                 "the trainer's library speaks protocol {} with page layout {}, this rejoind {} with {}; use one "
                 "version of both",
                 hello.protocol(), hello.layout(), membership::kProtocolVersion, shm::kLayoutVersion);
-  if (trainer.key) return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
   if (fds.size() != 4) return fail(ErrorCode::corrupt, "it sent {} descriptors instead of 4", fds.size());
+  if (auto found = streams_.find(hello.device()); found != streams_.end())
+    return admit(trainer, hello, std::move(fds), found->second);
+  auto& waiting = opening_[hello.device()];
+  waiting.push_back({trainer.id, hello, std::move(fds)});
+  if (waiting.size() > 1) return {};
+  // The host's stream has the port that was asked for; the others listen beside it.
+  const std::string listen = options_.data_listen.substr(0, options_.data_listen.rfind(':')) + ":0";
+  asio::post(opener_, [this, listen, name = hello.device()] {
+    asio::post(io_, [this, name, opened = open_stream(name, listen)]() mutable { on_opened(name, std::move(opened)); });
+  });
+  return {};
+}
+
+void NodeServer::refuse(membership::RankConnection id, const Error& error) {
+  proto::ToTrainer refusal;
+  refusal.set_refusal(error.message);
+  tell(trainers_.at(id), refusal);
+  ++rejected_;
+  drop(id, error.message);
+}
+
+Result<> NodeServer::admit(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds,
+                           DeviceStream& stream) {
+  if (trainer.key) return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
   auto manifest = shm::Manifest::parse(as_bytes(hello.manifest()));
   if (!manifest) return tl::unexpected(manifest.error());
-  const auto stream = stream_of(hello.device());
-  if (!stream) return tl::unexpected(stream.error());
   auto view = shm::View::make(std::move(*manifest), std::move(fds[0]), std::move(fds[1]), std::move(fds[2]),
-                              std::move(fds[3]), (*stream)->device);
+                              std::move(fds[3]), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
   // A process that hung and was declared dead may still be connected.
@@ -171,7 +197,7 @@ Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello, 
     if (other.key == key) older.push_back(id);
   for (auto id : older) drop(id, "the rank was started again");
   trainer.key = key;
-  trainer.stream = (*stream)->thread.get();
+  trainer.stream = stream.thread.get();
   auto shared = std::make_shared<shm::View>(std::move(*view));
   trainer.stream->post([key, shared](catchup::Service& service, TimePoint) {
     if (auto added = service.add_rank(key, std::move(*shared)); !added)

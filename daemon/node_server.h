@@ -63,8 +63,16 @@ class NodeServer {
   void tick();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
-  // The stream of a device, which is opened when a trainer is first on it.
-  Result<DeviceStream*> stream_of(const std::string& device);
+  // A trainer that has said hello, until the device that its state is on has been opened.
+  struct Waiting {
+    membership::RankConnection from;
+    proto::LocalHello hello;
+    std::vector<Fd> fds;
+  };
+  Result<> admit(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds, DeviceStream& stream);
+  void refuse(membership::RankConnection id, const Error& error);
+  Result<DeviceStream> open_stream(const std::string& device, const std::string& listen);  // any thread
+  void on_opened(const std::string& device, Result<DeviceStream> opened);
   void on_report(const std::string& device, StreamThread::Report report);
   TimePoint now() const { return SteadyClock().now(); }
 
@@ -81,7 +89,9 @@ class NodeServer {
   std::map<catchup::RankKey, catchup::Progress> progress_;
   std::uint64_t rejected_ = 0;
   catchup::Compression compression_{};
-  std::map<std::string, DeviceStream> streams_;  // by the device's address
+  std::map<std::string, DeviceStream> streams_;          // by the device's address
+  std::map<std::string, std::vector<Waiting>> opening_;  // likewise
+  asio::thread_pool opener_{1};                          // a GPU may take seconds, in which the daemon is not silent
 };
 
 }  // namespace rejoin::daemon

@@ -234,6 +234,8 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --daemon or REJOIN_SOCKET");
   expect({kMinimal}, "start rejoind on this node with --socket", {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock"});
   expect({kMinimal}, "REJOIN_* settings", {"REJOIN_REPLICA=first"});
+  expect({kMinimal}, "no device is called 'gpu': there are host, cuda",
+         {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_DEVICE=gpu"});
   expect({kCli, "status", "127.0.0.1:1"}, "no daemon answers at 127.0.0.1:1");
   expect({kCli, "audit", scratch.path + "/none"}, "No such file");
   expect({kCli, "trace", scratch.path}, "no event files in");
@@ -330,6 +332,20 @@ TEST(BadInput, ATrainerWithAnotherStateOrPlaceIsRefusedWithTheReason) {
       run({binaries() + "/rejoin-demo-trainer", "--replica", "1", "--daemon", job.socket(1), "--data", REJOIN_DATA});
   EXPECT_NE(other.status, 0);
   EXPECT_NE(other.output.find("tensors or buckets differ from the job's"), std::string::npos) << other.output;
+}
+
+// The trainer has a GPU, of software; its daemon was started without that.
+TEST(BadInput, ADaemonThatCantGetAtItsTrainersGpuSaysSo) {
+  Job job;
+  job.start(1, 0);
+  const Ended trainer = run({binaries() + "/rejoin-demo-trainer", "--replica", "0", "--daemon", job.socket(0), "--data",
+                             REJOIN_DATA, "--device", "cuda:0"},
+                            {"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA});
+  EXPECT_EQ(trainer.status, 1) << trainer.output;
+  EXPECT_NE(trainer.output.find("this daemon can't get at cuda:0000:00:00.0: no CUDA d"), std::string::npos)
+      << trainer.output;
+  // And goes on for those whose memory it can get at.
+  EXPECT_EQ(run({kCli, "status", job.addresses("node0").at("status").get<std::string>()}).status, 0);
 }
 
 }  // namespace
