@@ -363,6 +363,7 @@ TEST_P(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
     cluster.fabric.step();
   }
   cluster.kill(*cluster.ranks[2]);
+  for (auto& rank : cluster.ranks) rank->outcomes.clear();  // the small bucket may have ended in the first epoch
   cluster.enter(Epoch(2), cluster.places());
   cluster.start(Step(1));
   EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
