@@ -59,13 +59,13 @@ class Bench {
     for (const auto type : {DataType::float32, DataType::bfloat16})
       for (const auto blocks : s_.blocks) {
         if (!done) break;
-        auto reducer = device::Reducer::make(device_, {.blocks = blocks, .threads = s_.threads});
+        auto reducer = device::Reducer::make(*device_, {.blocks = blocks, .threads = s_.threads});
         if (!reducer) return tl::unexpected(reducer.error());
         done = measure(fmt::format("add {}, {} blocks of {}", to_string(type), blocks, s_.threads), 3,
                        [&] { return add(**reducer, type); });
       }
     if (done) {
-      auto digester = device::Digester::make(device_);
+      auto digester = device::Digester::make(*device_);
       if (!digester) return tl::unexpected(digester.error());
       done = measure("digest", 1, [&]() -> Result<> {
         const std::span<const std::byte> whole[] = {a_.bytes};

@@ -26,13 +26,13 @@ class HostAccess final : public Access {
 // Through a pinned buffer, a piece at a time.
 class CudaAccess final : public Access {
  public:
-  static Result<std::unique_ptr<Access>> make(std::shared_ptr<Device> device) {
+  static Result<std::unique_ptr<Access>> make(Device& device) {
     auto access = std::make_unique<CudaAccess>();
-    auto pinned = device->allocate_pinned(kPinned);
+    auto pinned = device.allocate_pinned(kPinned);
     if (!pinned) return tl::unexpected(pinned.error());
-    auto stream = device->make_stream();
+    auto stream = device.make_stream();
     if (!stream) return tl::unexpected(stream.error());
-    auto digester = Digester::make(std::move(device));
+    auto digester = Digester::make(device);
     if (!digester) return tl::unexpected(digester.error());
     access->pinned_ = std::move(*pinned);
     access->stream_ = std::move(*stream);
@@ -73,9 +73,9 @@ class CudaAccess final : public Access {
 
 }  // namespace
 
-Result<std::unique_ptr<Access>> Access::make(std::shared_ptr<Device> device) {
-  if (device->kind() == MemoryKind::host) return std::make_unique<HostAccess>();
-  return CudaAccess::make(std::move(device));
+Result<std::unique_ptr<Access>> Access::make(Device& device) {
+  if (device.kind() == MemoryKind::host) return std::make_unique<HostAccess>();
+  return CudaAccess::make(device);
 }
 
 }  // namespace rejoin::device

@@ -192,11 +192,13 @@ Result<std::shared_ptr<Device>> open_cuda(const CudaOptions& options) {
     if (auto done = d.check(d.device_by_pci(&device, options.pci.c_str()), "finding the device"); !done)
       return fail(ErrorCode::unavailable, "no CUDA device at {} can be used here ({} are there): {}", options.pci,
                   count, done.error().message);
-  } else if (options.ordinal < 0 || options.ordinal >= count)
-    return fail(ErrorCode::invalid_argument, "no CUDA device {}: there are {}, counted from 0", options.ordinal, count);
-  if (options.pci.empty())
+  } else {
+    if (options.ordinal < 0 || options.ordinal >= count)
+      return fail(ErrorCode::invalid_argument, "no CUDA device {}: there are {}, counted from 0", options.ordinal,
+                  count);
     if (auto done = d.check(d.device_get(&device, options.ordinal), "finding the device"); !done)
       return missing(done.error());
+  }
   char name[128] = "GPU", pci[32] = "?";
   if (auto done = d.check(d.device_name(name, sizeof name, device), "asking for its name"); !done)
     return missing(done.error());

@@ -103,4 +103,7 @@ Result<std::shared_ptr<Device>> open_cuda(const CudaOptions& options);
 // By name, for settings and between processes: "host", "cuda" (device 0), "cuda:N", "cuda:PCI-ADDRESS".
 Result<std::shared_ptr<Device>> open_device(const std::string& name);
 
+// Zeroes memory that the device has just allocated, and waits for it. (The host's comes as zeros.)
+Result<> zero_fresh(Device& device, std::span<std::byte> memory);
+
 }  // namespace rejoin::device

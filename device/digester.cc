@@ -7,20 +7,19 @@ namespace rejoin::device {
 
 using kernels::DigestPiece;
 
-Result<std::unique_ptr<Digester>> Digester::make(std::shared_ptr<Device> device) {
-  if (auto ready = device->prepare_kernels(); !ready) return tl::unexpected(ready.error());
+Result<std::unique_ptr<Digester>> Digester::make(Device& device) {
+  if (auto ready = device.prepare_kernels(); !ready) return tl::unexpected(ready.error());
   std::unique_ptr<Digester> digester(new Digester());
-  auto pieces = device->allocate(kPieces * sizeof(DigestPiece));
+  auto pieces = device.allocate(kPieces * sizeof(DigestPiece));
   if (!pieces) return tl::unexpected(pieces.error());
   auto pinned =
-      device->allocate_pinned(kPieces * (sizeof(DigestPiece) + kDigestBlock) + kBlocks * sizeof(std::uint64_t));
+      device.allocate_pinned(kPieces * (sizeof(DigestPiece) + kDigestBlock) + kBlocks * sizeof(std::uint64_t));
   if (!pinned) return tl::unexpected(pinned.error());
-  auto stream = device->make_stream();
+  auto stream = device.make_stream();
   if (!stream) return tl::unexpected(stream.error());
   digester->pieces_ = std::move(*pieces);
   digester->pinned_ = std::move(*pinned);
   digester->stream_ = std::move(*stream);
-  digester->device_ = std::move(device);
   return digester;
 }
 

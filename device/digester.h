@@ -10,7 +10,7 @@ namespace rejoin::device {
 class Digester {
  public:
   // Errors: `unavailable` (no kernels); of the device.
-  static Result<std::unique_ptr<Digester>> make(std::shared_ptr<Device> device);
+  static Result<std::unique_ptr<Digester>> make(Device& device);
 
   // Several pieces of device memory, each with a digest of its own; waits for them. They begin at multiples of 16 bytes
   // and are written by nobody meanwhile. Errors: of the device; nothing works on it any more.
@@ -22,7 +22,6 @@ class Digester {
   Digester() = default;
   Result<> batch(std::span<const std::span<const std::byte>> pieces, std::vector<std::uint64_t>& digests);
 
-  std::shared_ptr<Device> device_;
   Memory pieces_;  // on the device
   Memory pinned_;  // pieces on their way there; hashes and ends on theirs here
   std::unique_ptr<Stream> stream_;

@@ -86,11 +86,6 @@ class HostDevice final : public Device {
 
 }  // namespace
 
-Memory on_heap(std::size_t size) {
-  auto bytes = std::make_shared<Bytes>(size);
-  return {*bytes, bytes};
-}
-
 std::shared_ptr<Device> make_host() { return std::make_shared<HostDevice>(); }
 
 }  // namespace rejoin::device

@@ -19,25 +19,24 @@ std::uint64_t address(const std::byte* bytes) { return reinterpret_cast<std::uin
 
 }  // namespace
 
-Result<std::unique_ptr<Reducer>> Reducer::make(std::shared_ptr<Device> device, const ReducerOptions& options) {
+Result<std::unique_ptr<Reducer>> Reducer::make(Device& device, const ReducerOptions& options) {
   if (options.blocks < 1 || options.blocks > Mailbox::kMaxBlocks)
     return fail(ErrorCode::invalid_argument, "{} blocks for reductions: 1 to {} can be", options.blocks,
                 Mailbox::kMaxBlocks);
   if (options.threads < 32 || options.threads > 512 || options.threads % 32 != 0)
     return fail(ErrorCode::invalid_argument, "{} threads a block for reductions: 32 to 512 in steps of 32 can be",
                 options.threads);
-  if (auto ready = device->prepare_kernels(); !ready) return tl::unexpected(ready.error());
+  if (auto ready = device.prepare_kernels(); !ready) return tl::unexpected(ready.error());
   std::unique_ptr<Reducer> reducer(new Reducer(options));
-  auto pinned = device->allocate_pinned(sizeof(Mailbox));
+  auto pinned = device.allocate_pinned(sizeof(Mailbox));
   if (!pinned) return tl::unexpected(pinned.error());
   for (auto* stream : {&reducer->kernel_, &reducer->copies_}) {
-    auto made = device->make_stream();
+    auto made = device.make_stream();
     if (!made) return tl::unexpected(made.error());
     *stream = std::move(*made);
   }
   reducer->pinned_ = std::move(*pinned);
   reducer->mailbox_ = new (reducer->pinned_.bytes.data()) Mailbox{};
-  reducer->device_ = std::move(device);
   return reducer;
 }
 

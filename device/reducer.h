@@ -24,7 +24,7 @@ struct ReducerOptions {
 class Reducer {
  public:
   // Errors: `invalid_argument` (a grid that can't be); `unavailable` (no kernels); of the device.
-  static Result<std::unique_ptr<Reducer>> make(std::shared_ptr<Device> device, const ReducerOptions& options);
+  static Result<std::unique_ptr<Reducer>> make(Device& device, const ReducerOptions& options);
   ~Reducer();  // waits for what is queued
 
   // out = a + b, as ftar::add() of the host (same bits, but for a NaN's payload), resp. out = in. All in device memory,
@@ -54,7 +54,6 @@ class Reducer {
   bool a_block_left() const;
 
   const ReducerOptions options_;
-  std::shared_ptr<Device> device_;
   Memory pinned_;
   kernels::Mailbox* mailbox_ = nullptr;
   std::unique_ptr<Stream> kernel_, copies_;

@@ -46,7 +46,7 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   std::unique_ptr<Communicator> made(new Communicator(engine, options, self, secret));
   const auto kind = options.device ? options.device->kind() : transport::MemoryKind::host;
   if (options.device) {
-    auto reducer = device::Reducer::make(options.device, options.reducer);
+    auto reducer = device::Reducer::make(*options.device, options.reducer);
     if (!reducer) return tl::unexpected(reducer.error());
     made->reducer_ = std::move(*reducer);
   }

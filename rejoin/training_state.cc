@@ -56,7 +56,7 @@ Result<> TrainingState::allocate() {
                   "REJOIN_KEEP_BUDGET)",
                   human_bytes(keep_budget_), manifest->tensors()[slice.whole.tensor].name, human_bytes(needed));
   }
-  auto access = device::Access::make(device_);
+  auto access = device::Access::make(*device_);
   if (!access) return tl::unexpected(access.error());
   access_ = std::move(*access);
   auto owner = shm::Owner::make(std::move(*manifest), device_);
@@ -94,12 +94,8 @@ Result<> TrainingState::allocate() {
 
 Result<device::Memory> TrainingState::allocate_gradients(std::size_t size) const {
   auto memory = device_->allocate(size);
-  if (!memory || device_->kind() == device::MemoryKind::host) return memory;  // the kernel's comes cleared
-  auto stream = device_->make_stream();
-  if (!stream) return tl::unexpected(stream.error());
-  auto cleared = (*stream)->clear(memory->bytes.data(), size);
-  if (cleared) cleared = (*stream)->synchronize();
-  if (!cleared) return tl::unexpected(cleared.error());
+  if (!memory) return memory;
+  if (auto zeroed = device::zero_fresh(*device_, memory->bytes); !zeroed) return tl::unexpected(zeroed.error());
   return memory;
 }
 

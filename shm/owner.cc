@@ -13,11 +13,7 @@ Result<Owner> Owner::make(Manifest manifest, std::shared_ptr<device::Device> dev
   if (!aside) return tl::unexpected(aside.error());
   auto stream = device->make_stream();
   if (!stream) return tl::unexpected(stream.error());
-  if (device->kind() != device::MemoryKind::host) {  // the kernel's comes cleared
-    auto cleared = (*stream)->clear(state->memory.bytes.data(), state->memory.bytes.size());
-    if (cleared) cleared = (*stream)->synchronize();
-    if (!cleared) return tl::unexpected(cleared.error());
-  }
+  if (auto zeroed = device::zero_fresh(*device, state->memory.bytes); !zeroed) return tl::unexpected(zeroed.error());
   auto page_fd = make_sealed_memfd("rejoin-page", page_bytes(slices));
   if (!page_fd) return tl::unexpected(page_fd.error());
   auto mapped = Mapping::of(*page_fd, page_bytes(slices));

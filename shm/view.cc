@@ -18,7 +18,7 @@ Result<View> View::make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorb
   View view(std::move(manifest));
   const auto slices = static_cast<std::uint32_t>(view.manifest_.slices().size());
   const auto host = device::make_host();
-  auto access = device::Access::make(device);
+  auto access = device::Access::make(*device);
   if (!access) return tl::unexpected(access.error());
   const auto import = [](const char* what, device::Device& of, const Fd& fd, std::size_t size, device::Memory& memory) {
     auto imported = of.import_shared(fd, size);
@@ -137,22 +137,12 @@ void View::read(BytesView from, std::byte* to) { check(access_->read(from, to));
 void View::write(std::byte* to, BytesView from) { check(access_->write(to, from)); }
 
 std::uint64_t View::digest(BytesView of) {
-  const auto digests = access_->digests({&of, 1});
-  if (!digests) check(tl::unexpected(digests.error()));
-  return digests ? digests->front() : 0;
+  return told(access_->digests({&of, 1}).map([](const auto& digests) { return digests.front(); }));
 }
 
-std::uint64_t View::digest(const Part& part) {
-  const auto digest = digest_of(manifest_, part, state_.bytes, *access_);
-  if (!digest) check(tl::unexpected(digest.error()));
-  return digest.value_or(0);
-}
+std::uint64_t View::digest(const Part& part) { return told(digest_of(manifest_, part, state_.bytes, *access_)); }
 
-std::uint64_t View::digest(std::span<const BytesView> columns) {
-  const auto digest = digest_of(columns, *access_);
-  if (!digest) check(tl::unexpected(digest.error()));
-  return digest.value_or(0);
-}
+std::uint64_t View::digest(std::span<const BytesView> columns) { return told(digest_of(columns, *access_)); }
 
 std::optional<std::uint64_t> digest_held(View& view, const View::Held& held) {
   const Part& part = view.manifest().parts()[held.part];

@@ -78,6 +78,10 @@ class View {
   void check(const Result<>& done) {
     if (!done && !failure_) failure_ = done.error();
   }
+  std::uint64_t told(const Result<std::uint64_t>& digest) {
+    if (!digest) check(tl::unexpected(digest.error()));
+    return digest.value_or(0);
+  }
 
   Manifest manifest_;
   std::shared_ptr<device::Device> device_;

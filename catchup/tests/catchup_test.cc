@@ -28,13 +28,6 @@ shm::Manifest small_model(bool elementwise, bool on_gpu) {
                                {.name = "c", .count = 5, .columns = 1}});
 }
 
-std::shared_ptr<device::Device> device_of(bool on_gpu) {
-  if (!on_gpu) return device::make_host();
-  auto opened = device::open_cuda({.ordinal = 0, .library = device::cuda_library()});
-  if (!opened) throw std::runtime_error(opened.error().message);
-  return *opened;
-}
-
 // A replica of one rank: trainer, shared memory, daemon service.
 struct Replica {
   ReplicaId id;
@@ -121,7 +114,11 @@ struct Cluster {
   bool on_gpu;
 
   explicit Cluster(std::uint64_t seed, bool e = true, bool gpu = false)
-      : fabric({.seed = seed}, clock), random(seed), elementwise(e), device(device_of(gpu)), on_gpu(gpu) {
+      : fabric({.seed = seed}, clock),
+        random(seed),
+        elementwise(e),
+        device(gpu ? device::test_gpu() : device::make_host()),
+        on_gpu(gpu) {
     if (gpu) spdlog::set_level(spdlog::level::err);  // each engine says that it stages
   }
 
@@ -131,7 +128,7 @@ struct Cluster {
     replica->engine = fabric.make_engine();
     replica->on_fabric = replica->engine.get();
     if (on_gpu) replica->engine = *transport::staged::make_engine(std::move(replica->engine), device, {});
-    replica->access = *device::Access::make(device);
+    replica->access = *device::Access::make(*device);
     replica->address = *replica->engine->listen({"sim"});
     replica->owner = std::make_unique<shm::Owner>(*shm::Owner::make(small_model(elementwise, on_gpu), device));
     replica->keeper = *Keeper::make(*replica->owner, own_budget);

@@ -15,14 +15,8 @@
 namespace rejoin::device {
 namespace {
 
-std::shared_ptr<Device> cuda() {
-  auto opened = open_cuda({.ordinal = 0, .library = cuda_library()});
-  if (!opened) throw std::runtime_error(opened.error().message);
-  return *opened;
-}
-
 struct Devices : testing::TestWithParam<std::string> {
-  std::shared_ptr<Device> device = GetParam() == "cuda" ? cuda() : make_host();
+  std::shared_ptr<Device> device = GetParam() == "cuda" ? test_gpu() : make_host();
   // As another process would.
   Result<std::shared_ptr<Device>> open_device_again() const {
     if (GetParam() == "host") return open_device(device->address());
@@ -72,7 +66,7 @@ TEST_P(Devices, SharedMemoryIsTheSameForWhoeverHoldsItsHandle) {
   auto other = *open_device_again();
   auto theirs = *other->import_shared(ours.handle, size);
   ours.handle.reset();
-  auto here = *Access::make(device), there = *Access::make(other);
+  auto here = *Access::make(*device), there = *Access::make(*other);
   Bytes bytes(size), back(size);
   for (std::size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 13 >> 2);
   ASSERT_TRUE(here->write(ours.memory.bytes.data(), bytes));
@@ -104,7 +98,7 @@ TEST_P(Devices, AStreamFollowsAnother) {
   auto first = *device->make_stream(), second = *device->make_stream();
   constexpr std::size_t size = 4 * MiB;
   auto a = *device->allocate(size), b = *device->allocate(size);
-  auto access = *Access::make(device);
+  auto access = *Access::make(*device);
   for (int round = 1; round <= 5; ++round) {
     ASSERT_TRUE(access->write(a.bytes.data(), Bytes(size, std::byte(round))));
     ASSERT_TRUE(first->clear(a.bytes.data(), size));
@@ -157,7 +151,7 @@ TEST(Cuda, SaysWhatIsMissing) {
 }
 
 TEST(Cuda, MemoryThatIsNotToBeHadIsAnErrorThatNamesItsSize) {
-  auto device = cuda();
+  auto device = test_gpu();
   auto much = device->allocate(std::size_t{1} << 40);
   ASSERT_FALSE(much);
   EXPECT_EQ(much.error().code, ErrorCode::exhausted);
@@ -166,7 +160,7 @@ TEST(Cuda, MemoryThatIsNotToBeHadIsAnErrorThatNamesItsSize) {
 
 TEST(Cuda, WithoutDmaBufSupportExportSaysSo) {
   if (is_real()) GTEST_SKIP() << "a real one may have it";
-  auto device = cuda();
+  auto device = test_gpu();
   auto memory = *device->allocate(8192);
   auto exported = device->export_dma_buf(memory.bytes);
   ASSERT_FALSE(exported);
@@ -175,7 +169,7 @@ TEST(Cuda, WithoutDmaBufSupportExportSaysSo) {
 
 // A device's memory outlives the handle of the device.
 TEST(Cuda, MemoryKeepsItsDevice) {
-  auto memory = *cuda()->allocate(4096);
+  auto memory = *test_gpu()->allocate(4096);
   memory.owner.reset();
 }
 

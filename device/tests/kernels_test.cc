@@ -18,12 +18,6 @@ namespace {
 
 using namespace std::chrono_literals;
 
-std::shared_ptr<Device> cuda() {
-  auto opened = open_cuda({.ordinal = 0, .library = cuda_library()});
-  if (!opened) throw std::runtime_error(opened.error().message);
-  return *opened;
-}
-
 constexpr DataType kTypes[] = {DataType::float32, DataType::float64, DataType::bfloat16,
                                DataType::float16, DataType::int32,   DataType::int64};
 
@@ -60,7 +54,7 @@ double tolerance(DataType type, double exact, std::uint32_t divisor) {
 }
 
 struct Kernels : testing::Test {
-  std::shared_ptr<Device> device = cuda();
+  std::shared_ptr<Device> device = test_gpu();
   std::unique_ptr<Stream> stream = *device->make_stream();
   void in(std::byte* to, std::span<const std::byte> from) {
     auto pinned = *device->allocate_pinned(std::max<std::size_t>(from.size(), 1));
@@ -74,21 +68,27 @@ struct Kernels : testing::Test {
     EXPECT_TRUE(stream->synchronize());
     return {pinned.bytes.begin(), pinned.bytes.begin() + static_cast<std::ptrdiff_t>(size)};
   }
-  static void finish(Reducer& reducer) {
+  template <typename Is>
+  static void wait_until(Is is) {
     const auto deadline = std::chrono::steady_clock::now() + 60s;
-    while (!reducer.idle()) {
-      const auto done = reducer.done();
-      ASSERT_TRUE(done) << done.error().message;
+    while (!is()) {
       ASSERT_LT(std::chrono::steady_clock::now(), deadline);
       std::this_thread::yield();
     }
+  }
+  static void finish(Reducer& reducer) {
+    wait_until([&] {
+      const auto done = reducer.done();
+      EXPECT_TRUE(done) << done.error().message;
+      return !done || reducer.idle();
+    });
   }
 };
 
 // Every type, sums and means, sizes around the borders of vectors and tiles, pointers at any element, and nothing but
 // the result is written.
 TEST_F(Kernels, SumsAndMeansAreRightForEveryTypeSizeAndAlignment) {
-  auto reducer = *Reducer::make(device, {.blocks = 3, .threads = 64});
+  auto reducer = *Reducer::make(*device, {.blocks = 3, .threads = 64});
   constexpr std::size_t room = 70000 * 8 + 64;
   auto a = *device->allocate(room), b = *device->allocate(room), o = *device->allocate(room);
   std::mt19937_64 random(7);
@@ -122,7 +122,7 @@ TEST_F(Kernels, SumsAndMeansAreRightForEveryTypeSizeAndAlignment) {
 
 // More than the mailbox holds, while the kernel leaves for want of work time and again.
 TEST_F(Kernels, WorkGoesOnThroughAnyNumberOfLaunches) {
-  auto reducer = *Reducer::make(device, {.blocks = 4, .threads = 32, .patience = 1ms});
+  auto reducer = *Reducer::make(*device, {.blocks = 4, .threads = 32, .patience = 1ms});
   constexpr std::size_t count = 5000, pieces = 200;
   auto sums = *device->allocate(pieces * count * 4), one = *device->allocate(count * 4);
   in(sums.bytes.data(), Bytes(pieces * count * 4));
@@ -150,21 +150,17 @@ TEST_F(Kernels, WorkGoesOnThroughAnyNumberOfLaunches) {
 
 // Whoever waits for the whole device waits for no member of a ring: the kernel leaves by itself.
 TEST_F(Kernels, AKernelWithoutWorkLeaves) {
-  auto reducer = *Reducer::make(device, {.blocks = 2, .threads = 32, .patience = 5ms});
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 32, .patience = 5ms});
   auto memory = *device->allocate(4096);
   in(memory.bytes.data(), Bytes(4096));
   ASSERT_TRUE(
       reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
   finish(*reducer);
-  const auto deadline = std::chrono::steady_clock::now() + 60s;
-  while (!*reducer->resting()) {
-    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
-    std::this_thread::yield();
-  }
+  wait_until([&] { return *reducer->resting(); });
 }
 
 TEST_F(Kernels, AKernelThatIsToldToLeavesWhateverItsPatience) {
-  auto reducer = *Reducer::make(device, {.blocks = 2, .threads = 32, .patience = 1h});
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 32, .patience = 1h});
   auto memory = *device->allocate(4096);
   in(memory.bytes.data(), Bytes(4096));
   ASSERT_TRUE(
@@ -172,15 +168,11 @@ TEST_F(Kernels, AKernelThatIsToldToLeavesWhateverItsPatience) {
   finish(*reducer);
   EXPECT_FALSE(*reducer->resting());
   reducer->rest();
-  const auto deadline = std::chrono::steady_clock::now() + 60s;
-  while (!*reducer->resting()) {
-    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
-    std::this_thread::yield();
-  }
+  wait_until([&] { return *reducer->resting(); });
 }
 
 TEST_F(Kernels, CopiesAndSumsEndInTheOrderGiven) {
-  auto reducer = *Reducer::make(device, {});
+  auto reducer = *Reducer::make(*device, {});
   constexpr std::size_t size = 1 * MiB;
   auto a = *device->allocate(size), b = *device->allocate(size);
   Bytes bytes(size);
@@ -195,17 +187,17 @@ TEST_F(Kernels, CopiesAndSumsEndInTheOrderGiven) {
 TEST_F(Kernels, GridsThatCantBeAreRefused) {
   for (const auto& options : {ReducerOptions{.blocks = 0}, ReducerOptions{.blocks = 5000},
                               ReducerOptions{.threads = 1024}, ReducerOptions{.threads = 33}}) {
-    const auto made = Reducer::make(device, options);
+    const auto made = Reducer::make(*device, options);
     ASSERT_FALSE(made);
     EXPECT_EQ(made.error().code, ErrorCode::invalid_argument);
   }
-  const auto on_host = Reducer::make(make_host(), {});
+  const auto on_host = Reducer::make(*make_host(), {});
   ASSERT_FALSE(on_host);
   EXPECT_EQ(on_host.error().code, ErrorCode::unavailable);
 }
 
 TEST_F(Kernels, DigestsAreTheCpus) {
-  auto digester = *Digester::make(device);
+  auto digester = *Digester::make(*device);
   Bytes bytes(9 * MiB + 12345);
   std::mt19937_64 random(3);
   for (auto& byte : bytes) byte = static_cast<std::byte>(random());

@@ -2,7 +2,11 @@
 #pragma once
 
 #include <cstdlib>
+#include <memory>
+#include <stdexcept>
 #include <string>
+
+#include "device/device.h"
 
 namespace rejoin::device {
 
@@ -11,5 +15,12 @@ inline std::string cuda_library() {
   return given == nullptr ? REJOIN_FAKE_CUDA : given;
 }
 inline bool is_real() { return std::getenv("REJOIN_CUDA") != nullptr; }
+
+// Its first device.
+inline std::shared_ptr<Device> test_gpu() {
+  auto opened = open_cuda({.ordinal = 0, .library = cuda_library()});
+  if (!opened) throw std::runtime_error(opened.error().message);
+  return *opened;
+}
 
 }  // namespace rejoin::device

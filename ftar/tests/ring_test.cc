@@ -16,12 +16,6 @@ namespace {
 
 constexpr std::uint64_t kSecret = 42;
 
-std::shared_ptr<device::Device> gpu() {
-  auto opened = device::open_cuda({.ordinal = 0, .library = device::cuda_library()});
-  if (!opened) throw std::runtime_error(opened.error().message);
-  return *opened;
-}
-
 // One rank with its buffers. Where they are in a GPU's memory, what `input` and `output` hold is a copy of that.
 struct Rank {
   std::vector<device::Memory> inputs, outputs;
@@ -59,7 +53,7 @@ struct Cluster {
       : fabric({.seed = seed}, clock), sizes(std::move(elements)), random(seed) {
     if (!on_gpu) return;
     spdlog::set_level(spdlog::level::err);  // each engine says that it stages
-    device = gpu();
+    device = device::test_gpu();
     stream = *device->make_stream();
     options.device = device;
     options.reducer = {.blocks = 2, .threads = 64};

@@ -13,14 +13,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-std::shared_ptr<device::Device> gpu() {
-  auto opened = device::open_cuda({.ordinal = 0, .library = device::cuda_library()});
-  if (!opened) throw std::runtime_error(opened.error().message);
-  return *opened;
-}
-
 struct Streams : testing::Test {
-  std::shared_ptr<device::Device> device = gpu();
+  std::shared_ptr<device::Device> device = device::test_gpu();
   const Fd wake = *make_eventfd();
   std::unique_ptr<device::Stream> stream = *device->make_stream();
   device::Memory word = *device->allocate_pinned(64);  // what the stream is held up with
@@ -94,7 +88,7 @@ TEST_F(Streams, AStreamMayEndBeforeItsSession) {
 }
 
 TEST(DeviceState, OwnMemoryOfAnotherSizeThanItsGradientsIsRefused) {
-  const auto device = gpu();
+  const auto device = device::test_gpu();
   TrainingState state(1 << 20, device);
   const auto a = *state.add({.name = "a", .count = 1000}), b = *state.add({.name = "b", .count = 24});
   auto flat = *device->allocate(8192);
@@ -105,7 +99,7 @@ TEST(DeviceState, OwnMemoryOfAnotherSizeThanItsGradientsIsRefused) {
 }
 
 TEST(DeviceState, GradientsMayLieInTheTrainersOwnMemory) {
-  const auto device = gpu();
+  const auto device = device::test_gpu();
   TrainingState state(1 << 20, device);
   const auto a = *state.add({.name = "a", .count = 1000}), b = *state.add({.name = "b", .count = 24}),
              c = *state.add({.name = "c", .count = 100});
@@ -132,7 +126,7 @@ TEST(DeviceState, ItIsZeroAtFirstAndItsDigestIsTheHostsOne) {
     EXPECT_TRUE(state.bucket({w}));
     EXPECT_TRUE(state.allocate());
     const auto device = state.owner().device();
-    const auto access = *device::Access::make(device);
+    const auto access = *device::Access::make(*device);
     Bytes seen(state.column(w, 1).size(), std::byte{1});
     EXPECT_TRUE(access->read(state.column(w, 1), seen.data()));
     EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](auto byte) { return byte == std::byte{0}; }));
@@ -140,7 +134,7 @@ TEST(DeviceState, ItIsZeroAtFirstAndItsDigestIsTheHostsOne) {
     EXPECT_TRUE(access->write(state.column(w, 0).data(), seen));
     return *state.digest();
   };
-  TrainingState on_gpu(16 << 20, gpu()), on_host(16 << 20);
+  TrainingState on_gpu(16 << 20, device::test_gpu()), on_host(16 << 20);
   EXPECT_EQ(fill(on_gpu), fill(on_host));
 }
 

@@ -45,9 +45,8 @@ struct StagedBench : Bench {
   explicit StagedBench(std::unique_ptr<Bench> b) : below(std::move(b)) {}
   std::unique_ptr<Bench> below;
   std::unique_ptr<Engine> engine() override {
-    auto gpu = device::open_cuda({.ordinal = 0, .library = device::cuda_library()});
-    if (!gpu) throw std::runtime_error(gpu.error().message);
-    return *staged::make_engine(below->engine(), *gpu, {.slot_bytes = 64 * KiB, .slots = 4, .direct = false});
+    return *staged::make_engine(below->engine(), device::test_gpu(),
+                                {.slot_bytes = 64 * KiB, .slots = 4, .direct = false});
   }
   void progress() override { below->progress(); }
   Address anywhere() const override { return below->anywhere(); }

@@ -16,12 +16,6 @@ namespace {
 
 using namespace std::chrono_literals;
 
-std::shared_ptr<device::Device> gpu() {
-  auto opened = device::open_cuda({.ordinal = 0, .library = device::cuda_library()});
-  if (!opened) throw std::runtime_error(opened.error().message);
-  return *opened;
-}
-
 struct Staged : testing::Test {
   struct Side {
     std::unique_ptr<Engine> engine;
@@ -49,7 +43,7 @@ struct Staged : testing::Test {
       }
     }
   };
-  std::shared_ptr<device::Device> device = gpu(), host = device::make_host();
+  std::shared_ptr<device::Device> device = device::test_gpu(), host = device::make_host();
   std::unique_ptr<device::Stream> stream = *device->make_stream();
   Side a, b;
   EndpointId at_a, at_b;

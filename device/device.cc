@@ -1,8 +1,22 @@
-#include <charconv>
-
+// What is the same for all devices.
 #include "device/device.h"
 
+#include <charconv>
+
 namespace rejoin::device {
+
+Memory on_heap(std::size_t size) {
+  auto bytes = std::make_shared<Bytes>(size);
+  return {*bytes, bytes};
+}
+
+Result<> zero_fresh(Device& device, std::span<std::byte> memory) {
+  if (device.kind() == MemoryKind::host) return {};
+  auto stream = device.make_stream();
+  if (!stream) return tl::unexpected(stream.error());
+  if (auto cleared = (*stream)->clear(memory.data(), memory.size()); !cleared) return cleared;
+  return (*stream)->synchronize();
+}
 
 Result<std::shared_ptr<Device>> open_device(const std::string& name) {
   if (name == "host") return make_host();
