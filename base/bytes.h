@@ -35,6 +35,14 @@ requires std::is_trivially_copyable_v<T>
   return true;
 }
 
+// … and puts one at the end.
+template <typename T>
+requires std::is_trivially_copyable_v<T>
+void put(Bytes& bytes, const T& value) {
+  const BytesView view = bytes_of(value);
+  bytes.insert(bytes.end(), view.begin(), view.end());
+}
+
 // True where [offset, offset + length) lies inside [0, size), whatever the numbers.
 constexpr bool in_range(std::uint64_t offset, std::uint64_t length, std::uint64_t size) {
   return length <= size && offset <= size - length;

@@ -117,7 +117,7 @@ std::optional<SharedFile> shared_file_of(std::span<const std::byte> memory) {
   const auto& [base, shareable] = *std::prev(after);
   const auto offset = static_cast<std::size_t>(memory.data() - base);
   if (offset > shareable.size || memory.size() > shareable.size - offset) return std::nullopt;
-  return SharedFile{shareable.fd, shareable.inode, offset};
+  return SharedFile{shareable.fd, shareable.inode, offset, shareable.size};
 }
 
 Result<Mapping> Mapping::of(const Fd& fd, std::size_t size, bool writable) {

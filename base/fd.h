@@ -64,6 +64,7 @@ class Mapping {
 struct SharedFile {
   int fd = -1;  // the mapping's
   std::uint64_t inode = 0, offset = 0;
+  std::uint64_t size = 0;  // of the mapping
 };
 std::optional<SharedFile> shared_file_of(std::span<const std::byte> memory);
 

@@ -18,7 +18,7 @@ struct PeerCredentials {
 };
 Result<PeerCredentials> peer_credentials(const Fd& socket);
 
-constexpr std::size_t kMaxFds = 16;  // in one datagram
+constexpr std::size_t kMaxFds = 128;  // in one datagram; Linux takes 253
 
 // `name` beginning with '@' is abstract (no file). SEQPACKET: whole messages.
 Result<Fd> listen_unix(const std::string& name);

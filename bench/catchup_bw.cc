@@ -91,7 +91,7 @@ class Replica {
   }
   // The elements of a column of the state.
   std::span<std::byte> place(std::uint64_t column, std::uint64_t first, std::uint64_t count) const {
-    return owner_->state().subspan(column * owner_->manifest().tensors()[0].stride + first * 4, count * 4);
+    return owner_->column(0, static_cast<std::uint32_t>(column)).subspan(first * 4, count * 4);
   }
   // Calls `what` for all of the state, with room for a piece of it at the host.
   template <typename What>
@@ -105,10 +105,9 @@ class Replica {
     return {};
   }
   Result<> clear() {
-    return stream_->clear(owner_->state().data(), owner_->state().size()).and_then([&] {
-      return stream_->synchronize();
-    });
+    return stream_->clear(state().data(), state().size()).and_then([&] { return stream_->synchronize(); });
   }
+  std::span<std::byte> state() const { return owner_->segments().front(); }  // all of it
   bool joiner() const { return number_ == 0; }
   std::uint32_t processes() const { return s_.sources + 1; }
   Result<> meet_all() {
@@ -128,9 +127,9 @@ class Replica {
   // Each source writes its half of the state in extents of the stream's size, a bounded number in flight.
   Result<double> measure_bulk() {
     if (auto opened = open(); !opened) return tl::unexpected(opened.error());
-    auto region = engine_->register_region(owner_->state(), owner_->device()->kind());
+    auto region = engine_->register_region(state(), owner_->device()->kind());
     if (!region) return tl::unexpected(region.error());
-    const std::uint64_t share = owner_->state().size() / s_.sources;
+    const std::uint64_t share = state().size() / s_.sources;
     if (!joiner()) {
       auto endpoint = engine_->connect({meeting_.addresses[0]}, bytes_of(number_));
       if (!endpoint) return tl::unexpected(endpoint.error());

@@ -18,10 +18,10 @@ constexpr std::size_t kLookedAt = 256;  // slices, for one question
 
 }  // namespace
 
-Joiner::Joiner(transport::Engine& engine, shm::View& view, transport::RegionId state, TimePoint now)
+Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, TimePoint now)
     : engine_(engine),
       view_(view),
-      state_(state),
+      state_(std::move(state)),
       planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
       proven_(view.manifest().slices().size()),
       started_(now) {
@@ -66,34 +66,32 @@ void Joiner::on_source_down(ReplicaId source) {
   });
 }
 
-Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message, TimePoint now) {
+Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
   if (!sources_.contains(source)) return {};
   Result<> handled;
   if (message.has_sent()) handled = on_sent(source, message.sent());
   else if (message.has_proof()) handled = on_proof(source, message.proof());
   else handled = fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
-  if (handled) work(now, true);
   return handled;
 }
 
 void Joiner::on_written(std::uint64_t tag) {
   const auto& manifest = view_.manifest();
   const auto [part, column, coded] = ExtentTag::unpack(tag);
-  if (coded || part >= manifest.parts().size()) return;  // nonsense: the digests at the end tell
+  if (coded || part >= manifest.parts().size()) return;     // nonsense: the digests at the end tell
   if (view_.kind() != transport::MemoryKind::host) return;  // no cache to profit from: all columns at once, at the end
   const shm::Part& range = manifest.parts()[part];
   if (column >= manifest.columns(range)) return;
-  const shm::Extent extent = manifest.extent(range, column);
-  landed_[part][column] = view_.digest(view_.state().subspan(extent.offset, extent.length));
+  landed_[part][column] = view_.digest(view_.column(range, column));
 }
 
-std::uint64_t Joiner::digest_of_landed(std::uint32_t part) {
-  const auto& manifest = view_.manifest();
-  const shm::Part& range = manifest.parts()[part];
-  auto known = landed_.extract(part);
+// As it was found when its columns landed.
+std::optional<std::uint64_t> Joiner::digest_of_landed(std::uint32_t part) {
+  const auto known = landed_.extract(part);
+  if (known.empty()) return std::nullopt;
   std::uint64_t result = 0;
-  for (std::uint32_t column = 0; column < manifest.columns(range); ++column) {
-    if (known.empty() || !known.mapped()[column]) return view_.digest(range);
+  for (std::uint32_t column = 0; column < view_.manifest().columns(view_.manifest().parts()[part]); ++column) {
+    if (!known.mapped()[column]) return std::nullopt;
     result = combine_digests(result, *known.mapped()[column]);
   }
   return result;
@@ -104,58 +102,91 @@ Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
   if (sent.slice() >= manifest.slices().size() ||
       static_cast<std::uint32_t>(sent.digests().size()) != manifest.slices()[sent.slice()].parts)
     return fail(ErrorCode::corrupt, "a source sent slice {} with {} digests", sent.slice(), sent.digests().size());
-  const std::uint32_t slice = sent.slice();
-  const auto word = view_.slice(slice);
-  if (!planner_.on_arrived(source, slice)) return {};  // asked for again meanwhile
-  std::uint64_t wire_bytes = 0;
-  if (!take_in(sent, wire_bytes)) {
-    spdlog::warn("slice {} from replica {} is damaged; it is fetched again", slice, source);
-    fetch_again(slice);
-    return {};
-  }
-  if (word.state != shm::SliceState::requested ||
-      !view_.set_slice(slice, word, {shm::SliceState::arrived, sent.version()})) {
-    planner_.narrow();  // the trainer gave it up: its kept gradients ran over the budget
-    fetch_again(slice);
-    return {};
-  }
-  const std::uint64_t bytes = manifest.bytes_of(manifest.slices()[slice].whole);
-  bytes_ += bytes;
-  wire_bytes_ += wire_bytes;
-  from_[source] += bytes;
-  // What has just been compared is a proof, if this replica's state is still at the version that came; else it is
-  // proven when its kept gradients have been applied.
-  const shm::Clock clock = view_.clock();
-  if (!clock.updating && clock.version == sent.version()) prove(slice);
-  else unproven_.insert(slice);
+  arrivals_.push_back({source, sent});
+  if (arrivals_.size() >= view_.digests_at_once()) take_in_arrivals();
   return {};
 }
 
-// Decodes what is coded, in place, and compares digests; false where the bytes are not what was sent.
-bool Joiner::take_in(const proto::Sent& sent, std::uint64_t& wire_bytes) {
+// Decodes what is coded, in place, and compares digests.
+void Joiner::take_in_arrivals() {
   const auto& manifest = view_.manifest();
-  const shm::Slice& slice = manifest.slices()[sent.slice()];
+  auto arrivals = std::exchange(arrivals_, {});
+  std::erase_if(arrivals, [&](const Arrival& arrival) {  // those asked for again meanwhile
+    return !planner_.on_arrived(arrival.source, arrival.sent.slice());
+  });
+  struct Compared {
+    Arrival* arrival;
+    std::uint64_t theirs;
+  };
+  std::vector<Compared> compared;
+  std::vector<shm::Columns> parts;
+  for (auto& arrival : arrivals) {
+    const auto& slice = manifest.slices()[arrival.sent.slice()];
+    arrival.whole = decode(arrival);
+    for (std::uint32_t i = 0; i < slice.parts && arrival.whole; ++i) {
+      const auto theirs = arrival.sent.digests(static_cast<int>(i));
+      if (const auto ours = digest_of_landed(slice.first_part + i)) {
+        arrival.whole = *ours == theirs;
+      } else {
+        compared.push_back({&arrival, theirs});
+        parts.push_back(view_.columns(manifest.part(arrival.sent.slice(), i)));
+      }
+    }
+  }
+  if (!parts.empty()) {
+    const auto ours = view_.digests(parts);
+    for (std::size_t i = 0; i < compared.size(); ++i)
+      compared[i].arrival->whole = compared[i].arrival->whole && ours[i] == compared[i].theirs;
+  }
+  for (const auto& arrival : arrivals) settle(arrival);
+}
+
+void Joiner::settle(const Arrival& arrival) {
+  const std::uint32_t slice = arrival.sent.slice();
+  const auto word = view_.slice(slice);
+  if (!arrival.whole) {
+    spdlog::warn("slice {} from replica {} is damaged; it is fetched again", slice, arrival.source);
+    return fetch_again(slice);
+  }
+  if (word.state != shm::SliceState::requested ||
+      !view_.set_slice(slice, word, {shm::SliceState::arrived, arrival.sent.version()})) {
+    planner_.narrow();  // the trainer gave it up: its kept gradients ran over the budget
+    return fetch_again(slice);
+  }
+  const std::uint64_t bytes = view_.manifest().bytes_of(view_.manifest().slices()[slice].whole);
+  bytes_ += bytes;
+  wire_bytes_ += arrival.wire_bytes;
+  from_[arrival.source] += bytes;
+  // What has just been compared is a proof, if this replica's state is still at the version that came; else it is
+  // proven when its kept gradients have been applied.
+  const shm::Clock clock = view_.clock();
+  if (!clock.updating && clock.version == arrival.sent.version()) prove(slice);
+  else unproven_.insert(slice);
+}
+
+// In place; false where the bytes can't be decoded.
+bool Joiner::decode(Arrival& arrival) {
+  const auto& manifest = view_.manifest();
+  const shm::Slice& slice = manifest.slices()[arrival.sent.slice()];
   const std::uint32_t columns = manifest.columns(slice.whole);
-  const bool coded = sent.coded_size() > 0;
-  if (coded && static_cast<std::uint32_t>(sent.coded_size()) != slice.parts * columns) return false;
+  const bool coded = arrival.sent.coded_size() > 0;
+  if (coded && static_cast<std::uint32_t>(arrival.sent.coded_size()) != slice.parts * columns) return false;
   Bytes packed, plain;
   for (std::uint32_t i = 0; i < slice.parts; ++i) {
     const std::uint32_t part = slice.first_part + i;
     for (std::uint32_t column = 0; column < columns; ++column) {
-      const shm::Extent extent = manifest.extent(manifest.parts()[part], column);
-      const std::uint32_t length = coded ? sent.coded(static_cast<int>(i * columns + column)) : 0;
-      wire_bytes += length > 0 ? length : extent.length;
+      const std::span<std::byte> place = view_.column(manifest.parts()[part], column);
+      const std::uint32_t length = coded ? arrival.sent.coded(static_cast<int>(i * columns + column)) : 0;
+      arrival.wire_bytes += length > 0 ? length : place.size();
       if (length == 0) continue;
-      if (length > extent.length) return false;
-      const std::span<std::byte> place = view_.state().subspan(extent.offset, extent.length);
+      if (length > place.size()) return false;
       packed.resize(length);
-      plain.resize(extent.length);
+      plain.resize(place.size());
       view_.read(place.first(length), packed.data());
       if (!coder_.decode(packed, plain)) return false;
       view_.write(place.data(), plain);
-      landed_[part][column] = view_.digest(place);
+      if (view_.kind() == device::MemoryKind::host) landed_[part][column] = view_.digest(place);
     }
-    if (digest_of_landed(part) != sent.digests(static_cast<int>(i))) return false;
   }
   return true;
 }
@@ -171,6 +202,7 @@ void Joiner::fetch_again(std::uint32_t slice) {
 
 void Joiner::work(TimePoint now, bool busy) {
   if (done_) return;
+  if (!arrivals_.empty()) take_in_arrivals();
   std::erase_if(questions_, [&](Question& question) { return settle(question); });
   if (view_.clock() != seen_) {
     seen_ = view_.clock();
@@ -192,18 +224,32 @@ void Joiner::ask_for_slices() {
     if (slices.empty()) continue;
     proto::Stream message;
     auto& fetch = *message.mutable_fetch();
+    std::map<std::uint32_t, std::uint32_t> regions;  // by segment: which of the message's
+    const auto say_where = [&](std::uint32_t slice) {
+      const shm::Part& whole = view_.manifest().slices()[slice].whole;
+      for (std::uint32_t column = 0; column < view_.manifest().columns(whole); ++column) {
+        const shm::Place place = view_.place(whole, column);
+        const auto [known, first] = regions.try_emplace(place.segment, fetch.regions_size());
+        if (first) {
+          const auto target = engine_.remote(state_[place.segment]);
+          auto& region = *fetch.add_regions();
+          region.set_key(target.key);
+          region.set_length(target.length);
+        }
+        fetch.add_places(known->second);
+        fetch.add_offsets(place.offset);
+      }
+    };
     for (auto slice : slices) {
       // First marked, then the clock is read: the library first moves the clock, then looks at the marks. So either it
       // keeps the gradients of the update under way, or we ask for a version that contains it.
       while (!view_.set_slice(slice, view_.slice(slice), {shm::SliceState::requested, source.value + 1ull})) {
       }
       fetch.add_slices(slice);
+      say_where(slice);
     }
     const shm::Clock clock = view_.clock();
     fetch.set_at_least(clock.version + (clock.updating ? 1 : 0));
-    const auto target = engine_.remote(state_);
-    fetch.set_key(target.key);
-    fetch.set_length(view_.manifest().state_bytes());
     if (!say(endpoint, message)) return;
   }
 }
@@ -263,14 +309,7 @@ Result<> Joiner::on_proof(ReplicaId source, const proto::Proof& proof) {
 
 // True when the question is over.
 bool Joiner::settle(Question& question) {
-  bool whole = true;
-  for (std::size_t i = 0; i < question.held.size(); ++i) {
-    if (question.ours[i]) continue;
-    question.ours[i] = digest_held(view_, question.held[i]);
-    if (question.ours[i]) view_.release(question.held[i]);
-    whole = whole && question.ours[i].has_value();
-  }
-  if (!whole || question.theirs.empty()) return false;
+  if (!settle_held(view_, question.held, question.ours) || question.theirs.empty()) return false;
   std::size_t part = 0;
   for (std::size_t i = 0; i < question.slices.size(); ++i) {
     const std::uint32_t slice = question.slices[i];
@@ -308,7 +347,7 @@ bool Joiner::say(transport::EndpointId endpoint, const proto::Stream& message) {
 Progress Joiner::progress(TimePoint now) const {
   const auto& manifest = view_.manifest();
   Progress progress;
-  for (const auto& slice : manifest.slices()) progress.total_bytes += manifest.bytes_of(slice.whole);
+  progress.total_bytes = manifest.bytes();
   progress.bytes = bytes_;
   progress.wire_bytes = wire_bytes_;
   progress.slices = planner_.arrived();

@@ -29,13 +29,14 @@ struct Progress {
 
 class Joiner {
  public:
-  Joiner(transport::Engine& engine, shm::View& view, transport::RegionId state, TimePoint now);
+  // `state`: the view's segments, registered.
+  Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, TimePoint now);
   ~Joiner();
 
   void on_source_up(ReplicaId source, transport::EndpointId endpoint);
   void on_source_down(ReplicaId source);  // after its endpoint was closed: it is fenced
   // Errors: `corrupt`; the caller closes the source's connection.
-  Result<> on_message(ReplicaId source, const proto::Stream& message, TimePoint now);
+  Result<> on_message(ReplicaId source, const proto::Stream& message);
   // An extent has landed: its digest is taken while its bytes are in the cache.
   void on_written(std::uint64_t tag);
   // `busy`: extents are coming in; proofs, which cost as much memory traffic as the stream, wait for a quieter moment.
@@ -54,9 +55,19 @@ class Joiner {
     std::vector<std::uint64_t> theirs;               // by slice; empty: not answered yet
   };
 
-  std::uint64_t digest_of_landed(std::uint32_t part);
+  // A slice that a source says is in place.
+  struct Arrival {
+    ReplicaId source;
+    proto::Sent sent;
+    std::uint64_t wire_bytes = 0;
+    bool whole = true;  // nothing has shown yet that its bytes are not what was sent
+  };
+
   Result<> on_sent(ReplicaId source, const proto::Sent& sent);
-  bool take_in(const proto::Sent& sent, std::uint64_t& wire_bytes);
+  void take_in_arrivals();
+  bool decode(Arrival& arrival);
+  std::optional<std::uint64_t> digest_of_landed(std::uint32_t part);
+  void settle(const Arrival& arrival);
   Result<> on_proof(ReplicaId source, const proto::Proof& proof);
   void ask_for_slices();
   void ask_for_proof();
@@ -68,10 +79,11 @@ class Joiner {
 
   transport::Engine& engine_;
   shm::View& view_;
-  const transport::RegionId state_;
+  const std::vector<transport::RegionId> state_;
   Planner planner_;
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<std::uint32_t, std::array<std::optional<std::uint64_t>, shm::kMaxColumns>> landed_;  // digests, by part
+  std::vector<Arrival> arrivals_;  // that have not been looked at
   std::vector<bool> proven_;
   std::uint32_t proven_count_ = 0;
   std::set<std::uint32_t> unproven_;  // arrived

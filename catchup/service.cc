@@ -20,14 +20,39 @@ Result<> Service::add_rank(RankKey key, shm::View view) {
   if (ranks_.contains(key)) remove_rank(key);
   LocalRank rank;
   rank.view = std::make_unique<shm::View>(std::move(view));
-  auto state = engine_.register_region(rank.view->state(), rank.view->kind());
-  if (!state) return tl::unexpected(state.error());
-  auto aside = engine_.register_region(rank.view->aside(), rank.view->kind());
-  if (!aside) return tl::unexpected(aside.error());
-  rank.state = *state;
+  if (auto state = register_state(*rank.view, rank.state); !state) return state;
+  auto aside = register_memory(rank.view->aside(), rank.view->kind(), rank.view->aside_dma_buf());
+  if (!aside) {
+    deregister(rank.state);
+    return tl::unexpected(aside.error());
+  }
   rank.aside = *aside;
   ranks_[key] = std::move(rank);
   return {};
+}
+
+Result<> Service::register_state(const shm::View& view, std::vector<transport::RegionId>& regions) {
+  for (std::size_t i = 0; i < view.segments().size(); ++i) {
+    auto region = register_memory(view.segments()[i], view.kind(), view.dma_buf(i));
+    if (!region) {
+      deregister(regions);
+      return tl::unexpected(region.error());
+    }
+    regions.push_back(*region);
+  }
+  return {};
+}
+
+// By its trainer's dma-buf; where the transport can't, as it can.
+Result<transport::RegionId> Service::register_memory(std::span<std::byte> memory, device::MemoryKind kind,
+                                                     const std::optional<device::DmaBuf>& buffer) {
+  if (buffer)
+    if (auto region = engine_.register_dma_buf(*buffer)) return region;
+  return engine_.register_region(memory, kind);
+}
+
+void Service::deregister(std::vector<transport::RegionId>& regions) {
+  for (const auto region : std::exchange(regions, {})) engine_.deregister(region);
 }
 
 void Service::finish(RankKey key) {
@@ -45,7 +70,7 @@ void Service::finish(RankKey key) {
   rank.sources.clear();
   rank.wanted.clear();
   rank.reported = false;
-  if (rank.target) engine_.deregister(*std::exchange(rank.target, std::nullopt));
+  deregister(rank.target);
 }
 
 void Service::serve(RankKey key, std::optional<Incarnation> incarnation) {
@@ -62,7 +87,7 @@ void Service::remove_rank(RankKey key) {
   if (found == ranks_.end()) return;
   serve(key, std::nullopt);
   finish(key);
-  engine_.deregister(found->second.state);
+  deregister(found->second.state);
   engine_.deregister(found->second.aside);
   ranks_.erase(found);
 }
@@ -72,10 +97,9 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Time
   if (found == ranks_.end()) return;
   LocalRank& rank = found->second;
   if (!rank.joiner) {
-    auto target = engine_.register_region(rank.view->state(), rank.view->kind());
+    auto target = register_state(*rank.view, rank.target);
     if (!target) return spdlog::error("replica {} can't catch up: {}", key.replica, target.error());
-    rank.target = *target;
-    rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, *target, now);
+    rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, now);
   }
   std::vector<SourceAddress> gone;
   for (const auto& [source, endpoint] : rank.sources)
@@ -138,7 +162,7 @@ void Service::lose(transport::EndpointId endpoint, const std::string& why) {
   if (rank.joiner) rank.joiner->on_source_down(source.replica);
 }
 
-void Service::on_message(transport::EndpointId endpoint, BytesView bytes, TimePoint now) {
+void Service::on_message(transport::EndpointId endpoint, BytesView bytes) {
   proto::Stream message;
   if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())))
     return lose(endpoint, "it sent bytes that are no message");
@@ -149,7 +173,7 @@ void Service::on_message(transport::EndpointId endpoint, BytesView bytes, TimePo
     else if (message.has_prove()) handled = source.on_prove(message.prove());
     else handled = fail(ErrorCode::corrupt, "a joiner sent a message that only sources send");
   } else if (auto fetching = fetching_.find(endpoint); fetching != fetching_.end()) {
-    handled = ranks_.at(fetching->second.rank).joiner->on_message(fetching->second.source.replica, message, now);
+    handled = ranks_.at(fetching->second.rank).joiner->on_message(fetching->second.source.replica, message);
   }
   if (!handled) lose(endpoint, handled.error().message);
 }
@@ -164,7 +188,7 @@ void Service::handle(const transport::Event& event, TimePoint now) {
       ranks_.at(found->second.rank).joiner->on_source_up(found->second.source.replica, event.endpoint);
       return;
     }
-    case EventKind::message: return on_message(event.endpoint, event.message, now);
+    case EventKind::message: return on_message(event.endpoint, event.message);
     case EventKind::completed: {
       auto found = serving_.find(event.endpoint);
       if (found != serving_.end()) found->second.source->on_write_completed(event.value, !event.error, now);

@@ -84,9 +84,11 @@ class Service {
  private:
   struct LocalRank {
     std::unique_ptr<shm::View> view;
-    transport::RegionId state, aside;           // for what is sent from here
-    std::optional<transport::RegionId> target;  // while it catches up: where sources write. Its own, so that they can
-                                                // be fenced off without disturbing whoever is served from here
+    std::vector<transport::RegionId> state;  // by segment, for what is sent from here
+    transport::RegionId aside;               // likewise
+    // While it catches up: where sources write. Its own, so that they can be fenced off without disturbing whoever is
+    // served from here.
+    std::vector<transport::RegionId> target;
     std::unique_ptr<Joiner> joiner;
     bool reported = false;
     std::optional<Incarnation> serves;
@@ -103,10 +105,15 @@ class Service {
     SourceAddress source;
   };
 
+  // Registers all segments or none, which leaves the list empty.
+  Result<> register_state(const shm::View& view, std::vector<transport::RegionId>& regions);
+  void deregister(std::vector<transport::RegionId>& regions);
+  Result<transport::RegionId> register_memory(std::span<std::byte> memory, device::MemoryKind kind,
+                                              const std::optional<device::DmaBuf>& buffer);
   void connect_missing(RankKey key, LocalRank& rank);
   void handle(const transport::Event& event, TimePoint now);
   void on_accepted(const transport::Event& event);
-  void on_message(transport::EndpointId endpoint, BytesView bytes, TimePoint now);
+  void on_message(transport::EndpointId endpoint, BytesView bytes);
   void lose(transport::EndpointId endpoint, const std::string& why);
 
   transport::Engine& engine_;

@@ -47,14 +47,25 @@ Source::Stats Source::stats() const {
 
 Result<> Source::on_fetch(const proto::Fetch& fetch) {
   const auto& manifest = memory_.view->manifest();
-  if (fetch.length() != manifest.state_bytes())
-    return fail(ErrorCode::mismatch, "the joiner's state has {} bytes, ours {}", fetch.length(),
-                manifest.state_bytes());
+  if (fetch.places_size() != fetch.offsets_size())
+    return fail(ErrorCode::corrupt, "{} places with {} offsets", fetch.places_size(), fetch.offsets_size());
+  int next = 0;  // place
   for (auto slice : fetch.slices()) {
     if (slice >= manifest.slices().size() || requests_.size() >= kMaxRequests)
       return fail(ErrorCode::corrupt, "it asks for slice {} of {}", slice, manifest.slices().size());
-    requests_.push_back({slice, fetch.at_least(), {fetch.key(), fetch.length()}});
+    const shm::Part& whole = manifest.slices()[slice].whole;
+    Request request{.slice = slice, .at_least = fetch.at_least()};
+    for (std::uint32_t column = 0; column < manifest.columns(whole); ++column, ++next) {
+      if (next >= fetch.places_size() || fetch.places(next) >= static_cast<std::uint32_t>(fetch.regions_size()))
+        return fail(ErrorCode::corrupt, "it does not say where slice {} begins", slice);
+      const auto& region = fetch.regions(static_cast<int>(fetch.places(next)));
+      if (!in_range(fetch.offsets(next), manifest.length(whole), region.length()))
+        return fail(ErrorCode::mismatch, "slice {} does not fit where the joiner wants it", slice);
+      request.columns[column] = {{region.key(), region.length()}, fetch.offsets(next)};
+    }
+    requests_.push_back(request);
   }
+  if (next != fetch.places_size()) return fail(ErrorCode::corrupt, "{} places too many", fetch.places_size() - next);
   return {};
 }
 
@@ -81,13 +92,13 @@ std::vector<std::uint32_t> Source::parts_of(std::uint32_t slice) const {
 bool Source::work(TimePoint now) {
   if (failed_) return false;
   for (auto it = questions_.begin(); it != questions_.end();) it = advance(*it) ? questions_.erase(it) : std::next(it);
-  std::vector<std::uint64_t> numbers;
-  for (const auto& [number, job] : jobs_) numbers.push_back(number);
-  for (auto number : numbers) {
-    advance(jobs_.at(number));
-    const auto& parts = jobs_.at(number).parts;
+  std::vector<SliceJob*> jobs;
+  for (auto& [number, job] : jobs_) jobs.push_back(&job);
+  write_parts(jobs);
+  for (const SliceJob* each : jobs) {
+    const auto& parts = each->parts;
     if (std::all_of(parts.begin(), parts.end(), [](const PartJob& part) { return part.digest.has_value(); })) {
-      const SliceJob& job = jobs_.at(number);
+      const SliceJob& job = *each;
       proto::Stream message;
       message.mutable_sent()->set_slice(job.request.slice);
       message.mutable_sent()->set_version(job.version);
@@ -100,7 +111,7 @@ bool Source::work(TimePoint now) {
       for (std::size_t i = 0; coded && i < parts.size(); ++i)
         for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[parts[i].held.part]); ++c)
           message.mutable_sent()->add_coded(parts[i].coded[c]);
-      jobs_.erase(number);
+      jobs_.erase(job.number);
       say(message);
     }
   }
@@ -108,64 +119,86 @@ bool Source::work(TimePoint now) {
   return !requests_.empty() || !jobs_.empty() || !questions_.empty();
 }
 
+bool Source::may_start(TimePoint now) {
+  return !requests_.empty() && (memory_.view->phase() != shm::Phase::exchange || now - last_start_ >= kYield) &&
+         pacer_.may_send(now) && memory_.view->clock().version >= requests_.front().at_least;
+}
+
 void Source::start_slices(TimePoint now) {
-  while (!requests_.empty()) {
-    if (memory_.view->phase() == shm::Phase::exchange && now - last_start_ < kYield) return;
-    if (!pacer_.may_send(now)) return;
-    if (memory_.view->clock().version < requests_.front().at_least) return;
-    auto held = memory_.view->hold(parts_of(requests_.front().slice));
-    if (!held) return;
-    const std::uint64_t number = next_job_++;
-    SliceJob& job = jobs_[number];
-    job.number = number;
-    job.request = requests_.front();
-    job.version = held->first;
-    requests_.pop_front();
-    last_start_ = now;
-    for (const auto& one : held->second) job.parts.push_back({.held = one});
-    advance(job);
+  // What is begun is paid for when it is written: with a limit one by one.
+  const std::size_t at_once = pacer_.limit() > 0 ? 1 : memory_.view->digests_at_once();
+  for (bool held_back = false; !held_back && !failed_;) {
+    std::vector<SliceJob*> begun;
+    while (begun.size() < at_once && !held_back) {
+      auto held = may_start(now) ? memory_.view->hold(parts_of(requests_.front().slice)) : std::nullopt;
+      held_back = !held;
+      if (held_back) break;
+      const std::uint64_t number = next_job_++;
+      SliceJob& job = jobs_[number];
+      job.number = number;
+      job.request = requests_.front();
+      job.version = held->first;
+      requests_.pop_front();
+      last_start_ = now;
+      for (const auto& one : held->second) job.parts.push_back({.held = one});
+      begun.push_back(&job);
+    }
+    write_parts(begun);
   }
 }
 
-void Source::advance(SliceJob& job) {
-  for (std::size_t i = 0; i < job.parts.size() && !failed_; ++i) {
-    PartJob& part = job.parts[i];
-    if (part.digest || part.writing) continue;
-    const auto where = memory_.view->where(part.held);
-    if (where == shm::View::Where::copying) continue;
-    write_part(job, i);
+// Of these jobs, what is neither written nor being copied aside.
+void Source::write_parts(std::span<SliceJob* const> jobs) {
+  std::vector<std::pair<SliceJob*, std::size_t>> ready;
+  for (auto* job : jobs)
+    for (std::size_t i = 0; i < job->parts.size(); ++i)
+      if (!job->parts[i].digest && !job->parts[i].writing) ready.emplace_back(job, i);
+  const std::size_t at_once = memory_.view->digests_at_once();
+  for (std::span rest(ready); !rest.empty() && !failed_; rest = rest.subspan(std::min(at_once, rest.size()))) {
+    const auto some = rest.first(std::min(at_once, rest.size()));
+    // The digests first: they are of the held version if the hold lasts until the bytes are there.
+    std::vector<shm::View::Held> held;
+    for (const auto& [job, index] : some) held.push_back(job->parts[index].held);
+    const auto digests = digests_held(*memory_.view, held);
+    for (std::size_t i = 0; i < some.size() && !failed_; ++i)
+      if (digests[i]) write_part(*some[i].first, some[i].second, *digests[i]);
   }
 }
 
 // Writes a part's columns from where they are. From the state it is a gamble that no update begins meanwhile; a lost
 // one is written again from aside, and the joiner believes nothing before `Sent`.
-void Source::write_part(SliceJob& job, std::size_t index) {
+void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) {
   const auto& manifest = memory_.view->manifest();
   PartJob& part = job.parts[index];
   const shm::Part& range = manifest.parts()[part.held.part];
-  // The digest first: it is of the held version if the hold lasts until the bytes are there.
-  part.digest_sent = digest_held(*memory_.view, part.held);
-  if (!part.digest_sent) return;  // being copied: from there, later
-  part.from_aside = memory_.view->where(part.held) == shm::View::Where::aside;
+  const auto where = memory_.view->where(part.held);
+  if (where == shm::View::Where::copying) return;  // from there, later
+  part.digest_sent = digest;
+  part.from_aside = where == shm::View::Where::aside;
   part.coded = {};
   if (decision_.on() && !encode(part)) return;
   if (decision_.wants_sample()) sample(part);
   std::vector<transport::Write> writes;
   std::uint64_t aside = memory_.view->aside_offset(part.held), slot = part.slot.value_or(0) * shm::kPartBytes;
+  const std::uint64_t whole = manifest.length(range),
+                      into = (range.first - manifest.slices()[job.request.slice].whole.first) *
+                             size_of(manifest.tensors()[range.tensor].type);
   part.wire_bytes = 0;
   for (std::uint32_t column = 0; column < manifest.columns(range); ++column) {
-    const shm::Extent extent = manifest.extent(range, column);
+    const shm::Place place = memory_.view->place(range, column);
+    transport::RemoteRange remote = job.request.columns[column];
+    remote.offset += into;
     const bool coded = part.coded[column] > 0;
-    const std::uint64_t length = coded ? part.coded[column] : extent.length;
+    const std::uint64_t length = coded ? part.coded[column] : whole;
     writes.push_back({.context = job.number << 8 | index,
                       .local = coded             ? transport::LocalRange{slots_region_, slot}
                                : part.from_aside ? transport::LocalRange{memory_.aside, aside}
-                                                 : transport::LocalRange{memory_.state, extent.offset},
-                      .remote = {job.request.target, extent.offset},
+                                                 : transport::LocalRange{memory_.state[place.segment], place.offset},
+                      .remote = remote,
                       .length = length,
                       .notify = ExtentTag{part.held.part, column, coded}.packed()});
     aside += manifest.packed_stride(range);
-    slot += extent.length;
+    slot += whole;
     part.wire_bytes += length;
   }
   if (!engine_.write(joiner_, writes)) {
@@ -282,14 +315,7 @@ bool Source::advance(Question& question) {
       return answer(true);
     }
   }
-  bool whole = true;
-  for (std::size_t i = 0; i < question.held.size(); ++i) {
-    if (question.digests[i]) continue;
-    question.digests[i] = digest_held(view, question.held[i]);
-    if (question.digests[i]) view.release(question.held[i]);
-    whole = whole && question.digests[i].has_value();
-  }
-  return whole && answer(false);
+  return settle_held(view, question.held, question.digests) && answer(false);
 }
 
 void Source::say(const proto::Stream& message) {

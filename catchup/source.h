@@ -32,7 +32,8 @@ class Source {
  public:
   struct Memory {  // of the local trainer, registered
     shm::View* view = nullptr;
-    transport::RegionId state, aside;
+    std::vector<transport::RegionId> state;  // by segment
+    transport::RegionId aside;
   };
 
   struct Stats {
@@ -58,9 +59,9 @@ class Source {
 
  private:
   struct Request {
-    std::uint32_t slice;
-    std::uint64_t at_least;
-    transport::RemoteRegion target;
+    std::uint32_t slice = 0;
+    std::uint64_t at_least = 0;
+    std::array<transport::RemoteRange, shm::kMaxColumns> columns;  // in the joiner's memory
   };
   struct PartJob {
     shm::View::Held held;
@@ -88,8 +89,9 @@ class Source {
   };
 
   void start_slices(TimePoint now);
-  void advance(SliceJob& job);
-  void write_part(SliceJob& job, std::size_t index);
+  bool may_start(TimePoint now);
+  void write_parts(std::span<SliceJob* const> jobs);
+  void write_part(SliceJob& job, std::size_t index, std::uint64_t digest);
   bool encode(PartJob& part);
   void sample(const PartJob& part);
   bool advance(Question& question);

@@ -75,11 +75,11 @@ void NodeServer::on_opened(const std::string& name, Result<DeviceStream> opened)
     spdlog::info("serving {}", opened->device->name());
     streams_[name] = std::move(*opened);
   }
-  for (auto& [from, hello, fds] : waiting.mapped()) {
+  for (auto& [from, offering] : waiting.mapped()) {
     auto found = trainers_.find(from);
     if (found == trainers_.end()) continue;
     auto admitted =
-        opened ? admit(found->second, hello, std::move(fds), streams_.at(name)) : tl::unexpected(opened.error());
+        opened ? admit(found->second, std::move(offering), streams_.at(name)) : tl::unexpected(opened.error());
     if (!admitted) refuse(from, admitted.error());
   }
 }
@@ -142,8 +142,10 @@ void NodeServer::read(membership::RankConnection id) {
         ++rejected_;
         return drop(id, "it sent bytes that are no message");
       }
-      if (message.has_hello()) {
-        auto heard = on_hello(at->second, message.hello(), std::move((*received)->fds));
+      if (!message.has_report()) {
+        Result<> heard;
+        if (message.has_hello()) heard = on_hello(at->second, message.hello());
+        if (heard) heard = on_descriptors(at->second, std::move((*received)->fds));
         if (!heard) return refuse(id, heard.error());
       } else {
         if (message.report().has_heartbeat()) at->second.ring = message.report().heartbeat();
@@ -154,22 +156,45 @@ void NodeServer::read(membership::RankConnection id) {
   });
 }
 
-Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds) {
+Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) {
   if (hello.protocol() != membership::kProtocolVersion || hello.layout() != shm::kLayoutVersion)
     return fail(ErrorCode::mismatch,
                 "the trainer's library speaks protocol {} with page layout {}, this rejoind {} with {}; use one "
                 "version of both",
                 hello.protocol(), hello.layout(), membership::kProtocolVersion, shm::kLayoutVersion);
-  if (fds.size() != 4) return fail(ErrorCode::corrupt, "it sent {} descriptors instead of 4", fds.size());
-  if (auto found = streams_.find(hello.device()); found != streams_.end())
-    return admit(trainer, hello, std::move(fds), found->second);
-  auto& waiting = opening_[hello.device()];
-  waiting.push_back({trainer.id, hello, std::move(fds)});
+  if (trainer.offering || trainer.key)
+    return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
+  if (hello.descriptors() > shm::kMaxOffered)
+    return fail(ErrorCode::corrupt, "it wants to send {} descriptors", hello.descriptors());
+  trainer.offering = {hello, {}};
+  return {};
+}
+
+Result<> NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
+  if (!trainer.offering) return fail(ErrorCode::corrupt, "it sent descriptors without being asked");
+  auto& [hello, all] = *trainer.offering;
+  std::move(fds.begin(), fds.end(), std::back_inserter(all));
+  if (fds.empty() || all.size() > hello.descriptors())
+    return fail(ErrorCode::corrupt, "it sent {} descriptors, {} by now, and announced {}", fds.size(), all.size(),
+                hello.descriptors());
+  if (all.size() < hello.descriptors()) {
+    proto::ToTrainer next;
+    next.mutable_more();
+    tell(trainer, next);
+    return {};
+  }
+  Offering offering = *std::exchange(trainer.offering, std::nullopt);
+  const std::string device = offering.hello.device();
+  if (auto found = streams_.find(device); found != streams_.end())
+    return admit(trainer, std::move(offering), found->second);
+  auto& waiting = opening_[device];
+  waiting.push_back({trainer.id, std::move(offering)});
   if (waiting.size() > 1) return {};
   // The host's stream has the port that was asked for; the others listen beside it.
   const std::string listen = options_.data_listen.substr(0, options_.data_listen.rfind(':')) + ":0";
-  asio::post(opener_, [this, listen, name = hello.device()] {
-    asio::post(io_, [this, name, opened = open_stream(name, listen)]() mutable { on_opened(name, std::move(opened)); });
+  asio::post(opener_, [this, listen, device] {
+    asio::post(
+        io_, [this, device, opened = open_stream(device, listen)]() mutable { on_opened(device, std::move(opened)); });
   });
   return {};
 }
@@ -182,13 +207,10 @@ void NodeServer::refuse(membership::RankConnection id, const Error& error) {
   drop(id, error.message);
 }
 
-Result<> NodeServer::admit(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds,
-                           DeviceStream& stream) {
+Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& stream) {
   if (trainer.key) return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
-  auto manifest = shm::Manifest::parse(as_bytes(hello.manifest()));
-  if (!manifest) return tl::unexpected(manifest.error());
-  auto view = shm::View::make(std::move(*manifest), std::move(fds[0]), std::move(fds[1]), std::move(fds[2]),
-                              std::move(fds[3]), stream.device);
+  const proto::LocalHello& hello = offering.hello;
+  auto view = shm::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
   // A process that hung and was declared dead may still be connected.

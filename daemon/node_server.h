@@ -40,6 +40,11 @@ class NodeServer {
     std::uint64_t bytes_served = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
   };
+  // What a trainer registers with.
+  struct Offering {
+    proto::LocalHello hello;
+    std::vector<Fd> fds;  // so far
+  };
   struct Trainer {
     membership::RankConnection id;
     StreamThread* stream = nullptr;  // of its device, when it has registered
@@ -47,6 +52,7 @@ class NodeServer {
     PeerCredentials credentials;
     std::unique_ptr<asio::posix::stream_descriptor> readable;
     std::unique_ptr<asio::posix::stream_descriptor> exited;  // a pidfd
+    std::optional<Offering> offering;                        // until it is whole
     std::optional<catchup::RankKey> key;
     bool catching_up = false;
     std::optional<Incarnation> serves;
@@ -57,19 +63,19 @@ class NodeServer {
   void accept();
   void watch(Trainer& trainer);
   void read(membership::RankConnection id);
-  Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds);
+  Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello);
+  Result<> on_descriptors(Trainer& trainer, std::vector<Fd> fds);
   void drop(membership::RankConnection id, const std::string& reason);
   void tell(Trainer& trainer, const proto::ToTrainer& message);
   void tick();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
-  // A trainer that has said hello, until the device that its state is on has been opened.
+  // A trainer that has said all, until the device that its state is on has been opened.
   struct Waiting {
     membership::RankConnection from;
-    proto::LocalHello hello;
-    std::vector<Fd> fds;
+    Offering offering;
   };
-  Result<> admit(Trainer& trainer, const proto::LocalHello& hello, std::vector<Fd> fds, DeviceStream& stream);
+  Result<> admit(Trainer& trainer, Offering offering, DeviceStream& stream);
   void refuse(membership::RankConnection id, const Error& error);
   Result<DeviceStream> open_stream(const std::string& device, const std::string& listen);  // any thread
   void on_opened(const std::string& device, Result<DeviceStream> opened);

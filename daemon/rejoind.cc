@@ -1,5 +1,6 @@
 // rejoind: the node's daemon; with --coordinator also (or only) the job's coordinator.
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -90,6 +91,15 @@ Result<> run(Config& c) {
   return {};
 }
 
+// A trainer's state in GPU memory comes in as many descriptors as it has allocations; few systems let a process have
+// more than 1,024 unasked.
+void raise_descriptor_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) spdlog::warn("the limit of open files stays: {}", std::strerror(errno));
+}
+
 }  // namespace
 }  // namespace rejoin::daemon
 
@@ -106,6 +116,7 @@ int main(int argc, char** argv) {
   std::string settings = app.config_to_str(true, false);
   std::replace(settings.begin(), settings.end(), '\n', ' ');
   spdlog::info("settings: {}", settings);
+  daemon::raise_descriptor_limit();
   if (auto done = daemon::run(config); !done) {
     spdlog::error("{}", done.error().message);
     return 1;

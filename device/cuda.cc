@@ -1,6 +1,9 @@
 // CUDA's driver behind the seam.
 #include <unistd.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "device/cuda_context.h"
 
 namespace rejoin::device {
@@ -49,34 +52,113 @@ class CudaDevice final : public Device {
                                   }}};
   }
 
-  Result<Shared> allocate_shared(std::size_t size) override {
+  Result<Memory> allocate_shared(std::size_t size) override {
     Current current(*primary_);
-    const auto properties = shared_properties();
-    const auto whole = granules(size, properties);
-    if (!whole) return tl::unexpected(whole.error());
-    cuda::Handle handle = 0;
-    if (auto made = driver_.check(driver_.create(&handle, *whole, &properties, 0), "allocating GPU memory"); !made)
-      return fail(made.error().code, "{} on {}, to be shared: {}", human_bytes(*whole), name_, made.error().message);
-    int fd = -1;
-    auto exported = driver_.check(driver_.export_handle(&fd, handle, cuda::kPosixDescriptor, 0), "sharing GPU memory");
-    auto memory = exported ? map(handle, size, *whole) : tl::unexpected(exported.error());
-    (void)driver_.release(handle);  // the mapping and the descriptor keep it
-    if (!memory) return tl::unexpected(memory.error());
-    return Shared{std::move(*memory), Fd(fd)};
+    cuda::AllocationProperties properties;
+    properties.location.id = primary_->device;
+    int reachable = 0;  // by NICs, where the device can
+    (void)driver_.device_attribute(&reachable, cuda::kAttributeRdmaOfMapped, primary_->device);
+    properties.gpu_direct_rdma = reachable != 0 ? 1 : 0;
+    std::size_t granule = 0;
+    if (auto asked = driver_.check(driver_.granularity(&granule, &properties, cuda::kLeastGranularity),
+                                   "asking how memory is shared");
+        !asked)
+      return tl::unexpected(asked.error());
+    const std::size_t whole = round_up(size, granule);
+    Physical physical{.size = whole};
+    if (auto made = driver_.check(driver_.create(&physical.handle, whole, &properties, 0), "allocating GPU memory");
+        !made)
+      return fail(made.error().code, "{} on {}, to be shared: {}", human_bytes(whole), name_, made.error().message);
+    auto memory = map({&physical, 1});
+    (void)driver_.release(physical.handle);  // the mapping keeps it
+    if (memory) memory->bytes = memory->bytes.first(size);
+    return memory;
   }
 
-  Result<Memory> import_shared(const Fd& shared, std::size_t size) override {
+  // Of memory that is mapped by hand ("expandable segments") each mapping is an allocation.
+  Result<std::vector<Allocation>> allocations(std::span<std::byte> memory) override {
     Current current(*primary_);
-    const auto whole = granules(size, shared_properties());
-    if (!whole) return tl::unexpected(whole.error());
+    std::vector<Allocation> found;
+    const cuda::DevicePointer end = pointer(memory.data()) + memory.size();
+    for (cuda::DevicePointer at = pointer(memory.data()); at < end;) {
+      cuda::DevicePointer base = 0;
+      std::size_t size = 0;
+      cuda::Ordinal device = -1;
+      if (driver_.address_range(&base, &size, at) != cuda::kSuccess || base + size <= at ||
+          driver_.pointer_attribute(&device, cuda::kPointerDevice, at) != cuda::kSuccess)
+        return fail(ErrorCode::unreachable, "{} at {:#x} are not all in a GPU's memory", human_bytes(memory.size()),
+                    pointer(memory.data()));
+      if (device != primary_->device)
+        return fail(ErrorCode::unreachable, "{} at {:#x} are on CUDA device {}, not on {}", human_bytes(memory.size()),
+                    pointer(memory.data()), device, name_);
+      auto* bytes = reinterpret_cast<std::byte*>(base);
+      cuda::Handle handle = 0;
+      const bool mapped = driver_.retain_handle(&handle, bytes) == cuda::kSuccess;
+      if (mapped) (void)driver_.release(handle);
+      found.push_back({{bytes, size}, mapped});
+      at = base + size;
+    }
+    return found;
+  }
+
+  Result<Handle> share(const Allocation& allocation) override {
+    Current current(*primary_);
+    Handle made{.size = allocation.memory.size()};
+    if (!allocation.mapped) {
+      made.kind = Handle::Kind::ipc;
+      cuda::IpcHandle ipc{};
+      auto got = driver_.check(driver_.ipc_get(&ipc, pointer(allocation.memory.data())), "sharing GPU memory");
+      if (!got)
+        return fail(ErrorCode::unreachable,
+                    "{} on {}: {}; memory of a stream-ordered pool (cudaMallocAsync) can't be shared: allocate with "
+                    "cudaMalloc, or let the session allocate",
+                    human_bytes(made.size), name_, got.error().message);
+      std::copy(std::begin(ipc.token), std::end(ipc.token), made.token.begin());
+      return made;
+    }
     cuda::Handle handle = 0;
-    auto* os_handle = reinterpret_cast<void*>(static_cast<std::intptr_t>(shared.get()));
-    if (auto imported = driver_.check(driver_.import_handle(&handle, os_handle, cuda::kPosixDescriptor),
-                                      "taking over another process's GPU memory");
-        !imported)
-      return fail(ErrorCode::corrupt, "{}: {}", name_, imported.error().message);
-    auto memory = map(handle, size, *whole);
-    (void)driver_.release(handle);  // the mapping keeps it
+    auto done = driver_.check(driver_.retain_handle(&handle, allocation.memory.data()), "finding GPU memory");
+    if (!done) return tl::unexpected(done.error());
+    int fd = -1;
+    done = driver_.check(driver_.export_handle(&fd, handle, cuda::kPosixDescriptor, 0), "sharing GPU memory");
+    if (done) {
+      made.fd = Fd(fd);
+    } else {
+      made.kind = Handle::Kind::fabric;
+      if (driver_.export_handle(made.token.data(), handle, cuda::kFabricHandle, 0) == cuda::kSuccess) done = {};
+    }
+    (void)driver_.release(handle);
+    if (!done)
+      return fail(ErrorCode::unreachable,
+                  "{} on {}: {}; it was not allocated to be shared: with PyTorch's expandable segments set "
+                  "PYTORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1, or let the session allocate",
+                  human_bytes(made.size), name_, done.error().message);
+    return made;
+  }
+
+  Result<Memory> import_shared(std::span<const Handle> handles) override {
+    Current current(*primary_);
+    if (handles.size() == 1 && handles[0].kind == Handle::Kind::ipc) return open_ipc(handles[0]);
+    std::vector<Physical> imported;
+    Result<> done;
+    for (const auto& handle : handles) {
+      const bool fabric = handle.kind == Handle::Kind::fabric;
+      if (handle.size == 0 || handle.size > kMost || handle.kind == Handle::Kind::ipc)
+        done = fail(ErrorCode::corrupt, "a handle of {} among {} can't be mapped", human_bytes(handle.size),
+                    handles.size());
+      if (!done) break;
+      auto token = handle.token;
+      void* os_handle = fabric ? static_cast<void*>(token.data())
+                               : reinterpret_cast<void*>(static_cast<std::intptr_t>(handle.fd.get()));
+      Physical physical{.size = handle.size};
+      done = driver_.check(
+          driver_.import_handle(&physical.handle, os_handle, fabric ? cuda::kFabricHandle : cuda::kPosixDescriptor),
+          "taking over another process's GPU memory");
+      if (done) imported.push_back(physical);
+    }
+    auto memory = done ? map(imported) : tl::unexpected(done.error());
+    for (const auto& physical : imported) (void)driver_.release(physical.handle);  // the mapping keeps it
+    if (!memory) return fail(ErrorCode::corrupt, "{}: {}", name_, memory.error().message);
     return memory;
   }
 
@@ -108,8 +190,8 @@ class CudaDevice final : public Device {
                          "flushing a NIC's writes");
   }
 
-  // The driver takes whole pages only: the range is widened to them, inside its allocation. Of memory that is mapped
-  // piece by piece (VMM, "expandable segments") each piece is an allocation; a range over several is refused by it.
+  // The driver takes whole pages only: the range is widened to them. Of memory that is mapped piece by piece it may lie
+  // over several; whether the driver takes that is its own matter.
   Result<Exported> export_dma_buf(std::span<std::byte> memory) override {
     Current current(*primary_);
     int supported = 0;
@@ -128,44 +210,64 @@ class CudaDevice final : public Device {
   }
 
  private:
-  cuda::AllocationProperties shared_properties() const {
-    cuda::AllocationProperties properties;
-    properties.location.id = primary_->device;
-    int reachable = 0;  // by NICs, where the device can
-    (void)driver_.device_attribute(&reachable, cuda::kAttributeRdmaOfMapped, primary_->device);
-    properties.gpu_direct_rdma = reachable != 0 ? 1 : 0;
-    return properties;
-  }
+  static constexpr std::uint64_t kMost = std::uint64_t{1} << 48;  // bytes of a handle
+  struct Physical {
+    cuda::Handle handle = 0;
+    std::size_t size = 0;  // bytes
+  };
 
-  Result<std::size_t> granules(std::size_t size, const cuda::AllocationProperties& properties) const {
-    std::size_t granule = 0;
-    if (auto asked = driver_.check(driver_.granularity(&granule, &properties, cuda::kLeastGranularity),
-                                   "asking how memory is shared");
-        !asked)
-      return tl::unexpected(asked.error());
-    return round_up(size, granule);
-  }
-
-  // `whole` bytes of it, of which `size` are asked for.
-  Result<Memory> map(cuda::Handle handle, std::size_t size, std::size_t whole) const {
+  // Addresses with what is mapped there.
+  struct Reserved {
+    std::shared_ptr<const Primary> primary;
     cuda::DevicePointer at = 0;
-    auto done = driver_.check(driver_.reserve(&at, whole, 0, 0, 0), "reserving GPU addresses");
-    if (!done) return tl::unexpected(done.error());
-    done = driver_.check(driver_.map(at, whole, 0, handle, 0), "mapping GPU memory");
-    if (!done) {
-      (void)driver_.unreserve(at, whole);  // the first error tells
-      return fail(ErrorCode::corrupt, "{} on {}: {}", human_bytes(whole), name_, done.error().message);
+    std::size_t whole = 0;
+    std::vector<std::pair<cuda::DevicePointer, std::size_t>> mapped{};
+    explicit Reserved(std::shared_ptr<const Primary> of) : primary(std::move(of)) {}
+    Reserved(const Reserved&) = delete;
+    ~Reserved() {
+      Current here(*primary);
+      for (const auto& [base, size] : mapped) (void)primary->driver->unmap(base, size);  // nobody is left to tell
+      if (at != 0) (void)primary->driver->unreserve(at, whole);
     }
-    auto* bytes = reinterpret_cast<std::byte*>(at);
-    Memory memory{{bytes, size}, {bytes, [primary = primary_, whole](std::byte* mapped) {
-                                    Current here(*primary);
-                                    (void)primary->driver->unmap(pointer(mapped), whole);  // nobody is left to tell
-                                    (void)primary->driver->unreserve(pointer(mapped), whole);
-                                  }}};
+  };
+
+  Result<Memory> map(std::span<const Physical> pieces) const {
+    auto reserved = std::make_shared<Reserved>(primary_);
+    for (const auto& piece : pieces) reserved->whole += piece.size;
+    auto done = driver_.check(driver_.reserve(&reserved->at, reserved->whole, 0, 0, 0), "reserving GPU addresses");
+    if (!done) return tl::unexpected(done.error());
+    cuda::DevicePointer at = reserved->at;
+    for (const auto& piece : pieces) {
+      done = driver_.check(driver_.map(at, piece.size, 0, piece.handle, 0), "mapping GPU memory");
+      if (!done) return fail(ErrorCode::corrupt, "{} on {}: {}", human_bytes(piece.size), name_, done.error().message);
+      reserved->mapped.emplace_back(at, piece.size);
+      at += piece.size;
+    }
     cuda::AccessDescription access;
     access.location.id = primary_->device;
-    done = driver_.check(driver_.set_access(at, whole, &access, 1), "getting at shared GPU memory");
+    done = driver_.check(driver_.set_access(reserved->at, reserved->whole, &access, 1), "getting at shared GPU memory");
     if (!done) return tl::unexpected(done.error());
+    return Memory{{reinterpret_cast<std::byte*>(reserved->at), reserved->whole}, reserved};
+  }
+
+  Result<Memory> open_ipc(const Handle& handle) const {
+    cuda::IpcHandle ipc{};
+    std::copy(handle.token.begin(), handle.token.end(), std::begin(ipc.token));
+    cuda::DevicePointer at = 0, base = 0;
+    auto done =
+        driver_.check(driver_.ipc_open(&at, ipc, cuda::kLazyPeerAccess), "opening another process's GPU memory");
+    if (!done) return fail(ErrorCode::corrupt, "{}: {}", name_, done.error().message);
+    auto* bytes = reinterpret_cast<std::byte*>(at);
+    Memory memory{{bytes, handle.size}, {bytes, [primary = primary_](std::byte* opened) {
+                                           Current here(*primary);
+                                           (void)primary->driver->ipc_close(pointer(opened));  // nobody is left to tell
+                                         }}};
+    std::size_t size = 0;
+    done = driver_.check(driver_.address_range(&base, &size, at), "looking at another process's GPU memory");
+    if (!done) return tl::unexpected(done.error());
+    if (base != at || size < handle.size)
+      return fail(ErrorCode::corrupt, "another process's GPU memory has {} bytes and should have {}", size,
+                  handle.size);
     return memory;
   }
 

@@ -33,7 +33,8 @@ constexpr int kRangeHandleDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
 // Of memory that is mapped by hand. CUmemLocation, CUmemAllocationProp, CUmemAccessDesc.
 using Handle = unsigned long long;
-constexpr int kPinnedAllocation = 1, kPosixDescriptor = 1, kLocationDevice = 1, kReadWrite = 3, kLeastGranularity = 0;
+constexpr int kPinnedAllocation = 1, kPosixDescriptor = 1, kFabricHandle = 8, kLocationDevice = 1, kReadWrite = 3,
+              kLeastGranularity = 0;
 struct Location {
   int type = kLocationDevice;
   int id = 0;
@@ -53,6 +54,12 @@ struct AccessDescription {
   Location location;
   int flags = kReadWrite;
 };
+// CUipcMemHandle: of memory that is allocated as a whole.
+struct IpcHandle {
+  std::byte token[64];
+};
+constexpr unsigned kLazyPeerAccess = 1;      // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+constexpr int kPointerDevice = 9;            // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 constexpr int kAttributeRdmaOfMapped = 110;  // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 
 struct Driver {
@@ -84,6 +91,12 @@ struct Driver {
   Status (*set_access)(DevicePointer, std::size_t, const AccessDescription*, std::size_t count);
   Status (*export_handle)(void* handle, Handle, int type, unsigned long long flags);
   Status (*import_handle)(Handle*, void* os_handle, int type);
+  Status (*retain_handle)(Handle*, void* address);
+  Status (*address_range)(DevicePointer* base, std::size_t* size, DevicePointer);
+  Status (*pointer_attribute)(void* value, int attribute, DevicePointer);
+  Status (*ipc_get)(IpcHandle*, DevicePointer);
+  Status (*ipc_open)(DevicePointer*, IpcHandle, unsigned flags);
+  Status (*ipc_close)(DevicePointer);
   Status (*stream_wait_event)(StreamHandle, EventHandle, unsigned flags);
   Status (*stream_create)(StreamHandle*, unsigned flags, int priority);
   Status (*stream_destroy)(StreamHandle);

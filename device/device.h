@@ -4,9 +4,11 @@
 // with and without a GPU.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/fd.h"
 #include "base/result.h"
@@ -21,6 +23,21 @@ struct Memory {
 };
 
 Memory on_heap(std::size_t size);  // the host's, like any other
+
+// What a device's memory was allocated by, as one piece.
+struct Allocation {
+  std::span<std::byte> memory;
+  bool mapped = false;  // to an address that was chosen for it: such neighbours are neighbours elsewhere, too
+};
+
+// What another process takes an allocation over by.
+struct Handle {
+  enum class Kind : std::uint8_t { descriptor, ipc, fabric };
+  Kind kind = Kind::descriptor;
+  std::uint64_t size = 0;             // bytes
+  Fd fd;                              // a descriptor
+  std::array<std::byte, 64> token{};  // the others: CUipcMemHandle, CUmemFabricHandle
+};
 
 // What runs where the memory is (kernels/), each with a struct of arguments of kernels/mailbox.h.
 enum class Kernel : std::uint8_t { reduce, digest };
@@ -65,14 +82,15 @@ class Device {
   virtual std::string name() const = 0;                          // "NVIDIA H200 (CUDA device 0, 0000:19:00.0)"
   virtual Result<Memory> allocate(std::size_t size) = 0;         // the device's own memory
   virtual Result<Memory> allocate_pinned(std::size_t size) = 0;  // the host's, which the device copies at full speed
-  // The device's own memory that other processes can map, as the holders of its handle. And such memory of another's,
-  // who need not be trusted: whatever the handle is, an error at most.
-  struct Shared {
-    Memory memory;
-    Fd handle;
-  };
-  virtual Result<Shared> allocate_shared(std::size_t size) = 0;
-  virtual Result<Memory> import_shared(const Fd& handle, std::size_t size) = 0;
+  // The device's own memory that other processes can map, zero or not.
+  virtual Result<Memory> allocate_shared(std::size_t size) = 0;
+  // The allocations that this memory lies in, in order: somebody else's too, a framework's. Errors: `unreachable` for
+  // memory that other processes can't be given, with what to do.
+  virtual Result<std::vector<Allocation>> allocations(std::span<std::byte> memory) = 0;
+  virtual Result<Handle> share(const Allocation& allocation) = 0;  // errors: likewise
+  // Another process's memory, allocations one behind the other (several only where they are `mapped`). It need not be
+  // trusted: whatever the handles are, an error at most.
+  virtual Result<Memory> import_shared(std::span<const Handle> handles) = 0;
   virtual Result<std::unique_ptr<Stream>> make_stream() = 0;
   // Loads the kernels, which may wait for everything that runs on the device: before any of them is needed.
   virtual Result<> prepare_kernels() = 0;

@@ -48,18 +48,33 @@ class HostDevice final : public Device {
     auto mapping = std::make_shared<Mapping>(std::move(*made));
     return Memory{mapping->span(), mapping};
   }
-  Result<Shared> allocate_shared(std::size_t size) override {
-    auto handle = make_sealed_memfd("rejoin", size);
-    if (!handle) return tl::unexpected(handle.error());
-    auto memory = mapped(*handle, size);
-    if (!memory) return tl::unexpected(memory.error());
-    return Shared{std::move(*memory), std::move(*handle)};
+  Result<Memory> allocate_shared(std::size_t size) override { return allocate(size); }
+  Result<std::vector<Allocation>> allocations(std::span<std::byte> memory) override {
+    const auto file = shared_file_of(memory);
+    if (!file)
+      return fail(ErrorCode::unreachable,
+                  "{} of host memory at {} are this process's alone: let the session allocate them",
+                  human_bytes(memory.size()), static_cast<const void*>(memory.data()));
+    return std::vector<Allocation>{{.memory = {memory.data() - file->offset, file->size}}};
   }
-  Result<Memory> import_shared(const Fd& handle, std::size_t size) override {
-    const auto actual = sealed_size(handle);
+  Result<Handle> share(const Allocation& allocation) override {
+    const auto file = shared_file_of(allocation.memory);
+    if (!file) return fail(ErrorCode::unreachable, "host memory that is not shared");
+    auto fd = duplicate(file->fd);
+    if (!fd) return tl::unexpected(fd.error());
+    return Handle{.size = allocation.memory.size(), .fd = std::move(*fd)};
+  }
+  Result<Memory> import_shared(std::span<const Handle> handles) override {
+    if (handles.size() != 1 || handles[0].kind != Handle::Kind::descriptor)
+      return fail(ErrorCode::corrupt, "{} handles for one piece of host memory", handles.size());
+    const auto actual = sealed_size(handles[0].fd);
     if (!actual) return tl::unexpected(actual.error());
-    if (*actual != size) return fail(ErrorCode::corrupt, "it has {} bytes and should have {}", *actual, size);
-    return mapped(handle, size);
+    if (*actual < handles[0].size)
+      return fail(ErrorCode::corrupt, "it has {} bytes and should have {}", *actual, handles[0].size);
+    auto made = Mapping::of(handles[0].fd, handles[0].size);
+    if (!made) return tl::unexpected(made.error());
+    auto mapping = std::make_shared<Mapping>(std::move(*made));
+    return Memory{mapping->span(), mapping};
   }
   Result<Memory> allocate_pinned(std::size_t size) override { return allocate(size); }
   Result<std::unique_ptr<Stream>> make_stream() override { return std::make_unique<HostStream>(); }
@@ -73,14 +88,6 @@ class HostDevice final : public Device {
   Result<Exported> export_dma_buf(std::span<std::byte> memory) override {
     return fail(ErrorCode::unreachable, "{} of host memory are no dma-buf: register them as they are",
                 human_bytes(memory.size()));
-  }
-
- private:
-  static Result<Memory> mapped(const Fd& handle, std::size_t size) {
-    auto made = Mapping::of(handle, size);
-    if (!made) return tl::unexpected(made.error());
-    auto mapping = std::make_shared<Mapping>(std::move(*made));
-    return Memory{mapping->span(), mapping};
   }
 };
 

@@ -130,6 +130,8 @@ Result<> Job::start_trainer(RankName rank, std::uint64_t pause_at) {
                                      settings_.transport,
                                      "--device",
                                      settings_.device,
+                                     "--state",
+                                     settings_.state,
                                      "--data",
                                      settings_.data,
                                      "--params",

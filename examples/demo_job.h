@@ -19,7 +19,8 @@ struct JobSettings {
   std::string data;
   std::uint32_t replicas = 3, ranks = 2;
   std::uint64_t steps = 150, batch = 16, parameters = 1000000, seed = 1, silence_ms = 2000;
-  std::string device = "host";  // where the trainers have state and gradients
+  std::string device = "host";    // where the trainers have state and gradients
+  std::string state = "session";  // who allocates them: see rejoin-demo-trainer
   std::string transport = "shm";
   std::string log_level = "warn";
 };

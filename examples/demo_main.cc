@@ -240,6 +240,10 @@ int main(int argc, char** argv) {
   app.add_option("--transport", s.job.transport, "shm or tcp")->capture_default_str();
   app.add_option("--device", s.job.device, "where state and gradients are: host, or cuda:NUMBER, which all ranks share")
       ->capture_default_str();
+  app.add_option("--state", s.job.state,
+                 "who allocates them: session; pool (a framework, in large blocks) or expandable (mapped in pieces)")
+      ->check(CLI::IsMember({"session", "pool", "expandable"}))
+      ->capture_default_str();
   app.add_option("--seed", s.job.seed, "seed of the initial weights")->capture_default_str();
   app.add_flag("--no-baseline", s.no_baseline, "without the comparison run");
   app.add_flag("--quiet", s.quiet, "print nothing");

@@ -8,6 +8,7 @@
 
 #include "base/events.h"
 #include "base/log.h"
+#include "examples/pool.h"
 #include "examples/tensors.h"
 #include "rejoin/session.h"
 
@@ -18,6 +19,7 @@ using namespace rejoin;
 struct Settings {
   SessionConfig session;
   std::string data, events, log_level = "warn";
+  std::string state = "session";  // who allocates weights, moments and gradients
   std::uint64_t seed = 1, parameters = 300000;
   std::uint64_t digest_every = 0;  // steps; 0: only at the end
   std::uint64_t pause_at = 0;      // in mid-step, say so and wait to be killed or stopped
@@ -31,6 +33,19 @@ int fail_with(const Error& error) {
   return error.code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again
 }
 
+// Room for all tensors, where it is not the session that allocates them.
+Result<std::optional<demo::Pool>> make_pool(const Settings& s, const demo::ModelShape& shape) {
+  if (s.state == "session") return std::optional<demo::Pool>{};
+  std::size_t bytes = 0;
+  for (std::uint32_t t = 0; t < demo::tensor_count; ++t)
+    bytes += 4 * demo::Pool::room(demo::elements(shape, static_cast<demo::Tensor>(t)) * sizeof(float));
+  auto device = device::open_device(s.session.device);
+  if (!device) return tl::unexpected(device.error());
+  return demo::Pool::make(**device, s.state == "expandable", bytes).map([](demo::Pool&& pool) {
+    return std::optional(std::move(pool));
+  });
+}
+
 int train(const Settings& s) {
   std::ifstream file(s.data, std::ios::binary);
   std::stringstream buffer;
@@ -41,6 +56,8 @@ int train(const Settings& s) {
     return 2;
   }
   const auto shape = demo::ModelShape::of_parameters(s.parameters);
+  auto pool = make_pool(s, shape);  // outlives the session
+  if (!pool) return fail_with(pool.error());
   auto opened = Session::open(s.session);
   if (!opened) return fail_with(opened.error());
   Session& session = **opened;
@@ -48,16 +65,24 @@ int train(const Settings& s) {
   // The last layer's gradients are ready first: a bucket for it, one for the rest.
   std::vector<TensorId> ids(demo::tensor_count);
   for (std::uint32_t t = 0; t < demo::tensor_count; ++t) {
-    auto id = session.add({.name = demo::name_of(static_cast<demo::Tensor>(t)),
-                           .count = demo::elements(shape, static_cast<demo::Tensor>(t)),
-                           .moments = 2});
+    const TensorSpec spec{.name = demo::name_of(static_cast<demo::Tensor>(t)),
+                          .count = demo::elements(shape, static_cast<demo::Tensor>(t)),
+                          .moments = 2};
+    std::vector<std::span<std::byte>> memory;
+    for (std::uint32_t column = 0; *pool && column < 3; ++column)
+      memory.push_back((*pool)->take(spec.count * sizeof(float)));
+    auto id = *pool ? session.add(spec, memory) : session.add(spec);
     if (!id) return fail_with(id.error());
     ids[t] = *id;
   }
   const std::vector<TensorId> buckets[] = {{ids[demo::output_weight], ids[demo::output_bias]},
                                            {ids[demo::embedding], ids[demo::hidden_weight], ids[demo::hidden_bias]}};
-  for (const auto& bucket : buckets)
-    if (auto made = session.bucket(bucket); !made) return fail_with(made.error());
+  for (const auto& bucket : buckets) {
+    std::size_t bytes = 0;
+    for (auto id : bucket) bytes += demo::elements(shape, static_cast<demo::Tensor>(id.index)) * sizeof(float);
+    auto made = *pool ? session.bucket(bucket, (*pool)->take(bytes)) : session.bucket(bucket);
+    if (!made) return fail_with(made.error());
+  }
   if (auto allocated = session.allocate(); !allocated) return fail_with(allocated.error());
 
   auto made = demo::Tensors::make(session, s.session.device, ids);
@@ -124,6 +149,9 @@ int main(int argc, char** argv) {
   CLI::App app{"One rank of the demo's training job; rejoin-demo starts all of them."};
   s.session.bind(app);
   app.add_option("--data", s.data, "text to learn")->required();
+  app.add_option("--state", s.state, "who allocates the tensors: session; pool or expandable, as a framework would")
+      ->check(CLI::IsMember({"session", "pool", "expandable"}))
+      ->capture_default_str();
   app.add_option("--seed", s.seed, "seed of the initial weights")->capture_default_str();
   app.add_option("--params", s.parameters, "parameters of this rank's tower")->capture_default_str();
   app.add_option("--digest-every", s.digest_every, "tell the state's digest every so many steps; 0: at the end")

@@ -5,7 +5,7 @@
 
 #include "membership/log.h"
 #include "membership/rank_set.h"
-#include "shm/manifest.h"
+#include "shm/owner.h"
 #include "stream.pb.h"
 
 namespace {
@@ -108,8 +108,11 @@ std::string stream() {
   };
   proto::Stream fetch, prove, sent, proof;
   for (std::uint32_t slice : {0, 1}) fetch.mutable_fetch()->add_slices(slice), prove.mutable_prove()->add_slices(slice);
-  fetch.mutable_fetch()->set_key(1);
-  fetch.mutable_fetch()->set_length(100000);
+  auto& region = *fetch.mutable_fetch()->add_regions();
+  region.set_key(1);
+  region.set_length(100000);
+  for (std::uint64_t offset : {0, 20032, 40064})  // two columns of slice 0, one of slice 1
+    fetch.mutable_fetch()->add_places(0), fetch.mutable_fetch()->add_offsets(offset);
   prove.mutable_prove()->set_request(1);
   sent.mutable_sent()->set_slice(0);
   sent.mutable_sent()->set_version(1);
@@ -128,7 +131,11 @@ int main(int argc, char** argv) {
   const std::filesystem::path to = argv[1];
   auto manifest = shm::Manifest::make({{.name = "w", .count = 1000, .columns = 3},
                                        {.name = "b", .type = DataType::bfloat16, .count = 17, .elementwise = false}});
-  write(to / "fuzz_manifest/two", as_text(manifest->serialise()));
+  const auto offer = shm::Owner::make(*manifest).and_then([](const auto& owner) { return owner.offer(); });
+  const auto described = offer ? sealed_size(offer->front()) : tl::unexpected(offer.error());
+  const auto description = described ? Mapping::of(offer->front(), *described) : tl::unexpected(described.error());
+  if (!description) return std::cerr << description.error().message << '\n', 1;
+  write(to / "fuzz_manifest/two", as_text(description->span()));
   write(to / "fuzz_control/step", conversation());
   write(to / "fuzz_page/some", "\1\0\0\0\1\2\3\4\0\1\5\2\6\3\7\4");
   write(to / "fuzz_status/status", "GET /status HTTP/1.1\r\nHost: a\r\n\r\n");

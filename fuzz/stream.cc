@@ -51,8 +51,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         proto::Stream asked;
         if (!asked.ParseFromArray(event.message.data(), static_cast<int>(event.message.size())) || !asked.has_fetch())
           continue;
-        asked_key = asked.fetch().key();
-        asked_length = asked.fetch().length();
+        if (asked.fetch().regions_size() == 0) continue;
+        asked_key = asked.fetch().regions(0).key();
+        asked_length = asked.fetch().regions(0).length();
       }
     };
     while (size >= 2) {

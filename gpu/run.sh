@@ -65,8 +65,10 @@ case ${1:-} in
         step "all-reduce of $type over $transport" \
           "$bin/rejoin_allreduce_perf" --transport $transport --use_cuda 0 --ranks 3 -d $type -o mean -b 1000 -e 8M -f 31 -n 3 --reduce-blocks 2
       done
-      step "kill and rejoin over $transport, state and gradients in GPU memory" \
-        "$bin/rejoin-demo" --data "$data" --device cuda:0 --transport $transport --steps 120 --kill 1.0@30 --no-baseline
+      for state in session pool expandable; do
+        step "kill and rejoin over $transport, tensors in GPU memory: $state" \
+          "$bin/rejoin-demo" --data "$data" --device cuda:0 --state $state --transport $transport --steps 120 --kill 1.0@30 --no-baseline
+      done
     done
     echo "gpu test: passed" ;;
   bench)

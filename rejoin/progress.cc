@@ -21,6 +21,12 @@ std::uint64_t new_life() {
   return (std::uint64_t{entropy()} << 32 | entropy()) | 1;
 }
 
+proto::FromTrainer more() {
+  proto::FromTrainer message;
+  message.mutable_more();
+  return message;
+}
+
 constexpr Duration kReconnect = std::chrono::milliseconds(20);
 
 }  // namespace
@@ -103,6 +109,8 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
       return rejoin::fail(ErrorCode::corrupt, "what answers at {} is not a Rejoin daemon", config_.socket);
     if (message.kind_case() == proto::ToTrainer::kRefusal)
       return rejoin::fail(ErrorCode::refused, "the daemon at {} refused: {}", config_.socket, message.refusal());
+    if (message.has_more())
+      if (auto sent = send_offer(*socket, more()); !sent) return sent;
     if (!message.has_welcome()) continue;
     if (message.welcome().protocol() != membership::kProtocolVersion)
       return rejoin::fail(ErrorCode::mismatch,
@@ -280,8 +288,7 @@ proto::LocalHello Progress::hello() const {
   proto::LocalHello hello;
   hello.set_protocol(membership::kProtocolVersion);
   hello.set_layout(shm::kLayoutVersion);
-  const Bytes manifest = owner_.manifest().serialise();
-  hello.set_manifest(std::string(as_text(manifest)));
+  hello.set_descriptors(static_cast<std::uint32_t>(offer_.size()));
   hello.set_device(owner_.device()->address());
   auto& up = *hello.mutable_up();
   driver_->describe(up);
@@ -293,14 +300,24 @@ proto::LocalHello Progress::hello() const {
 }
 
 Result<> Progress::greet(Fd& socket) {
+  auto offer = owner_.offer();
+  if (!offer) return tl::unexpected(offer.error());
+  offer_ = {std::make_move_iterator(offer->begin()), std::make_move_iterator(offer->end())};
   proto::FromTrainer message;
   *message.mutable_hello() = hello();
-  const std::string bytes = message.SerializeAsString();
   const int size = 1 << 20;
   (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
-  return send_with_fds(
-      socket, as_bytes(bytes),
-      {owner_.state_fd().get(), owner_.page_fd().get(), owner_.aside_fd().get(), owner_.doorbell().get()});
+  return send_offer(socket, message);
+}
+
+Result<> Progress::send_offer(const Fd& socket, const proto::FromTrainer& message) {
+  const std::string bytes = message.SerializeAsString();
+  const std::size_t count = std::min(offer_.size(), kMaxFds);
+  std::vector<int> fds;
+  for (std::size_t i = 0; i < count; ++i) fds.push_back(offer_[i].get());
+  auto sent = send_with_fds(socket, as_bytes(bytes), fds);
+  offer_.erase(offer_.begin(), offer_.begin() + static_cast<std::ptrdiff_t>(count));
+  return sent;
 }
 
 void Progress::reconnect(TimePoint now) {
@@ -346,6 +363,8 @@ void Progress::poll_daemon(TimePoint now) {
     }
     if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
     if (message.has_word()) driver_->on_word(message.word(), now);
+    if (message.has_more())
+      (void)send_offer(daemon_, more());  // a daemon that has gone shows at the next look, and is greeted again
     if (!daemon_) return;
   }
 }

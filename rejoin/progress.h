@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <thread>
 
@@ -41,6 +42,7 @@ class Progress {
   void publish();
   void say(const proto::FromNode& report);
   Result<> greet(Fd& socket);
+  Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many as go at once
   void reconnect(TimePoint now);
   void fail(Error error);
   proto::LocalHello hello() const;
@@ -64,6 +66,7 @@ class Progress {
   std::optional<transport::Idle> idle_;
   std::vector<std::uint64_t> shown_reduced_;  // by bucket: the step that streams have been told
   Fd daemon_;
+  std::deque<Fd> offer_;  // what the daemon has yet to ask for
   TimePoint retry_at_{}, heartbeat_at_{}, daemon_seen_{};
   std::thread thread_;
   Fd wake_;

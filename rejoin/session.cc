@@ -47,6 +47,10 @@ class SessionImpl final : public Session {
   ~SessionImpl() override { progress_.reset(); }
 
   Result<TensorId> add(const TensorSpec& tensor) override { return state_.add(tensor); }
+  Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& memory) override {
+    if (memory.empty()) return fail(ErrorCode::invalid_argument, "tensor '{}' comes without its memory", tensor.name);
+    return state_.add(tensor, memory);
+  }
   Result<BucketId> bucket(const std::vector<TensorId>& tensors) override { return state_.bucket(tensors); }
   Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) override {
     return state_.bucket(tensors, gradients);

@@ -96,14 +96,21 @@ class Session {
 
   // ---- declaring, before allocate(); the same on every replica
   virtual Result<TensorId> add(const TensorSpec& tensor) = 0;
+  // The same where it lies already: `memory` has the weight and then the moments, as the trainer's framework has
+  // allocated them on the session's device, anywhere in its allocations or over several ("expandable segments"), each
+  // from a multiple of 16 bytes on. They stay there until the session has gone, and hold what they held. The host's
+  // memory can't be shared afterwards: there the session allocates.
+  virtual Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& memory) = 0;
   // Every tensor belongs to exactly one bucket; all tensors of a bucket have one type.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors) = 0;
   // The same with the gradients in memory of the trainer's own, one tensor's after the other's in this order: a flat
   // gradient buffer that its framework has allocated, of the session's device, anywhere in an allocation or over
   // several. It outlives the session.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> gradients) = 0;
-  // Allocates weights, moments (shared with the daemon) and gradients, all zero, in the device's memory: what the next
-  // three give are then addresses for its kernels and copies, and no host may look there.
+  // Allocates the weights, moments (shared with the daemon) and gradients that are not there yet, all zero, in the
+  // device's memory: what the next three give are then addresses for its kernels and copies, and no host may look
+  // there. Errors: `invalid_argument`, `exhausted`; `unreachable` for memory that the daemon can't be given, with what
+  // to do.
   virtual Result<> allocate() = 0;
   virtual std::span<std::byte> weight(TensorId tensor) = 0;
   virtual std::span<std::byte> moment(TensorId tensor, std::uint32_t index) = 0;

@@ -4,7 +4,7 @@
 
 namespace rejoin {
 
-Result<TensorId> TrainingState::add(const TensorSpec& tensor) {
+Result<TensorId> TrainingState::add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& own) {
   if (owner_) return fail(ErrorCode::invalid_argument, "tensor '{}' comes after allocate()", tensor.name);
   shm::Tensor t{.name = tensor.name,
                 .type = tensor.type,
@@ -12,6 +12,7 @@ Result<TensorId> TrainingState::add(const TensorSpec& tensor) {
                 .columns = tensor.moments + 1,
                 .elementwise = tensor.elementwise};
   tensors_.push_back(std::move(t));
+  own_state_.push_back(own);
   bucket_of_.push_back(kNone);
   return TensorId{static_cast<std::uint32_t>(tensors_.size() - 1)};
 }
@@ -59,7 +60,7 @@ Result<> TrainingState::allocate() {
   auto access = device::Access::make(*device_);
   if (!access) return tl::unexpected(access.error());
   access_ = std::move(*access);
-  auto owner = shm::Owner::make(std::move(*manifest), device_);
+  auto owner = shm::Owner::make(std::move(*manifest), device_, own_state_);
   if (!owner) return tl::unexpected(owner.error());
   std::uint64_t total = 0;
   gradient_offset_.resize(tensors_.size());
@@ -102,8 +103,7 @@ Result<device::Memory> TrainingState::allocate_gradients(std::size_t size) const
 std::span<std::byte> TrainingState::column(TensorId t, std::uint32_t index) {
   REJOIN_CHECK(owner_ && t.index < tensors_.size() && index < tensors_[t.index].columns, "tensor {} column {}", t.index,
                index);
-  const auto& tensor = owner_->manifest().tensors()[t.index];
-  return owner_->state().subspan(tensor.offset + index * tensor.stride, gradient_bytes(t.index));
+  return owner_->column(t.index, index);
 }
 
 std::span<std::byte> TrainingState::gradient(TensorId t) {
@@ -112,12 +112,18 @@ std::span<std::byte> TrainingState::gradient(TensorId t) {
 }
 
 Result<std::uint64_t> TrainingState::digest() const {
+  constexpr std::size_t at_once = 256;  // parts
   std::uint64_t result = 0;
   const auto& manifest = owner_->manifest();
-  for (const auto& part : manifest.parts()) {
-    const auto digest = shm::digest_of(manifest, part, owner_->state(), *access_);
-    if (!digest) return digest;
-    result = combine_digests(result, *digest);
+  std::vector<shm::Columns> some;
+  for (std::size_t i = 0; i < manifest.parts().size(); ++i) {
+    const auto& part = manifest.parts()[i];
+    auto& columns = some.emplace_back();
+    for (std::uint32_t c = 0; c < manifest.columns(part); ++c) columns.push_back(owner_->column(part, c));
+    if (some.size() < at_once && i + 1 < manifest.parts().size()) continue;
+    const auto digests = shm::digests_of(std::exchange(some, {}), *access_);
+    if (!digests) return tl::unexpected(digests.error());
+    for (const auto digest : *digests) result = combine_digests(result, digest);
   }
   return result;
 }

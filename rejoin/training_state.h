@@ -15,7 +15,7 @@ class TrainingState {
       : keep_budget_(keep_budget), device_(std::move(device)) {}
 
   // As Session's functions of these names.
-  Result<TensorId> add(const TensorSpec& tensor);
+  Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& own = {});
   Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> own = {});
   Result<> allocate();
   bool allocated() const { return owner_ != nullptr; }
@@ -48,6 +48,7 @@ class TrainingState {
   const std::uint64_t keep_budget_;
   const std::shared_ptr<device::Device> device_;
   std::vector<shm::Tensor> tensors_;
+  std::vector<shm::Owner::Own> own_state_;  // by tensor: in the trainer's memory
   std::vector<BucketId> bucket_of_;
   std::vector<std::vector<TensorId>> buckets_;
   std::vector<std::span<std::byte>> own_;       // by bucket: gradients in the trainer's memory

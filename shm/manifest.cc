@@ -13,7 +13,6 @@ Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
                 kMaxTensors);
   Manifest manifest;
   std::set<std::string> names;
-  std::uint64_t at = 0;
   for (auto& tensor : tensors) {
     const std::uint64_t element = size_of(tensor.type);
     if (tensor.name.empty() || tensor.name.size() > 200 || !names.insert(tensor.name).second)
@@ -23,9 +22,6 @@ Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
                   tensor.columns, kMaxColumns);
     if (tensor.count == 0 || element == 0 || tensor.count > (std::uint64_t{1} << 46) / element)
       return fail(ErrorCode::invalid_argument, "tensor '{}' has {} elements", tensor.name, tensor.count);
-    tensor.offset = at;
-    tensor.stride = round_up(tensor.count * element, 64);
-    at += tensor.stride * tensor.columns;
     const std::uint64_t per_part = std::max<std::uint64_t>(16, kPartBytes / (element * tensor.columns) / 16 * 16);
     const std::uint64_t needed = (tensor.count + per_part - 1) / per_part;
     if (!tensor.elementwise && needed > kMaxPins)
@@ -47,7 +43,6 @@ Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
     }
     manifest.tensors_.push_back(std::move(tensor));
   }
-  manifest.state_bytes_ = round_up(at, 4096);
   const Bytes bytes = manifest.serialise();
   manifest.hash_ = digest(bytes);
   return manifest;
@@ -55,19 +50,15 @@ Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
 
 Bytes Manifest::serialise() const {
   Bytes bytes;
-  const auto put = [&](const auto& value) {
-    const auto view = rejoin::bytes_of(value);
-    bytes.insert(bytes.end(), view.begin(), view.end());
-  };
-  put(static_cast<std::uint32_t>(tensors_.size()));
+  put(bytes, static_cast<std::uint32_t>(tensors_.size()));
   for (const auto& tensor : tensors_) {
-    put(static_cast<std::uint32_t>(tensor.name.size()));
+    put(bytes, static_cast<std::uint32_t>(tensor.name.size()));
     const auto name = as_bytes(tensor.name);
     bytes.insert(bytes.end(), name.begin(), name.end());
-    put(tensor.type);
-    put(tensor.count);
-    put(tensor.columns);
-    put(static_cast<std::uint8_t>(tensor.elementwise));
+    put(bytes, tensor.type);
+    put(bytes, tensor.count);
+    put(bytes, tensor.columns);
+    put(bytes, static_cast<std::uint8_t>(tensor.elementwise));
   }
   return bytes;
 }
@@ -94,32 +85,27 @@ Result<Manifest> Manifest::parse(BytesView bytes) {
   return make(std::move(tensors));
 }
 
-std::uint64_t Manifest::bytes_of(const Part& part) const {
-  const Tensor& tensor = tensors_[part.tensor];
-  return part.count * size_of(tensor.type) * tensor.columns;
+std::uint64_t Manifest::bytes() const {
+  std::uint64_t bytes = 0;
+  for (const auto& tensor : tensors_) bytes += tensor.bytes() * tensor.columns;
+  return bytes;
 }
 
-Extent Manifest::extent(const Part& part, std::uint32_t column) const {
-  const Tensor& tensor = tensors_[part.tensor];
-  const std::uint64_t element = size_of(tensor.type);
-  return {tensor.offset + column * tensor.stride + part.first * element, part.count * element};
-}
+std::uint64_t Manifest::bytes_of(const Part& part) const { return length(part) * columns(part); }
 
-Result<std::uint64_t> digest_of(std::span<const BytesView> columns, device::Access& access) {
-  const auto digests = access.digests(columns);
-  if (!digests) return tl::unexpected(digests.error());
-  std::uint64_t result = 0;
-  for (const auto digest : *digests) result = combine_digests(result, digest);
-  return result;
-}
-
-Result<std::uint64_t> digest_of(const Manifest& manifest, const Part& part, BytesView state, device::Access& access) {
-  std::vector<BytesView> columns;
-  for (std::uint32_t column = 0; column < manifest.columns(part); ++column) {
-    const Extent extent = manifest.extent(part, column);
-    columns.push_back(state.subspan(extent.offset, extent.length));
+Result<std::vector<std::uint64_t>> digests_of(std::span<const Columns> parts, device::Access& access) {
+  std::vector<BytesView> pieces;
+  for (const auto& columns : parts) pieces.insert(pieces.end(), columns.begin(), columns.end());
+  auto digests = access.digests(pieces);
+  if (!digests) return digests;
+  std::vector<std::uint64_t> results;
+  auto next = digests->begin();
+  for (const auto& columns : parts) {
+    std::uint64_t result = 0;
+    for (std::size_t i = 0; i < columns.size(); ++i) result = combine_digests(result, *next++);
+    results.push_back(result);
   }
-  return digest_of(columns, access);
+  return results;
 }
 
 }  // namespace rejoin::shm

@@ -1,4 +1,4 @@
-// What a trainer's state consists of and where it lies: tensors with their columns (the weight and its optimizer
+// What a trainer's state consists of: tensors with their columns (the weight and its optimizer
 // moments), cut into slices (what catch-up fetches as one) and parts (what it moves as one). The same on every replica.
 #pragma once
 
@@ -25,9 +25,8 @@ struct Tensor {
   DataType type = DataType::float32;
   std::uint64_t count = 0;  // elements of each column
   std::uint32_t columns = 1;
-  bool elementwise = true;   // the optimizer updates each element by itself: slices may be smaller than the tensor
-  std::uint64_t offset = 0;  // of column 0 in the state; the others follow at `stride`
-  std::uint64_t stride = 0;  // bytes
+  bool elementwise = true;  // the optimizer updates each element by itself: slices may be smaller than the tensor
+  std::uint64_t bytes() const { return count * size_of(type); }  // of each column
 };
 
 // A range of elements of one tensor, all columns.
@@ -41,13 +40,9 @@ struct Slice {
   std::uint32_t first_part = 0, parts = 1;
 };
 
-struct Extent {
-  std::uint64_t offset = 0, length = 0;  // bytes in the state
-};
-
 class Manifest {
  public:
-  // Lays the tensors out one after the other. Errors: `invalid_argument` (no elements, a name twice, too many columns,
+  // Errors: `invalid_argument` (no elements, a name twice, too many columns,
   // a tensor that is not elementwise and too large to be moved at one version).
   static Result<Manifest> make(std::vector<Tensor> tensors);
   static Result<Manifest> parse(BytesView bytes);  // checks everything: the bytes come from another process
@@ -56,26 +51,28 @@ class Manifest {
   const std::vector<Tensor>& tensors() const { return tensors_; }
   const std::vector<Slice>& slices() const { return slices_; }
   const std::vector<Part>& parts() const { return parts_; }
-  std::uint64_t state_bytes() const { return state_bytes_; }
+  std::uint64_t bytes() const;                  // of all columns of all tensors
   std::uint64_t hash() const { return hash_; }  // of names, types, sizes: equal on all replicas
 
   std::uint64_t bytes_of(const Part& part) const;
   std::uint32_t columns(const Part& part) const { return tensors_[part.tensor].columns; }
-  Extent extent(const Part& part, std::uint32_t column) const;
+  std::uint64_t length(const Part& part) const {
+    return part.count * size_of(tensors_[part.tensor].type);
+  }  // a column's
   // Between the columns of a part that lies by itself: where they begin stays fit for vector loads. All fit kPartBytes.
-  std::uint64_t packed_stride(const Part& part) const { return round_up(extent(part, 0).length, 16); }
+  std::uint64_t packed_stride(const Part& part) const { return round_up(length(part), 16); }
   const Part& part(std::uint32_t slice, std::uint32_t i) const { return parts_[slices_[slice].first_part + i]; }
 
  private:
   std::vector<Tensor> tensors_;
   std::vector<Slice> slices_;
   std::vector<Part> parts_;
-  std::uint64_t state_bytes_ = 0;
   std::uint64_t hash_ = 0;
 };
 
-// Digest of a part whose columns lie there: what all replicas compare.
-Result<std::uint64_t> digest_of(std::span<const BytesView> columns, device::Access& access);
-Result<std::uint64_t> digest_of(const Manifest& manifest, const Part& part, BytesView state, device::Access& access);
+// The columns of a part, wherever they are, and digests of parts: what all replicas compare. On a GPU several take
+// little more time than one.
+using Columns = std::vector<BytesView>;
+Result<std::vector<std::uint64_t>> digests_of(std::span<const Columns> parts, device::Access& access);
 
 }  // namespace rejoin::shm

@@ -1,37 +1,167 @@
 #include "shm/owner.h"
 
-#include <cstring>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <map>
 
 namespace rejoin::shm {
 
-Result<Owner> Owner::make(Manifest manifest, std::shared_ptr<device::Device> device) {
+Result<Owner> Owner::make(Manifest manifest, std::shared_ptr<device::Device> device, const std::vector<Own>& own) {
   Owner owner(std::move(manifest));
+  owner.device_ = std::move(device);
   const auto slices = static_cast<std::uint32_t>(owner.manifest_.slices().size());
-  auto state = device->allocate_shared(owner.manifest_.state_bytes());
-  if (!state) return tl::unexpected(state.error());
-  auto aside = device->allocate_shared(aside_bytes());
+  if (auto placed = owner.place(own); !placed) return tl::unexpected(placed.error());
+  auto aside = owner.device_->allocate_shared(aside_bytes());
   if (!aside) return tl::unexpected(aside.error());
-  auto stream = device->make_stream();
+  auto allocations = owner.device_->allocations(aside->bytes);
+  if (!allocations) return tl::unexpected(allocations.error());
+  owner.aside_segment_ = {aside->bytes, std::move(*allocations)};
+  owner.aside_ = std::move(*aside);
+  auto stream = owner.device_->make_stream();
   if (!stream) return tl::unexpected(stream.error());
-  if (auto zeroed = device::zero_fresh(*device, state->memory.bytes); !zeroed) return tl::unexpected(zeroed.error());
+  owner.stream_ = std::move(*stream);
   auto page_fd = make_sealed_memfd("rejoin-page", page_bytes(slices));
   if (!page_fd) return tl::unexpected(page_fd.error());
   auto mapped = Mapping::of(*page_fd, page_bytes(slices));
   if (!mapped) return tl::unexpected(mapped.error());
-  owner.device_ = std::move(device);
-  owner.state_ = std::move(*state);
-  owner.aside_ = std::move(*aside);
-  owner.stream_ = std::move(*stream);
   owner.page_fd_ = std::move(*page_fd);
   owner.page_ = std::move(*mapped);
   auto doorbell = make_eventfd();
   if (!doorbell) return tl::unexpected(doorbell.error());
   owner.doorbell_ = std::move(*doorbell);
+  // What can't be shared is told now, not when the daemon asks.
+  if (auto offered = owner.offer(); !offered) return tl::unexpected(offered.error());
   Page& page = *new (owner.page_.data()) Page{};
   page.layout = kLayoutVersion;
   page.slices = slices;
   page.magic = kPageMagic;
   return owner;
+}
+
+// Allocates what is not there, and finds the segments that all of it lies in.
+Result<> Owner::place(const std::vector<Own>& own) {
+  const auto& tensors = manifest_.tensors();
+  const auto has_own = [&](std::size_t t) { return t < own.size() && !own[t].empty(); };
+  const auto room = [](const Tensor& tensor) { return round_up(tensor.bytes(), 64); };
+  std::uint64_t missing = 0;
+  for (std::size_t t = 0; t < tensors.size(); ++t)
+    if (!has_own(t)) missing += room(tensors[t]) * tensors[t].columns;
+  if (missing > 0) {
+    auto state = device_->allocate_shared(missing);
+    if (!state) return tl::unexpected(state.error());
+    if (auto zeroed = device::zero_fresh(*device_, state->bytes); !zeroed) return zeroed;
+    state_ = std::move(*state);
+  }
+  std::vector<std::span<std::byte>> columns;
+  std::map<std::byte*, device::Allocation> found;
+  std::span<std::byte> rest = state_.bytes;
+  for (std::size_t t = 0; t < tensors.size(); ++t) {
+    if (has_own(t) && own[t].size() != tensors[t].columns)
+      return fail(ErrorCode::invalid_argument, "tensor '{}' has {} columns and memory for {}", tensors[t].name,
+                  tensors[t].columns, own[t].size());
+    for (std::uint32_t c = 0; c < tensors[t].columns; ++c) {
+      const auto memory = has_own(t) ? own[t][c] : rest.first(tensors[t].bytes());
+      if (!has_own(t)) rest = rest.subspan(room(tensors[t]));
+      if (memory.size() != tensors[t].bytes() || reinterpret_cast<std::uintptr_t>(memory.data()) % Layout::kAlignment)
+        return fail(ErrorCode::invalid_argument,
+                    "column {} of tensor '{}' takes {} bytes from a multiple of {} on; its memory has {} at {}", c,
+                    tensors[t].name, tensors[t].bytes(), Layout::kAlignment, memory.size(),
+                    static_cast<const void*>(memory.data()));
+      auto allocations = device_->allocations(memory);
+      if (!allocations)
+        return fail(allocations.error().code, "column {} of tensor '{}': {}", c, tensors[t].name,
+                    allocations.error().message);
+      for (const auto& allocation : *allocations) found.emplace(allocation.memory.data(), allocation);
+      columns.push_back(memory);
+    }
+  }
+  // Neighbours that can be mapped as such make one segment.
+  std::vector<std::span<std::byte>> wholes;
+  for (const auto& [base, allocation] : found) {
+    const bool joins = !segments_.empty() && allocation.mapped && segments_.back().allocations.back().mapped &&
+                       wholes.back().data() + wholes.back().size() == base;
+    if (!joins) segments_.emplace_back(), wholes.push_back({base, std::size_t{0}});
+    wholes.back() = {wholes.back().data(), wholes.back().size() + allocation.memory.size()};
+    segments_.back().allocations.push_back(allocation);
+  }
+  std::vector<Place> places;
+  for (const auto& column : columns) {
+    const auto after = std::upper_bound(wholes.begin(), wholes.end(), column.data(),
+                                        [](const std::byte* at, const auto& whole) { return at < whole.data(); });
+    const auto segment = static_cast<std::uint32_t>(after - wholes.begin() - 1);
+    auto& memory = segments_[segment].memory;
+    auto* begin = memory.empty() ? column.data() : std::min(memory.data(), column.data());
+    auto* end = std::max(memory.data() + memory.size(), column.data() + column.size());
+    memory = {begin, end};
+    places.push_back({segment, 0});
+  }
+  std::vector<std::uint64_t> sizes;
+  for (const auto& segment : segments_) sizes.push_back(segment.memory.size());
+  for (std::size_t i = 0; i < places.size(); ++i)
+    places[i].offset = static_cast<std::uint64_t>(columns[i].data() - segments_[places[i].segment].memory.data());
+  auto layout = Layout::make(manifest_, std::move(sizes), std::move(places));
+  if (!layout) return tl::unexpected(layout.error());
+  layout_ = std::move(*layout);
+  return {};
+}
+
+std::span<std::byte> Owner::column(std::uint32_t tensor, std::uint32_t column) const {
+  const Place place = layout_.place(tensor, column);
+  return segments_[place.segment].memory.subspan(place.offset, manifest_.tensors()[tensor].bytes());
+}
+
+std::span<std::byte> Owner::column(const Part& part, std::uint32_t column) const {
+  const Place place = layout_.place(manifest_, part, column);
+  return segments_[place.segment].memory.subspan(place.offset, manifest_.length(part));
+}
+
+std::vector<std::span<std::byte>> Owner::segments() const {
+  std::vector<std::span<std::byte>> all;
+  for (const auto& segment : segments_) all.push_back(segment.memory);
+  return all;
+}
+
+Result<SharedMemory> Owner::share(const Segment& segment) const {
+  SharedMemory shared;
+  shared.skipped = static_cast<std::uint64_t>(segment.memory.data() - segment.allocations[0].memory.data());
+  for (const auto& allocation : segment.allocations) {
+    auto handle = device_->share(allocation);
+    if (!handle) return tl::unexpected(handle.error());
+    shared.handles.push_back(std::move(*handle));
+  }
+  // Where there is none, the daemon finds out what else it can do, and says so.
+  if (auto exported = device_->export_dma_buf(segment.memory)) shared.dma_buf = std::move(*exported);
+  return shared;
+}
+
+Result<std::vector<Fd>> Owner::offer() const {
+  constexpr std::size_t others = 64;  // that the process opens
+  std::size_t allocations = 0;
+  for (const auto& segment : segments_) allocations += segment.allocations.size();
+  // One each, and on a GPU one more for each segment.
+  const std::size_t needed =
+      others + allocations + (device_->kind() == device::MemoryKind::host ? 0 : segments_.size());
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < needed)
+    return fail(ErrorCode::exhausted,
+                "the state lies in {} allocations, shared by descriptors; with them this process needs {}, and may "
+                "have {}: raise the limit with 'ulimit -n'",
+                allocations, needed, limit.rlim_cur);
+  auto aside = share(aside_segment_);
+  if (!aside) return tl::unexpected(aside.error());
+  Offer offer{.manifest = manifest_, .layout = layout_, .aside = std::move(*aside)};
+  for (const auto& segment : segments_) {
+    auto shared = share(segment);
+    if (!shared) return tl::unexpected(shared.error());
+    offer.segments.push_back(std::move(*shared));
+  }
+  for (const auto& [from, to] : {std::pair{&page_fd_, &offer.page}, {&doorbell_, &offer.doorbell}}) {
+    auto copy = duplicate(from->get());
+    if (!copy) return tl::unexpected(copy.error());
+    *to = std::move(*copy);
+  }
+  return pack(std::move(offer));
 }
 
 void Owner::ring() {
@@ -60,10 +190,10 @@ Result<> Owner::begin_update() {
     copied.push_back(i);
     if (pin.part >= manifest_.parts().size()) continue;
     const Part& part = manifest_.parts()[pin.part];
-    std::byte* to = aside_.memory.bytes.data() + i * kPartBytes;
-    for (std::uint32_t column = 0; column < manifest_.columns(part) && done; ++column) {
-      const Extent extent = manifest_.extent(part, column);
-      done = stream_->copy(to, state_.memory.bytes.data() + extent.offset, extent.length);
+    std::byte* to = aside_.bytes.data() + i * kPartBytes;
+    for (std::uint32_t c = 0; c < manifest_.columns(part) && done; ++c) {
+      const auto from = column(part, c);
+      done = stream_->copy(to, from.data(), from.size());
       to += manifest_.packed_stride(part);
     }
     p.copied_aside.fetch_add(manifest_.bytes_of(part), std::memory_order_relaxed);

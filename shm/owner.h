@@ -4,25 +4,33 @@
 
 #include "base/fd.h"
 #include "device/device.h"
+#include "shm/offer.h"
 #include "shm/page.h"
 
 namespace rejoin::shm {
 
 class Owner {
  public:
-  // Allocates state and aside in the device's memory, the page in the host's, all such that the daemon can share them.
-  // The state is zero. Errors: `exhausted`; of the device.
-  static Result<Owner> make(Manifest manifest, std::shared_ptr<device::Device> device = device::make_host());
+  // Of a tensor, in memory of the trainer's own: the weight and the moments.
+  using Own = std::vector<std::span<std::byte>>;
+
+  // Allocates aside and the state in the device's memory, the page in the host's, all such that the daemon can share
+  // them. What it allocates of the state is zero. `own`, by tensor: columns that are there already, in the device's
+  // memory, and stay there; none: to be allocated. Errors: `exhausted`; `invalid_argument`, `unreachable` for memory
+  // that can't be shared; of the device.
+  static Result<Owner> make(Manifest manifest, std::shared_ptr<device::Device> device = device::make_host(),
+                            const std::vector<Own>& own = {});
 
   const Manifest& manifest() const { return manifest_; }
   // Of the device: on a GPU, not to be touched by the host.
-  std::span<std::byte> state() const { return state_.memory.bytes.first(manifest_.state_bytes()); }
+  std::span<std::byte> column(std::uint32_t tensor, std::uint32_t column) const;
+  std::span<std::byte> column(const Part& part, std::uint32_t column) const;
+  // All of it, with what lies between.
+  std::vector<std::span<std::byte>> segments() const;
   const std::shared_ptr<device::Device>& device() const { return device_; }
   Page& page() const { return *reinterpret_cast<Page*>(page_.data()); }
-  const Fd& state_fd() const { return state_.handle; }
-  const Fd& page_fd() const { return page_fd_; }
-  const Fd& aside_fd() const { return aside_.handle; }
-  const Fd& doorbell() const { return doorbell_; }  // rung for the daemon
+  // What a daemon needs to see all this by (offer.h). Any thread. Errors: of the device.
+  Result<std::vector<Fd>> offer() const;
 
   // From here to end_update() the state may change; what the daemon holds is copied aside before this returns. What was
   // queued on the device to change the state before must be done. Errors: of the device.
@@ -35,12 +43,21 @@ class Owner {
   Clock clock() const { return Clock::unpack(page().clock.load()); }
 
  private:
-  explicit Owner(Manifest manifest) : manifest_(std::move(manifest)) {}
+  struct Segment {
+    std::span<std::byte> memory;                  // from the first column in it to the last
+    std::vector<device::Allocation> allocations;  // that hold it, neighbours
+  };
+  explicit Owner(Manifest manifest) : manifest_(std::move(manifest)), layout_(Layout::packed(manifest_)) {}
+  Result<> place(const std::vector<Own>& own);
+  Result<SharedMemory> share(const Segment& segment) const;
   void ring();
 
   Manifest manifest_;
+  Layout layout_;
   std::shared_ptr<device::Device> device_;
-  device::Device::Shared state_, aside_;
+  device::Memory state_, aside_;  // as far as they are allocated here
+  std::vector<Segment> segments_;
+  Segment aside_segment_;
   std::unique_ptr<device::Stream> stream_;  // for what is copied aside
   Fd page_fd_, doorbell_;
   Mapping page_;

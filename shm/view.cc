@@ -13,43 +13,60 @@ namespace {
 constexpr std::uint64_t pin_bit(std::uint32_t pin) { return std::uint64_t{1} << pin; }
 }  // namespace
 
-Result<View> View::make(Manifest manifest, Fd state, Fd page, Fd aside, Fd doorbell,
-                        std::shared_ptr<device::Device> device) {
-  View view(std::move(manifest));
-  const auto slices = static_cast<std::uint32_t>(view.manifest_.slices().size());
-  const auto host = device::make_host();
+Result<View> View::make(std::vector<Fd> descriptors, std::shared_ptr<device::Device> device) {
+  auto offer = unpack(std::move(descriptors));
+  if (!offer) return tl::unexpected(offer.error());
   auto access = device::Access::make(*device);
   if (!access) return tl::unexpected(access.error());
-  const auto import = [](const char* what, device::Device& of, const Fd& fd, std::size_t size, device::Memory& memory) {
-    auto imported = of.import_shared(fd, size);
-    if (imported) memory = std::move(*imported);
-    if (imported) return Result<>();
-    return Result<>(fail(imported.error().code, "the trainer's {}, of which its manifest needs {} bytes: {}", what,
-                         size, imported.error().message));
-  };
-  for (auto imported : {import("state", *device, state, view.manifest_.state_bytes(), view.state_),
-                        import("page", *host, page, page_bytes(slices), view.page_),
-                        import("aside", *device, aside, aside_bytes(), view.aside_)})
-    if (!imported) return tl::unexpected(imported.error());
+  View view(std::move(offer->manifest), std::move(offer->layout));
   view.device_ = std::move(device);
   view.access_ = std::move(*access);
+  if (auto imported = view.import(*offer); !imported) return tl::unexpected(imported.error());
+  const auto slices = static_cast<std::uint32_t>(view.manifest_.slices().size());
   if (view.page().magic != kPageMagic || view.page().layout != kLayoutVersion || view.page().slices != slices)
     return fail(ErrorCode::mismatch,
                 "the trainer's page has layout {}, this daemon's is {}; use library and daemon of one version",
                 view.page().layout, kLayoutVersion);
-  view.doorbell_ = std::move(doorbell);
+  view.doorbell_ = std::move(offer->doorbell);
   // Pins of a daemon before us are nobody's now.
   for (auto& pin : view.page().pins) pin.state.store(PinState::free);
   return view;
 }
 
+Result<> View::import(Offer& offer) {
+  const auto take = [](const char* what, device::Device& of, std::span<const device::Handle> handles) {
+    auto imported = of.import_shared(handles);
+    if (!imported)
+      return Result<device::Memory>(
+          fail(imported.error().code, "the trainer's {}: {}", what, imported.error().message));
+    return imported;
+  };
+  for (std::size_t i = 0; i < offer.segments.size(); ++i) {
+    auto memory = take("state", *device_, offer.segments[i].handles);
+    if (!memory) return tl::unexpected(memory.error());
+    segments_.push_back(memory->bytes.subspan(offer.segments[i].skipped, layout_.segments()[i]));
+    state_.push_back(std::move(*memory));
+    state_buffers_.push_back(std::move(offer.segments[i].dma_buf));
+  }
+  auto aside = take("aside", *device_, offer.aside.handles);
+  if (!aside) return tl::unexpected(aside.error());
+  aside->bytes = aside->bytes.subspan(offer.aside.skipped, aside_bytes());
+  aside_ = std::move(*aside);
+  aside_buffer_ = std::move(offer.aside.dma_buf);
+  const std::size_t size = page_bytes(static_cast<std::uint32_t>(manifest_.slices().size()));
+  auto fd = duplicate(offer.page.get());
+  if (!fd) return tl::unexpected(fd.error());
+  const device::Handle page[] = {{.size = size, .fd = std::move(*fd)}};
+  auto mapped = take("page", *device::make_host(), page);
+  if (!mapped) return tl::unexpected(mapped.error());
+  page_ = std::move(*mapped);
+  return {};
+}
+
 Result<View> View::of(const Owner& owner) {
-  auto state = duplicate(owner.state_fd().get()), page = duplicate(owner.page_fd().get()),
-       aside = duplicate(owner.aside_fd().get()), doorbell = duplicate(owner.doorbell().get());
-  for (const auto* fd : {&state, &page, &aside, &doorbell})
-    if (!*fd) return tl::unexpected(fd->error());
-  return make(owner.manifest(), std::move(*state), std::move(*page), std::move(*aside), std::move(*doorbell),
-              owner.device());
+  auto offer = owner.offer();
+  if (!offer) return tl::unexpected(offer.error());
+  return make(std::move(*offer), owner.device());
 }
 
 bool View::set_slice(std::uint32_t i, SliceWord expected, SliceWord next) {
@@ -100,11 +117,22 @@ View::Where View::where(const Held& held) const {
   return Where::copying;
 }
 
+std::span<std::byte> View::column(const Part& part, std::uint32_t column) const {
+  const Place where = place(part, column);
+  return segments_[where.segment].subspan(where.offset, manifest_.length(part));
+}
+
 BytesView View::column(const Held& held, std::uint32_t column, bool aside) const {
   const Part& part = manifest_.parts()[held.part];
-  const Extent extent = manifest_.extent(part, column);
-  if (!aside) return BytesView(state_.bytes).subspan(extent.offset, extent.length);
-  return BytesView(aside_.bytes).subspan(aside_offset(held) + column * manifest_.packed_stride(part), extent.length);
+  if (!aside) return this->column(part, column);
+  return BytesView(aside_.bytes)
+      .subspan(aside_offset(held) + column * manifest_.packed_stride(part), manifest_.length(part));
+}
+
+Columns View::columns(const Part& part) const {
+  Columns columns;
+  for (std::uint32_t c = 0; c < manifest_.columns(part); ++c) columns.push_back(column(part, c));
+  return columns;
 }
 
 bool View::release_if_untouched(const Held& held) {
@@ -116,11 +144,13 @@ bool View::release_if_untouched(const Held& held) {
 
 bool View::populate_some() {
   constexpr std::size_t piece = 16 * MiB;
-  if (kind() != device::MemoryKind::host || populated_ >= state_.bytes.size()) return false;
-  const std::size_t size = std::min(piece, state_.bytes.size() - populated_);
+  if (kind() != device::MemoryKind::host || populated_segments_ == state_.size()) return false;
+  const auto bytes = state_[populated_segments_].bytes;
+  const std::size_t size = std::min(piece, bytes.size() - populated_);
   // Older kernels don't know it; then the pages come one by one, as they are touched.
-  (void)::madvise(state_.bytes.data() + populated_, size, MADV_POPULATE_WRITE);
+  (void)::madvise(bytes.data() + populated_, size, MADV_POPULATE_WRITE);
   populated_ += size;
+  if (populated_ == bytes.size()) ++populated_segments_, populated_ = 0;
   return true;
 }
 
@@ -137,24 +167,59 @@ void View::read(BytesView from, std::byte* to) { check(access_->read(from, to));
 void View::write(std::byte* to, BytesView from) { check(access_->write(to, from)); }
 
 std::uint64_t View::digest(BytesView of) {
-  return told(access_->digests({&of, 1}).map([](const auto& digests) { return digests.front(); }));
+  const Columns one{of};
+  const auto digests = access_->digests(one);
+  check(digests.map([](const auto&) {}));
+  return digests ? digests->front() : 0;
 }
 
-std::uint64_t View::digest(const Part& part) { return told(digest_of(manifest_, part, state_.bytes, *access_)); }
+std::vector<std::uint64_t> View::digests(std::span<const Columns> parts) {
+  auto digests = digests_of(parts, *access_);
+  check(digests.map([](const auto&) {}));
+  return digests ? std::move(*digests) : std::vector<std::uint64_t>(parts.size());
+}
 
-std::uint64_t View::digest(std::span<const BytesView> columns) { return told(digest_of(columns, *access_)); }
-
-std::optional<std::uint64_t> digest_held(View& view, const View::Held& held) {
-  const Part& part = view.manifest().parts()[held.part];
-  if (view.where(held) == View::Where::state) {
-    const std::uint64_t result = view.digest(part);
-    if (view.where(held) == View::Where::state) return result;  // nobody had begun to change it until after
+std::vector<std::optional<std::uint64_t>> digests_held(View& view, std::span<const View::Held> held) {
+  using Where = View::Where;
+  std::vector<std::optional<std::uint64_t>> results(held.size());
+  // First of those that lie in the state. Nobody had begun to change what still lies there afterwards; the others are
+  // looked at aside.
+  for (const auto where : {Where::state, Where::aside}) {
+    std::vector<std::size_t> there;
+    std::vector<Columns> parts;
+    for (std::size_t i = 0; i < held.size(); ++i) {
+      if (results[i] || view.where(held[i]) != where) continue;
+      there.push_back(i);
+      auto& columns = parts.emplace_back();
+      for (std::uint32_t c = 0; c < view.manifest().columns(view.manifest().parts()[held[i].part]); ++c)
+        columns.push_back(view.column(held[i], c, where == Where::aside));
+    }
+    if (there.empty()) continue;
+    const auto digests = view.digests(parts);
+    for (std::size_t i = 0; i < there.size(); ++i)
+      if (view.where(held[there[i]]) == where) results[there[i]] = digests[i];
   }
-  if (view.where(held) != View::Where::aside) return std::nullopt;
-  std::vector<BytesView> columns;
-  for (std::uint32_t column = 0; column < view.manifest().columns(part); ++column)
-    columns.push_back(view.column(held, column, true));
-  return view.digest(columns);
+  return results;
+}
+
+bool settle_held(View& view, std::span<const View::Held> held, std::span<std::optional<std::uint64_t>> digests) {
+  const std::size_t at_once = view.digests_at_once();
+  std::vector<std::size_t> missing;
+  for (std::size_t i = 0; i < held.size(); ++i)
+    if (!digests[i]) missing.push_back(i);
+  bool all = true;
+  for (std::span rest(missing); !rest.empty(); rest = rest.subspan(std::min(at_once, rest.size()))) {
+    const auto some = rest.first(std::min(at_once, rest.size()));
+    std::vector<View::Held> of;
+    for (const auto i : some) of.push_back(held[i]);
+    const auto found = digests_held(view, of);
+    for (std::size_t k = 0; k < some.size(); ++k) {
+      digests[some[k]] = found[k];
+      if (found[k]) view.release(of[k]);
+      all = all && found[k].has_value();
+    }
+  }
+  return all;
 }
 
 }  // namespace rejoin::shm

@@ -11,6 +11,8 @@
 #include "base/unix_socket.h"
 #include "local.pb.h"
 #include "membership/node.h"
+#include "rejoin/session.h"
+#include "shm/page.h"
 #include "tests/process.h"
 
 namespace rejoin::test {
@@ -75,6 +77,37 @@ TEST(Minimal, TwoReplicasLearnAndEndWithTheSameBits) {
   EXPECT_EQ(audit.status, 0) << audit.output;
   EXPECT_NE(audit.output.find("300 steps committed"), std::string::npos) << audit.output;
   EXPECT_NE(audit.output.find("4800 trained once, 0 lost, 0 repeated"), std::string::npos) << audit.output;
+}
+
+// More descriptors than go in one message, and more names than one holds.
+TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
+  Job job;
+  job.start(1, 3);
+  SessionConfig config;
+  config.socket = job.socket(0);
+  std::vector<Mapping> memory;  // outlives the session
+  auto session = *Session::open(config);
+  std::vector<TensorId> ids;
+  for (int i = 0; i < 4000; ++i) {
+    const TensorSpec spec{.name = fmt::format("{:0>150}", i), .count = 64, .moments = 1};
+    if (i < 300) memory.push_back(*Mapping::shareable(512));
+    const auto id = i < 300 ? session->add(spec, {memory.back().span().first(256), memory.back().span().subspan(256)})
+                            : session->add(spec);
+    ASSERT_TRUE(id) << id.error().message;
+    ids.push_back(*id);
+  }
+  ASSERT_TRUE(session->bucket(ids));
+  ASSERT_TRUE(session->allocate());
+  EXPECT_EQ(session->moment(ids[7], 0).data(), memory[7].data() + 256);
+  if (auto joined = session->join(0); !joined) FAIL() << joined.error().message;
+  std::uint64_t steps = 0, pieces = 0;
+  for (auto step = session->begin_step(); step && *step; step = session->begin_step(), ++steps) {
+    ASSERT_TRUE(session->all_reduce(0));
+    ASSERT_TRUE(session->commit([&](const Piece&) { ++pieces; }));
+  }
+  EXPECT_EQ(steps, 3u);
+  EXPECT_EQ(pieces, 3 * ids.size());
+  EXPECT_EQ(run({kCli, "status", job.coordinator_status}).status, 0);
 }
 
 // Every rank on a node of its own, a relay for each replica: one alone in its process, one beside a node. A relay that
@@ -193,12 +226,25 @@ TEST(Garbage, OnEveryPortIsRefusedAndChangesNothing) {
     std::string bytes(random() % 3000 + 1, '\0');
     for (auto& c : bytes) c = static_cast<char>(random());
     feed_unix(bytes);
-    // Well-formed but meaningless: a hello without descriptors, with a broken manifest, of another version.
-    proto::FromTrainer hello;
+    // Well-formed but meaningless: a hello of another version; one whose descriptors are none, or not what they should
+    // be, or no state; more of them than were announced, or without a hello.
+    proto::FromTrainer hello, more;
     hello.mutable_hello()->set_protocol(random() % 3);
-    hello.mutable_hello()->set_layout(random() % 3);
-    hello.mutable_hello()->set_manifest(bytes);
     feed_unix(hello.SerializeAsString());
+    hello.mutable_hello()->set_protocol(membership::kProtocolVersion);
+    hello.mutable_hello()->set_layout(shm::kLayoutVersion);
+    hello.mutable_hello()->set_device("host");
+    hello.mutable_hello()->set_descriptors(static_cast<std::uint32_t>(random() % 5));
+    more.mutable_more();
+    const Fd description = *make_sealed_memfd("description", bytes.size()), eventfd = *make_eventfd();
+    (void)Mapping::of(description, bytes.size()).map([&](const Mapping& mapped) {
+      std::memcpy(mapped.data(), bytes.data(), bytes.size());
+    });
+    std::vector<int> fds(random() % 5, eventfd.get());
+    if (!fds.empty()) fds[0] = description.get();
+    Fd socket = *connect_unix(job.socket(0));
+    if (random() % 4 > 0) (void)send_with_fds(socket, as_bytes(hello.SerializeAsString()), fds);
+    (void)send_with_fds(socket, as_bytes(more.SerializeAsString()), fds);
     proto::FromTrainer report;
     report.mutable_report()->mutable_exchanged()->set_epoch(random());
     feed_unix(report.SerializeAsString());

@@ -99,6 +99,18 @@ TEST(Demo, OnAGpuAKilledReplicaComesBackWithTheSameBits) {
   }
 }
 
+// … where the trainer's framework has allocated them: in blocks that processes share by cuIpc, or mapped in pieces.
+TEST(Demo, InAFrameworksMemoryItIsTheSame) {
+  const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};
+  for (const char* state : {"pool", "expandable"}) {
+    const auto report = demo({"--steps", "80", "--kill", "1.0@20", "--device", "cuda:0", "--state", state,
+                              "--transport", "tcp", "--kill-daemon", "2@60"},
+                             gpu);
+    expect_sound(report, 80);
+    EXPECT_EQ(report.at("catch_ups").size(), 2u) << state;
+  }
+}
+
 TEST(Demo, StepsLongerThanTheSilenceAreNoFailure) {
   const auto report =
       demo({"--steps", "14", "--kill", "1.0@5", "--silence-ms", "150", "--params", "3000000", "--batch", "48"});

@@ -28,6 +28,61 @@ shm::Manifest small_model(bool elementwise, bool on_gpu) {
                                {.name = "c", .count = 5, .columns = 1}});
 }
 
+// Where states are: of a GPU or the host, allocated for them or by somebody else, scattered over several allocations.
+struct Memory {
+  bool on_gpu = false, scattered = false;
+};
+
+// A caching allocator's blocks, with other things between what is taken of them.
+struct Scattered {
+  static constexpr std::byte kOthers{0xa5};
+  std::vector<device::Memory> blocks, kept;
+  std::vector<shm::Owner::Own> columns;
+
+  Scattered(const shm::Manifest& manifest, device::Device& device, device::Access& access, std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const bool on_gpu = device.kind() == device::MemoryKind::cuda;
+    std::vector<std::pair<std::uint32_t, std::uint32_t>> order;
+    for (std::uint32_t t = 0; t < manifest.tensors().size(); ++t) {
+      columns.emplace_back(manifest.tensors()[t].columns);
+      for (std::uint32_t c = 0; c < columns[t].size(); ++c) order.emplace_back(t, c);
+    }
+    std::shuffle(order.begin(), order.end(), random);
+    std::span<std::byte> rest;
+    for (const auto& [t, c] : order) {
+      const std::uint64_t size = manifest.tensors()[t].bytes(), gap = random() % 64 * 16;
+      if (rest.size() < gap + size) {
+        blocks.push_back(on_gpu ? expandable(device, 3 * size + 1024) : *device.allocate(3 * size + 1024));
+        rest = blocks.back().bytes;
+        EXPECT_TRUE(access.write(rest.data(), Bytes(rest.size(), kOthers)));
+      }
+      columns[t][c] = rest.subspan(gap, size);
+      rest = rest.subspan(std::min(rest.size(), round_up(gap + size, 16)));
+    }
+  }
+  // Mapped piece by piece, so that a column may lie in several.
+  device::Memory expandable(device::Device& device, std::uint64_t size) {
+    std::vector<device::Handle> handles;
+    for (std::uint64_t got = 0; got < size; got += 2 * MiB) {
+      kept.push_back(*device.allocate_shared(2 * MiB));
+      handles.push_back(*device.share((*device.allocations(kept.back().bytes))[0]));
+    }
+    return *device.import_shared(handles);
+  }
+  // What lies between the columns is what it was.
+  void check(device::Access& access) const {
+    for (const auto& block : blocks) {
+      Bytes bytes(block.bytes.size());
+      EXPECT_TRUE(access.read(block.bytes, bytes.data()));
+      for (const auto& tensor : columns)
+        for (const auto column : tensor)
+          if (column.data() >= block.bytes.data() && column.data() < block.bytes.data() + block.bytes.size())
+            std::fill_n(bytes.begin() + (column.data() - block.bytes.data()), column.size(), kOthers);
+      EXPECT_TRUE(std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == kOthers; }));
+    }
+  }
+};
+
 // A replica of one rank: trainer, shared memory, daemon service.
 struct Replica {
   ReplicaId id;
@@ -35,6 +90,7 @@ struct Replica {
   transport::Engine* on_fabric = nullptr;  // the engine that the fabric knows
   std::unique_ptr<device::Access> access;
   transport::Address address;
+  std::optional<Scattered> scattered;
   std::unique_ptr<shm::Owner> owner;
   std::unique_ptr<Keeper> keeper;
   std::unique_ptr<Service> service;
@@ -73,12 +129,11 @@ struct Replica {
         g = copied.data();
       }
       for (std::uint32_t column = 0; column < tensor.columns; ++column)
-        change(owner->state().subspan(tensor.offset + column * tensor.stride + piece.first * 4, piece.count * 4),
-               [&](float* values) {
-                 for (std::uint64_t i = 0; i < piece.count; ++i)
-                   values[i] = values[i] * 0.9f + g[i] * (0.1f + 0.01f * static_cast<float>(column)) /
-                                                      static_cast<float>(piece.step.value);
-               });
+        change(owner->column(piece.tensor, column).subspan(piece.first * 4, piece.count * 4), [&](float* values) {
+          for (std::uint64_t i = 0; i < piece.count; ++i)
+            values[i] = values[i] * 0.9f +
+                        g[i] * (0.1f + 0.01f * static_cast<float>(column)) / static_cast<float>(piece.step.value);
+        });
     }
     keeper->end(step, contributes);
   }
@@ -92,9 +147,18 @@ struct Replica {
     how(values.data());
     EXPECT_TRUE(access->write(place.data(), std::as_bytes(std::span(values))));
   }
+  template <typename What>
+  void for_columns(What what) const {
+    for (std::uint32_t t = 0; t < owner->manifest().tensors().size(); ++t)
+      for (std::uint32_t c = 0; c < owner->manifest().tensors()[t].columns; ++c) what(t, c, owner->column(t, c));
+  }
   Bytes state() const {
-    Bytes bytes(owner->state().size());
-    EXPECT_TRUE(access->read(owner->state(), bytes.data()));
+    Bytes bytes(owner->manifest().bytes());
+    std::byte* to = bytes.data();
+    for_columns([&](auto, auto, std::span<std::byte> column) {
+      EXPECT_TRUE(access->read(column, to));
+      to += column.size();
+    });
     return bytes;
   }
 };
@@ -111,15 +175,16 @@ struct Cluster {
   std::uint64_t budget = 64 * MiB;
 
   std::shared_ptr<device::Device> device;  // all states are in its memory
-  bool on_gpu;
+  Memory memory;
+  bool on_gpu = memory.on_gpu;
 
-  explicit Cluster(std::uint64_t seed, bool e = true, bool gpu = false)
+  explicit Cluster(std::uint64_t seed, bool e = true, Memory m = {})
       : fabric({.seed = seed}, clock),
         random(seed),
         elementwise(e),
-        device(gpu ? device::test_gpu() : device::make_host()),
-        on_gpu(gpu) {
-    if (gpu) spdlog::set_level(spdlog::level::err);  // each engine says that it stages
+        device(m.on_gpu ? device::test_gpu() : device::make_host()),
+        memory(m) {
+    if (on_gpu) spdlog::set_level(spdlog::level::err);  // each engine says that it stages
   }
 
   Replica& add(bool contributes, std::uint64_t own_budget = 64 * MiB) {
@@ -130,15 +195,21 @@ struct Cluster {
     if (on_gpu) replica->engine = *transport::staged::make_engine(std::move(replica->engine), device, {});
     replica->access = *device::Access::make(*device);
     replica->address = *replica->engine->listen({"sim"});
-    replica->owner = std::make_unique<shm::Owner>(*shm::Owner::make(small_model(elementwise, on_gpu), device));
+    const auto model = small_model(elementwise, on_gpu);
+    std::vector<shm::Owner::Own> own;
+    if (memory.scattered) own = replica->scattered.emplace(model, *device, *replica->access, random()).columns;
+    replica->owner = std::make_unique<shm::Owner>(*shm::Owner::make(model, device, own));
     replica->keeper = *Keeper::make(*replica->owner, own_budget);
     replica->service = std::make_unique<Service>(
         *replica->engine, 5, Service::Options{.compression = compression, .limit_bytes_per_second = limit}, clock);
     replica->contributes = contributes;
     replica->owner->set_version(step);
-    std::vector<float> floats(replica->owner->state().size() / 4);
-    for (std::size_t i = 0; i < floats.size(); ++i) floats[i] = contributes ? static_cast<float>(i % 1000) : -1.0f;
-    EXPECT_TRUE(replica->access->write(replica->owner->state().data(), std::as_bytes(std::span(floats))));
+    replica->for_columns([&](std::uint32_t t, std::uint32_t c, std::span<std::byte> column) {
+      std::vector<float> floats(column.size() / 4);
+      for (std::size_t i = 0; i < floats.size(); ++i)
+        floats[i] = contributes ? static_cast<float>((i + t * 300 + c * 100) % 1000) : -1.0f;
+      EXPECT_TRUE(replica->access->write(column.data(), std::as_bytes(std::span(floats))));
+    });
     auto view = shm::View::of(*replica->owner);
     EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, std::move(*view)));
     replicas.push_back(std::move(replica));
@@ -175,14 +246,9 @@ struct Cluster {
     }
   }
   bool same_bits(const Replica& a, const Replica& b) const {
-    const Bytes ours = a.state(), theirs = b.state();
-    // Padding between columns is nobody's.
-    for (const auto& tensor : a.owner->manifest().tensors())
-      for (std::uint32_t c = 0; c < tensor.columns; ++c)
-        if (std::memcmp(ours.data() + tensor.offset + c * tensor.stride,
-                        theirs.data() + tensor.offset + c * tensor.stride, tensor.count * 4) != 0)
-          return false;
-    return true;
+    for (const auto* replica : {&a, &b})
+      if (replica->scattered) replica->scattered->check(*replica->access);
+    return a.state() == b.state();
   }
   // Trains until the joiner has caught up, for so many steps at most; a GPU's copies take real time.
   void train_until_caught_up(const Replica& joiner, int steps, int events) {
@@ -192,17 +258,23 @@ struct Cluster {
   }
 };
 
-struct CatchUp : testing::TestWithParam<bool> {
-  bool on_gpu = GetParam();
+struct CatchUp : testing::TestWithParam<Memory> {
+  Memory memory = GetParam();
+  bool on_gpu = memory.on_gpu;
   std::uint64_t seeds() const { return on_gpu ? 2 : kSeeds; }
 };
-INSTANTIATE_TEST_SUITE_P(Memory, CatchUp, testing::Bool(),
-                         [](const auto& i) { return std::string(i.param ? "gpu" : "host"); });
+INSTANTIATE_TEST_SUITE_P(Memory, CatchUp,
+                         testing::Values(Memory{}, Memory{.on_gpu = true}, Memory{.scattered = true},
+                                         Memory{.on_gpu = true, .scattered = true}),
+                         [](const auto& i) {
+                           return std::string(i.param.on_gpu ? "gpu" : "host") +
+                                  (i.param.scattered ? "_scattered" : "");
+                         });
 
 TEST_P(CatchUp, AJoinerEndsWithTheSameBitsWhileEveryoneTrainsOn) {
   for (std::uint64_t seed = 1; seed <= seeds(); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, seed % 2 == 0, on_gpu);
+    Cluster cluster(seed, seed % 2 == 0, memory);
     cluster.add(true), cluster.add(true);
     for (int i = 0; i < 3; ++i) cluster.train(1);
     Replica& joiner = cluster.add(false);
@@ -215,14 +287,14 @@ TEST_P(CatchUp, AJoinerEndsWithTheSameBitsWhileEveryoneTrainsOn) {
     cluster.train(5);
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
     const auto progress = cluster.replicas[0]->service->bytes_served() + cluster.replicas[1]->service->bytes_served();
-    EXPECT_GE(progress, joiner.owner->manifest().state_bytes() - 4096);
+    EXPECT_GE(progress, joiner.owner->manifest().bytes());
   }
 }
 
 TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
   for (std::uint64_t seed = 1; seed <= seeds(); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, true, on_gpu);
+    Cluster cluster(seed, true, memory);
     cluster.add(true), cluster.add(true);
     cluster.train(1);
     Replica& joiner = cluster.add(false);
@@ -238,7 +310,7 @@ TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
 }
 
 TEST_P(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
-  Cluster cluster(3, true, on_gpu);
+  Cluster cluster(3, true, memory);
   cluster.add(true), cluster.add(true);
   cluster.train(1);
   Replica& joiner = cluster.add(false);
@@ -251,9 +323,9 @@ TEST_P(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
     const auto word = shm::SliceWord::unpack(joiner.owner->page().slice_words()[0].load());
     if (!flipped && word.state == shm::SliceState::arrived) {
       std::byte byte{};
-      ASSERT_TRUE(joiner.access->read(joiner.owner->state().subspan(1000, 1), &byte));
+      ASSERT_TRUE(joiner.access->read(joiner.owner->column(0, 0).subspan(1000, 1), &byte));
       byte ^= std::byte{4};
-      ASSERT_TRUE(joiner.access->write(joiner.owner->state().data() + 1000, {&byte, 1}));
+      ASSERT_TRUE(joiner.access->write(joiner.owner->column(0, 0).data() + 1000, {&byte, 1}));
       flipped = true;
     }
   }
@@ -264,7 +336,7 @@ TEST_P(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
 }
 
 TEST_P(CatchUp, KeptGradientsStayWithinTheirBudgetAndItStillArrives) {
-  Cluster cluster(4, true, on_gpu);
+  Cluster cluster(4, true, memory);
   cluster.add(true);
   cluster.train(1);
   constexpr std::uint64_t budget = 3 * MiB;
@@ -303,7 +375,7 @@ TEST(CatchUpService, ABudgetForHardlyMoreThanOneSliceIsEnough) {
 TEST_P(CatchUp, CodedSlicesArriveWithTheSameBits) {
   for (std::uint64_t seed = 1; seed <= seeds(); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, seed % 2 == 0, on_gpu);
+    Cluster cluster(seed, seed % 2 == 0, memory);
     cluster.compression = Compression::always;
     cluster.add(true), cluster.add(true);
     cluster.train(1);
@@ -354,7 +426,7 @@ TEST(CatchUpService, TheStreamKeepsToItsLimit) {
   }
   ASSERT_TRUE(joiner.caught_up);
   const double took = seconds(cluster.clock.now() - start);
-  const auto bytes = static_cast<double>(joiner.owner->manifest().state_bytes());
+  const auto bytes = static_cast<double>(joiner.owner->manifest().bytes());
   EXPECT_LE(bytes, 1e9 * (took + 0.05) + static_cast<double>(shm::kPartBytes));
   EXPECT_GE(bytes, 1e9 * took * 0.3);
 }

@@ -64,15 +64,22 @@ TEST_P(Devices, SharedMemoryIsTheSameForWhoeverHoldsItsHandle) {
   constexpr std::size_t size = 300000;
   auto ours = *device->allocate_shared(size);
   auto other = *open_device_again();
-  auto theirs = *other->import_shared(ours.handle, size);
-  ours.handle.reset();
+  const auto allocations = *device->allocations(ours.bytes);
+  ASSERT_EQ(allocations.size(), 1u);
+  Memory theirs;
+  {
+    const Handle handles[] = {*device->share(allocations[0])};
+    theirs = *other->import_shared(handles);
+  }
+  EXPECT_GE(theirs.bytes.size(), size);
+  theirs.bytes = theirs.bytes.first(size);
   auto here = *Access::make(*device), there = *Access::make(*other);
   Bytes bytes(size), back(size);
   for (std::size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 13 >> 2);
-  ASSERT_TRUE(here->write(ours.memory.bytes.data(), bytes));
+  ASSERT_TRUE(here->write(ours.bytes.data(), bytes));
   const BytesView whole[] = {theirs.bytes};
   EXPECT_EQ((*there->digests(whole))[0], digest(bytes));
-  ours.memory = {};
+  ours = {};
   ASSERT_TRUE(there->read(theirs.bytes, back.data()));
   EXPECT_EQ(back, bytes);
   auto stream = *other->make_stream();
@@ -87,11 +94,55 @@ TEST_P(Devices, SharedMemoryIsTheSameForWhoeverHoldsItsHandle) {
 TEST_P(Devices, AHandleOfSomethingElseIsRefused) {
   int ends[2];
   ASSERT_EQ(::pipe(ends), 0);
-  const Fd in(ends[0]), out(ends[1]);
-  EXPECT_FALSE(device->import_shared(in, 65536));
-  EXPECT_FALSE(device->import_shared(Fd(), 65536));
-  auto small = *device->allocate_shared(65536);
-  EXPECT_FALSE(device->import_shared(small.handle, 10 * MiB));
+  const Fd out(ends[1]);
+  const auto import = [&](Handle handle) { return device->import_shared({&handle, 1}).has_value(); };
+  EXPECT_FALSE(import({.size = 65536, .fd = Fd(ends[0])}));
+  EXPECT_FALSE(import({.size = 65536}));
+  EXPECT_FALSE(import({.kind = Handle::Kind::ipc, .size = 65536}));
+  EXPECT_FALSE(import({.kind = Handle::Kind::fabric, .size = 65536}));
+  EXPECT_FALSE(device->import_shared({}));
+  auto small = *device->allocate_shared(2 * MiB);
+  for (const std::uint64_t size : {10 * MiB, std::uint64_t{0}, ~std::uint64_t{0}}) {
+    auto handle = *device->share((*device->allocations(small.bytes))[0]);
+    handle.size = size;
+    EXPECT_FALSE(import(std::move(handle))) << size;
+  }
+}
+
+TEST_P(Devices, MemoryOfNobodyIsNotShared) {
+  Bytes bytes(4096);
+  const auto none = device->allocations(bytes);
+  ASSERT_FALSE(none);
+  EXPECT_EQ(none.error().code, ErrorCode::unreachable);
+}
+
+// As a caching allocator's: what is used of it begins and ends anywhere.
+TEST(Cuda, AllocationsSideBySideAreSideBySideElsewhere) {
+  auto device = test_gpu();
+  std::vector<Handle> handles;
+  std::vector<Memory> kept;
+  for (int i = 0; i < 3; ++i) {
+    kept.push_back(*device->allocate_shared(2 * MiB));
+    handles.push_back(*device->share((*device->allocations(kept.back().bytes))[0]));
+  }
+  auto expandable = *device->import_shared(handles);
+  ASSERT_EQ(expandable.bytes.size(), 6 * MiB);
+  const auto used = expandable.bytes.subspan(1 * MiB + 512, 4 * MiB);
+  const auto allocations = *device->allocations(used);
+  ASSERT_EQ(allocations.size(), 3u);
+  EXPECT_EQ(allocations[0].memory.data(), expandable.bytes.data());
+  std::vector<Handle> again;
+  for (const auto& allocation : allocations) {
+    EXPECT_TRUE(allocation.mapped);
+    again.push_back(*device->share(allocation));
+  }
+  auto elsewhere = *device->import_shared(again);
+  auto access = *Access::make(*device);
+  Bytes bytes(used.size()), back(used.size());
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i * 7 >> 4);
+  ASSERT_TRUE(access->write(used.data(), bytes));
+  ASSERT_TRUE(access->read(elsewhere.bytes.subspan(1 * MiB + 512, bytes.size()), back.data()));
+  EXPECT_EQ(back, bytes);
 }
 
 TEST_P(Devices, AStreamFollowsAnother) {

@@ -2,6 +2,7 @@
 // memory is mapped without any right at its device address, so that whoever touches it from the host dies at once; only
 // its copies get at the bytes, through a second mapping, on a thread for each stream. Calls without a current context
 // fail, as with the real one.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -14,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -32,21 +34,41 @@ struct Allocation {
   std::size_t size = 0;
   int fd = -1;
   char* bytes = nullptr;
+  bool mapped = false, opened = false;  // by cuMemMap(); by cuIpcOpenMemHandle()
+};
+// Addresses for cuMemMap(), and as many where the bytes can be got at.
+struct Reservation {
+  std::size_t size = 0;
+  char* bytes = nullptr;
+};
+// Of memory in another process.
+struct IpcToken {
+  std::uint64_t magic = 0x66616b6569706300;
+  std::uint64_t size = 0;
+  int pid = 0, fd = -1;
 };
 
 std::mutex mutex;
 std::map<std::uintptr_t, Allocation> allocations;  // by device address
+std::map<std::uintptr_t, Reservation> reservations;
 std::size_t allocated = 0;
 bool dma_buf = false;
 thread_local std::vector<void*> contexts;
 
+// What holds the address; null: nothing does.
+template <typename Of>
+const std::pair<const std::uintptr_t, Of>* holder(const std::map<std::uintptr_t, Of>& all, std::uintptr_t address) {
+  auto next = all.upper_bound(address);
+  if (next == all.begin() || address >= std::prev(next)->first + std::prev(next)->second.size) return nullptr;
+  return &*std::prev(next);
+}
+
 char* resolve(unsigned long long address, std::size_t size) {
   std::scoped_lock lock(mutex);
-  auto next = allocations.upper_bound(address);
-  if (next != allocations.begin()) {
-    auto& [base, allocation] = *std::prev(next);
-    if (address + size <= base + allocation.size) return allocation.bytes + (address - base);
-  }
+  if (const auto* at = holder(reservations, address); at != nullptr && address + size <= at->first + at->second.size)
+    return at->second.bytes + (address - at->first);
+  if (const auto* at = holder(allocations, address); at != nullptr && address + size <= at->first + at->second.size)
+    return at->second.bytes + (address - at->first);
   return reinterpret_cast<char*>(address);
 }
 
@@ -218,36 +240,96 @@ int cuCtxPopCurrent_v2(void** context) {
   return kSuccess;
 }
 
+namespace {
+// Maps a file of this size as memory of the device.
+bool add(Allocation made, unsigned long long* address) {
+  const std::size_t mapped = (made.size + 4095) / 4096 * 4096;
+  void* device = ::mmap(nullptr, mapped, PROT_NONE, MAP_SHARED, made.fd, 0);
+  void* bytes = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, made.fd, 0);
+  if (device == MAP_FAILED || bytes == MAP_FAILED) return false;
+  made.bytes = static_cast<char*>(bytes);
+  *address = reinterpret_cast<std::uintptr_t>(device);
+  allocations[*address] = made;
+  return true;
+}
+bool take(unsigned long long address, bool opened, std::size_t* size) {
+  auto found = allocations.find(address);
+  if (found == allocations.end() || found->second.mapped || found->second.opened != opened) return false;
+  const auto& gone = found->second;
+  const std::size_t mapped = (gone.size + 4095) / 4096 * 4096;
+  ::munmap(reinterpret_cast<void*>(address), mapped);
+  ::munmap(gone.bytes, mapped);
+  ::close(gone.fd);
+  *size = gone.size;
+  allocations.erase(found);
+  return true;
+}
+}  // namespace
+
 int cuMemAlloc_v2(unsigned long long* address, std::size_t size) {
   if (no_context()) return kInvalidContext;
   std::scoped_lock lock(mutex);
   if (size == 0) return kInvalidValue;
   if (allocated + size > kDeviceBytes) return kOutOfMemory;
-  Allocation made{.size = size, .fd = ::memfd_create("fake device memory", MFD_CLOEXEC)};
-  const std::size_t mapped = (size + 4095) / 4096 * 4096;
-  if (made.fd < 0 || ::ftruncate(made.fd, static_cast<off_t>(mapped)) != 0) return kOutOfMemory;
-  void* device = ::mmap(nullptr, mapped, PROT_NONE, MAP_SHARED, made.fd, 0);
-  void* bytes = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, made.fd, 0);
-  if (device == MAP_FAILED || bytes == MAP_FAILED) return kOutOfMemory;
-  made.bytes = static_cast<char*>(bytes);
+  const int fd = ::memfd_create("fake device memory", MFD_CLOEXEC);
+  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>((size + 4095) / 4096 * 4096)) != 0) return kOutOfMemory;
+  if (!add({.size = size, .fd = fd}, address)) return kOutOfMemory;
   allocated += size;
-  *address = reinterpret_cast<std::uintptr_t>(device);
-  allocations[*address] = made;
   return kSuccess;
 }
 
 int cuMemFree_v2(unsigned long long address) {
   if (no_context()) return kInvalidContext;
   std::scoped_lock lock(mutex);
-  auto found = allocations.extract(address);
-  if (found.empty()) return kInvalidValue;
-  const auto& gone = found.mapped();
-  const std::size_t mapped = (gone.size + 4095) / 4096 * 4096;
-  ::munmap(reinterpret_cast<void*>(address), mapped);
-  ::munmap(gone.bytes, mapped);
-  ::close(gone.fd);
-  allocated -= gone.size;
+  std::size_t size = 0;
+  if (!take(address, false, &size)) return kInvalidValue;
+  allocated -= size;
   return kSuccess;
+}
+
+int cuMemGetAddressRange_v2(unsigned long long* base, std::size_t* size, unsigned long long address) {
+  if (no_context()) return kInvalidContext;
+  std::scoped_lock lock(mutex);
+  const auto* at = holder(allocations, address);
+  if (at == nullptr) return kInvalidValue;
+  return *base = at->first, *size = at->second.size, kSuccess;
+}
+int cuPointerGetAttribute(void* value, int attribute, unsigned long long address) {
+  std::scoped_lock lock(mutex);
+  if (no_context() || attribute != 9 || holder(allocations, address) == nullptr) return kInvalidValue;
+  return *static_cast<int*>(value) = 0, kSuccess;
+}
+
+// As with the real one: not of memory that is mapped by hand, and not in the process that it came from.
+int cuIpcGetMemHandle(void* handle, unsigned long long address) {
+  if (no_context()) return kInvalidContext;
+  std::scoped_lock lock(mutex);
+  const auto* at = holder(allocations, address);
+  if (at == nullptr || at->second.mapped || at->second.opened) return kInvalidValue;
+  const IpcToken token{.size = at->second.size, .pid = ::getpid(), .fd = at->second.fd};
+  std::memset(handle, 0, 64);
+  std::memcpy(handle, &token, sizeof token);
+  return kSuccess;
+}
+struct IpcHandle {
+  char token[64];
+};
+int cuIpcOpenMemHandle_v2(unsigned long long* address, IpcHandle handle, unsigned) {
+  if (no_context()) return kInvalidContext;
+  IpcToken token;
+  std::memcpy(&token, handle.token, sizeof token);
+  if (token.magic != IpcToken{}.magic || token.pid == ::getpid()) return kInvalidContext;
+  const std::string file = "/proc/" + std::to_string(token.pid) + "/fd/" + std::to_string(token.fd);
+  const int fd = ::open(file.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return kInvalidValue;
+  std::scoped_lock lock(mutex);
+  return add({.size = token.size, .fd = fd, .opened = true}, address) ? kSuccess : kOutOfMemory;
+}
+int cuIpcCloseMemHandle(unsigned long long address) {
+  if (no_context()) return kInvalidContext;
+  std::scoped_lock lock(mutex);
+  std::size_t size = 0;
+  return take(address, true, &size) ? kSuccess : kInvalidValue;
 }
 
 // Memory that is mapped by hand, and in other processes: the descriptor is a memfd. The handle is a descriptor, too.
@@ -274,30 +356,52 @@ int cuMemImportFromShareableHandle(unsigned long long* handle, void* descriptor,
 }
 int cuMemAddressReserve(unsigned long long* address, std::size_t size, std::size_t, unsigned long long,
                         unsigned long long) {
+  if (size == 0 || size % 65536 != 0) return kInvalidValue;
   void* reserved = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (reserved == MAP_FAILED) return kOutOfMemory;
-  return *address = reinterpret_cast<std::uintptr_t>(reserved), kSuccess;
+  void* bytes = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (reserved == MAP_FAILED || bytes == MAP_FAILED) return kOutOfMemory;
+  std::scoped_lock lock(mutex);
+  *address = reinterpret_cast<std::uintptr_t>(reserved);
+  reservations[*address] = {.size = size, .bytes = static_cast<char*>(bytes)};
+  return kSuccess;
 }
 int cuMemAddressFree(unsigned long long address, std::size_t size) {
+  std::scoped_lock lock(mutex);
+  auto found = reservations.extract(address);
+  if (found.empty() || found.mapped().size != size) return kInvalidValue;
+  ::munmap(found.mapped().bytes, size);
   return ::munmap(reinterpret_cast<void*>(address), size), kSuccess;
 }
-int cuMemMap(unsigned long long address, std::size_t size, std::size_t, unsigned long long handle, unsigned long long) {
+int cuMemMap(unsigned long long address, std::size_t size, std::size_t offset, unsigned long long handle,
+             unsigned long long) {
   const int fd = ::dup(static_cast<int>(handle));
-  if (::lseek(fd, 0, SEEK_END) < static_cast<off_t>(size)) return ::close(fd), kInvalidValue;
-  void* bytes = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (bytes == MAP_FAILED) return ::close(fd), kOutOfMemory;
   std::scoped_lock lock(mutex);
-  allocations[address] = {.size = size, .fd = fd, .bytes = static_cast<char*>(bytes)};
+  const auto* at = holder(reservations, address);
+  if (at == nullptr || address + size > at->first + at->second.size || size == 0 || size % 65536 != 0 || offset != 0 ||
+      ::lseek(fd, 0, SEEK_END) < static_cast<off_t>(size))
+    return ::close(fd), kInvalidValue;
+  char* bytes = at->second.bytes + (address - at->first);
+  if (::mmap(bytes, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
+    return ::close(fd), kOutOfMemory;
+  allocations[address] = {.size = size, .fd = fd, .bytes = bytes, .mapped = true};
   return kSuccess;
 }
 int cuMemSetAccess(unsigned long long, std::size_t, const void*, std::size_t) { return kSuccess; }
 int cuMemUnmap(unsigned long long address, std::size_t size) {
   std::scoped_lock lock(mutex);
-  auto found = allocations.extract(address);
-  if (found.empty()) return kInvalidValue;
-  ::munmap(found.mapped().bytes, size);
-  ::close(found.mapped().fd);
+  auto found = allocations.find(address);
+  if (found == allocations.end() || !found->second.mapped || found->second.size != size) return kInvalidValue;
+  ::mmap(found->second.bytes, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  ::close(found->second.fd);
+  allocations.erase(found);
   return kSuccess;
+}
+int cuMemRetainAllocationHandle(unsigned long long* handle, void* address) {
+  if (no_context()) return kInvalidContext;
+  std::scoped_lock lock(mutex);
+  const auto* at = holder(allocations, reinterpret_cast<std::uintptr_t>(address));
+  if (at == nullptr || !at->second.mapped) return kInvalidValue;
+  return *handle = static_cast<unsigned>(::dup(at->second.fd)), kSuccess;
 }
 
 int cuMemHostAlloc(void** address, std::size_t size, unsigned) {
@@ -410,13 +514,11 @@ int cuMemGetHandleForAddressRange(void* handle, unsigned long long address, std:
   if (!dma_buf || type != 1) return kNotSupported;
   if (address % 4096 != 0 || size % 4096 != 0) return kInvalidValue;
   std::scoped_lock lock(mutex);
-  auto next = allocations.upper_bound(address);
-  if (next == allocations.begin()) return kInvalidValue;
-  auto& [base, allocation] = *std::prev(next);
-  if (address + size > base + (allocation.size + 4095) / 4096 * 4096) return kInvalidValue;
+  const auto* at = holder(allocations, address);
+  if (at == nullptr || address + size > at->first + (at->second.size + 4095) / 4096 * 4096) return kInvalidValue;
   // The real one exports the range; a memfd can only be had from its start on.
-  if (address != base) return kNotSupported;
-  *static_cast<int*>(handle) = ::dup(allocation.fd);
+  if (address != at->first) return kNotSupported;
+  *static_cast<int*>(handle) = ::dup(at->second.fd);
   return kSuccess;
 }
 

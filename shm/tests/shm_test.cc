@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <random>
@@ -16,7 +17,7 @@ Manifest sample(std::uint64_t count = 3'000'000, bool elementwise = true) {
                           {.name = "b", .count = 7, .columns = 1}});
 }
 
-Fd copy_of(const Fd& fd) { return duplicate(fd.get()).value(); }
+std::span<std::byte> state_of(const Owner& owner) { return owner.segments().front(); }
 
 View view_of(const Owner& owner) {
   auto view = View::of(owner);
@@ -57,33 +58,148 @@ TEST(Manifest, GarbageIsRefusedAtEveryLength) {
   }
 }
 
-TEST(View, RefusesSegmentsOfAnotherSizeOrWithoutSeals) {
+TEST(Layout, PlacesThatCantBeAreRefusedByName) {
+  const auto manifest = *Manifest::make({{.name = "w", .count = 100, .columns = 2}, {.name = "b", .count = 7}});
+  const auto why = [&](std::vector<std::uint64_t> segments, std::vector<Place> columns) {
+    const auto layout = Layout::make(manifest, std::move(segments), std::move(columns));
+    return layout ? std::string() : layout.error().message;
+  };
+  EXPECT_EQ(why({400, 1000}, {{0, 0}, {1, 0}, {1, 400}}), "");
+  EXPECT_NE(why({400, 1000}, {{0, 0}, {1, 16}, {1, 400}}).find("'w' and 'b' overlap"), std::string::npos);
+  EXPECT_NE(why({399, 1000}, {{0, 0}, {1, 0}, {1, 400}}).find("column 0 of tensor 'w' does not lie"),
+            std::string::npos);
+  EXPECT_NE(why({400}, {{0, 0}, {1, 0}, {1, 400}}).find("does not lie"), std::string::npos);
+  EXPECT_NE(why({400, 1000}, {{0, 0}, {1, ~std::uint64_t{15}}, {1, 0}}).find("does not lie"), std::string::npos);
+  EXPECT_NE(why({400, 1000}, {{0, 0}, {1, 0}, {1, 408}}).find("no multiple of 16"), std::string::npos);
+  EXPECT_NE(why({400, 1000}, {{0, 0}, {1, 0}}), "");
+  EXPECT_NE(why({400, 1000}, {{0, 0}, {1, 0}, {1, 400}, {1, 600}}), "");
+}
+
+TEST(Offer, WhatIsNotAsItSaysIsRefused) {
   auto owner = *Owner::make(sample());
-  auto wrong = View::make(sample(10), copy_of(owner.state_fd()), copy_of(owner.page_fd()), copy_of(owner.aside_fd()),
-                          copy_of(owner.doorbell()));
-  ASSERT_FALSE(wrong);
-  EXPECT_NE(wrong.error().message.find("its manifest needs"), std::string::npos);
-  int pipe_fds[2];
-  ASSERT_EQ(::pipe(pipe_fds), 0);
-  const Fd other_end(pipe_fds[1]);
-  EXPECT_FALSE(View::make(sample(), Fd(pipe_fds[0]), copy_of(owner.page_fd()), copy_of(owner.aside_fd()),
-                          copy_of(owner.doorbell())));
+  const auto offer = [&] { return std::move(*owner.offer()); };
+  EXPECT_TRUE(View::make(offer()));
+  EXPECT_FALSE(View::make({}));
+  auto fewer = offer();
+  fewer.pop_back();
+  auto refused = View::make(std::move(fewer));
+  ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().message, "4 descriptors came with a state that has 5");
+  auto more = offer();
+  more.push_back(*make_eventfd());
+  EXPECT_FALSE(View::make(std::move(more)));
+  for (std::size_t i = 0; i < 5; ++i) {  // all but the doorbell must be what they are
+    auto other = offer();
+    int ends[2];
+    ASSERT_EQ(::pipe(ends), 0);
+    const Fd out(ends[1]);
+    other[i] = Fd(ends[0]);
+    EXPECT_EQ(View::make(std::move(other)).has_value(), i == 2) << i;
+  }
+  auto smaller = offer();
+  smaller.back() = *make_sealed_memfd("small", 4096);
+  refused = View::make(std::move(smaller));
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().message.find("the trainer's state: it has 4096 bytes"), std::string::npos)
+      << refused.error().message;
+}
+
+TEST(Offer, GarbageIsRefusedAtEveryLength) {
+  const Bytes bytes = describe(*unpack(*(*Owner::make(sample(5000))).offer()));
+  ASSERT_TRUE(parse_description(bytes));
+  for (std::size_t length = 0; length < bytes.size(); ++length)
+    EXPECT_FALSE(parse_description(BytesView(bytes).first(length))) << length;
+}
+
+// As a framework's: columns anywhere in several allocations, with other things between.
+TEST(Owner, ColumnsStayWhereTheyAre) {
+  const auto device = device::make_host();
+  const auto first = *device->allocate(1 * MiB), second = *device->allocate(2 * MiB);
+  for (const auto& memory : {first, second}) std::memset(memory.bytes.data(), 0x77, memory.bytes.size());
+  const auto manifest = *Manifest::make(
+      {{.name = "w", .count = 100'000, .columns = 2}, {.name = "new", .count = 50}, {.name = "b", .count = 7}});
+  const std::vector<Owner::Own> own = {
+      {second.bytes.subspan(512, 400'000), first.bytes.subspan(1024, 400'000)}, {}, {first.bytes.subspan(512, 28)}};
+  auto owner = *Owner::make(manifest, device, own);
+  EXPECT_EQ(owner.column(0, 1).data(), own[0][1].data());
+  EXPECT_EQ(owner.column(2, 0).data(), own[2][0].data());
+  EXPECT_EQ(owner.column(1, 0)[0], std::byte{0});
+  EXPECT_EQ(owner.segments().size(), 3u);
+  auto view = view_of(owner);
+  for (const auto& part : manifest.parts())
+    for (std::uint32_t c = 0; c < manifest.columns(part); ++c) {
+      std::memset(owner.column(part, c).data(), static_cast<int>(part.tensor * 4 + c), owner.column(part, c).size());
+      EXPECT_EQ(view.column(part, c).size(), owner.column(part, c).size());
+      EXPECT_EQ(view.column(part, c).back(), static_cast<std::byte>(part.tensor * 4 + c));
+    }
+  // The daemon's reach is from the first column of an allocation to the last one's end.
+  for (const auto segment : view.segments()) EXPECT_LE(segment.size(), 1024u + 400'000u);
+  // Held parts are copied aside from there, too.
+  auto held = view.hold({0});
+  const auto before = digests_held(view, held->second)[0];
+  ASSERT_TRUE(owner.begin_update());
+  std::memset(owner.column(0, 0).data(), 0x55, 400'000);
+  EXPECT_EQ(digests_held(view, held->second)[0], before);
+}
+
+TEST(Owner, MoreDescriptorsThanTheProcessMayHaveAreAnErrorThatSaysSo) {
+  const auto device = device::make_host();
+  std::vector<device::Memory> memory;
+  std::vector<Owner::Own> own;
+  std::vector<Tensor> tensors;
+  for (int i = 0; i < 200; ++i) {
+    memory.push_back(*device->allocate(4096));
+    own.push_back({memory.back().bytes});
+    tensors.push_back({.name = std::to_string(i), .count = 1024});
+  }
+  const auto owner = *Owner::make(*Manifest::make(std::move(tensors)), device, own);
+  EXPECT_TRUE(owner.offer());
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit lower = before;
+  lower.rlim_cur = 250;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &lower), 0);
+  const auto offer = owner.offer();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  ASSERT_FALSE(offer);
+  EXPECT_NE(offer.error().message.find("200 allocations"), std::string::npos) << offer.error().message;
+  EXPECT_NE(offer.error().message.find("ulimit -n"), std::string::npos);
+}
+
+TEST(Owner, MemoryThatCantBeSharedOrIsAnothersIsRefusedByName) {
+  const auto device = device::make_host();
+  const auto manifest = *Manifest::make({{.name = "w", .count = 100, .columns = 2}});
+  const auto memory = *device->allocate(4096);
+  const auto why = [&](std::vector<Owner::Own> own) {
+    const auto owner = Owner::make(manifest, device, own);
+    return owner ? std::string() : owner.error().message;
+  };
+  Bytes heap(4096);
+  const auto good = memory.bytes.first(400);
+  EXPECT_EQ(why({{good, memory.bytes.subspan(400, 400)}}), "");
+  EXPECT_NE(why({{good, std::span(heap).subspan(16, 400)}}).find("column 1 of tensor 'w': 400 B of host memory"),
+            std::string::npos)
+      << why({{good, std::span(heap).subspan(16, 400)}});
+  EXPECT_NE(why({{good, memory.bytes.subspan(384, 400)}}).find("overlap"), std::string::npos);
+  EXPECT_NE(why({{good, memory.bytes.subspan(408, 400)}}).find("a multiple of 16"), std::string::npos);
+  EXPECT_NE(why({{good, memory.bytes.subspan(512, 404)}}).find("takes 400 bytes"), std::string::npos);
+  EXPECT_NE(why({{good}}).find("has 2 columns and memory for 1"), std::string::npos);
 }
 
 TEST(Pins, AnUpdateCopiesWhatIsHeldAside) {
   auto owner = *Owner::make(sample());
   auto view = view_of(owner);
   owner.set_version(4);
-  std::memset(owner.state().data(), 0x11, owner.state().size());
+  std::memset(state_of(owner).data(), 0x11, state_of(owner).size());
   auto held = view.hold({0, 1});
   ASSERT_TRUE(held);
   EXPECT_EQ(held->first, 4u);
-  const auto before = digest_held(view, held->second[0]);
+  const auto before = digests_held(view, held->second)[0];
   ASSERT_TRUE(owner.begin_update());
-  std::memset(owner.state().data(), 0x22, owner.state().size());
+  std::memset(state_of(owner).data(), 0x22, state_of(owner).size());
   owner.end_update(5);
   EXPECT_EQ(view.where(held->second[0]), View::Where::aside);
-  EXPECT_EQ(digest_held(view, held->second[0]), before);
+  EXPECT_EQ(digests_held(view, held->second)[0], before);
   EXPECT_EQ(view.copied_aside(), view.manifest().bytes_of(view.manifest().parts()[0]) +
                                      view.manifest().bytes_of(view.manifest().parts()[1]));
   for (const auto& one : held->second) EXPECT_FALSE(view.release(one));
@@ -111,10 +227,10 @@ TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
   auto view = view_of(owner);
   std::atomic<bool> stop{false}, wait_for_reader{false};
   std::thread trainer([&] {
-    auto* words = reinterpret_cast<std::atomic<std::uint32_t>*>(owner.state().data());
+    auto* words = reinterpret_cast<std::atomic<std::uint32_t>*>(state_of(owner).data());
     for (std::uint32_t version = 1; !stop; ++version) {
       ASSERT_TRUE(owner.begin_update());
-      for (std::size_t i = 0; i < owner.state().size() / 4; ++i) words[i].store(version, std::memory_order_relaxed);
+      for (std::size_t i = 0; i < state_of(owner).size() / 4; ++i) words[i].store(version, std::memory_order_relaxed);
       owner.end_update(version);
       for (int pause = 0; pause < 50 || (wait_for_reader && !stop); ++pause) std::this_thread::yield();
     }
@@ -129,7 +245,7 @@ TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
     const auto version = static_cast<std::uint32_t>(held->first);
     const auto& one = held->second[0];
     std::vector<std::uint32_t> copy(60000);
-    const auto* live = reinterpret_cast<std::atomic<std::uint32_t>*>(view.state().data());
+    const auto* live = reinterpret_cast<std::atomic<std::uint32_t>*>(view.segments()[0].data());
     for (std::size_t i = 0; i < 20000; ++i) copy[i] = live[i].load(std::memory_order_relaxed);
     while (turn % 3 == 1 && view.where(one) == View::Where::state && std::chrono::steady_clock::now() < deadline)
       std::this_thread::yield();

@@ -72,6 +72,8 @@ Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, Memo
 }
 
 Result<RegionId> StagedEngine::register_dma_buf(const DmaBuf& buffer) {
+  if (!options_.direct)
+    return fail(ErrorCode::unreachable, "all memory of {} is staged, so it is asked for", device_->name());
   return keep_below(buffer.memory, [&] { return below_->register_dma_buf(buffer); });
 }
 

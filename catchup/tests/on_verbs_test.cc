@@ -1,0 +1,76 @@
+// The stream over RDMA devices made of software, into and out of the memory of a GPU made of software.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include "base/log.h"
+#include "catchup/service.h"
+#include "device/tests/library.h"
+#include "shm/owner.h"
+#include "transport/factory.h"
+#include "transport/staged/factory.h"
+#include "transport/tests/fake_verbs.h"
+
+namespace rejoin::catchup {
+namespace {
+
+constexpr std::size_t kSlot = 4 * KiB;  // bytes that are staged at once, where they are
+
+// A rank with its trainer's state on the GPU, and its daemon.
+struct Rank {
+  std::unique_ptr<transport::Engine> engine;
+  std::unique_ptr<shm::Owner> owner;
+  std::unique_ptr<Service> service;
+  transport::Address address;
+};
+
+TEST(OnVerbs, ADmaBufOfTheTrainersIsWhatItsDaemonRegisters) {
+  const auto gpu = device::test_gpu();
+  void* driver = ::dlopen(REJOIN_FAKE_CUDA, RTLD_NOW);
+  const auto set_dma_buf = reinterpret_cast<void (*)(bool)>(::dlsym(driver, "fake_cuda_set_dma_buf"));
+  const auto manifest = *shm::Manifest::make({{.name = "w", .count = 300'000, .columns = 3}});
+  const auto access = *device::Access::make(*gpu);
+  const SteadyClock clock;
+  Rank source, joiner;
+  std::uint32_t number = 0;
+  for (auto* rank : {&source, &joiner}) {
+    auto below = transport::make_engine("ibverbs:fake0");
+    ASSERT_TRUE(below) << below.error().message;
+    rank->engine = *transport::staged::make_engine(std::move(*below), gpu, {.slot_bytes = kSlot, .slots = 2});
+    rank->address = *rank->engine->listen({"0.0.0.0:0"});
+    rank->owner = std::make_unique<shm::Owner>(*shm::Owner::make(manifest, gpu));
+    rank->owner->set_version(3);
+    rank->service = std::make_unique<Service>(*rank->engine, 5, Service::Options{Compression::never, 0}, clock);
+    // Only its trainer can export the memory: the daemon has to use what it was given.
+    set_dma_buf(true);
+    auto offer = rank->owner->offer();
+    set_dma_buf(false);
+    ASSERT_TRUE(rank->service->add_rank({ReplicaId(number++), RankId(0)}, *shm::View::make(std::move(*offer), gpu)));
+  }
+  const auto column = source.owner->column(0, 2);
+  Bytes bytes(column.size()), back(column.size());
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i * 7 >> 3);
+  ASSERT_TRUE(access->write(column.data(), bytes));
+
+  std::uint64_t largest = 0;
+  fake_verbs_watch(
+      [&](const char*, const void*, const void*, std::uint64_t moved) { largest = std::max(largest, moved); });
+  source.service->serve({ReplicaId(0), RankId(0)}, Incarnation(1));
+  joiner.service->catch_up({ReplicaId(1), RankId(0)}, {{ReplicaId(0), Incarnation(1), source.address}}, clock.now());
+  const auto deadline = clock.now() + std::chrono::seconds(60);
+  bool landed = false;
+  while (!landed && clock.now() < deadline) {
+    (void)source.service->poll(clock.now());
+    (void)joiner.service->poll(clock.now());
+    const auto progress = joiner.service->progress({ReplicaId(1), RankId(0)}, clock.now());
+    landed = progress && progress->bytes == manifest.bytes();
+  }
+  fake_verbs_watch({});
+  ASSERT_TRUE(landed);
+  ASSERT_TRUE(access->read(joiner.owner->column(0, 2), back.data()));
+  EXPECT_EQ(back, bytes);
+  EXPECT_GT(largest, kSlot);  // so it was not staged
+  ::dlclose(driver);
+}
+
+}  // namespace
+}  // namespace rejoin::catchup
