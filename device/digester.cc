@@ -2,6 +2,7 @@
 
 #include "base/digest.h"
 #include "device/kernels/mailbox.h"
+#include "device/kernels/xxh3.h"
 
 namespace rejoin::device {
 
@@ -12,12 +13,20 @@ Result<std::unique_ptr<Digester>> Digester::make(Device& device) {
   std::unique_ptr<Digester> digester(new Digester());
   auto pieces = device.allocate(kPieces * sizeof(DigestPiece));
   if (!pieces) return tl::unexpected(pieces.error());
+  auto keys = device.allocate(kernels::xxh3::kLanes * sizeof(kernels::xxh3::Keys));
+  if (!keys) return tl::unexpected(keys.error());
   auto pinned =
       device.allocate_pinned(kPieces * (sizeof(DigestPiece) + kDigestBlock) + kBlocks * sizeof(std::uint64_t));
   if (!pinned) return tl::unexpected(pinned.error());
   auto stream = device.make_stream();
   if (!stream) return tl::unexpected(stream.error());
+  auto* table = reinterpret_cast<kernels::xxh3::Keys*>(pinned->bytes.data());
+  for (unsigned lane = 0; lane < kernels::xxh3::kLanes; ++lane) table[lane] = kernels::xxh3::keys_of(lane);
+  auto there = (*stream)->copy(keys->bytes.data(), pinned->bytes.data(), keys->bytes.size());
+  if (there) there = (*stream)->synchronize();
+  if (!there) return tl::unexpected(there.error());
   digester->pieces_ = std::move(*pieces);
+  digester->keys_ = std::move(*keys);
   digester->pinned_ = std::move(*pinned);
   digester->stream_ = std::move(*stream);
   return digester;
@@ -55,7 +64,8 @@ Result<> Digester::batch(std::span<const std::span<const std::byte>> pieces, std
     blocks += pieces[i].size() / kDigestBlock;
   }
   const auto address = [](const void* of) { return reinterpret_cast<std::uint64_t>(of); };
-  const kernels::DigestArguments arguments{.pieces = address(pieces_.bytes.data()),
+  const kernels::DigestArguments arguments{.keys = address(keys_.bytes.data()),
+                                           .pieces = address(pieces_.bytes.data()),
                                            .count = pieces.size(),
                                            .blocks = blocks,
                                            .hashes = address(hashes),

@@ -22,8 +22,8 @@ class Digester {
   Digester() = default;
   Result<> batch(std::span<const std::span<const std::byte>> pieces, std::vector<std::uint64_t>& digests);
 
-  Memory pieces_;  // on the device
-  Memory pinned_;  // pieces on their way there; hashes and ends on theirs here
+  Memory pieces_, keys_;  // on the device
+  Memory pinned_;         // pieces on their way there; hashes and ends on theirs here
   std::unique_ptr<Stream> stream_;
 };
 

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(256) rejoin_digest(DigestArguments 
   const unsigned lane = threadIdx.x % xxh3::kLanes;
   const std::uint64_t warps = std::uint64_t{gridDim.x} * (blockDim.x / xxh3::kLanes);
   const std::uint64_t warp = (std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x) / xxh3::kLanes;
-  const xxh3::Keys keys = xxh3::keys_of(lane);
+  const xxh3::Keys keys = reinterpret_cast<const xxh3::Keys*>(arguments.keys)[lane];
   for (std::uint64_t i = warp; i < arguments.blocks; i += warps) {
     const DigestPiece& piece = pieces[piece_of(pieces, arguments.count, i)];
     const std::uint64_t at = piece.data + (i - piece.first_block) * xxh3::kBytes;

@@ -48,7 +48,8 @@ struct DigestPiece {
 
 // hashes[i] = XXH3_64 of block i. What is behind a piece's whole blocks is copied to tails[4096 × its number].
 struct DigestArguments {
-  std::uint64_t pieces = 0;  // device address, of `count` pieces with growing first_block
+  std::uint64_t keys = 0;    // device address, of xxh3::Keys by lane
+  std::uint64_t pieces = 0;  // likewise, of `count` pieces with growing first_block
   std::uint64_t count = 0, blocks = 0;
   std::uint64_t hashes = 0, tails = 0;  // addresses of the device's or of pinned memory
 };

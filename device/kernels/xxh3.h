@@ -20,7 +20,7 @@ constexpr std::uint64_t kPrime64_1 = 0x9E3779B185EBCA87u, kPrime64_2 = 0xC2B2AE3
                         kPrime64_5 = 0x27D4EB2F165667C5u;
 
 // Two neighbouring accumulators: 2(lane % 4) and the one after it.
-struct Pair {
+struct alignas(16) Pair {
   std::uint64_t even = 0, odd = 0;
 };
 
@@ -33,8 +33,9 @@ constexpr inline Pair start(unsigned lane) {
   }
 }
 
-// A lane's part of the secret, made once for many blocks. A round has two turns: in turn t lane l takes stripe
-// 8 t + l / 4. The last stripe of all is taken with a secret of its own, after all that comes before it.
+// A lane's part of the secret; a table of them, by lane, is made once for many blocks, by the CPU. A round has two
+// turns: in turn t lane l takes stripe 8 t + l / 4. The last stripe of all is taken with a secret of its own, after all
+// that comes before it.
 constexpr unsigned kTurns = 2;
 struct Keys {
   Pair turn[kTurns], last, scramble, merge;
@@ -88,20 +89,20 @@ constexpr inline std::uint64_t finish(std::uint64_t shares) {
   return hash ^ (hash >> 32);
 }
 
-// The same by one thread, lane after lane. `read` gives the 16 bytes at an offset of the block.
+// The same by one thread, lane after lane. `read` gives the 16 bytes at an offset of the block; `keys` are the lanes'.
 template <typename Read>
-constexpr inline std::uint64_t hash(Read read) {
+constexpr inline std::uint64_t hash(Read read, const Keys* keys) {
   Pair sums[4];
   for (unsigned column = 0; column < 4; ++column) sums[column] = start(column);
   for (unsigned round = 0; round < kRounds; ++round) {
     for (unsigned lane = 0; lane < kLanes; ++lane)
       for (unsigned turn = 0; turn < kTurns; ++turn)
-        accumulate(sums[lane % 4], read(offset_of(lane, round, turn)), key_of(keys_of(lane), lane, round, turn));
+        accumulate(sums[lane % 4], read(offset_of(lane, round, turn)), key_of(keys[lane], lane, round, turn));
     for (unsigned column = 0; column < 4 && round + 1 < kRounds; ++column)
-      sums[column] = scrambled(sums[column], keys_of(column).scramble);
+      sums[column] = scrambled(sums[column], keys[column].scramble);
   }
   std::uint64_t shares = 0;
-  for (unsigned column = 0; column < 4; ++column) shares += share(sums[column], keys_of(column).merge);
+  for (unsigned column = 0; column < 4; ++column) shares += share(sums[column], keys[column].merge);
   return finish(shares);
 }
 

@@ -178,16 +178,20 @@ void run_reduce(unsigned blocks, const kernels::ReduceArguments& arguments) {
 void run_digest(const kernels::DigestArguments& arguments) {
   const auto* pieces = reinterpret_cast<const kernels::DigestPiece*>(
       resolve(arguments.pieces, arguments.count * sizeof(kernels::DigestPiece)));
+  const auto* keys = reinterpret_cast<const kernels::xxh3::Keys*>(
+      resolve(arguments.keys, kernels::xxh3::kLanes * sizeof(kernels::xxh3::Keys)));
   auto* hashes = reinterpret_cast<std::uint64_t*>(resolve(arguments.hashes, arguments.blocks * 8));
   char* tails = resolve(arguments.tails, arguments.count * kernels::xxh3::kBytes);
   for (std::uint64_t i = 0; i < arguments.blocks; ++i) {
     const auto& piece = pieces[kernels::piece_of(pieces, arguments.count, i)];
     const char* data = resolve(piece.data, piece.size) + (i - piece.first_block) * kernels::xxh3::kBytes;
-    hashes[i] = kernels::xxh3::hash([&](unsigned offset) {
-      kernels::xxh3::Pair pair;
-      std::memcpy(&pair, data + offset, sizeof pair);
-      return pair;
-    });
+    hashes[i] = kernels::xxh3::hash(
+        [&](unsigned offset) {
+          kernels::xxh3::Pair pair;
+          std::memcpy(&pair, data + offset, sizeof pair);
+          return pair;
+        },
+        keys);
   }
   for (std::uint64_t i = 0; i < arguments.count; ++i) {
     const std::size_t rest = pieces[i].size % kernels::xxh3::kBytes;
