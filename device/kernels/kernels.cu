@@ -1,4 +1,5 @@
 // The kernels as a GPU runs them: what is the machine's, around the bodies in reduce.h and xxh3.h.
+#include "device/kernels/ptx.h"
 #include "device/kernels/reduce.h"
 #include "device/kernels/xxh3.h"
 
@@ -13,20 +14,10 @@ class Gpu {
   __device__ unsigned block() const { return blockIdx.x; }
   __device__ unsigned blocks() const { return gridDim.x; }
 
-  __device__ std::uint64_t now() const {
-    std::uint64_t ns;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-    return ns;
-  }
+  __device__ std::uint64_t now() const { return ptx::nanoseconds(); }
   __device__ void relax() const { __nanosleep(100); }
-  __device__ std::uint64_t acquire(const std::uint64_t& from) const {
-    std::uint64_t value;
-    asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(&from) : "memory");
-    return value;
-  }
-  __device__ void release(std::uint64_t& to, std::uint64_t value) const {
-    asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(&to), "l"(value) : "memory");
-  }
+  __device__ std::uint64_t acquire(const std::uint64_t& from) const { return ptx::acquire(from); }
+  __device__ void release(std::uint64_t& to, std::uint64_t value) const { ptx::release(to, value); }
 
   // Through the L2 cache only, where what a NIC has written is seen.
   template <typename T>

@@ -1,0 +1,79 @@
+// As much of CUDA's language as kernels.cu uses, for the CPU: a thread for each of a block's, blocks one after the
+// other. What is __shared__ in a block is static, and a warp's threads meet to shuffle. Under TSan a barrier that the
+// kernels lack is a race.
+#pragma once
+
+#include <array>
+#include <barrier>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define __launch_bounds__(...)
+
+struct uint4 {
+  std::uint32_t x, y, z, w;
+};
+struct ulonglong2 {
+  std::uint64_t x, y;
+};
+struct Dimension {
+  unsigned x = 0;
+};
+inline thread_local Dimension threadIdx, blockIdx, blockDim, gridDim;
+
+namespace cuda_language {
+
+constexpr unsigned kWarp = 32;
+struct Warp {
+  std::barrier<> meeting{kWarp};
+  std::array<std::uint64_t, kWarp> shuffled{};
+};
+struct Block {
+  std::barrier<> meeting;
+  std::vector<Warp> warps;
+  explicit Block(unsigned threads) : meeting(threads), warps(threads / kWarp) {}
+};
+inline thread_local Block* block = nullptr;
+
+// Runs the kernel; `threads` is a multiple of a warp's.
+template <typename Arguments>
+void launch(void (*kernel)(Arguments), unsigned blocks, unsigned threads, const Arguments& arguments) {
+  for (unsigned b = 0; b < blocks; ++b) {
+    Block here(threads);
+    std::vector<std::jthread> running;
+    for (unsigned t = 0; t < threads; ++t)
+      running.emplace_back([&, t] {
+        block = &here;
+        threadIdx.x = t, blockIdx.x = b, blockDim.x = threads, gridDim.x = blocks;
+        kernel(arguments);
+      });
+  }
+}
+
+}  // namespace cuda_language
+
+inline void __syncthreads() { cuda_language::block->meeting.arrive_and_wait(); }
+inline void __threadfence_system() {}  // a barrier follows
+inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
+T __ldcs(const T* from) {
+  return *from;
+}
+inline std::uint64_t __shfl_xor_sync(unsigned, std::uint64_t value, unsigned mask) {
+  auto& warp = cuda_language::block->warps[threadIdx.x / cuda_language::kWarp];
+  const unsigned lane = threadIdx.x % cuda_language::kWarp;
+  warp.shuffled[lane] = value;
+  warp.meeting.arrive_and_wait();
+  const std::uint64_t other = warp.shuffled[lane ^ mask];
+  warp.meeting.arrive_and_wait();
+  return other;
+}

@@ -1,0 +1,141 @@
+// kernels.cu itself, with all threads of its blocks, run by the CPU: what a GPU adds to the bodies that fake_cuda.cc
+// runs.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+
+#include "base/digest.h"
+#include "device/tests/cuda_language/cuda_language.h"
+// … which the kernels are written in.
+#include "device/kernels/kernels.cu"
+
+namespace rejoin::device::kernels {
+namespace {
+
+constexpr DataType kTypes[] = {DataType::float32, DataType::float64, DataType::bfloat16,
+                               DataType::float16, DataType::int32,   DataType::int64};
+
+std::uint64_t address(const void* of) { return reinterpret_cast<std::uint64_t>(of); }
+
+// Two rows of small numbers, and where their sum comes; each begins `shift` elements behind a multiple of 16 bytes.
+struct Rows {
+  struct alignas(16) Sixteen {
+    std::byte bytes[16];
+  };
+  DataType type;
+  std::size_t count, shift, size = size_of(type);
+  std::vector<Sixteen> a{room()}, b{room()}, out{room()};
+
+  Rows(DataType t, std::size_t c, std::size_t s, std::mt19937& random) : type(t), count(c), shift(s) {
+    for (std::size_t i = 0; i < count; ++i)
+      arithmetic::dispatch(type, [&](auto element) {
+        using E = decltype(element);
+        for (auto* row : {&a, &b}) {
+          const auto stored = E::store(static_cast<typename E::Value>(static_cast<int>(random() % 200) - 100));
+          std::memcpy(at(*row) + i * size, &stored, sizeof stored);
+        }
+      });
+    std::memset(out.data(), 0xa5, out.size() * 16);
+  }
+  std::size_t room() const { return ((count + shift) * size + 16) / 16 + 1; }
+  std::byte* at(std::vector<Sixteen>& row) const { return reinterpret_cast<std::byte*>(row.data()) + shift * size; }
+  Work work(std::uint32_t divisor) {
+    return {address(at(out)), address(at(a)), address(at(b)), count, static_cast<std::uint32_t>(type), divisor};
+  }
+  void check(std::uint32_t divisor) {
+    const auto* bytes = reinterpret_cast<const std::byte*>(out.data());
+    for (std::size_t i = 0; i < out.size() * 16; ++i)
+      if (i < shift * size || i >= (shift + count) * size) ASSERT_EQ(bytes[i], std::byte{0xa5}) << i;
+    for (std::size_t i = 0; i < count; ++i)
+      arithmetic::dispatch(type, [&](auto element) {
+        using E = decltype(element);
+        typename E::Storage x, y, z;
+        std::memcpy(&x, at(a) + i * size, sizeof x);
+        std::memcpy(&y, at(b) + i * size, sizeof y);
+        std::memcpy(&z, at(out) + i * size, sizeof z);
+        const double exact = (static_cast<double>(E::load(x)) + static_cast<double>(E::load(y))) / divisor;
+        if constexpr (std::is_integral_v<typename E::Value>)
+          ASSERT_EQ(z, static_cast<typename E::Storage>(std::trunc(exact))) << to_string(type) << " " << i;
+        else ASSERT_NEAR(static_cast<double>(E::load(z)), exact, 0.5) << to_string(type) << " " << i;
+      });
+  }
+};
+
+TEST(Language, EveryThreadAddsItsShareAndTheBlockTells) {
+  std::mt19937 random(5);
+  std::vector<std::pair<Rows, std::uint32_t>> all;
+  for (const auto type : kTypes)
+    for (const auto& [count, shift] : {std::pair{1, 0}, {700, 1}, {2600, 0}})
+      all.emplace_back(Rows(type, count, shift, random), all.size() % 2 == 0 ? 1 : 3);
+  ASSERT_LT(all.size(), Mailbox::kWorks);
+  auto box = std::make_unique<Mailbox>();
+  for (std::size_t i = 0; i < all.size(); ++i) box->works[i + 1] = all[i].first.work(all[i].second);
+  box->posted = all.size();
+  box->leave = 7;
+  cuda_language::launch(rejoin_reduce, 2, 64, ReduceArguments{.mailbox = box.get(), .launch = 7, .patience_ns = 0});
+  for (unsigned b = 0; b < 2; ++b) EXPECT_EQ(box->blocks[b].done, all.size());
+  for (unsigned b = 0; b < 2; ++b) EXPECT_EQ(box->blocks[b].left, 7u);
+  for (auto& [rows, divisor] : all) rows.check(divisor);
+}
+
+// The CPU posts while the kernel runs, never more than the mailbox holds; then nothing comes, and it leaves.
+TEST(Language, WorkComesWhileItRunsAndItsPatienceEnds) {
+  std::mt19937 random(6);
+  auto box = std::make_unique<Mailbox>();
+  constexpr std::uint64_t works = 150;
+  std::vector<Rows> all;
+  for (std::uint64_t i = 0; i < works; ++i) all.emplace_back(DataType::int32, 100 + i, i % 3, random);
+  std::jthread cpu([&] {
+    for (std::uint64_t n = 1; n <= works; ++n) {
+      while (std::atomic_ref(box->blocks[0].done).load(std::memory_order_acquire) + Mailbox::kWorks / 16 < n)
+        std::this_thread::yield();
+      box->works[n % Mailbox::kWorks] = all[n - 1].work(1);
+      std::atomic_ref(box->posted).store(n, std::memory_order_release);
+    }
+  });
+  // A launch may lose its patience while the CPU is not scheduled: the next one goes on.
+  std::uint64_t launch = 0;
+  while (box->blocks[0].done < works) {
+    ++launch;
+    cuda_language::launch(rejoin_reduce, 1, 64,
+                          ReduceArguments{.mailbox = box.get(), .launch = launch, .patience_ns = 20'000'000});
+    EXPECT_EQ(box->blocks[0].left, launch);
+  }
+  for (auto& rows : all) rows.check(1);
+}
+
+TEST(Language, AWarpDigestsABlockAsTheCpuDoes) {
+  std::mt19937 random(7);
+  std::vector<std::uint64_t> words(6000);
+  for (auto& word : words) word = std::uint64_t{random()} << 32 | random();
+  const auto bytes = std::as_bytes(std::span(words));
+  std::vector<DigestPiece> pieces;
+  std::uint64_t blocks = 0;
+  for (const auto& [offset, size] : {std::pair{0, 4096}, {16, 4095}, {32, 20001}, {4096, 0}, {160, 40000}}) {
+    pieces.push_back({address(bytes.data()) + static_cast<unsigned>(offset), static_cast<unsigned>(size), blocks});
+    blocks += static_cast<unsigned>(size) / xxh3::kBytes;
+  }
+  xxh3::Keys keys[xxh3::kLanes];
+  for (unsigned lane = 0; lane < xxh3::kLanes; ++lane) keys[lane] = xxh3::keys_of(lane);
+  std::vector<std::uint64_t> hashes(blocks);
+  Bytes tails(pieces.size() * xxh3::kBytes);
+  cuda_language::launch(rejoin_digest, 3, 64,
+                        DigestArguments{.keys = address(keys),
+                                        .pieces = address(pieces.data()),
+                                        .count = pieces.size(),
+                                        .blocks = blocks,
+                                        .hashes = address(hashes.data()),
+                                        .tails = address(tails.data())});
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const std::size_t whole = pieces[i].size / xxh3::kBytes, rest = pieces[i].size % xxh3::kBytes;
+    const auto first = hashes.begin() + static_cast<std::ptrdiff_t>(pieces[i].first_block);
+    std::vector<std::uint64_t> of_it(first, first + static_cast<std::ptrdiff_t>(whole));
+    if (rest > 0) of_it.push_back(digest_of_block(BytesView(tails).subspan(i * xxh3::kBytes, rest)));
+    const BytesView piece(reinterpret_cast<const std::byte*>(pieces[i].data), pieces[i].size);
+    EXPECT_EQ(digest_of_hashes(pieces[i].size, of_it), digest(piece)) << i;
+  }
+}
+
+}  // namespace
+}  // namespace rejoin::device::kernels
