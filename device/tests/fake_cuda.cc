@@ -113,10 +113,14 @@ struct Stream {
 
 struct Event {
   std::mutex lock;
+  std::condition_variable changed;
   std::uint64_t recorded = 0, done = 0;
 };
 
 bool no_context() { return contexts.empty(); }
+
+// Between two looks at a word that the CPU will write: a GPU that waits takes no time of the CPU's.
+void look_away() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 
 // A block of a kernel: one thread of the CPU, which does what all of the block's would.
 struct Block {
@@ -130,7 +134,7 @@ struct Block {
   std::uint64_t now() const {
     return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
   }
-  void relax() const { std::this_thread::yield(); }
+  void relax() const { look_away(); }
   std::uint64_t acquire(std::uint64_t& from) const { return std::atomic_ref(from).load(std::memory_order_acquire); }
   void release(std::uint64_t& to, std::uint64_t value) const {
     std::atomic_ref(to).store(value, std::memory_order_release);
@@ -446,8 +450,7 @@ int cuStreamWaitValue64_v2(Stream* stream, unsigned long long address, std::uint
   if (no_context()) return kInvalidContext;
   stream->add([=] {
     auto& word = *reinterpret_cast<std::uint64_t*>(address);
-    while (static_cast<std::int64_t>(std::atomic_ref(word).load(std::memory_order_acquire) - value) < 0)
-      std::this_thread::yield();
+    while (static_cast<std::int64_t>(std::atomic_ref(word).load(std::memory_order_acquire) - value) < 0) look_away();
   });
   return kSuccess;
 }
@@ -477,11 +480,8 @@ int cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
   if (no_context()) return kInvalidContext;
   std::scoped_lock lock(event->lock);
   stream->add([event, number = event->recorded] {
-    while (true) {
-      std::scoped_lock held(event->lock);
-      if (event->done >= number) return;
-      std::this_thread::yield();
-    }
+    std::unique_lock held(event->lock);
+    event->changed.wait(held, [&] { return event->done >= number; });
   });
   return kSuccess;
 }
@@ -504,6 +504,7 @@ int cuEventRecord(Event* event, Stream* stream) {
   stream->add([event, number = ++event->recorded] {
     std::scoped_lock held(event->lock);
     event->done = number;
+    event->changed.notify_all();
   });
   return kSuccess;
 }
