@@ -121,6 +121,7 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
     break;
   }
   daemon_ = std::move(*socket);
+  welcome_ = true;
   daemon_seen_ = clock_.now();
   idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
   thread_ = std::thread([this] { run(); });
@@ -249,14 +250,15 @@ void Progress::run() {
       heartbeat_at_ = now;
       owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
                                     std::memory_order_relaxed);
-      say(driver_->heartbeat());
+      if (welcome_) unsaid_.push_back(driver_->heartbeat());
     }
     if (daemon_) poll_daemon(now);
     else reconnect(now);
     const std::uint64_t outcomes = driver_->outcomes();
     driver_->poll(now);
     if (driver_->outcomes() != outcomes) idle_->reset();
-    for (const auto& report : driver_->take_reports()) say(report);
+    for (auto& report : driver_->take_reports()) unsaid_.push_back(std::move(report));
+    say_all();
     if (driver_->revision() != published_) publish();
     if (driver_->working()) continue;  // on the GPU, for microseconds, and without waking anybody
     Duration limit = std::min<Duration>(silence_ / 8, std::chrono::milliseconds(100));
@@ -329,31 +331,37 @@ void Progress::reconnect(TimePoint now) {
   auto socket = connect_unix(config_.socket);
   if (!socket || !greet(*socket)) return;
   daemon_ = std::move(*socket);
+  unsaid_.clear();  // the registration says it; what comes after it waits for the welcome
   daemon_seen_ = now;
   spdlog::info("registered again with the daemon at {}", config_.socket);
   events::emit("daemon_back");
   driver_->on_daemon_back();
 }
 
-void Progress::say(const proto::FromNode& report) {
-  if (!daemon_) return;  // said again by the registration with the next daemon
-  proto::FromTrainer message;
-  *message.mutable_report() = report;
-  const std::string bytes = message.SerializeAsString();
-  if (auto sent = send_with_fds(daemon_, as_bytes(bytes), {}); !sent && sent.error().code != ErrorCode::exhausted)
-    daemon_.reset();
+void Progress::say_all() {
+  for (; welcome_ && !unsaid_.empty(); unsaid_.pop_front()) {
+    proto::FromTrainer message;
+    *message.mutable_report() = unsaid_.front();
+    const std::string bytes = message.SerializeAsString();
+    if (auto sent = send_with_fds(daemon_, as_bytes(bytes), {}); !sent) {
+      if (sent.error().code != ErrorCode::exhausted) lose_daemon(sent.error().message);
+      return;  // it has much to read: again later
+    }
+  }
+}
+
+void Progress::lose_daemon(const std::string& why) {
+  spdlog::warn("the daemon is gone ({}); looking for it again", why);
+  events::emit("daemon_lost");
+  daemon_.reset();
+  welcome_ = false;
+  daemon_seen_ = clock_.now();
 }
 
 void Progress::poll_daemon(TimePoint now) {
   for (;;) {
     auto received = receive_with_fds(daemon_, 512 * KiB);
-    if (!received) {
-      spdlog::warn("the daemon is gone ({}); looking for it again", received.error().message);
-      events::emit("daemon_lost");
-      daemon_.reset();
-      daemon_seen_ = now;
-      return;
-    }
+    if (!received) return lose_daemon(received.error().message);
     if (!*received) return;
     daemon_seen_ = now;
     proto::ToTrainer message;
@@ -362,10 +370,10 @@ void Progress::poll_daemon(TimePoint now) {
       continue;
     }
     if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
+    if (message.has_welcome()) welcome_ = true;
     if (message.has_word()) driver_->on_word(message.word(), now);
     if (message.has_more())
-      (void)send_offer(daemon_, more());  // a daemon that has gone shows at the next look, and is greeted again
-    if (!daemon_) return;
+      if (auto sent = send_offer(daemon_, more()); !sent) return lose_daemon(sent.error().message);
   }
 }
 

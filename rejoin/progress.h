@@ -40,10 +40,11 @@ class Progress {
   void run();
   void poll_daemon(TimePoint now);
   void publish();
-  void say(const proto::FromNode& report);
+  void say_all();
   Result<> greet(Fd& socket);
   Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many as go at once
   void reconnect(TimePoint now);
+  void lose_daemon(const std::string& why);
   void fail(Error error);
   proto::LocalHello hello() const;
 
@@ -66,6 +67,8 @@ class Progress {
   std::optional<transport::Idle> idle_;
   std::vector<std::uint64_t> shown_reduced_;  // by bucket: the step that streams have been told
   Fd daemon_;
+  bool welcome_ = false;  // the daemon knows us: until then it would not listen
+  std::deque<proto::FromNode> unsaid_;
   std::deque<Fd> offer_;  // what the daemon has yet to ask for
   TimePoint retry_at_{}, heartbeat_at_{}, daemon_seen_{};
   std::thread thread_;

@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -311,6 +312,38 @@ TEST(BadInput, ATrainerUnderADaemonOfAnotherVersionEndsAndSaysSo) {
   ASSERT_TRUE(send_with_fds(connection, as_bytes(bytes), {}));
   EXPECT_EQ(trainer.wait(std::chrono::seconds(10)), 1) << trainer.output();
   EXPECT_NE(trainer.output().find("use one version of both"), std::string::npos) << trainer.output();
+}
+
+// A daemon may take its time to get at a trainer's memory, and ignores what is said meanwhile.
+TEST(Session, ATrainerSaysNothingToADaemonThatHasNotWelcomedIt) {
+  Scratch scratch;
+  const std::string path = scratch.path + "/daemon.sock";
+  const Fd listener = *listen_unix(path);
+  Process trainer({kMinimal}, scratch.path + "/out", {"REJOIN_SOCKET=" + path});
+  Fd connection;
+  const auto next = [&](proto::FromTrainer& message) {
+    const auto received = receive_with_fds(connection, 512 * KiB);
+    return received && received->has_value() &&
+           message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size()));
+  };
+  for (int daemon = 0; daemon < 2; ++daemon) {
+    ASSERT_TRUE(eventually([&] {
+      connection = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      return static_cast<bool>(connection);
+    })) << trainer.output();
+    proto::FromTrainer message;
+    ASSERT_TRUE(eventually([&] { return next(message); }));
+    ASSERT_TRUE(message.has_hello());
+    pollfd readable{connection.get(), POLLIN, 0};
+    EXPECT_EQ(::poll(&readable, 1, 300), 0);  // many heartbeats
+    proto::ToTrainer welcome;
+    welcome.mutable_welcome()->set_protocol(membership::kProtocolVersion);
+    welcome.mutable_welcome()->set_silence_ms(200);
+    const std::string bytes = welcome.SerializeAsString();
+    ASSERT_TRUE(send_with_fds(connection, as_bytes(bytes), {}));
+    ASSERT_TRUE(eventually([&] { return next(message); }));
+    EXPECT_TRUE(message.report().has_heartbeat());
+  }
 }
 
 TEST(Top, ShowsDaemonsAgainAndAgain) {
