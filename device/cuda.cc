@@ -265,7 +265,8 @@ class CudaDevice final : public Device {
     std::size_t size = 0;
     done = driver_.check(driver_.address_range(&base, &size, at), "looking at another process's GPU memory");
     if (!done) return tl::unexpected(done.error());
-    if (base != at || size < handle.size)
+    // Small allocations share a block of the driver's, of which this may be a part.
+    if (at < base || !in_range(at - base, handle.size, size))
       return fail(ErrorCode::corrupt, "another process's GPU memory has {} bytes and should have {}", size,
                   handle.size);
     return memory;
