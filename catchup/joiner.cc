@@ -111,6 +111,7 @@ Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
 void Joiner::take_in_arrivals() {
   const auto& manifest = view_.manifest();
   auto arrivals = std::exchange(arrivals_, {});
+  view_.flush_remote_writes();
   std::erase_if(arrivals, [&](const Arrival& arrival) {  // those asked for again meanwhile
     return !planner_.on_arrived(arrival.source, arrival.sent.slice());
   });

@@ -129,10 +129,12 @@ void Source::start_slices(TimePoint now) {
   const std::size_t at_once = pacer_.limit() > 0 ? 1 : memory_.view->digests_at_once();
   for (bool held_back = false; !held_back && !failed_;) {
     std::vector<SliceJob*> begun;
-    while (begun.size() < at_once && !held_back) {
+    while (begun.size() < at_once) {
       auto held = may_start(now) ? memory_.view->hold(parts_of(requests_.front().slice)) : std::nullopt;
-      held_back = !held;
-      if (held_back) break;
+      if (!held) {
+        held_back = true;
+        break;
+      }
       const std::uint64_t number = next_job_++;
       SliceJob& job = jobs_[number];
       job.number = number;

@@ -52,7 +52,7 @@ class CudaDevice final : public Device {
                                   }}};
   }
 
-  Result<Memory> allocate_shared(std::size_t size) override {
+  Result<Memory> allocate_shared(std::size_t size, std::size_t piece) override {
     Current current(*primary_);
     cuda::AllocationProperties properties;
     properties.location.id = primary_->device;
@@ -64,13 +64,18 @@ class CudaDevice final : public Device {
                                    "asking how memory is shared");
         !asked)
       return tl::unexpected(asked.error());
-    const std::size_t whole = round_up(size, granule);
-    Physical physical{.size = whole};
-    if (auto made = driver_.check(driver_.create(&physical.handle, whole, &properties, 0), "allocating GPU memory");
-        !made)
-      return fail(made.error().code, "{} on {}, to be shared: {}", human_bytes(whole), name_, made.error().message);
-    auto memory = map({&physical, 1});
-    (void)driver_.release(physical.handle);  // the mapping keeps it
+    const std::size_t each = round_up(std::max<std::size_t>(piece, 1), granule);
+    std::vector<Physical> made;
+    Result<> done;
+    for (std::size_t got = 0; got < size && done; got += each) {
+      Physical physical{.size = each};
+      done = driver_.check(driver_.create(&physical.handle, each, &properties, 0), "allocating GPU memory");
+      if (done) made.push_back(physical);
+    }
+    auto memory =
+        done ? map(made)
+             : fail(done.error().code, "{} on {}, to be shared: {}", human_bytes(size), name_, done.error().message);
+    for (const auto& physical : made) (void)driver_.release(physical.handle);  // the mapping keeps it
     if (memory) memory->bytes = memory->bytes.first(size);
     return memory;
   }

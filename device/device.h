@@ -82,8 +82,10 @@ class Device {
   virtual std::string name() const = 0;                          // "NVIDIA H200 (CUDA device 0, 0000:19:00.0)"
   virtual Result<Memory> allocate(std::size_t size) = 0;         // the device's own memory
   virtual Result<Memory> allocate_pinned(std::size_t size) = 0;  // the host's, which the device copies at full speed
-  // The device's own memory that other processes can map, zero or not.
-  virtual Result<Memory> allocate_shared(std::size_t size) = 0;
+  // The device's own memory that other processes can map, zero or not; in one allocation, or in several of this size
+  // side by side (a GPU's: a multiple of 2 MiB).
+  Result<Memory> allocate_shared(std::size_t size) { return allocate_shared(size, size); }
+  virtual Result<Memory> allocate_shared(std::size_t size, std::size_t piece) = 0;
   // The allocations that this memory lies in, in order: somebody else's too, a framework's. Errors: `unreachable` for
   // memory that other processes can't be given, with what to do.
   virtual Result<std::vector<Allocation>> allocations(std::span<std::byte> memory) = 0;

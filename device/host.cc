@@ -48,7 +48,7 @@ class HostDevice final : public Device {
     auto mapping = std::make_shared<Mapping>(std::move(*made));
     return Memory{mapping->span(), mapping};
   }
-  Result<Memory> allocate_shared(std::size_t size) override { return allocate(size); }
+  Result<Memory> allocate_shared(std::size_t size, std::size_t) override { return allocate(size); }
   Result<std::vector<Allocation>> allocations(std::span<std::byte> memory) override {
     const auto file = shared_file_of(memory);
     if (!file)

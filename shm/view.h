@@ -39,6 +39,8 @@ class View {
   void read(BytesView from, std::byte* to);
   void write(std::byte* to, BytesView from);
   std::uint64_t digest(BytesView of);
+  // After a NIC has written into the state, and before any of it is read or called arrived.
+  void flush_remote_writes() { check(device_->flush_remote_writes()); }
   std::vector<std::uint64_t> digests(std::span<const Columns> parts);
   // How many parts' digests are best asked for at once: on the host one, so that what is then sent is in the cache; on
   // a GPU, where asking costs as much as the digest of many, as many as there are.

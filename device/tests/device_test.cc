@@ -119,24 +119,17 @@ TEST_P(Devices, MemoryOfNobodyIsNotShared) {
 // As a caching allocator's: what is used of it begins and ends anywhere.
 TEST(Cuda, AllocationsSideBySideAreSideBySideElsewhere) {
   auto device = test_gpu();
-  std::vector<Handle> handles;
-  std::vector<Memory> kept;
-  for (int i = 0; i < 3; ++i) {
-    kept.push_back(*device->allocate_shared(2 * MiB));
-    handles.push_back(*device->share((*device->allocations(kept.back().bytes))[0]));
-  }
-  auto expandable = *device->import_shared(handles);
-  ASSERT_EQ(expandable.bytes.size(), 6 * MiB);
+  auto expandable = *device->allocate_shared(6 * MiB, 2 * MiB);
   const auto used = expandable.bytes.subspan(1 * MiB + 512, 4 * MiB);
   const auto allocations = *device->allocations(used);
   ASSERT_EQ(allocations.size(), 3u);
   EXPECT_EQ(allocations[0].memory.data(), expandable.bytes.data());
-  std::vector<Handle> again;
+  std::vector<Handle> handles;
   for (const auto& allocation : allocations) {
     EXPECT_TRUE(allocation.mapped);
-    again.push_back(*device->share(allocation));
+    handles.push_back(*device->share(allocation));
   }
-  auto elsewhere = *device->import_shared(again);
+  auto elsewhere = *device->import_shared(handles);
   auto access = *Access::make(*device);
   Bytes bytes(used.size()), back(used.size());
   for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i * 7 >> 4);
