@@ -68,11 +68,9 @@ void Joiner::on_source_down(ReplicaId source) {
 
 Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
   if (!sources_.contains(source)) return {};
-  Result<> handled;
-  if (message.has_sent()) handled = on_sent(source, message.sent());
-  else if (message.has_proof()) handled = on_proof(source, message.proof());
-  else handled = fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
-  return handled;
+  if (message.has_sent()) return on_sent(source, message.sent());
+  if (message.has_proof()) return on_proof(source, message.proof());
+  return fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
 }
 
 void Joiner::on_written(std::uint64_t tag) {

@@ -95,10 +95,10 @@ bool Source::work(TimePoint now) {
   std::vector<SliceJob*> jobs;
   for (auto& [number, job] : jobs_) jobs.push_back(&job);
   write_parts(jobs);
-  for (const SliceJob* each : jobs) {
-    const auto& parts = each->parts;
+  for (const auto* each : jobs) {
+    const SliceJob& job = *each;
+    const auto& parts = job.parts;
     if (std::all_of(parts.begin(), parts.end(), [](const PartJob& part) { return part.digest.has_value(); })) {
-      const SliceJob& job = *each;
       proto::Stream message;
       message.mutable_sent()->set_slice(job.request.slice);
       message.mutable_sent()->set_version(job.version);

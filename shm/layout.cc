@@ -4,19 +4,6 @@
 
 namespace rejoin::shm {
 
-Layout Layout::packed(const Manifest& manifest) {
-  std::vector<Place> columns;
-  std::uint64_t at = 0;
-  for (const auto& tensor : manifest.tensors())
-    for (std::uint32_t column = 0; column < tensor.columns; ++column) {
-      columns.push_back({0, at});
-      at += round_up(tensor.bytes(), 64);
-    }
-  auto layout = make(manifest, {round_up(at, 4096)}, std::move(columns));
-  REJOIN_CHECK(layout, "a packed layout: {}", layout.error().message);
-  return std::move(*layout);
-}
-
 Result<Layout> Layout::make(const Manifest& manifest, std::vector<std::uint64_t> segments, std::vector<Place> columns) {
   Layout layout;
   struct Taken {

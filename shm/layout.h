@@ -13,8 +13,7 @@ struct Place {
 
 class Layout {
  public:
-  // Everything in one segment, one column after the other.
-  static Layout packed(const Manifest& manifest);
+  Layout() = default;  // of no state
   // `columns`: of the first tensor, then of the second, … Errors: `invalid_argument` where a column does not lie whole
   // in its segment, begins at no multiple of kAlignment, or overlaps another; `segments` are their bytes.
   static Result<Layout> make(const Manifest& manifest, std::vector<std::uint64_t> segments, std::vector<Place> columns);
@@ -28,7 +27,6 @@ class Layout {
   static constexpr std::uint64_t kAlignment = 16;  // bytes: what a GPU's kernels load at once
 
  private:
-  Layout() = default;
   std::vector<std::uint64_t> segments_;
   std::vector<Place> columns_;
   std::vector<std::size_t> first_;  // by tensor, in columns_

@@ -47,7 +47,7 @@ class Owner {
     std::span<std::byte> memory;                  // from the first column in it to the last
     std::vector<device::Allocation> allocations;  // that hold it, neighbours
   };
-  explicit Owner(Manifest manifest) : manifest_(std::move(manifest)), layout_(Layout::packed(manifest_)) {}
+  explicit Owner(Manifest manifest) : manifest_(std::move(manifest)) {}
   Result<> place(const std::vector<Own>& own);
   Result<SharedMemory> share(const Segment& segment) const;
   void ring();

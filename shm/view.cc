@@ -167,8 +167,7 @@ void View::read(BytesView from, std::byte* to) { check(access_->read(from, to));
 void View::write(std::byte* to, BytesView from) { check(access_->write(to, from)); }
 
 std::uint64_t View::digest(BytesView of) {
-  const Columns one{of};
-  const auto digests = access_->digests(one);
+  const auto digests = access_->digests({&of, 1});
   check(digests.map([](const auto&) {}));
   return digests ? digests->front() : 0;
 }

@@ -291,57 +291,58 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--log-directory", scratch.path + "/full"}, "decisions.log");
 }
 
+// A trainer, and a daemon at its socket that does what the test says.
+struct Greeted {
+  Scratch scratch;
+  const std::string path = scratch.path + "/daemon.sock";
+  const Fd listener = *listen_unix(path);
+  Process trainer{{kMinimal}, scratch.path + "/out", {"REJOIN_SOCKET=" + path}};
+  Fd connection;
+
+  bool accepted() {
+    return eventually([&] {
+      connection = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      return static_cast<bool>(connection);
+    });
+  }
+  bool heard(proto::FromTrainer& message) {
+    return eventually([&] {
+      const auto received = receive_with_fds(connection, 512 * KiB);
+      return received && received->has_value() &&
+             message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size()));
+    });
+  }
+  bool welcomes(std::uint32_t protocol, std::uint64_t silence_ms) {
+    proto::ToTrainer message;
+    message.mutable_welcome()->set_protocol(protocol);
+    message.mutable_welcome()->set_silence_ms(silence_ms);
+    return send_with_fds(connection, as_bytes(message.SerializeAsString()), {}).has_value();
+  }
+};
+
 // A daemon of another version at the trainer's socket: answers each hello with its own welcome.
 TEST(BadInput, ATrainerUnderADaemonOfAnotherVersionEndsAndSaysSo) {
-  Scratch scratch;
-  const std::string path = scratch.path + "/other.sock";
-  const Fd listener = *listen_unix(path);
-  Process trainer({kMinimal}, scratch.path + "/out", {"REJOIN_SOCKET=" + path});
-  Fd connection;
-  ASSERT_TRUE(eventually([&] {
-    connection = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    return static_cast<bool>(connection);
-  })) << trainer.output();
-  ASSERT_TRUE(eventually([&] {
-    auto hello = receive_with_fds(connection, 512 * KiB);
-    return hello && hello->has_value();
-  }));
-  proto::ToTrainer message;
-  message.mutable_welcome()->set_protocol(membership::kProtocolVersion + 1);
-  const std::string bytes = message.SerializeAsString();
-  ASSERT_TRUE(send_with_fds(connection, as_bytes(bytes), {}));
-  EXPECT_EQ(trainer.wait(std::chrono::seconds(10)), 1) << trainer.output();
-  EXPECT_NE(trainer.output().find("use one version of both"), std::string::npos) << trainer.output();
+  Greeted daemon;
+  ASSERT_TRUE(daemon.accepted()) << daemon.trainer.output();
+  proto::FromTrainer hello;
+  ASSERT_TRUE(daemon.heard(hello));
+  ASSERT_TRUE(daemon.welcomes(membership::kProtocolVersion + 1, 0));
+  EXPECT_EQ(daemon.trainer.wait(std::chrono::seconds(10)), 1) << daemon.trainer.output();
+  EXPECT_NE(daemon.trainer.output().find("use one version of both"), std::string::npos) << daemon.trainer.output();
 }
 
 // A daemon may take its time to get at a trainer's memory, and ignores what is said meanwhile.
 TEST(Session, ATrainerSaysNothingToADaemonThatHasNotWelcomedIt) {
-  Scratch scratch;
-  const std::string path = scratch.path + "/daemon.sock";
-  const Fd listener = *listen_unix(path);
-  Process trainer({kMinimal}, scratch.path + "/out", {"REJOIN_SOCKET=" + path});
-  Fd connection;
-  const auto next = [&](proto::FromTrainer& message) {
-    const auto received = receive_with_fds(connection, 512 * KiB);
-    return received && received->has_value() &&
-           message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size()));
-  };
-  for (int daemon = 0; daemon < 2; ++daemon) {
-    ASSERT_TRUE(eventually([&] {
-      connection = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      return static_cast<bool>(connection);
-    })) << trainer.output();
+  Greeted daemon;
+  for (int time = 0; time < 2; ++time) {
+    ASSERT_TRUE(daemon.accepted()) << daemon.trainer.output();
     proto::FromTrainer message;
-    ASSERT_TRUE(eventually([&] { return next(message); }));
+    ASSERT_TRUE(daemon.heard(message));
     ASSERT_TRUE(message.has_hello());
-    pollfd readable{connection.get(), POLLIN, 0};
+    pollfd readable{daemon.connection.get(), POLLIN, 0};
     EXPECT_EQ(::poll(&readable, 1, 300), 0);  // many heartbeats
-    proto::ToTrainer welcome;
-    welcome.mutable_welcome()->set_protocol(membership::kProtocolVersion);
-    welcome.mutable_welcome()->set_silence_ms(200);
-    const std::string bytes = welcome.SerializeAsString();
-    ASSERT_TRUE(send_with_fds(connection, as_bytes(bytes), {}));
-    ASSERT_TRUE(eventually([&] { return next(message); }));
+    ASSERT_TRUE(daemon.welcomes(membership::kProtocolVersion, 200));
+    ASSERT_TRUE(daemon.heard(message));
     EXPECT_TRUE(message.report().has_heartbeat());
   }
 }

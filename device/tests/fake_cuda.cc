@@ -19,8 +19,10 @@
 #include <thread>
 #include <vector>
 
+#include "base/bytes.h"
 #include "device/kernels/reduce.h"
 #include "device/kernels/xxh3.h"
+#include "device/tests/cuda_language/device/kernels/ptx.h"
 
 namespace kernels = rejoin::device::kernels;
 
@@ -65,10 +67,13 @@ const std::pair<const std::uintptr_t, Of>* holder(const std::map<std::uintptr_t,
 
 char* resolve(unsigned long long address, std::size_t size) {
   std::scoped_lock lock(mutex);
-  if (const auto* at = holder(reservations, address); at != nullptr && address + size <= at->first + at->second.size)
-    return at->second.bytes + (address - at->first);
-  if (const auto* at = holder(allocations, address); at != nullptr && address + size <= at->first + at->second.size)
-    return at->second.bytes + (address - at->first);
+  const auto in = [&](const auto& all) {
+    const auto* at = holder(all, address);
+    return at != nullptr && address + size <= at->first + at->second.size ? at->second.bytes + (address - at->first)
+                                                                          : nullptr;
+  };
+  if (char* bytes = in(reservations)) return bytes;
+  if (char* bytes = in(allocations)) return bytes;
   return reinterpret_cast<char*>(address);
 }
 
@@ -131,14 +136,10 @@ struct Block {
   unsigned threads() const { return 1; }
   unsigned block() const { return index; }
   unsigned blocks() const { return count; }
-  std::uint64_t now() const {
-    return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
-  }
+  std::uint64_t now() const { return kernels::ptx::nanoseconds(); }
   void relax() const { look_away(); }
-  std::uint64_t acquire(std::uint64_t& from) const { return std::atomic_ref(from).load(std::memory_order_acquire); }
-  void release(std::uint64_t& to, std::uint64_t value) const {
-    std::atomic_ref(to).store(value, std::memory_order_release);
-  }
+  std::uint64_t acquire(const std::uint64_t& from) const { return kernels::ptx::acquire(from); }
+  void release(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::release(to, value); }
   template <typename T>
   T load(std::uint64_t address) const {
     T value;
@@ -251,7 +252,7 @@ int cuCtxPopCurrent_v2(void** context) {
 namespace {
 // Maps a file of this size as memory of the device.
 bool add(Allocation made, unsigned long long* address) {
-  const std::size_t mapped = (made.size + 4095) / 4096 * 4096;
+  const std::size_t mapped = rejoin::round_up(made.size, 4096);
   void* device = ::mmap(nullptr, mapped, PROT_NONE, MAP_SHARED, made.fd, 0);
   void* bytes = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, made.fd, 0);
   if (device == MAP_FAILED || bytes == MAP_FAILED) return false;
@@ -264,7 +265,7 @@ bool take(unsigned long long address, bool opened, std::size_t* size) {
   auto found = allocations.find(address);
   if (found == allocations.end() || found->second.mapped || found->second.opened != opened) return false;
   const auto& gone = found->second;
-  const std::size_t mapped = (gone.size + 4095) / 4096 * 4096;
+  const std::size_t mapped = rejoin::round_up(gone.size, 4096);
   ::munmap(reinterpret_cast<void*>(address), mapped);
   ::munmap(gone.bytes, mapped);
   ::close(gone.fd);
@@ -280,7 +281,7 @@ int cuMemAlloc_v2(unsigned long long* address, std::size_t size) {
   if (size == 0) return kInvalidValue;
   if (allocated + size > kDeviceBytes) return kOutOfMemory;
   const int fd = ::memfd_create("fake device memory", MFD_CLOEXEC);
-  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>((size + 4095) / 4096 * 4096)) != 0) return kOutOfMemory;
+  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(rejoin::round_up(size, 4096))) != 0) return kOutOfMemory;
   if (!add({.size = size, .fd = fd}, address)) return kOutOfMemory;
   allocated += size;
   return kSuccess;
@@ -520,7 +521,7 @@ int cuMemGetHandleForAddressRange(void* handle, unsigned long long address, std:
   if (address % 4096 != 0 || size % 4096 != 0) return kInvalidValue;
   std::scoped_lock lock(mutex);
   const auto* at = holder(allocations, address);
-  if (at == nullptr || address + size > at->first + (at->second.size + 4095) / 4096 * 4096) return kInvalidValue;
+  if (at == nullptr || address + size > at->first + rejoin::round_up(at->second.size, 4096)) return kInvalidValue;
   // The real one exports the range; a memfd can only be had from its start on.
   if (address != at->first) return kNotSupported;
   *static_cast<int*>(handle) = ::dup(at->second.fd);

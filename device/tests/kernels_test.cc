@@ -11,6 +11,7 @@
 #include "device/digester.h"
 #include "device/kernels/mailbox.h"
 #include "device/reducer.h"
+#include "device/tests/elements.h"
 #include "device/tests/library.h"
 
 namespace rejoin::device {
@@ -18,19 +19,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr DataType kTypes[] = {DataType::float32, DataType::float64, DataType::bfloat16,
-                               DataType::float16, DataType::int32,   DataType::int64};
-
-// An element's value as a double; and a random element.
-double value_of(DataType type, const std::byte* at) {
-  double value = 0;
-  arithmetic::dispatch(type, [&](auto element) {
-    typename decltype(element)::Storage stored;
-    std::memcpy(&stored, at, sizeof stored);
-    value = static_cast<double>(element.load(stored));
-  });
-  return value;
-}
+// A random element.
 void put_random(DataType type, std::byte* at, std::mt19937_64& random) {
   arithmetic::dispatch(type, [&](auto element) {
     using Value = typename decltype(element)::Value;

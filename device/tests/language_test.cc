@@ -2,19 +2,17 @@
 // runs.
 #include <gtest/gtest.h>
 
-#include <cstring>
+#include <cmath>
 #include <random>
 
 #include "base/digest.h"
 #include "device/tests/cuda_language/cuda_language.h"
+#include "device/tests/elements.h"
 // … which the kernels are written in.
 #include "device/kernels/kernels.cu"
 
 namespace rejoin::device::kernels {
 namespace {
-
-constexpr DataType kTypes[] = {DataType::float32, DataType::float64, DataType::bfloat16,
-                               DataType::float16, DataType::int32,   DataType::int64};
 
 std::uint64_t address(const void* of) { return reinterpret_cast<std::uint64_t>(of); }
 
@@ -47,18 +45,13 @@ struct Rows {
     const auto* bytes = reinterpret_cast<const std::byte*>(out.data());
     for (std::size_t i = 0; i < out.size() * 16; ++i)
       if (i < shift * size || i >= (shift + count) * size) ASSERT_EQ(bytes[i], std::byte{0xa5}) << i;
-    for (std::size_t i = 0; i < count; ++i)
-      arithmetic::dispatch(type, [&](auto element) {
-        using E = decltype(element);
-        typename E::Storage x, y, z;
-        std::memcpy(&x, at(a) + i * size, sizeof x);
-        std::memcpy(&y, at(b) + i * size, sizeof y);
-        std::memcpy(&z, at(out) + i * size, sizeof z);
-        const double exact = (static_cast<double>(E::load(x)) + static_cast<double>(E::load(y))) / divisor;
-        if constexpr (std::is_integral_v<typename E::Value>)
-          ASSERT_EQ(z, static_cast<typename E::Storage>(std::trunc(exact))) << to_string(type) << " " << i;
-        else ASSERT_NEAR(static_cast<double>(E::load(z)), exact, 0.5) << to_string(type) << " " << i;
-      });
+    const bool whole = type == DataType::int32 || type == DataType::int64;
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto value = [&](std::vector<Sixteen>& row) { return value_of(type, at(row) + i * size); };
+      const double exact = (value(a) + value(b)) / divisor;
+      if (whole) ASSERT_EQ(value(out), std::trunc(exact)) << to_string(type) << " " << i;
+      else ASSERT_NEAR(value(out), exact, 0.5) << to_string(type) << " " << i;
+    }
   }
 };
 
