@@ -156,10 +156,18 @@ Result<int> audit_log(const std::string& path) {
                                record.epoch().step(), members, record.epoch().reason());
     }
     if (record.has_committed()) committed = record.committed().step();
+    if (!record.has_rolled_back()) continue;
+    committed = record.rolled_back().version();
+    if (record.rolled_back().from() > committed)
+      std::cout << fmt::format("rolled back from step {} to step {}\n", record.rolled_back().from(), committed);
   }
   const auto audit = membership::audit(membership::trained_by_step(*records));
   std::cout << fmt::format("{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated\n",
                            committed, epochs, audit.samples, audit.once, audit.lost, audit.repeated);
+  const auto given_up = membership::rolled_back(*records);
+  if (given_up.steps > 0)
+    std::cout << fmt::format("{} committed steps of {} samples were rolled back, and their samples handed out again\n",
+                             given_up.steps, given_up.samples);
   return audit.lost + audit.repeated == 0 ? 0 : 1;
 }
 

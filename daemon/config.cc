@@ -17,6 +17,14 @@ void bind(CLI::App& app, Config& c) {
   option("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step")
       ->check(CLI::Range(1, 1 << 30));
   option("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end");
+  app.add_option(
+         "--roll-back-to", c.roll_back_to,
+         "coordinator: where nobody is left with the state of the last committed step, go on from a checkpoint as "
+         "old as this step; what was trained since is given up, and trained again")
+      ->envname("REJOIN_ROLL_BACK_TO");
+  option("--start-patience-ms", c.start_patience_ms, "REJOIN_START_PATIENCE_MS",
+         "coordinator: a job that has lost everybody starts again without the replicas that have not come for so long; "
+         "0: 15 times the silence");
   option("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
          "how long a peer may be silent; all other deadlines follow from it")
       ->check(CLI::Range(100, 3600000));

@@ -16,7 +16,8 @@ struct Config {
   bool coordinator = false;
   std::string listen = "127.0.0.1:0", log_directory = "rejoin-log";
   std::uint32_t replicas = 3, ranks = 2;
-  std::uint64_t batch = 1, steps = 0, silence_ms = 2000;
+  std::uint64_t batch = 1, steps = 0, silence_ms = 2000, start_patience_ms = 0;
+  std::optional<std::uint64_t> roll_back_to;
   std::string relay, key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
   NodeOptions node;
 };

@@ -63,6 +63,8 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
   for (const auto& record : actions.append) {
     if (record.has_committed())
       events::emit("commit", {{"step", record.committed().step()}, {"epoch", record.committed().epoch()}});
+    if (record.has_rolled_back())
+      events::emit("rolled_back", {{"from", record.rolled_back().from()}, {"to", record.rolled_back().version()}});
     if (record.has_epoch()) {
       std::string members;
       for (const auto& m : record.epoch().members())
@@ -91,6 +93,13 @@ nlohmann::json CoordinatorServer::status() const {
                                {"incarnation", m.incarnation.value},
                                {"role", m.catching_up ? "catching_up" : "contributor"},
                                {"exchanged", m.exchanged.size()}});
+  json["suspended"] = nlohmann::json::array();
+  for (const auto& out : machine_.suspended())
+    json["suspended"].push_back({{"replica", out.replica.value}, {"reason", out.reason}});
+  json["held_for"] = nlohmann::json::array();
+  for (auto replica : machine_.held_for()) json["held_for"].push_back(replica.value);
+  json["steps_rolled_back"] = machine_.steps_rolled_back();
+  if (auto step = machine_.wants_roll_back()) json["wants_roll_back_to"] = step->value;
   json["registered"] = nlohmann::json::array();
   for (const auto& [id, replica] : machine_.replicas())
     json["registered"].push_back(

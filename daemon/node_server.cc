@@ -11,6 +11,8 @@
 
 namespace rejoin::daemon {
 
+using Gone = membership::Node::Gone;
+
 namespace {
 constexpr std::size_t kMaxLocalMessage = 512 * KiB;
 }  // namespace
@@ -119,9 +121,11 @@ void NodeServer::watch(Trainer& trainer) {
     trainer.exited = std::make_unique<asio::posix::stream_descriptor>(io_, pidfd->release());
     trainer.exited->async_wait(asio::posix::stream_descriptor::wait_read,
                                [this, id = trainer.id, pid = trainer.credentials.pid](asio::error_code error) {
-                                 if (!error) drop(id, fmt::format("its process {} ended", pid));
+                                 if (!error) drop(id, fmt::format("its process {} ended", pid), Gone::ended);
                                });
-  }  // otherwise it has ended already, and its socket says so
+  } else {  // it has ended already, or is of another PID namespace; then its socket alone tells of its end
+    spdlog::debug("trainer {}: {}", trainer.credentials.pid, pidfd.error().message);
+  }
   read(trainer.id);
 }
 
@@ -134,13 +138,13 @@ void NodeServer::read(membership::RankConnection id) {
       auto at = trainers_.find(id);
       if (at == trainers_.end()) return;
       auto received = receive_with_fds(at->second.socket, kMaxLocalMessage);
-      if (!received) return drop(id, received.error().message);
+      if (!received) return on_hang_up(id, received.error().message);
       if (!*received) break;
       proto::FromTrainer message;
       if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())) ||
           message.kind_case() == proto::FromTrainer::KIND_NOT_SET) {
         ++rejected_;
-        return drop(id, "it sent bytes that are no message");
+        return drop(id, "it sent bytes that are no message", Gone::silent);
       }
       if (!message.has_report()) {
         Result<> heard;
@@ -204,7 +208,7 @@ void NodeServer::refuse(membership::RankConnection id, const Error& error) {
   refusal.set_refusal(error.message);
   tell(trainers_.at(id), refusal);
   ++rejected_;
-  drop(id, error.message);
+  drop(id, error.message, Gone::silent);
 }
 
 Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& stream) {
@@ -217,7 +221,12 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   std::vector<membership::RankConnection> older;
   for (const auto& [id, other] : trainers_)
     if (other.key == key) older.push_back(id);
-  for (auto id : older) drop(id, "the rank was started again");
+  for (auto id : older) {
+    auto info = machine_.ranks().find(id);
+    const bool same = info != machine_.ranks().end() && info->second.up.life() == hello.up().life();
+    if (same) drop(id, "it connected anew", Gone::replaced);
+    else drop(id, "the rank was started again", Gone::ended);
+  }
   trainer.key = key;
   trainer.stream = stream.thread.get();
   auto shared = std::make_shared<shm::View>(std::move(*view));
@@ -238,7 +247,15 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   return {};
 }
 
-void NodeServer::drop(membership::RankConnection id, const std::string& reason) {
+// A socket may end although its process lives; what the process itself does is said by its pidfd. Until then, or until
+// it has been silent for too long, it may connect anew.
+void NodeServer::on_hang_up(membership::RankConnection id, const std::string& reason) {
+  Trainer& trainer = trainers_.at(id);
+  if (!trainer.exited || !trainer.key) return drop(id, reason, Gone::ended);
+  spdlog::info("trainer {}: {}", trainer.credentials.pid, reason);
+}
+
+void NodeServer::drop(membership::RankConnection id, const std::string& reason, Gone how) {
   auto gone = trainers_.extract(id);
   if (gone.empty()) return;
   Trainer& trainer = gone.mapped();
@@ -252,14 +269,14 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason) 
   } else {
     spdlog::warn("local process {}: {}", trainer.credentials.pid, reason);
   }
-  carry_out(machine_.on_rank_gone(id, reason));
+  carry_out(machine_.on_rank_gone(id, reason, how));
 }
 
 void NodeServer::tell(Trainer& trainer, const proto::ToTrainer& message) {
   const std::string bytes = message.SerializeAsString();
   if (auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
       !sent && sent.error().code == ErrorCode::exhausted)
-    asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it"); });
+    asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it", Gone::silent); });
 }
 
 // ---- the coordinator
@@ -284,7 +301,8 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
     *message.mutable_word() = word;
     tell(found->second, message);
   }
-  for (auto id : actions.silent) drop(id, fmt::format("no sign of life for {} ms", options_.silence.count()));
+  for (auto id : actions.silent)
+    drop(id, fmt::format("no sign of life for {} ms", options_.silence.count()), Gone::silent);
 }
 
 // Starts, updates and ends the streams into local joiners as the plan says.

@@ -135,6 +135,8 @@ class Communicator {
   bool working() const;  // this member's GPU adds up: what poll() waits for wakes nobody, so don't sleep
 
   std::vector<Wait> waits(TimePoint now) const;
+  // This process was away for so long, until now: what it did not see in that time was not missing.
+  void forgive(Duration away, TimePoint now) { last_progress_ = std::min(now, last_progress_ + away); }
   Stats stats() const;
 
  private:

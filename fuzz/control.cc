@@ -54,7 +54,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         if (read(report)) (void)node.on_rank_message(RankConnection(to / 8 % 4 + 1), report, now);
         break;
       default:
-        if (to / 8 % 2 == 0) (void)node.on_rank_gone(RankConnection(to / 16 % 4 + 1), "gone");
+        if (to / 8 % 2 == 0)
+          (void)node.on_rank_gone(RankConnection(to / 16 % 4 + 1), "gone", static_cast<Node::Gone>(to % 3));
         else (void)node.on_coordinator_up(now);
     }
   }

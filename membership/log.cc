@@ -159,6 +159,21 @@ Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
   return std::move(parsed->records);
 }
 
+RolledBack rolled_back(const std::vector<proto::LogRecord>& records) {
+  RolledBack given_up;
+  std::map<std::uint64_t, std::uint64_t> samples;  // by step
+  for (const auto& record : records) {
+    if (record.has_committed())
+      for (const auto& member : record.committed().members())
+        for (const auto& range : member.batch()) samples[record.committed().step()] += range.end() - range.begin();
+    if (!record.has_rolled_back()) continue;
+    for (auto step = samples.upper_bound(record.rolled_back().version()); step != samples.end();
+         step = samples.erase(step))
+      ++given_up.steps, given_up.samples += step->second;
+  }
+  return given_up;
+}
+
 std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records) {
   std::map<std::uint64_t, Batch> trained;
   for (const auto& record : records) {

@@ -43,6 +43,12 @@ class Log {
 // Reads a log without opening it for writing, for the audit.
 Result<std::vector<proto::LogRecord>> read_log(const std::string& path);
 
+// What an operator gave up: steps that were committed, and are trained again.
+struct RolledBack {
+  std::uint64_t steps = 0, samples = 0;
+};
+RolledBack rolled_back(const std::vector<proto::LogRecord>& records);
+
 // The samples that its commits trained, by step, without those of steps that were rolled back. For audit().
 std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records);
 

@@ -167,17 +167,19 @@ void Node::on_rank_alive(RankConnection rank, TimePoint now) {
   if (auto found = ranks_.find(rank); found != ranks_.end()) found->second.heard = now;
 }
 
-Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason) {
+Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason, Gone how) {
   Actions actions;
   auto gone = ranks_.extract(connection);
   if (gone.empty()) return actions;
   standings_.erase({gone.mapped().up.replica(), gone.mapped().up.incarnation()});
+  if (how == Gone::replaced) return actions;
   proto::FromNode message;
   auto& down = *message.mutable_rank_down();
   down.set_replica(gone.mapped().up.replica());
   down.set_rank(gone.mapped().up.rank());
   down.set_life(gone.mapped().up.life());
   down.set_reason(reason);
+  down.set_ended(how == Gone::ended);
   actions.notes.push_back(fmt::format("replica {} rank {}: {}", down.replica(), down.rank(), reason));
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
   return actions;
@@ -185,11 +187,18 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
 
 Node::Actions Node::on_tick(TimePoint now) {
   Actions actions;
+  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
+    actions.notes.push_back(
+        fmt::format("this daemon was away for {:.0f} ms, which it holds against nobody", milliseconds(away)));
+    for (auto& [connection, rank] : ranks_) forgive(rank.heard, away, now);
+    forgive(coordinator_heard_, away, now);
+  }
   std::vector<RankConnection> silent;
   for (const auto& [connection, rank] : ranks_)
-    if (now - rank.heard > silence_) silent.push_back(connection);
+    if (now - rank.heard > silence_ && !attendance_.settling(now)) silent.push_back(connection);
   for (auto connection : silent) {
-    auto gone = on_rank_gone(connection, fmt::format("no sign of life for {:.0f} ms", milliseconds(silence_)));
+    auto gone =
+        on_rank_gone(connection, fmt::format("no sign of life for {:.0f} ms", milliseconds(silence_)), Gone::silent);
     std::move(gone.to_coordinator.begin(), gone.to_coordinator.end(), std::back_inserter(actions.to_coordinator));
     std::move(gone.notes.begin(), gone.notes.end(), std::back_inserter(actions.notes));
     actions.silent.push_back(connection);

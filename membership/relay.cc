@@ -241,6 +241,22 @@ Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
 }
 
 Relay::Actions Relay::on_tick(TimePoint now) {
+  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
+    actions_.notes.push_back(
+        fmt::format("this relay was away for {:.0f} ms, which it holds against nobody", milliseconds(away)));
+    for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
+    for (auto& [key, rank] : ranks_) forgive(rank.lost_at, away, now);
+    forgive(coordinator_heard_, away, now);
+  }
+  if (!attendance_.settling(now)) lose_silent(now);
+  if (coordinator_up_ && now - heartbeat_sent_ >= silence_ / 4) {
+    heartbeat_sent_ = now;
+    up().mutable_heartbeat();
+  }
+  return take();
+}
+
+void Relay::lose_silent(TimePoint now) {
   std::vector<NodeId> silent;
   for (const auto& [node, state] : nodes_)
     if (now - state.heard > silence_) silent.push_back(node);
@@ -263,11 +279,6 @@ Relay::Actions Relay::on_tick(TimePoint now) {
     down.set_reason("its daemon did not come back in time");
     entry = ranks_.erase(entry);
   }
-  if (coordinator_up_ && now - heartbeat_sent_ >= silence_ / 4) {
-    heartbeat_sent_ = now;
-    up().mutable_heartbeat();
-  }
-  return take();
 }
 
 void Relay::tell(std::vector<NodeId> nodes, proto::ToNode message) {

@@ -28,7 +28,7 @@ class Relay {
     std::vector<std::string> notes;
   };
 
-  Relay(std::string name, Duration silence) : name_(std::move(name)), silence_(silence) {}
+  Relay(std::string name, Duration silence) : name_(std::move(name)), silence_(silence), attendance_(silence) {}
 
   Actions on_coordinator_up(TimePoint now);
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
@@ -75,6 +75,7 @@ class Relay {
   void on_standing(NodeId node, const proto::Standing& standing);
   void add_exchanged(const GroupKey& key, std::uint64_t epoch, std::uint64_t step, const RankSet& ranks);
   void report_standing(std::uint32_t replica, std::uint64_t incarnation, Group& group);
+  void lose_silent(TimePoint now);
   void on_peers(const proto::Peers& peers);
   void on_plan(const proto::ToNode& message);
   proto::FromNode& up() { return actions_.to_coordinator.emplace_back(); }
@@ -83,6 +84,7 @@ class Relay {
 
   const std::string name_;
   const Duration silence_;
+  Attendance attendance_;
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<NodeId, NodeState> nodes_;

@@ -37,7 +37,11 @@ void Driver::poll(TimePoint now) {
   if (!ring_ || failure_) return;
   submit_wanted();
   poll_ring(now);
-  look_for_stalls(now);
+  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
+    ring_->forgive(away, now);
+    disturbed_ = true;
+  }
+  if (!attendance_.settling(now)) look_for_stalls(now);
   if (now < reach_at_) return;
   reach_at_ = now + silence_;
   reach_peers();
@@ -87,6 +91,7 @@ void Driver::poll_ring(TimePoint now) {
         links_changed = true;
         spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
         accuse(outcome.member, outcome.error->message).set_lost(true);
+        reach_at_ = std::min(reach_at_, now + silence_ / 32);
         break;
       }
     }
@@ -209,18 +214,12 @@ void Driver::on_peers(const proto::Peers& peers) {
   report_links();
 }
 
-// Connects with those that there is no connection with: at first, and again where it failed. Where it broke between two
-// members of an epoch, that is for the coordinator to judge.
+// Connects with those that there is no connection with: at first, and again where it broke. Inside an epoch a new
+// connection is of use in the next one only, which the coordinator begins for it.
 void Driver::reach_peers() {
-  const auto member = [&](std::uint64_t incarnation) {
-    const auto& members = machine_.plan().members();
-    return std::any_of(members.begin(), members.end(), [&](const auto& m) { return m.incarnation() == incarnation; });
-  };
-  const bool inside = machine_.member() && ring_->epoch() == machine_.epoch();
   for (const auto& peer : peers_.peers()) {
     // Of two, the newer one connects.
     if (peer.incarnation() >= machine_.incarnation().value || peer.replica() == config_.replica.value) continue;
-    if (inside && member(peer.incarnation())) continue;
     if (auto connecting = ring_->connect(member_of(peer), {peer.address()}); !connecting)
       spdlog::warn("replica {} at {}: {}", peer.replica(), peer.address(), connecting.error().message);
   }
@@ -236,10 +235,11 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   if (meaning == Meaning::nothing) return;
   if (meaning == Meaning::committed) {
     constexpr std::size_t remembered = 16;
-    if (committed_at_ != TimePoint{}) step_times_.push_back(now - committed_at_);
+    if (committed_at_ != TimePoint{} && !disturbed_) step_times_.push_back(now - committed_at_);
     if (step_times_.size() > remembered) step_times_.erase(step_times_.begin());
     committed_at_ = now;
   }
+  disturbed_ = meaning == Meaning::new_epoch;
   if (machine_.epoch_changed() && machine_.has_contributors()) enter_epoch();
   if (meaning == Meaning::committed || meaning == Meaning::finished) {
     committed_ = under_way;
@@ -249,7 +249,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   }
   finished_ = meaning == Meaning::finished;
   current_.reset();
-  if (machine_.has_contributors() && !finished_)
+  if (machine_.member() && machine_.has_contributors() && !finished_)
     current_ = StepView{machine_.step().value, machine_.contributes(), machine_.batch()};
   submitted_.assign(buckets_.size(), false);
   done_.assign(buckets_.size(), false);
@@ -262,7 +262,15 @@ void Driver::enter_epoch() {
   for (const auto& m : machine_.plan().members())
     places.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
   events::emit("enter_epoch", {{"epoch", machine_.epoch().value}, {"step", machine_.step().value}});
+  // Who is out may go on writing, if it has not heard of this: fenced. It connects again if it is taken back.
+  for (const auto& before : places_) {
+    const bool stays =
+        std::any_of(places.begin(), places.end(), [&](const auto& p) { return p.member == before.member; });
+    if (!stays) ring_->forget(before.member);
+  }
+  places_ = places;
   ring_->enter(machine_.epoch(), std::move(places));
+  reach_peers();
 }
 
 }  // namespace rejoin

@@ -5,6 +5,7 @@
 
 #include "control.pb.h"
 #include "ftar/communicator.h"
+#include "membership/attendance.h"
 #include "membership/rank.h"
 #include "shm/owner.h"
 
@@ -34,7 +35,10 @@ class Driver {
 
   // Before anything else: what the daemon says of the job. `secret` proves to peers that both are of it; `silence` is
   // how long a peer may be silent.
-  void on_welcome(std::uint64_t secret, Duration silence) { secret_ = secret, silence_ = silence; }
+  void on_welcome(std::uint64_t secret, Duration silence) {
+    secret_ = secret, silence_ = silence;
+    attendance_ = membership::Attendance(silence);
+  }
 
   // ---- the daemon's side
   void on_word(const proto::ToNode& word, TimePoint now);
@@ -86,8 +90,10 @@ class Driver {
   const std::vector<ftar::BucketSpec> buckets_;
   std::uint64_t secret_ = 0;
   Duration silence_ = std::chrono::seconds(2);
+  membership::Attendance attendance_{silence_};
   membership::Rank machine_;
   std::unique_ptr<ftar::Communicator> ring_;
+  std::vector<ftar::Place> places_;  // of the ring, in its epoch
   proto::Peers peers_;
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
@@ -100,7 +106,8 @@ class Driver {
   std::uint64_t revision_ = 0, outcomes_ = 0;
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{};
   std::uint64_t stall_said_for_ = 0;
-  std::vector<Duration> step_times_;  // of the last steps
+  std::vector<Duration> step_times_;  // of the last steps that went through in one epoch
+  bool disturbed_ = false;            // the step under way did not
 };
 
 }  // namespace rejoin

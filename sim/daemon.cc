@@ -35,7 +35,11 @@ void Daemon::on_hello(Trainer& trainer, const proto::RankUp& up) {
   std::vector<membership::RankConnection> older;
   for (const auto& [id, other] : keys_)
     if (other == key) older.push_back(id);
-  for (auto id : older) drop(id, "the rank was started again");
+  for (auto id : older) {
+    auto info = machine_.ranks().find(id);
+    const bool same = info != machine_.ranks().end() && info->second.up.life() == up.life();
+    drop(id, "the rank was started again", same ? membership::Node::Gone::replaced : membership::Node::Gone::ended);
+  }
   auto view = shm::View::of(trainer.state().owner());
   REJOIN_CHECK(view.has_value(), "{}", view.error());
   trainers_[trainer.connection] = trainer.instance;
@@ -54,7 +58,7 @@ void Daemon::on_report(membership::RankConnection rank, const proto::FromNode& r
   });
 }
 
-void Daemon::drop(membership::RankConnection rank, const std::string& reason) {
+void Daemon::drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how) {
   auto key = keys_.extract(rank);
   if (key.empty()) return;
   auto instance_of = trainers_.extract(rank);
@@ -62,7 +66,7 @@ void Daemon::drop(membership::RankConnection rank, const std::string& reason) {
   told_.erase(rank);
   catching_up_.erase(key.mapped());
   service_->remove_rank(key.mapped());
-  carry_out(machine_.on_rank_gone(rank, reason));
+  carry_out(machine_.on_rank_gone(rank, reason, how));
   world_.after(world_.between(1us, 50us), [&world = world_, number = instance_of.mapped(), rank] {
     if (Trainer* trainer = world.trainer(number); trainer != nullptr && trainer->connection == rank)
       trainer->on_daemon_gone();
@@ -117,7 +121,7 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
   }
   for (auto rank : actions.silent) {
     world_.count("rank found silent");
-    drop(rank, "no sign of life");
+    drop(rank, "no sign of life", membership::Node::Gone::silent);
   }
 }
 

@@ -233,7 +233,7 @@ class Cluster {
   }
   void end_rank(std::uint32_t replica, std::uint32_t number, const std::string& why) {
     const std::size_t index = std::size_t{replica} * o_.ranks + number, node = node_of(index);
-    carry_out(node, nodes_[node].machine->on_rank_gone(ranks_[index].connection, why));
+    carry_out(node, nodes_[node].machine->on_rank_gone(ranks_[index].connection, why, membership::Node::Gone::ended));
   }
   void hear(std::size_t index, const std::string& bytes) {
     RankProcess& rank = ranks_[index];

@@ -143,7 +143,8 @@ void World::kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::s
   const auto connection = place->connection;
   place.reset();
   if (Daemon* daemon = daemons_[replica].get(); daemon != nullptr && connection.value != 0)
-    after_of(*daemon, between(10us, 2ms), [daemon, connection] { daemon->drop(connection, "its process ended"); });
+    after_of(*daemon, between(10us, 2ms),
+             [daemon, connection] { daemon->drop(connection, "its process ended", membership::Node::Gone::ended); });
   // Its supervisor starts it again.
   after(between(10ms, 300ms), [this, replica, rank] { start_trainer(replica, rank); });
 }

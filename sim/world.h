@@ -122,7 +122,7 @@ class Daemon final : public Process {
   void tick();
   void on_hello(Trainer& trainer, const proto::RankUp& up);
   void on_report(membership::RankConnection rank, const proto::FromNode& report);
-  void drop(membership::RankConnection rank, const std::string& reason);
+  void drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how);
   void on_link_up(std::uint64_t link);
   void on_link_down();
   void on_word(const proto::ToNode& word);
