@@ -26,12 +26,18 @@ enum class FaultKind : std::uint8_t {
   cut_ring,           // all data connections of a rank break
   cut_stream,         // all catch-up connections of a node break
   damage,             // one bit of a catch-up write is flipped on its way
-  pause,              // all stand still, as a suspended machine: the clock jumps
+  pause,              // all stand still with what is on its way between them, as one suspended machine: the clock jumps
   lose_rail,          // one rail of a rank and one of its node break, and come back
   slow_link,          // what a node or its ranks send, or what is sent to them, or both, takes long for a while
   damage_at_rest,     // one bit of what a joiner got flips in its memory, before it is brought up to date
+  stop_daemon,        // SIGSTOP
+  stop_coordinator,   // SIGSTOP
+  stop_some,          // SIGSTOP of any set of processes, which go on in any order
+  stop_all,           // … of all
+  suspend_node,       // all of a machine, whose clock goes on, stands, or jumps
+  slow_disk,          // the coordinator's next append takes this long: it stands
 };
-constexpr std::size_t kFaultKinds = 19;
+constexpr std::size_t kFaultKinds = 25;
 std::string_view to_string(FaultKind kind);
 
 struct Fault {
@@ -39,6 +45,7 @@ struct Fault {
   FaultKind kind{};
   std::uint32_t replica = 0, rank = 0;
   Duration lasting{};
+  std::uint64_t detail = 0;  // the seed of what else it draws
 };
 std::string to_string(const Fault& fault);
 

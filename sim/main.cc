@@ -70,7 +70,8 @@ int one(const Settings& settings) {
     for (const auto& fault : outcome.faults) fmt::print("{}\n", to_string(fault));
     for (const auto& line : outcome.trace) fmt::print("{}\n", line);
   }
-  for (const auto& [what, count] : outcome.counts) fmt::print("{:>8}  {}\n", count, what);
+  for (const auto& [what, count] : outcome.counts)
+    if (!what.starts_with("pair: ")) fmt::print("{:>8}  {}\n", count, what);
   fmt::print("seed {}: {:.1f} virtual seconds, {} events, trace {:016x}\n", options.seed, outcome.virtual_seconds,
              outcome.events, outcome.trace_hash);
   if (!outcome.violation) return 0;
@@ -83,11 +84,11 @@ int one(const Settings& settings) {
 struct Shared {
   std::atomic<std::uint64_t> next, played, events, virtual_ms, violations;
   std::atomic<std::uint64_t> first_bad;
-  std::atomic<std::uint64_t> at[256];
+  std::atomic<std::uint64_t> at[64];
   struct Count {
     char name[48];
     std::uint64_t count;
-  } counts[256][64];  // each job's own
+  } counts[64][512];  // each job's own
   char what[256];
 };
 
@@ -154,17 +155,18 @@ int many(const Settings& settings) {
   for (const auto& places : shared.counts)
     for (const auto& place : places)
       if (place.name[0] != 0) counts[place.name] += place.count;
-  std::uint64_t faults = 0, kinds = 0;
+  std::uint64_t faults = 0, kinds = 0, pairs = 0;
   for (const auto& [name, count] : counts) {
+    if (name.starts_with("pair: ") && ++pairs > 0) continue;
     fmt::print("{:>10}  {}\n", count, name);
     if (name.starts_with("fault: ")) faults += count, ++kinds;
   }
   fmt::print(
       "{} seeds in {:.1f} s ({:.0f} a minute, {} jobs): {:.1f} hours of virtual time, {:.0f} events/s, {} faults "
-      "({:.0f}/s) of {} kinds out of {}\n",
+      "({:.0f}/s) of {} kinds out of {}; {} of {} pairs of values of two dimensions of the cluster\n",
       shared.played.load(), took, static_cast<double>(shared.played) * 60 / took, settings.jobs,
       static_cast<double>(shared.virtual_ms) / 3.6e6, static_cast<double>(shared.events) / took, faults,
-      static_cast<double>(faults) / took, kinds, kFaultKinds);
+      static_cast<double>(faults) / took, kinds, kFaultKinds, pairs, pairs_of_values());
   if (shared.violations > 0) {
     Options options = settings.options;
     options.seed = shared.first_bad;
@@ -252,7 +254,7 @@ int main(int argc, char** argv) {
   app.add_option("--seeds", settings.seeds, "how many")->capture_default_str();
   app.add_option("--from", settings.from, "the first one")->capture_default_str();
   app.add_option("--seed", settings.seed, "this one only");
-  app.add_option("--jobs", settings.jobs, "processes")->check(CLI::Range(1, 256))->capture_default_str();
+  app.add_option("--jobs", settings.jobs, "processes")->check(CLI::Range(1, 64))->capture_default_str();
   app.add_option("--replicas", settings.options.replicas, "of the job")
       ->check(CLI::Range(1, 16))
       ->capture_default_str();

@@ -18,8 +18,12 @@ std::span<float> floats(std::span<std::byte> bytes) {
 }  // namespace
 
 Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_number)
-    : replica(replica_number), rank(rank_number), life(world.next_number()), world_(world), model_(world.model()) {
-  instance = world.next_number();
+    : Process(world.next_number(), replica_number, world.chance("trainer", replica_number << 16 | rank_number)),
+      replica(replica_number),
+      rank(rank_number),
+      life(world.next_number()),
+      world_(world),
+      model_(world.model()) {
   engine = world.make_engine(replica, rails);
   address_ = engine->listen({}).value().text;
   state_ = std::make_unique<TrainingState>(world.planted(Plant::keep_too_much) ? 1 << 20 : model_.keep_budget());
@@ -50,7 +54,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                                                   .plan_hash = state_->plan_hash(),
                                                   .ring = {.chunk_bytes = model_.chunk_bytes(),
                                                            .chunks_in_flight = 2,
-                                                           .direct_bytes = world.options_.seed % 2 == 0 ? 0u : 32768u},
+                                                           .direct_bytes = world.shape.direct ? 32768u : 0u},
                                                   .patience = 500ms},
                                      *engine, state_->owner(), state_->buckets());
 }
@@ -62,9 +66,8 @@ Trainer::~Trainer() {
 }
 
 void Trainer::in(Duration delay, void (Trainer::*what)()) {
-  world_.after_of(*this, delay, [this, what] {
-    if (stopped) due_ = what;
-    else (this->*what)();
+  world_.deliver(*this, delay, [this, what] {
+    (this->*what)();
     world_.wake(*this);
   });
 }
@@ -74,30 +77,52 @@ void Trainer::in(Duration delay, void (Trainer::*what)()) {
 void Trainer::look_for_daemon() {
   if (stopped || connection.value != 0) return;
   Daemon* daemon = world_.daemon_of(replica);
-  if (daemon == nullptr) return world_.after_of(*this, 20ms, [this] { look_for_daemon(); });
+  if (daemon == nullptr) return world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
   connection = membership::RankConnection(world_.next_number());
-  driver_->on_welcome(kSecret, world_.job.silence);
+  said_ = {};
   proto::RankUp up;
   driver_->describe(up);
   up.set_address(address_);
   up.set_digest(digest_at_join_);
   up.set_pid(static_cast<std::int32_t>(instance));
-  daemon->on_hello(*this, up);
+  world_.deliver(*daemon, world_.in_order(said_, random.between(1us, 20us)),
+                 [daemon, number = instance, at = connection, up] { daemon->on_hello(number, at, up); });
+  unsaid_.clear();  // the registration says it; what comes after it waits for the welcome
   driver_->on_daemon_back();
+}
+
+void Trainer::on_welcome(membership::RankConnection from) {
+  if (from != connection) return;
+  welcome_ = true;
+  driver_->on_welcome(kSecret, world_.job.silence);
   world_.wake(*this);
 }
 
-void Trainer::on_daemon_gone() {
-  connection = {};
-  words_.clear();
-  world_.after_of(*this, 20ms, [this] { look_for_daemon(); });
+void Trainer::on_word(membership::RankConnection from, const proto::ToNode& word) {
+  if (from != connection) return;
+  words_.push_back(word);
+  world_.wake(*this);
 }
 
-void Trainer::heartbeat() {
-  if (stopped) return;
-  state_->owner().page().heartbeat.store(static_cast<std::uint64_t>(world_.now().time_since_epoch().count()));
-  if (Daemon* daemon = world_.daemon_of(replica); daemon != nullptr && connection.value != 0)
-    daemon->on_report(connection, driver_->heartbeat());
+void Trainer::on_daemon_gone(membership::RankConnection from) {
+  if (from != connection) return;
+  connection = {};
+  welcome_ = false;
+  world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
+}
+
+void Trainer::say_all() {
+  Daemon* daemon = world_.daemon_of(replica);
+  if (!welcome_ || daemon == nullptr) return;
+  for (auto& report : std::exchange(unsaid_, {}))
+    world_.deliver(*daemon, world_.in_order(said_, random.between(1us, 20us)),
+                   [daemon, at = connection, report = std::move(report)] { daemon->on_report(at, report); });
+}
+
+void Trainer::tick() {
+  const TimePoint now = world_.now_at(machine);
+  state_->owner().page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()));
+  if (welcome_) unsaid_.push_back(driver_->heartbeat());
   world_.wake(*this);
 }
 
@@ -125,24 +150,23 @@ std::string Trainer::describe() {
 // ---- both threads
 
 void Trainer::run() {
-  if (due_ != nullptr) (this->*std::exchange(due_, nullptr))();
+  const TimePoint now = world_.now_at(machine);
   const bool deaf =
       world_.planted(Plant::deaf_rank) && replica == 0 && rank == 0 && world_.now().time_since_epoch() > 2s;
   for (const auto& word : std::exchange(words_, {}))
-    if (!deaf || !word.has_plan()) driver_->on_word(word, world_.now());
+    if (!deaf || !word.has_plan()) driver_->on_word(word, now);
   const auto outcomes = driver_->outcomes();
-  driver_->poll(world_.now());
-  auto reports = driver_->take_reports();
+  driver_->poll(now);
+  for (auto& report : driver_->take_reports()) unsaid_.push_back(std::move(report));
   if (stage_ == Stage::exchanging && step_.contributes && !driver_->machine().exchanged() &&
       world_.planted(Plant::commit_without_vote) && world_.plant_due()) {
-    auto& forged = *reports.emplace_back().mutable_exchanged();
+    auto& forged = *unsaid_.emplace_back().mutable_exchanged();
     forged.set_replica(replica);
     forged.set_epoch(driver_->machine().epoch().value);
     forged.set_step(driver_->machine().step().value);
     membership::RankSet(rank).to(forged.mutable_ranks());
   }
-  if (Daemon* daemon = world_.daemon_of(replica); daemon != nullptr && connection.value != 0)
-    for (const auto& report : reports) daemon->on_report(connection, report);
+  say_all();
   if (driver_->failure()) return world_.trainer_exits(*this, driver_->failure()->message);
   world_.checker().on_kept(replica, rank, state_->kept_bytes(), model_.keep_budget());
 
@@ -163,7 +187,7 @@ void Trainer::begin_step() {
   stage_ = Stage::exchanging;
   if (!step_.contributes) return world_.wake(*this);
   stage_ = Stage::computing;
-  in(world_.between(2ms, 8ms) + world_.slowness(replica, rank), &Trainer::compute);
+  in(random.between(2ms, 8ms) + world_.slowness(replica, rank), &Trainer::compute);
 }
 
 void Trainer::compute() {
@@ -190,7 +214,7 @@ void Trainer::begin_update() {
     checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
   if (!contributed_) damage_at_rest();
   pieces_ = *state_->begin_update(Step(step_.step), contributed_);
-  in(world_.between(20us, 900us), &Trainer::end_update);
+  in(random.between(20us, 900us), &Trainer::end_update);
 }
 
 // One bit of a slice that arrived older than the rest and has not been brought up to date: its proof, which is still to
@@ -204,15 +228,15 @@ void Trainer::damage_at_rest() {
     if (word.state == shm::SliceState::arrived && word.version + 1 < step_.step) arrived.push_back(i);
   }
   if (arrived.empty() || !world_.take_damage_at_rest(replica)) return;
-  const auto& part = slices[arrived[world_.pick(arrived.size())]].whole;
-  const auto element = part.first + world_.pick(part.count);
-  state_->column({part.tensor}, 0)[element * sizeof(float) + world_.pick(sizeof(float))] ^= std::byte{16};
+  const auto& part = slices[arrived[random.pick(arrived.size())]].whole;
+  const auto element = part.first + random.pick(part.count);
+  state_->column({part.tensor}, 0)[element * sizeof(float) + random.pick(sizeof(float))] ^= std::byte{16};
   world_.count("damaged at rest");
 }
 
 void Trainer::end_update() {
   std::size_t skipped = pieces_.size();
-  if (world_.planted(Plant::skip_a_piece) && world_.plant_due()) skipped = world_.pick(pieces_.size());
+  if (world_.planted(Plant::skip_a_piece) && world_.plant_due()) skipped = random.pick(pieces_.size());
   for (std::size_t p = 0; p < pieces_.size(); ++p) {
     if (p == skipped) continue;
     const auto& piece = pieces_[p];

@@ -19,18 +19,13 @@ void World::happen(const Fault& fault) {
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
   Daemon* daemon = daemons_[fault.replica].get();
   const TimePoint until = now() + fault.lasting;
+  faults_end_ = std::max(faults_end_, until);
+  Random random(fault.detail);
   switch (fault.kind) {
     case FaultKind::kill_trainer: return kill_trainer(fault.replica, fault.rank, "killed");
     case FaultKind::hang_trainer:
-      if (trainer == nullptr || trainer->stopped) return;
-      trainer->stopped = true;
-      for (const auto* rail : trainer->rails) fabric_.stop(*rail);
-      return after_of(*trainer, fault.lasting, [this, trainer] {
-        trainer->stopped = false;
-        for (const auto* rail : trainer->rails) fabric_.resume(*rail);
-        if (trainer->connection.value == 0) trainer->look_for_daemon();
-        wake(*trainer);
-      });
+      if (trainer != nullptr) stop(*trainer, fault.lasting);
+      return;
     case FaultKind::slow_trainer: slow_until_[{fault.replica, fault.rank}] = until; return;
     case FaultKind::kill_all:
       for (std::uint32_t r = 0; r < options_.replicas; ++r)
@@ -57,31 +52,72 @@ void World::happen(const Fault& fault) {
         for (const auto* rail : daemon->rails) fabric_.cut(*rail);
       return;
     case FaultKind::lose_rail:
-      if (trainer != nullptr) fabric_.cut(*trainer->rails[pick(trainer->rails.size())]);
-      if (daemon != nullptr) fabric_.cut(*daemon->rails[pick(daemon->rails.size())]);
+      if (trainer != nullptr) fabric_.cut(*trainer->rails[random.pick(trainer->rails.size())]);
+      if (daemon != nullptr) fabric_.cut(*daemon->rails[random.pick(daemon->rails.size())]);
       return;
-    case FaultKind::slow_link: {
-      const Duration extra = between(500us, 60ms);
-      const std::uint64_t ways = pick(3);  // out, in, or both: most links that are slow are so one way
-      const Duration out = ways != 1 ? extra : Duration{}, in = ways != 0 ? extra : Duration{};
-      slow_links_[fault.replica] = {out, in, until};
-      const auto slow = [&](const Rails& rails) {
-        for (const auto* rail : rails) fabric_.slow(*rail, out, in, until);
-      };
-      if (daemon != nullptr) slow(daemon->rails);
-      for (const auto& one : trainers_[fault.replica])
-        if (one) slow(one->rails);
-      return;
-    }
+    case FaultKind::slow_link: return slow_link(fault, until);
     case FaultKind::damage:
-      if (daemon != nullptr) fabric_.damage_next_write(*daemon->rails[pick(daemon->rails.size())]);
+      if (daemon != nullptr) fabric_.damage_next_write(*daemon->rails[random.pick(daemon->rails.size())]);
       return;
     case FaultKind::damage_at_rest: damage_at_rest_[fault.replica] = true; return;
     case FaultKind::pause:
       clock_.advance(fault.lasting);
       faults_end_ += fault.lasting;
       return;
+    case FaultKind::stop_daemon:
+      if (daemon != nullptr) stop(*daemon, fault.lasting);
+      return;
+    case FaultKind::stop_coordinator:
+      if (coordinator_) stop(*coordinator_, fault.lasting);
+      return;
+    case FaultKind::stop_some:
+    case FaultKind::stop_all: return stop_many(fault);
+    case FaultKind::suspend_node: return suspend_node(fault);
+    case FaultKind::slow_disk: slow_append_ = fault.lasting; return;
   }
+}
+
+std::vector<Process*> World::processes() const {
+  std::vector<Process*> all;
+  for (const auto& [instance, process] : processes_) all.push_back(process);
+  return all;
+}
+
+// They stop at once, and go on in an order that is drawn.
+void World::stop_many(const Fault& fault) {
+  Random random(fault.detail);
+  for (Process* process : processes())
+    if (fault.kind == FaultKind::stop_all || random.one_in(2))
+      stop(*process, fault.lasting + random.of_any_size(1us, 10ms));
+}
+
+// A machine with all that runs on it. Its clock goes on, or stands as CLOCK_MONOTONIC does in a suspended laptop, or it
+// is set forward as in a machine that was moved.
+void World::suspend_node(const Fault& fault) {
+  Random random(fault.detail);
+  const std::uint32_t machine = random.one_in(4) ? options_.replicas : fault.replica;
+  if (suspended_until_[machine] > now()) return;
+  suspended_until_[machine] = now() + fault.lasting;
+  const Duration jump = random.of_any_size(1us, 10s);
+  const std::uint64_t clock = random.pick(3);
+  if (clock == 1) after(fault.lasting, [this, machine, stood = fault.lasting] { clocks_[machine] -= stood; });
+  if (clock == 2) after(fault.lasting, [this, machine, jump] { clocks_[machine] += jump; });
+  for (Process* process : processes())
+    if (process->machine == machine) stop(*process, fault.lasting + random.of_any_size(1us, 1ms));
+}
+
+void World::slow_link(const Fault& fault, TimePoint until) {
+  Random random(fault.detail);
+  const Duration extra = random.between(500us, 60ms);
+  const std::uint64_t ways = random.pick(3);  // out, in, or both: most links that are slow are so one way
+  const Duration out = ways != 1 ? extra : Duration{}, in = ways != 0 ? extra : Duration{};
+  slow_links_[fault.replica] = {out, in, until};
+  const auto slow = [&](const Rails& rails) {
+    for (const auto* rail : rails) fabric_.slow(*rail, out, in, until);
+  };
+  if (daemons_[fault.replica]) slow(daemons_[fault.replica]->rails);
+  for (const auto& one : trainers_[fault.replica])
+    if (one) slow(one->rails);
 }
 
 }  // namespace rejoin::sim

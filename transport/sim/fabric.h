@@ -22,6 +22,9 @@ struct Options {
   Duration detection = std::chrono::milliseconds(1);  // until a peer's death is seen by the transport
   // A write's bytes leave when it is posted, and land although the poster's end has failed since, as on a real network.
   bool late_writes = false;
+  // Writes land in the memory of a stopped process, as a NIC's do; it hears of them when it goes on. Otherwise, as over
+  // TCP, they wait for it.
+  bool lands_stopped = false;
   // A broken transport, to see whether that is noticed: closing an endpoint does not stop writes on their way.
   bool unfenced = false;
 };
