@@ -124,7 +124,6 @@ class Coordinator {
   void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
-  bool has_another(ReplicaId replica, const proto::RankUp& up) const;
   void on_rank_down(const proto::RankDown& down, TimePoint now);
   void lose_node(NodeId node, TimePoint now);
   void on_exchanged(const proto::Exchanged& exchanged);

@@ -34,10 +34,10 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     const bool from_log = out_for_now || (m != nullptr && m->incarnation.value == up.incarnation());
     // Given out after the last epoch was begun, by an earlier life of this coordinator: it was never a member, so that
     // its state is still the one that it came with.
-    if (!known && !from_log && up.incarnation() > incarnations_before_epoch_ && up.incarnation() <= last_incarnation_ &&
-        !has_another(id, up))
-      return register_new(node, up, now);
-    if (!known && !from_log) {
+    const bool only_registered = up.incarnation() > incarnations_before_epoch_ &&
+                                 up.incarnation() <= last_incarnation_ &&
+                                 (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
+    if (!known && !from_log && !only_registered) {
       proto::ToNode answer;
       answer.mutable_fenced()->set_replica(up.replica());
       answer.mutable_fenced()->set_incarnation(up.incarnation());
@@ -45,6 +45,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
       return send(node, std::move(answer));
     }
     if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
+    if (!known && found != replicas_.end()) drop_registration(id, "another process of it registered later");
     auto& replica = replicas_[id];
     if (!known) replica.incarnation = Incarnation(up.incarnation());
     const bool was_whole = whole(replica);
@@ -60,7 +61,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
       RankSet(up.rank()).to(again.mutable_ranks());
       on_exchanged(again);
     }
-    return;
+    return try_start(now);
   }
   register_new(node, up, now);
 }
@@ -126,14 +127,6 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
   proto::ToNode current;
   *current.mutable_plan() = plan();
   if (started()) send(node, std::move(current));
-}
-
-// This rank's place is taken by another process.
-bool Coordinator::has_another(ReplicaId id, const proto::RankUp& up) const {
-  auto found = replicas_.find(id);
-  if (found == replicas_.end() || found->second.ranks.empty()) return false;
-  const RankState& rank = found->second.ranks[up.rank()];
-  return rank.registered && rank.life != up.life();
 }
 
 // As it says of itself now.
