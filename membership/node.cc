@@ -88,6 +88,8 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     }
     ranks_[connection] = {message.rank_up(), now, message.rank_up().incarnation() != 0, {}, false};
     if (coordinator_up_) actions.to_coordinator.push_back(message);
+    // Its exchange may be what those of the others have waited for.
+    if (message.rank_up().exchanged_epoch() != 0) gather(ranks_.at(connection), actions);
     return actions;
   }
   if (found == ranks_.end()) {

@@ -91,6 +91,7 @@ void Driver::poll_ring(TimePoint now) {
         links_changed = true;
         spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
         accuse(outcome.member, outcome.error->message).set_lost(true);
+        if (is_place(outcome.member)) broken_[outcome.member.replica] = outcome.error->message;
         reach_at_ = std::min(reach_at_, now + silence_ / 32);
         break;
       }
@@ -140,6 +141,10 @@ void Driver::report_links() {
   reports_.push_back(std::move(report));
 }
 
+bool Driver::is_place(const ftar::Member& member) const {
+  return std::any_of(places_.begin(), places_.end(), [&](const auto& place) { return place.member == member; });
+}
+
 proto::Accusation& Driver::accuse(const ftar::Member& suspect, const std::string& what) {
   auto& accusation = *reports_.emplace_back().mutable_accusation();
   accusation.set_replica(config_.replica.value);
@@ -164,6 +169,8 @@ void Driver::look_for_stalls(TimePoint now) {
   if (now - stall_checked_ < silence_ / 16) return;
   stall_checked_ = now;
   if (!machine_.member() || machine_.exchanged() || !machine_.has_contributors()) return;
+  // Said once, it may have been lost with a coordinator or a daemon that was away.
+  for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
   for (const auto& wait : ring_->waits(now)) {
     if (wait.since > kWorthTelling && stall_said_for_ != machine_.step().value) {
       stall_said_for_ = machine_.step().value;
@@ -268,6 +275,7 @@ void Driver::enter_epoch() {
         std::any_of(places.begin(), places.end(), [&](const auto& p) { return p.member == before.member; });
     if (!stays) ring_->forget(before.member);
   }
+  broken_.clear();
   places_ = places;
   ring_->enter(machine_.epoch(), std::move(places));
   reach_peers();

@@ -3,6 +3,8 @@
 // virtual time.
 #pragma once
 
+#include <map>
+
 #include "control.pb.h"
 #include "ftar/communicator.h"
 #include "membership/attendance.h"
@@ -80,6 +82,7 @@ class Driver {
   void report_exchanged();
   void report_links();
   void look_for_stalls(TimePoint now);
+  bool is_place(const ftar::Member& member) const;
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   Duration patience_with_compute() const;
   void fail(Error error);
@@ -94,6 +97,8 @@ class Driver {
   membership::Rank machine_;
   std::unique_ptr<ftar::Communicator> ring_;
   std::vector<ftar::Place> places_;  // of the ring, in its epoch
+  std::map<ReplicaId, std::string>
+      broken_;  // connections that broke in this epoch, and why: of no use before the next one
   proto::Peers peers_;
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
