@@ -133,6 +133,11 @@ std::string Trainer::describe() {
                                  stopped                 ? ", stopped"
                                  : connection.value == 0 ? ", without a daemon"
                                                          : "");
+  const auto& machine_of = driver_->machine();
+  constexpr const char* stages[] = {"waits", "computes", "exchanges", "updates"};
+  line += fmt::format(", {} in epoch {} for step {}{}{}", stages[static_cast<std::size_t>(stage_)], machine_of.epoch(),
+                      machine_of.step(), machine_of.exchanged() ? ", which it has exchanged" : "",
+                      machine_of.member() ? "" : ", no member");
   auto& owner = state_->owner();
   line +=
       fmt::format(", {} pins in use", std::count_if(std::begin(owner.page().pins), std::end(owner.page().pins),

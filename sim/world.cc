@@ -197,6 +197,10 @@ void World::say(std::string line) {
   if (recent_.size() > kRecent) recent_.pop_front();
 }
 
+void World::remark(const std::string& what) {
+  outcome_.trace.push_back(fmt::format("{:12.6f}    {}", seconds(now().time_since_epoch()), what));
+}
+
 // ---- processes
 
 Trainer* World::trainer(std::uint64_t instance) {
