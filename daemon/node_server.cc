@@ -230,9 +230,9 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   trainer.key = key;
   trainer.stream = stream.thread.get();
   auto shared = std::make_shared<shm::View>(std::move(*view));
-  trainer.stream->post([key, shared](catchup::Service& service, TimePoint) {
-    if (auto added = service.add_rank(key, std::move(*shared)); !added)
-      spdlog::error("state of replica {}: {}", key.replica, added.error().message);
+  trainer.stream->post([key, life = hello.up().life(), shared](catchup::Service& service, TimePoint) {
+    if (auto added = service.add_rank(key, life, std::move(*shared)); !added)
+      spdlog::error("state of replica {} rank {}: {}; it is tried again", key.replica, key.rank, added.error().message);
   });
   proto::ToTrainer answer;
   answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
@@ -351,15 +351,14 @@ void NodeServer::on_report(const std::string& device, StreamThread::Report repor
                               {"seconds", progress.seconds},
                               {"done", progress.done}});
   }
-  for (auto key : report.caught_up)
+  // The process may be another one by now: the life that caught up goes along, and Node compares it.
+  for (const auto& [key, life] : report.caught_up)
     for (const auto& [id, trainer] : trainers_) {
       if (trainer.key != key) continue;
-      auto info = machine_.ranks().find(id);
-      if (info == machine_.ranks().end()) continue;
       proto::FromNode message;
       message.mutable_caught_up()->set_replica(key.replica.value);
       message.mutable_caught_up()->set_rank(key.rank.value);
-      message.mutable_caught_up()->set_life(info->second.up.life());
+      message.mutable_caught_up()->set_life(life);
       spdlog::info("replica {} rank {} has caught up", key.replica, key.rank);
       carry_out(machine_.on_rank_message(id, message, now()));
       break;

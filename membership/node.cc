@@ -184,6 +184,13 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
   down.set_ended(how == Gone::ended);
   actions.notes.push_back(fmt::format("replica {} rank {}: {}", down.replica(), down.rank(), reason));
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
+  // The others of its replica may have waited for it alone.
+  for (const auto& [id, rank] : ranks_) {
+    if (rank.up.replica() != down.replica() || rank.up.incarnation() != gone.mapped().up.incarnation()) continue;
+    if (rank.up.exchanged_epoch() != 0) gather(rank, actions);
+    report_standing(rank, actions);
+    break;
+  }
   return actions;
 }
 

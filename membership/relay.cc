@@ -176,6 +176,7 @@ void Relay::leave(const RankKey& key, RankState& rank) {
   group->second.registered.remove(RankSet(key.second));
   group->second.standings.erase(rank.node);
   if (group->second.registered.empty()) groups_.erase(group);
+  else say_exchanged(group->first, group->second);  // it may have waited for this one alone
 }
 
 void Relay::on_exchanged(const proto::Exchanged& exchanged) {
@@ -193,12 +194,16 @@ void Relay::add_exchanged(const GroupKey& key, std::uint64_t epoch, std::uint64_
   if (said > known) group.exchanged.clear();
   std::tie(group.epoch, group.step) = said;
   group.exchanged.add(ranks);
-  if (!group.exchanged.includes(group.registered)) return;
+  say_exchanged(key, group);
+}
+
+void Relay::say_exchanged(const GroupKey& key, const Group& group) {
+  if (group.exchanged.empty() || !group.exchanged.includes(group.registered)) return;
   auto& exchanged = *up().mutable_exchanged();
   exchanged.set_replica(key.first);
   exchanged.set_incarnation(key.second);
-  exchanged.set_epoch(epoch);
-  exchanged.set_step(step);
+  exchanged.set_epoch(group.epoch);
+  exchanged.set_step(group.step);
   group.exchanged.to(exchanged.mutable_ranks());
 }
 

@@ -74,6 +74,7 @@ class Relay {
   void on_exchanged(const proto::Exchanged& exchanged);
   void on_standing(NodeId node, const proto::Standing& standing);
   void add_exchanged(const GroupKey& key, std::uint64_t epoch, std::uint64_t step, const RankSet& ranks);
+  void say_exchanged(const GroupKey& key, const Group& group);
   void report_standing(std::uint32_t replica, std::uint64_t incarnation, Group& group);
   void lose_silent(TimePoint now);
   void on_peers(const proto::Peers& peers);

@@ -17,6 +17,7 @@ struct Violation {
 
 class Checker {
  public:
+  explicit Checker(std::string ignore) : ignore_(std::move(ignore)) {}
   // A record is on the coordinator's disk.
   void on_record(const proto::LogRecord& record);
   // A rank applies this step: the digest of its reduced gradients.
@@ -35,6 +36,7 @@ class Checker {
   const std::optional<Violation>& violation() const { return violation_; }
 
  private:
+  const std::string ignore_;                                                     // an invariant
   using RankAt = std::pair<std::uint32_t, std::uint64_t>;                        // rank, step
   std::optional<Violation> violation_;                                           // the first
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples

@@ -4,6 +4,44 @@
 
 namespace rejoin::sim {
 
+namespace {
+
+// For traces.
+std::string brief(const proto::FromNode& message) {
+  switch (message.kind_case()) {
+    case proto::FromNode::kRankUp: {
+      const auto& up = message.rank_up();
+      return fmt::format("replica {} rank {} is up: life {}, incarnation {}, version {}, exchanged step {} in epoch {}",
+                         up.replica(), up.rank(), up.life(), up.incarnation(), up.version(), up.exchanged_step(),
+                         up.exchanged_epoch());
+    }
+    case proto::FromNode::kRankDown: {
+      const auto& down = message.rank_down();
+      return fmt::format("replica {} rank {} is down: life {}, {}{}", down.replica(), down.rank(), down.life(),
+                         down.reason(), down.ended() ? ", ended" : "");
+    }
+    case proto::FromNode::kExchanged: {
+      const auto& done = message.exchanged();
+      return fmt::format("replica {} ({}) ranks {} exchanged step {} in epoch {}", done.replica(), done.incarnation(),
+                         membership::RankSet(done.ranks(), ~0u).text(), done.step(), done.epoch());
+    }
+    case proto::FromNode::kStanding: {
+      const auto& standing = message.standing();
+      return fmt::format("replica {} ({}): connected with {}{}", standing.replica(), standing.incarnation(),
+                         fmt::join(standing.links(), " "), standing.caught_up() ? ", caught up" : "");
+    }
+    case proto::FromNode::kAccusation: {
+      const auto& accusation = message.accusation();
+      return fmt::format("replica {} rank {} accuses replica {} in epoch {}: {}{}", accusation.replica(),
+                         accusation.rank(), accusation.suspect(), accusation.epoch(), accusation.what(),
+                         accusation.only_waiting() ? " (it only waits)" : "");
+    }
+    default: return "a message of another kind";
+  }
+}
+
+}  // namespace
+
 Coordinator::Coordinator(World& world, std::uint32_t at, const std::vector<proto::LogRecord>& log)
     : Process(world.next_number(), at, world.chance("coordinator")), world_(world), machine_(world.job_to_start()) {
   if (auto recovered = machine_.recover(log, world_.now_at(machine)); !recovered)
@@ -11,12 +49,11 @@ Coordinator::Coordinator(World& world, std::uint32_t at, const std::vector<proto
                              fmt::format("the coordinator can't read its own log: {}", recovered.error().message));
 }
 
-void Coordinator::tick() {
-  carry_out(machine_.on_tick(world_.now_at(machine)));
-  if (const auto step = machine_.wants_roll_back(); step && !ended) world_.allow_roll_back(*step);
-}
+void Coordinator::tick() { carry_out(machine_.on_tick(world_.now_at(machine))); }
 
 void Coordinator::on_message(std::uint64_t link, const proto::FromNode& message) {
+  if (world_.options_.trace && !message.has_heartbeat())
+    world_.remark(fmt::format("link {}: {}", link, brief(message)));
   carry_out(machine_.on_message(membership::NodeId(link), message, world_.now_at(machine)));
 }
 

@@ -52,15 +52,17 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   LocalRank& rank = ranks_[connection];
   rank.trainer = trainer->instance;
   rank.key = key;
-  post([key, shared = std::make_shared<shm::View>(std::move(*view))](catchup::Service& service, TimePoint) {
-    const auto added = service.add_rank(key, std::move(*shared));
-    REJOIN_CHECK(added.has_value(), "{}", added.error());
+  auto shared = std::make_shared<shm::View>(std::move(*view));
+  post([this, key, life = up.life(), shared](catchup::Service& service, TimePoint) {
+    if (auto added = service.add_rank(key, life, std::move(*shared)); !added)
+      world_.note("state of replica {}: {}", key.replica, added.error().message);
   });
   world_.deliver(*trainer, world_.in_order(rank.told, random.between(1us, 20us)),
                  [trainer, connection] { trainer->on_welcome(connection); });
   proto::FromNode message;
   *message.mutable_rank_up() = up;
   message.mutable_rank_up()->set_stream_address(address_);
+  world_.on_moment(Moment::rank_up, up.replica());
   carry_out(machine_.on_rank_message(connection, message, local_now()));
 }
 
@@ -149,6 +151,7 @@ void Daemon::follow_plan() {
     const bool before = std::exchange(rank.catching_up, stream.catching_up);
     if (before && !stream.catching_up) {
       world_.count("promoted");
+      world_.on_moment(Moment::promoted, stream.key.replica.value);
       post([key = stream.key](catchup::Service& service, TimePoint) { service.finish(key); });
     }
     if (std::exchange(rank.serves, stream.serves) != stream.serves)
@@ -156,7 +159,10 @@ void Daemon::follow_plan() {
         service.serve(key, serves);
       });
     if (!stream.catching_up) continue;
-    if (!before) world_.count("catch-up begun");
+    if (!before) {
+      world_.count("catch-up begun");
+      world_.on_moment(Moment::catch_up_begun, stream.key.replica.value);
+    }
     post([key = stream.key, sources = stream.sources](catchup::Service& service, TimePoint now) {
       service.catch_up(key, sources, now);
     });
@@ -177,31 +183,37 @@ void Daemon::post(Command command) {
   world_.wake(*this);
 }
 
+Duration Daemon::until_run() {
+  return world_.shape.slow_streams && random.one_in(4) ? random.of_any_size(20us, 100ms) : random.between(1us, 20us);
+}
+
 void Daemon::run() {
   const TimePoint now = local_now();
   for (const auto& command : std::exchange(commands_, {})) command(*service_, now);
   auto caught_up = service_->poll(now);
   if (world_.planted(Plant::early_proof))
     for (auto key : service_->joining())
-      if (world_.plant_due()) caught_up.push_back(key);
-  for (auto key : caught_up) {
-    const Duration until_heard = random.one_in(16) ? random.of_any_size(20us, 20ms) : random.between(1us, 20us);
-    world_.deliver(*this, world_.in_order(reported_, until_heard), [this, key] { on_caught_up(key); });
+      for (const auto& [connection, rank] : machine_.ranks())
+        if (ranks_.contains(connection) && ranks_.at(connection).key == key && world_.plant_due())
+          caught_up.push_back({key, rank.up.life()});
+  for (const auto& whole : caught_up) {
+    world_.on_moment(Moment::caught_up, whole.key.replica.value);
+    world_.deliver(*this, world_.in_order(reported_, until_run()), [this, whole] { on_caught_up(whole); });
   }
-  if (service_->busy()) world_.wake(*this);
+  if (!service_->busy()) service_->poll_again(now);  // as before it would sleep
+  if (service_->busy() || !commands_.empty()) world_.wake(*this);
 }
 
-void Daemon::on_caught_up(catchup::RankKey key) {
+void Daemon::on_caught_up(const catchup::Service::Whole& whole) {
   for (const auto& [connection, rank] : ranks_) {
-    if (rank.key != key) continue;
-    auto info = machine_.ranks().find(connection);
-    if (info == machine_.ranks().end()) continue;
+    if (rank.key != whole.key) continue;
     if (world_.planted(Plant::damage_after_proof))
       if (Trainer* trainer = world_.trainer(rank.trainer)) trainer->state().column({4}, 0)[11] ^= std::byte{4};
     proto::FromNode message;
-    message.mutable_caught_up()->set_replica(key.replica.value);
-    message.mutable_caught_up()->set_rank(key.rank.value);
-    message.mutable_caught_up()->set_life(info->second.up.life());
+    message.mutable_caught_up()->set_replica(whole.key.replica.value);
+    message.mutable_caught_up()->set_rank(whole.key.rank.value);
+    message.mutable_caught_up()->set_life(world_.planted(Plant::wrong_life) ? machine_.ranks().at(connection).up.life()
+                                                                            : whole.life);
     world_.count("caught up");
     carry_out(machine_.on_rank_message(connection, message, local_now()));
     break;

@@ -14,6 +14,7 @@ class Daemon final : public Process {
   ~Daemon() override;
   void run() override;  // the stream's thread
   void tick() override;
+  Duration until_run() override;
   void on_hello(std::uint64_t trainer, membership::RankConnection connection, const proto::RankUp& up);
   void on_report(membership::RankConnection rank, const proto::FromNode& report);
   void drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how);
@@ -37,7 +38,7 @@ class Daemon final : public Process {
   };
   using Command = std::function<void(catchup::Service&, TimePoint)>;
   void post(Command command);  // to the stream's thread
-  void on_caught_up(catchup::RankKey key);
+  void on_caught_up(const catchup::Service::Whole& whole);
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
   TimePoint local_now() const;

@@ -10,25 +10,31 @@ namespace rejoin::sim {
 namespace {
 
 constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
-    "kill_trainer",   "hang_trainer",     "slow_trainer",     "kill_replica", "kill_all",  "kill_daemon",
-    "power_loss",     "kill_coordinator", "crash_in_append",  "disk_full",    "partition", "one_way_partition",
-    "cut_ring",       "cut_stream",       "damage",           "pause",        "lose_rail", "slow_link",
-    "damage_at_rest", "stop_daemon",      "stop_coordinator", "stop_some",    "stop_all",  "suspend_node",
-    "slow_disk"};
+    "kill_trainer",   "hang_trainer",     "slow_trainer",     "kill_replica", "kill_all",     "kill_daemon",
+    "power_loss",     "kill_coordinator", "crash_in_append",  "disk_full",    "partition",    "one_way_partition",
+    "cut_ring",       "cut_stream",       "damage",           "pause",        "lose_rail",    "slow_link",
+    "damage_at_rest", "stop_daemon",      "stop_coordinator", "stop_some",    "stop_all",     "suspend_node",
+    "slow_disk",      "hang_compute",     "reset_control",    "reset_ring",   "reset_stream", "black_hole",
+    "refuse_memory"};
+
+constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
+                                                              "catch_up_begun", "caught_up", "promoted", "rank_up"};
 
 constexpr std::array<std::string_view, kPlants> kPlantNames{
-    "none",         "commit_without_vote", "apply_without_commit", "apply_twice", "skip_a_piece", "forget_a_decision",
-    "wrong_batch",  "touch_the_input",     "damage_after_proof",   "deaf_rank",   "early_proof",  "stale_write",
-    "keep_too_much"};
+    "none",          "commit_without_vote", "apply_without_commit", "apply_twice", "skip_a_piece", "forget_a_decision",
+    "wrong_batch",   "touch_the_input",     "damage_after_proof",   "deaf_rank",   "early_proof",  "stale_write",
+    "keep_too_much", "wrong_life"};
 
 }  // namespace
 
 std::string_view to_string(FaultKind kind) { return kFaultNames[static_cast<std::size_t>(kind)]; }
+std::string_view to_string(Moment moment) { return kMomentNames[static_cast<std::size_t>(moment)]; }
 std::string_view to_string(Plant plant) { return kPlantNames[static_cast<std::size_t>(plant)]; }
 
 std::string to_string(const Fault& fault) {
-  return fmt::format("{:.6f} s: {} of replica {} rank {}{}", seconds(fault.at), to_string(fault.kind), fault.replica,
-                     fault.rank,
+  return fmt::format("{:.6f} s{}: {} of replica {} rank {}{}", seconds(fault.at),
+                     fault.moment == Moment::at_once ? "" : fmt::format(", next {}", to_string(fault.moment)),
+                     to_string(fault.kind), fault.replica, fault.rank,
                      fault.lasting > Duration{} ? fmt::format(" for {:.1f} ms", milliseconds(fault.lasting)) : "");
 }
 
@@ -50,6 +56,8 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::stop_some:
     case FaultKind::stop_all:
     case FaultKind::suspend_node:
+    case FaultKind::hang_compute:
+    case FaultKind::black_hole:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     default: return std::chrono::milliseconds(1 + random.pick(random.one_in(2) ? 40 : 600));
   }
@@ -70,6 +78,16 @@ std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::
   const std::array<Duration, 5> gaps{std::chrono::milliseconds(20), std::chrono::milliseconds(60),
                                      std::chrono::milliseconds(150), std::chrono::milliseconds(400),
                                      std::chrono::milliseconds(1000)};
+  // When: at any time in some seeds; at one moment of the protocols in others, or at any of them now and then.
+  Random moments(seed, "moments");
+  const std::uint64_t mostly = moments.pick(4);
+  const auto favourite = static_cast<Moment>(1 + moments.pick(kMoments - 1));
+  const auto draw_moment = [&](Random& random) {
+    const auto any = static_cast<Moment>(1 + random.pick(kMoments - 1));
+    const bool now_and_then = random.one_in(3);
+    if (mostly == 0) return Moment::at_once;
+    return mostly == 1 ? favourite : now_and_then ? any : Moment::at_once;
+  };
   Random random(seed, "faults");
   const Duration gap = gaps[random.pick(gaps.size())];
   std::vector<Fault> faults;
@@ -85,6 +103,7 @@ std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::
                 .rank = static_cast<std::uint32_t>(random.pick(ranks)),
                 .lasting = draw_lasting(static_cast<FaultKind>(kind), random),
                 .detail = random.next()};
+    fault.moment = draw_moment(random);
     // Who is down is hit again.
     if (!faults.empty() && random.one_in(4)) fault.replica = faults.back().replica, fault.rank = faults.back().rank;
     faults.push_back(fault);

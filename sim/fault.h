@@ -36,12 +36,24 @@ enum class FaultKind : std::uint8_t {
   stop_all,           // … of all
   suspend_node,       // all of a machine, whose clock goes on, stands, or jumps
   slow_disk,          // the coordinator's next append takes this long: it stands
+  hang_compute,       // a trainer stands while its library goes on; sometimes two at once
+  reset_control,      // a node's connection to the coordinator is reset; what is on its way there is lost
+  reset_ring,         // one data connection of a rank, between two that live on
+  reset_stream,       // one catch-up connection of a node
+  black_hole,         // what one replica sends to another does not arrive for a while, and neither is told
+  refuse_memory,      // a rank's next registration of memory fails, or its node's
 };
-constexpr std::size_t kFaultKinds = 25;
+constexpr std::size_t kFaultKinds = 31;
 std::string_view to_string(FaultKind kind);
+
+// When a fault comes: at its time, or when this happens next after it.
+enum class Moment : std::uint8_t { at_once, commit, epoch, update, catch_up_begun, caught_up, promoted, rank_up };
+constexpr std::size_t kMoments = 8;
+std::string_view to_string(Moment moment);
 
 struct Fault {
   Duration at{};
+  Moment moment{};
   FaultKind kind{};
   std::uint32_t replica = 0, rank = 0;
   Duration lasting{};
@@ -67,8 +79,9 @@ enum class Plant : std::uint8_t {
   early_proof,           // a joiner is called whole before it is
   stale_write,           // a write lands after its endpoint was closed
   keep_too_much,         // the budget for kept gradients is ignored
+  wrong_life,            // that a joiner has caught up is believed of whoever is that rank when it is heard
 };
-constexpr std::size_t kPlants = 13;
+constexpr std::size_t kPlants = 14;
 std::string_view to_string(Plant plant);
 Result<Plant> parse_plant(std::string_view name);
 

@@ -214,6 +214,8 @@ int stalls(const Settings& settings) {
       constexpr double at = 1.0;  // virtual seconds from the start, which is at 1 s
       Options options = settings.options;
       options.seed = seed;
+      if (options.replicas == 0) options.replicas = 3;
+      if (options.ranks == 0) options.ranks = 2;
       options.faults = {{.at = std::chrono::milliseconds(1000 + seed % 7),
                          .kind = fault,
                          .replica = static_cast<std::uint32_t>(seed % options.replicas),
@@ -255,13 +257,14 @@ int main(int argc, char** argv) {
   app.add_option("--from", settings.from, "the first one")->capture_default_str();
   app.add_option("--seed", settings.seed, "this one only");
   app.add_option("--jobs", settings.jobs, "processes")->check(CLI::Range(1, 64))->capture_default_str();
-  app.add_option("--replicas", settings.options.replicas, "of the job")
-      ->check(CLI::Range(1, 16))
-      ->capture_default_str();
-  app.add_option("--ranks", settings.options.ranks, "of a replica")->check(CLI::Range(1, 16))->capture_default_str();
+  app.add_option("--replicas", settings.options.replicas, "of the job; otherwise as each seed has it")
+      ->check(CLI::Range(1, 16));
+  app.add_option("--ranks", settings.options.ranks, "of a replica; otherwise as each seed has it")
+      ->check(CLI::Range(1, 16));
   app.add_flag("--trace", settings.trace, "with --seed: everything that happened");
   app.add_flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
   app.add_option("--plant", settings.plant, "a bug built in on purpose, to see it found")->capture_default_str();
+  app.add_option("--ignore", settings.options.ignore, "an invariant not to check, to see what else breaks");
   app.add_flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");
   app.add_flag("--scale", settings.scale, "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
   CLI11_PARSE(app, argc, argv);

@@ -18,6 +18,9 @@ struct Process {
   virtual void run() {}     // woken: there is something to poll
   virtual void tick() = 0;  // its timer, which is set again when this returns
   virtual void on_resumed() {}
+  virtual Duration until_run() {  // since it was woken
+    return random.between(std::chrono::microseconds(1), std::chrono::microseconds(20));
+  }
 
   const std::uint64_t instance;
   const std::uint32_t machine;  // whose clock it reads

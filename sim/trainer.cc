@@ -18,13 +18,14 @@ std::span<float> floats(std::span<std::byte> bytes) {
 }  // namespace
 
 Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_number)
-    : Process(world.next_number(), replica_number, world.chance("trainer", replica_number << 16 | rank_number)),
+    : Process(world.next_number(), world.node_of(replica_number, rank_number),
+              world.chance("trainer", replica_number << 16 | rank_number)),
       replica(replica_number),
       rank(rank_number),
       life(world.next_number()),
       world_(world),
       model_(world.model()) {
-  engine = world.make_engine(replica, rails);
+  engine = world.make_engine(machine, rails);
   address_ = engine->listen({}).value().text;
   state_ = std::make_unique<TrainingState>(world.planted(Plant::keep_too_much) ? 1 << 20 : model_.keep_budget());
   std::vector<std::vector<TensorId>> buckets;
@@ -76,7 +77,7 @@ void Trainer::in(Duration delay, void (Trainer::*what)()) {
 
 void Trainer::look_for_daemon() {
   if (stopped || connection.value != 0) return;
-  Daemon* daemon = world_.daemon_of(replica);
+  Daemon* daemon = world_.daemon_of(machine);
   if (daemon == nullptr) return world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
   connection = membership::RankConnection(world_.next_number());
   said_ = {};
@@ -112,7 +113,7 @@ void Trainer::on_daemon_gone(membership::RankConnection from) {
 }
 
 void Trainer::say_all() {
-  Daemon* daemon = world_.daemon_of(replica);
+  Daemon* daemon = world_.daemon_of(machine);
   if (!welcome_ || daemon == nullptr) return;
   for (auto& report : std::exchange(unsaid_, {}))
     world_.deliver(*daemon, world_.in_order(said_, random.between(1us, 20us)),
@@ -132,6 +133,11 @@ std::string Trainer::describe() {
                                  stopped                 ? ", stopped"
                                  : connection.value == 0 ? ", without a daemon"
                                                          : "");
+  const auto& machine_of = driver_->machine();
+  constexpr const char* stages[] = {"waits", "computes", "exchanges", "updates"};
+  line += fmt::format(", {} in epoch {} for step {}{}{}", stages[static_cast<std::size_t>(stage_)], machine_of.epoch(),
+                      machine_of.step(), machine_of.exchanged() ? ", which it has exchanged" : "",
+                      machine_of.member() ? "" : ", no member");
   auto& owner = state_->owner();
   line +=
       fmt::format(", {} pins in use", std::count_if(std::begin(owner.page().pins), std::end(owner.page().pins),
@@ -143,7 +149,7 @@ std::string Trainer::describe() {
     const auto word = shm::SliceWord::unpack(owner.page().slice_words()[i].load());
     line += fmt::format(" {}@{}", names[static_cast<std::size_t>(word.state)], word.version);
   }
-  if (Daemon* daemon = world_.daemon_of(replica)) line += "; " + daemon->describe({ReplicaId(replica), RankId(rank)});
+  if (Daemon* daemon = world_.daemon_of(machine)) line += "; " + daemon->describe({ReplicaId(replica), RankId(rank)});
   return line;
 }
 
@@ -191,6 +197,8 @@ void Trainer::begin_step() {
 }
 
 void Trainer::compute() {
+  if (const TimePoint now = world_.now(); now < compute_stands_until_)
+    return in(compute_stands_until_ - now, &Trainer::compute);
   stage_ = Stage::exchanging;
   if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !step_.batch.empty())
     ++step_.batch[0].begin, ++step_.batch[0].end;
@@ -207,6 +215,7 @@ void Trainer::touch() {
 
 void Trainer::begin_update() {
   stage_ = Stage::updating;
+  world_.on_moment(Moment::update, replica);
   contributed_ = driver_->committed() >= step_.step ? driver_->committed_contributes() : step_.contributes;
   auto& checker = world_.checker();
   checker.on_reduced(replica, rank, step_.step, digest(state_->reduced()));
@@ -255,7 +264,7 @@ void Trainer::end_update() {
   last_ = step_.step;
   stage_ = Stage::waiting;
   if (contributed_) world_.checker().on_state(replica, rank, last_, *state_->digest());
-  if (Daemon* daemon = world_.daemon_of(replica)) world_.wake(*daemon);  // the doorbell
+  if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
 }
 
 }  // namespace rejoin::sim

@@ -23,6 +23,7 @@ class Trainer final : public Process {
   void on_welcome(membership::RankConnection from);
   void on_word(membership::RankConnection from, const proto::ToNode& word);
   void on_daemon_gone(membership::RankConnection from);
+  void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
   std::string describe();
   // It has exchanged this step, and has not been told anything later.
   bool exchanged(std::uint64_t step) const {
@@ -60,6 +61,7 @@ class Trainer final : public Process {
   Stage stage_ = Stage::waiting;
   StepView step_;
   std::uint64_t last_ = 0;
+  TimePoint compute_stands_until_{};
   bool contributed_ = false, current_ = false;
   std::optional<std::uint64_t> gradients_;  // digest of what was handed over
   std::vector<catchup::Piece> pieces_;

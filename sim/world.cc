@@ -16,8 +16,16 @@ constexpr std::uint64_t kStepsAfter = 5;
 constexpr std::size_t kRecent = 400;  // lines kept where not all are
 constexpr std::uint64_t kMaxEvents = 20'000'000;
 
-membership::JobConfig job_of(const Options& options) {
-  return {.replicas = options.replicas, .ranks = options.ranks, .batch = options.batch, .steps = 0, .silence = 200ms};
+Shape shape_of(const Options& options) {
+  Shape shape = Shape::of(options.seed);
+  if (options.replicas != 0) shape.replicas = options.replicas;
+  if (options.ranks != 0) shape.ranks = options.ranks;
+  shape.nodes = std::min(shape.nodes, shape.ranks);
+  return shape;
+}
+
+membership::JobConfig job_of(const Options& options, const Shape& shape) {
+  return {.replicas = shape.replicas, .ranks = shape.ranks, .batch = options.batch, .steps = 0, .silence = 200ms};
 }
 
 transport::sim::Options fabric_of(const Options& options, const Shape& shape) {
@@ -36,16 +44,17 @@ Outcome play(const Options& options) { return World(options).run(); }
 
 World::World(const Options& options)
     : options_(options),
-      job(job_of(options)),
-      shape(Shape::of(options.seed)),
+      shape(shape_of(options)),
+      job(job_of(options, shape)),
       failures_random_(chance("failures of a long run")),
       plant_random_(chance("the planted bug")),
       fabric_(fabric_of(options, shape), clock_),
-      trainers_(options.replicas),
-      damage_at_rest_(options.replicas),
-      slow_links_(options.replicas),
-      up_blocked_(options.replicas),
-      down_blocked_(options.replicas) {
+      checker_(options.ignore),
+      trainers_(shape.replicas),
+      damage_at_rest_(shape.replicas),
+      slow_links_(nodes()),
+      up_blocked_(nodes()),
+      down_blocked_(nodes()) {
   clock_.set(TimePoint(1s));
   const auto values = shape.values();
   for (auto one = values.begin(); one != values.end(); ++one)
@@ -53,18 +62,17 @@ World::World(const Options& options)
       count(fmt::format("pair: {} {}, {} {}", other->first, other->second, one->first, one->second));
   outcome_.faults = options.faults    ? *options.faults
                     : options.run_for ? std::vector<Fault>{}
-                                      : draw_faults(options.seed, options.replicas, options.ranks, kFaultsFor);
-  for (auto& ranks : trainers_) ranks.resize(options.ranks);
-  daemons_.resize(options.replicas);
+                                      : draw_faults(options.seed, shape.replicas, shape.ranks, kFaultsFor);
+  for (auto& ranks : trainers_) ranks.resize(shape.ranks);
+  daemons_.resize(nodes());
   Random clocks = chance("clocks");
-  for (std::uint32_t machine = 0; machine <= options.replicas; ++machine)
-    clocks_.push_back(clocks.of_any_size(1us, 1000s));
+  for (std::uint32_t machine = 0; machine <= nodes(); ++machine) clocks_.push_back(clocks.of_any_size(1us, 1000s));
   suspended_until_.resize(clocks_.size());
-  for (std::uint32_t node = 0; node < options.replicas; ++node) {
+  for (std::uint32_t node = 0; node < nodes(); ++node) {
     control_random_.push_back(chance("control messages", node));
     supervisor_random_.push_back(chance("supervisor", node));
   }
-  supervisor_random_.push_back(chance("supervisor", options.replicas));
+  supervisor_random_.push_back(chance("supervisor", nodes()));
 }
 
 World::~World() {
@@ -115,7 +123,7 @@ void World::deliver(Process& process, Duration delay, std::function<void()> acti
 
 void World::wake(Process& process) {
   if (process.stopped || std::exchange(process.woken, true)) return;
-  after_of(process, process.random.between(1us, 20us), [&process] {
+  after_of(process, process.until_run(), [&process] {
     process.woken = false;
     if (!process.stopped) process.run();
   });
@@ -189,6 +197,10 @@ void World::say(std::string line) {
   if (recent_.size() > kRecent) recent_.pop_front();
 }
 
+void World::remark(const std::string& what) {
+  outcome_.trace.push_back(fmt::format("{:12.6f}    {}", seconds(now().time_since_epoch()), what));
+}
+
 // ---- processes
 
 Trainer* World::trainer(std::uint64_t instance) {
@@ -222,12 +234,13 @@ void World::kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::s
   processes_.erase(place->instance);
   const auto connection = place->connection;
   place.reset();
-  Random& random = supervisor_random_[replica];
-  if (Daemon* daemon = daemons_[replica].get(); daemon != nullptr && connection.value != 0)
+  const std::uint32_t node = node_of(replica, rank);
+  Random& random = supervisor_random_[node];
+  if (Daemon* daemon = daemons_[node].get(); daemon != nullptr && connection.value != 0)
     deliver(*daemon, random.between(10us, 2ms),
             [daemon, connection] { daemon->drop(connection, "its process ended", membership::Node::Gone::ended); });
   // Its supervisor starts it again.
-  after(random.between(10ms, 300ms), [this, replica, rank] { start_trainer(replica, rank); });
+  after(random.of_any_size(1ms, 300ms), [this, replica, rank] { start_trainer(replica, rank); });
 }
 
 void World::trainer_exits(Trainer& trainer, const std::string& why) {
@@ -249,8 +262,8 @@ void World::kill_daemon(std::uint32_t node) {
   daemons_[node]->hang_up();
   processes_.erase(daemons_[node]->instance);
   daemons_[node].reset();
-  for (auto& trainer : trainers_[node])
-    if (trainer && trainer->connection.value != 0)
+  for (auto& trainer : trainers_[node / shape.nodes])
+    if (trainer && trainer->machine == node && trainer->connection.value != 0)
       deliver(*trainer, supervisor_random_[node].between(1us, 1ms),
               [raw = trainer.get(), connection = trainer->connection] { raw->on_daemon_gone(connection); });
   after(supervisor_random_[node].between(10ms, 200ms), [this, node] { start_daemon(node); });
@@ -271,7 +284,7 @@ void World::start_coordinator() {
     log_ = std::move(read->records);
   }
   note("the coordinator starts, with {} records", log_.size());
-  start(coordinator_, std::make_unique<Coordinator>(*this, options_.replicas, log_));
+  start(coordinator_, std::make_unique<Coordinator>(*this, nodes(), log_));
 }
 
 void World::kill_coordinator(const std::string& why) {
@@ -287,14 +300,23 @@ void World::kill_coordinator(const std::string& why) {
     log_.pop_back();
     disk_ = membership::log_bytes(log_, 0);
   }
-  after(supervisor_random_[options_.replicas].between(20ms, 500ms), [this] { start_coordinator(); });
+  after(supervisor_random_[nodes()].between(20ms, 500ms), [this] { start_coordinator(); });
 }
 
-// The operator's word: the coordinator is started again with it.
-void World::allow_roll_back(Step to) {
-  count("operator: roll back");
-  roll_back_to_ = to;
-  kill_coordinator(fmt::format("its operator lets the job go back to step {}", to));
+// The operator reads the status now and then. Where the job waits to be told that it may go back, and does so for a
+// while, they start the coordinator with that.
+void World::let_operator_act() {
+  const auto wanted = coordinator_ ? coordinator_->decisions().wants_roll_back() : std::nullopt;
+  if (!wanted) {
+    roll_back_wanted_since_ = {};
+  } else if (roll_back_wanted_since_ == TimePoint{}) {
+    roll_back_wanted_since_ = now();
+  } else if (now() - roll_back_wanted_since_ > job.silence) {
+    count("operator: roll back");
+    roll_back_to_ = *wanted;
+    kill_coordinator(fmt::format("its operator lets the job go back to step {}", *wanted));
+  }
+  after(job.silence / 4, [this] { let_operator_act(); });
 }
 
 membership::JobConfig World::job_to_start() {
@@ -311,7 +333,7 @@ World::Append World::append(const std::vector<proto::LogRecord>& records) {
   }
   const bool crash = crash_in_append_;
   Bytes written = membership::log_bytes(records, disk_.size());
-  if (crash) written.resize(supervisor_random_[options_.replicas].pick(written.size() + 1));
+  if (crash) written.resize(supervisor_random_[nodes()].pick(written.size() + 1));
   disk_.insert(disk_.end(), written.begin(), written.end());
   std::size_t whole = records.size();
   if (crash) {
@@ -337,11 +359,13 @@ void World::on_record(const proto::LogRecord& record) {
       members += fmt::format(" {}{}", m.replica(), m.catching_up() ? "c" : "");
     note("epoch {} from step {}:{} ({})", record.epoch().epoch(), record.epoch().step(), members,
          record.epoch().reason());
+    on_moment(Moment::epoch, 0);
   }
   if (record.has_committed()) {
     count("step committed");
     note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
     on_committed(record.committed());
+    on_moment(Moment::commit, 0);
     holders = holders_of(record.committed());
   }
   if (record.has_rolled_back()) {
@@ -362,7 +386,7 @@ Survivors::Holders World::holders_of(const proto::LogRecord::Committed& record) 
     std::vector<std::uint64_t> processes;
     for (const auto& trainer : trainers_[member.replica()])
       if (trainer && !trainer->ended && trainer->exchanged(record.step())) processes.push_back(trainer->instance);
-    if (processes.size() == options_.ranks) holders[member.replica()] = std::move(processes);
+    if (processes.size() == shape.ranks) holders[member.replica()] = std::move(processes);
   }
   return holders;
 }
@@ -378,13 +402,16 @@ Duration World::control_delay(std::uint32_t node, bool up) {
   return blocked > now() ? blocked - now() + delay : delay;
 }
 
-// Where nothing answers: 0.
+// Where it is refused: 0. Where nothing answers, it is asked again after 1, 3 and 7 s, as Linux does.
 std::uint64_t World::connect(Daemon& daemon) {
-  if (!coordinator_ || up_blocked_[daemon.node] > now() || down_blocked_[daemon.node] > now()) return 0;
+  if (!coordinator_) return 0;
   const std::uint64_t number = next_number();
   Link& made = links_[number];
   made.node = daemon.node;
-  deliver(*coordinator_, in_order(made.last_up, control_delay(daemon.node, true)), [this, number] {
+  const TimePoint open = std::max(up_blocked_[daemon.node], down_blocked_[daemon.node]);
+  Duration asked{};
+  for (Duration wait = 1s; now() + asked < open; wait *= 2) asked += wait;
+  deliver(*coordinator_, in_order(made.last_up, asked + control_delay(daemon.node, true)), [this, number] {
     auto found = links_.find(number);
     if (found == links_.end()) return;  // it gave up meanwhile
     Link& link = found->second;
@@ -402,7 +429,7 @@ void World::drop_link(std::uint64_t number) {
   const std::uint32_t node = gone.mapped().node;
   Daemon* daemon = daemons_[node].get();
   if (daemon == nullptr) return;
-  const Duration noticed = supervisor_random_[options_.replicas].between(10us, 1ms);
+  const Duration noticed = supervisor_random_[nodes()].between(10us, 1ms);
   deliver(*daemon, noticed + control_delay(node, false), [daemon, number] { daemon->on_link_down(number); });
 }
 
@@ -419,7 +446,8 @@ void World::to_coordinator(std::uint64_t number, proto::FromNode message) {
   if (found == links_.end()) return;
   deliver(*coordinator_, in_order(found->second.last_up, control_delay(found->second.node, true)),
           [this, number, message = std::move(message)] {
-            if (links_.contains(number)) coordinator_->on_message(number, message);
+            auto open = links_.find(number);
+            if (open != links_.end() && !open->second.reset) coordinator_->on_message(number, message);
           });
 }
 
@@ -430,7 +458,10 @@ void World::to_daemon(std::uint64_t number, proto::ToNode message) {
   Daemon* daemon = daemons_[node].get();
   if (daemon == nullptr) return;
   deliver(*daemon, in_order(found->second.last_down, control_delay(node, false)),
-          [daemon, number, message = std::move(message)] { daemon->on_word(number, message); });
+          [this, daemon, number, message = std::move(message)] {
+            auto open = links_.find(number);
+            if (open == links_.end() || !open->second.reset) daemon->on_word(number, message);
+          });
 }
 
 // ---- the run
@@ -438,7 +469,7 @@ void World::to_daemon(std::uint64_t number, proto::ToNode message) {
 bool World::settled() const {
   if (!coordinator_) return false;
   const auto& members = coordinator_->decisions().members();
-  return members.size() == options_.replicas &&
+  return members.size() == shape.replicas &&
          std::none_of(members.begin(), members.end(), [](const auto& member) { return member.catching_up; });
 }
 
@@ -448,7 +479,7 @@ void World::on_committed(const proto::LogRecord::Committed& record) {
   double sum = 0, count = 0;
   for (const auto& member : record.members()) {
     for (const auto& range : member.batch()) committed.samples += range.end() - range.begin();
-    for (std::uint32_t rank = 0; rank < options_.ranks; ++rank)
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
       if (auto found = losses_[record.step()].find({member.replica(), rank}); found != losses_[record.step()].end())
         sum += found->second, ++count;
   }
@@ -467,8 +498,8 @@ bool World::go_on_long() {
                                  FaultKind::power_loss, FaultKind::kill_coordinator};
   Fault fault{
       .kind = kinds[failures_random_.pick(std::size(kinds))], .lasting = 300ms, .detail = failures_random_.next()};
-  fault.replica = static_cast<std::uint32_t>(failures_random_.pick(options_.replicas));
-  fault.rank = static_cast<std::uint32_t>(failures_random_.pick(options_.ranks));
+  fault.replica = static_cast<std::uint32_t>(failures_random_.pick(shape.replicas));
+  fault.rank = static_cast<std::uint32_t>(failures_random_.pick(shape.ranks));
   happen(fault);
   ++failures_;
   next_failure_ =
@@ -521,11 +552,16 @@ bool World::whole_again(std::uint64_t& target) {
 Outcome World::run() {
   const TimePoint began = now();
   start_coordinator();
-  for (std::uint32_t node = 0; node < options_.replicas; ++node) start_daemon(node);
-  for (std::uint32_t replica = 0; replica < options_.replicas; ++replica)
-    for (std::uint32_t rank = 0; rank < options_.ranks; ++rank) start_trainer(replica, rank);
-  for (const auto& fault : outcome_.faults) after(fault.at, [this, fault] { happen(fault); });
+  for (std::uint32_t node = 0; node < nodes(); ++node) start_daemon(node);
+  for (std::uint32_t replica = 0; replica < shape.replicas; ++replica)
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) start_trainer(replica, rank);
+  for (const auto& fault : outcome_.faults)
+    after(fault.at, [this, fault] {
+      if (fault.moment == Moment::at_once) happen(fault);
+      else waiting_faults_.push_back(fault);
+    });
   faults_end_ = began + kFaultsFor;
+  let_operator_act();
 
   std::uint64_t target = 0;
   const std::uint64_t max_events = options_.run_for ? ~std::uint64_t{0} : kMaxEvents;
@@ -545,6 +581,7 @@ Outcome World::run() {
     if (now() < faults_end_) continue;
     crash_in_append_ = disk_full_ = false;
     slow_append_ = {};
+    waiting_faults_.clear();
     if (whole_again(target)) break;
   }
   if (outcome_.events >= max_events) checker_.violate("progress", "it goes round in circles");

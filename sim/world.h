@@ -24,9 +24,10 @@ namespace rejoin::sim {
 
 struct Options {
   std::uint64_t seed = 1;
-  std::uint32_t replicas = 3, ranks = 2;
+  std::uint32_t replicas = 0, ranks = 0;  // 0: as the seed has it
   std::uint64_t batch = 4;
   Plant plant = Plant::none;
+  std::string ignore;                        // an invariant that is not checked, to see what else breaks
   std::optional<std::vector<Fault>> faults;  // otherwise drawn from the seed
   bool trace = false;                        // keep all of it, not only the end
   const Model* model = nullptr;              // otherwise noise_model()
@@ -80,16 +81,17 @@ class World {
   void note(fmt::format_string<Args...> format, Args&&... args) {
     say(fmt::format(format, std::forward<Args>(args)...));
   }
+  void remark(const std::string& what);  // in a trace only: what a reader may want to know, and nothing depends on
   void count(const std::string& what, std::uint64_t by = 1) { outcome_.counts[what] += by; }
   bool planted(Plant plant) const { return options_.plant == plant; }
   bool take_damage_at_rest(std::uint32_t replica);  // true once for each such fault
-  bool plant_due();                                 // the planted fault happens here, once in a while
+  // A protocol has come this far, at this replica (if at any): faults may wait for that.
+  void on_moment(Moment moment, std::uint32_t replica);
+  bool plant_due();  // the planted fault happens here, once in a while
 
   const Options options_;
-  void allow_roll_back(Step to);
-  membership::JobConfig job_to_start();
-  const membership::JobConfig job;
   const Shape shape;
+  const membership::JobConfig job;
   VirtualClock& clock() { return clock_; }
   // Of one rail or of two, which share its writes (transport/striped/).
   std::unique_ptr<transport::Engine> make_engine(std::uint32_t node, Rails& rails);
@@ -99,12 +101,17 @@ class World {
   Random chance(std::string_view purpose, std::uint64_t number = 0) const {
     return Random(options_.seed, purpose, number);
   }
+  membership::JobConfig job_to_start();  // of the coordinator that starts now: with an operator's word, if there is one
   Checker& checker() { return checker_; }
   const Model& model() const { return options_.model != nullptr ? *options_.model : noise_model(); }
   void on_loss(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, double loss) {
     losses_[step][{replica, rank}] = loss;
   }
-  Daemon* daemon_of(std::uint32_t replica) { return daemons_[replica].get(); }
+  std::uint32_t node_of(std::uint32_t replica, std::uint32_t rank) const {
+    return replica * shape.nodes + rank * shape.nodes / shape.ranks;
+  }
+  std::uint32_t nodes() const { return shape.replicas * shape.nodes; }  // the coordinator's machine comes after them
+  Daemon* daemon_of(std::uint32_t node) { return daemons_[node].get(); }
   Trainer* trainer(std::uint64_t instance);
   std::uint64_t next_number() { return ++numbers_; }
   void trainer_exits(Trainer& trainer, const std::string& why);
@@ -127,6 +134,7 @@ class World {
     std::uint32_t node = 0;
     TimePoint last_up{}, last_down{};  // deliveries, in order
     bool accepted = false;             // by the coordinator
+    bool reset = false;                // nothing arrives any more
   };
   struct SlowLink {
     Duration out{}, in{};  // what its messages take longer
@@ -144,11 +152,14 @@ class World {
   void kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why, bool gave_up = false);
   void kill_daemon(std::uint32_t node);
   void kill_coordinator(const std::string& why);
-  std::optional<Step> roll_back_to_;  // of the coordinator that is started next
+  void let_operator_act();
   void on_record(const proto::LogRecord& record);
   Survivors::Holders holders_of(const proto::LogRecord::Committed& record) const;
   void check_survivors();
   void happen(const Fault& fault);
+  void reset_link(std::uint64_t number);
+  void black_hole(const Fault& fault, TimePoint until);
+  void hang_compute(const Fault& fault, TimePoint until);
   void stop_many(const Fault& fault);
   void suspend_node(const Fault& fault);
   void slow_link(const Fault& fault, TimePoint until);
@@ -181,6 +192,9 @@ class World {
   Bytes disk_;                         // … byte for byte
   bool crash_in_append_ = false, disk_full_ = false;
   Duration slow_append_{};
+  std::optional<Step> roll_back_to_;  // an operator's word to the coordinator that is started next
+  TimePoint roll_back_wanted_since_{};
+  std::vector<Fault> waiting_faults_;  // for their moments
   std::map<std::uint64_t, Link> links_;
   std::vector<bool> damage_at_rest_;                  // by replica: due
   std::vector<SlowLink> slow_links_;                  // by node

@@ -206,7 +206,7 @@ struct Cluster {
       EXPECT_TRUE(replica->access->write(column.data(), std::as_bytes(std::span(floats))));
     });
     auto view = shm::View::of(*replica->owner);
-    EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, std::move(*view)));
+    EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, replica->id.value + 1, std::move(*view)));
     replicas.push_back(std::move(replica));
     return *replicas.back();
   }
@@ -225,7 +225,7 @@ struct Cluster {
       clock.advance(std::chrono::microseconds(1));
       for (auto& r : replicas)
         if (r)
-          for (auto key : r->service->poll(clock.now())) r->caught_up |= key.replica == r->id;
+          for (const auto& whole : r->service->poll(clock.now())) r->caught_up |= whole.key.replica == r->id;
     }
   }
   // One training step of everyone, with the stream at work in between, in an order drawn from the seed.

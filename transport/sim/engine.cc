@@ -62,6 +62,8 @@ Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
 
 Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
   if (kind != MemoryKind::host) return fail(ErrorCode::unreachable, "simulated rails reach host memory only");
+  if (refuse_memory_ > 0 && refuse_memory_-- > 0)
+    return fail(ErrorCode::exhausted, "registration of {} bytes failed: no memory can be locked", memory.size());
   const RegionId id(++fabric_.ids_made_);
   regions_[id.value] = {memory, fabric_.random_()};
   return id;

@@ -78,7 +78,8 @@ class SimEngine final : public Engine {
   bool listening_ = false;
   bool dead_ = false;
   bool stopped_ = false;
-  bool damage_ = false;  // the next write that lands here
+  bool damage_ = false;              // the next write that lands here
+  std::uint64_t refuse_memory_ = 0;  // the next registrations
   Duration slow_out_{}, slow_in_{};
   TimePoint slow_until_{};
   std::vector<std::function<void()>> held_;  // what arrived while stopped
