@@ -45,7 +45,8 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
       return send(node, std::move(answer));
     }
     if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
-    if (!known && found != replicas_.end()) drop_registration(id, "another process of it registered later");
+    // Whoever had its place has ended.
+    if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()), now);
     auto& replica = replicas_[id];
     if (!known) replica.incarnation = Incarnation(up.incarnation());
     const bool was_whole = whole(replica);

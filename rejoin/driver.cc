@@ -92,7 +92,7 @@ void Driver::poll_ring(TimePoint now) {
         spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
         accuse(outcome.member, outcome.error->message).set_lost(true);
         if (is_place(outcome.member)) broken_[outcome.member.replica] = outcome.error->message;
-        reach_at_ = std::min(reach_at_, now + silence_ / 32);
+        reach_at_ = std::min(reach_at_, now + silence_ / 16);
         break;
       }
     }
@@ -170,7 +170,10 @@ void Driver::look_for_stalls(TimePoint now) {
   stall_checked_ = now;
   if (!machine_.member() || machine_.exchanged() || !machine_.has_contributors()) return;
   // Said once, it may have been lost with a coordinator or a daemon that was away.
-  for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
+  if (now - broken_said_ >= silence_ / 4) {
+    broken_said_ = now;
+    for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
+  }
   for (const auto& wait : ring_->waits(now)) {
     if (wait.since > kWorthTelling && stall_said_for_ != machine_.step().value) {
       stall_said_for_ = machine_.step().value;

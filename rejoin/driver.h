@@ -109,7 +109,7 @@ class Driver {
   bool committed_contributes_ = false, finished_ = false;
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
-  TimePoint stall_checked_{}, committed_at_{}, reach_at_{};
+  TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_said_{};
   std::uint64_t stall_said_for_ = 0;
   std::vector<Duration> step_times_;  // of the last steps that went through in one epoch
   bool disturbed_ = false;            // the step under way did not
