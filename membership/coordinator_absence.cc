@@ -166,8 +166,12 @@ void Coordinator::suspend(ReplicaId id, const std::string& reason) {
 // Suspended contributors whose processes live, as far as is known; `present`: those only that are connected now.
 bool Coordinator::take_back(bool only_present) {
   bool any = false;
+  const auto replaced = [&](const Suspended& out) {  // another life has its place
+    auto found = replicas_.find(out.replica);
+    return found != replicas_.end() && found->second.incarnation != out.incarnation;
+  };
   for (auto out = suspended_.begin(); out != suspended_.end();) {
-    if (out->ended || (only_present && !present(out->replica, out->incarnation))) {
+    if (out->ended || replaced(*out) || (only_present && !present(out->replica, out->incarnation))) {
       ++out;
       continue;
     }
