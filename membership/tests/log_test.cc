@@ -179,6 +179,10 @@ TEST_F(LogFile, AnOldLogIsReadAndItsLastRecordIsGuardedFromThenOn) {
   EXPECT_FALSE(Log::open(directory)) << "its last record is damaged";
 }
 
+Disk without_sync() {
+  return {.write = ::pwrite, .sync = [](int) { return 0; }};
+}
+
 // A disk that loses what was written since the last sync when power goes: of every sector, the old or the new.
 struct VolatileDisk {
   Bytes durable, shown;
@@ -230,14 +234,14 @@ TEST_F(LogFile, WhateverPowerLossLeavesOfAnAppendNothingAcknowledgedIsLostAndThe
                 static_cast<ssize_t>(bytes.size()));
     }
     put(disk.after_power_loss(random));
-    auto log = Log::open(directory);
+    auto log = Log::open(directory, without_sync());
     ASSERT_TRUE(log) << "round " << round << ": " << log.error().message;
     const auto found = serialized(log->records());
     ASSERT_GE(found.size(), acknowledged.size()) << round;
     ASSERT_TRUE(std::equal(found.begin(), found.end(), tried.begin())) << round;
     (found.size() < tried.size() ? cut : kept) += 1;
     ASSERT_TRUE(log->append({commit(1)}));
-    EXPECT_EQ(read_log(path)->size(), found.size() + 1);
+    ASSERT_EQ(read_log(path)->size(), found.size() + 1);
   }
   EXPECT_GT(cut, 20);
   EXPECT_GT(kept, 20);
@@ -287,7 +291,7 @@ TEST_F(LogFile, AnErrorOfTheDiskAtAnyCallStopsTheDecidingAndLosesNothingAcknowle
             disk.writes_left = disk.syncs_left = 1 << 20;
           }
         }
-        auto log = Log::open(directory);
+        auto log = Log::open(directory, without_sync());
         ASSERT_TRUE(log) << log.error().message;
         ASSERT_GE(log->records().size(), acknowledged);
         ASSERT_LE(log->records().size(), acknowledged + 1);
