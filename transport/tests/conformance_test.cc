@@ -1,6 +1,7 @@
 // What every backend must do. One suite; each backend brings a Bench: engines in this process that can reach each
 // other.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -495,6 +496,52 @@ TEST_P(Conformance, AReadOfMemoryThatItsOwnerHasTakenBackBringsNothingElse) {
     p.a.engine->deregister(mine);
     nodes.clear();
   }
+}
+
+// Nothing of an offset or a length is kept in 32 bits. The memory is there where it is touched only.
+TEST_P(Conformance, OffsetsBeyondFourGibibytesMeanWhatTheySay) {
+#ifndef REJOIN_FAKE_VERBS
+  if (GetParam().find("ibverbs") != std::string::npos) GTEST_SKIP() << "a device pins all of a region's memory";
+#endif
+  constexpr std::uint64_t border = 4 * GiB, size = border + 1 * MiB, length = 256 * KiB;
+  struct Sparse {
+    std::byte* at = static_cast<std::byte*>(
+        ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    ~Sparse() { ::munmap(at, size); }
+    std::span<std::byte> span() const { return {at, size}; }
+  } here, there;
+  ASSERT_NE(here.at, MAP_FAILED);
+  ASSERT_NE(there.at, MAP_FAILED);
+  auto p = pair();
+  const RegionId mine = *p.a.engine->register_region(here.span(), kind);
+  const RegionId theirs = *p.b.engine->register_region(there.span(), kind);
+  for (std::uint64_t i = 0; i < length; ++i) here.at[border - 100 + i] = static_cast<std::byte>(i % 251 + 1);
+  const RemoteRange remote{p.b.engine->remote(theirs), border - 200 * KiB};
+  EXPECT_EQ(remote.region.length, size);
+  const Write write{
+      .context = 1, .local = {mine, border - 100}, .remote = remote, .length = length, .notify = std::nullopt};
+  ASSERT_TRUE(p.a.engine->write(p.at_a, {&write, 1}));
+  ASSERT_TRUE(until([&] { return p.a.completions[1] == 1; }));
+  EXPECT_FALSE(p.a.outcome[1]);
+  EXPECT_EQ(std::memcmp(there.at + remote.offset, here.at + border - 100, length), 0);
+  const Read read{.context = 2, .local = {mine, border + 512 * KiB}, .remote = remote, .length = length};
+  ASSERT_TRUE(p.a.engine->read(p.at_a, {&read, 1}));
+  ASSERT_TRUE(until([&] { return p.a.completions[2] == 1; }));
+  EXPECT_FALSE(p.a.outcome[2]);
+  EXPECT_EQ(std::memcmp(here.at + border + 512 * KiB, there.at + remote.offset, length), 0);
+  // A range that would be inside if it were cut to 32 bits.
+  const Read outside{.context = 3, .local = {mine, 0}, .remote = {remote.region, size - 10}, .length = length};
+  ASSERT_TRUE(p.a.engine->read(p.at_a, {&outside, 1}));
+  ASSERT_TRUE(until([&] { return p.a.completions[3] == 1; }));
+  EXPECT_TRUE(p.a.outcome[3]);
+  const Read too_long{.context = 4, .local = {mine, 0}, .remote = remote, .length = size + 1};
+  EXPECT_FALSE(p.a.engine->read(p.at_a, {&too_long, 1}));
+  const auto untouched = [](const std::byte* at) {
+    return std::all_of(at, at + 1 * MiB, [](std::byte b) { return b == std::byte{0}; });
+  };
+  EXPECT_TRUE(untouched(here.at) && untouched(there.at)) << "an offset was cut to 32 bits";
+  p.a.engine->deregister(mine);
+  p.b.engine->deregister(theirs);
 }
 
 TEST_P(Conformance, OneEndpointsEndDisturbsNoOther) {
