@@ -1,11 +1,62 @@
 #include "daemon/config.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <numeric>
 
 namespace rejoin::daemon {
 
+namespace {
+
+// How many letters to put in, leave out or change, to come from one name to the other.
+std::size_t distance(std::string_view from, std::string_view to) {
+  std::vector<std::size_t> row(to.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i + 1);
+    for (std::size_t j = 0; j < to.size(); ++j) {
+      const std::size_t changed = diagonal + (from[i] == to[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({changed, row[j] + 1, diagonal + 1});
+    }
+  }
+  return row.back();
+}
+
+// A settings file in which every name is known: CLI11 takes any, and a misspelt setting would have no effect.
+class Settings : public CLI::ConfigBase {
+ public:
+  explicit Settings(const CLI::App& app) : app_(app) {}
+  std::vector<CLI::ConfigItem> from_config(std::istream& file) const override {
+    auto settings = CLI::ConfigBase::from_config(file);
+    std::vector<std::string> known;
+    for (const auto* option : app_.get_options())
+      for (const auto& name : option->get_lnames())
+        if (name != "help" && name != "config") known.push_back(name);
+    for (const auto& item : settings) {
+      const std::string name = item.fullname();
+      const bool border = item.name == "++" || item.name == "--";  // of a section
+      if (border || std::find(known.begin(), known.end(), name) != known.end()) continue;
+      const auto nearest = std::min_element(known.begin(), known.end(), [&](const auto& a, const auto& b) {
+        return distance(name, a) < distance(name, b);
+      });
+      throw CLI::ConfigError(
+          fmt::format("settings file: no setting is called '{}'; the nearest is '{}', and --help names all", name,
+                      *nearest),
+          CLI::ExitCodes::ConfigError);
+    }
+    return settings;
+  }
+
+ private:
+  const CLI::App& app_;
+};
+
+}  // namespace
+
 void bind(CLI::App& app, Config& c) {
   app.set_config("--config", "", "file with settings, one 'name = value' a line");
+  app.config_formatter(std::make_shared<Settings>(app));
   const auto option = [&](const char* flags, auto& value, const char* env, const char* help) {
     return app.add_option(flags, value, help)->envname(env)->capture_default_str();
   };

@@ -73,6 +73,11 @@ void Framed::on_frame() {
 
 void Framed::send(const std::string& message) {
   if (closed_) return;
+  if (message.size() > kMaxFrame)  // the peer would close the connection, and the same would follow again
+    return end(
+        fmt::format("a message for it has {} bytes, over the limit of {}: fewer ranks or replicas at one "
+                    "connection need less",
+                    message.size(), kMaxFrame));
   const auto length = static_cast<std::uint32_t>(message.size());
   std::string frame(4, '\0');
   for (int i = 0; i < 4; ++i) frame[static_cast<std::size_t>(i)] = static_cast<char>(length >> (8 * i));

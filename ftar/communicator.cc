@@ -52,13 +52,17 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   }
   for (auto& spec : buckets) {
     const std::size_t bytes = spec.count * size_of(spec.type);
-    if (bytes == 0 || spec.input.size() != bytes || spec.output.size() != bytes)
+    if (bytes == 0)
+      return fail(ErrorCode::invalid_argument, "bucket {} has no elements: leave it out", made->buckets_.size());
+    if (spec.input.size() != bytes || spec.output.size() != bytes)
       return fail(ErrorCode::invalid_argument, "bucket {}: {} elements of {} need {} bytes; input has {}, output {}",
                   made->buckets_.size(), spec.count, to_string(spec.type), bytes, spec.input.size(),
                   spec.output.size());
-    if (bytes / std::max<std::size_t>(64, options.chunk_bytes) + 64 >= Tag::kMaxChunks)
-      return fail(ErrorCode::invalid_argument, "bucket {} of {} has too many chunks of {}", made->buckets_.size(),
-                  human_bytes(bytes), human_bytes(options.chunk_bytes));
+    if (const auto most = most_chunks(bytes, options.chunk_bytes); most > Tag::kMaxChunks)
+      return fail(ErrorCode::invalid_argument,
+                  "bucket {} of {} may have {} chunks of {}, over the limit of {}: make chunks larger or buckets "
+                  "smaller",
+                  made->buckets_.size(), human_bytes(bytes), most, human_bytes(options.chunk_bytes), Tag::kMaxChunks);
     auto& bucket = made->buckets_.emplace_back();
     bucket.spec = spec;
     bucket.index = static_cast<std::uint32_t>(made->buckets_.size() - 1);

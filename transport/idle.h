@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include <span>
+#include <vector>
 
 #include "base/clock.h"
 #include "transport/transport.h"
@@ -35,13 +36,10 @@ class Idle {
       return;
     }
     if (!engine_.arm()) return;
-    pollfd waiting[32];
-    nfds_t count = 0;
-    waiting[count++] = {engine_.event_fd(), POLLIN, 0};
-    for (int fd : others)
-      if (count < 32) waiting[count++] = {fd, POLLIN, 0};
+    waiting_.assign(1, {engine_.event_fd(), POLLIN, 0});
+    for (int fd : others) waiting_.push_back({fd, POLLIN, 0});
     const auto ms = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
-    ::poll(waiting, count, static_cast<int>(std::max<std::int64_t>(0, ms)));
+    ::poll(waiting_.data(), waiting_.size(), static_cast<int>(std::max<std::int64_t>(0, ms)));
   }
 
  private:
@@ -50,6 +48,7 @@ class Idle {
   int idle_polls_ = 0;
   bool tired_ = false;
   TimePoint since_{};
+  std::vector<pollfd> waiting_;
 };
 
 }  // namespace rejoin::transport

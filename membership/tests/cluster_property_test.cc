@@ -68,8 +68,8 @@ struct World {
   std::uint64_t roll_backs = 0;  // that the operator allowed
 
   // What the checkers remember.
-  std::map<std::uint64_t, std::uint64_t> decided;  // step → digest of who trained what
-  std::map<std::uint64_t, std::uint64_t> bits_at;  // version → bits
+  std::map<std::uint64_t, std::uint64_t> decided;              // step → digest of who trained what
+  std::map<std::uint64_t, std::uint64_t> bits_at;              // version → bits
   std::map<std::uint64_t, std::set<Incarnation>> contributed;  // to each step
   std::string trouble;
 
@@ -358,49 +358,55 @@ struct World {
   // From milliseconds to several silences.
   Duration for_a_while() { return std::chrono::milliseconds(1) * (std::uint64_t{1} << pick(13)); }
 
+  void fail(std::uint64_t kind, std::uint32_t replica, std::uint32_t number) {
+    NodeProcess& node = node_of(replica, number);
+    RelayProcess* relay = relay_of(node);
+    if (relay == nullptr) kind %= 10;
+    switch (kind) {
+      case 0:
+      case 1: return kill_rank(node, number);
+      case 7:
+        if (node.ranks[number]) node.ranks[number]->stopped_until = now + for_a_while();
+        return;
+      case 8: node.stopped_until = now + for_a_while(); return;
+      case 9: coordinator_stopped_until = now + for_a_while(); return;
+      case 2: return disconnect(node);
+      case 3: return restart_daemon(node, replica);
+      case 4: return start_coordinator_again();
+      case 5: now += for_a_while(); return;  // everybody stands still
+      case 6: {                              // any set of them
+        const TimePoint until = now + for_a_while();
+        for (auto& each : nodes) {
+          if (pick(2) == 0) each.stopped_until = until;
+          for (auto& rank : each.ranks)
+            if (rank && pick(2) == 0) rank->stopped_until = until;
+        }
+        for (auto& each : relays)
+          if (pick(2) == 0) each.stopped_until = until;
+        if (pick(2) == 0) coordinator_stopped_until = until;
+        return;
+      }
+      case 10: return restart_relay(*relay);
+      case 11: {
+        if (pick(2) == 0) {
+          relay->stopped_until = now + for_a_while();
+          return;
+        }
+        const auto before = relay->coordinator_connection;
+        relay_lost_coordinator(*relay);
+        if (before != 0) keep(coordinator->on_node_lost(NodeId(before), now));
+        return;
+      }
+    }
+  }
+
   void step(int fault_rate) {
     const auto replica = static_cast<std::uint32_t>(pick(config.replicas));
     const auto number = static_cast<std::uint32_t>(pick(config.ranks));
     NodeProcess& node = node_of(replica, number);
     RelayProcess* relay = relay_of(node);
-    if (fault_rate > 0 && pick(1000) < static_cast<std::uint64_t>(fault_rate)) {
-      switch (pick(relay != nullptr ? 12 : 10)) {
-        case 0:
-        case 1: return kill_rank(node, number);
-        case 7:
-          if (node.ranks[number]) node.ranks[number]->stopped_until = now + for_a_while();
-          return;
-        case 8: node.stopped_until = now + for_a_while(); return;
-        case 9: coordinator_stopped_until = now + for_a_while(); return;
-        case 2: return disconnect(node);
-        case 3: return restart_daemon(node, replica);
-        case 4: return start_coordinator_again();
-        case 5: now += for_a_while(); return;  // everybody stands still
-        case 6: {                              // any set of them
-          const TimePoint until = now + for_a_while();
-          for (auto& each : nodes) {
-            if (pick(2) == 0) each.stopped_until = until;
-            for (auto& rank : each.ranks)
-              if (rank && pick(2) == 0) rank->stopped_until = until;
-          }
-          for (auto& each : relays)
-            if (pick(2) == 0) each.stopped_until = until;
-          if (pick(2) == 0) coordinator_stopped_until = until;
-          return;
-        }
-        case 10: return restart_relay(*relay);
-        case 11: {
-          if (pick(2) == 0) {
-            relay->stopped_until = now + for_a_while();
-            return;
-          }
-          const auto before = relay->coordinator_connection;
-          relay_lost_coordinator(*relay);
-          if (before != 0) keep(coordinator->on_node_lost(NodeId(before), now));
-          return;
-        }
-      }
-    }
+    if (fault_rate > 0 && pick(1000) < static_cast<std::uint64_t>(fault_rate))
+      return fail(pick(relay != nullptr ? 12 : 10), replica, number);
     switch (pick(relay != nullptr ? 10 : 7)) {
       case 0:
         if (node.coordinator_connection == 0 && !stopped(node)) connect(node);
@@ -470,12 +476,58 @@ struct World {
   }
 };
 
+// A fault at a chosen step of a run.
+struct Fault {
+  int at = 0;
+  std::uint32_t kind = 0, replica = 0, rank = 0;
+  std::uint32_t chance = 0;  // for how long, and whom else
+};
+std::ostream& operator<<(std::ostream& out, const Fault& fault) {
+  constexpr const char* kinds[] = {"kill",
+                                   "kill",
+                                   "disconnect",
+                                   "restart daemon",
+                                   "restart coordinator",
+                                   "everybody stands still",
+                                   "some stand still",
+                                   "stop rank",
+                                   "stop daemon",
+                                   "stop coordinator",
+                                   "restart relay",
+                                   "relay stops or loses coordinator"};
+  return out << "{at " << fault.at << ": " << kinds[fault.kind] << " " << fault.replica << "." << fault.rank
+             << ", chance " << fault.chance << "}";
+}
+
+constexpr int kSteps = 6000;
+std::string finish(World& world);
+
 std::string play(std::uint64_t seed, bool with_relays = false) {
   World world(seed, with_relays);
-  for (int i = 0; i < 6000 && world.trouble.empty(); ++i) world.step(static_cast<int>(seed % 4) * 4);
+  for (int i = 0; i < kSteps && world.trouble.empty(); ++i) world.step(static_cast<int>(seed % 4) * 4);
+  return finish(world);
+}
+
+// The same order of everything else, whichever faults there are.
+std::string play(std::uint64_t seed, bool with_relays, const std::vector<Fault>& faults) {
+  World world(seed, with_relays);
+  for (int i = 0; i < kSteps && world.trouble.empty(); ++i) {
+    for (const auto& fault : faults) {
+      if (fault.at != i) continue;
+      std::mt19937_64 chance(fault.chance);
+      std::swap(world.random, chance);
+      world.fail(fault.kind, fault.replica, fault.rank);
+      std::swap(world.random, chance);
+    }
+    world.step(0);
+  }
+  return finish(world);
+}
+
+std::string finish(World& world) {
   // The faults are over: a bounded time later everything commits, and everyone contributes.
   const auto target = world.coordinator->committed().value;
-  int left = with_relays ? 150000 : 60000;
+  int left = world.relays.empty() ? 60000 : 150000;
   while (left-- > 0 && world.trouble.empty() &&
          (world.contributors() < world.config.replicas || world.coordinator->committed().value < target + 5))
     world.step(0);
@@ -508,6 +560,36 @@ TEST(MembershipProperty, InvariantsHoldUnderRandomOrdersLossesAndCrashes) {
     const std::string trouble = play(seed);
     if (!trouble.empty()) RC_FAIL(fmt::format("seed {}: {}", seed, trouble));
   }));
+}
+
+rc::Gen<std::vector<Fault>> some_faults() {
+  return rc::gen::container<std::vector<Fault>>(rc::gen::build<Fault>(
+      rc::gen::set(&Fault::at, rc::gen::inRange(0, kSteps)), rc::gen::set(&Fault::kind, rc::gen::inRange(0u, 12u)),
+      rc::gen::set(&Fault::replica, rc::gen::inRange(0u, 3u)), rc::gen::set(&Fault::rank, rc::gen::inRange(0u, 2u)),
+      rc::gen::set(&Fault::chance, rc::gen::inRange(0u, 1000u))));
+}
+
+// What it draws is the faults, so a failure is told with few of them.
+TEST(MembershipProperty, InvariantsHoldUnderAnyListOfFaults) {
+  EXPECT_TRUE(rc::check("the same, under these faults", [](std::uint32_t seed, bool relays) {
+    const auto faults = *some_faults();
+    const std::string trouble = play(seed, relays, faults);
+    RC_CLASSIFY(faults.size() > 10, "more than ten faults");
+    if (!trouble.empty()) RC_FAIL(trouble);
+  }));
+}
+
+// That lists shrink, and to what is at fault: of a run where any restart of the coordinator is called trouble.
+TEST(MembershipProperty, AListOfFaultsShrinksToTheOneThatMatters) {
+  const auto result = rc::detail::checkTestable(
+      [] {
+        for (const auto& fault : *some_faults()) RC_ASSERT(fault.kind != 4);
+      },
+      rc::detail::TestMetadata{}, rc::detail::TestParams{.seed = 5});
+  rc::detail::FailureResult failure;
+  ASSERT_TRUE(result.match(failure));
+  ASSERT_EQ(failure.counterExample.size(), 1u);
+  EXPECT_EQ(failure.counterExample[0].second, "[{at 0: restart coordinator 0.0, chance 0}]");
 }
 
 // Found by the property above: its registration's answer was lost, and the plan had come before the second answer.
