@@ -130,6 +130,7 @@ class Checker:
                          f"{self.committed}; replicas that hold it: {self.holders() or 'none by now'}")
         self.generation += 1
         self.committed, self.contributors = before, set()
+        self.by_step.clear()
 
     def on_trainer(self, event, replica, rank):
         step, pid = event["step"], event["pid"]

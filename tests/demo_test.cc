@@ -78,6 +78,37 @@ TEST(Demo, TheCoordinatorIsKilledAndGoesOnFromItsLog) {
   EXPECT_TRUE(report.at("catch_ups").empty()) << "nobody is lost with the coordinator";
 }
 
+// Its processes are found as a user would find them: by what they were started with.
+pid_t child_of(pid_t parent, const std::string& argument) {
+  std::ifstream children("/proc/" + std::to_string(parent) + "/task/" + std::to_string(parent) + "/children");
+  for (pid_t pid = 0; children >> pid;)
+    if (read_file("/proc/" + std::to_string(pid) + "/cmdline").find(argument) != std::string::npos) return pid;
+  return 0;
+}
+
+TEST(Demo, WhoIsKilledFromOutsideIsStartedAgain) {
+  Scratch scratch;
+  const std::string json = scratch.path + "/report.json", output = scratch.path + "/out";
+  Process process({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--json", json, "--no-baseline", "--no-kill",
+                   "--params", "300000", "--steps", "200"},
+                  output);
+  ASSERT_TRUE(eventually([&] { return read_file(output).find("2=contributor") != std::string::npos; }));
+  for (const char* victim : {"--coordinator", "node1"}) {
+    const pid_t pid = child_of(process.pid(), victim);
+    ASSERT_GT(pid, 0) << victim;
+    ASSERT_EQ(::kill(pid, SIGKILL), 0);
+    EXPECT_TRUE(eventually([&] {
+      const pid_t now = child_of(process.pid(), victim);
+      return now > 0 && now != pid;
+    })) << victim;
+  }
+  ASSERT_EQ(process.wait(std::chrono::seconds(60)), 0) << process.output();
+  const auto report = nlohmann::json::parse(read_file(json), nullptr, false);
+  expect_sound(report, 200);
+  EXPECT_TRUE(report.at("catch_ups").empty()) << "no trainer was lost";
+  EXPECT_EQ(report.at("rolled_back_steps"), 0);
+}
+
 TEST(Demo, ASourceDiesDuringTheCatchUp) {
   expect_sound(demo({"--steps", "120", "--kill", "1.0@20", "--kill-source", "--params", "2000000", "--batch", "4"}),
                120);
