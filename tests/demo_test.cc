@@ -78,6 +78,30 @@ TEST(Demo, TheCoordinatorIsKilledAndGoesOnFromItsLog) {
   EXPECT_TRUE(report.at("catch_ups").empty()) << "nobody is lost with the coordinator";
 }
 
+// Nobody is put out for having been away, or for what happened while another was.
+void expect_nobody_out(const nlohmann::json& report) {
+  EXPECT_EQ(report.at("rolled_back_steps"), 0) << "state-survives";
+  EXPECT_TRUE(report.at("catch_ups").empty()) << report.at("catch_ups").dump();
+  for (const auto& event : report.at("events"))
+    if (event.at("kind") == "epoch") {
+      EXPECT_EQ(event.at("members"), "0,1,2") << event.dump();
+    }
+}
+
+TEST(Demo, AStoppedCoordinatorPutsNobodyOut) {
+  const auto report = demo({"--steps", "120", "--pause-coordinator", "40", "--pause-ms", "3500"});
+  expect_sound(report, 120);
+  ASSERT_EQ(report.at("failures").size(), 1u) << "it was stopped";
+  expect_nobody_out(report);
+}
+
+TEST(Demo, ASuspendedMachineGoesOnAtTheNextStep) {
+  const auto report = demo({"--steps", "120", "--pause-all", "40", "--pause-ms", "5000"});
+  expect_sound(report, 120);
+  ASSERT_EQ(report.at("failures").size(), 1u) << "all were stopped";
+  expect_nobody_out(report);
+}
+
 // Its processes are found as a user would find them: by what they were started with.
 pid_t child_of(pid_t parent, const std::string& argument) {
   std::ifstream children("/proc/" + std::to_string(parent) + "/task/" + std::to_string(parent) + "/children");
