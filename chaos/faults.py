@@ -1,5 +1,6 @@
 """The faults. Each is a generator: up to its first yield it strikes, and yields what it did and whom it concerns
-("coordinator", or a replica's number): from those nobody expects anything until it is over. What follows mends it.
+("coordinator", or a replica's number): from those nobody expects anything until it is over. What follows mends it, and
+gives how many frames it has met, where it is one of a link.
 All chance comes from the `random` it is given, of which every fault has its own."""
 import os
 import socket
@@ -14,7 +15,8 @@ class Skipped(Exception):
     """It can't be done here and now, and why."""
 
 
-LONG, SHORT = 5.0, 0.1  # how long a fault lasts at most, in silences; from a millisecond on
+# How long a fault lasts, in silences; short ones as often as long ones.
+LONG, LASTING, SHORT = (0.001, 5.0), (0.3, 5.0), (0.01, 0.1)
 
 
 class Kind:
@@ -23,7 +25,7 @@ class Kind:
         self.blocks = blocks  # while it lasts the job may stand still: recovery is counted from its end
 
 
-def kind(weight, lasts=0, needs=None, blocks=False):
+def kind(weight, lasts=None, needs=None, blocks=False):
     def register(strike):
         KINDS[strike.__name__] = Kind(strike, weight, lasts, needs, blocks)
         return strike
@@ -185,7 +187,9 @@ def ruled(run, rules, text, touched):
     yield text, touched
     for rule in rules:
         run.switch.remove(rule)
-    run.say(f"    that struck {sum(rule.struck for rule in rules)} frames")
+    struck = sum(rule.struck for rule in rules)
+    run.say(f"    that struck {struck} frames")
+    return struck
 
 
 @kind(weight=4, lasts=LONG, needs="links")
@@ -194,7 +198,7 @@ def cut_host(run, random):
     host = random.choice(run.wiring.hosts)
     ways = random.choice(["both ways", "out", "in"])
     rules = [Rule("drop", source={host.number})] * (ways != "in") + [Rule("drop", target={host.number})] * (ways != "out")
-    yield from ruled(run, rules, f"{run.wiring.name_of(host)}, {ways}", touched_by(run, {host.number}))
+    return (yield from ruled(run, rules, f"{run.wiring.name_of(host)}, {ways}", touched_by(run, {host.number})))
 
 
 @kind(weight=3, lasts=LONG, needs="links")
@@ -205,8 +209,8 @@ def cut_pair(run, random):
     both = random.random() < 0.5
     if both:
         rules.append(Rule("drop", source={other.number}, target={one.number}))
-    yield from ruled(run, rules, f"{run.wiring.name_of(one)} {'<>' if both else '>'} {run.wiring.name_of(other)}",
-                     touched_by(run, {one.number, other.number}))
+    return (yield from ruled(run, rules, f"{run.wiring.name_of(one)} {'<>' if both else '>'} {run.wiring.name_of(other)}",
+                     touched_by(run, {one.number, other.number})))
 
 
 @kind(weight=2, lasts=LONG, needs="links")
@@ -227,23 +231,23 @@ def cut_rail(run, random):
     if random.random() < 0.7:
         host = random.choice([node.host for node in run.wiring.nodes])
         rules, text = [Rule("drop", rails={1}, source={host.number})], f"rail 1 of {run.wiring.name_of(host)}, out"
-    yield from ruled(run, rules, text, set())
+    return (yield from ruled(run, rules, text, set()))
 
 
 @kind(weight=3, lasts=LONG, needs="links")
 def slow_link(run, random):
     host = random.choice(run.wiring.hosts)
     delay = 1e-3 * 30 ** random.random()
-    yield from ruled(run, [Rule("delay", source={host.number}, seconds=delay)],
-                     f"{run.wiring.name_of(host)} by {1e3 * delay:.1f} ms", touched_by(run, {host.number}))
+    return (yield from ruled(run, [Rule("delay", source={host.number}, seconds=delay)],
+                     f"{run.wiring.name_of(host)} by {1e3 * delay:.1f} ms", touched_by(run, {host.number})))
 
 
 @kind(weight=2, lasts=LONG, needs="links")
 def lossy_link(run, random):
     host = random.choice(run.wiring.hosts)
     part = random.uniform(0.01, 0.2)
-    yield from ruled(run, [Rule("drop", source={host.number}, probability=part)],
-                     f"{run.wiring.name_of(host)} loses {100 * part:.0f} %", touched_by(run, {host.number}))
+    return (yield from ruled(run, [Rule("drop", source={host.number}, probability=part)],
+                     f"{run.wiring.name_of(host)} loses {100 * part:.0f} %", touched_by(run, {host.number})))
 
 
 def tcp_rule(run, random, action, role):
@@ -260,37 +264,39 @@ def reset_host(run, random):
     """Whatever connection of a host says something is reset."""
     host = random.choice(run.wiring.hosts)
     rules = [Rule("reset", source={host.number}), Rule("reset", target={host.number})]
-    yield from ruled(run, rules, run.wiring.name_of(host), touched_by(run, {host.number}))
+    return (yield from ruled(run, rules, run.wiring.name_of(host), touched_by(run, {host.number})))
 
 
 @kind(weight=2, lasts=SHORT, needs="data links")
 def reset_all_reduce(run, random):
     rules, text = tcp_rule(run, random, "reset", "trainer")
-    yield from ruled(run, rules, text, set(range(run.job.settings.replicas)))
+    return (yield from ruled(run, rules, text, set(range(run.job.settings.replicas))))
 
 
-@kind(weight=2, lasts=LONG, needs="data links")
+@kind(weight=3, lasts=LASTING, needs="data links")
 def corrupt_stream(run, random):
-    """Bits of the catch-up stream flip."""
+    """Bits of the catch-up stream flip, while a replica that has lost a rank catches up."""
     rules, text = tcp_rule(run, random, "corrupt", "daemon")
-    yield from ruled(run, rules, text, set())
+    victim = random.choice(run.job.named("trainer"))
+    touched = kill_trainers(run, [victim], random)
+    return (yield from ruled(run, rules, f"{victim.name} killed; {text}", touched))
 
 
 @kind(weight=2, lasts=LONG, needs="data links")
 def corrupt_all_reduce(run, random):
     rules, text = tcp_rule(run, random, "corrupt", "trainer")
-    yield from ruled(run, rules, text, set(range(run.job.settings.replicas)))
+    return (yield from ruled(run, rules, text, set(range(run.job.settings.replicas))))
 
 
 @kind(weight=2, lasts=LONG, needs="links", blocks=True)
 def corrupt_control(run, random):
     rules, text = tcp_rule(run, random, "corrupt", "coordinator")
-    yield from ruled(run, rules, text, {"coordinator"})
+    return (yield from ruled(run, rules, text, {"coordinator"}))
 
 
 # ---- disks
 
-@kind(weight=2, lasts=LONG, needs="disk", blocks=True)
+@kind(weight=2, lasts=LASTING, needs="disk", blocks=True)
 def fill_disk(run, random):
     """The log's. The coordinator ends, and comes up again when there is room."""
     ballast = f"{run.wiring.disk.path}/ballast"
@@ -306,7 +312,7 @@ def fill_disk(run, random):
     os.remove(ballast)
 
 
-@kind(weight=2, lasts=LONG, needs="freezing disk", blocks=True)
+@kind(weight=2, lasts=LASTING, needs="freezing disk", blocks=True)
 def freeze_disk(run, random):
     """The log's: whoever writes or syncs waits."""
     run.wiring.disk.freeze()

@@ -14,6 +14,7 @@ class Record:
     counts_from: float = 0.0
     until: float = 0.0  # the next fault, or its round's end
     recovery: float = None
+    struck: bool = True  # otherwise it was one of a link, and nothing passed there
     number: int = field(default_factory=lambda: next(numbers))
 
 
@@ -31,14 +32,15 @@ def median(values):
 
 def table(run):
     checker = run.checker
-    lines = ["", f"{'fault':<20} {'struck':>6}   longest time to the next commit: median, max"]
+    lines = ["", f"{'fault':<20} {'times':>6}   longest time to the next commit: median, max"]
     by_kind = {}
     for record in run.records:
         by_kind.setdefault(record.kind, []).append(record)
     for kind, records in sorted(by_kind.items()):
         times = [r.recovery for r in records if r.recovery is not None]
         shown = f"{median(times):8.2f} s {max(times):8.2f} s" if times else "       –"
-        lines.append(f"{kind:<20} {len(records):>6}   {shown}")
+        idle = sum(not r.struck for r in records)
+        lines.append(f"{kind:<20} {len(records):>6}   {shown}" + (f"   ({idle} met nothing)" if idle else ""))
     lines.append(f"{checker.committed} steps in {checker.epochs_seen} epochs; {len(run.records)} faults; "
                  f"{checker.steps_rolled_back} steps rolled back; processes started: "
                  f"{sum(p.lives for p in run.job.processes.values())}; "
