@@ -74,28 +74,14 @@ Result<std::string> Job::wait_for_address(const std::string& file, const char* k
 Result<> Job::start_coordinator(const std::string& listen) {
   const std::string address_file = directory_ + "/coordinator.json";
   std::filesystem::remove(address_file);
-  auto pid = spawn("coordinator", {settings_.binaries + "/rejoind",
-                                   "--coordinator",
-                                   "--listen",
-                                   listen,
-                                   "--log-directory",
-                                   directory_ + "/log",
-                                   "--replicas",
-                                   std::to_string(settings_.replicas),
-                                   "--ranks",
-                                   std::to_string(settings_.ranks),
-                                   "--batch",
-                                   std::to_string(settings_.batch),
-                                   "--steps",
-                                   std::to_string(settings_.steps),
-                                   "--silence-ms",
-                                   std::to_string(settings_.silence_ms),
-                                   "--job-key-file",
-                                   directory_ + "/key",
-                                   "--address-file",
-                                   address_file,
-                                   "--events",
-                                   events_directory()});
+  auto pid =
+      spawn("coordinator", {settings_.binaries + "/rejoind", "--coordinator", "--listen", listen, "--log-directory",
+                            directory_ + "/log", "--replicas", std::to_string(settings_.replicas), "--ranks",
+                            std::to_string(settings_.ranks), "--batch", std::to_string(settings_.batch), "--steps",
+                            std::to_string(settings_.steps), "--silence-ms", std::to_string(settings_.silence_ms),
+                            // Where everybody was killed the demo starts afresh; its proof counts the steps.
+                            "--roll-back-to", "0", "--job-key-file", directory_ + "/key", "--address-file",
+                            address_file, "--events", events_directory()});
   if (!pid) return tl::unexpected(pid.error());
   coordinator_ = *pid;
   auto address = wait_for_address(address_file, "coordinator");

@@ -24,18 +24,6 @@ double quantile(std::vector<double> values, double q) {
   return values[std::min(values.size() - 1, static_cast<std::size_t>(q * static_cast<double>(values.size())))];
 }
 
-// Committed steps that were taken back: the job went on from an older state.
-std::uint64_t rolled_back(const std::vector<proto::LogRecord>& records) {
-  std::uint64_t committed = 0, steps = 0;
-  for (const auto& record : records) {
-    if (record.has_committed()) committed = record.committed().step();
-    if (!record.has_rolled_back() || record.rolled_back().version() >= committed) continue;
-    steps += committed - record.rolled_back().version();
-    committed = record.rolled_back().version();
-  }
-  return steps;
-}
-
 }  // namespace
 
 std::vector<Event> Story::read() {
@@ -245,7 +233,7 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
     const auto audit = membership::audit(membership::trained_by_step(*records));
     json["ledger"] = {
         {"samples", audit.samples}, {"once", audit.once}, {"lost", audit.lost}, {"repeated", audit.repeated}};
-    json["rolled_back_steps"] = rolled_back(*records);
+    json["rolled_back_steps"] = membership::rolled_back(*records).steps;
   } else {  // no proof: the caller must not take it for one
     json["ledger"] = {{"samples", 0}, {"once", 0}, {"lost", 0}, {"repeated", 0}, {"error", records.error().message}};
   }
