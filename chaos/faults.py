@@ -299,7 +299,7 @@ def corrupt_control(run, random):
 @kind(weight=2, lasts=LASTING, needs="disk", blocks=True)
 def fill_disk(run, random):
     """The log's. The coordinator ends, and comes up again when there is room."""
-    ballast = f"{run.wiring.disk.path}/ballast"
+    ballast = f"{run.wiring.disk.path}/ballast{len(run.records)}"
     with open(ballast, "wb", buffering=0) as file:
         size = 1 << 20
         while size >= 1:
@@ -330,7 +330,7 @@ def strangers(run, random):
     host = run.wiring.stranger
     held = []
     for address, port in places:
-        for said in (random.randbytes(random.randint(1, 4096)), struct.pack("<I", 24) + b"rejoin control 1" + b"\0" * 8,
+        for said in (random.randbytes(random.randint(1, 4096)), struct.pack("<I", 24) + b"rejoin control 2" + b"\0" * 8,
                      struct.pack("<I", 0xFFFFFFF0), b"GET /status HTTP/1.1\r\n", b""):
             try:
                 held.append(host.run(lambda: say_to(address, port, said)))
