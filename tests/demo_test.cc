@@ -89,6 +89,61 @@ TEST(Demo, TheCoordinatorIsKilledAndGoesOnFromItsLog) {
 // A stream slow enough to be met under way.
 const std::vector<std::string> kSlowStream{"REJOIN_STREAM_LIMIT=40"};
 
+// Nobody is put out for having been away, or for what happened while another was.
+void expect_nobody_out(const nlohmann::json& report) {
+  EXPECT_EQ(report.at("rolled_back_steps"), 0) << "state-survives";
+  EXPECT_TRUE(report.at("catch_ups").empty()) << report.at("catch_ups").dump();
+  for (const auto& event : report.at("events"))
+    if (event.at("kind") == "epoch") {
+      EXPECT_EQ(event.at("members"), "0,1,2") << event.dump();
+    }
+}
+
+TEST(Demo, AStoppedCoordinatorPutsNobodyOut) {
+  const auto report = demo({"--steps", "120", "--pause-coordinator", "40", "--pause-ms", "3500"});
+  expect_sound(report, 120);
+  ASSERT_EQ(report.at("failures").size(), 1u) << "it was stopped";
+  expect_nobody_out(report);
+}
+
+TEST(Demo, ASuspendedMachineGoesOnAtTheNextStep) {
+  const auto report = demo({"--steps", "120", "--pause-all", "40", "--pause-ms", "5000"});
+  expect_sound(report, 120);
+  ASSERT_EQ(report.at("failures").size(), 1u) << "all were stopped";
+  expect_nobody_out(report);
+}
+
+// Its processes are found as a user would find them: by what they were started with.
+pid_t child_of(pid_t parent, const std::string& argument) {
+  std::ifstream children("/proc/" + std::to_string(parent) + "/task/" + std::to_string(parent) + "/children");
+  for (pid_t pid = 0; children >> pid;)
+    if (read_file("/proc/" + std::to_string(pid) + "/cmdline").find(argument) != std::string::npos) return pid;
+  return 0;
+}
+
+TEST(Demo, WhoIsKilledFromOutsideIsStartedAgain) {
+  Scratch scratch;
+  const std::string json = scratch.path + "/report.json", output = scratch.path + "/out";
+  Process process({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--json", json, "--no-baseline", "--no-kill",
+                   "--params", "300000", "--steps", "200"},
+                  output);
+  ASSERT_TRUE(eventually([&] { return read_file(output).find("2=contributor") != std::string::npos; }));
+  for (const char* victim : {"--coordinator", "node1"}) {
+    const pid_t pid = child_of(process.pid(), victim);
+    ASSERT_GT(pid, 0) << victim;
+    ASSERT_EQ(::kill(pid, SIGKILL), 0);
+    EXPECT_TRUE(eventually([&] {
+      const pid_t now = child_of(process.pid(), victim);
+      return now > 0 && now != pid;
+    })) << victim;
+  }
+  ASSERT_EQ(process.wait(std::chrono::seconds(60)), 0) << process.output();
+  const auto report = nlohmann::json::parse(read_file(json), nullptr, false);
+  expect_sound(report, 200);
+  EXPECT_TRUE(report.at("catch_ups").empty()) << "no trainer was lost";
+  EXPECT_EQ(report.at("rolled_back_steps"), 0);
+}
+
 TEST(Demo, ASourceDiesDuringTheCatchUp) {
   expect_sound(
       demo({"--steps", "250", "--kill", "1.0@20", "--kill-source", "--params", "2000000", "--batch", "4"}, kSlowStream),
