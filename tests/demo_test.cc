@@ -29,7 +29,8 @@ void expect_sound(const nlohmann::json& report, std::uint64_t steps, const std::
   std::vector<std::string> done;
   for (const auto& failure : report.at("failures")) {
     done.push_back(failure.at("kind"));
-    if (done.back() == "kill_daemon" || done.back() == "kill_coordinator") continue;  // nobody is out
+    if (done.back() == "kill_daemon" || done.back().ends_with("_coordinator") || done.back() == "pause_all")
+      continue;  // nobody is out
     EXPECT_GE(failure.at("detected_ms").get<double>(), 0) << "nobody noticed: " << failure.dump();
   }
   std::sort(done.begin(), done.end());
@@ -101,15 +102,13 @@ void expect_nobody_out(const nlohmann::json& report) {
 
 TEST(Demo, AStoppedCoordinatorPutsNobodyOut) {
   const auto report = demo({"--steps", "120", "--pause-coordinator", "40", "--pause-ms", "3500"});
-  expect_sound(report, 120);
-  ASSERT_EQ(report.at("failures").size(), 1u) << "it was stopped";
+  expect_sound(report, 120, {"pause_coordinator"});
   expect_nobody_out(report);
 }
 
 TEST(Demo, ASuspendedMachineGoesOnAtTheNextStep) {
   const auto report = demo({"--steps", "120", "--pause-all", "40", "--pause-ms", "5000"});
-  expect_sound(report, 120);
-  ASSERT_EQ(report.at("failures").size(), 1u) << "all were stopped";
+  expect_sound(report, 120, {"pause_all"});
   expect_nobody_out(report);
 }
 
@@ -139,7 +138,7 @@ TEST(Demo, WhoIsKilledFromOutsideIsStartedAgain) {
   }
   ASSERT_EQ(process.wait(std::chrono::seconds(60)), 0) << process.output();
   const auto report = nlohmann::json::parse(read_file(json), nullptr, false);
-  expect_sound(report, 200);
+  expect_sound(report, 200, {});
   EXPECT_TRUE(report.at("catch_ups").empty()) << "no trainer was lost";
   EXPECT_EQ(report.at("rolled_back_steps"), 0);
 }
