@@ -59,10 +59,8 @@ void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint n
   auto before = std::exchange(expected_, {});
   for (const auto& [source, incarnation] : sources) {
     auto known = before.find(source);
-    if (known != before.end() && known->second.incarnation == incarnation)
-      expected_[source] = std::move(known->second);
-    else
-      expected_[source] = {incarnation, now, std::vector<bool>(view_.manifest().slices().size())};
+    if (known != before.end() && known->second.incarnation == incarnation) expected_[source] = std::move(known->second);
+    else expected_[source] = {incarnation, now, std::vector<bool>(view_.manifest().slices().size())};
   }
   suspects_.clear();  // whoever was wrong may have gone
   look_at_proofs();
@@ -341,9 +339,8 @@ void Joiner::ask_for_proof() {
 }
 
 Result<> Joiner::on_proof(ReplicaId source, const proto::Proof& proof) {
-  auto found = std::find_if(questions_.begin(), questions_.end(), [&](const Question& q) {
-    return q.number == proof.request() && q.asked.contains(source);
-  });
+  auto found = std::find_if(questions_.begin(), questions_.end(),
+                            [&](const Question& q) { return q.number == proof.request() && q.asked.contains(source); });
   if (found == questions_.end()) return {};
   Asked& asked = found->asked.at(source);
   if (asked.over) return {};
@@ -356,7 +353,8 @@ Result<> Joiner::on_proof(ReplicaId source, const proto::Proof& proof) {
 
 // True when the question is over.
 bool Joiner::settle(Question& question) {
-  const bool heard = std::all_of(question.asked.begin(), question.asked.end(), [](const auto& a) { return a.second.over; });
+  const bool heard =
+      std::all_of(question.asked.begin(), question.asked.end(), [](const auto& a) { return a.second.over; });
   if (!settle_held(view_, question.held, question.ours) || !heard) return false;
   std::vector<std::map<ReplicaId, std::uint64_t>> theirs(question.slices.size());
   for (const auto& [source, asked] : question.asked)

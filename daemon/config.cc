@@ -29,9 +29,10 @@ void bind(CLI::App& app, Config& c) {
   option("--audit", c.audit, "REJOIN_AUDIT",
          "coordinator: replicas' results are compared in every step, and all of their states once in so many steps; "
          "auto: so many that it takes 0.5 % of the time; off");
-  option("--drop-replica", c.drop_replica, "REJOIN_DROP_REPLICA",
-         "coordinator: the job has stopped because replicas differ; go on without this one: REPLICA@STEP, as the status "
-         "says");
+  option(
+      "--drop-replica", c.drop_replica, "REJOIN_DROP_REPLICA",
+      "coordinator: the job has stopped because replicas differ; go on without this one: REPLICA@STEP, as the status "
+      "says");
   option("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
          "how long a peer may be silent; all other deadlines follow from it")
       ->check(CLI::Range(100, 3600000));

@@ -25,7 +25,8 @@ struct Config {
 };
 void bind(CLI::App& app, Config& c);
 
-// The job as these settings describe it. Errors: `invalid_argument` for an audit or a replica to drop that can't be read.
+// The job as these settings describe it. Errors: `invalid_argument` for an audit or a replica to drop that can't be
+// read.
 Result<membership::JobConfig> job_of(const Config& c);
 
 }  // namespace rejoin::daemon

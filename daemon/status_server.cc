@@ -121,7 +121,8 @@ std::string metrics_text(const nlohmann::json& status) {
     const auto& audit = c.at("audit");
     number(audit, "period", "audit_period_steps", "steps in which all of the replicas' states are compared");
     number(audit, "rounds", "audit_rounds", "times that all of the state has been compared");
-    number(audit, "result_differences", "result_differences", "steps repeated because replicas reduced other gradients");
+    number(audit, "result_differences", "result_differences",
+           "steps repeated because replicas reduced other gradients");
     number(audit, "state_differences", "state_differences", "steps repeated because replicas' states differed");
     number(audit, "drift_reports", "drift_reports", "slices that a joiner's sources differed in");
     gauge("stopped", "1: replicas differ and an operator must say which is wrong", {}, c.at("stopped") != "");

@@ -160,8 +160,9 @@ int main(int argc, char** argv) {
   app.add_option("--digest-every", s.digest_every, "tell the state's digest every so many steps; 0: at the end")
       ->capture_default_str();
   app.add_option("--pause-at", s.pause_at, "in the middle of this step, wait for a signal");
-  app.add_option("--drift-from", s.drift_from,
-                 "from this step on the optimizer computes something else than on other replicas, for the audit to find");
+  app.add_option(
+      "--drift-from", s.drift_from,
+      "from this step on the optimizer computes something else than on other replicas, for the audit to find");
   app.add_option("--events", s.events, "directory for event files");
   app.add_option("--log-level", s.log_level)->capture_default_str();
   CLI11_PARSE(app, argc, argv);

@@ -204,8 +204,7 @@ Result<> Communicator::all_reduce(std::uint32_t index, Step step, ReduceOp op) {
 void Communicator::begin(Bucket& bucket) {
   if (device_failed_) return;
   last_progress_ = now_;
-  if (direct(bucket))
-    bucket.running = std::make_unique<DirectOperation>(*this, bucket);
+  if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
   else bucket.running = std::make_unique<RingOperation>(*this, bucket);
   bucket.running->start();
   if (bucket.running && bucket.running->done()) finish(bucket);

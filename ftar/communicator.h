@@ -135,9 +135,10 @@ class Communicator {
   void enter(Epoch epoch, std::vector<Place> ring);
   Epoch epoch() const { return epoch_; }
 
-  // Whether the all-reduces that are started from now on digest their results, for results_digest(): of every chunk while
-  // it is in the cache; on a GPU when it is asked for.
+  // Whether the all-reduces that are started from now on digest their results, for results_digest(): of every chunk
+  // while it is in the cache; on a GPU when it is asked for.
   void digest_results(bool on) { digesting_ = on; }
+  void flip_bit_at(Step step) { options_.flip_bit_at = step; }  // as the option
   // Of the results of all buckets' last all-reduces; equal on all members of their epoch. Errors: of the device.
   Result<std::uint64_t> results_digest();
   // By bucket, what its last all-reduce, in this epoch, is made of. Errors: of the device.

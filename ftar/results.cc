@@ -37,7 +37,8 @@ std::vector<BytesView> Communicator::pieces_of(const Bucket& bucket) const {
   const Schedule schedule(shape_of(bucket));
   std::vector<BytesView> pieces;
   for (std::uint32_t chunk = 0; chunk < schedule.segments() * schedule.stride(); ++chunk)
-    if (schedule.valid(chunk)) pieces.push_back(all.subspan(schedule.chunk(chunk).offset, schedule.chunk(chunk).length));
+    if (schedule.valid(chunk))
+      pieces.push_back(all.subspan(schedule.chunk(chunk).offset, schedule.chunk(chunk).length));
   return pieces;
 }
 

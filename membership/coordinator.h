@@ -68,7 +68,10 @@ struct Actions {
 class Coordinator {
  public:
   explicit Coordinator(const JobConfig& config)
-      : config_(config), ledger_(config.batch), attendance_(config.silence), roll_back_to_(config.roll_back_to),
+      : config_(config),
+        ledger_(config.batch),
+        attendance_(config.silence),
+        roll_back_to_(config.roll_back_to),
         audit_(config.audit, config.ranks) {}
 
   // Before anything else: takes up the decisions of an earlier life. `mismatch` where the log is of another job shape,
@@ -158,11 +161,6 @@ class Coordinator {
   void remove(ReplicaId replica, const std::string& reason, TimePoint now);
   void lose_everybody();
   void next_epoch(const std::string& reason);
-  void try_start();
-  void try_commit();
-  bool differences_settled();
-  Result<> drop_as_told();
-  void remove(ReplicaId replica, const std::string& reason);
   void drop_registration(ReplicaId replica, const std::string& reason);
   bool present(ReplicaId replica, Incarnation incarnation) const;
   bool overdue(const ReplicaState& replica, TimePoint now) const;
@@ -179,6 +177,10 @@ class Coordinator {
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
 
   void try_commit();
+  // coordinator_audit.cc
+  bool differences_settled();
+  Result<> drop_as_told();
+
   bool change_members_at_boundary();
   void begin_epoch(const std::string& reason);
   void plan_step();
@@ -224,7 +226,6 @@ class Coordinator {
   std::optional<Step> wants_roll_back_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
   std::set<std::string> said_;  // in this epoch
-  std::optional<TimePoint> recovering_until_;
   DriftAudit audit_;
   std::optional<std::string> stopped_;
   TimePoint now_{};  // of the message that is being heard

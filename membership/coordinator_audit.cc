@@ -39,17 +39,16 @@ Result<> Coordinator::drop_as_told() {
     return {};
   }
   const MemberState* dropped = member(replica);
-  const auto contributors = std::count_if(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
+  const auto contributors =
+      std::count_if(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
   if (dropped != nullptr && !dropped->catching_up && contributors == 1)
     return fail(ErrorCode::invalid_argument, "--drop-replica {}@{}: no other replica has the state", replica, at);
   proto::LogRecord record;
   record.mutable_dropped()->set_step(at.value);
   record.mutable_dropped()->set_replica(replica.value);
-  actions_.append.push_back(std::move(record));
-  stopped_.reset();
+  actions_.append.push_back(record);
+  REJOIN_CHECK(replay(record));
   note("replica {} is dropped at the operator's word", replica);
-  for (auto& out : suspended_)
-    if (out.replica == replica) out.ended = true;  // it is not taken back
   if (dropped == nullptr) return {};
   ledger_.hand_back(replica);
   std::erase_if(members_, [&, wrong = replica](const MemberState& m) { return m.replica == wrong; });

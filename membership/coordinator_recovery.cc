@@ -90,7 +90,11 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       ledger_.roll_back(committed_);
       return {};
     case proto::LogRecord::kStopped: stopped_ = record.stopped().reason(); return {};
-    case proto::LogRecord::kDropped: stopped_.reset(); return {};
+    case proto::LogRecord::kDropped:
+      stopped_.reset();
+      for (auto& out : suspended_)
+        if (out.replica.value == record.dropped().replica()) out.ended = true;  // it is not taken back
+      return {};
     case proto::LogRecord::KIND_NOT_SET: break;
   }
   return fail(ErrorCode::corrupt, "a log record of unknown kind");

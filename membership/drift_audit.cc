@@ -167,8 +167,8 @@ bool DriftAudit::explain_by_hop(const Inspection& inspection, Strike& strike) {
       for (int s = 0; s < details.buckets(b).segments_size(); ++s) {
         const auto& ours = details.buckets(b).segments(s);
         const auto sender = inspection.details.find(ours.from());
-        if (ours.from() == replica || sender == inspection.details.end() ||
-            b >= sender->second.buckets_size() || s >= sender->second.buckets(b).segments_size())
+        if (ours.from() == replica || sender == inspection.details.end() || b >= sender->second.buckets_size() ||
+            s >= sender->second.buckets(b).segments_size())
           continue;
         const auto theirs = sender->second.buckets(b).segments(s).digest();
         if (theirs == ours.digest()) continue;
@@ -197,19 +197,21 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
             !every_time(replica))
           continue;
         strikes_.clear();
-        return Verdict{Verdict::Kind::remove, replica,
-                       fmt::format("its results differed {} times in a row, the last time: {}", kStrikes,
-                                   counted_.last)};
+        return Verdict{
+            Verdict::Kind::remove, replica,
+            fmt::format("its results differed {} times in a row, the last time: {}", kStrikes, counted_.last)};
       }
   const bool unexplained =
       std::all_of(strikes_.begin(), strikes_.end(), [](const Strike& strike) { return strike.blamed.empty(); });
   if (!unexplained) return std::nullopt;
   strikes_.clear();
-  return Verdict{Verdict::Kind::stop, {},
-                 fmt::format("results differed {} times in a row, and nobody can tell which replica is wrong ({}). Look "
-                             "for bad memory or a bad link, end one replica, and start the coordinator again with "
-                             "--drop-replica REPLICA@{}",
-                             kStrikes, counted_.last, committed)};
+  return Verdict{
+      Verdict::Kind::stop,
+      {},
+      fmt::format("results differed {} times in a row, and nobody can tell which replica is wrong ({}). Look "
+                  "for bad memory or a bad link, end one replica, and start the coordinator again with "
+                  "--drop-replica REPLICA@{}",
+                  kStrikes, counted_.last, committed)};
 }
 
 // Where the state differs first, as the two have told it.
@@ -233,19 +235,18 @@ DriftAudit::Verdict DriftAudit::judge_state() const {
   const auto right = majority(said);
   const auto with = [&](bool agreeing) {
     const std::uint64_t digest = right.value_or(said.begin()->second);
-    return std::find_if(said.begin(), said.end(),
-                        [&](const auto& one) { return (one.second == digest) == agreeing; })
+    return std::find_if(said.begin(), said.end(), [&](const auto& one) { return (one.second == digest) == agreeing; })
         ->first;
   };
-  const std::string where =
-      fmt::format("at version {} {}", inspection_->committed, place_of(with(true), with(false)));
+  const std::string where = fmt::format("at version {} {}", inspection_->committed, place_of(with(true), with(false)));
   if (right)
     return {Verdict::Kind::remove, ReplicaId(with(false)),
             fmt::format("its state differs from that of most replicas {}", where)};
   std::string choices;
   for (const auto& [replica, digest] : said)
     choices += fmt::format("{}--drop-replica {}@{}", choices.empty() ? "" : " or ", replica, inspection_->committed);
-  return {Verdict::Kind::stop, {},
+  return {Verdict::Kind::stop,
+          {},
           fmt::format("the replicas' states differ {}; nobody can tell which of them is right. Start the coordinator "
                       "again with {} to go on without the one that is wrong",
                       where, choices)};

@@ -137,8 +137,8 @@ void Driver::report_exchanged() {
   reports_.push_back(std::move(report));
 }
 
-// What the coordinator compares among replicas. The state is at the version before the step: the trainer has handed over
-// all gradients and changes nothing before the commit.
+// What the coordinator compares among replicas. The state is at the version before the step: the trainer has handed
+// over all gradients and changes nothing before the commit.
 Result<> Driver::digest_exchanged() {
   digests_ = {};
   const auto& plan = machine_.plan();

@@ -67,6 +67,10 @@ class Driver {
   const std::optional<Error>& failure() const { return failure_; }
   std::uint64_t revision() const { return revision_; }  // changes with any of these
 
+  // A drill: one bit of what the ring brings in the next step is damaged.
+  void flip_a_bit() {
+    if (ring_) ring_->flip_bit_at(machine_.step().next());
+  }
   // By bucket: the last step for which it has been reduced. (Once more after a retry.)
   const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }

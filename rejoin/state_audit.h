@@ -1,5 +1,5 @@
-// Digests of parts of the state, chosen by number alone, so that all replicas digest the same (membership/drift_audit.h).
-// The state must not be changing. Thread: one at a time.
+// Digests of parts of the state, chosen by number alone, so that all replicas digest the same
+// (membership/drift_audit.h). The state must not be changing. Thread: one at a time.
 #pragma once
 
 #include <memory>

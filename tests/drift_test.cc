@@ -32,22 +32,35 @@ struct Job {
     }
   }
   std::unique_ptr<Process> daemon(const std::string& name, std::vector<std::string> more) {
-    std::vector<std::string> arguments{kDaemon,     "--job-key-file", key, "--name", name, "--address-file",
-                                       file(name + ".json"), "--silence-ms", "2000"};
+    std::vector<std::string> arguments{
+        kDaemon, "--job-key-file", key, "--name", name, "--address-file", file(name + ".json"), "--silence-ms", "2000"};
     arguments.insert(arguments.end(), more.begin(), more.end());
     return std::make_unique<Process>(arguments, file(name + ".out"));
   }
   std::string file(const std::string& name) const { return scratch.path + "/" + name; }
   std::string socket(std::uint32_t replica) const { return file("node" + std::to_string(replica) + ".sock"); }
   nlohmann::json addresses(const std::string& name) {
-    EXPECT_TRUE(eventually([&] { return std::filesystem::exists(file(name + ".json")); })) << read_file(file(name + ".out"));
+    EXPECT_TRUE(eventually([&] { return std::filesystem::exists(file(name + ".json")); }))
+        << read_file(file(name + ".out"));
     return nlohmann::json::parse(read_file(file(name + ".json")), nullptr, false);
   }
   void start_coordinator(const std::string& listen, std::vector<std::string> more) {
     std::filesystem::remove(file("coordinator.json"));
-    std::vector<std::string> arguments{"--coordinator", "--listen", listen, "--log-directory", file("log"), "--replicas",
-                                       std::to_string(replicas), "--ranks", "1", "--batch", "4", "--steps", steps,
-                                       "--audit", "8"};
+    std::vector<std::string> arguments{"--coordinator",
+                                       "--listen",
+                                       listen,
+                                       "--log-directory",
+                                       file("log"),
+                                       "--replicas",
+                                       std::to_string(replicas),
+                                       "--ranks",
+                                       "1",
+                                       "--batch",
+                                       "4",
+                                       "--steps",
+                                       steps,
+                                       "--audit",
+                                       "8"};
     arguments.insert(arguments.end(), more.begin(), more.end());
     coordinator_process.reset();
     coordinator_process = daemon("coordinator", arguments);
@@ -56,9 +69,10 @@ struct Job {
     status_address = json.at("status");
   }
   Process& train(std::uint32_t replica, std::vector<std::string> more = {}) {
-    std::vector<std::string> arguments{kTrainer,   "--replica", std::to_string(replica), "--daemon", socket(replica),
-                                       "--data",   REJOIN_DATA, "--params",              "60000",    "--events",
-                                       file("ev")};
+    std::vector<std::string> arguments{kTrainer,    "--replica",     std::to_string(replica),
+                                       "--daemon",  socket(replica), "--data",
+                                       REJOIN_DATA, "--params",      "60000",
+                                       "--events",  file("ev")};
     arguments.insert(arguments.end(), more.begin(), more.end());
     trainers[replica] = std::make_unique<Process>(arguments, file("trainer" + std::to_string(++started)));
     return *trainers[replica];
@@ -75,7 +89,8 @@ struct Job {
       std::istringstream lines(read_file(entry.path()));
       for (std::string line; std::getline(lines, line);) {
         const auto event = nlohmann::json::parse(line, nullptr, false);
-        if (!event.is_discarded() && event.at("kind") == "digest" && std::to_string(event.at("version").get<int>()) == steps)
+        if (!event.is_discarded() && event.at("kind") == "digest" &&
+            std::to_string(event.at("version").get<int>()) == steps)
           digests.insert(event.at("digest"));
       }
     }
@@ -151,8 +166,8 @@ TEST(Drift, ABitThatFlipsOnItsWayCostsARepeatedStepAndItsHopIsNamed) {
 TEST(Drift, WhatCantBeReadOfAnAuditOrADroppedReplicaIsRefused) {
   Scratch scratch;
   const auto said = [&](const std::vector<std::string>& more) {
-    std::vector<std::string> arguments{kDaemon, "--job-key-file", scratch.key(), "--coordinator", "--log-directory",
-                                       scratch.path + "/log"};
+    std::vector<std::string> arguments{kDaemon,         "--job-key-file",  scratch.key(),
+                                       "--coordinator", "--log-directory", scratch.path + "/log"};
     arguments.insert(arguments.end(), more.begin(), more.end());
     return run(arguments).output;
   };

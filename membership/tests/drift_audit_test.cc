@@ -236,7 +236,7 @@ struct Pair {
   std::unique_ptr<Coordinator> coordinator;
   TimePoint now{1s};
   std::vector<proto::LogRecord> log;
-  std::map<std::uint32_t, proto::Plan> plans;         // the last that each node has heard
+  std::map<std::uint32_t, proto::Plan> plans;  // the last that each node has heard
   std::map<std::uint32_t, std::uint64_t> incarnations;
   std::set<std::uint32_t> fenced;
 
