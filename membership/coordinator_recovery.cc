@@ -102,7 +102,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
 
 std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
   std::vector<std::string> lines;
-  if (stopped_) return {"an operator's decision: " + *stopped_};
+  if (stopped_) return {"an operator's decision about replicas that differ"};
   if (!started() || members_.empty()) {
     std::vector<ReplicaId> there;
     for (std::uint32_t r = 0; r < config_.replicas; ++r) {

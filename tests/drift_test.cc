@@ -68,10 +68,10 @@ struct Job {
     coordinator = json.at("coordinator");
     status_address = json.at("status");
   }
-  Process& train(std::uint32_t replica, std::vector<std::string> more = {}) {
+  Process& train(std::uint32_t replica, std::vector<std::string> more = {}, const std::string& params = "60000") {
     std::vector<std::string> arguments{kTrainer,    "--replica",     std::to_string(replica),
                                        "--daemon",  socket(replica), "--data",
-                                       REJOIN_DATA, "--params",      "60000",
+                                       REJOIN_DATA, "--params",      params,
                                        "--events",  file("ev")};
     arguments.insert(arguments.end(), more.begin(), more.end());
     trainers[replica] = std::make_unique<Process>(arguments, file("trainer" + std::to_string(++started)));
@@ -153,8 +153,7 @@ TEST(Drift, OfTwoThatDifferNobodyIsRightUntilAnOperatorSaysSo) {
 TEST(Drift, ABitThatFlipsOnItsWayCostsARepeatedStepAndItsHopIsNamed) {
   for (const std::string params : {"60000", "4200"}) {  // by the ring, and directly
     Job job(3, "60");
-    job.train(0, {"--params", params}), job.train(1, {"--params", params});
-    job.train(2, {"--params", params, "--flip-bit-at", "20"});
+    job.train(0, {}, params), job.train(1, {}, params), job.train(2, {"--flip-bit-at", "20"}, params);
     job.expect_all_end_with_the_same_bits();
     const std::string said = job.log();
     EXPECT_NE(said.find("the results of rank 0 differ in step 20"), std::string::npos) << said;
