@@ -109,6 +109,9 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Time
     if (!sources.contains(source)) gone.push_back(source);
   for (const auto& source : gone) lose(rank.sources[source], "it no longer contributes");
   rank.wanted = sources;
+  std::map<ReplicaId, Incarnation> expected;
+  for (const auto& source : sources) expected[source.replica] = source.incarnation;
+  rank.joiner->expect(expected, now);
   rank.retry_at = now + kRetry;
   if (rank.joiner) connect_missing(key, rank);
 }
@@ -260,6 +263,7 @@ void Service::poll_again(TimePoint now) {
     try_again(key, rank, now);
     if (!rank.joiner) continue;
     rank.joiner->work(now, busy_);
+    for (auto& drift : rank.joiner->take_drifts()) drifts_.emplace_back(key, std::move(drift));
     if (rank.joiner->done() && !rank.reported) {
       rank.reported = true;
       caught_up_.push_back({key, rank.life});

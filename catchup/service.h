@@ -75,6 +75,8 @@ class Service {
   std::vector<Whole> poll(TimePoint now);
   // The same once more, keeping what became of it for the next poll().
   void poll_again(TimePoint now);
+  // What joiners have found their sources to differ in since the last call.
+  std::vector<std::pair<RankKey, Drift>> take_drifts() { return std::exchange(drifts_, {}); }
   bool busy() const { return busy_; }  // more work without waiting for events
   std::vector<RankKey> joining() const;
   std::size_t serving() const { return serving_.size(); }
@@ -135,6 +137,7 @@ class Service {
   std::map<transport::EndpointId, Serving> serving_;
   std::map<transport::EndpointId, FetchingFrom> fetching_;
   std::vector<Whole> caught_up_;
+  std::vector<std::pair<RankKey, Drift>> drifts_;
   std::uint64_t served_by_gone_ = 0;
   bool busy_ = false;
 };

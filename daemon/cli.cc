@@ -50,6 +50,15 @@ void print_table(const nlohmann::json& status) {
     for (const auto& m : c.at("members"))
       std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(),
                                m.at("role").get<std::string>(), m.at("exchanged").get<int>());
+    const auto& audit = c.at("audit");
+    const auto differences =
+        audit.at("result_differences").get<std::uint64_t>() + audit.at("state_differences").get<std::uint64_t>();
+    std::cout << fmt::format("  states are compared once in {} steps, {} times so far; {} differences{}\n",
+                             audit.at("period").get<std::uint64_t>(), audit.at("rounds").get<std::uint64_t>(),
+                             differences,
+                             differences == 0 ? "" : ", the last: " + audit.at("last_difference").get<std::string>());
+    if (!c.at("stopped").get<std::string>().empty())
+      std::cout << "  STOPPED: " << c.at("stopped").get<std::string>() << "\n";
     for (const auto& line : c.at("waiting_for")) std::cout << "  waits for " << line.get<std::string>() << "\n";
   }
   if (status.contains("relay_role")) {

@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <numeric>
 
 namespace rejoin::daemon {
@@ -76,6 +77,13 @@ void bind(CLI::App& app, Config& c) {
   option("--start-patience-ms", c.start_patience_ms, "REJOIN_START_PATIENCE_MS",
          "coordinator: a job that has lost everybody starts again without the replicas that have not come for so long; "
          "0: 15 times the silence");
+  option("--audit", c.audit, "REJOIN_AUDIT",
+         "coordinator: replicas' results are compared in every step, and all of their states once in so many steps; "
+         "auto: so many that it takes 0.5 % of the time; off");
+  option(
+      "--drop-replica", c.drop_replica, "REJOIN_DROP_REPLICA",
+      "coordinator: the job has stopped because replicas differ; go on without this one: REPLICA@STEP, as the status "
+      "says");
   option("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
          "how long a peer may be silent; all other deadlines follow from it")
       ->check(CLI::Range(100, 3600000));
@@ -101,6 +109,31 @@ void bind(CLI::App& app, Config& c) {
   option("--stream-limit", c.node.stream_limit, "REJOIN_STREAM_LIMIT", "node: MB/s that catch-up may send; 0: no limit")
       ->check(CLI::NonNegativeNumber);
   option("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections");
+}
+
+Result<membership::JobConfig> job_of(const Config& c) {
+  membership::JobConfig job{.replicas = c.replicas,
+                            .ranks = c.ranks,
+                            .batch = c.batch,
+                            .steps = c.steps,
+                            .silence = std::chrono::milliseconds(c.silence_ms),
+                            .roll_back_to = c.roll_back_to ? std::optional(Step(*c.roll_back_to)) : std::nullopt,
+                            .start_patience = std::chrono::milliseconds(c.start_patience_ms)};
+  const auto number = [](std::string_view text, auto& value) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    return error == std::errc() && end == text.data() + text.size();
+  };
+  job.audit.on = c.audit != "off";
+  if (job.audit.on && c.audit != "auto" && (!number(c.audit, job.audit.period) || job.audit.period == 0))
+    return fail(ErrorCode::invalid_argument, "--audit {}: it is auto, off, or a number of steps", c.audit);
+  if (c.drop_replica.empty()) return job;
+  const auto at = c.drop_replica.find('@');
+  auto& drop = job.drop.emplace();
+  if (at == std::string::npos || !number(std::string_view(c.drop_replica).substr(0, at), drop.replica.value) ||
+      !number(std::string_view(c.drop_replica).substr(at + 1), drop.at.value))
+    return fail(ErrorCode::invalid_argument, "--drop-replica {}: it is REPLICA@STEP, as the job's status says",
+                c.drop_replica);
+  return job;
 }
 
 }  // namespace rejoin::daemon

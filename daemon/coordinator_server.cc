@@ -75,6 +75,11 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
                              {"reason", record.epoch().reason()}});
     }
   }
+  for (const auto& record : actions.append)
+    if (record.has_stopped()) {
+      spdlog::critical("the job stops after step {}: {}", record.stopped().step(), record.stopped().reason());
+      events::emit("stopped", {{"step", record.stopped().step()}, {"reason", record.stopped().reason()}});
+    }
   for (const auto& note : actions.notes) spdlog::info("{}", note);
   for (const auto& [node, message] : actions.send) {
     nodes_.send(node, message.SerializeAsString());
@@ -87,6 +92,14 @@ nlohmann::json CoordinatorServer::status() const {
   nlohmann::json json{{"epoch", machine_.epoch().value}, {"committed", machine_.committed().value},
                       {"finished", machine_.finished()}, {"nodes", nodes_.nodes()},
                       {"rejected", nodes_.rejected()},   {"waiting_for", machine_.waiting_for(now())}};
+  const auto& audit = machine_.audit();
+  json["audit"] = {{"period", audit.period()},
+                   {"rounds", audit.counted().rounds},
+                   {"result_differences", audit.counted().result_differences},
+                   {"state_differences", audit.counted().state_differences},
+                   {"drift_reports", audit.counted().drift_reports},
+                   {"last_difference", audit.counted().last}};
+  json["stopped"] = machine_.stopped().value_or("");
   json["members"] = nlohmann::json::array();
   for (const auto& m : machine_.members())
     json["members"].push_back({{"replica", m.replica.value},

@@ -351,6 +351,12 @@ void NodeServer::on_report(const std::string& device, StreamThread::Report repor
                               {"seconds", progress.seconds},
                               {"done", progress.done}});
   }
+  for (const auto& [key, drift] : report.drifts)
+    for (const auto& [id, trainer] : trainers_)
+      if (trainer.key == key) {
+        carry_out(machine_.on_rank_message(id, report_of(key, drift), now()));
+        break;
+      }
   // The process may be another one by now: the life that caught up goes along, and Node compares it.
   for (const auto& [key, life] : report.caught_up)
     for (const auto& [id, trainer] : trainers_) {

@@ -73,6 +73,9 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
     bucket.input = *input;
     bucket.output = *output;
   }
+  auto access = options.device ? device::Access::make(*options.device) : device::Access::make(*device::make_host());
+  if (!access) return tl::unexpected(access.error());
+  made->access_ = std::move(*access);
   if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());
   const std::size_t staged = options.chunk_bytes * options.chunks_in_flight;
   if (options.device) {
@@ -205,14 +208,14 @@ Result<> Communicator::all_reduce(std::uint32_t index, Step step, ReduceOp op) {
 void Communicator::begin(Bucket& bucket) {
   if (device_failed_) return;
   last_progress_ = now_;
-  if (bucket.bytes() <= options_.direct_bytes && ring_.size() <= options_.direct_members)
-    bucket.running = std::make_unique<DirectOperation>(*this, bucket);
+  if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
   else bucket.running = std::make_unique<RingOperation>(*this, bucket);
   bucket.running->start();
   if (bucket.running && bucket.running->done()) finish(bucket);
 }
 
 void Communicator::finish(Bucket& bucket) {
+  bucket.digest = bucket.running->digest();
   bucket.running.reset();
   bucket.wanted = false;
   ++operations_done_;
@@ -354,6 +357,7 @@ void Communicator::on_message(Peer& peer, BytesView message) {
         inbox.present.assign(contributors_, false);
       }
       std::memcpy(inbox.data.data() + place * bucket.bytes(), message.data(), message.size());
+      damage_if_due(Step(header.value), std::span(inbox.data).subspan(place * bucket.bytes(), bucket.bytes()));
       inbox.present[place] = true;
       last_progress_ = now_;
       if (bucket.running) bucket.running->on_direct();

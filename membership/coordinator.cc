@@ -7,7 +7,7 @@ namespace rejoin::membership {
 // ---- what comes in
 
 Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, TimePoint now) {
-  nodes_[node].heard = now;
+  nodes_[node].heard = now_ = now;
   switch (message.kind_case()) {
     case proto::FromNode::kHello: break;  // the shell has checked it
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
@@ -15,6 +15,8 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     case proto::FromNode::kExchanged: on_exchanged(message.exchanged()); break;
     case proto::FromNode::kStanding: on_standing(message.standing(), now); break;
     case proto::FromNode::kAccusation: on_accusation(message.accusation(), now); break;
+    case proto::FromNode::kDetails: audit_.on_details(message.details()); break;
+    case proto::FromNode::kDrift: audit_.on_drift(message.drift()); break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode answer;
       answer.mutable_heartbeat();
@@ -72,6 +74,7 @@ void Coordinator::on_exchanged(const proto::Exchanged& exchanged) {
       exchanged.step() != committed_.value + 1)
     return;  // stale
   m->exchanged.add(RankSet(exchanged.ranks(), config_.ranks));
+  audit_.on_exchanged(m->replica, exchanged);
   try_commit();
 }
 
@@ -104,10 +107,11 @@ void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint n
 // ---- decisions
 
 void Coordinator::try_commit() {
-  if (members_.empty() || finished()) return;
+  if (members_.empty() || finished() || stopped_) return;
   for (const auto& m : members_)
     if (m.exchanged.size() < config_.ranks) return;
   if (!has_contributors()) return;
+  if (!differences_settled()) return;
   const Step step(committed_.value + 1);
   proto::LogRecord record;
   auto& committed = *record.mutable_committed();
@@ -120,6 +124,7 @@ void Coordinator::try_commit() {
   committed_ = step;
   give_up_suspended();
   ledger_.commit(step);
+  audit_.on_committed(now_);
   for (auto& m : members_) m.exchanged.clear();
   accusations_.clear();
   mended_.clear();
@@ -157,6 +162,7 @@ bool Coordinator::change_members_at_boundary() {
 
 void Coordinator::begin_epoch(const std::string& reason) {
   epoch_ = epoch_.next();
+  audit_.on_epoch();
   proto::LogRecord record;
   auto& begun = *record.mutable_epoch();
   begun.set_epoch(epoch_.value);
@@ -195,6 +201,8 @@ proto::Plan Coordinator::plan() const {
   plan.set_committed(committed_.value);
   plan.set_step(committed_.value + 1);
   plan.set_finished(finished());
+  audit_.fill(plan);
+  if (stopped_) plan.set_stopped(*stopped_);
   for (const auto& m : members_) {
     auto& member = *plan.add_members();
     member.set_replica(m.replica.value);

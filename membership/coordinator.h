@@ -16,6 +16,7 @@
 //   mend       a connection between two members broke: the same members in the next epoch, where they connect again.
 //   admission  a registered, connected replica enters at the next step boundary as catching up.
 //   promotion  all its ranks have caught up: it contributes from the next step boundary on.
+//   audit      what replicas reduced, or their states, differ: not committed, but repeated, or settled (drift_audit.h).
 #pragma once
 
 #include <map>
@@ -29,6 +30,7 @@
 #include "base/result.h"
 #include "control.pb.h"
 #include "membership/attendance.h"
+#include "membership/drift_audit.h"
 #include "membership/ledger.h"
 #include "membership/rank_set.h"
 
@@ -47,6 +49,13 @@ struct JobConfig {
   std::optional<Step> roll_back_to;
   // A job that has lost everybody starts again without the replicas that have not come for so long; zero: 15 × silence.
   Duration start_patience{};
+  AuditConfig audit;
+  // An operator's word where replicas differ and the job has stopped after step `at`: this one is wrong.
+  struct Drop {
+    ReplicaId replica;
+    Step at;
+  };
+  std::optional<Drop> drop;
 };
 
 struct Actions {
@@ -59,7 +68,11 @@ struct Actions {
 class Coordinator {
  public:
   explicit Coordinator(const JobConfig& config)
-      : config_(config), ledger_(config.batch), attendance_(config.silence), roll_back_to_(config.roll_back_to) {}
+      : config_(config),
+        ledger_(config.batch),
+        attendance_(config.silence),
+        roll_back_to_(config.roll_back_to),
+        audit_(config.audit, config.ranks) {}
 
   // Before anything else: takes up the decisions of an earlier life. `mismatch` where the log is of another job shape,
   // `corrupt` where its records contradict each other.
@@ -111,6 +124,9 @@ class Coordinator {
   const std::vector<Suspended>& suspended() const { return suspended_; }
   const std::map<ReplicaId, ReplicaState>& replicas() const { return replicas_; }
   const Ledger& ledger() const { return ledger_; }
+  const DriftAudit& audit() const { return audit_; }
+  // Replicas differ and an operator must say which is wrong: nothing is committed before.
+  const std::optional<std::string>& stopped() const { return stopped_; }
   // Whom the step under way waits for, for people.
   std::vector<std::string> waiting_for(TimePoint now) const;
   // Replicas that nothing goes on without: the last that hold the state of the last committed step, and silent.
@@ -161,6 +177,10 @@ class Coordinator {
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
 
   void try_commit();
+  // coordinator_audit.cc
+  bool differences_settled();
+  Result<> drop_as_told();
+
   bool change_members_at_boundary();
   void begin_epoch(const std::string& reason);
   void plan_step();
@@ -206,6 +226,9 @@ class Coordinator {
   std::optional<Step> wants_roll_back_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
   std::set<std::string> said_;  // in this epoch
+  DriftAudit audit_;
+  std::optional<std::string> stopped_;
+  TimePoint now_{};  // of the message that is being heard
   struct Edge {
     std::string what;
     bool lost = false;

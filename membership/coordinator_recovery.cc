@@ -17,6 +17,7 @@ Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, Time
   }
   for (const auto& record : records)
     if (auto replayed = replay(record); !replayed) return replayed;
+  if (auto dropped = drop_as_told(); !dropped) return dropped;
   if (!members_.empty()) recovering_until_ = now + config_.silence;
   plan_step();
   return {};
@@ -88,6 +89,12 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       committed_ = Step(record.rolled_back().version());
       ledger_.roll_back(committed_);
       return {};
+    case proto::LogRecord::kStopped: stopped_ = record.stopped().reason(); return {};
+    case proto::LogRecord::kDropped:
+      stopped_.reset();
+      for (auto& out : suspended_)
+        if (out.replica.value == record.dropped().replica()) out.ended = true;  // it is not taken back
+      return {};
     case proto::LogRecord::KIND_NOT_SET: break;
   }
   return fail(ErrorCode::corrupt, "a log record of unknown kind");
@@ -95,6 +102,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
 
 std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
   std::vector<std::string> lines;
+  if (stopped_) return {"an operator's decision about replicas that differ"};
   if (!started() || members_.empty()) {
     std::vector<ReplicaId> there;
     for (std::uint32_t r = 0; r < config_.replicas; ++r) {

@@ -60,6 +60,8 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
       again.set_epoch(up.exchanged_epoch());
       again.set_step(up.exchanged_step());
       RankSet(up.rank()).to(again.mutable_ranks());
+      again.add_reduced(up.exchanged_reduced());
+      again.add_state(up.exchanged_state());
       on_exchanged(again);
     }
     return try_start(now);
@@ -139,6 +141,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   rank.life = up.life();
   rank.version = up.version();
   rank.digest = up.digest();
+  audit_.on_digest_time(std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.connected_node = true;
   rank.address_size = static_cast<std::uint32_t>(up.address().size());
   rank.addresses = up.address() + up.stream_address();

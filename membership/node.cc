@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "membership/digest_table.h"
+
 namespace rejoin::membership {
 
 Node::Actions Node::on_coordinator_up(TimePoint now) {
@@ -101,6 +103,8 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   if (message.kind_case() == proto::FromNode::kExchanged) {
     rank.up.set_exchanged_epoch(message.exchanged().epoch());
     rank.up.set_exchanged_step(message.exchanged().step());
+    rank.up.set_exchanged_reduced(message.exchanged().reduced_size() > 0 ? message.exchanged().reduced(0) : 0);
+    rank.up.set_exchanged_state(message.exchanged().state_size() > 0 ? message.exchanged().state(0) : 0);
     gather(rank, actions);
     return actions;
   }
@@ -111,7 +115,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   } else if (message.kind_case() == proto::FromNode::kCaughtUp) {
     if (message.caught_up().life() == rank.up.life()) rank.caught_up = true;
     report_standing(rank, actions);
-  } else if (message.kind_case() == proto::FromNode::kAccusation && coordinator_up_) {
+  } else if ((message.has_accusation() || message.has_details() || message.has_drift()) && coordinator_up_) {
     actions.to_coordinator.push_back(message);
   }
   return actions;
@@ -155,13 +159,17 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   exchanged.set_step(last.up.exchanged_step());
   exchanged.set_incarnation(last.up.incarnation());
   RankSet together;
+  DigestTable digests;
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != last.up.replica() || rank.up.incarnation() != last.up.incarnation()) continue;
     if (rank.up.exchanged_epoch() != last.up.exchanged_epoch() || rank.up.exchanged_step() != last.up.exchanged_step())
       return;
     together.add(RankSet(rank.up.rank()));
+    if (rank.up.rank() < kMostRanks)
+      digests.put(rank.up.rank(), {rank.up.exchanged_reduced(), rank.up.exchanged_state()});
   }
   together.to(exchanged.mutable_ranks());
+  digests.tell(together, exchanged);
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }
 

@@ -128,7 +128,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       up() = message;
       break;
     }
-    case proto::FromNode::kExchanged: on_exchanged(message.exchanged()); break;
+    case proto::FromNode::kExchanged: add_exchanged(message.exchanged()); break;
     case proto::FromNode::kStanding: on_standing(node, message.standing()); break;
     case proto::FromNode::kAccusation: {
       const auto& accusation = message.accusation();
@@ -139,6 +139,8 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
         up() = message;
       break;
     }
+    case proto::FromNode::kDetails:
+    case proto::FromNode::kDrift: up() = message; break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode alive;
       alive.mutable_heartbeat();
@@ -161,7 +163,15 @@ void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   nodes_[node].hosts.add(RankSet(up.rank()));
   if (up.incarnation() == 0) return;  // known when it is registered
   join(key, rank, up.incarnation());
-  add_exchanged({up.replica(), up.incarnation()}, up.exchanged_epoch(), up.exchanged_step(), RankSet(up.rank()));
+  proto::Exchanged exchanged;
+  exchanged.set_replica(up.replica());
+  exchanged.set_incarnation(up.incarnation());
+  exchanged.set_epoch(up.exchanged_epoch());
+  exchanged.set_step(up.exchanged_step());
+  RankSet(up.rank()).to(exchanged.mutable_ranks());
+  exchanged.add_reduced(up.exchanged_reduced());
+  exchanged.add_state(up.exchanged_state());
+  add_exchanged(exchanged);
 }
 
 void Relay::join(const RankKey& key, RankState& rank, std::uint64_t incarnation) {
@@ -179,21 +189,19 @@ void Relay::leave(const RankKey& key, RankState& rank) {
   else say_exchanged(group->first, group->second);  // it may have waited for this one alone
 }
 
-void Relay::on_exchanged(const proto::Exchanged& exchanged) {
-  add_exchanged({exchanged.replica(), exchanged.incarnation()}, exchanged.epoch(), exchanged.step(),
-                RankSet(exchanged.ranks(), kNoLimit));
-}
-
 // One report, when these were the last that it waited for.
-void Relay::add_exchanged(const GroupKey& key, std::uint64_t epoch, std::uint64_t step, const RankSet& ranks) {
+void Relay::add_exchanged(const proto::Exchanged& theirs) {
+  const GroupKey key{theirs.replica(), theirs.incarnation()};
+  const std::uint64_t epoch = theirs.epoch(), step = theirs.step();
   auto found = groups_.find(key);
   if (found == groups_.end()) return;
   Group& group = found->second;
   const std::pair said(epoch, step), known(group.epoch, group.step);
   if (said < known || epoch == 0) return;
-  if (said > known) group.exchanged.clear();
+  if (said > known) group.exchanged.clear(), group.digests.clear();
   std::tie(group.epoch, group.step) = said;
-  group.exchanged.add(ranks);
+  group.exchanged.add(RankSet(theirs.ranks(), kNoLimit));
+  group.digests.take(theirs, kMostRanks);
   say_exchanged(key, group);
 }
 
@@ -205,6 +213,7 @@ void Relay::say_exchanged(const GroupKey& key, const Group& group) {
   exchanged.set_epoch(group.epoch);
   exchanged.set_step(group.step);
   group.exchanged.to(exchanged.mutable_ranks());
+  group.digests.tell(group.exchanged, exchanged);
 }
 
 void Relay::on_standing(NodeId node, const proto::Standing& standing) {

@@ -16,6 +16,7 @@
 
 #include "base/clock.h"
 #include "membership/coordinator.h"
+#include "membership/digest_table.h"
 
 namespace rejoin::membership {
 
@@ -61,6 +62,7 @@ class Relay {
     RankSet registered;
     std::uint64_t epoch = 0, step = 0;
     RankSet exchanged;  // of that step
+    DigestTable digests;
     std::map<NodeId, proto::Standing> standings;
     std::string said;  // the last standing that went up
   };
@@ -71,9 +73,8 @@ class Relay {
   void on_rank_up(NodeId node, const proto::RankUp& up);
   void join(const RankKey& key, RankState& rank, std::uint64_t incarnation);
   void leave(const RankKey& key, RankState& rank);
-  void on_exchanged(const proto::Exchanged& exchanged);
   void on_standing(NodeId node, const proto::Standing& standing);
-  void add_exchanged(const GroupKey& key, std::uint64_t epoch, std::uint64_t step, const RankSet& ranks);
+  void add_exchanged(const proto::Exchanged& exchanged);
   void say_exchanged(const GroupKey& key, const Group& group);
   void report_standing(std::uint32_t replica, std::uint64_t incarnation, Group& group);
   void lose_silent(TimePoint now);

@@ -73,6 +73,8 @@ void Driver::describe(proto::RankUp& up) const {
   if (!machine_.exchanged()) return;
   up.set_exchanged_epoch(machine_.epoch().value);
   up.set_exchanged_step(machine_.step().value);
+  up.set_exchanged_reduced(digests_.reduced);
+  up.set_exchanged_state(digests_.state);
 }
 
 void Driver::poll_ring(TimePoint now) {
@@ -119,6 +121,7 @@ void Driver::submit_wanted() {
 void Driver::report_exchanged() {
   if (!machine_.member() || machine_.exchanged() || ring_->epoch() != machine_.epoch()) return;
   if (!std::all_of(done_.begin(), done_.end(), [](bool d) { return d; })) return;
+  if (auto digested = digest_exchanged(); !digested) return fail(digested.error());
   machine_.on_exchanged();
   proto::FromNode report;
   auto& exchanged = *report.mutable_exchanged();
@@ -126,8 +129,61 @@ void Driver::report_exchanged() {
   exchanged.set_epoch(machine_.epoch().value);
   exchanged.set_step(machine_.step().value);
   membership::RankSet(config_.rank).to(exchanged.mutable_ranks());
+  if (machine_.plan().has_audit()) {
+    exchanged.add_reduced(digests_.reduced);
+    exchanged.add_state(digests_.state);
+  }
   events::emit("exchanged", {{"step", machine_.step().value}, {"epoch", machine_.epoch().value}});
   reports_.push_back(std::move(report));
+}
+
+// What the coordinator compares among replicas. The state is at the version before the step: the trainer has handed
+// over all gradients and changes nothing before the commit.
+Result<> Driver::digest_exchanged() {
+  digests_ = {};
+  const auto& plan = machine_.plan();
+  if (!plan.has_audit()) return {};
+  const auto reduced = ring_->results_digest();
+  if (!reduced) return tl::unexpected(reduced.error());
+  digests_.reduced = *reduced;
+  if (!machine_.contributes()) return {};
+  const auto state = audit_->digest(plan.audit().period(), plan.audit().phase());
+  if (!state) return tl::unexpected(state.error());
+  digests_.state = *state;
+  return {};
+}
+
+// What is behind the digests of the epoch that is about to end: outputs and state are as they were.
+Result<> Driver::tell_details(const proto::Plan::Inspect& wanted) {
+  const auto& plan = machine_.plan();
+  if (wanted.rank() != config_.rank || wanted.epoch() != ring_->epoch().value || !plan.has_audit()) return {};
+  const auto results = ring_->inspect_results();
+  if (!results) return tl::unexpected(results.error());
+  proto::FromNode report;
+  auto& details = *report.mutable_details();
+  details.set_replica(config_.replica.value);
+  details.set_rank(config_.rank);
+  details.set_epoch(wanted.epoch());
+  for (const auto& segments : *results) {
+    auto& bucket = *details.add_buckets();
+    for (const auto& segment : segments) {
+      auto& told = *bucket.add_segments();
+      told.set_digest(segment.digest);
+      told.set_from(segment.from.value);
+    }
+  }
+  const auto pieces = machine_.contributes() ? audit_->pieces(plan.audit().period(), plan.audit().phase())
+                                             : Result<std::vector<StateAudit::Piece>>();
+  if (!pieces) return tl::unexpected(pieces.error());
+  for (const auto& piece : *pieces) {
+    auto& told = *details.add_state();
+    told.set_tensor(piece.tensor);
+    told.set_first(piece.first);
+    told.set_count(piece.count);
+    told.set_digest(piece.digest);
+  }
+  reports_.push_back(std::move(report));
+  return {};
 }
 
 void Driver::report_links() {
@@ -196,6 +252,9 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
           ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_, secret_);
       if (!ring) return fail(ring.error());
       ring_ = std::move(*ring);
+      auto audit = StateAudit::make(owner_);
+      if (!audit) return fail(audit.error());
+      audit_ = std::move(*audit);
       on_peers(proto::Peers(peers_));
       return;
     }
@@ -236,7 +295,7 @@ void Driver::reach_peers() {
 }
 
 void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
-  const bool contributed = machine_.contributes();
+  const bool contributed = machine_.contributes(), exchanged = machine_.exchanged();
   const std::uint64_t under_way = machine_.step().value;
   const auto meaning = machine_.on_plan(plan);
   using Meaning = membership::Rank::Meaning;
@@ -250,6 +309,10 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
     committed_at_ = now;
   }
   disturbed_ = meaning == Meaning::new_epoch;
+  if (plan.has_inspect() && exchanged && meaning == Meaning::new_epoch)
+    if (auto told = tell_details(plan.inspect()); !told) return fail(told.error());
+  if (!plan.stopped().empty()) spdlog::error("the job has stopped after step {}: {}", plan.committed(), plan.stopped());
+  ring_->digest_results(plan.has_audit());
   if (machine_.epoch_changed() && machine_.has_contributors()) enter_epoch();
   if (meaning == Meaning::committed || meaning == Meaning::finished) {
     committed_ = under_way;

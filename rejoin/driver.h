@@ -8,7 +8,9 @@
 #include "control.pb.h"
 #include "ftar/communicator.h"
 #include "membership/attendance.h"
+#include "membership/digest_table.h"
 #include "membership/rank.h"
+#include "rejoin/state_audit.h"
 #include "shm/owner.h"
 
 namespace rejoin {
@@ -65,6 +67,10 @@ class Driver {
   const std::optional<Error>& failure() const { return failure_; }
   std::uint64_t revision() const { return revision_; }  // changes with any of these
 
+  // A drill: one bit of what the ring brings in the next step is damaged.
+  void flip_a_bit() {
+    if (ring_) ring_->flip_bit_at(machine_.step().next());
+  }
   // By bucket: the last step for which it has been reduced. (Once more after a retry.)
   const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }
@@ -80,6 +86,8 @@ class Driver {
   void enter_epoch();
   void submit_wanted();
   void report_exchanged();
+  Result<> digest_exchanged();
+  Result<> tell_details(const proto::Plan::Inspect& wanted);
   void report_links();
   void look_for_stalls(TimePoint now);
   bool is_place(const ftar::Member& member) const;
@@ -99,6 +107,8 @@ class Driver {
   std::vector<ftar::Place> places_;  // of the ring, in its epoch
   std::map<ReplicaId, std::string>
       broken_;  // connections that broke in this epoch, and why: of no use before the next one
+  std::unique_ptr<StateAudit> audit_;
+  membership::RankDigests digests_;  // of the last exchange
   proto::Peers peers_;
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step

@@ -53,9 +53,10 @@ Progress::~Progress() {
 
 // ---- the trainer's thread
 
-Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
+Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration digest_time) {
   version_at_join_ = version;
   digest_at_join_ = digest;
+  digest_time_ = digest_time;
   auto wake = make_eventfd();
   if (!wake) return tl::unexpected(wake.error());
   wake_ = std::move(*wake);
@@ -80,6 +81,7 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
                    .plan_hash = state_.plan_hash(),
                    .ring = {.chunk_bytes = config_.chunk_bytes,
                             .chunks_in_flight = config_.chunks_in_flight,
+                            .flip_bit_at = Step(config_.flip_bit_at),
                             .device = on_gpu ? device : nullptr,
                             .reducer = {.blocks = config_.reduce_blocks, .threads = config_.reduce_threads}},
                    .patience = config_.patience},
@@ -297,6 +299,7 @@ proto::LocalHello Progress::hello() const {
   up.set_address(address_);
   up.set_version(version_at_join_);
   up.set_digest(digest_at_join_);
+  up.set_digest_us(static_cast<std::uint64_t>(digest_time_ / std::chrono::microseconds(1)));
   up.set_pid(::getpid());
   return hello;
 }

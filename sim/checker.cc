@@ -55,7 +55,15 @@ void Checker::on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_
                                         step, replica, rank));
 }
 
-void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t version, std::uint64_t digest) {
+void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
+                       std::uint64_t digest) {
+  if (auto known = wrong_.find(life); known != wrong_.end()) {
+    if (version > known->second)
+      violate("no-drift", fmt::format("replica {} rank {} has another state than its peers, and still contributes at "
+                                      "version {}",
+                                      replica, rank, version));
+    return;  // nobody is to be compared with it, and whoever caught up from it differs from the others
+  }
   const auto [known, first] = states_.emplace(RankAt{rank, version}, digest);
   if (!first && known->second != digest)
     violate("same-bits",

@@ -26,7 +26,13 @@ class Checker {
   void on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, const membership::Batch& batch,
                   std::uint64_t before, std::uint64_t after);
   // A rank that contributes has this state.
-  void on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t version, std::uint64_t digest);
+  void on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
+                std::uint64_t digest);
+  // From this version on, this life of a rank has another state than its peers, which is to be found within `steps`.
+  void on_wrong(std::uint64_t life, std::uint64_t version, std::uint64_t steps) {
+    wrong_.try_emplace(life, version + steps);
+  }
+  bool wrong(std::uint64_t life) const { return wrong_.contains(life); }
   void on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget);
   void on_stale_write();
   // At the end. `held`, `handed_back`: samples under way, and waiting to be handed out.
@@ -41,6 +47,7 @@ class Checker {
   std::optional<Violation> violation_;                                           // the first
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
   std::map<RankAt, std::uint64_t> reduced_, states_;
+  std::map<std::uint64_t, std::uint64_t> wrong_;  // lives; the last version at which they may still contribute
   std::uint64_t epoch_ = 0;
 };
 

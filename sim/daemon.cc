@@ -191,6 +191,14 @@ void Daemon::run() {
   const TimePoint now = local_now();
   for (const auto& command : std::exchange(commands_, {})) command(*service_, now);
   auto caught_up = service_->poll(now);
+  for (const auto& [key, drift] : service_->take_drifts())
+    world_.deliver(*this, world_.in_order(reported_, until_run()), [this, key = key, drift = drift] {
+      for (const auto& [connection, rank] : ranks_)
+        if (rank.key == key) {
+          world_.count("sources found to differ");
+          return carry_out(machine_.on_rank_message(connection, daemon::report_of(key, drift), local_now()));
+        }
+    });
   if (world_.planted(Plant::early_proof))
     for (auto key : service_->joining())
       for (const auto& [connection, rank] : machine_.ranks())

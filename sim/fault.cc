@@ -10,20 +10,25 @@ namespace rejoin::sim {
 namespace {
 
 constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
-    "kill_trainer",   "hang_trainer",     "slow_trainer",     "kill_replica", "kill_all",     "kill_daemon",
-    "power_loss",     "kill_coordinator", "crash_in_append",  "disk_full",    "partition",    "one_way_partition",
-    "cut_ring",       "cut_stream",       "damage",           "pause",        "lose_rail",    "slow_link",
-    "damage_at_rest", "stop_daemon",      "stop_coordinator", "stop_some",    "stop_all",     "suspend_node",
-    "slow_disk",      "hang_compute",     "reset_control",    "reset_ring",   "reset_stream", "black_hole",
-    "refuse_memory"};
+    "kill_trainer",     "hang_trainer", "slow_trainer",   "kill_replica",
+    "kill_all",         "kill_daemon",  "power_loss",     "kill_coordinator",
+    "crash_in_append",  "disk_full",    "partition",      "one_way_partition",
+    "cut_ring",         "cut_stream",   "damage",         "pause",
+    "lose_rail",        "slow_link",    "damage_at_rest", "stop_daemon",
+    "stop_coordinator", "stop_some",    "stop_all",       "suspend_node",
+    "slow_disk",        "hang_compute", "reset_control",  "reset_ring",
+    "reset_stream",     "black_hole",   "refuse_memory",  "drift",
+    "flip_reduced",     "flip_state"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
 
 constexpr std::array<std::string_view, kPlants> kPlantNames{
-    "none",          "commit_without_vote", "apply_without_commit", "apply_twice", "skip_a_piece", "forget_a_decision",
-    "wrong_batch",   "touch_the_input",     "damage_after_proof",   "deaf_rank",   "early_proof",  "stale_write",
-    "keep_too_much", "wrong_life"};
+    "none",          "commit_without_vote", "apply_without_commit",
+    "apply_twice",   "skip_a_piece",        "forget_a_decision",
+    "wrong_batch",   "touch_the_input",     "damage_after_proof",
+    "deaf_rank",     "early_proof",         "stale_write",
+    "keep_too_much", "wrong_life",          "no_audit"};
 
 }  // namespace
 

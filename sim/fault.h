@@ -42,8 +42,11 @@ enum class FaultKind : std::uint8_t {
   reset_stream,       // one catch-up connection of a node
   black_hole,         // what one replica sends to another does not arrive for a while, and neither is told
   refuse_memory,      // a rank's next registration of memory fails, or its node's
+  drift,              // from now on a contributor's optimizer computes something else
+  flip_reduced,       // one bit of a reduced chunk flips on its way, in the next step
+  flip_state,         // one bit of a contributor's state flips in its memory
 };
-constexpr std::size_t kFaultKinds = 31;
+constexpr std::size_t kFaultKinds = 34;
 std::string_view to_string(FaultKind kind);
 
 // When a fault comes: at its time, or when this happens next after it.
@@ -80,8 +83,9 @@ enum class Plant : std::uint8_t {
   stale_write,           // a write lands after its endpoint was closed
   keep_too_much,         // the budget for kept gradients is ignored
   wrong_life,            // that a joiner has caught up is believed of whoever is that rank when it is heard
+  no_audit,              // nobody compares replicas
 };
-constexpr std::size_t kPlants = 14;
+constexpr std::size_t kPlants = 15;
 std::string_view to_string(Plant plant);
 Result<Plant> parse_plant(std::string_view name);
 

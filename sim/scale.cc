@@ -267,6 +267,8 @@ class Cluster {
       exchanged.set_epoch(rank.epoch);
       exchanged.set_step(rank.step);
       membership::RankSet(static_cast<std::uint32_t>(index % o_.ranks)).to(exchanged.mutable_ranks());
+      exchanged.add_reduced(0x9e3779b97f4a7c15 * (index % o_.ranks + 1));
+      exchanged.add_state(0xbf58476d1ce4e5b9 * (index % o_.ranks + 1));
       say(index, message);
     }
     drain();

@@ -189,7 +189,7 @@ void Trainer::begin_step() {
   driver_->take(step_.step);
   gradients_.reset();
   if (step_.contributes && !std::exchange(current_, true))
-    world_.checker().on_state(replica, rank, step_.step - 1, *state_->digest());
+    world_.checker().on_state(replica, rank, life, step_.step - 1, *state_->digest());
   stage_ = Stage::exchanging;
   if (!step_.contributes) return world_.wake(*this);
   stage_ = Stage::computing;
@@ -243,6 +243,17 @@ void Trainer::damage_at_rest() {
   world_.count("damaged at rest");
 }
 
+// A contributor's, between updates.
+bool Trainer::flip_state() {
+  if (!current_ || stage_ == Stage::updating || stopped) return false;
+  const auto tensor = static_cast<std::uint32_t>(random.pick(model_.tensors().size()));
+  const auto column = state_->column(
+      {tensor}, static_cast<std::uint32_t>(random.pick(model_.tensors()[tensor].moments + std::uint64_t{1})));
+  column[random.pick(column.size())] ^= std::byte{2};
+  world_.went_wrong(*this, last_);
+  return true;
+}
+
 void Trainer::end_update() {
   std::size_t skipped = pieces_.size();
   if (world_.planted(Plant::skip_a_piece) && world_.plant_due()) skipped = random.pick(pieces_.size());
@@ -263,7 +274,11 @@ void Trainer::end_update() {
   state_->end_update(Step(step_.step), contributed_);
   last_ = step_.step;
   stage_ = Stage::waiting;
-  if (contributed_) world_.checker().on_state(replica, rank, last_, *state_->digest());
+  if (drifts_ && contributed_) {
+    floats(state_->column({0}, 0))[instance % 300] += 1e-3f;
+    world_.went_wrong(*this, last_);
+  }
+  if (contributed_) world_.checker().on_state(replica, rank, life, last_, *state_->digest());
   if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
 }
 

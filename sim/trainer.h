@@ -35,6 +35,10 @@ class Trainer final : public Process {
   std::unique_ptr<transport::Engine> engine;  // over its rails
   membership::RankConnection connection;      // at the daemon; 0: none
   TrainingState& state() { return *state_; }
+  void drift() { drifts_ = true; }
+  bool drifts() const { return drifts_; }
+  void flip_a_bit() { driver_->flip_a_bit(); }
+  bool flip_state();  // false where it can't be now
 
  private:
   enum class Stage { waiting, computing, exchanging, updating };
@@ -62,7 +66,7 @@ class Trainer final : public Process {
   StepView step_;
   std::uint64_t last_ = 0;
   TimePoint compute_stands_until_{};
-  bool contributed_ = false, current_ = false;
+  bool contributed_ = false, current_ = false, drifts_ = false;
   std::optional<std::uint64_t> gradients_;  // digest of what was handed over
   std::vector<catchup::Piece> pieces_;
 };

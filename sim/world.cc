@@ -25,7 +25,14 @@ Shape shape_of(const Options& options) {
 }
 
 membership::JobConfig job_of(const Options& options, const Shape& shape) {
-  return {.replicas = shape.replicas, .ranks = shape.ranks, .batch = options.batch, .steps = 0, .silence = 200ms};
+  return {.replicas = shape.replicas,
+          .ranks = shape.ranks,
+          .batch = options.batch,
+          .steps = 0,
+          .silence = 200ms,
+          // A vote that is forged has no digests, and would not get past the audit.
+          .audit = {.on = options.plant != Plant::no_audit && options.plant != Plant::commit_without_vote,
+                    .period = 1 + Random(options.seed, "audit", 0).pick(12)}};
 }
 
 transport::sim::Options fabric_of(const Options& options, const Shape& shape) {
@@ -316,12 +323,14 @@ void World::let_operator_act() {
     roll_back_to_ = *wanted;
     kill_coordinator(fmt::format("its operator lets the job go back to step {}", *wanted));
   }
+  if (coordinator_ && coordinator_->decisions().stopped()) drop_who_is_wrong();
   after(job.silence / 4, [this] { let_operator_act(); });
 }
 
 membership::JobConfig World::job_to_start() {
   membership::JobConfig config = job;
   config.roll_back_to = std::exchange(roll_back_to_, std::nullopt);
+  config.drop = std::exchange(drop_, std::nullopt);
   return config;
 }
 

@@ -87,6 +87,7 @@ class World {
   bool take_damage_at_rest(std::uint32_t replica);  // true once for each such fault
   // A protocol has come this far, at this replica (if at any): faults may wait for that.
   void on_moment(Moment moment, std::uint32_t replica);
+  void went_wrong(const Trainer& trainer, std::uint64_t version);
   bool plant_due();  // the planted fault happens here, once in a while
 
   const Options options_;
@@ -164,6 +165,10 @@ class World {
   void suspend_node(const Fault& fault);
   void slow_link(const Fault& fault, TimePoint until);
   std::vector<Process*> processes() const;
+  static bool is_of_bits(FaultKind kind);
+  void damage_bits(const Fault& fault);
+  bool somebody_is_wrong() const;
+  void drop_who_is_wrong();
   Duration control_delay(std::uint32_t node, bool up);
   bool settled() const;
   void on_committed(const proto::LogRecord::Committed& record);
@@ -200,7 +205,8 @@ class World {
   std::vector<SlowLink> slow_links_;                  // by node
   std::vector<TimePoint> up_blocked_, down_blocked_;  // by node: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
-  TimePoint faults_end_{};
+  TimePoint faults_end_{}, disturbed_until_{};
+  std::optional<membership::JobConfig::Drop> drop_;  // an operator's word to the next coordinator
   std::deque<std::string> recent_;
   std::map<std::uint64_t, std::map<std::pair<std::uint32_t, std::uint32_t>, double>> losses_;  // by step
   std::uint64_t failures_ = 0;                                                                 // of a long run, so far

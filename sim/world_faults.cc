@@ -13,9 +13,13 @@ Duration World::slowness(std::uint32_t replica, std::uint32_t rank) const {
 }
 
 void World::happen(const Fault& fault) {
+  // Where one replica is wrong, those who are right are needed.
+  if (!is_of_bits(fault.kind) && somebody_is_wrong()) return;
   count(fmt::format("fault: {}", to_string(fault.kind)));
   note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
        milliseconds(fault.lasting));
+  if (is_of_bits(fault.kind)) return damage_bits(fault);
+  disturbed_until_ = std::max(disturbed_until_, now() + fault.lasting + 4 * job.silence);
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
   const std::uint32_t node = node_of(fault.replica, fault.rank);
   Daemon* daemon = daemons_[node].get();
@@ -23,6 +27,9 @@ void World::happen(const Fault& fault) {
   faults_end_ = std::max(faults_end_, until);
   Random random(fault.detail);
   switch (fault.kind) {
+    case FaultKind::drift:
+    case FaultKind::flip_state:
+    case FaultKind::flip_reduced: return;
     case FaultKind::kill_trainer: return kill_trainer(fault.replica, fault.rank, "killed");
     case FaultKind::hang_trainer:
       if (trainer != nullptr) stop(*trainer, fault.lasting);
