@@ -11,6 +11,7 @@ void Checker::violate(const std::string& invariant, std::string what) {
 }
 
 void Checker::on_record(const proto::LogRecord& record) {
+  if (replay_) replay_->on_record(record);
   if (record.has_epoch()) {
     if (record.epoch().epoch() <= epoch_)
       violate("one-decision", fmt::format("epoch {} was begun after epoch {}", record.epoch().epoch(), epoch_));
@@ -68,6 +69,10 @@ void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t 
   if (!first && known->second != digest)
     violate("same-bits",
             fmt::format("replica {} rank {} differs from its peers at version {}", replica, rank, version));
+  const auto right = replay_ ? replay_->digest(rank, version) : std::nullopt;
+  if (right && *right != digest)
+    violate("same-bits", fmt::format("replica {} rank {} differs at version {} from one process that trained the same",
+                                     replica, rank, version));
 }
 
 void Checker::on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget) {

@@ -8,6 +8,7 @@
 
 #include "control.pb.h"
 #include "membership/ledger.h"
+#include "sim/replay.h"
 
 namespace rejoin::sim {
 
@@ -17,7 +18,9 @@ struct Violation {
 
 class Checker {
  public:
-  explicit Checker(std::string ignore) : ignore_(std::move(ignore)) {}
+  Checker(std::string ignore, const Model& model, std::uint32_t ranks) : ignore_(std::move(ignore)) {
+    if (model.exact()) replay_.emplace(model, ranks);
+  }
   // A record is on the coordinator's disk.
   void on_record(const proto::LogRecord& record);
   // A rank applies this step: the digest of its reduced gradients.
@@ -25,7 +28,7 @@ class Checker {
   // … having trained these samples (contributors), from gradients that were `before` when it handed them over.
   void on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, const membership::Batch& batch,
                   std::uint64_t before, std::uint64_t after);
-  // A rank that contributes has this state.
+  // A rank that contributes has this state (Replay::digest_of).
   void on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
                 std::uint64_t digest);
   // From this version on, this life of a rank has another state than its peers, which is to be found within `steps`.
@@ -48,6 +51,7 @@ class Checker {
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
   std::map<RankAt, std::uint64_t> reduced_, states_;
   std::map<std::uint64_t, std::uint64_t> wrong_;  // lives; the last version at which they may still contribute
+  std::optional<Replay> replay_;
   std::uint64_t epoch_ = 0;
 };
 

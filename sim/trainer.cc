@@ -189,11 +189,19 @@ void Trainer::begin_step() {
   driver_->take(step_.step);
   gradients_.reset();
   if (step_.contributes && !std::exchange(current_, true))
-    world_.checker().on_state(replica, rank, life, step_.step - 1, *state_->digest());
+    world_.checker().on_state(replica, rank, life, step_.step - 1, state_digest());
   stage_ = Stage::exchanging;
   if (!step_.contributes) return world_.wake(*this);
   stage_ = Stage::computing;
   in(random.between(2ms, 8ms) + world_.slowness(replica, rank), &Trainer::compute);
+}
+
+std::uint64_t Trainer::state_digest() const {
+  std::vector<Model::Views> moments(weights_.size());
+  for (std::uint32_t t = 0; t < weights_.size(); ++t)
+    for (std::uint32_t m = 0; m < model_.tensors()[t].moments; ++m)
+      moments[t].push_back(floats(state_->column({t}, m + 1)));
+  return Replay::digest_of(weights_, moments);
 }
 
 void Trainer::compute() {
@@ -278,7 +286,7 @@ void Trainer::end_update() {
     floats(state_->column({0}, 0))[instance % 300] += 1e-3f;
     world_.went_wrong(*this, last_);
   }
-  if (contributed_) world_.checker().on_state(replica, rank, life, last_, *state_->digest());
+  if (contributed_) world_.checker().on_state(replica, rank, life, last_, state_digest());
   if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
 }
 

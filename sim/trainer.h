@@ -43,6 +43,7 @@ class Trainer final : public Process {
  private:
   enum class Stage { waiting, computing, exchanging, updating };
   void say_all();
+  std::uint64_t state_digest() const;
   void begin_step();
   void compute();
   void touch();  // a planted bug

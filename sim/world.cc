@@ -56,7 +56,7 @@ World::World(const Options& options)
       failures_random_(chance("failures of a long run")),
       plant_random_(chance("the planted bug")),
       fabric_(fabric_of(options, shape), clock_),
-      checker_(options.ignore),
+      checker_(options.ignore, model(), shape.ranks),
       trainers_(shape.replicas),
       damage_at_rest_(shape.replicas),
       slow_links_(nodes()),
