@@ -57,6 +57,11 @@ class CudaStream final : public Stream {
                          "letting a CUDA stream wait");
   }
 
+  Result<> write(std::uint64_t* word, std::uint64_t value) override {
+    Current current(*primary_);
+    return driver_.check(driver_.stream_write_value(stream_, pointer(word), value, 0), "letting a CUDA stream tell");
+  }
+
   Result<std::uint64_t> mark() override {
     Current current(*primary_);
     cuda::EventHandle event = nullptr;

@@ -1,7 +1,6 @@
 #include "device/reducer.h"
 
 #include <algorithm>
-#include <atomic>
 #include <new>
 
 namespace rejoin::device {
@@ -30,68 +29,71 @@ Result<std::unique_ptr<Reducer>> Reducer::make(Device& device, const ReducerOpti
   std::unique_ptr<Reducer> reducer(new Reducer(options));
   auto pinned = device.allocate_pinned(sizeof(Mailbox));
   if (!pinned) return tl::unexpected(pinned.error());
-  for (auto* stream : {&reducer->kernel_, &reducer->copies_}) {
-    auto made = device.make_stream();
-    if (!made) return tl::unexpected(made.error());
-    *stream = std::move(*made);
-  }
+  auto stream = device.make_stream();
+  if (!stream) return tl::unexpected(stream.error());
   reducer->pinned_ = std::move(*pinned);
+  reducer->kernel_ = std::move(*stream);
   reducer->mailbox_ = new (reducer->pinned_.bytes.data()) Mailbox{};
+  // A kernel's first launch may wait for the whole device, which later may wait for this kernel.
+  reducer->leave(1);
+  if (auto loaded = reducer->launch(Duration::zero()); !loaded) return tl::unexpected(loaded.error());
+  if (auto loaded = reducer->kernel_->synchronize(); !loaded) return tl::unexpected(loaded.error());
   return reducer;
 }
 
 Reducer::~Reducer() {
-  rest();
+  if (mailbox_ != nullptr) leave(launches_);
   kernel_.reset();  // waits for it, before its mailbox goes
 }
 
+// ---- giving
+
 Result<std::uint64_t> Reducer::add(DataType type, std::byte* out, const std::byte* a, const std::byte* b,
                                    std::size_t count, std::uint32_t divisor) {
-  waiting_.push_back({.out = address(out),
-                      .a = address(a),
-                      .b = address(b),
-                      .count = count,
-                      .type = static_cast<std::uint32_t>(type),
-                      .divisor = divisor});
-  under_way_.push_back({.number = ++queued_, .work = ++works_});
-  if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
-  return queued_;
+  return give({.out = address(out),
+               .a = address(a),
+               .b = address(b),
+               .count = count,
+               .type = static_cast<std::uint32_t>(type),
+               .divisor = divisor});
 }
 
 Result<std::uint64_t> Reducer::copy(std::byte* out, const std::byte* in, std::size_t size) {
-  if (auto copied = copies_->copy(out, in, size); !copied) return tl::unexpected(copied.error());
-  const auto mark = copies_->mark();
-  if (!mark) return mark;
-  under_way_.push_back({.number = ++queued_, .mark = *mark});
-  return queued_;
+  return give({.out = address(out), .a = address(in), .b = address(in), .count = size, .type = Work::kCopy});
+}
+
+Result<std::uint64_t> Reducer::give(const Work& work) {
+  waiting_.push_back(work);
+  ++given_;
+  if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
+  return given_;
 }
 
 Result<> Reducer::post_waiting() {
+  if (auto failed = failure(); !failed) return failed;
   const std::uint64_t done = works_done();
   while (!waiting_.empty() && posted_ - done < Mailbox::kWorks) {
     mailbox_->works[(posted_ + 1) % Mailbox::kWorks] = waiting_.front();
     waiting_.pop_front();
     release(mailbox_->posted, ++posted_);
   }
-  // A block that left in the same moment as its work was posted is found by done().
-  if (posted_ > done && !running_) return launch();
-  return {};
+  // A block that left in the same moment as its work was posted is found by the next done().
+  if (options_.attended || posted_ == done || a_kernel_takes_it()) return {};
+  const std::unique_lock launching(launching_, std::try_to_lock);
+  return launching && holds_ == 0 ? launch(options_.patience) : Result<>();
 }
 
-// Behind whatever is left of the launch before: the stream keeps them in order.
-Result<> Reducer::launch() {
-  running_ = true;
-  if (auto reached = kernel_->reached(); !reached) return tl::unexpected(reached.error());
-  const kernels::ReduceArguments arguments{
-      .mailbox = mailbox_,
-      .launch = ++launches_,
-      .patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.patience).count())};
-  if (auto launched = kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads}, &arguments); !launched)
-    return launched;
-  const auto mark = kernel_->mark();
-  if (!mark) return tl::unexpected(mark.error());
-  launch_mark_ = *mark;
-  return {};
+Result<std::uint64_t> Reducer::done() {
+  if (idle()) return done_;
+  done_ = works_done();
+  if (idle()) return done_;
+  if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
+  constexpr std::uint64_t between_looks = 256;
+  if (options_.attended || ++looks_ % between_looks != 0) return done_;
+  const std::unique_lock launching(launching_, std::try_to_lock);
+  if (launching && holds_ == 0)
+    if (auto looked = look(); !looked) return tl::unexpected(looked.error());
+  return done_;
 }
 
 std::uint64_t Reducer::works_done() const {
@@ -100,41 +102,103 @@ std::uint64_t Reducer::works_done() const {
   return done;
 }
 
-bool Reducer::a_block_left() const {
+// A launch that some block has left, or may leave, takes nothing more for certain: the next goes on where each of its
+// blocks was.
+bool Reducer::a_kernel_takes_it() const {
+  const std::uint64_t now = launches_;
+  if (holds_ > 0) return true;  // it is there, or about to be
+  if (acquire(mailbox_->leave) >= now) return false;
   for (unsigned b = 0; b < options_.blocks; ++b)
-    if (acquire(mailbox_->blocks[b].left) == launches_) return true;
-  return false;
+    if (acquire(mailbox_->blocks[b].left) == now) return false;
+  return true;
 }
 
-Result<std::uint64_t> Reducer::done() {
-  if (idle()) return done_;
-  const std::uint64_t works = works_done();
-  const auto copied = copies_->reached();
-  if (!copied) return copied;
-  while (!under_way_.empty() && under_way_.front().work <= works && under_way_.front().mark <= *copied) {
-    done_ = under_way_.front().number;
-    under_way_.pop_front();
+bool Reducer::wants_attention() {
+  const bool wants = options_.attended && !idle() && posted_ > works_done() && !a_kernel_takes_it();
+  if (wants) wanted_ = true;
+  return wants;
+}
+
+// The launch is read before the holds, here and in let_go(): a hold that comes between them launches one of its own.
+void Reducer::rest() {
+  const std::uint64_t now = launches_;
+  if (holds_ == 0) leave(now);
+}
+
+// ---- launching
+
+// Numbers of launches only grow, whoever tells them to leave.
+void Reducer::leave(std::uint64_t launch) {
+  std::atomic_ref word(mailbox_->leave);
+  for (std::uint64_t told = word; told < launch && !word.compare_exchange_weak(told, launch);) {
   }
-  if (works == posted_ && waiting_.empty()) return done_;
-  if (running_ && a_block_left()) rest();  // the others, too; the next launch goes on where each of them is
-  if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
-  // A kernel that died says so to its stream alone.
-  constexpr std::uint64_t between_looks = 256;
-  if (++looks_ % between_looks == 0)
-    if (auto reached = kernel_->reached(); !reached) return reached;
-  return done_;
+}
+
+// Under launching_. Behind whatever is left of the launch before, which is told to leave: the stream keeps them in
+// order.
+Result<> Reducer::launch(Duration patience) {
+  const std::uint64_t before = launches_;
+  if (auto looked = look(); !looked) return looked;
+  const kernels::ReduceArguments arguments{
+      .mailbox = mailbox_,
+      .launch = before + 1,
+      .patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(patience).count())};
+  auto launched = kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads}, &arguments);
+  if (!launched) return launched;
+  const auto mark = kernel_->mark();
+  if (!mark) return tl::unexpected(mark.error());
+  launch_mark_ = *mark;
+  launches_ = before + 1;
+  leave(before);
+  return {};
+}
+
+// Under launching_. A kernel that died says so to its stream alone.
+Result<> Reducer::look() {
+  const auto reached = kernel_->reached();
+  if (reached) return {};
+  {
+    const std::lock_guard lock(telling_);
+    error_ = reached.error();
+  }
+  failed_ = true;
+  return tl::unexpected(reached.error());
+}
+
+Result<> Reducer::failure() const {
+  if (!failed_) return {};
+  const std::lock_guard lock(telling_);
+  return tl::unexpected(*error_);
+}
+
+// Whether a kernel that is there stays can't be known, since a block may be about to leave: the first hold always
+// launches one, with no limit to its patience.
+Result<> Reducer::hold(Stream* behind) {
+  const std::lock_guard launching(launching_);
+  if (holds_++ > 0) return {};
+  auto launched = behind == nullptr ? Result<>() : kernel_->follow(*behind);
+  if (launched) launched = launch(Duration::max());
+  if (!launched) --holds_;
+  return launched;
+}
+
+void Reducer::let_go() {
+  const std::uint64_t now = launches_;
+  if (--holds_ == 0) leave(now);
+}
+
+Result<> Reducer::attend() {
+  const std::lock_guard launching(launching_);
+  if (holds_ > 0) return {};
+  if (auto looked = look(); !looked) return looked;
+  return wanted_.exchange(false) ? launch(options_.patience) : Result<>();
 }
 
 Result<bool> Reducer::resting() {
+  const std::lock_guard launching(launching_);
   const auto reached = kernel_->reached();
   if (!reached) return tl::unexpected(reached.error());
   return *reached == launch_mark_;
-}
-
-void Reducer::rest() {
-  if (!running_) return;
-  running_ = false;
-  release(mailbox_->leave, launches_);
 }
 
 }  // namespace rejoin::device

@@ -1,9 +1,12 @@
-// Additions in a GPU's memory, chunk by chunk, driven by the CPU: a kernel that runs for as long as there is something
-// to come takes them from pinned memory (kernels/mailbox.h), so that a chunk costs no launch. Pure copies go by a copy
-// engine and take nothing from the GPU's cores. Thread: one at a time.
+// Additions and copies in a GPU's memory, chunk by chunk, driven by the CPU: a kernel that runs for as long as there is
+// something to come takes them from pinned memory (kernels/mailbox.h), so that a chunk costs no launch, and no call of
+// the driver.
 #pragma once
 
+#include <atomic>
 #include <deque>
+#include <mutex>
+#include <optional>
 
 #include "base/clock.h"
 #include "base/types.h"
@@ -19,49 +22,71 @@ struct ReducerOptions {
   // The kernel leaves when nothing has come for so long, and is launched again when something does: whatever becomes of
   // the other members, whoever waits for the whole device waits no longer than this.
   Duration patience = std::chrono::milliseconds(20);
+  // Only hold() and attend() call the driver; else whoever gives work launches the kernel for it.
+  bool attended = false;
 };
 
 class Reducer {
  public:
-  // Errors: `invalid_argument` (a grid that can't be); `unavailable` (no kernels); of the device.
+  // Launches the kernel once, so that it is loaded. Errors: `invalid_argument` (a grid that can't be); `unavailable`
+  // (no kernels); of the device.
   static Result<std::unique_ptr<Reducer>> make(Device& device, const ReducerOptions& options);
-  ~Reducer();  // waits for what is queued
+  ~Reducer();  // waits for what the kernel has begun
 
-  // out = a + b, as ftar::add() of the host (same bits, but for a NaN's payload), resp. out = in. All in device memory,
-  // and to be left alone until it is done, by other works as well: they run beside each other. Pointers need the
-  // alignment of an element; multiples of 16 bytes, or the same distance to one, are faster. Numbers count up from 1.
-  // Errors: of the device; nothing works on it any more.
+  // ---- one thread, which gives the works
+  // out = a + b, as ftar::add() of the host (same bits, but for a NaN's payload), in device memory; resp. out = in, in
+  // device memory or pinned memory. To be left alone until it is done, by other works as well: they run beside each
+  // other. Pointers need the alignment of an element; multiples of 16 bytes, or the same distance to one, are faster.
+  // Numbers count up from 1. Errors: of the device; nothing works on it any more.
   Result<std::uint64_t> add(DataType type, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count,
                             std::uint32_t divisor);
   Result<std::uint64_t> copy(std::byte* out, const std::byte* in, std::size_t size);
   // The last number up to which everything is done.
   Result<std::uint64_t> done();
-  bool idle() const { return queued_ == done_; }
+  bool idle() const { return given_ == done_; }
+  // Nothing comes for a while: the kernel leaves when it has done what was given, unless it is held.
+  void rest();
+  bool wants_attention();  // no kernel takes what was given, nor is held
+
+  // ---- any thread
+  // From here until as many let_go() the kernel stays, work or not, and nobody else calls the driver for it. The first
+  // launches it, behind what is queued on the stream. Errors: of the device.
+  Result<> hold(Stream* behind = nullptr);
+  void let_go();  // calls no driver, and waits for nobody who does
+  // Launches the kernel if it is wanted and not held, and sees whether it has died; the others tell from then on.
+  Result<> attend();
+
   std::uint64_t launches() const { return launches_; }  // of the kernel, ever
   Result<bool> resting();                               // no kernel of this is on the device, or about to be
-  // Nothing comes for a while: the kernel leaves when it has done what was given.
-  void rest();
 
  private:
-  struct Queued {
-    std::uint64_t number = 0;
-    std::uint64_t work = 0, mark = 0;  // of the kernel, of the copies; one of the two
-  };
   explicit Reducer(const ReducerOptions& options) : options_(options) {}
+  Result<std::uint64_t> give(const kernels::Work& work);
   Result<> post_waiting();
-  Result<> launch();
+  bool a_kernel_takes_it() const;
+  Result<> launch(Duration patience);
+  Result<> look();
+  Result<> failure() const;
+  void leave(std::uint64_t launch);
   std::uint64_t works_done() const;
-  bool a_block_left() const;
 
   const ReducerOptions options_;
   Memory pinned_;
   kernels::Mailbox* mailbox_ = nullptr;
-  std::unique_ptr<Stream> kernel_, copies_;
+
+  // The giving thread's.
   std::deque<kernels::Work> waiting_;  // for room in the mailbox
-  std::deque<Queued> under_way_;
-  std::uint64_t works_ = 0, posted_ = 0, launches_ = 0, launch_mark_ = 0, looks_ = 0;
-  bool running_ = false;  // a launch that has not been told to leave
-  std::uint64_t queued_ = 0, done_ = 0;
+  std::uint64_t given_ = 0, posted_ = 0, done_ = 0, looks_ = 0;
+  std::atomic<bool> wanted_{false};  // … and the attending one's
+
+  // Launching. A thread that holds launching_ may be in the driver: whoever may not wait for that takes it never.
+  std::mutex launching_;
+  std::unique_ptr<Stream> kernel_;
+  std::uint64_t launch_mark_ = 0;
+  std::atomic<std::uint64_t> holds_{0}, launches_{0};
+  std::atomic<bool> failed_{false};
+  mutable std::mutex telling_;  // guards
+  std::optional<Error> error_;
 };
 
 }  // namespace rejoin::device

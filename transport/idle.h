@@ -4,6 +4,8 @@
 #include <poll.h>
 #include <sched.h>
 
+#include <algorithm>
+#include <ctime>
 #include <span>
 
 #include "base/clock.h"
@@ -40,8 +42,9 @@ class Idle {
     waiting[count++] = {engine_.event_fd(), POLLIN, 0};
     for (int fd : others)
       if (count < 32) waiting[count++] = {fd, POLLIN, 0};
-    const auto ms = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
-    ::poll(waiting, count, static_cast<int>(std::max<std::int64_t>(0, ms)));
+    const auto ns = std::chrono::ceil<std::chrono::nanoseconds>(std::max(limit, Duration::zero())).count();
+    const timespec longest{.tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000};
+    ::ppoll(waiting, count, &longest, nullptr);
   }
 
  private:

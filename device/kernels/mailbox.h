@@ -6,11 +6,13 @@
 
 namespace rejoin::device::kernels {
 
-// out = a + b, element by element, or (a + b) / divisor as the last addition of a mean. Device addresses.
+// out = a + b, element by element, or (a + b) / divisor as the last addition of a mean; or out = a. Addresses of the
+// device's memory or of pinned memory.
 struct Work {
+  static constexpr std::uint32_t kCopy = 255;
   std::uint64_t out = 0, a = 0, b = 0;
-  std::uint64_t count = 0;    // elements
-  std::uint32_t type = 0;     // DataType
+  std::uint64_t count = 0;    // elements; of a copy, bytes
+  std::uint32_t type = 0;     // DataType; or kCopy
   std::uint32_t divisor = 0;  // 0 or 1: a plain sum
 };
 

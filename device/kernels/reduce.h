@@ -72,6 +72,31 @@ constexpr inline void add_share(Machine& m, const Work& work) {
   for (std::uint64_t i = head + vectors * L::kCount + self; i < work.count; i += threads) one(i);
 }
 
+template <typename Machine>
+constexpr inline void copy_share(Machine& m, const Work& work) {
+  constexpr unsigned kUnroll = 8;
+  const std::uint64_t threads = std::uint64_t{m.threads()} * m.blocks();
+  const std::uint64_t self = std::uint64_t{m.block()} * m.threads() + m.thread();
+  const auto one = [&](std::uint64_t i) { m.store(work.out + i, m.template load<std::uint8_t>(work.a + i)); };
+  std::uint64_t head = work.count, vectors = 0;
+  if (((work.a ^ work.out) & 15) == 0) {
+    head = (16 - (work.a & 15)) % 16;
+    head = head < work.count ? head : work.count;
+    vectors = (work.count - head) / 16;
+  }
+  for (std::uint64_t i = self; i < head; i += threads) one(i);
+  const std::uint64_t tile = std::uint64_t{m.threads()} * kUnroll, whole = vectors - vectors % tile;
+  const auto from = [&](std::uint64_t i) { return m.template load<Vector>(work.a + head + 16 * i); };
+  for (std::uint64_t base = m.block() * tile + m.thread(); base < whole; base += tile * m.blocks()) {
+    Vector some[kUnroll];
+    m.template unrolled<kUnroll>([&](unsigned u) { some[u] = from(base + u * m.threads()); });
+    m.template unrolled<kUnroll>(
+        [&](unsigned u) { m.store(work.out + head + 16 * (base + u * m.threads()), some[u]); });
+  }
+  for (std::uint64_t i = whole + self; i < vectors; i += threads) m.store(work.out + head + 16 * i, from(i));
+  for (std::uint64_t i = head + vectors * 16 + self; i < work.count; i += threads) one(i);
+}
+
 // What a launch does: works as they are posted, until it is told to leave or nothing has come for its patience.
 template <typename Machine>
 constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
@@ -86,9 +111,9 @@ constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
     const auto* work = m.for_all([&](Work& found) {
       found = ahead;
       if (posted < next) {
-        const std::uint64_t until = m.now() + arguments.patience_ns;
+        const std::uint64_t since = m.now();
         while ((posted = m.acquire(box.posted)) < next) {
-          if (m.acquire(box.leave) >= arguments.launch || m.now() >= until) return false;
+          if (m.acquire(box.leave) >= arguments.launch || m.now() - since >= arguments.patience_ns) return false;
           m.relax();
         }
         found = box.works[next % Mailbox::kWorks];
@@ -98,10 +123,14 @@ constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
     });
     if (work == nullptr) break;
     const Work now = m.translated(*work);
-    arithmetic::dispatch(static_cast<DataType>(now.type), [&](auto element) {
-      if (now.divisor > 1) add_share<decltype(element), true>(m, now);
-      else add_share<decltype(element), false>(m, now);
-    });
+    if (now.type == Work::kCopy) {
+      copy_share(m, now);
+    } else {
+      arithmetic::dispatch(static_cast<DataType>(now.type), [&](auto element) {
+        if (now.divisor > 1) add_share<decltype(element), true>(m, now);
+        else add_share<decltype(element), false>(m, now);
+      });
+    }
     m.finish([&] { m.release(mine.done, next); });
   }
   m.finish([&] { m.release(mine.left, arguments.launch); });
