@@ -124,13 +124,14 @@ bool no_context() { return contexts.empty(); }
 struct Block {
   unsigned index = 0, count = 1;
   kernels::Work found{};
+  unsigned looks = 0;  // at nothing new
 
   unsigned thread() const { return 0; }
   unsigned threads() const { return 1; }
   unsigned block() const { return index; }
   unsigned blocks() const { return count; }
   std::uint64_t now() const { return kernels::ptx::nanoseconds(); }
-  void relax() const { look_away(); }
+  void relax() { look_away(++looks); }
   std::uint64_t acquire(const std::uint64_t& from) const { return kernels::ptx::acquire(from); }
   void release(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::release(to, value); }
   template <typename T>
@@ -149,7 +150,9 @@ struct Block {
   }
   template <typename Find>
   const kernels::Work* for_all(Find find) {
-    return find(found) ? &found : nullptr;
+    if (!find(found)) return nullptr;
+    looks = 0;
+    return &found;
   }
   template <typename Tell>
   void finish(Tell tell) const {

@@ -1,6 +1,7 @@
 // The software driver's streams (fake_cuda.cc), and what its calls wait for.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,7 +20,9 @@
 namespace rejoin::device::fake {
 
 // Between two looks at a word that the CPU will write: a GPU that waits takes no time of the CPU's.
-inline void look_away() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+inline void look_away(unsigned looks = 0) {
+  std::this_thread::sleep_for(std::chrono::microseconds(20) * std::clamp(looks / 16, 1u, 25u));
+}
 
 struct Stream;
 
