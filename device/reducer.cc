@@ -5,7 +5,7 @@
 
 namespace rejoin::device {
 
-using kernels::Mailbox, kernels::Work;
+using kernels::Mailbox, kernels::Relay, kernels::Work;
 
 namespace {
 
@@ -19,21 +19,27 @@ std::uint64_t address(const std::byte* bytes) { return reinterpret_cast<std::uin
 }  // namespace
 
 Result<std::unique_ptr<Reducer>> Reducer::make(Device& device, const ReducerOptions& options) {
-  if (options.blocks < 1 || options.blocks > Mailbox::kMaxBlocks)
-    return fail(ErrorCode::invalid_argument, "{} blocks for reductions: 1 to {} can be", options.blocks,
-                Mailbox::kMaxBlocks);
-  if (options.threads < 32 || options.threads > 512 || options.threads % 32 != 0)
-    return fail(ErrorCode::invalid_argument, "{} threads a block for reductions: 32 to 512 in steps of 32 can be",
+  constexpr unsigned most_blocks = 1024;
+  if (options.blocks < 1 || options.blocks > most_blocks)
+    return fail(ErrorCode::invalid_argument, "{} blocks for reductions: 1 to {} can be", options.blocks, most_blocks);
+  if (options.threads < 64 || options.threads > 512 || options.threads % 32 != 0)
+    return fail(ErrorCode::invalid_argument, "{} threads a block for reductions: 64 to 512 in steps of 32 can be",
                 options.threads);
   if (auto ready = device.prepare_kernels(); !ready) return tl::unexpected(ready.error());
   std::unique_ptr<Reducer> reducer(new Reducer(options));
   auto pinned = device.allocate_pinned(sizeof(Mailbox));
   if (!pinned) return tl::unexpected(pinned.error());
+  auto on_device = device.allocate(sizeof(Relay));
+  if (!on_device) return tl::unexpected(on_device.error());
   auto stream = device.make_stream();
   if (!stream) return tl::unexpected(stream.error());
   reducer->pinned_ = std::move(*pinned);
+  reducer->on_device_ = std::move(*on_device);
   reducer->kernel_ = std::move(*stream);
   reducer->mailbox_ = new (reducer->pinned_.bytes.data()) Mailbox{};
+  reducer->relay_ = reinterpret_cast<Relay*>(reducer->on_device_.bytes.data());
+  if (auto cleared = reducer->kernel_->clear(reducer->on_device_.bytes.data(), sizeof(Relay)); !cleared)
+    return tl::unexpected(cleared.error());
   // A kernel's first launch may wait for the whole device, which later may wait for this kernel.
   reducer->leave(1);
   if (auto loaded = reducer->launch(Duration::zero()); !loaded) return tl::unexpected(loaded.error());
@@ -55,14 +61,24 @@ Result<std::uint64_t> Reducer::add(DataType type, std::byte* out, const std::byt
                .b = address(b),
                .count = count,
                .type = static_cast<std::uint32_t>(type),
-               .divisor = divisor});
+               .divisor = divisor},
+              count * size_of(type));
 }
 
 Result<std::uint64_t> Reducer::copy(std::byte* out, const std::byte* in, std::size_t size) {
-  return give({.out = address(out), .a = address(in), .b = address(in), .count = size, .type = Work::kCopy});
+  return give({.out = address(out), .a = address(in), .count = size, .type = Work::kCopy}, size);
 }
 
-Result<std::uint64_t> Reducer::give(const Work& work) {
+// Tiles are small enough for all warps to have some, and the larger, the less is to be said about them.
+Result<std::uint64_t> Reducer::give(Work&& work, std::uint64_t bytes) {
+  constexpr std::uint64_t page = 4096, most = 32768, for_each = 4;
+  const std::uint64_t warps = std::uint64_t{options_.blocks} * options_.threads / 32;
+  const std::uint64_t tile =
+      std::clamp(bytes / (warps * for_each) / page * page, bytes < 512 * KiB ? page : 2 * page, most);
+  work.first = tiles_;
+  work.tiles = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, (bytes + tile - 1) / tile));
+  work.tile = static_cast<std::uint32_t>(tile);
+  tiles_ += work.tiles;
   waiting_.push_back(work);
   ++given_;
   if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
@@ -97,20 +113,16 @@ Result<std::uint64_t> Reducer::done() {
 }
 
 std::uint64_t Reducer::works_done() const {
-  std::uint64_t done = posted_;
-  for (unsigned b = 0; b < options_.blocks; ++b) done = std::min(done, acquire(mailbox_->blocks[b].done));
+  std::uint64_t done = done_;
+  while (done < posted_ && acquire(mailbox_->done[(done + 1) % Mailbox::kWorks]) == done + 1) ++done;
   return done;
 }
 
-// A launch that some block has left, or may leave, takes nothing more for certain: the next goes on where each of its
-// blocks was.
+// A launch that is told to leave may take nothing more; the next goes on where it ends.
 bool Reducer::a_kernel_takes_it() const {
   const std::uint64_t now = launches_;
   if (holds_ > 0) return true;  // it is there, or about to be
-  if (acquire(mailbox_->leave) >= now) return false;
-  for (unsigned b = 0; b < options_.blocks; ++b)
-    if (acquire(mailbox_->blocks[b].left) == now) return false;
-  return true;
+  return acquire(mailbox_->leave) < now && acquire(mailbox_->left) < now;
 }
 
 bool Reducer::wants_attention() {
@@ -141,6 +153,7 @@ Result<> Reducer::launch(Duration patience) {
   if (auto looked = look(); !looked) return looked;
   const kernels::ReduceArguments arguments{
       .mailbox = mailbox_,
+      .relay = relay_,
       .launch = before + 1,
       .patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(patience).count())};
   auto launched = kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads}, &arguments);
@@ -171,8 +184,8 @@ Result<> Reducer::failure() const {
   return tl::unexpected(*error_);
 }
 
-// Whether a kernel that is there stays can't be known, since a block may be about to leave: the first hold always
-// launches one, with no limit to its patience.
+// Whether a kernel that is there stays can't be known, since it may be about to leave: the first hold always launches
+// one, with no limit to its patience.
 Result<> Reducer::hold(Stream* behind) {
   const std::lock_guard launching(launching_);
   if (holds_++ > 0) return {};

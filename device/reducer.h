@@ -61,7 +61,7 @@ class Reducer {
 
  private:
   explicit Reducer(const ReducerOptions& options) : options_(options) {}
-  Result<std::uint64_t> give(const kernels::Work& work);
+  Result<std::uint64_t> give(kernels::Work&& work, std::uint64_t bytes);
   Result<> post_waiting();
   bool a_kernel_takes_it() const;
   Result<> launch(Duration patience);
@@ -71,12 +71,13 @@ class Reducer {
   std::uint64_t works_done() const;
 
   const ReducerOptions options_;
-  Memory pinned_;
+  Memory pinned_, on_device_;
   kernels::Mailbox* mailbox_ = nullptr;
+  kernels::Relay* relay_ = nullptr;  // on the device
 
   // The giving thread's.
   std::deque<kernels::Work> waiting_;  // for room in the mailbox
-  std::uint64_t given_ = 0, posted_ = 0, done_ = 0, looks_ = 0;
+  std::uint64_t given_ = 0, posted_ = 0, done_ = 0, tiles_ = 0, looks_ = 0;
   std::atomic<bool> wanted_{false};  // … and the attending one's
 
   // Launching. A thread that holds launching_ may be in the driver: whoever may not wait for that takes it never.
