@@ -111,16 +111,32 @@ extern "C" __global__ void __launch_bounds__(512, 1) rejoin_reduce(ReduceArgumen
   else serve(gpu, arguments);
 }
 
-// A warp for each block of 4096 bytes, all eight loads of a lane in flight at once; then one for each piece's end.
-extern "C" __global__ void __launch_bounds__(256) rejoin_digest(DigestArguments arguments) {
-  const auto* pieces = reinterpret_cast<const DigestPiece*>(arguments.pieces);
+// What is behind a piece's whole blocks, by a warp.
+__device__ inline void copy_tail(std::uint64_t from, std::uint64_t to, std::uint64_t size, unsigned lane) {
+  constexpr unsigned at_once = DigestPiece::kBlock / sizeof(uint4) / kLanes;
+  const std::uint64_t vectors = size / sizeof(uint4);
+#pragma unroll
+  for (unsigned i = 0; i < at_once; ++i)
+    if (lane + i * kLanes < vectors)
+      reinterpret_cast<uint4*>(to)[lane + i * kLanes] = reinterpret_cast<const uint4*>(from)[lane + i * kLanes];
+  const std::uint64_t byte = vectors * sizeof(uint4) + lane;
+  if (byte < size) *reinterpret_cast<std::uint8_t*>(to + byte) = *reinterpret_cast<const std::uint8_t*>(from + byte);
+}
+
+// A warp for each item, all eight loads of a lane in flight at once.
+extern "C" __global__ void __launch_bounds__(256) rejoin_digest(const __grid_constant__ DigestArguments arguments) {
   const unsigned lane = threadIdx.x % xxh3::kLanes;
   const std::uint64_t warps = std::uint64_t{gridDim.x} * (blockDim.x / xxh3::kLanes);
   const std::uint64_t warp = (std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x) / xxh3::kLanes;
   const xxh3::Keys keys = reinterpret_cast<const xxh3::Keys*>(arguments.keys)[lane];
-  for (std::uint64_t i = warp; i < arguments.blocks; i += warps) {
-    const DigestPiece& piece = pieces[piece_of(pieces, arguments.count, i)];
-    const std::uint64_t at = piece.data + (i - piece.first_block) * xxh3::kBytes;
+  for (std::uint64_t i = warp; i < arguments.items; i += warps) {
+    const std::uint64_t number = piece_of(arguments, i);
+    const DigestPiece& piece = arguments.pieces[number];
+    const std::uint64_t before = (i - piece.first) * xxh3::kBytes, at = piece.data + before;
+    if (piece.size - before < xxh3::kBytes) {
+      copy_tail(at, arguments.tails + number * xxh3::kBytes, piece.size - before, lane);
+      continue;
+    }
     ulonglong2 data[xxh3::kRounds][xxh3::kTurns];
 #pragma unroll
     for (unsigned round = 0; round < xxh3::kRounds; ++round)
@@ -147,12 +163,6 @@ extern "C" __global__ void __launch_bounds__(256) rejoin_digest(DigestArguments 
     shares += __shfl_xor_sync(~0u, shares, 1);
     shares += __shfl_xor_sync(~0u, shares, 2);
     if (lane == 0) reinterpret_cast<std::uint64_t*>(arguments.hashes)[i] = xxh3::finish(shares);
-  }
-  for (std::uint64_t i = warp; i < arguments.count; i += warps) {
-    const std::uint64_t size = pieces[i].size % xxh3::kBytes, from = pieces[i].data + pieces[i].size - size;
-    const std::uint64_t to = arguments.tails + i * xxh3::kBytes;
-    for (std::uint64_t byte = lane; byte < size; byte += xxh3::kLanes)
-      *reinterpret_cast<std::uint8_t*>(to + byte) = *reinterpret_cast<const std::uint8_t*>(from + byte);
   }
 }
 

@@ -55,27 +55,32 @@ struct ReduceArguments {
   std::uint64_t patience_ns = 0;  // without work
 };
 
-// Some bytes to digest: their whole blocks of 4096 bytes are number `first_block` and on of a launch.
+// Some bytes to digest, in items: their whole blocks of 4096 bytes, and what is left behind them. `first` is the number
+// of its first item in a launch.
 struct DigestPiece {
+  static constexpr std::uint64_t kBlock = 4096;
   std::uint64_t data = 0;  // device address, a multiple of 16
   std::uint64_t size = 0;
-  std::uint64_t first_block = 0;
+  std::uint64_t first = 0;
+  constexpr std::uint64_t items() const { return (size + kBlock - 1) / kBlock; }
 };
 
-// hashes[i] = XXH3_64 of block i. What is behind a piece's whole blocks is copied to tails[4096 × its number].
+// hashes[i] = XXH3_64 of item i, if it is a whole block. Another is copied to tails[4096 × its piece].
 struct DigestArguments {
-  std::uint64_t keys = 0;    // device address, of xxh3::Keys by lane
-  std::uint64_t pieces = 0;  // likewise, of `count` pieces with growing first_block
-  std::uint64_t count = 0, blocks = 0;
+  static constexpr std::size_t kPieces = 128;
+  std::uint64_t keys = 0;               // device address, of xxh3::Keys by lane
   std::uint64_t hashes = 0, tails = 0;  // addresses of the device's or of pinned memory
+  std::uint64_t count = 0, items = 0;
+  DigestPiece pieces[kPieces] = {};  // none of no items
 };
+static_assert(sizeof(DigestArguments) <= 4096);  // what all devices take as a kernel's arguments
 
-// The piece that a block belongs to.
-constexpr inline std::uint64_t piece_of(const DigestPiece* pieces, std::uint64_t count, std::uint64_t block) {
-  std::uint64_t low = 0, high = count;  // pieces[low].first_block <= block < pieces[high].first_block
+// The piece that an item belongs to.
+constexpr inline std::uint64_t piece_of(const DigestArguments& arguments, std::uint64_t item) {
+  std::uint64_t low = 0, high = arguments.count;  // pieces[low].first <= item < pieces[high].first
   while (high - low > 1) {
     const std::uint64_t middle = (low + high) / 2;
-    (pieces[middle].first_block <= block ? low : high) = middle;
+    (arguments.pieces[middle].first <= item ? low : high) = middle;
   }
   return low;
 }

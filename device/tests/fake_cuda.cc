@@ -206,15 +206,20 @@ void run_reduce(unsigned blocks, kernels::ReduceArguments arguments) {
 }
 
 void run_digest(const kernels::DigestArguments& arguments) {
-  const auto* pieces = reinterpret_cast<const kernels::DigestPiece*>(
-      resolve(arguments.pieces, arguments.count * sizeof(kernels::DigestPiece)));
+  constexpr std::size_t block = kernels::xxh3::kBytes;
   const auto* keys = reinterpret_cast<const kernels::xxh3::Keys*>(
       resolve(arguments.keys, kernels::xxh3::kLanes * sizeof(kernels::xxh3::Keys)));
-  auto* hashes = reinterpret_cast<std::uint64_t*>(resolve(arguments.hashes, arguments.blocks * 8));
-  char* tails = resolve(arguments.tails, arguments.count * kernels::xxh3::kBytes);
-  for (std::uint64_t i = 0; i < arguments.blocks; ++i) {
-    const auto& piece = pieces[kernels::piece_of(pieces, arguments.count, i)];
-    const char* data = resolve(piece.data, piece.size) + (i - piece.first_block) * kernels::xxh3::kBytes;
+  auto* hashes = reinterpret_cast<std::uint64_t*>(resolve(arguments.hashes, arguments.items * 8));
+  char* tails = resolve(arguments.tails, arguments.count * block);
+  for (std::uint64_t i = 0; i < arguments.items; ++i) {
+    const std::uint64_t number = kernels::piece_of(arguments, i);
+    const auto& piece = arguments.pieces[number];
+    const std::size_t before = (i - piece.first) * block;
+    const char* data = resolve(piece.data, piece.size) + before;
+    if (piece.size - before < block) {
+      std::memcpy(tails + number * block, data, piece.size - before);
+      continue;
+    }
     hashes[i] = kernels::xxh3::hash(
         [&](unsigned offset) {
           kernels::xxh3::Pair pair;
@@ -222,11 +227,6 @@ void run_digest(const kernels::DigestArguments& arguments) {
           return pair;
         },
         keys);
-  }
-  for (std::uint64_t i = 0; i < arguments.count; ++i) {
-    const std::size_t rest = pieces[i].size % kernels::xxh3::kBytes;
-    std::memcpy(tails + i * kernels::xxh3::kBytes, resolve(pieces[i].data, pieces[i].size) + pieces[i].size - rest,
-                rest);
   }
 }
 

@@ -265,9 +265,9 @@ TEST_F(Kernels, AnAttendedOneIsLaunchedByItsAttendantAlone) {
 }
 
 TEST_F(Kernels, GridsThatCantBeAreRefused) {
-  for (const auto& options : {ReducerOptions{.blocks = 0}, ReducerOptions{.blocks = 5000},
-                              ReducerOptions{.threads = 1024}, ReducerOptions{.threads = 33},
-                              ReducerOptions{.threads = 32}}) {
+  for (const auto& options :
+       {ReducerOptions{.blocks = 0}, ReducerOptions{.blocks = 5000}, ReducerOptions{.threads = 1024},
+        ReducerOptions{.threads = 33}, ReducerOptions{.threads = 32}}) {
     const auto made = Reducer::make(*device, options);
     ASSERT_FALSE(made);
     EXPECT_EQ(made.error().code, ErrorCode::invalid_argument);
@@ -279,7 +279,7 @@ TEST_F(Kernels, GridsThatCantBeAreRefused) {
 
 TEST_F(Kernels, DigestsAreTheCpus) {
   auto digester = *Digester::make(*device);
-  Bytes bytes(9 * MiB + 12345);
+  Bytes bytes(37 * MiB + 12345);  // in several launches
   std::mt19937_64 random(3);
   for (auto& byte : bytes) byte = static_cast<std::byte>(random());
   auto memory = *device->allocate(bytes.size());

@@ -150,30 +150,27 @@ TEST(Language, AWarpDigestsABlockAsTheCpuDoes) {
   std::vector<std::uint64_t> words(6000);
   for (auto& word : words) word = std::uint64_t{random()} << 32 | random();
   const auto bytes = std::as_bytes(std::span(words));
-  std::vector<DigestPiece> pieces;
-  std::uint64_t blocks = 0;
-  for (const auto& [offset, size] : {std::pair{0, 4096}, {16, 4095}, {32, 20001}, {4096, 0}, {160, 40000}}) {
-    pieces.push_back({address(bytes.data()) + static_cast<unsigned>(offset), static_cast<unsigned>(size), blocks});
-    blocks += static_cast<unsigned>(size) / xxh3::kBytes;
+  DigestArguments arguments;
+  for (const auto& [offset, size] : {std::pair{0, 4096}, {16, 4095}, {32, 20001}, {48, 15}, {160, 40000}}) {
+    auto& piece = arguments.pieces[arguments.count++];
+    piece = {address(bytes.data()) + static_cast<unsigned>(offset), static_cast<unsigned>(size), arguments.items};
+    arguments.items += piece.items();
   }
   xxh3::Keys keys[xxh3::kLanes];
   for (unsigned lane = 0; lane < xxh3::kLanes; ++lane) keys[lane] = xxh3::keys_of(lane);
-  std::vector<std::uint64_t> hashes(blocks);
-  Bytes tails(pieces.size() * xxh3::kBytes);
-  cuda_language::launch(rejoin_digest, 3, 64,
-                        DigestArguments{.keys = address(keys),
-                                        .pieces = address(pieces.data()),
-                                        .count = pieces.size(),
-                                        .blocks = blocks,
-                                        .hashes = address(hashes.data()),
-                                        .tails = address(tails.data())});
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    const std::size_t whole = pieces[i].size / xxh3::kBytes, rest = pieces[i].size % xxh3::kBytes;
-    const auto first = hashes.begin() + static_cast<std::ptrdiff_t>(pieces[i].first_block);
-    std::vector<std::uint64_t> of_it(first, first + static_cast<std::ptrdiff_t>(whole));
-    if (rest > 0) of_it.push_back(digest_of_block(BytesView(tails).subspan(i * xxh3::kBytes, rest)));
-    const BytesView piece(reinterpret_cast<const std::byte*>(pieces[i].data), pieces[i].size);
-    EXPECT_EQ(digest_of_hashes(pieces[i].size, of_it), digest(piece)) << i;
+  std::vector<std::uint64_t> hashes(arguments.items);
+  std::vector<Rows::Sixteen> tails(arguments.count * xxh3::kBytes / 16);
+  arguments.keys = address(keys);
+  arguments.hashes = address(hashes.data());
+  arguments.tails = address(tails.data());
+  cuda_language::launch(rejoin_digest, 3, 64, arguments);
+  for (std::size_t i = 0; i < arguments.count; ++i) {
+    const auto& piece = arguments.pieces[i];
+    const auto of_it = std::span(hashes).subspan(piece.first, piece.items());
+    const BytesView tail = std::as_bytes(std::span(tails)).subspan(i * xxh3::kBytes, piece.size % xxh3::kBytes);
+    if (!tail.empty()) of_it.back() = digest_of_block(tail);
+    EXPECT_EQ(digest_of_hashes(piece.size, of_it), digest({reinterpret_cast<const std::byte*>(piece.data), piece.size}))
+        << i;
   }
 }
 

@@ -13,6 +13,7 @@
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct uint4 {
   std::uint32_t x, y, z, w;
