@@ -7,17 +7,27 @@ namespace rejoin::device::kernels {
 
 namespace {
 
+constexpr unsigned kLanes = 32, kAll = ~0u;
+
 class Gpu {
  public:
-  __device__ unsigned thread() const { return threadIdx.x; }
-  __device__ unsigned threads() const { return blockDim.x; }
-  __device__ unsigned block() const { return blockIdx.x; }
-  __device__ unsigned blocks() const { return gridDim.x; }
+  __device__ unsigned lane() const { return threadIdx.x % kLanes; }
+  __device__ unsigned lanes() const { return kLanes; }
+  // The last warp of the first block watches, and that of the others is not needed.
+  __device__ static bool watches() { return threadIdx.x >= blockDim.x - kLanes; }
+  __device__ unsigned workers() const { return gridDim.x * (blockDim.x / kLanes - 1); }
 
   __device__ std::uint64_t now() const { return ptx::nanoseconds(); }
-  __device__ void relax() const { __nanosleep(100); }
-  __device__ std::uint64_t acquire(const std::uint64_t& from) const { return ptx::acquire(from); }
-  __device__ void release(std::uint64_t& to, std::uint64_t value) const { ptx::release(to, value); }
+  // The more of them look, the less often.
+  __device__ void relax() const { __nanosleep(20 + workers() / 2); }
+  __device__ std::uint64_t acquire(const std::uint64_t& from) const { return ptx::acquire_system(from); }
+  __device__ void release(std::uint64_t& to, std::uint64_t value) const { ptx::release_system(to, value); }
+  __device__ std::uint64_t acquire_device(const std::uint64_t& from) const { return ptx::acquire_device(from); }
+  __device__ void release_device(std::uint64_t& to, std::uint64_t value) const { ptx::release_device(to, value); }
+  __device__ std::uint64_t peek(const std::uint64_t& from) const { return ptx::peek(from); }
+  __device__ void poke(std::uint64_t& to, std::uint64_t value) const { ptx::poke(to, value); }
+  __device__ std::uint64_t claim(std::uint64_t& from) const { return ptx::claim(from); }
+  __device__ std::uint64_t add(std::uint64_t& to, std::uint64_t more) const { return ptx::add(to, more); }
 
   // Through the L2 cache only, where what a NIC has written is seen.
   template <typename T>
@@ -33,6 +43,14 @@ class Gpu {
   __device__ void store(std::uint64_t address, T value) const {
     *reinterpret_cast<T*>(address) = value;
   }
+  __device__ Work work(const Work& passed) const {
+    struct {
+      Vector of[sizeof(Work) / sizeof(Vector)];
+    } vectors;
+    unrolled<sizeof(Work) / sizeof(Vector)>(
+        [&](unsigned i) { vectors.of[i] = load<Vector>(address_of(passed) + i * sizeof(Vector)); });
+    return std::bit_cast<Work>(vectors);
+  }
 
   template <unsigned kCount, typename Body>
   __device__ void unrolled(Body body) const {
@@ -40,30 +58,33 @@ class Gpu {
     for (unsigned i = 0; i < kCount; ++i) body(i);
   }
 
-  // One thread finds out; all get it. Nothing where it found nothing.
+  __device__ void meet() const { __syncwarp(); }
+  // The first lane finds out, and all get it.
   template <typename Find>
-  __device__ const Work* for_all(Find find) const {
-    __shared__ Work found;
-    __shared__ bool is;
-    if (threadIdx.x == 0) is = find(found);
-    __syncthreads();
-    return is ? &found : nullptr;
+  __device__ std::uint64_t one(Find find) const {
+    std::uint64_t found = 0;
+    if (lane() == 0) found = find();
+    return of_first(found);
   }
-  // After all threads' stores, one thread tells.
+  __device__ std::uint64_t of_first(std::uint64_t value) const {
+    __syncwarp();
+    return __shfl_sync(kAll, value, 0);
+  }
+  __device__ std::uint32_t least(std::uint32_t value) const { return __reduce_min_sync(kAll, value); }
+  // After all lanes' stores, the first one tells.
   template <typename Tell>
-  __device__ void finish(Tell tell) const {
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x == 0) tell();
+  __device__ void tell(Tell tell) const {
+    __syncwarp();
+    if (lane() == 0) tell();
   }
-  __device__ Work translated(const Work& work) const { return work; }
 };
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(512, 1) rejoin_reduce(ReduceArguments arguments) {
+extern "C" __global__ void __launch_bounds__(512 + kLanes, 1) rejoin_reduce(ReduceArguments arguments) {
   Gpu gpu;
-  serve(gpu, arguments);
+  if (!Gpu::watches()) serve(gpu, arguments);
+  else if (blockIdx.x == 0) watch(gpu, arguments);
 }
 
 // A warp for each block of 4096 bytes, all eight loads of a lane in flight at once; then one for each piece's end.

@@ -1,5 +1,6 @@
 // The body of the reduce kernel, for whatever runs it: a GPU (kernels.cu), or threads of a CPU (tests/fake_cuda.cc).
-// The Machine says which thread of how many this is, and how memory is reached that the CPU or a NIC writes meanwhile.
+// The Machine says which lane of a warp this is and what warps there are, and how memory is reached that the CPU, a NIC
+// or other warps write meanwhile. A CPU's warps have one lane.
 // The CPU-driven ring with the GPU as its arithmetic follows FT-HSDP's FTAR (arXiv 2602.00277) and NCCLX's (arXiv
 // 2510.20171): fixed chunks, a kernel per operation, flags in pinned memory.
 #pragma once
@@ -27,113 +28,225 @@ constexpr inline typename Element::Storage reduced(typename Element::Storage a, 
   else return Element::store(sum);
 }
 
-// This thread's part of a work. What lies at multiples of 16 in all three goes in vectors, several loads in flight; the
-// rest, at the ends or everywhere, by elements.
+// Items 0 to count - 1, shared among the lanes, with loads of several in flight: what `load` gives `put` gets.
+template <unsigned kInFlight, typename Machine, typename Load, typename Put>
+constexpr inline void in_groups(Machine& m, std::uint64_t count, Load load, Put put) {
+  using Item = decltype(load(count));
+  std::uint64_t base = m.lane();
+  for (; base + (kInFlight - 1) * m.lanes() < count; base += kInFlight * m.lanes()) {
+    Item items[kInFlight];
+    m.template unrolled<kInFlight>([&](unsigned u) { items[u] = load(base + u * m.lanes()); });
+    m.template unrolled<kInFlight>([&](unsigned u) { put(base + u * m.lanes(), items[u]); });
+  }
+  if (base >= count) return;
+  Item items[kInFlight];  // of those that are none, the last one again
+  const auto clamped = [&](unsigned u) { return base + u * m.lanes() < count ? base + u * m.lanes() : count - 1; };
+  m.template unrolled<kInFlight>([&](unsigned u) { items[u] = load(clamped(u)); });
+  m.template unrolled<kInFlight>([&](unsigned u) {
+    if (base + u * m.lanes() < count) put(base + u * m.lanes(), items[u]);
+  });
+}
+
+// Where the parts of a tile begin, in elements of `size` bytes: what goes one by one, then what goes in units of `wide`
+// bytes (0: nothing does), then one by one again.
+struct Parts {
+  std::uint64_t begin = 0, units = 0, rest = 0, end = 0;
+};
+constexpr inline Parts parts_of(const Work& work, std::uint64_t tile, std::uint64_t size, std::uint64_t wide) {
+  const std::uint64_t each = work.tile / size, head = wide == 0 ? 0 : (wide - work.a % wide) % wide / size;
+  const auto border = [&](std::uint64_t t) {
+    const std::uint64_t at = t == 0 ? 0 : head + t * each;
+    return t == work.tiles || at > work.count ? work.count : at;
+  };
+  Parts parts{.begin = border(tile), .end = border(tile + 1)};
+  const std::uint64_t first = tile == 0 ? head : parts.begin;
+  parts.units = wide == 0 || first > parts.end ? parts.end : first;
+  parts.rest = wide == 0 ? parts.end : parts.units + (parts.end - parts.units) * size / wide * wide / size;
+  return parts;
+}
+
+// Those that go one by one, by number.
+constexpr inline std::uint64_t singles(const Parts& parts) {
+  return parts.units - parts.begin + parts.end - parts.rest;
+}
+constexpr inline std::uint64_t single(const Parts& parts, std::uint64_t number) {
+  const std::uint64_t before = parts.units - parts.begin;
+  return number < before ? parts.begin + number : parts.rest + (number - before);
+}
+
+constexpr unsigned kVectorsInFlight = 8, kSinglesInFlight = 4;
+
+// What lies at the same distance to multiples of 16 in all three goes in vectors.
 template <typename Element, bool kMean, typename Machine>
-constexpr inline void add_share(Machine& m, const Work& work) {
+constexpr inline void add_tile(Machine& m, const Work& work, std::uint64_t tile) {
   using Storage = typename Element::Storage;
   using Value = typename Element::Value;
   using L = Lanes<Storage>;
-  constexpr unsigned kUnroll = 4;
+  constexpr std::uint64_t size = sizeof(Storage);
   const arithmetic::Divisor<Value> mean(kMean ? work.divisor : 1);
-  const std::uint64_t size = sizeof(Storage);
-  const auto one = [&](std::uint64_t i) {
-    const Storage a = m.template load<Storage>(work.a + i * size), b = m.template load<Storage>(work.b + i * size);
-    m.store(work.out + i * size, reduced<Element, kMean>(a, b, mean));
+  const bool together = ((work.a ^ work.b) & 15) == 0 && ((work.a ^ work.out) & 15) == 0 && work.a % size == 0;
+  const Parts parts = parts_of(work, tile, size, together ? sizeof(Vector) : 0);
+  struct Vectors {
+    Vector a, b;
   };
-  const std::uint64_t threads = std::uint64_t{m.threads()} * m.blocks();
-  const std::uint64_t self = std::uint64_t{m.block()} * m.threads() + m.thread();
-  std::uint64_t head = work.count, vectors = 0;
-  if (((work.a ^ work.b) & 15) == 0 && ((work.a ^ work.out) & 15) == 0 && work.a % size == 0) {
-    head = (16 - (work.a & 15)) % 16 / size;
-    head = head < work.count ? head : work.count;
-    vectors = (work.count - head) / L::kCount;
-  }
-  for (std::uint64_t i = self; i < head; i += threads) one(i);
-  const std::uint64_t begin = head * size, tile = std::uint64_t{m.threads()} * kUnroll;
-  const auto vector = [&](std::uint64_t address, std::uint64_t i) {
-    return std::bit_cast<L>(m.template load<Vector>(address + begin + 16 * i));
+  const std::uint64_t at = parts.units * size;
+  in_groups<kVectorsInFlight>(
+      m, (parts.rest - parts.units) * size / sizeof(Vector),
+      [&](std::uint64_t i) {
+        return Vectors{m.template load<Vector>(work.a + at + i * sizeof(Vector)),
+                       m.template load<Vector>(work.b + at + i * sizeof(Vector))};
+      },
+      [&](std::uint64_t i, const Vectors& vectors) {
+        const L a = std::bit_cast<L>(vectors.a), b = std::bit_cast<L>(vectors.b);
+        L sum;
+        m.template unrolled<L::kCount>(
+            [&](unsigned e) { sum.of[e] = reduced<Element, kMean>(a.of[e], b.of[e], mean); });
+        m.store(work.out + at + i * sizeof(Vector), std::bit_cast<Vector>(sum));
+      });
+  struct Two {
+    Storage a, b;
   };
-  const auto put = [&](std::uint64_t i, const L& a, const L& b) {
-    L sum;
-    m.template unrolled<L::kCount>([&](unsigned e) { sum.of[e] = reduced<Element, kMean>(a.of[e], b.of[e], mean); });
-    m.store(work.out + begin + 16 * i, std::bit_cast<Vector>(sum));
-  };
-  const std::uint64_t whole = vectors - vectors % tile;
-  for (std::uint64_t base = m.block() * tile + m.thread(); base < whole; base += tile * m.blocks()) {
-    L a[kUnroll], b[kUnroll];
-    m.template unrolled<kUnroll>([&](unsigned u) {
-      a[u] = vector(work.a, base + u * m.threads());
-      b[u] = vector(work.b, base + u * m.threads());
-    });
-    m.template unrolled<kUnroll>([&](unsigned u) { put(base + u * m.threads(), a[u], b[u]); });
-  }
-  for (std::uint64_t i = whole + self; i < vectors; i += threads) put(i, vector(work.a, i), vector(work.b, i));
-  for (std::uint64_t i = head + vectors * L::kCount + self; i < work.count; i += threads) one(i);
+  in_groups<kSinglesInFlight>(
+      m, singles(parts),
+      [&](std::uint64_t i) {
+        const std::uint64_t from = single(parts, i) * size;
+        return Two{m.template load<Storage>(work.a + from), m.template load<Storage>(work.b + from)};
+      },
+      [&](std::uint64_t i, const Two& two) {
+        m.store(work.out + single(parts, i) * size, reduced<Element, kMean>(two.a, two.b, mean));
+      });
+}
+
+template <typename Wide, typename Machine>
+constexpr inline void copy_in(Machine& m, const Work& work, std::uint64_t tile) {
+  const Parts parts = parts_of(work, tile, 1, sizeof(Wide));
+  in_groups<kVectorsInFlight>(
+      m, (parts.rest - parts.units) / sizeof(Wide),
+      [&](std::uint64_t i) { return m.template load<Wide>(work.a + parts.units + i * sizeof(Wide)); },
+      [&](std::uint64_t i, const Wide& wide) { m.store(work.out + parts.units + i * sizeof(Wide), wide); });
+  in_groups<1>(
+      m, singles(parts), [&](std::uint64_t i) { return m.template load<std::uint8_t>(work.a + single(parts, i)); },
+      [&](std::uint64_t i, std::uint8_t byte) { m.store(work.out + single(parts, i), byte); });
 }
 
 template <typename Machine>
-constexpr inline void copy_share(Machine& m, const Work& work) {
-  constexpr unsigned kUnroll = 8;
-  const std::uint64_t threads = std::uint64_t{m.threads()} * m.blocks();
-  const std::uint64_t self = std::uint64_t{m.block()} * m.threads() + m.thread();
-  const auto one = [&](std::uint64_t i) { m.store(work.out + i, m.template load<std::uint8_t>(work.a + i)); };
-  std::uint64_t head = work.count, vectors = 0;
-  if (((work.a ^ work.out) & 15) == 0) {
-    head = (16 - (work.a & 15)) % 16;
-    head = head < work.count ? head : work.count;
-    vectors = (work.count - head) / 16;
-  }
-  for (std::uint64_t i = self; i < head; i += threads) one(i);
-  const std::uint64_t tile = std::uint64_t{m.threads()} * kUnroll, whole = vectors - vectors % tile;
-  const auto from = [&](std::uint64_t i) { return m.template load<Vector>(work.a + head + 16 * i); };
-  for (std::uint64_t base = m.block() * tile + m.thread(); base < whole; base += tile * m.blocks()) {
-    Vector some[kUnroll];
-    m.template unrolled<kUnroll>([&](unsigned u) { some[u] = from(base + u * m.threads()); });
-    m.template unrolled<kUnroll>(
-        [&](unsigned u) { m.store(work.out + head + 16 * (base + u * m.threads()), some[u]); });
-  }
-  for (std::uint64_t i = whole + self; i < vectors; i += threads) m.store(work.out + head + 16 * i, from(i));
-  for (std::uint64_t i = head + vectors * 16 + self; i < work.count; i += threads) one(i);
+constexpr inline void copy_tile(Machine& m, const Work& work, std::uint64_t tile) {
+  const std::uint64_t apart = work.a ^ work.out;
+  if (apart % sizeof(Vector) == 0) copy_in<Vector>(m, work, tile);
+  else if (apart % sizeof(std::uint32_t) == 0) copy_in<std::uint32_t>(m, work, tile);
+  else copy_in<std::uint8_t>(m, work, tile);
 }
 
-// What a launch does: works as they are posted, until it is told to leave or nothing has come for its patience.
+template <typename Machine>
+[[gnu::always_inline]] constexpr inline void do_tile(Machine& m, const Work& work, std::uint64_t tile) {
+  if (work.type == Work::kCopy) return copy_tile(m, work, tile);
+  arithmetic::dispatch(static_cast<DataType>(work.type), [&](auto element) {
+    if (work.divisor > 1) add_tile<decltype(element), true>(m, work, tile);
+    else add_tile<decltype(element), false>(m, work, tile);
+  });
+}
+
+template <typename Of>
+constexpr inline std::uint64_t address_of(const Of& of) {
+  return reinterpret_cast<std::uint64_t>(&of);
+}
+
+// The one warp that looks at the CPU's page: it passes works on as they are posted, until it is told to leave or,
+// unless it is held, nothing has come for its patience.
+template <typename Machine>
+constexpr inline void watch(Machine& m, const ReduceArguments& arguments) {
+  Mailbox& box = *arguments.mailbox;
+  Relay& relay = *arguments.relay;
+  const auto posted_now = [&] { return m.one([&] { return m.acquire(box.posted); }); };
+  constexpr std::uint64_t kVectors = sizeof(Work) / sizeof(Vector), looks_between = 8;
+  std::uint64_t passed = m.peek(relay.works), tiles = m.peek(relay.tiles);
+  std::uint64_t until = m.one([&] { return m.now() + arguments.patience_ns; });
+  for (std::uint64_t looks = 1;; ++looks) {
+    const std::uint64_t posted = posted_now();
+    if (posted == passed) {
+      m.relax();
+      if (looks % looks_between != 0) continue;
+      const bool told = m.one([&] { return m.acquire(box.leave); }) >= arguments.launch;
+      const bool held = m.one([&] { return m.acquire(box.held); }) != 0;
+      const bool late = m.one([&] { return m.now(); }) >= until;
+      if (held) until = m.one([&] { return m.now() + arguments.patience_ns; });
+      if (!told && (held || !late)) continue;
+      if (posted_now() == passed) break;  // also what was posted before it was told
+      continue;
+    }
+    for (std::uint64_t i = m.lane(); i < (posted - passed) * kVectors; i += m.lanes()) {
+      const std::uint64_t slot = (passed + 1 + i / kVectors) % Mailbox::kWorks, part = i % kVectors * sizeof(Vector);
+      const Work& from = box.works[slot];
+      m.store(address_of(relay.passed[slot]) + part, m.template load<Vector>(address_of(from) + part));
+      if (part == 0) m.poke(relay.firsts[slot], from.first);
+    }
+    const Work& last = box.works[posted % Mailbox::kWorks];
+    tiles = last.first + last.tiles;
+    m.meet();
+    if (m.lane() == 0) {
+      m.release_device(relay.works, posted);
+      m.release_device(relay.tiles, tiles);
+    }
+    passed = posted;
+    until = m.one([&] { return m.now() + arguments.patience_ns; });
+  }
+  if (m.lane() == 0) m.release_device(relay.tiles, tiles | Relay::kClosed);
+}
+
+// The work that a tile belongs to, as soon as it has been passed on; 0: the launch is over, and it never came. Whatever
+// is read of works before that one may be overwritten meanwhile, and points to no later one. `known` tiles have come.
+template <typename Machine>
+constexpr inline std::uint64_t work_of(Machine& m, Relay& relay, std::uint64_t tile, std::uint64_t& known) {
+  while (known <= tile) {
+    const std::uint64_t come = m.one([&] { return m.acquire_device(relay.tiles); });
+    known = come & ~Relay::kClosed;
+    if (known > tile) break;
+    if (come != known) return 0;
+    m.relax();
+  }
+  const std::uint64_t last = m.one([&] { return m.acquire_device(relay.works); });
+  std::uint32_t back = Mailbox::kWorks;
+  for (std::uint32_t i = m.lane(); i < Mailbox::kWorks && i < last && back > i; i += m.lanes())
+    if (m.peek(relay.firsts[(last - i) % Mailbox::kWorks]) <= tile) back = i;
+  return last - m.least(back);
+}
+
+// What every other warp of a launch does: tiles of works, the next one claimed while it works at one.
 template <typename Machine>
 constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
   Mailbox& box = *arguments.mailbox;
-  Mailbox::Block& mine = box.blocks[m.block()];
-  // What one thread of the block has seen: works up to `posted`, and the next of them, which is on its way here over
-  // PCIe while the one before is added.
-  std::uint64_t posted = 0;
-  Work ahead;
-  for (std::uint64_t next = mine.done + 1;; ++next) {
-    // That thread waits, and tells the others what is to be done.
-    const auto* work = m.for_all([&](Work& found) {
-      found = ahead;
-      if (posted < next) {
-        const std::uint64_t since = m.now();
-        while ((posted = m.acquire(box.posted)) < next) {
-          if (m.acquire(box.leave) >= arguments.launch || m.now() - since >= arguments.patience_ns) return false;
-          m.relax();
-        }
-        found = box.works[next % Mailbox::kWorks];
-      }
-      if (posted > next) ahead = box.works[(next + 1) % Mailbox::kWorks];
-      return true;
-    });
-    if (work == nullptr) break;
-    const Work now = m.translated(*work);
-    if (now.type == Work::kCopy) {
-      copy_share(m, now);
-    } else {
-      arithmetic::dispatch(static_cast<DataType>(now.type), [&](auto element) {
-        if (now.divisor > 1) add_share<decltype(element), true>(m, now);
-        else add_share<decltype(element), false>(m, now);
-      });
+  Relay& relay = *arguments.relay;
+  Work work;  // at hand
+  std::uint64_t number = 0, end = 0, known = 0;
+  std::uint32_t did = 0;
+  for (std::uint64_t tile = m.one([&] { return m.claim(relay.claimed); });;) {
+    if (tile >= end) {
+      if (did > 0)
+        m.tell([&] {
+          const std::uint64_t slot = number % Mailbox::kWorks;
+          if (m.add(relay.finished[slot], did) + did != work.tiles) return;
+          m.poke(relay.finished[slot], 0);
+          m.release(box.done[slot], number);
+        });
+      did = 0;
+      number = work_of(m, relay, tile, known);
+      if (number == 0) break;
+      work = m.work(relay.passed[number % Mailbox::kWorks]);
+      end = work.first + work.tiles;
     }
-    m.finish([&] { m.release(mine.done, next); });
+    std::uint64_t next = 0;
+    if (m.lane() == 0) next = m.claim(relay.claimed);
+    do_tile(m, work, tile - work.first);
+    ++did;
+    tile = m.of_first(next);
   }
-  m.finish([&] { m.release(mine.left, arguments.launch); });
+  m.tell([&] {
+    if (m.add(relay.left, 1) + 1 != m.workers()) return;
+    m.poke(relay.left, 0);
+    m.poke(relay.claimed, known);
+    m.poke(relay.tiles, known);
+    m.release(box.left, arguments.launch);
+  });
 }
 
 }  // namespace rejoin::device::kernels

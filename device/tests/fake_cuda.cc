@@ -120,20 +120,24 @@ struct Event {
 
 bool no_context() { return contexts.empty(); }
 
-// A block of a kernel: one thread of the CPU, which does what all of the block's would.
-struct Block {
-  unsigned index = 0, count = 1;
-  kernels::Work found{};
-  unsigned looks = 0;  // at nothing new
+// A warp of a kernel, of one lane: one thread of the CPU, which does what all of a block's would.
+struct Warp {
+  unsigned count = 1;
+  mutable unsigned looks = 0;  // at nothing new
 
-  unsigned thread() const { return 0; }
-  unsigned threads() const { return 1; }
-  unsigned block() const { return index; }
-  unsigned blocks() const { return count; }
+  unsigned lane() const { return 0; }
+  unsigned lanes() const { return 1; }
+  unsigned workers() const { return count; }
   std::uint64_t now() const { return kernels::ptx::nanoseconds(); }
-  void relax() { look_away(++looks); }
-  std::uint64_t acquire(const std::uint64_t& from) const { return kernels::ptx::acquire(from); }
-  void release(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::release(to, value); }
+  void relax() const { look_away(++looks); }
+  std::uint64_t acquire(const std::uint64_t& from) const { return kernels::ptx::acquire_system(from); }
+  void release(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::release_system(to, value); }
+  std::uint64_t acquire_device(const std::uint64_t& from) const { return kernels::ptx::acquire_device(from); }
+  void release_device(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::release_device(to, value); }
+  std::uint64_t peek(const std::uint64_t& from) const { return kernels::ptx::peek(from); }
+  void poke(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::poke(to, value); }
+  std::uint64_t claim(std::uint64_t& from) const { return kernels::ptx::claim(from); }
+  std::uint64_t add(std::uint64_t& to, std::uint64_t more) const { return kernels::ptx::add(to, more); }
   template <typename T>
   T load(std::uint64_t address) const {
     T value;
@@ -144,36 +148,44 @@ struct Block {
   void store(std::uint64_t address, T value) const {
     std::memcpy(reinterpret_cast<void*>(address), &value, sizeof value);
   }
-  template <unsigned kCount, typename Body>
-  void unrolled(Body body) const {
-    for (unsigned i = 0; i < kCount; ++i) body(i);
-  }
-  template <typename Find>
-  const kernels::Work* for_all(Find find) {
-    if (!find(found)) return nullptr;
+  kernels::Work work(const kernels::Work& passed) const {
     looks = 0;
-    return &found;
-  }
-  template <typename Tell>
-  void finish(Tell tell) const {
-    tell();
-  }
-  kernels::Work translated(kernels::Work work) const {
-    const bool copies = work.type == kernels::Work::kCopy;
-    const std::size_t size = work.count * (copies ? 1 : rejoin::size_of(static_cast<rejoin::DataType>(work.type)));
+    kernels::Work work = passed;
+    const std::size_t size = work.type == kernels::Work::kCopy
+                                 ? work.count
+                                 : work.count * rejoin::size_of(static_cast<rejoin::DataType>(work.type));
     for (auto* address : {&work.out, &work.a, &work.b})
       *address = reinterpret_cast<std::uintptr_t>(resolve(*address, size));
     return work;
   }
+  template <unsigned kCount, typename Body>
+  void unrolled(Body body) const {
+    for (unsigned i = 0; i < kCount; ++i) body(i);
+  }
+  void meet() const {}
+  std::uint64_t of_first(std::uint64_t value) const { return value; }
+  std::uint32_t least(std::uint32_t value) const { return value; }
+  template <typename Find>
+  std::uint64_t one(Find find) const {
+    return find();
+  }
+  template <typename Tell>
+  void tell(Tell tell) const {
+    tell();
+  }
 };
 
-void run_reduce(unsigned blocks, const kernels::ReduceArguments& arguments) {
+void run_reduce(unsigned blocks, kernels::ReduceArguments arguments) {
+  const auto relay = reinterpret_cast<std::uintptr_t>(arguments.relay);
+  arguments.relay = reinterpret_cast<kernels::Relay*>(resolve(relay, sizeof(kernels::Relay)));
   std::vector<std::thread> running;
   for (unsigned b = 0; b < blocks; ++b)
     running.emplace_back([=] {
-      Block block{.index = b, .count = blocks};
-      kernels::serve(block, arguments);
+      Warp warp{.count = blocks};
+      kernels::serve(warp, arguments);
     });
+  Warp warp{.count = blocks};
+  kernels::watch(warp, arguments);
   for (auto& thread : running) thread.join();
 }
 

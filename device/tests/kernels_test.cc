@@ -173,6 +173,103 @@ TEST_F(Kernels, CopiesAndSumsEndInTheOrderGiven) {
   EXPECT_EQ(out(b.bytes.data(), size), bytes);
 }
 
+// Between the device and pinned memory both ways, at any distance.
+TEST_F(Kernels, CopiesAreRightWhereverTheirEndsLie) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64});
+  constexpr std::size_t room = 300000;
+  auto memory = *device->allocate(room), here = *device->allocate_pinned(room), back = *device->allocate_pinned(room);
+  std::mt19937_64 random(11);
+  for (const std::size_t size : {1, 3, 16, 4095, 4096, 70001, 262144})
+    for (const auto& [from, over, to] : {std::tuple{0, 0, 0}, {5, 21, 5}, {0, 4, 8}, {1, 2, 3}}) {
+      for (auto& byte : here.bytes) byte = static_cast<std::byte>(random());
+      std::fill(back.bytes.begin(), back.bytes.end(), std::byte{0xa5});
+      ASSERT_TRUE(reducer->copy(memory.bytes.data() + over, here.bytes.data() + from, size));
+      finish(*reducer);
+      ASSERT_TRUE(reducer->copy(back.bytes.data() + to, memory.bytes.data() + over, size));
+      finish(*reducer);
+      for (std::size_t i = 0; i < room; ++i) {
+        const std::size_t at = i - static_cast<std::size_t>(to);  // wraps before it
+        ASSERT_EQ(back.bytes[i], at < size ? here.bytes[static_cast<std::size_t>(from) + at] : std::byte{0xa5})
+            << i << " of " << size << ": " << from << " to " << over << " to " << to;
+      }
+    }
+}
+
+// One launch, at the first hold, serves all works until the last is let go, however long it has nothing to do.
+TEST_F(Kernels, AKernelThatIsHeldStaysAndNobodyLaunchesAnother) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 32, .patience = 1ms});
+  auto memory = *device->allocate(4096);
+  in(memory.bytes.data(), Bytes(4096));
+  const auto add = [&] {
+    ASSERT_TRUE(
+        reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
+    finish(*reducer);
+  };
+  ASSERT_TRUE(reducer->hold());
+  ASSERT_TRUE(reducer->hold());
+  const auto first = reducer->launches();
+  for (int i = 0; i < 5; ++i) {
+    add();
+    if (i == 1) reducer->rest();
+    if (i == 2) reducer->let_go();
+    const auto until = std::chrono::steady_clock::now() + 5ms;  // longer than its patience
+    while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  }
+  EXPECT_EQ(reducer->launches(), first);
+  reducer->let_go();
+  wait_until([&] { return *reducer->resting(); });
+  add();
+  EXPECT_EQ(reducer->launches(), first + 1);
+}
+
+// Holds by one thread, works by another, whichever comes first, time and again.
+TEST_F(Kernels, HoldsComeAndGoWhileWorksAreGiven) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 32, .patience = 1ms, .attended = true});
+  auto memory = *device->allocate(4096);
+  in(memory.bytes.data(), Bytes(4096));
+  std::atomic<bool> over = false;
+  std::thread holder([&] {
+    for (int i = 0; i < 200; ++i) {
+      EXPECT_TRUE(reducer->hold());
+      std::this_thread::yield();
+      reducer->let_go();
+    }
+    over = true;
+  });
+  std::thread attendant([&] {
+    while (!over || reducer->wants_attention()) {
+      if (reducer->wants_attention()) EXPECT_TRUE(reducer->attend());
+      std::this_thread::yield();
+    }
+  });
+  for (int i = 0; i < 500 && !HasFailure(); ++i) {
+    EXPECT_TRUE(
+        reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
+    if (over) break;  // the attendant may have gone
+    finish(*reducer);
+    if (i % 3 == 0) reducer->rest();
+  }
+  holder.join();
+  attendant.join();
+  if (!reducer->idle()) EXPECT_TRUE(reducer->hold());
+  finish(*reducer);
+}
+
+TEST_F(Kernels, AnAttendedOneIsLaunchedByItsAttendantAlone) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 32, .attended = true});
+  auto memory = *device->allocate(4096);
+  EXPECT_FALSE(reducer->wants_attention());
+  ASSERT_TRUE(reducer->copy(memory.bytes.data(), memory.bytes.data() + 2048, 1024));
+  EXPECT_TRUE(reducer->wants_attention());
+  EXPECT_EQ(reducer->launches(), 0u);
+  ASSERT_TRUE(reducer->attend());
+  EXPECT_EQ(reducer->launches(), 1u);
+  finish(*reducer);
+  ASSERT_TRUE(reducer->attend());
+  EXPECT_FALSE(reducer->wants_attention());
+  reducer->rest();
+}
+
 TEST_F(Kernels, GridsThatCantBeAreRefused) {
   for (const auto& options : {ReducerOptions{.blocks = 0}, ReducerOptions{.blocks = 5000},
                               ReducerOptions{.threads = 1024}, ReducerOptions{.threads = 33}}) {

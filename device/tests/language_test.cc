@@ -38,8 +38,20 @@ struct Rows {
   }
   std::size_t room() const { return ((count + shift) * size + 16) / 16 + 1; }
   std::byte* at(std::vector<Sixteen>& row) const { return reinterpret_cast<std::byte*>(row.data()) + shift * size; }
-  Work work(std::uint32_t divisor) {
-    return {address(at(out)), address(at(a)), address(at(b)), count, static_cast<std::uint32_t>(type), divisor};
+  // Its first tile follows `tiles`, which grows by its own.
+  Work work(std::uint32_t divisor, std::uint64_t& tiles) {
+    constexpr std::uint32_t tile = 1024;
+    Work work{.out = address(at(out)),
+              .a = address(at(a)),
+              .b = address(at(b)),
+              .count = count,
+              .type = static_cast<std::uint32_t>(type),
+              .divisor = divisor,
+              .first = tiles,
+              .tiles = static_cast<std::uint32_t>((count * size + tile - 1) / tile),
+              .tile = tile};
+    tiles += work.tiles;
+    return work;
   }
   void check(std::uint32_t divisor) {
     const auto* bytes = reinterpret_cast<const std::byte*>(out.data());
@@ -55,7 +67,9 @@ struct Rows {
   }
 };
 
-TEST(Language, EveryThreadAddsItsShareAndTheBlockTells) {
+constexpr unsigned kWatch = 32;  // threads of a block that do not work
+
+TEST(Language, EveryLaneAddsItsShareAndTheLastWarpOfAWorkTells) {
   std::mt19937 random(5);
   std::vector<std::pair<Rows, std::uint32_t>> all;
   for (const auto type : kTypes)
@@ -63,39 +77,89 @@ TEST(Language, EveryThreadAddsItsShareAndTheBlockTells) {
       all.emplace_back(Rows(type, count, shift, random), all.size() % 2 == 0 ? 1 : 3);
   ASSERT_LT(all.size(), Mailbox::kWorks);
   auto box = std::make_unique<Mailbox>();
-  for (std::size_t i = 0; i < all.size(); ++i) box->works[i + 1] = all[i].first.work(all[i].second);
+  auto relay = std::make_unique<Relay>();
+  std::uint64_t tiles = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) box->works[i + 1] = all[i].first.work(all[i].second, tiles);
   box->posted = all.size();
   box->leave = 7;
-  cuda_language::launch(rejoin_reduce, 2, 64, ReduceArguments{.mailbox = box.get(), .launch = 7, .patience_ns = 0});
-  for (unsigned b = 0; b < 2; ++b) EXPECT_EQ(box->blocks[b].done, all.size());
-  for (unsigned b = 0; b < 2; ++b) EXPECT_EQ(box->blocks[b].left, 7u);
+  box->held = 1;  // and yet it leaves, since it is told to
+  cuda_language::launch(rejoin_reduce, 2, 64 + kWatch,
+                        ReduceArguments{.mailbox = box.get(), .relay = relay.get(), .launch = 7, .patience_ns = 0});
+  for (std::size_t i = 1; i <= all.size(); ++i) EXPECT_EQ(box->done[i], i);
+  EXPECT_EQ(box->left, 7u);
+  EXPECT_EQ(relay->claimed, tiles);
   for (auto& [rows, divisor] : all) rows.check(divisor);
+}
+
+TEST(Language, ACopyIsRightAtAnyDistance) {
+  std::vector<std::byte> from(5000), to(5000);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i * 37 >> 3);
+  for (const auto& [out, in] : {std::pair{0u, 0u}, {3, 3}, {4, 8}, {1, 2}}) {
+    std::fill(to.begin(), to.end(), std::byte{0xa5});
+    auto box = std::make_unique<Mailbox>();
+    auto relay = std::make_unique<Relay>();
+    box->works[1] = {.out = address(to.data() + out),
+                     .a = address(from.data() + in),
+                     .count = 4321,
+                     .type = Work::kCopy,
+                     .tiles = 5,
+                     .tile = 1024};
+    box->posted = box->leave = 1;
+    cuda_language::launch(rejoin_reduce, 1, 32 + kWatch,
+                          ReduceArguments{.mailbox = box.get(), .relay = relay.get(), .launch = 1, .patience_ns = 0});
+    EXPECT_EQ(box->done[1], 1u);
+    for (std::size_t i = 0; i < to.size(); ++i)
+      ASSERT_EQ(to[i], i < out || i >= out + 4321 ? std::byte{0xa5} : from[in + i - out])
+          << out << " " << in << " " << i;
+  }
 }
 
 // The CPU posts while the kernel runs, never more than the mailbox holds; then nothing comes, and it leaves.
 TEST(Language, WorkComesWhileItRunsAndItsPatienceEnds) {
   std::mt19937 random(6);
   auto box = std::make_unique<Mailbox>();
+  auto relay = std::make_unique<Relay>();
   constexpr std::uint64_t works = 150;
   std::vector<Rows> all;
   for (std::uint64_t i = 0; i < works; ++i) all.emplace_back(DataType::int32, 100 + i, i % 3, random);
+  const auto done = [&](std::uint64_t n) {
+    return std::atomic_ref(box->done[n % Mailbox::kWorks]).load(std::memory_order_acquire) == n;
+  };
   std::jthread cpu([&] {
+    std::uint64_t tiles = 0;
     for (std::uint64_t n = 1; n <= works; ++n) {
-      while (std::atomic_ref(box->blocks[0].done).load(std::memory_order_acquire) + Mailbox::kWorks / 16 < n)
-        std::this_thread::yield();
-      box->works[n % Mailbox::kWorks] = all[n - 1].work(1);
+      constexpr std::uint64_t ahead = Mailbox::kWorks / 16;
+      while (n > ahead && !done(n - ahead)) std::this_thread::yield();
+      box->works[n % Mailbox::kWorks] = all[n - 1].work(1, tiles);
       std::atomic_ref(box->posted).store(n, std::memory_order_release);
     }
   });
   // A launch may lose its patience while the CPU is not scheduled: the next one goes on.
   std::uint64_t launch = 0;
-  while (box->blocks[0].done < works) {
+  while (!done(works)) {
     ++launch;
-    cuda_language::launch(rejoin_reduce, 1, 64,
-                          ReduceArguments{.mailbox = box.get(), .launch = launch, .patience_ns = 20'000'000});
-    EXPECT_EQ(box->blocks[0].left, launch);
+    cuda_language::launch(
+        rejoin_reduce, 1, 64 + kWatch,
+        ReduceArguments{.mailbox = box.get(), .relay = relay.get(), .launch = launch, .patience_ns = 20'000'000});
+    EXPECT_EQ(box->left, launch);
   }
   for (auto& rows : all) rows.check(1);
+}
+
+TEST(Language, AKernelThatIsHeldStaysWhateverItsPatience) {
+  auto box = std::make_unique<Mailbox>();
+  auto relay = std::make_unique<Relay>();
+  box->held = 1;
+  std::jthread kernel([&] {
+    cuda_language::launch(rejoin_reduce, 1, 32 + kWatch,
+                          ReduceArguments{.mailbox = box.get(), .relay = relay.get(), .launch = 1, .patience_ns = 1});
+  });
+  const auto left = [&] { return std::atomic_ref(box->left).load(std::memory_order_acquire); };
+  const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+  while (std::chrono::steady_clock::now() < until) ASSERT_EQ(left(), 0u);
+  std::atomic_ref(box->held).store(0);
+  kernel.join();
+  EXPECT_EQ(left(), 1u);
 }
 
 TEST(Language, AWarpDigestsABlockAsTheCpuDoes) {
