@@ -101,7 +101,7 @@ Result<> Reducer::see_to_it() {
   }
   const std::unique_lock lock(launching_, std::try_to_lock);
   if (!lock || held()) return {};  // somebody launches, or has
-  if (auto reached = kernel_->reached(); !reached) return tl::unexpected(reached.error());
+  if (auto idle = kernel_->idle(); !idle) return tl::unexpected(idle.error());
   return is_served() ? Result<>() : launch();
 }
 
@@ -111,7 +111,7 @@ Result<> Reducer::attend() {
   if (held()) return {};
   const bool wanted = wanted_.exchange(false);
   Result<> well;
-  if (auto reached = kernel_->reached(); !reached) well = tl::unexpected(reached.error());
+  if (auto idle = kernel_->idle(); !idle) well = tl::unexpected(idle.error());
   else if (wanted && !is_served()) well = launch();
   if (!well) {
     failure_ = well;
@@ -128,7 +128,8 @@ bool Reducer::is_served() const {
   return word(mailbox_->left).load(std::memory_order_acquire) < last && word(mailbox_->leave) < last;
 }
 
-// Behind whatever is left of the launch before: the stream keeps them in order.
+// Behind whatever is left of the launch before: the stream keeps them in order. No event comes behind it: in a queue of
+// the hardware that streams share, what comes behind that would wait for the kernel.
 Result<> Reducer::launch() {
   const kernels::ReduceArguments arguments{
       .mailbox = mailbox_,
@@ -137,13 +138,7 @@ Result<> Reducer::launch() {
       .patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.patience).count())};
   constexpr unsigned warp = 32;  // a block has one more, which watches
   launches_ = arguments.launch;
-  if (auto launched = kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads + warp}, &arguments);
-      !launched)
-    return launched;
-  const auto mark = kernel_->mark();
-  if (!mark) return tl::unexpected(mark.error());
-  launch_mark_ = *mark;
-  return {};
+  return kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads + warp}, &arguments);
 }
 
 Result<std::uint64_t> Reducer::done() {
@@ -157,9 +152,7 @@ Result<std::uint64_t> Reducer::done() {
 
 Result<bool> Reducer::resting() {
   const std::lock_guard lock(launching_);
-  const auto reached = kernel_->reached();
-  if (!reached) return tl::unexpected(reached.error());
-  return *reached == launch_mark_;
+  return kernel_->idle();
 }
 
 void Reducer::rest() {

@@ -82,7 +82,6 @@ class Reducer {
   std::atomic<bool> wanted_ = false, failed_ = false;
   std::mutex launching_;  // held over calls to the driver; never waited for by a thread that must not call it
   std::unique_ptr<Stream> kernel_;
-  std::uint64_t launch_mark_ = 0;
   Result<> failure_;  // written before failed_ is
 };
 
