@@ -15,6 +15,9 @@ std::uint64_t digest_plain(BytesView bytes);
 // Its two levels, for whoever has the hashes of the whole blocks from elsewhere: of one block, and of all together.
 constexpr std::size_t kDigestBlock = 4 * KiB;  // the last one may be shorter
 std::uint64_t digest_of_block(BytesView block);
+// In parts, too: each but the last has a multiple of kDigestRun hashes, and in place of the bytes those that follow
+// take what the part before has given.
+constexpr std::size_t kDigestRun = 1024;
 std::uint64_t digest_of_hashes(std::uint64_t bytes, std::span<const std::uint64_t> hashes);
 
 // The digest of several pieces, each digested by itself, order mattering.

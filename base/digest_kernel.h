@@ -15,7 +15,7 @@
 namespace rejoin::digest_kernel {
 
 constexpr std::size_t kBlock = kDigestBlock;
-constexpr std::size_t kRun = 1024;  // block hashes are hashed in runs of this many; part of the definition
+constexpr std::size_t kRun = kDigestRun;  // block hashes are hashed in runs of this many; part of the definition
 
 static inline std::uint64_t combine(std::uint64_t so_far, std::uint64_t next) {
   const std::uint64_t both[2] = {so_far, next};

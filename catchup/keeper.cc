@@ -108,6 +108,7 @@ void Keeper::end(Step step, bool contributes) {
     // Whoever contributes has everything; the words say so to a daemon that looks.
     for (std::uint32_t i = 0; i < owner_.manifest().slices().size(); ++i)
       words[i].store(SliceWord{SliceState::current, step.value}.packed());
+    for (auto& [slice, kept] : kept_) used_.push_back(std::move(kept));
     kept_.clear();
     kept_bytes_ = 0;
   } else {
@@ -117,7 +118,6 @@ void Keeper::end(Step step, bool contributes) {
           expected, SliceWord{SliceState::current, std::max(before.version, step.value)}.packed());
     }
   }
-  used_.clear();
   owner_.end_update(step.value);
 }
 

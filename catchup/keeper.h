@@ -32,7 +32,8 @@ class Keeper {
   // Begins the update of `step`: the state may be changed from here on. The pieces are to be applied in this order.
   // Errors: of the device.
   Result<std::vector<Piece>> begin(Step step, bool contributes, const GradientOf& gradient_of);
-  // Ends it: everything in the pieces has been applied.
+  // Ends it: everything in the pieces has been applied. Calls no driver: what was kept for it goes when the next
+  // begins.
   void end(Step step, bool contributes);
 
   std::uint64_t kept_bytes() const { return kept_bytes_; }
@@ -52,7 +53,7 @@ class Keeper {
   std::uint64_t kept_bytes_ = 0;
   std::unique_ptr<device::Stream> copies_;                         // of gradients to be kept
   std::vector<std::pair<std::uint32_t, shm::SliceWord>> applied_;  // slices of this update, with the word they had
-  std::vector<std::vector<Kept>> used_;                            // kept gradients that the pieces point into
+  std::vector<std::vector<Kept>> used_;                            // kept gradients, until the next update
 };
 
 }  // namespace rejoin::catchup

@@ -16,10 +16,10 @@ class CudaDevice final : public Device {
  public:
   CudaDevice(std::shared_ptr<const Primary> primary, std::string name, std::string pci)
       : primary_(std::move(primary)), driver_(*primary_->driver), name_(std::move(name)), pci_(std::move(pci)) {
-    int ordering = 0, ways = 0;  // where it can't tell: none
-    (void)driver_.device_attribute(&ordering, cuda::kAttributeRemoteWriteOrdering, primary_->device);
-    (void)driver_.device_attribute(&ways, cuda::kAttributeRemoteWriteFlushes, primary_->device);
-    flushes_ = ordering < cuda::kOrderedForOwner && (ways & cuda::kFlushByHost) != 0;
+    const int ways = attribute(cuda::kAttributeRemoteWriteFlushes);
+    if (attribute(cuda::kAttributeRemoteWriteOrdering) >= cuda::kOrderedForOwner)
+      remote_writes_ = RemoteWrites::ordered;
+    else if ((ways & cuda::kFlushByHost) != 0) remote_writes_ = RemoteWrites::flushed;
   }
 
   MemoryKind kind() const override { return MemoryKind::cuda; }
@@ -56,9 +56,7 @@ class CudaDevice final : public Device {
     Current current(*primary_);
     cuda::AllocationProperties properties;
     properties.location.id = primary_->device;
-    int reachable = 0;  // by NICs, where the device can
-    (void)driver_.device_attribute(&reachable, cuda::kAttributeRdmaOfMapped, primary_->device);
-    properties.gpu_direct_rdma = reachable != 0 ? 1 : 0;
+    properties.gpu_direct_rdma = attribute(cuda::kAttributeRdmaOfMapped) != 0 ? 1 : 0;  // by NICs, where the device can
     std::size_t granule = 0;
     if (auto asked = driver_.check(driver_.granularity(&granule, &properties, cuda::kLeastGranularity),
                                    "asking how memory is shared");
@@ -136,7 +134,7 @@ class CudaDevice final : public Device {
     if (!done)
       return fail(ErrorCode::unreachable,
                   "{} on {}: {}; it was not allocated to be shared: with PyTorch's expandable segments set "
-                  "PYTORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1, or let the session allocate",
+                  "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1, or let the session allocate",
                   human_bytes(made.size), name_, done.error().message);
     return made;
   }
@@ -188,8 +186,16 @@ class CudaDevice final : public Device {
     return make_cuda_stream(primary_, static_cast<cuda::StreamHandle>(handle), false);
   }
 
+  Result<> has_stream_words() override {
+    if (attribute(cuda::kAttributeStreamWords) != 0) return {};
+    return fail(ErrorCode::unavailable,
+                "the streams of {} can't wait for words of 64 bits: hand buckets over without a stream, after an event "
+                "of your own",
+                name_);
+  }
+  RemoteWrites remote_writes() const override { return remote_writes_; }
   Result<> flush_remote_writes() override {
-    if (!flushes_) return {};
+    if (remote_writes_ != RemoteWrites::flushed) return {};
     Current current(*primary_);
     return driver_.check(driver_.flush_remote_writes(cuda::kFlushCurrentContext, cuda::kFlushToOwner),
                          "flushing a NIC's writes");
@@ -199,9 +205,7 @@ class CudaDevice final : public Device {
   // over several; whether the driver takes that is its own matter.
   Result<Exported> export_dma_buf(std::span<std::byte> memory) override {
     Current current(*primary_);
-    int supported = 0;
-    if (driver_.device_attribute(&supported, cuda::kAttributeDmaBuf, primary_->device) != cuda::kSuccess ||
-        supported == 0)
+    if (attribute(cuda::kAttributeDmaBuf) == 0)
       return fail(ErrorCode::unreachable, "{} has no dma-buf support (the open kernel modules have it)", name_);
     const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
     const std::uint64_t begin = pointer(memory.data()), end = begin + memory.size();
@@ -220,6 +224,12 @@ class CudaDevice final : public Device {
     cuda::Handle handle = 0;
     std::size_t size = 0;  // bytes
   };
+
+  // What the driver does not know of is 0.
+  int attribute(int which) const {
+    int value = 0;
+    return driver_.device_attribute(&value, which, primary_->device) == cuda::kSuccess ? value : 0;
+  }
 
   // Addresses with what is mapped there.
   struct Reserved {
@@ -280,7 +290,7 @@ class CudaDevice final : public Device {
   std::shared_ptr<const Primary> primary_;
   const Driver& driver_;
   std::string name_, pci_;
-  bool flushes_ = false;  // it does not see NICs' writes in order by itself; where it can't be asked to, none get there
+  RemoteWrites remote_writes_ = RemoteWrites::unordered;
 };
 
 }  // namespace
@@ -313,8 +323,16 @@ Result<std::shared_ptr<Device>> open_cuda(const CudaOptions& options) {
   if (auto done = d.check(d.device_pci(pci, sizeof pci, device), "asking where it is"); !done)
     return missing(done.error());
   auto primary = std::make_shared<Primary>(*driver, device);
-  if (auto done = d.check(d.retain_context(&primary->context, device), "taking its primary context"); !done)
+  if (auto done = d.check(d.retain_context(&primary->context, device), "taking its primary context"); !done) {
+    int mode = 0;
+    if (d.device_attribute(&mode, cuda::kAttributeComputeMode, device) == cuda::kSuccess &&
+        mode == cuda::kExclusiveProcess)
+      return fail(ErrorCode::unavailable,
+                  "{} at {} is in compute mode EXCLUSIVE_PROCESS, in which one process has it alone: a trainer and its "
+                  "node's daemon are two; 'nvidia-smi -c DEFAULT' ends that ({})",
+                  name, pci, done.error().message);
     return missing(done.error());
+  }
   const std::string number = options.pci.empty() ? fmt::format("{}, ", options.ordinal) : "";
   return std::make_shared<CudaDevice>(std::move(primary), fmt::format("{} (CUDA device {}{})", name, number, pci), pci);
 }

@@ -12,12 +12,11 @@ Result<> Driver::check(Status status, const char* what) const {
 }
 
 Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
-  void* opened = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* opened = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);  // for good: its threads run to the program's end
   if (opened == nullptr)
     return fail(ErrorCode::unavailable, "no CUDA driver on this machine ({}): install NVIDIA's, or use host memory",
                 ::dlerror());
   auto driver = std::make_shared<Driver>();
-  driver->library = {opened, [](void* library) { ::dlclose(library); }};
   std::string missing;
   const auto find = [&](auto& function, const char* symbol) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(::dlsym(opened, symbol));
@@ -60,6 +59,7 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->stream_wait_event, "cuStreamWaitEvent");
   find(driver->stream_create, "cuStreamCreateWithPriority");
   find(driver->stream_destroy, "cuStreamDestroy_v2");
+  find(driver->stream_query, "cuStreamQuery");
   find(driver->stream_synchronize, "cuStreamSynchronize");
   find(driver->launch_host, "cuLaunchHostFunc");
   find(driver->event_create, "cuEventCreate");
@@ -67,6 +67,7 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->event_record, "cuEventRecord");
   find(driver->event_query, "cuEventQuery");
   find(driver->stream_wait_value, "cuStreamWaitValue64_v2");
+  find(driver->stream_write_value, "cuStreamWriteValue64_v2");
   find(driver->flush_remote_writes, "cuFlushGPUDirectRDMAWrites");
   find(driver->module_load, "cuModuleLoadData");
   find(driver->module_unload, "cuModuleUnload");

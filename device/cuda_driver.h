@@ -27,6 +27,9 @@ constexpr int kAttributeRemoteWriteOrdering = 118;  // CU_DEVICE_ATTRIBUTE_GPU_D
 constexpr int kOrderedForOwner = 100;               // … of which the device needs no flush
 constexpr int kAttributeRemoteWriteFlushes = 117;   // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
 constexpr int kFlushByHost = 1;
+constexpr int kAttributeStreamWords = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+constexpr int kAttributeComputeMode = 20;   // CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+constexpr int kExclusiveProcess = 3;
 constexpr int kFlushCurrentContext = 0, kFlushToOwner = 100;
 constexpr int kAttributeDmaBuf = 124;  // CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 constexpr int kRangeHandleDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -100,6 +103,7 @@ struct Driver {
   Status (*stream_wait_event)(StreamHandle, EventHandle, unsigned flags);
   Status (*stream_create)(StreamHandle*, unsigned flags, int priority);
   Status (*stream_destroy)(StreamHandle);
+  Status (*stream_query)(StreamHandle);
   Status (*stream_synchronize)(StreamHandle);
   Status (*launch_host)(StreamHandle, void (*)(void*), void*);
   Status (*event_create)(EventHandle*, unsigned flags);
@@ -107,6 +111,7 @@ struct Driver {
   Status (*event_record)(EventHandle, StreamHandle);
   Status (*event_query)(EventHandle);
   Status (*stream_wait_value)(StreamHandle, DevicePointer, std::uint64_t value, unsigned flags);
+  Status (*stream_write_value)(StreamHandle, DevicePointer, std::uint64_t value, unsigned flags);
   Status (*flush_remote_writes)(int target, int scope);
   Status (*module_load)(Module*, const void* image);
   Status (*module_unload)(Module);
@@ -114,8 +119,6 @@ struct Driver {
   Status (*launch)(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                    unsigned block_z, unsigned shared_bytes, StreamHandle, void** arguments, void** extra);
   Status (*range_handle)(void* handle, DevicePointer, std::size_t, int type, unsigned long long flags);
-
-  std::shared_ptr<void> library;
 
   // "WHAT: the driver's words", where `status` is no success.
   Result<> check(Status status, const char* what) const;

@@ -57,6 +57,11 @@ class CudaStream final : public Stream {
                          "letting a CUDA stream wait");
   }
 
+  Result<> write(std::uint64_t* word, std::uint64_t value) override {
+    Current current(*primary_);
+    return driver_.check(driver_.stream_write_value(stream_, pointer(word), value, 0), "letting a CUDA stream tell");
+  }
+
   Result<std::uint64_t> mark() override {
     Current current(*primary_);
     cuda::EventHandle event = nullptr;
@@ -95,6 +100,13 @@ class CudaStream final : public Stream {
     return driver_.check(
         driver_.launch_host(stream_, raise, reinterpret_cast<void*>(static_cast<std::intptr_t>(eventfd.get()))),
         "a CUDA stream's host function");
+  }
+
+  Result<bool> idle() override {
+    Current current(*primary_);
+    const auto status = driver_.stream_query(stream_);
+    if (status == cuda::kNotReady) return false;
+    return driver_.check(status, "work on a CUDA stream").map([] { return true; });
   }
 
   Result<> synchronize() override {

@@ -61,6 +61,9 @@ class Stream {
   // What is queued from now on waits until *word ≥ value (as signed difference). `word` is in pinned memory, and the
   // caller sees to it that it gets there.
   virtual Result<> wait_until(const std::uint64_t* word, std::uint64_t value) = 0;
+  // When the stream has come here, all that was queued before is done and seen by everybody, *word = value. Likewise in
+  // pinned memory.
+  virtual Result<> write(std::uint64_t* word, std::uint64_t value) = 0;
   // A mark behind all that is queued; marks count up from 1.
   virtual Result<std::uint64_t> mark() = 0;
   // The last mark before which everything is done. Errors: `io`: a copy failed; nothing on the device works any more.
@@ -68,7 +71,8 @@ class Stream {
   // The eventfd is signalled when what is queued now is done. It must stay open until
   // synchronize() has returned, or the stream has gone.
   virtual Result<> signal(const Fd& eventfd) = 0;
-  virtual Result<> synchronize() = 0;  // waits for all that is queued
+  virtual Result<bool> idle() = 0;     // all that is queued is done; errors: as reached()
+  virtual Result<> synchronize() = 0;  // waits for it
   virtual void* handle() = 0;          // a cudaStream_t; null on the host
 };
 
@@ -98,8 +102,13 @@ class Device {
   virtual Result<> prepare_kernels() = 0;
   // A stream of somebody else's: a cudaStream_t, which must live as long as this. The host has none.
   virtual Result<std::unique_ptr<Stream>> adopt_stream(void* handle) = 0;
-  // After a NIC's write into this device's memory was seen to be complete, and before a kernel may read it.
-  virtual Result<> flush_remote_writes() = 0;
+  // Whether its streams can wait for words and write them. Errors: `unavailable`.
+  virtual Result<> has_stream_words() = 0;
+  // How a NIC's write into this device's memory, once it was seen to be complete, gets to whoever reads there: by
+  // itself; by flush_remote_writes() before a kernel may read it; or nobody knows, so that no NIC may write there.
+  enum class RemoteWrites : std::uint8_t { ordered, flushed, unordered };
+  virtual RemoteWrites remote_writes() const = 0;
+  virtual Result<> flush_remote_writes() = 0;  // does nothing where there is nothing to be flushed
   // The memory, as a descriptor that a NIC's driver takes. The range may lie anywhere in an allocation. Errors:
   // `unreachable` where the device or its driver can't.
   struct Exported {

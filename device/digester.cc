@@ -1,87 +1,119 @@
 #include "device/digester.h"
 
+#include <algorithm>
+#include <thread>
+
 #include "base/digest.h"
-#include "device/kernels/mailbox.h"
 #include "device/kernels/xxh3.h"
 
 namespace rejoin::device {
 
-using kernels::DigestPiece;
+using kernels::DigestArguments, kernels::DigestPiece;
+
+namespace {
+
+// A part of a piece that is not its last has a multiple of kDigestRun items.
+constexpr std::size_t kMostItems = 32 * kDigestRun, kLeastItems = 4 * kDigestRun;
+
+std::size_t items_of(std::size_t bytes) { return (bytes + kDigestBlock - 1) / kDigestBlock; }
+
+}  // namespace
 
 Result<std::unique_ptr<Digester>> Digester::make(Device& device) {
   if (auto ready = device.prepare_kernels(); !ready) return tl::unexpected(ready.error());
   std::unique_ptr<Digester> digester(new Digester());
-  auto pieces = device.allocate(kPieces * sizeof(DigestPiece));
-  if (!pieces) return tl::unexpected(pieces.error());
-  auto keys = device.allocate(kernels::xxh3::kLanes * sizeof(kernels::xxh3::Keys));
+  using Table = kernels::xxh3::Keys[kernels::xxh3::kLanes];
+  auto keys = device.allocate(sizeof(Table));
   if (!keys) return tl::unexpected(keys.error());
-  auto pinned =
-      device.allocate_pinned(kPieces * (sizeof(DigestPiece) + kDigestBlock) + kBlocks * sizeof(std::uint64_t));
-  if (!pinned) return tl::unexpected(pinned.error());
   auto stream = device.make_stream();
   if (!stream) return tl::unexpected(stream.error());
-  auto* table = reinterpret_cast<kernels::xxh3::Keys*>(pinned->bytes.data());
+  for (auto& batch : digester->batches_) {
+    auto pinned = device.allocate_pinned(kMostItems * sizeof(std::uint64_t) + DigestArguments::kPieces * kDigestBlock);
+    if (!pinned) return tl::unexpected(pinned.error());
+    batch.pinned = std::move(*pinned);
+    batch.arguments.keys = reinterpret_cast<std::uint64_t>(keys->bytes.data());
+    batch.arguments.hashes = reinterpret_cast<std::uint64_t>(batch.pinned.bytes.data());
+    batch.arguments.tails = batch.arguments.hashes + kMostItems * sizeof(std::uint64_t);
+  }
+  auto& on_its_way = digester->batches_[0].pinned.bytes;
+  auto& table = *reinterpret_cast<Table*>(on_its_way.data());
   for (unsigned lane = 0; lane < kernels::xxh3::kLanes; ++lane) table[lane] = kernels::xxh3::keys_of(lane);
-  auto there = (*stream)->copy(keys->bytes.data(), pinned->bytes.data(), keys->bytes.size());
+  auto there = (*stream)->copy(keys->bytes.data(), on_its_way.data(), sizeof(Table));
   if (there) there = (*stream)->synchronize();
   if (!there) return tl::unexpected(there.error());
-  digester->pieces_ = std::move(*pieces);
   digester->keys_ = std::move(*keys);
-  digester->pinned_ = std::move(*pinned);
   digester->stream_ = std::move(*stream);
   return digester;
 }
 
+// Two batches at a time, each of half of what is left, so that little is to be done when the kernel has ended.
 Result<std::vector<std::uint64_t>> Digester::digests(std::span<const std::span<const std::byte>> pieces) {
   std::vector<std::uint64_t> digests;
-  digests.reserve(pieces.size());
-  while (!pieces.empty()) {
-    std::size_t count = 0, blocks = 0;
-    for (; count < std::min(kPieces, pieces.size()); ++count) {
-      const std::size_t more = pieces[count].size() / kDigestBlock;
-      if (more > kBlocks)
-        return fail(ErrorCode::invalid_argument, "a piece of {} to digest at once: {} are the most",
-                    human_bytes(pieces[count].size()), human_bytes(kBlocks * kDigestBlock));
-      if (blocks + more > kBlocks) break;
-      blocks += more;
-    }
-    if (auto done = batch(pieces.first(count), digests); !done) return tl::unexpected(done.error());
-    pieces = pieces.subspan(count);
+  Rest rest{.pieces = pieces};
+  for (const auto& piece : pieces) {
+    const auto at = reinterpret_cast<std::uint64_t>(piece.data());
+    if (at % 16 != 0)
+      return fail(ErrorCode::invalid_argument, "GPU memory to digest begins at {:#x}, no multiple of 16", at);
+    rest.items += items_of(piece.size());
+    digests.push_back(digest_of_hashes(piece.size(), {}));
   }
+  std::size_t begun = 0, ended = 0;
+  Result<> done;
+  while (done && (ended < begun || rest.items > 0)) {
+    if (rest.items > 0 && begun - ended < std::size(batches_)) {
+      done = start(batches_[begun % std::size(batches_)], rest);
+      ++begun;
+    } else {
+      done = finish(batches_[ended % std::size(batches_)], digests);
+      ++ended;
+    }
+  }
+  if (!done) return tl::unexpected(done.error());
   return digests;
 }
 
-Result<> Digester::batch(std::span<const std::span<const std::byte>> pieces, std::vector<std::uint64_t>& digests) {
-  auto* listed = reinterpret_cast<DigestPiece*>(pinned_.bytes.data());
-  auto* hashes = reinterpret_cast<std::uint64_t*>(listed + kPieces);
-  auto* tails = reinterpret_cast<std::byte*>(hashes + kBlocks);
-  std::uint64_t blocks = 0;
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    const auto at = reinterpret_cast<std::uint64_t>(pieces[i].data());
-    if (at % 16 != 0)
-      return fail(ErrorCode::invalid_argument, "GPU memory to digest begins at {:#x}, no multiple of 16", at);
-    listed[i] = {at, pieces[i].size(), blocks};
-    blocks += pieces[i].size() / kDigestBlock;
+Result<> Digester::start(Batch& batch, Rest& rest) {
+  auto& arguments = batch.arguments;
+  arguments.count = arguments.items = 0;
+  const std::size_t most = std::clamp(rest.items / 2 / kDigestRun * kDigestRun, kLeastItems, kMostItems);
+  while (rest.piece < rest.pieces.size() && arguments.count < DigestArguments::kPieces) {
+    const auto left = rest.pieces[rest.piece].subspan(rest.offset);
+    std::size_t items = items_of(left.size());
+    if (items > most - arguments.items) items = (most - arguments.items) / kDigestRun * kDigestRun;
+    if (items == 0 && !left.empty()) break;
+    const std::size_t size = std::min(left.size(), items * kDigestBlock);
+    if (items > 0) {
+      batch.of[arguments.count] = rest.piece;
+      arguments.pieces[arguments.count++] = {reinterpret_cast<std::uint64_t>(left.data()), size, arguments.items};
+    }
+    arguments.items += items;
+    rest.items -= items;
+    rest.offset = size < left.size() ? rest.offset + size : 0;
+    if (rest.offset == 0) ++rest.piece;
   }
-  const auto address = [](const void* of) { return reinterpret_cast<std::uint64_t>(of); };
-  const kernels::DigestArguments arguments{.keys = address(keys_.bytes.data()),
-                                           .pieces = address(pieces_.bytes.data()),
-                                           .count = pieces.size(),
-                                           .blocks = blocks,
-                                           .hashes = address(hashes),
-                                           .tails = address(tails)};
-  constexpr unsigned threads = 256, warps = threads / 32, most = 2048;
-  const auto wanted = (std::max<std::uint64_t>(blocks, pieces.size()) + warps - 1) / warps;
-  const Grid grid{static_cast<unsigned>(std::min<std::uint64_t>(wanted, most)), threads};
-  auto done = stream_->copy(pieces_.bytes.data(), pinned_.bytes.data(), pieces.size() * sizeof(DigestPiece));
-  if (done) done = stream_->launch(Kernel::digest, grid, &arguments);
-  if (done) done = stream_->synchronize();
-  if (!done) return done;
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    const std::size_t whole = pieces[i].size() / kDigestBlock, rest = pieces[i].size() % kDigestBlock;
-    std::vector<std::uint64_t> all(hashes + listed[i].first_block, hashes + listed[i].first_block + whole);
-    if (rest > 0) all.push_back(digest_of_block({tails + i * kDigestBlock, rest}));
-    digests.push_back(digest_of_hashes(pieces[i].size(), all));
+  constexpr unsigned threads = 256, warps = threads / 32, most_blocks = 2048;
+  const Grid grid{static_cast<unsigned>(std::min<std::size_t>((arguments.items + warps - 1) / warps, most_blocks)),
+                  threads};
+  return stream_->launch(Kernel::digest, grid, &arguments)
+      .and_then([&] { return stream_->mark(); })
+      .map([&](auto mark) { batch.mark = mark; });
+}
+
+Result<> Digester::finish(Batch& batch, std::vector<std::uint64_t>& digests) {
+  for (;; std::this_thread::yield()) {
+    const auto reached = stream_->reached();
+    if (!reached) return tl::unexpected(reached.error());
+    if (*reached >= batch.mark) break;
+  }
+  const auto& arguments = batch.arguments;
+  auto* hashes = reinterpret_cast<std::uint64_t*>(batch.pinned.bytes.data());
+  const auto* tails = reinterpret_cast<const std::byte*>(hashes + kMostItems);
+  for (std::size_t i = 0; i < arguments.count; ++i) {
+    const DigestPiece& piece = arguments.pieces[i];
+    const std::span of_it(hashes + piece.first, piece.items());
+    if (const std::size_t rest = piece.size % kDigestBlock; rest > 0)
+      of_it.back() = digest_of_block({tails + i * kDigestBlock, rest});
+    digests[batch.of[i]] = digest_of_hashes(digests[batch.of[i]], of_it);
   }
   return {};
 }

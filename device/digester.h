@@ -1,8 +1,10 @@
 // Digests of a GPU's memory, by its own kernel: the same numbers as base/digest.h gives for the same bytes. The kernel
-// hashes the whole blocks of 4 KiB; the hashes, and what is left at the end, come to the host, which does the rest.
+// hashes the whole blocks of 4 KiB; the hashes, and what is left at the end, come to the host, which does the rest
+// while the kernel is at the next batch.
 #pragma once
 
 #include "device/device.h"
+#include "device/kernels/mailbox.h"
 
 namespace rejoin::device {
 
@@ -17,13 +19,24 @@ class Digester {
   Result<std::vector<std::uint64_t>> digests(std::span<const std::span<const std::byte>> pieces);
 
  private:
-  // Of one launch: room for their hashes and ends is kept.
-  static constexpr std::size_t kBlocks = 65536, kPieces = 1024;
+  // What one launch has to do, and where its results come.
+  struct Batch {
+    kernels::DigestArguments arguments;
+    std::size_t of[kernels::DigestArguments::kPieces] = {};  // the piece that each is, or is a part of
+    Memory pinned;
+    std::uint64_t mark = 0;
+  };
+  // What is still to be given to the kernel.
+  struct Rest {
+    std::span<const std::span<const std::byte>> pieces;
+    std::size_t piece = 0, offset = 0, items = 0;
+  };
   Digester() = default;
-  Result<> batch(std::span<const std::span<const std::byte>> pieces, std::vector<std::uint64_t>& digests);
+  Result<> start(Batch& batch, Rest& rest);
+  Result<> finish(Batch& batch, std::vector<std::uint64_t>& digests);
 
-  Memory pieces_, keys_;  // on the device
-  Memory pinned_;         // pieces on their way there; hashes and ends on theirs here
+  Memory keys_;  // on the device
+  Batch batches_[2];
   std::unique_ptr<Stream> stream_;
 };
 

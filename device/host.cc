@@ -24,12 +24,16 @@ class HostStream final : public Stream {
   Result<> wait_until(const std::uint64_t*, std::uint64_t) override {
     return fail(ErrorCode::unavailable, "the host's streams do their work at once and wait for nothing");
   }
+  Result<> write(std::uint64_t*, std::uint64_t) override {
+    return fail(ErrorCode::unavailable, "the host's streams do their work at once and tell nobody");
+  }
   Result<std::uint64_t> mark() override { return ++marks_; }
   Result<std::uint64_t> reached() override { return marks_; }
   Result<> signal(const Fd& eventfd) override {
     signal_eventfd(eventfd);
     return {};
   }
+  Result<bool> idle() override { return true; }
   Result<> synchronize() override { return {}; }
   void* handle() override { return nullptr; }
 
@@ -84,6 +88,8 @@ class HostDevice final : public Device {
   Result<std::unique_ptr<Stream>> adopt_stream(void*) override {
     return fail(ErrorCode::invalid_argument, "a CUDA stream given to the host");
   }
+  Result<> has_stream_words() override { return fail(ErrorCode::unavailable, "the host has no streams that wait"); }
+  RemoteWrites remote_writes() const override { return RemoteWrites::ordered; }
   Result<> flush_remote_writes() override { return {}; }
   Result<Exported> export_dma_buf(std::span<std::byte> memory) override {
     return fail(ErrorCode::unreachable, "{} of host memory are no dma-buf: register them as they are",

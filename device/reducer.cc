@@ -1,140 +1,190 @@
 #include "device/reducer.h"
 
 #include <algorithm>
-#include <atomic>
 #include <new>
 
 namespace rejoin::device {
 
-using kernels::Mailbox, kernels::Work;
+using kernels::Mailbox, kernels::Relay, kernels::Work;
 
 namespace {
 
-std::uint64_t acquire(std::uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
-void release(std::uint64_t& word, std::uint64_t value) {
-  std::atomic_ref(word).store(value, std::memory_order_release);
-}
+std::atomic_ref<std::uint64_t> word(std::uint64_t& of) { return std::atomic_ref(of); }
 
 std::uint64_t address(const std::byte* bytes) { return reinterpret_cast<std::uint64_t>(bytes); }
 
 }  // namespace
 
 Result<std::unique_ptr<Reducer>> Reducer::make(Device& device, const ReducerOptions& options) {
-  if (options.blocks < 1 || options.blocks > Mailbox::kMaxBlocks)
-    return fail(ErrorCode::invalid_argument, "{} blocks for reductions: 1 to {} can be", options.blocks,
-                Mailbox::kMaxBlocks);
-  if (options.threads < 32 || options.threads > 512 || options.threads % 32 != 0)
-    return fail(ErrorCode::invalid_argument, "{} threads a block for reductions: 32 to 512 in steps of 32 can be",
+  if (options.blocks < 1 || options.blocks > 1024)
+    return fail(ErrorCode::invalid_argument, "{} blocks for reductions: 1 to 1024 can be", options.blocks);
+  if (options.threads < 64 || options.threads > 512 || options.threads % 32 != 0)
+    return fail(ErrorCode::invalid_argument, "{} threads a block for reductions: 64 to 512 in steps of 32 can be",
                 options.threads);
   if (auto ready = device.prepare_kernels(); !ready) return tl::unexpected(ready.error());
   std::unique_ptr<Reducer> reducer(new Reducer(options));
   auto pinned = device.allocate_pinned(sizeof(Mailbox));
   if (!pinned) return tl::unexpected(pinned.error());
-  for (auto* stream : {&reducer->kernel_, &reducer->copies_}) {
-    auto made = device.make_stream();
-    if (!made) return tl::unexpected(made.error());
-    *stream = std::move(*made);
-  }
+  auto memory = device.allocate(sizeof(Relay));
+  if (!memory) return tl::unexpected(memory.error());
+  auto stream = device.make_stream();
+  if (!stream) return tl::unexpected(stream.error());
   reducer->pinned_ = std::move(*pinned);
+  reducer->device_ = std::move(*memory);
+  reducer->kernel_ = std::move(*stream);
   reducer->mailbox_ = new (reducer->pinned_.bytes.data()) Mailbox{};
+  reducer->relay_ = reinterpret_cast<Relay*>(reducer->device_.bytes.data());
+  // A launch that leaves at once: the driver may load a kernel only with its first launch, and wait for all streams.
+  word(reducer->mailbox_->leave) = 1;
+  auto ready = reducer->kernel_->clear(reducer->device_.bytes.data(), reducer->device_.bytes.size());
+  if (ready) ready = reducer->launch(Duration::zero());
+  if (ready) ready = reducer->kernel_->synchronize();
+  if (!ready) return tl::unexpected(ready.error());
   return reducer;
 }
 
 Reducer::~Reducer() {
-  rest();
+  if (mailbox_ == nullptr) return;
+  tell_to_leave(launches_);
   kernel_.reset();  // waits for it, before its mailbox goes
 }
 
 Result<std::uint64_t> Reducer::add(DataType type, std::byte* out, const std::byte* a, const std::byte* b,
                                    std::size_t count, std::uint32_t divisor) {
-  waiting_.push_back({.out = address(out),
-                      .a = address(a),
-                      .b = address(b),
-                      .count = count,
-                      .type = static_cast<std::uint32_t>(type),
-                      .divisor = divisor});
-  under_way_.push_back({.number = ++queued_, .work = ++works_});
-  if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
-  return queued_;
+  return give({.out = address(out),
+               .a = address(a),
+               .b = address(b),
+               .count = count,
+               .type = static_cast<std::uint32_t>(type),
+               .divisor = divisor},
+              count * size_of(type));
 }
 
 Result<std::uint64_t> Reducer::copy(std::byte* out, const std::byte* in, std::size_t size) {
-  if (auto copied = copies_->copy(out, in, size); !copied) return tl::unexpected(copied.error());
-  const auto mark = copies_->mark();
-  if (!mark) return mark;
-  under_way_.push_back({.number = ++queued_, .mark = *mark});
+  return give({.out = address(out), .a = address(in), .count = size, .type = Work::kCopy}, size);
+}
+
+// Tiles are small enough for all warps to have some, and the larger, the less is to be said about them.
+Result<std::uint64_t> Reducer::give(const Work& asked, std::uint64_t bytes) {
+  constexpr std::uint64_t page = 4096, most = 32768, for_each = 4;
+  const std::uint64_t warps = std::uint64_t{options_.blocks} * options_.threads / 32;
+  const std::uint64_t tile =
+      std::clamp(bytes / (warps * for_each) / page * page, bytes < 512 * KiB ? page : 2 * page, most);
+  Work work = asked;
+  work.first = tiles_;
+  work.tiles = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, (bytes + tile - 1) / tile));
+  work.tile = static_cast<std::uint32_t>(tile);
+  tiles_ += work.tiles;
+  waiting_.push_back(work);
+  ++queued_;
+  if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
   return queued_;
 }
 
 Result<> Reducer::post_waiting() {
-  const std::uint64_t done = works_done();
-  while (!waiting_.empty() && posted_ - done < Mailbox::kWorks) {
+  while (!waiting_.empty() && posted_ - done_ < Mailbox::kWorks) {
     mailbox_->works[(posted_ + 1) % Mailbox::kWorks] = waiting_.front();
     waiting_.pop_front();
-    release(mailbox_->posted, ++posted_);
+    word(mailbox_->posted).store(++posted_, std::memory_order_release);
   }
-  // A block that left in the same moment as its work was posted is found by done().
-  if (posted_ > done && !running_) return launch();
-  return {};
+  return see_to_it();
 }
 
-// Behind whatever is left of the launch before: the stream keeps them in order.
-Result<> Reducer::launch() {
-  running_ = true;
-  if (auto reached = kernel_->reached(); !reached) return tl::unexpected(reached.error());
+// That there is a kernel for what is posted.
+Result<> Reducer::see_to_it() {
+  if (failed_) return failure_;
+  if (posted_ == done_) return {};
+  constexpr std::uint64_t between_looks = 256;
+  const bool look = ++looks_ % between_looks == 0;  // a kernel that died says so to its stream alone
+  const bool served = is_served();
+  if (served && !look) return {};
+  if (options_.attended) {
+    wanted_ = true;
+    return {};
+  }
+  const std::unique_lock lock(launching_, std::try_to_lock);
+  if (!lock || held()) return {};  // somebody launches, or has
+  if (auto idle = kernel_->idle(); !idle) return tl::unexpected(idle.error());
+  return is_served() ? Result<>() : launch(options_.patience);
+}
+
+Result<> Reducer::attend() {
+  const std::lock_guard lock(launching_);
+  if (failed_) return failure_;
+  if (held()) return {};
+  const bool wanted = wanted_.exchange(false);
+  Result<> well;
+  if (auto idle = kernel_->idle(); !idle) well = tl::unexpected(idle.error());
+  else if (wanted && !is_served()) well = launch(options_.patience);
+  if (!well) {
+    failure_ = well;
+    failed_ = true;
+  }
+  return well;
+}
+
+bool Reducer::held() const { return holds_ != 0; }
+
+// Whether the last launch will take what is posted: it is not over, nor told to leave.
+bool Reducer::is_served() const {
+  const std::uint64_t last = launches_;
+  return word(mailbox_->left).load(std::memory_order_acquire) < last && word(mailbox_->leave) < last;
+}
+
+// Behind whatever is left of the launch before: the stream keeps them in order. No event comes behind it: in a queue of
+// the hardware that streams share, what comes behind that would wait for the kernel.
+Result<> Reducer::launch(Duration patience) {
   const kernels::ReduceArguments arguments{
       .mailbox = mailbox_,
-      .launch = ++launches_,
-      .patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.patience).count())};
-  if (auto launched = kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads}, &arguments); !launched)
-    return launched;
-  const auto mark = kernel_->mark();
-  if (!mark) return tl::unexpected(mark.error());
-  launch_mark_ = *mark;
-  return {};
-}
-
-std::uint64_t Reducer::works_done() const {
-  std::uint64_t done = posted_;
-  for (unsigned b = 0; b < options_.blocks; ++b) done = std::min(done, acquire(mailbox_->blocks[b].done));
-  return done;
-}
-
-bool Reducer::a_block_left() const {
-  for (unsigned b = 0; b < options_.blocks; ++b)
-    if (acquire(mailbox_->blocks[b].left) == launches_) return true;
-  return false;
+      .relay = relay_,
+      .launch = launches_ + 1,
+      .patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(patience).count())};
+  launches_ = arguments.launch;
+  return kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads}, &arguments);
 }
 
 Result<std::uint64_t> Reducer::done() {
   if (idle()) return done_;
-  const std::uint64_t works = works_done();
-  const auto copied = copies_->reached();
-  if (!copied) return copied;
-  while (!under_way_.empty() && under_way_.front().work <= works && under_way_.front().mark <= *copied) {
-    done_ = under_way_.front().number;
-    under_way_.pop_front();
-  }
-  if (works == posted_ && waiting_.empty()) return done_;
-  if (running_ && a_block_left()) rest();  // the others, too; the next launch goes on where each of them is
+  while (done_ < posted_ &&
+         word(mailbox_->done[(done_ + 1) % Mailbox::kWorks]).load(std::memory_order_acquire) == done_ + 1)
+    ++done_;
   if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
-  // A kernel that died says so to its stream alone.
-  constexpr std::uint64_t between_looks = 256;
-  if (++looks_ % between_looks == 0)
-    if (auto reached = kernel_->reached(); !reached) return reached;
   return done_;
 }
 
 Result<bool> Reducer::resting() {
-  const auto reached = kernel_->reached();
-  if (!reached) return tl::unexpected(reached.error());
-  return *reached == launch_mark_;
+  const std::lock_guard lock(launching_);
+  return kernel_->idle();
 }
 
 void Reducer::rest() {
-  if (!running_) return;
-  running_ = false;
-  release(mailbox_->leave, launches_);
+  const std::uint64_t last = launches_;  // a later one, by hold(), is not meant
+  if (!held()) tell_to_leave(last);
+}
+
+// The kernel before may be leaving already, so the first hold makes another one in any case, with no limit to its
+// patience.
+Result<> Reducer::hold(Stream* behind) {
+  const std::lock_guard lock(launching_);
+  if (failed_) return failure_;
+  if (holds_++ > 0) return {};
+  tell_to_leave(launches_);
+  Result<> launched;
+  if (behind != nullptr) launched = kernel_->follow(*behind);
+  if (launched) launched = launch(Duration::max());
+  if (!launched) --holds_;
+  return launched;
+}
+
+void Reducer::let_go() {
+  const std::uint64_t last = launches_;
+  if (--holds_ == 0) tell_to_leave(last);
+}
+
+void Reducer::tell_to_leave(std::uint64_t launch) {
+  auto leave = word(mailbox_->leave);
+  std::uint64_t told = leave;
+  while (told < launch && !leave.compare_exchange_weak(told, launch)) continue;
 }
 
 }  // namespace rejoin::device

@@ -57,6 +57,13 @@ Result<> Tensors::all_reduce(BucketId bucket, const std::vector<TensorId>& of_it
   return session_.all_reduce(bucket, static_cast<CudaStream>(stream_->handle()));
 }
 
+Result<> Tensors::read_behind_buckets() {
+  if (!stream_) return {};
+  float value = 0;
+  auto done = copy(std::as_writable_bytes(std::span(&value, 1)), session_.gradient(ids_[0]).first(sizeof value));
+  return done ? stream_->synchronize() : done;
+}
+
 Result<> Tensors::commit(const std::function<void(const Piece&, const Views&)>& update) {
   const auto columns = [&](const Piece& piece) {
     Views views;

@@ -22,6 +22,8 @@ class Tensors {
   Result<> put_weights();                                                    // the initial ones, to where they lie
   Result<> get_weights();                                                    // … as they are now
   Result<> all_reduce(BucketId bucket, const std::vector<TensorId>& of_it);  // their gradients are ready
+  // As a framework reads a loss (.item()): four bytes to pageable memory, behind all that is queued, buckets included.
+  Result<> read_behind_buckets();
   Result<> commit(const std::function<void(const Piece&, const Views&)>& update);  // weight, moments: of the piece
 
  private:

@@ -128,6 +128,7 @@ int train(const Settings& s) {
                                     });
       if (!reduced) return fail_with(reduced.error());
       events::emit("computed", {{"step", step.number()}});
+      if (auto read = tensors.read_behind_buckets(); !read) return fail_with(read.error());
     }
     auto committed = tensors.commit([&](const Piece& piece, const demo::Views& of) {
       adamw.apply(piece.step, of[0], of[1], of[2], piece.gradient_as<float>());

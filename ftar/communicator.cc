@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "ftar/operation.h"
+#include "transport/staged/factory.h"
 
 namespace rejoin::ftar {
 
@@ -46,9 +47,12 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   std::unique_ptr<Communicator> made(new Communicator(engine, options, self, secret));
   const auto kind = options.device ? options.device->kind() : transport::MemoryKind::host;
   if (options.device) {
-    auto reducer = device::Reducer::make(*options.device, options.reducer);
-    if (!reducer) return tl::unexpected(reducer.error());
-    made->reducer_ = std::move(*reducer);
+    made->reducer_ = options.shared_reducer;
+    if (!made->reducer_) {
+      auto reducer = device::Reducer::make(*options.device, options.reducer);
+      if (!reducer) return tl::unexpected(reducer.error());
+      made->reducer_ = std::move(*reducer);
+    }
   }
   for (auto& spec : buckets) {
     const std::size_t bytes = spec.count * size_of(spec.type);
@@ -88,6 +92,8 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   auto staging = engine.register_region(made->staging_.bytes, kind);
   if (!staging) return tl::unexpected(staging.error());
   made->staging_region_ = *staging;
+  made->flushes_ = options.device && options.device->remote_writes() == device::Device::RemoteWrites::flushed &&
+                   !transport::staged::is_staged(engine.remote(*staging));
   return made;
 }
 
@@ -224,16 +230,18 @@ void Communicator::finish(Bucket& bucket) {
     for (auto& [member, peer] : peers_) peer->last_chunk = {};  // what follows is no gap, but the trainers' time
     if (reducer_) reducer_->rest();
   }
-  if (reducer_)  // the chunks of the all-gather came from NICs, too
-    if (auto flushed = options_.device->flush_remote_writes(); !flushed) return fail_device(flushed.error());
+  if (auto flushed = flush(); !flushed) return fail_device(flushed.error());  // chunks of the all-gather came, too
   outcomes_.push_back({.kind = Outcome::Kind::done, .bucket = bucket.index, .step = bucket.step, .epoch = epoch_});
 }
 
-bool Communicator::working() const { return reducer_ && !reducer_->idle(); }
+bool Communicator::working() const { return done_by_device_ < given_to_device_; }
+
+Result<> Communicator::flush() { return flushes_ ? options_.device->flush_remote_writes() : Result<>(); }
 
 // Whether the device took it.
 bool Communicator::reduced_on_device(const Result<std::uint64_t>& work) {
   if (!work) fail_device(work.error());
+  else given_to_device_ = *work;
   return work.has_value();
 }
 
@@ -246,12 +254,13 @@ void Communicator::poll_reducer() {
   if (!working() || device_failed_) return;
   const auto done = reducer_->done();
   if (!done) return fail_device(done.error());
+  done_by_device_ = *done;
   for (auto& bucket : buckets_) {
     if (!bucket.running) continue;
     bucket.running->on_reduced(*done);
     if (bucket.running && bucket.running->done()) finish(bucket);
   }
-  if (reducer_->idle()) try_flush();
+  if (!working()) try_flush();
 }
 
 bool Communicator::busy() const {

@@ -60,7 +60,8 @@ struct Options {
   // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. All members must have
   // GPUs, or none.
   std::shared_ptr<device::Device> device;
-  device::ReducerOptions reducer;  // of it
+  device::ReducerOptions reducer;                   // of it
+  std::shared_ptr<device::Reducer> shared_reducer;  // … or one that is there already
 };
 
 struct Outcome {
@@ -176,6 +177,7 @@ class Communicator {
   Result<> reserve_direct();
   void poll_reducer();
   void fail_device(const Error& error);
+  Result<> flush();
   bool reduced_on_device(const Result<std::uint64_t>& work);
   void try_flush();
   void begin(Bucket& bucket);
@@ -201,7 +203,9 @@ class Communicator {
   device::Memory staging_;
   device::Memory direct_room_;  // pinned, for small buckets of a device
   transport::RegionId staging_region_;
-  std::unique_ptr<device::Reducer> reducer_;  // of a device
+  std::shared_ptr<device::Reducer> reducer_;                // of a device
+  std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // the last of its works that was, resp. is known to be
+  bool flushes_ = false;                                    // NICs' writes, before the device reads them
   std::unique_ptr<device::Access> access_;
   bool digesting_ = false;
   bool device_failed_ = false;

@@ -161,7 +161,7 @@ bool RingOperation::on_reduce_scatter_chunk(Peer& from, const Tag& tag) {
   from.stats.bytes_received += range.length;
   ++scatter_received_;
   if (owner_.reducer_) {
-    auto work = owner_.options_.device->flush_remote_writes().and_then(
+    auto work = owner_.flush().and_then(
         [&] { return owner_.reducer_->add(bucket_.spec.type, out, arrived, own, count, divisor); });
     if (owner_.reduced_on_device(work)) on_device_.push_back({*work, &from, tag});
     return true;

@@ -121,6 +121,9 @@ void Driver::submit_wanted() {
 void Driver::report_exchanged() {
   if (!machine_.member() || machine_.exchanged() || ring_->epoch() != machine_.epoch()) return;
   if (!std::all_of(done_.begin(), done_.end(), [](bool d) { return d; })) return;
+  // Digests of a device's memory are calls into its driver, which don't return while a stream waits for a bucket.
+  if (config_.ring.device && machine_.plan().has_audit() && !std::exchange(let_go_, true)) return;
+  let_go_ = false;
   if (auto digested = digest_exchanged(); !digested) return fail(digested.error());
   machine_.on_exchanged();
   proto::FromNode report;

@@ -75,6 +75,8 @@ class Driver {
   const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }
   bool working() const { return ring_ && ring_->working(); }  // see ftar::Communicator
+  // poll() has something to do that nothing wakes anybody for: call it again, when what has been reduced was shown.
+  bool wants_turn() const { return let_go_; }
   std::uint64_t outcomes() const { return outcomes_; }        // of the ring, ever
   const membership::Rank& machine() const { return machine_; }
 
@@ -111,6 +113,7 @@ class Driver {
   membership::RankDigests digests_;  // of the last exchange
   proto::Peers peers_;
   std::vector<proto::FromNode> reports_;
+  bool let_go_ = false;  // the device's driver is not entered before the trainer's streams were told of the last bucket
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
   std::vector<std::uint64_t> reduced_;
   std::uint64_t taken_ = 0;

@@ -28,6 +28,8 @@ proto::FromTrainer more() {
 }
 
 constexpr Duration kReconnect = std::chrono::milliseconds(20);
+// Between two looks at words that streams write, which wakes nobody: a hundredth of a core, and no time beside a step.
+constexpr Duration kStreams = std::chrono::microseconds(100);
 
 }  // namespace
 
@@ -47,8 +49,12 @@ Progress::~Progress() {
   }
   if (wake_) signal_eventfd(wake_);
   if (thread_.joinable()) thread_.join();
-  streams_.reset();
+  watchdog_.reset();
+  if (streams_) streams_->release();
   driver_.reset();
+  engine_.reset();  // what it still copies is done by a kernel that the attendant may have to launch
+  attendant_.reset();
+  streams_.reset();
 }
 
 // ---- the trainer's thread
@@ -62,32 +68,31 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
   wake_ = std::move(*wake);
   const auto& device = owner_.device();
   const bool on_gpu = device->kind() != transport::MemoryKind::host;
-  if (on_gpu) {
-    auto streams = StreamOrder::make(device, buckets_.size(), wake_);
-    if (!streams) return tl::unexpected(streams.error());
-    streams_ = std::move(*streams);
-  }
-  auto engine = transport::make_engine(config_.transport, device);
+  if (on_gpu)
+    if (auto prepared = prepare_device(); !prepared) return prepared;
+  auto engine = transport::make_engine(config_.transport, device, reducer_);
   if (!engine) return tl::unexpected(engine.error());
   engine_ = std::move(*engine);
   auto address = engine_->listen({config_.data_listen});
   if (!address) return tl::unexpected(address.error());
   address_ = address->text;
 
-  driver_.emplace(
-      DriverConfig{.replica = ReplicaId(config_.replica),
-                   .rank = config_.rank,
-                   .life = new_life(),
-                   .plan_hash = state_.plan_hash(),
-                   .ring = {.chunk_bytes = config_.chunk_bytes,
-                            .chunks_in_flight = config_.chunks_in_flight,
-                            .flip_bit_at = Step(config_.flip_bit_at),
-                            .device = on_gpu ? device : nullptr,
-                            .reducer = {.blocks = config_.reduce_blocks, .threads = config_.reduce_threads}},
-                   .patience = config_.patience},
-      *engine_, owner_, buckets_);
+  driver_.emplace(DriverConfig{.replica = ReplicaId(config_.replica),
+                               .rank = config_.rank,
+                               .life = new_life(),
+                               .plan_hash = state_.plan_hash(),
+                               .ring = {.chunk_bytes = config_.chunk_bytes,
+                                        .chunks_in_flight = config_.chunks_in_flight,
+                                        .flip_bit_at = Step(config_.flip_bit_at),
+                                        .device = on_gpu ? device : nullptr,
+                                        .shared_reducer = reducer_},
+                               .patience = config_.patience},
+                  *engine_, owner_, buckets_);
 
   // The first contact is made here, so that its errors reach the caller.
+  auto offer = owner_.offer();
+  if (!offer) return tl::unexpected(offer.error());
+  offer_ = std::move(*offer);
   auto socket = connect_unix(config_.socket);
   if (!socket)
     return rejoin::fail(ErrorCode::unavailable,
@@ -126,7 +131,30 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
   welcome_ = true;
   daemon_seen_ = clock_.now();
   idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
+  if (streams_)
+    watchdog_ = std::make_unique<Watchdog>(
+        4 * silence_, [this] { return streams_->streams_wait(); },
+        [this] {
+          fail({ErrorCode::timeout,
+                fmt::format("this session's progress thread has stood still for {:.1f} s while CUDA streams wait for "
+                            "it: they go on without their gradients, and the session is at its end; start the process "
+                            "again",
+                            milliseconds(4 * silence_) / 1000)});
+        });
   thread_ = std::thread([this] { run(); });
+  return {};
+}
+
+Result<> Progress::prepare_device() {
+  const auto& device = owner_.device();
+  auto reducer = device::Reducer::make(
+      *device, {.blocks = config_.reduce_blocks, .threads = config_.reduce_threads, .attended = true});
+  if (!reducer) return tl::unexpected(reducer.error());
+  reducer_ = std::move(*reducer);
+  auto streams = StreamOrder::make(device, reducer_, buckets_.size());
+  if (!streams) return tl::unexpected(streams.error());
+  streams_ = std::move(*streams);
+  attendant_ = std::make_unique<Attendant>(reducer_);
   return {};
 }
 
@@ -220,15 +248,14 @@ void Progress::fail(Error error) {
 // What the trainer's streams have come to; and to them, what has been reduced.
 void Progress::poll_streams() {
   const auto reached = streams_->poll();
-  if (!reached) return fail(reached.error());
-  for (const auto& what : *reached) {
+  for (const auto& what : reached) {
     if (!what.bucket) state_.end_update(Step(what.step), what.contributed);
     const std::lock_guard lock(mutex_);
     if (what.bucket) wanted_[*what.bucket] = true, handed_over_[*what.bucket] = false;
     else --updates_;
     asked_ = true;
   }
-  if (!reached->empty()) changed_.notify_all();
+  if (!reached.empty()) changed_.notify_all();
   const auto& reduced = driver_->reduced();
   for (std::uint32_t b = 0; b < reduced.size(); ++b)
     if (std::exchange(shown_reduced_[b], reduced[b]) != reduced[b]) streams_->on_reduced(b, reduced[b]);
@@ -236,7 +263,11 @@ void Progress::poll_streams() {
 
 void Progress::run() {
   for (;;) {
-    if (streams_) poll_streams();
+    if (streams_) {
+      watchdog_->turn();
+      poll_streams();
+      if (reducer_->wants_attention()) attendant_->call();
+    }
     {
       const std::lock_guard lock(mutex_);
       if (stop_ || failure_) break;
@@ -262,9 +293,10 @@ void Progress::run() {
     for (auto& report : driver_->take_reports()) unsaid_.push_back(std::move(report));
     say_all();
     if (driver_->revision() != published_) publish();
-    if (driver_->working()) continue;  // on the GPU, for microseconds, and without waking anybody
+    if (driver_->working() || driver_->wants_turn()) continue;  // on the GPU, for microseconds, and without waking anybody
     Duration limit = std::min<Duration>(silence_ / 8, std::chrono::milliseconds(100));
     if (!daemon_) limit = kReconnect;
+    if (streams_ && streams_->waits_for_streams()) limit = kStreams;
     const int others[] = {daemon_.get(), wake_.get()};
     idle_->wait(driver_->busy(), limit, std::span(others).subspan(daemon_ ? 0 : 1));
     drain_eventfd(wake_);
@@ -305,9 +337,7 @@ proto::LocalHello Progress::hello() const {
 }
 
 Result<> Progress::greet(Fd& socket) {
-  auto offer = owner_.offer();
-  if (!offer) return tl::unexpected(offer.error());
-  offer_ = {std::make_move_iterator(offer->begin()), std::make_move_iterator(offer->end())};
+  offered_ = 0;
   proto::FromTrainer message;
   *message.mutable_hello() = hello();
   const int size = 1 << 20;
@@ -317,12 +347,9 @@ Result<> Progress::greet(Fd& socket) {
 
 Result<> Progress::send_offer(const Fd& socket, const proto::FromTrainer& message) {
   const std::string bytes = message.SerializeAsString();
-  const std::size_t count = std::min(offer_.size(), kMaxFds);
   std::vector<int> fds;
-  for (std::size_t i = 0; i < count; ++i) fds.push_back(offer_[i].get());
-  auto sent = send_with_fds(socket, as_bytes(bytes), fds);
-  offer_.erase(offer_.begin(), offer_.begin() + static_cast<std::ptrdiff_t>(count));
-  return sent;
+  for (; offered_ < offer_.size() && fds.size() < kMaxFds; ++offered_) fds.push_back(offer_[offered_].get());
+  return send_with_fds(socket, as_bytes(bytes), fds);
 }
 
 void Progress::reconnect(TimePoint now) {

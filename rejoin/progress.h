@@ -1,4 +1,5 @@
-// The session's progress thread: owns the transport and the daemon's socket, and runs the driver between them.
+// The session's progress thread: owns the transport and the daemon's socket, and runs the driver between them. Once its
+// ring is made it never enters a GPU's driver: "No driver between hand-over and word" in docs/design-notes.md.
 // The trainer's thread talks to it through a few fields under one mutex.
 #pragma once
 
@@ -10,10 +11,12 @@
 
 #include "base/unix_socket.h"
 #include "local.pb.h"
+#include "rejoin/attendant.h"
 #include "rejoin/driver.h"
 #include "rejoin/session.h"
 #include "rejoin/stream_order.h"
 #include "rejoin/training_state.h"
+#include "rejoin/watchdog.h"
 #include "shm/owner.h"
 #include "transport/idle.h"
 
@@ -47,6 +50,7 @@ class Progress {
   void reconnect(TimePoint now);
   void lose_daemon(const std::string& why);
   void fail(Error error);
+  Result<> prepare_device();
   proto::LocalHello hello() const;
 
   Result<> may_reduce(std::uint32_t bucket) const;
@@ -71,11 +75,16 @@ class Progress {
   Fd daemon_;
   bool welcome_ = false;  // the daemon knows us: until then it would not listen
   std::deque<proto::FromNode> unsaid_;
-  std::deque<Fd> offer_;  // what the daemon has yet to ask for
+  std::vector<Fd> offer_;    // what daemons share the state by: made once, since that takes the driver
+  std::size_t offered_ = 0;  // … of it, to this daemon
   TimePoint retry_at_{}, heartbeat_at_{}, daemon_seen_{};
   std::thread thread_;
   Fd wake_;
-  std::unique_ptr<StreamOrder> streams_;  // of a GPU; both threads'
+  // Of a GPU.
+  std::shared_ptr<device::Reducer> reducer_;
+  std::unique_ptr<StreamOrder> streams_;  // both threads'
+  std::unique_ptr<Attendant> attendant_;
+  std::unique_ptr<Watchdog> watchdog_;
 
   std::mutex mutex_;
   std::condition_variable changed_;

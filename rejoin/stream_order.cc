@@ -1,36 +1,63 @@
 #include "rejoin/stream_order.h"
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
+#include <new>
+#include <thread>
+
+#include "base/clock.h"
+#include "base/log.h"
 
 namespace rejoin {
 
 namespace {
 
-std::atomic_ref<std::uint64_t> word(const device::Memory& memory, std::uint32_t bucket) {
-  return std::atomic_ref(reinterpret_cast<std::uint64_t*>(memory.bytes.data())[bucket]);
-}
+constexpr std::uint64_t kEver = std::numeric_limits<std::int64_t>::max();
+constexpr Duration kPatience = std::chrono::seconds(10);  // with streams that are let go of, and still don't go
+
+std::uint64_t acquire(std::uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
 
 }  // namespace
 
-Result<std::unique_ptr<StreamOrder>> StreamOrder::make(std::shared_ptr<device::Device> device, std::size_t buckets,
-                                                       const Fd& wake) {
-  auto reduced = device->allocate_pinned(buckets * sizeof(std::uint64_t));
-  if (!reduced) return tl::unexpected(reduced.error());
-  auto side = device->make_stream(), waits = device->make_stream();
-  if (!side) return tl::unexpected(side.error());
-  if (!waits) return tl::unexpected(waits.error());
-  std::unique_ptr<StreamOrder> order(new StreamOrder(std::move(device), wake));
-  order->reduced_ = std::move(*reduced);
-  order->side_ = std::move(*side);
-  order->waits_ = std::move(*waits);
-  for (std::uint32_t b = 0; b < buckets; ++b) word(order->reduced_, b).store(0);
+struct alignas(64) StreamOrder::Words {
+  std::uint64_t ready = 0, past = 0;      // the stream's
+  alignas(64) std::uint64_t reduced = 0;  // the CPU's, which the stream looks at all the time
+};
+
+StreamOrder::Words& StreamOrder::words(std::size_t which) const {
+  return reinterpret_cast<Words*>(memory_.bytes.data())[which];
+}
+
+Result<std::unique_ptr<StreamOrder>> StreamOrder::make(std::shared_ptr<device::Device> device,
+                                                       std::shared_ptr<device::Reducer> reducer, std::size_t buckets) {
+  if (auto can = device->has_stream_words(); !can) return tl::unexpected(can.error());
+  auto memory = device->allocate_pinned((buckets + 1) * sizeof(Words));
+  if (!memory) return tl::unexpected(memory.error());
+  std::unique_ptr<StreamOrder> order(new StreamOrder(std::move(device), std::move(reducer), buckets));
+  order->memory_ = std::move(*memory);
+  for (std::size_t i = 0; i <= buckets; ++i) new (&order->words(i)) Words;
   return order;
 }
 
 StreamOrder::~StreamOrder() {
   release();
-  waits_.reset();  // until it is done; the trainer's own streams may have gone before
+  // The streams themselves may be gone, and can't be asked. Somebody else may hold one up for good: then the words
+  // stay.
+  const SteadyClock clock;
+  const TimePoint deadline = clock.now() + kPatience;
+  for (std::size_t b = 0; b < handed_over_.size(); ++b)
+    while (acquire(words(b).past) < handed_over_[b]) {
+      if (clock.now() > deadline) {
+        spdlog::warn(
+            "a CUDA stream is held up by something else before it has gone on from bucket {}: the {} that it "
+            "looks at are never freed",
+            b, human_bytes(memory_.bytes.size()));
+        new device::Memory(std::move(memory_));
+        return;
+      }
+      std::this_thread::yield();
+    }
 }
 
 Result<device::Stream*> StreamOrder::adopted(void* handle) {
@@ -44,44 +71,80 @@ Result<device::Stream*> StreamOrder::adopted(void* handle) {
   return stream.get();
 }
 
-Result<> StreamOrder::await(Reached what, void* handle) {
-  const auto stream = adopted(handle);
-  if (!stream) return tl::unexpected(stream.error());
+void StreamOrder::await(const Reached& what) {
   const std::lock_guard lock(mutex_);
-  if (auto follows = side_->follow(**stream); !follows) return follows;
-  const auto mark = side_->mark();
-  if (!mark) return tl::unexpected(mark.error());
-  waiting_.push_back({*mark, what});
-  return side_->signal(wake_);
+  waiting_.push_back(what);
 }
 
+// The kernel comes behind the first bucket of a step, so that it takes nothing from what is queued before. Later it is
+// wanted at once: what was reduced already may have to be once more, in another epoch.
 Result<> StreamOrder::hand_over(std::uint32_t bucket, std::uint64_t step, void* handle) {
-  if (auto awaited = await({.bucket = bucket, .step = step}, handle); !awaited) return awaited;
-  const auto* words = reinterpret_cast<const std::uint64_t*>(reduced_.bytes.data());
-  auto& stream = *streams_.at(handle);
-  return stream.wait_until(words + bucket, step).and_then([&] { return waits_->follow(stream); });
+  const auto stream = adopted(handle);
+  if (!stream) return tl::unexpected(stream.error());
+  const bool first = std::exchange(last_step_, step) != step;
+  if (auto held = reducer_->hold(first ? *stream : nullptr); !held) return held;
+  {
+    const std::lock_guard lock(mutex_);
+    if (released_) {
+      reducer_->let_go();
+      return fail(ErrorCode::cancelled, "bucket {} comes after the session's end", bucket);
+    }
+    held_[bucket] = step;
+  }
+  Words& word = words(bucket);
+  auto queued = (*stream)->write(&word.ready, step);
+  if (queued) await({.bucket = bucket, .step = step});
+  if (queued) queued = (*stream)->wait_until(&word.reduced, step);
+  if (queued) queued = (*stream)->write(&word.past, step);
+  if (queued) handed_over_[bucket] = step;
+  return queued;
 }
 
 Result<> StreamOrder::updated(std::uint64_t step, bool contributed, void* handle) {
-  return await({.step = step, .contributed = contributed}, handle);
+  const auto stream = adopted(handle);
+  if (!stream) return tl::unexpected(stream.error());
+  if (auto queued = (*stream)->write(&words(held_.size()).ready, step); !queued) return queued;
+  await({.step = step, .contributed = contributed});
+  return {};
 }
 
-Result<std::vector<StreamOrder::Reached>> StreamOrder::poll() {
+std::vector<StreamOrder::Reached> StreamOrder::poll() {
   const std::lock_guard lock(mutex_);
   std::vector<Reached> reached;
-  if (waiting_.empty()) return reached;
-  const auto mark = side_->reached();
-  if (!mark) return tl::unexpected(mark.error());
-  for (; !waiting_.empty() && waiting_.front().mark <= *mark; waiting_.pop_front())
-    reached.push_back(waiting_.front().what);
+  std::erase_if(waiting_, [&](const Reached& what) {
+    if (acquire(words(what.bucket.value_or(held_.size())).ready) < what.step) return false;
+    reached.push_back(what);
+    return true;
+  });
   return reached;
 }
 
-void StreamOrder::on_reduced(std::uint32_t bucket, std::uint64_t step) { word(reduced_, bucket).store(step); }
+bool StreamOrder::waits_for_streams() const {
+  const std::lock_guard lock(mutex_);
+  return !waiting_.empty();
+}
+
+bool StreamOrder::streams_wait() const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(held_.begin(), held_.end(), [](std::uint64_t step) { return step != 0; });
+}
+
+void StreamOrder::on_reduced(std::uint32_t bucket, std::uint64_t step) {
+  const std::lock_guard lock(mutex_);
+  if (released_) return;
+  std::atomic_ref(words(bucket).reduced).store(step, std::memory_order_release);
+  if (held_[bucket] == 0 || held_[bucket] > step) return;
+  held_[bucket] = 0;
+  reducer_->let_go();
+}
 
 void StreamOrder::release() {
-  const auto buckets = static_cast<std::uint32_t>(reduced_.bytes.size() / sizeof(std::uint64_t));
-  for (std::uint32_t b = 0; b < buckets; ++b) word(reduced_, b).store(std::numeric_limits<std::int64_t>::max());
+  const std::lock_guard lock(mutex_);
+  released_ = true;
+  for (std::size_t b = 0; b < held_.size(); ++b) {
+    std::atomic_ref(words(b).reduced).store(kEver, std::memory_order_release);
+    if (std::exchange(held_[b], 0) != 0) reducer_->let_go();
+  }
 }
 
 }  // namespace rejoin

@@ -1,57 +1,66 @@
 // What a trainer's CUDA streams and the session's progress thread wait for of each other, so that the trainer's thread
 // waits for neither: a bucket is reduced when the stream has come to where it was handed over, and the stream goes on
 // from there when it has been reduced; a new version is published when the stream has updated it.
+//
+// Both ways it is words in pinned memory, which streams write and wait for: "No driver between hand-over and word" in
+// docs/design-notes.md.
 #pragma once
 
-#include <deque>
 #include <map>
 #include <mutex>
 
 #include "device/device.h"
+#include "device/reducer.h"
 
 namespace rejoin {
 
 class StreamOrder {
  public:
-  // `wake` is signalled whenever poll() will have something; it outlives this.
-  static Result<std::unique_ptr<StreamOrder>> make(std::shared_ptr<device::Device> device, std::size_t buckets,
-                                                   const Fd& wake);
+  // `reducer` stays on the device while a stream waits. Errors: `unavailable` (a device whose streams wait for no
+  // words); of the device.
+  static Result<std::unique_ptr<StreamOrder>> make(std::shared_ptr<device::Device> device,
+                                                   std::shared_ptr<device::Reducer> reducer, std::size_t buckets);
   ~StreamOrder();  // lets all streams go on, and waits until they are past what they waited for
 
-  // ---- the trainer's thread. Streams are cudaStream_t. Errors: of the device.
+  // ---- the trainer's threads, one at a time. Streams are cudaStream_t. Errors: of the device.
   // The bucket, at this step, is ready when the stream comes here. What is queued on it later waits until on_reduced().
   Result<> hand_over(std::uint32_t bucket, std::uint64_t step, void* stream);
   // The update of a step is done when the stream comes here.
   Result<> updated(std::uint64_t step, bool contributed, void* stream);
 
-  // ---- the progress thread
+  // ---- any thread; none calls the driver, nor waits for one that does
   struct Reached {
     std::optional<std::uint32_t> bucket;  // none: an update
     std::uint64_t step = 0;
     bool contributed = false;
   };
-  // What streams have come to since the last call, in order.
-  Result<std::vector<Reached>> poll();
+  // What streams have come to since the last call.
+  std::vector<Reached> poll();
+  bool waits_for_streams() const;  // poll() will have something: nobody is woken for it
+  bool streams_wait() const;       // for on_reduced()
   void on_reduced(std::uint32_t bucket, std::uint64_t step);
   void release();  // nothing waits any more, whatever becomes of the steps
 
  private:
-  struct Waiting {
-    std::uint64_t mark = 0;
-    Reached what;
-  };
-  StreamOrder(std::shared_ptr<device::Device> device, const Fd& wake) : device_(std::move(device)), wake_(wake) {}
-  Result<> await(Reached what, void* stream);
+  // Of a bucket: the last step that its stream has handed it over in, has gone on in, and that it was reduced in. (The
+  // last of them is for updates.)
+  struct Words;
+  StreamOrder(std::shared_ptr<device::Device> device, std::shared_ptr<device::Reducer> reducer, std::size_t buckets)
+      : device_(std::move(device)), reducer_(std::move(reducer)), handed_over_(buckets), held_(buckets) {}
+  Words& words(std::size_t which) const;
+  void await(const Reached& what);
   Result<device::Stream*> adopted(void* stream);
 
   std::shared_ptr<device::Device> device_;
-  const Fd& wake_;
-  device::Memory reduced_;                                    // pinned: by bucket, the last step that it was reduced in
-  std::map<void*, std::unique_ptr<device::Stream>> streams_;  // the trainer's; its thread's
-  std::unique_ptr<device::Stream> waits_;                     // behind all that they wait for; likewise
-  std::mutex mutex_;                                          // guards what follows
-  std::unique_ptr<device::Stream> side_;  // follows the trainer's streams, which thus never wait for the host
-  std::deque<Waiting> waiting_;
+  std::shared_ptr<device::Reducer> reducer_;
+  device::Memory memory_;                                     // pinned: Words
+  std::map<void*, std::unique_ptr<device::Stream>> streams_;  // the trainer's; its threads'
+  std::vector<std::uint64_t> handed_over_;                    // by bucket, the last step; likewise
+  std::uint64_t last_step_ = 0;                               // likewise
+  mutable std::mutex mutex_;  // guards what follows; no call of the driver is made under it
+  std::vector<Reached> waiting_;
+  std::vector<std::uint64_t> held_;  // by bucket: the step whose word is outstanding; 0: none
+  bool released_ = false;
 };
 
 }  // namespace rejoin

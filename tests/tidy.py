@@ -37,11 +37,12 @@ banned = {
 }
 allowed = {
     (r"\bgetenv\(", "device/tests/library.h"),
+    (r"\bgetenv\(", "device/tests/fake_streams.h"),  # as NVIDIA's driver does
     (r"\bgetenv\(", "nccl/devices.cc"),  # NCCL and its plugins are configured by the environment
     (r"\bgetenv\(", "tests/process.h"),
     (r"\bgetenv\(", "transport/tests/backends.h"),
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "tests/process.h"),        # polls other processes
-    (r"\bsleep_for\(|\busleep\(|\bsleep\(", "device/tests/fake_cuda.cc"),  # a GPU polls words, and takes no CPU's time
+    (r"\bsleep_for\(|\busleep\(|\bsleep\(", "device/tests/fake_streams.h"),  # a GPU polls words, and takes no CPU's time
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_main.cc"),  # reads files that other processes append to
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_job.cc"),
 }

@@ -52,10 +52,11 @@ Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
               name);
 }
 
-Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device) {
+Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device,
+                                            const std::shared_ptr<device::Reducer>& reducer) {
   auto engine = make_engine(name);
   if (!engine || device->kind() == MemoryKind::host) return engine;
-  return staged::make_engine(std::move(*engine), device, {});
+  return staged::make_engine(std::move(*engine), device, {}, reducer);
 }
 
 }  // namespace rejoin::transport

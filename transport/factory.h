@@ -8,7 +8,8 @@
 
 namespace rejoin::device {
 class Device;
-}
+class Reducer;
+}  // namespace rejoin::device
 
 namespace rejoin::transport {
 
@@ -18,6 +19,7 @@ namespace rejoin::transport {
 // (UCX's names, comma-separated; they must handle peer failures, as its tcp and RDMA transports do).
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name);
 // The same for memory of this device and the host's: see staged/factory.h. All peers must have such engines, or none.
-Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device);
+Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device,
+                                            const std::shared_ptr<device::Reducer>& reducer = nullptr);
 
 }  // namespace rejoin::transport

@@ -4,6 +4,8 @@
 #include <poll.h>
 #include <sched.h>
 
+#include <algorithm>
+#include <ctime>
 #include <span>
 #include <vector>
 
@@ -38,8 +40,9 @@ class Idle {
     if (!engine_.arm()) return;
     waiting_.assign(1, {engine_.event_fd(), POLLIN, 0});
     for (int fd : others) waiting_.push_back({fd, POLLIN, 0});
-    const auto ms = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
-    ::poll(waiting_.data(), waiting_.size(), static_cast<int>(std::max<std::int64_t>(0, ms)));
+    const auto ns = std::chrono::ceil<std::chrono::nanoseconds>(std::max(limit, Duration::zero())).count();
+    const timespec longest{.tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000};
+    ::ppoll(waiting_.data(), waiting_.size(), &longest, nullptr);
   }
 
  private:

@@ -7,17 +7,28 @@ namespace rejoin::device::kernels {
 
 namespace {
 
+constexpr unsigned kLanes = 32, kAll = ~0u;
+
 class Gpu {
  public:
-  __device__ unsigned thread() const { return threadIdx.x; }
-  __device__ unsigned threads() const { return blockDim.x; }
-  __device__ unsigned block() const { return blockIdx.x; }
-  __device__ unsigned blocks() const { return gridDim.x; }
+  __device__ unsigned lane() const { return threadIdx.x % kLanes; }
+  __device__ unsigned lanes() const { return kLanes; }
+  // The last warp of the first block does not work.
+  __device__ bool watches() const { return blockIdx.x == 0 && threadIdx.x >= blockDim.x - kLanes; }
+  __device__ unsigned workers() const { return gridDim.x * (blockDim.x / kLanes) - 1; }
 
   __device__ std::uint64_t now() const { return ptx::nanoseconds(); }
-  __device__ void relax() const { __nanosleep(100); }
-  __device__ std::uint64_t acquire(const std::uint64_t& from) const { return ptx::acquire(from); }
-  __device__ void release(std::uint64_t& to, std::uint64_t value) const { ptx::release(to, value); }
+  __device__ void relax(unsigned ns) const {
+    if (ns > 0) __nanosleep(ns);
+  }
+  __device__ std::uint64_t acquire(const std::uint64_t& from) const { return ptx::acquire_system(from); }
+  __device__ void release(std::uint64_t& to, std::uint64_t value) const { ptx::release_system(to, value); }
+  __device__ std::uint64_t acquire_device(const std::uint64_t& from) const { return ptx::acquire_device(from); }
+  __device__ void release_device(std::uint64_t& to, std::uint64_t value) const { ptx::release_device(to, value); }
+  __device__ std::uint64_t peek(const std::uint64_t& from) const { return ptx::peek(from); }
+  __device__ void poke(std::uint64_t& to, std::uint64_t value) const { ptx::poke(to, value); }
+  __device__ std::uint64_t claim(std::uint64_t& from) const { return ptx::claim(from); }
+  __device__ std::uint64_t add(std::uint64_t& to, std::uint64_t more) const { return ptx::add(to, more); }
 
   // Through the L2 cache only, where what a NIC has written is seen.
   template <typename T>
@@ -33,6 +44,26 @@ class Gpu {
   __device__ void store(std::uint64_t address, T value) const {
     *reinterpret_cast<T*>(address) = value;
   }
+  __device__ Work work(const Work& passed) const {
+    struct {
+      Vector of[sizeof(Work) / sizeof(Vector)];
+    } vectors;
+    unrolled<sizeof(Work) / sizeof(Vector)>(
+        [&](unsigned i) { vectors.of[i] = load<Vector>(address_of(passed) + i * sizeof(Vector)); });
+    return std::bit_cast<Work>(vectors);
+  }
+
+  // Halves are converted by an instruction, with the same result.
+  template <typename Element>
+  __device__ auto value(typename Element::Storage stored) const {
+    if constexpr (std::is_same_v<Element, arithmetic::Float16>) return ptx::from_float16(stored);
+    else return Element::load(stored);
+  }
+  template <typename Element>
+  __device__ auto stored(typename Element::Value value) const {
+    if constexpr (std::is_same_v<Element, arithmetic::Float16>) return ptx::to_float16(value);
+    else return Element::store(value);
+  }
 
   template <unsigned kCount, typename Body>
   __device__ void unrolled(Body body) const {
@@ -40,42 +71,72 @@ class Gpu {
     for (unsigned i = 0; i < kCount; ++i) body(i);
   }
 
-  // One thread finds out; all get it. Nothing where it found nothing.
+  __device__ void meet() const { __syncwarp(); }
+  // The first lane finds out, and all get it.
   template <typename Find>
-  __device__ const Work* for_all(Find find) const {
-    __shared__ Work found;
-    __shared__ bool is;
-    if (threadIdx.x == 0) is = find(found);
-    __syncthreads();
-    return is ? &found : nullptr;
+  __device__ std::uint64_t one(Find find) const {
+    std::uint64_t found = 0;
+    if (lane() == 0) found = find();
+    return of_first(found);
   }
-  // After all threads' stores, one thread tells.
+  __device__ std::uint64_t of_first(std::uint64_t value) const {
+    __syncwarp();
+    return __shfl_sync(kAll, value, 0);
+  }
+  // Two words of the CPU's, in one trip over PCIe.
+  struct Both {
+    std::uint64_t one, other;
+  };
+  __device__ Both both(const std::uint64_t& one, const std::uint64_t& other) const {
+    std::uint64_t value = 0;
+    if (lane() < 2) value = ptx::acquire_system(lane() == 0 ? one : other);
+    __syncwarp();
+    return {__shfl_sync(kAll, value, 0), __shfl_sync(kAll, value, 1)};
+  }
+  __device__ std::uint32_t most(std::uint32_t value) const { return __reduce_max_sync(kAll, value); }
+  __device__ std::uint32_t least(std::uint32_t value) const { return __reduce_min_sync(kAll, value); }
+  // After all lanes' stores, the first one tells.
   template <typename Tell>
-  __device__ void finish(Tell tell) const {
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x == 0) tell();
+  __device__ void tell(Tell tell) const {
+    __syncwarp();
+    if (lane() == 0) tell();
   }
-  __device__ Work translated(const Work& work) const { return work; }
 };
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(512, 1) rejoin_reduce(ReduceArguments arguments) {
   Gpu gpu;
-  serve(gpu, arguments);
+  if (gpu.watches()) watch(gpu, arguments);
+  else serve(gpu, arguments);
 }
 
-// A warp for each block of 4096 bytes, all eight loads of a lane in flight at once; then one for each piece's end.
-extern "C" __global__ void __launch_bounds__(256) rejoin_digest(DigestArguments arguments) {
-  const auto* pieces = reinterpret_cast<const DigestPiece*>(arguments.pieces);
+// What is behind a piece's whole blocks, by a warp.
+__device__ inline void copy_tail(std::uint64_t from, std::uint64_t to, std::uint64_t size, unsigned lane) {
+  constexpr unsigned at_once = DigestPiece::kBlock / sizeof(uint4) / kLanes;
+  const std::uint64_t vectors = size / sizeof(uint4);
+#pragma unroll
+  for (unsigned i = 0; i < at_once; ++i)
+    if (lane + i * kLanes < vectors)
+      reinterpret_cast<uint4*>(to)[lane + i * kLanes] = reinterpret_cast<const uint4*>(from)[lane + i * kLanes];
+  const std::uint64_t byte = vectors * sizeof(uint4) + lane;
+  if (byte < size) *reinterpret_cast<std::uint8_t*>(to + byte) = *reinterpret_cast<const std::uint8_t*>(from + byte);
+}
+
+// A warp for each item, all eight loads of a lane in flight at once.
+extern "C" __global__ void __launch_bounds__(256) rejoin_digest(const __grid_constant__ DigestArguments arguments) {
   const unsigned lane = threadIdx.x % xxh3::kLanes;
   const std::uint64_t warps = std::uint64_t{gridDim.x} * (blockDim.x / xxh3::kLanes);
   const std::uint64_t warp = (std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x) / xxh3::kLanes;
   const xxh3::Keys keys = reinterpret_cast<const xxh3::Keys*>(arguments.keys)[lane];
-  for (std::uint64_t i = warp; i < arguments.blocks; i += warps) {
-    const DigestPiece& piece = pieces[piece_of(pieces, arguments.count, i)];
-    const std::uint64_t at = piece.data + (i - piece.first_block) * xxh3::kBytes;
+  for (std::uint64_t i = warp; i < arguments.items; i += warps) {
+    const std::uint64_t number = piece_of(arguments, i);
+    const DigestPiece& piece = arguments.pieces[number];
+    const std::uint64_t before = (i - piece.first) * xxh3::kBytes, at = piece.data + before;
+    if (piece.size - before < xxh3::kBytes) {
+      copy_tail(at, arguments.tails + number * xxh3::kBytes, piece.size - before, lane);
+      continue;
+    }
     ulonglong2 data[xxh3::kRounds][xxh3::kTurns];
 #pragma unroll
     for (unsigned round = 0; round < xxh3::kRounds; ++round)
@@ -102,12 +163,6 @@ extern "C" __global__ void __launch_bounds__(256) rejoin_digest(DigestArguments 
     shares += __shfl_xor_sync(~0u, shares, 1);
     shares += __shfl_xor_sync(~0u, shares, 2);
     if (lane == 0) reinterpret_cast<std::uint64_t*>(arguments.hashes)[i] = xxh3::finish(shares);
-  }
-  for (std::uint64_t i = warp; i < arguments.count; i += warps) {
-    const std::uint64_t size = pieces[i].size % xxh3::kBytes, from = pieces[i].data + pieces[i].size - size;
-    const std::uint64_t to = arguments.tails + i * xxh3::kBytes;
-    for (std::uint64_t byte = lane; byte < size; byte += xxh3::kLanes)
-      *reinterpret_cast<std::uint8_t*>(to + byte) = *reinterpret_cast<const std::uint8_t*>(from + byte);
   }
 }
 

@@ -1,4 +1,5 @@
-// How the CPU gives work to a kernel that is already running: a page of pinned memory that both look at.
+// How the CPU gives work to a kernel that is already running: a page of pinned memory that both look at, and a relay in
+// the device's memory by which one warp passes on to all others what it has found there.
 #pragma once
 
 #include <cstddef>
@@ -6,60 +7,80 @@
 
 namespace rejoin::device::kernels {
 
-// out = a + b, element by element, or (a + b) / divisor as the last addition of a mean. Device addresses.
-struct Work {
+// out = a + b, element by element, or (a + b) / divisor as the last addition of a mean; or a copy, out = a. Addresses
+// of the device's memory, or of pinned memory. A work is done in tiles, which are numbered through all works ever
+// posted.
+struct alignas(64) Work {
+  static constexpr std::uint32_t kCopy = 0xffff;
   std::uint64_t out = 0, a = 0, b = 0;
-  std::uint64_t count = 0;    // elements
-  std::uint32_t type = 0;     // DataType
+  std::uint64_t count = 0;    // elements; of a copy: bytes
+  std::uint64_t first = 0;    // its first tile
+  std::uint32_t tiles = 0;    // at least one, also of nothing
+  std::uint32_t tile = 0;     // bytes of the result in each: a multiple of 16
+  std::uint32_t type = 0;     // DataType, or kCopy
   std::uint32_t divisor = 0;  // 0 or 1: a plain sum
 };
+static_assert(sizeof(Work) == 64 && offsetof(Work, tiles) == offsetof(Work, first) + 8);  // in one load of 16 bytes
 
-// Works are numbered from 1; number n lies in works[n % kWorks]. Every block of a launch does its share of every work
-// and says how far it is, so a work is done when all blocks are past it, and blocks need nothing of each other. The CPU
-// overwrites a work only when it is done.
-//
-// A block leaves when it has done what was posted and either `leave` has reached its launch's number or nothing has
-// come for too long; it says so. The next launch of the same stream goes on where each block was.
+// Works are numbered from 1; number n lies in works[n % kWorks], and the CPU overwrites it only when it is done: when
+// done[n % kWorks] is n. A launch is over when `leave` has reached its number, or nothing has come for too long, and
+// what was posted is done. The next of the same stream goes on from there.
 struct Mailbox {
   static constexpr std::size_t kWorks = 64;
-  static constexpr std::size_t kMaxBlocks = 1024;
-  struct alignas(64) Block {
-    std::uint64_t done = 0;  // the block's share of all works up to this
-    std::uint64_t left = 0;  // the last launch that it has left
-  };
   alignas(64) std::uint64_t posted = 0;  // the CPU's
   std::uint64_t leave = 0;
   alignas(64) Work works[kWorks];
-  Block blocks[kMaxBlocks];
+  alignas(64) std::uint64_t done[kWorks] = {};  // the kernel's
+  alignas(64) std::uint64_t left = 0;           // the last launch that is over
+};
+
+// In the device's memory, zero at first; each launch goes on where the one before has ended. The warps that work claim
+// tiles one by one, and each waits for the tile that it has claimed: so none needs another, and one that the device has
+// not started yet is not waited for. The last one to leave a launch takes back what was claimed and never came.
+struct Relay {
+  static constexpr std::uint64_t kClosed = std::uint64_t{1} << 63;
+  alignas(128) std::uint64_t claimed = 0;  // tiles
+  alignas(128) std::uint64_t tiles = 0;    // passed on, with kClosed when no more come in this launch
+  std::uint64_t works = 0;                 // … that they belong to
+  std::uint64_t firsts[Mailbox::kWorks] = {};
+  Work passed[Mailbox::kWorks] = {};
+  alignas(128) std::uint64_t finished[Mailbox::kWorks] = {};  // tiles of each
+  std::uint64_t left = 0;                                     // warps
 };
 
 struct ReduceArguments {
   Mailbox* mailbox = nullptr;
+  Relay* relay = nullptr;
   std::uint64_t launch = 0;       // counted from 1
   std::uint64_t patience_ns = 0;  // without work
 };
 
-// Some bytes to digest: their whole blocks of 4096 bytes are number `first_block` and on of a launch.
+// Some bytes to digest, in items: their whole blocks of 4096 bytes, and what is left behind them. `first` is the number
+// of its first item in a launch.
 struct DigestPiece {
+  static constexpr std::uint64_t kBlock = 4096;
   std::uint64_t data = 0;  // device address, a multiple of 16
   std::uint64_t size = 0;
-  std::uint64_t first_block = 0;
+  std::uint64_t first = 0;
+  constexpr std::uint64_t items() const { return (size + kBlock - 1) / kBlock; }
 };
 
-// hashes[i] = XXH3_64 of block i. What is behind a piece's whole blocks is copied to tails[4096 × its number].
+// hashes[i] = XXH3_64 of item i, if it is a whole block. Another is copied to tails[4096 × its piece].
 struct DigestArguments {
-  std::uint64_t keys = 0;    // device address, of xxh3::Keys by lane
-  std::uint64_t pieces = 0;  // likewise, of `count` pieces with growing first_block
-  std::uint64_t count = 0, blocks = 0;
+  static constexpr std::size_t kPieces = 128;
+  std::uint64_t keys = 0;               // device address, of xxh3::Keys by lane
   std::uint64_t hashes = 0, tails = 0;  // addresses of the device's or of pinned memory
+  std::uint64_t count = 0, items = 0;
+  DigestPiece pieces[kPieces] = {};  // none of no items
 };
+static_assert(sizeof(DigestArguments) <= 4096);  // what all devices take as a kernel's arguments
 
-// The piece that a block belongs to.
-constexpr inline std::uint64_t piece_of(const DigestPiece* pieces, std::uint64_t count, std::uint64_t block) {
-  std::uint64_t low = 0, high = count;  // pieces[low].first_block <= block < pieces[high].first_block
+// The piece that an item belongs to.
+constexpr inline std::uint64_t piece_of(const DigestArguments& arguments, std::uint64_t item) {
+  std::uint64_t low = 0, high = arguments.count;  // pieces[low].first <= item < pieces[high].first
   while (high - low > 1) {
     const std::uint64_t middle = (low + high) / 2;
-    (pieces[middle].first_block <= block ? low : high) = middle;
+    (arguments.pieces[middle].first <= item ? low : high) = middle;
   }
   return low;
 }

@@ -2,6 +2,13 @@
 // memory is mapped without any right at its device address, so that whoever touches it from the host dies at once; only
 // its copies get at the bytes, through a second mapping, on a thread for each stream. Calls without a current context
 // fail, as with the real one.
+//
+// It also stands still where a real one does (as seen on an H100, driver 580): while a thread is in a call that has to
+// wait for the device (a copy from or to pageable memory, a stream that is full, a free, a kernel's first launch),
+// every call of other threads that queues something waits, too. The real one lets some pass; which, nobody may rely on.
+// And it ends the program at what can end in a deadlock there: a call by a thread that hands nothing over while a
+// stream waits for a word that the CPU has yet to write ("no driver between hand-over and word" in
+// docs/design-notes.md).
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -9,12 +16,16 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -23,8 +34,10 @@
 #include "device/kernels/reduce.h"
 #include "device/kernels/xxh3.h"
 #include "device/tests/cuda_language/device/kernels/ptx.h"
+#include "device/tests/fake_streams.h"
 
 namespace kernels = rejoin::device::kernels;
+using namespace rejoin::device::fake;
 
 namespace {
 
@@ -77,44 +90,27 @@ char* resolve(unsigned long long address, std::size_t size) {
   return reinterpret_cast<char*>(address);
 }
 
-struct Stream {
-  std::mutex lock;
-  std::condition_variable changed;
-  std::deque<std::function<void()>> work;
-  bool busy = false, ended = false;
-  std::thread thread{[this] {
-    std::unique_lock held(lock);
-    while (true) {
-      changed.wait(held, [&] { return ended || !work.empty(); });
-      if (work.empty()) return;
-      auto next = std::move(work.front());
-      work.pop_front();
-      busy = true;
-      held.unlock();
-      next();
-      held.lock();
-      busy = false;
-      changed.notify_all();
-    }
-  }};
-  void add(std::function<void()> what) {
-    std::scoped_lock held(lock);
-    work.push_back(std::move(what));
-    changed.notify_all();
+// Under `mutex`; as the program ends, streams may still be at work.
+std::map<Stream*, std::shared_ptr<Stream>>& streams = *new std::map<Stream*, std::shared_ptr<Stream>>;
+std::map<std::uintptr_t, std::size_t> pinned;  // the host's memory that is not pageable
+std::set<std::string> launched;                // kernels
+
+// For everything that is queued on the device.
+void wait_for_device() {
+  std::vector<std::shared_ptr<Stream>> all;
+  {
+    std::scoped_lock lock(mutex);
+    for (const auto& [at, stream] : streams) all.push_back(stream);
   }
-  void wait() {
-    std::unique_lock held(lock);
-    changed.wait(held, [&] { return work.empty() && !busy; });
-  }
-  ~Stream() {
-    {
-      std::scoped_lock held(lock);
-      ended = true;
-      changed.notify_all();
-    }
-    thread.join();
-  }
-};
+  for (const auto& stream : all) stream->wait();
+}
+
+bool is_pageable(unsigned long long address) {
+  std::scoped_lock lock(mutex);
+  if (holder(reservations, address) != nullptr || holder(allocations, address) != nullptr) return false;
+  auto next = pinned.upper_bound(address);
+  return next == pinned.begin() || address >= std::prev(next)->first + std::prev(next)->second;
+}
 
 struct Event {
   std::mutex lock;
@@ -124,22 +120,27 @@ struct Event {
 
 bool no_context() { return contexts.empty(); }
 
-// Between two looks at a word that the CPU will write: a GPU that waits takes no time of the CPU's.
-void look_away() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+// A warp of a kernel, of one lane: one thread of the CPU, which does what all of a block's would.
+struct Warp {
+  unsigned count = 1;
+  unsigned looks = 0;  // at nothing new
 
-// A block of a kernel: one thread of the CPU, which does what all of the block's would.
-struct Block {
-  unsigned index = 0, count = 1;
-  kernels::Work found{};
-
-  unsigned thread() const { return 0; }
-  unsigned threads() const { return 1; }
-  unsigned block() const { return index; }
-  unsigned blocks() const { return count; }
+  unsigned lane() const { return 0; }
+  unsigned lanes() const { return 1; }
+  unsigned workers() const { return count; }
   std::uint64_t now() const { return kernels::ptx::nanoseconds(); }
-  void relax() const { look_away(); }
-  std::uint64_t acquire(const std::uint64_t& from) const { return kernels::ptx::acquire(from); }
-  void release(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::release(to, value); }
+  void relax(unsigned) { look_away(++looks); }
+  std::uint64_t acquire(const std::uint64_t& from) const { return kernels::ptx::acquire_system(from); }
+  void release(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::release_system(to, value); }
+  std::uint64_t acquire_device(const std::uint64_t& from) const { return kernels::ptx::acquire_device(from); }
+  void release_device(std::uint64_t& to, std::uint64_t value) {
+    kernels::ptx::release_device(to, value);
+    looks = 0;
+  }
+  std::uint64_t peek(const std::uint64_t& from) const { return kernels::ptx::peek(from); }
+  void poke(std::uint64_t& to, std::uint64_t value) const { kernels::ptx::poke(to, value); }
+  std::uint64_t claim(std::uint64_t& from) const { return kernels::ptx::claim(from); }
+  std::uint64_t add(std::uint64_t& to, std::uint64_t more) const { return kernels::ptx::add(to, more); }
   template <typename T>
   T load(std::uint64_t address) const {
     T value;
@@ -150,46 +151,75 @@ struct Block {
   void store(std::uint64_t address, T value) const {
     std::memcpy(reinterpret_cast<void*>(address), &value, sizeof value);
   }
-  template <unsigned kCount, typename Body>
-  void unrolled(Body body) const {
-    for (unsigned i = 0; i < kCount; ++i) body(i);
-  }
-  template <typename Find>
-  const kernels::Work* for_all(Find find) {
-    return find(found) ? &found : nullptr;
-  }
-  template <typename Tell>
-  void finish(Tell tell) const {
-    tell();
-  }
-  kernels::Work translated(kernels::Work work) const {
-    const std::size_t size = work.count * rejoin::size_of(static_cast<rejoin::DataType>(work.type));
+  kernels::Work work(const kernels::Work& passed) {
+    looks = 0;
+    kernels::Work work = passed;
+    const std::size_t size = work.type == kernels::Work::kCopy
+                                 ? work.count
+                                 : work.count * rejoin::size_of(static_cast<rejoin::DataType>(work.type));
     for (auto* address : {&work.out, &work.a, &work.b})
       *address = reinterpret_cast<std::uintptr_t>(resolve(*address, size));
     return work;
   }
+  template <typename Element>
+  auto value(typename Element::Storage stored) const {
+    return Element::load(stored);
+  }
+  template <typename Element>
+  auto stored(typename Element::Value value) const {
+    return Element::store(value);
+  }
+  template <unsigned kCount, typename Body>
+  void unrolled(Body body) const {
+    for (unsigned i = 0; i < kCount; ++i) body(i);
+  }
+  void meet() const {}
+  std::uint64_t of_first(std::uint64_t value) const { return value; }
+  struct Both {
+    std::uint64_t one, other;
+  };
+  Both both(const std::uint64_t& one, const std::uint64_t& other) const { return {acquire(one), acquire(other)}; }
+  std::uint32_t most(std::uint32_t value) const { return value; }
+  std::uint32_t least(std::uint32_t value) const { return value; }
+  template <typename Find>
+  std::uint64_t one(Find find) const {
+    return find();
+  }
+  template <typename Tell>
+  void tell(Tell tell) const {
+    tell();
+  }
 };
 
-void run_reduce(unsigned blocks, const kernels::ReduceArguments& arguments) {
+void run_reduce(unsigned blocks, kernels::ReduceArguments arguments) {
+  const auto relay = reinterpret_cast<std::uintptr_t>(arguments.relay);
+  arguments.relay = reinterpret_cast<kernels::Relay*>(resolve(relay, sizeof(kernels::Relay)));
   std::vector<std::thread> running;
   for (unsigned b = 0; b < blocks; ++b)
     running.emplace_back([=] {
-      Block block{.index = b, .count = blocks};
-      kernels::serve(block, arguments);
+      Warp warp{.count = blocks};
+      kernels::serve(warp, arguments);
     });
+  Warp warp{.count = blocks};
+  kernels::watch(warp, arguments);
   for (auto& thread : running) thread.join();
 }
 
 void run_digest(const kernels::DigestArguments& arguments) {
-  const auto* pieces = reinterpret_cast<const kernels::DigestPiece*>(
-      resolve(arguments.pieces, arguments.count * sizeof(kernels::DigestPiece)));
+  constexpr std::size_t block = kernels::xxh3::kBytes;
   const auto* keys = reinterpret_cast<const kernels::xxh3::Keys*>(
       resolve(arguments.keys, kernels::xxh3::kLanes * sizeof(kernels::xxh3::Keys)));
-  auto* hashes = reinterpret_cast<std::uint64_t*>(resolve(arguments.hashes, arguments.blocks * 8));
-  char* tails = resolve(arguments.tails, arguments.count * kernels::xxh3::kBytes);
-  for (std::uint64_t i = 0; i < arguments.blocks; ++i) {
-    const auto& piece = pieces[kernels::piece_of(pieces, arguments.count, i)];
-    const char* data = resolve(piece.data, piece.size) + (i - piece.first_block) * kernels::xxh3::kBytes;
+  auto* hashes = reinterpret_cast<std::uint64_t*>(resolve(arguments.hashes, arguments.items * 8));
+  char* tails = resolve(arguments.tails, arguments.count * block);
+  for (std::uint64_t i = 0; i < arguments.items; ++i) {
+    const std::uint64_t number = kernels::piece_of(arguments, i);
+    const auto& piece = arguments.pieces[number];
+    const std::size_t before = (i - piece.first) * block;
+    const char* data = resolve(piece.data, piece.size) + before;
+    if (piece.size - before < block) {
+      std::memcpy(tails + number * block, data, piece.size - before);
+      continue;
+    }
     hashes[i] = kernels::xxh3::hash(
         [&](unsigned offset) {
           kernels::xxh3::Pair pair;
@@ -197,11 +227,6 @@ void run_digest(const kernels::DigestArguments& arguments) {
           return pair;
         },
         keys);
-  }
-  for (std::uint64_t i = 0; i < arguments.count; ++i) {
-    const std::size_t rest = pieces[i].size % kernels::xxh3::kBytes;
-    std::memcpy(tails + i * kernels::xxh3::kBytes, resolve(pieces[i].data, pieces[i].size) + pieces[i].size - rest,
-                rest);
   }
 }
 
@@ -231,7 +256,8 @@ int cuDeviceGetPCIBusId(char* id, int size, int) {
   return kSuccess;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  const bool can = (attribute == 124 && dma_buf) || attribute == 117;  // dma-bufs; flushes of NICs' writes
+  // Dma-bufs; flushes of NICs' writes; streams that wait for words of 64 bits.
+  const bool can = (attribute == 124 && dma_buf) || attribute == 117 || attribute == 122;
   *value = can ? 1 : 0;
   return kSuccess;
 }
@@ -276,6 +302,7 @@ bool take(unsigned long long address, bool opened, std::size_t* size) {
 }  // namespace
 
 int cuMemAlloc_v2(unsigned long long* address, std::size_t size) {
+  check("cuMemAlloc");
   if (no_context()) return kInvalidContext;
   std::scoped_lock lock(mutex);
   if (size == 0) return kInvalidValue;
@@ -289,6 +316,8 @@ int cuMemAlloc_v2(unsigned long long* address, std::size_t size) {
 
 int cuMemFree_v2(unsigned long long address) {
   if (no_context()) return kInvalidContext;
+  const Queueing call("cuMemFree");
+  wait_for_device();
   std::scoped_lock lock(mutex);
   std::size_t size = 0;
   if (!take(address, false, &size)) return kInvalidValue;
@@ -297,6 +326,7 @@ int cuMemFree_v2(unsigned long long address) {
 }
 
 int cuMemGetAddressRange_v2(unsigned long long* base, std::size_t* size, unsigned long long address) {
+  check("cuMemGetAddressRange");
   if (no_context()) return kInvalidContext;
   std::scoped_lock lock(mutex);
   const auto* at = holder(allocations, address);
@@ -311,6 +341,7 @@ int cuPointerGetAttribute(void* value, int attribute, unsigned long long address
 
 // As with the real one: not of memory that is mapped by hand, and not in the process that it came from.
 int cuIpcGetMemHandle(void* handle, unsigned long long address) {
+  check("cuIpcGetMemHandle");
   if (no_context()) return kInvalidContext;
   std::scoped_lock lock(mutex);
   const auto* at = holder(allocations, address);
@@ -343,9 +374,11 @@ int cuIpcCloseMemHandle(unsigned long long address) {
 
 // Memory that is mapped by hand, and in other processes: the descriptor is a memfd. The handle is a descriptor, too.
 int cuMemGetAllocationGranularity(std::size_t* granularity, const void*, int) {
+  check("cuMemGetAllocationGranularity");
   return *granularity = 65536, no_context() ? kInvalidContext : kSuccess;
 }
 int cuMemCreate(unsigned long long* handle, std::size_t size, const void*, unsigned long long) {
+  check("cuMemCreate");
   if (no_context()) return kInvalidContext;
   if (size == 0 || size % 65536 != 0) return kInvalidValue;
   const int fd = ::memfd_create("fake device memory", MFD_CLOEXEC);
@@ -406,6 +439,7 @@ int cuMemUnmap(unsigned long long address, std::size_t size) {
   return kSuccess;
 }
 int cuMemRetainAllocationHandle(unsigned long long* handle, void* address) {
+  check("cuMemRetainAllocationHandle");
   if (no_context()) return kInvalidContext;
   std::scoped_lock lock(mutex);
   const auto* at = holder(allocations, reinterpret_cast<std::uintptr_t>(address));
@@ -415,47 +449,92 @@ int cuMemRetainAllocationHandle(unsigned long long* handle, void* address) {
 
 int cuMemHostAlloc(void** address, std::size_t size, unsigned) {
   if (no_context()) return kInvalidContext;
+  check("cuMemHostAlloc");
   *address = ::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
-  return *address == nullptr ? kOutOfMemory : kSuccess;
+  if (*address == nullptr) return kOutOfMemory;
+  std::scoped_lock lock(mutex);
+  pinned[reinterpret_cast<std::uintptr_t>(*address)] = size;
+  return kSuccess;
 }
 int cuMemFreeHost(void* address) {
   if (no_context()) return kInvalidContext;
+  const Queueing call("cuMemFreeHost");
+  wait_for_device();
+  std::scoped_lock lock(mutex);
+  pinned.erase(reinterpret_cast<std::uintptr_t>(address));
   ::free(address);
   return kSuccess;
 }
 
 int cuStreamCreateWithPriority(Stream** stream, unsigned, int) {
   if (no_context()) return kInvalidContext;
-  *stream = new Stream;
+  check("cuStreamCreateWithPriority");
+  std::scoped_lock lock(mutex);
+  auto made = std::make_shared<Stream>(next_hardware_queue());
+  *stream = made.get();
+  streams[made.get()] = std::move(made);
   return kSuccess;
 }
 int cuStreamDestroy_v2(Stream* stream) {
-  delete stream;
+  std::shared_ptr<Stream> gone;
+  std::scoped_lock lock(mutex);
+  gone = std::move(streams.extract(stream).mapped());
   return kSuccess;
 }
+int cuStreamQuery(Stream* stream) {
+  check("cuStreamQuery");
+  std::scoped_lock lock(stream->lock);
+  return stream->done == stream->queued ? kSuccess : kNotReady;
+}
 int cuStreamSynchronize(Stream* stream) {
+  check("cuStreamSynchronize");
   stream->wait();
   return kSuccess;
 }
 int cuLaunchHostFunc(Stream* stream, void (*function)(void*), void* data) {
+  const Queueing call("cuLaunchHostFunc");
   stream->add([=] { function(data); });
   return kSuccess;
 }
 int cuMemcpyAsync(unsigned long long to, unsigned long long from, std::size_t size, Stream* stream) {
   if (no_context()) return kInvalidContext;
-  stream->add([=, target = resolve(to, size), source = resolve(from, size)] { std::memcpy(target, source, size); });
+  const Queueing call("cuMemcpyAsync");
+  const auto number =
+      stream->add([=, target = resolve(to, size), source = resolve(from, size)] { std::memcpy(target, source, size); });
+  if (is_pageable(to) || is_pageable(from)) stream->wait_for(number);
   return kSuccess;
 }
 
 int cuStreamWaitValue64_v2(Stream* stream, unsigned long long address, std::uint64_t value, unsigned) {
   if (no_context()) return kInvalidContext;
-  stream->add([=] {
-    auto& word = *reinterpret_cast<std::uint64_t*>(address);
-    while (static_cast<std::int64_t>(std::atomic_ref(word).load(std::memory_order_acquire) - value) < 0) look_away();
-  });
+  hands_over = true;
+  const Queueing call("cuStreamWaitValue64");
+  const Awaited wait{reinterpret_cast<const std::uint64_t*>(address), value};
+  std::list<Awaited>::iterator listed;
+  {
+    std::scoped_lock lock(awaited_mutex);
+    listed = awaited.insert(awaited.end(), wait);
+  }
+  stream->add(
+      [=] {
+        while (!wait.written()) look_away();
+        std::scoped_lock lock(awaited_mutex);
+        awaited.erase(listed);
+      },
+      true);
   return kSuccess;
 }
-int cuFlushGPUDirectRDMAWrites(int, int) { return no_context() ? kInvalidContext : kSuccess; }
+int cuStreamWriteValue64_v2(Stream* stream, unsigned long long address, std::uint64_t value, unsigned) {
+  if (no_context()) return kInvalidContext;
+  const Queueing call("cuStreamWriteValue64");
+  stream->add(
+      [=] { std::atomic_ref(*reinterpret_cast<std::uint64_t*>(address)).store(value, std::memory_order_release); });
+  return kSuccess;
+}
+int cuFlushGPUDirectRDMAWrites(int, int) {
+  check("cuFlushGPUDirectRDMAWrites");
+  return no_context() ? kInvalidContext : kSuccess;
+}
 
 int cuModuleLoadData(void** module, const void* image) {
   static int loaded;
@@ -471,6 +550,13 @@ int cuModuleGetFunction(const char** function, void*, const char* name) {
 int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                    Stream* stream, void** arguments, void**) {
   if (no_context()) return kInvalidContext;
+  const Queueing call("cuLaunchKernel");
+  bool first = false;
+  {
+    std::scoped_lock lock(mutex);
+    first = launched.insert(function).second;
+  }
+  if (first) wait_for_device();  // it is loaded only now
   if (std::strcmp(function, "reduce") == 0)
     stream->add([=, given = *static_cast<kernels::ReduceArguments*>(arguments[0])] { run_reduce(blocks, given); });
   else stream->add([given = *static_cast<kernels::DigestArguments*>(arguments[0])] { run_digest(given); });
@@ -479,15 +565,23 @@ int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, un
 
 int cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
   if (no_context()) return kInvalidContext;
-  std::scoped_lock lock(event->lock);
-  stream->add([event, number = event->recorded] {
-    std::unique_lock held(event->lock);
-    event->changed.wait(held, [&] { return event->done >= number; });
-  });
+  const Queueing call("cuStreamWaitEvent");
+  std::uint64_t until = 0;
+  {
+    std::scoped_lock lock(event->lock);
+    until = event->recorded;
+  }
+  stream->add(
+      [event, until] {
+        std::unique_lock held(event->lock);
+        event->changed.wait(held, [&] { return event->done >= until; });
+      },
+      true);
   return kSuccess;
 }
 int cuMemsetD8Async(unsigned long long to, unsigned char value, std::size_t size, Stream* stream) {
   if (no_context()) return kInvalidContext;
+  const Queueing call("cuMemsetD8Async");
   stream->add([=, target = resolve(to, size)] { std::memset(target, value, size); });
   return kSuccess;
 }
@@ -501,8 +595,13 @@ int cuEventDestroy_v2(Event* event) {
   return kSuccess;
 }
 int cuEventRecord(Event* event, Stream* stream) {
-  std::scoped_lock lock(event->lock);
-  stream->add([event, number = ++event->recorded] {
+  const Queueing call("cuEventRecord");
+  std::uint64_t number = 0;
+  {
+    std::scoped_lock lock(event->lock);
+    number = ++event->recorded;
+  }
+  stream->add([event, number] {
     std::scoped_lock held(event->lock);
     event->done = number;
     event->changed.notify_all();
@@ -510,12 +609,14 @@ int cuEventRecord(Event* event, Stream* stream) {
   return kSuccess;
 }
 int cuEventQuery(Event* event) {
+  check("cuEventQuery");
   std::scoped_lock lock(event->lock);
   return event->done == event->recorded ? kSuccess : kNotReady;
 }
 
 int cuMemGetHandleForAddressRange(void* handle, unsigned long long address, std::size_t size, int type,
                                   unsigned long long) {
+  check("cuMemGetHandleForAddressRange");
   if (no_context()) return kInvalidContext;
   if (!dma_buf || type != 1) return kNotSupported;
   if (address % 4096 != 0 || size % 4096 != 0) return kInvalidValue;

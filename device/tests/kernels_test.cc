@@ -111,7 +111,7 @@ TEST_F(Kernels, SumsAndMeansAreRightForEveryTypeSizeAndAlignment) {
 
 // More than the mailbox holds, while the kernel leaves for want of work time and again.
 TEST_F(Kernels, WorkGoesOnThroughAnyNumberOfLaunches) {
-  auto reducer = *Reducer::make(*device, {.blocks = 4, .threads = 32, .patience = 1ms});
+  auto reducer = *Reducer::make(*device, {.blocks = 4, .threads = 64, .patience = 1ms});
   constexpr std::size_t count = 5000, pieces = 200;
   auto sums = *device->allocate(pieces * count * 4), one = *device->allocate(count * 4);
   in(sums.bytes.data(), Bytes(pieces * count * 4));
@@ -139,7 +139,7 @@ TEST_F(Kernels, WorkGoesOnThroughAnyNumberOfLaunches) {
 
 // Whoever waits for the whole device waits for no member of a ring: the kernel leaves by itself.
 TEST_F(Kernels, AKernelWithoutWorkLeaves) {
-  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 32, .patience = 5ms});
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 5ms});
   auto memory = *device->allocate(4096);
   in(memory.bytes.data(), Bytes(4096));
   ASSERT_TRUE(
@@ -149,7 +149,7 @@ TEST_F(Kernels, AKernelWithoutWorkLeaves) {
 }
 
 TEST_F(Kernels, AKernelThatIsToldToLeavesWhateverItsPatience) {
-  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 32, .patience = 1h});
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1h});
   auto memory = *device->allocate(4096);
   in(memory.bytes.data(), Bytes(4096));
   ASSERT_TRUE(
@@ -173,9 +173,101 @@ TEST_F(Kernels, CopiesAndSumsEndInTheOrderGiven) {
   EXPECT_EQ(out(b.bytes.data(), size), bytes);
 }
 
+// Between the device and pinned memory both ways, at any distance.
+TEST_F(Kernels, CopiesAreRightWhereverTheirEndsLie) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64});
+  constexpr std::size_t room = 300000;
+  auto memory = *device->allocate(room), here = *device->allocate_pinned(room), back = *device->allocate_pinned(room);
+  std::mt19937_64 random(11);
+  for (const std::size_t size : {1, 3, 16, 4095, 4096, 70001, 262144})
+    for (const auto& [from, over, to] : {std::tuple{0, 0, 0}, {5, 21, 5}, {0, 4, 8}, {1, 2, 3}}) {
+      for (auto& byte : here.bytes) byte = static_cast<std::byte>(random());
+      std::fill(back.bytes.begin(), back.bytes.end(), std::byte{0xa5});
+      ASSERT_TRUE(reducer->copy(memory.bytes.data() + over, here.bytes.data() + from, size));
+      finish(*reducer);
+      ASSERT_TRUE(reducer->copy(back.bytes.data() + to, memory.bytes.data() + over, size));
+      finish(*reducer);
+      for (std::size_t i = 0; i < room; ++i) {
+        const std::size_t at = i - static_cast<std::size_t>(to);  // wraps before it
+        ASSERT_EQ(back.bytes[i], at < size ? here.bytes[static_cast<std::size_t>(from) + at] : std::byte{0xa5})
+            << i << " of " << size << ": " << from << " to " << over << " to " << to;
+      }
+    }
+}
+
+// One launch, at the first hold, serves all works until the last is let go, however long it has nothing to do.
+TEST_F(Kernels, AKernelThatIsHeldStaysAndNobodyLaunchesAnother) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1ms});
+  auto memory = *device->allocate(4096);
+  in(memory.bytes.data(), Bytes(4096));
+  const auto add = [&] {
+    ASSERT_TRUE(
+        reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
+    finish(*reducer);
+  };
+  ASSERT_TRUE(reducer->hold());
+  ASSERT_TRUE(reducer->hold());
+  const auto first = reducer->launches();
+  for (int i = 0; i < 5; ++i) {
+    add();
+    if (i == 1) reducer->rest();
+    if (i == 2) reducer->let_go();
+    const auto until = std::chrono::steady_clock::now() + 5ms;  // longer than its patience
+    while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  }
+  EXPECT_EQ(reducer->launches(), first);
+  reducer->let_go();
+  wait_until([&] { return *reducer->resting(); });
+  add();
+  EXPECT_EQ(reducer->launches(), first + 1);
+}
+
+// Holds by one thread, works and attention by another, whichever comes first, time and again.
+TEST_F(Kernels, HoldsComeAndGoWhileWorksAreGiven) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1ms, .attended = true});
+  auto memory = *device->allocate(4096);
+  in(memory.bytes.data(), Bytes(4096));
+  std::jthread holder([&](std::stop_token over) {
+    while (!over.stop_requested()) {
+      EXPECT_TRUE(reducer->hold());
+      std::this_thread::yield();
+      reducer->let_go();
+      std::this_thread::yield();
+    }
+  });
+  constexpr int works = 300;
+  for (int i = 0; i < works && !HasFailure(); ++i) {
+    EXPECT_TRUE(
+        reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
+    wait_until([&] {
+      if (reducer->wants_attention()) EXPECT_TRUE(reducer->attend());
+      const auto done = reducer->done();
+      EXPECT_TRUE(done);
+      return !done || reducer->idle();
+    });
+    if (i % 3 == 0) reducer->rest();
+  }
+}
+
+TEST_F(Kernels, AnAttendedOneIsLaunchedByItsAttendantAlone) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .attended = true});
+  auto memory = *device->allocate(4096);
+  EXPECT_FALSE(reducer->wants_attention());
+  ASSERT_TRUE(reducer->copy(memory.bytes.data(), memory.bytes.data() + 2048, 1024));
+  EXPECT_TRUE(reducer->wants_attention());
+  const auto before = reducer->launches();
+  ASSERT_TRUE(reducer->attend());
+  EXPECT_EQ(reducer->launches(), before + 1);
+  finish(*reducer);
+  ASSERT_TRUE(reducer->attend());
+  EXPECT_FALSE(reducer->wants_attention());
+  reducer->rest();
+}
+
 TEST_F(Kernels, GridsThatCantBeAreRefused) {
-  for (const auto& options : {ReducerOptions{.blocks = 0}, ReducerOptions{.blocks = 5000},
-                              ReducerOptions{.threads = 1024}, ReducerOptions{.threads = 33}}) {
+  for (const auto& options :
+       {ReducerOptions{.blocks = 0}, ReducerOptions{.blocks = 5000}, ReducerOptions{.threads = 1024},
+        ReducerOptions{.threads = 33}, ReducerOptions{.threads = 32}}) {
     const auto made = Reducer::make(*device, options);
     ASSERT_FALSE(made);
     EXPECT_EQ(made.error().code, ErrorCode::invalid_argument);
@@ -187,7 +279,7 @@ TEST_F(Kernels, GridsThatCantBeAreRefused) {
 
 TEST_F(Kernels, DigestsAreTheCpus) {
   auto digester = *Digester::make(*device);
-  Bytes bytes(9 * MiB + 12345);
+  Bytes bytes(37 * MiB + 12345);  // in several launches
   std::mt19937_64 random(3);
   for (auto& byte : bytes) byte = static_cast<std::byte>(random());
   auto memory = *device->allocate(bytes.size());

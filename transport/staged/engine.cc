@@ -9,11 +9,11 @@
 namespace rejoin::transport::staged {
 
 Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Engine> below, std::shared_ptr<device::Device> device,
-                                            const Options& options) {
+                                            const Options& options, std::shared_ptr<device::Reducer> reducer) {
   if (options.slot_bytes == 0 || options.slots < 2)
     return fail(ErrorCode::invalid_argument, "{} slots of {} bytes for staging: there must be 2 or more, of some size",
                 options.slots, options.slot_bytes);
-  auto engine = std::make_unique<StagedEngine>(std::move(below), std::move(device), options);
+  auto engine = std::make_unique<StagedEngine>(std::move(below), std::move(device), options, std::move(reducer));
   if (auto started = engine->start(); !started) return tl::unexpected(started.error());
   return engine;
 }
@@ -22,9 +22,9 @@ bool is_staged(const RemoteRegion& region) { return wire::is_staged(region.key);
 
 Result<> StagedEngine::start() {
   for (Lane* lane : {&out_, &in_}) {
-    auto stream = device_->make_stream();
-    if (!stream) return tl::unexpected(stream.error());
-    lane->stream = std::move(*stream);
+    auto copier = reducer_ ? device::make_copier(reducer_) : device::make_stream_copier(*device_);
+    if (!copier) return tl::unexpected(copier.error());
+    lane->copier = std::move(*copier);
     auto pinned = device_->allocate_pinned(options_.slots * options_.slot_bytes);
     if (!pinned) return tl::unexpected(pinned.error());
     lane->pinned = std::move(*pinned);
@@ -54,7 +54,12 @@ Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, Memo
   const auto as_it_is = [&] { return keep_below(memory, [&] { return below_->register_region(memory, kind); }); };
   if (kind == MemoryKind::host) return as_it_is();
   std::string why = "so it is asked for";
-  if (options_.direct) {
+  const auto order = device_->remote_writes();
+  if (order == device::Device::RemoteWrites::unordered) {
+    why = "its driver neither orders a NIC's writes nor flushes them";
+  } else if (reducer_ && order == device::Device::RemoteWrites::flushed) {
+    why = "a NIC's writes there have to be flushed by the driver, which must not be called while CUDA streams wait";
+  } else if (options_.direct) {
     // By dma-buf, then as peer memory, then through host memory.
     auto exported = device_->export_dma_buf(memory);
     auto registered =
@@ -229,9 +234,9 @@ std::span<const Event> StagedEngine::poll() {
 bool StagedEngine::arm() {
   if (!events_.empty() || !below_->arm()) return false;
   for (Lane* lane : {&out_, &in_}) {
-    if (lane->copies.empty() || lane->signalled == lane->copies.back().mark) continue;
-    if (eventfd_ && !lane->stream->signal(eventfd_)) return false;  // poll() says what is wrong
-    lane->signalled = lane->copies.back().mark;
+    if (lane->copies.empty() || lane->signalled == lane->copies.back().number) continue;
+    if (eventfd_ && !lane->copier->signal(eventfd_)) return false;  // poll() says what is wrong, if anything
+    lane->signalled = lane->copies.back().number;
   }
   return true;
 }

@@ -24,8 +24,9 @@ namespace rejoin::transport::staged {
 
 class StagedEngine final : public Engine {
  public:
-  StagedEngine(std::unique_ptr<Engine> below, std::shared_ptr<device::Device> device, const Options& options)
-      : options_(options), device_(std::move(device)), below_(std::move(below)) {}
+  StagedEngine(std::unique_ptr<Engine> below, std::shared_ptr<device::Device> device, const Options& options,
+               std::shared_ptr<device::Reducer> reducer)
+      : options_(options), device_(std::move(device)), reducer_(std::move(reducer)), below_(std::move(below)) {}
   ~StagedEngine() override;
   Result<> start();
 
@@ -87,7 +88,7 @@ class StagedEngine final : public Engine {
     std::uint64_t offset = 0, length = 0;  // in the pull's bytes
   };
   struct Copy {
-    std::uint64_t mark = 0;
+    std::uint64_t number = 0;  // of the copier's
     EndpointId endpoint;
     RegionId region;  // of the device's end
     std::uint32_t slot = 0;
@@ -95,12 +96,12 @@ class StagedEngine final : public Engine {
     std::uint64_t pull = 0;  // coming in
   };
   struct Lane {  // one direction
-    std::unique_ptr<device::Stream> stream;
-    std::deque<Copy> copies;
     device::Memory pinned;
-    RegionId region;  // of it, below
+    RegionId region;                         // of it, below
+    std::unique_ptr<device::Copier> copier;  // waits for its copies before `pinned` goes
+    std::deque<Copy> copies;
     std::vector<std::uint32_t> free;
-    std::uint64_t signalled = 0;  // the mark behind which the eventfd is signalled
+    std::uint64_t signalled = 0;  // the copy behind which the eventfd is signalled
     std::byte* at(std::uint32_t slot, std::size_t slot_bytes) { return pinned.bytes.data() + slot * slot_bytes; }
   };
 
@@ -139,6 +140,7 @@ class StagedEngine final : public Engine {
 
   const Options options_;
   std::shared_ptr<device::Device> device_;
+  std::shared_ptr<device::Reducer> reducer_;
   Fd eventfd_, epoll_;
   Unguessable unguessable_;
   Lane out_, in_;

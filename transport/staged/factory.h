@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "device/device.h"
+#include "device/copier.h"
 #include "transport/transport.h"
 
 namespace rejoin::transport::staged {
@@ -15,10 +15,11 @@ struct Options {
   bool direct = true;                // false: staged also where it could be reached directly
 };
 
-// Both ends of a connection must be such engines. Addresses and endpoints are those of the engine below.
+// Both ends of a connection must be such engines. Addresses and endpoints are those of the engine below. `reducer`:
+// what it copies by, where it may not call the device's driver once memory is registered; else by streams of its own.
 // Errors: of the device, where it gives no pinned memory or stream; `invalid_argument` for slots of no size.
 Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Engine> below, std::shared_ptr<device::Device> device,
-                                            const Options& options);
+                                            const Options& options, std::shared_ptr<device::Reducer> reducer = nullptr);
 
 // Whether what is written there goes through host memory.
 bool is_staged(const RemoteRegion& region);

@@ -236,12 +236,11 @@ bool StagedEngine::offer_next(std::uint64_t number) {
     // Half of the slots are the most for one peer: one that takes nothing does not stop the others.
     if (out_.free.empty() || endpoint.slots >= options_.slots / 2) return false;
     const std::uint32_t slot = out_.free.back();
-    auto copied =
-        out_.stream->copy(out_.at(slot, options_.slot_bytes),
+    const auto copy =
+        out_.copier->copy(out_.at(slot, options_.slot_bytes),
                           regions_.find(operation.local.region)->memory.data() + operation.local.offset + from, length);
-    auto mark = copied ? out_.stream->mark() : tl::unexpected(copied.error());
-    if (!mark) {
-      operation.error = mark.error();
+    if (!copy) {
+      operation.error = copy.error();
       continue;
     }
     out_.free.pop_back();
@@ -250,7 +249,7 @@ bool StagedEngine::offer_next(std::uint64_t number) {
     offer.source_offset = slot * options_.slot_bytes;
     offer.number = ++offers_made_;
     offered_[offer.number] = {.operation = number, .slot = slot};
-    out_.copies.push_back({.mark = *mark,
+    out_.copies.push_back({.number = *copy,
                            .endpoint = operation.endpoint,
                            .region = operation.local.region,
                            .slot = slot,
@@ -358,9 +357,8 @@ void StagedEngine::on_completed(const Event& event) {
     pull.status = event.error->code == ErrorCode::refused ? wire::Status::withdrawn : wire::Status::not_read;
   if (below->slot && pull.status == wire::Status::done) {
     std::byte* to = regions_.find(pull.target)->memory.data() + pull.offer.target_offset + below->offset;
-    auto copied = in_.stream->copy(to, in_.at(*below->slot, options_.slot_bytes), below->length);
-    if (auto mark = copied ? in_.stream->mark() : tl::unexpected(copied.error()); mark) {
-      in_.copies.push_back({.mark = *mark,
+    if (const auto copy = in_.copier->copy(to, in_.at(*below->slot, options_.slot_bytes), below->length); copy) {
+      in_.copies.push_back({.number = *copy,
                             .endpoint = pull.endpoint,
                             .region = pull.target,
                             .slot = *below->slot,
@@ -399,11 +397,11 @@ void StagedEngine::settle_pull(std::uint64_t number) {
 
 void StagedEngine::advance(Lane& lane) {
   if (lane.copies.empty()) return;
-  const auto reached = lane.stream->reached();
-  if (reached) {
-    while (!lane.copies.empty() && lane.copies.front().mark <= *reached) finish_copy(lane, {});
+  const auto done = lane.copier->done();
+  if (done) {
+    while (!lane.copies.empty() && lane.copies.front().number <= *done) finish_copy(lane, {});
   } else {
-    while (!lane.copies.empty()) finish_copy(lane, reached.error());
+    while (!lane.copies.empty()) finish_copy(lane, done.error());
   }
 }
 
@@ -433,7 +431,7 @@ void StagedEngine::finish_copy(Lane& lane, const std::optional<Error>& error) {
 void StagedEngine::wait_for_copies(const std::function<bool(const Copy&)>& which) {
   for (Lane* lane : {&out_, &in_}) {
     if (std::none_of(lane->copies.begin(), lane->copies.end(), which)) continue;
-    if (auto done = lane->stream->synchronize(); !done)
+    if (auto done = lane->copier->finish(); !done)
       while (!lane->copies.empty()) finish_copy(*lane, done.error());
     else advance(*lane);
   }

@@ -1,8 +1,8 @@
 // As much of CUDA's language as kernels.cu uses, for the CPU: a thread for each of a block's, blocks one after the
-// other. What is __shared__ in a block is static, and a warp's threads meet to shuffle. Under TSan a barrier that the
-// kernels lack is a race.
+// other. A warp's threads meet to shuffle. Under TSan a barrier that the kernels lack is a race.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <barrier>
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 #define __global__
 #define __device__
-#define __shared__ static
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct uint4 {
   std::uint32_t x, y, z, w;
@@ -34,9 +34,8 @@ struct Warp {
   std::array<std::uint64_t, kWarp> shuffled{};
 };
 struct Block {
-  std::barrier<> meeting;
   std::vector<Warp> warps;
-  explicit Block(unsigned threads) : meeting(threads), warps(threads / kWarp) {}
+  explicit Block(unsigned threads) : warps(threads / kWarp) {}
 };
 inline thread_local Block* block = nullptr;
 
@@ -57,8 +56,8 @@ void launch(void (*kernel)(Arguments), unsigned blocks, unsigned threads, const 
 
 }  // namespace cuda_language
 
-inline void __syncthreads() { cuda_language::block->meeting.arrive_and_wait(); }
-inline void __threadfence_system() {}  // a barrier follows
+inline cuda_language::Warp& this_warp() { return cuda_language::block->warps[threadIdx.x / cuda_language::kWarp]; }
+inline void __syncwarp() { this_warp().meeting.arrive_and_wait(); }
 inline void __nanosleep(unsigned) { std::this_thread::yield(); }
 template <typename T>
 T __ldcg(const T* from) {
@@ -68,12 +67,30 @@ template <typename T>
 T __ldcs(const T* from) {
   return *from;
 }
-inline std::uint64_t __shfl_xor_sync(unsigned, std::uint64_t value, unsigned mask) {
-  auto& warp = cuda_language::block->warps[threadIdx.x / cuda_language::kWarp];
+// What the warp's lanes bring, as `take` makes of it what each gets.
+template <typename Take>
+auto exchanged(std::uint64_t value, Take take) {
+  auto& warp = this_warp();
   const unsigned lane = threadIdx.x % cuda_language::kWarp;
   warp.shuffled[lane] = value;
   warp.meeting.arrive_and_wait();
-  const std::uint64_t other = warp.shuffled[lane ^ mask];
+  const auto got = take(warp.shuffled, lane);
   warp.meeting.arrive_and_wait();
-  return other;
+  return got;
+}
+inline std::uint64_t __shfl_xor_sync(unsigned, std::uint64_t value, unsigned mask) {
+  return exchanged(value, [&](const auto& all, unsigned lane) { return all[lane ^ mask]; });
+}
+inline std::uint64_t __shfl_sync(unsigned, std::uint64_t value, unsigned from) {
+  return exchanged(value, [&](const auto& all, unsigned) { return all[from]; });
+}
+inline std::uint32_t __reduce_min_sync(unsigned, std::uint32_t value) {
+  return exchanged(value, [&](const auto& all, unsigned) {
+    return static_cast<std::uint32_t>(*std::min_element(all.begin(), all.end()));
+  });
+}
+inline std::uint32_t __reduce_max_sync(unsigned, std::uint32_t value) {
+  return exchanged(value, [&](const auto& all, unsigned) {
+    return static_cast<std::uint32_t>(*std::max_element(all.begin(), all.end()));
+  });
 }
