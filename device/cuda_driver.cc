@@ -59,6 +59,7 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->stream_wait_event, "cuStreamWaitEvent");
   find(driver->stream_create, "cuStreamCreateWithPriority");
   find(driver->stream_destroy, "cuStreamDestroy_v2");
+  find(driver->stream_query, "cuStreamQuery");
   find(driver->stream_synchronize, "cuStreamSynchronize");
   find(driver->launch_host, "cuLaunchHostFunc");
   find(driver->event_create, "cuEventCreate");

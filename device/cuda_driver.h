@@ -103,6 +103,7 @@ struct Driver {
   Status (*stream_wait_event)(StreamHandle, EventHandle, unsigned flags);
   Status (*stream_create)(StreamHandle*, unsigned flags, int priority);
   Status (*stream_destroy)(StreamHandle);
+  Status (*stream_query)(StreamHandle);
   Status (*stream_synchronize)(StreamHandle);
   Status (*launch_host)(StreamHandle, void (*)(void*), void*);
   Status (*event_create)(EventHandle*, unsigned flags);

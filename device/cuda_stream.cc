@@ -102,6 +102,13 @@ class CudaStream final : public Stream {
         "a CUDA stream's host function");
   }
 
+  Result<bool> idle() override {
+    Current current(*primary_);
+    const auto status = driver_.stream_query(stream_);
+    if (status == cuda::kNotReady) return false;
+    return driver_.check(status, "work on a CUDA stream").map([] { return true; });
+  }
+
   Result<> synchronize() override {
     Current current(*primary_);
     return driver_.check(driver_.stream_synchronize(stream_), "work on a CUDA stream");

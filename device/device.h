@@ -71,7 +71,8 @@ class Stream {
   // The eventfd is signalled when what is queued now is done. It must stay open until
   // synchronize() has returned, or the stream has gone.
   virtual Result<> signal(const Fd& eventfd) = 0;
-  virtual Result<> synchronize() = 0;  // waits for all that is queued
+  virtual Result<bool> idle() = 0;     // all that is queued is done; errors: as reached()
+  virtual Result<> synchronize() = 0;  // waits for it
   virtual void* handle() = 0;          // a cudaStream_t; null on the host
 };
 

@@ -33,6 +33,7 @@ class HostStream final : public Stream {
     signal_eventfd(eventfd);
     return {};
   }
+  Result<bool> idle() override { return true; }
   Result<> synchronize() override { return {}; }
   void* handle() override { return nullptr; }
 

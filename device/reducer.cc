@@ -147,7 +147,8 @@ void Reducer::leave(std::uint64_t launch) {
 }
 
 // Under launching_. Behind whatever is left of the launch before, which is told to leave: the stream keeps them in
-// order.
+// order. No event comes behind it: in a queue of the hardware that streams share, what comes behind that would wait for
+// the kernel.
 Result<> Reducer::launch(Duration patience) {
   const std::uint64_t before = launches_;
   if (auto looked = look(); !looked) return looked;
@@ -158,9 +159,6 @@ Result<> Reducer::launch(Duration patience) {
       .patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(patience).count())};
   auto launched = kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads}, &arguments);
   if (!launched) return launched;
-  const auto mark = kernel_->mark();
-  if (!mark) return tl::unexpected(mark.error());
-  launch_mark_ = *mark;
   launches_ = before + 1;
   leave(before);
   return {};
@@ -168,14 +166,14 @@ Result<> Reducer::launch(Duration patience) {
 
 // Under launching_. A kernel that died says so to its stream alone.
 Result<> Reducer::look() {
-  const auto reached = kernel_->reached();
-  if (reached) return {};
+  const auto idle = kernel_->idle();
+  if (idle) return {};
   {
     const std::lock_guard lock(telling_);
-    error_ = reached.error();
+    error_ = idle.error();
   }
   failed_ = true;
-  return tl::unexpected(reached.error());
+  return tl::unexpected(idle.error());
 }
 
 Result<> Reducer::failure() const {
@@ -209,9 +207,7 @@ Result<> Reducer::attend() {
 
 Result<bool> Reducer::resting() {
   const std::lock_guard launching(launching_);
-  const auto reached = kernel_->reached();
-  if (!reached) return tl::unexpected(reached.error());
-  return *reached == launch_mark_;
+  return kernel_->idle();
 }
 
 }  // namespace rejoin::device

@@ -83,7 +83,6 @@ class Reducer {
   // Launching. A thread that holds launching_ may be in the driver: whoever may not wait for that takes it never.
   std::mutex launching_;
   std::unique_ptr<Stream> kernel_;
-  std::uint64_t launch_mark_ = 0;
   std::atomic<std::uint64_t> holds_{0}, launches_{0};
   std::atomic<bool> failed_{false};
   mutable std::mutex telling_;  // guards

@@ -15,8 +15,58 @@ need_gpu() {
   python3 -c "import ctypes; ctypes.CDLL('$library')" 2>/dev/null || { echo "gpu: no CUDA driver here ($library): install NVIDIA's" >&2; exit 77; }
 }
 
-# step WHAT COMMAND…: one line before it; the first failure ends everything.
-step() { printf '== %s\n' "$1"; shift; "$@"; }
+# Where all threads of a group of processes stand: by gdb, or as far as the kernel tells.
+stacks() {
+  local pid task
+  for pid in $(ps -o pid= -g "$1" 2>/dev/null || pgrep -g "$1"); do
+    printf -- '-- stuck: %s %s\n' "$pid" "$(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null)"
+    if command -v gdb >/dev/null; then timeout 30 gdb -p "$pid" -batch -ex 'thread apply all bt 12' 2>/dev/null | grep -E '^(#|Thread)'
+    else for task in "/proc/$pid/task"/*; do printf '%s in %s, %s\n' "$(cat "$task/comm")" "$(cat "$task/wchan")" "$(cut -d' ' -f1 "$task/syscall")"; done 2>/dev/null
+    fi || true
+  done
+}
+
+# What a step's output says in figures: tests, or the last line of a table, or how long a replica was missed.
+figure() {
+  sed -n -E -e 's/^\[  PASSED  \] ([0-9]+ tests?).*/\1 passed/p' -e 's/^\[  FAILED  \] ([0-9]+ tests?), listed below.*/\1 FAILED/p' \
+    -e "s/.*the survivors' commit of that step ([0-9.]+ ms) later.*/commit \1 later/p" -e 's/.*same bits on all replicas: (yes|no).*/same bits: \1/p' \
+    -e 's/^ +([0-9]+( +[a-z0-9]+)*)( +[0-9.]+.*)$/\1\3/p' "$1" | sed -E 's/ +/ /g' | tail -2 | paste -sd';'
+}
+
+rows=() failures=0
+# step WHAT COMMAND…: a line before it, a time limit (STEP_LIMIT seconds), and a row of the table at the end. On a hang: where it stands.
+step() {
+  local what=$1 limit=${STEP_LIMIT:-120} began=$SECONDS rc=0 pid log
+  shift
+  printf '== %s\n' "$what"
+  log=$(mktemp)
+  set -m
+  ("$@") > >(tee "$log") 2>&1 &
+  pid=$!
+  set +m
+  while kill -0 $pid 2>/dev/null && ((SECONDS - began < limit)); do sleep 0.1; done
+  if kill -0 $pid 2>/dev/null; then
+    stacks $pid >&2
+    kill -KILL -- -$pid
+    wait $pid || true
+    rows+=("HANGS|$what|killed after $limit s")
+    failures=$((failures + 1))
+  else
+    wait $pid || rc=$?
+    rows+=("$([[ $rc == 0 ]] && echo passed || echo "FAILED ($rc)")|$what|$((SECONDS - began)) s; $(figure "$log")")
+    [[ $rc == 0 ]] || failures=$((failures + 1))
+  fi
+  rm -f "$log"
+}
+
+# The table, the card, and the exit status.
+finish() {
+  local row
+  printf '\n%s: %s\n' "$1" "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1 || true)"
+  for row in "${rows[@]}"; do IFS='|' read -r outcome what figures <<<"$row"; printf '%-11s %-72s %s\n' "$outcome" "$what" "$figures"; done
+  ((failures == 0)) || { echo "$1: $failures of ${#rows[@]} steps failed"; exit 1; }
+  echo "$1: passed"
+}
 
 # pair TOOL ARGS…: a server and a client of it on this machine; the client's table.
 pair() {
@@ -51,6 +101,9 @@ case ${1:-} in
     step "the ring in GPU memory, with members dying" "$bin/ftar_test" --gtest_filter='*gpu*:*Gpu*:*Kernel*'
     step "catch-up into GPU memory" "$bin/catchup_test" --gtest_filter='*gpu*'
     step "sessions' streams and state" "$bin/session_test"
+    # As frameworks set it, for their streams to share one queue of the hardware.
+    step "the same with one hardware queue" env CUDA_DEVICE_MAX_CONNECTIONS=1 "$bin/session_test"
+    step "the same, kernels loaded by their first launch" env CUDA_MODULE_LOADING=LAZY "$bin/session_test"
     if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null); then
       for tool in memcheck racecheck synccheck; do
         step "compute-sanitizer, $tool" "$sanitizer" --tool $tool --error-exitcode 9 "$bin/device_test" --gtest_filter='Kernels.*'
@@ -70,21 +123,26 @@ case ${1:-} in
           "$bin/rejoin-demo" --data "$data" --device cuda:0 --state $state --transport $transport --steps 120 --kill 1.0@30 --no-baseline
       done
     done
-    echo "gpu test: passed" ;;
+    finish "gpu test" ;;
   bench)
     need_gpu
     step "kernels beside the card's copy bandwidth" "$bin/rejoin_kernel_bw"
     step "the same in works of 64 MiB, for the whole card" "$bin/rejoin_kernel_bw" --chunk 64M
     for transport in shm tcp; do
       for size in 64K 1M 8M; do
-        pair rejoin_write_bw --transport $transport -s $size -D 3 | grep -E '^ [0-9]|Memory'
-        pair rejoin_write_bw --transport $transport -s $size -D 3 --use_cuda 0 | grep -E '^ [0-9]|Memory'
+        for memory in "" "--use_cuda 0"; do
+          # shellcheck disable=SC2086
+          step "a write of $size over $transport, ${memory:-host}" pair rejoin_write_bw --transport $transport -s $size -D 3 $memory
+        done
       done
-      "$bin/rejoin_allreduce_perf" --transport $transport --ranks 2 -b 1M -e 64M -f 4
-      "$bin/rejoin_allreduce_perf" --transport $transport --ranks 2 -b 1M -e 64M -f 4 --use_cuda 0
-      "$bin/rejoin_catchup_bw" --transport $transport -s 1G
-      "$bin/rejoin_catchup_bw" --transport $transport -s 1G --use_cuda 0
-    done ;;
+      for memory in "" "--use_cuda 0"; do
+        # shellcheck disable=SC2086
+        step "all-reduce over $transport, ${memory:-host}" "$bin/rejoin_allreduce_perf" --transport $transport --ranks 2 -b 1M -e 64M -f 4 $memory
+        # shellcheck disable=SC2086
+        step "catch-up over $transport, ${memory:-host}" "$bin/rejoin_catchup_bw" --transport $transport -s 1G $memory
+      done
+    done
+    finish "gpu bench" ;;
   nccl)
     need_gpu
     [[ -x $bin/rejoin_nccl_check ]] || { echo "gpu: rejoin_nccl_check was not built: no NCCL was found (nccl.h, libnccl.so) when this was configured" >&2; exit 77; }
@@ -92,14 +150,17 @@ case ${1:-} in
     export LD_LIBRARY_PATH=$(dirname "$nccl"):$plugin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     # Two processes on one GPU, and nothing but the network between them.
     export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET
-    log=$(mktemp)
-    trap 'rm -f "$log"' EXIT
+    logs=$(mktemp -d)
+    trap 'rm -rf "$logs"' EXIT
+    names_the_plugin() { grep -q -h -E 'Using network.*[Rr]ejoin' "$@" || { echo "NCCL's log does not say that it used the plugin:"; cat "$@"; return 1; }; }
     for devices in tcp shm; do
-      step "NCCL over Rejoin's plugin, $devices" env NCCL_NET_PLUGIN=rejoin REJOIN_NCCL_DEVICES=$devices NCCL_DEBUG_FILE="$log" "$bin/rejoin_nccl_check"
-      grep -E -i 'rejoin' "$log" | sed 's/^/   NCCL: /' | sort -u | head -12
-      grep -q -E 'Using network.*[Rr]ejoin' "$log" || { echo "gpu: NCCL's log does not say that it used the plugin:" >&2; cat "$log" >&2; exit 1; }
+      # Each process writes a log of its own.
+      step "NCCL over Rejoin's plugin, $devices" env NCCL_NET_PLUGIN=rejoin REJOIN_NCCL_DEVICES=$devices NCCL_DEBUG_FILE="$logs/$devices.%p" "$bin/rejoin_nccl_check"
+      step "NCCL's own log names it" names_the_plugin "$logs/$devices".*
+      grep -h -E -i 'rejoin' "$logs/$devices".* | sed 's/^/   NCCL: /' | sort -u | head -12 || true
     done
-    step "NCCL over its own sockets" env NCCL_NET_PLUGIN=none NCCL_NET=Socket NCCL_DEBUG=WARN "$bin/rejoin_nccl_check" ;;
+    step "NCCL over its own sockets" env NCCL_NET_PLUGIN=none NCCL_NET=Socket NCCL_DEBUG=WARN "$bin/rejoin_nccl_check"
+    finish "gpu nccl" ;;
   pack)
     to=${2:?usage: ./run gpu pack DIR}
     mkdir -p "$to/bin" "$to/lib"

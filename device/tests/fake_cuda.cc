@@ -481,6 +481,11 @@ int cuStreamDestroy_v2(Stream* stream) {
   gone = std::move(streams.extract(stream).mapped());
   return kSuccess;
 }
+int cuStreamQuery(Stream* stream) {
+  check("cuStreamQuery");
+  std::scoped_lock lock(stream->lock);
+  return stream->done == stream->queued ? kSuccess : kNotReady;
+}
 int cuStreamSynchronize(Stream* stream) {
   check("cuStreamSynchronize");
   stream->wait();

@@ -88,6 +88,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
   std::condition_variable changed;
   std::deque<std::function<void()>> work;
   std::uint64_t queued = 0, done = 0;
+  std::uint64_t begun = 0;  // the hardware queue's
   bool ended = false;
   std::thread thread{[this] {
     std::unique_lock held(lock);
@@ -142,15 +143,16 @@ struct Stream : std::enable_shared_from_this<Stream> {
 
 inline void HardwareQueue::run() {
   std::unique_lock held(lock);
-  for (std::map<Stream*, std::uint64_t> begun;;) {
+  for (;;) {
     changed.wait(held, [&] { return !commands.empty(); });
     auto command = std::move(commands.front());
     commands.pop_front();
     held.unlock();
-    auto& number = begun[command.stream.get()];
-    command.stream->wait_for(number++);  // what comes before it on its stream
+    const std::uint64_t before = command.stream->begun++;
+    command.stream->wait_for(before);  // what comes before it on its stream
     command.stream->begin(std::move(command.work));
-    if (command.waits) command.stream->wait_for(number);
+    if (command.waits) command.stream->wait_for(before + 1);
+    command.stream.reset();
     held.lock();
   }
 }

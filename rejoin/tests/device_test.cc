@@ -122,9 +122,11 @@ struct Behind : Streams {
   }
   // As the progress thread would: what was staged comes in, is added, and goes out.
   void reduce() {
-    auto given = reducer->copy(a.bytes.data(), pinned.bytes.data(), kCount * 4);
-    if (given) given = reducer->add(DataType::float32, b.bytes.data(), a.bytes.data(), b.bytes.data(), kCount, 0);
-    if (given) given = reducer->copy(out.bytes.data(), b.bytes.data(), kCount * 4);
+    finish(reducer->copy(a.bytes.data(), pinned.bytes.data(), kCount * 4));
+    finish(reducer->add(DataType::float32, b.bytes.data(), a.bytes.data(), b.bytes.data(), kCount, 0));
+    finish(reducer->copy(out.bytes.data(), b.bytes.data(), kCount * 4));
+  }
+  void finish(const Result<std::uint64_t>& given) {
     ASSERT_TRUE(given) << given.error().message;
     const auto deadline = std::chrono::steady_clock::now() + 20s;
     for (auto done = reducer->done(); done && *done < *given; done = reducer->done()) {
