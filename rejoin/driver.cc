@@ -327,6 +327,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   current_.reset();
   if (machine_.member() && machine_.has_contributors() && !finished_)
     current_ = StepView{machine_.step().value, machine_.contributes(), machine_.batch()};
+  let_go_ = false;
   submitted_.assign(buckets_.size(), false);
   done_.assign(buckets_.size(), false);
   ++revision_;
