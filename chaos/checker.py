@@ -166,7 +166,7 @@ class Checker:
         self.alive[replica, rank] = pid
 
     def holders(self):
-        """The replicas all of whose processes live and surely have the last committed step, or are about to apply it."""
+        """The replicas all of whose processes live and surely have the last committed step, or will apply it next."""
         return [r for r in range(self.replicas) if all(self.holds(r, rank) for rank in range(self.ranks))]
 
     def holds(self, replica, rank):

@@ -98,7 +98,7 @@ def kill_coordinator(run, random):
 
 @kind(weight=1, blocks=True)
 def kill_everybody(run, random):
-    """All trainers: the state is truly lost. The runner then gives the operator's word that the job may start afresh."""
+    """All trainers: the state is truly lost. The runner then says, as its operator, that the job may start afresh."""
     if run.checker.committed == 0:
         raise Skipped("nothing has been committed")
     if not run.can_roll_back:
@@ -197,7 +197,11 @@ def cut_host(run, random):
     """Both ways, or one of them."""
     host = random.choice(run.wiring.hosts)
     ways = random.choice(["both ways", "out", "in"])
-    rules = [Rule("drop", source={host.number})] * (ways != "in") + [Rule("drop", target={host.number})] * (ways != "out")
+    rules = []
+    if ways != "in":
+        rules.append(Rule("drop", source={host.number}))
+    if ways != "out":
+        rules.append(Rule("drop", target={host.number}))
     return (yield from ruled(run, rules, f"{run.wiring.name_of(host)}, {ways}", touched_by(run, {host.number})))
 
 
@@ -209,8 +213,8 @@ def cut_pair(run, random):
     both = random.random() < 0.5
     if both:
         rules.append(Rule("drop", source={other.number}, target={one.number}))
-    return (yield from ruled(run, rules, f"{run.wiring.name_of(one)} {'<>' if both else '>'} {run.wiring.name_of(other)}",
-                     touched_by(run, {one.number, other.number})))
+    text = f"{run.wiring.name_of(one)} {'<>' if both else '>'} {run.wiring.name_of(other)}"
+    return (yield from ruled(run, rules, text, touched_by(run, {one.number, other.number})))
 
 
 @kind(weight=2, lasts=LONG, needs="links")
@@ -238,16 +242,18 @@ def cut_rail(run, random):
 def slow_link(run, random):
     host = random.choice(run.wiring.hosts)
     delay = 1e-3 * 30 ** random.random()
-    return (yield from ruled(run, [Rule("delay", source={host.number}, seconds=delay)],
-                     f"{run.wiring.name_of(host)} by {1e3 * delay:.1f} ms", touched_by(run, {host.number})))
+    text = f"{run.wiring.name_of(host)} by {1e3 * delay:.1f} ms"
+    rules = [Rule("delay", source={host.number}, seconds=delay)]
+    return (yield from ruled(run, rules, text, touched_by(run, {host.number})))
 
 
 @kind(weight=2, lasts=LONG, needs="links")
 def lossy_link(run, random):
     host = random.choice(run.wiring.hosts)
     part = random.uniform(0.01, 0.2)
-    return (yield from ruled(run, [Rule("drop", source={host.number}, probability=part)],
-                     f"{run.wiring.name_of(host)} loses {100 * part:.0f} %", touched_by(run, {host.number})))
+    text = f"{run.wiring.name_of(host)} loses {100 * part:.0f} %"
+    rules = [Rule("drop", source={host.number}, probability=part)]
+    return (yield from ruled(run, rules, text, touched_by(run, {host.number})))
 
 
 def tcp_rule(run, random, action, role):

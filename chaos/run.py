@@ -134,7 +134,8 @@ class Run:
         """The faults of a round: (when, how long, kind, its random)."""
         chance = random.Random(f"{self.settings.seed} {self.settings.transport} {number}")
         names = [name for name in faults.KINDS if self.settings.only is None or name in self.settings.only]
-        names = [name for name in names if name not in self.settings.without]
+        if self.settings.only is None:
+            names = [name for name in names if name not in self.settings.without]
         weights = [faults.KINDS[name].weight for name in names]
         drawn = []
         for i in range(chance.choice((1, 1, 1, 2, 2, 3))):
@@ -312,7 +313,8 @@ def parse():
     parser.add_argument("--elements", type=int, default=40000, help="of a rank's state, times two; a multiple of 16")
     parser.add_argument("--only", type=lambda text: text.split(","), help="faults of these kinds: "
                         + " ".join(faults.KINDS))
-    parser.add_argument("--without", type=lambda text: text.split(","), default=[], help="no faults of these kinds")
+    parser.add_argument("--without", type=lambda text: text.split(","), default=["corrupt_all_reduce"],
+                        help="no faults of these kinds (default: corrupt_all_reduce, see README.md)")
     parser.add_argument("--first-round", type=int, default=0, help="begin with this round of the seed's")
     parser.add_argument("--keep", action="store_true", help="keep the directory, which is kept anyhow after a failure")
     parser.add_argument("--binaries", default=str(SOURCE / "build/release/bin"))

@@ -24,7 +24,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       listener_(io),
       timer_(io),
       machine_(options.name, options.silence),
-      coordinator_(io, options.coordinator, key,
+      coordinator_(io, options.coordinator, key, options.silence,
                    {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
                     .message =
                         [this](const proto::ToNode& message) {
@@ -286,7 +286,7 @@ void NodeServer::tick() {
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     carry_out(machine_.on_tick(now()));
-    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard(), options_.silence);
+    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard());
     tick();
   });
 }
