@@ -148,19 +148,6 @@ void World::black_hole(const Fault& fault, TimePoint until) {
     else block(trainers_[fault.replica][rank].get(), trainers_[to][rank].get());
 }
 
-// A connection is reset on its way: what has not been delivered is lost, and each end hears of it in its own time.
-void World::reset_link(std::uint64_t number) {
-  auto found = links_.find(number);
-  if (found == links_.end() || !found->second.accepted) return;
-  found->second.reset = true;
-  Random& random = control_random_[found->second.node];
-  deliver(*coordinator_, random.of_any_size(1us, 50ms), [this, number] {
-    if (links_.erase(number) > 0) coordinator_->on_link_lost(number);
-  });
-  if (Daemon* daemon = daemons_[found->second.node].get())
-    deliver(*daemon, random.of_any_size(1us, 50ms), [daemon, number] { daemon->on_link_down(number); });
-}
-
 // They stop at once, and go on in an order that is drawn.
 void World::stop_many(const Fault& fault) {
   Random random(fault.detail);

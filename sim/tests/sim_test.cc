@@ -42,6 +42,42 @@ TEST_F(Simulated, OtherShapesHoldToo) {
     }
 }
 
+// One fault, in the middle of the run, and what it may cost.
+Outcome play_one(FaultKind kind, std::chrono::milliseconds lasting, std::uint64_t seed) {
+  const Fault fault{.at = std::chrono::seconds(1), .kind = kind, .replica = 1, .lasting = lasting, .detail = seed};
+  return play({.seed = seed, .replicas = 3, .ranks = 2, .faults = {{fault}}});
+}
+
+TEST_F(Simulated, WhoeverWasStoppedCostsNobodyAPlaceAndNoStep) {
+  for (const auto kind : {FaultKind::stop_coordinator, FaultKind::stop_all, FaultKind::slow_disk, FaultKind::pause})
+    for (const auto lasting : {60, 250, 3000})
+      for (std::uint64_t seed = 0; seed < 3; ++seed) {
+        Outcome outcome = play_one(kind, std::chrono::milliseconds(lasting), seed);
+        ASSERT_FALSE(outcome.violation) << to_string(kind) << " for " << lasting << " ms, seed " << seed << ": "
+                                        << outcome.violation->invariant << ": " << outcome.violation->what;
+        EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << to_string(kind) << " for " << lasting << " ms, " << seed;
+        EXPECT_EQ(outcome.counts["rolled back"], 0u);
+      }
+}
+
+TEST_F(Simulated, AConnectionThatIsResetCostsNobodyAPlace) {
+  for (const auto kind : {FaultKind::reset_control, FaultKind::reset_ring, FaultKind::cut_ring})
+    for (std::uint64_t seed = 0; seed < 4; ++seed) {
+      Outcome outcome = play_one(kind, std::chrono::milliseconds(1), seed);
+      ASSERT_FALSE(outcome.violation) << to_string(kind) << ", seed " << seed << ": " << outcome.violation->what;
+      EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << to_string(kind) << ", seed " << seed;
+    }
+}
+
+TEST_F(Simulated, OfATrainerThatHangsOnlyItsReplicaGoes) {
+  for (std::uint64_t seed = 0; seed < 4; ++seed) {
+    Outcome outcome = play_one(FaultKind::hang_compute, std::chrono::seconds(3), seed);
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->what;
+    EXPECT_LE(outcome.counts["trainer gave up"], 4u) << "seed " << seed << ": two may hang at once";
+    EXPECT_GT(outcome.counts["trainer gave up"], 0u) << "seed " << seed;
+  }
+}
+
 TEST_F(Simulated, EverythingFollowsFromTheSeed) {
   for (std::uint64_t seed : {4, 5, 6, 8}) {
     const Outcome once = play({.seed = seed, .faults = {}});

@@ -1,0 +1,172 @@
+// The processes of the simulated cluster: how they run, stand still, end, and are started again.
+#include <algorithm>
+
+#include "sim/world.h"
+
+namespace rejoin::sim {
+
+using namespace std::chrono_literals;
+
+void World::deliver(Process& process, Duration delay, std::function<void()> action) {
+  after_of(process, delay, [&process, action = std::move(action)]() mutable {
+    if (process.stopped) process.queued.push_back(std::move(action));
+    else action();
+  });
+}
+
+void World::wake(Process& process) {
+  if (process.stopped || std::exchange(process.woken, true)) return;
+  after_of(process, process.until_run(), [&process] {
+    process.woken = false;
+    if (!process.stopped) process.run();
+  });
+}
+
+void World::stop(Process& process, Duration lasting) {
+  if (process.ended) return;
+  process.stopped = true;
+  process.stopped_until = std::max(process.stopped_until, now() + lasting);
+  for (const auto* rail : process.rails) fabric_.stop(*rail);
+  after_of(process, lasting, [this, &process] {
+    if (process.ended || !process.stopped || now() < process.stopped_until) return;
+    process.stopped = false;
+    for (const auto* rail : process.rails) fabric_.resume(*rail);
+    process.tick_after = process.random.one_in(2) ? 0 : process.random.pick(process.queued.size() + 1);
+    process.on_resumed();
+    go_on(process.instance);
+  });
+}
+
+// What waited while it was stopped. It may be stopped again meanwhile, or end.
+void World::go_on(std::uint64_t instance) {
+  for (;;) {
+    auto found = processes_.find(instance);
+    if (found == processes_.end() || found->second->stopped) return;
+    Process& process = *found->second;
+    if (process.tick_due && (process.tick_after == 0 || process.queued.empty())) {
+      process.tick_due = false;
+      ring_timer(process);
+    } else if (process.queued.empty()) {
+      return wake(process);
+    } else {
+      if (process.tick_after > 0) --process.tick_after;
+      auto action = std::move(process.queued.front());
+      process.queued.pop_front();
+      action();
+    }
+  }
+}
+
+void World::set_timer(Process& process, Duration delay) {
+  after_of(process, delay, [this, &process] { ring_timer(process); });
+}
+
+void World::ring_timer(Process& process) {
+  if (process.stopped) {
+    process.tick_due = true;
+    return;
+  }
+  const std::uint64_t instance = process.instance;
+  process.tick();
+  if (processes_.contains(instance)) set_timer(process, job.silence / 16);
+}
+
+Trainer* World::trainer(std::uint64_t instance) {
+  auto found = processes_.find(instance);
+  return found == processes_.end() ? nullptr : dynamic_cast<Trainer*>(found->second);
+}
+
+template <typename T>
+T& World::start(std::unique_ptr<T>& place, std::unique_ptr<T> process) {
+  place = std::move(process);
+  processes_[place->instance] = place.get();
+  set_timer(*place, place->random.between({}, job.silence / 16));
+  if (const TimePoint until = suspended_until_[place->machine]; until > now()) stop(*place, until - now());
+  return *place;
+}
+
+void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
+  auto& place = trainers_[replica][rank];
+  if (place) return;
+  Trainer& trainer = start(place, std::make_unique<Trainer>(*this, replica, rank));
+  note("replica {} rank {} starts", replica, rank);
+  deliver(trainer, trainer.random.between(1us, 2ms), [&trainer] { trainer.look_for_daemon(); });
+}
+
+void World::kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why, bool gave_up) {
+  auto& place = trainers_[replica][rank];
+  if (!place) return;
+  note("replica {} rank {} ends: {}", replica, rank, why);
+  survivors_.on_end(place->instance, gave_up, why);
+  check_survivors();
+  processes_.erase(place->instance);
+  const auto connection = place->connection;
+  place.reset();
+  const std::uint32_t node = node_of(replica, rank);
+  Random& random = supervisor_random_[node];
+  if (Daemon* daemon = daemons_[node].get(); daemon != nullptr && connection.value != 0)
+    deliver(*daemon, random.between(10us, 2ms),
+            [daemon, connection] { daemon->drop(connection, "its process ended", membership::Node::Gone::ended); });
+  // Its supervisor starts it again.
+  after(random.of_any_size(1ms, 300ms), [this, replica, rank] { start_trainer(replica, rank); });
+}
+
+void World::trainer_exits(Trainer& trainer, const std::string& why) {
+  count("trainer gave up");
+  after_of(trainer, 1us,
+           [this, replica = trainer.replica, rank = trainer.rank, why] { kill_trainer(replica, rank, why, true); });
+  trainer.ended = trainer.stopped = true;  // it does nothing more
+}
+
+void World::start_daemon(std::uint32_t node) {
+  if (daemons_[node]) return;
+  start(daemons_[node], std::make_unique<Daemon>(*this, node));
+  note("the daemon of node {} starts", node);
+}
+
+void World::kill_daemon(std::uint32_t node) {
+  if (!daemons_[node]) return;
+  note("the daemon of node {} is killed", node);
+  daemons_[node]->hang_up();
+  processes_.erase(daemons_[node]->instance);
+  daemons_[node].reset();
+  for (auto& trainer : trainers_[node / shape.nodes])
+    if (trainer && trainer->machine == node && trainer->connection.value != 0)
+      deliver(*trainer, supervisor_random_[node].between(1us, 1ms),
+              [raw = trainer.get(), connection = trainer->connection] { raw->on_daemon_gone(connection); });
+  after(supervisor_random_[node].between(10ms, 200ms), [this, node] { start_daemon(node); });
+}
+
+void World::start_coordinator() {
+  if (coordinator_) return;
+  if (auto read = membership::parse_log(disk_, "the log"); !read) {
+    checker_.violate("no-garbage", read.error().message);
+  } else {
+    if (read->whole < disk_.size()) count("torn log");
+    disk_.resize(read->whole);
+    if (read->records.size() != log_.size())
+      checker_.violate("one-decision",
+                       fmt::format("{} of {} records are read back", read->records.size(), log_.size()));
+    log_ = std::move(read->records);
+  }
+  note("the coordinator starts, with {} records", log_.size());
+  start(coordinator_, std::make_unique<Coordinator>(*this, nodes(), log_));
+}
+
+void World::kill_coordinator(const std::string& why) {
+  if (!coordinator_) return;
+  note("the coordinator ends: {}", why);
+  processes_.erase(coordinator_->instance);
+  coordinator_->ended = coordinator_->stopped = true;
+  // It may be what is being run.
+  after({}, [gone = std::shared_ptr<Coordinator>(std::move(coordinator_))] {});
+  crash_in_append_ = false;
+  while (!links_.empty()) drop_link(links_.begin()->first);
+  if (planted(Plant::forget_a_decision) && !log_.empty() && log_.back().has_committed()) {
+    log_.pop_back();
+    disk_ = membership::log_bytes(log_, 0);
+  }
+  after(supervisor_random_[nodes()].between(20ms, 500ms), [this] { start_coordinator(); });
+}
+
+}  // namespace rejoin::sim
