@@ -279,7 +279,7 @@ def reset_all_reduce(run, random):
     return (yield from ruled(run, rules, text, set(range(run.job.settings.replicas))))
 
 
-@kind(weight=3, lasts=LASTING, needs="data links")
+@kind(weight=3, lasts=LASTING, needs="one data path")
 def corrupt_stream(run, random):
     """Bits of the catch-up stream flip, while a replica that has lost a rank catches up."""
     rules, text = tcp_rule(run, random, "corrupt", "daemon")
