@@ -238,6 +238,13 @@ def cut_rail(run, random):
     return (yield from ruled(run, rules, text, set()))
 
 
+@kind(weight=3, lasts=SHORT, needs="rails")
+def reset_rail(run, random):
+    """Connections of that rail are reset, with whatever was under way on them."""
+    rules = [Rule("reset", rails={1}, probability=10 ** random.uniform(-1.5, 0))]
+    return (yield from ruled(run, rules, "rail 1 everywhere", set()))
+
+
 @kind(weight=3, lasts=LONG, needs="links")
 def slow_link(run, random):
     host = random.choice(run.wiring.hosts)
@@ -279,7 +286,7 @@ def reset_all_reduce(run, random):
     return (yield from ruled(run, rules, text, set(range(run.job.settings.replicas))))
 
 
-@kind(weight=3, lasts=LASTING, needs="data links")
+@kind(weight=3, lasts=LASTING, needs="one data path")
 def corrupt_stream(run, random):
     """Bits of the catch-up stream flip, while a replica that has lost a rank catches up."""
     rules, text = tcp_rule(run, random, "corrupt", "daemon")

@@ -20,9 +20,14 @@ class Record:
 
 def recovery_of(record, commits):
     """The longest time without a commit after the fault, as far as it lies between `counts_from` and `until`."""
-    gaps = [after - max(before, record.counts_from) for before, after in itertools.pairwise(commits)
-            if after > record.counts_from and before < record.until]
-    return max(gaps, default=None)
+    longest, after = None, None
+    for before in reversed(commits):
+        if after is not None and before < record.until:
+            longest = max(longest or 0, after - max(before, record.counts_from))
+        if before < record.counts_from:
+            break
+        after = before
+    return longest
 
 
 def median(values):

@@ -45,9 +45,8 @@ class Run:
         self.events = Events(f"{directory}/events")
         self.records, self.active = [], {}
         self.expected_since = self.begun  # since then steps ought to be committed
-        self.said = 0
+        self.said = self.timed = 0
         self.pids = {}
-        self.leaving = []  # event files of processes that have ended, to be read once more
         self.can_roll_back = "--roll-back-to" in subprocess.run(
             [f"{settings.binaries}/rejoind", "--help"], capture_output=True, text=True, check=True).stdout
 
@@ -164,11 +163,17 @@ class Run:
         self.expected_since = ended = time.monotonic()
         self.wait(lambda: self.checker.commits and self.checker.commits[-1] > ended, self.stall_budget + 1,
                   "no step was committed after the faults")
-        for record in self.records:
-            record.until = record.until or time.monotonic()
+        self.take_times()
         if until_whole or number % 5 == 4:
             self.wait(self.whole, self.whole_budget, "not all replicas contribute again")
         self.wait(lambda: time.monotonic() > ended + pause, 60, "")
+
+    def take_times(self):
+        """How soon the job went on after each fault of the round."""
+        for record in self.records[self.timed:]:
+            record.until = record.until or time.monotonic()
+            record.recovery = recovery_of(record, self.checker.commits)
+        self.timed = len(self.records)
 
     def strike(self, number, lasts, kind, chance):
         if not self.wiring.has(kind.needs):
@@ -179,7 +184,7 @@ class Run:
             what, touched = next(fault)
         except faults.Skipped as why:
             return self.say(f"  {kind.name} left out: {why}")
-        for earlier in self.records:
+        for earlier in self.records[self.timed:]:
             earlier.until = earlier.until or record.at
         self.records.append(record)
         self.active[record.number] = (touched, fault)
@@ -219,8 +224,7 @@ class Run:
         finally:
             self.say_violations()
             self.end()
-        for record in self.records:
-            record.recovery = recovery_of(record, self.checker.commits)
+        self.take_times()
         return not self.checker.violations
 
     def finish(self):

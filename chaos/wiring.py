@@ -97,6 +97,7 @@ class Wiring:
         """Whether a fault that needs this can strike here."""
         return {None: True, "relay": self.settings.relay, "links": self.switch is not None,
                 "data links": self.switch is not None and not self.shared, "rails": self.rails > 1,
+                "one data path": self.switch is not None and not self.shared and self.rails == 1,
                 "disk": self.disk is not None, "freezing disk": self.disk is not None and self.disk.freezes}[need]
 
     def name_of(self, host):
