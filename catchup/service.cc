@@ -10,6 +10,12 @@ namespace {
 
 constexpr Duration kRetry = std::chrono::milliseconds(50);
 
+std::map<ReplicaId, Incarnation> replicas_of(const std::set<SourceAddress>& sources) {
+  std::map<ReplicaId, Incarnation> replicas;
+  for (const auto& source : sources) replicas[source.replica] = source.incarnation;
+  return replicas;
+}
+
 }  // namespace
 
 Service::~Service() {
@@ -109,11 +115,10 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Time
     if (!sources.contains(source)) gone.push_back(source);
   for (const auto& source : gone) lose(rank.sources[source], "it no longer contributes");
   rank.wanted = sources;
-  std::map<ReplicaId, Incarnation> expected;
-  for (const auto& source : sources) expected[source.replica] = source.incarnation;
-  rank.joiner->expect(expected, now);
   rank.retry_at = now + kRetry;
-  if (rank.joiner) connect_missing(key, rank);
+  if (!rank.joiner) return;
+  rank.joiner->expect(replicas_of(rank.wanted), now);
+  connect_missing(key, rank);
 }
 
 Result<> Service::start_joining(LocalRank& rank, TimePoint now) {
@@ -130,7 +135,9 @@ void Service::try_again(RankKey key, LocalRank& rank, TimePoint now) {
   if (now < rank.retry_at || (rank.registered && rank.wanted.empty())) return;
   rank.retry_at = now + kRetry;
   if (!rank.registered && !register_rank(rank)) return;
-  if (!rank.wanted.empty() && start_joining(rank, now)) connect_missing(key, rank);
+  if (rank.wanted.empty() || !start_joining(rank, now)) return;
+  rank.joiner->expect(replicas_of(rank.wanted), now);
+  connect_missing(key, rank);
 }
 
 void Service::connect_missing(RankKey key, LocalRank& rank) {

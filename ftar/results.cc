@@ -1,4 +1,6 @@
 // Digests of what has been reduced: the same on all members of an epoch, unless a bit has flipped on its way.
+#include <algorithm>
+
 #include "base/digest.h"
 #include "ftar/operation.h"
 
@@ -23,11 +25,12 @@ Shape Communicator::shape_of(const Bucket& bucket) const {
           .both_ways = options_.both_ways};
 }
 
-// Once: the step is repeated with what arrives then.
+// Once: the step is repeated with what arrives then. A high bit of an element, whichever its type: a low one may vanish
+// in rounding, and would make no difference.
 void Communicator::damage_if_due(Step step, std::span<std::byte> arrived) {
   if (step != options_.flip_bit_at || options_.flip_bit_at == Step{} || reducer_) return;
   options_.flip_bit_at = {};
-  arrived[arrived.size() / 2] ^= std::byte{1};
+  arrived[std::min(arrived.size() / 16 * 8 + 7, arrived.size() - 1)] ^= std::byte{0x40};
 }
 
 // As digests of them are combined.

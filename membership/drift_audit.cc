@@ -130,6 +130,9 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
     ++counted_.state_differences;
     return repeat({epoch, committed, rank, true, std::move(states), {}});
   }
+  veterans_.clear();
+  for (const auto& voter : voters)
+    if (voter.contributes) veterans_.push_back(voter.replica);
   return {};
 }
 
@@ -184,7 +187,13 @@ bool DriftAudit::explain_by_hop(const Inspection& inspection, Strike& strike) {
 
 std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter> voters, Step committed) {
   if (strikes_.size() < kStrikes || strikes_.front().committed.value + kInARow < committed.value) return std::nullopt;
-  const auto contributors = std::count_if(voters.begin(), voters.end(), [](const Voter& v) { return v.contributes; });
+  // Who has the state of the last commit must not be the last one that has contributed to it.
+  const auto others = [&](ReplicaId replica) {
+    return std::any_of(voters.begin(), voters.end(), [&](const Voter& v) {
+      return v.contributes && v.replica != replica &&
+             std::find(veterans_.begin(), veterans_.end(), v.replica) != veterans_.end();
+    });
+  };
   const auto every_time = [&](ReplicaId replica) {
     return std::all_of(strikes_.begin(), strikes_.end(), [&](const Strike& strike) {
       return std::find(strike.blamed.begin(), strike.blamed.end(), replica) != strike.blamed.end();
@@ -193,7 +202,7 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
   for (const bool joiners : {true, false})
     for (const auto replica : strikes_.back().blamed)
       for (const auto& voter : voters) {
-        if (voter.replica != replica || voter.contributes == joiners || (!joiners && contributors == 1) ||
+        if (voter.replica != replica || voter.contributes == joiners || (!joiners && !others(replica)) ||
             !every_time(replica))
           continue;
         strikes_.clear();

@@ -90,7 +90,8 @@ class DriftAudit {
   const std::uint32_t ranks_;
   std::map<ReplicaId, DigestTable> reported_;  // in this epoch
   std::optional<Inspection> inspection_;
-  std::deque<Strike> strikes_;  // the last three
+  std::deque<Strike> strikes_;       // the last three
+  std::vector<ReplicaId> veterans_;  // contributors of the last commit
   std::uint64_t period_, phase_ = 0;
   std::optional<std::pair<std::uint64_t, std::uint64_t>> focus_;  // place of places
   Duration digest_time_{};

@@ -114,6 +114,8 @@ TEST(DriftAudit, AJoinersResultsCountAndItsStateDoesNot) {
 
 TEST(DriftAudit, WhoseHopsFlipBitsThreeTimesInARowIsOut) {
   Auditing a;
+  for (std::uint32_t r = 0; r < 3; ++r) a.says(r, 1, 2);
+  ASSERT_EQ(a.judge().kind, Kind::agree);
   for (int time = 0; time < 3; ++time) {
     a.says(0, 1, 2), a.says(1, 1, 2), a.says(2, 9 + static_cast<std::uint64_t>(time), 2);
     ASSERT_EQ(a.judge().kind, Kind::repeat) << time;
@@ -141,6 +143,21 @@ TEST(DriftAudit, TheOnlyContributorIsNotPutOutForAJoinersHop) {
   const auto verdict = a.judge();
   EXPECT_EQ(verdict.kind, Kind::remove);
   EXPECT_EQ(verdict.replica, ReplicaId(1));
+}
+
+TEST(DriftAudit, WhoAloneHasContributedToTheLastCommitIsNotPutOutForItsHops) {
+  Auditing a;
+  a.voters[1].contributes = a.voters[2].contributes = false;
+  a.says(0, 1, 2), a.says(1, 1, 0), a.says(2, 1, 0);
+  ASSERT_EQ(a.judge().kind, Kind::agree);
+  a.voters[1].contributes = a.voters[2].contributes = true;  // promoted just now
+  for (const std::uint32_t receiver : {1u, 2u, 1u}) {
+    for (std::uint32_t r = 0; r < 3; ++r) a.says(r, r == receiver ? 9 : 1, 2);
+    ASSERT_EQ(a.judge().kind, Kind::repeat);
+    for (std::uint32_t r = 0; r < 3; ++r) a.tells(r, {{r == receiver ? 77u : 10u, 0}});
+  }
+  for (std::uint32_t r = 0; r < 3; ++r) a.says(r, 1, 2);
+  EXPECT_EQ(a.judge().kind, Kind::agree) << "only replica 0 was part of each of these hops";
 }
 
 TEST(DriftAudit, TwoThatDifferAgainAndAgainWithoutATraceStopTheJob) {
