@@ -293,7 +293,8 @@ void Progress::run() {
     for (auto& report : driver_->take_reports()) unsaid_.push_back(std::move(report));
     say_all();
     if (driver_->revision() != published_) publish();
-    if (driver_->working() || driver_->wants_turn()) continue;  // on the GPU, for microseconds, and without waking anybody
+    // On the GPU, for microseconds, and without waking anybody.
+    if (driver_->working() || driver_->wants_turn()) continue;
     Duration limit = std::min<Duration>(silence_ / 8, std::chrono::milliseconds(100));
     if (!daemon_) limit = kReconnect;
     if (streams_ && streams_->waits_for_streams()) limit = kStreams;
