@@ -1,6 +1,6 @@
 // The session's progress thread: owns the transport and the daemon's socket, and runs the driver between them. Once its
-// ring is made it never enters a GPU's driver: "No driver between hand-over and word" in docs/design-notes.md.
-// The trainer's thread talks to it through a few fields under one mutex.
+// ring is made it enters a GPU's driver for an audit's digests alone, when no stream waits: "No driver between
+// hand-over and word" in docs/design-notes.md. The trainer's thread talks to it through a few fields under one mutex.
 #pragma once
 
 #include <atomic>
