@@ -42,7 +42,10 @@ class Gpu {
   }
   template <typename T>
   __device__ void store(std::uint64_t address, T value) const {
-    *reinterpret_cast<T*>(address) = value;
+    if constexpr (sizeof(T) == 16)  // as one, whatever it was made of
+      __stcg(reinterpret_cast<uint4*>(address),
+             make_uint4(value.words[0], value.words[1], value.words[2], value.words[3]));
+    else *reinterpret_cast<T*>(address) = value;
   }
   __device__ Work work(const Work& passed) const {
     struct {

@@ -190,15 +190,16 @@ constexpr inline void watch(Machine& m, const ReduceArguments& arguments) {
 }
 
 // The work that a tile belongs to, as soon as it has been passed on; 0: the launch is over, and it never came. Whatever
-// is read of works before that one may be overwritten meanwhile, and points to no later one. `known` tiles have come.
+// is read of works before that one may be overwritten meanwhile, and points to no later one.
 template <typename Machine>
-constexpr inline std::uint64_t work_of(Machine& m, Relay& relay, std::uint64_t tile, std::uint64_t& known) {
-  while (known <= tile) {
+constexpr inline std::uint64_t work_of(Machine& m, Relay& relay, std::uint64_t tile) {
+  for (constexpr std::uint32_t near = 20, far = 4000;;) {
     const std::uint64_t come = m.one([&] { return m.acquire_device(relay.tiles); });
-    known = come & ~Relay::kClosed;
+    const std::uint64_t known = come & ~Relay::kClosed;
     if (known > tile) break;
     if (come != known) return 0;
-    m.relax(20 + m.workers() / 2);  // the more of them look, the less often
+    // Nanoseconds: who is not next in line looks the less often.
+    m.relax(tile - known < far ? near + static_cast<std::uint32_t>(tile - known) : far);
   }
   const std::uint64_t last = m.one([&] { return m.acquire_device(relay.works); });
   std::uint32_t back = Mailbox::kWorks;
@@ -213,10 +214,10 @@ constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
   Mailbox& box = *arguments.mailbox;
   Relay& relay = *arguments.relay;
   Work work;  // at hand
-  std::uint64_t number = 0, end = 0, known = 0;
+  std::uint64_t number = 0;
   std::uint32_t did = 0;
   for (std::uint64_t tile = m.one([&] { return m.claim(relay.claimed); });;) {
-    if (tile >= end) {
+    if (tile - work.first >= work.tiles) {
       if (did > 0)
         m.tell([&] {
           const std::uint64_t slot = number % Mailbox::kWorks;
@@ -225,10 +226,9 @@ constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
           m.release(box.done[slot], number);
         });
       did = 0;
-      number = work_of(m, relay, tile, known);
+      number = work_of(m, relay, tile);
       if (number == 0) break;
       work = m.work(relay.passed[number % Mailbox::kWorks]);
-      end = work.first + work.tiles;
     }
     std::uint64_t next = 0;
     if (m.lane() == 0) next = m.claim(relay.claimed);
@@ -238,9 +238,10 @@ constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
   }
   m.tell([&] {
     if (m.add(relay.left, 1) + 1 != m.workers()) return;
+    const std::uint64_t tiles = m.peek(relay.tiles) & ~Relay::kClosed;
     m.poke(relay.left, 0);
-    m.poke(relay.claimed, known);
-    m.poke(relay.tiles, known);
+    m.poke(relay.claimed, tiles);
+    m.poke(relay.tiles, tiles);
     m.release(box.left, arguments.launch);
   });
 }

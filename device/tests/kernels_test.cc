@@ -235,7 +235,7 @@ TEST_F(Kernels, HoldsComeAndGoWhileWorksAreGiven) {
       std::this_thread::yield();
     }
   });
-  constexpr int works = 300;
+  constexpr int works = 60;
   for (int i = 0; i < works && !HasFailure(); ++i) {
     EXPECT_TRUE(
         reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));

@@ -18,6 +18,7 @@
 struct uint4 {
   std::uint32_t x, y, z, w;
 };
+inline uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) { return {x, y, z, w}; }
 struct ulonglong2 {
   std::uint64_t x, y;
 };
@@ -77,6 +78,10 @@ auto exchanged(std::uint64_t value, Take take) {
   const auto got = take(warp.shuffled, lane);
   warp.meeting.arrive_and_wait();
   return got;
+}
+template <typename T>
+void __stcg(T* to, T value) {
+  *to = value;
 }
 inline std::uint64_t __shfl_xor_sync(unsigned, std::uint64_t value, unsigned mask) {
   return exchanged(value, [&](const auto& all, unsigned lane) { return all[lane ^ mask]; });
