@@ -51,7 +51,8 @@ TEST(Manifest, AStateOfTheMostTensorsWithTheLongestNamesIsServedAndOneMoreIsRefu
   for (std::uint32_t t = 0; t < kMaxTensors; ++t) {
     std::string name = std::to_string(t);
     name.resize(200, '.');
-    tensors.push_back({.name = std::move(name), .count = 1 + t % 3, .columns = 1 + t % kMaxColumns});
+    tensors.push_back(
+        {.name = std::move(name), .count = 1 + t % 3, .columns = static_cast<std::uint32_t>(1 + t % kMaxColumns)});
   }
   auto manifest = Manifest::make(tensors);
   ASSERT_TRUE(manifest) << manifest.error().message;
