@@ -34,6 +34,7 @@ class Checker {
   // From this version on, this life of a rank has another state than its peers, which is to be found within `steps`.
   void on_wrong(std::uint64_t life, std::uint64_t version, std::uint64_t steps) {
     wrong_.try_emplace(life, version + steps);
+    replay_.reset();  // until it is found, what it computes goes into everybody's gradients
   }
   bool wrong(std::uint64_t life) const { return wrong_.contains(life); }
   void on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget);
