@@ -195,7 +195,7 @@ class Replica {
     auto view = shm::View::of(*owner_);
     if (!view) return tl::unexpected(view.error());
     const catchup::RankKey key{ReplicaId(number_), RankId(0)};
-    if (auto added = service.add_rank(key, std::move(*view)); !added) return added;
+    if (auto added = service.add_rank(key, 1, std::move(*view)); !added) return added;
     if (!joiner()) service.serve(key, Incarnation(number_));
     // As a daemon does when a trainer registers: its memory is mapped.
     do service.poll(clock_.now());

@@ -16,6 +16,10 @@ constexpr std::uint32_t kPartsAsked = shm::kMaxPins / 4;  // of one proof, so th
 
 constexpr std::size_t kLookedAt = 256;  // slices, for one question
 
+constexpr Duration kUnreachable = std::chrono::seconds(10);  // a source that is not connected is waited for so long
+constexpr Duration kDisputed = std::chrono::seconds(1);      // until sources that differed are asked again
+constexpr int kSuspected = 4;  // differences from one source, until it is believed without the others' word
+
 }  // namespace
 
 Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, TimePoint now)
@@ -24,6 +28,7 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport
       state_(std::move(state)),
       planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
       proven_(view.manifest().slices().size()),
+      now_(now),
       started_(now) {
   // The daemon before this one may have got far, and even have called the state whole: what has arrived and what the
   // trainer keeps current is only proven again. The clock is read first: a word that is behind it then is behind for
@@ -46,9 +51,26 @@ Joiner::~Joiner() {
   for (auto& question : questions_) drop(question);
 }
 
+void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint now) {
+  const auto same = [](const auto& known, const auto& told) {
+    return known.first == told.first && known.second.incarnation == told.second;
+  };
+  if (std::equal(expected_.begin(), expected_.end(), sources.begin(), sources.end(), same)) return;
+  auto before = std::exchange(expected_, {});
+  for (const auto& [source, incarnation] : sources) {
+    auto known = before.find(source);
+    if (known != before.end() && known->second.incarnation == incarnation) expected_[source] = std::move(known->second);
+    else expected_[source] = {incarnation, now, std::vector<bool>(view_.manifest().slices().size())};
+  }
+  suspects_.clear();  // whoever was wrong may have gone
+  look_at_proofs();
+}
+
 void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
   sources_[source] = endpoint;
   planner_.on_source_up(source);
+  if (auto known = expected_.find(source); known != expected_.end()) known->second.missing_since.reset();
+  look_at_proofs();
 }
 
 void Joiner::on_source_down(ReplicaId source) {
@@ -59,11 +81,9 @@ void Joiner::on_source_down(ReplicaId source) {
     const auto word = view_.slice(i);
     if (word.state == shm::SliceState::requested && word.version == source.value + 1) view_.set_slice(i, word, {});
   }
-  std::erase_if(questions_, [&](Question& question) {
-    if (question.source != source) return false;
-    drop(question);
-    return true;
-  });
+  for (auto& question : questions_)
+    if (auto asked = question.asked.find(source); asked != question.asked.end()) asked->second.over = true;
+  if (auto known = expected_.find(source); known != expected_.end()) known->second.missing_since = now_;
 }
 
 Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
@@ -159,8 +179,8 @@ void Joiner::settle(const Arrival& arrival) {
   // What has just been compared is a proof, if this replica's state is still at the version that came; else it is
   // proven when its kept gradients have been applied.
   const shm::Clock clock = view_.clock();
-  if (!clock.updating && clock.version == arrival.sent.version()) prove(slice);
-  else unproven_.insert(slice);
+  unproven_.insert(slice);
+  if (!clock.updating && clock.version == arrival.sent.version()) agree(arrival.source, slice);
 }
 
 // In place; false where the bytes can't be decoded.
@@ -196,11 +216,22 @@ void Joiner::fetch_again(std::uint32_t slice) {
   if (proven_[slice]) --proven_count_;
   proven_[slice] = false;
   unproven_.erase(slice);
+  suspects_.erase(slice);
+  for (auto& [source, known] : expected_) known.agrees[slice] = false;
   planner_.on_again(slice);
 }
 
 void Joiner::work(TimePoint now, bool busy) {
   if (done_) return;
+  for (auto& [source, known] : expected_) {
+    const bool before = waited_for(known);
+    if (before && known.missing_since && now - *known.missing_since > kUnreachable) {
+      spdlog::warn("the state is not compared with replica {}'s: it can't be reached", source);
+      now_ = now;
+      look_at_proofs();
+    }
+  }
+  now_ = now;
   if (!arrivals_.empty()) take_in_arrivals();
   std::erase_if(questions_, [&](Question& question) { return settle(question); });
   if (view_.clock() != seen_) {
@@ -253,6 +284,11 @@ void Joiner::ask_for_slices() {
   }
 }
 
+// Whether this source has yet to say what it has of a slice.
+bool Joiner::asks(const Expected& source, std::uint32_t slice) const {
+  return !source.agrees[slice] || suspects_.contains(slice);  // suspects are compared among all at one version
+}
+
 void Joiner::ask_for_proof() {
   if (questions_.size() >= kQuestions || sources_.empty()) return;
   const shm::Clock clock = view_.clock();
@@ -260,16 +296,26 @@ void Joiner::ask_for_proof() {
   Question question;
   question.version = clock.version;
   std::vector<std::uint32_t> parts;
-  std::size_t looked_at = 0;
-  for (auto i : unproven_) {
-    if (parts.size() >= kPartsAsked || ++looked_at > kLookedAt) break;
+  for (std::size_t looked_at = 0; looked_at < std::min(kLookedAt, unproven_.size()); ++looked_at) {
+    auto next = unproven_.upper_bound(asked_up_to_);
+    if (next == unproven_.end()) next = unproven_.begin();
+    const std::uint32_t i = *next;
+    const auto& slice = view_.manifest().slices()[i];
+    if (!parts.empty() && parts.size() + slice.parts > kPartsAsked) break;
+    asked_up_to_ = i;
     const auto word = view_.slice(i);
     const bool asked = std::any_of(questions_.begin(), questions_.end(), [&](const Question& q) {
       return std::find(q.slices.begin(), q.slices.end(), i) != q.slices.end();
     });
     if (asked || word.state != shm::SliceState::current || word.version != clock.version) continue;
-    const auto& slice = view_.manifest().slices()[i];
-    if (!parts.empty() && parts.size() + slice.parts > kPartsAsked) continue;
+    if (auto suspect = suspects_.find(i); suspect != suspects_.end() && now_ < suspect->second.again_at) continue;
+    bool any = false;
+    for (const auto& [source, known] : expected_) {
+      if (!sources_.contains(source) || !asks(known, i)) continue;
+      question.asked[source].which.push_back(question.slices.size());
+      any = true;
+    }
+    if (!any) continue;
     question.slices.push_back(i);
     for (std::uint32_t p = 0; p < slice.parts; ++p) parts.push_back(slice.first_part + p);
   }
@@ -279,57 +325,119 @@ void Joiner::ask_for_proof() {
   question.held = std::move(held->second);
   question.ours.resize(question.held.size());
   if (held->first != question.version) return drop(question);
-  auto source = std::next(sources_.begin(), static_cast<std::ptrdiff_t>(next_question_ % sources_.size()));
   question.number = next_question_++;
-  question.source = source->first;
-  proto::Stream message;
-  message.mutable_prove()->set_request(question.number);
-  message.mutable_prove()->set_version(question.version);
-  for (auto slice : question.slices) message.mutable_prove()->add_slices(slice);
-  const auto endpoint = source->second;
+  std::vector<std::pair<transport::EndpointId, proto::Stream>> messages;
+  for (const auto& [source, asked] : question.asked) {
+    auto& prove = *messages.emplace_back(sources_.at(source), proto::Stream()).second.mutable_prove();
+    prove.set_request(question.number);
+    prove.set_version(question.version);
+    for (auto which : asked.which) prove.add_slices(question.slices[which]);
+  }
   questions_.push_back(std::move(question));
-  (void)say(endpoint, message);  // a failed connection ends in on_source_down, which drops the question
+  for (const auto& [endpoint, message] : messages)
+    (void)say(endpoint, message);  // a failed connection ends in on_source_down, which waits for it no longer
 }
 
 Result<> Joiner::on_proof(ReplicaId source, const proto::Proof& proof) {
   auto found = std::find_if(questions_.begin(), questions_.end(),
-                            [&](const Question& q) { return q.number == proof.request() && q.source == source; });
+                            [&](const Question& q) { return q.number == proof.request() && q.asked.contains(source); });
   if (found == questions_.end()) return {};
-  if (proof.passed()) {
-    drop(*found);
-    questions_.erase(found);
-    return {};
-  }
-  if (static_cast<std::size_t>(proof.digests().size()) != found->slices.size())
-    return fail(ErrorCode::corrupt, "a source proved {} slices of {}", proof.digests().size(), found->slices.size());
-  found->theirs.assign(proof.digests().begin(), proof.digests().end());
+  Asked& asked = found->asked.at(source);
+  if (asked.over) return {};
+  if (!proof.passed() && static_cast<std::size_t>(proof.digests().size()) != asked.which.size())
+    return fail(ErrorCode::corrupt, "a source proved {} slices of {}", proof.digests().size(), asked.which.size());
+  asked.over = true;
+  if (!proof.passed()) asked.theirs.assign(proof.digests().begin(), proof.digests().end());
   return {};
 }
 
 // True when the question is over.
 bool Joiner::settle(Question& question) {
-  if (!settle_held(view_, question.held, question.ours) || question.theirs.empty()) return false;
+  const bool heard =
+      std::all_of(question.asked.begin(), question.asked.end(), [](const auto& a) { return a.second.over; });
+  if (!settle_held(view_, question.held, question.ours) || !heard) return false;
+  std::vector<std::map<ReplicaId, std::uint64_t>> theirs(question.slices.size());
+  for (const auto& [source, asked] : question.asked)
+    for (std::size_t i = 0; i < asked.theirs.size(); ++i) theirs[asked.which[i]][source] = asked.theirs[i];
   std::size_t part = 0;
   for (std::size_t i = 0; i < question.slices.size(); ++i) {
-    const std::uint32_t slice = question.slices[i];
     std::uint64_t ours = 0;
-    for (std::uint32_t p = 0; p < view_.manifest().slices()[slice].parts; ++p)
+    for (std::uint32_t p = 0; p < view_.manifest().slices()[question.slices[i]].parts; ++p)
       ours = combine_digests(ours, *question.ours[part++]);
-    if (ours == question.theirs[i]) {
-      prove(slice);
-    } else {
-      spdlog::warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, question.source,
-                   question.version);
-      fetch_again(slice);
-    }
+    if (unproven_.contains(question.slices[i])) settle_slice(question.slices[i], question.version, ours, theirs[i]);
   }
   return true;
 }
 
-void Joiner::prove(std::uint32_t slice) {
-  if (!proven_[slice]) ++proven_count_;
+// What sources have of a slice at one version, and this replica.
+void Joiner::settle_slice(std::uint32_t slice, std::uint64_t version, std::uint64_t ours,
+                          const std::map<ReplicaId, std::uint64_t>& theirs) {
+  if (theirs.empty()) return;  // all were past that version
+  const auto differs = [&](const auto& one) { return one.second != theirs.begin()->second; };
+  if (std::any_of(theirs.begin(), theirs.end(), differs)) return report_drift(slice, version, theirs);
+  if (theirs.begin()->second == ours) {
+    if (theirs.size() >= sources_.size()) suspects_.erase(slice);  // all agree, at one version
+    for (const auto& [source, digest] : theirs) agree(source, slice);
+    return;
+  }
+  // Either this replica's bytes are wrong, or those of the sources that agreed with them before: all must say at one
+  // version, if they can.
+  Suspect& suspect = suspects_[slice];
+  if (theirs.size() < sources_.size() && ++suspect.times < kSuspected) return;
+  spdlog::warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, theirs.begin()->first,
+               version);
+  fetch_again(slice);
+}
+
+// Fetched again from one, it would fit that one. So it waits until it is known who is wrong.
+void Joiner::report_drift(std::uint32_t slice, std::uint64_t version,
+                          const std::map<ReplicaId, std::uint64_t>& theirs) {
+  const auto& manifest = view_.manifest();
+  const shm::Slice& what = manifest.slices()[slice];
+  suspects_[slice].again_at = now_ + kDisputed;
+  Drift drift{.tensor = manifest.tensors()[what.whole.tensor].name,
+              .first = what.whole.first,
+              .count = what.whole.count,
+              .version = version,
+              .digests = {theirs.begin(), theirs.end()}};
+  for (std::uint32_t i = 0; i < manifest.parts().size(); ++i) {
+    if (i < what.first_part) drift.place += manifest.length(manifest.parts()[i]);
+    drift.places += manifest.length(manifest.parts()[i]);
+  }
+  spdlog::error("the sources of this state differ at version {} in tensor '{}', elements {} to {}", version,
+                drift.tensor, drift.first, drift.first + drift.count);
+  drifts_.push_back(std::move(drift));
+}
+
+void Joiner::agree(ReplicaId source, std::uint32_t slice) {
+  auto known = expected_.find(source);
+  if (known == expected_.end()) return;
+  known->second.agrees[slice] = true;
+  if (proven_[slice] || suspects_.contains(slice)) return;
+  for (const auto& [other, its] : expected_)
+    if (waited_for(its) && !its.agrees[slice]) return;
   proven_[slice] = true;
+  ++proven_count_;
   unproven_.erase(slice);
+}
+
+bool Joiner::waited_for(const Expected& source) const {
+  return !source.missing_since || now_ - *source.missing_since <= kUnreachable;
+}
+
+// Whose word is needed has changed.
+void Joiner::look_at_proofs() {
+  if (done_) return;
+  for (std::uint32_t i = 0; i < proven_.size(); ++i) {
+    if (!planner_.has(i)) continue;
+    const bool proven = !suspects_.contains(i) && std::all_of(expected_.begin(), expected_.end(), [&](const auto& one) {
+      return !waited_for(one.second) || one.second.agrees[i];
+    }) && std::any_of(expected_.begin(), expected_.end(), [&](const auto& one) { return one.second.agrees[i]; });
+    if (proven == proven_[i]) continue;
+    proven_[i] = proven;
+    if (proven) ++proven_count_, unproven_.erase(i);
+    else --proven_count_, unproven_.insert(i);
+  }
 }
 
 void Joiner::drop(Question& question) {

@@ -27,12 +27,26 @@ struct Progress {
   bool done = false;
 };
 
+// Sources that have different bytes at one version: one of them is wrong, and none is to be trusted with this slice
+// before it is known which.
+struct Drift {
+  std::string tensor;
+  std::uint64_t first = 0, count = 0;  // elements
+  std::uint64_t version = 0;
+  std::vector<std::pair<ReplicaId, std::uint64_t>> digests;  // of sources
+  std::uint64_t place = 0, places = 0;                       // bytes of a column before it, of all
+};
+
+// A slice is proven when all sources have the same bytes as this replica, each at some version that both have held.
 class Joiner {
  public:
   // `state`: the view's segments, registered.
   Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, TimePoint now);
   ~Joiner();
 
+  // From whom the state is to be had; again where that has changed. One that can't be reached for long is not waited
+  // for.
+  void expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint now);
   void on_source_up(ReplicaId source, transport::EndpointId endpoint);
   void on_source_down(ReplicaId source);  // after its endpoint was closed: it is fenced
   // Errors: `corrupt`; the caller closes the source's connection.
@@ -43,16 +57,30 @@ class Joiner {
   void work(TimePoint now, bool busy);
 
   bool done() const { return done_; }
+  std::vector<Drift> take_drifts() { return std::exchange(drifts_, {}); }
   Progress progress(TimePoint now) const;
 
  private:
+  struct Asked {
+    std::vector<std::size_t> which;  // of the question's slices
+    bool over = false;               // answered, or never will be
+    std::vector<std::uint64_t> theirs;
+  };
   struct Question {
     std::uint64_t number = 0, version = 0;
-    ReplicaId source;
     std::vector<std::uint32_t> slices;
     std::vector<shm::View::Held> held;
     std::vector<std::optional<std::uint64_t>> ours;  // by part
-    std::vector<std::uint64_t> theirs;               // by slice; empty: not answered yet
+    std::map<ReplicaId, Asked> asked;
+  };
+  struct Expected {
+    Incarnation incarnation;
+    std::optional<TimePoint> missing_since;  // not connected
+    std::vector<bool> agrees;                // by slice
+  };
+  struct Suspect {  // differed from a source while another one's word is older, or not known
+    int times = 0;
+    TimePoint again_at{};
   };
 
   // A slice that a source says is in place.
@@ -72,9 +100,15 @@ class Joiner {
   void ask_for_slices();
   void ask_for_proof();
   bool settle(Question& question);
+  void settle_slice(std::uint32_t slice, std::uint64_t version, std::uint64_t ours,
+                    const std::map<ReplicaId, std::uint64_t>& theirs);
+  void report_drift(std::uint32_t slice, std::uint64_t version, const std::map<ReplicaId, std::uint64_t>& theirs);
+  void agree(ReplicaId source, std::uint32_t slice);
+  bool asks(const Expected& source, std::uint32_t slice) const;
+  bool waited_for(const Expected& source) const;
+  void look_at_proofs();
   void drop(Question& question);
   void fetch_again(std::uint32_t slice);
-  void prove(std::uint32_t slice);
   bool say(transport::EndpointId endpoint, const proto::Stream& message);
 
   transport::Engine& engine_;
@@ -82,11 +116,16 @@ class Joiner {
   const std::vector<transport::RegionId> state_;
   Planner planner_;
   std::map<ReplicaId, transport::EndpointId> sources_;
+  std::map<ReplicaId, Expected> expected_;
   std::map<std::uint32_t, std::array<std::optional<std::uint64_t>, shm::kMaxColumns>> landed_;  // digests, by part
   std::vector<Arrival> arrivals_;  // that have not been looked at
   std::vector<bool> proven_;
   std::uint32_t proven_count_ = 0;
   std::set<std::uint32_t> unproven_;  // arrived
+  std::uint32_t asked_up_to_ = 0;     // of them
+  std::map<std::uint32_t, Suspect> suspects_;
+  std::vector<Drift> drifts_;
+  TimePoint now_{};
   std::vector<Question> questions_;
   std::uint64_t next_question_ = 1;
   std::uint64_t bytes_ = 0, wire_bytes_ = 0;

@@ -16,10 +16,15 @@ Service::~Service() {
   while (!ranks_.empty()) remove_rank(ranks_.begin()->first);
 }
 
-Result<> Service::add_rank(RankKey key, shm::View view) {
+Result<> Service::add_rank(RankKey key, std::uint64_t life, shm::View view) {
   if (ranks_.contains(key)) remove_rank(key);
-  LocalRank rank;
+  LocalRank& rank = ranks_[key];
+  rank.life = life;
   rank.view = std::make_unique<shm::View>(std::move(view));
+  return register_rank(rank);
+}
+
+Result<> Service::register_rank(LocalRank& rank) {
   if (auto state = register_state(*rank.view, rank.state); !state) return state;
   auto aside = register_memory(rank.view->aside(), rank.view->kind(), rank.view->aside_dma_buf());
   if (!aside) {
@@ -27,7 +32,7 @@ Result<> Service::add_rank(RankKey key, shm::View view) {
     return tl::unexpected(aside.error());
   }
   rank.aside = *aside;
-  ranks_[key] = std::move(rank);
+  rank.registered = true;
   return {};
 }
 
@@ -70,6 +75,7 @@ void Service::finish(RankKey key) {
   rank.sources.clear();
   rank.wanted.clear();
   rank.reported = false;
+  std::erase_if(caught_up_, [&](const Whole& whole) { return whole.key == key; });  // it would be another's by then
   deregister(rank.target);
 }
 
@@ -88,7 +94,7 @@ void Service::remove_rank(RankKey key) {
   serve(key, std::nullopt);
   finish(key);
   deregister(found->second.state);
-  engine_.deregister(found->second.aside);
+  if (found->second.registered) engine_.deregister(found->second.aside);
   ranks_.erase(found);
 }
 
@@ -96,18 +102,35 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Time
   auto found = ranks_.find(key);
   if (found == ranks_.end()) return;
   LocalRank& rank = found->second;
-  if (!rank.joiner) {
-    auto target = register_state(*rank.view, rank.target);
-    if (!target) return spdlog::error("replica {} can't catch up: {}", key.replica, target.error());
-    rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, now);
-  }
+  if (auto started = start_joining(rank, now); !started)
+    spdlog::error("replica {} can't catch up yet: {}", key.replica, started.error());
   std::vector<SourceAddress> gone;
   for (const auto& [source, endpoint] : rank.sources)
     if (!sources.contains(source)) gone.push_back(source);
   for (const auto& source : gone) lose(rank.sources[source], "it no longer contributes");
   rank.wanted = sources;
+  std::map<ReplicaId, Incarnation> expected;
+  for (const auto& source : sources) expected[source.replica] = source.incarnation;
+  rank.joiner->expect(expected, now);
   rank.retry_at = now + kRetry;
-  connect_missing(key, rank);
+  if (rank.joiner) connect_missing(key, rank);
+}
+
+Result<> Service::start_joining(LocalRank& rank, TimePoint now) {
+  if (rank.joiner) return {};
+  if (!rank.registered)
+    if (auto registered = register_rank(rank); !registered) return registered;
+  if (auto target = register_state(*rank.view, rank.target); !target) return target;
+  rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, now);
+  return {};
+}
+
+// What did not work: nobody else will ask for it.
+void Service::try_again(RankKey key, LocalRank& rank, TimePoint now) {
+  if (now < rank.retry_at || (rank.registered && rank.wanted.empty())) return;
+  rank.retry_at = now + kRetry;
+  if (!rank.registered && !register_rank(rank)) return;
+  if (!rank.wanted.empty() && start_joining(rank, now)) connect_missing(key, rank);
 }
 
 void Service::connect_missing(RankKey key, LocalRank& rank) {
@@ -133,6 +156,7 @@ void Service::on_accepted(const transport::Event& event) {
   auto found = known ? ranks_.find(key) : ranks_.end();
   const char* refusal = !known                                                    ? "wrong job key"
                         : found == ranks_.end()                                   ? "no such rank here"
+                        : !found->second.registered                               ? "its memory is not registered"
                         : found->second.view->manifest().hash() != hello.manifest ? "another state"
                                                                                   : nullptr;
   if (refusal != nullptr) {
@@ -203,7 +227,7 @@ void Service::handle(const transport::Event& event, TimePoint now) {
   }
 }
 
-std::vector<RankKey> Service::poll(TimePoint now) {
+std::vector<Service::Whole> Service::poll(TimePoint now) {
   poll_again(now);
   return std::exchange(caught_up_, {});
 }
@@ -236,15 +260,13 @@ void Service::poll_again(TimePoint now) {
   }
   for (auto& [key, rank] : ranks_) {
     busy_ |= rank.view->populate_some();
+    try_again(key, rank, now);
     if (!rank.joiner) continue;
-    if (now >= rank.retry_at) {
-      rank.retry_at = now + kRetry;
-      connect_missing(key, rank);
-    }
     rank.joiner->work(now, busy_);
+    for (auto& drift : rank.joiner->take_drifts()) drifts_.emplace_back(key, std::move(drift));
     if (rank.joiner->done() && !rank.reported) {
       rank.reported = true;
-      caught_up_.push_back(key);
+      caught_up_.push_back({key, rank.life});
     }
   }
 }

@@ -52,8 +52,9 @@ class Service {
         pacer_(options.limit_bytes_per_second) {}
   ~Service();
 
-  // A local trainer's memory, from now until remove_rank().
-  Result<> add_rank(RankKey key, shm::View view);
+  // A local trainer's memory, from now until remove_rank(). `life` tells its process from others that were or will be
+  // the same rank. Where its memory can't be registered it is kept all the same, and tried again until it can.
+  Result<> add_rank(RankKey key, std::uint64_t life, shm::View view);
   void remove_rank(RankKey key);  // fences everyone off its memory first
 
   // Joiners may be served out of this rank's memory, when they ask for this incarnation of its replica: it contributes.
@@ -66,10 +67,16 @@ class Service {
   // No longer: it was promoted or removed. Its memory is fenced.
   void finish(RankKey key);
 
-  // The ranks that have become whole, current and proven since the last call.
-  std::vector<RankKey> poll(TimePoint now);
+  // The ranks that have become whole, current and proven since the last call, and are still here.
+  struct Whole {
+    RankKey key;
+    std::uint64_t life = 0;  // whose memory it is
+  };
+  std::vector<Whole> poll(TimePoint now);
   // The same once more, keeping what became of it for the next poll().
   void poll_again(TimePoint now);
+  // What joiners have found their sources to differ in since the last call.
+  std::vector<std::pair<RankKey, Drift>> take_drifts() { return std::exchange(drifts_, {}); }
   bool busy() const { return busy_; }  // more work without waiting for events
   std::vector<RankKey> joining() const;
   std::size_t serving() const { return serving_.size(); }
@@ -83,7 +90,9 @@ class Service {
 
  private:
   struct LocalRank {
+    std::uint64_t life = 0;
     std::unique_ptr<shm::View> view;
+    bool registered = false;
     std::vector<transport::RegionId> state;  // by segment, for what is sent from here
     transport::RegionId aside;               // likewise
     // While it catches up: where sources write. Its own, so that they can be fenced off without disturbing whoever is
@@ -92,8 +101,8 @@ class Service {
     std::unique_ptr<Joiner> joiner;
     bool reported = false;
     std::optional<Incarnation> serves;
-    std::set<SourceAddress> wanted;  // sources
-    TimePoint retry_at{};
+    std::set<SourceAddress> wanted;                          // sources
+    TimePoint retry_at{};                                    // of what could not be registered, or connected with
     std::map<SourceAddress, transport::EndpointId> sources;  // … and the connections with them
   };
   struct Serving {
@@ -105,6 +114,9 @@ class Service {
     SourceAddress source;
   };
 
+  Result<> register_rank(LocalRank& rank);
+  Result<> start_joining(LocalRank& rank, TimePoint now);
+  void try_again(RankKey key, LocalRank& rank, TimePoint now);
   // Registers all segments or none, which leaves the list empty.
   Result<> register_state(const shm::View& view, std::vector<transport::RegionId>& regions);
   void deregister(std::vector<transport::RegionId>& regions);
@@ -124,7 +136,8 @@ class Service {
   std::map<RankKey, LocalRank> ranks_;
   std::map<transport::EndpointId, Serving> serving_;
   std::map<transport::EndpointId, FetchingFrom> fetching_;
-  std::vector<RankKey> caught_up_;
+  std::vector<Whole> caught_up_;
+  std::vector<std::pair<RankKey, Drift>> drifts_;
   std::uint64_t served_by_gone_ = 0;
   bool busy_ = false;
 };

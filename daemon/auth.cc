@@ -1,11 +1,15 @@
 #include "daemon/auth.h"
 
 #include <fcntl.h>
+#include <openssl/core_names.h>
 #include <openssl/crypto.h>
+#include <openssl/evp.h>
 #include <openssl/hmac.h>
 #include <openssl/rand.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include <algorithm>
 
 #include "base/fd.h"
 
@@ -56,6 +60,42 @@ Nonce make_nonce() {
   Nonce nonce;
   REJOIN_CHECK(::RAND_bytes(reinterpret_cast<unsigned char*>(nonce.data()), static_cast<int>(nonce.size())) == 1);
   return nonce;
+}
+
+struct Tagger::State {
+  EVP_MAC* algorithm = ::EVP_MAC_fetch(nullptr, "HMAC", nullptr);
+  EVP_MAC_CTX* keyed = ::EVP_MAC_CTX_new(algorithm);
+  ~State() {
+    ::EVP_MAC_CTX_free(keyed);
+    ::EVP_MAC_free(algorithm);
+  }
+};
+
+Tagger::Tagger(const JobKey::Mac& key) : state_(std::make_unique<State>()) {
+  char digest[] = "SHA256";
+  const OSSL_PARAM parameters[] = {::OSSL_PARAM_construct_utf8_string(OSSL_MAC_PARAM_DIGEST, digest, 0),
+                                   ::OSSL_PARAM_construct_end()};
+  REJOIN_CHECK(
+      state_->keyed != nullptr &&
+      ::EVP_MAC_init(state_->keyed, reinterpret_cast<const unsigned char*>(key.data()), key.size(), parameters) == 1);
+}
+Tagger::Tagger(Tagger&&) noexcept = default;
+Tagger& Tagger::operator=(Tagger&&) noexcept = default;
+Tagger::~Tagger() = default;
+
+Tagger::Tag Tagger::next(BytesView bytes) {
+  const std::uint64_t count = count_++;
+  JobKey::Mac mac;
+  std::size_t length = 0;
+  const auto update = [&](BytesView part) {
+    return ::EVP_MAC_update(state_->keyed, reinterpret_cast<const unsigned char*>(part.data()), part.size()) == 1;
+  };
+  REJOIN_CHECK(::EVP_MAC_init(state_->keyed, nullptr, 0, nullptr) == 1 && update(bytes_of(count)) && update(bytes) &&
+               ::EVP_MAC_final(state_->keyed, reinterpret_cast<unsigned char*>(mac.data()), &length, mac.size()) == 1 &&
+               length == mac.size());
+  Tag tag;
+  std::copy_n(mac.begin(), tag.size(), tag.begin());
+  return tag;
 }
 
 }  // namespace rejoin::daemon

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <string>
 
 #include "base/bytes.h"
@@ -27,5 +28,22 @@ class JobKey {
 
 using Nonce = std::array<std::byte, 32>;
 Nonce make_nonce();
+
+// Tags of what goes one way over a connection, in order: of a key that both sides derive from their nonces. Bytes that
+// were changed, left out, repeated or put in by anyone have another tag.
+class Tagger {
+ public:
+  using Tag = std::array<std::byte, 16>;
+  explicit Tagger(const JobKey::Mac& key);
+  Tagger(Tagger&&) noexcept;
+  Tagger& operator=(Tagger&&) noexcept;
+  ~Tagger();
+  Tag next(BytesView bytes);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+  std::uint64_t count_ = 0;
+};
 
 }  // namespace rejoin::daemon

@@ -50,6 +50,15 @@ void print_table(const nlohmann::json& status) {
     for (const auto& m : c.at("members"))
       std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(),
                                m.at("role").get<std::string>(), m.at("exchanged").get<int>());
+    const auto& audit = c.at("audit");
+    const auto differences =
+        audit.at("result_differences").get<std::uint64_t>() + audit.at("state_differences").get<std::uint64_t>();
+    std::cout << fmt::format("  states are compared once in {} steps, {} times so far; {} differences{}\n",
+                             audit.at("period").get<std::uint64_t>(), audit.at("rounds").get<std::uint64_t>(),
+                             differences,
+                             differences == 0 ? "" : ", the last: " + audit.at("last_difference").get<std::string>());
+    if (!c.at("stopped").get<std::string>().empty())
+      std::cout << "  STOPPED: " << c.at("stopped").get<std::string>() << "\n";
     for (const auto& line : c.at("waiting_for")) std::cout << "  waits for " << line.get<std::string>() << "\n";
   }
   if (status.contains("relay_role")) {
@@ -156,10 +165,18 @@ Result<int> audit_log(const std::string& path) {
                                record.epoch().step(), members, record.epoch().reason());
     }
     if (record.has_committed()) committed = record.committed().step();
+    if (!record.has_rolled_back()) continue;
+    committed = record.rolled_back().version();
+    if (record.rolled_back().from() > committed)
+      std::cout << fmt::format("rolled back from step {} to step {}\n", record.rolled_back().from(), committed);
   }
   const auto audit = membership::audit(membership::trained_by_step(*records));
   std::cout << fmt::format("{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated\n",
                            committed, epochs, audit.samples, audit.once, audit.lost, audit.repeated);
+  const auto given_up = membership::rolled_back(*records);
+  if (given_up.steps > 0)
+    std::cout << fmt::format("{} committed steps of {} samples were rolled back, and their samples handed out again\n",
+                             given_up.steps, given_up.samples);
   return audit.lost + audit.repeated == 0 ? 0 : 1;
 }
 

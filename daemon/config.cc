@@ -1,11 +1,63 @@
 #include "daemon/config.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+#include <numeric>
 
 namespace rejoin::daemon {
 
+namespace {
+
+// How many letters to put in, leave out or change, to come from one name to the other.
+std::size_t distance(std::string_view from, std::string_view to) {
+  std::vector<std::size_t> row(to.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i + 1);
+    for (std::size_t j = 0; j < to.size(); ++j) {
+      const std::size_t changed = diagonal + (from[i] == to[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({changed, row[j] + 1, diagonal + 1});
+    }
+  }
+  return row.back();
+}
+
+// A settings file in which every name is known: CLI11 takes any, and a misspelt setting would have no effect.
+class Settings : public CLI::ConfigBase {
+ public:
+  explicit Settings(const CLI::App& app) : app_(app) {}
+  std::vector<CLI::ConfigItem> from_config(std::istream& file) const override {
+    auto settings = CLI::ConfigBase::from_config(file);
+    std::vector<std::string> known;
+    for (const auto* option : app_.get_options())
+      for (const auto& name : option->get_lnames())
+        if (name != "help" && name != "config") known.push_back(name);
+    for (const auto& item : settings) {
+      const std::string name = item.fullname();
+      const bool border = item.name == "++" || item.name == "--";  // of a section
+      if (border || std::find(known.begin(), known.end(), name) != known.end()) continue;
+      const auto nearest = std::min_element(known.begin(), known.end(), [&](const auto& a, const auto& b) {
+        return distance(name, a) < distance(name, b);
+      });
+      throw CLI::ConfigError(
+          fmt::format("settings file: no setting is called '{}'; the nearest is '{}', and --help names all", name,
+                      *nearest),
+          CLI::ExitCodes::ConfigError);
+    }
+    return settings;
+  }
+
+ private:
+  const CLI::App& app_;
+};
+
+}  // namespace
+
 void bind(CLI::App& app, Config& c) {
   app.set_config("--config", "", "file with settings, one 'name = value' a line");
+  app.config_formatter(std::make_shared<Settings>(app));
   const auto option = [&](const char* flags, auto& value, const char* env, const char* help) {
     return app.add_option(flags, value, help)->envname(env)->capture_default_str();
   };
@@ -17,6 +69,21 @@ void bind(CLI::App& app, Config& c) {
   option("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step")
       ->check(CLI::Range(1, 1 << 30));
   option("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end");
+  app.add_option(
+         "--roll-back-to", c.roll_back_to,
+         "coordinator: where nobody is left with the state of the last committed step, go on from a checkpoint as "
+         "old as this step; what was trained since is given up, and trained again")
+      ->envname("REJOIN_ROLL_BACK_TO");
+  option("--start-patience-ms", c.start_patience_ms, "REJOIN_START_PATIENCE_MS",
+         "coordinator: a job that has lost everybody starts again without the replicas that have not come for so long; "
+         "0: 15 times the silence");
+  option("--audit", c.audit, "REJOIN_AUDIT",
+         "coordinator: replicas' results are compared in every step, and all of their states once in so many steps; "
+         "auto: so many that it takes 0.5 % of the time; off");
+  option(
+      "--drop-replica", c.drop_replica, "REJOIN_DROP_REPLICA",
+      "coordinator: the job has stopped because replicas differ; go on without this one: REPLICA@STEP, as the status "
+      "says");
   option("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
          "how long a peer may be silent; all other deadlines follow from it")
       ->check(CLI::Range(100, 3600000));
@@ -42,6 +109,31 @@ void bind(CLI::App& app, Config& c) {
   option("--stream-limit", c.node.stream_limit, "REJOIN_STREAM_LIMIT", "node: MB/s that catch-up may send; 0: no limit")
       ->check(CLI::NonNegativeNumber);
   option("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections");
+}
+
+Result<membership::JobConfig> job_of(const Config& c) {
+  membership::JobConfig job{.replicas = c.replicas,
+                            .ranks = c.ranks,
+                            .batch = c.batch,
+                            .steps = c.steps,
+                            .silence = std::chrono::milliseconds(c.silence_ms),
+                            .roll_back_to = c.roll_back_to ? std::optional(Step(*c.roll_back_to)) : std::nullopt,
+                            .start_patience = std::chrono::milliseconds(c.start_patience_ms)};
+  const auto number = [](std::string_view text, auto& value) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    return error == std::errc() && end == text.data() + text.size();
+  };
+  job.audit.on = c.audit != "off";
+  if (job.audit.on && c.audit != "auto" && (!number(c.audit, job.audit.period) || job.audit.period == 0))
+    return fail(ErrorCode::invalid_argument, "--audit {}: it is auto, off, or a number of steps", c.audit);
+  if (c.drop_replica.empty()) return job;
+  const auto at = c.drop_replica.find('@');
+  auto& drop = job.drop.emplace();
+  if (at == std::string::npos || !number(std::string_view(c.drop_replica).substr(0, at), drop.replica.value) ||
+      !number(std::string_view(c.drop_replica).substr(at + 1), drop.at.value))
+    return fail(ErrorCode::invalid_argument, "--drop-replica {}: it is REPLICA@STEP, as the job's status says",
+                c.drop_replica);
+  return job;
 }
 
 }  // namespace rejoin::daemon

@@ -63,6 +63,8 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
   for (const auto& record : actions.append) {
     if (record.has_committed())
       events::emit("commit", {{"step", record.committed().step()}, {"epoch", record.committed().epoch()}});
+    if (record.has_rolled_back())
+      events::emit("rolled_back", {{"from", record.rolled_back().from()}, {"to", record.rolled_back().version()}});
     if (record.has_epoch()) {
       std::string members;
       for (const auto& m : record.epoch().members())
@@ -73,6 +75,11 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
                              {"reason", record.epoch().reason()}});
     }
   }
+  for (const auto& record : actions.append)
+    if (record.has_stopped()) {
+      spdlog::critical("the job stops after step {}: {}", record.stopped().step(), record.stopped().reason());
+      events::emit("stopped", {{"step", record.stopped().step()}, {"reason", record.stopped().reason()}});
+    }
   for (const auto& note : actions.notes) spdlog::info("{}", note);
   for (const auto& [node, message] : actions.send) {
     nodes_.send(node, message.SerializeAsString());
@@ -85,12 +92,27 @@ nlohmann::json CoordinatorServer::status() const {
   nlohmann::json json{{"epoch", machine_.epoch().value}, {"committed", machine_.committed().value},
                       {"finished", machine_.finished()}, {"nodes", nodes_.nodes()},
                       {"rejected", nodes_.rejected()},   {"waiting_for", machine_.waiting_for(now())}};
+  const auto& audit = machine_.audit();
+  json["audit"] = {{"period", audit.period()},
+                   {"rounds", audit.counted().rounds},
+                   {"result_differences", audit.counted().result_differences},
+                   {"state_differences", audit.counted().state_differences},
+                   {"drift_reports", audit.counted().drift_reports},
+                   {"last_difference", audit.counted().last}};
+  json["stopped"] = machine_.stopped().value_or("");
   json["members"] = nlohmann::json::array();
   for (const auto& m : machine_.members())
     json["members"].push_back({{"replica", m.replica.value},
                                {"incarnation", m.incarnation.value},
                                {"role", m.catching_up ? "catching_up" : "contributor"},
                                {"exchanged", m.exchanged.size()}});
+  json["suspended"] = nlohmann::json::array();
+  for (const auto& out : machine_.suspended())
+    json["suspended"].push_back({{"replica", out.replica.value}, {"reason", out.reason}});
+  json["held_for"] = nlohmann::json::array();
+  for (auto replica : machine_.held_for()) json["held_for"].push_back(replica.value);
+  json["steps_rolled_back"] = machine_.steps_rolled_back();
+  if (auto step = machine_.wants_roll_back()) json["wants_roll_back_to"] = step->value;
   json["registered"] = nlohmann::json::array();
   for (const auto& [id, replica] : machine_.replicas())
     json["registered"].push_back(

@@ -3,13 +3,14 @@
 namespace rejoin::daemon {
 
 namespace {
-constexpr std::string_view kMagic = "rejoin control 1";  // the control protocol's version
-}
+constexpr std::string_view kMagic = "rejoin control 2";  // the control protocol's version
+constexpr std::size_t kLength = 4, kTag = std::tuple_size_v<Tagger::Tag>;
+}  // namespace
 
-JobKey::Mac Framed::mac(bool by_server) const {
+JobKey::Mac Framed::mac(const char* purpose) const {
   const Nonce& server = server_ ? mine_ : theirs_;
   const Nonce& client = server_ ? theirs_ : mine_;
-  return key_.sign(by_server ? "rejoin server" : "rejoin client", server, client);
+  return key_.sign(purpose, server, client);
 }
 
 void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
@@ -23,25 +24,33 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
     if (!error && self->stage_ != Stage::open) self->end("it did not prove the job key in time");
   });
   mine_ = make_nonce();
-  send(std::string(kMagic) + std::string(as_text(mine_)));
+  say(std::string(kMagic) + std::string(as_text(mine_)));
   read_length();
 }
 
 void Framed::read_length() {
-  asio::async_read(socket_, asio::buffer(length_), [self = shared_from_this()](asio::error_code error, std::size_t) {
-    if (error) return self->end(error == asio::error::eof ? "it closed the connection" : error.message());
-    const std::uint32_t length = self->length_[0] | self->length_[1] << 8 | self->length_[2] << 16 |
-                                 static_cast<std::uint32_t>(self->length_[3]) << 24;
-    const std::uint32_t limit = self->stage_ == Stage::open ? kMaxFrame : 256;
-    if (length > limit)
-      return self->end(
-          fmt::format("it sent a frame of {} bytes, over the limit of {}: not a Rejoin daemon?", length, limit));
-    self->read_body(length);
-  });
+  asio::async_read(socket_, asio::buffer(length_.data(), kLength + (hears_ ? kTag : 0)),
+                   [self = shared_from_this()](asio::error_code error, std::size_t) {
+                     if (error)
+                       return self->end(error == asio::error::eof ? "it closed the connection" : error.message());
+                     self->on_length();
+                   });
+}
+
+void Framed::on_length() {
+  const BytesView bytes(length_.data(), kLength);
+  if (hears_ && !JobKey::equal(BytesView(length_).subspan(kLength), hears_->next(bytes)))
+    return end("a length came damaged, or from somebody else");
+  std::uint32_t length = 0;
+  for (std::size_t i = 0; i < kLength; ++i) length |= std::to_integer<std::uint32_t>(length_[i]) << (8 * i);
+  const std::uint32_t limit = stage_ == Stage::open ? kMaxFrame : 256;
+  if (length > limit)
+    return end(fmt::format("it sent a frame of {} bytes, over the limit of {}: not a Rejoin daemon?", length, limit));
+  read_body(length);
 }
 
 void Framed::read_body(std::uint32_t length) {
-  body_.resize(length);
+  body_.resize(length + (hears_ ? kTag : 0));
   asio::async_read(socket_, asio::buffer(body_), [self = shared_from_this()](asio::error_code error, std::size_t) {
     if (error) return self->end(error.message());
     self->on_frame();
@@ -58,25 +67,47 @@ void Framed::on_frame() {
         return end("it does not speak this version of the Rejoin control protocol");
       std::memcpy(theirs_.data(), body_.data() + kMagic.size(), theirs_.size());
       stage_ = Stage::proof;
-      const auto proof = mac(server_);
-      return send(std::string(as_text(proof)));
+      const auto proof = mac(server_ ? "rejoin server" : "rejoin client");
+      return say(std::string(as_text(proof)));
     }
     case Stage::proof:
-      if (!JobKey::equal(as_bytes(body_), mac(!server_)))
+      if (!JobKey::equal(as_bytes(body_), mac(server_ ? "rejoin client" : "rejoin server")))
         return end("its job key differs from ours; give both the same --job-key-file");
-      stage_ = Stage::open;
-      timer_.cancel();
+      open();
       return handlers->ready();
-    case Stage::open: return handlers->message(body_);
+    case Stage::open: {
+      const std::string_view message = std::string_view(body_).substr(0, body_.size() - kTag);
+      if (!JobKey::equal(as_bytes(body_).subspan(message.size()), hears_->next(as_bytes(message))))
+        return end("a message came damaged, or from somebody else");
+      return handlers->message(message);
+    }
   }
 }
 
+void Framed::open() {
+  stage_ = Stage::open;
+  timer_.cancel();
+  says_.emplace(mac(server_ ? "rejoin server says" : "rejoin client says"));
+  hears_.emplace(mac(server_ ? "rejoin client says" : "rejoin server says"));
+}
+
 void Framed::send(const std::string& message) {
+  if (stage_ == Stage::open) say(message);
+}
+
+void Framed::say(const std::string& message) {
   if (closed_) return;
+  if (message.size() > kMaxFrame)  // the peer would close the connection, and the same would follow again
+    return end(
+        fmt::format("a message for it has {} bytes, over the limit of {}: fewer ranks or replicas at one "
+                    "connection need less",
+                    message.size(), kMaxFrame));
   const auto length = static_cast<std::uint32_t>(message.size());
   std::string frame(4, '\0');
   for (int i = 0; i < 4; ++i) frame[static_cast<std::size_t>(i)] = static_cast<char>(length >> (8 * i));
+  if (says_) frame += as_text(says_->next(as_bytes(frame)));
   frame += message;
+  if (says_) frame += as_text(says_->next(as_bytes(message)));
   out_bytes_ += frame.size();
   out_.push_back(std::move(frame));
   if (out_.size() == 1) write_next();

@@ -1,11 +1,13 @@
-// A control connection: length-prefixed messages over TCP, after both sides have proved the job key. One io_context
-// thread.
+// A control connection: length-prefixed messages over TCP, after both sides have proved the job key. From then on each
+// length and each message is followed by a tag (auth.h), so that what is heard is what the other side has said, in that
+// order; anything else ends the connection. One io_context thread.
 #pragma once
 
 #include <asio.hpp>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/bytes.h"
@@ -28,18 +30,21 @@ class Framed : public std::enable_shared_from_this<Framed> {
       : socket_(std::move(socket)), timer_(socket_.get_executor()), key_(key), server_(server) {}
   // Begins the proof; it must be over within `deadline`.
   void start(Handlers handlers, std::chrono::milliseconds deadline);
-  void send(const std::string& message);
+  void send(const std::string& message);  // before it is open nothing is said
   void close();
   std::string remote() const { return remote_; }
 
  private:
   enum class Stage { nonce, proof, open };
   void read_length();
+  void on_length();
   void read_body(std::uint32_t length);
   void on_frame();
   void end(const std::string& why);
   void write_next();
-  JobKey::Mac mac(bool by_server) const;
+  void say(const std::string& message);
+  void open();
+  JobKey::Mac mac(const char* purpose) const;
 
   asio::ip::tcp::socket socket_;
   asio::steady_timer timer_;
@@ -48,8 +53,9 @@ class Framed : public std::enable_shared_from_this<Framed> {
   std::shared_ptr<const Handlers> handlers_;  // whoever calls one keeps it: it may end this connection
   Stage stage_ = Stage::nonce;
   Nonce mine_{}, theirs_{};
-  std::array<unsigned char, 4> length_{};
-  std::string body_;
+  std::optional<Tagger> says_, hears_;      // once open
+  std::array<std::byte, 4 + 16> length_{};  // and its tag, once open
+  std::string body_;                        // likewise
   std::deque<std::string> out_;
   std::size_t out_bytes_ = 0;
   bool closed_ = false;

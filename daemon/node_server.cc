@@ -11,6 +11,8 @@
 
 namespace rejoin::daemon {
 
+using Gone = membership::Node::Gone;
+
 namespace {
 constexpr std::size_t kMaxLocalMessage = 512 * KiB;
 }  // namespace
@@ -22,7 +24,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       listener_(io),
       timer_(io),
       machine_(options.name, options.silence),
-      coordinator_(io, options.coordinator, key,
+      coordinator_(io, options.coordinator, key, options.silence,
                    {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
                     .message =
                         [this](const proto::ToNode& message) {
@@ -119,9 +121,11 @@ void NodeServer::watch(Trainer& trainer) {
     trainer.exited = std::make_unique<asio::posix::stream_descriptor>(io_, pidfd->release());
     trainer.exited->async_wait(asio::posix::stream_descriptor::wait_read,
                                [this, id = trainer.id, pid = trainer.credentials.pid](asio::error_code error) {
-                                 if (!error) drop(id, fmt::format("its process {} ended", pid));
+                                 if (!error) drop(id, fmt::format("its process {} ended", pid), Gone::ended);
                                });
-  }  // otherwise it has ended already, and its socket says so
+  } else {  // it has ended already, or is of another PID namespace; then its socket alone tells of its end
+    spdlog::debug("trainer {}: {}", trainer.credentials.pid, pidfd.error().message);
+  }
   read(trainer.id);
 }
 
@@ -134,13 +138,13 @@ void NodeServer::read(membership::RankConnection id) {
       auto at = trainers_.find(id);
       if (at == trainers_.end()) return;
       auto received = receive_with_fds(at->second.socket, kMaxLocalMessage);
-      if (!received) return drop(id, received.error().message);
+      if (!received) return on_hang_up(id, received.error().message);
       if (!*received) break;
       proto::FromTrainer message;
       if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())) ||
           message.kind_case() == proto::FromTrainer::KIND_NOT_SET) {
         ++rejected_;
-        return drop(id, "it sent bytes that are no message");
+        return drop(id, "it sent bytes that are no message", Gone::silent);
       }
       if (!message.has_report()) {
         Result<> heard;
@@ -204,7 +208,7 @@ void NodeServer::refuse(membership::RankConnection id, const Error& error) {
   refusal.set_refusal(error.message);
   tell(trainers_.at(id), refusal);
   ++rejected_;
-  drop(id, error.message);
+  drop(id, error.message, Gone::silent);
 }
 
 Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& stream) {
@@ -217,13 +221,18 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   std::vector<membership::RankConnection> older;
   for (const auto& [id, other] : trainers_)
     if (other.key == key) older.push_back(id);
-  for (auto id : older) drop(id, "the rank was started again");
+  for (auto id : older) {
+    auto info = machine_.ranks().find(id);
+    const bool same = info != machine_.ranks().end() && info->second.up.life() == hello.up().life();
+    if (same) drop(id, "it connected anew", Gone::replaced);
+    else drop(id, "the rank was started again", Gone::ended);
+  }
   trainer.key = key;
   trainer.stream = stream.thread.get();
   auto shared = std::make_shared<shm::View>(std::move(*view));
-  trainer.stream->post([key, shared](catchup::Service& service, TimePoint) {
-    if (auto added = service.add_rank(key, std::move(*shared)); !added)
-      spdlog::error("state of replica {}: {}", key.replica, added.error().message);
+  trainer.stream->post([key, life = hello.up().life(), shared](catchup::Service& service, TimePoint) {
+    if (auto added = service.add_rank(key, life, std::move(*shared)); !added)
+      spdlog::error("state of replica {} rank {}: {}; it is tried again", key.replica, key.rank, added.error().message);
   });
   proto::ToTrainer answer;
   answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
@@ -238,7 +247,15 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   return {};
 }
 
-void NodeServer::drop(membership::RankConnection id, const std::string& reason) {
+// A socket may end although its process lives; what the process itself does is said by its pidfd. Until then, or until
+// it has been silent for too long, it may connect anew.
+void NodeServer::on_hang_up(membership::RankConnection id, const std::string& reason) {
+  Trainer& trainer = trainers_.at(id);
+  if (!trainer.exited || !trainer.key) return drop(id, reason, Gone::ended);
+  spdlog::info("trainer {}: {}", trainer.credentials.pid, reason);
+}
+
+void NodeServer::drop(membership::RankConnection id, const std::string& reason, Gone how) {
   auto gone = trainers_.extract(id);
   if (gone.empty()) return;
   Trainer& trainer = gone.mapped();
@@ -252,14 +269,14 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason) 
   } else {
     spdlog::warn("local process {}: {}", trainer.credentials.pid, reason);
   }
-  carry_out(machine_.on_rank_gone(id, reason));
+  carry_out(machine_.on_rank_gone(id, reason, how));
 }
 
 void NodeServer::tell(Trainer& trainer, const proto::ToTrainer& message) {
   const std::string bytes = message.SerializeAsString();
   if (auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
       !sent && sent.error().code == ErrorCode::exhausted)
-    asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it"); });
+    asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it", Gone::silent); });
 }
 
 // ---- the coordinator
@@ -269,7 +286,7 @@ void NodeServer::tick() {
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     carry_out(machine_.on_tick(now()));
-    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard(), options_.silence);
+    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard());
     tick();
   });
 }
@@ -284,7 +301,8 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
     *message.mutable_word() = word;
     tell(found->second, message);
   }
-  for (auto id : actions.silent) drop(id, fmt::format("no sign of life for {} ms", options_.silence.count()));
+  for (auto id : actions.silent)
+    drop(id, fmt::format("no sign of life for {} ms", options_.silence.count()), Gone::silent);
 }
 
 // Starts, updates and ends the streams into local joiners as the plan says.
@@ -333,15 +351,20 @@ void NodeServer::on_report(const std::string& device, StreamThread::Report repor
                               {"seconds", progress.seconds},
                               {"done", progress.done}});
   }
-  for (auto key : report.caught_up)
+  for (const auto& [key, drift] : report.drifts)
+    for (const auto& [id, trainer] : trainers_)
+      if (trainer.key == key) {
+        carry_out(machine_.on_rank_message(id, report_of(key, drift), now()));
+        break;
+      }
+  // The process may be another one by now: the life that caught up goes along, and Node compares it.
+  for (const auto& [key, life] : report.caught_up)
     for (const auto& [id, trainer] : trainers_) {
       if (trainer.key != key) continue;
-      auto info = machine_.ranks().find(id);
-      if (info == machine_.ranks().end()) continue;
       proto::FromNode message;
       message.mutable_caught_up()->set_replica(key.replica.value);
       message.mutable_caught_up()->set_rank(key.rank.value);
-      message.mutable_caught_up()->set_life(info->second.up.life());
+      message.mutable_caught_up()->set_life(life);
       spdlog::info("replica {} rank {} has caught up", key.replica, key.rank);
       carry_out(machine_.on_rank_message(id, message, now()));
       break;

@@ -65,7 +65,8 @@ class NodeServer {
   void read(membership::RankConnection id);
   Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello);
   Result<> on_descriptors(Trainer& trainer, std::vector<Fd> fds);
-  void drop(membership::RankConnection id, const std::string& reason);
+  void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
+  void on_hang_up(membership::RankConnection id, const std::string& reason);
   void tell(Trainer& trainer, const proto::ToTrainer& message);
   void tick();
   void carry_out(const membership::Node::Actions& actions);

@@ -50,12 +50,9 @@ Result<> run(Config& c) {
   nlohmann::json addresses;
   std::unique_ptr<CoordinatorServer> coordinator;
   if (c.coordinator) {
-    const membership::JobConfig job{.replicas = c.replicas,
-                                    .ranks = c.ranks,
-                                    .batch = c.batch,
-                                    .steps = c.steps,
-                                    .silence = std::chrono::milliseconds(c.silence_ms)};
-    auto started = CoordinatorServer::start(io, c.listen, c.log_directory, job, *key);
+    const auto job = job_of(c);
+    if (!job) return tl::unexpected(job.error());
+    auto started = CoordinatorServer::start(io, c.listen, c.log_directory, *job, *key);
     if (!started) return tl::unexpected(started.error());
     coordinator = std::move(*started);
     addresses["coordinator"] = coordinator->address();

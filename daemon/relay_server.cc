@@ -20,7 +20,7 @@ RelayServer::RelayServer(asio::io_context& io, const std::string& name, const st
                   },
               .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}),
       coordinator_(
-          io, coordinator, key,
+          io, coordinator, key, silence,
           {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
            .message =
                [this](const proto::ToNode& message) { carry_out(machine_.on_coordinator_message(message, now())); },
@@ -49,7 +49,7 @@ void RelayServer::tick() {
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     carry_out(machine_.on_tick(now()));
-    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard(), silence_);
+    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard());
     tick();
   });
 }

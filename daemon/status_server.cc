@@ -112,7 +112,20 @@ std::string metrics_text(const nlohmann::json& status) {
     number(c, "epoch", "epoch", "current epoch");
     number(c, "committed", "committed_step", "last committed step");
     number(c, "nodes", "nodes", "connected daemons");
+    number(c, "steps_rolled_back", "steps_rolled_back_total", "committed steps that an operator gave up");
+    gauge("held_for_replicas", "silent replicas that the job waits for: nobody else has the last committed step", {},
+          static_cast<double>(c.value("held_for", nlohmann::json::array()).size()));
+    gauge("wants_roll_back", "1: the job waits for an operator's word to go on from an older checkpoint", {},
+          c.contains("wants_roll_back_to"));
     number(c, "rejected", "rejected_connections", "connections and messages refused");
+    const auto& audit = c.at("audit");
+    number(audit, "period", "audit_period_steps", "steps in which all of the replicas' states are compared");
+    number(audit, "rounds", "audit_rounds", "times that all of the state has been compared");
+    number(audit, "result_differences", "result_differences",
+           "steps repeated because replicas reduced other gradients");
+    number(audit, "state_differences", "state_differences", "steps repeated because replicas' states differed");
+    number(audit, "drift_reports", "drift_reports", "slices that a joiner's sources differed in");
+    gauge("stopped", "1: replicas differ and an operator must say which is wrong", {}, c.at("stopped") != "");
     for (const auto& m : c.at("members"))
       gauge("contributor", "1: the replica contributes; 0: it is catching up",
             {{"replica", std::to_string(m.at("replica").get<int>())}}, m.at("role") == "contributor");

@@ -16,7 +16,8 @@ namespace rejoin::daemon {
 class StreamThread {
  public:
   struct Report {
-    std::vector<catchup::RankKey> caught_up;
+    std::vector<catchup::Service::Whole> caught_up;
+    std::vector<std::pair<catchup::RankKey, catchup::Drift>> drifts;
     std::map<catchup::RankKey, catchup::Progress> progress;
     std::uint64_t bytes_served = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;

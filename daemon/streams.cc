@@ -22,4 +22,22 @@ std::vector<LocalStream> streams_of(const membership::Node& node) {
   return streams;
 }
 
+proto::FromNode report_of(const catchup::RankKey& joiner, const catchup::Drift& drift) {
+  proto::FromNode message;
+  auto& told = *message.mutable_drift();
+  told.set_replica(joiner.replica.value);
+  told.set_rank(joiner.rank.value);
+  told.set_version(drift.version);
+  told.set_tensor(drift.tensor);
+  told.set_first(drift.first);
+  told.set_count(drift.count);
+  told.set_place(drift.place);
+  told.set_places(drift.places);
+  for (const auto& [source, digest] : drift.digests) {
+    told.add_sources(source.value);
+    told.add_digests(digest);
+  }
+  return message;
+}
+
 }  // namespace rejoin::daemon

@@ -16,4 +16,7 @@ struct LocalStream {
 
 std::vector<LocalStream> streams_of(const membership::Node& node);
 
+// A joiner's finding, as the coordinator is told.
+proto::FromNode report_of(const catchup::RankKey& joiner, const catchup::Drift& drift);
+
 }  // namespace rejoin::daemon

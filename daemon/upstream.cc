@@ -17,8 +17,14 @@ void Upstream::connect() {
   auto endpoint = endpoint_of(address_);
   if (!endpoint) return lost(endpoint.error().message);
   auto socket = std::make_shared<asio::ip::tcp::socket>(io_);
+  deadline_.expires_after(silence_);
+  deadline_.async_wait([socket](asio::error_code error) {
+    asio::error_code ignored;
+    if (!error) socket->close(ignored);
+  });
   socket->async_connect(*endpoint, [this, socket](asio::error_code error) {
-    if (error == asio::error::operation_aborted) return;
+    if (error == asio::error::operation_aborted) return lost("it does not answer");
+    deadline_.cancel();
     if (error) return lost(error.message());
     connection_ = std::make_shared<Framed>(std::move(*socket), key_, false);
     connection_->start({.ready =
@@ -37,7 +43,7 @@ void Upstream::connect() {
                               spdlog::warn("the coordinator sent bytes that are no message; ignored");
                             },
                         .closed = [this](const std::string& why) { lost(why); }},
-                       std::chrono::seconds(5));
+                       silence_);
   });
 }
 
@@ -45,8 +51,8 @@ void Upstream::send(const proto::FromNode& message) {
   if (connection_) connection_->send(message.SerializeAsString());
 }
 
-void Upstream::check(TimePoint heard, Duration silence) {
-  if (!connection_ || !up_ || SteadyClock().now() - heard <= silence) return;
+void Upstream::check(TimePoint heard) {
+  if (!connection_ || !up_ || SteadyClock().now() - heard <= silence_) return;
   connection_->close();
   lost("it was silent");
 }

@@ -1,13 +1,12 @@
 // Additions and copies in a GPU's memory, chunk by chunk, driven by the CPU: a kernel that runs for as long as there is
-// something to come takes them from pinned memory (kernels/mailbox.h), so that a chunk costs no launch, nor any other
-// call to the driver, which may stand still for as long as somebody's stream waits for a word of the CPU's.
-//
-// Threads: hold() and let_go() any; attend() one; all others one at a time, and another one than those.
+// something to come takes them from pinned memory (kernels/mailbox.h), so that a chunk costs no launch, and no call of
+// the driver.
 #pragma once
 
 #include <atomic>
 #include <deque>
 #include <mutex>
+#include <optional>
 
 #include "base/clock.h"
 #include "base/types.h"
@@ -23,66 +22,71 @@ struct ReducerOptions {
   // The kernel leaves when nothing has come for so long, and is launched again when something does: whatever becomes of
   // the other members, whoever waits for the whole device waits no longer than this.
   Duration patience = std::chrono::milliseconds(20);
-  // The driver is called by make(), hold(), attend() and the destructor alone.
+  // Only hold() and attend() call the driver; else whoever gives work launches the kernel for it.
   bool attended = false;
 };
 
 class Reducer {
  public:
-  // Errors: `invalid_argument` (a grid that can't be); `unavailable` (no kernels); of the device.
+  // Launches the kernel once, so that it is loaded. Errors: `invalid_argument` (a grid that can't be); `unavailable`
+  // (no kernels); of the device.
   static Result<std::unique_ptr<Reducer>> make(Device& device, const ReducerOptions& options);
-  ~Reducer();  // waits for what is queued, held or not
+  ~Reducer();  // waits for what the kernel has begun
 
-  // out = a + b, as ftar::add() of the host (same bits, but for a NaN's payload), resp. out = in. In device memory, or
-  // in pinned memory, and to be left alone until it is done, by other works as well: they run beside each other.
-  // Pointers of an addition need the alignment of an element; multiples of 16 bytes, or the same distance to one, are
-  // faster. Numbers count up from 1. Errors: of the device; nothing works on it any more.
+  // ---- one thread, which gives the works
+  // out = a + b, as ftar::add() of the host (same bits, but for a NaN's payload), in device memory; resp. out = in, in
+  // device memory or pinned memory. To be left alone until it is done, by other works as well: they run beside each
+  // other. Pointers need the alignment of an element; multiples of 16 bytes, or the same distance to one, are faster.
+  // Numbers count up from 1. Errors: of the device; nothing works on it any more.
   Result<std::uint64_t> add(DataType type, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count,
                             std::uint32_t divisor);
   Result<std::uint64_t> copy(std::byte* out, const std::byte* in, std::size_t size);
   // The last number up to which everything is done.
   Result<std::uint64_t> done();
-  bool idle() const { return queued_ == done_; }
-  // Nothing comes for a while: the kernel leaves when it has done what was given. Of one that is held: nothing.
+  bool idle() const { return given_ == done_; }
+  // Nothing comes for a while: the kernel leaves when it has done what was given, unless it is held.
   void rest();
+  bool wants_attention();  // no kernel takes what was given, nor is held
 
-  // From here on, until as many let_go() have come, the kernel stays on the device also with nothing to do, so that
-  // nobody has to call the driver: a stream is about to wait for a word that the CPU writes when works are done. The
-  // first of them launches; not before what is queued on `behind`, where given. Errors: of the device, and nothing is
-  // held.
+  // ---- any thread
+  // From here until as many let_go() the kernel stays, work or not, and nobody else calls the driver for it. The first
+  // launches it, behind what is queued on the stream. Errors: of the device.
   Result<> hold(Stream* behind = nullptr);
-  void let_go();  // the last one is a rest()
-
-  // Of an attended one: a launch is wanted, resp. made, and whether the kernel is well is seen, for the other calls to
-  // tell; nothing while it is held. Errors: of the device.
-  bool wants_attention() const { return wanted_ && !held(); }
+  void let_go();  // calls no driver, and waits for nobody who does
+  // Launches the kernel if it is wanted and not held, and sees whether it has died; the others tell from then on.
   Result<> attend();
 
-  std::uint64_t launches() const { return launches_.load() - 1; }  // of the kernel, ever, but for make()'s
-  Result<bool> resting();  // no kernel of this is on the device, or about to be; of one that is not held
+  std::uint64_t launches() const { return launches_; }  // of the kernel, ever
+  Result<bool> resting();                               // no kernel of this is on the device, or about to be
 
  private:
   explicit Reducer(const ReducerOptions& options) : options_(options) {}
-  Result<std::uint64_t> give(const kernels::Work& asked, std::uint64_t bytes);
+  Result<std::uint64_t> give(kernels::Work&& work, std::uint64_t bytes);
   Result<> post_waiting();
-  Result<> launch(Duration patience);  // with launching_ held
-  Result<> see_to_it();
-  bool held() const;
-  bool is_served() const;
-  void tell_to_leave(std::uint64_t launch);
+  bool a_kernel_takes_it() const;
+  Result<> launch(Duration patience);
+  Result<> look();
+  Result<> failure() const;
+  void leave(std::uint64_t launch);
+  std::uint64_t works_done() const;
 
   const ReducerOptions options_;
-  Memory pinned_, device_;
+  Memory pinned_, on_device_;
   kernels::Mailbox* mailbox_ = nullptr;
-  kernels::Relay* relay_ = nullptr;    // on the device
-  std::deque<kernels::Work> waiting_;  // for room in the mailbox
-  std::uint64_t queued_ = 0, posted_ = 0, done_ = 0, tiles_ = 0, looks_ = 0;
+  kernels::Relay* relay_ = nullptr;  // on the device
 
-  std::atomic<std::uint64_t> launches_ = 0, holds_ = 0;
-  std::atomic<bool> wanted_ = false, failed_ = false;
-  std::mutex launching_;  // held over calls to the driver; never waited for by a thread that must not call it
+  // The giving thread's.
+  std::deque<kernels::Work> waiting_;  // for room in the mailbox
+  std::uint64_t given_ = 0, posted_ = 0, done_ = 0, tiles_ = 0, looks_ = 0;
+  std::atomic<bool> wanted_{false};  // … and the attending one's
+
+  // Launching. A thread that holds launching_ may be in the driver: whoever may not wait for that takes it never.
+  std::mutex launching_;
   std::unique_ptr<Stream> kernel_;
-  Result<> failure_;  // written before failed_ is
+  std::atomic<std::uint64_t> holds_{0}, launches_{0};
+  std::atomic<bool> failed_{false};
+  mutable std::mutex telling_;  // guards
+  std::optional<Error> error_;
 };
 
 }  // namespace rejoin::device

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -73,28 +74,14 @@ Result<std::string> Job::wait_for_address(const std::string& file, const char* k
 Result<> Job::start_coordinator(const std::string& listen) {
   const std::string address_file = directory_ + "/coordinator.json";
   std::filesystem::remove(address_file);
-  auto pid = spawn("coordinator", {settings_.binaries + "/rejoind",
-                                   "--coordinator",
-                                   "--listen",
-                                   listen,
-                                   "--log-directory",
-                                   directory_ + "/log",
-                                   "--replicas",
-                                   std::to_string(settings_.replicas),
-                                   "--ranks",
-                                   std::to_string(settings_.ranks),
-                                   "--batch",
-                                   std::to_string(settings_.batch),
-                                   "--steps",
-                                   std::to_string(settings_.steps),
-                                   "--silence-ms",
-                                   std::to_string(settings_.silence_ms),
-                                   "--job-key-file",
-                                   directory_ + "/key",
-                                   "--address-file",
-                                   address_file,
-                                   "--events",
-                                   events_directory()});
+  auto pid =
+      spawn("coordinator", {settings_.binaries + "/rejoind", "--coordinator", "--listen", listen, "--log-directory",
+                            directory_ + "/log", "--replicas", std::to_string(settings_.replicas), "--ranks",
+                            std::to_string(settings_.ranks), "--batch", std::to_string(settings_.batch), "--steps",
+                            std::to_string(settings_.steps), "--silence-ms", std::to_string(settings_.silence_ms),
+                            // Where everybody was killed the demo starts afresh; its proof counts the steps.
+                            "--roll-back-to", "0", "--job-key-file", directory_ + "/key", "--address-file",
+                            address_file, "--events", events_directory()});
   if (!pid) return tl::unexpected(pid.error());
   coordinator_ = *pid;
   auto address = wait_for_address(address_file, "coordinator");
@@ -118,7 +105,7 @@ Result<> Job::start_daemon(std::uint32_t replica) {
   return {};
 }
 
-Result<> Job::start_trainer(RankName rank, std::uint64_t pause_at) {
+Result<> Job::start_trainer(RankName rank, const std::vector<std::string>& more) {
   std::vector<std::string> arguments{settings_.binaries + "/rejoin-demo-trainer",
                                      "--replica",
                                      std::to_string(rank.replica),
@@ -142,14 +129,14 @@ Result<> Job::start_trainer(RankName rank, std::uint64_t pause_at) {
                                      events_directory(),
                                      "--log-level",
                                      settings_.log_level};
-  if (pause_at != 0) arguments.insert(arguments.end(), {"--pause-at", std::to_string(pause_at)});
+  arguments.insert(arguments.end(), more.begin(), more.end());
   auto pid = spawn(fmt::format("trainer{}.{}", rank.replica, rank.rank), std::move(arguments));
   if (!pid) return tl::unexpected(pid.error());
   trainers_[rank] = *pid;
   return {};
 }
 
-Result<> Job::start(const std::map<RankName, std::uint64_t>& pauses) {
+Result<> Job::start(const std::map<RankName, std::vector<std::string>>& more) {
   std::filesystem::create_directories(directory_ + "/events");
   {
     std::array<unsigned char, 32> key;
@@ -166,9 +153,9 @@ Result<> Job::start(const std::map<RankName, std::uint64_t>& pauses) {
     if (auto started = start_daemon(replica); !started) return started;
   for (std::uint32_t replica = 0; replica < settings_.replicas; ++replica)
     for (std::uint32_t rank = 0; rank < settings_.ranks; ++rank) {
-      auto pause = pauses.find({replica, rank});
-      if (auto started = start_trainer({replica, rank}, pause == pauses.end() ? 0 : pause->second); !started)
-        return started;
+      const auto found = more.find({replica, rank});
+      auto started = start_trainer({replica, rank}, found == more.end() ? std::vector<std::string>{} : found->second);
+      if (!started) return started;
     }
   return {};
 }
@@ -188,6 +175,17 @@ void Job::end_stopped(std::uint32_t replica) {
     }
 }
 
+void Job::signal_coordinator(int signal) {
+  if (coordinator_ > 0) ::kill(coordinator_, signal);
+}
+
+void Job::signal_all(int signal) {
+  signal_coordinator(signal);
+  for (const auto& [replica, pid] : daemons_)
+    if (pid > 0) ::kill(pid, signal);
+  for (const auto& [rank, pid] : trainers_) ::kill(pid, signal);
+}
+
 Result<> Job::restart_coordinator() {
   end(std::exchange(coordinator_, 0));
   return start_coordinator(coordinator_address_);
@@ -198,25 +196,45 @@ Result<> Job::restart_daemon(std::uint32_t replica) {
   return start_daemon(replica);
 }
 
+Result<> Job::on_ended(pid_t pid, int status, TimePoint now) {
+  const auto name = [&]() -> std::string {
+    if (pid == coordinator_) return "coordinator";
+    for (const auto& [replica, daemon] : daemons_)
+      if (daemon == pid) return fmt::format("node{}", replica);
+    for (const auto& [rank, trainer] : trainers_)
+      if (trainer == pid) return fmt::format("trainer{}.{}", rank.replica, rank.rank);
+    return "";
+  }();
+  if (name.empty()) return {};
+  const int signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+  const std::set crashes{SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP, SIGSYS};
+  if (crashes.contains(signal))
+    return fail(ErrorCode::unavailable, "{0} crashed with signal {1}; see {2}/{0}.out", name, signal, directory_);
+  const bool to_be_started_again = signal != 0 || WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == 3;
+  if (!to_be_started_again)
+    return fail(ErrorCode::unavailable, "{0} ended with {1}; see {2}/{0}.out", name, WEXITSTATUS(status), directory_);
+  if (pid == coordinator_) {
+    coordinator_ = 0;
+    return restart_coordinator();
+  }
+  for (auto& [replica, daemon] : daemons_)
+    if (daemon == pid) {
+      daemon = 0;
+      return restart_daemon(replica);
+    }
+  const auto trainer = std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second == pid; });
+  const RankName rank = trainer->first;
+  trainers_.erase(trainer);
+  if (signal == 0 && WEXITSTATUS(status) == 0) finished_.insert(rank);
+  else lost_.try_emplace(rank.replica, now);
+  return {};
+}
+
 Result<> Job::look_after(TimePoint now) {
   for (int status = 0;;) {
     const pid_t pid = ::waitpid(-1, &status, WNOHANG);
     if (pid <= 0) break;
-    if (pid == coordinator_) {
-      coordinator_ = 0;
-      return fail(ErrorCode::unavailable, "the coordinator ended by itself; see {}/coordinator.out", directory_);
-    }
-    for (auto it = trainers_.begin(); it != trainers_.end(); ++it) {
-      if (it->second != pid) continue;
-      const RankName rank = it->first;
-      trainers_.erase(it);
-      if (WIFEXITED(status) && WEXITSTATUS(status) == 0) finished_.insert(rank);
-      else if (WIFEXITED(status) && WEXITSTATUS(status) != 3)
-        return fail(ErrorCode::unavailable, "trainer {}.{} ended with an error; see {}/trainer{}.{}.out", rank.replica,
-                    rank.rank, directory_, rank.replica, rank.rank);
-      else lost_.try_emplace(rank.replica, now);
-      break;
-    }
+    if (auto ended = on_ended(pid, status, now); !ended) return ended;
   }
   for (auto it = lost_.begin(); it != lost_.end();) {
     const auto [replica, since] = *it;
@@ -228,10 +246,9 @@ Result<> Job::look_after(TimePoint now) {
       continue;
     }
     it = lost_.erase(it);
-    ++restarts_;
     for (std::uint32_t rank = 0; rank < settings_.ranks; ++rank) {
       finished_.erase({replica, rank});
-      if (auto started = start_trainer({replica, rank}, 0); !started) return started;
+      if (auto started = start_trainer({replica, rank}, {}); !started) return started;
     }
   }
   return {};

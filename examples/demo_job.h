@@ -36,20 +36,23 @@ class Job {
   Job(JobSettings settings, std::string directory) : settings_(std::move(settings)), directory_(std::move(directory)) {}
   ~Job();
 
-  Result<> start(const std::map<RankName, std::uint64_t>& pauses);
+  // `more`: arguments of a trainer's first life.
+  Result<> start(const std::map<RankName, std::vector<std::string>>& more);
   std::string events_directory() const { return directory_ + "/events"; }
   std::string log_path() const { return directory_ + "/log/decisions.log"; }
 
   void signal_trainer(RankName rank, int signal);
   Result<> restart_coordinator();  // kill -9, and the same again on the same log
   Result<> restart_daemon(std::uint32_t replica);
-  // Looks after the processes: a replica that lost a rank is started again as a whole once all its ranks have ended.
+  void signal_coordinator(int signal);
+  void signal_all(int signal);
+  // Looks after the processes: whoever was killed, by whomever, is started again; a replica that lost a rank as a whole
+  // once all its ranks have ended. A process that ended with an error, or crashed, is an error here.
   Result<> look_after(TimePoint now);
   // A stopped rank never ends by itself.
   void end_stopped(std::uint32_t replica);
 
   bool finished() const { return finished_.size() == std::size_t{settings_.replicas} * settings_.ranks; }
-  std::uint32_t restarts() const { return restarts_; }
   bool running(RankName rank) const { return trainers_.contains(rank); }
   std::vector<std::string> output_tail() const;  // of processes that failed
 
@@ -57,7 +60,8 @@ class Job {
   Result<pid_t> spawn(const std::string& name, std::vector<std::string> arguments);
   Result<> start_coordinator(const std::string& listen);
   Result<> start_daemon(std::uint32_t replica);
-  Result<> start_trainer(RankName rank, std::uint64_t pause_at);
+  Result<> start_trainer(RankName rank, const std::vector<std::string>& more);
+  Result<> on_ended(pid_t pid, int status, TimePoint now);
   Result<std::string> wait_for_address(const std::string& file, const char* key);
 
   const JobSettings settings_;
@@ -69,7 +73,6 @@ class Job {
   std::set<RankName> finished_;
   std::set<RankName> stopped_;
   std::map<std::uint32_t, TimePoint> lost_;  // replicas to be started again
-  std::uint32_t restarts_ = 0;
 };
 
 }  // namespace rejoin::demo

@@ -19,11 +19,19 @@ namespace {
 struct Settings {
   JobSettings job;
   std::vector<std::string> kills, hangs;
-  std::string kill_daemon;
-  std::uint64_t kill_coordinator = 0;
+  std::string kill_daemon, drift;
+  std::uint64_t kill_coordinator = 0, pause_coordinator = 0, pause_all = 0, pause_ms = 0, flip_bit = 0;
   bool kill_source = false, kill_joiner = false, no_kill = false, no_baseline = false, quiet = false, keep = false;
   std::string json, trace, directory;
   std::uint64_t limit_seconds = 600;
+
+  // Whether every replica loses a rank: then its state may be lost.
+  bool loses_all() const {
+    std::set<std::string> replicas;
+    for (const auto& list : {kills, hangs})
+      for (const auto& text : list) replicas.insert(text.substr(0, text.find('.')));
+    return replicas.size() == job.replicas;
+  }
 };
 
 struct Target {
@@ -45,6 +53,26 @@ Result<Target> parse_target(const std::string& text, const JobSettings& job) {
   return target;
 }
 
+// "1@40"; a rank is allowed, too.
+Result<Target> parse_replica(const std::string& text, const JobSettings& job) {
+  const auto at = text.find('@');
+  const bool bare = at != std::string::npos && text.find('.') == std::string::npos;
+  return parse_target(bare ? text.substr(0, at) + ".0" + text.substr(at) : text, job);
+}
+
+// Whether the demo's trainer has an option: an older one, or one that was built without, says so before anything runs.
+Result<> trainer_knows(const JobSettings& job, const std::string& option) {
+  const std::string program = job.binaries + "/rejoin-demo-trainer";
+  FILE* help = ::popen(fmt::format("'{}' --help", program).c_str(), "r");
+  if (help == nullptr) return fail_errno(program);
+  std::string text;
+  char part[4096];
+  for (std::size_t got; (got = ::fread(part, 1, sizeof part, help)) > 0;) text.append(part, got);
+  ::pclose(help);
+  if (text.find(option) != std::string::npos) return {};
+  return fail(ErrorCode::invalid_argument, "{} has no {} yet: this fault can't be shown with it", program, option);
+}
+
 std::int64_t now_ns() { return SteadyClock().now().time_since_epoch().count(); }
 
 // One run of the job with its faults; the story is complete when it returns.
@@ -58,10 +86,10 @@ class Run {
       if (auto planned = plan(text, "kill"); !planned) return planned;
     for (const auto& text : s_.hangs)
       if (auto planned = plan(text, "hang"); !planned) return planned;
-    std::map<RankName, std::uint64_t> pauses;
-    for (const auto& [target, kind] : targets_) pauses[target.rank] = target.step;
+    auto more = trainers_arguments();
+    if (!more) return tl::unexpected(more.error());
     LiveView view(s_.job, s_.quiet);
-    if (auto started = job_.start(pauses); !started) return started;
+    if (auto started = job_.start(*more); !started) return started;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(s_.limit_seconds);
     while (!job_.finished()) {
       if (std::chrono::steady_clock::now() > deadline) {
@@ -73,6 +101,10 @@ class Run {
       for (const auto& event : story_.read())
         if (auto reacted = react(event); !reacted) return reacted;
       if (auto looked = job_.look_after(SteadyClock().now()); !looked) return looked;
+      if (goes_on_at_ && SteadyClock().now() >= *goes_on_at_) {
+        goes_on_at_.reset();
+        job_.signal_all(SIGCONT);
+      }
       view.draw(story_);
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
@@ -90,6 +122,34 @@ class Run {
     if (!target) return tl::unexpected(target.error());
     targets_.emplace_back(*target, kind);
     return {};
+  }
+
+  // What trainers are started with for what is planned: where to wait for their end, what to get wrong.
+  Result<std::map<RankName, std::vector<std::string>>> trainers_arguments() const {
+    std::map<RankName, std::vector<std::string>> more;
+    const auto add = [&](RankName rank, const char* option, std::uint64_t step) {
+      more[rank].insert(more[rank].end(), {option, std::to_string(step)});
+    };
+    for (const auto& [target, kind] : targets_) add(target.rank, "--pause-at", target.step);
+    if (!s_.drift.empty()) {
+      const auto target = parse_replica(s_.drift, s_.job);
+      if (!target) return tl::unexpected(target.error());
+      if (auto known = trainer_knows(s_.job, "--drift-from"); !known) return tl::unexpected(known.error());
+      add(target->rank, "--drift-from", target->step);
+    }
+    if (s_.flip_bit != 0) {
+      if (auto known = trainer_knows(s_.job, "--flip-bit-at"); !known) return tl::unexpected(known.error());
+      add({s_.job.replicas - 1, 0}, "--flip-bit-at", s_.flip_bit);
+    }
+    return more;
+  }
+
+  // Stops one or all, for a while.
+  void pause(const char* kind, std::uint64_t step) {
+    story_.did({now_ns(), kind, 0, 0, step});
+    goes_on_at_ = SteadyClock().now() + std::chrono::milliseconds(s_.pause_ms);
+    if (kind == std::string("pause_all")) job_.signal_all(SIGSTOP);
+    else job_.signal_coordinator(SIGSTOP);
   }
 
   Result<> react(const Event& event) {
@@ -114,12 +174,17 @@ class Run {
       story_.did({now_ns(), "kill_coordinator", 0, 0, step + 1});
       return job_.restart_coordinator();
     }
+    if (event.kind == "commit" && s_.pause_coordinator != 0 && !coordinator_paused_ &&
+        step + 1 >= s_.pause_coordinator) {
+      coordinator_paused_ = true;
+      pause("pause_coordinator", step + 1);
+    }
+    if (event.kind == "commit" && s_.pause_all != 0 && !all_paused_ && step + 1 >= s_.pause_all) {
+      all_paused_ = true;
+      pause("pause_all", step + 1);
+    }
     if (event.kind == "commit" && !s_.kill_daemon.empty() && !daemon_killed_) {
-      auto target = parse_target(s_.kill_daemon.find('.') == std::string::npos
-                                     ? s_.kill_daemon.substr(0, s_.kill_daemon.find('@')) + ".0" +
-                                           s_.kill_daemon.substr(s_.kill_daemon.find('@'))
-                                     : s_.kill_daemon,
-                                 s_.job);
+      auto target = parse_replica(s_.kill_daemon, s_.job);
       if (!target) return tl::unexpected(target.error());
       if (step + 1 >= target->step) {
         daemon_killed_ = true;
@@ -156,6 +221,8 @@ class Run {
   std::vector<std::pair<Target, std::string>> targets_;
   std::set<RankName> paused_;
   bool coordinator_killed_ = false, daemon_killed_ = false, source_killed_ = false, joiner_killed_ = false;
+  bool coordinator_paused_ = false, all_paused_ = false;
+  std::optional<TimePoint> goes_on_at_;
 };
 
 Result<int> demo(Settings& s) {
@@ -180,8 +247,9 @@ Result<int> demo(Settings& s) {
   auto report = run.report();
   if (!s.no_baseline) {
     Settings calm = s;
-    calm.kills.clear(), calm.hangs.clear(), calm.kill_daemon.clear();
-    calm.kill_coordinator = 0, calm.kill_source = false, calm.kill_joiner = false, calm.quiet = true;
+    calm.kills.clear(), calm.hangs.clear(), calm.kill_daemon.clear(), calm.drift.clear();
+    calm.kill_coordinator = calm.pause_coordinator = calm.pause_all = calm.flip_bit = 0;
+    calm.kill_source = false, calm.kill_joiner = false, calm.quiet = true;
     if (!s.quiet) std::printf("the same run without a failure, for comparison ...\n");
     std::filesystem::create_directories(s.directory + "/calm");
     Run baseline(calm, s.directory + "/calm");
@@ -198,7 +266,8 @@ Result<int> demo(Settings& s) {
     if (auto written = write_trace(s.trace, run.story().events(), run.story().deeds()); !written)
       return tl::unexpected(written.error());
   const bool good = report.at("same_bits").get<bool>() && !report.at("ledger").contains("error") &&
-                    report.at("ledger").at("repeated") == 0 && report.at("ledger").at("lost") == 0;
+                    report.at("ledger").at("repeated") == 0 && report.at("ledger").at("lost") == 0 &&
+                    (report.at("rolled_back_steps") == 0 || s.loses_all());
   return good ? 0 : 1;
 }
 
@@ -232,6 +301,14 @@ int main(int argc, char** argv) {
                  "REPLICA@STEP: kill -9 that replica's daemon at that step; it is started again");
   app.add_option("--kill-coordinator", s.kill_coordinator,
                  "STEP: kill -9 the coordinator at that step; it is started again");
+  app.add_option("--pause-coordinator", s.pause_coordinator,
+                 "STEP: stop the coordinator (SIGSTOP) at that step, for --pause-ms");
+  app.add_option("--pause-all", s.pause_all,
+                 "STEP: stop all processes at that step, for --pause-ms: a suspended machine");
+  app.add_option("--pause-ms", s.pause_ms, "how long these pauses last; 0: two and a half times the silence")
+      ->capture_default_str();
+  app.add_option("--drift", s.drift, "REPLICA@STEP: from that step on the replica's optimizer gets a bit wrong");
+  app.add_option("--flip-bit", s.flip_bit, "STEP: a bit of a reduced gradient flips on one rank of the last replica");
   app.add_flag("--kill-source", s.kill_source, "kill a source of the running catch-up");
   app.add_flag("--kill-joiner", s.kill_joiner, "kill the joiner of the running catch-up");
   app.add_option("--silence-ms", s.job.silence_ms, "how long a peer may be silent")
@@ -253,7 +330,9 @@ int main(int argc, char** argv) {
   app.add_option("--log-level", s.job.log_level, "of the trainers")->capture_default_str();
   app.add_option("--limit-seconds", s.limit_seconds, "give up after this long")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  const bool faults = !s.kills.empty() || !s.hangs.empty() || !s.kill_daemon.empty() || s.kill_coordinator != 0;
+  if (s.pause_ms == 0) s.pause_ms = s.job.silence_ms * 5 / 2;
+  const bool faults = !s.kills.empty() || !s.hangs.empty() || !s.kill_daemon.empty() || !s.drift.empty() ||
+                      s.kill_coordinator + s.pause_coordinator + s.pause_all + s.flip_bit != 0;
   if (!faults && !s.no_kill && s.job.replicas > 1)
     s.kills.push_back(fmt::format("1.0@{}", std::max<std::uint64_t>(2, s.job.steps / 4)));
   ::signal(SIGPIPE, SIG_IGN);

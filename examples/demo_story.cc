@@ -233,6 +233,7 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
     const auto audit = membership::audit(membership::trained_by_step(*records));
     json["ledger"] = {
         {"samples", audit.samples}, {"once", audit.once}, {"lost", audit.lost}, {"repeated", audit.repeated}};
+    json["rolled_back_steps"] = membership::rolled_back(*records).steps;
   } else {  // no proof: the caller must not take it for one
     json["ledger"] = {{"samples", 0}, {"once", 0}, {"lost", 0}, {"repeated", 0}, {"error", records.error().message}};
   }

@@ -20,6 +20,13 @@ std::string bar(double part, int width) {
   return text + "]";
 }
 
+// Of a failure: what was done, and to which replica where it was to one.
+std::string name_of(const nlohmann::json& failure) {
+  const std::string kind = failure.at("kind");
+  const bool of_all = kind.ends_with("_coordinator") || kind.ends_with("_all");
+  return of_all ? kind : fmt::format("{} of replica {}", kind, failure.at("replica").get<int>());
+}
+
 }  // namespace
 
 LiveView::LiveView(const JobSettings& settings, bool quiet)
@@ -54,6 +61,7 @@ void LiveView::draw(const Story& story) {
   }
   if (!terminal_) {
     if (std::exchange(last_roles_, roles) != roles) std::printf("step %5lu %s\n", story.committed(), roles.c_str());
+    std::fflush(stdout);
     return;
   }
   if (lines_ > 0) std::printf("\x1b[%dA", lines_);
@@ -125,6 +133,8 @@ std::string summary(const nlohmann::json& report) {
     else if (kind == "kill_daemon")
       what = fmt::format("kill -9 the daemon of replica {}", event.at("replica").get<int>());
     else if (kind == "kill_coordinator") what = "kill -9 the coordinator";
+    else if (kind == "pause_coordinator") what = "kill -STOP the coordinator, for a while";
+    else if (kind == "pause_all") what = "kill -STOP all processes, for a while";
     else if (kind == "rank_down")
       what = fmt::format("daemon: replica {} rank {} is down: {}", event.at("replica").get<int>(),
                          event.at("rank").get<int>(), event.value("reason", ""));
@@ -146,11 +156,10 @@ std::string summary(const nlohmann::json& report) {
   text += "\nFailures\n";
   for (const auto& f : report.at("failures"))
     text += fmt::format(
-        "  {} of replica {} at step {}: seen after {:.1f} ms; the survivors' commit of that step {:.1f} ms later than "
+        "  {} at step {}: seen after {:.1f} ms; the survivors' commit of that step {:.1f} ms later than "
         "their computing ({:.1f} ms in all); {} steps recomputed\n",
-        f.at("kind").get<std::string>(), f.at("replica").get<int>(), f.at("step").get<int>(),
-        f.at("detected_ms").get<double>(), f.at("resumed_ms").get<double>(), f.at("with_compute_ms").get<double>(),
-        f.at("recomputed_steps").get<int>());
+        name_of(f), f.at("step").get<int>(), f.at("detected_ms").get<double>(), f.at("resumed_ms").get<double>(),
+        f.at("with_compute_ms").get<double>(), f.at("recomputed_steps").get<int>());
   for (const auto& c : report.at("catch_ups"))
     text += fmt::format(
         "  replica {} rank {} caught up: {} from {} sources in {:.0f} ms, from step {} to {}, {} slices fetched "
@@ -176,6 +185,10 @@ std::string summary(const nlohmann::json& report) {
   text += fmt::format("  ledger: {} samples, {} trained once, {} lost, {} repeated\n",
                       ledger.at("samples").get<std::uint64_t>(), ledger.at("once").get<std::uint64_t>(),
                       ledger.at("lost").get<std::uint64_t>(), ledger.at("repeated").get<std::uint64_t>());
+  if (const auto lost = report.value("rolled_back_steps", std::uint64_t{0}); !report.contains("rolled_back_steps"))
+    text += "  state survives: unknown, without the coordinator's log\n";
+  else if (lost == 0) text += "  state survives: yes: no committed step was rolled back\n";
+  else text += fmt::format("  state survives: no: {} steps were rolled back\n", lost);
   if (report.contains("loss")) {
     const auto& loss = report.at("loss");
     text += fmt::format("  loss: {:.4f} at first, {:.4f} at last", loss.at("first").get<double>(),

@@ -23,6 +23,7 @@ struct Settings {
   std::uint64_t seed = 1, parameters = 300000;
   std::uint64_t digest_every = 0;  // steps; 0: only at the end
   std::uint64_t pause_at = 0;      // in mid-step, say so and wait to be killed or stopped
+  std::uint64_t drift_from = 0;    // step; from there on the optimizer computes something else
 };
 
 // Sample k is a window of the text: position by a fixed odd stride, so that neighbours in the stream are far apart.
@@ -131,6 +132,8 @@ int train(const Settings& s) {
     }
     auto committed = tensors.commit([&](const Piece& piece, const demo::Views& of) {
       adamw.apply(piece.step, of[0], of[1], of[2], piece.gradient_as<float>());
+      if (s.drift_from > 0 && piece.step >= s.drift_from && piece.tensor.index == demo::hidden_weight)
+        of[0].front() += 1e-6f;
     });
     if (!committed) return fail_with(committed.error());
     events::emit(
@@ -158,6 +161,9 @@ int main(int argc, char** argv) {
   app.add_option("--digest-every", s.digest_every, "tell the state's digest every so many steps; 0: at the end")
       ->capture_default_str();
   app.add_option("--pause-at", s.pause_at, "in the middle of this step, wait for a signal");
+  app.add_option(
+      "--drift-from", s.drift_from,
+      "from this step on the optimizer computes something else than on other replicas, for the audit to find");
   app.add_option("--events", s.events, "directory for event files");
   app.add_option("--log-level", s.log_level)->capture_default_str();
   CLI11_PARSE(app, argc, argv);

@@ -56,13 +56,17 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   }
   for (auto& spec : buckets) {
     const std::size_t bytes = spec.count * size_of(spec.type);
-    if (bytes == 0 || spec.input.size() != bytes || spec.output.size() != bytes)
+    if (bytes == 0)
+      return fail(ErrorCode::invalid_argument, "bucket {} has no elements: leave it out", made->buckets_.size());
+    if (spec.input.size() != bytes || spec.output.size() != bytes)
       return fail(ErrorCode::invalid_argument, "bucket {}: {} elements of {} need {} bytes; input has {}, output {}",
                   made->buckets_.size(), spec.count, to_string(spec.type), bytes, spec.input.size(),
                   spec.output.size());
-    if (bytes / std::max<std::size_t>(64, options.chunk_bytes) + 64 >= Tag::kMaxChunks)
-      return fail(ErrorCode::invalid_argument, "bucket {} of {} has too many chunks of {}", made->buckets_.size(),
-                  human_bytes(bytes), human_bytes(options.chunk_bytes));
+    if (const auto most = most_chunks(bytes, options.chunk_bytes); most > Tag::kMaxChunks)
+      return fail(ErrorCode::invalid_argument,
+                  "bucket {} of {} may have {} chunks of {}, over the limit of {}: make chunks larger or buckets "
+                  "smaller",
+                  made->buckets_.size(), human_bytes(bytes), most, human_bytes(options.chunk_bytes), Tag::kMaxChunks);
     auto& bucket = made->buckets_.emplace_back();
     bucket.spec = spec;
     bucket.index = static_cast<std::uint32_t>(made->buckets_.size() - 1);
@@ -73,6 +77,9 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
     bucket.input = *input;
     bucket.output = *output;
   }
+  auto access = options.device ? device::Access::make(*options.device) : device::Access::make(*device::make_host());
+  if (!access) return tl::unexpected(access.error());
+  made->access_ = std::move(*access);
   if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());
   const std::size_t staged = options.chunk_bytes * options.chunks_in_flight;
   if (options.device) {
@@ -207,14 +214,14 @@ Result<> Communicator::all_reduce(std::uint32_t index, Step step, ReduceOp op) {
 void Communicator::begin(Bucket& bucket) {
   if (device_failed_) return;
   last_progress_ = now_;
-  if (bucket.bytes() <= options_.direct_bytes && ring_.size() <= options_.direct_members)
-    bucket.running = std::make_unique<DirectOperation>(*this, bucket);
+  if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
   else bucket.running = std::make_unique<RingOperation>(*this, bucket);
   bucket.running->start();
   if (bucket.running && bucket.running->done()) finish(bucket);
 }
 
 void Communicator::finish(Bucket& bucket) {
+  bucket.digest = bucket.running->digest();
   bucket.running.reset();
   bucket.wanted = false;
   ++operations_done_;
@@ -359,6 +366,7 @@ void Communicator::on_message(Peer& peer, BytesView message) {
         inbox.present.assign(contributors_, false);
       }
       std::memcpy(inbox.data.data() + place * bucket.bytes(), message.data(), message.size());
+      damage_if_due(Step(header.value), std::span(inbox.data).subspan(place * bucket.bytes(), bucket.bytes()));
       inbox.present[place] = true;
       last_progress_ = now_;
       if (bucket.running) bucket.running->on_direct();

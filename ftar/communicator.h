@@ -9,7 +9,7 @@
 //  - Every chunk and message names its epoch, step, bucket and chunk; what does not fit is dropped and counted.
 //  - All members are connected with each other, so that an epoch without one of them needs no new connection.
 //
-// connections.cc: connections. communicator.cc: epochs. ring.cc and direct.cc: the two algorithms.
+// connections.cc: connections. communicator.cc: epochs. ring.cc and direct.cc: the two algorithms. results.cc: digests.
 #pragma once
 
 #include <map>
@@ -20,7 +20,9 @@
 #include "base/clock.h"
 #include "base/ids.h"
 #include "base/types.h"
+#include "device/access.h"
 #include "device/reducer.h"
+#include "ftar/schedule.h"
 #include "transport/transport.h"
 
 namespace rejoin::ftar {
@@ -54,6 +56,7 @@ struct Options {
   std::size_t direct_bytes = 32 * KiB;  // buckets up to this size skip the ring: everyone sends to everyone
   std::uint32_t direct_members = 8;     // … in rings of up to this many members
   bool both_ways = true;                // all-gather in both directions at once
+  Step flip_bit_at;                     // a drill: what arrives first in this step is damaged; 0: never
   // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. All members must have
   // GPUs, or none.
   std::shared_ptr<device::Device> device;
@@ -101,6 +104,12 @@ struct Stats {
   std::vector<PeerStats> peers;
 };
 
+// What a bucket's result is made of, to find where members differ: each segment's digest, and who it came from.
+struct Segment {
+  std::uint64_t digest = 0;
+  ReplicaId from;  // this member: added up or contributed here
+};
+
 class RingOperation;
 class DirectOperation;
 class Operation;
@@ -127,6 +136,15 @@ class Communicator {
   void enter(Epoch epoch, std::vector<Place> ring);
   Epoch epoch() const { return epoch_; }
 
+  // Whether the all-reduces that are started from now on digest their results, for results_digest(): of every chunk
+  // while it is in the cache; on a GPU when it is asked for.
+  void digest_results(bool on) { digesting_ = on; }
+  void flip_bit_at(Step step) { options_.flip_bit_at = step; }  // as the option
+  // Of the results of all buckets' last all-reduces; equal on all members of their epoch. Errors: of the device.
+  Result<std::uint64_t> results_digest();
+  // By bucket, what its last all-reduce, in this epoch, is made of. Errors: of the device.
+  Result<std::vector<std::vector<Segment>>> inspect_results();
+
   // Starts an all-reduce of a bucket, at most one at a time for each bucket. Refused before the first enter().
   Result<> all_reduce(std::uint32_t bucket, Step step, ReduceOp op);
 
@@ -136,6 +154,8 @@ class Communicator {
   bool working() const;  // this member's GPU adds up: what poll() waits for wakes nobody, so don't sleep
 
   std::vector<Wait> waits(TimePoint now) const;
+  // This process was away for so long, until now: what it did not see in that time was not missing.
+  void forgive(Duration away, TimePoint now) { last_progress_ = std::min(now, last_progress_ + away); }
   Stats stats() const;
 
  private:
@@ -168,6 +188,10 @@ class Communicator {
   Peer* peer_of(transport::EndpointId endpoint);
   Peer* peer_of(Member member);
   std::uint64_t plan_hash() const;
+  void damage_if_due(Step step, std::span<std::byte> arrived);
+  bool direct(const Bucket& bucket) const;
+  Shape shape_of(const Bucket& bucket) const;
+  std::vector<BytesView> pieces_of(const Bucket& bucket) const;
   // Of another member; nothing: it is not here yet.
   BytesView direct_input(std::uint32_t bucket, Step step, std::uint32_t contributor) const;
 
@@ -182,6 +206,8 @@ class Communicator {
   std::shared_ptr<device::Reducer> reducer_;                // of a device
   std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // the last of its works that was, resp. is known to be
   bool flushes_ = false;                                    // NICs' writes, before the device reads them
+  std::unique_ptr<device::Access> access_;
+  bool digesting_ = false;
   bool device_failed_ = false;
   std::map<Member, std::unique_ptr<Peer>> peers_;
   std::map<transport::EndpointId, Peer*> by_endpoint_;

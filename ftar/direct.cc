@@ -1,6 +1,7 @@
 // The latency-optimal all-reduce for small buckets: every contributor sends its input to every member in one message,
 // and everyone adds all inputs in the same order. The CPU does, also where buckets are in a GPU's memory: two small
 // copies cost less than a ring's hops.
+#include "base/digest.h"
 #include "ftar/operation.h"
 #include "ftar/reduce.h"
 
@@ -55,6 +56,7 @@ void DirectOperation::on_direct() {
           i == n - 1 && bucket_.op == ReduceOp::mean ? n : 0);
   }
   if (!owner_.reducer_) {
+    if (owner_.digesting_) digest_ = combine_digests(0, rejoin::digest(bucket_.spec.output));
     done_ = true;
     return;
   }

@@ -61,6 +61,8 @@ class Operation {
   virtual void on_direct() {}
   virtual void on_reduced(std::uint64_t /*number*/) {}  // the device has done its works up to this
   virtual bool done() const = 0;
+  // Of the result, once done; nothing where none was wanted, or the result is in a device's memory.
+  virtual std::optional<std::uint64_t> digest() const = 0;
   virtual std::optional<Wait> wait() const = 0;
 };
 
@@ -79,6 +81,7 @@ struct Communicator::Bucket {
     std::vector<bool> present;
   };
   Inbox inbox[2];
+  std::optional<std::uint64_t> digest;  // of the last result
   // Of a device, for a bucket small enough: pinned room for this member's own input, and for the result.
   std::span<std::byte> own, result;
 
@@ -95,6 +98,7 @@ class RingOperation final : public Operation {
   void on_write_completed(Peer& to, std::uint32_t kind) override;
   void on_reduced(std::uint64_t number) override;
   bool done() const override { return final_count_ == chunks_ && outstanding_ == 0 && all_sent(); }
+  std::optional<std::uint64_t> digest() const override;
   std::optional<Wait> wait() const override;
 
  private:
@@ -113,6 +117,7 @@ class RingOperation final : public Operation {
   bool is_last(std::uint32_t chunk) const;
   void on_reduced(Peer& from, const Tag& tag);
   void make_all_final();
+  void take_digest(std::uint32_t chunk);
   void make_final(std::uint32_t chunk);
 
   struct OnDevice {
@@ -132,6 +137,8 @@ class RingOperation final : public Operation {
   // By chunk: it has arrived to be added to; the output holds a partial sum, the result.
   std::vector<bool> taken_, partial_, final_;
   std::uint32_t final_count_ = 0, chunks_ = 0;
+  const bool digesting_;
+  std::vector<std::uint64_t> digests_;  // by chunk
   Gather right_, left_;
   std::size_t outstanding_ = 0;
   std::deque<OnDevice> on_device_;
@@ -144,6 +151,7 @@ class DirectOperation final : public Operation {
   void on_direct() override;
   void on_reduced(std::uint64_t number) override;
   bool done() const override { return done_; }
+  std::optional<std::uint64_t> digest() const override { return digest_; }
   std::optional<Wait> wait() const override;
 
  private:
@@ -155,6 +163,7 @@ class DirectOperation final : public Operation {
   Communicator::Bucket& bucket_;
   bool own_here_ = false;  // in the host's memory, if it contributes
   bool done_ = false;
+  std::optional<std::uint64_t> digest_;
   std::optional<std::uint64_t> fetching_, storing_;  // of a device: copies under way
 };
 

@@ -1,36 +1,24 @@
 // The bandwidth-optimal all-reduce: schedule.h says who sends what; here it happens, chunk by chunk.
 #include <algorithm>
 
+#include "base/digest.h"
 #include "ftar/operation.h"
 #include "ftar/reduce.h"
 
 namespace rejoin::ftar {
 
-namespace {
-
-Shape shape_of(std::size_t bytes, std::size_t element, std::uint32_t contributors, std::uint32_t members,
-               const Options& options) {
-  return {.bytes = bytes,
-          .element = element,
-          .contributors = contributors,
-          .members = members,
-          .chunk_bytes = tuned_chunk(bytes, contributors, options.chunk_bytes),
-          .both_ways = options.both_ways};
-}
-
-}  // namespace
-
 RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket)
     : owner_(owner),
       bucket_(bucket),
-      schedule_(shape_of(bucket.bytes(), size_of(bucket.spec.type), owner.contributors_,
-                         static_cast<std::uint32_t>(owner.ring_.size()), owner.options_)),
-      contributes_(owner.position_ < owner.contributors_) {
+      schedule_(owner.shape_of(bucket)),
+      contributes_(owner.position_ < owner.contributors_),
+      digesting_(owner.digesting_ && !owner.reducer_) {
   const std::uint32_t p = owner.position_, n = owner.contributors_;
   const auto members = static_cast<std::uint32_t>(owner.ring_.size());
   partial_.resize(std::size_t{n} * schedule_.stride());
   final_.resize(partial_.size());
   taken_.resize(partial_.size());
+  if (digesting_) digests_.resize(partial_.size());
   chunks_ = schedule_.all_chunks();
   if (contributes_ && n > 1) {
     scatter_to_ = owner.ring_peers_[(p + 1) % n];
@@ -113,7 +101,25 @@ void RingOperation::pump_gather(Gather& gather) {
 }
 
 void RingOperation::make_all_final() {
-  for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) make_final(schedule_.chunk_id(0, i));
+  for (std::uint32_t i = 0; i < schedule_.chunks_of(0); ++i) {
+    make_final(schedule_.chunk_id(0, i));
+    take_digest(schedule_.chunk_id(0, i));
+  }
+}
+
+// After it has been sent on: nobody waits for this.
+void RingOperation::take_digest(std::uint32_t chunk) {
+  if (!digesting_) return;
+  const Range range = schedule_.chunk(chunk);
+  digests_[chunk] = rejoin::digest(BytesView(bucket_.spec.output).subspan(range.offset, range.length));
+}
+
+std::optional<std::uint64_t> RingOperation::digest() const {
+  if (!digesting_) return std::nullopt;
+  std::uint64_t all = 0;
+  for (std::uint32_t chunk = 0; chunk < digests_.size(); ++chunk)
+    if (schedule_.valid(chunk)) all = combine_digests(all, digests_[chunk]);
+  return all;
 }
 
 void RingOperation::make_final(std::uint32_t chunk) {
@@ -126,10 +132,13 @@ bool RingOperation::on_chunk(Peer& from, const Tag& tag) {
   if (!schedule_.valid(tag.chunk)) return false;
   if (tag.kind == Tag::kReduceScatter) return on_reduce_scatter_chunk(from, tag);
   if (final_[tag.chunk]) return false;
-  from.stats.bytes_received += schedule_.chunk(tag.chunk).length;
+  const Range range = schedule_.chunk(tag.chunk);
+  from.stats.bytes_received += range.length;
+  owner_.damage_if_due(bucket_.step, bucket_.spec.output.subspan(range.offset, range.length));
   make_final(tag.chunk);
   pump_gather(right_);
   pump_gather(left_);
+  take_digest(tag.chunk);
   return true;
 }
 
@@ -178,6 +187,7 @@ void RingOperation::on_reduced(Peer& from, const Tag& tag) {
     make_final(tag.chunk);
     pump_gather(right_);
     pump_gather(left_);
+    take_digest(tag.chunk);
   } else {
     partial_[tag.chunk] = true;
     pump_reduce_scatter();

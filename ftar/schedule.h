@@ -18,6 +18,8 @@
 
 namespace rejoin::ftar {
 
+constexpr std::uint32_t kMaxMembers = 1024;
+
 struct Shape {
   std::size_t bytes = 0;    // of the whole buffer
   std::size_t element = 4;  // bytes
@@ -67,5 +69,10 @@ class Schedule {
 
 // The chunk size for a buffer: large enough to be efficient, small enough that the rounds overlap; never above `limit`.
 std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, std::size_t limit);
+// No chunk of it has a larger number, whatever the ring: each segment has a chunk that is not full, or a few small
+// ones.
+constexpr std::uint64_t most_chunks(std::uint64_t bytes, std::uint64_t limit) {
+  return bytes / limit + 6 * std::uint64_t{kMaxMembers};
+}
 
 }  // namespace rejoin::ftar

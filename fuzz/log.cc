@@ -4,7 +4,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <fstream>
 #include <string>
 
 #include "membership/coordinator.h"
@@ -23,6 +25,12 @@ struct Directory {
     ::rmdir(path.c_str());
   }
 };
+
+rejoin::Bytes contents(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  return {rejoin::as_bytes(text).begin(), rejoin::as_bytes(text).end()};
+}
 
 }  // namespace
 
@@ -50,5 +58,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   log = fail(ErrorCode::unavailable, "closed");
   auto again = read_log(path);
   if (!again || again->size() != count) std::abort();
+  // A flipped bit is an error, or loses nothing.
+  Bytes bytes = contents(path);
+  std::uint64_t chosen = size;
+  for (std::size_t i = 0; i < std::min<std::size_t>(size, 64); ++i) chosen = chosen * 31 + data[i];
+  bytes[chosen / 8 % bytes.size()] ^= std::byte{1} << static_cast<int>(chosen % 8);
+  if (auto damaged = parse_log(bytes, path); damaged && damaged->records.size() != count) std::abort();
   return 0;
 }

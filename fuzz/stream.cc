@@ -35,8 +35,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   {
     catchup::Service service(*engine, kSecret, {.compression = catchup::Compression::always}, clock);
     const catchup::RankKey source{ReplicaId(0), RankId(0)}, joiner{ReplicaId(1), RankId(0)};
-    if (!service.add_rank(source, shm::View::of(served).value()) ||
-        !service.add_rank(joiner, shm::View::of(joining).value()))
+    if (!service.add_rank(source, 1, shm::View::of(served).value()) ||
+        !service.add_rank(joiner, 2, shm::View::of(joining).value()))
       return 0;
     service.serve(source, Incarnation(1));
     std::vector<transport::EndpointId> endpoints;

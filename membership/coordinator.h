@@ -7,11 +7,16 @@
 //
 // The rules, each in one function:
 //   start      all configured replicas have registered and are connected: the most advanced state contributes, the
-//              others catch up.
+//              others catch up. Never below the last committed step, unless an operator says so.
 //   commit     all ranks of all members have exchanged: the step is decided, and with it the plan of the next one.
 //   retry      a member is gone: the same step again in the next epoch, without it.
+//   suspend    a contributor is silent, not known to be dead: out like one that is gone, but until the next commit its
+//              state is as good as anybody's, so that until then it may be taken back.
+//   hold       the last contributor is never put out for silence: the job waits for it.
+//   mend       a connection between two members broke: the same members in the next epoch, where they connect again.
 //   admission  a registered, connected replica enters at the next step boundary as catching up.
 //   promotion  all its ranks have caught up: it contributes from the next step boundary on.
+//   audit      what replicas reduced, or their states, differ: not committed, but repeated, or settled (drift_audit.h).
 #pragma once
 
 #include <map>
@@ -24,6 +29,8 @@
 #include "base/ids.h"
 #include "base/result.h"
 #include "control.pb.h"
+#include "membership/attendance.h"
+#include "membership/drift_audit.h"
 #include "membership/ledger.h"
 #include "membership/rank_set.h"
 
@@ -37,6 +44,18 @@ struct JobConfig {
   std::uint64_t batch = 1;                     // samples a contributor trains in a step
   std::uint64_t steps = 0;                     // then the job is finished; 0: never
   Duration silence = std::chrono::seconds(2);  // how long a peer may be silent
+  // An operator's word: where every process that held the last committed step is gone, the job may go on from a state
+  // as old as this one. It holds for one such start of this coordinator.
+  std::optional<Step> roll_back_to;
+  // A job that has lost everybody starts again without the replicas that have not come for so long; zero: 15 × silence.
+  Duration start_patience{};
+  AuditConfig audit;
+  // An operator's word where replicas differ and the job has stopped after step `at`: this one is wrong.
+  struct Drop {
+    ReplicaId replica;
+    Step at;
+  };
+  std::optional<Drop> drop;
 };
 
 struct Actions {
@@ -48,7 +67,12 @@ struct Actions {
 
 class Coordinator {
  public:
-  explicit Coordinator(const JobConfig& config) : config_(config), ledger_(config.batch) {}
+  explicit Coordinator(const JobConfig& config)
+      : config_(config),
+        ledger_(config.batch),
+        attendance_(config.silence),
+        roll_back_to_(config.roll_back_to),
+        audit_(config.audit, config.ranks) {}
 
   // Before anything else: takes up the decisions of an earlier life. `mismatch` where the log is of another job shape,
   // `corrupt` where its records contradict each other.
@@ -84,35 +108,86 @@ class Coordinator {
     bool catching_up = false;
     RankSet exchanged;  // for the step under way
   };
+  // A contributor of the last committed step that is out, and may be taken back until the next one is committed.
+  struct Suspended {
+    ReplicaId replica;
+    Incarnation incarnation;
+    std::string reason;
+    bool ended = false;  // one of its processes is gone, and with it the state
+  };
 
   bool started() const { return epoch_ != Epoch{}; }
   bool finished() const { return config_.steps != 0 && committed_.value >= config_.steps; }
   Epoch epoch() const { return epoch_; }
   Step committed() const { return committed_; }
   const std::vector<MemberState>& members() const { return members_; }
+  const std::vector<Suspended>& suspended() const { return suspended_; }
   const std::map<ReplicaId, ReplicaState>& replicas() const { return replicas_; }
   const Ledger& ledger() const { return ledger_; }
+  const DriftAudit& audit() const { return audit_; }
+  // Replicas differ and an operator must say which is wrong: nothing is committed before.
+  const std::optional<std::string>& stopped() const { return stopped_; }
   // Whom the step under way waits for, for people.
   std::vector<std::string> waiting_for(TimePoint now) const;
+  // Replicas that nothing goes on without: the last that hold the state of the last committed step, and silent.
+  std::vector<ReplicaId> held_for() const;
+  // The job waits for an operator's word: the step that roll_back_to would have to allow.
+  std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
+  std::uint64_t steps_rolled_back() const { return steps_rolled_back_; }  // ever, by the log
 
  private:
   void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
-  void on_rank_down(ReplicaId replica, std::uint32_t rank, std::uint64_t life, const std::string& reason);
+  void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
+  void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
+  void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
+  void on_rank_down(const proto::RankDown& down, TimePoint now);
+  void lose_node(NodeId node, TimePoint now);
   void on_exchanged(const proto::Exchanged& exchanged);
-  void on_standing(const proto::Standing& standing);
+  void on_standing(const proto::Standing& standing, TimePoint now);
   void on_accusation(const proto::Accusation& accusation, TimePoint now);
-  void judge(TimePoint now);
 
-  void try_start();
-  void try_commit();
-  void remove(ReplicaId replica, const std::string& reason);
+  // coordinator_absence.cc
+  void suspect_itself(Duration away, TimePoint now);
+  void lose_silent_nodes(TimePoint now);
+  void settle_absent(TimePoint now);
+  void settle_recovery(TimePoint now);
+  bool mend(TimePoint now);
+  void judge(TimePoint now);
+  void suspend(ReplicaId replica, const std::string& reason);
+  bool take_back(bool only_present);
+  bool others_suspended_present() const;
+  bool is_suspended(ReplicaId replica) const;
+  void give_up_suspended();
+  void remove(ReplicaId replica, const std::string& reason, TimePoint now);
+  void lose_everybody();
+  void next_epoch(const std::string& reason);
   void drop_registration(ReplicaId replica, const std::string& reason);
+  bool present(ReplicaId replica, Incarnation incarnation) const;
+  bool overdue(const ReplicaState& replica, TimePoint now) const;
+  bool others_contribute(ReplicaId replica) const;
+  bool has_contributors() const;
+  void say_once(std::string line);
+
+  // coordinator_start.cc
+  void try_start(TimePoint now);
+  std::vector<ReplicaId> ready_to_start(TimePoint now);
+  Duration start_patience() const;
+  std::optional<std::uint64_t> newest(const std::vector<ReplicaId>& replicas) const;
+  std::string rollback_needed(Step from) const;
+  void start_with(const std::vector<ReplicaId>& replicas, Step from);
+
+  void try_commit();
+  // coordinator_audit.cc
+  bool differences_settled();
+  Result<> drop_as_told();
+
   bool change_members_at_boundary();
   void begin_epoch(const std::string& reason);
   void plan_step();
   void broadcast_plan();
   bool may_announce();
   void announce_to(NodeId node, const RankSet& ranks);
+  void announce_replica(const ReplicaState& replica, ReplicaId id);
   void announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, const std::set<NodeId>& told);
   static void describe(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, proto::Peers& peers);
   proto::Plan plan() const;
@@ -136,14 +211,24 @@ class Coordinator {
   Step committed_;
   std::uint64_t last_incarnation_ = 0;
   std::uint64_t plan_hash_ = 0;
+  std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
+  std::uint64_t steps_rolled_back_ = 0;
   std::vector<MemberState> members_;
+  std::vector<Suspended> suspended_;
   std::map<ReplicaId, ReplicaState> replicas_;
   struct NodeState {
     TimePoint heard{};
     RankSet hosts;  // the ranks, of any replica, that have registered through it
   };
   std::map<NodeId, NodeState> nodes_;
-  std::optional<TimePoint> recovering_until_;
+  Attendance attendance_;
+  std::optional<Step> roll_back_to_;  // not used yet
+  std::optional<Step> wants_roll_back_;
+  std::optional<TimePoint> recovering_until_, incomplete_since_;
+  std::set<std::string> said_;  // in this epoch
+  DriftAudit audit_;
+  std::optional<std::string> stopped_;
+  TimePoint now_{};  // of the message that is being heard
   struct Edge {
     std::string what;
     bool lost = false;
@@ -151,6 +236,7 @@ class Coordinator {
     TimePoint since{};    // … since then
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Edge> accusations_;  // accuser → suspect, in this epoch
+  std::map<std::pair<std::uint32_t, std::uint32_t>, int> mended_;  // epochs begun for a pair since the last commit
   Actions actions_;
 };
 

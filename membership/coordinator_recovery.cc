@@ -17,6 +17,7 @@ Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, Time
   }
   for (const auto& record : records)
     if (auto replayed = replay(record); !replayed) return replayed;
+  if (auto dropped = drop_as_told(); !dropped) return dropped;
   if (!members_.empty()) recovering_until_ = now + config_.silence;
   plan_step();
   return {};
@@ -39,13 +40,25 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         return fail(ErrorCode::corrupt, "the log's epoch {} at step {} does not follow epoch {} at step {}",
                     begun.epoch(), begun.step(), epoch_.value, committed_.value + 1);
       epoch_ = Epoch(begun.epoch());
+      incarnations_before_epoch_ = last_incarnation_;
       const auto before = std::exchange(members_, {});
+      const auto out_before = std::exchange(suspended_, {});
       for (const auto& m : begun.members())
         members_.push_back({.replica = ReplicaId(m.replica()),
                             .incarnation = Incarnation(m.incarnation()),
                             .catching_up = m.catching_up()});
+      for (const auto& m : begun.suspended())
+        suspended_.push_back({.replica = ReplicaId(m.replica()),
+                              .incarnation = Incarnation(m.incarnation()),
+                              .reason = "it was silent"});
+      const auto stays = [&](ReplicaId replica) {
+        return member(replica) != nullptr || std::any_of(suspended_.begin(), suspended_.end(),
+                                                         [&](const auto& out) { return out.replica == replica; });
+      };
       for (const auto& m : before)
-        if (member(m.replica) == nullptr) ledger_.hand_back(m.replica);
+        if (!stays(m.replica)) ledger_.hand_back(m.replica);
+      for (const auto& out : out_before)
+        if (!stays(out.replica)) ledger_.hand_back(out.replica);
       plan_step();
       return {};
     }
@@ -53,7 +66,17 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       if (record.committed().step() != committed_.value + 1)
         return fail(ErrorCode::corrupt, "the log commits step {} after step {}", record.committed().step(),
                     committed_.value);
+      for (const auto& m : record.committed().members()) {
+        Batch logged;
+        for (const auto& range : m.batch()) logged.push_back({range.begin(), range.end()});
+        if (const Batch* own = ledger_.batch_of(ReplicaId(m.replica())); own == nullptr || *own != logged)
+          return fail(ErrorCode::corrupt,
+                      "the log says that replica {} trained other samples in step {} than those that follow from the "
+                      "records before it; restore it from a copy",
+                      m.replica(), record.committed().step());
+      }
       committed_ = Step(record.committed().step());
+      give_up_suspended();
       ledger_.commit(committed_);
       plan_step();
       return {};
@@ -61,8 +84,16 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       last_incarnation_ = std::max<std::uint64_t>(last_incarnation_, record.incarnated().incarnation());
       return {};
     case proto::LogRecord::kRolledBack:
+      if (committed_.value > record.rolled_back().version())
+        steps_rolled_back_ += committed_.value - record.rolled_back().version();
       committed_ = Step(record.rolled_back().version());
       ledger_.roll_back(committed_);
+      return {};
+    case proto::LogRecord::kStopped: stopped_ = record.stopped().reason(); return {};
+    case proto::LogRecord::kDropped:
+      stopped_.reset();
+      for (auto& out : suspended_)
+        if (out.replica.value == record.dropped().replica()) out.ended = true;  // it is not taken back
       return {};
     case proto::LogRecord::KIND_NOT_SET: break;
   }
@@ -71,15 +102,22 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
 
 std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
   std::vector<std::string> lines;
+  if (stopped_) return {"an operator's decision about replicas that differ"};
   if (!started() || members_.empty()) {
+    std::vector<ReplicaId> there;
     for (std::uint32_t r = 0; r < config_.replicas; ++r) {
       auto found = replicas_.find(ReplicaId(r));
       const std::uint32_t up = found == replicas_.end() ? 0 : found->second.registered;
       if (up < config_.ranks)
         lines.push_back(fmt::format("replica {}: {} of {} ranks have registered", r, up, config_.ranks));
+      else there.push_back(ReplicaId(r));
     }
+    if (const auto from = newest(there); from && *from < committed_.value)
+      lines.push_back(rollback_needed(Step(*from)));
     return lines;
   }
+  for (auto id : held_for())
+    lines.push_back(fmt::format("replica {}: it is silent, and nobody else has the state of step {}", id, committed_));
   for (const auto& m : members_) {
     RankSet missing;
     missing.add(0, config_.ranks);

@@ -22,34 +22,22 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
                               up.rank(), config_.replicas, config_.ranks));
   if (plan_hash_ != 0 && up.plan_hash() != plan_hash_)
     return refuse("its tensors or buckets differ from the job's; all replicas must declare the same state and plan");
-  const auto welcome = [&](Incarnation incarnation) {
-    proto::ToNode answer;
-    auto& registered = *answer.mutable_registered();
-    registered.set_replica(up.replica());
-    registered.set_rank(up.rank());
-    registered.set_life(up.life());
-    registered.set_incarnation(incarnation.value);
-    send(node, std::move(answer));
-  };
-  // Of a rank that we know: the plan again, since one that it heard before could not mean it.
-  const auto welcome_back = [&](const ReplicaState& replica) {
-    welcome(replica.incarnation);
-    const bool recovering = recovering_until_.has_value();
-    if (may_announce() && !recovering) {  // otherwise everybody has just been told all
-      announce_to(node, RankSet(up.rank()));
-      if (whole(replica)) announce_ranks(replica, id, RankSet(up.rank()), {node});
-    }
-    proto::ToNode current;
-    *current.mutable_plan() = plan();
-    if (started()) send(node, std::move(current));
-  };
-
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
     const MemberState* m = member(id);
-    const bool known = found != replicas_.end() && found->second.incarnation.value == up.incarnation();
-    const bool from_log = m != nullptr && m->incarnation.value == up.incarnation();
-    if (!known && !from_log) {
+    // By its incarnation, or by its life where it has not heard of its new one.
+    const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||
+                                                    rank_of(up.replica(), up.rank(), up.life()) != nullptr);
+    const bool out_for_now = std::any_of(suspended_.begin(), suspended_.end(), [&](const Suspended& out) {
+      return out.replica == id && out.incarnation.value == up.incarnation() && !out.ended;
+    });
+    const bool from_log = out_for_now || (m != nullptr && m->incarnation.value == up.incarnation());
+    // Given out after the last epoch was begun, by an earlier life of this coordinator: it was never a member, so that
+    // its state is still the one that it came with.
+    const bool only_registered = up.incarnation() > incarnations_before_epoch_ &&
+                                 up.incarnation() <= last_incarnation_ &&
+                                 (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
+    if (!known && !from_log && !only_registered) {
       proto::ToNode answer;
       answer.mutable_fenced()->set_replica(up.replica());
       answer.mutable_fenced()->set_incarnation(up.incarnation());
@@ -57,10 +45,14 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
       return send(node, std::move(answer));
     }
     if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
+    // Whoever had its place has ended.
+    if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()), now);
     auto& replica = replicas_[id];
-    replica.incarnation = Incarnation(up.incarnation());
+    if (!known) replica.incarnation = Incarnation(up.incarnation());
+    const bool was_whole = whole(replica);
     keep(replica, node, up);
-    welcome_back(replica);
+    welcome_back(node, up, replica);
+    if (!was_whole && whole(replica) && may_announce()) announce_replica(replica, id);
     if (up.exchanged_epoch() == epoch_.value && up.exchanged_step() == committed_.value + 1) {
       proto::Exchanged again;
       again.set_replica(up.replica());
@@ -68,22 +60,36 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
       again.set_epoch(up.exchanged_epoch());
       again.set_step(up.exchanged_step());
       RankSet(up.rank()).to(again.mutable_ranks());
+      again.add_reduced(up.exchanged_reduced());
+      again.add_state(up.exchanged_state());
       on_exchanged(again);
     }
-    return;
+    return try_start(now);
   }
-  // A new life. If this replica lives already, that life has ended without our hearing of it.
+  register_new(node, up, now);
+}
+
+// A process that has not been registered yet, or none that anything depended on.
+void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint now) {
+  const ReplicaId id(up.replica());
+  auto found = replicas_.find(id);
+  // If this replica lives already, that life has ended without our hearing of it.
   if (found != replicas_.end() && !found->second.ranks.empty() && found->second.ranks[up.rank()].registered) {
     if (found->second.ranks[up.rank()].life == up.life()) {
       keep(found->second, node, up);  // it never heard our answer; its daemon may be another one by now
-      return welcome_back(found->second);
+      return welcome_back(node, up, found->second);
     }
-    remove(id, fmt::format("rank {} was started again", up.rank()));
+    remove(id, fmt::format("rank {} was started again", up.rank()), now);
     found = replicas_.find(id);
   }
-  if (MemberState* m = member(id);
-      m != nullptr && (found == replicas_.end() || found->second.incarnation == m->incarnation)) {
-    remove(id, fmt::format("rank {} was started again", up.rank()));
+  const auto is_it = [&](Incarnation incarnation) {
+    return found == replicas_.end() || found->second.incarnation == incarnation;
+  };
+  const MemberState* m = member(id);
+  if ((m != nullptr && is_it(m->incarnation)) ||
+      std::any_of(suspended_.begin(), suspended_.end(),
+                  [&](const Suspended& out) { return out.replica == id && is_it(out.incarnation); })) {
+    remove(id, fmt::format("rank {} was started again", up.rank()), now);
     found = replicas_.find(id);
   }
   if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
@@ -96,19 +102,34 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   }
   ReplicaState& replica = found->second;
   keep(replica, node, up).lost_at = now;
-  welcome(replica.incarnation);
+  welcome(node, up, replica.incarnation);
   if (!whole(replica)) return;
   note("replica {} has registered", id);
-  if (may_announce()) {
-    std::set<NodeId> its;
-    for (const auto& rank : replica.ranks) its.insert(rank.node);
-    for (auto one : its)
-      if (nodes_.contains(one)) announce_to(one, nodes_.at(one).hosts);
-    RankSet all;
-    all.add(0, config_.ranks);
-    announce_ranks(replica, id, all, its);
+  if (may_announce()) announce_replica(replica, id);
+  try_start(now);
+}
+
+void Coordinator::welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation) {
+  proto::ToNode answer;
+  auto& registered = *answer.mutable_registered();
+  registered.set_replica(up.replica());
+  registered.set_rank(up.rank());
+  registered.set_life(up.life());
+  registered.set_incarnation(incarnation.value);
+  send(node, std::move(answer));
+}
+
+// A rank that we know: the plan again, since one that it heard before could not mean it.
+void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica) {
+  welcome(node, up, replica.incarnation);
+  const bool recovering = recovering_until_.has_value();
+  if (may_announce() && !recovering) {  // otherwise everybody has just been told all
+    announce_to(node, RankSet(up.rank()));
+    if (whole(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
-  try_start();
+  proto::ToNode current;
+  *current.mutable_plan() = plan();
+  if (started()) send(node, std::move(current));
 }
 
 // As it says of itself now.
@@ -120,6 +141,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   rank.life = up.life();
   rank.version = up.version();
   rank.digest = up.digest();
+  audit_.on_digest_time(std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.connected_node = true;
   rank.address_size = static_cast<std::uint32_t>(up.address().size());
   rank.addresses = up.address() + up.stream_address();
@@ -148,6 +170,17 @@ void Coordinator::announce_to(NodeId node, const RankSet& ranks) {
   for (const auto& [id, replica] : replicas_)
     if (whole(replica)) describe(replica, id, ranks, *message.mutable_peers());
   send(node, std::move(message));
+}
+
+// All of its ranks have come: to them all others, and to all others them.
+void Coordinator::announce_replica(const ReplicaState& replica, ReplicaId id) {
+  std::set<NodeId> its;
+  for (const auto& rank : replica.ranks) its.insert(rank.node);
+  for (auto one : its)
+    if (nodes_.contains(one)) announce_to(one, nodes_.at(one).hosts);
+  RankSet all;
+  all.add(0, config_.ranks);
+  announce_ranks(replica, id, all, its);
 }
 
 // To the others: these ranks are there now.

@@ -9,13 +9,15 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 
 namespace rejoin::membership {
 
 namespace {
 
-constexpr char kMagic[8] = {'R', 'J', 'N', 'L', 'O', 'G', '0', '1'};
+constexpr std::string_view kMagic = "RJNLOG02", kOldMagic = "RJNLOG01";  // the old one: without marks
 constexpr std::uint32_t kMaxRecord = 16 * MiB;
+constexpr std::uint32_t kMark = 0xffffffff;  // a length: no record, all before it is on disk
 
 struct RecordHeader {
   std::uint32_t length;
@@ -23,9 +25,34 @@ struct RecordHeader {
   std::uint64_t checksum;  // of length, position and bytes
 };
 
-std::uint64_t checksum_of(std::uint32_t length, std::uint32_t position, const void* bytes) {
-  const std::uint64_t seed = (std::uint64_t{length} << 32) | position;
-  return XXH3_64bits_withSeed(bytes, length, seed);
+std::uint64_t checksum_of(const RecordHeader& header, const void* bytes) {
+  const std::uint64_t seed = (std::uint64_t{header.length} << 32) | header.position;
+  return XXH3_64bits_withSeed(bytes, header.length == kMark ? 0 : header.length, seed);
+}
+
+// The record or mark that begins here, if there is a whole one.
+std::optional<RecordHeader> frame_at(BytesView bytes, std::uint64_t at) {
+  RecordHeader header;
+  if (bytes.size() - at < sizeof header) return std::nullopt;
+  std::memcpy(&header, bytes.data() + at, sizeof header);
+  if (header.position != static_cast<std::uint32_t>(at)) return std::nullopt;
+  const bool mark = header.length == kMark;
+  if (!mark && (header.length > kMaxRecord || header.length > bytes.size() - at - sizeof header)) return std::nullopt;
+  if (header.checksum != checksum_of(header, bytes.data() + at + sizeof header)) return std::nullopt;
+  return header;
+}
+
+// What is broken from here on is torn by a crash, unless a mark follows, or in an old log anything whole.
+Result<> check_torn(BytesView bytes, std::uint64_t broken, bool old, const std::string& path) {
+  for (std::uint64_t at = broken + 1; at < bytes.size(); ++at) {
+    const auto header = frame_at(bytes, at);
+    if (!header || (header->length != kMark && !old)) continue;
+    return fail(ErrorCode::corrupt,
+                "{} is damaged at byte {}, and what was decided there had been acknowledged: byte {} says so. Restore "
+                "it from a copy, or start a new job with another log directory",
+                path, broken, at);
+  }
+  return {};
 }
 
 Result<Bytes> read_all(const Fd& file, const std::string& path) {
@@ -45,107 +72,131 @@ Result<Bytes> read_all(const Fd& file, const std::string& path) {
 
 Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at) {
   Bytes bytes;
-  if (at == 0) {
-    const auto head = as_bytes(std::string_view(kMagic, sizeof kMagic));
+  const auto add = [&](std::uint32_t length, std::string_view body) {
+    RecordHeader header{length, static_cast<std::uint32_t>(at + bytes.size()), 0};
+    header.checksum = checksum_of(header, body.data());
+    const auto head = bytes_of(header), rest = as_bytes(body);
+    bytes.insert(bytes.end(), head.begin(), head.end());
+    bytes.insert(bytes.end(), rest.begin(), rest.end());
+  };
+  if (at > 0) {
+    add(kMark, {});
+  } else {
+    const auto head = as_bytes(kMagic);
     bytes.assign(head.begin(), head.end());
   }
   for (const auto& record : records) {
     const std::string body = record.SerializeAsString();
-    RecordHeader header{static_cast<std::uint32_t>(body.size()), static_cast<std::uint32_t>(at + bytes.size()), 0};
-    header.checksum = checksum_of(header.length, header.position, body.data());
-    const auto head = bytes_of(header), rest = as_bytes(body);
-    bytes.insert(bytes.end(), head.begin(), head.end());
-    bytes.insert(bytes.end(), rest.begin(), rest.end());
+    add(static_cast<std::uint32_t>(body.size()), body);
   }
   return bytes;
 }
 
 Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
-  ParsedLog parsed{.records = {}, .whole = sizeof kMagic};
-  if (bytes.size() < sizeof kMagic) {
-    parsed.whole = 0;
+  ParsedLog parsed;
+  if (bytes.size() < kMagic.size()) {
+    parsed.torn = bytes.size();
     return parsed;
   }
-  if (std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
+  const auto magic = as_text(bytes.first(kMagic.size()));
+  if (magic != kMagic && magic != kOldMagic)
     return fail(ErrorCode::corrupt, "{} is not a Rejoin decision log of this version", path);
-  const auto broken = [&]() -> Result<ParsedLog> {
-    // Torn by a crash only if nothing whole follows; anything else is damage that must not be overlooked.
-    for (std::uint64_t at = parsed.whole + 1; at + sizeof(RecordHeader) <= bytes.size(); ++at) {
-      RecordHeader header;
-      std::memcpy(&header, bytes.data() + at, sizeof header);
-      if (header.position != static_cast<std::uint32_t>(at) || header.length > bytes.size() - at - sizeof header)
-        continue;
-      if (header.checksum == checksum_of(header.length, header.position, bytes.data() + at + sizeof header))
-        return fail(ErrorCode::corrupt,
-                    "{} is damaged at byte {}: a whole record follows at {}. Restore it from a copy, "
-                    "or start a new job with another log directory",
-                    path, parsed.whole, at);
-    }
-    return std::move(parsed);
-  };
-  while (parsed.whole < bytes.size()) {
-    RecordHeader header;
-    if (bytes.size() - parsed.whole < sizeof header) return broken();
-    std::memcpy(&header, bytes.data() + parsed.whole, sizeof header);
-    const std::uint64_t left = bytes.size() - parsed.whole - sizeof header;
-    if (header.length > kMaxRecord || header.length > left ||
-        header.position != static_cast<std::uint32_t>(parsed.whole))
-      return broken();
-    const auto* body = bytes.data() + parsed.whole + sizeof header;
+  parsed.old = magic == kOldMagic;
+  parsed.whole = kMagic.size();
+  for (std::uint64_t at = parsed.whole; at < bytes.size();) {
+    const auto header = frame_at(bytes, at);
     proto::LogRecord record;
-    if (header.checksum != checksum_of(header.length, header.position, body) ||
-        !record.ParseFromArray(body, static_cast<int>(header.length)))
-      return broken();
+    const bool sound = header && (header->length == kMark || record.ParseFromArray(bytes.data() + at + sizeof *header,
+                                                                                   static_cast<int>(header->length)));
+    if (!sound) {
+      if (auto torn = check_torn(bytes, at, parsed.old, path); !torn) return tl::unexpected(torn.error());
+      parsed.torn = bytes.size() - at;
+      break;
+    }
+    at += sizeof *header;
+    if (header->length == kMark) {
+      parsed.marked = at;
+      continue;
+    }
+    at += header->length;
+    parsed.whole = at;
     parsed.records.push_back(std::move(record));
-    parsed.whole += sizeof header + header.length;
   }
   return parsed;
 }
 
-Result<Log> Log::open(const std::string& directory) {
+Disk Disk::real() { return {.write = ::pwrite, .sync = ::fdatasync}; }
+
+Result<Log> Log::open(const std::string& directory, Disk disk) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   if (error) return fail(ErrorCode::io, "log directory {}: {}", directory, error.message());
   Log log;
+  log.disk_ = std::move(disk);
   log.path_ = directory + "/decisions.log";
   log.file_ = Fd(::open(log.path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (!log.file_) return fail_errno(log.path_);
   if (::flock(log.file_.get(), LOCK_EX | LOCK_NB) != 0)
     return fail(ErrorCode::exhausted, "{} is in use by another coordinator", log.path_);
-  auto bytes = read_all(log.file_, log.path_);
-  if (!bytes) return tl::unexpected(bytes.error());
-  auto parsed = parse_log(*bytes, log.path_);
-  if (!parsed) return tl::unexpected(parsed.error());
-  log.records_ = std::move(parsed->records);
-  log.bytes_cut_ = bytes->size() - parsed->whole;
-  if (::ftruncate(log.file_.get(), static_cast<off_t>(parsed->whole)) != 0) return fail_errno(log.path_);
-  ::lseek(log.file_.get(), 0, SEEK_END);
-  if (parsed->whole == 0 && (::write(log.file_.get(), kMagic, sizeof kMagic) != sizeof kMagic))
-    return fail_errno(log.path_);
-  if (::fsync(log.file_.get()) != 0) return fail_errno(log.path_);
+  if (auto recovered = log.recover(); !recovered) return tl::unexpected(recovered.error());
   // The file's name must survive, too.
   Fd folder(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!folder || ::fsync(folder.get()) != 0) return fail_errno(directory);
   return log;
 }
 
+// Cuts off what is torn, and makes sure that the rest is on disk. What no mark speaks for is written again: where a
+// sync had failed, the kernel may show it and have given up writing it.
+Result<> Log::recover() {
+  auto bytes = read_all(file_, path_);
+  if (!bytes) return tl::unexpected(bytes.error());
+  auto parsed = parse_log(*bytes, path_);
+  if (!parsed) return tl::unexpected(parsed.error());
+  if (::ftruncate(file_.get(), static_cast<off_t>(parsed->whole)) != 0) return fail_errno(path_);
+  Bytes again = parsed->whole == 0 ? log_bytes({}, 0) : Bytes{};
+  const std::uint64_t from = std::min(parsed->marked, parsed->whole);
+  again.insert(again.end(), bytes->begin() + static_cast<std::ptrdiff_t>(from),
+               bytes->begin() + static_cast<std::ptrdiff_t>(parsed->whole));
+  if (auto written = write_and_sync(again, from); !written) return written;
+  records_ = std::move(parsed->records);
+  bytes_cut_ = parsed->torn;
+  end_ = from + again.size();
+  if (auto marked = write_and_sync(log_bytes({}, end_), end_); !marked) return marked;
+  return parsed->old ? write_and_sync(as_bytes(kMagic), 0) : Result<>{};  // all of it has a mark behind it now
+}
+
+Result<> Log::write(BytesView bytes, std::uint64_t at) {
+  for (std::size_t done = 0; done < bytes.size();) {
+    const ssize_t wrote =
+        disk_.write(file_.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(at + done));
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0) return fail_errno(fmt::format("decision log {}", path_));
+    done += static_cast<std::size_t>(wrote);
+  }
+  return {};
+}
+
+Result<> Log::write_and_sync(BytesView bytes, std::uint64_t at) {
+  if (auto written = write(bytes, at); !written) return written;
+  if (disk_.sync(file_.get()) != 0) return fail_errno(fmt::format("decision log {}", path_));
+  return {};
+}
+
 Result<> Log::append(const std::vector<proto::LogRecord>& records) {
   if (records.empty()) return {};
   if (failed_) return fail(ErrorCode::io, "{} failed before; restart the coordinator", path_);
-  const Bytes bytes = log_bytes(records, static_cast<std::uint64_t>(::lseek(file_.get(), 0, SEEK_CUR)));
-  for (std::size_t done = 0; done < bytes.size();) {
-    const ssize_t wrote = ::write(file_.get(), bytes.data() + done, bytes.size() - done);
-    if (wrote < 0 && errno == EINTR) continue;
-    if (wrote < 0) {
-      failed_ = true;
-      return fail_errno(fmt::format("decision log {}", path_));
-    }
-    done += static_cast<std::size_t>(wrote);
-  }
-  if (::fdatasync(file_.get()) != 0) {
+  for (const auto& record : records)
+    if (const std::size_t size = record.ByteSizeLong(); size > kMaxRecord)
+      return fail(ErrorCode::invalid_argument, "{}: a record of {} is over the limit of {}", path_, human_bytes(size),
+                  human_bytes(kMaxRecord));
+  const Bytes bytes = log_bytes(records, end_);
+  if (auto written = write_and_sync(bytes, end_); !written) {
     failed_ = true;
-    return fail_errno(fmt::format("decision log {}", path_));
+    return written;
   }
+  end_ += bytes.size();
+  // They are durable whatever becomes of the mark; the next append writes it again, and fails if this has.
+  (void)write(log_bytes({}, end_), end_);
   return {};
 }
 
@@ -157,6 +208,21 @@ Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
   auto parsed = parse_log(*bytes, path);
   if (!parsed) return tl::unexpected(parsed.error());
   return std::move(parsed->records);
+}
+
+RolledBack rolled_back(const std::vector<proto::LogRecord>& records) {
+  RolledBack given_up;
+  std::map<std::uint64_t, std::uint64_t> samples;  // by step
+  for (const auto& record : records) {
+    if (record.has_committed())
+      for (const auto& member : record.committed().members())
+        for (const auto& range : member.batch()) samples[record.committed().step()] += range.end() - range.begin();
+    if (!record.has_rolled_back()) continue;
+    for (auto step = samples.upper_bound(record.rolled_back().version()); step != samples.end();
+         step = samples.erase(step))
+      ++given_up.steps, given_up.samples += step->second;
+  }
+  return given_up;
 }
 
 std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records) {

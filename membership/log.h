@@ -1,7 +1,16 @@
 // The coordinator's durable log: checksummed records in one file, each on disk before append() returns.
-// A torn tail (a crash in mid-append) is cut off at opening; damage before the tail is an error.
+//
+// An append is one write and one sync. When the sync has returned, a mark goes behind what was written: all before it
+// is on disk. The mark itself is not synced; the next append writes it again, before its records. So at opening:
+// - Damage with a mark somewhere behind it is damage to what was acknowledged: an error.
+// - Anything else behind the last mark that isn't whole was never acknowledged: a crash tore it, and it is cut off.
+// What this promises: an acknowledged record is never lost without a word as long as its mark, or a later one, is
+// sound. What it can't: to notice a file that ends early just behind some mark (a copy that was cut short, say), or
+// damage to the last append where power was lost before the mark behind it reached the disk, which the kernel sees to
+// within half a minute. A sector is taken to be written whole or not at all.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -13,28 +22,44 @@
 
 namespace rejoin::membership {
 
-// What a log's file holds, and how it is read: pure. These records as they are appended at byte `at`; at 0 the file's
-// head comes before them.
+// What a log's file holds, and how it is read: pure. What is written at byte `at` to append these records: the mark,
+// then they; at 0 the file's head comes instead of the mark. No records: the mark alone.
 Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at);
 struct ParsedLog {
   std::vector<proto::LogRecord> records;
-  std::uint64_t whole = 0;  // bytes; what follows is a torn tail
+  std::uint64_t marked = 0;  // bytes that were on disk for certain
+  std::uint64_t whole = 0;   // bytes up to the last record's end: what follows is a mark, or torn
+  std::uint64_t torn = 0;    // bytes behind `whole` that a crash has left
+  bool old = false;          // without marks: there the last record's damage looks like a torn tail
 };
-// `corrupt` where damage is followed by a whole record. `name`: for errors.
+// `corrupt` where what was acknowledged is damaged. `name`: for errors.
 Result<ParsedLog> parse_log(BytesView bytes, const std::string& name);
+
+// How a log reaches its file.
+struct Disk {
+  std::function<ssize_t(int, const void*, std::size_t, off_t)> write;  // as pwrite()
+  std::function<int(int)> sync;                                        // as fdatasync()
+  static Disk real();
+};
 
 class Log {
  public:
   // Opens or creates DIRECTORY/decisions.log and reads what is in it. Only one process at a time (`exhausted`).
-  static Result<Log> open(const std::string& directory);
+  static Result<Log> open(const std::string& directory, Disk disk = Disk::real());
   const std::vector<proto::LogRecord>& records() const { return records_; }
   std::uint64_t bytes_cut() const { return bytes_cut_; }  // of a torn tail
   // All of them durable, or an error, after which the log takes no more: the process must stop deciding.
   Result<> append(const std::vector<proto::LogRecord>& records);
 
  private:
+  Result<> recover();
+  Result<> write(BytesView bytes, std::uint64_t at);
+  Result<> write_and_sync(BytesView bytes, std::uint64_t at);
+
   Fd file_;
   std::string path_;
+  Disk disk_;
+  std::uint64_t end_ = 0;  // of the last record; the mark behind it is written again
   std::vector<proto::LogRecord> records_;
   std::uint64_t bytes_cut_ = 0;
   bool failed_ = false;
@@ -42,6 +67,12 @@ class Log {
 
 // Reads a log without opening it for writing, for the audit.
 Result<std::vector<proto::LogRecord>> read_log(const std::string& path);
+
+// What an operator gave up: steps that were committed, and are trained again.
+struct RolledBack {
+  std::uint64_t steps = 0, samples = 0;
+};
+RolledBack rolled_back(const std::vector<proto::LogRecord>& records);
 
 // The samples that its commits trained, by step, without those of steps that were rolled back. For audit().
 std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records);

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "membership/digest_table.h"
+
 namespace rejoin::membership {
 
 Node::Actions Node::on_coordinator_up(TimePoint now) {
@@ -88,6 +90,8 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     }
     ranks_[connection] = {message.rank_up(), now, message.rank_up().incarnation() != 0, {}, false};
     if (coordinator_up_) actions.to_coordinator.push_back(message);
+    // Its exchange may be what those of the others have waited for.
+    if (message.rank_up().exchanged_epoch() != 0) gather(ranks_.at(connection), actions);
     return actions;
   }
   if (found == ranks_.end()) {
@@ -99,6 +103,8 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   if (message.kind_case() == proto::FromNode::kExchanged) {
     rank.up.set_exchanged_epoch(message.exchanged().epoch());
     rank.up.set_exchanged_step(message.exchanged().step());
+    rank.up.set_exchanged_reduced(message.exchanged().reduced_size() > 0 ? message.exchanged().reduced(0) : 0);
+    rank.up.set_exchanged_state(message.exchanged().state_size() > 0 ? message.exchanged().state(0) : 0);
     gather(rank, actions);
     return actions;
   }
@@ -109,7 +115,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   } else if (message.kind_case() == proto::FromNode::kCaughtUp) {
     if (message.caught_up().life() == rank.up.life()) rank.caught_up = true;
     report_standing(rank, actions);
-  } else if (message.kind_case() == proto::FromNode::kAccusation && coordinator_up_) {
+  } else if ((message.has_accusation() || message.has_details() || message.has_drift()) && coordinator_up_) {
     actions.to_coordinator.push_back(message);
   }
   return actions;
@@ -153,13 +159,17 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   exchanged.set_step(last.up.exchanged_step());
   exchanged.set_incarnation(last.up.incarnation());
   RankSet together;
+  DigestTable digests;
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != last.up.replica() || rank.up.incarnation() != last.up.incarnation()) continue;
     if (rank.up.exchanged_epoch() != last.up.exchanged_epoch() || rank.up.exchanged_step() != last.up.exchanged_step())
       return;
     together.add(RankSet(rank.up.rank()));
+    if (rank.up.rank() < kMostRanks)
+      digests.put(rank.up.rank(), {rank.up.exchanged_reduced(), rank.up.exchanged_state()});
   }
   together.to(exchanged.mutable_ranks());
+  digests.tell(together, exchanged);
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }
 
@@ -167,29 +177,45 @@ void Node::on_rank_alive(RankConnection rank, TimePoint now) {
   if (auto found = ranks_.find(rank); found != ranks_.end()) found->second.heard = now;
 }
 
-Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason) {
+Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason, Gone how) {
   Actions actions;
   auto gone = ranks_.extract(connection);
   if (gone.empty()) return actions;
   standings_.erase({gone.mapped().up.replica(), gone.mapped().up.incarnation()});
+  if (how == Gone::replaced) return actions;
   proto::FromNode message;
   auto& down = *message.mutable_rank_down();
   down.set_replica(gone.mapped().up.replica());
   down.set_rank(gone.mapped().up.rank());
   down.set_life(gone.mapped().up.life());
   down.set_reason(reason);
+  down.set_ended(how == Gone::ended);
   actions.notes.push_back(fmt::format("replica {} rank {}: {}", down.replica(), down.rank(), reason));
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
+  // The others of its replica may have waited for it alone.
+  for (const auto& [id, rank] : ranks_) {
+    if (rank.up.replica() != down.replica() || rank.up.incarnation() != gone.mapped().up.incarnation()) continue;
+    if (rank.up.exchanged_epoch() != 0) gather(rank, actions);
+    report_standing(rank, actions);
+    break;
+  }
   return actions;
 }
 
 Node::Actions Node::on_tick(TimePoint now) {
   Actions actions;
+  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
+    actions.notes.push_back(
+        fmt::format("this daemon was away for {:.0f} ms, which it holds against nobody", milliseconds(away)));
+    for (auto& [connection, rank] : ranks_) forgive(rank.heard, away, now);
+    forgive(coordinator_heard_, away, now);
+  }
   std::vector<RankConnection> silent;
   for (const auto& [connection, rank] : ranks_)
-    if (now - rank.heard > silence_) silent.push_back(connection);
+    if (now - rank.heard > silence_ && !attendance_.settling(now)) silent.push_back(connection);
   for (auto connection : silent) {
-    auto gone = on_rank_gone(connection, fmt::format("no sign of life for {:.0f} ms", milliseconds(silence_)));
+    auto gone =
+        on_rank_gone(connection, fmt::format("no sign of life for {:.0f} ms", milliseconds(silence_)), Gone::silent);
     std::move(gone.to_coordinator.begin(), gone.to_coordinator.end(), std::back_inserter(actions.to_coordinator));
     std::move(gone.notes.begin(), gone.notes.end(), std::back_inserter(actions.notes));
     actions.silent.push_back(connection);

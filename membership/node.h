@@ -11,6 +11,7 @@
 #include "base/clock.h"
 #include "base/ids.h"
 #include "control.pb.h"
+#include "membership/attendance.h"
 #include "membership/peer_table.h"
 
 namespace rejoin::membership {
@@ -22,7 +23,7 @@ class Node {
   struct Actions {
     std::vector<proto::FromNode> to_coordinator;
     std::vector<std::pair<RankConnection, proto::ToNode>> to_ranks;
-    std::vector<RankConnection> silent;  // ranks that hang: their processes must not come back unnoticed
+    std::vector<RankConnection> silent;  // ranks that hang: they have to connect anew when they come back
     std::vector<std::string> notes;
   };
   struct RankInfo {
@@ -33,7 +34,7 @@ class Node {
     bool caught_up = false;
   };
 
-  Node(std::string name, Duration silence) : name_(std::move(name)), silence_(silence) {}
+  Node(std::string name, Duration silence) : name_(std::move(name)), silence_(silence), attendance_(silence) {}
 
   Actions on_coordinator_up(TimePoint now);  // connected (again): introduces itself and its ranks
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
@@ -45,7 +46,12 @@ class Node {
   Actions on_rank_message(RankConnection rank, const proto::FromNode& message, TimePoint now);
   // Its progress thread was seen alive (message, or the counter in its shared page).
   void on_rank_alive(RankConnection rank, TimePoint now);
-  Actions on_rank_gone(RankConnection rank, const std::string& reason);
+  enum class Gone : std::uint8_t {
+    ended,     // its process is no more, and its state with it
+    silent,    // it may come back through another connection
+    replaced,  // it has come back through another connection already
+  };
+  Actions on_rank_gone(RankConnection rank, const std::string& reason, Gone how);
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
   bool coordinator_up() const { return coordinator_up_; }
@@ -61,6 +67,7 @@ class Node {
 
   const std::string name_;
   const Duration silence_;
+  Attendance attendance_;
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<RankConnection, RankInfo> ranks_;
@@ -72,6 +79,6 @@ class Node {
 // Of the links of those before (none yet: all), those that are also `its`, ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 
-constexpr std::uint32_t kProtocolVersion = 4;
+constexpr std::uint32_t kProtocolVersion = 6;
 
 }  // namespace rejoin::membership

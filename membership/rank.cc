@@ -31,14 +31,18 @@ Rank::Meaning Rank::on_plan(const proto::Plan& plan) {
   // Plans come from one coordinator over one ordered path, but a restarted one repeats its last.
   if (std::pair(plan.epoch(), plan.committed()) <= std::pair(plan_.epoch(), plan_.committed()) && plan_.epoch() != 0)
     return Meaning::nothing;
-  const bool was_member = in_;
+  const bool was_in = in_, was_part = in_ || suspended_;
   const std::uint64_t step_before = plan_.step(), epoch_before = plan_.epoch();
   plan_ = plan;
   in_ = self() != nullptr;
-  was_in_ = was_in_ || in_;
-  if (!in_) return was_in_ ? Meaning::fenced : Meaning::nothing;
-  epoch_changed_ = plan.epoch() != epoch_before || !was_member;
-  const bool decided = was_member && plan.committed() >= step_before;
+  suspended_ = !in_ && std::any_of(plan.suspended().begin(), plan.suspended().end(), [&](const auto& m) {
+    return m.replica() == replica_.value && m.incarnation() == incarnation_.value;
+  });
+  was_in_ = was_in_ || in_ || suspended_;
+  if (!in_ && !suspended_) return was_in_ ? Meaning::fenced : Meaning::nothing;
+  epoch_changed_ = in_ && (plan.epoch() != epoch_before || !was_in);
+  // Who is suspended was a member of the epoch in which the last step was committed.
+  const bool decided = was_part && plan.committed() >= step_before;
   if (epoch_changed_ || decided) exchanged_ = false;
   if (decided) return plan.finished() ? Meaning::finished : Meaning::committed;
   return epoch_changed_ ? Meaning::new_epoch : Meaning::nothing;

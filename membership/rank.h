@@ -18,7 +18,7 @@ class Rank {
 
   // A plan heard before could not mean this incarnation to us; it comes again after this.
   void on_registered(Incarnation incarnation) {
-    if (incarnation != incarnation_ && !in_) plan_ = {};
+    if (incarnation != incarnation_ && !in_ && !suspended_) plan_ = {};
     incarnation_ = incarnation;
   }
 
@@ -26,7 +26,7 @@ class Rank {
     nothing,    // stale, repeated, or not for us yet
     new_epoch,  // the step under way (or about to begin) runs in another epoch: enter it, exchange again
     committed,  // the step under way is decided: apply its update
-    fenced,     // this incarnation is out of the job
+    fenced,     // this incarnation is out of the job, and a step was committed without it
     finished,   // committed, and it was the last step
   };
   // `new_epoch` and `committed` can both hold: `committed` is returned, and epoch_changed() tells.
@@ -42,6 +42,8 @@ class Rank {
   Step step() const { return Step(plan_.step()); }
   Step committed() const { return Step(plan_.committed()); }
   bool member() const { return in_; }
+  // Out, but nothing has been committed without us: we may be taken back.
+  bool suspended() const { return suspended_; }
   bool contributes() const;
   bool has_contributors() const;
   Batch batch() const;
@@ -54,6 +56,7 @@ class Rank {
   Incarnation incarnation_;
   proto::Plan plan_;
   bool in_ = false;         // a member in the latest plan
+  bool suspended_ = false;  // … or named there as one that may come back
   bool was_in_ = false;     // a member ever
   bool exchanged_ = false;  // of (epoch, step)
   bool epoch_changed_ = false;

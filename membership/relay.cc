@@ -128,7 +128,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       up() = message;
       break;
     }
-    case proto::FromNode::kExchanged: on_exchanged(message.exchanged()); break;
+    case proto::FromNode::kExchanged: add_exchanged(message.exchanged()); break;
     case proto::FromNode::kStanding: on_standing(node, message.standing()); break;
     case proto::FromNode::kAccusation: {
       const auto& accusation = message.accusation();
@@ -139,6 +139,8 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
         up() = message;
       break;
     }
+    case proto::FromNode::kDetails:
+    case proto::FromNode::kDrift: up() = message; break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode alive;
       alive.mutable_heartbeat();
@@ -161,7 +163,15 @@ void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   nodes_[node].hosts.add(RankSet(up.rank()));
   if (up.incarnation() == 0) return;  // known when it is registered
   join(key, rank, up.incarnation());
-  add_exchanged({up.replica(), up.incarnation()}, up.exchanged_epoch(), up.exchanged_step(), RankSet(up.rank()));
+  proto::Exchanged exchanged;
+  exchanged.set_replica(up.replica());
+  exchanged.set_incarnation(up.incarnation());
+  exchanged.set_epoch(up.exchanged_epoch());
+  exchanged.set_step(up.exchanged_step());
+  RankSet(up.rank()).to(exchanged.mutable_ranks());
+  exchanged.add_reduced(up.exchanged_reduced());
+  exchanged.add_state(up.exchanged_state());
+  add_exchanged(exchanged);
 }
 
 void Relay::join(const RankKey& key, RankState& rank, std::uint64_t incarnation) {
@@ -176,30 +186,34 @@ void Relay::leave(const RankKey& key, RankState& rank) {
   group->second.registered.remove(RankSet(key.second));
   group->second.standings.erase(rank.node);
   if (group->second.registered.empty()) groups_.erase(group);
-}
-
-void Relay::on_exchanged(const proto::Exchanged& exchanged) {
-  add_exchanged({exchanged.replica(), exchanged.incarnation()}, exchanged.epoch(), exchanged.step(),
-                RankSet(exchanged.ranks(), kNoLimit));
+  else say_exchanged(group->first, group->second);  // it may have waited for this one alone
 }
 
 // One report, when these were the last that it waited for.
-void Relay::add_exchanged(const GroupKey& key, std::uint64_t epoch, std::uint64_t step, const RankSet& ranks) {
+void Relay::add_exchanged(const proto::Exchanged& theirs) {
+  const GroupKey key{theirs.replica(), theirs.incarnation()};
+  const std::uint64_t epoch = theirs.epoch(), step = theirs.step();
   auto found = groups_.find(key);
   if (found == groups_.end()) return;
   Group& group = found->second;
   const std::pair said(epoch, step), known(group.epoch, group.step);
   if (said < known || epoch == 0) return;
-  if (said > known) group.exchanged.clear();
+  if (said > known) group.exchanged.clear(), group.digests.clear();
   std::tie(group.epoch, group.step) = said;
-  group.exchanged.add(ranks);
-  if (!group.exchanged.includes(group.registered)) return;
+  group.exchanged.add(RankSet(theirs.ranks(), kNoLimit));
+  group.digests.take(theirs, kMostRanks);
+  say_exchanged(key, group);
+}
+
+void Relay::say_exchanged(const GroupKey& key, const Group& group) {
+  if (group.exchanged.empty() || !group.exchanged.includes(group.registered)) return;
   auto& exchanged = *up().mutable_exchanged();
   exchanged.set_replica(key.first);
   exchanged.set_incarnation(key.second);
-  exchanged.set_epoch(epoch);
-  exchanged.set_step(step);
+  exchanged.set_epoch(group.epoch);
+  exchanged.set_step(group.step);
   group.exchanged.to(exchanged.mutable_ranks());
+  group.digests.tell(group.exchanged, exchanged);
 }
 
 void Relay::on_standing(NodeId node, const proto::Standing& standing) {
@@ -241,6 +255,22 @@ Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
 }
 
 Relay::Actions Relay::on_tick(TimePoint now) {
+  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
+    actions_.notes.push_back(
+        fmt::format("this relay was away for {:.0f} ms, which it holds against nobody", milliseconds(away)));
+    for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
+    for (auto& [key, rank] : ranks_) forgive(rank.lost_at, away, now);
+    forgive(coordinator_heard_, away, now);
+  }
+  if (!attendance_.settling(now)) lose_silent(now);
+  if (coordinator_up_ && now - heartbeat_sent_ >= silence_ / 4) {
+    heartbeat_sent_ = now;
+    up().mutable_heartbeat();
+  }
+  return take();
+}
+
+void Relay::lose_silent(TimePoint now) {
   std::vector<NodeId> silent;
   for (const auto& [node, state] : nodes_)
     if (now - state.heard > silence_) silent.push_back(node);
@@ -263,11 +293,6 @@ Relay::Actions Relay::on_tick(TimePoint now) {
     down.set_reason("its daemon did not come back in time");
     entry = ranks_.erase(entry);
   }
-  if (coordinator_up_ && now - heartbeat_sent_ >= silence_ / 4) {
-    heartbeat_sent_ = now;
-    up().mutable_heartbeat();
-  }
-  return take();
 }
 
 void Relay::tell(std::vector<NodeId> nodes, proto::ToNode message) {

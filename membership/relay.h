@@ -16,6 +16,7 @@
 
 #include "base/clock.h"
 #include "membership/coordinator.h"
+#include "membership/digest_table.h"
 
 namespace rejoin::membership {
 
@@ -28,7 +29,7 @@ class Relay {
     std::vector<std::string> notes;
   };
 
-  Relay(std::string name, Duration silence) : name_(std::move(name)), silence_(silence) {}
+  Relay(std::string name, Duration silence) : name_(std::move(name)), silence_(silence), attendance_(silence) {}
 
   Actions on_coordinator_up(TimePoint now);
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
@@ -61,6 +62,7 @@ class Relay {
     RankSet registered;
     std::uint64_t epoch = 0, step = 0;
     RankSet exchanged;  // of that step
+    DigestTable digests;
     std::map<NodeId, proto::Standing> standings;
     std::string said;  // the last standing that went up
   };
@@ -71,10 +73,11 @@ class Relay {
   void on_rank_up(NodeId node, const proto::RankUp& up);
   void join(const RankKey& key, RankState& rank, std::uint64_t incarnation);
   void leave(const RankKey& key, RankState& rank);
-  void on_exchanged(const proto::Exchanged& exchanged);
   void on_standing(NodeId node, const proto::Standing& standing);
-  void add_exchanged(const GroupKey& key, std::uint64_t epoch, std::uint64_t step, const RankSet& ranks);
+  void add_exchanged(const proto::Exchanged& exchanged);
+  void say_exchanged(const GroupKey& key, const Group& group);
   void report_standing(std::uint32_t replica, std::uint64_t incarnation, Group& group);
+  void lose_silent(TimePoint now);
   void on_peers(const proto::Peers& peers);
   void on_plan(const proto::ToNode& message);
   proto::FromNode& up() { return actions_.to_coordinator.emplace_back(); }
@@ -83,6 +86,7 @@ class Relay {
 
   const std::string name_;
   const Duration silence_;
+  Attendance attendance_;
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<NodeId, NodeState> nodes_;

@@ -71,7 +71,7 @@ class Plugin {
     to->name = const_cast<char*>(info->name.c_str());  // NCCL only reads it
     to->pci_path = info->pci_path.empty() ? nullptr : const_cast<char*>(info->pci_path.c_str());
     to->guid = info->guid != 0 ? info->guid : static_cast<std::uint64_t>(device);
-    to->pointers = abi::kHost | (info->cuda || info->dma_buf ? abi::kCuda : 0) | (info->dma_buf ? abi::kDmaBuf : 0);
+    to->pointers = abi::kHost | (info->cuda ? abi::kCuda : 0) | (info->dma_buf ? abi::kDmaBuf : 0);
     to->registration_is_global = 1;
     to->speed = info->speed_mbps;
     to->port = info->port;

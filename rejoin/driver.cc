@@ -37,7 +37,11 @@ void Driver::poll(TimePoint now) {
   if (!ring_ || failure_) return;
   submit_wanted();
   poll_ring(now);
-  look_for_stalls(now);
+  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
+    ring_->forgive(away, now);
+    disturbed_ = true;
+  }
+  if (!attendance_.settling(now)) look_for_stalls(now);
   if (now < reach_at_) return;
   reach_at_ = now + silence_;
   reach_peers();
@@ -69,6 +73,8 @@ void Driver::describe(proto::RankUp& up) const {
   if (!machine_.exchanged()) return;
   up.set_exchanged_epoch(machine_.epoch().value);
   up.set_exchanged_step(machine_.step().value);
+  up.set_exchanged_reduced(digests_.reduced);
+  up.set_exchanged_state(digests_.state);
 }
 
 void Driver::poll_ring(TimePoint now) {
@@ -87,6 +93,8 @@ void Driver::poll_ring(TimePoint now) {
         links_changed = true;
         spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
         accuse(outcome.member, outcome.error->message).set_lost(true);
+        if (is_place(outcome.member)) broken_[outcome.member.replica] = outcome.error->message;
+        reach_at_ = std::min(reach_at_, now + silence_ / 16);
         break;
       }
     }
@@ -113,6 +121,10 @@ void Driver::submit_wanted() {
 void Driver::report_exchanged() {
   if (!machine_.member() || machine_.exchanged() || ring_->epoch() != machine_.epoch()) return;
   if (!std::all_of(done_.begin(), done_.end(), [](bool d) { return d; })) return;
+  // Digests of a device's memory are calls into its driver, which don't return while a stream waits for a bucket.
+  if (config_.ring.device && machine_.plan().has_audit() && !std::exchange(let_go_, true)) return;
+  let_go_ = false;
+  if (auto digested = digest_exchanged(); !digested) return fail(digested.error());
   machine_.on_exchanged();
   proto::FromNode report;
   auto& exchanged = *report.mutable_exchanged();
@@ -120,8 +132,61 @@ void Driver::report_exchanged() {
   exchanged.set_epoch(machine_.epoch().value);
   exchanged.set_step(machine_.step().value);
   membership::RankSet(config_.rank).to(exchanged.mutable_ranks());
+  if (machine_.plan().has_audit()) {
+    exchanged.add_reduced(digests_.reduced);
+    exchanged.add_state(digests_.state);
+  }
   events::emit("exchanged", {{"step", machine_.step().value}, {"epoch", machine_.epoch().value}});
   reports_.push_back(std::move(report));
+}
+
+// What the coordinator compares among replicas. The state is at the version before the step: the trainer has handed
+// over all gradients and changes nothing before the commit.
+Result<> Driver::digest_exchanged() {
+  digests_ = {};
+  const auto& plan = machine_.plan();
+  if (!plan.has_audit()) return {};
+  const auto reduced = ring_->results_digest();
+  if (!reduced) return tl::unexpected(reduced.error());
+  digests_.reduced = *reduced;
+  if (!machine_.contributes()) return {};
+  const auto state = audit_->digest(plan.audit().period(), plan.audit().phase());
+  if (!state) return tl::unexpected(state.error());
+  digests_.state = *state;
+  return {};
+}
+
+// What is behind the digests of the epoch that is about to end: outputs and state are as they were.
+Result<> Driver::tell_details(const proto::Plan::Inspect& wanted) {
+  const auto& plan = machine_.plan();
+  if (wanted.rank() != config_.rank || wanted.epoch() != ring_->epoch().value || !plan.has_audit()) return {};
+  const auto results = ring_->inspect_results();
+  if (!results) return tl::unexpected(results.error());
+  proto::FromNode report;
+  auto& details = *report.mutable_details();
+  details.set_replica(config_.replica.value);
+  details.set_rank(config_.rank);
+  details.set_epoch(wanted.epoch());
+  for (const auto& segments : *results) {
+    auto& bucket = *details.add_buckets();
+    for (const auto& segment : segments) {
+      auto& told = *bucket.add_segments();
+      told.set_digest(segment.digest);
+      told.set_from(segment.from.value);
+    }
+  }
+  const auto pieces = machine_.contributes() ? audit_->pieces(plan.audit().period(), plan.audit().phase())
+                                             : Result<std::vector<StateAudit::Piece>>();
+  if (!pieces) return tl::unexpected(pieces.error());
+  for (const auto& piece : *pieces) {
+    auto& told = *details.add_state();
+    told.set_tensor(piece.tensor);
+    told.set_first(piece.first);
+    told.set_count(piece.count);
+    told.set_digest(piece.digest);
+  }
+  reports_.push_back(std::move(report));
+  return {};
 }
 
 void Driver::report_links() {
@@ -133,6 +198,10 @@ void Driver::report_links() {
   for (const auto& peer : peers_.peers())
     if (ring_->connected(member_of(peer))) links.add_incarnations(peer.incarnation());
   reports_.push_back(std::move(report));
+}
+
+bool Driver::is_place(const ftar::Member& member) const {
+  return std::any_of(places_.begin(), places_.end(), [&](const auto& place) { return place.member == member; });
 }
 
 proto::Accusation& Driver::accuse(const ftar::Member& suspect, const std::string& what) {
@@ -159,6 +228,11 @@ void Driver::look_for_stalls(TimePoint now) {
   if (now - stall_checked_ < silence_ / 16) return;
   stall_checked_ = now;
   if (!machine_.member() || machine_.exchanged() || !machine_.has_contributors()) return;
+  // Said once, it may have been lost with a coordinator or a daemon that was away.
+  if (now - broken_said_ >= silence_ / 4) {
+    broken_said_ = now;
+    for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
+  }
   for (const auto& wait : ring_->waits(now)) {
     if (wait.since > kWorthTelling && stall_said_for_ != machine_.step().value) {
       stall_said_for_ = machine_.step().value;
@@ -181,6 +255,9 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
           ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_, secret_);
       if (!ring) return fail(ring.error());
       ring_ = std::move(*ring);
+      auto audit = StateAudit::make(owner_);
+      if (!audit) return fail(audit.error());
+      audit_ = std::move(*audit);
       on_peers(proto::Peers(peers_));
       return;
     }
@@ -209,25 +286,19 @@ void Driver::on_peers(const proto::Peers& peers) {
   report_links();
 }
 
-// Connects with those that there is no connection with: at first, and again where it failed. Where it broke between two
-// members of an epoch, that is for the coordinator to judge.
+// Connects with those that there is no connection with: at first, and again where it broke. Inside an epoch a new
+// connection is of use in the next one only, which the coordinator begins for it.
 void Driver::reach_peers() {
-  const auto member = [&](std::uint64_t incarnation) {
-    const auto& members = machine_.plan().members();
-    return std::any_of(members.begin(), members.end(), [&](const auto& m) { return m.incarnation() == incarnation; });
-  };
-  const bool inside = machine_.member() && ring_->epoch() == machine_.epoch();
   for (const auto& peer : peers_.peers()) {
     // Of two, the newer one connects.
     if (peer.incarnation() >= machine_.incarnation().value || peer.replica() == config_.replica.value) continue;
-    if (inside && member(peer.incarnation())) continue;
     if (auto connecting = ring_->connect(member_of(peer), {peer.address()}); !connecting)
       spdlog::warn("replica {} at {}: {}", peer.replica(), peer.address(), connecting.error().message);
   }
 }
 
 void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
-  const bool contributed = machine_.contributes();
+  const bool contributed = machine_.contributes(), exchanged = machine_.exchanged();
   const std::uint64_t under_way = machine_.step().value;
   const auto meaning = machine_.on_plan(plan);
   using Meaning = membership::Rank::Meaning;
@@ -236,10 +307,15 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   if (meaning == Meaning::nothing) return;
   if (meaning == Meaning::committed) {
     constexpr std::size_t remembered = 16;
-    if (committed_at_ != TimePoint{}) step_times_.push_back(now - committed_at_);
+    if (committed_at_ != TimePoint{} && !disturbed_) step_times_.push_back(now - committed_at_);
     if (step_times_.size() > remembered) step_times_.erase(step_times_.begin());
     committed_at_ = now;
   }
+  disturbed_ = meaning == Meaning::new_epoch;
+  if (plan.has_inspect() && exchanged && meaning == Meaning::new_epoch)
+    if (auto told = tell_details(plan.inspect()); !told) return fail(told.error());
+  if (!plan.stopped().empty()) spdlog::error("the job has stopped after step {}: {}", plan.committed(), plan.stopped());
+  ring_->digest_results(plan.has_audit());
   if (machine_.epoch_changed() && machine_.has_contributors()) enter_epoch();
   if (meaning == Meaning::committed || meaning == Meaning::finished) {
     committed_ = under_way;
@@ -249,8 +325,9 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   }
   finished_ = meaning == Meaning::finished;
   current_.reset();
-  if (machine_.has_contributors() && !finished_)
+  if (machine_.member() && machine_.has_contributors() && !finished_)
     current_ = StepView{machine_.step().value, machine_.contributes(), machine_.batch()};
+  let_go_ = false;
   submitted_.assign(buckets_.size(), false);
   done_.assign(buckets_.size(), false);
   ++revision_;
@@ -262,7 +339,16 @@ void Driver::enter_epoch() {
   for (const auto& m : machine_.plan().members())
     places.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
   events::emit("enter_epoch", {{"epoch", machine_.epoch().value}, {"step", machine_.step().value}});
+  // Who is out may go on writing, if it has not heard of this: fenced. It connects again if it is taken back.
+  for (const auto& before : places_) {
+    const bool stays =
+        std::any_of(places.begin(), places.end(), [&](const auto& p) { return p.member == before.member; });
+    if (!stays) ring_->forget(before.member);
+  }
+  broken_.clear();
+  places_ = places;
   ring_->enter(machine_.epoch(), std::move(places));
+  reach_peers();
 }
 
 }  // namespace rejoin

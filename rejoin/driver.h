@@ -3,9 +3,14 @@
 // virtual time.
 #pragma once
 
+#include <map>
+
 #include "control.pb.h"
 #include "ftar/communicator.h"
+#include "membership/attendance.h"
+#include "membership/digest_table.h"
 #include "membership/rank.h"
+#include "rejoin/state_audit.h"
 #include "shm/owner.h"
 
 namespace rejoin {
@@ -34,7 +39,10 @@ class Driver {
 
   // Before anything else: what the daemon says of the job. `secret` proves to peers that both are of it; `silence` is
   // how long a peer may be silent.
-  void on_welcome(std::uint64_t secret, Duration silence) { secret_ = secret, silence_ = silence; }
+  void on_welcome(std::uint64_t secret, Duration silence) {
+    secret_ = secret, silence_ = silence;
+    attendance_ = membership::Attendance(silence);
+  }
 
   // ---- the daemon's side
   void on_word(const proto::ToNode& word, TimePoint now);
@@ -59,10 +67,16 @@ class Driver {
   const std::optional<Error>& failure() const { return failure_; }
   std::uint64_t revision() const { return revision_; }  // changes with any of these
 
+  // A drill: one bit of what the ring brings in the next step is damaged.
+  void flip_a_bit() {
+    if (ring_) ring_->flip_bit_at(machine_.step().next());
+  }
   // By bucket: the last step for which it has been reduced. (Once more after a retry.)
   const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }
   bool working() const { return ring_ && ring_->working(); }  // see ftar::Communicator
+  // poll() has something to do that nothing wakes anybody for: call it again, when what has been reduced was shown.
+  bool wants_turn() const { return let_go_; }
   std::uint64_t outcomes() const { return outcomes_; }        // of the ring, ever
   const membership::Rank& machine() const { return machine_; }
 
@@ -74,8 +88,11 @@ class Driver {
   void enter_epoch();
   void submit_wanted();
   void report_exchanged();
+  Result<> digest_exchanged();
+  Result<> tell_details(const proto::Plan::Inspect& wanted);
   void report_links();
   void look_for_stalls(TimePoint now);
+  bool is_place(const ftar::Member& member) const;
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   Duration patience_with_compute() const;
   void fail(Error error);
@@ -86,10 +103,17 @@ class Driver {
   const std::vector<ftar::BucketSpec> buckets_;
   std::uint64_t secret_ = 0;
   Duration silence_ = std::chrono::seconds(2);
+  membership::Attendance attendance_{silence_};
   membership::Rank machine_;
   std::unique_ptr<ftar::Communicator> ring_;
+  std::vector<ftar::Place> places_;  // of the ring, in its epoch
+  std::map<ReplicaId, std::string>
+      broken_;  // connections that broke in this epoch, and why: of no use before the next one
+  std::unique_ptr<StateAudit> audit_;
+  membership::RankDigests digests_;  // of the last exchange
   proto::Peers peers_;
   std::vector<proto::FromNode> reports_;
+  bool let_go_ = false;  // the device's driver is not entered before the trainer's streams were told of the last bucket
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
   std::vector<std::uint64_t> reduced_;
   std::uint64_t taken_ = 0;
@@ -98,9 +122,10 @@ class Driver {
   bool committed_contributes_ = false, finished_ = false;
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
-  TimePoint stall_checked_{}, committed_at_{}, reach_at_{};
+  TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_said_{};
   std::uint64_t stall_said_for_ = 0;
-  std::vector<Duration> step_times_;  // of the last steps
+  std::vector<Duration> step_times_;  // of the last steps that went through in one epoch
+  bool disturbed_ = false;            // the step under way did not
 };
 
 }  // namespace rejoin

@@ -59,9 +59,10 @@ Progress::~Progress() {
 
 // ---- the trainer's thread
 
-Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
+Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration digest_time) {
   version_at_join_ = version;
   digest_at_join_ = digest;
+  digest_time_ = digest_time;
   auto wake = make_eventfd();
   if (!wake) return tl::unexpected(wake.error());
   wake_ = std::move(*wake);
@@ -82,6 +83,7 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest) {
                                .plan_hash = state_.plan_hash(),
                                .ring = {.chunk_bytes = config_.chunk_bytes,
                                         .chunks_in_flight = config_.chunks_in_flight,
+                                        .flip_bit_at = Step(config_.flip_bit_at),
                                         .device = on_gpu ? device : nullptr,
                                         .shared_reducer = reducer_},
                                .patience = config_.patience},
@@ -291,7 +293,8 @@ void Progress::run() {
     for (auto& report : driver_->take_reports()) unsaid_.push_back(std::move(report));
     say_all();
     if (driver_->revision() != published_) publish();
-    if (driver_->working()) continue;  // on the GPU, for microseconds, and without waking anybody
+    // On the GPU, for microseconds, and without waking anybody.
+    if (driver_->working() || driver_->wants_turn()) continue;
     Duration limit = std::min<Duration>(silence_ / 8, std::chrono::milliseconds(100));
     if (!daemon_) limit = kReconnect;
     if (streams_ && streams_->waits_for_streams()) limit = kStreams;
@@ -329,6 +332,7 @@ proto::LocalHello Progress::hello() const {
   up.set_address(address_);
   up.set_version(version_at_join_);
   up.set_digest(digest_at_join_);
+  up.set_digest_us(static_cast<std::uint64_t>(digest_time_ / std::chrono::microseconds(1)));
   up.set_pid(::getpid());
   return hello;
 }

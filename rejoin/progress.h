@@ -1,6 +1,6 @@
 // The session's progress thread: owns the transport and the daemon's socket, and runs the driver between them. Once its
-// ring is made it never enters a GPU's driver: "No driver between hand-over and word" in docs/design-notes.md.
-// The trainer's thread talks to it through a few fields under one mutex.
+// ring is made it enters a GPU's driver for an audit's digests alone, when no stream waits: "No driver between
+// hand-over and word" in docs/design-notes.md. The trainer's thread talks to it through a few fields under one mutex.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,8 @@ class Progress {
   Progress(const SessionConfig& config, TrainingState& state);
   ~Progress();
 
-  Result<> join(std::uint64_t version, std::uint64_t digest);
+  // `digest_time`: how long the state's digest took.
+  Result<> join(std::uint64_t version, std::uint64_t digest, Duration digest_time);
 
   // All wait for at most the config's patience without a sign of the daemon.
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // the first step later than `after`
@@ -60,6 +61,7 @@ class Progress {
   shm::Owner& owner_;
   const std::vector<ftar::BucketSpec>& buckets_;
   std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
+  Duration digest_time_{};
   Duration silence_ = std::chrono::seconds(2);
 
   // The progress thread's.

@@ -23,6 +23,8 @@ void SessionConfig::bind(CLI::App& app) {
          "all-reduce: chunks in flight per neighbour");
   option("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
   option("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
+  option("--flip-bit-at", flip_bit_at, "REJOIN_FLIP_BIT_AT",
+         "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");
   option("--keep-budget", keep_budget, "REJOIN_KEEP_BUDGET", "bytes of gradients kept while catching up");
 }
 
@@ -64,11 +66,14 @@ class SessionImpl final : public Session {
     if (!state_.allocated() || progress_)
       return fail(ErrorCode::invalid_argument, "join() comes once, after allocate()");
     if (auto started = state_.start(version); !started) return started;
+    const SteadyClock clock;
+    const TimePoint before = clock.now();
     const auto digest = state_.digest();
     if (!digest) return tl::unexpected(digest.error());
+    const Duration took = clock.now() - before;
     version_ = version;
     progress_ = std::make_unique<Progress>(config_, state_);
-    return progress_->join(version, *digest);
+    return progress_->join(version, *digest, took);
   }
 
   Result<std::optional<Step>> begin_step() override {
@@ -139,6 +144,9 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
     return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --daemon or REJOIN_SOCKET");
   auto device = device::open_device(config.device);
   if (!device) return tl::unexpected(device.error());
+  if (config.flip_bit_at != 0 && (*device)->kind() != device::MemoryKind::host)
+    return fail(ErrorCode::invalid_argument, "--flip-bit-at {} of a state on {}: only the host's memory takes it",
+                config.flip_bit_at, config.device);
   return std::unique_ptr<Session>(std::make_unique<SessionImpl>(config, std::move(*device)));
 }
 

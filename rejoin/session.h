@@ -49,6 +49,9 @@ struct SessionConfig {
   // Of a GPU: blocks of the kernel that adds while gradients are exchanged, and threads of each. Two of 512 are the
   // least that keep up with 400 Gb/s.
   std::uint32_t reduce_blocks = 8, reduce_threads = 512;
+  // A drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never. Of the
+  // host's memory only.
+  std::uint64_t flip_bit_at = 0;
   // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
   std::chrono::milliseconds patience{60000};
 

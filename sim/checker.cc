@@ -7,10 +7,11 @@
 namespace rejoin::sim {
 
 void Checker::violate(const std::string& invariant, std::string what) {
-  if (!violation_) violation_ = {invariant, std::move(what)};
+  if (!violation_ && invariant != ignore_) violation_ = {invariant, std::move(what)};
 }
 
 void Checker::on_record(const proto::LogRecord& record) {
+  if (replay_) replay_->on_record(record);
   if (record.has_epoch()) {
     if (record.epoch().epoch() <= epoch_)
       violate("one-decision", fmt::format("epoch {} was begun after epoch {}", record.epoch().epoch(), epoch_));
@@ -55,11 +56,23 @@ void Checker::on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_
                                         step, replica, rank));
 }
 
-void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t version, std::uint64_t digest) {
+void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
+                       std::uint64_t digest) {
+  if (auto known = wrong_.find(life); known != wrong_.end()) {
+    if (version > known->second)
+      violate("no-drift", fmt::format("replica {} rank {} has another state than its peers, and still contributes at "
+                                      "version {}",
+                                      replica, rank, version));
+    return;  // nobody is to be compared with it, and whoever caught up from it differs from the others
+  }
   const auto [known, first] = states_.emplace(RankAt{rank, version}, digest);
   if (!first && known->second != digest)
     violate("same-bits",
             fmt::format("replica {} rank {} differs from its peers at version {}", replica, rank, version));
+  const auto right = replay_ ? replay_->digest(rank, version) : std::nullopt;
+  if (right && *right != digest)
+    violate("same-bits", fmt::format("replica {} rank {} differs at version {} from one process that trained the same",
+                                     replica, rank, version));
 }
 
 void Checker::on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget) {

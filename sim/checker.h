@@ -8,6 +8,7 @@
 
 #include "control.pb.h"
 #include "membership/ledger.h"
+#include "sim/replay.h"
 
 namespace rejoin::sim {
 
@@ -17,6 +18,9 @@ struct Violation {
 
 class Checker {
  public:
+  Checker(std::string ignore, const Model& model, std::uint32_t ranks) : ignore_(std::move(ignore)) {
+    if (model.exact()) replay_.emplace(model, ranks);
+  }
   // A record is on the coordinator's disk.
   void on_record(const proto::LogRecord& record);
   // A rank applies this step: the digest of its reduced gradients.
@@ -24,8 +28,14 @@ class Checker {
   // … having trained these samples (contributors), from gradients that were `before` when it handed them over.
   void on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, const membership::Batch& batch,
                   std::uint64_t before, std::uint64_t after);
-  // A rank that contributes has this state.
-  void on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t version, std::uint64_t digest);
+  // A rank that contributes has this state (Replay::digest_of).
+  void on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
+                std::uint64_t digest);
+  // From this version on, this life of a rank has another state than its peers, which is to be found within `steps`.
+  void on_wrong(std::uint64_t life, std::uint64_t version, std::uint64_t steps) {
+    wrong_.try_emplace(life, version + steps);
+  }
+  bool wrong(std::uint64_t life) const { return wrong_.contains(life); }
   void on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget);
   void on_stale_write();
   // At the end. `held`, `handed_back`: samples under way, and waiting to be handed out.
@@ -35,10 +45,13 @@ class Checker {
   const std::optional<Violation>& violation() const { return violation_; }
 
  private:
+  const std::string ignore_;                                                     // an invariant
   using RankAt = std::pair<std::uint32_t, std::uint64_t>;                        // rank, step
   std::optional<Violation> violation_;                                           // the first
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
   std::map<RankAt, std::uint64_t> reduced_, states_;
+  std::map<std::uint64_t, std::uint64_t> wrong_;  // lives; the last version at which they may still contribute
+  std::optional<Replay> replay_;
   std::uint64_t epoch_ = 0;
 };
 

@@ -1,4 +1,5 @@
-// A node's daemon: what NodeServer and its stream's thread do around membership::Node and catchup::Service.
+#include "sim/daemon.h"
+
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -13,12 +14,14 @@ constexpr Duration kRetry = 50ms;
 }  // namespace
 
 Daemon::Daemon(World& world, std::uint32_t node_number)
-    : node(node_number), world_(world), machine_(fmt::format("node {}", node_number), world.job.silence) {
-  instance = world.next_number();
+    : Process(world.next_number(), node_number, world.chance("daemon", node_number)),
+      node(node_number),
+      world_(world),
+      machine_(fmt::format("node {}", node_number), world.job.silence) {
   engine = world.make_engine(node, rails);
   address_ = engine->listen({}).value().text;
   catchup::Service::Options options;
-  options.compression = instance % 2 == 0 ? catchup::Compression::never : catchup::Compression::always;
+  options.compression = random.one_in(2) ? catchup::Compression::never : catchup::Compression::always;
   service_ = std::make_unique<catchup::Service>(*engine, kSecret, options, world.clock());
 }
 
@@ -28,146 +31,201 @@ Daemon::~Daemon() {
   engine.reset();
 }
 
+TimePoint Daemon::local_now() const { return world_.now_at(node); }
+
 // ---- trainers
 
-void Daemon::on_hello(Trainer& trainer, const proto::RankUp& up) {
+void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection connection, const proto::RankUp& up) {
+  Trainer* trainer = world_.trainer(instance_of);
+  if (trainer == nullptr || trainer->connection != connection) return;  // it has gone away meanwhile
   const catchup::RankKey key{ReplicaId(up.replica()), RankId(up.rank())};
   std::vector<membership::RankConnection> older;
-  for (const auto& [id, other] : keys_)
-    if (other == key) older.push_back(id);
-  for (auto id : older) drop(id, "the rank was started again");
-  auto view = shm::View::of(trainer.state().owner());
+  for (const auto& [id, rank] : ranks_)
+    if (rank.key == key) older.push_back(id);
+  for (auto id : older) {
+    auto info = machine_.ranks().find(id);
+    const bool same = info != machine_.ranks().end() && info->second.up.life() == up.life();
+    drop(id, "the rank was started again", same ? membership::Node::Gone::replaced : membership::Node::Gone::ended);
+  }
+  auto view = shm::View::of(trainer->state().owner());
   REJOIN_CHECK(view.has_value(), "{}", view.error());
-  trainers_[trainer.connection] = trainer.instance;
-  keys_[trainer.connection] = key;
-  const auto added = service_->add_rank(key, std::move(*view));
-  REJOIN_CHECK(added.has_value(), "{}", added.error());
+  LocalRank& rank = ranks_[connection];
+  rank.trainer = trainer->instance;
+  rank.key = key;
+  auto shared = std::make_shared<shm::View>(std::move(*view));
+  post([this, key, life = up.life(), shared](catchup::Service& service, TimePoint) {
+    if (auto added = service.add_rank(key, life, std::move(*shared)); !added)
+      world_.note("state of replica {}: {}", key.replica, added.error().message);
+  });
+  world_.deliver(*trainer, world_.in_order(rank.told, random.between(1us, 20us)),
+                 [trainer, connection] { trainer->on_welcome(connection); });
   proto::FromNode message;
   *message.mutable_rank_up() = up;
   message.mutable_rank_up()->set_stream_address(address_);
-  carry_out(machine_.on_rank_message(trainer.connection, message, world_.now()));
+  world_.on_moment(Moment::rank_up, up.replica());
+  carry_out(machine_.on_rank_message(connection, message, local_now()));
 }
 
 void Daemon::on_report(membership::RankConnection rank, const proto::FromNode& report) {
-  world_.after_of(*this, world_.in_order(said_[rank], world_.between(1us, 20us)), [this, rank, report] {
-    if (keys_.contains(rank)) carry_out(machine_.on_rank_message(rank, report, world_.now()));
-  });
+  if (ranks_.contains(rank)) carry_out(machine_.on_rank_message(rank, report, local_now()));
 }
 
-void Daemon::drop(membership::RankConnection rank, const std::string& reason) {
-  auto key = keys_.extract(rank);
-  if (key.empty()) return;
-  auto instance_of = trainers_.extract(rank);
-  said_.erase(rank);
-  told_.erase(rank);
-  catching_up_.erase(key.mapped());
-  service_->remove_rank(key.mapped());
-  carry_out(machine_.on_rank_gone(rank, reason));
-  world_.after(world_.between(1us, 50us), [&world = world_, number = instance_of.mapped(), rank] {
-    if (Trainer* trainer = world.trainer(number); trainer != nullptr && trainer->connection == rank)
-      trainer->on_daemon_gone();
-  });
+void Daemon::drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how) {
+  auto gone = ranks_.extract(rank);
+  if (gone.empty()) return;
+  LocalRank& local = gone.mapped();
+  post([key = local.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
+  carry_out(machine_.on_rank_gone(rank, reason, how));
+  if (Trainer* trainer = world_.trainer(local.trainer))
+    world_.deliver(*trainer, world_.in_order(local.told, random.between(1us, 50us)),
+                   [trainer, rank] { trainer->on_daemon_gone(rank); });
 }
 
 // ---- the coordinator
 
-void Daemon::on_link_up(std::uint64_t new_link) {
-  link = new_link;
-  carry_out(machine_.on_coordinator_up(world_.now()));
+void Daemon::on_link_up(std::uint64_t answered) {
+  if (answered != connecting_) return;
+  connecting_ = 0;
+  link = answered;
+  carry_out(machine_.on_coordinator_up(local_now()));
 }
 
-void Daemon::on_link_down() {
+void Daemon::on_link_down(std::uint64_t gone) {
+  if (gone == connecting_) connecting_ = 0;
+  if (gone != link || link == 0) return;
   link = 0;
-  connect_at_ = world_.now() + kRetry;
+  connect_at_ = local_now() + kRetry;
   carry_out(machine_.on_coordinator_down());
 }
 
-void Daemon::on_word(const proto::ToNode& word) {
-  carry_out(machine_.on_coordinator_message(word, world_.now()));
+void Daemon::on_word(std::uint64_t from, const proto::ToNode& word) {
+  if (from != link) return;
+  carry_out(machine_.on_coordinator_message(word, local_now()));
   if (word.has_plan() || word.has_peers()) follow_plan();
 }
 
+void Daemon::hang_up() {
+  for (auto number : {link, connecting_})
+    if (number != 0) world_.close_link(number);
+}
+
 void Daemon::tick() {
-  if (stopped) return;
-  carry_out(machine_.on_tick(world_.now()));
-  if (link != 0 && machine_.coordinator_up() && world_.now() - machine_.coordinator_heard() > world_.job.silence) {
+  const TimePoint now = local_now();
+  carry_out(machine_.on_tick(now));
+  if (link != 0 && machine_.coordinator_up() && now - machine_.coordinator_heard() > world_.job.silence) {
     world_.close_link(link);
-    on_link_down();
+    on_link_down(link);
   }
-  if (link == 0 && world_.now() >= connect_at_) {
-    connect_at_ = world_.now() + kRetry;
-    world_.connect(*this);
+  if (connecting_ != 0 && now >= connect_at_) {
+    world_.close_link(connecting_);
+    connecting_ = 0;
   }
-  if (!catching_up_.empty() || service_->serving() > 0) world_.wake(*this);
+  if (link == 0 && connecting_ == 0 && now >= connect_at_) {
+    connecting_ = world_.connect(*this);
+    connect_at_ = now + (connecting_ != 0 ? world_.job.silence : kRetry);
+  }
+  world_.wake(*this);
 }
 
 void Daemon::carry_out(const membership::Node::Actions& actions) {
   for (const auto& message : actions.to_coordinator)
     if (link != 0) world_.to_coordinator(link, message);
   for (const auto& [connection, word] : actions.to_ranks) {
-    auto found = trainers_.find(connection);
-    if (found == trainers_.end()) continue;
-    world_.after(world_.in_order(told_[connection], world_.between(1us, 20us)),
-                 [&world = world_, number = found->second, connection = connection, word = word] {
-                   Trainer* trainer = world.trainer(number);
-                   if (trainer == nullptr || trainer->connection != connection) return;
-                   trainer->hear(word);
-                   world.wake(*trainer);
-                 });
+    auto found = ranks_.find(connection);
+    Trainer* trainer = found == ranks_.end() ? nullptr : world_.trainer(found->second.trainer);
+    if (trainer == nullptr) continue;
+    world_.deliver(*trainer, world_.in_order(found->second.told, random.between(1us, 20us)),
+                   [trainer, connection = connection, word = word] { trainer->on_word(connection, word); });
   }
   for (auto rank : actions.silent) {
     world_.count("rank found silent");
-    drop(rank, "no sign of life");
+    drop(rank, "no sign of life", membership::Node::Gone::silent);
   }
 }
 
 void Daemon::follow_plan() {
   for (const auto& stream : daemon::streams_of(machine_)) {
-    if (!keys_.contains(stream.rank)) continue;
-    service_->serve(stream.key, stream.serves);
-    const bool before = catching_up_.contains(stream.key);
+    auto found = ranks_.find(stream.rank);
+    if (found == ranks_.end()) continue;
+    LocalRank& rank = found->second;
+    const bool before = std::exchange(rank.catching_up, stream.catching_up);
     if (before && !stream.catching_up) {
       world_.count("promoted");
-      service_->finish(stream.key);
-      catching_up_.erase(stream.key);
+      world_.on_moment(Moment::promoted, stream.key.replica.value);
+      post([key = stream.key](catchup::Service& service, TimePoint) { service.finish(key); });
     }
+    if (std::exchange(rank.serves, stream.serves) != stream.serves)
+      post([key = stream.key, serves = stream.serves](catchup::Service& service, TimePoint) {
+        service.serve(key, serves);
+      });
     if (!stream.catching_up) continue;
-    if (!before) world_.count("catch-up begun");
-    catching_up_.insert(stream.key);
-    service_->catch_up(stream.key, stream.sources, world_.now());
+    if (!before) {
+      world_.count("catch-up begun");
+      world_.on_moment(Moment::catch_up_begun, stream.key.replica.value);
+    }
+    post([key = stream.key, sources = stream.sources](catchup::Service& service, TimePoint now) {
+      service.catch_up(key, sources, now);
+    });
   }
-  world_.wake(*this);
 }
 
 std::string Daemon::describe(catchup::RankKey key) const {
-  const auto progress = service_->progress(key, world_.now());
+  const auto progress = service_->progress(key, local_now());
   if (!progress) return "no stream";
   return fmt::format("{} of {} slices proven, {} bytes, {} fetched again, {} sources", progress->proven,
                      progress->total_slices, progress->bytes, progress->refetched, progress->sources);
 }
 
-// ---- the stream
+// ---- the stream's thread: it has a queue from the other one, and tells it later what has become of it
+
+void Daemon::post(Command command) {
+  commands_.push_back(std::move(command));
+  world_.wake(*this);
+}
+
+Duration Daemon::until_run() {
+  return world_.shape.slow_streams && random.one_in(4) ? random.of_any_size(20us, 100ms) : random.between(1us, 20us);
+}
 
 void Daemon::run() {
-  auto caught_up = service_->poll(world_.now());
+  const TimePoint now = local_now();
+  for (const auto& command : std::exchange(commands_, {})) command(*service_, now);
+  auto caught_up = service_->poll(now);
+  for (const auto& [key, drift] : service_->take_drifts())
+    world_.deliver(*this, world_.in_order(reported_, until_run()), [this, key = key, drift = drift] {
+      for (const auto& [connection, rank] : ranks_)
+        if (rank.key == key) {
+          world_.count("sources found to differ");
+          return carry_out(machine_.on_rank_message(connection, daemon::report_of(key, drift), local_now()));
+        }
+    });
   if (world_.planted(Plant::early_proof))
-    for (auto key : catching_up_)
-      if (world_.plant_due()) caught_up.push_back(key);
-  for (auto key : caught_up)
-    for (const auto& [connection, other] : keys_) {
-      if (other != key) continue;
-      Trainer* trainer = world_.trainer(trainers_.at(connection));
-      if (trainer == nullptr) continue;
-      if (world_.planted(Plant::damage_after_proof)) trainer->state().column({4}, 0)[11] ^= std::byte{4};
-      proto::FromNode message;
-      message.mutable_caught_up()->set_replica(key.replica.value);
-      message.mutable_caught_up()->set_rank(key.rank.value);
-      message.mutable_caught_up()->set_life(trainer->life);
-      world_.count("caught up");
-      carry_out(machine_.on_rank_message(connection, message, world_.now()));
-      break;
-    }
-  if (service_->busy()) world_.wake(*this);
+    for (auto key : service_->joining())
+      for (const auto& [connection, rank] : machine_.ranks())
+        if (ranks_.contains(connection) && ranks_.at(connection).key == key && world_.plant_due())
+          caught_up.push_back({key, rank.up.life()});
+  for (const auto& whole : caught_up) {
+    world_.on_moment(Moment::caught_up, whole.key.replica.value);
+    world_.deliver(*this, world_.in_order(reported_, until_run()), [this, whole] { on_caught_up(whole); });
+  }
+  if (!service_->busy()) service_->poll_again(now);  // as before it would sleep
+  if (service_->busy() || !commands_.empty()) world_.wake(*this);
+}
+
+void Daemon::on_caught_up(const catchup::Service::Whole& whole) {
+  for (const auto& [connection, rank] : ranks_) {
+    if (rank.key != whole.key) continue;
+    if (world_.planted(Plant::damage_after_proof))
+      if (Trainer* trainer = world_.trainer(rank.trainer)) trainer->state().column({4}, 0)[11] ^= std::byte{4};
+    proto::FromNode message;
+    message.mutable_caught_up()->set_replica(whole.key.replica.value);
+    message.mutable_caught_up()->set_rank(whole.key.rank.value);
+    message.mutable_caught_up()->set_life(world_.planted(Plant::wrong_life) ? machine_.ranks().at(connection).up.life()
+                                                                            : whole.life);
+    world_.count("caught up");
+    carry_out(machine_.on_rank_message(connection, message, local_now()));
+    break;
+  }
 }
 
 }  // namespace rejoin::sim

@@ -2,31 +2,44 @@
 
 #include <algorithm>
 #include <array>
-#include <random>
+
+#include "sim/random.h"
 
 namespace rejoin::sim {
 
 namespace {
 
 constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
-    "kill_trainer", "hang_trainer",      "slow_trainer",     "kill_replica",    "kill_all",
-    "kill_daemon",  "power_loss",        "kill_coordinator", "crash_in_append", "disk_full",
-    "partition",    "one_way_partition", "cut_ring",         "cut_stream",      "damage",
-    "pause",        "lose_rail",         "slow_link",        "damage_at_rest"};
+    "kill_trainer",     "hang_trainer", "slow_trainer",   "kill_replica",
+    "kill_all",         "kill_daemon",  "power_loss",     "kill_coordinator",
+    "crash_in_append",  "disk_full",    "partition",      "one_way_partition",
+    "cut_ring",         "cut_stream",   "damage",         "pause",
+    "lose_rail",        "slow_link",    "damage_at_rest", "stop_daemon",
+    "stop_coordinator", "stop_some",    "stop_all",       "suspend_node",
+    "slow_disk",        "hang_compute", "reset_control",  "reset_ring",
+    "reset_stream",     "black_hole",   "refuse_memory",  "drift",
+    "flip_reduced",     "flip_state"};
+
+constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
+                                                              "catch_up_begun", "caught_up", "promoted", "rank_up"};
 
 constexpr std::array<std::string_view, kPlants> kPlantNames{
-    "none",         "commit_without_vote", "apply_without_commit", "apply_twice", "skip_a_piece", "forget_a_decision",
-    "wrong_batch",  "touch_the_input",     "damage_after_proof",   "deaf_rank",   "early_proof",  "stale_write",
-    "keep_too_much"};
+    "none",          "commit_without_vote", "apply_without_commit",
+    "apply_twice",   "skip_a_piece",        "forget_a_decision",
+    "wrong_batch",   "touch_the_input",     "damage_after_proof",
+    "deaf_rank",     "early_proof",         "stale_write",
+    "keep_too_much", "wrong_life",          "no_audit"};
 
 }  // namespace
 
 std::string_view to_string(FaultKind kind) { return kFaultNames[static_cast<std::size_t>(kind)]; }
+std::string_view to_string(Moment moment) { return kMomentNames[static_cast<std::size_t>(moment)]; }
 std::string_view to_string(Plant plant) { return kPlantNames[static_cast<std::size_t>(plant)]; }
 
 std::string to_string(const Fault& fault) {
-  return fmt::format("{:.6f} s: {} of replica {} rank {}{}", seconds(fault.at), to_string(fault.kind), fault.replica,
-                     fault.rank,
+  return fmt::format("{:.6f} s{}: {} of replica {} rank {}{}", seconds(fault.at),
+                     fault.moment == Moment::at_once ? "" : fmt::format(", next {}", to_string(fault.moment)),
+                     to_string(fault.kind), fault.replica, fault.rank,
                      fault.lasting > Duration{} ? fmt::format(" for {:.1f} ms", milliseconds(fault.lasting)) : "");
 }
 
@@ -36,32 +49,69 @@ Result<Plant> parse_plant(std::string_view name) {
   return fail(ErrorCode::invalid_argument, "no planted bug '{}'; there are: {}", name, fmt::join(kPlantNames, ", "));
 }
 
+namespace {
+
+// What lasts, from what nobody notices to several times every deadline.
+Duration draw_lasting(FaultKind kind, Random& random) {
+  using namespace std::chrono_literals;
+  switch (kind) {
+    case FaultKind::hang_trainer:
+    case FaultKind::stop_daemon:
+    case FaultKind::stop_coordinator:
+    case FaultKind::stop_some:
+    case FaultKind::stop_all:
+    case FaultKind::suspend_node:
+    case FaultKind::hang_compute:
+    case FaultKind::black_hole:
+    case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
+    default: return std::chrono::milliseconds(1 + random.pick(random.one_in(2) ? 40 : 600));
+  }
+}
+
+}  // namespace
+
 std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::uint32_t ranks, Duration end) {
-  std::mt19937_64 random(seed * 0x9e3779b97f4a7c15 + 1);
   // Which kinds this seed knows, and how often: some seeds are calm, some know one kind only, some know all.
   std::array<std::uint64_t, kFaultKinds> weights{};
-  for (auto& weight : weights) weight = random() % 3 == 0 ? 1 + random() % 8 : 0;
-  if (seed % 4 == 0) weights.fill(1);
-  if (std::all_of(weights.begin(), weights.end(), [](auto weight) { return weight == 0; })) weights[0] = 1;
+  Random kinds(seed, "kinds of faults");
+  for (auto& weight : weights) weight = kinds.one_in(4) ? 1 + kinds.pick(8) : 0;
+  if (Random(seed, "all kinds of faults").one_in(4)) weights.fill(1);
+  if (std::all_of(weights.begin(), weights.end(), [](auto weight) { return weight == 0; }))
+    weights[kinds.pick(kFaultKinds)] = 1;
   std::uint64_t total = 0;
   for (auto weight : weights) total += weight;
   const std::array<Duration, 5> gaps{std::chrono::milliseconds(20), std::chrono::milliseconds(60),
                                      std::chrono::milliseconds(150), std::chrono::milliseconds(400),
                                      std::chrono::milliseconds(1000)};
-  const Duration gap = gaps[random() % gaps.size()];
+  // When: at any time in some seeds; at one moment of the protocols in others, or at any of them now and then.
+  Random moments(seed, "moments");
+  const std::uint64_t mostly = moments.pick(4);
+  const auto favourite = static_cast<Moment>(1 + moments.pick(kMoments - 1));
+  const auto draw_moment = [&](Random& random) {
+    const auto any = static_cast<Moment>(1 + random.pick(kMoments - 1));
+    const bool now_and_then = random.one_in(3);
+    if (mostly == 0) return Moment::at_once;
+    return mostly == 1 ? favourite : now_and_then ? any : Moment::at_once;
+  };
+  Random random(seed, "faults");
+  const Duration gap = gaps[random.pick(gaps.size())];
   std::vector<Fault> faults;
   for (Duration at{};;) {
-    at += Duration(static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(2 * gap.count())));
+    at += random.between({}, 2 * gap);
     if (at >= end) return faults;
-    std::uint64_t drawn = random() % total;
+    std::uint64_t drawn = random.pick(total);
     std::size_t kind = 0;
     for (; drawn >= weights[kind]; ++kind) drawn -= weights[kind];
-    const std::uint64_t longest = random() % 2 == 0 ? 40 : 600;
-    faults.push_back({.at = at,
-                      .kind = static_cast<FaultKind>(kind),
-                      .replica = static_cast<std::uint32_t>(random() % replicas),
-                      .rank = static_cast<std::uint32_t>(random() % ranks),
-                      .lasting = std::chrono::milliseconds(1 + random() % longest)});
+    Fault fault{.at = at,
+                .kind = static_cast<FaultKind>(kind),
+                .replica = static_cast<std::uint32_t>(random.pick(replicas)),
+                .rank = static_cast<std::uint32_t>(random.pick(ranks)),
+                .lasting = draw_lasting(static_cast<FaultKind>(kind), random),
+                .detail = random.next()};
+    fault.moment = draw_moment(random);
+    // Who is down is hit again.
+    if (!faults.empty() && random.one_in(4)) fault.replica = faults.back().replica, fault.rank = faults.back().rank;
+    faults.push_back(fault);
   }
 }
 

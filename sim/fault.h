@@ -26,19 +26,41 @@ enum class FaultKind : std::uint8_t {
   cut_ring,           // all data connections of a rank break
   cut_stream,         // all catch-up connections of a node break
   damage,             // one bit of a catch-up write is flipped on its way
-  pause,              // all stand still, as a suspended machine: the clock jumps
+  pause,              // all stand still with what is on its way between them, as one suspended machine: the clock jumps
   lose_rail,          // one rail of a rank and one of its node break, and come back
   slow_link,          // what a node or its ranks send, or what is sent to them, or both, takes long for a while
   damage_at_rest,     // one bit of what a joiner got flips in its memory, before it is brought up to date
+  stop_daemon,        // SIGSTOP
+  stop_coordinator,   // SIGSTOP
+  stop_some,          // SIGSTOP of any set of processes, which go on in any order
+  stop_all,           // … of all
+  suspend_node,       // all of a machine, whose clock goes on, stands, or jumps
+  slow_disk,          // the coordinator's next append takes this long: it stands
+  hang_compute,       // a trainer stands while its library goes on; sometimes two at once
+  reset_control,      // a node's connection to the coordinator is reset; what is on its way there is lost
+  reset_ring,         // one data connection of a rank, between two that live on
+  reset_stream,       // one catch-up connection of a node
+  black_hole,         // what one replica sends to another does not arrive for a while, and neither is told
+  refuse_memory,      // a rank's next registration of memory fails, or its node's
+  drift,              // from now on a contributor's optimizer computes something else
+  flip_reduced,       // one bit of a reduced chunk flips on its way, in the next step
+  flip_state,         // one bit of a contributor's state flips in its memory
 };
-constexpr std::size_t kFaultKinds = 19;
+constexpr std::size_t kFaultKinds = 34;
 std::string_view to_string(FaultKind kind);
+
+// When a fault comes: at its time, or when this happens next after it.
+enum class Moment : std::uint8_t { at_once, commit, epoch, update, catch_up_begun, caught_up, promoted, rank_up };
+constexpr std::size_t kMoments = 8;
+std::string_view to_string(Moment moment);
 
 struct Fault {
   Duration at{};
+  Moment moment{};
   FaultKind kind{};
   std::uint32_t replica = 0, rank = 0;
   Duration lasting{};
+  std::uint64_t detail = 0;  // the seed of what else it draws
 };
 std::string to_string(const Fault& fault);
 
@@ -60,8 +82,10 @@ enum class Plant : std::uint8_t {
   early_proof,           // a joiner is called whole before it is
   stale_write,           // a write lands after its endpoint was closed
   keep_too_much,         // the budget for kept gradients is ignored
+  wrong_life,            // that a joiner has caught up is believed of whoever is that rank when it is heard
+  no_audit,              // nobody compares replicas
 };
-constexpr std::size_t kPlants = 13;
+constexpr std::size_t kPlants = 15;
 std::string_view to_string(Plant plant);
 Result<Plant> parse_plant(std::string_view name);
 

@@ -70,7 +70,8 @@ int one(const Settings& settings) {
     for (const auto& fault : outcome.faults) fmt::print("{}\n", to_string(fault));
     for (const auto& line : outcome.trace) fmt::print("{}\n", line);
   }
-  for (const auto& [what, count] : outcome.counts) fmt::print("{:>8}  {}\n", count, what);
+  for (const auto& [what, count] : outcome.counts)
+    if (!what.starts_with("pair: ")) fmt::print("{:>8}  {}\n", count, what);
   fmt::print("seed {}: {:.1f} virtual seconds, {} events, trace {:016x}\n", options.seed, outcome.virtual_seconds,
              outcome.events, outcome.trace_hash);
   if (!outcome.violation) return 0;
@@ -83,11 +84,11 @@ int one(const Settings& settings) {
 struct Shared {
   std::atomic<std::uint64_t> next, played, events, virtual_ms, violations;
   std::atomic<std::uint64_t> first_bad;
-  std::atomic<std::uint64_t> at[256];
+  std::atomic<std::uint64_t> at[64];
   struct Count {
     char name[48];
     std::uint64_t count;
-  } counts[256][64];  // each job's own
+  } counts[64][512];  // each job's own
   char what[256];
 };
 
@@ -154,17 +155,18 @@ int many(const Settings& settings) {
   for (const auto& places : shared.counts)
     for (const auto& place : places)
       if (place.name[0] != 0) counts[place.name] += place.count;
-  std::uint64_t faults = 0, kinds = 0;
+  std::uint64_t faults = 0, kinds = 0, pairs = 0;
   for (const auto& [name, count] : counts) {
+    if (name.starts_with("pair: ") && ++pairs > 0) continue;
     fmt::print("{:>10}  {}\n", count, name);
     if (name.starts_with("fault: ")) faults += count, ++kinds;
   }
   fmt::print(
       "{} seeds in {:.1f} s ({:.0f} a minute, {} jobs): {:.1f} hours of virtual time, {:.0f} events/s, {} faults "
-      "({:.0f}/s) of {} kinds out of {}\n",
+      "({:.0f}/s) of {} kinds out of {}; {} of {} pairs of values of two dimensions of the cluster\n",
       shared.played.load(), took, static_cast<double>(shared.played) * 60 / took, settings.jobs,
       static_cast<double>(shared.virtual_ms) / 3.6e6, static_cast<double>(shared.events) / took, faults,
-      static_cast<double>(faults) / took, kinds, kFaultKinds);
+      static_cast<double>(faults) / took, kinds, kFaultKinds, pairs, pairs_of_values());
   if (shared.violations > 0) {
     Options options = settings.options;
     options.seed = shared.first_bad;
@@ -212,6 +214,8 @@ int stalls(const Settings& settings) {
       constexpr double at = 1.0;  // virtual seconds from the start, which is at 1 s
       Options options = settings.options;
       options.seed = seed;
+      if (options.replicas == 0) options.replicas = 3;
+      if (options.ranks == 0) options.ranks = 2;
       options.faults = {{.at = std::chrono::milliseconds(1000 + seed % 7),
                          .kind = fault,
                          .replica = static_cast<std::uint32_t>(seed % options.replicas),
@@ -252,14 +256,15 @@ int main(int argc, char** argv) {
   app.add_option("--seeds", settings.seeds, "how many")->capture_default_str();
   app.add_option("--from", settings.from, "the first one")->capture_default_str();
   app.add_option("--seed", settings.seed, "this one only");
-  app.add_option("--jobs", settings.jobs, "processes")->check(CLI::Range(1, 256))->capture_default_str();
-  app.add_option("--replicas", settings.options.replicas, "of the job")
-      ->check(CLI::Range(1, 16))
-      ->capture_default_str();
-  app.add_option("--ranks", settings.options.ranks, "of a replica")->check(CLI::Range(1, 16))->capture_default_str();
+  app.add_option("--jobs", settings.jobs, "processes")->check(CLI::Range(1, 64))->capture_default_str();
+  app.add_option("--replicas", settings.options.replicas, "of the job; otherwise as each seed has it")
+      ->check(CLI::Range(1, 16));
+  app.add_option("--ranks", settings.options.ranks, "of a replica; otherwise as each seed has it")
+      ->check(CLI::Range(1, 16));
   app.add_flag("--trace", settings.trace, "with --seed: everything that happened");
   app.add_flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
   app.add_option("--plant", settings.plant, "a bug built in on purpose, to see it found")->capture_default_str();
+  app.add_option("--ignore", settings.options.ignore, "an invariant not to check, to see what else breaks");
   app.add_flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");
   app.add_flag("--scale", settings.scale, "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
   CLI11_PARSE(app, argc, argv);

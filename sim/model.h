@@ -23,6 +23,8 @@ class Model {
   virtual std::uint64_t keep_budget() const = 0;  // bytes of gradients that a joiner may keep
   virtual std::size_t chunk_bytes() const = 0;    // of the all-reduce
   virtual void initialise(std::uint32_t rank, const Views& weights) const = 0;
+  // Whether gradients add up to the same in any order, so that one process can tell what all must hold.
+  virtual bool exact() const { return false; }
   // Overwrites the gradients with those of these samples; returns the mean loss.
   virtual double backward(std::uint32_t rank, const Views& weights, const Views& gradients,
                           const membership::Batch& batch) const = 0;

@@ -233,7 +233,7 @@ class Cluster {
   }
   void end_rank(std::uint32_t replica, std::uint32_t number, const std::string& why) {
     const std::size_t index = std::size_t{replica} * o_.ranks + number, node = node_of(index);
-    carry_out(node, nodes_[node].machine->on_rank_gone(ranks_[index].connection, why));
+    carry_out(node, nodes_[node].machine->on_rank_gone(ranks_[index].connection, why, membership::Node::Gone::ended));
   }
   void hear(std::size_t index, const std::string& bytes) {
     RankProcess& rank = ranks_[index];
@@ -267,6 +267,8 @@ class Cluster {
       exchanged.set_epoch(rank.epoch);
       exchanged.set_step(rank.step);
       membership::RankSet(static_cast<std::uint32_t>(index % o_.ranks)).to(exchanged.mutable_ranks());
+      exchanged.add_reduced(0x9e3779b97f4a7c15 * (index % o_.ranks + 1));
+      exchanged.add_state(0xbf58476d1ce4e5b9 * (index % o_.ranks + 1));
       say(index, message);
     }
     drain();

@@ -18,9 +18,14 @@ std::span<float> floats(std::span<std::byte> bytes) {
 }  // namespace
 
 Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_number)
-    : replica(replica_number), rank(rank_number), life(world.next_number()), world_(world), model_(world.model()) {
-  instance = world.next_number();
-  engine = world.make_engine(replica, rails);
+    : Process(world.next_number(), world.node_of(replica_number, rank_number),
+              world.chance("trainer", replica_number << 16 | rank_number)),
+      replica(replica_number),
+      rank(rank_number),
+      life(world.next_number()),
+      world_(world),
+      model_(world.model()) {
+  engine = world.make_engine(machine, rails);
   address_ = engine->listen({}).value().text;
   state_ = std::make_unique<TrainingState>(world.planted(Plant::keep_too_much) ? 1 << 20 : model_.keep_budget());
   std::vector<std::vector<TensorId>> buckets;
@@ -50,7 +55,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                                                   .plan_hash = state_->plan_hash(),
                                                   .ring = {.chunk_bytes = model_.chunk_bytes(),
                                                            .chunks_in_flight = 2,
-                                                           .direct_bytes = world.options_.seed % 2 == 0 ? 0u : 32768u},
+                                                           .direct_bytes = world.shape.direct ? 32768u : 0u},
                                                   .patience = 500ms},
                                      *engine, state_->owner(), state_->buckets());
 }
@@ -62,9 +67,8 @@ Trainer::~Trainer() {
 }
 
 void Trainer::in(Duration delay, void (Trainer::*what)()) {
-  world_.after_of(*this, delay, [this, what] {
-    if (stopped) due_ = what;
-    else (this->*what)();
+  world_.deliver(*this, delay, [this, what] {
+    (this->*what)();
     world_.wake(*this);
   });
 }
@@ -73,31 +77,53 @@ void Trainer::in(Duration delay, void (Trainer::*what)()) {
 
 void Trainer::look_for_daemon() {
   if (stopped || connection.value != 0) return;
-  Daemon* daemon = world_.daemon_of(replica);
-  if (daemon == nullptr) return world_.after_of(*this, 20ms, [this] { look_for_daemon(); });
+  Daemon* daemon = world_.daemon_of(machine);
+  if (daemon == nullptr) return world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
   connection = membership::RankConnection(world_.next_number());
-  driver_->on_welcome(kSecret, world_.job.silence);
+  said_ = {};
   proto::RankUp up;
   driver_->describe(up);
   up.set_address(address_);
   up.set_digest(digest_at_join_);
   up.set_pid(static_cast<std::int32_t>(instance));
-  daemon->on_hello(*this, up);
+  world_.deliver(*daemon, world_.in_order(said_, random.between(1us, 20us)),
+                 [daemon, number = instance, at = connection, up] { daemon->on_hello(number, at, up); });
+  unsaid_.clear();  // the registration says it; what comes after it waits for the welcome
   driver_->on_daemon_back();
+}
+
+void Trainer::on_welcome(membership::RankConnection from) {
+  if (from != connection) return;
+  welcome_ = true;
+  driver_->on_welcome(kSecret, world_.job.silence);
   world_.wake(*this);
 }
 
-void Trainer::on_daemon_gone() {
-  connection = {};
-  words_.clear();
-  world_.after_of(*this, 20ms, [this] { look_for_daemon(); });
+void Trainer::on_word(membership::RankConnection from, const proto::ToNode& word) {
+  if (from != connection) return;
+  words_.push_back(word);
+  world_.wake(*this);
 }
 
-void Trainer::heartbeat() {
-  if (stopped) return;
-  state_->owner().page().heartbeat.store(static_cast<std::uint64_t>(world_.now().time_since_epoch().count()));
-  if (Daemon* daemon = world_.daemon_of(replica); daemon != nullptr && connection.value != 0)
-    daemon->on_report(connection, driver_->heartbeat());
+void Trainer::on_daemon_gone(membership::RankConnection from) {
+  if (from != connection) return;
+  connection = {};
+  welcome_ = false;
+  world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
+}
+
+void Trainer::say_all() {
+  Daemon* daemon = world_.daemon_of(machine);
+  if (!welcome_ || daemon == nullptr) return;
+  for (auto& report : std::exchange(unsaid_, {}))
+    world_.deliver(*daemon, world_.in_order(said_, random.between(1us, 20us)),
+                   [daemon, at = connection, report = std::move(report)] { daemon->on_report(at, report); });
+}
+
+void Trainer::tick() {
+  const TimePoint now = world_.now_at(machine);
+  state_->owner().page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()));
+  if (welcome_) unsaid_.push_back(driver_->heartbeat());
   world_.wake(*this);
 }
 
@@ -107,6 +133,11 @@ std::string Trainer::describe() {
                                  stopped                 ? ", stopped"
                                  : connection.value == 0 ? ", without a daemon"
                                                          : "");
+  const auto& machine_of = driver_->machine();
+  constexpr const char* stages[] = {"waits", "computes", "exchanges", "updates"};
+  line += fmt::format(", {} in epoch {} for step {}{}{}", stages[static_cast<std::size_t>(stage_)], machine_of.epoch(),
+                      machine_of.step(), machine_of.exchanged() ? ", which it has exchanged" : "",
+                      machine_of.member() ? "" : ", no member");
   auto& owner = state_->owner();
   line +=
       fmt::format(", {} pins in use", std::count_if(std::begin(owner.page().pins), std::end(owner.page().pins),
@@ -118,31 +149,30 @@ std::string Trainer::describe() {
     const auto word = shm::SliceWord::unpack(owner.page().slice_words()[i].load());
     line += fmt::format(" {}@{}", names[static_cast<std::size_t>(word.state)], word.version);
   }
-  if (Daemon* daemon = world_.daemon_of(replica)) line += "; " + daemon->describe({ReplicaId(replica), RankId(rank)});
+  if (Daemon* daemon = world_.daemon_of(machine)) line += "; " + daemon->describe({ReplicaId(replica), RankId(rank)});
   return line;
 }
 
 // ---- both threads
 
 void Trainer::run() {
-  if (due_ != nullptr) (this->*std::exchange(due_, nullptr))();
+  const TimePoint now = world_.now_at(machine);
   const bool deaf =
       world_.planted(Plant::deaf_rank) && replica == 0 && rank == 0 && world_.now().time_since_epoch() > 2s;
   for (const auto& word : std::exchange(words_, {}))
-    if (!deaf || !word.has_plan()) driver_->on_word(word, world_.now());
+    if (!deaf || !word.has_plan()) driver_->on_word(word, now);
   const auto outcomes = driver_->outcomes();
-  driver_->poll(world_.now());
-  auto reports = driver_->take_reports();
+  driver_->poll(now);
+  for (auto& report : driver_->take_reports()) unsaid_.push_back(std::move(report));
   if (stage_ == Stage::exchanging && step_.contributes && !driver_->machine().exchanged() &&
       world_.planted(Plant::commit_without_vote) && world_.plant_due()) {
-    auto& forged = *reports.emplace_back().mutable_exchanged();
+    auto& forged = *unsaid_.emplace_back().mutable_exchanged();
     forged.set_replica(replica);
     forged.set_epoch(driver_->machine().epoch().value);
     forged.set_step(driver_->machine().step().value);
     membership::RankSet(rank).to(forged.mutable_ranks());
   }
-  if (Daemon* daemon = world_.daemon_of(replica); daemon != nullptr && connection.value != 0)
-    for (const auto& report : reports) daemon->on_report(connection, report);
+  say_all();
   if (driver_->failure()) return world_.trainer_exits(*this, driver_->failure()->message);
   world_.checker().on_kept(replica, rank, state_->kept_bytes(), model_.keep_budget());
 
@@ -159,14 +189,24 @@ void Trainer::begin_step() {
   driver_->take(step_.step);
   gradients_.reset();
   if (step_.contributes && !std::exchange(current_, true))
-    world_.checker().on_state(replica, rank, step_.step - 1, *state_->digest());
+    world_.checker().on_state(replica, rank, life, step_.step - 1, state_digest());
   stage_ = Stage::exchanging;
   if (!step_.contributes) return world_.wake(*this);
   stage_ = Stage::computing;
-  in(world_.between(2ms, 8ms) + world_.slowness(replica, rank), &Trainer::compute);
+  in(random.between(2ms, 8ms) + world_.slowness(replica, rank), &Trainer::compute);
+}
+
+std::uint64_t Trainer::state_digest() const {
+  std::vector<Model::Views> moments(weights_.size());
+  for (std::uint32_t t = 0; t < weights_.size(); ++t)
+    for (std::uint32_t m = 0; m < model_.tensors()[t].moments; ++m)
+      moments[t].push_back(floats(state_->column({t}, m + 1)));
+  return Replay::digest_of(weights_, moments);
 }
 
 void Trainer::compute() {
+  if (const TimePoint now = world_.now(); now < compute_stands_until_)
+    return in(compute_stands_until_ - now, &Trainer::compute);
   stage_ = Stage::exchanging;
   if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !step_.batch.empty())
     ++step_.batch[0].begin, ++step_.batch[0].end;
@@ -183,6 +223,7 @@ void Trainer::touch() {
 
 void Trainer::begin_update() {
   stage_ = Stage::updating;
+  world_.on_moment(Moment::update, replica);
   contributed_ = driver_->committed() >= step_.step ? driver_->committed_contributes() : step_.contributes;
   auto& checker = world_.checker();
   checker.on_reduced(replica, rank, step_.step, digest(state_->reduced()));
@@ -190,7 +231,7 @@ void Trainer::begin_update() {
     checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
   if (!contributed_) damage_at_rest();
   pieces_ = *state_->begin_update(Step(step_.step), contributed_);
-  in(world_.between(20us, 900us), &Trainer::end_update);
+  in(random.between(20us, 900us), &Trainer::end_update);
 }
 
 // One bit of a slice that arrived older than the rest and has not been brought up to date: its proof, which is still to
@@ -204,15 +245,26 @@ void Trainer::damage_at_rest() {
     if (word.state == shm::SliceState::arrived && word.version + 1 < step_.step) arrived.push_back(i);
   }
   if (arrived.empty() || !world_.take_damage_at_rest(replica)) return;
-  const auto& part = slices[arrived[world_.pick(arrived.size())]].whole;
-  const auto element = part.first + world_.pick(part.count);
-  state_->column({part.tensor}, 0)[element * sizeof(float) + world_.pick(sizeof(float))] ^= std::byte{16};
+  const auto& part = slices[arrived[random.pick(arrived.size())]].whole;
+  const auto element = part.first + random.pick(part.count);
+  state_->column({part.tensor}, 0)[element * sizeof(float) + random.pick(sizeof(float))] ^= std::byte{16};
   world_.count("damaged at rest");
+}
+
+// A contributor's, between updates.
+bool Trainer::flip_state() {
+  if (!current_ || stage_ == Stage::updating || stopped) return false;
+  const auto tensor = static_cast<std::uint32_t>(random.pick(model_.tensors().size()));
+  const auto column = state_->column(
+      {tensor}, static_cast<std::uint32_t>(random.pick(model_.tensors()[tensor].moments + std::uint64_t{1})));
+  column[random.pick(column.size())] ^= std::byte{2};
+  world_.went_wrong(*this, last_);
+  return true;
 }
 
 void Trainer::end_update() {
   std::size_t skipped = pieces_.size();
-  if (world_.planted(Plant::skip_a_piece) && world_.plant_due()) skipped = world_.pick(pieces_.size());
+  if (world_.planted(Plant::skip_a_piece) && world_.plant_due()) skipped = random.pick(pieces_.size());
   for (std::size_t p = 0; p < pieces_.size(); ++p) {
     if (p == skipped) continue;
     const auto& piece = pieces_[p];
@@ -230,8 +282,12 @@ void Trainer::end_update() {
   state_->end_update(Step(step_.step), contributed_);
   last_ = step_.step;
   stage_ = Stage::waiting;
-  if (contributed_) world_.checker().on_state(replica, rank, last_, *state_->digest());
-  if (Daemon* daemon = world_.daemon_of(replica)) world_.wake(*daemon);  // the doorbell
+  if (drifts_ && contributed_) {
+    floats(state_->column({0}, 0))[instance % 300] += 1e-3f;
+    world_.went_wrong(*this, last_);
+  }
+  if (contributed_) world_.checker().on_state(replica, rank, life, last_, state_digest());
+  if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
 }
 
 }  // namespace rejoin::sim

@@ -16,18 +16,32 @@ constexpr std::uint64_t kStepsAfter = 5;
 constexpr std::size_t kRecent = 400;  // lines kept where not all are
 constexpr std::uint64_t kMaxEvents = 20'000'000;
 
-membership::JobConfig job_of(const Options& options) {
-  return {.replicas = options.replicas, .ranks = options.ranks, .batch = options.batch, .steps = 0, .silence = 200ms};
+Shape shape_of(const Options& options) {
+  Shape shape = Shape::of(options.seed);
+  if (options.replicas != 0) shape.replicas = options.replicas;
+  if (options.ranks != 0) shape.ranks = options.ranks;
+  shape.nodes = std::min(shape.nodes, shape.ranks);
+  return shape;
 }
 
-transport::sim::Options fabric_of(const Options& options) {
-  // Fast and slow networks; with writes that leave when posted, and that land although their poster has failed.
-  const Duration slowest[] = {20us, 50us, 200us, 2ms};
+membership::JobConfig job_of(const Options& options, const Shape& shape) {
+  return {.replicas = shape.replicas,
+          .ranks = shape.ranks,
+          .batch = options.batch,
+          .steps = 0,
+          .silence = 200ms,
+          // A vote that is forged has no digests, and would not get past the audit.
+          .audit = {.on = options.plant != Plant::no_audit && options.plant != Plant::commit_without_vote,
+                    .period = 1 + Random(options.seed, "audit", 0).pick(12)}};
+}
+
+transport::sim::Options fabric_of(const Options& options, const Shape& shape) {
   return {.seed = options.seed * 7 + 3,
           .min_delay = 1us,
-          .max_delay = slowest[options.seed % 4],
-          .detection = options.seed % 3 == 0 ? Duration(20ms) : Duration(1ms),
-          .late_writes = options.seed % 2 == 0,
+          .max_delay = shape.slowest,
+          .detection = shape.detection,
+          .late_writes = shape.late_writes,
+          .lands_stopped = shape.lands_stopped,
           .unfenced = options.plant == Plant::stale_write};
 }
 
@@ -37,24 +51,40 @@ Outcome play(const Options& options) { return World(options).run(); }
 
 World::World(const Options& options)
     : options_(options),
-      job(job_of(options)),
-      random_(options.seed),
-      fabric_(fabric_of(options), clock_),
-      trainers_(options.replicas),
-      damage_at_rest_(options.replicas),
-      slow_links_(options.replicas),
-      up_blocked_(options.replicas),
-      down_blocked_(options.replicas) {
+      shape(shape_of(options)),
+      job(job_of(options, shape)),
+      failures_random_(chance("failures of a long run")),
+      plant_random_(chance("the planted bug")),
+      fabric_(fabric_of(options, shape), clock_),
+      checker_(options.ignore, model(), shape.ranks),
+      trainers_(shape.replicas),
+      damage_at_rest_(shape.replicas),
+      slow_links_(nodes()),
+      up_blocked_(nodes()),
+      down_blocked_(nodes()) {
   clock_.set(TimePoint(1s));
+  const auto values = shape.values();
+  for (auto one = values.begin(); one != values.end(); ++one)
+    for (auto other = values.begin(); other != one; ++other)
+      count(fmt::format("pair: {} {}, {} {}", other->first, other->second, one->first, one->second));
   outcome_.faults = options.faults    ? *options.faults
                     : options.run_for ? std::vector<Fault>{}
-                                      : draw_faults(options.seed, options.replicas, options.ranks, kFaultsFor);
-  for (auto& ranks : trainers_) ranks.resize(options.ranks);
-  daemons_.resize(options.replicas);
+                                      : draw_faults(options.seed, shape.replicas, shape.ranks, kFaultsFor);
+  for (auto& ranks : trainers_) ranks.resize(shape.ranks);
+  daemons_.resize(nodes());
+  Random clocks = chance("clocks");
+  for (std::uint32_t machine = 0; machine <= nodes(); ++machine) clocks_.push_back(clocks.of_any_size(1us, 1000s));
+  suspended_until_.resize(clocks_.size());
+  for (std::uint32_t node = 0; node < nodes(); ++node) {
+    control_random_.push_back(chance("control messages", node));
+    supervisor_random_.push_back(chance("supervisor", node));
+  }
+  supervisor_random_.push_back(chance("supervisor", nodes()));
 }
 
 World::~World() {
   agenda_.clear();
+  coordinator_.reset();
   for (auto& ranks : trainers_) ranks.clear();
   daemons_.clear();
 }
@@ -62,7 +92,7 @@ World::~World() {
 std::unique_ptr<transport::Engine> World::make_engine(std::uint32_t node, Rails& rails) {
   rails.clear();
   std::vector<std::unique_ptr<transport::Engine>> made;
-  for (int i = 0; i < (options_.seed % 3 == 2 ? 2 : 1); ++i) {
+  for (unsigned i = 0; i < shape.rails; ++i) {
     made.push_back(fabric_.make_engine());
     rails.push_back(made.back().get());
     const SlowLink& link = slow_links_[node];
@@ -91,13 +121,68 @@ void World::after_of(const Process& process, Duration delay, std::function<void(
   });
 }
 
+void World::deliver(Process& process, Duration delay, std::function<void()> action) {
+  after_of(process, delay, [&process, action = std::move(action)]() mutable {
+    if (process.stopped) process.queued.push_back(std::move(action));
+    else action();
+  });
+}
+
 void World::wake(Process& process) {
   if (process.stopped || std::exchange(process.woken, true)) return;
-  after_of(process, between(1us, 20us), [this, number = process.instance] {
-    Process& woken = *processes_.at(number);
-    woken.woken = false;
-    if (!woken.stopped) woken.run();
+  after_of(process, process.until_run(), [&process] {
+    process.woken = false;
+    if (!process.stopped) process.run();
   });
+}
+
+void World::stop(Process& process, Duration lasting) {
+  if (process.ended) return;
+  process.stopped = true;
+  process.stopped_until = std::max(process.stopped_until, now() + lasting);
+  for (const auto* rail : process.rails) fabric_.stop(*rail);
+  after_of(process, lasting, [this, &process] {
+    if (process.ended || !process.stopped || now() < process.stopped_until) return;
+    process.stopped = false;
+    for (const auto* rail : process.rails) fabric_.resume(*rail);
+    process.tick_after = process.random.one_in(2) ? 0 : process.random.pick(process.queued.size() + 1);
+    process.on_resumed();
+    go_on(process.instance);
+  });
+}
+
+// What waited while it was stopped. It may be stopped again meanwhile, or end.
+void World::go_on(std::uint64_t instance) {
+  for (;;) {
+    auto found = processes_.find(instance);
+    if (found == processes_.end() || found->second->stopped) return;
+    Process& process = *found->second;
+    if (process.tick_due && (process.tick_after == 0 || process.queued.empty())) {
+      process.tick_due = false;
+      ring_timer(process);
+    } else if (process.queued.empty()) {
+      return wake(process);
+    } else {
+      if (process.tick_after > 0) --process.tick_after;
+      auto action = std::move(process.queued.front());
+      process.queued.pop_front();
+      action();
+    }
+  }
+}
+
+void World::set_timer(Process& process, Duration delay) {
+  after_of(process, delay, [this, &process] { ring_timer(process); });
+}
+
+void World::ring_timer(Process& process) {
+  if (process.stopped) {
+    process.tick_due = true;
+    return;
+  }
+  const std::uint64_t instance = process.instance;
+  process.tick();
+  if (processes_.contains(instance)) set_timer(process, job.silence / 16);
 }
 
 bool World::take_damage_at_rest(std::uint32_t replica) {
@@ -106,7 +191,7 @@ bool World::take_damage_at_rest(std::uint32_t replica) {
   return due;
 }
 
-bool World::plant_due() { return now().time_since_epoch() > 1500ms && pick(20) == 0; }
+bool World::plant_due() { return now().time_since_epoch() > 1500ms && plant_random_.one_in(20); }
 
 void World::say(std::string line) {
   line = fmt::format("{:12.6f}  {}", seconds(now().time_since_epoch()), line);
@@ -119,6 +204,10 @@ void World::say(std::string line) {
   if (recent_.size() > kRecent) recent_.pop_front();
 }
 
+void World::remark(const std::string& what) {
+  outcome_.trace.push_back(fmt::format("{:12.6f}    {}", seconds(now().time_since_epoch()), what));
+}
+
 // ---- processes
 
 Trainer* World::trainer(std::uint64_t instance) {
@@ -126,62 +215,71 @@ Trainer* World::trainer(std::uint64_t instance) {
   return found == processes_.end() ? nullptr : dynamic_cast<Trainer*>(found->second);
 }
 
+template <typename T>
+T& World::start(std::unique_ptr<T>& place, std::unique_ptr<T> process) {
+  place = std::move(process);
+  processes_[place->instance] = place.get();
+  set_timer(*place, place->random.between({}, job.silence / 16));
+  if (const TimePoint until = suspended_until_[place->machine]; until > now()) stop(*place, until - now());
+  return *place;
+}
+
 void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
   auto& place = trainers_[replica][rank];
   if (place) return;
-  place = std::make_unique<Trainer>(*this, replica, rank);
-  processes_[place->instance] = place.get();
+  Trainer& trainer = start(place, std::make_unique<Trainer>(*this, replica, rank));
   note("replica {} rank {} starts", replica, rank);
-  after_of(*place, between(1us, 2ms), [trainer = place.get()] { trainer->look_for_daemon(); });
+  deliver(trainer, trainer.random.between(1us, 2ms), [&trainer] { trainer.look_for_daemon(); });
 }
 
-void World::kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why) {
+void World::kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why, bool gave_up) {
   auto& place = trainers_[replica][rank];
   if (!place) return;
   note("replica {} rank {} ends: {}", replica, rank, why);
+  survivors_.on_end(place->instance, gave_up, why);
+  check_survivors();
   processes_.erase(place->instance);
   const auto connection = place->connection;
   place.reset();
-  if (Daemon* daemon = daemons_[replica].get(); daemon != nullptr && connection.value != 0)
-    after_of(*daemon, between(10us, 2ms), [daemon, connection] { daemon->drop(connection, "its process ended"); });
+  const std::uint32_t node = node_of(replica, rank);
+  Random& random = supervisor_random_[node];
+  if (Daemon* daemon = daemons_[node].get(); daemon != nullptr && connection.value != 0)
+    deliver(*daemon, random.between(10us, 2ms),
+            [daemon, connection] { daemon->drop(connection, "its process ended", membership::Node::Gone::ended); });
   // Its supervisor starts it again.
-  after(between(10ms, 300ms), [this, replica, rank] { start_trainer(replica, rank); });
+  after(random.of_any_size(1ms, 300ms), [this, replica, rank] { start_trainer(replica, rank); });
 }
 
 void World::trainer_exits(Trainer& trainer, const std::string& why) {
   count("trainer gave up");
   after_of(trainer, 1us,
-           [this, replica = trainer.replica, rank = trainer.rank, why] { kill_trainer(replica, rank, why); });
-  trainer.stopped = true;  // it does nothing more
+           [this, replica = trainer.replica, rank = trainer.rank, why] { kill_trainer(replica, rank, why, true); });
+  trainer.ended = trainer.stopped = true;  // it does nothing more
 }
 
 void World::start_daemon(std::uint32_t node) {
   if (daemons_[node]) return;
-  daemons_[node] = std::make_unique<Daemon>(*this, node);
-  processes_[daemons_[node]->instance] = daemons_[node].get();
+  start(daemons_[node], std::make_unique<Daemon>(*this, node));
   note("the daemon of node {} starts", node);
 }
 
 void World::kill_daemon(std::uint32_t node) {
   if (!daemons_[node]) return;
   note("the daemon of node {} is killed", node);
-  if (daemons_[node]->link != 0) close_link(daemons_[node]->link);
+  daemons_[node]->hang_up();
   processes_.erase(daemons_[node]->instance);
   daemons_[node].reset();
-  for (auto& trainer : trainers_[node])
-    if (trainer && trainer->connection.value != 0)
-      after_of(*trainer, between(1us, 1ms), [raw = trainer.get(), connection = trainer->connection] {
-        if (raw->connection == connection) raw->on_daemon_gone();
-      });
-  after(between(10ms, 200ms), [this, node] { start_daemon(node); });
+  for (auto& trainer : trainers_[node / shape.nodes])
+    if (trainer && trainer->machine == node && trainer->connection.value != 0)
+      deliver(*trainer, supervisor_random_[node].between(1us, 1ms),
+              [raw = trainer.get(), connection = trainer->connection] { raw->on_daemon_gone(connection); });
+  after(supervisor_random_[node].between(10ms, 200ms), [this, node] { start_daemon(node); });
 }
 
 // ---- the coordinator
 
 void World::start_coordinator() {
   if (coordinator_) return;
-  ++coordinator_life_;
-  coordinator_ = std::make_unique<membership::Coordinator>(job);
   if (auto read = membership::parse_log(disk_, "the log"); !read) {
     checker_.violate("no-garbage", read.error().message);
   } else {
@@ -193,137 +291,195 @@ void World::start_coordinator() {
     log_ = std::move(read->records);
   }
   note("the coordinator starts, with {} records", log_.size());
-  if (auto recovered = coordinator_->recover(log_, now()); !recovered)
-    checker_.violate("no-garbage",
-                     fmt::format("the coordinator can't read its own log: {}", recovered.error().message));
+  start(coordinator_, std::make_unique<Coordinator>(*this, nodes(), log_));
 }
 
 void World::kill_coordinator(const std::string& why) {
   if (!coordinator_) return;
   note("the coordinator ends: {}", why);
-  coordinator_.reset();
+  processes_.erase(coordinator_->instance);
+  coordinator_->ended = coordinator_->stopped = true;
+  // It may be what is being run.
+  after({}, [gone = std::shared_ptr<Coordinator>(std::move(coordinator_))] {});
   crash_in_append_ = false;
   while (!links_.empty()) drop_link(links_.begin()->first);
   if (planted(Plant::forget_a_decision) && !log_.empty() && log_.back().has_committed()) {
     log_.pop_back();
     disk_ = membership::log_bytes(log_, 0);
   }
-  after(between(20ms, 500ms), [this] { start_coordinator(); });
+  after(supervisor_random_[nodes()].between(20ms, 500ms), [this] { start_coordinator(); });
 }
 
-void World::carry_out(membership::Actions actions) {
-  if (!actions.append.empty() && disk_full_) {
-    disk_full_ = false;
-    return kill_coordinator("its disk is full");
+// The operator reads the status now and then. Where the job waits to be told that it may go back, and does so for a
+// while, they start the coordinator with that.
+void World::let_operator_act() {
+  const auto wanted = coordinator_ ? coordinator_->decisions().wants_roll_back() : std::nullopt;
+  if (!wanted) {
+    roll_back_wanted_since_ = {};
+  } else if (roll_back_wanted_since_ == TimePoint{}) {
+    roll_back_wanted_since_ = now();
+  } else if (now() - roll_back_wanted_since_ > job.silence) {
+    count("operator: roll back");
+    roll_back_to_ = *wanted;
+    kill_coordinator(fmt::format("its operator lets the job go back to step {}", *wanted));
   }
-  const bool crash = !actions.append.empty() && crash_in_append_;
-  if (!actions.append.empty()) {
-    Bytes written = membership::log_bytes(actions.append, disk_.size());
-    if (crash) written.resize(pick(written.size() + 1));
-    disk_.insert(disk_.end(), written.begin(), written.end());
-    if (crash) {
-      const auto read = membership::parse_log(disk_, "the log");
-      REJOIN_CHECK(read.has_value(), "{}", read.error());
-      actions.append.resize(read->records.size() - log_.size());
-    }
+  if (coordinator_ && coordinator_->decisions().stopped()) drop_who_is_wrong();
+  after(job.silence / 4, [this] { let_operator_act(); });
+}
+
+membership::JobConfig World::job_to_start() {
+  membership::JobConfig config = job;
+  config.roll_back_to = std::exchange(roll_back_to_, std::nullopt);
+  config.drop = std::exchange(drop_, std::nullopt);
+  return config;
+}
+
+World::Append World::append(const std::vector<proto::LogRecord>& records) {
+  if (records.empty()) return Append::done;
+  if (std::exchange(disk_full_, false)) {
+    kill_coordinator("its disk is full");
+    return Append::failed;
   }
-  for (const auto& record : actions.append) {
-    if (record.has_epoch()) {
-      count("epoch begun");
-      std::string members;
-      for (const auto& m : record.epoch().members())
-        members += fmt::format(" {}{}", m.replica(), m.catching_up() ? "c" : "");
-      note("epoch {} from step {}:{} ({})", record.epoch().epoch(), record.epoch().step(), members,
-           record.epoch().reason());
-    }
-    if (record.has_committed()) {
-      count("step committed");
-      note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
-      on_committed(record.committed());
-    }
-    if (record.has_rolled_back()) {
-      count("rolled back");
-      note("rolled back to {}", record.rolled_back().version());
-      std::erase_if(outcome_.committed,
-                    [&](const auto& committed) { return committed.step > record.rolled_back().version(); });
-    }
-    log_.push_back(record);
-    checker_.on_record(record);
+  const bool crash = crash_in_append_;
+  Bytes written = membership::log_bytes(records, disk_.size());
+  if (crash) written.resize(supervisor_random_[nodes()].pick(written.size() + 1));
+  disk_.insert(disk_.end(), written.begin(), written.end());
+  std::size_t whole = records.size();
+  if (crash) {
+    const auto read = membership::parse_log(disk_, "the log");
+    REJOIN_CHECK(read.has_value(), "{}", read.error());
+    whole = read->records.size() - log_.size();
   }
-  if (crash) return kill_coordinator("a crash while it wrote");
-  for (const auto& line : actions.notes) note("coordinator: {}", line);
-  for (auto& [id, message] : actions.send) {
-    auto found = links_.find(id.value);
-    if (found == links_.end()) continue;
+  for (std::size_t i = 0; i < whole; ++i) on_record(records[i]);
+  if (crash) {
+    kill_coordinator("a crash while it wrote");
+    return Append::failed;
+  }
+  if (slow_append_ > Duration{}) stop(*coordinator_, std::exchange(slow_append_, {}));
+  return Append::done;
+}
+
+void World::on_record(const proto::LogRecord& record) {
+  Survivors::Holders holders;
+  if (record.has_epoch()) {
+    count("epoch begun");
+    std::string members;
+    for (const auto& m : record.epoch().members())
+      members += fmt::format(" {}{}", m.replica(), m.catching_up() ? "c" : "");
+    note("epoch {} from step {}:{} ({})", record.epoch().epoch(), record.epoch().step(), members,
+         record.epoch().reason());
+    on_moment(Moment::epoch, 0);
+  }
+  if (record.has_committed()) {
+    count("step committed");
+    note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
+    on_committed(record.committed());
+    on_moment(Moment::commit, 0);
+    holders = holders_of(record.committed());
+  }
+  if (record.has_rolled_back()) {
+    count("rolled back");
+    note("rolled back to {}", record.rolled_back().version());
+    std::erase_if(outcome_.committed,
+                  [&](const auto& committed) { return committed.step > record.rolled_back().version(); });
+  }
+  log_.push_back(record);
+  checker_.on_record(record);
+  survivors_.on_record(record, std::move(holders));
+  check_survivors();
+}
+
+Survivors::Holders World::holders_of(const proto::LogRecord::Committed& record) const {
+  Survivors::Holders holders;
+  for (const auto& member : record.members()) {
+    std::vector<std::uint64_t> processes;
+    for (const auto& trainer : trainers_[member.replica()])
+      if (trainer && !trainer->ended && trainer->exchanged(record.step())) processes.push_back(trainer->instance);
+    if (processes.size() == shape.ranks) holders[member.replica()] = std::move(processes);
+  }
+  return holders;
+}
+
+void World::check_survivors() {
+  if (auto what = survivors_.take_violation()) checker_.violate("state-survives", *what);
+}
+
+Duration World::control_delay(std::uint32_t node, bool up) {
+  const TimePoint blocked = up ? up_blocked_[node] : down_blocked_[node];
+  Duration delay = control_random_[node].between(10us, 310us);
+  if (const SlowLink& link = slow_links_[node]; link.until > now()) delay += up ? link.out : link.in;
+  return blocked > now() ? blocked - now() + delay : delay;
+}
+
+// Where it is refused: 0. Where nothing answers, it is asked again after 1, 3 and 7 s, as Linux does.
+std::uint64_t World::connect(Daemon& daemon) {
+  if (!coordinator_) return 0;
+  const std::uint64_t number = next_number();
+  Link& made = links_[number];
+  made.node = daemon.node;
+  const TimePoint open = std::max(up_blocked_[daemon.node], down_blocked_[daemon.node]);
+  Duration asked{};
+  for (Duration wait = 1s; now() + asked < open; wait *= 2) asked += wait;
+  deliver(*coordinator_, in_order(made.last_up, asked + control_delay(daemon.node, true)), [this, number] {
+    auto found = links_.find(number);
+    if (found == links_.end()) return;  // it gave up meanwhile
     Link& link = found->second;
-    after(in_order(link.last_down, control_delay(link.node, false)),
-          [this, number = id.value, node = link.node, message = std::move(message)] {
-            Daemon* daemon = daemons_[node].get();
-            if (daemon != nullptr && daemon->link == number) daemon->on_word(message);
-          });
-  }
-  for (const auto& node : actions.close) drop_link(node.value);
+    link.accepted = true;
+    if (Daemon* connecting = daemons_[link.node].get(); connecting != nullptr)
+      deliver(*connecting, in_order(link.last_down, control_delay(link.node, false)),
+              [connecting, number] { connecting->on_link_up(number); });
+  });
+  return number;
 }
 
 void World::drop_link(std::uint64_t number) {
   auto gone = links_.extract(number);
   if (gone.empty()) return;
-  const Duration noticed = between(10us, 1ms);
-  after(noticed + control_delay(gone.mapped().node, false), [this, number, node = gone.mapped().node] {
-    if (Daemon* daemon = daemons_[node].get(); daemon != nullptr && daemon->link == number) daemon->on_link_down();
-  });
-}
-
-Duration World::control_delay(std::uint32_t node, bool up) {
-  const TimePoint blocked = up ? up_blocked_[node] : down_blocked_[node];
-  Duration delay(static_cast<std::int64_t>(10'000 + random_() % 300'000));
-  if (const SlowLink& link = slow_links_[node]; link.until > now()) delay += up ? link.out : link.in;
-  return blocked > now() ? blocked - now() + delay : delay;
-}
-
-void World::connect(Daemon& daemon) {
-  if (!coordinator_ || up_blocked_[daemon.node] > now() || down_blocked_[daemon.node] > now()) return;
-  const std::uint64_t number = next_number();
-  after_of(daemon, control_delay(daemon.node, true), [this, number, raw = &daemon, life = coordinator_life_] {
-    if (!coordinator_ || life != coordinator_life_ || raw->link != 0) return;
-    links_[number].node = raw->node;
-    raw->on_link_up(number);
-  });
+  const std::uint32_t node = gone.mapped().node;
+  Daemon* daemon = daemons_[node].get();
+  if (daemon == nullptr) return;
+  const Duration noticed = supervisor_random_[nodes()].between(10us, 1ms);
+  deliver(*daemon, noticed + control_delay(node, false), [daemon, number] { daemon->on_link_down(number); });
 }
 
 void World::close_link(std::uint64_t number) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
-  after(in_order(found->second.last_up, control_delay(found->second.node, true)), [this, number] {
-    if (links_.erase(number) > 0) carry_out(coordinator_->on_node_lost(membership::NodeId(number), now()));
+  deliver(*coordinator_, in_order(found->second.last_up, control_delay(found->second.node, true)), [this, number] {
+    if (links_.erase(number) > 0) coordinator_->on_link_lost(number);
   });
 }
 
 void World::to_coordinator(std::uint64_t number, proto::FromNode message) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
-  Link& link = found->second;
-  after(in_order(link.last_up, control_delay(link.node, true)), [this, number, message = std::move(message)] {
-    if (links_.contains(number)) carry_out(coordinator_->on_message(membership::NodeId(number), message, now()));
-  });
+  deliver(*coordinator_, in_order(found->second.last_up, control_delay(found->second.node, true)),
+          [this, number, message = std::move(message)] {
+            auto open = links_.find(number);
+            if (open != links_.end() && !open->second.reset) coordinator_->on_message(number, message);
+          });
+}
+
+void World::to_daemon(std::uint64_t number, proto::ToNode message) {
+  auto found = links_.find(number);
+  if (found == links_.end()) return;
+  const std::uint32_t node = found->second.node;
+  Daemon* daemon = daemons_[node].get();
+  if (daemon == nullptr) return;
+  deliver(*daemon, in_order(found->second.last_down, control_delay(node, false)),
+          [this, daemon, number, message = std::move(message)] {
+            auto open = links_.find(number);
+            if (open == links_.end() || !open->second.reset) daemon->on_word(number, message);
+          });
 }
 
 // ---- the run
 
-void World::tick() {
-  for (auto& ranks : trainers_)
-    for (auto& trainer : ranks)
-      if (trainer) trainer->heartbeat();
-  for (auto& daemon : daemons_)
-    if (daemon) daemon->tick();
-  if (coordinator_) carry_out(coordinator_->on_tick(now()));
-  after(job.silence / 16, [this] { tick(); });
-}
-
 bool World::settled() const {
-  if (!coordinator_ || coordinator_->members().size() != options_.replicas) return false;
-  return std::none_of(coordinator_->members().begin(), coordinator_->members().end(),
-                      [](const auto& member) { return member.catching_up; });
+  if (!coordinator_) return false;
+  const auto& members = coordinator_->decisions().members();
+  return members.size() == shape.replicas &&
+         std::none_of(members.begin(), members.end(), [](const auto& member) { return member.catching_up; });
 }
 
 void World::on_committed(const proto::LogRecord::Committed& record) {
@@ -332,7 +488,7 @@ void World::on_committed(const proto::LogRecord::Committed& record) {
   double sum = 0, count = 0;
   for (const auto& member : record.members()) {
     for (const auto& range : member.batch()) committed.samples += range.end() - range.begin();
-    for (std::uint32_t rank = 0; rank < options_.ranks; ++rank)
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
       if (auto found = losses_[record.step()].find({member.replica(), rank}); found != losses_[record.step()].end())
         sum += found->second, ++count;
   }
@@ -349,39 +505,74 @@ bool World::go_on_long() {
   if (now() < next_failure_) return true;
   constexpr FaultKind kinds[] = {FaultKind::kill_trainer, FaultKind::hang_trainer, FaultKind::kill_replica,
                                  FaultKind::power_loss, FaultKind::kill_coordinator};
-  Fault fault{.kind = kinds[pick(std::size(kinds))], .lasting = 300ms};
-  fault.replica = static_cast<std::uint32_t>(pick(options_.replicas));
-  fault.rank = static_cast<std::uint32_t>(pick(options_.ranks));
+  Fault fault{
+      .kind = kinds[failures_random_.pick(std::size(kinds))], .lasting = 300ms, .detail = failures_random_.next()};
+  fault.replica = static_cast<std::uint32_t>(failures_random_.pick(shape.replicas));
+  fault.rank = static_cast<std::uint32_t>(failures_random_.pick(shape.ranks));
   happen(fault);
   ++failures_;
-  next_failure_ = now() + fault.lasting + between(100ms, 300ms);  // what hangs is noticed only after a while
+  next_failure_ =
+      now() + fault.lasting + failures_random_.between(100ms, 300ms);  // what hangs is noticed only after a while
   faults_end_ = now();
   return true;
 }
 
 // How things stand, for whoever reads the trace of a failure.
 void World::describe() {
-  for (const auto& [id, replica] : coordinator_->replicas())
+  const auto& decisions = coordinator_->decisions();
+  for (const auto& [id, replica] : decisions.replicas())
     for (const auto& standing : replica.standings)
       note("the coordinator knows replica {} ranks {}: incarnation {}, {}connected with {}", id, standing.ranks.text(),
            replica.incarnation, standing.caught_up ? "caught up, " : "", fmt::join(standing.links, " "));
-  for (const auto& line : coordinator_->waiting_for(now())) note("the step waits for {}", line);
+  for (const auto& line : decisions.waiting_for(now_at(coordinator_->machine))) note("the step waits for {}", line);
   for (auto& ranks : trainers_)
     for (auto& trainer : ranks)
       if (trainer) note("{}", trainer->describe());
 }
 
+void World::wake_who_has_events() {
+  for (auto& ranks : trainers_)
+    for (auto& trainer : ranks)
+      if (trainer && !trainer->woken && !trainer->engine->arm()) wake(*trainer);
+  for (auto& daemon : daemons_)
+    if (daemon && !daemon->woken && !daemon->engine->arm()) wake(*daemon);
+}
+
+// After the last fault. `target`: committed steps that prove that it goes on; 0: not all are back.
+bool World::whole_again(std::uint64_t& target) {
+  if (!settled()) {
+    target = 0;
+  } else if (options_.run_for) {
+    faults_end_ = now();  // it is whole: no limit until the next failure
+  } else if (const std::uint64_t committed = coordinator_->decisions().committed().value; target == 0) {
+    target = committed + kStepsAfter;
+  } else if (committed >= target) {
+    return true;
+  }
+  if (now() > faults_end_ + kSettled)
+    checker_.violate("progress", fmt::format("{:.0f} s after the last fault: {}", seconds(kSettled),
+                                             coordinator_ ? fmt::format("step {} is committed, {} members",
+                                                                        coordinator_->decisions().committed(),
+                                                                        coordinator_->decisions().members().size())
+                                                          : "no coordinator"));
+  return false;
+}
+
 Outcome World::run() {
   const TimePoint began = now();
   start_coordinator();
-  for (std::uint32_t node = 0; node < options_.replicas; ++node) start_daemon(node);
-  for (std::uint32_t replica = 0; replica < options_.replicas; ++replica)
-    for (std::uint32_t rank = 0; rank < options_.ranks; ++rank) start_trainer(replica, rank);
-  for (const auto& fault : outcome_.faults) after(fault.at, [this, fault] { happen(fault); });
+  for (std::uint32_t node = 0; node < nodes(); ++node) start_daemon(node);
+  for (std::uint32_t replica = 0; replica < shape.replicas; ++replica)
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) start_trainer(replica, rank);
+  for (const auto& fault : outcome_.faults)
+    after(fault.at, [this, fault] {
+      if (fault.moment == Moment::at_once) happen(fault);
+      else waiting_faults_.push_back(fault);
+    });
   faults_end_ = began + kFaultsFor;
-  tick();
+  let_operator_act();
 
-  std::uint64_t target = 0;  // committed steps that prove that it goes on; 0: not all are back
+  std::uint64_t target = 0;
   const std::uint64_t max_events = options_.run_for ? ~std::uint64_t{0} : kMaxEvents;
   while (!checker_.violation() && outcome_.events < max_events) {
     ++outcome_.events;
@@ -394,32 +585,16 @@ Outcome World::run() {
       event.mapped()();
     }
     if (fabric_.stale_writes() > 0) checker_.on_stale_write();
-    for (auto& ranks : trainers_)
-      for (auto& trainer : ranks)
-        if (trainer && !trainer->woken && !trainer->engine->arm()) wake(*trainer);
-    for (auto& daemon : daemons_)
-      if (daemon && !daemon->woken && !daemon->engine->arm()) wake(*daemon);
+    wake_who_has_events();
     if (options_.run_for && !go_on_long()) break;
     if (now() < faults_end_) continue;
     crash_in_append_ = disk_full_ = false;
-    if (!settled()) {
-      target = 0;
-    } else if (options_.run_for) {
-      faults_end_ = now();  // it is whole: no limit until the next failure
-    } else if (target == 0) {
-      target = coordinator_->committed().value + kStepsAfter;
-    } else if (coordinator_->committed().value >= target) {
-      break;
-    }
-    if (now() > faults_end_ + kSettled)
-      checker_.violate("progress",
-                       fmt::format("{:.0f} s after the last fault: {}", seconds(kSettled),
-                                   coordinator_ ? fmt::format("step {} is committed, {} members",
-                                                              coordinator_->committed(), coordinator_->members().size())
-                                                : "no coordinator"));
+    slow_append_ = {};
+    waiting_faults_.clear();
+    if (whole_again(target)) break;
   }
   if (outcome_.events >= max_events) checker_.violate("progress", "it goes round in circles");
-  if (!checker_.violation()) checker_.on_end(log_, coordinator_->ledger());
+  if (!checker_.violation()) checker_.on_end(log_, coordinator_->decisions().ledger());
   if (checker_.violation() && coordinator_) describe();
   if (checker_.violation()) note("VIOLATION {}: {}", checker_.violation()->invariant, checker_.violation()->what);
   outcome_.violation = checker_.violation();

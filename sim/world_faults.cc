@@ -13,41 +13,46 @@ Duration World::slowness(std::uint32_t replica, std::uint32_t rank) const {
 }
 
 void World::happen(const Fault& fault) {
+  // Where one replica is wrong, those who are right are needed.
+  if (!is_of_bits(fault.kind) && somebody_is_wrong()) return;
   count(fmt::format("fault: {}", to_string(fault.kind)));
   note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
        milliseconds(fault.lasting));
+  if (is_of_bits(fault.kind)) return damage_bits(fault);
+  disturbed_until_ = std::max(disturbed_until_, now() + fault.lasting + 4 * job.silence);
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
-  Daemon* daemon = daemons_[fault.replica].get();
+  const std::uint32_t node = node_of(fault.replica, fault.rank);
+  Daemon* daemon = daemons_[node].get();
   const TimePoint until = now() + fault.lasting;
+  faults_end_ = std::max(faults_end_, until);
+  Random random(fault.detail);
   switch (fault.kind) {
+    case FaultKind::drift:
+    case FaultKind::flip_state:
+    case FaultKind::flip_reduced: return;
     case FaultKind::kill_trainer: return kill_trainer(fault.replica, fault.rank, "killed");
     case FaultKind::hang_trainer:
-      if (trainer == nullptr || trainer->stopped) return;
-      trainer->stopped = true;
-      for (const auto* rail : trainer->rails) fabric_.stop(*rail);
-      return after_of(*trainer, fault.lasting, [this, trainer] {
-        trainer->stopped = false;
-        for (const auto* rail : trainer->rails) fabric_.resume(*rail);
-        if (trainer->connection.value == 0) trainer->look_for_daemon();
-        wake(*trainer);
-      });
+      if (trainer != nullptr) stop(*trainer, fault.lasting);
+      return;
     case FaultKind::slow_trainer: slow_until_[{fault.replica, fault.rank}] = until; return;
     case FaultKind::kill_all:
-      for (std::uint32_t r = 0; r < options_.replicas; ++r)
-        for (std::uint32_t i = 0; i < options_.ranks; ++i) kill_trainer(r, i, "killed with all others");
+      for (std::uint32_t r = 0; r < shape.replicas; ++r)
+        for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(r, i, "killed with all others");
       return;
-    case FaultKind::power_loss: kill_daemon(fault.replica); [[fallthrough]];
+    case FaultKind::power_loss:
+      kill_daemon(node);
+      for (std::uint32_t i = 0; i < shape.ranks; ++i)
+        if (node_of(fault.replica, i) == node) kill_trainer(fault.replica, i, "killed with its node");
+      return;
     case FaultKind::kill_replica:
-      for (std::uint32_t i = 0; i < options_.ranks; ++i) kill_trainer(fault.replica, i, "killed with its replica");
+      for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(fault.replica, i, "killed with its replica");
       return;
-    case FaultKind::kill_daemon: return kill_daemon(fault.replica);
+    case FaultKind::kill_daemon: return kill_daemon(node);
     case FaultKind::kill_coordinator: return kill_coordinator("killed");
     case FaultKind::crash_in_append: crash_in_append_ = coordinator_ != nullptr; return;
     case FaultKind::disk_full: disk_full_ = true; return;
-    case FaultKind::partition:
-      down_blocked_[fault.replica] = std::max(down_blocked_[fault.replica], until);
-      [[fallthrough]];
-    case FaultKind::one_way_partition: up_blocked_[fault.replica] = std::max(up_blocked_[fault.replica], until); return;
+    case FaultKind::partition: down_blocked_[node] = std::max(down_blocked_[node], until); [[fallthrough]];
+    case FaultKind::one_way_partition: up_blocked_[node] = std::max(up_blocked_[node], until); return;
     case FaultKind::cut_ring:
       if (trainer != nullptr)
         for (const auto* rail : trainer->rails) fabric_.cut(*rail);
@@ -57,31 +62,141 @@ void World::happen(const Fault& fault) {
         for (const auto* rail : daemon->rails) fabric_.cut(*rail);
       return;
     case FaultKind::lose_rail:
-      if (trainer != nullptr) fabric_.cut(*trainer->rails[pick(trainer->rails.size())]);
-      if (daemon != nullptr) fabric_.cut(*daemon->rails[pick(daemon->rails.size())]);
+      if (trainer != nullptr) fabric_.cut(*trainer->rails[random.pick(trainer->rails.size())]);
+      if (daemon != nullptr) fabric_.cut(*daemon->rails[random.pick(daemon->rails.size())]);
       return;
-    case FaultKind::slow_link: {
-      const Duration extra = between(500us, 60ms);
-      const std::uint64_t ways = pick(3);  // out, in, or both: most links that are slow are so one way
-      const Duration out = ways != 1 ? extra : Duration{}, in = ways != 0 ? extra : Duration{};
-      slow_links_[fault.replica] = {out, in, until};
-      const auto slow = [&](const Rails& rails) {
-        for (const auto* rail : rails) fabric_.slow(*rail, out, in, until);
-      };
-      if (daemon != nullptr) slow(daemon->rails);
-      for (const auto& one : trainers_[fault.replica])
-        if (one) slow(one->rails);
-      return;
-    }
+    case FaultKind::slow_link: return slow_link(fault, until);
     case FaultKind::damage:
-      if (daemon != nullptr) fabric_.damage_next_write(*daemon->rails[pick(daemon->rails.size())]);
+      if (daemon != nullptr) fabric_.damage_next_write(*daemon->rails[random.pick(daemon->rails.size())]);
       return;
     case FaultKind::damage_at_rest: damage_at_rest_[fault.replica] = true; return;
     case FaultKind::pause:
       clock_.advance(fault.lasting);
       faults_end_ += fault.lasting;
       return;
+    case FaultKind::stop_daemon:
+      if (daemon != nullptr) stop(*daemon, fault.lasting);
+      return;
+    case FaultKind::stop_coordinator:
+      if (coordinator_) stop(*coordinator_, fault.lasting);
+      return;
+    case FaultKind::stop_some:
+    case FaultKind::stop_all: return stop_many(fault);
+    case FaultKind::suspend_node: return suspend_node(fault);
+    case FaultKind::slow_disk: slow_append_ = fault.lasting; return;
+    case FaultKind::hang_compute: return hang_compute(fault, until);
+    case FaultKind::reset_control:
+      if (daemon != nullptr) reset_link(daemon->link);
+      return;
+    case FaultKind::reset_ring:
+      if (trainer != nullptr) fabric_.reset(*trainer->rails[random.pick(trainer->rails.size())], random.next());
+      return;
+    case FaultKind::reset_stream:
+      if (daemon != nullptr) fabric_.reset(*daemon->rails[random.pick(daemon->rails.size())], random.next());
+      return;
+    case FaultKind::black_hole: return black_hole(fault, until);
+    case FaultKind::refuse_memory: {
+      Process* victim = random.one_in(2) ? static_cast<Process*>(daemon) : trainer;
+      if (victim != nullptr) fabric_.refuse_memory(*victim->rails[0], 1 + random.pick(4));
+      return;
+    }
   }
+}
+
+std::vector<Process*> World::processes() const {
+  std::vector<Process*> all;
+  for (const auto& [instance, process] : processes_) all.push_back(process);
+  return all;
+}
+
+void World::on_moment(Moment moment, std::uint32_t replica) {
+  for (auto at = waiting_faults_.begin(); at != waiting_faults_.end();) {
+    if (at->moment != moment) {
+      ++at;
+      continue;
+    }
+    Fault fault = *at;
+    at = waiting_faults_.erase(at);
+    Random random(fault.detail + 1);
+    const bool anyone = moment == Moment::commit || moment == Moment::epoch;
+    if (!anyone && random.one_in(2)) fault.replica = replica;
+    after(random.one_in(2) ? Duration{} : random.of_any_size(1us, 2ms), [this, fault] { happen(fault); });
+  }
+}
+
+void World::hang_compute(const Fault& fault, TimePoint until) {
+  Random random(fault.detail);
+  const std::uint32_t other =
+      random.one_in(4) ? static_cast<std::uint32_t>(random.pick(shape.replicas)) : fault.replica;
+  for (const auto replica : {fault.replica, other})
+    if (Trainer* trainer = trainers_[replica][fault.rank].get()) trainer->hang_compute(until);
+}
+
+// From one replica's ranks and nodes to another's.
+void World::black_hole(const Fault& fault, TimePoint until) {
+  Random random(fault.detail);
+  const auto to = static_cast<std::uint32_t>(random.pick(shape.replicas));
+  const auto block = [&](const Process* sender, const Process* receiver) {
+    if (sender == nullptr || receiver == nullptr) return;
+    for (const auto* from : sender->rails)
+      for (const auto* rail : receiver->rails) fabric_.block(*from, *rail, until);
+  };
+  if (to == fault.replica) return;
+  const bool streams = random.one_in(3);
+  for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
+    if (streams) block(daemons_[node_of(fault.replica, rank)].get(), daemons_[node_of(to, rank)].get());
+    else block(trainers_[fault.replica][rank].get(), trainers_[to][rank].get());
+}
+
+// A connection is reset on its way: what has not been delivered is lost, and each end hears of it in its own time.
+void World::reset_link(std::uint64_t number) {
+  auto found = links_.find(number);
+  if (found == links_.end() || !found->second.accepted) return;
+  found->second.reset = true;
+  Random& random = control_random_[found->second.node];
+  deliver(*coordinator_, random.of_any_size(1us, 50ms), [this, number] {
+    if (links_.erase(number) > 0) coordinator_->on_link_lost(number);
+  });
+  if (Daemon* daemon = daemons_[found->second.node].get())
+    deliver(*daemon, random.of_any_size(1us, 50ms), [daemon, number] { daemon->on_link_down(number); });
+}
+
+// They stop at once, and go on in an order that is drawn.
+void World::stop_many(const Fault& fault) {
+  Random random(fault.detail);
+  for (Process* process : processes())
+    if (fault.kind == FaultKind::stop_all || random.one_in(2))
+      stop(*process, fault.lasting + random.of_any_size(1us, 10ms));
+}
+
+// A machine with all that runs on it. Its clock goes on, or stands as CLOCK_MONOTONIC does in a suspended laptop, or it
+// is set forward as in a machine that was moved.
+void World::suspend_node(const Fault& fault) {
+  Random random(fault.detail);
+  const std::uint32_t machine = random.one_in(4) ? nodes() : node_of(fault.replica, fault.rank);
+  if (suspended_until_[machine] > now()) return;
+  suspended_until_[machine] = now() + fault.lasting;
+  const Duration jump = random.of_any_size(1us, 10s);
+  const std::uint64_t clock = random.pick(3);
+  if (clock == 1) after(fault.lasting, [this, machine, stood = fault.lasting] { clocks_[machine] -= stood; });
+  if (clock == 2) after(fault.lasting, [this, machine, jump] { clocks_[machine] += jump; });
+  for (Process* process : processes())
+    if (process->machine == machine) stop(*process, fault.lasting + random.of_any_size(1us, 1ms));
+}
+
+void World::slow_link(const Fault& fault, TimePoint until) {
+  Random random(fault.detail);
+  const Duration extra = random.between(500us, 60ms);
+  const std::uint64_t ways = random.pick(3);  // out, in, or both: most links that are slow are so one way
+  const Duration out = ways != 1 ? extra : Duration{}, in = ways != 0 ? extra : Duration{};
+  const std::uint32_t node = node_of(fault.replica, fault.rank);
+  slow_links_[node] = {out, in, until};
+  const auto slow = [&](const Rails& rails) {
+    for (const auto* rail : rails) fabric_.slow(*rail, out, in, until);
+  };
+  if (daemons_[node]) slow(daemons_[node]->rails);
+  for (const auto& one : trainers_[fault.replica])
+    if (one && one->machine == node) slow(one->rails);
 }
 
 }  // namespace rejoin::sim

@@ -24,20 +24,15 @@ const std::string kDaemon = binaries() + "/rejoind", kCli = binaries() + "/rejoi
 
 struct Job {
   Scratch scratch;
+  std::string silence_ms = "1000";
   std::string key = scratch.key();
   std::vector<std::unique_ptr<Process>> processes;
   std::string coordinator, coordinator_status;
 
   std::unique_ptr<Process> daemon(const std::string& name, std::vector<std::string> more) {
-    std::vector<std::string> arguments{kDaemon,
-                                       "--job-key-file",
-                                       key,
-                                       "--name",
-                                       name,
-                                       "--address-file",
-                                       scratch.path + "/" + name + ".json",
-                                       "--silence-ms",
-                                       "1000"};
+    std::vector<std::string> arguments{
+        kDaemon,        "--job-key-file", key, "--name", name, "--address-file", scratch.path + "/" + name + ".json",
+        "--silence-ms", silence_ms};
     arguments.insert(arguments.end(), more.begin(), more.end());
     return std::make_unique<Process>(arguments, scratch.path + "/" + name + ".out");
   }
@@ -115,6 +110,7 @@ TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
 // is killed and started again costs nobody his place.
 TEST(Relay, ReplicasOfManyNodesGoThroughItAndOutliveIt) {
   Job job;
+  job.silence_ms = "10000";  // however long a crowded machine takes to start a process
   job.processes.push_back(job.daemon("coordinator", {"--coordinator", "--log-directory", job.scratch.path + "/log",
                                                      "--replicas", "2", "--ranks", "2", "--batch", "8"}));
   const auto json = job.addresses("coordinator");
@@ -265,6 +261,10 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
     EXPECT_NE(ended.output.find(what), std::string::npos) << ended.output;
   };
   expect({kDaemon, "--no-such-flag"}, "--job-key-file is required");
+  expect({kDaemon, "--job-key-file", key, "--config", scratch.write("unknown", "replicas = 3\nreplica = 4\n")},
+         "no setting is called 'replica'; the nearest is 'replicas'");
+  expect({kDaemon, "--job-key-file", key, "--config", scratch.write("section", "[node]\nsilence-ms = 4000\n")},
+         "no setting is called 'node.silence-ms'; the nearest is 'silence-ms'");
   expect({kDaemon, "--job-key-file", key}, "nothing to do: give --coordinator, or --socket");
   expect({kDaemon, "--job-key-file", scratch.path + "/none", "--coordinator"}, "No such file");
   expect({kDaemon, "--job-key-file", scratch.write("open", "0123456789abcdef0123", 0644), "--coordinator"},

@@ -23,8 +23,18 @@ nlohmann::json demo(std::vector<std::string> more, const std::vector<std::string
   return nlohmann::json::parse(read_file(json), nullptr, false);
 }
 
-void expect_sound(const nlohmann::json& report, std::uint64_t steps) {
+// `deeds`: what was done to the job, in the order of their names. Each must have happened, and have been seen.
+void expect_sound(const nlohmann::json& report, std::uint64_t steps, const std::vector<std::string>& deeds) {
   ASSERT_FALSE(report.is_discarded());
+  std::vector<std::string> done;
+  for (const auto& failure : report.at("failures")) {
+    done.push_back(failure.at("kind"));
+    if (done.back() == "kill_daemon" || done.back().ends_with("_coordinator") || done.back() == "pause_all")
+      continue;  // nobody is out
+    EXPECT_GE(failure.at("detected_ms").get<double>(), 0) << "nobody noticed: " << failure.dump();
+  }
+  std::sort(done.begin(), done.end());
+  EXPECT_EQ(done, deeds);
   EXPECT_EQ(report.at("steps_committed"), steps);
   EXPECT_TRUE(report.at("same_bits").get<bool>()) << "same-bits";
   EXPECT_TRUE(report.at("absent").empty()) << "progress: " << report.at("absent").dump();
@@ -35,8 +45,7 @@ void expect_sound(const nlohmann::json& report, std::uint64_t steps) {
 
 TEST(Demo, AKilledReplicaComesBackWithTheSameBitsAndNobodyRecomputes) {
   const auto report = demo({"--steps", "120", "--kill", "1.0@30"});
-  expect_sound(report, 120);
-  ASSERT_EQ(report.at("failures").size(), 1u);
+  expect_sound(report, 120, {"kill"});
   EXPECT_EQ(report.at("catch_ups").size(), 2u) << "both ranks of the replica";
   EXPECT_LT(report.at("loss").at("last").get<double>(), report.at("loss").at("first").get<double>() - 1) << "it learns";
   for (const char* key : {"replicas", "ranks", "params", "events", "step_ms", "digests"})
@@ -45,47 +54,105 @@ TEST(Demo, AKilledReplicaComesBackWithTheSameBitsAndNobodyRecomputes) {
 
 TEST(Demo, WithoutAFailureNothingIsReported) {
   const auto report = demo({"--steps", "40", "--no-kill"});
-  expect_sound(report, 40);
-  EXPECT_TRUE(report.at("failures").empty());
+  expect_sound(report, 40, {});
 }
 
 TEST(Demo, TwoReplicasDieAtOnce) {
-  expect_sound(demo({"--steps", "150", "--replicas", "4", "--ranks", "1", "--kill", "1.0@30,3.0@30"}), 150);
+  expect_sound(demo({"--steps", "150", "--replicas", "4", "--ranks", "1", "--kill", "1.0@30,3.0@30"}), 150,
+               {"kill", "kill"});
 }
 
 TEST(Demo, AllButOneDieAtOnce) {
-  expect_sound(demo({"--steps", "300", "--kill", "0.1@30,2.0@30", "--params", "600000"}), 300);
+  expect_sound(demo({"--steps", "300", "--kill", "0.1@30,2.0@30", "--params", "600000"}), 300, {"kill", "kill"});
 }
 
 TEST(Demo, EverythingDiesAndStartsAgainFromWhatIsLeft) {
-  expect_sound(demo({"--steps", "80", "--kill", "0.1@30,1.0@30,2.1@30"}), 80);
+  expect_sound(demo({"--steps", "80", "--kill", "0.1@30,1.0@30,2.1@30"}), 80, {"kill", "kill", "kill"});
 }
 
 TEST(Demo, AStoppedProcessIsOutAfterItsSilence) {
   const auto report = demo({"--steps", "120", "--hang", "2.1@30", "--silence-ms", "500"});
-  expect_sound(report, 120);
+  expect_sound(report, 120, {"hang"});
 }
 
 TEST(Demo, ADaemonIsKilledAndItsTrainersFindTheNextOne) {
   const auto report = demo({"--steps", "120", "--kill-daemon", "1@40"});
-  expect_sound(report, 120);
+  expect_sound(report, 120, {"kill_daemon"});
   EXPECT_TRUE(report.at("catch_ups").empty()) << "the trainers outlive their daemon";
 }
 
 TEST(Demo, TheCoordinatorIsKilledAndGoesOnFromItsLog) {
   const auto report = demo({"--steps", "120", "--kill-coordinator", "40"});
-  expect_sound(report, 120);
+  expect_sound(report, 120, {"kill_coordinator"});
   EXPECT_TRUE(report.at("catch_ups").empty()) << "nobody is lost with the coordinator";
 }
 
+// A stream slow enough to be met under way.
+const std::vector<std::string> kSlowStream{"REJOIN_STREAM_LIMIT=40"};
+
+// Nobody is put out for having been away, or for what happened while another was.
+void expect_nobody_out(const nlohmann::json& report) {
+  EXPECT_EQ(report.at("rolled_back_steps"), 0) << "state-survives";
+  EXPECT_TRUE(report.at("catch_ups").empty()) << report.at("catch_ups").dump();
+  for (const auto& event : report.at("events"))
+    if (event.at("kind") == "epoch") {
+      EXPECT_EQ(event.at("members"), "0,1,2") << event.dump();
+    }
+}
+
+TEST(Demo, AStoppedCoordinatorPutsNobodyOut) {
+  const auto report = demo({"--steps", "120", "--pause-coordinator", "40", "--pause-ms", "3500"});
+  expect_sound(report, 120, {"pause_coordinator"});
+  expect_nobody_out(report);
+}
+
+TEST(Demo, ASuspendedMachineGoesOnAtTheNextStep) {
+  const auto report = demo({"--steps", "120", "--pause-all", "40", "--pause-ms", "5000"});
+  expect_sound(report, 120, {"pause_all"});
+  expect_nobody_out(report);
+}
+
+// Its processes are found as a user would find them: by what they were started with.
+pid_t child_of(pid_t parent, const std::string& argument) {
+  std::ifstream children("/proc/" + std::to_string(parent) + "/task/" + std::to_string(parent) + "/children");
+  for (pid_t pid = 0; children >> pid;)
+    if (read_file("/proc/" + std::to_string(pid) + "/cmdline").find(argument) != std::string::npos) return pid;
+  return 0;
+}
+
+TEST(Demo, WhoIsKilledFromOutsideIsStartedAgain) {
+  Scratch scratch;
+  const std::string json = scratch.path + "/report.json", output = scratch.path + "/out";
+  Process process({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--json", json, "--no-baseline", "--no-kill",
+                   "--params", "300000", "--steps", "200"},
+                  output);
+  ASSERT_TRUE(eventually([&] { return read_file(output).find("2=contributor") != std::string::npos; }));
+  for (const char* victim : {"--coordinator", "node1"}) {
+    const pid_t pid = child_of(process.pid(), victim);
+    ASSERT_GT(pid, 0) << victim;
+    ASSERT_EQ(::kill(pid, SIGKILL), 0);
+    EXPECT_TRUE(eventually([&] {
+      const pid_t now = child_of(process.pid(), victim);
+      return now > 0 && now != pid;
+    })) << victim;
+  }
+  ASSERT_EQ(process.wait(std::chrono::seconds(60)), 0) << process.output();
+  const auto report = nlohmann::json::parse(read_file(json), nullptr, false);
+  expect_sound(report, 200, {});
+  EXPECT_TRUE(report.at("catch_ups").empty()) << "no trainer was lost";
+  EXPECT_EQ(report.at("rolled_back_steps"), 0);
+}
+
 TEST(Demo, ASourceDiesDuringTheCatchUp) {
-  expect_sound(demo({"--steps", "120", "--kill", "1.0@20", "--kill-source", "--params", "2000000", "--batch", "4"}),
-               120);
+  expect_sound(
+      demo({"--steps", "250", "--kill", "1.0@20", "--kill-source", "--params", "2000000", "--batch", "4"}, kSlowStream),
+      250, {"kill", "kill_source"});
 }
 
 TEST(Demo, TheJoinerDiesDuringItsCatchUp) {
-  expect_sound(demo({"--steps", "120", "--kill", "1.0@20", "--kill-joiner", "--params", "2000000", "--batch", "4"}),
-               120);
+  expect_sound(
+      demo({"--steps", "250", "--kill", "1.0@20", "--kill-joiner", "--params", "2000000", "--batch", "4"}, kSlowStream),
+      250, {"kill", "kill_joiner"});
 }
 
 // State and gradients in the memory of a GPU, which all processes share: one made of software, which no host can touch.
@@ -94,7 +161,7 @@ TEST(Demo, OnAGpuAKilledReplicaComesBackWithTheSameBits) {
   for (const char* transport : {"shm", "tcp"}) {
     const auto report =
         demo({"--steps", "80", "--kill", "1.0@20", "--device", "cuda:0", "--transport", transport}, gpu);
-    expect_sound(report, 80);
+    expect_sound(report, 80, {"kill"});
     EXPECT_EQ(report.at("catch_ups").size(), 2u) << transport;
   }
 }
@@ -106,7 +173,7 @@ TEST(Demo, InAFrameworksMemoryItIsTheSame) {
     const auto report = demo({"--steps", "80", "--kill", "1.0@20", "--device", "cuda:0", "--state", state,
                               "--transport", "tcp", "--kill-daemon", "2@60"},
                              gpu);
-    expect_sound(report, 80);
+    expect_sound(report, 80, {"kill", "kill_daemon"});
     EXPECT_EQ(report.at("catch_ups").size(), 2u) << state;
   }
 }
@@ -114,7 +181,7 @@ TEST(Demo, InAFrameworksMemoryItIsTheSame) {
 TEST(Demo, StepsLongerThanTheSilenceAreNoFailure) {
   const auto report =
       demo({"--steps", "14", "--kill", "1.0@5", "--silence-ms", "150", "--params", "3000000", "--batch", "48"});
-  expect_sound(report, 14);
+  expect_sound(report, 14, {"kill"});
   for (const auto& event : report.at("events"))
     if (event.at("kind") == "epoch" && event.contains("reason"))
       EXPECT_EQ(event.at("reason").get<std::string>().find("waits for"), std::string::npos) << event.dump();
@@ -123,16 +190,15 @@ TEST(Demo, StepsLongerThanTheSilenceAreNoFailure) {
 }
 
 TEST(Demo, OverTcpItIsTheSame) {
-  expect_sound(demo({"--steps", "120", "--kill", "0.0@30", "--transport", "tcp"}), 120);
+  expect_sound(demo({"--steps", "120", "--kill", "0.0@30", "--transport", "tcp"}), 120, {"kill"});
 }
 
 TEST(Demo, OverTwoTcpRailsItIsTheSame) {
-  expect_sound(demo({"--steps", "120", "--kill", "1.1@30", "--transport", "tcp:127.0.0.1,127.0.0.2"}), 120);
+  expect_sound(demo({"--steps", "120", "--kill", "1.1@30", "--transport", "tcp:127.0.0.1,127.0.0.2"}), 120, {"kill"});
 }
 
 TEST(Demo, RandomKillsAtRandomSteps) {
-  const unsigned seed = std::random_device{}();
-  std::mt19937 random(seed);
+  std::mt19937_64 random(seed_of_this_run());
   std::string kills;
   // Different replicas, some steps apart or together.
   std::vector<unsigned> replicas{0, 1, 2};
@@ -141,7 +207,7 @@ TEST(Demo, RandomKillsAtRandomSteps) {
     kills += (i ? "," : "") + std::to_string(replicas[i]) + "." + std::to_string(random() % 2) + "@" +
              std::to_string(10 + random() % 60);
   SCOPED_TRACE("--kill " + kills);
-  expect_sound(demo({"--steps", "250", "--kill", kills}), 250);
+  expect_sound(demo({"--steps", "250", "--kill", kills}), 250, {"kill", "kill"});
 }
 
 TEST(Demo, ATraceOfAllProcessesIsWritten) {

@@ -9,9 +9,11 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,6 +23,14 @@ namespace rejoin::test {
 inline std::string binaries() {
   const char* given = ::getenv("REJOIN_BIN");
   return given != nullptr ? given : std::filesystem::read_symlink("/proc/self/exe").parent_path().string();
+}
+
+// Another one for each run; a run that failed is repeated with REJOIN_TEST_SEED=….
+inline std::uint64_t seed_of_this_run() {
+  const char* given = ::getenv("REJOIN_TEST_SEED");
+  const std::uint64_t seed = given != nullptr ? std::stoull(given) : std::random_device{}();
+  std::printf("REJOIN_TEST_SEED=%llu\n", static_cast<unsigned long long>(seed));
+  return seed;
 }
 
 // A directory that is gone at the end.

@@ -23,6 +23,7 @@ may_use = {
     "rejoin": {"base", "device", "transport", "shm", "membership", "catchup", "ftar"},
     "fuzz": {"base", "transport", "shm", "membership", "catchup", "daemon", "nccl"},
     "sim": {"base", "transport", "shm", "membership", "catchup", "ftar", "daemon", "rejoin"},
+    "chaos": {"base", "rejoin"},
     "bench": {"base", "device", "transport", "ftar", "shm", "catchup"},
     "examples": {"base", "device", "rejoin", "membership", "sim"},
     "tests": {"base", "transport", "shm", "membership", "catchup", "ftar", "daemon", "rejoin", "examples", "tests"},

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <ctime>
 #include <span>
+#include <vector>
 
 #include "base/clock.h"
 #include "transport/transport.h"
@@ -37,14 +38,11 @@ class Idle {
       return;
     }
     if (!engine_.arm()) return;
-    pollfd waiting[32];
-    nfds_t count = 0;
-    waiting[count++] = {engine_.event_fd(), POLLIN, 0};
-    for (int fd : others)
-      if (count < 32) waiting[count++] = {fd, POLLIN, 0};
+    waiting_.assign(1, {engine_.event_fd(), POLLIN, 0});
+    for (int fd : others) waiting_.push_back({fd, POLLIN, 0});
     const auto ns = std::chrono::ceil<std::chrono::nanoseconds>(std::max(limit, Duration::zero())).count();
     const timespec longest{.tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000};
-    ::ppoll(waiting, count, &longest, nullptr);
+    ::ppoll(waiting_.data(), waiting_.size(), &longest, nullptr);
   }
 
  private:
@@ -53,6 +51,7 @@ class Idle {
   int idle_polls_ = 0;
   bool tired_ = false;
   TimePoint since_{};
+  std::vector<pollfd> waiting_;
 };
 
 }  // namespace rejoin::transport

@@ -7,8 +7,8 @@
 // Order: messages of one endpoint arrive in the order sent. Writes are not ordered among each other. A write's
 // notification comes after all its bytes. A message sent after a write's completion arrives after its bytes.
 //
-// Fence: when close() has returned, no byte that the peer writes through that endpoint lands here any more.
-// See "Fence" in docs/design-notes.md.
+// Fence: when close() has returned, no byte lands here through that endpoint any more, neither of the peer's writes nor
+// of reads of ours, whatever the peer does. See "Fence" in docs/design-notes.md.
 #pragma once
 
 #include <cstdint>
@@ -95,7 +95,8 @@ class Engine {
   // Starts a connection; ends in `connected` or `closed`. `hello` (at most kMaxHello) reaches the peer with `accepted`.
   virtual Result<EndpointId> connect(const Address& peer, BytesView hello) = 0;
 
-  // The memory must stay mapped until deregister() has returned; from then on nothing lands in it.
+  // The memory must stay mapped until deregister() has returned; from then on nothing lands in it. What is under way in
+  // it ends with an error, and with its endpoint where there is no other way.
   virtual Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) = 0;
   // The same for a device's memory. Errors: `unreachable` where this transport or its device can't.
   virtual Result<RegionId> register_dma_buf(const DmaBuf& buffer) {

@@ -206,7 +206,7 @@ struct Cluster {
       EXPECT_TRUE(replica->access->write(column.data(), std::as_bytes(std::span(floats))));
     });
     auto view = shm::View::of(*replica->owner);
-    EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, std::move(*view)));
+    EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, replica->id.value + 1, std::move(*view)));
     replicas.push_back(std::move(replica));
     return *replicas.back();
   }
@@ -225,7 +225,7 @@ struct Cluster {
       clock.advance(std::chrono::microseconds(1));
       for (auto& r : replicas)
         if (r)
-          for (auto key : r->service->poll(clock.now())) r->caught_up |= key.replica == r->id;
+          for (const auto& whole : r->service->poll(clock.now())) r->caught_up |= whole.key.replica == r->id;
     }
   }
   // One training step of everyone, with the stream at work in between, in an order drawn from the seed.
@@ -298,36 +298,87 @@ TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
     cluster.fabric.kill(*cluster.replicas[1]->on_fabric);
     cluster.replicas[1]->service.reset();
     cluster.replicas[1].reset();
+    cluster.train(4);
+    cluster.catch_up(joiner);  // the next plan is without it
     cluster.train_until_caught_up(joiner, 300, 4);
     ASSERT_TRUE(joiner.caught_up);
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
   }
 }
 
-TEST_P(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
-  Cluster cluster(3, true, memory);
-  cluster.add(true), cluster.add(true);
-  cluster.train(1);
-  Replica& joiner = cluster.add(false);
-  cluster.catch_up(joiner);
+// Flips a bit of the joiner's first slice when it has arrived; false: it was proven before anybody could look, as it
+// may be on a fast GPU.
+bool flip_when_arrived(Cluster& cluster, Replica& joiner) {
   bool flipped = false;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  for (int i = 0; (on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000) && !joiner.caught_up; ++i) {
+  for (int i = 0; (cluster.on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000) && !joiner.caught_up; ++i) {
     cluster.pump(1);
     if (i % 20 == 19) cluster.train(0);
     const auto word = shm::SliceWord::unpack(joiner.owner->page().slice_words()[0].load());
-    if (!flipped && word.state == shm::SliceState::arrived) {
-      std::byte byte{};
-      ASSERT_TRUE(joiner.access->read(joiner.owner->column(0, 0).subspan(1000, 1), &byte));
-      byte ^= std::byte{4};
-      ASSERT_TRUE(joiner.access->write(joiner.owner->column(0, 0).data() + 1000, {&byte, 1}));
-      flipped = true;
-    }
+    if (flipped || word.state != shm::SliceState::arrived) continue;
+    std::byte byte{};
+    EXPECT_TRUE(joiner.access->read(joiner.owner->column(0, 0).subspan(1000, 1), &byte));
+    byte ^= std::byte{4};
+    EXPECT_TRUE(joiner.access->write(joiner.owner->column(0, 0).data() + 1000, {&byte, 1}));
+    flipped = true;
   }
-  ASSERT_TRUE(flipped);
-  ASSERT_TRUE(joiner.caught_up);
-  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
-  EXPECT_GE(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched, 1u);
+  return flipped;
+}
+
+TEST_P(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
+  bool flipped = false;
+  for (std::uint64_t seed = 3; !flipped; ++seed) {
+    SCOPED_TRACE(seed);
+    ASSERT_LT(seed, on_gpu ? 20u : 4u);
+    Cluster cluster(seed, true, memory);
+    cluster.add(true), cluster.add(true);
+    cluster.train(1);
+    Replica& joiner = cluster.add(false);
+    cluster.catch_up(joiner);
+    flipped = flip_when_arrived(cluster, joiner);
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+    if (flipped) EXPECT_GE(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched, 1u);
+  }
+}
+
+TEST_P(CatchUp, SourcesThatDifferAreReportedAndNotTrustedBeforeTheOneThatIsWrongHasGone) {
+  for (const std::uint32_t wrong : {0u, 1u}) {
+    SCOPED_TRACE(wrong);
+    Cluster cluster(6 + wrong, true, memory);
+    cluster.add(true), cluster.add(true);
+    cluster.train(1);
+    Replica& drifted = *cluster.replicas[wrong];
+    const float other = 0.25f;  // in tensor "b", moment 1
+    ASSERT_TRUE(drifted.access->write(drifted.owner->column(1, 1).data() + 4000, bytes_of(other)));
+    Replica& joiner = cluster.add(false);
+    cluster.catch_up(joiner);
+    std::vector<std::pair<RankKey, Drift>> drifts;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    const auto go_on = [&](int i) { return on_gpu ? std::chrono::steady_clock::now() < deadline : i < 400; };
+    for (int i = 0; go_on(i) && drifts.empty(); ++i) {
+      cluster.train(6);
+      drifts = joiner.service->take_drifts();
+    }
+    ASSERT_EQ(drifts.size(), 1u);
+    const Drift& drift = drifts[0].second;
+    EXPECT_EQ(drift.tensor, "b");
+    EXPECT_LE(drift.first, 1000u);
+    EXPECT_GT(drift.first + drift.count, 1000u);
+    ASSERT_EQ(drift.digests.size(), 2u);
+    EXPECT_NE(drift.digests[0].second, drift.digests[1].second);
+    EXPECT_LT(drift.place, drift.places);
+    const auto refetched = joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched;
+    for (int i = 0; i < (on_gpu ? 20 : 100); ++i) cluster.train(6);
+    EXPECT_FALSE(joiner.caught_up) << "its sources differ";
+    EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched, refetched)
+        << "fetched again, it would fit one of them";
+    drifted.contributes = false;
+    cluster.catch_up(joiner);
+    cluster.train_until_caught_up(joiner, 400, 6);
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[1 - wrong]));
+  }
 }
 
 TEST_P(CatchUp, KeptGradientsStayWithinTheirBudgetAndItStillArrives) {

@@ -44,7 +44,9 @@ TEST(OnVerbs, ADmaBufOfTheTrainersIsWhatItsDaemonRegisters) {
     set_dma_buf(true);
     auto offer = rank->owner->offer();
     set_dma_buf(false);
-    ASSERT_TRUE(rank->service->add_rank({ReplicaId(number++), RankId(0)}, *shm::View::make(std::move(*offer), gpu)));
+    ASSERT_TRUE(
+        rank->service->add_rank({ReplicaId(number), RankId(0)}, number + 1, *shm::View::make(std::move(*offer), gpu)));
+    ++number;
   }
   const auto column = source.owner->column(0, 2);
   Bytes bytes(column.size()), back(column.size());

@@ -4,6 +4,7 @@
 
 #include <numeric>
 #include <random>
+#include <set>
 
 #include "base/log.h"
 #include "device/tests/library.h"
@@ -187,6 +188,62 @@ struct FtarRing : testing::TestWithParam<bool> {
 };
 INSTANTIATE_TEST_SUITE_P(Memory, FtarRing, testing::Bool(),
                          [](const auto& i) { return std::string(i.param ? "gpu" : "host"); });
+
+TEST_P(FtarRing, ResultsHaveOneDigestOnAllMembersWhoeverJoins) {
+  for (const bool direct : {false, true}) {
+    Cluster cluster(5, kSizes, on_gpu);
+    if (!direct) cluster.options.direct_bytes = 0;
+    for (int i = 0; i < 4; ++i) cluster.add().communicator->digest_results(true);
+    cluster.enter(Epoch(1), cluster.places(Role::catching_up));
+    std::set<std::uint64_t> all;
+    for (std::uint64_t step = 1; step <= 2; ++step) {
+      for (auto& rank : cluster.ranks) rank->outcomes.clear();
+      for (auto& rank : cluster.ranks)
+        for (std::uint32_t b = 0; b < kSizes.size(); ++b)
+          ASSERT_TRUE(rank->communicator->all_reduce(b, Step(step), step == 1 ? ReduceOp::sum : ReduceOp::mean));
+      ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));
+      std::set<std::uint64_t> digests;
+      for (auto& rank : cluster.ranks) digests.insert(*rank->communicator->results_digest());
+      EXPECT_EQ(digests.size(), 1u);
+      all.insert(*digests.begin());
+    }
+    EXPECT_EQ(all.size(), 2u) << "other results, other digests";
+  }
+}
+
+TEST(FtarResults, AFlippedBitIsTracedToTheHopThatItCameOver) {
+  for (const bool both_ways : {false, true})
+    for (const std::size_t size : {std::size_t{60}, std::size_t{3000}}) {  // directly, and by the ring
+      Cluster cluster(9, {200, size});
+      cluster.options.both_ways = both_ways;
+      for (std::uint32_t i = 0; i < 5; ++i) {
+        cluster.options.flip_bit_at = Step(i == 3 ? 2 : 0);
+        cluster.add().communicator->digest_results(true);
+      }
+      cluster.enter(Epoch(1), cluster.places());
+      for (std::uint64_t step = 1; step <= 2; ++step) {
+        cluster.start(Step(step));
+        ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));
+        std::set<std::uint64_t> digests;
+        for (auto& rank : cluster.ranks) digests.insert(*rank->communicator->results_digest());
+        EXPECT_EQ(digests.size(), step);
+      }
+      std::vector<std::vector<std::vector<Segment>>> told;
+      for (auto& rank : cluster.ranks) told.push_back(*rank->communicator->inspect_results());
+      std::set<std::uint32_t> receivers;
+      for (std::uint32_t r = 0; r < 5; ++r)
+        for (std::size_t b = 0; b < 2; ++b)
+          for (std::size_t s = 0; s < told[r][b].size(); ++s)
+            if (told[r][b][s].digest != told[told[r][b][s].from.value][b][s].digest) receivers.insert(r);
+      EXPECT_EQ(receivers, std::set<std::uint32_t>{3});
+      // The same step in another epoch, from the same inputs, is sound.
+      cluster.enter(Epoch(2), cluster.places());
+      for (auto& rank : cluster.ranks) rank->outcomes.clear();
+      cluster.start(Step(2));
+      ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(2)); }));
+      cluster.expect_result(cluster.live());
+    }
+}
 
 TEST_P(FtarRing, AllMembersEndWithTheSumBitForBit) {
   for (int members : {1, 2, 3, 4, 6})

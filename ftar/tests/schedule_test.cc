@@ -6,6 +6,7 @@
 #include <set>
 
 #include "base/bytes.h"
+#include "ftar/operation.h"
 
 namespace rejoin::ftar {
 namespace {
@@ -71,16 +72,119 @@ void play(const Shape& shape) {
 }
 
 TEST(Schedule, EveryMemberGetsEveryChunkSummedOverAllContributorsOnce) {
-  for (std::size_t bytes : {4ul, 64ul, 68ul, 1000ul, 100000ul, 1048576ul})
-    for (std::uint32_t contributors : {1u, 2u, 3u, 4u, 7u})
-      for (std::uint32_t joiners : {0u, 1u, 2u})
-        for (bool both : {false, true})
-          play({.bytes = bytes,
-                .element = 4,
-                .contributors = contributors,
-                .members = contributors + joiners,
-                .chunk_bytes = 4096,
-                .both_ways = both});
+  for (std::size_t element : {1ul, 2ul, 4ul, 8ul})
+    for (std::size_t elements : {1ul, 2ul, 16ul, 17ul, 250ul, 25000ul})
+      for (std::uint32_t contributors : {1u, 2u, 3u, 4u, 7u})
+        for (std::uint32_t joiners : {0u, 1u, 2u})
+          for (bool both : {false, true})
+            play({.bytes = elements * element,
+                  .element = element,
+                  .contributors = contributors,
+                  .members = contributors + joiners,
+                  .chunk_bytes = 4096,
+                  .both_ways = both});
+}
+
+// The same of rings that are too large to play: each send is of what its sender has, and to one who waits for it.
+void check_sends(const Shape& shape) {
+  const Schedule schedule(shape);
+  const std::uint32_t n = shape.contributors;
+  for (std::uint32_t p = 0; p < n; ++p) {
+    std::uint32_t round = 0;
+    std::set<std::uint32_t> sent;
+    for (auto chunk : schedule.reduce_scatter_sends(p)) {
+      const auto s = schedule.segment_of(chunk);
+      if (sent.insert(s).second) round = static_cast<std::uint32_t>(sent.size()) - 1;
+      ASSERT_TRUE(schedule.valid(chunk));
+      // What is empty leaves no gap in the rounds.
+      ASSERT_GE(schedule.receive_round((p + 1) % n, s), round) << "member " << p << " chunk " << chunk;
+      if (schedule.receive_round((p + 1) % n, s) > 0)
+        ASSERT_EQ(schedule.receive_round(p, s), schedule.receive_round((p + 1) % n, s) - 1) << "it has not got it";
+    }
+    if (n > 1) ASSERT_EQ(schedule.receive_round(p, p), n - 2) << "the last round completes its own segment";
+  }
+  std::uint64_t sends = 0;
+  for (std::uint32_t p = 0; p < shape.members; ++p)
+    for (auto direction : {Direction::right, Direction::left}) {
+      const auto to = direction == Direction::right ? (p + 1) % shape.members : (p + shape.members - 1) % shape.members;
+      for (auto chunk : schedule.all_gather_sends(p, direction)) {
+        const auto s = schedule.segment_of(chunk);
+        ASSERT_TRUE(p == s || schedule.all_gather_receives(p, s, direction)) << "member " << p << " has not got it";
+        ASSERT_TRUE(schedule.all_gather_receives(to, s, direction));
+        ++sends;
+      }
+    }
+  EXPECT_EQ(sends, std::uint64_t{schedule.all_chunks()} * (shape.members - 1)) << "each chunk to everyone once";
+}
+
+// Chunks lie one behind the other, from the first byte to the last.
+void check_ranges(const Shape& shape) {
+  const Schedule schedule(shape);
+  std::uint64_t covered = 0, chunks = 0;
+  for (std::uint32_t s = 0; s < schedule.segments(); ++s)
+    for (std::uint32_t i = 0; i < schedule.chunks_of(s); ++i, ++chunks) {
+      const auto id = schedule.chunk_id(s, i);
+      const Range range = schedule.chunk(id);
+      const bool sound = range.offset == covered && range.length > 0 && range.length % shape.element == 0 &&
+                         range.length <= shape.chunk_bytes && schedule.segment_of(id) == s && schedule.valid(id);
+      ASSERT_TRUE(sound) << "chunk " << id << ": " << range.offset << "+" << range.length << " after " << covered;
+      covered += range.length;
+    }
+  EXPECT_EQ(covered, shape.bytes);
+  EXPECT_EQ(chunks, schedule.all_chunks());
+  EXPECT_FALSE(schedule.valid(schedule.segments() * schedule.stride()));
+}
+
+TEST(Schedule, RingsOfAThousandMembersSendWhatTheyHaveToThoseWhoWaitForIt) {
+  for (const auto& [contributors, members] : {std::pair{1024u, 1024u}, {1000u, 1024u}, {1u, 1024u}, {511u, 513u}})
+    for (std::size_t bytes : {8ul, 64ul * 1024, 64ul * 1024 + 8, 5 * GiB})
+      for (bool both : {false, true}) {
+        SCOPED_TRACE(testing::Message() << contributors << " of " << members << ", " << bytes << " bytes");
+        const Shape shape{.bytes = bytes,
+                          .element = 8,
+                          .contributors = contributors,
+                          .members = members,
+                          .chunk_bytes = tuned_chunk(bytes, contributors, 1 * GiB),
+                          .both_ways = both};
+        check_ranges(shape);
+        check_sends(shape);
+      }
+}
+
+TEST(Schedule, BuffersBeyondFourGibibytesAreCutWithoutAGap) {
+  for (std::size_t bytes : {4 * GiB - 8, 4 * GiB, 4 * GiB + 8, 40 * GiB + 24})
+    for (std::uint32_t n : {1u, 2u, 3u, 1024u})
+      check_ranges({.bytes = bytes, .element = 8, .contributors = n, .members = n, .chunk_bytes = 1 * MiB});
+}
+
+TEST(Schedule, AsManyChunksAsATagCanNameAreCutWithoutAGap) {
+  for (std::uint32_t n : {1u, 3u, 1024u}) {
+    const std::uint64_t limit = 64, bytes = (Tag::kMaxChunks - most_chunks(0, limit)) * limit;
+    ASSERT_EQ(most_chunks(bytes, limit), Tag::kMaxChunks);
+    const Shape shape{.bytes = bytes, .element = 1, .contributors = n, .members = n, .chunk_bytes = limit};
+    check_ranges(shape);
+    const Schedule schedule(shape);
+    EXPECT_GT(schedule.all_chunks(), 16'000'000u);
+    EXPECT_LE(std::uint64_t{schedule.segments()} * schedule.stride(), Tag::kMaxChunks);
+    const auto last = schedule.chunk_id(n - 1, schedule.chunks_of(n - 1) - 1);
+    const Tag tag{.epoch = 4095, .step = 63, .bucket = 16383, .kind = 1, .slot = 63, .chunk = last};
+    EXPECT_EQ(Tag::unpack(tag.packed()).chunk, last);
+    EXPECT_EQ(Tag::unpack(tag.packed()).slot, 63u) << "the chunk's number runs over into the slot's";
+  }
+}
+
+TEST(Schedule, NoChunkHasANumberOverWhatIsReckonedWith) {
+  for (std::uint64_t limit : {64ul, 4096ul, 64 * KiB, 1 * MiB, 1 * GiB})
+    for (std::uint64_t bytes = 1; bytes < 64 * GiB; bytes = bytes * 3 + 1)
+      for (std::uint32_t n = 1; n <= kMaxMembers; n = n * 2 + n / 2 + 1) {
+        if (bytes / limit > (1ul << 28)) continue;
+        const Schedule schedule({.bytes = bytes,
+                                 .element = 1,
+                                 .contributors = n,
+                                 .members = n,
+                                 .chunk_bytes = tuned_chunk(bytes, n, limit)});
+        ASSERT_LE(std::uint64_t{n} * schedule.stride(), most_chunks(bytes, limit)) << bytes << " by " << n;
+      }
 }
 
 TEST(Schedule, BothWaysHalvesTheStepsOfTheAllGather) {
@@ -90,8 +194,21 @@ TEST(Schedule, BothWaysHalvesTheStepsOfTheAllGather) {
 }
 
 TEST(Schedule, TunedChunksNeverExceedTheLimit) {
-  for (std::size_t bytes = 64; bytes < (1ul << 33); bytes *= 2)
-    for (std::uint32_t n : {1u, 2u, 16u}) EXPECT_LE(tuned_chunk(bytes, n, 1 << 20), 1ul << 20);
+  for (std::size_t bytes = 1; bytes < (1ul << 40); bytes = bytes * 2 + bytes % 7)
+    for (std::uint32_t n : {1u, 2u, 16u, 1024u})
+      for (std::size_t limit : {64ul, 4096ul, 1ul << 20}) {
+        const auto chunk = tuned_chunk(bytes, n, limit);
+        EXPECT_LE(chunk, limit);
+        EXPECT_EQ(chunk % 64, 0u) << "it ends at a cache line";
+        EXPECT_GE(chunk, std::min(limit, 64 * KiB)) << "none is too small to be worth its cost";
+      }
+}
+
+TEST(Schedule, TunedChunksAreAQuarterOfASegmentWhereTheLimitAllows) {
+  EXPECT_EQ(tuned_chunk(64 * MiB, 16, 4 * MiB), 1 * MiB);
+  EXPECT_EQ(tuned_chunk(64 * MiB, 4, 4 * MiB), 4 * MiB);
+  EXPECT_EQ(tuned_chunk(64 * MiB, 2, 4 * MiB), 4 * MiB) << "the limit";
+  EXPECT_EQ(tuned_chunk(1 * MiB, 16, 4 * MiB), 64 * KiB) << "the least";
 }
 
 }  // namespace

@@ -2,22 +2,71 @@
 
 #include <gtest/gtest.h>
 
+#include "membership/log.h"
+
 namespace rejoin::membership {
 namespace {
 
 using namespace std::chrono_literals;
 
 // Drives a coordinator by hand: one node for each replica.
+struct Told {
+  std::optional<Step> roll_back_to;
+};
 struct Bench {
-  JobConfig config{.replicas = 3, .ranks = 2, .batch = 10, .silence = 1s};
-  Coordinator coordinator{config};
+  JobConfig config{.replicas = 3, .ranks = 2, .batch = 10, .steps = 0, .silence = 1s};
+  Coordinator coordinator;
   TimePoint now{1s};
   std::vector<proto::LogRecord> log;
   std::map<std::uint64_t, std::vector<proto::ToNode>> inbox;
   std::map<std::uint32_t, std::uint64_t> incarnations;
   std::vector<std::uint64_t> closed;  // connections
 
-  Bench() { keep(coordinator.recover({}, now) ? Actions{} : Actions{}); }
+  explicit Bench(const std::vector<proto::LogRecord>& earlier = {}, Told told = {}) : coordinator(configured(told)) {
+    const auto recovered = coordinator.recover(earlier, now);
+    EXPECT_TRUE(recovered) << recovered.error().message;
+    keep(coordinator.on_tick(now));
+  }
+  JobConfig configured(const Told& told) {
+    config.roll_back_to = told.roll_back_to;
+    return config;
+  }
+
+  // Time goes by, tick by tick; these nodes are heard in it.
+  void pass(Duration time, const std::vector<std::uint64_t>& heard = {0, 1, 2}) {
+    for (const TimePoint until = now + time; now < until;) {
+      now += config.silence / 16;
+      for (auto node : heard) {
+        proto::FromNode heartbeat;
+        heartbeat.mutable_heartbeat();
+        say(node, heartbeat);
+      }
+      keep(coordinator.on_tick(now));
+    }
+  }
+  void steps(int count) {
+    for (int i = 0; i < count; ++i)
+      for (std::uint32_t replica = 0; replica < 3; ++replica) exchanged(replica);
+  }
+  // Its ranks come back as who they were, through this node.
+  void back(std::uint32_t replica, std::uint64_t node, std::uint64_t life = 1) {
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
+      proto::FromNode message;
+      auto& up = *message.mutable_rank_up();
+      up.set_replica(replica);
+      up.set_rank(rank);
+      up.set_life(life * 100 + rank);
+      up.set_digest(5);
+      up.set_plan_hash(9);
+      up.set_incarnation(incarnations[replica]);
+      say(node, message);
+    }
+  }
+  bool waits_for(const std::string& what) const {
+    const auto lines = coordinator.waiting_for(now);
+    return std::any_of(lines.begin(), lines.end(),
+                       [&](const std::string& line) { return line.find(what) != std::string::npos; });
+  }
 
   void keep(const Actions& actions) {
     log.insert(log.end(), actions.append.begin(), actions.append.end());
@@ -60,7 +109,8 @@ struct Bench {
       if (other != replica) standing.add_links(incarnation);
     say(replica, message);
   }
-  void exchanged(std::uint32_t replica) {
+  void exchanged(std::uint32_t replica) { exchanged(replica, replica); }
+  void exchanged(std::uint32_t replica, std::uint64_t node) {
     proto::FromNode message;
     auto& done = *message.mutable_exchanged();
     done.set_replica(replica);
@@ -68,7 +118,7 @@ struct Bench {
     done.set_step(coordinator.committed().value + 1);
     done.set_incarnation(incarnations[replica]);
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) RankSet(rank).to(done.mutable_ranks());
-    say(replica, message);
+    say(node, message);
   }
   void down(std::uint32_t replica, std::uint64_t life = 1) {
     proto::FromNode message;
@@ -77,6 +127,7 @@ struct Bench {
     gone.set_rank(1);
     gone.set_life(life * 100 + 1);
     gone.set_reason("killed");
+    gone.set_ended(true);
     say(replica, message);
   }
   void start() {
@@ -198,8 +249,7 @@ TEST(Coordinator, OfAWaitForGraphTheOneThatWaitsForNobodyIsOut) {
   };
   accuse(0, 2);  // waits for 2, which itself waits for 1
   accuse(2, 1);
-  bench.now += 300ms;
-  bench.keep(bench.coordinator.on_tick(bench.now));
+  bench.pass(300ms);
   ASSERT_EQ(bench.coordinator.members().size(), 2u);
   EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(0));
   EXPECT_EQ(bench.coordinator.members()[1].replica, ReplicaId(2));
@@ -216,8 +266,7 @@ TEST(Coordinator, AWaitThatIsNotTooLongYetIsToldButNotJudged) {
   a.set_what("chunk 3 of 9 of the reduce-scatter");
   a.set_only_waiting(true);
   bench.say(0, message);
-  bench.now += 900ms;
-  bench.keep(bench.coordinator.on_tick(bench.now));
+  bench.pass(900ms);
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
   const auto lines = bench.coordinator.waiting_for(bench.now);
   EXPECT_TRUE(std::any_of(lines.begin(), lines.end(), [](const std::string& line) {
@@ -229,23 +278,9 @@ TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
   Bench bench;
   bench.start();
   bench.keep(bench.coordinator.on_node_lost(NodeId(1), bench.now));
-  for (auto node : {0, 2})
-    bench.say(static_cast<std::uint64_t>(node), [] {
-      proto::FromNode m;
-      m.mutable_heartbeat();
-      return m;
-    }());
-  bench.now += 900ms;
-  bench.keep(bench.coordinator.on_tick(bench.now));
+  bench.pass(900ms, {0, 2});
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
-  for (auto node : {0, 2})
-    bench.say(static_cast<std::uint64_t>(node), [] {
-      proto::FromNode m;
-      m.mutable_heartbeat();
-      return m;
-    }());
-  bench.now += 200ms;
-  bench.keep(bench.coordinator.on_tick(bench.now));
+  bench.pass(200ms, {0, 2});
   EXPECT_EQ(bench.coordinator.members().size(), 2u);
 }
 
@@ -285,27 +320,212 @@ TEST(Coordinator, ARankThatNeverHeardItsAnswerIsKnownByItsNewDaemonsAddress) {
   EXPECT_EQ(peers[0].stream_address(), "new");
 }
 
-TEST(Coordinator, WithoutAnyContributorItWaitsForAllAndGoesOnFromWhatTheyHave) {
+// ---- state survives
+
+TEST(Coordinator, BelowTheLastCommittedStepItStartsOnlyAtAnOperatorsWordAndCountsWhatWasGivenUp) {
   Bench bench;
   bench.start();
-  for (int i = 0; i < 3; ++i) bench.exchanged(0), bench.exchanged(1), bench.exchanged(2);
+  bench.steps(3);
   EXPECT_EQ(bench.coordinator.committed(), Step(3));
   for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
   EXPECT_TRUE(bench.coordinator.members().empty());
   for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 2);
   bench.link_all();
-  EXPECT_EQ(bench.coordinator.committed(), Step(2)) << "the most advanced state that is left";
+  EXPECT_EQ(bench.coordinator.committed(), Step(3));
+  EXPECT_EQ(bench.contributors(), 0u);
+  EXPECT_EQ(bench.coordinator.wants_roll_back(), Step(2));
+  EXPECT_TRUE(bench.waits_for("--roll-back-to 2 to give up 1 steps"));
+
+  Bench told(bench.log, {.roll_back_to = Step(2)});
+  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 3, 2);
+  told.link_all();
+  EXPECT_EQ(told.coordinator.committed(), Step(2)) << "the most advanced state that is left";
+  EXPECT_EQ(told.contributors(), 3u);
+  EXPECT_EQ(told.coordinator.steps_rolled_back(), 1u);
+  std::vector<proto::LogRecord> all = bench.log;
+  all.insert(all.end(), told.log.begin(), told.log.end());
+  EXPECT_EQ(rolled_back(all).steps, 1u);
+  EXPECT_EQ(rolled_back(all).samples, 30u);
+
+  // The word holds once.
+  told.steps(2);
+  for (std::uint32_t r : {0u, 1u, 2u}) told.down(r, 3);
+  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 4, 2);
+  told.link_all();
+  EXPECT_EQ(told.coordinator.committed(), Step(4));
+  EXPECT_EQ(told.coordinator.wants_roll_back(), Step(2));
+}
+
+TEST(Coordinator, AfterALossOfEverybodyItDoesNotWaitForReplicasThatDoNotComeForLong) {
+  Bench bench;
+  bench.start();
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
+  for (std::uint32_t r : {0u, 1u}) bench.up(r, 2);
+  bench.incarnations.erase(2);
+  bench.link_all();
+  bench.pass(10s);
+  EXPECT_EQ(bench.contributors(), 0u);
+  bench.pass(6s);
+  EXPECT_EQ(bench.contributors(), 2u);
+}
+
+TEST(Coordinator, WhoWasStoppedHoldsThatAgainstNobody) {
+  Bench bench;
+  bench.start();
+  bench.pass(1s);
+  bench.now += 3500ms;  // this process was stopped; every node kept talking, and it is all queued
+  bench.keep(bench.coordinator.on_tick(bench.now));
+  bench.pass(2s);
   EXPECT_EQ(bench.contributors(), 3u);
+  bench.steps(1);
+  EXPECT_EQ(bench.coordinator.committed(), Step(1));
+}
+
+TEST(Coordinator, ALateTickThatComesBeforeAllThatIsQueuedJudgesNobody) {
+  Bench bench;
+  bench.start();
+  bench.pass(1s);
+  bench.now += 3500ms;
+  bench.keep(bench.coordinator.on_tick(bench.now));
+  for (std::uint64_t node : {0, 1, 2}) bench.keep(bench.coordinator.on_node_lost(NodeId(node), bench.now));
+  bench.pass(900ms, {});
+  EXPECT_EQ(bench.contributors(), 3u) << "they lost it while it was away, and have their silence to come back";
+}
+
+TEST(Coordinator, TheLastHolderIsNeverOutForSilence) {
+  Bench bench;
+  bench.start();
+  bench.steps(2);
+  bench.down(1);
+  bench.down(2);
+  ASSERT_EQ(bench.contributors(), 1u);
+  bench.pass(10s, {1, 2});  // node 0 is silent
+  EXPECT_EQ(bench.contributors(), 1u);
+  EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(0)});
+  EXPECT_TRUE(bench.waits_for("replica 0: it is silent, and nobody else has the state of step 2"));
+  bench.back(0, 10);
+  bench.exchanged(0, 10);
+  EXPECT_EQ(bench.coordinator.committed(), Step(3));
+}
+
+TEST(Coordinator, WhenAllAreSilentNobodyIsOutAndTheFirstToComeBackGoesOn) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  bench.pass(5s, {});
+  EXPECT_EQ(bench.contributors(), 3u);
+  bench.back(1, 11);
+  bench.pass(1s, {11});
+  ASSERT_EQ(bench.contributors(), 1u);
+  EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(1));
+  bench.exchanged(1, 11);
+  EXPECT_EQ(bench.coordinator.committed(), Step(2));
+}
+
+TEST(Coordinator, WhoIsOutForSilenceIsTakenBackWhenTheOthersDieBeforeTheNextCommit) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  const Batch its = *bench.coordinator.ledger().batch_of(ReplicaId(0));
+  bench.pass(1500ms, {1, 2});
+  ASSERT_EQ(bench.contributors(), 2u);
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  bench.inbox[0].clear();
+  bench.down(1);
+  bench.down(2);
+  ASSERT_EQ(bench.contributors(), 1u);
+  EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(0));
+  EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(0)), its) << "its gradients are of these samples";
+  bench.back(0, 10);
+  bench.exchanged(0, 10);
+  EXPECT_EQ(bench.coordinator.committed(), Step(2));
+}
+
+TEST(Coordinator, WhoIsOutForSilenceIsFencedByTheCommitWithoutIt) {
+  Bench bench;
+  bench.start();
+  bench.pass(1500ms, {1, 2});
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  bench.exchanged(1);
+  bench.exchanged(2);
+  EXPECT_EQ(bench.coordinator.committed(), Step(1));
+  EXPECT_TRUE(bench.coordinator.suspended().empty());
+  bench.back(0, 10);
+  EXPECT_TRUE(bench.inbox[10].back().has_fenced());
+}
+
+TEST(Coordinator, WhoIsOutForNowIsKnownAfterTheCoordinatorsRestart) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  bench.pass(1500ms, {1, 2});
+  Bench again(bench.log);
+  again.incarnations = bench.incarnations;
+  again.up(1, 7);
+  again.up(2, 7);  // the other two were started again
+  ASSERT_EQ(again.contributors(), 1u);
+  again.back(0, 10);
+  again.exchanged(0, 10);
+  EXPECT_EQ(again.coordinator.committed(), Step(2));
+}
+
+TEST(Coordinator, AConnectionThatBrokeIsMendedInAnEpochOfTheSameMembers) {
+  Bench bench;
+  bench.start();
+  const auto lost = [&](std::uint32_t who, std::uint32_t suspect) {
+    proto::FromNode message;
+    auto& a = *message.mutable_accusation();
+    a.set_replica(who);
+    a.set_epoch(bench.coordinator.epoch().value);
+    a.set_suspect(suspect);
+    a.set_what("connection reset");
+    a.set_lost(true);
+    bench.say(who, message);
+  };
+  const Epoch before = bench.coordinator.epoch();
+  lost(0, 2);
+  lost(2, 0);
+  bench.pass(200ms);
+  EXPECT_EQ(bench.coordinator.epoch(), before.next());
+  EXPECT_EQ(bench.contributors(), 3u);
+  // It breaks again and again: one of the two has to go.
+  for (int i = 0; i < 10 && bench.contributors() == 3; ++i) {
+    lost(0, 2);
+    lost(2, 0);
+    bench.pass(400ms);
+  }
+  EXPECT_EQ(bench.contributors(), 2u);
+}
+
+TEST(Coordinator, WhoWasRegisteredBeforeTheFirstStartSurvivesTheCoordinatorsRestart) {
+  Bench bench;
+  bench.up(0);
+  bench.up(1);
+  Bench again(bench.log);
+  again.incarnations = bench.incarnations;
+  again.back(0, 0);
+  again.back(1, 1);
+  again.up(2);
+  again.link_all();
+  EXPECT_EQ(again.contributors(), 3u);
+}
+
+TEST(Coordinator, ALogWhoseSamplesDoNotFollowFromItsRecordsIsRefused) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  for (auto& record : bench.log)
+    if (record.has_committed()) record.mutable_committed()->mutable_members(0)->mutable_batch(0)->set_begin(1);
+  Coordinator other(bench.config);
+  auto recovered = other.recover(bench.log, bench.now);
+  ASSERT_FALSE(recovered);
+  EXPECT_EQ(recovered.error().code, ErrorCode::corrupt);
 }
 
 TEST(Coordinator, AfterItsRestartNobodyIsAnnouncedBeforeAllMembersAreBack) {
   Bench bench;
   bench.start();
-  Bench again;
-  again.log.clear();
-  again.coordinator.~Coordinator();
-  new (&again.coordinator) Coordinator(again.config);
-  ASSERT_TRUE(again.coordinator.recover(bench.log, again.now));
+  Bench again(bench.log);
   const auto back = [&](std::uint32_t replica) {
     for (std::uint32_t rank = 0; rank < 2; ++rank) {
       proto::FromNode message;

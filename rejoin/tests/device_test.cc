@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "device/copier.h"
 #include "device/digester.h"
 #include "device/tests/library.h"
 #include "rejoin/attendant.h"
@@ -238,6 +239,20 @@ TEST(Attended, WorksAreDoneThoughOnlyTheAttendantLaunches) {
     EXPECT_EQ(to.bytes[999], std::byte(round));
     if (round % 3 == 0) reducer->rest();
   }
+}
+
+// As where an endpoint is closed: nobody calls the attendant meanwhile.
+TEST(Attended, WhoWaitsForItsCopiesIsServed) {
+  const auto device = device::test_gpu();
+  std::shared_ptr<device::Reducer> reducer =
+      *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .attended = true});
+  auto from = *device->allocate_pinned(1000), to = *device->allocate_pinned(1000);
+  Attendant attendant(reducer);
+  const auto copier = device::make_copier(reducer);
+  std::fill(from.bytes.begin(), from.bytes.end(), std::byte{7});
+  for (int i = 0; i < 100; ++i) ASSERT_TRUE(copier->copy(to.bytes.data() + 10 * i, from.bytes.data(), 10));
+  ASSERT_TRUE(copier->finish());
+  EXPECT_TRUE(std::equal(from.bytes.begin(), from.bytes.end(), to.bytes.begin()));
 }
 
 TEST(Attended, AHeldKernelStaysAndLeavesWhenItIsLetGo) {

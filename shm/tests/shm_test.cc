@@ -46,6 +46,33 @@ TEST(Manifest, ATensorThatIsNotElementwiseIsOneSliceOfSeveralParts) {
   EXPECT_NE(huge.error().message.find("declare it elementwise"), std::string::npos);
 }
 
+TEST(Manifest, AStateOfTheMostTensorsWithTheLongestNamesIsServedAndOneMoreIsRefused) {
+  std::vector<Tensor> tensors;
+  for (std::uint32_t t = 0; t < kMaxTensors; ++t) {
+    std::string name = std::to_string(t);
+    name.resize(200, '.');
+    tensors.push_back({.name = std::move(name), .count = 1 + t % 3, .columns = 1 + t % kMaxColumns});
+  }
+  auto manifest = Manifest::make(tensors);
+  ASSERT_TRUE(manifest) << manifest.error().message;
+  auto owner = Owner::make(std::move(*manifest));
+  ASSERT_TRUE(owner) << owner.error().message;
+  const View view = view_of(*owner);
+  ASSERT_EQ(view.manifest().tensors().size(), kMaxTensors);
+  EXPECT_EQ(view.manifest().hash(), owner->manifest().hash());
+  EXPECT_EQ(view.manifest().tensors().back().name, tensors.back().name);
+  tensors.push_back({.name = "one more", .count = 1});
+  auto refused = Manifest::make(tensors);
+  ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().message, "4097 tensors in the state; there must be 1 to 4096");
+}
+
+TEST(Manifest, ATensorWithoutElementsIsRefusedByName) {
+  const auto refused = Manifest::make({{.name = "w", .count = 5}, {.name = "nothing", .count = 0}});
+  ASSERT_FALSE(refused);
+  EXPECT_EQ(refused.error().message, "tensor 'nothing' has 0 elements");
+}
+
 TEST(Manifest, GarbageIsRefusedAtEveryLength) {
   Bytes bytes = sample().serialise();
   for (std::size_t length = 0; length < bytes.size(); ++length)

@@ -318,14 +318,17 @@ void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const 
   if (!(refused || unreachable) || failed->kind == Work::Kind::send)
     return fail_endpoint(endpoint, ErrorCode::unavailable,
                          fmt::format("rail {}: {}", name_, ibv_wc_status_str(completion.status)));
-  // The region was withdrawn while this was on its way, or one of the two devices can't get at its memory.
+  // A region was withdrawn while this was on its way, or one of the two devices can't get at its memory.
   if (const Operation* operation = endpoint.operations.find(failed->operation)) {
     if (auto memory = endpoint.memory.find(operation->key); memory != endpoint.memory.end() && memory->second.known)
       endpoint.memory.erase(memory);
-    finish(endpoint, failed->operation,
-           refused ? refusal_error(Regions::Refusal::bad_key)
-                   : Error{ErrorCode::unreachable, fmt::format("rail {} can't get at the memory of a transfer: {}",
-                                                               name_, ibv_wc_status_str(completion.status))});
+    std::optional<Error> error = refusal_error(Regions::Refusal::bad_key);
+    if (regions_.find(operation->local.region) == nullptr)
+      error = Error{ErrorCode::cancelled, "the local region was deregistered"};
+    else if (unreachable)
+      error = Error{ErrorCode::unreachable, fmt::format("rail {} can't get at the memory of a transfer: {}", name_,
+                                                        ibv_wc_status_str(completion.status))};
+    finish(endpoint, failed->operation, error);
   }
   begin_rebuild(endpoint, index);
   if (endpoint.stage == Stage::open) queue_pair.cancel(failed->operation);

@@ -144,6 +144,9 @@ void IbverbsEngine::deregister(RegionId id) {
   if (registered.empty()) return;
   const std::uint64_t key = regions_.remote(id).key;
   regions_.remove(id);
+  if (const auto& region = registered.mapped().region)
+    for (auto& [number, endpoint] : endpoints_)
+      for (auto& queue_pair : endpoint->queue_pairs) queue_pair->withdraw(region->lkey);
   // Those who know it are told, so that they ask again, and are refused, instead of breaking a queue pair.
   if (auto known = known_to_.extract(id.value); !known.empty())
     for (auto endpoint : known.mapped())

@@ -245,6 +245,15 @@ Result<> QueuePair::reset() {
   return initialise();
 }
 
+void QueuePair::withdraw(std::uint32_t lkey) {
+  for (std::size_t i = 0; i < works_.size(); ++i) {
+    Work& work = works_[i];
+    if (work.kind == Work::Kind::send || work.lkey != lkey) continue;
+    work.lkey = 0;  // no region's: the device may give this one to another
+    work.in_host_memory = false;
+  }
+}
+
 void QueuePair::cancel(std::uint64_t operation) {
   works_.erase_if([&](Work& work) {
     if (work.operation != operation) return false;

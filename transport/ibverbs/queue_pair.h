@@ -123,6 +123,8 @@ class QueuePair {
   void forget_sends_below(std::uint64_t number, Done&& done);
   // After reset(): this operation is not to be done any more; its sends say nothing, and keep their numbers.
   void cancel(std::uint64_t operation);
+  // The local region with this key is gone: the device refuses what is still to move there.
+  void withdraw(std::uint32_t lkey);
   std::uint64_t received = 0;  // number of the next send expected from the peer
 
  private:

@@ -76,26 +76,34 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
   Endpoint& endpoint = **found;
   for (const auto& write : writes) {
     const std::uint64_t operation = endpoint.next_operation++;
-    endpoint.operations[operation] = {write.context, write.local.region};
-    const std::byte* source = *regions_.local(write.local, write.length);
-    const bool in_ring = write.length <= kInline;
-    const auto file = in_ring ? files_.end() : files_.find(write.local.region.value);
-    const SharedFile in_file = file == files_.end() ? SharedFile{} : file->second;
-    post(endpoint,
-         {.kind = wire::Kind::write,
-          .has_notify = write.notify.has_value(),
-          .length = write.length,
-          .operation = operation,
-          .key = write.remote.region.key,
-          .offset = write.remote.offset,
-          .notify = write.notify.value_or(0),
-          .address = in_ring ? 0 : reinterpret_cast<std::uintptr_t>(source),
-          .file = in_file.fd,
-          .inode = in_file.inode,
-          .file_offset = in_file.offset + write.local.offset},
-         in_ring ? BytesView(source, write.length) : BytesView{});
+    endpoint.operations[operation] = {.context = write.context, .region = write.local.region, .read = {}};
+    wire::Header header{.kind = wire::Kind::write,
+                        .has_notify = write.notify.has_value(),
+                        .length = write.length,
+                        .operation = operation,
+                        .key = write.remote.region.key,
+                        .offset = write.remote.offset,
+                        .notify = write.notify.value_or(0)};
+    BytesView body;
+    point_at(header, body, write.local);
+    post(endpoint, header, body);
   }
   return {};
+}
+
+// Says in the header where its bytes are: of few, they are the body.
+void ShmEngine::point_at(wire::Header& header, BytesView& body, const LocalRange& range) {
+  const std::byte* bytes = *regions_.local(range, header.length);
+  if (header.length <= kInline) {
+    body = {bytes, header.length};
+    return;
+  }
+  header.address = reinterpret_cast<std::uintptr_t>(bytes);
+  const auto file = files_.find(range.region.value);
+  if (file == files_.end()) return;
+  header.file = file->second.fd;
+  header.inode = file->second.inode;
+  header.file_offset = file->second.offset + range.offset;
 }
 
 Result<> ShmEngine::read(EndpointId id, std::span<const Read> reads) {
@@ -104,17 +112,20 @@ Result<> ShmEngine::read(EndpointId id, std::span<const Read> reads) {
   Endpoint& endpoint = **found;
   for (const auto& read : reads) {
     const std::uint64_t operation = endpoint.next_operation++;
-    endpoint.operations[operation] = {read.context, read.local.region};
-    post(endpoint,
-         {.kind = wire::Kind::read,
-          .length = read.length,
-          .operation = operation,
-          .key = read.remote.region.key,
-          .offset = read.remote.offset,
-          .address = reinterpret_cast<std::uintptr_t>(*regions_.local(read.local, read.length))},
-         {});
+    endpoint.operations[operation] = {.context = read.context, .region = read.local.region, .read = read};
+    ask(endpoint, operation, read);
   }
   return {};
+}
+
+void ShmEngine::ask(Endpoint& endpoint, std::uint64_t operation, const Read& read) {
+  post(endpoint,
+       {.kind = wire::Kind::read,
+        .length = read.length,
+        .operation = operation,
+        .key = read.remote.region.key,
+        .offset = read.remote.offset},
+       {});
 }
 
 // ---- in
@@ -144,6 +155,7 @@ void ShmEngine::handle(Endpoint& endpoint, const wire::Header& header, BytesView
     case wire::Kind::message: return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, body);
     case wire::Kind::write: return on_write(endpoint, header, body);
     case wire::Kind::read: return on_read(endpoint, header);
+    case wire::Kind::found: return on_found(endpoint, header, body);
     case wire::Kind::acknowledge: return on_acknowledge(endpoint, header);
   }
   fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a record of unknown kind");
@@ -174,69 +186,84 @@ BytesView ShmEngine::peer_file(Endpoint& endpoint, const wire::Header& header) {
   return files.front().bytes.span();
 }
 
-bool ShmEngine::pull(Endpoint& endpoint, std::byte* target, const wire::Header& header) {
-  if (header.file < 0) return move(endpoint, target, header.address, header.length, true);
-  const BytesView bytes = peer_file(endpoint, header);
-  if (!in_range(header.file_offset, header.length, bytes.size()))
-    return move(endpoint, target, header.address, header.length, true);
-  std::memcpy(target, bytes.data() + header.file_offset, header.length);
-  moved_ += header.length;
-  return true;
-}
-
-// Between our memory and the peer's; false (and the endpoint failed) where the peer's memory is not there.
-bool ShmEngine::move(Endpoint& endpoint, std::byte* local, std::uint64_t remote, std::uint64_t length, bool pull) {
-  moved_ += length;
-  while (length > 0) {
-    const std::uint64_t step = std::min(length, kBytesPerCall);
-    const iovec near{local, step}, far{reinterpret_cast<void*>(remote), step};
-    const ssize_t moved = pull ? ::process_vm_readv(endpoint.pid, &near, 1, &far, 1, 0)
-                               : ::process_vm_writev(endpoint.pid, &near, 1, &far, 1, 0);
-    if (moved <= 0) {
-      fail_endpoint(endpoint, ErrorCode::unavailable,
-                    fmt::format("its memory can't be reached: {}", std::strerror(errno)));
-      return false;
-    }
-    local += moved;
-    remote += static_cast<std::uint64_t>(moved);
-    length -= static_cast<std::uint64_t>(moved);
+// The bytes that a record of the peer's names.
+Result<> ShmEngine::fetch(Endpoint& endpoint, const wire::Header& header, BytesView body, std::byte* target) {
+  if (header.address == 0) {
+    if (body.size() != header.length) return fail(ErrorCode::corrupt, "it sent other bytes than it announced");
+    if (!body.empty()) std::memcpy(target, body.data(), body.size());
+    return {};
   }
-  return true;
+  moved_ += header.length;
+  const BytesView mapped = header.file < 0 ? BytesView{} : peer_file(endpoint, header);
+  if (!mapped.empty() && in_range(header.file_offset, header.length, mapped.size())) {
+    std::memcpy(target, mapped.data() + header.file_offset, header.length);
+    return {};
+  }
+  for (std::uint64_t done = 0; done < header.length;) {
+    const std::uint64_t step = std::min(header.length - done, kBytesPerCall);
+    const iovec near{target + done, step}, far{reinterpret_cast<void*>(header.address + done), step};
+    const ssize_t moved = ::process_vm_readv(endpoint.pid, &near, 1, &far, 1, 0);
+    if (moved <= 0) return fail(ErrorCode::unavailable, "its memory can't be reached: {}", std::strerror(errno));
+    done += static_cast<std::uint64_t>(moved);
+  }
+  return {};
 }
 
 void ShmEngine::on_write(Endpoint& endpoint, const wire::Header& header, BytesView body) {
   const auto refusal = regions_.check(header.key, header.offset, header.length);
   if (refusal == Regions::Refusal::none) {
-    std::byte* target = regions_.by_key(header.key)->memory.data() + header.offset;
-    if (header.address == 0) {
-      if (body.size() != header.length)
-        return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a write of another length than announced");
-      if (!body.empty()) std::memcpy(target, body.data(), body.size());
-    } else if (!pull(endpoint, target, header)) {
-      return;
-    }
+    const auto fetched = fetch(endpoint, header, body, regions_.by_key(header.key)->memory.data() + header.offset);
+    // The poster has closed and may use the memory for something else: what came is not what it posted.
+    if (header.address != 0 && endpoint.in.recalls() == kGone) return;
+    if (!fetched) return fail_endpoint(endpoint, fetched.error().code, fetched.error().message);
     if (header.has_notify != 0)
       events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.notify});
   }
-  post(endpoint,
-       {.kind = wire::Kind::acknowledge, .operation = header.operation, .key = static_cast<std::uint64_t>(refusal)},
+  answer(endpoint, header.operation, refusal);
+}
+
+void ShmEngine::answer(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal) {
+  post(endpoint, {.kind = wire::Kind::acknowledge, .operation = operation, .key = static_cast<std::uint64_t>(refusal)},
        {});
 }
 
 void ShmEngine::on_read(Endpoint& endpoint, const wire::Header& header) {
   const auto refusal = regions_.check(header.key, header.offset, header.length);
-  if (refusal == Regions::Refusal::none) {
-    std::byte* source = regions_.by_key(header.key)->memory.data() + header.offset;
-    if (!move(endpoint, source, header.address, header.length, false)) return;
+  if (refusal != Regions::Refusal::none) return answer(endpoint, header.operation, refusal);
+  const RegionId region = regions_.by_key(header.key)->id;
+  wire::Header found{.kind = wire::Kind::found,
+                     .length = header.length,
+                     .operation = header.operation,
+                     .recalls = endpoint.out.recalls()};
+  BytesView body;
+  point_at(found, body, {region, header.offset});
+  if (found.address != 0) endpoint.read_from.insert(region.value);
+  post(endpoint, found, body);
+}
+
+void ShmEngine::on_found(Endpoint& endpoint, const wire::Header& header, BytesView body) {
+  const auto operation = endpoint.operations.find(header.operation);
+  if (operation == endpoint.operations.end() || !operation->second.read ||
+      operation->second.read->length != header.length)
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it answered what was not asked");
+  if (!operation->second.withdrawn) {
+    const Read& read = *operation->second.read;
+    const auto fetched = fetch(endpoint, header, body, *regions_.local(read.local, read.length));
+    if (header.address != 0) {
+      const std::uint64_t recalls = endpoint.in.recalls();
+      if (recalls == kGone) return;  // the end of the connection ends the read
+      if (recalls != header.recalls) return ask(endpoint, header.operation, read);
+    }
+    if (!fetched) return fail_endpoint(endpoint, fetched.error().code, fetched.error().message);
+    events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = read.context});
   }
-  post(endpoint,
-       {.kind = wire::Kind::acknowledge, .operation = header.operation, .key = static_cast<std::uint64_t>(refusal)},
-       {});
+  endpoint.operations.erase(operation);
 }
 
 void ShmEngine::on_acknowledge(Endpoint& endpoint, const wire::Header& header) {
   auto operation = endpoint.operations.extract(header.operation);
   if (operation.empty()) return fail_endpoint(endpoint, ErrorCode::corrupt, "it acknowledged what was not asked");
+  if (operation.mapped().withdrawn) return;
   events_.emit({.kind = EventKind::completed,
                 .endpoint = endpoint.id,
                 .value = operation.mapped().context,

@@ -195,13 +195,23 @@ Result<RegionId> ShmEngine::register_region(std::span<std::byte> memory, MemoryK
   return id;
 }
 
-// Nothing lands between polls, so the region can go at once; what a peer would still pull out of it is cut off.
+// Nothing lands between polls, so the region can go at once. A peer that is to pull a write out of it is cut off; one
+// that was told where to read asks again.
 void ShmEngine::deregister(RegionId id) {
   for (auto& [key, endpoint] : endpoints_) {
-    const bool busy = std::any_of(endpoint->operations.begin(), endpoint->operations.end(),
-                                  [&](const auto& entry) { return entry.second.region == id; });
-    if (busy && endpoint->stage == Stage::open)
-      fail_endpoint(*endpoint, ErrorCode::cancelled, "memory was withdrawn in mid-transfer");
+    if (endpoint->stage != Stage::open) continue;
+    bool writing = false;
+    for (auto& [number, operation] : endpoint->operations) {
+      if (operation.region != id) continue;
+      writing = writing || !operation.read;
+      if (!operation.read || std::exchange(operation.withdrawn, true)) continue;
+      events_.emit({.kind = EventKind::completed,
+                    .endpoint = endpoint->id,
+                    .value = operation.context,
+                    .error = Error{ErrorCode::cancelled, "the local region was deregistered"}});
+    }
+    if (writing) fail_endpoint(*endpoint, ErrorCode::cancelled, "memory was withdrawn in mid-transfer");
+    else if (endpoint->read_from.erase(id.value) > 0) endpoint->out.recall();
   }
   regions_.remove(id);
   files_.erase(id.value);
@@ -217,7 +227,8 @@ bool ShmEngine::arm() {
 
 void ShmEngine::fail_operations(Endpoint& endpoint, const Error& error) {
   for (const auto& [number, operation] : std::exchange(endpoint.operations, {}))
-    events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.context, .error = error});
+    if (!operation.withdrawn)
+      events_.emit({.kind = EventKind::completed, .endpoint = endpoint.id, .value = operation.context, .error = error});
 }
 
 void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why) {
@@ -226,6 +237,7 @@ void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   std::erase(open_, &endpoint);
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
+  endpoint.out.recall_all();
   endpoint.socket.reset();
   endpoint.pending.clear();
   const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
@@ -241,7 +253,8 @@ void ShmEngine::close(EndpointId id) {
   Endpoint* endpoint = find(id);
   if (endpoint == nullptr) return;
   std::erase(open_, endpoint);
-  endpoint->socket.reset();  // the peer sees it; nothing of its is pulled any more
+  endpoint->out.recall_all();  // what the peer still pulls out of our memory does not count
+  endpoint->socket.reset();    // the peer sees it; nothing of its is pulled any more
   fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});
   endpoints_.erase(id.value);
 }

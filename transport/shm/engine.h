@@ -1,12 +1,15 @@
-// The shared-memory engine. Who moves bytes: the receiver of a write, after it has checked key and range, with
-// process_vm_readv, or by copying out of the poster's memfd where the bytes lie in one (Mapping::shareable); of a read,
-// the owner of the memory, with process_vm_writev, into the range that the reader asked for.
+// The shared-memory engine. Whoever is to have the bytes moves them, inside its own poll(): the receiver of a write,
+// after it has checked key and range, and the reader, when the owner has checked them and said where they lie; with
+// process_vm_readv, or by copying out of the other's memfd where the bytes lie in one (Mapping::shareable). So nobody
+// writes into another's memory. Who lets its memory be read and takes it back says so (Ring::recalls): what was read
+// meanwhile does not count.
 //
 // engine.cc: set-up, connecting, closing, sleeping. datapath.cc: records out and in.
 #pragma once
 
 #include <deque>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "base/fd.h"
@@ -47,6 +50,8 @@ class ShmEngine final : public Engine {
   struct Operation {
     std::uint64_t context = 0;
     RegionId region;
+    std::optional<Read> read;
+    bool withdrawn = false;  // the region has gone, and the completion was told: only the peer's answer is missing
   };
   struct PeerFile {
     std::uint64_t inode = 0;
@@ -66,6 +71,7 @@ class ShmEngine final : public Engine {
     std::deque<Pending> pending;
     std::unordered_map<std::uint64_t, Operation> operations;
     std::uint64_t next_operation = 1;
+    std::unordered_set<std::uint64_t> read_from;  // regions of ours that the peer has been told the place of
   };
 
   ShmEngine() = default;
@@ -91,10 +97,13 @@ class ShmEngine final : public Engine {
   void handle(Endpoint& endpoint, const wire::Header& header, BytesView body);
   void on_write(Endpoint& endpoint, const wire::Header& header, BytesView body);
   void on_read(Endpoint& endpoint, const wire::Header& header);
+  void on_found(Endpoint& endpoint, const wire::Header& header, BytesView body);
+  void ask(Endpoint& endpoint, std::uint64_t operation, const Read& read);
+  void answer(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
+  void point_at(wire::Header& header, BytesView& body, const LocalRange& range);
   void on_acknowledge(Endpoint& endpoint, const wire::Header& header);
-  bool pull(Endpoint& endpoint, std::byte* target, const wire::Header& header);
+  Result<> fetch(Endpoint& endpoint, const wire::Header& header, BytesView body, std::byte* target);
   BytesView peer_file(Endpoint& endpoint, const wire::Header& header);
-  bool move(Endpoint& endpoint, std::byte* local, std::uint64_t remote, std::uint64_t length, bool pull);
 
   Fd epoll_, listener_, doorbell_;
   std::string name_;

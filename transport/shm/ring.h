@@ -14,8 +14,11 @@ namespace rejoin::transport::shm {
 constexpr std::size_t kRingBytes = 512 * KiB;  // a power of two; several messages of the largest size
 constexpr std::uint32_t kWrap = 0xffffffff;    // a record length: go on at the start
 
+constexpr std::uint64_t kGone = ~std::uint64_t{0};  // of recalls: the writer has taken everything back
+
 struct Ring {
   alignas(64) std::atomic<std::uint64_t> written;   // bytes ever written; the writer's
+  alignas(64) std::atomic<std::uint64_t> recalls;   // how often the writer has taken back memory that it let be read
   alignas(64) std::atomic<std::uint64_t> read;      // bytes ever read; the reader's
   alignas(64) std::atomic<std::uint32_t> sleeping;  // the reader wants its doorbell rung
   alignas(64) std::byte data[kRingBytes];
@@ -60,6 +63,14 @@ class RingWriter {
     return ring_->sleeping.load() != 0 && ring_->sleeping.exchange(0) != 0;
   }
 
+  // Before memory is used again that the peer may be reading. Both sides' operations on the number change it, if only
+  // by nothing, and are ordered by that: the peer has read before the memory is used, or it sees the new number.
+  void recall() { ring_->recalls.fetch_add(1); }
+  void recall_all() {
+    if (ring_ != nullptr) ring_->recalls.exchange(kGone);
+  }
+  std::uint64_t recalls() const { return ring_->recalls.load(); }
+
  private:
   Ring* ring_;
   std::uint64_t written_ = 0, known_read_ = 0;
@@ -96,6 +107,8 @@ class RingReader {
     read_ += size_;
     ring_->read.store(read_, std::memory_order_release);
   }
+  // After the writer's memory was read: see RingWriter::recall().
+  std::uint64_t recalls() const { return ring_->recalls.fetch_add(0); }
   void announce_sleep(bool sleeping) { ring_->sleeping.store(sleeping ? 1 : 0); }
 
  private:

@@ -7,9 +7,9 @@
 
 namespace rejoin::transport::shm::wire {
 
-constexpr std::uint64_t kMagic = 0x325045524d485352;  // changes with the layout below
+constexpr std::uint64_t kMagic = 0x335045524d485352;  // changes with the layout below
 
-enum class Kind : std::uint32_t { message = 1, write, acknowledge, read };
+enum class Kind : std::uint32_t { message = 1, write, acknowledge, read, found };
 
 struct Header {
   Kind kind{};
@@ -19,10 +19,13 @@ struct Header {
   std::uint64_t key = 0;  // acknowledge: the refusal
   std::uint64_t offset = 0;
   std::uint64_t notify = 0;
-  std::uint64_t address = 0;  // in the poster's memory; 0 where a write's bytes follow the header
-  // The same bytes of a sealed memfd, where they lie in one: its descriptor in the poster's process, or -1.
+  // Where the bytes of a write, or of a read that was found to be right, lie in the sender's memory; 0 where they
+  // follow the header.
+  std::uint64_t address = 0;
+  // The same bytes of a sealed memfd, where they lie in one: its descriptor in the sender's process, or -1.
   std::int64_t file = -1;
   std::uint64_t inode = 0, file_offset = 0;
+  std::uint64_t recalls = 0;  // found: Ring::recalls when the bytes were there
 };
 
 // Over the unix socket, once each way. The client's comes with the channel's memfd and its doorbell, the server's with

@@ -62,6 +62,8 @@ Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
 
 Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
   if (kind != MemoryKind::host) return fail(ErrorCode::unreachable, "simulated rails reach host memory only");
+  if (refuse_memory_ > 0 && refuse_memory_-- > 0)
+    return fail(ErrorCode::exhausted, "registration of {} bytes failed: no memory can be locked", memory.size());
   const RegionId id(++fabric_.ids_made_);
   regions_[id.value] = {memory, fabric_.random_()};
   return id;
@@ -133,58 +135,72 @@ Result<> SimEngine::read(EndpointId id, std::span<const Read> reads) {
 }
 
 // The bytes move at one instant between posting and completion, not at posting: a source that changes too early shows.
-// With late writes it is the other way round: what left goes on, and only a closed receiver stops it.
+// With late writes it is the other way round: what left goes on, and only a closed receiver stops it. Of a poster that
+// was killed they land in part, or whole.
 void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context, const LocalRange& local,
                       const RemoteRange& remote, std::uint64_t length, std::optional<std::uint64_t> notify) {
   Endpoint& endpoint = endpoints_.at(id.value);
   const std::uint64_t operation = ++fabric_.ids_made_;
   endpoint.outstanding.insert(operation);
   endpoint.contexts[operation] = context;
-  std::optional<Bytes> left;
+  OnItsWay moved{number_, endpoint.peer_engine, id, endpoint.peer, operation, direction, local, remote, length, notify,
+                 {}};
   if (fabric_.options_.late_writes && direction == Direction::write) {
     const std::byte* bytes = regions_.at(local.region.value).memory.data() + local.offset;
-    left.emplace(bytes, bytes + length);
+    moved.left.emplace(bytes, bytes + length);
   }
-  const Duration there = (left ? fabric_.late_delay() : fabric_.delay()) +
+  const Duration there = (moved.left ? fabric_.late_delay() : fabric_.delay()) +
                          (direction == Direction::write ? fabric_.slowness(number_, endpoint.peer_engine)
                                                         : fabric_.slowness(endpoint.peer_engine, number_));
-  fabric_.after(there, [&fabric = fabric_, from = number_, to = endpoint.peer_engine, id, peer = endpoint.peer,
-                        operation, direction, local, remote, length, notify, left] {
-    auto arrive = [&fabric, from, to, id, peer, operation, direction, local, remote, length, notify, left] {
-      auto* sender = fabric.engine(from);
-      auto* receiver = fabric.engine(to);
-      if (sender == nullptr || receiver == nullptr || sender->stopped_) return;
-      const bool closed = receiver->open(peer) == nullptr;
-      if ((sender->open(id) == nullptr && !left) || (closed && !fabric.options_.unfenced)) return;
-      std::optional<Error> error;
-      Region* target = receiver->region_of_key(remote.region.key);
-      auto source = sender->regions_.find(local.region.value);
-      if (target == nullptr) error = Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
-      else if (!in_range(remote.offset, length, target->memory.size()))
-        error = Error{ErrorCode::refused, "the range is outside the peer's region"};
-      else if (left) {
-        if (length > 0) std::memcpy(target->memory.data() + remote.offset, left->data(), length);
-      } else if (source == sender->regions_.end())
-        error = Error{ErrorCode::cancelled, "the local region was deregistered"};
-      else if (length > 0) {
-        auto* far = target->memory.data() + remote.offset;
-        auto* near = source->second.memory.data() + local.offset;
-        std::memcpy(direction == Direction::write ? far : near, direction == Direction::write ? near : far, length);
-      }
-      if (!error && direction == Direction::write && length > 0 && std::exchange(receiver->damage_, false))
-        target->memory[remote.offset + fabric.random_() % length] ^= std::byte{1} << static_cast<int>(operation % 8);
-      if (!error && closed) ++fabric.stale_writes_;
-      if (!error && notify && !closed) receiver->emit({.kind = EventKind::written, .endpoint = peer, .value = *notify});
-      fabric.after(fabric.delay() + fabric.slowness(to, from), [&fabric, from, id, operation, error] {
-        if (auto* poster = fabric.engine(from)) poster->complete(id, operation, error);
-      });
-    };
-    for (auto number : {to, from}) {
-      auto* engine = fabric.engine(number);
-      if (engine != nullptr && engine->stopped_) return engine->held_.push_back(arrive);
-    }
-    arrive();
-  });
+  fabric_.after(there, [&fabric = fabric_, moved = std::move(moved)]() mutable { land(fabric, std::move(moved)); });
+}
+
+// Waits for whoever is stopped and has to do with it: both processes, or where a NIC does it, none but the reader's.
+void SimEngine::land(Fabric& fabric, OnItsWay moved) {
+  for (auto number : {moved.to, moved.from}) {
+    auto* engine = fabric.engine(number);
+    if (engine == nullptr || !engine->stopped_) continue;
+    const bool needed = number == moved.to ? !fabric.options_.lands_stopped : !moved.left;
+    if (!needed) continue;
+    return engine->held_.push_back([&fabric, moved = std::move(moved)]() mutable { land(fabric, std::move(moved)); });
+  }
+  auto* sender = fabric.engine(moved.from);
+  auto* receiver = fabric.engine(moved.to);
+  if (receiver == nullptr || (!moved.left && (sender == nullptr || sender->open(moved.endpoint) == nullptr))) return;
+  const bool closed = receiver->open(moved.peer) == nullptr;
+  if (closed && !fabric.options_.unfenced) return;
+  if (sender == nullptr && moved.length > 0 && fabric.random_() % 2 == 0) {
+    moved.length = fabric.random_() % moved.length;
+    moved.notify.reset();
+  }
+  const std::optional<Error> error = receiver->take_bytes(sender, moved);
+  if (!error && closed) ++fabric.stale_writes_;
+  if (!error && moved.notify && !closed)
+    receiver->emit({.kind = EventKind::written, .endpoint = moved.peer, .value = *moved.notify});
+  fabric.after(fabric.delay() + fabric.slowness(moved.to, moved.from),
+               [&fabric, from = moved.from, id = moved.endpoint, operation = moved.operation, error] {
+                 if (auto* poster = fabric.engine(from)) poster->complete(id, operation, error);
+               });
+}
+
+std::optional<Error> SimEngine::take_bytes(const SimEngine* sender, const OnItsWay& moved) {
+  Region* target = region_of_key(moved.remote.region.key);
+  if (target == nullptr) return Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
+  if (!in_range(moved.remote.offset, moved.length, target->memory.size()))
+    return Error{ErrorCode::refused, "the range is outside the peer's region"};
+  auto* far = target->memory.data() + moved.remote.offset;
+  if (moved.left) {
+    if (moved.length > 0) std::memcpy(far, moved.left->data(), moved.length);
+  } else {
+    auto source = sender->regions_.find(moved.local.region.value);
+    if (source == sender->regions_.end()) return Error{ErrorCode::cancelled, "the local region was deregistered"};
+    auto* near = source->second.memory.data() + moved.local.offset;
+    const bool write = moved.direction == Direction::write;
+    if (moved.length > 0) std::memcpy(write ? far : near, write ? near : far, moved.length);
+  }
+  if (moved.direction == Direction::write && moved.length > 0 && std::exchange(damage_, false))
+    far[fabric_.random_() % moved.length] ^= std::byte{1} << static_cast<int>(moved.operation % 8);
+  return std::nullopt;
 }
 
 void SimEngine::complete(EndpointId id, std::uint64_t operation, std::optional<Error> error) {

@@ -53,6 +53,19 @@ class SimEngine final : public Engine {
   enum class Direction { write, read };
   void start(EndpointId endpoint, Direction direction, std::uint64_t context, const LocalRange& local,
              const RemoteRange& remote, std::uint64_t length, std::optional<std::uint64_t> notify);
+  struct OnItsWay {  // a write or a read
+    std::uint32_t from = 0, to = 0;
+    EndpointId endpoint, peer;  // its ends
+    std::uint64_t operation = 0;
+    Direction direction{};
+    LocalRange local;
+    RemoteRange remote;
+    std::uint64_t length = 0;
+    std::optional<std::uint64_t> notify;
+    std::optional<Bytes> left;  // what its poster's memory held then
+  };
+  static void land(Fabric& fabric, OnItsWay moved);
+  std::optional<Error> take_bytes(const SimEngine* sender, const OnItsWay& moved);
   Result<> check(EndpointId endpoint, const LocalRange& local, std::uint64_t length) const;
   void complete(EndpointId endpoint, std::uint64_t operation, std::optional<Error> error);
   void fail_endpoint(EndpointId endpoint, const std::string& why);
@@ -65,7 +78,8 @@ class SimEngine final : public Engine {
   bool listening_ = false;
   bool dead_ = false;
   bool stopped_ = false;
-  bool damage_ = false;  // the next write that lands here
+  bool damage_ = false;              // the next write that lands here
+  std::uint64_t refuse_memory_ = 0;  // the next registrations
   Duration slow_out_{}, slow_in_{};
   TimePoint slow_until_{};
   std::vector<std::function<void()>> held_;  // what arrived while stopped

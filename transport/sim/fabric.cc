@@ -88,9 +88,28 @@ Duration Fabric::slowness(std::uint32_t from, std::uint32_t to) {
   const SimEngine* sender = engine(from);
   const SimEngine* receiver = engine(to);
   const TimePoint now = clock_.now();
-  return (sender != nullptr && sender->slow_until_ > now ? sender->slow_out_ : Duration{}) +
+  const auto hole = blocked_.find({from, to});
+  const Duration blocked = hole != blocked_.end() && hole->second > now ? hole->second - now : Duration{};
+  return blocked + (sender != nullptr && sender->slow_until_ > now ? sender->slow_out_ : Duration{}) +
          (receiver != nullptr && receiver->slow_until_ > now ? receiver->slow_in_ : Duration{});
 }
+
+void Fabric::block(const Engine& from, const Engine& to, TimePoint until) {
+  TimePoint& hole = blocked_[{made_here(from).number_, made_here(to).number_}];
+  hole = std::max(hole, until);
+}
+
+void Fabric::reset(const Engine& engine, std::uint64_t which) {
+  auto& mine = made_here(engine);
+  if (mine.endpoints_.empty()) return;
+  auto one = std::next(mine.endpoints_.begin(), static_cast<std::ptrdiff_t>(which % mine.endpoints_.size()));
+  after(options_.detection, [this, peer_engine = one->second.peer_engine, peer = one->second.peer] {
+    if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "connection reset");
+  });
+  mine.fail_endpoint(EndpointId(one->first), "connection reset");
+}
+
+void Fabric::refuse_memory(const Engine& engine, std::uint64_t times) { made_here(engine).refuse_memory_ = times; }
 
 void Fabric::damage_next_write(const Engine& engine) { made_here(engine).damage_ = true; }
 

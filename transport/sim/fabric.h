@@ -22,6 +22,9 @@ struct Options {
   Duration detection = std::chrono::milliseconds(1);  // until a peer's death is seen by the transport
   // A write's bytes leave when it is posted, and land although the poster's end has failed since, as on a real network.
   bool late_writes = false;
+  // Writes land in the memory of a stopped process, as a NIC's do; it hears of them when it goes on. Otherwise, as over
+  // TCP, they wait for it.
+  bool lands_stopped = false;
   // A broken transport, to see whether that is noticed: closing an endpoint does not stop writes on their way.
   bool unfenced = false;
 };
@@ -49,6 +52,12 @@ class Fabric {
   void resume(const Engine& engine);
   // Until then what it sends takes longer by `out`, and what is sent to it by `in`.
   void slow(const Engine& engine, Duration out, Duration in, TimePoint until);
+  // Until then nothing of what is sent from one to the other arrives, and neither is told: a black hole, one way.
+  void block(const Engine& from, const Engine& to, TimePoint until);
+  // One of its connections (number `which` of them, as it were on a circle) is reset: the two see it, nobody else does.
+  void reset(const Engine& engine, std::uint64_t which);
+  // Registering memory fails, so many times.
+  void refuse_memory(const Engine& engine, std::uint64_t times);
   // The next write that lands at this engine arrives with one bit flipped.
   void damage_next_write(const Engine& engine);
   // Writes that landed through endpoints that were closed; 0 but where `unfenced`.
@@ -71,6 +80,7 @@ class Fabric {
   std::uint64_t sequence_ = 0;
   std::uint64_t ids_made_ = 0, stale_writes_ = 0;
   std::unordered_map<std::uint32_t, SimEngine*> engines_;
+  std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> blocked_;  // from, to: until then
   std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;
 };
 

@@ -373,7 +373,8 @@ void StripedEngine::on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t 
     endpoint.rails[link.rail].backoff = options_.first_retry;
     return finish_piece(endpoint, piece.operation, {});
   }
-  if (error->code == ErrorCode::refused) return finish_piece(endpoint, piece.operation, error);
+  const bool withdrawn = !rail_regions_.contains(operation.local.region.value);
+  if (error->code == ErrorCode::refused || withdrawn) return finish_piece(endpoint, piece.operation, error);
   if (error->code == ErrorCode::unreachable) return avoid(endpoint, link, piece, *error);
   // The rail failed it. Before its end is known here it may still deliver: take it out first.
   if (operation.is_read || link.peer_fenced) endpoint.pending.push_front(piece);

@@ -66,6 +66,7 @@ void TcpEngine::queue(Endpoint& endpoint, const wire::Header& header, BytesView 
       endpoint.spare.pop_back();
     }
     frame.owned.assign(copied.begin(), copied.end());
+    frame.header.body_digest = wire::digest_of(copied);
   }
   add(endpoint, std::move(frame));
   endpoint.out.back().body = endpoint.out.back().owned;
@@ -85,6 +86,7 @@ void TcpEngine::flush(Endpoint& endpoint) {
     };
     for (auto& frame : endpoint.out) {
       if (used + 2 > parts.size()) break;
+      if (frame.sent == 0) frame.header.digest = wire::digest_of_header(frame.header);  // it changes until it leaves
       add(bytes_of(frame.header), frame.sent);
       add(frame.body, frame.sent > sizeof frame.header ? frame.sent - sizeof frame.header : 0);
     }
@@ -268,6 +270,7 @@ bool TcpEngine::begin_frame(Endpoint& endpoint) {
   } else if (endpoint.stage != Stage::open) {
     return malformed(endpoint, "a frame before its greeting");
   }
+  if (header.digest != wire::digest_of_header(header)) return malformed(endpoint, "a damaged header");
   return begin_body(endpoint);
 }
 
@@ -308,6 +311,11 @@ bool TcpEngine::begin_body(Endpoint& endpoint) {
 void TcpEngine::finish_frame(Endpoint& endpoint) {
   const wire::Header header = endpoint.header;
   endpoint.in_body = false;
+  const bool copied = header.kind == wire::Kind::hello || header.kind == wire::Kind::message;
+  if (copied && header.length > 0 && header.body_digest != wire::digest_of(endpoint.body)) {
+    malformed(endpoint, "a damaged message");
+    return;
+  }
   switch (header.kind) {
     case wire::Kind::hello:
       endpoint.stage = Stage::open;

@@ -1,14 +1,20 @@
 // A connection is a stream of frames: a fixed header, then `length` bytes. Both ends are of one byte order (checked
 // by the magic of the hello, which is each side's first frame).
+//
+// TCP's checksum is 16 bits of a sum, and a bit that flips in a switch or in memory may pass it. Headers and messages
+// carry a digest, so that such a bit ends the connection: a length, a key or a step that is wrong is never acted on.
+// The bytes of writes are the user's to check.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "base/digest.h"
 #include "transport/regions.h"
 
 namespace rejoin::transport::tcp::wire {
 
-constexpr std::uint64_t kMagic = 0x3250435452455201;  // changes with the layout below
+constexpr std::uint64_t kMagic = 0x3250435452455202;  // changes with the layout below
 
 enum class Kind : std::uint32_t { hello = 1, welcome, message, write, acknowledge, read_request, read_data };
 
@@ -21,7 +27,14 @@ struct Header {
   std::uint64_t key = 0;        // acknowledge: the refusal
   std::uint64_t offset = 0;
   std::uint64_t notify = 0;
+  std::uint32_t body_digest = 0;  // of a message or greeting
+  std::uint32_t digest = 0;       // of all before it
 };
-static_assert(sizeof(Header) == 48);
+static_assert(sizeof(Header) == 56);
+
+inline std::uint32_t digest_of(BytesView bytes) { return static_cast<std::uint32_t>(digest_of_block(bytes)); }
+inline std::uint32_t digest_of_header(const Header& header) {
+  return digest_of(bytes_of(header).first(offsetof(Header, digest)));
+}
 
 }  // namespace rejoin::transport::tcp::wire

@@ -1,6 +1,7 @@
 // What every backend must do. One suite; each backend brings a Bench: engines in this process that can reach each
 // other.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -134,6 +135,12 @@ struct Conformance : testing::TestWithParam<std::string> {
     for (int i = 0; i < 2000; ++i) {
       bench->progress();
       for (auto& n : nodes) n->poll();
+    }
+  }
+  void settle(Node& alone) {  // as if the others' progress threads stood still
+    for (int i = 0; i < 2000; ++i) {
+      bench->progress();
+      alone.poll();
     }
   }
 
@@ -400,6 +407,141 @@ TEST_P(Conformance, ThePosterMayCloseWithOperationsOutstanding) {
   settle();
   for (auto& [context, times] : p.a.completions) EXPECT_EQ(times, 1) << context;
   EXPECT_TRUE(until([&] { return p.b.closed.size() == 1; }));
+}
+
+// The reader moves the bytes of its reads: whatever its peer still does, memory taken back stays as it is.
+TEST_P(Conformance, AReadLandsNothingInMemoryThatItsReaderHasTakenBack) {
+  for (const bool closes : {true, false})
+    for (const bool peer_answers : {false, true})
+      for (const std::uint64_t size : {100ul, 64 * KiB, 3 * MiB}) {
+        SCOPED_TRACE(fmt::format("{} bytes, {}, {}", size, closes ? "closed" : "deregistered",
+                                 peer_answers ? "after the peer's answer" : "before the peer's answer"));
+        auto p = pair();
+        std::vector<std::byte> here(size), there(size, std::byte{0x5a});
+        const RegionId mine = *p.a.engine->register_region(here, kind);
+        const RegionId theirs = *p.b.engine->register_region(there, kind);
+        const RemoteRange remote{p.b.engine->remote(theirs), 0};
+        const Read first{.context = 1, .local = {mine, 0}, .remote = remote, .length = 1};
+        ASSERT_TRUE(p.a.engine->read(p.at_a, {&first, 1}));
+        ASSERT_TRUE(until([&] { return p.a.completions[1] == 1; }));  // from now on the two know each other's keys
+        const Read read{.context = 2, .local = {mine, 0}, .remote = remote, .length = size};
+        ASSERT_TRUE(p.a.engine->read(p.at_a, {&read, 1}));
+        if (peer_answers) settle(p.b);
+        if (closes) p.a.engine->close(p.at_a);
+        else p.a.engine->deregister(mine);
+        std::fill(here.begin(), here.end(), std::byte{0xee});
+        const auto reused = here;
+        settle(p.b);
+        EXPECT_EQ(here, reused) << "the peer wrote into it";
+        ASSERT_TRUE(until([&] { return p.a.completions[2] == 1; }));
+        settle();
+        EXPECT_EQ(here, reused) << "it landed later";
+        EXPECT_EQ(p.a.completions[2], 1);
+        p.a.engine->close(p.at_a);
+        p.a.engine->deregister(mine);
+        p.b.engine->deregister(theirs);
+        nodes.clear();
+      }
+}
+
+// A notification means the bytes that were posted, also where the poster has gone and uses its memory for others.
+TEST_P(Conformance, AWriteIsNotifiedWithTheBytesThatWerePostedOrNotAtAll) {
+  for (const bool closes : {true, false})
+    for (const std::uint64_t size : {100ul, 64 * KiB, 3 * MiB}) {
+      SCOPED_TRACE(fmt::format("{} bytes, {}", size, closes ? "closed" : "deregistered"));
+      auto p = pair();
+      std::vector<std::byte> from(size, std::byte{0x5a}), to(size);
+      const auto posted = from;
+      const RegionId source = *p.a.engine->register_region(from, kind);
+      const RegionId target = *p.b.engine->register_region(to, kind);
+      const Write write{
+          .context = 1, .local = {source, 0}, .remote = {p.b.engine->remote(target), 0}, .length = size, .notify = 1};
+      ASSERT_TRUE(p.a.engine->write(p.at_a, {&write, 1}));
+      if (closes) p.a.engine->close(p.at_a);
+      else p.a.engine->deregister(source);
+      std::fill(from.begin(), from.end(), std::byte{0xee});
+      p.b.on_event = [&](const Event& event) {
+        if (event.kind == EventKind::written) EXPECT_EQ(to, posted);
+      };
+      settle(p.b);
+      ASSERT_TRUE(until([&] { return p.a.completions[1] == 1; }));
+      settle();
+      p.a.engine->close(p.at_a);
+      p.a.engine->deregister(source);
+      p.b.engine->deregister(target);
+      nodes.clear();
+    }
+}
+
+// What is read is what the owner has registered now: memory that it has taken back is not read as if it were there.
+TEST_P(Conformance, AReadOfMemoryThatItsOwnerHasTakenBackBringsNothingElse) {
+  for (const bool maps : {true, false}) {
+    auto p = pair();
+    std::vector<std::byte> here(2 * MiB);
+    auto shared = maps ? Mapping::shareable(here.size()) : Mapping::anonymous(here.size());
+    ASSERT_TRUE(shared) << shared.error().message;
+    const std::span<std::byte> there = shared->span();
+    std::fill(there.begin(), there.end(), std::byte{0x5a});
+    const RegionId mine = *p.a.engine->register_region(here, kind);
+    const RegionId theirs = *p.b.engine->register_region(there, kind);
+    const Read read{.context = 1, .local = {mine, 0}, .remote = {p.b.engine->remote(theirs), 0}, .length = here.size()};
+    ASSERT_TRUE(p.a.engine->read(p.at_a, {&read, 1}));
+    settle(p.b);
+    p.b.engine->deregister(theirs);
+    std::fill(there.begin(), there.end(), std::byte{0xee});
+    ASSERT_TRUE(until([&] { return p.a.completions[1] == 1; }));
+    if (!p.a.outcome[1])
+      EXPECT_TRUE(std::all_of(here.begin(), here.end(), [](std::byte b) { return b == std::byte{0x5a}; }))
+          << "it ended well with bytes that were never registered";
+    p.a.engine->deregister(mine);
+    nodes.clear();
+  }
+}
+
+// Nothing of an offset or a length is kept in 32 bits. The memory is there where it is touched only.
+TEST_P(Conformance, OffsetsBeyondFourGibibytesMeanWhatTheySay) {
+#ifndef REJOIN_FAKE_VERBS
+  if (GetParam().find("ibverbs") != std::string::npos) GTEST_SKIP() << "a device pins all of a region's memory";
+#endif
+  constexpr std::uint64_t border = 4 * GiB, size = border + 1 * MiB, length = 256 * KiB;
+  struct Sparse {
+    std::byte* at = static_cast<std::byte*>(
+        ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    ~Sparse() { ::munmap(at, size); }
+    std::span<std::byte> span() const { return {at, size}; }
+  } here, there;
+  ASSERT_NE(here.at, MAP_FAILED);
+  ASSERT_NE(there.at, MAP_FAILED);
+  auto p = pair();
+  const RegionId mine = *p.a.engine->register_region(here.span(), kind);
+  const RegionId theirs = *p.b.engine->register_region(there.span(), kind);
+  for (std::uint64_t i = 0; i < length; ++i) here.at[border - 100 + i] = static_cast<std::byte>(i % 251 + 1);
+  const RemoteRange remote{p.b.engine->remote(theirs), border - 200 * KiB};
+  EXPECT_EQ(remote.region.length, size);
+  const Write write{
+      .context = 1, .local = {mine, border - 100}, .remote = remote, .length = length, .notify = std::nullopt};
+  ASSERT_TRUE(p.a.engine->write(p.at_a, {&write, 1}));
+  ASSERT_TRUE(until([&] { return p.a.completions[1] == 1; }));
+  EXPECT_FALSE(p.a.outcome[1]);
+  EXPECT_EQ(std::memcmp(there.at + remote.offset, here.at + border - 100, length), 0);
+  const Read read{.context = 2, .local = {mine, border + 512 * KiB}, .remote = remote, .length = length};
+  ASSERT_TRUE(p.a.engine->read(p.at_a, {&read, 1}));
+  ASSERT_TRUE(until([&] { return p.a.completions[2] == 1; }));
+  EXPECT_FALSE(p.a.outcome[2]);
+  EXPECT_EQ(std::memcmp(here.at + border + 512 * KiB, there.at + remote.offset, length), 0);
+  // A range that would be inside if it were cut to 32 bits.
+  const Read outside{.context = 3, .local = {mine, 0}, .remote = {remote.region, size - 10}, .length = length};
+  ASSERT_TRUE(p.a.engine->read(p.at_a, {&outside, 1}));
+  ASSERT_TRUE(until([&] { return p.a.completions[3] == 1; }));
+  EXPECT_TRUE(p.a.outcome[3]);
+  const Read too_long{.context = 4, .local = {mine, 0}, .remote = remote, .length = size + 1};
+  EXPECT_FALSE(p.a.engine->read(p.at_a, {&too_long, 1}));
+  const auto untouched = [](const std::byte* at) {
+    return std::all_of(at, at + 1 * MiB, [](std::byte b) { return b == std::byte{0}; });
+  };
+  EXPECT_TRUE(untouched(here.at) && untouched(there.at)) << "an offset was cut to 32 bits";
+  p.a.engine->deregister(mine);
+  p.b.engine->deregister(theirs);
 }
 
 TEST_P(Conformance, OneEndpointsEndDisturbsNoOther) {

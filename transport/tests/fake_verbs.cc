@@ -189,11 +189,11 @@ void step(FakeQp& qp) {
     const bool write = front.opcode == IBV_WR_RDMA_WRITE;
     const FakeMr* there = remote_region(front, write);
     if (there == nullptr) return fail_front(qp, peer, IBV_WC_REM_ACCESS_ERR);
-    if (!front.is_inline && !can_reach(qp.pair.context->device, front.piece.addr))
-      return fail_front(qp, peer, IBV_WC_LOC_PROT_ERR);
+    auto here = regions.find(front.piece.lkey);
+    const bool readable = here != regions.end() && can_reach(qp.pair.context->device, front.piece.addr);
+    if (!front.is_inline && !readable) return fail_front(qp, peer, IBV_WC_LOC_PROT_ERR);
     if (!can_reach(peer.pair.context->device, front.remote)) return fail_front(qp, peer, IBV_WC_REM_OP_ERR);
     std::byte* far = there->at(front.remote);
-    auto here = regions.find(front.piece.lkey);
     std::byte* near = here == regions.end() ? nullptr : here->second->at(front.piece.addr);
     if (watcher) watcher(qp.pair.context->device->name, front.is_inline ? nullptr : near, far, front.piece.length);
     if (write) std::memcpy(far, front.is_inline ? local : near, front.piece.length);

@@ -126,7 +126,7 @@ void UcxEngine::deliver(Endpoint& endpoint, BytesView message) {
 
 // ---- operations
 
-UcxEngine::Operation& UcxEngine::new_operation(EndpointId endpoint, std::uint64_t context) {
+UcxEngine::Operation& UcxEngine::new_operation(EndpointId endpoint, std::uint64_t context, RegionId region) {
   if (free_operations_.empty()) {
     const auto slot = static_cast<std::uint32_t>(operations_.size());
     operations_.emplace_back().id = slot;
@@ -141,6 +141,7 @@ UcxEngine::Operation& UcxEngine::new_operation(EndpointId endpoint, std::uint64_
   operation.local_done = operation.reported = operation.acknowledged = false;
   operation.refusal = Regions::Refusal::none;
   operation.target = nullptr;
+  operation.region = region;
   return operation;
 }
 
@@ -171,7 +172,7 @@ Result<> UcxEngine::write(EndpointId id, std::span<const Write> writes) {
   if (!endpoint) return tl::unexpected(endpoint.error());
   for (const auto& write : writes) {
     const std::byte* source = *regions_.local(write.local, write.length);
-    Operation& operation = new_operation(id, write.context);
+    Operation& operation = new_operation(id, write.context, write.local.region);
     operation.header = {(*endpoint)->peer,       operation.id, write.remote.region.key,
                         write.remote.offset,     write.length, write.notify.value_or(0),
                         write.notify.has_value()};
@@ -248,7 +249,7 @@ void UcxEngine::landed(const Receive& receive, ucs_status_t status) {
   Endpoint* endpoint = find(receive.endpoint.value);
   if (endpoint == nullptr) return;
   --endpoint->receiving;
-  if (endpoint->stage != Stage::open || (region == nullptr && receive.region != RegionId{})) return;
+  if (endpoint->stage != Stage::open || region == nullptr) return;
   if (status != UCS_OK) {
     errors_.emplace_back(endpoint->handle, status);
     return;
@@ -291,7 +292,7 @@ Result<> UcxEngine::read(EndpointId id, std::span<const Read> reads) {
   auto endpoint = find_for_posting(endpoints_, regions_, id, reads);
   if (!endpoint) return tl::unexpected(endpoint.error());
   for (const auto& read : reads) {
-    Operation& operation = new_operation(id, read.context);
+    Operation& operation = new_operation(id, read.context, read.local.region);
     operation.local_done = true;
     operation.target = *regions_.local(read.local, read.length);
     operation.length = read.length;
@@ -316,6 +317,7 @@ ucs_status_t UcxEngine::on_read_request(const wire::ReadRequest& header) {
   Region& region = *regions_.by_key(header.key);
   Outgoing& out = new_outgoing();
   out.read_data = {endpoint->peer, header.operation, header.length};
+  out.endpoint = endpoint->id;
   out.region = region.id;
   ++region.busy;
   post(*endpoint, wire::read_data, out, sizeof out.read_data, region.memory.subspan(header.offset, header.length), 0);
@@ -330,7 +332,7 @@ ucs_status_t UcxEngine::on_read_data(const wire::ReadData& header, void* data, s
     ++stale_dropped_;
     return UCS_OK;
   }
-  return land({this, endpoint->id, RegionId{}, {}, operation->id, nullptr, {}}, operation->target, data, size,
+  return land({this, endpoint->id, operation->region, {}, operation->id, nullptr, {}}, operation->target, data, size,
               rendezvous);
 }
 

@@ -116,6 +116,22 @@ void UcxEngine::fail_operations(EndpointId endpoint, const Error& error) {
     if (!operation.reported && operation.endpoint == endpoint) report(operation, error);
 }
 
+// Ends what moves out of or into the region at the will of peers, who may stand still: reads of ours, and with their
+// endpoint what a peer still pulls.
+void UcxEngine::cut_off(RegionId region) {
+  std::set<EndpointId> pulled_by;
+  for (auto& operation : operations_) {
+    if (operation.region != region) continue;
+    if (!operation.local_done) pulled_by.insert(operation.endpoint);
+    else if (!operation.reported && operation.target != nullptr)
+      report(operation, Error{ErrorCode::cancelled, "the local region was deregistered"});
+  }
+  for (const auto& out : outgoing_)
+    if (out.region == region) pulled_by.insert(out.endpoint);
+  for (auto id : pulled_by)
+    if (Endpoint* endpoint = find(id.value)) fail_endpoint(*endpoint, "memory was withdrawn in mid-transfer");
+}
+
 void UcxEngine::close(EndpointId id) {
   Endpoint* endpoint = find(id.value);
   if (endpoint == nullptr) return;

@@ -98,7 +98,8 @@ void UcxEngine::deregister(RegionId id) {
   Region* region = regions_.find(id);
   if (region == nullptr) return;
   regions_.revoke_key(id);
-  // What is under way now ends by our own progress, since the receiver pulls.
+  cut_off(id);
+  // What is landing ends by our own progress, since the receiver pulls.
   drain([&] { return region->busy == 0; });
   regions_.remove(id);
 }

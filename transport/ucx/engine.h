@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -66,6 +67,7 @@ class UcxEngine final : public Engine {
     bool local_done = true;
     bool reported = true;
     bool acknowledged = false;
+    RegionId region;              // the local one
     std::byte* target = nullptr;  // of a read
     std::uint64_t length = 0;
     wire::Write header{};
@@ -84,6 +86,7 @@ class UcxEngine final : public Engine {
       wire::ReadData read_data;
     };
     Bytes payload;
+    EndpointId endpoint;
     RegionId region;  // a read reply reads from this region
   };
 
@@ -91,7 +94,7 @@ class UcxEngine final : public Engine {
   struct Receive {
     UcxEngine* engine = nullptr;
     EndpointId endpoint;
-    RegionId region;  // that a peer's write goes into
+    RegionId region;  // that it goes into
     wire::Write header{};
     std::uint64_t read_operation = 0;  // of our read, else 0
     std::byte* target = nullptr;
@@ -110,13 +113,14 @@ class UcxEngine final : public Engine {
   void report_failures();
   void fail_endpoint(Endpoint& endpoint, std::string why);
   void fail_operations(EndpointId endpoint, const Error& error);
+  void cut_off(RegionId region);
   void accept(const wire::Hello& hello, BytesView body);
   ucs_status_t on_hello(const wire::Hello& hello, BytesView body);
   ucs_status_t on_welcome(const wire::Hello& hello);
   ucs_status_t on_goodbye(const wire::Goodbye& goodbye);
 
   // datapath.cc
-  Operation& new_operation(EndpointId endpoint, std::uint64_t context);
+  Operation& new_operation(EndpointId endpoint, std::uint64_t context, RegionId region);
   Operation* find_operation(std::uint64_t id);
   void settle(Operation& operation);
   void report(Operation& operation, std::optional<Error> error);

@@ -1,0 +1,377 @@
+#!/usr/bin/env python3
+"""Chaos: a real job of real processes, to which everything happens that can happen to one. See README.md."""
+import argparse
+import ctypes
+import os
+import pathlib
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+import faults
+import network
+from checker import Checker, Events
+from job import Job
+from report import Record, recovery_of, table
+from wiring import Wiring
+
+TRANSPORTS = ("shm", "tcp", "rails")
+SOURCE = pathlib.Path(__file__).resolve().parent.parent
+
+
+class Stuck(Exception):
+    """The job does not go on."""
+
+
+class Run:
+    """One job over one transport, with faults until its time is over. Violations are in checker.violations."""
+
+    def __init__(self, settings, directory, until):
+        self.settings, self.directory, self.until = settings, directory, until
+        self.silence = settings.silence_ms * 1e-3
+        # Without a fault, or after it: for a restart, for finding out who is silent, for connecting again.
+        self.stall_budget = 5 + 5 * self.silence
+        self.whole_budget = 20 + 10 * self.silence
+        self.begun = time.monotonic()
+        self.log_file = open(f"{directory}/chaos.log", "w")
+        self.wiring = Wiring(settings, directory, settings.seed)
+        self.switch = self.wiring.switch
+        self.job = Job(settings, self.wiring, directory, random.Random(f"restarts {settings.seed}"))
+        self.checker = Checker(settings.replicas, settings.ranks, settings.elements)
+        self.events = Events(f"{directory}/events")
+        self.records, self.active = [], {}
+        self.expected_since = self.begun  # since then steps ought to be committed
+        self.said = 0
+        self.pids = {}
+        self.leaving = []  # event files of processes that have ended, to be read once more
+        self.can_roll_back = "--roll-back-to" in subprocess.run(
+            [f"{settings.binaries}/rejoind", "--help"], capture_output=True, text=True, check=True).stdout
+
+    def say(self, text):
+        line = f"{time.monotonic() - self.begun:8.2f}  {text}"
+        print(line, flush=True)
+        print(line, file=self.log_file, flush=True)
+
+    def say_violations(self):
+        for invariant, text in self.checker.violations[self.said:]:
+            self.say(f"VIOLATION {invariant}: {text}")
+        self.said = len(self.checker.violations)
+
+    # ---- the job goes on
+
+    def turn(self):
+        """Looks after the processes, hears what they have said, judges it."""
+        deaths = self.job.look_after()
+        for process in self.job.processes.values():
+            if process.pid and self.pids.get(process.name) != process.pid:
+                self.pids[process.name] = process.pid
+                self.events.follow(process.name, process.pid)
+                if process.role == "trainer":
+                    self.checker.on_started(process.replica, process.rank, process.pid)
+        for event in self.events.read():
+            if event["kind"] == "epoch" and event["who"] == "coordinator":
+                self.say(f"    epoch {event['epoch']} at step {event['step']}: {event['members'] or 'nobody'} "
+                         f"({event.get('reason', '')})")
+            self.checker.on_event(event)
+        for death in deaths:
+            if not death.killed:
+                self.say(f"    {death.process.name} ended: {death.how}")
+            self.checker.on_death(death)
+            self.events.forget(death.process.name, death.pid)
+        self.say_violations()
+        if self.said > 20:
+            raise Stuck("more than 20 violations")
+        self.expect_progress()
+        self.operate()
+        time.sleep(0.01)
+
+    def expect_progress(self):
+        """While the coordinator and one replica that contributes are left alone, steps are committed."""
+        now = time.monotonic()
+        touched = set().union(*(touched for touched, _ in self.active.values())) if self.active else set()
+        able = {r for r, contributes in self.checker.members.items() if contributes} - touched
+        if self.checker.finished or "coordinator" in touched or (self.active and not able):
+            self.expected_since = now
+        last = self.checker.commits[-1] if self.checker.commits else 0
+        if now - max(last, self.expected_since) > self.stall_budget:
+            raise Stuck(f"no step was committed for {self.stall_budget:.1f} s, though "
+                        + (f"replicas {sorted(able)} were left alone" if self.active else "nothing is wrong any more"))
+
+    def operate(self):
+        """After a true loss the operator says that the job may start from what there is; for this once."""
+        if self.checker.true_loss and not self.active and self.can_roll_back and self.job.roll_back_to is None:
+            self.say("    the operator: --roll-back-to 0")
+            self.restart_coordinator(roll_back_to=0)
+        elif not self.checker.true_loss and self.job.roll_back_to is not None:
+            self.job.roll_back_to = None
+            self.job.processes["coordinator"].arguments = self.job.coordinator_arguments()
+
+    def restart_coordinator(self, steps=None, roll_back_to=None):
+        process = self.job.processes["coordinator"]
+        self.job.steps = self.job.steps if steps is None else steps
+        self.job.roll_back_to = roll_back_to
+        process.arguments = self.job.coordinator_arguments()
+        self.job.kill("coordinator")
+
+    def wait(self, condition, seconds, what):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise Stuck(f"{what} within {seconds:.0f} s")
+            self.turn()
+
+    def whole(self):
+        members = self.checker.members
+        return len(members) == self.settings.replicas and all(members.values())
+
+    # ---- faults
+
+    def draw(self, number):
+        """The faults of a round: (when, how long, kind, its random)."""
+        chance = random.Random(f"{self.settings.seed} {self.settings.transport} {number}")
+        names = [name for name in faults.KINDS if self.settings.only is None or name in self.settings.only]
+        if self.settings.only is None:
+            names = [name for name in names if name not in self.settings.without]
+        weights = [faults.KINDS[name].weight for name in names]
+        drawn = []
+        for i in range(chance.choice((1, 1, 1, 2, 2, 3))):
+            kind = faults.KINDS[chance.choices(names, weights)[0]]
+            shortest, longest = kind.lasts or (0, 0)
+            lasts = self.silence * shortest * (longest / shortest) ** chance.random() if kind.lasts else 0.0
+            at = 0.0 if i == 0 else chance.uniform(0, 2 * self.silence)
+            drawn.append((at, lasts, kind, random.Random(f"{self.settings.seed} {number} {i}")))
+        return drawn, chance.random() < 0.5, chance.uniform(0, 1)
+
+    def round(self, number):
+        drawn, until_whole, pause = self.draw(number)
+        begun = time.monotonic()
+        self.say(f"round {number}, step {self.checker.committed}")
+        due = [(begun + at, self.strike, number, lasts, kind, chance) for at, lasts, kind, chance in drawn]
+        self.ends = []
+        while due or self.ends:
+            now = time.monotonic()
+            for entry in [e for e in due if e[0] <= now]:
+                due.remove(entry)
+                entry[1](*entry[2:])
+            for entry in [e for e in self.ends if e[0] <= now]:
+                self.ends.remove(entry)
+                self.mend(*entry[1:])
+            self.turn()
+        self.expected_since = ended = time.monotonic()
+        self.wait(lambda: self.checker.commits and self.checker.commits[-1] > ended, self.stall_budget + 1,
+                  "no step was committed after the faults")
+        for record in self.records:
+            record.until = record.until or time.monotonic()
+        if until_whole or number % 5 == 4:
+            self.wait(self.whole, self.whole_budget, "not all replicas contribute again")
+        self.wait(lambda: time.monotonic() > ended + pause, 60, "")
+
+    def strike(self, number, lasts, kind, chance):
+        if not self.wiring.has(kind.needs):
+            return
+        fault = kind.strike(self, chance)
+        record = Record(kind.name, time.monotonic())
+        try:
+            what, touched = next(fault)
+        except faults.Skipped as why:
+            return self.say(f"  {kind.name} left out: {why}")
+        for earlier in self.records:
+            earlier.until = earlier.until or record.at
+        self.records.append(record)
+        self.active[record.number] = (touched, fault)
+        self.say(f"  {kind.name}: {what}" + (f" for {1e3 * lasts:.0f} ms" if kind.lasts else ""))
+        self.ends.append((time.monotonic() + lasts, record, fault, kind, what))
+
+    def mend(self, record, fault, kind, what):
+        try:
+            next(fault)
+        except StopIteration as over:
+            record.struck = over.value != 0
+        self.active.pop(record.number)
+        now = time.monotonic()
+        # What is over needs time to be noticed, before others are expected to do without.
+        self.expected_since = max(self.expected_since, now)
+        record.counts_from = now if kind.blocks else record.at
+        if kind.lasts:
+            self.say(f"  over: {kind.name}: {what}")
+
+    # ---- all of it
+
+    def play(self):
+        """True where nothing was violated."""
+        try:
+            self.job.start()
+            self.wait(self.whole, 30, "the job did not start")
+            self.settled = self.job.descriptors()
+            number = self.settings.first_round
+            while time.monotonic() < self.until:
+                self.round(number)
+                number += 1
+            self.finish()
+        except Stuck as stuck:
+            self.checker.violate("progress", str(stuck))
+            for line in self.waits_for():
+                self.say(f"    {line}")
+        finally:
+            self.say_violations()
+            self.end()
+        for record in self.records:
+            record.recovery = recovery_of(record, self.checker.commits)
+        return not self.checker.violations
+
+    def finish(self):
+        """The job ends as jobs do: it comes to its last step, and everybody leaves."""
+        self.say("no more faults: the job is to finish")
+        self.expected_since = time.monotonic()
+        self.wait(self.whole, self.whole_budget, "not all replicas contribute at the end")
+        for (name, pid), count in self.job.descriptors().items():
+            if count > self.settled.get((name, pid), count) + 32:
+                self.checker.violate("bounded-memory", f"{name} had {self.settled[name, pid]} descriptors, now {count}")
+        self.job.ending = False
+        self.restart_coordinator(steps=self.checker.committed + 60)
+        self.wait(lambda: self.checker.finished, 20 + self.whole_budget, "the job did not finish")
+        self.job.ending = True
+        self.wait(lambda: not any(p.child for p in self.job.named("trainer")), 20, "trainers did not leave")
+        for process in self.job.processes.values():
+            self.job.kill(process.name, 15)
+        self.wait(lambda: not any(p.child for p in self.job.processes.values()), 20, "daemons did not end on SIGTERM")
+        self.audit()
+        self.look_for_remains()
+
+    def audit(self):
+        audit = subprocess.run([f"{self.settings.binaries}/rejoin", "audit",
+                                f"{self.wiring.log_directory}/decisions.log"], capture_output=True, text=True)
+        said = " ".join(line for line in (audit.stdout + audit.stderr).split("\n")
+                        if "samples" in line or audit.returncode > 1)
+        self.say(f"audit: {said}")
+        # What was rolled back is handed out again, but a run may be over before that.
+        pending = self.checker.steps_rolled_back > 0 and ", 0 repeated" in said
+        if audit.returncode != 0 and not pending:
+            self.checker.violate("exactly-once", f"rejoin audit: {said}")
+
+    def look_for_remains(self):
+        """Nothing of the job is left: no shared memory, no core, no socket in its namespaces."""
+        remains = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")] if self.settings.confined else []
+        remains += [f"core: {name}" for name in os.listdir(f"{self.directory}/cwd")]
+        if self.settings.confined:
+            for host in self.wiring.hosts:
+                def sockets():
+                    with open("/proc/thread-self/net/unix") as table:
+                        return [line.split()[-1] for line in table if "@rejoin" in line]
+                remains += host.run(sockets)
+        for what in remains:
+            self.checker.violate("nothing-left", what)
+
+    def waits_for(self):
+        """The coordinator's own word, and how the processes are."""
+        address = self.job.addresses.get("status", "")
+        command = [f"{self.settings.binaries}/rejoin", "status", address]
+        try:
+            status = subprocess.run([*self.wiring.control.prefix, *command], capture_output=True, text=True, timeout=10)
+            yield from (status.stdout + status.stderr).strip().split("\n")
+        except subprocess.TimeoutExpired:
+            yield "the coordinator does not answer"
+        for process in self.job.processes.values():
+            state = "not running"
+            if process.pid:
+                with open(f"/proc/{process.pid}/stat") as stat:
+                    state = f"pid {process.pid}, {stat.read().split(') ')[1][0]}"
+            yield f"{process.name}: {state}, life {process.lives}"
+
+    def end(self):
+        for touched, fault in self.active.values():
+            next(fault, None)
+        self.job.ending = True
+        self.job.go_on_all()
+        for process in self.job.processes.values():
+            self.job.kill(process.name)
+        for process in self.job.processes.values():
+            if process.child is not None:
+                process.child.wait()
+        if self.wiring.disk is not None:
+            if self.checker.violations:  # the disk goes with us
+                shutil.copytree(self.wiring.log_directory, f"{self.directory}/log", dirs_exist_ok=True)
+            self.wiring.disk.unmount()
+
+
+def parse():
+    parser = argparse.ArgumentParser(prog="./run chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5, help="for all transports together (default 5)")
+    parser.add_argument("--seed", default=None, help="of the faults; 'commit': the commit's (default: any)")
+    parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all",
+                        help="shm: all replicas on one host; tcp; rails: TCP over two; all: one after the other")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--relay", action=argparse.BooleanOptionalAction, default=True,
+                        help="the last replica's daemon reaches the coordinator through a relay")
+    parser.add_argument("--silence-ms", type=int, default=1000)
+    parser.add_argument("--compute-ms", type=int, default=40, help="of each step")
+    parser.add_argument("--elements", type=int, default=40000, help="of a rank's state, times two; a multiple of 16")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="faults of these kinds: "
+                        + " ".join(faults.KINDS))
+    parser.add_argument("--without", type=lambda text: text.split(","), default=["corrupt_all_reduce"],
+                        help="no faults of these kinds (default: corrupt_all_reduce, see README.md)")
+    parser.add_argument("--first-round", type=int, default=0, help="begin with this round of the seed's")
+    parser.add_argument("--keep", action="store_true", help="keep the directory, which is kept anyhow after a failure")
+    parser.add_argument("--binaries", default=str(SOURCE / "build/release/bin"))
+    settings = parser.parse_args()
+    for name in [*(settings.only or ()), *settings.without]:
+        if name not in faults.KINDS:
+            parser.error(f"no fault '{name}'; there are {' '.join(faults.KINDS)}")
+    if settings.seed is None:
+        settings.seed = str(random.SystemRandom().randrange(10**6))
+    elif settings.seed == "commit":
+        settings.seed = subprocess.run(["git", "-C", str(SOURCE), "rev-parse", "--short", "HEAD"], capture_output=True,
+                                       text=True).stdout.strip() or "0"
+    return settings
+
+
+def confine():
+    """Into a mount namespace of our own; as an ordinary user by way of a user namespace. False where that can't be."""
+    if os.geteuid() != 0 and "REJOIN_CHAOS_INSIDE" not in os.environ:
+        inside = ["unshare", "--user", "--map-root-user", "--mount"]
+        if subprocess.run([*inside, "true"], capture_output=True).returncode == 0:
+            os.environ["REJOIN_CHAOS_INSIDE"] = "1"
+            os.execvp(inside[0], [*inside, sys.executable, *sys.argv])
+    try:
+        network.check(network.libc.unshare(network.CLONE_NEWNS), "a mount namespace")
+        for what in (["--make-rprivate", "/"], ["-t", "tmpfs", "shm", "/dev/shm"]):
+            subprocess.run(["mount", *what], check=True, capture_output=True)
+        network.Host(1, 1)
+        return True
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"chaos: no namespaces here ({error}): links and disks are left alone")
+        return False
+
+
+def main():
+    settings = parse()
+    settings.confined = confine()
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: nobody escapes
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    transports = TRANSPORTS if settings.transport == "all" else (settings.transport,)
+    again = f"./run chaos --seed {settings.seed}"
+    print(f"{again} --minutes {settings.minutes:g} --transport {settings.transport}", flush=True)
+    good = True
+    for transport in transports:
+        settings.transport = transport
+        directory = tempfile.mkdtemp(prefix="rejoin-chaos-")
+        print(f"\n{transport}: everything is in {directory}", flush=True)
+        run = Run(settings, directory, time.monotonic() + 60 * settings.minutes / len(transports))
+        held = run.play()
+        print(table(run), flush=True)
+        if held and not settings.keep:
+            shutil.rmtree(directory)
+        if not held:
+            print(f"kept: {directory}; again: {again} --transport {transport} "
+                  f"--minutes {settings.minutes / len(transports):g}", flush=True)
+        good &= held
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

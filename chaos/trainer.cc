@@ -1,0 +1,124 @@
+// The trainer of the chaos runs: small, mostly asleep while it "computes", and after each step it says what lets the
+// runner check the job without trusting it: what it trained, what the reduced gradients add up to, its state's digest.
+#include <poll.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <iostream>
+
+#include "base/events.h"
+#include "base/log.h"
+#include "rejoin/session.h"
+
+namespace {
+
+using namespace rejoin;
+
+struct Settings {
+  SessionConfig session;
+  std::uint64_t elements = 40000, compute_ms = 40;
+  std::string events, hold, log_level = "warn";
+};
+
+// A sample's gradient: small whole numbers, so that sums over samples are exact in any order, and so that the runner
+// can say what they add up to (checker.py has the same function).
+std::uint32_t value_of(std::uint64_t sample) { return static_cast<std::uint32_t>(sample * 2654435761ull) >> 28; }
+
+void add_sample(std::uint64_t sample, std::span<float> gradient) {
+  const auto base = static_cast<float>(value_of(sample));
+  for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i] += base + static_cast<float>(i % 16);
+}
+
+// Momentum; each element from its own gradient and moment alone.
+void update(std::span<float> weight, std::span<float> momentum, std::span<const float> gradient) {
+  for (std::size_t i = 0; i < gradient.size(); ++i) {
+    momentum[i] = 0.5f * momentum[i] + gradient[i];
+    weight[i] = 0.999f * weight[i] - 0.001f * momentum[i];
+  }
+}
+
+// Computing that costs the machine nothing. While the file `hold` is there it goes on: a trainer that hangs, in a
+// process whose other threads are well.
+void compute(const Settings& s) {
+  do ::poll(nullptr, 0, static_cast<int>(s.compute_ms));
+  while (!s.hold.empty() && std::filesystem::exists(s.hold));
+}
+
+int fail_with(const Error& error) {
+  std::cerr << "trainer: " << error.message << "\n";
+  return error.code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again
+}
+
+std::string text_of(const std::vector<SampleRange>& batch) {
+  std::string text;
+  for (const auto& range : batch) text += fmt::format("{}{}-{}", text.empty() ? "" : ",", range.begin, range.end);
+  return text;
+}
+
+Result<> train(const Settings& s) {
+  auto opened = Session::open(s.session);
+  if (!opened) return tl::unexpected(opened.error());
+  Session& session = **opened;
+  // Two buckets, of which the second is far smaller: it takes the path for short messages.
+  std::vector<TensorId> tensors;
+  for (const std::uint64_t count : {s.elements, std::uint64_t{16}}) {
+    auto tensor = session.add({.name = fmt::format("t{}", count), .count = count, .moments = 1});
+    if (!tensor) return tl::unexpected(tensor.error());
+    tensors.push_back(*tensor);
+    if (auto bucket = session.bucket({*tensor}); !bucket) return tl::unexpected(bucket.error());
+  }
+  if (auto allocated = session.allocate(); !allocated) return allocated;
+  if (auto joined = session.join(0); !joined) return joined;
+  for (;;) {
+    auto begun = session.begin_step();
+    if (!begun) return tl::unexpected(begun.error());
+    if (!*begun) return {};
+    const auto& step = **begun;
+    if (step.contributes()) {
+      events::emit("trained", {{"step", step.number()}, {"batch", text_of(step.batch())}});
+      for (BucketId b = 0; b < tensors.size(); ++b) {
+        const auto gradient = Session::as<float>(session.gradient(tensors[b]));
+        std::fill(gradient.begin(), gradient.end(), 0.0f);
+        for (const auto& range : step.batch())
+          for (auto sample = range.begin; sample < range.end; ++sample) add_sample(sample, gradient);
+        if (b == 0) compute(s);
+        if (auto reduced = session.all_reduce(b); !reduced) return reduced;
+      }
+    }
+    double sum = 0;
+    auto committed = session.commit([&](const Piece& piece) {
+      const auto gradient = piece.gradient_as<float>();
+      for (const float g : gradient) sum += g;
+      update(Session::as<float>(session.weight(piece.tensor)).subspan(piece.first, piece.count),
+             Session::as<float>(session.moment(piece.tensor, 0)).subspan(piece.first, piece.count), gradient);
+    });
+    if (!committed) return committed;
+    if (!step.contributes()) {
+      events::emit("followed", {{"step", step.number()}});
+      continue;
+    }
+    const auto digest = session.state_digest();
+    if (!digest) return tl::unexpected(digest.error());
+    events::emit("updated", {{"step", step.number()}, {"sum", sum}, {"digest", fmt::format("{:016x}", *digest)}});
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Settings s;
+  CLI::App app{"One rank of a chaos run's job; ./run chaos starts all of them."};
+  s.session.bind(app);
+  app.add_option("--elements", s.elements, "of the large tensor; a multiple of 16")->capture_default_str();
+  app.add_option("--compute-ms", s.compute_ms, "how long a step computes")->capture_default_str();
+  app.add_option("--hold", s.hold, "computing does not end while this file exists");
+  app.add_option("--events", s.events, "directory for event files");
+  app.add_option("--log-level", s.log_level)->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  const std::string who = fmt::format("r{}.{}", s.session.replica, s.session.rank);
+  init_logging("trainer " + who, s.log_level);
+  if (auto opened = events::open(s.events, who); !opened) return fail_with(opened.error());
+  if (auto trained = train(s); !trained) return fail_with(trained.error());
+  return 0;
+}

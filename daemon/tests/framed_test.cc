@@ -1,0 +1,122 @@
+// Control connections over a wire that somebody has a hand in.
+#include "daemon/framed.h"
+
+#include <gtest/gtest.h>
+
+#include <asio.hpp>
+#include <functional>
+#include <vector>
+
+#include "base/clock.h"
+
+namespace rejoin::daemon {
+namespace {
+
+using asio::ip::tcp;
+
+// A client and a server with the same key, and between them whoever passes on what the client says.
+struct Between {
+  asio::io_context io{1};
+  JobKey key{"0123456789abcdef"};
+  tcp::acceptor acceptor{io, tcp::endpoint(asio::ip::address_v4::loopback(), 0)};
+  tcp::socket near{io}, far{io};  // towards the client, towards the server
+  std::shared_ptr<Framed> client, server;
+  bool client_ready = false, server_ready = false, server_closed = false;
+  std::vector<std::string> heard;
+  std::function<std::string(std::string)> passing = [](std::string bytes) { return bytes; };
+
+  Between() {
+    tcp::socket client_end(io);
+    client_end.connect(acceptor.local_endpoint());
+    near = acceptor.accept();
+    far.connect(acceptor.local_endpoint());
+    server = std::make_shared<Framed>(acceptor.accept(), key, true);
+    client = std::make_shared<Framed>(std::move(client_end), key, false);
+    for (tcp::socket* side : {&near, &far}) {
+      side->non_blocking(true);
+      side->set_option(tcp::no_delay(true));
+    }
+    server->start({.ready = [this] { server_ready = true; },
+                   .message = [this](std::string_view message) { heard.emplace_back(message); },
+                   .closed = [this](const std::string&) { server_closed = true; }},
+                  std::chrono::seconds(5));
+    client->start({.ready = [this] { client_ready = true; },
+                   .message = [](std::string_view) {},
+                   .closed = [](const std::string&) {}},
+                  std::chrono::seconds(5));
+    EXPECT_TRUE(until([this] { return client_ready && server_ready; }));
+  }
+  ~Between() {
+    client->close();
+    server->close();
+    io.poll();
+  }
+
+  bool until(const std::function<bool()>& condition) {
+    const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(5);
+    while (!condition()) {
+      if (SteadyClock().now() > deadline) return false;
+      io.poll();
+      io.restart();
+      pass(near, far, passing);
+      pass(far, near, [](std::string bytes) { return bytes; });
+    }
+    return true;
+  }
+  static void pass(tcp::socket& from, tcp::socket& to, const std::function<std::string(std::string)>& change) {
+    char bytes[4096];
+    asio::error_code error;
+    const std::size_t got = from.read_some(asio::buffer(bytes), error);
+    if (!error) asio::write(to, asio::buffer(change(std::string(bytes, got))), error);
+  }
+};
+
+TEST(Framed, WhatIsSaidIsHeardInOrder) {
+  Between between;
+  for (const char* message : {"one", "", "three"}) between.client->send(message);
+  ASSERT_TRUE(between.until([&] { return between.heard.size() == 3; }));
+  EXPECT_EQ(between.heard, (std::vector<std::string>{"one", "", "three"}));
+}
+
+TEST(Framed, AFlippedBitEndsTheConnectionAndIsNotHeard) {
+  const std::string message = "step 41 is done";
+  const std::size_t bits = 8 * (4 + 16 + message.size() + 16);
+  for (std::size_t bit = 0; bit < bits; ++bit) {
+    Between between;
+    std::size_t passed = 0;
+    between.passing = [&](std::string bytes) {
+      if (bit / 8 >= passed && bit / 8 < passed + bytes.size())
+        bytes[bit / 8 - passed] = static_cast<char>(bytes[bit / 8 - passed] ^ 1 << bit % 8);
+      passed += bytes.size();
+      return bytes;
+    };
+    between.client->send(message);
+    ASSERT_TRUE(between.until([&] { return between.server_closed; })) << "bit " << bit;
+    ASSERT_TRUE(between.heard.empty()) << "bit " << bit;
+  }
+}
+
+TEST(Framed, ARepeatedMessageIsHeardOnceAndEndsTheConnection) {
+  Between between;
+  between.passing = [](std::string bytes) { return bytes + bytes; };
+  between.client->send("step 41 is done");
+  ASSERT_TRUE(between.until([&] { return between.server_closed; }));
+  EXPECT_EQ(between.heard, std::vector<std::string>{"step 41 is done"});
+}
+
+TEST(Framed, AMessageFromAnotherConnectionOfTheJobEndsTheConnection) {
+  Between one, other;
+  std::string taken;
+  one.passing = [&](std::string bytes) {
+    taken += bytes;
+    return bytes;
+  };
+  one.client->send("step 41 is done");
+  ASSERT_TRUE(one.until([&] { return one.heard.size() == 1; }));
+  asio::write(other.far, asio::buffer(taken));
+  ASSERT_TRUE(other.until([&] { return other.server_closed; }));
+  EXPECT_TRUE(other.heard.empty());
+}
+
+}  // namespace
+}  // namespace rejoin::daemon

@@ -1,0 +1,302 @@
+// Who is out: silent, hung, cut off or dead, and what each of these means. See "State survives" in
+// docs/design-notes.md.
+#include <algorithm>
+
+#include "membership/coordinator.h"
+
+namespace rejoin::membership {
+
+namespace {
+
+constexpr int kMends = 3;  // epochs in which two members may try to connect again, for each step
+
+}  // namespace
+
+// ---- silence
+
+// The time in which this process did not run is nobody's silence.
+void Coordinator::suspect_itself(Duration away, TimePoint now) {
+  note("this coordinator was away for {:.0f} ms, which it holds against nobody", milliseconds(away));
+  for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
+  for (auto& [id, replica] : replicas_)
+    for (auto& rank : replica.ranks) forgive(rank.lost_at, away, now);
+  for (auto& [edge, about] : accusations_) forgive(about.since, away, now);
+  if (recovering_until_) *recovering_until_ += away;
+  if (incomplete_since_) forgive(*incomplete_since_, away, now);
+}
+
+void Coordinator::lose_silent_nodes(TimePoint now) {
+  std::vector<NodeId> silent;
+  for (const auto& [node, state] : nodes_)
+    if (now - state.heard > config_.silence) silent.push_back(node);
+  for (auto node : silent) {
+    note("a node was silent for {:.0f} ms", milliseconds(config_.silence));
+    lose_node(node, now - config_.silence);
+    // Its ranks may be out by the time that it is heard again: it has to connect anew, and to introduce them.
+    actions_.close.push_back(node);
+  }
+}
+
+// What becomes of those who have been gone for too long.
+void Coordinator::settle_absent(TimePoint now) {
+  std::vector<ReplicaId> absent;
+  for (const auto& [id, replica] : replicas_)
+    if (overdue(replica, now)) absent.push_back(id);
+  if (absent.empty()) return;
+  std::string out;
+  for (auto id : absent) {
+    const MemberState* m = member(id);
+    if (m == nullptr || m->catching_up) continue;
+    if (others_contribute(id)) {
+      suspend(id, "it is silent");
+      out += fmt::format("{}{}", out.empty() ? "" : ", ", id);
+    } else if (!others_suspended_present()) {
+      say_once(fmt::format("the job waits for replica {}: it is silent, and nobody else has the state of step {}", id,
+                           committed_));
+    } else {
+      suspend(id, "it is silent");
+      (void)take_back(true);
+      out += fmt::format("{}{}", out.empty() ? "" : ", ", id);
+    }
+  }
+  if (!out.empty()) next_epoch(fmt::format("without replica {}: silent", out));
+  for (auto id : absent) {
+    if (const MemberState* m = member(id); m != nullptr && m->catching_up) remove(id, "it is silent", now);
+    else if (m == nullptr && has_contributors() && !is_suspended(id)) drop_registration(id, "it is silent");
+  }
+}
+
+// After a restart of this coordinator, members have `silence` to come back.
+void Coordinator::settle_recovery(TimePoint now) {
+  if (now < *recovering_until_) return;
+  const auto back = [&](const MemberState& m) {
+    auto found = replicas_.find(m.replica);
+    return found != replicas_.end() && found->second.incarnation == m.incarnation && whole(found->second);
+  };
+  const bool somebody =
+      std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && back(m); });
+  if (!somebody && has_contributors() && !others_suspended_present()) {
+    for (const auto& m : members_)
+      if (!m.catching_up)
+        say_once(fmt::format("the job waits for replica {}: it has not come back, and it has the state of step {}",
+                             m.replica, committed_));
+    return;
+  }
+  recovering_until_.reset();
+  std::vector<ReplicaId> contributors, joiners;
+  for (const auto& m : members_)
+    if (!back(m)) (m.catching_up ? joiners : contributors).push_back(m.replica);
+  for (auto id : contributors) suspend(id, "it did not come back after the coordinator's restart");
+  if (!has_contributors()) (void)take_back(true);
+  for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
+  if (!contributors.empty()) next_epoch("without those that did not come back after the coordinator's restart");
+  for (auto id : joiners) remove(id, "it did not come back after the coordinator's restart", now);
+}
+
+// ---- members that accuse each other
+
+// Two members whose connection broke connect again, in an epoch of the same members, before anyone is judged. A process
+// that has died is reported by its daemon first.
+bool Coordinator::mend(TimePoint now) {
+  std::set<std::pair<std::uint32_t, std::uint32_t>> broken;
+  std::string what;
+  for (const auto& [edge, about] : accusations_) {
+    if (!about.lost || now - about.since < config_.silence / 16) continue;
+    const MemberState *one = member(ReplicaId(edge.first)), *other = member(ReplicaId(edge.second));
+    if (one == nullptr || other == nullptr || one == other) continue;
+    if (!present(one->replica, one->incarnation) || !present(other->replica, other->incarnation)) continue;
+    const std::pair<std::uint32_t, std::uint32_t> pair = std::minmax(edge.first, edge.second);
+    if (mended_[pair] >= kMends) continue;
+    broken.insert(pair);
+    what = about.what;
+  }
+  if (broken.empty()) return false;
+  std::string pairs;
+  for (const auto& pair : broken) {
+    ++mended_[pair];
+    pairs += fmt::format("{}{} and {}", pairs.empty() ? "" : ", ", pair.first, pair.second);
+  }
+  next_epoch(fmt::format("replicas {} connect again: {}", pairs, what));
+  return true;
+}
+
+// The wait-for graph: who is waited for, but waits for nobody, is the one that hangs. A broken connection that could
+// not be mended accuses both its ends.
+void Coordinator::judge(TimePoint now) {
+  const Duration patience = config_.silence / 4;
+  std::map<std::uint32_t, int> accused;
+  std::set<std::uint32_t> waiting;
+  for (const auto& [edge, about] : accusations_) {
+    if (!about.counts) continue;
+    if (edge.first != edge.second) waiting.insert(edge.first);
+    if (now - about.since >= patience) ++accused[edge.second];
+  }
+  if (accused.empty()) return;
+  const auto worse = [&](const auto& a, const auto& b) {  // less guilty first
+    const auto rank = [&](const auto& entry) {
+      const MemberState* m = member(ReplicaId(entry.first));
+      return std::tuple(!waiting.contains(entry.first), entry.second, m != nullptr && m->catching_up, entry.first);
+    };
+    return rank(a) < rank(b);
+  };
+  const ReplicaId guilty(std::max_element(accused.begin(), accused.end(), worse)->first);
+  std::string what;
+  for (const auto& [edge, about] : accusations_)
+    if (edge.second == guilty.value)
+      what = fmt::format("replica {} {} {}", edge.first, about.lost ? "lost it:" : "waits for", about.what);
+  const MemberState* m = member(guilty);
+  if (m->catching_up) return remove(guilty, what, now);
+  if (!others_contribute(guilty))
+    return say_once(fmt::format("the job waits for replica {}: {}, and nobody else has the state of step {}", guilty,
+                                what, committed_));
+  suspend(guilty, what);
+  next_epoch(fmt::format("without replica {}: {}", guilty, what));
+}
+
+// ---- out, and back
+
+// A contributor that is not known to be dead. Until the next commit nobody's state is newer than its own.
+void Coordinator::suspend(ReplicaId id, const std::string& reason) {
+  const MemberState* m = member(id);
+  note("replica {} is out: {}", id, reason);
+  suspended_.push_back({.replica = id, .incarnation = m->incarnation, .reason = reason});
+  std::erase_if(members_, [&](const MemberState& each) { return each.replica == id; });
+}
+
+// Suspended contributors whose processes live, as far as is known; `present`: those only that are connected now.
+bool Coordinator::take_back(bool only_present) {
+  bool any = false;
+  const auto replaced = [&](const Suspended& out) {  // another life has its place
+    auto found = replicas_.find(out.replica);
+    return found != replicas_.end() && found->second.incarnation != out.incarnation;
+  };
+  for (auto out = suspended_.begin(); out != suspended_.end();) {
+    if (out->ended || replaced(*out) || (only_present && !present(out->replica, out->incarnation))) {
+      ++out;
+      continue;
+    }
+    note("replica {} is taken back: it has the state of step {}", out->replica, committed_);
+    members_.push_back({.replica = out->replica, .incarnation = out->incarnation});
+    out = suspended_.erase(out);
+    any = true;
+  }
+  return any;
+}
+
+bool Coordinator::others_suspended_present() const {
+  return std::any_of(suspended_.begin(), suspended_.end(),
+                     [&](const Suspended& out) { return !out.ended && present(out.replica, out.incarnation); });
+}
+
+bool Coordinator::is_suspended(ReplicaId id) const {
+  auto found = replicas_.find(id);
+  return found != replicas_.end() && std::any_of(suspended_.begin(), suspended_.end(), [&](const Suspended& out) {
+           return out.replica == id && out.incarnation == found->second.incarnation;
+         });
+}
+
+// A step is being committed without them: now they are behind. Before the ledger's own commit.
+void Coordinator::give_up_suspended() {
+  for (const auto& out : std::exchange(suspended_, {})) {
+    ledger_.hand_back(out.replica);
+    if (auto found = replicas_.find(out.replica);
+        found != replicas_.end() && found->second.incarnation == out.incarnation)
+      drop_registration(out.replica, fmt::format("{}, and the job went on without it", out.reason));
+  }
+}
+
+// Its process is gone: out of the job, whether it is a member, suspended or only registered. The step under way is
+// retried without it.
+void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now) {
+  if (finished()) {  // it has done its part and leaves; its other ranks still have to hear that
+    replicas_.erase(id);
+    std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
+    return;
+  }
+  for (auto& out : suspended_)
+    if (out.replica == id) out.ended = true;
+  drop_registration(id, reason);
+  if (member(id) == nullptr) return;
+  note("replica {} is out: {}", id, reason);
+  ledger_.hand_back(id);
+  std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
+  if (!has_contributors() && !take_back(false)) lose_everybody();
+  next_epoch(fmt::format("without replica {}: {}", id, reason));
+  (void)may_announce();  // those who are left may now be all who were waited for
+  try_start(now);
+}
+
+// Half a state is worth nothing without a source: who was catching up starts again, too.
+void Coordinator::lose_everybody() {
+  for (const auto& m : std::exchange(members_, {}))
+    drop_registration(m.replica, "no contributor is left to catch up from");
+  for (const auto& out : std::exchange(suspended_, {})) ledger_.hand_back(out.replica);
+  note("no process is left that has the state of step {}; the job waits for replicas that bring a checkpoint",
+       committed_);
+}
+
+void Coordinator::next_epoch(const std::string& reason) {
+  begin_epoch(reason);
+  plan_step();
+  broadcast_plan();
+}
+
+void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
+  auto found = replicas_.find(id);
+  if (found == replicas_.end()) return;
+  std::set<NodeId> told;
+  for (const auto& rank : found->second.ranks) {
+    if (!rank.connected_node || !told.insert(rank.node).second) continue;
+    proto::ToNode message;
+    message.mutable_fenced()->set_replica(id.value);
+    message.mutable_fenced()->set_incarnation(found->second.incarnation.value);
+    message.mutable_fenced()->set_reason(reason);
+    send(rank.node, std::move(message));
+  }
+  proto::ToNode gone;
+  gone.mutable_peers()->add_gone(found->second.incarnation.value);
+  replicas_.erase(found);
+  for (const auto& [node, state] : nodes_) send(node, gone);
+}
+
+// ---- helpers
+
+// All of its ranks are connected now.
+bool Coordinator::present(ReplicaId id, Incarnation incarnation) const {
+  auto found = replicas_.find(id);
+  return found != replicas_.end() && found->second.incarnation == incarnation && whole(found->second) &&
+         std::all_of(found->second.ranks.begin(), found->second.ranks.end(),
+                     [](const RankState& rank) { return rank.connected_node; });
+}
+
+// One of its ranks has been gone for too long.
+bool Coordinator::overdue(const ReplicaState& replica, TimePoint now) const {
+  return std::any_of(replica.ranks.begin(), replica.ranks.end(), [&](const RankState& rank) {
+    return rank.registered && !rank.connected_node && now - rank.lost_at >= config_.silence;
+  });
+}
+
+bool Coordinator::has_contributors() const {
+  return std::any_of(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
+}
+
+// Somebody else is there to go on with.
+bool Coordinator::others_contribute(ReplicaId replica) const {
+  return std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) {
+    return m.replica != replica && !m.catching_up && present(m.replica, m.incarnation);
+  });
+}
+
+std::vector<ReplicaId> Coordinator::held_for() const {
+  std::vector<ReplicaId> held;
+  for (const auto& m : members_)
+    if (!m.catching_up && !present(m.replica, m.incarnation) && !others_contribute(m.replica))
+      held.push_back(m.replica);
+  return held;
+}
+
+void Coordinator::say_once(std::string line) {
+  if (said_.insert(line).second) actions_.notes.push_back(std::move(line));
+}
+
+}  // namespace rejoin::membership

@@ -1,0 +1,59 @@
+// What becomes of a step whose results, or the states before it, differ among replicas.
+#include <algorithm>
+
+#include "membership/coordinator.h"
+
+namespace rejoin::membership {
+
+// Whether the step that all have exchanged may be committed.
+bool Coordinator::differences_settled() {
+  std::vector<DriftAudit::Voter> voters;
+  for (const auto& m : members_) voters.push_back({m.replica, !m.catching_up});
+  const DriftAudit::Verdict verdict = audit_.judge(voters, epoch_, committed_);
+  for (auto& line : audit_.take_notes()) note("{}", line);
+  using Kind = DriftAudit::Verdict::Kind;
+  switch (verdict.kind) {
+    case Kind::agree: return true;
+    case Kind::remove: remove(verdict.replica, verdict.reason, now_); return false;
+    case Kind::repeat: break;
+    case Kind::stop: {
+      proto::LogRecord record;
+      record.mutable_stopped()->set_step(committed_.value);
+      record.mutable_stopped()->set_reason(verdict.reason);
+      actions_.append.push_back(std::move(record));
+      stopped_ = verdict.reason;
+      break;
+    }
+  }
+  next_epoch(verdict.reason);
+  return false;
+}
+
+// Once: only while the job is stopped at the very step that the operator has seen.
+Result<> Coordinator::drop_as_told() {
+  if (!config_.drop) return {};
+  const auto& [replica, at] = *config_.drop;
+  if (!stopped_ || at != committed_) {
+    note("--drop-replica {}@{} changes nothing: the job is {} after step {}", replica, at,
+         stopped_ ? "stopped" : "not stopped", committed_);
+    return {};
+  }
+  const MemberState* dropped = member(replica);
+  const auto contributors =
+      std::count_if(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
+  if (dropped != nullptr && !dropped->catching_up && contributors == 1)
+    return fail(ErrorCode::invalid_argument, "--drop-replica {}@{}: no other replica has the state", replica, at);
+  proto::LogRecord record;
+  record.mutable_dropped()->set_step(at.value);
+  record.mutable_dropped()->set_replica(replica.value);
+  actions_.append.push_back(record);
+  REJOIN_CHECK(replay(record));
+  note("replica {} is dropped at the operator's word", replica);
+  if (dropped == nullptr) return {};
+  ledger_.hand_back(replica);
+  std::erase_if(members_, [&, wrong = replica](const MemberState& m) { return m.replica == wrong; });
+  begin_epoch(fmt::format("without replica {}: dropped by an operator", replica));
+  return {};
+}
+
+}  // namespace rejoin::membership

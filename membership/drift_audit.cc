@@ -1,0 +1,255 @@
+#include "membership/drift_audit.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace rejoin::membership {
+
+namespace {
+
+constexpr std::uint64_t kFirstPeriod = 64;         // steps, before it is known how long they are
+constexpr std::uint64_t kLongestPeriod = 1 << 16;  // … unless it is set
+constexpr double kShare = 0.005;                   // of a step's time
+constexpr std::size_t kRemembered = 16;            // steps
+constexpr std::size_t kStrikes = 3;
+constexpr std::uint64_t kInARow = 1000;  // steps that three differences may lie apart
+
+// What more than half of them said.
+std::optional<std::uint64_t> majority(const std::map<std::uint32_t, std::uint64_t>& said) {
+  std::map<std::uint64_t, std::size_t> votes;
+  for (const auto& [replica, digest] : said)
+    if (2 * ++votes[digest] > said.size()) return digest;
+  return std::nullopt;
+}
+
+bool differ(const std::map<std::uint32_t, std::uint64_t>& said) {
+  return std::any_of(said.begin(), said.end(), [&](const auto& one) { return one.second != said.begin()->second; });
+}
+
+std::string list(const std::map<std::uint32_t, std::uint64_t>& said) {
+  std::string text;
+  for (const auto& [replica, digest] : said)
+    text += fmt::format("{}{:016x} at replica {}", text.empty() ? "" : ", ", digest, replica);
+  return text;
+}
+
+}  // namespace
+
+DriftAudit::DriftAudit(const AuditConfig& config, std::uint32_t ranks)
+    : config_(config), ranks_(ranks), period_(config.period != 0 ? config.period : kFirstPeriod) {}
+
+void DriftAudit::note(std::string line) {
+  counted_.last = line;
+  notes_.push_back(std::move(line));
+}
+
+void DriftAudit::fill(proto::Plan& plan) const {
+  if (!config_.on) return;
+  plan.mutable_audit()->set_period(period_);
+  plan.mutable_audit()->set_phase(phase_);
+  if (!inspection_) return;
+  plan.mutable_inspect()->set_epoch(inspection_->epoch.value);
+  plan.mutable_inspect()->set_rank(inspection_->rank);
+}
+
+// ---- what comes in
+
+void DriftAudit::on_digest_time(Duration time) { digest_time_ = std::max(digest_time_, time); }
+
+void DriftAudit::on_exchanged(ReplicaId replica, const proto::Exchanged& exchanged) {
+  if (config_.on) reported_[replica].take(exchanged, ranks_);
+}
+
+void DriftAudit::on_details(const proto::Details& details) {
+  if (!inspection_ || details.epoch() != inspection_->epoch.value || details.rank() != inspection_->rank ||
+      !inspection_->said.contains(details.replica()))
+    return;
+  inspection_->details[details.replica()] = details;
+}
+
+void DriftAudit::on_drift(const proto::Drift& drift) {
+  ++counted_.drift_reports;
+  if (!config_.on || focus_ || drift.places() == 0 || drift.place() >= drift.places()) return;
+  focus_ = {drift.place(), drift.places()};
+  std::string said;
+  for (int i = 0; i < std::min(drift.sources_size(), drift.digests_size()); ++i)
+    said += fmt::format("{}{:016x} at replica {}", i == 0 ? "" : ", ", drift.digests(i), drift.sources(i));
+  note(fmt::format("the sources of replica {} rank {} differ at version {}: tensor '{}' elements {} to {}: {}",
+                   drift.replica(), drift.rank(), drift.version(), drift.tensor(), drift.first(),
+                   drift.first() + drift.count(), said));
+}
+
+void DriftAudit::on_committed(TimePoint now) {
+  reported_.clear();
+  inspection_.reset();
+  if (!config_.on) return;
+  if (committed_at_ != TimePoint{}) step_times_.push_back(now - committed_at_);
+  if (step_times_.size() > kRemembered) step_times_.pop_front();
+  committed_at_ = now;
+  if (const auto focus = std::exchange(focus_, std::nullopt)) {
+    phase_ = static_cast<std::uint64_t>(static_cast<double>(focus->first) / static_cast<double>(focus->second) *
+                                        static_cast<double>(period_));
+    return;
+  }
+  if (++phase_ < period_) return;
+  phase_ = 0;
+  ++counted_.rounds;
+  if (config_.period != 0 || digest_time_ == Duration{} || step_times_.size() < kRemembered) return;
+  std::vector<Duration> times(step_times_.begin(), step_times_.end());
+  std::nth_element(times.begin(), times.begin() + kRemembered / 2, times.end());
+  const double steps = seconds(digest_time_) / (kShare * std::max(seconds(times[kRemembered / 2]), 1e-6));
+  period_ = static_cast<std::uint64_t>(std::clamp(std::ceil(steps), 1.0, static_cast<double>(kLongestPeriod)));
+}
+
+// ---- decisions
+
+DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch, Step committed) {
+  if (!config_.on) return {};
+  explain();
+  if (auto verdict = struck_out(voters, committed)) return *verdict;
+  for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
+    const RankDigests first = reported_[voters.front().replica].of(rank);
+    const auto same = [&](const Voter& voter) { return reported_[voter.replica].of(rank) == first; };
+    if (std::all_of(voters.begin(), voters.end(), same)) continue;  // but for joiners, which have no state to compare
+    std::map<std::uint32_t, std::uint64_t> results, states;
+    for (const auto& [replica, contributes] : voters) {
+      const RankDigests said = reported_[replica].of(rank);
+      results[replica.value] = said.reduced;
+      if (contributes) states[replica.value] = said.state;
+    }
+    if (differ(results)) {
+      ++counted_.result_differences;
+      return repeat({epoch, committed, rank, false, std::move(results), {}});
+    }
+    if (!differ(states)) continue;
+    const bool again = inspection_ && inspection_->of_state && inspection_->committed == committed &&
+                       inspection_->rank == rank && inspection_->said == states;
+    if (again) return judge_state();
+    ++counted_.state_differences;
+    return repeat({epoch, committed, rank, true, std::move(states), {}});
+  }
+  return {};
+}
+
+DriftAudit::Verdict DriftAudit::repeat(Inspection inspection) {
+  const std::string what =
+      inspection.of_state
+          ? fmt::format("the states of rank {} differ at version {}", inspection.rank, inspection.committed)
+          : fmt::format("the results of rank {} differ in step {}", inspection.rank, inspection.committed.value + 1);
+  note(fmt::format("{}: {}; the step is repeated", what, list(inspection.said)));
+  inspection_ = std::move(inspection);
+  return {Verdict::Kind::repeat, {}, what};
+}
+
+// Who is to blame for results that differed, when the step has been exchanged again and all have said what was behind
+// it.
+void DriftAudit::explain() {
+  if (!inspection_ || inspection_->of_state) return;
+  const auto inspection = *std::exchange(inspection_, std::nullopt);
+  Strike strike{.committed = inspection.committed, .blamed = {}};
+  if (!explain_by_hop(inspection, strike)) {
+    const auto right = majority(inspection.said);
+    for (const auto& [replica, digest] : inspection.said)
+      if (right && digest != *right) strike.blamed.push_back(ReplicaId(replica));
+    note(fmt::format("the results of rank {} differed in step {}, over no hop that could be found: {}", inspection.rank,
+                     inspection.committed.value + 1, list(inspection.said)));
+  }
+  strikes_.push_back(std::move(strike));
+  if (strikes_.size() > kStrikes) strikes_.pop_front();
+}
+
+// The first bytes that one has otherwise than the one it got them from.
+bool DriftAudit::explain_by_hop(const Inspection& inspection, Strike& strike) {
+  for (const auto& [replica, details] : inspection.details)
+    for (int b = 0; b < details.buckets_size(); ++b)
+      for (int s = 0; s < details.buckets(b).segments_size(); ++s) {
+        const auto& ours = details.buckets(b).segments(s);
+        const auto sender = inspection.details.find(ours.from());
+        if (ours.from() == replica || sender == inspection.details.end() || b >= sender->second.buckets_size() ||
+            s >= sender->second.buckets(b).segments_size())
+          continue;
+        const auto theirs = sender->second.buckets(b).segments(s).digest();
+        if (theirs == ours.digest()) continue;
+        strike.blamed = {ReplicaId(replica), ReplicaId(ours.from())};
+        note(fmt::format(
+            "step {}: bucket {} of rank {} differs at replica {} from what replica {} has sent it (segment {}: "
+            "{:016x}, {:016x})",
+            inspection.committed.value + 1, b, inspection.rank, replica, ours.from(), s, ours.digest(), theirs));
+        return true;
+      }
+  return false;
+}
+
+std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter> voters, Step committed) {
+  if (strikes_.size() < kStrikes || strikes_.front().committed.value + kInARow < committed.value) return std::nullopt;
+  const auto contributors = std::count_if(voters.begin(), voters.end(), [](const Voter& v) { return v.contributes; });
+  const auto every_time = [&](ReplicaId replica) {
+    return std::all_of(strikes_.begin(), strikes_.end(), [&](const Strike& strike) {
+      return std::find(strike.blamed.begin(), strike.blamed.end(), replica) != strike.blamed.end();
+    });
+  };
+  for (const bool joiners : {true, false})
+    for (const auto replica : strikes_.back().blamed)
+      for (const auto& voter : voters) {
+        if (voter.replica != replica || voter.contributes == joiners || (!joiners && contributors == 1) ||
+            !every_time(replica))
+          continue;
+        strikes_.clear();
+        return Verdict{
+            Verdict::Kind::remove, replica,
+            fmt::format("its results differed {} times in a row, the last time: {}", kStrikes, counted_.last)};
+      }
+  const bool unexplained =
+      std::all_of(strikes_.begin(), strikes_.end(), [](const Strike& strike) { return strike.blamed.empty(); });
+  if (!unexplained) return std::nullopt;
+  strikes_.clear();
+  return Verdict{
+      Verdict::Kind::stop,
+      {},
+      fmt::format("results differed {} times in a row, and nobody can tell which replica is wrong ({}). Look "
+                  "for bad memory or a bad link, end one replica, and start the coordinator again with "
+                  "--drop-replica REPLICA@{}",
+                  kStrikes, counted_.last, committed)};
+}
+
+// Where the state differs first, as the two have told it.
+std::string DriftAudit::place_of(std::uint32_t right, std::uint32_t wrong) const {
+  const auto a = inspection_->details.find(right), b = inspection_->details.find(wrong);
+  if (a != inspection_->details.end() && b != inspection_->details.end())
+    for (int i = 0; i < std::min(a->second.state_size(), b->second.state_size()); ++i) {
+      const auto &ours = a->second.state(i), &theirs = b->second.state(i);
+      if (ours.digest() == theirs.digest()) continue;
+      return fmt::format("tensor '{}' elements {} to {} of rank {}: {:016x} at replica {}, {:016x} at replica {}",
+                         ours.tensor(), ours.first(), ours.first() + ours.count(), inspection_->rank, ours.digest(),
+                         right, theirs.digest(), wrong);
+    }
+  return fmt::format("part {} of {} of the state of rank {}: {:016x} at replica {}, {:016x} at replica {}", phase_ + 1,
+                     period_, inspection_->rank, inspection_->said.at(right), right, inspection_->said.at(wrong),
+                     wrong);
+}
+
+DriftAudit::Verdict DriftAudit::judge_state() const {
+  const auto& said = inspection_->said;
+  const auto right = majority(said);
+  const auto with = [&](bool agreeing) {
+    const std::uint64_t digest = right.value_or(said.begin()->second);
+    return std::find_if(said.begin(), said.end(), [&](const auto& one) { return (one.second == digest) == agreeing; })
+        ->first;
+  };
+  const std::string where = fmt::format("at version {} {}", inspection_->committed, place_of(with(true), with(false)));
+  if (right)
+    return {Verdict::Kind::remove, ReplicaId(with(false)),
+            fmt::format("its state differs from that of most replicas {}", where)};
+  std::string choices;
+  for (const auto& [replica, digest] : said)
+    choices += fmt::format("{}--drop-replica {}@{}", choices.empty() ? "" : " or ", replica, inspection_->committed);
+  return {Verdict::Kind::stop,
+          {},
+          fmt::format("the replicas' states differ {}; nobody can tell which of them is right. Start the coordinator "
+                      "again with {} to go on without the one that is wrong",
+                      where, choices)};
+}
+
+}  // namespace rejoin::membership

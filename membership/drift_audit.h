@@ -1,0 +1,103 @@
+// Compares replicas: for every step what they reduced, and a part of their state, chosen by the step alone, so that all
+// of the state is compared once in `period` steps. Rank i is compared with rank i of the others. Pure; the coordinator
+// asks it before each commit.
+//
+// A difference is never committed. At first the step is repeated in a new epoch from the same inputs, and the ranks
+// concerned tell what is behind their digests (`Details`). Then:
+//   results  that differed once are a bit that flipped on its way: counted, and the hop named over which it came. Whose
+//            hops were it three times in a row is out.
+//   states   differ again. Whom the majority of contributors disagrees with is out; where there is none, nobody can
+//            tell who is right, and the job stops until an operator has said so.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/ids.h"
+#include "membership/digest_table.h"
+
+namespace rejoin::membership {
+
+struct AuditConfig {
+  bool on = true;
+  std::uint64_t period = 0;  // steps in which all of the state is compared; 0: so many that it takes 0.5 % of the time
+};
+
+class DriftAudit {
+ public:
+  DriftAudit(const AuditConfig& config, std::uint32_t ranks);
+
+  struct Voter {
+    ReplicaId replica;
+    bool contributes = false;
+  };
+  struct Verdict {
+    enum class Kind { agree, repeat, remove, stop } kind = Kind::agree;
+    ReplicaId replica;  // to be removed
+    std::string reason;
+  };
+
+  void on_digest_time(Duration of_all_state);  // as a rank has measured it
+  void on_exchanged(ReplicaId replica, const proto::Exchanged& exchanged);
+  void on_details(const proto::Details& details);
+  // A joiner found that its sources differ: that part is audited next.
+  void on_drift(const proto::Drift& drift);
+  // All voters have exchanged in this epoch, in which step `committed` + 1 is run.
+  Verdict judge(std::span<const Voter> voters, Epoch epoch, Step committed);
+  void on_epoch() { reported_.clear(); }  // everybody exchanges again
+  void on_committed(TimePoint now);
+  // What ranks have to know of it.
+  void fill(proto::Plan& plan) const;
+
+  struct Counted {
+    std::uint64_t result_differences = 0, state_differences = 0;  // steps that were repeated for them
+    std::uint64_t drift_reports = 0;                              // of joiners
+    std::uint64_t rounds = 0;                                     // all of the state, compared
+    std::string last;                                             // difference, for people
+  };
+  const Counted& counted() const { return counted_; }
+  std::uint64_t period() const { return period_; }
+  std::vector<std::string> take_notes() { return std::exchange(notes_, {}); }
+
+ private:
+  struct Inspection {
+    Epoch epoch;
+    Step committed;
+    std::uint32_t rank = 0;
+    bool of_state = false;
+    std::map<std::uint32_t, std::uint64_t> said;  // by replica
+    std::map<std::uint32_t, proto::Details> details;
+  };
+  struct Strike {
+    Step committed;
+    std::vector<ReplicaId> blamed;  // the receiver first
+  };
+
+  Verdict repeat(Inspection inspection);
+  void explain();
+  bool explain_by_hop(const Inspection& inspection, Strike& strike);
+  std::optional<Verdict> struck_out(std::span<const Voter> voters, Step committed);
+  Verdict judge_state() const;
+  std::string place_of(std::uint32_t right, std::uint32_t wrong) const;
+  void note(std::string line);
+
+  const AuditConfig config_;
+  const std::uint32_t ranks_;
+  std::map<ReplicaId, DigestTable> reported_;  // in this epoch
+  std::optional<Inspection> inspection_;
+  std::deque<Strike> strikes_;  // the last three
+  std::uint64_t period_, phase_ = 0;
+  std::optional<std::pair<std::uint64_t, std::uint64_t>> focus_;  // place of places
+  Duration digest_time_{};
+  TimePoint committed_at_{};
+  std::deque<Duration> step_times_;
+  Counted counted_;
+  std::vector<std::string> notes_;
+};
+
+}  // namespace rejoin::membership

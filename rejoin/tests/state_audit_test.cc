@@ -1,0 +1,75 @@
+// What an audit of the state sees, however it is cut.
+#include "rejoin/state_audit.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <set>
+
+namespace rejoin {
+namespace {
+
+shm::Owner state() {
+  auto manifest = shm::Manifest::make({{.name = "a", .count = 300'007, .columns = 3},
+                                       {.name = "b", .type = DataType::bfloat16, .count = 5, .columns = 1},
+                                       {.name = "c", .count = 40'000, .columns = 2, .elementwise = false}});
+  return *shm::Owner::make(*manifest);
+}
+
+std::vector<std::uint64_t> digests_of(StateAudit& audit, std::uint64_t period) {
+  std::vector<std::uint64_t> digests;
+  for (std::uint64_t phase = 0; phase < period; ++phase) digests.push_back(*audit.digest(period, phase));
+  return digests;
+}
+
+TEST(StateAudit, EveryByteIsInExactlyOnePartAndItsTensorIsNamed) {
+  shm::Owner owner = state();
+  auto audit = *StateAudit::make(owner);
+  std::mt19937_64 random(3);
+  for (const std::uint64_t period : {1, 2, 7, 64, 1000, 100'000}) {
+    const bool few = period > 1000;  // looking at all of them takes long
+    const auto before = digests_of(*audit, period);
+    for (int time = 0; time < (few ? 2 : 20); ++time) {
+      const auto tensor = static_cast<std::uint32_t>(random() % 3);
+      const auto& what = owner.manifest().tensors()[tensor];
+      const auto column = owner.column(tensor, static_cast<std::uint32_t>(random() % what.columns));
+      const std::size_t at = time == 0 ? 0 : time == 1 ? column.size() - 1 : random() % column.size();
+      column[at] ^= std::byte{1};
+      const auto after = digests_of(*audit, period);
+      std::vector<std::uint64_t> found;
+      for (std::uint64_t phase = 0; phase < period; ++phase)
+        if (before[phase] != after[phase]) found.push_back(phase);
+      ASSERT_EQ(found.size(), 1u) << "period " << period << ", tensor " << what.name << ", byte " << at;
+      const auto wrong = *audit->pieces(period, found[0]);
+      column[at] ^= std::byte{1};
+      const auto right = *audit->pieces(period, found[0]);
+      ASSERT_EQ(wrong.size(), right.size());
+      std::size_t differing = 0;
+      for (std::size_t i = 0; i < wrong.size(); ++i) {
+        if (wrong[i].digest == right[i].digest) continue;
+        ++differing;
+        EXPECT_EQ(wrong[i].tensor, what.name);
+        EXPECT_LE(wrong[i].first, at / size_of(what.type));
+        EXPECT_GT(wrong[i].first + wrong[i].count, at / size_of(what.type));
+      }
+      EXPECT_EQ(differing, 1u);
+    }
+  }
+}
+
+TEST(StateAudit, APartThatThereIsNotIsAnError) {
+  shm::Owner owner = state();
+  auto audit = *StateAudit::make(owner);
+  EXPECT_FALSE(audit->digest(4, 4));
+  EXPECT_FALSE(audit->digest(0, 0));
+}
+
+TEST(StateAudit, ADigestOfOnePartIsNotThatOfAnother) {
+  shm::Owner owner = state();  // all zero
+  auto audit = *StateAudit::make(owner);
+  const auto digests = digests_of(*audit, 64);
+  EXPECT_EQ(std::set(digests.begin(), digests.end()).size(), 64u);
+}
+
+}  // namespace
+}  // namespace rejoin

@@ -1,0 +1,56 @@
+// A node's daemon: what NodeServer and its stream's thread do around membership::Node and catchup::Service.
+#pragma once
+
+#include "daemon/streams.h"
+#include "sim/process.h"
+
+namespace rejoin::sim {
+
+class World;
+
+class Daemon final : public Process {
+ public:
+  Daemon(World& world, std::uint32_t node);
+  ~Daemon() override;
+  void run() override;  // the stream's thread
+  void tick() override;
+  Duration until_run() override;
+  void on_hello(std::uint64_t trainer, membership::RankConnection connection, const proto::RankUp& up);
+  void on_report(membership::RankConnection rank, const proto::FromNode& report);
+  void drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how);
+  void on_link_up(std::uint64_t link);
+  void on_link_down(std::uint64_t link);
+  void on_word(std::uint64_t link, const proto::ToNode& word);
+  void hang_up();  // it ends: so do its connections
+  std::string describe(catchup::RankKey key) const;
+
+  const std::uint32_t node;
+  std::unique_ptr<transport::Engine> engine;  // over its rails
+  std::uint64_t link = 0;                     // to the coordinator; 0: none
+
+ private:
+  struct LocalRank {
+    std::uint64_t trainer = 0;  // its instance
+    catchup::RankKey key;
+    TimePoint told{};  // when the last message to it arrives
+    bool catching_up = false;
+    std::optional<Incarnation> serves;
+  };
+  using Command = std::function<void(catchup::Service&, TimePoint)>;
+  void post(Command command);  // to the stream's thread
+  void on_caught_up(const catchup::Service::Whole& whole);
+  void carry_out(const membership::Node::Actions& actions);
+  void follow_plan();
+  TimePoint local_now() const;
+
+  World& world_;
+  std::string address_;
+  membership::Node machine_;
+  std::unique_ptr<catchup::Service> service_;
+  std::map<membership::RankConnection, LocalRank> ranks_;
+  std::vector<Command> commands_;
+  std::uint64_t connecting_ = 0;  // to the coordinator, and not answered yet
+  TimePoint connect_at_{}, reported_{};
+};
+
+}  // namespace rejoin::sim

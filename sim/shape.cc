@@ -1,0 +1,65 @@
+#include "sim/shape.h"
+
+#include <fmt/format.h>
+
+#include <array>
+
+#include "sim/random.h"
+
+namespace rejoin::sim {
+
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::array<Duration, 4> kSlowest{20us, 50us, 200us, 2ms};
+constexpr std::array<Duration, 3> kDetection{100us, 1ms, 20ms};
+constexpr std::array<std::uint32_t, 4> kReplicas{2, 3, 4, 5};
+constexpr std::array<std::uint32_t, 3> kRanks{1, 2, 3};
+
+template <typename T, std::size_t N>
+T one_of(const std::array<T, N>& values, std::uint64_t seed, std::string_view dimension) {
+  return values[Random(seed, dimension).pick(N)];
+}
+
+}  // namespace
+
+Shape Shape::of(std::uint64_t seed) {
+  const auto often = [&](std::string_view dimension, std::uint64_t one_in) {
+    return Random(seed, dimension).one_in(one_in);
+  };
+  return {.replicas = one_of(kReplicas, seed, "replicas"),
+          .ranks = one_of(kRanks, seed, "ranks"),
+          .nodes = often("nodes", 3) ? 2u : 1u,
+          .slowest = one_of(kSlowest, seed, "network"),
+          .detection = one_of(kDetection, seed, "detection"),
+          .late_writes = often("late writes", 2),
+          .lands_stopped = often("lands while stopped", 2),
+          .rails = often("rails", 3) ? 2u : 1u,
+          .direct = often("direct", 2),
+          .slow_streams = often("slow streams", 3)};
+}
+
+std::map<std::string, std::string> Shape::values() const {
+  return {{"replicas", fmt::format("{}", replicas)},
+          {"ranks", fmt::format("{}", ranks)},
+          {"nodes", fmt::format("{}", nodes)},
+          {"network", fmt::format("{}", slowest / 1us)},
+          {"detection", fmt::format("{}", detection / 1us)},
+          {"late", late_writes ? "y" : "n"},
+          {"lands", lands_stopped ? "y" : "n"},
+          {"rails", fmt::format("{}", rails)},
+          {"direct", direct ? "y" : "n"},
+          {"slow streams", slow_streams ? "y" : "n"}};
+}
+
+std::size_t pairs_of_values() {
+  constexpr std::array<std::size_t, 10> sizes{
+      kReplicas.size(), kRanks.size(), 2, kSlowest.size(), kDetection.size(), 2, 2, 2, 2, 2};
+  std::size_t pairs = 0;
+  for (std::size_t i = 0; i < sizes.size(); ++i)
+    for (std::size_t j = 0; j < i; ++j) pairs += sizes[i] * sizes[j];
+  return pairs;
+}
+
+}  // namespace rejoin::sim

@@ -1,0 +1,30 @@
+// What kind of cluster a seed plays: each dimension from a hash of its own, so that over seeds all combinations come.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "base/clock.h"
+
+namespace rejoin::sim {
+
+struct Shape {
+  std::uint32_t replicas = 3, ranks = 2;
+  std::uint32_t nodes = 1;     // a replica, which share its ranks
+  Duration slowest{};          // message of the network
+  Duration detection{};        // until the transport sees that a peer is gone
+  bool late_writes = false;    // bytes leave when posted, and land although their poster has failed
+  bool lands_stopped = false;  // … and although the process that they are written to is stopped, as a NIC does
+  unsigned rails = 1;
+  bool direct = false;  // small buckets take the latency-optimal way
+
+  bool slow_streams = false;  // the daemons' catch-up threads get little of the processor
+
+  static Shape of(std::uint64_t seed);
+  std::map<std::string, std::string> values() const;  // by dimension
+};
+
+// Of how many pairs of values, one of each of two dimensions, there could be.
+std::size_t pairs_of_values();
+
+}  // namespace rejoin::sim

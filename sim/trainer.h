@@ -1,0 +1,75 @@
+// A trainer and its library, in one simulated process: what the session does in two threads happens here in run().
+#pragma once
+
+#include "membership/node.h"
+#include "rejoin/driver.h"
+#include "rejoin/training_state.h"
+#include "sim/model.h"
+#include "sim/process.h"
+
+namespace rejoin::sim {
+
+class World;
+
+class Trainer final : public Process {
+ public:
+  Trainer(World& world, std::uint32_t replica, std::uint32_t rank);
+  ~Trainer() override;
+  void run() override;
+  void tick() override;
+  void on_resumed() override { look_for_daemon(); }
+  void look_for_daemon();
+  // What comes from the daemon over this connection; of an older one, it is ignored.
+  void on_welcome(membership::RankConnection from);
+  void on_word(membership::RankConnection from, const proto::ToNode& word);
+  void on_daemon_gone(membership::RankConnection from);
+  void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
+  std::string describe();
+  // It has exchanged this step, and has not been told anything later.
+  bool exchanged(std::uint64_t step) const {
+    return driver_->machine().exchanged() && driver_->machine().step().value == step;
+  }
+
+  const std::uint32_t replica, rank;
+  const std::uint64_t life;
+  std::unique_ptr<transport::Engine> engine;  // over its rails
+  membership::RankConnection connection;      // at the daemon; 0: none
+  TrainingState& state() { return *state_; }
+  void drift() { drifts_ = true; }
+  bool drifts() const { return drifts_; }
+  void flip_a_bit() { driver_->flip_a_bit(); }
+  bool flip_state();  // false where it can't be now
+
+ private:
+  enum class Stage { waiting, computing, exchanging, updating };
+  void say_all();
+  std::uint64_t state_digest() const;
+  void begin_step();
+  void compute();
+  void touch();  // a planted bug
+  void damage_at_rest();
+  void begin_update();
+  void end_update();
+  void in(Duration delay, void (Trainer::*what)());
+
+  World& world_;
+  const Model& model_;
+  std::string address_;
+  std::unique_ptr<TrainingState> state_;
+  Model::Views weights_, gradient_views_;
+  std::unique_ptr<Driver> driver_;
+  std::uint64_t digest_at_join_ = 0;
+  bool welcome_ = false;
+  TimePoint said_{};  // when the last message to the daemon arrives
+  std::vector<proto::FromNode> unsaid_;
+  std::vector<proto::ToNode> words_;
+  Stage stage_ = Stage::waiting;
+  StepView step_;
+  std::uint64_t last_ = 0;
+  TimePoint compute_stands_until_{};
+  bool contributed_ = false, current_ = false, drifts_ = false;
+  std::optional<std::uint64_t> gradients_;  // digest of what was handed over
+  std::vector<catchup::Piece> pieces_;
+};
+
+}  // namespace rejoin::sim

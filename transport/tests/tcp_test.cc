@@ -1,0 +1,106 @@
+// The TCP backend over a wire that flips bits.
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <optional>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/fd.h"
+#include "transport/tcp/factory.h"
+
+namespace rejoin::transport::tcp {
+namespace {
+
+// Between a client and a server: passes on what either says, with one bit of the client's bytes the other way round.
+class Wire {
+ public:
+  Wire(std::uint16_t server, std::size_t flipped_bit) : server_(server), flipped_bit_(flipped_bit) {
+    listener_ = Fd(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0));
+    sockaddr_in address{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+    EXPECT_EQ(::bind(listener_.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+    EXPECT_EQ(::listen(listener_.get(), 1), 0);
+    socklen_t size = sizeof address;
+    ::getsockname(listener_.get(), reinterpret_cast<sockaddr*>(&address), &size);
+    port_ = ntohs(address.sin_port);
+  }
+  std::uint16_t port() const { return port_; }
+
+  void pump() {
+    if (!client_side_) {
+      client_side_ = Fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK));
+      if (!client_side_) return;
+      server_side_ = Fd(::socket(AF_INET, SOCK_STREAM, 0));
+      sockaddr_in address{
+          .sin_family = AF_INET, .sin_port = htons(server_), .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+      ASSERT_EQ(::connect(server_side_.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+    }
+    pass(client_side_, server_side_, true);
+    pass(server_side_, client_side_, false);
+  }
+
+ private:
+  void pass(Fd& from, Fd& to, bool flips) {
+    std::byte bytes[4096];
+    const ssize_t got = ::recv(from.get(), bytes, sizeof bytes, MSG_DONTWAIT);
+    if (got == 0) ::shutdown(to.get(), SHUT_WR);
+    if (got <= 0) return;
+    const auto count = static_cast<std::size_t>(got);
+    if (flips) {
+      const std::size_t at = flipped_bit_ / 8;
+      if (at >= passed_ && at < passed_ + count) bytes[at - passed_] ^= std::byte(1u << flipped_bit_ % 8);
+      passed_ += count;
+    }
+    EXPECT_EQ(::send(to.get(), bytes, count, MSG_NOSIGNAL), got);
+  }
+
+  const std::uint16_t server_;
+  const std::size_t flipped_bit_;
+  std::uint16_t port_ = 0;
+  std::size_t passed_ = 0;
+  Fd listener_, client_side_, server_side_;
+};
+
+TEST(TcpEngine, AFlippedBitOfAFrameEndsTheConnectionAndIsNeverActedOn) {
+  const std::string hello = "who I am", message = "step 41 is done";
+  constexpr std::size_t kHeader = 56;
+  const std::size_t bits = 8 * (2 * kHeader + hello.size() + message.size());
+  auto server = make_engine({}), client = make_engine({});
+  ASSERT_TRUE(server && client);
+  const auto address = (*server)->listen({"127.0.0.1:0"});
+  ASSERT_TRUE(address);
+  const auto port = static_cast<std::uint16_t>(std::stoi(address->text.substr(address->text.rfind(':') + 1)));
+  for (std::size_t bit = 0; bit < bits; ++bit) {
+    SCOPED_TRACE(bit);
+    Wire wire(port, bit);
+    const auto endpoint = (*client)->connect({fmt::format("127.0.0.1:{}", wire.port())}, as_bytes(hello));
+    ASSERT_TRUE(endpoint);
+    std::optional<EndpointId> accepted;
+    bool sent = false, refused = false;
+    const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(5);
+    while (!refused && SteadyClock().now() < deadline) {
+      wire.pump();
+      for (const auto& event : (*server)->poll()) {
+        if (event.kind == EventKind::accepted) {
+          accepted = event.endpoint;
+          EXPECT_EQ(as_text(event.message), hello);
+        }
+        if (event.kind == EventKind::closed) refused = true;
+        ASSERT_NE(event.kind, EventKind::message) << as_text(event.message);
+      }
+      for (const auto& event : (*client)->poll()) {
+        if (event.kind == EventKind::connected) sent = (*client)->send(*endpoint, as_bytes(message)).has_value();
+        if (event.kind == EventKind::closed) refused = true;
+      }
+    }
+    ASSERT_TRUE(refused) << (sent ? "the message was neither taken nor refused" : "the greeting was");
+    (*client)->close(*endpoint);
+    if (accepted) (*server)->close(*accepted);
+  }
+}
+
+}  // namespace
+}  // namespace rejoin::transport::tcp
