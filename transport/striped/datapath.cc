@@ -31,7 +31,7 @@ void StripedEngine::on_rail_event(std::uint32_t rail, const Event& event) {
   if (link->ended || endpoint->stage == Stage::failed || endpoint->stage == Stage::closed) return;
   if (event.kind == EventKind::connected) on_link_open(*endpoint, *link);
   else if (event.kind == EventKind::message) on_rail_message(*endpoint, *link, event.message);
-  else if (event.kind == EventKind::written) on_piece_landed(*endpoint, event.value);
+  else if (event.kind == EventKind::written) on_piece_landed(*endpoint, *link, event.value);
 }
 
 // ---- messages
@@ -138,27 +138,36 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
       return say(endpoint, {.kind = Kind::answer, .a = header.a}, std::as_bytes(std::span(keys)));
     }
     case Kind::answer: return answer_keys(endpoint, header, rest);
-    case Kind::rail_down: return on_rail_down(endpoint, header);
+    case Kind::rail_down: return on_rail_down(endpoint, header, rest);
     default: break;
   }
   malformed(endpoint, "a message of unknown kind");
 }
 
 // The peer has fenced that life of the rail: so do we, and what we had under way on it may go over another.
-void StripedEngine::on_rail_down(Endpoint& endpoint, const wire::Header& header) {
+void StripedEngine::on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed) {
   if (header.a >= endpoint.rails.size()) return malformed(endpoint, "word of a rail that we have not");
   const auto rail = static_cast<std::uint32_t>(header.a);
   for (auto& link : endpoint.links) {
     if (link->rail != rail || link->generation != header.b) continue;
     link->peer_fenced = true;
-    for (const auto& piece : std::exchange(link->orphans, {})) endpoint.pending.push_front(piece);
+    for (std::uint64_t tag; take(landed, tag);) link->landed_there.insert(tag);
+    for (const auto& piece : std::exchange(link->orphans, {})) post_again(endpoint, *link, piece);
     if (!link->ended) end_link(endpoint, *link, "the peer says it is down");
     to_sweep_ = true;
     break;
   }
   if (endpoint.stage != Stage::open && endpoint.stage != Stage::accepting) return;
-  say_fenced(endpoint, rail, static_cast<std::uint32_t>(header.b));
+  say_fenced(endpoint, rail, static_cast<std::uint32_t>(header.b), {});  // of a link that has not been open here
   touch(endpoint);
+}
+
+// Over another rail; unless it has landed before its own was fenced.
+void StripedEngine::post_again(Endpoint& endpoint, const Link& link, const Piece& piece) {
+  const Operation& operation = endpoint.operations.at(piece.operation);
+  if (operation.number && link.landed_there.contains(wire::piece_tag(*operation.number, piece.index)))
+    return finish_piece(endpoint, piece.operation, {});
+  endpoint.pending.push_front(piece);
 }
 
 // ---- writes coming in
@@ -167,7 +176,9 @@ bool StripedEngine::is_in(const Endpoint& endpoint, std::uint64_t number) const 
   return number < endpoint.all_in_below || endpoint.in.contains(number);
 }
 
-void StripedEngine::on_piece_landed(Endpoint& endpoint, std::uint64_t tag) {
+void StripedEngine::on_piece_landed(Endpoint& endpoint, Link& link, std::uint64_t tag) {
+  link.landed.push_back(tag);
+  if (link.landed.size() > wire::kMaxUnderWay) link.landed.pop_front();
   const std::uint64_t number = tag >> 16, piece = tag & 0xffff;
   if (is_in(endpoint, number)) return;  // again, after a rail's end
   if (number >= endpoint.all_in_below + kMaxOpenWrites) return malformed(endpoint, "a piece of a write far ahead");
@@ -291,6 +302,7 @@ StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Opera
       continue;
     choice.reachable = true;
     if (link->bytes > 0 && link->bytes + length > options_.bytes_in_flight) continue;
+    if (link->in_flight.size() >= wire::kMaxUnderWay) continue;
     if (choice.link != nullptr && link->bytes >= choice.link->bytes) continue;
     choice.link = link;
     choice.local = *local->second[link->rail];
@@ -377,7 +389,7 @@ void StripedEngine::on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t 
   if (error->code == ErrorCode::refused || withdrawn) return finish_piece(endpoint, piece.operation, error);
   if (error->code == ErrorCode::unreachable) return avoid(endpoint, link, piece, *error);
   // The rail failed it. Before its end is known here it may still deliver: take it out first.
-  if (operation.is_read || link.peer_fenced) endpoint.pending.push_front(piece);
+  if (operation.is_read || link.peer_fenced) post_again(endpoint, link, piece);
   else link.orphans.push_back(piece);
   if (!link.ended) end_link(endpoint, link, error->message);
 }

@@ -239,13 +239,15 @@ void StripedEngine::end_link(Endpoint& endpoint, Link& link, const std::string& 
       if (rail.link != nullptr && rail.link->open) endpoint.primary = rail.link->rail;
     repeat_messages(endpoint);
   }
-  say_fenced(endpoint, link.rail, link.generation);
+  say_fenced(endpoint, link.rail, link.generation, link.landed);
 }
 
-void StripedEngine::say_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation) {
+void StripedEngine::say_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
+                               const std::deque<std::uint64_t>& landed) {
   if (generation < endpoint.rails[rail].fenced_below) return;
   endpoint.rails[rail].fenced_below = generation + 1;
-  say(endpoint, {.kind = wire::Kind::rail_down, .a = rail, .b = generation});
+  const std::vector<std::uint64_t> tags(landed.begin(), landed.end());
+  say(endpoint, {.kind = wire::Kind::rail_down, .a = rail, .b = generation}, std::as_bytes(std::span(tags)));
 }
 
 // Ends all links; operations end as soon as no rail holds a piece of theirs.

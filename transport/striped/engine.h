@@ -6,6 +6,8 @@
 //  - A piece of a write whose rail died is posted again only after the peer has said `rail_down` for that life of the
 //    rail, which it does after closing (fencing) its end: the old copy can't land behind the new one. A piece of a read
 //    needs no such word, since our own close is the fence.
+//  - With `rail_down` the peer says which pieces had landed over it. Those are done, though no completion has said so:
+//    the write may have been notified, and its memory given to another.
 //  - A notification is raised when all pieces of its write have been counted in, each once, and the write announced.
 //
 // engine.cc: set-up, regions, links coming and going. datapath.cc: messages, pieces, polling.
@@ -75,6 +77,8 @@ class StripedEngine final : public Engine {
     std::uint64_t bytes = 0;           // in flight
     std::map<std::uint64_t, Piece> in_flight;
     std::vector<Piece> orphans;                              // of an ended link, until peer_fenced
+    std::deque<std::uint64_t> landed;                        // tags of the last pieces that came over it
+    std::set<std::uint64_t> landed_there;                    // … by the peer's word, when it is peer_fenced
     TimePoint last_heard{}, last_finished{}, last_probed{};  // anything; a piece; asked
   };
   struct RailState {                 // of one endpoint
@@ -146,7 +150,8 @@ class StripedEngine final : public Engine {
   void on_accepted(std::uint32_t rail, const Event& event);
   void on_link_open(Endpoint& endpoint, Link& link);
   void end_link(Endpoint& endpoint, Link& link, const std::string& why);
-  void say_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation);
+  void say_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
+                  const std::deque<std::uint64_t>& landed);
   void retry_later(RailState& rail);
   void shut(Endpoint& endpoint, Stage stage, const Error& error);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why);
@@ -162,8 +167,9 @@ class StripedEngine final : public Engine {
   void on_rail_event(std::uint32_t rail, const Event& event);
   void on_rail_message(Endpoint& endpoint, Link& link, BytesView bytes);
   void on_numbered(Endpoint& endpoint, const wire::Header& header, BytesView rest);
-  void on_rail_down(Endpoint& endpoint, const wire::Header& header);
-  void on_piece_landed(Endpoint& endpoint, std::uint64_t tag);
+  void on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed);
+  void post_again(Endpoint& endpoint, const Link& link, const Piece& piece);
+  void on_piece_landed(Endpoint& endpoint, Link& link, std::uint64_t tag);
   void settle_incoming(Endpoint& endpoint, std::uint64_t number);
   void mark_in(Endpoint& endpoint, std::uint64_t number);
   bool is_in(const Endpoint& endpoint, std::uint64_t number) const;

@@ -6,7 +6,7 @@
 
 namespace rejoin::transport::striped::wire {
 
-constexpr std::uint64_t kMagic = 0x31656b6972747352;  // "Rstrike1": another layout gets another number
+constexpr std::uint64_t kMagic = 0x32656b6972747352;  // "Rstrike2": another layout gets another number
 
 // The rails' hello.
 struct Greeting {
@@ -23,7 +23,7 @@ enum class Kind : std::uint32_t {
   withdraw,   // a: number of a write that will not be whole
   ask,        // a: key of a region
   answer,     // a: the key, then one RailKey for each rail; none: no such region
-  rail_down,  // a: rail, b: its generation: fenced at the sender of this
+  rail_down,  // a: rail, b: its generation: fenced at the sender of this; then the tags of the last pieces landed there
   // Not numbered, each about the rail it comes over or about all:
   received,  // a: all messages below this number have been received
   probe,     // to be echoed on this rail: is it alive?
@@ -44,6 +44,8 @@ struct RailKey {
 
 // A piece's notification: which write it belongs to, and which piece it is.
 constexpr std::uint64_t kMaxPieces = 1 << 16;
+// Pieces under way over one rail: so many tags go into a `rail_down`.
+constexpr std::size_t kMaxUnderWay = 4096;
 constexpr std::uint64_t piece_tag(std::uint64_t number, std::uint64_t piece) { return number << 16 | piece; }
 
 }  // namespace rejoin::transport::striped::wire
