@@ -177,7 +177,8 @@ TEST(Striped, EverythingArrivesOnceAndWholeWhileRailsAreCut) {
 // Who is notified may use the memory for something else at once: a piece whose rail died between landing and its
 // completion is not written there again.
 TEST(Striped, NothingOfAWriteLandsAfterItsNotificationWhileRailsAreCut) {
-  constexpr std::size_t writes = 200, bytes = 8 * KiB;
+  constexpr std::size_t writes = 2000, bytes = 8 * KiB;
+  int cuts = 0;
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
@@ -192,7 +193,7 @@ TEST(Striped, NothingOfAWriteLandsAfterItsNotificationWhileRailsAreCut) {
         std::copy(reused.begin(), reused.end(), target.begin() + static_cast<std::ptrdiff_t>(event.value * bytes));
     };
     std::uint64_t posted = 0;
-    TimePoint next_cut = c.clock.now();
+    TimePoint next_cut = c.clock.now() + std::chrono::milliseconds(5);
     ASSERT_TRUE(c.until([&] {
       for (; posted < writes && posted < c.a.completed.size() + 4; ++posted) {
         const Write write{
@@ -200,14 +201,16 @@ TEST(Striped, NothingOfAWriteLandsAfterItsNotificationWhileRailsAreCut) {
         EXPECT_TRUE(c.a.engine->write(c.a.endpoint, {&write, 1}));
       }
       if (c.clock.now() >= next_cut) {
-        next_cut = c.clock.now() + std::chrono::microseconds(1000 + random() % 2000);
+        next_cut = c.clock.now() + std::chrono::microseconds(5000 + random() % 3000);  // the other is back by then
         c.fabric.cut(*c.a.rails[random() % 2]);
+        ++cuts;
       }
       return c.a.completed.size() == writes && c.b.written.size() == writes;
     }));
     for (std::size_t i = 0; i < writes; ++i)
       ASSERT_EQ(std::memcmp(target.data() + i * bytes, reused.data(), bytes), 0) << "write " << i;
   }
+  EXPECT_GT(cuts, 40);
 }
 
 TEST(Striped, TheEndpointFailsWithItsLastRailOnly) {
