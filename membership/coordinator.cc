@@ -48,7 +48,7 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
 
 Actions Coordinator::on_tick(TimePoint now) {
   if (const Duration away = attendance_.on_tick(now); away > Duration{}) suspect_itself(away, now);
-  if (attendance_.settling(now)) return take();
+  if (attendance_.settling(now) || finished()) return take();
   lose_silent_nodes(now);
   if (recovering_until_) settle_recovery(now);
   if (!recovering_until_) settle_absent(now);
@@ -65,7 +65,7 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   note("replica {} rank {}: {}", down.replica(), down.rank(), down.reason());
   rank->connected_node = false;
   rank->lost_at = now - config_.silence;
-  if (!recovering_until_ && !attendance_.settling(now)) settle_absent(now);
+  if (!finished() && !recovering_until_ && !attendance_.settling(now)) settle_absent(now);
 }
 
 void Coordinator::on_exchanged(const proto::Exchanged& exchanged) {

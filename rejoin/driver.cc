@@ -323,7 +323,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
     wanted_.assign(buckets_.size(), false);  // until the trainer has taken up the next step, they were of this one
     events::emit("committed", {{"step", under_way}, {"epoch", plan.epoch()}});
   }
-  finished_ = meaning == Meaning::finished;
+  finished_ = finished_ || meaning == Meaning::finished;
   current_.reset();
   if (machine_.member() && machine_.has_contributors() && !finished_)
     current_ = StepView{machine_.step().value, machine_.contributes(), machine_.batch()};

@@ -180,8 +180,8 @@ TEST(Demo, InAFrameworksMemoryItIsTheSame) {
 
 TEST(Demo, StepsLongerThanTheSilenceAreNoFailure) {
   const auto report =
-      demo({"--steps", "14", "--kill", "1.0@5", "--silence-ms", "150", "--params", "3000000", "--batch", "48"});
-  expect_sound(report, 14, {"kill"});
+      demo({"--steps", "24", "--kill", "1.0@5", "--silence-ms", "150", "--params", "3000000", "--batch", "48"});
+  expect_sound(report, 24, {"kill"});
   for (const auto& event : report.at("events"))
     if (event.at("kind") == "epoch" && event.contains("reason"))
       EXPECT_EQ(event.at("reason").get<std::string>().find("waits for"), std::string::npos) << event.dump();

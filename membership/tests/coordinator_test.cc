@@ -11,7 +11,8 @@ using namespace std::chrono_literals;
 
 // Drives a coordinator by hand: one node for each replica.
 struct Told {
-  std::optional<Step> roll_back_to;
+  std::optional<Step> roll_back_to = {};
+  std::uint64_t steps = 0;
 };
 struct Bench {
   JobConfig config{.replicas = 3, .ranks = 2, .batch = 10, .steps = 0, .silence = 1s};
@@ -29,6 +30,7 @@ struct Bench {
   }
   JobConfig configured(const Told& told) {
     config.roll_back_to = told.roll_back_to;
+    config.steps = told.steps;
     return config;
   }
 
@@ -495,6 +497,22 @@ TEST(Coordinator, AConnectionThatBrokeIsMendedInAnEpochOfTheSameMembers) {
     bench.pass(400ms);
   }
   EXPECT_EQ(bench.contributors(), 2u);
+}
+
+TEST(Coordinator, WhoLeavesAFinishedJobMakesNoNewEpoch) {
+  Bench bench({}, {.steps = 2});
+  bench.start();
+  bench.steps(2);
+  ASSERT_TRUE(bench.coordinator.finished());
+  const Epoch last = bench.coordinator.epoch();
+  proto::FromNode message;
+  auto& a = *message.mutable_accusation();
+  a.set_epoch(last.value);
+  a.set_suspect(2);
+  a.set_lost(true);
+  bench.say(0, message);
+  bench.pass(3s, {0});
+  EXPECT_EQ(bench.coordinator.epoch(), last);
 }
 
 TEST(Coordinator, WhoWasRegisteredBeforeTheFirstStartSurvivesTheCoordinatorsRestart) {
