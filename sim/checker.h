@@ -46,12 +46,18 @@ class Checker {
   const std::optional<Violation>& violation() const { return violation_; }
 
  private:
-  const std::string ignore_;                                                     // an invariant
   using RankAt = std::pair<std::uint32_t, std::uint64_t>;                        // rank, step
+  const std::string ignore_;                                                     // an invariant
   std::optional<Violation> violation_;                                           // the first
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
   std::map<RankAt, std::uint64_t> reduced_, states_;
   std::map<std::uint64_t, std::uint64_t> wrong_;  // lives; the last version at which they may still contribute
+  struct Suspect {
+    std::uint32_t replica = 0;
+    std::uint64_t life = 0, digest = 0;
+  };
+  void on_wrong_state(const RankAt& at, const Suspect& suspect);
+  std::map<RankAt, Suspect> suspects_;  // wrong for too long, if a peer's digest is another one
   std::optional<Replay> replay_;
   std::uint64_t epoch_ = 0;
 };
