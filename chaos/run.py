@@ -317,8 +317,8 @@ def parse():
     parser.add_argument("--elements", type=int, default=40000, help="of a rank's state, times two; a multiple of 16")
     parser.add_argument("--only", type=lambda text: text.split(","), help="faults of these kinds: "
                         + " ".join(faults.KINDS))
-    parser.add_argument("--without", type=lambda text: text.split(","), default=["corrupt_all_reduce", "reset_rail"],
-                        help="no faults of these kinds (default: corrupt_all_reduce,reset_rail: see README.md)")
+    parser.add_argument("--without", type=lambda text: text.split(","), default=["corrupt_all_reduce"],
+                        help="no faults of these kinds (default: corrupt_all_reduce: see README.md)")
     parser.add_argument("--first-round", type=int, default=0, help="begin with this round of the seed's")
     parser.add_argument("--keep", action="store_true", help="keep the directory, which is kept anyhow after a failure")
     parser.add_argument("--binaries", default=str(SOURCE / "build/release/bin"))
