@@ -127,6 +127,8 @@ class Communicator {
   // Starts connecting to a peer; of two members, the one with the larger incarnation connects. Ends in peer_up or
   // peer_lost.
   Result<> connect(Member peer, const transport::Address& address);
+  // Connections that have not come up in so long end in peer_lost: whoever was to answer may have been another process.
+  void drop_unfinished(Duration patience, TimePoint now);
   // Closes (fences) the connection; nothing of the peer lands any more.
   void forget(Member peer);
   bool connected(Member peer) const;

@@ -41,6 +41,7 @@ Result<> Communicator::connect(Member member, const transport::Address& address)
   auto& peer = peers_[member] = std::make_unique<Peer>();
   peer->member = member;
   peer->endpoint = *endpoint;
+  peer->since = now_;
   by_endpoint_[*endpoint] = peer.get();
   return {};
 }
@@ -65,6 +66,7 @@ void Communicator::on_accepted(const transport::Event& event) {
   auto& peer = peers_[member] = std::make_unique<Peer>();
   peer->member = member;
   peer->endpoint = event.endpoint;
+  peer->since = now_;
   by_endpoint_[event.endpoint] = peer.get();
   introduce(*peer);
 }
@@ -110,6 +112,16 @@ void Communicator::remove(Peer& peer) {
   if (std::any_of(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == owned.key(); })) {
     clean_ = false;
     for (auto& bucket : buckets_) bucket.running.reset();
+  }
+}
+
+void Communicator::drop_unfinished(Duration patience, TimePoint now) {
+  std::vector<Peer*> unfinished;
+  for (auto& [member, peer] : peers_)
+    if (!peer->up && now - peer->since > patience) unfinished.push_back(peer.get());
+  for (auto* peer : unfinished) {
+    engine_.close(peer->endpoint);
+    lose(*peer, {ErrorCode::timeout, fmt::format("no answer for {:.0f} ms", milliseconds(now - peer->since))});
   }
 }
 

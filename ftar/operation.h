@@ -39,6 +39,7 @@ struct Peer {
   Member member;
   transport::EndpointId endpoint;
   bool up = false;
+  TimePoint since{};  // when it was begun
   transport::RemoteRegion staging;
   std::vector<transport::RemoteRegion> outputs;  // by bucket
   Epoch flushed;                                 // its writes of older epochs are over

@@ -44,6 +44,7 @@ void Driver::poll(TimePoint now) {
   if (!attendance_.settling(now)) look_for_stalls(now);
   if (now < reach_at_) return;
   reach_at_ = now + silence_;
+  ring_->drop_unfinished(silence_, now);
   reach_peers();
 }
 
@@ -227,12 +228,13 @@ Duration Driver::patience_with_compute() const {
 void Driver::look_for_stalls(TimePoint now) {
   if (now - stall_checked_ < silence_ / 16) return;
   stall_checked_ = now;
-  if (!machine_.member() || machine_.exchanged() || !machine_.has_contributors()) return;
+  if (!machine_.member() || !machine_.has_contributors()) return;
   // Said once, it may have been lost with a coordinator or a daemon that was away.
   if (now - broken_said_ >= silence_ / 4) {
     broken_said_ = now;
     for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
   }
+  if (machine_.exchanged()) return;
   for (const auto& wait : ring_->waits(now)) {
     if (wait.since > kWorthTelling && stall_said_for_ != machine_.step().value) {
       stall_said_for_ = machine_.step().value;
