@@ -35,8 +35,10 @@ class Disk:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", self.path], check=True)
 
     def freeze(self):
-        # What thaws it is not the runner's alone: a process that waits for a frozen disk can't even be killed.
-        self.thawer = subprocess.Popen(["sh", "-c", f"fsfreeze -f {self.path} && read -r _; fsfreeze -u {self.path}"],
+        # What thaws it is not the runner, who may wait for the frozen disk himself when it is being filled: nor can
+        # one who waits so be killed. So it thaws after 3 s in any case.
+        wait = f"fsfreeze -f {self.path} && timeout 3 sh -c 'read -r _'; fsfreeze -u {self.path}"
+        self.thawer = subprocess.Popen(["sh", "-c", wait],
                                        stdin=subprocess.PIPE, start_new_session=True)
         time.sleep(0.01)
 
