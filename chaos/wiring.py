@@ -24,6 +24,7 @@ class Disk:
     def __init__(self, directory):
         self.path = f"{directory}/disk"
         os.makedirs(self.path)
+        self.thawer = None
         image = f"{directory}/disk.img"
         with open(image, "wb") as file:
             file.truncate(DISK_BYTES)
@@ -35,6 +36,8 @@ class Disk:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", self.path], check=True)
 
     def freeze(self):
+        if self.thawer is not None:
+            return
         # What thaws it is not the runner, who may wait for the frozen disk himself when it is being filled: nor can
         # one who waits so be killed. So it thaws after 3 s in any case.
         wait = f"fsfreeze -f {self.path} && timeout 3 sh -c 'read -r _'; fsfreeze -u {self.path}"
@@ -43,7 +46,9 @@ class Disk:
         time.sleep(0.01)
 
     def thaw(self):
-        self.thawer.communicate(b"\n")
+        thawer, self.thawer = self.thawer, None
+        if thawer is not None:
+            thawer.communicate(b"\n")
 
     def unmount(self):
         subprocess.run(["umount", self.path], check=False)
