@@ -1,18 +1,29 @@
 #include "membership/coordinator.h"
 
 #include <algorithm>
+#include <ranges>
 
 namespace rejoin::membership {
+
+namespace {
+
+proto::Member& name(const auto& of, proto::Member& member) {
+  member.set_replica(of.replica.value);
+  member.set_incarnation(of.incarnation.value);
+  return member;
+}
+
+}  // namespace
 
 // ---- what comes in
 
 Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, TimePoint now) {
-  nodes_[node].heard = now_ = now;
+  nodes_[node].heard = now;
   switch (message.kind_case()) {
     case proto::FromNode::kHello: break;  // the shell has checked it
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
     case proto::FromNode::kRankDown: on_rank_down(message.rank_down(), now); break;
-    case proto::FromNode::kExchanged: on_exchanged(message.exchanged()); break;
+    case proto::FromNode::kExchanged: on_exchanged(message.exchanged(), now); break;
     case proto::FromNode::kStanding: on_standing(message.standing(), now); break;
     case proto::FromNode::kAccusation: on_accusation(message.accusation(), now); break;
     case proto::FromNode::kDetails: audit_.on_details(message.details()); break;
@@ -68,14 +79,14 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   if (!finished() && !recovering_until_ && !attendance_.settling(now)) settle_absent(now);
 }
 
-void Coordinator::on_exchanged(const proto::Exchanged& exchanged) {
+void Coordinator::on_exchanged(const proto::Exchanged& exchanged, TimePoint now) {
   MemberState* m = member(ReplicaId(exchanged.replica()));
   if (m == nullptr || m->incarnation.value != exchanged.incarnation() || exchanged.epoch() != epoch_.value ||
       exchanged.step() != committed_.value + 1)
     return;  // stale
   m->exchanged.add(RankSet(exchanged.ranks(), config_.ranks));
   audit_.on_exchanged(m->replica, exchanged);
-  try_commit();
+  try_commit(now);
 }
 
 // That a replica has caught up is acted on at the next step boundary.
@@ -106,12 +117,12 @@ void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint n
 
 // ---- decisions
 
-void Coordinator::try_commit() {
+void Coordinator::try_commit(TimePoint now) {
   if (members_.empty() || finished() || stopped_) return;
   for (const auto& m : members_)
     if (m.exchanged.size() < config_.ranks) return;
   if (!has_contributors()) return;
-  if (!differences_settled()) return;
+  if (!differences_settled(now)) return;
   const Step step(committed_.value + 1);
   proto::LogRecord record;
   auto& committed = *record.mutable_committed();
@@ -124,7 +135,7 @@ void Coordinator::try_commit() {
   committed_ = step;
   give_up_suspended();
   ledger_.commit(step);
-  audit_.on_committed(now_);
+  audit_.on_committed(now);
   for (auto& m : members_) m.exchanged.clear();
   accusations_.clear();
   mended_.clear();
@@ -170,16 +181,9 @@ void Coordinator::begin_epoch(const std::string& reason) {
   begun.set_reason(reason);
   for (auto& m : members_) {
     m.exchanged.clear();
-    auto& member = *begun.add_members();
-    member.set_replica(m.replica.value);
-    member.set_incarnation(m.incarnation.value);
-    member.set_catching_up(m.catching_up);
+    name(m, *begun.add_members()).set_catching_up(m.catching_up);
   }
-  for (const auto& out : suspended_) {
-    auto& member = *begun.add_suspended();
-    member.set_replica(out.replica.value);
-    member.set_incarnation(out.incarnation.value);
-  }
+  for (const auto& out : suspended_) name(out, *begun.add_suspended());
   incarnations_before_epoch_ = last_incarnation_;
   actions_.append.push_back(std::move(record));
   accusations_.clear();
@@ -204,9 +208,7 @@ proto::Plan Coordinator::plan() const {
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);
   for (const auto& m : members_) {
-    auto& member = *plan.add_members();
-    member.set_replica(m.replica.value);
-    member.set_incarnation(m.incarnation.value);
+    auto& member = name(m, *plan.add_members());
     member.set_catching_up(m.catching_up);
     if (const Batch* batch = ledger_.batch_of(m.replica); batch != nullptr && !m.catching_up)
       for (const auto& range : *batch) {
@@ -214,11 +216,7 @@ proto::Plan Coordinator::plan() const {
         member.mutable_batch()->rbegin()->set_end(range.end);
       }
   }
-  for (const auto& out : suspended_) {
-    auto& member = *plan.add_suspended();
-    member.set_replica(out.replica.value);
-    member.set_incarnation(out.incarnation.value);
-  }
+  for (const auto& out : suspended_) name(out, *plan.add_suspended());
   return plan;
 }
 
@@ -232,12 +230,14 @@ void Coordinator::broadcast_plan() {
 
 bool Coordinator::whole(const ReplicaState& replica) const { return replica.registered == config_.ranks; }
 
+// Each of its ranks is connected with all of these, itself left out.
 bool Coordinator::linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const {
+  auto others = incarnations | std::views::filter([&](auto one) { return one != replica.incarnation.value; });
+  if (others.empty()) return true;
   std::uint64_t count = 0;
   for (const auto& standing : replica.standings)
-    if (std::includes(standing.links.begin(), standing.links.end(), incarnations.begin(), incarnations.end()))
-      count += standing.ranks.size();
-  return incarnations.empty() || count == config_.ranks;
+    if (std::ranges::includes(standing.links, others)) count += standing.ranks.size();
+  return count == config_.ranks;
 }
 
 bool Coordinator::caught_up(const ReplicaState& replica) const {
@@ -250,6 +250,19 @@ bool Coordinator::caught_up(const ReplicaState& replica) const {
 Coordinator::MemberState* Coordinator::member(ReplicaId replica) {
   auto found = std::find_if(members_.begin(), members_.end(), [&](const auto& m) { return m.replica == replica; });
   return found == members_.end() ? nullptr : &*found;
+}
+
+// A replica is at most once among them: its next life is a member after a commit at the earliest.
+Coordinator::Suspended* Coordinator::out_for_now(ReplicaId replica) {
+  auto found =
+      std::find_if(suspended_.begin(), suspended_.end(), [&](const auto& out) { return out.replica == replica; });
+  return found == suspended_.end() ? nullptr : &*found;
+}
+
+// Of this very incarnation.
+const Coordinator::ReplicaState* Coordinator::registration(ReplicaId replica, Incarnation incarnation) const {
+  auto found = replicas_.find(replica);
+  return found == replicas_.end() || found->second.incarnation != incarnation ? nullptr : &found->second;
 }
 
 Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life) {

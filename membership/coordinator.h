@@ -142,7 +142,7 @@ class Coordinator {
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
   void on_rank_down(const proto::RankDown& down, TimePoint now);
   void lose_node(NodeId node, TimePoint now);
-  void on_exchanged(const proto::Exchanged& exchanged);
+  void on_exchanged(const proto::Exchanged& exchanged, TimePoint now);
   void on_standing(const proto::Standing& standing, TimePoint now);
   void on_accusation(const proto::Accusation& accusation, TimePoint now);
 
@@ -156,16 +156,17 @@ class Coordinator {
   void suspend(ReplicaId replica, const std::string& reason);
   bool take_back(bool only_present);
   bool others_suspended_present() const;
-  bool is_suspended(ReplicaId replica) const;
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, TimePoint now);
   void lose_everybody();
   void next_epoch(const std::string& reason);
   void drop_registration(ReplicaId replica, const std::string& reason);
+  bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
   bool overdue(const ReplicaState& replica, TimePoint now) const;
   bool others_contribute(ReplicaId replica) const;
   bool has_contributors() const;
+  void hold_for(ReplicaId replica, const std::string& why);
   void say_once(std::string line);
 
   // coordinator_start.cc
@@ -176,9 +177,9 @@ class Coordinator {
   std::string rollback_needed(Step from) const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
 
-  void try_commit();
+  void try_commit(TimePoint now);
   // coordinator_audit.cc
-  bool differences_settled();
+  bool differences_settled(TimePoint now);
   Result<> drop_as_told();
 
   bool change_members_at_boundary();
@@ -196,6 +197,8 @@ class Coordinator {
   bool caught_up(const ReplicaState& replica) const;
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
   MemberState* member(ReplicaId replica);
+  Suspended* out_for_now(ReplicaId replica);
+  const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;
   RankState* rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life);
   void send(NodeId node, proto::ToNode message);
   template <typename... Args>
@@ -228,7 +231,6 @@ class Coordinator {
   std::set<std::string> said_;  // in this epoch
   DriftAudit audit_;
   std::optional<std::string> stopped_;
-  TimePoint now_{};  // of the message that is being heard
   struct Edge {
     std::string what;
     bool lost = false;

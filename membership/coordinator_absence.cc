@@ -47,34 +47,30 @@ void Coordinator::settle_absent(TimePoint now) {
   for (auto id : absent) {
     const MemberState* m = member(id);
     if (m == nullptr || m->catching_up) continue;
-    if (others_contribute(id)) {
-      suspend(id, "it is silent");
-      out += fmt::format("{}{}", out.empty() ? "" : ", ", id);
-    } else if (!others_suspended_present()) {
-      say_once(fmt::format("the job waits for replica {}: it is silent, and nobody else has the state of step {}", id,
-                           committed_));
-    } else {
-      suspend(id, "it is silent");
-      (void)take_back(true);
-      out += fmt::format("{}{}", out.empty() ? "" : ", ", id);
+    const bool last = !others_contribute(id);
+    if (last && !others_suspended_present()) {
+      hold_for(id, "it is silent");
+      continue;
     }
+    suspend(id, "it is silent");
+    if (last) (void)take_back(true);
+    out += fmt::format("{}{}", out.empty() ? "" : ", ", id);
   }
   if (!out.empty()) next_epoch(fmt::format("without replica {}: silent", out));
   for (auto id : absent) {
-    if (const MemberState* m = member(id); m != nullptr && m->catching_up) remove(id, "it is silent", now);
-    else if (m == nullptr && has_contributors() && !is_suspended(id)) drop_registration(id, "it is silent");
+    const MemberState* m = member(id);
+    const Suspended* out_of_it = out_for_now(id);
+    const bool may_come_back = out_of_it != nullptr && registration(id, out_of_it->incarnation) != nullptr;
+    if (m != nullptr && m->catching_up) remove(id, "it is silent", now);
+    else if (m == nullptr && has_contributors() && !may_come_back) drop_registration(id, "it is silent");
   }
 }
 
 // After a restart of this coordinator, members have `silence` to come back.
 void Coordinator::settle_recovery(TimePoint now) {
   if (now < *recovering_until_) return;
-  const auto back = [&](const MemberState& m) {
-    auto found = replicas_.find(m.replica);
-    return found != replicas_.end() && found->second.incarnation == m.incarnation && whole(found->second);
-  };
   const bool somebody =
-      std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && back(m); });
+      std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && is_back(m); });
   if (!somebody && has_contributors() && !others_suspended_present()) {
     for (const auto& m : members_)
       if (!m.catching_up)
@@ -85,7 +81,7 @@ void Coordinator::settle_recovery(TimePoint now) {
   recovering_until_.reset();
   std::vector<ReplicaId> contributors, joiners;
   for (const auto& m : members_)
-    if (!back(m)) (m.catching_up ? joiners : contributors).push_back(m.replica);
+    if (!is_back(m)) (m.catching_up ? joiners : contributors).push_back(m.replica);
   for (auto id : contributors) suspend(id, "it did not come back after the coordinator's restart");
   if (!has_contributors()) (void)take_back(true);
   for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
@@ -146,9 +142,7 @@ void Coordinator::judge(TimePoint now) {
       what = fmt::format("replica {} {} {}", edge.first, about.lost ? "lost it:" : "waits for", about.what);
   const MemberState* m = member(guilty);
   if (m->catching_up) return remove(guilty, what, now);
-  if (!others_contribute(guilty))
-    return say_once(fmt::format("the job waits for replica {}: {}, and nobody else has the state of step {}", guilty,
-                                what, committed_));
+  if (!others_contribute(guilty)) return hold_for(guilty, what);
   suspend(guilty, what);
   next_epoch(fmt::format("without replica {}: {}", guilty, what));
 }
@@ -167,8 +161,7 @@ void Coordinator::suspend(ReplicaId id, const std::string& reason) {
 bool Coordinator::take_back(bool only_present) {
   bool any = false;
   const auto replaced = [&](const Suspended& out) {  // another life has its place
-    auto found = replicas_.find(out.replica);
-    return found != replicas_.end() && found->second.incarnation != out.incarnation;
+    return replicas_.contains(out.replica) && registration(out.replica, out.incarnation) == nullptr;
   };
   for (auto out = suspended_.begin(); out != suspended_.end();) {
     if (out->ended || replaced(*out) || (only_present && !present(out->replica, out->incarnation))) {
@@ -188,19 +181,11 @@ bool Coordinator::others_suspended_present() const {
                      [&](const Suspended& out) { return !out.ended && present(out.replica, out.incarnation); });
 }
 
-bool Coordinator::is_suspended(ReplicaId id) const {
-  auto found = replicas_.find(id);
-  return found != replicas_.end() && std::any_of(suspended_.begin(), suspended_.end(), [&](const Suspended& out) {
-           return out.replica == id && out.incarnation == found->second.incarnation;
-         });
-}
-
 // A step is being committed without them: now they are behind. Before the ledger's own commit.
 void Coordinator::give_up_suspended() {
   for (const auto& out : std::exchange(suspended_, {})) {
     ledger_.hand_back(out.replica);
-    if (auto found = replicas_.find(out.replica);
-        found != replicas_.end() && found->second.incarnation == out.incarnation)
+    if (registration(out.replica, out.incarnation) != nullptr)
       drop_registration(out.replica, fmt::format("{}, and the job went on without it", out.reason));
   }
 }
@@ -213,8 +198,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now)
     std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
     return;
   }
-  for (auto& out : suspended_)
-    if (out.replica == id) out.ended = true;
+  if (Suspended* out = out_for_now(id)) out->ended = true;
   drop_registration(id, reason);
   if (member(id) == nullptr) return;
   note("replica {} is out: {}", id, reason);
@@ -261,12 +245,17 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
 
 // ---- helpers
 
+// All of its ranks have registered since this coordinator started.
+bool Coordinator::is_back(const MemberState& m) const {
+  const ReplicaState* here = registration(m.replica, m.incarnation);
+  return here != nullptr && whole(*here);
+}
+
 // All of its ranks are connected now.
 bool Coordinator::present(ReplicaId id, Incarnation incarnation) const {
-  auto found = replicas_.find(id);
-  return found != replicas_.end() && found->second.incarnation == incarnation && whole(found->second) &&
-         std::all_of(found->second.ranks.begin(), found->second.ranks.end(),
-                     [](const RankState& rank) { return rank.connected_node; });
+  const ReplicaState* here = registration(id, incarnation);
+  return here != nullptr && whole(*here) &&
+         std::all_of(here->ranks.begin(), here->ranks.end(), [](const RankState& rank) { return rank.connected_node; });
 }
 
 // One of its ranks has been gone for too long.
@@ -293,6 +282,12 @@ std::vector<ReplicaId> Coordinator::held_for() const {
     if (!m.catching_up && !present(m.replica, m.incarnation) && !others_contribute(m.replica))
       held.push_back(m.replica);
   return held;
+}
+
+// The last one that has the state is not put out.
+void Coordinator::hold_for(ReplicaId id, const std::string& why) {
+  say_once(
+      fmt::format("the job waits for replica {}: {}, and nobody else has the state of step {}", id, why, committed_));
 }
 
 void Coordinator::say_once(std::string line) {

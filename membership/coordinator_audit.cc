@@ -6,7 +6,7 @@
 namespace rejoin::membership {
 
 // Whether the step that all have exchanged may be committed.
-bool Coordinator::differences_settled() {
+bool Coordinator::differences_settled(TimePoint now) {
   std::vector<DriftAudit::Voter> voters;
   for (const auto& m : members_) voters.push_back({m.replica, !m.catching_up});
   const DriftAudit::Verdict verdict = audit_.judge(voters, epoch_, committed_);
@@ -14,7 +14,7 @@ bool Coordinator::differences_settled() {
   using Kind = DriftAudit::Verdict::Kind;
   switch (verdict.kind) {
     case Kind::agree: return true;
-    case Kind::remove: remove(verdict.replica, verdict.reason, now_); return false;
+    case Kind::remove: remove(verdict.replica, verdict.reason, now); return false;
     case Kind::repeat: break;
     case Kind::stop: {
       proto::LogRecord record;

@@ -52,8 +52,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
                               .incarnation = Incarnation(m.incarnation()),
                               .reason = "it was silent"});
       const auto stays = [&](ReplicaId replica) {
-        return member(replica) != nullptr || std::any_of(suspended_.begin(), suspended_.end(),
-                                                         [&](const auto& out) { return out.replica == replica; });
+        return member(replica) != nullptr || out_for_now(replica) != nullptr;
       };
       for (const auto& m : before)
         if (!stays(m.replica)) ledger_.hand_back(m.replica);
@@ -92,8 +91,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
     case proto::LogRecord::kStopped: stopped_ = record.stopped().reason(); return {};
     case proto::LogRecord::kDropped:
       stopped_.reset();
-      for (auto& out : suspended_)
-        if (out.replica.value == record.dropped().replica()) out.ended = true;  // it is not taken back
+      if (Suspended* out = out_for_now(ReplicaId(record.dropped().replica()))) out->ended = true;  // not taken back
       return {};
     case proto::LogRecord::KIND_NOT_SET: break;
   }

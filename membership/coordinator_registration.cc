@@ -28,10 +28,9 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     // By its incarnation, or by its life where it has not heard of its new one.
     const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||
                                                     rank_of(up.replica(), up.rank(), up.life()) != nullptr);
-    const bool out_for_now = std::any_of(suspended_.begin(), suspended_.end(), [&](const Suspended& out) {
-      return out.replica == id && out.incarnation.value == up.incarnation() && !out.ended;
-    });
-    const bool from_log = out_for_now || (m != nullptr && m->incarnation.value == up.incarnation());
+    const Suspended* out = out_for_now(id);
+    const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
+                          (m != nullptr && m->incarnation.value == up.incarnation());
     // Given out after the last epoch was begun, by an earlier life of this coordinator: it was never a member, so that
     // its state is still the one that it came with.
     const bool only_registered = up.incarnation() > incarnations_before_epoch_ &&
@@ -53,17 +52,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     keep(replica, node, up);
     welcome_back(node, up, replica);
     if (!was_whole && whole(replica) && may_announce()) announce_replica(replica, id);
-    if (up.exchanged_epoch() == epoch_.value && up.exchanged_step() == committed_.value + 1) {
-      proto::Exchanged again;
-      again.set_replica(up.replica());
-      again.set_incarnation(up.incarnation());
-      again.set_epoch(up.exchanged_epoch());
-      again.set_step(up.exchanged_step());
-      RankSet(up.rank()).to(again.mutable_ranks());
-      again.add_reduced(up.exchanged_reduced());
-      again.add_state(up.exchanged_state());
-      on_exchanged(again);
-    }
+    on_exchanged(exchanged_of(up), now);  // stale, unless it is of this epoch and step
     return try_start(now);
   }
   register_new(node, up, now);
@@ -86,9 +75,8 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
     return found == replicas_.end() || found->second.incarnation == incarnation;
   };
   const MemberState* m = member(id);
-  if ((m != nullptr && is_it(m->incarnation)) ||
-      std::any_of(suspended_.begin(), suspended_.end(),
-                  [&](const Suspended& out) { return out.replica == id && is_it(out.incarnation); })) {
+  const Suspended* out = out_for_now(id);
+  if ((m != nullptr && is_it(m->incarnation)) || (out != nullptr && is_it(out->incarnation))) {
     remove(id, fmt::format("rank {} was started again", up.rank()), now);
     found = replicas_.find(id);
   }
@@ -154,10 +142,8 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
 // members have had their time to come back. Then everything is.
 bool Coordinator::may_announce() {
   if (!recovering_until_) return true;
-  for (const auto& m : members_) {
-    auto found = replicas_.find(m.replica);
-    if (found == replicas_.end() || found->second.incarnation != m.incarnation || !whole(found->second)) return false;
-  }
+  for (const auto& m : members_)
+    if (!is_back(m)) return false;
   recovering_until_.reset();
   for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
   return true;

@@ -26,11 +26,11 @@ void Coordinator::try_start(TimePoint now) {
 // All that are configured; of a job that had started before also fewer, when the others have not come for long.
 std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
   std::vector<ReplicaId> there;
-  std::set<std::uint64_t> all;
+  std::set<std::uint64_t> incarnations;
   for (const auto& [id, replica] : replicas_) {
     if (!present(id, replica.incarnation)) continue;
     there.push_back(id);
-    all.insert(replica.incarnation.value);
+    incarnations.insert(replica.incarnation.value);
   }
   if (there.size() < config_.replicas) {
     if (!started() || there.empty()) {
@@ -40,12 +40,8 @@ std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
     if (!incomplete_since_) incomplete_since_ = now;
     if (now - *incomplete_since_ < start_patience()) return {};
   }
-  for (auto id : there) {
-    const auto& replica = replicas_.at(id);
-    auto others = all;
-    others.erase(replica.incarnation.value);
-    if (!linked(replica, others)) return {};
-  }
+  for (auto id : there)
+    if (!linked(replicas_.at(id), incarnations)) return {};
   return there;
 }
 
@@ -67,8 +63,7 @@ std::optional<std::uint64_t> Coordinator::newest(const std::vector<ReplicaId>& r
 std::string Coordinator::rollback_needed(Step from) const {
   return fmt::format(
       "step {} is committed, and the most advanced state that has come is that of step {}: bring a later checkpoint, "
-      "or "
-      "start the coordinator with --roll-back-to {} to give up {} steps",
+      "or start the coordinator with --roll-back-to {} to give up {} steps",
       committed_, from, from, committed_.value - from.value);
 }
 
@@ -85,7 +80,7 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     if (std::all_of(print.begin(), print.end(), [&](const auto& p) { return p.first == from.value; })) ++votes[print];
   }
   // Nobody has one version on all of its ranks: such a state is of no step.
-  if (votes.empty()) return say_once(fmt::format("no replica has the state of one step on all of its ranks"));
+  if (votes.empty()) return say_once("no replica has the state of one step on all of its ranks");
   const auto chosen = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {
                         return a.second < b.second;
                       })->first;

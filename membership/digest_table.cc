@@ -23,4 +23,16 @@ void DigestTable::tell(const RankSet& ranks, proto::Exchanged& exchanged) const 
     }
 }
 
+proto::Exchanged exchanged_of(const proto::RankUp& up) {
+  proto::Exchanged exchanged;
+  exchanged.set_replica(up.replica());
+  exchanged.set_incarnation(up.incarnation());
+  exchanged.set_epoch(up.exchanged_epoch());
+  exchanged.set_step(up.exchanged_step());
+  RankSet(up.rank()).to(exchanged.mutable_ranks());
+  exchanged.add_reduced(up.exchanged_reduced());
+  exchanged.add_state(up.exchanged_state());
+  return exchanged;
+}
+
 }  // namespace rejoin::membership

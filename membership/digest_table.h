@@ -31,6 +31,9 @@ class DigestTable {
   std::vector<RankDigests> by_rank_;
 };
 
+// What a registration says of the rank's last exchange, as the rank reported it.
+proto::Exchanged exchanged_of(const proto::RankUp& up);
+
 constexpr std::uint64_t kMostRanks = 1 << 16;  // of a replica
 
 }  // namespace rejoin::membership

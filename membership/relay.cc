@@ -163,15 +163,7 @@ void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   nodes_[node].hosts.add(RankSet(up.rank()));
   if (up.incarnation() == 0) return;  // known when it is registered
   join(key, rank, up.incarnation());
-  proto::Exchanged exchanged;
-  exchanged.set_replica(up.replica());
-  exchanged.set_incarnation(up.incarnation());
-  exchanged.set_epoch(up.exchanged_epoch());
-  exchanged.set_step(up.exchanged_step());
-  RankSet(up.rank()).to(exchanged.mutable_ranks());
-  exchanged.add_reduced(up.exchanged_reduced());
-  exchanged.add_state(up.exchanged_state());
-  add_exchanged(exchanged);
+  add_exchanged(exchanged_of(up));
 }
 
 void Relay::join(const RankKey& key, RankState& rank, std::uint64_t incarnation) {
