@@ -66,9 +66,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         return fail(ErrorCode::corrupt, "the log commits step {} after step {}", record.committed().step(),
                     committed_.value);
       for (const auto& m : record.committed().members()) {
-        Batch logged;
-        for (const auto& range : m.batch()) logged.push_back({range.begin(), range.end()});
-        if (const Batch* own = ledger_.batch_of(ReplicaId(m.replica())); own == nullptr || *own != logged)
+        if (const Batch* own = ledger_.batch_of(ReplicaId(m.replica())); own == nullptr || *own != batch_of(m))
           return fail(ErrorCode::corrupt,
                       "the log says that replica {} trained other samples in step {} than those that follow from the "
                       "records before it; restore it from a copy",

@@ -2,7 +2,21 @@
 
 #include <algorithm>
 
+#include "control.pb.h"
+
 namespace rejoin::membership {
+
+Batch batch_of(const proto::Member& member) {
+  Batch batch;
+  for (const auto& range : member.batch()) batch.push_back({range.begin(), range.end()});
+  return batch;
+}
+
+std::uint64_t samples_of(const Batch& batch) {
+  std::uint64_t samples = 0;
+  for (const auto& range : batch) samples += range.size();
+  return samples;
+}
 
 void Ledger::assign(const std::vector<ReplicaId>& contributors) {
   for (auto replica : contributors)

@@ -9,6 +9,10 @@
 #include "base/ids.h"
 #include "base/result.h"
 
+namespace rejoin::proto {
+class Member;
+}
+
 namespace rejoin::membership {
 
 struct SampleRange {
@@ -17,6 +21,8 @@ struct SampleRange {
   bool operator==(const SampleRange&) const = default;
 };
 using Batch = std::vector<SampleRange>;  // disjoint, in order of assignment
+Batch batch_of(const proto::Member& member);
+std::uint64_t samples_of(const Batch& batch);
 
 class Ledger {
  public:

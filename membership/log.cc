@@ -210,31 +210,34 @@ Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
   return std::move(parsed->records);
 }
 
+namespace {
+
+// The batches that were trained, by step. Those of steps that were rolled back are given up.
+template <typename GiveUp>
+std::map<std::uint64_t, Batch> follow(const std::vector<proto::LogRecord>& records, GiveUp give_up) {
+  std::map<std::uint64_t, Batch> trained;
+  for (const auto& record : records) {
+    if (record.has_rolled_back())
+      for (auto step = trained.upper_bound(record.rolled_back().version()); step != trained.end();
+           step = trained.erase(step))
+        give_up(step->second);
+    if (!record.has_committed()) continue;
+    for (const auto& member : record.committed().members())
+      for (const auto& range : batch_of(member)) trained[record.committed().step()].push_back(range);
+  }
+  return trained;
+}
+
+}  // namespace
+
 RolledBack rolled_back(const std::vector<proto::LogRecord>& records) {
   RolledBack given_up;
-  std::map<std::uint64_t, std::uint64_t> samples;  // by step
-  for (const auto& record : records) {
-    if (record.has_committed())
-      for (const auto& member : record.committed().members())
-        for (const auto& range : member.batch()) samples[record.committed().step()] += range.end() - range.begin();
-    if (!record.has_rolled_back()) continue;
-    for (auto step = samples.upper_bound(record.rolled_back().version()); step != samples.end();
-         step = samples.erase(step))
-      ++given_up.steps, given_up.samples += step->second;
-  }
+  (void)follow(records, [&](const Batch& batch) { ++given_up.steps, given_up.samples += samples_of(batch); });
   return given_up;
 }
 
 std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records) {
-  std::map<std::uint64_t, Batch> trained;
-  for (const auto& record : records) {
-    if (record.has_rolled_back()) trained.erase(trained.upper_bound(record.rolled_back().version()), trained.end());
-    if (!record.has_committed()) continue;
-    for (const auto& member : record.committed().members())
-      for (const auto& range : member.batch())
-        trained[record.committed().step()].push_back({range.begin(), range.end()});
-  }
-  return trained;
+  return follow(records, [](const Batch&) {});
 }
 
 }  // namespace rejoin::membership

@@ -20,10 +20,8 @@ bool Rank::has_contributors() const {
 }
 
 Batch Rank::batch() const {
-  Batch batch;
-  if (const auto* me = self())
-    for (const auto& range : me->batch()) batch.push_back({range.begin(), range.end()});
-  return batch;
+  const auto* me = self();
+  return me != nullptr ? batch_of(*me) : Batch{};
 }
 
 Rank::Meaning Rank::on_plan(const proto::Plan& plan) {

@@ -26,18 +26,17 @@ void Replay::start_over() {
 }
 
 void Replay::on_record(const proto::LogRecord& record) {
-  if (record.has_committed()) {
-    steps_.push_back(record.committed());
-    for (std::uint32_t rank = 0; rank < ranks_.size(); ++rank) train(rank, record.committed());
-  }
+  if (record.has_committed()) train(record.committed());
   if (!record.has_rolled_back()) return;
-  auto kept = std::move(steps_);
-  kept.resize(std::min<std::size_t>(kept.size(), record.rolled_back().version()));
+  const auto before = std::move(steps_);
+  const std::size_t kept = std::min<std::size_t>(before.size(), record.rolled_back().version());
   start_over();
-  for (const auto& step : kept) {
-    for (std::uint32_t rank = 0; rank < ranks_.size(); ++rank) train(rank, step);
-    steps_.push_back(step);
-  }
+  for (std::size_t i = 0; i < kept; ++i) train(before[i]);
+}
+
+void Replay::train(const proto::LogRecord::Committed& step) {
+  for (std::uint32_t rank = 0; rank < ranks_.size(); ++rank) train(rank, step);
+  steps_.push_back(step);
 }
 
 void Replay::train(std::uint32_t rank, const proto::LogRecord::Committed& step) {
@@ -48,9 +47,7 @@ void Replay::train(std::uint32_t rank, const proto::LogRecord::Committed& step) 
     one.emplace_back(tensor.count);
   }
   for (const auto& member : step.members()) {
-    membership::Batch batch;
-    for (const auto& range : member.batch()) batch.push_back({range.begin(), range.end()});
-    (void)model_.backward(rank, views_of(state.weights), views_of(one), batch);
+    (void)model_.backward(rank, views_of(state.weights), views_of(one), membership::batch_of(member));
     for (std::size_t t = 0; t < sum.size(); ++t)
       for (std::size_t i = 0; i < sum[t].size(); ++i) sum[t][i] += one[t][i];
   }

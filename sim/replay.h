@@ -27,6 +27,7 @@ class Replay {
     std::map<std::uint64_t, std::uint64_t> digests;        // by version
   };
   void start_over();
+  void train(const proto::LogRecord::Committed& step);
   void train(std::uint32_t rank, const proto::LogRecord::Committed& step);
   void remember(std::uint32_t rank, std::uint64_t version);
 

@@ -254,7 +254,7 @@ void World::on_committed(const proto::LogRecord::Committed& record) {
   if (!outcome_.committed.empty()) committed.samples = outcome_.committed.back().samples;
   double sum = 0, count = 0;
   for (const auto& member : record.members()) {
-    for (const auto& range : member.batch()) committed.samples += range.end() - range.begin();
+    committed.samples += membership::samples_of(membership::batch_of(member));
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
       if (auto found = losses_[record.step()].find({member.replica(), rank}); found != losses_[record.step()].end())
         sum += found->second, ++count;
