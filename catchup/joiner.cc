@@ -213,8 +213,7 @@ bool Joiner::decode(Arrival& arrival) {
 void Joiner::fetch_again(std::uint32_t slice) {
   while (!view_.set_slice(slice, view_.slice(slice), {})) {
   }
-  if (proven_[slice]) --proven_count_;
-  proven_[slice] = false;
+  set_proven(slice, false);
   unproven_.erase(slice);
   suspects_.erase(slice);
   for (auto& [source, known] : expected_) known.agrees[slice] = false;
@@ -413,12 +412,25 @@ void Joiner::agree(ReplicaId source, std::uint32_t slice) {
   auto known = expected_.find(source);
   if (known == expected_.end()) return;
   known->second.agrees[slice] = true;
-  if (proven_[slice] || suspects_.contains(slice)) return;
-  for (const auto& [other, its] : expected_)
-    if (waited_for(its) && !its.agrees[slice]) return;
-  proven_[slice] = true;
-  ++proven_count_;
-  unproven_.erase(slice);
+  if (all_agree(slice)) set_proven(slice, true);
+}
+
+// Whoever is waited for has the same bytes, and at least one has.
+bool Joiner::all_agree(std::uint32_t slice) const {
+  if (suspects_.contains(slice)) return false;
+  bool any = false;
+  for (const auto& [source, known] : expected_) {
+    if (waited_for(known) && !known.agrees[slice]) return false;
+    any = any || known.agrees[slice];
+  }
+  return any;
+}
+
+void Joiner::set_proven(std::uint32_t slice, bool proven) {
+  if (proven == proven_[slice]) return;
+  proven_[slice] = proven;
+  if (proven) ++proven_count_, unproven_.erase(slice);
+  else --proven_count_, unproven_.insert(slice);
 }
 
 bool Joiner::waited_for(const Expected& source) const {
@@ -428,16 +440,8 @@ bool Joiner::waited_for(const Expected& source) const {
 // Whose word is needed has changed.
 void Joiner::look_at_proofs() {
   if (done_) return;
-  for (std::uint32_t i = 0; i < proven_.size(); ++i) {
-    if (!planner_.has(i)) continue;
-    const bool proven = !suspects_.contains(i) && std::all_of(expected_.begin(), expected_.end(), [&](const auto& one) {
-      return !waited_for(one.second) || one.second.agrees[i];
-    }) && std::any_of(expected_.begin(), expected_.end(), [&](const auto& one) { return one.second.agrees[i]; });
-    if (proven == proven_[i]) continue;
-    proven_[i] = proven;
-    if (proven) ++proven_count_, unproven_.erase(i);
-    else --proven_count_, unproven_.insert(i);
-  }
+  for (std::uint32_t i = 0; i < proven_.size(); ++i)
+    if (planner_.has(i)) set_proven(i, all_agree(i));
 }
 
 void Joiner::drop(Question& question) {

@@ -107,6 +107,8 @@ class Joiner {
   bool asks(const Expected& source, std::uint32_t slice) const;
   bool waited_for(const Expected& source) const;
   void look_at_proofs();
+  bool all_agree(std::uint32_t slice) const;
+  void set_proven(std::uint32_t slice, bool proven);
   void drop(Question& question);
   void fetch_again(std::uint32_t slice);
   bool say(transport::EndpointId endpoint, const proto::Stream& message);
