@@ -65,6 +65,10 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
       events::emit("commit", {{"step", record.committed().step()}, {"epoch", record.committed().epoch()}});
     if (record.has_rolled_back())
       events::emit("rolled_back", {{"from", record.rolled_back().from()}, {"to", record.rolled_back().version()}});
+    if (record.has_stopped()) {
+      spdlog::critical("the job stops after step {}: {}", record.stopped().step(), record.stopped().reason());
+      events::emit("stopped", {{"step", record.stopped().step()}, {"reason", record.stopped().reason()}});
+    }
     if (record.has_epoch()) {
       std::string members;
       for (const auto& m : record.epoch().members())
@@ -75,11 +79,6 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
                              {"reason", record.epoch().reason()}});
     }
   }
-  for (const auto& record : actions.append)
-    if (record.has_stopped()) {
-      spdlog::critical("the job stops after step {}: {}", record.stopped().step(), record.stopped().reason());
-      events::emit("stopped", {{"step", record.stopped().step()}, {"reason", record.stopped().reason()}});
-    }
   for (const auto& note : actions.notes) spdlog::info("{}", note);
   for (const auto& [node, message] : actions.send) {
     nodes_.send(node, message.SerializeAsString());

@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "base/events.h"
@@ -222,10 +223,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   for (const auto& [id, other] : trainers_)
     if (other.key == key) older.push_back(id);
   for (auto id : older) {
-    auto info = machine_.ranks().find(id);
-    const bool same = info != machine_.ranks().end() && info->second.up.life() == hello.up().life();
-    if (same) drop(id, "it connected anew", Gone::replaced);
-    else drop(id, "the rank was started again", Gone::ended);
+    const Gone how = machine_.gone_for(id, hello.up().life());
+    drop(id, how == Gone::replaced ? "it connected anew" : "the rank was started again", how);
   }
   trainer.key = key;
   trainer.stream = stream.thread.get();
@@ -351,24 +350,18 @@ void NodeServer::on_report(const std::string& device, StreamThread::Report repor
                               {"seconds", progress.seconds},
                               {"done", progress.done}});
   }
-  for (const auto& [key, drift] : report.drifts)
-    for (const auto& [id, trainer] : trainers_)
-      if (trainer.key == key) {
-        carry_out(machine_.on_rank_message(id, report_of(key, drift), now()));
-        break;
-      }
+  const auto hears = [&](catchup::RankKey key, const proto::FromNode& message) {
+    const auto of =
+        std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second.key == key; });
+    if (of == trainers_.end()) return false;
+    carry_out(machine_.on_rank_message(of->first, message, now()));
+    return true;
+  };
+  for (const auto& [key, drift] : report.drifts) hears(key, report_of(key, drift));
   // The process may be another one by now: the life that caught up goes along, and Node compares it.
-  for (const auto& [key, life] : report.caught_up)
-    for (const auto& [id, trainer] : trainers_) {
-      if (trainer.key != key) continue;
-      proto::FromNode message;
-      message.mutable_caught_up()->set_replica(key.replica.value);
-      message.mutable_caught_up()->set_rank(key.rank.value);
-      message.mutable_caught_up()->set_life(life);
-      spdlog::info("replica {} rank {} has caught up", key.replica, key.rank);
-      carry_out(machine_.on_rank_message(id, message, now()));
-      break;
-    }
+  for (const auto& whole : report.caught_up)
+    if (hears(whole.key, report_of(whole)))
+      spdlog::info("replica {} rank {} has caught up", whole.key.replica, whole.key.rank);
 }
 
 nlohmann::json NodeServer::status() const {

@@ -22,6 +22,14 @@ std::vector<LocalStream> streams_of(const membership::Node& node) {
   return streams;
 }
 
+proto::FromNode report_of(const catchup::Service::Whole& whole) {
+  proto::FromNode message;
+  message.mutable_caught_up()->set_replica(whole.key.replica.value);
+  message.mutable_caught_up()->set_rank(whole.key.rank.value);
+  message.mutable_caught_up()->set_life(whole.life);
+  return message;
+}
+
 proto::FromNode report_of(const catchup::RankKey& joiner, const catchup::Drift& drift) {
   proto::FromNode message;
   auto& told = *message.mutable_drift();

@@ -16,7 +16,8 @@ struct LocalStream {
 
 std::vector<LocalStream> streams_of(const membership::Node& node);
 
-// A joiner's finding, as the coordinator is told.
+// What a stream's thread has found, as the rank's node is told.
+proto::FromNode report_of(const catchup::Service::Whole& whole);
 proto::FromNode report_of(const catchup::RankKey& joiner, const catchup::Drift& drift);
 
 }  // namespace rejoin::daemon

@@ -177,6 +177,11 @@ void Node::on_rank_alive(RankConnection rank, TimePoint now) {
   if (auto found = ranks_.find(rank); found != ranks_.end()) found->second.heard = now;
 }
 
+Node::Gone Node::gone_for(RankConnection rank, std::uint64_t life) const {
+  auto found = ranks_.find(rank);
+  return found != ranks_.end() && found->second.up.life() == life ? Gone::replaced : Gone::ended;
+}
+
 Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason, Gone how) {
   Actions actions;
   auto gone = ranks_.extract(connection);

@@ -52,6 +52,8 @@ class Node {
     replaced,  // it has come back through another connection already
   };
   Actions on_rank_gone(RankConnection rank, const std::string& reason, Gone how);
+  // What has become of a rank whose place the process of this life takes.
+  Gone gone_for(RankConnection rank, std::uint64_t life) const;
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
   bool coordinator_up() const { return coordinator_up_; }

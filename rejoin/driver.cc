@@ -342,13 +342,10 @@ void Driver::enter_epoch() {
     places.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
   events::emit("enter_epoch", {{"epoch", machine_.epoch().value}, {"step", machine_.step().value}});
   // Who is out may go on writing, if it has not heard of this: fenced. It connects again if it is taken back.
-  for (const auto& before : places_) {
-    const bool stays =
-        std::any_of(places.begin(), places.end(), [&](const auto& p) { return p.member == before.member; });
-    if (!stays) ring_->forget(before.member);
-  }
+  const auto before = std::exchange(places_, places);
+  for (const auto& place : before)
+    if (!is_place(place.member)) ring_->forget(place.member);
   broken_.clear();
-  places_ = places;
   ring_->enter(machine_.epoch(), std::move(places));
   reach_peers();
 }

@@ -42,11 +42,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   std::vector<membership::RankConnection> older;
   for (const auto& [id, rank] : ranks_)
     if (rank.key == key) older.push_back(id);
-  for (auto id : older) {
-    auto info = machine_.ranks().find(id);
-    const bool same = info != machine_.ranks().end() && info->second.up.life() == up.life();
-    drop(id, "the rank was started again", same ? membership::Node::Gone::replaced : membership::Node::Gone::ended);
-  }
+  for (auto id : older) drop(id, "the rank was started again", machine_.gone_for(id, up.life()));
   auto view = shm::View::of(trainer->state().owner());
   REJOIN_CHECK(view.has_value(), "{}", view.error());
   LocalRank& rank = ranks_[connection];
@@ -217,11 +213,9 @@ void Daemon::on_caught_up(const catchup::Service::Whole& whole) {
     if (rank.key != whole.key) continue;
     if (world_.planted(Plant::damage_after_proof))
       if (Trainer* trainer = world_.trainer(rank.trainer)) trainer->state().column({4}, 0)[11] ^= std::byte{4};
-    proto::FromNode message;
-    message.mutable_caught_up()->set_replica(whole.key.replica.value);
-    message.mutable_caught_up()->set_rank(whole.key.rank.value);
-    message.mutable_caught_up()->set_life(world_.planted(Plant::wrong_life) ? machine_.ranks().at(connection).up.life()
-                                                                            : whole.life);
+    proto::FromNode message = daemon::report_of(whole);
+    if (world_.planted(Plant::wrong_life))
+      message.mutable_caught_up()->set_life(machine_.ranks().at(connection).up.life());
     world_.count("caught up");
     carry_out(machine_.on_rank_message(connection, message, local_now()));
     break;
