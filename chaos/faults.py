@@ -34,7 +34,7 @@ def kind(weight, lasts=None, needs=None, blocks=False):
 
 # ---- processes
 
-def kill_trainers(run, trainers, random):
+def kill_trainers(run, trainers):
     """At once, but never the last who have the committed state: that is a fault of its own."""
     replicas = {t.replica for t in trainers}
     if not set(run.checker.holders()) - replicas:
@@ -47,7 +47,7 @@ def kill_trainers(run, trainers, random):
 @kind(weight=4)
 def kill_rank(run, random):
     victim = random.choice(run.job.named("trainer"))
-    yield f"{victim.name}", kill_trainers(run, [victim], random)
+    yield f"{victim.name}", kill_trainers(run, [victim])
 
 
 @kind(weight=2)
@@ -55,14 +55,14 @@ def kill_ranks(run, random):
     """Several, of any replicas, at once."""
     trainers = run.job.named("trainer")
     victims = random.sample(trainers, random.randint(2, len(trainers) - 1))
-    yield " ".join(v.name for v in victims), kill_trainers(run, victims, random)
+    yield " ".join(v.name for v in victims), kill_trainers(run, victims)
 
 
 @kind(weight=2)
 def kill_node(run, random):
     """A node loses power: its daemon and all its trainers."""
     node = random.choice(run.wiring.nodes)
-    touched = kill_trainers(run, [p for p in run.job.on_node(node.name) if p.role == "trainer"], random)
+    touched = kill_trainers(run, [p for p in run.job.on_node(node.name) if p.role == "trainer"])
     run.job.kill(node.name)
     yield node.name, touched
 
@@ -74,7 +74,7 @@ def kill_all_but_one(run, random):
         raise Skipped("nobody surely holds the committed state")
     kept = random.choice(holders)
     yield f"all replicas but {kept}", kill_trainers(
-        run, [t for t in run.job.named("trainer") if t.replica != kept], random)
+        run, [t for t in run.job.named("trainer") if t.replica != kept])
 
 
 @kind(weight=3)
@@ -101,8 +101,6 @@ def kill_everybody(run, random):
     """All trainers: the state is truly lost. The runner then says, as its operator, that the job may start afresh."""
     if run.checker.committed == 0:
         raise Skipped("nothing has been committed")
-    if not run.can_roll_back:
-        raise Skipped("this rejoind has no --roll-back-to")
     for trainer in run.job.named("trainer"):
         run.job.kill(trainer.name)
     yield "all trainers", set(range(run.job.settings.replicas))
@@ -291,7 +289,7 @@ def corrupt_stream(run, random):
     """Bits of the catch-up stream flip, while a replica that has lost a rank catches up."""
     rules, text = tcp_rule(run, random, "corrupt", "daemon")
     victim = random.choice(run.job.named("trainer"))
-    touched = kill_trainers(run, [victim], random)
+    touched = kill_trainers(run, [victim])
     return (yield from ruled(run, rules, f"{victim.name} killed; {text}", touched))
 
 

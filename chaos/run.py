@@ -47,8 +47,6 @@ class Run:
         self.expected_since = self.begun  # since then steps ought to be committed
         self.said = self.timed = 0
         self.pids = {}
-        self.can_roll_back = "--roll-back-to" in subprocess.run(
-            [f"{settings.binaries}/rejoind", "--help"], capture_output=True, text=True, check=True).stdout
 
     def say(self, text):
         line = f"{time.monotonic() - self.begun:8.2f}  {text}"
@@ -102,7 +100,7 @@ class Run:
 
     def operate(self):
         """After a true loss the operator says that the job may start from what there is; for this once."""
-        if self.checker.true_loss and not self.active and self.can_roll_back and self.job.roll_back_to is None:
+        if self.checker.true_loss and not self.active and self.job.roll_back_to is None:
             self.say("    the operator: --roll-back-to 0")
             self.restart_coordinator(roll_back_to=0)
         elif not self.checker.true_loss and self.job.roll_back_to is not None:
@@ -305,7 +303,7 @@ class Run:
 def parse():
     parser = argparse.ArgumentParser(prog="./run chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5, help="for all transports together (default 5)")
-    parser.add_argument("--seed", default=None, help="of the faults; 'commit': the commit's (default: any)")
+    parser.add_argument("--seed", default=None, help="of the faults (default: any)")
     parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all",
                         help="shm: all replicas on one host; tcp; rails: TCP over two; all: one after the other")
     parser.add_argument("--replicas", type=int, default=3)
@@ -328,9 +326,6 @@ def parse():
             parser.error(f"no fault '{name}'; there are {' '.join(faults.KINDS)}")
     if settings.seed is None:
         settings.seed = str(random.SystemRandom().randrange(10**6))
-    elif settings.seed == "commit":
-        settings.seed = subprocess.run(["git", "-C", str(SOURCE), "rev-parse", "--short", "HEAD"], capture_output=True,
-                                       text=True).stdout.strip() or "0"
     return settings
 
 

@@ -60,19 +60,6 @@ Result<Target> parse_replica(const std::string& text, const JobSettings& job) {
   return parse_target(bare ? text.substr(0, at) + ".0" + text.substr(at) : text, job);
 }
 
-// Whether the demo's trainer has an option: an older one, or one that was built without, says so before anything runs.
-Result<> trainer_knows(const JobSettings& job, const std::string& option) {
-  const std::string program = job.binaries + "/rejoin-demo-trainer";
-  FILE* help = ::popen(fmt::format("'{}' --help", program).c_str(), "r");
-  if (help == nullptr) return fail_errno(program);
-  std::string text;
-  char part[4096];
-  for (std::size_t got; (got = ::fread(part, 1, sizeof part, help)) > 0;) text.append(part, got);
-  ::pclose(help);
-  if (text.find(option) != std::string::npos) return {};
-  return fail(ErrorCode::invalid_argument, "{} has no {} yet: this fault can't be shown with it", program, option);
-}
-
 std::int64_t now_ns() { return SteadyClock().now().time_since_epoch().count(); }
 
 // One run of the job with its faults; the story is complete when it returns.
@@ -134,13 +121,9 @@ class Run {
     if (!s_.drift.empty()) {
       const auto target = parse_replica(s_.drift, s_.job);
       if (!target) return tl::unexpected(target.error());
-      if (auto known = trainer_knows(s_.job, "--drift-from"); !known) return tl::unexpected(known.error());
       add(target->rank, "--drift-from", target->step);
     }
-    if (s_.flip_bit != 0) {
-      if (auto known = trainer_knows(s_.job, "--flip-bit-at"); !known) return tl::unexpected(known.error());
-      add({s_.job.replicas - 1, 0}, "--flip-bit-at", s_.flip_bit);
-    }
+    if (s_.flip_bit != 0) add({s_.job.replicas - 1, 0}, "--flip-bit-at", s_.flip_bit);
     return more;
   }
 

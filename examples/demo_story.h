@@ -38,8 +38,8 @@ struct ReplicaState {
 // What the demo did to the job.
 struct Deed {
   std::int64_t t = 0;
-  std::string
-      kind;  // kill, hang, kill_daemon, kill_coordinator, kill_source, kill_joiner, pause_coordinator, pause_all
+  // kill, hang, kill_daemon, kill_coordinator, kill_source, kill_joiner, pause_coordinator, pause_all
+  std::string kind;
   std::uint32_t replica = 0, rank = 0;
   std::uint64_t step = 0;
 };
