@@ -127,7 +127,6 @@ case ${1:-} in
   bench)
     need_gpu
     step "kernels beside the card's copy bandwidth" "$bin/rejoin_kernel_bw"
-    step "the same in works of 64 MiB, for the whole card" "$bin/rejoin_kernel_bw" --chunk 64M
     for transport in shm tcp; do
       for size in 64K 1M 8M; do
         for memory in "" "--use_cuda 0"; do

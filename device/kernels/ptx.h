@@ -1,6 +1,5 @@
 // What CUDA's language has no words for: the GPU's clock and conversions, and words that others write meanwhile: the
-// CPU
-// ("system"), or other blocks ("device").
+// CPU ("system"), or other blocks ("device").
 #pragma once
 
 #include <cstdint>
