@@ -1,7 +1,6 @@
 #include "membership/coordinator.h"
 
 #include <algorithm>
-#include <ranges>
 
 namespace rejoin::membership {
 
@@ -232,11 +231,13 @@ bool Coordinator::whole(const ReplicaState& replica) const { return replica.regi
 
 // Each of its ranks is connected with all of these, itself left out.
 bool Coordinator::linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const {
-  auto others = incarnations | std::views::filter([&](auto one) { return one != replica.incarnation.value; });
-  if (others.empty()) return true;
+  const auto self = replica.incarnation.value;
+  if (incarnations.size() == incarnations.count(self)) return true;
   std::uint64_t count = 0;
   for (const auto& standing : replica.standings)
-    if (std::ranges::includes(standing.links, others)) count += standing.ranks.size();
+    if (std::ranges::all_of(incarnations,
+                            [&](auto one) { return one == self || std::ranges::binary_search(standing.links, one); }))
+      count += standing.ranks.size();
   return count == config_.ranks;
 }
 
