@@ -9,6 +9,8 @@
 namespace rejoin {
 
 enum class DataType : std::uint8_t { float32, float64, bfloat16, float16, int32, int64 };
+inline constexpr DataType kDataTypes[] = {DataType::float32, DataType::float64, DataType::bfloat16,
+                                          DataType::float16, DataType::int32,   DataType::int64};
 
 // Sum: 16-bit types are added in float32 and rounded (to nearest even) once a hop. Mean: the sum, multiplied by the
 // float reciprocal of the number of contributors before the last rounding; for integers, divided towards zero.
@@ -39,8 +41,7 @@ constexpr std::string_view to_string(DataType type) {
 }
 
 constexpr std::optional<DataType> data_type_named(std::string_view name) {
-  for (auto type :
-       {DataType::float32, DataType::float64, DataType::bfloat16, DataType::float16, DataType::int32, DataType::int64})
+  for (auto type : kDataTypes)
     if (to_string(type) == name) return type;
   return std::nullopt;
 }

@@ -26,9 +26,6 @@ struct Settings {
   bool json = false;
 };
 
-constexpr DataType kTypes[] = {DataType::float32, DataType::float64, DataType::bfloat16,
-                               DataType::float16, DataType::int32,   DataType::int64};
-
 // A copy reads and writes each byte of its result, an addition also reads the other input, a digest only reads.
 constexpr double kCopyMoves = 2, kAddMoves = 3, kDigestMoves = 1;
 
@@ -114,8 +111,7 @@ class Bench {
 
   // As the ring does it: chunk by chunk, each given when there is room, in a kernel that is already running.
   Result<> add(device::Reducer& reducer, std::uint64_t chunk) {
-    const auto type =
-        *std::find_if(std::begin(kTypes), std::end(kTypes), [&](DataType one) { return to_string(one) == s_.type; });
+    const auto type = *data_type_named(s_.type);
     for (std::uint64_t at = 0; at < s_.bytes; at += chunk) {
       const std::uint64_t size = std::min(chunk, s_.bytes - at);
       auto given = reducer.add(type, out_.bytes.data() + at, a_.bytes.data() + at, b_.bytes.data() + at,
@@ -206,7 +202,7 @@ int main(int argc, char** argv) {
   CLI::App app{"What a GPU's kernels move, beside its copy bandwidth."};
   const auto sized = CLI::AsSizeValue(false);
   std::vector<std::string> types;
-  for (const auto type : bench::kTypes) types.emplace_back(to_string(type));
+  for (const auto type : kDataTypes) types.emplace_back(to_string(type));
   app.add_option("--use_cuda", s.cuda, "which CUDA device")->check(CLI::NonNegativeNumber)->capture_default_str();
   app.add_option("-s,--size", s.bytes, "bytes of each of three buffers")
       ->transform(sized)

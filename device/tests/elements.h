@@ -8,9 +8,6 @@
 
 namespace rejoin::device {
 
-constexpr DataType kTypes[] = {DataType::float32, DataType::float64, DataType::bfloat16,
-                               DataType::float16, DataType::int32,   DataType::int64};
-
 // An element's value as a double.
 inline double value_of(DataType type, const std::byte* at) {
   double value = 0;

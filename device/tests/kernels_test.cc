@@ -81,7 +81,7 @@ TEST_F(Kernels, SumsAndMeansAreRightForEveryTypeSizeAndAlignment) {
   constexpr std::size_t room = 70000 * 8 + 64;
   auto a = *device->allocate(room), b = *device->allocate(room), o = *device->allocate(room);
   std::mt19937_64 random(7);
-  for (const auto type : kTypes) {
+  for (const auto type : kDataTypes) {
     const std::size_t size = size_of(type);
     for (const std::size_t count : {1, 2, 3, 7, 16, 31, 257, 1000, 4099, 69997})
       for (const auto& [at_a, at_b, at_o] : {std::tuple{0, 0, 0}, {1, 1, 1}, {3, 2, 1}})

@@ -72,7 +72,7 @@ constexpr unsigned kWatch = 32;  // threads of the first block that do not work
 TEST(Language, EveryLaneAddsItsShareAndTheLastWarpOfAWorkTells) {
   std::mt19937 random(5);
   std::vector<std::pair<Rows, std::uint32_t>> all;
-  for (const auto type : kTypes)
+  for (const auto type : kDataTypes)
     for (const auto& [count, shift] : {std::pair{1, 0}, {700, 1}, {2600, 0}})
       all.emplace_back(Rows(type, count, shift, random), all.size() % 2 == 0 ? 1 : 3);
   ASSERT_LT(all.size(), Mailbox::kWorks);

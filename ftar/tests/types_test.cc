@@ -113,8 +113,7 @@ void run(const Case& c) {
 }
 
 TEST(FtarTypes, EveryTypeAndOperationGivesWhatItsElementsAddUpTo) {
-  for (auto type :
-       {DataType::float32, DataType::float64, DataType::bfloat16, DataType::float16, DataType::int32, DataType::int64})
+  for (auto type : kDataTypes)
     for (auto op : {ReduceOp::sum, ReduceOp::mean})
       for (const auto& [contributors, joiners] : {std::pair{1u, 0u}, {1u, 2u}, {2u, 0u}, {3u, 1u}, {4u, 0u}, {5u, 1u}})
         for (bool direct : {false, true}) {
