@@ -28,7 +28,9 @@ bool differ(const std::map<std::uint32_t, std::uint64_t>& said) {
   return std::any_of(said.begin(), said.end(), [&](const auto& one) { return one.second != said.begin()->second; });
 }
 
-std::string list(const std::map<std::uint32_t, std::uint64_t>& said) {
+// Digests by replica.
+template <typename Said>
+std::string list(const Said& said) {
   std::string text;
   for (const auto& [replica, digest] : said)
     text += fmt::format("{}{:016x} at replica {}", text.empty() ? "" : ", ", digest, replica);
@@ -73,12 +75,12 @@ void DriftAudit::on_drift(const proto::Drift& drift) {
   ++counted_.drift_reports;
   if (!config_.on || focus_ || drift.places() == 0 || drift.place() >= drift.places()) return;
   focus_ = {drift.place(), drift.places()};
-  std::string said;
+  std::vector<std::pair<std::uint32_t, std::uint64_t>> said;
   for (int i = 0; i < std::min(drift.sources_size(), drift.digests_size()); ++i)
-    said += fmt::format("{}{:016x} at replica {}", i == 0 ? "" : ", ", drift.digests(i), drift.sources(i));
+    said.emplace_back(drift.sources(i), drift.digests(i));
   note(fmt::format("the sources of replica {} rank {} differ at version {}: tensor '{}' elements {} to {}: {}",
                    drift.replica(), drift.rank(), drift.version(), drift.tensor(), drift.first(),
-                   drift.first() + drift.count(), said));
+                   drift.first() + drift.count(), list(said)));
 }
 
 void DriftAudit::on_committed(TimePoint now) {

@@ -132,6 +132,18 @@ struct Bench {
     gone.set_ended(true);
     say(replica, message);
   }
+  // Of this epoch: it has waited too long, or (lost) their connection has broken.
+  void accuse(std::uint32_t who, std::uint32_t suspect, bool lost = false, bool only_waiting = false) {
+    proto::FromNode message;
+    auto& a = *message.mutable_accusation();
+    a.set_replica(who);
+    a.set_epoch(coordinator.epoch().value);
+    a.set_suspect(suspect);
+    a.set_what(lost ? "connection reset" : "chunk 3 of 9 of the reduce-scatter");
+    a.set_lost(lost);
+    a.set_only_waiting(only_waiting);
+    say(who, message);
+  }
   void start() {
     for (std::uint32_t r = 0; r < 3; ++r) up(r);
     link_all();
@@ -240,17 +252,8 @@ TEST(Coordinator, AnotherPlanOrAPlaceOutsideTheJobIsRefusedWithTheReason) {
 TEST(Coordinator, OfAWaitForGraphTheOneThatWaitsForNobodyIsOut) {
   Bench bench;
   bench.start();
-  const auto accuse = [&](std::uint32_t who, std::uint32_t suspect) {
-    proto::FromNode message;
-    auto& a = *message.mutable_accusation();
-    a.set_replica(who);
-    a.set_epoch(bench.coordinator.epoch().value);
-    a.set_suspect(suspect);
-    a.set_what("chunk 3 of 9 of the reduce-scatter");
-    bench.say(who, message);
-  };
-  accuse(0, 2);  // waits for 2, which itself waits for 1
-  accuse(2, 1);
+  bench.accuse(0, 2);  // waits for 2, which itself waits for 1
+  bench.accuse(2, 1);
   bench.pass(300ms);
   ASSERT_EQ(bench.coordinator.members().size(), 2u);
   EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(0));
@@ -260,14 +263,7 @@ TEST(Coordinator, OfAWaitForGraphTheOneThatWaitsForNobodyIsOut) {
 TEST(Coordinator, AWaitThatIsNotTooLongYetIsToldButNotJudged) {
   Bench bench;
   bench.start();
-  proto::FromNode message;
-  auto& a = *message.mutable_accusation();
-  a.set_replica(0);
-  a.set_epoch(bench.coordinator.epoch().value);
-  a.set_suspect(2);
-  a.set_what("chunk 3 of 9 of the reduce-scatter");
-  a.set_only_waiting(true);
-  bench.say(0, message);
+  bench.accuse(0, 2, /*lost=*/false, /*only_waiting=*/true);
   bench.pass(900ms);
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
   const auto lines = bench.coordinator.waiting_for(bench.now);
@@ -474,26 +470,16 @@ TEST(Coordinator, WhoIsOutForNowIsKnownAfterTheCoordinatorsRestart) {
 TEST(Coordinator, AConnectionThatBrokeIsMendedInAnEpochOfTheSameMembers) {
   Bench bench;
   bench.start();
-  const auto lost = [&](std::uint32_t who, std::uint32_t suspect) {
-    proto::FromNode message;
-    auto& a = *message.mutable_accusation();
-    a.set_replica(who);
-    a.set_epoch(bench.coordinator.epoch().value);
-    a.set_suspect(suspect);
-    a.set_what("connection reset");
-    a.set_lost(true);
-    bench.say(who, message);
-  };
   const Epoch before = bench.coordinator.epoch();
-  lost(0, 2);
-  lost(2, 0);
+  bench.accuse(0, 2, /*lost=*/true);
+  bench.accuse(2, 0, /*lost=*/true);
   bench.pass(200ms);
   EXPECT_EQ(bench.coordinator.epoch(), before.next());
   EXPECT_EQ(bench.contributors(), 3u);
   // It breaks again and again: one of the two has to go.
   for (int i = 0; i < 10 && bench.contributors() == 3; ++i) {
-    lost(0, 2);
-    lost(2, 0);
+    bench.accuse(0, 2, /*lost=*/true);
+    bench.accuse(2, 0, /*lost=*/true);
     bench.pass(400ms);
   }
   EXPECT_EQ(bench.contributors(), 2u);
@@ -505,12 +491,7 @@ TEST(Coordinator, WhoLeavesAFinishedJobMakesNoNewEpoch) {
   bench.steps(2);
   ASSERT_TRUE(bench.coordinator.finished());
   const Epoch last = bench.coordinator.epoch();
-  proto::FromNode message;
-  auto& a = *message.mutable_accusation();
-  a.set_epoch(last.value);
-  a.set_suspect(2);
-  a.set_lost(true);
-  bench.say(0, message);
+  bench.accuse(0, 2, /*lost=*/true);
   bench.pass(3s, {0});
   EXPECT_EQ(bench.coordinator.epoch(), last);
 }
