@@ -6,7 +6,6 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include <nlohmann/json.hpp>
 #include <random>
 
 #include "base/unix_socket.h"
@@ -14,47 +13,21 @@
 #include "membership/node.h"
 #include "rejoin/session.h"
 #include "shm/page.h"
-#include "tests/process.h"
+#include "tests/daemons.h"
 
 namespace rejoin::test {
 namespace {
 
-const std::string kDaemon = binaries() + "/rejoind", kCli = binaries() + "/rejoin",
-                  kMinimal = binaries() + "/rejoin-minimal";
+const std::string kMinimal = binaries() + "/rejoin-minimal";
 
-struct Job {
-  Scratch scratch;
-  std::string silence_ms = "1000";
-  std::string key = scratch.key();
+struct Job : Daemons {
   std::vector<std::unique_ptr<Process>> processes;
-  std::string coordinator, coordinator_status;
 
-  std::unique_ptr<Process> daemon(const std::string& name, std::vector<std::string> more) {
-    std::vector<std::string> arguments{
-        kDaemon,        "--job-key-file", key, "--name", name, "--address-file", scratch.path + "/" + name + ".json",
-        "--silence-ms", silence_ms};
-    arguments.insert(arguments.end(), more.begin(), more.end());
-    return std::make_unique<Process>(arguments, scratch.path + "/" + name + ".out");
-  }
-  nlohmann::json addresses(const std::string& name) {
-    const std::string file = scratch.path + "/" + name + ".json";
-    EXPECT_TRUE(eventually([&] { return std::filesystem::exists(file); }))
-        << read_file(scratch.path + "/" + name + ".out");
-    return nlohmann::json::parse(read_file(file), nullptr, false);
-  }
   void start(std::uint32_t replicas, std::uint64_t steps) {
-    processes.push_back(daemon(
-        "coordinator", {"--coordinator", "--log-directory", scratch.path + "/log", "--replicas",
-                        std::to_string(replicas), "--ranks", "1", "--batch", "8", "--steps", std::to_string(steps)}));
-    const auto json = addresses("coordinator");
-    coordinator = json.at("coordinator");
-    coordinator_status = json.at("status");
-    for (std::uint32_t r = 0; r < replicas; ++r) {
-      processes.push_back(daemon("node" + std::to_string(r), {"--socket", socket(r), "--connect", coordinator}));
-      addresses("node" + std::to_string(r));
-    }
+    processes.push_back(start_coordinator(
+        {"--replicas", std::to_string(replicas), "--ranks", "1", "--batch", "8", "--steps", std::to_string(steps)}));
+    for (std::uint32_t r = 0; r < replicas; ++r) processes.push_back(start_node(r, {"--connect", coordinator}));
   }
-  std::string socket(std::uint32_t replica) const { return scratch.path + "/node" + std::to_string(replica) + ".sock"; }
   std::vector<std::string> environment(std::uint32_t replica) const {
     return {"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_RANK=0", "REJOIN_SOCKET=" + socket(replica)};
   }
@@ -111,43 +84,33 @@ TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
 TEST(Relay, ReplicasOfManyNodesGoThroughItAndOutliveIt) {
   Job job;
   job.silence_ms = "10000";  // however long a crowded machine takes to start a process
-  job.processes.push_back(job.daemon("coordinator", {"--coordinator", "--log-directory", job.scratch.path + "/log",
-                                                     "--replicas", "2", "--ranks", "2", "--batch", "8"}));
-  const auto json = job.addresses("coordinator");
-  job.coordinator = json.at("coordinator");
-  job.coordinator_status = json.at("status");
+  job.processes.push_back(job.start_coordinator({"--replicas", "2", "--ranks", "2", "--batch", "8"}));
   const auto relay = [&](const std::string& at) {
     return job.daemon("relay", {"--relay", at, "--connect", job.coordinator});
   };
   auto first_relay = relay("127.0.0.1:0");
   const std::string first = job.addresses("relay").at("relay");
   const auto node = [&](std::uint32_t n, std::vector<std::string> more) {
-    more.insert(more.end(), {"--socket", job.socket(n)});
-    job.processes.push_back(job.daemon("node" + std::to_string(n), std::move(more)));
-    return job.addresses("node" + std::to_string(n));
+    job.processes.push_back(job.start_node(n, std::move(more)));
   };
   node(0, {"--connect", first});
   node(1, {"--connect", first});
-  const std::string second = node(2, {"--relay", "127.0.0.1:0", "--connect", job.coordinator}).at("relay");
-  node(3, {"--connect", second});
+  node(2, {"--relay", "127.0.0.1:0", "--connect", job.coordinator});
+  node(3, {"--connect", job.addresses("node2").at("relay")});
   for (std::uint32_t n = 0; n < 4; ++n)
     job.processes.push_back(std::make_unique<Process>(
         std::vector{kMinimal}, job.scratch.path + "/trainer" + std::to_string(n),
         std::vector{"REJOIN_REPLICA=" + std::to_string(n / 2), "REJOIN_RANK=" + std::to_string(n % 2),
                     "REJOIN_SOCKET=" + job.socket(n)}));
-  const auto status = [&] {
-    return nlohmann::json::parse(run({kCli, "status", "--json", job.coordinator_status}).output, nullptr, false)
-        .at("coordinator_role");
-  };
-  const auto committed = [&] { return status().at("committed").get<std::uint64_t>(); };
-  ASSERT_TRUE(eventually([&] { return committed() > 20; })) << status().dump();
-  EXPECT_EQ(status().at("nodes"), 2) << "the relays";
-  const auto epoch = status().at("epoch");
+  const auto committed = [&] { return job.status().at("committed").get<std::uint64_t>(); };
+  ASSERT_TRUE(eventually([&] { return committed() > 20; })) << job.status().dump();
+  EXPECT_EQ(job.status().at("nodes"), 2) << "the relays";
+  const auto epoch = job.status().at("epoch");
   first_relay.reset();
   first_relay = relay(first);
   const auto then = committed();
-  EXPECT_TRUE(eventually([&] { return committed() > then + 20; })) << status().dump();
-  EXPECT_EQ(status().at("epoch"), epoch) << "nobody was lost";
+  EXPECT_TRUE(eventually([&] { return committed() > then + 20; })) << job.status().dump();
+  EXPECT_EQ(job.status().at("epoch"), epoch) << "nobody was lost";
 }
 
 TEST(Status, TellsForWhomTheJobWaits) {
@@ -160,9 +123,8 @@ TEST(Status, TellsForWhomTheJobWaits) {
   }));
   Process second({kMinimal}, job.scratch.path + "/b", job.environment(1));
   ASSERT_TRUE(eventually([&] {
-    const auto json =
-        nlohmann::json::parse(run({kCli, "status", "--json", job.coordinator_status}).output, nullptr, false);
-    return !json.is_discarded() && json.at("coordinator_role").at("committed").get<int>() > 10;
+    const auto status = job.status();
+    return !status.is_null() && status.at("committed").get<int>() > 10;
   }));
   // A stopped trainer is named while the others wait for it.
   ::kill(second.pid(), SIGSTOP);

@@ -2,71 +2,33 @@
 // their way cost a repeated step, and where nobody can tell who is right the job stops until an operator has said so.
 #include <gtest/gtest.h>
 
-#include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
 
-#include "tests/process.h"
+#include "tests/daemons.h"
 
 namespace rejoin::test {
 namespace {
 
-const std::string kDaemon = binaries() + "/rejoind", kCli = binaries() + "/rejoin",
-                  kTrainer = binaries() + "/rejoin-demo-trainer";
+const std::string kTrainer = binaries() + "/rejoin-demo-trainer";
 
-struct Job {
+struct Job : Daemons {
   const std::uint32_t replicas;
   const std::string steps;
-  Scratch scratch;
-  std::string key = scratch.key();
-  std::string coordinator, status_address;
   std::unique_ptr<Process> coordinator_process;
-  std::vector<std::unique_ptr<Process>> daemons, trainers;
+  std::vector<std::unique_ptr<Process>> nodes, trainers;
   int started = 0;
 
   Job(std::uint32_t of, std::string until) : replicas(of), steps(std::move(until)), trainers(of) {
-    start_coordinator("127.0.0.1:0", {});
-    for (std::uint32_t r = 0; r < replicas; ++r) {
-      daemons.push_back(daemon("node" + std::to_string(r), {"--socket", socket(r), "--connect", coordinator}));
-      addresses("node" + std::to_string(r));
-    }
+    silence_ms = "2000";
+    restart_coordinator("127.0.0.1:0", {});
+    for (std::uint32_t r = 0; r < replicas; ++r) nodes.push_back(start_node(r, {"--connect", coordinator}));
   }
-  std::unique_ptr<Process> daemon(const std::string& name, std::vector<std::string> more) {
-    std::vector<std::string> arguments{
-        kDaemon, "--job-key-file", key, "--name", name, "--address-file", file(name + ".json"), "--silence-ms", "2000"};
-    arguments.insert(arguments.end(), more.begin(), more.end());
-    return std::make_unique<Process>(arguments, file(name + ".out"));
-  }
-  std::string file(const std::string& name) const { return scratch.path + "/" + name; }
-  std::string socket(std::uint32_t replica) const { return file("node" + std::to_string(replica) + ".sock"); }
-  nlohmann::json addresses(const std::string& name) {
-    EXPECT_TRUE(eventually([&] { return std::filesystem::exists(file(name + ".json")); }))
-        << read_file(file(name + ".out"));
-    return nlohmann::json::parse(read_file(file(name + ".json")), nullptr, false);
-  }
-  void start_coordinator(const std::string& listen, std::vector<std::string> more) {
-    std::filesystem::remove(file("coordinator.json"));
-    std::vector<std::string> arguments{"--coordinator",
-                                       "--listen",
-                                       listen,
-                                       "--log-directory",
-                                       file("log"),
-                                       "--replicas",
-                                       std::to_string(replicas),
-                                       "--ranks",
-                                       "1",
-                                       "--batch",
-                                       "4",
-                                       "--steps",
-                                       steps,
-                                       "--audit",
-                                       "8"};
-    arguments.insert(arguments.end(), more.begin(), more.end());
+  void restart_coordinator(const std::string& listen, std::vector<std::string> more) {
+    more.insert(more.begin(), {"--listen", listen, "--replicas", std::to_string(replicas), "--ranks", "1", "--batch",
+                               "4", "--steps", steps, "--audit", "8"});
     coordinator_process.reset();
-    coordinator_process = daemon("coordinator", arguments);
-    const auto json = addresses("coordinator");
-    coordinator = json.at("coordinator");
-    status_address = json.at("status");
+    coordinator_process = start_coordinator(std::move(more));
   }
   Process& train(std::uint32_t replica, std::vector<std::string> more = {}, const std::string& params = "60000") {
     std::vector<std::string> arguments{kTrainer,    "--replica",     std::to_string(replica),
@@ -76,10 +38,6 @@ struct Job {
     arguments.insert(arguments.end(), more.begin(), more.end());
     trainers[replica] = std::make_unique<Process>(arguments, file("trainer" + std::to_string(++started)));
     return *trainers[replica];
-  }
-  nlohmann::json status() const {
-    const auto json = nlohmann::json::parse(run({kCli, "status", "--json", status_address}).output, nullptr, false);
-    return json.is_discarded() ? nlohmann::json() : json.at("coordinator_role");
   }
   std::string log() const { return read_file(file("coordinator.out")); }
   // The state's digests that trainers told at the end.
@@ -134,17 +92,17 @@ TEST(Drift, OfTwoThatDifferNobodyIsRightUntilAnOperatorSaysSo) {
   for (const std::string& part : {std::string("tensor 'hidden.weight' elements"), std::string(" at replica 0, "),
                                   "--drop-replica 0@" + std::to_string(version)})
     EXPECT_NE(why.find(part), std::string::npos) << why;
-  EXPECT_NE(run({kCli, "status", job.status_address}).output.find("STOPPED: the replicas' states differ"),
+  EXPECT_NE(run({kCli, "status", job.coordinator_status}).output.find("STOPPED: the replicas' states differ"),
             std::string::npos);
   // The coordinator's restart changes nothing.
-  job.start_coordinator(job.coordinator, {});
+  job.restart_coordinator(job.coordinator, {});
   ASSERT_TRUE(eventually([&] { return job.status().value("members", nlohmann::json()).size() == 2; }));
   EXPECT_EQ(job.status().at("stopped"), why);
   EXPECT_EQ(job.status().at("committed"), version);
   // Another version than the one that the operator has seen: no.
-  job.start_coordinator(job.coordinator, {"--drop-replica", "1@" + std::to_string(version + 1)});
+  job.restart_coordinator(job.coordinator, {"--drop-replica", "1@" + std::to_string(version + 1)});
   EXPECT_EQ(job.status().at("stopped"), why);
-  job.start_coordinator(job.coordinator, {"--drop-replica", "1@" + std::to_string(version)});
+  job.restart_coordinator(job.coordinator, {"--drop-replica", "1@" + std::to_string(version)});
   EXPECT_EQ(wrong.wait(std::chrono::seconds(30)), 3) << wrong.output() << job.log();
   job.train(1);
   job.expect_all_end_with_the_same_bits();
