@@ -59,10 +59,7 @@ void Communicator::on_accepted(const transport::Event& event) {
                   member.replica);
     return engine_.close(event.endpoint);
   }
-  if (auto* before = peer_of(member)) {  // it connects anew: the old connection is void
-    engine_.close(before->endpoint);
-    lose(*before, {ErrorCode::unavailable, "the peer connected anew"});
-  }
+  if (auto* before = peer_of(member)) lose(*before, {ErrorCode::unavailable, "the peer connected anew"});
   auto& peer = peers_[member] = std::make_unique<Peer>();
   peer->member = member;
   peer->endpoint = event.endpoint;
@@ -86,10 +83,8 @@ void Communicator::on_introduction(Peer& peer, BytesView rest) {
   peer.outputs.resize(buckets_.size());
   bool whole = take(rest, peer.staging);
   for (auto& output : peer.outputs) whole = whole && take(rest, output);
-  if (!whole || !rest.empty() || peer.up) {
-    engine_.close(peer.endpoint);
+  if (!whole || !rest.empty() || peer.up)
     return lose(peer, {ErrorCode::corrupt, "the peer's introduction does not fit the bucket plan"});
-  }
   peer.up = true;
   refresh(peer);
   outcomes_.push_back({.kind = Outcome::Kind::peer_up, .member = peer.member});
@@ -103,7 +98,9 @@ void Communicator::lose(Peer& peer, Error error) {
   outcomes_.push_back({.kind = Outcome::Kind::peer_lost, .member = member, .error = std::move(error)});
 }
 
+// Closed, also where it has failed by itself: until then an engine keeps what belongs to it.
 void Communicator::remove(Peer& peer) {
+  engine_.close(peer.endpoint);
   by_endpoint_.erase(peer.endpoint);
   for (auto& place : ring_peers_)
     if (place == &peer) place = nullptr;
@@ -119,17 +116,12 @@ void Communicator::drop_unfinished(Duration patience, TimePoint now) {
   std::vector<Peer*> unfinished;
   for (auto& [member, peer] : peers_)
     if (!peer->up && now - peer->since > patience) unfinished.push_back(peer.get());
-  for (auto* peer : unfinished) {
-    engine_.close(peer->endpoint);
+  for (auto* peer : unfinished)
     lose(*peer, {ErrorCode::timeout, fmt::format("no answer for {:.0f} ms", milliseconds(now - peer->since))});
-  }
 }
 
 void Communicator::forget(Member member) {
-  Peer* peer = peer_of(member);
-  if (peer == nullptr) return;
-  engine_.close(peer->endpoint);
-  remove(*peer);
+  if (Peer* peer = peer_of(member)) remove(*peer);
 }
 
 }  // namespace rejoin::ftar

@@ -111,6 +111,13 @@ void Fabric::reset(const Engine& engine, std::uint64_t which) {
 
 void Fabric::refuse_memory(const Engine& engine, std::uint64_t times) { made_here(engine).refuse_memory_ = times; }
 
+Fabric::Held Fabric::held(const Engine& engine) const {
+  const auto& of = made_here(engine);
+  Held held{.endpoints = of.endpoints_.size(), .regions = of.regions_.size()};
+  for (const auto& [id, endpoint] : of.endpoints_) held.outstanding += endpoint.outstanding.size();
+  return held;
+}
+
 void Fabric::damage_next_write(const Engine& engine) { made_here(engine).damage_ = true; }
 
 void Fabric::resume(const Engine& engine) {

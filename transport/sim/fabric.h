@@ -60,6 +60,11 @@ class Fabric {
   void refuse_memory(const Engine& engine, std::uint64_t times);
   // The next write that lands at this engine arrives with one bit flipped.
   void damage_next_write(const Engine& engine);
+  // What an engine has of each now.
+  struct Held {
+    std::size_t endpoints = 0, regions = 0, outstanding = 0;
+  };
+  Held held(const Engine& engine) const;
   // Writes that landed through endpoints that were closed; 0 but where `unfenced`.
   std::uint64_t stale_writes() const { return stale_writes_; }
 
