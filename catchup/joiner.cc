@@ -16,17 +16,18 @@ constexpr std::uint32_t kPartsAsked = shm::kMaxPins / 4;  // of one proof, so th
 
 constexpr std::size_t kLookedAt = 256;  // slices, for one question
 
-constexpr Duration kUnreachable = std::chrono::seconds(10);  // a source that is not connected is waited for so long
-constexpr Duration kDisputed = std::chrono::seconds(1);      // until sources that differed are asked again
+constexpr Duration kDisputed = std::chrono::seconds(1);  // until sources that differed are asked again
 constexpr int kSuspected = 4;  // differences from one source, until it is believed without the others' word
 
 }  // namespace
 
-Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, TimePoint now)
+Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, Duration unreachable,
+               TimePoint now)
     : engine_(engine),
       view_(view),
       state_(std::move(state)),
       planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
+      unreachable_(unreachable),
       proven_(view.manifest().slices().size()),
       now_(now),
       started_(now) {
@@ -60,7 +61,7 @@ void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint n
   for (const auto& [source, incarnation] : sources) {
     auto known = before.find(source);
     if (known != before.end() && known->second.incarnation == incarnation) expected_[source] = std::move(known->second);
-    else expected_[source] = {incarnation, now, std::vector<bool>(view_.manifest().slices().size())};
+    else expected_[source] = {incarnation, now, {}, std::vector<bool>(view_.manifest().slices().size())};
   }
   suspects_.clear();  // whoever was wrong may have gone
   look_at_proofs();
@@ -69,7 +70,7 @@ void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint n
 void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
   sources_[source] = endpoint;
   planner_.on_source_up(source);
-  if (auto known = expected_.find(source); known != expected_.end()) known->second.missing_since.reset();
+  if (auto known = expected_.find(source); known != expected_.end()) known->second.connected_at = now_;
   look_at_proofs();
 }
 
@@ -83,11 +84,13 @@ void Joiner::on_source_down(ReplicaId source) {
   }
   for (auto& question : questions_)
     if (auto asked = question.asked.find(source); asked != question.asked.end()) asked->second.over = true;
-  if (auto known = expected_.find(source); known != expected_.end()) known->second.missing_since = now_;
+  auto known = expected_.find(source);
+  if (known != expected_.end() && !known->second.missing_since) known->second.missing_since = now_;
 }
 
 Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
   if (!sources_.contains(source)) return {};
+  if (auto known = expected_.find(source); known != expected_.end()) known->second.missing_since.reset();
   if (message.has_sent()) return on_sent(source, message.sent());
   if (message.has_proof()) return on_proof(source, message.proof());
   return fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
@@ -224,7 +227,9 @@ void Joiner::work(TimePoint now, bool busy) {
   if (done_) return;
   for (auto& [source, known] : expected_) {
     const bool before = waited_for(known);
-    if (before && known.missing_since && now - *known.missing_since > kUnreachable) {
+    if (known.missing_since && sources_.contains(source) && now - known.connected_at > unreachable_ / 5)
+      known.missing_since.reset();
+    if (before && known.missing_since && now - *known.missing_since > unreachable_) {
       spdlog::warn("the state is not compared with replica {}'s: it can't be reached", source);
       now_ = now;
       look_at_proofs();
@@ -434,7 +439,7 @@ void Joiner::set_proven(std::uint32_t slice, bool proven) {
 }
 
 bool Joiner::waited_for(const Expected& source) const {
-  return !source.missing_since || now_ - *source.missing_since <= kUnreachable;
+  return !source.missing_since || now_ - *source.missing_since <= unreachable_;
 }
 
 // Whose word is needed has changed.

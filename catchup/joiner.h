@@ -40,8 +40,9 @@ struct Drift {
 // A slice is proven when all sources have the same bytes as this replica, each at some version that both have held.
 class Joiner {
  public:
-  // `state`: the view's segments, registered.
-  Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, TimePoint now);
+  // `state`: the view's segments, registered. `unreachable`: how long a source that is not connected is waited for.
+  Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, Duration unreachable,
+         TimePoint now);
   ~Joiner();
 
   // From whom the state is to be had; again where that has changed. One that can't be reached for long is not waited
@@ -75,8 +76,10 @@ class Joiner {
   };
   struct Expected {
     Incarnation incarnation;
-    std::optional<TimePoint> missing_since;  // not connected
-    std::vector<bool> agrees;                // by slice
+    // Not connected, or not for long and nothing has come: it may refuse whenever it is asked.
+    std::optional<TimePoint> missing_since;
+    TimePoint connected_at{};
+    std::vector<bool> agrees;  // by slice
   };
   struct Suspect {  // differed from a source while another one's word is older, or not known
     int times = 0;
@@ -117,6 +120,7 @@ class Joiner {
   shm::View& view_;
   const std::vector<transport::RegionId> state_;
   Planner planner_;
+  const Duration unreachable_;
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;
   std::map<std::uint32_t, std::array<std::optional<std::uint64_t>, shm::kMaxColumns>> landed_;  // digests, by part

@@ -9,6 +9,7 @@ namespace rejoin::catchup {
 namespace {
 
 constexpr Duration kRetry = std::chrono::milliseconds(50);
+constexpr int kUnreachable = 5;  // silences for which a joiner waits for a source that it can't connect with
 
 std::map<ReplicaId, Incarnation> replicas_of(const std::set<SourceAddress>& sources) {
   std::map<ReplicaId, Incarnation> replicas;
@@ -118,7 +119,7 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Time
   rank.retry_at = now + kRetry;
   if (!rank.joiner) return;
   rank.joiner->expect(replicas_of(rank.wanted), now);
-  connect_missing(key, rank);
+  connect_missing(key, rank, now);
 }
 
 Result<> Service::start_joining(LocalRank& rank, TimePoint now) {
@@ -126,7 +127,7 @@ Result<> Service::start_joining(LocalRank& rank, TimePoint now) {
   if (!rank.registered)
     if (auto registered = register_rank(rank); !registered) return registered;
   if (auto target = register_state(*rank.view, rank.target); !target) return target;
-  rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, now);
+  rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, kUnreachable * silence_, now);
   return {};
 }
 
@@ -137,10 +138,10 @@ void Service::try_again(RankKey key, LocalRank& rank, TimePoint now) {
   if (!rank.registered && !register_rank(rank)) return;
   if (rank.wanted.empty() || !start_joining(rank, now)) return;
   rank.joiner->expect(replicas_of(rank.wanted), now);
-  connect_missing(key, rank);
+  connect_missing(key, rank, now);
 }
 
-void Service::connect_missing(RankKey key, LocalRank& rank) {
+void Service::connect_missing(RankKey key, LocalRank& rank, TimePoint now) {
   for (const auto& source : rank.wanted) {
     if (rank.sources.contains(source)) continue;
     const Hello hello{secret_, source.replica.value, key.rank.value, source.incarnation.value,
@@ -151,8 +152,16 @@ void Service::connect_missing(RankKey key, LocalRank& rank) {
       continue;
     }
     rank.sources[source] = *endpoint;
-    fetching_[*endpoint] = {key, source};
+    fetching_[*endpoint] = {key, source, now};
   }
+}
+
+// Of a connection that nobody answers, nobody tells.
+void Service::give_up_silent_sources(TimePoint now) {
+  std::vector<transport::EndpointId> silent;
+  for (const auto& [endpoint, from] : fetching_)
+    if (from.asked && now - *from.asked > silence_) silent.push_back(endpoint);
+  for (auto endpoint : silent) lose(endpoint, fmt::format("no answer for {:.0f} ms", milliseconds(silence_)));
 }
 
 void Service::on_accepted(const transport::Event& event) {
@@ -186,7 +195,7 @@ void Service::lose(transport::EndpointId endpoint, const std::string& why) {
   }
   auto fetching = fetching_.extract(endpoint);
   if (fetching.empty()) return;
-  const auto& [key, source] = fetching.mapped();
+  const auto& [key, source, asked] = fetching.mapped();
   spdlog::info("catch-up source replica {} is out: {}", source.replica, why);
   LocalRank& rank = ranks_.at(key);
   rank.sources.erase(source);
@@ -216,6 +225,7 @@ void Service::handle(const transport::Event& event, TimePoint now) {
     case EventKind::connected: {
       auto found = fetching_.find(event.endpoint);
       if (found == fetching_.end()) return;
+      found->second.asked.reset();
       ranks_.at(found->second.rank).joiner->on_source_up(found->second.source.replica, event.endpoint);
       return;
     }
@@ -258,6 +268,7 @@ void Service::poll_again(TimePoint now) {
     if (serving.source->failed()) failed.push_back(endpoint);
   }
   for (auto endpoint : failed) lose(endpoint, "sending to it failed");
+  give_up_silent_sources(now);
   for (auto failing = ranks_.begin(); failing != ranks_.end();) {
     const auto& [key, rank] = *failing++;
     if (!rank.view->failure()) continue;

@@ -41,13 +41,15 @@ class Service {
  public:
   struct Options {
     Compression compression = Compression::when_it_pays;
-    double limit_bytes_per_second = 0;  // of what is sent to all joiners together; 0: none
+    double limit_bytes_per_second = 0;           // of what is sent to all joiners together; 0: none
+    Duration silence = std::chrono::seconds(2);  // the job's: a source that does not answer for so long is asked anew
   };
   // `clock` times the coder; both outlive the service.
   Service(transport::Engine& engine, std::uint64_t secret, const Options& options, const Clock& clock)
       : engine_(engine),
         secret_(secret),
         compression_(options.compression),
+        silence_(options.silence),
         clock_(clock),
         pacer_(options.limit_bytes_per_second) {}
   ~Service();
@@ -112,6 +114,7 @@ class Service {
   struct FetchingFrom {
     RankKey rank;
     SourceAddress source;
+    std::optional<TimePoint> asked;  // and not answered yet
   };
 
   Result<> register_rank(LocalRank& rank);
@@ -122,7 +125,8 @@ class Service {
   void deregister(std::vector<transport::RegionId>& regions);
   Result<transport::RegionId> register_memory(std::span<std::byte> memory, device::MemoryKind kind,
                                               const std::optional<device::DmaBuf>& buffer);
-  void connect_missing(RankKey key, LocalRank& rank);
+  void connect_missing(RankKey key, LocalRank& rank, TimePoint now);
+  void give_up_silent_sources(TimePoint now);
   void handle(const transport::Event& event, TimePoint now);
   void on_accepted(const transport::Event& event);
   void on_message(transport::EndpointId endpoint, BytesView bytes);
@@ -131,6 +135,7 @@ class Service {
   transport::Engine& engine_;
   const std::uint64_t secret_;
   const Compression compression_;
+  const Duration silence_;
   const Clock& clock_;
   Pacer pacer_;
   std::map<RankKey, LocalRank> ranks_;

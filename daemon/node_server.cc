@@ -64,8 +64,8 @@ Result<NodeServer::DeviceStream> NodeServer::open_stream(const std::string& name
   auto device = device::open_device(name);
   if (!device) return fail(device.error().code, "this daemon can't get at {}: {}", name, device.error().message);
   auto thread = StreamThread::start(
-      options_.transport, *device, listen, key_.data_secret(), {compression_, options_.stream_limit * 1e6},
-      [this, name](StreamThread::Report report) {
+      options_.transport, *device, listen, key_.data_secret(),
+      {compression_, options_.stream_limit * 1e6, options_.silence}, [this, name](StreamThread::Report report) {
         asio::post(io_, [this, name, report = std::move(report)]() mutable { on_report(name, std::move(report)); });
       });
   if (!thread) return tl::unexpected(thread.error());

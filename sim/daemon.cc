@@ -22,6 +22,7 @@ Daemon::Daemon(World& world, std::uint32_t node_number)
   address_ = engine->listen({}).value().text;
   catchup::Service::Options options;
   options.compression = random.one_in(2) ? catchup::Compression::never : catchup::Compression::always;
+  options.silence = world.job.silence;
   service_ = std::make_unique<catchup::Service>(*engine, kSecret, options, world.clock());
 }
 

@@ -306,6 +306,26 @@ TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
   }
 }
 
+// It refuses whenever it is asked: the joiner compares itself with the others alone, but not before five silences.
+TEST(CatchUpService, ASourceThatCanNotBeReachedIsNotWaitedForForever) {
+  Cluster cluster(7);
+  cluster.add(true), cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  cluster.replicas[1]->service->serve({ReplicaId(1), RankId(0)}, std::nullopt);
+  const TimePoint began = cluster.clock.now();
+  while (!joiner.caught_up && cluster.clock.now() - began < std::chrono::seconds(20)) {
+    cluster.clock.advance(std::chrono::milliseconds(100));
+    cluster.train(20);
+  }
+  ASSERT_TRUE(joiner.caught_up);
+  const Duration silence = Service::Options{}.silence;
+  EXPECT_GE(cluster.clock.now() - began, 5 * silence);
+  EXPECT_LE(cluster.clock.now() - began, 6 * silence);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+}
+
 // Flips a bit of the joiner's first slice when it has arrived; false: it was proven before anybody could look, as it
 // may be on a fast GPU.
 bool flip_when_arrived(Cluster& cluster, Replica& joiner) {

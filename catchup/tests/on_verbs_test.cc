@@ -39,7 +39,8 @@ TEST(OnVerbs, ADmaBufOfTheTrainersIsWhatItsDaemonRegisters) {
     rank->address = *rank->engine->listen({"0.0.0.0:0"});
     rank->owner = std::make_unique<shm::Owner>(*shm::Owner::make(manifest, gpu));
     rank->owner->set_version(3);
-    rank->service = std::make_unique<Service>(*rank->engine, 5, Service::Options{Compression::never, 0}, clock);
+    rank->service =
+        std::make_unique<Service>(*rank->engine, 5, Service::Options{.compression = Compression::never}, clock);
     // Only its trainer can export the memory: the daemon has to use what it was given.
     set_dma_buf(true);
     auto offer = rank->owner->offer();
