@@ -114,8 +114,10 @@ nlohmann::json CoordinatorServer::status() const {
   if (auto step = machine_.wants_roll_back()) json["wants_roll_back_to"] = step->value;
   json["registered"] = nlohmann::json::array();
   for (const auto& [id, replica] : machine_.replicas())
-    json["registered"].push_back(
-        {{"replica", id.value}, {"incarnation", replica.incarnation.value}, {"ranks", replica.registered}});
+    json["registered"].push_back({{"replica", id.value},
+                                  {"incarnation", replica.incarnation.value},
+                                  {"ranks", replica.registered},
+                                  {"caught_up", machine_.caught_up(replica)}});
   return json;
 }
 

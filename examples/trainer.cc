@@ -136,6 +136,7 @@ int train(const Settings& s) {
         of[0].front() += 1e-6f;
     });
     if (!committed) return fail_with(committed.error());
+    if (session.version() < step.number()) continue;  // to be contributed to, now that nobody else is left
     events::emit(
         "updated",
         {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});

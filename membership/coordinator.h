@@ -15,7 +15,8 @@
 //   hold       the last contributor is never put out for silence: the job waits for it.
 //   mend       a connection between two members broke: the same members in the next epoch, where they connect again.
 //   admission  a registered, connected replica enters at the next step boundary as catching up.
-//   promotion  all its ranks have caught up: it contributes from the next step boundary on.
+//   promotion  all its ranks have caught up: it contributes from the next step boundary on, or at once where nobody
+//              else is left to contribute.
 //   audit      what replicas reduced, or their states, differ: not committed, but repeated, or settled (drift_audit.h).
 #pragma once
 
@@ -123,6 +124,7 @@ class Coordinator {
   const std::vector<MemberState>& members() const { return members_; }
   const std::vector<Suspended>& suspended() const { return suspended_; }
   const std::map<ReplicaId, ReplicaState>& replicas() const { return replicas_; }
+  bool caught_up(const ReplicaState& replica) const;  // all its ranks
   const Ledger& ledger() const { return ledger_; }
   const DriftAudit& audit() const { return audit_; }
   // Replicas differ and an operator must say which is wrong: nothing is committed before.
@@ -155,7 +157,7 @@ class Coordinator {
   void judge(TimePoint now);
   void suspend(ReplicaId replica, const std::string& reason);
   bool take_back(bool only_present);
-  bool others_suspended_present() const;
+  bool promote_whole(bool only_present);
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, TimePoint now);
   void lose_everybody();
@@ -194,7 +196,6 @@ class Coordinator {
   proto::Plan plan() const;
   bool whole(const ReplicaState& replica) const;
   bool linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const;
-  bool caught_up(const ReplicaState& replica) const;
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
   MemberState* member(ReplicaId replica);
   Suspended* out_for_now(ReplicaId replica);

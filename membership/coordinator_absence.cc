@@ -48,12 +48,11 @@ void Coordinator::settle_absent(TimePoint now) {
     const MemberState* m = member(id);
     if (m == nullptr || m->catching_up) continue;
     const bool last = !others_contribute(id);
-    if (last && !others_suspended_present()) {
+    if (last && !take_back(true) && !promote_whole(true)) {
       hold_for(id, "it is silent");
       continue;
     }
     suspend(id, "it is silent");
-    if (last) (void)take_back(true);
     out += fmt::format("{}{}", out.empty() ? "" : ", ", id);
   }
   if (!out.empty()) next_epoch(fmt::format("without replica {}: silent", out));
@@ -71,7 +70,7 @@ void Coordinator::settle_recovery(TimePoint now) {
   if (now < *recovering_until_) return;
   const bool somebody =
       std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && is_back(m); });
-  if (!somebody && has_contributors() && !others_suspended_present()) {
+  if (!somebody && has_contributors() && !take_back(true) && !promote_whole(true)) {
     for (const auto& m : members_)
       if (!m.catching_up)
         say_once(fmt::format("the job waits for replica {}: it has not come back, and it has the state of step {}",
@@ -83,7 +82,6 @@ void Coordinator::settle_recovery(TimePoint now) {
   for (const auto& m : members_)
     if (!is_back(m)) (m.catching_up ? joiners : contributors).push_back(m.replica);
   for (auto id : contributors) suspend(id, "it did not come back after the coordinator's restart");
-  if (!has_contributors()) (void)take_back(true);
   for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
   if (!contributors.empty()) next_epoch("without those that did not come back after the coordinator's restart");
   for (auto id : joiners) remove(id, "it did not come back after the coordinator's restart", now);
@@ -142,7 +140,7 @@ void Coordinator::judge(TimePoint now) {
       what = fmt::format("replica {} {} {}", edge.first, about.lost ? "lost it:" : "waits for", about.what);
   const MemberState* m = member(guilty);
   if (m->catching_up) return remove(guilty, what, now);
-  if (!others_contribute(guilty)) return hold_for(guilty, what);
+  if (!others_contribute(guilty) && !promote_whole(true)) return hold_for(guilty, what);
   suspend(guilty, what);
   next_epoch(fmt::format("without replica {}: {}", guilty, what));
 }
@@ -176,9 +174,20 @@ bool Coordinator::take_back(bool only_present) {
   return any;
 }
 
-bool Coordinator::others_suspended_present() const {
-  return std::any_of(suspended_.begin(), suspended_.end(),
-                     [&](const Suspended& out) { return !out.ended && present(out.replica, out.incarnation); });
+// Nobody else is left to contribute: joiners that have caught up hold the same state, and need not wait for the next
+// step's boundary. `present`: as above.
+bool Coordinator::promote_whole(bool only_present) {
+  bool any = false;
+  for (auto& m : members_) {
+    const ReplicaState* here = registration(m.replica, m.incarnation);
+    if (!m.catching_up || here == nullptr || !caught_up(*here)) continue;
+    if (only_present && !present(m.replica, m.incarnation)) continue;
+    note("replica {} has caught up and contributes from step {} on: it has the state of step {}", m.replica,
+         committed_.value + 1, committed_);
+    m.catching_up = false;
+    any = true;
+  }
+  return any;
 }
 
 // A step is being committed without them: now they are behind. Before the ledger's own commit.
@@ -204,7 +213,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now)
   note("replica {} is out: {}", id, reason);
   ledger_.hand_back(id);
   std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
-  if (!has_contributors() && !take_back(false)) lose_everybody();
+  if (!has_contributors() && !take_back(false) && !promote_whole(false)) lose_everybody();
   next_epoch(fmt::format("without replica {}: {}", id, reason));
   (void)may_announce();  // those who are left may now be all who were waited for
   try_start(now);

@@ -77,7 +77,7 @@ class Driver {
   bool working() const { return ring_ && ring_->working(); }  // see ftar::Communicator
   // poll() has something to do that nothing wakes anybody for: call it again, when what has been reduced was shown.
   bool wants_turn() const { return let_go_; }
-  std::uint64_t outcomes() const { return outcomes_; }        // of the ring, ever
+  std::uint64_t outcomes() const { return outcomes_; }  // of the ring, ever
   const membership::Rank& machine() const { return machine_; }
 
  private:

@@ -164,6 +164,7 @@ Result<std::optional<StepView>> Progress::wait_for_step(std::uint64_t after) {
   if (failure_) return tl::unexpected(*failure_);
   if (finished_) return std::optional<StepView>{};
   taken_ = current_->step;
+  taken_contributes_ = current_->contributes;
   asked_ = true;
   signal_eventfd(wake_);
   return current_;
@@ -226,11 +227,15 @@ Result<> Progress::wait_for_update() {
   return {};
 }
 
-Result<bool> Progress::wait_for_commit(std::uint64_t step) {
+Result<Progress::Decision> Progress::wait_for_commit(std::uint64_t step) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return failure_ || committed_ >= step; });
-  if (committed_ >= step) return committed_contributes_;
-  return tl::unexpected(*failure_);
+  const auto begins_again = [&] {
+    return current_ && current_->step == step && current_->contributes && !taken_contributes_;
+  };
+  changed_.wait(lock, [&] { return failure_ || committed_ >= step || begins_again(); });
+  if (committed_ >= step) return Decision{.committed = true, .contributed = committed_contributes_};
+  if (failure_) return tl::unexpected(*failure_);
+  return Decision{};
 }
 
 // ---- the progress thread

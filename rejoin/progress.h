@@ -35,7 +35,11 @@ class Progress {
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // the first step later than `after`
   Result<> all_reduce(std::uint32_t bucket);
   Result<> all_reduce(std::uint32_t bucket, void* stream);
-  Result<bool> wait_for_commit(std::uint64_t step);  // whether this replica contributed
+  struct Decision {
+    bool committed = false;  // otherwise the step, so far a joiner's, begins again: this replica contributes to it
+    bool contributed = false;
+  };
+  Result<Decision> wait_for_commit(std::uint64_t step);
   // Of a GPU: ends the update when the stream has done it; and waits until the last one has ended.
   Result<> end_update(std::uint64_t step, bool contributed, void* stream);
   Result<> wait_for_update();
@@ -96,6 +100,7 @@ class Progress {
   bool asked_ = false;               // wanted_ or taken_ has changed
   std::optional<StepView> current_;  // the step under way, if any
   std::uint64_t taken_ = 0;          // the step that the trainer works on
+  bool taken_contributes_ = false;   // … as a contributor
   bool finished_ = false;
   std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
   bool committed_contributes_ = false;

@@ -118,14 +118,19 @@ class SessionImpl final : public Session {
   template <typename End>
   Result<> commit(const std::function<void(const Piece&)>& optimizer, End end) {
     if (!progress_) return fail(ErrorCode::invalid_argument, "commit() before join()");
-    const auto contributed = progress_->wait_for_commit(step_);
-    if (!contributed) return tl::unexpected(contributed.error());
+    const auto decision = progress_->wait_for_commit(step_);
+    if (!decision) return tl::unexpected(decision.error());
+    if (!decision->committed) {  // begin_step() gives it again, to contribute to
+      version_ = step_ - 1;
+      return {};
+    }
+    const bool contributed = decision->contributed;
     if (auto updated = progress_->wait_for_update(); !updated) return updated;
-    const auto pieces = state_.begin_update(rejoin::Step(step_), *contributed);
+    const auto pieces = state_.begin_update(rejoin::Step(step_), contributed);
     if (!pieces) return tl::unexpected(pieces.error());
     for (const auto& piece : *pieces)
       optimizer({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
-    if (auto ended = end(*contributed); !ended) return ended;
+    if (auto ended = end(contributed); !ended) return ended;
     last_ = step_;
     version_ = step_;
     return {};

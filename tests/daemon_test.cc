@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <future>
 #include <random>
 
 #include "base/unix_socket.h"
@@ -46,6 +47,87 @@ TEST(Minimal, TwoReplicasLearnAndEndWithTheSameBits) {
   EXPECT_EQ(audit.status, 0) << audit.output;
   EXPECT_NE(audit.output.find("300 steps committed"), std::string::npos) << audit.output;
   EXPECT_NE(audit.output.find("4800 trained once, 0 lost, 0 repeated"), std::string::npos) << audit.output;
+}
+
+// One trainer's session, on a weight of 1000 elements; a step adds its number.
+std::unique_ptr<Session> small_session(const Job& job, std::uint32_t replica) {
+  SessionConfig config;
+  config.replica = replica;
+  config.socket = job.socket(replica);
+  auto session = *Session::open(config);
+  const TensorId w = *session->add({.name = "w", .count = 1000});
+  (void)*session->bucket({w});
+  if (!session->allocate()) return nullptr;
+  return session->join(0) ? std::move(session) : nullptr;
+}
+
+Result<> commit(Session& session) {
+  return session.commit([&](const Piece& piece) {
+    const auto w = Session::as<float>(session.weight(piece.tensor));
+    for (std::uint64_t i = piece.first; i < piece.first + piece.count; ++i) w[i] += static_cast<float>(piece.step);
+  });
+}
+
+// The only contributor dies in a step in which a joiner has caught up: nobody else holds the state, and nothing is
+// lost.
+TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
+  Job job;
+  job.silence_ms = "10000";  // however long a crowded machine takes
+  job.start(2, 0);
+  int go[2];
+  ASSERT_EQ(::pipe(go), 0);
+  const pid_t first = ::fork();  // it computes each step until it may go on
+  if (first == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    auto session = small_session(job, 0);
+    char may = 0;
+    for (auto step = session->begin_step(); step && *step; step = session->begin_step())
+      if (::read(go[0], &may, 1) != 1 || !session->all_reduce(0) || !commit(*session)) break;
+    ::_exit(1);
+  }
+  std::uint64_t committed = 0;
+  const auto let_it_commit = [&] {
+    EXPECT_EQ(::write(go[1], "x", 1), 1);
+    ++committed;
+    EXPECT_TRUE(eventually([&] { return job.status().at("committed") == committed; })) << job.status().dump();
+  };
+  auto second = small_session(job, 1);
+  ASSERT_NE(second, nullptr);
+  ASSERT_TRUE(*second->begin_step());
+  second.reset();
+  second = small_session(job, 1);  // its next life
+  ASSERT_NE(second, nullptr);
+  while (!HasFailure() && job.status().at("members").size() < 2) let_it_commit();
+  // As a joiner, until it has to contribute.
+  std::uint64_t joined_at = 0;
+  auto joining = std::async(std::launch::async, [&] {
+    for (;;) {
+      auto step = second->begin_step();
+      if (!step || !*step || (*step)->contributes()) return step;
+      joined_at = (*step)->number();
+      if (!commit(*second)) return step;
+    }
+  });
+  // What has arrived is brought up to date with the next commit, and proven then.
+  const auto caught_up = [&] { return job.status().at("registered").at(1).at("caught_up") == true; };
+  do let_it_commit();
+  while (!HasFailure() && !eventually(caught_up, std::chrono::seconds(2)));
+  ASSERT_EQ(job.status().at("members").at(1).at("role"), "catching_up");
+  ::kill(first, SIGKILL);
+  ::waitpid(first, nullptr, 0);
+  const auto step = joining.get();
+  ASSERT_TRUE(step && *step);
+  EXPECT_TRUE((*step)->contributes());
+  EXPECT_EQ((*step)->number(), committed + 1);
+  EXPECT_EQ(joined_at, committed + 1) << "it had begun the step as a joiner";
+  EXPECT_EQ(second->version(), committed) << "and updated nothing";
+  EXPECT_FALSE((*step)->batch().empty());
+  ASSERT_TRUE(second->all_reduce(0));
+  ASSERT_TRUE(commit(*second));
+  EXPECT_EQ(second->version(), committed + 1);
+  for (const float w : Session::as<float>(second->weight({0})))
+    ASSERT_EQ(w, static_cast<float>((committed + 1) * (committed + 2) / 2)) << "the sum of all steps' numbers";
+  EXPECT_EQ(job.status().at("steps_rolled_back"), 0);
 }
 
 // More descriptors than go in one message, and more names than one holds.

@@ -148,6 +148,13 @@ struct Bench {
     for (std::uint32_t r = 0; r < 3; ++r) up(r);
     link_all();
   }
+  // Replica 1 has been lost, and has come back as a joiner.
+  void join_again(std::initializer_list<std::uint32_t> others) {
+    down(1);
+    up(1, 2);
+    link_all();
+    for (auto replica : others) exchanged(replica);
+  }
   std::size_t contributors() const {
     return static_cast<std::size_t>(std::count_if(coordinator.members().begin(), coordinator.members().end(),
                                                   [](const auto& m) { return !m.catching_up; }));
@@ -418,6 +425,57 @@ TEST(Coordinator, WhenAllAreSilentNobodyIsOutAndTheFirstToComeBackGoesOn) {
   EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(1));
   bench.exchanged(1, 11);
   EXPECT_EQ(bench.coordinator.committed(), Step(2));
+}
+
+TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnAloneWhereEverybodyElseHasDied) {
+  Bench bench;
+  bench.start();
+  bench.steps(2);
+  bench.join_again({0, 2});
+  ASSERT_EQ(bench.coordinator.members().size(), 3u);
+  bench.stand(1, 0, true), bench.stand(1, 1, true);
+  const Batch lost = *bench.coordinator.ledger().batch_of(ReplicaId(0));
+  bench.down(0);
+  EXPECT_EQ(bench.contributors(), 1u) << "replica 2";
+  bench.down(2);
+  ASSERT_EQ(bench.contributors(), 1u);
+  EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(1));
+  EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(1)), lost) << "samples of the step that is repeated";
+  bench.exchanged(1);
+  EXPECT_EQ(bench.coordinator.committed(), Step(4));
+  EXPECT_EQ(rolled_back(bench.log).steps, 0u);
+}
+
+TEST(Coordinator, AJoinerWithHalfAStateStartsAgainWhereEverybodyElseHasDied) {
+  Bench bench;
+  bench.start();
+  bench.steps(2);
+  bench.join_again({0, 2});
+  bench.stand(1, 0, true);
+  bench.inbox[1].clear();
+  bench.down(0), bench.down(2);
+  EXPECT_EQ(bench.contributors(), 0u);
+  ASSERT_FALSE(bench.inbox[1].empty());
+  EXPECT_TRUE(std::any_of(bench.inbox[1].begin(), bench.inbox[1].end(), [](const auto& m) { return m.has_fenced(); }));
+}
+
+TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnWhereTheLastContributorIsSilentOrHangs) {
+  for (const bool hangs : {false, true}) {
+    Bench bench;
+    bench.start();
+    bench.steps(2);
+    bench.down(2);
+    bench.join_again({0});
+    ASSERT_EQ(bench.coordinator.members().size(), 2u);
+    bench.stand(1, 0, true), bench.stand(1, 1, true);
+    if (hangs) bench.accuse(1, 0);
+    bench.pass(1500ms, hangs ? std::vector<std::uint64_t>{0, 1} : std::vector<std::uint64_t>{1});
+    ASSERT_EQ(bench.coordinator.members().size(), 1u) << hangs;
+    EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(1));
+    ASSERT_EQ(bench.coordinator.suspended().size(), 1u) << "it may be taken back until the next commit";
+    bench.exchanged(1);
+    EXPECT_EQ(bench.coordinator.committed(), Step(4));
+  }
 }
 
 TEST(Coordinator, WhoIsOutForSilenceIsTakenBackWhenTheOthersDieBeforeTheNextCommit) {
