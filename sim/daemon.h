@@ -23,6 +23,7 @@ class Daemon final : public Process {
   void on_word(std::uint64_t link, const proto::ToNode& word);
   void hang_up();  // it ends: so do its connections
   std::string describe(catchup::RankKey key) const;
+  std::size_t ranks() const { return ranks_.size(); }
 
   const std::uint32_t node;
   std::unique_ptr<transport::Engine> engine;  // over its rails

@@ -16,6 +16,7 @@ constexpr std::array<Duration, 4> kSlowest{20us, 50us, 200us, 2ms};
 constexpr std::array<Duration, 3> kDetection{100us, 1ms, 20ms};
 constexpr std::array<std::uint32_t, 4> kReplicas{2, 3, 4, 5};
 constexpr std::array<std::uint32_t, 3> kRanks{1, 2, 3};
+constexpr std::array<std::uint64_t, 3> kCheckpointSteps{0, 3, 40};
 
 template <typename T, std::size_t N>
 T one_of(const std::array<T, N>& values, std::uint64_t seed, std::string_view dimension) {
@@ -37,7 +38,9 @@ Shape Shape::of(std::uint64_t seed) {
           .lands_stopped = often("lands while stopped", 2),
           .rails = often("rails", 3) ? 2u : 1u,
           .direct = often("direct", 2),
-          .slow_streams = often("slow streams", 3)};
+          .slow_streams = often("slow streams", 3),
+          .checkpoint_steps = one_of(kCheckpointSteps, seed, "checkpoints"),
+          .old = often("old", 3)};
 }
 
 std::map<std::string, std::string> Shape::values() const {
@@ -50,12 +53,24 @@ std::map<std::string, std::string> Shape::values() const {
           {"lands", lands_stopped ? "y" : "n"},
           {"rails", fmt::format("{}", rails)},
           {"direct", direct ? "y" : "n"},
-          {"slow streams", slow_streams ? "y" : "n"}};
+          {"slow streams", slow_streams ? "y" : "n"},
+          {"checkpoints", fmt::format("{}", checkpoint_steps)},
+          {"old", old ? "y" : "n"}};
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 10> sizes{
-      kReplicas.size(), kRanks.size(), 2, kSlowest.size(), kDetection.size(), 2, 2, 2, 2, 2};
+  constexpr std::array<std::size_t, 12> sizes{kReplicas.size(),
+                                              kRanks.size(),
+                                              2,
+                                              kSlowest.size(),
+                                              kDetection.size(),
+                                              2,
+                                              2,
+                                              2,
+                                              2,
+                                              2,
+                                              kCheckpointSteps.size(),
+                                              2};
   std::size_t pairs = 0;
   for (std::size_t i = 0; i < sizes.size(); ++i)
     for (std::size_t j = 0; j < i; ++j) pairs += sizes[i] * sizes[j];

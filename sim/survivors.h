@@ -14,7 +14,8 @@ namespace rejoin::sim {
 class Survivors {
  public:
   // A record is on the coordinator's disk. `holders`: of a commit, the replicas all of whose processes have exchanged
-  // that step, and so hold its state or all that it takes to get there; each with its processes.
+  // that step, and so hold its state or all that it takes to get there; of an epoch, its contributors; each with its
+  // processes.
   using Holders = std::map<std::uint32_t, std::vector<std::uint64_t>>;
   void on_record(const proto::LogRecord& record, Holders holders);
   // A process has ended: something killed it, or (`gave_up`) it left because of what it was told.

@@ -46,8 +46,8 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
     weights_.push_back(floats(state_->column({t}, 0)));
     gradient_views_.push_back(floats(state_->gradient({t})));
   }
-  model_.initialise(rank, weights_);  // every start is a fresh one: version 0 has the same bits everywhere
-  REJOIN_CHECK(state_->start(0));
+  restore();
+  REJOIN_CHECK(state_->start(version_at_join_));
   digest_at_join_ = *state_->digest();
   driver_ = std::make_unique<Driver>(DriverConfig{.replica = ReplicaId(replica),
                                                   .rank = rank,
@@ -58,6 +58,29 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                                                            .direct_bytes = world.shape.direct ? 32768u : 0u},
                                                   .patience = 500ms},
                                      *engine, state_->owner(), state_->buckets());
+}
+
+// From its last checkpoint, or afresh: version 0 has the same bits everywhere.
+void Trainer::restore() {
+  model_.initialise(rank, weights_);
+  const auto checkpoint = world_.checkpoint_of(replica, rank);
+  if (!checkpoint) return;
+  version_at_join_ = checkpoint->version;
+  auto from = checkpoint->columns.begin();
+  for (std::uint32_t t = 0; t < weights_.size(); ++t)
+    for (std::uint32_t c = 0; c <= model_.tensors()[t].moments; ++c, ++from)
+      std::copy(from->begin(), from->end(), state_->column({t}, c).begin());
+  world_.count("started from a checkpoint");
+}
+
+void Trainer::write_checkpoint() {
+  World::Checkpoint checkpoint{.version = last_};
+  for (std::uint32_t t = 0; t < weights_.size(); ++t)
+    for (std::uint32_t c = 0; c <= model_.tensors()[t].moments; ++c) {
+      const auto column = state_->column({t}, c);
+      checkpoint.columns.emplace_back(column.begin(), column.end());
+    }
+  world_.write_checkpoint(replica, rank, std::move(checkpoint));
 }
 
 Trainer::~Trainer() {
@@ -84,6 +107,7 @@ void Trainer::look_for_daemon() {
   proto::RankUp up;
   driver_->describe(up);
   up.set_address(address_);
+  up.set_version(version_at_join_);
   up.set_digest(digest_at_join_);
   up.set_pid(static_cast<std::int32_t>(instance));
   world_.deliver(*daemon, world_.in_order(said_, random.between(1us, 20us)),
@@ -139,9 +163,7 @@ std::string Trainer::describe() {
                       machine_of.step(), machine_of.exchanged() ? ", which it has exchanged" : "",
                       machine_of.member() ? "" : ", no member");
   auto& owner = state_->owner();
-  line +=
-      fmt::format(", {} pins in use", std::count_if(std::begin(owner.page().pins), std::end(owner.page().pins),
-                                                    [](const auto& pin) { return pin.state != shm::PinState::free; }));
+  line += fmt::format(", {} pins in use", pins_in_use());
   if (current_) return line;
   line +=
       fmt::format(", its page at {}{}, slices", owner.clock().version, owner.clock().updating ? " and updating" : "");
@@ -151,6 +173,12 @@ std::string Trainer::describe() {
   }
   if (Daemon* daemon = world_.daemon_of(machine)) line += "; " + daemon->describe({ReplicaId(replica), RankId(rank)});
   return line;
+}
+
+std::size_t Trainer::pins_in_use() const {
+  const auto& pins = state_->owner().page().pins;
+  return static_cast<std::size_t>(std::count_if(std::begin(pins), std::end(pins),
+                                                [](const auto& pin) { return pin.state != shm::PinState::free; }));
 }
 
 // ---- both threads
@@ -177,6 +205,11 @@ void Trainer::run() {
   world_.checker().on_kept(replica, rank, state_->kept_bytes(), model_.keep_budget());
 
   if (stage_ == Stage::waiting && driver_->step() && driver_->step()->step > last_) begin_step();
+  if (stage_ == Stage::exchanging && !step_.contributes && driver_->step() && driver_->step()->step == step_.step &&
+      driver_->step()->contributes) {
+    world_.count("promoted within a step");
+    begin_step();
+  }
   const bool rash = world_.planted(Plant::apply_without_commit) && driver_->machine().exchanged() && step_.contributes;
   if (stage_ == Stage::exchanging && (driver_->committed() >= step_.step || rash)) begin_update();
   if (driver_->outcomes() != outcomes) world_.wake(*this);
@@ -287,6 +320,9 @@ void Trainer::end_update() {
     world_.went_wrong(*this, last_);
   }
   if (contributed_) world_.checker().on_state(replica, rank, life, last_, state_digest());
+  // Replicas write at different steps, so that their checkpoints differ in age.
+  const auto every = world_.shape.checkpoint_steps;
+  if (contributed_ && every > 0 && (last_ + replica) % every == 0 && !world_.checker().wrong(life)) write_checkpoint();
   if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
 }
 

@@ -25,10 +25,13 @@ class Trainer final : public Process {
   void on_daemon_gone(membership::RankConnection from);
   void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
   std::string describe();
+  std::size_t pins_in_use() const;
   // It has exchanged this step, and has not been told anything later.
   bool exchanged(std::uint64_t step) const {
     return driver_->machine().exchanged() && driver_->machine().step().value == step;
   }
+
+  Incarnation incarnation() const { return driver_->machine().incarnation(); }
 
   const std::uint32_t replica, rank;
   const std::uint64_t life;
@@ -50,6 +53,8 @@ class Trainer final : public Process {
   void damage_at_rest();
   void begin_update();
   void end_update();
+  void restore();
+  void write_checkpoint();
   void in(Duration delay, void (Trainer::*what)());
 
   World& world_;
@@ -58,7 +63,7 @@ class Trainer final : public Process {
   std::unique_ptr<TrainingState> state_;
   Model::Views weights_, gradient_views_;
   std::unique_ptr<Driver> driver_;
-  std::uint64_t digest_at_join_ = 0;
+  std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
   bool welcome_ = false;
   TimePoint said_{};  // when the last message to the daemon arrives
   std::vector<proto::FromNode> unsaid_;

@@ -11,7 +11,10 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr Duration kFaultsFor = 3s;  // of virtual time; then the cluster has until kSettled
-constexpr Duration kSettled = 20s;   // … to be whole again and to have committed some steps
+constexpr int kSettled = 30;         // … silences to be whole again and to have committed some steps
+constexpr int kStall = 5;            // silences, at most, between two decisions where nothing is going wrong
+constexpr std::size_t kEpochs = 4;   // begun for each fault, at most
+constexpr std::size_t kEpochsFree = 16;
 constexpr std::uint64_t kStepsAfter = 5;
 constexpr std::size_t kRecent = 400;  // lines kept where not all are
 constexpr std::uint64_t kMaxEvents = 20'000'000;
@@ -59,10 +62,12 @@ World::World(const Options& options)
       checker_(options.ignore, model(), shape.ranks),
       trainers_(shape.replicas),
       damage_at_rest_(shape.replicas),
+      checkpoints_(shape.replicas),
       slow_links_(nodes()),
       up_blocked_(nodes()),
       down_blocked_(nodes()) {
   clock_.set(TimePoint(1s));
+  decided_at_ = now();
   const auto values = shape.values();
   for (auto one = values.begin(); one != values.end(); ++one)
     for (auto other = values.begin(); other != one; ++other)
@@ -80,6 +85,22 @@ World::World(const Options& options)
     supervisor_random_.push_back(chance("supervisor", node));
   }
   supervisor_random_.push_back(chance("supervisor", nodes()));
+  if (shape.old) grow_old();
+}
+
+// A log of a job that has been through much and has committed nothing. FTAR's tags have twelve bits of the epoch.
+void World::grow_old() {
+  auto& of_job = *log_.emplace_back().mutable_job();
+  of_job.set_replicas(job.replicas);
+  of_job.set_ranks(job.ranks);
+  of_job.set_batch(job.batch);
+  log_.emplace_back().mutable_incarnated()->set_incarnation((std::uint64_t{1} << 32) - 3);
+  auto& begun = *log_.emplace_back().mutable_epoch();
+  begun.set_epoch(4093);
+  begun.set_step(1);
+  begun.set_reason("all members are gone");
+  disk_ = membership::log_bytes(log_, 0);
+  for (const auto& record : log_) checker_.on_record(record);
 }
 
 World::~World() {
@@ -177,9 +198,11 @@ World::Append World::append(const std::vector<proto::LogRecord>& records) {
     return Append::failed;
   }
   const bool crash = crash_in_append_;
-  Bytes written = membership::log_bytes(records, disk_.size());
+  const std::size_t synced = disk_.size();
+  Bytes written = membership::log_bytes(records, synced);
   if (crash) written.resize(supervisor_random_[nodes()].pick(written.size() + 1));
   disk_.insert(disk_.end(), written.begin(), written.end());
+  if (crash) lose_sectors(synced);
   std::size_t whole = records.size();
   if (crash) {
     const auto read = membership::parse_log(disk_, "the log");
@@ -195,8 +218,23 @@ World::Append World::append(const std::vector<proto::LogRecord>& records) {
   return Append::done;
 }
 
+// Power was lost, sometimes, with the crash: of what was not synced any sectors are on the disk, and any not.
+void World::lose_sectors(std::size_t synced) {
+  constexpr std::size_t sector = 512;
+  Random& random = supervisor_random_[nodes()];
+  if (!random.one_in(2)) return;
+  for (std::size_t begin = synced; begin < disk_.size();) {
+    const std::size_t end = std::min(disk_.size(), (begin / sector + 1) * sector);
+    if (random.one_in(2))
+      std::fill(disk_.begin() + static_cast<std::ptrdiff_t>(begin), disk_.begin() + static_cast<std::ptrdiff_t>(end),
+                std::byte{});
+    begin = end;
+  }
+}
+
 void World::on_record(const proto::LogRecord& record) {
   Survivors::Holders holders;
+  if (record.has_epoch() || record.has_committed()) on_decision();
   if (record.has_epoch()) {
     count("epoch begun");
     std::string members;
@@ -205,6 +243,7 @@ void World::on_record(const proto::LogRecord& record) {
     note("epoch {} from step {}:{} ({})", record.epoch().epoch(), record.epoch().step(), members,
          record.epoch().reason());
     on_moment(Moment::epoch, 0);
+    holders = holders_of(record.epoch());
   }
   if (record.has_committed()) {
     count("step committed");
@@ -218,6 +257,9 @@ void World::on_record(const proto::LogRecord& record) {
     note("rolled back to {}", record.rolled_back().version());
     std::erase_if(outcome_.committed,
                   [&](const auto& committed) { return committed.step > record.rolled_back().version(); });
+    // Later ones are of what was given up. The operator removes them.
+    for (auto& of_replica : checkpoints_)
+      of_replica.erase(of_replica.upper_bound(record.rolled_back().version()), of_replica.end());
   }
   log_.push_back(record);
   checker_.on_record(record);
@@ -231,6 +273,19 @@ Survivors::Holders World::holders_of(const proto::LogRecord::Committed& record) 
     std::vector<std::uint64_t> processes;
     for (const auto& trainer : trainers_[member.replica()])
       if (trainer && !trainer->ended && trainer->exchanged(record.step())) processes.push_back(trainer->instance);
+    if (processes.size() == shape.ranks) holders[member.replica()] = std::move(processes);
+  }
+  return holders;
+}
+
+Survivors::Holders World::holders_of(const proto::LogRecord::EpochBegun& record) const {
+  Survivors::Holders holders;
+  for (const auto& member : record.members()) {
+    if (member.catching_up()) continue;
+    std::vector<std::uint64_t> processes;
+    for (const auto& trainer : trainers_[member.replica()])
+      if (trainer && !trainer->ended && trainer->incarnation().value == member.incarnation())
+        processes.push_back(trainer->instance);
     if (processes.size() == shape.ranks) holders[member.replica()] = std::move(processes);
   }
   return holders;
@@ -305,6 +360,52 @@ void World::wake_who_has_events() {
     if (daemon && !daemon->woken && !daemon->engine->arm()) wake(*daemon);
 }
 
+// What somebody has more of than a cluster of this shape needs while all contribute and nobody catches up.
+std::optional<std::string> World::leaked() const {
+  const auto held = [&](const Process& process) {
+    transport::sim::Fabric::Held all;
+    for (const auto* rail : process.rails) {
+      const auto one = fabric_.held(*rail);
+      all.endpoints = std::max(all.endpoints, one.endpoints);
+      all.regions += one.regions;
+      all.outstanding += one.outstanding;
+    }
+    return all;
+  };
+  std::uint32_t buckets = 0;
+  for (const auto& tensor : model().tensors()) buckets = std::max(buckets, tensor.bucket + 1);
+  const std::size_t of_trainer = shape.rails * (2 * buckets + 1);  // inputs, outputs and staging
+  for (const auto& ranks : trainers_)
+    for (const auto& trainer : ranks) {
+      if (!trainer) return "a trainer is missing";
+      const auto of = held(*trainer);
+      if (of.endpoints > shape.replicas - 1)
+        return fmt::format("replica {} rank {} has {} connections on a rail, {} peers", trainer->replica, trainer->rank,
+                           of.endpoints, shape.replicas - 1);
+      if (of.regions > of_trainer)
+        return fmt::format("replica {} rank {} has {} regions", trainer->replica, trainer->rank, of.regions);
+      if (const auto pins = trainer->pins_in_use(); pins > 0)
+        return fmt::format("{} pins of replica {} rank {} are in use", pins, trainer->replica, trainer->rank);
+    }
+  for (const auto& daemon : daemons_) {
+    if (!daemon) return "a daemon is missing";
+    const auto of = held(*daemon);
+    if (of.endpoints > 0) return fmt::format("node {} has {} connections of streams", daemon->node, of.endpoints);
+    if (of.regions > 2 * shape.rails * daemon->ranks())  // the state, and what is held aside
+      return fmt::format("node {} has {} regions", daemon->node, of.regions);
+  }
+  return std::nullopt;
+}
+
+// Where nothing has gone wrong for a while there is a decision every now and then.
+void World::on_decision() {
+  const TimePoint from = std::max(decided_at_, disturbed_until_);
+  decided_at_ = now();
+  if (decided_at_ > from + kStall * job.silence)
+    checker_.violate("progress", fmt::format("nothing was decided for {:.0f} ms, and nothing had gone wrong",
+                                             milliseconds(decided_at_ - from)));
+}
+
 // After the last fault. `target`: committed steps that prove that it goes on; 0: not all are back.
 bool World::whole_again(std::uint64_t& target) {
   if (!settled()) {
@@ -314,10 +415,13 @@ bool World::whole_again(std::uint64_t& target) {
   } else if (const std::uint64_t committed = coordinator_->decisions().committed().value; target == 0) {
     target = committed + kStepsAfter;
   } else if (committed >= target) {
-    return true;
+    leaked_ = leaked();
+    if (!leaked_) return true;
   }
-  if (now() > faults_end_ + kSettled)
-    checker_.violate("progress", fmt::format("{:.0f} s after the last fault: {}", seconds(kSettled),
+  const Duration budget = kSettled * job.silence;
+  if (now() > faults_end_ + budget && leaked_) checker_.violate("bounded-memory", *leaked_);
+  if (now() > faults_end_ + budget)
+    checker_.violate("progress", fmt::format("{:.0f} s after the last fault: {}", seconds(budget),
                                              coordinator_ ? fmt::format("step {} is committed, {} members",
                                                                         coordinator_->decisions().committed(),
                                                                         coordinator_->decisions().members().size())
@@ -361,6 +465,9 @@ Outcome World::run() {
     if (whole_again(target)) break;
   }
   if (outcome_.events >= max_events) checker_.violate("progress", "it goes round in circles");
+  if (const auto epochs = outcome_.counts["epoch begun"];
+      epochs > kEpochs * outcome_.faults.size() + kEpochsFree && !options_.run_for)
+    checker_.violate("progress", fmt::format("{} epochs were begun for {} faults", epochs, outcome_.faults.size()));
   if (!checker_.violation()) checker_.on_end(log_, coordinator_->decisions().ledger());
   if (checker_.violation() && coordinator_) describe();
   if (checker_.violation()) note("VIOLATION {}: {}", checker_.violation()->invariant, checker_.violation()->what);

@@ -114,6 +114,13 @@ class World {
   std::uint32_t nodes() const { return shape.replicas * shape.nodes; }  // the coordinator's machine comes after them
   Daemon* daemon_of(std::uint32_t node) { return daemons_[node].get(); }
   Trainer* trainer(std::uint64_t instance);
+  // What a trainer finds on its disk when it starts: of the last step that all ranks of its replica have written.
+  struct Checkpoint {
+    std::uint64_t version = 0;
+    std::vector<Bytes> columns;  // of each tensor, one after the other
+  };
+  std::optional<Checkpoint> checkpoint_of(std::uint32_t replica, std::uint32_t rank) const;
+  void write_checkpoint(std::uint32_t replica, std::uint32_t rank, Checkpoint checkpoint);
   std::uint64_t next_number() { return ++numbers_; }
   void trainer_exits(Trainer& trainer, const std::string& why);
   Duration slowness(std::uint32_t replica, std::uint32_t rank) const;
@@ -154,8 +161,11 @@ class World {
   void kill_daemon(std::uint32_t node);
   void kill_coordinator(const std::string& why);
   void let_operator_act();
+  void grow_old();
+  void lose_sectors(std::size_t synced);
   void on_record(const proto::LogRecord& record);
   Survivors::Holders holders_of(const proto::LogRecord::Committed& record) const;
+  Survivors::Holders holders_of(const proto::LogRecord::EpochBegun& record) const;
   void check_survivors();
   void happen(const Fault& fault);
   void reset_link(std::uint64_t number);
@@ -176,6 +186,9 @@ class World {
   void describe();
   void wake_who_has_events();
   bool whole_again(std::uint64_t& target);
+  std::optional<std::string> leaked() const;
+  void on_decision();
+  void disturb(Duration lasting) { disturbed_until_ = std::max(disturbed_until_, now() + lasting + 4 * job.silence); }
 
   VirtualClock clock_;
   Random failures_random_, plant_random_;
@@ -201,11 +214,14 @@ class World {
   TimePoint roll_back_wanted_since_{};
   std::vector<Fault> waiting_faults_;  // for their moments
   std::map<std::uint64_t, Link> links_;
-  std::vector<bool> damage_at_rest_;                  // by replica: due
-  std::vector<SlowLink> slow_links_;                  // by node
-  std::vector<TimePoint> up_blocked_, down_blocked_;  // by node: until then
+  std::vector<bool> damage_at_rest_;                                                       // by replica: due
+  std::vector<std::map<std::uint64_t, std::map<std::uint32_t, Checkpoint>>> checkpoints_;  // by replica, version, rank
+  std::vector<SlowLink> slow_links_;                                                       // by node
+  std::vector<TimePoint> up_blocked_, down_blocked_;                                       // by node: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
-  TimePoint faults_end_{}, disturbed_until_{};
+  TimePoint faults_end_{}, disturbed_until_{};       // until then a fault may still be felt
+  std::optional<std::string> leaked_;                // where nothing but that is missing
+  TimePoint decided_at_{};                           // the last commit or epoch
   std::optional<membership::JobConfig::Drop> drop_;  // an operator's word to the next coordinator
   std::deque<std::string> recent_;
   std::map<std::uint64_t, std::map<std::pair<std::uint32_t, std::uint32_t>, double>> losses_;  // by step

@@ -19,7 +19,7 @@ void World::happen(const Fault& fault) {
   note("FAULT {} (replica {} rank {}, {:.1f} ms)", to_string(fault.kind), fault.replica, fault.rank,
        milliseconds(fault.lasting));
   if (is_of_bits(fault.kind)) return damage_bits(fault);
-  disturbed_until_ = std::max(disturbed_until_, now() + fault.lasting + 4 * job.silence);
+  disturb(fault.lasting);
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
   const std::uint32_t node = node_of(fault.replica, fault.rank);
   Daemon* daemon = daemons_[node].get();

@@ -26,6 +26,7 @@ void World::stop(Process& process, Duration lasting) {
   if (process.ended) return;
   process.stopped = true;
   process.stopped_until = std::max(process.stopped_until, now() + lasting);
+  disturb(lasting);
   for (const auto* rail : process.rails) fabric_.stop(*rail);
   after_of(process, lasting, [this, &process] {
     if (process.ended || !process.stopped || now() < process.stopped_until) return;
@@ -83,6 +84,20 @@ T& World::start(std::unique_ptr<T>& place, std::unique_ptr<T> process) {
   set_timer(*place, place->random.between({}, job.silence / 16));
   if (const TimePoint until = suspended_until_[place->machine]; until > now()) stop(*place, until - now());
   return *place;
+}
+
+std::optional<World::Checkpoint> World::checkpoint_of(std::uint32_t replica, std::uint32_t rank) const {
+  const auto& written = checkpoints_[replica];
+  for (auto last = written.rbegin(); last != written.rend(); ++last)
+    if (last->second.size() == shape.ranks) return last->second.at(rank);
+  return std::nullopt;
+}
+
+void World::write_checkpoint(std::uint32_t replica, std::uint32_t rank, Checkpoint checkpoint) {
+  auto& written = checkpoints_[replica];
+  const std::uint64_t version = checkpoint.version;
+  written[version][rank] = std::move(checkpoint);
+  if (written[version].size() == shape.ranks) written.erase(written.begin(), written.find(version));
 }
 
 void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
@@ -156,6 +171,7 @@ void World::start_coordinator() {
 void World::kill_coordinator(const std::string& why) {
   if (!coordinator_) return;
   note("the coordinator ends: {}", why);
+  disturb({});
   processes_.erase(coordinator_->instance);
   coordinator_->ended = coordinator_->stopped = true;
   // It may be what is being run.

@@ -88,6 +88,25 @@ TEST_F(Simulated, EverythingFollowsFromTheSeed) {
   }
 }
 
+// A joiner dies when it has caught up, its place is taken at once, and the word that it had caught up comes late.
+TEST_F(Simulated, ThatALifeHasCaughtUpIsNotBelievedOfTheNextOne) {
+  std::uint64_t found = 0;
+  for (std::uint64_t seed = 0; found == 0 && seed < 400; ++seed) {
+    if (!Shape::of(seed).slow_streams) continue;
+    std::vector<Fault> faults;
+    for (auto at = std::chrono::milliseconds(300); at < std::chrono::seconds(3); at += std::chrono::milliseconds(200)) {
+      faults.push_back({.at = at, .kind = FaultKind::kill_trainer});
+      faults.push_back({.at = at, .moment = Moment::caught_up, .kind = FaultKind::kill_trainer});
+    }
+    const Outcome sound = play({.seed = seed, .ranks = 1, .faults = faults});
+    ASSERT_FALSE(sound.violation) << "seed " << seed << ": " << sound.violation->invariant << ": "
+                                  << sound.violation->what;
+    const Outcome planted = play({.seed = seed, .ranks = 1, .plant = Plant::wrong_life, .faults = faults});
+    found += planted.violation && planted.violation->invariant == "same-bits";
+  }
+  EXPECT_GT(found, 0u) << "the planted bug was not found";
+}
+
 // What reaches the coordinator for a step grows with replicas, not with ranks, but for two digests of each.
 TEST(Scale, ManyMoreRanksAreNoMoreMessagesToTheCoordinator) {
   const ScaleResult few = measure_scale({.replicas = 6, .ranks = 16, .steps = 5});
