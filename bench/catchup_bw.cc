@@ -206,7 +206,7 @@ class Replica {
       for (std::uint32_t i = 1; i <= s_.sources; ++i)
         sources.insert({ReplicaId(i), Incarnation(i), {meeting_.addresses[i]}});
       const TimePoint start = clock_.now();
-      service.catch_up(key, sources, start);
+      service.catch_up(key, sources, Step(kVersion), start);
       auto keeper = catchup::Keeper::make(*owner_, GiB);
       if (!keeper) return tl::unexpected(keeper.error());
       TimePoint updated = start;

@@ -16,18 +16,20 @@ constexpr std::uint32_t kPartsAsked = shm::kMaxPins / 4;  // of one proof, so th
 
 constexpr std::size_t kLookedAt = 256;  // slices, for one question
 
+constexpr int kUnreachable = 5;  // silences for which a source is waited for that can't be connected with
 constexpr Duration kDisputed = std::chrono::seconds(1);  // until sources that differed are asked again
 constexpr int kSuspected = 4;  // differences from one source, until it is believed without the others' word
 
 }  // namespace
 
-Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, Duration unreachable,
-               TimePoint now)
+Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, Step committed,
+               Duration silence, TimePoint now)
     : engine_(engine),
       view_(view),
       state_(std::move(state)),
       planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
-      unreachable_(unreachable),
+      oldest_(committed.value),
+      silence_(silence),
       proven_(view.manifest().slices().size()),
       now_(now),
       started_(now) {
@@ -90,7 +92,7 @@ void Joiner::on_source_down(ReplicaId source) {
 
 Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
   if (!sources_.contains(source)) return {};
-  if (auto known = expected_.find(source); known != expected_.end()) known->second.missing_since.reset();
+  if (auto known = expected_.find(source); known != expected_.end()) heard(known->second);
   if (message.has_sent()) return on_sent(source, message.sent());
   if (message.has_proof()) return on_proof(source, message.proof());
   return fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
@@ -227,9 +229,8 @@ void Joiner::work(TimePoint now, bool busy) {
   if (done_) return;
   for (auto& [source, known] : expected_) {
     const bool before = waited_for(known);
-    if (known.missing_since && sources_.contains(source) && now - known.connected_at > unreachable_ / 5)
-      known.missing_since.reset();
-    if (before && known.missing_since && now - *known.missing_since > unreachable_) {
+    if (known.missing_since && sources_.contains(source) && now - known.connected_at > silence_) heard(known);
+    if (before && known.missing_since && now - *known.missing_since > kUnreachable * silence_) {
       spdlog::warn("the state is not compared with replica {}'s: it can't be reached", source);
       now_ = now;
       look_at_proofs();
@@ -283,7 +284,7 @@ void Joiner::ask_for_slices() {
       say_where(slice);
     }
     const shm::Clock clock = view_.clock();
-    fetch.set_at_least(clock.version + (clock.updating ? 1 : 0));
+    fetch.set_at_least(std::max(clock.version + (clock.updating ? 1 : 0), oldest_));
     if (!say(endpoint, message)) return;
   }
 }
@@ -296,7 +297,7 @@ bool Joiner::asks(const Expected& source, std::uint32_t slice) const {
 void Joiner::ask_for_proof() {
   if (questions_.size() >= kQuestions || sources_.empty()) return;
   const shm::Clock clock = view_.clock();
-  if (clock.updating) return;
+  if (clock.updating || clock.version < oldest_) return;
   Question question;
   question.version = clock.version;
   std::vector<std::uint32_t> parts;
@@ -439,7 +440,13 @@ void Joiner::set_proven(std::uint32_t slice, bool proven) {
 }
 
 bool Joiner::waited_for(const Expected& source) const {
-  return !source.missing_since || now_ - *source.missing_since <= unreachable_;
+  return !source.missing_since || now_ - *source.missing_since <= kUnreachable * silence_;
+}
+
+void Joiner::heard(Expected& source) {
+  const bool again = !waited_for(source);
+  source.missing_since.reset();
+  if (again) look_at_proofs();
 }
 
 // Whose word is needed has changed.

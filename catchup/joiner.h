@@ -40,9 +40,10 @@ struct Drift {
 // A slice is proven when all sources have the same bytes as this replica, each at some version that both have held.
 class Joiner {
  public:
-  // `state`: the view's segments, registered. `unreachable`: how long a source that is not connected is waited for.
-  Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, Duration unreachable,
-         TimePoint now);
+  // `state`: the view's segments, registered. `committed`: the last step when it was admitted, or
+  // since then: this replica has the gradients of later steps only. `silence`: the job's.
+  Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, Step committed,
+         Duration silence, TimePoint now);
   ~Joiner();
 
   // From whom the state is to be had; again where that has changed. One that can't be reached for long is not waited
@@ -109,6 +110,7 @@ class Joiner {
   void agree(ReplicaId source, std::uint32_t slice);
   bool asks(const Expected& source, std::uint32_t slice) const;
   bool waited_for(const Expected& source) const;
+  void heard(Expected& source);
   void look_at_proofs();
   bool all_agree(std::uint32_t slice) const;
   void set_proven(std::uint32_t slice, bool proven);
@@ -120,7 +122,8 @@ class Joiner {
   shm::View& view_;
   const std::vector<transport::RegionId> state_;
   Planner planner_;
-  const Duration unreachable_;
+  const std::uint64_t oldest_;  // version that will do
+  const Duration silence_;
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;
   std::map<std::uint32_t, std::array<std::optional<std::uint64_t>, shm::kMaxColumns>> landed_;  // digests, by part

@@ -9,7 +9,6 @@ namespace rejoin::catchup {
 namespace {
 
 constexpr Duration kRetry = std::chrono::milliseconds(50);
-constexpr int kUnreachable = 5;  // silences for which a joiner waits for a source that it can't connect with
 
 std::map<ReplicaId, Incarnation> replicas_of(const std::set<SourceAddress>& sources) {
   std::map<ReplicaId, Incarnation> replicas;
@@ -105,10 +104,11 @@ void Service::remove_rank(RankKey key) {
   ranks_.erase(found);
 }
 
-void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, TimePoint now) {
+void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Step committed, TimePoint now) {
   auto found = ranks_.find(key);
   if (found == ranks_.end()) return;
   LocalRank& rank = found->second;
+  rank.committed = committed;
   if (auto started = start_joining(rank, now); !started)
     spdlog::error("replica {} can't catch up yet: {}", key.replica, started.error());
   std::vector<SourceAddress> gone;
@@ -127,7 +127,7 @@ Result<> Service::start_joining(LocalRank& rank, TimePoint now) {
   if (!rank.registered)
     if (auto registered = register_rank(rank); !registered) return registered;
   if (auto target = register_state(*rank.view, rank.target); !target) return target;
-  rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, kUnreachable * silence_, now);
+  rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, rank.committed, silence_, now);
   return {};
 }
 

@@ -64,8 +64,9 @@ class Service {
   void serve(RankKey key, std::optional<Incarnation> incarnation);
 
   // Catches this rank up from these sources; again with another list where they have changed. An empty list pauses.
-  // A source that refuses or is lost is tried again, until the list is without it.
-  void catch_up(RankKey key, const std::set<SourceAddress>& sources, TimePoint now);
+  // `committed`: the last step that is. Nothing older than that of the first call will do: the rank has the gradients
+  // of later steps only. A source that refuses or is lost is tried again, until the list is without it.
+  void catch_up(RankKey key, const std::set<SourceAddress>& sources, Step committed, TimePoint now);
   // No longer: it was promoted or removed. Its memory is fenced.
   void finish(RankKey key);
 
@@ -104,6 +105,7 @@ class Service {
     bool reported = false;
     std::optional<Incarnation> serves;
     std::set<SourceAddress> wanted;                          // sources
+    Step committed;                                          // when it was last told whom it has
     TimePoint retry_at{};                                    // of what could not be registered, or connected with
     std::map<SourceAddress, transport::EndpointId> sources;  // … and the connections with them
   };

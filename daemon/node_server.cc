@@ -306,7 +306,7 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
 
 // Starts, updates and ends the streams into local joiners as the plan says.
 void NodeServer::follow_plan() {
-  for (auto& [connection, key, catching_up, serves, sources] : streams_of(machine_)) {
+  for (auto& [connection, key, catching_up, serves, sources, committed] : streams_of(machine_)) {
     auto found = trainers_.find(connection);
     if (found == trainers_.end()) continue;
     Trainer& trainer = found->second;
@@ -325,9 +325,10 @@ void NodeServer::follow_plan() {
       trainer.stream->post(
           [key = key, serves = serves](catchup::Service& service, TimePoint) { service.serve(key, serves); });
     if (catching_up)
-      trainer.stream->post([key = key, sources = sources](catchup::Service& service, TimePoint at) {
-        service.catch_up(key, sources, at);
-      });
+      trainer.stream->post(
+          [key = key, sources = sources, committed = committed](catchup::Service& service, TimePoint at) {
+            service.catch_up(key, sources, committed, at);
+          });
   }
 }
 

@@ -8,6 +8,7 @@ std::vector<LocalStream> streams_of(const membership::Node& node) {
     LocalStream& stream = streams.emplace_back();
     stream.rank = connection;
     stream.key = {ReplicaId(info.up.replica()), RankId(info.up.rank())};
+    stream.committed = Step(node.plan().committed());
     for (const auto& member : node.plan().members()) {
       if (member.replica() == info.up.replica() && member.incarnation() == info.up.incarnation()) {
         stream.catching_up = member.catching_up();

@@ -12,6 +12,7 @@ struct LocalStream {
   bool catching_up = false;
   std::optional<Incarnation> serves;         // it contributes, in this incarnation
   std::set<catchup::SourceAddress> sources;  // the same rank of all contributors
+  Step committed;                            // the last step
 };
 
 std::vector<LocalStream> streams_of(const membership::Node& node);

@@ -74,7 +74,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
           (void)attacker->connect(address, bytes_of(hello));
           break;
         }
-        case 5: service.catch_up(joiner, {{ReplicaId(2), Incarnation(what / 8u), hostile}}, clock.now()); break;
+        case 5:
+          service.catch_up(joiner, {{ReplicaId(2), Incarnation(what / 8u), hostile}}, Step(what % 3), clock.now());
+          break;
         case 6: {
           if (endpoints.empty() || length < 4) break;
           std::copy(bytes.begin(), bytes.end(), memory.begin());

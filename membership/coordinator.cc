@@ -88,7 +88,7 @@ void Coordinator::on_exchanged(const proto::Exchanged& exchanged, TimePoint now)
   try_commit(now);
 }
 
-// That a replica has caught up is acted on at the next step boundary.
+// That a replica has caught up is acted on at the next step boundary, or when nobody else is left.
 void Coordinator::on_standing(const proto::Standing& standing, TimePoint now) {
   auto found = replicas_.find(ReplicaId(standing.replica()));
   if (found == replicas_.end() || found->second.incarnation.value != standing.incarnation()) return;

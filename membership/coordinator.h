@@ -158,6 +158,8 @@ class Coordinator {
   void suspend(ReplicaId replica, const std::string& reason);
   bool take_back(bool only_present);
   bool promote_whole(bool only_present);
+  bool find_contributors();
+  bool last_whole(const MemberState& member) const;
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, TimePoint now);
   void lose_everybody();

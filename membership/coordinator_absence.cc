@@ -60,7 +60,7 @@ void Coordinator::settle_absent(TimePoint now) {
     const MemberState* m = member(id);
     const Suspended* out_of_it = out_for_now(id);
     const bool may_come_back = out_of_it != nullptr && registration(id, out_of_it->incarnation) != nullptr;
-    if (m != nullptr && m->catching_up) remove(id, "it is silent", now);
+    if (m != nullptr && m->catching_up && !last_whole(*m)) remove(id, "it is silent", now);
     else if (m == nullptr && has_contributors() && !may_come_back) drop_registration(id, "it is silent");
   }
 }
@@ -85,6 +85,9 @@ void Coordinator::settle_recovery(TimePoint now) {
   for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
   if (!contributors.empty()) next_epoch("without those that did not come back after the coordinator's restart");
   for (auto id : joiners) remove(id, "it did not come back after the coordinator's restart", now);
+  if (members_.empty() || has_contributors()) return;
+  if (!find_contributors()) lose_everybody();
+  next_epoch("the last contributor had ended before the coordinator's restart was over");
 }
 
 // ---- members that accuse each other
@@ -139,6 +142,7 @@ void Coordinator::judge(TimePoint now) {
     if (edge.second == guilty.value)
       what = fmt::format("replica {} {} {}", edge.first, about.lost ? "lost it:" : "waits for", about.what);
   const MemberState* m = member(guilty);
+  if (m->catching_up && last_whole(*m)) return hold_for(guilty, what);
   if (m->catching_up) return remove(guilty, what, now);
   if (!others_contribute(guilty) && !promote_whole(true)) return hold_for(guilty, what);
   suspend(guilty, what);
@@ -213,7 +217,9 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now)
   note("replica {} is out: {}", id, reason);
   ledger_.hand_back(id);
   std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
-  if (!has_contributors() && !take_back(false) && !promote_whole(false)) lose_everybody();
+  // After a restart a joiner may not have said yet that it has caught up: settle_recovery() decides.
+  const bool may_yet_say = recovering_until_ && !members_.empty();
+  if (!has_contributors() && !find_contributors() && !may_yet_say) lose_everybody();
   next_epoch(fmt::format("without replica {}: {}", id, reason));
   (void)may_announce();  // those who are left may now be all who were waited for
   try_start(now);
@@ -283,6 +289,17 @@ bool Coordinator::others_contribute(ReplicaId replica) const {
   return std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) {
     return m.replica != replica && !m.catching_up && present(m.replica, m.incarnation);
   });
+}
+
+// Where nobody contributes any more: whoever else holds the state, if possible somebody who is there.
+bool Coordinator::find_contributors() {
+  return take_back(true) || promote_whole(true) || take_back(false) || promote_whole(false);
+}
+
+// A joiner that has caught up, and no contributor is there: who knows whether one will be again.
+bool Coordinator::last_whole(const MemberState& m) const {
+  const ReplicaState* here = registration(m.replica, m.incarnation);
+  return here != nullptr && caught_up(*here) && !others_contribute(m.replica);
 }
 
 std::vector<ReplicaId> Coordinator::held_for() const {

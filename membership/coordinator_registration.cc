@@ -142,6 +142,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
 // members have had their time to come back. Then everything is.
 bool Coordinator::may_announce() {
   if (!recovering_until_) return true;
+  if (!members_.empty() && !has_contributors()) return false;  // a joiner may yet say that it has caught up
   for (const auto& m : members_)
     if (!is_back(m)) return false;
   recovering_until_.reset();

@@ -9,7 +9,7 @@ namespace rejoin::membership {
 // the last committed step only if an operator says so.
 void Coordinator::try_start(TimePoint now) {
   wants_roll_back_.reset();
-  if (has_contributors() || finished()) return;
+  if (has_contributors() || finished() || (recovering_until_ && !members_.empty())) return;
   const auto ready = ready_to_start(now);
   if (ready.empty()) return;
   const Step from(*newest(ready));

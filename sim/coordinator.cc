@@ -55,6 +55,7 @@ void Coordinator::on_message(std::uint64_t link, const proto::FromNode& message)
   if (world_.options_.trace && !message.has_heartbeat())
     world_.remark(fmt::format("link {}: {}", link, brief(message)));
   carry_out(machine_.on_message(membership::NodeId(link), message, world_.now_at(machine)));
+  if (message.has_standing() && !ended) world_.on_standing();
 }
 
 void Coordinator::on_link_lost(std::uint64_t link) {

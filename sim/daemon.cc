@@ -160,9 +160,8 @@ void Daemon::follow_plan() {
       world_.count("catch-up begun");
       world_.on_moment(Moment::catch_up_begun, stream.key.replica.value);
     }
-    post([key = stream.key, sources = stream.sources](catchup::Service& service, TimePoint now) {
-      service.catch_up(key, sources, now);
-    });
+    post([key = stream.key, sources = stream.sources, committed = stream.committed](
+             catchup::Service& service, TimePoint now) { service.catch_up(key, sources, committed, now); });
   }
 }
 

@@ -16,7 +16,7 @@ constexpr std::array<Duration, 4> kSlowest{20us, 50us, 200us, 2ms};
 constexpr std::array<Duration, 3> kDetection{100us, 1ms, 20ms};
 constexpr std::array<std::uint32_t, 4> kReplicas{2, 3, 4, 5};
 constexpr std::array<std::uint32_t, 3> kRanks{1, 2, 3};
-constexpr std::array<std::uint64_t, 3> kCheckpointSteps{0, 3, 40};
+constexpr std::array<std::uint64_t, 3> kCheckpointSteps{0, 1, 10};
 
 template <typename T, std::size_t N>
 T one_of(const std::array<T, N>& values, std::uint64_t seed, std::string_view dimension) {

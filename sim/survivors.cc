@@ -11,7 +11,7 @@ void Survivors::on_record(const proto::LogRecord& record, Holders holders) {
     committed_ = record.committed().step();
     holders_ = std::move(holders);
   }
-  if (record.has_epoch()) holders_.merge(holders);
+  if (record.has_epoch()) add(std::move(holders));
   if (record.has_rolled_back()) {
     if (record.rolled_back().version() < committed_ && lives())
       violation_ = fmt::format("the job goes back to step {}, though replica {} lives and holds step {}",

@@ -18,6 +18,8 @@ class Survivors {
   // processes.
   using Holders = std::map<std::uint32_t, std::vector<std::uint64_t>>;
   void on_record(const proto::LogRecord& record, Holders holders);
+  // These hold it, too: joiners of which the coordinator has heard that they have caught up.
+  void add(Holders holders) { holders_.merge(holders); }
   // A process has ended: something killed it, or (`gave_up`) it left because of what it was told.
   void on_end(std::uint64_t process, bool gave_up, const std::string& why);
 

@@ -211,7 +211,7 @@ void Trainer::run() {
     begin_step();
   }
   const bool rash = world_.planted(Plant::apply_without_commit) && driver_->machine().exchanged() && step_.contributes;
-  if (stage_ == Stage::exchanging && (driver_->committed() >= step_.step || rash)) begin_update();
+  if (stage_ == Stage::exchanging && now >= busy_until_ && (driver_->committed() >= step_.step || rash)) begin_update();
   if (driver_->outcomes() != outcomes) world_.wake(*this);
 }
 
@@ -246,6 +246,11 @@ void Trainer::compute() {
   world_.on_loss(replica, rank, step_.step, model_.backward(rank, weights_, gradient_views_, step_.batch));
   gradients_ = digest(state_->gradients());
   driver_->want(std::vector<bool>(state_->buckets().size(), true));
+  if (random.one_in(20)) {  // it does something else before it calls commit()
+    const Duration busy = random.of_any_size(100us, 150ms);
+    busy_until_ = world_.now_at(machine) + busy;
+    world_.after_of(*this, busy, [this] { world_.wake(*this); });
+  }
   if (world_.planted(Plant::touch_the_input) && world_.plant_due()) in(100us, &Trainer::touch);
   world_.wake(*this);
 }

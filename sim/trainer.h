@@ -71,7 +71,7 @@ class Trainer final : public Process {
   Stage stage_ = Stage::waiting;
   StepView step_;
   std::uint64_t last_ = 0;
-  TimePoint compute_stands_until_{};
+  TimePoint compute_stands_until_{}, busy_until_{};
   bool contributed_ = false, current_ = false, drifts_ = false;
   std::optional<std::uint64_t> gradients_;  // digest of what was handed over
   std::vector<catchup::Piece> pieces_;

@@ -186,7 +186,7 @@ void World::let_operator_act() {
 
 membership::JobConfig World::job_to_start() {
   membership::JobConfig config = job;
-  config.roll_back_to = std::exchange(roll_back_to_, std::nullopt);
+  config.roll_back_to = allowed_to_roll_back_ = std::exchange(roll_back_to_, std::nullopt);
   config.drop = std::exchange(drop_, std::nullopt);
   return config;
 }
@@ -255,6 +255,9 @@ void World::on_record(const proto::LogRecord& record) {
   if (record.has_rolled_back()) {
     count("rolled back");
     note("rolled back to {}", record.rolled_back().version());
+    const Step to(record.rolled_back().version());
+    if (to.value < record.rolled_back().from() && (!allowed_to_roll_back_ || to < *allowed_to_roll_back_))
+      checker_.violate("state-survives", fmt::format("the job goes back to step {} without an operator's word", to));
     std::erase_if(outcome_.committed,
                   [&](const auto& committed) { return committed.step > record.rolled_back().version(); });
     // Later ones are of what was given up. The operator removes them.
@@ -282,13 +285,30 @@ Survivors::Holders World::holders_of(const proto::LogRecord::EpochBegun& record)
   Survivors::Holders holders;
   for (const auto& member : record.members()) {
     if (member.catching_up()) continue;
-    std::vector<std::uint64_t> processes;
-    for (const auto& trainer : trainers_[member.replica()])
-      if (trainer && !trainer->ended && trainer->incarnation().value == member.incarnation())
-        processes.push_back(trainer->instance);
+    auto processes = processes_of(ReplicaId(member.replica()), Incarnation(member.incarnation()));
     if (processes.size() == shape.ranks) holders[member.replica()] = std::move(processes);
   }
   return holders;
+}
+
+// Those that live.
+std::vector<std::uint64_t> World::processes_of(ReplicaId replica, Incarnation incarnation) const {
+  std::vector<std::uint64_t> processes;
+  for (const auto& trainer : trainers_[replica.value])
+    if (trainer && !trainer->ended && trainer->incarnation() == incarnation) processes.push_back(trainer->instance);
+  return processes;
+}
+
+void World::on_standing() {
+  Survivors::Holders holders;
+  const auto& decisions = coordinator_->decisions();
+  for (const auto& member : decisions.members()) {
+    const auto here = decisions.replicas().find(member.replica);
+    if (!member.catching_up || here == decisions.replicas().end() || !decisions.caught_up(here->second)) continue;
+    auto processes = processes_of(member.replica, member.incarnation);
+    if (processes.size() == shape.ranks) holders[member.replica.value] = std::move(processes);
+  }
+  survivors_.add(std::move(holders));
 }
 
 void World::check_survivors() {
@@ -368,7 +388,6 @@ std::optional<std::string> World::leaked() const {
       const auto one = fabric_.held(*rail);
       all.endpoints = std::max(all.endpoints, one.endpoints);
       all.regions += one.regions;
-      all.outstanding += one.outstanding;
     }
     return all;
   };
@@ -377,7 +396,7 @@ std::optional<std::string> World::leaked() const {
   const std::size_t of_trainer = shape.rails * (2 * buckets + 1);  // inputs, outputs and staging
   for (const auto& ranks : trainers_)
     for (const auto& trainer : ranks) {
-      if (!trainer) return "a trainer is missing";
+      if (!trainer) continue;  // it has just been killed
       const auto of = held(*trainer);
       if (of.endpoints > shape.replicas - 1)
         return fmt::format("replica {} rank {} has {} connections on a rail, {} peers", trainer->replica, trainer->rank,
@@ -388,7 +407,7 @@ std::optional<std::string> World::leaked() const {
         return fmt::format("{} pins of replica {} rank {} are in use", pins, trainer->replica, trainer->rank);
     }
   for (const auto& daemon : daemons_) {
-    if (!daemon) return "a daemon is missing";
+    if (!daemon) continue;
     const auto of = held(*daemon);
     if (of.endpoints > 0) return fmt::format("node {} has {} connections of streams", daemon->node, of.endpoints);
     if (of.regions > 2 * shape.rails * daemon->ranks())  // the state, and what is held aside
@@ -408,6 +427,7 @@ void World::on_decision() {
 
 // After the last fault. `target`: committed steps that prove that it goes on; 0: not all are back.
 bool World::whole_again(std::uint64_t& target) {
+  leaked_.reset();
   if (!settled()) {
     target = 0;
   } else if (options_.run_for) {

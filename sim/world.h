@@ -132,6 +132,8 @@ class World {
   void to_daemon(std::uint64_t link, proto::ToNode message);
   void drop_link(std::uint64_t link);  // by the coordinator
 
+  void on_standing();  // the coordinator has heard how a replica stands
+
   // ---- the coordinator's disk
   enum class Append { done, failed };
   // Durable from now on, as far as it got; a failure has ended the coordinator.
@@ -166,6 +168,7 @@ class World {
   void on_record(const proto::LogRecord& record);
   Survivors::Holders holders_of(const proto::LogRecord::Committed& record) const;
   Survivors::Holders holders_of(const proto::LogRecord::EpochBegun& record) const;
+  std::vector<std::uint64_t> processes_of(ReplicaId replica, Incarnation incarnation) const;
   void check_survivors();
   void happen(const Fault& fault);
   void reset_link(std::uint64_t number);
@@ -210,7 +213,8 @@ class World {
   Bytes disk_;                         // … byte for byte
   bool crash_in_append_ = false, disk_full_ = false;
   Duration slow_append_{};
-  std::optional<Step> roll_back_to_;  // an operator's word to the coordinator that is started next
+  std::optional<Step> roll_back_to_;          // an operator's word to the coordinator that is started next
+  std::optional<Step> allowed_to_roll_back_;  // … and to the one that runs
   TimePoint roll_back_wanted_since_{};
   std::vector<Fault> waiting_faults_;  // for their moments
   std::map<std::uint64_t, Link> links_;

@@ -99,7 +99,7 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
   ASSERT_NE(second, nullptr);
   while (!HasFailure() && job.status().at("members").size() < 2) let_it_commit();
   // As a joiner, until it has to contribute.
-  std::uint64_t joined_at = 0;
+  std::atomic<std::uint64_t> joined_at = 0;
   auto joining = std::async(std::launch::async, [&] {
     for (;;) {
       auto step = second->begin_step();
@@ -113,13 +113,13 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
   do let_it_commit();
   while (!HasFailure() && !eventually(caught_up, std::chrono::seconds(2)));
   ASSERT_EQ(job.status().at("members").at(1).at("role"), "catching_up");
+  ASSERT_TRUE(eventually([&] { return joined_at == committed + 1; })) << "it has begun the step as a joiner";
   ::kill(first, SIGKILL);
   ::waitpid(first, nullptr, 0);
   const auto step = joining.get();
   ASSERT_TRUE(step && *step);
   EXPECT_TRUE((*step)->contributes());
   EXPECT_EQ((*step)->number(), committed + 1);
-  EXPECT_EQ(joined_at, committed + 1) << "it had begun the step as a joiner";
   EXPECT_EQ(second->version(), committed) << "and updated nothing";
   EXPECT_FALSE((*step)->batch().empty());
   ASSERT_TRUE(second->all_reduce(0));

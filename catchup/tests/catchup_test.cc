@@ -217,7 +217,7 @@ struct Cluster {
         sources.insert({r->id, Incarnation(1), r->address});
         r->service->serve({r->id, RankId(0)}, Incarnation(1));
       }
-    joiner.service->catch_up({joiner.id, RankId(0)}, sources, clock.now());
+    joiner.service->catch_up({joiner.id, RankId(0)}, sources, Step(step), clock.now());
   }
   void pump(int events) {
     for (int i = 0; i < events; ++i) {
@@ -304,6 +304,22 @@ TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
     ASSERT_TRUE(joiner.caught_up);
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
   }
+}
+
+// A step has been committed that the source's trainer has not applied yet, and the joiner starts where the source still
+// is: what it could have at once lacks that step, which it has no gradients of.
+TEST(CatchUpService, NothingIsTakenThatLacksAStepFromBeforeTheJoiner) {
+  Cluster cluster(7);
+  cluster.add(true);
+  Replica& joiner = cluster.add(false);
+  cluster.step = 1;
+  cluster.catch_up(joiner);
+  cluster.pump(20000);
+  EXPECT_FALSE(joiner.caught_up);
+  cluster.replicas[0]->update(Step(1));
+  cluster.train_until_caught_up(joiner, 200, 20);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
 // It refuses whenever it is asked: the joiner compares itself with the others alone, but not before five silences.

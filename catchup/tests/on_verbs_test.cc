@@ -58,7 +58,8 @@ TEST(OnVerbs, ADmaBufOfTheTrainersIsWhatItsDaemonRegisters) {
   fake_verbs_watch(
       [&](const char*, const void*, const void*, std::uint64_t moved) { largest = std::max(largest, moved); });
   source.service->serve({ReplicaId(0), RankId(0)}, Incarnation(1));
-  joiner.service->catch_up({ReplicaId(1), RankId(0)}, {{ReplicaId(0), Incarnation(1), source.address}}, clock.now());
+  joiner.service->catch_up({ReplicaId(1), RankId(0)}, {{ReplicaId(0), Incarnation(1), source.address}}, Step(3),
+                           clock.now());
   const auto deadline = clock.now() + std::chrono::seconds(60);
   bool landed = false;
   while (!landed && clock.now() < deadline) {

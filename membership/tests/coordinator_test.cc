@@ -478,6 +478,48 @@ TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnWhereTheLastContributorIsSilentOrH
   }
 }
 
+TEST(Coordinator, AJoinerThatHasCaughtUpIsNotOutForSilenceWhileNoContributorIsThere) {
+  Bench bench;
+  bench.start();
+  bench.steps(2);
+  bench.down(2);
+  bench.join_again({0});
+  bench.stand(1, 0, true), bench.stand(1, 1, true);
+  bench.pass(5s, {});
+  EXPECT_EQ(bench.coordinator.members().size(), 2u);
+  bench.back(1, 11, 2);
+  bench.stand(1, 0, true), bench.stand(1, 1, true);
+  bench.pass(1s, {11});
+  ASSERT_EQ(bench.contributors(), 1u);
+  EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(1));
+  bench.exchanged(1, 11);
+  EXPECT_EQ(bench.coordinator.committed(), Step(4));
+}
+
+TEST(Coordinator, AJoinerMaySayAfterTheCoordinatorsRestartThatItHasCaughtUp) {
+  for (const bool says : {true, false}) {
+    Bench first;
+    first.start();
+    first.steps(2);
+    first.down(2);
+    first.join_again({0});
+    first.stand(1, 0, true), first.stand(1, 1, true);
+    Bench bench(first.log);
+    bench.incarnations = first.incarnations;
+    bench.back(0, 10);
+    bench.down(0);
+    EXPECT_EQ(bench.contributors(), 0u);
+    bench.back(1, 11, 2);
+    if (says) bench.stand(1, 0, true), bench.stand(1, 1, true);
+    bench.pass(1500ms, {1, 11});
+    ASSERT_EQ(bench.contributors(), says ? 1u : 0u);
+    if (!says) continue;
+    bench.exchanged(1, 11);
+    EXPECT_EQ(bench.coordinator.committed(), Step(4));
+    EXPECT_EQ(rolled_back(bench.log).steps, 0u);
+  }
+}
+
 TEST(Coordinator, WhoIsOutForSilenceIsTakenBackWhenTheOthersDieBeforeTheNextCommit) {
   Bench bench;
   bench.start();

@@ -62,7 +62,7 @@ class Fabric {
   void damage_next_write(const Engine& engine);
   // What an engine has of each now.
   struct Held {
-    std::size_t endpoints = 0, regions = 0, outstanding = 0;
+    std::size_t endpoints = 0, regions = 0;
   };
   Held held(const Engine& engine) const;
   // Writes that landed through endpoints that were closed; 0 but where `unfenced`.
