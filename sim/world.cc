@@ -10,12 +10,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr Duration kFaultsFor = 3s;  // of virtual time; then the cluster has until kSettled
-constexpr int kSettled = 30;         // … silences to be whole again and to have committed some steps
-constexpr int kStall = 5;            // silences, at most, between two decisions where nothing is going wrong
-constexpr std::size_t kEpochs = 4;   // begun for each fault, at most
-constexpr std::size_t kEpochsFree = 16;
-constexpr std::uint64_t kStepsAfter = 5;
+constexpr Duration kFaultsFor = 3s;   // of virtual time
 constexpr std::size_t kRecent = 400;  // lines kept where not all are
 constexpr std::uint64_t kMaxEvents = 20'000'000;
 
@@ -317,13 +312,6 @@ void World::check_survivors() {
 
 // ---- the run
 
-bool World::settled() const {
-  if (!coordinator_) return false;
-  const auto& members = coordinator_->decisions().members();
-  return members.size() == shape.replicas &&
-         std::none_of(members.begin(), members.end(), [](const auto& member) { return member.catching_up; });
-}
-
 void World::on_committed(const proto::LogRecord::Committed& record) {
   Outcome::Committed committed{.at = seconds(now().time_since_epoch()), .step = record.step()};
   if (!outcome_.committed.empty()) committed.samples = outcome_.committed.back().samples;
@@ -380,75 +368,6 @@ void World::wake_who_has_events() {
     if (daemon && !daemon->woken && !daemon->engine->arm()) wake(*daemon);
 }
 
-// What somebody has more of than a cluster of this shape needs while all contribute and nobody catches up.
-std::optional<std::string> World::leaked() const {
-  const auto held = [&](const Process& process) {
-    transport::sim::Fabric::Held all;
-    for (const auto* rail : process.rails) {
-      const auto one = fabric_.held(*rail);
-      all.endpoints = std::max(all.endpoints, one.endpoints);
-      all.regions += one.regions;
-    }
-    return all;
-  };
-  std::uint32_t buckets = 0;
-  for (const auto& tensor : model().tensors()) buckets = std::max(buckets, tensor.bucket + 1);
-  const std::size_t of_trainer = shape.rails * (2 * buckets + 1);  // inputs, outputs and staging
-  for (const auto& ranks : trainers_)
-    for (const auto& trainer : ranks) {
-      if (!trainer) continue;  // it has just been killed
-      const auto of = held(*trainer);
-      if (of.endpoints > shape.replicas - 1)
-        return fmt::format("replica {} rank {} has {} connections on a rail, {} peers", trainer->replica, trainer->rank,
-                           of.endpoints, shape.replicas - 1);
-      if (of.regions > of_trainer)
-        return fmt::format("replica {} rank {} has {} regions", trainer->replica, trainer->rank, of.regions);
-      if (const auto pins = trainer->pins_in_use(); pins > 0)
-        return fmt::format("{} pins of replica {} rank {} are in use", pins, trainer->replica, trainer->rank);
-    }
-  for (const auto& daemon : daemons_) {
-    if (!daemon) continue;
-    const auto of = held(*daemon);
-    if (of.endpoints > 0) return fmt::format("node {} has {} connections of streams", daemon->node, of.endpoints);
-    if (of.regions > 2 * shape.rails * daemon->ranks())  // the state, and what is held aside
-      return fmt::format("node {} has {} regions", daemon->node, of.regions);
-  }
-  return std::nullopt;
-}
-
-// Where nothing has gone wrong for a while there is a decision every now and then.
-void World::on_decision() {
-  const TimePoint from = std::max(decided_at_, disturbed_until_);
-  decided_at_ = now();
-  if (decided_at_ > from + kStall * job.silence)
-    checker_.violate("progress", fmt::format("nothing was decided for {:.0f} ms, and nothing had gone wrong",
-                                             milliseconds(decided_at_ - from)));
-}
-
-// After the last fault. `target`: committed steps that prove that it goes on; 0: not all are back.
-bool World::whole_again(std::uint64_t& target) {
-  leaked_.reset();
-  if (!settled()) {
-    target = 0;
-  } else if (options_.run_for) {
-    faults_end_ = now();  // it is whole: no limit until the next failure
-  } else if (const std::uint64_t committed = coordinator_->decisions().committed().value; target == 0) {
-    target = committed + kStepsAfter;
-  } else if (committed >= target) {
-    leaked_ = leaked();
-    if (!leaked_) return true;
-  }
-  const Duration budget = kSettled * job.silence;
-  if (now() > faults_end_ + budget && leaked_) checker_.violate("bounded-memory", *leaked_);
-  if (now() > faults_end_ + budget)
-    checker_.violate("progress", fmt::format("{:.0f} s after the last fault: {}", seconds(budget),
-                                             coordinator_ ? fmt::format("step {} is committed, {} members",
-                                                                        coordinator_->decisions().committed(),
-                                                                        coordinator_->decisions().members().size())
-                                                          : "no coordinator"));
-  return false;
-}
-
 Outcome World::run() {
   const TimePoint began = now();
   start_coordinator();
@@ -485,9 +404,7 @@ Outcome World::run() {
     if (whole_again(target)) break;
   }
   if (outcome_.events >= max_events) checker_.violate("progress", "it goes round in circles");
-  if (const auto epochs = outcome_.counts["epoch begun"];
-      epochs > kEpochs * outcome_.faults.size() + kEpochsFree && !options_.run_for)
-    checker_.violate("progress", fmt::format("{} epochs were begun for {} faults", epochs, outcome_.faults.size()));
+  check_epochs();
   if (!checker_.violation()) checker_.on_end(log_, coordinator_->decisions().ledger());
   if (checker_.violation() && coordinator_) describe();
   if (checker_.violation()) note("VIOLATION {}: {}", checker_.violation()->invariant, checker_.violation()->what);

@@ -191,6 +191,7 @@ class World {
   bool whole_again(std::uint64_t& target);
   std::optional<std::string> leaked() const;
   void on_decision();
+  void check_epochs();
   void disturb(Duration lasting) { disturbed_until_ = std::max(disturbed_until_, now() + lasting + 4 * job.silence); }
 
   VirtualClock clock_;

@@ -1,0 +1,100 @@
+// What a cluster may cost: time until it is whole again, time without a decision, epochs, and what it may still hold.
+#include <algorithm>
+
+#include "sim/world.h"
+
+namespace rejoin::sim {
+
+namespace {
+
+constexpr int kSettled = 30;  // silences from the last fault until it is whole again and has committed some steps
+constexpr std::uint64_t kStepsAfter = 5;
+constexpr int kStall = 5;           // silences between two decisions where nothing is going wrong
+constexpr std::size_t kEpochs = 4;  // begun for each fault
+constexpr std::size_t kEpochsFree = 16;
+
+}  // namespace
+
+bool World::settled() const {
+  if (!coordinator_) return false;
+  const auto& members = coordinator_->decisions().members();
+  return members.size() == shape.replicas &&
+         std::none_of(members.begin(), members.end(), [](const auto& member) { return member.catching_up; });
+}
+
+// What somebody has more of than a cluster of this shape needs while all contribute and nobody catches up.
+std::optional<std::string> World::leaked() const {
+  const auto held = [&](const Process& process) {
+    transport::sim::Fabric::Held all;
+    for (const auto* rail : process.rails) {
+      const auto one = fabric_.held(*rail);
+      all.endpoints = std::max(all.endpoints, one.endpoints);
+      all.regions += one.regions;
+    }
+    return all;
+  };
+  std::uint32_t buckets = 0;
+  for (const auto& tensor : model().tensors()) buckets = std::max(buckets, tensor.bucket + 1);
+  const std::size_t of_trainer = shape.rails * (2 * buckets + 1);  // inputs, outputs and staging
+  for (const auto& ranks : trainers_)
+    for (const auto& trainer : ranks) {
+      if (!trainer) continue;  // it has just been killed
+      const auto of = held(*trainer);
+      if (of.endpoints > shape.replicas - 1)
+        return fmt::format("replica {} rank {} has {} connections on a rail, {} peers", trainer->replica, trainer->rank,
+                           of.endpoints, shape.replicas - 1);
+      if (of.regions > of_trainer)
+        return fmt::format("replica {} rank {} has {} regions", trainer->replica, trainer->rank, of.regions);
+      if (const auto pins = trainer->pins_in_use(); pins > 0)
+        return fmt::format("{} pins of replica {} rank {} are in use", pins, trainer->replica, trainer->rank);
+    }
+  for (const auto& daemon : daemons_) {
+    if (!daemon) continue;
+    const auto of = held(*daemon);
+    if (of.endpoints > 0) return fmt::format("node {} has {} connections of streams", daemon->node, of.endpoints);
+    if (of.regions > 2 * shape.rails * daemon->ranks())  // the state, and what is held aside
+      return fmt::format("node {} has {} regions", daemon->node, of.regions);
+  }
+  return std::nullopt;
+}
+
+// Where nothing has gone wrong for a while there is a decision every now and then.
+void World::on_decision() {
+  const TimePoint from = std::max(decided_at_, disturbed_until_);
+  decided_at_ = now();
+  if (decided_at_ > from + kStall * job.silence)
+    checker_.violate("progress", fmt::format("nothing was decided for {:.0f} ms, and nothing had gone wrong",
+                                             milliseconds(decided_at_ - from)));
+}
+
+// After the last fault. `target`: committed steps that prove that it goes on; 0: not all are back.
+bool World::whole_again(std::uint64_t& target) {
+  leaked_.reset();
+  if (!settled()) {
+    target = 0;
+  } else if (options_.run_for) {
+    faults_end_ = now();  // it is whole: no limit until the next failure
+  } else if (const std::uint64_t committed = coordinator_->decisions().committed().value; target == 0) {
+    target = committed + kStepsAfter;
+  } else if (committed >= target) {
+    leaked_ = leaked();
+    if (!leaked_) return true;
+  }
+  const Duration budget = kSettled * job.silence;
+  if (now() > faults_end_ + budget && leaked_) checker_.violate("bounded-memory", *leaked_);
+  if (now() > faults_end_ + budget)
+    checker_.violate("progress", fmt::format("{:.0f} s after the last fault: {}", seconds(budget),
+                                             coordinator_ ? fmt::format("step {} is committed, {} members",
+                                                                        coordinator_->decisions().committed(),
+                                                                        coordinator_->decisions().members().size())
+                                                          : "no coordinator"));
+  return false;
+}
+
+void World::check_epochs() {
+  if (const auto epochs = outcome_.counts["epoch begun"];
+      epochs > kEpochs * outcome_.faults.size() + kEpochsFree && !options_.run_for)
+    checker_.violate("progress", fmt::format("{} epochs were begun for {} faults", epochs, outcome_.faults.size()));
+}
+
+}  // namespace rejoin::sim
