@@ -88,7 +88,7 @@ class Checker:
         kind, who = event["kind"], event["who"]
         if kind == "commit":
             self.on_commit(event)
-        elif kind == "epoch" and who == "coordinator":
+        elif kind in ("epoch", "recovered") and who == "coordinator":
             self.on_epoch(event)
         elif kind == "finished":
             self.finished = True
@@ -110,7 +110,7 @@ class Checker:
         self.by_step.pop(step - KEPT_STEPS, None)
 
     def on_epoch(self, event):
-        self.epochs_seen += 1
+        self.epochs_seen += event["kind"] == "epoch"
         members = [m for m in event["members"].split(",") if m]
         self.members = {int(m.rstrip("c")): not m.endswith("c") for m in members}
         self.epochs[event["epoch"]] = {r for r, contributes in self.members.items() if contributes}

@@ -9,6 +9,15 @@ namespace rejoin::daemon {
 
 using membership::NodeId;
 
+namespace {
+
+// As events name them: 0,1,2c
+void add_member(std::string& members, std::uint64_t replica, bool catching_up) {
+  members += fmt::format("{}{}{}", members.empty() ? "" : ",", replica, catching_up ? "c" : "");
+}
+
+}  // namespace
+
 CoordinatorServer::CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKey& key,
                                      membership::Log log)
     : timer_(io),
@@ -31,9 +40,15 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
   std::unique_ptr<CoordinatorServer> server(new CoordinatorServer(io, job, key, std::move(*log)));
   if (auto recovered = server->machine_.recover(server->log_.records(), server->now()); !recovered)
     return tl::unexpected(recovered.error());
+  const auto& machine = server->machine_;
   if (!server->log_.records().empty())
-    spdlog::info("recovered from the log: step {} is committed, epoch {}", server->machine_.committed(),
-                 server->machine_.epoch());
+    spdlog::info("recovered from the log: step {} is committed, epoch {}", machine.committed(), machine.epoch());
+  if (machine.started()) {  // the life before may have been killed after it wrote down, and before it told
+    std::string members;
+    for (const auto& m : machine.members()) add_member(members, m.replica.value, m.catching_up);
+    events::emit("recovered",
+                 {{"epoch", machine.epoch().value}, {"step", machine.committed().value + 1}, {"members", members}});
+  }
 
   if (auto listening = server->nodes_.listen(listen); !listening)
     return fail(listening.error().code,
@@ -71,8 +86,7 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
     }
     if (record.has_epoch()) {
       std::string members;
-      for (const auto& m : record.epoch().members())
-        members += fmt::format("{}{}{}", members.empty() ? "" : ",", m.replica(), m.catching_up() ? "c" : "");
+      for (const auto& m : record.epoch().members()) add_member(members, m.replica(), m.catching_up());
       events::emit("epoch", {{"epoch", record.epoch().epoch()},
                              {"step", record.epoch().step()},
                              {"members", members},
