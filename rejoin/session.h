@@ -152,8 +152,9 @@ class Session {
   // session fails or ends, its streams go on.
   virtual Result<> all_reduce(BucketId bucket, CudaStream stream) = 0;
   // Waits until the step is committed (through as many retries as it takes, from the same gradients), then calls
-  // `optimizer` for all pieces and publishes the new version. Where a joiner that has caught up is the last one left,
-  // it calls nothing, and begin_step() gives the same step once more, to contribute to.
+  // `optimizer` for all pieces and publishes the new version. Where a joiner that has caught up has to take the
+  // step over, for nobody else is left or answers, it calls nothing, and begin_step() gives the same step once more, to
+  // contribute to; perhaps on some ranks of the replica only, those that had begun it.
   // The optimizer has done its work when it returns; see below where it only queues it.
   virtual Result<> commit(const std::function<void(const Piece&)>& optimizer) = 0;
   // The same where `optimizer` queues its work on the stream: the new version is published when the stream has done
