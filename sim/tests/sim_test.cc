@@ -88,6 +88,25 @@ TEST_F(Simulated, EverythingFollowsFromTheSeed) {
   }
 }
 
+// One is out for its silence, and the others die, in many seeds before they have committed anything without it.
+TEST_F(Simulated, WhoIsOutForNowIsTakenBackWhenTheOthersDie) {
+  std::uint64_t survived = 0;
+  for (std::uint64_t seed = 0; seed < 40; ++seed) {
+    std::vector<Fault> faults{
+        {.at = std::chrono::seconds(1), .kind = FaultKind::hang_trainer, .lasting = std::chrono::milliseconds(400)}};
+    for (const std::uint32_t replica : {1u, 2u})
+      faults.push_back({.at = std::chrono::milliseconds(1050),
+                        .moment = Moment::epoch,
+                        .kind = FaultKind::kill_replica,
+                        .replica = replica});
+    Outcome outcome = play({.seed = seed, .replicas = 3, .faults = faults});
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    survived += outcome.counts["rolled back"] == 0;
+  }
+  EXPECT_GT(survived, 10u);
+}
+
 // A joiner dies when it has caught up, its place is taken at once, and the word that it had caught up comes late.
 TEST_F(Simulated, ThatALifeHasCaughtUpIsNotBelievedOfTheNextOne) {
   std::uint64_t found = 0;
