@@ -154,7 +154,7 @@ bool Coordinator::change_members_at_boundary() {
   for (auto& m : members_) {
     present.insert(m.incarnation.value);
     if (!m.catching_up) continue;
-    if (caught_up(replicas_.at(m.replica))) {
+    if (caught_up(m)) {
       m.catching_up = false;
       changed = true;
       note("replica {} contributes again from step {}", m.replica, committed_.value + 1);
@@ -246,6 +246,11 @@ bool Coordinator::caught_up(const ReplicaState& replica) const {
   for (const auto& standing : replica.standings)
     if (standing.caught_up) count += standing.ranks.size();
   return count == config_.ranks;
+}
+
+bool Coordinator::caught_up(const MemberState& m) const {
+  const ReplicaState* here = registration(m.replica, m.incarnation);
+  return here != nullptr && caught_up(*here);
 }
 
 Coordinator::MemberState* Coordinator::member(ReplicaId replica) {

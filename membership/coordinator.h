@@ -12,7 +12,7 @@
 //   retry      a member is gone: the same step again in the next epoch, without it.
 //   suspend    a contributor is silent, not known to be dead: out like one that is gone, but until the next commit its
 //              state is as good as anybody's, so that until then it may be taken back.
-//   hold       the last contributor is never put out for silence: the job waits for it.
+//   hold       the last that has the state is never put out for silence: the job waits for it.
 //   mend       a connection between two members broke: the same members in the next epoch, where they connect again.
 //   admission  a registered, connected replica enters at the next step boundary as catching up.
 //   promotion  all its ranks have caught up: it contributes from the next step boundary on, or at once where nobody
@@ -125,6 +125,7 @@ class Coordinator {
   const std::vector<Suspended>& suspended() const { return suspended_; }
   const std::map<ReplicaId, ReplicaState>& replicas() const { return replicas_; }
   bool caught_up(const ReplicaState& replica) const;  // all its ranks
+  bool caught_up(const MemberState& member) const;    // … as far as this coordinator has heard
   const Ledger& ledger() const { return ledger_; }
   const DriftAudit& audit() const { return audit_; }
   // Replicas differ and an operator must say which is wrong: nothing is committed before.

@@ -183,8 +183,7 @@ bool Coordinator::take_back(bool only_present) {
 bool Coordinator::promote_whole(bool only_present) {
   bool any = false;
   for (auto& m : members_) {
-    const ReplicaState* here = registration(m.replica, m.incarnation);
-    if (!m.catching_up || here == nullptr || !caught_up(*here)) continue;
+    if (!m.catching_up || !caught_up(m)) continue;
     if (only_present && !present(m.replica, m.incarnation)) continue;
     note("replica {} has caught up and contributes from step {} on: it has the state of step {}", m.replica,
          committed_.value + 1, committed_);
@@ -297,10 +296,7 @@ bool Coordinator::find_contributors() {
 }
 
 // A joiner that has caught up, and no contributor is there: who knows whether one will be again.
-bool Coordinator::last_whole(const MemberState& m) const {
-  const ReplicaState* here = registration(m.replica, m.incarnation);
-  return here != nullptr && caught_up(*here) && !others_contribute(m.replica);
-}
+bool Coordinator::last_whole(const MemberState& m) const { return caught_up(m) && !others_contribute(m.replica); }
 
 std::vector<ReplicaId> Coordinator::held_for() const {
   std::vector<ReplicaId> held;

@@ -155,6 +155,14 @@ struct Bench {
     link_all();
     for (auto replica : others) exchanged(replica);
   }
+  // A joiner's stream has ended, on all of its ranks.
+  void caught_up(std::uint32_t replica) {
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) stand(replica, rank, true);
+  }
+  void expect_alone(std::uint32_t replica) const {
+    ASSERT_EQ(contributors(), 1u);
+    EXPECT_EQ(coordinator.members()[0].replica, ReplicaId(replica));
+  }
   std::size_t contributors() const {
     return static_cast<std::size_t>(std::count_if(coordinator.members().begin(), coordinator.members().end(),
                                                   [](const auto& m) { return !m.catching_up; }));
@@ -421,8 +429,7 @@ TEST(Coordinator, WhenAllAreSilentNobodyIsOutAndTheFirstToComeBackGoesOn) {
   EXPECT_EQ(bench.contributors(), 3u);
   bench.back(1, 11);
   bench.pass(1s, {11});
-  ASSERT_EQ(bench.contributors(), 1u);
-  EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(1));
+  ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
   bench.exchanged(1, 11);
   EXPECT_EQ(bench.coordinator.committed(), Step(2));
 }
@@ -433,13 +440,12 @@ TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnAloneWhereEverybodyElseHasDied) {
   bench.steps(2);
   bench.join_again({0, 2});
   ASSERT_EQ(bench.coordinator.members().size(), 3u);
-  bench.stand(1, 0, true), bench.stand(1, 1, true);
+  bench.caught_up(1);
   const Batch lost = *bench.coordinator.ledger().batch_of(ReplicaId(0));
   bench.down(0);
   EXPECT_EQ(bench.contributors(), 1u) << "replica 2";
   bench.down(2);
-  ASSERT_EQ(bench.contributors(), 1u);
-  EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(1));
+  ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
   EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(1)), lost) << "samples of the step that is repeated";
   bench.exchanged(1);
   EXPECT_EQ(bench.coordinator.committed(), Step(4));
@@ -467,7 +473,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnWhereTheLastContributorIsSilentOrH
     bench.down(2);
     bench.join_again({0});
     ASSERT_EQ(bench.coordinator.members().size(), 2u);
-    bench.stand(1, 0, true), bench.stand(1, 1, true);
+    bench.caught_up(1);
     if (hangs) bench.accuse(1, 0);
     bench.pass(1500ms, hangs ? std::vector<std::uint64_t>{0, 1} : std::vector<std::uint64_t>{1});
     ASSERT_EQ(bench.coordinator.members().size(), 1u) << hangs;
@@ -484,14 +490,13 @@ TEST(Coordinator, AJoinerThatHasCaughtUpIsNotOutForSilenceWhileNoContributorIsTh
   bench.steps(2);
   bench.down(2);
   bench.join_again({0});
-  bench.stand(1, 0, true), bench.stand(1, 1, true);
+  bench.caught_up(1);
   bench.pass(5s, {});
   EXPECT_EQ(bench.coordinator.members().size(), 2u);
   bench.back(1, 11, 2);
-  bench.stand(1, 0, true), bench.stand(1, 1, true);
+  bench.caught_up(1);
   bench.pass(1s, {11});
-  ASSERT_EQ(bench.contributors(), 1u);
-  EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(1));
+  ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
   bench.exchanged(1, 11);
   EXPECT_EQ(bench.coordinator.committed(), Step(4));
 }
@@ -503,14 +508,14 @@ TEST(Coordinator, AJoinerMaySayAfterTheCoordinatorsRestartThatItHasCaughtUp) {
     first.steps(2);
     first.down(2);
     first.join_again({0});
-    first.stand(1, 0, true), first.stand(1, 1, true);
+    first.caught_up(1);
     Bench bench(first.log);
     bench.incarnations = first.incarnations;
     bench.back(0, 10);
     bench.down(0);
     EXPECT_EQ(bench.contributors(), 0u);
     bench.back(1, 11, 2);
-    if (says) bench.stand(1, 0, true), bench.stand(1, 1, true);
+    if (says) bench.caught_up(1);
     bench.pass(1500ms, {1, 11});
     ASSERT_EQ(bench.contributors(), says ? 1u : 0u);
     if (!says) continue;
@@ -531,8 +536,7 @@ TEST(Coordinator, WhoIsOutForSilenceIsTakenBackWhenTheOthersDieBeforeTheNextComm
   bench.inbox[0].clear();
   bench.down(1);
   bench.down(2);
-  ASSERT_EQ(bench.contributors(), 1u);
-  EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(0));
+  ASSERT_NO_FATAL_FAILURE(bench.expect_alone(0));
   EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(0)), its) << "its gradients are of these samples";
   bench.back(0, 10);
   bench.exchanged(0, 10);
