@@ -40,8 +40,8 @@ struct Drift {
 // A slice is proven when all sources have the same bytes as this replica, each at some version that both have held.
 class Joiner {
  public:
-  // `state`: the view's segments, registered. `committed`: the last step when it was admitted, or
-  // since then: this replica has the gradients of later steps only. `silence`: the job's.
+  // `state`: the view's segments, registered. `committed`: the last step when it was admitted, or since then: this
+  // replica has the gradients of later steps only. `silence`: the job's.
   Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, Step committed,
          Duration silence, TimePoint now);
   ~Joiner();

@@ -20,9 +20,8 @@ struct Shape {
 
   bool slow_streams = false;  // the daemons' catch-up threads get little of the processor
 
-  std::uint64_t checkpoint_steps =
-      0;             // a replica writes a checkpoint every so many steps, and starts from it; 0: never
-  bool old = false;  // the job has been through so many epochs and lives that their numbers are long
+  std::uint64_t checkpoint_steps = 0;  // from one checkpoint of a replica to the next; 0: it writes none
+  bool old = false;                    // the job has been through so many epochs and lives that their numbers are long
 
   static Shape of(std::uint64_t seed);
   std::map<std::string, std::string> values() const;  // by dimension

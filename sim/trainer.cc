@@ -60,6 +60,14 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                                      *engine, state_->owner(), state_->buckets());
 }
 
+// All of the state: of each tensor the weight, then its moments.
+std::vector<std::span<std::byte>> Trainer::columns() const {
+  std::vector<std::span<std::byte>> all;
+  for (std::uint32_t t = 0; t < weights_.size(); ++t)
+    for (std::uint32_t c = 0; c <= model_.tensors()[t].moments; ++c) all.push_back(state_->column({t}, c));
+  return all;
+}
+
 // From its last checkpoint, or afresh: version 0 has the same bits everywhere.
 void Trainer::restore() {
   model_.initialise(rank, weights_);
@@ -67,19 +75,13 @@ void Trainer::restore() {
   if (!checkpoint) return;
   version_at_join_ = checkpoint->version;
   auto from = checkpoint->columns.begin();
-  for (std::uint32_t t = 0; t < weights_.size(); ++t)
-    for (std::uint32_t c = 0; c <= model_.tensors()[t].moments; ++c, ++from)
-      std::copy(from->begin(), from->end(), state_->column({t}, c).begin());
+  for (const auto column : columns()) std::copy(from->begin(), from->end(), column.begin()), ++from;
   world_.count("started from a checkpoint");
 }
 
 void Trainer::write_checkpoint() {
   World::Checkpoint checkpoint{.version = last_};
-  for (std::uint32_t t = 0; t < weights_.size(); ++t)
-    for (std::uint32_t c = 0; c <= model_.tensors()[t].moments; ++c) {
-      const auto column = state_->column({t}, c);
-      checkpoint.columns.emplace_back(column.begin(), column.end());
-    }
+  for (const auto column : columns()) checkpoint.columns.emplace_back(column.begin(), column.end());
   world_.write_checkpoint(replica, rank, std::move(checkpoint));
 }
 

@@ -30,7 +30,6 @@ class Trainer final : public Process {
   bool exchanged(std::uint64_t step) const {
     return driver_->machine().exchanged() && driver_->machine().step().value == step;
   }
-
   Incarnation incarnation() const { return driver_->machine().incarnation(); }
 
   const std::uint32_t replica, rank;
@@ -53,6 +52,7 @@ class Trainer final : public Process {
   void damage_at_rest();
   void begin_update();
   void end_update();
+  std::vector<std::span<std::byte>> columns() const;
   void restore();
   void write_checkpoint();
   void in(Duration delay, void (Trainer::*what)());

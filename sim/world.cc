@@ -228,7 +228,6 @@ void World::lose_sectors(std::size_t synced) {
 }
 
 void World::on_record(const proto::LogRecord& record) {
-  Survivors::Holders holders;
   if (record.has_epoch() || record.has_committed()) on_decision();
   if (record.has_epoch()) {
     count("epoch begun");
@@ -238,71 +237,57 @@ void World::on_record(const proto::LogRecord& record) {
     note("epoch {} from step {}:{} ({})", record.epoch().epoch(), record.epoch().step(), members,
          record.epoch().reason());
     on_moment(Moment::epoch, 0);
-    holders = holders_of(record.epoch());
   }
   if (record.has_committed()) {
     count("step committed");
     note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
     on_committed(record.committed());
     on_moment(Moment::commit, 0);
-    holders = holders_of(record.committed());
   }
   if (record.has_rolled_back()) {
     count("rolled back");
-    note("rolled back to {}", record.rolled_back().version());
     const Step to(record.rolled_back().version());
+    note("rolled back to {}", to);
     if (to.value < record.rolled_back().from() && (!allowed_to_roll_back_ || to < *allowed_to_roll_back_))
       checker_.violate("state-survives", fmt::format("the job goes back to step {} without an operator's word", to));
-    std::erase_if(outcome_.committed,
-                  [&](const auto& committed) { return committed.step > record.rolled_back().version(); });
+    std::erase_if(outcome_.committed, [&](const auto& committed) { return committed.step > to.value; });
     // Later ones are of what was given up. The operator removes them.
-    for (auto& of_replica : checkpoints_)
-      of_replica.erase(of_replica.upper_bound(record.rolled_back().version()), of_replica.end());
+    for (auto& of_replica : checkpoints_) of_replica.erase(of_replica.upper_bound(to.value), of_replica.end());
   }
   log_.push_back(record);
   checker_.on_record(record);
-  survivors_.on_record(record, std::move(holders));
+  survivors_.on_record(record, holders_of(record));
   check_survivors();
 }
 
-Survivors::Holders World::holders_of(const proto::LogRecord::Committed& record) const {
-  Survivors::Holders holders;
-  for (const auto& member : record.members()) {
-    std::vector<std::uint64_t> processes;
-    for (const auto& trainer : trainers_[member.replica()])
-      if (trainer && !trainer->ended && trainer->exchanged(record.step())) processes.push_back(trainer->instance);
-    if (processes.size() == shape.ranks) holders[member.replica()] = std::move(processes);
-  }
-  return holders;
-}
-
-Survivors::Holders World::holders_of(const proto::LogRecord::EpochBegun& record) const {
-  Survivors::Holders holders;
-  for (const auto& member : record.members()) {
-    if (member.catching_up()) continue;
-    auto processes = processes_of(ReplicaId(member.replica()), Incarnation(member.incarnation()));
-    if (processes.size() == shape.ranks) holders[member.replica()] = std::move(processes);
-  }
-  return holders;
-}
-
-// Those that live.
-std::vector<std::uint64_t> World::processes_of(ReplicaId replica, Incarnation incarnation) const {
+// A replica all of whose processes live and hold it.
+void World::add_holder(Survivors::Holders& holders, std::uint32_t replica,
+                       const std::function<bool(const Trainer&)>& holds) const {
   std::vector<std::uint64_t> processes;
-  for (const auto& trainer : trainers_[replica.value])
-    if (trainer && !trainer->ended && trainer->incarnation() == incarnation) processes.push_back(trainer->instance);
-  return processes;
+  for (const auto& trainer : trainers_[replica])
+    if (trainer && !trainer->ended && holds(*trainer)) processes.push_back(trainer->instance);
+  if (processes.size() == shape.ranks) holders[replica] = std::move(processes);
+}
+
+Survivors::Holders World::holders_of(const proto::LogRecord& record) const {
+  Survivors::Holders holders;
+  for (const auto& member : record.committed().members())
+    add_holder(holders, member.replica(),
+               [&](const Trainer& trainer) { return trainer.exchanged(record.committed().step()); });
+  for (const auto& member : record.epoch().members())
+    if (!member.catching_up())
+      add_holder(holders, member.replica(),
+                 [&](const Trainer& trainer) { return trainer.incarnation().value == member.incarnation(); });
+  return holders;
 }
 
 void World::on_standing() {
   Survivors::Holders holders;
   const auto& decisions = coordinator_->decisions();
-  for (const auto& member : decisions.members()) {
-    const auto here = decisions.replicas().find(member.replica);
-    if (!member.catching_up || here == decisions.replicas().end() || !decisions.caught_up(here->second)) continue;
-    auto processes = processes_of(member.replica, member.incarnation);
-    if (processes.size() == shape.ranks) holders[member.replica.value] = std::move(processes);
-  }
+  for (const auto& member : decisions.members())
+    if (member.catching_up && decisions.caught_up(member))
+      add_holder(holders, member.replica.value,
+                 [&](const Trainer& trainer) { return trainer.incarnation() == member.incarnation; });
   survivors_.add(std::move(holders));
 }
 

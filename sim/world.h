@@ -166,9 +166,9 @@ class World {
   void grow_old();
   void lose_sectors(std::size_t synced);
   void on_record(const proto::LogRecord& record);
-  Survivors::Holders holders_of(const proto::LogRecord::Committed& record) const;
-  Survivors::Holders holders_of(const proto::LogRecord::EpochBegun& record) const;
-  std::vector<std::uint64_t> processes_of(ReplicaId replica, Incarnation incarnation) const;
+  void add_holder(Survivors::Holders& holders, std::uint32_t replica,
+                  const std::function<bool(const Trainer&)>& holds) const;
+  Survivors::Holders holders_of(const proto::LogRecord& record) const;
   void check_survivors();
   void happen(const Fault& fault);
   void reset_link(std::uint64_t number);
@@ -225,7 +225,6 @@ class World {
   std::vector<TimePoint> up_blocked_, down_blocked_;                                       // by node: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
   TimePoint faults_end_{}, disturbed_until_{};       // until then a fault may still be felt
-  std::optional<std::string> leaked_;                // where nothing but that is missing
   TimePoint decided_at_{};                           // the last commit or epoch
   std::optional<membership::JobConfig::Drop> drop_;  // an operator's word to the next coordinator
   std::deque<std::string> recent_;

@@ -69,7 +69,7 @@ void World::on_decision() {
 
 // After the last fault. `target`: committed steps that prove that it goes on; 0: not all are back.
 bool World::whole_again(std::uint64_t& target) {
-  leaked_.reset();
+  std::optional<std::string> leak;
   if (!settled()) {
     target = 0;
   } else if (options_.run_for) {
@@ -77,12 +77,13 @@ bool World::whole_again(std::uint64_t& target) {
   } else if (const std::uint64_t committed = coordinator_->decisions().committed().value; target == 0) {
     target = committed + kStepsAfter;
   } else if (committed >= target) {
-    leaked_ = leaked();
-    if (!leaked_) return true;
+    leak = leaked();
+    if (!leak) return true;
   }
   const Duration budget = kSettled * job.silence;
-  if (now() > faults_end_ + budget && leaked_) checker_.violate("bounded-memory", *leaked_);
-  if (now() > faults_end_ + budget)
+  if (now() <= faults_end_ + budget) return false;
+  if (leak) checker_.violate("bounded-memory", *leak);
+  else
     checker_.violate("progress", fmt::format("{:.0f} s after the last fault: {}", seconds(budget),
                                              coordinator_ ? fmt::format("step {} is committed, {} members",
                                                                         coordinator_->decisions().committed(),
