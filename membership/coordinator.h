@@ -178,7 +178,9 @@ class Coordinator {
   void try_start(TimePoint now);
   std::vector<ReplicaId> ready_to_start(TimePoint now);
   Duration start_patience() const;
-  std::optional<std::uint64_t> newest(const std::vector<ReplicaId>& replicas) const;
+  static std::pair<Step, Step> versions(const ReplicaState& replica);
+  std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;
+  bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);
   std::string rollback_needed(Step from) const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
 

@@ -108,8 +108,7 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
         lines.push_back(fmt::format("replica {}: {} of {} ranks have registered", r, up, config_.ranks));
       else there.push_back(ReplicaId(r));
     }
-    if (const auto from = newest(there); from && *from < committed_.value)
-      lines.push_back(rollback_needed(Step(*from)));
+    if (const auto from = newest(there); from && *from < committed_) lines.push_back(rollback_needed(*from));
     return lines;
   }
   for (auto id : held_for())

@@ -12,7 +12,10 @@ void Coordinator::try_start(TimePoint now) {
   if (has_contributors() || finished() || (recovering_until_ && !members_.empty())) return;
   const auto ready = ready_to_start(now);
   if (ready.empty()) return;
-  const Step from(*newest(ready));
+  const auto whole_state = newest(ready);
+  if (send_back_mixed(ready, whole_state)) return;
+  REJOIN_CHECK(whole_state.has_value());
+  const Step from = *whole_state;
   if (from < committed_) {
     if (!roll_back_to_ || from < *roll_back_to_) {
       wants_roll_back_ = from;
@@ -49,15 +52,37 @@ Duration Coordinator::start_patience() const {
   return config_.start_patience > Duration{} ? config_.start_patience : 15 * config_.silence;
 }
 
-// The version of the most advanced of them: that of its rank that is furthest behind.
-std::optional<std::uint64_t> Coordinator::newest(const std::vector<ReplicaId>& replicas) const {
-  std::optional<std::uint64_t> newest;
-  for (auto id : replicas) {
-    std::uint64_t version = ~std::uint64_t{0};
-    for (const auto& rank : replicas_.at(id).ranks) version = std::min(version, rank.version);
-    newest = std::max(newest.value_or(0), version);
-  }
+// The lowest and the highest version that its ranks have come with.
+std::pair<Step, Step> Coordinator::versions(const ReplicaState& replica) {
+  const auto [low, high] =
+      std::minmax_element(replica.ranks.begin(), replica.ranks.end(),
+                          [](const RankState& a, const RankState& b) { return a.version < b.version; });
+  return {Step(low->version), Step(high->version)};
+}
+
+// The version of the most advanced of those that have the state of one step on all of their ranks.
+std::optional<Step> Coordinator::newest(const std::vector<ReplicaId>& replicas) const {
+  std::optional<Step> newest;
+  for (auto id : replicas)
+    if (const auto [low, high] = versions(replicas_.at(id)); low == high) newest = std::max(newest.value_or(low), low);
   return newest;
+}
+
+// Ranks that started one by one may have found different checkpoints, when the later one was just being completed: such
+// a state is of no step. If it would be more advanced than that of everybody else, then its ranks start once more.
+bool Coordinator::send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest) {
+  bool any = false;
+  for (auto id : replicas) {
+    const auto [low, high] = versions(replicas_.at(id));
+    if (low == high || (newest && low <= *newest)) continue;
+    const auto reason = fmt::format(
+        "its ranks came with the states of steps {} to {}; all ranks of a replica must start from one checkpoint", low,
+        high);
+    note("replica {} starts again: {}", id, reason);
+    drop_registration(id, reason);
+    any = true;
+  }
+  return any;
 }
 
 std::string Coordinator::rollback_needed(Step from) const {
@@ -79,8 +104,6 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     const auto print = fingerprint(id);
     if (std::all_of(print.begin(), print.end(), [&](const auto& p) { return p.first == from.value; })) ++votes[print];
   }
-  // Nobody has one version on all of its ranks: such a state is of no step.
-  if (votes.empty()) return say_once("no replica has the state of one step on all of its ranks");
   const auto chosen = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {
                         return a.second < b.second;
                       })->first;

@@ -83,17 +83,19 @@ struct Bench {
   }
   void up(std::uint32_t replica, std::uint64_t life = 1, std::uint64_t version = 0, std::uint64_t digest = 5,
           std::uint64_t plan = 9) {
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-      proto::FromNode message;
-      auto& up = *message.mutable_rank_up();
-      up.set_replica(replica);
-      up.set_rank(rank);
-      up.set_life(life * 100 + rank);
-      up.set_version(version);
-      up.set_digest(digest);
-      up.set_plan_hash(plan);
-      say(replica, message);
-    }
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) rank_up(replica, rank, life, version, digest, plan);
+  }
+  void rank_up(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
+               std::uint64_t digest = 5, std::uint64_t plan = 9) {
+    proto::FromNode message;
+    auto& up = *message.mutable_rank_up();
+    up.set_replica(replica);
+    up.set_rank(rank);
+    up.set_life(life * 100 + rank);
+    up.set_version(version);
+    up.set_digest(digest);
+    up.set_plan_hash(plan);
+    say(replica, message);
   }
   // Each rank of each replica with all others.
   void link_all() {
@@ -367,6 +369,41 @@ TEST(Coordinator, BelowTheLastCommittedStepItStartsOnlyAtAnOperatorsWordAndCount
   told.link_all();
   EXPECT_EQ(told.coordinator.committed(), Step(4));
   EXPECT_EQ(told.coordinator.wants_roll_back(), Step(2));
+}
+
+// Its ranks were started one by one, and found different checkpoints: as long as it might bring a later state than
+// anybody else, an operator isn't asked whether the job may go back.
+TEST(Coordinator, AReplicaWhoseRanksComeWithTheStatesOfDifferentStepsStartsOnceMore) {
+  Bench bench;
+  bench.start();
+  bench.steps(3);
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
+  bench.rank_up(0, 0, 2, 3);
+  bench.rank_up(0, 1, 2, 2);
+  for (std::uint32_t r : {1u, 2u}) bench.up(r, 2, 1);
+  bench.inbox.clear();
+  bench.link_all();
+  EXPECT_FALSE(bench.coordinator.wants_roll_back());
+  const auto& told = bench.inbox[0];
+  const auto fenced = std::find_if(told.begin(), told.end(), [](const auto& word) { return word.has_fenced(); });
+  ASSERT_NE(fenced, told.end());
+  EXPECT_NE(fenced->fenced().reason().find("states of steps 2 to 3"), std::string::npos) << fenced->fenced().reason();
+
+  bench.up(0, 3, 3);
+  bench.link_all();
+  EXPECT_EQ(bench.coordinator.steps_rolled_back(), 0u);
+  EXPECT_EQ(bench.coordinator.committed(), Step(3));
+  EXPECT_EQ(bench.contributors(), 1u) << "the others catch up";
+}
+
+TEST(Coordinator, WhatAMixedReplicaBringsIsNotWaitedForWhereAnotherHasALaterState) {
+  Bench bench;
+  for (std::uint32_t r : {1u, 2u}) bench.up(r, 1, 3);
+  bench.rank_up(0, 0, 1, 3);
+  bench.rank_up(0, 1, 1, 0);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 2u);
+  EXPECT_EQ(bench.coordinator.members().size(), 3u);
 }
 
 TEST(Coordinator, AfterALossOfEverybodyItDoesNotWaitForReplicasThatDoNotComeForLong) {
