@@ -29,6 +29,7 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport
       state_(std::move(state)),
       planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
       oldest_(committed.value),
+      at_first_(view.clock()),
       silence_(silence),
       proven_(view.manifest().slices().size()),
       now_(now),
@@ -284,7 +285,9 @@ void Joiner::ask_for_slices() {
       say_where(slice);
     }
     const shm::Clock clock = view_.clock();
-    fetch.set_at_least(std::max(clock.version + (clock.updating ? 1 : 0), oldest_));
+    // Later than anything committed: of a checkpoint from before the job was rolled back. Its first update ends that.
+    const bool foreign = at_first_.version > oldest_ && clock.version == at_first_.version;
+    fetch.set_at_least(std::max(foreign ? 0 : clock.version, oldest_) + (clock.updating ? 1 : 0));
     if (!say(endpoint, message)) return;
   }
 }

@@ -123,6 +123,7 @@ class Joiner {
   const std::vector<transport::RegionId> state_;
   Planner planner_;
   const std::uint64_t oldest_;  // version that will do
+  const shm::Clock at_first_;   // when this was made
   const Duration silence_;
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;

@@ -179,9 +179,11 @@ class Coordinator {
   std::vector<ReplicaId> ready_to_start(TimePoint now);
   Duration start_patience() const;
   static std::pair<Step, Step> versions(const ReplicaState& replica);
+  bool foreign(Step version) const;
   std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;
   bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);
   std::string rollback_needed(Step from) const;
+  std::string nothing_to_start_from() const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
 
   void try_commit(TimePoint now);

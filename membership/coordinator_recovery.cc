@@ -108,7 +108,11 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
         lines.push_back(fmt::format("replica {}: {} of {} ranks have registered", r, up, config_.ranks));
       else there.push_back(ReplicaId(r));
     }
-    if (const auto from = newest(there); from && *from < committed_) lines.push_back(rollback_needed(*from));
+    const auto from = newest(there);
+    if (from && *from < committed_) lines.push_back(rollback_needed(*from));
+    const auto of_another_past = [&](ReplicaId id) { return foreign(versions(replicas_.at(id)).first); };
+    if (lines.empty() && std::all_of(there.begin(), there.end(), of_another_past))
+      lines.push_back(nothing_to_start_from());
     return lines;
   }
   for (auto id : held_for())

@@ -12,18 +12,17 @@ void Coordinator::try_start(TimePoint now) {
   if (has_contributors() || finished() || (recovering_until_ && !members_.empty())) return;
   const auto ready = ready_to_start(now);
   if (ready.empty()) return;
-  const auto whole_state = newest(ready);
-  if (send_back_mixed(ready, whole_state)) return;
-  REJOIN_CHECK(whole_state.has_value());
-  const Step from = *whole_state;
-  if (from < committed_) {
-    if (!roll_back_to_ || from < *roll_back_to_) {
+  const auto from = newest(ready);
+  if (send_back_mixed(ready, from)) return;
+  if (!from) return say_once(nothing_to_start_from());
+  if (*from < committed_) {
+    if (!roll_back_to_ || *from < *roll_back_to_) {
       wants_roll_back_ = from;
-      return say_once(rollback_needed(from));
+      return say_once(rollback_needed(*from));
     }
     roll_back_to_.reset();
   }
-  start_with(ready, from);
+  start_with(ready, *from);
 }
 
 // All that are configured; of a job that had started before also fewer, when the others have not come for long.
@@ -60,12 +59,26 @@ std::pair<Step, Step> Coordinator::versions(const ReplicaState& replica) {
   return {Step(low->version), Step(high->version)};
 }
 
-// The version of the most advanced of those that have the state of one step on all of their ranks.
+// A step that this job has not committed: it was rolled back, or the state is another job's. A job that has committed
+// nothing may go on from any.
+bool Coordinator::foreign(Step version) const {
+  return version > committed_ && (committed_ != Step{} || steps_rolled_back_ > 0);
+}
+
+// The version of the most advanced of those that have the state of one step of this job on all of their ranks.
 std::optional<Step> Coordinator::newest(const std::vector<ReplicaId>& replicas) const {
   std::optional<Step> newest;
   for (auto id : replicas)
-    if (const auto [low, high] = versions(replicas_.at(id)); low == high) newest = std::max(newest.value_or(low), low);
+    if (const auto [low, high] = versions(replicas_.at(id)); low == high && !foreign(low))
+      newest = std::max(newest.value_or(low), low);
   return newest;
+}
+
+std::string Coordinator::nothing_to_start_from() const {
+  return fmt::format(
+      "step {} is the last that is committed, and all states that have come are of later steps: they were rolled back, "
+      "or are another job's. Bring a checkpoint of step {} or before, or start a new job with a log of its own",
+      committed_, committed_);
 }
 
 // Ranks that started one by one may have found different checkpoints, when the later one was just being completed: such
@@ -74,7 +87,7 @@ bool Coordinator::send_back_mixed(const std::vector<ReplicaId>& replicas, std::o
   bool any = false;
   for (auto id : replicas) {
     const auto [low, high] = versions(replicas_.at(id));
-    if (low == high || (newest && low <= *newest)) continue;
+    if (low == high || foreign(high) || (newest && low <= *newest)) continue;
     const auto reason = fmt::format(
         "its ranks came with the states of steps {} to {}; all ranks of a replica must start from one checkpoint", low,
         high);

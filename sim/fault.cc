@@ -64,6 +64,8 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::hang_compute:
     case FaultKind::black_hole:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
+    case FaultKind::power_loss:  // sometimes a machine is away for so long that the others start without it
+      return random.one_in(3) ? random.of_any_size(1s, 6s) : random.of_any_size(1ms, 300ms);
     default: return std::chrono::milliseconds(1 + random.pick(random.one_in(2) ? 40 : 600));
   }
 }

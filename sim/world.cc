@@ -75,6 +75,7 @@ World::World(const Options& options)
   Random clocks = chance("clocks");
   for (std::uint32_t machine = 0; machine <= nodes(); ++machine) clocks_.push_back(clocks.of_any_size(1us, 1000s));
   suspended_until_.resize(clocks_.size());
+  off_until_.resize(clocks_.size());
   for (std::uint32_t node = 0; node < nodes(); ++node) {
     control_random_.push_back(chance("control messages", node));
     supervisor_random_.push_back(chance("supervisor", node));
@@ -193,6 +194,7 @@ World::Append World::append(const std::vector<proto::LogRecord>& records) {
     return Append::failed;
   }
   const bool crash = crash_in_append_;
+  if (disk_.empty()) disk_ = membership::log_bytes({}, 0);  // on the disk since the log was opened
   const std::size_t synced = disk_.size();
   Bytes written = membership::log_bytes(records, synced);
   if (crash) written.resize(supervisor_random_[nodes()].pick(written.size() + 1));

@@ -207,6 +207,7 @@ class World {
   std::map<std::uint64_t, Process*> processes_;  // by instance
   std::vector<Duration> clocks_;                 // by machine: a node each, and the coordinator's
   std::vector<TimePoint> suspended_until_;       // likewise
+  std::vector<TimePoint> off_until_;             // … and has no power
   std::vector<std::unique_ptr<Daemon>> daemons_;
   std::vector<std::vector<std::unique_ptr<Trainer>>> trainers_;
   std::unique_ptr<Coordinator> coordinator_;

@@ -40,6 +40,7 @@ void World::happen(const Fault& fault) {
         for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(r, i, "killed with all others");
       return;
     case FaultKind::power_loss:
+      off_until_[node] = std::max(off_until_[node], until);
       kill_daemon(node);
       for (std::uint32_t i = 0; i < shape.ranks; ++i)
         if (node_of(fault.replica, i) == node) kill_trainer(fault.replica, i, "killed with its node");

@@ -103,6 +103,8 @@ void World::write_checkpoint(std::uint32_t replica, std::uint32_t rank, Checkpoi
 void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
   auto& place = trainers_[replica][rank];
   if (place) return;
+  if (const TimePoint off = off_until_[node_of(replica, rank)]; off > now())
+    return after(off - now(), [this, replica, rank] { start_trainer(replica, rank); });
   Trainer& trainer = start(place, std::make_unique<Trainer>(*this, replica, rank));
   note("replica {} rank {} starts", replica, rank);
   deliver(trainer, trainer.random.between(1us, 2ms), [&trainer] { trainer.look_for_daemon(); });
@@ -135,6 +137,8 @@ void World::trainer_exits(Trainer& trainer, const std::string& why) {
 
 void World::start_daemon(std::uint32_t node) {
   if (daemons_[node]) return;
+  if (const TimePoint off = off_until_[node]; off > now())
+    return after(off - now(), [this, node] { start_daemon(node); });
   start(daemons_[node], std::make_unique<Daemon>(*this, node));
   note("the daemon of node {} starts", node);
 }

@@ -322,6 +322,19 @@ TEST(CatchUpService, NothingIsTakenThatLacksAStepFromBeforeTheJoiner) {
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
+// Its checkpoint is from before the job was rolled back: no source will have so late a version for long.
+TEST(CatchUpService, AJoinerThatComesWithALaterStepThanAnyIsNotKeptWaitingForThatStep) {
+  Cluster cluster(7);
+  cluster.add(true), cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  joiner.owner->set_version(1000);
+  cluster.catch_up(joiner);
+  cluster.train_until_caught_up(joiner, 200, 20);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+}
+
 // It refuses whenever it is asked: the joiner compares itself with the others alone, but not before five silences.
 TEST(CatchUpService, ASourceThatCanNotBeReachedIsNotWaitedForForever) {
   Cluster cluster(7);

@@ -406,6 +406,31 @@ TEST(Coordinator, WhatAMixedReplicaBringsIsNotWaitedForWhereAnotherHasALaterStat
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
 }
 
+// Checkpoints of what was given up lie about: going on from there would take back the operator's word.
+TEST(Coordinator, NothingGoesOnFromAStepThatWasRolledBack) {
+  Bench first;
+  first.start();
+  first.steps(3);
+  Bench bench(first.log, {.roll_back_to = Step(1)});
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 2, 1);
+  bench.link_all();
+  ASSERT_EQ(bench.coordinator.committed(), Step(1));
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r, 2);
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 3, 3);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 0u);
+  EXPECT_EQ(bench.coordinator.committed(), Step(1));
+  EXPECT_TRUE(
+      bench.waits_for("step 1 is the last that is committed, and all states that have come are of later steps"));
+
+  bench.down(0, 3);
+  bench.up(0, 4, 1);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 1u) << "the others catch up";
+  EXPECT_EQ(bench.coordinator.members().size(), 3u);
+}
+
 TEST(Coordinator, AfterALossOfEverybodyItDoesNotWaitForReplicasThatDoNotComeForLong) {
   Bench bench;
   bench.start();

@@ -318,6 +318,16 @@ TEST_F(LogFile, OneCoordinatorAtATime) {
   EXPECT_NE(second.error().message.find("in use by another coordinator"), std::string::npos);
 }
 
+TEST_F(LogFile, AFileWhoseHeaderNeverReachedTheDiskIsANewLog) {
+  for (const std::size_t size : {3, 16, 4096}) {
+    put(Bytes(size));
+    auto log = Log::open(directory);
+    ASSERT_TRUE(log) << log.error().message;
+    ASSERT_TRUE(log->append({commit(1)}));
+    EXPECT_EQ(read_log(path)->size(), 1u);
+  }
+}
+
 TEST_F(LogFile, AForeignFileIsNotTouched) {
   std::ofstream(path) << "this is somebody's diary";
   EXPECT_FALSE(Log::open(directory));
