@@ -1,6 +1,7 @@
 #include "daemon/coordinator_server.h"
 
 #include <nlohmann/json.hpp>
+#include <random>
 
 #include "base/events.h"
 #include "base/log.h"
@@ -16,14 +17,21 @@ void add_member(std::string& members, std::uint64_t replica, bool catching_up) {
   members += fmt::format("{}{}{}", members.empty() ? "" : ",", replica, catching_up ? "c" : "");
 }
 
+// By which a job's replicas and its log know each other.
+membership::JobConfig with_id(membership::JobConfig job) {
+  std::random_device entropy;
+  job.id = (std::uint64_t{entropy()} << 32 | entropy()) | 1;
+  return job;
+}
+
 }  // namespace
 
 CoordinatorServer::CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKey& key,
                                      membership::Log log)
     : timer_(io),
-      job_(job),
+      job_(with_id(job)),
       log_(std::move(log)),
-      machine_(job),
+      machine_(job_),
       nodes_(
           io, key,
           {.message = [this](NodeId node,
@@ -102,9 +110,13 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
 }
 
 nlohmann::json CoordinatorServer::status() const {
-  nlohmann::json json{{"epoch", machine_.epoch().value}, {"committed", machine_.committed().value},
-                      {"finished", machine_.finished()}, {"nodes", nodes_.nodes()},
-                      {"rejected", nodes_.rejected()},   {"waiting_for", machine_.waiting_for(now())}};
+  nlohmann::json json{{"epoch", machine_.epoch().value},
+                      {"committed", machine_.committed().value},
+                      {"job", fmt::format("{:016x}", machine_.job())},
+                      {"finished", machine_.finished()},
+                      {"nodes", nodes_.nodes()},
+                      {"rejected", nodes_.rejected()},
+                      {"waiting_for", machine_.waiting_for(now())}};
   const auto& audit = machine_.audit();
   json["audit"] = {{"period", audit.period()},
                    {"rounds", audit.counted().rounds},

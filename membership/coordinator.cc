@@ -18,6 +18,7 @@ proto::Member& name(const auto& of, proto::Member& member) {
 
 Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, TimePoint now) {
   nodes_[node].heard = now;
+  if (outdated_ && !message.has_heartbeat()) return take();
   switch (message.kind_case()) {
     case proto::FromNode::kHello: break;  // the shell has checked it
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
@@ -48,6 +49,7 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
 
 void Coordinator::lose_node(NodeId node, TimePoint now) {
   nodes_.erase(node);
+  std::erase_if(strangers_, [&](const auto& one) { return one.second.node == node; });
   for (auto& [id, replica] : replicas_)
     for (auto& rank : replica.ranks)
       if (rank.connected_node && rank.node == node) {
@@ -58,7 +60,7 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
 
 Actions Coordinator::on_tick(TimePoint now) {
   if (const Duration away = attendance_.on_tick(now); away > Duration{}) suspect_itself(away, now);
-  if (attendance_.settling(now) || finished()) return take();
+  if (attendance_.settling(now) || finished() || outdated_) return take();
   lose_silent_nodes(now);
   if (recovering_until_) settle_recovery(now);
   if (!recovering_until_) settle_absent(now);
@@ -68,6 +70,11 @@ Actions Coordinator::on_tick(TimePoint now) {
 }
 
 void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
+  if (auto stranger = strangers_.find({down.replica(), down.rank()});
+      stranger != strangers_.end() && stranger->second.life == down.life()) {
+    strangers_.erase(stranger);
+    return try_start(now);
+  }
   RankState* rank = rank_of(down.replica(), down.rank(), down.life());
   if (rank == nullptr) return;  // of a life that is over already
   if (down.ended())
@@ -132,6 +139,7 @@ void Coordinator::try_commit(TimePoint now) {
     if (!member.catching_up()) *committed.add_members() = member;
   actions_.append.push_back(std::move(record));
   committed_ = step;
+  most_committed_ = std::max(most_committed_, step);
   give_up_suspended();
   ledger_.commit(step);
   audit_.on_committed(now);
@@ -204,6 +212,7 @@ proto::Plan Coordinator::plan() const {
   plan.set_committed(committed_.value);
   plan.set_step(committed_.value + 1);
   plan.set_finished(finished());
+  plan.set_job(job_);
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);
   for (const auto& m : members_) {
@@ -279,6 +288,7 @@ Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_
 }
 
 void Coordinator::send(NodeId node, proto::ToNode message) {
+  if (message.has_peers()) message.mutable_peers()->set_job(job_);
   if (nodes_.contains(node)) actions_.send.emplace_back(node, std::move(message));
 }
 

@@ -44,6 +44,7 @@ struct JobConfig {
   std::uint32_t ranks = 2;
   std::uint64_t batch = 1;                     // samples a contributor trains in a step
   std::uint64_t steps = 0;                     // then the job is finished; 0: never
+  std::uint64_t id = 0;                        // of a job whose log begins now: random
   Duration silence = std::chrono::seconds(2);  // how long a peer may be silent
   // An operator's word: where every process that held the last committed step is gone, the job may go on from a state
   // as old as this one. It holds for one such start of this coordinator.
@@ -117,6 +118,7 @@ class Coordinator {
     bool ended = false;  // one of its processes is gone, and with it the state
   };
 
+  std::uint64_t job() const { return job_; }  // its id; 0: of a log from before there was one
   bool started() const { return epoch_ != Epoch{}; }
   bool finished() const { return config_.steps != 0 && committed_.value >= config_.steps; }
   Epoch epoch() const { return epoch_; }
@@ -136,10 +138,12 @@ class Coordinator {
   std::vector<ReplicaId> held_for() const;
   // The job waits for an operator's word: the step that roll_back_to would have to allow.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
+  const std::optional<std::string>& outdated() const { return outdated_; }
   std::uint64_t steps_rolled_back() const { return steps_rolled_back_; }  // ever, by the log
 
  private:
   void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
+  bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
@@ -180,6 +184,7 @@ class Coordinator {
   Duration start_patience() const;
   static std::pair<Step, Step> versions(const ReplicaState& replica);
   bool foreign(Step version) const;
+  std::vector<std::string> strangers() const;
   std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;
   bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);
   std::string rollback_needed(Step from) const;
@@ -195,6 +200,7 @@ class Coordinator {
   void begin_epoch(const std::string& reason);
   void plan_step();
   void broadcast_plan();
+  void send_plan(NodeId node);
   bool may_announce();
   void announce_to(NodeId node, const RankSet& ranks);
   void announce_replica(const ReplicaState& replica, ReplicaId id);
@@ -220,6 +226,8 @@ class Coordinator {
   Ledger ledger_;
   Epoch epoch_;
   Step committed_;
+  std::uint64_t job_ = 0;  // its id; 0: not known
+  Step most_committed_;    // ever, also where it was rolled back
   std::uint64_t last_incarnation_ = 0;
   std::uint64_t plan_hash_ = 0;
   std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
@@ -232,6 +240,13 @@ class Coordinator {
     RankSet hosts;  // the ranks, of any replica, that have registered through it
   };
   std::map<NodeId, NodeState> nodes_;
+  struct Stranger {  // of another job, by its place
+    NodeId node;
+    std::uint64_t life = 0;
+    std::string what;
+  };
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
+  std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
   Attendance attendance_;
   std::optional<Step> roll_back_to_;  // not used yet
   std::optional<Step> wants_roll_back_;

@@ -39,9 +39,14 @@ Result<> Coordinator::drop_as_told() {
     return {};
   }
   const MemberState* dropped = member(replica);
-  const auto contributors =
-      std::count_if(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
-  if (dropped != nullptr && !dropped->catching_up && contributors == 1)
+  std::vector<ReplicaId> contributors;  // it is their states that differ
+  for (const auto& m : members_)
+    if (!m.catching_up) contributors.push_back(m.replica);
+  if ((dropped == nullptr || dropped->catching_up) && out_for_now(replica) == nullptr)
+    return fail(ErrorCode::invalid_argument,
+                "--drop-replica {}@{}: replica {} is none of those that differ, which are {}", replica, at, replica,
+                fmt::join(contributors, ", "));
+  if (dropped != nullptr && contributors.size() == 1)
     return fail(ErrorCode::invalid_argument, "--drop-replica {}@{}: no other replica has the state", replica, at);
   proto::LogRecord record;
   record.mutable_dropped()->set_step(at.value);

@@ -12,6 +12,7 @@ Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, Time
     job.set_replicas(config_.replicas);
     job.set_ranks(config_.ranks);
     job.set_batch(config_.batch);
+    job.set_id(job_ = config_.id);
     actions_.append.push_back(std::move(record));
     return {};
   }
@@ -19,6 +20,7 @@ Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, Time
     if (auto replayed = replay(record); !replayed) return replayed;
   if (auto dropped = drop_as_told(); !dropped) return dropped;
   if (!members_.empty()) recovering_until_ = now + config_.silence;
+  audit_.on_recovered();
   plan_step();
   return {};
 }
@@ -33,6 +35,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
                     "Start with those settings or another log directory",
                     record.job().replicas(), record.job().ranks(), record.job().batch(), config_.replicas,
                     config_.ranks, config_.batch);
+      job_ = record.job().id();
       return {};
     case proto::LogRecord::kEpoch: {
       const auto& begun = record.epoch();
@@ -73,6 +76,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
                       m.replica(), record.committed().step());
       }
       committed_ = Step(record.committed().step());
+      most_committed_ = std::max(most_committed_, committed_);
       give_up_suspended();
       ledger_.commit(committed_);
       plan_step();
@@ -84,6 +88,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       if (committed_.value > record.rolled_back().version())
         steps_rolled_back_ += committed_.value - record.rolled_back().version();
       committed_ = Step(record.rolled_back().version());
+      most_committed_ = std::max(most_committed_, committed_);
       ledger_.roll_back(committed_);
       return {};
     case proto::LogRecord::kStopped: stopped_ = record.stopped().reason(); return {};
@@ -97,7 +102,9 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
 }
 
 std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
-  std::vector<std::string> lines;
+  std::vector<std::string> lines = strangers();
+  if (outdated_) return {*outdated_};
+  if (finished()) return {};
   if (stopped_) return {"an operator's decision about replicas that differ"};
   if (!started() || members_.empty()) {
     std::vector<ReplicaId> there;

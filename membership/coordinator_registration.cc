@@ -20,6 +20,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
     return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks", up.replica(),
                               up.rank(), config_.replicas, config_.ranks));
+  if (belongs_elsewhere(node, up)) return;
   if (plan_hash_ != 0 && up.plan_hash() != plan_hash_)
     return refuse("its tensors or buckets differ from the job's; all replicas must declare the same state and plan");
   auto found = replicas_.find(id);
@@ -58,6 +59,31 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   register_new(node, up, now);
 }
 
+// It was registered by a coordinator with another log, or has heard decisions that this log lacks. It is neither sent
+// away, since it may have the last copy of its job's state, nor taken in: only this coordinator can be in the wrong
+// place.
+bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
+  if (up.incarnation() == 0 || up.job() == 0 || job_ == 0) return false;
+  const std::pair place(up.replica(), up.rank());
+  if (up.job() != job_) {
+    auto what = fmt::format(
+        "replica {} rank {} belongs to job {:016x}, which has committed step {}; this log is of job {:016x}, which has "
+        "committed step {}: start the coordinator with that job's --log-directory, or end that process",
+        up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_);
+    note("{}", what);
+    strangers_[place] = {node, up.life(), std::move(what)};
+    return true;
+  }
+  if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return false;
+  outdated_ = fmt::format(
+      "the log is an older copy: it ends with step {} in epoch {}, and replica {} rank {} has heard of step {} in "
+      "epoch "
+      "{}; nothing is decided until the coordinator is started with the whole log",
+      most_committed_, epoch_, up.replica(), up.rank(), up.heard_committed(), up.heard_epoch());
+  note("{}", *outdated_);
+  return true;
+}
+
 // A process that has not been registered yet, or none that anything depended on.
 void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint now) {
   const ReplicaId id(up.replica());
@@ -91,6 +117,7 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
   ReplicaState& replica = found->second;
   keep(replica, node, up).lost_at = now;
   welcome(node, up, replica.incarnation);
+  if (finished()) send_plan(node);
   if (!whole(replica)) return;
   note("replica {} has registered", id);
   if (may_announce()) announce_replica(replica, id);
@@ -104,6 +131,7 @@ void Coordinator::welcome(NodeId node, const proto::RankUp& up, Incarnation inca
   registered.set_rank(up.rank());
   registered.set_life(up.life());
   registered.set_incarnation(incarnation.value);
+  registered.set_job(job_);
   send(node, std::move(answer));
 }
 
@@ -115,9 +143,13 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
     announce_to(node, RankSet(up.rank()));
     if (whole(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
+  if (started()) send_plan(node);
+}
+
+void Coordinator::send_plan(NodeId node) {
   proto::ToNode current;
   *current.mutable_plan() = plan();
-  if (started()) send(node, std::move(current));
+  send(node, std::move(current));
 }
 
 // As it says of itself now.

@@ -10,6 +10,7 @@ namespace rejoin::membership {
 void Coordinator::try_start(TimePoint now) {
   wants_roll_back_.reset();
   if (has_contributors() || finished() || (recovering_until_ && !members_.empty())) return;
+  if (!strangers().empty()) return;
   const auto ready = ready_to_start(now);
   if (ready.empty()) return;
   const auto from = newest(ready);
@@ -23,6 +24,17 @@ void Coordinator::try_start(TimePoint now) {
     roll_back_to_.reset();
   }
   start_with(ready, *from);
+}
+
+// Processes of another job that have places which nobody of this one has taken: most likely it is the log that is the
+// wrong one, and they have their job's state.
+std::vector<std::string> Coordinator::strangers() const {
+  std::vector<std::string> all;
+  for (const auto& [place, stranger] : strangers_) {
+    const auto found = replicas_.find(ReplicaId(place.first));
+    if (found == replicas_.end() || !found->second.ranks[place.second].registered) all.push_back(stranger.what);
+  }
+  return all;
 }
 
 // All that are configured; of a job that had started before also fewer, when the others have not come for long.

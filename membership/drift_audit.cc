@@ -84,7 +84,7 @@ void DriftAudit::on_drift(const proto::Drift& drift) {
 }
 
 void DriftAudit::on_committed(TimePoint now) {
-  reported_.clear();
+  on_epoch();
   inspection_.reset();
   if (!config_.on) return;
   if (committed_at_ != TimePoint{}) step_times_.push_back(now - committed_at_);
@@ -125,7 +125,7 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
       ++counted_.result_differences;
       return repeat({epoch, committed, rank, false, std::move(results), {}});
     }
-    if (!differ(states)) continue;
+    if (!states_told_alike_ || !differ(states)) continue;
     const bool again = inspection_ && inspection_->of_state && inspection_->committed == committed &&
                        inspection_->rank == rank && inspection_->said == states;
     if (again) return judge_state();

@@ -49,7 +49,12 @@ class DriftAudit {
   void on_drift(const proto::Drift& drift);
   // All voters have exchanged in this epoch, in which step `committed` + 1 is run.
   Verdict judge(std::span<const Voter> voters, Epoch epoch, Step committed);
-  void on_epoch() { reported_.clear(); }  // everybody exchanges again
+  void on_epoch() {  // everybody exchanges again
+    reported_.clear();
+    states_told_alike_ = true;
+  }
+  // Of the epoch under way some have heard of another phase, from the coordinator before this one.
+  void on_recovered() { states_told_alike_ = false; }
   void on_committed(TimePoint now);
   // What ranks have to know of it.
   void fill(proto::Plan& plan) const;
@@ -93,6 +98,7 @@ class DriftAudit {
   std::deque<Strike> strikes_;       // the last three
   std::vector<ReplicaId> veterans_;  // contributors of the last commit
   std::uint64_t period_, phase_ = 0;
+  bool states_told_alike_ = true;
   std::optional<std::pair<std::uint64_t, std::uint64_t>> focus_;  // place of places
   Duration digest_time_{};
   TimePoint committed_at_{};

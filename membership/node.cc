@@ -18,7 +18,11 @@ Node::Actions Node::on_coordinator_up(TimePoint now) {
   actions.to_coordinator.push_back(std::move(hello));
   for (const auto& [connection, rank] : ranks_) {
     proto::FromNode up;
-    *up.mutable_rank_up() = rank.up;
+    auto& its = *up.mutable_rank_up() = rank.up;
+    if (its.incarnation() != 0 && its.job() == plan_.job()) {
+      its.set_heard_epoch(std::max(its.heard_epoch(), plan_.epoch()));
+      its.set_heard_committed(std::max(its.heard_committed(), plan_.committed()));
+    }
     actions.to_coordinator.push_back(std::move(up));
   }
   standings_.clear();
@@ -42,6 +46,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       const auto& registered = message.registered();
       to_life(registered.replica(), registered.rank(), registered.life(), [&](RankInfo& rank) {
         rank.up.set_incarnation(registered.incarnation());
+        rank.up.set_job(registered.job());
         rank.registered = true;
         report_standing(rank, actions);
       });
@@ -58,7 +63,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
     case proto::ToNode::kPeers: {
       const RankSet touched = peers_.apply(message.peers());
       for (const auto& [connection, rank] : ranks_) {
-        if (!touched.contains(rank.up.rank())) continue;
+        if (!touched.contains(rank.up.rank()) || of_another_job(rank, message.peers().job())) continue;
         proto::ToNode all;
         *all.mutable_peers() = peers_.complete(RankSet(rank.up.rank()));
         tell(connection, all, actions);
@@ -67,13 +72,19 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
     }
     case proto::ToNode::kPlan:
       plan_ = message.plan();
-      for (const auto& [connection, rank] : ranks_) tell(connection, message, actions);
+      for (const auto& [connection, rank] : ranks_)
+        if (!of_another_job(rank, message.plan().job())) tell(connection, message, actions);
       break;
     case proto::ToNode::KIND_NOT_SET:
       actions.notes.push_back("an empty message from the coordinator was ignored");
       break;
   }
   return actions;
+}
+
+// What a coordinator with the wrong log decides is nothing to it.
+bool Node::of_another_job(const RankInfo& rank, std::uint64_t job) {
+  return job != 0 && rank.up.job() != 0 && rank.up.job() != job;
 }
 
 void Node::tell(RankConnection rank, const proto::ToNode& message, Actions& actions) const {

@@ -37,6 +37,7 @@ Rank::Meaning Rank::on_plan(const proto::Plan& plan) {
     return m.replica() == replica_.value && m.incarnation() == incarnation_.value;
   });
   was_in_ = was_in_ || in_ || suspended_;
+  if (plan.finished() && !was_part && incarnation_ != Incarnation{}) return Meaning::over;
   if (!in_ && !suspended_) return was_in_ ? Meaning::fenced : Meaning::nothing;
   epoch_changed_ = in_ && (plan.epoch() != epoch_before || !was_in);
   // Who is suspended was a member of the epoch in which the last step was committed.

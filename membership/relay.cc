@@ -85,6 +85,7 @@ void Relay::on_peers(const proto::Peers& peers) {
     auto& its = *message.mutable_peers();
     complete.common(state.hosts).to(its.mutable_complete());
     *its.mutable_gone() = peers.gone();
+    its.set_job(peers.job());
     for (const auto& [begin, end] : state.hosts.ranges())
       for (auto at = by_rank.lower_bound(static_cast<std::uint32_t>(begin)); at != by_rank.end() && at->first < end;
            ++at)

@@ -71,6 +71,9 @@ void Driver::describe(proto::RankUp& up) const {
   up.set_life(config_.life);
   up.set_incarnation(machine_.incarnation().value);
   up.set_plan_hash(config_.plan_hash);
+  up.set_job(job_);
+  up.set_heard_epoch(machine_.epoch().value);
+  up.set_heard_committed(machine_.committed().value);
   if (!machine_.exchanged()) return;
   up.set_exchanged_epoch(machine_.epoch().value);
   up.set_exchanged_step(machine_.step().value);
@@ -253,6 +256,7 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
     case proto::ToNode::kRegistered: {
       if (machine_.incarnation() != Incarnation{}) return;
       machine_.on_registered(Incarnation(word.registered().incarnation()));
+      job_ = word.registered().job();
       auto ring =
           ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_, secret_);
       if (!ring) return fail(ring.error());
@@ -307,6 +311,12 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   if (meaning == Meaning::fenced)
     return fail({ErrorCode::cancelled, "this replica is out of the job; start it again to catch up"});
   if (meaning == Meaning::nothing) return;
+  if (meaning == Meaning::over) {
+    finished_ = true;
+    current_.reset();
+    ++revision_;
+    return;
+  }
   if (meaning == Meaning::committed) {
     constexpr std::size_t remembered = 16;
     if (committed_at_ != TimePoint{} && !disturbed_) step_times_.push_back(now - committed_at_);

@@ -124,6 +124,7 @@ class Driver {
   std::uint64_t revision_ = 0, outcomes_ = 0;
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_said_{};
   std::uint64_t stall_said_for_ = 0;
+  std::uint64_t job_ = 0;             // as registered
   std::vector<Duration> step_times_;  // of the last steps that went through in one epoch
   bool disturbed_ = false;            // the step under way did not
 };

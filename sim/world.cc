@@ -27,6 +27,7 @@ membership::JobConfig job_of(const Options& options, const Shape& shape) {
           .ranks = shape.ranks,
           .batch = options.batch,
           .steps = 0,
+          .id = options.seed + 1,
           .silence = 200ms,
           // A vote that is forged has no digests, and would not get past the audit.
           .audit = {.on = options.plant != Plant::no_audit && options.plant != Plant::commit_without_vote,
@@ -238,6 +239,9 @@ void World::on_record(const proto::LogRecord& record) {
       members += fmt::format(" {}{}", m.replica(), m.catching_up() ? "c" : "");
     note("epoch {} from step {}:{} ({})", record.epoch().epoch(), record.epoch().step(), members,
          record.epoch().reason());
+    if (!bits_damaged_ && options_.plant == Plant::none &&
+        record.epoch().reason().find(" differ ") != std::string::npos)
+      checker_.violate("no-drift", fmt::format("a false alarm: {}", record.epoch().reason()));
     on_moment(Moment::epoch, 0);
   }
   if (record.has_committed()) {

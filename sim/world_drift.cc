@@ -10,6 +10,7 @@ bool World::is_of_bits(FaultKind kind) {
 void World::damage_bits(const Fault& fault) {
   Trainer* trainer = trainers_[fault.replica][fault.rank].get();
   if (trainer == nullptr) return;
+  bits_damaged_ = true;
   if (fault.kind == FaultKind::flip_reduced) return trainer->flip_a_bit();
   // Only while all others are right and nothing else is going on, so that there is somebody to say who is wrong.
   if (shape.replicas < 2 || !settled() || now() < disturbed_until_ || somebody_is_wrong() ||

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "membership/log.h"
+#include "membership/rank.h"
 
 namespace rejoin::membership {
 namespace {
@@ -12,7 +13,8 @@ using namespace std::chrono_literals;
 // Drives a coordinator by hand: one node for each replica.
 struct Told {
   std::optional<Step> roll_back_to = {};
-  std::uint64_t steps = 0;
+  std::uint64_t steps = 0, id = 77;
+  std::optional<JobConfig::Drop> drop = {};
 };
 struct Bench {
   JobConfig config{.replicas = 3, .ranks = 2, .batch = 10, .steps = 0, .silence = 1s};
@@ -31,6 +33,8 @@ struct Bench {
   JobConfig configured(const Told& told) {
     config.roll_back_to = told.roll_back_to;
     config.steps = told.steps;
+    config.id = told.id;
+    config.drop = told.drop;
     return config;
   }
 
@@ -63,6 +67,28 @@ struct Bench {
       up.set_incarnation(incarnations[replica]);
       say(node, message);
     }
+  }
+  // … as ranks that have heard all of what another coordinator has decided.
+  void back_from(const Bench& other, std::uint32_t replica) {
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
+      proto::FromNode message;
+      auto& up = *message.mutable_rank_up();
+      up.set_replica(replica);
+      up.set_rank(rank);
+      up.set_life(100 + rank);
+      up.set_digest(5);
+      up.set_plan_hash(9);
+      up.set_incarnation(other.incarnations.at(replica));
+      up.set_job(other.coordinator.job());
+      up.set_heard_epoch(other.coordinator.epoch().value);
+      up.set_heard_committed(other.coordinator.committed().value);
+      say(replica, message);
+    }
+  }
+  bool fenced_anybody() const {
+    for (const auto& [node, told] : inbox)
+      if (std::any_of(told.begin(), told.end(), [](const auto& word) { return word.has_fenced(); })) return true;
+    return false;
   }
   bool waits_for(const std::string& what) const {
     const auto lines = coordinator.waiting_for(now);
@@ -124,12 +150,12 @@ struct Bench {
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) RankSet(rank).to(done.mutable_ranks());
     say(node, message);
   }
-  void down(std::uint32_t replica, std::uint64_t life = 1) {
+  void down(std::uint32_t replica, std::uint64_t life = 1, std::uint32_t rank = 1) {
     proto::FromNode message;
     auto& gone = *message.mutable_rank_down();
     gone.set_replica(replica);
-    gone.set_rank(1);
-    gone.set_life(life * 100 + 1);
+    gone.set_rank(rank);
+    gone.set_life(life * 100 + rank);
     gone.set_reason("killed");
     gone.set_ended(true);
     say(replica, message);
@@ -429,6 +455,83 @@ TEST(Coordinator, NothingGoesOnFromAStepThatWasRolledBack) {
   bench.link_all();
   EXPECT_EQ(bench.contributors(), 1u) << "the others catch up";
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
+}
+
+// Another --log-directory than before, or none: those who have the job's state are not sent away for it.
+TEST(Coordinator, WithALogOfAnotherJobItSendsNobodyAway) {
+  Bench first;
+  first.start();
+  first.steps(3);
+  Bench other({}, {.id = 78});
+  for (std::uint32_t r : {0u, 1u, 2u}) other.back_from(first, r);
+  other.pass(60s);
+  EXPECT_FALSE(other.fenced_anybody());
+  EXPECT_FALSE(other.coordinator.started());
+  EXPECT_TRUE(other.waits_for("belongs to job 000000000000004d, which has committed step 3; this log is of job"));
+
+  // Whoever ends one of them may start it for this job.
+  for (std::uint32_t r : {0u, 1u, 2u}) other.down(r), other.down(r, 1, 0);
+  EXPECT_FALSE(other.waits_for("belongs to job"));
+  for (std::uint32_t r : {0u, 1u, 2u}) other.up(r, 2);
+  other.link_all();
+  EXPECT_EQ(other.contributors(), 3u);
+}
+
+TEST(Coordinator, AStrayProcessOfAnotherJobIsNothingToOneThatRuns) {
+  Bench old({}, {.id = 78});
+  old.start();
+  old.steps(1);
+  Bench bench;
+  bench.start();
+  bench.back_from(old, 1);
+  bench.steps(2);
+  EXPECT_EQ(bench.coordinator.committed(), Step(2));
+  EXPECT_FALSE(bench.fenced_anybody());
+}
+
+// What it would decide with an older copy has been decided otherwise.
+TEST(Coordinator, WithAnOlderCopyOfItsLogItDecidesNothing) {
+  Bench bench;
+  bench.start();
+  bench.steps(3);
+  const auto copy = bench.log;
+  bench.steps(2);
+  Bench again(copy);
+  for (std::uint32_t r : {0u, 1u, 2u}) again.back_from(bench, r);
+  again.link_all();
+  again.steps(2);
+  for (std::uint32_t r : {0u, 1u}) again.down(r);
+  for (std::uint32_t r : {0u, 1u}) again.up(r, 2);
+  again.pass(60s);
+  EXPECT_TRUE(again.log.empty());
+  EXPECT_FALSE(again.fenced_anybody());
+  EXPECT_TRUE(
+      again.waits_for("the log is an older copy: it ends with step 3 in epoch 1, and replica 0 rank 0 has "
+                      "heard of step 5 in epoch 1"));
+
+  Bench whole(bench.log);
+  for (std::uint32_t r : {0u, 1u, 2u}) whole.back_from(bench, r);
+  whole.incarnations = bench.incarnations;
+  whole.steps(1);
+  EXPECT_EQ(whole.coordinator.committed(), Step(6));
+}
+
+TEST(Coordinator, WhoComesToAFinishedJobHearsThatItIsOver) {
+  Bench bench({}, {.steps = 3});
+  bench.start();
+  bench.steps(3);
+  ASSERT_TRUE(bench.coordinator.finished());
+  EXPECT_TRUE(bench.coordinator.waiting_for(bench.now).empty());
+  bench.down(1);
+  bench.inbox.clear();
+  bench.up(1, 2);
+  const auto& told = bench.inbox[1];
+  const auto word = std::find_if(told.begin(), told.end(), [](const auto& one) { return one.has_plan(); });
+  ASSERT_NE(word, told.end());
+  Rank rank(ReplicaId(1), 0);
+  EXPECT_EQ(rank.on_plan(word->plan()), Rank::Meaning::nothing) << "it has not been registered";
+  rank.on_registered(Incarnation(bench.incarnations[1]));
+  EXPECT_EQ(rank.on_plan(word->plan()), Rank::Meaning::over);
 }
 
 TEST(Coordinator, AfterALossOfEverybodyItDoesNotWaitForReplicasThatDoNotComeForLong) {

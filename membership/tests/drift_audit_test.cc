@@ -322,6 +322,23 @@ TEST(Coordinator, AStepWhoseResultsDifferIsRepeatedByTheSameMembersInANewEpoch) 
   EXPECT_FALSE(job.plans[0].has_inspect());
 }
 
+// Its audit begins anew, and some replicas have heard of the phase before: what they say of their states is of
+// different parts.
+TEST(Coordinator, ARestartInTheMiddleOfAStepIsNotTakenForDrift) {
+  Pair job;
+  job.up(0), job.up(1), job.link();
+  job.exchanged(0, 1, 5), job.exchanged(1, 1, 5);
+  ASSERT_EQ(job.coordinator->committed(), Step(1));
+  job.restart();
+  job.up(0), job.up(1);
+  const Epoch epoch = job.coordinator->epoch();
+  job.exchanged(0, 1, 5), job.exchanged(1, 1, 6);
+  EXPECT_EQ(job.coordinator->committed(), Step(2));
+  EXPECT_EQ(job.coordinator->epoch(), epoch);
+  job.exchanged(0, 1, 5), job.exchanged(1, 1, 6);
+  EXPECT_EQ(job.coordinator->committed(), Step(2)) << "from the next step on they are compared again";
+}
+
 TEST(Coordinator, WhoseStateDiffersWithoutAMajorityStopsTheJobThroughRestartsUntilOneIsDropped) {
   Pair job;
   job.up(0), job.up(1), job.link();
@@ -339,6 +356,11 @@ TEST(Coordinator, WhoseStateDiffersWithoutAMajorityStopsTheJobThroughRestartsUnt
   EXPECT_TRUE(job.coordinator->stopped());
   job.restart(JobConfig::Drop{ReplicaId(0), Step(2)});  // not what the operator has seen
   EXPECT_TRUE(job.coordinator->stopped());
+  Coordinator told_nonsense({.replicas = 2, .ranks = 1, .drop = JobConfig::Drop{ReplicaId(7), Step(1)}});
+  const auto refused = told_nonsense.recover(job.log, job.now);
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().message.find("replica 7 is none of those that differ, which are 0, 1"), std::string::npos)
+      << refused.error().message;
   job.restart(JobConfig::Drop{ReplicaId(0), Step(1)});
   EXPECT_FALSE(job.coordinator->stopped());
   job.up(1), job.up(0);
