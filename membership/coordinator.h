@@ -143,6 +143,7 @@ class Coordinator {
 
  private:
   void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
+  std::optional<std::string> differs_from_first(const proto::RankUp& up);
   bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
@@ -229,7 +230,12 @@ class Coordinator {
   std::uint64_t job_ = 0;  // its id; 0: not known
   Step most_committed_;    // ever, also where it was rolled back
   std::uint64_t last_incarnation_ = 0;
-  std::uint64_t plan_hash_ = 0;
+  struct First {  // of those whose plan and settings are the job's
+    ReplicaId replica;
+    std::uint64_t plan_hash = 0;
+    std::string settings;
+  };
+  std::optional<First> first_;
   std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
   std::uint64_t steps_rolled_back_ = 0;
   std::vector<MemberState> members_;

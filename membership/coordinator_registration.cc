@@ -21,8 +21,9 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks", up.replica(),
                               up.rank(), config_.replicas, config_.ranks));
   if (belongs_elsewhere(node, up)) return;
-  if (plan_hash_ != 0 && up.plan_hash() != plan_hash_)
-    return refuse("its tensors or buckets differ from the job's; all replicas must declare the same state and plan");
+  if (up.version() > kMostSteps)
+    return refuse(fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
+  if (auto difference = differs_from_first(up)) return refuse(*difference);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
     const MemberState* m = member(id);
@@ -44,7 +45,6 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
       answer.mutable_fenced()->set_reason("the job went on without this replica");
       return send(node, std::move(answer));
     }
-    if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
     // Whoever had its place has ended.
     if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()), now);
     auto& replica = replicas_[id];
@@ -57,6 +57,22 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     return try_start(now);
   }
   register_new(node, up, now);
+}
+
+// What all replicas must have declared alike. As long as the job has not begun, those that have gone don't count.
+std::optional<std::string> Coordinator::differs_from_first(const proto::RankUp& up) {
+  const bool anybody =
+      std::any_of(replicas_.begin(), replicas_.end(), [](const auto& one) { return one.second.registered > 0; });
+  if (!first_ || (!anybody && !started())) first_ = {ReplicaId(up.replica()), up.plan_hash(), up.settings()};
+  if (up.plan_hash() != first_->plan_hash)
+    return fmt::format(
+        "its tensors or buckets differ from those of replica {}, which came first; all replicas must declare the same "
+        "state and plan",
+        first_->replica);
+  if (up.settings() != first_->settings)
+    return fmt::format("it all-reduces over {}, and replica {}, which came first, over {}; give all replicas the same",
+                       up.settings(), first_->replica, first_->settings);
+  return std::nullopt;
 }
 
 // It was registered by a coordinator with another log, or has heard decisions that this log lacks. It is neither sent
@@ -106,7 +122,6 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
     remove(id, fmt::format("rank {} was started again", up.rank()), now);
     found = replicas_.find(id);
   }
-  if (plan_hash_ == 0) plan_hash_ = up.plan_hash();
   if (found == replicas_.end()) {
     const Incarnation incarnation(++last_incarnation_);
     proto::LogRecord record;

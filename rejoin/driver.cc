@@ -71,6 +71,9 @@ void Driver::describe(proto::RankUp& up) const {
   up.set_life(config_.life);
   up.set_incarnation(machine_.incarnation().value);
   up.set_plan_hash(config_.plan_hash);
+  up.set_settings(fmt::format("{} in chunks of {}, {} in flight, up to {} direct", config_.transport,
+                              human_bytes(config_.ring.chunk_bytes), config_.ring.chunks_in_flight,
+                              human_bytes(config_.ring.direct_bytes)));
   up.set_job(job_);
   up.set_heard_epoch(machine_.epoch().value);
   up.set_heard_committed(machine_.committed().value);

@@ -19,6 +19,7 @@ struct DriverConfig {
   ReplicaId replica;
   std::uint32_t rank = 0;
   std::uint64_t life = 0;       // this process's; never 0
+  std::string transport;        // its kind
   std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
   ftar::Options ring;
   Duration patience{};  // with a trainer that computes, before enough steps were seen to know what is usual

@@ -80,6 +80,7 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
   driver_.emplace(DriverConfig{.replica = ReplicaId(config_.replica),
                                .rank = config_.rank,
                                .life = new_life(),
+                               .transport = config_.transport.substr(0, config_.transport.find(':')),
                                .plan_hash = state_.plan_hash(),
                                .ring = {.chunk_bytes = config_.chunk_bytes,
                                         .chunks_in_flight = config_.chunks_in_flight,

@@ -65,6 +65,9 @@ class SessionImpl final : public Session {
   Result<> join(std::uint64_t version) override {
     if (!state_.allocated() || progress_)
       return fail(ErrorCode::invalid_argument, "join() comes once, after allocate()");
+    if (version > kMostSteps)
+      return fail(ErrorCode::invalid_argument, "join({}): a version is the number of a step, {} at most", version,
+                  kMostSteps);
     if (auto started = state_.start(version); !started) return started;
     const SteadyClock clock;
     const TimePoint before = clock.now();

@@ -123,7 +123,8 @@ class Session {
     return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
   }
 
-  // Registers with the daemon: the state is initialised, as of step `version` (0: fresh; else a restored checkpoint).
+  // Registers with the daemon: the state is initialised, as of step `version` (0: fresh; else a restored checkpoint; at
+  // most 2^48).
   // Errors: `unavailable` (no daemon there), `mismatch` (versions of library and daemon), `refused` (the job says no).
   virtual Result<> join(std::uint64_t version) = 0;
 

@@ -33,7 +33,7 @@ MUTANTS = [
      "return take_back(true) || promote_whole(true) || take_back(false) || promote_whole(false);",
      "return take_back(true) || take_back(false);"),
     ("nobody asks the operator [A2]", "membership/coordinator_start.cc",
-     "if (!roll_back_to_ || from < *roll_back_to_) {", "if (false) {"),
+     "if (!roll_back_to_ || *from < *roll_back_to_) {", "if (false) {"),
     ("it waits for all, for ever [A3]", "membership/coordinator_start.cc",
      "if (now - *incomplete_since_ < start_patience()) return {};", "return {};"),
     ("broken connections are not mended [A4]", "membership/coordinator_absence.cc",

@@ -52,6 +52,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
   driver_ = std::make_unique<Driver>(DriverConfig{.replica = ReplicaId(replica),
                                                   .rank = rank,
                                                   .life = life,
+                                                  .transport = "the simulated fabric",
                                                   .plan_hash = state_->plan_hash(),
                                                   .ring = {.chunk_bytes = model_.chunk_bytes(),
                                                            .chunks_in_flight = 2,

@@ -455,7 +455,50 @@ TEST(BadInput, ATrainerWithAnotherStateOrPlaceIsRefusedWithTheReason) {
   const Ended other =
       run({binaries() + "/rejoin-demo-trainer", "--replica", "1", "--daemon", job.socket(1), "--data", REJOIN_DATA});
   EXPECT_NE(other.status, 0);
-  EXPECT_NE(other.output.find("tensors or buckets differ from the job's"), std::string::npos) << other.output;
+  EXPECT_NE(other.output.find("tensors or buckets differ from those of replica"), std::string::npos) << other.output;
+}
+
+// Over shared memory and over TCP no ring can be made of them.
+TEST(BadInput, ATrainerWithAnotherTransportIsRefusedWithBoth) {
+  Job job;
+  job.start(2, 0);
+  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0));
+  ASSERT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status}).output.find("replica 1: 0 of 1") != std::string::npos;
+  }));
+  const Ended other =
+      run({kMinimal}, {"REJOIN_REPLICA=1", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(1), "REJOIN_TRANSPORT=tcp"});
+  EXPECT_NE(other.output.find("it all-reduces over tcp in chunks of 1.0 MiB, 4 in flight, up to 32.0 KiB direct, and "
+                              "replica 0, which came first, over shm in"),
+            std::string::npos)
+      << other.output;
+}
+
+// Started in another working directory, say: the default --log-directory is a relative one.
+TEST(Log, OfAnotherJobCostsNobodyItsState) {
+  Job job;
+  job.start(2, 0);
+  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0)),
+      second({kMinimal}, job.scratch.path + "/b", job.environment(1));
+  const auto committed = [&] { return job.status().value("committed", std::uint64_t{0}); };
+  ASSERT_TRUE(eventually([&] { return committed() > 20; }));
+  const auto again_with = [&](const std::string& directory) {
+    job.log_directory = directory;
+    ::kill(job.processes[0]->pid(), SIGKILL);
+    job.processes[0]->wait(std::chrono::seconds(10));
+    job.processes[0] = job.start_coordinator({"--replicas", "2", "--ranks", "1", "--batch", "8", "--listen",
+                                              job.coordinator, "--status", job.coordinator_status});
+  };
+  again_with("elsewhere");
+  EXPECT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status}).output.find("start the coordinator with that job's") !=
+           std::string::npos;
+  })) << run({kCli, "status", job.coordinator_status}).output;
+  again_with("log");
+  const auto before = committed();
+  EXPECT_GT(before, 20u);
+  EXPECT_TRUE(eventually([&] { return committed() > before + 20; }));
+  EXPECT_EQ(first.output() + second.output(), "");
 }
 
 // The trainer has a GPU, of software; its daemon was started without that.

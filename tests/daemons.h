@@ -13,7 +13,7 @@ inline const std::string kDaemon = binaries() + "/rejoind", kCli = binaries() + 
 
 struct Daemons {
   Scratch scratch;
-  std::string silence_ms = "1000";
+  std::string silence_ms = "1000", log_directory = "log";
   std::string key = scratch.key();
   std::string coordinator, coordinator_status;  // addresses
 
@@ -28,7 +28,7 @@ struct Daemons {
     return std::make_unique<Process>(arguments, file(name + ".out"));
   }
   std::unique_ptr<Process> start_coordinator(std::vector<std::string> more) {
-    more.insert(more.begin(), {"--coordinator", "--log-directory", file("log")});
+    more.insert(more.begin(), {"--coordinator", "--log-directory", file(log_directory)});
     std::filesystem::remove(file("coordinator.json"));  // of one that ran before
     auto process = daemon("coordinator", std::move(more));
     const auto json = addresses("coordinator");

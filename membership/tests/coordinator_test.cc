@@ -516,6 +516,36 @@ TEST(Coordinator, WithAnOlderCopyOfItsLogItDecidesNothing) {
   EXPECT_EQ(whole.coordinator.committed(), Step(6));
 }
 
+TEST(Coordinator, WhatAllMustDeclareAlikeIsThatOfTheFirstAsLongAsItIsThere) {
+  Bench bench;
+  const auto refusal = [&](std::uint32_t replica) -> std::string {
+    for (const auto& word : bench.inbox[replica])
+      if (word.has_refused()) return word.refused().reason();
+    return "";
+  };
+  bench.rank_up(0, 0, 1, 0, 5, 8);
+  bench.up(1, 1, 0, 5, 9);
+  EXPECT_NE(refusal(1).find("differ from those of replica 0, which came first"), std::string::npos) << refusal(1);
+  bench.down(0, 1, 0);
+  bench.inbox.clear();
+  bench.up(1, 2, 0, 5, 9);
+  EXPECT_EQ(refusal(1), "") << "the first has gone, and the job has not begun";
+
+  proto::FromNode message;
+  auto& up = *message.mutable_rank_up();
+  up.set_replica(2);
+  up.set_life(200);
+  up.set_plan_hash(9);
+  up.set_settings("tcp");
+  bench.say(2, message);
+  EXPECT_EQ(refusal(2), "it all-reduces over tcp, and replica 1, which came first, over ; give all replicas the same");
+  up.set_settings("");
+  up.set_version(std::uint64_t{1} << 61);
+  bench.inbox.clear();
+  bench.say(2, message);
+  EXPECT_NE(refusal(2).find("steps are numbered up to"), std::string::npos) << refusal(2);
+}
+
 TEST(Coordinator, WhoComesToAFinishedJobHearsThatItIsOver) {
   Bench bench({}, {.steps = 3});
   bench.start();
