@@ -328,6 +328,7 @@ bool World::go_on_long() {
                                  FaultKind::power_loss, FaultKind::kill_coordinator};
   Fault fault{
       .kind = kinds[failures_random_.pick(std::size(kinds))], .lasting = 300ms, .detail = failures_random_.next()};
+  if (fault.kind == FaultKind::power_loss) fault.lasting = {};  // its supervisor starts it elsewhere
   fault.replica = static_cast<std::uint32_t>(failures_random_.pick(shape.replicas));
   fault.rank = static_cast<std::uint32_t>(failures_random_.pick(shape.ranks));
   happen(fault);
