@@ -21,6 +21,7 @@ Result<PeerCredentials> peer_credentials(const Fd& socket);
 constexpr std::size_t kMaxFds = 128;  // in one datagram; Linux takes 253
 
 // `name` beginning with '@' is abstract (no file). SEQPACKET: whole messages.
+Result<> check_unix_name(const std::string& name);  // whether it can be one
 Result<Fd> listen_unix(const std::string& name);
 Result<Fd> connect_unix(const std::string& name);  // non-blocking afterwards
 

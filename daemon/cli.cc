@@ -11,19 +11,20 @@
 #include "base/bytes.h"
 #include "base/clock.h"
 #include "base/result.h"
+#include "daemon/flags.h"
 #include "membership/ledger.h"
 #include "membership/log.h"
+#include "transport/socket_address.h"
 
 namespace rejoin::daemon {
 namespace {
 
 Result<nlohmann::json> fetch_status(const std::string& address) {
-  const auto colon = address.rfind(':');
-  if (colon == std::string::npos)
-    return fail(ErrorCode::invalid_argument, "address '{}' is not of the form HOST:PORT", address);
+  const auto where = transport::SocketAddress::split(address);
+  if (!where) return tl::unexpected(where.error());
   asio::ip::tcp::iostream stream;
   stream.expires_after(std::chrono::seconds(5));
-  stream.connect(address.substr(0, colon), address.substr(colon + 1));
+  stream.connect(where->host, std::to_string(where->port));
   if (!stream)
     return fail(ErrorCode::unavailable,
                 "no daemon answers at {}: {}; its --status address is in its log and --address-file", address,
@@ -228,7 +229,7 @@ int main(int argc, char** argv) {
   top->add_option("--interval-ms", interval_ms, "between two looks")
       ->check(CLI::Range(50, 3600000))
       ->capture_default_str();
-  top->add_option("--count", count, "looks; 0: until Ctrl-C")->capture_default_str();
+  top->add_option("--count", count, "looks; 0: until Ctrl-C")->check(daemon::whole_number())->capture_default_str();
   auto* audit = app.add_subcommand("audit", "epochs and the ledger out of a coordinator's log: every sample once?");
   audit->add_option("log", log, "…/decisions.log")->required();
   auto* trace = app.add_subcommand("trace", "event files of all processes as one Chrome/Perfetto trace");

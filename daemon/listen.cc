@@ -26,7 +26,9 @@ Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::stri
   if (!error) acceptor.listen(backlog, error);
   if (error) return fail(ErrorCode::unavailable, "{}", error.message());
   const auto bound = acceptor.local_endpoint();
-  return fmt::format("{}:{}", bound.address().to_string(), bound.port());
+  const std::string host = bound.address().to_string();
+  return bound.address().is_v6() ? fmt::format("[{}]:{}", host, bound.port())
+                                 : fmt::format("{}:{}", host, bound.port());
 }
 
 }  // namespace rejoin::daemon

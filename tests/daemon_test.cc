@@ -328,6 +328,11 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kMinimal}, "no device is called 'gpu': there are host, cuda",
          {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_DEVICE=gpu"});
   expect({kCli, "status", "127.0.0.1:1"}, "no daemon answers at 127.0.0.1:1");
+  expect({kDaemon, "--job-key-file", key, "--coordinator", "--listen", "127.0.0.1:99999"},
+         "--listen: address '127.0.0.1:99999': its port '99999' is not a number from 0 to 65535");
+  expect({kDaemon, "--job-key-file", key, "--coordinator"}, "--steps: '-1'", {"REJOIN_STEPS=-1"});
+  expect({kCli, "status", "127.0.0.1:99999"}, "its port '99999' is not a number from 0 to 65535");
+  expect({kCli, "top", "127.0.0.1:1", "--count", "-1"}, "--count: '-1' is not a whole number");
   expect({kCli, "audit", scratch.path + "/none"}, "No such file");
   expect({kCli, "trace", scratch.path}, "no event files in");
   std::filesystem::create_directory(scratch.path + "/full");
