@@ -412,6 +412,24 @@ TEST(Top, ShowsDaemonsAgainAndAgain) {
   EXPECT_NE(top.output.find("no daemon answers at 127.0.0.1:1"), std::string::npos) << top.output;
 }
 
+TEST(Relay, WhoseCoordinatorIsItselfIsRefused) {
+  Job job;
+  std::string port;
+  {  // of a relay that was here before
+    const auto before = job.daemon("relay", {"--relay", "127.0.0.1:0", "--connect", "127.0.0.1:1"});
+    const std::string address = job.addresses("relay").at("relay");
+    port = address.substr(address.rfind(':'));
+  }
+  for (const char* host : {"127.0.0.1", "0.0.0.0"}) {
+    const Ended relay =
+        run({kDaemon, "--job-key-file", job.key, "--relay", host + port, "--connect", "127.0.0.1" + port}, {},
+            std::chrono::seconds(20));
+    EXPECT_EQ(relay.status, 1) << relay.output;
+    EXPECT_NE(relay.output.find("--connect 127.0.0.1" + port + " leads to this relay itself"), std::string::npos)
+        << relay.output;
+  }
+}
+
 TEST(Settings, ArePrintedInFullAtStart) {
   Job job;
   job.start(1, 0);

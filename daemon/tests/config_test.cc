@@ -101,5 +101,15 @@ TEST(Listen, TellsAnAddressThatCanBeConnectedTo) {
   }
 }
 
+TEST(Listen, KnowsWhichAddressesLeadToItself) {
+  EXPECT_TRUE(leads_to("127.0.0.1:7000", "127.0.0.1:7000"));
+  EXPECT_TRUE(leads_to("127.0.0.1:7000", "0.0.0.0:7000"));
+  EXPECT_TRUE(leads_to("0.0.0.0:7000", "127.0.0.1:7000"));
+  EXPECT_FALSE(leads_to("127.0.0.1:7001", "127.0.0.1:7000"));
+  EXPECT_FALSE(leads_to("127.0.0.2:7000", "127.0.0.1:7000")) << "another may listen there";
+  EXPECT_FALSE(leads_to("192.0.2.1:7000", "0.0.0.0:7000")) << "an address of no machine";
+  EXPECT_FALSE(leads_to("nowhere", "0.0.0.0:7000"));
+}
+
 }  // namespace
 }  // namespace rejoin::daemon
