@@ -19,11 +19,13 @@
 namespace rejoin::daemon {
 namespace {
 
+constexpr auto kPatience = std::chrono::seconds(5);  // with a daemon that is asked for its status
+
 Result<nlohmann::json> fetch_status(const std::string& address) {
   const auto where = transport::SocketAddress::split(address);
   if (!where) return tl::unexpected(where.error());
   asio::ip::tcp::iostream stream;
-  stream.expires_after(std::chrono::seconds(5));
+  stream.expires_after(kPatience);
   stream.connect(where->host, std::to_string(where->port));
   if (!stream)
     return fail(ErrorCode::unavailable,
@@ -35,6 +37,10 @@ Result<nlohmann::json> fetch_status(const std::string& address) {
   }
   std::stringstream body;
   body << stream.rdbuf();
+  if (stream.error() == asio::error::timed_out)
+    return fail(ErrorCode::timeout,
+                "{} accepted the connection and did not answer in {} s; its daemon may be stopped or overloaded",
+                address, kPatience.count());
   auto json = nlohmann::json::parse(body.str(), nullptr, false);
   if (json.is_discarded()) return fail(ErrorCode::corrupt, "what answers at {} is not a Rejoin daemon", address);
   return json;

@@ -412,6 +412,21 @@ TEST(Top, ShowsDaemonsAgainAndAgain) {
   EXPECT_NE(top.output.find("no daemon answers at 127.0.0.1:1"), std::string::npos) << top.output;
 }
 
+// Neither is wrong: the daemon that answers late, or the address.
+TEST(Status, ADaemonThatIsStoppedIsSaidToBeSilent) {
+  Job job;
+  job.start(1, 0);
+  const Ended wrong = run({kCli, "status", job.coordinator});  // where daemons connect
+  EXPECT_NE(wrong.output.find("is not a Rejoin daemon"), std::string::npos) << wrong.output;
+  ASSERT_EQ(::kill(job.processes.front()->pid(), SIGSTOP), 0);
+  Process top({kCli, "top", job.coordinator_status, "--count", "1"}, job.file("top.out"));
+  const Ended status = run({kCli, "status", job.coordinator_status});
+  EXPECT_EQ(status.status, 1);
+  EXPECT_EQ(top.wait(std::chrono::seconds(30)), 0);
+  const std::string silent = job.coordinator_status + " accepted the connection and did not answer in 5 s";
+  for (const auto& output : {status.output, top.output()}) EXPECT_NE(output.find(silent), std::string::npos) << output;
+}
+
 TEST(Relay, WhoseCoordinatorIsItselfIsRefused) {
   Job job;
   std::string port;
