@@ -32,7 +32,19 @@ Result<std::pair<sockaddr_un, socklen_t>> unix_address(const std::string& name) 
   return std::pair(address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size()));
 }
 
+std::optional<std::pair<dev_t, ino_t>> file_at(const std::string& name) {
+  struct stat status {};
+  if (name.empty() || name[0] == '@' || ::lstat(name.c_str(), &status) != 0) return std::nullopt;
+  return std::pair(status.st_dev, status.st_ino);
+}
+
 }  // namespace
+
+SocketFile::SocketFile(std::string name) : name_(std::move(name)), bound_(file_at(name_)) {}
+
+SocketFile::~SocketFile() {
+  if (bound_ && file_at(name_) == bound_) ::unlink(name_.c_str());
+}
 
 Result<PeerCredentials> peer_credentials(const Fd& socket) {
   ucred credentials{};

@@ -427,6 +427,22 @@ TEST(Status, ADaemonThatIsStoppedIsSaidToBeSilent) {
   for (const auto& output : {status.output, top.output()}) EXPECT_NE(output.find(silent), std::string::npos) << output;
 }
 
+// Somebody has removed the first one's file, and a second daemon has bound the path.
+TEST(Node, ThatEndsLeavesTheSocketOfTheNextOneAlone) {
+  Job job;
+  job.start(1, 0);
+  std::filesystem::remove(job.socket(0));
+  std::filesystem::remove(job.file("node0.json"));
+  const auto second = job.start_node(0, {"--connect", job.coordinator});
+  Process& first = *job.processes.back();
+  ASSERT_EQ(::kill(first.pid(), SIGTERM), 0);
+  EXPECT_EQ(first.wait(std::chrono::seconds(15)), 0) << first.output();
+  EXPECT_TRUE(connect_unix(job.socket(0))) << "the second one's trainers can't reach it";
+  ASSERT_EQ(::kill(second->pid(), SIGTERM), 0);
+  EXPECT_EQ(second->wait(std::chrono::seconds(15)), 0) << second->output();
+  EXPECT_FALSE(std::filesystem::exists(job.socket(0))) << "and its own it removes";
+}
+
 TEST(Relay, WhoseCoordinatorIsItselfIsRefused) {
   Job job;
   std::string port;
