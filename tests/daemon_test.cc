@@ -11,6 +11,7 @@
 
 #include "base/unix_socket.h"
 #include "local.pb.h"
+#include "membership/log.h"
 #include "membership/node.h"
 #include "rejoin/session.h"
 #include "shm/page.h"
@@ -459,6 +460,32 @@ TEST(Relay, WhoseCoordinatorIsItselfIsRefused) {
     EXPECT_NE(relay.output.find("--connect 127.0.0.1" + port + " leads to this relay itself"), std::string::npos)
         << relay.output;
   }
+}
+
+// The log of a job that was killed when a replica had been lost, and its samples had not gone out again.
+TEST(Audit, WhatWaitsToBeTrainedAgainIsNotLostUntilTheJobIsFinished) {
+  Scratch scratch;
+  std::vector<proto::LogRecord> records(3);
+  records[0].mutable_job()->set_batch(10);
+  records[1].mutable_epoch()->set_epoch(1);
+  records[1].mutable_epoch()->set_step(1);
+  records[1].mutable_epoch()->add_members()->set_replica(1);
+  records[2].mutable_committed()->set_step(1);
+  auto& batch = *records[2].mutable_committed()->add_members()->add_batch();
+  batch.set_begin(10);
+  batch.set_end(20);
+  ASSERT_TRUE(membership::Log::open(scratch.path)->append(records));
+  const std::string log = scratch.path + "/decisions.log";
+  const Ended open = run({kCli, "audit", log});
+  EXPECT_EQ(open.status, 0) << open.output;
+  EXPECT_NE(open.output.find("20 samples: 10 trained once, 0 lost, 0 repeated, 10 to be trained again"),
+            std::string::npos)
+      << open.output;
+  EXPECT_NE(open.output.find("The log does not tell whether the job is finished."), std::string::npos) << open.output;
+  const Ended finished = run({kCli, "audit", log, "--steps", "1"});
+  EXPECT_EQ(finished.status, 1) << finished.output;
+  EXPECT_NE(finished.output.find("10 trained once, 10 lost, 0 repeated, 0 to be"), std::string::npos)
+      << finished.output;
 }
 
 TEST(Settings, ArePrintedInFullAtStart) {
