@@ -222,6 +222,14 @@ TEST(Demo, ATraceOfAllProcessesIsWritten) {
   for (const char* who : {"coordinator", "node0", "r0.0", "r1.1", "demo"}) EXPECT_TRUE(names.contains(who)) << who;
 }
 
+TEST(Demo, OfARunWithoutSurvivorsItTellsWhatCanBeMeasured) {
+  const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--no-baseline", "--params", "20000",
+                           "--steps", "40", "--replicas", "1", "--kill", "0.0@10"});
+  EXPECT_EQ(ended.status, 0) << ended.output;
+  EXPECT_NE(ended.output.find("kill of replica 0 at step 10: seen after "), std::string::npos) << ended.output;
+  EXPECT_EQ(ended.output.find("-1.0 ms"), std::string::npos) << ended.output;
+}
+
 TEST(Demo, WrongTargetsAreRefusedWithTheForm) {
   const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill", "7.0@3"});
   EXPECT_NE(ended.status, 0);
