@@ -10,6 +10,7 @@
 #include <iostream>
 #include <thread>
 
+#include "base/log.h"
 #include "examples/demo_trace.h"
 #include "examples/demo_view.h"
 
@@ -73,6 +74,8 @@ class Run {
       if (auto planned = plan(text, "kill"); !planned) return planned;
     for (const auto& text : s_.hangs)
       if (auto planned = plan(text, "hang"); !planned) return planned;
+    if (auto target = s_.kill_daemon.empty() ? Result<Target>() : parse_replica(s_.kill_daemon, s_.job); !target)
+      return tl::unexpected(target.error());
     auto more = trainers_arguments();
     if (!more) return tl::unexpected(more.error());
     LiveView view(s_.job, s_.quiet);
@@ -310,7 +313,9 @@ int main(int argc, char** argv) {
   app.add_option("--json", s.json, "write what happened to this file");
   app.add_option("--trace", s.trace, "write a Chrome/Perfetto trace to this file");
   app.add_flag("--keep", s.keep, "keep the directory with logs, events and outputs");
-  app.add_option("--log-level", s.job.log_level, "of the trainers")->capture_default_str();
+  app.add_option("--log-level", s.job.log_level, "of the trainers")
+      ->check(CLI::IsMember(std::vector<std::string>(rejoin::kLogLevels.begin(), rejoin::kLogLevels.end())))
+      ->capture_default_str();
   app.add_option("--limit-seconds", s.limit_seconds, "give up after this long")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   if (s.pause_ms == 0) s.pause_ms = s.job.silence_ms * 5 / 2;

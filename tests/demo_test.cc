@@ -234,6 +234,12 @@ TEST(Demo, WrongTargetsAreRefusedWithTheForm) {
   const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill", "7.0@3"});
   EXPECT_NE(ended.status, 0);
   EXPECT_NE(ended.output.find("outside this run of 3 replicas"), std::string::npos) << ended.output;
+  const Ended replica = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill-daemon", "7@3"});
+  EXPECT_NE(replica.output.find("outside this run of 3 replicas"), std::string::npos) << replica.output;
+  EXPECT_EQ(replica.output.find("kept in"), std::string::npos) << "nothing has run: " << replica.output;
+  const Ended level = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--log-level", "loud"});
+  EXPECT_NE(level.output.find("--log-level: loud not in {trace,debug,info,warn,error,off}"), std::string::npos)
+      << level.output;
   const Ended shape = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill", "one"});
   EXPECT_NE(shape.output.find("REPLICA.RANK@STEP"), std::string::npos) << shape.output;
 }
