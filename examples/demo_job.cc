@@ -14,6 +14,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "examples/interrupt.h"
+
 namespace rejoin::demo {
 
 namespace {
@@ -59,6 +61,7 @@ Result<pid_t> Job::spawn(const std::string& name, std::vector<std::string> argum
 Result<std::string> Job::wait_for_address(const std::string& file, const char* key) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (std::chrono::steady_clock::now() < deadline) {
+    if (auto on = unless_interrupted(); !on) return tl::unexpected(on.error());
     std::ifstream in(file);
     if (in) {
       const auto json = nlohmann::json::parse(in, nullptr, false);

@@ -13,6 +13,7 @@
 #include "base/log.h"
 #include "examples/demo_trace.h"
 #include "examples/demo_view.h"
+#include "examples/interrupt.h"
 
 namespace rejoin::demo {
 namespace {
@@ -82,6 +83,7 @@ class Run {
     if (auto started = job_.start(*more); !started) return started;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(s_.limit_seconds);
     while (!job_.finished()) {
+      if (auto on = unless_interrupted(); !on) return on;
       if (std::chrono::steady_clock::now() > deadline) {
         std::string tail;
         for (const auto& line : job_.output_tail()) tail += "\n  " + line;
@@ -226,6 +228,7 @@ Result<int> demo(Settings& s) {
   std::filesystem::create_directories(s.directory + "/run");
   Run run(s, s.directory + "/run");
   if (auto gone = run.go(); !gone) {
+    if (interrupted() != 0) return tl::unexpected(gone.error());
     if (gone.error().code == ErrorCode::invalid_argument) return tl::unexpected(gone.error());  // nothing has run
     s.keep = true;
     return fail(gone.error().code, "{}\n(everything of this run is kept in {})", gone.error().message, s.directory);
@@ -324,7 +327,13 @@ int main(int argc, char** argv) {
   if (!faults && !s.no_kill && s.job.replicas > 1)
     s.kills.push_back(fmt::format("1.0@{}", std::max<std::uint64_t>(2, s.job.steps / 4)));
   ::signal(SIGPIPE, SIG_IGN);
+  catch_interrupts();
   auto done = demo(s);
+  if (const auto on = unless_interrupted(); !done && !on) {
+    std::cerr << fmt::format("rejoin-demo: {}; its processes are ended, and {} is {}\n", on.error().message,
+                             s.directory, s.keep ? "kept" : "removed");
+    return 128 + interrupted();
+  }
   if (!done) {
     std::cerr << "rejoin-demo: " << done.error().message << "\n";
     return 1;

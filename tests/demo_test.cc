@@ -222,6 +222,49 @@ TEST(Demo, ATraceOfAllProcessesIsWritten) {
   for (const char* who : {"coordinator", "node0", "r0.0", "r1.1", "demo"}) EXPECT_TRUE(names.contains(who)) << who;
 }
 
+// As from a terminal, where a second Ctrl-C often follows.
+TEST(Demo, AnInterruptEndsItAndLeavesNothing) {
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    Scratch scratch;
+    const std::string output = scratch.path + "/out";
+    Process process({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--no-baseline", "--no-kill", "--params",
+                     "300000", "--steps", "1000000"},
+                    output);
+    ASSERT_TRUE(eventually([&] { return read_file(output).find("2=contributor") != std::string::npos; }));
+    const std::string said = read_file(output);
+    const auto at = said.find("/tmp/rejoin-demo-");
+    ASSERT_NE(at, std::string::npos) << said;
+    const std::string directory = said.substr(at, said.find('\n', at) - at);
+    ASSERT_TRUE(std::filesystem::exists(directory)) << directory;
+    const pid_t coordinator = child_of(process.pid(), "--coordinator"), trainer = child_of(process.pid(), "--replica");
+    ASSERT_GT(coordinator, 0);
+    ASSERT_GT(trainer, 0);
+    ::kill(process.pid(), signal);
+    ::kill(process.pid(), signal);
+    EXPECT_EQ(process.wait(std::chrono::seconds(15)), 128 + signal) << process.output();
+    EXPECT_NE(process.output().find(std::string("rejoin-demo: interrupted by SIG") + ::sigabbrev_np(signal)),
+              std::string::npos)
+        << process.output();
+    EXPECT_FALSE(std::filesystem::exists(directory)) << "the job key is in it";
+    for (const pid_t child : {coordinator, trainer}) EXPECT_EQ(::kill(child, 0), -1) << child;
+  }
+}
+
+// While it waits for a daemon that can't come up, as far as it can tell.
+TEST(Demo, AnInterruptEndsItWhileItStarts) {
+  Scratch scratch;
+  const std::string output = scratch.path + "/out", bin = scratch.path + "/bin";
+  std::filesystem::create_directory(bin);
+  std::filesystem::copy_file(binaries() + "/rejoin-demo", bin + "/rejoin-demo");
+  scratch.write("bin/rejoind", "#!/bin/sh\necho up\nexec sleep 100\n", 0700);
+  Process process({bin + "/rejoin-demo", "--data", REJOIN_DATA}, output);
+  ASSERT_TRUE(eventually([&] { return child_of(process.pid(), "sleep") > 0; }));
+  const pid_t child = child_of(process.pid(), "sleep");
+  ::kill(process.pid(), SIGINT);
+  EXPECT_EQ(process.wait(std::chrono::seconds(5)), 128 + SIGINT) << process.output();
+  EXPECT_EQ(::kill(child, 0), -1);
+}
+
 TEST(Demo, OfARunWithoutSurvivorsItTellsWhatCanBeMeasured) {
   const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--no-baseline", "--params", "20000",
                            "--steps", "40", "--replicas", "1", "--kill", "0.0@10"});
