@@ -81,6 +81,7 @@ class Run {
     if (!more) return tl::unexpected(more.error());
     LiveView view(s_.job, s_.quiet);
     if (auto started = job_.start(*more); !started) return started;
+    has_started_ = true;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(s_.limit_seconds);
     while (!job_.finished()) {
       if (auto on = unless_interrupted(); !on) return on;
@@ -105,6 +106,7 @@ class Run {
     view.end();
     return {};
   }
+  bool has_started() const { return has_started_; }  // all of the job's processes
   const Story& story() const { return story_; }
   nlohmann::json report() const { return story_.report(s_.job, job_.log_path()); }
 
@@ -209,7 +211,7 @@ class Run {
   std::vector<std::pair<Target, std::string>> targets_;
   std::set<RankName> paused_;
   bool coordinator_killed_ = false, daemon_killed_ = false, source_killed_ = false, joiner_killed_ = false;
-  bool coordinator_paused_ = false, all_paused_ = false;
+  bool coordinator_paused_ = false, all_paused_ = false, has_started_ = false;
   std::optional<TimePoint> goes_on_at_;
 };
 
@@ -228,8 +230,7 @@ Result<int> demo(Settings& s) {
   std::filesystem::create_directories(s.directory + "/run");
   Run run(s, s.directory + "/run");
   if (auto gone = run.go(); !gone) {
-    if (interrupted() != 0) return tl::unexpected(gone.error());
-    if (gone.error().code == ErrorCode::invalid_argument) return tl::unexpected(gone.error());  // nothing has run
+    if (interrupted() != 0 || !run.has_started()) return tl::unexpected(gone.error());  // which says all that there is
     s.keep = true;
     return fail(gone.error().code, "{}\n(everything of this run is kept in {})", gone.error().message, s.directory);
   }

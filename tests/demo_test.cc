@@ -265,6 +265,16 @@ TEST(Demo, AnInterruptEndsItWhileItStarts) {
   EXPECT_EQ(::kill(child, 0), -1);
 }
 
+TEST(Demo, ADaemonThatDoesNotComeUpEndsItAtOnce) {
+  const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--transport", "bogus"});
+  EXPECT_EQ(ended.status, 1);
+  EXPECT_NE(ended.output.find("no transport 'bogus': use shm, tcp"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("a daemon ended before it was up"), std::string::npos) << ended.output;
+  const auto at = ended.output.find("/tmp/rejoin-demo-");
+  ASSERT_NE(at, std::string::npos) << ended.output;
+  EXPECT_FALSE(std::filesystem::exists(ended.output.substr(at, ended.output.find('\n', at) - at)));
+}
+
 TEST(Demo, OfARunWithoutSurvivorsItTellsWhatCanBeMeasured) {
   const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--no-baseline", "--params", "20000",
                            "--steps", "40", "--replicas", "1", "--kill", "0.0@10"});
