@@ -3,11 +3,15 @@
 
 #include <spdlog/spdlog.h>
 
+#include <array>
 #include <string>
+#include <string_view>
 
 namespace rejoin {
 
-// Call once from main. `who` heads every line, e.g. "rejoind r0" or "trainer r1.0". Level: trace … error, off.
+inline constexpr std::array<std::string_view, 6> kLogLevels{"trace", "debug", "info", "warn", "error", "off"};
+
+// Call once from main. `who` heads every line, e.g. "rejoind r0" or "trainer r1.0". Level: one of these.
 void init_logging(const std::string& who, const std::string& level);
 
 }  // namespace rejoin

@@ -12,20 +12,39 @@
 
 namespace rejoin {
 
+Result<> check_unix_name(const std::string& name) {
+  constexpr std::size_t most = sizeof(sockaddr_un::sun_path) - 1;
+  if (name.empty() || name.size() > most)
+    return fail(ErrorCode::invalid_argument, "socket name '{}' must have 1 to {} characters", name, most);
+  if (name == "@")  // the kernel would choose one
+    return fail(ErrorCode::invalid_argument, "socket name '@' is that of no socket: an abstract one is '@name'");
+  return {};
+}
+
 namespace {
 
 Result<std::pair<sockaddr_un, socklen_t>> unix_address(const std::string& name) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  if (name.empty() || name.size() >= sizeof address.sun_path)
-    return fail(ErrorCode::invalid_argument, "socket name '{}' must have 1 to {} characters", name,
-                sizeof address.sun_path - 1);
+  if (auto right = check_unix_name(name); !right) return tl::unexpected(right.error());
   std::memcpy(address.sun_path, name.data(), name.size());
   if (name[0] == '@') address.sun_path[0] = '\0';
   return std::pair(address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size()));
 }
 
+std::optional<std::pair<dev_t, ino_t>> file_at(const std::string& name) {
+  struct stat status {};
+  if (name.empty() || name[0] == '@' || ::lstat(name.c_str(), &status) != 0) return std::nullopt;
+  return std::pair(status.st_dev, status.st_ino);
+}
+
 }  // namespace
+
+SocketFile::SocketFile(std::string name) : name_(std::move(name)), bound_(file_at(name_)) {}
+
+SocketFile::~SocketFile() {
+  if (bound_ && file_at(name_) == bound_) ::unlink(name_.c_str());
+}
 
 Result<PeerCredentials> peer_credentials(const Fd& socket) {
   ucred credentials{};

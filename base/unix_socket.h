@@ -21,8 +21,23 @@ Result<PeerCredentials> peer_credentials(const Fd& socket);
 constexpr std::size_t kMaxFds = 128;  // in one datagram; Linux takes 253
 
 // `name` beginning with '@' is abstract (no file). SEQPACKET: whole messages.
+Result<> check_unix_name(const std::string& name);  // whether it can be one
 Result<Fd> listen_unix(const std::string& name);
 Result<Fd> connect_unix(const std::string& name);  // non-blocking afterwards
+
+// The file of a socket that listens, as it was bound: removed at the end, unless another has been bound in its place.
+// To be destroyed before the socket is closed: until then no other file can have its inode.
+class SocketFile {
+ public:
+  explicit SocketFile(std::string name);  // right after listen_unix()
+  ~SocketFile();
+  SocketFile(const SocketFile&) = delete;
+  SocketFile& operator=(const SocketFile&) = delete;
+
+ private:
+  const std::string name_;
+  std::optional<std::pair<dev_t, ino_t>> bound_;  // nothing where it is abstract
+};
 
 // Sends one message with descriptors (which stay the caller's). Errors: `exhausted` (again later), `unavailable`.
 Result<> send_with_fds(const Fd& socket, BytesView bytes, const std::vector<int>& fds);

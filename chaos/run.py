@@ -246,7 +246,8 @@ class Run:
 
     def audit(self):
         audit = subprocess.run([f"{self.settings.binaries}/rejoin", "audit",
-                                f"{self.wiring.log_directory}/decisions.log"], capture_output=True, text=True)
+                                f"{self.wiring.log_directory}/decisions.log", "--steps",
+                                str(self.job.steps)], capture_output=True, text=True)
         said = " ".join(line for line in (audit.stdout + audit.stderr).split("\n")
                         if "samples" in line or audit.returncode > 1)
         self.say(f"audit: {said}")

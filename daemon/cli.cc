@@ -11,19 +11,22 @@
 #include "base/bytes.h"
 #include "base/clock.h"
 #include "base/result.h"
-#include "membership/ledger.h"
+#include "daemon/flags.h"
+#include "daemon/log_audit.h"
 #include "membership/log.h"
+#include "transport/socket_address.h"
 
 namespace rejoin::daemon {
 namespace {
 
+constexpr auto kPatience = std::chrono::seconds(5);  // with a daemon that is asked for its status
+
 Result<nlohmann::json> fetch_status(const std::string& address) {
-  const auto colon = address.rfind(':');
-  if (colon == std::string::npos)
-    return fail(ErrorCode::invalid_argument, "address '{}' is not of the form HOST:PORT", address);
+  const auto where = transport::SocketAddress::split(address);
+  if (!where) return tl::unexpected(where.error());
   asio::ip::tcp::iostream stream;
-  stream.expires_after(std::chrono::seconds(5));
-  stream.connect(address.substr(0, colon), address.substr(colon + 1));
+  stream.expires_after(kPatience);
+  stream.connect(where->host, std::to_string(where->port));
   if (!stream)
     return fail(ErrorCode::unavailable,
                 "no daemon answers at {}: {}; its --status address is in its log and --address-file", address,
@@ -34,6 +37,10 @@ Result<nlohmann::json> fetch_status(const std::string& address) {
   }
   std::stringstream body;
   body << stream.rdbuf();
+  if (stream.error() == asio::error::timed_out)
+    return fail(ErrorCode::timeout,
+                "{} accepted the connection and did not answer in {} s; its daemon may be stopped or overloaded",
+                address, kPatience.count());
   auto json = nlohmann::json::parse(body.str(), nullptr, false);
   if (json.is_discarded()) return fail(ErrorCode::corrupt, "what answers at {} is not a Rejoin daemon", address);
   return json;
@@ -151,32 +158,34 @@ Result<int> top(const std::vector<std::string>& addresses, std::chrono::millisec
   return 0;
 }
 
-Result<int> audit_log(const std::string& path) {
+Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
   auto records = membership::read_log(path);
   if (!records) return tl::unexpected(records.error());
-  std::uint64_t epochs = 0, committed = 0;
   for (const auto& record : *records) {
     if (record.has_epoch()) {
-      ++epochs;
       std::string members;
       for (const auto& m : record.epoch().members())
         members += fmt::format(" {}{}", m.replica(), m.catching_up() ? " (catching up)" : "");
       std::cout << fmt::format("epoch {:>4} at step {:>7}: replicas{}; {}\n", record.epoch().epoch(),
                                record.epoch().step(), members, record.epoch().reason());
     }
-    if (record.has_committed()) committed = record.committed().step();
-    if (!record.has_rolled_back()) continue;
-    committed = record.rolled_back().version();
-    if (record.rolled_back().from() > committed)
-      std::cout << fmt::format("rolled back from step {} to step {}\n", record.rolled_back().from(), committed);
+    if (record.has_rolled_back() && record.rolled_back().from() > record.rolled_back().version())
+      std::cout << fmt::format("rolled back from step {} to step {}\n", record.rolled_back().from(),
+                               record.rolled_back().version());
   }
-  const auto audit = membership::audit(membership::trained_by_step(*records));
-  std::cout << fmt::format("{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated\n",
-                           committed, epochs, audit.samples, audit.once, audit.lost, audit.repeated);
+  const LogAudit audit = audit_log(*records, last_step);
+  std::cout << fmt::format(
+      "{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated, {} to be trained again\n",
+      audit.committed, audit.epochs, audit.samples, audit.once, audit.lost, audit.repeated, audit.to_be_trained);
   const auto given_up = membership::rolled_back(*records);
   if (given_up.steps > 0)
     std::cout << fmt::format("{} committed steps of {} samples were rolled back, and their samples handed out again\n",
                              given_up.steps, given_up.samples);
+  if (audit.to_be_trained > 0 && !last_step)
+    std::cout << fmt::format(
+        "The log does not tell whether the job is finished. If step {} was its last one, the {} samples that are to be "
+        "trained again are lost; --steps {} counts them so.\n",
+        audit.committed, audit.to_be_trained, audit.committed);
   return audit.lost + audit.repeated == 0 ? 0 : 1;
 }
 
@@ -228,16 +237,20 @@ int main(int argc, char** argv) {
   top->add_option("--interval-ms", interval_ms, "between two looks")
       ->check(CLI::Range(50, 3600000))
       ->capture_default_str();
-  top->add_option("--count", count, "looks; 0: until Ctrl-C")->capture_default_str();
+  top->add_option("--count", count, "looks; 0: until Ctrl-C")->check(daemon::whole_number())->capture_default_str();
   auto* audit = app.add_subcommand("audit", "epochs and the ledger out of a coordinator's log: every sample once?");
   audit->add_option("log", log, "…/decisions.log")->required();
+  std::uint64_t steps = 0;
+  audit->add_option("--steps", steps, "the job's last step, which the log does not name; 0: not known")
+      ->check(daemon::whole_number())
+      ->capture_default_str();
   auto* trace = app.add_subcommand("trace", "event files of all processes as one Chrome/Perfetto trace");
   trace->add_option("events", directory, "the --events directory")->required();
   trace->add_option("-o,--output", output, "file to write")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   auto done = status->parsed()  ? daemon::show_status(address, json)
               : top->parsed()   ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
-              : audit->parsed() ? daemon::audit_log(log)
+              : audit->parsed() ? daemon::show_audit(log, steps == 0 ? std::nullopt : std::optional(Step(steps)))
                                 : daemon::merge_trace(directory, output);
   if (!done) {
     std::cerr << "rejoin: " << done.error().message << "\n";

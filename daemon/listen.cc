@@ -26,7 +26,24 @@ Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::stri
   if (!error) acceptor.listen(backlog, error);
   if (error) return fail(ErrorCode::unavailable, "{}", error.message());
   const auto bound = acceptor.local_endpoint();
-  return fmt::format("{}:{}", bound.address().to_string(), bound.port());
+  const std::string host = bound.address().to_string();
+  return bound.address().is_v6() ? fmt::format("[{}]:{}", host, bound.port())
+                                 : fmt::format("{}:{}", host, bound.port());
+}
+
+bool leads_to(const std::string& where, const std::string& listening) {
+  const auto peer = endpoint_of(where), here = endpoint_of(listening);
+  if (!peer || !here || peer->port() != here->port()) return false;
+  if (peer->address() == here->address()) return true;
+  if (peer->address().is_unspecified()) return here->address().is_loopback() || here->address().is_unspecified();
+  if (!here->address().is_unspecified()) return false;
+  // Only an address of this machine can be bound.
+  asio::io_context io;
+  asio::ip::tcp::socket probe(io);
+  asio::error_code error;
+  probe.open(peer->protocol(), error);
+  if (!error) probe.bind({peer->address(), 0}, error);
+  return !error;
 }
 
 }  // namespace rejoin::daemon

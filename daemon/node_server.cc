@@ -41,6 +41,7 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   if (!listener) return tl::unexpected(listener.error());
   std::unique_ptr<NodeServer> server(new NodeServer(io, options, key));
   server->listener_fd_ = std::move(*listener);
+  server->socket_file_.emplace(options.socket);
   server->listener_.assign(::dup(server->listener_fd_.get()));
   auto compression = catchup::parse_compression(options.compression);
   if (!compression) return tl::unexpected(compression.error());
@@ -57,7 +58,6 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
 NodeServer::~NodeServer() {
   opener_.join();
   streams_.clear();
-  if (!options_.socket.empty() && options_.socket[0] != '@') ::unlink(options_.socket.c_str());
 }
 
 Result<NodeServer::DeviceStream> NodeServer::open_stream(const std::string& name, const std::string& listen) {

@@ -87,6 +87,7 @@ class NodeServer {
   const NodeOptions options_;
   const JobKey& key_;
   Fd listener_fd_;
+  std::optional<SocketFile> socket_file_;
   asio::posix::stream_descriptor listener_;
   asio::steady_timer timer_;
   membership::Node machine_;

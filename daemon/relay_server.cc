@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/log.h"
+#include "daemon/listen.h"
 
 namespace rejoin::daemon {
 
@@ -39,6 +40,10 @@ Result<std::unique_ptr<RelayServer>> RelayServer::start(asio::io_context& io, co
     return fail(listening.error().code,
                 "the relay can't listen on {}: {}; choose another --relay address or stop what uses it", listen,
                 listening.error().message);
+  if (leads_to(coordinator, relay->address()))
+    return fail(ErrorCode::invalid_argument,
+                "--connect {} leads to this relay itself, which listens on {}; give it the coordinator's address",
+                coordinator, relay->address());
   relay->coordinator_.connect();
   relay->tick();
   return relay;

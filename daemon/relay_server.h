@@ -12,7 +12,7 @@ namespace rejoin::daemon {
 
 class RelayServer {
  public:
-  // `coordinator`: host:port. Errors: the address to listen on is in use.
+  // `coordinator`: host:port. Errors: the address to listen on is in use, or is the coordinator's.
   static Result<std::unique_ptr<RelayServer>> start(asio::io_context& io, const std::string& name,
                                                     const std::string& listen, const std::string& coordinator,
                                                     std::chrono::milliseconds silence, const JobKey& key);

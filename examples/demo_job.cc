@@ -14,6 +14,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "examples/interrupt.h"
+
 namespace rejoin::demo {
 
 namespace {
@@ -56,9 +58,19 @@ Result<pid_t> Job::spawn(const std::string& name, std::vector<std::string> argum
   return pid;
 }
 
-Result<std::string> Job::wait_for_address(const std::string& file, const char* key) {
+Result<std::string> Job::wait_for_address(pid_t& pid, const std::string& file, const char* key) {
+  const auto said = [this] {
+    std::string tail;
+    for (const auto& line : output_tail()) tail += "\n  " + line;
+    return tail;
+  };
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (std::chrono::steady_clock::now() < deadline) {
+    if (auto on = unless_interrupted(); !on) return tl::unexpected(on.error());
+    if (int status = 0; ::waitpid(pid, &status, WNOHANG) == pid) {
+      pid = 0;
+      return fail(ErrorCode::unavailable, "a daemon ended before it was up; its output:{}", said());
+    }
     std::ifstream in(file);
     if (in) {
       const auto json = nlohmann::json::parse(in, nullptr, false);
@@ -66,9 +78,7 @@ Result<std::string> Job::wait_for_address(const std::string& file, const char* k
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
-  std::string tail;
-  for (const auto& line : output_tail()) tail += "\n  " + line;
-  return fail(ErrorCode::timeout, "a daemon did not come up within 10 s; its output:{}", tail);
+  return fail(ErrorCode::timeout, "a daemon did not come up within 10 s; its output:{}", said());
 }
 
 Result<> Job::start_coordinator(const std::string& listen) {
@@ -84,7 +94,7 @@ Result<> Job::start_coordinator(const std::string& listen) {
                             address_file, "--events", events_directory()});
   if (!pid) return tl::unexpected(pid.error());
   coordinator_ = *pid;
-  auto address = wait_for_address(address_file, "coordinator");
+  auto address = wait_for_address(coordinator_, address_file, "coordinator");
   if (!address) return tl::unexpected(address.error());
   coordinator_address_ = *address;
   return {};
@@ -100,7 +110,7 @@ Result<> Job::start_daemon(std::uint32_t replica) {
                    directory_ + "/key", "--address-file", address_file, "--events", events_directory()});
   if (!pid) return tl::unexpected(pid.error());
   daemons_[replica] = *pid;
-  auto ready = wait_for_address(address_file, "socket");
+  auto ready = wait_for_address(daemons_[replica], address_file, "socket");
   if (!ready) return tl::unexpected(ready.error());
   return {};
 }

@@ -62,7 +62,8 @@ class Job {
   Result<> start_daemon(std::uint32_t replica);
   Result<> start_trainer(RankName rank, const std::vector<std::string>& more);
   Result<> on_ended(pid_t pid, int status, TimePoint now);
-  Result<std::string> wait_for_address(const std::string& file, const char* key);
+  // Of the daemon that has just been started as `pid`.
+  Result<std::string> wait_for_address(pid_t& pid, const std::string& file, const char* key);
 
   const JobSettings settings_;
   const std::string directory_;

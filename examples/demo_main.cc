@@ -10,8 +10,10 @@
 #include <iostream>
 #include <thread>
 
+#include "base/log.h"
 #include "examples/demo_trace.h"
 #include "examples/demo_view.h"
+#include "examples/interrupt.h"
 
 namespace rejoin::demo {
 namespace {
@@ -73,12 +75,16 @@ class Run {
       if (auto planned = plan(text, "kill"); !planned) return planned;
     for (const auto& text : s_.hangs)
       if (auto planned = plan(text, "hang"); !planned) return planned;
+    if (auto target = s_.kill_daemon.empty() ? Result<Target>() : parse_replica(s_.kill_daemon, s_.job); !target)
+      return tl::unexpected(target.error());
     auto more = trainers_arguments();
     if (!more) return tl::unexpected(more.error());
     LiveView view(s_.job, s_.quiet);
     if (auto started = job_.start(*more); !started) return started;
+    has_started_ = true;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(s_.limit_seconds);
     while (!job_.finished()) {
+      if (auto on = unless_interrupted(); !on) return on;
       if (std::chrono::steady_clock::now() > deadline) {
         std::string tail;
         for (const auto& line : job_.output_tail()) tail += "\n  " + line;
@@ -100,6 +106,7 @@ class Run {
     view.end();
     return {};
   }
+  bool has_started() const { return has_started_; }  // all of the job's processes
   const Story& story() const { return story_; }
   nlohmann::json report() const { return story_.report(s_.job, job_.log_path()); }
 
@@ -204,7 +211,7 @@ class Run {
   std::vector<std::pair<Target, std::string>> targets_;
   std::set<RankName> paused_;
   bool coordinator_killed_ = false, daemon_killed_ = false, source_killed_ = false, joiner_killed_ = false;
-  bool coordinator_paused_ = false, all_paused_ = false;
+  bool coordinator_paused_ = false, all_paused_ = false, has_started_ = false;
   std::optional<TimePoint> goes_on_at_;
 };
 
@@ -223,7 +230,7 @@ Result<int> demo(Settings& s) {
   std::filesystem::create_directories(s.directory + "/run");
   Run run(s, s.directory + "/run");
   if (auto gone = run.go(); !gone) {
-    if (gone.error().code == ErrorCode::invalid_argument) return tl::unexpected(gone.error());  // nothing has run
+    if (interrupted() != 0 || !run.has_started()) return tl::unexpected(gone.error());  // which says all that there is
     s.keep = true;
     return fail(gone.error().code, "{}\n(everything of this run is kept in {})", gone.error().message, s.directory);
   }
@@ -310,7 +317,9 @@ int main(int argc, char** argv) {
   app.add_option("--json", s.json, "write what happened to this file");
   app.add_option("--trace", s.trace, "write a Chrome/Perfetto trace to this file");
   app.add_flag("--keep", s.keep, "keep the directory with logs, events and outputs");
-  app.add_option("--log-level", s.job.log_level, "of the trainers")->capture_default_str();
+  app.add_option("--log-level", s.job.log_level, "of the trainers")
+      ->check(CLI::IsMember(std::vector<std::string>(rejoin::kLogLevels.begin(), rejoin::kLogLevels.end())))
+      ->capture_default_str();
   app.add_option("--limit-seconds", s.limit_seconds, "give up after this long")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   if (s.pause_ms == 0) s.pause_ms = s.job.silence_ms * 5 / 2;
@@ -319,7 +328,13 @@ int main(int argc, char** argv) {
   if (!faults && !s.no_kill && s.job.replicas > 1)
     s.kills.push_back(fmt::format("1.0@{}", std::max<std::uint64_t>(2, s.job.steps / 4)));
   ::signal(SIGPIPE, SIG_IGN);
+  catch_interrupts();
   auto done = demo(s);
+  if (const auto on = unless_interrupted(); !done && !on) {
+    std::cerr << fmt::format("rejoin-demo: {}; its processes are ended, and {} is {}\n", on.error().message,
+                             s.directory, s.keep ? "kept" : "removed");
+    return 128 + interrupted();
+  }
   if (!done) {
     std::cerr << "rejoin-demo: " << done.error().message << "\n";
     return 1;

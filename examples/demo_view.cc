@@ -27,6 +27,18 @@ std::string name_of(const nlohmann::json& failure) {
   return of_all ? kind : fmt::format("{} of replica {}", kind, failure.at("replica").get<int>());
 }
 
+// What became of a failure, as far as there was anything to measure: without survivors, say, there is no commit of
+// theirs.
+std::string line_of(const nlohmann::json& failure) {
+  std::string line = fmt::format("  {} at step {}: ", name_of(failure), failure.at("step").get<int>());
+  if (const auto detected = failure.at("detected_ms").get<double>(); detected >= 0)
+    line += fmt::format("seen after {:.1f} ms; ", detected);
+  if (const auto resumed = failure.at("resumed_ms").get<double>(); resumed >= 0)
+    line += fmt::format("the survivors' commit of that step {:.1f} ms later than their computing ({:.1f} ms in all); ",
+                        resumed, failure.at("with_compute_ms").get<double>());
+  return line + fmt::format("{} steps recomputed\n", failure.at("recomputed_steps").get<int>());
+}
+
 }  // namespace
 
 LiveView::LiveView(const JobSettings& settings, bool quiet)
@@ -154,12 +166,7 @@ std::string summary(const nlohmann::json& report) {
     text += fmt::format("{:>10.1f} ms  {}\n", event.at("t_ms").get<double>(), what);
   }
   text += "\nFailures\n";
-  for (const auto& f : report.at("failures"))
-    text += fmt::format(
-        "  {} at step {}: seen after {:.1f} ms; the survivors' commit of that step {:.1f} ms later than "
-        "their computing ({:.1f} ms in all); {} steps recomputed\n",
-        name_of(f), f.at("step").get<int>(), f.at("detected_ms").get<double>(), f.at("resumed_ms").get<double>(),
-        f.at("with_compute_ms").get<double>(), f.at("recomputed_steps").get<int>());
+  for (const auto& f : report.at("failures")) text += line_of(f);
   for (const auto& c : report.at("catch_ups"))
     text += fmt::format(
         "  replica {} rank {} caught up: {} from {} sources in {:.0f} ms, from step {} to {}, {} slices fetched "

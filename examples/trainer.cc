@@ -166,7 +166,9 @@ int main(int argc, char** argv) {
       "--drift-from", s.drift_from,
       "from this step on the optimizer computes something else than on other replicas, for the audit to find");
   app.add_option("--events", s.events, "directory for event files");
-  app.add_option("--log-level", s.log_level)->capture_default_str();
+  app.add_option("--log-level", s.log_level)
+      ->check(CLI::IsMember(std::vector<std::string>(rejoin::kLogLevels.begin(), rejoin::kLogLevels.end())))
+      ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   const std::string who = fmt::format("r{}.{}", s.session.replica, s.session.rank);
   rejoin::init_logging("trainer " + who, s.log_level);

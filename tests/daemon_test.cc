@@ -11,6 +11,7 @@
 
 #include "base/unix_socket.h"
 #include "local.pb.h"
+#include "membership/log.h"
 #include "membership/node.h"
 #include "rejoin/session.h"
 #include "shm/page.h"
@@ -328,6 +329,11 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kMinimal}, "no device is called 'gpu': there are host, cuda",
          {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_DEVICE=gpu"});
   expect({kCli, "status", "127.0.0.1:1"}, "no daemon answers at 127.0.0.1:1");
+  expect({kDaemon, "--job-key-file", key, "--coordinator", "--listen", "127.0.0.1:99999"},
+         "--listen: address '127.0.0.1:99999': its port '99999' is not a number from 0 to 65535");
+  expect({kDaemon, "--job-key-file", key, "--coordinator"}, "--steps: '-1'", {"REJOIN_STEPS=-1"});
+  expect({kCli, "status", "127.0.0.1:99999"}, "its port '99999' is not a number from 0 to 65535");
+  expect({kCli, "top", "127.0.0.1:1", "--count", "-1"}, "--count: '-1' is not a whole number");
   expect({kCli, "audit", scratch.path + "/none"}, "No such file");
   expect({kCli, "trace", scratch.path}, "no event files in");
   std::filesystem::create_directory(scratch.path + "/full");
@@ -405,6 +411,81 @@ TEST(Top, ShowsDaemonsAgainAndAgain) {
   EXPECT_NE(top.output.find("steps a second"), std::string::npos) << top.output;
   EXPECT_NE(top.output.find("replica 0 rank 0 pid"), std::string::npos) << top.output;
   EXPECT_NE(top.output.find("no daemon answers at 127.0.0.1:1"), std::string::npos) << top.output;
+}
+
+// Neither is wrong: the daemon that answers late, or the address.
+TEST(Status, ADaemonThatIsStoppedIsSaidToBeSilent) {
+  Job job;
+  job.start(1, 0);
+  const Ended wrong = run({kCli, "status", job.coordinator});  // where daemons connect
+  EXPECT_NE(wrong.output.find("is not a Rejoin daemon"), std::string::npos) << wrong.output;
+  ASSERT_EQ(::kill(job.processes.front()->pid(), SIGSTOP), 0);
+  Process top({kCli, "top", job.coordinator_status, "--count", "1"}, job.file("top.out"));
+  const Ended status = run({kCli, "status", job.coordinator_status});
+  EXPECT_EQ(status.status, 1);
+  EXPECT_EQ(top.wait(std::chrono::seconds(30)), 0);
+  const std::string silent = job.coordinator_status + " accepted the connection and did not answer in 5 s";
+  for (const auto& output : {status.output, top.output()}) EXPECT_NE(output.find(silent), std::string::npos) << output;
+}
+
+// Somebody has removed the first one's file, and a second daemon has bound the path.
+TEST(Node, ThatEndsLeavesTheSocketOfTheNextOneAlone) {
+  Job job;
+  job.start(1, 0);
+  std::filesystem::remove(job.socket(0));
+  std::filesystem::remove(job.file("node0.json"));
+  const auto second = job.start_node(0, {"--connect", job.coordinator});
+  Process& first = *job.processes.back();
+  ASSERT_EQ(::kill(first.pid(), SIGTERM), 0);
+  EXPECT_EQ(first.wait(std::chrono::seconds(15)), 0) << first.output();
+  EXPECT_TRUE(connect_unix(job.socket(0))) << "the second one's trainers can't reach it";
+  ASSERT_EQ(::kill(second->pid(), SIGTERM), 0);
+  EXPECT_EQ(second->wait(std::chrono::seconds(15)), 0) << second->output();
+  EXPECT_FALSE(std::filesystem::exists(job.socket(0))) << "and its own it removes";
+}
+
+TEST(Relay, WhoseCoordinatorIsItselfIsRefused) {
+  Job job;
+  std::string port;
+  {  // of a relay that was here before
+    const auto before = job.daemon("relay", {"--relay", "127.0.0.1:0", "--connect", "127.0.0.1:1"});
+    const std::string address = job.addresses("relay").at("relay");
+    port = address.substr(address.rfind(':'));
+  }
+  for (const char* host : {"127.0.0.1", "0.0.0.0"}) {
+    const Ended relay =
+        run({kDaemon, "--job-key-file", job.key, "--relay", host + port, "--connect", "127.0.0.1" + port}, {},
+            std::chrono::seconds(20));
+    EXPECT_EQ(relay.status, 1) << relay.output;
+    EXPECT_NE(relay.output.find("--connect 127.0.0.1" + port + " leads to this relay itself"), std::string::npos)
+        << relay.output;
+  }
+}
+
+// The log of a job that was killed when a replica had been lost, and its samples had not gone out again.
+TEST(Audit, WhatWaitsToBeTrainedAgainIsNotLostUntilTheJobIsFinished) {
+  Scratch scratch;
+  std::vector<proto::LogRecord> records(3);
+  records[0].mutable_job()->set_batch(10);
+  records[1].mutable_epoch()->set_epoch(1);
+  records[1].mutable_epoch()->set_step(1);
+  records[1].mutable_epoch()->add_members()->set_replica(1);
+  records[2].mutable_committed()->set_step(1);
+  auto& batch = *records[2].mutable_committed()->add_members()->add_batch();
+  batch.set_begin(10);
+  batch.set_end(20);
+  ASSERT_TRUE(membership::Log::open(scratch.path)->append(records));
+  const std::string log = scratch.path + "/decisions.log";
+  const Ended open = run({kCli, "audit", log});
+  EXPECT_EQ(open.status, 0) << open.output;
+  EXPECT_NE(open.output.find("20 samples: 10 trained once, 0 lost, 0 repeated, 10 to be trained again"),
+            std::string::npos)
+      << open.output;
+  EXPECT_NE(open.output.find("The log does not tell whether the job is finished."), std::string::npos) << open.output;
+  const Ended finished = run({kCli, "audit", log, "--steps", "1"});
+  EXPECT_EQ(finished.status, 1) << finished.output;
+  EXPECT_NE(finished.output.find("10 trained once, 10 lost, 0 repeated, 0 to be"), std::string::npos)
+      << finished.output;
 }
 
 TEST(Settings, ArePrintedInFullAtStart) {

@@ -222,10 +222,77 @@ TEST(Demo, ATraceOfAllProcessesIsWritten) {
   for (const char* who : {"coordinator", "node0", "r0.0", "r1.1", "demo"}) EXPECT_TRUE(names.contains(who)) << who;
 }
 
+// As from a terminal, where a second Ctrl-C often follows.
+TEST(Demo, AnInterruptEndsItAndLeavesNothing) {
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    Scratch scratch;
+    const std::string output = scratch.path + "/out";
+    Process process({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--no-baseline", "--no-kill", "--params",
+                     "300000", "--steps", "1000000"},
+                    output);
+    ASSERT_TRUE(eventually([&] { return read_file(output).find("2=contributor") != std::string::npos; }));
+    const std::string said = read_file(output);
+    const auto at = said.find("/tmp/rejoin-demo-");
+    ASSERT_NE(at, std::string::npos) << said;
+    const std::string directory = said.substr(at, said.find('\n', at) - at);
+    ASSERT_TRUE(std::filesystem::exists(directory)) << directory;
+    const pid_t coordinator = child_of(process.pid(), "--coordinator"), trainer = child_of(process.pid(), "--replica");
+    ASSERT_GT(coordinator, 0);
+    ASSERT_GT(trainer, 0);
+    ::kill(process.pid(), signal);
+    ::kill(process.pid(), signal);
+    EXPECT_EQ(process.wait(std::chrono::seconds(15)), 128 + signal) << process.output();
+    EXPECT_NE(process.output().find(std::string("rejoin-demo: interrupted by SIG") + ::sigabbrev_np(signal)),
+              std::string::npos)
+        << process.output();
+    EXPECT_FALSE(std::filesystem::exists(directory)) << "the job key is in it";
+    for (const pid_t child : {coordinator, trainer}) EXPECT_EQ(::kill(child, 0), -1) << child;
+  }
+}
+
+// While it waits for a daemon that can't come up, as far as it can tell.
+TEST(Demo, AnInterruptEndsItWhileItStarts) {
+  Scratch scratch;
+  const std::string output = scratch.path + "/out", bin = scratch.path + "/bin";
+  std::filesystem::create_directory(bin);
+  std::filesystem::copy_file(binaries() + "/rejoin-demo", bin + "/rejoin-demo");
+  scratch.write("bin/rejoind", "#!/bin/sh\necho up\nexec sleep 100\n", 0700);
+  Process process({bin + "/rejoin-demo", "--data", REJOIN_DATA}, output);
+  ASSERT_TRUE(eventually([&] { return child_of(process.pid(), "sleep") > 0; }));
+  const pid_t child = child_of(process.pid(), "sleep");
+  ::kill(process.pid(), SIGINT);
+  EXPECT_EQ(process.wait(std::chrono::seconds(5)), 128 + SIGINT) << process.output();
+  EXPECT_EQ(::kill(child, 0), -1);
+}
+
+TEST(Demo, ADaemonThatDoesNotComeUpEndsItAtOnce) {
+  const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--transport", "bogus"});
+  EXPECT_EQ(ended.status, 1);
+  EXPECT_NE(ended.output.find("no transport 'bogus': use shm, tcp"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("a daemon ended before it was up"), std::string::npos) << ended.output;
+  const auto at = ended.output.find("/tmp/rejoin-demo-");
+  ASSERT_NE(at, std::string::npos) << ended.output;
+  EXPECT_FALSE(std::filesystem::exists(ended.output.substr(at, ended.output.find('\n', at) - at)));
+}
+
+TEST(Demo, OfARunWithoutSurvivorsItTellsWhatCanBeMeasured) {
+  const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--no-baseline", "--params", "20000",
+                           "--steps", "40", "--replicas", "1", "--kill", "0.0@10"});
+  EXPECT_EQ(ended.status, 0) << ended.output;
+  EXPECT_NE(ended.output.find("kill of replica 0 at step 10: seen after "), std::string::npos) << ended.output;
+  EXPECT_EQ(ended.output.find("-1.0 ms"), std::string::npos) << ended.output;
+}
+
 TEST(Demo, WrongTargetsAreRefusedWithTheForm) {
   const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill", "7.0@3"});
   EXPECT_NE(ended.status, 0);
   EXPECT_NE(ended.output.find("outside this run of 3 replicas"), std::string::npos) << ended.output;
+  const Ended replica = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill-daemon", "7@3"});
+  EXPECT_NE(replica.output.find("outside this run of 3 replicas"), std::string::npos) << replica.output;
+  EXPECT_EQ(replica.output.find("kept in"), std::string::npos) << "nothing has run: " << replica.output;
+  const Ended level = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--log-level", "loud"});
+  EXPECT_NE(level.output.find("--log-level: loud not in {trace,debug,info,warn,error,off}"), std::string::npos)
+      << level.output;
   const Ended shape = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill", "one"});
   EXPECT_NE(shape.output.find("REPLICA.RANK@STEP"), std::string::npos) << shape.output;
 }

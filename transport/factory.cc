@@ -38,7 +38,22 @@ Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list) {
 
 }  // namespace
 
+Result<> check_name(const std::string& name) {
+  if (name == "tcp" || name == "ibverbs" || name.starts_with("ibverbs:") || name == "shm" || name.starts_with("ucx:"))
+    return {};
+  if (!name.starts_with("tcp:"))
+    return fail(ErrorCode::invalid_argument,
+                "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, ibverbs, ibverbs:DEVICE,DEVICE… or ucx:LIST",
+                name);
+  for (const auto& local : split(name.substr(4), ','))
+    if (local.empty())
+      return fail(ErrorCode::invalid_argument,
+                  "transport '{}': an address is missing; use tcp:ADDRESS,ADDRESS…, or tcp for any", name);
+  return {};
+}
+
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
+  if (auto right = check_name(name); !right) return tl::unexpected(right.error());
   if (name == "tcp") return tcp::make_engine({});
   if (name.starts_with("tcp:"))
     return over_rails(split(name.substr(4), ','),
@@ -46,10 +61,7 @@ Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
   if (name == "ibverbs") return ibverbs_over_rails("");
   if (name.starts_with("ibverbs:")) return ibverbs_over_rails(name.substr(8));
   if (name == "shm") return shm::make_engine();
-  if (name.starts_with("ucx:")) return ucx::make_engine({.transports = name.substr(4)});
-  return fail(ErrorCode::invalid_argument,
-              "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, ibverbs, ibverbs:DEVICE,DEVICE… or ucx:LIST",
-              name);
+  return ucx::make_engine({.transports = name.substr(4)});
 }
 
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device,

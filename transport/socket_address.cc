@@ -4,21 +4,33 @@
 #include <netdb.h>
 #include <netinet/in.h>
 
+#include <charconv>
 #include <cstring>
 
 namespace rejoin::transport {
 
-Result<SocketAddress> SocketAddress::resolve(const std::string& text) {
+Result<HostPort> SocketAddress::split(const std::string& text) {
   const auto colon = text.rfind(':');
   if (colon == std::string::npos || colon == 0 || colon + 1 == text.size())
     return fail(ErrorCode::invalid_argument, "address '{}' is not of the form host:port", text);
-  std::string host = text.substr(0, colon);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  HostPort parts{.host = text.substr(0, colon)};
+  const auto [end, error] = std::from_chars(text.data() + colon + 1, text.data() + text.size(), parts.port);
+  if (error != std::errc() || end != text.data() + text.size())
+    return fail(ErrorCode::invalid_argument, "address '{}': its port '{}' is not a number from 0 to 65535", text,
+                text.substr(colon + 1));
+  if (parts.host.size() > 2 && parts.host.front() == '[' && parts.host.back() == ']')
+    parts.host = parts.host.substr(1, parts.host.size() - 2);
+  return parts;
+}
+
+Result<SocketAddress> SocketAddress::resolve(const std::string& text) {
+  const auto parts = split(text);
+  if (!parts) return tl::unexpected(parts.error());
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV;
   addrinfo* found = nullptr;
-  if (int error = ::getaddrinfo(host.c_str(), text.c_str() + colon + 1, &hints, &found); error != 0)
+  if (int error = ::getaddrinfo(parts->host.c_str(), std::to_string(parts->port).c_str(), &hints, &found); error != 0)
     return fail(ErrorCode::invalid_argument, "address '{}': {}", text, ::gai_strerror(error));
   SocketAddress address;
   std::memcpy(&address.storage_, found->ai_addr, found->ai_addrlen);

@@ -3,14 +3,22 @@
 
 #include <sys/socket.h>
 
+#include <cstdint>
 #include <string>
 
 #include "base/result.h"
 
 namespace rejoin::transport {
 
+struct HostPort {
+  std::string host;  // without brackets
+  std::uint16_t port = 0;
+};
+
 class SocketAddress {
  public:
+  // The form alone. Errors: what is wrong with it, the text named.
+  static Result<HostPort> split(const std::string& text);
   // Accepts "host:port", "1.2.3.4:port", "[::1]:port"; port 0 where the system is to choose.
   static Result<SocketAddress> resolve(const std::string& text);
   static std::string format(const sockaddr_storage& address);

@@ -60,13 +60,14 @@ TcpEngine::~TcpEngine() {
 
 Result<Address> TcpEngine::listen(const Address& where) {
   const std::string port = where.text.substr(std::min(where.text.rfind(':'), where.text.size()));
-  auto address = SocketAddress::resolve(options_.local.empty() ? where.text : options_.local + port);
+  const std::string at = options_.local.empty() ? where.text : options_.local + port;
+  auto address = SocketAddress::resolve(at);
   if (!address) return tl::unexpected(address.error());
   Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) return fail_errno("socket");
   set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
   if (::bind(socket.get(), address->get(), address->length()) != 0 || ::listen(socket.get(), 512) != 0)
-    return fail_errno(fmt::format("can't listen for data connections on {}", where.text));
+    return fail_errno(fmt::format("can't listen for data connections on {}", at));
   sockaddr_storage bound{};
   socklen_t length = sizeof bound;
   if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0) return fail_errno("getsockname");

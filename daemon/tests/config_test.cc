@@ -1,0 +1,115 @@
+// What settings may be: each wrong one is refused with its flag, its value and what is allowed.
+#include "daemon/config.h"
+
+#include <gtest/gtest.h>
+
+#include <CLI/CLI.hpp>
+#include <sstream>
+
+#include "daemon/listen.h"
+
+namespace rejoin::daemon {
+namespace {
+
+// Why these settings are refused; nothing where they are taken.
+std::string refusal(const std::vector<std::string>& arguments) {
+  Config config;
+  CLI::App app;
+  bind(app, config);
+  std::vector<std::string> backwards(arguments.rbegin(), arguments.rend());
+  backwards.insert(backwards.end(), {"key", "--job-key-file"});
+  try {
+    app.parse(backwards);
+  } catch (const CLI::Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+struct Refused {
+  std::string flag, value, allowed;
+};
+
+TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
+  for (const auto& [flag, value, allowed] : std::vector<Refused>{
+           {"--listen", "127.0.0.1:99999", "0 to 65535"},
+           {"--listen", "127.0.0.1:-1", "0 to 65535"},
+           {"--listen", "127.0.0.1:", "host:port"},
+           {"--listen", "", "host:port"},
+           {"--status", "127.0.0.1:65536", "0 to 65535"},
+           {"--status", "127.0.0.1:http", "0 to 65535"},
+           {"--data-listen", "[::1]:70000", "0 to 65535"},
+           {"--relay", "127.0.0.1:99999", "0 to 65535"},
+           {"--connect", "127.0.0.1:99999", "0 to 65535"},
+           {"--connect", "127.0.0.1:0", "1 to 65535"},
+           {"--log-level", "loud", "trace, debug, info, warn, error, off"},
+           {"--steps", "-1", "from 0 to"},
+           {"--start-patience-ms", "-1", "from 0 to"},
+           {"--roll-back-to", "-1", "from 0 to"},
+           {"--stream-limit", "nan", "from 0 on"},
+           {"--stream-limit", "inf", "from 0 on"},
+           {"--stream-limit", "-1", "from 0 on"},
+           {"--transport", "tcp:", "tcp:ADDRESS,ADDRESS…"},
+           {"--transport", "tcp:127.0.0.1,", "tcp:ADDRESS,ADDRESS…"},
+           {"--transport", "pigeon", "use shm, tcp"},
+           {"--socket", "@", "'@name'"},
+           {"--socket", std::string(200, 's'), "1 to 107 characters"},
+       }) {
+    const std::string why = refusal({flag, value});
+    EXPECT_NE(why.find(flag), std::string::npos) << flag << " " << value << ": " << why;
+    EXPECT_NE(why.find("'" + value + "'"), std::string::npos) << flag << " " << value << ": " << why;
+    EXPECT_NE(why.find(allowed), std::string::npos) << flag << " " << value << ": " << why;
+  }
+}
+
+TEST(Settings, WhatIsRightIsTaken) {
+  EXPECT_EQ(refusal({"--coordinator", "--listen", "[::1]:0", "--status", "localhost:65535", "--steps", "0",
+                     "--start-patience-ms", "0", "--roll-back-to", "0", "--log-level", "off"}),
+            "");
+  EXPECT_EQ(refusal({"--socket", "@name", "--connect", "[::1]:7000", "--transport", "tcp:127.0.0.1,127.0.0.2",
+                     "--stream-limit", "0.5", "--data-listen", "0.0.0.0:0", "--relay", "127.0.0.1:0"}),
+            "");
+}
+
+// What is printed at the start is a settings file.
+TEST(Settings, TheDefaultsCanBeReadBack) {
+  Config config, again;
+  CLI::App app, other;
+  bind(app, config);
+  bind(other, again);
+  app.parse("--job-key-file key --coordinator --listen [::1]:0", false);
+  std::istringstream file(app.config_to_str(true, false));
+  try {
+    other.parse_from_stream(file);
+  } catch (const CLI::Error& error) {
+    FAIL() << error.what() << "\n" << app.config_to_str(true, false);
+  }
+  EXPECT_EQ(again.listen, "[::1]:0");
+}
+
+TEST(Listen, TellsAnAddressThatCanBeConnectedTo) {
+  asio::io_context io;
+  for (const std::string host : {"127.0.0.1", "[::1]"}) {
+    asio::ip::tcp::acceptor acceptor(io);
+    const auto address = listen_on(acceptor, host + ":0");
+    if (!address && host == "[::1]") GTEST_SKIP() << "no IPv6 here: " << address.error().message;
+    ASSERT_TRUE(address) << address.error().message;
+    EXPECT_EQ(*address, host + ":" + std::to_string(acceptor.local_endpoint().port()));
+    const auto endpoint = endpoint_of(*address);
+    ASSERT_TRUE(endpoint) << endpoint.error().message;
+    EXPECT_EQ(*endpoint, acceptor.local_endpoint());
+  }
+}
+
+TEST(Listen, KnowsWhichAddressesLeadToItself) {
+  EXPECT_TRUE(leads_to("127.0.0.1:7000", "127.0.0.1:7000"));
+  EXPECT_TRUE(leads_to("127.0.0.1:7000", "0.0.0.0:7000"));
+  EXPECT_TRUE(leads_to("0.0.0.0:7000", "127.0.0.1:7000"));
+  EXPECT_FALSE(leads_to("127.0.0.1:7001", "127.0.0.1:7000"));
+  EXPECT_FALSE(leads_to("127.0.0.2:7000", "127.0.0.1:7000")) << "another may listen there";
+  EXPECT_FALSE(leads_to("192.0.2.1:7000", "0.0.0.0:7000")) << "an address of no machine";
+  EXPECT_FALSE(leads_to("nowhere", "0.0.0.0:7000"));
+}
+
+}  // namespace
+}  // namespace rejoin::daemon

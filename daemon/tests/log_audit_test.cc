@@ -1,0 +1,126 @@
+// What the audit says of logs, written by hand: such as decisions make them, and some that none should ever write.
+#include "daemon/log_audit.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "membership/ledger.h"
+
+namespace rejoin::daemon {
+namespace {
+
+using membership::Batch;
+
+// A log written by hand; batches of ten samples.
+struct Written {
+  std::vector<proto::LogRecord> records;
+  std::uint64_t epochs = 0, committed = 0;
+
+  Written() { records.emplace_back().mutable_job()->set_batch(10); }
+  void epoch(const std::vector<std::uint32_t>& contributors) {
+    auto& begun = *records.emplace_back().mutable_epoch();
+    begun.set_epoch(++epochs);
+    begun.set_step(committed + 1);
+    for (auto replica : contributors) begun.add_members()->set_replica(replica);
+  }
+  void commit(const std::map<std::uint32_t, Batch>& trained) {
+    auto& record = *records.emplace_back().mutable_committed();
+    record.set_step(++committed);
+    record.set_epoch(epochs);
+    for (const auto& [replica, batch] : trained) {
+      auto& member = *record.add_members();
+      member.set_replica(replica);
+      for (const auto& range : batch) {
+        auto& added = *member.add_batch();
+        added.set_begin(range.begin);
+        added.set_end(range.end);
+      }
+    }
+  }
+  void roll_back(std::uint64_t version) {
+    auto& record = *records.emplace_back().mutable_rolled_back();
+    record.set_from(committed);
+    record.set_version(version);
+    committed = version;
+  }
+  LogAudit audit(std::optional<Step> last_step = std::nullopt) const { return audit_log(records, last_step); }
+};
+
+void expect(const LogAudit& audit, std::uint64_t samples, std::uint64_t once, std::uint64_t lost,
+            std::uint64_t to_be_trained) {
+  EXPECT_EQ(audit.samples, samples);
+  EXPECT_EQ(audit.once, once);
+  EXPECT_EQ(audit.lost, lost);
+  EXPECT_EQ(audit.to_be_trained, to_be_trained);
+  EXPECT_EQ(audit.repeated, 0u);
+}
+
+TEST(LogAudit, WhatALostReplicaHeldIsToBeTrainedAgainUntilItIs) {
+  Written log;
+  log.epoch({0, 1, 2});
+  log.commit({{0, {{0, 10}}}, {1, {{10, 20}}}, {2, {{20, 30}}}});
+  log.epoch({0, 2});
+  log.commit({{0, {{30, 40}}}, {2, {{50, 60}}}});
+  expect(log.audit(), 60, 50, 0, 10);
+  EXPECT_EQ(log.audit().committed, 2u);
+  EXPECT_EQ(log.audit().epochs, 2u);
+  log.commit({{0, {{40, 50}}}, {2, {{60, 70}}}});
+  expect(log.audit(), 70, 70, 0, 0);
+}
+
+TEST(LogAudit, AfterTheLastStepNothingIsTrainedAgain) {
+  Written log;
+  log.epoch({0, 1});
+  log.commit({{0, {{0, 10}}}, {1, {{10, 20}}}});
+  log.epoch({1});
+  log.commit({{1, {{30, 40}}}});
+  expect(log.audit(Step(3)), 40, 30, 0, 10);
+  expect(log.audit(Step(2)), 40, 30, 10, 0);
+}
+
+TEST(LogAudit, WhatIsRolledBackIsToBeTrainedAgainAndNotForgotten) {
+  Written log;
+  log.epoch({0});
+  for (std::uint64_t step = 0; step < 5; ++step) log.commit({{0, {{10 * step, 10 * step + 10}}}});
+  log.roll_back(1);
+  expect(log.audit(), 50, 10, 0, 40);
+  log.epoch({0, 1});
+  log.commit({{0, {{10, 20}}}, {1, {{20, 30}}}});
+  expect(log.audit(), 50, 30, 0, 20);
+  // The batch that was handed out when all were lost comes back, too.
+  log.commit({{0, {{30, 40}}}, {1, {{40, 50}}}});
+  log.commit({{0, {{50, 60}}}, {1, {{60, 70}}}});
+  expect(log.audit(), 70, 70, 0, 0);
+}
+
+TEST(LogAudit, WhatNewSamplesHaveOvertakenIsLost) {
+  Written log;
+  log.epoch({0, 1});
+  log.commit({{0, {{0, 10}}}, {1, {{10, 20}}}});
+  log.epoch({0});
+  log.commit({{0, {{20, 30}}}});
+  // Its replica was lost with the samples 30 to 40; here a ledger forgets them.
+  log.commit({{0, {{40, 50}}}});
+  expect(log.audit(), 50, 40, 0, 10);
+  for (std::uint64_t step = 5; step < 9; ++step) log.commit({{0, {{10 * step, 10 * step + 10}}}});
+  expect(log.audit(), 90, 80, 10, 0);
+  // They were not: late is not lost.
+  log.commit({{0, {{30, 40}}}});
+  expect(log.audit(), 90, 90, 0, 0);
+}
+
+TEST(LogAudit, WhoeverHoldsThemMayBeLostAgainAndAgain) {
+  Written log;
+  log.epoch({0, 1});
+  log.commit({{0, {{0, 10}}}, {1, {{10, 20}}}});
+  for (std::uint64_t step = 2; step < 20; ++step) {  // 30 to 40 go to replica 1 each time, and it is lost each time
+    log.epoch({0});
+    log.commit({{0, {{step == 2 ? 20 : 10 * step + 10, step == 2 ? 30 : 10 * step + 20}}}});
+    log.epoch({0, 1});
+  }
+  expect(log.audit(), 210, 200, 0, 10);
+}
+
+}  // namespace
+}  // namespace rejoin::daemon
