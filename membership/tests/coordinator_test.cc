@@ -738,6 +738,19 @@ TEST(Coordinator, WhoIsOutForSilenceIsTakenBackWhenTheOthersDieBeforeTheNextComm
   EXPECT_EQ(bench.coordinator.committed(), Step(2));
 }
 
+// Its state went with its process.
+TEST(Coordinator, WhoIsOutForSilenceAndThenEndsIsNotTakenBack) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  bench.pass(1500ms, {0, 1});
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  bench.down(2);
+  for (std::uint32_t r : {0u, 1u}) bench.down(r);
+  EXPECT_TRUE(bench.coordinator.members().empty());
+  EXPECT_TRUE(bench.coordinator.held_for().empty());
+}
+
 TEST(Coordinator, WhoIsOutForSilenceIsFencedByTheCommitWithoutIt) {
   Bench bench;
   bench.start();
