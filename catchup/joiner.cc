@@ -30,6 +30,7 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport
       planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
       oldest_(committed.value),
       at_first_(view.clock()),
+      foreign_(at_first_.version > oldest_),
       silence_(silence),
       proven_(view.manifest().slices().size()),
       now_(now),
@@ -285,9 +286,8 @@ void Joiner::ask_for_slices() {
       say_where(slice);
     }
     const shm::Clock clock = view_.clock();
-    // Later than anything committed: of a checkpoint from before the job was rolled back. Its first update ends that.
-    const bool foreign = at_first_.version > oldest_ && clock.version == at_first_.version;
-    fetch.set_at_least(std::max(foreign ? 0 : clock.version, oldest_) + (clock.updating ? 1 : 0));
+    foreign_ = foreign_ && clock.version == at_first_.version;
+    fetch.set_at_least(std::max(foreign_ ? 0 : clock.version, oldest_) + (clock.updating ? 1 : 0));
     if (!say(endpoint, message)) return;
   }
 }

@@ -124,6 +124,10 @@ class Joiner {
   Planner planner_;
   const std::uint64_t oldest_;  // version that will do
   const shm::Clock at_first_;   // when this was made
+  // It came with a version later than any that is committed, of a checkpoint from before the job was rolled back: its
+  // clock says nothing until it has changed. (Where that version is that of its first update, slices that were asked
+  // for with too low a version have a gap, and are fetched again.)
+  bool foreign_;
   const Duration silence_;
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;

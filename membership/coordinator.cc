@@ -49,7 +49,8 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
 
 void Coordinator::lose_node(NodeId node, TimePoint now) {
   nodes_.erase(node);
-  std::erase_if(strangers_, [&](const auto& one) { return one.second.node == node; });
+  for (auto& [place, stranger] : strangers_)
+    if (stranger.node == node) stranger.lost_at = now;
   for (auto& [id, replica] : replicas_)
     for (auto& rank : replica.ranks)
       if (rank.connected_node && rank.node == node) {
@@ -72,6 +73,7 @@ Actions Coordinator::on_tick(TimePoint now) {
 void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   if (auto stranger = strangers_.find({down.replica(), down.rank()});
       stranger != strangers_.end() && stranger->second.life == down.life()) {
+    if (!down.ended()) return void(stranger->second.lost_at = now);
     strangers_.erase(stranger);
     return try_start(now);
   }

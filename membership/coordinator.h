@@ -189,7 +189,7 @@ class Coordinator {
   std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;
   bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);
   std::string rollback_needed(Step from) const;
-  std::string nothing_to_start_from() const;
+  std::vector<std::string> unfit(const std::vector<ReplicaId>& replicas) const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
 
   void try_commit(TimePoint now);
@@ -236,7 +236,8 @@ class Coordinator {
     std::string settings;
   };
   std::optional<First> first_;
-  std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
+  std::map<ReplicaId, std::pair<Step, Step>> sent_back_;  // with the states of such steps, and how they came
+  std::uint64_t incarnations_before_epoch_ = 0;           // given out before the last epoch was begun
   std::uint64_t steps_rolled_back_ = 0;
   std::vector<MemberState> members_;
   std::vector<Suspended> suspended_;
@@ -250,6 +251,7 @@ class Coordinator {
     NodeId node;
     std::uint64_t life = 0;
     std::string what;
+    std::optional<TimePoint> lost_at{};  // when its node was lost, or it was silent: it may come back
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
@@ -260,6 +262,7 @@ class Coordinator {
   std::set<std::string> said_;  // in this epoch
   DriftAudit audit_;
   std::optional<std::string> stopped_;
+  std::vector<ReplicaId> differing_;  // … since these do
   struct Edge {
     std::string what;
     bool lost = false;

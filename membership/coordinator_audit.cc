@@ -20,8 +20,10 @@ bool Coordinator::differences_settled(TimePoint now) {
       proto::LogRecord record;
       record.mutable_stopped()->set_step(committed_.value);
       record.mutable_stopped()->set_reason(verdict.reason);
+      for (auto replica : verdict.among) record.mutable_stopped()->add_replicas(replica.value);
       actions_.append.push_back(std::move(record));
       stopped_ = verdict.reason;
+      differing_ = verdict.among;
       break;
     }
   }
@@ -39,14 +41,14 @@ Result<> Coordinator::drop_as_told() {
     return {};
   }
   const MemberState* dropped = member(replica);
-  std::vector<ReplicaId> contributors;  // it is their states that differ
-  for (const auto& m : members_)
-    if (!m.catching_up) contributors.push_back(m.replica);
-  if ((dropped == nullptr || dropped->catching_up) && out_for_now(replica) == nullptr)
+  const auto contributors =
+      std::count_if(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
+  // One that has ended since may be named: it was wrong, and the others are right.
+  if (!differing_.empty() && std::find(differing_.begin(), differing_.end(), replica) == differing_.end())
     return fail(ErrorCode::invalid_argument,
                 "--drop-replica {}@{}: replica {} is none of those that differ, which are {}", replica, at, replica,
-                fmt::join(contributors, ", "));
-  if (dropped != nullptr && contributors.size() == 1)
+                fmt::join(differing_, ", "));
+  if (dropped != nullptr && !dropped->catching_up && contributors == 1)
     return fail(ErrorCode::invalid_argument, "--drop-replica {}@{}: no other replica has the state", replica, at);
   proto::LogRecord record;
   record.mutable_dropped()->set_step(at.value);

@@ -91,7 +91,14 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       most_committed_ = std::max(most_committed_, committed_);
       ledger_.roll_back(committed_);
       return {};
-    case proto::LogRecord::kStopped: stopped_ = record.stopped().reason(); return {};
+    case proto::LogRecord::kStopped:
+      stopped_ = record.stopped().reason();
+      differing_.clear();
+      for (auto replica : record.stopped().replicas()) differing_.push_back(ReplicaId(replica));
+      return {};
+    case proto::LogRecord::kDeclared:
+      first_ = {ReplicaId(record.declared().replica()), record.declared().plan_hash(), record.declared().settings()};
+      return {};
     case proto::LogRecord::kDropped:
       stopped_.reset();
       if (Suspended* out = out_for_now(ReplicaId(record.dropped().replica()))) out->ended = true;  // not taken back
@@ -117,9 +124,7 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
     }
     const auto from = newest(there);
     if (from && *from < committed_) lines.push_back(rollback_needed(*from));
-    const auto of_another_past = [&](ReplicaId id) { return foreign(versions(replicas_.at(id)).first); };
-    if (lines.empty() && std::all_of(there.begin(), there.end(), of_another_past))
-      lines.push_back(nothing_to_start_from());
+    for (auto& why : unfit(there)) lines.push_back(std::move(why));
     return lines;
   }
   for (auto id : held_for())

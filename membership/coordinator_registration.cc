@@ -59,17 +59,20 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   register_new(node, up, now);
 }
 
-// What all replicas must have declared alike. As long as the job has not begun, those that have gone don't count.
+// What all replicas must have declared alike. Where nobody is a member and nobody registered, the next one is the
+// first.
 std::optional<std::string> Coordinator::differs_from_first(const proto::RankUp& up) {
   const bool anybody =
       std::any_of(replicas_.begin(), replicas_.end(), [](const auto& one) { return one.second.registered > 0; });
-  if (!first_ || (!anybody && !started())) first_ = {ReplicaId(up.replica()), up.plan_hash(), up.settings()};
+  // In a log from before this was written down: that a member, who comes back, is right, and not somebody new.
+  if (!first_ && !members_.empty() && up.incarnation() == 0) return std::nullopt;
+  if (!first_ || (!anybody && members_.empty())) first_ = {ReplicaId(up.replica()), up.plan_hash(), up.settings()};
   if (up.plan_hash() != first_->plan_hash)
     return fmt::format(
         "its tensors or buckets differ from those of replica {}, which came first; all replicas must declare the same "
         "state and plan",
         first_->replica);
-  if (up.settings() != first_->settings)
+  if (!up.settings().empty() && !first_->settings.empty() && up.settings() != first_->settings)
     return fmt::format("it all-reduces over {}, and replica {}, which came first, over {}; give all replicas the same",
                        up.settings(), first_->replica, first_->settings);
   return std::nullopt;
@@ -82,6 +85,20 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
   if (up.incarnation() == 0 || up.job() == 0 || job_ == 0) return false;
   const std::pair place(up.replica(), up.rank());
   if (up.job() != job_) {
+    // Here another job runs, or that other coordinator has decided nothing: it may be sent away.
+    const bool runs = std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) {
+      return !m.catching_up && present(m.replica, m.incarnation);
+    });
+    if (runs || up.heard_epoch() == 0) {
+      proto::ToNode answer;
+      answer.mutable_fenced()->set_replica(up.replica());
+      answer.mutable_fenced()->set_incarnation(up.incarnation());
+      answer.mutable_fenced()->set_reason(
+          fmt::format("it belongs to job {:016x}, and this coordinator's is {:016x}", up.job(), job_));
+      note("replica {} rank {} is sent away: {}", up.replica(), up.rank(), answer.fenced().reason());
+      send(node, std::move(answer));
+      return true;
+    }
     auto what = fmt::format(
         "replica {} rank {} belongs to job {:016x}, which has committed step {}; this log is of job {:016x}, which has "
         "committed step {}: start the coordinator with that job's --log-directory, or end that process",
@@ -94,7 +111,8 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
   outdated_ = fmt::format(
       "the log is an older copy: it ends with step {} in epoch {}, and replica {} rank {} has heard of step {} in "
       "epoch "
-      "{}; nothing is decided until the coordinator is started with the whole log",
+      "{}. Nothing is decided until the coordinator is started with the whole log, or, to go on from this one, "
+      "without that process",
       most_committed_, epoch_, up.replica(), up.rank(), up.heard_committed(), up.heard_epoch());
   note("{}", *outdated_);
   return true;

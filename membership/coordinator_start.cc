@@ -5,17 +5,31 @@
 
 namespace rejoin::membership {
 
+namespace {
+
+std::string mixed(ReplicaId replica, Step low, Step high) {
+  return fmt::format(
+      "replica {}: its ranks came with the states of steps {} to {}; all ranks of a replica must start from one "
+      "checkpoint",
+      replica, low, high);
+}
+
+}  // namespace
+
 // Nobody contributes: a fresh job, or everybody was lost. It goes on from the most advanced state there is, but below
 // the last committed step only if an operator says so.
 void Coordinator::try_start(TimePoint now) {
   wants_roll_back_.reset();
   if (has_contributors() || finished() || (recovering_until_ && !members_.empty())) return;
-  if (!strangers().empty()) return;
+  std::erase_if(strangers_,
+                [&](const auto& one) { return one.second.lost_at && now - *one.second.lost_at > start_patience(); });
+  if (!strangers().empty()) return incomplete_since_.reset();
   const auto ready = ready_to_start(now);
   if (ready.empty()) return;
   const auto from = newest(ready);
   if (send_back_mixed(ready, from)) return;
-  if (!from) return say_once(nothing_to_start_from());
+  for (auto& why : unfit(ready)) say_once(std::move(why));
+  if (!from) return;
   if (*from < committed_) {
     if (!roll_back_to_ || *from < *roll_back_to_) {
       wants_roll_back_ = from;
@@ -86,28 +100,36 @@ std::optional<Step> Coordinator::newest(const std::vector<ReplicaId>& replicas) 
   return newest;
 }
 
-std::string Coordinator::nothing_to_start_from() const {
-  return fmt::format(
-      "step {} is the last that is committed, and all states that have come are of later steps: they were rolled back, "
-      "or are another job's. Bring a checkpoint of step {} or before, or start a new job with a log of its own",
-      committed_, committed_);
-}
-
 // Ranks that started one by one may have found different checkpoints, when the later one was just being completed: such
-// a state is of no step. If it would be more advanced than that of everybody else, then its ranks start once more.
+// a state is of no step. If it would be more advanced than that of everybody else, then its ranks start once more. Who
+// comes with the same again has no other: people are told.
 bool Coordinator::send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest) {
   bool any = false;
   for (auto id : replicas) {
-    const auto [low, high] = versions(replicas_.at(id));
-    if (low == high || foreign(high) || (newest && low <= *newest)) continue;
-    const auto reason = fmt::format(
-        "its ranks came with the states of steps {} to {}; all ranks of a replica must start from one checkpoint", low,
-        high);
-    note("replica {} starts again: {}", id, reason);
-    drop_registration(id, reason);
+    const auto came = versions(replicas_.at(id));
+    const auto [low, high] = came;
+    if (low == high || foreign(low) || (newest && low <= *newest)) continue;
+    auto [before, first] = sent_back_.try_emplace(id, came);
+    if (!first && std::exchange(before->second, came) == came) continue;
+    const std::string what = mixed(id, low, high);
+    note("{}; it starts once more", what);
+    drop_registration(id, what);
     any = true;
   }
   return any;
+}
+
+// Whose states the job can't go on from, whatever an operator allows, and why.
+std::vector<std::string> Coordinator::unfit(const std::vector<ReplicaId>& replicas) const {
+  std::vector<std::string> all;
+  for (auto id : replicas)
+    if (const auto [low, high] = versions(replicas_.at(id)); low != high) all.push_back(mixed(id, low, high));
+    else if (foreign(low))
+      all.push_back(
+          fmt::format("replica {}: it has come with the state of step {}, and step {} is the last that is committed: "
+                      "later ones were rolled back, or are another job's. Bring a checkpoint of step {} or before",
+                      id, low, committed_, committed_));
+  return all;
 }
 
 std::string Coordinator::rollback_needed(Step from) const {
@@ -140,7 +162,14 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     actions_.append.push_back(record);
     REJOIN_CHECK(replay(record));
   }
+  if (first_) {
+    auto& declared = *actions_.append.emplace_back().mutable_declared();
+    declared.set_replica(first_->replica.value);
+    declared.set_plan_hash(first_->plan_hash);
+    declared.set_settings(first_->settings);
+  }
   incomplete_since_.reset();
+  sent_back_.clear();
   members_.clear();
   for (auto id : replicas)
     members_.push_back(

@@ -216,13 +216,16 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
       std::all_of(strikes_.begin(), strikes_.end(), [](const Strike& strike) { return strike.blamed.empty(); });
   if (!unexplained) return std::nullopt;
   strikes_.clear();
+  std::vector<ReplicaId> all;
+  for (const auto& voter : voters) all.push_back(voter.replica);
   return Verdict{
       Verdict::Kind::stop,
       {},
       fmt::format("results differed {} times in a row, and nobody can tell which replica is wrong ({}). Look "
                   "for bad memory or a bad link, end one replica, and start the coordinator again with "
                   "--drop-replica REPLICA@{}",
-                  kStrikes, counted_.last, committed)};
+                  kStrikes, counted_.last, committed),
+      std::move(all)};
 }
 
 // Where the state differs first, as the two have told it.
@@ -254,13 +257,17 @@ DriftAudit::Verdict DriftAudit::judge_state() const {
     return {Verdict::Kind::remove, ReplicaId(with(false)),
             fmt::format("its state differs from that of most replicas {}", where)};
   std::string choices;
-  for (const auto& [replica, digest] : said)
+  std::vector<ReplicaId> among;
+  for (const auto& [replica, digest] : said) {
     choices += fmt::format("{}--drop-replica {}@{}", choices.empty() ? "" : " or ", replica, inspection_->committed);
+    among.push_back(ReplicaId(replica));
+  }
   return {Verdict::Kind::stop,
           {},
           fmt::format("the replicas' states differ {}; nobody can tell which of them is right. Start the coordinator "
                       "again with {} to go on without the one that is wrong",
-                      where, choices)};
+                      where, choices),
+          std::move(among)};
 }
 
 }  // namespace rejoin::membership

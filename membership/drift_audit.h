@@ -40,6 +40,7 @@ class DriftAudit {
     enum class Kind { agree, repeat, remove, stop } kind = Kind::agree;
     ReplicaId replica;  // to be removed
     std::string reason;
+    std::vector<ReplicaId> among{};  // stop: those that differ
   };
 
   void on_digest_time(Duration of_all_state);  // as a rank has measured it

@@ -94,7 +94,8 @@ Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at) 
 
 Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
   ParsedLog parsed;
-  const bool zeros = std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{}; });
+  const bool zeros = bytes.size() <= kMagic.size() + sizeof(RecordHeader) &&
+                     std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{}; });
   if (bytes.size() < kMagic.size() || zeros) {  // power was lost when the file was made
     parsed.torn = bytes.size();
     return parsed;

@@ -61,6 +61,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
           tell(connection, message, actions);
       break;
     case proto::ToNode::kPeers: {
+      if (concerns_nobody(message.peers().job())) break;
       const RankSet touched = peers_.apply(message.peers());
       for (const auto& [connection, rank] : ranks_) {
         if (!touched.contains(rank.up.rank()) || of_another_job(rank, message.peers().job())) continue;
@@ -71,6 +72,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       break;
     }
     case proto::ToNode::kPlan:
+      if (concerns_nobody(message.plan().job())) break;
       plan_ = message.plan();
       for (const auto& [connection, rank] : ranks_)
         if (!of_another_job(rank, message.plan().job())) tell(connection, message, actions);
@@ -85,6 +87,12 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
 // What a coordinator with the wrong log decides is nothing to it.
 bool Node::of_another_job(const RankInfo& rank, std::uint64_t job) {
   return job != 0 && rank.up.job() != 0 && rank.up.job() != job;
+}
+
+// All ranks here are another job's: their streams go on as they are.
+bool Node::concerns_nobody(std::uint64_t job) const {
+  return !ranks_.empty() &&
+         std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& one) { return of_another_job(one.second, job); });
 }
 
 void Node::tell(RankConnection rank, const proto::ToNode& message, Actions& actions) const {

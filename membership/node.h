@@ -65,6 +65,7 @@ class Node {
  private:
   void gather(const RankInfo& rank, Actions& actions);
   void report_standing(const RankInfo& rank, Actions& actions);
+  bool concerns_nobody(std::uint64_t job) const;
   static bool of_another_job(const RankInfo& rank, std::uint64_t job);
   void tell(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
 

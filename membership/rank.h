@@ -28,7 +28,7 @@ class Rank {
     committed,  // the step under way is decided: apply its update
     fenced,     // this incarnation is out of the job, and a step was committed without it
     finished,   // committed, and it was the last step
-    over,       // … which was committed without the step under way of this rank, if there is one
+    over,       // the job was finished before this incarnation had a part in it
   };
   // `new_epoch` and `committed` can both hold: `committed` is returned, and epoch_changed() tells.
   Meaning on_plan(const proto::Plan& plan);

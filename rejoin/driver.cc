@@ -71,9 +71,8 @@ void Driver::describe(proto::RankUp& up) const {
   up.set_life(config_.life);
   up.set_incarnation(machine_.incarnation().value);
   up.set_plan_hash(config_.plan_hash);
-  up.set_settings(fmt::format("{} in chunks of {}, {} in flight, up to {} direct", config_.transport,
-                              human_bytes(config_.ring.chunk_bytes), config_.ring.chunks_in_flight,
-                              human_bytes(config_.ring.direct_bytes)));
+  up.set_settings(fmt::format("{} in chunks of {} bytes, {} in flight, up to {} bytes direct", config_.transport,
+                              config_.ring.chunk_bytes, config_.ring.chunks_in_flight, config_.ring.direct_bytes));
   up.set_job(job_);
   up.set_heard_epoch(machine_.epoch().value);
   up.set_heard_committed(machine_.committed().value);
@@ -315,6 +314,8 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
     return fail({ErrorCode::cancelled, "this replica is out of the job; start it again to catch up"});
   if (meaning == Meaning::nothing) return;
   if (meaning == Meaning::over) {
+    spdlog::warn("the job was finished with step {} before this replica had a part in it: its state is not the job's",
+                 plan.committed());
     finished_ = true;
     current_.reset();
     ++revision_;

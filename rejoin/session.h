@@ -142,9 +142,10 @@ class Session {
     bool contributes_;
     std::vector<SampleRange> batch_;
   };
-  // Waits until there is a step for this replica. Nothing: the job is finished.
-  // Errors of this and the next two: `cancelled` (this replica was declared lost and is out: end the process, start it
-  // again and it catches up), `refused`, `timeout`.
+  // Waits until there is a step for this replica. Nothing: the job is finished. A replica that has come too late to
+  // have a part in it gets nothing, too, and has the state that it came with: version() tells. Errors of this and the
+  // next two: `cancelled` (this replica was declared lost and is out: end the process, start it again and it catches
+  // up), `refused`, `timeout`.
   virtual Result<std::optional<Step>> begin_step() = 0;
   // Starts reducing a bucket: its gradients are written. They must not change before commit() returns.
   virtual Result<> all_reduce(BucketId bucket) = 0;

@@ -549,8 +549,9 @@ TEST(BadInput, ATrainerWithAnotherTransportIsRefusedWithBoth) {
   }));
   const Ended other =
       run({kMinimal}, {"REJOIN_REPLICA=1", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(1), "REJOIN_TRANSPORT=tcp"});
-  EXPECT_NE(other.output.find("it all-reduces over tcp in chunks of 1.0 MiB, 4 in flight, up to 32.0 KiB direct, and "
-                              "replica 0, which came first, over shm in"),
+  EXPECT_NE(other.output.find(
+                "it all-reduces over tcp in chunks of 1048576 bytes, 4 in flight, up to 32768 bytes direct, and "
+                "replica 0, which came first, over shm in"),
             std::string::npos)
       << other.output;
 }

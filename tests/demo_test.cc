@@ -236,7 +236,8 @@ TEST(Demo, AnInterruptEndsItAndLeavesNothing) {
     ASSERT_NE(at, std::string::npos) << said;
     const std::string directory = said.substr(at, said.find('\n', at) - at);
     ASSERT_TRUE(std::filesystem::exists(directory)) << directory;
-    const pid_t coordinator = child_of(process.pid(), "--coordinator"), trainer = child_of(process.pid(), "--replica");
+    const pid_t coordinator = child_of(process.pid(), "--coordinator"),
+                trainer = child_of(process.pid(), "rejoin-demo-trainer");
     ASSERT_GT(coordinator, 0);
     ASSERT_GT(trainer, 0);
     ::kill(process.pid(), signal);

@@ -356,6 +356,25 @@ TEST(Coordinator, WhoseStateDiffersWithoutAMajorityStopsTheJobThroughRestartsUnt
   EXPECT_TRUE(job.coordinator->stopped());
   job.restart(JobConfig::Drop{ReplicaId(0), Step(2)});  // not what the operator has seen
   EXPECT_TRUE(job.coordinator->stopped());
+  {
+    // It has ended since, as people were asked to see to.
+    Pair ended = [&] {
+      Pair pair;
+      pair.log = job.log;
+      pair.incarnations = job.incarnations;
+      return pair;
+    }();
+    ended.restart();
+    ended.up(0), ended.up(1);
+    proto::FromNode message;
+    auto& down = *message.mutable_rank_down();
+    down.set_replica(0);
+    down.set_life(1);
+    down.set_ended(true);
+    ended.say(0, message);
+    ended.restart(JobConfig::Drop{ReplicaId(0), Step(1)});
+    EXPECT_FALSE(ended.coordinator->stopped());
+  }
   Coordinator told_nonsense({.replicas = 2, .ranks = 1, .drop = JobConfig::Drop{ReplicaId(7), Step(1)}});
   const auto refused = told_nonsense.recover(job.log, job.now);
   ASSERT_FALSE(refused);

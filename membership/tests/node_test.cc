@@ -1,0 +1,89 @@
+// What a daemon gathers of its ranks, and what it hands on to them.
+#include "membership/node.h"
+
+#include <gtest/gtest.h>
+
+namespace rejoin::membership {
+namespace {
+
+using namespace std::chrono_literals;
+
+struct Machine {
+  Node node{"node", 1s};
+  TimePoint now{1s};
+  std::vector<proto::FromNode> said;
+  std::map<std::uint64_t, std::vector<proto::ToNode>> heard;  // by connection
+
+  Machine() { keep(node.on_coordinator_up(now)); }
+  void keep(const Node::Actions& actions) {
+    said.insert(said.end(), actions.to_coordinator.begin(), actions.to_coordinator.end());
+    for (const auto& [rank, word] : actions.to_ranks) heard[rank.value].push_back(word);
+  }
+  // Registered before, and with this exchange done; by job `job`.
+  void up(std::uint64_t connection, std::uint32_t rank, std::uint64_t exchanged_epoch = 0, std::uint64_t job = 7) {
+    proto::FromNode message;
+    auto& its = *message.mutable_rank_up();
+    its.set_rank(rank);
+    its.set_life(rank + 1);
+    its.set_incarnation(5);
+    its.set_job(job);
+    its.set_exchanged_epoch(exchanged_epoch);
+    its.set_exchanged_step(exchanged_epoch);
+    keep(node.on_rank_message(RankConnection(connection), message, now));
+  }
+  void exchanged(std::uint64_t connection, std::uint64_t epoch) {
+    proto::FromNode message;
+    message.mutable_exchanged()->set_epoch(epoch);
+    message.mutable_exchanged()->set_step(epoch);
+    keep(node.on_rank_message(RankConnection(connection), message, now));
+  }
+  // The ranks of the last report.
+  std::string reported() const {
+    for (auto word = said.rbegin(); word != said.rend(); ++word)
+      if (word->has_exchanged()) return RankSet(word->exchanged().ranks(), 8).text();
+    return "none";
+  }
+  void plan(std::uint64_t job, std::uint64_t epoch) {
+    proto::ToNode message;
+    message.mutable_plan()->set_job(job);
+    message.mutable_plan()->set_epoch(epoch);
+    keep(node.on_coordinator_message(message, now));
+  }
+};
+
+TEST(Node, ReportsAnExchangeWhenTheLastOfItsRanksHasIt) {
+  Machine machine;
+  machine.up(1, 0), machine.up(2, 1);
+  machine.exchanged(1, 3);
+  EXPECT_EQ(machine.reported(), "none");
+  machine.exchanged(2, 3);
+  EXPECT_EQ(machine.reported(), "0-1");
+}
+
+// Its connection broke when it had done what the others' report waited for.
+TEST(Node, ReportsAnExchangeThatARankBringsAlongWhenItComesBack) {
+  Machine machine;
+  machine.up(1, 0), machine.up(2, 1);
+  machine.exchanged(1, 3);
+  machine.keep(machine.node.on_rank_gone(RankConnection(2), "it came back", Node::Gone::replaced));
+  EXPECT_EQ(machine.reported(), "none");
+  machine.up(3, 1, 3);
+  EXPECT_EQ(machine.reported(), "0-1");
+}
+
+TEST(Node, WhatACoordinatorWithAnotherJobsLogDecidesIsNothingToItsRanks) {
+  Machine machine;
+  machine.up(1, 0);
+  machine.plan(7, 3);
+  ASSERT_EQ(machine.heard[1].size(), 1u);
+  machine.plan(8, 500);
+  EXPECT_EQ(machine.heard[1].size(), 1u);
+  EXPECT_EQ(machine.node.plan().epoch(), 3u) << "its streams go on";
+  machine.said.clear();
+  machine.keep(machine.node.on_coordinator_up(machine.now));
+  ASSERT_EQ(machine.said.size(), 2u);
+  EXPECT_EQ(machine.said[1].rank_up().heard_epoch(), 3u) << "a log without it is an older copy";
+}
+
+}  // namespace
+}  // namespace rejoin::membership
