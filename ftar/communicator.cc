@@ -139,7 +139,10 @@ void Communicator::enter(Epoch epoch, std::vector<Place> ring) {
   REJOIN_CHECK(epoch > epoch_, "epoch {} after {}", epoch.value, epoch_.value);
   epoch_ = epoch;
   clean_ = announced_ = false;
-  ring_ = std::move(ring);
+  const auto before = std::exchange(ring_, std::move(ring));
+  for (const auto& place : before)
+    if (std::none_of(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == place.member; }))
+      forget(place.member);
   // Contributors first, each kind in the order given.
   std::stable_partition(ring_.begin(), ring_.end(), [](const Place& p) { return p.role == Role::contributor; });
   contributors_ = static_cast<std::uint32_t>(

@@ -134,7 +134,8 @@ class Communicator {
   bool connected(Member peer) const;
 
   // Begins an epoch: `ring` in the order agreed by all, with this member in it. Operations under way are dropped;
-  // the owner starts them again. Epochs only grow.
+  // the owner starts them again. Who was in the ring before and is not in this one may go on writing, if it has not
+  // heard of this epoch: it is forgotten. Epochs only grow.
   void enter(Epoch epoch, std::vector<Place> ring);
   Epoch epoch() const { return epoch_; }
 

@@ -355,11 +355,9 @@ void Driver::enter_epoch() {
   for (const auto& m : machine_.plan().members())
     places.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
   events::emit("enter_epoch", {{"epoch", machine_.epoch().value}, {"step", machine_.step().value}});
-  // Who is out may go on writing, if it has not heard of this: fenced. It connects again if it is taken back.
-  const auto before = std::exchange(places_, places);
-  for (const auto& place : before)
-    if (!is_place(place.member)) ring_->forget(place.member);
+  places_ = places;
   broken_.clear();
+  // Whoever is out is fenced by this. It connects again, to be there if it is taken back.
   ring_->enter(machine_.epoch(), std::move(places));
   reach_peers();
 }

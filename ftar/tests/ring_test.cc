@@ -420,6 +420,30 @@ TEST_P(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
   EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
 }
 
+// It has not died: it was silent, and may go on where it was stopped.
+TEST_P(FtarRing, WhoIsNotInTheNextRingIsFencedByIt) {
+  Cluster cluster(3, {5000, 20}, on_gpu);
+  for (int i = 0; i < 3; ++i) cluster.add();
+  const auto entered = [&](Epoch epoch) {
+    return cluster.until([&] {
+      return std::all_of(cluster.ranks.begin(), cluster.ranks.begin() + 2, [&](const auto& rank) {
+        return rank->communicator->epoch() == epoch && !rank->communicator->busy();
+      });
+    });
+  };
+  const Member out = cluster.ranks[2]->self;
+  cluster.enter(Epoch(1), cluster.places());
+  ASSERT_TRUE(entered(Epoch(1)));
+  auto places = cluster.places();
+  std::erase_if(places, [&](const Place& place) { return place.member == out; });
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(cluster.ranks[i]->communicator->connected(out));
+    cluster.ranks[i]->communicator->enter(Epoch(2), places);
+    EXPECT_FALSE(cluster.ranks[i]->communicator->connected(out));
+  }
+  ASSERT_TRUE(entered(Epoch(2)));
+}
+
 TEST(FtarPlans, AMemberWithAnotherPlanOrKeyIsRefused) {
   Cluster cluster(1, {1000});
   Rank& first = cluster.add();

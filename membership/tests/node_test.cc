@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "membership/rank.h"
+
 namespace rejoin::membership {
 namespace {
 
@@ -83,6 +85,28 @@ TEST(Node, WhatACoordinatorWithAnotherJobsLogDecidesIsNothingToItsRanks) {
   machine.keep(machine.node.on_coordinator_up(machine.now));
   ASSERT_EQ(machine.said.size(), 2u);
   EXPECT_EQ(machine.said[1].rank_up().heard_epoch(), 3u) << "a log without it is an older copy";
+}
+
+TEST(Rank, BelievesNoPlanOfThePast) {
+  Rank rank(ReplicaId(0), 0);
+  rank.on_registered(Incarnation(5));
+  const auto plan = [](std::uint64_t epoch, std::uint64_t committed) {
+    proto::Plan made;
+    made.set_epoch(epoch);
+    made.set_committed(committed);
+    made.set_step(committed + 1);
+    auto& member = *made.add_members();
+    member.set_incarnation(5);
+    return made;
+  };
+  EXPECT_EQ(rank.on_plan(plan(2, 5)), Rank::Meaning::new_epoch);
+  rank.on_exchanged();
+  EXPECT_EQ(rank.on_plan(plan(2, 6)), Rank::Meaning::committed);
+  for (const auto& [epoch, committed] : {std::pair{2, 6}, {2, 5}, {1, 9}}) {
+    EXPECT_EQ(rank.on_plan(plan(epoch, committed)), Rank::Meaning::nothing);
+    EXPECT_EQ(rank.epoch(), Epoch(2));
+    EXPECT_EQ(rank.step(), Step(7));
+  }
 }
 
 }  // namespace
