@@ -35,10 +35,11 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport
       proven_(view.manifest().slices().size()),
       now_(now),
       started_(now) {
-  // The daemon before this one may have got far, and even have called the state whole: what has arrived and what the
-  // trainer keeps current is only proven again. The clock is read first: a word that is behind it then is behind for
-  // good.
+  // The daemon before this one may have got far: what has arrived and what the trainer keeps current is only proven
+  // again. If it had called the state whole, and none of it is behind, then it is. The clock is read first: a word that
+  // is behind it then is behind for good.
   const shm::Clock clock = view.clock();
+  bool whole = view.whole();
   for (std::uint32_t i = 0; i < view.manifest().slices().size(); ++i)
     for (bool settled = false; !settled;) {
       const shm::SliceWord word = view.slice(i);
@@ -48,8 +49,15 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport
         planner_.on_present(i);
         unproven_.insert(i);
       }
+      whole = whole && kept && word.state == shm::SliceState::current;
       settled = kept || view.set_slice(i, word, {});
     }
+  if (!whole) return;
+  proven_.assign(proven_.size(), true);
+  proven_count_ = static_cast<std::uint32_t>(proven_.size());
+  unproven_.clear();
+  done_ = true;
+  finished_ = now;
 }
 
 Joiner::~Joiner() {
@@ -252,6 +260,7 @@ void Joiner::work(TimePoint now, bool busy) {
   if (proven_count_ == view_.manifest().slices().size()) {
     done_ = true;
     finished_ = now;
+    view_.set_whole();
   }
 }
 

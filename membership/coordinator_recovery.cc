@@ -6,6 +6,7 @@
 namespace rejoin::membership {
 
 Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, TimePoint now) {
+  (void)attendance_.on_tick(now);  // from now on it may be away
   if (records.empty()) {
     proto::LogRecord record;
     auto& job = *record.mutable_job();

@@ -14,7 +14,7 @@
 namespace rejoin::shm {
 
 constexpr std::uint64_t kPageMagic = 0x3031474150'4e4a52;
-constexpr std::uint32_t kLayoutVersion = 4;
+constexpr std::uint32_t kLayoutVersion = 5;
 
 // Version of the state, and whether an update is changing it now.
 struct Clock {
@@ -59,6 +59,7 @@ struct Page {
   std::atomic<std::uint64_t> copied_aside;              // bytes, ever
   std::atomic<std::uint64_t> kept_gradient_bytes;       // now
   alignas(64) std::atomic<std::uint32_t> daemon_waits;  // ring the doorbell at the next change of clock or pin
+  std::atomic<std::uint32_t> whole;  // 1: a daemon has had all of the state proven; its slices are kept current
   alignas(64) Pin pins[kMaxPins];
   // std::atomic<std::uint64_t> slice_words[slices] follow
   std::atomic<std::uint64_t>* slice_words() { return reinterpret_cast<std::atomic<std::uint64_t>*>(this + 1); }

@@ -61,6 +61,10 @@ class View {
   // Daemon's transitions. False where the library has changed the slice meanwhile.
   bool set_slice(std::uint32_t i, SliceWord expected, SliceWord next);
 
+  // For the daemon after this one: a proof needs sources, and they may be gone by then.
+  bool whole() const { return page().whole.load() != 0; }
+  void set_whole() { page().whole.store(1); }
+
   // ---- pins
   struct Held {
     std::uint32_t pin = 0;

@@ -322,6 +322,33 @@ TEST(CatchUpService, NothingIsTakenThatLacksAStepFromBeforeTheJoiner) {
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
+// Found by the simulator: the joiner may be the last that has the state by then, and nobody is there to prove it with.
+TEST(CatchUpService, ThatAStateIsWholeOutlivesTheDaemonThatHasHadItProven) {
+  Cluster cluster(7);
+  cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  cluster.train_until_caught_up(joiner, 200, 20);
+  ASSERT_TRUE(joiner.caught_up);
+  cluster.train(1);
+  joiner.caught_up = false;
+  const auto restart = [&] {
+    joiner.service = std::make_unique<Service>(*joiner.engine, 5, Service::Options{}, cluster.clock);
+    const catchup::RankKey key{joiner.id, RankId(0)};
+    EXPECT_TRUE(joiner.service->add_rank(key, 2, *shm::View::of(*joiner.owner)));
+    joiner.service->catch_up(key, {}, Step(cluster.step), cluster.clock.now());
+    cluster.pump(100);
+  };
+  restart();
+  EXPECT_TRUE(joiner.caught_up);
+  // But not where the trainer has given up a part of it since.
+  joiner.caught_up = false;
+  joiner.owner->page().slice_words()[0].store(shm::SliceWord{shm::SliceState::abandoned, 0}.packed());
+  restart();
+  EXPECT_FALSE(joiner.caught_up);
+}
+
 // Its checkpoint is from before the job was rolled back: no source will have so late a version for long.
 TEST(CatchUpService, AJoinerThatComesWithALaterStepThanAnyIsNotKeptWaitingForThatStep) {
   Cluster cluster(7);
