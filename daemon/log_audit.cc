@@ -125,13 +125,17 @@ LogAudit audit_log(const std::vector<proto::LogRecord>& records, std::optional<S
     if (record.has_rolled_back()) audit.committed = record.rolled_back().version();
   }
   const auto trained = membership::audit(membership::trained_by_step(records));
-  audit.samples = reading.samples();
   audit.once = trained.once;
   audit.repeated = trained.repeated;
-  const std::uint64_t missing = membership::samples_of(reading.missing());
-  const bool finished = last_step && audit.committed >= last_step->value;
-  audit.lost = finished ? missing : reading.lost();
-  audit.to_be_trained = missing - audit.lost;
+  if (last_step &&
+      audit.committed >= last_step->value) {  // what only steps that were rolled back had reached is nobody's
+    audit.samples = trained.samples;
+    audit.lost = trained.lost;
+    return audit;
+  }
+  audit.samples = reading.samples();
+  audit.lost = reading.lost();
+  audit.to_be_trained = membership::samples_of(reading.missing()) - audit.lost;
   return audit;
 }
 

@@ -93,9 +93,11 @@ def scratch_copy(folder):
     files = run(["git", "-C", str(ROOT), "ls-files", "-z"], check=True).stdout.split("\0")
     for name in filter(None, files):
         source, target = ROOT / name, folder / name
-        if source.is_file():
+        # Newer than what was built of a mutant that stood there; what has not changed is not built again.
+        if source.is_file() and not (target.is_file() and target.read_bytes() == source.read_bytes()):
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target)
+            shutil.copyfile(source, target)
+            shutil.copymode(source, target)
 
 
 def build(folder, jobs):

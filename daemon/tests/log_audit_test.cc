@@ -88,6 +88,7 @@ TEST(LogAudit, WhatIsRolledBackIsToBeTrainedAgainAndNotForgotten) {
   log.epoch({0, 1});
   log.commit({{0, {{10, 20}}}, {1, {{20, 30}}}});
   expect(log.audit(), 50, 30, 0, 20);
+  expect(log.audit(Step(2)), 30, 30, 0, 0);  // the job ends before it comes to them again
   // The batch that was handed out when all were lost comes back, too.
   log.commit({{0, {{30, 40}}}, {1, {{40, 50}}}});
   log.commit({{0, {{50, 60}}}, {1, {{60, 70}}}});
