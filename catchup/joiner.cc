@@ -35,9 +35,8 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport
       proven_(view.manifest().slices().size()),
       now_(now),
       started_(now) {
-  // The daemon before this one may have got far: what has arrived and what the trainer keeps current is only proven
-  // again. If it had called the state whole, and none of it is behind, then it is. The clock is read first: a word that
-  // is behind it then is behind for good.
+  // The daemon before this one may have got far: what has arrived or is kept current is only proven again; if it had
+  // called all of it whole, it is. The clock is read first: a word that is behind it then is behind for good.
   const shm::Clock clock = view.clock();
   bool whole = view.whole();
   for (std::uint32_t i = 0; i < view.manifest().slices().size(); ++i)
