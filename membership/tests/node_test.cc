@@ -73,6 +73,15 @@ TEST(Node, ReportsAnExchangeThatARankBringsAlongWhenItComesBack) {
   EXPECT_EQ(machine.reported(), "0-1");
 }
 
+// It may come back through another daemon.
+TEST(Node, ReportsAnExchangeThatOnlyWaitedForARankThatIsGone) {
+  Machine machine;
+  machine.up(1, 0), machine.up(2, 1);
+  machine.exchanged(1, 3);
+  machine.keep(machine.node.on_rank_gone(RankConnection(2), "it is silent", Node::Gone::silent));
+  EXPECT_EQ(machine.reported(), "0");
+}
+
 TEST(Node, WhatACoordinatorWithAnotherJobsLogDecidesIsNothingToItsRanks) {
   Machine machine;
   machine.up(1, 0);
