@@ -48,7 +48,7 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport
         planner_.on_present(i);
         unproven_.insert(i);
       }
-      whole = whole && kept && word.state == shm::SliceState::current;
+      whole = whole && kept;
       settled = kept || view.set_slice(i, word, {});
     }
   if (!whole) return;

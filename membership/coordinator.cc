@@ -108,6 +108,7 @@ void Coordinator::on_standing(const proto::Standing& standing, TimePoint now) {
   auto& standings = found->second.standings;
   for (auto& before : standings) before.ranks.remove(current.ranks);
   std::erase_if(standings, [](const Standing& before) { return before.ranks.empty(); });
+  if (current.caught_up) found->second.caught_up.add(current.ranks);
   if (!current.ranks.empty()) standings.push_back(std::move(current));
   try_start(now);
 }
@@ -252,12 +253,7 @@ bool Coordinator::linked(const ReplicaState& replica, const std::set<std::uint64
   return count == config_.ranks;
 }
 
-bool Coordinator::caught_up(const ReplicaState& replica) const {
-  std::uint64_t count = 0;
-  for (const auto& standing : replica.standings)
-    if (standing.caught_up) count += standing.ranks.size();
-  return count == config_.ranks;
-}
+bool Coordinator::caught_up(const ReplicaState& replica) const { return replica.caught_up.size() == config_.ranks; }
 
 bool Coordinator::caught_up(const MemberState& m) const {
   const ReplicaState* here = registration(m.replica, m.incarnation);

@@ -103,6 +103,7 @@ class Coordinator {
     std::vector<RankState> ranks;     // all of the job's, by number
     std::uint32_t registered = 0;     // of them
     std::vector<Standing> standings;  // disjoint
+    RankSet caught_up;  // of this incarnation, ever: a daemon that is started again has to find it out anew
   };
   struct MemberState {
     ReplicaId replica;
