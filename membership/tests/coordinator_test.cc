@@ -681,6 +681,19 @@ TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnAloneWhereEverybodyElseHasDied) {
   EXPECT_EQ(rolled_back(bench.log).steps, 0u);
 }
 
+// Its daemon was started again, and has yet to find out what the one before it knew.
+TEST(Coordinator, ThatAJoinerHasCaughtUpIsNotForgottenWithItsDaemon) {
+  Bench bench;
+  bench.start();
+  bench.steps(2);
+  bench.join_again({0, 2});
+  bench.caught_up(1);
+  bench.back(1, 11, 2);
+  for (std::uint32_t rank = 0; rank < bench.config.ranks; ++rank) bench.stand(1, rank, false);
+  bench.down(0), bench.down(2);
+  ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
+}
+
 TEST(Coordinator, AJoinerWithHalfAStateStartsAgainWhereEverybodyElseHasDied) {
   Bench bench;
   bench.start();
