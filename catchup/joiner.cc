@@ -37,13 +37,12 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport
       started_(now) {
   // The daemon before this one may have got far: what has arrived or is kept current is only proven again; if it had
   // called all of it whole, it is. The clock is read first: a word that is behind it then is behind for good.
-  const shm::Clock clock = view.clock();
   bool whole = view.whole();
   for (std::uint32_t i = 0; i < view.manifest().slices().size(); ++i)
     for (bool settled = false; !settled;) {
       const shm::SliceWord word = view.slice(i);
       const bool kept = word.state == shm::SliceState::arrived ||
-                        (word.state == shm::SliceState::current && word.version >= clock.version);
+                        (word.state == shm::SliceState::current && word.version >= at_first_.version);
       if (kept) {
         planner_.on_present(i);
         unproven_.insert(i);

@@ -1,8 +1,8 @@
 #include "daemon/coordinator_server.h"
 
 #include <nlohmann/json.hpp>
-#include <random>
 
+#include "base/entropy.h"
 #include "base/events.h"
 #include "base/log.h"
 
@@ -19,8 +19,7 @@ void add_member(std::string& members, std::uint64_t replica, bool catching_up) {
 
 // By which a job's replicas and its log know each other.
 membership::JobConfig with_id(membership::JobConfig job) {
-  std::random_device entropy;
-  job.id = (std::uint64_t{entropy()} << 32 | entropy()) | 1;
+  job.id = random_number() | 1;
   return job;
 }
 

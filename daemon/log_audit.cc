@@ -4,50 +4,29 @@
 #include <map>
 
 #include "membership/log.h"
+#include "membership/rank_set.h"
 
 namespace rejoin::daemon {
 
 using membership::Batch;
-using membership::SampleRange;
 
 namespace {
 
-// A set of samples, in as few ranges as hold it.
-class Samples {
- public:
-  void add(SampleRange range) {
-    auto next = ranges_.upper_bound(range.begin);
-    if (next != ranges_.begin() && std::prev(next)->second >= range.begin) --next;
-    for (; next != ranges_.end() && next->first <= range.end; next = ranges_.erase(next)) {
-      range.begin = std::min(range.begin, next->first);
-      range.end = std::max(range.end, next->second);
-    }
-    if (range.begin < range.end) ranges_[range.begin] = range.end;
-  }
-  void remove(SampleRange range) {
-    auto next = ranges_.upper_bound(range.begin);
-    if (next != ranges_.begin() && std::prev(next)->second > range.begin) --next;
-    while (next != ranges_.end() && next->first < range.end) {
-      const auto [begin, end] = *next;
-      next = ranges_.erase(next);
-      if (begin < range.begin) ranges_[begin] = range.begin;
-      if (end > range.end) ranges_[range.end] = end;
-    }
-  }
-  // Those of [0, end) that it does not have.
-  Batch missing(std::uint64_t end) const {
-    Batch gaps;
-    std::uint64_t at = 0;
-    for (auto it = ranges_.begin(); it != ranges_.end() && at < end; at = (it++)->second)
-      if (it->first > at) gaps.push_back({at, std::min(it->first, end)});
-    if (at < end) gaps.push_back({at, end});
-    return gaps;
-  }
-  const std::map<std::uint64_t, std::uint64_t>& ranges() const { return ranges_; }
+using Samples = membership::RankSet;  // of any numbers
 
- private:
-  std::map<std::uint64_t, std::uint64_t> ranges_;  // begin → end
-};
+Samples from(const Batch& batch) {
+  Samples samples;
+  for (const auto& range : batch) samples.add(range.begin, range.end);
+  return samples;
+}
+
+// Those of [0, end) that are not among them.
+Samples missing(const Samples& samples, std::uint64_t end) {
+  Samples all;
+  all.add(0, end);
+  all.remove(samples);
+  return all;
+}
 
 // Follows the log, and finds where samples were passed over.
 //
@@ -70,27 +49,19 @@ class Reading {
     if (record.has_committed()) commit(record.committed());
   }
 
-  Batch missing() const { return trained_.missing(highest_); }
+  std::uint64_t not_trained() const { return missing(trained_, highest_).size(); }
   std::uint64_t samples() const { return highest_; }
-  std::uint64_t lost() const {
-    std::uint64_t lost = 0;
-    for (const auto& [begin, end] : passed_over_.ranges()) lost += end - begin;
-    return lost;
-  }
+  std::uint64_t lost() const { return passed_over_.size(); }
 
  private:
   void commit(const proto::LogRecord::Committed& committed) {
     std::uint64_t end = 0;
-    Batch& step = steps_[committed.step()];
-    for (const auto& member : committed.members())
-      for (const auto& range : membership::batch_of(member)) {
-        step.push_back(range);
-        trained_.add(range);
-        passed_over_.remove(range);
-        end = std::max(end, range.end);
-      }
-    if (quiet_ && end > out_before_)
-      for (const auto& gap : trained_.missing(end)) passed_over_.add(gap);
+    Samples& step = steps_[committed.step()];
+    for (const auto& member : committed.members()) step.add(from(membership::batch_of(member)));
+    trained_.add(step);
+    passed_over_.remove(step);
+    if (!step.empty()) end = step.ranges().back().second;
+    if (quiet_ && end > out_before_) passed_over_.add(missing(trained_, end));
     if (!quiet_) out_before_ += may_be_out_;
     out_before_ = std::max(out_before_, end);
     highest_ = std::max(highest_, end);
@@ -101,11 +72,11 @@ class Reading {
   void roll_back(std::uint64_t version) {
     quiet_ = false;
     for (auto step = steps_.upper_bound(version); step != steps_.end(); step = steps_.erase(step))
-      for (const auto& range : step->second) trained_.remove(range);
+      trained_.remove(step->second);
   }
 
   std::uint64_t batch_ = 0;
-  std::map<std::uint64_t, Batch> steps_;
+  std::map<std::uint64_t, Samples> steps_;
   Samples trained_, passed_over_;
   std::uint64_t highest_ = 0;
   std::uint64_t out_before_ = 0;  // at the last commit: no sample from here on had ever been handed out
@@ -135,7 +106,7 @@ LogAudit audit_log(const std::vector<proto::LogRecord>& records, std::optional<S
   }
   audit.samples = reading.samples();
   audit.lost = reading.lost();
-  audit.to_be_trained = membership::samples_of(reading.missing()) - audit.lost;
+  audit.to_be_trained = reading.not_trained() - audit.lost;
   return audit;
 }
 

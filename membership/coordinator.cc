@@ -102,13 +102,12 @@ void Coordinator::on_standing(const proto::Standing& standing, TimePoint now) {
   auto found = replicas_.find(ReplicaId(standing.replica()));
   if (found == replicas_.end() || found->second.incarnation.value != standing.incarnation()) return;
   Standing current{.ranks = RankSet(standing.ranks(), config_.ranks),
-                   .links = {standing.links().begin(), standing.links().end()},
-                   .caught_up = standing.caught_up()};
+                   .links = {standing.links().begin(), standing.links().end()}};
   std::sort(current.links.begin(), current.links.end());
   auto& standings = found->second.standings;
   for (auto& before : standings) before.ranks.remove(current.ranks);
   std::erase_if(standings, [](const Standing& before) { return before.ranks.empty(); });
-  if (current.caught_up) found->second.caught_up.add(current.ranks);
+  if (standing.caught_up()) found->second.caught_up.add(current.ranks);
   if (!current.ranks.empty()) standings.push_back(std::move(current));
   try_start(now);
 }

@@ -92,11 +92,10 @@ class Coordinator {
     std::uint32_t address_size = 0;
     std::string addresses;  // of its all-reduce engine, then of its daemon's stream
   };
-  // Ranks that stand alike: connected with these incarnations, and caught up or not.
+  // Ranks that stand alike: connected with these incarnations.
   struct Standing {
     RankSet ranks;
     std::vector<std::uint64_t> links;  // ascending
-    bool caught_up = false;
   };
   struct ReplicaState {
     Incarnation incarnation;
@@ -172,10 +171,12 @@ class Coordinator {
   void lose_everybody();
   void next_epoch(const std::string& reason);
   void drop_registration(ReplicaId replica, const std::string& reason);
+  void fence(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason);
   bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
   bool overdue(const ReplicaState& replica, TimePoint now) const;
   bool others_contribute(ReplicaId replica) const;
+  bool contributes_here(const MemberState& member) const;
   bool has_contributors() const;
   void hold_for(ReplicaId replica, const std::string& why);
   void say_once(std::string line);

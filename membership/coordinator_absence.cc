@@ -245,16 +245,21 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   std::set<NodeId> told;
   for (const auto& rank : found->second.ranks) {
     if (!rank.connected_node || !told.insert(rank.node).second) continue;
-    proto::ToNode message;
-    message.mutable_fenced()->set_replica(id.value);
-    message.mutable_fenced()->set_incarnation(found->second.incarnation.value);
-    message.mutable_fenced()->set_reason(reason);
-    send(rank.node, std::move(message));
+    fence(rank.node, id, found->second.incarnation, reason);
   }
   proto::ToNode gone;
   gone.mutable_peers()->add_gone(found->second.incarnation.value);
   replicas_.erase(found);
   for (const auto& [node, state] : nodes_) send(node, gone);
+}
+
+// To its ranks behind this node: it is out, and is to start again.
+void Coordinator::fence(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason) {
+  proto::ToNode message;
+  message.mutable_fenced()->set_replica(replica.value);
+  message.mutable_fenced()->set_incarnation(incarnation.value);
+  message.mutable_fenced()->set_reason(reason);
+  send(node, std::move(message));
 }
 
 // ---- helpers
@@ -285,9 +290,12 @@ bool Coordinator::has_contributors() const {
 
 // Somebody else is there to go on with.
 bool Coordinator::others_contribute(ReplicaId replica) const {
-  return std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) {
-    return m.replica != replica && !m.catching_up && present(m.replica, m.incarnation);
-  });
+  return std::any_of(members_.begin(), members_.end(),
+                     [&](const MemberState& m) { return m.replica != replica && contributes_here(m); });
+}
+
+bool Coordinator::contributes_here(const MemberState& m) const {
+  return !m.catching_up && present(m.replica, m.incarnation);
 }
 
 // Where nobody contributes any more: whoever else holds the state, if possible somebody who is there.

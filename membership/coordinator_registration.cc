@@ -39,11 +39,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
                                  up.incarnation() <= last_incarnation_ &&
                                  (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
     if (!known && !from_log && !only_registered) {
-      proto::ToNode answer;
-      answer.mutable_fenced()->set_replica(up.replica());
-      answer.mutable_fenced()->set_incarnation(up.incarnation());
-      answer.mutable_fenced()->set_reason("the job went on without this replica");
-      return send(node, std::move(answer));
+      return fence(node, id, Incarnation(up.incarnation()), "the job went on without this replica");
     }
     // Whoever had its place has ended.
     if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()), now);
@@ -86,17 +82,12 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
   const std::pair place(up.replica(), up.rank());
   if (up.job() != job_) {
     // Here another job runs, or that other coordinator has decided nothing: it may be sent away.
-    const bool runs = std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) {
-      return !m.catching_up && present(m.replica, m.incarnation);
-    });
+    const bool runs =
+        std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) { return contributes_here(m); });
     if (runs || up.heard_epoch() == 0) {
-      proto::ToNode answer;
-      answer.mutable_fenced()->set_replica(up.replica());
-      answer.mutable_fenced()->set_incarnation(up.incarnation());
-      answer.mutable_fenced()->set_reason(
-          fmt::format("it belongs to job {:016x}, and this coordinator's is {:016x}", up.job(), job_));
-      note("replica {} rank {} is sent away: {}", up.replica(), up.rank(), answer.fenced().reason());
-      send(node, std::move(answer));
+      const auto reason = fmt::format("it belongs to job {:016x}, and this coordinator's is {:016x}", up.job(), job_);
+      note("replica {} rank {} is sent away: {}", up.replica(), up.rank(), reason);
+      fence(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason);
       return true;
     }
     auto what = fmt::format(

@@ -41,14 +41,17 @@ void RankSet::add(const RankSet& other) {
 }
 
 void RankSet::remove(const RankSet& other) {
-  for (const auto& [begin, end] : other.ranges_) {
-    std::vector<std::pair<std::uint64_t, std::uint64_t>> left;
-    for (const auto& range : ranges_) {
-      if (range.first < std::min(begin, range.second)) left.emplace_back(range.first, std::min(begin, range.second));
-      if (std::max(end, range.first) < range.second) left.emplace_back(std::max(end, range.first), range.second);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> left;
+  auto hole = other.ranges_.begin();
+  for (auto [begin, end] : ranges_) {
+    while (hole != other.ranges_.end() && hole->second <= begin) ++hole;
+    for (auto at = hole; at != other.ranges_.end() && at->first < end; ++at) {
+      if (begin < at->first) left.emplace_back(begin, at->first);
+      begin = at->second;
     }
-    ranges_ = std::move(left);
+    if (begin < end) left.emplace_back(begin, end);
   }
+  ranges_ = std::move(left);
 }
 
 std::uint64_t RankSet::size() const {

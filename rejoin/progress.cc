@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <random>
 
+#include "base/entropy.h"
 #include "base/events.h"
 #include "base/log.h"
 #include "membership/node.h"
@@ -15,11 +15,6 @@
 namespace rejoin {
 
 namespace {
-
-std::uint64_t new_life() {
-  std::random_device entropy;
-  return (std::uint64_t{entropy()} << 32 | entropy()) | 1;
-}
 
 proto::FromTrainer more() {
   proto::FromTrainer message;
@@ -79,7 +74,7 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
 
   driver_.emplace(DriverConfig{.replica = ReplicaId(config_.replica),
                                .rank = config_.rank,
-                               .life = new_life(),
+                               .life = random_number() | 1,
                                .transport = config_.transport.substr(0, config_.transport.find(':')),
                                .plan_hash = state_.plan_hash(),
                                .ring = {.chunk_bytes = config_.chunk_bytes,

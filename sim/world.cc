@@ -345,7 +345,8 @@ void World::describe() {
   for (const auto& [id, replica] : decisions.replicas())
     for (const auto& standing : replica.standings)
       note("the coordinator knows replica {} ranks {}: incarnation {}, {}connected with {}", id, standing.ranks.text(),
-           replica.incarnation, standing.caught_up ? "caught up, " : "", fmt::join(standing.links, " "));
+           replica.incarnation, replica.caught_up.includes(standing.ranks) ? "caught up, " : "",
+           fmt::join(standing.links, " "));
   for (const auto& line : decisions.waiting_for(now_at(coordinator_->machine))) note("the step waits for {}", line);
   for (auto& ranks : trainers_)
     for (auto& trainer : ranks)

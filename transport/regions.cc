@@ -1,6 +1,6 @@
 #include "transport/regions.h"
 
-#include <random>
+#include "base/entropy.h"
 
 namespace rejoin::transport {
 
@@ -10,8 +10,7 @@ Unguessable::Unguessable(std::optional<std::uint64_t> seed) {
     secret_ = next();  // seeds that lie close together give numbers that have nothing in common
     return;
   }
-  std::random_device entropy;
-  secret_ = (std::uint64_t{entropy()} << 32) | entropy();
+  secret_ = random_number();
 }
 
 // A bijective mix (splitmix64) of a counter with a secret.

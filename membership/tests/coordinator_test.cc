@@ -57,27 +57,16 @@ struct Bench {
   // Its ranks come back as who they were, through this node.
   void back(std::uint32_t replica, std::uint64_t node, std::uint64_t life = 1) {
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-      proto::FromNode message;
-      auto& up = *message.mutable_rank_up();
-      up.set_replica(replica);
-      up.set_rank(rank);
-      up.set_life(life * 100 + rank);
-      up.set_digest(5);
-      up.set_plan_hash(9);
-      up.set_incarnation(incarnations[replica]);
+      auto message = introduction(replica, rank, life);
+      message.mutable_rank_up()->set_incarnation(incarnations[replica]);
       say(node, message);
     }
   }
   // … as ranks that have heard all of what another coordinator has decided.
   void back_from(const Bench& other, std::uint32_t replica) {
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-      proto::FromNode message;
+      auto message = introduction(replica, rank, 1);
       auto& up = *message.mutable_rank_up();
-      up.set_replica(replica);
-      up.set_rank(rank);
-      up.set_life(100 + rank);
-      up.set_digest(5);
-      up.set_plan_hash(9);
       up.set_incarnation(other.incarnations.at(replica));
       up.set_job(other.coordinator.job());
       up.set_heard_epoch(other.coordinator.epoch().value);
@@ -113,15 +102,20 @@ struct Bench {
   }
   void rank_up(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
                std::uint64_t digest = 5, std::uint64_t plan = 9) {
+    auto message = introduction(replica, rank, life, digest, plan);
+    message.mutable_rank_up()->set_version(version);
+    say(replica, message);
+  }
+  static proto::FromNode introduction(std::uint32_t replica, std::uint32_t rank, std::uint64_t life,
+                                      std::uint64_t digest = 5, std::uint64_t plan = 9) {
     proto::FromNode message;
     auto& up = *message.mutable_rank_up();
     up.set_replica(replica);
     up.set_rank(rank);
     up.set_life(life * 100 + rank);
-    up.set_version(version);
     up.set_digest(digest);
     up.set_plan_hash(plan);
-    say(replica, message);
+    return message;
   }
   // Each rank of each replica with all others.
   void link_all() {
@@ -884,18 +878,8 @@ TEST(Coordinator, AfterItsRestartNobodyIsAnnouncedBeforeAllMembersAreBack) {
   Bench bench;
   bench.start();
   Bench again(bench.log);
-  const auto back = [&](std::uint32_t replica) {
-    for (std::uint32_t rank = 0; rank < 2; ++rank) {
-      proto::FromNode message;
-      auto& up = *message.mutable_rank_up();
-      up.set_replica(replica);
-      up.set_rank(rank);
-      up.set_life(100 + rank);
-      up.set_plan_hash(9);
-      up.set_incarnation(bench.incarnations[replica]);
-      again.say(replica, message);
-    }
-  };
+  again.incarnations = bench.incarnations;
+  const auto back = [&](std::uint32_t replica) { again.back(replica, replica); };
   const auto announced = [&] {
     return std::any_of(again.inbox[0].begin(), again.inbox[0].end(), [](const auto& m) { return m.has_peers(); });
   };
