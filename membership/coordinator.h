@@ -166,6 +166,7 @@ class Coordinator {
   bool promote_whole(bool only_present);
   bool find_contributors();
   bool last_whole(const MemberState& member) const;
+  bool may_be_whole(const MemberState& member) const;
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, TimePoint now);
   void lose_everybody();

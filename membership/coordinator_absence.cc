@@ -65,17 +65,22 @@ void Coordinator::settle_absent(TimePoint now) {
   }
 }
 
-// After a restart of this coordinator, members have `silence` to come back.
+// After a restart of this coordinator, members have `silence` to come back. Where nobody who has the state is there by
+// then, all who may have it are waited for.
 void Coordinator::settle_recovery(TimePoint now) {
   if (now < *recovering_until_) return;
   const bool somebody =
       std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && is_back(m); });
-  if (!somebody && has_contributors() && !take_back(true) && !promote_whole(true)) {
-    for (const auto& m : members_)
-      if (!m.catching_up)
-        say_once(fmt::format("the job waits for replica {}: it has not come back, and it has the state of step {}",
-                             m.replica, committed_));
-    return;
+  const bool found = !somebody && (take_back(true) || promote_whole(true));
+  if (!somebody && !found) {
+    bool waits = false;
+    for (const auto& m : members_) {
+      if (m.catching_up && !may_be_whole(m)) continue;
+      waits = true;
+      say_once(fmt::format("the job waits for replica {}: it has not come back, and it {} the state of step {}",
+                           m.replica, m.catching_up ? "may have" : "has", committed_));
+    }
+    if (waits) return;
   }
   recovering_until_.reset();
   std::vector<ReplicaId> contributors, joiners;
@@ -84,6 +89,7 @@ void Coordinator::settle_recovery(TimePoint now) {
   for (auto id : contributors) suspend(id, "it did not come back after the coordinator's restart");
   for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
   if (!contributors.empty()) next_epoch("without those that did not come back after the coordinator's restart");
+  else if (found) next_epoch("the last contributor had ended before the coordinator's restart was over");
   for (auto id : joiners) remove(id, "it did not come back after the coordinator's restart", now);
   if (members_.empty() || has_contributors()) return;
   if (!find_contributors()) lose_everybody();
@@ -288,6 +294,17 @@ bool Coordinator::has_contributors() const {
   return std::any_of(members_.begin(), members_.end(), [](const auto& m) { return !m.catching_up; });
 }
 
+// After this coordinator's restart: a joiner that may have caught up before, for all that has been heard since.
+bool Coordinator::may_be_whole(const MemberState& m) const {
+  if (!recovering_until_ || !m.catching_up) return false;
+  const ReplicaState* here = registration(m.replica, m.incarnation);
+  if (here == nullptr) return true;
+  RankSet behind;  // ranks that have said where they stand, and not that they have caught up
+  for (const auto& standing : here->standings) behind.add(standing.ranks);
+  behind.remove(here->caught_up);
+  return behind.empty();
+}
+
 // Somebody else is there to go on with.
 bool Coordinator::others_contribute(ReplicaId replica) const {
   return std::any_of(members_.begin(), members_.end(),
@@ -309,7 +326,8 @@ bool Coordinator::last_whole(const MemberState& m) const { return caught_up(m) &
 std::vector<ReplicaId> Coordinator::held_for() const {
   std::vector<ReplicaId> held;
   for (const auto& m : members_)
-    if (!m.catching_up && !present(m.replica, m.incarnation) && !others_contribute(m.replica))
+    if ((!m.catching_up || (!has_contributors() && may_be_whole(m))) && !present(m.replica, m.incarnation) &&
+        !others_contribute(m.replica))
       held.push_back(m.replica);
   return held;
 }

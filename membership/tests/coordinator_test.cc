@@ -56,11 +56,12 @@ struct Bench {
   }
   // Its ranks come back as who they were, through this node.
   void back(std::uint32_t replica, std::uint64_t node, std::uint64_t life = 1) {
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-      auto message = introduction(replica, rank, life);
-      message.mutable_rank_up()->set_incarnation(incarnations[replica]);
-      say(node, message);
-    }
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) back_with(replica, rank, node, life);
+  }
+  void back_with(std::uint32_t replica, std::uint32_t rank, std::uint64_t node, std::uint64_t life) {
+    auto message = introduction(replica, rank, life);
+    message.mutable_rank_up()->set_incarnation(incarnations[replica]);
+    say(node, message);
   }
   // … as ranks that have heard all of what another coordinator has decided.
   void back_from(const Bench& other, std::uint32_t replica) {
@@ -751,13 +752,42 @@ TEST(Coordinator, AJoinerMaySayAfterTheCoordinatorsRestartThatItHasCaughtUp) {
     bench.down(0);
     EXPECT_EQ(bench.contributors(), 0u);
     bench.back(1, 11, 2);
-    if (says) bench.caught_up(1);
+    for (std::uint32_t rank = 0; rank < bench.config.ranks; ++rank) bench.stand(1, rank, says);
     bench.pass(1500ms, {1, 11});
     ASSERT_EQ(bench.contributors(), says ? 1u : 0u);
     if (!says) continue;
     bench.exchanged(1, 11);
     EXPECT_EQ(bench.coordinator.committed(), Step(4));
     EXPECT_EQ(rolled_back(bench.log).steps, 0u);
+  }
+}
+
+TEST(Coordinator, AJoinerThatMayHaveCaughtUpIsWaitedForAfterTheCoordinatorsRestart) {
+  for (const bool had : {true, false}) {
+    Bench first;
+    first.start();
+    first.steps(2);
+    first.down(2);
+    first.join_again({0});
+    Bench bench(first.log);
+    bench.incarnations = first.incarnations;
+    bench.back(0, 10);
+    bench.down(0);
+    bench.back_with(1, 0, 11, 2);  // its other rank's daemon is silent for long
+    bench.stand(1, 0, true);
+    bench.pass(10s, {11});
+    EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(1)});
+    EXPECT_TRUE(bench.waits_for("replica 1: it is silent"));
+    bench.inbox[10].clear();  // replica 0 has lost a rank, and its other one heard of it
+    EXPECT_FALSE(bench.fenced_anybody());
+    bench.back_with(1, 1, 12, 2);
+    bench.stand(1, 1, had);
+    bench.pass(500ms, {11, 12});
+    ASSERT_EQ(bench.contributors(), had ? 1u : 0u);
+    EXPECT_EQ(bench.fenced_anybody(), !had) << "with half a state it starts again";
+    if (!had) continue;
+    bench.exchanged(1, 11);
+    EXPECT_EQ(bench.coordinator.committed(), Step(4));
   }
 }
 
