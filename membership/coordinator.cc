@@ -108,6 +108,10 @@ void Coordinator::on_standing(const proto::Standing& standing, TimePoint now) {
   for (auto& before : standings) before.ranks.remove(current.ranks);
   std::erase_if(standings, [](const Standing& before) { return before.ranks.empty(); });
   if (standing.caught_up()) found->second.caught_up.add(current.ranks);
+  if (MemberState* m = member(found->first); m != nullptr && m->catching_up && !m->whole && caught_up(*m)) {
+    m->whole = true;
+    actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
+  }
   if (!current.ranks.empty()) standings.push_back(std::move(current));
   try_start(now);
 }
@@ -256,7 +260,7 @@ bool Coordinator::caught_up(const ReplicaState& replica) const { return replica.
 
 bool Coordinator::caught_up(const MemberState& m) const {
   const ReplicaState* here = registration(m.replica, m.incarnation);
-  return here != nullptr && caught_up(*here);
+  return m.whole || (here != nullptr && caught_up(*here));
 }
 
 Coordinator::MemberState* Coordinator::member(ReplicaId replica) {

@@ -108,9 +108,10 @@ class Coordinator {
     ReplicaId replica;
     Incarnation incarnation;
     bool catching_up = false;
-    RankSet exchanged;  // for the step under way
+    bool whole = false;  // it has caught up, and the log says so
+    RankSet exchanged;   // for the step under way
   };
-  // A contributor of the last committed step that is out, and may be taken back until the next one is committed.
+  // Who has the state of the last committed step and is out: may be taken back until the next one is committed.
   struct Suspended {
     ReplicaId replica;
     Incarnation incarnation;
@@ -262,6 +263,7 @@ class Coordinator {
   std::optional<Step> roll_back_to_;  // not used yet
   std::optional<Step> wants_roll_back_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
+  TimePoint back_at_{};  // when a rank last came back
   std::set<std::string> said_;  // in this epoch
   DriftAudit audit_;
   std::optional<std::string> stopped_;

@@ -46,7 +46,7 @@ void Coordinator::settle_absent(TimePoint now) {
   std::string out;
   for (auto id : absent) {
     const MemberState* m = member(id);
-    if (m == nullptr || m->catching_up) continue;
+    if (m == nullptr || (m->catching_up && (!caught_up(*m) || last_whole(*m)))) continue;
     const bool last = !others_contribute(id);
     if (last && !take_back(true) && !promote_whole(true)) {
       hold_for(id, "it is silent");
@@ -60,7 +60,7 @@ void Coordinator::settle_absent(TimePoint now) {
     const MemberState* m = member(id);
     const Suspended* out_of_it = out_for_now(id);
     const bool may_come_back = out_of_it != nullptr && registration(id, out_of_it->incarnation) != nullptr;
-    if (m != nullptr && m->catching_up && !last_whole(*m)) remove(id, "it is silent", now);
+    if (m != nullptr && m->catching_up && !caught_up(*m)) remove(id, "it is silent", now);
     else if (m == nullptr && has_contributors() && !may_come_back) drop_registration(id, "it is silent");
   }
 }
@@ -80,15 +80,15 @@ void Coordinator::settle_recovery(TimePoint now) {
       say_once(fmt::format("the job waits for replica {}: it has not come back, and it {} the state of step {}",
                            m.replica, m.catching_up ? "may have" : "has", committed_));
     }
-    if (waits) return;
+    if (waits || now - back_at_ < config_.silence / 4) return;  // who has just come says next where it stands
   }
   recovering_until_.reset();
-  std::vector<ReplicaId> contributors, joiners;
+  std::vector<ReplicaId> holders, joiners;
   for (const auto& m : members_)
-    if (!is_back(m)) (m.catching_up ? joiners : contributors).push_back(m.replica);
-  for (auto id : contributors) suspend(id, "it did not come back after the coordinator's restart");
+    if (!is_back(m)) (m.catching_up && !m.whole ? joiners : holders).push_back(m.replica);
+  for (auto id : holders) suspend(id, "it did not come back after the coordinator's restart");
   for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
-  if (!contributors.empty()) next_epoch("without those that did not come back after the coordinator's restart");
+  if (!holders.empty()) next_epoch("without those that did not come back after the coordinator's restart");
   else if (found) next_epoch("the last contributor had ended before the coordinator's restart was over");
   for (auto id : joiners) remove(id, "it did not come back after the coordinator's restart", now);
   if (members_.empty() || has_contributors()) return;
@@ -149,7 +149,7 @@ void Coordinator::judge(TimePoint now) {
       what = fmt::format("replica {} {} {}", edge.first, about.lost ? "lost it:" : "waits for", about.what);
   const MemberState* m = member(guilty);
   if (m->catching_up && last_whole(*m)) return hold_for(guilty, what);
-  if (m->catching_up) return remove(guilty, what, now);
+  if (m->catching_up && !caught_up(*m)) return remove(guilty, what, now);
   if (!others_contribute(guilty) && !promote_whole(true)) return hold_for(guilty, what);
   suspend(guilty, what);
   next_epoch(fmt::format("without replica {}: {}", guilty, what));
@@ -157,7 +157,7 @@ void Coordinator::judge(TimePoint now) {
 
 // ---- out, and back
 
-// A contributor that is not known to be dead. Until the next commit nobody's state is newer than its own.
+// Who has the state and is not known to be dead. Until the next commit nobody's state is newer.
 void Coordinator::suspend(ReplicaId id, const std::string& reason) {
   const MemberState* m = member(id);
   note("replica {} is out: {}", id, reason);
@@ -297,9 +297,11 @@ bool Coordinator::has_contributors() const {
 // After this coordinator's restart: a joiner that may have caught up before, for all that has been heard since.
 bool Coordinator::may_be_whole(const MemberState& m) const {
   if (!recovering_until_ || !m.catching_up) return false;
+  if (m.whole) return true;
   const ReplicaState* here = registration(m.replica, m.incarnation);
   if (here == nullptr) return true;
-  RankSet behind;  // ranks that have said where they stand, and not that they have caught up
+  if (whole(*here)) return false;  // all have come, and had their time to say so
+  RankSet behind;                  // ranks that have said where they stand, and not that they have caught up
   for (const auto& standing : here->standings) behind.add(standing.ranks);
   behind.remove(here->caught_up);
   return behind.empty();

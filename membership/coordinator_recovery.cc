@@ -50,7 +50,10 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       for (const auto& m : begun.members())
         members_.push_back({.replica = ReplicaId(m.replica()),
                             .incarnation = Incarnation(m.incarnation()),
-                            .catching_up = m.catching_up()});
+                            .catching_up = m.catching_up(),
+                            .whole = std::any_of(before.begin(), before.end(), [&](const MemberState& one) {
+                              return one.incarnation.value == m.incarnation() && one.whole;
+                            })});
       for (const auto& m : begun.suspended())
         suspended_.push_back({.replica = ReplicaId(m.replica()),
                               .incarnation = Incarnation(m.incarnation()),
@@ -84,6 +87,10 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       return {};
     case proto::LogRecord::kIncarnated:
       last_incarnation_ = std::max<std::uint64_t>(last_incarnation_, record.incarnated().incarnation());
+      return {};
+    case proto::LogRecord::kCaughtUp:
+      for (auto& m : members_)
+        if (m.incarnation.value == record.caught_up().incarnation()) m.whole = true;
       return {};
     case proto::LogRecord::kRolledBack:
       if (committed_.value > record.rolled_back().version())

@@ -26,6 +26,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   if (auto difference = differs_from_first(up)) return refuse(*difference);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
+    back_at_ = now;
     const MemberState* m = member(id);
     // By its incarnation, or by its life where it has not heard of its new one.
     const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||

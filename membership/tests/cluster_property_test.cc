@@ -533,8 +533,9 @@ std::string finish(World& world) {
     world.step(0);
   if (!world.trouble.empty()) return world.trouble;
   if (left <= 0)
-    return fmt::format("progress: {} contributors, step {} (was {}) after the faults were over", world.contributors(),
-                       world.coordinator->committed().value, target);
+    return fmt::format("progress: {} contributors, step {} (was {}) after the faults were over; it waits for: {}",
+                       world.contributors(), world.coordinator->committed(), target,
+                       fmt::join(world.coordinator->waiting_for(world.now), "; "));
   std::map<std::uint64_t, Batch> trained;
   for (const auto& record : world.log) {
     if (record.has_committed())

@@ -745,7 +745,6 @@ TEST(Coordinator, AJoinerMaySayAfterTheCoordinatorsRestartThatItHasCaughtUp) {
     first.steps(2);
     first.down(2);
     first.join_again({0});
-    first.caught_up(1);
     Bench bench(first.log);
     bench.incarnations = first.incarnations;
     bench.back(0, 10);
@@ -810,6 +809,50 @@ TEST(Coordinator, WhoIsOutForSilenceIsTakenBackWhenTheOthersDieBeforeTheNextComm
 }
 
 // Its state went with its process.
+TEST(Coordinator, AJoinerThatHasCaughtUpIsTakenBackWhereTheLastContributorIsSilentAfterIt) {
+  for (const bool restarts : {false, true}) {
+    Bench first;
+    first.start();
+    first.steps(2);
+    first.down(2);
+    first.join_again({0});
+    first.caught_up(1);
+    first.pass(1500ms, {0, 2});
+    ASSERT_EQ(first.coordinator.suspended().size(), 1u);
+    EXPECT_EQ(first.coordinator.suspended()[0].replica, ReplicaId(1));
+    Bench again(restarts ? first.log : std::vector<proto::LogRecord>{});
+    Bench& bench = restarts ? again : first;
+    bench.incarnations = first.incarnations;
+    bench.inbox.clear();
+    bench.pass(3s, {2});  // both are away
+    EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(0)});
+    bench.back(1, 11, 2);
+    bench.pass(1s, {11});
+    ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1)) << restarts;
+    EXPECT_FALSE(bench.fenced_anybody());
+    bench.exchanged(1, 11);
+    EXPECT_EQ(bench.coordinator.committed(), Step(4));
+  }
+}
+
+// The log knows that it has caught up, though it has not been heard since.
+TEST(Coordinator, AJoinerThatHasCaughtUpIsNoneAfterTheCoordinatorsRestart) {
+  Bench first;
+  first.start();
+  first.steps(2);
+  first.down(2);
+  first.join_again({0});
+  first.caught_up(1);
+  Bench bench(first.log);
+  bench.incarnations = first.incarnations;
+  bench.back(0, 10);
+  bench.pass(1500ms, {10});
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  bench.down(0);
+  ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
+  EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(1)});
+}
+
 TEST(Coordinator, WhoIsOutForSilenceAndThenEndsIsNotTakenBack) {
   Bench bench;
   bench.start();
