@@ -316,9 +316,10 @@ void NodeServer::follow_plan() {
                                         {"step", machine_.plan().step()}});
     if (trainer.catching_up && !catching_up) {
       trainer.stream->post([key = key](catchup::Service& service, TimePoint) { service.finish(key); });
-      events::emit("promoted", {{"replica", std::uint64_t{key.replica.value}},
-                                {"rank", std::uint64_t{key.rank.value}},
-                                {"step", machine_.plan().step()}});
+      if (serves)
+        events::emit("promoted", {{"replica", std::uint64_t{key.replica.value}},
+                                  {"rank", std::uint64_t{key.rank.value}},
+                                  {"step", machine_.plan().step()}});
     }
     trainer.catching_up = catching_up;
     if (std::exchange(trainer.serves, serves) != serves)
