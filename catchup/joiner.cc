@@ -86,6 +86,7 @@ void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
 
 void Joiner::on_source_down(ReplicaId source) {
   sources_.erase(source);
+  landed_.forget(source);
   planner_.on_source_down(source);
   for (std::uint32_t i = 0; i < view_.manifest().slices().size(); ++i) {
     // What it owed is absent again; the planner has put it back.
@@ -106,32 +107,21 @@ Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
   return fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
 }
 
-void Joiner::on_written(std::uint64_t tag) {
+void Joiner::on_written(ReplicaId source, std::uint64_t tag) {
   const auto& manifest = view_.manifest();
-  const auto [part, column, coded] = ExtentTag::unpack(tag);
+  const auto [part, column, coded, round] = ExtentTag::unpack(tag);
   if (coded || part >= manifest.parts().size()) return;     // nonsense: the digests at the end tell
   if (view_.kind() != transport::MemoryKind::host) return;  // no cache to profit from: all columns at once, at the end
   const shm::Part& range = manifest.parts()[part];
   if (column >= manifest.columns(range)) return;
-  landed_[part][column] = view_.digest(view_.column(range, column));
-}
-
-// As it was found when its columns landed.
-std::optional<std::uint64_t> Joiner::digest_of_landed(std::uint32_t part) {
-  const auto known = landed_.extract(part);
-  if (known.empty()) return std::nullopt;
-  std::uint64_t result = 0;
-  for (std::uint32_t column = 0; column < view_.manifest().columns(view_.manifest().parts()[part]); ++column) {
-    if (!known.mapped()[column]) return std::nullopt;
-    result = combine_digests(result, *known.mapped()[column]);
-  }
-  return result;
+  landed_.add({source, round}, part, column, view_.digest(view_.column(range, column)));
 }
 
 Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
   const auto& manifest = view_.manifest();
   if (sent.slice() >= manifest.slices().size() ||
-      static_cast<std::uint32_t>(sent.digests().size()) != manifest.slices()[sent.slice()].parts)
+      static_cast<std::uint32_t>(sent.digests().size()) != manifest.slices()[sent.slice()].parts ||
+      sent.rounds().size() != sent.digests().size())
     return fail(ErrorCode::corrupt, "a source sent slice {} with {} digests", sent.slice(), sent.digests().size());
   arrivals_.push_back({source, sent});
   if (arrivals_.size() >= view_.digests_at_once()) take_in_arrivals();
@@ -157,7 +147,8 @@ void Joiner::take_in_arrivals() {
     arrival.whole = decode(arrival);
     for (std::uint32_t i = 0; i < slice.parts && arrival.whole; ++i) {
       const auto theirs = arrival.sent.digests(static_cast<int>(i));
-      if (const auto ours = digest_of_landed(slice.first_part + i)) {
+      const std::uint32_t part = slice.first_part + i;
+      if (const auto ours = landed_.take(arrival.round(i), part, manifest.columns(manifest.parts()[part]))) {
         arrival.whole = *ours == theirs;
       } else {
         compared.push_back({&arrival, theirs});
@@ -217,7 +208,7 @@ bool Joiner::decode(Arrival& arrival) {
       view_.read(place.first(length), packed.data());
       if (!coder_.decode(packed, plain)) return false;
       view_.write(place.data(), plain);
-      if (view_.kind() == device::MemoryKind::host) landed_[part][column] = view_.digest(place);
+      if (view_.kind() == device::MemoryKind::host) landed_.add(arrival.round(i), part, column, view_.digest(place));
     }
   }
   return true;

@@ -2,13 +2,13 @@
 // Runs in the daemon; the trainer's part (keeping and applying gradients) is keeper.h.
 #pragma once
 
-#include <array>
 #include <map>
 #include <set>
 #include <vector>
 
 #include "base/clock.h"
 #include "catchup/coder.h"
+#include "catchup/landed.h"
 #include "catchup/planner.h"
 #include "shm/view.h"
 #include "stream.pb.h"
@@ -54,7 +54,7 @@ class Joiner {
   // Errors: `corrupt`; the caller closes the source's connection.
   Result<> on_message(ReplicaId source, const proto::Stream& message);
   // An extent has landed: its digest is taken while its bytes are in the cache.
-  void on_written(std::uint64_t tag);
+  void on_written(ReplicaId source, std::uint64_t tag);
   // `busy`: extents are coming in; proofs, which cost as much memory traffic as the stream, wait for a quieter moment.
   void work(TimePoint now, bool busy);
 
@@ -93,12 +93,12 @@ class Joiner {
     proto::Sent sent;
     std::uint64_t wire_bytes = 0;
     bool whole = true;  // nothing has shown yet that its bytes are not what was sent
+    Round round(std::uint32_t part) const { return {source, sent.rounds(static_cast<int>(part))}; }
   };
 
   Result<> on_sent(ReplicaId source, const proto::Sent& sent);
   void take_in_arrivals();
   bool decode(Arrival& arrival);
-  std::optional<std::uint64_t> digest_of_landed(std::uint32_t part);
   void settle(const Arrival& arrival);
   Result<> on_proof(ReplicaId source, const proto::Proof& proof);
   void ask_for_slices();
@@ -131,7 +131,7 @@ class Joiner {
   const Duration silence_;
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;
-  std::map<std::uint32_t, std::array<std::optional<std::uint64_t>, shm::kMaxColumns>> landed_;  // digests, by part
+  Landed landed_;
   std::vector<Arrival> arrivals_;  // that have not been looked at
   std::vector<bool> proven_;
   std::uint32_t proven_count_ = 0;

@@ -105,6 +105,7 @@ bool Source::work(TimePoint now) {
       bool coded = false;
       for (const auto& part : parts) {
         message.mutable_sent()->add_digests(*part.digest);
+        message.mutable_sent()->add_rounds(part.round);
         for (auto length : part.coded) coded |= length > 0;
       }
       const auto& manifest = memory_.view->manifest();
@@ -176,6 +177,7 @@ void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) 
   const auto where = memory_.view->where(part.held);
   if (where == shm::View::Where::copying) return;  // from there, later
   part.digest_sent = digest;
+  part.round = rounds_ = (rounds_ + 1) % ExtentTag::kRounds;
   part.from_aside = where == shm::View::Where::aside;
   part.coded = {};
   if (decision_.on() && !encode(part)) return;
@@ -198,7 +200,7 @@ void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) 
                                                  : transport::LocalRange{memory_.state[place.segment], place.offset},
                       .remote = remote,
                       .length = length,
-                      .notify = ExtentTag{part.held.part, column, coded}.packed()});
+                      .notify = ExtentTag{part.held.part, column, coded, part.round}.packed()});
     aside += manifest.packed_stride(range);
     slot += whole;
     part.wire_bytes += length;

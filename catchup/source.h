@@ -21,9 +21,14 @@ namespace rejoin::catchup {
 struct ExtentTag {
   std::uint32_t part = 0, column = 0;
   bool coded = false;
-  std::uint64_t packed() const { return std::uint64_t{part} << 3 | (coded ? 4 : 0) | column; }
+  std::uint32_t round = 0;  // of the source's writes: a part may be written more than once
+  static constexpr std::uint32_t kRounds = 1u << 29;
+  std::uint64_t packed() const {
+    return std::uint64_t{round} << 35 | std::uint64_t{part} << 3 | (coded ? 4 : 0) | column;
+  }
   static ExtentTag unpack(std::uint64_t bits) {
-    return {static_cast<std::uint32_t>(bits >> 3), static_cast<std::uint32_t>(bits & 3), (bits & 4) != 0};
+    return {static_cast<std::uint32_t>(bits >> 3), static_cast<std::uint32_t>(bits & 3), (bits & 4) != 0,
+            static_cast<std::uint32_t>(bits >> 35)};
   }
 };
 static_assert(shm::kMaxColumns <= 4);
@@ -67,7 +72,7 @@ class Source {
     shm::View::Held held;
     bool from_aside = false;
     bool writing = false;
-    std::uint32_t outstanding = 0;
+    std::uint32_t outstanding = 0, round = 0;
     std::optional<std::uint64_t> digest_sent;  // of the bytes under way
     std::optional<std::uint64_t> digest;       // set: the part is done
     std::optional<std::uint32_t> slot;         // where its coded columns are
@@ -105,6 +110,7 @@ class Source {
   std::map<std::uint64_t, SliceJob> jobs_;  // by number
   std::deque<Question> questions_;
   std::uint64_t next_job_ = 1;
+  std::uint32_t rounds_ = 0;
   std::uint64_t bytes_sent_ = 0, wire_bytes_ = 0;
   Pacer& pacer_;
   const Clock& clock_;

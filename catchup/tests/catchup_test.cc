@@ -56,7 +56,7 @@ struct Scattered {
       if (rest.size() < gap + size) {
         // A GPU's are mapped piece by piece, so that a column may lie in several.
         const std::uint64_t room = 3 * size + 1024;
-        blocks.push_back(on_gpu ? *device.allocate_shared(room, 2 * MiB) : *device.allocate(room));
+        blocks.push_back(on_gpu ? *device.allocate_mapped(room, 2 * MiB) : *device.allocate(room));
         rest = blocks.back().bytes;
         EXPECT_TRUE(access.write(rest.data(), Bytes(rest.size(), kOthers)));
       }
@@ -188,7 +188,7 @@ struct Cluster {
     replica->engine = fabric.make_engine();
     replica->on_fabric = replica->engine.get();
     if (on_gpu) replica->engine = *transport::staged::make_engine(std::move(replica->engine), device, {});
-    replica->access = *device::Access::make(*device);
+    replica->access = *device->make_access();
     replica->address = *replica->engine->listen({"sim"});
     const auto model = small_model(elementwise, on_gpu);
     std::vector<shm::Owner::Own> own;
@@ -304,6 +304,26 @@ TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
     ASSERT_TRUE(joiner.caught_up);
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
   }
+}
+
+// A landing that is reported late, or was of an earlier fetch, tells nothing about the bytes that are there now.
+TEST(Landed, ADigestFitsTheRoundOfWritesThatItIsOfAndNoOther) {
+  Landed landed;
+  const Round first{ReplicaId(1), 7}, second{ReplicaId(1), 8}, other{ReplicaId(2), 8};
+  landed.add(first, 3, 0, 100);
+  landed.add(first, 3, 1, 101);
+  EXPECT_EQ(landed.take(first, 3, 2), combine_digests(combine_digests(0, 100), 101));
+  EXPECT_FALSE(landed.take(first, 3, 2)) << "it is given out once";
+  landed.add(first, 3, 1, 101);  // reported late
+  landed.add(second, 3, 0, 200);
+  EXPECT_FALSE(landed.take(second, 3, 2)) << "of one column nobody knows";
+  landed.add(second, 3, 0, 200);
+  landed.add(second, 3, 1, 201);
+  EXPECT_FALSE(landed.take(other, 3, 2));
+  landed.add(second, 3, 0, 200);
+  landed.add(second, 3, 1, 201);
+  landed.forget(ReplicaId(1));
+  EXPECT_FALSE(landed.take(second, 3, 2)) << "its next connection counts rounds anew";
 }
 
 // A step has been committed that the source's trainer has not applied yet, and the joiner starts where the source still

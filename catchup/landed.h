@@ -1,0 +1,55 @@
+// Digests of columns, taken as they land, while their bytes are in the cache. Over several rails a landing may be
+// reported after its source has said that the slice is in place; and a part may have been written before, by this
+// source or another. So each digest is of one round of a source's writes, which the source names, and fits no other.
+#pragma once
+
+#include <array>
+#include <map>
+#include <optional>
+
+#include "base/digest.h"
+#include "base/ids.h"
+#include "shm/manifest.h"
+
+namespace rejoin::catchup {
+
+// Of one connection with a source. Pure.
+struct Round {
+  ReplicaId source;
+  std::uint32_t number = 0;
+  bool operator==(const Round&) const = default;
+};
+
+class Landed {
+ public:
+  void add(Round round, std::uint32_t part, std::uint32_t column, std::uint64_t digest) {
+    parts_[part][column] = Column{round, digest};
+  }
+  // The part's digest, where those of all its columns are of this round. They are given out once.
+  std::optional<std::uint64_t> take(Round round, std::uint32_t part, std::uint32_t columns) {
+    const auto known = parts_.extract(part);
+    if (known.empty()) return std::nullopt;
+    std::uint64_t digest = 0;
+    for (std::uint32_t i = 0; i < columns; ++i) {
+      const auto& column = known.mapped()[i];
+      if (!column || column->round != round) return std::nullopt;
+      digest = combine_digests(digest, column->digest);
+    }
+    return digest;
+  }
+  // Its connection is closed; another one counts its rounds anew.
+  void forget(ReplicaId source) {
+    for (auto& [part, columns] : parts_)
+      for (auto& column : columns)
+        if (column && column->round.source == source) column.reset();
+  }
+
+ private:
+  struct Column {
+    Round round;
+    std::uint64_t digest = 0;
+  };
+  std::map<std::uint32_t, std::array<std::optional<Column>, shm::kMaxColumns>> parts_;
+};
+
+}  // namespace rejoin::catchup
