@@ -82,7 +82,7 @@ class RankProcess {
     auto device = s_.cuda ? device::open_cuda({.ordinal = *s_.cuda}) : device::make_host();
     if (!device) return tl::unexpected(device.error());
     device_ = std::move(*device);
-    auto access = device::Access::make(*device_);
+    auto access = device_->make_access();
     if (!access) return tl::unexpected(access.error());
     access_ = std::move(*access);
     auto engine = transport::make_engine(s_.transport, device_);

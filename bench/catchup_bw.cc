@@ -48,7 +48,7 @@ class Replica {
     if (!manifest) return tl::unexpected(manifest.error());
     auto device = s_.cuda ? device::open_cuda({.ordinal = *s_.cuda}) : device::make_host();
     if (!device) return tl::unexpected(device.error());
-    auto access = device::Access::make(**device);
+    auto access = (*device)->make_access();
     if (!access) return tl::unexpected(access.error());
     access_ = std::move(*access);
     auto stream = (*device)->make_stream();

@@ -46,9 +46,9 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   auto compression = catchup::parse_compression(options.compression);
   if (!compression) return tl::unexpected(compression.error());
   server->compression_ = *compression;
-  auto host = server->open_stream("host", options.data_listen);
+  auto host = server->open_stream({}, device::make_host(), options.data_listen);
   if (!host) return tl::unexpected(host.error());
-  server->streams_["host"] = std::move(*host);
+  server->host_ = std::move(*host);
   server->accept();
   server->coordinator_.connect();
   server->tick();
@@ -57,34 +57,53 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
 
 NodeServer::~NodeServer() {
   opener_.join();
-  streams_.clear();
+  host_.reset();
+  trainers_.clear();
 }
 
-Result<NodeServer::DeviceStream> NodeServer::open_stream(const std::string& name, const std::string& listen) {
-  auto device = device::open_device(name);
-  if (!device) return fail(device.error().code, "this daemon can't get at {}: {}", name, device.error().message);
+Result<std::unique_ptr<NodeServer::DeviceStream>> NodeServer::open_stream(std::optional<membership::RankConnection> of,
+                                                                          std::shared_ptr<device::Device> device,
+                                                                          const std::string& listen) {
+  auto stream = std::make_unique<DeviceStream>();
   auto thread = StreamThread::start(
-      options_.transport, *device, listen, key_.data_secret(),
-      {compression_, options_.stream_limit * 1e6, options_.silence}, [this, name](StreamThread::Report report) {
-        asio::post(io_, [this, name, report = std::move(report)]() mutable { on_report(name, std::move(report)); });
+      options_.transport, device, listen, key_.data_secret(),
+      {compression_, options_.stream_limit * 1e6, options_.silence}, [this, of](StreamThread::Report report) {
+        asio::post(io_, [this, of, report = std::move(report)]() mutable { on_report(of, std::move(report)); });
       });
   if (!thread) return tl::unexpected(thread.error());
-  return DeviceStream{.device = std::move(*device), .thread = std::move(*thread)};
+  stream->device = std::move(device);
+  stream->thread = std::move(*thread);
+  return stream;
 }
 
-void NodeServer::on_opened(const std::string& name, Result<DeviceStream> opened) {
-  auto waiting = opening_.extract(name);
-  if (opened) {
-    spdlog::info("serving {}", opened->device->name());
-    streams_[name] = std::move(*opened);
-  }
-  for (auto& [from, offering] : waiting.mapped()) {
-    auto found = trainers_.find(from);
-    if (found == trainers_.end()) continue;
-    auto admitted =
-        opened ? admit(found->second, std::move(offering), streams_.at(name)) : tl::unexpected(opened.error());
-    if (!admitted) refuse(from, admitted.error());
-  }
+// The last two descriptors are the line to the trainer that serves its GPU's memory.
+Result<std::unique_ptr<NodeServer::DeviceStream>> NodeServer::open_remote(membership::RankConnection of,
+                                                                          Offering& offering) {
+  auto& fds = offering.fds;
+  device::Line line{.socket = std::move(fds[fds.size() - 2]), .memory = std::move(fds.back())};
+  fds.resize(fds.size() - 2);
+  auto remote = device::connect_remote(std::move(line), offering.hello.device());
+  if (!remote) return tl::unexpected(remote.error());
+  // The host's stream has the port that was asked for; the others listen beside it.
+  auto opened = open_stream(of, *remote, options_.data_listen.substr(0, options_.data_listen.rfind(':')) + ":0");
+  if (opened) (*opened)->remote = std::move(*remote);
+  return opened;
+}
+
+void NodeServer::on_opened(membership::RankConnection from, Offering offering,
+                           Result<std::unique_ptr<DeviceStream>> opened) {
+  auto found = trainers_.find(from);
+  if (found == trainers_.end()) return;
+  if (!opened) return refuse(from, opened.error());
+  found->second.own = std::move(*opened);
+  if (auto admitted = admit(found->second, std::move(offering), *found->second.own); !admitted)
+    refuse(from, admitted.error());
+}
+
+NodeServer::DeviceStream* NodeServer::stream_of(std::optional<membership::RankConnection> of) {
+  if (!of) return host_.get();
+  auto found = trainers_.find(*of);
+  return found == trainers_.end() ? nullptr : found->second.own.get();
 }
 
 // ---- trainers
@@ -189,17 +208,15 @@ Result<> NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
     return {};
   }
   Offering offering = *std::exchange(trainer.offering, std::nullopt);
-  const std::string device = offering.hello.device();
-  if (auto found = streams_.find(device); found != streams_.end())
-    return admit(trainer, std::move(offering), found->second);
-  auto& waiting = opening_[device];
-  waiting.push_back({trainer.id, std::move(offering)});
-  if (waiting.size() > 1) return {};
-  // The host's stream has the port that was asked for; the others listen beside it.
-  const std::string listen = options_.data_listen.substr(0, options_.data_listen.rfind(':')) + ":0";
-  asio::post(opener_, [this, listen, device] {
-    asio::post(
-        io_, [this, device, opened = open_stream(device, listen)]() mutable { on_opened(device, std::move(opened)); });
+  if (offering.hello.device() == "host") return admit(trainer, std::move(offering), *host_);
+  if (offering.fds.size() < 3)
+    return fail(ErrorCode::corrupt, "it sent {} descriptors for the state on {}", offering.fds.size(),
+                offering.hello.device());
+  asio::post(opener_, [this, from = trainer.id, offering = std::move(offering)]() mutable {
+    auto opened = open_remote(from, offering);
+    asio::post(io_, [this, from, offering = std::move(offering), opened = std::move(opened)]() mutable {
+      on_opened(from, std::move(offering), std::move(opened));
+    });
   });
   return {};
 }
@@ -264,7 +281,8 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
                   {"rank", std::uint64_t{trainer.key->rank.value}},
                   {"reason", reason}});
     progress_.erase(*trainer.key);
-    trainer.stream->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
+    if (trainer.own) served_by_gone_ += trainer.own->bytes_served;  // its stream goes with it
+    else trainer.stream->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   } else {
     spdlog::warn("local process {}: {}", trainer.credentials.pid, reason);
   }
@@ -333,10 +351,11 @@ void NodeServer::follow_plan() {
   }
 }
 
-void NodeServer::on_report(const std::string& device, StreamThread::Report report) {
-  DeviceStream& stream = streams_.at(device);
-  stream.bytes_served = report.bytes_served;
-  stream.serving = std::move(report.serving);
+void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamThread::Report report) {
+  DeviceStream* stream = stream_of(of);
+  if (stream == nullptr) return;
+  stream->bytes_served = report.bytes_served;
+  stream->serving = std::move(report.serving);
   for (const auto& [key, progress] : report.progress) {
     progress_[key] = progress;
     events::emit("catch_up", {{"replica", std::uint64_t{key.replica.value}},
@@ -353,10 +372,10 @@ void NodeServer::on_report(const std::string& device, StreamThread::Report repor
                               {"done", progress.done}});
   }
   const auto hears = [&](catchup::RankKey key, const proto::FromNode& message) {
-    const auto of =
+    const auto hearer =
         std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second.key == key; });
-    if (of == trainers_.end()) return false;
-    carry_out(machine_.on_rank_message(of->first, message, now()));
+    if (hearer == trainers_.end()) return false;
+    carry_out(machine_.on_rank_message(hearer->first, message, now()));
     return true;
   };
   for (const auto& [key, drift] : report.drifts) hears(key, report_of(key, drift));
@@ -367,8 +386,11 @@ void NodeServer::on_report(const std::string& device, StreamThread::Report repor
 }
 
 nlohmann::json NodeServer::status() const {
-  std::uint64_t bytes_served = 0;
-  for (const auto& [name, stream] : streams_) bytes_served += stream.bytes_served;
+  std::vector<const DeviceStream*> streams{host_.get()};
+  for (const auto& [id, trainer] : trainers_)
+    if (trainer.own) streams.push_back(trainer.own.get());
+  std::uint64_t bytes_served = served_by_gone_;
+  for (const auto* stream : streams) bytes_served += stream->bytes_served;
   nlohmann::json json{{"node", options_.name},
                       {"coordinator", {{"address", options_.coordinator}, {"connected", machine_.coordinator_up()}}},
                       {"epoch", machine_.plan().epoch()},
@@ -408,11 +430,11 @@ nlohmann::json NodeServer::status() const {
     json["ranks"].push_back(std::move(rank));
   }
   json["serving"] = nlohmann::json::array();
-  for (const auto& [name, stream] : streams_)
-    for (const auto& [key, stats] : stream.serving)
+  for (const auto* stream : streams)
+    for (const auto& [key, stats] : stream->serving)
       json["serving"].push_back({{"replica", key.replica.value},
                                  {"rank", key.rank.value},
-                                 {"device", name},
+                                 {"device", stream->device->address()},
                                  {"bytes", stats.bytes},
                                  {"wire_bytes", stats.wire_bytes},
                                  {"zstd", stats.coding},

@@ -10,6 +10,7 @@
 #include "base/unix_socket.h"
 #include "daemon/stream_thread.h"
 #include "daemon/upstream.h"
+#include "device/remote.h"
 #include "local.pb.h"
 #include "membership/node.h"
 
@@ -33,12 +34,19 @@ class NodeServer {
   nlohmann::json status() const;
 
  private:
-  // The catch-up of all ranks whose state is on one device.
+  // The catch-up of all ranks whose state is in the host's memory; or of one whose state is on a GPU, which its trainer
+  // serves.
   struct DeviceStream {
     std::shared_ptr<device::Device> device;
+    std::shared_ptr<device::RemoteDevice> remote;  // the same, of a GPU
     std::unique_ptr<StreamThread> thread;
     std::uint64_t bytes_served = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
+    DeviceStream() = default;
+    DeviceStream(const DeviceStream&) = delete;
+    ~DeviceStream() {
+      if (remote) remote->disconnect();  // so that the thread waits for no trainer
+    }
   };
   // What a trainer registers with.
   struct Offering {
@@ -47,7 +55,8 @@ class NodeServer {
   };
   struct Trainer {
     membership::RankConnection id;
-    StreamThread* stream = nullptr;  // of its device, when it has registered
+    StreamThread* stream = nullptr;     // of its device, when it has registered
+    std::unique_ptr<DeviceStream> own;  // … of its GPU
     Fd socket;
     PeerCredentials credentials;
     std::unique_ptr<asio::posix::stream_descriptor> readable;
@@ -71,16 +80,15 @@ class NodeServer {
   void tick();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
-  // A trainer that has said all, until the device that its state is on has been opened.
-  struct Waiting {
-    membership::RankConnection from;
-    Offering offering;
-  };
   Result<> admit(Trainer& trainer, Offering offering, DeviceStream& stream);
   void refuse(membership::RankConnection id, const Error& error);
-  Result<DeviceStream> open_stream(const std::string& device, const std::string& listen);  // any thread
-  void on_opened(const std::string& device, Result<DeviceStream> opened);
-  void on_report(const std::string& device, StreamThread::Report report);
+  // Any thread. `of`: whose GPU it is for; none: for the host's memory.
+  Result<std::unique_ptr<DeviceStream>> open_stream(std::optional<membership::RankConnection> of,
+                                                    std::shared_ptr<device::Device> device, const std::string& listen);
+  Result<std::unique_ptr<DeviceStream>> open_remote(membership::RankConnection of, Offering& offering);  // any thread
+  void on_opened(membership::RankConnection from, Offering offering, Result<std::unique_ptr<DeviceStream>> opened);
+  DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone
+  void on_report(std::optional<membership::RankConnection> of, StreamThread::Report report);
   TimePoint now() const { return SteadyClock().now(); }
 
   asio::io_context& io_;
@@ -97,9 +105,9 @@ class NodeServer {
   std::map<catchup::RankKey, catchup::Progress> progress_;
   std::uint64_t rejected_ = 0;
   catchup::Compression compression_{};
-  std::map<std::string, DeviceStream> streams_;          // by the device's address
-  std::map<std::string, std::vector<Waiting>> opening_;  // likewise
-  asio::thread_pool opener_{1};                          // a GPU may take seconds, in which the daemon is not silent
+  std::unique_ptr<DeviceStream> host_;
+  std::uint64_t served_by_gone_ = 0;  // bytes
+  asio::thread_pool opener_{1};       // RDMA devices may take long to open, and the daemon is not silent meanwhile
 };
 
 }  // namespace rejoin::daemon

@@ -10,8 +10,6 @@ namespace rejoin::device {
 // Thread: one at a time. Whatever of the device these hold keeps it.
 class Access {
  public:
-  // Errors: of the device, which must have kernels unless it is the host.
-  static Result<std::unique_ptr<Access>> make(Device& device);
   virtual ~Access() = default;
   virtual Result<> read(BytesView from, std::byte* to) = 0;
   virtual Result<> write(std::byte* to, BytesView from) = 0;

@@ -2,8 +2,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <iterator>
 
+#include "device/access.h"
 #include "device/cuda_context.h"
 
 namespace rejoin::device {
@@ -52,14 +52,31 @@ class CudaDevice final : public Device {
                                   }}};
   }
 
-  Result<Memory> allocate_shared(std::size_t size, std::size_t piece) override {
+  Result<Memory> pin(std::span<std::byte> memory) override {
+    Current current(*primary_);
+    auto done = driver_.check(driver_.register_host(memory.data(), memory.size(), cuda::kHostRegisterPortable),
+                              "pinning the host's memory");
+    if (!done) return fail(done.error().code, "{} for {}: {}", human_bytes(memory.size()), name_, done.error().message);
+    Memory pinned{memory, {memory.data(), [primary = primary_](std::byte* registered) {
+                             Current here(*primary);
+                             (void)primary->driver->unregister_host(registered);  // nobody is left to tell
+                           }}};
+    cuda::DevicePointer seen = 0;
+    done = driver_.check(driver_.device_pointer(&seen, memory.data(), 0), "finding pinned memory");
+    if (!done) return tl::unexpected(done.error());
+    if (seen != pointer(memory.data()))
+      return fail(ErrorCode::unavailable, "{} has the host's memory at other addresses than the host", name_);
+    return pinned;
+  }
+
+  Result<Memory> allocate_mapped(std::size_t size, std::size_t piece) override {
     Current current(*primary_);
     cuda::AllocationProperties properties;
     properties.location.id = primary_->device;
     properties.gpu_direct_rdma = attribute(cuda::kAttributeRdmaOfMapped) != 0 ? 1 : 0;  // by NICs, where the device can
     std::size_t granule = 0;
     if (auto asked = driver_.check(driver_.granularity(&granule, &properties, cuda::kLeastGranularity),
-                                   "asking how memory is shared");
+                                   "asking how memory is mapped");
         !asked)
       return tl::unexpected(asked.error());
     const std::size_t each = round_up(std::max<std::size_t>(piece, 1), granule);
@@ -72,7 +89,7 @@ class CudaDevice final : public Device {
     }
     auto memory =
         done ? map(made)
-             : fail(done.error().code, "{} on {}, to be shared: {}", human_bytes(size), name_, done.error().message);
+             : fail(done.error().code, "{} on {}, in pieces: {}", human_bytes(size), name_, done.error().message);
     for (const auto& physical : made) (void)driver_.release(physical.handle);  // the mapping keeps it
     if (memory) memory->bytes = memory->bytes.first(size);
     return memory;
@@ -105,76 +122,23 @@ class CudaDevice final : public Device {
   }
 
   Result<Handle> share(const Allocation& allocation) override {
-    Current current(*primary_);
-    Handle made{.size = allocation.memory.size()};
-    if (!allocation.mapped) {
-      made.kind = Handle::Kind::ipc;
-      cuda::IpcHandle ipc{};
-      auto got = driver_.check(driver_.ipc_get(&ipc, pointer(allocation.memory.data())), "sharing GPU memory");
-      if (!got)
-        return fail(ErrorCode::unreachable,
-                    "{} on {}: {}; memory of a stream-ordered pool (cudaMallocAsync) can't be shared: allocate with "
-                    "cudaMalloc, or let the session allocate",
-                    human_bytes(made.size), name_, got.error().message);
-      std::copy(std::begin(ipc.token), std::end(ipc.token), made.token.begin());
-      return made;
-    }
-    cuda::Handle handle = 0;
-    auto done = driver_.check(driver_.retain_handle(&handle, allocation.memory.data()), "finding GPU memory");
-    if (!done) return tl::unexpected(done.error());
-    int fd = -1;
-    done = driver_.check(driver_.export_handle(&fd, handle, cuda::kPosixDescriptor, 0), "sharing GPU memory");
-    if (done) {
-      made.fd = Fd(fd);
-    } else {
-      made.kind = Handle::Kind::fabric;
-      if (driver_.export_handle(made.token.data(), handle, cuda::kFabricHandle, 0) == cuda::kSuccess) done = {};
-    }
-    (void)driver_.release(handle);
-    if (!done)
-      return fail(ErrorCode::unreachable,
-                  "{} on {}: {}; it was not allocated to be shared: with PyTorch's expandable segments set "
-                  "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1, or let the session allocate",
-                  human_bytes(made.size), name_, done.error().message);
-    return made;
+    return Handle{
+        .kind = Handle::Kind::address, .size = allocation.memory.size(), .address = pointer(allocation.memory.data())};
   }
+  // In this process, where it is what it was: others have a RemoteDevice.
+  Result<Memory> import_shared(std::span<const Handle> handles) override { return side_by_side(handles); }
 
-  Result<Memory> import_shared(std::span<const Handle> handles) override {
-    Current current(*primary_);
-    if (handles.size() == 1 && handles[0].kind == Handle::Kind::ipc) return open_ipc(handles[0]);
-    std::vector<Physical> imported;
-    Result<> done;
-    for (const auto& handle : handles) {
-      const bool fabric = handle.kind == Handle::Kind::fabric;
-      if (handle.size == 0 || handle.size > kMost || handle.kind == Handle::Kind::ipc)
-        done = fail(ErrorCode::corrupt, "a handle of {} among {} can't be mapped", human_bytes(handle.size),
-                    handles.size());
-      if (!done) break;
-      auto token = handle.token;
-      void* os_handle = fabric ? static_cast<void*>(token.data())
-                               : reinterpret_cast<void*>(static_cast<std::intptr_t>(handle.fd.get()));
-      Physical physical{.size = handle.size};
-      done = driver_.check(
-          driver_.import_handle(&physical.handle, os_handle, fabric ? cuda::kFabricHandle : cuda::kPosixDescriptor),
-          "taking over another process's GPU memory");
-      if (done) imported.push_back(physical);
-    }
-    auto memory = done ? map(imported) : tl::unexpected(done.error());
-    for (const auto& physical : imported) (void)driver_.release(physical.handle);  // the mapping keeps it
-    if (!memory) return fail(ErrorCode::corrupt, "{}: {}", name_, memory.error().message);
-    return memory;
-  }
-
-  Result<std::unique_ptr<Stream>> make_stream() override {
+  Result<std::unique_ptr<Stream>> make_stream(Priority priority) override {
     Current current(*primary_);
     cuda::StreamHandle stream = nullptr;
-    // What others wait for goes first: the driver takes the highest priority that there is.
-    constexpr int highest = -64;
-    auto made =
-        driver_.check(driver_.stream_create(&stream, cuda::kStreamNonBlocking, highest), "making a CUDA stream");
+    // The driver takes the nearest priority that there is.
+    const int level = priority == Priority::high ? -64 : 64;
+    auto made = driver_.check(driver_.stream_create(&stream, cuda::kStreamNonBlocking, level), "making a CUDA stream");
     if (!made) return tl::unexpected(made.error());
     return make_cuda_stream(primary_, stream, true);
   }
+
+  Result<std::unique_ptr<Access>> make_access(Priority priority) override { return make_cuda_access(*this, priority); }
 
   Result<> prepare_kernels() override {
     Current current(*primary_);
@@ -219,7 +183,6 @@ class CudaDevice final : public Device {
   }
 
  private:
-  static constexpr std::uint64_t kMost = std::uint64_t{1} << 48;  // bytes of a handle
   struct Physical {
     cuda::Handle handle = 0;
     std::size_t size = 0;  // bytes
@@ -260,31 +223,9 @@ class CudaDevice final : public Device {
     }
     cuda::AccessDescription access;
     access.location.id = primary_->device;
-    done = driver_.check(driver_.set_access(reserved->at, reserved->whole, &access, 1), "getting at shared GPU memory");
+    done = driver_.check(driver_.set_access(reserved->at, reserved->whole, &access, 1), "getting at mapped GPU memory");
     if (!done) return tl::unexpected(done.error());
     return Memory{{reinterpret_cast<std::byte*>(reserved->at), reserved->whole}, reserved};
-  }
-
-  Result<Memory> open_ipc(const Handle& handle) const {
-    cuda::IpcHandle ipc{};
-    std::copy(handle.token.begin(), handle.token.end(), std::begin(ipc.token));
-    cuda::DevicePointer at = 0, base = 0;
-    auto done =
-        driver_.check(driver_.ipc_open(&at, ipc, cuda::kLazyPeerAccess), "opening another process's GPU memory");
-    if (!done) return fail(ErrorCode::corrupt, "{}: {}", name_, done.error().message);
-    auto* bytes = reinterpret_cast<std::byte*>(at);
-    Memory memory{{bytes, handle.size}, {bytes, [primary = primary_](std::byte* opened) {
-                                           Current here(*primary);
-                                           (void)primary->driver->ipc_close(pointer(opened));  // nobody is left to tell
-                                         }}};
-    std::size_t size = 0;
-    done = driver_.check(driver_.address_range(&base, &size, at), "looking at another process's GPU memory");
-    if (!done) return tl::unexpected(done.error());
-    // Small allocations share a block of the driver's, of which this may be a part.
-    if (at < base || !in_range(at - base, handle.size, size))
-      return fail(ErrorCode::corrupt, "another process's GPU memory has {} bytes and should have {}", size,
-                  handle.size);
-    return memory;
   }
 
   std::shared_ptr<const Primary> primary_;
@@ -327,10 +268,11 @@ Result<std::shared_ptr<Device>> open_cuda(const CudaOptions& options) {
     int mode = 0;
     if (d.device_attribute(&mode, cuda::kAttributeComputeMode, device) == cuda::kSuccess &&
         mode == cuda::kExclusiveProcess)
-      return fail(ErrorCode::unavailable,
-                  "{} at {} is in compute mode EXCLUSIVE_PROCESS, in which one process has it alone: a trainer and its "
-                  "node's daemon are two; 'nvidia-smi -c DEFAULT' ends that ({})",
-                  name, pci, done.error().message);
+      return fail(
+          ErrorCode::unavailable,
+          "{} at {} is in compute mode EXCLUSIVE_PROCESS, in which one process has it alone, and another one has "
+          "it; 'nvidia-smi -c DEFAULT' ends that ({})",
+          name, pci, done.error().message);
     return missing(done.error());
   }
   const std::string number = options.pci.empty() ? fmt::format("{}, ", options.ordinal) : "";

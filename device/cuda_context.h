@@ -63,6 +63,9 @@ class Current {
   bool pushed_;  // if not, the call that follows says why
 };
 
+// cuda_access.cc.
+Result<std::unique_ptr<Access>> make_cuda_access(Device& device, Priority priority);
+
 // `owned`: ended with this; else somebody else's. cuda_stream.cc.
 std::unique_ptr<Stream> make_cuda_stream(std::shared_ptr<const Primary> primary, cuda::StreamHandle stream, bool owned);
 

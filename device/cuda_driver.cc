@@ -38,6 +38,9 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->free, "cuMemFree_v2");
   find(driver->allocate_host, "cuMemHostAlloc");
   find(driver->free_host, "cuMemFreeHost");
+  find(driver->register_host, "cuMemHostRegister_v2");
+  find(driver->unregister_host, "cuMemHostUnregister");
+  find(driver->device_pointer, "cuMemHostGetDevicePointer_v2");
   find(driver->copy, "cuMemcpyAsync");
   find(driver->clear, "cuMemsetD8Async");
   find(driver->granularity, "cuMemGetAllocationGranularity");
@@ -48,14 +51,9 @@ Result<std::shared_ptr<const Driver>> load_driver(const std::string& name) {
   find(driver->map, "cuMemMap");
   find(driver->unmap, "cuMemUnmap");
   find(driver->set_access, "cuMemSetAccess");
-  find(driver->export_handle, "cuMemExportToShareableHandle");
-  find(driver->import_handle, "cuMemImportFromShareableHandle");
   find(driver->retain_handle, "cuMemRetainAllocationHandle");
   find(driver->address_range, "cuMemGetAddressRange_v2");
   find(driver->pointer_attribute, "cuPointerGetAttribute");
-  find(driver->ipc_get, "cuIpcGetMemHandle");
-  find(driver->ipc_open, "cuIpcOpenMemHandle_v2");
-  find(driver->ipc_close, "cuIpcCloseMemHandle");
   find(driver->stream_wait_event, "cuStreamWaitEvent");
   find(driver->stream_create, "cuStreamCreateWithPriority");
   find(driver->stream_destroy, "cuStreamDestroy_v2");

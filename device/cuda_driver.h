@@ -21,7 +21,7 @@ using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;
 
 constexpr Status kSuccess = 0, kNotReady = 600, kNotSupported = 801;
-constexpr unsigned kStreamNonBlocking = 1, kEventNoTiming = 2, kHostAllocPortable = 1;
+constexpr unsigned kStreamNonBlocking = 1, kEventNoTiming = 2, kHostAllocPortable = 1, kHostRegisterPortable = 1;
 constexpr unsigned kWaitGreaterOrEqual = 0;
 constexpr int kAttributeRemoteWriteOrdering = 118;  // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
 constexpr int kOrderedForOwner = 100;               // … of which the device needs no flush
@@ -36,15 +36,14 @@ constexpr int kRangeHandleDmaBuf = 1;  // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
 // Of memory that is mapped by hand. CUmemLocation, CUmemAllocationProp, CUmemAccessDesc.
 using Handle = unsigned long long;
-constexpr int kPinnedAllocation = 1, kPosixDescriptor = 1, kFabricHandle = 8, kLocationDevice = 1, kReadWrite = 3,
-              kLeastGranularity = 0;
+constexpr int kPinnedAllocation = 1, kLocationDevice = 1, kReadWrite = 3, kLeastGranularity = 0;
 struct Location {
   int type = kLocationDevice;
   int id = 0;
 };
 struct AllocationProperties {
   int type = kPinnedAllocation;
-  int handle_types = kPosixDescriptor;
+  int handle_types = 0;
   Location location;
   void* unused = nullptr;
   unsigned char compression = 0;
@@ -57,11 +56,6 @@ struct AccessDescription {
   Location location;
   int flags = kReadWrite;
 };
-// CUipcMemHandle: of memory that is allocated as a whole.
-struct IpcHandle {
-  std::byte token[64];
-};
-constexpr unsigned kLazyPeerAccess = 1;      // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 constexpr int kPointerDevice = 9;            // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 constexpr int kAttributeRdmaOfMapped = 110;  // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 
@@ -82,6 +76,9 @@ struct Driver {
   Status (*free)(DevicePointer);
   Status (*allocate_host)(void**, std::size_t, unsigned flags);
   Status (*free_host)(void*);
+  Status (*register_host)(void*, std::size_t, unsigned flags);
+  Status (*unregister_host)(void*);
+  Status (*device_pointer)(DevicePointer*, void*, unsigned flags);
   Status (*copy)(DevicePointer to, DevicePointer from, std::size_t, StreamHandle);
   Status (*clear)(DevicePointer, unsigned char value, std::size_t, StreamHandle);
   Status (*granularity)(std::size_t*, const AllocationProperties*, int option);
@@ -92,14 +89,9 @@ struct Driver {
   Status (*map)(DevicePointer, std::size_t, std::size_t offset, Handle, unsigned long long flags);
   Status (*unmap)(DevicePointer, std::size_t);
   Status (*set_access)(DevicePointer, std::size_t, const AccessDescription*, std::size_t count);
-  Status (*export_handle)(void* handle, Handle, int type, unsigned long long flags);
-  Status (*import_handle)(Handle*, void* os_handle, int type);
   Status (*retain_handle)(Handle*, void* address);
   Status (*address_range)(DevicePointer* base, std::size_t* size, DevicePointer);
   Status (*pointer_attribute)(void* value, int attribute, DevicePointer);
-  Status (*ipc_get)(IpcHandle*, DevicePointer);
-  Status (*ipc_open)(DevicePointer*, IpcHandle, unsigned flags);
-  Status (*ipc_close)(DevicePointer);
   Status (*stream_wait_event)(StreamHandle, EventHandle, unsigned flags);
   Status (*stream_create)(StreamHandle*, unsigned flags, int priority);
   Status (*stream_destroy)(StreamHandle);

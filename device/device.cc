@@ -3,11 +3,31 @@
 
 #include <charconv>
 
+#include "device/access.h"
+
 namespace rejoin::device {
 
 Memory on_heap(std::size_t size) {
   auto bytes = std::make_shared<Bytes>(size);
   return {*bytes, bytes};
+}
+
+Result<std::unique_ptr<Access>> Device::make_access() { return make_access(Priority::high); }
+
+Result<Memory> side_by_side(std::span<const Handle> handles) {
+  constexpr std::uint64_t most = std::uint64_t{1} << 47;
+  const auto bad = [&] {
+    return fail(ErrorCode::corrupt, "{} handles of GPU memory that is not in one piece", handles.size());
+  };
+  if (handles.empty()) return bad();
+  std::uint64_t size = 0;
+  for (const auto& handle : handles) {
+    if (handle.kind != Handle::Kind::address || handle.size == 0 || handle.size > most || handle.address > most ||
+        handle.address != handles[0].address + size)
+      return bad();
+    size += handle.size;
+  }
+  return Memory{{reinterpret_cast<std::byte*>(handles[0].address), size}, nullptr};
 }
 
 Result<> zero_fresh(Device& device, std::span<std::byte> memory) {

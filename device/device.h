@@ -4,7 +4,6 @@
 // with and without a GPU.
 #pragma once
 
-#include <array>
 #include <memory>
 #include <span>
 #include <string>
@@ -30,13 +29,14 @@ struct Allocation {
   bool mapped = false;  // to an address that was chosen for it: such neighbours are neighbours elsewhere, too
 };
 
-// What another process takes an allocation over by.
+// What another process takes an allocation over by: a descriptor of the host's memory; of a GPU's the address that it
+// has in the process that serves it (remote.h).
 struct Handle {
-  enum class Kind : std::uint8_t { descriptor, ipc, fabric };
+  enum class Kind : std::uint8_t { descriptor, address };
   Kind kind = Kind::descriptor;
-  std::uint64_t size = 0;             // bytes
-  Fd fd;                              // a descriptor
-  std::array<std::byte, 64> token{};  // the others: CUipcMemHandle, CUmemFabricHandle
+  std::uint64_t size = 0;  // bytes
+  Fd fd;
+  std::uint64_t address = 0;
 };
 
 // What runs where the memory is (kernels/), each with a struct of arguments of kernels/mailbox.h.
@@ -44,6 +44,11 @@ enum class Kernel : std::uint8_t { reduce, digest };
 struct Grid {
   unsigned blocks = 1, threads = 1;  // threads in each block
 };
+
+// Among the streams of a GPU: what others wait for goes first, what they don't wait for takes what is left.
+enum class Priority : std::uint8_t { high, low };
+
+class Access;
 
 // Work, one piece after the other. Thread: one at a time.
 class Stream {
@@ -81,15 +86,16 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual MemoryKind kind() const = 0;
-  // What another process on this machine opens the same device by (open_device()): "host", "cuda:0000:19:00.0".
+  // "host", "cuda:0000:19:00.0": what open_device() opens the same device by, in any process of this machine.
   virtual std::string address() const = 0;
   virtual std::string name() const = 0;                          // "NVIDIA H200 (CUDA device 0, 0000:19:00.0)"
   virtual Result<Memory> allocate(std::size_t size) = 0;         // the device's own memory
   virtual Result<Memory> allocate_pinned(std::size_t size) = 0;  // the host's, which the device copies at full speed
-  // The device's own memory that other processes can map, zero or not; in one allocation, or in several of this size
-  // side by side (a GPU's: a multiple of 2 MiB).
-  Result<Memory> allocate_shared(std::size_t size) { return allocate_shared(size, size); }
-  virtual Result<Memory> allocate_shared(std::size_t size, std::size_t piece) = 0;
+  // The device's own memory in several allocations of this size side by side (a GPU's: a multiple of 2 MiB), as
+  // frameworks with expandable segments have it.
+  virtual Result<Memory> allocate_mapped(std::size_t size, std::size_t piece) = 0;
+  // Pins the host's memory, which must be whole pages, until the result goes.
+  virtual Result<Memory> pin(std::span<std::byte> memory) = 0;
   // The allocations that this memory lies in, in order: somebody else's too, a framework's. Errors: `unreachable` for
   // memory that other processes can't be given, with what to do.
   virtual Result<std::vector<Allocation>> allocations(std::span<std::byte> memory) = 0;
@@ -97,7 +103,11 @@ class Device {
   // Another process's memory, allocations one behind the other (several only where they are `mapped`). It need not be
   // trusted: whatever the handles are, an error at most.
   virtual Result<Memory> import_shared(std::span<const Handle> handles) = 0;
-  virtual Result<std::unique_ptr<Stream>> make_stream() = 0;
+  Result<std::unique_ptr<Stream>> make_stream() { return make_stream(Priority::high); }
+  virtual Result<std::unique_ptr<Stream>> make_stream(Priority priority) = 0;
+  // The CPU's looks into its memory (access.h). Errors: of the device, which must have kernels unless it is the host.
+  Result<std::unique_ptr<Access>> make_access();
+  virtual Result<std::unique_ptr<Access>> make_access(Priority priority) = 0;
   // Loads the kernels, which may wait for everything that runs on the device: before any of them is needed.
   virtual Result<> prepare_kernels() = 0;
   // A stream of somebody else's: a cudaStream_t, which must live as long as this. The host has none.
@@ -105,8 +115,9 @@ class Device {
   // Whether its streams can wait for words and write them. Errors: `unavailable`.
   virtual Result<> has_stream_words() = 0;
   // How a NIC's write into this device's memory, once it was seen to be complete, gets to whoever reads there: by
-  // itself; by flush_remote_writes() before a kernel may read it; or nobody knows, so that no NIC may write there.
-  enum class RemoteWrites : std::uint8_t { ordered, flushed, unordered };
+  // itself; by flush_remote_writes() before a kernel may read it; nobody knows, so that no NIC may write there; or only
+  // the process that it belongs to can let one (Transport's register_dma_buf()).
+  enum class RemoteWrites : std::uint8_t { ordered, flushed, unordered, elsewhere };
   virtual RemoteWrites remote_writes() const = 0;
   virtual Result<> flush_remote_writes() = 0;  // does nothing where there is nothing to be flushed
   // The memory, as a descriptor that a NIC's driver takes. The range may lie anywhere in an allocation. Errors:
@@ -131,6 +142,9 @@ Result<std::shared_ptr<Device>> open_cuda(const CudaOptions& options);
 
 // By name, for settings and between processes: "host", "cuda" (device 0), "cuda:N", "cuda:PCI-ADDRESS".
 Result<std::shared_ptr<Device>> open_device(const std::string& name);
+
+// What handles of addresses stand for, where they are one behind the other. Errors: `corrupt`.
+Result<Memory> side_by_side(std::span<const Handle> handles);
 
 // Zeroes memory that the device has just allocated, and waits for it. (The host's comes as zeros.)
 Result<> zero_fresh(Device& device, std::span<std::byte> memory);

@@ -19,13 +19,13 @@ std::size_t items_of(std::size_t bytes) { return (bytes + kDigestBlock - 1) / kD
 
 }  // namespace
 
-Result<std::unique_ptr<Digester>> Digester::make(Device& device) {
+Result<std::unique_ptr<Digester>> Digester::make(Device& device, Priority priority) {
   if (auto ready = device.prepare_kernels(); !ready) return tl::unexpected(ready.error());
   std::unique_ptr<Digester> digester(new Digester());
   using Table = kernels::xxh3::Keys[kernels::xxh3::kLanes];
   auto keys = device.allocate(sizeof(Table));
   if (!keys) return tl::unexpected(keys.error());
-  auto stream = device.make_stream();
+  auto stream = device.make_stream(priority);
   if (!stream) return tl::unexpected(stream.error());
   for (auto& batch : digester->batches_) {
     auto pinned = device.allocate_pinned(kMostItems * sizeof(std::uint64_t) + DigestArguments::kPieces * kDigestBlock);

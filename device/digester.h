@@ -12,7 +12,7 @@ namespace rejoin::device {
 class Digester {
  public:
   // Errors: `unavailable` (no kernels); of the device.
-  static Result<std::unique_ptr<Digester>> make(Device& device);
+  static Result<std::unique_ptr<Digester>> make(Device& device, Priority priority = Priority::high);
 
   // Several pieces of device memory, each with a digest of its own; waits for them. They begin at multiples of 16 bytes
   // and are written by nobody meanwhile. Errors: of the device; nothing works on it any more.

@@ -1,6 +1,9 @@
 // The host as a device: for code that is written once for both.
+#include <algorithm>
 #include <cstring>
 
+#include "base/digest.h"
+#include "device/access.h"
 #include "device/device.h"
 
 namespace rejoin::device {
@@ -41,6 +44,20 @@ class HostStream final : public Stream {
   std::uint64_t marks_ = 0;
 };
 
+class HostAccess final : public Access {
+ public:
+  Result<> read(BytesView from, std::byte* to) override {
+    std::copy(from.begin(), from.end(), to);
+    return {};
+  }
+  Result<> write(std::byte* to, BytesView from) override { return read(from, to); }
+  Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> pieces) override {
+    std::vector<std::uint64_t> digests;
+    for (const auto piece : pieces) digests.push_back(digest(piece));
+    return digests;
+  }
+};
+
 class HostDevice final : public Device {
  public:
   MemoryKind kind() const override { return MemoryKind::host; }
@@ -52,7 +69,8 @@ class HostDevice final : public Device {
     auto mapping = std::make_shared<Mapping>(std::move(*made));
     return Memory{mapping->span(), mapping};
   }
-  Result<Memory> allocate_shared(std::size_t size, std::size_t) override { return allocate(size); }
+  Result<Memory> allocate_mapped(std::size_t size, std::size_t) override { return allocate(size); }
+  Result<Memory> pin(std::span<std::byte> memory) override { return Memory{memory, nullptr}; }
   Result<std::vector<Allocation>> allocations(std::span<std::byte> memory) override {
     const auto file = shared_file_of(memory);
     if (!file)
@@ -81,7 +99,8 @@ class HostDevice final : public Device {
     return Memory{mapping->span(), mapping};
   }
   Result<Memory> allocate_pinned(std::size_t size) override { return allocate(size); }
-  Result<std::unique_ptr<Stream>> make_stream() override { return std::make_unique<HostStream>(); }
+  Result<std::unique_ptr<Stream>> make_stream(Priority) override { return std::make_unique<HostStream>(); }
+  Result<std::unique_ptr<Access>> make_access(Priority) override { return std::make_unique<HostAccess>(); }
   Result<> prepare_kernels() override {
     return fail(ErrorCode::unavailable, "kernels run on GPUs; the host's memory is for the CPU's own code");
   }

@@ -77,7 +77,7 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
     bucket.input = *input;
     bucket.output = *output;
   }
-  auto access = options.device ? device::Access::make(*options.device) : device::Access::make(*device::make_host());
+  auto access = options.device ? options.device->make_access() : device::make_host()->make_access();
   if (!access) return tl::unexpected(access.error());
   made->access_ = std::move(*access);
   if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());

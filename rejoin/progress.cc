@@ -49,6 +49,7 @@ Progress::~Progress() {
   driver_.reset();
   engine_.reset();  // what it still copies is done by a kernel that the attendant may have to launch
   attendant_.reset();
+  server_.reset();
   streams_.reset();
 }
 
@@ -151,6 +152,9 @@ Result<> Progress::prepare_device() {
   if (!streams) return tl::unexpected(streams.error());
   streams_ = std::move(*streams);
   attendant_ = std::make_unique<Attendant>(reducer_);
+  auto server = device::MemoryServer::make(device, owner_.shared_memory());
+  if (!server) return tl::unexpected(server.error());
+  server_ = std::move(*server);
   return {};
 }
 
@@ -322,11 +326,11 @@ void Progress::publish() {
 
 // ---- the daemon
 
-proto::LocalHello Progress::hello() const {
+proto::LocalHello Progress::hello(std::size_t descriptors) const {
   proto::LocalHello hello;
   hello.set_protocol(membership::kProtocolVersion);
   hello.set_layout(shm::kLayoutVersion);
-  hello.set_descriptors(static_cast<std::uint32_t>(offer_.size()));
+  hello.set_descriptors(static_cast<std::uint32_t>(descriptors));
   hello.set_device(owner_.device()->address());
   auto& up = *hello.mutable_up();
   driver_->describe(up);
@@ -339,9 +343,16 @@ proto::LocalHello Progress::hello() const {
 }
 
 Result<> Progress::greet(Fd& socket) {
-  offered_ = 0;
+  to_offer_.clear();
+  for (const auto& fd : offer_) to_offer_.push_back(fd.get());
+  if (server_) {
+    auto line = server_->next();
+    if (!line) return rejoin::fail(ErrorCode::exhausted, "what a daemon is served GPU memory by is still being made");
+    served_ = std::move(*line);
+    to_offer_.insert(to_offer_.end(), {served_.socket.get(), served_.memory.get()});
+  }
   proto::FromTrainer message;
-  *message.mutable_hello() = hello();
+  *message.mutable_hello() = hello(to_offer_.size());
   const int size = 1 << 20;
   (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
   return send_offer(socket, message);
@@ -349,9 +360,12 @@ Result<> Progress::greet(Fd& socket) {
 
 Result<> Progress::send_offer(const Fd& socket, const proto::FromTrainer& message) {
   const std::string bytes = message.SerializeAsString();
-  std::vector<int> fds;
-  for (; offered_ < offer_.size() && fds.size() < kMaxFds; ++offered_) fds.push_back(offer_[offered_].get());
-  return send_with_fds(socket, as_bytes(bytes), fds);
+  const auto end = to_offer_.begin() + static_cast<std::ptrdiff_t>(std::min(to_offer_.size(), kMaxFds));
+  const std::vector<int> fds(to_offer_.begin(), end);
+  to_offer_.erase(to_offer_.begin(), end);
+  auto sent = send_with_fds(socket, as_bytes(bytes), fds);
+  if (to_offer_.empty()) served_ = {};  // the daemon's alone from here on
+  return sent;
 }
 
 void Progress::reconnect(TimePoint now) {

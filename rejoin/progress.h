@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/unix_socket.h"
+#include "device/remote.h"
 #include "local.pb.h"
 #include "rejoin/attendant.h"
 #include "rejoin/driver.h"
@@ -55,7 +56,7 @@ class Progress {
   void lose_daemon(const std::string& why);
   void fail(Error error);
   Result<> prepare_device();
-  proto::LocalHello hello() const;
+  proto::LocalHello hello(std::size_t descriptors) const;
 
   Result<> may_reduce(std::uint32_t bucket) const;
   void poll_streams();
@@ -79,8 +80,9 @@ class Progress {
   Fd daemon_;
   bool welcome_ = false;  // the daemon knows us: until then it would not listen
   std::deque<proto::FromNode> unsaid_;
-  std::vector<Fd> offer_;    // what daemons share the state by: made once, since that takes the driver
-  std::size_t offered_ = 0;  // … of it, to this daemon
+  std::vector<Fd> offer_;      // what daemons share the state by: made once, since that takes the driver
+  device::Line served_;        // … and on a GPU, to this daemon: what its memory is served by
+  std::vector<int> to_offer_;  // of both, what this daemon has yet to be sent
   TimePoint retry_at_{}, heartbeat_at_{}, daemon_seen_{};
   std::thread thread_;
   Fd wake_;
@@ -88,6 +90,7 @@ class Progress {
   std::shared_ptr<device::Reducer> reducer_;
   std::unique_ptr<StreamOrder> streams_;  // both threads'
   std::unique_ptr<Attendant> attendant_;
+  std::unique_ptr<device::MemoryServer> server_;
   std::unique_ptr<Watchdog> watchdog_;
 
   std::mutex mutex_;

@@ -24,7 +24,7 @@ StateAudit::StateAudit(const shm::Owner& owner) : owner_(owner) {
 
 Result<std::unique_ptr<StateAudit>> StateAudit::make(const shm::Owner& owner) {
   std::unique_ptr<StateAudit> audit(new StateAudit(owner));
-  auto access = device::Access::make(*owner.device());
+  auto access = owner.device()->make_access();
   if (!access) return tl::unexpected(access.error());
   audit->access_ = std::move(*access);
   return audit;

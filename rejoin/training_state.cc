@@ -57,7 +57,7 @@ Result<> TrainingState::allocate() {
                   "REJOIN_KEEP_BUDGET)",
                   human_bytes(keep_budget_), manifest->tensors()[slice.whole.tensor].name, human_bytes(needed));
   }
-  auto access = device::Access::make(*device_);
+  auto access = device_->make_access();
   if (!access) return tl::unexpected(access.error());
   access_ = std::move(*access);
   auto owner = shm::Owner::make(std::move(*manifest), device_, own_state_);

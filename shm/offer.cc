@@ -22,7 +22,7 @@ void serialise(const SharedMemory& memory, Bytes& to) {
   for (const auto& handle : memory.handles) {
     put(to, handle.kind);
     put(to, handle.size);
-    if (handle.kind != Handle::Kind::descriptor) put(to, handle.token);
+    if (handle.kind == Handle::Kind::address) put(to, handle.address);
   }
 }
 
@@ -38,8 +38,8 @@ Result<SharedMemory> parse(BytesView& bytes, std::uint64_t needed) {
   std::uint64_t all = 0;
   for (std::uint32_t i = 0; i < count; ++i) {
     Handle& handle = memory.handles.emplace_back();
-    if (!take(bytes, handle.kind) || handle.kind > Handle::Kind::fabric || !take(bytes, handle.size)) return bad();
-    if (handle.kind != Handle::Kind::descriptor && !take(bytes, handle.token)) return bad();
+    if (!take(bytes, handle.kind) || handle.kind > Handle::Kind::address || !take(bytes, handle.size)) return bad();
+    if (handle.kind == Handle::Kind::address && !take(bytes, handle.address)) return bad();
     constexpr std::uint64_t most = std::uint64_t{1} << 46;
     if (handle.size > most || (all += handle.size) > most) return bad();
   }

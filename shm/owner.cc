@@ -12,7 +12,7 @@ Result<Owner> Owner::make(Manifest manifest, std::shared_ptr<device::Device> dev
   owner.device_ = std::move(device);
   const auto slices = static_cast<std::uint32_t>(owner.manifest_.slices().size());
   if (auto placed = owner.place(own); !placed) return tl::unexpected(placed.error());
-  auto aside = owner.device_->allocate_shared(aside_bytes());
+  auto aside = owner.device_->allocate(aside_bytes());
   if (!aside) return tl::unexpected(aside.error());
   auto allocations = owner.device_->allocations(aside->bytes);
   if (!allocations) return tl::unexpected(allocations.error());
@@ -48,7 +48,7 @@ Result<> Owner::place(const std::vector<Own>& own) {
   for (std::size_t t = 0; t < tensors.size(); ++t)
     if (!has_own(t)) missing += room(tensors[t]) * tensors[t].columns;
   if (missing > 0) {
-    auto state = device_->allocate_shared(missing);
+    auto state = device_->allocate(missing);
     if (!state) return tl::unexpected(state.error());
     if (auto zeroed = device::zero_fresh(*device_, state->bytes); !zeroed) return zeroed;
     state_ = std::move(*state);
@@ -122,6 +122,12 @@ std::vector<std::span<std::byte>> Owner::segments() const {
   return all;
 }
 
+std::vector<std::span<std::byte>> Owner::shared_memory() const {
+  auto all = segments();
+  all.push_back(aside_segment_.memory);
+  return all;
+}
+
 Result<SharedMemory> Owner::share(const Segment& segment) const {
   SharedMemory shared;
   shared.skipped = static_cast<std::uint64_t>(segment.memory.data() - segment.allocations[0].memory.data());
@@ -130,7 +136,8 @@ Result<SharedMemory> Owner::share(const Segment& segment) const {
     if (!handle) return tl::unexpected(handle.error());
     shared.handles.push_back(std::move(*handle));
   }
-  // Where there is none, the daemon finds out what else it can do, and says so.
+  // Where there is none, or nobody knows how what a NIC has written gets to the GPU, it goes through the host's memory.
+  if (device_->remote_writes() == device::Device::RemoteWrites::unordered) return shared;
   if (auto exported = device_->export_dma_buf(segment.memory)) shared.dma_buf = std::move(*exported);
   return shared;
 }

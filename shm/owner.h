@@ -27,6 +27,8 @@ class Owner {
   std::span<std::byte> column(const Part& part, std::uint32_t column) const;
   // All of it, with what lies between.
   std::vector<std::span<std::byte>> segments() const;
+  // … and aside: all of the device's memory that a daemon works on.
+  std::vector<std::span<std::byte>> shared_memory() const;
   const std::shared_ptr<device::Device>& device() const { return device_; }
   Page& page() const { return *reinterpret_cast<Page*>(page_.data()); }
   // What a daemon needs to see all this by (offer.h). Any thread. Errors: of the device.

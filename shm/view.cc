@@ -16,7 +16,7 @@ constexpr std::uint64_t pin_bit(std::uint32_t pin) { return std::uint64_t{1} << 
 Result<View> View::make(std::vector<Fd> descriptors, std::shared_ptr<device::Device> device) {
   auto offer = unpack(std::move(descriptors));
   if (!offer) return tl::unexpected(offer.error());
-  auto access = device::Access::make(*device);
+  auto access = device->make_access();
   if (!access) return tl::unexpected(access.error());
   View view(std::move(offer->manifest), std::move(offer->layout));
   view.device_ = std::move(device);

@@ -166,7 +166,7 @@ TEST(Demo, OnAGpuAKilledReplicaComesBackWithTheSameBits) {
   }
 }
 
-// … where the trainer's framework has allocated them: in blocks that processes share by cuIpc, or mapped in pieces.
+// … where the trainer's framework has allocated them: in blocks, or mapped in pieces.
 TEST(Demo, InAFrameworksMemoryItIsTheSame) {
   const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};
   for (const char* state : {"pool", "expandable"}) {

@@ -8,7 +8,7 @@
 // every call of other threads that queues something waits, too. The real one lets some pass; which, nobody may rely on.
 // And it ends the program at what can end in a deadlock there: a call by a thread that hands nothing over while a
 // stream waits for a word that the CPU has yet to write ("no driver between hand-over and word" in
-// docs/design-notes.md).
+// docs/design-notes.md). The thread that serves memory (device/remote.h) may: nobody waits for it.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -49,20 +49,13 @@ struct Allocation {
   std::size_t size = 0;
   int fd = -1;
   char* bytes = nullptr;
-  bool mapped = false, opened = false;  // by cuMemMap(); by cuIpcOpenMemHandle()
+  bool mapped = false;  // by cuMemMap()
 };
 // Addresses for cuMemMap(), and as many where the bytes can be got at.
 struct Reservation {
   std::size_t size = 0;
   char* bytes = nullptr;
 };
-// Of memory in another process.
-struct IpcToken {
-  std::uint64_t magic = 0x66616b6569706300;
-  std::uint64_t size = 0;
-  int pid = 0, fd = -1;
-};
-
 std::mutex mutex;
 std::map<std::uintptr_t, Allocation> allocations;  // by device address
 std::map<std::uintptr_t, Reservation> reservations;
@@ -287,9 +280,9 @@ bool add(Allocation made, unsigned long long* address) {
   allocations[*address] = made;
   return true;
 }
-bool take(unsigned long long address, bool opened, std::size_t* size) {
+bool take(unsigned long long address, std::size_t* size) {
   auto found = allocations.find(address);
-  if (found == allocations.end() || found->second.mapped || found->second.opened != opened) return false;
+  if (found == allocations.end() || found->second.mapped) return false;
   const auto& gone = found->second;
   const std::size_t mapped = rejoin::round_up(gone.size, 4096);
   ::munmap(reinterpret_cast<void*>(address), mapped);
@@ -320,7 +313,7 @@ int cuMemFree_v2(unsigned long long address) {
   wait_for_device();
   std::scoped_lock lock(mutex);
   std::size_t size = 0;
-  if (!take(address, false, &size)) return kInvalidValue;
+  if (!take(address, &size)) return kInvalidValue;
   allocated -= size;
   return kSuccess;
 }
@@ -339,40 +332,7 @@ int cuPointerGetAttribute(void* value, int attribute, unsigned long long address
   return *static_cast<int*>(value) = 0, kSuccess;
 }
 
-// As with the real one: not of memory that is mapped by hand, and not in the process that it came from.
-int cuIpcGetMemHandle(void* handle, unsigned long long address) {
-  check("cuIpcGetMemHandle");
-  if (no_context()) return kInvalidContext;
-  std::scoped_lock lock(mutex);
-  const auto* at = holder(allocations, address);
-  if (at == nullptr || at->second.mapped || at->second.opened) return kInvalidValue;
-  const IpcToken token{.size = at->second.size, .pid = ::getpid(), .fd = at->second.fd};
-  std::memset(handle, 0, 64);
-  std::memcpy(handle, &token, sizeof token);
-  return kSuccess;
-}
-struct IpcHandle {
-  char token[64];
-};
-int cuIpcOpenMemHandle_v2(unsigned long long* address, IpcHandle handle, unsigned) {
-  if (no_context()) return kInvalidContext;
-  IpcToken token;
-  std::memcpy(&token, handle.token, sizeof token);
-  if (token.magic != IpcToken{}.magic || token.pid == ::getpid()) return kInvalidContext;
-  const std::string file = "/proc/" + std::to_string(token.pid) + "/fd/" + std::to_string(token.fd);
-  const int fd = ::open(file.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0) return kInvalidValue;
-  std::scoped_lock lock(mutex);
-  return add({.size = token.size, .fd = fd, .opened = true}, address) ? kSuccess : kOutOfMemory;
-}
-int cuIpcCloseMemHandle(unsigned long long address) {
-  if (no_context()) return kInvalidContext;
-  std::scoped_lock lock(mutex);
-  std::size_t size = 0;
-  return take(address, true, &size) ? kSuccess : kInvalidValue;
-}
-
-// Memory that is mapped by hand, and in other processes: the descriptor is a memfd. The handle is a descriptor, too.
+// Memory that is mapped by hand: the handle is a descriptor, of a memfd.
 int cuMemGetAllocationGranularity(std::size_t* granularity, const void*, int) {
   check("cuMemGetAllocationGranularity");
   return *granularity = 65536, no_context() ? kInvalidContext : kSuccess;
@@ -386,16 +346,6 @@ int cuMemCreate(unsigned long long* handle, std::size_t size, const void*, unsig
   return *handle = static_cast<unsigned>(fd), kSuccess;
 }
 int cuMemRelease(unsigned long long handle) { return ::close(static_cast<int>(handle)), kSuccess; }
-int cuMemExportToShareableHandle(void* descriptor, unsigned long long handle, int type, unsigned long long) {
-  if (type != 1) return kInvalidValue;
-  return *static_cast<int*>(descriptor) = ::dup(static_cast<int>(handle)), kSuccess;
-}
-int cuMemImportFromShareableHandle(unsigned long long* handle, void* descriptor, int) {
-  const int fd = static_cast<int>(reinterpret_cast<std::intptr_t>(descriptor));
-  if (no_context()) return kInvalidContext;
-  if (::lseek(fd, 0, SEEK_END) <= 0) return kInvalidValue;
-  return *handle = static_cast<unsigned>(::dup(fd)), kSuccess;
-}
 int cuMemAddressReserve(unsigned long long* address, std::size_t size, std::size_t, unsigned long long,
                         unsigned long long) {
   if (size == 0 || size % 65536 != 0) return kInvalidValue;
@@ -464,6 +414,26 @@ int cuMemFreeHost(void* address) {
   pinned.erase(reinterpret_cast<std::uintptr_t>(address));
   ::free(address);
   return kSuccess;
+}
+
+// The host's memory, by whole pages.
+int cuMemHostRegister_v2(void* address, std::size_t size, unsigned) {
+  check("cuMemHostRegister");
+  if (no_context()) return kInvalidContext;
+  const auto at = reinterpret_cast<std::uintptr_t>(address);
+  if (at % 4096 != 0 || size == 0) return kInvalidValue;
+  std::scoped_lock lock(mutex);
+  return pinned.emplace(at, size).second ? kSuccess : kInvalidValue;
+}
+int cuMemHostUnregister(void* address) {
+  if (no_context()) return kInvalidContext;
+  const Queueing call("cuMemHostUnregister");
+  wait_for_device();
+  std::scoped_lock lock(mutex);
+  return pinned.erase(reinterpret_cast<std::uintptr_t>(address)) == 1 ? kSuccess : kInvalidValue;
+}
+int cuMemHostGetDevicePointer_v2(unsigned long long* device, void* address, unsigned) {
+  return *device = reinterpret_cast<std::uintptr_t>(address), kSuccess;
 }
 
 int cuStreamCreateWithPriority(Stream** stream, unsigned, int) {

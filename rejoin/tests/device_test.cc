@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <thread>
 
+#include "base/digest.h"
 #include "device/copier.h"
 #include "device/digester.h"
+#include "device/remote.h"
 #include "device/tests/library.h"
 #include "rejoin/attendant.h"
 #include "rejoin/stream_order.h"
@@ -209,6 +211,37 @@ TEST_F(Behind, AKernelIsLaunchedForTheFirstTime) {
   });
 }
 
+// By a thread that may stand in the driver, since nobody here waits for it.
+TEST_F(Behind, ADaemonIsServedMemory) {
+  auto state = *device->allocate(1 * MiB);
+  auto server = *device::MemoryServer::make(device, {state.bytes});
+  std::atomic<bool> stop = false;
+  std::uint64_t rounds = 0;
+  std::thread daemon([&] {
+    const auto remote = *device::connect_remote(*server->next(), device->address());
+    const auto access = *remote->make_access();
+    Bytes bytes(state.bytes.size()), back(state.bytes.size());
+    while (!stop) {
+      std::fill(bytes.begin(), bytes.end(), std::byte(++rounds));
+      ASSERT_TRUE(access->write(state.bytes.data(), bytes));
+      EXPECT_EQ((*access->digests(std::vector{BytesView(state.bytes)}))[0], digest(bytes));
+      ASSERT_TRUE(access->read(state.bytes, back.data()));
+      ASSERT_EQ(back, bytes);
+    }
+  });
+  for (int i = 0; i < 20; ++i) {
+    float loss = 0;
+    hand_over_and(1, [&] {
+      ASSERT_TRUE(stream->copy(reinterpret_cast<std::byte*>(&loss), b.bytes.data(), sizeof loss));
+      auto gone = *device->allocate(1 * MiB);
+      gone = {};
+    });
+  }
+  stop = true;
+  daemon.join();
+  EXPECT_GT(rounds, 0u);
+}
+
 // The software driver finds what a GPU can only hang at.
 TEST_F(Behind, AnyOtherThreadsCallOfTheDriverEndsTheProgram) {
   if (device::is_real()) GTEST_SKIP() << "a real driver would hang, or not";
@@ -347,7 +380,7 @@ TEST(DeviceState, ItIsZeroAtFirstAndItsDigestIsTheHostsOne) {
     EXPECT_TRUE(state.bucket({w}));
     EXPECT_TRUE(state.allocate());
     const auto device = state.owner().device();
-    const auto access = *device::Access::make(*device);
+    const auto access = *device->make_access();
     Bytes seen(state.column(w, 1).size(), std::byte{1});
     EXPECT_TRUE(access->read(state.column(w, 1), seen.data()));
     EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](auto byte) { return byte == std::byte{0}; }));

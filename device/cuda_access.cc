@@ -1,38 +1,24 @@
-#include "device/access.h"
-
+// The CPU's looks into a CUDA device's memory.
 #include <algorithm>
 
-#include "base/digest.h"
+#include "device/access.h"
+#include "device/cuda_context.h"
 #include "device/digester.h"
 
 namespace rejoin::device {
 
 namespace {
 
-class HostAccess final : public Access {
- public:
-  Result<> read(BytesView from, std::byte* to) override {
-    std::copy(from.begin(), from.end(), to);
-    return {};
-  }
-  Result<> write(std::byte* to, BytesView from) override { return read(from, to); }
-  Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> pieces) override {
-    std::vector<std::uint64_t> digests;
-    for (const auto piece : pieces) digests.push_back(digest(piece));
-    return digests;
-  }
-};
-
 // Through a pinned buffer, a piece at a time.
 class CudaAccess final : public Access {
  public:
-  static Result<std::unique_ptr<Access>> make(Device& device) {
+  static Result<std::unique_ptr<Access>> make(Device& device, Priority priority) {
     auto access = std::make_unique<CudaAccess>();
     auto pinned = device.allocate_pinned(kPinned);
     if (!pinned) return tl::unexpected(pinned.error());
-    auto stream = device.make_stream();
+    auto stream = device.make_stream(priority);
     if (!stream) return tl::unexpected(stream.error());
-    auto digester = Digester::make(device);
+    auto digester = Digester::make(device, priority);
     if (!digester) return tl::unexpected(digester.error());
     access->pinned_ = std::move(*pinned);
     access->stream_ = std::move(*stream);
@@ -73,9 +59,8 @@ class CudaAccess final : public Access {
 
 }  // namespace
 
-Result<std::unique_ptr<Access>> Access::make(Device& device) {
-  if (device.kind() == MemoryKind::host) return std::make_unique<HostAccess>();
-  return CudaAccess::make(device);
+Result<std::unique_ptr<Access>> make_cuda_access(Device& device, Priority priority) {
+  return CudaAccess::make(device, priority);
 }
 
 }  // namespace rejoin::device

@@ -1,0 +1,184 @@
+// A GPU's memory, served to who has no context on that GPU: one made of software here.
+#include "device/remote.h"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <random>
+#include <thread>
+
+#include "base/digest.h"
+#include "base/unix_socket.h"
+#include "device/remote_wire.h"
+#include "device/tests/library.h"
+
+namespace rejoin::device {
+namespace {
+
+using namespace std::chrono_literals;
+
+Bytes some_bytes(std::size_t size, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Bytes bytes(size);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+  return bytes;
+}
+
+struct Served : testing::Test {
+  static constexpr std::size_t kSize = 5 * MiB + 48;
+  std::shared_ptr<Device> gpu = test_gpu();
+  Memory memory = *gpu->allocate(kSize), secret = *gpu->allocate(4096);
+  std::unique_ptr<Access> here = *gpu->make_access();
+  std::unique_ptr<MemoryServer> server = *MemoryServer::make(gpu, {memory.bytes});
+
+  // Once the server has made it.
+  Line next_line() {
+    const auto deadline = std::chrono::steady_clock::now() + 20s;
+    for (;;) {
+      if (auto line = server->next()) return std::move(*line);
+      if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("no line is made");
+      std::this_thread::yield();
+    }
+  }
+  std::shared_ptr<RemoteDevice> connect() { return *connect_remote(next_line(), "cuda:test"); }
+};
+
+TEST_F(Served, BytesGoBothWaysAndDigestsAreTheSame) {
+  const auto remote = connect();
+  const auto there = *remote->make_access();
+  const Bytes bytes = some_bytes(kSize, 1);
+  ASSERT_TRUE(there->write(memory.bytes.data(), bytes));
+  Bytes back(kSize);
+  ASSERT_TRUE(here->read(memory.bytes, back.data()));
+  EXPECT_EQ(back, bytes);
+  ASSERT_TRUE(here->write(memory.bytes.data(), some_bytes(kSize, 2)));
+  ASSERT_TRUE(there->read(memory.bytes, back.data()));
+  EXPECT_EQ(back, some_bytes(kSize, 2));
+  std::vector<BytesView> pieces;  // more than go in one request
+  for (std::size_t i = 0; i < 2 * remote::kMostPieces + 3; ++i)
+    pieces.push_back(memory.bytes.subspan(16 * i, 4096 + i));
+  const auto digests = *there->digests(pieces);
+  ASSERT_EQ(digests.size(), pieces.size());
+  for (std::size_t i = 0; i < pieces.size(); ++i)
+    EXPECT_EQ(digests[i], digest(BytesView(back).subspan(16 * i, 4096 + i))) << i;
+  EXPECT_TRUE(there->digests({})->empty());
+}
+
+TEST_F(Served, CopiesOfAStreamAreDoneInOrder) {
+  const auto remote = connect();
+  auto stream = *remote->make_stream();
+  auto pinned = *remote->allocate_pinned(2 * MiB);
+  EXPECT_EQ(*stream->reached(), 0u);
+  const Bytes bytes = some_bytes(1 * MiB, 3);
+  std::copy(bytes.begin(), bytes.end(), pinned.bytes.begin());
+  std::uint64_t before = 0;
+  for (int i = 0; i < 50; ++i) {
+    ASSERT_TRUE(stream->copy(memory.bytes.data() + 16 * i, pinned.bytes.data(), 1 * MiB));
+    ASSERT_TRUE(stream->copy(pinned.bytes.data() + 1 * MiB, memory.bytes.data() + 16 * i, 1 * MiB));
+    const auto mark = *stream->mark();
+    EXPECT_GT(mark, before);
+    before = mark;
+  }
+  while (*stream->reached() < before) std::this_thread::yield();
+  EXPECT_TRUE(*stream->idle());
+  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), pinned.bytes.begin() + 1 * MiB));
+  EXPECT_EQ(remote->allocate_pinned(remote::kMemoryBytes).error().code, ErrorCode::exhausted);
+}
+
+TEST_F(Served, WhoAsksForOtherMemoryIsServedNoLonger) {
+  struct Wrong {
+    const std::byte* from;
+    std::size_t size;
+  };
+  for (const Wrong wrong : {Wrong{secret.bytes.data(), 16}, Wrong{memory.bytes.data() + kSize - 8, 16},
+                            Wrong{memory.bytes.data() + 16, ~std::size_t{0} - 8}, Wrong{memory.bytes.data() - 1, 2}}) {
+    const auto remote = connect();
+    const auto there = *remote->make_access();
+    EXPECT_FALSE(there->digests(std::vector{BytesView(wrong.from, wrong.size)})) << wrong.size;
+    EXPECT_EQ(there->digests(std::vector{BytesView(memory.bytes.first(16))}).error().code, ErrorCode::unavailable);
+  }
+  EXPECT_TRUE((*connect()->make_access())->digests(std::vector{BytesView(memory.bytes)})) << "the next is served";
+}
+
+// As of a process that is out of its mind.
+TEST_F(Served, RequestsThatMakeNoSenseEndTheLine) {
+  using remote::Kind, remote::Piece, remote::Request;
+  const auto address = reinterpret_cast<std::uint64_t>(memory.bytes.data());
+  const auto with = [](Request request, const std::vector<Piece>& pieces) {
+    return joined(request, std::as_bytes(std::span(pieces)));
+  };
+  const Piece right{.address = address, .offset = remote::kHeaderBytes, .size = 16};
+  Piece over_the_header = right, behind_the_end = right, around = right;
+  over_the_header.offset = 0;
+  behind_the_end.offset = remote::kMemoryBytes - 8;
+  around.offset = ~std::uint64_t{0} - 8;
+  for (const Bytes& message :
+       {Bytes(1), Bytes(sizeof(Request) - 1), with({.kind = Kind::to_host, .count = 2}, {right, right}),
+        with({.kind = Kind::to_host, .count = 0}, {}), with({.kind = Kind::to_host, .count = 1}, {over_the_header}),
+        with({.kind = Kind::to_device, .count = 1}, {behind_the_end}),
+        with({.kind = Kind::to_device, .count = 1}, {around}), with({.kind = Kind::digest, .count = 2}, {right}),
+        with({.kind = static_cast<Kind>(9), .count = 0}, {}), with({.kind = Kind::digest, .count = ~0u}, {right})}) {
+    const Line line = next_line();
+    ASSERT_TRUE(send_with_fds(line.socket, message, {}));
+    pollfd ended{line.socket.get(), POLLIN, 0};
+    ASSERT_EQ(::poll(&ended, 1, 20000), 1);
+    EXPECT_FALSE(receive_with_fds(line.socket, 4096)) << message.size();
+  }
+}
+
+// Nothing that the one before asks for any more is done.
+TEST_F(Served, WhoeverComesNextEndsTheLineBefore) {
+  const auto first = connect();
+  const auto of_first = *first->make_access();
+  ASSERT_TRUE(of_first->write(memory.bytes.data(), some_bytes(64, 4)));
+  const auto second = connect();
+  const auto of_second = *second->make_access();
+  Bytes back(64);
+  ASSERT_TRUE(of_second->read(memory.bytes.first(64), back.data()));
+  EXPECT_EQ(back, some_bytes(64, 4));
+  EXPECT_FALSE(of_first->write(memory.bytes.data(), Bytes(64)));
+  ASSERT_TRUE(of_second->read(memory.bytes.first(64), back.data()));
+  EXPECT_EQ(back, some_bytes(64, 4));
+}
+
+TEST_F(Served, AfterTheServersEndThereAreErrors) {
+  const auto remote = connect();
+  const auto there = *remote->make_access();
+  auto stream = *remote->make_stream();
+  ASSERT_TRUE(there->write(memory.bytes.data(), Bytes(64)));
+  server.reset();
+  const auto gone = there->write(memory.bytes.data(), Bytes(64));
+  ASSERT_FALSE(gone);
+  EXPECT_NE(gone.error().message.find("its trainer is gone"), std::string::npos) << gone.error().message;
+  EXPECT_FALSE(stream->reached());
+  EXPECT_FALSE(stream->synchronize());
+}
+
+// Of a trainer that is stopped: it neither answers nor ends.
+TEST(Remote, WhoWaitsIsWokenByDisconnect) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+  const Fd silent(ends[0]);
+  auto remote = *connect_remote({Fd(ends[1]), *make_sealed_memfd("test", remote::kMemoryBytes)}, "cuda:test");
+  const auto there = *remote->make_access();
+  std::thread waiter([&] { EXPECT_FALSE(there->digests(std::vector{BytesView()})); });
+  char asked[64];
+  ASSERT_GT(::recv(silent.get(), asked, sizeof asked, 0), 0);  // it waits, or is about to
+  remote->disconnect();
+  waiter.join();
+  auto stream = *remote->make_stream();
+  auto pinned = *remote->allocate_pinned(64);
+  EXPECT_FALSE(stream->copy(pinned.bytes.data(), nullptr, 64));
+}
+
+TEST(Remote, MemoryThatMayShrinkIsRefused) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+  const Fd other(ends[0]);
+  EXPECT_FALSE(connect_remote({Fd(ends[1]), *make_eventfd()}, "cuda:test"));
+}
+
+}  // namespace
+}  // namespace rejoin::device
