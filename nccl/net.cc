@@ -302,7 +302,7 @@ Result<> Device::connect_to_self() {
 }
 
 // What a NIC has written into a GPU's memory may still be on its way there when its completion is seen; a read through
-// the same NIC comes after it. Null: there is nothing to flush.
+// the same NIC comes after it, so there is one through each. Null: there is nothing to flush.
 Result<Request*> Device::flush(Connection& connection, std::span<const Target> targets) {
   std::scoped_lock lock(mutex_);
   const auto last = std::find_if(targets.rbegin(), targets.rend(),
@@ -316,7 +316,8 @@ Result<Request*> Device::flush(Connection& connection, std::span<const Target> t
                              .local = {scratch_region_, 0},
                              .remote = {engine_->remote(last->region->id),
                                         static_cast<std::uint64_t>(last->memory.data() - last->region->memory.data())},
-                             .length = 1};
+                             .length = 1,
+                             .on_each_rail = true};
   while (!loop_ready_ && loop_ != transport::EndpointId{}) progress();  // it was begun with the registration
   auto posted = loop_ready_ ? engine_->read(loop_, {&read, 1})
                             : fail(ErrorCode::unavailable, "the connection to ourselves, for flushes, has failed");

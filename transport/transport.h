@@ -64,6 +64,9 @@ struct Read {
   LocalRange local;
   RemoteRange remote;
   std::uint64_t length = 0;
+  // All of it by every rail that reaches both ends, where there are several: so that it comes behind whatever any of
+  // them has written there. Small.
+  bool on_each_rail = false;
 };
 
 enum class EventKind : std::uint8_t {

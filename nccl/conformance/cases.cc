@@ -217,6 +217,27 @@ void closed_in_flight(Side& side) {
   registrations(side);
 }
 
+// A receiver that has its messages may go at once, before the sender has heard that they are there: they were sent.
+void closed_when_received(Side& side) {
+  for (int round = 0; round < 40; ++round) {
+    const std::size_t size = std::array<std::size_t, 4>{0, 1, 4096, 3 << 20}[static_cast<std::size_t>(round % 4)];
+    Connected link(side);
+    Bytes bytes(std::max<std::size_t>(size, 1), kUntouched);
+    auto registered = std::make_unique<Registered>(side, side.number == 0 ? link.sender : link.receiver, bytes);
+    const auto message = std::span(bytes).first(size);
+    if (side.number == 0) {
+      fill(message, size);
+      (void)side.wait(side.send(link.sender, message, 0, registered->handle));
+    } else {
+      (void)side.wait(side.receive(link.receiver, {message}, {0}, {registered->handle}));
+      check(bytes, size, size, "a message before the end");
+      registered.reset();
+      side.close(link);
+    }
+    side.meet();
+  }
+}
+
 // More than the receive takes is cut to it, as by NCCL's own networks, and not a byte lands behind it.
 void too_large(Side& side) {
   Connected link(side);
@@ -272,6 +293,7 @@ std::vector<Case> cases() {
           {"registrations that overlap, and parts of them", registrations},
           {"64 connections at once, 30 one after the other", many_connections},
           {"closed with requests in flight", closed_in_flight},
+          {"closed when the messages are there", closed_when_received},
           {"a message larger than its receive", too_large},
           {"a peer that dies", a_peer_that_dies, true}};
 }

@@ -231,8 +231,12 @@ Result<> StripedEngine::read(EndpointId id, std::span<const Read> reads) {
   auto found = find_for_posting(endpoints_, regions_, id, reads);
   if (!found) return tl::unexpected(found.error());
   for (const auto& read : reads)
-    post(**found,
-         {.context = read.context, .is_read = true, .local = read.local, .remote = read.remote, .length = read.length});
+    post(**found, {.context = read.context,
+                   .is_read = true,
+                   .on_each_rail = read.on_each_rail,
+                   .local = read.local,
+                   .remote = read.remote,
+                   .length = read.length});
   pump(**found);
   return {};
 }
@@ -242,7 +246,8 @@ void StripedEngine::post(Endpoint& endpoint, Operation operation) {
   operation.piece_bytes = std::clamp<std::uint64_t>(even, options_.smallest_piece, options_.largest_piece);
   operation.piece_bytes = std::max(operation.piece_bytes, round_up(operation.length / wire::kMaxPieces + 1, 4 * KiB));
   const std::uint64_t pieces = (operation.length + operation.piece_bytes - 1) / operation.piece_bytes;
-  operation.unfinished = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, pieces));
+  operation.unfinished =
+      static_cast<std::uint32_t>(operation.on_each_rail ? rails_.size() : std::max<std::uint64_t>(1, pieces));
   const std::uint64_t number = endpoint.next_operation++;
   const std::uint64_t key = operation.remote.region.key;
   endpoint.operations[number] = std::move(operation);
@@ -280,6 +285,7 @@ void StripedEngine::answer_keys(Endpoint& endpoint, const wire::Header& header, 
 }
 
 std::uint64_t StripedEngine::length_of(const Operation& operation, std::uint32_t piece) {
+  if (operation.on_each_rail) return operation.length;
   return std::min(operation.piece_bytes, operation.length - piece * operation.piece_bytes);
 }
 
@@ -287,8 +293,10 @@ void StripedEngine::touch(Endpoint& endpoint) {
   if (!std::exchange(endpoint.dirty, true)) dirty_.push_back(endpoint.id);
 }
 
-// The rail with the least under way among those that reach both ends of the operation and have room.
-StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Operation& operation, std::uint64_t length) {
+// The rail with the least under way among those that reach both ends of the operation and have room; of a piece that
+// is one rail's, that one.
+StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Operation& operation, std::uint32_t piece,
+                                                 std::uint64_t length) {
   Choice choice;
   auto local = rail_regions_.find(operation.local.region.value);
   auto remote = endpoint.keys.find(operation.remote.region.key);
@@ -297,6 +305,7 @@ StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Opera
     Link* link = rail.link;
     if (link == nullptr || !link->open || !local->second[link->rail] || remote->second.rails[link->rail].usable == 0)
       continue;
+    if (operation.on_each_rail && link->rail != piece) continue;
     if (!endpoint.blind.empty() &&
         endpoint.blind.contains({link->rail, operation.local.region.value, operation.remote.region.key}))
       continue;
@@ -320,9 +329,13 @@ void StripedEngine::pump(Endpoint& endpoint) {
     REJOIN_CHECK(found != endpoint.operations.end(), "a piece of no operation");
     Operation& operation = found->second;
     const std::uint64_t length = length_of(operation, piece.index);
-    const Choice choice = choose_link(endpoint, operation, length);
+    const Choice choice = choose_link(endpoint, operation, piece.index, length);
     if (choice.link == nullptr && choice.reachable && !operation.error) break;
     endpoint.pending.pop_front();
+    if (choice.link == nullptr && operation.on_each_rail && !operation.error) {
+      finish_piece(endpoint, piece.operation, {});  // this rail is down, or has never written there
+      continue;
+    }
     if (choice.link == nullptr || operation.error) {
       finish_piece(
           endpoint, piece.operation,
@@ -331,7 +344,8 @@ void StripedEngine::pump(Endpoint& endpoint) {
     }
     Link& link = *choice.link;
     piece.posted = now_;
-    const std::uint64_t offset = piece.index * operation.piece_bytes, number = endpoint.next_piece++;
+    const std::uint64_t offset = operation.on_each_rail ? 0 : piece.index * operation.piece_bytes;
+    const std::uint64_t number = endpoint.next_piece++;
     link.in_flight[number] = piece;
     link.bytes += length;
     ++operation.in_flight;
@@ -401,7 +415,8 @@ void StripedEngine::avoid(Endpoint& endpoint, const Link& link, const Piece& pie
   if (endpoint.blind.size() >= kMaxKeys) endpoint.blind.clear();  // learned again
   if (endpoint.blind.insert({link.rail, operation.local.region.value, operation.remote.region.key}).second)
     spdlog::warn("rail {} is not used between two regions any more: {}", link.rail, error.message);
-  if (choose_link(endpoint, operation, 0).reachable) endpoint.pending.push_front(piece);
+  if (operation.on_each_rail) return finish_piece(endpoint, piece.operation, {});  // it has never written there
+  if (choose_link(endpoint, operation, piece.index, 0).reachable) endpoint.pending.push_front(piece);
   else finish_piece(endpoint, piece.operation, error);
 }
 

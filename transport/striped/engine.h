@@ -55,7 +55,7 @@ class StripedEngine final : public Engine {
 
   struct Operation {
     std::uint64_t context = 0;
-    bool is_read = false;
+    bool is_read = false, on_each_rail = false;
     LocalRange local;
     RemoteRange remote;
     std::uint64_t length = 0, piece_bytes = 0;
@@ -191,7 +191,7 @@ class StripedEngine final : public Engine {
     RegionId local;  // on the link's rail
     RemoteRegion remote;
   };
-  Choice choose_link(Endpoint& endpoint, const Operation& operation, std::uint64_t length);
+  Choice choose_link(Endpoint& endpoint, const Operation& operation, std::uint32_t piece, std::uint64_t length);
   void touch(Endpoint& endpoint);
   static std::uint64_t length_of(const Operation& operation, std::uint32_t piece);
 

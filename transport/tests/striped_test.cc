@@ -255,6 +255,44 @@ TEST(Striped, ARailThatHangsIsTakenOutAndItsPiecesGoOverTheOthers) {
   EXPECT_FALSE(c.a.closed);
 }
 
+// As a flush has to be: behind what any rail has written.
+TEST(Striped, AReadOnEachRailWaitsForEachThatIsUp) {
+  Cluster c(8);
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  for (int i = 0; i < 1000; ++i) c.turn();
+  std::vector<std::byte> from(64, std::byte{9}), to(64);
+  const RegionId source = *c.b.engine->register_region(from, MemoryKind::host);
+  const RegionId target = *c.a.engine->register_region(to, MemoryKind::host);
+  std::uint64_t context = 0;
+  const auto read = [&] {
+    const Read one{.context = ++context,
+                   .local = {target, 0},
+                   .remote = {c.b.engine->remote(source), 0},
+                   .length = 1,
+                   .on_each_rail = true};
+    EXPECT_TRUE(c.a.engine->read(c.a.endpoint, {&one, 1}));
+    return context;
+  };
+  const auto first = read();
+  ASSERT_TRUE(c.until([&] { return c.a.completed.contains(first); }));
+  EXPECT_FALSE(c.a.completed[first]);
+  EXPECT_EQ(to[0], std::byte{9});
+  for (auto* rail : c.b.rails) {
+    c.fabric.stop(*rail);
+    const auto next = read();
+    const TimePoint before = c.clock.now();
+    while (c.clock.now() - before < kOptions.stall / 4) c.turn();
+    EXPECT_FALSE(c.a.completed.contains(next)) << "one of them has not answered";
+    c.fabric.resume(*rail);
+    ASSERT_TRUE(c.until([&] { return c.a.completed.contains(next); }));
+    EXPECT_FALSE(c.a.completed[next]);
+  }
+  c.fabric.cut(*c.a.rails[1]);
+  const auto last = read();
+  ASSERT_TRUE(c.until([&] { return c.a.completed.contains(last); }));
+  EXPECT_FALSE(c.a.completed[last]) << "who is down writes nothing";
+}
+
 // The sockets of this process that are connected from `address`.
 std::vector<int> sockets_from(const std::string& address) {
   std::vector<int> found;
