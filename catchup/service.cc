@@ -273,8 +273,9 @@ void Service::poll_again(TimePoint now) {
   for (auto failing = ranks_.begin(); failing != ranks_.end();) {
     const auto& [key, rank] = *failing++;
     if (!rank.view->failure()) continue;
-    // Nothing that it says of its memory is to be believed; its trainer has the same device and finds out as well.
+    // Nothing that it says of its memory is to be believed.
     spdlog::error("replica {} rank {} is not served any more: {}", key.replica, key.rank, *rank.view->failure());
+    failed_.push_back(key);
     remove_rank(RankKey(key));
   }
   for (auto& [key, rank] : ranks_) {

@@ -80,6 +80,9 @@ class Service {
   void poll_again(TimePoint now);
   // What joiners have found their sources to differ in since the last call.
   std::vector<std::pair<RankKey, Drift>> take_drifts() { return std::exchange(drifts_, {}); }
+  std::vector<RankKey> take_failed() {
+    return std::exchange(failed_, {});
+  }                                    // their device failed, and they are removed
   bool busy() const { return busy_; }  // more work without waiting for events
   std::vector<RankKey> joining() const;
   std::size_t serving() const { return serving_.size(); }
@@ -145,6 +148,7 @@ class Service {
   std::map<transport::EndpointId, FetchingFrom> fetching_;
   std::vector<Whole> caught_up_;
   std::vector<std::pair<RankKey, Drift>> drifts_;
+  std::vector<RankKey> failed_;
   std::uint64_t served_by_gone_ = 0;
   bool busy_ = false;
 };

@@ -186,7 +186,7 @@ Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) 
                 "the trainer's library speaks protocol {} with page layout {}, this rejoind {} with {}; use one "
                 "version of both",
                 hello.protocol(), hello.layout(), membership::kProtocolVersion, shm::kLayoutVersion);
-  if (trainer.offering || trainer.key)
+  if (trainer.offering || trainer.opening || trainer.key)
     return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
   if (hello.descriptors() > shm::kMaxOffered)
     return fail(ErrorCode::corrupt, "it wants to send {} descriptors", hello.descriptors());
@@ -212,6 +212,7 @@ Result<> NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
   if (offering.fds.size() < 3)
     return fail(ErrorCode::corrupt, "it sent {} descriptors for the state on {}", offering.fds.size(),
                 offering.hello.device());
+  trainer.opening = true;
   asio::post(opener_, [this, from = trainer.id, offering = std::move(offering)]() mutable {
     auto opened = open_remote(from, offering);
     asio::post(io_, [this, from, offering = std::move(offering), opened = std::move(opened)]() mutable {
@@ -245,6 +246,7 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   }
   trainer.key = key;
   trainer.stream = stream.thread.get();
+  const bool whole = view->whole();
   auto shared = std::make_shared<shm::View>(std::move(*view));
   trainer.stream->post([key, life = hello.up().life(), shared](catchup::Service& service, TimePoint) {
     if (auto added = service.add_rank(key, life, std::move(*shared)); !added)
@@ -260,6 +262,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   up.mutable_rank_up()->set_stream_address(trainer.stream->address());
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   carry_out(machine_.on_rank_message(trainer.id, up, now()));
+  // A daemon before this one has had all of its state proven: that goes along with the first word of how it stands.
+  if (whole) carry_out(machine_.on_rank_message(trainer.id, report_of({key, hello.up().life()}), now()));
   return {};
 }
 
@@ -287,6 +291,9 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
     spdlog::warn("local process {}: {}", trainer.credentials.pid, reason);
   }
   carry_out(machine_.on_rank_gone(id, reason, how));
+  if (!trainer.own) return;
+  trainer.own->remote->disconnect();  // so that its thread waits for no trainer; it may still be at work for long
+  asio::post(opener_, [gone = std::move(trainer.own)] {});
 }
 
 void NodeServer::tell(Trainer& trainer, const proto::ToTrainer& message) {
@@ -379,6 +386,13 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
     return true;
   };
   for (const auto& [key, drift] : report.drifts) hears(key, report_of(key, drift));
+  // Its state is served no longer, though its process lives: it registers anew, with everything that it needs for that.
+  for (const auto& key : report.failed) {
+    const auto failed =
+        std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second.key == key; });
+    if (failed != trainers_.end())
+      asio::post(io_, [this, id = failed->first] { drop(id, "its state could not be read", Gone::silent); });
+  }
   // The process may be another one by now: the life that caught up goes along, and Node compares it.
   for (const auto& whole : report.caught_up)
     if (hears(whole.key, report_of(whole)))

@@ -62,6 +62,7 @@ class NodeServer {
     std::unique_ptr<asio::posix::stream_descriptor> readable;
     std::unique_ptr<asio::posix::stream_descriptor> exited;  // a pidfd
     std::optional<Offering> offering;                        // until it is whole
+    bool opening = false;                                    // a stream for its GPU is, or has been
     std::optional<catchup::RankKey> key;
     bool catching_up = false;
     std::optional<Incarnation> serves;
@@ -107,7 +108,7 @@ class NodeServer {
   catchup::Compression compression_{};
   std::unique_ptr<DeviceStream> host_;
   std::uint64_t served_by_gone_ = 0;  // bytes
-  asio::thread_pool opener_{1};       // RDMA devices may take long to open, and the daemon is not silent meanwhile
+  asio::thread_pool opener_{1};  // RDMA devices may take long to open and to close: the daemon is not silent meanwhile
 };
 
 }  // namespace rejoin::daemon

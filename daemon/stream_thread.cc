@@ -64,9 +64,10 @@ void StreamThread::run() {
     for (auto& command : commands) command(*service_, now);
     Report report{.caught_up = service_->poll(now)};
     report.drifts = service_->take_drifts();
+    report.failed = service_->take_failed();
     const auto joining = service_->joining();
     const bool due = (!joining.empty() || service_->serving() > 0) && now - reported >= kReportEvery;
-    if (!report.caught_up.empty() || !report.drifts.empty() || due) {
+    if (!report.caught_up.empty() || !report.drifts.empty() || !report.failed.empty() || due) {
       for (auto key : joining)
         if (auto progress = service_->progress(key, now)) report.progress[key] = *progress;
       report.bytes_served = service_->bytes_served();

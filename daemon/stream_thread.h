@@ -1,6 +1,5 @@
-// The daemon's data plane: for each device that trainers have their state on, a thread of low priority that owns the
-// catch-up engine and service. Everything else talks to
-// it through a queue.
+// The daemon's data plane: for all states in the host's memory, and for each on a GPU, a thread of low priority that
+// owns a catch-up engine and service. Everything else talks to it through a queue.
 #pragma once
 
 #include <atomic>
@@ -18,6 +17,7 @@ class StreamThread {
   struct Report {
     std::vector<catchup::Service::Whole> caught_up;
     std::vector<std::pair<catchup::RankKey, catchup::Drift>> drifts;
+    std::vector<catchup::RankKey> failed;  // whose device failed: they are not served any more
     std::map<catchup::RankKey, catchup::Progress> progress;
     std::uint64_t bytes_served = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;

@@ -16,6 +16,11 @@ namespace rejoin::device {
 
 using remote::Kind, remote::Piece, remote::Reply, remote::Request;
 
+namespace {
+// Lines that are ready: while the thread stands in the driver, so many daemons may follow one another.
+constexpr std::size_t kPrepared = 2;
+}  // namespace
+
 // A process that is served, or will be.
 struct MemoryServer::Served {
   Fd socket;
@@ -37,9 +42,11 @@ Result<std::unique_ptr<MemoryServer>> MemoryServer::make(std::shared_ptr<Device>
   auto access = server->device_->make_access(Priority::low);
   if (!access) return tl::unexpected(access.error());
   server->access_ = std::move(*access);
-  auto next = server->prepare();
-  if (!next) return tl::unexpected(next.error());
-  server->next_ = std::move(*next);
+  while (server->next_.size() < kPrepared) {
+    auto next = server->prepare();
+    if (!next) return tl::unexpected(next.error());
+    server->next_.push_back(std::move(*next));
+  }
   auto wake = make_eventfd();
   if (!wake) return tl::unexpected(wake.error());
   server->wake_ = std::move(*wake);
@@ -60,9 +67,10 @@ MemoryServer::~MemoryServer() {
 std::optional<Line> MemoryServer::next() {
   const std::lock_guard lock(mutex_);
   signal_eventfd(wake_);
-  if (!next_) return std::nullopt;
-  std::optional<Line> line = std::exchange(next_->theirs, std::nullopt);
-  taken_ = std::move(next_);
+  if (next_.empty()) return std::nullopt;
+  std::optional<Line> line = std::exchange(next_.back()->theirs, std::nullopt);
+  taken_ = std::move(next_.back());
+  next_.pop_back();
   return line;
 }
 
@@ -101,7 +109,7 @@ void MemoryServer::run() {
       const std::lock_guard lock(mutex_);
       if (stop_) break;
       if (taken_) before = std::exchange(served, std::move(taken_));
-      wanted = !next_;
+      wanted = next_.size() < kPrepared;
     }
     end(std::move(before));
     if (wanted) {
@@ -109,10 +117,11 @@ void MemoryServer::run() {
       if (!made && !std::exchange(told, true))
         spdlog::error("no other daemon can be served this GPU's memory: {}", made.error().message);
       const std::lock_guard lock(mutex_);
-      if (made) next_ = std::move(*made);
+      if (made) next_.push_back(std::move(*made));
+      wanted = made && next_.size() < kPrepared;
     }
     Result<> goes_on;
-    while (served && goes_on) {
+    while (served && goes_on && !changed()) {
       auto message = receive_with_fds(served->socket, sizeof(Request) + remote::kMostPieces * sizeof(Piece));
       if (!message) {
         goes_on = tl::unexpected(message.error());  // it has ended, or has another line
@@ -123,11 +132,18 @@ void MemoryServer::run() {
       }
     }
     if (!goes_on) end(std::move(served));
+    if (wanted || changed()) continue;
     pollfd waits[] = {{wake_.get(), POLLIN, 0}, {served ? served->socket.get() : -1, POLLIN, 0}};
     (void)::poll(waits, served ? 2 : 1, -1);
     drain_eventfd(wake_);
   }
   end(std::move(served));
+}
+
+// Somebody else is to be served, or nobody any more.
+bool MemoryServer::changed() {
+  const std::lock_guard lock(mutex_);
+  return stop_ || taken_ != nullptr;
 }
 
 bool MemoryServer::is_served(std::uint64_t address, std::uint64_t size) const {

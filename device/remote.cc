@@ -2,10 +2,12 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 
 #include "base/unix_socket.h"
 #include "device/remote_wire.h"
@@ -31,15 +33,27 @@ class Client {
   }
   bool needs_flush() const { return header().needs_flush != 0; }
 
+  // The owner's addresses are another process's, and may be those of anything here: so its memory gets addresses of its
+  // own, which nobody can touch.
+  Result<std::span<std::byte>> import(const std::byte* theirs, std::size_t size) {
+    void* at = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) return fail_errno("addresses for a trainer's GPU memory");
+    auto* here = static_cast<std::byte*>(at);
+    imported_[here] = {size, reinterpret_cast<std::uint64_t>(theirs)};
+    return std::span(here, size);
+  }
+  ~Client() {
+    for (const auto& [here, memory] : imported_) (void)::munmap(here, memory.size);  // of this process: it can't fail
+  }
+
   // Which end of a copy is which shows in where it lies.
   Result<> copy(std::byte* to, const std::byte* from, std::size_t size) {
     const auto here = [&](const std::byte* at) { return at >= shared_.data() && at < shared_.data() + shared_.size(); };
     if (here(to) == here(from))
       return fail(ErrorCode::invalid_argument, "a copy that is not between the GPU's memory and pinned memory");
     const std::byte *host = here(to) ? to : from, *device = here(to) ? from : to;
-    const Piece piece{.address = reinterpret_cast<std::uint64_t>(device),
-                      .offset = static_cast<std::uint64_t>(host - shared_.data()),
-                      .size = size};
+    const Piece piece{
+        .address = address_of(device), .offset = static_cast<std::uint64_t>(host - shared_.data()), .size = size};
     return ask(here(to) ? Kind::to_host : Kind::to_device, {&piece, 1}).map([&] { last_copy_ = last_; });
   }
   std::uint64_t last_copy() const { return last_copy_; }
@@ -52,6 +66,12 @@ class Client {
     auto received = receive();                  // nothing but the end comes unasked
     if (!received) return tl::unexpected(received.error());
     if (*received) return lose("its trainer sent a reply to nothing");
+    // A trainer may be stopped, or its GPU busy, for long: no core is spent on that.
+    if (std::exchange(seen_, done) != done) looks_ = 0;
+    else if (++looks_ > kLooks) {
+      pollfd end{socket_.get(), POLLIN, 0};
+      (void)::poll(&end, 1, 1);
+    }
     return done;
   }
   Result<> finish() {
@@ -71,7 +91,7 @@ class Client {
     for (; !of.empty(); of = of.subspan(std::min<std::size_t>(of.size(), remote::kMostPieces))) {
       std::vector<Piece> pieces;
       for (const auto bytes : of.first(std::min<std::size_t>(of.size(), remote::kMostPieces)))
-        pieces.push_back({.address = reinterpret_cast<std::uint64_t>(bytes.data()), .size = bytes.size()});
+        pieces.push_back({.address = address_of(bytes.data()), .size = bytes.size()});
       const auto some = ask(Kind::digest, pieces).and_then([&] { return reply(pieces.size()); });
       if (!some) return some;
       all.insert(all.end(), some->begin(), some->end());
@@ -82,6 +102,15 @@ class Client {
   void disconnect() { (void)::shutdown(socket_.get(), SHUT_RDWR); }  // wakes whoever waits for it
 
  private:
+  // In its owner's process. Of memory that was not imported: none, which the server refuses.
+  std::uint64_t address_of(const std::byte* here) const {
+    auto next = imported_.upper_bound(const_cast<std::byte*>(here));
+    if (next == imported_.begin()) return 0;
+    const auto& [begin, memory] = *std::prev(next);
+    const auto offset = static_cast<std::uint64_t>(here - begin);
+    return offset <= memory.size ? memory.theirs + offset : 0;
+  }
+
   remote::Header& header() const { return *reinterpret_cast<remote::Header*>(shared_.data()); }
 
   tl::unexpected<Error> lose(std::string what) {
@@ -136,8 +165,15 @@ class Client {
 
   const Fd socket_;
   const Mapping shared_;
+  struct Imported {
+    std::size_t size = 0;
+    std::uint64_t theirs = 0;
+  };
+  std::map<std::byte*, Imported> imported_;
   std::size_t taken_ = remote::kHeaderBytes;
   std::uint64_t last_ = 0, last_copy_ = 0;
+  static constexpr std::uint64_t kLooks = 20'000;  // at what does not change, some milliseconds
+  std::uint64_t seen_ = 0, looks_ = 0;
   std::optional<Error> error_;
 };
 
@@ -214,8 +250,13 @@ class Remote final : public RemoteDevice {
   Result<Memory> allocate_pinned(std::size_t size) override {
     return client_->allocate(size).map([&](auto bytes) { return Memory{bytes, client_}; });
   }
-  // At the addresses that its owner has it at: nobody here looks there.
-  Result<Memory> import_shared(std::span<const Handle> handles) override { return side_by_side(handles); }
+  Result<Memory> import_shared(std::span<const Handle> handles) override {
+    return side_by_side(handles)
+        .and_then([&](const Memory& theirs) { return client_->import(theirs.bytes.data(), theirs.bytes.size()); })
+        .map([&](auto here) {
+          return Memory{here, client_};
+        });
+  }
   Result<std::unique_ptr<Stream>> make_stream(Priority) override { return std::make_unique<RemoteStream>(client_); }
   Result<std::unique_ptr<Access>> make_access(Priority) override {
     return client_->allocate(1 * MiB).map(

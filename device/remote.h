@@ -42,6 +42,7 @@ class MemoryServer {
   void run();
   Result<> answer(Served& served, BytesView message);
   bool is_served(std::uint64_t address, std::uint64_t size) const;
+  bool changed();
 
   std::shared_ptr<Device> device_;
   std::vector<std::span<std::byte>> memory_;
@@ -49,7 +50,8 @@ class MemoryServer {
   std::unique_ptr<Access> access_;
   Fd wake_;
   std::mutex mutex_;  // guards what follows; never held in the driver
-  std::unique_ptr<Served> next_, taken_;
+  std::vector<std::unique_ptr<Served>> next_;
+  std::unique_ptr<Served> taken_;
   bool stop_ = false;
   std::thread thread_;
 };

@@ -15,7 +15,7 @@ struct Header {
   std::uint64_t needs_flush = 0;  // 1: a NIC's writes must be flushed before the GPU may read them
 };
 constexpr std::size_t kHeaderBytes = 4096;
-constexpr std::size_t kMemoryBytes = 24 * MiB;  // staging's slots both ways, and what the CPU looks at
+constexpr std::size_t kMemoryBytes = 18 * MiB;  // staging's slots both ways, and what the CPU looks at
 constexpr std::uint32_t kMostPieces = 512;      // of a request
 
 enum class Kind : std::uint32_t {

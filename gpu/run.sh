@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# ./run gpu test|bench|nccl: what needs a GPU, on the machine's first one, with NVIDIA's driver. Needs no toolkit to run.
-# ./run gpu pack DIR: everything for that into one folder, for a machine that can't build: DIR/run.sh test|bench|nccl.
+# ./run gpu test|bench|probe|nccl: what needs a GPU, on the machine's first one, with NVIDIA's driver. Needs no toolkit to run.
+# ./run gpu pack DIR: everything for that into one folder, for a machine that can't build: DIR/run.sh test|bench|probe|nccl.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [[ -d $here/bin ]]; then  # packed
@@ -142,6 +142,10 @@ case ${1:-} in
       done
     done
     finish "gpu bench" ;;
+  probe)
+    need_gpu
+    STEP_LIMIT=${STEP_LIMIT:-300} step "what the driver does while streams wait, and what a served daemon costs a busy trainer" "$bin/rejoin_gpu_probe"
+    finish "gpu probe" ;;
   nccl)
     need_gpu
     [[ -x $bin/rejoin_nccl_check ]] || { echo "gpu: rejoin_nccl_check was not built: no NCCL was found (nccl.h, libnccl.so) when this was configured" >&2; exit 77; }
@@ -163,7 +167,7 @@ case ${1:-} in
   pack)
     to=${2:?usage: ./run gpu pack DIR}
     mkdir -p "$to/bin" "$to/lib"
-    for program in device_test transport_test ftar_test catchup_test session_test rejoin_write_bw rejoin_read_bw rejoin_allreduce_perf rejoin_catchup_bw rejoin_kernel_bw \
+    for program in device_test transport_test ftar_test catchup_test session_test rejoin_write_bw rejoin_read_bw rejoin_allreduce_perf rejoin_catchup_bw rejoin_kernel_bw rejoin_gpu_probe \
                    rejoin_nccl_check rejoin-demo rejoin-demo-trainer rejoind rejoin_nccl_net_test; do
       [[ ! -x $bin/$program ]] || install -s "$bin/$program" "$to/bin/"
     done
@@ -173,5 +177,5 @@ case ${1:-} in
       grep -v -E '/(libc|libm|libmvec|libdl|librt|libpthread|libresolv|libgcc_s|libstdc\+\+|libnccl|libcuda|libcudart)\.so' | xargs -I{} cp -L {} "$to/lib/"
     cp "$here/run.sh" "$data" "$to/"
     du -sh "$to" ;;
-  *) echo "usage: ./run gpu test|bench|nccl|pack DIR" >&2; exit 2 ;;
+  *) echo "usage: ./run gpu test|bench|probe|nccl|pack DIR" >&2; exit 2 ;;
 esac

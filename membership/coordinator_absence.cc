@@ -73,12 +73,16 @@ void Coordinator::settle_recovery(TimePoint now) {
       std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && is_back(m); });
   const bool found = !somebody && (take_back(true) || promote_whole(true));
   if (!somebody && !found) {
+    // Who only may have it is given up at an operator's word, after the time that a start has.
+    const bool given_up = roll_back_to_ && now - *recovering_until_ >= start_patience();
     bool waits = false;
     for (const auto& m : members_) {
-      if (m.catching_up && !may_be_whole(m)) continue;
+      const bool has = !m.catching_up || m.whole;
+      if (!has && (!may_be_whole(m) || given_up)) continue;
       waits = true;
-      say_once(fmt::format("the job waits for replica {}: it has not come back, and it {} the state of step {}",
-                           m.replica, m.catching_up ? "may have" : "has", committed_));
+      say_once(fmt::format("the job waits for replica {}: it has not come back, and it {} the state of step {}{}",
+                           m.replica, has ? "has" : "may have", committed_,
+                           has ? "" : "; start the coordinator with --roll-back-to to go on without it"));
     }
     if (waits || now - back_at_ < config_.silence / 4) return;  // who has just come says next where it stands
   }

@@ -90,6 +90,7 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
   auto offer = owner_.offer();
   if (!offer) return tl::unexpected(offer.error());
   offer_ = std::move(*offer);
+  (void)has_line();  // the first has been made
   auto socket = connect_unix(config_.socket);
   if (!socket)
     return rejoin::fail(ErrorCode::unavailable,
@@ -342,15 +343,17 @@ proto::LocalHello Progress::hello(std::size_t descriptors) const {
   return hello;
 }
 
+// What the next daemon is served GPU memory by, where there is any. One that was not sent is kept.
+bool Progress::has_line() {
+  if (!server_ || served_.socket) return true;
+  if (auto line = server_->next()) served_ = std::move(*line);
+  return static_cast<bool>(served_.socket);
+}
+
 Result<> Progress::greet(Fd& socket) {
   to_offer_.clear();
   for (const auto& fd : offer_) to_offer_.push_back(fd.get());
-  if (server_) {
-    auto line = server_->next();
-    if (!line) return rejoin::fail(ErrorCode::exhausted, "what a daemon is served GPU memory by is still being made");
-    served_ = std::move(*line);
-    to_offer_.insert(to_offer_.end(), {served_.socket.get(), served_.memory.get()});
-  }
+  if (server_) to_offer_.insert(to_offer_.end(), {served_.socket.get(), served_.memory.get()});
   proto::FromTrainer message;
   *message.mutable_hello() = hello(to_offer_.size());
   const int size = 1 << 20;
@@ -364,7 +367,7 @@ Result<> Progress::send_offer(const Fd& socket, const proto::FromTrainer& messag
   const std::vector<int> fds(to_offer_.begin(), end);
   to_offer_.erase(to_offer_.begin(), end);
   auto sent = send_with_fds(socket, as_bytes(bytes), fds);
-  if (to_offer_.empty()) served_ = {};  // the daemon's alone from here on
+  if (sent && to_offer_.empty()) served_ = {};  // the daemon's alone from here on
   return sent;
 }
 
@@ -374,6 +377,7 @@ void Progress::reconnect(TimePoint now) {
   if (now - daemon_seen_ > config_.patience)
     return fail(
         {ErrorCode::timeout, fmt::format("no daemon at {} for {} s", config_.socket, config_.patience.count() / 1000)});
+  if (!has_line()) return;
   auto socket = connect_unix(config_.socket);
   if (!socket || !greet(*socket)) return;
   daemon_ = std::move(*socket);

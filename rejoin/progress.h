@@ -50,6 +50,7 @@ class Progress {
   void poll_daemon(TimePoint now);
   void publish();
   void say_all();
+  bool has_line();
   Result<> greet(Fd& socket);
   Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many as go at once
   void reconnect(TimePoint now);

@@ -146,15 +146,16 @@ Result<std::vector<Fd>> Owner::offer() const {
   constexpr std::size_t others = 64;  // that the process opens
   std::size_t allocations = 0;
   for (const auto& segment : segments_) allocations += segment.allocations.size();
-  // One each, and on a GPU one more for each segment.
-  const std::size_t needed =
-      others + allocations + (device_->kind() == device::MemoryKind::host ? 0 : segments_.size());
+  // One each; on a GPU, whose memory has addresses, a dma-buf for each segment.
+  const bool on_host = device_->kind() == device::MemoryKind::host;
+  const std::size_t needed = others + (on_host ? allocations : segments_.size());
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < needed)
-    return fail(ErrorCode::exhausted,
-                "the state lies in {} allocations, shared by descriptors; with them this process needs {}, and may "
-                "have {}: raise the limit with 'ulimit -n'",
-                allocations, needed, limit.rlim_cur);
+    return fail(
+        ErrorCode::exhausted,
+        "the state lies in {} {}, shared by descriptors; with them this process needs {}, and may have {}: raise "
+        "the limit with 'ulimit -n'",
+        on_host ? allocations : segments_.size(), on_host ? "allocations" : "segments", needed, limit.rlim_cur);
   auto aside = share(aside_segment_);
   if (!aside) return tl::unexpected(aside.error());
   Offer offer{.manifest = manifest_, .layout = layout_, .aside = std::move(*aside)};

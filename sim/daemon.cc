@@ -49,6 +49,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   LocalRank& rank = ranks_[connection];
   rank.trainer = trainer->instance;
   rank.key = key;
+  const bool whole = view->whole();
   auto shared = std::make_shared<shm::View>(std::move(*view));
   post([this, key, life = up.life(), shared](catchup::Service& service, TimePoint) {
     if (auto added = service.add_rank(key, life, std::move(*shared)); !added)
@@ -61,6 +62,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   message.mutable_rank_up()->set_stream_address(address_);
   world_.on_moment(Moment::rank_up, up.replica());
   carry_out(machine_.on_rank_message(connection, message, local_now()));
+  if (whole) carry_out(machine_.on_rank_message(connection, daemon::report_of({key, up.life()}), local_now()));
 }
 
 void Daemon::on_report(membership::RankConnection rank, const proto::FromNode& report) {

@@ -43,22 +43,30 @@ struct Served : testing::Test {
     }
   }
   std::shared_ptr<RemoteDevice> connect() { return *connect_remote(next_line(), "cuda:test"); }
+  // As the other process sees it.
+  static Memory import(Device& remote, std::span<const std::byte> memory) {
+    const Handle handle{.kind = Handle::Kind::address,
+                        .size = memory.size(),
+                        .address = reinterpret_cast<std::uint64_t>(memory.data())};
+    return *remote.import_shared({&handle, 1});
+  }
 };
 
 TEST_F(Served, BytesGoBothWaysAndDigestsAreTheSame) {
   const auto remote = connect();
   const auto there = *remote->make_access();
+  const auto state = import(*remote, memory.bytes).bytes;
+  EXPECT_NE(state.data(), memory.bytes.data()) << "those addresses may be of something else there";
   const Bytes bytes = some_bytes(kSize, 1);
-  ASSERT_TRUE(there->write(memory.bytes.data(), bytes));
+  ASSERT_TRUE(there->write(state.data(), bytes));
   Bytes back(kSize);
   ASSERT_TRUE(here->read(memory.bytes, back.data()));
   EXPECT_EQ(back, bytes);
   ASSERT_TRUE(here->write(memory.bytes.data(), some_bytes(kSize, 2)));
-  ASSERT_TRUE(there->read(memory.bytes, back.data()));
+  ASSERT_TRUE(there->read(state, back.data()));
   EXPECT_EQ(back, some_bytes(kSize, 2));
   std::vector<BytesView> pieces;  // more than go in one request
-  for (std::size_t i = 0; i < 2 * remote::kMostPieces + 3; ++i)
-    pieces.push_back(memory.bytes.subspan(16 * i, 4096 + i));
+  for (std::size_t i = 0; i < 2 * remote::kMostPieces + 3; ++i) pieces.push_back(state.subspan(16 * i, 4096 + i));
   const auto digests = *there->digests(pieces);
   ASSERT_EQ(digests.size(), pieces.size());
   for (std::size_t i = 0; i < pieces.size(); ++i)
@@ -70,13 +78,14 @@ TEST_F(Served, CopiesOfAStreamAreDoneInOrder) {
   const auto remote = connect();
   auto stream = *remote->make_stream();
   auto pinned = *remote->allocate_pinned(2 * MiB);
+  const auto state = import(*remote, memory.bytes).bytes;
   EXPECT_EQ(*stream->reached(), 0u);
   const Bytes bytes = some_bytes(1 * MiB, 3);
   std::copy(bytes.begin(), bytes.end(), pinned.bytes.begin());
   std::uint64_t before = 0;
   for (int i = 0; i < 50; ++i) {
-    ASSERT_TRUE(stream->copy(memory.bytes.data() + 16 * i, pinned.bytes.data(), 1 * MiB));
-    ASSERT_TRUE(stream->copy(pinned.bytes.data() + 1 * MiB, memory.bytes.data() + 16 * i, 1 * MiB));
+    ASSERT_TRUE(stream->copy(state.data() + 16 * i, pinned.bytes.data(), 1 * MiB));
+    ASSERT_TRUE(stream->copy(pinned.bytes.data() + 1 * MiB, state.data() + 16 * i, 1 * MiB));
     const auto mark = *stream->mark();
     EXPECT_GT(mark, before);
     before = mark;
@@ -96,10 +105,17 @@ TEST_F(Served, WhoAsksForOtherMemoryIsServedNoLonger) {
                             Wrong{memory.bytes.data() + 16, ~std::size_t{0} - 8}, Wrong{memory.bytes.data() - 1, 2}}) {
     const auto remote = connect();
     const auto there = *remote->make_access();
-    EXPECT_FALSE(there->digests(std::vector{BytesView(wrong.from, wrong.size)})) << wrong.size;
-    EXPECT_EQ(there->digests(std::vector{BytesView(memory.bytes.first(16))}).error().code, ErrorCode::unavailable);
+    const auto state = import(*remote, {wrong.from, 16}).bytes;
+    EXPECT_FALSE(there->digests(std::vector{BytesView(state.data(), wrong.size)})) << wrong.size;
+    EXPECT_EQ(there->digests(std::vector{BytesView(import(*remote, memory.bytes.first(16)).bytes)}).error().code,
+              ErrorCode::unavailable);
   }
-  EXPECT_TRUE((*connect()->make_access())->digests(std::vector{BytesView(memory.bytes)})) << "the next is served";
+  const auto remote = connect();
+  const auto there = *remote->make_access();
+  EXPECT_FALSE(there->digests(std::vector{BytesView(memory.bytes.first(16))})) << "it was not imported";
+  const auto next = connect();
+  const auto access = *next->make_access();
+  EXPECT_TRUE(access->digests(std::vector{BytesView(import(*next, memory.bytes).bytes)})) << "the next is served";
 }
 
 // As of a process that is out of its mind.
@@ -132,14 +148,16 @@ TEST_F(Served, RequestsThatMakeNoSenseEndTheLine) {
 TEST_F(Served, WhoeverComesNextEndsTheLineBefore) {
   const auto first = connect();
   const auto of_first = *first->make_access();
-  ASSERT_TRUE(of_first->write(memory.bytes.data(), some_bytes(64, 4)));
+  const auto at_first = import(*first, memory.bytes).bytes;
+  ASSERT_TRUE(of_first->write(at_first.data(), some_bytes(64, 4)));
   const auto second = connect();
   const auto of_second = *second->make_access();
+  const auto at_second = import(*second, memory.bytes).bytes;
   Bytes back(64);
-  ASSERT_TRUE(of_second->read(memory.bytes.first(64), back.data()));
+  ASSERT_TRUE(of_second->read(at_second.first(64), back.data()));
   EXPECT_EQ(back, some_bytes(64, 4));
-  EXPECT_FALSE(of_first->write(memory.bytes.data(), Bytes(64)));
-  ASSERT_TRUE(of_second->read(memory.bytes.first(64), back.data()));
+  EXPECT_FALSE(of_first->write(at_first.data(), Bytes(64)));
+  ASSERT_TRUE(of_second->read(at_second.first(64), back.data()));
   EXPECT_EQ(back, some_bytes(64, 4));
 }
 
@@ -147,9 +165,10 @@ TEST_F(Served, AfterTheServersEndThereAreErrors) {
   const auto remote = connect();
   const auto there = *remote->make_access();
   auto stream = *remote->make_stream();
-  ASSERT_TRUE(there->write(memory.bytes.data(), Bytes(64)));
+  const auto state = import(*remote, memory.bytes).bytes;
+  ASSERT_TRUE(there->write(state.data(), Bytes(64)));
   server.reset();
-  const auto gone = there->write(memory.bytes.data(), Bytes(64));
+  const auto gone = there->write(state.data(), Bytes(64));
   ASSERT_FALSE(gone);
   EXPECT_NE(gone.error().message.find("its trainer is gone"), std::string::npos) << gone.error().message;
   EXPECT_FALSE(stream->reached());

@@ -790,6 +790,25 @@ TEST(Coordinator, AJoinerThatMayHaveCaughtUpIsWaitedForAfterTheCoordinatorsResta
   }
 }
 
+// Nobody knows whether it had: it is given up at an operator's word, as a step that it may have is.
+TEST(Coordinator, AJoinerThatOnlyMayHaveCaughtUpIsGivenUpAtAnOperatorsWord) {
+  for (const bool told : {false, true}) {
+    Bench first;
+    first.start();
+    first.steps(2);
+    first.down(2);
+    first.join_again({0});
+    Bench bench(first.log, {.roll_back_to = told ? std::optional(Step(0)) : std::nullopt});
+    bench.incarnations = first.incarnations;
+    bench.back(0, 10);
+    bench.down(0);
+    bench.pass(14s, {});
+    EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(1)});
+    bench.pass(3s, {});
+    EXPECT_EQ(bench.coordinator.members().empty(), told);
+  }
+}
+
 TEST(Coordinator, WhoIsOutForSilenceIsTakenBackWhenTheOthersDieBeforeTheNextCommit) {
   Bench bench;
   bench.start();

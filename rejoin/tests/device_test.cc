@@ -220,12 +220,16 @@ TEST_F(Behind, ADaemonIsServedMemory) {
   std::thread daemon([&] {
     const auto remote = *device::connect_remote(*server->next(), device->address());
     const auto access = *remote->make_access();
+    const device::Handle handle{.kind = device::Handle::Kind::address,
+                                .size = state.bytes.size(),
+                                .address = reinterpret_cast<std::uint64_t>(state.bytes.data())};
+    const auto there = remote->import_shared({&handle, 1})->bytes;
     Bytes bytes(state.bytes.size()), back(state.bytes.size());
     while (!stop) {
       std::fill(bytes.begin(), bytes.end(), std::byte(++rounds));
-      ASSERT_TRUE(access->write(state.bytes.data(), bytes));
-      EXPECT_EQ((*access->digests(std::vector{BytesView(state.bytes)}))[0], digest(bytes));
-      ASSERT_TRUE(access->read(state.bytes, back.data()));
+      ASSERT_TRUE(access->write(there.data(), bytes));
+      EXPECT_EQ((*access->digests(std::vector{BytesView(there)}))[0], digest(bytes));
+      ASSERT_TRUE(access->read(there, back.data()));
       ASSERT_EQ(back, bytes);
     }
   });

@@ -58,7 +58,7 @@ Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, Memo
   if (order == device::Device::RemoteWrites::unordered) {
     why = "its driver neither orders a NIC's writes nor flushes them";
   } else if (order == device::Device::RemoteWrites::elsewhere) {
-    why = "no NIC reaches it by a dma-buf of its trainer's";
+    why = "this transport reaches it by no dma-buf of its trainer's";
   } else if (reducer_ && order == device::Device::RemoteWrites::flushed) {
     why = "a NIC's writes there have to be flushed by the driver, which must not be called while CUDA streams wait";
   } else if (options_.direct) {
