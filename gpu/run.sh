@@ -126,21 +126,26 @@ case ${1:-} in
     finish "gpu test" ;;
   bench)
     need_gpu
-    step "kernels beside the card's copy bandwidth" "$bin/rejoin_kernel_bw"
+    out=${REJOIN_OUT:-gpu-bench}  # a folder
+    mkdir -p "$out"
+    rm -f "$out"/*.json "$out"/*.html "$out"/*.svg
+    to_file() { "${@:2}" >"$1" || { cat "$1"; return 1; }; }
+    step "kernels beside the card's copy bandwidth" to_file "$out/kernels.json" "$bin/rejoin_kernel_bw" --json --svg "$out/kernels.svg" ${REJOIN_KERNEL_BW:-}
     for transport in shm tcp; do
-      for size in 64K 1M 8M; do
-        for memory in "" "--use_cuda 0"; do
-          # shellcheck disable=SC2086
-          step "a write of $size over $transport, ${memory:-host}" pair rejoin_write_bw --transport $transport -s $size -D 3 $memory
-        done
-      done
       for memory in "" "--use_cuda 0"; do
+        where=$transport-$([[ -z $memory ]] && echo host || echo GPU)
+        for size in 64K 1M 8M; do
+          # shellcheck disable=SC2086
+          step "a write of $size over $transport, ${memory:-host}" pair rejoin_write_bw --transport $transport -s $size -D ${REJOIN_SECONDS:-3} --out_json_file "$out/write-$where-$size.json" --out_json $memory
+        done
         # shellcheck disable=SC2086
-        step "all-reduce over $transport, ${memory:-host}" "$bin/rejoin_allreduce_perf" --transport $transport --ranks 2 -b 1M -e 64M -f 4 $memory
+        step "all-reduce over $transport, ${memory:-host}" "$bin/rejoin_allreduce_perf" --transport $transport --ranks 2 -b 1M -e 64M -f 4 --json "$out/allreduce-$where.json" $memory
         # shellcheck disable=SC2086
-        step "catch-up over $transport, ${memory:-host}" "$bin/rejoin_catchup_bw" --transport $transport -s 1G $memory
+        step "catch-up over $transport, ${memory:-host}" "$bin/rejoin_catchup_bw" --transport $transport -s ${REJOIN_STATE:-1G} --json "$out/catchup-$where.json" $memory
       done
     done
+    STEP_LIMIT=300 step "a served daemon beside a trainer that fills the card" to_file "$out/probe.json" "$bin/rejoin_gpu_probe" --json ${REJOIN_PROBE:-}
+    python3 "$here/page.py" "$out" "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1 || true)"
     finish "gpu bench" ;;
   probe)
     need_gpu
@@ -175,7 +180,7 @@ case ${1:-} in
     # All libraries but those of the C and C++ compilers, which every machine has, and NVIDIA's, which belong to its driver.
     ldd "$to"/bin/* "$to"/lib/*.so | sed -n 's/.* => \(\/[^ ]*\).*/\1/p' | sort -u |
       grep -v -E '/(libc|libm|libmvec|libdl|librt|libpthread|libresolv|libgcc_s|libstdc\+\+|libnccl|libcuda|libcudart)\.so' | xargs -I{} cp -L {} "$to/lib/"
-    cp "$here/run.sh" "$data" "$to/"
+    cp "$here/run.sh" "$here/page.py" "$data" "$to/"
     du -sh "$to" ;;
   *) echo "usage: ./run gpu test|bench|probe|nccl|pack DIR" >&2; exit 2 ;;
 esac
