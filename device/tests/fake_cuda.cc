@@ -497,8 +497,10 @@ int cuStreamWaitValue64_v2(Stream* stream, unsigned long long address, std::uint
 int cuStreamWriteValue64_v2(Stream* stream, unsigned long long address, std::uint64_t value, unsigned) {
   if (no_context()) return kInvalidContext;
   const Queueing call("cuStreamWriteValue64");
-  stream->add(
-      [=] { std::atomic_ref(*reinterpret_cast<std::uint64_t*>(address)).store(value, std::memory_order_release); });
+  stream->add([=] {
+    words_written.fetch_add(1, std::memory_order_release);
+    std::atomic_ref(*reinterpret_cast<std::uint64_t*>(address)).store(value, std::memory_order_release);
+  });
   return kSuccess;
 }
 int cuFlushGPUDirectRDMAWrites(int, int) {
