@@ -11,12 +11,12 @@
 
 namespace rejoin::shm {
 
-// Memory that is mapped as its handles say; of that, some bytes from `skipped` on.
+// Memory that is taken over as its handles say; of that, some bytes from `skipped` on.
 struct SharedMemory {
   std::vector<device::Handle> handles;
   std::uint64_t skipped = 0;
-  // The same bytes for a NIC, where their device can be reached by one: a process that has mapped another's memory need
-  // not be able to export it in turn.
+  // The same bytes for a NIC, where their device can be reached by one: only the process that has allocated them can
+  // export them.
   std::optional<device::Device::Exported> dma_buf;
 };
 
