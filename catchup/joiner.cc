@@ -180,6 +180,7 @@ void Joiner::settle(const Arrival& arrival) {
   bytes_ += bytes;
   wire_bytes_ += arrival.wire_bytes;
   from_[arrival.source] += bytes;
+  arrived_.put(slice, arrival.sent.version(), {arrival.sent.digests().begin(), arrival.sent.digests().end()});
   // What has just been compared is a proof, if this replica's state is still at the version that came; else it is
   // proven when its kept gradients have been applied.
   const shm::Clock clock = view_.clock();
@@ -218,6 +219,7 @@ void Joiner::fetch_again(std::uint32_t slice) {
   while (!view_.set_slice(slice, view_.slice(slice), {})) {
   }
   set_proven(slice, false);
+  arrived_.forget(slice);
   unproven_.erase(slice);
   suspects_.erase(slice);
   for (auto& [source, known] : expected_) known.agrees[slice] = false;
@@ -331,6 +333,14 @@ void Joiner::ask_for_proof() {
   question.held = std::move(held->second);
   question.ours.resize(question.held.size());
   if (held->first != question.version) return drop(question);
+  for (std::size_t i = 0, part = 0; i < question.slices.size(); ++i) {
+    const auto* known = arrived_.at(question.slices[i], question.version);
+    for (std::uint32_t p = 0; p < view_.manifest().slices()[question.slices[i]].parts; ++p, ++part) {
+      if (known == nullptr) continue;
+      view_.release(question.held[part]);
+      question.ours[part] = (*known)[p];
+    }
+  }
   question.number = next_question_++;
   std::vector<std::pair<transport::EndpointId, proto::Stream>> messages;
   for (const auto& [source, asked] : question.asked) {
@@ -436,6 +446,7 @@ bool Joiner::all_agree(std::uint32_t slice) const {
 void Joiner::set_proven(std::uint32_t slice, bool proven) {
   if (proven == proven_[slice]) return;
   proven_[slice] = proven;
+  if (proven) arrived_.forget(slice);
   if (proven) ++proven_count_, unproven_.erase(slice);
   else --proven_count_, unproven_.insert(slice);
 }

@@ -132,6 +132,7 @@ class Joiner {
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;
   Landed landed_;
+  Arrived arrived_;                // until they are proven
   std::vector<Arrival> arrivals_;  // that have not been looked at
   std::vector<bool> proven_;
   std::uint32_t proven_count_ = 0;

@@ -6,6 +6,8 @@
 #include <array>
 #include <map>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "base/digest.h"
 #include "base/ids.h"
@@ -50,6 +52,23 @@ class Landed {
     std::uint64_t digest = 0;
   };
   std::map<std::uint32_t, std::array<std::optional<Column>, shm::kMaxColumns>> parts_;
+};
+
+// Digests of slices, by part, as they have arrived at one version: for as long as a slice is at that version, they need
+// not be taken again.
+class Arrived {
+ public:
+  void put(std::uint32_t slice, std::uint64_t version, std::vector<std::uint64_t> digests) {
+    slices_[slice] = {version, std::move(digests)};
+  }
+  const std::vector<std::uint64_t>* at(std::uint32_t slice, std::uint64_t version) const {
+    const auto known = slices_.find(slice);
+    return known == slices_.end() || known->second.first != version ? nullptr : &known->second.second;
+  }
+  void forget(std::uint32_t slice) { slices_.erase(slice); }
+
+ private:
+  std::map<std::uint32_t, std::pair<std::uint64_t, std::vector<std::uint64_t>>> slices_;
 };
 
 }  // namespace rejoin::catchup

@@ -306,6 +306,17 @@ TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
   }
 }
 
+TEST(Arrived, DigestsAreKnownAtTheVersionThatCameAlone) {
+  Arrived arrived;
+  arrived.put(4, 7, {1, 2});
+  ASSERT_NE(arrived.at(4, 7), nullptr);
+  EXPECT_EQ(*arrived.at(4, 7), (std::vector<std::uint64_t>{1, 2}));
+  EXPECT_EQ(arrived.at(4, 8), nullptr) << "an update has changed it";
+  EXPECT_EQ(arrived.at(5, 7), nullptr);
+  arrived.forget(4);
+  EXPECT_EQ(arrived.at(4, 7), nullptr);
+}
+
 // A landing that is reported late, or was of an earlier fetch, tells nothing about the bytes that are there now.
 TEST(Landed, ADigestFitsTheRoundOfWritesThatItIsOfAndNoOther) {
   Landed landed;
