@@ -446,8 +446,7 @@ bool Joiner::all_agree(std::uint32_t slice) const {
 void Joiner::set_proven(std::uint32_t slice, bool proven) {
   if (proven == proven_[slice]) return;
   proven_[slice] = proven;
-  if (proven) arrived_.forget(slice);
-  if (proven) ++proven_count_, unproven_.erase(slice);
+  if (proven) ++proven_count_, unproven_.erase(slice), arrived_.forget(slice);
   else --proven_count_, unproven_.insert(slice);
 }
 
