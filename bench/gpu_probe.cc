@@ -35,23 +35,17 @@ struct Settings {
   bool json = false;
 };
 
-// A child's result, or why there is none.
-struct Told {
-  std::vector<double> values;
-  std::string failure;
-};
-
-// Runs it in another process. A probe returns what it has measured, and throws what has failed.
-Told in_a_process(Duration limit, const std::function<std::vector<double>()>& probe) {
+// Runs it in another process: what it returns, or why it has not.
+Result<std::string> text_of_a_process(Duration limit, const std::function<std::string()>& what) {
   int ends[2];
-  if (::pipe(ends) != 0) return {{}, "no pipe"};
+  if (::pipe(ends) != 0) return fail_errno("a pipe");
   const Fd out(ends[1]);
   Fd in(ends[0]);
   const pid_t child = ::fork();
   if (child == 0) {
     std::string told;
     try {
-      for (const double value : probe()) told += fmt::format("{} ", value);
+      told = " " + what();
     } catch (const std::exception& failure) {
       told = fmt::format("! {}", failure.what());
     }
@@ -71,12 +65,12 @@ Told in_a_process(Duration limit, const std::function<std::vector<double>()>& pr
     }
     int status = 0;
     ended = ::waitpid(child, &status, WNOHANG) == child;
-    if (ended && WIFSIGNALED(status)) return {{}, fmt::format("it ended by signal {}", WTERMSIG(status))};
+    if (ended && WIFSIGNALED(status)) return fail(ErrorCode::io, "it ended by signal {}", WTERMSIG(status));
   }
   if (!ended) {
     ::kill(child, SIGKILL);
     ::waitpid(child, nullptr, 0);
-    return {{}, fmt::format("it hung for {:.1f} s", seconds(limit))};
+    return fail(ErrorCode::timeout, "it hung for {:.1f} s", seconds(limit));
   }
   for (pollfd ready{in.get(), POLLIN, 0}; ::poll(&ready, 1, 0) == 1 && (ready.revents & POLLIN) != 0;) {
     char some[4096];
@@ -84,9 +78,22 @@ Told in_a_process(Duration limit, const std::function<std::vector<double>()>& pr
     if (got <= 0) break;
     told.append(some, static_cast<std::size_t>(got));
   }
-  if (told.starts_with("! ")) return {{}, told.substr(2)};
+  if (told.starts_with("! ")) return fail(ErrorCode::io, "{}", told.substr(2));
+  return told.empty() ? told : told.substr(1);
+}
+
+// What a probe has measured, or why it has not.
+struct Told {
+  std::vector<double> values;
+  std::string failure;
+};
+
+// A probe throws what has failed.
+Told in_a_process(Duration limit, const std::function<std::vector<double>()>& probe) {
+  const auto text = text_of_a_process(limit, [&] { return fmt::format("{}", fmt::join(probe(), " ")); });
+  if (!text) return {{}, text.error().message};
   Told result;
-  std::istringstream values(told);
+  std::istringstream values(*text);
   for (double value = 0; values >> value;) result.values.push_back(value);
   return result;
 }
@@ -329,31 +336,14 @@ std::vector<double> beside(const Settings& s) {
 
 int run(const Settings& s) {
   nlohmann::json out;
-  const auto name = [&] {
-    std::string told;
-    int ends[2];
-    if (::pipe(ends) != 0) return told;
-    const pid_t child = ::fork();  // the driver is for children only
-    if (child == 0) {
-      auto device = device::open_cuda({.ordinal = s.cuda});
-      const std::string text = device ? (*device)->name() : "!" + device.error().message;
-      (void)!::write(ends[1], text.data(), text.size());
-      ::_exit(0);
-    }
-    ::close(ends[1]);
-    char some[1024];
-    for (ssize_t got = 0; (got = ::read(ends[0], some, sizeof some)) > 0;)
-      told.append(some, static_cast<std::size_t>(got));
-    ::close(ends[0]);
-    ::waitpid(child, nullptr, 0);
-    return told;
-  }();
-  if (name.empty() || name[0] == '!') {
-    std::cerr << "rejoin_gpu_probe: " << (name.empty() ? "no process could be made" : name.substr(1)) << "\n";
+  const Duration limit = 4 * s.wait + std::chrono::seconds(20);
+  const auto named = text_of_a_process(limit, [&] { return open(s)->name(); });  // the driver is for children only
+  if (!named) {
+    std::cerr << "rejoin_gpu_probe: " << named.error().message << "\n";
     return 1;
   }
+  const std::string& name = *named;
   out["device"] = name;
-  const Duration limit = 4 * s.wait + std::chrono::seconds(20);
   const auto print = [&](const std::string& text) {
     if (!s.json) std::cout << text << std::flush;
   };

@@ -80,9 +80,8 @@ class Service {
   void poll_again(TimePoint now);
   // What joiners have found their sources to differ in since the last call.
   std::vector<std::pair<RankKey, Drift>> take_drifts() { return std::exchange(drifts_, {}); }
-  std::vector<RankKey> take_failed() {
-    return std::exchange(failed_, {});
-  }                                    // their device failed, and they are removed
+  // Whose device has failed since: they were removed.
+  std::vector<RankKey> take_failed() { return std::exchange(failed_, {}); }
   bool busy() const { return busy_; }  // more work without waiting for events
   std::vector<RankKey> joining() const;
   std::size_t serving() const { return serving_.size(); }

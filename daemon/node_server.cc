@@ -378,21 +378,20 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
                               {"seconds", progress.seconds},
                               {"done", progress.done}});
   }
+  const auto of_key = [&](catchup::RankKey key) {
+    return std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second.key == key; });
+  };
   const auto hears = [&](catchup::RankKey key, const proto::FromNode& message) {
-    const auto hearer =
-        std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second.key == key; });
+    const auto hearer = of_key(key);
     if (hearer == trainers_.end()) return false;
     carry_out(machine_.on_rank_message(hearer->first, message, now()));
     return true;
   };
   for (const auto& [key, drift] : report.drifts) hears(key, report_of(key, drift));
   // Its state is served no longer, though its process lives: it registers anew, with everything that it needs for that.
-  for (const auto& key : report.failed) {
-    const auto failed =
-        std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second.key == key; });
-    if (failed != trainers_.end())
+  for (const auto& key : report.failed)
+    if (const auto failed = of_key(key); failed != trainers_.end())
       asio::post(io_, [this, id = failed->first] { drop(id, "its state could not be read", Gone::silent); });
-  }
   // The process may be another one by now: the life that caught up goes along, and Node compares it.
   for (const auto& whole : report.caught_up)
     if (hears(whole.key, report_of(whole)))

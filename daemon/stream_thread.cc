@@ -1,9 +1,6 @@
 #include "daemon/stream_thread.h"
 
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
+#include "base/priority.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
 
@@ -49,9 +46,7 @@ void StreamThread::post(Command command) {
 }
 
 void StreamThread::run() {
-  // Training goes first on a crowded node, but not alone: with far less than its share the stream would hardly move
-  // there, and a replica that is not back costs more than the cycles that bring it back.
-  (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 4);
+  let_training_go_first();
   transport::Idle idle(*engine_);
   TimePoint reported{};
   while (!stop_) {

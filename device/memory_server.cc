@@ -1,13 +1,11 @@
 #include <poll.h>
 #include <pthread.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <atomic>
 
 #include "base/log.h"
+#include "base/priority.h"
 #include "base/unix_socket.h"
 #include "device/remote.h"
 #include "device/remote_wire.h"
@@ -96,8 +94,7 @@ Result<std::unique_ptr<MemoryServer::Served>> MemoryServer::prepare() const {
 
 void MemoryServer::run() {
   (void)::pthread_setname_np(::pthread_self(), "rejoin-memory");  // for people, and for the driver of software
-  // Training goes first, as with the daemon's own threads.
-  (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 4);
+  let_training_go_first();
   std::unique_ptr<Served> served;
   const auto end = [&](std::unique_ptr<Served> gone) {
     if (gone) (void)copies_->synchronize();  // before its memory goes; errors have been told

@@ -10,6 +10,7 @@
 #include <map>
 
 #include "base/unix_socket.h"
+#include "device/pinned_access.h"
 #include "device/remote_wire.h"
 
 namespace rejoin::device {
@@ -206,36 +207,16 @@ class RemoteStream final : public Stream {
   std::shared_ptr<Client> client_;
 };
 
-class RemoteAccess final : public Access {
+class RemoteAccess final : public PinnedAccess {
  public:
-  RemoteAccess(std::shared_ptr<Client> client, std::span<std::byte> pinned)
-      : client_(std::move(client)), pinned_(pinned) {}
-  Result<> read(BytesView from, std::byte* to) override {
-    for (; !from.empty(); from = from.subspan(std::min(pinned_.size(), from.size()))) {
-      const std::size_t size = std::min(pinned_.size(), from.size());
-      auto done = client_->copy(pinned_.data(), from.data(), size).and_then([&] { return client_->finish(); });
-      if (!done) return done;
-      to = std::copy_n(pinned_.begin(), size, to);
-    }
-    return {};
-  }
-  Result<> write(std::byte* to, BytesView from) override {
-    for (; !from.empty(); from = from.subspan(std::min(pinned_.size(), from.size()))) {
-      const std::size_t size = std::min(pinned_.size(), from.size());
-      std::copy_n(from.begin(), size, pinned_.begin());
-      auto done = client_->copy(to, pinned_.data(), size).and_then([&] { return client_->finish(); });
-      if (!done) return done;
-      to += size;
-    }
-    return {};
-  }
+  RemoteAccess(std::shared_ptr<Client> client, Memory pinned)
+      : PinnedAccess(std::move(pinned), std::make_unique<RemoteStream>(client)), client_(std::move(client)) {}
   Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> pieces) override {
     return client_->digests(pieces);
   }
 
  private:
   std::shared_ptr<Client> client_;
-  const std::span<std::byte> pinned_;
 };
 
 class Remote final : public RemoteDevice {
@@ -259,8 +240,9 @@ class Remote final : public RemoteDevice {
   }
   Result<std::unique_ptr<Stream>> make_stream(Priority) override { return std::make_unique<RemoteStream>(client_); }
   Result<std::unique_ptr<Access>> make_access(Priority) override {
-    return client_->allocate(1 * MiB).map(
-        [&](auto pinned) -> std::unique_ptr<Access> { return std::make_unique<RemoteAccess>(client_, pinned); });
+    return allocate_pinned(PinnedAccess::kPinned).map([&](Memory pinned) -> std::unique_ptr<Access> {
+      return std::make_unique<RemoteAccess>(client_, std::move(pinned));
+    });
   }
   RemoteWrites remote_writes() const override { return RemoteWrites::elsewhere; }
   Result<> flush_remote_writes() override { return client_->needs_flush() ? client_->flush() : Result<>{}; }

@@ -178,6 +178,13 @@ struct Bench {
     link_all();
     for (auto replica : others) exchanged(replica);
   }
+  // After step 3 replica 0 contributes, 1 is a joiner, and 2 is gone.
+  void start_with_a_joiner() {
+    start();
+    steps(2);
+    down(2);
+    join_again({0});
+  }
   // A joiner's stream has ended, on all of its ranks.
   void caught_up(std::uint32_t replica) {
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) stand(replica, rank, true);
@@ -705,10 +712,7 @@ TEST(Coordinator, AJoinerWithHalfAStateStartsAgainWhereEverybodyElseHasDied) {
 TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnWhereTheLastContributorIsSilentOrHangs) {
   for (const bool hangs : {false, true}) {
     Bench bench;
-    bench.start();
-    bench.steps(2);
-    bench.down(2);
-    bench.join_again({0});
+    bench.start_with_a_joiner();
     ASSERT_EQ(bench.coordinator.members().size(), 2u);
     bench.caught_up(1);
     if (hangs) bench.accuse(1, 0);
@@ -723,10 +727,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnWhereTheLastContributorIsSilentOrH
 
 TEST(Coordinator, AJoinerThatHasCaughtUpIsNotOutForSilenceWhileNoContributorIsThere) {
   Bench bench;
-  bench.start();
-  bench.steps(2);
-  bench.down(2);
-  bench.join_again({0});
+  bench.start_with_a_joiner();
   bench.caught_up(1);
   bench.pass(5s, {});
   EXPECT_EQ(bench.coordinator.members().size(), 2u);
@@ -741,10 +742,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpIsNotOutForSilenceWhileNoContributorIsTh
 TEST(Coordinator, AJoinerMaySayAfterTheCoordinatorsRestartThatItHasCaughtUp) {
   for (const bool says : {true, false}) {
     Bench first;
-    first.start();
-    first.steps(2);
-    first.down(2);
-    first.join_again({0});
+    first.start_with_a_joiner();
     Bench bench(first.log);
     bench.incarnations = first.incarnations;
     bench.back(0, 10);
@@ -764,10 +762,7 @@ TEST(Coordinator, AJoinerMaySayAfterTheCoordinatorsRestartThatItHasCaughtUp) {
 TEST(Coordinator, AJoinerThatMayHaveCaughtUpIsWaitedForAfterTheCoordinatorsRestart) {
   for (const bool had : {true, false}) {
     Bench first;
-    first.start();
-    first.steps(2);
-    first.down(2);
-    first.join_again({0});
+    first.start_with_a_joiner();
     Bench bench(first.log);
     bench.incarnations = first.incarnations;
     bench.back(0, 10);
@@ -794,10 +789,7 @@ TEST(Coordinator, AJoinerThatMayHaveCaughtUpIsWaitedForAfterTheCoordinatorsResta
 TEST(Coordinator, AJoinerThatOnlyMayHaveCaughtUpIsGivenUpAtAnOperatorsWord) {
   for (const bool told : {false, true}) {
     Bench first;
-    first.start();
-    first.steps(2);
-    first.down(2);
-    first.join_again({0});
+    first.start_with_a_joiner();
     Bench bench(first.log, {.roll_back_to = told ? std::optional(Step(0)) : std::nullopt});
     bench.incarnations = first.incarnations;
     bench.back(0, 10);
@@ -827,14 +819,10 @@ TEST(Coordinator, WhoIsOutForSilenceIsTakenBackWhenTheOthersDieBeforeTheNextComm
   EXPECT_EQ(bench.coordinator.committed(), Step(2));
 }
 
-// Its state went with its process.
 TEST(Coordinator, AJoinerThatHasCaughtUpIsTakenBackWhereTheLastContributorIsSilentAfterIt) {
   for (const bool restarts : {false, true}) {
     Bench first;
-    first.start();
-    first.steps(2);
-    first.down(2);
-    first.join_again({0});
+    first.start_with_a_joiner();
     first.caught_up(1);
     first.pass(1500ms, {0, 2});
     ASSERT_EQ(first.coordinator.suspended().size(), 1u);
@@ -857,10 +845,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpIsTakenBackWhereTheLastContributorIsSile
 // The log knows that it has caught up, though it has not been heard since.
 TEST(Coordinator, AJoinerThatHasCaughtUpIsNoneAfterTheCoordinatorsRestart) {
   Bench first;
-  first.start();
-  first.steps(2);
-  first.down(2);
-  first.join_again({0});
+  first.start_with_a_joiner();
   first.caught_up(1);
   Bench bench(first.log);
   bench.incarnations = first.incarnations;
@@ -872,6 +857,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpIsNoneAfterTheCoordinatorsRestart) {
   EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(1)});
 }
 
+// Its state went with its process.
 TEST(Coordinator, WhoIsOutForSilenceAndThenEndsIsNotTakenBack) {
   Bench bench;
   bench.start();
