@@ -1,5 +1,6 @@
 // The stream end to end in one process: trainers that update every step, their daemons' services on the simulated
 // fabric, a joiner that starts from nothing. What must hold: same-bits, no-stale-write, bounded-memory.
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -77,6 +78,14 @@ struct Scattered {
     }
   }
 };
+
+// A source reads its state while the trainer writes it, and then looks at the slices' versions. In a job they are two
+// processes; here the software driver is told, for TSan's sake.
+void expect_reads_while_written(std::span<std::byte> column) {
+  static const auto tell = reinterpret_cast<void (*)(const void*, std::size_t)>(
+      ::dlsym(::dlopen(device::cuda_library().c_str(), RTLD_NOW), "fake_cuda_seqlocked"));
+  if (tell != nullptr) tell(column.data(), column.size());
+}
 
 // A replica of one rank: trainer, shared memory, daemon service.
 struct Replica {
@@ -200,6 +209,7 @@ struct Cluster {
     replica->contributes = contributes;
     replica->owner->set_version(step);
     replica->for_columns([&](std::uint32_t t, std::uint32_t c, std::span<std::byte> column) {
+      if (on_gpu) expect_reads_while_written(column);
       std::vector<float> floats(column.size() / 4);
       for (std::size_t i = 0; i < floats.size(); ++i)
         floats[i] = contributes ? static_cast<float>((i + t * 300 + c * 100) % 1000) : -1.0f;
