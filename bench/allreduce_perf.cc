@@ -5,13 +5,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "base/arithmetic.h"
+#include "base/command_line.h"
 #include "base/log.h"
 #include "bench/limits.h"
 #include "device/access.h"
@@ -344,38 +344,31 @@ int run(const Settings& settings) {
 int main(int argc, char** argv) {
   using namespace rejoin;
   bench::Settings s;
-  CLI::App app{"All-reduce time and bandwidth; columns and options as in nccl-tests' all_reduce_perf."};
-  const auto sized = CLI::AsSizeValue(false);
-  app.add_option("-b,--minbytes", s.least, "smallest size, e.g. 8, 4K, 1M")->transform(sized)->capture_default_str();
-  app.add_option("-e,--maxbytes", s.most, "largest size")->transform(sized)->capture_default_str();
-  app.add_option("-f,--stepfactor", s.factor, "factor between sizes")
-      ->check(CLI::Range(1.01, 1e6))
-      ->capture_default_str();
-  app.add_option("-n,--iters", s.iterations, "timed iterations (20 times as many up to 64 KiB)")
-      ->check(CLI::Range(1, 1000000))
-      ->capture_default_str();
-  app.add_option("-w,--warmup_iters", s.warmups, "warm-up iterations")
-      ->check(CLI::Range(0, 1000000))
-      ->capture_default_str();
-  app.add_option("-d,--datatype", s.type, "element type")
-      ->check(CLI::IsMember({"float32", "float64", "bfloat16", "float16", "int32", "int64"}))
-      ->capture_default_str();
-  app.add_option("-o,--op", s.op, "operation")->check(CLI::IsMember({"sum", "mean"}))->capture_default_str();
-  app.add_option("-c,--check", s.check, "check every element")->capture_default_str();
-  app.add_option("--ranks", s.ranks, "processes to start")->check(CLI::Range(1, 64))->capture_default_str();
-  app.add_option("--transport", s.transport, "shm, tcp or ucx:LIST")->capture_default_str();
-  app.add_option("--chunk", s.ftar.chunk_bytes, "largest chunk")->transform(sized)->capture_default_str();
-  app.add_option("--in-flight", s.ftar.chunks_in_flight, "chunks in flight per neighbour")->capture_default_str();
-  app.add_option("--direct", s.ftar.direct_bytes, "largest size that skips the ring")
-      ->transform(sized)
-      ->capture_default_str();
-  app.add_option("--both-ways", s.ftar.both_ways, "all-gather in both directions")->capture_default_str();
-  app.add_option("--limits", s.limits, "measure this machine's limit beside")->capture_default_str();
-  app.add_option("--use_cuda", s.cuda, "buffers in this CUDA device's memory, which all ranks share");
-  app.add_option("--reduce-blocks", s.ftar.reducer.blocks, "… added by so many blocks")->capture_default_str();
-  app.add_option("--reduce-threads", s.ftar.reducer.threads, "… of so many threads")->capture_default_str();
-  app.add_option("--json", s.json, "write the results to this file");
-  CLI11_PARSE(app, argc, argv);
+  CommandLine line("All-reduce time and bandwidth; columns and options as in nccl-tests' all_reduce_perf.");
+  line.add("-b,--minbytes", s.least, "smallest size, e.g. 8, 4K, 1M").sized().show_default();
+  line.add("-e,--maxbytes", s.most, "largest size").sized().show_default();
+  line.add("-f,--stepfactor", s.factor, "factor between sizes").real_range(1.01, 1e6).show_default();
+  line.add("-n,--iters", s.iterations, "timed iterations (20 times as many up to 64 KiB)")
+      .range(1, 1000000)
+      .show_default();
+  line.add("-w,--warmup_iters", s.warmups, "warm-up iterations").range(0, 1000000).show_default();
+  line.add("-d,--datatype", s.type, "element type")
+      .one_of({"float32", "float64", "bfloat16", "float16", "int32", "int64"})
+      .show_default();
+  line.add("-o,--op", s.op, "operation").one_of({"sum", "mean"}).show_default();
+  line.add("-c,--check", s.check, "check every element").show_default();
+  line.add("--ranks", s.ranks, "processes to start").range(1, 64).show_default();
+  line.add("--transport", s.transport, "shm, tcp or ucx:LIST").show_default();
+  line.add("--chunk", s.ftar.chunk_bytes, "largest chunk").sized().show_default();
+  line.add("--in-flight", s.ftar.chunks_in_flight, "chunks in flight per neighbour").show_default();
+  line.add("--direct", s.ftar.direct_bytes, "largest size that skips the ring").sized().show_default();
+  line.add("--both-ways", s.ftar.both_ways, "all-gather in both directions").show_default();
+  line.add("--limits", s.limits, "measure this machine's limit beside").show_default();
+  line.add("--use_cuda", s.cuda, "buffers in this CUDA device's memory, which all ranks share");
+  line.add("--reduce-blocks", s.ftar.reducer.blocks, "… added by so many blocks").show_default();
+  line.add("--reduce-threads", s.ftar.reducer.threads, "… of so many threads").show_default();
+  line.add("--json", s.json, "write the results to this file");
+  if (const auto status = line.parse(argc, argv)) return *status;
   if (s.least > s.most || s.least == 0) {
     std::fprintf(stderr, "rejoin_allreduce_perf: --minbytes %lu is not between 1 and --maxbytes %lu\n", s.least,
                  s.most);

@@ -5,11 +5,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "base/command_line.h"
 #include "base/log.h"
 #include "bench/limits.h"
 #include "catchup/keeper.h"
@@ -327,20 +327,18 @@ int run(const Settings& s) {
 int main(int argc, char** argv) {
   using namespace rejoin;
   bench::Settings s;
-  CLI::App app{"Catch-up rate beside the transport's own bulk rate."};
-  app.add_option("-s,--size", s.bytes, "state of the joiner, e.g. 1G")
-      ->transform(CLI::AsSizeValue(false))
-      ->capture_default_str();
-  app.add_option("--sources", s.sources, "replicas that serve it")->check(CLI::Range(1, 16))->capture_default_str();
-  app.add_option("-n,--iters", s.repeats, "repetitions")->check(CLI::Range(1, 1000))->capture_default_str();
-  app.add_option("--transport", s.transport, "shm, tcp or ucx:LIST")->capture_default_str();
-  app.add_option("--compression", s.compression_name, "of the stream: off, auto (zstd while it pays) or always")
-      ->capture_default_str();
-  app.add_option("--limit", s.limit, "each source sends at most this many MB/s; 0: no limit")->capture_default_str();
-  app.add_flag("--weights", s.real_data, "fill the state with values like a trained model's, not with a constant");
-  app.add_option("--use_cuda", s.cuda, "states in this CUDA device's memory, which all replicas share");
-  app.add_option("--json", s.json, "write the results to this file");
-  CLI11_PARSE(app, argc, argv);
+  CommandLine line("Catch-up rate beside the transport's own bulk rate.");
+  line.add("-s,--size", s.bytes, "state of the joiner, e.g. 1G").sized().show_default();
+  line.add("--sources", s.sources, "replicas that serve it").range(1, 16).show_default();
+  line.add("-n,--iters", s.repeats, "repetitions").range(1, 1000).show_default();
+  line.add("--transport", s.transport, "shm, tcp or ucx:LIST").show_default();
+  line.add("--compression", s.compression_name, "of the stream: off, auto (zstd while it pays) or always")
+      .show_default();
+  line.add("--limit", s.limit, "each source sends at most this many MB/s; 0: no limit").show_default();
+  line.flag("--weights", s.real_data, "fill the state with values like a trained model's, not with a constant");
+  line.add("--use_cuda", s.cuda, "states in this CUDA device's memory, which all replicas share");
+  line.add("--json", s.json, "write the results to this file");
+  if (const auto status = line.parse(argc, argv)) return *status;
   s.limit *= 1e6;
   auto compression = catchup::parse_compression(s.compression_name);
   if (!compression) return std::cerr << "rejoin_catchup_bw: " << compression.error().message << "\n", 2;

@@ -9,13 +9,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <atomic>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <thread>
 
 #include "base/clock.h"
+#include "base/command_line.h"
 #include "base/log.h"
 #include "base/unix_socket.h"
 #include "device/kernels/mailbox.h"
@@ -418,24 +418,17 @@ int run(const Settings& s) {
 int main(int argc, char** argv) {
   using namespace rejoin;
   bench::Settings s;
-  CLI::App app{
+  CommandLine line(
       "Asks a GPU's driver what \"No driver between hand-over and word\" rests on: which calls stand still while a "
       "stream "
-      "waits for a word, which streams stop with it, and what a daemon that is served memory costs a busy trainer."};
+      "waits for a word, which streams stop with it, and what a daemon that is served memory costs a busy trainer.");
   int wait_ms = 1000;
-  app.add_option("--use_cuda", s.cuda, "the device's number")->capture_default_str();
-  app.add_option("--wait-ms", wait_ms, "how long streams wait, and each rate is measured")
-      ->check(CLI::Range(20, 60000))
-      ->capture_default_str();
-  app.add_option("-s,--size", s.bytes, "bytes of the served state")
-      ->transform(CLI::AsSizeValue(false))
-      ->check(CLI::Range(1 * MiB, 64 * GiB))
-      ->capture_default_str();
-  app.add_option("--blocks", s.blocks, "of 512 threads, of the trainer that fills the card")
-      ->check(CLI::Range(1u, 4096u))
-      ->capture_default_str();
-  app.add_flag("--json", s.json, "JSON instead of tables");
-  CLI11_PARSE(app, argc, argv);
+  line.add("--use_cuda", s.cuda, "the device's number").show_default();
+  line.add("--wait-ms", wait_ms, "how long streams wait, and each rate is measured").range(20, 60000).show_default();
+  line.add("-s,--size", s.bytes, "bytes of the served state").sized().range(1 * MiB, 64 * GiB).show_default();
+  line.add("--blocks", s.blocks, "of 512 threads, of the trainer that fills the card").range(1u, 4096u).show_default();
+  line.flag("--json", s.json, "JSON instead of tables");
+  if (const auto status = line.parse(argc, argv)) return *status;
   s.wait = std::chrono::milliseconds(wait_ms);
   init_logging("gpu_probe", "warn");
   return bench::run(s);

@@ -1,12 +1,12 @@
 // rejoin_kernel_bw: what a GPU's kernels move, beside the card's own measured copy bandwidth: the all-reduce's
 // additions, by number of blocks and size of a work, and the digests of catch-up.
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "base/command_line.h"
 #include "base/log.h"
 #include "bench/chart.h"
 #include "device/digester.h"
@@ -199,31 +199,28 @@ int run(const Settings& settings) {
 int main(int argc, char** argv) {
   using namespace rejoin;
   bench::Settings s;
-  CLI::App app{"What a GPU's kernels move, beside its copy bandwidth."};
-  const auto sized = CLI::AsSizeValue(false);
+  CommandLine line("What a GPU's kernels move, beside its copy bandwidth.");
   std::vector<std::string> types;
   for (const auto type : kDataTypes) types.emplace_back(to_string(type));
-  app.add_option("--use_cuda", s.cuda, "which CUDA device")->check(CLI::NonNegativeNumber)->capture_default_str();
-  app.add_option("-s,--size", s.bytes, "bytes of each of three buffers")
-      ->transform(sized)
-      ->check(CLI::Range(std::uint64_t{64}, 256 * MiB))
-      ->capture_default_str();
-  app.add_option("--chunk", s.chunks, "what is added at a time, each size in turn")
-      ->delimiter(',')
-      ->transform(sized)
-      ->check(CLI::Range(std::uint64_t{64}, 256 * MiB));
-  app.add_option("-d,--datatype", s.type, "of the elements")->check(CLI::IsMember(types))->capture_default_str();
-  app.add_option("-n,--iters", s.iterations, "timed iterations; the median counts")
-      ->check(CLI::Range(1, 100000))
-      ->capture_default_str();
-  app.add_option("--blocks", s.blocks, "blocks that add, each number in turn")
-      ->delimiter(',')
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--threads", s.threads, "threads of each")->capture_default_str();
-  app.add_option("--svg", s.svg, "draws the additions into this file");
-  app.add_flag("--json", s.json, "as JSON");
-  CLI11_PARSE(app, argc, argv);
+  line.add("--use_cuda", s.cuda, "which CUDA device").range(0, 1 << 30).show_default();
+  line.add("-s,--size", s.bytes, "bytes of each of three buffers")
+      .sized()
+      .range(std::uint64_t{64}, 256 * MiB)
+      .show_default();
+  line.add("--chunk", s.chunks, "what is added at a time, each size in turn")
+      .separated_by(',')
+      .sized()
+      .range(std::uint64_t{64}, 256 * MiB);
+  line.add("-d,--datatype", s.type, "of the elements").one_of(types).show_default();
+  line.add("-n,--iters", s.iterations, "timed iterations; the median counts").range(1, 100000).show_default();
+  line.add("--blocks", s.blocks, "blocks that add, each number in turn")
+      .separated_by(',')
+      .range(1, 1 << 30)
+      .show_default();
+  line.add("--threads", s.threads, "threads of each").show_default();
+  line.add("--svg", s.svg, "draws the additions into this file");
+  line.flag("--json", s.json, "as JSON");
+  if (const auto status = line.parse(argc, argv)) return *status;
   const auto odd = [](std::uint64_t size) { return size % 8 != 0; };
   if (odd(s.bytes) || std::any_of(s.chunks.begin(), s.chunks.end(), odd)) {
     std::cerr << "rejoin_kernel_bw: --size and --chunk must be multiples of 8\n";

@@ -3,10 +3,10 @@
 #include <poll.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <filesystem>
 #include <iostream>
 
+#include "base/command_line.h"
 #include "base/events.h"
 #include "base/log.h"
 #include "rejoin/session.h"
@@ -108,14 +108,14 @@ Result<> train(const Settings& s) {
 
 int main(int argc, char** argv) {
   Settings s;
-  CLI::App app{"One rank of a chaos run's job; ./run chaos starts all of them."};
-  s.session.bind(app);
-  app.add_option("--elements", s.elements, "of the large tensor; a multiple of 16")->capture_default_str();
-  app.add_option("--compute-ms", s.compute_ms, "how long a step computes")->capture_default_str();
-  app.add_option("--hold", s.hold, "computing does not end while this file exists");
-  app.add_option("--events", s.events, "directory for event files");
-  app.add_option("--log-level", s.log_level)->capture_default_str();
-  CLI11_PARSE(app, argc, argv);
+  CommandLine line("One rank of a chaos run's job; ./run chaos starts all of them.");
+  s.session.bind(line);
+  line.add("--elements", s.elements, "of the large tensor; a multiple of 16").show_default();
+  line.add("--compute-ms", s.compute_ms, "how long a step computes").show_default();
+  line.add("--hold", s.hold, "computing does not end while this file exists");
+  line.add("--events", s.events, "directory for event files");
+  line.add("--log-level", s.log_level, "of this process").show_default();
+  if (const auto status = line.parse(argc, argv)) return *status;
   const std::string who = fmt::format("r{}.{}", s.session.replica, s.session.rank);
   init_logging("trainer " + who, s.log_level);
   if (auto opened = events::open(s.events, who); !opened) return fail_with(opened.error());

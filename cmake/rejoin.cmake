@@ -26,6 +26,9 @@ function(rejoin_module name)
   target_link_libraries(${name} PUBLIC rejoin_options ${ARG_LINK})
 endfunction()
 
+# What the sanitizer builds run, and so all that they build.
+add_custom_target(sanitized)
+
 # rejoin_test(NAME SOURCES... LINK targets... [SANITIZED] [SERIAL]): a GoogleTest program; SANITIZED ones also run
 # in the sanitizer builds; FAKE_CUDA ones have the CUDA driver made of software (device/tests/).
 function(rejoin_test name)
@@ -40,6 +43,9 @@ function(rejoin_test name)
     set(ARG_TIMEOUT 120)
   endif()
   add_executable(${name} ${ARG_SOURCES})
+  if(NOT REJOIN_SANITIZE)
+    target_compile_options(${name} PRIVATE -O1)  # of what is tested every file is as it ships; the tests compile sooner
+  endif()
   target_link_libraries(${name} PRIVATE ${ARG_LINK} GTest::gtest GTest::gmock GTest::gtest_main)
   if(ARG_FAKE_CUDA)
     add_dependencies(${name} fake_cuda)
@@ -48,6 +54,7 @@ function(rejoin_test name)
   set(labels unit)
   if(ARG_SANITIZED)
     set(labels sanitized)
+    add_dependencies(sanitized ${name})
   endif()
   # UCX patches the code of mmap and friends while it runs, which TSan's own interception does not survive.
   set(environment "")

@@ -1,7 +1,6 @@
 // rejoin: asks daemons how they are, audits a coordinator's log, merges event files into a trace.
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <asio.hpp>
 #include <filesystem>
 #include <fstream>
@@ -10,6 +9,7 @@
 
 #include "base/bytes.h"
 #include "base/clock.h"
+#include "base/command_line.h"
 #include "base/result.h"
 #include "daemon/flags.h"
 #include "daemon/log_audit.h"
@@ -223,35 +223,32 @@ Result<int> merge_trace(const std::string& directory, const std::string& output)
 
 int main(int argc, char** argv) {
   using namespace rejoin;
-  CLI::App app{"Looks at a Rejoin job."};
-  app.require_subcommand(1);
+  CommandLine line("Looks at a Rejoin job.");
   std::string address, log, directory, output = "trace.json";
   bool json = false;
-  auto* status = app.add_subcommand("status", "what a daemon is doing, and for whom it waits");
-  status->add_option("address", address, "the daemon's --status address")->required()->envname("REJOIN_STATUS");
-  status->add_flag("--json", json, "the whole document");
+  auto& status = line.command("status", "what a daemon is doing, and for whom it waits");
+  status.add("address", address, "the daemon's --status address").required().environment("REJOIN_STATUS");
+  status.flag("--json", json, "the whole document");
   std::vector<std::string> addresses;
   std::uint64_t interval_ms = 1000, count = 0;
-  auto* top = app.add_subcommand("top", "the same of one or more daemons, renewed until Ctrl-C");
-  top->add_option("addresses", addresses, "the daemons' --status addresses")->required();
-  top->add_option("--interval-ms", interval_ms, "between two looks")
-      ->check(CLI::Range(50, 3600000))
-      ->capture_default_str();
-  top->add_option("--count", count, "looks; 0: until Ctrl-C")->check(daemon::whole_number())->capture_default_str();
-  auto* audit = app.add_subcommand("audit", "epochs and the ledger out of a coordinator's log: every sample once?");
-  audit->add_option("log", log, "…/decisions.log")->required();
+  auto& top = line.command("top", "the same of one or more daemons, renewed until Ctrl-C");
+  top.add("addresses", addresses, "the daemons' --status addresses").required();
+  top.add("--interval-ms", interval_ms, "between two looks").range(50, 3600000).show_default();
+  top.add("--count", count, "looks; 0: until Ctrl-C").check(daemon::whole_number()).show_default();
+  auto& audit = line.command("audit", "epochs and the ledger out of a coordinator's log: every sample once?");
+  audit.add("log", log, "…/decisions.log").required();
   std::uint64_t steps = 0;
-  audit->add_option("--steps", steps, "the job's last step, which the log does not name; 0: not known")
-      ->check(daemon::whole_number())
-      ->capture_default_str();
-  auto* trace = app.add_subcommand("trace", "event files of all processes as one Chrome/Perfetto trace");
-  trace->add_option("events", directory, "the --events directory")->required();
-  trace->add_option("-o,--output", output, "file to write")->capture_default_str();
-  CLI11_PARSE(app, argc, argv);
-  auto done = status->parsed()  ? daemon::show_status(address, json)
-              : top->parsed()   ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
-              : audit->parsed() ? daemon::show_audit(log, steps == 0 ? std::nullopt : std::optional(Step(steps)))
-                                : daemon::merge_trace(directory, output);
+  audit.add("--steps", steps, "the job's last step, which the log does not name; 0: not known")
+      .check(daemon::whole_number())
+      .show_default();
+  auto& trace = line.command("trace", "event files of all processes as one Chrome/Perfetto trace");
+  trace.add("events", directory, "the --events directory").required();
+  trace.add("-o,--output", output, "file to write").show_default();
+  if (const auto exit = line.parse(argc, argv)) return *exit;
+  auto done = status.chosen()  ? daemon::show_status(address, json)
+              : top.chosen()   ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
+              : audit.chosen() ? daemon::show_audit(log, steps == 0 ? std::nullopt : std::optional(Step(steps)))
+                               : daemon::merge_trace(directory, output);
   if (!done) {
     std::cerr << "rejoin: " << done.error().message << "\n";
     return 1;

@@ -1,86 +1,34 @@
 #include "daemon/config.h"
 
-#include <algorithm>
 #include <charconv>
-#include <numeric>
 
+#include "base/command_line.h"
 #include "daemon/flags.h"
 
 namespace rejoin::daemon {
 
-namespace {
-
-// How many letters to put in, leave out or change, to come from one name to the other.
-std::size_t distance(std::string_view from, std::string_view to) {
-  std::vector<std::size_t> row(to.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 0; i < from.size(); ++i) {
-    std::size_t diagonal = std::exchange(row[0], i + 1);
-    for (std::size_t j = 0; j < to.size(); ++j) {
-      const std::size_t changed = diagonal + (from[i] == to[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({changed, row[j] + 1, diagonal + 1});
-    }
-  }
-  return row.back();
-}
-
-// A settings file in which every name is known: CLI11 takes any, and a misspelt setting would have no effect.
-class Settings : public CLI::ConfigBase {
- public:
-  explicit Settings(const CLI::App& app) : app_(app) {}
-  std::vector<CLI::ConfigItem> from_config(std::istream& file) const override {
-    auto settings = CLI::ConfigBase::from_config(file);
-    std::vector<std::string> known;
-    for (const auto* option : app_.get_options())
-      for (const auto& name : option->get_lnames())
-        if (name != "help" && name != "config") known.push_back(name);
-    for (const auto& item : settings) {
-      const std::string name = item.fullname();
-      const bool border = item.name == "++" || item.name == "--";  // of a section
-      if (border || std::find(known.begin(), known.end(), name) != known.end()) continue;
-      const auto nearest = std::min_element(known.begin(), known.end(), [&](const auto& a, const auto& b) {
-        return distance(name, a) < distance(name, b);
-      });
-      throw CLI::ConfigError(
-          fmt::format("settings file: no setting is called '{}'; the nearest is '{}', and --help names all", name,
-                      *nearest),
-          CLI::ExitCodes::ConfigError);
-    }
-    return settings;
-  }
-
- private:
-  const CLI::App& app_;
-};
-
-}  // namespace
-
-void bind(CLI::App& app, Config& c) {
-  app.set_config("--config", "", "file with settings, one 'name = value' a line");
-  app.config_formatter(std::make_shared<Settings>(app));
+void bind(CommandLine& line, Config& c) {
+  line.allow_settings_file();
   const auto option = [&](const char* flags, auto& value, const char* env, const char* help) {
-    return app.add_option(flags, value, help)->envname(env)->capture_default_str();
+    return Flag(line.add(flags, value, help).environment(env).show_default());
   };
-  app.add_flag("--coordinator", c.coordinator, "be the job's coordinator")->envname("REJOIN_COORDINATOR_ROLE");
+  line.flag("--coordinator", c.coordinator, "be the job's coordinator").environment("REJOIN_COORDINATOR_ROLE");
   option("--listen", c.listen, "REJOIN_LISTEN", "coordinator: address for daemons; port 0 lets the system choose")
-      ->check(listen_address());
+      .check(listen_address());
   option("--log-directory", c.log_directory, "REJOIN_LOG_DIRECTORY", "coordinator: where its decisions are kept");
-  option("--replicas", c.replicas, "REJOIN_REPLICAS", "coordinator: replicas of the job")->check(CLI::Range(1, 1024));
-  option("--ranks", c.ranks, "REJOIN_RANKS", "coordinator: ranks of a replica")->check(CLI::Range(1, 65536));
-  option("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step")
-      ->check(CLI::Range(1, 1 << 30));
-  option("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end")->check(whole_number());
-  app.add_option(
-         "--roll-back-to", c.roll_back_to,
-         "coordinator: where nobody is left with the state of the last committed step, go on from a checkpoint as "
-         "old as this step; what was trained since is given up, and trained again")
-      ->envname("REJOIN_ROLL_BACK_TO")
-      ->check(or_none(whole_number()));
+  option("--replicas", c.replicas, "REJOIN_REPLICAS", "coordinator: replicas of the job").range(1, 1024);
+  option("--ranks", c.ranks, "REJOIN_RANKS", "coordinator: ranks of a replica").range(1, 65536);
+  option("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step").range(1, 1 << 30);
+  option("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end").check(whole_number());
+  line.add("--roll-back-to", c.roll_back_to,
+           "coordinator: where nobody is left with the state of the last committed step, go on from a checkpoint as "
+           "old as this step; what was trained since is given up, and trained again")
+      .environment("REJOIN_ROLL_BACK_TO")
+      .check(or_none(whole_number()));
   option("--start-patience-ms", c.start_patience_ms, "REJOIN_START_PATIENCE_MS",
          "coordinator: a job that has lost everybody starts again without the replicas that have not come for so long; "
          "0: 15 times the silence")
-      ->check(whole_number());
+      .check(whole_number());
   option("--audit", c.audit, "REJOIN_AUDIT",
          "coordinator: replicas' results are compared in every step, and all of their states once in so many steps; "
          "auto: so many that it takes 0.5 % of the time; off");
@@ -90,34 +38,34 @@ void bind(CLI::App& app, Config& c) {
       "says");
   option("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
          "how long a peer may be silent; all other deadlines follow from it")
-      ->check(CLI::Range(100, 3600000));
+      .range(100, 3600000);
   option("--job-key-file", c.key_file, "REJOIN_JOB_KEY_FILE", "file with the job key (at least 16 bytes, mode 600)")
-      ->required();
-  option("--status", c.status, "REJOIN_STATUS", "address for /status and /metrics")->check(listen_address());
+      .required();
+  option("--status", c.status, "REJOIN_STATUS", "address for /status and /metrics").check(listen_address());
   option("--address-file", c.address_file, "REJOIN_ADDRESS_FILE", "write the addresses in use to this file, as JSON");
-  option("--log-level", c.log_level, "REJOIN_LOG_LEVEL", "trace, debug, info, warn, error or off")->check(log_level());
+  option("--log-level", c.log_level, "REJOIN_LOG_LEVEL", "trace, debug, info, warn, error or off").check(log_level());
   option("--events", c.events, "REJOIN_EVENTS", "directory for event files (see rejoin trace)");
   option("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
   option("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)")
-      ->check(or_none(socket_name()));
+      .check(or_none(socket_name()));
   option("--connect", c.node.coordinator, "REJOIN_COORDINATOR",
          "node, relay: the coordinator's address, or for a node its relay's")
-      ->check(or_none(peer_address()));
+      .check(or_none(peer_address()));
   option("--relay", c.relay, "REJOIN_RELAY",
          "be a relay at this address: the daemons of a large replica --connect to it, and it to the coordinator; the "
          "node of this process, if it has one, goes through it")
-      ->check(or_none(listen_address()));
+      .check(or_none(listen_address()));
   option("--transport", c.node.transport, "REJOIN_TRANSPORT",
          "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or "
          "ucx:LIST")
-      ->check(transport_name());
+      .check(transport_name());
   option("--compression", c.node.compression, "REJOIN_COMPRESSION",
          "node: catch-up stream: off, auto (zstd while it is measured to pay) or always")
-      ->check(CLI::IsMember({"off", "auto", "always"}));
+      .one_of({"off", "auto", "always"});
   option("--stream-limit", c.node.stream_limit, "REJOIN_STREAM_LIMIT", "node: MB/s that catch-up may send; 0: no limit")
-      ->check(number_from_0());
+      .check(number_from_0());
   option("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections")
-      ->check(listen_address());
+      .check(listen_address());
 }
 
 Result<membership::JobConfig> job_of(const Config& c) {

@@ -6,8 +6,8 @@
 #include "daemon/node_server.h"
 #include "membership/coordinator.h"
 
-namespace CLI {
-class App;
+namespace rejoin {
+class CommandLine;
 }
 
 namespace rejoin::daemon {
@@ -23,7 +23,7 @@ struct Config {
   std::string relay, key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
   NodeOptions node;
 };
-void bind(CLI::App& app, Config& c);
+void bind(CommandLine& line, Config& c);
 
 // The job as these settings describe it. Errors: `invalid_argument` for an audit or a replica to drop that can't be
 // read.

@@ -13,17 +13,6 @@ namespace rejoin::daemon {
 
 namespace {
 
-// A check that is given the value, and whose error says all.
-template <typename Check>
-CLI::Validator form(const char* name, Check check) {
-  return CLI::Validator(
-      [check](const std::string& value) {
-        const Result<> right = check(value);
-        return right ? std::string() : right.error().message;
-      },
-      name);
-}
-
 template <typename Number>
 bool is(const std::string& text, Number& number) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
@@ -37,51 +26,52 @@ Result<> check_address(const std::string& text) {
 
 }  // namespace
 
-CLI::Validator whole_number() {
-  return form("", [](const std::string& text) -> Result<> {
-    if (std::uint64_t number = 0; is(text, number)) return {};
-    return fail(ErrorCode::invalid_argument, "'{}' is not a whole number from 0 to {}", text, ~std::uint64_t{0});
-  });
+ValueCheck whole_number() {
+  return {"", [](const std::string& text) -> Result<> {
+            if (std::uint64_t number = 0; is(text, number)) return {};
+            return fail(ErrorCode::invalid_argument, "'{}' is not a whole number from 0 to {}", text,
+                        ~std::uint64_t{0});
+          }};
 }
 
-CLI::Validator number_from_0() {
-  return form("", [](const std::string& text) -> Result<> {
-    if (double number = 0; is(text, number) && std::isfinite(number) && number >= 0) return {};
-    return fail(ErrorCode::invalid_argument, "'{}' is not a number from 0 on", text);
-  });
+ValueCheck number_from_0() {
+  return {"", [](const std::string& text) -> Result<> {
+            if (double number = 0; is(text, number) && std::isfinite(number) && number >= 0) return {};
+            return fail(ErrorCode::invalid_argument, "'{}' is not a number from 0 on", text);
+          }};
 }
 
-CLI::Validator listen_address() { return form("HOST:PORT", check_address); }
+ValueCheck listen_address() { return {"HOST:PORT", check_address}; }
 
-CLI::Validator peer_address() {
-  return form("HOST:PORT", [](const std::string& text) -> Result<> {
-    const auto parts = transport::SocketAddress::split(text);
-    if (!parts) return tl::unexpected(parts.error());
-    if (parts->port != 0) return {};
-    return fail(ErrorCode::invalid_argument, "address '{}': nobody can be reached at port 0; it is from 1 to 65535",
-                text);
-  });
+ValueCheck peer_address() {
+  return {"HOST:PORT", [](const std::string& text) -> Result<> {
+            const auto parts = transport::SocketAddress::split(text);
+            if (!parts) return tl::unexpected(parts.error());
+            if (parts->port != 0) return {};
+            return fail(ErrorCode::invalid_argument,
+                        "address '{}': nobody can be reached at port 0; it is from 1 to 65535", text);
+          }};
 }
 
-CLI::Validator socket_name() {
-  return form("", [](const std::string& text) { return check_unix_name(text); });
+ValueCheck socket_name() {
+  return {"", [](const std::string& text) { return check_unix_name(text); }};
 }
 
-CLI::Validator transport_name() {
-  return form("", [](const std::string& text) { return transport::check_name(text); });
+ValueCheck transport_name() {
+  return {"", [](const std::string& text) { return transport::check_name(text); }};
 }
 
-CLI::Validator log_level() {
-  return form("", [](const std::string& text) -> Result<> {
-    if (std::ranges::find(kLogLevels, text) != kLogLevels.end()) return {};
-    return fail(ErrorCode::invalid_argument, "no log level is called '{}': there are {}", text,
-                fmt::join(kLogLevels, ", "));
-  });
+ValueCheck log_level() {
+  return {"", [](const std::string& text) -> Result<> {
+            if (std::ranges::find(kLogLevels, text) != kLogLevels.end()) return {};
+            return fail(ErrorCode::invalid_argument, "no log level is called '{}': there are {}", text,
+                        fmt::join(kLogLevels, ", "));
+          }};
 }
 
-CLI::Validator or_none(CLI::Validator right) {
-  return CLI::Validator([right](std::string& value) { return value.empty() ? std::string() : right(value); },
-                        right.get_description());
+ValueCheck or_none(ValueCheck right) {
+  return {right.form,
+          [check = right.check](const std::string& value) { return value.empty() ? Result<>() : check(value); }};
 }
 
 }  // namespace rejoin::daemon

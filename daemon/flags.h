@@ -1,18 +1,18 @@
-// The forms of settings, as CLI11 checks them: what is wrong is said behind the flag's name.
+// The forms that settings have.
 #pragma once
 
-#include <CLI/CLI.hpp>
+#include "base/command_line.h"
 
 namespace rejoin::daemon {
 
-CLI::Validator whole_number();    // from 0 on; CLI11 itself takes -1 for the largest there is
-CLI::Validator number_from_0();   // finite
-CLI::Validator listen_address();  // HOST:PORT; port 0 lets the system choose
-CLI::Validator peer_address();    // HOST:PORT
-CLI::Validator socket_name();
+ValueCheck whole_number();    // from 0 on; without this check -1 is the largest there is
+ValueCheck number_from_0();   // finite
+ValueCheck listen_address();  // HOST:PORT; port 0 lets the system choose
+ValueCheck peer_address();    // HOST:PORT
+ValueCheck socket_name();
 // For settings that may be left out: a settings file then says "".
-CLI::Validator or_none(CLI::Validator right);
-CLI::Validator transport_name();
-CLI::Validator log_level();
+ValueCheck or_none(ValueCheck right);
+ValueCheck transport_name();
+ValueCheck log_level();
 
 }  // namespace rejoin::daemon

@@ -3,10 +3,10 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "base/command_line.h"
 #include "base/events.h"
 #include "base/log.h"
 #include "daemon/config.h"
@@ -103,14 +103,14 @@ void raise_descriptor_limit() {
 int main(int argc, char** argv) {
   using namespace rejoin;
   daemon::Config config;
-  CLI::App app{"The Rejoin daemon: one on each node, and one with --coordinator for the job."};
-  daemon::bind(app, config);
-  CLI11_PARSE(app, argc, argv);
+  CommandLine line("The Rejoin daemon: one on each node, and one with --coordinator for the job.");
+  daemon::bind(line, config);
+  if (const auto status = line.parse(argc, argv)) return *status;
   init_logging(
       fmt::format("rejoind {}", config.coordinator && config.node.socket.empty() ? "coordinator" : config.node.name),
       config.log_level);
   // In full, and in the form of a --config file.
-  std::string settings = app.config_to_str(true, false);
+  std::string settings = line.settings();
   std::replace(settings.begin(), settings.end(), '\n', ' ');
   spdlog::info("settings: {}", settings);
   daemon::raise_descriptor_limit();

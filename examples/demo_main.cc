@@ -4,12 +4,12 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <thread>
 
+#include "base/command_line.h"
 #include "base/log.h"
 #include "examples/demo_trace.h"
 #include "examples/demo_view.h"
@@ -268,60 +268,49 @@ int main(int argc, char** argv) {
   using namespace rejoin::demo;
   Settings s;
   s.job.binaries = std::filesystem::read_symlink("/proc/self/exe").parent_path();
-  CLI::App app{"A training job that loses a replica, goes on, and gets it back; with the proof that nothing was lost."};
-  app.add_option("--data", s.job.data, "text to learn")->required()->check(CLI::ExistingFile);
-  app.add_option("--replicas", s.job.replicas, "copies of the model")->check(CLI::Range(1, 16))->capture_default_str();
-  app.add_option("--ranks", s.job.ranks, "processes of a replica, each with its tower")
-      ->check(CLI::Range(1, 16))
-      ->capture_default_str();
-  app.add_option("--steps", s.job.steps, "optimizer steps")->check(CLI::Range(2, 1000000))->capture_default_str();
-  app.add_option("--params", s.job.parameters, "parameters of a rank")
-      ->check(CLI::Range(10000, 500000000))
-      ->capture_default_str();
-  app.add_option("--batch", s.job.batch, "samples a replica trains in a step")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  app.add_option("--kill", s.kills,
-                 "REPLICA.RANK@STEP[,…]: kill -9 in the middle of that step (default: 1.0 at a quarter)")
-      ->delimiter(',');
-  app.add_option("--hang", s.hangs, "REPLICA.RANK@STEP[,…]: stop the process (SIGSTOP) in the middle of that step")
-      ->delimiter(',');
-  app.add_flag("--no-kill", s.no_kill, "nothing is killed");
-  app.add_option("--kill-daemon", s.kill_daemon,
-                 "REPLICA@STEP: kill -9 that replica's daemon at that step; it is started again");
-  app.add_option("--kill-coordinator", s.kill_coordinator,
-                 "STEP: kill -9 the coordinator at that step; it is started again");
-  app.add_option("--pause-coordinator", s.pause_coordinator,
-                 "STEP: stop the coordinator (SIGSTOP) at that step, for --pause-ms");
-  app.add_option("--pause-all", s.pause_all,
-                 "STEP: stop all processes at that step, for --pause-ms: a suspended machine");
-  app.add_option("--pause-ms", s.pause_ms, "how long these pauses last; 0: two and a half times the silence")
-      ->capture_default_str();
-  app.add_option("--drift", s.drift, "REPLICA@STEP: from that step on the replica's optimizer gets a bit wrong");
-  app.add_option("--flip-bit", s.flip_bit, "STEP: a bit of a reduced gradient flips on one rank of the last replica");
-  app.add_flag("--kill-source", s.kill_source, "kill a source of the running catch-up");
-  app.add_flag("--kill-joiner", s.kill_joiner, "kill the joiner of the running catch-up");
-  app.add_option("--silence-ms", s.job.silence_ms, "how long a peer may be silent")
-      ->check(CLI::Range(100, 60000))
-      ->capture_default_str();
-  app.add_option("--transport", s.job.transport, "shm or tcp")->capture_default_str();
-  app.add_option("--device", s.job.device, "where state and gradients are: host, or cuda:NUMBER, which all ranks share")
-      ->capture_default_str();
-  app.add_option("--state", s.job.state,
-                 "who allocates them: session; pool (a framework, in large blocks) or expandable (mapped in pieces)")
-      ->check(CLI::IsMember({"session", "pool", "expandable"}))
-      ->capture_default_str();
-  app.add_option("--seed", s.job.seed, "seed of the initial weights")->capture_default_str();
-  app.add_flag("--no-baseline", s.no_baseline, "without the comparison run");
-  app.add_flag("--quiet", s.quiet, "print nothing");
-  app.add_option("--json", s.json, "write what happened to this file");
-  app.add_option("--trace", s.trace, "write a Chrome/Perfetto trace to this file");
-  app.add_flag("--keep", s.keep, "keep the directory with logs, events and outputs");
-  app.add_option("--log-level", s.job.log_level, "of the trainers")
-      ->check(CLI::IsMember(std::vector<std::string>(rejoin::kLogLevels.begin(), rejoin::kLogLevels.end())))
-      ->capture_default_str();
-  app.add_option("--limit-seconds", s.limit_seconds, "give up after this long")->capture_default_str();
-  CLI11_PARSE(app, argc, argv);
+  rejoin::CommandLine line(
+      "A training job that loses a replica, goes on, and gets it back; with the proof that nothing was lost.");
+  line.add("--data", s.job.data, "text to learn").required().existing_file();
+  line.add("--replicas", s.job.replicas, "copies of the model").range(1, 16).show_default();
+  line.add("--ranks", s.job.ranks, "processes of a replica, each with its tower").range(1, 16).show_default();
+  line.add("--steps", s.job.steps, "optimizer steps").range(2, 1000000).show_default();
+  line.add("--params", s.job.parameters, "parameters of a rank").range(10000, 500000000).show_default();
+  line.add("--batch", s.job.batch, "samples a replica trains in a step").range(1, 4096).show_default();
+  line.add("--kill", s.kills, "REPLICA.RANK@STEP[,…]: kill -9 in the middle of that step (default: 1.0 at a quarter)")
+      .separated_by(',');
+  line.add("--hang", s.hangs, "REPLICA.RANK@STEP[,…]: stop the process (SIGSTOP) in the middle of that step")
+      .separated_by(',');
+  line.flag("--no-kill", s.no_kill, "nothing is killed");
+  line.add("--kill-daemon", s.kill_daemon,
+           "REPLICA@STEP: kill -9 that replica's daemon at that step; it is started again");
+  line.add("--kill-coordinator", s.kill_coordinator, "STEP: kill -9 the coordinator at that step; it is started again");
+  line.add("--pause-coordinator", s.pause_coordinator,
+           "STEP: stop the coordinator (SIGSTOP) at that step, for --pause-ms");
+  line.add("--pause-all", s.pause_all, "STEP: stop all processes at that step, for --pause-ms: a suspended machine");
+  line.add("--pause-ms", s.pause_ms, "how long these pauses last; 0: two and a half times the silence").show_default();
+  line.add("--drift", s.drift, "REPLICA@STEP: from that step on the replica's optimizer gets a bit wrong");
+  line.add("--flip-bit", s.flip_bit, "STEP: a bit of a reduced gradient flips on one rank of the last replica");
+  line.flag("--kill-source", s.kill_source, "kill a source of the running catch-up");
+  line.flag("--kill-joiner", s.kill_joiner, "kill the joiner of the running catch-up");
+  line.add("--silence-ms", s.job.silence_ms, "how long a peer may be silent").range(100, 60000).show_default();
+  line.add("--transport", s.job.transport, "shm or tcp").show_default();
+  line.add("--device", s.job.device, "where state and gradients are: host, or cuda:NUMBER, which all ranks share")
+      .show_default();
+  line.add("--state", s.job.state,
+           "who allocates them: session; pool (a framework, in large blocks) or expandable (mapped in pieces)")
+      .one_of({"session", "pool", "expandable"})
+      .show_default();
+  line.add("--seed", s.job.seed, "seed of the initial weights").show_default();
+  line.flag("--no-baseline", s.no_baseline, "without the comparison run");
+  line.flag("--quiet", s.quiet, "print nothing");
+  line.add("--json", s.json, "write what happened to this file");
+  line.add("--trace", s.trace, "write a Chrome/Perfetto trace to this file");
+  line.flag("--keep", s.keep, "keep the directory with logs, events and outputs");
+  line.add("--log-level", s.job.log_level, "of the trainers")
+      .one_of({rejoin::kLogLevels.begin(), rejoin::kLogLevels.end()})
+      .show_default();
+  line.add("--limit-seconds", s.limit_seconds, "give up after this long").show_default();
+  if (const auto status = line.parse(argc, argv)) return *status;
   if (s.pause_ms == 0) s.pause_ms = s.job.silence_ms * 5 / 2;
   const bool faults = !s.kills.empty() || !s.hangs.empty() || !s.kill_daemon.empty() || !s.drift.empty() ||
                       s.kill_coordinator + s.pause_coordinator + s.pause_all + s.flip_bit != 0;

@@ -1,12 +1,12 @@
 // rejoin-lossless-check: the demo's model, trained by the simulated cluster (sim/) once with failures and once without,
 // over as many samples in the same order. Writes both loss curves. While it runs, the simulator's checkers watch that
 // replicas are the same to the bit and that every sample is trained once.
-#include <CLI/CLI.hpp>
 #include <fstream>
 #include <iostream>
 #include <numeric>
 #include <sstream>
 
+#include "base/command_line.h"
 #include "base/log.h"
 #include "examples/model.h"
 #include "sim/world.h"
@@ -72,16 +72,16 @@ int main(int argc, char** argv) {
   std::string data, out;
   std::uint64_t failures = 1000, parameters = 20000;
   sim::Options options{.seed = 1, .replicas = 3, .ranks = 1, .batch = 16, .faults = {}};
-  CLI::App app{
+  CommandLine line(
       "Trains the demo's model in the simulated cluster with failures and without, over the same samples, and compares "
-      "the losses."};
-  app.add_option("--data", data, "text to learn")->required();
-  app.add_option("--failures", failures, "each comes when all replicas contribute")->capture_default_str();
-  app.add_option("--params", parameters, "parameters of the model")->capture_default_str();
-  app.add_option("--replicas", options.replicas)->check(CLI::Range(2, 16))->capture_default_str();
-  app.add_option("--seed", options.seed)->capture_default_str();
-  app.add_option("--out", out, "file for the curves: samples, loss without failures, loss with them");
-  CLI11_PARSE(app, argc, argv);
+      "the losses.");
+  line.add("--data", data, "text to learn").required();
+  line.add("--failures", failures, "each comes when all replicas contribute").show_default();
+  line.add("--params", parameters, "parameters of the model").show_default();
+  line.add("--replicas", options.replicas, "of the job").range(2, 16).show_default();
+  line.add("--seed", options.seed, "of weights and failures").show_default();
+  line.add("--out", out, "file for the curves: samples, loss without failures, loss with them");
+  if (const auto status = line.parse(argc, argv)) return *status;
   init_logging("lossless-check", "off");
   std::ifstream file(data, std::ios::binary);
   std::stringstream buffer;

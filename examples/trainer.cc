@@ -1,11 +1,11 @@
 // The demo's trainer: one rank of one replica, training its tower of the model.
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <fstream>
 #include <iostream>
 #include <sstream>
 
+#include "base/command_line.h"
 #include "base/events.h"
 #include "base/log.h"
 #include "examples/pool.h"
@@ -151,25 +151,24 @@ int train(const Settings& s) {
 
 int main(int argc, char** argv) {
   Settings s;
-  CLI::App app{"One rank of the demo's training job; rejoin-demo starts all of them."};
-  s.session.bind(app);
-  app.add_option("--data", s.data, "text to learn")->required();
-  app.add_option("--state", s.state, "who allocates the tensors: session; pool or expandable, as a framework would")
-      ->check(CLI::IsMember({"session", "pool", "expandable"}))
-      ->capture_default_str();
-  app.add_option("--seed", s.seed, "seed of the initial weights")->capture_default_str();
-  app.add_option("--params", s.parameters, "parameters of this rank's tower")->capture_default_str();
-  app.add_option("--digest-every", s.digest_every, "tell the state's digest every so many steps; 0: at the end")
-      ->capture_default_str();
-  app.add_option("--pause-at", s.pause_at, "in the middle of this step, wait for a signal");
-  app.add_option(
-      "--drift-from", s.drift_from,
-      "from this step on the optimizer computes something else than on other replicas, for the audit to find");
-  app.add_option("--events", s.events, "directory for event files");
-  app.add_option("--log-level", s.log_level)
-      ->check(CLI::IsMember(std::vector<std::string>(rejoin::kLogLevels.begin(), rejoin::kLogLevels.end())))
-      ->capture_default_str();
-  CLI11_PARSE(app, argc, argv);
+  rejoin::CommandLine line("One rank of the demo's training job; rejoin-demo starts all of them.");
+  s.session.bind(line);
+  line.add("--data", s.data, "text to learn").required();
+  line.add("--state", s.state, "who allocates the tensors: session; pool or expandable, as a framework would")
+      .one_of({"session", "pool", "expandable"})
+      .show_default();
+  line.add("--seed", s.seed, "seed of the initial weights").show_default();
+  line.add("--params", s.parameters, "parameters of this rank's tower").show_default();
+  line.add("--digest-every", s.digest_every, "tell the state's digest every so many steps; 0: at the end")
+      .show_default();
+  line.add("--pause-at", s.pause_at, "in the middle of this step, wait for a signal");
+  line.add("--drift-from", s.drift_from,
+           "from this step on the optimizer computes something else than on other replicas, for the audit to find");
+  line.add("--events", s.events, "directory for event files");
+  line.add("--log-level", s.log_level, "of this process")
+      .one_of({rejoin::kLogLevels.begin(), rejoin::kLogLevels.end()})
+      .show_default();
+  if (const auto status = line.parse(argc, argv)) return *status;
   const std::string who = fmt::format("r{}.{}", s.session.replica, s.session.rank);
   rejoin::init_logging("trainer " + who, s.log_level);
   if (auto opened = rejoin::events::open(s.events, who); !opened) return fail_with(opened.error());

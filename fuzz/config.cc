@@ -1,8 +1,8 @@
 #include "daemon/config.h"
 
-#include <CLI/CLI.hpp>
 #include <sstream>
 
+#include "base/command_line.h"
 #include "catchup/coder.h"
 #include "daemon/listen.h"
 #include "transport/ibverbs/factory.h"
@@ -12,13 +12,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   using namespace rejoin;
   const std::string text(reinterpret_cast<const char*>(data), size);
   daemon::Config config;
-  CLI::App app;
-  daemon::bind(app, config);
+  CommandLine line("");
+  daemon::bind(line, config);
   std::istringstream file(text);
-  try {
-    app.parse_from_stream(file);
-  } catch (const CLI::Error&) {
-  }
+  (void)line.parse_settings(file);
   (void)transport::ibverbs::parse_options(text);
   (void)catchup::parse_compression(text);
   (void)daemon::endpoint_of(text);

@@ -1,15 +1,14 @@
 #include "rejoin/session.h"
 
-#include <CLI/CLI.hpp>
-
+#include "base/command_line.h"
 #include "rejoin/progress.h"
 #include "rejoin/training_state.h"
 
 namespace rejoin {
 
-void SessionConfig::bind(CLI::App& app) {
+void SessionConfig::bind(CommandLine& line) {
   const auto option = [&](const char* flags, auto& value, const char* env, const char* help) {
-    return app.add_option(flags, value, help)->envname(env)->capture_default_str();
+    return Flag(line.add(flags, value, help).environment(env).show_default());
   };
   option("--replica", replica, "REJOIN_REPLICA", "this process's replica, from 0");
   option("--rank", rank, "REJOIN_RANK", "its rank in the replica, from 0");
@@ -30,13 +29,10 @@ void SessionConfig::bind(CLI::App& app) {
 
 Result<SessionConfig> SessionConfig::from_environment() {
   SessionConfig config;
-  CLI::App app;
-  config.bind(app);
-  try {
-    app.parse(std::vector<std::string>{});
-  } catch (const CLI::ParseError& error) {
-    return fail(ErrorCode::invalid_argument, "REJOIN_* settings: {}", error.what());
-  }
+  CommandLine line("");
+  config.bind(line);
+  if (auto parsed = line.parse({}); !parsed)
+    return fail(ErrorCode::invalid_argument, "REJOIN_* settings: {}", parsed.error().message);
   return config;
 }
 

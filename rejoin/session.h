@@ -28,12 +28,11 @@
 #include "base/result.h"
 #include "base/types.h"
 
-namespace CLI {
-class App;
-}
 struct CUstream_st;
 
 namespace rejoin {
+
+class CommandLine;
 
 using CudaStream = CUstream_st*;  // a cudaStream_t, or CUstream
 
@@ -56,7 +55,7 @@ struct SessionConfig {
   std::chrono::milliseconds patience{60000};
 
   // Adds these settings to a program's flags, each also settable as REJOIN_* variable.
-  void bind(CLI::App& app);
+  void bind(CommandLine& line);
   // From REJOIN_* variables alone.
   static Result<SessionConfig> from_environment();
 };

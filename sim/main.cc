@@ -3,12 +3,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <thread>
 
+#include "base/command_line.h"
 #include "base/log.h"
 #include "sim/scale.h"
 #include "sim/world.h"
@@ -250,24 +250,22 @@ int stalls(const Settings& settings) {
 int main(int argc, char** argv) {
   using namespace rejoin;
   sim::Settings settings;
-  CLI::App app{
+  CommandLine line(
       "Plays a whole Rejoin cluster (coordinator, daemons, ranks, trainers: the code that ships) under virtual time, "
-      "with faults drawn from a seed, and checks the invariants."};
-  app.add_option("--seeds", settings.seeds, "how many")->capture_default_str();
-  app.add_option("--from", settings.from, "the first one")->capture_default_str();
-  app.add_option("--seed", settings.seed, "this one only");
-  app.add_option("--jobs", settings.jobs, "processes")->check(CLI::Range(1, 64))->capture_default_str();
-  app.add_option("--replicas", settings.options.replicas, "of the job; otherwise as each seed has it")
-      ->check(CLI::Range(1, 16));
-  app.add_option("--ranks", settings.options.ranks, "of a replica; otherwise as each seed has it")
-      ->check(CLI::Range(1, 16));
-  app.add_flag("--trace", settings.trace, "with --seed: everything that happened");
-  app.add_flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
-  app.add_option("--plant", settings.plant, "a bug built in on purpose, to see it found")->capture_default_str();
-  app.add_option("--ignore", settings.options.ignore, "an invariant not to check, to see what else breaks");
-  app.add_flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");
-  app.add_flag("--scale", settings.scale, "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
-  CLI11_PARSE(app, argc, argv);
+      "with faults drawn from a seed, and checks the invariants.");
+  line.add("--seeds", settings.seeds, "how many").show_default();
+  line.add("--from", settings.from, "the first one").show_default();
+  line.add("--seed", settings.seed, "this one only");
+  line.add("--jobs", settings.jobs, "processes").range(1, 64).show_default();
+  line.add("--replicas", settings.options.replicas, "of the job; otherwise as each seed has it").range(1, 16);
+  line.add("--ranks", settings.options.ranks, "of a replica; otherwise as each seed has it").range(1, 16);
+  line.flag("--trace", settings.trace, "with --seed: everything that happened");
+  line.flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
+  line.add("--plant", settings.plant, "a bug built in on purpose, to see it found").show_default();
+  line.add("--ignore", settings.options.ignore, "an invariant not to check, to see what else breaks");
+  line.flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");
+  line.flag("--scale", settings.scale, "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
+  if (const auto status = line.parse(argc, argv)) return *status;
   init_logging("sim", "off");
   auto plant = sim::parse_plant(settings.plant);
   if (!plant) return fmt::print(stderr, "rejoin-sim: --plant: {}\n", plant.error().message), 1;

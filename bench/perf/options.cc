@@ -1,8 +1,7 @@
 #include "bench/perf/options.h"
 
-#include <CLI/CLI.hpp>
-
 #include "base/bytes.h"
+#include "base/command_line.h"
 
 namespace rejoin::bench::perf {
 
@@ -41,49 +40,41 @@ Result<Options> parse(Test test, int argc, char** argv) {
   Options o;
   o.test = test;
   if (o.latency()) o.size = 2;
-  CLI::App app{o.title() +
-               ". Without a host it is the server and ends after one client; with one, the client of the server there. "
-               "Both sides take the same options."};
+  CommandLine line(
+      o.title() +
+      ". Without a host it is the server and ends after one client; with one, the client of the server there. "
+      "Both sides take the same options.");
   bool ignored = false, json = false;
-  app.add_option("host", o.host, "the server's name or address");
-  app.add_option("-d,--ib-dev", o.device, "RDMA device (ibverbs), or local address (tcp)");
-  app.add_option("--rails", o.rails, "several devices or addresses, comma-separated: pieces go over all of them");
-  app.add_option("--transport", o.transport, "ibverbs, tcp, shm or ucx:LIST")->capture_default_str();
-  app.add_option("-x,--gid-index", o.gid_index, "GID index; found by itself where not given");
-  app.add_option("-p,--port", o.port, "port of the server's control connection")
-      ->check(CLI::Range(0, 65535))
-      ->capture_default_str();
-  app.add_option("--bind_source_ip", o.local_address, "server: address to listen on")->capture_default_str();
-  auto* size = app.add_option("-s,--size", o.size, "bytes of a message")
-                   ->transform(CLI::AsSizeValue(false))
-                   ->capture_default_str();
-  app.add_flag("-a,--all", o.all_sizes, "sizes from 2 up to 2^23 (sends: 2^15)")->excludes(size);
-  app.add_option("-n,--iters", o.iterations, "exchanges; default 5000 (bandwidth), 1000 (latency)");
-  app.add_option("-D,--duration", o.duration_s, "run for so many seconds instead")->check(CLI::Range(0, 3600));
+  line.add("host", o.host, "the server's name or address");
+  line.add("-d,--ib-dev", o.device, "RDMA device (ibverbs), or local address (tcp)");
+  line.add("--rails", o.rails, "several devices or addresses, comma-separated: pieces go over all of them");
+  line.add("--transport", o.transport, "ibverbs, tcp, shm or ucx:LIST").show_default();
+  line.add("-x,--gid-index", o.gid_index, "GID index; found by itself where not given");
+  line.add("-p,--port", o.port, "port of the server's control connection").range(0, 65535).show_default();
+  line.add("--bind_source_ip", o.local_address, "server: address to listen on").show_default();
+  const auto size = line.add("-s,--size", o.size, "bytes of a message").sized().show_default();
+  line.flag("-a,--all", o.all_sizes, "sizes from 2 up to 2^23 (sends: 2^15)").excludes(size);
+  line.add("-n,--iters", o.iterations, "exchanges; default 5000 (bandwidth), 1000 (latency)");
+  line.add("-D,--duration", o.duration_s, "run for so many seconds instead").range(0, 3600);
   if (!o.latency()) {
-    app.add_option("-q,--qp", o.queue_pairs, "queue pairs (ibverbs)")->check(CLI::Range(1, 8));
-    app.add_option("-t,--tx-depth", o.depth, "messages under way")->check(CLI::Range(1, 65536))->capture_default_str();
-    app.add_flag("-b,--bidirectional", o.bidirectional, "both sides at once");
-    app.add_flag("--verify", o.verify, "check the contents of what arrived");
+    line.add("-q,--qp", o.queue_pairs, "queue pairs (ibverbs)").range(1, 8);
+    line.add("-t,--tx-depth", o.depth, "messages under way").range(1, 65536).show_default();
+    line.flag("-b,--bidirectional", o.bidirectional, "both sides at once");
+    line.flag("--verify", o.verify, "check the contents of what arrived");
   } else {
-    app.add_flag("-H,--report-histogram", o.histogram, "print all results, sorted");
+    line.flag("-H,--report-histogram", o.histogram, "print all results, sorted");
   }
-  app.add_flag("--report_gbits", o.gbits, "Gbit/s instead of MiB/s");
-  app.add_flag("--out_json", json, "write the results to --out_json_file");
-  app.add_option("--out_json_file", o.json_file, "that file; default perftest_out.json");
-  app.add_option(
-      "--use_cuda", o.cuda,
-      "memory of this GPU, counted from 0: reached by the NIC itself where it can be (dma-buf or peer memory), "
-      "otherwise staged through host memory. Both sides");
+  line.flag("--report_gbits", o.gbits, "Gbit/s instead of MiB/s");
+  line.flag("--out_json", json, "write the results to --out_json_file");
+  line.add("--out_json_file", o.json_file, "that file; default perftest_out.json");
+  line.add("--use_cuda", o.cuda,
+           "memory of this GPU, counted from 0: reached by the NIC itself where it can be (dma-buf or peer memory), "
+           "otherwise staged through host memory. Both sides");
   if (test != Test::write_lat)  // which looks at the memory itself
-    app.add_flag("-e,--events", o.events, "sleep until something happens instead of polling");
-  app.add_flag("-F,--CPU-freq", ignored, "accepted and without effect: no cycle counter is used");
-  app.add_flag("-R,--rdma_cm", o.rdma_cm, "connect the queue pairs by rdma_cm (ibverbs; the client's wish counts)");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    std::exit(app.exit(error));
-  }
+    line.flag("-e,--events", o.events, "sleep until something happens instead of polling");
+  line.flag("-F,--CPU-freq", ignored, "accepted and without effect: no cycle counter is used");
+  line.flag("-R,--rdma_cm", o.rdma_cm, "connect the queue pairs by rdma_cm (ibverbs; the client's wish counts)");
+  if (const auto status = line.parse(argc, argv)) std::exit(*status);
   if (o.cuda && o.latency())
     return fail(ErrorCode::invalid_argument,
                 "--use_cuda: the latency tests look at their memory themselves, so it must be the host's; "

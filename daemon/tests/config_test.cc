@@ -3,9 +3,9 @@
 
 #include <gtest/gtest.h>
 
-#include <CLI/CLI.hpp>
 #include <sstream>
 
+#include "base/command_line.h"
 #include "daemon/listen.h"
 
 namespace rejoin::daemon {
@@ -14,16 +14,12 @@ namespace {
 // Why these settings are refused; nothing where they are taken.
 std::string refusal(const std::vector<std::string>& arguments) {
   Config config;
-  CLI::App app;
-  bind(app, config);
-  std::vector<std::string> backwards(arguments.rbegin(), arguments.rend());
-  backwards.insert(backwards.end(), {"key", "--job-key-file"});
-  try {
-    app.parse(backwards);
-  } catch (const CLI::Error& error) {
-    return error.what();
-  }
-  return "";
+  CommandLine line("");
+  bind(line, config);
+  std::vector<std::string> whole{"--job-key-file", "key"};
+  whole.insert(whole.end(), arguments.begin(), arguments.end());
+  const auto parsed = line.parse(whole);
+  return parsed ? "" : parsed.error().message;
 }
 
 struct Refused {
@@ -74,16 +70,13 @@ TEST(Settings, WhatIsRightIsTaken) {
 // What is printed at the start is a settings file.
 TEST(Settings, TheDefaultsCanBeReadBack) {
   Config config, again;
-  CLI::App app, other;
-  bind(app, config);
+  CommandLine line(""), other("");
+  bind(line, config);
   bind(other, again);
-  app.parse("--job-key-file key --coordinator --listen [::1]:0", false);
-  std::istringstream file(app.config_to_str(true, false));
-  try {
-    other.parse_from_stream(file);
-  } catch (const CLI::Error& error) {
-    FAIL() << error.what() << "\n" << app.config_to_str(true, false);
-  }
+  ASSERT_TRUE(line.parse({"--job-key-file", "key", "--coordinator", "--listen", "[::1]:0"}));
+  std::istringstream file(line.settings());
+  const auto read = other.parse_settings(file);
+  ASSERT_TRUE(read) << read.error().message << "\n" << line.settings();
   EXPECT_EQ(again.listen, "[::1]:0");
 }
 

@@ -7,10 +7,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <cstdarg>
 #include <cstdio>
 
+#include "base/command_line.h"
 #include "nccl/conformance/side.h"
 
 namespace rejoin::nccl::conformance {
@@ -128,17 +128,17 @@ int run(const Options& options, int version) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app{
+  CommandLine line(
       "Drives an NCCL net plugin as NCCL does, and checks every byte. The plugin's own settings are in the "
-      "environment, as under NCCL."};
-  app.add_option("plugin", options.plugin, "its library, e.g. libnccl-net-rejoin.so")->required();
-  app.add_option("--abi", options.versions, "versions of the interface; default all from 8 to 12 that it exports")
-      ->check(CLI::Range(8, 12));
-  app.add_option("--device", options.device, "the plugin's device")->capture_default_str();
-  app.add_option("--stream", options.stream_s, "instead: checked messages both ways for so many seconds");
-  app.add_flag("--bench", options.bench, "instead: bandwidth and latency");
-  app.add_flag("--log", options.log, "all of the plugin's log, not only its warnings");
-  CLI11_PARSE(app, argc, argv);
+      "environment, as under NCCL.");
+  line.add("plugin", options.plugin, "its library, e.g. libnccl-net-rejoin.so").required();
+  line.add("--abi", options.versions, "versions of the interface; default all from 8 to 12 that it exports")
+      .range(8, 12);
+  line.add("--device", options.device, "the plugin's device").show_default();
+  line.add("--stream", options.stream_s, "instead: checked messages both ways for so many seconds");
+  line.flag("--bench", options.bench, "instead: bandwidth and latency");
+  line.flag("--log", options.log, "all of the plugin's log, not only its warnings");
+  if (const auto status = line.parse(argc, argv)) return *status;
   log_all = options.log;
   const bool all = options.versions.empty();
   if (all) options.versions = {12, 11, 10, 9, 8};

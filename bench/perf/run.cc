@@ -1,5 +1,7 @@
 // rejoin_write_bw, rejoin_read_bw, rejoin_write_lat, rejoin_send_lat: the transport point to point, in the manner of
 // perftest: one process is started without a host, the other with the first one's.
+#include "bench/perf/run.h"
+
 #include <algorithm>
 #include <cmath>
 #include <fstream>
@@ -205,6 +207,8 @@ class Run {
   nlohmann::json results_ = nlohmann::json::array();
 };
 
+}  // namespace
+
 int run(Test test, int argc, char** argv) {
   init_logging("perf", "warn");
   auto options = parse(test, argc, argv);
@@ -219,9 +223,4 @@ int run(Test test, int argc, char** argv) {
   return 0;
 }
 
-}  // namespace
 }  // namespace rejoin::bench::perf
-
-int main(int argc, char** argv) {
-  return rejoin::bench::perf::run(rejoin::bench::perf::Test::REJOIN_PERF_TEST, argc, argv);
-}

@@ -1,0 +1,87 @@
+// Command lines, REJOIN_* variables and settings files of all programs. CLI11, which reads them, costs every file that
+// includes it ten seconds of compiling: only command_line.cc does.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <iosfwd>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
+
+namespace rejoin {
+
+// What a value has to look like. `form` stands for the value in --help; the error of a wrong value names the value and
+// what is allowed.
+struct ValueCheck {
+  std::string form;
+  std::function<Result<>(const std::string&)> check;
+};
+
+// One flag of a CommandLine, which owns it. Each call refines it and gives it back.
+class Flag {
+ public:
+  explicit Flag(CLI::Option* option) : option_(option) {}
+  Flag& required();
+  Flag& environment(const char* variable);  // used where the command line does not have the flag
+  Flag& show_default();                     // in --help, and in CommandLine::settings()
+  Flag& separated_by(char border);          // several values in one argument
+  Flag& sized();                            // bytes, with K, M, G (powers of 1024); goes before range()
+  Flag& range(std::int64_t least, std::int64_t most);
+  Flag& real_range(double least, double most);
+  Flag& one_of(std::vector<std::string> values);
+  Flag& existing_file();
+  Flag& check(ValueCheck check);
+  Flag& excludes(const Flag& other);
+
+ private:
+  CLI::Option* option_;
+};
+
+// The arguments of a program, or of one of its commands. Every program has --help and --version. The variables that
+// values are written to must outlive the parsing. Thread: one.
+class CommandLine {
+ public:
+  explicit CommandLine(const std::string& description);
+  ~CommandLine();
+  CommandLine(const CommandLine&) = delete;
+
+  // `names`: "-s,--size", or "host" for an argument without a flag. T: std::string, bool (the flag then takes true or
+  // false), int, std::uint32_t, std::uint64_t, double; std::optional of one, or a std::vector for several values.
+  template <typename T>
+  Flag add(const char* names, T& value, const char* help);
+  // Given or not; "!--no-x" sets it to false.
+  Flag flag(const char* names, bool& value, const char* help);
+
+  // A command of its own, as `status` in `rejoin status`; exactly one must then be given. Owned by this one.
+  CommandLine& command(const char* name, const char* help);
+  bool chosen() const;
+
+  // Adds --config FILE, with one 'name = value' a line. A name that is no flag is an error that says the nearest one.
+  void allow_settings_file();
+
+  // Nothing, or the status to exit with: after --help, --version, or wrong arguments, which it has printed.
+  [[nodiscard]] std::optional<int> parse(int argc, const char* const* argv);
+  // The same without printing. Errors: `invalid_argument` with the flag, the value and what is allowed.
+  Result<> parse(const std::vector<std::string>& arguments);
+  Result<> parse_settings(std::istream& file);
+  // All values, in the form of a settings file.
+  std::string settings() const;
+
+ private:
+  CommandLine(std::unique_ptr<CLI::App> owned, CLI::App* app);
+  std::unique_ptr<CLI::App> owned_;  // none: a command of another
+  CLI::App* app_;
+  std::vector<std::unique_ptr<CommandLine>> commands_;
+};
+
+}  // namespace rejoin
