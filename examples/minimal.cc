@@ -1,4 +1,4 @@
-// The smallest trainer: fits y = 3x with one weight. README.md explains it line by line.
+// The smallest trainer: fits y = 3x with one weight. docs/trainer.md explains each call.
 #include <rejoin/session.h>
 
 #include <cstdio>

@@ -25,4 +25,8 @@ output=$(LD_LIBRARY_PATH="$(dirname "$libdir")" "$scratch/by_pkg_config" 2>&1 ||
 grep -q "no daemon socket" <<<"$output" || { echo "unexpected: $output"; exit 1; }
 output=$("$scratch/tree/bin/rejoin" --help)
 grep -q status <<<"$output"
+for page in "$source"/docs/man/*; do  # each beside the others of its section
+  name=${page##*/}
+  [[ -f $(find "$scratch/tree" -path "*/man${name##*.}/$name") ]] || { echo "manual page $name is not installed"; exit 1; }
+done
 echo "installed tree works"
