@@ -263,7 +263,7 @@ class Coordinator {
   std::optional<Step> roll_back_to_;  // not used yet
   std::optional<Step> wants_roll_back_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
-  TimePoint back_at_{};  // when a rank last came back
+  TimePoint back_at_{};         // when a rank last came back
   std::set<std::string> said_;  // in this epoch
   DriftAudit audit_;
   std::optional<std::string> stopped_;

@@ -2,6 +2,7 @@
 """Style as a failing test: layering, lengths, banned calls. See docs/design-notes.md."""
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -46,6 +47,16 @@ allowed = {
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_main.cc"),  # reads files that other processes append to
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_job.cc"),
 }
+# Headers of others that cost seconds wherever they are included, and who may include them: a header of ours that does
+# passes the cost on.
+heavy = {
+    "CLI/": r"base/command_line\.cc",
+    "nlohmann/json.hpp": r".*\.cc|examples/demo_story\.h|tests/daemons\.h",
+    "spdlog/": r"base/log\.(h|cc)|nccl/plugin\.cc|fuzz/nccl\.cc|sim/tests/sim_test\.cc",
+    "asio": r"daemon/.*\.cc|daemon/(framed|listen|status_server)\.h|fuzz/framed\.cc",
+    "google/": r"",
+    "rapidcheck": r".*/tests/.*\.cc",
+}
 MAX_LINES, MAX_COLUMNS = 500, 120
 problems = []
 
@@ -62,6 +73,10 @@ for path in sources:
         if include and folder in may_use and include.group(1) in may_use and include.group(1) != folder:
             if include.group(1) not in may_use[folder]:
                 problems.append(f"{name}:{number}: {folder}/ may not use {include.group(1)}/")
+        foreign = re.match(r"#include <([^>]+)>", line)
+        for start, allowed_in in heavy.items():
+            if foreign and foreign.group(1).startswith(start) and not re.fullmatch(allowed_in, name):
+                problems.append(f"{name}:{number}: <{foreign.group(1)}> takes seconds to compile; it belongs into {allowed_in or 'generated code'}")
         for pattern, why in banned.items():
             if re.search(pattern, line) and not line.lstrip().startswith("//") and (pattern, name) not in allowed:
                 if "ucp" in pattern and name.startswith("transport/ucx/"):
@@ -71,6 +86,15 @@ for path in sources:
         problems.append(f"{name}: no #pragma once")
     if path.suffix in (".h",) and not lines[0].startswith("//"):
         problems.append(f"{name}: a header begins with what it is for")
+
+# The form of the code is clang-format 14's, of .clang-format.
+formatter = shutil.which("clang-format-14")
+if formatter is None:
+    print("SKIPPED: the form of the code; it needs the package clang-format-14")
+else:
+    wrong = subprocess.run([formatter, "--dry-run", "-Werror", *map(str, sources)], cwd=root, capture_output=True, text=True)
+    bad = sorted({line.split(":")[0] for line in wrong.stderr.split("\n") if "clang-format-violations" in line})
+    problems += [f"{pathlib.Path(name).relative_to(root)}: not as clang-format-14 -i would write it" for name in bad]
 
 # Dead files: every source is named in a CMakeLists.txt.
 cmake = "\n".join((root / f).read_text() for f in tracked if f.endswith("CMakeLists.txt"))
