@@ -464,7 +464,10 @@ void Progress::poll_daemon(TimePoint now) {
     }
     if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
     if (message.has_welcome()) welcome_ = true;
-    if (message.has_left()) farewell_heard_ = true;
+    if (message.has_left()) {  // it closes the connection now
+      farewell_heard_ = true;
+      return;
+    }
     if (message.has_word()) driver_->on_word(message.word(), now);
     if (message.has_more())
       if (auto sent = send_offer(daemon_, more()); !sent) return lose_daemon(sent.error().message);

@@ -68,7 +68,8 @@ bool Progress::leaves(TimePoint now) {
   }
   if (leave_by_ == TimePoint{}) leave_by_ = now + silence_;
   if (!farewell_said_) farewell_said_ = say_farewell("");
-  return farewell_heard_ || now > leave_by_;
+  const bool nobody_cares = !daemon_ && driver_->finished();
+  return farewell_heard_ || nobody_cares || now > leave_by_;
 }
 
 // False where nobody can be told now.
