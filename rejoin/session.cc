@@ -236,7 +236,8 @@ class SessionImpl final : public Session {
       (void)tear(thrown("its thread was cancelled").value());
       throw;
     } catch (const std::exception& error) {
-      return thrown(error.what());
+      constexpr std::size_t longest = 500;  // of what anybody may have written
+      return thrown(printable(error.what(), longest));
     } catch (...) {
       return thrown("something that is no std::exception");
     }

@@ -294,6 +294,9 @@ TEST(Garbage, OnEveryPortIsRefusedAndChangesNothing) {
     proto::FromTrainer report;
     report.mutable_report()->mutable_exchanged()->set_epoch(random());
     feed_unix(report.SerializeAsString());
+    proto::FromTrainer leave;  // of somebody who never came
+    leave.mutable_leave()->set_why(bytes);
+    feed_unix(leave.SerializeAsString());
   }
   EXPECT_EQ(trainer.wait(std::chrono::seconds(30)), 0) << trainer.output();
   EXPECT_EQ(run({kCli, "status", job.coordinator_status}).status, 0);

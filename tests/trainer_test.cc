@@ -179,6 +179,16 @@ TEST_F(Trained, AJoinerIsServedNothingOfAnUpdateThatBrokeOff) {
   other.get();
 }
 
+TEST(Printable, TextOfUnknownOriginIsOneLineOfUtf8) {
+  EXPECT_EQ(printable("2 × 3 ≥ 𝄞", 100), "2 × 3 ≥ 𝄞");
+  EXPECT_EQ(printable("a\nb\x7f\x01", 100), "a?b??");
+  EXPECT_EQ(printable("\xff\xc3[\xe2\x82", 100), "??[??") << "half a character is none";
+  EXPECT_EQ(printable("\xc0\xaf\xed\xa0\x80\xf4\x90\x80\x80", 100), "?????????")
+      << "nor too long, nor a surrogate, nor beyond the last";
+  EXPECT_EQ(printable("ab×", 3), "ab") << "cut behind a whole one";
+  EXPECT_EQ(printable("ab×", 4), "ab×");
+}
+
 // ---- calls that are not due
 
 TEST_F(Trained, ABucketThatWasForgottenIsNamedAtTheCommit) {
@@ -368,6 +378,29 @@ TEST_F(Trained, WhoLeavesLetsTheOthersGoOnAtOnceAndTheLogsSayThatItHasLeft) {
   one.get(), other.get();
   const Ended audit = run({kCli, "audit", file("log/decisions.log")});
   EXPECT_NE(audit.output.find(" 0 lost, 0 repeated"), std::string::npos) << audit.output;
+}
+
+// A replica is the unit: what is left of it is put out, and told why.
+TEST_F(Trained, WhenOneRankLeavesItsReplicaIsOut) {
+  start(2, 2);
+  std::vector<std::unique_ptr<Session>> sessions;
+  std::vector<std::future<Error>> ends;
+  for (std::uint32_t i = 0; i < 4; ++i) {
+    sessions.push_back(declared(config(i / 2, i % 2)));
+    ASSERT_TRUE(sessions.back()->join(0));
+  }
+  std::atomic<std::uint64_t> steps = 0;
+  for (std::uint32_t i = 0; i < 3; ++i) ends.push_back(trains(*sessions[i], i == 0 ? &steps : nullptr));
+  ASSERT_TRUE(step_once(*sessions[3]));
+  ASSERT_TRUE(sessions[3]->leave());
+  ASSERT_EQ(ends[2].wait_for(kSilence / 2), std::future_status::ready);
+  const Error why = ends[2].get();
+  EXPECT_EQ(why.code, ErrorCode::cancelled);
+  EXPECT_NE(why.message.find("rank 1: it has left"), std::string::npos) << why.message;
+  const auto then = steps.load();
+  EXPECT_TRUE(eventually([&] { return steps > then + 20; }));
+  sessions[0]->interrupt(), sessions[1]->interrupt();
+  ends[0].get(), ends[1].get();
 }
 
 // As where an exception passes through a trainer that catches it further out.
