@@ -256,10 +256,11 @@ Result<> Progress::end_update(std::uint64_t step, bool contributed, void* stream
   return queued;
 }
 
-Result<> Progress::wait_for_update() {
+Result<> Progress::wait_for_update(Interruptible how) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return failure_ || updates_ == 0; });
-  if (updates_ > 0) return tl::unexpected(*failure_);
+  const auto given_up = [&] { return how == Interruptible::yes ? ended() : failure_; };
+  changed_.wait(lock, [&] { return updates_ == 0 || given_up(); });
+  if (updates_ > 0) return tl::unexpected(*given_up());
   return {};
 }
 

@@ -47,7 +47,8 @@ class Progress {
   Result<Decision> wait_for_commit(std::uint64_t step);
   // Of a GPU: ends the update when the stream has done it; and waits until the last one has ended.
   Result<> end_update(std::uint64_t step, bool contributed, void* stream);
-  Result<> wait_for_update();
+  enum class Interruptible : bool { no, yes };
+  Result<> wait_for_update(Interruptible how);
   // Nothing goes on here any more, and the daemon is told why.
   void fail(Error error);
   // Tells the daemon, and waits until it knows. Once; a session that has failed has left already.

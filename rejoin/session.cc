@@ -140,7 +140,8 @@ class SessionImpl final : public Session {
   Result<std::uint64_t> state_digest() const override {
     if (torn_) return tl::unexpected(*ended_);
     if (progress_)
-      if (auto updated = progress_->wait_for_update(); !updated) return tl::unexpected(updated.error());
+      if (auto updated = progress_->wait_for_update(Progress::Interruptible::no); !updated)
+        return tl::unexpected(updated.error());
     return state_.digest();
   }
 
@@ -204,6 +205,7 @@ class SessionImpl final : public Session {
       whole_ = step_ - 1;
       return {};
     }
+    if (auto updated = progress_->wait_for_update(Progress::Interruptible::yes); !updated) return updated;
     if (auto updated = update(decision->contributed, optimizer, end); !updated) return tear(updated.error());
     stage_ = Stage::between;
     last_ = step_;
@@ -213,7 +215,6 @@ class SessionImpl final : public Session {
 
   template <typename End>
   Result<> update(bool contributed, const std::function<void(const Piece&)>& optimizer, End end) {
-    if (auto updated = progress_->wait_for_update(); !updated) return updated;
     stage_ = Stage::updating;
     whole_.reset();
     const auto pieces = state_.begin_update(rejoin::Step(step_), contributed);

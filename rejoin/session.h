@@ -194,6 +194,7 @@ class Session {
   // The version that all of the state has, where it is whole: what a checkpoint is of. Nothing while it is not, or
   // not known to be: before the first step, and while this replica catches up, when its weights are of several
   // versions.
+  // After a commit() with a stream: as whatever comes after it on that stream sees the state.
   virtual std::optional<std::uint64_t> version() const = 0;
   // The last step that commit() has ended here, contributing or catching up: for schedules and logs. It says nothing of
   // the state.
@@ -205,8 +206,8 @@ class Session {
   // ---- ending
   // Ends this replica's part in the job: the others go on at once, and hear that it has left. When this returns its
   // daemon knows. All later calls but version(), committed() and state_digest() are refused with `cancelled`; calling
-  // it again, or after a failure, or before join(), does nothing. Errors: `unavailable` where the daemon is away: the
-  // others go on when the process has ended.
+  // it again, after a failure or before join() tells nobody anything. Errors: `unavailable` where the daemon is away:
+  // the others go on when the process has ended.
   virtual Result<> leave() = 0;
   // Any thread, and a signal's handler (async-signal-safe), while the session lives: join(), begin_step() and commit()
   // return with `cancelled` if they wait, and so do they and all_reduce() from then on. leave() is what is to follow.

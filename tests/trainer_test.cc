@@ -549,15 +549,20 @@ TEST_F(Trained, ASignalsHandlerMayInterrupt) {
 }
 
 // The examples', as a scheduler ends them: SIGTERM, at any moment.
-struct Examples : Trained, testing::WithParamInterface<const char*> {
+struct Example {
+  const char* program;
+  const char* device;
+};
+struct Examples : Trained, testing::WithParamInterface<Example> {
   std::unique_ptr<Process> example(std::uint32_t replica) {
-    std::vector<std::string> arguments{binaries() + "/" + GetParam()};
-    if (std::string(GetParam()) == "rejoin-demo-trainer")
+    std::vector<std::string> arguments{binaries() + "/" + GetParam().program};
+    if (GetParam().device != nullptr)
       arguments.insert(arguments.end(), {"--replica", std::to_string(replica), "--daemon", socket(replica), "--data",
-                                         REJOIN_DATA, "--params", "20000"});
+                                         REJOIN_DATA, "--params", "20000", "--device", GetParam().device});
     return std::make_unique<Process>(
         arguments, file("trainer" + std::to_string(replica)),
-        std::vector<std::string>{"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_SOCKET=" + socket(replica)});
+        std::vector<std::string>{"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_SOCKET=" + socket(replica),
+                                 "LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA});
   }
 };
 
@@ -589,11 +594,12 @@ TEST_P(Examples, LeaveInOrderWhileTheyWaitForOthers) {
   EXPECT_LT(timed([&] { EXPECT_EQ(first->wait(30s), 128 + SIGTERM) << first->output(); }), kSilence);
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, Examples, testing::Values("rejoin-minimal", "rejoin-demo-trainer"),
-                         [](const auto& tested) {
-                           std::string name = tested.param;
-                           std::erase(name, '-');
-                           return name;
+INSTANTIATE_TEST_SUITE_P(Of, Examples,
+                         testing::Values(Example{"rejoin-minimal", nullptr}, Example{"rejoin-demo-trainer", "host"},
+                                         Example{"rejoin-demo-trainer", "cuda:0"}),
+                         [](const auto& tested) -> std::string {
+                           if (tested.param.device == nullptr) return "Minimal";
+                           return tested.param.device == std::string("host") ? "Demo" : "DemoOnAGpu";
                          });
 
 }  // namespace
