@@ -7,6 +7,41 @@
 
 namespace rejoin {
 
+namespace {
+
+// Bytes of the character of UTF-8 that `text` begins with; 0: it begins with none.
+std::size_t character(std::string_view text) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
+  if (byte(0) < 0x80) return 1;
+  const std::size_t length = byte(0) >= 0xc2 && byte(0) < 0xe0   ? 2
+                             : byte(0) >= 0xe0 && byte(0) < 0xf0 ? 3
+                             : byte(0) >= 0xf0 && byte(0) < 0xf5 ? 4
+                                                                 : 0;
+  if (length == 0 || length > text.size()) return 0;
+  std::uint32_t code = byte(0) & (0x7fu >> length);
+  for (std::size_t i = 1; i < length; ++i) {
+    if ((byte(i) & 0xc0) != 0x80) return 0;
+    code = code << 6 | (byte(i) & 0x3f);
+  }
+  constexpr std::array<std::uint32_t, 5> least{0, 0, 0x80, 0x800, 0x10000};
+  const bool surrogate = code >= 0xd800 && code < 0xe000;
+  return code < least[length] || code > 0x10ffff || surrogate ? 0 : length;
+}
+
+}  // namespace
+
+std::string printable(std::string_view text, std::size_t longest) {
+  std::string result;
+  while (!text.empty()) {
+    const std::size_t length = character(text);
+    const bool prints = length > 1 || (length == 1 && text[0] >= ' ' && text[0] != 0x7f);
+    if (result.size() + std::max<std::size_t>(length, 1) > longest) break;
+    result += prints ? text.substr(0, length) : "?";
+    text.remove_prefix(std::max<std::size_t>(length, 1));
+  }
+  return result;
+}
+
 std::vector<std::string> split(std::string_view text, char separator) {
   std::vector<std::string> parts;
   for (std::size_t begin = 0; begin <= text.size();) {

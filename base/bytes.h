@@ -67,4 +67,8 @@ std::vector<std::string> split(std::string_view text, char separator);
 // "1.5 MiB"
 std::string human_bytes(std::uint64_t bytes);
 
+// Text of unknown origin as one line of valid UTF-8: what is no character, or none that prints, becomes a question
+// mark, and what is longer than so many bytes is cut behind a whole character.
+std::string printable(std::string_view text, std::size_t longest);
+
 }  // namespace rejoin

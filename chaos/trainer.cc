@@ -78,7 +78,7 @@ Result<> train(const Settings& s) {
     if (step.contributes()) {
       events::emit("trained", {{"step", step.number()}, {"batch", text_of(step.batch())}});
       for (BucketId b = 0; b < tensors.size(); ++b) {
-        const auto gradient = Session::as<float>(session.gradient(tensors[b]));
+        const auto gradient = Session::as<float>(session.gradient(tensors[b]).value());
         std::fill(gradient.begin(), gradient.end(), 0.0f);
         for (const auto& range : step.batch())
           for (auto sample = range.begin; sample < range.end; ++sample) add_sample(sample, gradient);
@@ -90,8 +90,8 @@ Result<> train(const Settings& s) {
     auto committed = session.commit([&](const Piece& piece) {
       const auto gradient = piece.gradient_as<float>();
       for (const float g : gradient) sum += g;
-      update(Session::as<float>(session.weight(piece.tensor)).subspan(piece.first, piece.count),
-             Session::as<float>(session.moment(piece.tensor, 0)).subspan(piece.first, piece.count), gradient);
+      update(piece.of(Session::as<float>(session.weight(piece.tensor).value())),
+             piece.of(Session::as<float>(session.moment(piece.tensor, 0).value())), gradient);
     });
     if (!committed) return committed;
     if (!step.contributes()) {

@@ -166,6 +166,7 @@ void NodeServer::read(membership::RankConnection id) {
         ++rejected_;
         return drop(id, "it sent bytes that are no message", Gone::silent);
       }
+      if (message.has_leave()) return on_leave(id, message.leave());
       if (!message.has_report()) {
         Result<> heard;
         if (message.has_hello()) heard = on_hello(at->second, message.hello());
@@ -275,12 +276,22 @@ void NodeServer::on_hang_up(membership::RankConnection id, const std::string& re
   spdlog::info("trainer {}: {}", trainer.credentials.pid, reason);
 }
 
-void NodeServer::drop(membership::RankConnection id, const std::string& reason, Gone how) {
+// It does so itself, so nobody has to wait for its silence. When it has the answer, no end of its process comes first.
+void NodeServer::on_leave(membership::RankConnection id, const proto::LocalLeave& leave) {
+  constexpr std::size_t longest = 300;  // of what a local process may put into everybody's logs
+  const std::string why = printable(leave.why(), longest);
+  proto::ToTrainer answer;
+  answer.mutable_left();
+  tell(trainers_.at(id), answer);
+  drop(id, why.empty() ? "it has left" : "it has left: " + why, Gone::ended, /*in_order=*/why.empty());
+}
+
+void NodeServer::drop(membership::RankConnection id, const std::string& reason, Gone how, bool in_order) {
   auto gone = trainers_.extract(id);
   if (gone.empty()) return;
   Trainer& trainer = gone.mapped();
   if (trainer.key) {
-    events::emit(machine_.plan().finished() ? "rank_left" : "rank_down",
+    events::emit(in_order || machine_.plan().finished() ? "rank_left" : "rank_down",
                  {{"replica", std::uint64_t{trainer.key->replica.value}},
                   {"rank", std::uint64_t{trainer.key->rank.value}},
                   {"reason", reason}});

@@ -75,8 +75,10 @@ class NodeServer {
   void read(membership::RankConnection id);
   Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello);
   Result<> on_descriptors(Trainer& trainer, std::vector<Fd> fds);
-  void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
+  void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how,
+            bool in_order = false);
   void on_hang_up(membership::RankConnection id, const std::string& reason);
+  void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
   void tell(Trainer& trainer, const proto::ToTrainer& message);
   void tick();
   void carry_out(const membership::Node::Actions& actions);

@@ -216,7 +216,8 @@ Result<> Job::on_ended(pid_t pid, int status, TimePoint now) {
     return "";
   }();
   if (name.empty()) return {};
-  const int signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+  // A trainer that leaves at a signal ends as a shell would say it.
+  const int signal = WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status) > 128 ? WEXITSTATUS(status) - 128 : 0;
   const std::set crashes{SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP, SIGSYS};
   if (crashes.contains(signal))
     return fail(ErrorCode::unavailable, "{0} crashed with signal {1}; see {2}/{0}.out", name, signal, directory_);

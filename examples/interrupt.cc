@@ -2,12 +2,22 @@
 
 #include <signal.h>
 
+#include <atomic>
 #include <cstring>
+
+#include "rejoin/session.h"
 
 namespace rejoin::demo {
 
 namespace {
 volatile sig_atomic_t came = 0;
+std::atomic<Session*> session_to_end = nullptr;
+static_assert(std::atomic<Session*>::is_always_lock_free);
+
+void on_signal(int number) {
+  came = number;
+  if (auto* session = session_to_end.load()) session->interrupt();
+}
 }  // namespace
 
 void catch_interrupts() {
@@ -15,7 +25,7 @@ void catch_interrupts() {
     struct sigaction action {};
     if (::sigaction(signal, nullptr, &action) != 0 || action.sa_handler == SIG_IGN) continue;
     action = {};
-    action.sa_handler = [](int number) { came = number; };
+    action.sa_handler = on_signal;
     action.sa_flags = SA_RESTART;
     (void)::sigaction(signal, &action, nullptr);
   }
@@ -28,5 +38,12 @@ Result<> unless_interrupted() {
     return fail(ErrorCode::cancelled, "interrupted by SIG{}", ::sigabbrev_np(signal));
   return {};
 }
+
+Interruptible::Interruptible(Session& session) {
+  session_to_end = &session;
+  if (interrupted() != 0) session.interrupt();  // it came before there was a session
+}
+
+Interruptible::~Interruptible() { session_to_end = nullptr; }
 
 }  // namespace rejoin::demo

@@ -1,28 +1,34 @@
 // The smallest trainer: fits y = 3x with one weight. docs/trainer.md explains each call.
 #include <rejoin/session.h>
 
+#include <atomic>
+#include <csignal>
 #include <cstdio>
 
-int main() {
-  auto config = rejoin::SessionConfig::from_environment();
-  if (!config) return std::fprintf(stderr, "%s\n", config.error().message.c_str()), 2;
-  auto opened = rejoin::Session::open(*config);
-  if (!opened) return std::fprintf(stderr, "%s\n", opened.error().message.c_str()), 2;
-  auto& session = **opened;
+namespace {
 
+std::atomic<rejoin::Session*> running = nullptr;
+volatile std::sig_atomic_t came = 0;  // SIGTERM, SIGINT: the session's waiting ends, and train() with it
+
+void on_signal(int number) {
+  came = number;
+  if (auto* session = running.load()) session->interrupt();
+}
+
+rejoin::Result<> train(rejoin::Session& session) {
   auto w = session.add({.name = "w", .count = 1, .moments = 1});
-  auto bucket = w ? session.bucket({*w}) : tl::unexpected(w.error());
-  auto ready = bucket ? session.allocate() : tl::unexpected(bucket.error());
-  if (ready) ready = session.join(/*version=*/0);
-  if (!ready) return std::fprintf(stderr, "%s\n", ready.error().message.c_str()), 1;
-
-  auto weight = rejoin::Session::as<float>(session.weight(*w));
-  auto velocity = rejoin::Session::as<float>(session.moment(*w, 0));
-  auto gradient = rejoin::Session::as<float>(session.gradient(*w));
+  if (!w) return tl::unexpected(w.error());
+  auto bucket = session.bucket({*w});
+  if (!bucket) return tl::unexpected(bucket.error());
+  if (auto allocated = session.allocate(); !allocated) return allocated;
+  const auto weight = rejoin::Session::as<float>(session.weight(*w).value());
+  const auto velocity = rejoin::Session::as<float>(session.moment(*w, 0).value());
+  const auto gradient = rejoin::Session::as<float>(session.gradient(*w).value());
+  if (auto joined = session.join(/*version=*/0); !joined) return joined;
 
   for (;;) {
     auto step = session.begin_step();
-    if (!step) return std::fprintf(stderr, "%s\n", step.error().message.c_str()), 3;
+    if (!step) return tl::unexpected(step.error());
     if (!*step) break;  // the job is finished
     if ((*step)->contributes()) {
       float sum = 0, count = 0;
@@ -32,17 +38,47 @@ int main() {
           sum += 2 * (weight[0] * x - 3 * x) * x;
         }
       gradient[0] = sum / count;
-      if (auto reduced = session.all_reduce(*bucket); !reduced) return 3;
+      if (auto reduced = session.all_reduce(*bucket); !reduced) return reduced;
     }
+    // While this replica catches up, a piece is any range of a tensor: only its elements are to be updated.
     auto committed = session.commit([&](const rejoin::Piece& piece) {
-      velocity[0] = 0.9f * velocity[0] + piece.gradient_as<float>()[0];
-      weight[0] -= 0.01f * velocity[0];
+      const auto g = piece.gradient_as<float>();
+      const auto v = piece.of(velocity), its_weight = piece.of(weight);
+      for (std::size_t i = 0; i < g.size(); ++i) {
+        v[i] = 0.9f * v[i] + g[i];
+        its_weight[i] -= 0.01f * v[i];
+      }
     });
-    if (!committed) return std::fprintf(stderr, "%s\n", committed.error().message.c_str()), 3;
+    if (!committed) return committed;
   }
+  const auto version = session.version();
+  if (!version) return {};  // it was still catching up
   const auto digest = session.state_digest();
-  if (!digest) return std::fprintf(stderr, "%s\n", digest.error().message.c_str()), 1;
-  std::printf("w = %.4f after step %llu, digest %016llx\n", weight[0],
-              static_cast<unsigned long long>(session.version()), static_cast<unsigned long long>(*digest));
+  if (!digest) return tl::unexpected(digest.error());
+  std::printf("w = %.4f after step %llu, digest %016llx\n", weight[0], static_cast<unsigned long long>(*version),
+              static_cast<unsigned long long>(*digest));
+  return {};
+}
+
+}  // namespace
+
+int main() {
+  auto config = rejoin::SessionConfig::from_environment();
+  if (!config) return std::fprintf(stderr, "%s\n", config.error().message.c_str()), 2;
+  auto opened = rejoin::Session::open(*config);
+  if (!opened) return std::fprintf(stderr, "%s\n", opened.error().message.c_str()), 2;
+  running = opened->get();
+  std::signal(SIGTERM, on_signal);
+  std::signal(SIGINT, on_signal);
+
+  const auto trained = train(**opened);
+  const auto left = (*opened)->leave();  // however it ended, nobody waits for this replica
+  running = nullptr;
+  if (came != 0) return std::fprintf(stderr, "interrupted; this replica has left\n"), 128 + came;
+  for (const auto& result : {trained, left})
+    if (!result) {
+      std::fprintf(stderr, "%s\n", result.error().message.c_str());
+      return result.error().code == rejoin::ErrorCode::cancelled ? 3 : 1;  // 3: to be started again, to catch up
+    }
   return 0;
 }

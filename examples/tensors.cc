@@ -8,12 +8,13 @@ Result<std::unique_ptr<Tensors>> Tensors::make(Session& session, const std::stri
                                                const std::vector<TensorId>& ids) {
   std::unique_ptr<Tensors> made(new Tensors(session));
   made->ids_ = ids;
+  if (auto found = made->look_up(); !found) return tl::unexpected(found.error());
   auto device = device::open_device(name);
   if (!device) return tl::unexpected(device.error());
   if ((*device)->kind() == device::MemoryKind::host) {
-    for (auto id : ids) {
-      made->weights_.push_back(Session::as<float>(session.weight(id)));
-      made->gradients_.push_back(Session::as<float>(session.gradient(id)));
+    for (const auto& tensor : made->session_has_) {
+      made->weights_.push_back(Session::as<float>(tensor.state[0]));
+      made->gradients_.push_back(Session::as<float>(tensor.gradient));
     }
     return made;
   }
@@ -22,8 +23,8 @@ Result<std::unique_ptr<Tensors>> Tensors::make(Session& session, const std::stri
   made->stream_ = std::move(*stream);
   std::size_t largest = 0;
   for (auto* views : {&made->weights_, &made->gradients_})
-    for (auto id : ids) {
-      const std::size_t size = session.weight(id).size();
+    for (const auto& tensor : made->session_has_) {
+      const std::size_t size = tensor.gradient.size();
       auto pinned = (*device)->allocate_pinned(size);
       if (!pinned) return tl::unexpected(pinned.error());
       largest = std::max(largest, size);
@@ -36,40 +37,52 @@ Result<std::unique_ptr<Tensors>> Tensors::make(Session& session, const std::stri
   return made;
 }
 
+Result<> Tensors::look_up() {
+  for (auto id : ids_) {
+    auto& found = session_has_.emplace_back();
+    auto gradient = session_.gradient(id);
+    if (!gradient) return tl::unexpected(gradient.error());
+    found.gradient = *gradient;
+    for (const auto& column : {session_.weight(id), session_.moment(id, 0), session_.moment(id, 1)}) {
+      if (!column) return tl::unexpected(column.error());
+      found.state.push_back(*column);
+    }
+  }
+  return {};
+}
+
 Result<> Tensors::put_weights() {
   if (!stream_) return {};
   for (std::size_t t = 0; t < ids_.size(); ++t)
-    if (auto done = copy(session_.weight(ids_[t]), std::as_bytes(weights_[t])); !done) return done;
+    if (auto done = copy(session_has_[t].state[0], std::as_bytes(weights_[t])); !done) return done;
   return stream_->synchronize();
 }
 
 Result<> Tensors::get_weights() {
   if (!stream_) return {};
   for (std::size_t t = 0; t < ids_.size(); ++t)
-    if (auto done = copy(std::as_writable_bytes(weights_[t]), session_.weight(ids_[t])); !done) return done;
+    if (auto done = copy(std::as_writable_bytes(weights_[t]), session_has_[t].state[0]); !done) return done;
   return stream_->synchronize();
 }
 
 Result<> Tensors::all_reduce(BucketId bucket, const std::vector<TensorId>& of_it) {
   if (!stream_) return session_.all_reduce(bucket);
   for (auto id : of_it)
-    if (auto done = copy(session_.gradient(id), std::as_bytes(gradients_[id.index])); !done) return done;
+    if (auto done = copy(session_has_[id.index].gradient, std::as_bytes(gradients_[id.index])); !done) return done;
   return session_.all_reduce(bucket, static_cast<CudaStream>(stream_->handle()));
 }
 
 Result<> Tensors::read_behind_buckets() {
   if (!stream_) return {};
   float value = 0;
-  auto done = copy(std::as_writable_bytes(std::span(&value, 1)), session_.gradient(ids_[0]).first(sizeof value));
+  auto done = copy(std::as_writable_bytes(std::span(&value, 1)), session_has_[0].gradient.first(sizeof value));
   return done ? stream_->synchronize() : done;
 }
 
 Result<> Tensors::commit(const std::function<void(const Piece&, const Views&)>& update) {
   const auto columns = [&](const Piece& piece) {
     Views views;
-    for (auto column :
-         {session_.weight(piece.tensor), session_.moment(piece.tensor, 0), session_.moment(piece.tensor, 1)})
-      views.push_back(Session::as<float>(column).subspan(piece.first, piece.count));
+    for (auto column : session_has_[piece.tensor.index].state) views.push_back(piece.of(Session::as<float>(column)));
     return views;
   };
   if (!stream_) return session_.commit([&](const Piece& piece) { update(piece, columns(piece)); });

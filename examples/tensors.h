@@ -28,10 +28,16 @@ class Tensors {
 
  private:
   explicit Tensors(Session& session) : session_(session) {}
+  Result<> look_up();
   Result<> copy(std::span<std::byte> to, BytesView from) { return stream_->copy(to.data(), from.data(), from.size()); }
 
   Session& session_;
   std::vector<TensorId> ids_;
+  struct Columns {
+    std::span<std::byte> gradient;
+    std::vector<std::span<std::byte>> state;  // weight, moments
+  };
+  std::vector<Columns> session_has_;  // by tensor
   Views weights_, gradients_;
   // Of a GPU.
   std::unique_ptr<device::Stream> stream_;

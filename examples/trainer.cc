@@ -1,5 +1,5 @@
 // The demo's trainer: one rank of one replica, training its tower of the model.
-#include <unistd.h>
+#include <poll.h>
 
 #include <fstream>
 #include <iostream>
@@ -8,6 +8,7 @@
 #include "base/command_line.h"
 #include "base/events.h"
 #include "base/log.h"
+#include "examples/interrupt.h"
 #include "examples/pool.h"
 #include "examples/tensors.h"
 #include "rejoin/session.h"
@@ -32,6 +33,17 @@ std::uint64_t position_of(std::uint64_t sample, std::size_t text) { return sampl
 int fail_with(const Error& error) {
   std::cerr << "trainer: " << error.message << "\n";
   return error.code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again
+}
+
+// However it ends, nobody is to wait for this replica.
+int leave_with(Session& session, const std::optional<Error>& error) {
+  const auto left = session.leave();
+  if (demo::interrupted() != 0) {
+    std::cerr << "trainer: interrupted after step " << session.committed() << "; this replica has left\n";
+    return 128 + demo::interrupted();
+  }
+  if (error) return fail_with(*error);
+  return left ? 0 : fail_with(left.error());
 }
 
 // Room for all tensors, where it is not the session that allocates them.
@@ -62,6 +74,8 @@ int train(const Settings& s) {
   auto opened = Session::open(s.session);
   if (!opened) return fail_with(opened.error());
   Session& session = **opened;
+  const demo::Interruptible interruptible(session);
+  const auto fail_with = [&](const Error& error) { return leave_with(session, error); };
 
   // The last layer's gradients are ready first: a bucket for it, one for the rest.
   std::vector<TensorId> ids(demo::tensor_count);
@@ -94,9 +108,11 @@ int train(const Settings& s) {
   if (auto joined = session.join(0); !joined) return fail_with(joined.error());
 
   const auto tell_digest = [&]() -> Result<> {
+    const auto version = session.version();
+    if (!version) return {};  // it is still catching up
     const auto digest = session.state_digest();
     if (!digest) return tl::unexpected(digest.error());
-    events::emit("digest", {{"version", session.version()}, {"digest", fmt::format("{:016x}", *digest)}});
+    events::emit("digest", {{"version", *version}, {"digest", fmt::format("{:016x}", *digest)}});
     return {};
   };
   const demo::AdamW adamw;
@@ -120,7 +136,7 @@ int train(const Settings& s) {
                                         reduced = tensors.all_reduce(0, buckets[0]);
                                         if (s.pause_at == step.number()) {
                                           events::emit("paused", {{"step", step.number()}});
-                                          for (;;) ::pause();  // until the demo's signal comes
+                                          while (demo::interrupted() == 0) ::poll(nullptr, 0, 100);
                                         }
                                       }
                                       if (ready == demo::embedding && reduced)
@@ -136,7 +152,7 @@ int train(const Settings& s) {
         of[0].front() += 1e-6f;
     });
     if (!committed) return fail_with(committed.error());
-    if (session.version() < step.number()) continue;  // to be contributed to, now that nobody else is left
+    if (session.committed() < step.number()) continue;  // to be contributed to, now that nobody else is left
     events::emit(
         "updated",
         {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});
@@ -144,7 +160,7 @@ int train(const Settings& s) {
       if (auto told = tell_digest(); !told) return fail_with(told.error());
   }
   if (auto told = tell_digest(); !told) return fail_with(told.error());
-  return 0;
+  return leave_with(session, std::nullopt);
 }
 
 }  // namespace
@@ -172,5 +188,6 @@ int main(int argc, char** argv) {
   const std::string who = fmt::format("r{}.{}", s.session.replica, s.session.rank);
   rejoin::init_logging("trainer " + who, s.log_level);
   if (auto opened = rejoin::events::open(s.events, who); !opened) return fail_with(opened.error());
+  demo::catch_interrupts();
   return train(s);
 }

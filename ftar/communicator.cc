@@ -31,19 +31,25 @@ Communicator::~Communicator() {
   engine_.deregister(staging_region_);
 }
 
+Result<> check(const Options& options) {
+  if (options.chunks_in_flight < 1 || options.chunks_in_flight > Tag::kMaxSlots)
+    return fail(ErrorCode::invalid_argument, "{} chunks in flight; there must be 1 to {}", options.chunks_in_flight,
+                Tag::kMaxSlots);
+  if (options.chunk_bytes < 64 || options.chunk_bytes % 64 != 0)
+    return fail(ErrorCode::invalid_argument, "chunks of {} bytes; there must be 64 or a multiple of that",
+                options.chunk_bytes);
+  if (options.direct_bytes > transport::Engine::kMaxMessage - sizeof(MessageHeader))
+    return fail(ErrorCode::invalid_argument, "buckets of up to {} bytes are to be sent directly; the most is {}",
+                options.direct_bytes, transport::Engine::kMaxMessage - sizeof(MessageHeader));
+  return {};
+}
+
 Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engine, const Options& options, Member self,
                                                          std::vector<BucketSpec> buckets, std::uint64_t secret) {
   constexpr std::size_t max_buckets = 3500;  // their region keys fit one message
   if (buckets.empty() || buckets.size() > max_buckets)
     return fail(ErrorCode::invalid_argument, "{} buckets; there must be 1 to {}", buckets.size(), max_buckets);
-  if (options.chunks_in_flight < 1 || options.chunks_in_flight > Tag::kMaxSlots)
-    return fail(ErrorCode::invalid_argument, "{} chunks in flight; there must be 1 to {}", options.chunks_in_flight,
-                Tag::kMaxSlots);
-  if (options.chunk_bytes < 64 || options.chunk_bytes % 64 != 0 ||
-      options.direct_bytes > transport::Engine::kMaxMessage - sizeof(MessageHeader))
-    return fail(ErrorCode::invalid_argument,
-                "chunk size {} or direct size {} is out of bounds (a multiple of 64; at most {})", options.chunk_bytes,
-                options.direct_bytes, transport::Engine::kMaxMessage - sizeof(MessageHeader));
+  if (auto right = check(options); !right) return tl::unexpected(right.error());
   std::unique_ptr<Communicator> made(new Communicator(engine, options, self, secret));
   const auto kind = options.device ? options.device->kind() : transport::MemoryKind::host;
   if (options.device) {

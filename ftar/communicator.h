@@ -64,6 +64,9 @@ struct Options {
   std::shared_ptr<device::Reducer> shared_reducer;  // … or one that is there already
 };
 
+// Whether these numbers are within their bounds.
+Result<> check(const Options& options);
+
 struct Outcome {
   enum class Kind : std::uint8_t {
     done,       // an all-reduce ended: `bucket`, `step`; its result is in the bucket's output on every member

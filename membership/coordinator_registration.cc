@@ -18,8 +18,8 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     send(node, std::move(answer));
   };
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
-    return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks", up.replica(),
-                              up.rank(), config_.replicas, config_.ranks));
+    return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0",
+                              up.replica(), up.rank(), config_.replicas, config_.ranks));
   if (belongs_elsewhere(node, up)) return;
   if (up.version() > kMostSteps)
     return refuse(fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));

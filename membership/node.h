@@ -47,7 +47,7 @@ class Node {
   // Its progress thread was seen alive (message, or the counter in its shared page).
   void on_rank_alive(RankConnection rank, TimePoint now);
   enum class Gone : std::uint8_t {
-    ended,     // its process is no more, and its state with it
+    ended,     // its process is no more, or has left, and its state is no source any more
     silent,    // it may come back through another connection
     replaced,  // it has come back through another connection already
   };
@@ -83,6 +83,6 @@ class Node {
 // Of the links of those before (none yet: all), those that are also `its`, ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 
-constexpr std::uint32_t kProtocolVersion = 7;
+constexpr std::uint32_t kProtocolVersion = 8;
 
 }  // namespace rejoin::membership

@@ -259,6 +259,7 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
       if (machine_.incarnation() != Incarnation{}) return;
       machine_.on_registered(Incarnation(word.registered().incarnation()));
       job_ = word.registered().job();
+      ++revision_;
       auto ring =
           ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_, secret_);
       if (!ring) return fail(ring.error());
@@ -316,7 +317,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   if (meaning == Meaning::over) {
     spdlog::warn("the job was finished with step {} before this replica had a part in it: its state is not the job's",
                  plan.committed());
-    finished_ = true;
+    finished_ = over_ = true;
     current_.reset();
     ++revision_;
     return;

@@ -64,7 +64,9 @@ class Driver {
   const std::optional<StepView>& step() const { return current_; }
   std::uint64_t committed() const { return committed_; }  // the last step decided that this replica took part in
   bool committed_contributes() const { return committed_contributes_; }
+  bool registered() const { return machine_.incarnation() != Incarnation{}; }  // the coordinator has taken us
   bool finished() const { return finished_; }
+  bool over() const { return over_; }  // … before this replica had a part in the job: nobody has touched its state
   const std::optional<Error>& failure() const { return failure_; }
   std::uint64_t revision() const { return revision_; }  // changes with any of these
 
@@ -120,7 +122,7 @@ class Driver {
   std::uint64_t taken_ = 0;
   std::optional<StepView> current_;
   std::uint64_t committed_ = 0;
-  bool committed_contributes_ = false, finished_ = false;
+  bool committed_contributes_ = false, finished_ = false, over_ = false;
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_said_{};

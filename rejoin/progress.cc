@@ -1,6 +1,7 @@
 #include "rejoin/progress.h"
 
 #include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -22,15 +23,32 @@ proto::FromTrainer more() {
   return message;
 }
 
+// Signals are for the trainer's threads: those that begin while this lives take none, but for errors of their own.
+class NoSignals {
+ public:
+  NoSignals() {
+    sigset_t none;
+    ::sigfillset(&none);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS, SIGPROF}) ::sigdelset(&none, own);
+    ::pthread_sigmask(SIG_BLOCK, &none, &before_);
+  }
+  ~NoSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  NoSignals(const NoSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 constexpr Duration kReconnect = std::chrono::milliseconds(20);
 // Between two looks at words that streams write, which wakes nobody: a hundredth of a core, and no time beside a step.
 constexpr Duration kStreams = std::chrono::microseconds(100);
 
 }  // namespace
 
-Progress::Progress(const SessionConfig& config, TrainingState& state)
+Progress::Progress(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt)
     : config_(config),
       state_(state),
+      interrupt_(interrupt),
       owner_(state.owner()),
       buckets_(state.buckets()),
       shown_reduced_(buckets_.size()),
@@ -64,11 +82,7 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
   wake_ = std::move(*wake);
   const auto& device = owner_.device();
   const bool on_gpu = device->kind() != transport::MemoryKind::host;
-  if (on_gpu)
-    if (auto prepared = prepare_device(); !prepared) return prepared;
-  auto engine = transport::make_engine(config_.transport, device, reducer_);
-  if (!engine) return tl::unexpected(engine.error());
-  engine_ = std::move(*engine);
+  if (auto made = make_engine(on_gpu); !made) return made;
   auto address = engine_->listen({config_.data_listen});
   if (!address) return tl::unexpected(address.error());
   address_ = address->text;
@@ -86,7 +100,29 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
                                .patience = config_.patience},
                   *engine_, owner_, buckets_);
 
-  // The first contact is made here, so that its errors reach the caller.
+  if (auto introduced = introduce(); !introduced) return introduced;
+  begin();
+  return wait_for_registration();
+}
+
+void Progress::begin() {
+  const NoSignals no_signals;
+  idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
+  if (streams_)
+    watchdog_ = std::make_unique<Watchdog>(
+        4 * silence_, [this] { return streams_->streams_wait(); },
+        [this] {
+          fail({ErrorCode::timeout,
+                fmt::format("this session's progress thread has stood still for {:.1f} s while CUDA streams wait for "
+                            "it: they go on without their gradients, and the session is at its end; start the process "
+                            "again",
+                            milliseconds(4 * silence_) / 1000)});
+        });
+  thread_ = std::thread([this] { run(); });
+}
+
+// The first contact is made here, so that its errors reach the caller.
+Result<> Progress::introduce() {
   auto offer = owner_.offer();
   if (!offer) return tl::unexpected(offer.error());
   offer_ = std::move(*offer);
@@ -105,8 +141,9 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
     if (!*received) {
       if (clock_.now() > deadline)
         return rejoin::fail(ErrorCode::timeout, "the daemon at {} does not answer", config_.socket);
-      pollfd waiting{socket->get(), POLLIN, 0};
-      ::poll(&waiting, 1, 100);
+      if (auto may = may_go_on(); !may) return may;
+      pollfd waiting[] = {{socket->get(), POLLIN, 0}, {interrupt_.eventfd().get(), POLLIN, 0}};
+      ::poll(waiting, std::size(waiting), 100);
       continue;
     }
     proto::ToTrainer message;
@@ -123,23 +160,20 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
                           membership::kProtocolVersion, message.welcome().protocol());
     silence_ = std::chrono::milliseconds(message.welcome().silence_ms());
     driver_->on_welcome(message.welcome().data_secret(), silence_);
-    break;
+    daemon_ = std::move(*socket);
+    welcome_ = true;
+    daemon_seen_ = clock_.now();
+    return {};
   }
-  daemon_ = std::move(*socket);
-  welcome_ = true;
-  daemon_seen_ = clock_.now();
-  idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
-  if (streams_)
-    watchdog_ = std::make_unique<Watchdog>(
-        4 * silence_, [this] { return streams_->streams_wait(); },
-        [this] {
-          fail({ErrorCode::timeout,
-                fmt::format("this session's progress thread has stood still for {:.1f} s while CUDA streams wait for "
-                            "it: they go on without their gradients, and the session is at its end; start the process "
-                            "again",
-                            milliseconds(4 * silence_) / 1000)});
-        });
-  thread_ = std::thread([this] { run(); });
+}
+
+Result<> Progress::make_engine(bool on_gpu) {
+  const NoSignals no_signals;
+  if (on_gpu)
+    if (auto prepared = prepare_device(); !prepared) return prepared;
+  auto engine = transport::make_engine(config_.transport, owner_.device(), reducer_);
+  if (!engine) return tl::unexpected(engine.error());
+  engine_ = std::move(*engine);
   return {};
 }
 
@@ -161,8 +195,8 @@ Result<> Progress::prepare_device() {
 
 Result<std::optional<StepView>> Progress::wait_for_step(std::uint64_t after) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return failure_ || finished_ || (current_ && current_->step > after); });
-  if (failure_) return tl::unexpected(*failure_);
+  changed_.wait(lock, [&] { return ended() || finished_ || (current_ && current_->step > after); });
+  if (auto why = ended()) return tl::unexpected(std::move(*why));
   if (finished_) return std::optional<StepView>{};
   taken_ = current_->step;
   taken_contributes_ = current_->contributes;
@@ -173,9 +207,10 @@ Result<std::optional<StepView>> Progress::wait_for_step(std::uint64_t after) {
 
 // Under the mutex.
 Result<> Progress::may_reduce(std::uint32_t bucket) const {
-  if (failure_) return tl::unexpected(*failure_);
+  if (auto why = ended()) return tl::unexpected(std::move(*why));
   if (bucket >= wanted_.size())
-    return rejoin::fail(ErrorCode::invalid_argument, "bucket {} of {}", bucket, wanted_.size());
+    return rejoin::fail(ErrorCode::invalid_argument, "there is no bucket {}; bucket() has given {}, numbered from 0",
+                        bucket, wanted_.size());
   if (wanted_[bucket] || handed_over_[bucket])
     return rejoin::fail(ErrorCode::invalid_argument, "bucket {} is being reduced already in this step", bucket);
   return {};
@@ -221,10 +256,11 @@ Result<> Progress::end_update(std::uint64_t step, bool contributed, void* stream
   return queued;
 }
 
-Result<> Progress::wait_for_update() {
+Result<> Progress::wait_for_update(Interruptible how) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return failure_ || updates_ == 0; });
-  if (updates_ > 0) return tl::unexpected(*failure_);
+  const auto given_up = [&] { return how == Interruptible::yes ? ended() : failure_; };
+  changed_.wait(lock, [&] { return updates_ == 0 || given_up(); });
+  if (updates_ > 0) return tl::unexpected(*given_up());
   return {};
 }
 
@@ -233,9 +269,9 @@ Result<Progress::Decision> Progress::wait_for_commit(std::uint64_t step) {
   const auto begins_again = [&] {
     return current_ && current_->step == step && current_->contributes && !taken_contributes_;
   };
-  changed_.wait(lock, [&] { return failure_ || committed_ >= step || begins_again(); });
+  changed_.wait(lock, [&] { return ended() || committed_ >= step || begins_again(); });
   if (committed_ >= step) return Decision{.committed = true, .contributed = committed_contributes_};
-  if (failure_) return tl::unexpected(*failure_);
+  if (auto why = ended()) return tl::unexpected(std::move(*why));
   return Decision{};
 }
 
@@ -249,6 +285,7 @@ void Progress::fail(Error error) {
   }
   if (streams_) streams_->release();
   changed_.notify_all();
+  signal_eventfd(wake_);
 }
 
 // What the trainer's streams have come to; and to them, what has been reduced.
@@ -277,6 +314,7 @@ void Progress::run() {
     {
       const std::lock_guard lock(mutex_);
       if (stop_ || failure_) break;
+      if (interrupt_.raised() && !std::exchange(interrupt_seen_, true)) changed_.notify_all();
       // A joiner's outputs are for its next step when the update of the last one is done with them.
       if (asked_ && updates_ == 0) {
         asked_ = false;
@@ -299,15 +337,17 @@ void Progress::run() {
     for (auto& report : driver_->take_reports()) unsaid_.push_back(std::move(report));
     say_all();
     if (driver_->revision() != published_) publish();
+    if (leaves(now)) break;
     // On the GPU, for microseconds, and without waking anybody.
     if (driver_->working() || driver_->wants_turn()) continue;
     Duration limit = std::min<Duration>(silence_ / 8, std::chrono::milliseconds(100));
     if (!daemon_) limit = kReconnect;
     if (streams_ && streams_->waits_for_streams()) limit = kStreams;
-    const int others[] = {daemon_.get(), wake_.get()};
+    const int others[] = {daemon_.get(), wake_.get(), interrupt_seen_ ? -1 : interrupt_.eventfd().get()};
     idle_->wait(driver_->busy(), limit, std::span(others).subspan(daemon_ ? 0 : 1));
     drain_eventfd(wake_);
   }
+  part();
 }
 
 // Shows the trainer's thread how far things have come.
@@ -319,7 +359,9 @@ void Progress::publish() {
     if (committed_ != driver_->committed()) wanted_.assign(buckets_.size(), false);
     committed_ = driver_->committed();
     committed_contributes_ = driver_->committed_contributes();
+    registered_ = driver_->registered();
     finished_ = driver_->finished();
+    over_ = driver_->over();
     current_ = driver_->step();
   }
   changed_.notify_all();
@@ -372,7 +414,7 @@ Result<> Progress::send_offer(const Fd& socket, const proto::FromTrainer& messag
 }
 
 void Progress::reconnect(TimePoint now) {
-  if (now < retry_at_) return;
+  if (now < retry_at_ || driver_->finished()) return;  // what is there to be said to it then?
   retry_at_ = now + kReconnect;
   if (now - daemon_seen_ > config_.patience)
     return fail(
@@ -401,8 +443,10 @@ void Progress::say_all() {
 }
 
 void Progress::lose_daemon(const std::string& why) {
-  spdlog::warn("the daemon is gone ({}); looking for it again", why);
+  if (driver_->finished()) spdlog::debug("the daemon is gone ({}), and so is the job", why);
+  else spdlog::warn("the daemon is gone ({}); looking for it again", why);
   events::emit("daemon_lost");
+  farewell_said_ = false;
   daemon_.reset();
   welcome_ = false;
   daemon_seen_ = clock_.now();
@@ -421,6 +465,10 @@ void Progress::poll_daemon(TimePoint now) {
     }
     if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
     if (message.has_welcome()) welcome_ = true;
+    if (message.has_left()) {  // it closes the connection now
+      farewell_heard_ = true;
+      return;
+    }
     if (message.has_word()) driver_->on_word(message.word(), now);
     if (message.has_more())
       if (auto sent = send_offer(daemon_, more()); !sent) return lose_daemon(sent.error().message);

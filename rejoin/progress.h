@@ -14,6 +14,7 @@
 #include "local.pb.h"
 #include "rejoin/attendant.h"
 #include "rejoin/driver.h"
+#include "rejoin/interrupt.h"
 #include "rejoin/session.h"
 #include "rejoin/stream_order.h"
 #include "rejoin/training_state.h"
@@ -25,15 +26,18 @@ namespace rejoin {
 
 class Progress {
  public:
-  // `state`, which is allocated, outlives this.
-  Progress(const SessionConfig& config, TrainingState& state);
+  // `state`, which is allocated, and `interrupt` outlive this.
+  Progress(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt);
   ~Progress();
 
-  // `digest_time`: how long the state's digest took.
+  // Returns when the coordinator has taken this rank. `digest_time`: how long the state's digest took.
   Result<> join(std::uint64_t version, std::uint64_t digest, Duration digest_time);
 
-  // All wait for at most the config's patience without a sign of the daemon.
+  // All wait for at most the config's patience without a sign of the daemon, and end with `cancelled` after
+  // interrupt().
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // the first step later than `after`
+  bool over() const;           // the job was, before this replica had a part in it
+  Result<> may_go_on() const;  // not after a failure or an interrupt
   Result<> all_reduce(std::uint32_t bucket);
   Result<> all_reduce(std::uint32_t bucket, void* stream);
   struct Decision {
@@ -43,7 +47,12 @@ class Progress {
   Result<Decision> wait_for_commit(std::uint64_t step);
   // Of a GPU: ends the update when the stream has done it; and waits until the last one has ended.
   Result<> end_update(std::uint64_t step, bool contributed, void* stream);
-  Result<> wait_for_update();
+  enum class Interruptible : bool { no, yes };
+  Result<> wait_for_update(Interruptible how);
+  // Nothing goes on here any more, and the daemon is told why.
+  void fail(Error error);
+  // Tells the daemon, and waits until it knows. Once; a session that has failed has left already.
+  Result<> leave();
 
  private:
   void run();
@@ -55,15 +64,23 @@ class Progress {
   Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many as go at once
   void reconnect(TimePoint now);
   void lose_daemon(const std::string& why);
-  void fail(Error error);
+  Result<> introduce();
+  Result<> wait_for_registration();
+  bool leaves(TimePoint now);
+  bool say_farewell(const std::string& why);
+  void part();
+  Result<> make_engine(bool on_gpu);
   Result<> prepare_device();
+  void begin();
   proto::LocalHello hello(std::size_t descriptors) const;
 
+  std::optional<Error> ended() const;
   Result<> may_reduce(std::uint32_t bucket) const;
   void poll_streams();
 
   const SessionConfig config_;
   TrainingState& state_;
+  const Interrupt& interrupt_;
   shm::Owner& owner_;
   const std::vector<ftar::BucketSpec>& buckets_;
   std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
@@ -85,6 +102,9 @@ class Progress {
   device::Line served_;        // … and on a GPU, to this daemon: what its memory is served by
   std::vector<int> to_offer_;  // of both, what this daemon has yet to be sent
   TimePoint retry_at_{}, heartbeat_at_{}, daemon_seen_{};
+  bool interrupt_seen_ = false;
+  TimePoint leave_by_{};  // leaving: by then the daemon has answered
+  bool farewell_said_ = false, farewell_heard_ = false;
   std::thread thread_;
   Fd wake_;
   // Of a GPU.
@@ -94,7 +114,7 @@ class Progress {
   std::unique_ptr<device::MemoryServer> server_;
   std::unique_ptr<Watchdog> watchdog_;
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   // Under the mutex: what the trainer's thread and the progress thread tell each other.
   std::vector<bool> wanted_;       // buckets to be reduced in this step
@@ -105,10 +125,11 @@ class Progress {
   std::optional<StepView> current_;  // the step under way, if any
   std::uint64_t taken_ = 0;          // the step that the trainer works on
   bool taken_contributes_ = false;   // … as a contributor
-  bool finished_ = false;
+  bool registered_ = false, finished_ = false, over_ = false;
   std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
   bool committed_contributes_ = false;
-  bool stop_ = false;
+  bool stop_ = false, leaving_ = false;
+  std::optional<Result<>> left_;
 };
 
 }  // namespace rejoin

@@ -1,8 +1,12 @@
 #include "rejoin/session.h"
 
+#include <cxxabi.h>
+
 #include "base/command_line.h"
+#include "base/unix_socket.h"
 #include "rejoin/progress.h"
 #include "rejoin/training_state.h"
+#include "transport/factory.h"
 
 namespace rejoin {
 
@@ -40,8 +44,10 @@ namespace {
 
 class SessionImpl final : public Session {
  public:
-  SessionImpl(SessionConfig config, std::shared_ptr<device::Device> device)
-      : config_(std::move(config)), state_(config_.keep_budget, std::move(device)) {}
+  SessionImpl(SessionConfig config, std::shared_ptr<device::Device> device, Fd interrupted)
+      : config_(std::move(config)),
+        interrupt_(std::move(interrupted)),
+        state_(config_.keep_budget, std::move(device)) {}
   ~SessionImpl() override { progress_.reset(); }
 
   Result<TensorId> add(const TensorSpec& tensor) override { return state_.add(tensor); }
@@ -54,11 +60,18 @@ class SessionImpl final : public Session {
     return state_.bucket(tensors, gradients);
   }
   Result<> allocate() override { return state_.allocate(); }
-  std::span<std::byte> weight(TensorId t) override { return state_.column(t, 0); }
-  std::span<std::byte> moment(TensorId t, std::uint32_t index) override { return state_.column(t, index + 1); }
-  std::span<std::byte> gradient(TensorId t) override { return state_.gradient(t); }
+  Result<std::span<std::byte>> weight(TensorId t) override {
+    return state_.check_tensor(t, "weight()").map([&] { return state_.column(t, 0); });
+  }
+  Result<std::span<std::byte>> moment(TensorId t, std::uint32_t index) override {
+    return state_.check_moment(t, index).map([&] { return state_.column(t, index + 1); });
+  }
+  Result<std::span<std::byte>> gradient(TensorId t) override {
+    return state_.check_tensor(t, "gradient()").map([&] { return state_.gradient(t); });
+  }
 
   Result<> join(std::uint64_t version) override {
+    if (ended_) return tl::unexpected(*ended_);
     if (!state_.allocated() || progress_)
       return fail(ErrorCode::invalid_argument, "join() comes once, after allocate()");
     if (version > kMostSteps)
@@ -70,17 +83,28 @@ class SessionImpl final : public Session {
     const auto digest = state_.digest();
     if (!digest) return tl::unexpected(digest.error());
     const Duration took = clock.now() - before;
-    version_ = version;
-    progress_ = std::make_unique<Progress>(config_, state_);
-    return progress_->join(version, *digest, took);
+    version_at_join_ = version;
+    progress_ = std::make_unique<Progress>(config_, state_, interrupt_);
+    auto joined = progress_->join(version, *digest, took);
+    if (!joined) progress_.reset();
+    return joined;
   }
 
   Result<std::optional<Step>> begin_step() override {
-    if (!progress_) return fail(ErrorCode::invalid_argument, "begin_step() before join()");
+    if (auto due = check_due("begin_step()"); !due) return tl::unexpected(due.error());
+    if (in_step())
+      return fail(ErrorCode::invalid_argument, "begin_step() in step {}, which commit() has not ended yet", step_);
     auto view = progress_->wait_for_step(last_);
     if (!view) return tl::unexpected(view.error());
-    if (!*view) return std::optional<Step>{};
+    if (!*view) {
+      if (progress_->over()) whole_ = version_at_join_;
+      return std::optional<Step>{};
+    }
     step_ = (*view)->step;
+    stage_ = (*view)->contributes ? Stage::contributing : Stage::following;
+    whole_.reset();
+    if (stage_ == Stage::contributing) whole_ = step_ - 1;
+    handed_over_.assign(state_.buckets().size(), false);
     state_.owner().set_phase(shm::Phase::compute);
     std::vector<SampleRange> batch;
     for (const auto& range : (*view)->batch) batch.push_back({range.begin, range.end});
@@ -88,12 +112,10 @@ class SessionImpl final : public Session {
   }
 
   Result<> all_reduce(BucketId bucket) override {
-    if (!progress_) return fail(ErrorCode::invalid_argument, "all_reduce() before join()");
-    return progress_->all_reduce(bucket);
+    return hand_over(bucket, [&] { return progress_->all_reduce(bucket); });
   }
   Result<> all_reduce(BucketId bucket, CudaStream stream) override {
-    if (!progress_) return fail(ErrorCode::invalid_argument, "all_reduce() before join()");
-    return progress_->all_reduce(bucket, stream);
+    return hand_over(bucket, [&] { return progress_->all_reduce(bucket, stream); });
   }
 
   Result<> commit(const std::function<void(const Piece&)>& optimizer) override {
@@ -106,39 +128,140 @@ class SessionImpl final : public Session {
     return commit(optimizer, [&](bool contributed) { return progress_->end_update(step_, contributed, stream); });
   }
 
-  std::uint64_t version() const override { return version_; }
+  std::optional<std::uint64_t> version() const override {
+    if (whole_ || last_ == 0 || stage_ == Stage::updating || torn_) return whole_;
+    return state_.whole_at(rejoin::Step(last_)) ? std::optional(last_) : std::nullopt;
+  }
+  std::uint64_t committed() const override { return last_; }
   Result<std::uint64_t> state_digest() const override {
+    if (torn_) return tl::unexpected(*ended_);
     if (progress_)
-      if (auto updated = progress_->wait_for_update(); !updated) return tl::unexpected(updated.error());
+      if (auto updated = progress_->wait_for_update(Progress::Interruptible::no); !updated)
+        return tl::unexpected(updated.error());
     return state_.digest();
   }
 
+  Result<> leave() override {
+    if (stage_ == Stage::updating) return fail(ErrorCode::invalid_argument, "leave() inside of an optimizer");
+    if (ended_) return {};
+    ended_ = Error{ErrorCode::cancelled, "this session has left the job: leave() was called"};
+    return progress_ ? progress_->leave() : Result<>();
+  }
+  void interrupt() noexcept override { interrupt_.raise(); }
+
  private:
-  template <typename End>
-  Result<> commit(const std::function<void(const Piece&)>& optimizer, End end) {
-    if (!progress_) return fail(ErrorCode::invalid_argument, "commit() before join()");
-    const auto decision = progress_->wait_for_commit(step_);
-    if (!decision) return tl::unexpected(decision.error());
-    if (!decision->committed) {  // begin_step() gives it again, to contribute to
-      version_ = step_ - 1;
-      return {};
-    }
-    const bool contributed = decision->contributed;
-    if (auto updated = progress_->wait_for_update(); !updated) return updated;
-    const auto pieces = state_.begin_update(rejoin::Step(step_), contributed);
-    if (!pieces) return tl::unexpected(pieces.error());
-    for (const auto& piece : *pieces)
-      optimizer({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
-    if (auto ended = end(contributed); !ended) return ended;
-    last_ = step_;
-    version_ = step_;
+  enum class Stage : std::uint8_t { between, contributing, following, updating };
+  bool in_step() const { return stage_ == Stage::contributing || stage_ == Stage::following; }
+
+  Result<> check_due(const char* call) const {
+    if (ended_) return tl::unexpected(*ended_);
+    if (!progress_) return fail(ErrorCode::invalid_argument, "{} before join()", call);
+    if (stage_ == Stage::updating) return fail(ErrorCode::invalid_argument, "{} inside of an optimizer", call);
     return {};
   }
 
+  template <typename HandOver>
+  Result<> hand_over(BucketId bucket, HandOver hand_over) {
+    if (auto due = check_due("all_reduce()"); !due) return due;
+    if (!in_step()) return fail(ErrorCode::invalid_argument, "all_reduce({}) before begin_step()", bucket);
+    if (stage_ == Stage::following)
+      return fail(ErrorCode::invalid_argument,
+                  "all_reduce({}) in step {}, in which this replica catches up: it has no gradients to add "
+                  "(Step::contributes() says so), and commit() is next",
+                  bucket, step_);
+    auto handed = hand_over();
+    if (handed) handed_over_[bucket] = true;
+    return handed;
+  }
+
+  // The others would wait for what is missing, and could tell nobody but after seconds.
+  Result<> check_buckets() const {
+    if (stage_ != Stage::contributing) return {};
+    std::string missing;
+    for (BucketId b = 0; b < handed_over_.size(); ++b)
+      if (!handed_over_[b]) missing += (missing.empty() ? "" : ", ") + state_.name_of(b);
+    if (missing.empty()) return {};
+    return fail(ErrorCode::invalid_argument,
+                "commit() of step {} without {}: all_reduce() is due for each bucket in a step that this replica "
+                "contributes to",
+                step_, missing);
+  }
+
+  template <typename End>
+  Result<> commit(const std::function<void(const Piece&)>& optimizer, End end) {
+    if (auto due = check_due("commit()"); !due) return due;
+    if (!in_step()) return fail(ErrorCode::invalid_argument, "commit() without a step: begin_step() gives one");
+    if (!optimizer) return fail(ErrorCode::invalid_argument, "commit() of step {} without an optimizer", step_);
+    if (auto may = progress_->may_go_on(); !may) return may;
+    if (auto all = check_buckets(); !all) return all;
+    const auto decision = progress_->wait_for_commit(step_);
+    if (!decision) return tl::unexpected(decision.error());
+    if (!decision->committed) {  // begin_step() gives it again, to contribute to
+      stage_ = Stage::between;
+      whole_ = step_ - 1;
+      return {};
+    }
+    if (auto updated = progress_->wait_for_update(Progress::Interruptible::yes); !updated) return updated;
+    if (auto updated = update(decision->contributed, optimizer, end); !updated) return tear(updated.error());
+    stage_ = Stage::between;
+    last_ = step_;
+    if (decision->contributed) whole_ = step_;
+    return {};
+  }
+
+  template <typename End>
+  Result<> update(bool contributed, const std::function<void(const Piece&)>& optimizer, End end) {
+    stage_ = Stage::updating;
+    whole_.reset();
+    const auto pieces = state_.begin_update(rejoin::Step(step_), contributed);
+    if (!pieces) return tl::unexpected(pieces.error());
+    if (auto applied = apply(*pieces, optimizer); !applied) return applied;
+    return end(contributed);
+  }
+
+  Result<> apply(const std::vector<catchup::Piece>& pieces, const std::function<void(const Piece&)>& optimizer) {
+    const auto thrown = [&](const std::string& what) {
+      return fail(ErrorCode::invalid_argument,
+                  "the optimizer threw in the update of step {}: {}. The state of replica {} rank {} is updated in "
+                  "part, and of no use: this session is at its end. Start the process again, and it catches up",
+                  step_, what, config_.replica, config_.rank);
+    };
+    try {
+      for (const auto& piece : pieces)
+        optimizer({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
+    } catch (const abi::__forced_unwind&) {  // the thread is being cancelled, which nobody may stop
+      (void)tear(thrown("its thread was cancelled").value());
+      throw;
+    } catch (const std::exception& error) {
+      constexpr std::size_t longest = 500;  // of what anybody may have written
+      return thrown(printable(error.what(), longest));
+    } catch (...) {
+      return thrown("something that is no std::exception");
+    }
+    return {};
+  }
+
+  // The state is between two versions and stays there. Its page says that an update goes on, so that no daemon takes
+  // anything out of it but what has been copied aside; and the daemon is told that this replica is gone.
+  Result<> tear(const Error& error) {
+    ended_ = error;
+    torn_ = true;
+    stage_ = Stage::between;
+    whole_.reset();
+    progress_->fail(error);
+    return tl::unexpected(error);
+  }
+
   const SessionConfig config_;
+  Interrupt interrupt_;
   TrainingState state_;
   std::unique_ptr<Progress> progress_;
-  std::uint64_t step_ = 0, last_ = 0, version_ = 0;
+  Stage stage_ = Stage::between;
+  std::vector<bool> handed_over_;  // buckets, in this step
+  std::uint64_t step_ = 0, last_ = 0, version_at_join_ = 0;
+  std::optional<std::uint64_t> whole_;  // the state's version, where it follows from this replica's role
+  std::optional<Error> ended_;          // by leave(), or by an update that broke off
+  bool torn_ = false;                   // … which has left a state of no version
 };
 
 }  // namespace
@@ -146,12 +269,18 @@ class SessionImpl final : public Session {
 Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
   if (config.socket.empty())
     return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --daemon or REJOIN_SOCKET");
+  if (auto named = check_unix_name(config.socket); !named) return tl::unexpected(named.error());
+  if (auto known = transport::check_name(config.transport); !known) return tl::unexpected(known.error());
+  const ftar::Options ring{.chunk_bytes = config.chunk_bytes, .chunks_in_flight = config.chunks_in_flight};
+  if (auto right = ftar::check(ring); !right) return tl::unexpected(right.error());
   auto device = device::open_device(config.device);
   if (!device) return tl::unexpected(device.error());
   if (config.flip_bit_at != 0 && (*device)->kind() != device::MemoryKind::host)
     return fail(ErrorCode::invalid_argument, "--flip-bit-at {} of a state on {}: only the host's memory takes it",
                 config.flip_bit_at, config.device);
-  return std::unique_ptr<Session>(std::make_unique<SessionImpl>(config, std::move(*device)));
+  auto interrupted = make_eventfd();
+  if (!interrupted) return tl::unexpected(interrupted.error());
+  return std::unique_ptr<Session>(std::make_unique<SessionImpl>(config, std::move(*device), std::move(*interrupted)));
 }
 
 }  // namespace rejoin

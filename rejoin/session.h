@@ -4,16 +4,18 @@
 //   auto session = *rejoin::Session::open(config);
 //   auto w = *session->add({.name = "w", .count = 1000, .moments = 2});
 //   session->bucket({w});                                   // gradients that are reduced together
-//   session->allocate(); fill(session->weight(w)); session->join(0);
+//   session->allocate(); fill(*session->weight(w)); session->join(0);
 //   while (auto step = *session->begin_step()) {
 //     if (step->contributes()) {
-//       backward(step->batch(), session->gradient(w));      // writes the gradient
+//       backward(step->batch(), *session->gradient(w));     // writes the gradient
 //       session->all_reduce(0);                             // asynchronous; several buckets overlap with backward
 //     }
 //     session->commit([&](const rejoin::Piece& piece) { optimizer(piece); });
 //   }
+//   session->leave();
 //
-// Thread: one trainer thread calls everything here; a progress thread inside does the communication.
+// Thread: one trainer thread calls everything here but interrupt(); a progress thread inside does the communication.
+// The library's threads take no signals.
 #pragma once
 
 #include <functional>
@@ -60,11 +62,13 @@ struct SessionConfig {
   static Result<SessionConfig> from_environment();
 };
 
+constexpr std::uint32_t kMostMoments = 3;
+
 struct TensorSpec {
   std::string name;
   DataType type = DataType::float32;
   std::uint64_t count = 0;    // elements
-  std::uint32_t moments = 0;  // optimizer moments of the same type and count: 0 to 3
+  std::uint32_t moments = 0;  // optimizer moments of the same type and count: 0 to kMostMoments
   bool elementwise = true;    // the optimizer updates each element from its own gradient and moments alone
 };
 
@@ -78,7 +82,13 @@ struct SampleRange {
 };
 
 // One application of the optimizer: elements [first, first + count) of a tensor, with the reduced (mean) gradient of
-// `step`. A catching-up replica may get several for one range, in order of steps; a contributor gets each tensor once.
+// `step`, of which gradient[0] belongs to element `first`. A contributor gets each tensor once and whole; a catching-up
+// replica gets what it has of it, in any number of ranges, and may get several steps for one range, in order. No other
+// element may be changed.
+// Thread and life: pieces come one after the other, on the thread that called commit(), before it returns. `gradient`
+// is memory of the session's device and the session's own, to be read only; it holds these values until the optimizer
+// has returned, or, where commit() was given a stream, until the stream has done what the optimizer queued. Afterwards
+// it holds others, or is freed: what is to be kept is to be copied. The Piece itself is a value.
 struct Piece {
   TensorId tensor;
   std::uint64_t first = 0, count = 0;
@@ -88,12 +98,18 @@ struct Piece {
   std::span<const T> gradient_as() const {
     return {reinterpret_cast<const T*>(gradient.data()), count};
   }
+  // Of a whole column of this tensor, the weight or a moment: the elements that are to be updated.
+  template <typename T>
+  std::span<T> of(std::span<T> column) const {
+    return column.subspan(first, count);
+  }
 };
 
 class Session {
  public:
   // Errors: `invalid_argument` for settings that can't work. Does not talk to the daemon yet.
   static Result<std::unique_ptr<Session>> open(const SessionConfig& config);
+  // As leave(), without waiting for the daemon's answer. Quiet, where the job has finished.
   virtual ~Session() = default;
 
   // ---- declaring, before allocate(); the same on every replica
@@ -114,17 +130,21 @@ class Session {
   // there. Errors: `invalid_argument`, `exhausted`; `unreachable` for memory that the daemon can't be given, with what
   // to do.
   virtual Result<> allocate() = 0;
-  virtual std::span<std::byte> weight(TensorId tensor) = 0;
-  virtual std::span<std::byte> moment(TensorId tensor, std::uint32_t index) = 0;
-  virtual std::span<std::byte> gradient(TensorId tensor) = 0;  // write here before all_reduce() of its bucket
+  // Errors: `not_found` for a tensor or a moment that was not declared, `invalid_argument` before allocate().
+  virtual Result<std::span<std::byte>> weight(TensorId tensor) = 0;
+  virtual Result<std::span<std::byte>> moment(TensorId tensor, std::uint32_t index) = 0;
+  virtual Result<std::span<std::byte>> gradient(TensorId tensor) = 0;  // write here before all_reduce() of its bucket
   template <typename T>
   static std::span<T> as(std::span<std::byte> bytes) {
     return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
   }
 
-  // Registers with the daemon: the state is initialised, as of step `version` (0: fresh; else a restored checkpoint; at
-  // most 2^48).
-  // Errors: `unavailable` (no daemon there), `mismatch` (versions of library and daemon), `refused` (the job says no).
+  // Registers with the daemon, and waits until the coordinator has taken this rank: the state is initialised, as of
+  // step `version` (0: fresh; else a restored checkpoint; at most 2^48). From here on it may be written to by the
+  // daemon, until begin_step() gives a step to contribute to. Errors: `unavailable` (no daemon there), `mismatch`
+  // (versions of library and daemon), `refused` (the job says no, and why: it has other sizes, tensors or settings),
+  // `timeout` (the daemon does not answer), `cancelled`. Where it fails nothing has been joined, and it may be tried
+  // again.
   virtual Result<> join(std::uint64_t version) = 0;
 
   // ---- steps
@@ -133,7 +153,7 @@ class Session {
     Step(std::uint64_t number, bool contributes, std::vector<SampleRange> batch)
         : number_(number), contributes_(contributes), batch_(std::move(batch)) {}
     std::uint64_t number() const { return number_; }
-    bool contributes() const { return contributes_; }  // false: catching up; no backward, no all_reduce()
+    bool contributes() const { return contributes_; }  // false: catching up; no backward, all_reduce() is refused
     const std::vector<SampleRange>& batch() const { return batch_; }
 
    private:
@@ -143,10 +163,13 @@ class Session {
   };
   // Waits until there is a step for this replica. Nothing: the job is finished. A replica that has come too late to
   // have a part in it gets nothing, too, and has the state that it came with: version() tells. Errors of this and the
-  // next two: `cancelled` (this replica was declared lost and is out: end the process, start it again and it catches
-  // up), `refused`, `timeout`.
+  // next two: `cancelled` (interrupt() was called, or this replica was declared lost and is out: end the process, start
+  // it again and it catches up), `refused`, `timeout`; `invalid_argument` for a call that is not due, which changes
+  // nothing: begin_step() in a step that commit() has not ended, all_reduce() and commit() outside of one.
   virtual Result<std::optional<Step>> begin_step() = 0;
-  // Starts reducing a bucket: its gradients are written. They must not change before commit() returns.
+  // Starts reducing a bucket: its gradients are written. They must not change before commit() returns. Each bucket is
+  // due once in a step that this replica contributes to. Errors: besides, `invalid_argument` for a bucket that is not
+  // there, has been handed over already, or is caught up with.
   virtual Result<> all_reduce(BucketId bucket) = 0;
   // The same of a bucket in GPU memory whose gradients will be there when the stream comes to this point. What is
   // queued on the stream afterwards waits until the bucket has been reduced; this thread waits for nothing. If the
@@ -157,16 +180,37 @@ class Session {
   // step over, for nobody else is left or answers, it calls nothing, and begin_step() gives the same step once more, to
   // contribute to; perhaps on some ranks of the replica only, those that had begun it.
   // The optimizer has done its work when it returns; see below where it only queues it.
+  // Errors: besides, `invalid_argument` for a step to contribute to of which buckets have not been handed over: they
+  // are named, nothing has happened, and commit() may follow when they have been. What the optimizer throws is an error
+  // `invalid_argument` here with its text: the state is updated in part, so that it is nobody's any more; this replica
+  // is out and its peers go on, all later calls say the same, and the process is to end.
   virtual Result<> commit(const std::function<void(const Piece&)>& optimizer) = 0;
   // The same where `optimizer` queues its work on the stream: the new version is published when the stream has done
   // what is queued on it now. Waits for the step's decision, and not for the stream.
   virtual Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) = 0;
 
   // ---- looking
-  virtual std::uint64_t version() const = 0;
+  // The version that all of the state has, where it is whole: what a checkpoint is of. Nothing while it is not, or
+  // not known to be: before the first step, and while this replica catches up, when its weights are of several
+  // versions.
+  // After a commit() with a stream: as whatever comes after it on that stream sees the state.
+  virtual std::optional<std::uint64_t> version() const = 0;
+  // The last step that commit() has ended here, contributing or catching up: for schedules and logs. It says nothing of
+  // the state.
+  virtual std::uint64_t committed() const = 0;
   // Digest of weights and moments: equal on all replicas at the same version, wherever they are. Waits for the last
-  // commit's stream. Errors: of the device.
+  // commit's stream. Errors: of the device; `invalid_argument` before allocate().
   virtual Result<std::uint64_t> state_digest() const = 0;
+
+  // ---- ending
+  // Ends this replica's part in the job: the others go on at once, and hear that it has left. When this returns its
+  // daemon knows. All later calls but version(), committed() and state_digest() are refused with `cancelled`; calling
+  // it again, after a failure or before join() tells nobody anything. Errors: `unavailable` where the daemon is away:
+  // the others go on when the process has ended.
+  virtual Result<> leave() = 0;
+  // Any thread, and a signal's handler (async-signal-safe), while the session lives: join(), begin_step() and commit()
+  // return with `cancelled` if they wait, and so do they and all_reduce() from then on. leave() is what is to follow.
+  virtual void interrupt() noexcept = 0;
 };
 
 }  // namespace rejoin

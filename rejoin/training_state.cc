@@ -1,44 +1,84 @@
 #include "rejoin/training_state.h"
 
+#include <algorithm>
+
 #include "base/digest.h"
 
 namespace rejoin {
 
 Result<TensorId> TrainingState::add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& own) {
-  if (owner_) return fail(ErrorCode::invalid_argument, "tensor '{}' comes after allocate()", tensor.name);
+  static_assert(kMostMoments + 1 == shm::kMaxColumns);
+  if (tensor.moments > kMostMoments)
+    return fail(ErrorCode::invalid_argument, "tensor '{}' has {} moments; there must be 0 to {}", tensor.name,
+                tensor.moments, kMostMoments);
   shm::Tensor t{.name = tensor.name,
                 .type = tensor.type,
                 .count = tensor.count,
                 .columns = tensor.moments + 1,
                 .elementwise = tensor.elementwise};
+  if (auto right = check_new(t, own); !right) return tl::unexpected(right.error());
+  names_.insert(t.name);
   tensors_.push_back(std::move(t));
   own_state_.push_back(own);
   bucket_of_.push_back(kNone);
   return TensorId{static_cast<std::uint32_t>(tensors_.size() - 1)};
 }
 
+Result<> TrainingState::check_new(const shm::Tensor& tensor, const shm::Owner::Own& own) const {
+  if (owner_) return fail(ErrorCode::invalid_argument, "tensor '{}' comes after allocate()", tensor.name);
+  if (auto right = shm::check(tensor); !right) return right;
+  if (names_.contains(tensor.name))
+    return fail(ErrorCode::invalid_argument, "there is a tensor '{}' already: each needs a name of its own",
+                tensor.name);
+  if (tensors_.size() == shm::kMaxTensors)
+    return fail(ErrorCode::invalid_argument, "tensor '{}' would be number {}; a state has at most {}: join some",
+                tensor.name, tensors_.size() + 1, shm::kMaxTensors);
+  return own.empty() ? Result<>() : shm::Owner::check(tensor, own);
+}
+
 Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors, std::span<std::byte> own) {
+  const auto id = static_cast<BucketId>(buckets_.size());
+  const auto bytes = check_bucket(id, tensors);
+  if (!bytes) return tl::unexpected(bytes.error());
+  if (!own.empty() && own.size() != *bytes)
+    return fail(ErrorCode::invalid_argument, "bucket {}: its gradients are {} bytes, and the memory for them {}", id,
+                *bytes, own.size());
+  for (auto t : tensors) bucket_of_[t.index] = id;
+  buckets_.push_back(tensors);
+  own_.push_back(own);
+  return id;
+}
+
+Result<std::uint64_t> TrainingState::check_bucket(BucketId id, const std::vector<TensorId>& tensors) const {
   if (owner_) return fail(ErrorCode::invalid_argument, "a bucket comes after allocate()");
   if (tensors.empty()) return fail(ErrorCode::invalid_argument, "a bucket without tensors");
-  const auto id = static_cast<BucketId>(buckets_.size());
   std::uint64_t bytes = 0;
+  std::set<std::uint32_t> seen;
   for (auto t : tensors) {
-    if (t.index >= tensors_.size()) return fail(ErrorCode::not_found, "bucket {}: no tensor {}", id, t.index);
+    if (t.index >= tensors_.size())
+      return fail(ErrorCode::not_found, "bucket {}: there is no tensor {}; add() has given {}, numbered from 0", id,
+                  t.index, tensors_.size());
+    if (!seen.insert(t.index).second)
+      return fail(ErrorCode::invalid_argument, "bucket {} names tensor '{}' twice", id, tensors_[t.index].name);
     if (bucket_of_[t.index] != kNone)
       return fail(ErrorCode::invalid_argument, "tensor '{}' is in bucket {} already", tensors_[t.index].name,
                   bucket_of_[t.index]);
     if (tensors_[t.index].type != tensors_[tensors[0].index].type)
       return fail(ErrorCode::invalid_argument, "bucket {} mixes {} and {}", id, to_string(tensors_[t.index].type),
                   to_string(tensors_[tensors[0].index].type));
-    bucket_of_[t.index] = id;
     bytes += gradient_bytes(t.index);
   }
-  if (!own.empty() && own.size() != bytes)
-    return fail(ErrorCode::invalid_argument, "bucket {}: its gradients are {} bytes, and the memory for them {}", id,
-                bytes, own.size());
-  buckets_.push_back(tensors);
-  own_.push_back(own);
-  return id;
+  return bytes;
+}
+
+std::string TrainingState::name_of(BucketId bucket) const {
+  constexpr std::size_t shown = 3;
+  const auto& tensors = buckets_[bucket];
+  std::string names;
+  for (std::size_t i = 0; i < std::min(shown, tensors.size()); ++i)
+    names += fmt::format("{}'{}'", i > 0 ? ", " : "", tensors_[tensors[i].index].name);
+  if (tensors.size() > shown) names += fmt::format(" and {} more", tensors.size() - shown);
+  return fmt::format("bucket {} ({})", bucket, names);
 }
 
 Result<> TrainingState::allocate() {
@@ -100,6 +140,26 @@ Result<device::Memory> TrainingState::allocate_gradients(std::size_t size) const
   return memory;
 }
 
+Result<> TrainingState::check_tensor(TensorId t, const char* what) const {
+  if (!owner_) return fail(ErrorCode::invalid_argument, "{} before allocate(): nothing is there yet", what);
+  if (t.index >= tensors_.size())
+    return fail(ErrorCode::not_found, "{}: there is no tensor {}; add() has given {}, numbered from 0", what, t.index,
+                tensors_.size());
+  return {};
+}
+
+Result<> TrainingState::check_moment(TensorId t, std::uint32_t index) const {
+  if (auto there = check_tensor(t, "moment()"); !there) return there;
+  const auto& tensor = tensors_[t.index];
+  if (tensor.columns == 1)
+    return fail(ErrorCode::not_found, "moment(): tensor '{}' was declared without moments", tensor.name);
+  if (index >= tensor.columns - 1)
+    return fail(ErrorCode::not_found,
+                "moment(): tensor '{}' has no moment {}; it was declared with {}, numbered 0 to {}", tensor.name, index,
+                tensor.columns - 1, tensor.columns - 2);
+  return {};
+}
+
 std::span<std::byte> TrainingState::column(TensorId t, std::uint32_t index) {
   REJOIN_CHECK(owner_ && t.index < tensors_.size() && index < tensors_[t.index].columns, "tensor {} column {}", t.index,
                index);
@@ -113,6 +173,7 @@ std::span<std::byte> TrainingState::gradient(TensorId t) {
 
 Result<std::uint64_t> TrainingState::digest() const {
   constexpr std::size_t at_once = 256;  // parts
+  if (!owner_) return fail(ErrorCode::invalid_argument, "a digest of the state before allocate()");
   std::uint64_t result = 0;
   const auto& manifest = owner_->manifest();
   std::vector<shm::Columns> some;
@@ -151,5 +212,16 @@ Result<std::vector<catchup::Piece>> TrainingState::begin_update(Step step, bool 
 }
 
 void TrainingState::end_update(Step step, bool contributed) { keeper_->end(step, contributed); }
+
+bool TrainingState::whole_at(Step version) const {
+  if (!owner_) return false;
+  auto& page = owner_->page();
+  if (page.whole.load() == 0 || owner_->clock() != shm::Clock{version.value, false}) return false;
+  const auto* words = page.slice_words();
+  return std::all_of(words, words + owner_->manifest().slices().size(), [&](const auto& word) {
+    const auto slice = shm::SliceWord::unpack(word.load());
+    return slice.state == shm::SliceState::current && slice.version == version.value;
+  });
+}
 
 }  // namespace rejoin

@@ -2,6 +2,8 @@
 // what an update does to them. Without threads or sockets; the session and the simulator's trainers hold one.
 #pragma once
 
+#include <set>
+
 #include "catchup/keeper.h"
 #include "ftar/communicator.h"
 #include "rejoin/session.h"
@@ -19,9 +21,13 @@ class TrainingState {
   Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> own = {});
   Result<> allocate();
   bool allocated() const { return owner_ != nullptr; }
+  // Whether the next two have such a one; `what` is the call that asks.
+  Result<> check_tensor(TensorId tensor, const char* what) const;
+  Result<> check_moment(TensorId tensor, std::uint32_t index) const;
   std::span<std::byte> column(TensorId tensor, std::uint32_t index);  // 0: the weight; then the moments
   std::span<std::byte> gradient(TensorId tensor);
-  Result<std::uint64_t> digest() const;  // of the state
+  Result<std::uint64_t> digest() const;        // of the state
+  std::string name_of(BucketId bucket) const;  // with its tensors' names, for people
 
   // ---- after allocate()
   shm::Owner& owner() { return *owner_; }
@@ -38,17 +44,22 @@ class TrainingState {
   Result<std::vector<catchup::Piece>> begin_update(Step step, bool contributed);
   void end_update(Step step, bool contributed);
   std::uint64_t kept_bytes() const { return keeper_->kept_bytes(); }
+  // A joiner's: all of it is there, proven, and at this version now.
+  bool whole_at(Step version) const;
 
  private:
   static constexpr BucketId kNone = ~BucketId{0};
   std::uint64_t gradient_bytes(std::size_t t) const { return tensors_[t].count * size_of(tensors_[t].type); }
 
+  Result<> check_new(const shm::Tensor& tensor, const shm::Owner::Own& own) const;
+  Result<std::uint64_t> check_bucket(BucketId id, const std::vector<TensorId>& tensors) const;  // its bytes
   Result<device::Memory> allocate_gradients(std::size_t size) const;
 
   const std::uint64_t keep_budget_;
   const std::shared_ptr<device::Device> device_;
   std::vector<shm::Tensor> tensors_;
   std::vector<shm::Owner::Own> own_state_;  // by tensor: in the trainer's memory
+  std::set<std::string> names_;
   std::vector<BucketId> bucket_of_;
   std::vector<std::vector<TensorId>> buckets_;
   std::vector<std::span<std::byte>> own_;       // by bucket: gradients in the trainer's memory

@@ -7,6 +7,44 @@
 
 namespace rejoin::shm {
 
+namespace {
+
+// Elements of a part, of a tensor whose type and columns are in order.
+std::uint64_t elements_per_part(const Tensor& tensor) {
+  return std::max<std::uint64_t>(16, kPartBytes / (size_of(tensor.type) * tensor.columns) / 16 * 16);
+}
+
+std::uint64_t parts_of(const Tensor& tensor) {
+  const std::uint64_t per_part = elements_per_part(tensor);
+  return (tensor.count + per_part - 1) / per_part;
+}
+
+}  // namespace
+
+Result<> check(const Tensor& tensor) {
+  constexpr std::uint64_t most_bytes = std::uint64_t{1} << 46;
+  constexpr std::size_t longest_name = 200;
+  const std::uint64_t element = size_of(tensor.type);
+  if (tensor.name.empty() || tensor.name.size() > longest_name)
+    return fail(ErrorCode::invalid_argument, "a tensor's name has {} bytes; there must be 1 to {}", tensor.name.size(),
+                longest_name);
+  if (element == 0)
+    return fail(ErrorCode::invalid_argument, "tensor '{}' has elements of type number {}, which is none", tensor.name,
+                static_cast<unsigned>(tensor.type));
+  if (tensor.columns < 1 || tensor.columns > kMaxColumns)
+    return fail(ErrorCode::invalid_argument, "tensor '{}' has {} columns; there must be 1 to {}", tensor.name,
+                tensor.columns, kMaxColumns);
+  if (tensor.count == 0 || tensor.count > most_bytes / element)
+    return fail(ErrorCode::invalid_argument, "tensor '{}' has {} elements; there must be 1 to {}", tensor.name,
+                tensor.count, most_bytes / element);
+  if (!tensor.elementwise && parts_of(tensor) > kMaxPins)
+    return fail(ErrorCode::invalid_argument,
+                "tensor '{}' of {} is not elementwise and too large to move at one version (limit {}); "
+                "declare it elementwise if its optimizer is, or split it",
+                tensor.name, human_bytes(tensor.count * element * tensor.columns), human_bytes(kMaxPins * kPartBytes));
+  return {};
+}
+
 Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
   if (tensors.empty() || tensors.size() > kMaxTensors)
     return fail(ErrorCode::invalid_argument, "{} tensors in the state; there must be 1 to {}", tensors.size(),
@@ -14,23 +52,11 @@ Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
   Manifest manifest;
   std::set<std::string> names;
   for (auto& tensor : tensors) {
-    const std::uint64_t element = size_of(tensor.type);
-    if (tensor.name.empty() || tensor.name.size() > 200 || !names.insert(tensor.name).second)
-      return fail(ErrorCode::invalid_argument, "tensor name '{}' is empty, too long or used twice", tensor.name);
-    if (tensor.columns < 1 || tensor.columns > kMaxColumns)
-      return fail(ErrorCode::invalid_argument, "tensor '{}' has {} columns; there must be 1 to {}", tensor.name,
-                  tensor.columns, kMaxColumns);
-    if (tensor.count == 0 || element == 0 || tensor.count > (std::uint64_t{1} << 46) / element)
-      return fail(ErrorCode::invalid_argument, "tensor '{}' has {} elements", tensor.name, tensor.count);
-    const std::uint64_t per_part = std::max<std::uint64_t>(16, kPartBytes / (element * tensor.columns) / 16 * 16);
-    const std::uint64_t needed = (tensor.count + per_part - 1) / per_part;
-    if (!tensor.elementwise && needed > kMaxPins)
-      return fail(ErrorCode::invalid_argument,
-                  "tensor '{}' of {} is not elementwise and too large to move at one version (limit {}); "
-                  "declare it elementwise if its optimizer is, or split it",
-                  tensor.name, human_bytes(tensor.count * element * tensor.columns),
-                  human_bytes(kMaxPins * kPartBytes));
-    if (needed > kMaxParts - manifest.parts_.size())
+    if (auto right = check(tensor); !right) return tl::unexpected(right.error());
+    if (!names.insert(tensor.name).second)
+      return fail(ErrorCode::invalid_argument, "tensor name '{}' is used twice", tensor.name);
+    const std::uint64_t per_part = elements_per_part(tensor);
+    if (parts_of(tensor) > kMaxParts - manifest.parts_.size())
       return fail(ErrorCode::invalid_argument, "a state over {} at tensor '{}'", human_bytes(kMaxParts * kPartBytes),
                   tensor.name);
     const auto index = static_cast<std::uint32_t>(manifest.tensors_.size());

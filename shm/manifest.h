@@ -28,6 +28,8 @@ struct Tensor {
   bool elementwise = true;  // the optimizer updates each element by itself: slices may be smaller than the tensor
   std::uint64_t bytes() const { return count * size_of(type); }  // of each column
 };
+// Whether there can be such a tensor, whatever the others are.
+Result<> check(const Tensor& tensor);
 
 // A range of elements of one tensor, all columns.
 struct Part {

@@ -39,6 +39,20 @@ Result<Owner> Owner::make(Manifest manifest, std::shared_ptr<device::Device> dev
   return owner;
 }
 
+Result<> Owner::check(const Tensor& tensor, const Own& own) {
+  if (own.size() != tensor.columns)
+    return fail(ErrorCode::invalid_argument,
+                "tensor '{}' has {} columns and memory for {}: the weight takes one, and so does each moment",
+                tensor.name, tensor.columns, own.size());
+  for (std::size_t c = 0; c < own.size(); ++c)
+    if (own[c].size() != tensor.bytes() || reinterpret_cast<std::uintptr_t>(own[c].data()) % Layout::kAlignment)
+      return fail(ErrorCode::invalid_argument,
+                  "column {} of tensor '{}' takes {} bytes from a multiple of {} on; its memory has {} at {}", c,
+                  tensor.name, tensor.bytes(), Layout::kAlignment, own[c].size(),
+                  static_cast<const void*>(own[c].data()));
+  return {};
+}
+
 // Allocates what is not there, and finds the segments that all of it lies in.
 Result<> Owner::place(const std::vector<Own>& own) {
   const auto& tensors = manifest_.tensors();
@@ -57,17 +71,11 @@ Result<> Owner::place(const std::vector<Own>& own) {
   std::map<std::byte*, device::Allocation> found;
   std::span<std::byte> rest = state_.bytes;
   for (std::size_t t = 0; t < tensors.size(); ++t) {
-    if (has_own(t) && own[t].size() != tensors[t].columns)
-      return fail(ErrorCode::invalid_argument, "tensor '{}' has {} columns and memory for {}", tensors[t].name,
-                  tensors[t].columns, own[t].size());
+    if (has_own(t))
+      if (auto right = check(tensors[t], own[t]); !right) return right;
     for (std::uint32_t c = 0; c < tensors[t].columns; ++c) {
       const auto memory = has_own(t) ? own[t][c] : rest.first(tensors[t].bytes());
       if (!has_own(t)) rest = rest.subspan(room(tensors[t]));
-      if (memory.size() != tensors[t].bytes() || reinterpret_cast<std::uintptr_t>(memory.data()) % Layout::kAlignment)
-        return fail(ErrorCode::invalid_argument,
-                    "column {} of tensor '{}' takes {} bytes from a multiple of {} on; its memory has {} at {}", c,
-                    tensors[t].name, tensors[t].bytes(), Layout::kAlignment, memory.size(),
-                    static_cast<const void*>(memory.data()));
       auto allocations = device_->allocations(memory);
       if (!allocations)
         return fail(allocations.error().code, "column {} of tensor '{}': {}", c, tensors[t].name,

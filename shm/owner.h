@@ -13,6 +13,8 @@ class Owner {
  public:
   // Of a tensor, in memory of the trainer's own: the weight and the moments.
   using Own = std::vector<std::span<std::byte>>;
+  // Whether it is as large as the tensor's columns, and where they may lie.
+  static Result<> check(const Tensor& tensor, const Own& own);
 
   // Allocates aside and the state in the device's memory, the page in the host's, all such that the daemon can share
   // them. What it allocates of the state is zero. `own`, by tensor: columns that are there already, in the device's

@@ -68,7 +68,7 @@ std::unique_ptr<Session> small_session(const Job& job, std::uint32_t replica) {
 
 Result<> commit(Session& session) {
   return session.commit([&](const Piece& piece) {
-    const auto w = Session::as<float>(session.weight(piece.tensor));
+    const auto w = Session::as<float>(*session.weight(piece.tensor));
     for (std::uint64_t i = piece.first; i < piece.first + piece.count; ++i) w[i] += static_cast<float>(piece.step);
   });
 }
@@ -130,7 +130,7 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
   ASSERT_TRUE(second->all_reduce(0));
   ASSERT_TRUE(commit(*second));
   EXPECT_EQ(second->version(), committed + 1);
-  for (const float w : Session::as<float>(second->weight({0})))
+  for (const float w : Session::as<float>(*second->weight({0})))
     ASSERT_EQ(w, static_cast<float>((committed + 1) * (committed + 2) / 2)) << "the sum of all steps' numbers";
   EXPECT_EQ(job.status().at("steps_rolled_back"), 0);
 }
@@ -154,7 +154,7 @@ TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
   }
   ASSERT_TRUE(session->bucket(ids));
   ASSERT_TRUE(session->allocate());
-  EXPECT_EQ(session->moment(ids[7], 0).data(), memory[7].data() + 256);
+  EXPECT_EQ(session->moment(ids[7], 0)->data(), memory[7].data() + 256);
   if (auto joined = session->join(0); !joined) FAIL() << joined.error().message;
   std::uint64_t steps = 0, pieces = 0;
   for (auto step = session->begin_step(); step && *step; step = session->begin_step(), ++steps) {
@@ -294,6 +294,9 @@ TEST(Garbage, OnEveryPortIsRefusedAndChangesNothing) {
     proto::FromTrainer report;
     report.mutable_report()->mutable_exchanged()->set_epoch(random());
     feed_unix(report.SerializeAsString());
+    proto::FromTrainer leave;  // of somebody who never came
+    leave.mutable_leave()->set_why(bytes);
+    feed_unix(leave.SerializeAsString());
   }
   EXPECT_EQ(trainer.wait(std::chrono::seconds(30)), 0) << trainer.output();
   EXPECT_EQ(run({kCli, "status", job.coordinator_status}).status, 0);

@@ -71,7 +71,7 @@ TEST(Manifest, AStateOfTheMostTensorsWithTheLongestNamesIsServedAndOneMoreIsRefu
 TEST(Manifest, ATensorWithoutElementsIsRefusedByName) {
   const auto refused = Manifest::make({{.name = "w", .count = 5}, {.name = "nothing", .count = 0}});
   ASSERT_FALSE(refused);
-  EXPECT_EQ(refused.error().message, "tensor 'nothing' has 0 elements");
+  EXPECT_EQ(refused.error().message, "tensor 'nothing' has 0 elements; there must be 1 to 17592186044416");
 }
 
 TEST(Manifest, GarbageIsRefusedAtEveryLength) {

@@ -1,0 +1,35 @@
+// A wish to end, uttered once by any thread or a signal's handler, and seen by whoever waits in a session.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+
+#include "base/fd.h"
+
+namespace rejoin {
+
+class Interrupt {
+ public:
+  explicit Interrupt(Fd eventfd) : eventfd_(std::move(eventfd)) {}
+
+  // Async-signal-safe: a store, and a write to an eventfd. For good.
+  void raise() noexcept {
+    const int before = errno;
+    raised_.store(true);
+    const std::uint64_t one = 1;
+    // It can't fail but where the counter is full, and then the reader knows already.
+    [[maybe_unused]] const auto written = ::write(eventfd_.get(), &one, sizeof one);
+    errno = before;
+  }
+  bool raised() const noexcept { return raised_.load(); }
+  const Fd& eventfd() const { return eventfd_; }  // readable from then on
+
+ private:
+  static_assert(std::atomic<bool>::is_always_lock_free);
+  const Fd eventfd_;
+  std::atomic<bool> raised_ = false;
+};
+
+}  // namespace rejoin

@@ -1,0 +1,112 @@
+// How a session's part in the job ends, and what ends its waiting: it leaves, it fails, or it is interrupted.
+// See "How a session ends" in docs/design-notes.md.
+#include "base/log.h"
+#include "local.pb.h"
+#include "rejoin/progress.h"
+
+namespace rejoin {
+
+namespace {
+
+constexpr auto kWorthTelling = std::chrono::seconds(1);  // of the coordinator's silence
+
+}  // namespace
+
+// ---- the trainer's thread
+
+// Under the mutex.
+std::optional<Error> Progress::ended() const {
+  if (failure_) return failure_;
+  if (interrupt_.raised())
+    return Error{ErrorCode::cancelled, "interrupt() was called: this session runs no more steps; leave() and end"};
+  return std::nullopt;
+}
+
+Result<> Progress::may_go_on() const {
+  const std::lock_guard lock(mutex_);
+  if (auto why = ended()) return tl::unexpected(std::move(*why));
+  return {};
+}
+
+bool Progress::over() const {
+  const std::lock_guard lock(mutex_);
+  return over_;
+}
+
+// The coordinator answers each registration at once, whatever the job is doing, if it is there.
+Result<> Progress::wait_for_registration() {
+  std::unique_lock lock(mutex_);
+  const auto answered = [&] { return registered_ || ended(); };
+  if (!changed_.wait_for(lock, kWorthTelling, answered)) {
+    spdlog::warn("replica {} rank {} waits for the coordinator, which has not answered its registration with {} yet",
+                 config_.replica, config_.rank, config_.socket);
+    changed_.wait(lock, answered);
+  }
+  if (auto why = ended()) return tl::unexpected(std::move(*why));
+  return {};
+}
+
+Result<> Progress::leave() {
+  if (!thread_.joinable()) return {};
+  std::unique_lock lock(mutex_);
+  leaving_ = true;
+  signal_eventfd(wake_);
+  if (!changed_.wait_for(lock, config_.patience, [&] { return left_.has_value(); }))
+    return rejoin::fail(ErrorCode::timeout,
+                        "this session's progress thread has stood still for {} s: end the process, and the others go "
+                        "on without it",
+                        config_.patience.count() / 1000);
+  return *left_;
+}
+
+// ---- the progress thread
+
+// Whether the trainer wants to leave, and all is said that can be.
+bool Progress::leaves(TimePoint now) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!leaving_) return false;
+  }
+  if (leave_by_ == TimePoint{}) leave_by_ = now + silence_;
+  if (!farewell_said_) farewell_said_ = say_farewell("");
+  const bool nobody_cares = !daemon_ && driver_->finished();
+  return farewell_heard_ || nobody_cares || now > leave_by_;
+}
+
+// False where nobody can be told now.
+bool Progress::say_farewell(const std::string& why) {
+  if (!daemon_ || !welcome_) return false;
+  proto::FromTrainer message;
+  message.mutable_leave()->set_why(why);
+  const std::string bytes = message.SerializeAsString();
+  const auto sent = send_with_fds(daemon_, as_bytes(bytes), {});
+  if (!sent) spdlog::debug("the daemon could not be told that this session ends: {}", sent.error().message);
+  return sent.has_value();
+}
+
+// The thread's last word. Nobody is to wait for a replica that does nothing any more, though its process may live on.
+void Progress::part() {
+  bool wanted = false;
+  std::string why;
+  {
+    const std::lock_guard lock(mutex_);
+    wanted = leaving_;
+    if (failure_) why = failure_->message;
+  }
+  if (!farewell_said_) farewell_said_ = say_farewell(why);
+  const bool unheard = wanted && why.empty() && !farewell_heard_ && !driver_->finished();
+  if (streams_) streams_->release();
+  {
+    const std::lock_guard lock(mutex_);
+    left_ = Result<>();
+    if (unheard)
+      left_ = rejoin::fail(ErrorCode::unavailable,
+                           "the daemon at {} was not there to hear that this replica leaves: the others go on when "
+                           "this process has ended, or after a silence of {:.1f} s",
+                           config_.socket, milliseconds(silence_) / 1000);
+    if (!failure_) failure_ = Error{ErrorCode::cancelled, "this session has left the job"};
+  }
+  changed_.notify_all();
+}
+
+}  // namespace rejoin
