@@ -82,6 +82,9 @@ class NodeServer {
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
   Result<> admit(Trainer& trainer, Offering offering, DeviceStream& stream);
+  Result<> clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t life);
+  static bool has_ended(const Trainer& trainer);
+  void look_after(const proto::Inquiry& inquiry);
   void refuse(membership::RankConnection id, const Error& error);
   // Any thread. `of`: whose GPU it is for; none: for the host's memory.
   Result<std::unique_ptr<DeviceStream>> open_stream(std::optional<membership::RankConnection> of,

@@ -17,6 +17,7 @@
 //   admission  a registered, connected replica enters at the next step boundary as catching up.
 //   promotion  all its ranks have caught up: it contributes from the next step boundary on, or at once where nobody
 //              else is left to contribute.
+//   place      who has a replica's rank and answers keeps it: a second process is refused.
 //   audit      what replicas reduced, or their states, differ: not committed, but repeated, or settled (drift_audit.h).
 #pragma once
 
@@ -89,8 +90,10 @@ class Coordinator {
     std::uint64_t life = 0, version = 0, digest = 0;  // of its state
     TimePoint lost_at{};                              // when its node was lost
     bool registered = false, connected_node = false;
-    std::uint32_t address_size = 0;
-    std::string addresses;  // of its all-reduce engine, then of its daemon's stream
+    std::int32_t pid = 0;
+    std::uint64_t daemon = 0;  // that it is behind
+    std::uint32_t address_size = 0, stream_size = 0;
+    std::string addresses;  // of its all-reduce engine, then of its daemon's stream, then its node's name
   };
   // Ranks that stand alike: connected with these incarnations.
   struct Standing {
@@ -147,6 +150,8 @@ class Coordinator {
   std::optional<std::string> differs_from_first(const proto::RankUp& up);
   bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
+  void refuse(NodeId node, const proto::RankUp& up, std::string reason);
+  void tell_the_end(NodeId node, const proto::RankUp& up);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
   void on_rank_down(const proto::RankDown& down, TimePoint now);
@@ -154,6 +159,24 @@ class Coordinator {
   void on_exchanged(const proto::Exchanged& exchanged, TimePoint now);
   void on_standing(const proto::Standing& standing, TimePoint now);
   void on_accusation(const proto::Accusation& accusation, TimePoint now);
+
+  // coordinator_claims.cc
+  struct Claim {
+    NodeId node;
+    proto::RankUp up;
+    NodeId asked{};  // by which node whether the place's holder lives
+  };
+  RankState* holder_against(const proto::RankUp& up, TimePoint now);
+  bool claims_place(NodeId node, const proto::RankUp& up, TimePoint now);
+  void inquire(Claim& claim, const RankState& holder);
+  void on_alive(const proto::Alive& alive);
+  void settle_claims(TimePoint now);
+  static std::string node_name(const RankState& rank);
+  void tell_claims(TimePoint now, std::vector<std::string>& lines) const;
+
+  // coordinator_waits.cc
+  void tell_missing(TimePoint now, std::vector<std::string>& lines) const;
+  std::string missing_line(const MemberState& member, TimePoint now) const;
 
   // coordinator_absence.cc
   void suspect_itself(Duration away, TimePoint now);
@@ -258,13 +281,15 @@ class Coordinator {
     std::optional<TimePoint> lost_at{};  // when its node was lost, or it was silent: it may come back
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
+  std::vector<Claim> claims_;            // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
   Attendance attendance_;
   std::optional<Step> roll_back_to_;  // not used yet
   std::optional<Step> wants_roll_back_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
-  TimePoint back_at_{};  // when a rank last came back
-  std::set<std::string> said_;  // in this epoch
+  TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
+  TimePoint back_at_{};                  // when a rank last came back
+  std::set<std::string> said_;           // in this epoch
   DriftAudit audit_;
   std::optional<std::string> stopped_;
   std::vector<ReplicaId> differing_;  // … since these do
@@ -273,6 +298,8 @@ class Coordinator {
     bool lost = false;
     bool counts = false;  // it has lasted too long
     TimePoint since{};    // … since then
+    TimePoint waits_since{};
+    RankSet ranks;  // that say so
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Edge> accusations_;  // accuser → suspect, in this epoch
   std::map<std::pair<std::uint32_t, std::uint32_t>, int> mended_;  // epochs begun for a pair since the last commit

@@ -7,23 +7,17 @@ namespace rejoin::membership {
 
 void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now) {
   const ReplicaId id(up.replica());
-  const auto refuse = [&](std::string reason) {
-    proto::ToNode answer;
-    auto& refused = *answer.mutable_refused();
-    refused.set_replica(up.replica());
-    refused.set_rank(up.rank());
-    refused.set_life(up.life());
-    refused.set_reason(std::move(reason));
-    note("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
-    send(node, std::move(answer));
-  };
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
-    return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks", up.replica(),
+    return refuse(node, up,
+                  fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks", up.replica(),
                               up.rank(), config_.replicas, config_.ranks));
   if (belongs_elsewhere(node, up)) return;
+  if (finished() && up.incarnation() == 0) return tell_the_end(node, up);
   if (up.version() > kMostSteps)
-    return refuse(fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
-  if (auto difference = differs_from_first(up)) return refuse(*difference);
+    return refuse(node, up,
+                  fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
+  if (up.incarnation() == 0 && claims_place(node, up, now)) return;
+  if (auto difference = differs_from_first(up)) return refuse(node, up, *difference);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
     back_at_ = now;
@@ -54,6 +48,25 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     return try_start(now);
   }
   register_new(node, up, now);
+}
+
+void Coordinator::refuse(NodeId node, const proto::RankUp& up, std::string reason) {
+  proto::ToNode answer;
+  auto& refused = *answer.mutable_refused();
+  refused.set_replica(up.replica());
+  refused.set_rank(up.rank());
+  refused.set_life(up.life());
+  refused.set_reason(std::move(reason));
+  note("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
+  send(node, std::move(answer));
+}
+
+// Who comes to a finished job has no part in it: it is registered by name only, so that it can hear the last plan.
+void Coordinator::tell_the_end(NodeId node, const proto::RankUp& up) {
+  actions_.append.emplace_back().mutable_incarnated()->set_incarnation(++last_incarnation_);
+  nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
+  welcome(node, up, Incarnation(last_incarnation_));
+  send_plan(node);
 }
 
 // What all replicas must have declared alike. Where nobody is a member and nobody registered, the next one is the
@@ -142,7 +155,6 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
   ReplicaState& replica = found->second;
   keep(replica, node, up).lost_at = now;
   welcome(node, up, replica.incarnation);
-  if (finished()) send_plan(node);
   if (!whole(replica)) return;
   note("replica {} has registered", id);
   if (may_announce()) announce_replica(replica, id);
@@ -189,7 +201,12 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   audit_.on_digest_time(std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.connected_node = true;
   rank.address_size = static_cast<std::uint32_t>(up.address().size());
-  rank.addresses = up.address() + up.stream_address();
+  rank.pid = up.pid();
+  for (auto& claim : claims_)  // it is asked again, through where it is now
+    if (claim.up.replica() == up.replica() && claim.up.rank() == up.rank()) claim.asked = {};
+  rank.daemon = up.daemon();
+  rank.stream_size = static_cast<std::uint32_t>(up.stream_address().size());
+  rank.addresses = up.address() + up.stream_address() + up.node();
   rank.addresses.shrink_to_fit();
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
   return rank;
@@ -249,7 +266,7 @@ void Coordinator::describe(const ReplicaState& replica, ReplicaId id, const Rank
       peer.set_incarnation(replica.incarnation.value);
       peer.set_rank(static_cast<std::uint32_t>(number));
       peer.set_address(rank.addresses.substr(0, rank.address_size));
-      peer.set_stream_address(rank.addresses.substr(rank.address_size));
+      peer.set_stream_address(rank.addresses.substr(rank.address_size, rank.stream_size));
     }
 }
 

@@ -34,7 +34,9 @@ class Node {
     bool caught_up = false;
   };
 
-  Node(std::string name, Duration silence) : name_(std::move(name)), silence_(silence), attendance_(silence) {}
+  // `id`: random, another one for each process.
+  Node(std::string name, Duration silence, std::uint64_t id)
+      : name_(std::move(name)), silence_(silence), id_(id), attendance_(silence) {}
 
   Actions on_coordinator_up(TimePoint now);  // connected (again): introduces itself and its ranks
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
@@ -48,6 +50,7 @@ class Node {
   void on_rank_alive(RankConnection rank, TimePoint now);
   enum class Gone : std::uint8_t {
     ended,     // its process is no more, and its state with it
+    left,      // likewise, and it has said so itself
     silent,    // it may come back through another connection
     replaced,  // it has come back through another connection already
   };
@@ -71,6 +74,7 @@ class Node {
 
   const std::string name_;
   const Duration silence_;
+  const std::uint64_t id_;
   Attendance attendance_;
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
@@ -83,6 +87,6 @@ class Node {
 // Of the links of those before (none yet: all), those that are also `its`, ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 
-constexpr std::uint32_t kProtocolVersion = 7;
+constexpr std::uint32_t kProtocolVersion = 8;
 
 }  // namespace rejoin::membership

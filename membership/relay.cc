@@ -31,6 +31,7 @@ Relay::Actions Relay::on_coordinator_down() {
   nodes_.clear();
   ranks_.clear();
   groups_.clear();
+  claims_.clear();
   plan_ = {};
   accused_.clear();
   return take();
@@ -40,6 +41,12 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
   coordinator_heard_ = now;
   // To the rank that this answers.
   const auto answer = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t life) -> RankState* {
+    if (auto claim = claims_.find({{replica, number}, life}); claim != claims_.end()) {
+      const NodeId node = claim->second;
+      claims_.erase(claim);
+      if (message.has_registered()) take_place({replica, number}, node, life);
+      else tell({node}, message);
+    }
     auto found = ranks_.find({replica, number});
     if (found == ranks_.end() || found->second.life != life || !found->second.connected) return nullptr;
     tell({found->second.node}, message);
@@ -57,6 +64,12 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     }
     case proto::ToNode::kRefused:
       answer(message.refused().replica(), message.refused().rank(), message.refused().life());
+      break;
+    case proto::ToNode::kInquiry:
+      answer(message.inquiry().replica(), message.inquiry().rank(), message.inquiry().life());
+      break;
+    case proto::ToNode::kDeclare:
+      answer(message.declare().replica(), message.declare().rank(), message.declare().life());
       break;
     case proto::ToNode::kFenced: {
       const std::uint32_t replica = message.fenced().replica();
@@ -99,6 +112,7 @@ void Relay::on_plan(const proto::ToNode& message) {
   const bool fresh = now != plan_;
   if (fresh) accused_.clear();
   plan_ = now;
+  finished_ = message.plan().finished();
   std::vector<NodeId> concerned;
   for (auto& [node, state] : nodes_)
     if (std::exchange(state.wants_plan, false) || fresh) concerned.push_back(node);
@@ -121,6 +135,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       break;
     case proto::FromNode::kRankDown: {
       const auto& down = message.rank_down();
+      claims_.erase({{down.replica(), down.rank()}, down.life()});
       if (auto found = ranks_.find({down.replica(), down.rank()});
           found != ranks_.end() && found->second.life == down.life()) {
         leave(found->first, found->second);
@@ -141,6 +156,8 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       break;
     }
     case proto::FromNode::kDetails:
+    case proto::FromNode::kAlive:
+    case proto::FromNode::kDeclaration:
     case proto::FromNode::kDrift: up() = message; break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode alive;
@@ -158,13 +175,25 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
 
 void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   const RankKey key{up.replica(), up.rank()};
-  RankState& rank = ranks_[key];
-  if (rank.connected) leave(key, rank);
-  rank = {.node = node, .life = up.life(), .incarnation = up.incarnation(), .connected = true, .lost_at = {}};
-  nodes_[node].hosts.add(RankSet(up.rank()));
+  const auto present = ranks_.find(key);
+  if (up.incarnation() == 0 && present != ranks_.end() && present->second.life != up.life() &&
+      (!present->second.connected || present->second.node != node)) {
+    claims_[{key, up.life()}] = node;
+    return;
+  }
+  RankState& rank = take_place(key, node, up.life());
+  rank.incarnation = up.incarnation();
   if (up.incarnation() == 0) return;  // known when it is registered
   join(key, rank, up.incarnation());
   add_exchanged(exchanged_of(up));
+}
+
+Relay::RankState& Relay::take_place(const RankKey& key, NodeId node, std::uint64_t life) {
+  RankState& rank = ranks_[key];
+  if (rank.connected) leave(key, rank);
+  rank = {.node = node, .life = life, .incarnation = 0, .connected = true, .lost_at = {}};
+  nodes_[node].hosts.add(RankSet(key.second));
+  return rank;
 }
 
 void Relay::join(const RankKey& key, RankState& rank, std::uint64_t incarnation) {
@@ -239,6 +268,7 @@ void Relay::report_standing(std::uint32_t replica, std::uint64_t incarnation, Gr
 // Its ranks may still run: they have `silence` to come back through another connection.
 Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
   nodes_.erase(node);
+  std::erase_if(claims_, [&](const auto& claim) { return claim.second == node; });
   for (auto& [key, rank] : ranks_) {
     if (!rank.connected || rank.node != node) continue;
     leave(key, rank);

@@ -42,6 +42,7 @@ class Relay {
 
   bool coordinator_up() const { return coordinator_up_; }
   TimePoint coordinator_heard() const { return coordinator_heard_; }
+  bool finished() const { return finished_; }  // the job, by the last plan heard
   std::size_t nodes() const { return nodes_.size(); }
   std::size_t ranks() const { return ranks_.size(); }
 
@@ -71,6 +72,7 @@ class Relay {
   using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool>;  // replica, suspect, only waiting
 
   void on_rank_up(NodeId node, const proto::RankUp& up);
+  RankState& take_place(const RankKey& key, NodeId node, std::uint64_t life);
   void join(const RankKey& key, RankState& rank, std::uint64_t incarnation);
   void leave(const RankKey& key, RankState& rank);
   void on_standing(NodeId node, const proto::Standing& standing);
@@ -91,9 +93,12 @@ class Relay {
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<NodeId, NodeState> nodes_;
   std::map<RankKey, RankState> ranks_;
+  // Of places that others have: the coordinator says which of the two it is, and until then that other one stays.
+  std::map<std::pair<RankKey, std::uint64_t>, NodeId> claims_;  // by life
   std::map<GroupKey, Group> groups_;
   std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
-  std::set<Accusing> accused_;                      // in that epoch
+  bool finished_ = false;
+  std::set<Accusing> accused_;  // in that epoch
   Actions actions_;
 };
 

@@ -11,7 +11,8 @@ namespace {
 
 ftar::Member member_of(const auto& m) { return {ReplicaId(m.replica()), Incarnation(m.incarnation())}; }
 
-constexpr Duration kWorthTelling = std::chrono::seconds(1);  // of a wait: named in the log and the status from then on
+// Of a wait: named in the log from then on, and in the coordinator's status after a quarter of the silence already.
+constexpr Duration kWorthTelling = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -37,15 +38,33 @@ void Driver::poll(TimePoint now) {
   if (!ring_ || failure_) return;
   submit_wanted();
   poll_ring(now);
-  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
-    ring_->forgive(away, now);
-    disturbed_ = true;
-  }
   if (!attendance_.settling(now)) look_for_stalls(now);
   if (now < reach_at_) return;
   reach_at_ = now + silence_;
   ring_->drop_unfinished(silence_, now);
   reach_peers();
+}
+
+void Driver::notice(TimePoint now) {
+  const Duration away = attendance_.on_tick(now);
+  if (away == Duration{}) return;
+  away_ = away;
+  back_at_ = now;
+  disturbed_ = true;
+  if (ring_) ring_->forgive(away, now);
+}
+
+// What it hears of that comes within two silences.
+Duration Driver::away(TimePoint now) const { return now - back_at_ <= 2 * silence_ ? away_ : Duration{}; }
+
+// Out, and why; it may be its own silence.
+void Driver::put_out(const std::string& why, TimePoint now) {
+  const Duration away = this->away(now);
+  fail({ErrorCode::cancelled,
+        away > silence_ / 2 ? fmt::format("this process was silent for {:.1f} s, and its replica was put out of the "
+                                          "job: {}; start it again to catch up",
+                                          seconds(away), why)
+                            : fmt::format("this replica is out of the job: {}; start it again to catch up", why)});
 }
 
 proto::FromNode Driver::heartbeat() const {
@@ -247,8 +266,10 @@ void Driver::look_for_stalls(TimePoint now) {
                    wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
     }
     const Duration patience = wait.on_trainers ? patience_with_compute() : silence_;
-    if (!wait.on || wait.since <= std::min(kWorthTelling, patience)) continue;
-    accuse(*wait.on, wait.what).set_only_waiting(wait.since <= patience);
+    if (!wait.on || wait.since <= std::min(kWorthTelling, silence_ / 4)) continue;
+    auto& accusation = accuse(*wait.on, wait.what);
+    accusation.set_only_waiting(wait.since <= patience);
+    accusation.set_waited_ms(static_cast<std::uint64_t>(milliseconds(wait.since)));
     break;
   }
 }
@@ -271,13 +292,13 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
     }
     case proto::ToNode::kRefused: return fail({ErrorCode::refused, word.refused().reason()});
     case proto::ToNode::kFenced:
-      if (word.fenced().incarnation() == machine_.incarnation().value)
-        fail({ErrorCode::cancelled,
-              fmt::format("this replica is out of the job: {}; start it again to catch up", word.fenced().reason())});
+      if (word.fenced().incarnation() == machine_.incarnation().value) put_out(word.fenced().reason(), now);
       return;
     case proto::ToNode::kPeers: return on_peers(word.peers());
     case proto::ToNode::kPlan: return on_plan(word.plan(), now);
     case proto::ToNode::kHeartbeat:
+    case proto::ToNode::kInquiry:  // the daemon's
+    case proto::ToNode::kDeclare:
     case proto::ToNode::KIND_NOT_SET: return;
   }
 }
@@ -310,8 +331,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   const std::uint64_t under_way = machine_.step().value;
   const auto meaning = machine_.on_plan(plan);
   using Meaning = membership::Rank::Meaning;
-  if (meaning == Meaning::fenced)
-    return fail({ErrorCode::cancelled, "this replica is out of the job; start it again to catch up"});
+  if (meaning == Meaning::fenced) return put_out("a step was committed without it", now);
   if (meaning == Meaning::nothing) return;
   if (meaning == Meaning::over) {
     spdlog::warn("the job was finished with step {} before this replica had a part in it: its state is not the job's",

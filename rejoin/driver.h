@@ -47,7 +47,10 @@ class Driver {
 
   // ---- the daemon's side
   void on_word(const proto::ToNode& word, TimePoint now);
-  void poll(TimePoint now);  // the ring; when it has anything to do, often
+  // In every turn, before what has come is heard: was this process away?
+  void notice(TimePoint now);
+  Duration away(TimePoint now) const;  // for how long it was, just now; zero as a rule
+  void poll(TimePoint now);            // the ring; when it has anything to do, often
   // What is to be said since the last call. What gets lost with the daemon is said again by describe().
   std::vector<proto::FromNode> take_reports() { return std::exchange(reports_, {}); }
   void on_daemon_back() {
@@ -97,6 +100,7 @@ class Driver {
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   Duration patience_with_compute() const;
   void fail(Error error);
+  void put_out(const std::string& why, TimePoint now);
 
   const DriverConfig config_;
   transport::Engine& engine_;
@@ -105,6 +109,8 @@ class Driver {
   std::uint64_t secret_ = 0;
   Duration silence_ = std::chrono::seconds(2);
   membership::Attendance attendance_{silence_};
+  Duration away_{};
+  TimePoint back_at_{};
   membership::Rank machine_;
   std::unique_ptr<ftar::Communicator> ring_;
   std::vector<ftar::Place> places_;  // of the ring, in its epoch

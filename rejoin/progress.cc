@@ -44,6 +44,7 @@ Progress::~Progress() {
   }
   if (wake_) signal_eventfd(wake_);
   if (thread_.joinable()) thread_.join();
+  take_leave();
   watchdog_.reset();
   if (streams_) streams_->release();
   driver_.reset();
@@ -285,6 +286,7 @@ void Progress::run() {
       }
     }
     const TimePoint now = clock_.now();
+    driver_->notice(now);
     if (now - heartbeat_at_ >= silence_ / 8) {
       heartbeat_at_ = now;
       owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
@@ -400,8 +402,27 @@ void Progress::say_all() {
   }
 }
 
+// The state goes with the session. A daemon that can't hear it now sees the connection or the process end.
+void Progress::take_leave() {
+  if (!daemon_ || !welcome_) return;
+  proto::FromTrainer message;
+  message.mutable_leaving()->set_reason(failure_    ? failure_->message
+                                        : finished_ ? "the job is finished"
+                                                    : "its session has ended");
+  if (auto sent = send_with_fds(daemon_, as_bytes(message.SerializeAsString()), {}); !sent)
+    spdlog::debug("the daemon does not hear that this session ends: {}", sent.error().message);
+}
+
 void Progress::lose_daemon(const std::string& why) {
-  spdlog::warn("the daemon is gone ({}); looking for it again", why);
+  const Duration away = driver_->away(clock_.now());
+  if (driver_->finished()) spdlog::info("the daemon has ended, and so has the job");
+  else if (away > (dropped_.empty() ? silence_ : Duration{}))
+    spdlog::warn(
+        "this process was silent for {:.1f} s, so the daemon put it out ({}); it registers again, and goes on "
+        "unless the job has gone on without it",
+        seconds(away), dropped_.empty() ? why : dropped_);
+  else spdlog::warn("the daemon is gone ({}); looking for it again", dropped_.empty() ? why : dropped_);
+  dropped_.clear();
   events::emit("daemon_lost");
   daemon_.reset();
   welcome_ = false;
@@ -420,6 +441,7 @@ void Progress::poll_daemon(TimePoint now) {
       continue;
     }
     if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
+    if (message.kind_case() == proto::ToTrainer::kDropped) dropped_ = message.dropped();
     if (message.has_welcome()) welcome_ = true;
     if (message.has_word()) driver_->on_word(message.word(), now);
     if (message.has_more())

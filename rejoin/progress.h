@@ -55,6 +55,7 @@ class Progress {
   Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many as go at once
   void reconnect(TimePoint now);
   void lose_daemon(const std::string& why);
+  void take_leave();
   void fail(Error error);
   Result<> prepare_device();
   proto::LocalHello hello(std::size_t descriptors) const;
@@ -85,6 +86,7 @@ class Progress {
   device::Line served_;        // … and on a GPU, to this daemon: what its memory is served by
   std::vector<int> to_offer_;  // of both, what this daemon has yet to be sent
   TimePoint retry_at_{}, heartbeat_at_{}, daemon_seen_{};
+  std::string dropped_;  // by the daemon, and why
   std::thread thread_;
   Fd wake_;
   // Of a GPU.

@@ -188,6 +188,7 @@ std::size_t Trainer::pins_in_use() const {
 
 void Trainer::run() {
   const TimePoint now = world_.now_at(machine);
+  driver_->notice(now);
   const bool deaf =
       world_.planted(Plant::deaf_rank) && replica == 0 && rank == 0 && world_.now().time_since_epoch() > 2s;
   for (const auto& word : std::exchange(words_, {}))

@@ -79,7 +79,7 @@ struct World {
     if (with_relays) relays.resize(config.replicas);
     for (auto& relay : relays) relay.machine = std::make_unique<Relay>("r", config.silence);
     for (auto& node : nodes) {
-      node.machine = std::make_unique<Node>("n", config.silence);
+      node.machine = std::make_unique<Node>("n", config.silence, ++lives);
       node.ranks.resize(config.ranks);
     }
   }
@@ -228,7 +228,7 @@ struct World {
   // The daemon dies; its ranks find the new one and register again as who they are.
   void restart_daemon(NodeProcess& node, std::uint32_t replica) {
     disconnect(node);
-    node.machine = std::make_unique<Node>("n", config.silence);
+    node.machine = std::make_unique<Node>("n", config.silence, ++lives);
     for (std::uint32_t number = 0; number < config.ranks; ++number) {
       auto& rank = node.ranks[number];
       if (!rank) continue;

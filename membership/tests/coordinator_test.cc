@@ -311,10 +311,25 @@ TEST(Coordinator, AWaitThatIsNotTooLongYetIsToldButNotJudged) {
   bench.accuse(0, 2, /*lost=*/false, /*only_waiting=*/true);
   bench.pass(900ms);
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
-  const auto lines = bench.coordinator.waiting_for(bench.now);
-  EXPECT_TRUE(std::any_of(lines.begin(), lines.end(), [](const std::string& line) {
-    return line.find("replica 0 waits for replica 2: chunk 3 of 9 of the reduce-scatter") != std::string::npos;
-  }));
+  EXPECT_TRUE(bench.waits_for("replica 0 waits for it: chunk 3 of 9 of the reduce-scatter"));
+}
+
+// A ring stands when one of it does: the others have not exchanged either.
+TEST(Coordinator, OfAllWhoHaveNotExchangedOnlyThoseAreWaitedForThatWaitForNobody) {
+  Bench bench;
+  bench.start();
+  EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 3u) << "all compute";
+  bench.pass(500ms);
+  bench.accuse(0, 2, /*lost=*/false, /*only_waiting=*/true);
+  bench.accuse(2, 1, /*lost=*/false, /*only_waiting=*/true);
+  bench.pass(125ms);
+  EXPECT_EQ(bench.coordinator.waiting_for(bench.now),
+            (std::vector<std::string>{"replica 1 rank 0: its exchange of step 1, for 125 ms; replica 2 waits for it: "
+                                      "chunk 3 of 9 of the reduce-scatter"}));
+  bench.accuse(1, 0, /*lost=*/false, /*only_waiting=*/true);
+  EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 3u) << "a circle has no end";
+  bench.exchanged(1);
+  EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 2u);
 }
 
 TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
@@ -598,6 +613,130 @@ TEST(Coordinator, WhoComesToAFinishedJobHearsThatItIsOver) {
   EXPECT_EQ(rank.on_plan(word->plan()), Rank::Meaning::nothing) << "it has not been registered";
   rank.on_registered(Incarnation(bench.incarnations[1]));
   EXPECT_EQ(rank.on_plan(word->plan()), Rank::Meaning::over);
+}
+
+// Rank 0 of the same replica had heard the end, and left; rank 1's daemon was away.
+TEST(Coordinator, ARankThatComesBackAfterTheEndHearsItAlsoWhereAnotherOfItsReplicaHasLeft) {
+  Bench bench({}, {.steps = 1});
+  bench.start();
+  bench.steps(1);
+  ASSERT_TRUE(bench.coordinator.finished());
+  bench.down(1, 1, 0);
+  bench.inbox.clear();
+  bench.back_with(1, 1, 11, 1);
+  EXPECT_FALSE(bench.fenced_anybody());
+  ASSERT_FALSE(bench.inbox[11].empty());
+  EXPECT_TRUE(bench.inbox[11].back().plan().finished());
+}
+
+TEST(Coordinator, AfterTheEndNobodyIsWaitedForNorHeldForAlsoAfterItsRestart) {
+  Bench first({}, {.steps = 2});
+  first.start();
+  first.steps(2);
+  Bench bench(first.log, {.steps = 2});
+  bench.pass(3s, {});
+  EXPECT_TRUE(bench.coordinator.waiting_for(bench.now).empty());
+  EXPECT_TRUE(bench.coordinator.held_for().empty());
+}
+
+// ---- two processes for one place
+
+// Replica 1 on node 1, and a second process for its rank 0 behind another daemon.
+struct Rivals : Bench {
+  Rivals() {
+    for (std::uint32_t r : {0u, 2u}) up(r);
+    for (std::uint32_t rank : {0u, 1u}) say(1, of(1, rank, 1, 501));
+    link_all();
+    EXPECT_EQ(contributors(), 3u);
+    inbox.clear();
+  }
+  static proto::FromNode of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t daemon) {
+    auto message = introduction(replica, rank, life);
+    auto& its = *message.mutable_rank_up();
+    its.set_daemon(daemon);
+    its.set_node("node" + std::to_string(daemon));
+    its.set_pid(static_cast<std::int32_t>(daemon));
+    return message;
+  }
+  void second() { say(9, of(1, 0, 2, 509)); }
+  void alive() {
+    proto::FromNode message;
+    message.mutable_alive()->set_replica(1);
+    message.mutable_alive()->set_life(100);
+    message.mutable_alive()->set_silent_ms(7);
+    say(1, message);
+  }
+  bool asked() const {
+    const auto told = inbox.find(1);
+    return told != inbox.end() &&
+           std::any_of(told->second.begin(), told->second.end(), [](const auto& word) { return word.has_inquiry(); });
+  }
+  std::string refusal() {
+    for (const auto& word : inbox[9])
+      if (word.has_refused()) return word.refused().reason();
+    return "";
+  }
+  bool registered() {
+    return std::any_of(inbox[9].begin(), inbox[9].end(), [](const auto& word) { return word.has_registered(); });
+  }
+};
+
+TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstOnesDaemonSaysThatItLives) {
+  Rivals job;
+  job.second();
+  EXPECT_TRUE(job.asked());
+  EXPECT_EQ(job.refusal(), "");
+  EXPECT_TRUE(job.waits_for("process 509 on node node509 asks for the place of process 501 on node node501"));
+  job.alive();
+  EXPECT_NE(job.refusal().find("process 501 on node node501 is replica 1 rank 0, and gave its last sign of life 7 ms"),
+            std::string::npos)
+      << job.refusal();
+  EXPECT_FALSE(job.registered());
+  job.pass(3s, {0, 1, 2, 9});
+  job.steps(1);
+  EXPECT_EQ(job.coordinator.committed(), Step(1)) << "nobody was put out for it";
+}
+
+TEST(Coordinator, ASecondProcessForAPlaceGetsItAtOnceWhenTheFirstHasEnded) {
+  Rivals job;
+  job.second();
+  job.down(1, 1, 0);  // its daemon had yet to tell
+  EXPECT_TRUE(job.registered());
+  EXPECT_EQ(job.refusal(), "");
+}
+
+TEST(Coordinator, ASecondProcessForAPlaceGetsItWhenTheFirstIsGoneForLongerThanTheSilence) {
+  for (const bool lost : {true, false}) {  // its connection has ended, or its node stands still
+    Rivals job;
+    if (lost) job.keep(job.coordinator.on_node_lost(NodeId(1), job.now));
+    job.second();
+    job.pass(900ms, {0, 2, 9});
+    EXPECT_FALSE(job.registered()) << "the first may come back";
+    job.pass(300ms, {0, 2, 9});
+    EXPECT_TRUE(job.registered()) << lost;
+  }
+}
+
+TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstComesBackInTime) {
+  Rivals job;
+  job.keep(job.coordinator.on_node_lost(NodeId(1), job.now));
+  job.second();
+  for (std::uint32_t rank : {0u, 1u}) {
+    auto message = Rivals::of(1, rank, 1, 502);
+    message.mutable_rank_up()->set_incarnation(job.incarnations[1]);
+    job.say(1, message);
+  }
+  job.pass(100ms, {0, 1, 2, 9});
+  EXPECT_TRUE(job.asked());
+  job.alive();
+  EXPECT_NE(job.refusal(), "");
+}
+
+// One daemon has one process in a place: it knows that the other has ended.
+TEST(Coordinator, AProcessThatIsStartedAgainBehindTheSameDaemonIsTakenAtOnce) {
+  Rivals job;
+  job.say(1, Rivals::of(1, 0, 2, 501));
+  EXPECT_TRUE(std::any_of(job.inbox[1].begin(), job.inbox[1].end(), [](const auto& m) { return m.has_registered(); }));
 }
 
 TEST(Coordinator, AfterALossOfEverybodyItDoesNotWaitForReplicasThatDoNotComeForLong) {
