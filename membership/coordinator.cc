@@ -30,6 +30,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     case proto::FromNode::kDetails: audit_.on_details(message.details()); break;
     case proto::FromNode::kDrift: audit_.on_drift(message.drift()); break;
     case proto::FromNode::kAlive: on_alive(message.alive()); break;
+    case proto::FromNode::kDeclaration: on_declaration(message.declaration(), now); break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode answer;
       answer.mutable_heartbeat();
@@ -38,7 +39,6 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     }
     case proto::FromNode::kLinks:
     case proto::FromNode::kCaughtUp:
-    case proto::FromNode::kDeclaration:
     case proto::FromNode::KIND_NOT_SET: note("a message from a node that says nothing to a coordinator was ignored");
   }
   return take();
@@ -53,6 +53,7 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
 void Coordinator::lose_node(NodeId node, TimePoint now) {
   nodes_.erase(node);
   std::erase_if(claims_, [&](const Claim& claim) { return claim.node == node; });
+  std::erase_if(misfits_, [&](const Differing& one) { return one.node == node; });
   for (auto& [place, stranger] : strangers_)
     if (stranger.node == node) stranger.lost_at = now;
   for (auto& [id, replica] : replicas_)
@@ -72,6 +73,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (recovering_until_) settle_recovery(now);
   if (!recovering_until_) settle_absent(now);
   settle_claims(now);
+  settle_declarations(now);
   if (!mend(now)) judge(now);
   try_start(now);
   return take();
@@ -84,7 +86,8 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
     strangers_.erase(stranger);
     return try_start(now);
   }
-  std::erase_if(claims_, [&](const Claim& claim) { return claim.up.life() == down.life(); });
+  std::erase_if(claims_, [&](const Claim& claim) { return same_process(claim.up, down); });
+  std::erase_if(misfits_, [&](const Differing& one) { return same_process(one.up, down); });
   RankState* rank = rank_of(down.replica(), down.rank(), down.life());
   if (rank == nullptr) return;  // of a life that is over already
   if (down.ended()) {
@@ -113,7 +116,8 @@ void Coordinator::on_standing(const proto::Standing& standing, TimePoint now) {
   auto found = replicas_.find(ReplicaId(standing.replica()));
   if (found == replicas_.end() || found->second.incarnation.value != standing.incarnation()) return;
   Standing current{.ranks = RankSet(standing.ranks(), config_.ranks),
-                   .links = {standing.links().begin(), standing.links().end()}};
+                   .links = {standing.links().begin(), standing.links().end()},
+                   .unreached = {standing.unreached().begin(), standing.unreached().end()}};
   std::sort(current.links.begin(), current.links.end());
   auto& standings = found->second.standings;
   for (auto& before : standings) before.ranks.remove(current.ranks);
@@ -124,6 +128,8 @@ void Coordinator::on_standing(const proto::Standing& standing, TimePoint now) {
     actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
   }
   if (!current.ranks.empty()) standings.push_back(std::move(current));
+  if (member(found->first) == nullptr)
+    for (auto& line : unreached_lines(found->first, found->second)) say_once(std::move(line));
   try_start(now);
 }
 
@@ -192,6 +198,7 @@ bool Coordinator::change_members_at_boundary() {
   }
   for (const auto& [id, replica] : replicas_) {
     if (member(id) != nullptr || !whole(replica) || !linked(replica, present)) continue;
+    if (first_ && (replica.mixed || !fits(*replica.kind, *first_))) continue;
     members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
     present.insert(replica.incarnation.value);
     changed = true;

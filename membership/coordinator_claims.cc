@@ -16,7 +16,7 @@ Coordinator::RankState* Coordinator::holder_against(const proto::RankUp& up, Tim
 
 // True: it waits.
 bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint now) {
-  std::erase_if(claims_, [&](const Claim& one) { return one.up.life() == up.life(); });
+  std::erase_if(claims_, [&](const Claim& one) { return same_process(one.up, up); });
   RankState* holder = holder_against(up, now);
   if (holder == nullptr) return false;
   note("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),

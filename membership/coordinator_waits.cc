@@ -16,10 +16,18 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
     for (std::uint32_t r = 0; r < config_.replicas; ++r) {
       auto found = replicas_.find(ReplicaId(r));
       const std::uint32_t up = found == replicas_.end() ? 0 : found->second.registered;
+      const auto refused = refused_.find(ReplicaId(r));
       if (up < config_.ranks)
-        lines.push_back(fmt::format("replica {}: {} of {} ranks have registered", r, up, config_.ranks));
+        lines.push_back(
+            fmt::format("replica {}: {} of {} ranks have registered{}", r, up, config_.ranks,
+                        refused == refused_.end()
+                            ? ""
+                            : fmt::format("; rank {} was refused: {}", refused->second.first, refused->second.second)));
       else there.push_back(ReplicaId(r));
     }
+    for (auto& line : dissent_lines()) lines.push_back(std::move(line));
+    for (auto id : there)
+      for (auto& line : unreached_lines(id, replicas_.at(id))) lines.push_back(std::move(line));
     const auto from = newest(there);
     if (from && *from < committed_) lines.push_back(rollback_needed(*from));
     for (auto& why : unfit(there)) lines.push_back(std::move(why));
@@ -28,6 +36,21 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
   for (auto id : held_for())
     lines.push_back(fmt::format("replica {}: it is silent, and nobody else has the state of step {}", id, committed_));
   tell_missing(now, lines);
+  for (const auto& [id, replica] : replicas_)
+    if (whole(replica) &&
+        std::none_of(members_.begin(), members_.end(), [&](const auto& m) { return m.replica == id; }))
+      for (auto& line : unreached_lines(id, replica)) lines.push_back(std::move(line));
+  return lines;
+}
+
+// With whom it can't connect, so that it can't start, or be admitted.
+std::vector<std::string> Coordinator::unreached_lines(ReplicaId id, const ReplicaState& replica) const {
+  std::vector<std::string> lines;
+  for (const auto& standing : replica.standings)
+    for (const auto& one : standing.unreached)
+      if (registration(ReplicaId(one.replica()), Incarnation(one.incarnation())) != nullptr)
+        lines.push_back(fmt::format("replica {} rank {}: it can't connect with replica {} rank {}: {}", id, one.rank(),
+                                    one.replica(), one.rank(), one.why()));
   return lines;
 }
 

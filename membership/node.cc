@@ -148,6 +148,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   if (message.kind_case() == proto::FromNode::kLinks) {
     rank.links.emplace(message.links().incarnations().begin(), message.links().incarnations().end());
     std::sort(rank.links->begin(), rank.links->end());
+    rank.unreached.assign(message.links().unreached().begin(), message.links().unreached().end());
     report_standing(rank, actions);
   } else if (message.kind_case() == proto::FromNode::kCaughtUp) {
     if (message.caught_up().life() == rank.up.life()) rank.caught_up = true;
@@ -162,6 +163,13 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its) {
   if (!links) links.emplace(its.begin(), its.end());
   else std::erase_if(*links, [&](auto link) { return !std::binary_search(its.begin(), its.end(), link); });
+}
+
+// The first of each peer.
+void add_unreached(const proto::Unreached& one, proto::Standing& standing) {
+  const bool known = std::any_of(standing.unreached().begin(), standing.unreached().end(),
+                                 [&](const auto& other) { return other.incarnation() == one.incarnation(); });
+  if (!known) *standing.add_unreached() = one;
 }
 
 // One report of how all ranks of the replica on this node stand, when all have said it and where it changed.
@@ -180,6 +188,7 @@ void Node::report_standing(const RankInfo& one, Actions& actions) {
     together.add(RankSet(rank.up.rank()));
     if (!rank.caught_up) standing.set_caught_up(false);
     keep_common(links, *rank.links);
+    for (const auto& unreached : rank.unreached) add_unreached(unreached, standing);
   }
   together.to(standing.mutable_ranks());
   for (auto link : *links) standing.add_links(link);

@@ -31,6 +31,7 @@ class Node {
     TimePoint heard{};
     bool registered = false;
     std::optional<std::vector<std::uint64_t>> links;  // ascending
+    std::vector<proto::Unreached> unreached;
     bool caught_up = false;
   };
 
@@ -84,6 +85,7 @@ class Node {
   std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> standings_;  // said last, by replica and incarnation
 };
 
+void add_unreached(const proto::Unreached& one, proto::Standing& standing);  // to a report of several
 // Of the links of those before (none yet: all), those that are also `its`, ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 

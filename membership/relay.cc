@@ -42,10 +42,10 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
   // To the rank that this answers.
   const auto answer = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t life) -> RankState* {
     if (auto claim = claims_.find({{replica, number}, life}); claim != claims_.end()) {
-      const NodeId node = claim->second;
-      claims_.erase(claim);
-      if (message.has_registered()) take_place({replica, number}, node, life);
-      else tell({node}, message);
+      const Claim its = claim->second;
+      if (message.has_registered() || message.has_refused()) claims_.erase(claim);
+      if (message.has_registered()) take_place({replica, number}, its, life);
+      else if (its.connected) tell({its.node}, message);
     }
     auto found = ranks_.find({replica, number});
     if (found == ranks_.end() || found->second.life != life || !found->second.connected) return nullptr;
@@ -178,7 +178,7 @@ void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   const auto present = ranks_.find(key);
   if (up.incarnation() == 0 && present != ranks_.end() && present->second.life != up.life() &&
       (!present->second.connected || present->second.node != node)) {
-    claims_[{key, up.life()}] = node;
+    claims_[{key, up.life()}] = {.node = node, .connected = true};
     return;
   }
   RankState& rank = take_place(key, node, up.life());
@@ -186,6 +186,17 @@ void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   if (up.incarnation() == 0) return;  // known when it is registered
   join(key, rank, up.incarnation());
   add_exchanged(exchanged_of(up));
+}
+
+// Its daemon may have gone meanwhile: then it has its time to come back, as any other.
+void Relay::take_place(const RankKey& key, const Claim& claim, std::uint64_t life) {
+  if (claim.connected) {
+    take_place(key, claim.node, life);
+    return;
+  }
+  RankState& rank = ranks_[key];
+  if (rank.connected) leave(key, rank);
+  rank = {.node = claim.node, .life = life, .incarnation = 0, .connected = false, .lost_at = claim.lost_at};
 }
 
 Relay::RankState& Relay::take_place(const RankKey& key, NodeId node, std::uint64_t life) {
@@ -249,26 +260,29 @@ void Relay::report_standing(std::uint32_t replica, std::uint64_t incarnation, Gr
   RankSet together;
   std::optional<std::vector<std::uint64_t>> links;
   bool caught_up = true;
+  proto::FromNode message;
+  auto& together_stand = *message.mutable_standing();
   for (const auto& [node, standing] : group.standings) {
+    for (const auto& one : standing.unreached()) add_unreached(one, together_stand);
     together.add(RankSet(standing.ranks(), kNoLimit));
     caught_up = caught_up && standing.caught_up();
     keep_common(links, {standing.links().data(), static_cast<std::size_t>(standing.links().size())});
   }
   if (!together.includes(group.registered)) return;
-  proto::FromNode message;
-  auto& standing = *message.mutable_standing();
-  standing.set_replica(replica);
-  standing.set_incarnation(incarnation);
-  standing.set_caught_up(caught_up);
-  for (auto link : *links) standing.add_links(link);
-  together.to(standing.mutable_ranks());
-  if (std::string now = standing.SerializeAsString(); std::exchange(group.said, now) != now) up() = std::move(message);
+  together_stand.set_replica(replica);
+  together_stand.set_incarnation(incarnation);
+  together_stand.set_caught_up(caught_up);
+  for (auto link : *links) together_stand.add_links(link);
+  together.to(together_stand.mutable_ranks());
+  if (std::string now = together_stand.SerializeAsString(); std::exchange(group.said, now) != now)
+    up() = std::move(message);
 }
 
 // Its ranks may still run: they have `silence` to come back through another connection.
 Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
   nodes_.erase(node);
-  std::erase_if(claims_, [&](const auto& claim) { return claim.second == node; });
+  for (auto& [key, claim] : claims_)
+    if (claim.connected && claim.node == node) claim.connected = false, claim.lost_at = now;
   for (auto& [key, rank] : ranks_) {
     if (!rank.connected || rank.node != node) continue;
     leave(key, rank);
@@ -283,6 +297,7 @@ Relay::Actions Relay::on_tick(TimePoint now) {
         fmt::format("this relay was away for {:.0f} ms, which it holds against nobody", milliseconds(away)));
     for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
     for (auto& [key, rank] : ranks_) forgive(rank.lost_at, away, now);
+    for (auto& [key, claim] : claims_) forgive(claim.lost_at, away, now);
     forgive(coordinator_heard_, away, now);
   }
   if (!attendance_.settling(now)) lose_silent(now);
@@ -309,13 +324,23 @@ void Relay::lose_silent(TimePoint now) {
       ++entry;
       continue;
     }
-    auto& down = *up().mutable_rank_down();
-    down.set_replica(key.first);
-    down.set_rank(key.second);
-    down.set_life(rank.life);
-    down.set_reason("its daemon did not come back in time");
+    down(key, rank.life);
     entry = ranks_.erase(entry);
   }
+  std::erase_if(claims_, [&](const auto& entry) {
+    const auto& [key, claim] = entry;
+    const bool gone = !claim.connected && now - claim.lost_at >= silence_;
+    if (gone) down(key.first, key.second);
+    return gone;
+  });
+}
+
+void Relay::down(const RankKey& key, std::uint64_t life) {
+  auto& down = *up().mutable_rank_down();
+  down.set_replica(key.first);
+  down.set_rank(key.second);
+  down.set_life(life);
+  down.set_reason("its daemon did not come back in time");
 }
 
 void Relay::tell(std::vector<NodeId> nodes, proto::ToNode message) {

@@ -67,12 +67,19 @@ class Relay {
     std::map<NodeId, proto::Standing> standings;
     std::string said;  // the last standing that went up
   };
-  using GroupKey = std::pair<std::uint32_t, std::uint64_t>;         // replica, incarnation
-  using RankKey = std::pair<std::uint32_t, std::uint32_t>;          // replica, rank
+  using GroupKey = std::pair<std::uint32_t, std::uint64_t>;  // replica, incarnation
+  using RankKey = std::pair<std::uint32_t, std::uint32_t>;   // replica, rank
+  struct Claim {
+    NodeId node;
+    bool connected = false;
+    TimePoint lost_at{};  // as a rank's
+  };
   using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool>;  // replica, suspect, only waiting
 
   void on_rank_up(NodeId node, const proto::RankUp& up);
   RankState& take_place(const RankKey& key, NodeId node, std::uint64_t life);
+  void take_place(const RankKey& key, const Claim& claim, std::uint64_t life);
+  void down(const RankKey& key, std::uint64_t life);
   void join(const RankKey& key, RankState& rank, std::uint64_t incarnation);
   void leave(const RankKey& key, RankState& rank);
   void on_standing(NodeId node, const proto::Standing& standing);
@@ -94,7 +101,7 @@ class Relay {
   std::map<NodeId, NodeState> nodes_;
   std::map<RankKey, RankState> ranks_;
   // Of places that others have: the coordinator says which of the two it is, and until then that other one stays.
-  std::map<std::pair<RankKey, std::uint64_t>, NodeId> claims_;  // by life
+  std::map<std::pair<RankKey, std::uint64_t>, Claim> claims_;  // by life
   std::map<GroupKey, Group> groups_;
   std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
   bool finished_ = false;

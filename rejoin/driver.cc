@@ -113,13 +113,17 @@ void Driver::poll_ring(TimePoint now) {
         break;
       case ftar::Outcome::Kind::failed: return fail(*outcome.error);
       case ftar::Outcome::Kind::entered: events::emit("entered", {{"epoch", outcome.epoch.value}}); break;
-      case ftar::Outcome::Kind::peer_up: links_changed = true; break;
+      case ftar::Outcome::Kind::peer_up:
+        links_changed = true;
+        unreached_.erase(outcome.member.incarnation);
+        break;
       case ftar::Outcome::Kind::peer_lost: {
         links_changed = true;
         spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
+        const bool again = not_reached(outcome.member, outcome.error->message);
         accuse(outcome.member, outcome.error->message).set_lost(true);
         if (is_place(outcome.member)) broken_[outcome.member.replica] = outcome.error->message;
-        reach_at_ = std::min(reach_at_, now + silence_ / 16);
+        reach_at_ = std::min(reach_at_, now + silence_ / (again ? 2 : 16));
         break;
       }
     }
@@ -214,6 +218,23 @@ Result<> Driver::tell_details(const proto::Plan::Inspect& wanted) {
   return {};
 }
 
+// It is tried again, without a word for each time: the coordinator's status has it for as long as it lasts. True: this
+// is not the first time since there was a connection.
+bool Driver::not_reached(const ftar::Member& member, const std::string& why) {
+  const bool is_peer = std::any_of(peers_.peers().begin(), peers_.peers().end(),
+                                   [&](const auto& peer) { return peer.incarnation() == member.incarnation.value; });
+  if (!is_peer) return false;
+  const auto [one, fresh] = unreached_.try_emplace(member.incarnation);
+  if (!fresh) return true;
+  one->second.set_replica(member.replica.value);
+  one->second.set_incarnation(member.incarnation.value);
+  one->second.set_rank(config_.rank);
+  one->second.set_why(why);
+  if (!machine_.member()) spdlog::warn("replica {} is not reached: {}", member.replica, why);
+  report_links();
+  return false;
+}
+
 void Driver::report_links() {
   proto::FromNode report;
   auto& links = *report.mutable_links();
@@ -222,6 +243,7 @@ void Driver::report_links() {
   links.set_life(config_.life);
   for (const auto& peer : peers_.peers())
     if (ring_->connected(member_of(peer))) links.add_incarnations(peer.incarnation());
+  for (const auto& [incarnation, one] : unreached_) *links.add_unreached() = one;
   reports_.push_back(std::move(report));
 }
 
@@ -297,8 +319,14 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
     case proto::ToNode::kPeers: return on_peers(word.peers());
     case proto::ToNode::kPlan: return on_plan(word.plan(), now);
     case proto::ToNode::kHeartbeat:
+    case proto::ToNode::kDeclare: {
+      auto& declaration = *reports_.emplace_back().mutable_declaration() = config_.declared;
+      declaration.set_replica(config_.replica.value);
+      declaration.set_rank(config_.rank);
+      declaration.set_life(config_.life);
+      return;
+    }
     case proto::ToNode::kInquiry:  // the daemon's
-    case proto::ToNode::kDeclare:
     case proto::ToNode::KIND_NOT_SET: return;
   }
 }
@@ -311,6 +339,10 @@ void Driver::on_peers(const proto::Peers& peers) {
                                    [&](const auto& p) { return p.incarnation() == peer.incarnation(); });
     if (!stays) ring_->forget(member_of(peer));  // fenced
   }
+  std::erase_if(unreached_, [&](const auto& one) {
+    return std::none_of(peers_.peers().begin(), peers_.peers().end(),
+                        [&](const auto& peer) { return peer.incarnation() == one.first.value; });
+  });
   reach_peers();
   report_links();
 }
@@ -322,7 +354,7 @@ void Driver::reach_peers() {
     // Of two, the newer one connects.
     if (peer.incarnation() >= machine_.incarnation().value || peer.replica() == config_.replica.value) continue;
     if (auto connecting = ring_->connect(member_of(peer), {peer.address()}); !connecting)
-      spdlog::warn("replica {} at {}: {}", peer.replica(), peer.address(), connecting.error().message);
+      not_reached(member_of(peer), fmt::format("{}: {}", peer.address(), connecting.error().message));
   }
 }
 

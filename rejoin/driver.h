@@ -21,6 +21,7 @@ struct DriverConfig {
   std::uint64_t life = 0;       // this process's; never 0
   std::string transport;        // its kind
   std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
+  proto::Declaration declared;  // what is behind it
   ftar::Options ring;
   Duration patience{};  // with a trainer that computes, before enough steps were seen to know what is usual
 };
@@ -95,6 +96,7 @@ class Driver {
   Result<> digest_exchanged();
   Result<> tell_details(const proto::Plan::Inspect& wanted);
   void report_links();
+  bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
   bool is_place(const ftar::Member& member) const;
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
@@ -119,6 +121,7 @@ class Driver {
   std::unique_ptr<StateAudit> audit_;
   membership::RankDigests digests_;  // of the last exchange
   proto::Peers peers_;
+  std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
   bool let_go_ = false;  // the device's driver is not entered before the trainer's streams were told of the last bucket
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step

@@ -74,18 +74,20 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
   if (!address) return tl::unexpected(address.error());
   address_ = address->text;
 
-  driver_.emplace(DriverConfig{.replica = ReplicaId(config_.replica),
-                               .rank = config_.rank,
-                               .life = random_number() | 1,
-                               .transport = config_.transport.substr(0, config_.transport.find(':')),
-                               .plan_hash = state_.plan_hash(),
-                               .ring = {.chunk_bytes = config_.chunk_bytes,
-                                        .chunks_in_flight = config_.chunks_in_flight,
-                                        .flip_bit_at = Step(config_.flip_bit_at),
-                                        .device = on_gpu ? device : nullptr,
-                                        .shared_reducer = reducer_},
-                               .patience = config_.patience},
-                  *engine_, owner_, buckets_);
+  driver_.emplace(
+      DriverConfig{.replica = ReplicaId(config_.replica),
+                   .rank = config_.rank,
+                   .life = random_number() | 1,
+                   .transport = transport::family_of(config_.transport) + (on_gpu ? " out of a GPU's memory" : ""),
+                   .plan_hash = state_.plan_hash(),
+                   .declared = state_.declaration(),
+                   .ring = {.chunk_bytes = config_.chunk_bytes,
+                            .chunks_in_flight = config_.chunks_in_flight,
+                            .flip_bit_at = Step(config_.flip_bit_at),
+                            .device = on_gpu ? device : nullptr,
+                            .shared_reducer = reducer_},
+                   .patience = config_.patience},
+      *engine_, owner_, buckets_);
 
   // The first contact is made here, so that its errors reach the caller.
   auto offer = owner_.offer();

@@ -30,10 +30,6 @@ struct Job : Daemons {
         {"--replicas", std::to_string(replicas), "--ranks", "1", "--batch", "8", "--steps", std::to_string(steps)}));
     for (std::uint32_t r = 0; r < replicas; ++r) processes.push_back(start_node(r, {"--connect", coordinator}));
   }
-  bool waits_for_replica_1_alone() const {
-    const std::string told = run({kCli, "status", coordinator_status}).output;
-    return told.find("replica 1: 0 of 1") != std::string::npos && told.find("replica 0: 0 of 1") == std::string::npos;
-  }
   std::vector<std::string> environment(std::uint32_t replica) const {
     return {"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_RANK=0", "REJOIN_SOCKET=" + socket(replica)};
   }
@@ -629,33 +625,77 @@ TEST(BadInput, AnotherJobKeyIsRefusedOnBothSides) {
   })) << stranger.output();
 }
 
+// The demo's trainer declares other tensors than the minimal one.
+std::vector<std::string> demo_trainer(const Job& job, std::uint32_t replica) {
+  return {binaries() + "/rejoin-demo-trainer",
+          "--replica",
+          std::to_string(replica),
+          "--daemon",
+          job.socket(replica),
+          "--data",
+          REJOIN_DATA};
+}
+
 TEST(BadInput, ATrainerWithAnotherStateOrPlaceIsRefusedWithTheReason) {
   Job job;
-  job.start(2, 0);
-  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0));
-  ASSERT_TRUE(eventually([&] { return job.waits_for_replica_1_alone(); }));
+  job.start(3, 0);
+  Process other(demo_trainer(job, 1), job.file("other"));  // the first to come is not right for that
+  ASSERT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status}).output.find("replica 1: 0 of 1") == std::string::npos;
+  }));
   const Ended outside = run({kMinimal}, {"REJOIN_REPLICA=9", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(1)});
-  EXPECT_NE(outside.output.find("outside this job of 2 replicas"), std::string::npos) << outside.output;
-  // The demo's trainer declares other tensors.
-  const Ended other =
-      run({binaries() + "/rejoin-demo-trainer", "--replica", "1", "--daemon", job.socket(1), "--data", REJOIN_DATA});
-  EXPECT_NE(other.status, 0);
-  EXPECT_NE(other.output.find("tensors or buckets differ from those of replica"), std::string::npos) << other.output;
+  EXPECT_NE(outside.output.find("outside this job of 3 replicas"), std::string::npos) << outside.output;
+  Process first({kMinimal}, job.file("a"), job.environment(0)), third({kMinimal}, job.file("c"), job.environment(2));
+  EXPECT_GT(other.wait(std::chrono::seconds(15)), 0) << other.output();
+  const std::string why = "tensors or buckets differ from those of replicas 0, 2: tensor '";
+  EXPECT_NE(other.output().find(why), std::string::npos) << other.output();
+  EXPECT_TRUE(eventually([&] { return job.status().at("committed") > 5; })) << job.status().dump();
+  const std::string status = run({kCli, "status", job.coordinator_status}).output;
+  EXPECT_NE(status.find("REFUSED replica 1 rank 0: its " + why), std::string::npos) << status;
+  EXPECT_NE(read_file(job.file("coordinator.out")).find(why), std::string::npos);
+}
+
+TEST(BadInput, WithoutAMajorityOfEqualStatesTheStatusSaysWhoDiffersInWhat) {
+  Job job;
+  job.start(2, 0);
+  Process other(demo_trainer(job, 1), job.file("other")), first({kMinimal}, job.file("a"), job.environment(0));
+  std::string status;
+  EXPECT_TRUE(eventually([&] {
+    status = run({kCli, "status", job.coordinator_status}).output;
+    return status.find("replica 0 and replica 1 declare different things") != std::string::npos &&
+           status.find("differ from those of replica 0: tensor '") != std::string::npos;
+  })) << status;
+  EXPECT_EQ(first.output() + other.output(), "") << "both wait";
 }
 
 // Over shared memory and over TCP no ring can be made of them.
 TEST(BadInput, ATrainerWithAnotherTransportIsRefusedWithBoth) {
   Job job;
-  job.start(2, 0);
-  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0));
-  ASSERT_TRUE(eventually([&] { return job.waits_for_replica_1_alone(); }));
-  const Ended other =
-      run({kMinimal}, {"REJOIN_REPLICA=1", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(1), "REJOIN_TRANSPORT=tcp"});
-  EXPECT_NE(other.output.find(
-                "it all-reduces over tcp in chunks of 1048576 bytes, 4 in flight, up to 32768 bytes direct, and "
-                "replica 0, which came first, over shm in"),
+  job.start(3, 0);
+  auto environment = job.environment(1);
+  environment.push_back("REJOIN_TRANSPORT=tcp");
+  Process first({kMinimal}, job.file("a"), job.environment(0)), other({kMinimal}, job.file("b"), environment),
+      third({kMinimal}, job.file("c"), job.environment(2));
+  EXPECT_GT(other.wait(std::chrono::seconds(15)), 0) << other.output();
+  EXPECT_NE(other.output().find("it all-reduces over tcp in chunks of 1048576 bytes, 4 in flight, up to 32768 bytes "
+                                "direct, and replicas 0, 2 over shm in"),
             std::string::npos)
-      << other.output;
+      << other.output();
+}
+
+// Both are TCP, and what goes over several rails is no plain connection.
+TEST(BadInput, TrainersWithOtherRailsAreNamedWithBoth) {
+  Job job;
+  job.start(2, 0);
+  auto plain = job.environment(0), rails = job.environment(1);
+  plain.push_back("REJOIN_TRANSPORT=tcp");
+  rails.push_back("REJOIN_TRANSPORT=tcp:127.0.0.1,127.0.0.2");
+  Process first({kMinimal}, job.file("a"), plain), second({kMinimal}, job.file("b"), rails);
+  EXPECT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status})
+               .output.find("of replica 1, it all-reduces over tcp over 2 rails in") != std::string::npos;
+  }));
+  EXPECT_EQ(first.output() + second.output(), "") << "nobody tries to connect";
 }
 
 // Started in another working directory, say: the default --log-directory is a relative one.

@@ -600,6 +600,11 @@ TEST(MembershipProperty, ARankThatHearsOfItsRegistrationLateGetsThePlanAgain) { 
 // registration after its daemon had been started again.
 TEST(MembershipProperty, AnExchangeThatARelayHoldsForARankThatComesBackIsReported) { EXPECT_EQ(play(705, true), ""); }
 
+// Found by the same: its daemon was gone when the coordinator gave it the place, and the relay did not know it.
+TEST(MembershipProperty, ARankThatIsLostBeforeTheRelayHearsOfItsRegistrationIsFoundGone) {
+  EXPECT_EQ(play(0, true, {{657, 2, 0, 0, 0}, {939, 3, 0, 0, 0}, {855, 0, 0, 0, 0}, {445, 0, 0, 0, 0}}), "");
+}
+
 TEST(MembershipProperty, TheSameHoldsForManySeeds) {
 #ifdef REJOIN_SANITIZED
   constexpr std::uint64_t seeds = 40;

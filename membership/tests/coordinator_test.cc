@@ -80,6 +80,29 @@ struct Bench {
       if (std::any_of(told.begin(), told.end(), [](const auto& word) { return word.has_fenced(); })) return true;
     return false;
   }
+  std::string refusal(std::uint64_t node) {  // that came over it last
+    std::string last;
+    for (const auto& word : inbox[node])
+      if (word.has_refused()) last = word.refused().reason();
+    return last;
+  }
+  bool asked_to_declare(std::uint64_t node) {
+    return std::any_of(inbox[node].begin(), inbox[node].end(), [](const auto& word) { return word.has_declare(); });
+  }
+  // One tensor, of so many elements.
+  void declare(std::uint32_t replica, std::uint64_t count, std::uint64_t life = 1) {
+    proto::FromNode message;
+    auto& told = *message.mutable_declaration();
+    told.set_replica(replica);
+    told.set_life(life * 100);
+    auto& tensor = *told.add_tensors();
+    tensor.set_name("w");
+    tensor.set_type("float32");
+    tensor.set_count(count);
+    tensor.set_moments(1);
+    tensor.set_elementwise(true);
+    say(replica, message);
+  }
   bool waits_for(const std::string& what) const {
     const auto lines = coordinator.waiting_for(now);
     return std::any_of(lines.begin(), lines.end(),
@@ -286,10 +309,11 @@ TEST(Coordinator, StaleReportsOfAnEarlierEpochDecideNothing) {
 
 TEST(Coordinator, AnotherPlanOrAPlaceOutsideTheJobIsRefusedWithTheReason) {
   Bench bench;
-  bench.up(0);
-  bench.up(1, 1, 0, 5, /*plan=*/10);
-  ASSERT_TRUE(bench.inbox[1].back().has_refused());
-  EXPECT_NE(bench.inbox[1].back().refused().reason().find("tensors or buckets differ"), std::string::npos);
+  bench.start();
+  bench.down(1);
+  bench.up(1, 2, 0, 5, /*plan=*/10);
+  bench.pass(600ms);
+  EXPECT_NE(bench.refusal(1).find("tensors or buckets differ from those of replicas 0, 2"), std::string::npos);
   bench.up(7);
   EXPECT_TRUE(bench.inbox[7].back().has_refused());
 }
@@ -466,6 +490,7 @@ TEST(Coordinator, AMemberThatComesBackIsNotMeasuredByANewcomer) {
   again.incarnations = bench.incarnations;
   again.up(2, 2, 0, 5, 8);
   for (std::uint32_t r : {0u, 1u}) again.back(r, r);
+  again.pass(600ms);
   const auto refused = [&](std::uint64_t node) {
     const auto& told = again.inbox[node];
     return std::any_of(told.begin(), told.end(), [](const auto& word) { return word.has_refused(); });
@@ -571,30 +596,155 @@ TEST(Coordinator, WithAnOlderCopyOfItsLogItDecidesNothing) {
   EXPECT_EQ(whole.coordinator.committed(), Step(6));
 }
 
-TEST(Coordinator, WhatAllMustDeclareAlikeIsThatOfTheFirstAsLongAsItIsThere) {
+TEST(Coordinator, AVersionThatIsNoStepIsRefused) {
   Bench bench;
-  const auto refusal = [&](std::uint32_t replica) -> std::string {
-    for (const auto& word : bench.inbox[replica])
-      if (word.has_refused()) return word.refused().reason();
-    return "";
-  };
-  bench.rank_up(0, 0, 1, 0, 5, 8);
-  bench.up(1, 1, 0, 5, 9);
-  EXPECT_NE(refusal(1).find("differ from those of replica 0, which came first"), std::string::npos) << refusal(1);
-  bench.down(0, 1, 0);
-  bench.inbox.clear();
-  bench.up(1, 2, 0, 5, 9);
-  EXPECT_EQ(refusal(1), "") << "the first has gone, and the job has not begun";
-
   proto::FromNode message;
   auto& up = *message.mutable_rank_up();
   up.set_replica(2);
   up.set_life(200);
   up.set_plan_hash(9);
   up.set_version(std::uint64_t{1} << 61);
-  bench.inbox.clear();
   bench.say(2, message);
-  EXPECT_NE(refusal(2).find("steps are numbered up to"), std::string::npos) << refusal(2);
+  EXPECT_NE(bench.refusal(2).find("steps are numbered up to"), std::string::npos) << bench.refusal(2);
+}
+
+// ---- what all must declare alike
+
+TEST(Coordinator, AMajorityThatDeclaresAlikeStartsAndWhoDiffersHearsInWhichTensor) {
+  for (const std::uint32_t wrong : {0u, 1u, 2u}) {  // whoever comes first, or last
+    Bench bench;
+    for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 1, 0, 5, r == wrong ? 8 : 9);
+    for (std::uint32_t r : {0u, 1u, 2u})
+      if (bench.asked_to_declare(r)) bench.declare(r, r == wrong ? 1000 : 1024);
+    const std::uint32_t first = wrong == 0 ? 1 : 0, second = wrong == 2 ? 1 : 2;
+    EXPECT_NE(bench.refusal(wrong).find(fmt::format(
+                  "differ from those of replicas {}, {}: tensor 'w' has 1000 elements of float32, 1 moments, bucket 0 "
+                  "here, and 1024 elements of float32, 1 moments, bucket 0 there",
+                  first, second)),
+              std::string::npos)
+        << bench.refusal(wrong);
+    EXPECT_EQ(bench.refusal(first) + bench.refusal(second), "");
+    bench.incarnations.erase(wrong);
+    bench.link_all();
+    EXPECT_EQ(bench.contributors(), 2u) << "they don't wait for who was refused";
+    ASSERT_EQ(bench.coordinator.refused().size(), 1u);
+    EXPECT_EQ(bench.coordinator.refused().begin()->first, ReplicaId(wrong));
+    // It is mended, and catches up.
+    bench.up(wrong, 2);
+    bench.link_all();
+    EXPECT_TRUE(bench.coordinator.refused().empty());
+    for (auto r : {first, second}) bench.exchanged(r);
+    EXPECT_EQ(bench.coordinator.members().size(), 3u);
+  }
+}
+
+TEST(Coordinator, AMajorityThatIsThereBindsWhoComesLaterAndWaitsForWhoHasNotCome) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u}) bench.up(r);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 0u);
+  bench.rank_up(2, 0, 1, 0, 5, 8);
+  EXPECT_EQ(bench.refusal(2), "") << "it is asked first";
+  EXPECT_TRUE(bench.asked_to_declare(2));
+  bench.pass(600ms);  // and does not answer
+  EXPECT_NE(bench.refusal(2).find("differ from those of replicas 0, 1: in one that was not told"), std::string::npos);
+}
+
+TEST(Coordinator, WithoutAMajorityItWaitsAndSaysWhoDiffersInWhat) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 1, 0, 5, 8 + r);
+  for (std::uint32_t r : {0u, 1u, 2u}) {
+    EXPECT_TRUE(bench.asked_to_declare(r));
+    bench.declare(r, 1000 + r);
+  }
+  bench.link_all();
+  bench.pass(5s);
+  EXPECT_FALSE(bench.coordinator.started());
+  for (std::uint32_t r : {0u, 1u, 2u}) EXPECT_EQ(bench.refusal(r), "");
+  EXPECT_TRUE(
+      bench.waits_for("replica 0 and replica 2 declare different things, and more than half of the job's 3 "
+                      "replicas must declare the same: of replica 2, its tensors or buckets differ from those "
+                      "of replica 0: tensor 'w' has 1002 elements"));
+  // One of them is started again with what another declares.
+  bench.down(2);
+  bench.up(2, 2, 0, 5, 9);
+  bench.declare(1, 1001);
+  EXPECT_NE(bench.refusal(0).find("tensor 'w' has 1000 elements"), std::string::npos) << bench.refusal(0);
+  bench.incarnations.erase(0);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 2u);
+}
+
+TEST(Coordinator, OfAReplicaWhoseRanksDifferTheOneThatDiffersFromTheMajorityIsRefused) {
+  Bench bench;
+  bench.rank_up(0, 0, 1, 0, 5, 8);
+  bench.rank_up(0, 1, 1, 0, 5, 9);
+  EXPECT_TRUE(bench.waits_for("replica 0: its own ranks differ"));
+  for (std::uint32_t r : {1u, 2u}) bench.up(r);
+  bench.pass(600ms);
+  EXPECT_NE(bench.refusal(0), "");
+  EXPECT_TRUE(bench.waits_for("replica 0: 1 of 2 ranks have registered; rank 0 was refused: its tensors"))
+      << fmt::format("{}", fmt::join(bench.coordinator.waiting_for(bench.now), "; "));
+  bench.rank_up(0, 0, 2, 0);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 3u);
+}
+
+// They differed while some of them came, so that nobody was told of anybody.
+TEST(Coordinator, WhenNobodyDiffersAnyMoreAllAreToldOfAll) {
+  Bench bench;
+  bench.up(0, 1, 0, 5, 8);
+  for (std::uint32_t r : {1u}) bench.up(r);
+  const auto told_of = [&](std::uint64_t node, std::uint32_t replica) {
+    const auto& told = bench.inbox[node];
+    return std::any_of(told.begin(), told.end(), [&](const proto::ToNode& word) {
+      return std::any_of(word.peers().peers().begin(), word.peers().peers().end(),
+                         [&](const auto& peer) { return peer.replica() == replica; });
+    });
+  };
+  EXPECT_FALSE(told_of(0, 1)) << "they could not connect";
+  bench.down(0);
+  bench.up(0, 2);
+  bench.up(2);
+  for (std::uint64_t node : {0, 1, 2})
+    for (std::uint32_t replica : {0u, 1u, 2u})
+      if (node != replica) EXPECT_TRUE(told_of(node, replica)) << node << " of " << replica;
+}
+
+// While the job runs, what it has declared binds: a newcomer is not its judge.
+TEST(Coordinator, WhoHasAnotherPlanThanTheJobThatRunsPutsNobodyOut) {
+  Bench bench;
+  bench.start();
+  bench.pass(1500ms, {0, 1});
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  bench.up(2, 2, 0, 5, 8);  // in the place of one that may be taken back
+  bench.declare(0, 1000, 1), bench.declare(2, 1001, 2);
+  EXPECT_NE(bench.refusal(2).find("tensor 'w' has 1001 elements"), std::string::npos) << bench.refusal(2);
+  EXPECT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_FALSE(bench.coordinator.suspended()[0].ended);
+}
+
+TEST(Coordinator, WhoIsNotReachedIsNamedWithTheReason) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r);
+  bench.link_all();
+  ASSERT_TRUE(bench.coordinator.started());
+  Bench other;
+  for (std::uint32_t r : {0u, 1u, 2u}) other.up(r);
+  proto::FromNode message;
+  auto& standing = *message.mutable_standing();
+  standing.set_replica(1);
+  standing.set_incarnation(other.incarnations[1]);
+  RankSet(1).to(standing.mutable_ranks());
+  auto& one = *standing.add_unreached();
+  one.set_rank(1);
+  one.set_replica(0);
+  one.set_incarnation(other.incarnations[0]);
+  one.set_why("no such file");
+  other.say(1, message);
+  EXPECT_TRUE(other.waits_for("replica 1 rank 1: it can't connect with replica 0 rank 1: no such file"));
+  other.link_all();
+  EXPECT_FALSE(other.waits_for("can't connect")) << "now it can";
 }
 
 TEST(Coordinator, WhoComesToAFinishedJobHearsThatItIsOver) {

@@ -114,6 +114,26 @@ TEST(Node, SaysThatALifeIsHereWhenItIsAskedFor) {
   EXPECT_TRUE(said_after_asking_for(2).empty());
 }
 
+TEST(Node, WhomItsRanksCantConnectWithIsReportedOnceForEachPeer) {
+  Machine machine;
+  machine.up(1, 0), machine.up(2, 1);
+  for (std::uint32_t rank : {0u, 1u}) {
+    proto::FromNode message;
+    for (std::uint64_t incarnation : {8u, 9u}) {
+      auto& one = *message.mutable_links()->add_unreached();
+      one.set_rank(rank);
+      one.set_incarnation(incarnation);
+      one.set_why("no such file");
+    }
+    machine.keep(machine.node.on_rank_message(RankConnection(rank + 1), message, machine.now));
+  }
+  ASSERT_TRUE(machine.said.back().has_standing());
+  const auto& told = machine.said.back().standing().unreached();
+  ASSERT_EQ(told.size(), 2);
+  EXPECT_EQ(told[0].incarnation(), 8u);
+  EXPECT_EQ(told[1].why(), "no such file");
+}
+
 TEST(Node, WhoLeavesIsSaidToHaveLeft) {
   Machine machine;
   machine.up(1, 0);
@@ -186,6 +206,23 @@ TEST(Relay, ASecondProcessForAPlaceCostsTheFirstNothingUntilTheCoordinatorSaysSo
       EXPECT_TRUE(relay.reports_exchange(1, 5, 2)) << "the first is as it was";
     }
   }
+}
+
+// Found by the property of random faults: the coordinator had registered it, and nobody ever said that it was gone.
+TEST(Relay, WhoTakesAPlaceWhileItsDaemonIsGoneIsSaidToBeGoneAfterTheSilence) {
+  Behind relay;
+  relay.up(1, 100);
+  relay.registers(100, 5);
+  relay.up(2, 200);
+  relay.keep(relay.relay.on_node_lost(NodeId(2), relay.now));
+  relay.registers(200, 6);
+  relay.said.clear();
+  for (int i = 0; i < 20; ++i) {
+    relay.now += 100ms;
+    relay.keep(relay.relay.on_tick(relay.now));
+  }
+  EXPECT_TRUE(std::any_of(relay.said.begin(), relay.said.end(),
+                          [](const auto& word) { return word.rank_down().life() == 200; }));
 }
 
 TEST(Rank, BelievesNoPlanOfThePast) {
