@@ -66,6 +66,9 @@ void print_table(const nlohmann::json& status) {
                              differences == 0 ? "" : ", the last: " + audit.at("last_difference").get<std::string>());
     if (!c.at("stopped").get<std::string>().empty())
       std::cout << "  STOPPED: " << c.at("stopped").get<std::string>() << "\n";
+    for (const auto& refused : c.at("refused"))
+      std::cout << fmt::format("  REFUSED replica {} rank {}: {}\n", refused.at("replica").get<int>(),
+                               refused.at("rank").get<int>(), refused.at("reason").get<std::string>());
     for (const auto& line : c.at("waiting_for")) std::cout << "  waits for " << line.get<std::string>() << "\n";
   }
   if (status.contains("relay_role")) {

@@ -133,6 +133,9 @@ nlohmann::json CoordinatorServer::status() const {
   json["suspended"] = nlohmann::json::array();
   for (const auto& out : machine_.suspended())
     json["suspended"].push_back({{"replica", out.replica.value}, {"reason", out.reason}});
+  json["refused"] = nlohmann::json::array();
+  for (const auto& [replica, refused] : machine_.refused())
+    json["refused"].push_back({{"replica", replica.value}, {"rank", refused.first}, {"reason", refused.second}});
   json["held_for"] = nlohmann::json::array();
   for (auto replica : machine_.held_for()) json["held_for"].push_back(replica.value);
   json["steps_rolled_back"] = machine_.steps_rolled_back();

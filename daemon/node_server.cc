@@ -1,11 +1,12 @@
 #include "daemon/node_server.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
+#include "base/entropy.h"
 #include "base/events.h"
 #include "base/log.h"
 #include "daemon/streams.h"
@@ -16,6 +17,11 @@ using Gone = membership::Node::Gone;
 
 namespace {
 constexpr std::size_t kMaxLocalMessage = 512 * KiB;
+
+bool readable_now(int fd) {
+  pollfd look{fd, POLLIN | POLLRDHUP, 0};
+  return ::poll(&look, 1, 0) > 0 && look.revents != 0;
+}
 }  // namespace
 
 NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key)
@@ -24,15 +30,17 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       key_(key),
       listener_(io),
       timer_(io),
-      machine_(options.name, options.silence),
+      machine_(options.name, options.silence, random_number()),
       coordinator_(io, options.coordinator, key, options.silence,
                    {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
                     .message =
                         [this](const proto::ToNode& message) {
+                          if (message.has_inquiry()) look_after(message.inquiry());
                           carry_out(machine_.on_coordinator_message(message, now()));
                           if (message.has_plan() || message.has_peers()) follow_plan();
                         },
                     .down = [this] { carry_out(machine_.on_coordinator_down()); },
+                    .over = [this] { return machine_.plan().finished(); },
                     .rejected = [this] { ++rejected_; }}) {}
 
 Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, const NodeOptions& options,
@@ -237,14 +245,7 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   auto view = shm::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
-  // A process that hung and was declared dead may still be connected.
-  std::vector<membership::RankConnection> older;
-  for (const auto& [id, other] : trainers_)
-    if (other.key == key) older.push_back(id);
-  for (auto id : older) {
-    const Gone how = machine_.gone_for(id, hello.up().life());
-    drop(id, how == Gone::replaced ? "it connected anew" : "the rank was started again", how);
-  }
+  if (auto cleared = clear_place(trainer, key, hello.up().life()); !cleared) return cleared;
   trainer.key = key;
   trainer.stream = stream.thread.get();
   const bool whole = view->whole();
@@ -268,12 +269,48 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   return {};
 }
 
+// One process has a place. Whoever else asks for it gets it when that one has ended; one that is silent for too long is
+// not among the trainers any more.
+Result<> NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t life) {
+  std::vector<std::pair<membership::RankConnection, Gone>> older;
+  for (const auto& [id, other] : trainers_) {
+    if (other.key != key) continue;
+    const Gone how = machine_.gone_for(id, life);
+    const bool hung_up = readable_now(other.socket.get()) && other.credentials.pid == newcomer.credentials.pid;
+    if (how != Gone::replaced && !has_ended(other) && !hung_up)
+      return fail(ErrorCode::refused,
+                  "process {} of this node, {}, is replica {} rank {}, and gave its last sign of life {:.0f} ms ago: "
+                  "end that process, or give this one another replica or rank",
+                  other.credentials.pid, options_.name, key.replica, key.rank,
+                  milliseconds(now() - machine_.ranks().at(id).heard));
+    older.emplace_back(id, how);
+  }
+  for (const auto& [id, how] : older)
+    drop(id, how == Gone::replaced ? "it connected anew" : "the rank was started again", how);
+  return {};
+}
+
+// Its end may be known to the system and not yet to us.
+bool NodeServer::has_ended(const Trainer& trainer) {
+  if (trainer.exited) return readable_now(trainer.exited->native_handle());
+  return ::kill(trainer.credentials.pid, 0) != 0 && errno == ESRCH;
+}
+
+// The coordinator asks whether a process lives.
+void NodeServer::look_after(const proto::Inquiry& inquiry) {
+  const catchup::RankKey key{ReplicaId(inquiry.replica()), RankId(inquiry.rank())};
+  const auto found =
+      std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second.key == key; });
+  if (found == trainers_.end() || !has_ended(found->second)) return;
+  drop(found->first, fmt::format("its process {} ended", found->second.credentials.pid), Gone::ended);
+}
+
 // A socket may end although its process lives; what the process itself does is said by its pidfd. Until then, or until
 // it has been silent for too long, it may connect anew.
 void NodeServer::on_hang_up(membership::RankConnection id, const std::string& reason) {
   Trainer& trainer = trainers_.at(id);
   if (!trainer.exited || !trainer.key) return drop(id, reason, Gone::ended);
-  spdlog::info("trainer {}: {}", trainer.credentials.pid, reason);
+  spdlog::debug("trainer {}: {}", trainer.credentials.pid, reason);
 }
 
 // It does so itself, so nobody has to wait for its silence. When it has the answer, no end of its process comes first.
@@ -283,15 +320,16 @@ void NodeServer::on_leave(membership::RankConnection id, const proto::LocalLeave
   proto::ToTrainer answer;
   answer.mutable_left();
   tell(trainers_.at(id), answer);
-  drop(id, why.empty() ? "it has left" : "it has left: " + why, Gone::ended, /*in_order=*/why.empty());
+  if (!why.empty()) return drop(id, "it has left: " + why, Gone::ended);
+  drop(id, machine_.plan().finished() ? "the job is finished" : "of its own accord", Gone::left);
 }
 
-void NodeServer::drop(membership::RankConnection id, const std::string& reason, Gone how, bool in_order) {
+void NodeServer::drop(membership::RankConnection id, const std::string& reason, Gone how) {
   auto gone = trainers_.extract(id);
   if (gone.empty()) return;
   Trainer& trainer = gone.mapped();
   if (trainer.key) {
-    events::emit(in_order || machine_.plan().finished() ? "rank_left" : "rank_down",
+    events::emit(machine_.plan().finished() || how == Gone::left ? "rank_left" : "rank_down",
                  {{"replica", std::uint64_t{trainer.key->replica.value}},
                   {"rank", std::uint64_t{trainer.key->rank.value}},
                   {"reason", reason}});
@@ -300,6 +338,11 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
     else trainer.stream->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   } else {
     spdlog::warn("local process {}: {}", trainer.credentials.pid, reason);
+  }
+  if (how == Gone::silent) {  // it may go on, and wonder
+    proto::ToTrainer farewell;
+    farewell.set_dropped(reason);
+    (void)send_with_fds(trainer.socket, as_bytes(farewell.SerializeAsString()), {});  // else it sees the hang-up alone
   }
   carry_out(machine_.on_rank_gone(id, reason, how));
   if (!trainer.own) return;
@@ -407,65 +450,6 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
   for (const auto& whole : report.caught_up)
     if (hears(whole.key, report_of(whole)))
       spdlog::info("replica {} rank {} has caught up", whole.key.replica, whole.key.rank);
-}
-
-nlohmann::json NodeServer::status() const {
-  std::vector<const DeviceStream*> streams{host_.get()};
-  for (const auto& [id, trainer] : trainers_)
-    if (trainer.own) streams.push_back(trainer.own.get());
-  std::uint64_t bytes_served = served_by_gone_;
-  for (const auto* stream : streams) bytes_served += stream->bytes_served;
-  nlohmann::json json{{"node", options_.name},
-                      {"coordinator", {{"address", options_.coordinator}, {"connected", machine_.coordinator_up()}}},
-                      {"epoch", machine_.plan().epoch()},
-                      {"committed", machine_.plan().committed()},
-                      {"bytes_served", bytes_served},
-                      {"rejected", rejected_}};
-  json["ranks"] = nlohmann::json::array();
-  for (const auto& [id, trainer] : trainers_) {
-    if (!trainer.key) continue;
-    auto info = machine_.ranks().find(id);
-    nlohmann::json rank{{"replica", trainer.key->replica.value},
-                        {"rank", trainer.key->rank.value},
-                        {"pid", trainer.credentials.pid},
-                        {"role", trainer.catching_up ? "catching_up" : "contributor"}};
-    if (info != machine_.ranks().end()) {
-      rank["incarnation"] = info->second.up.incarnation();
-      rank["silent_ms"] = milliseconds(now() - info->second.heard);
-    }
-    if (auto progress = progress_.find(*trainer.key); progress != progress_.end() && trainer.catching_up)
-      rank["catch_up"] = {{"bytes", progress->second.bytes},
-                          {"wire_bytes", progress->second.wire_bytes},
-                          {"total_bytes", progress->second.total_bytes},
-                          {"bytes_per_second", progress->second.bytes_per_second},
-                          {"proven", progress->second.proven},
-                          {"slices", progress->second.total_slices},
-                          {"refetched", progress->second.refetched},
-                          {"sources", progress->second.sources}};
-    rank["all_reduce"] = {{"operations", trainer.ring.operations()},
-                          {"bytes", trainer.ring.bytes_reduced()},
-                          {"stale_dropped", trainer.ring.stale_dropped()}};
-    rank["hops"] = nlohmann::json::array();
-    for (const auto& hop : trainer.ring.hops())
-      rank["hops"].push_back({{"replica", hop.replica()},
-                              {"chunks", hop.chunks()},
-                              {"bytes", hop.bytes()},
-                              {"longest_gap_us", hop.longest_gap_us()}});
-    json["ranks"].push_back(std::move(rank));
-  }
-  json["serving"] = nlohmann::json::array();
-  for (const auto* stream : streams)
-    for (const auto& [key, stats] : stream->serving)
-      json["serving"].push_back({{"replica", key.replica.value},
-                                 {"rank", key.rank.value},
-                                 {"device", stream->device->address()},
-                                 {"bytes", stats.bytes},
-                                 {"wire_bytes", stats.wire_bytes},
-                                 {"zstd", stats.coding},
-                                 {"link_bytes_per_second", stats.link_bytes_per_second},
-                                 {"coder_bytes_per_second", stats.coder_bytes_per_second},
-                                 {"coded_ratio", stats.ratio}});
-  return json;
 }
 
 }  // namespace rejoin::daemon

@@ -75,8 +75,7 @@ class NodeServer {
   void read(membership::RankConnection id);
   Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello);
   Result<> on_descriptors(Trainer& trainer, std::vector<Fd> fds);
-  void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how,
-            bool in_order = false);
+  void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
   void on_hang_up(membership::RankConnection id, const std::string& reason);
   void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
   void tell(Trainer& trainer, const proto::ToTrainer& message);
@@ -84,6 +83,9 @@ class NodeServer {
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
   Result<> admit(Trainer& trainer, Offering offering, DeviceStream& stream);
+  Result<> clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t life);
+  static bool has_ended(const Trainer& trainer);
+  void look_after(const proto::Inquiry& inquiry);
   void refuse(membership::RankConnection id, const Error& error);
   // Any thread. `of`: whose GPU it is for; none: for the host's memory.
   Result<std::unique_ptr<DeviceStream>> open_stream(std::optional<membership::RankConnection> of,

@@ -30,6 +30,7 @@ RelayServer::RelayServer(asio::io_context& io, const std::string& name, const st
                  carry_out(machine_.on_coordinator_down());
                  nodes_.close_all();  // also those that have said nothing yet
                },
+           .over = [this] { return machine_.finished(); },
            .rejected = [this] { ++rejected_; }}) {}
 
 Result<std::unique_ptr<RelayServer>> RelayServer::start(asio::io_context& io, const std::string& name,

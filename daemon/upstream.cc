@@ -61,8 +61,10 @@ void Upstream::lost(const std::string& why) {
   connection_.reset();
   up_ = false;
   handlers_.down();
-  if (!std::exchange(said_unreachable_, true))
-    spdlog::warn("coordinator at {}: {}; trying again every {} ms", address_, why, kRetry.count());
+  if (!std::exchange(said_unreachable_, true)) {
+    if (handlers_.over()) spdlog::info("coordinator at {}: {}; the job is finished", address_, why);
+    else spdlog::warn("coordinator at {}: {}; trying again every {} ms", address_, why, kRetry.count());
+  }
   retry_.expires_after(kRetry);
   retry_.async_wait([this](asio::error_code error) {
     if (!error) connect();

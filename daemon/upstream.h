@@ -19,6 +19,7 @@ class Upstream {
     std::function<void()> up;
     std::function<void(const proto::ToNode&)> message;
     std::function<void()> down;      // it is tried again
+    std::function<bool()> over;      // the job is finished: a coordinator that ends has no more to do
     std::function<void()> rejected;  // bytes that are no message came, and were ignored
   };
   Upstream(asio::io_context& io, std::string address, const JobKey& key, std::chrono::milliseconds silence,

@@ -1,5 +1,6 @@
 // A communicator's connections with the other members.
 #include <algorithm>
+#include <bit>
 
 #include "base/log.h"
 #include "ftar/operation.h"
@@ -50,7 +51,12 @@ void Communicator::on_accepted(const transport::Event& event) {
   Hello hello{};
   BytesView bytes = event.message;
   if (!take(bytes, hello) || hello.secret != secret_) {
-    spdlog::warn("a data connection with a wrong job key was refused");
+    ++strangers_;
+    if (std::has_single_bit(strangers_))  // they may come for ever
+      spdlog::warn(
+          "a data connection with a wrong job key, or of another transport, was refused: {} so far; give all replicas "
+          "the same --transport",
+          strangers_);
     return engine_.close(event.endpoint);
   }
   const Member member{ReplicaId(hello.replica), Incarnation(hello.incarnation)};
@@ -114,6 +120,8 @@ void Communicator::remove(Peer& peer) {
 
 void Communicator::drop_unfinished(Duration patience, TimePoint now) {
   std::vector<Peer*> unfinished;
+  for (auto& [member, peer] : peers_)
+    if (peer->since == TimePoint{}) peer->since = now;  // it was begun before there was a time
   for (auto& [member, peer] : peers_)
     if (!peer->up && now - peer->since > patience) unfinished.push_back(peer.get());
   for (auto* peer : unfinished)

@@ -17,6 +17,7 @@ proto::Member& name(const auto& of, proto::Member& member) {
 // ---- what comes in
 
 Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, TimePoint now) {
+  now_ = now;
   nodes_[node].heard = now;
   if (outdated_ && !message.has_heartbeat()) return take();
   switch (message.kind_case()) {
@@ -28,6 +29,8 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     case proto::FromNode::kAccusation: on_accusation(message.accusation(), now); break;
     case proto::FromNode::kDetails: audit_.on_details(message.details()); break;
     case proto::FromNode::kDrift: audit_.on_drift(message.drift()); break;
+    case proto::FromNode::kAlive: on_alive(message.alive()); break;
+    case proto::FromNode::kDeclaration: on_declaration(message.declaration(), now); break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode answer;
       answer.mutable_heartbeat();
@@ -49,6 +52,8 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
 
 void Coordinator::lose_node(NodeId node, TimePoint now) {
   nodes_.erase(node);
+  std::erase_if(claims_, [&](const Claim& claim) { return claim.node == node; });
+  std::erase_if(misfits_, [&](const Differing& one) { return one.node == node; });
   for (auto& [place, stranger] : strangers_)
     if (stranger.node == node) stranger.lost_at = now;
   for (auto& [id, replica] : replicas_)
@@ -60,11 +65,15 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
 }
 
 Actions Coordinator::on_tick(TimePoint now) {
+  now_ = now;
   if (const Duration away = attendance_.on_tick(now); away > Duration{}) suspect_itself(away, now);
+  if (finished()) settle_claims(now);
   if (attendance_.settling(now) || finished() || outdated_) return take();
   lose_silent_nodes(now);
   if (recovering_until_) settle_recovery(now);
   if (!recovering_until_) settle_absent(now);
+  settle_claims(now);
+  settle_declarations(now);
   if (!mend(now)) judge(now);
   try_start(now);
   return take();
@@ -77,10 +86,15 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
     strangers_.erase(stranger);
     return try_start(now);
   }
+  std::erase_if(claims_, [&](const Claim& claim) { return same_process(claim.up, down); });
+  std::erase_if(misfits_, [&](const Differing& one) { return same_process(one.up, down); });
   RankState* rank = rank_of(down.replica(), down.rank(), down.life());
   if (rank == nullptr) return;  // of a life that is over already
-  if (down.ended())
-    return remove(ReplicaId(down.replica()), fmt::format("rank {}: {}", down.rank(), down.reason()), now);
+  if (down.ended()) {
+    remove(ReplicaId(down.replica()),
+           fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", down.reason()), now);
+    return settle_claims(now);
+  }
   note("replica {} rank {}: {}", down.replica(), down.rank(), down.reason());
   rank->connected_node = false;
   rank->lost_at = now - config_.silence;
@@ -102,7 +116,8 @@ void Coordinator::on_standing(const proto::Standing& standing, TimePoint now) {
   auto found = replicas_.find(ReplicaId(standing.replica()));
   if (found == replicas_.end() || found->second.incarnation.value != standing.incarnation()) return;
   Standing current{.ranks = RankSet(standing.ranks(), config_.ranks),
-                   .links = {standing.links().begin(), standing.links().end()}};
+                   .links = {standing.links().begin(), standing.links().end()},
+                   .unreached = {standing.unreached().begin(), standing.unreached().end()}};
   std::sort(current.links.begin(), current.links.end());
   auto& standings = found->second.standings;
   for (auto& before : standings) before.ranks.remove(current.ranks);
@@ -113,6 +128,8 @@ void Coordinator::on_standing(const proto::Standing& standing, TimePoint now) {
     actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
   }
   if (!current.ranks.empty()) standings.push_back(std::move(current));
+  if (member(found->first) == nullptr)
+    for (auto& line : unreached_lines(found->first, found->second)) say_once(std::move(line));
   try_start(now);
 }
 
@@ -122,6 +139,10 @@ void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint n
   if (!current) return;
   auto [edge, fresh] = accusations_.try_emplace({accusation.replica(), accusation.suspect()});
   if (fresh || (!edge->second.counts && !accusation.only_waiting())) edge->second.since = now;
+  const TimePoint waits_since =
+      now - std::chrono::milliseconds(std::min<std::uint64_t>(accusation.waited_ms(), 1 << 30));
+  edge->second.waits_since = fresh ? waits_since : std::min(edge->second.waits_since, waits_since);
+  if (accusation.rank() < config_.ranks) edge->second.ranks.add(RankSet(accusation.rank()));
   edge->second.what = accusation.what();
   edge->second.lost |= accusation.lost();
   edge->second.counts |= !accusation.only_waiting();
@@ -149,6 +170,7 @@ void Coordinator::try_commit(TimePoint now) {
   give_up_suspended();
   ledger_.commit(step);
   audit_.on_committed(now);
+  under_way_since_ = now;
   for (auto& m : members_) m.exchanged.clear();
   accusations_.clear();
   mended_.clear();
@@ -176,6 +198,7 @@ bool Coordinator::change_members_at_boundary() {
   }
   for (const auto& [id, replica] : replicas_) {
     if (member(id) != nullptr || !whole(replica) || !linked(replica, present)) continue;
+    if (first_ && (replica.mixed || !fits(*replica.kind, *first_))) continue;
     members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
     present.insert(replica.incarnation.value);
     changed = true;
@@ -186,6 +209,7 @@ bool Coordinator::change_members_at_boundary() {
 
 void Coordinator::begin_epoch(const std::string& reason) {
   epoch_ = epoch_.next();
+  under_way_since_ = now_;
   audit_.on_epoch();
   proto::LogRecord record;
   auto& begun = *record.mutable_epoch();

@@ -17,6 +17,7 @@
 //   admission  a registered, connected replica enters at the next step boundary as catching up.
 //   promotion  all its ranks have caught up: it contributes from the next step boundary on, or at once where nobody
 //              else is left to contribute.
+//   place      who has a replica's rank and answers keeps it: a second process is refused.
 //   audit      what replicas reduced, or their states, differ: not committed, but repeated, or settled (drift_audit.h).
 #pragma once
 
@@ -84,23 +85,36 @@ class Coordinator {
   Actions on_node_lost(NodeId node, TimePoint now);
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
+  // What some ranks have declared alike.
+  using Declared = std::pair<std::uint64_t, std::string>;  // plan_hash and settings, as in RankUp
+  struct Manner {
+    const Declared* key = nullptr;
+    std::optional<proto::Declaration> told;  // what is behind the hash
+    TimePoint asked_at{};
+  };
   struct RankState {
     NodeId node;
     std::uint64_t life = 0, version = 0, digest = 0;  // of its state
     TimePoint lost_at{};                              // when its node was lost
     bool registered = false, connected_node = false;
-    std::uint32_t address_size = 0;
-    std::string addresses;  // of its all-reduce engine, then of its daemon's stream
+    std::int32_t pid = 0;
+    std::uint64_t daemon = 0;  // that it is behind
+    Manner* kind = nullptr;
+    std::uint32_t address_size = 0, stream_size = 0;
+    std::string addresses;  // of its all-reduce engine, then of its daemon's stream, then its node's name
   };
   // Ranks that stand alike: connected with these incarnations.
   struct Standing {
     RankSet ranks;
     std::vector<std::uint64_t> links;  // ascending
+    std::vector<proto::Unreached> unreached;
   };
   struct ReplicaState {
     Incarnation incarnation;
     std::vector<RankState> ranks;     // all of the job's, by number
     std::uint32_t registered = 0;     // of them
+    Manner* kind = nullptr;           // what they have declared
+    bool mixed = false;               // … and not all the same
     std::vector<Standing> standings;  // disjoint
     RankSet caught_up;  // of this incarnation, ever: a daemon that is started again has to find it out anew
   };
@@ -140,13 +154,17 @@ class Coordinator {
   // The job waits for an operator's word: the step that roll_back_to would have to allow.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
   const std::optional<std::string>& outdated() const { return outdated_; }
+  // Ranks that were refused for what they declare, one of a replica, and have not come back otherwise.
+  const std::map<ReplicaId, std::pair<std::uint32_t, std::string>>& refused() const { return refused_; }
   std::uint64_t steps_rolled_back() const { return steps_rolled_back_; }  // ever, by the log
 
  private:
   void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
-  std::optional<std::string> differs_from_first(const proto::RankUp& up);
   bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
+  void refuse(NodeId node, const proto::RankUp& up, std::string reason);
+  void tell_the_end(NodeId node, const proto::RankUp& up);
+  void on_whole(ReplicaId id, TimePoint now);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
   void on_rank_down(const proto::RankDown& down, TimePoint now);
@@ -154,6 +172,57 @@ class Coordinator {
   void on_exchanged(const proto::Exchanged& exchanged, TimePoint now);
   void on_standing(const proto::Standing& standing, TimePoint now);
   void on_accusation(const proto::Accusation& accusation, TimePoint now);
+
+  // coordinator_claims.cc
+  struct Claim {
+    NodeId node;
+    proto::RankUp up;
+    NodeId asked{};  // by which node whether the place's holder lives
+  };
+  RankState* holder_against(const proto::RankUp& up, TimePoint now);
+  bool claims_place(NodeId node, const proto::RankUp& up, TimePoint now);
+  void inquire(Claim& claim, const RankState& holder);
+  void on_alive(const proto::Alive& alive);
+  void settle_claims(TimePoint now);
+  static std::string node_name(const RankState& rank);
+  void tell_claims(TimePoint now, std::vector<std::string>& lines) const;
+
+  static bool same_process(const auto& one, const auto& other) {
+    return one.replica() == other.replica() && one.rank() == other.rank() && one.life() == other.life();
+  }
+
+  // coordinator_declarations.cc
+  struct First {  // of those whose plan and settings are the job's
+    ReplicaId replica;
+    std::uint64_t plan_hash = 0;
+    std::string settings;
+  };
+  struct Differing {  // a rank that is to be refused
+    NodeId node;
+    proto::RankUp up;
+    Manner* kind = nullptr;
+    TimePoint since{};
+    bool was_registered = false;  // before there was a majority: of `up` only its place and life are known
+  };
+  Manner& manner_of(const proto::RankUp& up);
+  static bool fits(const Manner& kind, const First& first);
+  std::optional<First> decided() const;
+  bool dissent() const;
+  bool differs(NodeId node, const proto::RankUp& up, TimePoint now);
+  void on_declaration(const proto::Declaration& told, TimePoint now);
+  void settle_declarations(TimePoint now);
+  void settle_without_majority(TimePoint now);
+  void announce_after_dissent();
+  void turn_out_those_who_differ(const First& binding, TimePoint now);
+  void ask_for(Manner& kind, TimePoint now);
+  std::vector<ReplicaId> who_declared(const Manner& kind) const;
+  std::string difference(const Manner& kind, const Manner* right, const First& binding) const;
+  std::vector<std::string> dissent_lines() const;
+
+  // coordinator_waits.cc
+  std::vector<std::string> unreached_lines(ReplicaId id, const ReplicaState& replica) const;
+  void tell_missing(TimePoint now, std::vector<std::string>& lines) const;
+  std::string missing_line(const MemberState& member, TimePoint now) const;
 
   // coordinator_absence.cc
   void suspect_itself(Duration away, TimePoint now);
@@ -234,11 +303,6 @@ class Coordinator {
   std::uint64_t job_ = 0;  // its id; 0: not known
   Step most_committed_;    // ever, also where it was rolled back
   std::uint64_t last_incarnation_ = 0;
-  struct First {  // of those whose plan and settings are the job's
-    ReplicaId replica;
-    std::uint64_t plan_hash = 0;
-    std::string settings;
-  };
   std::optional<First> first_;
   std::map<ReplicaId, std::pair<Step, Step>> sent_back_;  // with the states of such steps, and how they came
   std::uint64_t incarnations_before_epoch_ = 0;           // given out before the last epoch was begun
@@ -258,13 +322,19 @@ class Coordinator {
     std::optional<TimePoint> lost_at{};  // when its node was lost, or it was silent: it may come back
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
+  std::map<Declared, Manner> kinds_;
+  std::vector<Differing> misfits_;
+  std::map<ReplicaId, std::pair<std::uint32_t, std::string>> refused_;
+  bool unannounced_ = false;             // replicas that came while there was dissent
+  std::vector<Claim> claims_;            // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
   Attendance attendance_;
   std::optional<Step> roll_back_to_;  // not used yet
   std::optional<Step> wants_roll_back_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
-  TimePoint back_at_{};         // when a rank last came back
-  std::set<std::string> said_;  // in this epoch
+  TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
+  TimePoint back_at_{};                  // when a rank last came back
+  std::set<std::string> said_;           // in this epoch
   DriftAudit audit_;
   std::optional<std::string> stopped_;
   std::vector<ReplicaId> differing_;  // … since these do
@@ -273,6 +343,8 @@ class Coordinator {
     bool lost = false;
     bool counts = false;  // it has lasted too long
     TimePoint since{};    // … since then
+    TimePoint waits_since{};
+    RankSet ranks;  // that say so
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Edge> accusations_;  // accuser → suspect, in this epoch
   std::map<std::pair<std::uint32_t, std::uint32_t>, int> mended_;  // epochs begun for a pair since the last commit

@@ -20,7 +20,8 @@ void Coordinator::suspect_itself(Duration away, TimePoint now) {
   for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
   for (auto& [id, replica] : replicas_)
     for (auto& rank : replica.ranks) forgive(rank.lost_at, away, now);
-  for (auto& [edge, about] : accusations_) forgive(about.since, away, now);
+  for (auto& [edge, about] : accusations_) forgive(about.since, away, now), forgive(about.waits_since, away, now);
+  forgive(under_way_since_, away, now);
   if (recovering_until_) *recovering_until_ += away;
   if (incomplete_since_) forgive(*incomplete_since_, away, now);
 }
@@ -215,9 +216,9 @@ void Coordinator::give_up_suspended() {
 // Its process is gone: out of the job, whether it is a member, suspended or only registered. The step under way is
 // retried without it.
 void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now) {
-  if (finished()) {  // it has done its part and leaves; its other ranks still have to hear that
-    replicas_.erase(id);
-    std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
+  // It has done its part and leaves. It stays a member: its other ranks may come back, and have yet to hear the end.
+  if (finished()) {
+    if (replicas_.erase(id) > 0) note("replica {} has left the finished job: {}", id, reason);
     return;
   }
   if (Suspended* out = out_for_now(id)) out->ended = true;
@@ -331,6 +332,7 @@ bool Coordinator::last_whole(const MemberState& m) const { return caught_up(m) &
 
 std::vector<ReplicaId> Coordinator::held_for() const {
   std::vector<ReplicaId> held;
+  if (finished()) return held;
   for (const auto& m : members_)
     if ((!m.catching_up || (!has_contributors() && may_be_whole(m))) && !present(m.replica, m.incarnation) &&
         !others_contribute(m.replica))

@@ -1,4 +1,4 @@
-// Taking up an earlier life's decisions, and telling people what is being waited for.
+// Taking up an earlier life's decisions.
 #include <algorithm>
 
 #include "membership/coordinator.h"
@@ -114,41 +114,6 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
     case proto::LogRecord::KIND_NOT_SET: break;
   }
   return fail(ErrorCode::corrupt, "a log record of unknown kind");
-}
-
-std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
-  std::vector<std::string> lines = strangers();
-  if (outdated_) return {*outdated_};
-  if (finished()) return {};
-  if (stopped_) return {"an operator's decision about replicas that differ"};
-  if (!started() || members_.empty()) {
-    std::vector<ReplicaId> there;
-    for (std::uint32_t r = 0; r < config_.replicas; ++r) {
-      auto found = replicas_.find(ReplicaId(r));
-      const std::uint32_t up = found == replicas_.end() ? 0 : found->second.registered;
-      if (up < config_.ranks)
-        lines.push_back(fmt::format("replica {}: {} of {} ranks have registered", r, up, config_.ranks));
-      else there.push_back(ReplicaId(r));
-    }
-    const auto from = newest(there);
-    if (from && *from < committed_) lines.push_back(rollback_needed(*from));
-    for (auto& why : unfit(there)) lines.push_back(std::move(why));
-    return lines;
-  }
-  for (auto id : held_for())
-    lines.push_back(fmt::format("replica {}: it is silent, and nobody else has the state of step {}", id, committed_));
-  for (const auto& m : members_) {
-    RankSet missing;
-    missing.add(0, config_.ranks);
-    missing.remove(m.exchanged);
-    if (!missing.empty())
-      lines.push_back(fmt::format("replica {} rank{} {}: its exchange of step {}", m.replica,
-                                  missing.size() == 1 ? "" : "s", missing.text(), committed_.value + 1));
-  }
-  for (const auto& [edge, about] : accusations_)
-    lines.push_back(fmt::format("replica {} waits for replica {}: {} ({:.0f} ms)", edge.first, edge.second, about.what,
-                                milliseconds(now - about.since)));
-  return lines;
 }
 
 }  // namespace rejoin::membership

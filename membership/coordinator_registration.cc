@@ -7,23 +7,17 @@ namespace rejoin::membership {
 
 void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now) {
   const ReplicaId id(up.replica());
-  const auto refuse = [&](std::string reason) {
-    proto::ToNode answer;
-    auto& refused = *answer.mutable_refused();
-    refused.set_replica(up.replica());
-    refused.set_rank(up.rank());
-    refused.set_life(up.life());
-    refused.set_reason(std::move(reason));
-    note("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
-    send(node, std::move(answer));
-  };
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
-    return refuse(fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0",
-                              up.replica(), up.rank(), config_.replicas, config_.ranks));
+    return refuse(node, up,
+                  fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0", up.replica(),
+                              up.rank(), config_.replicas, config_.ranks));
   if (belongs_elsewhere(node, up)) return;
+  if (finished() && up.incarnation() == 0) return tell_the_end(node, up);
   if (up.version() > kMostSteps)
-    return refuse(fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
-  if (auto difference = differs_from_first(up)) return refuse(*difference);
+    return refuse(node, up,
+                  fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
+  if (up.incarnation() == 0 && claims_place(node, up, now)) return;
+  if (differs(node, up, now)) return;
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
     back_at_ = now;
@@ -49,30 +43,30 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     const bool was_whole = whole(replica);
     keep(replica, node, up);
     welcome_back(node, up, replica);
-    if (!was_whole && whole(replica) && may_announce()) announce_replica(replica, id);
+    if (!was_whole && whole(replica)) on_whole(id, now);
     on_exchanged(exchanged_of(up), now);  // stale, unless it is of this epoch and step
     return try_start(now);
   }
   register_new(node, up, now);
 }
 
-// What all replicas must have declared alike. Where nobody is a member and nobody registered, the next one is the
-// first.
-std::optional<std::string> Coordinator::differs_from_first(const proto::RankUp& up) {
-  const bool anybody =
-      std::any_of(replicas_.begin(), replicas_.end(), [](const auto& one) { return one.second.registered > 0; });
-  // In a log from before this was written down: that a member, who comes back, is right, and not somebody new.
-  if (!first_ && !members_.empty() && up.incarnation() == 0) return std::nullopt;
-  if (!first_ || (!anybody && members_.empty())) first_ = {ReplicaId(up.replica()), up.plan_hash(), up.settings()};
-  if (up.plan_hash() != first_->plan_hash)
-    return fmt::format(
-        "its tensors or buckets differ from those of replica {}, which came first; all replicas must declare the same "
-        "state and plan",
-        first_->replica);
-  if (!up.settings().empty() && !first_->settings.empty() && up.settings() != first_->settings)
-    return fmt::format("it all-reduces over {}, and replica {}, which came first, over {}; give all replicas the same",
-                       up.settings(), first_->replica, first_->settings);
-  return std::nullopt;
+void Coordinator::refuse(NodeId node, const proto::RankUp& up, std::string reason) {
+  proto::ToNode answer;
+  auto& refused = *answer.mutable_refused();
+  refused.set_replica(up.replica());
+  refused.set_rank(up.rank());
+  refused.set_life(up.life());
+  refused.set_reason(std::move(reason));
+  note("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
+  send(node, std::move(answer));
+}
+
+// Who comes to a finished job has no part in it: it is registered by name only, so that it can hear the last plan.
+void Coordinator::tell_the_end(NodeId node, const proto::RankUp& up) {
+  actions_.append.emplace_back().mutable_incarnated()->set_incarnation(++last_incarnation_);
+  nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
+  welcome(node, up, Incarnation(last_incarnation_));
+  send_plan(node);
 }
 
 // It was registered by a coordinator with another log, or has heard decisions that this log lacks. It is neither sent
@@ -142,11 +136,20 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
   ReplicaState& replica = found->second;
   keep(replica, node, up).lost_at = now;
   welcome(node, up, replica.incarnation);
-  if (finished()) send_plan(node);
   if (!whole(replica)) return;
   note("replica {} has registered", id);
-  if (may_announce()) announce_replica(replica, id);
+  on_whole(id, now);
   try_start(now);
+}
+
+// Those who differ in what they declare could not connect with each other.
+void Coordinator::on_whole(ReplicaId id, TimePoint now) {
+  const bool differed = dissent();
+  settle_declarations(now);
+  auto found = replicas_.find(id);
+  if (differed) unannounced_ = true;
+  else if (found != replicas_.end() && may_announce()) announce_replica(found->second, id);
+  announce_after_dissent();
 }
 
 void Coordinator::welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation) {
@@ -164,7 +167,9 @@ void Coordinator::welcome(NodeId node, const proto::RankUp& up, Incarnation inca
 void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica) {
   welcome(node, up, replica.incarnation);
   const bool recovering = recovering_until_.has_value();
-  if (may_announce() && !recovering) {  // otherwise everybody has just been told all
+  if (dissent()) {
+    unannounced_ = true;
+  } else if (may_announce() && !recovering) {  // otherwise everybody has just been told all
     announce_to(node, RankSet(up.rank()));
     if (whole(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
@@ -182,6 +187,12 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   replica.ranks.resize(config_.ranks);
   RankState& rank = replica.ranks[up.rank()];
   if (!std::exchange(rank.registered, true)) ++replica.registered;
+  rank.kind = &manner_of(up);
+  replica.mixed = replica.mixed || (replica.kind != nullptr && replica.kind != rank.kind);
+  if (replica.kind == nullptr) replica.kind = rank.kind;
+  if (auto refused = refused_.find(ReplicaId(up.replica()));
+      refused != refused_.end() && refused->second.first == up.rank())
+    refused_.erase(refused);
   rank.node = node;
   rank.life = up.life();
   rank.version = up.version();
@@ -189,7 +200,12 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   audit_.on_digest_time(std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.connected_node = true;
   rank.address_size = static_cast<std::uint32_t>(up.address().size());
-  rank.addresses = up.address() + up.stream_address();
+  rank.pid = up.pid();
+  for (auto& claim : claims_)  // it is asked again, through where it is now
+    if (claim.up.replica() == up.replica() && claim.up.rank() == up.rank()) claim.asked = {};
+  rank.daemon = up.daemon();
+  rank.stream_size = static_cast<std::uint32_t>(up.stream_address().size());
+  rank.addresses = up.address() + up.stream_address() + up.node();
   rank.addresses.shrink_to_fit();
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
   return rank;
@@ -249,7 +265,7 @@ void Coordinator::describe(const ReplicaState& replica, ReplicaId id, const Rank
       peer.set_incarnation(replica.incarnation.value);
       peer.set_rank(static_cast<std::uint32_t>(number));
       peer.set_address(rank.addresses.substr(0, rank.address_size));
-      peer.set_stream_address(rank.addresses.substr(rank.address_size));
+      peer.set_stream_address(rank.addresses.substr(rank.address_size, rank.stream_size));
     }
 }
 

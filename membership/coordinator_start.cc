@@ -60,7 +60,9 @@ std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
     there.push_back(id);
     incarnations.insert(replica.incarnation.value);
   }
-  if (there.size() < config_.replicas) {
+  if (dissent()) return {};
+  // Who was refused for what it declares may come back right, and catch up; a majority does not wait for that.
+  if (there.size() + refused_.size() < config_.replicas || 2 * there.size() <= config_.replicas) {
     if (!started() || there.empty()) {
       incomplete_since_.reset();
       return {};
@@ -162,7 +164,8 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     actions_.append.push_back(record);
     REJOIN_CHECK(replay(record));
   }
-  if (first_) {
+  if (const Manner* kind = replicas_.at(replicas.front()).kind) {
+    first_ = {replicas.front(), kind->key->first, kind->key->second};
     auto& declared = *actions_.append.emplace_back().mutable_declared();
     declared.set_replica(first_->replica.value);
     declared.set_plan_hash(first_->plan_hash);

@@ -77,6 +77,21 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       for (const auto& [connection, rank] : ranks_)
         if (!of_another_job(rank, message.plan().job())) tell(connection, message, actions);
       break;
+    case proto::ToNode::kInquiry:
+      for (const auto& [connection, rank] : ranks_) {
+        const auto& asked = message.inquiry();
+        if (rank.up.replica() != asked.replica() || rank.up.rank() != asked.rank() || rank.up.life() != asked.life())
+          continue;
+        auto& alive = *actions.to_coordinator.emplace_back().mutable_alive();
+        alive.set_replica(asked.replica());
+        alive.set_rank(asked.rank());
+        alive.set_life(asked.life());
+        alive.set_silent_ms(static_cast<std::uint64_t>(milliseconds(now - rank.heard)));
+      }
+      break;
+    case proto::ToNode::kDeclare:
+      to_life(message.declare().replica(), message.declare().rank(), message.declare().life(), [](RankInfo&) {});
+      break;
     case proto::ToNode::KIND_NOT_SET:
       actions.notes.push_back("an empty message from the coordinator was ignored");
       break;
@@ -107,8 +122,11 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
       actions.notes.push_back("a rank registered twice on one connection; ignored");
       return actions;
     }
-    ranks_[connection] = {message.rank_up(), now, message.rank_up().incarnation() != 0, {}, false};
-    if (coordinator_up_) actions.to_coordinator.push_back(message);
+    RankInfo& rank = ranks_[connection] = {
+        .up = message.rank_up(), .heard = now, .registered = message.rank_up().incarnation() != 0};
+    rank.up.set_node(name_);
+    rank.up.set_daemon(id_);
+    if (coordinator_up_) *actions.to_coordinator.emplace_back().mutable_rank_up() = rank.up;
     // Its exchange may be what those of the others have waited for.
     if (message.rank_up().exchanged_epoch() != 0) gather(ranks_.at(connection), actions);
     return actions;
@@ -130,11 +148,13 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   if (message.kind_case() == proto::FromNode::kLinks) {
     rank.links.emplace(message.links().incarnations().begin(), message.links().incarnations().end());
     std::sort(rank.links->begin(), rank.links->end());
+    rank.unreached.assign(message.links().unreached().begin(), message.links().unreached().end());
     report_standing(rank, actions);
   } else if (message.kind_case() == proto::FromNode::kCaughtUp) {
     if (message.caught_up().life() == rank.up.life()) rank.caught_up = true;
     report_standing(rank, actions);
-  } else if ((message.has_accusation() || message.has_details() || message.has_drift()) && coordinator_up_) {
+  } else if ((message.has_accusation() || message.has_details() || message.has_drift() || message.has_declaration()) &&
+             coordinator_up_) {
     actions.to_coordinator.push_back(message);
   }
   return actions;
@@ -143,6 +163,13 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its) {
   if (!links) links.emplace(its.begin(), its.end());
   else std::erase_if(*links, [&](auto link) { return !std::binary_search(its.begin(), its.end(), link); });
+}
+
+// The first of each peer.
+void add_unreached(const proto::Unreached& one, proto::Standing& standing) {
+  const bool known = std::any_of(standing.unreached().begin(), standing.unreached().end(),
+                                 [&](const auto& other) { return other.incarnation() == one.incarnation(); });
+  if (!known) *standing.add_unreached() = one;
 }
 
 // One report of how all ranks of the replica on this node stand, when all have said it and where it changed.
@@ -161,6 +188,7 @@ void Node::report_standing(const RankInfo& one, Actions& actions) {
     together.add(RankSet(rank.up.rank()));
     if (!rank.caught_up) standing.set_caught_up(false);
     keep_common(links, *rank.links);
+    for (const auto& unreached : rank.unreached) add_unreached(unreached, standing);
   }
   together.to(standing.mutable_ranks());
   for (auto link : *links) standing.add_links(link);
@@ -213,8 +241,10 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
   down.set_rank(gone.mapped().up.rank());
   down.set_life(gone.mapped().up.life());
   down.set_reason(reason);
-  down.set_ended(how == Gone::ended);
-  actions.notes.push_back(fmt::format("replica {} rank {}: {}", down.replica(), down.rank(), reason));
+  down.set_ended(how == Gone::ended || how == Gone::left);
+  down.set_left(how == Gone::left);
+  actions.notes.push_back(
+      fmt::format("replica {} rank {}{}: {}", down.replica(), down.rank(), down.left() ? " has left" : "", reason));
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
   // The others of its replica may have waited for it alone.
   for (const auto& [id, rank] : ranks_) {

@@ -31,10 +31,13 @@ class Node {
     TimePoint heard{};
     bool registered = false;
     std::optional<std::vector<std::uint64_t>> links;  // ascending
+    std::vector<proto::Unreached> unreached;
     bool caught_up = false;
   };
 
-  Node(std::string name, Duration silence) : name_(std::move(name)), silence_(silence), attendance_(silence) {}
+  // `id`: random, another one for each process.
+  Node(std::string name, Duration silence, std::uint64_t id)
+      : name_(std::move(name)), silence_(silence), id_(id), attendance_(silence) {}
 
   Actions on_coordinator_up(TimePoint now);  // connected (again): introduces itself and its ranks
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
@@ -47,7 +50,8 @@ class Node {
   // Its progress thread was seen alive (message, or the counter in its shared page).
   void on_rank_alive(RankConnection rank, TimePoint now);
   enum class Gone : std::uint8_t {
-    ended,     // its process is no more, or has left, and its state is no source any more
+    ended,     // its process is no more, and its state with it
+    left,      // likewise, and it has said so itself
     silent,    // it may come back through another connection
     replaced,  // it has come back through another connection already
   };
@@ -71,6 +75,7 @@ class Node {
 
   const std::string name_;
   const Duration silence_;
+  const std::uint64_t id_;
   Attendance attendance_;
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
@@ -80,6 +85,7 @@ class Node {
   std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> standings_;  // said last, by replica and incarnation
 };
 
+void add_unreached(const proto::Unreached& one, proto::Standing& standing);  // to a report of several
 // Of the links of those before (none yet: all), those that are also `its`, ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 

@@ -31,6 +31,7 @@ Relay::Actions Relay::on_coordinator_down() {
   nodes_.clear();
   ranks_.clear();
   groups_.clear();
+  claims_.clear();
   plan_ = {};
   accused_.clear();
   return take();
@@ -40,6 +41,12 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
   coordinator_heard_ = now;
   // To the rank that this answers.
   const auto answer = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t life) -> RankState* {
+    if (auto claim = claims_.find({{replica, number}, life}); claim != claims_.end()) {
+      const Claim its = claim->second;
+      if (message.has_registered() || message.has_refused()) claims_.erase(claim);
+      if (message.has_registered()) take_place({replica, number}, its, life);
+      else if (its.connected) tell({its.node}, message);
+    }
     auto found = ranks_.find({replica, number});
     if (found == ranks_.end() || found->second.life != life || !found->second.connected) return nullptr;
     tell({found->second.node}, message);
@@ -57,6 +64,12 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     }
     case proto::ToNode::kRefused:
       answer(message.refused().replica(), message.refused().rank(), message.refused().life());
+      break;
+    case proto::ToNode::kInquiry:
+      answer(message.inquiry().replica(), message.inquiry().rank(), message.inquiry().life());
+      break;
+    case proto::ToNode::kDeclare:
+      answer(message.declare().replica(), message.declare().rank(), message.declare().life());
       break;
     case proto::ToNode::kFenced: {
       const std::uint32_t replica = message.fenced().replica();
@@ -99,6 +112,7 @@ void Relay::on_plan(const proto::ToNode& message) {
   const bool fresh = now != plan_;
   if (fresh) accused_.clear();
   plan_ = now;
+  finished_ = message.plan().finished();
   std::vector<NodeId> concerned;
   for (auto& [node, state] : nodes_)
     if (std::exchange(state.wants_plan, false) || fresh) concerned.push_back(node);
@@ -121,6 +135,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       break;
     case proto::FromNode::kRankDown: {
       const auto& down = message.rank_down();
+      claims_.erase({{down.replica(), down.rank()}, down.life()});
       if (auto found = ranks_.find({down.replica(), down.rank()});
           found != ranks_.end() && found->second.life == down.life()) {
         leave(found->first, found->second);
@@ -141,6 +156,8 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       break;
     }
     case proto::FromNode::kDetails:
+    case proto::FromNode::kAlive:
+    case proto::FromNode::kDeclaration:
     case proto::FromNode::kDrift: up() = message; break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode alive;
@@ -158,13 +175,36 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
 
 void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   const RankKey key{up.replica(), up.rank()};
-  RankState& rank = ranks_[key];
-  if (rank.connected) leave(key, rank);
-  rank = {.node = node, .life = up.life(), .incarnation = up.incarnation(), .connected = true, .lost_at = {}};
-  nodes_[node].hosts.add(RankSet(up.rank()));
+  const auto present = ranks_.find(key);
+  if (up.incarnation() == 0 && present != ranks_.end() && present->second.life != up.life() &&
+      (!present->second.connected || present->second.node != node)) {
+    claims_[{key, up.life()}] = {.node = node, .connected = true};
+    return;
+  }
+  RankState& rank = take_place(key, node, up.life());
+  rank.incarnation = up.incarnation();
   if (up.incarnation() == 0) return;  // known when it is registered
   join(key, rank, up.incarnation());
   add_exchanged(exchanged_of(up));
+}
+
+// Its daemon may have gone meanwhile: then it has its time to come back, as any other.
+void Relay::take_place(const RankKey& key, const Claim& claim, std::uint64_t life) {
+  if (claim.connected) {
+    take_place(key, claim.node, life);
+    return;
+  }
+  RankState& rank = ranks_[key];
+  if (rank.connected) leave(key, rank);
+  rank = {.node = claim.node, .life = life, .incarnation = 0, .connected = false, .lost_at = claim.lost_at};
+}
+
+Relay::RankState& Relay::take_place(const RankKey& key, NodeId node, std::uint64_t life) {
+  RankState& rank = ranks_[key];
+  if (rank.connected) leave(key, rank);
+  rank = {.node = node, .life = life, .incarnation = 0, .connected = true, .lost_at = {}};
+  nodes_[node].hosts.add(RankSet(key.second));
+  return rank;
 }
 
 void Relay::join(const RankKey& key, RankState& rank, std::uint64_t incarnation) {
@@ -220,25 +260,29 @@ void Relay::report_standing(std::uint32_t replica, std::uint64_t incarnation, Gr
   RankSet together;
   std::optional<std::vector<std::uint64_t>> links;
   bool caught_up = true;
+  proto::FromNode message;
+  auto& together_stand = *message.mutable_standing();
   for (const auto& [node, standing] : group.standings) {
+    for (const auto& one : standing.unreached()) add_unreached(one, together_stand);
     together.add(RankSet(standing.ranks(), kNoLimit));
     caught_up = caught_up && standing.caught_up();
     keep_common(links, {standing.links().data(), static_cast<std::size_t>(standing.links().size())});
   }
   if (!together.includes(group.registered)) return;
-  proto::FromNode message;
-  auto& standing = *message.mutable_standing();
-  standing.set_replica(replica);
-  standing.set_incarnation(incarnation);
-  standing.set_caught_up(caught_up);
-  for (auto link : *links) standing.add_links(link);
-  together.to(standing.mutable_ranks());
-  if (std::string now = standing.SerializeAsString(); std::exchange(group.said, now) != now) up() = std::move(message);
+  together_stand.set_replica(replica);
+  together_stand.set_incarnation(incarnation);
+  together_stand.set_caught_up(caught_up);
+  for (auto link : *links) together_stand.add_links(link);
+  together.to(together_stand.mutable_ranks());
+  if (std::string now = together_stand.SerializeAsString(); std::exchange(group.said, now) != now)
+    up() = std::move(message);
 }
 
 // Its ranks may still run: they have `silence` to come back through another connection.
 Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
   nodes_.erase(node);
+  for (auto& [key, claim] : claims_)
+    if (claim.connected && claim.node == node) claim.connected = false, claim.lost_at = now;
   for (auto& [key, rank] : ranks_) {
     if (!rank.connected || rank.node != node) continue;
     leave(key, rank);
@@ -253,6 +297,7 @@ Relay::Actions Relay::on_tick(TimePoint now) {
         fmt::format("this relay was away for {:.0f} ms, which it holds against nobody", milliseconds(away)));
     for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
     for (auto& [key, rank] : ranks_) forgive(rank.lost_at, away, now);
+    for (auto& [key, claim] : claims_) forgive(claim.lost_at, away, now);
     forgive(coordinator_heard_, away, now);
   }
   if (!attendance_.settling(now)) lose_silent(now);
@@ -279,13 +324,23 @@ void Relay::lose_silent(TimePoint now) {
       ++entry;
       continue;
     }
-    auto& down = *up().mutable_rank_down();
-    down.set_replica(key.first);
-    down.set_rank(key.second);
-    down.set_life(rank.life);
-    down.set_reason("its daemon did not come back in time");
+    down(key, rank.life);
     entry = ranks_.erase(entry);
   }
+  std::erase_if(claims_, [&](const auto& entry) {
+    const auto& [key, claim] = entry;
+    const bool gone = !claim.connected && now - claim.lost_at >= silence_;
+    if (gone) down(key.first, key.second);
+    return gone;
+  });
+}
+
+void Relay::down(const RankKey& key, std::uint64_t life) {
+  auto& down = *up().mutable_rank_down();
+  down.set_replica(key.first);
+  down.set_rank(key.second);
+  down.set_life(life);
+  down.set_reason("its daemon did not come back in time");
 }
 
 void Relay::tell(std::vector<NodeId> nodes, proto::ToNode message) {

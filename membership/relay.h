@@ -42,6 +42,7 @@ class Relay {
 
   bool coordinator_up() const { return coordinator_up_; }
   TimePoint coordinator_heard() const { return coordinator_heard_; }
+  bool finished() const { return finished_; }  // the job, by the last plan heard
   std::size_t nodes() const { return nodes_.size(); }
   std::size_t ranks() const { return ranks_.size(); }
 
@@ -66,11 +67,19 @@ class Relay {
     std::map<NodeId, proto::Standing> standings;
     std::string said;  // the last standing that went up
   };
-  using GroupKey = std::pair<std::uint32_t, std::uint64_t>;         // replica, incarnation
-  using RankKey = std::pair<std::uint32_t, std::uint32_t>;          // replica, rank
+  using GroupKey = std::pair<std::uint32_t, std::uint64_t>;  // replica, incarnation
+  using RankKey = std::pair<std::uint32_t, std::uint32_t>;   // replica, rank
+  struct Claim {
+    NodeId node;
+    bool connected = false;
+    TimePoint lost_at{};  // as a rank's
+  };
   using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool>;  // replica, suspect, only waiting
 
   void on_rank_up(NodeId node, const proto::RankUp& up);
+  RankState& take_place(const RankKey& key, NodeId node, std::uint64_t life);
+  void take_place(const RankKey& key, const Claim& claim, std::uint64_t life);
+  void down(const RankKey& key, std::uint64_t life);
   void join(const RankKey& key, RankState& rank, std::uint64_t incarnation);
   void leave(const RankKey& key, RankState& rank);
   void on_standing(NodeId node, const proto::Standing& standing);
@@ -91,9 +100,12 @@ class Relay {
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<NodeId, NodeState> nodes_;
   std::map<RankKey, RankState> ranks_;
+  // Of places that others have: the coordinator says which of the two it is, and until then that other one stays.
+  std::map<std::pair<RankKey, std::uint64_t>, Claim> claims_;  // by life
   std::map<GroupKey, Group> groups_;
   std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
-  std::set<Accusing> accused_;                      // in that epoch
+  bool finished_ = false;
+  std::set<Accusing> accused_;  // in that epoch
   Actions actions_;
 };
 

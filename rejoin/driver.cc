@@ -11,7 +11,8 @@ namespace {
 
 ftar::Member member_of(const auto& m) { return {ReplicaId(m.replica()), Incarnation(m.incarnation())}; }
 
-constexpr Duration kWorthTelling = std::chrono::seconds(1);  // of a wait: named in the log and the status from then on
+// Of a wait: named in the log from then on, and in the coordinator's status after a quarter of the silence already.
+constexpr Duration kWorthTelling = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -37,15 +38,33 @@ void Driver::poll(TimePoint now) {
   if (!ring_ || failure_) return;
   submit_wanted();
   poll_ring(now);
-  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
-    ring_->forgive(away, now);
-    disturbed_ = true;
-  }
   if (!attendance_.settling(now)) look_for_stalls(now);
   if (now < reach_at_) return;
   reach_at_ = now + silence_;
   ring_->drop_unfinished(silence_, now);
   reach_peers();
+}
+
+void Driver::notice(TimePoint now) {
+  const Duration away = attendance_.on_tick(now);
+  if (away == Duration{}) return;
+  away_ = away;
+  back_at_ = now;
+  disturbed_ = true;
+  if (ring_) ring_->forgive(away, now);
+}
+
+// What it hears of that comes within two silences.
+Duration Driver::away(TimePoint now) const { return now - back_at_ <= 2 * silence_ ? away_ : Duration{}; }
+
+// Out, and why; it may be its own silence.
+void Driver::put_out(const std::string& why, TimePoint now) {
+  const Duration away = this->away(now);
+  fail({ErrorCode::cancelled,
+        away > silence_ / 2 ? fmt::format("this process was silent for {:.1f} s, and its replica was put out of the "
+                                          "job: {}; start it again to catch up",
+                                          seconds(away), why)
+                            : fmt::format("this replica is out of the job: {}; start it again to catch up", why)});
 }
 
 proto::FromNode Driver::heartbeat() const {
@@ -94,13 +113,17 @@ void Driver::poll_ring(TimePoint now) {
         break;
       case ftar::Outcome::Kind::failed: return fail(*outcome.error);
       case ftar::Outcome::Kind::entered: events::emit("entered", {{"epoch", outcome.epoch.value}}); break;
-      case ftar::Outcome::Kind::peer_up: links_changed = true; break;
+      case ftar::Outcome::Kind::peer_up:
+        links_changed = true;
+        unreached_.erase(outcome.member.incarnation);
+        break;
       case ftar::Outcome::Kind::peer_lost: {
         links_changed = true;
         spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
+        const bool again = not_reached(outcome.member, outcome.error->message);
         accuse(outcome.member, outcome.error->message).set_lost(true);
         if (is_place(outcome.member)) broken_[outcome.member.replica] = outcome.error->message;
-        reach_at_ = std::min(reach_at_, now + silence_ / 16);
+        reach_at_ = std::min(reach_at_, now + silence_ / (again ? 2 : 16));
         break;
       }
     }
@@ -195,6 +218,23 @@ Result<> Driver::tell_details(const proto::Plan::Inspect& wanted) {
   return {};
 }
 
+// It is tried again, without a word for each time: the coordinator's status has it for as long as it lasts. True: this
+// is not the first time since there was a connection.
+bool Driver::not_reached(const ftar::Member& member, const std::string& why) {
+  const bool is_peer = std::any_of(peers_.peers().begin(), peers_.peers().end(),
+                                   [&](const auto& peer) { return peer.incarnation() == member.incarnation.value; });
+  if (!is_peer) return false;
+  const auto [one, fresh] = unreached_.try_emplace(member.incarnation);
+  if (!fresh) return true;
+  one->second.set_replica(member.replica.value);
+  one->second.set_incarnation(member.incarnation.value);
+  one->second.set_rank(config_.rank);
+  one->second.set_why(why);
+  if (!machine_.member()) spdlog::warn("replica {} is not reached: {}", member.replica, why);
+  report_links();
+  return false;
+}
+
 void Driver::report_links() {
   proto::FromNode report;
   auto& links = *report.mutable_links();
@@ -203,6 +243,7 @@ void Driver::report_links() {
   links.set_life(config_.life);
   for (const auto& peer : peers_.peers())
     if (ring_->connected(member_of(peer))) links.add_incarnations(peer.incarnation());
+  for (const auto& [incarnation, one] : unreached_) *links.add_unreached() = one;
   reports_.push_back(std::move(report));
 }
 
@@ -247,8 +288,10 @@ void Driver::look_for_stalls(TimePoint now) {
                    wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
     }
     const Duration patience = wait.on_trainers ? patience_with_compute() : silence_;
-    if (!wait.on || wait.since <= std::min(kWorthTelling, patience)) continue;
-    accuse(*wait.on, wait.what).set_only_waiting(wait.since <= patience);
+    if (!wait.on || wait.since <= std::min(kWorthTelling, silence_ / 4)) continue;
+    auto& accusation = accuse(*wait.on, wait.what);
+    accusation.set_only_waiting(wait.since <= patience);
+    accusation.set_waited_ms(static_cast<std::uint64_t>(milliseconds(wait.since)));
     break;
   }
 }
@@ -272,13 +315,19 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
     }
     case proto::ToNode::kRefused: return fail({ErrorCode::refused, word.refused().reason()});
     case proto::ToNode::kFenced:
-      if (word.fenced().incarnation() == machine_.incarnation().value)
-        fail({ErrorCode::cancelled,
-              fmt::format("this replica is out of the job: {}; start it again to catch up", word.fenced().reason())});
+      if (word.fenced().incarnation() == machine_.incarnation().value) put_out(word.fenced().reason(), now);
       return;
     case proto::ToNode::kPeers: return on_peers(word.peers());
     case proto::ToNode::kPlan: return on_plan(word.plan(), now);
     case proto::ToNode::kHeartbeat:
+    case proto::ToNode::kDeclare: {
+      auto& declaration = *reports_.emplace_back().mutable_declaration() = config_.declared;
+      declaration.set_replica(config_.replica.value);
+      declaration.set_rank(config_.rank);
+      declaration.set_life(config_.life);
+      return;
+    }
+    case proto::ToNode::kInquiry:  // the daemon's
     case proto::ToNode::KIND_NOT_SET: return;
   }
 }
@@ -291,6 +340,10 @@ void Driver::on_peers(const proto::Peers& peers) {
                                    [&](const auto& p) { return p.incarnation() == peer.incarnation(); });
     if (!stays) ring_->forget(member_of(peer));  // fenced
   }
+  std::erase_if(unreached_, [&](const auto& one) {
+    return std::none_of(peers_.peers().begin(), peers_.peers().end(),
+                        [&](const auto& peer) { return peer.incarnation() == one.first.value; });
+  });
   reach_peers();
   report_links();
 }
@@ -302,7 +355,7 @@ void Driver::reach_peers() {
     // Of two, the newer one connects.
     if (peer.incarnation() >= machine_.incarnation().value || peer.replica() == config_.replica.value) continue;
     if (auto connecting = ring_->connect(member_of(peer), {peer.address()}); !connecting)
-      spdlog::warn("replica {} at {}: {}", peer.replica(), peer.address(), connecting.error().message);
+      not_reached(member_of(peer), fmt::format("{}: {}", peer.address(), connecting.error().message));
   }
 }
 
@@ -311,8 +364,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   const std::uint64_t under_way = machine_.step().value;
   const auto meaning = machine_.on_plan(plan);
   using Meaning = membership::Rank::Meaning;
-  if (meaning == Meaning::fenced)
-    return fail({ErrorCode::cancelled, "this replica is out of the job; start it again to catch up"});
+  if (meaning == Meaning::fenced) return put_out("a step was committed without it", now);
   if (meaning == Meaning::nothing) return;
   if (meaning == Meaning::over) {
     spdlog::warn("the job was finished with step {} before this replica had a part in it: its state is not the job's",

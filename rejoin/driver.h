@@ -21,6 +21,7 @@ struct DriverConfig {
   std::uint64_t life = 0;       // this process's; never 0
   std::string transport;        // its kind
   std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
+  proto::Declaration declared;  // what is behind it
   ftar::Options ring;
   Duration patience{};  // with a trainer that computes, before enough steps were seen to know what is usual
 };
@@ -47,7 +48,10 @@ class Driver {
 
   // ---- the daemon's side
   void on_word(const proto::ToNode& word, TimePoint now);
-  void poll(TimePoint now);  // the ring; when it has anything to do, often
+  // In every turn, before what has come is heard: was this process away?
+  void notice(TimePoint now);
+  Duration away(TimePoint now) const;  // for how long it was, just now; zero as a rule
+  void poll(TimePoint now);            // the ring; when it has anything to do, often
   // What is to be said since the last call. What gets lost with the daemon is said again by describe().
   std::vector<proto::FromNode> take_reports() { return std::exchange(reports_, {}); }
   void on_daemon_back() {
@@ -94,11 +98,13 @@ class Driver {
   Result<> digest_exchanged();
   Result<> tell_details(const proto::Plan::Inspect& wanted);
   void report_links();
+  bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
   bool is_place(const ftar::Member& member) const;
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   Duration patience_with_compute() const;
   void fail(Error error);
+  void put_out(const std::string& why, TimePoint now);
 
   const DriverConfig config_;
   transport::Engine& engine_;
@@ -107,6 +113,8 @@ class Driver {
   std::uint64_t secret_ = 0;
   Duration silence_ = std::chrono::seconds(2);
   membership::Attendance attendance_{silence_};
+  Duration away_{};
+  TimePoint back_at_{};
   membership::Rank machine_;
   std::unique_ptr<ftar::Communicator> ring_;
   std::vector<ftar::Place> places_;  // of the ring, in its epoch
@@ -115,6 +123,7 @@ class Driver {
   std::unique_ptr<StateAudit> audit_;
   membership::RankDigests digests_;  // of the last exchange
   proto::Peers peers_;
+  std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
   bool let_go_ = false;  // the device's driver is not entered before the trainer's streams were told of the last bucket
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step

@@ -87,18 +87,20 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
   if (!address) return tl::unexpected(address.error());
   address_ = address->text;
 
-  driver_.emplace(DriverConfig{.replica = ReplicaId(config_.replica),
-                               .rank = config_.rank,
-                               .life = random_number() | 1,
-                               .transport = config_.transport.substr(0, config_.transport.find(':')),
-                               .plan_hash = state_.plan_hash(),
-                               .ring = {.chunk_bytes = config_.chunk_bytes,
-                                        .chunks_in_flight = config_.chunks_in_flight,
-                                        .flip_bit_at = Step(config_.flip_bit_at),
-                                        .device = on_gpu ? device : nullptr,
-                                        .shared_reducer = reducer_},
-                               .patience = config_.patience},
-                  *engine_, owner_, buckets_);
+  driver_.emplace(
+      DriverConfig{.replica = ReplicaId(config_.replica),
+                   .rank = config_.rank,
+                   .life = random_number() | 1,
+                   .transport = transport::family_of(config_.transport) + (on_gpu ? " out of a GPU's memory" : ""),
+                   .plan_hash = state_.plan_hash(),
+                   .declared = state_.declaration(),
+                   .ring = {.chunk_bytes = config_.chunk_bytes,
+                            .chunks_in_flight = config_.chunks_in_flight,
+                            .flip_bit_at = Step(config_.flip_bit_at),
+                            .device = on_gpu ? device : nullptr,
+                            .shared_reducer = reducer_},
+                   .patience = config_.patience},
+      *engine_, owner_, buckets_);
 
   if (auto introduced = introduce(); !introduced) return introduced;
   begin();
@@ -323,6 +325,7 @@ void Progress::run() {
       }
     }
     const TimePoint now = clock_.now();
+    driver_->notice(now);
     if (now - heartbeat_at_ >= silence_ / 8) {
       heartbeat_at_ = now;
       owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
@@ -443,8 +446,15 @@ void Progress::say_all() {
 }
 
 void Progress::lose_daemon(const std::string& why) {
-  if (driver_->finished()) spdlog::debug("the daemon is gone ({}), and so is the job", why);
-  else spdlog::warn("the daemon is gone ({}); looking for it again", why);
+  const Duration away = driver_->away(clock_.now());
+  if (driver_->finished()) spdlog::info("the daemon has ended, and so has the job");
+  else if (away > (dropped_.empty() ? silence_ : Duration{}))
+    spdlog::warn(
+        "this process was silent for {:.1f} s, so the daemon put it out ({}); it registers again, and goes on "
+        "unless the job has gone on without it",
+        seconds(away), dropped_.empty() ? why : dropped_);
+  else spdlog::warn("the daemon is gone ({}); looking for it again", dropped_.empty() ? why : dropped_);
+  dropped_.clear();
   events::emit("daemon_lost");
   farewell_said_ = false;
   daemon_.reset();
@@ -464,6 +474,7 @@ void Progress::poll_daemon(TimePoint now) {
       continue;
     }
     if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
+    if (message.kind_case() == proto::ToTrainer::kDropped) dropped_ = message.dropped();
     if (message.has_welcome()) welcome_ = true;
     if (message.has_left()) {  // it closes the connection now
       farewell_heard_ = true;

@@ -105,6 +105,7 @@ class Progress {
   bool interrupt_seen_ = false;
   TimePoint leave_by_{};  // leaving: by then the daemon has answered
   bool farewell_said_ = false, farewell_heard_ = false;
+  std::string dropped_;  // by the daemon, and why
   std::thread thread_;
   Fd wake_;
   // Of a GPU.

@@ -196,6 +196,28 @@ std::uint64_t TrainingState::plan_hash() const {
   return plan | 1;
 }
 
+proto::Declaration TrainingState::declaration() const {
+  constexpr std::size_t most_bytes = 256 * KiB, most_of_a_name = 200;
+  proto::Declaration all;
+  std::size_t bytes = 0;
+  for (std::size_t t = 0; t < tensors_.size(); ++t) {
+    proto::Declaration::Tensor tensor;
+    tensor.set_name(tensors_[t].name.substr(0, most_of_a_name));
+    tensor.set_type(std::string(to_string(tensors_[t].type)));
+    tensor.set_count(tensors_[t].count);
+    tensor.set_moments(tensors_[t].columns - 1);
+    tensor.set_elementwise(tensors_[t].elementwise);
+    tensor.set_bucket(bucket_of_[t]);
+    bytes += tensor.ByteSizeLong() + 8;
+    if (bytes > most_bytes) {
+      all.set_untold(static_cast<std::uint32_t>(tensors_.size() - t));
+      break;
+    }
+    *all.add_tensors() = std::move(tensor);
+  }
+  return all;
+}
+
 Result<> TrainingState::start(std::uint64_t version) {
   auto keeper = catchup::Keeper::make(*owner_, keep_budget_);
   if (!keeper) return tl::unexpected(keeper.error());

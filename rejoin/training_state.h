@@ -5,6 +5,7 @@
 #include <set>
 
 #include "catchup/keeper.h"
+#include "control.pb.h"
 #include "ftar/communicator.h"
 #include "rejoin/session.h"
 #include "shm/owner.h"
@@ -33,6 +34,7 @@ class TrainingState {
   shm::Owner& owner() { return *owner_; }
   const std::vector<ftar::BucketSpec>& buckets() const { return specs_; }
   std::uint64_t plan_hash() const;
+  proto::Declaration declaration() const;  // the same in full, as far as it fits a message
   // All of this rank's that it allocated itself, as they go into the rings.
   BytesView gradients() const { return input_.bytes; }
   BytesView reduced() const { return output_.bytes; }  // … and as they come out

@@ -17,7 +17,7 @@ Daemon::Daemon(World& world, std::uint32_t node_number)
     : Process(world.next_number(), node_number, world.chance("daemon", node_number)),
       node(node_number),
       world_(world),
-      machine_(fmt::format("node {}", node_number), world.job.silence) {
+      machine_(fmt::format("node {}", node_number), world.job.silence, instance) {
   engine = world.make_engine(node, rails);
   address_ = engine->listen({}).value().text;
   catchup::Service::Options options;

@@ -37,7 +37,7 @@ class Cluster {
             .replicas = o_.replicas, .ranks = o_.ranks, .batch = 1, .steps = 0, .silence = std::chrono::seconds(10)})) {
     nodes_.resize(std::size_t{o_.replicas} * nodes_per_replica_);
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
-      nodes_[i].machine = std::make_unique<membership::Node>("n", std::chrono::seconds(10));
+      nodes_[i].machine = std::make_unique<membership::Node>("n", std::chrono::seconds(10), i + 1);
       nodes_[i].replica = static_cast<std::uint32_t>(i / nodes_per_replica_);
     }
     relays_.resize(o_.relays ? o_.replicas : 0);

@@ -54,6 +54,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                                                   .life = life,
                                                   .transport = "the simulated fabric",
                                                   .plan_hash = state_->plan_hash(),
+                                                  .declared = state_->declaration(),
                                                   .ring = {.chunk_bytes = model_.chunk_bytes(),
                                                            .chunks_in_flight = 2,
                                                            .direct_bytes = world.shape.direct ? 32768u : 0u},
@@ -188,6 +189,7 @@ std::size_t Trainer::pins_in_use() const {
 
 void Trainer::run() {
   const TimePoint now = world_.now_at(machine);
+  driver_->notice(now);
   const bool deaf =
       world_.planted(Plant::deaf_rank) && replica == 0 && rank == 0 && world_.now().time_since_epoch() > 2s;
   for (const auto& word : std::exchange(words_, {}))

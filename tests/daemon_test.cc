@@ -30,10 +30,6 @@ struct Job : Daemons {
         {"--replicas", std::to_string(replicas), "--ranks", "1", "--batch", "8", "--steps", std::to_string(steps)}));
     for (std::uint32_t r = 0; r < replicas; ++r) processes.push_back(start_node(r, {"--connect", coordinator}));
   }
-  bool waits_for_replica_1_alone() const {
-    const std::string told = run({kCli, "status", coordinator_status}).output;
-    return told.find("replica 1: 0 of 1") != std::string::npos && told.find("replica 0: 0 of 1") == std::string::npos;
-  }
   std::vector<std::string> environment(std::uint32_t replica) const {
     return {"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_RANK=0", "REJOIN_SOCKET=" + socket(replica)};
   }
@@ -202,6 +198,7 @@ TEST(Relay, ReplicasOfManyNodesGoThroughItAndOutliveIt) {
 
 TEST(Status, TellsForWhomTheJobWaits) {
   Job job;
+  job.silence_ms = "6000";  // long enough to be asked
   job.start(2, 0);
   Process first({kMinimal}, job.scratch.path + "/a", job.environment(0));
   ASSERT_TRUE(eventually([&] {
@@ -213,12 +210,113 @@ TEST(Status, TellsForWhomTheJobWaits) {
     const auto status = job.status();
     return !status.is_null() && status.at("committed").get<int>() > 10;
   }));
-  // A stopped trainer is named while the others wait for it.
+  // A stopped trainer is named while the others wait for it, and they are not.
   ::kill(second.pid(), SIGSTOP);
+  std::string told;
   EXPECT_TRUE(eventually([&] {
-    return run({kCli, "status", job.coordinator_status})
-               .output.find("waits for replica 1 rank 0: its exchange of step") != std::string::npos;
-  }));
+    told = run({kCli, "status", job.coordinator_status}).output;
+    return told.find("waits for replica 1 rank 0: its exchange of step") != std::string::npos &&
+           told.find("; replica 0 waits for it: ") != std::string::npos;
+  })) << told;
+  EXPECT_EQ(told.find("waits for replica 0"), std::string::npos) << told;
+}
+
+// It gets what those get that the end has met: no step.
+TEST(Session, ATrainerThatComesAfterTheEndHearsThatItIsOver) {
+  Job job;
+  job.start(1, 5);
+  const Ended first = run({kMinimal}, job.environment(0), std::chrono::seconds(30));
+  ASSERT_EQ(first.status, 0) << first.output;
+  const auto comes_late = [&] {
+    const Ended late = run({kMinimal}, job.environment(0), std::chrono::seconds(30));
+    EXPECT_EQ(late.status, 0) << late.output;
+    EXPECT_NE(late.output.find("the job was finished with step 5 before"), std::string::npos) << late.output;
+    const std::string status = run({kCli, "status", job.coordinator_status}).output;
+    EXPECT_NE(status.find("finished"), std::string::npos) << status;
+    EXPECT_EQ(status.find("waits for"), std::string::npos) << status;
+    EXPECT_EQ(job.status().at("held_for").size(), 0u);
+  };
+  comes_late();
+  job.processes[0] = nullptr;
+  job.processes[0] = job.start_coordinator({"--replicas", "1", "--ranks", "1", "--batch", "8", "--steps", "5",
+                                            "--listen", job.coordinator, "--status", job.coordinator_status});
+  comes_late();
+}
+
+TEST(Session, AnOrderlyEndIsNoWarning) {
+  Job job;
+  job.start(2, 20);
+  {
+    Process first({kMinimal}, job.file("a"), job.environment(0)), second({kMinimal}, job.file("b"), job.environment(1));
+    ASSERT_EQ(first.wait(std::chrono::seconds(30)), 0) << first.output();
+    ASSERT_EQ(second.wait(std::chrono::seconds(30)), 0) << second.output();
+    EXPECT_EQ(first.output().find("warning"), std::string::npos) << first.output();
+  }
+  const auto log = [&](const char* name) { return read_file(job.file(std::string(name) + ".out")); };
+  EXPECT_TRUE(eventually([&] {
+    return log("node0").find("replica 0 rank 0 has left: the job is finished") != std::string::npos &&
+           log("coordinator").find("replica 1 has left the finished job") != std::string::npos;
+  })) << log("node0")
+      << log("coordinator");
+  ASSERT_EQ(::kill(job.processes[0]->pid(), SIGTERM), 0);
+  EXPECT_EQ(job.processes[0]->wait(std::chrono::seconds(15)), 0);
+  EXPECT_TRUE(eventually([&] { return log("node1").find("; the job is finished") != std::string::npos; }))
+      << log("node1");
+  for (const char* name : {"coordinator", "node0", "node1"})
+    EXPECT_EQ(log(name).find("warn"), std::string::npos) << log(name);
+}
+
+TEST(Session, ATrainerThatWasStoppedSaysForHowLongAndThatItWasPutOut) {
+  Job job;
+  job.start(2, 0);
+  Process first({kMinimal}, job.file("a"), job.environment(0)), second({kMinimal}, job.file("b"), job.environment(1));
+  const auto committed = [&] { return job.status().value("committed", 0); };
+  ASSERT_TRUE(eventually([&] { return committed() > 5; }));
+  ::kill(second.pid(), SIGSTOP);
+  ASSERT_TRUE(eventually([&] { return job.status().at("members").size() == 1; }));
+  const int then = committed();
+  ASSERT_TRUE(eventually([&] { return committed() > then + 5; }));
+  ::kill(second.pid(), SIGCONT);
+  EXPECT_EQ(second.wait(std::chrono::seconds(15)), 3) << second.output();
+  EXPECT_NE(second.output().find(" s, so the daemon put it out (no sign of life for 1000 ms); it registers again"),
+            std::string::npos)
+      << second.output();
+  EXPECT_NE(second.output().find(" s, and its replica was put out of the job: "), std::string::npos) << second.output();
+  EXPECT_EQ(second.output().find("the daemon is gone"), std::string::npos) << second.output();
+}
+
+// Of two trainers with the same replica and rank the first stays, at one daemon and at two.
+TEST(Session, ASecondTrainerForAPlaceIsRefusedAndTheFirstGoesOn) {
+  Job job;
+  job.start(2, 0);
+  auto first = std::make_unique<Process>(std::vector{kMinimal}, job.file("a"), job.environment(0));
+  Process other({kMinimal}, job.file("b"), job.environment(1));
+  const auto committed = [&] { return job.status().value("committed", 0); };
+  ASSERT_TRUE(eventually([&] { return committed() > 5; }));
+  const auto epoch = job.status().at("epoch");
+  for (const std::uint32_t node : {0u, 1u}) {
+    const Ended second = run({kMinimal}, {"REJOIN_REPLICA=0", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(node)},
+                             std::chrono::seconds(15));
+    EXPECT_NE(second.status, 0) << second.output;
+    const auto who = node == 0 ? fmt::format("process {} of this node, node0, is replica 0 rank 0", first->pid())
+                               : fmt::format("process {} on node node0 is replica 0 rank 0", first->pid());
+    EXPECT_NE(second.output.find(who), std::string::npos) << second.output;
+  }
+  const int then = committed();
+  EXPECT_TRUE(eventually([&] { return committed() > then + 5; }));
+  EXPECT_EQ(job.status().at("epoch"), epoch) << first->output();
+  // The next one after a kill is taken at once, at either daemon.
+  for (const std::uint32_t node : {1u, 0u}) {
+    first.reset();
+    first = std::make_unique<Process>(
+        std::vector{kMinimal}, job.file("again" + std::to_string(node)),
+        std::vector<std::string>{"REJOIN_REPLICA=0", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(node)});
+    EXPECT_TRUE(eventually([&] {
+      const auto members = job.status().at("members");
+      return members.size() == 2 && members[0].at("role") == members[1].at("role");
+    })) << first->output()
+        << job.status().dump();
+  }
 }
 
 TEST(Metrics, AreServedInPrometheusFormat) {
@@ -530,33 +628,77 @@ TEST(BadInput, AnotherJobKeyIsRefusedOnBothSides) {
   })) << stranger.output();
 }
 
+// The demo's trainer declares other tensors than the minimal one.
+std::vector<std::string> demo_trainer(const Job& job, std::uint32_t replica) {
+  return {binaries() + "/rejoin-demo-trainer",
+          "--replica",
+          std::to_string(replica),
+          "--daemon",
+          job.socket(replica),
+          "--data",
+          REJOIN_DATA};
+}
+
 TEST(BadInput, ATrainerWithAnotherStateOrPlaceIsRefusedWithTheReason) {
   Job job;
-  job.start(2, 0);
-  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0));
-  ASSERT_TRUE(eventually([&] { return job.waits_for_replica_1_alone(); }));
+  job.start(3, 0);
+  Process other(demo_trainer(job, 1), job.file("other"));  // the first to come is not right for that
+  ASSERT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status}).output.find("replica 1: 0 of 1") == std::string::npos;
+  }));
   const Ended outside = run({kMinimal}, {"REJOIN_REPLICA=9", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(1)});
-  EXPECT_NE(outside.output.find("outside this job of 2 replicas"), std::string::npos) << outside.output;
-  // The demo's trainer declares other tensors.
-  const Ended other =
-      run({binaries() + "/rejoin-demo-trainer", "--replica", "1", "--daemon", job.socket(1), "--data", REJOIN_DATA});
-  EXPECT_NE(other.status, 0);
-  EXPECT_NE(other.output.find("tensors or buckets differ from those of replica"), std::string::npos) << other.output;
+  EXPECT_NE(outside.output.find("outside this job of 3 replicas"), std::string::npos) << outside.output;
+  Process first({kMinimal}, job.file("a"), job.environment(0)), third({kMinimal}, job.file("c"), job.environment(2));
+  EXPECT_GT(other.wait(std::chrono::seconds(15)), 0) << other.output();
+  const std::string why = "tensors or buckets differ from those of replicas 0, 2: tensor '";
+  EXPECT_NE(other.output().find(why), std::string::npos) << other.output();
+  EXPECT_TRUE(eventually([&] { return job.status().at("committed") > 5; })) << job.status().dump();
+  const std::string status = run({kCli, "status", job.coordinator_status}).output;
+  EXPECT_NE(status.find("REFUSED replica 1 rank 0: its " + why), std::string::npos) << status;
+  EXPECT_NE(read_file(job.file("coordinator.out")).find(why), std::string::npos);
+}
+
+TEST(BadInput, WithoutAMajorityOfEqualStatesTheStatusSaysWhoDiffersInWhat) {
+  Job job;
+  job.start(2, 0);
+  Process other(demo_trainer(job, 1), job.file("other")), first({kMinimal}, job.file("a"), job.environment(0));
+  std::string status;
+  EXPECT_TRUE(eventually([&] {
+    status = run({kCli, "status", job.coordinator_status}).output;
+    return status.find("replica 0 and replica 1 declare different things") != std::string::npos &&
+           status.find("differ from those of replica 0: tensor '") != std::string::npos;
+  })) << status;
+  EXPECT_EQ(first.output() + other.output(), "") << "both wait";
 }
 
 // Over shared memory and over TCP no ring can be made of them.
 TEST(BadInput, ATrainerWithAnotherTransportIsRefusedWithBoth) {
   Job job;
-  job.start(2, 0);
-  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0));
-  ASSERT_TRUE(eventually([&] { return job.waits_for_replica_1_alone(); }));
-  const Ended other =
-      run({kMinimal}, {"REJOIN_REPLICA=1", "REJOIN_RANK=0", "REJOIN_SOCKET=" + job.socket(1), "REJOIN_TRANSPORT=tcp"});
-  EXPECT_NE(other.output.find(
-                "it all-reduces over tcp in chunks of 1048576 bytes, 4 in flight, up to 32768 bytes direct, and "
-                "replica 0, which came first, over shm in"),
+  job.start(3, 0);
+  auto environment = job.environment(1);
+  environment.push_back("REJOIN_TRANSPORT=tcp");
+  Process first({kMinimal}, job.file("a"), job.environment(0)), other({kMinimal}, job.file("b"), environment),
+      third({kMinimal}, job.file("c"), job.environment(2));
+  EXPECT_GT(other.wait(std::chrono::seconds(15)), 0) << other.output();
+  EXPECT_NE(other.output().find("it all-reduces over tcp in chunks of 1048576 bytes, 4 in flight, up to 32768 bytes "
+                                "direct, and replicas 0, 2 over shm in"),
             std::string::npos)
-      << other.output;
+      << other.output();
+}
+
+// Both are TCP, and what goes over several rails is no plain connection.
+TEST(BadInput, TrainersWithOtherRailsAreNamedWithBoth) {
+  Job job;
+  job.start(2, 0);
+  auto plain = job.environment(0), rails = job.environment(1);
+  plain.push_back("REJOIN_TRANSPORT=tcp");
+  rails.push_back("REJOIN_TRANSPORT=tcp:127.0.0.1,127.0.0.2");
+  Process first({kMinimal}, job.file("a"), plain), second({kMinimal}, job.file("b"), rails);
+  EXPECT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status})
+               .output.find("of replica 1, it all-reduces over tcp over 2 rails in") != std::string::npos;
+  }));
+  EXPECT_EQ(first.output() + second.output(), "") << "nobody tries to connect";
 }
 
 // Started in another working directory, say: the default --log-directory is a relative one.

@@ -1,5 +1,7 @@
 #include "transport/factory.h"
 
+#include <algorithm>
+
 #include "transport/ibverbs/factory.h"
 #include "transport/shm/factory.h"
 #include "transport/staged/factory.h"
@@ -37,6 +39,12 @@ Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list) {
 }
 
 }  // namespace
+
+std::string family_of(const std::string& name) {
+  const std::string kind = name.substr(0, name.find(':'));
+  const auto rails = 1 + std::count(name.begin(), name.end(), ',');
+  return kind == "tcp" && rails > 1 ? fmt::format("tcp over {} rails", rails) : kind;
+}
 
 Result<> check_name(const std::string& name) {
   if (name == "tcp" || name == "ibverbs" || name.starts_with("ibverbs:") || name == "shm" || name.starts_with("ucx:"))

@@ -18,6 +18,8 @@ namespace rejoin::transport {
 // over these, each with settings as in ibverbs/factory.h. "ucx:LIST": UCX over the transports listed
 // (UCX's names, comma-separated; they must handle peer failures, as its tcp and RDMA transports do).
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name);
+// What peers must have alike to reach each other, as far as a name tells: "shm", "tcp over 2 rails".
+std::string family_of(const std::string& name);
 Result<> check_name(const std::string& name);  // its form alone, before anything is opened
 // The same for memory of this device and the host's: see staged/factory.h. All peers must have such engines, or none.
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device,

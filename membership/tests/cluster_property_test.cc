@@ -79,7 +79,7 @@ struct World {
     if (with_relays) relays.resize(config.replicas);
     for (auto& relay : relays) relay.machine = std::make_unique<Relay>("r", config.silence);
     for (auto& node : nodes) {
-      node.machine = std::make_unique<Node>("n", config.silence);
+      node.machine = std::make_unique<Node>("n", config.silence, ++lives);
       node.ranks.resize(config.ranks);
     }
   }
@@ -228,7 +228,7 @@ struct World {
   // The daemon dies; its ranks find the new one and register again as who they are.
   void restart_daemon(NodeProcess& node, std::uint32_t replica) {
     disconnect(node);
-    node.machine = std::make_unique<Node>("n", config.silence);
+    node.machine = std::make_unique<Node>("n", config.silence, ++lives);
     for (std::uint32_t number = 0; number < config.ranks; ++number) {
       auto& rank = node.ranks[number];
       if (!rank) continue;
@@ -599,6 +599,11 @@ TEST(MembershipProperty, ARankThatHearsOfItsRegistrationLateGetsThePlanAgain) { 
 // Found by the same with relays: one rank's exchange waited at the relay for another's, which came with its
 // registration after its daemon had been started again.
 TEST(MembershipProperty, AnExchangeThatARelayHoldsForARankThatComesBackIsReported) { EXPECT_EQ(play(705, true), ""); }
+
+// Found by the same: its daemon was gone when the coordinator gave it the place, and the relay did not know it.
+TEST(MembershipProperty, ARankThatIsLostBeforeTheRelayHearsOfItsRegistrationIsFoundGone) {
+  EXPECT_EQ(play(0, true, {{657, 2, 0, 0, 0}, {939, 3, 0, 0, 0}, {855, 0, 0, 0, 0}, {445, 0, 0, 0, 0}}), "");
+}
 
 TEST(MembershipProperty, TheSameHoldsForManySeeds) {
 #ifdef REJOIN_SANITIZED

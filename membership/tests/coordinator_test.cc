@@ -80,6 +80,29 @@ struct Bench {
       if (std::any_of(told.begin(), told.end(), [](const auto& word) { return word.has_fenced(); })) return true;
     return false;
   }
+  std::string refusal(std::uint64_t node) {  // that came over it last
+    std::string last;
+    for (const auto& word : inbox[node])
+      if (word.has_refused()) last = word.refused().reason();
+    return last;
+  }
+  bool asked_to_declare(std::uint64_t node) {
+    return std::any_of(inbox[node].begin(), inbox[node].end(), [](const auto& word) { return word.has_declare(); });
+  }
+  // One tensor, of so many elements.
+  void declare(std::uint32_t replica, std::uint64_t count, std::uint64_t life = 1) {
+    proto::FromNode message;
+    auto& told = *message.mutable_declaration();
+    told.set_replica(replica);
+    told.set_life(life * 100);
+    auto& tensor = *told.add_tensors();
+    tensor.set_name("w");
+    tensor.set_type("float32");
+    tensor.set_count(count);
+    tensor.set_moments(1);
+    tensor.set_elementwise(true);
+    say(replica, message);
+  }
   bool waits_for(const std::string& what) const {
     const auto lines = coordinator.waiting_for(now);
     return std::any_of(lines.begin(), lines.end(),
@@ -286,10 +309,11 @@ TEST(Coordinator, StaleReportsOfAnEarlierEpochDecideNothing) {
 
 TEST(Coordinator, AnotherPlanOrAPlaceOutsideTheJobIsRefusedWithTheReason) {
   Bench bench;
-  bench.up(0);
-  bench.up(1, 1, 0, 5, /*plan=*/10);
-  ASSERT_TRUE(bench.inbox[1].back().has_refused());
-  EXPECT_NE(bench.inbox[1].back().refused().reason().find("tensors or buckets differ"), std::string::npos);
+  bench.start();
+  bench.down(1);
+  bench.up(1, 2, 0, 5, /*plan=*/10);
+  bench.pass(600ms);
+  EXPECT_NE(bench.refusal(1).find("tensors or buckets differ from those of replicas 0, 2"), std::string::npos);
   bench.up(7);
   EXPECT_TRUE(bench.inbox[7].back().has_refused());
 }
@@ -311,10 +335,25 @@ TEST(Coordinator, AWaitThatIsNotTooLongYetIsToldButNotJudged) {
   bench.accuse(0, 2, /*lost=*/false, /*only_waiting=*/true);
   bench.pass(900ms);
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
-  const auto lines = bench.coordinator.waiting_for(bench.now);
-  EXPECT_TRUE(std::any_of(lines.begin(), lines.end(), [](const std::string& line) {
-    return line.find("replica 0 waits for replica 2: chunk 3 of 9 of the reduce-scatter") != std::string::npos;
-  }));
+  EXPECT_TRUE(bench.waits_for("replica 0 waits for it: chunk 3 of 9 of the reduce-scatter"));
+}
+
+// A ring stands when one of it does: the others have not exchanged either.
+TEST(Coordinator, OfAllWhoHaveNotExchangedOnlyThoseAreWaitedForThatWaitForNobody) {
+  Bench bench;
+  bench.start();
+  EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 3u) << "all compute";
+  bench.pass(500ms);
+  bench.accuse(0, 2, /*lost=*/false, /*only_waiting=*/true);
+  bench.accuse(2, 1, /*lost=*/false, /*only_waiting=*/true);
+  bench.pass(125ms);
+  EXPECT_EQ(bench.coordinator.waiting_for(bench.now),
+            (std::vector<std::string>{"replica 1 rank 0: its exchange of step 1, for 125 ms; replica 2 waits for it: "
+                                      "chunk 3 of 9 of the reduce-scatter"}));
+  bench.accuse(1, 0, /*lost=*/false, /*only_waiting=*/true);
+  EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 3u) << "a circle has no end";
+  bench.exchanged(1);
+  EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 2u);
 }
 
 TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
@@ -451,6 +490,7 @@ TEST(Coordinator, AMemberThatComesBackIsNotMeasuredByANewcomer) {
   again.incarnations = bench.incarnations;
   again.up(2, 2, 0, 5, 8);
   for (std::uint32_t r : {0u, 1u}) again.back(r, r);
+  again.pass(600ms);
   const auto refused = [&](std::uint64_t node) {
     const auto& told = again.inbox[node];
     return std::any_of(told.begin(), told.end(), [](const auto& word) { return word.has_refused(); });
@@ -556,30 +596,155 @@ TEST(Coordinator, WithAnOlderCopyOfItsLogItDecidesNothing) {
   EXPECT_EQ(whole.coordinator.committed(), Step(6));
 }
 
-TEST(Coordinator, WhatAllMustDeclareAlikeIsThatOfTheFirstAsLongAsItIsThere) {
+TEST(Coordinator, AVersionThatIsNoStepIsRefused) {
   Bench bench;
-  const auto refusal = [&](std::uint32_t replica) -> std::string {
-    for (const auto& word : bench.inbox[replica])
-      if (word.has_refused()) return word.refused().reason();
-    return "";
-  };
-  bench.rank_up(0, 0, 1, 0, 5, 8);
-  bench.up(1, 1, 0, 5, 9);
-  EXPECT_NE(refusal(1).find("differ from those of replica 0, which came first"), std::string::npos) << refusal(1);
-  bench.down(0, 1, 0);
-  bench.inbox.clear();
-  bench.up(1, 2, 0, 5, 9);
-  EXPECT_EQ(refusal(1), "") << "the first has gone, and the job has not begun";
-
   proto::FromNode message;
   auto& up = *message.mutable_rank_up();
   up.set_replica(2);
   up.set_life(200);
   up.set_plan_hash(9);
   up.set_version(std::uint64_t{1} << 61);
-  bench.inbox.clear();
   bench.say(2, message);
-  EXPECT_NE(refusal(2).find("steps are numbered up to"), std::string::npos) << refusal(2);
+  EXPECT_NE(bench.refusal(2).find("steps are numbered up to"), std::string::npos) << bench.refusal(2);
+}
+
+// ---- what all must declare alike
+
+TEST(Coordinator, AMajorityThatDeclaresAlikeStartsAndWhoDiffersHearsInWhichTensor) {
+  for (const std::uint32_t wrong : {0u, 1u, 2u}) {  // whoever comes first, or last
+    Bench bench;
+    for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 1, 0, 5, r == wrong ? 8 : 9);
+    for (std::uint32_t r : {0u, 1u, 2u})
+      if (bench.asked_to_declare(r)) bench.declare(r, r == wrong ? 1000 : 1024);
+    const std::uint32_t first = wrong == 0 ? 1 : 0, second = wrong == 2 ? 1 : 2;
+    EXPECT_NE(bench.refusal(wrong).find(fmt::format(
+                  "differ from those of replicas {}, {}: tensor 'w' has 1000 elements of float32, 1 moments, bucket 0 "
+                  "here, and 1024 elements of float32, 1 moments, bucket 0 there",
+                  first, second)),
+              std::string::npos)
+        << bench.refusal(wrong);
+    EXPECT_EQ(bench.refusal(first) + bench.refusal(second), "");
+    bench.incarnations.erase(wrong);
+    bench.link_all();
+    EXPECT_EQ(bench.contributors(), 2u) << "they don't wait for who was refused";
+    ASSERT_EQ(bench.coordinator.refused().size(), 1u);
+    EXPECT_EQ(bench.coordinator.refused().begin()->first, ReplicaId(wrong));
+    // It is mended, and catches up.
+    bench.up(wrong, 2);
+    bench.link_all();
+    EXPECT_TRUE(bench.coordinator.refused().empty());
+    for (auto r : {first, second}) bench.exchanged(r);
+    EXPECT_EQ(bench.coordinator.members().size(), 3u);
+  }
+}
+
+TEST(Coordinator, AMajorityThatIsThereBindsWhoComesLaterAndWaitsForWhoHasNotCome) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u}) bench.up(r);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 0u);
+  bench.rank_up(2, 0, 1, 0, 5, 8);
+  EXPECT_EQ(bench.refusal(2), "") << "it is asked first";
+  EXPECT_TRUE(bench.asked_to_declare(2));
+  bench.pass(600ms);  // and does not answer
+  EXPECT_NE(bench.refusal(2).find("differ from those of replicas 0, 1: in one that was not told"), std::string::npos);
+}
+
+TEST(Coordinator, WithoutAMajorityItWaitsAndSaysWhoDiffersInWhat) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 1, 0, 5, 8 + r);
+  for (std::uint32_t r : {0u, 1u, 2u}) {
+    EXPECT_TRUE(bench.asked_to_declare(r));
+    bench.declare(r, 1000 + r);
+  }
+  bench.link_all();
+  bench.pass(5s);
+  EXPECT_FALSE(bench.coordinator.started());
+  for (std::uint32_t r : {0u, 1u, 2u}) EXPECT_EQ(bench.refusal(r), "");
+  EXPECT_TRUE(
+      bench.waits_for("replica 0 and replica 2 declare different things, and more than half of the job's 3 "
+                      "replicas must declare the same: of replica 2, its tensors or buckets differ from those "
+                      "of replica 0: tensor 'w' has 1002 elements"));
+  // One of them is started again with what another declares.
+  bench.down(2);
+  bench.up(2, 2, 0, 5, 9);
+  bench.declare(1, 1001);
+  EXPECT_NE(bench.refusal(0).find("tensor 'w' has 1000 elements"), std::string::npos) << bench.refusal(0);
+  bench.incarnations.erase(0);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 2u);
+}
+
+TEST(Coordinator, OfAReplicaWhoseRanksDifferTheOneThatDiffersFromTheMajorityIsRefused) {
+  Bench bench;
+  bench.rank_up(0, 0, 1, 0, 5, 8);
+  bench.rank_up(0, 1, 1, 0, 5, 9);
+  EXPECT_TRUE(bench.waits_for("replica 0: its own ranks differ"));
+  for (std::uint32_t r : {1u, 2u}) bench.up(r);
+  bench.pass(600ms);
+  EXPECT_NE(bench.refusal(0), "");
+  EXPECT_TRUE(bench.waits_for("replica 0: 1 of 2 ranks have registered; rank 0 was refused: its tensors"))
+      << fmt::format("{}", fmt::join(bench.coordinator.waiting_for(bench.now), "; "));
+  bench.rank_up(0, 0, 2, 0);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 3u);
+}
+
+// They differed while some of them came, so that nobody was told of anybody.
+TEST(Coordinator, WhenNobodyDiffersAnyMoreAllAreToldOfAll) {
+  Bench bench;
+  bench.up(0, 1, 0, 5, 8);
+  for (std::uint32_t r : {1u}) bench.up(r);
+  const auto told_of = [&](std::uint64_t node, std::uint32_t replica) {
+    const auto& told = bench.inbox[node];
+    return std::any_of(told.begin(), told.end(), [&](const proto::ToNode& word) {
+      return std::any_of(word.peers().peers().begin(), word.peers().peers().end(),
+                         [&](const auto& peer) { return peer.replica() == replica; });
+    });
+  };
+  EXPECT_FALSE(told_of(0, 1)) << "they could not connect";
+  bench.down(0);
+  bench.up(0, 2);
+  bench.up(2);
+  for (std::uint64_t node : {0, 1, 2})
+    for (std::uint32_t replica : {0u, 1u, 2u})
+      if (node != replica) EXPECT_TRUE(told_of(node, replica)) << node << " of " << replica;
+}
+
+// While the job runs, what it has declared binds: a newcomer is not its judge.
+TEST(Coordinator, WhoHasAnotherPlanThanTheJobThatRunsPutsNobodyOut) {
+  Bench bench;
+  bench.start();
+  bench.pass(1500ms, {0, 1});
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  bench.up(2, 2, 0, 5, 8);  // in the place of one that may be taken back
+  bench.declare(0, 1000, 1), bench.declare(2, 1001, 2);
+  EXPECT_NE(bench.refusal(2).find("tensor 'w' has 1001 elements"), std::string::npos) << bench.refusal(2);
+  EXPECT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_FALSE(bench.coordinator.suspended()[0].ended);
+}
+
+TEST(Coordinator, WhoIsNotReachedIsNamedWithTheReason) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r);
+  bench.link_all();
+  ASSERT_TRUE(bench.coordinator.started());
+  Bench other;
+  for (std::uint32_t r : {0u, 1u, 2u}) other.up(r);
+  proto::FromNode message;
+  auto& standing = *message.mutable_standing();
+  standing.set_replica(1);
+  standing.set_incarnation(other.incarnations[1]);
+  RankSet(1).to(standing.mutable_ranks());
+  auto& one = *standing.add_unreached();
+  one.set_rank(1);
+  one.set_replica(0);
+  one.set_incarnation(other.incarnations[0]);
+  one.set_why("no such file");
+  other.say(1, message);
+  EXPECT_TRUE(other.waits_for("replica 1 rank 1: it can't connect with replica 0 rank 1: no such file"));
+  other.link_all();
+  EXPECT_FALSE(other.waits_for("can't connect")) << "now it can";
 }
 
 TEST(Coordinator, WhoComesToAFinishedJobHearsThatItIsOver) {
@@ -598,6 +763,130 @@ TEST(Coordinator, WhoComesToAFinishedJobHearsThatItIsOver) {
   EXPECT_EQ(rank.on_plan(word->plan()), Rank::Meaning::nothing) << "it has not been registered";
   rank.on_registered(Incarnation(bench.incarnations[1]));
   EXPECT_EQ(rank.on_plan(word->plan()), Rank::Meaning::over);
+}
+
+// Rank 0 of the same replica had heard the end, and left; rank 1's daemon was away.
+TEST(Coordinator, ARankThatComesBackAfterTheEndHearsItAlsoWhereAnotherOfItsReplicaHasLeft) {
+  Bench bench({}, {.steps = 1});
+  bench.start();
+  bench.steps(1);
+  ASSERT_TRUE(bench.coordinator.finished());
+  bench.down(1, 1, 0);
+  bench.inbox.clear();
+  bench.back_with(1, 1, 11, 1);
+  EXPECT_FALSE(bench.fenced_anybody());
+  ASSERT_FALSE(bench.inbox[11].empty());
+  EXPECT_TRUE(bench.inbox[11].back().plan().finished());
+}
+
+TEST(Coordinator, AfterTheEndNobodyIsWaitedForNorHeldForAlsoAfterItsRestart) {
+  Bench first({}, {.steps = 2});
+  first.start();
+  first.steps(2);
+  Bench bench(first.log, {.steps = 2});
+  bench.pass(3s, {});
+  EXPECT_TRUE(bench.coordinator.waiting_for(bench.now).empty());
+  EXPECT_TRUE(bench.coordinator.held_for().empty());
+}
+
+// ---- two processes for one place
+
+// Replica 1 on node 1, and a second process for its rank 0 behind another daemon.
+struct Rivals : Bench {
+  Rivals() {
+    for (std::uint32_t r : {0u, 2u}) up(r);
+    for (std::uint32_t rank : {0u, 1u}) say(1, of(1, rank, 1, 501));
+    link_all();
+    EXPECT_EQ(contributors(), 3u);
+    inbox.clear();
+  }
+  static proto::FromNode of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t daemon) {
+    auto message = introduction(replica, rank, life);
+    auto& its = *message.mutable_rank_up();
+    its.set_daemon(daemon);
+    its.set_node("node" + std::to_string(daemon));
+    its.set_pid(static_cast<std::int32_t>(daemon));
+    return message;
+  }
+  void second() { say(9, of(1, 0, 2, 509)); }
+  void alive() {
+    proto::FromNode message;
+    message.mutable_alive()->set_replica(1);
+    message.mutable_alive()->set_life(100);
+    message.mutable_alive()->set_silent_ms(7);
+    say(1, message);
+  }
+  bool asked() const {
+    const auto told = inbox.find(1);
+    return told != inbox.end() &&
+           std::any_of(told->second.begin(), told->second.end(), [](const auto& word) { return word.has_inquiry(); });
+  }
+  std::string refusal() {
+    for (const auto& word : inbox[9])
+      if (word.has_refused()) return word.refused().reason();
+    return "";
+  }
+  bool registered() {
+    return std::any_of(inbox[9].begin(), inbox[9].end(), [](const auto& word) { return word.has_registered(); });
+  }
+};
+
+TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstOnesDaemonSaysThatItLives) {
+  Rivals job;
+  job.second();
+  EXPECT_TRUE(job.asked());
+  EXPECT_EQ(job.refusal(), "");
+  EXPECT_TRUE(job.waits_for("process 509 on node node509 asks for the place of process 501 on node node501"));
+  job.alive();
+  EXPECT_NE(job.refusal().find("process 501 on node node501 is replica 1 rank 0, and gave its last sign of life 7 ms"),
+            std::string::npos)
+      << job.refusal();
+  EXPECT_FALSE(job.registered());
+  job.pass(3s, {0, 1, 2, 9});
+  job.steps(1);
+  EXPECT_EQ(job.coordinator.committed(), Step(1)) << "nobody was put out for it";
+}
+
+TEST(Coordinator, ASecondProcessForAPlaceGetsItAtOnceWhenTheFirstHasEnded) {
+  Rivals job;
+  job.second();
+  job.down(1, 1, 0);  // its daemon had yet to tell
+  EXPECT_TRUE(job.registered());
+  EXPECT_EQ(job.refusal(), "");
+}
+
+TEST(Coordinator, ASecondProcessForAPlaceGetsItWhenTheFirstIsGoneForLongerThanTheSilence) {
+  for (const bool lost : {true, false}) {  // its connection has ended, or its node stands still
+    Rivals job;
+    if (lost) job.keep(job.coordinator.on_node_lost(NodeId(1), job.now));
+    job.second();
+    job.pass(900ms, {0, 2, 9});
+    EXPECT_FALSE(job.registered()) << "the first may come back";
+    job.pass(300ms, {0, 2, 9});
+    EXPECT_TRUE(job.registered()) << lost;
+  }
+}
+
+TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstComesBackInTime) {
+  Rivals job;
+  job.keep(job.coordinator.on_node_lost(NodeId(1), job.now));
+  job.second();
+  for (std::uint32_t rank : {0u, 1u}) {
+    auto message = Rivals::of(1, rank, 1, 502);
+    message.mutable_rank_up()->set_incarnation(job.incarnations[1]);
+    job.say(1, message);
+  }
+  job.pass(100ms, {0, 1, 2, 9});
+  EXPECT_TRUE(job.asked());
+  job.alive();
+  EXPECT_NE(job.refusal(), "");
+}
+
+// One daemon has one process in a place: it knows that the other has ended.
+TEST(Coordinator, AProcessThatIsStartedAgainBehindTheSameDaemonIsTakenAtOnce) {
+  Rivals job;
+  job.say(1, Rivals::of(1, 0, 2, 501));
+  EXPECT_TRUE(std::any_of(job.inbox[1].begin(), job.inbox[1].end(), [](const auto& m) { return m.has_registered(); }));
 }
 
 TEST(Coordinator, AfterALossOfEverybodyItDoesNotWaitForReplicasThatDoNotComeForLong) {

@@ -400,7 +400,7 @@ TEST(Digests, ComeThroughDaemonsAndRelaysUnderTheirRanks) {
   Relay relay("relay", 1s);
   relay.on_coordinator_up(now);
   std::vector<Node> nodes;
-  nodes.emplace_back("a", 1s), nodes.emplace_back("b", 1s);
+  nodes.emplace_back("a", 1s, 1), nodes.emplace_back("b", 1s, 2);
   proto::Exchanged heard;
   const auto up = [&](std::size_t node, const Node::Actions& actions) {
     for (const auto& message : actions.to_coordinator)

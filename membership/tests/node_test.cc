@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "membership/rank.h"
+#include "membership/relay.h"
 
 namespace rejoin::membership {
 namespace {
@@ -11,7 +12,7 @@ namespace {
 using namespace std::chrono_literals;
 
 struct Machine {
-  Node node{"node", 1s};
+  Node node{"node", 1s, 1};
   TimePoint now{1s};
   std::vector<proto::FromNode> said;
   std::map<std::uint64_t, std::vector<proto::ToNode>> heard;  // by connection
@@ -94,6 +95,134 @@ TEST(Node, WhatACoordinatorWithAnotherJobsLogDecidesIsNothingToItsRanks) {
   machine.keep(machine.node.on_coordinator_up(machine.now));
   ASSERT_EQ(machine.said.size(), 2u);
   EXPECT_EQ(machine.said[1].rank_up().heard_epoch(), 3u) << "a log without it is an older copy";
+}
+
+TEST(Node, SaysThatALifeIsHereWhenItIsAskedFor) {
+  Machine machine;
+  machine.up(1, 0);
+  const auto said_after_asking_for = [&](std::uint64_t life) {
+    machine.said.clear();
+    proto::ToNode message;
+    message.mutable_inquiry()->set_life(life);
+    machine.keep(machine.node.on_coordinator_message(message, machine.now + 30ms));
+    return machine.said;
+  };
+  const auto said = said_after_asking_for(1);
+  ASSERT_EQ(said.size(), 1u);
+  EXPECT_EQ(said[0].alive().life(), 1u);
+  EXPECT_EQ(said[0].alive().silent_ms(), 30u);
+  EXPECT_TRUE(said_after_asking_for(2).empty());
+}
+
+TEST(Node, WhomItsRanksCantConnectWithIsReportedOnceForEachPeer) {
+  Machine machine;
+  machine.up(1, 0), machine.up(2, 1);
+  for (std::uint32_t rank : {0u, 1u}) {
+    proto::FromNode message;
+    for (std::uint64_t incarnation : {8u, 9u}) {
+      auto& one = *message.mutable_links()->add_unreached();
+      one.set_rank(rank);
+      one.set_incarnation(incarnation);
+      one.set_why("no such file");
+    }
+    machine.keep(machine.node.on_rank_message(RankConnection(rank + 1), message, machine.now));
+  }
+  ASSERT_TRUE(machine.said.back().has_standing());
+  const auto& told = machine.said.back().standing().unreached();
+  ASSERT_EQ(told.size(), 2);
+  EXPECT_EQ(told[0].incarnation(), 8u);
+  EXPECT_EQ(told[1].why(), "no such file");
+}
+
+TEST(Node, WhoLeavesIsSaidToHaveLeft) {
+  Machine machine;
+  machine.up(1, 0);
+  machine.said.clear();
+  machine.keep(machine.node.on_rank_gone(RankConnection(1), "the job is finished", Node::Gone::left));
+  ASSERT_EQ(machine.said.size(), 1u);
+  EXPECT_TRUE(machine.said[0].rank_down().ended());
+  EXPECT_TRUE(machine.said[0].rank_down().left());
+}
+
+// ---- the relay
+
+// Two daemons of one replica behind a relay.
+struct Behind {
+  Relay relay{"relay", 1s};
+  TimePoint now{1s};
+  std::vector<proto::FromNode> said;
+  std::map<std::uint64_t, std::vector<proto::ToNode>> heard;  // by node
+
+  Behind() { keep(relay.on_coordinator_up(now)); }
+  void keep(const Relay::Actions& actions) {
+    said.insert(said.end(), actions.to_coordinator.begin(), actions.to_coordinator.end());
+    for (const auto& [nodes, word] : actions.to_nodes)
+      for (auto node : nodes) heard[node.value].push_back(word);
+  }
+  void up(std::uint64_t node, std::uint64_t life) {
+    proto::FromNode message;
+    message.mutable_rank_up()->set_life(life);
+    keep(relay.on_node_message(NodeId(node), message, now));
+  }
+  void tell(const proto::ToNode& message) { keep(relay.on_coordinator_message(message, now)); }
+  void registers(std::uint64_t life, std::uint64_t incarnation) {
+    proto::ToNode message;
+    message.mutable_registered()->set_life(life);
+    message.mutable_registered()->set_incarnation(incarnation);
+    tell(message);
+  }
+  bool reports_exchange(std::uint64_t node, std::uint64_t incarnation, std::uint64_t epoch) {
+    said.clear();
+    proto::FromNode message;
+    auto& done = *message.mutable_exchanged();
+    done.set_incarnation(incarnation);
+    done.set_epoch(epoch);
+    done.set_step(1);
+    RankSet(0).to(done.mutable_ranks());
+    keep(relay.on_node_message(NodeId(node), message, now));
+    return !said.empty();
+  }
+};
+
+TEST(Relay, ASecondProcessForAPlaceCostsTheFirstNothingUntilTheCoordinatorSaysSo) {
+  for (const bool taken : {false, true}) {
+    Behind relay;
+    relay.up(1, 100);
+    relay.registers(100, 5);
+    relay.up(2, 200);
+    EXPECT_TRUE(relay.reports_exchange(1, 5, 1));
+    proto::ToNode message;
+    message.mutable_inquiry()->set_life(100);
+    relay.tell(message);
+    EXPECT_TRUE(relay.heard[1].back().has_inquiry());
+    if (taken) {
+      relay.registers(200, 6);
+      EXPECT_TRUE(relay.heard[2].back().has_registered());
+      EXPECT_TRUE(relay.reports_exchange(2, 6, 2));
+    } else {
+      message.mutable_refused()->set_life(200);
+      relay.tell(message);
+      EXPECT_TRUE(relay.heard[2].back().has_refused());
+      EXPECT_TRUE(relay.reports_exchange(1, 5, 2)) << "the first is as it was";
+    }
+  }
+}
+
+// Found by the property of random faults: the coordinator had registered it, and nobody ever said that it was gone.
+TEST(Relay, WhoTakesAPlaceWhileItsDaemonIsGoneIsSaidToBeGoneAfterTheSilence) {
+  Behind relay;
+  relay.up(1, 100);
+  relay.registers(100, 5);
+  relay.up(2, 200);
+  relay.keep(relay.relay.on_node_lost(NodeId(2), relay.now));
+  relay.registers(200, 6);
+  relay.said.clear();
+  for (int i = 0; i < 20; ++i) {
+    relay.now += 100ms;
+    relay.keep(relay.relay.on_tick(relay.now));
+  }
+  EXPECT_TRUE(std::any_of(relay.said.begin(), relay.said.end(),
+                          [](const auto& word) { return word.rank_down().life() == 200; }));
 }
 
 TEST(Rank, BelievesNoPlanOfThePast) {

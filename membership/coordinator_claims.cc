@@ -1,0 +1,84 @@
+// Two processes for one place. Who has it keeps it for as long as it lives and answers; whoever else asks for it waits
+// until that is known: an answer of the first one's daemon (refused), its end, or its silence for too long (taken).
+#include "membership/coordinator.h"
+
+namespace rejoin::membership {
+
+// Another process has the place and may be alive, for all that this coordinator has heard. A daemon has one process in
+// a place, so that of the same daemon has ended.
+Coordinator::RankState* Coordinator::holder_against(const proto::RankUp& up, TimePoint now) {
+  auto found = replicas_.find(ReplicaId(up.replica()));
+  if (found == replicas_.end() || found->second.ranks.empty()) return nullptr;
+  RankState& rank = found->second.ranks[up.rank()];
+  if (!rank.registered || rank.life == up.life() || rank.daemon == up.daemon()) return nullptr;
+  return rank.connected_node || now - rank.lost_at < config_.silence ? &rank : nullptr;
+}
+
+// True: it waits.
+bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint now) {
+  std::erase_if(claims_, [&](const Claim& one) { return same_process(one.up, up); });
+  RankState* holder = holder_against(up, now);
+  if (holder == nullptr) return false;
+  note("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),
+       up.pid(), up.node(), holder->pid, node_name(*holder));
+  inquire(claims_.emplace_back(Claim{.node = node, .up = up}), *holder);
+  return true;
+}
+
+// Whether its process lives. A node answers in order, so that it would have told of its end before.
+void Coordinator::inquire(Claim& claim, const RankState& holder) {
+  if (!holder.connected_node || claim.asked == holder.node) return;
+  claim.asked = holder.node;
+  proto::ToNode message;
+  auto& inquiry = *message.mutable_inquiry();
+  inquiry.set_replica(claim.up.replica());
+  inquiry.set_rank(claim.up.rank());
+  inquiry.set_life(holder.life);
+  send(holder.node, std::move(message));
+}
+
+void Coordinator::on_alive(const proto::Alive& alive) {
+  const RankState* holder = rank_of(alive.replica(), alive.rank(), alive.life());
+  if (holder == nullptr || !holder->connected_node) return;
+  std::erase_if(claims_, [&](const Claim& claim) {
+    if (claim.up.replica() != alive.replica() || claim.up.rank() != alive.rank()) return false;
+    refuse(
+        claim.node, claim.up,
+        fmt::format("process {} on node {} is replica {} rank {}, and gave its last sign of life {} ms ago: end that "
+                    "process, or give this one another replica or rank",
+                    holder->pid, node_name(*holder), alive.replica(), alive.rank(), alive.silent_ms()));
+    return true;
+  });
+}
+
+// Those whose predecessor has ended meanwhile, or is silent for too long, register.
+void Coordinator::settle_claims(TimePoint now) {
+  for (auto& claim : std::exchange(claims_, {})) {
+    RankState* holder = finished() ? nullptr : holder_against(claim.up, now);
+    if (holder == nullptr) {
+      on_rank_up(claim.node, claim.up, now);
+    } else {
+      inquire(claim, *holder);
+      claims_.push_back(std::move(claim));
+    }
+  }
+}
+
+std::string Coordinator::node_name(const RankState& rank) {
+  return rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size);
+}
+
+void Coordinator::tell_claims(TimePoint now, std::vector<std::string>& lines) const {
+  for (const auto& claim : claims_) {
+    const auto found = replicas_.find(ReplicaId(claim.up.replica()));
+    if (found == replicas_.end()) continue;
+    const RankState& holder = found->second.ranks[claim.up.rank()];
+    lines.push_back(fmt::format(
+        "replica {} rank {}: process {} on node {} asks for the place of process {} on node {}, {}", claim.up.replica(),
+        claim.up.rank(), claim.up.pid(), claim.up.node(), holder.pid, node_name(holder),
+        holder.connected_node ? "which is asked whether it lives"
+                              : fmt::format("whose node is gone since {:.0f} ms", milliseconds(now - holder.lost_at))));
+  }
+}
+
+}  // namespace rejoin::membership

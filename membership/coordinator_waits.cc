@@ -1,0 +1,98 @@
+// Telling people what is being waited for.
+#include <algorithm>
+
+#include "membership/coordinator.h"
+
+namespace rejoin::membership {
+
+std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
+  std::vector<std::string> lines = strangers();
+  if (outdated_) return {*outdated_};
+  if (finished()) return {};
+  tell_claims(now, lines);
+  if (stopped_) return {"an operator's decision about replicas that differ"};
+  if (!started() || members_.empty()) {
+    std::vector<ReplicaId> there;
+    for (std::uint32_t r = 0; r < config_.replicas; ++r) {
+      auto found = replicas_.find(ReplicaId(r));
+      const std::uint32_t up = found == replicas_.end() ? 0 : found->second.registered;
+      const auto refused = refused_.find(ReplicaId(r));
+      if (up < config_.ranks)
+        lines.push_back(
+            fmt::format("replica {}: {} of {} ranks have registered{}", r, up, config_.ranks,
+                        refused == refused_.end()
+                            ? ""
+                            : fmt::format("; rank {} was refused: {}", refused->second.first, refused->second.second)));
+      else there.push_back(ReplicaId(r));
+    }
+    for (auto& line : dissent_lines()) lines.push_back(std::move(line));
+    for (auto id : there)
+      for (auto& line : unreached_lines(id, replicas_.at(id))) lines.push_back(std::move(line));
+    const auto from = newest(there);
+    if (from && *from < committed_) lines.push_back(rollback_needed(*from));
+    for (auto& why : unfit(there)) lines.push_back(std::move(why));
+    return lines;
+  }
+  for (auto id : held_for())
+    lines.push_back(fmt::format("replica {}: it is silent, and nobody else has the state of step {}", id, committed_));
+  tell_missing(now, lines);
+  for (const auto& [id, replica] : replicas_)
+    if (whole(replica) &&
+        std::none_of(members_.begin(), members_.end(), [&](const auto& m) { return m.replica == id; }))
+      for (auto& line : unreached_lines(id, replica)) lines.push_back(std::move(line));
+  return lines;
+}
+
+// With whom it can't connect, so that it can't start, or be admitted.
+std::vector<std::string> Coordinator::unreached_lines(ReplicaId id, const ReplicaState& replica) const {
+  std::vector<std::string> lines;
+  for (const auto& standing : replica.standings)
+    for (const auto& one : standing.unreached)
+      if (registration(ReplicaId(one.replica()), Incarnation(one.incarnation())) != nullptr)
+        lines.push_back(fmt::format("replica {} rank {}: it can't connect with replica {} rank {}: {}", id, one.rank(),
+                                    one.replica(), one.rank(), one.why()));
+  return lines;
+}
+
+// Of those who have yet to exchange the step, most wait for others themselves as a rule: a ring stands when one of it
+// does. Who is really waited for is whoever waits for nobody.
+void Coordinator::tell_missing(TimePoint now, std::vector<std::string>& lines) const {
+  std::set<std::uint32_t> waiting;
+  for (const auto& [edge, about] : accusations_)
+    if (edge.first != edge.second) waiting.insert(edge.first);
+  const auto is_cause = [&](const MemberState& m) {
+    return m.exchanged.size() < config_.ranks && !waiting.contains(m.replica.value);
+  };
+  const bool known = std::any_of(members_.begin(), members_.end(), is_cause);
+  for (const auto& m : members_)
+    if (known ? is_cause(m) : m.exchanged.size() < config_.ranks) lines.push_back(missing_line(m, now));
+}
+
+std::string Coordinator::missing_line(const MemberState& m, TimePoint now) const {
+  RankSet missing, waited_for;
+  missing.add(0, config_.ranks);
+  missing.remove(m.exchanged);
+  TimePoint since = under_way_since_;
+  std::string why;
+  for (const auto& [edge, about] : accusations_) {
+    if (edge.second != m.replica.value) continue;
+    waited_for.add(about.ranks.common(missing));
+    if (why.empty()) since = about.waits_since;
+    since = std::min(since, about.waits_since);
+    why += edge.first == edge.second ? fmt::format("; its trainer is late: {}", about.what)
+                                     : fmt::format("; replica {} {}: {}", edge.first,
+                                                   about.lost ? "has lost it" : "waits for it", about.what);
+  }
+  if (!waited_for.empty()) missing = waited_for;
+  if (const ReplicaState* here = registration(m.replica, m.incarnation))
+    for (std::uint32_t number = 0; number < here->ranks.size(); ++number)
+      if (const RankState& rank = here->ranks[number]; rank.registered && !rank.connected_node) {
+        why += fmt::format("; the node of rank {} is gone for {:.0f} ms", number, milliseconds(now - rank.lost_at));
+        break;
+      }
+  return fmt::format("replica {} rank{} {}: its exchange of step {}, for {:.0f} ms{}", m.replica,
+                     missing.size() == 1 ? "" : "s", missing.text(), committed_.value + 1, milliseconds(now - since),
+                     why);
+}
+
+}  // namespace rejoin::membership

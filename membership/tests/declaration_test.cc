@@ -1,0 +1,50 @@
+// In which tensor two replicas differ, for people.
+#include "membership/declaration.h"
+
+#include <gtest/gtest.h>
+
+namespace rejoin::membership {
+namespace {
+
+proto::Declaration of(const std::vector<std::pair<std::string, std::uint64_t>>& tensors, std::uint32_t bucket = 0) {
+  proto::Declaration all;
+  for (const auto& [name, count] : tensors) {
+    auto& tensor = *all.add_tensors();
+    tensor.set_name(name);
+    tensor.set_type("float32");
+    tensor.set_count(count);
+    tensor.set_elementwise(true);
+    tensor.set_bucket(bucket);
+  }
+  return all;
+}
+
+TEST(Declaration, TheFirstTensorThatDiffersIsNamedWithBothShapes) {
+  EXPECT_EQ(
+      first_difference(of({{"a", 1}, {"b", 2}, {"c", 3}}), of({{"a", 1}, {"b", 4}, {"c", 5}})),
+      "tensor 'b' has 2 elements of float32, 0 moments, bucket 0 here, and 4 elements of float32, 0 moments, bucket "
+      "0 there");
+  EXPECT_EQ(
+      first_difference(of({{"a", 1}}), of({{"a", 1}}, 3)),
+      "tensor 'a' has 1 elements of float32, 0 moments, bucket 0 here, and 1 elements of float32, 0 moments, bucket "
+      "3 there");
+}
+
+TEST(Declaration, ATensorThatOnlyOneHasIsNamed) {
+  EXPECT_EQ(first_difference(of({{"a", 1}, {"b", 2}}), of({{"b", 2}})),
+            "tensor 'a' (1 elements of float32, 0 moments, bucket 0) is here alone");
+  EXPECT_EQ(first_difference(of({{"b", 2}}), of({{"a", 1}, {"b", 2}})),
+            "tensor 'a' (1 elements of float32, 0 moments, bucket 0) is there alone");
+  EXPECT_EQ(first_difference(of({{"a", 1}}), of({{"a", 1}, {"b", 2}})),
+            "tensor 'b' (2 elements of float32, 0 moments, bucket 0) is there alone");
+}
+
+TEST(Declaration, AnotherOrderIsADifference) {
+  EXPECT_EQ(first_difference(of({{"a", 1}, {"b", 2}}), of({{"b", 2}, {"a", 1}})),
+            "tensor 0 in the order of declaration is 'a' here, and 'b' there");
+}
+
+TEST(Declaration, OfWhatIsAlikeNothingIsSaid) { EXPECT_EQ(first_difference(of({{"a", 1}}), of({{"a", 1}})), ""); }
+
+}  // namespace
+}  // namespace rejoin::membership
