@@ -81,7 +81,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   using namespace rejoin::membership;
   TimePoint now{std::chrono::seconds(10)};
   Watched coordinator(now);
-  Node node("n", kJob.silence);
+  Node node("n", kJob.silence, 1);
   Relay relay("r", kJob.silence);
   (void)relay.on_coordinator_up(now);
   Rank rank(ReplicaId(0), 0);

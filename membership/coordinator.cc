@@ -74,6 +74,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (!recovering_until_) settle_absent(now);
   settle_claims(now);
   settle_declarations(now);
+  forget_manners();
   if (!mend(now)) judge(now);
   try_start(now);
   return take();

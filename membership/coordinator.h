@@ -21,6 +21,7 @@
 //   audit      what replicas reduced, or their states, differ: not committed, but repeated, or settled (drift_audit.h).
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -191,7 +192,15 @@ class Coordinator {
     return one.replica() == other.replica() && one.rank() == other.rank() && one.life() == other.life();
   }
 
+  // Processes that wait to be answered, for one place.
+  static bool too_many(const auto& waiting, const proto::RankUp& up) {
+    return std::count_if(waiting.begin(), waiting.end(), [&](const auto& one) {
+             return one.up.replica() == up.replica() && one.up.rank() == up.rank();
+           }) >= 8;
+  }
+
   // coordinator_declarations.cc
+  void forget_manners();
   struct First {  // of those whose plan and settings are the job's
     ReplicaId replica;
     std::uint64_t plan_hash = 0;

@@ -19,6 +19,10 @@ bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint n
   std::erase_if(claims_, [&](const Claim& one) { return same_process(one.up, up); });
   RankState* holder = holder_against(up, now);
   if (holder == nullptr) return false;
+  if (too_many(claims_, up)) {
+    refuse(node, up, "several processes ask for its place already");
+    return true;
+  }
   note("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),
        up.pid(), up.node(), holder->pid, node_name(*holder));
   inquire(claims_.emplace_back(Claim{.node = node, .up = up}), *holder);

@@ -19,15 +19,20 @@ std::string names(const std::vector<ReplicaId>& replicas) {
 }  // namespace
 
 Coordinator::Manner& Coordinator::manner_of(const proto::RankUp& up) {
-  const auto [found, fresh] = kinds_.try_emplace({up.plan_hash(), up.settings()});
+  const auto found = kinds_.try_emplace({up.plan_hash(), up.settings()}).first;
   found->second.key = &found->first;
-  if (!fresh || kinds_.size() <= kMostKinds) return found->second;
-  std::set<const Manner*> used{&found->second};
-  for (const auto& [id, replica] : replicas_)
-    for (const auto& rank : replica.ranks) used.insert(rank.kind);
-  for (const auto& differing : misfits_) used.insert(differing.kind);
-  std::erase_if(kinds_, [&](const auto& one) { return !used.contains(&one.second); });
   return found->second;
+}
+
+void Coordinator::forget_manners() {
+  if (kinds_.size() <= kMostKinds) return;
+  std::set<const Manner*> used;
+  for (const auto& [id, replica] : replicas_) {
+    used.insert(replica.kind);
+    for (const auto& rank : replica.ranks) used.insert(rank.kind);
+  }
+  for (const auto& one : misfits_) used.insert(one.kind);
+  std::erase_if(kinds_, [&](const auto& one) { return !used.contains(&one.second); });
 }
 
 // Logs from before there were settings have none.
@@ -69,6 +74,10 @@ bool Coordinator::differs(NodeId node, const proto::RankUp& up, TimePoint now) {
   }
   const auto binding = decided();
   if (!binding || fits(kind, *binding)) return false;
+  if (too_many(misfits_, up)) {
+    refuse(node, up, "it declares something else than the job's replicas, as others in its place do");
+    return true;
+  }
   misfits_.push_back({.node = node, .up = up, .kind = &kind, .since = now});
   settle_declarations(now);
   return true;

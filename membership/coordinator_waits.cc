@@ -36,10 +36,12 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
   for (auto id : held_for())
     lines.push_back(fmt::format("replica {}: it is silent, and nobody else has the state of step {}", id, committed_));
   tell_missing(now, lines);
-  for (const auto& [id, replica] : replicas_)
-    if (whole(replica) &&
-        std::none_of(members_.begin(), members_.end(), [&](const auto& m) { return m.replica == id; }))
-      for (auto& line : unreached_lines(id, replica)) lines.push_back(std::move(line));
+  for (const auto& [id, replica] : replicas_) {
+    const bool is_member =
+        std::any_of(members_.begin(), members_.end(), [own = id](const auto& m) { return m.replica == own; });
+    if (!whole(replica) || is_member) continue;
+    for (auto& line : unreached_lines(id, replica)) lines.push_back(std::move(line));
+  }
   return lines;
 }
 

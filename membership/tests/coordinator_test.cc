@@ -882,6 +882,29 @@ TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstComesBackInTime) {
   EXPECT_NE(job.refusal(), "");
 }
 
+TEST(Coordinator, OfManyProcessesForAPlaceNotAllAreRemembered) {
+  Rivals job;
+  for (std::uint64_t other = 0; other < 20; ++other) job.say(9, Rivals::of(1, 0, 2 + other, 600 + other));
+  EXPECT_NE(job.refusal().find("several processes ask for its place already"), std::string::npos);
+  job.down(1, 1, 0);
+  EXPECT_TRUE(job.registered());
+}
+
+TEST(Coordinator, WhatNobodyDeclaresAnyMoreIsForgotten) {
+  Bench bench;
+  bench.start();
+  for (std::uint64_t life = 2; life < 60; ++life) {
+    bench.down(1, life - 1);
+    bench.up(1, life, 0, 5, 100 + life);
+    bench.pass(625ms);
+    EXPECT_NE(bench.refusal(1), "");
+  }
+  bench.up(1, 99);
+  bench.link_all();
+  for (auto r : {0u, 2u}) bench.exchanged(r);
+  EXPECT_EQ(bench.coordinator.members().size(), 3u);
+}
+
 // One daemon has one process in a place: it knows that the other has ended.
 TEST(Coordinator, AProcessThatIsStartedAgainBehindTheSameDaemonIsTakenAtOnce) {
   Rivals job;
