@@ -13,7 +13,7 @@ int main() {
   auto w = session.add({.name = "w", .count = 1, .moments = 1});
   auto bucket = w ? session.bucket({*w}) : tl::unexpected(w.error());
   auto ready = bucket ? session.allocate() : tl::unexpected(bucket.error());
-  if (ready) ready = session.join(/*version=*/0);
+  if (ready) ready = session.join();
   if (!ready) return std::fprintf(stderr, "%s\n", ready.error().message.c_str()), 1;
 
   auto weight = rejoin::Session::as<float>(session.weight(*w));

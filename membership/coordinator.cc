@@ -171,7 +171,7 @@ bool Coordinator::change_members_at_boundary() {
     if (caught_up(m)) {
       m.catching_up = false;
       changed = true;
-      note("replica {} contributes again from step {}", m.replica, committed_.value + 1);
+      note("replica {} contributes again after step {}", m.replica, committed_);
     }
   }
   for (const auto& [id, replica] : replicas_) {
@@ -179,7 +179,7 @@ bool Coordinator::change_members_at_boundary() {
     members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
     present.insert(replica.incarnation.value);
     changed = true;
-    note("replica {} is admitted at step {}, catching up", id, committed_.value + 1);
+    note("replica {} is admitted after step {}, catching up", id, committed_);
   }
   return changed;
 }
@@ -219,6 +219,7 @@ proto::Plan Coordinator::plan() const {
   plan.set_step(committed_.value + 1);
   plan.set_finished(finished());
   plan.set_job(job_);
+  ledger_.trained().to(plan.mutable_trained());
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);
   for (const auto& m : members_) {

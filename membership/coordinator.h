@@ -87,7 +87,8 @@ class Coordinator {
   struct RankState {
     NodeId node;
     std::uint64_t life = 0, version = 0, digest = 0;  // of its state
-    TimePoint lost_at{};                              // when its node was lost
+    std::uint64_t trained = 0;  // names the samples in brought_ that its checkpoint says are trained
+    TimePoint lost_at{};        // when its node was lost
     bool registered = false, connected_node = false;
     std::uint32_t address_size = 0;
     std::string addresses;  // of its all-reduce engine, then of its daemon's stream
@@ -145,6 +146,7 @@ class Coordinator {
  private:
   void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
   std::optional<std::string> differs_from_first(const proto::RankUp& up);
+  std::optional<std::string> contradicted(const proto::RankUp& up) const;
   bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
@@ -189,6 +191,8 @@ class Coordinator {
   Duration start_patience() const;
   static std::pair<Step, Step> versions(const ReplicaState& replica);
   bool foreign(Step version) const;
+  bool of_other_samples(const ReplicaState& replica) const;
+  std::uint64_t keep_brought(const Samples& trained);
   std::vector<std::string> strangers() const;
   std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;
   bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);
@@ -241,7 +245,8 @@ class Coordinator {
   };
   std::optional<First> first_;
   std::map<ReplicaId, std::pair<Step, Step>> sent_back_;  // with the states of such steps, and how they came
-  std::uint64_t incarnations_before_epoch_ = 0;           // given out before the last epoch was begun
+  std::map<std::uint64_t, Samples> brought_;     // by checkpoints, of ranks that are registered: by a digest of them
+  std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
   std::uint64_t steps_rolled_back_ = 0;
   std::vector<MemberState> members_;
   std::vector<Suspended> suspended_;
@@ -263,7 +268,7 @@ class Coordinator {
   std::optional<Step> roll_back_to_;  // not used yet
   std::optional<Step> wants_roll_back_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
-  TimePoint back_at_{};  // when a rank last came back
+  TimePoint back_at_{};         // when a rank last came back
   std::set<std::string> said_;  // in this epoch
   DriftAudit audit_;
   std::optional<std::string> stopped_;

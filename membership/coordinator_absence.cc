@@ -195,8 +195,7 @@ bool Coordinator::promote_whole(bool only_present) {
   for (auto& m : members_) {
     if (!m.catching_up || !caught_up(m)) continue;
     if (only_present && !present(m.replica, m.incarnation)) continue;
-    note("replica {} has caught up and contributes from step {} on: it has the state of step {}", m.replica,
-         committed_.value + 1, committed_);
+    note("replica {} has caught up and contributes after step {}, whose state it has", m.replica, committed_);
     m.catching_up = false;
     any = true;
   }

@@ -24,6 +24,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   if (up.version() > kMostSteps)
     return refuse(fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
   if (auto difference = differs_from_first(up)) return refuse(*difference);
+  if (auto contradiction = contradicted(up)) return refuse(*contradiction);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
     back_at_ = now;
@@ -186,6 +187,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   rank.life = up.life();
   rank.version = up.version();
   rank.digest = up.digest();
+  rank.trained = keep_brought(Samples(up.trained(), kMostSamples));
   audit_.on_digest_time(std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.connected_node = true;
   rank.address_size = static_cast<std::uint32_t>(up.address().size());

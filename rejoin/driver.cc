@@ -336,13 +336,18 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   if (meaning == Meaning::committed || meaning == Meaning::finished) {
     committed_ = under_way;
     committed_contributes_ = contributed;
+    committed_trained_ = membership::Samples(plan.trained(), membership::kMostSamples);
     wanted_.assign(buckets_.size(), false);  // until the trainer has taken up the next step, they were of this one
     events::emit("committed", {{"step", under_way}, {"epoch", plan.epoch()}});
   }
   finished_ = finished_ || meaning == Meaning::finished;
   current_.reset();
   if (machine_.member() && machine_.has_contributors() && !finished_)
-    current_ = StepView{machine_.step().value, machine_.contributes(), machine_.batch()};
+    current_ = StepView{.step = machine_.step().value,
+                        .contributes = machine_.contributes(),
+                        .leads = machine_.leads(),
+                        .batch = machine_.batch(),
+                        .trained = membership::Samples(plan.trained(), membership::kMostSamples)};
   let_go_ = false;
   submitted_.assign(buckets_.size(), false);
   done_.assign(buckets_.size(), false);

@@ -29,7 +29,9 @@ struct DriverConfig {
 struct StepView {
   std::uint64_t step = 0;
   bool contributes = false;
+  bool leads = false;  // … and is the one contributor that does what one does for all
   membership::Batch batch;
+  membership::Samples trained;  // in the steps before it
 };
 
 class Driver {
@@ -64,6 +66,7 @@ class Driver {
   const std::optional<StepView>& step() const { return current_; }
   std::uint64_t committed() const { return committed_; }  // the last step decided that this replica took part in
   bool committed_contributes() const { return committed_contributes_; }
+  const membership::Samples& committed_trained() const { return committed_trained_; }  // in all steps up to there
   bool finished() const { return finished_; }
   const std::optional<Error>& failure() const { return failure_; }
   std::uint64_t revision() const { return revision_; }  // changes with any of these
@@ -121,6 +124,7 @@ class Driver {
   std::optional<StepView> current_;
   std::uint64_t committed_ = 0;
   bool committed_contributes_ = false, finished_ = false;
+  membership::Samples committed_trained_;
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_said_{};

@@ -55,8 +55,8 @@ Progress::~Progress() {
 
 // ---- the trainer's thread
 
-Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration digest_time) {
-  version_at_join_ = version;
+Result<> Progress::join(const Position& from, std::uint64_t digest, Duration digest_time) {
+  joined_from_ = from;
   digest_at_join_ = digest;
   digest_time_ = digest_time;
   auto wake = make_eventfd();
@@ -234,7 +234,8 @@ Result<Progress::Decision> Progress::wait_for_commit(std::uint64_t step) {
     return current_ && current_->step == step && current_->contributes && !taken_contributes_;
   };
   changed_.wait(lock, [&] { return failure_ || committed_ >= step || begins_again(); });
-  if (committed_ >= step) return Decision{.committed = true, .contributed = committed_contributes_};
+  if (committed_ >= step)
+    return Decision{.committed = true, .contributed = committed_contributes_, .trained = committed_trained_};
   if (failure_) return tl::unexpected(*failure_);
   return Decision{};
 }
@@ -319,6 +320,7 @@ void Progress::publish() {
     if (committed_ != driver_->committed()) wanted_.assign(buckets_.size(), false);
     committed_ = driver_->committed();
     committed_contributes_ = driver_->committed_contributes();
+    committed_trained_ = driver_->committed_trained();
     finished_ = driver_->finished();
     current_ = driver_->step();
   }
@@ -336,7 +338,12 @@ proto::LocalHello Progress::hello(std::size_t descriptors) const {
   auto& up = *hello.mutable_up();
   driver_->describe(up);
   up.set_address(address_);
-  up.set_version(version_at_join_);
+  up.set_version(joined_from_.step());
+  for (const auto& samples : joined_from_.trained()) {
+    auto& range = *up.add_trained();
+    range.set_begin(samples.begin);
+    range.set_end(samples.end);
+  }
   up.set_digest(digest_at_join_);
   up.set_digest_us(static_cast<std::uint64_t>(digest_time_ / std::chrono::microseconds(1)));
   up.set_pid(::getpid());

@@ -30,7 +30,7 @@ class Progress {
   ~Progress();
 
   // `digest_time`: how long the state's digest took.
-  Result<> join(std::uint64_t version, std::uint64_t digest, Duration digest_time);
+  Result<> join(const Position& from, std::uint64_t digest, Duration digest_time);
 
   // All wait for at most the config's patience without a sign of the daemon.
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // the first step later than `after`
@@ -39,6 +39,7 @@ class Progress {
   struct Decision {
     bool committed = false;  // otherwise the step, so far a joiner's, begins again: this replica contributes to it
     bool contributed = false;
+    membership::Samples trained;  // up to this step
   };
   Result<Decision> wait_for_commit(std::uint64_t step);
   // Of a GPU: ends the update when the stream has done it; and waits until the last one has ended.
@@ -66,7 +67,8 @@ class Progress {
   TrainingState& state_;
   shm::Owner& owner_;
   const std::vector<ftar::BucketSpec>& buckets_;
-  std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
+  Position joined_from_;
+  std::uint64_t digest_at_join_ = 0;
   Duration digest_time_{};
   Duration silence_ = std::chrono::seconds(2);
 
@@ -108,6 +110,7 @@ class Progress {
   bool finished_ = false;
   std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
   bool committed_contributes_ = false;
+  membership::Samples committed_trained_;
   bool stop_ = false;
 };
 

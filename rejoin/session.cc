@@ -62,21 +62,32 @@ class SessionImpl final : public Session {
   std::span<std::byte> moment(TensorId t, std::uint32_t index) override { return state_.column(t, index + 1); }
   std::span<std::byte> gradient(TensorId t) override { return state_.gradient(t); }
 
-  Result<> join(std::uint64_t version) override {
+  using Session::join;
+  Result<> join(const Position& from) override {
+    const std::uint64_t version = from.step();
     if (!state_.allocated() || progress_)
       return fail(ErrorCode::invalid_argument, "join() comes once, after allocate()");
     if (version > kMostSteps)
-      return fail(ErrorCode::invalid_argument, "join({}): a version is the number of a step, {} at most", version,
-                  kMostSteps);
+      return fail(ErrorCode::invalid_argument, "join() from the position of step {}: steps are numbered up to {}",
+                  version, kMostSteps);
     if (auto started = state_.start(version); !started) return started;
     const SteadyClock clock;
     const TimePoint before = clock.now();
     const auto digest = state_.digest();
     if (!digest) return tl::unexpected(digest.error());
     const Duration took = clock.now() - before;
+    if (from.digest() && *from.digest() != *digest)
+      return fail(
+          ErrorCode::mismatch,
+          "the state that was restored is not the one that this position of step {} was taken with: its digest "
+          "is {:016x}, and should be {:016x}. Restore all weights and moments of this rank, bit for bit, out of "
+          "the checkpoint that the position was saved with; where they are meant to differ, give join() the "
+          "position without_digest()",
+          version, *digest, *from.digest());
     version_ = version;
+    stands_ = from;
     progress_ = std::make_unique<Progress>(config_, state_);
-    return progress_->join(version, *digest, took);
+    return progress_->join(from, *digest, took);
   }
 
   Result<std::optional<Step>> begin_step() override {
@@ -85,10 +96,12 @@ class SessionImpl final : public Session {
     if (!view) return tl::unexpected(view.error());
     if (!*view) return std::optional<Step>{};
     step_ = (*view)->step;
+    stands_.reset();
+    if ((*view)->contributes) stands_ = position_of(step_ - 1, (*view)->trained);
     state_.owner().set_phase(shm::Phase::compute);
     std::vector<SampleRange> batch;
     for (const auto& range : (*view)->batch) batch.push_back({range.begin, range.end});
-    return std::optional<Step>(std::in_place, step_, (*view)->contributes, std::move(batch));
+    return std::optional<Step>(std::in_place, step_, (*view)->contributes, (*view)->leads, std::move(batch));
   }
 
   Result<> all_reduce(BucketId bucket) override {
@@ -111,6 +124,16 @@ class SessionImpl final : public Session {
   }
 
   std::uint64_t version() const override { return version_; }
+  Result<Position> position() const override {
+    if (!progress_) return fail(ErrorCode::invalid_argument, "position() before join()");
+    if (!stands_)
+      return fail(ErrorCode::unavailable,
+                  "position() of a state that is of no one step: this replica catches up, or is within commit(); take "
+                  "the checkpoint between steps, on a replica whose step contributes()");
+    const auto digest = state_digest();
+    if (!digest) return tl::unexpected(digest.error());
+    return Position(stands_->step(), stands_->trained(), *digest);
+  }
   Result<std::uint64_t> state_digest() const override {
     if (progress_)
       if (auto updated = progress_->wait_for_update(); !updated) return tl::unexpected(updated.error());
@@ -128,6 +151,7 @@ class SessionImpl final : public Session {
       return {};
     }
     const bool contributed = decision->contributed;
+    stands_.reset();
     if (auto updated = progress_->wait_for_update(); !updated) return updated;
     const auto pieces = state_.begin_update(rejoin::Step(step_), contributed);
     if (!pieces) return tl::unexpected(pieces.error());
@@ -136,13 +160,21 @@ class SessionImpl final : public Session {
     if (auto ended = end(contributed); !ended) return ended;
     last_ = step_;
     version_ = step_;
+    if (contributed) stands_ = position_of(step_, decision->trained);
     return {};
+  }
+
+  static Position position_of(std::uint64_t step, const membership::Samples& trained) {
+    std::vector<SampleRange> ranges;
+    for (const auto& [begin, end] : trained.ranges()) ranges.push_back({begin, end});
+    return {step, std::move(ranges), std::nullopt};
   }
 
   const SessionConfig config_;
   TrainingState state_;
   std::unique_ptr<Progress> progress_;
   std::uint64_t step_ = 0, last_ = 0, version_ = 0;
+  std::optional<Position> stands_;  // of the state, where it is of one step
 };
 
 }  // namespace

@@ -4,7 +4,7 @@
 //   auto session = *rejoin::Session::open(config);
 //   auto w = *session->add({.name = "w", .count = 1000, .moments = 2});
 //   session->bucket({w});                                   // gradients that are reduced together
-//   session->allocate(); fill(session->weight(w)); session->join(0);
+//   session->allocate(); fill(session->weight(w)); session->join();
 //   while (auto step = *session->begin_step()) {
 //     if (step->contributes()) {
 //       backward(step->batch(), session->gradient(w));      // writes the gradient
@@ -27,6 +27,7 @@
 #include "base/ids.h"
 #include "base/result.h"
 #include "base/types.h"
+#include "rejoin/position.h"
 
 namespace CLI {
 class App;
@@ -74,10 +75,6 @@ struct TensorId {
 };
 using BucketId = std::uint32_t;
 
-struct SampleRange {
-  std::uint64_t begin = 0, end = 0;  // of the endless sample stream: sample k is number k mod N of the data
-};
-
 // One application of the optimizer: elements [first, first + count) of a tensor, with the reduced (mean) gradient of
 // `step`. A catching-up replica may get several for one range, in order of steps; a contributor gets each tensor once.
 struct Piece {
@@ -123,23 +120,27 @@ class Session {
     return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
   }
 
-  // Registers with the daemon: the state is initialised, as of step `version` (0: fresh; else a restored checkpoint; at
-  // most 2^48).
-  // Errors: `unavailable` (no daemon there), `mismatch` (versions of library and daemon), `refused` (the job says no).
-  virtual Result<> join(std::uint64_t version) = 0;
+  // Registers with the daemon: the state is initialised. Restored from a checkpoint, it comes with the position that
+  // was saved beside it. Errors: `unavailable` (no daemon there), `mismatch` (versions of library and daemon, or the
+  // state is not the one that the position was taken with), `refused` (the job says no).
+  Result<> join() { return join(Position{}); }
+  virtual Result<> join(const Position& from) = 0;
 
   // ---- steps
   class Step {
    public:
-    Step(std::uint64_t number, bool contributes, std::vector<SampleRange> batch)
-        : number_(number), contributes_(contributes), batch_(std::move(batch)) {}
-    std::uint64_t number() const { return number_; }
+    Step(std::uint64_t number, bool contributes, bool leads, std::vector<SampleRange> batch)
+        : number_(number), contributes_(contributes), leads_(leads), batch_(std::move(batch)) {}
+    std::uint64_t number() const { return number_; }   // the state is at the version before it
     bool contributes() const { return contributes_; }  // false: catching up; no backward, no all_reduce()
+    // True on all ranks of one contributor: for what one replica does for all, such as writing a checkpoint. Where the
+    // members change just then it may be none or two of them; states at one version are the same, whoever writes them.
+    bool leads() const { return leads_; }
     const std::vector<SampleRange>& batch() const { return batch_; }
 
    private:
     std::uint64_t number_;
-    bool contributes_;
+    bool contributes_, leads_;
     std::vector<SampleRange> batch_;
   };
   // Waits until there is a step for this replica. Nothing: the job is finished. A replica that has come too late to
@@ -165,6 +166,10 @@ class Session {
 
   // ---- looking
   virtual std::uint64_t version() const = 0;
+  // Where the job stands with the state as it is: a checkpoint is this rank's weights, its moments, and this. Reads all
+  // of the state, for its digest. Errors: `unavailable` while the replica catches up and within commit(), when the
+  // state is of no one step.
+  virtual Result<Position> position() const = 0;
   // Digest of weights and moments: equal on all replicas at the same version, wherever they are. Waits for the last
   // commit's stream. Errors: of the device.
   virtual Result<std::uint64_t> state_digest() const = 0;

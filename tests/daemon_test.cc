@@ -63,7 +63,7 @@ std::unique_ptr<Session> small_session(const Job& job, std::uint32_t replica) {
   const TensorId w = *session->add({.name = "w", .count = 1000});
   (void)*session->bucket({w});
   if (!session->allocate()) return nullptr;
-  return session->join(0) ? std::move(session) : nullptr;
+  return session->join() ? std::move(session) : nullptr;
 }
 
 Result<> commit(Session& session) {
@@ -155,7 +155,7 @@ TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
   ASSERT_TRUE(session->bucket(ids));
   ASSERT_TRUE(session->allocate());
   EXPECT_EQ(session->moment(ids[7], 0).data(), memory[7].data() + 256);
-  if (auto joined = session->join(0); !joined) FAIL() << joined.error().message;
+  if (auto joined = session->join(); !joined) FAIL() << joined.error().message;
   std::uint64_t steps = 0, pieces = 0;
   for (auto step = session->begin_step(); step && *step; step = session->begin_step(), ++steps) {
     ASSERT_TRUE(session->all_reduce(0));

@@ -48,5 +48,36 @@ TEST(LedgerAudit, CountsLostAndRepeatedSamples) {
   EXPECT_EQ(bad.once, 17u);
 }
 
+TEST(Ledger, KnowsWhatWasTrainedUpToEachOfItsSteps) {
+  Ledger ledger(10);
+  for (std::uint64_t step = 1; step <= 3; ++step) {
+    ledger.assign({ReplicaId(0), ReplicaId(1)});
+    if (step == 2) ledger.hand_back(ReplicaId(0));
+    ledger.commit(Step(step));
+  }
+  EXPECT_EQ(ledger.trained_at(Step(0))->text(), "");
+  EXPECT_EQ(ledger.trained_at(Step(1))->text(), "0-19");
+  EXPECT_EQ(ledger.trained_at(Step(2))->text(), "0-19, 30-39");
+  EXPECT_EQ(ledger.trained_at(Step(3))->text(), "0-49");
+  EXPECT_EQ(ledger.trained(), *ledger.trained_at(Step(3)));
+  EXPECT_FALSE(ledger.trained_at(Step(4)));
+  ledger.roll_back(Step(2));
+  EXPECT_EQ(ledger.trained().text(), "0-19, 30-39");
+  EXPECT_FALSE(ledger.trained_at(Step(3)));
+}
+
+TEST(Ledger, GoesOnFromACheckpointAsIfItHadTrainedAllBefore) {
+  Ledger before(10), after(10);
+  before.assign({ReplicaId(0), ReplicaId(1)});
+  before.hand_back(ReplicaId(0));
+  before.commit(Step(1));
+  after.go_on_from(Step(1), before.trained());
+  for (auto* ledger : {&before, &after}) ledger->assign({ReplicaId(0), ReplicaId(1)});
+  EXPECT_EQ(after.held(), before.held());
+  for (auto* ledger : {&before, &after}) ledger->commit(Step(2));
+  EXPECT_EQ(after.trained(), before.trained());
+  EXPECT_FALSE(after.trained_at(Step(0))) << "it does not reach back so far";
+}
+
 }  // namespace
 }  // namespace rejoin::membership
