@@ -125,6 +125,7 @@ void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint n
   edge->second.what = accusation.what();
   edge->second.lost |= accusation.lost();
   edge->second.counts |= !accusation.only_waiting();
+  if (accusation.excused() && accusation.suspect() == accusation.replica()) edge->second.excused = now;
 }
 
 // ---- decisions

@@ -276,8 +276,9 @@ class Coordinator {
   struct Edge {
     std::string what;
     bool lost = false;
-    bool counts = false;  // it has lasted too long
-    TimePoint since{};    // … since then
+    bool counts = false;                 // it has lasted too long
+    TimePoint since{};                   // … since then
+    std::optional<TimePoint> excused{};  // said last, of itself
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Edge> accusations_;  // accuser → suspect, in this epoch
   std::map<std::pair<std::uint32_t, std::uint32_t>, int> mended_;  // epochs begun for a pair since the last commit

@@ -20,7 +20,10 @@ void Coordinator::suspect_itself(Duration away, TimePoint now) {
   for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
   for (auto& [id, replica] : replicas_)
     for (auto& rank : replica.ranks) forgive(rank.lost_at, away, now);
-  for (auto& [edge, about] : accusations_) forgive(about.since, away, now);
+  for (auto& [edge, about] : accusations_) {
+    forgive(about.since, away, now);
+    if (about.excused) forgive(*about.excused, away, now);
+  }
   if (recovering_until_) *recovering_until_ += away;
   if (incomplete_since_) forgive(*incomplete_since_, away, now);
 }
@@ -134,6 +137,8 @@ void Coordinator::judge(TimePoint now) {
   std::map<std::uint32_t, int> accused;
   std::set<std::uint32_t> waiting;
   for (const auto& [edge, about] : accusations_) {
+    // The step waits for a trainer that may take its time, and so all others may.
+    if (about.excused && now - *about.excused <= config_.silence) return;
     if (!about.counts) continue;
     if (edge.first != edge.second) waiting.insert(edge.first);
     if (now - about.since >= patience) ++accused[edge.second];

@@ -224,6 +224,7 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     record.mutable_rolled_back()->set_version(from.value);
     record.mutable_rolled_back()->set_from(committed_.value);
     const Samples& trained = brought_.at(chosen.front()[2]);
+    record.mutable_rolled_back()->set_in_order(true);
     if (!ledger_.trained_at(from)) trained.to(record.mutable_rolled_back()->mutable_trained());
     if (from < committed_) note("the job goes on after step {}; step {} was committed", from, committed_);
     else

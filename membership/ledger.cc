@@ -59,13 +59,14 @@ void Ledger::commit(Step step) {
   held_.clear();
 }
 
-void Ledger::roll_back(Step version) {
+void Ledger::roll_back(Step version, bool in_order) {
   trained_ = trained_at(version).value_or(Samples{});
   for (auto it = steps_.upper_bound(version.value); it != steps_.end(); it = steps_.erase(it))
     returned_.insert(returned_.end(), it->second.begin(), it->second.end());
   if (version > committed_) from_ = version;  // of an old log, which does not say what is trained there
   committed_ = version;
   while (!held_.empty()) hand_back(held_.begin()->first);
+  if (in_order) hand_out_in_order();
 }
 
 void Ledger::go_on_from(Step version, const Samples& trained) {
@@ -73,9 +74,13 @@ void Ledger::go_on_from(Step version, const Samples& trained) {
   trained_ = trained;
   steps_.clear();
   held_.clear();
+  hand_out_in_order();
+}
+
+void Ledger::hand_out_in_order() {
   returned_.clear();
   next_ = 0;
-  for (const auto& [begin, end] : trained.ranges()) {
+  for (const auto& [begin, end] : trained_.ranges()) {
     if (begin > next_) returned_.push_back({next_, begin});
     next_ = end;
   }

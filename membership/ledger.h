@@ -43,7 +43,9 @@ class Ledger {
   // The step under way is committed: every batch held is trained.
   void commit(Step step);
   // Steps after `version` are void: their samples are handed out again. It must be one that trained_at() knows.
-  void roll_back(Step version);
+  // `in_order`: all that is not trained goes out from the lowest on, as after go_on_from(); otherwise, as of logs that
+  // were written before that, in the order in which it came back.
+  void roll_back(Step version, bool in_order);
   // A checkpoint of another ledger's time: with the state of `version` these samples are trained, and no others. The
   // gaps between them go out first.
   void go_on_from(Step version, const Samples& trained);
@@ -59,8 +61,9 @@ class Ledger {
 
  private:
   Batch take();
+  void hand_out_in_order();
   const std::uint64_t batch_;
-  std::uint64_t next_ = 0;  // no sample from here on was ever given out
+  std::uint64_t next_ = 0;  // no sample from here on is given out, or was in a step that counts
   std::deque<SampleRange> returned_;
   std::map<ReplicaId, Batch> held_;
   Step from_;                             // the checkpoint that it went on from, or 0

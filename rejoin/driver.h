@@ -23,6 +23,7 @@ struct DriverConfig {
   std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
   ftar::Options ring;
   Duration patience{};  // with a trainer that computes, before enough steps were seen to know what is usual
+  Duration between_steps = std::chrono::minutes(10);  // … and with one that has not begun the step
 };
 
 // The step that the trainer is to run.
@@ -96,6 +97,7 @@ class Driver {
   Result<> tell_details(const proto::Plan::Inspect& wanted);
   void report_links();
   void look_for_stalls(TimePoint now);
+  void excuse_trainer(TimePoint now);
   bool is_place(const ftar::Member& member) const;
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   Duration patience_with_compute() const;
@@ -128,6 +130,9 @@ class Driver {
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_said_{};
+  TimePoint offered_at_{}, begun_at_{};  // the step under way: to the trainer, and by it
+  TimePoint excused_at_{};
+  std::uint64_t offered_ = 0, begun_ = 0;
   std::uint64_t stall_said_for_ = 0;
   std::uint64_t job_ = 0;             // as registered
   std::vector<Duration> step_times_;  // of the last steps that went through in one epoch

@@ -83,7 +83,8 @@ Result<> Progress::join(const Position& from, std::uint64_t digest, Duration dig
                                         .flip_bit_at = Step(config_.flip_bit_at),
                                         .device = on_gpu ? device : nullptr,
                                         .shared_reducer = reducer_},
-                               .patience = config_.patience},
+                               .patience = config_.patience,
+                               .between_steps = config_.between_steps},
                   *engine_, owner_, buckets_);
 
   // The first contact is made here, so that its errors reach the caller.

@@ -123,6 +123,9 @@ class SessionImpl final : public Session {
     return commit(optimizer, [&](bool contributed) { return progress_->end_update(step_, contributed, stream); });
   }
 
+  void when_reduced(std::function<void(std::uint64_t)> look) override { look_ = std::move(look); }
+  std::span<const std::byte> reduced(TensorId t) const override { return state_.reduced(t); }
+
   std::uint64_t version() const override { return version_; }
   Result<Position> position() const override {
     if (!progress_) return fail(ErrorCode::invalid_argument, "position() before join()");
@@ -155,6 +158,7 @@ class SessionImpl final : public Session {
     if (auto updated = progress_->wait_for_update(); !updated) return updated;
     const auto pieces = state_.begin_update(rejoin::Step(step_), contributed);
     if (!pieces) return tl::unexpected(pieces.error());
+    if (look_) look_(step_);
     for (const auto& piece : *pieces)
       optimizer({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
     if (auto ended = end(contributed); !ended) return ended;
@@ -174,6 +178,7 @@ class SessionImpl final : public Session {
   TrainingState state_;
   std::unique_ptr<Progress> progress_;
   std::uint64_t step_ = 0, last_ = 0, version_ = 0;
+  std::function<void(std::uint64_t)> look_;
   std::optional<Position> stands_;  // of the state, where it is of one step
 };
 

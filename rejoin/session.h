@@ -53,6 +53,9 @@ struct SessionConfig {
   // A drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never. Of the
   // host's memory only.
   std::uint64_t flip_bit_at = 0;
+  // A trainer may evaluate, or write a checkpoint, for so long between commit() and the next begin_step() while the
+  // others wait for it. One that takes longer is taken for one that hangs.
+  std::chrono::milliseconds between_steps{std::chrono::minutes(10)};
   // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
   std::chrono::milliseconds patience{60000};
 
@@ -160,6 +163,12 @@ class Session {
   // contribute to; perhaps on some ranks of the replica only, those that had begun it.
   // The optimizer has done its work when it returns; see below where it only queues it.
   virtual Result<> commit(const std::function<void(const Piece&)>& optimizer) = 0;
+  // Called in each commit() whose step is decided, before the optimizer's pieces, on contributors and joiners alike:
+  // reduced() has all gradients of this step then. What the optimizer needs of the gradient as a whole, such as its
+  // norm, is computed here and kept by the step's number, since a joiner gets pieces of the steps before, too.
+  virtual void when_reduced(std::function<void(std::uint64_t step)> look) = 0;
+  // The reduced gradient of a tensor, in the device's memory, whole; from there on until the next begin_step().
+  virtual std::span<const std::byte> reduced(TensorId tensor) const = 0;
   // The same where `optimizer` queues its work on the stream: the new version is published when the stream has done
   // what is queued on it now. Waits for the step's decision, and not for the stream.
   virtual Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) = 0;

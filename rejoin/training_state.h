@@ -21,6 +21,7 @@ class TrainingState {
   bool allocated() const { return owner_ != nullptr; }
   std::span<std::byte> column(TensorId tensor, std::uint32_t index);  // 0: the weight; then the moments
   std::span<std::byte> gradient(TensorId tensor);
+  std::span<const std::byte> reduced(TensorId tensor) const;
   Result<std::uint64_t> digest() const;  // of the state
 
   // ---- after allocate()

@@ -188,6 +188,17 @@ struct Bench {
     a.set_only_waiting(only_waiting);
     say(who, message);
   }
+  void excuse(std::uint32_t who) {
+    proto::FromNode message;
+    auto& a = *message.mutable_accusation();
+    a.set_replica(who);
+    a.set_epoch(coordinator.epoch().value);
+    a.set_suspect(who);
+    a.set_what("its trainer, which is between steps");
+    a.set_only_waiting(true);
+    a.set_excused(true);
+    say(who, message);
+  }
   void start() {
     for (std::uint32_t r = 0; r < 3; ++r) up(r);
     link_all();
@@ -336,6 +347,37 @@ TEST(Coordinator, AWaitThatIsNotTooLongYetIsToldButNotJudged) {
   EXPECT_TRUE(std::any_of(lines.begin(), lines.end(), [](const std::string& line) {
     return line.find("replica 0 waits for replica 2: chunk 3 of 9 of the reduce-scatter") != std::string::npos;
   }));
+}
+
+TEST(Coordinator, WhileATrainerMayTakeItsTimeNobodyIsJudged) {
+  Bench bench;
+  bench.start();
+  bench.accuse(0, 1);
+  bench.accuse(1, 2);
+  for (int i = 0; i < 20; ++i) {
+    bench.excuse(2);
+    bench.pass(250ms);
+    ASSERT_EQ(bench.coordinator.members().size(), 3u) << i;
+  }
+  EXPECT_TRUE(bench.waits_for("its trainer, which is between steps"));
+  bench.pass(1s);  // it says so no more, and does not go on
+  EXPECT_EQ(bench.coordinator.members().size(), 2u);
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_EQ(bench.coordinator.suspended()[0].replica, ReplicaId(2));
+}
+
+TEST(Coordinator, NobodyExcusesAnother) {
+  Bench bench;
+  bench.start();
+  proto::FromNode message;
+  auto& a = *message.mutable_accusation();
+  a.set_replica(0);
+  a.set_suspect(2);
+  a.set_epoch(bench.coordinator.epoch().value);
+  a.set_excused(true);
+  bench.say(0, message);
+  bench.pass(300ms);
+  EXPECT_EQ(bench.coordinator.members().size(), 2u);
 }
 
 TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
