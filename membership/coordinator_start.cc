@@ -16,6 +16,15 @@ std::string mixed(ReplicaId replica, Step low, Step high) {
       replica, low, high);
 }
 
+// Short, however many gaps there are.
+std::string told(const Samples& samples) {
+  constexpr std::size_t most = 4;
+  const auto& ranges = samples.ranges();
+  if (ranges.empty()) return "none";
+  if (ranges.size() <= most) return samples.text();
+  return fmt::format("{} of those below {}", samples.size(), ranges.back().second);
+}
+
 }  // namespace
 
 // Nobody contributes: a fresh job, or everybody was lost. It goes on from the most advanced state there is, but below
@@ -110,7 +119,7 @@ std::optional<std::string> Coordinator::contradicted(const proto::RankUp& up) co
         "each checkpoint, and give it to join()",
         up.version());
   if (up.version() == 0 && !trained.empty())
-    return fmt::format("it comes with the state of step 0 and says that samples {} are trained", trained.text());
+    return fmt::format("it comes with the state of step 0 and says that samples {} are trained", told(trained));
   if (has_contributors()) return std::nullopt;
   if (const auto known = ledger_.trained_at(Step(up.version()))) {
     if (*known == trained) return std::nullopt;
@@ -118,7 +127,7 @@ std::optional<std::string> Coordinator::contradicted(const proto::RankUp& up) co
         "its checkpoint of step {} says that samples {} are trained, and by this coordinator's log {} are: it is "
         "another job's checkpoint. Bring one of this job, or start the coordinator with a new --log-directory to go on "
         "from this one",
-        up.version(), trained.text(), known->empty() ? "none" : known->text());
+        up.version(), told(trained), told(*known));
   }
   for (const auto& [id, replica] : replicas_)
     for (std::uint32_t number = 0; number < replica.ranks.size(); ++number) {
@@ -130,7 +139,7 @@ std::optional<std::string> Coordinator::contradicted(const proto::RankUp& up) co
       return fmt::format(
           "its checkpoint of step {} says that samples {} are trained, and that of replica {} rank {}, which came "
           "first, says {}: start all ranks of all replicas from one checkpoint",
-          up.version(), trained.text(), id, number, others.text());
+          up.version(), told(trained), id, number, told(others));
     }
   return std::nullopt;
 }
@@ -228,8 +237,7 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     if (!ledger_.trained_at(from)) trained.to(record.mutable_rolled_back()->mutable_trained());
     if (from < committed_) note("the job goes on after step {}; step {} was committed", from, committed_);
     else
-      note("the job goes on after step {}, from checkpoints that say that samples {} are trained", from,
-           trained.text());
+      note("the job goes on after step {}, from checkpoints that say that samples {} are trained", from, told(trained));
     actions_.append.push_back(record);
     REJOIN_CHECK(replay(record));
   }

@@ -110,6 +110,7 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
       auto step = second->begin_step();
       if (!step || !*step || (*step)->contributes()) return step;
       joined_at = (*step)->number();
+      EXPECT_EQ(second->position().error().code, ErrorCode::unavailable) << "its state is of no one step";
       if (!commit(*second)) return step;
     }
   });
@@ -126,6 +127,9 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
   EXPECT_TRUE((*step)->contributes());
   EXPECT_EQ((*step)->number(), committed + 1);
   EXPECT_EQ(second->version(), committed) << "and updated nothing";
+  const auto position = second->position();
+  ASSERT_TRUE(position) << position.error().message;
+  EXPECT_EQ(position->step(), committed);
   EXPECT_FALSE((*step)->batch().empty());
   ASSERT_TRUE(second->all_reduce(0));
   ASSERT_TRUE(commit(*second));

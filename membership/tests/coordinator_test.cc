@@ -587,6 +587,10 @@ TEST(Coordinator, ReplicasThatBringOtherSamplesAtOneStepAreRefused) {
                                   "rank 0, which came first, says 0-239: start all ranks of all replicas from one"),
             std::string::npos)
       << bench.refused(1);
+  bench.inbox.clear();
+  bench.bring(2, 8, {{0, 10}, {20, 30}, {40, 50}, {60, 70}, {80, 90}});
+  EXPECT_NE(bench.refused(2).find("says that samples 50 of those below 90 are trained"), std::string::npos)
+      << bench.refused(2);
   bench.bring(1, 7, {{0, 210}}, 2);  // an older checkpoint of the same job
   bench.bring(2, 8, {{0, 240}});
   bench.link_all();
