@@ -69,7 +69,7 @@ Result<> train(const Settings& s) {
     if (auto bucket = session.bucket({*tensor}); !bucket) return tl::unexpected(bucket.error());
   }
   if (auto allocated = session.allocate(); !allocated) return allocated;
-  if (auto joined = session.join(0); !joined) return joined;
+  if (auto joined = session.join(); !joined) return joined;
   for (;;) {
     auto begun = session.begin_step();
     if (!begun) return tl::unexpected(begun.error());

@@ -169,8 +169,8 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
       std::string members;
       for (const auto& m : record.epoch().members())
         members += fmt::format(" {}{}", m.replica(), m.catching_up() ? " (catching up)" : "");
-      std::cout << fmt::format("epoch {:>4} at step {:>7}: replicas{}; {}\n", record.epoch().epoch(),
-                               record.epoch().step(), members, record.epoch().reason());
+      std::cout << fmt::format("epoch {:>4} after step {:>7}: replicas{}; {}\n", record.epoch().epoch(),
+                               record.epoch().step() - 1, members, record.epoch().reason());
     }
     if (record.has_rolled_back() && record.rolled_back().from() > record.rolled_back().version())
       std::cout << fmt::format("rolled back from step {} to step {}\n", record.rolled_back().from(),
@@ -180,6 +180,10 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
   std::cout << fmt::format(
       "{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated, {} to be trained again\n",
       audit.committed, audit.epochs, audit.samples, audit.once, audit.lost, audit.repeated, audit.to_be_trained);
+  if (audit.checkpoint > 0)
+    std::cout << fmt::format(
+        "{} of them are trained by the word of the checkpoint of step {}, from which the job went on\n",
+        audit.before_checkpoint, audit.checkpoint);
   const auto given_up = membership::rolled_back(*records);
   if (given_up.steps > 0)
     std::cout << fmt::format("{} committed steps of {} samples were rolled back, and their samples handed out again\n",

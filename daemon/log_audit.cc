@@ -9,10 +9,9 @@
 namespace rejoin::daemon {
 
 using membership::Batch;
+using membership::Samples;
 
 namespace {
-
-using Samples = membership::RankSet;  // of any numbers
 
 Samples from(const Batch& batch) {
   Samples samples;
@@ -45,7 +44,7 @@ class Reading {
       for (const auto& member : record.epoch().members())
         if (!member.catching_up()) may_be_out_ += batch_;
     }
-    if (record.has_rolled_back()) roll_back(record.rolled_back().version());
+    if (record.has_rolled_back()) roll_back(record.rolled_back());
     if (record.has_committed()) commit(record.committed());
   }
 
@@ -69,10 +68,18 @@ class Reading {
     quiet_ = true;
   }
 
-  void roll_back(std::uint64_t version) {
+  void roll_back(const proto::LogRecord::RolledBack& record) {
     quiet_ = false;
-    for (auto step = steps_.upper_bound(version); step != steps_.end(); step = steps_.erase(step))
+    for (auto step = steps_.upper_bound(record.version()); step != steps_.end(); step = steps_.erase(step))
       trained_.remove(step->second);
+    if (record.trained().empty()) return;
+    // By the word of a checkpoint. Its gaps wait to go out, and then what comes behind it.
+    steps_.clear();
+    passed_over_.clear();
+    may_be_out_ = 0;
+    trained_ = steps_[record.version()] = Samples(record.trained(), membership::kMostSamples);
+    out_before_ = trained_.ranges().back().second;
+    highest_ = std::max(highest_, out_before_);
   }
 
   std::uint64_t batch_ = 0;
@@ -93,7 +100,11 @@ LogAudit audit_log(const std::vector<proto::LogRecord>& records, std::optional<S
     reading.take(record);
     if (record.has_epoch()) ++audit.epochs;
     if (record.has_committed()) audit.committed = record.committed().step();
-    if (record.has_rolled_back()) audit.committed = record.rolled_back().version();
+    if (!record.has_rolled_back()) continue;
+    audit.committed = record.rolled_back().version();
+    if (record.rolled_back().trained().empty()) continue;
+    audit.checkpoint = audit.committed;
+    audit.before_checkpoint = Samples(record.rolled_back().trained(), membership::kMostSamples).size();
   }
   const auto trained = membership::audit(membership::trained_by_step(records));
   audit.once = trained.once;

@@ -151,8 +151,8 @@ std::string summary(const nlohmann::json& report) {
       what = fmt::format("daemon: replica {} rank {} is down: {}", event.at("replica").get<int>(),
                          event.at("rank").get<int>(), event.value("reason", ""));
     else if (kind == "epoch")
-      what = fmt::format("epoch with replicas {} at step {} ({})", event.value("members", ""),
-                         event.at("step").get<int>(), event.value("reason", ""));
+      what = fmt::format("epoch with replicas {} after step {} ({})", event.value("members", ""),
+                         event.at("step").get<int>() - 1, event.value("reason", ""));
     else if (kind == "catch_up_started")
       what = fmt::format("replica {} rank {} begins to catch up at step {}", event.at("replica").get<int>(),
                          event.at("rank").get<int>(), event.at("step").get<int>());

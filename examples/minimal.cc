@@ -24,7 +24,7 @@ rejoin::Result<> train(rejoin::Session& session) {
   const auto weight = rejoin::Session::as<float>(session.weight(*w).value());
   const auto velocity = rejoin::Session::as<float>(session.moment(*w, 0).value());
   const auto gradient = rejoin::Session::as<float>(session.gradient(*w).value());
-  if (auto joined = session.join(/*version=*/0); !joined) return joined;
+  if (auto joined = session.join(); !joined) return joined;
 
   for (;;) {
     auto step = session.begin_step();

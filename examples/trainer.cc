@@ -105,7 +105,7 @@ int train(const Settings& s) {
   demo::Tensors& tensors = **made;
   demo::initialise(shape, tensors.weights(), s.seed * 1000 + s.session.rank);
   if (auto put = tensors.put_weights(); !put) return fail_with(put.error());
-  if (auto joined = session.join(0); !joined) return fail_with(joined.error());
+  if (auto joined = session.join(); !joined) return fail_with(joined.error());
 
   const auto tell_digest = [&]() -> Result<> {
     const auto version = session.version();

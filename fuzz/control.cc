@@ -36,7 +36,7 @@ class Watched {
         committed_ = record.committed().step();
       }
       if (record.has_rolled_back()) {
-        must(record.rolled_back().version() < committed_);
+        must(record.rolled_back().version() != committed_);
         committed_ = record.rolled_back().version();
       }
       log_.push_back(record);

@@ -84,7 +84,7 @@ std::string conversation() {
 }
 
 std::vector<proto::LogRecord> records() {
-  std::vector<proto::LogRecord> all(5);
+  std::vector<proto::LogRecord> all(6);
   all[0].mutable_job()->set_replicas(2);
   all[0].mutable_job()->set_ranks(2);
   all[0].mutable_job()->set_batch(3);
@@ -97,6 +97,8 @@ std::vector<proto::LogRecord> records() {
   all[3].mutable_committed()->set_epoch(1);
   *all[3].mutable_committed()->add_members() = member(0, 1, false);
   all[4].mutable_rolled_back()->set_version(0);
+  all[5].mutable_rolled_back()->set_version(9);
+  membership::RankSet(7).to(all[5].mutable_rolled_back()->mutable_trained());
   return all;
 }
 

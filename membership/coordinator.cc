@@ -147,6 +147,7 @@ void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint n
   edge->second.what = accusation.what();
   edge->second.lost |= accusation.lost();
   edge->second.counts |= !accusation.only_waiting();
+  if (accusation.excused() && accusation.suspect() == accusation.replica()) edge->second.excused = now;
 }
 
 // ---- decisions
@@ -194,7 +195,7 @@ bool Coordinator::change_members_at_boundary() {
     if (caught_up(m)) {
       m.catching_up = false;
       changed = true;
-      note("replica {} contributes again from step {}", m.replica, committed_.value + 1);
+      note("replica {} contributes again after step {}", m.replica, committed_);
     }
   }
   for (const auto& [id, replica] : replicas_) {
@@ -203,7 +204,7 @@ bool Coordinator::change_members_at_boundary() {
     members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
     present.insert(replica.incarnation.value);
     changed = true;
-    note("replica {} is admitted at step {}, catching up", id, committed_.value + 1);
+    note("replica {} is admitted after step {}, catching up", id, committed_);
   }
   return changed;
 }
@@ -244,6 +245,7 @@ proto::Plan Coordinator::plan() const {
   plan.set_step(committed_.value + 1);
   plan.set_finished(finished());
   plan.set_job(job_);
+  ledger_.trained().to(plan.mutable_trained());
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);
   for (const auto& m : members_) {

@@ -96,7 +96,8 @@ class Coordinator {
   struct RankState {
     NodeId node;
     std::uint64_t life = 0, version = 0, digest = 0;  // of its state
-    TimePoint lost_at{};                              // when its node was lost
+    std::uint64_t trained = 0;  // names the samples in brought_ that its checkpoint says are trained
+    TimePoint lost_at{};        // when its node was lost
     bool registered = false, connected_node = false;
     std::int32_t pid = 0;
     std::uint64_t daemon = 0;  // that it is behind
@@ -161,6 +162,7 @@ class Coordinator {
 
  private:
   void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
+  std::optional<std::string> contradicted(const proto::RankUp& up) const;
   bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
   void refuse(NodeId node, const proto::RankUp& up, std::string reason);
@@ -267,6 +269,8 @@ class Coordinator {
   Duration start_patience() const;
   static std::pair<Step, Step> versions(const ReplicaState& replica);
   bool foreign(Step version) const;
+  bool of_other_samples(const ReplicaState& replica) const;
+  std::uint64_t keep_brought(const Samples& trained);
   std::vector<std::string> strangers() const;
   std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;
   bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);
@@ -314,7 +318,8 @@ class Coordinator {
   std::uint64_t last_incarnation_ = 0;
   std::optional<First> first_;
   std::map<ReplicaId, std::pair<Step, Step>> sent_back_;  // with the states of such steps, and how they came
-  std::uint64_t incarnations_before_epoch_ = 0;           // given out before the last epoch was begun
+  std::map<std::uint64_t, Samples> brought_;     // by checkpoints, of ranks that are registered: by a digest of them
+  std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
   std::uint64_t steps_rolled_back_ = 0;
   std::vector<MemberState> members_;
   std::vector<Suspended> suspended_;
@@ -353,7 +358,8 @@ class Coordinator {
     bool counts = false;  // it has lasted too long
     TimePoint since{};    // … since then
     TimePoint waits_since{};
-    RankSet ranks;  // that say so
+    std::optional<TimePoint> excused{};  // said last, of itself
+    RankSet ranks;                       // that say so
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Edge> accusations_;  // accuser → suspect, in this epoch
   std::map<std::pair<std::uint32_t, std::uint32_t>, int> mended_;  // epochs begun for a pair since the last commit

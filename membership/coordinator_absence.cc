@@ -20,7 +20,11 @@ void Coordinator::suspect_itself(Duration away, TimePoint now) {
   for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
   for (auto& [id, replica] : replicas_)
     for (auto& rank : replica.ranks) forgive(rank.lost_at, away, now);
-  for (auto& [edge, about] : accusations_) forgive(about.since, away, now), forgive(about.waits_since, away, now);
+  for (auto& [edge, about] : accusations_) {
+    forgive(about.since, away, now);
+    forgive(about.waits_since, away, now);
+    if (about.excused) forgive(*about.excused, away, now);
+  }
   forgive(under_way_since_, away, now);
   if (recovering_until_) *recovering_until_ += away;
   if (incomplete_since_) forgive(*incomplete_since_, away, now);
@@ -135,6 +139,8 @@ void Coordinator::judge(TimePoint now) {
   std::map<std::uint32_t, int> accused;
   std::set<std::uint32_t> waiting;
   for (const auto& [edge, about] : accusations_) {
+    // The step waits for a trainer that may take its time, and so all others may.
+    if (about.excused && now - *about.excused <= config_.silence) return;
     if (!about.counts) continue;
     if (edge.first != edge.second) waiting.insert(edge.first);
     if (now - about.since >= patience) ++accused[edge.second];
@@ -196,8 +202,7 @@ bool Coordinator::promote_whole(bool only_present) {
   for (auto& m : members_) {
     if (!m.catching_up || !caught_up(m)) continue;
     if (only_present && !present(m.replica, m.incarnation)) continue;
-    note("replica {} has caught up and contributes from step {} on: it has the state of step {}", m.replica,
-         committed_.value + 1, committed_);
+    note("replica {} has caught up and contributes after step {}, whose state it has", m.replica, committed_);
     m.catching_up = false;
     any = true;
   }

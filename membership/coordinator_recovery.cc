@@ -97,7 +97,10 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         steps_rolled_back_ += committed_.value - record.rolled_back().version();
       committed_ = Step(record.rolled_back().version());
       most_committed_ = std::max(most_committed_, committed_);
-      ledger_.roll_back(committed_);
+      if (const Samples trained(record.rolled_back().trained(), kMostSamples);
+          ledger_.trained_at(committed_) || (trained.empty() && committed_ != Step{}))
+        ledger_.roll_back(committed_, record.rolled_back().in_order());
+      else ledger_.go_on_from(committed_, trained);
       return {};
     case proto::LogRecord::kStopped:
       stopped_ = record.stopped().reason();

@@ -9,8 +9,8 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   const ReplicaId id(up.replica());
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
     return refuse(node, up,
-                  fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0", up.replica(),
-                              up.rank(), config_.replicas, config_.ranks));
+                  fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0",
+                              up.replica(), up.rank(), config_.replicas, config_.ranks));
   if (belongs_elsewhere(node, up)) return;
   if (finished() && up.incarnation() == 0) return tell_the_end(node, up);
   if (up.version() > kMostSteps)
@@ -18,6 +18,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
                   fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
   if (up.incarnation() == 0 && claims_place(node, up, now)) return;
   if (differs(node, up, now)) return;
+  if (auto contradiction = contradicted(up)) return refuse(node, up, *contradiction);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
     back_at_ = now;
@@ -197,6 +198,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   rank.life = up.life();
   rank.version = up.version();
   rank.digest = up.digest();
+  rank.trained = keep_brought(Samples(up.trained(), kMostSamples));
   audit_.on_digest_time(std::chrono::microseconds(std::min<std::uint64_t>(up.digest_us(), 1'000'000'000)));
   rank.connected_node = true;
   rank.address_size = static_cast<std::uint32_t>(up.address().size());

@@ -1,6 +1,8 @@
 // How a job starts, and starts again when nobody is left who holds its state.
 #include <algorithm>
+#include <array>
 
+#include "base/digest.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {
@@ -12,6 +14,15 @@ std::string mixed(ReplicaId replica, Step low, Step high) {
       "replica {}: its ranks came with the states of steps {} to {}; all ranks of a replica must start from one "
       "checkpoint",
       replica, low, high);
+}
+
+// Short, however many gaps there are.
+std::string told(const Samples& samples) {
+  constexpr std::size_t most = 4;
+  const auto& ranges = samples.ranges();
+  if (ranges.empty()) return "none";
+  if (ranges.size() <= most) return samples.text();
+  return fmt::format("{} of those below {}", samples.size(), ranges.back().second);
 }
 
 }  // namespace
@@ -93,11 +104,67 @@ bool Coordinator::foreign(Step version) const {
   return version > committed_ && (committed_ != Step{} || steps_rolled_back_ > 0);
 }
 
+// Its checkpoint is of a step that the log knows, and says that other samples were trained up to there.
+bool Coordinator::of_other_samples(const ReplicaState& replica) const {
+  const auto& first = replica.ranks.front();
+  const auto trained = ledger_.trained_at(Step(first.version));
+  return trained && *trained != brought_.at(first.trained);
+}
+
+// What a checkpoint says of the samples must be true of the job that goes on from it. While somebody contributes it
+// does not matter: whoever comes then gets the state from him.
+std::optional<std::string> Coordinator::contradicted(const proto::RankUp& up) const {
+  const Samples trained(up.trained(), kMostSamples);
+  if (up.version() > 0 && trained.empty())
+    return fmt::format(
+        "it comes with the state of step {} and does not say which samples are trained: save Session::position() with "
+        "each checkpoint, and give it to join()",
+        up.version());
+  if (up.version() == 0 && !trained.empty())
+    return fmt::format("it comes with the state of step 0 and says that samples {} are trained", told(trained));
+  if (has_contributors()) return std::nullopt;
+  if (const auto known = ledger_.trained_at(Step(up.version()))) {
+    if (*known == trained) return std::nullopt;
+    return fmt::format(
+        "its checkpoint of step {} says that samples {} are trained, and by this coordinator's log {} are: it is "
+        "another job's checkpoint. Bring one of this job, or start the coordinator with a new --log-directory to go on "
+        "from this one",
+        up.version(), told(trained), told(*known));
+  }
+  for (const auto& [id, replica] : replicas_)
+    for (std::uint32_t number = 0; number < replica.ranks.size(); ++number) {
+      const RankState& rank = replica.ranks[number];
+      const bool replaced = id.value == up.replica() && number == up.rank();
+      if (replaced || !rank.registered || rank.version != up.version()) continue;
+      const Samples& others = brought_.at(rank.trained);
+      if (others == trained) return std::nullopt;  // and what the others bring has been compared with that
+      return fmt::format(
+          "its checkpoint of step {} says that samples {} are trained, and that of replica {} rank {}, which came "
+          "first, says {}: start all ranks of all replicas from one checkpoint",
+          up.version(), told(trained), id, number, told(others));
+    }
+  return std::nullopt;
+}
+
+// What no rank refers to any more is forgotten with it.
+std::uint64_t Coordinator::keep_brought(const Samples& trained) {
+  std::uint64_t name = 0;
+  for (const auto& [begin, end] : trained.ranges()) name = combine_digests(combine_digests(name, begin), end);
+  if (brought_.contains(name)) return name;
+  std::set<std::uint64_t> needed;
+  for (const auto& [id, replica] : replicas_)
+    for (const auto& rank : replica.ranks) needed.insert(rank.trained);
+  std::erase_if(brought_, [&](const auto& one) { return !needed.contains(one.first); });
+  brought_.emplace(name, trained);
+  return name;
+}
+
 // The version of the most advanced of those that have the state of one step of this job on all of their ranks.
 std::optional<Step> Coordinator::newest(const std::vector<ReplicaId>& replicas) const {
   std::optional<Step> newest;
   for (auto id : replicas)
-    if (const auto [low, high] = versions(replicas_.at(id)); low == high && !foreign(low))
+    if (const auto [low, high] = versions(replicas_.at(id));
+        low == high && !foreign(low) && !of_other_samples(replicas_.at(id)))
       newest = std::max(newest.value_or(low), low);
   return newest;
 }
@@ -131,6 +198,11 @@ std::vector<std::string> Coordinator::unfit(const std::vector<ReplicaId>& replic
           fmt::format("replica {}: it has come with the state of step {}, and step {} is the last that is committed: "
                       "later ones were rolled back, or are another job's. Bring a checkpoint of step {} or before",
                       id, low, committed_, committed_));
+    else if (of_other_samples(replicas_.at(id)))
+      all.push_back(
+          fmt::format("replica {}: its checkpoint of step {} says that other samples are trained than this job's log "
+                      "does: it is another job's. Bring one of this job",
+                      id, low));
   return all;
 }
 
@@ -142,16 +214,18 @@ std::string Coordinator::rollback_needed(Step from) const {
 }
 
 void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) {
-  using Fingerprint = std::vector<std::pair<std::uint64_t, std::uint64_t>>;  // version and digest of each rank
+  using Fingerprint = std::vector<std::array<std::uint64_t, 3>>;  // version, digest and samples of each rank
   const auto fingerprint = [&](ReplicaId id) {
     Fingerprint print;
-    for (const auto& rank : replicas_.at(id).ranks) print.emplace_back(rank.version, rank.digest);
+    for (const auto& rank : replicas_.at(id).ranks) print.push_back({rank.version, rank.digest, rank.trained});
     return print;
   };
   std::map<Fingerprint, int> votes;
   for (auto id : replicas) {
     const auto print = fingerprint(id);
-    if (std::all_of(print.begin(), print.end(), [&](const auto& p) { return p.first == from.value; })) ++votes[print];
+    const bool same_samples = std::ranges::all_of(print, [&](const auto& p) { return p[2] == print.front()[2]; });
+    const bool fit = same_samples && !of_other_samples(replicas_.at(id));
+    if (fit && std::ranges::all_of(print, [&](const auto& p) { return p[0] == from.value; })) ++votes[print];
   }
   const auto chosen = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {
                         return a.second < b.second;
@@ -160,7 +234,12 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     proto::LogRecord record;
     record.mutable_rolled_back()->set_version(from.value);
     record.mutable_rolled_back()->set_from(committed_.value);
-    note("the job goes on from step {}; step {} was committed", from, committed_);
+    const Samples& trained = brought_.at(chosen.front()[2]);
+    record.mutable_rolled_back()->set_in_order(true);
+    if (!ledger_.trained_at(from)) trained.to(record.mutable_rolled_back()->mutable_trained());
+    if (from < committed_) note("the job goes on after step {}; step {} was committed", from, committed_);
+    else
+      note("the job goes on after step {}, from checkpoints that say that samples {} are trained", from, told(trained));
     actions_.append.push_back(record);
     REJOIN_CHECK(replay(record));
   }

@@ -18,6 +18,10 @@ std::uint64_t samples_of(const Batch& batch) {
   return samples;
 }
 
+void add(Samples& samples, const Batch& batch) {
+  for (const auto& range : batch) samples.add(range.begin, range.end);
+}
+
 void Ledger::assign(const std::vector<ReplicaId>& contributors) {
   for (auto replica : contributors)
     if (!held_.contains(replica)) held_[replica] = take();
@@ -48,15 +52,46 @@ void Ledger::hand_back(ReplicaId replica) {
 }
 
 void Ledger::commit(Step step) {
-  Batch& trained = trained_[step.value];
-  for (auto& [replica, batch] : held_) trained.insert(trained.end(), batch.begin(), batch.end());
+  Batch& of_step = steps_[step.value];
+  for (auto& [replica, batch] : held_) of_step.insert(of_step.end(), batch.begin(), batch.end());
+  add(trained_, of_step);
+  committed_ = step;
   held_.clear();
 }
 
-void Ledger::roll_back(Step version) {
-  for (auto it = trained_.upper_bound(version.value); it != trained_.end(); it = trained_.erase(it))
+void Ledger::roll_back(Step version, bool in_order) {
+  trained_ = trained_at(version).value_or(Samples{});
+  for (auto it = steps_.upper_bound(version.value); it != steps_.end(); it = steps_.erase(it))
     returned_.insert(returned_.end(), it->second.begin(), it->second.end());
+  if (version > committed_) from_ = version;  // of an old log, which does not say what is trained there
+  committed_ = version;
   while (!held_.empty()) hand_back(held_.begin()->first);
+  if (in_order) hand_out_in_order();
+}
+
+void Ledger::go_on_from(Step version, const Samples& trained) {
+  from_ = committed_ = version;
+  trained_ = trained;
+  steps_.clear();
+  held_.clear();
+  hand_out_in_order();
+}
+
+void Ledger::hand_out_in_order() {
+  returned_.clear();
+  next_ = 0;
+  for (const auto& [begin, end] : trained_.ranges()) {
+    if (begin > next_) returned_.push_back({next_, begin});
+    next_ = end;
+  }
+}
+
+std::optional<Samples> Ledger::trained_at(Step version) const {
+  if (version < from_ || version > committed_) return std::nullopt;
+  Samples later, trained = trained_;
+  for (auto it = steps_.upper_bound(version.value); it != steps_.end(); ++it) add(later, it->second);
+  trained.remove(later);
+  return trained;
 }
 
 const Batch* Ledger::batch_of(ReplicaId replica) const {

@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "base/ids.h"
 #include "base/result.h"
+#include "membership/rank_set.h"
 
 namespace rejoin::proto {
 class Member;
@@ -24,6 +26,11 @@ using Batch = std::vector<SampleRange>;  // disjoint, in order of assignment
 Batch batch_of(const proto::Member& member);
 std::uint64_t samples_of(const Batch& batch);
 
+using Samples = RankSet;  // of any numbers
+void add(Samples& samples, const Batch& batch);
+// Of what a process says: sample numbers are below this.
+constexpr std::uint64_t kMostSamples = std::uint64_t{1} << 62;
+
 class Ledger {
  public:
   // Every contributor trains `batch` samples a step.
@@ -35,8 +42,18 @@ class Ledger {
   void hand_back(ReplicaId replica);
   // The step under way is committed: every batch held is trained.
   void commit(Step step);
-  // Steps after `version` are void: their samples are handed out again.
-  void roll_back(Step version);
+  // Steps after `version` are void: their samples are handed out again. It must be one that trained_at() knows.
+  // `in_order`: all that is not trained goes out from the lowest on, as after go_on_from(); otherwise, as of logs that
+  // were written before that, in the order in which it came back.
+  void roll_back(Step version, bool in_order);
+  // A checkpoint of another ledger's time: with the state of `version` these samples are trained, and no others. The
+  // gaps between them go out first.
+  void go_on_from(Step version, const Samples& trained);
+
+  // The samples that are trained in the steps up to the last one committed, or up to this one. Nothing where the ledger
+  // does not reach: before the checkpoint that it went on from, and after the last step.
+  const Samples& trained() const { return trained_; }
+  std::optional<Samples> trained_at(Step version) const;
 
   const Batch* batch_of(ReplicaId replica) const;
   const std::map<ReplicaId, Batch>& held() const { return held_; }
@@ -44,11 +61,15 @@ class Ledger {
 
  private:
   Batch take();
+  void hand_out_in_order();
   const std::uint64_t batch_;
-  std::uint64_t next_ = 0;  // no sample from here on was ever given out
+  std::uint64_t next_ = 0;  // no sample from here on is given out, or was in a step that counts
   std::deque<SampleRange> returned_;
   std::map<ReplicaId, Batch> held_;
-  std::map<std::uint64_t, Batch> trained_;  // by step, for roll_back
+  Step from_;                             // the checkpoint that it went on from, or 0
+  Step committed_;                        // the last step
+  Samples trained_;                       // … up to which these are trained
+  std::map<std::uint64_t, Batch> steps_;  // what each step after from_ has trained
 };
 
 struct Audit {

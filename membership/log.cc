@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <numeric>
 #include <optional>
 
 namespace rejoin::membership {
@@ -214,15 +215,26 @@ Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
 
 namespace {
 
-// The batches that were trained, by step. Those of steps that were rolled back are given up.
-template <typename GiveUp>
-std::map<std::uint64_t, Batch> follow(const std::vector<proto::LogRecord>& records, GiveUp give_up) {
-  std::map<std::uint64_t, Batch> trained;
+using Trained = std::map<std::uint64_t, Batch>;
+
+// All that was trained up to the checkpoint stands under its step.
+void go_back(Trained& trained, const proto::LogRecord::RolledBack& record) {
+  trained.erase(trained.upper_bound(record.version()), trained.end());
+  if (record.trained().empty()) return;
+  trained.clear();
+  for (const auto& range : record.trained()) trained[record.version()].push_back({range.begin(), range.end()});
+}
+
+// The batches that were trained, by step. `on_rolled_back` hears of those before and after.
+template <typename OnRolledBack>
+Trained follow(const std::vector<proto::LogRecord>& records, OnRolledBack on_rolled_back) {
+  Trained trained;
   for (const auto& record : records) {
-    if (record.has_rolled_back())
-      for (auto step = trained.upper_bound(record.rolled_back().version()); step != trained.end();
-           step = trained.erase(step))
-        give_up(step->second);
+    if (record.has_rolled_back()) {
+      const Trained before = trained;
+      go_back(trained, record.rolled_back());
+      on_rolled_back(record.rolled_back(), before, trained);
+    }
     if (!record.has_committed()) continue;
     for (const auto& member : record.committed().members())
       for (const auto& range : batch_of(member)) trained[record.committed().step()].push_back(range);
@@ -234,12 +246,20 @@ std::map<std::uint64_t, Batch> follow(const std::vector<proto::LogRecord>& recor
 
 RolledBack rolled_back(const std::vector<proto::LogRecord>& records) {
   RolledBack given_up;
-  (void)follow(records, [&](const Batch& batch) { ++given_up.steps, given_up.samples += samples_of(batch); });
+  const auto samples = [](const Trained& trained) {
+    return std::accumulate(trained.begin(), trained.end(), std::uint64_t{0},
+                           [](std::uint64_t sum, const auto& step) { return sum + samples_of(step.second); });
+  };
+  (void)follow(records, [&](const auto& record, const Trained& before, const Trained& after) {
+    if (record.version() >= record.from()) return;  // it has come from further on
+    given_up.steps += record.from() - record.version();
+    given_up.samples += samples(before) - std::min(samples(before), samples(after));
+  });
   return given_up;
 }
 
 std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records) {
-  return follow(records, [](const Batch&) {});
+  return follow(records, [](const auto&, const Trained&, const Trained&) {});
 }
 
 }  // namespace rejoin::membership

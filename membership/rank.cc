@@ -19,6 +19,11 @@ bool Rank::has_contributors() const {
   return std::any_of(plan_.members().begin(), plan_.members().end(), [](const auto& m) { return !m.catching_up(); });
 }
 
+bool Rank::leads() const {
+  return contributes() && std::none_of(plan_.members().begin(), plan_.members().end(),
+                                       [&](const auto& m) { return !m.catching_up() && m.replica() < replica_.value; });
+}
+
 Batch Rank::batch() const {
   const auto* me = self();
   return me != nullptr ? batch_of(*me) : Batch{};

@@ -47,6 +47,8 @@ class Rank {
   bool suspended() const { return suspended_; }
   bool contributes() const;
   bool has_contributors() const;
+  // One of the contributors, the same in the eyes of all that have this plan.
+  bool leads() const;
   Batch batch() const;
   const proto::Plan& plan() const { return plan_; }
   const proto::Member* self() const;

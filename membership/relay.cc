@@ -151,7 +151,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       // That one lost another counts at once; of waiting ranks the first of each kind speaks for all of the replica.
       if (accusation.epoch() != plan_.first) break;
       if (accused_.insert({accusation.replica(), accusation.suspect(), accusation.only_waiting()}).second ||
-          accusation.lost())
+          accusation.lost() || accusation.excused())
         up() = message;
       break;
     }

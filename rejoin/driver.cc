@@ -269,6 +269,22 @@ Duration Driver::patience_with_compute() const {
   return silence_ + 8 * *std::max_element(step_times_.begin(), step_times_.end());
 }
 
+// A trainer that does something else between steps, or has begun this one late for that reason, is not late. Only its
+// own library can tell the others so. When it has begun in time, they know as much as it does.
+void Driver::excuse_trainer(TimePoint now) {
+  if (!current_ || !current_->contributes || std::ranges::all_of(wanted_, [](bool wanted) { return wanted; })) return;
+  if (std::exchange(offered_, current_->step) != current_->step) offered_at_ = now;
+  const bool begun = taken_ == current_->step;
+  if (begun && std::exchange(begun_, taken_) != taken_) begun_at_ = now;
+  if ((begun ? begun_at_ : now) - offered_at_ < silence_ / 4 || now - excused_at_ < silence_ / 4) return;
+  if (now - (begun ? begun_at_ : offered_at_) > (begun ? patience_with_compute() : config_.between_steps)) return;
+  excused_at_ = now;
+  auto& excuse = accuse({.replica = config_.replica, .incarnation = {}},
+                        begun ? "its trainer, which has begun the step late" : "its trainer, which is between steps");
+  excuse.set_only_waiting(true);
+  excuse.set_excused(true);
+}
+
 // Nothing waits in silence: after a second the log and the status say for whom; what lasts too long is for the
 // coordinator to judge.
 void Driver::look_for_stalls(TimePoint now) {
@@ -281,6 +297,7 @@ void Driver::look_for_stalls(TimePoint now) {
     for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
   }
   if (machine_.exchanged()) return;
+  excuse_trainer(now);
   for (const auto& wait : ring_->waits(now)) {
     if (wait.since > kWorthTelling && stall_said_for_ != machine_.step().value) {
       stall_said_for_ = machine_.step().value;
@@ -389,13 +406,18 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   if (meaning == Meaning::committed || meaning == Meaning::finished) {
     committed_ = under_way;
     committed_contributes_ = contributed;
+    committed_trained_ = membership::Samples(plan.trained(), membership::kMostSamples);
     wanted_.assign(buckets_.size(), false);  // until the trainer has taken up the next step, they were of this one
     events::emit("committed", {{"step", under_way}, {"epoch", plan.epoch()}});
   }
   finished_ = finished_ || meaning == Meaning::finished;
   current_.reset();
   if (machine_.member() && machine_.has_contributors() && !finished_)
-    current_ = StepView{machine_.step().value, machine_.contributes(), machine_.batch()};
+    current_ = StepView{.step = machine_.step().value,
+                        .contributes = machine_.contributes(),
+                        .leads = machine_.leads(),
+                        .batch = machine_.batch(),
+                        .trained = membership::Samples(plan.trained(), membership::kMostSamples)};
   let_go_ = false;
   submitted_.assign(buckets_.size(), false);
   done_.assign(buckets_.size(), false);

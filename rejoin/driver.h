@@ -24,13 +24,16 @@ struct DriverConfig {
   proto::Declaration declared;  // what is behind it
   ftar::Options ring;
   Duration patience{};  // with a trainer that computes, before enough steps were seen to know what is usual
+  Duration between_steps = std::chrono::minutes(10);  // … and with one that has not begun the step
 };
 
 // The step that the trainer is to run.
 struct StepView {
   std::uint64_t step = 0;
   bool contributes = false;
+  bool leads = false;  // … and is the one contributor that does what one does for all
   membership::Batch batch;
+  membership::Samples trained;  // in the steps before it
 };
 
 class Driver {
@@ -68,7 +71,8 @@ class Driver {
   const std::optional<StepView>& step() const { return current_; }
   std::uint64_t committed() const { return committed_; }  // the last step decided that this replica took part in
   bool committed_contributes() const { return committed_contributes_; }
-  bool registered() const { return machine_.incarnation() != Incarnation{}; }  // the coordinator has taken us
+  bool registered() const { return machine_.incarnation() != Incarnation{}; }          // the coordinator has taken us
+  const membership::Samples& committed_trained() const { return committed_trained_; }  // in all steps up to there
   bool finished() const { return finished_; }
   bool over() const { return over_; }  // … before this replica had a part in the job: nobody has touched its state
   const std::optional<Error>& failure() const { return failure_; }
@@ -100,6 +104,7 @@ class Driver {
   void report_links();
   bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
+  void excuse_trainer(TimePoint now);
   bool is_place(const ftar::Member& member) const;
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   Duration patience_with_compute() const;
@@ -132,9 +137,13 @@ class Driver {
   std::optional<StepView> current_;
   std::uint64_t committed_ = 0;
   bool committed_contributes_ = false, finished_ = false, over_ = false;
+  membership::Samples committed_trained_;
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_said_{};
+  TimePoint offered_at_{}, begun_at_{};  // the step under way: to the trainer, and by it
+  TimePoint excused_at_{};
+  std::uint64_t offered_ = 0, begun_ = 0;
   std::uint64_t stall_said_for_ = 0;
   std::uint64_t job_ = 0;             // as registered
   std::vector<Duration> step_times_;  // of the last steps that went through in one epoch

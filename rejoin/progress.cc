@@ -73,8 +73,8 @@ Progress::~Progress() {
 
 // ---- the trainer's thread
 
-Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration digest_time) {
-  version_at_join_ = version;
+Result<> Progress::join(const Position& from, std::uint64_t digest, Duration digest_time) {
+  joined_from_ = from;
   digest_at_join_ = digest;
   digest_time_ = digest_time;
   auto wake = make_eventfd();
@@ -99,7 +99,8 @@ Result<> Progress::join(std::uint64_t version, std::uint64_t digest, Duration di
                             .flip_bit_at = Step(config_.flip_bit_at),
                             .device = on_gpu ? device : nullptr,
                             .shared_reducer = reducer_},
-                   .patience = config_.patience},
+                   .patience = config_.patience,
+                   .between_steps = config_.between_steps},
       *engine_, owner_, buckets_);
 
   if (auto introduced = introduce(); !introduced) return introduced;
@@ -272,7 +273,8 @@ Result<Progress::Decision> Progress::wait_for_commit(std::uint64_t step) {
     return current_ && current_->step == step && current_->contributes && !taken_contributes_;
   };
   changed_.wait(lock, [&] { return ended() || committed_ >= step || begins_again(); });
-  if (committed_ >= step) return Decision{.committed = true, .contributed = committed_contributes_};
+  if (committed_ >= step)
+    return Decision{.committed = true, .contributed = committed_contributes_, .trained = committed_trained_};
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   return Decision{};
 }
@@ -363,6 +365,7 @@ void Progress::publish() {
     committed_ = driver_->committed();
     committed_contributes_ = driver_->committed_contributes();
     registered_ = driver_->registered();
+    committed_trained_ = driver_->committed_trained();
     finished_ = driver_->finished();
     over_ = driver_->over();
     current_ = driver_->step();
@@ -381,7 +384,12 @@ proto::LocalHello Progress::hello(std::size_t descriptors) const {
   auto& up = *hello.mutable_up();
   driver_->describe(up);
   up.set_address(address_);
-  up.set_version(version_at_join_);
+  up.set_version(joined_from_.step());
+  for (const auto& samples : joined_from_.trained()) {
+    auto& range = *up.add_trained();
+    range.set_begin(samples.begin);
+    range.set_end(samples.end);
+  }
   up.set_digest(digest_at_join_);
   up.set_digest_us(static_cast<std::uint64_t>(digest_time_ / std::chrono::microseconds(1)));
   up.set_pid(::getpid());

@@ -31,7 +31,7 @@ class Progress {
   ~Progress();
 
   // Returns when the coordinator has taken this rank. `digest_time`: how long the state's digest took.
-  Result<> join(std::uint64_t version, std::uint64_t digest, Duration digest_time);
+  Result<> join(const Position& from, std::uint64_t digest, Duration digest_time);
 
   // All wait for at most the config's patience without a sign of the daemon, and end with `cancelled` after
   // interrupt().
@@ -43,6 +43,7 @@ class Progress {
   struct Decision {
     bool committed = false;  // otherwise the step, so far a joiner's, begins again: this replica contributes to it
     bool contributed = false;
+    membership::Samples trained;  // up to this step
   };
   Result<Decision> wait_for_commit(std::uint64_t step);
   // Of a GPU: ends the update when the stream has done it; and waits until the last one has ended.
@@ -83,7 +84,8 @@ class Progress {
   const Interrupt& interrupt_;
   shm::Owner& owner_;
   const std::vector<ftar::BucketSpec>& buckets_;
-  std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
+  Position joined_from_;
+  std::uint64_t digest_at_join_ = 0;
   Duration digest_time_{};
   Duration silence_ = std::chrono::seconds(2);
 
@@ -131,6 +133,7 @@ class Progress {
   bool committed_contributes_ = false;
   bool stop_ = false, leaving_ = false;
   std::optional<Result<>> left_;
+  membership::Samples committed_trained_;
 };
 
 }  // namespace rejoin

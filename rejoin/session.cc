@@ -70,23 +70,34 @@ class SessionImpl final : public Session {
     return state_.check_tensor(t, "gradient()").map([&] { return state_.gradient(t); });
   }
 
-  Result<> join(std::uint64_t version) override {
+  using Session::join;
+  Result<> join(const Position& from) override {
     if (ended_) return tl::unexpected(*ended_);
+    const std::uint64_t version = from.step();
     if (!state_.allocated() || progress_)
       return fail(ErrorCode::invalid_argument, "join() comes once, after allocate()");
     if (version > kMostSteps)
-      return fail(ErrorCode::invalid_argument, "join({}): a version is the number of a step, {} at most", version,
-                  kMostSteps);
+      return fail(ErrorCode::invalid_argument, "join() from the position of step {}: steps are numbered up to {}",
+                  version, kMostSteps);
     if (auto started = state_.start(version); !started) return started;
     const SteadyClock clock;
     const TimePoint before = clock.now();
     const auto digest = state_.digest();
     if (!digest) return tl::unexpected(digest.error());
     const Duration took = clock.now() - before;
+    if (from.digest() && *from.digest() != *digest)
+      return fail(
+          ErrorCode::mismatch,
+          "the state that was restored is not the one that this position of step {} was taken with: its digest "
+          "is {:016x}, and should be {:016x}. Restore all weights and moments of this rank, bit for bit, out of "
+          "the checkpoint that the position was saved with; where they are meant to differ, give join() the "
+          "position without_digest()",
+          version, *digest, *from.digest());
     version_at_join_ = version;
+    stands_ = from;
     progress_ = std::make_unique<Progress>(config_, state_, interrupt_);
-    auto joined = progress_->join(version, *digest, took);
-    if (!joined) progress_.reset();
+    auto joined = progress_->join(from, *digest, took);
+    if (!joined) progress_.reset(), stands_.reset();
     return joined;
   }
 
@@ -105,10 +116,12 @@ class SessionImpl final : public Session {
     whole_.reset();
     if (stage_ == Stage::contributing) whole_ = step_ - 1;
     handed_over_.assign(state_.buckets().size(), false);
+    stands_.reset();
+    if ((*view)->contributes) stands_ = position_of(step_ - 1, (*view)->trained);
     state_.owner().set_phase(shm::Phase::compute);
     std::vector<SampleRange> batch;
     for (const auto& range : (*view)->batch) batch.push_back({range.begin, range.end});
-    return std::optional<Step>(std::in_place, step_, (*view)->contributes, std::move(batch));
+    return std::optional<Step>(std::in_place, step_, (*view)->contributes, (*view)->leads, std::move(batch));
   }
 
   Result<> all_reduce(BucketId bucket) override {
@@ -128,11 +141,26 @@ class SessionImpl final : public Session {
     return commit(optimizer, [&](bool contributed) { return progress_->end_update(step_, contributed, stream); });
   }
 
+  void when_reduced(std::function<void(std::uint64_t)> look) override { look_ = std::move(look); }
+  Result<std::span<const std::byte>> reduced(TensorId t) const override {
+    return state_.check_tensor(t, "reduced()").map([&] { return state_.reduced(t); });
+  }
+
   std::optional<std::uint64_t> version() const override {
     if (whole_ || last_ == 0 || stage_ == Stage::updating || torn_) return whole_;
     return state_.whole_at(rejoin::Step(last_)) ? std::optional(last_) : std::nullopt;
   }
   std::uint64_t committed() const override { return last_; }
+  Result<Position> position() const override {
+    if (!progress_) return fail(ErrorCode::invalid_argument, "position() before join()");
+    if (!stands_)
+      return fail(ErrorCode::unavailable,
+                  "position() of a state that is of no one step: this replica catches up, or is within commit(); take "
+                  "the checkpoint between steps, on a replica whose step contributes()");
+    const auto digest = state_digest();
+    if (!digest) return tl::unexpected(digest.error());
+    return Position(stands_->step(), stands_->trained(), *digest);
+  }
   Result<std::uint64_t> state_digest() const override {
     if (torn_) return tl::unexpected(*ended_);
     if (progress_)
@@ -205,7 +233,10 @@ class SessionImpl final : public Session {
     if (auto updated = update(decision->contributed, optimizer, end); !updated) return tear(updated.error());
     stage_ = Stage::between;
     last_ = step_;
-    if (decision->contributed) whole_ = step_;
+    if (decision->contributed) {
+      whole_ = step_;
+      stands_ = position_of(step_, decision->trained);
+    }
     return {};
   }
 
@@ -213,6 +244,7 @@ class SessionImpl final : public Session {
   Result<> update(bool contributed, const std::function<void(const Piece&)>& optimizer, End end) {
     stage_ = Stage::updating;
     whole_.reset();
+    stands_.reset();
     const auto pieces = state_.begin_update(rejoin::Step(step_), contributed);
     if (!pieces) return tl::unexpected(pieces.error());
     if (auto applied = apply(*pieces, optimizer); !applied) return applied;
@@ -227,6 +259,7 @@ class SessionImpl final : public Session {
                   step_, what, config_.replica, config_.rank);
     };
     try {
+      if (look_) look_(step_);
       for (const auto& piece : pieces)
         optimizer({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
     } catch (const abi::__forced_unwind&) {  // the thread is being cancelled, which nobody may stop
@@ -252,6 +285,12 @@ class SessionImpl final : public Session {
     return tl::unexpected(error);
   }
 
+  static Position position_of(std::uint64_t step, const membership::Samples& trained) {
+    std::vector<SampleRange> ranges;
+    for (const auto& [begin, end] : trained.ranges()) ranges.push_back({begin, end});
+    return {step, std::move(ranges), std::nullopt};
+  }
+
   const SessionConfig config_;
   Interrupt interrupt_;
   TrainingState state_;
@@ -262,6 +301,8 @@ class SessionImpl final : public Session {
   std::optional<std::uint64_t> whole_;  // the state's version, where it follows from this replica's role
   std::optional<Error> ended_;          // by leave(), or by an update that broke off
   bool torn_ = false;                   // … which has left a state of no version
+  std::function<void(std::uint64_t)> look_;
+  std::optional<Position> stands_;  // of the state, where it is of one step
 };
 
 }  // namespace

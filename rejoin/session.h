@@ -4,7 +4,7 @@
 //   auto session = *rejoin::Session::open(config);
 //   auto w = *session->add({.name = "w", .count = 1000, .moments = 2});
 //   session->bucket({w});                                   // gradients that are reduced together
-//   session->allocate(); fill(*session->weight(w)); session->join(0);
+//   session->allocate(); fill(*session->weight(w)); session->join();
 //   while (auto step = *session->begin_step()) {
 //     if (step->contributes()) {
 //       backward(step->batch(), *session->gradient(w));     // writes the gradient
@@ -29,6 +29,7 @@
 #include "base/ids.h"
 #include "base/result.h"
 #include "base/types.h"
+#include "rejoin/position.h"
 
 struct CUstream_st;
 
@@ -53,6 +54,9 @@ struct SessionConfig {
   // A drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never. Of the
   // host's memory only.
   std::uint64_t flip_bit_at = 0;
+  // A trainer may evaluate, or write a checkpoint, for so long between commit() and the next begin_step() while the
+  // others wait for it. One that takes longer is taken for one that hangs.
+  std::chrono::milliseconds between_steps{std::chrono::minutes(10)};
   // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
   std::chrono::milliseconds patience{60000};
 
@@ -76,10 +80,6 @@ struct TensorId {
   std::uint32_t index = 0;
 };
 using BucketId = std::uint32_t;
-
-struct SampleRange {
-  std::uint64_t begin = 0, end = 0;  // of the endless sample stream: sample k is number k mod N of the data
-};
 
 // One application of the optimizer: elements [first, first + count) of a tensor, with the reduced (mean) gradient of
 // `step`, of which gradient[0] belongs to element `first`. A contributor gets each tensor once and whole; a catching-up
@@ -139,26 +139,30 @@ class Session {
     return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
   }
 
-  // Registers with the daemon, and waits until the coordinator has taken this rank: the state is initialised, as of
-  // step `version` (0: fresh; else a restored checkpoint; at most 2^48). From here on it may be written to by the
+  // Registers with the daemon, and waits until the coordinator has taken this rank: the state is initialised. Restored
+  // from a checkpoint, it comes with the position that was saved beside it. From here on it may be written to by the
   // daemon, until begin_step() gives a step to contribute to. Errors: `unavailable` (no daemon there), `mismatch`
-  // (versions of library and daemon), `refused` (the job says no, and why: it has other sizes, tensors or settings),
-  // `timeout` (the daemon does not answer), `cancelled`. Where it fails nothing has been joined, and it may be tried
-  // again.
-  virtual Result<> join(std::uint64_t version) = 0;
+  // (versions of library and daemon, or the state is not the one that the position was taken with), `refused` (the job
+  // says no, and why: it has other sizes, tensors or settings), `timeout` (the daemon does not answer), `cancelled`.
+  // Where it fails nothing has been joined, and it may be tried again.
+  Result<> join() { return join(Position{}); }
+  virtual Result<> join(const Position& from) = 0;
 
   // ---- steps
   class Step {
    public:
-    Step(std::uint64_t number, bool contributes, std::vector<SampleRange> batch)
-        : number_(number), contributes_(contributes), batch_(std::move(batch)) {}
-    std::uint64_t number() const { return number_; }
+    Step(std::uint64_t number, bool contributes, bool leads, std::vector<SampleRange> batch)
+        : number_(number), contributes_(contributes), leads_(leads), batch_(std::move(batch)) {}
+    std::uint64_t number() const { return number_; }   // the state is at the version before it
     bool contributes() const { return contributes_; }  // false: catching up; no backward, all_reduce() is refused
+    // True on all ranks of one contributor: for what one replica does for all, such as writing a checkpoint. Where the
+    // members change just then it may be none or two of them; states at one version are the same, whoever writes them.
+    bool leads() const { return leads_; }
     const std::vector<SampleRange>& batch() const { return batch_; }
 
    private:
     std::uint64_t number_;
-    bool contributes_;
+    bool contributes_, leads_;
     std::vector<SampleRange> batch_;
   };
   // Waits until there is a step for this replica. Nothing: the job is finished. A replica that has come too late to
@@ -185,6 +189,12 @@ class Session {
   // `invalid_argument` here with its text: the state is updated in part, so that it is nobody's any more; this replica
   // is out and its peers go on, all later calls say the same, and the process is to end.
   virtual Result<> commit(const std::function<void(const Piece&)>& optimizer) = 0;
+  // Called in each commit() whose step is decided, before the optimizer's pieces, on contributors and joiners alike:
+  // reduced() has all gradients of this step then. What the optimizer needs of the gradient as a whole, such as its
+  // norm, is computed here and kept by the step's number, since a joiner gets pieces of the steps before, too.
+  virtual void when_reduced(std::function<void(std::uint64_t step)> look) = 0;
+  // The reduced gradient of a tensor, in the device's memory, whole; from there on until the next begin_step().
+  virtual Result<std::span<const std::byte>> reduced(TensorId tensor) const = 0;
   // The same where `optimizer` queues its work on the stream: the new version is published when the stream has done
   // what is queued on it now. Waits for the step's decision, and not for the stream.
   virtual Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) = 0;
@@ -198,6 +208,10 @@ class Session {
   // The last step that commit() has ended here, contributing or catching up: for schedules and logs. It says nothing of
   // the state.
   virtual std::uint64_t committed() const = 0;
+  // Where the job stands with the state as it is: a checkpoint is this rank's weights, its moments, and this. Reads all
+  // of the state, for its digest. Errors: `unavailable` while the replica catches up and within commit(), when the
+  // state is of no one step.
+  virtual Result<Position> position() const = 0;
   // Digest of weights and moments: equal on all replicas at the same version, wherever they are. Waits for the last
   // commit's stream. Errors: of the device; `invalid_argument` before allocate().
   virtual Result<std::uint64_t> state_digest() const = 0;

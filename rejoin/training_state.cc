@@ -166,6 +166,11 @@ std::span<std::byte> TrainingState::column(TensorId t, std::uint32_t index) {
   return owner_->column(t.index, index);
 }
 
+std::span<const std::byte> TrainingState::reduced(TensorId t) const {
+  REJOIN_CHECK(owner_ && t.index < tensors_.size(), "reduced() of tensor {} before allocate()", t.index);
+  return output_.bytes.subspan(gradient_offset_[t.index], gradient_bytes(t.index));
+}
+
 std::span<std::byte> TrainingState::gradient(TensorId t) {
   REJOIN_CHECK(owner_ && t.index < tensors_.size(), "gradient() of tensor {} before allocate()", t.index);
   return gradient_[t.index];

@@ -27,6 +27,7 @@ class TrainingState {
   Result<> check_moment(TensorId tensor, std::uint32_t index) const;
   std::span<std::byte> column(TensorId tensor, std::uint32_t index);  // 0: the weight; then the moments
   std::span<std::byte> gradient(TensorId tensor);
+  std::span<const std::byte> reduced(TensorId tensor) const;
   Result<std::uint64_t> digest() const;        // of the state
   std::string name_of(BucketId bucket) const;  // with its tensors' names, for people
 

@@ -53,7 +53,7 @@ MUTANTS = [
     ("samples of a lost replica are not handed back", "membership/ledger.cc",
      "returned_.insert(returned_.end(), held.mapped().begin(), held.mapped().end());", ""),
     ("samples of steps rolled back are not handed out again", "membership/ledger.cc",
-     "returned_.insert(returned_.end(), it->second.begin(), it->second.end());", ";"),
+     "if (begin > next_) returned_.push_back({next_, begin});", ";"),
     ("a node does not say an exchange again", "membership/node.cc",
      "if (rank.up.exchanged_epoch() != 0) gather(rank, actions);", ""),
     ("any life has caught up [25]", "membership/node.cc",

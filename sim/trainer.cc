@@ -76,13 +76,14 @@ void Trainer::restore() {
   const auto checkpoint = world_.checkpoint_of(replica, rank);
   if (!checkpoint) return;
   version_at_join_ = checkpoint->version;
+  trained_at_join_ = checkpoint->trained;
   auto from = checkpoint->columns.begin();
   for (const auto column : columns()) std::copy(from->begin(), from->end(), column.begin()), ++from;
   world_.count("started from a checkpoint");
 }
 
 void Trainer::write_checkpoint() {
-  World::Checkpoint checkpoint{.version = last_};
+  World::Checkpoint checkpoint{.version = last_, .trained = driver_->committed_trained()};
   for (const auto column : columns()) checkpoint.columns.emplace_back(column.begin(), column.end());
   world_.write_checkpoint(replica, rank, std::move(checkpoint));
 }
@@ -112,6 +113,7 @@ void Trainer::look_for_daemon() {
   driver_->describe(up);
   up.set_address(address_);
   up.set_version(version_at_join_);
+  trained_at_join_.to(up.mutable_trained());
   up.set_digest(digest_at_join_);
   up.set_pid(static_cast<std::int32_t>(instance));
   world_.deliver(*daemon, world_.in_order(said_, random.between(1us, 20us)),

@@ -64,6 +64,7 @@ class Trainer final : public Process {
   Model::Views weights_, gradient_views_;
   std::unique_ptr<Driver> driver_;
   std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
+  membership::Samples trained_at_join_;
   bool welcome_ = false;
   TimePoint said_{};  // when the last message to the daemon arrives
   std::vector<proto::FromNode> unsaid_;

@@ -117,7 +117,8 @@ class World {
   // What a trainer finds on its disk when it starts: of the last step that all ranks of its replica have written.
   struct Checkpoint {
     std::uint64_t version = 0;
-    std::vector<Bytes> columns;  // of each tensor, one after the other
+    membership::Samples trained;  // up to there
+    std::vector<Bytes> columns;   // of each tensor, one after the other
   };
   std::optional<Checkpoint> checkpoint_of(std::uint32_t replica, std::uint32_t rank) const;
   void write_checkpoint(std::uint32_t replica, std::uint32_t rank, Checkpoint checkpoint);

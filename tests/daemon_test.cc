@@ -59,7 +59,7 @@ std::unique_ptr<Session> small_session(const Job& job, std::uint32_t replica) {
   const TensorId w = *session->add({.name = "w", .count = 1000});
   (void)*session->bucket({w});
   if (!session->allocate()) return nullptr;
-  return session->join(0) ? std::move(session) : nullptr;
+  return session->join() ? std::move(session) : nullptr;
 }
 
 Result<> commit(Session& session) {
@@ -106,6 +106,7 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
       auto step = second->begin_step();
       if (!step || !*step || (*step)->contributes()) return step;
       joined_at = (*step)->number();
+      EXPECT_EQ(second->position().error().code, ErrorCode::unavailable) << "its state is of no one step";
       if (!commit(*second)) return step;
     }
   });
@@ -122,6 +123,9 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
   EXPECT_TRUE((*step)->contributes());
   EXPECT_EQ((*step)->number(), committed + 1);
   EXPECT_EQ(second->version(), committed) << "and updated nothing";
+  const auto position = second->position();
+  ASSERT_TRUE(position) << position.error().message;
+  EXPECT_EQ(position->step(), committed);
   EXPECT_FALSE((*step)->batch().empty());
   ASSERT_TRUE(second->all_reduce(0));
   ASSERT_TRUE(commit(*second));
@@ -151,7 +155,7 @@ TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
   ASSERT_TRUE(session->bucket(ids));
   ASSERT_TRUE(session->allocate());
   EXPECT_EQ(session->moment(ids[7], 0)->data(), memory[7].data() + 256);
-  if (auto joined = session->join(0); !joined) FAIL() << joined.error().message;
+  if (auto joined = session->join(); !joined) FAIL() << joined.error().message;
   std::uint64_t steps = 0, pieces = 0;
   for (auto step = session->begin_step(); step && *step; step = session->begin_step(), ++steps) {
     ASSERT_TRUE(session->all_reduce(0));

@@ -54,7 +54,7 @@ struct Trained : Test, Daemons {
   std::unique_ptr<Session> joined(std::uint32_t replica, std::uint64_t count = 1000) {
     auto session = declared(config(replica), count);
     if (!session) return nullptr;
-    if (auto joined = session->join(0); !joined) return ADD_FAILURE() << joined.error().message, nullptr;
+    if (auto joined = session->join(); !joined) return ADD_FAILURE() << joined.error().message, nullptr;
     return session;
   }
   // Each element counts the steps.
@@ -135,7 +135,7 @@ TEST_F(Trained, WhatTheOptimizerThrowsIsTheCallersErrorAndEndsTheSession) {
   };
   EXPECT_REFUSED(first->commit(throwing), ErrorCode::invalid_argument, "the optimizer threw in the update of step 2",
                  "no such", "kernel", "replica 0 rank 0", "Start the process again");
-  for (const auto& later : {first->commit(throwing), first->all_reduce(0), first->join(0)})
+  for (const auto& later : {first->commit(throwing), first->all_reduce(0), first->join()})
     EXPECT_REFUSED(later, ErrorCode::invalid_argument, "the optimizer threw in the update of step 2");
   EXPECT_REFUSED(first->begin_step(), ErrorCode::invalid_argument, "the optimizer threw in the update of step 2");
   EXPECT_REFUSED(first->state_digest(), ErrorCode::invalid_argument, "the optimizer threw");
@@ -235,8 +235,8 @@ TEST_F(Trained, CallsThatAreNotDueAreRefusedAndChangeNothing) {
   EXPECT_REFUSED(session->begin_step(), ErrorCode::invalid_argument, "begin_step() before join()");
   EXPECT_REFUSED(session->all_reduce(0), ErrorCode::invalid_argument, "all_reduce() before join()");
   EXPECT_REFUSED(commit(*session), ErrorCode::invalid_argument, "commit() before join()");
-  ASSERT_TRUE(session->join(0));
-  EXPECT_REFUSED(session->join(0), ErrorCode::invalid_argument, "join() comes once");
+  ASSERT_TRUE(session->join());
+  EXPECT_REFUSED(session->join(), ErrorCode::invalid_argument, "join() comes once");
   EXPECT_REFUSED(session->all_reduce(0), ErrorCode::invalid_argument, "all_reduce(0) before begin_step()");
   EXPECT_REFUSED(commit(*session), ErrorCode::invalid_argument, "commit() without a step");
   ASSERT_TRUE(*session->begin_step());
@@ -343,10 +343,10 @@ TEST_F(Trained, EachIsToldAtTheEarliestCallWithItsRange) {
   auto elsewhere = config(0);
   elsewhere.replica = 2;
   auto outside = declared(elsewhere);
-  EXPECT_REFUSED(outside->join(0), ErrorCode::refused, "replica 2 rank 0 is outside this job of 2 replicas");
+  EXPECT_REFUSED(outside->join(), ErrorCode::refused, "replica 2 rank 0 is outside this job of 2 replicas");
   elsewhere.replica = 0, elsewhere.rank = 1;
   outside = declared(elsewhere);
-  EXPECT_REFUSED(outside->join(0), ErrorCode::refused, "replica 0 rank 1 is outside", "1 ranks, both numbered from 0");
+  EXPECT_REFUSED(outside->join(), ErrorCode::refused, "replica 0 rank 1 is outside", "1 ranks, both numbered from 0");
 }
 
 TEST_F(Trained, AJoinThatFailedMayBeTriedAgain) {
@@ -355,9 +355,9 @@ TEST_F(Trained, AJoinThatFailedMayBeTriedAgain) {
     config.socket = socket(0);
     return config;
   }());
-  EXPECT_REFUSED(session->join(0), ErrorCode::unavailable, "start rejoind on this node with --socket");
+  EXPECT_REFUSED(session->join(), ErrorCode::unavailable, "start rejoind on this node with --socket");
   start(1);
-  ASSERT_TRUE(session->join(0));
+  ASSERT_TRUE(session->join());
   EXPECT_TRUE(step_once(*session));
 }
 
@@ -401,7 +401,7 @@ TEST_F(Trained, WhenOneRankLeavesItsReplicaIsOut) {
   std::vector<Training> ends;
   for (std::uint32_t i = 0; i < 4; ++i) {
     sessions.push_back(declared(config(i / 2, i % 2)));
-    ASSERT_TRUE(sessions.back()->join(0));
+    ASSERT_TRUE(sessions.back()->join());
   }
   for (std::uint32_t i = 0; i < 3; ++i) ends.push_back(trains(*sessions[i], i == 0 ? &steps : nullptr));
   ASSERT_TRUE(step_once(*sessions[3]));
@@ -496,15 +496,15 @@ TEST_F(Trained, AnInterruptEndsAJoinThatWaitsForItsDaemon) {
   auto config = SessionConfig();
   config.socket = daemon.path;
   auto session = declared(config);
-  expect_interrupted(*session, [&] { return session->join(0); });
-  EXPECT_REFUSED(session->join(0), ErrorCode::cancelled, "interrupt() was called");
+  expect_interrupted(*session, [&] { return session->join(); });
+  EXPECT_REFUSED(session->join(), ErrorCode::cancelled, "interrupt() was called");
 }
 
 TEST_F(Trained, AnInterruptEndsAJoinThatWaitsForTheCoordinator) {
   start(1);
   processes[0] = nullptr;  // the coordinator
   auto session = declared(config(0));
-  expect_interrupted(*session, [&] { return session->join(0); });
+  expect_interrupted(*session, [&] { return session->join(); });
 }
 
 TEST_F(Trained, AnInterruptEndsTheWaitForAStep) {

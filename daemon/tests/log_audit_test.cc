@@ -44,6 +44,14 @@ struct Written {
     record.set_version(version);
     committed = version;
   }
+  void go_on_from(std::uint64_t version, const Batch& trained) {
+    roll_back(version);
+    for (const auto& range : trained) {
+      auto& added = *records.back().mutable_rolled_back()->add_trained();
+      added.set_begin(range.begin);
+      added.set_end(range.end);
+    }
+  }
   LogAudit audit(std::optional<Step> last_step = std::nullopt) const { return audit_log(records, last_step); }
 };
 
@@ -121,6 +129,32 @@ TEST(LogAudit, WhoeverHoldsThemMayBeLostAgainAndAgain) {
     log.epoch({0, 1});
   }
   expect(log.audit(), 210, 200, 0, 10);
+}
+
+TEST(LogAudit, WhatWasTrainedBeforeTheCheckpointCountsOnceAndItsGapsAreToBeTrained) {
+  Written log;
+  log.go_on_from(8, {{0, 70}, {80, 90}});
+  expect(log.audit(), 90, 80, 0, 10);
+  EXPECT_EQ(log.audit().checkpoint, 8u);
+  EXPECT_EQ(log.audit().before_checkpoint, 80u);
+  log.epoch({0});
+  log.commit({{0, {{70, 80}}}});
+  log.commit({{0, {{90, 100}}}});
+  expect(log.audit(), 100, 100, 0, 0);
+  expect(log.audit(Step(10)), 100, 100, 0, 0);
+}
+
+TEST(LogAudit, SamplesThatStartAgainBehindACheckpointAreRepeatedAndThoseItSkipsAreLost) {
+  Written repeating, skipping;
+  for (auto* log : {&repeating, &skipping}) {
+    log->go_on_from(8, {{0, 80}});
+    log->epoch({0});
+  }
+  repeating.commit({{0, {{0, 10}}}});
+  EXPECT_EQ(repeating.audit().repeated, 10u);
+  skipping.commit({{0, {{80, 90}}}});
+  for (std::uint64_t at = 100; at < 150; at += 10) skipping.commit({{0, {{at, at + 10}}}});
+  EXPECT_EQ(skipping.audit().lost, 10u);
 }
 
 }  // namespace

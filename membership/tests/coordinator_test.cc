@@ -128,7 +128,28 @@ struct Bench {
                std::uint64_t digest = 5, std::uint64_t plan = 9) {
     auto message = introduction(replica, rank, life, digest, plan);
     message.mutable_rank_up()->set_version(version);
+    // As of a job in which all three replicas have contributed to every step.
+    Samples trained;
+    trained.add(0, version * 30);
+    trained.to(message.mutable_rank_up()->mutable_trained());
     say(replica, message);
+  }
+  // Its ranks come with the checkpoint of a step up to which these samples are trained.
+  void bring(std::uint32_t replica, std::uint64_t version, const Batch& trained, std::uint64_t life = 1) {
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
+      auto message = introduction(replica, rank, life);
+      message.mutable_rank_up()->set_version(version);
+      Samples samples;
+      add(samples, trained);
+      samples.to(message.mutable_rank_up()->mutable_trained());
+      say(replica, message);
+    }
+  }
+  std::string refused(std::uint64_t node) const {
+    if (!inbox.contains(node)) return "";
+    for (const auto& word : inbox.at(node))
+      if (word.has_refused()) return word.refused().reason();
+    return "";
   }
   static proto::FromNode introduction(std::uint32_t replica, std::uint32_t rank, std::uint64_t life,
                                       std::uint64_t digest = 5, std::uint64_t plan = 9) {
@@ -188,6 +209,17 @@ struct Bench {
     a.set_what(lost ? "connection reset" : "chunk 3 of 9 of the reduce-scatter");
     a.set_lost(lost);
     a.set_only_waiting(only_waiting);
+    say(who, message);
+  }
+  void excuse(std::uint32_t who) {
+    proto::FromNode message;
+    auto& a = *message.mutable_accusation();
+    a.set_replica(who);
+    a.set_epoch(coordinator.epoch().value);
+    a.set_suspect(who);
+    a.set_what("its trainer, which is between steps");
+    a.set_only_waiting(true);
+    a.set_excused(true);
     say(who, message);
   }
   void start() {
@@ -356,6 +388,37 @@ TEST(Coordinator, OfAllWhoHaveNotExchangedOnlyThoseAreWaitedForThatWaitForNobody
   EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 2u);
 }
 
+TEST(Coordinator, WhileATrainerMayTakeItsTimeNobodyIsJudged) {
+  Bench bench;
+  bench.start();
+  bench.accuse(0, 1);
+  bench.accuse(1, 2);
+  for (int i = 0; i < 20; ++i) {
+    bench.excuse(2);
+    bench.pass(250ms);
+    ASSERT_EQ(bench.coordinator.members().size(), 3u) << i;
+  }
+  EXPECT_TRUE(bench.waits_for("its trainer, which is between steps"));
+  bench.pass(1s);  // it says so no more, and does not go on
+  EXPECT_EQ(bench.coordinator.members().size(), 2u);
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_EQ(bench.coordinator.suspended()[0].replica, ReplicaId(2));
+}
+
+TEST(Coordinator, NobodyExcusesAnother) {
+  Bench bench;
+  bench.start();
+  proto::FromNode message;
+  auto& a = *message.mutable_accusation();
+  a.set_replica(0);
+  a.set_suspect(2);
+  a.set_epoch(bench.coordinator.epoch().value);
+  a.set_excused(true);
+  bench.say(0, message);
+  bench.pass(300ms);
+  EXPECT_EQ(bench.coordinator.members().size(), 2u);
+}
+
 TEST(Coordinator, ADaemonHasItsSilenceToComeBackBeforeItsReplicaIsOut) {
   Bench bench;
   bench.start();
@@ -509,6 +572,118 @@ TEST(Coordinator, WhatAMixedReplicaBringsIsNotWaitedForWhereAnotherHasALaterStat
   bench.link_all();
   EXPECT_EQ(bench.contributors(), 2u);
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
+}
+
+// ---- a whole job starts again from its checkpoint
+
+TEST(Coordinator, AFreshLogGoesOnWithTheSamplesThatTheCheckpointHasLeft) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.bring(r, 8, {{0, 225}, {240, 255}});
+  bench.link_all();
+  ASSERT_EQ(bench.contributors(), 3u);
+  EXPECT_EQ(bench.coordinator.committed(), Step(8));
+  EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(0)), (Batch{{225, 235}})) << "what waited goes out first";
+  EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(1)), (Batch{{235, 240}, {255, 260}}));
+  EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(2)), (Batch{{260, 270}}));
+  bench.steps(2);
+  const Audit once = audit(trained_by_step(bench.log));
+  EXPECT_EQ(once.samples, 300u);
+  EXPECT_EQ(once.once, 300u);
+  EXPECT_EQ(once.lost + once.repeated, 0u);
+  EXPECT_EQ(rolled_back(bench.log).steps, 0u);
+  const auto& plan = bench.inbox[0].back().plan();
+  EXPECT_EQ(Samples(plan.trained(), kMostSamples).text(), "0-299") << "for the next checkpoint";
+
+  Bench again(bench.log);  // its own restart
+  EXPECT_EQ(again.coordinator.committed(), Step(10));
+  EXPECT_EQ(again.coordinator.ledger().held(), bench.coordinator.ledger().held());
+}
+
+TEST(Coordinator, AKeptLogGoesOnByItselfAndTakesNoOtherJobsCheckpoint) {
+  Bench bench;
+  bench.start();
+  bench.steps(2);
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
+  bench.inbox.clear();
+  bench.bring(0, 2, {{0, 50}}, 2);
+  EXPECT_NE(bench.refused(0).find("its checkpoint of step 2 says that samples 0-49 are trained, and by this "
+                                  "coordinator's log 0-59 are: it is another job's checkpoint"),
+            std::string::npos)
+      << bench.refused(0);
+  EXPECT_NE(bench.refused(0).find("--log-directory"), std::string::npos);
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.bring(r, 2, {{0, 60}}, 3);
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 3u);
+  EXPECT_EQ(bench.coordinator.committed(), Step(2));
+  bench.steps(1);
+  EXPECT_EQ(audit(trained_by_step(bench.log)).once, 90u);
+}
+
+TEST(Coordinator, ReplicasThatBringOtherSamplesAtOneStepAreRefused) {
+  Bench bench;
+  bench.bring(0, 8, {{0, 240}});
+  bench.bring(1, 8, {{0, 230}});
+  EXPECT_NE(bench.refused(1).find("its checkpoint of step 8 says that samples 0-229 are trained, and that of replica 0 "
+                                  "rank 0, which came first, says 0-239: start all ranks of all replicas from one"),
+            std::string::npos)
+      << bench.refused(1);
+  bench.inbox.clear();
+  bench.bring(2, 8, {{0, 10}, {20, 30}, {40, 50}, {60, 70}, {80, 90}});
+  EXPECT_NE(bench.refused(2).find("says that samples 50 of those below 90 are trained"), std::string::npos)
+      << bench.refused(2);
+  bench.bring(1, 7, {{0, 210}}, 2);  // an older checkpoint of the same job
+  bench.bring(2, 8, {{0, 240}});
+  bench.link_all();
+  EXPECT_EQ(bench.contributors(), 2u);
+  EXPECT_EQ(bench.coordinator.members().size(), 3u) << "it catches up";
+  EXPECT_EQ(bench.coordinator.ledger().trained().text(), "0-239");
+}
+
+TEST(Coordinator, ACheckpointThatDoesNotSayWhichSamplesAreTrainedIsRefused) {
+  Bench bench;
+  bench.bring(0, 8, {});
+  EXPECT_NE(bench.refused(0).find("the state of step 8 and does not say which samples are trained"), std::string::npos)
+      << bench.refused(0);
+  bench.bring(1, 0, {{0, 10}});
+  EXPECT_NE(bench.refused(1).find("state of step 0 and says that samples 0-9 are trained"), std::string::npos)
+      << bench.refused(1);
+}
+
+// While it waited to be admitted nobody needed its checkpoint; then all who contributed were lost.
+TEST(Coordinator, WhoWaitedWithAnotherJobsCheckpointIsNoStart) {
+  Bench bench;
+  bench.start();
+  bench.steps(2);
+  bench.down(2);
+  bench.bring(2, 1, {{0, 25}}, 2);
+  ASSERT_EQ(bench.refused(2), "") << "it would have caught up";
+  for (std::uint32_t r : {0u, 1u}) bench.down(r);
+  for (std::uint32_t r : {0u, 1u}) bench.up(r, 2, 0);
+  bench.link_all();
+  EXPECT_EQ(bench.coordinator.wants_roll_back(), Step(0)) << "and not step 1";
+  EXPECT_TRUE(bench.waits_for("replica 2: its checkpoint of step 1 says that other samples are trained"));
+}
+
+TEST(Coordinator, BehindTheCheckpointThatItBeganWithItTakesTheSamplesOfAnEarlierOne) {
+  Bench bench;
+  for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, 1, 8);
+  bench.link_all();
+  bench.steps(2);
+  Bench told(bench.log, {.roll_back_to = Step(5)});
+  for (std::uint32_t r : {0u, 1u, 2u}) told.down(r);
+  for (std::uint32_t r : {0u, 1u, 2u}) told.up(r, 2, 5);
+  told.link_all();
+  ASSERT_EQ(told.contributors(), 3u);
+  EXPECT_EQ(told.coordinator.committed(), Step(5));
+  EXPECT_EQ(*told.coordinator.ledger().batch_of(ReplicaId(0)), (Batch{{150, 160}}));
+  told.steps(1);
+  std::vector<proto::LogRecord> all = bench.log;
+  all.insert(all.end(), told.log.begin(), told.log.end());
+  EXPECT_EQ(audit(trained_by_step(all)).once, 180u);
+  EXPECT_EQ(rolled_back(all).steps, 5u);
+  EXPECT_EQ(rolled_back(all).samples, 150u);
+  Bench again(all);
+  EXPECT_EQ(again.coordinator.ledger().held(), told.coordinator.ledger().held());
 }
 
 // Checkpoints of what was given up lie about: going on from there would take back the operator's word.

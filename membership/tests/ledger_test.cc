@@ -30,11 +30,28 @@ TEST(Ledger, RollingBackHandsOutTheVoidStepsAgain) {
     ledger.assign({ReplicaId(0)});
     ledger.commit(Step(step));
   }
-  ledger.roll_back(Step(1));
+  ledger.roll_back(Step(1), true);
   ledger.assign({ReplicaId(0), ReplicaId(1), ReplicaId(2)});
   EXPECT_EQ(*ledger.batch_of(ReplicaId(0)), (Batch{{10, 20}}));
   EXPECT_EQ(*ledger.batch_of(ReplicaId(1)), (Batch{{20, 30}}));
   EXPECT_EQ(*ledger.batch_of(ReplicaId(2)), (Batch{{30, 40}}));
+}
+
+// A replica that went on alone has trained samples in another order than the job will.
+TEST(Ledger, WhatIsRolledBackGoesOutInOrderUnlessTheLogIsOld) {
+  for (const bool in_order : {true, false}) {
+    Ledger ledger(10);
+    ledger.assign({ReplicaId(0), ReplicaId(1)});
+    ledger.hand_back(ReplicaId(0));
+    ledger.commit(Step(1));
+    ledger.assign({ReplicaId(1)});
+    ledger.commit(Step(2));
+    ledger.roll_back(Step(0), in_order);
+    ledger.assign({ReplicaId(0), ReplicaId(1), ReplicaId(2)});
+    EXPECT_EQ(*ledger.batch_of(ReplicaId(0)), in_order ? (Batch{{0, 10}}) : (Batch{{10, 20}}));
+    EXPECT_EQ(*ledger.batch_of(ReplicaId(1)), in_order ? (Batch{{10, 20}}) : (Batch{{0, 10}}));
+    EXPECT_EQ(*ledger.batch_of(ReplicaId(2)), (Batch{{20, 30}}));
+  }
 }
 
 TEST(LedgerAudit, CountsLostAndRepeatedSamples) {
@@ -46,6 +63,37 @@ TEST(LedgerAudit, CountsLostAndRepeatedSamples) {
   EXPECT_EQ(bad.lost, 8u);
   EXPECT_EQ(bad.repeated, 5u);
   EXPECT_EQ(bad.once, 17u);
+}
+
+TEST(Ledger, KnowsWhatWasTrainedUpToEachOfItsSteps) {
+  Ledger ledger(10);
+  for (std::uint64_t step = 1; step <= 3; ++step) {
+    ledger.assign({ReplicaId(0), ReplicaId(1)});
+    if (step == 2) ledger.hand_back(ReplicaId(0));
+    ledger.commit(Step(step));
+  }
+  EXPECT_EQ(ledger.trained_at(Step(0))->text(), "");
+  EXPECT_EQ(ledger.trained_at(Step(1))->text(), "0-19");
+  EXPECT_EQ(ledger.trained_at(Step(2))->text(), "0-19, 30-39");
+  EXPECT_EQ(ledger.trained_at(Step(3))->text(), "0-49");
+  EXPECT_EQ(ledger.trained(), *ledger.trained_at(Step(3)));
+  EXPECT_FALSE(ledger.trained_at(Step(4)));
+  ledger.roll_back(Step(2), true);
+  EXPECT_EQ(ledger.trained().text(), "0-19, 30-39");
+  EXPECT_FALSE(ledger.trained_at(Step(3)));
+}
+
+TEST(Ledger, GoesOnFromACheckpointAsIfItHadTrainedAllBefore) {
+  Ledger before(10), after(10);
+  before.assign({ReplicaId(0), ReplicaId(1)});
+  before.hand_back(ReplicaId(0));
+  before.commit(Step(1));
+  after.go_on_from(Step(1), before.trained());
+  for (auto* ledger : {&before, &after}) ledger->assign({ReplicaId(0), ReplicaId(1)});
+  EXPECT_EQ(after.held(), before.held());
+  for (auto* ledger : {&before, &after}) ledger->commit(Step(2));
+  EXPECT_EQ(after.trained(), before.trained());
+  EXPECT_FALSE(after.trained_at(Step(0))) << "it does not reach back so far";
 }
 
 }  // namespace

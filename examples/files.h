@@ -1,0 +1,37 @@
+// What the real trainer keeps in files, and what it reads: its text, checkpoints, metrics.
+#pragma once
+
+#include <string>
+
+#include "examples/model.h"
+#include "rejoin/session.h"
+
+namespace rejoin::demo {
+
+Result<std::string> read_text(const std::string& path);  // at least 1000 bytes
+
+inline std::span<const float> floats(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const float*>(bytes.data()), bytes.size() / sizeof(float)};
+}
+// Where in the first `size` bytes the samples begin: by a fixed odd stride, so that neighbours are far apart.
+std::vector<std::uint64_t> positions_of(const std::vector<SampleRange>& batch, std::size_t size);
+// The mean loss over windows of the text's last `held_out` bytes.
+double evaluate(const ModelShape& shape, const Views& weights, std::string_view text, std::size_t held_out);
+
+// A directory that all replicas see. Its checkpoint of a rank is one file, replaced as a whole: the position's line,
+// and then the state's bytes.
+class Directory {
+ public:
+  explicit Directory(std::string path) : path_(std::move(path)) {}
+  // Fills `state` with the checkpoint's; where there is none it stays as it is, and the position is a fresh job's.
+  Result<Position> restore(std::uint32_t rank, const std::vector<std::span<std::byte>>& state) const;
+  Result<> save(std::uint32_t rank, const Position& position, const std::vector<std::span<std::byte>>& state) const;
+  // A line of metrics.
+  void tell(const SessionConfig& config, const Session::Step& step, const std::string& what) const;
+
+ private:
+  std::string checkpoint(std::uint32_t rank) const;
+  const std::string path_;
+};
+
+}  // namespace rejoin::demo

@@ -1,0 +1,120 @@
+// What a real trainer has beside its loop: AdamW with a schedule, clipping by the gradient's norm, metrics, evaluation,
+// checkpoints. docs/real-trainer.md explains it step by step.
+#include <rejoin/session.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+
+#include "examples/files.h"
+#include "examples/model.h"
+
+using namespace rejoin;
+
+namespace {
+
+constexpr std::uint64_t kWarmup = 20, kLast = 400;
+constexpr float kPeakRate = 3e-3f, kLargestNorm = 0.5f;
+
+// A function of the step alone: a joiner is given the steps that it has missed, each with its number.
+float rate_at(std::uint64_t step) {
+  const auto s = static_cast<float>(std::min(step, kLast));
+  if (step <= kWarmup) return kPeakRate * s / kWarmup;
+  return kPeakRate * 0.5f * (1 + std::cos(3.14159265f * (s - kWarmup) / (kLast - kWarmup)));
+}
+
+// REJOIN_* settings; data, directory for checkpoints and metrics, steps from one checkpoint and evaluation to the next.
+Result<> train(const std::string& text, const demo::Directory& directory, std::uint64_t every) {
+  auto config = SessionConfig::from_environment();
+  if (!config) return tl::unexpected(config.error());
+  auto opened = Session::open(*config);
+  if (!opened) return tl::unexpected(opened.error());
+  Session& session = **opened;
+
+  const auto shape = demo::ModelShape::of_parameters(60000);
+  std::vector<TensorId> tensors;
+  for (std::uint32_t t = 0; t < demo::tensor_count; ++t) {
+    const auto tensor = static_cast<demo::Tensor>(t);
+    auto id = session.add({.name = demo::name_of(tensor), .count = demo::elements(shape, tensor), .moments = 2});
+    if (!id) return tl::unexpected(id.error());
+    tensors.push_back(*id);
+  }
+  const auto bucket = session.bucket(tensors);
+  if (!bucket) return tl::unexpected(bucket.error());
+  if (auto allocated = session.allocate(); !allocated) return allocated;
+
+  demo::Views weights, gradients;
+  std::vector<std::span<std::byte>> state;  // all that a checkpoint has: weights and moments
+  for (auto id : tensors) {                 // value(): these tensors are declared
+    weights.push_back(Session::as<float>(session.weight(id).value()));
+    gradients.push_back(Session::as<float>(session.gradient(id).value()));
+    state.insert(state.end(),
+                 {session.weight(id).value(), session.moment(id, 0).value(), session.moment(id, 1).value()});
+  }
+  demo::initialise(shape, weights, /*seed=*/1);
+  const auto from = directory.restore(config->rank, state);  // fills them where there is a checkpoint
+  if (!from) return tl::unexpected(from.error());
+  if (auto joined = session.join(*from); !joined) return joined;
+
+  std::map<std::uint64_t, float> norms;  // of the reduced gradients, by step
+  session.when_reduced([&](std::uint64_t step) {
+    double sum = 0;
+    for (auto id : tensors)
+      for (const float g : demo::floats(session.reduced(id).value())) sum += static_cast<double>(g) * g;
+    norms[step] = static_cast<float>(std::sqrt(sum));
+  });
+
+  const std::size_t held_out = text.size() / 10;  // the end of the text is never trained on
+  for (;;) {
+    auto begun = session.begin_step();
+    if (!begun) return tl::unexpected(begun.error());
+    if (!*begun) break;  // the job is finished
+    const auto& step = **begun;
+    double loss = 0;
+    if (step.contributes()) {
+      const auto positions = demo::positions_of(step.batch(), text.size() - held_out);
+      loss = demo::forward_backward(shape, weights, gradients, text, positions, [](demo::Tensor) {});
+      if (auto reduced = session.all_reduce(*bucket); !reduced) return reduced;
+    }
+    auto committed = session.commit([&](const Piece& piece) {
+      const auto part = [&](const Result<std::span<std::byte>>& column) {
+        return piece.of(Session::as<float>(column.value()));
+      };
+      std::vector<float> gradient(piece.gradient_as<float>().begin(), piece.gradient_as<float>().end());
+      const float norm = norms.at(piece.step);
+      if (norm > kLargestNorm)
+        for (float& g : gradient) g *= kLargestNorm / norm;
+      const demo::AdamW adamw{.rate = rate_at(piece.step)};
+      adamw.apply(piece.step, part(session.weight(piece.tensor)), part(session.moment(piece.tensor, 0)),
+                  part(session.moment(piece.tensor, 1)), gradient);
+    });
+    if (!committed) return committed;
+    if (!step.contributes()) continue;  // its state is not whole before it contributes
+    directory.tell(
+        *config, step,
+        fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", loss, norms.at(step.number()), rate_at(step.number())));
+    if (!step.leads() || step.number() % every != 0) continue;
+    // One replica does this for all, between two steps; the others wait for it in the next one.
+    const auto position = session.position();
+    if (!position) return tl::unexpected(position.error());
+    if (auto saved = directory.save(config->rank, *position, state); !saved) return saved;
+    directory.tell(*config, step, fmt::format("evaluated {:.4f}", demo::evaluate(shape, weights, text, held_out)));
+  }
+  const auto digest = session.state_digest();
+  if (!digest) return tl::unexpected(digest.error());
+  std::printf("finished, digest %016llx\n", static_cast<unsigned long long>(*digest));
+  return {};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 4) return std::fprintf(stderr, "usage: %s TEXT DIRECTORY STEPS-BETWEEN-CHECKPOINTS\n", argv[0]), 2;
+  auto text = demo::read_text(argv[1]);
+  auto trained =
+      text ? train(*text, demo::Directory(argv[2]), std::strtoull(argv[3], nullptr, 10)) : tl::unexpected(text.error());
+  if (trained) return 0;
+  std::fprintf(stderr, "%s\n", trained.error().message.c_str());
+  return trained.error().code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again
+}
