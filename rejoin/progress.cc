@@ -455,7 +455,7 @@ void Progress::say_all() {
 
 void Progress::lose_daemon(const std::string& why) {
   const Duration away = driver_->away(clock_.now());
-  if (driver_->finished()) spdlog::info("the daemon has ended, and so has the job");
+  if (driver_->finished()) spdlog::debug("the daemon has ended, and so has the job");
   else if (away > (dropped_.empty() ? silence_ : Duration{}))
     spdlog::warn(
         "this process was silent for {:.1f} s, so the daemon put it out ({}); it registers again, and goes on "

@@ -377,9 +377,9 @@ TEST_F(Trained, WhoLeavesLetsTheOthersGoOnAtOnceAndTheLogsSayThatItHasLeft) {
   // No process has ended, and no connection broke: the session is still there.
   const auto members = status().at("members");
   EXPECT_EQ(members.size(), 2u) << members.dump();
-  EXPECT_NE(log_of("node2").find("replica 2 rank 0: it has left\n"), std::string::npos) << log_of("node2");
+  EXPECT_NE(log_of("node2").find("replica 2 rank 0 has left: of its own accord\n"), std::string::npos) << log_of("node2");
   const std::string log = log_of("coordinator");
-  EXPECT_NE(log.find("replica 2 is out: rank 0: it has left"), std::string::npos) << log;
+  EXPECT_NE(log.find("replica 2 is out: rank 0 has left: of its own accord"), std::string::npos) << log;
   EXPECT_EQ(log.find("closed"), std::string::npos) << log;
   EXPECT_REFUSED(third->begin_step(), ErrorCode::cancelled, "this session has left the job");
   EXPECT_REFUSED(third->all_reduce(1), ErrorCode::cancelled, "this session has left the job");
@@ -409,7 +409,7 @@ TEST_F(Trained, WhenOneRankLeavesItsReplicaIsOut) {
   ASSERT_TRUE(ends[2].ends_within(kSilence / 2));
   const Error why = ends[2].get();
   EXPECT_EQ(why.code, ErrorCode::cancelled);
-  EXPECT_NE(why.message.find("rank 1: it has left"), std::string::npos) << why.message;
+  EXPECT_NE(why.message.find("rank 1 has left: of its own accord"), std::string::npos) << why.message;
   const auto then = steps.load();
   EXPECT_TRUE(eventually([&] { return steps > then + 20; }));
   sessions[0]->interrupt(), sessions[1]->interrupt();
@@ -427,7 +427,7 @@ TEST_F(Trained, ASessionThatIsDestroyedHasLeftThoughItsProcessLives) {
   second.reset();
   const auto then = steps.load();
   EXPECT_LT(timed([&] { EXPECT_TRUE(eventually([&] { return steps > then + 20; })); }), kSilence);
-  EXPECT_NE(log_of("coordinator").find("it has left"), std::string::npos) << log_of("coordinator");
+  EXPECT_NE(log_of("coordinator").find("rank 0 has left: of its own accord"), std::string::npos) << log_of("coordinator");
   first->interrupt();
   one.get();
 }
@@ -588,7 +588,7 @@ TEST_P(Examples, LeaveInOrderAtSigterm) {
   EXPECT_NE(second->output().find("this replica has left"), std::string::npos) << second->output();
   const auto then = committed();
   EXPECT_LT(timed([&] { EXPECT_TRUE(eventually([&] { return committed() > then + 10; })); }), kSilence);
-  EXPECT_NE(log_of("coordinator").find("replica 1 is out: rank 0: it has left"), std::string::npos)
+  EXPECT_NE(log_of("coordinator").find("replica 1 is out: rank 0 has left: of its own accord"), std::string::npos)
       << log_of("coordinator");
   EXPECT_EQ(log_of("node1").find("its process"), std::string::npos) << log_of("node1");
   // One that waits for a step, since there is nobody else.
