@@ -107,6 +107,13 @@ template Flag CommandLine::add(const char*, std::vector<int>&, const char*);
 template Flag CommandLine::add(const char*, std::vector<std::uint32_t>&, const char*);
 template Flag CommandLine::add(const char*, std::vector<std::uint64_t>&, const char*);
 
+Flag CommandLine::add(const char* names, std::chrono::milliseconds& value, const char* help) {
+  constexpr std::int64_t most = std::int64_t{1} << 40;
+  auto* option = app_->add_option_function<std::int64_t>(
+      names, [&value](const std::int64_t& given) { value = std::chrono::milliseconds(given); }, help);
+  return Flag(option->default_str(std::to_string(value.count()))->check(CLI::Range(std::int64_t{0}, most)));
+}
+
 Flag CommandLine::flag(const char* names, bool& value, const char* help) {
   return Flag(app_->add_flag(names, value, help));
 }

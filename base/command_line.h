@@ -2,6 +2,7 @@
 // includes it ten seconds of compiling: only command_line.cc does.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
@@ -59,6 +60,7 @@ class CommandLine {
   // false), int, std::uint32_t, std::uint64_t, double; std::optional of one, or a std::vector for several values.
   template <typename T>
   Flag add(const char* names, T& value, const char* help);
+  Flag add(const char* names, std::chrono::milliseconds& value, const char* help);  // a whole number, from 0
   // Given or not; "!--no-x" sets it to false.
   Flag flag(const char* names, bool& value, const char* help);
 

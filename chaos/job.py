@@ -101,7 +101,7 @@ class Job:
                 name = f"r{node.replica}.{rank}"
                 self.add(Process(name, "trainer", [
                     f"{self.settings.binaries}/rejoin-chaos-trainer", "--replica", str(node.replica), "--rank",
-                    str(rank), "--daemon", self.socket(node.name), "--transport", self.wiring.transport(node.host),
+                    str(rank), "--socket", self.socket(node.name), "--transport", self.wiring.transport(node.host),
                     "--data-listen", node.host.address() + ":0", "--hold", self.hold(name), "--elements",
                     str(self.settings.elements), "--compute-ms", str(self.settings.compute_ms), "--events",
                     f"{self.directory}/events"],

@@ -121,7 +121,7 @@ Result<> Job::start_trainer(RankName rank, const std::vector<std::string>& more)
                                      std::to_string(rank.replica),
                                      "--rank",
                                      std::to_string(rank.rank),
-                                     "--daemon",
+                                     "--socket",
                                      fmt::format("{}/node{}.sock", directory_, rank.replica),
                                      "--transport",
                                      settings_.transport,

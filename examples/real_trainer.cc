@@ -4,9 +4,9 @@
 
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 
+#include "base/command_line.h"
 #include "examples/files.h"
 #include "examples/model.h"
 
@@ -24,11 +24,10 @@ float rate_at(std::uint64_t step) {
   return kPeakRate * 0.5f * (1 + std::cos(3.14159265f * (s - kWarmup) / (kLast - kWarmup)));
 }
 
-// REJOIN_* settings; data, directory for checkpoints and metrics, steps from one checkpoint and evaluation to the next.
-Result<> train(const std::string& text, const demo::Directory& directory, std::uint64_t every) {
-  auto config = SessionConfig::from_environment();
-  if (!config) return tl::unexpected(config.error());
-  auto opened = Session::open(*config);
+// `every`: steps from one checkpoint and evaluation to the next.
+Result<> train(const SessionConfig& config, const std::string& text, const demo::Directory& directory,
+               std::uint64_t every) {
+  auto opened = Session::open(config);
   if (!opened) return tl::unexpected(opened.error());
   Session& session = **opened;
 
@@ -53,7 +52,7 @@ Result<> train(const std::string& text, const demo::Directory& directory, std::u
                  {session.weight(id).value(), session.moment(id, 0).value(), session.moment(id, 1).value()});
   }
   demo::initialise(shape, weights, /*seed=*/1);
-  const auto from = directory.restore(config->rank, state);  // fills them where there is a checkpoint
+  const auto from = directory.restore(config.rank, state);  // fills them where there is a checkpoint
   if (!from) return tl::unexpected(from.error());
   if (auto joined = session.join(*from); !joined) return joined;
 
@@ -92,14 +91,14 @@ Result<> train(const std::string& text, const demo::Directory& directory, std::u
     if (!committed) return committed;
     if (!step.contributes()) continue;  // its state is not whole before it contributes
     directory.tell(
-        *config, step,
+        config, step,
         fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", loss, norms.at(step.number()), rate_at(step.number())));
     if (!step.leads() || step.number() % every != 0) continue;
     // One replica does this for all, between two steps; the others wait for it in the next one.
     const auto position = session.position();
     if (!position) return tl::unexpected(position.error());
-    if (auto saved = directory.save(config->rank, *position, state); !saved) return saved;
-    directory.tell(*config, step, fmt::format("evaluated {:.4f}", demo::evaluate(shape, weights, text, held_out)));
+    if (auto saved = directory.save(config.rank, *position, state); !saved) return saved;
+    directory.tell(config, step, fmt::format("evaluated {:.4f}", demo::evaluate(shape, weights, text, held_out)));
   }
   const auto digest = session.state_digest();
   if (!digest) return tl::unexpected(digest.error());
@@ -110,10 +109,17 @@ Result<> train(const std::string& text, const demo::Directory& directory, std::u
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) return std::fprintf(stderr, "usage: %s TEXT DIRECTORY STEPS-BETWEEN-CHECKPOINTS\n", argv[0]), 2;
-  auto text = demo::read_text(argv[1]);
-  auto trained =
-      text ? train(*text, demo::Directory(argv[2]), std::strtoull(argv[3], nullptr, 10)) : tl::unexpected(text.error());
+  SessionConfig config;
+  std::string data, directory;
+  std::uint64_t every = 100;
+  CommandLine line("One rank of a trainer with a schedule, clipping, metrics, evaluation and checkpoints.");
+  line.add("text", data, "what to learn").required();
+  line.add("directory", directory, "for checkpoints and metrics; all ranks of all replicas share it").required();
+  line.add("--every", every, "steps from one checkpoint and evaluation to the next").range(1, 1 << 30).show_default();
+  config.bind(line);
+  if (const auto status = line.parse(argc, argv)) return *status;
+  auto text = demo::read_text(data);
+  auto trained = text ? train(config, *text, demo::Directory(directory), every) : tl::unexpected(text.error());
   if (trained) return 0;
   std::fprintf(stderr, "%s\n", trained.error().message.c_str());
   return trained.error().code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again

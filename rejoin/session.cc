@@ -16,7 +16,7 @@ void SessionConfig::bind(CommandLine& line) {
   };
   option("--replica", replica, "REJOIN_REPLICA", "this process's replica, from 0");
   option("--rank", rank, "REJOIN_RANK", "its rank in the replica, from 0");
-  option("--daemon", socket, "REJOIN_SOCKET", "unix socket of the node's daemon");
+  option("--socket", socket, "REJOIN_SOCKET", "unix socket of the node's daemon");
   option("--device", device, "REJOIN_DEVICE", "where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS");
   option("--transport", transport, "REJOIN_TRANSPORT",
          "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
@@ -29,6 +29,11 @@ void SessionConfig::bind(CommandLine& line) {
   option("--flip-bit-at", flip_bit_at, "REJOIN_FLIP_BIT_AT",
          "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");
   option("--keep-budget", keep_budget, "REJOIN_KEEP_BUDGET", "bytes of gradients kept while catching up");
+  line.add("--patience-ms", patience, "how long a daemon that does not answer is waited for")
+      .environment("REJOIN_PATIENCE_MS");
+  line.add("--between-steps-ms", between_steps,
+           "how long the trainer may take between two steps, to evaluate or to save")
+      .environment("REJOIN_BETWEEN_STEPS_MS");
 }
 
 Result<SessionConfig> SessionConfig::from_environment() {
@@ -309,7 +314,7 @@ class SessionImpl final : public Session {
 
 Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
   if (config.socket.empty())
-    return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --daemon or REJOIN_SOCKET");
+    return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   if (auto named = check_unix_name(config.socket); !named) return tl::unexpected(named.error());
   if (auto known = transport::check_name(config.transport); !known) return tl::unexpected(known.error());
   const ftar::Options ring{.chunk_bytes = config.chunk_bytes, .chunks_in_flight = config.chunks_in_flight};

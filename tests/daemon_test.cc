@@ -432,7 +432,7 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
           "pigeon"},
          "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS…, ibverbs");
-  expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --daemon or REJOIN_SOCKET");
+  expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   expect({kMinimal}, "start rejoind on this node with --socket", {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock"});
   expect({kMinimal}, "REJOIN_* settings", {"REJOIN_REPLICA=first"});
   expect({kMinimal}, "no device is called 'gpu': there are host, cuda",
@@ -637,7 +637,7 @@ std::vector<std::string> demo_trainer(const Job& job, std::uint32_t replica) {
   return {binaries() + "/rejoin-demo-trainer",
           "--replica",
           std::to_string(replica),
-          "--daemon",
+          "--socket",
           job.socket(replica),
           "--data",
           REJOIN_DATA};
@@ -738,7 +738,7 @@ TEST(Gpu, ADaemonHasNoContextOnItsTrainersGpu) {
   job.start(2, 0);
   const auto trainer = [&](std::uint32_t replica, const char* output) {
     return std::make_unique<Process>(
-        std::vector<std::string>{binaries() + "/rejoin-demo-trainer", "--replica", std::to_string(replica), "--daemon",
+        std::vector<std::string>{binaries() + "/rejoin-demo-trainer", "--replica", std::to_string(replica), "--socket",
                                  job.socket(replica), "--data", REJOIN_DATA, "--device", "cuda:0", "--params", "20000"},
         job.scratch.path + output, std::vector<std::string>{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA});
   };

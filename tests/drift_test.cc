@@ -32,7 +32,7 @@ struct Job : Daemons {
   }
   Process& train(std::uint32_t replica, std::vector<std::string> more = {}, const std::string& params = "60000") {
     std::vector<std::string> arguments{kTrainer,    "--replica",     std::to_string(replica),
-                                       "--daemon",  socket(replica), "--data",
+                                       "--socket",  socket(replica), "--data",
                                        REJOIN_DATA, "--params",      params,
                                        "--events",  file("ev")};
     arguments.insert(arguments.end(), more.begin(), more.end());

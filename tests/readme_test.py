@@ -51,7 +51,7 @@ FOREIGN = {"--install"}  # of other people's programs
 def check_command(where, line):
     """One command, as in a block of code."""
     words = re.sub(r"^(\s*[\w$]+\$ )?([A-Z_]+=\S+ +)*", "", line.strip()).split(" # ")[0].split("&&")[0].split()
-    if not words or not re.match(r"(\./run|rejoin[\w-]*)$", words[0]):
+    if not words or not re.match(r"(\./run|rejoin[\w-]*)$", words[0]) or words[0] == "rejoin-position":  # which is a line of a file
         return
     checked["commands"] += 1
     program, rest = words[0], [word for word in words[1:] if word != "…"]

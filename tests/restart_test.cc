@@ -39,7 +39,7 @@ struct Job : Daemons {
     }
   }
   std::unique_ptr<Process> trainer(std::uint32_t replica) const {
-    return std::make_unique<Process>(std::vector<std::string>{kTrainer, REJOIN_DATA, directory, "20"},
+    return std::make_unique<Process>(std::vector<std::string>{kTrainer, REJOIN_DATA, directory, "--every", "20"},
                                      file(fmt::format("trainer{}", replica)),
                                      std::vector<std::string>{fmt::format("REJOIN_REPLICA={}", replica),
                                                               "REJOIN_RANK=0", "REJOIN_SOCKET=" + socket(replica)});

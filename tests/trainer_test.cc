@@ -377,7 +377,8 @@ TEST_F(Trained, WhoLeavesLetsTheOthersGoOnAtOnceAndTheLogsSayThatItHasLeft) {
   // No process has ended, and no connection broke: the session is still there.
   const auto members = status().at("members");
   EXPECT_EQ(members.size(), 2u) << members.dump();
-  EXPECT_NE(log_of("node2").find("replica 2 rank 0 has left: of its own accord\n"), std::string::npos) << log_of("node2");
+  EXPECT_NE(log_of("node2").find("replica 2 rank 0 has left: of its own accord\n"), std::string::npos)
+      << log_of("node2");
   const std::string log = log_of("coordinator");
   EXPECT_NE(log.find("replica 2 is out: rank 0 has left: of its own accord"), std::string::npos) << log;
   EXPECT_EQ(log.find("closed"), std::string::npos) << log;
@@ -427,7 +428,8 @@ TEST_F(Trained, ASessionThatIsDestroyedHasLeftThoughItsProcessLives) {
   second.reset();
   const auto then = steps.load();
   EXPECT_LT(timed([&] { EXPECT_TRUE(eventually([&] { return steps > then + 20; })); }), kSilence);
-  EXPECT_NE(log_of("coordinator").find("rank 0 has left: of its own accord"), std::string::npos) << log_of("coordinator");
+  EXPECT_NE(log_of("coordinator").find("rank 0 has left: of its own accord"), std::string::npos)
+      << log_of("coordinator");
   first->interrupt();
   one.get();
 }
@@ -570,7 +572,7 @@ struct Examples : Trained, testing::WithParamInterface<Example> {
   std::unique_ptr<Process> example(std::uint32_t replica) {
     std::vector<std::string> arguments{binaries() + "/" + GetParam().program};
     if (GetParam().device != nullptr)
-      arguments.insert(arguments.end(), {"--replica", std::to_string(replica), "--daemon", socket(replica), "--data",
+      arguments.insert(arguments.end(), {"--replica", std::to_string(replica), "--socket", socket(replica), "--data",
                                          REJOIN_DATA, "--params", "20000", "--device", GetParam().device});
     return std::make_unique<Process>(
         arguments, file("trainer" + std::to_string(replica)),

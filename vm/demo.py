@@ -31,7 +31,7 @@ def job(node, nodes, params, silence):
     lines.append("until [ -e node.json ]; do usleep 20000; done")
     for rank in range(RANKS):
         lines.append(f"( for life in 1 2 3; do sh told r{node}.{rank} rejoin-demo-trainer --replica {node} --rank {rank} "
-                     f"--daemon /tmp/sock --transport {TRANSPORT} --data /data.txt --params {params} --digest-every 10 --events ev; "
+                     f"--socket /tmp/sock --transport {TRANSPORT} --data /data.txt --params {params} --digest-every 10 --events ev; "
                      "[ $? -eq 3 ] || break; done; echo \"vm-trainer-ended $?\" ) 2>&1 &")
     if os.environ.get("VM_DEBUG"):
         lines.append("( sleep 1; tail -n +1 -f node.out ) | awk '{ print \"vm-log \" $0; fflush() }' &")

@@ -80,6 +80,28 @@ TEST(Settings, TheDefaultsCanBeReadBack) {
   EXPECT_EQ(again.listen, "[::1]:0");
 }
 
+TEST(Settings, DurationsAreWholeMilliseconds) {
+  std::chrono::milliseconds wait{7};
+  CommandLine line("");
+  line.add("--wait-ms", wait, "for an answer");
+  ASSERT_TRUE(line.parse(std::vector<std::string>{}));
+  EXPECT_EQ(wait.count(), 7);
+  ASSERT_TRUE(line.parse({"--wait-ms", "250"}));
+  EXPECT_EQ(wait.count(), 250);
+  for (const char* wrong : {"-1", "1s", "2000000000000"}) {
+    const auto refused = line.parse({"--wait-ms", wrong});
+    ASSERT_FALSE(refused) << wrong;
+    EXPECT_NE(refused.error().message.find("--wait-ms"), std::string::npos) << refused.error().message;
+  }
+}
+
+TEST(Settings, AProgramHasAVersion) {
+  const char* arguments[] = {"program", "--version"};
+  testing::internal::CaptureStdout();
+  EXPECT_EQ(CommandLine("").parse(2, arguments), 0);
+  EXPECT_EQ(testing::internal::GetCapturedStdout().find("rejoin "), 0u);
+}
+
 TEST(Listen, TellsAnAddressThatCanBeConnectedTo) {
   asio::io_context io;
   for (const std::string host : {"127.0.0.1", "[::1]"}) {
