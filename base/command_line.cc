@@ -52,10 +52,23 @@ class Settings : public CLI::ConfigBase {
   const CLI::App& app_;
 };
 
+// What nobody knows is told before what is missing: a misspelt flag is often both.
 template <typename Parse>
-Result<> parsed(Parse parse) {
+void unknown_first(const CLI::App& app, Parse parse) {
   try {
     parse();
+  } catch (const CLI::RequiredError&) {
+    auto unknown = app.remaining();
+    if (unknown.empty()) throw;
+    std::reverse(unknown.begin(), unknown.end());
+    throw CLI::ExtrasError(app.get_name(), std::move(unknown));
+  }
+}
+
+template <typename Parse>
+Result<> parsed(const CLI::App& app, Parse parse) {
+  try {
+    unknown_first(app, parse);
   } catch (const CLI::Error& error) {
     return fail(ErrorCode::invalid_argument, "{}", error.what());
   }
@@ -132,17 +145,17 @@ void CommandLine::allow_settings_file() {
 
 std::optional<int> CommandLine::parse(int argc, const char* const* argv) {
   try {
-    app_->parse(argc, argv);
+    unknown_first(*app_, [&] { app_->parse(argc, argv); });
   } catch (const CLI::ParseError& error) {
     return app_->exit(error);
   }
   return std::nullopt;
 }
 Result<> CommandLine::parse(const std::vector<std::string>& arguments) {
-  return parsed([&] { app_->parse(std::vector<std::string>(arguments.rbegin(), arguments.rend())); });
+  return parsed(*app_, [&] { app_->parse(std::vector<std::string>(arguments.rbegin(), arguments.rend())); });
 }
 Result<> CommandLine::parse_settings(std::istream& file) {
-  return parsed([&] { app_->parse_from_stream(file); });
+  return parsed(*app_, [&] { app_->parse_from_stream(file); });
 }
 std::string CommandLine::settings() const { return app_->config_to_str(true, false); }
 

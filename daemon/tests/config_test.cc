@@ -95,6 +95,15 @@ TEST(Settings, DurationsAreWholeMilliseconds) {
   }
 }
 
+TEST(Settings, AFlagThatIsUnknownIsToldBeforeOneThatIsMissing) {
+  Config config;
+  CommandLine line("");
+  bind(line, config);
+  const auto parsed = line.parse({"--job-key-fil", "key"});
+  ASSERT_FALSE(parsed);
+  EXPECT_NE(parsed.error().message.find("not expected: --job-key-fil key"), std::string::npos) << parsed.error().message;
+}
+
 TEST(Settings, AProgramHasAVersion) {
   const char* arguments[] = {"program", "--version"};
   testing::internal::CaptureStdout();
