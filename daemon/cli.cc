@@ -13,6 +13,7 @@
 #include "base/result.h"
 #include "daemon/flags.h"
 #include "daemon/log_audit.h"
+#include "daemon/trace.h"
 #include "membership/log.h"
 #include "transport/socket_address.h"
 
@@ -196,32 +197,10 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
   return audit.lost + audit.repeated == 0 ? 0 : 1;
 }
 
-// Event files of any number of processes as one Chrome/Perfetto trace: each event an instant in its process' row.
-Result<int> merge_trace(const std::string& directory, const std::string& output) {
-  nlohmann::json trace = nlohmann::json::array();
-  int row = 0;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
-    if (entry.path().extension() != ".jsonl") continue;
-    trace.push_back(
-        {{"ph", "M"}, {"name", "process_name"}, {"pid", ++row}, {"args", {{"name", entry.path().stem().string()}}}});
-    std::ifstream in(entry.path());
-    for (std::string line; std::getline(in, line);) {
-      auto event = nlohmann::json::parse(line, nullptr, false);
-      if (event.is_discarded() || !event.contains("t")) continue;  // the last line of a killed process
-      const double t = event.at("t").get<double>() * 1e-3;
-      const std::string name = event.value("kind", "?");
-      for (const char* key : {"t", "who", "kind"}) event.erase(key);
-      trace.push_back({{"ph", "i"}, {"s", "p"}, {"name", name}, {"pid", row}, {"tid", 1}, {"ts", t}, {"args", event}});
-    }
-  }
-  if (error) return fail(ErrorCode::not_found, "event directory {}: {}", directory, error.message());
-  if (row == 0)
-    return fail(ErrorCode::not_found, "no event files in {}; start daemons and trainers with --events", directory);
-  std::ofstream out(output);
-  out << nlohmann::json{{"traceEvents", trace}}.dump() << "\n";
-  if (!out.flush()) return fail(ErrorCode::io, "can't write {}", output);
-  std::cout << fmt::format("{} processes in {}; open it in ui.perfetto.dev or chrome://tracing\n", row, output);
+Result<int> show_trace(const std::string& directory, const std::string& output) {
+  const auto rows = merge_trace(directory, output);
+  if (!rows) return tl::unexpected(rows.error());
+  std::cout << fmt::format("{} processes in {}; open it in ui.perfetto.dev or chrome://tracing\n", *rows, output);
   return 0;
 }
 
@@ -255,7 +234,7 @@ int main(int argc, char** argv) {
   auto done = status.chosen()  ? daemon::show_status(address, json)
               : top.chosen()   ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
               : audit.chosen() ? daemon::show_audit(log, steps == 0 ? std::nullopt : std::optional(Step(steps)))
-                               : daemon::merge_trace(directory, output);
+                               : daemon::show_trace(directory, output);
   if (!done) {
     std::cerr << "rejoin: " << done.error().message << "\n";
     return 1;

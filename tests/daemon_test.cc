@@ -444,7 +444,7 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kCli, "status", "127.0.0.1:99999"}, "its port '99999' is not a number from 0 to 65535");
   expect({kCli, "top", "127.0.0.1:1", "--count", "-1"}, "--count: '-1' is not a whole number");
   expect({kCli, "audit", scratch.path + "/none"}, "No such file");
-  expect({kCli, "trace", scratch.path}, "no event files in");
+  expect({kCli, "trace", scratch.path}, "no events in");
   std::filesystem::create_directory(scratch.path + "/full");
   std::filesystem::create_symlink("/dev/full", scratch.path + "/full/decisions.log");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--log-directory", scratch.path + "/full"}, "decisions.log");

@@ -101,7 +101,8 @@ TEST(Settings, AFlagThatIsUnknownIsToldBeforeOneThatIsMissing) {
   bind(line, config);
   const auto parsed = line.parse({"--job-key-fil", "key"});
   ASSERT_FALSE(parsed);
-  EXPECT_NE(parsed.error().message.find("not expected: --job-key-fil key"), std::string::npos) << parsed.error().message;
+  EXPECT_NE(parsed.error().message.find("not expected: --job-key-fil key"), std::string::npos)
+      << parsed.error().message;
 }
 
 TEST(Settings, AProgramHasAVersion) {

@@ -1,0 +1,61 @@
+// Event files of processes that worked, said nothing, and were killed in the middle of a line.
+#include "daemon/trace.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+namespace rejoin::daemon {
+namespace {
+
+struct Trace : testing::Test {
+  std::filesystem::path directory =
+      std::filesystem::temp_directory_path() / ("rejoin-trace-" + std::to_string(::getpid()));
+  Trace() { std::filesystem::create_directory(directory); }
+  ~Trace() override { std::filesystem::remove_all(directory); }
+  void file(const std::string& name, const std::string& text) const { std::ofstream(directory / name) << text; }
+  Result<int> merge() const { return merge_trace(directory, directory / "trace.json"); }
+  nlohmann::json events() const {
+    std::ifstream in(directory / "trace.json");
+    return nlohmann::json::parse(in).at("traceEvents");
+  }
+};
+
+TEST_F(Trace, StepsHaveTheirPhasesAndWhoSaidNothingHasNoRow) {
+  file("trainer.1.jsonl", R"({"t":1000,"who":"r0.0","kind":"entered","epoch":1})"
+                          "\n"
+                          R"({"t":2000,"who":"r0.0","kind":"step","step":7})"
+                          "\n"
+                          R"({"t":5000,"who":"r0.0","kind":"computed","step":7})"
+                          "\n"
+                          R"({"t":9000,"who":"r0.0","kind":"exchanged","step":7,"epoch":1})"
+                          "\n"
+                          R"({"t":9500,"who":"r0.0","ki)");
+  file("killed.2.jsonl", "");
+  file("damaged.3.jsonl", "[1]\n{\"t\":\"soon\",\"kind\":\"step\"}\n{\"t\":5}\n");
+  const auto rows = merge();
+  ASSERT_TRUE(rows) << rows.error().message;
+  EXPECT_EQ(*rows, 1);
+  std::vector<std::string> spans, instants;
+  for (const auto& event : events()) {
+    if (event.at("ph") == "X")
+      spans.push_back(event.at("name").get<std::string>() + " " + event.at("ts").dump() + "+" + event.at("dur").dump());
+    if (event.at("ph") == "i") instants.push_back(event.at("name"));
+  }
+  EXPECT_EQ(spans, (std::vector<std::string>{"compute 7 2.0+3.0", "exchange 7 5.0+4.0"}));
+  EXPECT_EQ(instants, std::vector<std::string>{"entered"});
+}
+
+TEST_F(Trace, WithoutEventsThereIsAnErrorThatNamesTheDirectory) {
+  file("killed.2.jsonl", "");
+  const auto none = merge();
+  ASSERT_FALSE(none);
+  EXPECT_NE(none.error().message.find(directory.string()), std::string::npos);
+  EXPECT_FALSE(merge_trace(directory / "nowhere", directory / "trace.json"));
+}
+
+}  // namespace
+}  // namespace rejoin::daemon
