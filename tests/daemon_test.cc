@@ -414,7 +414,8 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
     EXPECT_LT(ended.status, 128) << ended.output;
     EXPECT_NE(ended.output.find(what), std::string::npos) << ended.output;
   };
-  expect({kDaemon, "--no-such-flag"}, "--job-key-file is required");
+  expect({kDaemon, "--no-such-flag"}, "not expected: --no-such-flag");
+  expect({kDaemon}, "--job-key-file is required");
   expect({kDaemon, "--job-key-file", key, "--config", scratch.write("unknown", "replicas = 3\nreplica = 4\n")},
          "no setting is called 'replica'; the nearest is 'replicas'");
   expect({kDaemon, "--job-key-file", key, "--config", scratch.write("section", "[node]\nsilence-ms = 4000\n")},
