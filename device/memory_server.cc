@@ -67,6 +67,7 @@ std::optional<Line> MemoryServer::next() {
   signal_eventfd(wake_);
   if (next_.empty()) return std::nullopt;
   std::optional<Line> line = std::exchange(next_.back()->theirs, std::nullopt);
+  if (taken_) superseded_.push_back(std::move(taken_));
   taken_ = std::move(next_.back());
   next_.pop_back();
   return line;
@@ -102,9 +103,11 @@ void MemoryServer::run() {
   for (bool told = false;;) {
     bool wanted = false;
     std::unique_ptr<Served> before;
+    std::vector<std::unique_ptr<Served>> superseded;  // end here, without the lock
     {
       const std::lock_guard lock(mutex_);
       if (stop_) break;
+      superseded = std::exchange(superseded_, {});
       if (taken_) before = std::exchange(served, std::move(taken_));
       wanted = next_.size() < kPrepared;
     }

@@ -52,6 +52,23 @@ struct Served : testing::Test {
   }
 };
 
+// A daemon that is killed, and its successor, may be offered memory one after the other within microseconds.
+TEST_F(Served, OfLinesThatNobodyHasUsedNoneIsEndedByWhoeverAsksForTheNext) {
+  const auto stream = *gpu->make_stream();
+  const Memory words = *gpu->allocate_pinned(4096);
+  auto& word = *new (words.bytes.data()) std::uint64_t(0);
+  for (std::uint64_t round = 1; round <= 100; ++round) {
+    (void)next_line();  // the server is awake, and making others
+    ASSERT_TRUE(stream->wait_until(&word, round));
+    // This thread has let no stream wait: the driver of software ends the program where it enters it now.
+    std::thread([&] {
+      for (int i = 0; i < 3; ++i) (void)server->next();
+    }).join();
+    std::atomic_ref(word).store(round);
+    ASSERT_TRUE(stream->synchronize());
+  }
+}
+
 TEST_F(Served, BytesGoBothWaysAndDigestsAreTheSame) {
   const auto remote = connect();
   const auto there = *remote->make_access();
