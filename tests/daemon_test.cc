@@ -760,9 +760,11 @@ TEST(Gpu, ADaemonHasNoContextOnItsTrainersGpu) {
   second.reset();
   ASSERT_TRUE(eventually([&] { return job.status().at("members").size() == 1; }));
   second = trainer(1, "/d");
-  EXPECT_TRUE(eventually(both_contribute, std::chrono::seconds(10)))
-      << job.status().dump() << "\nfirst:\n" << first->output() << "\nsecond:\n" << second->output() << "\ndaemon:\n"
-      << job.processes[1]->output() << "\ncoordinator:\n" << job.processes[0]->output();
+  EXPECT_TRUE(eventually(both_contribute, std::chrono::seconds(10))) << job.status().dump() << "\nfirst:\n"
+                                                                     << first->output() << "\nsecond:\n"
+                                                                     << second->output() << "\ndaemon:\n"
+                                                                     << job.processes[1]->output() << "\ncoordinator:\n"
+                                                                     << job.processes[0]->output();
   for (const auto& process : job.processes)
     EXPECT_EQ(read_file(fmt::format("/proc/{}/maps", process->pid())).find("libcuda"), std::string::npos);
 }
