@@ -336,7 +336,6 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
       return;
     case proto::ToNode::kPeers: return on_peers(word.peers());
     case proto::ToNode::kPlan: return on_plan(word.plan(), now);
-    case proto::ToNode::kHeartbeat:
     case proto::ToNode::kDeclare: {
       auto& declaration = *reports_.emplace_back().mutable_declaration() = config_.declared;
       declaration.set_replica(config_.replica.value);
@@ -344,6 +343,7 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
       declaration.set_life(config_.life);
       return;
     }
+    case proto::ToNode::kHeartbeat:
     case proto::ToNode::kInquiry:  // the daemon's
     case proto::ToNode::KIND_NOT_SET: return;
   }
