@@ -67,8 +67,7 @@ std::optional<Line> MemoryServer::next() {
   signal_eventfd(wake_);
   if (next_.empty()) return std::nullopt;
   std::optional<Line> line = std::exchange(next_.back()->theirs, std::nullopt);
-  if (taken_) superseded_.push_back(std::move(taken_));
-  taken_ = std::move(next_.back());
+  taken_.push_back(std::move(next_.back()));
   next_.pop_back();
   return line;
 }
@@ -102,16 +101,15 @@ void MemoryServer::run() {
   };
   for (bool told = false;;) {
     bool wanted = false;
-    std::unique_ptr<Served> before;
-    std::vector<std::unique_ptr<Served>> superseded;  // end here, without the lock
+    std::vector<std::unique_ptr<Served>> taken;
     {
       const std::lock_guard lock(mutex_);
       if (stop_) break;
-      superseded = std::exchange(superseded_, {});
-      if (taken_) before = std::exchange(served, std::move(taken_));
+      taken = std::exchange(taken_, {});
       wanted = next_.size() < kPrepared;
     }
-    end(std::move(before));
+    if (!taken.empty()) end(std::exchange(served, std::move(taken.back())));
+    taken.clear();  // those before it, without the lock
     if (wanted) {
       auto made = prepare();
       if (!made && !std::exchange(told, true))
@@ -143,7 +141,7 @@ void MemoryServer::run() {
 // Somebody else is to be served, or nobody any more.
 bool MemoryServer::changed() {
   const std::lock_guard lock(mutex_);
-  return stop_ || taken_ != nullptr;
+  return stop_ || !taken_.empty();
 }
 
 bool MemoryServer::is_served(std::uint64_t address, std::uint64_t size) const {

@@ -51,10 +51,9 @@ class MemoryServer {
   Fd wake_;
   std::mutex mutex_;  // guards what follows; never held in the driver
   std::vector<std::unique_ptr<Served>> next_;
-  std::unique_ptr<Served> taken_;
-  // Taken before that one, and not begun. To unpin their memory the driver may wait for streams, which only the
-  // server's thread may do.
-  std::vector<std::unique_ptr<Served>> superseded_;
+  // The last is to be served; those before it are at their end. To unpin their memory the driver may wait for streams,
+  // which only the server's thread may do.
+  std::vector<std::unique_ptr<Served>> taken_;
   bool stop_ = false;
   std::thread thread_;
 };
