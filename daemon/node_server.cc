@@ -290,6 +290,11 @@ Result<> NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey
   return {};
 }
 
+std::map<membership::RankConnection, NodeServer::Trainer>::iterator NodeServer::find_trainer(
+    const catchup::RankKey& key) {
+  return std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& one) { return one.second.key == key; });
+}
+
 // Its end may be known to the system and not yet to us.
 bool NodeServer::has_ended(const Trainer& trainer) {
   if (trainer.exited) return readable_now(trainer.exited->native_handle());
@@ -298,9 +303,7 @@ bool NodeServer::has_ended(const Trainer& trainer) {
 
 // The coordinator asks whether a process lives.
 void NodeServer::look_after(const proto::Inquiry& inquiry) {
-  const catchup::RankKey key{ReplicaId(inquiry.replica()), RankId(inquiry.rank())};
-  const auto found =
-      std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second.key == key; });
+  const auto found = find_trainer({ReplicaId(inquiry.replica()), RankId(inquiry.rank())});
   if (found == trainers_.end() || !has_ended(found->second)) return;
   drop(found->first, fmt::format("its process {} ended", found->second.credentials.pid), Gone::ended);
 }
@@ -432,11 +435,8 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
                               {"seconds", progress.seconds},
                               {"done", progress.done}});
   }
-  const auto of_key = [&](catchup::RankKey key) {
-    return std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& t) { return t.second.key == key; });
-  };
   const auto hears = [&](catchup::RankKey key, const proto::FromNode& message) {
-    const auto hearer = of_key(key);
+    const auto hearer = find_trainer(key);
     if (hearer == trainers_.end()) return false;
     carry_out(machine_.on_rank_message(hearer->first, message, now()));
     return true;
@@ -444,7 +444,7 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
   for (const auto& [key, drift] : report.drifts) hears(key, report_of(key, drift));
   // Its state is served no longer, though its process lives: it registers anew, with everything that it needs for that.
   for (const auto& key : report.failed)
-    if (const auto failed = of_key(key); failed != trainers_.end())
+    if (const auto failed = find_trainer(key); failed != trainers_.end())
       asio::post(io_, [this, id = failed->first] { drop(id, "its state could not be read", Gone::silent); });
   // The process may be another one by now: the life that caught up goes along, and Node compares it.
   for (const auto& whole : report.caught_up)

@@ -77,6 +77,7 @@ class NodeServer {
   Result<> on_descriptors(Trainer& trainer, std::vector<Fd> fds);
   void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
   void on_hang_up(membership::RankConnection id, const std::string& reason);
+  std::map<membership::RankConnection, Trainer>::iterator find_trainer(const catchup::RankKey& key);
   void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
   void tell(Trainer& trainer, const proto::ToTrainer& message);
   void tick();
