@@ -7,20 +7,14 @@
 #include <fstream>
 
 #include "base/fd.h"
+#include "examples/text.h"
 
 namespace rejoin::demo {
-
-Result<std::string> read_text(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(in), {}};
-  if (text.size() < 1000) return fail(ErrorCode::not_found, "{} can't be read or has under 1000 bytes", path);
-  return text;
-}
 
 std::vector<std::uint64_t> positions_of(const std::vector<SampleRange>& batch, std::size_t size) {
   std::vector<std::uint64_t> positions;
   for (const auto& range : batch)
-    for (auto sample = range.begin; sample < range.end; ++sample) positions.push_back(sample * 2654435761ull % size);
+    for (auto sample = range.begin; sample < range.end; ++sample) positions.push_back(position_of(sample, size));
   return positions;
 }
 

@@ -1,4 +1,4 @@
-// What the real trainer keeps in files, and what it reads: its text, checkpoints, metrics.
+// What the real trainer keeps in files, and what it reads: checkpoints, metrics.
 #pragma once
 
 #include <string>
@@ -8,12 +8,10 @@
 
 namespace rejoin::demo {
 
-Result<std::string> read_text(const std::string& path);  // at least 1000 bytes
-
 inline std::span<const float> floats(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const float*>(bytes.data()), bytes.size() / sizeof(float)};
 }
-// Where in the first `size` bytes the samples begin: by a fixed odd stride, so that neighbours are far apart.
+// Where in the first `size` bytes the samples begin.
 std::vector<std::uint64_t> positions_of(const std::vector<SampleRange>& batch, std::size_t size);
 // The mean loss over windows of the text's last `held_out` bytes.
 double evaluate(const ModelShape& shape, const Views& weights, std::string_view text, std::size_t held_out);

@@ -4,11 +4,11 @@
 #include <fstream>
 #include <iostream>
 #include <numeric>
-#include <sstream>
 
 #include "base/command_line.h"
 #include "base/log.h"
 #include "examples/model.h"
+#include "examples/text.h"
 #include "sim/world.h"
 
 namespace {
@@ -36,7 +36,7 @@ class DemoModel final : public sim::Model {
     std::vector<std::uint64_t> positions;
     for (const auto& range : batch)
       for (auto sample = range.begin; sample < range.end; ++sample)
-        positions.push_back(sample * 2654435761ull % text_.size());
+        positions.push_back(demo::position_of(sample, text_.size()));
     return demo::forward_backward(shape_, weights, gradients, text_, positions, [](demo::Tensor) {});
   }
   void update(std::uint64_t step, std::uint32_t, std::span<float> weight, const Views& moments,
@@ -83,12 +83,9 @@ int main(int argc, char** argv) {
   line.add("--out", out, "file for the curves: samples, loss without failures, loss with them");
   if (const auto status = line.parse(argc, argv)) return *status;
   init_logging("lossless-check", "off");
-  std::ifstream file(data, std::ios::binary);
-  std::stringstream buffer;
-  buffer << file.rdbuf();
-  if (buffer.str().size() < 1000)
-    return std::cerr << "rejoin-lossless-check: --data " << data << " can't be read or has under 1000 bytes\n", 2;
-  const DemoModel model(buffer.str(), parameters);
+  auto text = demo::read_text(data);
+  if (!text) return std::cerr << "rejoin-lossless-check: --data " << text.error().message << "\n", 2;
+  const DemoModel model(std::move(*text), parameters);
   options.model = &model;
   const auto run = [&](sim::Options::Long how_long) {
     options.run_for = how_long;

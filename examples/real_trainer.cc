@@ -9,6 +9,7 @@
 #include "base/command_line.h"
 #include "examples/files.h"
 #include "examples/model.h"
+#include "examples/text.h"
 
 using namespace rejoin;
 

@@ -1,9 +1,7 @@
 // The demo's trainer: one rank of one replica, training its tower of the model.
 #include <poll.h>
 
-#include <fstream>
 #include <iostream>
-#include <sstream>
 
 #include "base/command_line.h"
 #include "base/events.h"
@@ -11,6 +9,7 @@
 #include "examples/interrupt.h"
 #include "examples/pool.h"
 #include "examples/tensors.h"
+#include "examples/text.h"
 #include "rejoin/session.h"
 
 namespace {
@@ -26,9 +25,6 @@ struct Settings {
   std::uint64_t pause_at = 0;      // in mid-step, say so and wait to be killed or stopped
   std::uint64_t drift_from = 0;    // step; from there on the optimizer computes something else
 };
-
-// Sample k is a window of the text: position by a fixed odd stride, so that neighbours in the stream are far apart.
-std::uint64_t position_of(std::uint64_t sample, std::size_t text) { return sample * 2654435761ull % text; }
 
 int fail_with(const Error& error) {
   std::cerr << "trainer: " << error.message << "\n";
@@ -60,14 +56,12 @@ Result<std::optional<demo::Pool>> make_pool(const Settings& s, const demo::Model
 }
 
 int train(const Settings& s) {
-  std::ifstream file(s.data, std::ios::binary);
-  std::stringstream buffer;
-  buffer << file.rdbuf();
-  const std::string text = buffer.str();
-  if (text.size() < 1000) {
-    std::cerr << "trainer: --data " << s.data << " can't be read or has under 1000 bytes\n";
+  const auto loaded = demo::read_text(s.data);
+  if (!loaded) {
+    std::cerr << "trainer: --data " << loaded.error().message << "\n";
     return 2;
   }
+  const std::string& text = *loaded;
   const auto shape = demo::ModelShape::of_parameters(s.parameters);
   auto pool = make_pool(s, shape);  // outlives the session
   if (!pool) return fail_with(pool.error());
@@ -127,7 +121,7 @@ int train(const Settings& s) {
       std::vector<std::uint64_t> positions;
       for (const auto& range : step.batch())
         for (auto sample = range.begin; sample < range.end; ++sample)
-          positions.push_back(position_of(sample, text.size()));
+          positions.push_back(demo::position_of(sample, text.size()));
       Result<> reduced = tensors.get_weights();
       if (!reduced) return fail_with(reduced.error());
       loss = demo::forward_backward(shape, tensors.weights(), tensors.gradients(), text, positions,
