@@ -1,10 +1,10 @@
 #include "daemon/flags.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 
 #include "base/log.h"
+#include "base/number.h"
 #include "base/unix_socket.h"
 #include "transport/factory.h"
 #include "transport/socket_address.h"
@@ -12,12 +12,6 @@
 namespace rejoin::daemon {
 
 namespace {
-
-template <typename Number>
-bool is(const std::string& text, Number& number) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return error == std::errc() && end == text.data() + text.size();
-}
 
 Result<> check_address(const std::string& text) {
   if (auto parts = transport::SocketAddress::split(text); !parts) return tl::unexpected(parts.error());
@@ -28,7 +22,7 @@ Result<> check_address(const std::string& text) {
 
 ValueCheck whole_number() {
   return {"", [](const std::string& text) -> Result<> {
-            if (std::uint64_t number = 0; is(text, number)) return {};
+            if (std::uint64_t number = 0; parse_number(text, number)) return {};
             return fail(ErrorCode::invalid_argument, "'{}' is not a whole number from 0 to {}", text,
                         ~std::uint64_t{0});
           }};
@@ -36,7 +30,7 @@ ValueCheck whole_number() {
 
 ValueCheck number_from_0() {
   return {"", [](const std::string& text) -> Result<> {
-            if (double number = 0; is(text, number) && std::isfinite(number) && number >= 0) return {};
+            if (double number = 0; parse_number(text, number) && std::isfinite(number) && number >= 0) return {};
             return fail(ErrorCode::invalid_argument, "'{}' is not a number from 0 on", text);
           }};
 }

@@ -1,8 +1,7 @@
 // What is the same for all devices.
 #include "device/device.h"
 
-#include <charconv>
-
+#include "base/number.h"
 #include "device/access.h"
 
 namespace rejoin::device {
@@ -46,8 +45,7 @@ Result<std::shared_ptr<Device>> open_device(const std::string& name) {
   if (name.starts_with(prefix)) {
     const std::string which = name.substr(prefix.size());
     if (which.find(':') != std::string::npos) options.pci = which;
-    const auto [end, error] = std::from_chars(which.data(), which.data() + which.size(), options.ordinal);
-    if (!options.pci.empty() || (error == std::errc() && end == which.data() + which.size())) return open_cuda(options);
+    if (!options.pci.empty() || parse_number(which, options.ordinal)) return open_cuda(options);
   }
   return fail(ErrorCode::invalid_argument,
               "no device is called '{}': there are host, cuda, cuda:NUMBER and cuda:PCI-ADDRESS", name);

@@ -1,9 +1,8 @@
 #include "rejoin/position.h"
 
-#include <charconv>
-
 #include "base/bytes.h"
 #include "base/digest.h"
+#include "base/number.h"
 #include "membership/ledger.h"
 
 namespace rejoin {
@@ -24,9 +23,7 @@ std::string_view take(std::string_view& text, char separator) {
 
 std::optional<std::uint64_t> number(std::string_view text, int base = 10) {
   std::uint64_t value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value, base);
-  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
-  return value;
+  return parse_number(text, value, base) ? std::optional(value) : std::nullopt;
 }
 
 // "0-100,116-200": [begin, end)

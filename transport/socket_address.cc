@@ -4,8 +4,9 @@
 #include <netdb.h>
 #include <netinet/in.h>
 
-#include <charconv>
 #include <cstring>
+
+#include "base/number.h"
 
 namespace rejoin::transport {
 
@@ -14,8 +15,7 @@ Result<HostPort> SocketAddress::split(const std::string& text) {
   if (colon == std::string::npos || colon == 0 || colon + 1 == text.size())
     return fail(ErrorCode::invalid_argument, "address '{}' is not of the form host:port", text);
   HostPort parts{.host = text.substr(0, colon)};
-  const auto [end, error] = std::from_chars(text.data() + colon + 1, text.data() + text.size(), parts.port);
-  if (error != std::errc() || end != text.data() + text.size())
+  if (!parse_number(std::string_view(text).substr(colon + 1), parts.port))
     return fail(ErrorCode::invalid_argument, "address '{}': its port '{}' is not a number from 0 to 65535", text,
                 text.substr(colon + 1));
   if (parts.host.size() > 2 && parts.host.front() == '[' && parts.host.back() == ']')

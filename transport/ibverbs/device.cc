@@ -4,8 +4,9 @@
 #include <sys/resource.h>
 
 #include <cerrno>
-#include <charconv>
 #include <cstring>
+
+#include "base/number.h"
 
 namespace rejoin::transport::ibverbs {
 
@@ -19,9 +20,8 @@ struct DeviceList {
   }
 };
 
-bool parse_number(std::string_view text, std::uint32_t least, std::uint32_t most, std::uint32_t& value) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  return error == std::errc{} && end == text.data() + text.size() && value >= least && value <= most;
+bool number_within(std::string_view text, std::uint32_t least, std::uint32_t most, std::uint32_t& value) {
+  return parse_number(text, value) && value >= least && value <= most;
 }
 
 bool is_ipv4(const ibv_gid& gid) {
@@ -61,7 +61,7 @@ Result<Options> parse_options(const std::string& text) {
     const std::string_view name = part.substr(0, equals);
     const std::string_view given = equals == std::string_view::npos ? "" : part.substr(equals + 1);
     std::uint32_t value = 0;
-    const auto take = [&](std::uint32_t least, std::uint32_t most) { return parse_number(given, least, most, value); };
+    const auto take = [&](std::uint32_t least, std::uint32_t most) { return number_within(given, least, most, value); };
     bool good = false;
     if (name == "gid" && (good = take(0, 255))) options.gid_index = value;
     else if (name == "qps" && (good = take(1, 8))) options.queue_pairs = value;
@@ -88,7 +88,7 @@ Result<Device> Device::open(const Options& options) {
   std::string name = options.device;
   if (const auto colon = name.find(':'); colon != std::string::npos) {
     std::uint32_t port = 0;
-    if (!parse_number(std::string_view(name).substr(colon + 1), 1, 255, port))
+    if (!number_within(std::string_view(name).substr(colon + 1), 1, 255, port))
       return fail(ErrorCode::invalid_argument, "rail '{}': the port after ':' is no number from 1", options.device);
     device.port_number_ = static_cast<std::uint8_t>(port);
     name.resize(colon);
