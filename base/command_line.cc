@@ -77,23 +77,23 @@ Result<> parsed(const CLI::App& app, Parse parse) {
 
 }  // namespace
 
-Flag& Flag::required() { return option_->required(), *this; }
-Flag& Flag::environment(const char* variable) { return option_->envname(variable), *this; }
-Flag& Flag::show_default() { return option_->capture_default_str(), *this; }
-Flag& Flag::separated_by(char border) { return option_->delimiter(border), *this; }
-Flag& Flag::sized() { return option_->transform(CLI::AsSizeValue(false)), *this; }
-Flag& Flag::range(std::int64_t least, std::int64_t most) { return option_->check(CLI::Range(least, most)), *this; }
-Flag& Flag::real_range(double least, double most) { return option_->check(CLI::Range(least, most)), *this; }
-Flag& Flag::one_of(std::vector<std::string> values) { return option_->check(CLI::IsMember(std::move(values))), *this; }
-Flag& Flag::existing_file() { return option_->check(CLI::ExistingFile), *this; }
-Flag& Flag::check(ValueCheck check) {
+Flag Flag::required() { return option_->required(), *this; }
+Flag Flag::environment(const char* variable) { return option_->envname(variable), *this; }
+Flag Flag::show_default() { return option_->capture_default_str(), *this; }
+Flag Flag::separated_by(char border) { return option_->delimiter(border), *this; }
+Flag Flag::sized() { return option_->transform(CLI::AsSizeValue(false)), *this; }
+Flag Flag::range(std::int64_t least, std::int64_t most) { return option_->check(CLI::Range(least, most)), *this; }
+Flag Flag::real_range(double least, double most) { return option_->check(CLI::Range(least, most)), *this; }
+Flag Flag::one_of(std::vector<std::string> values) { return option_->check(CLI::IsMember(std::move(values))), *this; }
+Flag Flag::existing_file() { return option_->check(CLI::ExistingFile), *this; }
+Flag Flag::check(ValueCheck check) {
   const auto say = [right = std::move(check.check)](const std::string& value) {
     const Result<> fits = right(value);
     return fits ? std::string() : fits.error().message;
   };
   return option_->check(CLI::Validator(say, check.form)), *this;
 }
-Flag& Flag::excludes(const Flag& other) { return option_->excludes(other.option_), *this; }
+Flag Flag::excludes(const Flag& other) { return option_->excludes(other.option_), *this; }
 
 CommandLine::CommandLine(const std::string& description)
     : owned_(std::make_unique<CLI::App>(description)), app_(owned_.get()) {

@@ -28,21 +28,21 @@ struct ValueCheck {
   std::function<Result<>(const std::string&)> check;
 };
 
-// One flag of a CommandLine, which owns it. Each call refines it and gives it back.
+// One flag of a CommandLine, which owns it; copies are of the same flag. Each call refines it and gives it back.
 class Flag {
  public:
   explicit Flag(CLI::Option* option) : option_(option) {}
-  Flag& required();
-  Flag& environment(const char* variable);  // used where the command line does not have the flag
-  Flag& show_default();                     // in --help, and in CommandLine::settings()
-  Flag& separated_by(char border);          // several values in one argument
-  Flag& sized();                            // bytes, with K, M, G (powers of 1024); goes before range()
-  Flag& range(std::int64_t least, std::int64_t most);
-  Flag& real_range(double least, double most);
-  Flag& one_of(std::vector<std::string> values);
-  Flag& existing_file();
-  Flag& check(ValueCheck check);
-  Flag& excludes(const Flag& other);
+  Flag required();
+  Flag environment(const char* variable);  // used where the command line does not have the flag
+  Flag show_default();                     // in --help, and in CommandLine::settings()
+  Flag separated_by(char border);          // several values in one argument
+  Flag sized();                            // bytes, with K, M, G (powers of 1024); goes before range()
+  Flag range(std::int64_t least, std::int64_t most);
+  Flag real_range(double least, double most);
+  Flag one_of(std::vector<std::string> values);
+  Flag existing_file();
+  Flag check(ValueCheck check);
+  Flag excludes(const Flag& other);
 
  private:
   CLI::Option* option_;
@@ -61,6 +61,11 @@ class CommandLine {
   template <typename T>
   Flag add(const char* names, T& value, const char* help);
   Flag add(const char* names, std::chrono::milliseconds& value, const char* help);  // a whole number, from 0
+  // A flag that may also be set by a variable, and whose default --help shows.
+  template <typename T>
+  Flag setting(const char* names, T& value, const char* variable, const char* help) {
+    return add(names, value, help).environment(variable).show_default();
+  }
   // Given or not; "!--no-x" sets it to false.
   Flag flag(const char* names, bool& value, const char* help);
 

@@ -1,70 +1,75 @@
 #include "daemon/config.h"
 
-#include <charconv>
-
 #include "base/command_line.h"
+#include "base/number.h"
 #include "daemon/flags.h"
 
 namespace rejoin::daemon {
 
 void bind(CommandLine& line, Config& c) {
   line.allow_settings_file();
-  const auto option = [&](const char* flags, auto& value, const char* env, const char* help) {
-    return Flag(line.add(flags, value, help).environment(env).show_default());
-  };
   line.flag("--coordinator", c.coordinator, "be the job's coordinator").environment("REJOIN_COORDINATOR_ROLE");
-  option("--listen", c.listen, "REJOIN_LISTEN", "coordinator: address for daemons; port 0 lets the system choose")
+  line.setting("--listen", c.listen, "REJOIN_LISTEN", "coordinator: address for daemons; port 0 lets the system choose")
       .check(listen_address());
-  option("--log-directory", c.log_directory, "REJOIN_LOG_DIRECTORY", "coordinator: where its decisions are kept");
-  option("--replicas", c.replicas, "REJOIN_REPLICAS", "coordinator: replicas of the job").range(1, 1024);
-  option("--ranks", c.ranks, "REJOIN_RANKS", "coordinator: ranks of a replica").range(1, 65536);
-  option("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step").range(1, 1 << 30);
-  option("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end").check(whole_number());
+  line.setting("--log-directory", c.log_directory, "REJOIN_LOG_DIRECTORY", "coordinator: where its decisions are kept");
+  line.setting("--replicas", c.replicas, "REJOIN_REPLICAS", "coordinator: replicas of the job").range(1, 1024);
+  line.setting("--ranks", c.ranks, "REJOIN_RANKS", "coordinator: ranks of a replica").range(1, 65536);
+  line.setting("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step")
+      .range(1, 1 << 30);
+  line.setting("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end").check(whole_number());
   line.add("--roll-back-to", c.roll_back_to,
            "coordinator: where nobody is left with the state of the last committed step, go on from a checkpoint as "
            "old as this step; what was trained since is given up, and trained again")
       .environment("REJOIN_ROLL_BACK_TO")
       .check(or_none(whole_number()));
-  option("--start-patience-ms", c.start_patience_ms, "REJOIN_START_PATIENCE_MS",
-         "coordinator: a job that has lost everybody starts again without the replicas that have not come for so long; "
-         "0: 15 times the silence")
+  line.setting("--start-patience-ms", c.start_patience_ms, "REJOIN_START_PATIENCE_MS",
+               "coordinator: a job that has lost everybody starts again without the replicas that have not come for so "
+               "long; "
+               "0: 15 times the silence")
       .check(whole_number());
-  option("--audit", c.audit, "REJOIN_AUDIT",
-         "coordinator: replicas' results are compared in every step, and all of their states once in so many steps; "
-         "auto: so many that it takes 0.5 % of the time; off");
-  option(
+  line.setting(
+      "--audit", c.audit, "REJOIN_AUDIT",
+      "coordinator: replicas' results are compared in every step, and all of their states once in so many steps; "
+      "auto: so many that it takes 0.5 % of the time; off");
+  line.setting(
       "--drop-replica", c.drop_replica, "REJOIN_DROP_REPLICA",
       "coordinator: the job has stopped because replicas differ; go on without this one: REPLICA@STEP, as the status "
       "says");
-  option("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
-         "how long a peer may be silent; all other deadlines follow from it")
+  line.setting("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
+               "how long a peer may be silent; all other deadlines follow from it")
       .range(100, 3600000);
-  option("--job-key-file", c.key_file, "REJOIN_JOB_KEY_FILE", "file with the job key (at least 16 bytes, mode 600)")
+  line.setting("--job-key-file", c.key_file, "REJOIN_JOB_KEY_FILE",
+               "file with the job key (at least 16 bytes, mode 600)")
       .required();
-  option("--status", c.status, "REJOIN_STATUS", "address for /status and /metrics").check(listen_address());
-  option("--address-file", c.address_file, "REJOIN_ADDRESS_FILE", "write the addresses in use to this file, as JSON");
-  option("--log-level", c.log_level, "REJOIN_LOG_LEVEL", "trace, debug, info, warn, error or off").check(log_level());
-  option("--events", c.events, "REJOIN_EVENTS", "directory for event files (see rejoin trace)");
-  option("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
-  option("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)")
+  line.setting("--status", c.status, "REJOIN_STATUS", "address for /status and /metrics").check(listen_address());
+  line.setting("--address-file", c.address_file, "REJOIN_ADDRESS_FILE",
+               "write the addresses in use to this file, as JSON");
+  line.setting("--log-level", c.log_level, "REJOIN_LOG_LEVEL", "trace, debug, info, warn, error or off")
+      .check(log_level());
+  line.setting("--events", c.events, "REJOIN_EVENTS", "directory for event files (see rejoin trace)");
+  line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
+  line.setting("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)")
       .check(or_none(socket_name()));
-  option("--connect", c.node.coordinator, "REJOIN_COORDINATOR",
-         "node, relay: the coordinator's address, or for a node its relay's")
+  line.setting("--connect", c.node.coordinator, "REJOIN_COORDINATOR",
+               "node, relay: the coordinator's address, or for a node its relay's")
       .check(or_none(peer_address()));
-  option("--relay", c.relay, "REJOIN_RELAY",
-         "be a relay at this address: the daemons of a large replica --connect to it, and it to the coordinator; the "
-         "node of this process, if it has one, goes through it")
+  line.setting(
+          "--relay", c.relay, "REJOIN_RELAY",
+          "be a relay at this address: the daemons of a large replica --connect to it, and it to the coordinator; the "
+          "node of this process, if it has one, goes through it")
       .check(or_none(listen_address()));
-  option("--transport", c.node.transport, "REJOIN_TRANSPORT",
-         "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or "
-         "ucx:LIST")
+  line.setting(
+          "--transport", c.node.transport, "REJOIN_TRANSPORT",
+          "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or "
+          "ucx:LIST")
       .check(transport_name());
-  option("--compression", c.node.compression, "REJOIN_COMPRESSION",
-         "node: catch-up stream: off, auto (zstd while it is measured to pay) or always")
+  line.setting("--compression", c.node.compression, "REJOIN_COMPRESSION",
+               "node: catch-up stream: off, auto (zstd while it is measured to pay) or always")
       .one_of({"off", "auto", "always"});
-  option("--stream-limit", c.node.stream_limit, "REJOIN_STREAM_LIMIT", "node: MB/s that catch-up may send; 0: no limit")
+  line.setting("--stream-limit", c.node.stream_limit, "REJOIN_STREAM_LIMIT",
+               "node: MB/s that catch-up may send; 0: no limit")
       .check(number_from_0());
-  option("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections")
+  line.setting("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections")
       .check(listen_address());
 }
 
@@ -76,18 +81,14 @@ Result<membership::JobConfig> job_of(const Config& c) {
                             .silence = std::chrono::milliseconds(c.silence_ms),
                             .roll_back_to = c.roll_back_to ? std::optional(Step(*c.roll_back_to)) : std::nullopt,
                             .start_patience = std::chrono::milliseconds(c.start_patience_ms)};
-  const auto number = [](std::string_view text, auto& value) {
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    return error == std::errc() && end == text.data() + text.size();
-  };
   job.audit.on = c.audit != "off";
-  if (job.audit.on && c.audit != "auto" && (!number(c.audit, job.audit.period) || job.audit.period == 0))
+  if (job.audit.on && c.audit != "auto" && (!parse_number(c.audit, job.audit.period) || job.audit.period == 0))
     return fail(ErrorCode::invalid_argument, "--audit {}: it is auto, off, or a number of steps", c.audit);
   if (c.drop_replica.empty()) return job;
   const auto at = c.drop_replica.find('@');
   auto& drop = job.drop.emplace();
-  if (at == std::string::npos || !number(std::string_view(c.drop_replica).substr(0, at), drop.replica.value) ||
-      !number(std::string_view(c.drop_replica).substr(at + 1), drop.at.value))
+  if (at == std::string::npos || !parse_number(std::string_view(c.drop_replica).substr(0, at), drop.replica.value) ||
+      !parse_number(std::string_view(c.drop_replica).substr(at + 1), drop.at.value))
     return fail(ErrorCode::invalid_argument, "--drop-replica {}: it is REPLICA@STEP, as the job's status says",
                 c.drop_replica);
   return job;

@@ -11,24 +11,24 @@
 namespace rejoin {
 
 void SessionConfig::bind(CommandLine& line) {
-  const auto option = [&](const char* flags, auto& value, const char* env, const char* help) {
-    return Flag(line.add(flags, value, help).environment(env).show_default());
-  };
-  option("--replica", replica, "REJOIN_REPLICA", "this process's replica, from 0");
-  option("--rank", rank, "REJOIN_RANK", "its rank in the replica, from 0");
-  option("--socket", socket, "REJOIN_SOCKET", "unix socket of the node's daemon");
-  option("--device", device, "REJOIN_DEVICE", "where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS");
-  option("--transport", transport, "REJOIN_TRANSPORT",
-         "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
-  option("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
-  option("--chunk-bytes", chunk_bytes, "REJOIN_CHUNK_BYTES", "all-reduce: largest chunk");
-  option("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",
-         "all-reduce: chunks in flight per neighbour");
-  option("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
-  option("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
-  option("--flip-bit-at", flip_bit_at, "REJOIN_FLIP_BIT_AT",
-         "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");
-  option("--keep-budget", keep_budget, "REJOIN_KEEP_BUDGET", "bytes of gradients kept while catching up");
+  line.setting("--replica", replica, "REJOIN_REPLICA", "this process's replica, from 0");
+  line.setting("--rank", rank, "REJOIN_RANK", "its rank in the replica, from 0");
+  line.setting("--socket", socket, "REJOIN_SOCKET", "unix socket of the node's daemon");
+  line.setting("--device", device, "REJOIN_DEVICE",
+               "where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS");
+  line.setting(
+      "--transport", transport, "REJOIN_TRANSPORT",
+      "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
+  line.setting("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
+  line.setting("--chunk-bytes", chunk_bytes, "REJOIN_CHUNK_BYTES", "all-reduce: largest chunk");
+  line.setting("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",
+               "all-reduce: chunks in flight per neighbour");
+  line.setting("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
+  line.setting("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
+  line.setting(
+      "--flip-bit-at", flip_bit_at, "REJOIN_FLIP_BIT_AT",
+      "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");
+  line.setting("--keep-budget", keep_budget, "REJOIN_KEEP_BUDGET", "bytes of gradients kept while catching up");
   line.add("--patience-ms", patience, "how long a daemon that does not answer is waited for")
       .environment("REJOIN_PATIENCE_MS");
   line.add("--between-steps-ms", between_steps,
