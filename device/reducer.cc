@@ -87,21 +87,21 @@ Result<std::uint64_t> Reducer::give(Work&& work, std::uint64_t bytes) {
 
 Result<> Reducer::post_waiting() {
   if (auto failed = failure(); !failed) return failed;
-  const std::uint64_t done = works_done();
-  while (!waiting_.empty() && posted_ - done < Mailbox::kWorks) {
+  see_done();
+  while (!waiting_.empty() && posted_ - done_ < Mailbox::kWorks) {
     mailbox_->works[(posted_ + 1) % Mailbox::kWorks] = waiting_.front();
     waiting_.pop_front();
     release(mailbox_->posted, ++posted_);
   }
   // A block that left in the same moment as its work was posted is found by the next done().
-  if (options_.attended || posted_ == done || a_kernel_takes_it()) return {};
+  if (options_.attended || posted_ == done_ || a_kernel_takes_it()) return {};
   const std::unique_lock launching(launching_, std::try_to_lock);
   return launching && holds_ == 0 ? launch(options_.patience) : Result<>();
 }
 
 Result<std::uint64_t> Reducer::done() {
   if (idle()) return done_;
-  done_ = works_done();
+  see_done();
   if (idle()) return done_;
   if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
   constexpr std::uint64_t between_looks = 256;
@@ -112,10 +112,9 @@ Result<std::uint64_t> Reducer::done() {
   return done_;
 }
 
-std::uint64_t Reducer::works_done() const {
-  std::uint64_t done = done_;
-  while (done < posted_ && acquire(mailbox_->done[(done + 1) % Mailbox::kWorks]) == done + 1) ++done;
-  return done;
+// What has been seen is kept: the place of a work that is done is taken by a later one's.
+void Reducer::see_done() {
+  while (done_ < posted_ && acquire(mailbox_->done[(done_ + 1) % Mailbox::kWorks]) == done_ + 1) ++done_;
 }
 
 // A launch that is told to leave may take nothing more; the next goes on where it ends.
@@ -126,7 +125,8 @@ bool Reducer::a_kernel_takes_it() const {
 }
 
 bool Reducer::wants_attention() {
-  const bool wants = options_.attended && !idle() && posted_ > works_done() && !a_kernel_takes_it();
+  see_done();
+  const bool wants = options_.attended && posted_ > done_ && !a_kernel_takes_it();
   if (wants) wanted_ = true;
   return wants;
 }

@@ -68,7 +68,7 @@ class Reducer {
   Result<> look();
   Result<> failure() const;
   void leave(std::uint64_t launch);
-  std::uint64_t works_done() const;
+  void see_done();
 
   const ReducerOptions options_;
   Memory pinned_, on_device_;

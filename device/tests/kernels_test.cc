@@ -137,6 +137,24 @@ TEST_F(Kernels, WorkGoesOnThroughAnyNumberOfLaunches) {
   EXPECT_GT(reducer->launches(), 3u);
 }
 
+// Each is done before the next is given, so that a place in the mailbox is used again before anybody has asked.
+TEST_F(Kernels, WhatIsDoneBeforeAnybodyAsksIsNotForgotten) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64});
+  constexpr std::uint32_t works = kernels::Mailbox::kWorks + 8;
+  auto memory = *device->allocate(4096);
+  Bytes zeros(2048), ones(2048);
+  for (std::size_t i = 0; i < ones.size(); i += 4) ones[i] = std::byte{1};
+  in(memory.bytes.data(), zeros);
+  in(memory.bytes.data() + 2048, ones);
+  for (std::uint32_t given = 1; given <= works; ++given) {
+    auto* sum = memory.bytes.data();
+    ASSERT_EQ(*reducer->add(DataType::int32, sum, sum, sum + 2048, 512, 0), given);
+    wait_until([&] { return value_of(DataType::int32, out(sum + 2044, 4).data()) == given; });
+  }
+  finish(*reducer);
+  EXPECT_EQ(*reducer->done(), works);
+}
+
 // Whoever waits for the whole device waits for no member of a ring: the kernel leaves by itself.
 TEST_F(Kernels, AKernelWithoutWorkLeaves) {
   auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 5ms});
