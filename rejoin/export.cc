@@ -1,2 +1,4 @@
 // librejoin.so is made of the modules' objects; this names its version.
-extern "C" const char* rejoin_version() { return "0.1.0"; }
+#include "rejoin/c.h"
+
+extern "C" const char* rejoin_version(void) { return "0.1.0"; }

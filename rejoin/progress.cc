@@ -147,6 +147,7 @@ Result<> Progress::introduce() {
       if (auto may = may_go_on(); !may) return may;
       pollfd waiting[] = {{socket->get(), POLLIN, 0}, {interrupt_.eventfd().get(), POLLIN, 0}};
       ::poll(waiting, std::size(waiting), 100);
+      if (config_.while_waiting) config_.while_waiting();
       continue;
     }
     proto::ToTrainer message;
@@ -198,7 +199,7 @@ Result<> Progress::prepare_device() {
 
 Result<std::optional<StepView>> Progress::wait_for_step(std::uint64_t after) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return ended() || finished_ || (current_ && current_->step > after); });
+  wait(lock, [&] { return ended() || finished_ || (current_ && current_->step > after); });
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   if (finished_) return std::optional<StepView>{};
   taken_ = current_->step;
@@ -262,7 +263,7 @@ Result<> Progress::end_update(std::uint64_t step, bool contributed, void* stream
 Result<> Progress::wait_for_update(Interruptible how) {
   std::unique_lock lock(mutex_);
   const auto given_up = [&] { return how == Interruptible::yes ? ended() : failure_; };
-  changed_.wait(lock, [&] { return updates_ == 0 || given_up(); });
+  wait(lock, [&] { return updates_ == 0 || given_up(); });
   if (updates_ > 0) return tl::unexpected(*given_up());
   return {};
 }
@@ -272,7 +273,7 @@ Result<Progress::Decision> Progress::wait_for_commit(std::uint64_t step) {
   const auto begins_again = [&] {
     return current_ && current_->step == step && current_->contributes && !taken_contributes_;
   };
-  changed_.wait(lock, [&] { return ended() || committed_ >= step || begins_again(); });
+  wait(lock, [&] { return ended() || committed_ >= step || begins_again(); });
   if (committed_ >= step)
     return Decision{.committed = true, .contributed = committed_contributes_, .trained = committed_trained_};
   if (auto why = ended()) return tl::unexpected(std::move(*why));

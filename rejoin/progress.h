@@ -76,6 +76,16 @@ class Progress {
   proto::LocalHello hello(std::size_t descriptors) const;
 
   std::optional<Error> ended() const;
+  // Until `is`, on the trainer's thread; what its language has to do meanwhile is done without the lock.
+  template <typename Is>
+  void wait(std::unique_lock<std::mutex>& lock, Is is) {
+    if (!config_.while_waiting) return changed_.wait(lock, is);
+    while (!changed_.wait_for(lock, std::chrono::milliseconds(100), is)) {
+      lock.unlock();
+      config_.while_waiting();
+      lock.lock();
+    }
+  }
   Result<> may_reduce(std::uint32_t bucket) const;
   void poll_streams();
 

@@ -40,7 +40,7 @@ Result<> Progress::wait_for_registration() {
   if (!changed_.wait_for(lock, kWorthTelling, answered)) {
     spdlog::warn("replica {} rank {} waits for the coordinator, which has not answered its registration with {} yet",
                  config_.replica, config_.rank, config_.socket);
-    changed_.wait(lock, answered);
+    wait(lock, answered);
   }
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   return {};

@@ -137,13 +137,35 @@ class SessionImpl final : public Session {
   }
 
   Result<> commit(const std::function<void(const Piece&)>& optimizer) override {
-    return commit(optimizer, [this](bool contributed) {
+    return commit(optimizer, [this] { return end_update(); });
+  }
+  Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) override {
+    return commit(optimizer, [&] { return end_update(stream); });
+  }
+
+  Result<std::optional<std::vector<Piece>>> begin_update() override {
+    using Pieces = std::optional<std::vector<Piece>>;
+    if (auto due = check_due("begin_update()"); !due) return tl::unexpected(due.error());
+    if (!in_step()) return fail(ErrorCode::invalid_argument, "begin_update() without a step: begin_step() gives one");
+    return decide().and_then([this](bool committed) -> Result<Pieces> {
+      if (!committed) return Pieces{};
+      return begin_pieces().map([](std::vector<Piece>&& pieces) { return Pieces(std::move(pieces)); });
+    });
+  }
+  Result<> end_update() override {
+    return end_update([this](bool contributed) {
       state_.end_update(rejoin::Step(step_), contributed);
       return Result<>();
     });
   }
-  Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) override {
-    return commit(optimizer, [&](bool contributed) { return progress_->end_update(step_, contributed, stream); });
+  Result<> end_update(CudaStream stream) override {
+    return end_update([&](bool contributed) { return progress_->end_update(step_, contributed, stream); });
+  }
+  Error abandon_update(const std::string& what) override {
+    if (ended_) return *ended_;
+    if (stage_ != Stage::updating)
+      return {ErrorCode::invalid_argument, "abandon_update() without an update: begin_update() begins one"};
+    return tear(of_optimizer("failed", printable(what, kLongestReason))).error();
   }
 
   void when_reduced(std::function<void(std::uint64_t)> look) override { look_ = std::move(look); }
@@ -220,59 +242,83 @@ class SessionImpl final : public Session {
                 step_, missing);
   }
 
-  template <typename End>
-  Result<> commit(const std::function<void(const Piece&)>& optimizer, End end) {
-    if (auto due = check_due("commit()"); !due) return due;
-    if (!in_step()) return fail(ErrorCode::invalid_argument, "commit() without a step: begin_step() gives one");
-    if (!optimizer) return fail(ErrorCode::invalid_argument, "commit() of step {} without an optimizer", step_);
-    if (auto may = progress_->may_go_on(); !may) return may;
-    if (auto all = check_buckets(); !all) return all;
-    const auto decision = progress_->wait_for_commit(step_);
+  // Waits for the step's decision. False: begin_step() gives it again, to contribute to.
+  Result<bool> decide() {
+    if (auto may = progress_->may_go_on(); !may) return tl::unexpected(may.error());
+    if (auto all = check_buckets(); !all) return tl::unexpected(all.error());
+    auto decision = progress_->wait_for_commit(step_);
     if (!decision) return tl::unexpected(decision.error());
-    if (!decision->committed) {  // begin_step() gives it again, to contribute to
+    if (!decision->committed) {
       stage_ = Stage::between;
       whole_ = step_ - 1;
-      return {};
+      return false;
     }
-    if (auto updated = progress_->wait_for_update(Progress::Interruptible::yes); !updated) return updated;
-    if (auto updated = update(decision->contributed, optimizer, end); !updated) return tear(updated.error());
+    if (auto updated = progress_->wait_for_update(Progress::Interruptible::yes); !updated)
+      return tl::unexpected(updated.error());
+    decision_ = std::move(*decision);
+    return true;
+  }
+
+  // From here on the state changes.
+  Result<std::vector<Piece>> begin_pieces() {
+    stage_ = Stage::updating;
+    whole_.reset();
+    stands_.reset();
+    const auto begun = state_.begin_update(rejoin::Step(step_), decision_.contributed);
+    if (!begun) return tl::unexpected(tear(begun.error()).error());
+    std::vector<Piece> pieces;
+    pieces.reserve(begun->size());
+    for (const auto& piece : *begun)
+      pieces.push_back({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
+    return pieces;
+  }
+
+  template <typename End>
+  Result<> end_update(const End& end) {
+    if (ended_) return tl::unexpected(*ended_);
+    if (stage_ != Stage::updating)
+      return fail(ErrorCode::invalid_argument, "end_update() without an update: begin_update() begins one");
+    if (auto ended = end(decision_.contributed); !ended) return tear(ended.error());
     stage_ = Stage::between;
     last_ = step_;
-    if (decision->contributed) {
+    if (decision_.contributed) {
       whole_ = step_;
-      stands_ = position_of(step_, decision->trained);
+      stands_ = position_of(step_, decision_.trained);
     }
     return {};
   }
 
   template <typename End>
-  Result<> update(bool contributed, const std::function<void(const Piece&)>& optimizer, End end) {
-    stage_ = Stage::updating;
-    whole_.reset();
-    stands_.reset();
-    const auto pieces = state_.begin_update(rejoin::Step(step_), contributed);
+  Result<> commit(const std::function<void(const Piece&)>& optimizer, const End& end) {
+    if (auto due = check_due("commit()"); !due) return due;
+    if (!in_step()) return fail(ErrorCode::invalid_argument, "commit() without a step: begin_step() gives one");
+    if (!optimizer) return fail(ErrorCode::invalid_argument, "commit() of step {} without an optimizer", step_);
+    const auto committed = decide();
+    if (!committed) return tl::unexpected(committed.error());
+    if (!*committed) return {};
+    const auto pieces = begin_pieces();
     if (!pieces) return tl::unexpected(pieces.error());
-    if (auto applied = apply(*pieces, optimizer); !applied) return applied;
-    return end(contributed);
+    if (auto applied = apply(*pieces, optimizer); !applied) return tear(applied.error());
+    return end();
   }
 
-  Result<> apply(const std::vector<catchup::Piece>& pieces, const std::function<void(const Piece&)>& optimizer) {
-    const auto thrown = [&](const std::string& what) {
-      return fail(ErrorCode::invalid_argument,
-                  "the optimizer threw in the update of step {}: {}. The state of replica {} rank {} is updated in "
-                  "part, and of no use: this session is at its end. Start the process again, and it catches up",
-                  step_, what, config_.replica, config_.rank);
-    };
+  Error of_optimizer(const char* did, const std::string& what) const {
+    return {ErrorCode::invalid_argument,
+            fmt::format("the optimizer {} in the update of step {}: {}. The state of replica {} rank {} is updated in "
+                        "part, and of no use: this session is at its end. Start the process again, and it catches up",
+                        did, step_, what, config_.replica, config_.rank)};
+  }
+
+  Result<> apply(const std::vector<Piece>& pieces, const std::function<void(const Piece&)>& optimizer) {
+    const auto thrown = [&](const std::string& what) { return tl::unexpected(of_optimizer("threw", what)); };
     try {
       if (look_) look_(step_);
-      for (const auto& piece : pieces)
-        optimizer({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
+      for (const auto& piece : pieces) optimizer(piece);
     } catch (const abi::__forced_unwind&) {  // the thread is being cancelled, which nobody may stop
       (void)tear(thrown("its thread was cancelled").value());
       throw;
     } catch (const std::exception& error) {
-      constexpr std::size_t longest = 500;  // of what anybody may have written
-      return thrown(printable(error.what(), longest));
+      return thrown(printable(error.what(), kLongestReason));
     } catch (...) {
       return thrown("something that is no std::exception");
     }
@@ -296,6 +342,7 @@ class SessionImpl final : public Session {
     return {step, std::move(ranges), std::nullopt};
   }
 
+  static constexpr std::size_t kLongestReason = 500;  // of what anybody may have written
   const SessionConfig config_;
   Interrupt interrupt_;
   TrainingState state_;
@@ -307,6 +354,7 @@ class SessionImpl final : public Session {
   std::optional<Error> ended_;          // by leave(), or by an update that broke off
   bool torn_ = false;                   // … which has left a state of no version
   std::function<void(std::uint64_t)> look_;
+  Progress::Decision decision_;     // on the step whose update is under way
   std::optional<Position> stands_;  // of the state, where it is of one step
 };
 

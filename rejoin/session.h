@@ -60,6 +60,10 @@ struct SessionConfig {
   // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
   std::chrono::milliseconds patience{60000};
 
+  // Called on the trainer's thread about ten times a second while join(), begin_step() or commit() waits, so that a
+  // language's own signals are heard meanwhile. It may call interrupt(), and nothing else here.
+  std::function<void()> while_waiting;
+
   // Adds these settings to a program's flags, each also settable as REJOIN_* variable.
   void bind(CommandLine& line);
   // From REJOIN_* variables alone.
@@ -198,6 +202,18 @@ class Session {
   // The same where `optimizer` queues its work on the stream: the new version is published when the stream has done
   // what is queued on it now. Waits for the step's decision, and not for the stream.
   virtual Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) = 0;
+
+  // commit() in two halves, for trainers that can't be called back, or whose optimizer takes all tensors at once. The
+  // first waits for the step's decision and gives the pieces, in the order in which they are to be applied: they hold
+  // until the second, which publishes the new version. Between the two reduced() has the step's gradients, and no
+  // other call is due. Nothing, where begin_step() gives the same step once more: there is no second half then.
+  // Errors: as of commit(). when_reduced() is not called.
+  virtual Result<std::optional<std::vector<Piece>>> begin_update() = 0;
+  virtual Result<> end_update() = 0;
+  virtual Result<> end_update(CudaStream stream) = 0;  // … when the stream has done what is queued on it now
+  // Instead of it: the optimizer has failed, and `what` says how. The state is updated in part, and nobody's any more.
+  // Returns that error; all later calls say the same.
+  virtual Error abandon_update(const std::string& what) = 0;
 
   // ---- looking
   // The version that all of the state has, where it is whole: what a checkpoint is of. Nothing while it is not, or

@@ -1,0 +1,223 @@
+// The session's C interface (rejoin/c.h) as a Python class. Memory goes out as addresses and sizes: what wraps them in
+// tensors, and keeps the session as long as those, is Python (memory.py). All calls that may wait let other Python
+// threads run meanwhile, and hear signals.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "rejoin/c.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Memory = std::pair<std::uintptr_t, std::uint64_t>;  // address, bytes
+
+nb::object& make_error() {
+  static nb::object* make = new nb::object;  // outlives the interpreter's last calls
+  return *make;
+}
+
+class Session {
+ public:
+  explicit Session(const std::vector<std::string>& settings) {
+    std::vector<const char*> all;
+    for (const auto& setting : settings) all.push_back(setting.c_str());
+    check(rejoin_open(all.data(), all.size(), &session_));
+    rejoin_while_waiting(
+        session_, [](void* self) { static_cast<Session*>(self)->hear_signals(); }, this);
+  }
+  Session(const Session&) = delete;
+  ~Session() {
+    nb::gil_scoped_release release;
+    rejoin_close(session_);
+  }
+
+  std::uint32_t add(const std::string& name, int type, std::uint64_t count, std::uint32_t moments, bool elementwise,
+                    const std::optional<std::vector<Memory>>& memory) {
+    const rejoin_tensor_spec spec{name.c_str(), static_cast<rejoin_type>(type), count, moments, elementwise ? 1 : 0};
+    std::vector<rejoin_memory> own;
+    if (memory)
+      for (const auto& [address, bytes] : *memory) own.push_back({reinterpret_cast<void*>(address), bytes});
+    if (memory && own.size() != std::size_t{moments} + 1)
+      throw nb::value_error("memory is that of the weight and each moment");
+    std::uint32_t tensor = 0;
+    check(rejoin_add(session_, &spec, memory ? own.data() : nullptr, &tensor));
+    return tensor;
+  }
+  std::uint32_t bucket(const std::vector<std::uint32_t>& tensors, const std::optional<Memory>& gradients) {
+    rejoin_memory own{};
+    if (gradients) own = {reinterpret_cast<void*>(gradients->first), gradients->second};
+    std::uint32_t bucket = 0;
+    check(rejoin_bucket(session_, tensors.data(), tensors.size(), gradients ? &own : nullptr, &bucket));
+    return bucket;
+  }
+  void allocate() {
+    waiting([&] { return rejoin_allocate(session_); });
+  }
+  Memory weight(std::uint32_t tensor) {
+    return memory([&](rejoin_memory* to) { return rejoin_weight(session_, tensor, to); });
+  }
+  Memory moment(std::uint32_t tensor, std::uint32_t index) {
+    return memory([&](rejoin_memory* to) { return rejoin_moment(session_, tensor, index, to); });
+  }
+  Memory gradient(std::uint32_t tensor) {
+    return memory([&](rejoin_memory* to) { return rejoin_gradient(session_, tensor, to); });
+  }
+  Memory reduced(std::uint32_t tensor) {
+    return memory([&](rejoin_memory* to) { return rejoin_reduced(session_, tensor, to); });
+  }
+
+  void join(const std::optional<std::string>& position, bool compare) {
+    waiting([&] { return rejoin_join(session_, position ? position->c_str() : nullptr, compare ? 1 : 0); });
+  }
+  // number, contributes, leads, ranges of samples; nothing: the job is finished
+  std::optional<std::tuple<std::uint64_t, bool, bool, std::vector<std::pair<std::uint64_t, std::uint64_t>>>>
+  begin_step() {
+    rejoin_step step{};
+    waiting([&] { return rejoin_begin_step(session_, &step); });
+    if (step.number == 0) return std::nullopt;
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> batch;
+    for (std::size_t i = 0; i < step.batch_count; ++i) batch.emplace_back(step.batch[i].begin, step.batch[i].end);
+    return std::tuple(step.number, step.contributes != 0, step.leads != 0, std::move(batch));
+  }
+  void all_reduce(std::uint32_t bucket, const std::optional<std::uintptr_t>& stream) {
+    waiting([&] {
+      return stream ? rejoin_all_reduce_on(session_, bucket, reinterpret_cast<void*>(*stream))
+                    : rejoin_all_reduce(session_, bucket);
+    });
+  }
+  // tensor, first, count, step, the gradient's address; nothing: the same step comes once more
+  std::optional<std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uintptr_t>>>
+  begin_update() {
+    int committed = 0;
+    const rejoin_piece* pieces = nullptr;
+    std::size_t count = 0;
+    waiting([&] { return rejoin_begin_update(session_, &committed, &pieces, &count); });
+    if (committed == 0) return std::nullopt;
+    std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uintptr_t>> all;
+    all.reserve(count);
+    for (std::size_t i = 0; i < count; ++i)
+      all.emplace_back(pieces[i].tensor, pieces[i].first, pieces[i].count, pieces[i].step,
+                       reinterpret_cast<std::uintptr_t>(pieces[i].gradient.data));
+    return all;
+  }
+  void end_update(const std::optional<std::uintptr_t>& stream) {
+    waiting([&] {
+      return stream ? rejoin_end_update_on(session_, reinterpret_cast<void*>(*stream)) : rejoin_end_update(session_);
+    });
+  }
+  // Raises the error that all later calls raise.
+  void abandon_update(const std::string& what) {
+    waiting([&] { return rejoin_abandon_update(session_, what.c_str()); });
+  }
+
+  std::optional<std::uint64_t> version() const {
+    int known = 0;
+    std::uint64_t version = 0;
+    check(rejoin_state_version(session_, &known, &version));
+    return known != 0 ? std::optional(version) : std::nullopt;
+  }
+  std::uint64_t committed() const { return rejoin_committed(session_); }
+  std::string position() {
+    const char* text = nullptr;
+    waiting([&] { return rejoin_position(session_, &text); });
+    return text;
+  }
+  std::uint64_t state_digest() {
+    std::uint64_t digest = 0;
+    waiting([&] { return rejoin_state_digest(session_, &digest); });
+    return digest;
+  }
+  void leave() {
+    waiting([&] { return rejoin_leave(session_); });
+  }
+  void interrupt() { rejoin_interrupt(session_); }
+
+ private:
+  [[noreturn]] static void raise(rejoin_code code, const std::string& message) {
+    const nb::object error = make_error()(static_cast<int>(code), message);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw nb::python_error();
+  }
+  static void check(rejoin_code code) {
+    if (code != REJOIN_OK) raise(code, rejoin_error());
+  }
+
+  // Without the interpreter's lock, within a call that waits. What a signal's handler raises ends that call.
+  void hear_signals() {
+    const nb::gil_scoped_acquire acquire;
+    if (raised_ || PyErr_CheckSignals() == 0) return;
+    raised_.emplace();
+    rejoin_interrupt(session_);
+  }
+
+  template <typename Call>
+  void waiting(const Call& call) {
+    rejoin_code code = REJOIN_OK;
+    {
+      const nb::gil_scoped_release release;
+      code = call();
+    }
+    if (raised_) {
+      nb::python_error error = std::move(*raised_);
+      raised_.reset();
+      throw std::move(error);
+    }
+    check(code);
+  }
+  template <typename Call>
+  Memory memory(const Call& call) {
+    rejoin_memory to{};
+    check(call(&to));
+    return {reinterpret_cast<std::uintptr_t>(to.data), to.bytes};
+  }
+
+  rejoin_session* session_ = nullptr;
+  std::optional<nb::python_error> raised_;
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("version", [] { return std::string(rejoin_version()); });
+  m.def(
+      "set_error", [](nb::object make) { make_error() = std::move(make); }, nb::arg("make"));
+  m.def("position_step", [](const std::string& position) {
+    std::uint64_t step = 0;
+    if (const auto code = rejoin_position_step(position.c_str(), &step); code != REJOIN_OK)
+      throw nb::value_error(rejoin_error());
+    return step;
+  });
+  nb::class_<Session>(m, "Session")
+      .def(nb::init<const std::vector<std::string>&>(), nb::arg("settings"))
+      .def("add", &Session::add, nb::arg("name"), nb::arg("type"), nb::arg("count"), nb::arg("moments"),
+           nb::arg("elementwise"), nb::arg("memory") = nb::none())
+      .def("bucket", &Session::bucket, nb::arg("tensors"), nb::arg("gradients") = nb::none())
+      .def("allocate", &Session::allocate)
+      .def("weight", &Session::weight, nb::arg("tensor"))
+      .def("moment", &Session::moment, nb::arg("tensor"), nb::arg("index"))
+      .def("gradient", &Session::gradient, nb::arg("tensor"))
+      .def("reduced", &Session::reduced, nb::arg("tensor"))
+      .def("join", &Session::join, nb::arg("position") = nb::none(), nb::arg("compare") = true)
+      .def("begin_step", &Session::begin_step)
+      .def("all_reduce", &Session::all_reduce, nb::arg("bucket"), nb::arg("stream") = nb::none())
+      .def("begin_update", &Session::begin_update)
+      .def("end_update", &Session::end_update, nb::arg("stream") = nb::none())
+      .def("abandon_update", &Session::abandon_update, nb::arg("what"))
+      .def("version", &Session::version)
+      .def("committed", &Session::committed)
+      .def("position", &Session::position)
+      .def("state_digest", &Session::state_digest)
+      .def("leave", &Session::leave)
+      .def("interrupt", &Session::interrupt);
+}

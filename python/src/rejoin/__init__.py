@@ -1,0 +1,42 @@
+"""Rejoin for Python: training goes on when a replica is lost, and the replica comes back without a pause.
+
+`rejoin.torch` is what a PyTorch script needs. This module has what does not depend on any framework: the errors, the
+settings that a launcher's variables give, and `rejoin._native.Session`, the C++ session with addresses for memory.
+"""
+
+from rejoin._native import position_step, version
+from rejoin.errors import (
+    Cancelled,
+    Corrupt,
+    DeadlinePassed,
+    Exhausted,
+    InvalidArgument,
+    Mismatch,
+    NotFound,
+    Refused,
+    RejoinError,
+    SystemFailure,
+    Unavailable,
+    Unreachable,
+)
+from rejoin.launch import Place, place_from_environment
+
+__version__ = version()
+__all__ = [
+    "Cancelled",
+    "Corrupt",
+    "DeadlinePassed",
+    "Exhausted",
+    "InvalidArgument",
+    "Mismatch",
+    "NotFound",
+    "Place",
+    "Refused",
+    "RejoinError",
+    "SystemFailure",
+    "Unavailable",
+    "Unreachable",
+    "place_from_environment",
+    "position_step",
+    "version",
+]

@@ -1,0 +1,101 @@
+"""What calls raise: one class for each code of the library, all of them a `RejoinError`."""
+
+from __future__ import annotations
+
+from rejoin import _native
+
+
+class RejoinError(Exception):
+    """A call failed; its text names the thing, the value and the remedy."""
+
+    code = 0
+
+
+class InvalidArgument(RejoinError):
+    """The caller or the user gave something unusable, or the call is not due."""
+
+    code = 1
+
+
+class NotFound(RejoinError):
+    """What was named does not exist."""
+
+    code = 2
+
+
+class Mismatch(RejoinError):
+    """Two parties disagree: version, plan, key, state."""
+
+    code = 3
+
+
+class Refused(RejoinError):
+    """The job said no, and why."""
+
+    code = 4
+
+
+class Unavailable(RejoinError):
+    """The peer, the daemon or the device is not there, or no longer."""
+
+    code = 5
+
+
+class DeadlinePassed(RejoinError, TimeoutError):
+    """A deadline passed."""
+
+    code = 6
+
+
+class Cancelled(RejoinError):
+    """This replica is out, or was interrupted: end the process, start it again, and it catches up."""
+
+    code = 7
+
+
+class Exhausted(RejoinError):
+    """A bound was reached: memory, disk, descriptors."""
+
+    code = 8
+
+
+class SystemFailure(RejoinError, OSError):
+    """The operating system said no."""
+
+    code = 9
+
+
+class Unreachable(RejoinError):
+    """A device can't get at this memory; another may."""
+
+    code = 10
+
+
+class Corrupt(RejoinError):
+    """Bytes that cannot be what they claim to be."""
+
+    code = 11
+
+
+_CODES: dict[int, type[RejoinError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidArgument,
+        NotFound,
+        Mismatch,
+        Refused,
+        Unavailable,
+        DeadlinePassed,
+        Cancelled,
+        Exhausted,
+        SystemFailure,
+        Unreachable,
+        Corrupt,
+    )
+}
+
+def _make(code: int, message: str) -> RejoinError:
+    return _CODES.get(code, RejoinError)(message)
+
+
+_native.set_error(_make)

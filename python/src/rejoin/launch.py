@@ -1,0 +1,49 @@
+"""Which replica and rank this process is, as its launcher's variables say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rejoin.errors import InvalidArgument
+
+# GROUP_RANK and TORCHX_REPLICA_IDX are none of them: both are numbers of nodes.
+_REPLICA = ("REJOIN_REPLICA", "REPLICA_GROUP_ID", "LWS_GROUP_INDEX", "SLURM_ARRAY_TASK_ID")
+_RANK = ("REJOIN_RANK", "RANK", "SLURM_PROCID")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A replica, and the rank in it."""
+
+    replica: int
+    rank: int
+
+
+def _number(names: tuple[str, ...], environment: Mapping[str, str], otherwise: int | None, what: str) -> int:
+    for name in names:
+        text = environment.get(name)
+        if text is None:
+            continue
+        if not text.isdecimal():
+            raise InvalidArgument(f"{name}={text!r} is no number, and should say which {what} this process is")
+        return int(text)
+    if otherwise is None:
+        raise InvalidArgument(
+            f"nothing says which {what} this process is: set one of {', '.join(names)}, or start it with rejoin-run",
+        )
+    return otherwise
+
+
+def place_from_environment(environment: Mapping[str, str] | None = None) -> Place:
+    """Find replica and rank.
+
+    The replica is the first of REJOIN_REPLICA, REPLICA_GROUP_ID (torchft), LWS_GROUP_INDEX (Kubernetes'
+    LeaderWorkerSet) and SLURM_ARRAY_TASK_ID; the rank in it that of REJOIN_RANK, RANK (torchrun) and SLURM_PROCID,
+    or 0. Raises `InvalidArgument` where none says the replica, or one is no number.
+    """
+    variables = os.environ if environment is None else environment
+    return Place(
+        replica=_number(_REPLICA, variables, None, "replica"), rank=_number(_RANK, variables, 0, "rank of its replica")
+    )

@@ -1,0 +1,244 @@
+"""rejoin-run: a whole job on this machine. It starts the coordinator, and for each replica a daemon and the script.
+
+    rejoin-run --replicas 3 --batch 32 --steps 1000 -- python train.py
+
+What dies is started again, until the job is finished: kill -9 any of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rejoin import _native
+from rejoin._programs import path
+
+_PR_SET_PDEATHSIG = 1
+
+
+_WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
+
+
+def _before_program() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass
+class _Process:
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    output: Path | None  # none: this program's own
+    starts: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    ended: bool = False  # for good
+    again_at: float = 0.0
+    died: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.starts += 1
+        target = self.output.open("ab") if self.output else None
+        try:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdout=target,
+                stderr=subprocess.STDOUT if target else None,
+                preexec_fn=_before_program,
+            )
+        finally:
+            if target:
+                target.close()
+
+
+class Job:
+    """The processes of a job on this machine, kept running."""
+
+    def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
+        """Prepare a job of these settings, with its sockets and logs in this directory."""
+        self._arguments, self._directory = arguments, directory
+        self._all: list[_Process] = []
+        self._replicas: list[_Process] = []
+        self._ending = False
+        self._key = directory / "job.key"
+        if not self._key.exists():
+            self._key.touch(mode=0o600)
+            self._key.write_text(secrets.token_hex(32))
+
+    def _say(self, text: str) -> None:
+        print(f"rejoin-run: {text}", file=sys.stderr, flush=True)
+
+    def _start(self, process: _Process) -> _Process:
+        process.start()
+        self._all.append(process)
+        return process
+
+    def _daemon(self, name: str, *flags: str) -> _Process:
+        command = [path("rejoind"), "--job-key-file", str(self._key), "--name", name, *flags]
+        command += ["--silence-ms", str(self._arguments.silence_ms)]
+        return self._start(_Process(name, command, dict(os.environ), self._directory / f"{name}.log"))
+
+    def start(self) -> None:
+        """Start everything."""
+        given = self._arguments
+        addresses = self._directory / "coordinator.json"
+        addresses.unlink(missing_ok=True)
+        coordinator = self._daemon(
+            "coordinator", "--coordinator", "--replicas", str(given.replicas), "--ranks", str(given.ranks),
+            "--batch", str(given.batch), "--steps", str(given.steps), "--address-file", str(addresses),
+            "--log-directory", str(self._directory / "log"), "--listen", "127.0.0.1:0",
+        )  # fmt: skip
+        address = self._address(addresses, coordinator)
+        # Started again, it is to be found where it was.
+        coordinator.command[coordinator.command.index("--listen") + 1] = address
+        self._say(f"the coordinator is at {address}; logs are in {self._directory}")
+        for replica in range(given.replicas):
+            socket = self._directory / f"node{replica}.sock"
+            self._daemon(f"node{replica}", "--socket", str(socket), "--connect", address)
+            threads = max(1, (os.cpu_count() or 1) // (given.replicas * given.ranks))
+            environment = {
+                "OMP_NUM_THREADS": str(threads),  # more than there are cores would wait for each other
+                **os.environ,
+                "REJOIN_SOCKET": str(socket),
+                "REJOIN_REPLICA": str(replica),
+            }
+            command = list(given.command)
+            if given.ranks > 1:
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                           str(given.ranks), *(command[1:] if "python" in Path(command[0]).name else
+                                               ["--no-python", *command])]  # fmt: skip
+            output = None if given.show else self._directory / f"replica{replica}.log"
+            self._replicas.append(self._start(_Process(f"replica {replica}", command, environment, output)))
+
+    def _address(self, file: Path, coordinator: _Process) -> str:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, KeyError):
+                return str(json.loads(file.read_text())["coordinator"])
+            assert coordinator.process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                coordinator.process.wait(0.02)
+                break
+        tail = (self._directory / "coordinator.log").read_text(errors="replace")[-2000:]
+        raise SystemExit(f"rejoin-run: the coordinator did not start:\n{tail}")
+
+    def run(self) -> int:
+        """Keep all running until each replica has ended in peace; gives the exit status."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+        try:
+            self.start()
+            while not all(replica.ended for replica in self._replicas):
+                waits = [process.again_at for process in self._all if process.again_at]
+                pause = max(0.0, min(waits) - time.monotonic()) if waits else 3600.0
+                heard = signal.sigtimedwait(_WAITED_FOR, pause)
+                if heard is not None and heard.si_signo != signal.SIGCHLD:
+                    self._say("ends: the replicas leave at the end of their step")
+                    self._ending = True
+                    for replica in self._replicas:
+                        if replica.process is not None and replica.process.poll() is None:
+                            replica.process.terminate()
+                        else:
+                            replica.ended = True
+                for process in self._all:
+                    if not self._look_after(process):
+                        return 1
+            return 0
+        finally:
+            self._stop()
+
+    # False: it can't be kept running.
+    def _look_after(self, process: _Process) -> bool:
+        now = time.monotonic()
+        if process.again_at and now >= process.again_at:
+            process.again_at = 0.0
+            process.start()
+        if process.ended or process.again_at or process.process is None:
+            return True
+        status = process.process.poll()
+        if status is None:
+            return True
+        is_replica = process in self._replicas
+        if is_replica and (status == 0 or self._ending):
+            process.ended = True
+            return True
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        process.died = [at for at in process.died if now - at < 60] + [now]
+        if len(process.died) > self._arguments.deaths_a_minute:
+            self._say(f"{process.name} ended with {how}, as often before: the job ends. {self._tail(process)}")
+            return False
+        self._say(f"{process.name} ended with {how}, and is started again")
+        process.again_at = now + min(0.1 * 2 ** (len(process.died) - 1), 5.0)
+        return True
+
+    def _tail(self, process: _Process) -> str:
+        if process.output is None:
+            return ""
+        return f"{process.output} ends so:\n{process.output.read_text(errors='replace')[-2000:]}"
+
+    def _stop(self) -> None:
+        running = [one.process for one in self._all if one.process is not None and one.process.poll() is None]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + 10
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rejoin-run",
+        description="A whole job on this machine: the coordinator, and for each replica a daemon and your script. "
+        "What dies is started again, until the job is finished.",
+    )
+    parser.add_argument("--version", action="version", version=f"rejoin {_native.version()}")
+    parser.add_argument("--replicas", type=int, default=2, help="replicas of the job (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of a replica, by torchrun (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="samples of a replica in a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=0, help="steps of the job; 0: no end (default: %(default)s)")
+    parser.add_argument("--silence-ms", type=int, default=2000, help="how long a peer may be silent (default: 2000)")
+    parser.add_argument("--directory", type=Path, help="for sockets and logs, kept afterwards (default: a fresh one)")
+    parser.add_argument("--show", action="store_true", help="replicas write to this terminal, not into logs")
+    parser.add_argument(
+        "--deaths-a-minute", type=int, default=10, help="of one process, before the job is given up (default: 10)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="your script, after --: python train.py …")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `rejoin-run`."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.command[:1] == ["--"]:
+        given.command = given.command[1:]
+    if not given.command:
+        parser.error("the command to run is missing: rejoin-run … -- python train.py")
+    for name in ("replicas", "ranks", "batch"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} {getattr(given, name)}: at least one is needed")
+    if given.directory is not None:
+        given.directory.mkdir(parents=True, exist_ok=True)
+        return Job(given, given.directory.resolve()).run()
+    directory = Path(tempfile.mkdtemp(prefix="rejoin-"))
+    return Job(given, directory).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Which samples a step trains, and how a DataLoader's workers fetch them before they are asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from rejoin.errors import InvalidArgument
+
+Ranges = tuple[tuple[int, int], ...]
+
+log = logging.getLogger("rejoin")
+
+
+class Batches(Sampler[list[int]]):
+    """The batch sampler of a DataLoader that `Session.steps` draws from.
+
+    The coordinator hands out ranges of an endless stream of samples; sample k is number k mod `size` of its data epoch
+    k / `size`, in that epoch's permutation. Which ranges come next is known only when their step begins, so this
+    yields what is likely to come; what comes otherwise is fetched when it does.
+    """
+
+    def __init__(self, size: int, seed: int = 0, shuffle: bool = True) -> None:
+        """`size`: samples in the data set. The same on every replica, and so are `seed` and `shuffle`."""
+        if size <= 0:
+            raise InvalidArgument(f"a data set of {size} samples: at least one is needed")
+        self.size = size
+        self._seed, self._shuffle = seed, shuffle
+        self._permutations: dict[int, torch.Tensor] = {}
+        self._likely: Ranges = ()
+        self._apart = 0  # what all replicas take in a step
+        self.sent: deque[Ranges] = deque()  # to the workers, and not back yet
+
+    def indices(self, ranges: Ranges) -> list[int]:
+        """Give the data set's indices of these samples."""
+        return [self._index(k) for begin, end in ranges for k in range(begin, end)]
+
+    def _index(self, sample: int) -> int:
+        epoch, number = divmod(sample, self.size)
+        if not self._shuffle:
+            return number
+        if epoch not in self._permutations:
+            if len(self._permutations) > 2:
+                self._permutations.pop(next(iter(self._permutations)))
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._permutations[epoch] = torch.randperm(self.size, generator=generator)
+        return int(self._permutations[epoch][number])
+
+    def begin(self, ranges: Ranges, before: Ranges | None) -> None:
+        """From here on yield what is likely to follow these, which have come after `before`."""
+        if before and len(before) == len(ranges) == 1 and ranges[0][0] > before[0][0]:
+            self._apart = ranges[0][0] - before[0][0]
+        self._likely = self._after(ranges)
+
+    def _after(self, ranges: Ranges) -> Ranges:
+        apart = self._apart or sum(end - begin for begin, end in ranges)
+        return tuple((begin + apart, end + apart) for begin, end in ranges)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield likely batches without end."""
+        while True:
+            ranges = self._likely
+            self._likely = self._after(ranges)
+            self.sent.append(ranges)
+            yield self.indices(ranges)
+
+
+class Fetcher:
+    """Gives the data of a step's samples, out of the DataLoader's workers where they have them already."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        batches = loader.batch_sampler
+        if not isinstance(batches, Batches):
+            raise InvalidArgument(
+                "this DataLoader draws samples of its own: make it with batch_sampler=session.batches(len(data)), so "
+                "that each sample is trained once, whatever replica is lost"
+            )
+        if loader.num_workers > 0 and loader.multiprocessing_context is None:
+            method = torch.multiprocessing.get_start_method(allow_none=True) or "fork"
+            if method == "fork":
+                raise InvalidArgument(
+                    "DataLoader workers that are forked keep this process's connections open when it has died: give "
+                    "the DataLoader multiprocessing_context='forkserver'"
+                )
+        self._loader, self._batches = loader, batches
+        self._iterator: Iterator[Any] | None = None
+        self._before: Ranges | None = None
+        self.hits = self.misses = 0
+
+    def fetch(self, ranges: Ranges) -> Any:
+        """Give the collated data of these samples."""
+        before, self._before = self._before, ranges
+        if self._loader.num_workers == 0:
+            return self._load(ranges)
+        if ranges in self._batches.sent:
+            try:
+                while True:
+                    come = self._batches.sent[0]
+                    assert self._iterator is not None
+                    data = next(self._iterator)
+                    self._batches.sent.popleft()
+                    if come == ranges:
+                        self.hits += 1
+                        return data
+            except RuntimeError as error:
+                log.warning("the DataLoader's workers are started again: %s", error)
+                self.stop()
+        self.misses += 1
+        data = self._load(ranges)
+        self._batches.begin(ranges, before)
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return data
+
+    def stop(self) -> None:
+        """Let the workers go."""
+        self._iterator = None
+        self._batches.sent.clear()
+
+    def _load(self, ranges: Ranges) -> Any:
+        data, indices = self._loader.dataset, self._batches.indices(ranges)
+        many = getattr(data, "__getitems__", None)
+        samples: Sequence[Any] = many(indices) if many else [data[i] for i in indices]
+        return self._loader.collate_fn(samples)

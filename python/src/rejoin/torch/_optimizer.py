@@ -1,0 +1,148 @@
+"""What an optimizer keeps for each parameter, and how it is applied to parts of parameters.
+
+A replica that catches up gets the gradients of a step for parts of its tensors, and of several steps for one part. The
+same class of optimizer, with the same settings, is then run over views of those parts. That gives the bits that the
+whole tensors would have got where the update is elementwise, and where torch's kernels do not round an element
+differently by its place in a vector; `self_check` looks at both.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rejoin.errors import InvalidArgument
+
+MOST_MOMENTS = 3
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The state that an optimizer keeps for a parameter: tensors of its shape, and perhaps a count of steps."""
+
+    moments: tuple[str, ...]
+    step: str | None
+
+    def state(self, step: int, moments: Sequence[torch.Tensor], like: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the entry of `optimizer.state` before the update of step `step` + 1."""
+        state: dict[str, Any] = dict(zip(self.moments, moments, strict=True))
+        if self.step is not None:
+            before = like[self.step]
+            state[self.step] = torch.full_like(before, step) if isinstance(before, torch.Tensor) else type(before)(step)
+        return state
+
+
+def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make an optimizer of the same class and settings for other parameters, without hooks and state."""
+    copy: torch.optim.Optimizer = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    for replaced in ("step", "zero_grad"):
+        copy.__dict__.pop(replaced, None)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        copy.__dict__[hooks] = OrderedDict()
+    copy.param_groups = groups
+    copy.state = defaultdict(dict)
+    return copy
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a group's settings without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: torch.Tensor) -> dict[str, Any]:
+    parameter = torch.nn.Parameter(value)
+    parameter.grad = torch.zeros_like(value)
+    copy = bare_copy(optimizer, [{**settings(group), "params": [parameter]}])
+    copy.step()
+    return dict(copy.state[parameter])
+
+
+def kept_by(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor
+) -> tuple[Kept, dict[str, Any]]:
+    """Find out what the optimizer keeps for a parameter of this group and type, by one step of a scratch parameter.
+
+    Returns that, and the scratch parameter's state. Raises `InvalidArgument` for state that has another shape, or is
+    no count of steps.
+    """
+    name = type(optimizer).__name__
+    shape = (3, 5)
+    state = _stepped(optimizer, group, torch.zeros(shape, dtype=like.dtype, device=like.device))
+    moments: list[str] = []
+    step = None
+    for key, value in state.items():
+        if value is None:
+            continue
+        if isinstance(value, torch.Tensor) and value.shape == shape:
+            if value.dtype != like.dtype:
+                raise InvalidArgument(
+                    f"{name} keeps '{key}' as {value.dtype} for weights of {like.dtype}: Rejoin wants both of one type"
+                )
+            moments.append(key)
+        elif key == "step":
+            step = key
+        else:
+            raise InvalidArgument(
+                f"{name} keeps '{key}' for each parameter, which has neither the parameter's shape nor counts steps: "
+                "a replica that catches up could not be given it. Use AdamW, Adam, RAdam, Adamax, RMSprop, Adagrad "
+                "or SGD"
+            )
+    if len(moments) > MOST_MOMENTS:
+        raise InvalidArgument(f"{name} keeps {', '.join(moments)} for each parameter; {MOST_MOMENTS} can be")
+    if group.get("momentum") and group.get("dampening"):
+        raise InvalidArgument(
+            f"{name} with dampening {group['dampening']} treats the first step of a parameter unlike the others: "
+            "set it to 0"
+        )
+    return Kept(tuple(moments), step), state
+
+
+def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> bool:
+    """Say whether parts of a parameter get the bits that the whole would: three steps of scratch tensors, compared."""
+    kept, scratch = kept_by(optimizer, group, like)
+    count, borders = 1003, (0, 64, 192, 193, 500, 1003)
+    random = torch.Generator().manual_seed(1)
+
+    def drawn(scale: float) -> torch.Tensor:
+        exponents = torch.rand(count, generator=random) * 9 - 6
+        return (torch.randn(count, generator=random) * scale * 10**exponents).to(like.dtype).to(like.device)
+
+    value = drawn(1.0)
+    whole = [value.clone()] + [torch.zeros_like(value) for _ in kept.moments]
+    parts = [column.clone() for column in whole]
+    for step in range(1, 4):
+        gradient = drawn(0.1)
+        apply(optimizer, [(group, kept, scratch, whole, gradient)], step)
+        for begin, end in zip(borders, borders[1:], strict=False):
+            apply(
+                optimizer,
+                [(group, kept, scratch, [column[begin:end] for column in parts], gradient[begin:end])],
+                step,
+            )
+    same = all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(whole, parts, strict=True)
+    )
+    return same
+
+
+Part = tuple[Mapping[str, Any], Kept, Mapping[str, Any], Sequence[torch.Tensor], torch.Tensor]
+
+
+def apply(optimizer: torch.optim.Optimizer, parts: Sequence[Part], step: int) -> None:
+    """Update parts of parameters by step `step`: each with its group, what is kept, its columns and its gradient."""
+    groups: dict[int, dict[str, Any]] = {}
+    states: list[tuple[torch.nn.Parameter, dict[str, Any]]] = []
+    for group, kept, scratch, columns, gradient in parts:
+        parameter = torch.nn.Parameter(columns[0])
+        parameter.grad = gradient
+        groups.setdefault(id(group), {**settings(group), "params": []})["params"].append(parameter)
+        states.append((parameter, kept.state(step - 1, columns[1:], scratch)))
+    copy = bare_copy(optimizer, list(groups.values()))
+    for parameter, state in states:
+        copy.state[parameter] = state
+    copy.step()

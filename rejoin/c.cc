@@ -1,0 +1,255 @@
+#include "rejoin/c.h"
+
+#include "base/command_line.h"
+#include "rejoin/session.h"
+
+using rejoin::Error, rejoin::ErrorCode, rejoin::Result;
+
+struct rejoin_session {
+  std::unique_ptr<rejoin::Session> session;
+  void (*waiting)(void*) = nullptr;
+  void* with = nullptr;
+  std::vector<rejoin_range> batch;
+  std::vector<rejoin_piece> pieces;
+  std::string position;
+};
+
+namespace {
+
+static_assert(REJOIN_INVALID_ARGUMENT == static_cast<int>(ErrorCode::invalid_argument) + 1);
+static_assert(REJOIN_CANCELLED == static_cast<int>(ErrorCode::cancelled) + 1);
+static_assert(REJOIN_CORRUPT == static_cast<int>(ErrorCode::corrupt) + 1);
+static_assert(REJOIN_FLOAT32 == static_cast<int>(rejoin::DataType::float32));
+static_assert(REJOIN_BFLOAT16 == static_cast<int>(rejoin::DataType::bfloat16));
+static_assert(REJOIN_INT64 == static_cast<int>(rejoin::DataType::int64));
+
+std::string& last_error() {
+  thread_local std::string message = "nothing has failed";
+  return message;
+}
+
+rejoin_code failed(const Error& error) {
+  last_error() = error.message;
+  return static_cast<rejoin_code>(static_cast<int>(error.code) + 1);
+}
+
+template <typename T>
+rejoin_code code(const Result<T>& result) {
+  return result ? REJOIN_OK : failed(result.error());
+}
+
+// Nothing is thrown through a caller that may not know of exceptions.
+template <typename Call>
+rejoin_code guarded(const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    return failed({ErrorCode::exhausted, error.what()});
+  }
+}
+
+rejoin_code put(const Result<std::span<std::byte>>& bytes, rejoin_memory* memory) {
+  if (!bytes) return failed(bytes.error());
+  *memory = {bytes->data(), bytes->size()};
+  return REJOIN_OK;
+}
+
+std::span<std::byte> bytes_of(const rejoin_memory& memory) {
+  return {static_cast<std::byte*>(memory.data), static_cast<std::size_t>(memory.bytes)};
+}
+
+rejoin::CudaStream stream_of(void* cuda_stream) { return static_cast<rejoin::CudaStream>(cuda_stream); }
+
+Result<rejoin::Position> position_of(const char* text, bool compare) {
+  if (text == nullptr) return rejoin::Position();
+  auto position = rejoin::Position::from_text(text);
+  if (position && !compare) return position->without_digest();
+  return position;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* rejoin_error(void) { return last_error().c_str(); }
+
+rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session) {
+  return guarded([&] {
+    std::vector<std::string> arguments;
+    for (std::size_t i = 0; i < count; ++i) arguments.push_back("--" + std::string(settings[i]));
+    auto opened = std::make_unique<rejoin_session>();
+    rejoin::SessionConfig config;
+    rejoin::CommandLine line("");
+    config.bind(line);
+    if (auto parsed = line.parse(arguments); !parsed) return failed(parsed.error());
+    config.while_waiting = [it = opened.get()] {
+      if (it->waiting != nullptr) it->waiting(it->with);
+    };
+    auto made = rejoin::Session::open(config);
+    if (!made) return failed(made.error());
+    opened->session = std::move(*made);
+    *session = opened.release();
+    return REJOIN_OK;
+  });
+}
+
+void rejoin_close(rejoin_session* session) { delete session; }
+
+void rejoin_while_waiting(rejoin_session* session, void (*call)(void*), void* with) {
+  session->waiting = call;
+  session->with = with;
+}
+
+rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, const rejoin_memory* memory,
+                       uint32_t* tensor) {
+  return guarded([&] {
+    const rejoin::TensorSpec added{.name = spec->name,
+                                   .type = static_cast<rejoin::DataType>(spec->type),
+                                   .count = spec->count,
+                                   .moments = spec->moments,
+                                   .elementwise = spec->elementwise != 0};
+    if (spec->type < REJOIN_FLOAT32 || spec->type > REJOIN_INT64)
+      return failed({ErrorCode::invalid_argument, fmt::format("tensor '{}' has type {}, which is none of rejoin_type",
+                                                              added.name, static_cast<int>(spec->type))});
+    std::vector<std::span<std::byte>> own;
+    if (memory != nullptr && added.moments <= rejoin::kMostMoments)
+      for (std::uint32_t i = 0; i <= added.moments; ++i) own.push_back(bytes_of(memory[i]));
+    const auto id = own.empty() ? session->session->add(added) : session->session->add(added, own);
+    if (!id) return failed(id.error());
+    *tensor = id->index;
+    return REJOIN_OK;
+  });
+}
+
+rejoin_code rejoin_bucket(rejoin_session* session, const uint32_t* tensors, size_t count,
+                          const rejoin_memory* gradients, uint32_t* bucket) {
+  return guarded([&] {
+    std::vector<rejoin::TensorId> ids;
+    for (std::size_t i = 0; i < count; ++i) ids.push_back({tensors[i]});
+    const auto id =
+        gradients == nullptr ? session->session->bucket(ids) : session->session->bucket(ids, bytes_of(*gradients));
+    if (!id) return failed(id.error());
+    *bucket = *id;
+    return REJOIN_OK;
+  });
+}
+
+rejoin_code rejoin_allocate(rejoin_session* session) {
+  return guarded([&] { return code(session->session->allocate()); });
+}
+rejoin_code rejoin_weight(rejoin_session* session, uint32_t tensor, rejoin_memory* memory) {
+  return guarded([&] { return put(session->session->weight({tensor}), memory); });
+}
+rejoin_code rejoin_moment(rejoin_session* session, uint32_t tensor, uint32_t index, rejoin_memory* memory) {
+  return guarded([&] { return put(session->session->moment({tensor}, index), memory); });
+}
+rejoin_code rejoin_gradient(rejoin_session* session, uint32_t tensor, rejoin_memory* memory) {
+  return guarded([&] { return put(session->session->gradient({tensor}), memory); });
+}
+rejoin_code rejoin_reduced(rejoin_session* session, uint32_t tensor, rejoin_memory* memory) {
+  return guarded([&] {
+    const auto bytes = session->session->reduced({tensor});
+    if (!bytes) return failed(bytes.error());
+    *memory = {const_cast<std::byte*>(bytes->data()), bytes->size()};
+    return REJOIN_OK;
+  });
+}
+
+rejoin_code rejoin_join(rejoin_session* session, const char* position, int compare) {
+  return guarded([&] {
+    const auto from = position_of(position, compare != 0);
+    return from ? code(session->session->join(*from)) : failed(from.error());
+  });
+}
+
+rejoin_code rejoin_position_step(const char* position, uint64_t* step) {
+  return guarded([&] {
+    const auto from = position_of(position, true);
+    if (!from) return failed(from.error());
+    *step = from->step();
+    return REJOIN_OK;
+  });
+}
+
+rejoin_code rejoin_begin_step(rejoin_session* session, rejoin_step* step) {
+  return guarded([&] {
+    const auto begun = session->session->begin_step();
+    if (!begun) return failed(begun.error());
+    session->batch.clear();
+    *step = {};
+    if (!*begun) return REJOIN_OK;
+    for (const auto& range : (*begun)->batch()) session->batch.push_back({range.begin, range.end});
+    *step = {(*begun)->number(), (*begun)->contributes(), (*begun)->leads(), session->batch.data(),
+             session->batch.size()};
+    return REJOIN_OK;
+  });
+}
+
+rejoin_code rejoin_all_reduce(rejoin_session* session, uint32_t bucket) {
+  return guarded([&] { return code(session->session->all_reduce(bucket)); });
+}
+rejoin_code rejoin_all_reduce_on(rejoin_session* session, uint32_t bucket, void* cuda_stream) {
+  return guarded([&] { return code(session->session->all_reduce(bucket, stream_of(cuda_stream))); });
+}
+
+rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const rejoin_piece** pieces, size_t* count) {
+  return guarded([&] {
+    const auto begun = session->session->begin_update();
+    if (!begun) return failed(begun.error());
+    session->pieces.clear();
+    if (*begun)
+      for (const auto& piece : **begun)
+        session->pieces.push_back({piece.tensor.index,
+                                   piece.first,
+                                   piece.count,
+                                   piece.step,
+                                   {const_cast<std::byte*>(piece.gradient.data()), piece.gradient.size()}});
+    *committed = begun->has_value();
+    *pieces = session->pieces.data();
+    *count = session->pieces.size();
+    return REJOIN_OK;
+  });
+}
+rejoin_code rejoin_end_update(rejoin_session* session) {
+  return guarded([&] { return code(session->session->end_update()); });
+}
+rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream) {
+  return guarded([&] { return code(session->session->end_update(stream_of(cuda_stream))); });
+}
+rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what) {
+  return guarded([&] { return failed(session->session->abandon_update(what)); });
+}
+
+rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint64_t* version) {
+  return guarded([&] {
+    const auto at = session->session->version();
+    *known = at.has_value();
+    *version = at.value_or(0);
+    return REJOIN_OK;
+  });
+}
+uint64_t rejoin_committed(const rejoin_session* session) { return session->session->committed(); }
+rejoin_code rejoin_position(rejoin_session* session, const char** position) {
+  return guarded([&] {
+    const auto at = session->session->position();
+    if (!at) return failed(at.error());
+    session->position = at->text();
+    *position = session->position.c_str();
+    return REJOIN_OK;
+  });
+}
+rejoin_code rejoin_state_digest(rejoin_session* session, uint64_t* digest) {
+  return guarded([&] {
+    const auto of = session->session->state_digest();
+    if (!of) return failed(of.error());
+    *digest = *of;
+    return REJOIN_OK;
+  });
+}
+
+rejoin_code rejoin_leave(rejoin_session* session) {
+  return guarded([&] { return code(session->session->leave()); });
+}
+void rejoin_interrupt(rejoin_session* session) { session->session->interrupt(); }
+
+}  // extern "C"

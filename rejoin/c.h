@@ -1,0 +1,132 @@
+/* The session (session.h) for other languages: plain C, nothing but pointers and numbers, in the same library.
+ *
+ * What each call means, when it is due, and which memory it hands out for how long is said there, at the function of
+ * the same name. One thread calls all of it but rejoin_interrupt(). Every call that can fail returns REJOIN_OK or
+ * another code, and then rejoin_error() has the sentence; what it would have put out is left as it was.
+ */
+#ifndef REJOIN_C_H
+#define REJOIN_C_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define REJOIN_C_VERSION 1 /* of this file: grows with any change that an older program would not survive */
+
+typedef enum rejoin_code { /* ErrorCode of base/result.h */
+                           REJOIN_OK = 0,
+                           REJOIN_INVALID_ARGUMENT,
+                           REJOIN_NOT_FOUND,
+                           REJOIN_MISMATCH,
+                           REJOIN_REFUSED,
+                           REJOIN_UNAVAILABLE,
+                           REJOIN_TIMEOUT,
+                           REJOIN_CANCELLED,
+                           REJOIN_EXHAUSTED,
+                           REJOIN_IO,
+                           REJOIN_UNREACHABLE,
+                           REJOIN_CORRUPT
+} rejoin_code;
+
+typedef enum rejoin_type { /* DataType of base/types.h */
+                           REJOIN_FLOAT32 = 0,
+                           REJOIN_FLOAT64,
+                           REJOIN_BFLOAT16,
+                           REJOIN_FLOAT16,
+                           REJOIN_INT32,
+                           REJOIN_INT64
+} rejoin_type;
+
+typedef struct rejoin_session rejoin_session;
+
+typedef struct rejoin_memory { /* of the session's device */
+  void* data;
+  uint64_t bytes;
+} rejoin_memory;
+
+typedef struct rejoin_tensor_spec {
+  const char* name;
+  rejoin_type type;
+  uint64_t count;   /* elements */
+  uint32_t moments; /* of the same type and count */
+  int elementwise;  /* the optimizer updates each element from its own gradient and moments alone */
+} rejoin_tensor_spec;
+
+typedef struct rejoin_range { /* of samples */
+  uint64_t begin, end;
+} rejoin_range;
+
+typedef struct rejoin_step {
+  uint64_t number;           /* 0: the job is finished */
+  int contributes, leads;    /* truth values */
+  const rejoin_range* batch; /* the session's, until the next rejoin_begin_step() */
+  size_t batch_count;
+} rejoin_step;
+
+typedef struct rejoin_piece {
+  uint32_t tensor;
+  uint64_t first, count; /* elements */
+  uint64_t step;
+  rejoin_memory gradient; /* to be read only */
+} rejoin_piece;
+
+/* Of this thread's last call that failed; until its next one that fails. Never null. */
+const char* rejoin_error(void);
+/* Of the library, as "1.2.3". */
+const char* rejoin_version(void);
+
+/* `settings`: `count` of the form "name=value", named as the flags of a trainer without their dashes ("replica=1",
+ * "socket=/run/rejoin.sock"); what is not there comes from REJOIN_* variables, and else from the defaults. */
+rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session);
+/* Waits for the library's threads. Null is allowed. */
+void rejoin_close(rejoin_session* session);
+/* SessionConfig::while_waiting; null: none. Any time but within a call. */
+void rejoin_while_waiting(rejoin_session* session, void (*call)(void*), void* with);
+
+/* `memory`: the weight's and then each moment's, or null where the session is to allocate them. */
+rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, const rejoin_memory* memory,
+                       uint32_t* tensor);
+/* `gradients` may be null: the session allocates them. */
+rejoin_code rejoin_bucket(rejoin_session* session, const uint32_t* tensors, size_t count,
+                          const rejoin_memory* gradients, uint32_t* bucket);
+rejoin_code rejoin_allocate(rejoin_session* session);
+rejoin_code rejoin_weight(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
+rejoin_code rejoin_moment(rejoin_session* session, uint32_t tensor, uint32_t index, rejoin_memory* memory);
+rejoin_code rejoin_gradient(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
+rejoin_code rejoin_reduced(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
+
+/* `position`: what rejoin_position() gave when the state was saved; null: a fresh job's. With `compare` 0 the state may
+ * differ from the one that was saved (Position::without_digest()). */
+rejoin_code rejoin_join(rejoin_session* session, const char* position, int compare);
+/* The step that a position is of. */
+rejoin_code rejoin_position_step(const char* position, uint64_t* step);
+
+rejoin_code rejoin_begin_step(rejoin_session* session, rejoin_step* step);
+rejoin_code rejoin_all_reduce(rejoin_session* session, uint32_t bucket);
+rejoin_code rejoin_all_reduce_on(rejoin_session* session, uint32_t bucket, void* cuda_stream);
+/* `committed` 0: the same step comes once more. The pieces are the session's, until the update's end. */
+rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const rejoin_piece** pieces, size_t* count);
+rejoin_code rejoin_end_update(rejoin_session* session);
+rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream);
+/* Always fails, with the error that all later calls have. */
+rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what);
+
+/* `known` 0: the state is of no one version. */
+rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint64_t* version);
+uint64_t rejoin_committed(const rejoin_session* session);
+/* One line of ASCII, the session's until the next call of this. */
+rejoin_code rejoin_position(rejoin_session* session, const char** position);
+rejoin_code rejoin_state_digest(rejoin_session* session, uint64_t* digest);
+
+rejoin_code rejoin_leave(rejoin_session* session);
+/* Any thread, and a signal's handler, until rejoin_close(). */
+void rejoin_interrupt(rejoin_session* session);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
