@@ -189,6 +189,7 @@ class Session {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // tensors keep their session for as long as they live, which may be to the very end
   m.def("version", [] { return std::string(rejoin_version()); });
   m.def(
       "set_error", [](nb::object make) { make_error() = std::move(make); }, nb::arg("make"));

@@ -1,0 +1,224 @@
+"""Real jobs: processes, sockets, kills. What PyTorch computes alone from the ledger is what the replicas must have."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import trainer  # noqa: E402
+
+from rejoin._programs import path  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+class Job:
+    """A job of rejoin-run over tests/trainer.py, in a directory of its own."""
+
+    def __init__(self, directory: Path, *flags: str, replicas: int = 2, steps: int = 60, batch: int = 8) -> None:
+        self.directory, self.steps = directory, steps
+        command = [sys.executable, "-m", "rejoin.run", "--replicas", str(replicas), "--steps", str(steps), "--batch",
+                   str(batch), "--directory", str(directory), "--silence-ms", "5000", "--",
+                   sys.executable, str(HERE / "trainer.py"), "--out", str(directory), *flags]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def wait(self, limit: float = 110) -> str:
+        try:
+            _, errors = self.process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            _, errors = self.process.communicate(timeout=30)
+            pytest.fail(f"the job has not ended:\n{errors}\n{self.tails()}")
+        assert self.process.returncode == 0, f"{errors}\n{self.tails()}"
+        return errors
+
+    def tails(self) -> str:
+        return "\n".join(f"{log}:\n{log.read_text()[-3000:]}" for log in sorted(self.directory.glob("*.log")))
+
+    def log(self, replica: int) -> str:
+        file = self.directory / f"replica{replica}.log"
+        return file.read_text() if file.exists() else ""
+
+    def until(self, condition, limit: float = 60) -> None:
+        deadline = time.monotonic() + limit
+        while not condition():
+            assert time.monotonic() < deadline, self.tails()
+            assert self.process.poll() is None, self.tails()
+            time.sleep(0.02)
+
+    def audit(self) -> str:
+        log = self.directory / "log" / "decisions.log"
+        return subprocess.run(
+            [path("rejoin"), "audit", str(log), "--steps", str(self.steps)], capture_output=True, text=True, check=True
+        ).stdout
+
+    def contributors(self) -> dict[int, list[int]]:
+        """By step: who contributed to it, as the coordinator's log says."""
+        epochs: list[tuple[int, list[int]]] = []
+        for after, members in re.findall(r"epoch +\d+ after step +(\d+): replicas ([^;]*);", self.audit()):
+            catching_up = set(re.findall(r"(\d+) \(catching up\)", members))
+            all_members = re.findall(r"(\d+)", members)
+            epochs.append((int(after), [int(r) for r in all_members if r not in catching_up]))
+        by_step = {}
+        for step in range(1, self.steps + 1):
+            by_step[step] = [members for after, members in epochs if after < step][-1]
+        return by_step
+
+    def samples(self, replica: int) -> dict[int, list[list[int]]]:
+        lines = (self.directory / f"trained.{replica}").read_text().splitlines()
+        return dict(json.loads(line) for line in lines)
+
+    def pid_of(self, replica: int) -> int:
+        for process in Path("/proc").iterdir():
+            if not process.name.isdecimal():
+                continue
+            try:
+                command = (process / "cmdline").read_bytes().split(b"\0")
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if (
+                str(HERE / "trainer.py").encode() in command[:3]
+                and str(self.directory).encode() in command
+                and b"REJOIN_REPLICA=%d" % replica in environment
+            ):
+                return int(process.name)
+        raise AssertionError(f"replica {replica} is not there")
+
+
+def check_equal(job: Job, replicas: int) -> None:
+    """All replicas say the same digest after each step that several of them have trained."""
+    digests: dict[str, set[str]] = {}
+    for replica in range(replicas):
+        for step, of in re.findall(r"^step (\d+) mean (.*)$", job.log(replica), re.M):
+            digests.setdefault(step, set()).add(of)
+    assert len(digests) >= job.steps // 2
+    for step, seen in digests.items():
+        assert len(seen) == 1, f"step {step}: {seen}"
+    assert f"{job.steps} steps committed" in job.audit()
+    assert " 0 lost, 0 repeated" in job.audit(), job.audit()
+
+
+def alone(job: Job, kind: str, max_norm: float | None) -> tuple[dict, dict]:
+    """What one process of plain PyTorch computes from the ledger; of two replicas the order of the sum is no matter."""
+    torch.set_num_threads(1)
+    from rejoin.torch._data import Batches
+    from rejoin.torch._session import _square_sum
+
+    model = trainer.make_model()
+    optimizer = trainer.make_optimizer(kind, model)
+    data, batches = trainer.make_data(), Batches(997, seed=5)
+    contributors, samples = job.contributors(), {r: job.samples(r) for r in (0, 1)}
+    for step in range(1, job.steps + 1):
+        gradients, buffers = [], []
+        before = {name: b.clone() for name, b in model.named_buffers()}
+        for replica in contributors[step]:
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+            indices = batches.indices(tuple(map(tuple, samples[replica][step])))
+            x, y = torch.utils.data.default_collate([data[i] for i in indices])
+            model.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            buffers.append([b.clone() for b in model.buffers()])
+        count = len(gradients)
+        with torch.no_grad():
+            for i, buffer in enumerate(model.buffers()):
+                total = sum(b[i] for b in buffers)
+                buffer.copy_(total // count if not buffer.is_floating_point() else total * torch.tensor(1 / count))
+            reduced = [sum(g[i] for g in gradients) * torch.tensor(1 / count) for i in range(len(gradients[0]))]
+            coefficient = 1.0
+            if max_norm is not None:
+                norm = sum(_square_sum(g.reshape(-1)) for g in reduced) ** 0.5
+                coefficient = max_norm / (norm + 1e-6) if norm > max_norm else 1.0
+            for p, g in zip(model.parameters(), reduced, strict=True):
+                p.grad = g * coefficient if coefficient != 1.0 else g
+        for group in optimizer.param_groups:
+            group["lr"] = trainer.rate(step)
+        optimizer.step()
+    return model.state_dict(), optimizer.state_dict()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused", "sgd"])
+def test_a_killed_replica_comes_back_and_all_have_what_one_process_computes_from_the_ledger(tmp_path, kind):
+    norm = ["--max-norm", "0.5"] if kind == "adamw" else []
+    job = Job(tmp_path, "--optimizer", kind, "--kill", "1:20:backward", *norm, steps=200)
+    errors = job.wait()
+    assert "replica 1 ended with signal SIGKILL" in errors
+    check_equal(job, 2)
+    sizes = [len(members) for members in job.contributors().values()]
+    assert 1 in sizes, "nobody was alone: nothing was killed"
+    final = torch.load(tmp_path / "final.pt", weights_only=True)
+    model, optimizer = alone(job, kind, 0.5 if norm else None)
+    for name, value in model.items():
+        assert same_bits(value, final["model"][name]), f"{name} has other bits"
+    for number, state in optimizer["state"].items():
+        for name, value in state.items():
+            if value is not None:
+                assert same_bits(value, final["optimizer"]["state"][number][name]), f"{name} of {number}"
+
+
+def test_kills_at_every_point_of_a_step_lose_nothing(tmp_path):
+    places = ["forward", "backward", "step", "before update", "updated", "after"]
+    kills = [f"{i % 3}:{20 + 40 * i}:{place}" for i, place in enumerate(places)]
+    kills.append("1:61:joining")  # the second one's successor, while it catches up or later
+    job = Job(tmp_path, *(f"--kill={kill}" for kill in kills), replicas=3, steps=400)
+    errors = job.wait(150)
+    check_equal(job, 3)
+    assert errors.count("SIGKILL") >= len(places), errors
+
+
+def test_sigterm_is_an_orderly_leave_and_a_stopped_replica_is_waited_for(tmp_path):
+    job = Job(tmp_path, replicas=2, steps=0)
+    job.until(lambda: "step 30 " in job.log(0) and "step 30 " in job.log(1))
+    stopped = job.pid_of(1)
+    os.kill(stopped, signal.SIGSTOP)
+    before = len(job.log(0))
+    time.sleep(1)
+    os.kill(stopped, signal.SIGCONT)
+    job.until(lambda: len(job.log(0)) > before + 2000)
+    assert job.pid_of(1) == stopped, "it was put out for a second's pause"
+    os.kill(job.process.pid, signal.SIGTERM)
+    job.wait(30)
+    for replica in (0, 1):
+        assert re.search(r"^end \d+ [0-9a-f]{16}$", job.log(replica), re.M), job.log(replica)[-2000:]
+    # Each leaves at the end of a step: nothing has to be noticed.
+    assert "has left" in (tmp_path / "coordinator.log").read_text()
+
+
+def test_a_job_goes_on_from_a_checkpoint_that_plain_pytorch_can_read(tmp_path):
+    first = Job(tmp_path, "--save-every", "20", "--workers", "1", replicas=2, steps=60)
+    first.wait()
+    check_equal(first, 2)
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert saved["rejoin"]["version"] == 60
+    model = trainer.make_model()
+    model.load_state_dict(saved["model"])
+    optimizer = trainer.make_optimizer("adamw", model)
+    optimizer.load_state_dict(saved["optimizer"])
+    assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {60.0}
+    # A new coordinator, which knows of nothing: steps and samples go on where they stood.
+    second_directory = tmp_path / "second"
+    second_directory.mkdir()
+    (second_directory / "checkpoint.pt").write_bytes((tmp_path / "checkpoint.pt").read_bytes())
+    second = Job(second_directory, "--restore", "--kill", "0:70:forward", replicas=2, steps=120)
+    second.wait()
+    used = [tuple(r) for job in (first, second) for replica in (0, 1) for r in sum(job.samples(replica).values(), [])]
+    first_samples = {k for r in (0, 1) for ranges in first.samples(r).values() for b, e in ranges for k in range(b, e)}
+    later = {k for r in (0, 1) for ranges in second.samples(r).values() for b, e in ranges for k in range(b, e)}
+    assert min(later) == max(first_samples) + 1, "samples were trained twice, or left out"
+    assert used
+    assert "end 120" in second.log(1)
