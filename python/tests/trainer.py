@@ -50,8 +50,6 @@ def main() -> None:
     parser.add_argument("--max-norm", type=float)
     parser.add_argument("--restore", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
-    # REPLICA:STEP:PLACE, each once, whatever is started again
-    parser.add_argument("--kill", action="append", default=[])
     given = parser.parse_args()
 
     session = rj.Session.from_environment()
@@ -69,18 +67,20 @@ def main() -> None:
         multiprocessing_context="forkserver" if given.workers else None,
     )
 
+    order = given.out / f"kill.{me}"  # "PLACE:STEP": there, and not before that step; obeyed once
+
     def dies(step: int, place: str) -> None:
-        for kill in given.kill:
-            replica, at, where = kill.split(":")
-            marker = given.out / f"killed.{kill}"
-            if int(replica) == me and step >= int(at) and where == place and not marker.exists():
-                marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+        if not order.exists():
+            return
+        where, at = order.read_text().split(":")
+        if where == place and step >= int(at):
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     now = 0
     # The last layer's gradient comes first: its bucket is on its way when this is called.
     model[0].weight.register_hook(lambda _: dies(now, "backward"))
-    apply = session._apply
+    apply = session._updates.apply
 
     def dying_apply(step, pieces):
         if not session._in_step:
@@ -89,7 +89,7 @@ def main() -> None:
         apply(step, pieces)
         dies(step, "updated")
 
-    session._apply = dying_apply
+    session._updates.apply = dying_apply
     with (given.out / f"trained.{me}").open("a") as trained:
         for step, (x, y) in session.steps(loader):
             now = step.number

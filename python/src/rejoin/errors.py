@@ -94,6 +94,7 @@ _CODES: dict[int, type[RejoinError]] = {
     )
 }
 
+
 def _make(code: int, message: str) -> RejoinError:
     return _CODES.get(code, RejoinError)(message)
 

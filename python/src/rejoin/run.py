@@ -31,7 +31,9 @@ _PR_SET_PDEATHSIG = 1
 _WAITED_FOR = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
 
 
+# In a group of its own: Ctrl-C at a terminal is for rejoin-run, which ends replicas before their daemons.
 def _before_program() -> None:
+    os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -80,13 +80,12 @@ class Fetcher:
                 "this DataLoader draws samples of its own: make it with batch_sampler=session.batches(len(data)), so "
                 "that each sample is trained once, whatever replica is lost"
             )
-        if loader.num_workers > 0 and loader.multiprocessing_context is None:
-            method = torch.multiprocessing.get_start_method(allow_none=True) or "fork"
-            if method == "fork":
-                raise InvalidArgument(
-                    "DataLoader workers that are forked keep this process's connections open when it has died: give "
-                    "the DataLoader multiprocessing_context='forkserver'"
-                )
+        context: Any = loader.multiprocessing_context or torch.multiprocessing
+        if loader.num_workers > 0 and (context.get_start_method(allow_none=True) or "fork") == "fork":
+            raise InvalidArgument(
+                "DataLoader workers that are forked keep this process's connections open when it has died: give the "
+                "DataLoader multiprocessing_context='forkserver'"
+            )
         self._loader, self._batches = loader, batches
         self._iterator: Iterator[Any] | None = None
         self._before: Ranges | None = None
@@ -125,5 +124,5 @@ class Fetcher:
     def _load(self, ranges: Ranges) -> Any:
         data, indices = self._loader.dataset, self._batches.indices(ranges)
         many = getattr(data, "__getitems__", None)
-        samples: Sequence[Any] = many(indices) if many else [data[i] for i in indices]
+        samples: list[Any] = many(indices) if many else [data[i] for i in indices]
         return self._loader.collate_fn(samples)

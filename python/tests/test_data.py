@@ -1,0 +1,53 @@
+"""Which samples a batch has, and what workers fetch ahead."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from rejoin.errors import InvalidArgument  # noqa: E402
+from rejoin.torch import Batches  # noqa: E402
+from rejoin.torch._data import Fetcher  # noqa: E402
+
+DATA = TensorDataset(torch.arange(101))
+
+
+def values(batches, ranges):
+    return [int(DATA[i][0]) for i in batches.indices(ranges)]
+
+
+def test_each_data_epoch_has_each_sample_once_in_an_order_of_its_own():
+    batches = Batches(101, seed=4)
+    first, second = (batches.indices(((epoch * 101, epoch * 101 + 101),)) for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(101))
+    assert first != second
+    assert Batches(101, seed=4).indices(((50, 60),)) == first[50:60]
+    assert Batches(101, shuffle=False).indices(((100, 103),)) == [100, 0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_step_gets_the_samples_that_it_was_given_whatever_was_expected(workers):
+    batches = Batches(101, seed=1)
+    loader = DataLoader(
+        DATA, batch_sampler=batches, num_workers=workers, multiprocessing_context="forkserver" if workers else None
+    )
+    fetcher = Fetcher(loader)
+    steps = [((8 * n, 8 * n + 4),) for n in range(12)]
+    steps += [((3, 5), (200, 202))]  # what was handed back by somebody lost
+    steps += [((300 + 12 * n, 304 + 12 * n),) for n in range(12)]
+    for ranges in steps:
+        assert fetcher.fetch(ranges)[0].tolist() == values(batches, ranges)
+    fetcher.stop()
+    if workers:
+        assert fetcher.hits > 10, "the workers have fetched nothing that was of use"
+        assert fetcher.misses >= 3
+
+
+def test_loaders_that_would_train_samples_twice_or_keep_connections_are_refused():
+    with pytest.raises(InvalidArgument, match="batch_sampler=session.batches"):
+        Fetcher(DataLoader(DATA, batch_size=4))
+    with pytest.raises(InvalidArgument, match="forkserver"):
+        Fetcher(DataLoader(DATA, batch_sampler=Batches(101), num_workers=1, multiprocessing_context="fork"))
+    with pytest.raises(InvalidArgument, match="0 samples"):
+        Batches(0)

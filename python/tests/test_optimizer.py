@@ -1,0 +1,62 @@
+"""What optimizers keep, and that parts of a tensor get the bits of the whole."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rejoin.errors import InvalidArgument  # noqa: E402
+from rejoin.torch import _optimizer  # noqa: E402
+
+ADAM = ("exp_avg", "exp_avg_sq")
+KINDS = [
+    (torch.optim.AdamW, {}, ADAM),
+    (torch.optim.AdamW, {"foreach": True}, ADAM),
+    (torch.optim.AdamW, {"fused": True}, ADAM),
+    (torch.optim.AdamW, {"foreach": False, "amsgrad": True}, (*ADAM, "max_exp_avg_sq")),
+    (torch.optim.Adam, {"weight_decay": 0.1}, ADAM),
+    (torch.optim.RAdam, {}, ADAM),
+    (torch.optim.Adamax, {}, ("exp_avg", "exp_inf")),
+    (torch.optim.RMSprop, {"momentum": 0.9}, ("square_avg", "momentum_buffer")),
+    (torch.optim.Adagrad, {}, ("sum",)),
+    (torch.optim.SGD, {"lr": 0.1}, ()),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, ("momentum_buffer",)),
+]
+
+
+def parameter(dtype=torch.float32):
+    return torch.nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "settings", "moments"), KINDS)
+def test_parts_get_the_bits_of_the_whole(kind, settings, moments, dtype):
+    p = parameter(dtype)
+    optimizer = kind([p], **settings)
+    before = len(optimizer.state)
+    kept, _ = _optimizer.kept_by(optimizer, optimizer.param_groups[0], p)
+    assert sorted(kept.moments) == sorted(moments)
+    assert _optimizer.self_check(optimizer, optimizer.param_groups[0], p)
+    assert len(optimizer.state) == before, "the check has left something behind"
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_found_out():
+    class Normed(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = p.grad / (p.grad.norm() + 1e-6)
+            return super().step()
+
+    p = parameter()
+    optimizer = Normed([p], lr=0.1)
+    assert not _optimizer.self_check(optimizer, optimizer.param_groups[0], p)
+
+
+def test_what_can_not_be_given_to_parts_is_refused_by_name():
+    p = parameter()
+    nadam = torch.optim.NAdam([p])
+    with pytest.raises(InvalidArgument, match="NAdam keeps 'mu_product'"):
+        _optimizer.kept_by(nadam, nadam.param_groups[0], p)
+    damped = torch.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.1)
+    with pytest.raises(InvalidArgument, match="dampening 0.1"):
+        _optimizer.kept_by(damped, damped.param_groups[0], p)
