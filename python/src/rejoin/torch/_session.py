@@ -451,6 +451,11 @@ class Session:
                     tensor.columns[0].copy_(tensor.value.reshape(-1))
 
     @property
+    def leads(self) -> bool:
+        """Whether this replica led the last step that it trained: true on one, for what one does for all at the end."""
+        return self._step is not None and self._step.leads and self.version is not None
+
+    @property
     def last_norm(self) -> float | None:
         """The norm of the last step's mean gradient, before it was clipped; None where nothing asks for it."""
         return self._updates.last_norm if self._updates is not None else None
