@@ -327,7 +327,7 @@ TEST_F(Busy, WithinAStepOneIsWaitedForAndTheStatusSaysWithWhatItIsBusy) {
   EXPECT_FALSE(eventually([&] { return members() != 2; }, 4s)) << "four silences";
   EXPECT_TRUE(tells("replica 0 rank 0: its exchange of step 9")) << told();
   EXPECT_TRUE(tells("the step waits for its trainer, which has been busy with 'a check?point' for ")) << told();
-  EXPECT_TRUE(tells(" s of the 60.0 s that it may be")) << told();
+  EXPECT_TRUE(tells(" s, of the 60.0 s that it may be; replica 1 waits for it: ")) << told();
   ASSERT_TRUE(first->done());
   ASSERT_TRUE(first->all_reduce(1));
   ASSERT_TRUE(commit(*first));
@@ -373,7 +373,7 @@ TEST_F(Busy, ForLongerThanItSaidOneIsOutAndEverybodySaysWhy) {
     return !refused && refused.error().code == ErrorCode::cancelled;
   }));
   EXPECT_REFUSED(first->done(), ErrorCode::cancelled, "this replica is out of the job", "evaluating");
-  EXPECT_REFUSED(first->begin_step(), ErrorCode::cancelled, "this replica is out of the job", "evaluating");
+  EXPECT_REFUSED(first->all_reduce(0), ErrorCode::cancelled, "this replica is out of the job", "evaluating");
   second->interrupt();
   other->get();
 }
