@@ -69,8 +69,8 @@ class Driver {
   // Buckets whose gradients are ready in this step. A joiner's are reduced without being asked for.
   void want(const std::vector<bool>& buckets) { wanted_ = buckets; }
   void take(std::uint64_t step) { taken_ = step; }  // the trainer works on it from now on
-  // What the trainer says that it does, and may take until `until` for; it is over. While a step waits for it, the
-  // coordinator hears of it.
+  // The trainer says that it is busy with something, and until when it may be; nothing: it is not any more. The
+  // coordinator hears of it while a step waits for this trainer.
   struct Occupation {
     std::string reason;
     TimePoint since, until;
