@@ -220,7 +220,8 @@ class Replica {
         if (now - updated >= std::chrono::milliseconds(5) || measured.arrived_seconds != 0) {
           updated = now;
           const auto none = [](std::uint32_t, std::uint64_t, std::uint64_t) { return BytesView{}; };
-          if (auto begun = (*keeper)->begin(Step(kVersion), false, none); !begun) return tl::unexpected(begun.error());
+          if (auto begun = (*keeper)->begin(Step(kVersion), false, 1, none); !begun)
+            return tl::unexpected(begun.error());
           (*keeper)->end(Step(kVersion), false);
         }
         if (!service.busy()) idle_->wait(true, std::chrono::milliseconds(1));

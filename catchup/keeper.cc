@@ -21,7 +21,7 @@ Result<std::unique_ptr<Keeper>> Keeper::make(shm::Owner& owner, std::uint64_t bu
   return keeper;
 }
 
-Result<> Keeper::keep(std::uint32_t slice, Step step, BytesView gradient) {
+Result<> Keeper::keep(std::uint32_t slice, Step step, std::uint32_t contributors, BytesView gradient) {
   auto& device = *owner_.device();
   auto memory = device.kind() == device::MemoryKind::host || gradient.empty()
                     ? Result<device::Memory>(device::on_heap(gradient.size()))
@@ -30,11 +30,12 @@ Result<> Keeper::keep(std::uint32_t slice, Step step, BytesView gradient) {
   if (!gradient.empty())
     if (auto copied = copies_->copy(memory->bytes.data(), gradient.data(), gradient.size()); !copied) return copied;
   kept_bytes_ += gradient.size();
-  kept_[slice].push_back({step, std::move(*memory)});
+  kept_[slice].push_back({step, contributors, std::move(*memory)});
   return {};
 }
 
-Result<std::vector<Piece>> Keeper::begin(Step step, bool contributes, const GradientOf& gradient_of) {
+Result<std::vector<Piece>> Keeper::begin(Step step, bool contributes, std::uint32_t contributors,
+                                         const GradientOf& gradient_of) {
   if (auto begun = owner_.begin_update(); !begun) return tl::unexpected(begun.error());
   const auto& slices = owner_.manifest().slices();
   auto* words = owner_.page().slice_words();
@@ -44,7 +45,7 @@ Result<std::vector<Piece>> Keeper::begin(Step step, bool contributes, const Grad
   if (contributes) {
     const auto& tensors = owner_.manifest().tensors();
     for (std::uint32_t t = 0; t < tensors.size(); ++t)
-      pieces.push_back({t, 0, tensors[t].count, step, gradient_of(t, 0, tensors[t].count)});
+      pieces.push_back({t, 0, tensors[t].count, step, contributors, gradient_of(t, 0, tensors[t].count)});
     return pieces;
   }
   for (std::uint32_t i = 0; i < slices.size(); ++i) {
@@ -62,7 +63,7 @@ Result<std::vector<Piece>> Keeper::begin(Step step, bool contributes, const Grad
           forget(i);
           break;
         }
-        if (auto kept = keep(i, step, gradient); !kept) return tl::unexpected(kept.error());
+        if (auto kept = keep(i, step, contributors, gradient); !kept) return tl::unexpected(kept.error());
         break;
       }
       case SliceState::arrived: {
@@ -72,13 +73,13 @@ Result<std::vector<Piece>> Keeper::begin(Step step, bool contributes, const Grad
           for (auto& one : kept.mapped()) {
             kept_bytes_ -= one.gradient.bytes.size();
             if (one.step.value != at + 1) continue;  // contained in what arrived
-            pieces.push_back({range.tensor, range.first, range.count, one.step, one.gradient.bytes});
+            pieces.push_back({range.tensor, range.first, range.count, one.step, one.contributors, one.gradient.bytes});
             at = one.step.value;
           }
           used_.push_back(std::move(kept.mapped()));  // the buffers move along, the pieces stay valid
         }
         if (at + 1 == step.value) {
-          pieces.push_back({range.tensor, range.first, range.count, step, now()});
+          pieces.push_back({range.tensor, range.first, range.count, step, contributors, now()});
           at = step.value;
         }
         // A gap can't be bridged: to be fetched again.
@@ -92,7 +93,8 @@ Result<std::vector<Piece>> Keeper::begin(Step step, bool contributes, const Grad
         break;
       }
       case SliceState::current:
-        if (word.version + 1 == step.value) pieces.push_back({range.tensor, range.first, range.count, step, now()});
+        if (word.version + 1 == step.value)
+          pieces.push_back({range.tensor, range.first, range.count, step, contributors, now()});
         if (word.version + 1 == step.value) applied_.push_back({i, word});
         break;
     }

@@ -18,6 +18,7 @@ struct Piece {
   std::uint32_t tensor = 0;
   std::uint64_t first = 0, count = 0;  // elements
   Step step;                           // whose gradient this is
+  std::uint32_t contributors = 0;      // … the mean of so many replicas'
   BytesView gradient;                  // `count` elements; valid until the update ends
 };
 
@@ -29,9 +30,10 @@ class Keeper {
   // Errors: of the device.
   static Result<std::unique_ptr<Keeper>> make(shm::Owner& owner, std::uint64_t budget_bytes);
 
-  // Begins the update of `step`: the state may be changed from here on. The pieces are to be applied in this order.
-  // Errors: of the device.
-  Result<std::vector<Piece>> begin(Step step, bool contributes, const GradientOf& gradient_of);
+  // Begins the update of `step`, to which so many have contributed: the state may be changed from here on. The pieces
+  // are to be applied in this order. Errors: of the device.
+  Result<std::vector<Piece>> begin(Step step, bool contributes, std::uint32_t contributors,
+                                   const GradientOf& gradient_of);
   // Ends it: everything in the pieces has been applied. Calls no driver: what was kept for it goes when the next
   // begins.
   void end(Step step, bool contributes);
@@ -41,9 +43,10 @@ class Keeper {
  private:
   struct Kept {
     Step step;
+    std::uint32_t contributors = 0;
     device::Memory gradient;  // of the state's device
   };
-  Result<> keep(std::uint32_t slice, Step step, BytesView gradient);
+  Result<> keep(std::uint32_t slice, Step step, std::uint32_t contributors, BytesView gradient);
   Keeper(shm::Owner& owner, std::uint64_t budget_bytes) : owner_(owner), budget_(budget_bytes) {}
   void forget(std::uint32_t slice);
 

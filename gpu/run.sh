@@ -177,8 +177,14 @@ case ${1:-} in
       [[ ! -x $bin/$program ]] || install -s "$bin/$program" "$to/bin/"
     done
     install -s "$plugin/libnccl-net-rejoin.so" "$to/lib/"
+    # What the programs load at run time, which the other machine may lack.
+    loaded=()
+    for library in libibverbs.so.1 librdmacm.so.1 libucs.so.0 libucp.so.0; do
+      path=$(find_library "$library") && [[ -n $path ]] && loaded+=("$path")
+    done
+    cp -L "${loaded[@]}" "$to/lib/"
     # All libraries but those of the C and C++ compilers, which every machine has, and NVIDIA's, which belong to its driver.
-    ldd "$to"/bin/* "$to"/lib/*.so | sed -n 's/.* => \(\/[^ ]*\).*/\1/p' | sort -u |
+    ldd "$to"/bin/* "$to"/lib/*.so "${loaded[@]}" | sed -n 's/.* => \(\/[^ ]*\).*/\1/p' | sort -u |
       grep -v -E '/(libc|libm|libmvec|libdl|librt|libpthread|libresolv|libgcc_s|libstdc\+\+|libnccl|libcuda|libcudart)\.so' | xargs -I{} cp -L {} "$to/lib/"
     cp "$here/run.sh" "$here/page.py" "$data" "$to/"
     du -sh "$to" ;;

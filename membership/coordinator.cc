@@ -173,6 +173,7 @@ void Coordinator::try_commit(TimePoint now) {
   ledger_.commit(step);
   audit_.on_committed(now);
   under_way_since_ = now;
+  excused_ = std::ranges::any_of(accusations_, [](const auto& one) { return one.second.excused.has_value(); });
   for (auto& m : members_) m.exchanged.clear();
   accusations_.clear();
   mended_.clear();
@@ -245,6 +246,7 @@ proto::Plan Coordinator::plan() const {
   plan.set_step(committed_.value + 1);
   plan.set_finished(finished());
   plan.set_job(job_);
+  plan.set_excused(excused_);
   ledger_.trained().to(plan.mutable_trained());
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);

@@ -349,6 +349,7 @@ class Coordinator {
   TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
   TimePoint back_at_{};                  // when a rank last came back
   std::set<std::string> said_;           // in this epoch
+  bool excused_ = false;                 // somebody took its time in the last committed step
   DriftAudit audit_;
   std::optional<std::string> stopped_;
   std::vector<ReplicaId> differing_;  // … since these do

@@ -156,8 +156,10 @@ void Coordinator::judge(TimePoint now) {
   const ReplicaId guilty(std::max_element(accused.begin(), accused.end(), worse)->first);
   std::string what;
   for (const auto& [edge, about] : accusations_)
-    if (edge.second == guilty.value)
+    if (edge.second == guilty.value && edge.first != guilty.value)
       what = fmt::format("replica {} {} {}", edge.first, about.lost ? "lost it:" : "waits for", about.what);
+  if (const auto its_own = accusations_.find({guilty.value, guilty.value}); its_own != accusations_.end())
+    what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
   const MemberState* m = member(guilty);
   if (m->catching_up && last_whole(*m)) return hold_for(guilty, what);
   if (m->catching_up && !caught_up(*m)) return remove(guilty, what, now);

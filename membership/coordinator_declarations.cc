@@ -215,8 +215,14 @@ std::string Coordinator::difference(const Manner& kind, const Manner* right, con
   if (kind.key->first == binding.plan_hash)
     return fmt::format("it all-reduces over {}, and {} over {}; give all replicas the same", kind.key->second,
                        names(who), binding.settings);
-  std::string tensor;
-  if (kind.told && right != nullptr && right->told) tensor = first_difference(*kind.told, *right->told);
+  std::string tensor, fingerprint;
+  if (kind.told && right != nullptr && right->told) {
+    tensor = first_difference(*kind.told, *right->told);
+    fingerprint = fingerprint_difference(*kind.told, *right->told);
+  }
+  if (tensor.empty() && !fingerprint.empty())
+    return fmt::format("its fingerprint is not that of {}: {}; all replicas must have the same", names(who),
+                       fingerprint);
   return fmt::format(
       "its tensors or buckets differ from those of {}: {}; all replicas must declare the same state and "
       "plan",

@@ -81,7 +81,7 @@ std::string Coordinator::missing_line(const MemberState& m, TimePoint now) const
     waited_for.add(about.ranks.common(missing));
     if (why.empty()) since = about.waits_since;
     since = std::min(since, about.waits_since);
-    why += edge.first == edge.second ? fmt::format("; its trainer is late: {}", about.what)
+    why += edge.first == edge.second ? fmt::format("; the step waits for {}", about.what)
                                      : fmt::format("; replica {} {}: {}", edge.first,
                                                    about.lost ? "has lost it" : "waits for it", about.what);
   }

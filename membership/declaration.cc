@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "base/bytes.h"
+
 namespace rejoin::membership {
 
 namespace {
@@ -19,6 +21,15 @@ const Tensor* named(const proto::Declaration& in, const std::string& name) {
   const auto found =
       std::find_if(in.tensors().begin(), in.tensors().end(), [&](const Tensor& one) { return one.name() == name; });
   return found == in.tensors().end() ? nullptr : &*found;
+}
+
+// `text` where it is short, otherwise what is around `at`.
+std::string excerpt(const std::string& text, std::size_t at) {
+  constexpr std::size_t longest = 300, before = 60;
+  if (text.size() <= longest) return printable(text, longest);
+  const std::size_t from = at > before ? at - before : 0;
+  return (from > 0 ? "…" : "") + printable(std::string_view(text).substr(from), longest) +
+         (text.size() - from > longest ? "…" : "");
 }
 
 }  // namespace
@@ -42,6 +53,14 @@ std::string first_difference(const proto::Declaration& here, const proto::Declar
   if (there.tensors_size() > common)
     return fmt::format("tensor '{}' ({}) is there alone", there.tensors(common).name(), shape(there.tensors(common)));
   return "";
+}
+
+std::string fingerprint_difference(const proto::Declaration& here, const proto::Declaration& there) {
+  const std::string &ours = here.fingerprint(), &theirs = there.fingerprint();
+  if (ours == theirs) return "";
+  const auto at = static_cast<std::size_t>(std::mismatch(ours.begin(), ours.end(), theirs.begin(), theirs.end()).first -
+                                           ours.begin());
+  return fmt::format("'{}' here, and '{}' there, from byte {} on", excerpt(ours, at), excerpt(theirs, at), at);
 }
 
 }  // namespace rejoin::membership

@@ -11,4 +11,8 @@ namespace rejoin::membership {
 // of float32 … there". Empty: in none that they tell.
 std::string first_difference(const proto::Declaration& here, const proto::Declaration& there);
 
+// The trainers' own fingerprints, where they differ: "'torch 2.14' here, and 'torch 2.15' there, from byte 9 on". Of
+// long ones what is around that byte. Empty: they are the same.
+std::string fingerprint_difference(const proto::Declaration& here, const proto::Declaration& there);
+
 }  // namespace rejoin::membership

@@ -15,8 +15,9 @@ bool Rank::contributes() const {
   return me != nullptr && !me->catching_up();
 }
 
-bool Rank::has_contributors() const {
-  return std::any_of(plan_.members().begin(), plan_.members().end(), [](const auto& m) { return !m.catching_up(); });
+std::uint32_t Rank::contributors() const {
+  return static_cast<std::uint32_t>(
+      std::count_if(plan_.members().begin(), plan_.members().end(), [](const auto& m) { return !m.catching_up(); }));
 }
 
 bool Rank::leads() const {

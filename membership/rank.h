@@ -46,7 +46,8 @@ class Rank {
   // Out, but nothing has been committed without us: we may be taken back.
   bool suspended() const { return suspended_; }
   bool contributes() const;
-  bool has_contributors() const;
+  std::uint32_t contributors() const;  // in this epoch
+  bool has_contributors() const { return contributors() > 0; }
   // One of the contributors, the same in the eyes of all that have this plan.
   bool leads() const;
   Batch batch() const;

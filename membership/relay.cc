@@ -34,6 +34,7 @@ Relay::Actions Relay::on_coordinator_down() {
   claims_.clear();
   plan_ = {};
   accused_.clear();
+  of_themselves_.clear();
   return take();
 }
 
@@ -110,7 +111,7 @@ void Relay::on_peers(const proto::Peers& peers) {
 void Relay::on_plan(const proto::ToNode& message) {
   const std::pair now(message.plan().epoch(), message.plan().committed());
   const bool fresh = now != plan_;
-  if (fresh) accused_.clear();
+  if (fresh) accused_.clear(), of_themselves_.clear();
   plan_ = now;
   finished_ = message.plan().finished();
   std::vector<NodeId> concerned;
@@ -146,15 +147,9 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
     }
     case proto::FromNode::kExchanged: add_exchanged(message.exchanged()); break;
     case proto::FromNode::kStanding: on_standing(node, message.standing()); break;
-    case proto::FromNode::kAccusation: {
-      const auto& accusation = message.accusation();
-      // That one lost another counts at once; of waiting ranks the first of each kind speaks for all of the replica.
-      if (accusation.epoch() != plan_.first) break;
-      if (accused_.insert({accusation.replica(), accusation.suspect(), accusation.only_waiting()}).second ||
-          accusation.lost() || accusation.excused())
-        up() = message;
+    case proto::FromNode::kAccusation:
+      if (passes_on(message.accusation(), now)) up() = message;
       break;
-    }
     case proto::FromNode::kDetails:
     case proto::FromNode::kAlive:
     case proto::FromNode::kDeclaration:
@@ -171,6 +166,19 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       actions_.notes.push_back("a message from a node that says nothing to a coordinator was ignored");
   }
   return take();
+}
+
+// That one lost another counts at once; of waiting ranks the first of each kind speaks for all of the replica. What a
+// replica says of itself is to be heard again and again, of any of its ranks.
+bool Relay::passes_on(const proto::Accusation& accusation, TimePoint now) {
+  if (accusation.epoch() != plan_.first) return false;
+  if (accusation.suspect() != accusation.replica())
+    return accused_.insert({accusation.replica(), accusation.suspect(), accusation.only_waiting()}).second ||
+           accusation.lost();
+  const auto [said, first] = of_themselves_.try_emplace({accusation.replica(), accusation.excused()}, now);
+  if (!first && now - said->second < silence_ / 16) return false;
+  said->second = now;
+  return true;
 }
 
 void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {

@@ -76,6 +76,7 @@ class Relay {
   };
   using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool>;  // replica, suspect, only waiting
 
+  bool passes_on(const proto::Accusation& accusation, TimePoint now);
   void on_rank_up(NodeId node, const proto::RankUp& up);
   RankState& take_place(const RankKey& key, NodeId node, std::uint64_t life);
   void take_place(const RankKey& key, const Claim& claim, std::uint64_t life);
@@ -105,7 +106,8 @@ class Relay {
   std::map<GroupKey, Group> groups_;
   std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
   bool finished_ = false;
-  std::set<Accusing> accused_;  // in that epoch
+  std::set<Accusing> accused_;                                         // in that epoch
+  std::map<std::pair<std::uint32_t, bool>, TimePoint> of_themselves_;  // replicas, excused or not: passed on last
   Actions actions_;
 };
 

@@ -51,6 +51,10 @@ void Driver::notice(TimePoint now) {
   away_ = away;
   back_at_ = now;
   disturbed_ = true;
+  if (occupied_) {
+    occupied_->since += away;
+    occupied_->until += away;
+  }
   if (ring_) ring_->forgive(away, now);
 }
 
@@ -269,20 +273,56 @@ Duration Driver::patience_with_compute() const {
   return silence_ + 8 * *std::max_element(step_times_.begin(), step_times_.end());
 }
 
-// A trainer that does something else between steps, or has begun this one late for that reason, is not late. Only its
-// own library can tell the others so. When it has begun in time, they know as much as it does.
+void Driver::occupy(std::optional<Occupation> occupation, TimePoint now) {
+  if (occupied_ && !occupation) released_at_ = now;
+  occupied_ = std::move(occupation);
+  excused_at_ = {};  // what was said last is not so any more
+}
+
+// A trainer that does something else, which its step waits for, is not late. Only its own library can tell the others
+// so.
 void Driver::excuse_trainer(TimePoint now) {
-  if (!current_ || !current_->contributes || std::ranges::all_of(wanted_, [](bool wanted) { return wanted; })) return;
-  if (std::exchange(offered_, current_->step) != current_->step) offered_at_ = now;
+  if (!current_) return;
   const bool begun = taken_ == current_->step;
+  const bool waited_for =
+      current_->contributes ? std::ranges::any_of(wanted_, [](bool wanted) { return !wanted; }) : !begun;
+  if (!waited_for) return;
+  if (std::exchange(offered_, current_->step) != current_->step) offered_at_ = now;
   if (begun && std::exchange(begun_, taken_) != taken_) begun_at_ = now;
-  if ((begun ? begun_at_ : now) - offered_at_ < silence_ / 4 || now - excused_at_ < silence_ / 4) return;
-  if (now - (begun ? begun_at_ : offered_at_) > (begun ? patience_with_compute() : config_.between_steps)) return;
+  if (now - excused_at_ < silence_ / 8) return;  // a coordinator that is new judges after a quarter
+  if (occupied_) tell_occupation(now);
+  else excuse_between_steps(now);
+}
+
+void Driver::tell_occupation(TimePoint now) {
+  const auto& [reason, since, until] = *occupied_;
+  const bool may = now <= until;
+  excuse(fmt::format("its trainer, which has been busy with '{}' for {:.1f} s, {} {:.1f} s", reason,
+                     seconds(now - since), may ? "of the" : "longer than the", seconds(until - since)) +
+             (may ? " that it may be" : " that it had asked for"),
+         may, since, now);
+}
+
+// It has begun this step late, or resumed it, or has not begun it. When it has begun in time, the others know as much
+// as its library does.
+void Driver::excuse_between_steps(TimePoint now) {
+  const bool begun = taken_ == current_->step;
+  const TimePoint from = std::max(begun ? begun_at_ : offered_at_, released_at_);
+  if ((begun ? from : now) - offered_at_ < silence_ / 4) return;
+  if (!current_->contributes && from != released_at_) return;
+  if (now - from > (begun ? patience_with_compute() : config_.between_steps)) return;
+  excuse(!begun                 ? "its trainer, which is between steps"
+         : from == released_at_ ? "its trainer, which goes on with the step"
+                                : "its trainer, which has begun the step late",
+         true, now, now);
+}
+
+void Driver::excuse(std::string why, bool excused, TimePoint since, TimePoint now) {
   excused_at_ = now;
-  auto& excuse = accuse({.replica = config_.replica, .incarnation = {}},
-                        begun ? "its trainer, which has begun the step late" : "its trainer, which is between steps");
+  auto& excuse = accuse({.replica = config_.replica, .incarnation = {}}, std::move(why));
   excuse.set_only_waiting(true);
-  excuse.set_excused(true);
+  excuse.set_excused(excused);
+  excuse.set_waited_ms(static_cast<std::uint64_t>(milliseconds(now - since)));
 }
 
 // Nothing waits in silence: after a second the log and the status say for whom; what lasts too long is for the
@@ -379,6 +419,7 @@ void Driver::reach_peers() {
 void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   const bool contributed = machine_.contributes(), exchanged = machine_.exchanged();
   const std::uint64_t under_way = machine_.step().value;
+  const std::uint32_t contributors = machine_.contributors();
   const auto meaning = machine_.on_plan(plan);
   using Meaning = membership::Rank::Meaning;
   if (meaning == Meaning::fenced) return put_out("a step was committed without it", now);
@@ -393,7 +434,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   }
   if (meaning == Meaning::committed) {
     constexpr std::size_t remembered = 16;
-    if (committed_at_ != TimePoint{} && !disturbed_) step_times_.push_back(now - committed_at_);
+    if (committed_at_ != TimePoint{} && !disturbed_ && !plan.excused()) step_times_.push_back(now - committed_at_);
     if (step_times_.size() > remembered) step_times_.erase(step_times_.begin());
     committed_at_ = now;
   }
@@ -406,6 +447,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
   if (meaning == Meaning::committed || meaning == Meaning::finished) {
     committed_ = under_way;
     committed_contributes_ = contributed;
+    committed_contributors_ = contributors;
     committed_trained_ = membership::Samples(plan.trained(), membership::kMostSamples);
     wanted_.assign(buckets_.size(), false);  // until the trainer has taken up the next step, they were of this one
     events::emit("committed", {{"step", under_way}, {"epoch", plan.epoch()}});
@@ -416,6 +458,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
     current_ = StepView{.step = machine_.step().value,
                         .contributes = machine_.contributes(),
                         .leads = machine_.leads(),
+                        .contributors = machine_.contributors(),
                         .batch = machine_.batch(),
                         .trained = membership::Samples(plan.trained(), membership::kMostSamples)};
   let_go_ = false;

@@ -32,6 +32,7 @@ struct StepView {
   std::uint64_t step = 0;
   bool contributes = false;
   bool leads = false;  // … and is the one contributor that does what one does for all
+  std::uint32_t contributors = 0;
   membership::Batch batch;
   membership::Samples trained;  // in the steps before it
 };
@@ -68,9 +69,17 @@ class Driver {
   // Buckets whose gradients are ready in this step. A joiner's are reduced without being asked for.
   void want(const std::vector<bool>& buckets) { wanted_ = buckets; }
   void take(std::uint64_t step) { taken_ = step; }  // the trainer works on it from now on
+  // The trainer says that it is busy with something, and until when it may be; nothing: it is not any more. The
+  // coordinator hears of it while a step waits for this trainer.
+  struct Occupation {
+    std::string reason;
+    TimePoint since, until;
+  };
+  void occupy(std::optional<Occupation> occupation, TimePoint now);
   const std::optional<StepView>& step() const { return current_; }
   std::uint64_t committed() const { return committed_; }  // the last step decided that this replica took part in
   bool committed_contributes() const { return committed_contributes_; }
+  std::uint32_t committed_contributors() const { return committed_contributors_; }     // to that step, of all replicas
   bool registered() const { return machine_.incarnation() != Incarnation{}; }          // the coordinator has taken us
   const membership::Samples& committed_trained() const { return committed_trained_; }  // in all steps up to there
   bool finished() const { return finished_; }
@@ -105,6 +114,9 @@ class Driver {
   bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
   void excuse_trainer(TimePoint now);
+  void excuse_between_steps(TimePoint now);
+  void tell_occupation(TimePoint now);
+  void excuse(std::string why, bool excused, TimePoint since, TimePoint now);
   bool is_place(const ftar::Member& member) const;
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   Duration patience_with_compute() const;
@@ -137,12 +149,14 @@ class Driver {
   std::optional<StepView> current_;
   std::uint64_t committed_ = 0;
   bool committed_contributes_ = false, finished_ = false, over_ = false;
+  std::uint32_t committed_contributors_ = 0;
   membership::Samples committed_trained_;
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_said_{};
-  TimePoint offered_at_{}, begun_at_{};  // the step under way: to the trainer, and by it
-  TimePoint excused_at_{};
+  TimePoint offered_at_{}, begun_at_{};     // the step under way: to the trainer, and by it
+  TimePoint excused_at_{}, released_at_{};  // said last; when it was last busy with something
+  std::optional<Occupation> occupied_;
   std::uint64_t offered_ = 0, begun_ = 0;
   std::uint64_t stall_said_for_ = 0;
   std::uint64_t job_ = 0;             // as registered

@@ -274,8 +274,7 @@ Result<Progress::Decision> Progress::wait_for_commit(std::uint64_t step) {
     return current_ && current_->step == step && current_->contributes && !taken_contributes_;
   };
   wait(lock, [&] { return ended() || committed_ >= step || begins_again(); });
-  if (committed_ >= step)
-    return Decision{.committed = true, .contributed = committed_contributes_, .trained = committed_trained_};
+  if (committed_ >= step) return Decision{true, committed_contributes_, committed_contributors_, committed_trained_};
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   return Decision{};
 }
@@ -319,6 +318,7 @@ void Progress::run() {
     {
       const std::lock_guard lock(mutex_);
       if (stop_ || failure_) break;
+      if (std::exchange(occupation_changed_, false)) driver_->occupy(occupation_, clock_.now());
       if (interrupt_.raised() && !std::exchange(interrupt_seen_, true)) changed_.notify_all();
       // A joiner's outputs are for its next step when the update of the last one is done with them.
       if (asked_ && updates_ == 0) {
@@ -365,6 +365,7 @@ void Progress::publish() {
     if (committed_ != driver_->committed()) wanted_.assign(buckets_.size(), false);
     committed_ = driver_->committed();
     committed_contributes_ = driver_->committed_contributes();
+    committed_contributors_ = driver_->committed_contributors();
     registered_ = driver_->registered();
     committed_trained_ = driver_->committed_trained();
     finished_ = driver_->finished();

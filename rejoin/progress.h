@@ -43,9 +43,13 @@ class Progress {
   struct Decision {
     bool committed = false;  // otherwise the step, so far a joiner's, begins again: this replica contributes to it
     bool contributed = false;
-    membership::Samples trained;  // up to this step
+    std::uint32_t contributors = 0;  // of all replicas
+    membership::Samples trained;     // up to this step
   };
   Result<Decision> wait_for_commit(std::uint64_t step);
+  // What the trainer is busy with from now on, for at most `limit`; and that it is not any more.
+  Result<> busy(std::chrono::milliseconds limit, std::string reason);
+  Result<> done();
   // Of a GPU: ends the update when the stream has done it; and waits until the last one has ended.
   Result<> end_update(std::uint64_t step, bool contributed, void* stream);
   enum class Interruptible : bool { no, yes };
@@ -134,13 +138,16 @@ class Progress {
   std::vector<bool> handed_over_;  // … and those that a stream has yet to come to
   std::size_t updates_ = 0;        // that streams have yet to do
   std::optional<Error> failure_;
-  bool asked_ = false;               // wanted_ or taken_ has changed
-  std::optional<StepView> current_;  // the step under way, if any
-  std::uint64_t taken_ = 0;          // the step that the trainer works on
-  bool taken_contributes_ = false;   // … as a contributor
+  bool asked_ = false;  // wanted_ or taken_ has changed
+  bool occupation_changed_ = false;
+  std::optional<Driver::Occupation> occupation_;  // of the trainer
+  std::optional<StepView> current_;               // the step under way, if any
+  std::uint64_t taken_ = 0;                       // the step that the trainer works on
+  bool taken_contributes_ = false;                // … as a contributor
   bool registered_ = false, finished_ = false, over_ = false;
   std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
   bool committed_contributes_ = false;
+  std::uint32_t committed_contributors_ = 0;
   bool stop_ = false, leaving_ = false;
   std::optional<Result<>> left_;
   membership::Samples committed_trained_;

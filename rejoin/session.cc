@@ -52,7 +52,7 @@ class SessionImpl final : public Session {
   SessionImpl(SessionConfig config, std::shared_ptr<device::Device> device, Fd interrupted)
       : config_(std::move(config)),
         interrupt_(std::move(interrupted)),
-        state_(config_.keep_budget, std::move(device)) {}
+        state_(config_.keep_budget, std::move(device), config_.fingerprint) {}
   ~SessionImpl() override { progress_.reset(); }
 
   Result<TensorId> add(const TensorSpec& tensor) override { return state_.add(tensor); }
@@ -103,7 +103,7 @@ class SessionImpl final : public Session {
     progress_ = std::make_unique<Progress>(config_, state_, interrupt_);
     auto joined = progress_->join(from, *digest, took);
     if (!joined) progress_.reset(), stands_.reset();
-    return joined;
+    return joined && busy_ ? progress_->busy(busy_->first, busy_->second) : joined;
   }
 
   Result<std::optional<Step>> begin_step() override {
@@ -126,7 +126,8 @@ class SessionImpl final : public Session {
     state_.owner().set_phase(shm::Phase::compute);
     std::vector<SampleRange> batch;
     for (const auto& range : (*view)->batch) batch.push_back({range.begin, range.end});
-    return std::optional<Step>(std::in_place, step_, (*view)->contributes, (*view)->leads, std::move(batch));
+    return std::optional<Step>(std::in_place, step_, (*view)->contributes, (*view)->leads, (*view)->contributors,
+                               std::move(batch));
   }
 
   Result<> all_reduce(BucketId bucket) override {
@@ -171,6 +172,32 @@ class SessionImpl final : public Session {
   void when_reduced(std::function<void(std::uint64_t)> look) override { look_ = std::move(look); }
   Result<std::span<const std::byte>> reduced(TensorId t) const override {
     return state_.check_tensor(t, "reduced()").map([&] { return state_.reduced(t); });
+  }
+
+  Result<> busy(std::chrono::milliseconds limit, std::string_view reason) override {
+    constexpr std::chrono::milliseconds longest = std::chrono::hours(24 * 7);
+    constexpr std::size_t longest_reason = 200;
+    if (ended_) return tl::unexpected(*ended_);
+    if (reason.empty() || reason.size() > longest_reason)
+      return fail(ErrorCode::invalid_argument, "busy() for a reason of {} bytes; there must be 1 to {}", reason.size(),
+                  longest_reason);
+    if (limit.count() < 1 || limit > longest)
+      return fail(ErrorCode::invalid_argument,
+                  "busy() with '{}' for up to {} ms; there must be 1 to {}: it is how long the others would wait for "
+                  "one that hangs",
+                  printable(reason, longest_reason), limit.count(), longest.count());
+    if (busy_)
+      return fail(ErrorCode::invalid_argument, "busy() with '{}', but busy with '{}' already: done() comes first",
+                  printable(reason, longest_reason), busy_->second);
+    busy_ = {limit, printable(reason, longest_reason)};
+    return progress_ ? progress_->busy(busy_->first, busy_->second) : Result<>();
+  }
+  Result<> done() override {
+    if (!std::exchange(busy_, std::nullopt))
+      return ended_ ? tl::unexpected(*ended_) : fail(ErrorCode::invalid_argument, "done() without busy()");
+    if (progress_)
+      if (auto done = progress_->done(); !done) return done;
+    return ended_ ? tl::unexpected(*ended_) : Result<>();
   }
 
   std::optional<std::uint64_t> version() const override {
@@ -264,12 +291,13 @@ class SessionImpl final : public Session {
     stage_ = Stage::updating;
     whole_.reset();
     stands_.reset();
-    const auto begun = state_.begin_update(rejoin::Step(step_), decision_.contributed);
+    const auto begun = state_.begin_update(rejoin::Step(step_), decision_.contributed, decision_.contributors);
     if (!begun) return tl::unexpected(tear(begun.error()).error());
     std::vector<Piece> pieces;
     pieces.reserve(begun->size());
     for (const auto& piece : *begun)
-      pieces.push_back({TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient});
+      pieces.push_back(
+          {TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient, piece.contributors});
     return pieces;
   }
 
@@ -353,6 +381,7 @@ class SessionImpl final : public Session {
   std::optional<std::uint64_t> whole_;  // the state's version, where it follows from this replica's role
   std::optional<Error> ended_;          // by leave(), or by an update that broke off
   bool torn_ = false;                   // … which has left a state of no version
+  std::optional<std::pair<std::chrono::milliseconds, std::string>> busy_;  // for at most so long, with what
   std::function<void(std::uint64_t)> look_;
   Progress::Decision decision_;     // on the step whose update is under way
   std::optional<Position> stands_;  // of the state, where it is of one step
@@ -365,6 +394,10 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
     return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   if (auto named = check_unix_name(config.socket); !named) return tl::unexpected(named.error());
   if (auto known = transport::check_name(config.transport); !known) return tl::unexpected(known.error());
+  constexpr std::size_t longest_fingerprint = 4096;
+  if (config.fingerprint.size() > longest_fingerprint)
+    return fail(ErrorCode::invalid_argument, "SessionConfig::fingerprint has {} bytes; there may be up to {}",
+                config.fingerprint.size(), longest_fingerprint);
   const ftar::Options ring{.chunk_bytes = config.chunk_bytes, .chunks_in_flight = config.chunks_in_flight};
   if (auto right = ftar::check(ring); !right) return tl::unexpected(right.error());
   auto device = device::open_device(config.device);

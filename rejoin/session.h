@@ -23,6 +23,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/clock.h"
@@ -55,8 +56,11 @@ struct SessionConfig {
   // host's memory only.
   std::uint64_t flip_bit_at = 0;
   // A trainer may evaluate, or write a checkpoint, for so long between commit() and the next begin_step() while the
-  // others wait for it. One that takes longer is taken for one that hangs.
+  // others wait for it. One that takes longer is taken for one that hangs. Session::busy() says more, and elsewhere.
   std::chrono::milliseconds between_steps{std::chrono::minutes(10)};
+  // The caller's, up to 4 KiB of text: what else must be the same on all replicas for their bits to be, such as the
+  // framework's version and the optimizer's settings. Whoever comes with another one is refused with both.
+  std::string fingerprint;
   // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
   std::chrono::milliseconds patience{60000};
 
@@ -87,8 +91,10 @@ using BucketId = std::uint32_t;
 
 // One application of the optimizer: elements [first, first + count) of a tensor, with the reduced (mean) gradient of
 // `step`, of which gradient[0] belongs to element `first`. A contributor gets each tensor once and whole; a catching-up
-// replica gets what it has of it, in any number of ranges, and may get several steps for one range, in order. No other
-// element may be changed.
+// replica gets what it has of it, in any number of ranges, and may get several steps for one range, in order. Ranges
+// begin at multiples of 64 elements and end at such or with the tensor: where an optimizer's bits depend on where its
+// loops begin and end, going through each tensor by slices of a multiple of 64 gives the same ones everywhere. A range
+// of a tensor that is not elementwise is all of it. No other element may be changed.
 // Thread and life: pieces come one after the other, on the thread that called commit(), before it returns. `gradient`
 // is memory of the session's device and the session's own, to be read only; it holds these values until the optimizer
 // has returned, or, where commit() was given a stream, until the stream has done what the optimizer queued. Afterwards
@@ -98,6 +104,7 @@ struct Piece {
   std::uint64_t first = 0, count = 0;
   std::uint64_t step = 0;
   std::span<const std::byte> gradient;
+  std::uint32_t contributors = 0;  // whose gradients are in this mean: as many replicas as `step` was decided with
   template <typename T>
   std::span<const T> gradient_as() const {
     return {reinterpret_cast<const T*>(gradient.data()), count};
@@ -155,18 +162,26 @@ class Session {
   // ---- steps
   class Step {
    public:
-    Step(std::uint64_t number, bool contributes, bool leads, std::vector<SampleRange> batch)
-        : number_(number), contributes_(contributes), leads_(leads), batch_(std::move(batch)) {}
+    Step(std::uint64_t number, bool contributes, bool leads, std::uint32_t contributors, std::vector<SampleRange> batch)
+        : number_(number),
+          contributes_(contributes),
+          leads_(leads),
+          contributors_(contributors),
+          batch_(std::move(batch)) {}
     std::uint64_t number() const { return number_; }   // the state is at the version before it
     bool contributes() const { return contributes_; }  // false: catching up; no backward, all_reduce() is refused
     // True on all ranks of one contributor: for what one replica does for all, such as writing a checkpoint. Where the
     // members change just then it may be none or two of them; states at one version are the same, whoever writes them.
     bool leads() const { return leads_; }
+    // Replicas that contribute, as it is planned. Where one is lost in the step there are fewer in the mean:
+    // Piece::contributors has as many as it was decided with.
+    std::uint32_t contributors() const { return contributors_; }
     const std::vector<SampleRange>& batch() const { return batch_; }
 
    private:
     std::uint64_t number_;
     bool contributes_, leads_;
+    std::uint32_t contributors_;
     std::vector<SampleRange> batch_;
   };
   // Waits until there is a step for this replica. Nothing: the job is finished. A replica that has come too late to
@@ -214,6 +229,18 @@ class Session {
   // Instead of it: the optimizer has failed, and `what` says how. The state is updated in part, and nobody's any more.
   // Returns that error; all later calls say the same.
   virtual Error abandon_update(const std::string& what) = 0;
+
+  // Between these two the trainer is busy with something that the others could take for hanging: writing a checkpoint,
+  // evaluating, recompiling. Anywhere: between steps, in a step before commit(), or over any of these calls. For up to
+  // `limit` nobody is put out for being waited for; the coordinator's status says who is busy with what and for how
+  // long, and the others wait. Who is busy for longer is treated as one that hangs, and everybody's log says so. How
+  // long such a step took does not count for what is taken for hanging later. Before join() nobody waits, and the
+  // time begins with it.
+  // Errors of both: `cancelled` and the like where the session is at its end; what was begun is over nevertheless.
+  // `invalid_argument` for a limit that is not 1 ms to a week, a reason that is not 1 to 200 bytes, busy() twice,
+  // done() without busy().
+  virtual Result<> busy(std::chrono::milliseconds limit, std::string_view reason) = 0;
+  virtual Result<> done() = 0;
 
   // ---- looking
   // The version that all of the state has, where it is whole: what a checkpoint is of. Nothing while it is not, or

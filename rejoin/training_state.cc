@@ -198,13 +198,15 @@ std::uint64_t TrainingState::plan_hash() const {
   std::uint64_t plan = owner_->manifest().hash();
   for (const auto& bucket : buckets_)
     for (auto t : bucket) plan = combine_digests(plan, combine_digests(t.index, bucket.size()));
+  if (!fingerprint_.empty()) plan = combine_digests(plan, rejoin::digest(as_bytes(fingerprint_)));
   return plan | 1;
 }
 
 proto::Declaration TrainingState::declaration() const {
   constexpr std::size_t most_bytes = 256 * KiB, most_of_a_name = 200;
   proto::Declaration all;
-  std::size_t bytes = 0;
+  all.set_fingerprint(fingerprint_);
+  std::size_t bytes = fingerprint_.size();
   for (std::size_t t = 0; t < tensors_.size(); ++t) {
     proto::Declaration::Tensor tensor;
     tensor.set_name(tensors_[t].name.substr(0, most_of_a_name));
@@ -231,11 +233,13 @@ Result<> TrainingState::start(std::uint64_t version) {
   return {};
 }
 
-Result<std::vector<catchup::Piece>> TrainingState::begin_update(Step step, bool contributed) {
-  return keeper_->begin(step, contributed, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
-    const std::uint64_t element = size_of(tensors_[t].type);
-    return BytesView(output_.bytes).subspan(gradient_offset_[t] + first * element, count * element);
-  });
+Result<std::vector<catchup::Piece>> TrainingState::begin_update(Step step, bool contributed,
+                                                                std::uint32_t contributors) {
+  return keeper_->begin(
+      step, contributed, contributors, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
+        const std::uint64_t element = size_of(tensors_[t].type);
+        return BytesView(output_.bytes).subspan(gradient_offset_[t] + first * element, count * element);
+      });
 }
 
 void TrainingState::end_update(Step step, bool contributed) { keeper_->end(step, contributed); }

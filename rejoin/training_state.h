@@ -14,8 +14,9 @@ namespace rejoin {
 
 class TrainingState {
  public:
-  explicit TrainingState(std::uint64_t keep_budget, std::shared_ptr<device::Device> device = device::make_host())
-      : keep_budget_(keep_budget), device_(std::move(device)) {}
+  explicit TrainingState(std::uint64_t keep_budget, std::shared_ptr<device::Device> device = device::make_host(),
+                         std::string fingerprint = {})
+      : keep_budget_(keep_budget), device_(std::move(device)), fingerprint_(std::move(fingerprint)) {}
 
   // As Session's functions of these names.
   Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& own = {});
@@ -44,7 +45,7 @@ class TrainingState {
   Result<> start(std::uint64_t version);
   // Begins the update of a committed step; what is handed out is to be applied in this order. Ends it: it has been.
   // Errors: of the device.
-  Result<std::vector<catchup::Piece>> begin_update(Step step, bool contributed);
+  Result<std::vector<catchup::Piece>> begin_update(Step step, bool contributed, std::uint32_t contributors);
   void end_update(Step step, bool contributed);
   std::uint64_t kept_bytes() const { return keeper_->kept_bytes(); }
   // A joiner's: all of it is there, proven, and at this version now.
@@ -60,6 +61,7 @@ class TrainingState {
 
   const std::uint64_t keep_budget_;
   const std::shared_ptr<device::Device> device_;
+  const std::string fingerprint_;
   std::vector<shm::Tensor> tensors_;
   std::vector<shm::Owner::Own> own_state_;  // by tensor: in the trainer's memory
   std::set<std::string> names_;

@@ -11,7 +11,8 @@ namespace {
 
 // Elements of a part, of a tensor whose type and columns are in order.
 std::uint64_t elements_per_part(const Tensor& tensor) {
-  return std::max<std::uint64_t>(16, kPartBytes / (size_of(tensor.type) * tensor.columns) / 16 * 16);
+  static_assert(kPartBytes >= kBorder * kMaxColumns * sizeof(double));
+  return kPartBytes / (size_of(tensor.type) * tensor.columns) / kBorder * kBorder;
 }
 
 std::uint64_t parts_of(const Tensor& tensor) {

@@ -16,6 +16,9 @@ constexpr std::size_t kMaxColumns = 4;  // a weight and up to three moments
 // Of all columns together. Small enough that what has just landed is still in the cache when its digest is taken, and
 // that the gradients kept for a slice under way are few.
 constexpr std::uint64_t kPartBytes = 1 * MiB;
+// Elements between which slices and parts begin and end. Whatever vector loops an optimizer has, they go through a
+// slice as they go through the same elements of the whole tensor, where both are cut at such borders.
+constexpr std::uint64_t kBorder = 64;
 constexpr std::uint32_t kMaxPins = 64;  // parts a daemon can hold at one version
 constexpr std::uint32_t kMaxTensors = 4096;
 constexpr std::uint64_t kMaxParts = 1 << 20;  // 1 TiB of state a rank
@@ -31,7 +34,7 @@ struct Tensor {
 // Whether there can be such a tensor, whatever the others are.
 Result<> check(const Tensor& tensor);
 
-// A range of elements of one tensor, all columns.
+// A range of elements of one tensor, all columns: from a multiple of kBorder to another, or to the tensor's end.
 struct Part {
   std::uint32_t tensor = 0;
   std::uint64_t first = 0, count = 0;  // elements

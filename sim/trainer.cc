@@ -211,7 +211,9 @@ void Trainer::run() {
   if (driver_->failure()) return world_.trainer_exits(*this, driver_->failure()->message);
   world_.checker().on_kept(replica, rank, state_->kept_bytes(), model_.keep_budget());
 
-  if (stage_ == Stage::waiting && driver_->step() && driver_->step()->step > last_) begin_step();
+  if (stage_ == Stage::waiting && driver_->step() && driver_->step()->step > last_ &&
+      world_.now() >= between_steps_until_)
+    begin_step();
   if (stage_ == Stage::exchanging && !step_.contributes && driver_->step() && driver_->step()->step == step_.step &&
       driver_->step()->contributes) {
     world_.count("promoted within a step");
@@ -262,6 +264,18 @@ void Trainer::compute() {
   world_.wake(*this);
 }
 
+void Trainer::be_busy(Duration lasting, bool too_long, bool between_steps) {
+  const TimePoint now = world_.now_at(machine);
+  driver_->occupy(
+      Driver::Occupation{
+          .reason = "a checkpoint", .since = now, .until = now + (too_long ? lasting / 2 : lasting + 10ms)},
+      now);
+  (between_steps ? between_steps_until_ : compute_stands_until_) = world_.now() + lasting;
+  in(lasting, &Trainer::have_done);
+}
+
+void Trainer::have_done() { driver_->occupy(std::nullopt, world_.now_at(machine)); }
+
 void Trainer::touch() {
   if (stage_ == Stage::exchanging) floats(state_->gradient({0}))[5] += 1.0f;
 }
@@ -275,7 +289,7 @@ void Trainer::begin_update() {
   if (contributed_ && gradients_)
     checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
   if (!contributed_) damage_at_rest();
-  pieces_ = *state_->begin_update(Step(step_.step), contributed_);
+  pieces_ = *state_->begin_update(Step(step_.step), contributed_, driver_->committed_contributors());
   in(random.between(20us, 900us), &Trainer::end_update);
 }
 

@@ -24,6 +24,8 @@ class Trainer final : public Process {
   void on_word(membership::RankConnection from, const proto::ToNode& word);
   void on_daemon_gone(membership::RankConnection from);
   void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
+  // It says so, and takes longer than it said or not.
+  void be_busy(Duration lasting, bool too_long, bool between_steps);
   std::string describe();
   std::size_t pins_in_use() const;
   // It has exchanged this step, and has not been told anything later.
@@ -48,6 +50,7 @@ class Trainer final : public Process {
   std::uint64_t state_digest() const;
   void begin_step();
   void compute();
+  void have_done();
   void touch();  // a planted bug
   void damage_at_rest();
   void begin_update();
@@ -72,7 +75,7 @@ class Trainer final : public Process {
   Stage stage_ = Stage::waiting;
   StepView step_;
   std::uint64_t last_ = 0;
-  TimePoint compute_stands_until_{}, busy_until_{};
+  TimePoint compute_stands_until_{}, busy_until_{}, between_steps_until_{};
   bool contributed_ = false, current_ = false, drifts_ = false;
   std::optional<std::uint64_t> gradients_;  // digest of what was handed over
   std::vector<catchup::Piece> pieces_;

@@ -86,6 +86,9 @@ void World::happen(const Fault& fault) {
     case FaultKind::suspend_node: return suspend_node(fault);
     case FaultKind::slow_disk: slow_append_ = fault.lasting; return;
     case FaultKind::hang_compute: return hang_compute(fault, until);
+    case FaultKind::busy_trainer:
+      if (trainer != nullptr) trainer->be_busy(fault.lasting, fault.detail % 4 == 3, fault.detail % 8 >= 4);
+      return;
     case FaultKind::reset_control:
       if (daemon != nullptr) reset_link(daemon->link);
       return;

@@ -27,8 +27,9 @@ struct Trained : Test, Daemons {
   std::vector<std::unique_ptr<Process>> processes;
   TensorId w, b;
 
-  void start(std::uint32_t replicas, std::uint32_t ranks = 1, std::uint64_t steps = 0) {
-    silence_ms = std::to_string(std::chrono::milliseconds(kSilence).count());
+  void start(std::uint32_t replicas, std::uint32_t ranks = 1, std::uint64_t steps = 0,
+             std::chrono::milliseconds silence = kSilence) {
+    silence_ms = std::to_string(silence.count());
     processes.push_back(start_coordinator({"--replicas", std::to_string(replicas), "--ranks", std::to_string(ranks),
                                            "--batch", "8", "--steps", std::to_string(steps)}));
     for (std::uint32_t r = 0; r < replicas; ++r) processes.push_back(start_node(r, {"--connect", coordinator}));
@@ -293,6 +294,188 @@ TEST_F(Trained, AJoinerHasNothingToReduceAndNoVersionUntilItsStateIsWhole) {
   EXPECT_TRUE(followed);
   first->interrupt();
   other.get();
+}
+
+// ---- busy
+
+// Two that have run steps enough to know what is usual; the second goes on in a thread.
+struct Busy : Trained {
+  std::unique_ptr<Session> first, second;
+  std::optional<Training> other;
+
+  void start_two(std::chrono::milliseconds between_steps = SessionConfig().between_steps) {
+    start(2, 1, 0, 1s);
+    auto its = config(0);
+    its.between_steps = between_steps;
+    first = declared(its), second = joined(1);
+    ASSERT_TRUE(first && second && first->join());
+    other.emplace(trains(*second));
+    for (int i = 0; i < 8; ++i) ASSERT_TRUE(step_once(*first));
+  }
+  std::string told() const { return run({kCli, "status", coordinator_status}).output; }
+  bool tells(const std::string& what) const {
+    return eventually([&] { return told().find(what) != std::string::npos; });
+  }
+  std::size_t members() const { return status().at("members").size(); }
+};
+
+TEST_F(Busy, WithinAStepOneIsWaitedForAndTheStatusSaysWithWhatItIsBusy) {
+  ASSERT_NO_FATAL_FAILURE(start_two());
+  ASSERT_TRUE(*first->begin_step());
+  ASSERT_TRUE(first->all_reduce(0));
+  ASSERT_TRUE(first->busy(60s, "a check\npoint"));
+  EXPECT_FALSE(eventually([&] { return members() != 2; }, 4s)) << "four silences";
+  EXPECT_TRUE(tells("replica 0 rank 0: its exchange of step 9")) << told();
+  EXPECT_TRUE(tells("the step waits for its trainer, which has been busy with 'a check?point' for ")) << told();
+  EXPECT_TRUE(tells(" s, of the 60.0 s that it may be; replica 1 waits for it: ")) << told();
+  ASSERT_TRUE(first->done());
+  ASSERT_TRUE(first->all_reduce(1));
+  ASSERT_TRUE(commit(*first));
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(step_once(*first));
+  EXPECT_EQ(status().at("epoch"), 1u) << status().dump();
+  first->interrupt(), second->interrupt();
+  other->get();
+}
+
+TEST_F(Busy, BetweenStepsOneIsWaitedForLongerThanAnybodyMayTake) {
+  ASSERT_NO_FATAL_FAILURE(start_two(200ms));
+  ASSERT_TRUE(first->busy(60s, "evaluating"));
+  EXPECT_FALSE(eventually([&] { return members() != 2; }, 4s)) << "four silences";
+  EXPECT_TRUE(tells("its trainer, which has been busy with 'evaluating' for ")) << told();
+  ASSERT_TRUE(first->done());
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(step_once(*first));
+  EXPECT_EQ(status().at("epoch"), 1u) << status().dump();
+  first->interrupt(), second->interrupt();
+  other->get();
+}
+
+TEST_F(Busy, OneMayBeBeforeItHasJoined) {
+  start(1);
+  first = declared(config(0));
+  ASSERT_TRUE(first->busy(60s, "compiling"));
+  ASSERT_TRUE(first->join());
+  EXPECT_TRUE(tells("its trainer, which has been busy with 'compiling' for ")) << told();
+  ASSERT_TRUE(first->done());
+  EXPECT_TRUE(step_once(*first));
+}
+
+TEST_F(Busy, ForLongerThanItSaidOneIsOutAndEverybodySaysWhy) {
+  ASSERT_NO_FATAL_FAILURE(start_two());
+  ASSERT_TRUE(*first->begin_step());
+  ASSERT_TRUE(first->busy(500ms, "evaluating"));
+  EXPECT_TRUE(eventually([&] { return committed() > 10; })) << "the other one goes on: " << told();
+  const std::string log = log_of("coordinator");
+  EXPECT_NE(log.find("replica 0 is out"), std::string::npos) << log;
+  EXPECT_NE(log.find("its trainer, which has been busy with 'evaluating' for"), std::string::npos) << log;
+  EXPECT_NE(log.find("longer than the 0.5 s that it had asked for"), std::string::npos) << log;
+  EXPECT_TRUE(eventually([&] {
+    const auto refused = commit(*first);  // without its buckets, which changes nothing
+    return !refused && refused.error().code == ErrorCode::cancelled;
+  }));
+  EXPECT_REFUSED(first->done(), ErrorCode::cancelled, "this replica is out of the job", "evaluating");
+  EXPECT_REFUSED(first->all_reduce(0), ErrorCode::cancelled, "this replica is out of the job", "evaluating");
+  second->interrupt();
+  other->get();
+}
+
+TEST_F(Busy, WhatCanNotBeIsRefusedByName) {
+  start(1);
+  first = joined(0);
+  ASSERT_TRUE(first);
+  EXPECT_REFUSED(first->busy(0s, "x"), ErrorCode::invalid_argument, "'x' for up to 0 ms; there must be 1 to 604800000");
+  EXPECT_REFUSED(first->busy(8 * 24h, "x"), ErrorCode::invalid_argument, "there must be 1 to 604800000");
+  EXPECT_REFUSED(first->busy(1s, ""), ErrorCode::invalid_argument, "a reason of 0 bytes; there must be 1 to 200");
+  EXPECT_REFUSED(first->busy(1s, std::string(201, 'x')), ErrorCode::invalid_argument, "a reason of 201 bytes");
+  EXPECT_REFUSED(first->done(), ErrorCode::invalid_argument, "done() without busy()");
+  ASSERT_TRUE(first->busy(1s, "one"));
+  EXPECT_REFUSED(first->busy(1s, "two"), ErrorCode::invalid_argument, "with 'two', but busy with 'one' already");
+  ASSERT_TRUE(step_once(*first)) << "it may go on for some steps";
+  ASSERT_TRUE(first->done());
+  first->interrupt();
+  EXPECT_REFUSED(first->busy(1s, "x"), ErrorCode::cancelled, "interrupt() was called");
+  EXPECT_REFUSED(first->done(), ErrorCode::cancelled, "interrupt() was called");
+}
+
+// ---- what a step's gradients are the mean of
+
+TEST_F(Trained, AStepSaysHowManyContributeAndAPieceHowManyHave) {
+  start(3);
+  std::vector<std::unique_ptr<Session>> sessions;
+  for (std::uint32_t r = 0; r < 3; ++r) sessions.push_back(joined(r));
+  for (auto& session : sessions) {
+    ASSERT_TRUE(session);
+    auto step = session->begin_step();
+    ASSERT_TRUE(step && *step);
+    EXPECT_EQ((*step)->contributors(), 3u);
+  }
+  for (auto r : {0, 1})
+    for (BucketId bucket : {0, 1}) ASSERT_TRUE(sessions[r]->all_reduce(bucket));
+  ASSERT_TRUE(sessions[2]->leave());
+  const auto contributors = [](Session& session) {
+    std::vector<std::uint32_t> of;
+    auto done = session.commit([&](const Piece& piece) { of.push_back(piece.contributors); });
+    EXPECT_TRUE(done) << done.error().message;
+    return of;
+  };
+  auto other = std::async(std::launch::async, [&] { return contributors(*sessions[1]); });
+  EXPECT_EQ(contributors(*sessions[0]), (std::vector<std::uint32_t>{2, 2}));
+  EXPECT_EQ(other.get(), (std::vector<std::uint32_t>{2, 2}));
+  EXPECT_EQ((*sessions[0]->begin_step())->contributors(), 2u);
+}
+
+// A joiner's pieces are of steps that were decided with different members, and of parts of tensors.
+TEST_F(Trained, AJoinersPiecesHaveTheContributorsOfTheirStepAndBordersThatFitEverybodys) {
+  start(2);
+  auto first = joined(0, kMuch), second = joined(1, kMuch);
+  ASSERT_TRUE(first && second);
+  auto other = trains(*second);
+  ASSERT_TRUE(step_once(*first));
+  ASSERT_TRUE(first->leave());
+  auto again = joined(0, kMuch);
+  ASSERT_TRUE(again);
+  std::size_t parts = 0;
+  bool contributes = false;
+  for (int i = 0; i < 10'000 && !contributes; ++i) {
+    auto step = again->begin_step();
+    ASSERT_TRUE(step && *step);
+    contributes = (*step)->contributes();
+    EXPECT_EQ((*step)->contributors(), contributes ? 2u : 1u);
+    if (contributes) break;
+    ASSERT_TRUE(again->commit([&](const Piece& piece) {
+      EXPECT_EQ(piece.contributors, 1u);
+      const std::uint64_t count = piece.tensor.index == w.index ? kMuch : 10, end = piece.first + piece.count;
+      EXPECT_EQ(piece.first % 64, 0u);
+      EXPECT_TRUE(end % 64 == 0 || end == count) << end;
+      parts += end < count;
+      for (auto& x : piece.of(Session::as<float>(again->weight(piece.tensor).value()))) x += 1;
+    }));
+  }
+  EXPECT_TRUE(contributes);
+  EXPECT_GT(parts, 0u);
+  again->interrupt(), second->interrupt();
+  other.get();
+}
+
+// ---- what replicas must declare alike
+
+TEST_F(Trained, WhoComesWithAnotherFingerprintIsRefusedWithBoth) {
+  start(3);
+  const auto with = [&](std::uint32_t replica, const std::string& fingerprint) {
+    auto config = this->config(replica);
+    config.fingerprint = fingerprint;
+    return declared(config);
+  };
+  auto first = with(0, "torch 2.15; AdamW lr=0.1"), third = with(2, "torch 2.15; AdamW lr=0.1");
+  auto other = with(1, "torch 2.15; AdamW lr=0.2");
+  ASSERT_TRUE(first->join());
+  ASSERT_TRUE(third->join());
+  EXPECT_REFUSED(other->join(), ErrorCode::refused, "its fingerprint is not that of replicas 0, 2",
+                 "'torch 2.15; AdamW lr=0.2' here, and 'torch 2.15; AdamW lr=0.1' there, from byte 23 on");
+  auto same = with(1, "torch 2.15; AdamW lr=0.1");
+  EXPECT_TRUE(same->join());
+  auto config = this->config(0);
+  config.fingerprint = std::string(4097, 'x');
+  EXPECT_REFUSED(Session::open(config), ErrorCode::invalid_argument, "fingerprint has 4097 bytes; there may be up to");
 }
 
 // ---- what is out of range

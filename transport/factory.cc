@@ -27,6 +27,7 @@ Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names
 }
 
 Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list) {
+  if (auto there = ibverbs::available(); !there) return tl::unexpected(there.error());
   std::vector<std::string> names = list.empty() ? ibverbs::active_ports() : split(list, ',');
   if (names.empty())
     return fail(ErrorCode::unavailable,

@@ -78,6 +78,12 @@ def libraries(program):
     return re.findall(r"(/\S+\.so\S*)", listed)
 
 
+def loaded_at_run_time():
+    """What ldd does not tell of the project's programs: the vendors' libraries, as far as they are here."""
+    cache = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
+    return re.findall(r"=> (/\S+/(?:libibverbs\.so\.1|librdmacm\.so\.1|libuc[ps]\.so\.0))$", cache, re.MULTILINE)
+
+
 class Tree:
     """A directory that becomes part of the initial file system."""
 
@@ -149,6 +155,8 @@ def prepare(job, programs, *, node=None, network=(), memory=2048, shell=False, f
         (tree.path / "job.sh").write_text(job)
         for program in programs:
             tree.program(program, "/usr/bin/" + os.path.basename(program))
+        for library in loaded_at_run_time():
+            tree.program(library)
         for source, to in files:
             tree.put(source, to)
         handle, image = tempfile.mkstemp(prefix="rejoin-vm-", suffix=".cpio.gz")

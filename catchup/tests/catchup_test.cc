@@ -120,7 +120,7 @@ struct Replica {
       EXPECT_TRUE(access->write(of_device.back().bytes.data(), here));
       return BytesView(of_device.back().bytes);
     };
-    const auto pieces = keeper->begin(step, contributes, gradient_of);
+    const auto pieces = keeper->begin(step, contributes, 1, gradient_of);
     ASSERT_TRUE(pieces);
     for (const auto& piece : *pieces) {
       ++trained_pieces;

@@ -211,15 +211,15 @@ struct Bench {
     a.set_only_waiting(only_waiting);
     say(who, message);
   }
-  void excuse(std::uint32_t who) {
+  void excuse(std::uint32_t who, const char* what = "its trainer, which is between steps", bool excused = true) {
     proto::FromNode message;
     auto& a = *message.mutable_accusation();
     a.set_replica(who);
     a.set_epoch(coordinator.epoch().value);
     a.set_suspect(who);
-    a.set_what("its trainer, which is between steps");
+    a.set_what(what);
     a.set_only_waiting(true);
-    a.set_excused(true);
+    a.set_excused(excused);
     say(who, message);
   }
   void start() {
@@ -403,6 +403,36 @@ TEST(Coordinator, WhileATrainerMayTakeItsTimeNobodyIsJudged) {
   EXPECT_EQ(bench.coordinator.members().size(), 2u);
   ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
   EXPECT_EQ(bench.coordinator.suspended()[0].replica, ReplicaId(2));
+}
+
+// The next patience is of steps in which nobody took its time.
+TEST(Coordinator, APlanTellsWhetherATrainerTookItsTimeInTheStepBefore) {
+  Bench bench;
+  bench.start();
+  bench.steps(1);
+  EXPECT_FALSE(bench.inbox[0].back().plan().excused());
+  bench.excuse(2);
+  bench.steps(1);
+  EXPECT_TRUE(bench.inbox[0].back().plan().excused());
+  bench.steps(1);
+  EXPECT_FALSE(bench.inbox[0].back().plan().excused());
+}
+
+TEST(Coordinator, WhoSaysThatItIsBusyNoLongerWithLeaveIsJudgedWithItsOwnWords) {
+  Bench bench;
+  bench.start();
+  bench.accuse(0, 2);
+  bench.excuse(2, "its trainer, which has been busy with 'a checkpoint' for 1.0 s", true);
+  bench.pass(900ms);
+  ASSERT_EQ(bench.coordinator.members().size(), 3u);
+  bench.excuse(2, "its trainer, which has been busy with 'a checkpoint' for 2.0 s, longer than it said", false);
+  bench.pass(200ms);
+  EXPECT_EQ(bench.coordinator.members().size(), 2u);
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_EQ(bench.coordinator.suspended()[0].replica, ReplicaId(2));
+  EXPECT_EQ(bench.coordinator.suspended()[0].reason,
+            "replica 0 waits for chunk 3 of 9 of the reduce-scatter; the step waits for its trainer, which has been "
+            "busy with 'a checkpoint' for 2.0 s, longer than it said");
 }
 
 TEST(Coordinator, NobodyExcusesAnother) {

@@ -44,6 +44,21 @@ TEST(Declaration, AnotherOrderIsADifference) {
             "tensor 0 in the order of declaration is 'a' here, and 'b' there");
 }
 
+TEST(Declaration, OfFingerprintsThatDifferBothAreShown) {
+  auto one = of({{"a", 1}}), other = one;
+  EXPECT_EQ(fingerprint_difference(one, other), "");
+  one.set_fingerprint("torch 2.14");
+  other.set_fingerprint("torch 2.15");
+  EXPECT_EQ(fingerprint_difference(one, other), "'torch 2.14' here, and 'torch 2.15' there, from byte 9 on");
+  other.clear_fingerprint();
+  EXPECT_EQ(fingerprint_difference(one, other), "'torch 2.14' here, and '' there, from byte 0 on");
+  one.set_fingerprint(std::string(4000, 'x') + "=1\n" + std::string(93, 'x'));
+  other.set_fingerprint(std::string(4000, 'x') + "=2\n" + std::string(93, 'x'));
+  const std::string tail(93, 'x');
+  EXPECT_EQ(fingerprint_difference(one, other), "'…" + std::string(59, 'x') + "=1?" + tail + "' here, and '…" +
+                                                    std::string(59, 'x') + "=2?" + tail + "' there, from byte 4001 on");
+}
+
 TEST(Declaration, OfWhatIsAlikeNothingIsSaid) { EXPECT_EQ(first_difference(of({{"a", 1}}), of({{"a", 1}})), ""); }
 
 }  // namespace

@@ -372,7 +372,7 @@ TEST(DeviceState, GradientsMayLieInTheTrainersOwnMemory) {
   EXPECT_NE(state.gradient(c).data(), nullptr);
   // What is updated is the state, from the reduced gradients, by their own addresses.
   ASSERT_TRUE(state.start(0));
-  const auto pieces = *state.begin_update(Step(1), true);
+  const auto pieces = *state.begin_update(Step(1), true, 1);
   ASSERT_EQ(pieces.size(), 3u);
   EXPECT_EQ(pieces[a.index].gradient.data(), state.buckets()[0].output.data() + 96);
   state.end_update(Step(1), true);

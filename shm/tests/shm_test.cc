@@ -37,6 +37,28 @@ TEST(Manifest, SlicesCoverEveryElementOnceAndSurviveTheWire) {
   EXPECT_EQ(parsed->hash(), manifest.hash());
 }
 
+// An optimizer's vector loops go through a slice as through the same elements of the whole.
+TEST(Manifest, SlicesAndPartsBeginAndEndAtMultiplesOfSixtyFourElementsOrWithTheTensor) {
+  std::mt19937_64 random(64);
+  for (const auto type : kDataTypes)
+    for (std::uint32_t columns = 1; columns <= kMaxColumns; ++columns)
+      for (const bool elementwise : {true, false})
+        for (int i = 0; i < 50; ++i) {
+          const std::uint64_t count = 1 + random() % (i % 2 == 0 ? 200 : 1'500'000);
+          const auto manifest = *Manifest::make(
+              {{.name = "w", .type = type, .count = count, .columns = columns, .elementwise = elementwise}});
+          const auto check = [&](const Part& range) {
+            ASSERT_EQ(range.first % 64, 0u) << to_string(type) << " × " << columns;
+            const std::uint64_t end = range.first + range.count;
+            ASSERT_TRUE(end % 64 == 0 || end == count) << end << " of " << count;
+          };
+          for (const auto& slice : manifest.slices()) check(slice.whole);
+          for (const auto& part : manifest.parts()) check(part);
+          ASSERT_LE(manifest.bytes_of(manifest.parts().front()), kPartBytes);
+          ASSERT_TRUE(elementwise || manifest.slices().size() == 1);
+        }
+}
+
 TEST(Manifest, ATensorThatIsNotElementwiseIsOneSliceOfSeveralParts) {
   const Manifest manifest = sample(3'000'000, false);
   EXPECT_EQ(manifest.slices().size(), 2u);

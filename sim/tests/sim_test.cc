@@ -78,6 +78,59 @@ TEST_F(Simulated, OfATrainerThatHangsOnlyItsReplicaGoes) {
   }
 }
 
+// Of fault.detail: see World::happen().
+constexpr std::uint64_t kWithinAStep = 0, kBetweenSteps = 4, kTooLong = 3;
+
+TEST_F(Simulated, WhoSaysThatItIsBusyCostsNobodyAPlaceForAsLongAsItSaid) {
+  for (const auto where : {kWithinAStep, kBetweenSteps})
+    for (const auto lasting : {30, 250, 3000})
+      for (std::uint64_t seed = 0; seed < 4; ++seed) {
+        const Fault fault{.at = std::chrono::seconds(1),
+                          .kind = FaultKind::busy_trainer,
+                          .replica = 1,
+                          .lasting = std::chrono::milliseconds(lasting),
+                          .detail = where};
+        Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .faults = {{fault}}});
+        ASSERT_FALSE(outcome.violation) << "for " << lasting << " ms, seed " << seed << ": " << outcome.violation->what;
+        EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << "for " << lasting << " ms, seed " << seed;
+      }
+}
+
+TEST_F(Simulated, WhoIsBusyForLongerThanItSaidGoes) {
+  for (const auto where : {kWithinAStep, kBetweenSteps})
+    for (std::uint64_t seed = 0; seed < 4; ++seed) {
+      Outcome outcome = play({.seed = seed,
+                              .replicas = 3,
+                              .ranks = 2,
+                              .faults = {{{.at = std::chrono::seconds(1),
+                                           .kind = FaultKind::busy_trainer,
+                                           .replica = 1,
+                                           .lasting = std::chrono::seconds(3),
+                                           .detail = where + kTooLong}}}});
+      ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->what;
+      EXPECT_EQ(outcome.counts["trainer gave up"], 2u) << "seed " << seed << ": its ranks";
+    }
+}
+
+// A step in which somebody was busy would otherwise be what a step may take.
+TEST_F(Simulated, ATrainerThatHangsIsFoundAsSoonAfterABusyStepAsBefore) {
+  for (std::uint64_t seed = 0; seed < 4; ++seed) {
+    std::vector<Fault> faults{{.at = std::chrono::seconds(1),
+                               .kind = FaultKind::busy_trainer,
+                               .replica = 1,
+                               .lasting = std::chrono::milliseconds(500),
+                               .detail = kWithinAStep},
+                              {.at = std::chrono::milliseconds(1530),
+                               .kind = FaultKind::hang_compute,
+                               .replica = 0,
+                               .lasting = std::chrono::milliseconds(2500),
+                               .detail = 1}};
+    Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .faults = faults});
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->what;
+    EXPECT_GT(outcome.counts["trainer gave up"], 0u) << "seed " << seed;
+  }
+}
+
 TEST_F(Simulated, EverythingFollowsFromTheSeed) {
   for (std::uint64_t seed : {4, 5, 6, 8}) {
     const Outcome once = play({.seed = seed, .faults = {}});

@@ -39,7 +39,7 @@ Result<> IbverbsEngine::make_room_for_completions(std::uint32_t more_queue_pairs
       static_cast<int>(options_.receive_buffers + (by_tag_.size() + more_queue_pairs) * options_.queue_depth);
   if (needed <= completions_->cqe) return {};
   const int wanted = std::min(device_->limits().max_cqe, 2 * needed);
-  if (const int error = ibv_resize_cq(completions_.get(), wanted); error != 0 || completions_->cqe < needed)
+  if (const int error = verbs().resize_cq(completions_.get(), wanted); error != 0 || completions_->cqe < needed)
     return fail(ErrorCode::exhausted,
                 "rail {}: the completion queue can't grow to {} entries (limit {}): use fewer or "
                 "shallower queue pairs (qps=, depth=)",

@@ -56,8 +56,9 @@ Result<Path> path_of(rdma_cm_id* id) {
   initial.qp_state = IBV_QPS_INIT;
   path.receive.qp_state = IBV_QPS_RTR;
   path.send.qp_state = IBV_QPS_RTS;
-  if (rdma_init_qp_attr(id, &initial, &mask) != 0 || rdma_init_qp_attr(id, &path.receive, &path.receive_mask) != 0 ||
-      rdma_init_qp_attr(id, &path.send, &path.send_mask) != 0)
+  if (rdmacm().init_qp_attr(id, &initial, &mask) != 0 ||
+      rdmacm().init_qp_attr(id, &path.receive, &path.receive_mask) != 0 ||
+      rdmacm().init_qp_attr(id, &path.send, &path.send_mask) != 0)
     return fail_errno("rdma_init_qp_attr");
   path.partition = initial.pkey_index;
   return path;
@@ -66,9 +67,10 @@ Result<Path> path_of(rdma_cm_id* id) {
 }  // namespace
 
 Result<std::unique_ptr<ConnectionManager>> ConnectionManager::start(const std::string& address) {
+  if (auto there = load_rdmacm(); !there) return tl::unexpected(there.error());
   std::unique_ptr<ConnectionManager> made(new ConnectionManager());
   made->address_ = address;
-  made->channel_.reset(rdma_create_event_channel());
+  made->channel_.reset(rdmacm().create_event_channel());
   if (!made->channel_)
     return fail(ErrorCode::unavailable,
                 "rdma_cm is not to be had: {}; is the module rdma_ucm loaded, and may this user open "
@@ -78,18 +80,18 @@ Result<std::unique_ptr<ConnectionManager>> ConnectionManager::start(const std::s
   AddressInfo info;
   if (auto resolved = resolve(info, address, 0); !resolved) return tl::unexpected(resolved.error());
   rdma_cm_id* id = nullptr;
-  if (rdma_create_id(made->channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) return fail_errno("rdma_create_id");
+  if (rdmacm().create_id(made->channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) return fail_errno("rdma_create_id");
   made->listener_.reset(id);
-  if (rdma_bind_addr(id, info.list->ai_addr) != 0 || id->verbs == nullptr)
+  if (rdmacm().bind_addr(id, info.list->ai_addr) != 0 || id->verbs == nullptr)
     return fail(ErrorCode::unavailable, "rdma_cm can't listen at {}: {}; is it the address of an RDMA device's port?",
                 address, std::strerror(errno));
-  if (rdma_listen(id, 256) != 0) return fail_errno("rdma_listen");
-  made->port_ = ntohs(rdma_get_src_port(id));
+  if (rdmacm().listen(id, 256) != 0) return fail_errno("rdma_listen");
+  made->port_ = ntohs(rdmacm().get_src_port(id));
   return made;
 }
 
 ConnectionManager::~ConnectionManager() {
-  for (auto& [id, connection] : connections_) rdma_destroy_id(id);
+  for (auto& [id, connection] : connections_) rdmacm().destroy_id(id);
 }
 
 Result<> ConnectionManager::call(const Mine& mine, const std::string& address, std::uint16_t port, std::uint64_t token,
@@ -98,23 +100,23 @@ Result<> ConnectionManager::call(const Mine& mine, const std::string& address, s
   if (auto resolved = resolve(local, address_, 0); !resolved) return resolved;
   if (auto resolved = resolve(peer, address, port); !resolved) return resolved;
   rdma_cm_id* id = nullptr;
-  if (rdma_create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) return fail_errno("rdma_create_id");
+  if (rdmacm().create_id(channel_.get(), &id, nullptr, RDMA_PS_TCP) != 0) return fail_errno("rdma_create_id");
   connections_[id] = {.mine = mine, .token = token, .parameters = parameters_of(number, options)};
   std::uint8_t service = options.traffic_class;
-  (void)rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &service, sizeof service);
-  if (rdma_resolve_addr(id, local.list->ai_addr, peer.list->ai_addr, kResolveMs) == 0) return {};
+  (void)rdmacm().set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &service, sizeof service);
+  if (rdmacm().resolve_addr(id, local.list->ai_addr, peer.list->ai_addr, kResolveMs) == 0) return {};
   const int error = errno;
   connections_.erase(id);
-  rdma_destroy_id(id);
+  rdmacm().destroy_id(id);
   return fail(ErrorCode::unavailable, "rdma_cm finds no way from {} to {}: {}", address_, address,
               std::strerror(error));
 }
 
 std::vector<ConnectionManager::Event> ConnectionManager::poll() {
   std::vector<Event> events;
-  for (rdma_cm_event* next = nullptr; rdma_get_cm_event(channel_.get(), &next) == 0;) {
+  for (rdma_cm_event* next = nullptr; rdmacm().get_cm_event(channel_.get(), &next) == 0;) {
     auto event = look_at(*next);
-    rdma_ack_cm_event(next);  // before its id may be destroyed
+    rdmacm().ack_cm_event(next);  // before its id may be destroyed
     if (event) events.push_back(std::move(*event));
   }
   return events;
@@ -152,13 +154,13 @@ std::optional<ConnectionManager::Event> ConnectionManager::next_step(rdma_cm_id*
   };
   switch (type) {
     case RDMA_CM_EVENT_ADDR_RESOLVED:
-      if (rdma_resolve_route(id, kResolveMs) != 0) return failed(std::strerror(errno));
+      if (rdmacm().resolve_route(id, kResolveMs) != 0) return failed(std::strerror(errno));
       return std::nullopt;
     case RDMA_CM_EVENT_ROUTE_RESOLVED: {
       const Call call{.token = connection.token, .index = connection.mine.index};
       connection.parameters.private_data = &call;
       connection.parameters.private_data_len = sizeof call;
-      if (rdma_connect(id, &connection.parameters) != 0) return failed(std::strerror(errno));
+      if (rdmacm().connect(id, &connection.parameters) != 0) return failed(std::strerror(errno));
       return std::nullopt;
     }
     case RDMA_CM_EVENT_CONNECT_RESPONSE: {
@@ -173,7 +175,8 @@ std::optional<ConnectionManager::Event> ConnectionManager::next_step(rdma_cm_id*
     case RDMA_CM_EVENT_CONNECT_ERROR:
     case RDMA_CM_EVENT_UNREACHABLE:
     case RDMA_CM_EVENT_REJECTED:
-      return failed(fmt::format("{}: {}", rdma_event_str(type), status < 0 ? std::strerror(-status) : "by the peer"));
+      return failed(
+          fmt::format("{}: {}", rdmacm().event_str(type), status < 0 ? std::strerror(-status) : "by the peer"));
     default: return std::nullopt;  // what follows once it is connected: the control connection and the device tell that
   }
 }
@@ -184,26 +187,26 @@ Result<> ConnectionManager::accept(const Event& called, EndpointId endpoint, std
   if (connection == connections_.end()) return {};
   connection->second.mine = {endpoint, called.mine.index};
   rdma_conn_param parameters = parameters_of(number, options);
-  if (rdma_accept(called.connection, &parameters) != 0) return fail_errno("rdma_accept");
+  if (rdmacm().accept(called.connection, &parameters) != 0) return fail_errno("rdma_accept");
   return {};
 }
 
 void ConnectionManager::refuse(const Event& called) {
   if (connections_.erase(called.connection) == 0) return;
-  (void)rdma_reject(called.connection, nullptr, 0);
-  rdma_destroy_id(called.connection);
+  (void)rdmacm().reject(called.connection, nullptr, 0);
+  rdmacm().destroy_id(called.connection);
 }
 
 Result<> ConnectionManager::establish(const Event& answered) {
   if (!connections_.contains(answered.connection)) return {};
-  if (rdma_establish(answered.connection) != 0) return fail_errno("rdma_establish");
+  if (rdmacm().establish(answered.connection) != 0) return fail_errno("rdma_establish");
   return {};
 }
 
 void ConnectionManager::forget(EndpointId endpoint) {
   std::erase_if(connections_, [&](const auto& entry) {
     if (entry.second.mine.endpoint != endpoint) return false;
-    rdma_destroy_id(entry.first);
+    rdmacm().destroy_id(entry.first);
     return true;
   });
 }

@@ -6,12 +6,11 @@
 // for that.
 #pragma once
 
-#include <rdma/rdma_cma.h>
-
 #include <map>
 
 #include "base/fd.h"
 #include "transport/ibverbs/queue_pair.h"
+#include "transport/ibverbs/rdmacm_library.h"
 
 namespace rejoin::transport::ibverbs {
 
@@ -65,8 +64,8 @@ class ConnectionManager {
   std::optional<Event> next_step(rdma_cm_id* id, Connection& connection, rdma_cm_event_type type, int status);
 
   struct Destroy {
-    void operator()(rdma_event_channel* channel) const { rdma_destroy_event_channel(channel); }
-    void operator()(rdma_cm_id* id) const { rdma_destroy_id(id); }
+    void operator()(rdma_event_channel* channel) const { rdmacm().destroy_event_channel(channel); }
+    void operator()(rdma_cm_id* id) const { rdmacm().destroy_id(id); }
   };
   std::unique_ptr<rdma_event_channel, Destroy> channel_;
   std::unique_ptr<rdma_cm_id, Destroy> listener_;

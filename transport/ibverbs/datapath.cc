@@ -317,7 +317,7 @@ void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const 
   const bool unreachable = completion.status == IBV_WC_LOC_PROT_ERR || completion.status == IBV_WC_REM_OP_ERR;
   if (!(refused || unreachable) || failed->kind == Work::Kind::send)
     return fail_endpoint(endpoint, ErrorCode::unavailable,
-                         fmt::format("rail {}: {}", name_, ibv_wc_status_str(completion.status)));
+                         fmt::format("rail {}: {}", name_, verbs().wc_status_str(completion.status)));
   // A region was withdrawn while this was on its way, or one of the two devices can't get at its memory.
   if (const Operation* operation = endpoint.operations.find(failed->operation)) {
     if (auto memory = endpoint.memory.find(operation->key); memory != endpoint.memory.end() && memory->second.known)
@@ -327,7 +327,7 @@ void IbverbsEngine::on_work_failed(Endpoint& endpoint, std::size_t index, const 
       error = Error{ErrorCode::cancelled, "the local region was deregistered"};
     else if (unreachable)
       error = Error{ErrorCode::unreachable, fmt::format("rail {} can't get at the memory of a transfer: {}", name_,
-                                                        ibv_wc_status_str(completion.status))};
+                                                        verbs().wc_status_str(completion.status))};
     finish(endpoint, failed->operation, error);
   }
   begin_rebuild(endpoint, index);

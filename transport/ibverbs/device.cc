@@ -14,9 +14,9 @@ namespace {
 
 struct DeviceList {
   int count = 0;
-  ibv_device** devices = ibv_get_device_list(&count);
+  ibv_device** devices = verbs().get_device_list(&count);
   ~DeviceList() {
-    if (devices != nullptr) ibv_free_device_list(devices);
+    if (devices != nullptr) verbs().free_device_list(devices);
   }
 };
 
@@ -31,17 +31,23 @@ bool is_ipv4(const ibv_gid& gid) {
 
 }  // namespace
 
+Result<> available() {
+  if (auto there = load_verbs(); !there) return tl::unexpected(there.error());
+  return {};
+}
+
 std::vector<std::string> active_ports() {
   std::vector<std::string> names;
+  if (!load_verbs()) return names;
   const DeviceList list;
   for (int i = 0; i < list.count; ++i) {
-    const Context context(ibv_open_device(list.devices[i]));
+    const Context context(verbs().open_device(list.devices[i]));
     ibv_device_attr limits{};
-    if (!context || ibv_query_device(context.get(), &limits) != 0) continue;
+    if (!context || verbs().query_device(context.get(), &limits) != 0) continue;
     for (std::uint8_t port = 1; port <= limits.phys_port_cnt; ++port) {
       ibv_port_attr attributes{};
-      if (ibv_query_port(context.get(), port, &attributes) == 0 && attributes.state == IBV_PORT_ACTIVE)
-        names.push_back(fmt::format("{}:{}", ibv_get_device_name(list.devices[i]), port));
+      if (verbs().query_port(context.get(), port, attributes) == 0 && attributes.state == IBV_PORT_ACTIVE)
+        names.push_back(fmt::format("{}:{}", verbs().get_device_name(list.devices[i]), port));
     }
   }
   return names;
@@ -94,6 +100,7 @@ Result<Device> Device::open(const Options& options) {
     name.resize(colon);
   }
   device.name_ = fmt::format("{}:{}", name, device.port_number_);
+  if (auto there = load_verbs(); !there) return tl::unexpected(there.error());
   const DeviceList list;
   if (list.devices == nullptr || list.count == 0)
     return fail(ErrorCode::unavailable,
@@ -102,33 +109,33 @@ Result<Device> Device::open(const Options& options) {
   ibv_device* found = nullptr;
   std::string known;
   for (int i = 0; i < list.count; ++i) {
-    const std::string one = ibv_get_device_name(list.devices[i]);
+    const std::string one = verbs().get_device_name(list.devices[i]);
     known += (known.empty() ? "" : ", ") + one;
     if (one == name) found = list.devices[i];
   }
   if (found == nullptr) return fail(ErrorCode::not_found, "no RDMA device '{}'; there are: {}", name, known);
-  device.context_ = Context(ibv_open_device(found));
+  device.context_ = Context(verbs().open_device(found));
   if (!device.context_)
     return fail(ErrorCode::unavailable,
                 "rail {}: can't open the device: {}; may this user read and write /dev/infiniband?", device.name_,
                 std::strerror(errno));
-  if (ibv_query_device(device.context_.get(), &device.limits_) != 0)
+  if (verbs().query_device(device.context_.get(), &device.limits_) != 0)
     return fail_errno("ibv_query_device " + device.name_);
   device.wanted_gid_ = options.gid_index;
   if (auto fresh = device.refresh(); !fresh) return tl::unexpected(fresh.error());
-  device.domain_ = ProtectionDomain(ibv_alloc_pd(device.context_.get()));
+  device.domain_ = ProtectionDomain(verbs().alloc_pd(device.context_.get()));
   if (!device.domain_) return fail_errno("ibv_alloc_pd " + device.name_);
   return device;
 }
 
 Result<> Device::refresh() {
   ibv_port_attr port{};
-  if (ibv_query_port(context_.get(), port_number_, &port) != 0)
+  if (verbs().query_port(context_.get(), port_number_, port) != 0)
     return fail(ErrorCode::not_found, "rail {}: the device has no such port, but 1 to {}", name_,
                 limits_.phys_port_cnt);
   if (port.state != IBV_PORT_ACTIVE)
     return fail(ErrorCode::unavailable, "rail {}: the port is {}; is its link up?", name_,
-                ibv_port_state_str(port.state));
+                verbs().port_state_str(port.state));
   port_ = port;
   return find_gid();
 }
@@ -138,7 +145,7 @@ Result<> Device::find_gid() {
   ibv_gid_entry found{};
   for (int i = 0; i < port_.gid_tbl_len; ++i) {
     ibv_gid_entry entry{};
-    if (ibv_query_gid_ex(context_.get(), port_number_, static_cast<std::uint32_t>(i), &entry, 0) != 0) continue;
+    if (verbs().query_gid(context_.get(), port_number_, static_cast<std::uint32_t>(i), entry) != 0) continue;
     if (wanted_gid_ && *wanted_gid_ != static_cast<std::uint32_t>(i)) continue;
     const bool same = had_gid_ && std::memcmp(entry.gid.raw, gid_.gid.raw, sizeof entry.gid.raw) == 0;
     const int worth = entry.gid_type != IBV_GID_TYPE_ROCE_V2 && !wanted_gid_ ? 0
@@ -176,7 +183,7 @@ constexpr int kForPeers = kOwn | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_REA
 
 Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, MemoryKind kind, Reach reach) const {
   const int access = reach == Reach::peers ? kForPeers : kOwn;
-  MemoryRegion region(ibv_reg_mr(domain_.get(), memory.data(), memory.size(), access));
+  MemoryRegion region(verbs().reg_mr(domain_.get(), memory.data(), memory.size(), access));
   if (region) return region;
   const int error = errno;
   if (kind == MemoryKind::cuda)
@@ -194,8 +201,9 @@ Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, Memory
 }
 
 Result<MemoryRegion> Device::register_dma_buf(const DmaBuf& buffer) const {
-  MemoryRegion region(ibv_reg_dmabuf_mr(domain_.get(), buffer.offset, buffer.memory.size(),
-                                        reinterpret_cast<std::uint64_t>(buffer.memory.data()), buffer.fd, kForPeers));
+  MemoryRegion region(verbs().reg_dmabuf_mr(domain_.get(), buffer.offset, buffer.memory.size(),
+                                            reinterpret_cast<std::uint64_t>(buffer.memory.data()), buffer.fd,
+                                            kForPeers));
   if (region) return region;
   const int error = errno;
   return fail(

@@ -2,11 +2,10 @@
 // out.
 #pragma once
 
-#include <infiniband/verbs.h>
-
 #include <memory>
 
 #include "transport/ibverbs/factory.h"
+#include "transport/ibverbs/verbs_library.h"
 
 namespace rejoin::transport::ibverbs {
 
@@ -14,16 +13,16 @@ template <auto destroy>
 struct Destroyer {
   template <typename T>
   void operator()(T* handle) const {
-    (void)destroy(handle);
+    (void)(verbs().*destroy)(handle);
   }
 };
-using Context = std::unique_ptr<ibv_context, Destroyer<ibv_close_device>>;
-using ProtectionDomain = std::unique_ptr<ibv_pd, Destroyer<ibv_dealloc_pd>>;
-using CompletionChannel = std::unique_ptr<ibv_comp_channel, Destroyer<ibv_destroy_comp_channel>>;
-using CompletionQueue = std::unique_ptr<ibv_cq, Destroyer<ibv_destroy_cq>>;
-using SharedReceiveQueue = std::unique_ptr<ibv_srq, Destroyer<ibv_destroy_srq>>;
-using QueuePairHandle = std::unique_ptr<ibv_qp, Destroyer<ibv_destroy_qp>>;
-using MemoryRegion = std::unique_ptr<ibv_mr, Destroyer<ibv_dereg_mr>>;
+using Context = std::unique_ptr<ibv_context, Destroyer<&Verbs::close_device>>;
+using ProtectionDomain = std::unique_ptr<ibv_pd, Destroyer<&Verbs::dealloc_pd>>;
+using CompletionChannel = std::unique_ptr<ibv_comp_channel, Destroyer<&Verbs::destroy_comp_channel>>;
+using CompletionQueue = std::unique_ptr<ibv_cq, Destroyer<&Verbs::destroy_cq>>;
+using SharedReceiveQueue = std::unique_ptr<ibv_srq, Destroyer<&Verbs::destroy_srq>>;
+using QueuePairHandle = std::unique_ptr<ibv_qp, Destroyer<&Verbs::destroy_qp>>;
+using MemoryRegion = std::unique_ptr<ibv_mr, Destroyer<&Verbs::dereg_mr>>;
 
 class Device {
  public:

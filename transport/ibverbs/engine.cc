@@ -44,16 +44,16 @@ Result<> IbverbsEngine::open_device() {
   const char* why_not = options_.out_of_order ? why_not_out_of_order(device_->context()) : nullptr;
   if (why_not != nullptr) spdlog::info("rail {}: data is placed in order: {}", name_, why_not);
   out_of_order_ = options_.out_of_order && why_not == nullptr;
-  channel_ = CompletionChannel(ibv_create_comp_channel(device_->context()));
+  channel_ = CompletionChannel(verbs().create_comp_channel(device_->context()));
   if (!channel_) return fail_errno("ibv_create_comp_channel");
   const int entries = static_cast<int>(options_.receive_buffers + 4 * options_.queue_depth);
   completions_ = CompletionQueue(
-      ibv_create_cq(device_->context(), std::min(entries, device_->limits().max_cqe), nullptr, channel_.get(), 0));
+      verbs().create_cq(device_->context(), std::min(entries, device_->limits().max_cqe), nullptr, channel_.get(), 0));
   if (!completions_) return fail_errno(fmt::format("rail {}: a completion queue of {}", name_, entries));
   ibv_srq_init_attr shared{};
   shared.attr.max_wr = options_.receive_buffers;
   shared.attr.max_sge = 1;
-  receives_ = SharedReceiveQueue(ibv_create_srq(device_->domain(), &shared));
+  receives_ = SharedReceiveQueue(verbs().create_srq(device_->domain(), &shared));
   if (!receives_) return fail_errno(fmt::format("rail {}: a shared receive queue", device_->name()));
   receive_memory_.resize(options_.receive_buffers * SendSlots::kBytes);
   auto region = device_->register_memory(receive_memory_, MemoryKind::host, Device::Reach::own);
@@ -82,7 +82,7 @@ void IbverbsEngine::lose_device() {
   slots_.reset();
   receives_.reset();
   receive_region_.reset();
-  if (unacknowledged_ > 0) ibv_ack_cq_events(completions_.get(), std::exchange(unacknowledged_, 0));
+  if (unacknowledged_ > 0) verbs().ack_cq_events(completions_.get(), std::exchange(unacknowledged_, 0));
   backlog_.clear();
   completions_.reset();
   channel_.reset();
@@ -103,7 +103,7 @@ Result<> IbverbsEngine::ready() {
 
 IbverbsEngine::~IbverbsEngine() {
   while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
-  if (unacknowledged_ > 0) ibv_ack_cq_events(completions_.get(), unacknowledged_);
+  if (unacknowledged_ > 0) verbs().ack_cq_events(completions_.get(), unacknowledged_);
 }
 
 // ---- regions
@@ -170,17 +170,17 @@ void IbverbsEngine::look_at_device() {
   ibv_async_event event{};
   bool fatal = removal_ && removal_->removed();
   if (fatal) fail_all(fmt::format("rail {}: the device is being removed", name_));
-  while (ibv_get_async_event(device_->context(), &event) == 0) {
+  while (verbs().get_async_event(device_->context(), &event) == 0) {
     const auto type = event.event_type;
     Endpoint* one = nullptr;
     if (type == IBV_EVENT_QP_FATAL)
       if (auto owner = by_number_.find(event.element.qp->qp_num); owner != by_number_.end())
         one = owner->second.endpoint;
-    ibv_ack_async_event(&event);
+    verbs().ack_async_event(&event);
     fatal = fatal || type == IBV_EVENT_DEVICE_FATAL;
     const bool all = type == IBV_EVENT_PORT_ERR || type == IBV_EVENT_DEVICE_FATAL || type == IBV_EVENT_CQ_ERR ||
                      type == IBV_EVENT_SRQ_ERR;
-    const std::string why = fmt::format("rail {}: {}", name_, ibv_event_type_str(type));
+    const std::string why = fmt::format("rail {}: {}", name_, verbs().event_type_str(type));
     if (all) {
       fail_all(why);
     } else if (one != nullptr) {
@@ -270,8 +270,8 @@ std::span<const Event> IbverbsEngine::poll() {
   if (std::exchange(slept_, false) && device_) {
     ibv_cq* queue = nullptr;
     void* context = nullptr;
-    while (ibv_get_cq_event(channel_.get(), &queue, &context) == 0)
-      if (++unacknowledged_ == 64) ibv_ack_cq_events(completions_.get(), std::exchange(unacknowledged_, 0));
+    while (verbs().get_cq_event(channel_.get(), &queue, &context) == 0)
+      if (++unacknowledged_ == 64) verbs().ack_cq_events(completions_.get(), std::exchange(unacknowledged_, 0));
     look_at_control();
   } else if (++polls_ % kControlEvery == 0 || unopened_ > 0 || endpoints_.empty()) {
     look_at_control();

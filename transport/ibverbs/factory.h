@@ -31,7 +31,10 @@ struct Options {
   std::optional<std::string> connection_manager;
 };
 
-// The names of the devices' active ports, "DEVICE:PORT".
+// Whether verbs can be used at all. Errors: `unavailable` where libibverbs is not there, with what to install.
+Result<> available();
+
+// The names of the devices' active ports, "DEVICE:PORT"; none where verbs can't be used.
 std::vector<std::string> active_ports();
 
 // What a port is, for whoever chooses among them.

@@ -1,10 +1,8 @@
-#include <infiniband/verbs.h>
-
 #include <cerrno>
 #include <cstdlib>
 #include <memory>
 
-#include "transport/ibverbs/factory.h"
+#include "transport/ibverbs/device.h"
 
 namespace rejoin::transport::ibverbs {
 
@@ -36,11 +34,10 @@ std::uint32_t lanes(std::uint8_t width) {
 
 // Asked with a descriptor that is none: a driver that takes dma-bufs complains of it, another of the question.
 bool takes_dma_bufs(ibv_context* context) {
-  const std::unique_ptr<ibv_pd, int (*)(ibv_pd*)> domain(ibv_alloc_pd(context), ibv_dealloc_pd);
+  const ProtectionDomain domain(verbs().alloc_pd(context));
   if (domain == nullptr) return false;
   errno = 0;
-  ibv_mr* region = ibv_reg_dmabuf_mr(domain.get(), 0, 0, 0, -1, 0);
-  if (region != nullptr) ibv_dereg_mr(region);
+  const MemoryRegion region(verbs().reg_dmabuf_mr(domain.get(), 0, 0, 0, -1, 0));
   return errno != EOPNOTSUPP && errno != EPROTONOSUPPORT && errno != ENOSYS;
 }
 
@@ -49,21 +46,23 @@ bool takes_dma_bufs(ibv_context* context) {
 Result<PortInfo> describe_port(const std::string& name) {
   auto options = parse_options(name);
   if (!options) return tl::unexpected(options.error());
+  if (auto there = load_verbs(); !there) return tl::unexpected(there.error());
   const auto colon = options->device.find(':');
   const std::string device = options->device.substr(0, colon);
   PortInfo info;
   if (colon != std::string::npos)
     info.port = static_cast<std::uint32_t>(std::strtoul(options->device.c_str() + colon + 1, nullptr, 10));
   int count = 0;
-  const std::unique_ptr<ibv_device*[], void (*)(ibv_device**)> list(ibv_get_device_list(&count), ibv_free_device_list);
+  const std::unique_ptr<ibv_device*[], void (*)(ibv_device**)> list(verbs().get_device_list(&count),
+                                                                    verbs().free_device_list);
   for (int i = 0; i < count; ++i) {
-    if (device != ibv_get_device_name(list[i])) continue;
-    const std::unique_ptr<ibv_context, int (*)(ibv_context*)> context(ibv_open_device(list[i]), ibv_close_device);
+    if (device != verbs().get_device_name(list[i])) continue;
+    const Context context(verbs().open_device(list[i]));
     if (context == nullptr) return fail_errno(fmt::format("opening RDMA device {}", device));
     ibv_port_attr port{};
-    if (ibv_query_port(context.get(), static_cast<std::uint8_t>(info.port), &port) != 0)
+    if (verbs().query_port(context.get(), static_cast<std::uint8_t>(info.port), port) != 0)
       return fail(ErrorCode::not_found, "RDMA device {} has no port {}", device, info.port);
-    info.guid = ibv_get_device_guid(list[i]);
+    info.guid = verbs().get_device_guid(list[i]);
     info.speed_mbps = lane_speed(port.active_speed) * lanes(port.active_width);
     info.dma_buf = takes_dma_bufs(context.get());
     const std::unique_ptr<char, void (*)(void*)> path(

@@ -55,7 +55,7 @@ Result<std::unique_ptr<QueuePair>> QueuePair::make(const Shared& shared, std::ui
   attributes.cap.max_send_sge = 1;
   const auto create = [&](std::uint32_t inlined) {
     attributes.cap.max_inline_data = inlined;
-    made->handle_ = QueuePairHandle(order == Order::kept ? ibv_create_qp(shared.device.domain(), &attributes)
+    made->handle_ = QueuePairHandle(order == Order::kept ? verbs().create_qp(shared.device.domain(), &attributes)
                                                          : create_out_of_order(shared.device.domain(), attributes));
     return made->handle_ != nullptr;
   };
@@ -79,8 +79,8 @@ Result<> QueuePair::initialise() {
   attributes.port_num = shared_.device.port_number();
   attributes.pkey_index = path_ ? path_->partition : std::uint16_t{0};
   attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
-  const int error =
-      ibv_modify_qp(handle_.get(), &attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+  const int error = verbs().modify_qp(handle_.get(), &attributes,
+                                      IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
   if (error != 0)
     return fail(ErrorCode::io, "rail {}: queue pair to INIT: {}", shared_.device.name(), std::strerror(error));
   return {};
@@ -131,11 +131,11 @@ Result<> QueuePair::connect(const Peer& peer, bool may_post) {
   path.send.timeout = shared_.options.timeout;
   path.send.retry_cnt = shared_.options.retries;
   path.send.rnr_retry = 7;  // for ever: a peer that does not read is slow, not dead; others judge that
-  if (const int error = ibv_modify_qp(handle_.get(), &path.receive, path.receive_mask); error != 0)
+  if (const int error = verbs().modify_qp(handle_.get(), &path.receive, path.receive_mask); error != 0)
     return fail(ErrorCode::unavailable,
                 "rail {}: no route to the peer's queue pair: {}; do both rails lie in one network?",
                 shared_.device.name(), std::strerror(error));
-  if (const int error = ibv_modify_qp(handle_.get(), &path.send, path.send_mask); error != 0)
+  if (const int error = verbs().modify_qp(handle_.get(), &path.send, path.send_mask); error != 0)
     return fail(ErrorCode::io, "rail {}: queue pair to RTS: {}", shared_.device.name(), std::strerror(error));
   may_post_ = may_post;
   return {};
@@ -237,7 +237,7 @@ Result<> QueuePair::reset() {
   may_post_ = false;
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_RESET;
-  if (const int error = ibv_modify_qp(handle_.get(), &attributes, IBV_QP_STATE); error != 0)
+  if (const int error = verbs().modify_qp(handle_.get(), &attributes, IBV_QP_STATE); error != 0)
     return fail(ErrorCode::io, "rail {}: queue pair to RESET: {}", shared_.device.name(), std::strerror(error));
   works_.erase_if([](const Work& work) { return work.done; });
   posted_ = 0;

@@ -1,8 +1,8 @@
-// An RDMA device in software, inside one process: libibverbs' functions as far as the verbs backend calls them, taking
-// the library's place in the program that links this. It has the rules of reliable-connected queue pairs: order within
-// one, none between two; remote keys and ranges; an error resets nothing and ends everything behind it; receivers
-// without buffers make senders wait. So the backend meets the sanitizers, and its own cost can be measured without a
-// device. Two devices, fake0 and fake1, with the GIDs of 127.0.0.1 and 127.0.0.2. One thread.
+// An RDMA device in software, inside one process: libibverbs' functions as far as the verbs backend calls them, in the
+// place of the library that it would load, in the program that links this. It has the rules of reliable-connected queue
+// pairs: order within one, none between two; remote keys and ranges; an error resets nothing and ends everything behind
+// it; receivers without buffers make senders wait. So the backend meets the sanitizers, and its own cost can be
+// measured without a device. Two devices, fake0 and fake1, with the GIDs of 127.0.0.1 and 127.0.0.2. One thread.
 #include "transport/tests/fake_verbs.h"
 
 #include <fcntl.h>
@@ -22,6 +22,9 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "transport/ibverbs/mlx5_library.h"
+#include "transport/ibverbs/verbs_library.h"
 
 // The header's macros of these names stand in the way of their definitions.
 #undef ibv_query_port
@@ -337,6 +340,7 @@ ibv_device** ibv_get_device_list(int* count) {
 }
 void ibv_free_device_list(ibv_device** list) { delete[] list; }
 const char* ibv_get_device_name(ibv_device* device) { return device->name; }
+__be64 ibv_get_device_guid(ibv_device* device) { return device == &devices[0] ? 1 : 2; }
 
 ibv_context* ibv_open_device(ibv_device* device) {
   if (unplugged.contains(device)) {
@@ -529,3 +533,27 @@ int ibv_get_async_event(ibv_context* context, ibv_async_event* event) {
 }
 void ibv_ack_async_event(ibv_async_event*) {}
 }
+
+// In the place of the libraries.
+namespace rejoin::transport::ibverbs {
+
+const Verbs& verbs() {
+  static const Verbs fake_verbs = [] {
+    Verbs made;
+#define REJOIN_TAKE(name) made.name = &::ibv_##name;
+    REJOIN_VERBS(REJOIN_TAKE)
+#undef REJOIN_TAKE
+    made.query_gid_of_size = &::_ibv_query_gid_ex;
+    made.query_port_of_old = &::ibv_query_port;
+    return made;
+  }();
+  return fake_verbs;
+}
+Result<const Verbs*> load_verbs() { return &verbs(); }
+
+const Result<Mlx5>& mlx5() {
+  static const Result<Mlx5> fake_mlx5 = Mlx5{&::mlx5dv_is_supported, &::mlx5dv_query_device, &::mlx5dv_create_qp};
+  return fake_mlx5;
+}
+
+}  // namespace rejoin::transport::ibverbs

@@ -49,7 +49,7 @@ REJOIN_RECEIVE(read_data, ReadData);
 #undef REJOIN_RECEIVE
 
 std::span<const Event> UcxEngine::poll() {
-  for (std::size_t i = 0; i < kReceiveBatch && ucp_worker_progress(worker_) != 0; ++i) {
+  for (std::size_t i = 0; i < kReceiveBatch && ucx().worker_progress(worker_) != 0; ++i) {
     if (!events_.empty()) break;
   }
   for (const auto& [hello, body] : std::exchange(hellos_, {})) accept(hello, body);
@@ -73,7 +73,7 @@ void UcxEngine::on_outgoing_sent(void* request, ucs_status_t, void* outgoing) {
   auto& out = *static_cast<Outgoing*>(outgoing);
   if (Region* region = out.engine->regions_.find(std::exchange(out.region, RegionId{}))) --region->busy;
   out.engine->free_outgoing_.push_back(&out);
-  if (request != nullptr) ucp_request_free(request);
+  if (request != nullptr) ucx().request_free(request);
 }
 
 // A send that fails takes its endpoint down through UCX's error callback, so only its buffer needs care here.
@@ -85,7 +85,7 @@ void UcxEngine::post(Endpoint& endpoint, unsigned kind, Outgoing& out, std::size
   param.user_data = &out;
   param.flags = flags;
   void* request =
-      ucp_am_send_nbx(endpoint.handle, kind, &out.hello, header_size, payload.data(), payload.size(), &param);
+      ucx().am_send_nbx(endpoint.handle, kind, &out.hello, header_size, payload.data(), payload.size(), &param);
   if (UCS_PTR_IS_PTR(request)) return;
   if (UCS_PTR_IS_ERR(request)) errors_.emplace_back(endpoint.handle, UCS_PTR_STATUS(request));
   on_outgoing_sent(nullptr, UCS_OK, &out);
@@ -180,8 +180,8 @@ Result<> UcxEngine::write(EndpointId id, std::span<const Write> writes) {
     param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
     param.cb.send = &UcxEngine::on_sent;
     param.user_data = &operation;
-    void* request = ucp_am_send_nbx((*endpoint)->handle, wire::write, &operation.header, sizeof operation.header,
-                                    source, write.length, &param);
+    void* request = ucx().am_send_nbx((*endpoint)->handle, wire::write, &operation.header, sizeof operation.header,
+                                      source, write.length, &param);
     if (UCS_PTR_IS_PTR(request)) continue;
     if (UCS_PTR_IS_ERR(request)) errors_.emplace_back((*endpoint)->handle, UCS_PTR_STATUS(request));
     operation.local_done = true;
@@ -192,7 +192,7 @@ Result<> UcxEngine::write(EndpointId id, std::span<const Write> writes) {
 void UcxEngine::on_sent(void* request, ucs_status_t, void* user_data) {
   auto& operation = *static_cast<Operation*>(user_data);
   operation.local_done = true;
-  ucp_request_free(request);
+  ucx().request_free(request);
   operation.engine->settle(operation);
 }
 
@@ -230,7 +230,7 @@ ucs_status_t UcxEngine::land(Receive receive, std::byte* target, void* data, std
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.recv_am = &UcxEngine::on_landed;
   param.user_data = kept;
-  void* request = ucp_am_recv_data_nbx(worker_, data, place, size, &param);
+  void* request = ucx().am_recv_data_nbx(worker_, data, place, size, &param);
   if (UCS_PTR_IS_PTR(request)) return UCS_INPROGRESS;
   landed(*kept, UCS_PTR_STATUS(request));
   delete kept;
@@ -240,7 +240,7 @@ ucs_status_t UcxEngine::land(Receive receive, std::byte* target, void* data, std
 void UcxEngine::on_landed(void* request, ucs_status_t status, std::size_t, void* user_data) {
   std::unique_ptr<Receive> receive(static_cast<Receive*>(user_data));
   receive->engine->landed(*receive, status);
-  ucp_request_free(request);
+  ucx().request_free(request);
 }
 
 void UcxEngine::landed(const Receive& receive, ucs_status_t status) {

@@ -16,9 +16,9 @@ Result<UcxEngine::Endpoint*> UcxEngine::adopt(BytesView address, Stage stage) {
   params.address = reinterpret_cast<const ucp_address_t*>(address.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler = {&UcxEngine::on_error, this};
-  if (auto status = ucp_ep_create(worker_, &params, &endpoint->handle); status != UCS_OK)
+  if (auto status = ucx().ep_create(worker_, &params, &endpoint->handle); status != UCS_OK)
     return fail(ErrorCode::unavailable, "UCX can't reach the peer over '{}': {}", options_.transports,
-                ucs_status_string(status));
+                ucx().status_string(status));
   Endpoint* adopted = endpoint.get();
   by_handle_[adopted->handle] = adopted;
   endpoints_[adopted->id.value] = std::move(endpoint);
@@ -83,7 +83,7 @@ void UcxEngine::on_error(void* arg, ucp_ep_h handle, ucs_status_t status) {
 void UcxEngine::report_failures() {
   for (auto& [handle, status] : std::exchange(errors_, {}))
     if (auto found = by_handle_.find(handle); found != by_handle_.end())
-      fail_endpoint(*found->second, ucs_status_string(status));
+      fail_endpoint(*found->second, ucx().status_string(status));
   for (auto id : std::exchange(goodbyes_, {}))
     if (Endpoint* endpoint = find(id.value)) fail_endpoint(*endpoint, "it closed the connection");
 }
@@ -104,11 +104,11 @@ void UcxEngine::finish_handle(ucp_ep_h handle) {
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-  void* request = ucp_ep_close_nbx(handle, &param);
+  void* request = ucx().ep_close_nbx(handle, &param);
   if (!UCS_PTR_IS_PTR(request)) return;
   // Forced closing waits for nobody, only for UCX's own steps.
-  drain([&] { return ucp_request_check_status(request) != UCS_INPROGRESS; });
-  ucp_request_free(request);
+  drain([&] { return ucx().request_check_status(request) != UCS_INPROGRESS; });
+  ucx().request_free(request);
 }
 
 void UcxEngine::fail_operations(EndpointId endpoint, const Error& error) {
@@ -157,7 +157,7 @@ void UcxEngine::close(EndpointId id) {
 void UcxEngine::drain(const std::function<bool()>& done) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (!done()) {
-    ucp_worker_progress(worker_);
+    ucx().worker_progress(worker_);
     REJOIN_CHECK(std::chrono::steady_clock::now() < deadline, "UCX did not finish its pulls within 10 s");
   }
 }

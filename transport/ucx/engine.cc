@@ -1,7 +1,5 @@
 #include "transport/ucx/engine.h"
 
-#include <ucs/config/global_opts.h>
-
 #include "transport/ucx/address.h"
 
 namespace rejoin::transport::ucx {
@@ -15,39 +13,40 @@ Result<std::unique_ptr<Engine>> UcxEngine::make(const Options& options) {
 }
 
 Result<> UcxEngine::start(const Options& options) {
+  if (auto there = load_ucx(); !there) return tl::unexpected(there.error());
   options_ = options;
   bounces_ = options.transports.find("tcp") != std::string::npos || options.transports == "all";
   // UCX's own lines about a peer that died are no news to us: they come back as events.
-  ucs_global_opts_set_value("LOG_LEVEL", "fatal");
-  ucs_global_opts_set_value("HANDLE_ERRORS", "none");
+  ucx().set_global_option("LOG_LEVEL", "fatal");
+  ucx().set_global_option("HANDLE_ERRORS", "none");
 
   ucp_config_t* config = nullptr;
-  if (auto status = ucp_config_read("REJOIN", nullptr, &config); status != UCS_OK)
-    return fail(ErrorCode::unavailable, "UCX configuration: {}", ucs_status_string(status));
+  if (auto status = ucx().config_read("REJOIN", nullptr, &config); status != UCS_OK)
+    return fail(ErrorCode::unavailable, "UCX configuration: {}", ucx().status_string(status));
   const std::string threshold = std::to_string(options.rendezvous_threshold);
-  ucp_config_modify(config, "TLS", options.transports.c_str());
-  ucp_config_modify(config, "RNDV_THRESH", threshold.c_str());
-  ucp_config_modify(config, "KEEPALIVE_INTERVAL", "200ms");
+  ucx().config_modify(config, "TLS", options.transports.c_str());
+  ucx().config_modify(config, "RNDV_THRESH", threshold.c_str());
+  ucx().config_modify(config, "KEEPALIVE_INTERVAL", "200ms");
 
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
   params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
   params.name = "rejoin";
-  auto status = ucp_init(&params, config, &context_);
-  ucp_config_release(config);
+  auto status = ucx().init(&params, config, &context_);
+  ucx().config_release(config);
   if (status != UCS_OK)
     return fail(ErrorCode::unavailable, "UCX can't start with transports '{}': {}; 'ucx_info -d' lists what is here",
-                options.transports, ucs_status_string(status));
+                options.transports, ucx().status_string(status));
 
   ucp_worker_params_t worker_params{};
   worker_params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
   worker_params.thread_mode = UCS_THREAD_MODE_SINGLE;
-  if (status = ucp_worker_create(context_, &worker_params, &worker_); status != UCS_OK)
+  if (status = ucx().worker_create(context_, &worker_params, &worker_); status != UCS_OK)
     return fail(ErrorCode::unavailable, "UCX worker with transports '{}': {}", options.transports,
-                ucs_status_string(status));
-  if (status = ucp_worker_get_efd(worker_, &event_fd_); status != UCS_OK)
+                ucx().status_string(status));
+  if (status = ucx().worker_get_efd(worker_, &event_fd_); status != UCS_OK)
     return fail(ErrorCode::unavailable, "UCX can't sleep with transports '{}': {}", options.transports,
-                ucs_status_string(status));
+                ucx().status_string(status));
 
   const auto handle = [&](unsigned id, ucp_am_recv_callback_t callback) {
     ucp_am_handler_param_t handler{};
@@ -55,7 +54,7 @@ Result<> UcxEngine::start(const Options& options) {
     handler.id = id;
     handler.cb = callback;
     handler.arg = this;
-    return ucp_worker_set_am_recv_handler(worker_, &handler);
+    return ucx().worker_set_am_recv_handler(worker_, &handler);
   };
   for (auto set : {handle(wire::hello, receive<wire::hello, wire::Hello>),
                    handle(wire::welcome, receive<wire::welcome, wire::Hello>),
@@ -65,22 +64,22 @@ Result<> UcxEngine::start(const Options& options) {
                    handle(wire::acknowledge, receive<wire::acknowledge, wire::Acknowledge>),
                    handle(wire::read_request, receive<wire::read_request, wire::ReadRequest>),
                    handle(wire::read_data, receive<wire::read_data, wire::ReadData>)})
-    if (set != UCS_OK) return fail(ErrorCode::unavailable, "UCX active messages: {}", ucs_status_string(set));
+    if (set != UCS_OK) return fail(ErrorCode::unavailable, "UCX active messages: {}", ucx().status_string(set));
 
   ucp_address_t* address = nullptr;
   std::size_t length = 0;
-  if (status = ucp_worker_get_address(worker_, &address, &length); status != UCS_OK)
-    return fail(ErrorCode::unavailable, "UCX address: {}", ucs_status_string(status));
+  if (status = ucx().worker_get_address(worker_, &address, &length); status != UCS_OK)
+    return fail(ErrorCode::unavailable, "UCX address: {}", ucx().status_string(status));
   const auto* bytes = reinterpret_cast<const std::byte*>(address);
   address_.assign(bytes, bytes + length);
-  ucp_worker_release_address(worker_, address);
+  ucx().worker_release_address(worker_, address);
   return {};
 }
 
 UcxEngine::~UcxEngine() {
   while (!endpoints_.empty()) close(EndpointId(endpoints_.begin()->first));
-  if (worker_ != nullptr) ucp_worker_destroy(worker_);
-  if (context_ != nullptr) ucp_cleanup(context_);
+  if (worker_ != nullptr) ucx().worker_destroy(worker_);
+  if (context_ != nullptr) ucx().cleanup(context_);
 }
 
 Result<Address> UcxEngine::listen(const Address&) {
@@ -108,7 +107,7 @@ RemoteRegion UcxEngine::remote(RegionId region) const { return regions_.remote(r
 
 bool UcxEngine::arm() {
   if (!events_.empty() || !errors_.empty() || !hellos_.empty() || !goodbyes_.empty()) return false;
-  return ucp_worker_arm(worker_) == UCS_OK;
+  return ucx().worker_arm(worker_) == UCS_OK;
 }
 
 }  // namespace rejoin::transport::ucx

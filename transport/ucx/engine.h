@@ -5,8 +5,6 @@
 // engine.cc: set-up, regions, sleeping. endpoint.cc: connect, accept, close, failure. datapath.cc: everything hot.
 #pragma once
 
-#include <ucp/api/ucp.h>
-
 #include <deque>
 #include <functional>
 #include <map>
@@ -20,6 +18,7 @@
 #include "transport/regions.h"
 #include "transport/transport.h"
 #include "transport/ucx/factory.h"
+#include "transport/ucx/library.h"
 #include "transport/ucx/wire.h"
 
 namespace rejoin::transport::ucx {

@@ -1,0 +1,32 @@
+// A vendor's library that is looked for when something needs it, so that one build runs with and without it.
+#pragma once
+
+#include <string>
+#include <type_traits>
+
+#include "base/result.h"
+
+namespace rejoin {
+
+// Loaded for good: what it has started, and what others have of it, stays to the program's end.
+class SharedLibrary {
+ public:
+  // `packages`: what brings it, as "Debian: libfoo1". Errors: `unavailable` where the loader does not find or take it.
+  static Result<SharedLibrary> load(const std::string& name, const std::string& packages);
+
+  template <typename Function>
+  void find(Function*& function, const char* symbol) {
+    function = reinterpret_cast<Function*>(address_of(symbol));
+  }
+  // After all of them: `unavailable` names those that were not there.
+  Result<> complete() const;
+
+ private:
+  SharedLibrary(void* opened, std::string name) : opened_(opened), name_(std::move(name)) {}
+  void* address_of(const char* symbol);
+
+  void* opened_;
+  std::string name_, missing_;
+};
+
+}  // namespace rejoin

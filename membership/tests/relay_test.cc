@@ -1,0 +1,56 @@
+// What a relay passes on of what ranks say of others and of themselves.
+#include "membership/relay.h"
+
+#include <gtest/gtest.h>
+
+namespace rejoin::membership {
+namespace {
+
+using namespace std::chrono_literals;
+
+struct Ranks {
+  Relay relay{"relay", 1600ms};
+  TimePoint now = TimePoint{} + 1h;
+
+  Ranks() {
+    relay.on_coordinator_up(now);
+    proto::ToNode plan;
+    plan.mutable_plan()->set_epoch(3);
+    relay.on_coordinator_message(plan, now);
+  }
+  // How many messages go up for this one.
+  std::size_t say(std::uint32_t rank, std::uint32_t suspect, bool excused, std::uint64_t epoch = 3) {
+    proto::FromNode message;
+    auto& accusation = *message.mutable_accusation();
+    accusation.set_replica(1);
+    accusation.set_rank(rank);
+    accusation.set_epoch(epoch);
+    accusation.set_suspect(suspect);
+    accusation.set_only_waiting(true);
+    accusation.set_excused(excused);
+    return relay.on_node_message(NodeId(rank), message, now).to_coordinator.size();
+  }
+};
+
+TEST(Relay, OfRanksThatWaitForAnotherReplicaTheFirstSpeaksForAll) {
+  Ranks ranks;
+  EXPECT_EQ(ranks.say(0, 2, false), 1u);
+  EXPECT_EQ(ranks.say(1, 2, false), 0u);
+  ranks.now += 1s;
+  EXPECT_EQ(ranks.say(0, 2, false), 0u);
+  EXPECT_EQ(ranks.say(0, 2, false, 2), 0u) << "of an epoch that is over";
+}
+
+// Whoever hears of it no more judges: so it is passed on for as long as it is said, but not of each rank.
+TEST(Relay, WhatAReplicaSaysOfItselfIsPassedOnAgainAndAgainOfAnyRank) {
+  Ranks ranks;
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_EQ(ranks.say(0, 1, true), 1u) << i;
+    for (std::uint32_t rank = 1; rank < 8; ++rank) EXPECT_EQ(ranks.say(rank, 1, true), 0u) << rank;
+    EXPECT_EQ(ranks.say(3, 1, false), 1u) << "another thing, " << i;
+    ranks.now += 100ms;
+  }
+}
+
+}  // namespace
+}  // namespace rejoin::membership

@@ -1,0 +1,27 @@
+#include "transport/ibverbs/mlx5_library.h"
+
+#include "base/shared_library.h"
+
+namespace rejoin::transport::ibverbs {
+
+namespace {
+
+Result<Mlx5> load() {
+  auto library = SharedLibrary::load("libmlx5.so.1", "Debian: ibverbs-providers; others: rdma-core");
+  if (!library) return tl::unexpected(library.error());
+  Mlx5 mlx5;
+  library->find(mlx5.is_supported, "mlx5dv_is_supported");
+  library->find(mlx5.query_device, "mlx5dv_query_device");
+  library->find(mlx5.create_qp, "mlx5dv_create_qp");
+  if (auto complete = library->complete(); !complete) return tl::unexpected(complete.error());
+  return mlx5;
+}
+
+}  // namespace
+
+const Result<Mlx5>& mlx5() {
+  static const auto& loaded = *new Result<Mlx5>(load());  // for good, as the library
+  return loaded;
+}
+
+}  // namespace rejoin::transport::ibverbs

@@ -1,0 +1,38 @@
+#include "transport/ibverbs/rdmacm_library.h"
+
+#include "base/shared_library.h"
+
+namespace rejoin::transport::ibverbs {
+
+namespace {
+
+Result<RdmaCm> load() {
+  auto library = SharedLibrary::load("librdmacm.so.1", "Debian: librdmacm1; others: rdma-core");
+  if (!library) return tl::unexpected(library.error());
+  RdmaCm rdmacm;
+#define REJOIN_FIND(name) library->find(rdmacm.name, "rdma_" #name);
+  REJOIN_RDMACM(REJOIN_FIND)
+#undef REJOIN_FIND
+  if (auto complete = library->complete(); !complete) return tl::unexpected(complete.error());
+  return rdmacm;
+}
+
+// Never destroyed: what has a static lifetime may use it to its own end.
+const Result<RdmaCm>& loaded() {
+  static const auto& rdmacm = *new Result<RdmaCm>(load());
+  return rdmacm;
+}
+
+}  // namespace
+
+Result<const RdmaCm*> load_rdmacm() {
+  if (!loaded()) return tl::unexpected(loaded().error());
+  return &*loaded();
+}
+
+const RdmaCm& rdmacm() {
+  REJOIN_CHECK(loaded(), "{}", loaded().error().message);
+  return *loaded();
+}
+
+}  // namespace rejoin::transport::ibverbs

@@ -1,0 +1,45 @@
+#include "transport/ucx/library.h"
+
+#include "base/shared_library.h"
+
+namespace rejoin::transport::ucx {
+
+namespace {
+
+constexpr const char* kPackages = "Debian: libucx0; others: ucx, 1.13 or later";
+
+Result<Ucx> load() {
+  Ucx ucx;
+  auto ucs = SharedLibrary::load("libucs.so.0", kPackages);
+  if (!ucs) return tl::unexpected(ucs.error());
+  ucs->find(ucx.status_string, "ucs_status_string");
+  ucs->find(ucx.set_global_option, "ucs_global_opts_set_value");
+  if (auto complete = ucs->complete(); !complete) return tl::unexpected(complete.error());
+  auto ucp = SharedLibrary::load("libucp.so.0", kPackages);
+  if (!ucp) return tl::unexpected(ucp.error());
+#define REJOIN_FIND(name) ucp->find(ucx.name, "ucp_" #name);
+  REJOIN_UCP(REJOIN_FIND)
+#undef REJOIN_FIND
+  if (auto complete = ucp->complete(); !complete) return tl::unexpected(complete.error());
+  return ucx;
+}
+
+// Never destroyed: what has a static lifetime may use it to its own end.
+const Result<Ucx>& loaded() {
+  static const auto& ucx = *new Result<Ucx>(load());
+  return ucx;
+}
+
+}  // namespace
+
+Result<const Ucx*> load_ucx() {
+  if (!loaded()) return tl::unexpected(loaded().error());
+  return &*loaded();
+}
+
+const Ucx& ucx() {
+  REJOIN_CHECK(loaded(), "{}", loaded().error().message);
+  return *loaded();
+}
+
+}  // namespace rejoin::transport::ucx
