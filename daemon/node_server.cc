@@ -10,6 +10,7 @@
 #include "base/events.h"
 #include "base/log.h"
 #include "daemon/streams.h"
+#include "transport/advertise.h"
 
 namespace rejoin::daemon {
 
@@ -57,6 +58,9 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   auto host = server->open_stream({}, device::make_host(), options.data_listen);
   if (!host) return tl::unexpected(host.error());
   server->host_ = std::move(*host);
+  const auto told = server->told(server->host_->thread->address());
+  if (!told) return tl::unexpected(told.error());
+  spdlog::info("other nodes are told that this one's catch-up stream is at {}", *told);
   server->accept();
   server->coordinator_.connect();
   server->tick();
@@ -106,6 +110,26 @@ void NodeServer::on_opened(membership::RankConnection from, Offering offering,
   found->second.own = std::move(*opened);
   if (auto admitted = admit(found->second, std::move(offering), *found->second.own); !admitted)
     refuse(from, admitted.error());
+}
+
+// Where peers find us is where the coordinator does, as far as we can tell.
+const std::string& NodeServer::own_host() {
+  if (!own_host_) own_host_ = transport::own_host_towards(options_.coordinator);
+  return *own_host_;
+}
+
+Result<std::string> NodeServer::told(const std::string& stream) {
+  auto address = transport::advertised({stream}, options_.advertise);
+  if (!address) return tl::unexpected(address.error());
+  return transport::listens_everywhere(*address) ? transport::with_host_for_any(*address, own_host()).text
+                                                 : address->text;
+}
+
+// One that listens everywhere and was given no --advertise of its own is where its daemon is.
+std::string NodeServer::told_of_trainer(const std::string& address) {
+  if (!transport::listens_everywhere({address})) return address;
+  const bool one = !options_.advertise.empty() && options_.advertise.find(',') == std::string::npos;
+  return transport::with_host_for_any({address}, one ? options_.advertise : own_host()).text;
 }
 
 NodeServer::DeviceStream* NodeServer::stream_of(std::optional<membership::RankConnection> of) {
@@ -245,6 +269,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   auto view = shm::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
+  const auto stream_address = told(stream.thread->address());
+  if (!stream_address) return tl::unexpected(stream_address.error());
   if (auto cleared = clear_place(trainer, key, hello.up().life()); !cleared) return cleared;
   trainer.key = key;
   trainer.stream = stream.thread.get();
@@ -261,7 +287,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   tell(trainer, answer);
   proto::FromNode up;
   *up.mutable_rank_up() = hello.up();
-  up.mutable_rank_up()->set_stream_address(trainer.stream->address());
+  up.mutable_rank_up()->set_address(told_of_trainer(hello.up().address()));
+  up.mutable_rank_up()->set_stream_address(*stream_address);
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   carry_out(machine_.on_rank_message(trainer.id, up, now()));
   // A daemon before this one has had all of its state proven: that goes along with the first word of how it stands.

@@ -22,6 +22,7 @@ struct NodeOptions {
   std::string coordinator;        // host:port, or a relay's
   std::string transport = "shm";  // of the catch-up stream
   std::string data_listen = "127.0.0.1:0";
+  std::string advertise;  // hosts that peers are told instead of the one listened on: see transport/advertise.h
   std::string compression = "auto";  // of the catch-up stream: off, auto, always
   double stream_limit = 0;           // MB/s that it may use; 0: no limit
   std::chrono::milliseconds silence{2000};
@@ -93,6 +94,10 @@ class NodeServer {
                                                     std::shared_ptr<device::Device> device, const std::string& listen);
   Result<std::unique_ptr<DeviceStream>> open_remote(membership::RankConnection of, Offering& offering);  // any thread
   void on_opened(membership::RankConnection from, Offering offering, Result<std::unique_ptr<DeviceStream>> opened);
+  // What peers are told of addresses listened on: the stream's, and a trainer's.
+  Result<std::string> told(const std::string& stream);
+  std::string told_of_trainer(const std::string& address);
+  const std::string& own_host();
   DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone
   void on_report(std::optional<membership::RankConnection> of, StreamThread::Report report);
   TimePoint now() const { return SteadyClock().now(); }
@@ -112,7 +117,8 @@ class NodeServer {
   std::uint64_t rejected_ = 0;
   catchup::Compression compression_{};
   std::unique_ptr<DeviceStream> host_;
-  std::uint64_t served_by_gone_ = 0;  // bytes
+  std::optional<std::string> own_host_;  // when somebody has listened everywhere
+  std::uint64_t served_by_gone_ = 0;     // bytes
   asio::thread_pool opener_{1};  // RDMA devices may take long to open and to close: the daemon is not silent meanwhile
 };
 

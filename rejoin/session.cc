@@ -6,6 +6,7 @@
 #include "base/unix_socket.h"
 #include "rejoin/progress.h"
 #include "rejoin/training_state.h"
+#include "transport/advertise.h"
 #include "transport/factory.h"
 
 namespace rejoin {
@@ -20,6 +21,9 @@ void SessionConfig::bind(CommandLine& line) {
       "--transport", transport, "REJOIN_TRANSPORT",
       "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
   line.setting("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
+  line.setting("--advertise", advertise, "REJOIN_ADVERTISE",
+               "the host that other ranks are told instead of the one listened on, without a port; HOST,HOST… with one "
+               "for each rail");
   line.setting("--chunk-bytes", chunk_bytes, "REJOIN_CHUNK_BYTES", "all-reduce: largest chunk");
   line.setting("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",
                "all-reduce: chunks in flight per neighbour");
@@ -317,6 +321,8 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
     return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   if (auto named = check_unix_name(config.socket); !named) return tl::unexpected(named.error());
   if (auto known = transport::check_name(config.transport); !known) return tl::unexpected(known.error());
+  if (auto right = config.advertise.empty() ? Result<>() : transport::check_advertised(config.advertise); !right)
+    return fail(ErrorCode::invalid_argument, "--advertise {}", right.error().message);
   const ftar::Options ring{.chunk_bytes = config.chunk_bytes, .chunks_in_flight = config.chunks_in_flight};
   if (auto right = ftar::check(ring); !right) return tl::unexpected(right.error());
   auto device = device::open_device(config.device);
