@@ -23,6 +23,11 @@ bool readable_now(int fd) {
   pollfd look{fd, POLLIN | POLLRDHUP, 0};
   return ::poll(&look, 1, 0) > 0 && look.revents != 0;
 }
+
+bool hung_up(const Fd& socket) {
+  pollfd look{socket.get(), POLLRDHUP, 0};
+  return ::poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+}
 }  // namespace
 
 NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key)
@@ -175,7 +180,13 @@ void NodeServer::watch(Trainer& trainer) {
                                [this, id = trainer.id, pid = trainer.credentials.pid](asio::error_code error) {
                                  if (!error) drop(id, fmt::format("its process {} ended", pid), Gone::ended);
                                });
-  } else {  // it has ended already, or is of another PID namespace; then its socket alone tells of its end
+  } else if (trainer.credentials.pid == 0) {  // its socket alone tells of its end
+    spdlog::warn(
+        "a trainer is of a PID namespace that this daemon doesn't see: its end shows by its socket alone, no message "
+        "can "
+        "name its process, and the transport shm can't be used. Let daemon and trainers share one PID namespace "
+        "(Kubernetes: shareProcessNamespace: true in one pod, hostPID: true across pods)");
+  } else {  // it has ended already; or, as the message says, no descriptor is to be had
     spdlog::debug("trainer {}: {}", trainer.credentials.pid, pidfd.error().message);
   }
   read(trainer.id);
@@ -303,8 +314,9 @@ Result<> NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey
   for (const auto& [id, other] : trainers_) {
     if (other.key != key) continue;
     const Gone how = machine_.gone_for(id, life);
-    const bool hung_up = readable_now(other.socket.get()) && other.credentials.pid == newcomer.credentials.pid;
-    if (how != Gone::replaced && !has_ended(other) && !hung_up)
+    const pid_t pid = other.credentials.pid;  // 0: of another PID namespace, where it tells nobody from another
+    const bool connects_anew = pid != 0 && readable_now(other.socket.get()) && pid == newcomer.credentials.pid;
+    if (how != Gone::replaced && !has_ended(other) && !connects_anew)
       return fail(ErrorCode::refused,
                   "process {} of this node, {}, is replica {} rank {}, and gave its last sign of life {:.0f} ms ago: "
                   "end that process, or give this one another replica or rank",
@@ -325,6 +337,7 @@ std::map<membership::RankConnection, NodeServer::Trainer>::iterator NodeServer::
 // Its end may be known to the system and not yet to us.
 bool NodeServer::has_ended(const Trainer& trainer) {
   if (trainer.exited) return readable_now(trainer.exited->native_handle());
+  if (trainer.credentials.pid == 0) return hung_up(trainer.socket);  // 0 would mean this process's own group
   return ::kill(trainer.credentials.pid, 0) != 0 && errno == ESRCH;
 }
 

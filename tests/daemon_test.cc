@@ -598,6 +598,40 @@ TEST(Audit, WhatWaitsToBeTrainedAgainIsNotLostUntilTheJobIsFinished) {
       << finished.output;
 }
 
+// A daemon in a container of its own: the kernel has no number for its trainers there.
+TEST(Trainer, OfAnotherPidNamespaceTakesPartAndTheDaemonSaysWhatThatCosts) {
+  if (::geteuid() != 0) GTEST_SKIP() << "a PID namespace needs root";
+  Job job;
+  job.silence_ms = "20000";  // its end shows by its socket, long before
+  const auto coordinator = job.start_coordinator({"--replicas", "2", "--ranks", "1", "--batch", "8"});
+  std::vector<std::unique_ptr<Process>> daemons;
+  for (std::uint32_t node = 0; node < 2; ++node) {
+    const std::string name = "node" + std::to_string(node);
+    daemons.push_back(std::make_unique<Process>(
+        std::vector<std::string>{"/usr/bin/unshare", "--pid", "--fork", "--kill-child", kDaemon, "--job-key-file",
+                                 job.key, "--name", name, "--address-file", job.file(name + ".json"), "--silence-ms",
+                                 job.silence_ms, "--socket", job.socket(node), "--connect", job.coordinator,
+                                 "--transport", "tcp"},
+        job.file(name + ".out")));
+    job.addresses(name);
+  }
+  Process first({kMinimal}, job.file("first"), job.environment(0));
+  auto second = std::make_unique<Process>(std::vector{kMinimal}, job.file("second"), job.environment(1));
+  const auto members = [&] { return job.status().value("members", nlohmann::json::array()).size(); };
+  ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) > 2; })) << job.status().dump();
+  const std::string log = read_file(job.file("node1.out"));
+  EXPECT_NE(log.find("PID namespace that this daemon doesn't see"), std::string::npos) << log;
+  EXPECT_NE(log.find("hostPID: true"), std::string::npos) << log;
+  second.reset();
+  EXPECT_TRUE(eventually([&] { return members() == 1; })) << "its end is known without its silence";
+  second = std::make_unique<Process>(std::vector{kMinimal}, job.file("again"), job.environment(1));
+  EXPECT_TRUE(eventually([&] { return members() == 2 && job.status()["members"][1]["role"] == "contributor"; }))
+      << second->output();
+  Process twin({kMinimal}, job.file("twin"), job.environment(1));
+  EXPECT_EQ(twin.wait(std::chrono::seconds(15)), 1) << "a place is one process's\n" << twin.output();
+  EXPECT_EQ(members(), 2u);
+}
+
 TEST(Settings, ArePrintedInFullAtStart) {
   Job job;
   job.start(1, 0);
