@@ -54,6 +54,9 @@ struct SessionConfig {
   // Of a GPU: blocks of the kernel that adds while gradients are exchanged, and threads of each. Two of 512 are the
   // least that keep up with 400 Gb/s.
   std::uint32_t reduce_blocks = 8, reduce_threads = 512;
+  // Directory for an event file of this process (rN.M.PID.jsonl), for `rejoin trace`; empty: none. A process with
+  // several sessions has the file of the last one.
+  std::string events;
   // A drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never. Of the
   // host's memory only.
   std::uint64_t flip_bit_at = 0;

@@ -7,6 +7,7 @@
 #include <sys/un.h>
 
 #include <future>
+#include <map>
 #include <random>
 
 #include "base/unix_socket.h"
@@ -48,6 +49,35 @@ TEST(Minimal, TwoReplicasLearnAndEndWithTheSameBits) {
   EXPECT_EQ(audit.status, 0) << audit.output;
   EXPECT_NE(audit.output.find("300 steps committed"), std::string::npos) << audit.output;
   EXPECT_NE(audit.output.find("4800 trained once, 0 lost, 0 repeated"), std::string::npos) << audit.output;
+}
+
+// Of a trainer that knows nothing of events, by a variable alone.
+TEST(Minimal, ItsStepsAreInTheTraceBesideTheDaemons) {
+  Job job;
+  const std::string events = job.file("events");
+  job.processes.push_back(
+      job.start_coordinator({"--replicas", "1", "--ranks", "1", "--steps", "20", "--events", events}));
+  job.processes.push_back(job.start_node(0, {"--connect", job.coordinator, "--events", events}));
+  auto environment = job.environment(0);
+  environment.push_back("REJOIN_EVENTS=" + events);
+  Process trainer({kMinimal}, job.file("trainer"), environment);
+  ASSERT_EQ(trainer.wait(std::chrono::seconds(30)), 0) << trainer.output();
+  const std::string trace = job.file("trace.json");
+  const Ended merged = run({kCli, "trace", events, "-o", trace});
+  ASSERT_EQ(merged.status, 0) << merged.output;
+  std::map<int, std::string> rows;
+  std::set<std::string> spans;
+  const auto json = nlohmann::json::parse(read_file(trace));
+  for (const auto& event : json.at("traceEvents")) {
+    const int pid = event.at("pid");
+    if (event.at("ph") == "M") rows[pid] = event.at("args").at("name");
+    if (event.at("ph") == "X" && rows.at(pid).starts_with("r0.0.")) spans.insert(event.at("name"));
+  }
+  ASSERT_EQ(rows.size(), 3u) << merged.output;
+  for (const char* phase : {"compute", "exchange", "commit", "update"})
+    for (const char* step : {" 1", " 20"}) EXPECT_TRUE(spans.contains(phase + std::string(step))) << phase << step;
+  const Ended refused = run({kMinimal}, {job.environment(0)[0], job.environment(0)[2], "REJOIN_EVENTS=/dev/null/no"});
+  EXPECT_NE(refused.output.find("event file /dev/null/no/r0.0."), std::string::npos) << refused.output;
 }
 
 // One trainer's session, on a weight of 1000 elements; a step adds its number.
