@@ -9,8 +9,7 @@
 #include "base/entropy.h"
 #include "base/events.h"
 #include "base/log.h"
-#include "daemon/streams.h"
-#include "transport/advertise.h"
+#include "transport/factory.h"
 
 namespace rejoin::daemon {
 
@@ -36,6 +35,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       key_(key),
       listener_(io),
       timer_(io),
+      family_(transport::family_of(options.transport)),
       machine_(options.name, options.silence, random_number()),
       coordinator_(io, options.coordinator, key, options.silence,
                    {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
@@ -115,26 +115,6 @@ void NodeServer::on_opened(membership::RankConnection from, Offering offering,
   found->second.own = std::move(*opened);
   if (auto admitted = admit(found->second, std::move(offering), *found->second.own); !admitted)
     refuse(from, admitted.error());
-}
-
-// Where peers find us is where the coordinator does, as far as we can tell.
-const std::string& NodeServer::own_host() {
-  if (!own_host_) own_host_ = transport::own_host_towards(options_.coordinator);
-  return *own_host_;
-}
-
-Result<std::string> NodeServer::told(const std::string& stream) {
-  auto address = transport::advertised({stream}, options_.advertise);
-  if (!address) return tl::unexpected(address.error());
-  return transport::listens_everywhere(*address) ? transport::with_host_for_any(*address, own_host()).text
-                                                 : address->text;
-}
-
-// One that listens everywhere and was given no --advertise of its own is where its daemon is.
-std::string NodeServer::told_of_trainer(const std::string& address) {
-  if (!transport::listens_everywhere({address})) return address;
-  const bool one = !options_.advertise.empty() && options_.advertise.find(',') == std::string::npos;
-  return transport::with_host_for_any({address}, one ? options_.advertise : own_host()).text;
 }
 
 NodeServer::DeviceStream* NodeServer::stream_of(std::optional<membership::RankConnection> of) {
@@ -280,8 +260,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   auto view = shm::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
-  const auto stream_address = told(stream.thread->address());
-  if (!stream_address) return tl::unexpected(stream_address.error());
+  const auto address = told(stream.thread->address());
+  if (!address) return tl::unexpected(address.error());
   if (auto cleared = clear_place(trainer, key, hello.up().life()); !cleared) return cleared;
   trainer.key = key;
   trainer.stream = stream.thread.get();
@@ -299,7 +279,7 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   proto::FromNode up;
   *up.mutable_rank_up() = hello.up();
   up.mutable_rank_up()->set_address(told_of_trainer(hello.up().address()));
-  up.mutable_rank_up()->set_stream_address(*stream_address);
+  up.mutable_rank_up()->set_stream_address(stream_address(family_, *address));
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   carry_out(machine_.on_rank_message(trainer.id, up, now()));
   // A daemon before this one has had all of its state proven: that goes along with the first word of how it stands.
@@ -428,7 +408,8 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
 
 // Starts, updates and ends the streams into local joiners as the plan says.
 void NodeServer::follow_plan() {
-  for (auto& [connection, key, catching_up, serves, sources, committed] : streams_of(machine_)) {
+  for (auto& [connection, key, catching_up, serves, sources, strange, committed] : streams_of(machine_, family_)) {
+    for (const auto& one : strange) warn_of(one);
     auto found = trainers_.find(connection);
     if (found == trainers_.end()) continue;
     Trainer& trainer = found->second;

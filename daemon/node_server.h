@@ -5,10 +5,12 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <set>
 
 #include "base/fd.h"
 #include "base/unix_socket.h"
 #include "daemon/stream_thread.h"
+#include "daemon/streams.h"
 #include "daemon/upstream.h"
 #include "device/remote.h"
 #include "local.pb.h"
@@ -84,6 +86,7 @@ class NodeServer {
   void tick();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
+  void warn_of(const StrangeStream& stream);
   Result<> admit(Trainer& trainer, Offering offering, DeviceStream& stream);
   Result<> clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t life);
   static bool has_ended(const Trainer& trainer);
@@ -109,7 +112,9 @@ class NodeServer {
   std::optional<SocketFile> socket_file_;
   asio::posix::stream_descriptor listener_;
   asio::steady_timer timer_;
+  const std::string family_;  // of the catch-up streams
   membership::Node machine_;
+  std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
   std::uint64_t next_trainer_ = 1;
   Upstream coordinator_;

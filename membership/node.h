@@ -89,6 +89,6 @@ void add_unreached(const proto::Unreached& one, proto::Standing& standing);  // 
 // Of the links of those before (none yet: all), those that are also `its`, ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 
-constexpr std::uint32_t kProtocolVersion = 8;
+constexpr std::uint32_t kProtocolVersion = 9;
 
 }  // namespace rejoin::membership

@@ -9,6 +9,7 @@
 #include <future>
 #include <map>
 #include <random>
+#include <set>
 
 #include "base/unix_socket.h"
 #include "local.pb.h"
@@ -146,11 +147,18 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
   while (!HasFailure() && !eventually(caught_up, std::chrono::seconds(2)));
   ASSERT_EQ(job.status().at("members").at(1).at("role"), "catching_up");
   ASSERT_TRUE(eventually([&] { return joined_at == committed + 1; })) << "it has begun the step as a joiner";
+  const std::string source = job.addresses("node0").at("status");
+  const auto serving = [&] {
+    const Ended told = run({kCli, "status", "--json", source});
+    return nlohmann::json::parse(told.output).at("node_role").at("serving").size();
+  };
+  EXPECT_TRUE(eventually([&] { return serving() == 1; }));
   ::kill(first, SIGKILL);
   ::waitpid(first, nullptr, 0);
   const auto step = joining.get();
   ASSERT_TRUE(step && *step);
   EXPECT_TRUE((*step)->contributes());
+  EXPECT_TRUE(eventually([&] { return serving() == 0; })) << "nobody is served any more, and the status says so";
   EXPECT_EQ((*step)->number(), committed + 1);
   EXPECT_EQ(second->version(), committed) << "and updated nothing";
   const auto position = second->position();
@@ -626,6 +634,25 @@ TEST(Audit, WhatWaitsToBeTrainedAgainIsNotLostUntilTheJobIsFinished) {
   EXPECT_EQ(finished.status, 1) << finished.output;
   EXPECT_NE(finished.output.find("10 trained once, 10 lost, 0 repeated, 0 to be"), std::string::npos)
       << finished.output;
+}
+
+TEST(Daemon, OneWhoseStreamGoesOverAnotherTransportIsNamedBeforeItIsNeeded) {
+  Job job;
+  const auto coordinator = job.start_coordinator({"--replicas", "2", "--ranks", "1", "--batch", "8"});
+  const auto first = job.start_node(0, {"--connect", job.coordinator}),
+             second = job.start_node(1, {"--connect", job.coordinator, "--transport", "tcp:127.0.0.1,127.0.0.2"});
+  Process a({kMinimal}, job.file("a"), job.environment(0)), b({kMinimal}, job.file("b"), job.environment(1));
+  EXPECT_TRUE(eventually([&] { return job.status().value("committed", 0) > 2; })) << "what works goes on";
+  const auto says = [&](const char* log, const std::string& line) {
+    EXPECT_TRUE(eventually([&] { return read_file(job.file(log)).find(line) != std::string::npos; }))
+        << read_file(job.file(log));
+  };
+  says("node0.out", "the catch-up stream of replica 1's daemon goes over tcp over 2 rails, and this node's over shm");
+  says("node1.out", "the catch-up stream of replica 0's daemon goes over shm, and this node's over tcp over 2 rails");
+  says("node1.out", "Start all daemons of a job with the same --transport");
+  const std::string log = read_file(job.file("node0.out"));
+  const auto once = log.find("neither replica can catch up");
+  EXPECT_EQ(log.find("neither replica can catch up", once + 1), std::string::npos) << log;
 }
 
 // A daemon in a container of its own: the kernel has no number for its trainers there.

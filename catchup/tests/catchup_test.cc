@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <random>
+#include <sstream>
 
 #include "base/log.h"
 #include "catchup/keeper.h"
@@ -593,6 +594,34 @@ TEST(CatchUpService, OnlyTheIncarnationThatContributesIsServedFrom) {
   }
   EXPECT_TRUE(joiner.caught_up);
   EXPECT_TRUE(cluster.same_bits(joiner, source));
+}
+
+TEST(CatchUpService, ASourceThatGoesOnRefusingIsLoggedSeldom) {
+  const auto level = spdlog::get_level();
+  spdlog::set_level(spdlog::level::info);
+  Cluster cluster(5);
+  Replica& source = cluster.add(true);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  source.service->serve({source.id, RankId(0)}, Incarnation(2));
+  const auto lines_of = [&](std::chrono::seconds time) {
+    testing::internal::CaptureStdout();
+    for (const TimePoint begun = cluster.clock.now(); cluster.clock.now() - begun < time;) {
+      cluster.clock.advance(std::chrono::milliseconds(20));
+      cluster.pump(10);
+    }
+    std::istringstream said(testing::internal::GetCapturedStdout());
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(said, line);)
+      if (line.find("replica 0 is out") != std::string::npos) lines.push_back(line);
+    return lines;
+  };
+  EXPECT_EQ(lines_of(std::chrono::seconds(9)).size(), 1u);
+  const auto later = lines_of(std::chrono::seconds(12));
+  ASSERT_FALSE(later.empty());
+  EXPECT_LE(later.size(), 2u);
+  EXPECT_NE(later[0].find("times more since it was said last"), std::string::npos) << later[0];
+  spdlog::set_level(level);
 }
 
 TEST(CatchUpService, TheStreamKeepsToItsLimit) {
