@@ -3,7 +3,9 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <filesystem>
+#include <mutex>
 
 #include "base/clock.h"
 #include "base/fd.h"
@@ -12,6 +14,8 @@ namespace rejoin::events {
 
 namespace {
 
+std::atomic<bool> written = false;  // events are, to `file`
+std::mutex mutex;                   // guards the next two
 Fd file;
 std::string speaker;
 
@@ -40,20 +44,24 @@ Result<> open(const std::string& directory, const std::string& who) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   const std::string path = fmt::format("{}/{}.{}.jsonl", directory, who, ::getpid());
-  file = Fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600));
-  if (!file) return fail_errno(fmt::format("event file {}", path));
+  Fd opened(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600));
+  if (!opened) return fail_errno(fmt::format("event file {}", path));
+  const std::lock_guard lock(mutex);
+  file = std::move(opened);
   speaker = who;
+  written = true;
   return {};
 }
 
 void emit(std::string_view kind, const Fields& fields) {
-  if (!file) return;
+  if (!written) return;
+  const std::lock_guard lock(mutex);
   std::string line = fmt::format("{{\"t\":{},\"who\":{},\"kind\":{}", SteadyClock().now().time_since_epoch().count(),
                                  json_text(speaker), json_text(kind));
   for (const auto& [name, value] : fields) line += fmt::format(",{}:{}", json_text(name), shown(value));
   line += "}\n";
-  // One write of one line: O_APPEND keeps lines of several threads whole. A full disk costs the event, not the process.
-  if (::write(file.get(), line.data(), line.size()) < 0) file.reset();
+  // One write of one line. A full disk costs the events, not the process.
+  if (::write(file.get(), line.data(), line.size()) < 0) written = false;
 }
 
 }  // namespace rejoin::events

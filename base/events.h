@@ -16,7 +16,8 @@ namespace rejoin::events {
 using Value = std::variant<std::int64_t, std::uint64_t, double, bool, std::string>;
 using Fields = std::vector<std::pair<std::string_view, Value>>;
 
-// Opens DIRECTORY/WHO.PID.jsonl; without it (or with an empty directory) events go nowhere. Once, from main.
+// Opens DIRECTORY/WHO.PID.jsonl; without it (or with an empty directory) events go nowhere. Again: events go there from
+// now on. Any thread.
 Result<> open(const std::string& directory, const std::string& who);
 
 // One line, written at once (so that a killed process leaves everything it said). Any thread.

@@ -257,7 +257,7 @@ void Joiner::work(TimePoint now, bool busy) {
 
 void Joiner::ask_for_slices() {
   for (const auto& [source, endpoint] : sources_) {
-    const auto slices = planner_.next(source);
+    const auto slices = planner_.next(source, sources_soon());
     if (slices.empty()) continue;
     proto::Stream message;
     auto& fetch = *message.mutable_fetch();

@@ -2,6 +2,7 @@
 // Runs in the daemon; the trainer's part (keeping and applying gradients) is keeper.h.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <vector>
@@ -102,6 +103,14 @@ class Joiner {
   void settle(const Arrival& arrival);
   Result<> on_proof(ReplicaId source, const proto::Proof& proof);
   void ask_for_slices();
+  // Those that are connected, and those that should be at once.
+  std::size_t sources_soon() const {
+    return sources_.size() +
+           static_cast<std::size_t>(std::count_if(expected_.begin(), expected_.end(), [&](const auto& one) {
+             const auto& [source, known] = one;
+             return !sources_.contains(source) && known.missing_since && now_ - *known.missing_since < silence_ / 4;
+           }));
+  }
   void ask_for_proof();
   bool settle(Question& question);
   void settle_slice(std::uint32_t slice, std::uint64_t version, std::uint64_t ours,

@@ -26,11 +26,15 @@ void Planner::on_source_down(ReplicaId source) {
   }
 }
 
-std::vector<std::uint32_t> Planner::next(ReplicaId source) {
+std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources) {
   std::vector<std::uint32_t> slices;
+  if (waiting_.empty()) return slices;
   auto found = sources_.find(source);
   if (found == sources_.end()) return slices;
-  while (found->second.under_way.size() < window_ && !waiting_.empty()) {
+  std::size_t left = waiting_.size();
+  for (const auto& [id, one] : sources_) left += one.under_way.size();
+  const std::size_t among = std::max(sources, sources_.size()), share = (left + among - 1) / among;
+  while (found->second.under_way.size() < std::min<std::size_t>(window_, share) && !waiting_.empty()) {
     slices.push_back(waiting_.front());
     found->second.under_way.insert(waiting_.front());
     waiting_.pop_front();

@@ -23,8 +23,10 @@ class Planner {
   void on_source_up(ReplicaId source);
   // What it owed is to be fetched from others. The caller has fenced the source before it asks again.
   void on_source_down(ReplicaId source);
-  // The next slices to ask this source for; they count as under way from now on.
-  std::vector<std::uint32_t> next(ReplicaId source);
+  // The next slices to ask this source for; they count as under way from now on. It has no more of them than its share
+  // of what is left, among those that are up and those that are expected to be at once: so many `sources`. Without that
+  // whoever is up first would have all of a small state.
+  std::vector<std::uint32_t> next(ReplicaId source, std::size_t sources = 0);
   // A slice came whole; false where it was not expected from this source (stale: to be ignored).
   bool on_arrived(ReplicaId source, std::uint32_t slice);
   // It must be fetched again: damaged, abandoned or disproved.

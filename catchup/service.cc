@@ -148,7 +148,7 @@ void Service::connect_missing(RankKey key, LocalRank& rank, TimePoint now) {
                       rank.view->manifest().hash()};
     auto endpoint = engine_.connect(source.address, bytes_of(hello));
     if (!endpoint) {
-      spdlog::warn("catch-up source replica {}: {}", source.replica, endpoint.error().message);
+      tell_of_loss(source, endpoint.error().message);
       continue;
     }
     rank.sources[source] = *endpoint;
@@ -176,7 +176,9 @@ void Service::on_accepted(const transport::Event& event) {
                         : found->second.view->manifest().hash() != hello.manifest ? "another state"
                                                                                   : nullptr;
   if (refusal != nullptr) {
-    spdlog::warn("a catch-up connection was refused: {}", refusal);
+    if (const auto left_out = refusals_.may_say(clock_.now()))
+      spdlog::warn("a catch-up connection was refused: {} ({} others were since the last such line)", refusal,
+                   *left_out);
     return engine_.close(event.endpoint);
   }
   // It comes again, if what it was told is newer than what we know; otherwise it is told better.
@@ -196,10 +198,19 @@ void Service::lose(transport::EndpointId endpoint, const std::string& why) {
   auto fetching = fetching_.extract(endpoint);
   if (fetching.empty()) return;
   const auto& [key, source, asked] = fetching.mapped();
-  spdlog::info("catch-up source replica {} is out: {}", source.replica, why);
+  tell_of_loss(source, why);
   LocalRank& rank = ranks_.at(key);
   rank.sources.erase(source);
   if (rank.joiner) rank.joiner->on_source_down(source.replica);
+}
+
+void Service::tell_of_loss(const SourceAddress& source, const std::string& why) {
+  constexpr std::size_t most = 1024;  // as many replicas as a job can have
+  if (losses_.size() >= most && !losses_.contains(source)) losses_.clear();
+  const auto left_out = losses_.try_emplace(source, kSameLineAgain).first->second.may_say(clock_.now());
+  if (!left_out) return;
+  spdlog::info("catch-up source replica {} is out: {}{}", source.replica, why,
+               *left_out > 0 ? fmt::format(" (and {} times more since it was said last)", *left_out) : "");
 }
 
 void Service::on_message(transport::EndpointId endpoint, BytesView bytes) {

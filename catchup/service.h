@@ -7,6 +7,7 @@
 #include <set>
 #include <vector>
 
+#include "base/seldom.h"
 #include "catchup/joiner.h"
 #include "catchup/pacer.h"
 #include "catchup/source.h"
@@ -39,6 +40,7 @@ struct Hello {
 
 class Service {
  public:
+  static constexpr Duration kSameLineAgain = std::chrono::seconds(10);  // in the log
   struct Options {
     Compression compression = Compression::when_it_pays;
     double limit_bytes_per_second = 0;           // of what is sent to all joiners together; 0: none
@@ -51,7 +53,8 @@ class Service {
         compression_(options.compression),
         silence_(options.silence),
         clock_(clock),
-        pacer_(options.limit_bytes_per_second) {}
+        pacer_(options.limit_bytes_per_second),
+        refusals_(kSameLineAgain) {}
   ~Service();
 
   // A local trainer's memory, from now until remove_rank(). `life` tells its process from others that were or will be
@@ -135,6 +138,7 @@ class Service {
   void on_accepted(const transport::Event& event);
   void on_message(transport::EndpointId endpoint, BytesView bytes);
   void lose(transport::EndpointId endpoint, const std::string& why);
+  void tell_of_loss(const SourceAddress& source, const std::string& why);
 
   transport::Engine& engine_;
   const std::uint64_t secret_;
@@ -149,6 +153,8 @@ class Service {
   std::vector<std::pair<RankKey, Drift>> drifts_;
   std::vector<RankKey> failed_;
   std::uint64_t served_by_gone_ = 0;
+  std::map<SourceAddress, Seldom> losses_;  // that were told of; a source that refuses is asked again and again
+  Seldom refusals_;
   bool busy_ = false;
 };
 

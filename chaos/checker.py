@@ -92,7 +92,7 @@ class Checker:
             self.on_epoch(event)
         elif kind == "finished":
             self.finished = True
-        elif kind in ("trained", "updated") and who[0] == "r" and "." in who:
+        elif kind in ("trained", "applied") and who[0] == "r" and "." in who:
             replica, rank = map(int, who[1:].split("."))
             self.on_trainer(event, replica, rank)
 

@@ -18,7 +18,7 @@ using namespace rejoin;
 struct Settings {
   SessionConfig session;
   std::uint64_t elements = 40000, compute_ms = 40;
-  std::string events, hold, log_level = "warn";
+  std::string hold, log_level = "warn";
 };
 
 // A sample's gradient: small whole numbers, so that sums over samples are exact in any order, and so that the runner
@@ -100,7 +100,7 @@ Result<> train(const Settings& s) {
     }
     const auto digest = session.state_digest();
     if (!digest) return tl::unexpected(digest.error());
-    events::emit("updated", {{"step", step.number()}, {"sum", sum}, {"digest", fmt::format("{:016x}", *digest)}});
+    events::emit("applied", {{"step", step.number()}, {"sum", sum}, {"digest", fmt::format("{:016x}", *digest)}});
   }
 }
 
@@ -113,12 +113,10 @@ int main(int argc, char** argv) {
   line.add("--elements", s.elements, "of the large tensor; a multiple of 16").show_default();
   line.add("--compute-ms", s.compute_ms, "how long a step computes").show_default();
   line.add("--hold", s.hold, "computing does not end while this file exists");
-  line.add("--events", s.events, "directory for event files");
   line.add("--log-level", s.log_level, "of this process").show_default();
   if (const auto status = line.parse(argc, argv)) return *status;
   const std::string who = fmt::format("r{}.{}", s.session.replica, s.session.rank);
   init_logging("trainer " + who, s.log_level);
-  if (auto opened = events::open(s.events, who); !opened) return fail_with(opened.error());
   if (auto trained = train(s); !trained) return fail_with(trained.error());
   return 0;
 }

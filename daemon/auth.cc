@@ -10,18 +10,46 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "base/fd.h"
 
 namespace rejoin::daemon {
+
+namespace {
+
+bool is_our_group(gid_t group) {
+  if (group == ::getegid()) return true;
+  std::vector<gid_t> groups(static_cast<std::size_t>(std::max(0, ::getgroups(0, nullptr))));
+  const int count = ::getgroups(static_cast<int>(groups.size()), groups.data());
+  return count > 0 && std::find(groups.begin(), groups.begin() + count, group) != groups.begin() + count;
+}
+
+// Kept from others. What root gives to a group of ours alone is, too: Kubernetes mounts secrets so under an fsGroup.
+Result<> check_kept(const std::string& path, const struct stat& file) {
+  const unsigned mode = file.st_mode & 07777;
+  const std::string is = fmt::format("job key file {} has mode {:04o}", path, mode);
+  if ((mode & 07) != 0)
+    return fail(ErrorCode::refused,
+                "{}: others may use it; chmod 600 it, or, where Kubernetes mounts it, set the secret volume's "
+                "defaultMode to 0400, or to 0440 with an fsGroup",
+                is);
+  if ((mode & 030) != 0) return fail(ErrorCode::refused, "{}: its group may change it; chmod 600 it", is);
+  if ((mode & 040) == 0 || (file.st_uid == 0 && is_our_group(file.st_gid))) return {};
+  return fail(ErrorCode::refused,
+              "{}, owner {} and group {}: its group may read it, which is right only where the owner is root and the "
+              "group one of this process's; chmod 600 it",
+              is, file.st_uid, file.st_gid);
+}
+
+}  // namespace
 
 Result<JobKey> JobKey::read(const std::string& path) {
   Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!file) return fail_errno(fmt::format("job key file {}", path));
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) return fail_errno(path);
-  if ((status.st_mode & 077) != 0)
-    return fail(ErrorCode::refused, "job key file {} is readable by others; chmod 600 it", path);
+  if (auto kept = check_kept(path, status); !kept) return tl::unexpected(kept.error());
   std::string key(4096, '\0');
   const ssize_t got = ::read(file.get(), key.data(), key.size());
   if (got < 0) return fail_errno(path);

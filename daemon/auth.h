@@ -12,7 +12,8 @@ namespace rejoin::daemon {
 
 class JobKey {
  public:
-  // From a file that only its owner can read; at least 16 bytes.
+  // From a file that only its owner can read, or root and a group of this process (modes 0440 and 0640); at least 16
+  // bytes.
   static Result<JobKey> read(const std::string& path);
   explicit JobKey(std::string key) : key_(std::move(key)) {}
 

@@ -71,6 +71,12 @@ void bind(CommandLine& line, Config& c) {
       .check(number_from_0());
   line.setting("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections")
       .check(listen_address());
+  line.setting(
+          "--advertise", c.node.advertise, "REJOIN_ADVERTISE",
+          "the host that others are told instead of the one listened on, without a port; for a node HOST,HOST… with "
+          "one for each rail. None, and listening on 0.0.0.0 or [::]: this machine's address on the way to the "
+          "coordinator")
+      .check(or_none(advertised_host()));
 }
 
 Result<membership::JobConfig> job_of(const Config& c) {

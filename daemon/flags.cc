@@ -6,6 +6,7 @@
 #include "base/log.h"
 #include "base/number.h"
 #include "base/unix_socket.h"
+#include "transport/advertise.h"
 #include "transport/factory.h"
 #include "transport/socket_address.h"
 
@@ -45,6 +46,10 @@ ValueCheck peer_address() {
             return fail(ErrorCode::invalid_argument,
                         "address '{}': nobody can be reached at port 0; it is from 1 to 65535", text);
           }};
+}
+
+ValueCheck advertised_host() {
+  return {"HOST", [](const std::string& text) { return transport::check_advertised(text); }};
 }
 
 ValueCheck socket_name() {

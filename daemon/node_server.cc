@@ -9,7 +9,7 @@
 #include "base/entropy.h"
 #include "base/events.h"
 #include "base/log.h"
-#include "daemon/streams.h"
+#include "transport/factory.h"
 
 namespace rejoin::daemon {
 
@@ -22,6 +22,11 @@ bool readable_now(int fd) {
   pollfd look{fd, POLLIN | POLLRDHUP, 0};
   return ::poll(&look, 1, 0) > 0 && look.revents != 0;
 }
+
+bool hung_up(const Fd& socket) {
+  pollfd look{socket.get(), POLLRDHUP, 0};
+  return ::poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+}
 }  // namespace
 
 NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key)
@@ -30,6 +35,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       key_(key),
       listener_(io),
       timer_(io),
+      family_(transport::family_of(options.transport)),
       machine_(options.name, options.silence, random_number()),
       coordinator_(io, options.coordinator, key, options.silence,
                    {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
@@ -57,6 +63,9 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   auto host = server->open_stream({}, device::make_host(), options.data_listen);
   if (!host) return tl::unexpected(host.error());
   server->host_ = std::move(*host);
+  const auto told = server->told(server->host_->thread->address());
+  if (!told) return tl::unexpected(told.error());
+  spdlog::info("other nodes are told that this one's catch-up stream is at {}", *told);
   server->accept();
   server->coordinator_.connect();
   server->tick();
@@ -151,7 +160,13 @@ void NodeServer::watch(Trainer& trainer) {
                                [this, id = trainer.id, pid = trainer.credentials.pid](asio::error_code error) {
                                  if (!error) drop(id, fmt::format("its process {} ended", pid), Gone::ended);
                                });
-  } else {  // it has ended already, or is of another PID namespace; then its socket alone tells of its end
+  } else if (trainer.credentials.pid == 0) {  // its socket alone tells of its end
+    spdlog::warn(
+        "a trainer is of a PID namespace that this daemon doesn't see: its end shows by its socket alone, no message "
+        "can "
+        "name its process, and the transport shm can't be used. Let daemon and trainers share one PID namespace "
+        "(Kubernetes: shareProcessNamespace: true in one pod, hostPID: true across pods)");
+  } else {  // it has ended already; or, as the message says, no descriptor is to be had
     spdlog::debug("trainer {}: {}", trainer.credentials.pid, pidfd.error().message);
   }
   read(trainer.id);
@@ -245,6 +260,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   auto view = shm::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
+  const auto address = told(stream.thread->address());
+  if (!address) return tl::unexpected(address.error());
   if (auto cleared = clear_place(trainer, key, hello.up().life()); !cleared) return cleared;
   trainer.key = key;
   trainer.stream = stream.thread.get();
@@ -261,7 +278,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   tell(trainer, answer);
   proto::FromNode up;
   *up.mutable_rank_up() = hello.up();
-  up.mutable_rank_up()->set_stream_address(trainer.stream->address());
+  up.mutable_rank_up()->set_address(told_of_trainer(hello.up().address()));
+  up.mutable_rank_up()->set_stream_address(stream_address(family_, *address));
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   carry_out(machine_.on_rank_message(trainer.id, up, now()));
   // A daemon before this one has had all of its state proven: that goes along with the first word of how it stands.
@@ -276,8 +294,9 @@ Result<> NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey
   for (const auto& [id, other] : trainers_) {
     if (other.key != key) continue;
     const Gone how = machine_.gone_for(id, life);
-    const bool hung_up = readable_now(other.socket.get()) && other.credentials.pid == newcomer.credentials.pid;
-    if (how != Gone::replaced && !has_ended(other) && !hung_up)
+    const pid_t pid = other.credentials.pid;  // 0: of another PID namespace, where it tells nobody from another
+    const bool connects_anew = pid != 0 && readable_now(other.socket.get()) && pid == newcomer.credentials.pid;
+    if (how != Gone::replaced && !has_ended(other) && !connects_anew)
       return fail(ErrorCode::refused,
                   "process {} of this node, {}, is replica {} rank {}, and gave its last sign of life {:.0f} ms ago: "
                   "end that process, or give this one another replica or rank",
@@ -298,6 +317,7 @@ std::map<membership::RankConnection, NodeServer::Trainer>::iterator NodeServer::
 // Its end may be known to the system and not yet to us.
 bool NodeServer::has_ended(const Trainer& trainer) {
   if (trainer.exited) return readable_now(trainer.exited->native_handle());
+  if (trainer.credentials.pid == 0) return hung_up(trainer.socket);  // 0 would mean this process's own group
   return ::kill(trainer.credentials.pid, 0) != 0 && errno == ESRCH;
 }
 
@@ -388,7 +408,8 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
 
 // Starts, updates and ends the streams into local joiners as the plan says.
 void NodeServer::follow_plan() {
-  for (auto& [connection, key, catching_up, serves, sources, committed] : streams_of(machine_)) {
+  for (auto& [connection, key, catching_up, serves, sources, strange, committed] : streams_of(machine_, family_)) {
+    for (const auto& one : strange) warn_of(one);
     auto found = trainers_.find(connection);
     if (found == trainers_.end()) continue;
     Trainer& trainer = found->second;

@@ -5,10 +5,12 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <set>
 
 #include "base/fd.h"
 #include "base/unix_socket.h"
 #include "daemon/stream_thread.h"
+#include "daemon/streams.h"
 #include "daemon/upstream.h"
 #include "device/remote.h"
 #include "local.pb.h"
@@ -22,6 +24,7 @@ struct NodeOptions {
   std::string coordinator;        // host:port, or a relay's
   std::string transport = "shm";  // of the catch-up stream
   std::string data_listen = "127.0.0.1:0";
+  std::string advertise;  // hosts that peers are told instead of the one listened on: see transport/advertise.h
   std::string compression = "auto";  // of the catch-up stream: off, auto, always
   double stream_limit = 0;           // MB/s that it may use; 0: no limit
   std::chrono::milliseconds silence{2000};
@@ -83,6 +86,7 @@ class NodeServer {
   void tick();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
+  void warn_of(const StrangeStream& stream);
   Result<> admit(Trainer& trainer, Offering offering, DeviceStream& stream);
   Result<> clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t life);
   static bool has_ended(const Trainer& trainer);
@@ -93,6 +97,10 @@ class NodeServer {
                                                     std::shared_ptr<device::Device> device, const std::string& listen);
   Result<std::unique_ptr<DeviceStream>> open_remote(membership::RankConnection of, Offering& offering);  // any thread
   void on_opened(membership::RankConnection from, Offering offering, Result<std::unique_ptr<DeviceStream>> opened);
+  // What peers are told of addresses listened on: the stream's, and a trainer's.
+  Result<std::string> told(const std::string& stream);
+  std::string told_of_trainer(const std::string& address);
+  const std::string& own_host();
   DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone
   void on_report(std::optional<membership::RankConnection> of, StreamThread::Report report);
   TimePoint now() const { return SteadyClock().now(); }
@@ -104,7 +112,9 @@ class NodeServer {
   std::optional<SocketFile> socket_file_;
   asio::posix::stream_descriptor listener_;
   asio::steady_timer timer_;
+  const std::string family_;  // of the catch-up streams
   membership::Node machine_;
+  std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
   std::uint64_t next_trainer_ = 1;
   Upstream coordinator_;
@@ -112,7 +122,8 @@ class NodeServer {
   std::uint64_t rejected_ = 0;
   catchup::Compression compression_{};
   std::unique_ptr<DeviceStream> host_;
-  std::uint64_t served_by_gone_ = 0;  // bytes
+  std::optional<std::string> own_host_;  // when somebody has listened everywhere
+  std::uint64_t served_by_gone_ = 0;     // bytes
   asio::thread_pool opener_{1};  // RDMA devices may take long to open and to close: the daemon is not silent meanwhile
 };
 

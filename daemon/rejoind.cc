@@ -13,6 +13,7 @@
 #include "daemon/coordinator_server.h"
 #include "daemon/relay_server.h"
 #include "daemon/status_server.h"
+#include "transport/advertise.h"
 
 namespace rejoin::daemon {
 namespace {
@@ -25,6 +26,15 @@ Result<> write_addresses(const std::string& path, const nlohmann::json& addresse
   out.close();
   if (!out || ::rename(temporary.c_str(), path.c_str()) != 0) return fail_errno(fmt::format("address file {}", path));
   return {};
+}
+
+// The address at which others find what listens here.
+std::string told(const Config& c, const std::string& listening) {
+  if (!transport::listens_everywhere({listening})) return listening;
+  const std::string given = c.node.advertise.substr(0, c.node.advertise.find(','));
+  return transport::with_host_for_any({listening},
+                                      given.empty() ? transport::own_host_towards(c.node.coordinator) : given)
+      .text;
 }
 
 Result<> run(Config& c) {
@@ -55,7 +65,7 @@ Result<> run(Config& c) {
     auto started = CoordinatorServer::start(io, c.listen, c.log_directory, *job, *key);
     if (!started) return tl::unexpected(started.error());
     coordinator = std::move(*started);
-    addresses["coordinator"] = coordinator->address();
+    addresses["coordinator"] = told(c, coordinator->address());
     if (c.node.coordinator.empty()) c.node.coordinator = coordinator->address();
   }
   c.node.silence = std::chrono::milliseconds(c.silence_ms);
@@ -64,7 +74,8 @@ Result<> run(Config& c) {
     auto started = RelayServer::start(io, c.node.name, c.relay, c.node.coordinator, c.node.silence, *key);
     if (!started) return tl::unexpected(started.error());
     relay = std::move(*started);
-    addresses["relay"] = c.node.coordinator = relay->address();
+    addresses["relay"] = told(c, relay->address());
+    c.node.coordinator = relay->address();
   }
   std::unique_ptr<NodeServer> server;
   if (node) {
@@ -81,7 +92,7 @@ Result<> run(Config& c) {
     return json;
   });
   if (!status) return tl::unexpected(status.error());
-  addresses["status"] = (*status)->address();
+  addresses["status"] = told(c, (*status)->address());
   if (auto written = write_addresses(c.address_file, addresses); !written) return written;
   spdlog::info("ready: {}", addresses.dump());
   io.run();

@@ -49,6 +49,7 @@ void StreamThread::run() {
   let_training_go_first();
   transport::Idle idle(*engine_);
   TimePoint reported{};
+  bool served = false;  // somebody, by the last report
   while (!stop_) {
     std::vector<Command> commands;
     {
@@ -61,8 +62,10 @@ void StreamThread::run() {
     report.drifts = service_->take_drifts();
     report.failed = service_->take_failed();
     const auto joining = service_->joining();
-    const bool due = (!joining.empty() || service_->serving() > 0) && now - reported >= kReportEvery;
-    if (!report.caught_up.empty() || !report.drifts.empty() || !report.failed.empty() || due) {
+    const bool serves = service_->serving() > 0;
+    const bool due = (!joining.empty() || serves) && now - reported >= kReportEvery;
+    if (!report.caught_up.empty() || !report.drifts.empty() || !report.failed.empty() || due || serves != served) {
+      served = serves;
       for (auto key : joining)
         if (auto progress = service_->progress(key, now)) report.progress[key] = *progress;
       report.bytes_served = service_->bytes_served();

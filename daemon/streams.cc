@@ -2,7 +2,26 @@
 
 namespace rejoin::daemon {
 
-std::vector<LocalStream> streams_of(const membership::Node& node) {
+namespace {
+
+constexpr std::size_t kLongestFamily = 40;
+constexpr char kBorder = '=';
+
+void add_source(LocalStream& stream, const proto::Peer& peer, const std::string& family) {
+  const ReplicaId replica(peer.replica());
+  const Incarnation incarnation(peer.incarnation());
+  const std::string& told = peer.stream_address();
+  const auto border = told.find(kBorder);
+  const std::string its = border == std::string::npos ? "" : told.substr(0, border);
+  if (its == family) stream.sources.insert({replica, incarnation, {told.substr(border + 1)}});
+  else stream.strange.insert({replica, incarnation, printable(its, kLongestFamily)});
+}
+
+}  // namespace
+
+std::string stream_address(const std::string& family, const std::string& address) { return family + kBorder + address; }
+
+std::vector<LocalStream> streams_of(const membership::Node& node, const std::string& family) {
   std::vector<LocalStream> streams;
   for (const auto& [connection, info] : node.ranks()) {
     LocalStream& stream = streams.emplace_back();
@@ -17,7 +36,7 @@ std::vector<LocalStream> streams_of(const membership::Node& node) {
       if (member.catching_up()) continue;
       for (const auto& peer : node.peers().of(info.up.rank()))
         if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation())
-          stream.sources.insert({ReplicaId(peer.replica()), Incarnation(peer.incarnation()), {peer.stream_address()}});
+          add_source(stream, peer, family);
     }
   }
   return streams;

@@ -6,16 +6,29 @@
 
 namespace rejoin::daemon {
 
+// As peers are told of a stream: what it goes over, and where. Only streams of one family reach each other.
+std::string stream_address(const std::string& family, const std::string& address);
+
+// A contributor's catch-up stream that goes over another transport than this node's.
+struct StrangeStream {
+  ReplicaId replica;
+  Incarnation incarnation;
+  std::string family;
+  auto operator<=>(const StrangeStream&) const = default;
+};
+
 struct LocalStream {
   membership::RankConnection rank;
   catchup::RankKey key;
   bool catching_up = false;
   std::optional<Incarnation> serves;         // it contributes, in this incarnation
-  std::set<catchup::SourceAddress> sources;  // the same rank of all contributors
-  Step committed;                            // the last step
+  std::set<catchup::SourceAddress> sources;  // the same rank of all contributors that can be reached
+  std::set<StrangeStream> strange;
+  Step committed;  // the last step
 };
 
-std::vector<LocalStream> streams_of(const membership::Node& node);
+// `family`: of this node's own streams (transport/factory.h).
+std::vector<LocalStream> streams_of(const membership::Node& node, const std::string& family);
 
 // What a stream's thread has found, as the rank's node is told.
 proto::FromNode report_of(const catchup::Service::Whole& whole);

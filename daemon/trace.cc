@@ -2,18 +2,14 @@
 
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+
+#include "base/step_phases.h"
 
 namespace rejoin::daemon {
 
 namespace {
-
-// The phases of a step, by the event that ends each. A phase begins where the one before it has ended, in the same
-// process; without a beginning (the file was opened in the middle of a step) there is no span.
-const std::map<std::string, std::string> kPhases = {
-    {"computed", "compute"}, {"exchanged", "exchange"}, {"committed", "commit"}, {"updated", "update"}};
 
 bool is_event(const nlohmann::json& line) {
   return line.is_object() && line.contains("t") && line.at("t").is_number() && line.contains("kind") &&
@@ -24,30 +20,30 @@ class Row {
  public:
   Row(int number, nlohmann::json& trace) : number_(number), trace_(trace) {}
   void add(nlohmann::json event) {
-    const double at = event.at("t").get<double>() * 1e-3;
+    const auto at = event.at("t").get<std::int64_t>();
     const std::string kind = event.at("kind").get<std::string>();
     for (const char* key : {"t", "who", "kind"}) event.erase(key);
-    if (kind == "step") return void(begun_ = at);
-    const auto phase = kPhases.find(kind);
-    if (phase == kPhases.end() || !begun_)
+    const auto phase = phases_.ended_by(kind, at);
+    if (StepPhases::begins(kind)) return;
+    if (!phase)
       return trace_.push_back(
-          {{"ph", "i"}, {"s", "p"}, {"name", kind}, {"pid", number_}, {"tid", 1}, {"ts", at}, {"args", event}});
-    std::string name = phase->second;
+          {{"ph", "i"}, {"s", "p"}, {"name", kind}, {"pid", number_}, {"tid", 1}, {"ts", us(at)}, {"args", event}});
+    std::string name(phase->name);
     if (event.contains("step")) name += " " + event.at("step").dump();
     trace_.push_back({{"ph", "X"},
                       {"name", name},
                       {"pid", number_},
                       {"tid", 1},
-                      {"ts", *begun_},
-                      {"dur", at - *begun_},
+                      {"ts", us(phase->begun)},
+                      {"dur", us(phase->ended - phase->begun)},
                       {"args", event}});
-    begun_ = at;
   }
 
  private:
+  static double us(std::int64_t ns) { return static_cast<double>(ns) * 1e-3; }
   const int number_;
   nlohmann::json& trace_;
-  std::optional<double> begun_;  // the phase under way
+  StepPhases phases_;
 };
 
 }  // namespace

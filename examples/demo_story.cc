@@ -76,7 +76,7 @@ void Story::take(const Event& event) {
   }
   const auto rank = rank_of(event.who);
   if (!rank) return;
-  if (event.kind == "updated") {
+  if (event.kind == "progress") {
     auto& replica = replicas_[rank->replica];
     replica.version = event.number("step");
     if (event.fields.value("contributes", false)) {

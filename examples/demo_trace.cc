@@ -2,6 +2,8 @@
 
 #include <fstream>
 
+#include "base/step_phases.h"
+
 namespace rejoin::demo {
 
 Result<> write_trace(const std::string& path, const std::vector<Event>& events, const std::vector<Deed>& deeds) {
@@ -17,20 +19,11 @@ Result<> write_trace(const std::string& path, const std::vector<Event>& events, 
     trace.push_back(
         {{"ph", "X"}, {"name", name}, {"pid", row(who)}, {"tid", 1}, {"ts", us(from)}, {"dur", us(to - from)}});
   };
-  struct Marks {
-    std::int64_t begun = 0, computed = 0, exchanged = 0, committed = 0;
-  };
-  std::map<std::pair<std::string, int>, Marks> marks;
+  std::map<std::pair<std::string, int>, StepPhases> phases;  // of each process
   for (const auto& event : events) {
-    Marks& m = marks[{event.who, event.pid}];
-    const std::string step = std::to_string(event.number("step"));
-    if (event.kind == "step") m = {.begun = event.t};
-    else if (event.kind == "computed") span(event.who, "compute " + step, m.begun, m.computed = event.t);
-    else if (event.kind == "exchanged")
-      span(event.who, "exchange " + step, m.computed ? m.computed : m.begun, m.exchanged = event.t);
-    else if (event.kind == "committed")
-      span(event.who, "commit " + step, m.exchanged ? m.exchanged : event.t, m.committed = event.t);
-    else if (event.kind == "updated") span(event.who, "update " + step, m.committed ? m.committed : event.t, event.t);
+    const auto phase = phases[{event.who, event.pid}].ended_by(event.kind, event.t);
+    if (phase) span(event.who, fmt::format("{} {}", phase->name, event.number("step")), phase->begun, phase->ended);
+    else if (StepPhases::begins(event.kind) || event.kind == "progress") continue;
     else if (event.kind == "catch_up")
       trace.push_back({{"ph", "C"},
                        {"name", "catch-up bytes rank " + std::to_string(event.number("rank"))},

@@ -18,7 +18,7 @@ using namespace rejoin;
 
 struct Settings {
   SessionConfig session;
-  std::string data, events, log_level = "warn";
+  std::string data, log_level = "warn";
   std::string state = "session";  // who allocates weights, moments and gradients
   std::uint64_t seed = 1, parameters = 300000;
   std::uint64_t digest_every = 0;  // steps; 0: only at the end
@@ -116,7 +116,6 @@ int train(const Settings& s) {
     if (!begun) return fail_with(begun.error());
     if (!*begun) break;
     const auto& step = **begun;
-    events::emit("step", {{"step", step.number()}, {"contributes", step.contributes()}});
     if (step.contributes()) {
       std::vector<std::uint64_t> positions;
       for (const auto& range : step.batch())
@@ -137,7 +136,6 @@ int train(const Settings& s) {
                                         reduced = tensors.all_reduce(1, buckets[1]);
                                     });
       if (!reduced) return fail_with(reduced.error());
-      events::emit("computed", {{"step", step.number()}});
       if (auto read = tensors.read_behind_buckets(); !read) return fail_with(read.error());
     }
     auto committed = tensors.commit([&](const Piece& piece, const demo::Views& of) {
@@ -148,7 +146,7 @@ int train(const Settings& s) {
     if (!committed) return fail_with(committed.error());
     if (session.committed() < step.number()) continue;  // to be contributed to, now that nobody else is left
     events::emit(
-        "updated",
+        "progress",
         {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});
     if (s.digest_every > 0 && step.number() % s.digest_every == 0 && step.contributes())
       if (auto told = tell_digest(); !told) return fail_with(told.error());
@@ -174,14 +172,12 @@ int main(int argc, char** argv) {
   line.add("--pause-at", s.pause_at, "in the middle of this step, wait for a signal");
   line.add("--drift-from", s.drift_from,
            "from this step on the optimizer computes something else than on other replicas, for the audit to find");
-  line.add("--events", s.events, "directory for event files");
   line.add("--log-level", s.log_level, "of this process")
       .one_of({rejoin::kLogLevels.begin(), rejoin::kLogLevels.end()})
       .show_default();
   if (const auto status = line.parse(argc, argv)) return *status;
   const std::string who = fmt::format("r{}.{}", s.session.replica, s.session.rank);
   rejoin::init_logging("trainer " + who, s.log_level);
-  if (auto opened = rejoin::events::open(s.events, who); !opened) return fail_with(opened.error());
   demo::catch_interrupts();
   return train(s);
 }

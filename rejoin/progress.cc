@@ -11,6 +11,7 @@
 #include "base/events.h"
 #include "base/log.h"
 #include "membership/node.h"
+#include "transport/advertise.h"
 #include "transport/factory.h"
 
 namespace rejoin {
@@ -83,10 +84,6 @@ Result<> Progress::join(const Position& from, std::uint64_t digest, Duration dig
   const auto& device = owner_.device();
   const bool on_gpu = device->kind() != transport::MemoryKind::host;
   if (auto made = make_engine(on_gpu); !made) return made;
-  auto address = engine_->listen({config_.data_listen});
-  if (!address) return tl::unexpected(address.error());
-  address_ = address->text;
-
   driver_.emplace(
       DriverConfig{.replica = ReplicaId(config_.replica),
                    .rank = config_.rank,
@@ -178,7 +175,10 @@ Result<> Progress::make_engine(bool on_gpu) {
   auto engine = transport::make_engine(config_.transport, owner_.device(), reducer_);
   if (!engine) return tl::unexpected(engine.error());
   engine_ = std::move(*engine);
-  return {};
+  return engine_->listen({config_.data_listen})
+      .and_then(
+          [&](const transport::Address& listening) { return transport::advertised(listening, config_.advertise); })
+      .map([&](const transport::Address& told) { address_ = told.text; });
 }
 
 Result<> Progress::prepare_device() {

@@ -2,10 +2,15 @@
 
 #include <cxxabi.h>
 
+#include <algorithm>
+
 #include "base/command_line.h"
+#include "base/events.h"
 #include "base/unix_socket.h"
+#include "rejoin/log_default.h"
 #include "rejoin/progress.h"
 #include "rejoin/training_state.h"
+#include "transport/advertise.h"
 #include "transport/factory.h"
 
 namespace rejoin {
@@ -20,11 +25,15 @@ void SessionConfig::bind(CommandLine& line) {
       "--transport", transport, "REJOIN_TRANSPORT",
       "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
   line.setting("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
+  line.setting("--advertise", advertise, "REJOIN_ADVERTISE",
+               "the host that other ranks are told instead of the one listened on, without a port; HOST,HOST… with one "
+               "for each rail");
   line.setting("--chunk-bytes", chunk_bytes, "REJOIN_CHUNK_BYTES", "all-reduce: largest chunk");
   line.setting("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",
                "all-reduce: chunks in flight per neighbour");
   line.setting("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
   line.setting("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
+  line.setting("--events", events, "REJOIN_EVENTS", "directory for this process's event file (see rejoin trace)");
   line.setting(
       "--flip-bit-at", flip_bit_at, "REJOIN_FLIP_BIT_AT",
       "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");
@@ -124,6 +133,7 @@ class SessionImpl final : public Session {
     stands_.reset();
     if ((*view)->contributes) stands_ = position_of(step_ - 1, (*view)->trained);
     state_.owner().set_phase(shm::Phase::compute);
+    events::emit("step", {{"step", step_}, {"contributes", (*view)->contributes}});
     std::vector<SampleRange> batch;
     for (const auto& range : (*view)->batch) batch.push_back({range.begin, range.end});
     return std::optional<Step>(std::in_place, step_, (*view)->contributes, (*view)->leads, (*view)->contributors,
@@ -251,6 +261,10 @@ class SessionImpl final : public Session {
                   "all_reduce({}) in step {}, in which this replica catches up: it has no gradients to add "
                   "(Step::contributes() says so), and commit() is next",
                   bucket, step_);
+    // Said before, as the exchange may be over when the progress thread has it.
+    const bool last = bucket < handed_over_.size() && !handed_over_[bucket] &&
+                      std::count(handed_over_.begin(), handed_over_.end(), false) == 1;
+    if (last) events::emit("computed", {{"step", step_}});
     auto handed = hand_over();
     if (handed) handed_over_[bucket] = true;
     return handed;
@@ -309,6 +323,7 @@ class SessionImpl final : public Session {
     if (auto ended = end(decision_.contributed); !ended) return tear(ended.error());
     stage_ = Stage::between;
     last_ = step_;
+    events::emit("updated", {{"step", step_}, {"contributes", decision_.contributed}});
     if (decision_.contributed) {
       whole_ = step_;
       stands_ = position_of(step_, decision_.trained);
@@ -398,6 +413,8 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
   if (config.fingerprint.size() > longest_fingerprint)
     return fail(ErrorCode::invalid_argument, "SessionConfig::fingerprint has {} bytes; there may be up to {}",
                 config.fingerprint.size(), longest_fingerprint);
+  if (auto right = config.advertise.empty() ? Result<>() : transport::check_advertised(config.advertise); !right)
+    return fail(ErrorCode::invalid_argument, "--advertise {}", right.error().message);
   const ftar::Options ring{.chunk_bytes = config.chunk_bytes, .chunks_in_flight = config.chunks_in_flight};
   if (auto right = ftar::check(ring); !right) return tl::unexpected(right.error());
   auto device = device::open_device(config.device);
@@ -407,6 +424,9 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
                 config.flip_bit_at, config.device);
   auto interrupted = make_eventfd();
   if (!interrupted) return tl::unexpected(interrupted.error());
+  log_to_stderr_by_default();
+  if (auto opened = events::open(config.events, fmt::format("r{}.{}", config.replica, config.rank)); !opened)
+    return tl::unexpected(opened.error());
   return std::unique_ptr<Session>(std::make_unique<SessionImpl>(config, std::move(*device), std::move(*interrupted)));
 }
 

@@ -46,12 +46,18 @@ struct SessionConfig {
   std::string device = "host";              // where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS
   std::string transport = "shm";            // of the all-reduce: see transport/factory.h; the same on all replicas
   std::string data_listen = "127.0.0.1:0";  // address for data connections, where the transport has addresses
-  std::uint64_t chunk_bytes = 1 << 20;      // all-reduce: largest chunk
-  std::uint32_t chunks_in_flight = 4;       // … and how many per neighbour
-  std::uint64_t keep_budget = 256 << 20;    // bytes of gradients kept while catching up
+  // The host, or a host for each rail, that other ranks are told instead of the one listened on, without a port. None,
+  // and listening on 0.0.0.0 or [::]: the node's address as its daemon knows it.
+  std::string advertise;
+  std::uint64_t chunk_bytes = 1 << 20;    // all-reduce: largest chunk
+  std::uint32_t chunks_in_flight = 4;     // … and how many per neighbour
+  std::uint64_t keep_budget = 256 << 20;  // bytes of gradients kept while catching up
   // Of a GPU: blocks of the kernel that adds while gradients are exchanged, and threads of each. Two of 512 are the
   // least that keep up with 400 Gb/s.
   std::uint32_t reduce_blocks = 8, reduce_threads = 512;
+  // Directory for an event file of this process (rN.M.PID.jsonl), for `rejoin trace`; empty: none. A process with
+  // several sessions has the file of the last one.
+  std::string events;
   // A drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never. Of the
   // host's memory only.
   std::uint64_t flip_bit_at = 0;

@@ -10,7 +10,18 @@ void Checker::violate(const std::string& invariant, std::string what) {
   if (!violation_ && invariant != ignore_) violation_ = {invariant, std::move(what)};
 }
 
+// The first word of a new log that matters: from which checkpoint the job goes on, or that it starts afresh.
+void Checker::begin_again(const proto::LogRecord& record) {
+  if (!log_lost_ || !(record.has_rolled_back() || record.has_epoch())) return;
+  log_lost_ = false;
+  if (record.has_rolled_back()) return;  // as any other that goes back
+  proto::LogRecord afresh;
+  afresh.mutable_rolled_back();
+  on_record(afresh);
+}
+
 void Checker::on_record(const proto::LogRecord& record) {
+  begin_again(record);
   if (replay_) replay_->on_record(record);
   if (record.has_epoch()) {
     if (record.epoch().epoch() <= epoch_)
@@ -27,6 +38,15 @@ void Checker::on_record(const proto::LogRecord& record) {
   }
   if (record.has_rolled_back()) {
     const std::uint64_t version = record.rolled_back().version();
+    if (!record.rolled_back().trained().empty()) {
+      membership::Samples trained;
+      for (auto step = decided_.begin(); step != decided_.upper_bound(version); ++step)
+        for (const auto& [replica, batch] : step->second)
+          for (const auto& range : batch) trained.add(range.begin, range.end);
+      if (trained != membership::Samples(record.rolled_back().trained(), membership::kMostSamples))
+        violate("exactly-once", fmt::format("the job goes on after step {} with other samples trained than were: {}",
+                                            version, trained.text()));
+    }
     decided_.erase(decided_.upper_bound(version), decided_.end());
     std::erase_if(reduced_, [&](const auto& entry) { return entry.first.second > version; });
     std::erase_if(states_, [&](const auto& entry) { return entry.first.second > version; });

@@ -23,6 +23,12 @@ class Checker {
   }
   // A record is on the coordinator's disk.
   void on_record(const proto::LogRecord& record);
+  // … and all of them are gone, with everybody who has heard of them. What the next log begins with must be true of
+  // them.
+  void on_log_lost() {
+    log_lost_ = true;
+    epoch_ = 0;
+  }
   // A rank applies this step: the digest of its reduced gradients.
   void on_reduced(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, std::uint64_t digest);
   // … having trained these samples (contributors), from gradients that were `before` when it handed them over.
@@ -59,7 +65,9 @@ class Checker {
   void on_wrong_state(const RankAt& at, const Suspect& suspect);
   std::map<RankAt, Suspect> suspects_;  // wrong for too long, if a peer's digest is another one
   std::optional<Replay> replay_;
+  void begin_again(const proto::LogRecord& record);
   std::uint64_t epoch_ = 0;
+  bool log_lost_ = false;  // and the next one says nothing yet
 };
 
 }  // namespace rejoin::sim

@@ -10,6 +10,7 @@ using namespace std::chrono_literals;
 
 constexpr std::uint64_t kSecret = 0xca7c4;
 constexpr Duration kRetry = 50ms;
+const std::string kFamily = "sim";  // of the streams
 
 }  // namespace
 
@@ -59,7 +60,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
                  [trainer, connection] { trainer->on_welcome(connection); });
   proto::FromNode message;
   *message.mutable_rank_up() = up;
-  message.mutable_rank_up()->set_stream_address(address_);
+  message.mutable_rank_up()->set_stream_address(daemon::stream_address(kFamily, address_));
   world_.on_moment(Moment::rank_up, up.replica());
   carry_out(machine_.on_rank_message(connection, message, local_now()));
   if (whole) carry_out(machine_.on_rank_message(connection, daemon::report_of({key, up.life()}), local_now()));
@@ -143,7 +144,7 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
 }
 
 void Daemon::follow_plan() {
-  for (const auto& stream : daemon::streams_of(machine_)) {
+  for (const auto& stream : daemon::streams_of(machine_, kFamily)) {
     auto found = ranks_.find(stream.rank);
     if (found == ranks_.end()) continue;
     LocalRank& rank = found->second;

@@ -18,7 +18,7 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
     "stop_coordinator", "stop_some",    "stop_all",       "suspend_node",
     "slow_disk",        "hang_compute", "reset_control",  "reset_ring",
     "reset_stream",     "black_hole",   "refuse_memory",  "drift",
-    "flip_reduced",     "flip_state",   "busy_trainer"};
+    "flip_reduced",     "flip_state",   "busy_trainer",   "lose_log"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};

@@ -46,8 +46,9 @@ enum class FaultKind : std::uint8_t {
   flip_reduced,       // one bit of a reduced chunk flips on its way, in the next step
   flip_state,         // one bit of a contributor's state flips in its memory
   busy_trainer,       // a trainer says that it is busy, between steps or within one; some are for longer than they said
+  lose_log,           // the coordinator's log is gone, and all processes are started again, trainers from checkpoints
 };
-constexpr std::size_t kFaultKinds = 35;
+constexpr std::size_t kFaultKinds = 36;
 std::string_view to_string(FaultKind kind);
 
 // When a fault comes: at its time, or when this happens next after it.

@@ -88,7 +88,7 @@ struct Shared {
   struct Count {
     char name[48];
     std::uint64_t count;
-  } counts[64][512];  // each job's own
+  } counts[64][1024];  // each job's own
   char what[256];
 };
 

@@ -40,6 +40,7 @@ Shape Shape::of(std::uint64_t seed) {
           .direct = often("direct", 2),
           .slow_streams = often("slow streams", 3),
           .checkpoint_steps = one_of(kCheckpointSteps, seed, "checkpoints"),
+          .evaluates = often("evaluations", 3),
           .old = often("old", 3)};
 }
 
@@ -55,11 +56,12 @@ std::map<std::string, std::string> Shape::values() const {
           {"direct", direct ? "y" : "n"},
           {"slow streams", slow_streams ? "y" : "n"},
           {"checkpoints", fmt::format("{}", checkpoint_steps)},
+          {"evaluates", evaluates ? "y" : "n"},
           {"old", old ? "y" : "n"}};
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 12> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 13> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               kSlowest.size(),
@@ -70,6 +72,7 @@ std::size_t pairs_of_values() {
                                               2,
                                               2,
                                               kCheckpointSteps.size(),
+                                              2,
                                               2};
   std::size_t pairs = 0;
   for (std::size_t i = 0; i < sizes.size(); ++i)

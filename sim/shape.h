@@ -21,6 +21,7 @@ struct Shape {
   bool slow_streams = false;  // the daemons' catch-up threads get little of the processor
 
   std::uint64_t checkpoint_steps = 0;  // from one checkpoint of a replica to the next; 0: it writes none
+  bool evaluates = false;              // its trainers do other things between steps, for longer than the silence
   bool old = false;                    // the job has been through so many epochs and lives that their numbers are long
 
   static Shape of(std::uint64_t seed);

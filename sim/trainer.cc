@@ -211,9 +211,8 @@ void Trainer::run() {
   if (driver_->failure()) return world_.trainer_exits(*this, driver_->failure()->message);
   world_.checker().on_kept(replica, rank, state_->kept_bytes(), model_.keep_budget());
 
-  if (stage_ == Stage::waiting && driver_->step() && driver_->step()->step > last_ &&
-      world_.now() >= between_steps_until_)
-    begin_step();
+  const bool free = now >= evaluates_until_ && now >= between_steps_until_;
+  if (stage_ == Stage::waiting && free && driver_->step() && driver_->step()->step > last_) begin_step();
   if (stage_ == Stage::exchanging && !step_.contributes && driver_->step() && driver_->step()->step == step_.step &&
       driver_->step()->contributes) {
     world_.count("promoted within a step");
@@ -350,6 +349,18 @@ void Trainer::end_update() {
   const auto every = world_.shape.checkpoint_steps;
   if (contributed_ && every > 0 && (last_ + replica) % every == 0 && !world_.checker().wrong(life)) write_checkpoint();
   if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
+  if (world_.shape.evaluates && random.one_in(60)) evaluate();
+}
+
+// Between two steps, for up to five silences: nobody is to be put out for it.
+void Trainer::evaluate() {
+  const Duration lasting = random.of_any_size(1ms, 5 * world_.job.silence);
+  world_.note("replica {} rank {} evaluates for {:.1f} ms", replica, rank, milliseconds(lasting));
+  world_.count("evaluation");
+  if (lasting > world_.job.silence) world_.count("evaluation of more than a silence");
+  world_.on_evaluation(lasting);
+  evaluates_until_ = world_.now_at(machine) + lasting;
+  world_.after_of(*this, lasting, [this] { world_.wake(*this); });
 }
 
 }  // namespace rejoin::sim

@@ -55,6 +55,7 @@ class Trainer final : public Process {
   void damage_at_rest();
   void begin_update();
   void end_update();
+  void evaluate();
   std::vector<std::span<std::byte>> columns() const;
   void restore();
   void write_checkpoint();
@@ -75,7 +76,7 @@ class Trainer final : public Process {
   Stage stage_ = Stage::waiting;
   StepView step_;
   std::uint64_t last_ = 0;
-  TimePoint compute_stands_until_{}, busy_until_{}, between_steps_until_{};
+  TimePoint compute_stands_until_{}, busy_until_{}, between_steps_until_{}, evaluates_until_{};
   bool contributed_ = false, current_ = false, drifts_ = false;
   std::optional<std::uint64_t> gradients_;  // digest of what was handed over
   std::vector<catchup::Piece> pieces_;

@@ -183,6 +183,7 @@ void World::let_operator_act() {
 
 membership::JobConfig World::job_to_start() {
   membership::JobConfig config = job;
+  config.id += logs_lost_ << 32;  // a new log is another job's
   config.roll_back_to = allowed_to_roll_back_ = std::exchange(roll_back_to_, std::nullopt);
   config.drop = std::exchange(drop_, std::nullopt);
   return config;

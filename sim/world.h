@@ -88,7 +88,8 @@ class World {
   // A protocol has come this far, at this replica (if at any): faults may wait for that.
   void on_moment(Moment moment, std::uint32_t replica);
   void went_wrong(const Trainer& trainer, std::uint64_t version);
-  bool plant_due();  // the planted fault happens here, once in a while
+  void on_evaluation(Duration lasting) { disturb(lasting); }  // a trainer does something else between two steps
+  bool plant_due();                                           // the planted fault happens here, once in a while
 
   const Options options_;
   const Shape shape;
@@ -165,6 +166,7 @@ class World {
   void kill_coordinator(const std::string& why);
   void let_operator_act();
   void grow_old();
+  void lose_log();
   void lose_sectors(std::size_t synced);
   void on_record(const proto::LogRecord& record);
   void add_holder(Survivors::Holders& holders, std::uint32_t replica,
@@ -216,6 +218,7 @@ class World {
   Bytes disk_;                         // … byte for byte
   bool crash_in_append_ = false, disk_full_ = false;
   Duration slow_append_{};
+  std::uint64_t logs_lost_ = 0;
   std::optional<Step> roll_back_to_;          // an operator's word to the coordinator that is started next
   std::optional<Step> allowed_to_roll_back_;  // … and to the one that runs
   TimePoint roll_back_wanted_since_{};

@@ -49,6 +49,7 @@ void World::happen(const Fault& fault) {
       for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(fault.replica, i, "killed with its replica");
       return;
     case FaultKind::kill_daemon: return kill_daemon(node);
+    case FaultKind::lose_log: return lose_log();
     case FaultKind::kill_coordinator: return kill_coordinator("killed");
     case FaultKind::crash_in_append: crash_in_append_ = coordinator_ != nullptr; return;
     case FaultKind::disk_full: disk_full_ = true; return;
@@ -105,6 +106,20 @@ void World::happen(const Fault& fault) {
       return;
     }
   }
+}
+
+// As where the disk under the log has failed: an operator ends everything that knows of the job, and starts it again.
+void World::lose_log() {
+  for (std::uint32_t r = 0; r < shape.replicas; ++r)
+    for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(r, i, "the log is lost, and all start again");
+  for (std::uint32_t node = 0; node < nodes(); ++node) kill_daemon(node);
+  kill_coordinator("its log is lost");
+  log_.clear();
+  disk_.clear();
+  ++logs_lost_;
+  roll_back_to_.reset();
+  drop_.reset();
+  checker_.on_log_lost();
 }
 
 std::vector<Process*> World::processes() const {

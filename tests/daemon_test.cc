@@ -7,7 +7,9 @@
 #include <sys/un.h>
 
 #include <future>
+#include <map>
 #include <random>
+#include <set>
 
 #include "base/unix_socket.h"
 #include "local.pb.h"
@@ -48,6 +50,35 @@ TEST(Minimal, TwoReplicasLearnAndEndWithTheSameBits) {
   EXPECT_EQ(audit.status, 0) << audit.output;
   EXPECT_NE(audit.output.find("300 steps committed"), std::string::npos) << audit.output;
   EXPECT_NE(audit.output.find("4800 trained once, 0 lost, 0 repeated"), std::string::npos) << audit.output;
+}
+
+// Of a trainer that knows nothing of events, by a variable alone.
+TEST(Minimal, ItsStepsAreInTheTraceBesideTheDaemons) {
+  Job job;
+  const std::string events = job.file("events");
+  job.processes.push_back(
+      job.start_coordinator({"--replicas", "1", "--ranks", "1", "--steps", "20", "--events", events}));
+  job.processes.push_back(job.start_node(0, {"--connect", job.coordinator, "--events", events}));
+  auto environment = job.environment(0);
+  environment.push_back("REJOIN_EVENTS=" + events);
+  Process trainer({kMinimal}, job.file("trainer"), environment);
+  ASSERT_EQ(trainer.wait(std::chrono::seconds(30)), 0) << trainer.output();
+  const std::string trace = job.file("trace.json");
+  const Ended merged = run({kCli, "trace", events, "-o", trace});
+  ASSERT_EQ(merged.status, 0) << merged.output;
+  std::map<int, std::string> rows;
+  std::set<std::string> spans;
+  const auto json = nlohmann::json::parse(read_file(trace));
+  for (const auto& event : json.at("traceEvents")) {
+    const int pid = event.at("pid");
+    if (event.at("ph") == "M") rows[pid] = event.at("args").at("name");
+    if (event.at("ph") == "X" && rows.at(pid).starts_with("r0.0.")) spans.insert(event.at("name"));
+  }
+  ASSERT_EQ(rows.size(), 3u) << merged.output;
+  for (const char* phase : {"compute", "exchange", "commit", "update"})
+    for (const char* step : {" 1", " 20"}) EXPECT_TRUE(spans.contains(phase + std::string(step))) << phase << step;
+  const Ended refused = run({kMinimal}, {job.environment(0)[0], job.environment(0)[2], "REJOIN_EVENTS=/dev/null/no"});
+  EXPECT_NE(refused.output.find("event file /dev/null/no/r0.0."), std::string::npos) << refused.output;
 }
 
 // One trainer's session, on a weight of 1000 elements; a step adds its number.
@@ -116,11 +147,18 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
   while (!HasFailure() && !eventually(caught_up, std::chrono::seconds(2)));
   ASSERT_EQ(job.status().at("members").at(1).at("role"), "catching_up");
   ASSERT_TRUE(eventually([&] { return joined_at == committed + 1; })) << "it has begun the step as a joiner";
+  const std::string source = job.addresses("node0").at("status");
+  const auto serving = [&] {
+    const Ended told = run({kCli, "status", "--json", source});
+    return nlohmann::json::parse(told.output).at("node_role").at("serving").size();
+  };
+  EXPECT_TRUE(eventually([&] { return serving() == 1; }));
   ::kill(first, SIGKILL);
   ::waitpid(first, nullptr, 0);
   const auto step = joining.get();
   ASSERT_TRUE(step && *step);
   EXPECT_TRUE((*step)->contributes());
+  EXPECT_TRUE(eventually([&] { return serving() == 0; })) << "nobody is served any more, and the status says so";
   EXPECT_EQ((*step)->number(), committed + 1);
   EXPECT_EQ(second->version(), committed) << "and updated nothing";
   const auto position = second->position();
@@ -596,6 +634,59 @@ TEST(Audit, WhatWaitsToBeTrainedAgainIsNotLostUntilTheJobIsFinished) {
   EXPECT_EQ(finished.status, 1) << finished.output;
   EXPECT_NE(finished.output.find("10 trained once, 10 lost, 0 repeated, 0 to be"), std::string::npos)
       << finished.output;
+}
+
+TEST(Daemon, OneWhoseStreamGoesOverAnotherTransportIsNamedBeforeItIsNeeded) {
+  Job job;
+  const auto coordinator = job.start_coordinator({"--replicas", "2", "--ranks", "1", "--batch", "8"});
+  const auto first = job.start_node(0, {"--connect", job.coordinator}),
+             second = job.start_node(1, {"--connect", job.coordinator, "--transport", "tcp:127.0.0.1,127.0.0.2"});
+  Process a({kMinimal}, job.file("a"), job.environment(0)), b({kMinimal}, job.file("b"), job.environment(1));
+  EXPECT_TRUE(eventually([&] { return job.status().value("committed", 0) > 2; })) << "what works goes on";
+  const auto says = [&](const char* log, const std::string& line) {
+    EXPECT_TRUE(eventually([&] { return read_file(job.file(log)).find(line) != std::string::npos; }))
+        << read_file(job.file(log));
+  };
+  says("node0.out", "the catch-up stream of replica 1's daemon goes over tcp over 2 rails, and this node's over shm");
+  says("node1.out", "the catch-up stream of replica 0's daemon goes over shm, and this node's over tcp over 2 rails");
+  says("node1.out", "Start all daemons of a job with the same --transport");
+  const std::string log = read_file(job.file("node0.out"));
+  const auto once = log.find("neither replica can catch up");
+  EXPECT_EQ(log.find("neither replica can catch up", once + 1), std::string::npos) << log;
+}
+
+// A daemon in a container of its own: the kernel has no number for its trainers there.
+TEST(Trainer, OfAnotherPidNamespaceTakesPartAndTheDaemonSaysWhatThatCosts) {
+  if (::geteuid() != 0) GTEST_SKIP() << "a PID namespace needs root";
+  Job job;
+  job.silence_ms = "20000";  // its end shows by its socket, long before
+  const auto coordinator = job.start_coordinator({"--replicas", "2", "--ranks", "1", "--batch", "8"});
+  std::vector<std::unique_ptr<Process>> daemons;
+  for (std::uint32_t node = 0; node < 2; ++node) {
+    const std::string name = "node" + std::to_string(node);
+    daemons.push_back(std::make_unique<Process>(
+        std::vector<std::string>{"/usr/bin/unshare", "--pid", "--fork", "--kill-child", kDaemon, "--job-key-file",
+                                 job.key, "--name", name, "--address-file", job.file(name + ".json"), "--silence-ms",
+                                 job.silence_ms, "--socket", job.socket(node), "--connect", job.coordinator,
+                                 "--transport", "tcp"},
+        job.file(name + ".out")));
+    job.addresses(name);
+  }
+  Process first({kMinimal}, job.file("first"), job.environment(0));
+  auto second = std::make_unique<Process>(std::vector{kMinimal}, job.file("second"), job.environment(1));
+  const auto members = [&] { return job.status().value("members", nlohmann::json::array()).size(); };
+  ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) > 2; })) << job.status().dump();
+  const std::string log = read_file(job.file("node1.out"));
+  EXPECT_NE(log.find("PID namespace that this daemon doesn't see"), std::string::npos) << log;
+  EXPECT_NE(log.find("hostPID: true"), std::string::npos) << log;
+  second.reset();
+  EXPECT_TRUE(eventually([&] { return members() == 1; })) << "its end is known without its silence";
+  second = std::make_unique<Process>(std::vector{kMinimal}, job.file("again"), job.environment(1));
+  EXPECT_TRUE(eventually([&] { return members() == 2 && job.status()["members"][1]["role"] == "contributor"; }))
+      << second->output();
+  Process twin({kMinimal}, job.file("twin"), job.environment(1));
+  EXPECT_EQ(twin.wait(std::chrono::seconds(15)), 1) << "a place is one process's\n" << twin.output();
+  EXPECT_EQ(members(), 2u);
 }
 
 TEST(Settings, ArePrintedInFullAtStart) {

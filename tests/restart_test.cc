@@ -53,6 +53,15 @@ struct Job : Daemons {
     trainers.clear();
     daemons.clear();
   }
+  // All of it, when it has a checkpoint of this step or a later one.
+  bool dies_after_checkpoint(std::uint64_t step) {
+    start_daemons();
+    start_trainers();
+    const bool saved = eventually([&] { return checkpoint() >= step; }, kLimit);
+    EXPECT_TRUE(saved) << trainers[0]->output();
+    kill_everything();
+    return saved;
+  }
   std::uint64_t checkpoint() const {
     const std::string step = after(read_file(directory + "/checkpoint.0").substr(0, 1000), "step=");
     return step.empty() ? 0 : std::stoull(step);
@@ -115,10 +124,7 @@ const std::string& undisturbed() {
 // Everything dies, and the coordinator's log with it.
 TEST(Restart, FromACheckpointAloneEverySampleIsTrainedOnceAndTheBitsAreTheSame) {
   Job job;
-  job.start_daemons();
-  job.start_trainers();
-  ASSERT_TRUE(eventually([&] { return job.checkpoint() >= 40; }, kLimit)) << job.trainers[0]->output();
-  job.kill_everything();
+  ASSERT_TRUE(job.dies_after_checkpoint(40));
   const auto from = job.checkpoint();
   ASSERT_LT(from, job.steps) << "it was killed in time";
   std::filesystem::remove_all(job.file(job.log_directory));
@@ -145,10 +151,7 @@ TEST(Restart, FromACheckpointAloneEverySampleIsTrainedOnceAndTheBitsAreTheSame) 
 // With its log the coordinator knows all by itself; the checkpoint is older, as a rule, and an operator allows it.
 TEST(Restart, WithTheCoordinatorsLogItIsTheSame) {
   Job job;
-  job.start_daemons();
-  job.start_trainers();
-  ASSERT_TRUE(eventually([&] { return job.checkpoint() >= 40; }, kLimit)) << job.trainers[0]->output();
-  job.kill_everything();
+  ASSERT_TRUE(job.dies_after_checkpoint(40));
   const auto from = job.checkpoint();
   job.start_daemons({"--roll-back-to", std::to_string(from)});
   job.start_trainers();
@@ -161,10 +164,7 @@ TEST(Restart, WithTheCoordinatorsLogItIsTheSame) {
 
 TEST(Restart, ACheckpointThatIsDamagedOrNotWholeIsRefusedWithTheReason) {
   Job job;
-  job.start_daemons();
-  job.start_trainers();
-  ASSERT_TRUE(eventually([&] { return job.checkpoint() >= 20; }, kLimit));
-  job.kill_everything();
+  ASSERT_TRUE(job.dies_after_checkpoint(20));
   job.start_daemons();
   const std::string path = job.directory + "/checkpoint.0", good = read_file(path);
   const auto start_with = [&](const std::string& bytes) {

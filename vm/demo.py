@@ -109,7 +109,7 @@ def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
                 if promoted_at is not None and len(told) == nodes * RANKS:
                     proven.append(event["version"])
                     say(f"version {event['version']}: " + ", ".join(f"{who} {told[who]}" for who in sorted(told)))
-            elif kind == "updated":
+            elif kind == "progress":
                 step = event["step"]
                 if step > last.get(node, 0):
                     last[node] = step

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "transport/advertise.h"
 #include "transport/factory.h"
 #include "transport/staged/factory.h"
 #include "transport/tcp/factory.h"
@@ -111,8 +112,7 @@ Result<> Link::connect(const Options& options) {
     return fail(ErrorCode::mismatch, "--use_cuda: {}; give it to both or to none",
                 options.cuda ? "the server was started without it" : "the server was started with it");
   address.erase(0, kind.size());
-  if (const auto any = address.find("0.0.0.0:"); any != std::string::npos) address.replace(any, 7, options.host);
-  auto endpoint = engine_->connect({address}, {});
+  auto endpoint = engine_->connect(transport::with_host_for_any({address}, options.host), {});
   if (!endpoint) return tl::unexpected(endpoint.error());
   endpoint_ = *endpoint;
   bool connected = false;

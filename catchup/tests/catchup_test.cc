@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <random>
+#include <sstream>
 
 #include "base/log.h"
 #include "catchup/keeper.h"
@@ -173,7 +174,7 @@ struct Cluster {
   std::vector<std::unique_ptr<Replica>> replicas;
   std::mt19937_64 random;
   std::uint64_t step = 0;
-  bool elementwise;
+  bool elementwise, smaller = false;
   Compression compression = Compression::never;
   double limit = 0;
   std::uint64_t budget = 64 * MiB;
@@ -199,7 +200,7 @@ struct Cluster {
     if (on_gpu) replica->engine = *transport::staged::make_engine(std::move(replica->engine), device, {});
     replica->access = *device->make_access();
     replica->address = *replica->engine->listen({"sim"});
-    const auto model = small_model(elementwise, on_gpu);
+    const auto model = small_model(elementwise, on_gpu || smaller);
     std::vector<shm::Owner::Own> own;
     if (memory.scattered) own = replica->scattered.emplace(model, *device, *replica->access, random()).columns;
     replica->owner = std::make_unique<shm::Owner>(*shm::Owner::make(model, device, own));
@@ -293,6 +294,26 @@ TEST_P(CatchUp, AJoinerEndsWithTheSameBitsWhileEveryoneTrainsOn) {
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
     const auto progress = cluster.replicas[0]->service->bytes_served() + cluster.replicas[1]->service->bytes_served();
     EXPECT_GE(progress, joiner.owner->manifest().bytes());
+  }
+}
+
+// Of fewer slices than may be under way from one source. It has none left when the second one is connected, unless it
+// leaves that one its share.
+TEST(CatchUpService, ASmallStateComesFromAllSources) {
+  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed);
+    cluster.smaller = true;
+    Replica &first = cluster.add(true), &second = cluster.add(true);
+    cluster.train(1);
+    Replica& joiner = cluster.add(false);
+    ASSERT_LE(joiner.owner->manifest().slices().size(), 16u) << "the window";
+    cluster.catch_up(joiner);
+    cluster.train_until_caught_up(joiner, 200, 50);
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_GT(first.service->bytes_served(), 0u);
+    EXPECT_GT(second.service->bytes_served(), 0u);
+    EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->sources_used, 2u);
   }
 }
 
@@ -575,6 +596,34 @@ TEST(CatchUpService, OnlyTheIncarnationThatContributesIsServedFrom) {
   EXPECT_TRUE(cluster.same_bits(joiner, source));
 }
 
+TEST(CatchUpService, ASourceThatGoesOnRefusingIsLoggedSeldom) {
+  const auto level = spdlog::get_level();
+  spdlog::set_level(spdlog::level::info);
+  Cluster cluster(5);
+  Replica& source = cluster.add(true);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  source.service->serve({source.id, RankId(0)}, Incarnation(2));
+  const auto lines_of = [&](std::chrono::seconds time) {
+    testing::internal::CaptureStdout();
+    for (const TimePoint begun = cluster.clock.now(); cluster.clock.now() - begun < time;) {
+      cluster.clock.advance(std::chrono::milliseconds(20));
+      cluster.pump(10);
+    }
+    std::istringstream said(testing::internal::GetCapturedStdout());
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(said, line);)
+      if (line.find("replica 0 is out") != std::string::npos) lines.push_back(line);
+    return lines;
+  };
+  EXPECT_EQ(lines_of(std::chrono::seconds(9)).size(), 1u);
+  const auto later = lines_of(std::chrono::seconds(12));
+  ASSERT_FALSE(later.empty());
+  EXPECT_LE(later.size(), 2u);
+  EXPECT_NE(later[0].find("times more since it was said last"), std::string::npos) << later[0];
+  spdlog::set_level(level);
+}
+
 TEST(CatchUpService, TheStreamKeepsToItsLimit) {
   Cluster cluster(8);
   cluster.limit = 1e9;
@@ -655,6 +704,25 @@ TEST(CatchUpService, AStrangerOrAnotherModelIsRefused) {
   cluster.pump(200);
   EXPECT_EQ(source.service->bytes_served(), 0u);
   EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->sources, 0u);
+}
+
+TEST(Planner, WhoeverIsUpFirstLeavesTheOthersTheirShare) {
+  Planner planner(12, 16);
+  planner.on_source_up(ReplicaId(0));
+  EXPECT_EQ(planner.next(ReplicaId(0), 3).size(), 4u);
+  planner.on_source_up(ReplicaId(1));
+  EXPECT_EQ(planner.next(ReplicaId(1), 3).size(), 4u);
+  EXPECT_TRUE(planner.next(ReplicaId(0), 3).empty());
+  EXPECT_EQ(planner.next(ReplicaId(0), 2).size(), 2u) << "the third one does not come";
+  EXPECT_EQ(planner.next(ReplicaId(1), 2).size(), 2u);
+  EXPECT_EQ(Planner(1000, 16).next(ReplicaId(0)).size(), 0u);
+  Planner alone(3, 16);
+  alone.on_source_up(ReplicaId(0));
+  for (std::uint32_t arrived = 0; arrived < 3; ++arrived) {  // nobody else ever comes: it has the last one, too
+    EXPECT_EQ(alone.next(ReplicaId(0), 5).size(), 1u);
+    EXPECT_TRUE(alone.on_arrived(ReplicaId(0), arrived));
+  }
+  EXPECT_TRUE(alone.all_arrived());
 }
 
 TEST(Planner, AllSlicesAreAskedForOnceAndThoseOfALostSourceAgain) {

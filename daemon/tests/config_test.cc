@@ -35,6 +35,8 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
            {"--status", "127.0.0.1:65536", "0 to 65535"},
            {"--status", "127.0.0.1:http", "0 to 65535"},
            {"--data-listen", "[::1]:70000", "0 to 65535"},
+           {"--advertise", "10.0.0.1:7000", "a host without a port"},
+           {"--advertise", "0.0.0.0", "nobody can be reached at 0.0.0.0"},
            {"--relay", "127.0.0.1:99999", "0 to 65535"},
            {"--connect", "127.0.0.1:99999", "0 to 65535"},
            {"--connect", "127.0.0.1:0", "1 to 65535"},

@@ -60,6 +60,32 @@ TEST_F(Simulated, WhoeverWasStoppedCostsNobodyAPlaceAndNoStep) {
       }
 }
 
+// Its checkpoints say what the log would have: which samples are trained. The checker compares.
+TEST_F(Simulated, AJobWhoseLogIsLostGoesOnFromItsCheckpoints) {
+  std::uint64_t from_checkpoints = 0;
+  for (std::uint64_t seed = 0; seed < 30; ++seed) {
+    Outcome outcome = play_one(FaultKind::lose_log, {}, seed);
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    from_checkpoints += outcome.counts["rolled back"];
+  }
+  EXPECT_GT(from_checkpoints, 5u);
+}
+
+TEST_F(Simulated, WhoEvaluatesBetweenStepsForManySilencesCostsNobodyAPlace) {
+  std::uint64_t long_ones = 0;
+  for (std::uint64_t seed = 0; long_ones < 5 && seed < 200; ++seed) {
+    if (!Shape::of(seed).evaluates) continue;
+    Outcome outcome = play({.seed = seed, .faults = std::vector<Fault>{}});
+    ASSERT_FALSE(outcome.violation) << "seed " << seed << ": " << outcome.violation->invariant << ": "
+                                    << outcome.violation->what;
+    EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << "seed " << seed;
+    EXPECT_EQ(outcome.counts["epoch begun"], 1u) << "seed " << seed;
+    long_ones += outcome.counts["evaluation of more than a silence"];
+  }
+  EXPECT_GE(long_ones, 5u);
+}
+
 TEST_F(Simulated, AConnectionThatIsResetCostsNobodyAPlace) {
   for (const auto kind : {FaultKind::reset_control, FaultKind::reset_ring, FaultKind::cut_ring})
     for (std::uint64_t seed = 0; seed < 4; ++seed) {

@@ -29,6 +29,12 @@ bool is_ipv4(const ibv_gid& gid) {
   return std::memcmp(gid.raw, prefix, sizeof prefix) == 0;
 }
 
+// Of fe80::/10 or 169.254.0.0/16: it has no meaning beyond the port's own link, and no router passes it on.
+bool is_link_local(const ibv_gid& gid) {
+  if (is_ipv4(gid)) return gid.raw[12] == 169 && gid.raw[13] == 254;
+  return gid.raw[0] == 0xfe && (gid.raw[1] & 0xc0) == 0x80;
+}
+
 }  // namespace
 
 Result<> available() {
@@ -149,9 +155,10 @@ Result<> Device::find_gid() {
     if (wanted_gid_ && *wanted_gid_ != static_cast<std::uint32_t>(i)) continue;
     const bool same = had_gid_ && std::memcmp(entry.gid.raw, gid_.gid.raw, sizeof entry.gid.raw) == 0;
     const int worth = entry.gid_type != IBV_GID_TYPE_ROCE_V2 && !wanted_gid_ ? 0
-                      : wanted_gid_ || same                                  ? 3
-                      : is_ipv4(entry.gid)                                   ? 2
-                                                                             : 1;
+                      : wanted_gid_ || same                                  ? 4
+                      : is_link_local(entry.gid)                             ? 1
+                      : is_ipv4(entry.gid)                                   ? 3
+                                                                             : 2;
     if (worth <= best) continue;
     best = worth;
     found = entry;

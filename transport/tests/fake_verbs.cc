@@ -100,6 +100,7 @@ std::minstd_rand any;                                                        // 
 std::map<const ibv_device*, std::pair<std::uint64_t, std::uint64_t>> blind;  // address, bytes
 std::set<FakeContext*> contexts;
 FakeVerbsTransfer watcher;
+std::map<const ibv_device*, std::vector<FakeVerbsGid>> given_gids;
 std::map<std::uint32_t, FakeQp*> pairs;
 std::map<std::uint32_t, FakeMr*> regions;
 std::uint32_t next_number = 17, next_key = 1000;
@@ -267,6 +268,10 @@ int post_send(ibv_qp* pair, ibv_send_wr* request, ibv_send_wr** refused) {
 
 void fake_verbs_watch(FakeVerbsTransfer new_watcher) { watcher = std::move(new_watcher); }
 
+void fake_verbs_gids(const char* device, std::vector<FakeVerbsGid> gids) {
+  for (auto& one : devices)
+    if (std::strcmp(one.name, device) == 0) given_gids[&one] = gids;
+}
 void fake_verbs_port(const char* device, bool up) {
   for (auto& one : devices) {
     if (std::strcmp(one.name, device) != 0) continue;
@@ -381,20 +386,22 @@ int ibv_query_port(ibv_context* context, std::uint8_t port, _compat_ibv_port_att
   auto* attributes = reinterpret_cast<ibv_port_attr*>(compat);
   attributes->state = down.contains(context->device) ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
   attributes->active_mtu = IBV_MTU_4096;
-  attributes->gid_tbl_len = 2;
+  attributes->gid_tbl_len = static_cast<int>(1 + std::max<std::size_t>(1, given_gids[context->device].size()));
   attributes->link_layer = IBV_LINK_LAYER_ETHERNET;
   return 0;
 }
 int _ibv_query_gid_ex(ibv_context* context, std::uint32_t, std::uint32_t index, ibv_gid_entry* entry, std::uint32_t,
                       std::size_t) {
-  if (index > 1) return ENODATA;
-  *entry = {};
-  entry->gid_index = index;
-  entry->gid_type = index == 1 ? IBV_GID_TYPE_ROCE_V2 : IBV_GID_TYPE_ROCE_V1;
-  const unsigned char raw[16] = {
+  const FakeVerbsGid first{
       0, 0, 0,    0,    0,   0, 0, 0,
       0, 0, 0xff, 0xff, 127, 0, 0, static_cast<unsigned char>(context->device == &devices[0] ? 1 : 2)};
-  std::memcpy(entry->gid.raw, raw, sizeof raw);
+  const auto& given = given_gids[context->device];
+  if (index > std::max<std::size_t>(1, given.size())) return ENODATA;
+  *entry = {};
+  entry->gid_index = index;
+  entry->gid_type = index >= 1 ? IBV_GID_TYPE_ROCE_V2 : IBV_GID_TYPE_ROCE_V1;
+  const auto& gid = index >= 1 && !given.empty() ? given[index - 1] : first;
+  std::copy(gid.begin(), gid.end(), entry->gid.raw);
   return 0;
 }
 const char* ibv_port_state_str(ibv_port_state state) { return state == IBV_PORT_ACTIVE ? "active" : "down"; }

@@ -1,10 +1,15 @@
 // What a test does to the devices of fake_verbs.cc.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 void fake_verbs_port(const char* device, bool up);
+// The RoCE v2 GIDs of its port, from index 1 on. None: the one that it has from the start.
+using FakeVerbsGid = std::array<unsigned char, 16>;
+void fake_verbs_gids(const char* device, std::vector<FakeVerbsGid> gids);
 // Called for every RDMA write or read that the devices carry out: where its bytes are here and there.
 using FakeVerbsTransfer =
     std::function<void(const char* device, const void* here, const void* there, std::uint64_t bytes)>;

@@ -1,0 +1,168 @@
+// Nodes that share nothing but a network: each a network namespace, with a cable between the two.
+#include <unistd.h>
+
+#include <sstream>
+
+#include "tests/daemons.h"
+
+namespace rejoin::test {
+namespace {
+
+const std::string kEnter = "/usr/bin/nsenter", kUnshare = "/usr/bin/unshare", kTrainer = binaries() + "/rejoin-minimal";
+
+// A network namespace; it lives as long as this.
+class Host {
+ public:
+  explicit Host(const Scratch& scratch) : holder_({kUnshare, "-n", "/bin/sleep", "600"}, scratch.path + "/holder") {
+    std::error_code error;
+    const auto own = std::filesystem::read_symlink("/proc/self/ns/net", error);
+    there_ = eventually(
+        [&] {
+          const auto its = std::filesystem::read_symlink(namespace_(), error);
+          return !error && its != own && read_file("/proc/" + std::to_string(holder_.pid()) + "/comm") == "sleep\n";
+        },
+        std::chrono::seconds(5));
+  }
+  bool there() const { return there_; }
+  pid_t pid() const { return holder_.pid(); }
+  std::vector<std::string> inside(std::vector<std::string> command) const {
+    command.insert(command.begin(), {kEnter, "--net=" + namespace_(), "--"});
+    return command;
+  }
+  Ended ip(std::vector<std::string> arguments) const {
+    arguments.insert(arguments.begin(), "/usr/sbin/ip");
+    return run(inside(arguments));
+  }
+
+ private:
+  std::string namespace_() const { return "/proc/" + std::to_string(holder_.pid()) + "/ns/net"; }
+  Process holder_;
+  bool there_ = false;
+};
+
+// Two hosts, 10.77.0.1 and 10.77.0.2, a node and a replica on each; the coordinator is on the first one.
+struct TwoHosts : Daemons {
+  Host hosts[2] = {Host(scratch), Host(scratch)};
+  std::vector<std::unique_ptr<Process>> processes;
+
+  // Empty, or why there is no cable between the two here.
+  std::string connect() const {
+    for (const auto& host : hosts)
+      if (!host.there()) return "network namespaces can't be had (they need root)";
+    const Ended cable = hosts[0].ip({"link", "add", "dev", "eth0", "type", "veth", "peer", "name", "eth0", "netns",
+                                     std::to_string(hosts[1].pid())});
+    if (cable.status != 0) return "no cable between network namespaces: " + cable.output;
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_EQ(hosts[i].ip({"link", "set", "lo", "up"}).status, 0);
+      EXPECT_EQ(hosts[i].ip({"addr", "add", address(i) + "/24", "dev", "eth0"}).status, 0);
+      EXPECT_EQ(hosts[i].ip({"link", "set", "eth0", "up"}).status, 0);
+    }
+    return "";
+  }
+  static std::string address(int host) { return "10.77.0." + std::to_string(host + 1); }
+
+  void start_daemon(int host, const std::string& name, std::vector<std::string> more) {
+    more.insert(more.begin(), {kDaemon, "--job-key-file", key, "--name", name, "--address-file", file(name + ".json"),
+                               "--silence-ms", "5000", "--status", "0.0.0.0:0"});
+    processes.push_back(std::make_unique<Process>(hosts[host].inside(more), file(name + ".out")));
+  }
+  std::unique_ptr<Process> start_trainer(int replica, const std::string& output) const {
+    return std::make_unique<Process>(
+        hosts[replica].inside({kTrainer}), file(output),
+        std::vector<std::string>{"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_RANK=0",
+                                 "REJOIN_SOCKET=" + socket(static_cast<std::uint32_t>(replica)), "REJOIN_TRANSPORT=tcp",
+                                 "REJOIN_DATA_LISTEN=0.0.0.0:0"});
+  }
+  nlohmann::json status_from(int host) const {
+    const Ended told = run(hosts[host].inside({kCli, "status", "--json", coordinator_status}));
+    const auto json = nlohmann::json::parse(told.output, nullptr, false);
+    return json.is_discarded() ? nlohmann::json::object() : json.at("coordinator_role");
+  }
+};
+
+// Nobody is told where he is: everybody listens everywhere, and finds out. The first node knows its coordinator as
+// 127.0.0.1, where no other node would find it.
+TEST(Hosts, WhoeverListensEverywhereIsFoundByTheOtherHost) {
+  TwoHosts two;
+  if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
+  two.start_daemon(0, "coordinator",
+                   {"--coordinator", "--listen", "0.0.0.0:0", "--log-directory", two.file("log"), "--replicas", "2",
+                    "--ranks", "1", "--batch", "8"});
+  const auto told = two.addresses("coordinator");
+  const std::string coordinator = told.at("coordinator");
+  ASSERT_TRUE(coordinator.starts_with("10.77.0.1:")) << coordinator;
+  two.coordinator_status = told.at("status");
+  const std::string nearby = "127.0.0.1" + coordinator.substr(coordinator.rfind(':'));
+  for (int i = 0; i < 2; ++i)
+    two.start_daemon(i, "node" + std::to_string(i),
+                     {"--socket", two.socket(static_cast<std::uint32_t>(i)), "--connect", i == 0 ? nearby : coordinator,
+                      "--transport", "tcp", "--data-listen", "0.0.0.0:0"});
+  two.addresses("node0"), two.addresses("node1");
+  const auto first = two.start_trainer(0, "trainer0");
+  auto second = two.start_trainer(1, "trainer1");
+  const auto committed = [&] { return two.status_from(1).value("committed", 0); };
+  ASSERT_TRUE(eventually([&] { return committed() > 2; }, std::chrono::seconds(30)))
+      << "gradients cross the cable\n"
+      << first->output() << second->output() << read_file(two.file("coordinator.out"));
+  second.reset();  // killed
+  ASSERT_TRUE(eventually([&] { return two.status_from(1).at("members").size() == 1; }, std::chrono::seconds(30)));
+  second = two.start_trainer(1, "trainer1again");
+  const auto contributes = [&] {
+    const auto members = two.status_from(1).at("members");
+    return members.size() == 2 && members.at(1).at("role") == "contributor";
+  };
+  EXPECT_TRUE(eventually(contributes, std::chrono::seconds(30)))
+      << "the state crosses the cable\n"
+      << second->output() << read_file(two.file("node1.out"));
+  for (const char* log : {"node0.out", "node1.out"}) {
+    const std::string output = read_file(two.file(log));
+    const auto at = output.find("catch-up stream is at ");
+    ASSERT_NE(at, std::string::npos) << output;
+    EXPECT_EQ(output.substr(at + 22, 8), "10.77.0.") << output;
+  }
+}
+
+// Addresses that this machine's processes have connected to with TCP, as the kernel writes them.
+bool connected_to(const std::string& reversed_hex) {
+  std::ifstream table("/proc/net/tcp");
+  for (std::string line, place, local, remote, state; std::getline(table, line);) {
+    std::istringstream(line) >> place >> local >> remote >> state;
+    if (remote.starts_with(reversed_hex + ":") && state == "01") return true;
+  }
+  return false;
+}
+
+// Of each pair of ranks one connects, so of three two are connected to at least, the one in the middle in any case.
+TEST(Hosts, WhatIsAdvertisedIsWhereOthersConnectTo) {
+  Daemons job;
+  const auto coordinator =
+      job.start_coordinator({"--replicas", "3", "--ranks", "1", "--listen", "0.0.0.0:0", "--advertise", "127.77.0.9"});
+  EXPECT_TRUE(job.coordinator.starts_with("127.77.0.9:")) << job.coordinator;
+  std::vector<std::unique_ptr<Process>> processes;
+  for (std::uint32_t replica = 0; replica < 3; ++replica) {
+    std::vector<std::string> node{"--connect", job.coordinator, "--transport", "tcp"};
+    std::vector<std::string> trainer{"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_RANK=0",
+                                     "REJOIN_SOCKET=" + job.socket(replica), "REJOIN_TRANSPORT=tcp",
+                                     "REJOIN_DATA_LISTEN=0.0.0.0:0"};
+    if (replica == 1) node.insert(node.end(), {"--data-listen", "0.0.0.0:0", "--advertise", "127.77.0.1"});
+    else trainer.push_back("REJOIN_ADVERTISE=127.77.0." + std::to_string(replica == 0 ? 10 : 12));
+    processes.push_back(job.start_node(replica, node));
+    processes.push_back(
+        std::make_unique<Process>(std::vector{kTrainer}, job.file("trainer" + std::to_string(replica)), trainer));
+  }
+  EXPECT_TRUE(eventually([&] { return job.status().value("committed", 0) > 2; })) << job.status().dump();
+  EXPECT_TRUE(connected_to("01004D7F")) << "the trainer that its daemon's --advertise is for";
+  EXPECT_TRUE(connected_to("0A004D7F") || connected_to("0C004D7F")) << "one that has its own";
+}
+
+TEST(Hosts, AsManyHostsAsRailsCanBeAdvertised) {
+  Daemons job;
+  const Ended daemon = run({kDaemon, "--job-key-file", job.key, "--socket", job.socket(0), "--connect", "127.0.0.1:1",
+                            "--transport", "tcp:127.0.0.1,127.0.0.2", "--advertise", "a,b,c"});
+  EXPECT_EQ(daemon.status, 1);
+  EXPECT_NE(daemon.output.find("--advertise 'a,b,c' names 3 hosts, and there are 2 rails"), std::string::npos)
+      << daemon.output;
+}
+
+}  // namespace
+}  // namespace rejoin::test

@@ -1,0 +1,142 @@
+#include "transport/advertise.h"
+
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+
+#include "base/fd.h"
+#include "transport/socket_address.h"
+
+namespace rejoin::transport {
+
+namespace {
+
+constexpr char kBorder = '|';  // between the rails' addresses: see striped/factory.h
+
+bool is_any(const std::string& host) { return host == "0.0.0.0" || host == "::"; }
+
+std::string without_brackets(const std::string& host) {
+  const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  return bracketed ? host.substr(1, host.size() - 2) : host;
+}
+
+std::string joined(const std::string& host, std::uint16_t port) {
+  return host.find(':') == std::string::npos ? fmt::format("{}:{}", host, port) : fmt::format("[{}]:{}", host, port);
+}
+
+// Of each rail's address that has a host, the host is replaced where `host_of` gives one.
+Address replaced(const Address& listening,
+                 const std::function<std::optional<std::string>(std::size_t rail, const HostPort&)>& host_of) {
+  Address all;
+  std::size_t rail = 0;
+  for (const auto& one : split(listening.text, kBorder)) {
+    const auto parts = SocketAddress::split(one);
+    const auto host = parts ? host_of(rail, *parts) : std::nullopt;
+    all.text += (rail++ > 0 ? std::string(1, kBorder) : "") + (host ? joined(*host, parts->port) : one);
+  }
+  return all;
+}
+
+bool is_loopback(const sockaddr* address) {
+  if (address->sa_family == AF_INET6) {
+    const auto& in6 = reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+    return IN6_IS_ADDR_LOOPBACK(&in6) || (IN6_IS_ADDR_V4MAPPED(&in6) && in6.s6_addr[12] == 127);  // ::ffff:127.0.0.1
+  }
+  return ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr) >> 24 == 127;
+}
+
+std::string host_of(const sockaddr* address, socklen_t length) {
+  sockaddr_storage storage{};
+  std::copy_n(reinterpret_cast<const char*>(address), length, reinterpret_cast<char*>(&storage));
+  return SocketAddress::split(SocketAddress::format(storage)).value().host;
+}
+
+// The address that the system would send from. Connecting a datagram socket sends nothing.
+std::optional<std::string> sent_from(const std::string& peer) {
+  const auto there = SocketAddress::resolve(peer);
+  if (!there) return std::nullopt;
+  const Fd socket(::socket(there->get()->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  sockaddr_storage here{};
+  socklen_t length = sizeof here;
+  auto* address = reinterpret_cast<sockaddr*>(&here);
+  if (!socket || ::connect(socket.get(), there->get(), there->length()) != 0 ||
+      ::getsockname(socket.get(), address, &length) != 0 || is_loopback(address))
+    return std::nullopt;
+  return host_of(address, length);
+}
+
+std::optional<std::string> of_an_interface() {
+  ifaddrs* all = nullptr;
+  if (::getifaddrs(&all) != 0) return std::nullopt;
+  std::optional<std::string> found;
+  for (const auto* one = all; one != nullptr && !found; one = one->ifa_next)
+    if (one->ifa_addr != nullptr && one->ifa_addr->sa_family == AF_INET && (one->ifa_flags & IFF_UP) != 0 &&
+        !is_loopback(one->ifa_addr))
+      found = host_of(one->ifa_addr, sizeof(sockaddr_in));
+  ::freeifaddrs(all);
+  return found;
+}
+
+}  // namespace
+
+Result<> check_advertised(const std::string& hosts) {
+  for (const auto& given : split(hosts, ',')) {
+    const std::string host = without_brackets(given);
+    if (host.empty())
+      return fail(ErrorCode::invalid_argument,
+                  "'{}': a host is missing; it is HOST, or HOST,HOST… with one for each rail", hosts);
+    if (is_any(host))
+      return fail(ErrorCode::invalid_argument,
+                  "'{}': nobody can be reached at {}; give an address of this machine that its peers reach", hosts,
+                  host);
+    if (std::count(host.begin(), host.end(), ':') == 1 ||
+        host != given.substr(given.front() == '[' ? 1 : 0, host.size()))
+      return fail(ErrorCode::invalid_argument,
+                  "'{}': it is a host without a port; peers are told the port that is listened on", hosts);
+    if (host.find_first_of("|/ []") != std::string::npos)
+      return fail(ErrorCode::invalid_argument, "'{}' is not the name or the address of a host", host);
+  }
+  return {};
+}
+
+Result<Address> advertised(const Address& listening, const std::string& hosts) {
+  if (hosts.empty()) return listening;
+  if (auto right = check_advertised(hosts); !right) return tl::unexpected(right.error());
+  const auto given = split(hosts, ',');
+  const auto rails = split(listening.text, kBorder).size();
+  if (given.size() != 1 && given.size() != rails)
+    return fail(ErrorCode::invalid_argument,
+                "--advertise '{}' names {} hosts, and there are {} rails: give one for all, or one for each", hosts,
+                given.size(), rails);
+  return replaced(listening, [&](std::size_t rail, const HostPort&) {
+    return std::optional(without_brackets(given[given.size() == 1 ? 0 : rail]));
+  });
+}
+
+Address with_host_for_any(const Address& listening, const std::string& host) {
+  return replaced(listening, [&](std::size_t, const HostPort& parts) {
+    return is_any(parts.host) ? std::optional(without_brackets(host)) : std::nullopt;
+  });
+}
+
+bool listens_everywhere(const Address& listening) {
+  bool any = false;
+  (void)replaced(listening, [&](std::size_t, const HostPort& parts) {
+    any |= is_any(parts.host);
+    return std::optional<std::string>();
+  });
+  return any;
+}
+
+std::string own_host_towards(const std::string& peer) {
+  if (auto host = sent_from(peer)) return *host;
+  for (const char* anywhere : {"192.0.2.1:9", "[2001:db8::1]:9"})  // addresses for examples: of no machine
+    if (auto host = sent_from(anywhere)) return *host;
+  return of_an_interface().value_or("127.0.0.1");
+}
+
+}  // namespace rejoin::transport
