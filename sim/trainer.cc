@@ -211,7 +211,7 @@ void Trainer::run() {
   if (driver_->failure()) return world_.trainer_exits(*this, driver_->failure()->message);
   world_.checker().on_kept(replica, rank, state_->kept_bytes(), model_.keep_budget());
 
-  const bool free = now >= evaluates_until_ && now >= between_steps_until_;
+  const bool free = now >= evaluates_until_ && world_.now() >= between_steps_until_;
   if (stage_ == Stage::waiting && free && driver_->step() && driver_->step()->step > last_) begin_step();
   if (stage_ == Stage::exchanging && !step_.contributes && driver_->step() && driver_->step()->step == step_.step &&
       driver_->step()->contributes) {
