@@ -65,9 +65,7 @@ void for_descriptors(Offer& offer, What what) {
 
 Bytes describe(const Offer& offer) {
   const Bytes manifest = offer.manifest.serialise();
-  Bytes bytes;
-  put(bytes, static_cast<std::uint32_t>(manifest.size()));
-  bytes.insert(bytes.end(), manifest.begin(), manifest.end());
+  Bytes bytes = joined(static_cast<std::uint32_t>(manifest.size()), manifest);
   offer.layout.serialise(bytes);
   serialise(offer.aside, bytes);
   for (const auto& segment : offer.segments) serialise(segment, bytes);
