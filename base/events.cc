@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "base/clock.h"
+#include "base/fail.h"
 #include "base/fd.h"
 
 namespace rejoin::events {

@@ -16,6 +16,7 @@
 
 #include "base/clock.h"
 #include "base/command_line.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "base/unix_socket.h"
 #include "device/kernels/mailbox.h"

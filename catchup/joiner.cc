@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/digest.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "catchup/source.h"
 

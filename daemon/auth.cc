@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "base/fd.h"
 
 namespace rejoin::daemon {

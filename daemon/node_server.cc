@@ -8,6 +8,7 @@
 
 #include "base/entropy.h"
 #include "base/events.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "daemon/streams.h"
 

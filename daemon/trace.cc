@@ -6,6 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "base/fail.h"
+
 namespace rejoin::daemon {
 
 namespace {

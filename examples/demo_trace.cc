@@ -2,6 +2,8 @@
 
 #include <fstream>
 
+#include "base/fail.h"
+
 namespace rejoin::demo {
 
 Result<> write_trace(const std::string& path, const std::vector<Event>& events, const std::vector<Deed>& deeds) {

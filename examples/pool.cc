@@ -2,6 +2,8 @@
 
 namespace rejoin::demo {
 
+#include "base/fail.h"
+
 Result<Pool> Pool::make(device::Device& device, bool expandable, std::size_t bytes) {
   constexpr std::size_t kPiece = 2 * MiB;  // PyTorch's small ones
   auto memory = expandable ? device.allocate_mapped(bytes, kPiece) : device.allocate(bytes);

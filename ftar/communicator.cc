@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "ftar/operation.h"
 #include "transport/staged/factory.h"

@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "base/digest.h"
+#include "base/fail.h"
 #include "transport/ibverbs/factory.h"
 
 namespace rejoin::nccl {

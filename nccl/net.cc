@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "transport/regions.h"
 #include "transport/tcp/factory.h"

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/events.h"
+#include "base/fail.h"
 #include "base/log.h"
 
 namespace rejoin {

@@ -9,6 +9,7 @@
 
 #include "base/entropy.h"
 #include "base/events.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "membership/node.h"
 #include "transport/factory.h"

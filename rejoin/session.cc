@@ -3,6 +3,7 @@
 #include <cxxabi.h>
 
 #include "base/command_line.h"
+#include "base/fail.h"
 #include "base/unix_socket.h"
 #include "rejoin/progress.h"
 #include "rejoin/training_state.h"

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "shm/page.h"
 
 namespace rejoin::shm {

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "base/fail.h"
 #include "transport/ibverbs/factory.h"
 
 namespace rejoin::transport::ibverbs {

@@ -1,6 +1,7 @@
 // Messages, pieces and what comes in over the rails.
 #include <algorithm>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "transport/striped/engine.h"
 

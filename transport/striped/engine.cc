@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "transport/epoll.h"
 

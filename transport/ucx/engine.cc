@@ -2,6 +2,7 @@
 
 #include <ucs/config/global_opts.h>
 
+#include "base/fail.h"
 #include "transport/ucx/address.h"
 
 namespace rejoin::transport::ucx {
