@@ -35,7 +35,7 @@ class Row {
       return trace_.push_back(
           {{"ph", "i"}, {"s", "p"}, {"name", kind}, {"pid", number_}, {"tid", 1}, {"ts", at}, {"args", event}});
     std::string name = phase->second;
-    if (event.contains("step")) name += " " + event.at("step").dump();
+    if (event.contains("step")) name.append(" ").append(event.at("step").dump());
     trace_.push_back({{"ph", "X"},
                       {"name", name},
                       {"pid", number_},
