@@ -1,8 +1,8 @@
 #include "examples/pool.h"
 
-namespace rejoin::demo {
-
 #include "base/fail.h"
+
+namespace rejoin::demo {
 
 Result<Pool> Pool::make(device::Device& device, bool expandable, std::size_t bytes) {
   constexpr std::size_t kPiece = 2 * MiB;  // PyTorch's small ones
