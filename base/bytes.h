@@ -39,8 +39,9 @@ requires std::is_trivially_copyable_v<T>
 template <typename T>
 requires std::is_trivially_copyable_v<T>
 void put(Bytes& bytes, const T& value) {
-  const BytesView view = bytes_of(value);
-  bytes.insert(bytes.end(), view.begin(), view.end());
+  const std::size_t end = bytes.size();
+  bytes.resize(end + sizeof value);
+  std::memcpy(bytes.data() + end, &value, sizeof value);
 }
 
 // True where [offset, offset + length) lies inside [0, size), whatever the numbers.

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/fail.h"
+
 namespace rejoin {
 
 namespace {

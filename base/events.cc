@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "base/clock.h"
+#include "base/fail.h"
 #include "base/fd.h"
 
 namespace rejoin::events {

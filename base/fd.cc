@@ -12,6 +12,8 @@
 #include <map>
 #include <mutex>
 
+#include "base/fail.h"
+
 namespace rejoin {
 
 Fd& Fd::operator=(Fd&& other) noexcept {

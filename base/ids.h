@@ -1,9 +1,8 @@
 // Strong numeric types: an epoch can't be passed where a step is meant.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 
@@ -31,11 +30,4 @@ using Incarnation = Id<struct IncarnationTag>;                // one life of a r
 template <typename Tag, typename T>
 struct std::hash<rejoin::Id<Tag, T>> {
   std::size_t operator()(const rejoin::Id<Tag, T>& id) const noexcept { return std::hash<T>{}(id.value); }
-};
-
-template <typename Tag, typename T>
-struct fmt::formatter<rejoin::Id<Tag, T>> : fmt::formatter<T> {
-  auto format(const rejoin::Id<Tag, T>& id, fmt::format_context& context) const {
-    return fmt::formatter<T>::format(id.value, context);
-  }
 };

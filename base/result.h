@@ -1,12 +1,9 @@
-// Errors as values. What can happen at run time is a Result; what cannot is a REJOIN_CHECK.
+// Errors as values. What can happen at run time is a Result; what cannot is a REJOIN_CHECK (base/fail.h).
 #pragma once
-
-#include <fmt/format.h>
 
 #include <string>
 #include <string_view>
 #include <tl/expected.hpp>
-#include <utility>
 
 namespace rejoin {
 
@@ -35,27 +32,4 @@ struct Error {
 template <typename T = void>
 using Result = tl::expected<T, Error>;
 
-template <typename... Args>
-[[nodiscard]] tl::unexpected<Error> fail(ErrorCode code, fmt::format_string<Args...> format, Args&&... args) {
-  return tl::unexpected(Error{code, fmt::format(format, std::forward<Args>(args)...)});
-}
-
-// "WHAT: strerror(errno)", for system calls; call it before anything else touches errno.
-[[nodiscard]] tl::unexpected<Error> fail_errno(std::string_view what);
-
-[[noreturn]] void check_failed(const char* file, int line, const char* expression, std::string_view message);
-
 }  // namespace rejoin
-
-template <>
-struct fmt::formatter<rejoin::Error> : fmt::formatter<std::string_view> {
-  auto format(const rejoin::Error& error, fmt::format_context& context) const {
-    return fmt::format_to(context.out(), "{} ({})", error.message, rejoin::to_string(error.code));
-  }
-};
-
-// Always on: a false condition is a bug of ours, and going on would spread it.
-#define REJOIN_CHECK(condition, ...) \
-  (static_cast<bool>(condition)      \
-       ? void(0)                     \
-       : ::rejoin::check_failed(__FILE__, __LINE__, #condition, ::fmt::format("" __VA_ARGS__)))

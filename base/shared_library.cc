@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include "base/fail.h"
+
 namespace rejoin {
 
 Result<SharedLibrary> SharedLibrary::load(const std::string& name, const std::string& packages) {

@@ -10,6 +10,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/fail.h"
+
 namespace rejoin {
 
 Result<> check_unix_name(const std::string& name) {

@@ -12,6 +12,7 @@
 
 #include "base/arithmetic.h"
 #include "base/command_line.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "bench/limits.h"
 #include "device/access.h"

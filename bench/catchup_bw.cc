@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/command_line.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "bench/limits.h"
 #include "catchup/keeper.h"

@@ -1,5 +1,7 @@
 // rejoin_kernel_bw: what a GPU's kernels move, beside the card's own measured copy bandwidth: the all-reduce's
 // additions, by number of blocks and size of a work, and the digests of catch-up.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <fstream>
 #include <iostream>

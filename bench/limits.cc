@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/fail.h"
 #include "ftar/reduce.h"
 
 namespace rejoin::bench {

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
+
 namespace rejoin::catchup {
 
 namespace {

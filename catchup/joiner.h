@@ -1,5 +1,7 @@
 // Fetches one local rank's state from all healthy sources at once, watches it being kept current, and has it proven.
 // Runs in the daemon; the trainer's part (keeping and applying gradients) is keeper.h.
+//
+// joiner.cc: what comes from whom. joiner_proofs.cc: whether it is right.
 #pragma once
 
 #include <algorithm>

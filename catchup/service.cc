@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "base/log.h"
 
 namespace rejoin::catchup {

@@ -1,5 +1,6 @@
 // The trainer of the chaos runs: small, mostly asleep while it "computes", and after each step it says what lets the
 // runner check the job without trusting it: what it trained, what the reduced gradients add up to, its state's digest.
+#include <fmt/format.h>
 #include <poll.h>
 #include <unistd.h>
 

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/fail.h"
 #include "base/fd.h"
 
 namespace rejoin::daemon {

@@ -10,6 +10,7 @@
 #include "base/bytes.h"
 #include "base/clock.h"
 #include "base/command_line.h"
+#include "base/fail.h"
 #include "base/result.h"
 #include "daemon/flags.h"
 #include "daemon/log_audit.h"

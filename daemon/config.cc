@@ -1,6 +1,7 @@
 #include "daemon/config.h"
 
 #include "base/command_line.h"
+#include "base/fail.h"
 #include "base/number.h"
 #include "daemon/flags.h"
 

@@ -1,9 +1,12 @@
 #include "daemon/coordinator_server.h"
 
+#include <fmt/format.h>
+
 #include <nlohmann/json.hpp>
 
 #include "base/entropy.h"
 #include "base/events.h"
+#include "base/fail.h"
 #include "base/log.h"
 
 namespace rejoin::daemon {

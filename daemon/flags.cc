@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "base/number.h"
 #include "base/unix_socket.h"

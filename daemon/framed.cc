@@ -1,5 +1,6 @@
 #include "daemon/framed.h"
 
+#include <fmt/format.h>
 namespace rejoin::daemon {
 
 namespace {

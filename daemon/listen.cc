@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "base/fail.h"
 #include "transport/socket_address.h"
 
 namespace rejoin::daemon {

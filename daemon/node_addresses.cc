@@ -1,4 +1,5 @@
 // Where the node's catch-up stream and its trainers are, as other nodes are told, and whose streams can't reach it.
+#include "base/fail.h"
 #include "base/log.h"
 #include "daemon/node_server.h"
 #include "transport/advertise.h"

@@ -8,6 +8,7 @@
 
 #include "base/command_line.h"
 #include "base/events.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "daemon/config.h"
 #include "daemon/coordinator_server.h"

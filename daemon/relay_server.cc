@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "daemon/listen.h"
 

@@ -1,5 +1,6 @@
 #include "daemon/status_server.h"
 
+#include <fmt/format.h>
 #include <prometheus/gauge.h>
 #include <prometheus/registry.h>
 #include <prometheus/text_serializer.h>
@@ -8,6 +9,7 @@
 #include <sstream>
 
 #include "base/bytes.h"
+#include "base/fail.h"
 #include "daemon/listen.h"
 
 namespace rejoin::daemon {

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "base/fail.h"
 #include "base/step_phases.h"
 
 namespace rejoin::daemon {
@@ -29,7 +30,7 @@ class Row {
       return trace_.push_back(
           {{"ph", "i"}, {"s", "p"}, {"name", kind}, {"pid", number_}, {"tid", 1}, {"ts", us(at)}, {"args", event}});
     std::string name(phase->name);
-    if (event.contains("step")) name += " " + event.at("step").dump();
+    if (event.contains("step")) name.append(" ").append(event.at("step").dump());
     trace_.push_back({{"ph", "X"},
                       {"name", name},
                       {"pid", number_},

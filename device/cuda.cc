@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "device/access.h"
 #include "device/cuda_context.h"
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "base/fail.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
 #include "device/kernels/image.h"

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include "base/fail.h"
+
 namespace rejoin::device::cuda {
 
 Result<> Driver::check(Status status, const char* what) const {

@@ -1,6 +1,7 @@
 // What is the same for all devices.
 #include "device/device.h"
 
+#include "base/fail.h"
 #include "base/number.h"
 #include "device/access.h"
 

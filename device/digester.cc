@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "base/digest.h"
+#include "base/fail.h"
 #include "device/kernels/xxh3.h"
 
 namespace rejoin::device {

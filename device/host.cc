@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "base/digest.h"
+#include "base/fail.h"
 #include "device/access.h"
 #include "device/device.h"
 

@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "base/priority.h"
 #include "base/unix_socket.h"

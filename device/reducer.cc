@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <new>
 
+#include "base/fail.h"
+
 namespace rejoin::device {
 
 using kernels::Mailbox, kernels::Relay, kernels::Work;

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <map>
 
+#include "base/fail.h"
 #include "base/unix_socket.h"
 #include "device/pinned_access.h"
 #include "device/remote_wire.h"

@@ -14,15 +14,7 @@ def escape(text):
 def main():
     lines = open(sys.argv[1], encoding="utf-8").read().split("\n")
     out, behind, code, head = [], None, False, True
-    foreign = False  # inside of a specialisation in another library's namespace, which Doxygen can't place
     for number, line in enumerate(lines):
-        foreign = foreign or line.startswith("struct fmt::")
-        if foreign:
-            if out[-1].startswith("template"):
-                out[-1] = ""
-            out.append("")
-            foreign = line != "};"
-            continue
         alone = re.match(r"^(\s*)//( ?)(.*)$", line)
         trailing = None if alone else re.match(r'^(.*?[;,{})\]>:\w]\s+)//(?!/) ?(.*)$', line)
         if alone and alone[3].startswith("----"):

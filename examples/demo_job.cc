@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "base/fail.h"
 #include "examples/interrupt.h"
 
 namespace rejoin::demo {

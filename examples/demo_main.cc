@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/command_line.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "examples/demo_trace.h"
 #include "examples/demo_view.h"

@@ -1,5 +1,7 @@
 #include "examples/demo_story.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>

@@ -2,6 +2,7 @@
 
 #include <fstream>
 
+#include "base/fail.h"
 #include "base/step_phases.h"
 
 namespace rejoin::demo {

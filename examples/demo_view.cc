@@ -1,5 +1,6 @@
 #include "examples/demo_view.h"
 
+#include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 

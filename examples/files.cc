@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "base/fail.h"
 #include "base/fd.h"
 #include "examples/text.h"
 

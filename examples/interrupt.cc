@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "base/fail.h"
 #include "rejoin/session.h"
 
 namespace rejoin::demo {

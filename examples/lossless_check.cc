@@ -1,6 +1,8 @@
 // rejoin-lossless-check: the demo's model, trained by the simulated cluster (sim/) once with failures and once without,
 // over as many samples in the same order. Writes both loss curves. While it runs, the simulator's checkers watch that
 // replicas are the same to the bit and that every sample is trained once.
+#include <fmt/format.h>
+
 #include <fstream>
 #include <iostream>
 #include <numeric>

@@ -1,5 +1,7 @@
 #include "examples/pool.h"
 
+#include "base/fail.h"
+
 namespace rejoin::demo {
 
 Result<Pool> Pool::make(device::Device& device, bool expandable, std::size_t bytes) {

@@ -1,5 +1,6 @@
 // What a real trainer has beside its loop: AdamW with a schedule, clipping by the gradient's norm, metrics, evaluation,
 // checkpoints. docs/real-trainer.md explains it step by step.
+#include <fmt/format.h>
 #include <rejoin/session.h>
 
 #include <cmath>

@@ -3,6 +3,8 @@
 #include <fstream>
 #include <iterator>
 
+#include "base/fail.h"
+
 namespace rejoin::demo {
 
 Result<std::string> read_text(const std::string& path) {

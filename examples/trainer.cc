@@ -1,4 +1,5 @@
 // The demo's trainer: one rank of one replica, training its tower of the model.
+#include <fmt/format.h>
 #include <poll.h>
 
 #include <iostream>

@@ -4,20 +4,11 @@
 
 #include <algorithm>
 
-#include "base/log.h"
+#include "base/fail.h"
 #include "ftar/operation.h"
 #include "transport/staged/factory.h"
 
 namespace rejoin::ftar {
-
-namespace {
-
-// Completion contexts: which write ended.
-std::uint64_t context_of(Epoch epoch, std::uint32_t bucket, std::uint32_t kind) {
-  return (epoch.value << 16) | (std::uint64_t{bucket} << 2) | kind;
-}
-
-}  // namespace
 
 Communicator::Communicator(transport::Engine& engine, const Options& options, Member self, std::uint64_t secret)
     : engine_(engine), options_(options), self_(self), secret_(secret) {}
@@ -300,128 +291,6 @@ void Communicator::handle(const transport::Event& event) {
     case EventKind::accepted:
     case EventKind::completed: return;
   }
-}
-
-Result<> Communicator::send(Peer& peer, std::uint32_t kind, std::uint32_t bucket, std::uint64_t value, BytesView body) {
-  const MessageHeader header{kind, bucket, epoch_.value, value};
-  if (body.empty()) return engine_.send(peer.endpoint, bytes_of(header));
-  Bytes message;
-  message.reserve(sizeof header + body.size());
-  const auto head = bytes_of(header);
-  message.insert(message.end(), head.begin(), head.end());
-  message.insert(message.end(), body.begin(), body.end());
-  return engine_.send(peer.endpoint, message);
-}
-
-bool Communicator::post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, const transport::LocalRange& local,
-                        const transport::RemoteRange& remote, std::size_t length, std::uint32_t slot,
-                        std::uint32_t chunk) {
-  const Tag tag{static_cast<std::uint32_t>(epoch_.value),
-                static_cast<std::uint32_t>(buckets_[bucket].step.value),
-                bucket,
-                kind,
-                slot,
-                chunk};
-  const transport::Write write{.context = context_of(epoch_, bucket, kind),
-                               .local = local,
-                               .remote = remote,
-                               .length = length,
-                               .notify = tag.packed()};
-  if (!engine_.write(peer.endpoint, {&write, 1})) return false;  // its `closed` event is on the way
-  ++peer.writes_in_flight;
-  return true;
-}
-
-void Communicator::on_message(Peer& peer, BytesView message) {
-  MessageHeader header{};
-  if (!take(message, header)) {
-    ++stale_dropped_;
-    return;
-  }
-  if (header.kind == MessageHeader::introduction) return on_introduction(peer, message);
-  if (header.kind == MessageHeader::flushed) {
-    peer.flushed = std::max(peer.flushed, Epoch(header.epoch));
-    return try_flush();
-  }
-  if (header.epoch != epoch_.value || header.bucket >= buckets_.size() || !peer.up) {
-    ++stale_dropped_;
-    return;
-  }
-  Bucket& bucket = buckets_[header.bucket];
-  switch (header.kind) {
-    case MessageHeader::ready:
-      peer.ready[header.bucket] = header.value + 1;
-      if (bucket.running) bucket.running->on_ready(peer);
-      break;
-    case MessageHeader::credit:
-      if (header.value < options_.chunks_in_flight && peer.free_slots.size() < options_.chunks_in_flight) {
-        peer.free_slots.push_back(static_cast<std::uint8_t>(header.value));
-        for (auto& waiting : buckets_)
-          if (waiting.running) waiting.running->on_credit();
-      }
-      break;
-    case MessageHeader::direct: {
-      const auto from = std::find(ring_peers_.begin(), ring_peers_.end(), &peer);
-      const auto place = static_cast<std::size_t>(from - ring_peers_.begin());
-      auto& inbox = bucket.inbox[header.value % 2];
-      if (place >= contributors_ || message.size() != bucket.bytes() || inbox.data.empty()) {
-        ++stale_dropped_;
-        return;
-      }
-      if (inbox.step != Step(header.value)) {
-        inbox.step = Step(header.value);
-        inbox.present.assign(contributors_, false);
-      }
-      std::memcpy(inbox.data.data() + place * bucket.bytes(), message.data(), message.size());
-      damage_if_due(Step(header.value), std::span(inbox.data).subspan(place * bucket.bytes(), bucket.bytes()));
-      inbox.present[place] = true;
-      last_progress_ = now_;
-      if (bucket.running) bucket.running->on_direct();
-      break;
-    }
-    default: ++stale_dropped_; return;
-  }
-  if (bucket.running && bucket.running->done()) finish(bucket);
-}
-
-void Communicator::on_written(Peer& peer, std::uint64_t notify) {
-  const Tag tag = Tag::unpack(notify);
-  if (tag.epoch != (epoch_.value & 0xfff) || tag.bucket >= buckets_.size()) {
-    ++stale_dropped_;
-    return;
-  }
-  Bucket& bucket = buckets_[tag.bucket];
-  if (!bucket.running || tag.step != (bucket.step.value & 0x3f) || !bucket.running->on_chunk(peer, tag)) {
-    ++stale_dropped_;
-    return;
-  }
-  last_progress_ = now_;
-  ++peer.stats.chunks_received;
-  if (peer.last_chunk != TimePoint{}) peer.stats.longest_gap = std::max(peer.stats.longest_gap, now_ - peer.last_chunk);
-  peer.last_chunk = now_;
-  if (bucket.running->done()) finish(bucket);
-}
-
-void Communicator::on_completed(const transport::Event& event) {
-  Peer* peer = peer_of(event.endpoint);
-  if (peer == nullptr) return;
-  REJOIN_CHECK(peer->writes_in_flight > 0, "a completion that was not waited for");
-  --peer->writes_in_flight;
-  if (event.error && event.error->code == ErrorCode::refused)
-    spdlog::error("replica {} refused a chunk: {}", peer->member.replica, event.error->message);
-  if ((event.value >> 16) != epoch_.value || !clean_) return try_flush();
-  if (event.error) return;  // its endpoint's end is reported by itself
-  Bucket& bucket = buckets_[(event.value >> 2) & 0x3fff];
-  if (!bucket.running) return;
-  bucket.running->on_write_completed(*peer, event.value & 3);
-  if (bucket.running->done()) finish(bucket);
-}
-
-BytesView Communicator::direct_input(std::uint32_t index, Step step, std::uint32_t contributor) const {
-  const Bucket& bucket = buckets_[index];
-  const auto& inbox = bucket.inbox[step.value % 2];
-  if (inbox.step != step || !inbox.present[contributor]) return {};
-  return BytesView(inbox.data).subspan(contributor * bucket.bytes(), bucket.bytes());
 }
 
 // ---- telling

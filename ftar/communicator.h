@@ -9,7 +9,8 @@
 //  - Every chunk and message names its epoch, step, bucket and chunk; what does not fit is dropped and counted.
 //  - All members are connected with each other, so that an epoch without one of them needs no new connection.
 //
-// connections.cc: connections. communicator.cc: epochs. ring.cc and direct.cc: the two algorithms. results.cc: digests.
+// connections.cc: connections. communicator.cc: epochs. messages.cc: what is sent and comes in. ring.cc and direct.cc:
+// the two algorithms. results.cc: digests.
 #pragma once
 
 #include <map>

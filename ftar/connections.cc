@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "ftar/operation.h"
 

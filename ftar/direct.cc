@@ -1,6 +1,8 @@
 // The latency-optimal all-reduce for small buckets: every contributor sends its input to every member in one message,
 // and everyone adds all inputs in the same order. The CPU does, also where buckets are in a GPU's memory: two small
 // copies cost less than a ring's hops.
+#include <fmt/format.h>
+
 #include "base/digest.h"
 #include "ftar/operation.h"
 #include "ftar/reduce.h"

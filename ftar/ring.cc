@@ -1,4 +1,6 @@
 // The bandwidth-optimal all-reduce: schedule.h says who sends what; here it happens, chunk by chunk.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "base/digest.h"

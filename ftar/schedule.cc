@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/bytes.h"
+#include "base/fail.h"
 #include "base/result.h"
 
 namespace rejoin::ftar {

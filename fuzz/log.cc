@@ -9,6 +9,7 @@
 #include <fstream>
 #include <string>
 
+#include "base/fail.h"
 #include "membership/coordinator.h"
 
 namespace {

@@ -1,5 +1,7 @@
 #include "membership/coordinator.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 namespace rejoin::membership {

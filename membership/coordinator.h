@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/fail.h"
 #include "base/ids.h"
 #include "base/result.h"
 #include "control.pb.h"

@@ -1,5 +1,7 @@
 // Who is out: silent, hung, cut off or dead, and what each of these means. See "State survives" in
 // docs/design-notes.md.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "membership/coordinator.h"

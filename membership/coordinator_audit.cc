@@ -1,6 +1,7 @@
 // What becomes of a step whose results, or the states before it, differ among replicas.
 #include <algorithm>
 
+#include "base/fail.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {

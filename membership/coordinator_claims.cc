@@ -1,5 +1,7 @@
 // Two processes for one place. Who has it keeps it for as long as it lives and answers; whoever else asks for it waits
 // until that is known: an answer of the first one's daemon (refused), its end, or its silence for too long (taken).
+#include <fmt/format.h>
+
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {

@@ -1,6 +1,8 @@
 // What all replicas must declare alike: tensors, buckets, how they all-reduce. The job that runs has declared it;
 // before, it is what the majority of the job's replicas declares. Who differs is refused, with the difference: the
 // coordinator has hashes, and asks one rank of each kind for what is behind its own.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "membership/coordinator.h"

@@ -1,6 +1,7 @@
 // Taking up an earlier life's decisions.
 #include <algorithm>
 
+#include "base/fail.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {

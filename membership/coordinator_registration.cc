@@ -1,4 +1,6 @@
 // Who is there: ranks register, come back, and are told of their peers.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "membership/coordinator.h"

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "base/digest.h"
+#include "base/fail.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {

@@ -1,4 +1,6 @@
 // Telling people what is being waited for.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "membership/coordinator.h"

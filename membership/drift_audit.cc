@@ -1,9 +1,9 @@
 #include "membership/drift_audit.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
+
+#include "base/fail.h"
 
 namespace rejoin::membership {
 

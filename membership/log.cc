@@ -12,6 +12,8 @@
 #include <numeric>
 #include <optional>
 
+#include "base/fail.h"
+
 namespace rejoin::membership {
 
 namespace {

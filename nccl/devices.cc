@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "base/digest.h"
+#include "base/fail.h"
 #include "transport/ibverbs/factory.h"
 
 namespace rejoin::nccl {
@@ -147,7 +148,7 @@ Result<DeviceInfo> join_devices(const std::vector<DeviceInfo>& all, const std::v
         !joined->transport.starts_with(kind + ":"))
       return fail(ErrorCode::invalid_argument, "{} and {} can't be rails of one device", joined->transport,
                   one.transport);
-    joined->transport += "," + one.transport.substr(colon + 1);
+    joined->transport.append(",").append(one.transport, colon + 1);
     joined->name = joined->transport;
     joined->speed_mbps += one.speed_mbps;
     joined->cuda &= one.cuda;

@@ -1,11 +1,9 @@
 #include "nccl/net.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "base/fail.h"
 #include "base/log.h"
-#include "transport/regions.h"
-#include "transport/tcp/factory.h"
 
 namespace rejoin::nccl {
 
@@ -15,20 +13,11 @@ using transport::EventKind;
 namespace {
 
 constexpr std::uint64_t kReady = 0x7964616572;  // the sender's first and only message
-constexpr std::uint64_t kReceives = 64;         // of a connection, under way; flushes likewise
-constexpr std::uint64_t kSends = abi::kMaxRequests * kMaxGroup;
 
 // A write's notification: which receive of which grant, and how many bytes.
 constexpr int kSizeBits = 45, kPlaceBits = 3;
 constexpr std::uint64_t notification(std::uint64_t grant, std::uint64_t place, std::uint64_t size) {
   return grant << (kSizeBits + kPlaceBits) | place << kSizeBits | size;
-}
-
-std::array<std::uint64_t, 2> fresh_id() {
-  static transport::Unguessable unguessable;
-  static std::mutex mutex;
-  std::scoped_lock lock(mutex);
-  return {unguessable.next(), unguessable.next()};
 }
 
 }  // namespace
@@ -43,148 +32,6 @@ Result<Grant> parse_grant(BytesView message) {
     grant.places[i].used = 0;
   }
   return grant;
-}
-
-// ---- set-up
-
-Result<std::shared_ptr<Device>> Device::make(std::unique_ptr<transport::Engine> engine, const std::string& address) {
-  std::shared_ptr<Device> device(new Device());
-  device->engine_ = std::move(engine);
-  auto where = device->engine_->listen({address + ":0"});
-  if (!where) return tl::unexpected(where.error());
-  device->address_ = *where;
-  auto scratch = device->engine_->register_region(device->scratch_, transport::MemoryKind::host);
-  if (!scratch) return tl::unexpected(scratch.error());
-  device->scratch_region_ = *scratch;
-  if (where->text.size() + 2 <= sizeof Handle::address) return device;
-  if (auto opened = device->open_control(); !opened) return tl::unexpected(opened.error());
-  auto asked = device->control_->listen({address + ":0"});
-  if (!asked) return tl::unexpected(asked.error());
-  device->control_address_ = *asked;
-  return device;
-}
-
-Result<> Device::open_control() {
-  if (control_ != nullptr) return {};
-  auto control = transport::tcp::make_engine({});
-  if (!control) return tl::unexpected(control.error());
-  control_ = std::move(*control);
-  return {};
-}
-
-Device::~Device() {
-  for (const auto& [begin, region] : regions_) engine_->deregister(region->id);
-}
-
-Result<std::unique_ptr<Listener>> Device::listen(Handle& handle) {
-  std::scoped_lock lock(mutex_);
-  auto listener = std::make_unique<Listener>();
-  listener->device = shared_from_this();
-  listener->id = fresh_id();
-  handle = {.magic = kMagic, .listener = {listener->id[0], listener->id[1]}};
-  const std::string text = control_address_.text.empty() ? "=" + address_.text : "@" + control_address_.text;
-  std::memcpy(handle.address, text.c_str(), text.size() + 1);
-  listeners_[listener->id] = listener.get();
-  return listener;
-}
-
-Result<> Device::begin_connection(Connecting& connecting, const Handle& handle, const std::string& address) {
-  const Hello hello{.listener = {handle.listener[0], handle.listener[1]}};
-  auto endpoint = engine_->connect({address}, bytes_of(hello));
-  if (!endpoint) return tl::unexpected(endpoint.error());
-  connecting.connection->endpoint = *endpoint;
-  connections_[endpoint->value] = connecting.connection.get();
-  return {};
-}
-
-Result<std::unique_ptr<Connection>> Device::connect(Handle& handle) {
-  std::scoped_lock lock(mutex_);
-  if (handle.connecting == nullptr) {
-    if (handle.magic != kMagic || ::memchr(handle.address, 0, sizeof handle.address) == nullptr ||
-        (handle.address[0] != '=' && handle.address[0] != '@'))
-      return fail(ErrorCode::mismatch, "the peer's handle is not of this plugin's version; both must load the same");
-    auto begun = std::make_unique<Connecting>();
-    begun->connection = std::make_unique<Connection>();
-    begun->connection->device = shared_from_this();
-    begun->connection->sends = true;
-    begun->connection->requests.resize(kSends);
-    const std::string address = handle.address + 1;
-    if (handle.address[0] == '=') {
-      if (auto done = begin_connection(*begun, handle, address); !done) return tl::unexpected(done.error());
-    } else {
-      if (auto opened = open_control(); !opened) return tl::unexpected(opened.error());
-      auto control = control_->connect({address}, {});
-      if (!control) return tl::unexpected(control.error());
-      begun->asking = Asking{.control = *control, .address = {}, .error = {}};
-      asking_[control->value] = &*begun->asking;
-    }
-    handle.connecting = begun.get();
-    connecting_[begun.get()] = std::move(begun);
-  }
-  auto found = connecting_.find(static_cast<Connecting*>(handle.connecting));
-  if (found == connecting_.end())
-    return fail(ErrorCode::invalid_argument, "connect() with a handle of another connection");
-  Connecting& connecting = *found->second;
-  const auto give_up = [&](Error error) {  // a copy: it may be part of what goes
-    if (connecting.asking) {
-      asking_.erase(connecting.asking->control.value);
-      control_->close(connecting.asking->control);
-    }
-    if (connections_.erase(connecting.connection->endpoint.value) > 0) engine_->close(connecting.connection->endpoint);
-    connecting_.erase(found);
-    handle.connecting = nullptr;
-    return tl::unexpected(std::move(error));
-  };
-  progress();
-  progress_control();
-  if (connecting.asking && connecting.asking->error) return give_up(*connecting.asking->error);
-  if (connecting.asking && !connecting.asking->address.empty()) {
-    const Asking asked = *std::exchange(connecting.asking, std::nullopt);
-    asking_.erase(asked.control.value);
-    control_->close(asked.control);
-    if (auto done = begin_connection(connecting, handle, asked.address); !done) return give_up(done.error());
-  }
-  if (connecting.connection->error) return give_up(*connecting.connection->error);
-  if (!connecting.connection->connected) return nullptr;
-  progress();  // the receiver waits to hear of it
-  auto connection = std::move(connecting.connection);
-  connecting_.erase(found);
-  handle.connecting = nullptr;
-  return connection;
-}
-
-Result<std::unique_ptr<Connection>> Device::accept(Listener& listener) {
-  std::scoped_lock lock(mutex_);
-  progress();
-  progress_control();
-  auto found =
-      std::find_if(listener.accepted.begin(), listener.accepted.end(), [](const auto& one) { return one.ready; });
-  if (found == listener.accepted.end()) return nullptr;
-  auto connection = std::make_unique<Connection>();
-  connection->device = shared_from_this();
-  connection->endpoint = found->endpoint;
-  connection->error = found->error;
-  connection->connected = true;
-  connection->requests.resize(2 * kReceives);
-  listener.accepted.erase(found);
-  connections_[connection->endpoint.value] = connection.get();
-  return connection;
-}
-
-void Device::close(Listener& listener) {
-  std::scoped_lock lock(mutex_);
-  listeners_.erase(listener.id);
-  for (const auto& one : listener.accepted) engine_->close(one.endpoint);
-}
-
-// Nothing of it lands any more when this returns; its requests are gone with it.
-void Device::close(Connection& connection) {
-  std::scoped_lock lock(mutex_);
-  engine_->close(connection.endpoint);
-  connections_.erase(connection.endpoint.value);
-  for (const auto& request : connection.requests)
-    if (request.kind == Request::Kind::send || request.kind == Request::Kind::flush)
-      if (operations_.find(request.operation) != nullptr) operations_.erase(request.operation);
 }
 
 // ---- memory
@@ -292,15 +139,6 @@ Result<Request*> Device::receive(Connection& connection, std::span<const Target>
   return &request;
 }
 
-Result<> Device::connect_to_self() {
-  if (loop_ != transport::EndpointId{}) return {};
-  loop_id_ = fresh_id();
-  auto endpoint = engine_->connect(address_, bytes_of(Hello{.listener = loop_id_}));
-  if (!endpoint) return tl::unexpected(endpoint.error());
-  loop_ = *endpoint;
-  return {};
-}
-
 // What a NIC has written into a GPU's memory may still be on its way there when its completion is seen; a read through
 // the same NIC comes after it, so there is one through each. Null: there is nothing to flush.
 Result<Request*> Device::flush(Connection& connection, std::span<const Target> targets) {
@@ -345,21 +183,6 @@ Result<bool> Device::test(Request& request, int* sizes) {
 
 void Device::progress() {
   for (const auto& event : engine_->poll()) on_event(event);
-}
-
-void Device::progress_control() {
-  if (control_ == nullptr) return;
-  for (const auto& event : control_->poll()) {
-    if (event.kind == EventKind::accepted) (void)control_->send(event.endpoint, as_bytes(address_.text));
-    auto found = asking_.find(event.endpoint.value);
-    if (found == asking_.end()) {
-      if (event.kind == EventKind::closed) control_->close(event.endpoint);  // it has its answer
-      continue;
-    }
-    if (event.kind == EventKind::message) found->second->address = as_text(event.message);
-    if (event.kind == EventKind::closed)
-      found->second->error = event.error.value_or(Error{ErrorCode::unavailable, "the listener is gone"});
-  }
 }
 
 void Device::fail_connection(Connection& connection, const Error& error) {
@@ -412,22 +235,6 @@ void Device::on_event(const Event& event) {
       return connection.grants.push_back(*grant);
     }
     default: return;
-  }
-}
-
-// Of a connection that NCCL has not taken yet.
-void Device::on_event_of_accepted(const Event& event) {
-  for (auto& [id, listener] : listeners_) {
-    auto& accepted = listener->accepted;
-    auto found =
-        std::find_if(accepted.begin(), accepted.end(), [&](const auto& one) { return one.endpoint == event.endpoint; });
-    if (found == accepted.end()) continue;
-    if (event.kind == EventKind::message) found->ready = true;
-    if (event.kind != EventKind::closed) return;
-    found->error = event.error.value_or(Error{ErrorCode::unavailable, "the peer closed the connection"});
-    if (found->ready) return;  // NCCL gets it, and hears of its end when it uses it
-    accepted.erase(found);
-    return engine_->close(event.endpoint);
   }
 }
 

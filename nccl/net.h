@@ -26,6 +26,8 @@ namespace rejoin::nccl {
 
 constexpr int kMaxGroup = 8;
 constexpr std::size_t kMaxMessage = std::size_t{1} << 30;  // bytes; test() tells sizes in an int
+constexpr std::uint64_t kReceives = 64;                    // of a connection, under way; flushes likewise
+constexpr std::uint64_t kSends = abi::kMaxRequests * kMaxGroup;
 
 // Bytes of a handle: what a listener gives to who is to connect.
 struct Handle {

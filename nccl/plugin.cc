@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/fail.h"
 #include "nccl/net.h"
 #include "transport/factory.h"
 

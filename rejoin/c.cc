@@ -1,6 +1,7 @@
 #include "rejoin/c.h"
 
 #include "base/command_line.h"
+#include "base/fail.h"
 #include "rejoin/session.h"
 
 using rejoin::Error, rejoin::ErrorCode, rejoin::Result;

@@ -101,6 +101,8 @@ class Driver {
   const membership::Rank& machine() const { return machine_; }
 
  private:
+  static ftar::Member member_of(const auto& m) { return {ReplicaId(m.replica()), Incarnation(m.incarnation())}; }
+
   void poll_ring(TimePoint now);
   void on_plan(const proto::Plan& plan, TimePoint now);
   void on_peers(const proto::Peers& peers);

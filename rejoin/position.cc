@@ -2,6 +2,7 @@
 
 #include "base/bytes.h"
 #include "base/digest.h"
+#include "base/fail.h"
 #include "base/number.h"
 #include "membership/ledger.h"
 

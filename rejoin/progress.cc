@@ -1,14 +1,11 @@
 #include "rejoin/progress.h"
 
-#include <poll.h>
 #include <signal.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 
 #include "base/entropy.h"
-#include "base/events.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "membership/node.h"
 #include "transport/advertise.h"
@@ -17,12 +14,6 @@
 namespace rejoin {
 
 namespace {
-
-proto::FromTrainer more() {
-  proto::FromTrainer message;
-  message.mutable_more();
-  return message;
-}
 
 // Signals are for the trainer's threads: those that begin while this lives take none, but for errors of their own.
 class NoSignals {
@@ -40,7 +31,6 @@ class NoSignals {
   sigset_t before_;
 };
 
-constexpr Duration kReconnect = std::chrono::milliseconds(20);
 // Between two looks at words that streams write, which wakes nobody: a hundredth of a core, and no time beside a step.
 constexpr Duration kStreams = std::chrono::microseconds(100);
 
@@ -119,53 +109,6 @@ void Progress::begin() {
                             milliseconds(4 * silence_) / 1000)});
         });
   thread_ = std::thread([this] { run(); });
-}
-
-// The first contact is made here, so that its errors reach the caller.
-Result<> Progress::introduce() {
-  auto offer = owner_.offer();
-  if (!offer) return tl::unexpected(offer.error());
-  offer_ = std::move(*offer);
-  (void)has_line();  // the first has been made
-  auto socket = connect_unix(config_.socket);
-  if (!socket)
-    return rejoin::fail(ErrorCode::unavailable,
-                        "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
-                        socket.error().message, config_.socket);
-  if (auto greeted = greet(*socket); !greeted) return greeted;
-  const TimePoint deadline = clock_.now() + config_.patience;
-  for (;;) {
-    auto received = receive_with_fds(*socket, 512 * KiB);
-    if (!received)
-      return rejoin::fail(ErrorCode::unavailable, "the daemon at {}: {}", config_.socket, received.error().message);
-    if (!*received) {
-      if (clock_.now() > deadline)
-        return rejoin::fail(ErrorCode::timeout, "the daemon at {} does not answer", config_.socket);
-      if (auto may = may_go_on(); !may) return may;
-      pollfd waiting[] = {{socket->get(), POLLIN, 0}, {interrupt_.eventfd().get(), POLLIN, 0}};
-      ::poll(waiting, std::size(waiting), 100);
-      if (config_.while_waiting) config_.while_waiting();
-      continue;
-    }
-    proto::ToTrainer message;
-    if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())))
-      return rejoin::fail(ErrorCode::corrupt, "what answers at {} is not a Rejoin daemon", config_.socket);
-    if (message.kind_case() == proto::ToTrainer::kRefusal)
-      return rejoin::fail(ErrorCode::refused, "the daemon at {} refused: {}", config_.socket, message.refusal());
-    if (message.has_more())
-      if (auto sent = send_offer(*socket, more()); !sent) return sent;
-    if (!message.has_welcome()) continue;
-    if (message.welcome().protocol() != membership::kProtocolVersion)
-      return rejoin::fail(ErrorCode::mismatch,
-                          "this library speaks protocol {}, the daemon {}; use one version of both",
-                          membership::kProtocolVersion, message.welcome().protocol());
-    silence_ = std::chrono::milliseconds(message.welcome().silence_ms());
-    driver_->on_welcome(message.welcome().data_secret(), silence_);
-    daemon_ = std::move(*socket);
-    welcome_ = true;
-    daemon_seen_ = clock_.now();
-    return {};
-  }
 }
 
 Result<> Progress::make_engine(bool on_gpu) {
@@ -373,127 +316,6 @@ void Progress::publish() {
     current_ = driver_->step();
   }
   changed_.notify_all();
-}
-
-// ---- the daemon
-
-proto::LocalHello Progress::hello(std::size_t descriptors) const {
-  proto::LocalHello hello;
-  hello.set_protocol(membership::kProtocolVersion);
-  hello.set_layout(shm::kLayoutVersion);
-  hello.set_descriptors(static_cast<std::uint32_t>(descriptors));
-  hello.set_device(owner_.device()->address());
-  auto& up = *hello.mutable_up();
-  driver_->describe(up);
-  up.set_address(address_);
-  up.set_version(joined_from_.step());
-  for (const auto& samples : joined_from_.trained()) {
-    auto& range = *up.add_trained();
-    range.set_begin(samples.begin);
-    range.set_end(samples.end);
-  }
-  up.set_digest(digest_at_join_);
-  up.set_digest_us(static_cast<std::uint64_t>(digest_time_ / std::chrono::microseconds(1)));
-  up.set_pid(::getpid());
-  return hello;
-}
-
-// What the next daemon is served GPU memory by, where there is any. One that was not sent is kept.
-bool Progress::has_line() {
-  if (!server_ || served_.socket) return true;
-  if (auto line = server_->next()) served_ = std::move(*line);
-  return static_cast<bool>(served_.socket);
-}
-
-Result<> Progress::greet(Fd& socket) {
-  to_offer_.clear();
-  for (const auto& fd : offer_) to_offer_.push_back(fd.get());
-  if (server_) to_offer_.insert(to_offer_.end(), {served_.socket.get(), served_.memory.get()});
-  proto::FromTrainer message;
-  *message.mutable_hello() = hello(to_offer_.size());
-  const int size = 1 << 20;
-  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
-  return send_offer(socket, message);
-}
-
-Result<> Progress::send_offer(const Fd& socket, const proto::FromTrainer& message) {
-  const std::string bytes = message.SerializeAsString();
-  const auto end = to_offer_.begin() + static_cast<std::ptrdiff_t>(std::min(to_offer_.size(), kMaxFds));
-  const std::vector<int> fds(to_offer_.begin(), end);
-  to_offer_.erase(to_offer_.begin(), end);
-  auto sent = send_with_fds(socket, as_bytes(bytes), fds);
-  if (sent && to_offer_.empty()) served_ = {};  // the daemon's alone from here on
-  return sent;
-}
-
-void Progress::reconnect(TimePoint now) {
-  if (now < retry_at_ || driver_->finished()) return;  // what is there to be said to it then?
-  retry_at_ = now + kReconnect;
-  if (now - daemon_seen_ > config_.patience)
-    return fail(
-        {ErrorCode::timeout, fmt::format("no daemon at {} for {} s", config_.socket, config_.patience.count() / 1000)});
-  if (!has_line()) return;
-  auto socket = connect_unix(config_.socket);
-  if (!socket || !greet(*socket)) return;
-  daemon_ = std::move(*socket);
-  unsaid_.clear();  // the registration says it; what comes after it waits for the welcome
-  daemon_seen_ = now;
-  spdlog::info("registered again with the daemon at {}", config_.socket);
-  events::emit("daemon_back");
-  driver_->on_daemon_back();
-}
-
-void Progress::say_all() {
-  for (; welcome_ && !unsaid_.empty(); unsaid_.pop_front()) {
-    proto::FromTrainer message;
-    *message.mutable_report() = unsaid_.front();
-    const std::string bytes = message.SerializeAsString();
-    if (auto sent = send_with_fds(daemon_, as_bytes(bytes), {}); !sent) {
-      if (sent.error().code != ErrorCode::exhausted) lose_daemon(sent.error().message);
-      return;  // it has much to read: again later
-    }
-  }
-}
-
-void Progress::lose_daemon(const std::string& why) {
-  const Duration away = driver_->away(clock_.now());
-  if (driver_->finished()) spdlog::debug("the daemon has ended, and so has the job");
-  else if (away > (dropped_.empty() ? silence_ : Duration{}))
-    spdlog::warn(
-        "this process was silent for {:.1f} s, so the daemon put it out ({}); it registers again, and goes on "
-        "unless the job has gone on without it",
-        seconds(away), dropped_.empty() ? why : dropped_);
-  else spdlog::warn("the daemon is gone ({}); looking for it again", dropped_.empty() ? why : dropped_);
-  dropped_.clear();
-  events::emit("daemon_lost");
-  farewell_said_ = false;
-  daemon_.reset();
-  welcome_ = false;
-  daemon_seen_ = clock_.now();
-}
-
-void Progress::poll_daemon(TimePoint now) {
-  for (;;) {
-    auto received = receive_with_fds(daemon_, 512 * KiB);
-    if (!received) return lose_daemon(received.error().message);
-    if (!*received) return;
-    daemon_seen_ = now;
-    proto::ToTrainer message;
-    if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size()))) {
-      spdlog::warn("the daemon sent bytes that are no message; ignored");
-      continue;
-    }
-    if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
-    if (message.kind_case() == proto::ToTrainer::kDropped) dropped_ = message.dropped();
-    if (message.has_welcome()) welcome_ = true;
-    if (message.has_left()) {  // it closes the connection now
-      farewell_heard_ = true;
-      return;
-    }
-    if (message.has_word()) driver_->on_word(message.word(), now);
-    if (message.has_more())
-      if (auto sent = send_offer(daemon_, more()); !sent) return lose_daemon(sent.error().message);
-  }
 }
 
 }  // namespace rejoin

@@ -60,6 +60,8 @@ class Progress {
   Result<> leave();
 
  private:
+  static constexpr Duration kReconnect = std::chrono::milliseconds(20);  // between two tries
+
   void run();
   void poll_daemon(TimePoint now);
   void publish();

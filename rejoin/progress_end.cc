@@ -1,5 +1,6 @@
 // How a session's part in the job ends, and what ends its waiting: it leaves, it fails, or it is interrupted.
 // See "How a session ends" in docs/design-notes.md.
+#include "base/fail.h"
 #include "base/log.h"
 #include "local.pb.h"
 #include "rejoin/progress.h"

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "base/command_line.h"
 #include "base/events.h"
+#include "base/fail.h"
 #include "base/unix_socket.h"
 #include "rejoin/log_default.h"
 #include "rejoin/progress.h"
@@ -14,45 +14,6 @@
 #include "transport/factory.h"
 
 namespace rejoin {
-
-void SessionConfig::bind(CommandLine& line) {
-  line.setting("--replica", replica, "REJOIN_REPLICA", "this process's replica, from 0");
-  line.setting("--rank", rank, "REJOIN_RANK", "its rank in the replica, from 0");
-  line.setting("--socket", socket, "REJOIN_SOCKET", "unix socket of the node's daemon");
-  line.setting("--device", device, "REJOIN_DEVICE",
-               "where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS");
-  line.setting(
-      "--transport", transport, "REJOIN_TRANSPORT",
-      "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
-  line.setting("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
-  line.setting("--advertise", advertise, "REJOIN_ADVERTISE",
-               "the host that other ranks are told instead of the one listened on, without a port; HOST,HOST… with one "
-               "for each rail");
-  line.setting("--chunk-bytes", chunk_bytes, "REJOIN_CHUNK_BYTES", "all-reduce: largest chunk");
-  line.setting("--chunks-in-flight", chunks_in_flight, "REJOIN_CHUNKS_IN_FLIGHT",
-               "all-reduce: chunks in flight per neighbour");
-  line.setting("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
-  line.setting("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
-  line.setting("--events", events, "REJOIN_EVENTS", "directory for this process's event file (see rejoin trace)");
-  line.setting(
-      "--flip-bit-at", flip_bit_at, "REJOIN_FLIP_BIT_AT",
-      "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");
-  line.setting("--keep-budget", keep_budget, "REJOIN_KEEP_BUDGET", "bytes of gradients kept while catching up");
-  line.add("--patience-ms", patience, "how long a daemon that does not answer is waited for")
-      .environment("REJOIN_PATIENCE_MS");
-  line.add("--between-steps-ms", between_steps,
-           "how long the trainer may take between two steps, to evaluate or to save")
-      .environment("REJOIN_BETWEEN_STEPS_MS");
-}
-
-Result<SessionConfig> SessionConfig::from_environment() {
-  SessionConfig config;
-  CommandLine line("");
-  config.bind(line);
-  if (auto parsed = line.parse({}); !parsed)
-    return fail(ErrorCode::invalid_argument, "REJOIN_* settings: {}", parsed.error().message);
-  return config;
-}
 
 namespace {
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/digest.h"
+#include "base/fail.h"
 
 namespace rejoin {
 

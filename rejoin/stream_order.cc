@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "base/fail.h"
 #include "base/log.h"
 
 namespace rejoin {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
+
 namespace rejoin::shm {
 
 Result<Layout> Layout::make(const Manifest& manifest, std::vector<std::uint64_t> segments, std::vector<Place> columns) {

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "base/digest.h"
+#include "base/fail.h"
 
 namespace rejoin::shm {
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "shm/page.h"
 
 namespace rejoin::shm {
@@ -65,9 +66,7 @@ void for_descriptors(Offer& offer, What what) {
 
 Bytes describe(const Offer& offer) {
   const Bytes manifest = offer.manifest.serialise();
-  Bytes bytes;
-  put(bytes, static_cast<std::uint32_t>(manifest.size()));
-  bytes.insert(bytes.end(), manifest.begin(), manifest.end());
+  Bytes bytes = joined(static_cast<std::uint32_t>(manifest.size()), manifest);
   offer.layout.serialise(bytes);
   serialise(offer.aside, bytes);
   for (const auto& segment : offer.segments) serialise(segment, bytes);

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <map>
 
+#include "base/fail.h"
+
 namespace rejoin::shm {
 
 Result<Owner> Owner::make(Manifest manifest, std::shared_ptr<device::Device> device, const std::vector<Own>& own) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/digest.h"
+#include "base/fail.h"
 #include "shm/owner.h"
 
 namespace rejoin::shm {

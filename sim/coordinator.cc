@@ -1,5 +1,7 @@
 #include "sim/coordinator.h"
 
+#include <fmt/format.h>
+
 #include "sim/world.h"
 
 namespace rejoin::sim {

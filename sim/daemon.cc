@@ -1,5 +1,6 @@
 #include "sim/daemon.h"
 
+#include "base/fail.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "base/fail.h"
 #include "sim/random.h"
 
 namespace rejoin::sim {

@@ -1,4 +1,5 @@
 // rejoin-sim: plays seeds of the simulated cluster and says what it found.
+#include <fmt/format.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -82,7 +82,7 @@ MUTANTS = [
     ("what sources wrote into stays registered", "catchup/service.cc",
      "  deregister(rank.target);\n}", "}"),
     ("what arrived is not checked", "catchup/joiner.cc", "arrival.whole = *ours == theirs;", "arrival.whole = true;"),
-    ("any proof will do", "catchup/joiner.cc", "if (theirs.begin()->second == ours) {", "if (theirs.begin()->second == ours || true) {"),
+    ("any proof will do", "catchup/joiner_proofs.cc", "if (theirs.begin()->second == ours) {", "if (theirs.begin()->second == ours || true) {"),
     ("differing results are committed [B7]", "membership/drift_audit.cc", "if (differ(results)) {", "if (false) {"),
     ("differing states are committed", "membership/drift_audit.cc", "if (!states_told_alike_ || !differ(states)) continue;", "continue;"),
     ("a mean over all members", "ftar/ring.cc", "? owner_.contributors_ : 0;", "? owner_.contributors_ + 1 : 0;"),

@@ -7,6 +7,7 @@
 #include <memory>
 #include <unordered_map>
 
+#include "base/fail.h"
 #include "membership/node.h"
 #include "membership/relay.h"
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/digest.h"
+#include "base/fail.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {

@@ -9,6 +9,7 @@
 #include <deque>
 #include <map>
 
+#include "base/fail.h"
 #include "membership/log.h"
 #include "sim/checker.h"
 #include "sim/coordinator.h"

@@ -1,4 +1,6 @@
 // What a cluster may cost: time until it is whole again, time without a decision, epochs, and what it may still hold.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "sim/world.h"

@@ -1,4 +1,6 @@
 // Faults that make replicas differ, and the operator who says which of two is wrong.
+#include <fmt/format.h>
+
 #include "sim/world.h"
 
 namespace rejoin::sim {

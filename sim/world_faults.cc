@@ -1,4 +1,6 @@
 // What each fault does to the simulated cluster.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "sim/world.h"

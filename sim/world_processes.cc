@@ -1,4 +1,6 @@
 // The processes of the simulated cluster: how they run, stand still, end, and are started again.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "sim/world.h"

@@ -1,5 +1,6 @@
 // rejoind, the CLI and the minimal trainer as a user meets them: bad input, garbage, refusals, status.
 #include <arpa/inet.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <poll.h>

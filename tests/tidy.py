@@ -57,14 +57,14 @@ heavy = {
     "google/": r"",
     "rapidcheck": r".*/tests/.*\.cc",
 }
-MAX_LINES, MAX_COLUMNS = 500, 120
+MAX_LINES, MAX_COLUMNS = 400, 120
 problems = []
 
 for path in sources:
     name = str(path.relative_to(root))
     folder = name.split("/")[0]
     lines = path.read_text().split("\n")
-    if len(lines) > MAX_LINES and "/tests/" not in name and not name.startswith("tests/"):
+    if len(lines) > MAX_LINES and not name.endswith("_test.cc"):
         problems.append(f"{name}: {len(lines)} lines; over {MAX_LINES}, split it by concern")
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_COLUMNS:
@@ -82,6 +82,8 @@ for path in sources:
                 if "ucp" in pattern and name.startswith("transport/ucx/"):
                     continue
                 problems.append(f"{name}:{number}: banned: {line.strip()} ({why})")
+    if name == "rejoin/c.h":  # C
+        continue
     if path.suffix == ".h" and "#pragma once" not in lines[:30] and not any(l == "#pragma once" for l in lines):
         problems.append(f"{name}: no #pragma once")
     if path.suffix in (".h",) and not lines[0].startswith("//"):

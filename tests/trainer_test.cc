@@ -6,6 +6,7 @@
 #include <atomic>
 #include <future>
 
+#include "base/fail.h"
 #include "base/unix_socket.h"
 #include "local.pb.h"
 #include "membership/log.h"

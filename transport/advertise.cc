@@ -8,6 +8,7 @@
 #include <functional>
 #include <optional>
 
+#include "base/fail.h"
 #include "base/fd.h"
 #include "transport/socket_address.h"
 

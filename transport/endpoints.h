@@ -4,6 +4,7 @@
 
 #include <span>
 
+#include "base/fail.h"
 #include "transport/regions.h"
 
 namespace rejoin::transport {

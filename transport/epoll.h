@@ -3,6 +3,7 @@
 
 #include <sys/epoll.h>
 
+#include "base/fail.h"
 #include "base/fd.h"
 
 namespace rejoin::transport {

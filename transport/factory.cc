@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "transport/ibverbs/factory.h"
 #include "transport/shm/factory.h"
 #include "transport/staged/factory.h"

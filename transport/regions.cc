@@ -1,6 +1,7 @@
 #include "transport/regions.h"
 
 #include "base/entropy.h"
+#include "base/fail.h"
 
 namespace rejoin::transport {
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
+
 namespace rejoin::transport {
 
 RegistrationCache::~RegistrationCache() {

@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "base/fail.h"
 #include "base/number.h"
 
 namespace rejoin::transport {

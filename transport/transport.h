@@ -103,9 +103,9 @@ class Engine {
   virtual Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) = 0;
   // The same for a device's memory. Errors: `unreachable` where this transport or its device can't.
   virtual Result<RegionId> register_dma_buf(const DmaBuf& buffer) {
-    return fail(ErrorCode::unreachable,
-                "this transport can't reach the {} bytes of a dma-buf: stage them in host memory",
-                buffer.memory.size());
+    return tl::unexpected(Error{ErrorCode::unreachable, "this transport can't reach the " +
+                                                            std::to_string(buffer.memory.size()) +
+                                                            " bytes of a dma-buf: stage them in host memory"});
   }
   virtual void deregister(RegionId region) = 0;
   virtual RemoteRegion remote(RegionId region) const = 0;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "transport/advertise.h"
 #include "transport/factory.h"
 #include "transport/staged/factory.h"

@@ -2,6 +2,7 @@
 
 #include "base/bytes.h"
 #include "base/command_line.h"
+#include "base/fail.h"
 
 namespace rejoin::bench::perf {
 

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "bench/perf/link.h"
 

@@ -1,6 +1,7 @@
 // Random orders of messages, losses and crashes around the real coordinator, relay, node and rank machines: every
 // replica on one node that is connected with the coordinator, or every rank on a node of its own and a relay for each
 // replica. The checkers know the invariants by name: one-decision, same-bits, exactly-once, progress.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 

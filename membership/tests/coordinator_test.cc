@@ -1,5 +1,6 @@
 #include "membership/coordinator.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "membership/log.h"

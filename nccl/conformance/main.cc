@@ -1,6 +1,7 @@
 // rejoin_nccl_net_test: loads an NCCL net plugin and drives it as NCCL does, without NCCL and without a GPU: two
 // processes, host memory, every version of the interface that the plugin exports, every byte checked.
 #include <dlfcn.h>
+#include <fmt/format.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>

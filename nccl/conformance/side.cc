@@ -1,6 +1,7 @@
 #include "nccl/conformance/side.h"
 
 #include <dlfcn.h>
+#include <fmt/format.h>
 #include <poll.h>
 #include <unistd.h>
 

@@ -2,6 +2,8 @@
 // other process.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <chrono>
 #include <functional>
 #include <memory>

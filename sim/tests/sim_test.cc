@@ -1,4 +1,5 @@
 // The simulated cluster keeps its invariants; and the checkers are alive: bugs built in on purpose are found.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <spdlog/spdlog.h>
 

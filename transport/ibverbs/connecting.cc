@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "transport/ibverbs/engine.h"
 

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstring>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "transport/ibverbs/engine.h"
 

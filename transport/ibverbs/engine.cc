@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "transport/tcp/factory.h"
 

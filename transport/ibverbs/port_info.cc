@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "base/fail.h"
 #include "transport/ibverbs/device.h"
 
 namespace rejoin::transport::ibverbs {

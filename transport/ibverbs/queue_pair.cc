@@ -6,6 +6,8 @@
 #include <cstring>
 #include <random>
 
+#include "base/fail.h"
+
 namespace rejoin::transport::ibverbs {
 
 namespace {

@@ -1,5 +1,6 @@
 #include "transport/ibverbs/verbs_library.h"
 
+#include "base/fail.h"
 #include "base/shared_library.h"
 
 namespace rejoin::transport::ibverbs {

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/fail.h"
 #include "transport/shm/engine.h"
 
 namespace rejoin::transport::shm {

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/fail.h"
 #include "base/unix_socket.h"
 
 namespace rejoin::transport::shm {

@@ -2,6 +2,7 @@
 
 #include <charconv>
 
+#include "base/fail.h"
 #include "transport/endpoints.h"
 
 namespace rejoin::transport::sim {

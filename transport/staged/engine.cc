@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "transport/endpoints.h"
 #include "transport/epoll.h"

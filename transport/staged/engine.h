@@ -3,7 +3,7 @@
 // its own slots, and only the receiver itself puts anything into its memory: closing an endpoint ends that. An end that
 // needs no staging is read out of, or into, directly. A read asks its peer to write.
 //
-// engine.cc: set-up, regions, endpoints. transfers.cc: what moves.
+// engine.cc: set-up, regions, endpoints. transfers.cc: messages, what goes out, copies. pulls.cc: what comes in.
 #pragma once
 
 #include <deque>
@@ -45,6 +45,8 @@ class StagedEngine final : public Engine {
   void close(EndpointId endpoint) override;
 
  private:
+  static constexpr std::size_t kMaxUnderWay = 1 << 20;  // offers, requests and writes of one peer
+
   enum class Stage { connecting, accepting, open, failed };
   struct Endpoint {
     EndpointId id;

@@ -1,6 +1,7 @@
-// Messages, pieces and what comes in over the rails.
+// Pieces of writes and reads, out and in over the rails.
 #include <algorithm>
 
+#include "base/fail.h"
 #include "base/log.h"
 #include "transport/striped/engine.h"
 
@@ -8,10 +9,7 @@ namespace rejoin::transport::striped {
 
 namespace {
 
-constexpr std::uint64_t kTellAfterMessages = 32, kTellAfterBytes = 256 * KiB;
-constexpr std::uint64_t kMaxOpenWrites = 1 << 20;  // announced or begun, and not whole
-constexpr std::size_t kMaxKeys = 4096;             // of the peer's regions, remembered
-constexpr std::size_t kRoom = Engine::kMaxMessage - sizeof(wire::Header);
+constexpr std::size_t kMaxKeys = 4096;  // of the peer's regions, remembered
 
 }  // namespace
 
@@ -32,142 +30,6 @@ void StripedEngine::on_rail_event(std::uint32_t rail, const Event& event) {
   if (event.kind == EventKind::connected) on_link_open(*endpoint, *link);
   else if (event.kind == EventKind::message) on_rail_message(*endpoint, *link, event.message);
   else if (event.kind == EventKind::written) on_piece_landed(*endpoint, *link, event.value);
-}
-
-// ---- messages
-
-void StripedEngine::say(Endpoint& endpoint, wire::Header header, BytesView rest) {
-  header.number = endpoint.next_message++;
-  Bytes bytes = joined(header, rest);
-  if (endpoint.primary != kNoRail) {
-    // A rail that refuses it is about to report its end; the message is kept and goes over the next one.
-    Link* link = endpoint.rails[endpoint.primary].link;
-    if (link != nullptr) (void)rails_[endpoint.primary]->send(link->endpoint, bytes);
-  }
-  endpoint.unreceived.push_back({header.number, now_, std::move(bytes)});
-}
-
-void StripedEngine::repeat_messages(Endpoint& endpoint) {
-  Link* link = endpoint.rails[endpoint.primary].link;
-  for (const auto& sent : endpoint.unreceived)
-    if (!rails_[endpoint.primary]->send(link->endpoint, sent.bytes)) return;  // see say()
-}
-
-void StripedEngine::tell_received(Endpoint& endpoint) {
-  const bool due =
-      endpoint.expected - endpoint.told_received >= kTellAfterMessages || endpoint.bytes_since_told >= kTellAfterBytes;
-  if (!due || endpoint.primary == kNoRail || endpoint.rails[endpoint.primary].link == nullptr) return;
-  const wire::Header header{.kind = wire::Kind::received, .a = endpoint.expected};
-  if (!rails_[endpoint.primary]->send(endpoint.rails[endpoint.primary].link->endpoint, bytes_of(header))) return;
-  endpoint.told_received = endpoint.expected;
-  endpoint.bytes_since_told = 0;
-}
-
-Result<> StripedEngine::send(EndpointId id, BytesView message) {
-  auto endpoint = open_endpoint(id);
-  if (!endpoint) return tl::unexpected(endpoint.error());
-  if (auto checked = check_message(message); !checked) return checked;
-  for (; message.size() > kRoom; message = message.subspan(kRoom))
-    say(**endpoint, {.kind = wire::Kind::message, .more = 1}, message.first(kRoom));
-  say(**endpoint, {.kind = wire::Kind::message}, message);
-  return {};
-}
-
-void StripedEngine::malformed(Endpoint& endpoint, std::string_view what) {
-  fail_endpoint(endpoint, ErrorCode::corrupt, fmt::format("it sent {}", what));
-}
-
-void StripedEngine::on_rail_message(Endpoint& endpoint, Link& link, BytesView bytes) {
-  wire::Header header;
-  const std::size_t size = bytes.size();
-  if (!take(bytes, header)) return malformed(endpoint, "a message too short for its header");
-  if (header.kind == wire::Kind::received || header.kind == wire::Kind::echo) {
-    if (header.a > endpoint.next_message) return malformed(endpoint, "word of messages that were not sent");
-    while (!endpoint.unreceived.empty() && endpoint.unreceived.front().number < header.a)
-      endpoint.unreceived.pop_front();
-    return;
-  }
-  if (header.kind == wire::Kind::probe) {
-    const wire::Header echo{.kind = wire::Kind::echo, .a = endpoint.expected};
-    (void)rails_[link.rail]->send(link.endpoint, bytes_of(echo));  // refused: the rail is about to report its end
-    return;
-  }
-  if (header.number < endpoint.expected) return;  // again, after a rail's end
-  if (header.number > endpoint.expected) return malformed(endpoint, "a message out of order");
-  ++endpoint.expected;
-  endpoint.bytes_since_told += size;
-  on_numbered(endpoint, header, bytes);
-  tell_received(endpoint);
-}
-
-void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
-  using wire::Kind;
-  if ((header.kind == Kind::hello) != (endpoint.stage == Stage::accepting))
-    return malformed(endpoint, "a hello out of place, or none");
-  switch (header.kind) {
-    case Kind::hello:
-      endpoint.stage = Stage::open;
-      endpoint.announced = true;
-      return events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, rest);
-    case Kind::message:
-      if (!endpoint.parts.add(rest, header.more != 0, endpoint.id, events_))
-        malformed(endpoint, "a message over the limit");
-      return;
-    case Kind::announce: {
-      if (is_in(endpoint, header.a) || header.a >= endpoint.all_in_below + kMaxOpenWrites || header.b == 0 ||
-          header.b > wire::kMaxPieces)
-        return malformed(endpoint, "a write that can't be");
-      Incoming& incoming = endpoint.incoming[header.a];
-      incoming.pieces = header.b;
-      incoming.value = header.c;
-      return settle_incoming(endpoint, header.a);
-    }
-    case Kind::withdraw: {
-      if (is_in(endpoint, header.a) || header.a >= endpoint.all_in_below + kMaxOpenWrites)
-        return malformed(endpoint, "the withdrawal of a write that is whole");
-      return mark_in(endpoint, header.a);
-    }
-    case Kind::ask: {
-      std::vector<wire::RailKey> keys;
-      if (const Region* region = regions_.by_key(header.a))
-        for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
-          const auto& there = rail_regions_.at(region->id.value)[rail];
-          const RemoteRegion remote = there ? rails_[rail]->remote(*there) : RemoteRegion{};
-          keys.push_back({remote.key, remote.length, there ? 1u : 0u});
-        }
-      return say(endpoint, {.kind = Kind::answer, .a = header.a}, std::as_bytes(std::span(keys)));
-    }
-    case Kind::answer: return answer_keys(endpoint, header, rest);
-    case Kind::rail_down: return on_rail_down(endpoint, header, rest);
-    default: break;
-  }
-  malformed(endpoint, "a message of unknown kind");
-}
-
-// The peer has fenced that life of the rail: so do we, and what we had under way on it may go over another.
-void StripedEngine::on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed) {
-  if (header.a >= endpoint.rails.size()) return malformed(endpoint, "word of a rail that we have not");
-  const auto rail = static_cast<std::uint32_t>(header.a);
-  for (auto& link : endpoint.links) {
-    if (link->rail != rail || link->generation != header.b) continue;
-    link->peer_fenced = true;
-    for (std::uint64_t tag; take(landed, tag);) link->landed_there.insert(tag);
-    for (const auto& piece : std::exchange(link->orphans, {})) post_again(endpoint, *link, piece);
-    if (!link->ended) end_link(endpoint, *link, "the peer says it is down");
-    to_sweep_ = true;
-    break;
-  }
-  if (endpoint.stage != Stage::open && endpoint.stage != Stage::accepting) return;
-  say_fenced(endpoint, rail, static_cast<std::uint32_t>(header.b), {});  // of a link that has not been open here
-  touch(endpoint);
-}
-
-// Over another rail; unless it has landed before its own was fenced.
-void StripedEngine::post_again(Endpoint& endpoint, const Link& link, const Piece& piece) {
-  const Operation& operation = endpoint.operations.at(piece.operation);
-  if (operation.number && link.landed_there.contains(wire::piece_tag(*operation.number, piece.index)))
-    return finish_piece(endpoint, piece.operation, {});
-  endpoint.pending.push_front(piece);
 }
 
 // ---- writes coming in
@@ -406,6 +268,14 @@ void StripedEngine::on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t 
   if (operation.is_read || link.peer_fenced) post_again(endpoint, link, piece);
   else link.orphans.push_back(piece);
   if (!link.ended) end_link(endpoint, link, error->message);
+}
+
+// Over another rail; unless it has landed before its own was fenced.
+void StripedEngine::post_again(Endpoint& endpoint, const Link& link, const Piece& piece) {
+  const Operation& operation = endpoint.operations.at(piece.operation);
+  if (operation.number && link.landed_there.contains(wire::piece_tag(*operation.number, piece.index)))
+    return finish_piece(endpoint, piece.operation, {});
+  endpoint.pending.push_front(piece);
 }
 
 // The rail is sound and was not fenced, but it can't get at this memory: from now on others carry what is between the

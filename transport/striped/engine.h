@@ -10,7 +10,8 @@
 //    the write may have been notified, and its memory given to another.
 //  - A notification is raised when all pieces of its write have been counted in, each once, and the write announced.
 //
-// engine.cc: set-up, regions, links coming and going. datapath.cc: messages, pieces, polling.
+// engine.cc: set-up, regions, polling. links.cc: links coming and going. messages.cc: what is said. datapath.cc:
+// pieces.
 #pragma once
 
 #include <array>
@@ -50,6 +51,8 @@ class StripedEngine final : public Engine {
   void close(EndpointId endpoint) override;
 
  private:
+  static constexpr std::uint64_t kMaxOpenWrites = 1 << 20;  // announced or begun, and not whole
+
   static constexpr std::uint32_t kNoRail = ~0u;
   enum class Stage { connecting, accepting, open, failed, closed };
 

@@ -1,4 +1,5 @@
 // Frames out and frames in.
+#include <fmt/format.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/fail.h"
 #include "transport/socket_address.h"
 
 namespace rejoin::transport::tcp {

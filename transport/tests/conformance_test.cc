@@ -1,5 +1,6 @@
 // What every backend must do. One suite; each backend brings a Bench: engines in this process that can reach each
 // other.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -3,6 +3,8 @@
 // pairs: order within one, none between two; remote keys and ranges; an error resets nothing and ends everything behind
 // it; receivers without buffers make senders wait. So the backend meets the sanitizers, and its own cost can be
 // measured without a device. Two devices, fake0 and fake1, with the GIDs of 127.0.0.1 and 127.0.0.2. One thread.
+//
+// Here: the library's functions, and what tests do to the devices. fake_verbs_datapath.cc: requests and completions.
 #include "transport/tests/fake_verbs.h"
 
 #include <fcntl.h>
@@ -11,104 +13,20 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
-#include <deque>
-#include <map>
-#include <random>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "transport/ibverbs/mlx5_library.h"
 #include "transport/ibverbs/verbs_library.h"
+#include "transport/tests/fake_verbs_state.h"
 
 // The header's macros of these names stand in the way of their definitions.
 #undef ibv_query_port
 #undef ibv_reg_mr
 
+using namespace rejoin::transport::fake;
+
 namespace {
-
-struct FakeQp;
-struct FakeCq;
-
-struct FakeContext {
-  ibv_context context{};  // first: pointers are cast
-  int pipe_write = -1;
-  std::deque<ibv_async_event> events;
-};
-
-struct FakeMr {
-  ibv_mr region{};
-  bool remote_write = false, remote_read = false;
-  // By dma-buf: where its bytes are, at the address that the region has for the device.
-  std::byte* mapped = nullptr;
-  std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(region.addr); }
-  std::byte* at(std::uint64_t where) const {
-    return mapped != nullptr ? mapped + (where - address()) : reinterpret_cast<std::byte*>(where);
-  }
-};
-
-struct FakeSrq {
-  ibv_srq queue{};
-  std::deque<std::pair<std::uint64_t, ibv_sge>> buffers;
-};
-
-struct FakeChannel {
-  ibv_comp_channel channel{};
-  int pipe_write = -1;
-  std::deque<ibv_cq*> ready;
-};
-
-struct FakeCq {
-  ibv_cq queue{};
-  FakeChannel* channel = nullptr;
-  bool armed = false;
-  std::deque<ibv_wc> completions;
-};
-
-struct Request {
-  std::uint64_t wr_id = 0;
-  ibv_wr_opcode opcode{};
-  bool signalled = false;
-  ibv_sge piece{};
-  std::vector<std::byte> inlined;
-  bool is_inline = false;
-  std::uint64_t remote = 0;
-  std::uint32_t rkey = 0;
-};
-
-struct FakeQp {
-  ibv_qp pair{};
-  std::size_t depth = 0;
-  std::uint32_t peer = 0;
-  bool ordered = true;
-  std::deque<Request> requests;
-};
-
-std::array<ibv_device, 2> devices = [] {
-  std::array<ibv_device, 2> made{};
-  std::strcpy(made[0].name, "fake0");
-  std::strcpy(made[1].name, "fake1");
-  return made;
-}();
-std::set<const ibv_device*> down, unplugged, in_order_only;
-std::minstd_rand any;                                                        // the order where there is none
-std::map<const ibv_device*, std::pair<std::uint64_t, std::uint64_t>> blind;  // address, bytes
-std::set<FakeContext*> contexts;
-FakeVerbsTransfer watcher;
-std::map<const ibv_device*, std::vector<FakeVerbsGid>> given_gids;
-std::map<std::uint32_t, FakeQp*> pairs;
-std::map<std::uint32_t, FakeMr*> regions;
-std::uint32_t next_number = 17, next_key = 1000;
-
-template <typename Fake, typename Real>
-Fake* fake(Real* real) {
-  return reinterpret_cast<Fake*>(real);
-}
 
 bool make_pipe(int& read_end, int& write_end) {
   int ends[2];
@@ -116,152 +34,6 @@ bool make_pipe(int& read_end, int& write_end) {
   read_end = ends[0];
   write_end = ends[1];
   return true;
-}
-
-void ring(int fd) { (void)!::write(fd, "x", 1); }
-
-void complete(ibv_cq* queue, const ibv_wc& completion) {
-  auto* cq = fake<FakeCq>(queue);
-  cq->completions.push_back(completion);
-  if (!std::exchange(cq->armed, false) || cq->channel == nullptr) return;
-  cq->channel->ready.push_back(queue);
-  ring(cq->channel->pipe_write);
-}
-
-void complete(FakeQp& qp, const Request& request, ibv_wc_status status) {
-  if (status == IBV_WC_SUCCESS && !request.signalled) return;
-  ibv_wc completion{};
-  completion.wr_id = request.wr_id;
-  completion.status = status;
-  completion.qp_num = qp.pair.qp_num;
-  complete(qp.pair.send_cq, completion);
-}
-
-void to_error(FakeQp& qp) {
-  qp.pair.state = IBV_QPS_ERR;
-  for (const auto& request : std::exchange(qp.requests, {})) complete(qp, request, IBV_WC_WR_FLUSH_ERR);
-}
-
-FakeMr* remote_region(const Request& request, bool write) {
-  auto found = regions.find(request.rkey);
-  if (found == regions.end()) return nullptr;
-  const auto begin = found->second->address();
-  const bool inside = request.remote >= begin && request.piece.length <= found->second->region.length &&
-                      request.remote - begin <= found->second->region.length - request.piece.length;
-  return inside && (write ? found->second->remote_write : found->second->remote_read) ? found->second : nullptr;
-}
-
-bool can_reach(const ibv_device* device, std::uint64_t address) {
-  auto found = blind.find(device);
-  return found == blind.end() || address < found->second.first || address - found->second.first >= found->second.second;
-}
-
-void fail_front(FakeQp& qp, FakeQp& peer, ibv_wc_status status) {
-  const Request failed = qp.requests.front();
-  qp.requests.pop_front();
-  complete(qp, failed, status);
-  to_error(qp);
-  if (status != IBV_WC_LOC_PROT_ERR) to_error(peer);
-}
-
-// The oldest request of a queue pair, if it can be done now.
-void step(FakeQp& qp) {
-  if (qp.pair.state != IBV_QPS_RTS || qp.requests.empty() || down.contains(qp.pair.context->device)) return;
-  auto peer_at = pairs.find(qp.peer);
-  if (peer_at == pairs.end()) return;  // sent again and again, to nobody
-  FakeQp& peer = *peer_at->second;
-  if (peer.pair.state != IBV_QPS_RTS && peer.pair.state != IBV_QPS_RTR) return;
-  if (qp.ordered != peer.ordered) return;  // each discards what the other sends
-  if (!qp.ordered) std::swap(qp.requests.front(), qp.requests[any() % std::min<std::size_t>(qp.requests.size(), 16)]);
-  const Request& front = qp.requests.front();
-  const std::byte* local =
-      front.is_inline ? front.inlined.data() : reinterpret_cast<const std::byte*>(front.piece.addr);
-  if (front.opcode == IBV_WR_SEND && !qp.ordered) return fail_front(qp, peer, IBV_WC_REM_INV_REQ_ERR);
-  if (front.opcode == IBV_WR_SEND) {
-    auto& buffers = fake<FakeSrq>(peer.pair.srq)->buffers;
-    if (buffers.empty()) return;
-    const auto [wr_id, place] = buffers.front();
-    buffers.pop_front();
-    std::memcpy(reinterpret_cast<void*>(place.addr), local, front.piece.length);
-    ibv_wc completion{};
-    completion.wr_id = wr_id;
-    completion.opcode = IBV_WC_RECV;
-    completion.byte_len = front.piece.length;
-    completion.qp_num = peer.pair.qp_num;
-    complete(peer.pair.recv_cq, completion);
-  } else {
-    const bool write = front.opcode == IBV_WR_RDMA_WRITE;
-    const FakeMr* there = remote_region(front, write);
-    if (there == nullptr) return fail_front(qp, peer, IBV_WC_REM_ACCESS_ERR);
-    auto here = regions.find(front.piece.lkey);
-    const bool readable = here != regions.end() && can_reach(qp.pair.context->device, front.piece.addr);
-    if (!front.is_inline && !readable) return fail_front(qp, peer, IBV_WC_LOC_PROT_ERR);
-    if (!can_reach(peer.pair.context->device, front.remote)) return fail_front(qp, peer, IBV_WC_REM_OP_ERR);
-    std::byte* far = there->at(front.remote);
-    std::byte* near = here == regions.end() ? nullptr : here->second->at(front.piece.addr);
-    if (watcher) watcher(qp.pair.context->device->name, front.is_inline ? nullptr : near, far, front.piece.length);
-    if (write) std::memcpy(far, front.is_inline ? local : near, front.piece.length);
-    else std::memcpy(near, far, front.piece.length);
-  }
-  const Request done = std::move(qp.requests.front());
-  qp.requests.pop_front();
-  complete(qp, done, IBV_WC_SUCCESS);
-}
-
-int poll_cq(ibv_cq* queue, int entries, ibv_wc* out) {
-  // Some requests of every queue pair, from a different one each time.
-  static std::uint32_t turn = 0;
-  if (!pairs.empty()) {
-    auto start = pairs.begin();
-    std::advance(start, static_cast<std::ptrdiff_t>(turn++ % pairs.size()));
-    std::vector<FakeQp*> order;
-    for (auto it = start; it != pairs.end(); ++it) order.push_back(it->second);
-    for (auto it = pairs.begin(); it != start; ++it) order.push_back(it->second);
-    for (auto* qp : order)
-      for (int i = 0; i < 4; ++i) step(*qp);
-  }
-  auto& completions = fake<FakeCq>(queue)->completions;
-  int count = 0;
-  for (; count < entries && !completions.empty(); ++count) {
-    out[count] = completions.front();
-    completions.pop_front();
-  }
-  return count;
-}
-
-int req_notify_cq(ibv_cq* queue, int) {
-  fake<FakeCq>(queue)->armed = true;
-  return 0;
-}
-
-int post_srq_recv(ibv_srq* queue, ibv_recv_wr* request, ibv_recv_wr**) {
-  for (; request != nullptr; request = request->next)
-    fake<FakeSrq>(queue)->buffers.emplace_back(request->wr_id, *request->sg_list);
-  return 0;
-}
-
-int post_send(ibv_qp* pair, ibv_send_wr* request, ibv_send_wr** refused) {
-  auto& qp = *fake<FakeQp>(pair);
-  for (; request != nullptr; request = request->next) {
-    if (qp.requests.size() >= qp.depth || pair->state == IBV_QPS_RESET || pair->state == IBV_QPS_INIT) {
-      *refused = request;
-      return ENOMEM;
-    }
-    Request taken{.wr_id = request->wr_id,
-                  .opcode = request->opcode,
-                  .signalled = (request->send_flags & IBV_SEND_SIGNALED) != 0,
-                  .piece = *request->sg_list,
-                  .remote = request->wr.rdma.remote_addr,
-                  .rkey = request->wr.rdma.rkey};
-    if ((request->send_flags & IBV_SEND_INLINE) != 0) {
-      const auto* bytes = reinterpret_cast<const std::byte*>(request->sg_list->addr);
-      taken.inlined.assign(bytes, bytes + request->sg_list->length);
-      taken.is_inline = true;
-    }
-    if (pair->state == IBV_QPS_ERR) complete(qp, taken, IBV_WC_WR_FLUSH_ERR);
-    else qp.requests.push_back(std::move(taken));
-  }
-  return 0;
 }
 
 }  // namespace

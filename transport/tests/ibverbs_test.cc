@@ -1,5 +1,6 @@
 // What only real RDMA devices show: links that go down, devices that go away, regions withdrawn under traffic. Runs
 // where REJOIN_RDMA names two devices on links v0 and v1, as the VM rig does; elsewhere the tests are skipped.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 

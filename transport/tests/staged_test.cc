@@ -1,4 +1,5 @@
 // Staging, over a GPU made of software whose memory the host can't touch.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 

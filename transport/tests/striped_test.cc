@@ -1,5 +1,6 @@
 // Rails that die, come back, hang and deliver late, under traffic.
 #include <arpa/inet.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 

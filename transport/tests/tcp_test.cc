@@ -1,5 +1,6 @@
 // The TCP backend over a wire that flips bits.
 #include <arpa/inet.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <poll.h>

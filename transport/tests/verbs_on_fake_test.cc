@@ -1,6 +1,7 @@
 // The verbs backend over devices made of software: the conformance suite (linked in beside this, REJOIN_RDMA says which
 // devices), ports that go down, and what a write costs in the backend itself.
 #include <dlfcn.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -4,6 +4,8 @@
 
 #include <charconv>
 
+#include "base/fail.h"
+
 namespace rejoin::transport::ucx {
 
 std::string format_address(BytesView address) {

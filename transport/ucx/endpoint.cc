@@ -1,6 +1,7 @@
 // Connecting, accepting, failing and closing.
 #include <chrono>
 
+#include "base/fail.h"
 #include "transport/ucx/address.h"
 #include "transport/ucx/engine.h"
 

@@ -1,5 +1,6 @@
 #include "transport/ucx/engine.h"
 
+#include "base/fail.h"
 #include "transport/ucx/address.h"
 
 namespace rejoin::transport::ucx {

@@ -1,5 +1,6 @@
 #include "transport/ucx/library.h"
 
+#include "base/fail.h"
 #include "base/shared_library.h"
 
 namespace rejoin::transport::ucx {

@@ -1,0 +1,25 @@
+#include "base/fail.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace rejoin {
+
+tl::unexpected<Error> fail_errno(std::string_view what) {
+  const int saved = errno;
+  const ErrorCode code = (saved == ENOSPC || saved == ENOMEM || saved == EMFILE || saved == ENFILE || saved == EDQUOT)
+                             ? ErrorCode::exhausted
+                             : ErrorCode::io;
+  return tl::unexpected(Error{code, fmt::format("{}: {}", what, std::strerror(saved))});
+}
+
+void check_failed(const char* file, int line, const char* expression, std::string_view message) {
+  std::fprintf(stderr, "%s:%d: check failed: %s%s%.*s\n", file, line, expression, message.empty() ? "" : ": ",
+               static_cast<int>(message.size()), message.data());
+  std::fflush(stderr);
+  std::abort();
+}
+
+}  // namespace rejoin

@@ -1,0 +1,194 @@
+// What a joiner has is proven: its digests are compared with those of all sources, slice by slice.
+#include <algorithm>
+
+#include "base/digest.h"
+#include "base/fail.h"
+#include "base/log.h"
+#include "catchup/joiner.h"
+
+namespace rejoin::catchup {
+
+namespace {
+
+constexpr std::size_t kQuestions = 2;                     // proofs under way
+constexpr std::uint32_t kPartsAsked = shm::kMaxPins / 4;  // of one proof, so that two leave room for the stream
+
+constexpr std::size_t kLookedAt = 256;  // slices, for one question
+
+constexpr Duration kDisputed = std::chrono::seconds(1);  // until sources that differed are asked again
+constexpr int kSuspected = 4;  // differences from one source, until it is believed without the others' word
+
+}  // namespace
+
+// Whether this source has yet to say what it has of a slice.
+bool Joiner::asks(const Expected& source, std::uint32_t slice) const {
+  return !source.agrees[slice] || suspects_.contains(slice);  // suspects are compared among all at one version
+}
+
+void Joiner::ask_for_proof() {
+  if (questions_.size() >= kQuestions || sources_.empty()) return;
+  const shm::Clock clock = view_.clock();
+  if (clock.updating || clock.version < oldest_) return;
+  Question question;
+  question.version = clock.version;
+  std::vector<std::uint32_t> parts;
+  for (std::size_t looked_at = 0; looked_at < std::min(kLookedAt, unproven_.size()); ++looked_at) {
+    auto next = unproven_.upper_bound(asked_up_to_);
+    if (next == unproven_.end()) next = unproven_.begin();
+    const std::uint32_t i = *next;
+    const auto& slice = view_.manifest().slices()[i];
+    if (!parts.empty() && parts.size() + slice.parts > kPartsAsked) break;
+    asked_up_to_ = i;
+    const auto word = view_.slice(i);
+    const bool asked = std::any_of(questions_.begin(), questions_.end(), [&](const Question& q) {
+      return std::find(q.slices.begin(), q.slices.end(), i) != q.slices.end();
+    });
+    if (asked || word.state != shm::SliceState::current || word.version != clock.version) continue;
+    if (auto suspect = suspects_.find(i); suspect != suspects_.end() && now_ < suspect->second.again_at) continue;
+    bool any = false;
+    for (const auto& [source, known] : expected_) {
+      if (!sources_.contains(source) || !asks(known, i)) continue;
+      question.asked[source].which.push_back(question.slices.size());
+      any = true;
+    }
+    if (!any) continue;
+    question.slices.push_back(i);
+    for (std::uint32_t p = 0; p < slice.parts; ++p) parts.push_back(slice.first_part + p);
+  }
+  if (parts.empty()) return;
+  auto held = view_.hold(parts);
+  if (!held) return;
+  question.held = std::move(held->second);
+  question.ours.resize(question.held.size());
+  if (held->first != question.version) return drop(question);
+  for (std::size_t i = 0, part = 0; i < question.slices.size(); ++i) {
+    const auto* known = arrived_.at(question.slices[i], question.version);
+    for (std::uint32_t p = 0; p < view_.manifest().slices()[question.slices[i]].parts; ++p, ++part) {
+      if (known == nullptr) continue;
+      view_.release(question.held[part]);
+      question.ours[part] = (*known)[p];
+    }
+  }
+  question.number = next_question_++;
+  std::vector<std::pair<transport::EndpointId, proto::Stream>> messages;
+  for (const auto& [source, asked] : question.asked) {
+    auto& prove = *messages.emplace_back(sources_.at(source), proto::Stream()).second.mutable_prove();
+    prove.set_request(question.number);
+    prove.set_version(question.version);
+    for (auto which : asked.which) prove.add_slices(question.slices[which]);
+  }
+  questions_.push_back(std::move(question));
+  for (const auto& [endpoint, message] : messages)
+    (void)say(endpoint, message);  // a failed connection ends in on_source_down, which waits for it no longer
+}
+
+Result<> Joiner::on_proof(ReplicaId source, const proto::Proof& proof) {
+  auto found = std::find_if(questions_.begin(), questions_.end(),
+                            [&](const Question& q) { return q.number == proof.request() && q.asked.contains(source); });
+  if (found == questions_.end()) return {};
+  Asked& asked = found->asked.at(source);
+  if (asked.over) return {};
+  if (!proof.passed() && static_cast<std::size_t>(proof.digests().size()) != asked.which.size())
+    return fail(ErrorCode::corrupt, "a source proved {} slices of {}", proof.digests().size(), asked.which.size());
+  asked.over = true;
+  if (!proof.passed()) asked.theirs.assign(proof.digests().begin(), proof.digests().end());
+  return {};
+}
+
+// True when the question is over.
+bool Joiner::settle(Question& question) {
+  const bool heard =
+      std::all_of(question.asked.begin(), question.asked.end(), [](const auto& a) { return a.second.over; });
+  if (!settle_held(view_, question.held, question.ours) || !heard) return false;
+  std::vector<std::map<ReplicaId, std::uint64_t>> theirs(question.slices.size());
+  for (const auto& [source, asked] : question.asked)
+    for (std::size_t i = 0; i < asked.theirs.size(); ++i) theirs[asked.which[i]][source] = asked.theirs[i];
+  std::size_t part = 0;
+  for (std::size_t i = 0; i < question.slices.size(); ++i) {
+    std::uint64_t ours = 0;
+    for (std::uint32_t p = 0; p < view_.manifest().slices()[question.slices[i]].parts; ++p)
+      ours = combine_digests(ours, *question.ours[part++]);
+    if (unproven_.contains(question.slices[i])) settle_slice(question.slices[i], question.version, ours, theirs[i]);
+  }
+  return true;
+}
+
+// What sources have of a slice at one version, and this replica.
+void Joiner::settle_slice(std::uint32_t slice, std::uint64_t version, std::uint64_t ours,
+                          const std::map<ReplicaId, std::uint64_t>& theirs) {
+  if (theirs.empty()) return;  // all were past that version
+  const auto differs = [&](const auto& one) { return one.second != theirs.begin()->second; };
+  if (std::any_of(theirs.begin(), theirs.end(), differs)) return report_drift(slice, version, theirs);
+  if (theirs.begin()->second == ours) {
+    if (theirs.size() >= sources_.size()) suspects_.erase(slice);  // all agree, at one version
+    for (const auto& [source, digest] : theirs) agree(source, slice);
+    return;
+  }
+  // Either this replica's bytes are wrong, or those of the sources that agreed with them before: all must say at one
+  // version, if they can.
+  Suspect& suspect = suspects_[slice];
+  if (theirs.size() < sources_.size() && ++suspect.times < kSuspected) return;
+  spdlog::warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, theirs.begin()->first,
+               version);
+  fetch_again(slice);
+}
+
+// Fetched again from one, it would fit that one. So it waits until it is known who is wrong.
+void Joiner::report_drift(std::uint32_t slice, std::uint64_t version,
+                          const std::map<ReplicaId, std::uint64_t>& theirs) {
+  const auto& manifest = view_.manifest();
+  const shm::Slice& what = manifest.slices()[slice];
+  suspects_[slice].again_at = now_ + kDisputed;
+  Drift drift{.tensor = manifest.tensors()[what.whole.tensor].name,
+              .first = what.whole.first,
+              .count = what.whole.count,
+              .version = version,
+              .digests = {theirs.begin(), theirs.end()}};
+  for (std::uint32_t i = 0; i < manifest.parts().size(); ++i) {
+    if (i < what.first_part) drift.place += manifest.length(manifest.parts()[i]);
+    drift.places += manifest.length(manifest.parts()[i]);
+  }
+  spdlog::error("the sources of this state differ at version {} in tensor '{}', elements {} to {}", version,
+                drift.tensor, drift.first, drift.first + drift.count);
+  drifts_.push_back(std::move(drift));
+}
+
+void Joiner::agree(ReplicaId source, std::uint32_t slice) {
+  auto known = expected_.find(source);
+  if (known == expected_.end()) return;
+  known->second.agrees[slice] = true;
+  if (all_agree(slice)) set_proven(slice, true);
+}
+
+// Whoever is waited for has the same bytes, and at least one has.
+bool Joiner::all_agree(std::uint32_t slice) const {
+  if (suspects_.contains(slice)) return false;
+  bool any = false;
+  for (const auto& [source, known] : expected_) {
+    if (waited_for(known) && !known.agrees[slice]) return false;
+    any = any || known.agrees[slice];
+  }
+  return any;
+}
+
+void Joiner::set_proven(std::uint32_t slice, bool proven) {
+  if (proven == proven_[slice]) return;
+  proven_[slice] = proven;
+  if (proven) ++proven_count_, unproven_.erase(slice), arrived_.forget(slice);
+  else --proven_count_, unproven_.insert(slice);
+}
+
+// Whose word is needed has changed.
+void Joiner::look_at_proofs() {
+  if (done_) return;
+  for (std::uint32_t i = 0; i < proven_.size(); ++i)
+    if (planner_.has(i)) set_proven(i, all_agree(i));
+}
+
+void Joiner::drop(Question& question) {
+  for (std::size_t i = 0; i < question.held.size(); ++i)
+    if (!question.ours[i]) view_.release(question.held[i]);
+  question.held.clear();
+}
+
+}  // namespace rejoin::catchup

@@ -1,0 +1,285 @@
+// The node's trainers: how they come, register, are heard and go.
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "base/events.h"
+#include "base/fail.h"
+#include "base/log.h"
+#include "daemon/node_server.h"
+
+namespace rejoin::daemon {
+
+using Gone = membership::Node::Gone;
+
+namespace {
+constexpr std::size_t kMaxLocalMessage = 512 * KiB;
+
+bool readable_now(int fd) {
+  pollfd look{fd, POLLIN | POLLRDHUP, 0};
+  return ::poll(&look, 1, 0) > 0 && look.revents != 0;
+}
+
+bool hung_up(const Fd& socket) {
+  pollfd look{socket.get(), POLLRDHUP, 0};
+  return ::poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+}
+}  // namespace
+
+void NodeServer::accept() {
+  listener_.async_wait(asio::posix::stream_descriptor::wait_read, [this](asio::error_code error) {
+    if (error) return;
+    for (;;) {
+      Fd socket(::accept4(listener_fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      if (!socket) break;
+      auto credentials = peer_credentials(socket);
+      if (!credentials || (credentials->uid != ::geteuid() && credentials->uid != 0)) {
+        spdlog::warn("a local connection of user {} was refused; this daemon serves user {}",
+                     credentials ? credentials->uid : 0, ::geteuid());
+        ++rejected_;
+        continue;
+      }
+      const int size = 1 << 20;
+      (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+      const membership::RankConnection id(next_trainer_++);
+      Trainer& trainer = trainers_[id];
+      trainer.id = id;
+      trainer.credentials = *credentials;
+      trainer.socket = std::move(socket);
+      watch(trainer);
+    }
+    accept();
+  });
+}
+
+void NodeServer::watch(Trainer& trainer) {
+  trainer.readable = std::make_unique<asio::posix::stream_descriptor>(io_, ::dup(trainer.socket.get()));
+  auto pidfd = make_pidfd(trainer.credentials.pid);
+  if (pidfd) {
+    trainer.exited = std::make_unique<asio::posix::stream_descriptor>(io_, pidfd->release());
+    trainer.exited->async_wait(asio::posix::stream_descriptor::wait_read,
+                               [this, id = trainer.id, pid = trainer.credentials.pid](asio::error_code error) {
+                                 if (!error) drop(id, fmt::format("its process {} ended", pid), Gone::ended);
+                               });
+  } else if (trainer.credentials.pid == 0) {  // its socket alone tells of its end
+    spdlog::warn(
+        "a trainer is of a PID namespace that this daemon doesn't see: its end shows by its socket alone, no message "
+        "can name its process, and the transport shm can't be used. Let daemon and trainers share one PID namespace "
+        "(Kubernetes: shareProcessNamespace: true in one pod, hostPID: true across pods)");
+  } else {  // it has ended already; or, as the message says, no descriptor is to be had
+    spdlog::debug("trainer {}: {}", trainer.credentials.pid, pidfd.error().message);
+  }
+  read(trainer.id);
+}
+
+void NodeServer::read(membership::RankConnection id) {
+  auto found = trainers_.find(id);
+  if (found == trainers_.end()) return;
+  found->second.readable->async_wait(asio::posix::stream_descriptor::wait_read, [this, id](asio::error_code error) {
+    if (error) return;
+    for (;;) {
+      auto at = trainers_.find(id);
+      if (at == trainers_.end()) return;
+      auto received = receive_with_fds(at->second.socket, kMaxLocalMessage);
+      if (!received) return on_hang_up(id, received.error().message);
+      if (!*received) break;
+      proto::FromTrainer message;
+      if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())) ||
+          message.kind_case() == proto::FromTrainer::KIND_NOT_SET) {
+        ++rejected_;
+        return drop(id, "it sent bytes that are no message", Gone::silent);
+      }
+      if (message.has_leave()) return on_leave(id, message.leave());
+      if (!message.has_report()) {
+        Result<> heard;
+        if (message.has_hello()) heard = on_hello(at->second, message.hello());
+        if (heard) heard = on_descriptors(at->second, std::move((*received)->fds));
+        if (!heard) return refuse(id, heard.error());
+      } else {
+        if (message.report().has_heartbeat()) at->second.ring = message.report().heartbeat();
+        carry_out(machine_.on_rank_message(id, message.report(), now()));
+      }
+    }
+    read(id);
+  });
+}
+
+Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) {
+  if (hello.protocol() != membership::kProtocolVersion || hello.layout() != shm::kLayoutVersion)
+    return fail(ErrorCode::mismatch,
+                "the trainer's library speaks protocol {} with page layout {}, this rejoind {} with {}; use one "
+                "version of both",
+                hello.protocol(), hello.layout(), membership::kProtocolVersion, shm::kLayoutVersion);
+  if (trainer.offering || trainer.opening || trainer.key)
+    return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
+  if (hello.descriptors() > shm::kMaxOffered)
+    return fail(ErrorCode::corrupt, "it wants to send {} descriptors", hello.descriptors());
+  trainer.offering = {hello, {}};
+  return {};
+}
+
+Result<> NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
+  if (!trainer.offering) return fail(ErrorCode::corrupt, "it sent descriptors without being asked");
+  auto& [hello, all] = *trainer.offering;
+  std::move(fds.begin(), fds.end(), std::back_inserter(all));
+  if (fds.empty() || all.size() > hello.descriptors())
+    return fail(ErrorCode::corrupt, "it sent {} descriptors, {} by now, and announced {}", fds.size(), all.size(),
+                hello.descriptors());
+  if (all.size() < hello.descriptors()) {
+    proto::ToTrainer next;
+    next.mutable_more();
+    tell(trainer, next);
+    return {};
+  }
+  Offering offering = *std::exchange(trainer.offering, std::nullopt);
+  if (offering.hello.device() == "host") return admit(trainer, std::move(offering), *host_);
+  if (offering.fds.size() < 3)
+    return fail(ErrorCode::corrupt, "it sent {} descriptors for the state on {}", offering.fds.size(),
+                offering.hello.device());
+  trainer.opening = true;
+  asio::post(opener_, [this, from = trainer.id, offering = std::move(offering)]() mutable {
+    auto opened = open_remote(from, offering);
+    asio::post(io_, [this, from, offering = std::move(offering), opened = std::move(opened)]() mutable {
+      on_opened(from, std::move(offering), std::move(opened));
+    });
+  });
+  return {};
+}
+
+void NodeServer::refuse(membership::RankConnection id, const Error& error) {
+  proto::ToTrainer refusal;
+  refusal.set_refusal(error.message);
+  tell(trainers_.at(id), refusal);
+  ++rejected_;
+  drop(id, error.message, Gone::silent);
+}
+
+Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& stream) {
+  if (trainer.key) return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
+  const proto::LocalHello& hello = offering.hello;
+  auto view = shm::View::make(std::move(offering.fds), stream.device);
+  if (!view) return tl::unexpected(view.error());
+  const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
+  const auto address = told(stream.thread->address());
+  if (!address) return tl::unexpected(address.error());
+  if (auto cleared = clear_place(trainer, key, hello.up().life()); !cleared) return cleared;
+  trainer.key = key;
+  trainer.stream = stream.thread.get();
+  const bool whole = view->whole();
+  auto shared = std::make_shared<shm::View>(std::move(*view));
+  trainer.stream->post([key, life = hello.up().life(), shared](catchup::Service& service, TimePoint) {
+    if (auto added = service.add_rank(key, life, std::move(*shared)); !added)
+      spdlog::error("state of replica {} rank {}: {}; it is tried again", key.replica, key.rank, added.error().message);
+  });
+  proto::ToTrainer answer;
+  answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
+  answer.mutable_welcome()->set_silence_ms(static_cast<std::uint64_t>(options_.silence.count()));
+  answer.mutable_welcome()->set_data_secret(key_.data_secret());
+  tell(trainer, answer);
+  proto::FromNode up;
+  *up.mutable_rank_up() = hello.up();
+  up.mutable_rank_up()->set_address(told_of_trainer(hello.up().address()));
+  up.mutable_rank_up()->set_stream_address(stream_address(family_, *address));
+  up.mutable_rank_up()->set_pid(trainer.credentials.pid);
+  carry_out(machine_.on_rank_message(trainer.id, up, now()));
+  // A daemon before this one has had all of its state proven: that goes along with the first word of how it stands.
+  if (whole) carry_out(machine_.on_rank_message(trainer.id, report_of({key, hello.up().life()}), now()));
+  return {};
+}
+
+// One process has a place. Whoever else asks for it gets it when that one has ended; one that is silent for too long is
+// not among the trainers any more.
+Result<> NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t life) {
+  std::vector<std::pair<membership::RankConnection, Gone>> older;
+  for (const auto& [id, other] : trainers_) {
+    if (other.key != key) continue;
+    const Gone how = machine_.gone_for(id, life);
+    const pid_t pid = other.credentials.pid;  // 0: of another PID namespace, where it tells nobody from another
+    const bool connects_anew = pid != 0 && readable_now(other.socket.get()) && pid == newcomer.credentials.pid;
+    if (how != Gone::replaced && !has_ended(other) && !connects_anew)
+      return fail(ErrorCode::refused,
+                  "process {} of this node, {}, is replica {} rank {}, and gave its last sign of life {:.0f} ms ago: "
+                  "end that process, or give this one another replica or rank",
+                  other.credentials.pid, options_.name, key.replica, key.rank,
+                  milliseconds(now() - machine_.ranks().at(id).heard));
+    older.emplace_back(id, how);
+  }
+  for (const auto& [id, how] : older)
+    drop(id, how == Gone::replaced ? "it connected anew" : "the rank was started again", how);
+  return {};
+}
+
+std::map<membership::RankConnection, NodeServer::Trainer>::iterator NodeServer::find_trainer(
+    const catchup::RankKey& key) {
+  return std::find_if(trainers_.begin(), trainers_.end(), [&](const auto& one) { return one.second.key == key; });
+}
+
+// Its end may be known to the system and not yet to us.
+bool NodeServer::has_ended(const Trainer& trainer) {
+  if (trainer.exited) return readable_now(trainer.exited->native_handle());
+  if (trainer.credentials.pid == 0) return hung_up(trainer.socket);  // 0 would mean this process's own group
+  return ::kill(trainer.credentials.pid, 0) != 0 && errno == ESRCH;
+}
+
+// The coordinator asks whether a process lives.
+void NodeServer::look_after(const proto::Inquiry& inquiry) {
+  const auto found = find_trainer({ReplicaId(inquiry.replica()), RankId(inquiry.rank())});
+  if (found == trainers_.end() || !has_ended(found->second)) return;
+  drop(found->first, fmt::format("its process {} ended", found->second.credentials.pid), Gone::ended);
+}
+
+// A socket may end although its process lives; what the process itself does is said by its pidfd. Until then, or until
+// it has been silent for too long, it may connect anew.
+void NodeServer::on_hang_up(membership::RankConnection id, const std::string& reason) {
+  Trainer& trainer = trainers_.at(id);
+  if (!trainer.exited || !trainer.key) return drop(id, reason, Gone::ended);
+  spdlog::debug("trainer {}: {}", trainer.credentials.pid, reason);
+}
+
+// It does so itself, so nobody has to wait for its silence. When it has the answer, no end of its process comes first.
+void NodeServer::on_leave(membership::RankConnection id, const proto::LocalLeave& leave) {
+  constexpr std::size_t longest = 300;  // of what a local process may put into everybody's logs
+  const std::string why = printable(leave.why(), longest);
+  proto::ToTrainer answer;
+  answer.mutable_left();
+  tell(trainers_.at(id), answer);
+  if (!why.empty()) return drop(id, "it has left: " + why, Gone::ended);
+  drop(id, machine_.plan().finished() ? "the job is finished" : "of its own accord", Gone::left);
+}
+
+void NodeServer::drop(membership::RankConnection id, const std::string& reason, Gone how) {
+  auto gone = trainers_.extract(id);
+  if (gone.empty()) return;
+  Trainer& trainer = gone.mapped();
+  if (trainer.key) {
+    events::emit(machine_.plan().finished() || how == Gone::left ? "rank_left" : "rank_down",
+                 {{"replica", std::uint64_t{trainer.key->replica.value}},
+                  {"rank", std::uint64_t{trainer.key->rank.value}},
+                  {"reason", reason}});
+    progress_.erase(*trainer.key);
+    if (trainer.own) served_by_gone_ += trainer.own->bytes_served;  // its stream goes with it
+    else trainer.stream->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
+  } else {
+    spdlog::warn("local process {}: {}", trainer.credentials.pid, reason);
+  }
+  if (how == Gone::silent) {  // it may go on, and wonder
+    proto::ToTrainer farewell;
+    farewell.set_dropped(reason);
+    (void)send_with_fds(trainer.socket, as_bytes(farewell.SerializeAsString()), {});  // else it sees the hang-up alone
+  }
+  carry_out(machine_.on_rank_gone(id, reason, how));
+  if (!trainer.own) return;
+  trainer.own->remote->disconnect();  // so that its thread waits for no trainer; it may still be at work for long
+  asio::post(opener_, [gone = std::move(trainer.own)] {});
+}
+
+void NodeServer::tell(Trainer& trainer, const proto::ToTrainer& message) {
+  const std::string bytes = message.SerializeAsString();
+  if (auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
+      !sent && sent.error().code == ErrorCode::exhausted)
+    asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it", Gone::silent); });
+}
+
+}  // namespace rejoin::daemon

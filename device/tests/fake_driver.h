@@ -1,0 +1,33 @@
+// What the parts of the software driver (fake_cuda.cc) share.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "device/tests/fake_streams.h"
+
+namespace rejoin::device::fake {
+
+constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kNotReady = 600;
+constexpr int kNotSupported = 801;
+
+inline std::mutex mutex;  // of what the driver knows: its memory, its streams, its kernels
+inline bool dma_buf = false;
+inline thread_local std::vector<void*> contexts;
+inline bool no_context() { return contexts.empty(); }
+
+// ---- memory
+
+// Where a device address' bytes can be got at; any other is the host's.
+char* resolve(unsigned long long address, std::size_t size);
+bool is_pageable(unsigned long long address);
+bool is_seqlocked(std::uintptr_t at, std::size_t size);
+
+// ---- streams
+
+// For everything that is queued on the device.
+void wait_for_device();
+
+}  // namespace rejoin::device::fake

@@ -1,0 +1,175 @@
+// The other members: who is reached, who is waited for, and what the coordinator is told of both.
+#include <algorithm>
+
+#include "base/fail.h"
+#include "base/log.h"
+#include "rejoin/driver.h"
+
+namespace rejoin {
+
+namespace {
+
+// Of a wait: named in the log from then on, and in the coordinator's status after a quarter of the silence already.
+constexpr Duration kWorthTelling = std::chrono::seconds(1);
+
+}  // namespace
+
+// It is tried again, without a word for each time: the coordinator's status has it for as long as it lasts. True: this
+// is not the first time since there was a connection.
+bool Driver::not_reached(const ftar::Member& member, const std::string& why) {
+  const bool is_peer = std::any_of(peers_.peers().begin(), peers_.peers().end(),
+                                   [&](const auto& peer) { return peer.incarnation() == member.incarnation.value; });
+  if (!is_peer) return false;
+  const auto [one, fresh] = unreached_.try_emplace(member.incarnation);
+  if (!fresh) return true;
+  one->second.set_replica(member.replica.value);
+  one->second.set_incarnation(member.incarnation.value);
+  one->second.set_rank(config_.rank);
+  one->second.set_why(why);
+  if (!machine_.member()) spdlog::warn("replica {} is not reached: {}", member.replica, why);
+  report_links();
+  return false;
+}
+
+void Driver::report_links() {
+  proto::FromNode report;
+  auto& links = *report.mutable_links();
+  links.set_replica(config_.replica.value);
+  links.set_rank(config_.rank);
+  links.set_life(config_.life);
+  for (const auto& peer : peers_.peers())
+    if (ring_->connected(member_of(peer))) links.add_incarnations(peer.incarnation());
+  for (const auto& [incarnation, one] : unreached_) *links.add_unreached() = one;
+  reports_.push_back(std::move(report));
+}
+
+bool Driver::is_place(const ftar::Member& member) const {
+  return std::any_of(places_.begin(), places_.end(), [&](const auto& place) { return place.member == member; });
+}
+
+proto::Accusation& Driver::accuse(const ftar::Member& suspect, const std::string& what) {
+  auto& accusation = *reports_.emplace_back().mutable_accusation();
+  accusation.set_replica(config_.replica.value);
+  accusation.set_rank(config_.rank);
+  accusation.set_epoch(machine_.epoch().value);
+  accusation.set_suspect(suspect.replica.value);
+  accusation.set_what(what);
+  return accusation;
+}
+
+// A trainer that computes is silent, too. What is normal is learned from the steps so far; a process that is stopped
+// is found by its missing heartbeats long before.
+Duration Driver::patience_with_compute() const {
+  constexpr std::size_t enough = 4;
+  if (step_times_.size() < enough) return std::max<Duration>(silence_, config_.patience);
+  return silence_ + 8 * *std::max_element(step_times_.begin(), step_times_.end());
+}
+
+void Driver::occupy(std::optional<Occupation> occupation, TimePoint now) {
+  if (occupied_ && !occupation) released_at_ = now;
+  occupied_ = std::move(occupation);
+  excused_at_ = {};  // what was said last is not so any more
+}
+
+// A trainer that does something else, which its step waits for, is not late. Only its own library can tell the others
+// so.
+void Driver::excuse_trainer(TimePoint now) {
+  if (!current_) return;
+  const bool begun = taken_ == current_->step;
+  const bool waited_for =
+      current_->contributes ? std::ranges::any_of(wanted_, [](bool wanted) { return !wanted; }) : !begun;
+  if (!waited_for) return;
+  if (std::exchange(offered_, current_->step) != current_->step) offered_at_ = now;
+  if (begun && std::exchange(begun_, taken_) != taken_) begun_at_ = now;
+  if (now - excused_at_ < silence_ / 8) return;  // a coordinator that is new judges after a quarter
+  if (occupied_) tell_occupation(now);
+  else excuse_between_steps(now);
+}
+
+void Driver::tell_occupation(TimePoint now) {
+  const auto& [reason, since, until] = *occupied_;
+  const bool may = now <= until;
+  excuse(fmt::format("its trainer, which has been busy with '{}' for {:.1f} s, {} {:.1f} s", reason,
+                     seconds(now - since), may ? "of the" : "longer than the", seconds(until - since)) +
+             (may ? " that it may be" : " that it had asked for"),
+         may, since, now);
+}
+
+// It has begun this step late, or resumed it, or has not begun it. When it has begun in time, the others know as much
+// as its library does.
+void Driver::excuse_between_steps(TimePoint now) {
+  const bool begun = taken_ == current_->step;
+  const TimePoint from = std::max(begun ? begun_at_ : offered_at_, released_at_);
+  if ((begun ? from : now) - offered_at_ < silence_ / 4) return;
+  if (!current_->contributes && from != released_at_) return;
+  if (now - from > (begun ? patience_with_compute() : config_.between_steps)) return;
+  excuse(!begun                 ? "its trainer, which is between steps"
+         : from == released_at_ ? "its trainer, which goes on with the step"
+                                : "its trainer, which has begun the step late",
+         true, now, now);
+}
+
+void Driver::excuse(std::string why, bool excused, TimePoint since, TimePoint now) {
+  excused_at_ = now;
+  auto& excuse = accuse({.replica = config_.replica, .incarnation = {}}, std::move(why));
+  excuse.set_only_waiting(true);
+  excuse.set_excused(excused);
+  excuse.set_waited_ms(static_cast<std::uint64_t>(milliseconds(now - since)));
+}
+
+// Nothing waits in silence: after a second the log and the status say for whom; what lasts too long is for the
+// coordinator to judge.
+void Driver::look_for_stalls(TimePoint now) {
+  if (now - stall_checked_ < silence_ / 16) return;
+  stall_checked_ = now;
+  if (!machine_.member() || !machine_.has_contributors()) return;
+  // Said once, it may have been lost with a coordinator or a daemon that was away.
+  if (now - broken_said_ >= silence_ / 4) {
+    broken_said_ = now;
+    for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
+  }
+  if (machine_.exchanged()) return;
+  excuse_trainer(now);
+  for (const auto& wait : ring_->waits(now)) {
+    if (wait.since > kWorthTelling && stall_said_for_ != machine_.step().value) {
+      stall_said_for_ = machine_.step().value;
+      spdlog::warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
+                   wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
+    }
+    const Duration patience = wait.on_trainers ? patience_with_compute() : silence_;
+    if (!wait.on || wait.since <= std::min(kWorthTelling, silence_ / 4)) continue;
+    auto& accusation = accuse(*wait.on, wait.what);
+    accusation.set_only_waiting(wait.since <= patience);
+    accusation.set_waited_ms(static_cast<std::uint64_t>(milliseconds(wait.since)));
+    break;
+  }
+}
+
+void Driver::on_peers(const proto::Peers& peers) {
+  const proto::Peers before = std::exchange(peers_, peers);
+  if (!ring_) return;
+  for (const auto& peer : before.peers()) {
+    const bool stays = std::any_of(peers_.peers().begin(), peers_.peers().end(),
+                                   [&](const auto& p) { return p.incarnation() == peer.incarnation(); });
+    if (!stays) ring_->forget(member_of(peer));  // fenced
+  }
+  std::erase_if(unreached_, [&](const auto& one) {
+    return std::none_of(peers_.peers().begin(), peers_.peers().end(),
+                        [&](const auto& peer) { return peer.incarnation() == one.first.value; });
+  });
+  reach_peers();
+  report_links();
+}
+
+// Connects with those that there is no connection with: at first, and again where it broke. Inside an epoch a new
+// connection is of use in the next one only, which the coordinator begins for it.
+void Driver::reach_peers() {
+  for (const auto& peer : peers_.peers()) {
+    // Of two, the newer one connects.
+    if (peer.incarnation() >= machine_.incarnation().value || peer.replica() == config_.replica.value) continue;
+    if (auto connecting = ring_->connect(member_of(peer), {peer.address()}); !connecting)
+      not_reached(member_of(peer), fmt::format("{}: {}", peer.address(), connecting.error().message));
+  }
+}
+
+}  // namespace rejoin

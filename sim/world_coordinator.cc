@@ -1,0 +1,162 @@
+// The simulated coordinator's disk, its operator, and what the judges see of its decisions.
+#include <algorithm>
+
+#include "base/fail.h"
+#include "sim/world.h"
+
+namespace rejoin::sim {
+
+// The operator reads the status now and then. Where the job waits to be told that it may go back, and does so for a
+// while, they start the coordinator with that.
+void World::let_operator_act() {
+  const auto wanted = coordinator_ ? coordinator_->decisions().wants_roll_back() : std::nullopt;
+  if (!wanted) {
+    roll_back_wanted_since_ = {};
+  } else if (roll_back_wanted_since_ == TimePoint{}) {
+    roll_back_wanted_since_ = now();
+  } else if (now() - roll_back_wanted_since_ > job.silence) {
+    count("operator: roll back");
+    roll_back_to_ = *wanted;
+    kill_coordinator(fmt::format("its operator lets the job go back to step {}", *wanted));
+  }
+  if (coordinator_ && coordinator_->decisions().stopped()) drop_who_is_wrong();
+  after(job.silence / 4, [this] { let_operator_act(); });
+}
+
+membership::JobConfig World::job_to_start() {
+  membership::JobConfig config = job;
+  config.id += logs_lost_ << 32;  // a new log is another job's
+  config.roll_back_to = allowed_to_roll_back_ = std::exchange(roll_back_to_, std::nullopt);
+  config.drop = std::exchange(drop_, std::nullopt);
+  return config;
+}
+
+World::Append World::append(const std::vector<proto::LogRecord>& records) {
+  if (records.empty()) return Append::done;
+  if (std::exchange(disk_full_, false)) {
+    kill_coordinator("its disk is full");
+    return Append::failed;
+  }
+  const bool crash = crash_in_append_;
+  if (disk_.empty()) disk_ = membership::log_bytes({}, 0);  // on the disk since the log was opened
+  const std::size_t synced = disk_.size();
+  Bytes written = membership::log_bytes(records, synced);
+  if (crash) written.resize(supervisor_random_[nodes()].pick(written.size() + 1));
+  disk_.insert(disk_.end(), written.begin(), written.end());
+  if (crash) lose_sectors(synced);
+  std::size_t whole = records.size();
+  if (crash) {
+    const auto read = membership::parse_log(disk_, "the log");
+    REJOIN_CHECK(read.has_value(), "{}", read.error());
+    whole = read->records.size() - log_.size();
+  }
+  for (std::size_t i = 0; i < whole; ++i) on_record(records[i]);
+  if (crash) {
+    kill_coordinator("a crash while it wrote");
+    return Append::failed;
+  }
+  if (slow_append_ > Duration{}) stop(*coordinator_, std::exchange(slow_append_, {}));
+  return Append::done;
+}
+
+// Power was lost, sometimes, with the crash: of what was not synced any sectors are on the disk, and any not.
+void World::lose_sectors(std::size_t synced) {
+  constexpr std::size_t sector = 512;
+  Random& random = supervisor_random_[nodes()];
+  if (!random.one_in(2)) return;
+  for (std::size_t begin = synced; begin < disk_.size();) {
+    const std::size_t end = std::min(disk_.size(), (begin / sector + 1) * sector);
+    if (random.one_in(2))
+      std::fill(disk_.begin() + static_cast<std::ptrdiff_t>(begin), disk_.begin() + static_cast<std::ptrdiff_t>(end),
+                std::byte{});
+    begin = end;
+  }
+}
+
+void World::on_record(const proto::LogRecord& record) {
+  if (record.has_epoch() || record.has_committed()) on_decision();
+  if (record.has_epoch()) {
+    count("epoch begun");
+    std::string members;
+    for (const auto& m : record.epoch().members())
+      members += fmt::format(" {}{}", m.replica(), m.catching_up() ? "c" : "");
+    note("epoch {} from step {}:{} ({})", record.epoch().epoch(), record.epoch().step(), members,
+         record.epoch().reason());
+    if (!bits_damaged_ && options_.plant == Plant::none &&
+        record.epoch().reason().find(" differ ") != std::string::npos)
+      checker_.violate("no-drift", fmt::format("a false alarm: {}", record.epoch().reason()));
+    on_moment(Moment::epoch, 0);
+  }
+  if (record.has_committed()) {
+    count("step committed");
+    note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
+    on_committed(record.committed());
+    on_moment(Moment::commit, 0);
+  }
+  if (record.has_rolled_back()) {
+    count("rolled back");
+    const Step to(record.rolled_back().version());
+    note("rolled back to {}", to);
+    if (to.value < record.rolled_back().from() && (!allowed_to_roll_back_ || to < *allowed_to_roll_back_))
+      checker_.violate("state-survives", fmt::format("the job goes back to step {} without an operator's word", to));
+    std::erase_if(outcome_.committed, [&](const auto& committed) { return committed.step > to.value; });
+    // Later ones are of what was given up. The operator removes them.
+    for (auto& of_replica : checkpoints_) of_replica.erase(of_replica.upper_bound(to.value), of_replica.end());
+  }
+  log_.push_back(record);
+  checker_.on_record(record);
+  survivors_.on_record(record, holders_of(record));
+  check_survivors();
+}
+
+// A replica all of whose processes live and hold it.
+void World::add_holder(Survivors::Holders& holders, std::uint32_t replica,
+                       const std::function<bool(const Trainer&)>& holds) const {
+  std::vector<std::uint64_t> processes;
+  for (const auto& trainer : trainers_[replica])
+    if (trainer && !trainer->ended && holds(*trainer)) processes.push_back(trainer->instance);
+  if (processes.size() == shape.ranks) holders[replica] = std::move(processes);
+}
+
+Survivors::Holders World::holders_of(const proto::LogRecord& record) const {
+  Survivors::Holders holders;
+  for (const auto& member : record.committed().members())
+    add_holder(holders, member.replica(),
+               [&](const Trainer& trainer) { return trainer.exchanged(record.committed().step()); });
+  for (const auto& member : record.epoch().members())
+    if (!member.catching_up())
+      add_holder(holders, member.replica(),
+                 [&](const Trainer& trainer) { return trainer.incarnation().value == member.incarnation(); });
+  return holders;
+}
+
+void World::on_standing() {
+  Survivors::Holders holders;
+  const auto& decisions = coordinator_->decisions();
+  for (const auto& member : decisions.members())
+    if (member.catching_up && decisions.caught_up(member))
+      add_holder(holders, member.replica.value,
+                 [&](const Trainer& trainer) { return trainer.incarnation() == member.incarnation; });
+  survivors_.add(std::move(holders));
+}
+
+void World::check_survivors() {
+  if (auto what = survivors_.take_violation()) checker_.violate("state-survives", *what);
+}
+
+void World::on_committed(const proto::LogRecord::Committed& record) {
+  Outcome::Committed committed{.at = seconds(now().time_since_epoch()), .step = record.step()};
+  if (!outcome_.committed.empty()) committed.samples = outcome_.committed.back().samples;
+  double sum = 0, count = 0;
+  for (const auto& member : record.members()) {
+    committed.samples += membership::samples_of(membership::batch_of(member));
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
+      if (auto found = losses_[record.step()].find({member.replica(), rank}); found != losses_[record.step()].end())
+        sum += found->second, ++count;
+  }
+  committed.loss = count > 0 ? sum / count : 0;
+  losses_.erase(losses_.begin(), losses_.upper_bound(record.step()));
+  outcome_.committed.push_back(committed);
+}
+
+}  // namespace rejoin::sim
