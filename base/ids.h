@@ -23,7 +23,7 @@ using RankId = Id<struct RankTag, std::uint32_t>;        // which shard inside a
 using Epoch = Id<struct EpochTag>;                       // numbered membership; 0 is "none yet"
 using Step = Id<struct StepTag>;  // optimizer step; the version of a tensor is the last step in it
 constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 48;  // pages and tags have room for so many
-using Incarnation = Id<struct IncarnationTag>;                // one life of a replica; never reused in a job
+using Incarnation = Id<struct IncarnationTag>;                // one registration of a replica; never reused in a job
 
 }  // namespace rejoin
 

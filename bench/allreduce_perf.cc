@@ -94,7 +94,7 @@ class RankProcess {
     if (auto made = make_buffers(); !made) return tl::unexpected(made.error());
     std::snprintf(meeting_.addresses[rank_], sizeof meeting_.addresses[rank_], "%s", address->text.c_str());
     if (!meet(meeting_, s_.ranks)) return fail(ErrorCode::cancelled, "another rank failed");
-    std::vector<ftar::Place> ring;
+    std::vector<ftar::RingMember> ring;
     for (std::uint32_t i = 0; i < s_.ranks; ++i) {
       const ftar::Member member{ReplicaId(i), Incarnation(i + 1)};
       ring.push_back({member, ftar::Role::contributor});

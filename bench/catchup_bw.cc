@@ -1,4 +1,4 @@
-// rejoin_catchup_bw: how fast a joiner's state arrives (checked, and proven against a source), beside the transport's
+// rejoin_catchup_bw: how fast a joiner's state arrives (checked, and verified against a source), beside the transport's
 // own bulk rate for the same bytes in the same pattern. Every replica is a process of this machine.
 #include <signal.h>
 #include <sys/prctl.h>
@@ -13,7 +13,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "bench/limits.h"
-#include "catchup/keeper.h"
+#include "catchup/gradient_log.h"
 #include "catchup/service.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
@@ -33,10 +33,10 @@ struct Settings {
 };
 
 constexpr std::uint64_t kVersion = 7;
-constexpr std::uint64_t kExtent = shm::kPartBytes / 3, kWindow = 48;
+constexpr std::uint64_t kExtent = local::kPartBytes / 3, kWindow = 48;
 
 struct Measured {
-  double bulk_seconds = 0, arrived_seconds = 0, proven_seconds = 0;
+  double bulk_seconds = 0, arrived_seconds = 0, verified_seconds = 0;
 };
 
 class Replica {
@@ -45,7 +45,7 @@ class Replica {
       : s_(settings), meeting_(meeting), number_(number) {}
 
   Result<std::vector<Measured>> run() {
-    auto manifest = shm::Manifest::make({{.name = "state", .count = s_.bytes / 12, .columns = 3}});
+    auto manifest = local::Manifest::make({{.name = "state", .count = s_.bytes / 12, .columns = 3}});
     if (!manifest) return tl::unexpected(manifest.error());
     auto device = s_.cuda ? device::open_cuda({.ordinal = *s_.cuda}) : device::make_host();
     if (!device) return tl::unexpected(device.error());
@@ -55,9 +55,9 @@ class Replica {
     auto stream = (*device)->make_stream();
     if (!stream) return tl::unexpected(stream.error());
     stream_ = std::move(*stream);
-    auto owner = shm::Owner::make(std::move(*manifest), std::move(*device));
+    auto owner = local::Owner::make(std::move(*manifest), std::move(*device));
     if (!owner) return tl::unexpected(owner.error());
-    owner_ = std::make_unique<shm::Owner>(std::move(*owner));
+    owner_ = std::make_unique<local::Owner>(std::move(*owner));
     if (auto cleared = clear(); !cleared) return tl::unexpected(cleared.error());
     if (!joiner()) {
       const auto filled = by_pieces([this](std::uint64_t column, std::uint64_t first, std::span<float> values) {
@@ -108,7 +108,7 @@ class Replica {
   Result<> clear() {
     return stream_->clear(state().data(), state().size()).and_then([&] { return stream_->synchronize(); });
   }
-  std::span<std::byte> state() const { return owner_->segments().front(); }  // all of it
+  std::span<std::byte> state() const { return owner_->memory_ranges().front(); }  // all of it
   bool joiner() const { return number_ == 0; }
   std::uint32_t processes() const { return s_.sources + 1; }
   Result<> meet_all() {
@@ -125,7 +125,7 @@ class Replica {
     return meet_all();
   }
 
-  // Each source writes its half of the state in extents of the stream's size, a bounded number in flight.
+  // Each source writes its half of the state in writes of the stream's size, a bounded number in flight.
   Result<double> measure_bulk() {
     if (auto opened = open(); !opened) return tl::unexpected(opened.error());
     auto region = engine_->register_region(state(), owner_->device()->kind());
@@ -188,12 +188,12 @@ class Replica {
     if (joiner()) {  // as a trainer that has just started: it has nothing
       if (auto cleared = clear(); !cleared) return cleared;
       for (std::size_t i = 0; i < owner_->manifest().slices().size(); ++i)
-        owner_->page().slice_words()[i].store(shm::SliceWord{}.packed());
+        owner_->page().slice_statuses()[i].store(local::SliceStatus{}.packed());
     }
     owner_->set_version(kVersion);
     if (auto opened = open(); !opened) return opened;
     catchup::Service service(*engine_, 1, {s_.compression, s_.limit}, clock_);
-    auto view = shm::View::of(*owner_);
+    auto view = local::View::of(*owner_);
     if (!view) return tl::unexpected(view.error());
     const catchup::RankKey key{ReplicaId(number_), RankId(0)};
     if (auto added = service.add_rank(key, 1, std::move(*view)); !added) return added;
@@ -208,8 +208,8 @@ class Replica {
         sources.insert({ReplicaId(i), Incarnation(i), {meeting_.addresses[i]}});
       const TimePoint start = clock_.now();
       service.catch_up(key, sources, Step(kVersion), start);
-      auto keeper = catchup::Keeper::make(*owner_, GiB);
-      if (!keeper) return tl::unexpected(keeper.error());
+      auto gradient_log = catchup::GradientLog::make(*owner_, GiB);
+      if (!gradient_log) return tl::unexpected(gradient_log.error());
       TimePoint updated = start;
       for (bool caught_up = false; !caught_up;) {
         const TimePoint now = clock_.now();
@@ -221,14 +221,14 @@ class Replica {
         if (now - updated >= std::chrono::milliseconds(5) || measured.arrived_seconds != 0) {
           updated = now;
           const auto none = [](std::uint32_t, std::uint64_t, std::uint64_t) { return BytesView{}; };
-          if (auto begun = (*keeper)->begin(Step(kVersion), false, 1, none); !begun)
+          if (auto begun = (*gradient_log)->begin(Step(kVersion), false, 1, none); !begun)
             return tl::unexpected(begun.error());
-          (*keeper)->end(Step(kVersion), false);
+          (*gradient_log)->end(Step(kVersion), false);
         }
         if (!service.busy()) idle_->wait(true, std::chrono::milliseconds(1));
         else idle_->reset();
       }
-      measured.proven_seconds = seconds(clock_.now() - start);
+      measured.verified_seconds = seconds(clock_.now() - start);
       if (const auto again = service.progress(key, clock_.now())->refetched; again > 0)
         return fail(ErrorCode::corrupt, "{} slices had to be fetched again", again);
       const auto checked =
@@ -267,7 +267,7 @@ class Replica {
   SteadyClock clock_;
   std::unique_ptr<device::Access> access_;
   std::unique_ptr<device::Stream> stream_;
-  std::unique_ptr<shm::Owner> owner_;
+  std::unique_ptr<local::Owner> owner_;
   std::unique_ptr<transport::Engine> engine_;
   std::optional<transport::Idle> idle_;
   int flushes_ = 0;
@@ -299,18 +299,18 @@ int run(const Settings& s) {
   std::printf("# rejoin_catchup_bw: %s from %u sources, transport %s; every replica a process of this machine\n",
               human_bytes(s.bytes).c_str(), s.sources, s.transport.c_str());
   if (s.cuda) std::printf("# in the memory of CUDA device %d\n", *s.cuda);
-  std::printf("# bulk: the same bytes written by the same sources in extents of the same size, nothing checked\n");
-  std::printf("#%10s %14s %16s %16s %8s %8s\n", "run", "bulk (GB/s)", "arrived (GB/s)", "proven (GB/s)", "arrived",
-              "proven");
+  std::printf("# bulk: the same bytes written by the same sources in writes of the same size, nothing checked\n");
+  std::printf("#%10s %14s %16s %16s %8s %8s\n", "run", "bulk (GB/s)", "arrived (GB/s)", "verified (GB/s)", "arrived",
+              "verified");
   nlohmann::json rows = nlohmann::json::array();
   const auto rate = [&](double seconds_taken) { return static_cast<double>(s.bytes) / seconds_taken * 1e-9; };
   int number = 0;
   for (const auto& m : *measured) {
     std::printf(" %10d %14.2f %16.2f %16.2f %8.2f %8.2f\n", ++number, rate(m.bulk_seconds), rate(m.arrived_seconds),
-                rate(m.proven_seconds), m.bulk_seconds / m.arrived_seconds, m.bulk_seconds / m.proven_seconds);
+                rate(m.verified_seconds), m.bulk_seconds / m.arrived_seconds, m.bulk_seconds / m.verified_seconds);
     rows.push_back({{"bulk_gbps", rate(m.bulk_seconds)},
                     {"arrived_gbps", rate(m.arrived_seconds)},
-                    {"proven_gbps", rate(m.proven_seconds)},
+                    {"verified_gbps", rate(m.verified_seconds)},
                     {"ratio", m.bulk_seconds / m.arrived_seconds}});
   }
   if (!s.json.empty()) {

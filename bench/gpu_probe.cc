@@ -1,5 +1,5 @@
-// rejoin_gpu_probe: what a GPU's driver does that "No driver between hand-over and word" (docs/design-notes.md) rests
-// on: which calls don't return while a stream waits for a word, which streams stop with one that waits, and what it
+// rejoin_gpu_probe: what a GPU's driver does that "No driver between hand-over and flag" (docs/design-notes.md) rests
+// on: which calls don't return while a stream waits for a flag, which streams stop with one that waits, and what it
 // costs a trainer that fills the card when its daemon is served memory. Each probe is a process of its own with a time
 // limit, so that one that hangs costs the others nothing.
 #include <fmt/format.h>
@@ -29,7 +29,7 @@ int run(const Settings& s) {
     if (!s.json) std::cout << text << std::flush;
   };
   print(fmt::format(
-      "# {}\n\nA stream waits {:.0f} ms for a word; the trainer's thread is in …, and another thread's call takes "
+      "# {}\n\nA stream waits {:.0f} ms for a flag; the trainer's thread is in …, and another thread's call takes "
       "(ms; * as long as the stream waits):\n{:52}",
       name, milliseconds(s.wait), ""));
   for (const auto* call : kCalls) print(fmt::format(" {:>9}", call));
@@ -100,9 +100,9 @@ int main(int argc, char** argv) {
   using namespace rejoin;
   bench::Settings s;
   CommandLine line(
-      "Asks a GPU's driver what \"No driver between hand-over and word\" rests on: which calls stand still while a "
+      "Asks a GPU's driver what \"No driver between hand-over and flag\" rests on: which calls stand still while a "
       "stream "
-      "waits for a word, which streams stop with it, and what a daemon that is served memory costs a busy trainer.");
+      "waits for a flag, which streams stop with it, and what a daemon that is served memory costs a busy trainer.");
   int wait_ms = 1000;
   line.add("--use_cuda", s.cuda, "the device's number").show_default();
   line.add("--wait-ms", wait_ms, "how long streams wait, and each rate is measured").range(20, 60000).show_default();

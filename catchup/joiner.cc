@@ -15,7 +15,7 @@ constexpr int kUnreachable = 5;        // silences for which a source is waited 
 
 }  // namespace
 
-Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, Step committed,
+Joiner::Joiner(transport::Engine& engine, local::View& view, std::vector<transport::RegionId> state, Step committed,
                Duration silence, TimePoint now)
     : engine_(engine),
       view_(view),
@@ -25,28 +25,28 @@ Joiner::Joiner(transport::Engine& engine, shm::View& view, std::vector<transport
       at_first_(view.clock()),
       foreign_(at_first_.version > oldest_),
       silence_(silence),
-      proven_(view.manifest().slices().size()),
+      verified_(view.manifest().slices().size()),
       now_(now),
       started_(now) {
-  // The daemon before this one may have got far: what has arrived or is kept current is only proven again; if it had
-  // called all of it whole, it is. The clock is read first: a word that is behind it then is behind for good.
-  bool whole = view.whole();
+  // The daemon before this one may have got far: what has arrived or is kept current is only verified again; if it had
+  // called all of it complete, it is. The clock is read first: a status that is behind it then is behind for good.
+  bool complete = view.complete();
   for (std::uint32_t i = 0; i < view.manifest().slices().size(); ++i)
     for (bool settled = false; !settled;) {
-      const shm::SliceWord word = view.slice(i);
-      const bool kept = word.state == shm::SliceState::arrived ||
-                        (word.state == shm::SliceState::current && word.version >= at_first_.version);
+      const local::SliceStatus status = view.slice(i);
+      const bool kept = status.state == local::SliceState::arrived ||
+                        (status.state == local::SliceState::current && status.version() >= at_first_.version);
       if (kept) {
         planner_.on_present(i);
-        unproven_.insert(i);
+        unverified_.insert(i);
       }
-      whole = whole && kept;
-      settled = kept || view.set_slice(i, word, {});
+      complete = complete && kept;
+      settled = kept || view.set_slice(i, status, {});
     }
-  if (!whole) return;
-  proven_.assign(proven_.size(), true);
-  proven_count_ = static_cast<std::uint32_t>(proven_.size());
-  unproven_.clear();
+  if (!complete) return;
+  verified_.assign(verified_.size(), true);
+  verified_count_ = static_cast<std::uint32_t>(verified_.size());
+  unverified_.clear();
   done_ = true;
   finished_ = now;
 }
@@ -67,14 +67,14 @@ void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint n
     else expected_[source] = {incarnation, now, {}, std::vector<bool>(view_.manifest().slices().size())};
   }
   suspects_.clear();  // whoever was wrong may have gone
-  look_at_proofs();
+  recheck_verified();
 }
 
 void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
   sources_[source] = endpoint;
   planner_.on_source_up(source);
   if (auto known = expected_.find(source); known != expected_.end()) known->second.connected_at = now_;
-  look_at_proofs();
+  recheck_verified();
 }
 
 void Joiner::on_source_down(ReplicaId source) {
@@ -82,9 +82,8 @@ void Joiner::on_source_down(ReplicaId source) {
   landed_.forget(source);
   planner_.on_source_down(source);
   for (std::uint32_t i = 0; i < view_.manifest().slices().size(); ++i) {
-    // What it owed is absent again; the planner has put it back.
-    const auto word = view_.slice(i);
-    if (word.state == shm::SliceState::requested && word.version == source.value + 1) view_.set_slice(i, word, {});
+    // What was outstanding from it is absent again; the planner has put it back.
+    if (const auto status = view_.slice(i); status.requested_from(source.value)) view_.set_slice(i, status, {});
   }
   for (auto& question : questions_)
     if (auto asked = question.asked.find(source); asked != question.asked.end()) asked->second.over = true;
@@ -96,25 +95,25 @@ Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
   if (!sources_.contains(source)) return {};
   if (auto known = expected_.find(source); known != expected_.end()) heard(known->second);
   if (message.has_sent()) return on_sent(source, message.sent());
-  if (message.has_proof()) return on_proof(source, message.proof());
+  if (message.has_verify_reply()) return on_verify_reply(source, message.verify_reply());
   return fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
 }
 
 void Joiner::on_written(ReplicaId source, std::uint64_t tag) {
   const auto& manifest = view_.manifest();
-  const auto [part, column, coded, round] = ExtentTag::unpack(tag);
+  const auto [part, column, coded, generation] = WriteTag::unpack(tag);
   if (coded || part >= manifest.parts().size()) return;     // nonsense: the digests at the end tell
   if (view_.kind() != transport::MemoryKind::host) return;  // no cache to profit from: all columns at once, at the end
-  const shm::Part& range = manifest.parts()[part];
+  const local::Part& range = manifest.parts()[part];
   if (column >= manifest.columns(range)) return;
-  landed_.add({source, round}, part, column, view_.digest(view_.column(range, column)));
+  landed_.add({source, generation}, part, column, view_.digest(view_.column(range, column)));
 }
 
 Result<> Joiner::on_sent(ReplicaId source, const proto::Sent& sent) {
   const auto& manifest = view_.manifest();
   if (sent.slice() >= manifest.slices().size() ||
       static_cast<std::uint32_t>(sent.digests().size()) != manifest.slices()[sent.slice()].parts ||
-      sent.rounds().size() != sent.digests().size())
+      sent.generations().size() != sent.digests().size())
     return fail(ErrorCode::corrupt, "a source sent slice {} with {} digests", sent.slice(), sent.digests().size());
   arrivals_.push_back({source, sent});
   if (arrivals_.size() >= view_.digests_at_once()) take_in_arrivals();
@@ -134,15 +133,15 @@ void Joiner::take_in_arrivals() {
     std::uint64_t theirs;
   };
   std::vector<Compared> compared;
-  std::vector<shm::Columns> parts;
+  std::vector<local::Columns> parts;
   for (auto& arrival : arrivals) {
     const auto& slice = manifest.slices()[arrival.sent.slice()];
-    arrival.whole = decode(arrival);
-    for (std::uint32_t i = 0; i < slice.parts && arrival.whole; ++i) {
+    arrival.intact = decode(arrival);
+    for (std::uint32_t i = 0; i < slice.parts && arrival.intact; ++i) {
       const auto theirs = arrival.sent.digests(static_cast<int>(i));
       const std::uint32_t part = slice.first_part + i;
-      if (const auto ours = landed_.take(arrival.round(i), part, manifest.columns(manifest.parts()[part]))) {
-        arrival.whole = *ours == theirs;
+      if (const auto ours = landed_.take(arrival.generation(i), part, manifest.columns(manifest.parts()[part]))) {
+        arrival.intact = *ours == theirs;
       } else {
         compared.push_back({&arrival, theirs});
         parts.push_back(view_.columns(manifest.part(arrival.sent.slice(), i)));
@@ -152,40 +151,40 @@ void Joiner::take_in_arrivals() {
   if (!parts.empty()) {
     const auto ours = view_.digests(parts);
     for (std::size_t i = 0; i < compared.size(); ++i)
-      compared[i].arrival->whole = compared[i].arrival->whole && ours[i] == compared[i].theirs;
+      compared[i].arrival->intact = compared[i].arrival->intact && ours[i] == compared[i].theirs;
   }
   for (const auto& arrival : arrivals) settle(arrival);
 }
 
 void Joiner::settle(const Arrival& arrival) {
   const std::uint32_t slice = arrival.sent.slice();
-  const auto word = view_.slice(slice);
-  if (!arrival.whole) {
+  const auto status = view_.slice(slice);
+  if (!arrival.intact) {
     spdlog::warn("slice {} from replica {} is damaged; it is fetched again", slice, arrival.source);
     return fetch_again(slice);
   }
-  if (word.state != shm::SliceState::requested ||
-      !view_.set_slice(slice, word, {shm::SliceState::arrived, arrival.sent.version()})) {
+  if (status.state != local::SliceState::requested ||
+      !view_.set_slice(slice, status, {local::SliceState::arrived, arrival.sent.version()})) {
     planner_.narrow();  // the trainer gave it up: its kept gradients ran over the budget
     return fetch_again(slice);
   }
-  const std::uint64_t bytes = view_.manifest().bytes_of(view_.manifest().slices()[slice].whole);
+  const std::uint64_t bytes = view_.manifest().bytes_of(view_.manifest().slices()[slice].range);
   bytes_ += bytes;
   wire_bytes_ += arrival.wire_bytes;
   from_[arrival.source] += bytes;
   arrived_.put(slice, arrival.sent.version(), {arrival.sent.digests().begin(), arrival.sent.digests().end()});
-  // What has just been compared is a proof, if this replica's state is still at the version that came; else it is
-  // proven when its kept gradients have been applied.
-  const shm::Clock clock = view_.clock();
-  unproven_.insert(slice);
+  // What has just been compared is verified, if this replica's state is still at the version that came; else it is
+  // verified when its kept gradients have been applied.
+  const local::Clock clock = view_.clock();
+  unverified_.insert(slice);
   if (!clock.updating && clock.version == arrival.sent.version()) agree(arrival.source, slice);
 }
 
 // In place; false where the bytes can't be decoded.
 bool Joiner::decode(Arrival& arrival) {
   const auto& manifest = view_.manifest();
-  const shm::Slice& slice = manifest.slices()[arrival.sent.slice()];
-  const std::uint32_t columns = manifest.columns(slice.whole);
+  const local::Slice& slice = manifest.slices()[arrival.sent.slice()];
+  const std::uint32_t columns = manifest.columns(slice.range);
   const bool coded = arrival.sent.coded_size() > 0;
   if (coded && static_cast<std::uint32_t>(arrival.sent.coded_size()) != slice.parts * columns) return false;
   Bytes packed, plain;
@@ -202,7 +201,8 @@ bool Joiner::decode(Arrival& arrival) {
       view_.read(place.first(length), packed.data());
       if (!coder_.decode(packed, plain)) return false;
       view_.write(place.data(), plain);
-      if (view_.kind() == device::MemoryKind::host) landed_.add(arrival.round(i), part, column, view_.digest(place));
+      if (view_.kind() == device::MemoryKind::host)
+        landed_.add(arrival.generation(i), part, column, view_.digest(place));
     }
   }
   return true;
@@ -211,9 +211,9 @@ bool Joiner::decode(Arrival& arrival) {
 void Joiner::fetch_again(std::uint32_t slice) {
   while (!view_.set_slice(slice, view_.slice(slice), {})) {
   }
-  set_proven(slice, false);
+  set_verified(slice, false);
   arrived_.forget(slice);
-  unproven_.erase(slice);
+  unverified_.erase(slice);
   suspects_.erase(slice);
   for (auto& [source, known] : expected_) known.agrees[slice] = false;
   planner_.on_again(slice);
@@ -227,7 +227,7 @@ void Joiner::work(TimePoint now, bool busy) {
     if (before && known.missing_since && now - *known.missing_since > kUnreachable * silence_) {
       spdlog::warn("the state is not compared with replica {}'s: it can't be reached", source);
       now_ = now;
-      look_at_proofs();
+      recheck_verified();
     }
   }
   now_ = now;
@@ -236,15 +236,15 @@ void Joiner::work(TimePoint now, bool busy) {
   if (view_.clock() != seen_) {
     seen_ = view_.clock();
     // Given up by the trainer after they had arrived: their kept gradients had a gap.
-    for (std::uint32_t i = 0; i < proven_.size(); ++i)
-      if (planner_.has(i) && view_.slice(i).state == shm::SliceState::abandoned) fetch_again(i);
+    for (std::uint32_t i = 0; i < verified_.size(); ++i)
+      if (planner_.has(i) && view_.slice(i).state == local::SliceState::abandoned) fetch_again(i);
   }
   ask_for_slices();
-  if (!busy || planner_.all_arrived()) ask_for_proof();
-  if (proven_count_ == view_.manifest().slices().size()) {
+  if (!busy || planner_.all_arrived()) request_verification();
+  if (verified_count_ == view_.manifest().slices().size()) {
     done_ = true;
     finished_ = now;
-    view_.set_whole();
+    view_.set_complete();
   }
 }
 
@@ -254,34 +254,34 @@ void Joiner::ask_for_slices() {
     if (slices.empty()) continue;
     proto::Stream message;
     auto& fetch = *message.mutable_fetch();
-    std::map<std::uint32_t, std::uint32_t> regions;  // by segment: which of the message's
-    const auto say_where = [&](std::uint32_t slice) {
-      const shm::Part& whole = view_.manifest().slices()[slice].whole;
-      for (std::uint32_t column = 0; column < view_.manifest().columns(whole); ++column) {
-        const shm::Place place = view_.place(whole, column);
-        const auto [known, first] = regions.try_emplace(place.segment, fetch.regions_size());
+    std::map<std::uint32_t, std::uint32_t> regions;  // by memory range: which of the message's
+    const auto add_target = [&](std::uint32_t slice) {
+      const local::Part& range = view_.manifest().slices()[slice].range;
+      for (std::uint32_t column = 0; column < view_.manifest().columns(range); ++column) {
+        const local::ColumnLocation location = view_.location(range, column);
+        const auto [known, first] = regions.try_emplace(location.memory_range, fetch.regions_size());
         if (first) {
-          const auto target = engine_.remote(state_[place.segment]);
+          const auto target = engine_.remote(state_[location.memory_range]);
           auto& region = *fetch.add_regions();
           region.set_key(target.key);
           region.set_length(target.length);
         }
         fetch.add_places(known->second);
-        fetch.add_offsets(place.offset);
+        fetch.add_offsets(location.offset);
       }
     };
     for (auto slice : slices) {
       // First marked, then the clock is read: the library first moves the clock, then looks at the marks. So either it
       // keeps the gradients of the update under way, or we ask for a version that contains it.
-      while (!view_.set_slice(slice, view_.slice(slice), {shm::SliceState::requested, source.value + 1ull})) {
+      while (!view_.set_slice(slice, view_.slice(slice), local::SliceStatus::requested(source.value))) {
       }
       fetch.add_slices(slice);
-      say_where(slice);
+      add_target(slice);
     }
-    const shm::Clock clock = view_.clock();
+    const local::Clock clock = view_.clock();
     foreign_ = foreign_ && clock.version == at_first_.version;
     fetch.set_at_least(std::max(foreign_ ? 0 : clock.version, oldest_) + (clock.updating ? 1 : 0));
-    if (!say(endpoint, message)) return;
+    if (!send(endpoint, message)) return;
   }
 }
 
@@ -292,23 +292,23 @@ bool Joiner::waited_for(const Expected& source) const {
 void Joiner::heard(Expected& source) {
   const bool again = !waited_for(source);
   source.missing_since.reset();
-  if (again) look_at_proofs();
+  if (again) recheck_verified();
 }
 
-bool Joiner::say(transport::EndpointId endpoint, const proto::Stream& message) {
+bool Joiner::send(transport::EndpointId endpoint, const proto::Stream& message) {
   const std::string bytes = message.SerializeAsString();
   return engine_.send(endpoint, as_bytes(bytes)).has_value();
 }
 
-Progress Joiner::progress(TimePoint now) const {
+CatchUpProgress Joiner::progress(TimePoint now) const {
   const auto& manifest = view_.manifest();
-  Progress progress;
+  CatchUpProgress progress;
   progress.total_bytes = manifest.bytes();
   progress.bytes = bytes_;
   progress.wire_bytes = wire_bytes_;
   progress.slices = planner_.arrived();
   progress.total_slices = static_cast<std::uint32_t>(manifest.slices().size());
-  progress.proven = proven_count_;
+  progress.verified = verified_count_;
   progress.refetched = planner_.refetched();
   progress.sources = static_cast<std::uint32_t>(sources_.size());
   progress.sources_used = static_cast<std::uint32_t>(from_.size());

@@ -1,5 +1,16 @@
-// Fetches one local rank's state from all healthy sources at once, watches it being kept current, and has it proven.
-// Runs in the daemon; the trainer's part (keeping and applying gradients) is keeper.h.
+// The joiner fetches one local rank's state from all healthy sources at once, watches the trainer keep it current, and
+// verifies it. It runs in the daemon's stream thread; the trainer's part, which keeps and applies gradients, is in
+// gradient_log.h.
+//
+// The messages between a joiner and each of its sources, in order (stream.proto):
+//   1. The joiner connects with a Hello, which names the rank, the incarnation and the manifest that it wants.
+//   2. The joiner sends Fetch with slices, the least version that will do, and where in its memory they go.
+//   3. The source writes the slices' parts, each column with a WriteTag, and sends Sent with their version and digests.
+//   4. The joiner compares the digests, and fetches a slice that differs again. The trainer brings a slice that
+//      is behind its state up to date, from its gradient log.
+//   5. The joiner sends Verify with a version and current slices to every source that has not been compared with them.
+//   6. The source answers with VerifyReply: its digests at that version, or that its state is past it.
+// When every slice has been verified by every source, the joiner is done.
 //
 // joiner.cc: what comes from whom. joiner_proofs.cc: whether it is right.
 #pragma once
@@ -13,16 +24,16 @@
 #include "catchup/coder.h"
 #include "catchup/landed.h"
 #include "catchup/planner.h"
-#include "shm/view.h"
+#include "local/view.h"
 #include "stream.pb.h"
 #include "transport/transport.h"
 
 namespace rejoin::catchup {
 
-struct Progress {
-  std::uint64_t bytes = 0, total_bytes = 0;  // in place; of the whole state
-  std::uint64_t wire_bytes = 0;              // of `bytes`, as they travelled
-  std::uint32_t slices = 0, total_slices = 0, proven = 0;
+struct CatchUpProgress {
+  std::uint64_t bytes = 0, total_bytes = 0;  // how much of the state is in place, and how large the state is
+  std::uint64_t wire_bytes = 0;              // how many bytes `bytes` took on the wire, after coding
+  std::uint32_t slices = 0, total_slices = 0, verified = 0;
   std::uint32_t refetched = 0;
   std::uint32_t sources = 0, sources_used = 0;
   double bytes_per_second = 0;
@@ -30,8 +41,8 @@ struct Progress {
   bool done = false;
 };
 
-// Sources that have different bytes at one version: one of them is wrong, and none is to be trusted with this slice
-// before it is known which.
+// Several sources have different bytes at one version. One of them is wrong, and the joiner trusts none of them with
+// this slice before it is known which.
 struct Drift {
   std::string tensor;
   std::uint64_t first = 0, count = 0;  // elements
@@ -40,30 +51,31 @@ struct Drift {
   std::uint64_t place = 0, places = 0;                       // bytes of a column before it, of all
 };
 
-// A slice is proven when all sources have the same bytes as this replica, each at some version that both have held.
+// A slice is verified when all sources have the same bytes as this replica, each at some version that both have held.
 class Joiner {
  public:
-  // `state`: the view's segments, registered. `committed`: the last step when it was admitted, or since then: this
+  // `state`: the view's memory ranges, registered. `committed`: the last step when it was admitted, or since then: this
   // replica has the gradients of later steps only. `silence`: the job's.
-  Joiner(transport::Engine& engine, shm::View& view, std::vector<transport::RegionId> state, Step committed,
+  Joiner(transport::Engine& engine, local::View& view, std::vector<transport::RegionId> state, Step committed,
          Duration silence, TimePoint now);
   ~Joiner();
 
-  // From whom the state is to be had; again where that has changed. One that can't be reached for long is not waited
-  // for.
+  // The caller names the sources that have the state, once at first and again whenever they change. The joiner does not
+  // wait for a source that can't be reached for long.
   void expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint now);
   void on_source_up(ReplicaId source, transport::EndpointId endpoint);
-  void on_source_down(ReplicaId source);  // after its endpoint was closed: it is fenced
-  // Errors: `corrupt`; the caller closes the source's connection.
+  void on_source_down(ReplicaId source);  // the caller has closed the endpoint before, so that the source is fenced
+  // Errors: `corrupt` where the message makes no sense; the caller then closes the source's connection.
   Result<> on_message(ReplicaId source, const proto::Stream& message);
-  // An extent has landed: its digest is taken while its bytes are in the cache.
+  // A write of the source has landed; the joiner takes its digest now, while its bytes are in the cache.
   void on_written(ReplicaId source, std::uint64_t tag);
-  // `busy`: extents are coming in; proofs, which cost as much memory traffic as the stream, wait for a quieter moment.
+  // Does what is due. While `busy`, writes are coming in, and verification waits for a quieter moment, since it costs
+  // as much memory traffic as the stream.
   void work(TimePoint now, bool busy);
 
   bool done() const { return done_; }
   std::vector<Drift> take_drifts() { return std::exchange(drifts_, {}); }
-  Progress progress(TimePoint now) const;
+  CatchUpProgress progress(TimePoint now) const;
 
  private:
   struct Asked {
@@ -74,7 +86,7 @@ class Joiner {
   struct Question {
     std::uint64_t number = 0, version = 0;
     std::vector<std::uint32_t> slices;
-    std::vector<shm::View::Held> held;
+    std::vector<local::View::Pinned> pinned;
     std::vector<std::optional<std::uint64_t>> ours;  // by part
     std::map<ReplicaId, Asked> asked;
   };
@@ -85,7 +97,7 @@ class Joiner {
     TimePoint connected_at{};
     std::vector<bool> agrees;  // by slice
   };
-  struct Suspect {  // differed from a source while another one's word is older, or not known
+  struct Suspect {  // differed from a source while another one's digest is older, or not known
     int times = 0;
     TimePoint again_at{};
   };
@@ -95,15 +107,15 @@ class Joiner {
     ReplicaId source;
     proto::Sent sent;
     std::uint64_t wire_bytes = 0;
-    bool whole = true;  // nothing has shown yet that its bytes are not what was sent
-    Round round(std::uint32_t part) const { return {source, sent.rounds(static_cast<int>(part))}; }
+    bool intact = true;  // nothing has shown yet that its bytes are not what was sent
+    Generation generation(std::uint32_t part) const { return {source, sent.generations(static_cast<int>(part))}; }
   };
 
   Result<> on_sent(ReplicaId source, const proto::Sent& sent);
   void take_in_arrivals();
   bool decode(Arrival& arrival);
   void settle(const Arrival& arrival);
-  Result<> on_proof(ReplicaId source, const proto::Proof& proof);
+  Result<> on_verify_reply(ReplicaId source, const proto::VerifyReply& reply);
   void ask_for_slices();
   // Those that are connected, and those that should be at once.
   std::size_t sources_soon() const {
@@ -113,7 +125,7 @@ class Joiner {
              return !sources_.contains(source) && known.missing_since && now_ - *known.missing_since < silence_ / 4;
            }));
   }
-  void ask_for_proof();
+  void request_verification();
   bool settle(Question& question);
   void settle_slice(std::uint32_t slice, std::uint64_t version, std::uint64_t ours,
                     const std::map<ReplicaId, std::uint64_t>& theirs);
@@ -122,19 +134,19 @@ class Joiner {
   bool asks(const Expected& source, std::uint32_t slice) const;
   bool waited_for(const Expected& source) const;
   void heard(Expected& source);
-  void look_at_proofs();
+  void recheck_verified();
   bool all_agree(std::uint32_t slice) const;
-  void set_proven(std::uint32_t slice, bool proven);
+  void set_verified(std::uint32_t slice, bool verified);
   void drop(Question& question);
   void fetch_again(std::uint32_t slice);
-  bool say(transport::EndpointId endpoint, const proto::Stream& message);
+  bool send(transport::EndpointId endpoint, const proto::Stream& message);
 
   transport::Engine& engine_;
-  shm::View& view_;
+  local::View& view_;
   const std::vector<transport::RegionId> state_;
   Planner planner_;
-  const std::uint64_t oldest_;  // version that will do
-  const shm::Clock at_first_;   // when this was made
+  const std::uint64_t oldest_;   // version that will do
+  const local::Clock at_first_;  // when this was made
   // It came with a version later than any that is committed, of a checkpoint from before the job was rolled back: its
   // clock says nothing until it has changed. (Where that version is that of its first update, slices that were asked
   // for with too low a version have a gap, and are fetched again.)
@@ -143,12 +155,12 @@ class Joiner {
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;
   Landed landed_;
-  Arrived arrived_;                // until they are proven
+  Arrived arrived_;                // until they are verified
   std::vector<Arrival> arrivals_;  // that have not been looked at
-  std::vector<bool> proven_;
-  std::uint32_t proven_count_ = 0;
-  std::set<std::uint32_t> unproven_;  // arrived
-  std::uint32_t asked_up_to_ = 0;     // of them
+  std::vector<bool> verified_;
+  std::uint32_t verified_count_ = 0;
+  std::set<std::uint32_t> unverified_;  // arrived
+  std::uint32_t asked_up_to_ = 0;       // of them
   std::map<std::uint32_t, Suspect> suspects_;
   std::vector<Drift> drifts_;
   TimePoint now_{};
@@ -157,7 +169,7 @@ class Joiner {
   std::uint64_t bytes_ = 0, wire_bytes_ = 0;
   Coder coder_;
   std::map<ReplicaId, std::uint64_t> from_;
-  shm::Clock seen_;
+  local::Clock seen_;
   const TimePoint started_;
   TimePoint finished_{};
   bool done_ = false;

@@ -1,4 +1,4 @@
-// What a joiner has is proven: its digests are compared with those of all sources, slice by slice.
+// What a joiner has is verified: its digests are compared with those of all sources, slice by slice.
 #include <algorithm>
 
 #include "base/digest.h"
@@ -10,13 +10,13 @@ namespace rejoin::catchup {
 
 namespace {
 
-constexpr std::size_t kQuestions = 2;                     // proofs under way
-constexpr std::uint32_t kPartsAsked = shm::kMaxPins / 4;  // of one proof, so that two leave room for the stream
+constexpr std::size_t kQuestions = 2;                       // queries under way
+constexpr std::uint32_t kPartsAsked = local::kMaxPins / 4;  // of one query, so that two leave room for the stream
 
 constexpr std::size_t kLookedAt = 256;  // slices, for one question
 
 constexpr Duration kDisputed = std::chrono::seconds(1);  // until sources that differed are asked again
-constexpr int kSuspected = 4;  // differences from one source, until it is believed without the others' word
+constexpr int kSuspected = 4;  // differences from one source, until it is believed without the others' digests
 
 }  // namespace
 
@@ -25,25 +25,25 @@ bool Joiner::asks(const Expected& source, std::uint32_t slice) const {
   return !source.agrees[slice] || suspects_.contains(slice);  // suspects are compared among all at one version
 }
 
-void Joiner::ask_for_proof() {
+void Joiner::request_verification() {
   if (questions_.size() >= kQuestions || sources_.empty()) return;
-  const shm::Clock clock = view_.clock();
+  const local::Clock clock = view_.clock();
   if (clock.updating || clock.version < oldest_) return;
   Question question;
   question.version = clock.version;
   std::vector<std::uint32_t> parts;
-  for (std::size_t looked_at = 0; looked_at < std::min(kLookedAt, unproven_.size()); ++looked_at) {
-    auto next = unproven_.upper_bound(asked_up_to_);
-    if (next == unproven_.end()) next = unproven_.begin();
+  for (std::size_t looked_at = 0; looked_at < std::min(kLookedAt, unverified_.size()); ++looked_at) {
+    auto next = unverified_.upper_bound(asked_up_to_);
+    if (next == unverified_.end()) next = unverified_.begin();
     const std::uint32_t i = *next;
     const auto& slice = view_.manifest().slices()[i];
     if (!parts.empty() && parts.size() + slice.parts > kPartsAsked) break;
     asked_up_to_ = i;
-    const auto word = view_.slice(i);
+    const auto status = view_.slice(i);
     const bool asked = std::any_of(questions_.begin(), questions_.end(), [&](const Question& q) {
       return std::find(q.slices.begin(), q.slices.end(), i) != q.slices.end();
     });
-    if (asked || word.state != shm::SliceState::current || word.version != clock.version) continue;
+    if (asked || status.state != local::SliceState::current || status.version() != clock.version) continue;
     if (auto suspect = suspects_.find(i); suspect != suspects_.end() && now_ < suspect->second.again_at) continue;
     bool any = false;
     for (const auto& [source, known] : expected_) {
@@ -56,42 +56,42 @@ void Joiner::ask_for_proof() {
     for (std::uint32_t p = 0; p < slice.parts; ++p) parts.push_back(slice.first_part + p);
   }
   if (parts.empty()) return;
-  auto held = view_.hold(parts);
-  if (!held) return;
-  question.held = std::move(held->second);
-  question.ours.resize(question.held.size());
-  if (held->first != question.version) return drop(question);
+  auto pinned = view_.pin(parts);
+  if (!pinned) return;
+  question.pinned = std::move(pinned->second);
+  question.ours.resize(question.pinned.size());
+  if (pinned->first != question.version) return drop(question);
   for (std::size_t i = 0, part = 0; i < question.slices.size(); ++i) {
     const auto* known = arrived_.at(question.slices[i], question.version);
     for (std::uint32_t p = 0; p < view_.manifest().slices()[question.slices[i]].parts; ++p, ++part) {
       if (known == nullptr) continue;
-      view_.release(question.held[part]);
+      view_.release(question.pinned[part]);
       question.ours[part] = (*known)[p];
     }
   }
   question.number = next_question_++;
   std::vector<std::pair<transport::EndpointId, proto::Stream>> messages;
   for (const auto& [source, asked] : question.asked) {
-    auto& prove = *messages.emplace_back(sources_.at(source), proto::Stream()).second.mutable_prove();
-    prove.set_request(question.number);
-    prove.set_version(question.version);
-    for (auto which : asked.which) prove.add_slices(question.slices[which]);
+    auto& verify = *messages.emplace_back(sources_.at(source), proto::Stream()).second.mutable_verify();
+    verify.set_request(question.number);
+    verify.set_version(question.version);
+    for (auto which : asked.which) verify.add_slices(question.slices[which]);
   }
   questions_.push_back(std::move(question));
   for (const auto& [endpoint, message] : messages)
-    (void)say(endpoint, message);  // a failed connection ends in on_source_down, which waits for it no longer
+    (void)send(endpoint, message);  // a failed connection ends in on_source_down, which waits for it no longer
 }
 
-Result<> Joiner::on_proof(ReplicaId source, const proto::Proof& proof) {
+Result<> Joiner::on_verify_reply(ReplicaId source, const proto::VerifyReply& reply) {
   auto found = std::find_if(questions_.begin(), questions_.end(),
-                            [&](const Question& q) { return q.number == proof.request() && q.asked.contains(source); });
+                            [&](const Question& q) { return q.number == reply.request() && q.asked.contains(source); });
   if (found == questions_.end()) return {};
   Asked& asked = found->asked.at(source);
   if (asked.over) return {};
-  if (!proof.passed() && static_cast<std::size_t>(proof.digests().size()) != asked.which.size())
-    return fail(ErrorCode::corrupt, "a source proved {} slices of {}", proof.digests().size(), asked.which.size());
+  if (!reply.passed() && static_cast<std::size_t>(reply.digests().size()) != asked.which.size())
+    return fail(ErrorCode::corrupt, "a source sent {} slices of {}", reply.digests().size(), asked.which.size());
   asked.over = true;
-  if (!proof.passed()) asked.theirs.assign(proof.digests().begin(), proof.digests().end());
+  if (!reply.passed()) asked.theirs.assign(reply.digests().begin(), reply.digests().end());
   return {};
 }
 
@@ -99,7 +99,7 @@ Result<> Joiner::on_proof(ReplicaId source, const proto::Proof& proof) {
 bool Joiner::settle(Question& question) {
   const bool heard =
       std::all_of(question.asked.begin(), question.asked.end(), [](const auto& a) { return a.second.over; });
-  if (!settle_held(view_, question.held, question.ours) || !heard) return false;
+  if (!settle_pins(view_, question.pinned, question.ours) || !heard) return false;
   std::vector<std::map<ReplicaId, std::uint64_t>> theirs(question.slices.size());
   for (const auto& [source, asked] : question.asked)
     for (std::size_t i = 0; i < asked.theirs.size(); ++i) theirs[asked.which[i]][source] = asked.theirs[i];
@@ -108,7 +108,7 @@ bool Joiner::settle(Question& question) {
     std::uint64_t ours = 0;
     for (std::uint32_t p = 0; p < view_.manifest().slices()[question.slices[i]].parts; ++p)
       ours = combine_digests(ours, *question.ours[part++]);
-    if (unproven_.contains(question.slices[i])) settle_slice(question.slices[i], question.version, ours, theirs[i]);
+    if (unverified_.contains(question.slices[i])) settle_slice(question.slices[i], question.version, ours, theirs[i]);
   }
   return true;
 }
@@ -137,11 +137,11 @@ void Joiner::settle_slice(std::uint32_t slice, std::uint64_t version, std::uint6
 void Joiner::report_drift(std::uint32_t slice, std::uint64_t version,
                           const std::map<ReplicaId, std::uint64_t>& theirs) {
   const auto& manifest = view_.manifest();
-  const shm::Slice& what = manifest.slices()[slice];
+  const local::Slice& what = manifest.slices()[slice];
   suspects_[slice].again_at = now_ + kDisputed;
-  Drift drift{.tensor = manifest.tensors()[what.whole.tensor].name,
-              .first = what.whole.first,
-              .count = what.whole.count,
+  Drift drift{.tensor = manifest.tensors()[what.range.tensor].name,
+              .first = what.range.first,
+              .count = what.range.count,
               .version = version,
               .digests = {theirs.begin(), theirs.end()}};
   for (std::uint32_t i = 0; i < manifest.parts().size(); ++i) {
@@ -157,7 +157,7 @@ void Joiner::agree(ReplicaId source, std::uint32_t slice) {
   auto known = expected_.find(source);
   if (known == expected_.end()) return;
   known->second.agrees[slice] = true;
-  if (all_agree(slice)) set_proven(slice, true);
+  if (all_agree(slice)) set_verified(slice, true);
 }
 
 // Whoever is waited for has the same bytes, and at least one has.
@@ -171,24 +171,24 @@ bool Joiner::all_agree(std::uint32_t slice) const {
   return any;
 }
 
-void Joiner::set_proven(std::uint32_t slice, bool proven) {
-  if (proven == proven_[slice]) return;
-  proven_[slice] = proven;
-  if (proven) ++proven_count_, unproven_.erase(slice), arrived_.forget(slice);
-  else --proven_count_, unproven_.insert(slice);
+void Joiner::set_verified(std::uint32_t slice, bool verified) {
+  if (verified == verified_[slice]) return;
+  verified_[slice] = verified;
+  if (verified) ++verified_count_, unverified_.erase(slice), arrived_.forget(slice);
+  else --verified_count_, unverified_.insert(slice);
 }
 
-// Whose word is needed has changed.
-void Joiner::look_at_proofs() {
+// Whose digests are needed has changed.
+void Joiner::recheck_verified() {
   if (done_) return;
-  for (std::uint32_t i = 0; i < proven_.size(); ++i)
-    if (planner_.has(i)) set_proven(i, all_agree(i));
+  for (std::uint32_t i = 0; i < verified_.size(); ++i)
+    if (planner_.has(i)) set_verified(i, all_agree(i));
 }
 
 void Joiner::drop(Question& question) {
-  for (std::size_t i = 0; i < question.held.size(); ++i)
-    if (!question.ours[i]) view_.release(question.held[i]);
-  question.held.clear();
+  for (std::size_t i = 0; i < question.pinned.size(); ++i)
+    if (!question.ours[i]) view_.release(question.pinned[i]);
+  question.pinned.clear();
 }
 
 }  // namespace rejoin::catchup

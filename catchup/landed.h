@@ -1,6 +1,7 @@
-// Digests of columns, taken as they land, while their bytes are in the cache. Over several rails a landing may be
-// reported after its source has said that the slice is in place; and a part may have been written before, by this
-// source or another. So each digest is of one round of a source's writes, which the source names, and fits no other.
+// The joiner takes the digest of each column when it lands, while its bytes are in the cache, and keeps it here. Over
+// several rails a landing may be reported after its source has sent `Sent`; and a part may have been written before, by
+// this source or another. So each digest is of one generation of a source's writes, which the source names, and fits no
+// other.
 #pragma once
 
 #include <array>
@@ -11,47 +12,47 @@
 
 #include "base/digest.h"
 #include "base/ids.h"
-#include "shm/manifest.h"
+#include "local/manifest.h"
 
 namespace rejoin::catchup {
 
-// Of one connection with a source. Pure.
-struct Round {
+// Names one write of a part by one source. The source counts its writes anew for each connection.
+struct Generation {
   ReplicaId source;
   std::uint32_t number = 0;
-  bool operator==(const Round&) const = default;
+  bool operator==(const Generation&) const = default;
 };
 
 class Landed {
  public:
-  void add(Round round, std::uint32_t part, std::uint32_t column, std::uint64_t digest) {
-    parts_[part][column] = Column{round, digest};
+  void add(Generation generation, std::uint32_t part, std::uint32_t column, std::uint64_t digest) {
+    parts_[part][column] = Column{generation, digest};
   }
-  // The part's digest, where those of all its columns are of this round. They are given out once.
-  std::optional<std::uint64_t> take(Round round, std::uint32_t part, std::uint32_t columns) {
+  // Returns the part's digest if the digests of all its columns are of this generation, and forgets them in any case.
+  std::optional<std::uint64_t> take(Generation generation, std::uint32_t part, std::uint32_t columns) {
     const auto known = parts_.extract(part);
     if (known.empty()) return std::nullopt;
     std::uint64_t digest = 0;
     for (std::uint32_t i = 0; i < columns; ++i) {
       const auto& column = known.mapped()[i];
-      if (!column || column->round != round) return std::nullopt;
+      if (!column || column->generation != generation) return std::nullopt;
       digest = combine_digests(digest, column->digest);
     }
     return digest;
   }
-  // Its connection is closed; another one counts its rounds anew.
+  // Forgets all digests of this source, whose connection is closed: the next one counts its generations anew.
   void forget(ReplicaId source) {
     for (auto& [part, columns] : parts_)
       for (auto& column : columns)
-        if (column && column->round.source == source) column.reset();
+        if (column && column->generation.source == source) column.reset();
   }
 
  private:
   struct Column {
-    Round round;
+    Generation generation;
     std::uint64_t digest = 0;
   };
-  std::map<std::uint32_t, std::array<std::optional<Column>, shm::kMaxColumns>> parts_;
+  std::map<std::uint32_t, std::array<std::optional<Column>, local::kMaxColumns>> parts_;
 };
 
 // Digests of slices, by part, as they have arrived at one version: for as long as a slice is at that version, they need

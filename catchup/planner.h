@@ -1,4 +1,5 @@
-// Which slice is fetched from which source. Pure: the joiner tells it what happened and asks what to do next.
+// The planner decides which slice is fetched from which source. It is pure: the joiner tells it what has happened and
+// asks what to do next.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +16,23 @@ namespace rejoin::catchup {
 
 class Planner {
  public:
-  // `slices` to be fetched; at most `window` of them under way from one source, fewer after narrow().
+  // There are `slices` to fetch. At most `window` of them are under way from one source, fewer after narrow().
   Planner(std::uint32_t slices, std::uint32_t window);
 
-  // It is there already, from an earlier catch-up.
+  // The slice is there already, from an earlier catch-up.
   void on_present(std::uint32_t slice);
   void on_source_up(ReplicaId source);
-  // What it owed is to be fetched from others. The caller has fenced the source before it asks again.
+  // The source is gone: next() gives out to others what was outstanding from it. The caller fences the source before it
+  // calls next() again.
   void on_source_down(ReplicaId source);
-  // The next slices to ask this source for; they count as under way from now on. It has no more of them than its share
-  // of what is left, among those that are up and those that are expected to be at once: so many `sources`. Without that
-  // whoever is up first would have all of a small state.
+  // Returns the slices to ask this source for next. They count as under way from now on. It has no more of them than
+  // its share of what is left, among those that are up and those that are expected to be at once: so many `sources`.
+  // Without that whoever is up first would have all of a small state.
   std::vector<std::uint32_t> next(ReplicaId source, std::size_t sources = 0);
-  // A slice came whole; false where it was not expected from this source (stale: to be ignored).
+  // A slice has arrived completely. Returns false where it was not expected from this source: the caller ignores it
+  // then.
   bool on_arrived(ReplicaId source, std::uint32_t slice);
-  // It must be fetched again: damaged, abandoned or disproved.
+  // The slice must be fetched again, because it was damaged or abandoned, or its digest differs.
   void on_again(std::uint32_t slice);
 
   bool all_arrived() const { return arrived_ == total_; }
@@ -37,8 +40,8 @@ class Planner {
   std::uint32_t arrived() const { return arrived_; }
   std::uint32_t refetched() const { return refetched_; }
   std::size_t sources() const { return sources_.size(); }
-  // Half as many slices at a time, as gradients kept for those under way ran over their budget; each time a window has
-  // arrived since, one more.
+  // Halves the window, because the gradient log of the slices under way ran over its budget. Each time a window of
+  // slices has arrived since then, the window grows by one.
   void narrow();
   std::uint32_t window() const { return window_; }
 

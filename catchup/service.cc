@@ -23,29 +23,29 @@ Service::~Service() {
   while (!ranks_.empty()) remove_rank(ranks_.begin()->first);
 }
 
-Result<> Service::add_rank(RankKey key, std::uint64_t life, shm::View view) {
+Result<> Service::add_rank(RankKey key, std::uint64_t instance, local::View view) {
   if (ranks_.contains(key)) remove_rank(key);
   LocalRank& rank = ranks_[key];
-  rank.life = life;
-  rank.view = std::make_unique<shm::View>(std::move(view));
+  rank.instance = instance;
+  rank.view = std::make_unique<local::View>(std::move(view));
   return register_rank(rank);
 }
 
 Result<> Service::register_rank(LocalRank& rank) {
   if (auto state = register_state(*rank.view, rank.state); !state) return state;
-  auto aside = register_memory(rank.view->aside(), rank.view->kind(), rank.view->aside_dma_buf());
-  if (!aside) {
+  auto shadow = register_memory(rank.view->shadow(), rank.view->kind(), rank.view->shadow_dma_buf());
+  if (!shadow) {
     deregister(rank.state);
-    return tl::unexpected(aside.error());
+    return tl::unexpected(shadow.error());
   }
-  rank.aside = *aside;
+  rank.shadow = *shadow;
   rank.registered = true;
   return {};
 }
 
-Result<> Service::register_state(const shm::View& view, std::vector<transport::RegionId>& regions) {
-  for (std::size_t i = 0; i < view.segments().size(); ++i) {
-    auto region = register_memory(view.segments()[i], view.kind(), view.dma_buf(i));
+Result<> Service::register_state(const local::View& view, std::vector<transport::RegionId>& regions) {
+  for (std::size_t i = 0; i < view.memory_ranges().size(); ++i) {
+    auto region = register_memory(view.memory_ranges()[i], view.kind(), view.dma_buf(i));
     if (!region) {
       deregister(regions);
       return tl::unexpected(region.error());
@@ -82,7 +82,8 @@ void Service::finish(RankKey key) {
   rank.sources.clear();
   rank.wanted.clear();
   rank.reported = false;
-  std::erase_if(caught_up_, [&](const Whole& whole) { return whole.key == key; });  // it would be another's by then
+  std::erase_if(caught_up_,
+                [&](const CompletedRank& completed) { return completed.key == key; });  // it would be another's by then
   deregister(rank.target);
 }
 
@@ -101,7 +102,7 @@ void Service::remove_rank(RankKey key) {
   serve(key, std::nullopt);
   finish(key);
   deregister(found->second.state);
-  if (found->second.registered) engine_.deregister(found->second.aside);
+  if (found->second.registered) engine_.deregister(found->second.shadow);
   ranks_.erase(found);
 }
 
@@ -186,7 +187,7 @@ void Service::on_accepted(const transport::Event& event) {
   if (found->second.serves != Incarnation(hello.incarnation)) return engine_.close(event.endpoint);
   LocalRank& rank = found->second;
   serving_[event.endpoint] = {
-      key, std::make_unique<Source>(engine_, event.endpoint, Source::Memory{rank.view.get(), rank.state, rank.aside},
+      key, std::make_unique<Source>(engine_, event.endpoint, Source::Memory{rank.view.get(), rank.state, rank.shadow},
                                     compression_, pacer_, clock_)};
 }
 
@@ -222,7 +223,7 @@ void Service::on_message(transport::EndpointId endpoint, BytesView bytes) {
   if (auto serving = serving_.find(endpoint); serving != serving_.end()) {
     Source& source = *serving->second.source;
     if (message.has_fetch()) handled = source.on_fetch(message.fetch());
-    else if (message.has_prove()) handled = source.on_prove(message.prove());
+    else if (message.has_verify()) handled = source.on_verify(message.verify());
     else handled = fail(ErrorCode::corrupt, "a joiner sent a message that only sources send");
   } else if (auto fetching = fetching_.find(endpoint); fetching != fetching_.end()) {
     handled = ranks_.at(fetching->second.rank).joiner->on_message(fetching->second.source.replica, message);
@@ -257,7 +258,7 @@ void Service::handle(const transport::Event& event, TimePoint now) {
   }
 }
 
-std::vector<Service::Whole> Service::poll(TimePoint now) {
+std::vector<Service::CompletedRank> Service::poll(TimePoint now) {
   poll_again(now);
   return std::exchange(caught_up_, {});
 }
@@ -298,12 +299,12 @@ void Service::poll_again(TimePoint now) {
     for (auto& drift : rank.joiner->take_drifts()) drifts_.emplace_back(key, std::move(drift));
     if (rank.joiner->done() && !rank.reported) {
       rank.reported = true;
-      caught_up_.push_back({key, rank.life});
+      caught_up_.push_back({key, rank.instance});
     }
   }
 }
 
-std::optional<Progress> Service::progress(RankKey key, TimePoint now) const {
+std::optional<CatchUpProgress> Service::progress(RankKey key, TimePoint now) const {
   auto found = ranks_.find(key);
   if (found == ranks_.end() || !found->second.joiner) return std::nullopt;
   return found->second.joiner->progress(now);

@@ -1,5 +1,5 @@
-// All catch-up of one node, in one thread: serves joiners out of local trainers' states, and fetches for local joiners.
-// It owns no thread; whoever owns the engine calls it.
+// The service does all catch-up of one node: it serves joiners of other nodes out of local trainers' states, and
+// fetches states for local joiners. It owns no thread; the thread that owns the engine makes every call.
 #pragma once
 
 #include <map>
@@ -30,7 +30,7 @@ struct SourceAddress {
   bool operator==(const SourceAddress& other) const { return (*this <=> other) == 0; }
 };
 
-// What a joiner's daemon shows when it connects.
+// The first bytes of a connection, from the joiner's daemon to the source's.
 struct Hello {
   std::uint64_t secret;
   std::uint32_t replica, rank;  // whose state is wanted
@@ -57,38 +57,42 @@ class Service {
         refusals_(kSameLineAgain) {}
   ~Service();
 
-  // A local trainer's memory, from now until remove_rank(). `life` tells its process from others that were or will be
-  // the same rank. Where its memory can't be registered it is kept all the same, and tried again until it can.
-  Result<> add_rank(RankKey key, std::uint64_t life, shm::View view);
-  void remove_rank(RankKey key);  // fences everyone off its memory first
+  // Gives the service a local trainer's memory, until remove_rank(). `instance` tells the trainer's process from others
+  // that were or will be the same rank. Errors: of the engine where it can't register the memory; the service keeps the
+  // rank all the same and tries again until it can.
+  Result<> add_rank(RankKey key, std::uint64_t instance, local::View view);
+  void remove_rank(RankKey key);  // closes all connections that may write into its memory first
 
-  // Joiners may be served out of this rank's memory, when they ask for this incarnation of its replica: it contributes.
-  // None: they may not, and those that are served now are let go.
+  // Lets joiners be served out of this rank's memory when they ask for this incarnation of its replica, which
+  // contributes. Without an incarnation nobody is served any more, and the connections of those that are served now are
+  // closed.
   void serve(RankKey key, std::optional<Incarnation> incarnation);
 
-  // Catches this rank up from these sources; again with another list where they have changed. An empty list pauses.
-  // `committed`: the last step that is. Nothing older than that of the first call will do: the rank has the gradients
-  // of later steps only. A source that refuses or is lost is tried again, until the list is without it.
+  // Catches this rank up from these sources. The caller calls it again whenever the list changes; an empty list pauses.
+  // `committed` is the last committed step. The state must be at least as new as that of the first call, because the
+  // rank has only the gradients of later steps. The service tries a source that refuses or is lost again, until the
+  // list is without it.
   void catch_up(RankKey key, const std::set<SourceAddress>& sources, Step committed, TimePoint now);
-  // No longer: it was promoted or removed. Its memory is fenced.
+  // Ends the catch-up of this rank, which was promoted or removed, and closes all connections that write into its
+  // memory.
   void finish(RankKey key);
 
-  // The ranks that have become whole, current and proven since the last call, and are still here.
-  struct Whole {
+  // A rank whose state has become complete, current and verified since the last poll(), and that is still here.
+  struct CompletedRank {
     RankKey key;
-    std::uint64_t life = 0;  // whose memory it is
+    std::uint64_t instance = 0;  // whose memory it is
   };
-  std::vector<Whole> poll(TimePoint now);
-  // The same once more, keeping what became of it for the next poll().
+  std::vector<CompletedRank> poll(TimePoint now);
+  // Does the work of poll() once more, and keeps the ranks that it completes for the next poll().
   void poll_again(TimePoint now);
-  // What joiners have found their sources to differ in since the last call.
+  // Returns in which slices joiners have found their sources to differ since the last call.
   std::vector<std::pair<RankKey, Drift>> take_drifts() { return std::exchange(drifts_, {}); }
-  // Whose device has failed since: they were removed.
+  // Returns the ranks that were removed since the last call because their device has failed.
   std::vector<RankKey> take_failed() { return std::exchange(failed_, {}); }
   bool busy() const { return busy_; }  // more work without waiting for events
   std::vector<RankKey> joining() const;
   std::size_t serving() const { return serving_.size(); }
-  std::optional<Progress> progress(RankKey key, TimePoint now) const;
+  std::optional<CatchUpProgress> progress(RankKey key, TimePoint now) const;
   std::uint64_t bytes_served() const;
   // Of the joiners served now: how much, how fast, whether coded.
   std::vector<std::pair<RankKey, Source::Stats>> serving_now() const;
@@ -98,11 +102,11 @@ class Service {
 
  private:
   struct LocalRank {
-    std::uint64_t life = 0;
-    std::unique_ptr<shm::View> view;
+    std::uint64_t instance = 0;
+    std::unique_ptr<local::View> view;
     bool registered = false;
-    std::vector<transport::RegionId> state;  // by segment, for what is sent from here
-    transport::RegionId aside;               // likewise
+    std::vector<transport::RegionId> state;  // by memory range, for what is sent from here
+    transport::RegionId shadow;              // likewise
     // While it catches up: where sources write. Its own, so that they can be fenced off without disturbing whoever is
     // served from here.
     std::vector<transport::RegionId> target;
@@ -127,8 +131,8 @@ class Service {
   Result<> register_rank(LocalRank& rank);
   Result<> start_joining(LocalRank& rank, TimePoint now);
   void try_again(RankKey key, LocalRank& rank, TimePoint now);
-  // Registers all segments or none, which leaves the list empty.
-  Result<> register_state(const shm::View& view, std::vector<transport::RegionId>& regions);
+  // Registers all memory ranges or none, which leaves the list empty.
+  Result<> register_state(const local::View& view, std::vector<transport::RegionId>& regions);
   void deregister(std::vector<transport::RegionId>& regions);
   Result<transport::RegionId> register_memory(std::span<std::byte> memory, device::MemoryKind kind,
                                               const std::optional<device::DmaBuf>& buffer);
@@ -149,7 +153,7 @@ class Service {
   std::map<RankKey, LocalRank> ranks_;
   std::map<transport::EndpointId, Serving> serving_;
   std::map<transport::EndpointId, FetchingFrom> fetching_;
-  std::vector<Whole> caught_up_;
+  std::vector<CompletedRank> caught_up_;
   std::vector<std::pair<RankKey, Drift>> drifts_;
   std::vector<RankKey> failed_;
   std::uint64_t served_by_gone_ = 0;

@@ -13,7 +13,7 @@ constexpr std::size_t kMaxRequests = 1 << 18;
 constexpr std::size_t kMaxQuestions = 64;
 constexpr std::uint32_t kSlots = 16;              // coded parts on their way
 constexpr std::uint64_t kSampleBytes = 16 * KiB;  // of each column
-// While the trainer exchanges gradients the stream starts nothing new, but never for longer than this.
+// While the trainer reduces gradients the stream starts nothing new, but never for longer than this.
 constexpr Duration kYield = std::chrono::milliseconds(20);
 
 }  // namespace
@@ -30,10 +30,10 @@ Source::Source(transport::Engine& engine, transport::EndpointId joiner, Memory m
 Source::~Source() {
   for (auto& [number, job] : jobs_)
     for (auto& part : job.parts)
-      if (!part.digest && !part.detached) memory_.view->release(part.held);
+      if (!part.digest && !part.detached) memory_.view->release(part.pinned);
   for (auto& question : questions_)
-    for (std::size_t i = 0; i < question.held.size(); ++i)
-      if (!question.digests[i]) memory_.view->release(question.held[i]);
+    for (std::size_t i = 0; i < question.pinned.size(); ++i)
+      if (!question.digests[i]) memory_.view->release(question.pinned[i]);
   if (slots_.size() > 0) engine_.deregister(slots_region_);
 }
 
@@ -54,7 +54,7 @@ Result<> Source::on_fetch(const proto::Fetch& fetch) {
   for (auto slice : fetch.slices()) {
     if (slice >= manifest.slices().size() || requests_.size() >= kMaxRequests)
       return fail(ErrorCode::corrupt, "it asks for slice {} of {}", slice, manifest.slices().size());
-    const shm::Part& whole = manifest.slices()[slice].whole;
+    const local::Part& whole = manifest.slices()[slice].range;
     Request request{.slice = slice, .at_least = fetch.at_least()};
     for (std::uint32_t column = 0; column < manifest.columns(whole); ++column, ++next) {
       if (next >= fetch.places_size() || fetch.places(next) >= static_cast<std::uint32_t>(fetch.regions_size()))
@@ -70,16 +70,16 @@ Result<> Source::on_fetch(const proto::Fetch& fetch) {
   return {};
 }
 
-Result<> Source::on_prove(const proto::Prove& prove) {
+Result<> Source::on_verify(const proto::Verify& verify) {
   const auto& manifest = memory_.view->manifest();
   std::uint64_t parts = 0;
-  for (auto slice : prove.slices()) {
+  for (auto slice : verify.slices()) {
     if (slice >= manifest.slices().size()) return fail(ErrorCode::corrupt, "it asks about slice {}", slice);
     parts += manifest.slices()[slice].parts;
   }
-  if (parts == 0 || parts > shm::kMaxPins || questions_.size() >= kMaxQuestions)
+  if (parts == 0 || parts > local::kMaxPins || questions_.size() >= kMaxQuestions)
     return fail(ErrorCode::corrupt, "it asks about {} parts at once", parts);
-  questions_.push_back({prove.request(), prove.version(), {prove.slices().begin(), prove.slices().end()}, {}, {}});
+  questions_.push_back({verify.request(), verify.version(), {verify.slices().begin(), verify.slices().end()}, {}, {}});
   return {};
 }
 
@@ -106,15 +106,15 @@ bool Source::work(TimePoint now) {
       bool coded = false;
       for (const auto& part : parts) {
         message.mutable_sent()->add_digests(*part.digest);
-        message.mutable_sent()->add_rounds(part.round);
+        message.mutable_sent()->add_generations(part.generation);
         for (auto length : part.coded) coded |= length > 0;
       }
       const auto& manifest = memory_.view->manifest();
       for (std::size_t i = 0; coded && i < parts.size(); ++i)
-        for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[parts[i].held.part]); ++c)
+        for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[parts[i].pinned.part]); ++c)
           message.mutable_sent()->add_coded(parts[i].coded[c]);
       jobs_.erase(job.number);
-      say(message);
+      send(message);
     }
   }
   start_slices(now);
@@ -122,7 +122,7 @@ bool Source::work(TimePoint now) {
 }
 
 bool Source::may_start(TimePoint now) {
-  return !requests_.empty() && (memory_.view->phase() != shm::Phase::exchange || now - last_start_ >= kYield) &&
+  return !requests_.empty() && (memory_.view->phase() != local::Phase::reduce || now - last_start_ >= kYield) &&
          pacer_.may_send(now) && memory_.view->clock().version >= requests_.front().at_least;
 }
 
@@ -132,8 +132,8 @@ void Source::start_slices(TimePoint now) {
   for (bool held_back = false; !held_back && !failed_;) {
     std::vector<SliceJob*> begun;
     while (begun.size() < at_once) {
-      auto held = may_start(now) ? memory_.view->hold(parts_of(requests_.front().slice)) : std::nullopt;
-      if (!held) {
+      auto pinned = may_start(now) ? memory_.view->pin(parts_of(requests_.front().slice)) : std::nullopt;
+      if (!pinned) {
         held_back = true;
         break;
       }
@@ -141,17 +141,17 @@ void Source::start_slices(TimePoint now) {
       SliceJob& job = jobs_[number];
       job.number = number;
       job.request = requests_.front();
-      job.version = held->first;
+      job.version = pinned->first;
       requests_.pop_front();
       last_start_ = now;
-      for (const auto& one : held->second) job.parts.push_back({.held = one});
+      for (const auto& one : pinned->second) job.parts.push_back({.pinned = one});
       begun.push_back(&job);
     }
     write_parts(begun);
   }
 }
 
-// Of these jobs, what is neither written nor being copied aside.
+// Of these jobs, what is neither written nor being copied to the shadow buffer.
 void Source::write_parts(std::span<SliceJob* const> jobs) {
   std::vector<std::pair<SliceJob*, std::size_t>> ready;
   for (auto* job : jobs)
@@ -160,49 +160,50 @@ void Source::write_parts(std::span<SliceJob* const> jobs) {
   const std::size_t at_once = memory_.view->digests_at_once();
   for (std::span rest(ready); !rest.empty() && !failed_; rest = rest.subspan(std::min(at_once, rest.size()))) {
     const auto some = rest.first(std::min(at_once, rest.size()));
-    // The digests first: they are of the held version if the hold lasts until the bytes are there.
-    std::vector<shm::View::Held> held;
-    for (const auto& [job, index] : some) held.push_back(job->parts[index].held);
-    const auto digests = digests_held(*memory_.view, held);
+    // The digests first: they are of the pinned version if the pin lasts until the bytes are there.
+    std::vector<local::View::Pinned> pinned;
+    for (const auto& [job, index] : some) pinned.push_back(job->parts[index].pinned);
+    const auto digests = pinned_digests(*memory_.view, pinned);
     for (std::size_t i = 0; i < some.size() && !failed_; ++i)
       if (digests[i]) write_part(*some[i].first, some[i].second, *digests[i]);
   }
 }
 
 // Writes a part's columns from where they are. From the state it is a gamble that no update begins meanwhile; a lost
-// one is written again from aside, and the joiner believes nothing before `Sent`.
+// one is written again from the shadow buffer, and the joiner believes nothing before `Sent`.
 void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) {
   const auto& manifest = memory_.view->manifest();
   PartJob& part = job.parts[index];
-  const shm::Part& range = manifest.parts()[part.held.part];
-  const auto where = memory_.view->where(part.held);
-  if (where == shm::View::Where::copying) return;  // from there, later
+  const local::Part& range = manifest.parts()[part.pinned.part];
+  const auto where = memory_.view->where(part.pinned);
+  if (where == local::View::Where::copying) return;  // from there, later
   part.digest_sent = digest;
-  part.round = rounds_ = (rounds_ + 1) % ExtentTag::kRounds;
-  part.from_aside = where == shm::View::Where::aside;
+  part.generation = generations_ = (generations_ + 1) % WriteTag::kGenerations;
+  part.from_shadow = where == local::View::Where::shadow;
   part.coded = {};
   if (decision_.on() && !encode(part)) return;
   if (decision_.wants_sample()) sample(part);
   std::vector<transport::Write> writes;
-  std::uint64_t aside = memory_.view->aside_offset(part.held), slot = part.slot.value_or(0) * shm::kPartBytes;
+  std::uint64_t shadow = memory_.view->shadow_offset(part.pinned), slot = part.slot.value_or(0) * local::kPartBytes;
   const std::uint64_t whole = manifest.length(range),
-                      into = (range.first - manifest.slices()[job.request.slice].whole.first) *
+                      into = (range.first - manifest.slices()[job.request.slice].range.first) *
                              size_of(manifest.tensors()[range.tensor].type);
   part.wire_bytes = 0;
   for (std::uint32_t column = 0; column < manifest.columns(range); ++column) {
-    const shm::Place place = memory_.view->place(range, column);
+    const local::ColumnLocation location = memory_.view->location(range, column);
     transport::RemoteRange remote = job.request.columns[column];
     remote.offset += into;
     const bool coded = part.coded[column] > 0;
     const std::uint64_t length = coded ? part.coded[column] : whole;
     writes.push_back({.context = job.number << 8 | index,
-                      .local = coded             ? transport::LocalRange{slots_region_, slot}
-                               : part.from_aside ? transport::LocalRange{memory_.aside, aside}
-                                                 : transport::LocalRange{memory_.state[place.segment], place.offset},
+                      .local = coded ? transport::LocalRange{slots_region_, slot}
+                               : part.from_shadow
+                                   ? transport::LocalRange{memory_.shadow, shadow}
+                                   : transport::LocalRange{memory_.state[location.memory_range], location.offset},
                       .remote = remote,
                       .length = length,
-                      .notify = ExtentTag{part.held.part, column, coded, part.round}.packed()});
-    aside += manifest.packed_stride(range);
+                      .notify = WriteTag{part.pinned.part, column, coded, part.generation}.packed()});
+    shadow += manifest.packed_stride(range);
     slot += whole;
     part.wire_bytes += length;
   }
@@ -221,7 +222,7 @@ void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) 
 // Codes the columns that shrink. False: not now (no slot, or an update got in between), to be tried again.
 bool Source::encode(PartJob& part) {
   if (slots_.size() == 0) {
-    auto slots = Mapping::anonymous(kSlots * shm::kPartBytes);
+    auto slots = Mapping::anonymous(kSlots * local::kPartBytes);
     if (!slots) return true;  // no memory: plain
     auto region = engine_.register_region(slots->span(), transport::MemoryKind::host);
     if (!region) return true;
@@ -233,10 +234,10 @@ bool Source::encode(PartJob& part) {
   if (!part.slot) part.slot = free_slots_.back(), free_slots_.pop_back();
   const auto& manifest = memory_.view->manifest();
   const TimePoint start = clock_.now();
-  std::uint64_t at = *part.slot * shm::kPartBytes, plain = 0, coded = 0;
+  std::uint64_t at = *part.slot * local::kPartBytes, plain = 0, coded = 0;
   bool all = true;
-  for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[part.held.part]); ++c) {
-    const BytesView bytes = memory_.view->column(part.held, c, part.from_aside);
+  for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[part.pinned.part]); ++c) {
+    const BytesView bytes = memory_.view->column(part.pinned, c, part.from_shadow);
     plain_.resize(bytes.size());
     memory_.view->read(bytes, plain_.data());
     const auto length = coder_.encode(plain_, slots_.span().subspan(at, bytes.size()));
@@ -247,10 +248,10 @@ bool Source::encode(PartJob& part) {
     coded += length.value_or(bytes.size());
   }
   decision_.on_coded(plain, coded, clock_.now() - start);
-  // What was coded from the state is the held version's only if no update has begun.
-  if (!part.from_aside && memory_.view->where(part.held) != shm::View::Where::state) return false;
+  // What was coded from the state is the pinned version's only if no update has begun.
+  if (!part.from_shadow && memory_.view->where(part.pinned) != local::View::Where::state) return false;
   part.detached = all;
-  if (all) memory_.view->release(part.held);
+  if (all) memory_.view->release(part.pinned);
   return true;
 }
 
@@ -259,8 +260,8 @@ void Source::sample(const PartJob& part) {
   Bytes out(kSampleBytes);
   std::uint64_t plain = 0, coded = 0;
   const TimePoint start = clock_.now();
-  for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[part.held.part]); ++c) {
-    BytesView bytes = memory_.view->column(part.held, c, part.from_aside);
+  for (std::uint32_t c = 0; c < manifest.columns(manifest.parts()[part.pinned.part]); ++c) {
+    BytesView bytes = memory_.view->column(part.pinned, c, part.from_shadow);
     bytes = bytes.subspan(bytes.size() / 2);
     bytes = bytes.first(std::min<std::uint64_t>(bytes.size(), kSampleBytes));
     plain += bytes.size();
@@ -284,8 +285,9 @@ void Source::on_write_completed(std::uint64_t context, bool success, TimePoint n
     part.digest = part.digest_sent;
     return;
   }
-  if (part.from_aside) memory_.view->release(part.held);
-  else if (!memory_.view->release_if_untouched(part.held)) return;  // an update got in between: again, from aside
+  if (part.from_shadow) memory_.view->release(part.pinned);
+  else if (!memory_.view->release_if_untouched(part.pinned))
+    return;  // an update got in between: again, from the shadow buffer
   part.digest = part.digest_sent;
 }
 
@@ -293,37 +295,37 @@ bool Source::advance(Question& question) {
   auto& view = *memory_.view;
   const auto answer = [&](bool passed) {
     proto::Stream message;
-    message.mutable_proof()->set_request(question.request);
-    message.mutable_proof()->set_passed(passed);
+    message.mutable_verify_reply()->set_request(question.request);
+    message.mutable_verify_reply()->set_passed(passed);
     std::size_t part = 0;
     for (std::size_t i = 0; !passed && i < question.slices.size(); ++i) {
       std::uint64_t whole = 0;
       for (std::uint32_t p = 0; p < view.manifest().slices()[question.slices[i]].parts; ++p)
         whole = combine_digests(whole, *question.digests[part++]);
-      message.mutable_proof()->add_digests(whole);
+      message.mutable_verify_reply()->add_digests(whole);
     }
-    say(message);
+    send(message);
     return true;
   };
-  if (question.held.empty()) {
+  if (question.pinned.empty()) {
     if (view.clock().version > question.version) return answer(true);
     if (view.clock().version < question.version) return false;  // not there yet
     std::vector<std::uint32_t> parts;
     for (auto slice : question.slices)
       for (auto part : parts_of(slice)) parts.push_back(part);
-    auto held = view.hold(parts);
-    if (!held) return false;
-    question.held = held->second;
-    question.digests.resize(question.held.size());
-    if (held->first != question.version) {  // an update came and went between the two looks
-      for (const auto& one : std::exchange(question.held, {})) view.release(one);
+    auto pinned = view.pin(parts);
+    if (!pinned) return false;
+    question.pinned = pinned->second;
+    question.digests.resize(question.pinned.size());
+    if (pinned->first != question.version) {  // an update came and went between the two looks
+      for (const auto& one : std::exchange(question.pinned, {})) view.release(one);
       return answer(true);
     }
   }
-  return settle_held(view, question.held, question.digests) && answer(false);
+  return settle_pins(view, question.pinned, question.digests) && answer(false);
 }
 
-void Source::say(const proto::Stream& message) {
+void Source::send(const proto::Stream& message) {
   const std::string bytes = message.SerializeAsString();
   if (!engine_.send(joiner_, as_bytes(bytes))) failed_ = true;
 }

@@ -1,5 +1,6 @@
-// Serves one joiner out of one local trainer's state: holds parts at one version, writes them into the joiner's memory,
-// and answers its questions about digests. The trainer never waits for it.
+// A source serves one joiner out of one local trainer's state: it pins parts at one version, writes them into the
+// joiner's memory, and answers the joiner's requests for digests. It runs in the daemon's stream thread, and the
+// trainer never waits for it. The messages stand in order in joiner.h.
 #pragma once
 
 #include <array>
@@ -11,38 +12,38 @@
 #include "base/fd.h"
 #include "catchup/coder.h"
 #include "catchup/pacer.h"
-#include "shm/view.h"
+#include "local/view.h"
 #include "stream.pb.h"
 #include "transport/transport.h"
 
 namespace rejoin::catchup {
 
-// What a written extent's notification carries.
-struct ExtentTag {
+// The 64 bits that notify the joiner of a write: which part and column it carries, and in which generation.
+struct WriteTag {
   std::uint32_t part = 0, column = 0;
   bool coded = false;
-  std::uint32_t round = 0;  // of the source's writes: a part may be written more than once
-  static constexpr std::uint32_t kRounds = 1u << 29;
+  std::uint32_t generation = 0;  // tells this write of the part from others, since a part may be written again
+  static constexpr std::uint32_t kGenerations = 1u << 29;
   std::uint64_t packed() const {
-    return std::uint64_t{round} << 35 | std::uint64_t{part} << 3 | (coded ? 4 : 0) | column;
+    return std::uint64_t{generation} << 35 | std::uint64_t{part} << 3 | (coded ? 4 : 0) | column;
   }
-  static ExtentTag unpack(std::uint64_t bits) {
+  static WriteTag unpack(std::uint64_t bits) {
     return {static_cast<std::uint32_t>(bits >> 3), static_cast<std::uint32_t>(bits & 3), (bits & 4) != 0,
             static_cast<std::uint32_t>(bits >> 35)};
   }
 };
-static_assert(shm::kMaxColumns <= 4);
+static_assert(local::kMaxColumns <= 4);
 
 class Source {
  public:
-  struct Memory {  // of the local trainer, registered
-    shm::View* view = nullptr;
-    std::vector<transport::RegionId> state;  // by segment
-    transport::RegionId aside;
+  struct Memory {  // the local trainer's memory, registered with the engine
+    local::View* view = nullptr;
+    std::vector<transport::RegionId> state;  // by memory range
+    transport::RegionId shadow;
   };
 
   struct Stats {
-    std::uint64_t bytes = 0, wire_bytes = 0;  // of state; as they travelled
+    std::uint64_t bytes = 0, wire_bytes = 0;  // state that was sent, and what it took on the wire
     bool coding = false;
     double link_bytes_per_second = 0, coder_bytes_per_second = 0, ratio = 1;
   };
@@ -53,11 +54,12 @@ class Source {
 
   // Errors: `corrupt` where the message makes no sense for this state; the caller closes the connection.
   Result<> on_fetch(const proto::Fetch& fetch);
-  Result<> on_prove(const proto::Prove& prove);
+  Result<> on_verify(const proto::Verify& verify);
   void on_write_completed(std::uint64_t context, bool success, TimePoint now);
-  // Goes on with what can go on; true while there is something left to do.
+  // Starts and finishes whatever can be at this moment. Returns true while something is left to do.
   bool work(TimePoint now);
-  // Something could not be sent: the caller closes the connection, and the joiner asks elsewhere, or again.
+  // Tells that a message or write could not be sent. The caller then closes the connection, and the joiner asks another
+  // source, or connects again.
   bool failed() const { return failed_; }
 
   Stats stats() const;
@@ -66,18 +68,18 @@ class Source {
   struct Request {
     std::uint32_t slice = 0;
     std::uint64_t at_least = 0;
-    std::array<transport::RemoteRange, shm::kMaxColumns> columns;  // in the joiner's memory
+    std::array<transport::RemoteRange, local::kMaxColumns> columns;  // in the joiner's memory
   };
   struct PartJob {
-    shm::View::Held held;
-    bool from_aside = false;
+    local::View::Pinned pinned;
+    bool from_shadow = false;
     bool writing = false;
-    std::uint32_t outstanding = 0, round = 0;
+    std::uint32_t outstanding = 0, generation = 0;
     std::optional<std::uint64_t> digest_sent;  // of the bytes under way
     std::optional<std::uint64_t> digest;       // set: the part is done
     std::optional<std::uint32_t> slot;         // where its coded columns are
-    std::array<std::uint32_t, shm::kMaxColumns> coded{};
-    bool detached = false;  // all of it is coded, so nothing is held any more
+    std::array<std::uint32_t, local::kMaxColumns> coded{};
+    bool detached = false;  // all of it is coded, so nothing is pinned any more
     std::uint64_t wire_bytes = 0;
   };
   struct SliceJob {
@@ -89,7 +91,7 @@ class Source {
   struct Question {
     std::uint64_t request = 0, version = 0;
     std::vector<std::uint32_t> slices;
-    std::vector<shm::View::Held> held;  // empty: not held yet
+    std::vector<local::View::Pinned> pinned;  // empty: not pinned yet
     std::vector<std::optional<std::uint64_t>> digests;
   };
 
@@ -100,7 +102,7 @@ class Source {
   bool encode(PartJob& part);
   void sample(const PartJob& part);
   bool advance(Question& question);
-  void say(const proto::Stream& message);
+  void send(const proto::Stream& message);
   std::vector<std::uint32_t> parts_of(std::uint32_t slice) const;
 
   transport::Engine& engine_;
@@ -110,7 +112,7 @@ class Source {
   std::map<std::uint64_t, SliceJob> jobs_;  // by number
   std::deque<Question> questions_;
   std::uint64_t next_job_ = 1;
-  std::uint32_t rounds_ = 0;
+  std::uint32_t generations_ = 0;
   std::uint64_t bytes_sent_ = 0, wire_bytes_ = 0;
   Pacer& pacer_;
   const Clock& clock_;

@@ -186,7 +186,7 @@ def ruled(run, rules, text, touched):
     for rule in rules:
         run.switch.remove(rule)
     struck = sum(rule.struck for rule in rules)
-    run.say(f"    that struck {struck} frames")
+    run.log(f"    that struck {struck} frames")
     return struck
 
 
@@ -344,7 +344,7 @@ def strangers(run, random):
         for said in (random.randbytes(random.randint(1, 4096)), struct.pack("<I", 24) + b"rejoin control 2" + b"\0" * 8,
                      struct.pack("<I", 0xFFFFFFF0), b"GET /status HTTP/1.1\r\n", b""):
             try:
-                held.append(host.run(lambda: say_to(address, port, said)))
+                held.append(host.run(lambda: send_to(address, port, said)))
             except OSError:  # refused, or cut off by another fault
                 pass
     yield f"{len(held)} connections to {len(places)} ports", set()
@@ -352,7 +352,7 @@ def strangers(run, random):
         connection.close()
 
 
-def say_to(address, port, said):
+def send_to(address, port, said):
     connection = socket.create_connection((address, port), timeout=0.2)
     try:
         connection.sendall(said)

@@ -20,11 +20,11 @@ class Process:
     rank: int = -1      # of a trainer
     child: object = None
     stops: set = field(default_factory=set)  # the faults for which it is stopped
-    killed: bool = False                     # by us, in this life
-    output_from: int = 0                     # of this life, in its output file
+    killed: bool = False                     # by us, since this start
+    output_from: int = 0                     # of this start, in its output file
     started: float = 0.0
     restart_at: float = 0.0
-    lives: int = 0
+    starts: int = 0
 
     @property
     def pid(self):
@@ -125,7 +125,7 @@ class Job:
                                              stdout=out, stderr=subprocess.STDOUT, cwd=f"{self.directory}/cwd")
         process.killed, process.stops = False, set()
         process.started, process.restart_at = time.monotonic(), 0.0
-        process.lives += 1
+        process.starts += 1
 
     def wait_for_addresses(self, name, key):
         """Of a daemon at the run's start; later ones come back where they were."""

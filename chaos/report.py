@@ -48,7 +48,7 @@ def table(run):
         lines.append(f"{kind:<20} {len(records):>6}   {shown}" + (f"   ({idle} met nothing)" if idle else ""))
     lines.append(f"{checker.committed} steps in {checker.epochs_seen} epochs; {len(run.records)} faults; "
                  f"{checker.steps_rolled_back} steps rolled back; processes started: "
-                 f"{sum(p.lives for p in run.job.processes.values())}; "
+                 f"{sum(p.starts for p in run.job.processes.values())}; "
                  f"digests compared: {checker.checked_digests}, gradients checked: {checker.checked_sums}")
     counted = Counter(invariant for invariant, _ in checker.violations)
     lines.append("violations: " + (", ".join(f"{name} {count}" for name, count in counted.items()) or "none"))

@@ -35,7 +35,7 @@ class Run:
         self.silence = settings.silence_ms * 1e-3
         # Without a fault, or after it: for a restart, for finding out who is silent, for connecting again.
         self.stall_budget = 5 + 5 * self.silence
-        self.whole_budget = 20 + 10 * self.silence
+        self.recovery_budget = 20 + 10 * self.silence
         self.begun = time.monotonic()
         self.log_file = open(f"{directory}/chaos.log", "w")
         self.wiring = Wiring(settings, directory, settings.seed)
@@ -48,14 +48,14 @@ class Run:
         self.said = self.timed = 0
         self.pids = {}
 
-    def say(self, text):
+    def log(self, text):
         line = f"{time.monotonic() - self.begun:8.2f}  {text}"
         print(line, flush=True)
         print(line, file=self.log_file, flush=True)
 
-    def say_violations(self):
+    def log_violations(self):
         for invariant, text in self.checker.violations[self.said:]:
-            self.say(f"VIOLATION {invariant}: {text}")
+            self.log(f"VIOLATION {invariant}: {text}")
         self.said = len(self.checker.violations)
 
     # ---- the job goes on
@@ -71,15 +71,15 @@ class Run:
                     self.checker.on_started(process.replica, process.rank, process.pid)
         for event in self.events.read():
             if event["kind"] == "epoch" and event["who"] == "coordinator":
-                self.say(f"    epoch {event['epoch']} at step {event['step']}: {event['members'] or 'nobody'} "
+                self.log(f"    epoch {event['epoch']} at step {event['step']}: {event['members'] or 'nobody'} "
                          f"({event.get('reason', '')})")
             self.checker.on_event(event)
         for death in deaths:
             if not death.killed:
-                self.say(f"    {death.process.name} ended: {death.how}")
+                self.log(f"    {death.process.name} ended: {death.how}")
             self.checker.on_death(death)
             self.events.forget(death.process.name, death.pid)
-        self.say_violations()
+        self.log_violations()
         if self.said > 20:
             raise Stuck("more than 20 violations")
         self.expect_progress()
@@ -101,7 +101,7 @@ class Run:
     def operate(self):
         """After a true loss the operator says that the job may start from what there is; for this once."""
         if self.checker.true_loss and not self.active and self.job.roll_back_to is None:
-            self.say("    the operator: --roll-back-to 0")
+            self.log("    the operator: --roll-back-to 0")
             self.restart_coordinator(roll_back_to=0)
         elif not self.checker.true_loss and self.job.roll_back_to is not None:
             self.job.roll_back_to = None
@@ -121,7 +121,7 @@ class Run:
                 raise Stuck(f"{what} within {seconds:.0f} s")
             self.turn()
 
-    def whole(self):
+    def all_contribute(self):
         members = self.checker.members
         return len(members) == self.settings.replicas and all(members.values())
 
@@ -144,9 +144,9 @@ class Run:
         return drawn, chance.random() < 0.5, chance.uniform(0, 1)
 
     def round(self, number):
-        drawn, until_whole, pause = self.draw(number)
+        drawn, until_recovered, pause = self.draw(number)
         begun = time.monotonic()
-        self.say(f"round {number}, step {self.checker.committed}")
+        self.log(f"round {number}, step {self.checker.committed}")
         due = [(begun + at, self.strike, number, lasts, kind, chance) for at, lasts, kind, chance in drawn]
         self.ends = []
         while due or self.ends:
@@ -162,8 +162,8 @@ class Run:
         self.wait(lambda: self.checker.commits and self.checker.commits[-1] > ended, self.stall_budget + 1,
                   "no step was committed after the faults")
         self.take_times()
-        if until_whole or number % 5 == 4:
-            self.wait(self.whole, self.whole_budget, "not all replicas contribute again")
+        if until_recovered or number % 5 == 4:
+            self.wait(self.all_contribute, self.recovery_budget, "not all replicas contribute again")
         self.wait(lambda: time.monotonic() > ended + pause, 60, "")
 
     def take_times(self):
@@ -181,12 +181,12 @@ class Run:
         try:
             what, touched = next(fault)
         except faults.Skipped as why:
-            return self.say(f"  {kind.name} left out: {why}")
+            return self.log(f"  {kind.name} left out: {why}")
         for earlier in self.records[self.timed:]:
             earlier.until = earlier.until or record.at
         self.records.append(record)
         self.active[record.number] = (touched, fault)
-        self.say(f"  {kind.name}: {what}" + (f" for {1e3 * lasts:.0f} ms" if kind.lasts else ""))
+        self.log(f"  {kind.name}: {what}" + (f" for {1e3 * lasts:.0f} ms" if kind.lasts else ""))
         self.ends.append((time.monotonic() + lasts, record, fault, kind, what))
 
     def mend(self, record, fault, kind, what):
@@ -200,7 +200,7 @@ class Run:
         self.expected_since = max(self.expected_since, now)
         record.counts_from = now if kind.blocks else record.at
         if kind.lasts:
-            self.say(f"  over: {kind.name}: {what}")
+            self.log(f"  over: {kind.name}: {what}")
 
     # ---- all of it
 
@@ -208,7 +208,7 @@ class Run:
         """True where nothing was violated."""
         try:
             self.job.start()
-            self.wait(self.whole, 30, "the job did not start")
+            self.wait(self.all_contribute, 30, "the job did not start")
             self.settled = self.job.descriptors()
             number = self.settings.first_round
             while time.monotonic() < self.until:
@@ -218,24 +218,24 @@ class Run:
         except Stuck as stuck:
             self.checker.violate("progress", str(stuck))
             for line in self.waits_for():
-                self.say(f"    {line}")
+                self.log(f"    {line}")
         finally:
-            self.say_violations()
+            self.log_violations()
             self.end()
         self.take_times()
         return not self.checker.violations
 
     def finish(self):
         """The job ends as jobs do: it comes to its last step, and everybody leaves."""
-        self.say("no more faults: the job is to finish")
+        self.log("no more faults: the job is to finish")
         self.expected_since = time.monotonic()
-        self.wait(self.whole, self.whole_budget, "not all replicas contribute at the end")
+        self.wait(self.all_contribute, self.recovery_budget, "not all replicas contribute at the end")
         for (name, pid), count in self.job.descriptors().items():
             if count > self.settled.get((name, pid), count) + 32:
                 self.checker.violate("bounded-memory", f"{name} had {self.settled[name, pid]} descriptors, now {count}")
         self.job.ending = False
         self.restart_coordinator(steps=self.checker.committed + 60)
-        self.wait(lambda: self.checker.finished, 20 + self.whole_budget, "the job did not finish")
+        self.wait(lambda: self.checker.finished, 20 + self.recovery_budget, "the job did not finish")
         self.job.ending = True
         self.wait(lambda: not any(p.child for p in self.job.named("trainer")), 20, "trainers did not leave")
         for process in self.job.processes.values():
@@ -250,7 +250,7 @@ class Run:
                                 str(self.job.steps)], capture_output=True, text=True)
         said = " ".join(line for line in (audit.stdout + audit.stderr).split("\n")
                         if "samples" in line or audit.returncode > 1)
-        self.say(f"audit: {said}")
+        self.log(f"audit: {said}")
         # What was rolled back is handed out again, but a run may be over before that.
         pending = self.checker.steps_rolled_back > 0 and ", 0 repeated" in said
         if audit.returncode != 0 and not pending:
@@ -270,7 +270,7 @@ class Run:
             self.checker.violate("nothing-left", what)
 
     def waits_for(self):
-        """The coordinator's own word, and how the processes are."""
+        """The coordinator's own status, and how the processes are."""
         address = self.job.addresses.get("status", "")
         command = [f"{self.settings.binaries}/rejoin", "status", address]
         try:
@@ -283,7 +283,7 @@ class Run:
             if process.pid:
                 with open(f"/proc/{process.pid}/stat") as stat:
                     state = f"pid {process.pid}, {stat.read().split(') ')[1][0]}"
-            yield f"{process.name}: {state}, life {process.lives}"
+            yield f"{process.name}: {state}, start {process.starts}"
 
     def end(self):
         for touched, fault in self.active.values():

@@ -32,7 +32,7 @@ void add_sample(std::uint64_t sample, std::span<float> gradient) {
 }
 
 // Momentum; each element from its own gradient and moment alone.
-void update(std::span<float> weight, std::span<float> momentum, std::span<const float> gradient) {
+void apply_update(std::span<float> weight, std::span<float> momentum, std::span<const float> gradient) {
   for (std::size_t i = 0; i < gradient.size(); ++i) {
     momentum[i] = 0.5f * momentum[i] + gradient[i];
     weight[i] = 0.999f * weight[i] - 0.001f * momentum[i];
@@ -88,11 +88,11 @@ Result<> train(const Settings& s) {
       }
     }
     double sum = 0;
-    auto committed = session.commit([&](const Piece& piece) {
-      const auto gradient = piece.gradient_as<float>();
+    auto committed = session.commit([&](const Update& update) {
+      const auto gradient = update.gradient_as<float>();
       for (const float g : gradient) sum += g;
-      update(piece.of(Session::as<float>(session.weight(piece.tensor).value())),
-             piece.of(Session::as<float>(session.moment(piece.tensor, 0).value())), gradient);
+      apply_update(update.of(Session::as<float>(session.weight(update.tensor).value())),
+                   update.of(Session::as<float>(session.moment(update.tensor, 0).value())), gradient);
     });
     if (!committed) return committed;
     if (!step.contributes()) {

@@ -58,7 +58,7 @@ void print_table(const nlohmann::json& status) {
                              "ranks done with the step");
     for (const auto& m : c.at("members"))
       std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(),
-                               m.at("role").get<std::string>(), m.at("exchanged").get<int>());
+                               m.at("role").get<std::string>(), m.at("reduced").get<int>());
     const auto& audit = c.at("audit");
     const auto differences =
         audit.at("result_differences").get<std::uint64_t>() + audit.at("state_differences").get<std::uint64_t>();
@@ -92,11 +92,11 @@ void print_table(const nlohmann::json& status) {
                                r.at("pid").get<int>(), r.at("role").get<std::string>());
       if (r.contains("catch_up")) {
         const auto& c = r.at("catch_up");
-        std::cout << fmt::format(", {} of {} at {:.0f} MB/s from {} sources, {} of {} slices proven, {} fetched again",
-                                 human_bytes(c.at("bytes").get<std::uint64_t>()),
-                                 human_bytes(c.at("total_bytes").get<std::uint64_t>()),
-                                 c.at("bytes_per_second").get<double>() * 1e-6, c.at("sources").get<int>(),
-                                 c.at("proven").get<int>(), c.at("slices").get<int>(), c.at("refetched").get<int>());
+        std::cout << fmt::format(
+            ", {} of {} at {:.0f} MB/s from {} sources, {} of {} slices verified, {} fetched again",
+            human_bytes(c.at("bytes").get<std::uint64_t>()), human_bytes(c.at("total_bytes").get<std::uint64_t>()),
+            c.at("bytes_per_second").get<double>() * 1e-6, c.at("sources").get<int>(), c.at("verified").get<int>(),
+            c.at("slices").get<int>(), c.at("refetched").get<int>());
       }
       std::cout << "\n";
       const auto& reduced = r.at("all_reduce");
@@ -183,9 +183,8 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
       "{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated, {} to be trained again\n",
       audit.committed, audit.epochs, audit.samples, audit.once, audit.lost, audit.repeated, audit.to_be_trained);
   if (audit.checkpoint > 0)
-    std::cout << fmt::format(
-        "{} of them are trained by the word of the checkpoint of step {}, from which the job went on\n",
-        audit.before_checkpoint, audit.checkpoint);
+    std::cout << fmt::format("{} of them are trained by the checkpoint of step {}, from which the job went on\n",
+                             audit.before_checkpoint, audit.checkpoint);
   const auto given_up = membership::rolled_back(*records);
   if (given_up.steps > 0)
     std::cout << fmt::format("{} committed steps of {} samples were rolled back, and their samples handed out again\n",

@@ -53,7 +53,7 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
   const auto& machine = server->machine_;
   if (!server->log_.records().empty())
     spdlog::info("recovered from the log: step {} is committed, epoch {}", machine.committed(), machine.epoch());
-  if (machine.started()) {  // the life before may have been killed after it wrote down, and before it told
+  if (machine.started()) {  // the instance before may have been killed after it wrote down, and before it told
     std::string members;
     for (const auto& m : machine.members()) add_member(members, m.replica.value, m.catching_up);
     events::emit("recovered",
@@ -132,15 +132,15 @@ nlohmann::json CoordinatorServer::status() const {
     json["members"].push_back({{"replica", m.replica.value},
                                {"incarnation", m.incarnation.value},
                                {"role", m.catching_up ? "catching_up" : "contributor"},
-                               {"exchanged", m.exchanged.size()}});
+                               {"reduced", m.reduced.size()}});
   json["suspended"] = nlohmann::json::array();
   for (const auto& out : machine_.suspended())
     json["suspended"].push_back({{"replica", out.replica.value}, {"reason", out.reason}});
   json["refused"] = nlohmann::json::array();
   for (const auto& [replica, refused] : machine_.refused())
     json["refused"].push_back({{"replica", replica.value}, {"rank", refused.first}, {"reason", refused.second}});
-  json["held_for"] = nlohmann::json::array();
-  for (auto replica : machine_.held_for()) json["held_for"].push_back(replica.value);
+  json["blocked_on"] = nlohmann::json::array();
+  for (auto replica : machine_.blocked_on()) json["blocked_on"].push_back(replica.value);
   json["steps_rolled_back"] = machine_.steps_rolled_back();
   if (auto step = machine_.wants_roll_back()) json["wants_roll_back_to"] = step->value;
   json["registered"] = nlohmann::json::array();

@@ -25,12 +25,12 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
     if (!error && self->stage_ != Stage::open) self->end("it did not prove the job key in time");
   });
   mine_ = make_nonce();
-  say(std::string(kMagic) + std::string(as_text(mine_)));
+  write_frame(std::string(kMagic) + std::string(as_text(mine_)));
   read_length();
 }
 
 void Framed::read_length() {
-  asio::async_read(socket_, asio::buffer(length_.data(), kLength + (hears_ ? kTag : 0)),
+  asio::async_read(socket_, asio::buffer(length_.data(), kLength + (in_tags_ ? kTag : 0)),
                    [self = shared_from_this()](asio::error_code error, std::size_t) {
                      if (error)
                        return self->end(error == asio::error::eof ? "it closed the connection" : error.message());
@@ -40,7 +40,7 @@ void Framed::read_length() {
 
 void Framed::on_length() {
   const BytesView bytes(length_.data(), kLength);
-  if (hears_ && !JobKey::equal(BytesView(length_).subspan(kLength), hears_->next(bytes)))
+  if (in_tags_ && !JobKey::equal(BytesView(length_).subspan(kLength), in_tags_->next(bytes)))
     return end("a length came damaged, or from somebody else");
   std::uint32_t length = 0;
   for (std::size_t i = 0; i < kLength; ++i) length |= std::to_integer<std::uint32_t>(length_[i]) << (8 * i);
@@ -51,7 +51,7 @@ void Framed::on_length() {
 }
 
 void Framed::read_body(std::uint32_t length) {
-  body_.resize(length + (hears_ ? kTag : 0));
+  body_.resize(length + (in_tags_ ? kTag : 0));
   asio::async_read(socket_, asio::buffer(body_), [self = shared_from_this()](asio::error_code error, std::size_t) {
     if (error) return self->end(error.message());
     self->on_frame();
@@ -69,7 +69,7 @@ void Framed::on_frame() {
       std::memcpy(theirs_.data(), body_.data() + kMagic.size(), theirs_.size());
       stage_ = Stage::proof;
       const auto proof = mac(server_ ? "rejoin server" : "rejoin client");
-      return say(std::string(as_text(proof)));
+      return write_frame(std::string(as_text(proof)));
     }
     case Stage::proof:
       if (!JobKey::equal(as_bytes(body_), mac(server_ ? "rejoin client" : "rejoin server")))
@@ -78,7 +78,7 @@ void Framed::on_frame() {
       return handlers->ready();
     case Stage::open: {
       const std::string_view message = std::string_view(body_).substr(0, body_.size() - kTag);
-      if (!JobKey::equal(as_bytes(body_).subspan(message.size()), hears_->next(as_bytes(message))))
+      if (!JobKey::equal(as_bytes(body_).subspan(message.size()), in_tags_->next(as_bytes(message))))
         return end("a message came damaged, or from somebody else");
       return handlers->message(message);
     }
@@ -88,15 +88,15 @@ void Framed::on_frame() {
 void Framed::open() {
   stage_ = Stage::open;
   timer_.cancel();
-  says_.emplace(mac(server_ ? "rejoin server says" : "rejoin client says"));
-  hears_.emplace(mac(server_ ? "rejoin client says" : "rejoin server says"));
+  out_tags_.emplace(mac(server_ ? "rejoin server says" : "rejoin client says"));
+  in_tags_.emplace(mac(server_ ? "rejoin client says" : "rejoin server says"));
 }
 
 void Framed::send(const std::string& message) {
-  if (stage_ == Stage::open) say(message);
+  if (stage_ == Stage::open) write_frame(message);
 }
 
-void Framed::say(const std::string& message) {
+void Framed::write_frame(const std::string& message) {
   if (closed_) return;
   if (message.size() > kMaxFrame)  // the peer would close the connection, and the same would follow again
     return end(
@@ -106,9 +106,9 @@ void Framed::say(const std::string& message) {
   const auto length = static_cast<std::uint32_t>(message.size());
   std::string frame(4, '\0');
   for (int i = 0; i < 4; ++i) frame[static_cast<std::size_t>(i)] = static_cast<char>(length >> (8 * i));
-  if (says_) frame += as_text(says_->next(as_bytes(frame)));
+  if (out_tags_) frame += as_text(out_tags_->next(as_bytes(frame)));
   frame += message;
-  if (says_) frame += as_text(says_->next(as_bytes(message)));
+  if (out_tags_) frame += as_text(out_tags_->next(as_bytes(message)));
   out_bytes_ += frame.size();
   out_.push_back(std::move(frame));
   if (out_.size() == 1) write_next();

@@ -42,7 +42,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
   void on_frame();
   void end(const std::string& why);
   void write_next();
-  void say(const std::string& message);
+  void write_frame(const std::string& message);
   void open();
   JobKey::Mac mac(const char* purpose) const;
 
@@ -53,9 +53,9 @@ class Framed : public std::enable_shared_from_this<Framed> {
   std::shared_ptr<const Handlers> handlers_;  // whoever calls one keeps it: it may end this connection
   Stage stage_ = Stage::nonce;
   Nonce mine_{}, theirs_{};
-  std::optional<Tagger> says_, hears_;      // once open
-  std::array<std::byte, 4 + 16> length_{};  // and its tag, once open
-  std::string body_;                        // likewise
+  std::optional<Tagger> out_tags_, in_tags_;  // once open
+  std::array<std::byte, 4 + 16> length_{};    // and its tag, once open
+  std::string body_;                          // likewise
   std::deque<std::string> out_;
   std::size_t out_bytes_ = 0;
   bool closed_ = false;

@@ -73,7 +73,7 @@ class Reading {
     for (auto step = steps_.upper_bound(record.version()); step != steps_.end(); step = steps_.erase(step))
       trained_.remove(step->second);
     if (record.trained().empty()) return;
-    // By the word of a checkpoint. Its gaps wait to go out, and then what comes behind it.
+    // As a checkpoint says. Its gaps wait to go out, and then what comes behind it.
     steps_.clear();
     passed_over_.clear();
     may_be_out_ = 0;

@@ -17,7 +17,7 @@ struct LogAudit {
   std::uint64_t lost = 0;                   // not trained, and never handed out again
   // Not trained either: they were handed out and not committed, or rolled back. They go out before new ones do.
   std::uint64_t to_be_trained = 0;
-  // The job has gone on from the checkpoint of this step (0: from none), by whose word so many of `once` are trained.
+  // The job has gone on from the checkpoint of this step (0: from none), by which so many of `once` are trained.
   std::uint64_t checkpoint = 0, before_checkpoint = 0;
 };
 

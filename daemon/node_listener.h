@@ -1,4 +1,5 @@
-// Where daemons connect: at the coordinator, and at a relay. All in the io_context's thread.
+// The coordinator and each relay listen here for the connections of daemons. Everything runs in the io_context's
+// thread.
 #pragma once
 
 #include <functional>
@@ -20,7 +21,7 @@ class NodeListener {
   };
   NodeListener(asio::io_context& io, const JobKey& key, Handlers handlers)
       : acceptor_(io), key_(key), handlers_(std::move(handlers)) {}
-  // The error says what the system said; the caller says for what it was.
+  // Starts to listen. The error has the system's text alone; the caller adds what it was for.
   Result<> listen(const std::string& where);
   const std::string& address() const { return address_; }
   void send(membership::NodeId node, const std::string& message);  // serialized

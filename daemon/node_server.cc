@@ -121,12 +121,12 @@ void NodeServer::tick() {
 void NodeServer::carry_out(const membership::Node::Actions& actions) {
   for (const auto& note : actions.notes) spdlog::info("{}", note);
   for (const auto& message : actions.to_coordinator) coordinator_.send(message);
-  for (const auto& [id, word] : actions.to_ranks) {
+  for (const auto& [id, control] : actions.to_ranks) {
     auto found = trainers_.find(id);
     if (found == trainers_.end()) continue;
     proto::ToTrainer message;
-    *message.mutable_word() = word;
-    tell(found->second, message);
+    *message.mutable_control() = control;
+    send(found->second, message);
   }
   for (auto id : actions.silent)
     drop(id, fmt::format("no sign of life for {} ms", options_.silence.count()), Gone::silent);
@@ -176,7 +176,7 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
                               {"total", progress.total_bytes},
                               {"rate", progress.bytes_per_second},
                               {"sources", std::uint64_t{progress.sources_used}},
-                              {"proven", std::uint64_t{progress.proven}},
+                              {"verified", std::uint64_t{progress.verified}},
                               {"slices", std::uint64_t{progress.total_slices}},
                               {"refetched", std::uint64_t{progress.refetched}},
                               {"seconds", progress.seconds},
@@ -193,10 +193,10 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
   for (const auto& key : report.failed)
     if (const auto failed = find_trainer(key); failed != trainers_.end())
       asio::post(io_, [this, id = failed->first] { drop(id, "its state could not be read", Gone::silent); });
-  // The process may be another one by now: the life that caught up goes along, and Node compares it.
-  for (const auto& whole : report.caught_up)
-    if (hears(whole.key, report_of(whole)))
-      spdlog::info("replica {} rank {} has caught up", whole.key.replica, whole.key.rank);
+  // The process may be another one by now: the instance that caught up goes along, and Node compares it.
+  for (const auto& completed : report.caught_up)
+    if (hears(completed.key, report_of(completed)))
+      spdlog::info("replica {} rank {} has caught up", completed.key.replica, completed.key.rank);
 }
 
 }  // namespace rejoin::daemon

@@ -64,7 +64,7 @@ class NodeServer {
     PeerCredentials credentials;
     std::unique_ptr<asio::posix::stream_descriptor> readable;
     std::unique_ptr<asio::posix::stream_descriptor> exited;  // a pidfd
-    std::optional<Offering> offering;                        // until it is whole
+    std::optional<Offering> offering;                        // until it is complete
     bool opening = false;                                    // a stream for its GPU is, or has been
     std::optional<catchup::RankKey> key;
     bool catching_up = false;
@@ -82,13 +82,13 @@ class NodeServer {
   void on_hang_up(membership::RankConnection id, const std::string& reason);
   std::map<membership::RankConnection, Trainer>::iterator find_trainer(const catchup::RankKey& key);
   void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
-  void tell(Trainer& trainer, const proto::ToTrainer& message);
+  void send(Trainer& trainer, const proto::ToTrainer& message);
   void tick();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
   void warn_of(const StrangeStream& stream);
   Result<> admit(Trainer& trainer, Offering offering, DeviceStream& stream);
-  Result<> clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t life);
+  Result<> clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t instance);
   static bool has_ended(const Trainer& trainer);
   void look_after(const proto::Inquiry& inquiry);
   void refuse(membership::RankConnection id, const Error& error);
@@ -118,7 +118,7 @@ class NodeServer {
   std::map<membership::RankConnection, Trainer> trainers_;
   std::uint64_t next_trainer_ = 1;
   Upstream coordinator_;
-  std::map<catchup::RankKey, catchup::Progress> progress_;
+  std::map<catchup::RankKey, catchup::CatchUpProgress> progress_;
   std::uint64_t rejected_ = 0;
   catchup::Compression compression_{};
   std::unique_ptr<DeviceStream> host_;

@@ -34,7 +34,7 @@ nlohmann::json NodeServer::status() const {
                           {"wire_bytes", progress->second.wire_bytes},
                           {"total_bytes", progress->second.total_bytes},
                           {"bytes_per_second", progress->second.bytes_per_second},
-                          {"proven", progress->second.proven},
+                          {"verified", progress->second.verified},
                           {"slices", progress->second.total_slices},
                           {"refetched", progress->second.refetched},
                           {"sources", progress->second.sources}};

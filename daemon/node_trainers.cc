@@ -107,14 +107,14 @@ void NodeServer::read(membership::RankConnection id) {
 }
 
 Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) {
-  if (hello.protocol() != membership::kProtocolVersion || hello.layout() != shm::kLayoutVersion)
+  if (hello.protocol() != membership::kProtocolVersion || hello.layout() != local::kLayoutVersion)
     return fail(ErrorCode::mismatch,
                 "the trainer's library speaks protocol {} with page layout {}, this rejoind {} with {}; use one "
                 "version of both",
-                hello.protocol(), hello.layout(), membership::kProtocolVersion, shm::kLayoutVersion);
+                hello.protocol(), hello.layout(), membership::kProtocolVersion, local::kLayoutVersion);
   if (trainer.offering || trainer.opening || trainer.key)
     return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
-  if (hello.descriptors() > shm::kMaxOffered)
+  if (hello.descriptors() > local::kMaxOffered)
     return fail(ErrorCode::corrupt, "it wants to send {} descriptors", hello.descriptors());
   trainer.offering = {hello, {}};
   return {};
@@ -130,7 +130,7 @@ Result<> NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
   if (all.size() < hello.descriptors()) {
     proto::ToTrainer next;
     next.mutable_more();
-    tell(trainer, next);
+    send(trainer, next);
     return {};
   }
   Offering offering = *std::exchange(trainer.offering, std::nullopt);
@@ -151,7 +151,7 @@ Result<> NodeServer::on_descriptors(Trainer& trainer, std::vector<Fd> fds) {
 void NodeServer::refuse(membership::RankConnection id, const Error& error) {
   proto::ToTrainer refusal;
   refusal.set_refusal(error.message);
-  tell(trainers_.at(id), refusal);
+  send(trainers_.at(id), refusal);
   ++rejected_;
   drop(id, error.message, Gone::silent);
 }
@@ -159,43 +159,43 @@ void NodeServer::refuse(membership::RankConnection id, const Error& error) {
 Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& stream) {
   if (trainer.key) return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
   const proto::LocalHello& hello = offering.hello;
-  auto view = shm::View::make(std::move(offering.fds), stream.device);
+  auto view = local::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
   const auto address = told(stream.thread->address());
   if (!address) return tl::unexpected(address.error());
-  if (auto cleared = clear_place(trainer, key, hello.up().life()); !cleared) return cleared;
+  if (auto cleared = clear_place(trainer, key, hello.up().instance()); !cleared) return cleared;
   trainer.key = key;
   trainer.stream = stream.thread.get();
-  const bool whole = view->whole();
-  auto shared = std::make_shared<shm::View>(std::move(*view));
-  trainer.stream->post([key, life = hello.up().life(), shared](catchup::Service& service, TimePoint) {
-    if (auto added = service.add_rank(key, life, std::move(*shared)); !added)
+  const bool complete = view->complete();
+  auto shared = std::make_shared<local::View>(std::move(*view));
+  trainer.stream->post([key, instance = hello.up().instance(), shared](catchup::Service& service, TimePoint) {
+    if (auto added = service.add_rank(key, instance, std::move(*shared)); !added)
       spdlog::error("state of replica {} rank {}: {}; it is tried again", key.replica, key.rank, added.error().message);
   });
   proto::ToTrainer answer;
   answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
   answer.mutable_welcome()->set_silence_ms(static_cast<std::uint64_t>(options_.silence.count()));
   answer.mutable_welcome()->set_data_secret(key_.data_secret());
-  tell(trainer, answer);
+  send(trainer, answer);
   proto::FromNode up;
   *up.mutable_rank_up() = hello.up();
   up.mutable_rank_up()->set_address(told_of_trainer(hello.up().address()));
   up.mutable_rank_up()->set_stream_address(stream_address(family_, *address));
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   carry_out(machine_.on_rank_message(trainer.id, up, now()));
-  // A daemon before this one has had all of its state proven: that goes along with the first word of how it stands.
-  if (whole) carry_out(machine_.on_rank_message(trainer.id, report_of({key, hello.up().life()}), now()));
+  // A daemon before this one has had all of its state verified: that goes along with its first status.
+  if (complete) carry_out(machine_.on_rank_message(trainer.id, report_of({key, hello.up().instance()}), now()));
   return {};
 }
 
 // One process has a place. Whoever else asks for it gets it when that one has ended; one that is silent for too long is
 // not among the trainers any more.
-Result<> NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t life) {
+Result<> NodeServer::clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t instance) {
   std::vector<std::pair<membership::RankConnection, Gone>> older;
   for (const auto& [id, other] : trainers_) {
     if (other.key != key) continue;
-    const Gone how = machine_.gone_for(id, life);
+    const Gone how = machine_.gone_for(id, instance);
     const pid_t pid = other.credentials.pid;  // 0: of another PID namespace, where it tells nobody from another
     const bool connects_anew = pid != 0 && readable_now(other.socket.get()) && pid == newcomer.credentials.pid;
     if (how != Gone::replaced && !has_ended(other) && !connects_anew)
@@ -244,7 +244,7 @@ void NodeServer::on_leave(membership::RankConnection id, const proto::LocalLeave
   const std::string why = printable(leave.why(), longest);
   proto::ToTrainer answer;
   answer.mutable_left();
-  tell(trainers_.at(id), answer);
+  send(trainers_.at(id), answer);
   if (!why.empty()) return drop(id, "it has left: " + why, Gone::ended);
   drop(id, machine_.plan().finished() ? "the job is finished" : "of its own accord", Gone::left);
 }
@@ -275,7 +275,7 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
   asio::post(opener_, [gone = std::move(trainer.own)] {});
 }
 
-void NodeServer::tell(Trainer& trainer, const proto::ToTrainer& message) {
+void NodeServer::send(Trainer& trainer, const proto::ToTrainer& message) {
   const std::string bytes = message.SerializeAsString();
   if (auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
       !sent && sent.error().code == ErrorCode::exhausted)

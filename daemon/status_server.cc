@@ -115,8 +115,8 @@ std::string metrics_text(const nlohmann::json& status) {
     number(c, "committed", "committed_step", "last committed step");
     number(c, "nodes", "nodes", "connected daemons");
     number(c, "steps_rolled_back", "steps_rolled_back_total", "committed steps that an operator gave up");
-    gauge("held_for_replicas", "silent replicas that the job waits for: nobody else has the last committed step", {},
-          static_cast<double>(c.value("held_for", nlohmann::json::array()).size()));
+    gauge("blocked_on_replicas", "silent replicas that the job waits for: nobody else has the last committed step", {},
+          static_cast<double>(c.value("blocked_on", nlohmann::json::array()).size()));
     gauge("wants_roll_back", "1: the job waits for an operator's word to go on from an older checkpoint", {},
           c.contains("wants_roll_back_to"));
     number(c, "rejected", "rejected_connections", "connections and messages refused");

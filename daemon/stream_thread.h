@@ -15,10 +15,10 @@ namespace rejoin::daemon {
 class StreamThread {
  public:
   struct Report {
-    std::vector<catchup::Service::Whole> caught_up;
+    std::vector<catchup::Service::CompletedRank> caught_up;
     std::vector<std::pair<catchup::RankKey, catchup::Drift>> drifts;
     std::vector<catchup::RankKey> failed;  // whose device failed: they are not served any more
-    std::map<catchup::RankKey, catchup::Progress> progress;
+    std::map<catchup::RankKey, catchup::CatchUpProgress> progress;
     std::uint64_t bytes_served = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
   };

@@ -42,11 +42,11 @@ std::vector<LocalStream> streams_of(const membership::Node& node, const std::str
   return streams;
 }
 
-proto::FromNode report_of(const catchup::Service::Whole& whole) {
+proto::FromNode report_of(const catchup::Service::CompletedRank& completed) {
   proto::FromNode message;
-  message.mutable_caught_up()->set_replica(whole.key.replica.value);
-  message.mutable_caught_up()->set_rank(whole.key.rank.value);
-  message.mutable_caught_up()->set_life(whole.life);
+  message.mutable_caught_up()->set_replica(completed.key.replica.value);
+  message.mutable_caught_up()->set_rank(completed.key.rank.value);
+  message.mutable_caught_up()->set_instance(completed.instance);
   return message;
 }
 

@@ -31,7 +31,7 @@ struct LocalStream {
 std::vector<LocalStream> streams_of(const membership::Node& node, const std::string& family);
 
 // What a stream's thread has found, as the rank's node is told.
-proto::FromNode report_of(const catchup::Service::Whole& whole);
+proto::FromNode report_of(const catchup::Service::CompletedRank& completed);
 proto::FromNode report_of(const catchup::RankKey& joiner, const catchup::Drift& drift);
 
 }  // namespace rejoin::daemon

@@ -30,7 +30,7 @@ void Upstream::connect() {
     connection_->start({.ready =
                             [this] {
                               up_ = true;
-                              said_unreachable_ = false;
+                              logged_unreachable_ = false;
                               spdlog::info("connected to the coordinator at {}", address_);
                               handlers_.up();
                             },
@@ -61,7 +61,7 @@ void Upstream::lost(const std::string& why) {
   connection_.reset();
   up_ = false;
   handlers_.down();
-  if (!std::exchange(said_unreachable_, true)) {
+  if (!std::exchange(logged_unreachable_, true)) {
     if (handlers_.over()) spdlog::info("coordinator at {}: {}; the job is finished", address_, why);
     else spdlog::warn("coordinator at {}: {}; trying again every {} ms", address_, why, kRetry.count());
   }

@@ -1,6 +1,7 @@
-// The connection to the coordinator (or to a relay, which looks the same): made, proved, and made again for as long as
-// its owner lives. Neither being made nor being proved may take longer than the silence: the system itself would try a
-// connection that met a cut link again after ever longer pauses. All in the io_context's thread.
+// This is the connection of a daemon or a relay to the coordinator, or to another relay, which looks the same. It
+// connects, proves the job key, and connects again for as long as its owner lives. Neither connecting nor the proof may
+// take longer than the silence, because the system itself would retry a connection that met a cut link after ever
+// longer pauses. Everything runs in the io_context's thread.
 #pragma once
 
 #include <functional>
@@ -34,7 +35,7 @@ class Upstream {
   ~Upstream();
   void connect();
   void send(const proto::FromNode& message);
-  // A coordinator that is silent is as good as gone: connects anew if it was last heard too long ago.
+  // Connects anew if the coordinator was last heard too long ago, since a silent coordinator is as good as gone.
   void check(TimePoint heard);
   const std::string& address() const { return address_; }
 
@@ -48,7 +49,7 @@ class Upstream {
   const Handlers handlers_;
   asio::steady_timer retry_, deadline_;
   std::shared_ptr<Framed> connection_;
-  bool up_ = false, said_unreachable_ = false;
+  bool up_ = false, logged_unreachable_ = false;
 };
 
 }  // namespace rejoin::daemon

@@ -14,7 +14,7 @@ class Access {
   virtual Result<> read(BytesView from, std::byte* to) = 0;
   virtual Result<> write(std::byte* to, BytesView from) = 0;
   // Of each piece: the digest of base/digest.h. Pieces begin at multiples of 16 bytes.
-  virtual Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> pieces) = 0;
+  virtual Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> ranges) = 0;
 };
 
 }  // namespace rejoin::device

@@ -1,5 +1,5 @@
 // Copies between a device's memory and pinned memory of the host, one after the other: by a stream, or by the works of
-// a reducer, which take no call of the driver ("No driver between hand-over and word" in docs/design-notes.md).
+// a reducer, which take no call of the driver ("No driver between hand-over and flag" in docs/design-notes.md).
 // Thread: one at a time.
 #pragma once
 

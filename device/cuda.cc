@@ -151,10 +151,10 @@ class CudaDevice final : public Device {
     return make_cuda_stream(primary_, static_cast<cuda::StreamHandle>(handle), false);
   }
 
-  Result<> has_stream_words() override {
-    if (attribute(cuda::kAttributeStreamWords) != 0) return {};
+  Result<> has_stream_flags() override {
+    if (attribute(cuda::kAttributeStreamFlags) != 0) return {};
     return fail(ErrorCode::unavailable,
-                "the streams of {} can't wait for words of 64 bits: hand buckets over without a stream, after an event "
+                "the streams of {} can't wait for flags of 64 bits: hand buckets over without a stream, after an event "
                 "of your own",
                 name_);
   }

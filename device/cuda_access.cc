@@ -11,8 +11,8 @@ class CudaAccess final : public PinnedAccess {
  public:
   CudaAccess(Memory pinned, std::unique_ptr<Stream> stream, std::unique_ptr<Digester> digester)
       : PinnedAccess(std::move(pinned), std::move(stream)), digester_(std::move(digester)) {}
-  Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> pieces) override {
-    return digester_->digests(pieces);
+  Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> ranges) override {
+    return digester_->digests(ranges);
   }
 
  private:

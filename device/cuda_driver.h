@@ -27,7 +27,7 @@ constexpr int kAttributeRemoteWriteOrdering = 118;  // CU_DEVICE_ATTRIBUTE_GPU_D
 constexpr int kOrderedForOwner = 100;               // … of which the device needs no flush
 constexpr int kAttributeRemoteWriteFlushes = 117;   // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
 constexpr int kFlushByHost = 1;
-constexpr int kAttributeStreamWords = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+constexpr int kAttributeStreamFlags = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 constexpr int kAttributeComputeMode = 20;   // CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
 constexpr int kExclusiveProcess = 3;
 constexpr int kFlushCurrentContext = 0, kFlushToOwner = 100;

@@ -51,15 +51,15 @@ class CudaStream final : public Stream {
                          "launching a kernel");
   }
 
-  Result<> wait_until(const std::uint64_t* word, std::uint64_t value) override {
+  Result<> wait_until(const std::uint64_t* flag, std::uint64_t value) override {
     Current current(*primary_);
-    return driver_.check(driver_.stream_wait_value(stream_, pointer(word), value, cuda::kWaitGreaterOrEqual),
+    return driver_.check(driver_.stream_wait_value(stream_, pointer(flag), value, cuda::kWaitGreaterOrEqual),
                          "letting a CUDA stream wait");
   }
 
-  Result<> write(std::uint64_t* word, std::uint64_t value) override {
+  Result<> write(std::uint64_t* flag, std::uint64_t value) override {
     Current current(*primary_);
-    return driver_.check(driver_.stream_write_value(stream_, pointer(word), value, 0), "letting a CUDA stream tell");
+    return driver_.check(driver_.stream_write_value(stream_, pointer(flag), value, 0), "letting a CUDA stream tell");
   }
 
   Result<std::uint64_t> mark() override {

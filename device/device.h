@@ -63,12 +63,12 @@ class Stream {
   // Queues a kernel; its arguments are copied. Errors: `unavailable` where there are none: on the host, or in a build
   // without nvcc.
   virtual Result<> launch(Kernel kernel, Grid grid, const void* arguments) = 0;
-  // What is queued from now on waits until *word ≥ value (as signed difference). `word` is in pinned memory, and the
+  // What is queued from now on waits until *flag ≥ value (as signed difference). `flag` is in pinned memory, and the
   // caller sees to it that it gets there.
-  virtual Result<> wait_until(const std::uint64_t* word, std::uint64_t value) = 0;
-  // When the stream has come here, all that was queued before is done and seen by everybody, *word = value. Likewise in
+  virtual Result<> wait_until(const std::uint64_t* flag, std::uint64_t value) = 0;
+  // When the stream has come here, all that was queued before is done and seen by everybody, *flag = value. Likewise in
   // pinned memory.
-  virtual Result<> write(std::uint64_t* word, std::uint64_t value) = 0;
+  virtual Result<> write(std::uint64_t* flag, std::uint64_t value) = 0;
   // A mark behind all that is queued; marks count up from 1.
   virtual Result<std::uint64_t> mark() = 0;
   // The last mark before which everything is done. Errors: `io`: a copy failed; nothing on the device works any more.
@@ -112,8 +112,8 @@ class Device {
   virtual Result<> prepare_kernels() = 0;
   // A stream of somebody else's: a cudaStream_t, which must live as long as this. The host has none.
   virtual Result<std::unique_ptr<Stream>> adopt_stream(void* handle) = 0;
-  // Whether its streams can wait for words and write them. Errors: `unavailable`.
-  virtual Result<> has_stream_words() = 0;
+  // Whether its streams can wait for flags and write them. Errors: `unavailable`.
+  virtual Result<> has_stream_flags() = 0;
   // How a NIC's write into this device's memory, once it was seen to be complete, gets to whoever reads there: by
   // itself; by flush_remote_writes() before a kernel may read it; nobody knows, so that no NIC may write there; or only
   // the process that it belongs to can let one (Transport's register_dma_buf()).

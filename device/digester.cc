@@ -9,7 +9,7 @@
 
 namespace rejoin::device {
 
-using kernels::DigestArguments, kernels::DigestPiece;
+using kernels::DigestArguments, kernels::DigestRange;
 
 namespace {
 
@@ -29,7 +29,7 @@ Result<std::unique_ptr<Digester>> Digester::make(Device& device, Priority priori
   auto stream = device.make_stream(priority);
   if (!stream) return tl::unexpected(stream.error());
   for (auto& batch : digester->batches_) {
-    auto pinned = device.allocate_pinned(kMostItems * sizeof(std::uint64_t) + DigestArguments::kPieces * kDigestBlock);
+    auto pinned = device.allocate_pinned(kMostItems * sizeof(std::uint64_t) + DigestArguments::kRanges * kDigestBlock);
     if (!pinned) return tl::unexpected(pinned.error());
     batch.pinned = std::move(*pinned);
     batch.arguments.keys = reinterpret_cast<std::uint64_t>(keys->bytes.data());
@@ -48,15 +48,15 @@ Result<std::unique_ptr<Digester>> Digester::make(Device& device, Priority priori
 }
 
 // Two batches at a time, each of half of what is left, so that little is to be done when the kernel has ended.
-Result<std::vector<std::uint64_t>> Digester::digests(std::span<const std::span<const std::byte>> pieces) {
+Result<std::vector<std::uint64_t>> Digester::digests(std::span<const std::span<const std::byte>> ranges) {
   std::vector<std::uint64_t> digests;
-  Rest rest{.pieces = pieces};
-  for (const auto& piece : pieces) {
-    const auto at = reinterpret_cast<std::uint64_t>(piece.data());
+  Rest rest{.ranges = ranges};
+  for (const auto& range : ranges) {
+    const auto at = reinterpret_cast<std::uint64_t>(range.data());
     if (at % 16 != 0)
       return fail(ErrorCode::invalid_argument, "GPU memory to digest begins at {:#x}, no multiple of 16", at);
-    rest.items += items_of(piece.size());
-    digests.push_back(digest_of_hashes(piece.size(), {}));
+    rest.items += items_of(range.size());
+    digests.push_back(digest_of_hashes(range.size(), {}));
   }
   std::size_t begun = 0, ended = 0;
   Result<> done;
@@ -77,20 +77,20 @@ Result<> Digester::start(Batch& batch, Rest& rest) {
   auto& arguments = batch.arguments;
   arguments.count = arguments.items = 0;
   const std::size_t most = std::clamp(rest.items / 2 / kDigestRun * kDigestRun, kLeastItems, kMostItems);
-  while (rest.piece < rest.pieces.size() && arguments.count < DigestArguments::kPieces) {
-    const auto left = rest.pieces[rest.piece].subspan(rest.offset);
+  while (rest.range < rest.ranges.size() && arguments.count < DigestArguments::kRanges) {
+    const auto left = rest.ranges[rest.range].subspan(rest.offset);
     std::size_t items = items_of(left.size());
     if (items > most - arguments.items) items = (most - arguments.items) / kDigestRun * kDigestRun;
     if (items == 0 && !left.empty()) break;
     const std::size_t size = std::min(left.size(), items * kDigestBlock);
     if (items > 0) {
-      batch.of[arguments.count] = rest.piece;
-      arguments.pieces[arguments.count++] = {reinterpret_cast<std::uint64_t>(left.data()), size, arguments.items};
+      batch.of[arguments.count] = rest.range;
+      arguments.ranges[arguments.count++] = {reinterpret_cast<std::uint64_t>(left.data()), size, arguments.items};
     }
     arguments.items += items;
     rest.items -= items;
     rest.offset = size < left.size() ? rest.offset + size : 0;
-    if (rest.offset == 0) ++rest.piece;
+    if (rest.offset == 0) ++rest.range;
   }
   constexpr unsigned threads = 256, warps = threads / 32, most_blocks = 2048;
   const Grid grid{static_cast<unsigned>(std::min<std::size_t>((arguments.items + warps - 1) / warps, most_blocks)),
@@ -110,9 +110,9 @@ Result<> Digester::finish(Batch& batch, std::vector<std::uint64_t>& digests) {
   auto* hashes = reinterpret_cast<std::uint64_t*>(batch.pinned.bytes.data());
   const auto* tails = reinterpret_cast<const std::byte*>(hashes + kMostItems);
   for (std::size_t i = 0; i < arguments.count; ++i) {
-    const DigestPiece& piece = arguments.pieces[i];
-    const std::span of_it(hashes + piece.first, piece.items());
-    if (const std::size_t rest = piece.size % kDigestBlock; rest > 0)
+    const DigestRange& range = arguments.ranges[i];
+    const std::span of_it(hashes + range.first, range.items());
+    if (const std::size_t rest = range.size % kDigestBlock; rest > 0)
       of_it.back() = digest_of_block({tails + i * kDigestBlock, rest});
     digests[batch.of[i]] = digest_of_hashes(digests[batch.of[i]], of_it);
   }

@@ -16,20 +16,20 @@ class Digester {
 
   // Several pieces of device memory, each with a digest of its own; waits for them. They begin at multiples of 16 bytes
   // and are written by nobody meanwhile. Errors: of the device; nothing works on it any more.
-  Result<std::vector<std::uint64_t>> digests(std::span<const std::span<const std::byte>> pieces);
+  Result<std::vector<std::uint64_t>> digests(std::span<const std::span<const std::byte>> ranges);
 
  private:
   // What one launch has to do, and where its results come.
   struct Batch {
     kernels::DigestArguments arguments;
-    std::size_t of[kernels::DigestArguments::kPieces] = {};  // the piece that each is, or is a part of
+    std::size_t of[kernels::DigestArguments::kRanges] = {};  // the piece that each is, or is a part of
     Memory pinned;
     std::uint64_t mark = 0;
   };
   // What is still to be given to the kernel.
   struct Rest {
-    std::span<const std::span<const std::byte>> pieces;
-    std::size_t piece = 0, offset = 0, items = 0;
+    std::span<const std::span<const std::byte>> ranges;
+    std::size_t range = 0, offset = 0, items = 0;
   };
   Digester() = default;
   Result<> start(Batch& batch, Rest& rest);

@@ -52,9 +52,9 @@ class HostAccess final : public Access {
     return {};
   }
   Result<> write(std::byte* to, BytesView from) override { return read(from, to); }
-  Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> pieces) override {
+  Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> ranges) override {
     std::vector<std::uint64_t> digests;
-    for (const auto piece : pieces) digests.push_back(digest(piece));
+    for (const auto range : ranges) digests.push_back(digest(range));
     return digests;
   }
 };
@@ -108,7 +108,7 @@ class HostDevice final : public Device {
   Result<std::unique_ptr<Stream>> adopt_stream(void*) override {
     return fail(ErrorCode::invalid_argument, "a CUDA stream given to the host");
   }
-  Result<> has_stream_words() override { return fail(ErrorCode::unavailable, "the host has no streams that wait"); }
+  Result<> has_stream_flags() override { return fail(ErrorCode::unavailable, "the host has no streams that wait"); }
   RemoteWrites remote_writes() const override { return RemoteWrites::ordered; }
   Result<> flush_remote_writes() override { return {}; }
   Result<Exported> export_dma_buf(std::span<std::byte> memory) override {

@@ -13,7 +13,7 @@
 
 namespace rejoin::device {
 
-using remote::Kind, remote::Piece, remote::Reply, remote::Request;
+using remote::Kind, remote::Range, remote::Reply, remote::Request;
 
 namespace {
 // Lines that are ready: while the thread stands in the driver, so many daemons may follow one another.
@@ -121,7 +121,7 @@ void MemoryServer::run() {
     }
     Result<> goes_on;
     while (served && goes_on && !changed()) {
-      auto message = receive_with_fds(served->socket, sizeof(Request) + remote::kMostPieces * sizeof(Piece));
+      auto message = receive_with_fds(served->socket, sizeof(Request) + remote::kMostRanges * sizeof(Range));
       if (!message) {
         goes_on = tl::unexpected(message.error());  // it has ended, or has another line
       } else if (!*message) {
@@ -155,15 +155,15 @@ bool MemoryServer::is_served(std::uint64_t address, std::uint64_t size) const {
 
 Result<> MemoryServer::answer(Served& served, BytesView message) {
   Request request;
-  std::vector<Piece> pieces;
+  std::vector<Range> ranges;
   const auto bad = [](const char* what) { return fail(ErrorCode::corrupt, "it sent a request {}", what); };
   Result<> done;
-  if (!take(message, request) || request.count > remote::kMostPieces || message.size() != request.count * sizeof(Piece))
+  if (!take(message, request) || request.count > remote::kMostRanges || message.size() != request.count * sizeof(Range))
     return bad("that can't be read");
-  pieces.resize(request.count);
-  for (auto& piece : pieces) {
-    (void)take(message, piece);  // of that size, as has been seen
-    if (!is_served(piece.address, piece.size)) return bad("for memory that is not served");
+  ranges.resize(request.count);
+  for (auto& range : ranges) {
+    (void)take(message, range);  // of that size, as has been seen
+    if (!is_served(range.address, range.size)) return bad("for memory that is not served");
   }
   Reply reply{.number = request.number};
   Bytes rest;
@@ -171,12 +171,12 @@ Result<> MemoryServer::answer(Served& served, BytesView message) {
     case Kind::to_host:
     case Kind::to_device: {
       const bool out = request.kind == Kind::to_host;
-      if (pieces.size() != 1 || pieces[0].offset < remote::kHeaderBytes ||
-          !in_range(pieces[0].offset, pieces[0].size, served.shared.size()))
+      if (ranges.size() != 1 || ranges[0].offset < remote::kHeaderBytes ||
+          !in_range(ranges[0].offset, ranges[0].size, served.shared.size()))
         return bad("for a copy outside of the memory for it");
-      auto* device = reinterpret_cast<std::byte*>(pieces[0].address);
-      std::byte* host = served.at(pieces[0].offset);
-      done = copies_->copy(out ? host : device, out ? device : host, pieces[0].size).and_then([&] {
+      auto* device = reinterpret_cast<std::byte*>(ranges[0].address);
+      std::byte* host = served.at(ranges[0].offset);
+      done = copies_->copy(out ? host : device, out ? device : host, ranges[0].size).and_then([&] {
         return copies_->write(&served.header().done, request.number);
       });
       if (done) return {};
@@ -184,7 +184,7 @@ Result<> MemoryServer::answer(Served& served, BytesView message) {
     }
     case Kind::digest: {
       std::vector<BytesView> of;
-      for (const auto& piece : pieces) of.emplace_back(reinterpret_cast<const std::byte*>(piece.address), piece.size);
+      for (const auto& range : ranges) of.emplace_back(reinterpret_cast<const std::byte*>(range.address), range.size);
       const auto digests = access_->digests(of);
       if (digests) {
         reply.count = static_cast<std::uint32_t>(digests->size());

@@ -11,9 +11,9 @@ using kernels::Mailbox, kernels::Relay, kernels::Work;
 
 namespace {
 
-std::uint64_t acquire(std::uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
-void release(std::uint64_t& word, std::uint64_t value) {
-  std::atomic_ref(word).store(value, std::memory_order_release);
+std::uint64_t acquire(std::uint64_t& flag) { return std::atomic_ref(flag).load(std::memory_order_acquire); }
+void release(std::uint64_t& flag, std::uint64_t value) {
+  std::atomic_ref(flag).store(value, std::memory_order_release);
 }
 
 std::uint64_t address(const std::byte* bytes) { return reinterpret_cast<std::uint64_t>(bytes); }
@@ -96,7 +96,7 @@ Result<> Reducer::post_waiting() {
     release(mailbox_->posted, ++posted_);
   }
   // A block that left in the same moment as its work was posted is found by the next done().
-  if (options_.attended || posted_ == done_ || a_kernel_takes_it()) return {};
+  if (options_.external_launcher || posted_ == done_ || a_kernel_takes_it()) return {};
   const std::unique_lock launching(launching_, std::try_to_lock);
   return launching && holds_ == 0 ? launch(options_.patience) : Result<>();
 }
@@ -107,7 +107,7 @@ Result<std::uint64_t> Reducer::done() {
   if (idle()) return done_;
   if (auto posted = post_waiting(); !posted) return tl::unexpected(posted.error());
   constexpr std::uint64_t between_looks = 256;
-  if (options_.attended || ++looks_ % between_looks != 0) return done_;
+  if (options_.external_launcher || ++looks_ % between_looks != 0) return done_;
   const std::unique_lock launching(launching_, std::try_to_lock);
   if (launching && holds_ == 0)
     if (auto looked = look(); !looked) return tl::unexpected(looked.error());
@@ -126,9 +126,9 @@ bool Reducer::a_kernel_takes_it() const {
   return acquire(mailbox_->leave) < now && acquire(mailbox_->left) < now;
 }
 
-bool Reducer::wants_attention() {
+bool Reducer::wants_launch() {
   see_done();
-  const bool wants = options_.attended && posted_ > done_ && !a_kernel_takes_it();
+  const bool wants = options_.external_launcher && posted_ > done_ && !a_kernel_takes_it();
   if (wants) wanted_ = true;
   return wants;
 }
@@ -143,8 +143,8 @@ void Reducer::rest() {
 
 // Numbers of launches only grow, whoever tells them to leave.
 void Reducer::leave(std::uint64_t launch) {
-  std::atomic_ref word(mailbox_->leave);
-  for (std::uint64_t told = word; told < launch && !word.compare_exchange_weak(told, launch);) {
+  std::atomic_ref flag(mailbox_->leave);
+  for (std::uint64_t told = flag; told < launch && !flag.compare_exchange_weak(told, launch);) {
   }
 }
 
@@ -171,7 +171,7 @@ Result<> Reducer::look() {
   const auto idle = kernel_->idle();
   if (idle) return {};
   {
-    const std::lock_guard lock(telling_);
+    const std::lock_guard lock(error_mutex_);
     error_ = idle.error();
   }
   failed_ = true;
@@ -180,7 +180,7 @@ Result<> Reducer::look() {
 
 Result<> Reducer::failure() const {
   if (!failed_) return {};
-  const std::lock_guard lock(telling_);
+  const std::lock_guard lock(error_mutex_);
   return tl::unexpected(*error_);
 }
 
@@ -200,7 +200,7 @@ void Reducer::let_go() {
   if (--holds_ == 0) leave(now);
 }
 
-Result<> Reducer::attend() {
+Result<> Reducer::launch_if_wanted() {
   const std::lock_guard launching(launching_);
   if (holds_ > 0) return {};
   if (auto looked = look(); !looked) return looked;

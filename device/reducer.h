@@ -16,14 +16,14 @@
 namespace rejoin::device {
 
 struct ReducerOptions {
-  // What the trainer's kernels have to go without while gradients are exchanged. Two blocks of 512 are the least that
-  // keep up with a NIC of 400 Gb/s.
+  // The kernel takes this much from the trainer's kernels while gradients are reduced. Two blocks of 512 threads are
+  // the least that keep up with a NIC of 400 Gb/s.
   unsigned blocks = 8, threads = 512;
   // The kernel leaves when nothing has come for so long, and is launched again when something does: whatever becomes of
   // the other members, whoever waits for the whole device waits no longer than this.
   Duration patience = std::chrono::milliseconds(20);
-  // Only hold() and attend() call the driver; else whoever gives work launches the kernel for it.
-  bool attended = false;
+  // Only hold() and launch_if_wanted() call the driver; else whoever gives work launches the kernel for it.
+  bool external_launcher = false;
 };
 
 class Reducer {
@@ -41,12 +41,12 @@ class Reducer {
   Result<std::uint64_t> add(DataType type, std::byte* out, const std::byte* a, const std::byte* b, std::size_t count,
                             std::uint32_t divisor);
   Result<std::uint64_t> copy(std::byte* out, const std::byte* in, std::size_t size);
-  // The last number up to which everything is done.
+  // Returns the last number up to which all works are done.
   Result<std::uint64_t> done();
   bool idle() const { return given_ == done_; }
   // Nothing comes for a while: the kernel leaves when it has done what was given, unless it is held.
   void rest();
-  bool wants_attention();  // no kernel takes what was given, nor is held
+  bool wants_launch();  // no kernel takes what was given, nor is held
 
   // ---- any thread
   // From here until as many let_go() the kernel stays, work or not, and nobody else calls the driver for it. The first
@@ -54,7 +54,7 @@ class Reducer {
   Result<> hold(Stream* behind = nullptr);
   void let_go();  // calls no driver, and waits for nobody who does
   // Launches the kernel if it is wanted and not held, and sees whether it has died; the others tell from then on.
-  Result<> attend();
+  Result<> launch_if_wanted();
 
   std::uint64_t launches() const { return launches_; }  // of the kernel, ever
   Result<bool> resting();                               // no kernel of this is on the device, or about to be
@@ -78,14 +78,14 @@ class Reducer {
   // The giving thread's.
   std::deque<kernels::Work> waiting_;  // for room in the mailbox
   std::uint64_t given_ = 0, posted_ = 0, done_ = 0, tiles_ = 0, looks_ = 0;
-  std::atomic<bool> wanted_{false};  // … and the attending one's
+  std::atomic<bool> wanted_{false};  // … and the launcher's
 
   // Launching. A thread that holds launching_ may be in the driver: whoever may not wait for that takes it never.
   std::mutex launching_;
   std::unique_ptr<Stream> kernel_;
   std::atomic<std::uint64_t> holds_{0}, launches_{0};
   std::atomic<bool> failed_{false};
-  mutable std::mutex telling_;  // guards
+  mutable std::mutex error_mutex_;  // guards
   std::optional<Error> error_;
 };
 

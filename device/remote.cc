@@ -18,7 +18,7 @@ namespace rejoin::device {
 
 namespace {
 
-using remote::Kind, remote::Piece, remote::Reply, remote::Request;
+using remote::Kind, remote::Range, remote::Reply, remote::Request;
 
 // The line to the server. Streams and memory keep it.
 class Client {
@@ -54,9 +54,9 @@ class Client {
     if (here(to) == here(from))
       return fail(ErrorCode::invalid_argument, "a copy that is not between the GPU's memory and pinned memory");
     const std::byte *host = here(to) ? to : from, *device = here(to) ? from : to;
-    const Piece piece{
+    const Range range{
         .address = address_of(device), .offset = static_cast<std::uint64_t>(host - shared_.data()), .size = size};
-    return ask(here(to) ? Kind::to_host : Kind::to_device, {&piece, 1}).map([&] { last_copy_ = last_; });
+    return ask(here(to) ? Kind::to_host : Kind::to_device, {&range, 1}).map([&] { last_copy_ = last_; });
   }
   std::uint64_t last_copy() const { return last_copy_; }
 
@@ -90,11 +90,11 @@ class Client {
 
   Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> of) {
     std::vector<std::uint64_t> all;
-    for (; !of.empty(); of = of.subspan(std::min<std::size_t>(of.size(), remote::kMostPieces))) {
-      std::vector<Piece> pieces;
-      for (const auto bytes : of.first(std::min<std::size_t>(of.size(), remote::kMostPieces)))
-        pieces.push_back({.address = address_of(bytes.data()), .size = bytes.size()});
-      const auto some = ask(Kind::digest, pieces).and_then([&] { return reply(pieces.size()); });
+    for (; !of.empty(); of = of.subspan(std::min<std::size_t>(of.size(), remote::kMostRanges))) {
+      std::vector<Range> ranges;
+      for (const auto bytes : of.first(std::min<std::size_t>(of.size(), remote::kMostRanges)))
+        ranges.push_back({.address = address_of(bytes.data()), .size = bytes.size()});
+      const auto some = ask(Kind::digest, ranges).and_then([&] { return reply(ranges.size()); });
       if (!some) return some;
       all.insert(all.end(), some->begin(), some->end());
     }
@@ -120,10 +120,10 @@ class Client {
     return tl::unexpected(*error_);
   }
 
-  Result<> ask(Kind kind, std::span<const Piece> pieces) {
+  Result<> ask(Kind kind, std::span<const Range> ranges) {
     if (error_) return tl::unexpected(*error_);
-    const Request request{.kind = kind, .count = static_cast<std::uint32_t>(pieces.size()), .number = ++last_};
-    const Bytes message = joined(request, std::as_bytes(pieces));
+    const Request request{.kind = kind, .count = static_cast<std::uint32_t>(ranges.size()), .number = ++last_};
+    const Bytes message = joined(request, std::as_bytes(ranges));
     for (;;) {
       auto sent = send_with_fds(socket_, message, {});
       if (sent) return {};
@@ -155,7 +155,7 @@ class Client {
 
   // The next reply, if there is one; errors are the server's, too.
   Result<std::optional<Bytes>> receive() {
-    auto received = receive_with_fds(socket_, sizeof(Reply) + remote::kMostPieces * sizeof(std::uint64_t) + 4096);
+    auto received = receive_with_fds(socket_, sizeof(Reply) + remote::kMostRanges * sizeof(std::uint64_t) + 4096);
     if (!received) return lose(gone(received.error()));
     if (!*received) return std::optional<Bytes>{};
     BytesView bytes = (*received)->bytes;
@@ -212,8 +212,8 @@ class RemoteAccess final : public PinnedAccess {
  public:
   RemoteAccess(std::shared_ptr<Client> client, Memory pinned)
       : PinnedAccess(std::move(pinned), std::make_unique<RemoteStream>(client)), client_(std::move(client)) {}
-  Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> pieces) override {
-    return client_->digests(pieces);
+  Result<std::vector<std::uint64_t>> digests(std::span<const BytesView> ranges) override {
+    return client_->digests(ranges);
   }
 
  private:
@@ -255,7 +255,7 @@ class Remote final : public RemoteDevice {
   Result<Handle> share(const Allocation&) override { return none(); }
   Result<> prepare_kernels() override { return none(); }
   Result<std::unique_ptr<Stream>> adopt_stream(void*) override { return none(); }
-  Result<> has_stream_words() override { return none(); }
+  Result<> has_stream_flags() override { return none(); }
   Result<Exported> export_dma_buf(std::span<std::byte>) override {
     return fail(ErrorCode::unreachable, "{}: only its trainer can export its memory", address_);
   }

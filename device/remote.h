@@ -29,7 +29,7 @@ class MemoryServer {
   // as the driver likes: nothing here waits for it but the destructor. Errors: of the device.
   static Result<std::unique_ptr<MemoryServer>> make(std::shared_ptr<Device> device,
                                                     std::vector<std::span<std::byte>> memory);
-  ~MemoryServer();  // no stream of the device may wait for a word that only comes later
+  ~MemoryServer();  // no stream of the device may wait for a flag that only comes later
 
   // For the next process to be served; who had one before is served no longer. Any thread; calls no driver. Nothing: it
   // is still being made, or could not be, which the log says: again later.

@@ -16,7 +16,7 @@ struct Header {
 };
 constexpr std::size_t kHeaderBytes = 4096;
 constexpr std::size_t kMemoryBytes = 18 * MiB;  // staging's slots both ways, and what the CPU looks at
-constexpr std::uint32_t kMostPieces = 512;      // of a request
+constexpr std::uint32_t kMostRanges = 512;      // of a request
 
 enum class Kind : std::uint32_t {
   to_host,    // a copy, of one piece: no reply; Header::done tells when it is done
@@ -24,7 +24,7 @@ enum class Kind : std::uint32_t {
   digest,     // of each piece: a reply with the digests
   flush,      // of a NIC's writes: a reply
 };
-struct Piece {
+struct Range {
   std::uint64_t address = 0;  // in the device's memory
   std::uint64_t offset = 0;   // of copies: in the memory that both have mapped
   std::uint64_t size = 0;     // bytes

@@ -60,7 +60,7 @@ Result<pid_t> Job::spawn(const std::string& name, std::vector<std::string> argum
 }
 
 Result<std::string> Job::wait_for_address(pid_t& pid, const std::string& file, const char* key) {
-  const auto said = [this] {
+  const auto outputs = [this] {
     std::string tail;
     for (const auto& line : output_tail()) tail += "\n  " + line;
     return tail;
@@ -70,7 +70,7 @@ Result<std::string> Job::wait_for_address(pid_t& pid, const std::string& file, c
     if (auto on = unless_interrupted(); !on) return tl::unexpected(on.error());
     if (int status = 0; ::waitpid(pid, &status, WNOHANG) == pid) {
       pid = 0;
-      return fail(ErrorCode::unavailable, "a daemon ended before it was up; its output:{}", said());
+      return fail(ErrorCode::unavailable, "a daemon ended before it was up; its output:{}", outputs());
     }
     std::ifstream in(file);
     if (in) {
@@ -79,7 +79,7 @@ Result<std::string> Job::wait_for_address(pid_t& pid, const std::string& file, c
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
-  return fail(ErrorCode::timeout, "a daemon did not come up within 10 s; its output:{}", said());
+  return fail(ErrorCode::timeout, "a daemon did not come up within 10 s; its output:{}", outputs());
 }
 
 Result<> Job::start_coordinator(const std::string& listen) {

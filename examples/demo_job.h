@@ -36,7 +36,7 @@ class Job {
   Job(JobSettings settings, std::string directory) : settings_(std::move(settings)), directory_(std::move(directory)) {}
   ~Job();
 
-  // `more`: arguments of a trainer's first life.
+  // `more`: arguments of a trainer's first instance.
   Result<> start(const std::map<RankName, std::vector<std::string>>& more);
   std::string events_directory() const { return directory_ + "/events"; }
   std::string log_path() const { return directory_ + "/log/decisions.log"; }

@@ -206,7 +206,7 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
   json["catch_ups"] = catch_ups();
   json["step_ms"] = step_times();
 
-  // The last word of each rank: its version and digest when it ended.
+  // The last report of each rank: its version and digest when it ended.
   std::map<std::uint32_t, std::map<std::uint32_t, std::pair<std::uint64_t, std::string>>> digests;
   for (const auto& event : events_)
     if (const auto rank = rank_of(event.who); rank && event.kind == "digest")

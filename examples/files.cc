@@ -65,7 +65,7 @@ Result<> Directory::save(std::uint32_t rank, const Position& position,
   return {};
 }
 
-void Directory::tell(const SessionConfig& config, const Session::Step& step, const std::string& what) const {
+void Directory::append_metric(const SessionConfig& config, const Session::Step& step, const std::string& what) const {
   std::ofstream out(fmt::format("{}/metrics.{}.{}", path_, config.replica, config.rank), std::ios::app);
   out << "step " << step.number();
   for (const auto& range : step.batch()) out << " samples " << range.begin << " " << range.end;

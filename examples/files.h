@@ -25,7 +25,7 @@ class Directory {
   Result<Position> restore(std::uint32_t rank, const std::vector<std::span<std::byte>>& state) const;
   Result<> save(std::uint32_t rank, const Position& position, const std::vector<std::span<std::byte>>& state) const;
   // A line of metrics.
-  void tell(const SessionConfig& config, const Session::Step& step, const std::string& what) const;
+  void append_metric(const SessionConfig& config, const Session::Step& step, const std::string& what) const;
 
  private:
   std::string checkpoint(std::uint32_t rank) const;

@@ -28,7 +28,7 @@ class DemoModel final : public sim::Model {
                           .elementwise = true});
   }
   const std::vector<sim::TensorShape>& tensors() const override { return tensors_; }
-  std::uint64_t keep_budget() const override { return 2 * shape_.parameters() * sizeof(float); }
+  std::uint64_t gradient_log_budget() const override { return 2 * shape_.parameters() * sizeof(float); }
   std::size_t chunk_bytes() const override { return 64 << 10; }
   void initialise(std::uint32_t rank, const Views& weights) const override {
     demo::initialise(shape_, weights, 1000 + rank);

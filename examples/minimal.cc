@@ -40,10 +40,10 @@ rejoin::Result<> train(rejoin::Session& session) {
       gradient[0] = sum / count;
       if (auto reduced = session.all_reduce(*bucket); !reduced) return reduced;
     }
-    // While this replica catches up, a piece is any range of a tensor: only its elements are to be updated.
-    auto committed = session.commit([&](const rejoin::Piece& piece) {
-      const auto g = piece.gradient_as<float>();
-      const auto v = piece.of(velocity), its_weight = piece.of(weight);
+    // While this replica catches up, an update is of any range of a tensor: only its elements are to be updated.
+    auto committed = session.commit([&](const rejoin::Update& update) {
+      const auto g = update.gradient_as<float>();
+      const auto v = update.of(velocity), its_weight = update.of(weight);
       for (std::size_t i = 0; i < g.size(); ++i) {
         v[i] = 0.9f * v[i] + g[i];
         its_weight[i] -= 0.01f * v[i];

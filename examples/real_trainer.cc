@@ -78,21 +78,21 @@ Result<> train(const SessionConfig& config, const std::string& text, const demo:
       loss = demo::forward_backward(shape, weights, gradients, text, positions, [](demo::Tensor) {});
       if (auto reduced = session.all_reduce(*bucket); !reduced) return reduced;
     }
-    auto committed = session.commit([&](const Piece& piece) {
+    auto committed = session.commit([&](const Update& update) {
       const auto part = [&](const Result<std::span<std::byte>>& column) {
-        return piece.of(Session::as<float>(column.value()));
+        return update.of(Session::as<float>(column.value()));
       };
-      std::vector<float> gradient(piece.gradient_as<float>().begin(), piece.gradient_as<float>().end());
-      const float norm = norms.at(piece.step);
+      std::vector<float> gradient(update.gradient_as<float>().begin(), update.gradient_as<float>().end());
+      const float norm = norms.at(update.step);
       if (norm > kLargestNorm)
         for (float& g : gradient) g *= kLargestNorm / norm;
-      const demo::AdamW adamw{.rate = rate_at(piece.step)};
-      adamw.apply(piece.step, part(session.weight(piece.tensor)), part(session.moment(piece.tensor, 0)),
-                  part(session.moment(piece.tensor, 1)), gradient);
+      const demo::AdamW adamw{.rate = rate_at(update.step)};
+      adamw.apply(update.step, part(session.weight(update.tensor)), part(session.moment(update.tensor, 0)),
+                  part(session.moment(update.tensor, 1)), gradient);
     });
     if (!committed) return committed;
-    if (!step.contributes()) continue;  // its state is not whole before it contributes
-    directory.tell(
+    if (!step.contributes()) continue;  // its state is not complete before it contributes
+    directory.append_metric(
         config, step,
         fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", loss, norms.at(step.number()), rate_at(step.number())));
     if (!step.leads() || step.number() % every != 0) continue;
@@ -100,7 +100,8 @@ Result<> train(const SessionConfig& config, const std::string& text, const demo:
     const auto position = session.position();
     if (!position) return tl::unexpected(position.error());
     if (auto saved = directory.save(config.rank, *position, state); !saved) return saved;
-    directory.tell(config, step, fmt::format("evaluated {:.4f}", demo::evaluate(shape, weights, text, held_out)));
+    directory.append_metric(config, step,
+                            fmt::format("evaluated {:.4f}", demo::evaluate(shape, weights, text, held_out)));
   }
   const auto digest = session.state_digest();
   if (!digest) return tl::unexpected(digest.error());

@@ -31,9 +31,9 @@ Result<std::unique_ptr<Tensors>> Tensors::make(Session& session, const std::stri
       views->push_back(Session::as<float>(pinned->bytes));
       made->copies_.push_back(std::move(*pinned));
     }
-  auto piece = (*device)->allocate_pinned(4 * largest);
-  if (!piece) return tl::unexpected(piece.error());
-  made->piece_ = std::move(*piece);
+  auto update = (*device)->allocate_pinned(4 * largest);
+  if (!update) return tl::unexpected(update.error());
+  made->update_room_ = std::move(*update);
   return made;
 }
 
@@ -79,31 +79,31 @@ Result<> Tensors::read_behind_buckets() {
   return done ? stream_->synchronize() : done;
 }
 
-Result<> Tensors::commit(const std::function<void(const Piece&, const Views&)>& update) {
-  const auto columns = [&](const Piece& piece) {
+Result<> Tensors::commit(const std::function<void(const Update&, const Views&)>& apply) {
+  const auto columns = [&](const Update& update) {
     Views views;
-    for (auto column : session_has_[piece.tensor.index].state) views.push_back(piece.of(Session::as<float>(column)));
+    for (auto column : session_has_[update.tensor.index].state) views.push_back(update.of(Session::as<float>(column)));
     return views;
   };
-  if (!stream_) return session_.commit([&](const Piece& piece) { update(piece, columns(piece)); });
+  if (!stream_) return session_.commit([&](const Update& update) { apply(update, columns(update)); });
   Result<> done;
   auto committed = session_.commit(
-      [&](const Piece& piece) {
+      [&](const Update& update) {
         if (!done) return;
-        const std::size_t size = piece.gradient.size();
-        const auto room = [&](std::size_t i) { return piece_.bytes.subspan(i * size, size); };
-        const Views there = columns(piece);
+        const std::size_t size = update.gradient.size();
+        const auto room = [&](std::size_t i) { return update_room_.bytes.subspan(i * size, size); };
+        const Views there = columns(update);
         Views here;
-        done = copy(room(3), piece.gradient);
+        done = copy(room(3), update.gradient);
         for (std::size_t i = 0; i < there.size() && done; ++i) {
           here.push_back(Session::as<float>(room(i)));
           done = copy(room(i), std::as_bytes(there[i]));
         }
         if (done) done = stream_->synchronize();
         if (!done) return;
-        Piece of_host = piece;
+        Update of_host = update;
         of_host.gradient = room(3);
-        update(of_host, here);
+        apply(of_host, here);
         for (std::size_t i = 0; i < there.size() && done; ++i)
           done = copy(std::as_writable_bytes(there[i]), std::as_bytes(here[i]));
         if (done) done = stream_->synchronize();  // the room is needed again

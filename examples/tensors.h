@@ -24,7 +24,7 @@ class Tensors {
   Result<> all_reduce(BucketId bucket, const std::vector<TensorId>& of_it);  // their gradients are ready
   // As a framework reads a loss (.item()): four bytes to pageable memory, behind all that is queued, buckets included.
   Result<> read_behind_buckets();
-  Result<> commit(const std::function<void(const Piece&, const Views&)>& update);  // weight, moments: of the piece
+  Result<> commit(const std::function<void(const Update&, const Views&)>& apply);  // weight, moments: of the update
 
  private:
   explicit Tensors(Session& session) : session_(session) {}
@@ -42,7 +42,7 @@ class Tensors {
   // Of a GPU.
   std::unique_ptr<device::Stream> stream_;
   std::vector<device::Memory> copies_;  // pinned: weights, then gradients
-  device::Memory piece_;                // gradient, weight and moments of one piece
+  device::Memory update_room_;          // gradient, weight and moments of one update
 };
 
 }  // namespace rejoin::demo

@@ -102,7 +102,7 @@ int train(const Settings& s) {
   if (auto put = tensors.put_weights(); !put) return fail_with(put.error());
   if (auto joined = session.join(); !joined) return fail_with(joined.error());
 
-  const auto tell_digest = [&]() -> Result<> {
+  const auto emit_digest = [&]() -> Result<> {
     const auto version = session.version();
     if (!version) return {};  // it is still catching up
     const auto digest = session.state_digest();
@@ -139,9 +139,9 @@ int train(const Settings& s) {
       if (!reduced) return fail_with(reduced.error());
       if (auto read = tensors.read_behind_buckets(); !read) return fail_with(read.error());
     }
-    auto committed = tensors.commit([&](const Piece& piece, const demo::Views& of) {
-      adamw.apply(piece.step, of[0], of[1], of[2], piece.gradient_as<float>());
-      if (s.drift_from > 0 && piece.step >= s.drift_from && piece.tensor.index == demo::hidden_weight)
+    auto committed = tensors.commit([&](const Update& update, const demo::Views& of) {
+      adamw.apply(update.step, of[0], of[1], of[2], update.gradient_as<float>());
+      if (s.drift_from > 0 && update.step >= s.drift_from && update.tensor.index == demo::hidden_weight)
         of[0].front() += 1e-6f;
     });
     if (!committed) return fail_with(committed.error());
@@ -150,9 +150,9 @@ int train(const Settings& s) {
         "progress",
         {{"step", step.number()}, {"loss", step.contributes() ? loss : -1.0}, {"contributes", step.contributes()}});
     if (s.digest_every > 0 && step.number() % s.digest_every == 0 && step.contributes())
-      if (auto told = tell_digest(); !told) return fail_with(told.error());
+      if (auto told = emit_digest(); !told) return fail_with(told.error());
   }
-  if (auto told = tell_digest(); !told) return fail_with(told.error());
+  if (auto told = emit_digest(); !told) return fail_with(told.error());
   return leave_with(session, std::nullopt);
 }
 

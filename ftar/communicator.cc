@@ -132,19 +132,19 @@ std::uint64_t Communicator::plan_hash() const {
 
 // ---- epochs
 
-void Communicator::enter(Epoch epoch, std::vector<Place> ring) {
+void Communicator::enter(Epoch epoch, std::vector<RingMember> ring) {
   REJOIN_CHECK(epoch > epoch_, "epoch {} after {}", epoch.value, epoch_.value);
   epoch_ = epoch;
   clean_ = announced_ = false;
   const auto before = std::exchange(ring_, std::move(ring));
-  for (const auto& place : before)
-    if (std::none_of(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == place.member; }))
-      forget(place.member);
+  for (const auto& one : before)
+    if (std::none_of(ring_.begin(), ring_.end(), [&](const RingMember& p) { return p.member == one.member; }))
+      forget(one.member);
   // Contributors first, each kind in the order given.
-  std::stable_partition(ring_.begin(), ring_.end(), [](const Place& p) { return p.role == Role::contributor; });
+  std::stable_partition(ring_.begin(), ring_.end(), [](const RingMember& p) { return p.role == Role::contributor; });
   contributors_ = static_cast<std::uint32_t>(
-      std::count_if(ring_.begin(), ring_.end(), [](const Place& p) { return p.role == Role::contributor; }));
-  const auto self = std::find_if(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == self_; });
+      std::count_if(ring_.begin(), ring_.end(), [](const RingMember& p) { return p.role == Role::contributor; }));
+  const auto self = std::find_if(ring_.begin(), ring_.end(), [&](const RingMember& p) { return p.member == self_; });
   REJOIN_CHECK(self != ring_.end() && contributors_ > 0, "the ring of epoch {} lacks this member or contributors",
                epoch.value);
   position_ = static_cast<std::uint32_t>(self - ring_.begin());
@@ -299,13 +299,13 @@ std::vector<Wait> Communicator::waits(TimePoint now) const {
   std::vector<Wait> waits;
   const Duration since = now - last_progress_;
   if (epoch_ != Epoch{} && !clean_) {
-    for (const auto& place : ring_) {
-      if (place.member == self_) continue;
-      auto found = peers_.find(place.member);
+    for (const auto& one : ring_) {
+      if (one.member == self_) continue;
+      auto found = peers_.find(one.member);
       const bool up = found != peers_.end() && found->second->up;
       if (up && found->second->flushed == epoch_) continue;
       waits.push_back(
-          {.on = place.member,
+          {.on = one.member,
            .what = up ? fmt::format("its flush of epoch {}", epoch_.value) : std::string("a connection with it"),
            .since = since});
     }

@@ -36,7 +36,7 @@ struct Member {
 
 enum class Role : std::uint8_t { contributor, catching_up };
 
-struct Place {
+struct RingMember {
   Member member;
   Role role = Role::contributor;
 };
@@ -140,7 +140,7 @@ class Communicator {
   // Begins an epoch: `ring` in the order agreed by all, with this member in it. Operations under way are dropped;
   // the owner starts them again. Who was in the ring before and is not in this one may go on writing, if it has not
   // heard of this epoch: it is forgotten. Epochs only grow.
-  void enter(Epoch epoch, std::vector<Place> ring);
+  void enter(Epoch epoch, std::vector<RingMember> ring);
   Epoch epoch() const { return epoch_; }
 
   // Whether the all-reduces that are started from now on digest their results, for results_digest(): of every chunk
@@ -161,8 +161,8 @@ class Communicator {
   bool working() const;  // this member's GPU adds up: what poll() waits for wakes nobody, so don't sleep
 
   std::vector<Wait> waits(TimePoint now) const;
-  // This process was away for so long, until now: what it did not see in that time was not missing.
-  void forgive(Duration away, TimePoint now) { last_progress_ = std::min(now, last_progress_ + away); }
+  // This process was paused for so long, until now: what it did not see in that time was not missing.
+  void forgive(Duration pause, TimePoint now) { last_progress_ = std::min(now, last_progress_ + pause); }
   Stats stats() const;
 
  private:
@@ -198,7 +198,7 @@ class Communicator {
   void damage_if_due(Step step, std::span<std::byte> arrived);
   bool direct(const Bucket& bucket) const;
   Shape shape_of(const Bucket& bucket) const;
-  std::vector<BytesView> pieces_of(const Bucket& bucket) const;
+  std::vector<BytesView> ranges_of(const Bucket& bucket) const;
   // Of another member; nothing: it is not here yet.
   BytesView direct_input(std::uint32_t bucket, Step step, std::uint32_t contributor) const;
 
@@ -222,7 +222,7 @@ class Communicator {
   Epoch epoch_;
   bool clean_ = false;      // this epoch's flush is complete
   bool announced_ = false;  // our own `flushed` is out
-  std::vector<Place> ring_;
+  std::vector<RingMember> ring_;
   std::vector<Peer*> ring_peers_;  // same order; null for this member
   std::uint32_t position_ = 0, contributors_ = 0;
 

@@ -113,7 +113,7 @@ void Communicator::remove(Peer& peer) {
     if (place == &peer) place = nullptr;
   const auto owned = peers_.extract(peer.member);
   // Its writes in flight are void with the endpoint; what ran with it waits for the next epoch.
-  if (std::any_of(ring_.begin(), ring_.end(), [&](const Place& p) { return p.member == owned.key(); })) {
+  if (std::any_of(ring_.begin(), ring_.end(), [&](const RingMember& p) { return p.member == owned.key(); })) {
     clean_ = false;
     for (auto& bucket : buckets_) bucket.running.reset();
   }

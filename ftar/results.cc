@@ -34,29 +34,29 @@ void Communicator::damage_if_due(Step step, std::span<std::byte> arrived) {
 }
 
 // As digests of them are combined.
-std::vector<BytesView> Communicator::pieces_of(const Bucket& bucket) const {
+std::vector<BytesView> Communicator::ranges_of(const Bucket& bucket) const {
   const BytesView all = bucket.spec.output;
   if (direct(bucket)) return {all};
   const Schedule schedule(shape_of(bucket));
-  std::vector<BytesView> pieces;
+  std::vector<BytesView> ranges;
   for (std::uint32_t chunk = 0; chunk < schedule.segments() * schedule.stride(); ++chunk)
     if (schedule.valid(chunk))
-      pieces.push_back(all.subspan(schedule.chunk(chunk).offset, schedule.chunk(chunk).length));
-  return pieces;
+      ranges.push_back(all.subspan(schedule.chunk(chunk).offset, schedule.chunk(chunk).length));
+  return ranges;
 }
 
 Result<std::uint64_t> Communicator::results_digest() {
   // What has no digest yet is on a device: one launch for all of it.
-  std::vector<BytesView> pieces;
+  std::vector<BytesView> ranges;
   std::vector<std::size_t> counts;
   for (const auto& bucket : buckets_) {
     counts.push_back(0);
     if (bucket.digest) continue;
-    const auto its = pieces_of(bucket);
+    const auto its = ranges_of(bucket);
     counts.back() = its.size();
-    pieces.insert(pieces.end(), its.begin(), its.end());
+    ranges.insert(ranges.end(), its.begin(), its.end());
   }
-  const auto digests = pieces.empty() ? Result<std::vector<std::uint64_t>>() : access_->digests(pieces);
+  const auto digests = ranges.empty() ? Result<std::vector<std::uint64_t>>() : access_->digests(ranges);
   if (!digests) return tl::unexpected(digests.error());
   auto next = digests->begin();
   std::uint64_t all = 0;
@@ -83,19 +83,19 @@ Result<std::vector<std::vector<Segment>>> Communicator::inspect_results() {
       continue;
     }
     const Schedule schedule(shape_of(bucket));
-    std::vector<BytesView> pieces;
+    std::vector<BytesView> ranges;
     for (std::uint32_t s = 0; s < n; ++s) {
       const Range range = schedule.segment(s);
       const bool from_left = schedule.all_gather_receives(p, s, Schedule::Direction::right);
       const std::uint32_t from = p == s ? p : from_left ? (p + members - 1) % members : (p + 1) % members;
-      pieces.push_back(BytesView(bucket.spec.output).subspan(range.offset, range.length));
+      ranges.push_back(BytesView(bucket.spec.output).subspan(range.offset, range.length));
       segments.push_back({0, ring_[from].member.replica});
     }
     if (whole) {
-      pieces = pieces_of(bucket);
+      ranges = ranges_of(bucket);
       segments.assign(1, {0, self_.replica});
     }
-    const auto digests = access_->digests(pieces);
+    const auto digests = access_->digests(ranges);
     if (!digests) return tl::unexpected(digests.error());
     for (std::size_t i = 0; i < digests->size(); ++i) {
       Segment& segment = segments[whole ? 0 : i];

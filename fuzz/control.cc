@@ -68,7 +68,7 @@ void hear(Rank& rank, const proto::Plan& plan) {
   const auto after = std::pair(rank.epoch(), rank.committed());
   must(after >= before || before.first == Epoch{});
   must(meaning == Rank::Meaning::nothing || after != before || before.first == Epoch{});
-  must(meaning != Rank::Meaning::fenced || !rank.member());
+  must(meaning != Rank::Meaning::evicted || !rank.member());
   must(rank.member() || rank.batch().empty());
 }
 
@@ -94,7 +94,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     size -= 2 + length;
     const auto read = [&](auto& message) { return message.ParseFromArray(bytes, static_cast<int>(length)); };
     proto::FromNode report;
-    proto::ToNode word;
+    proto::ToNode message;
     switch (to % 8) {
       case 0:
       case 1:
@@ -115,11 +115,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         (void)(*coordinator).waiting_for(now);
         break;
       case 5:
-        if (!read(word)) break;
-        (void)node.on_coordinator_message(word, now);
-        (void)relay.on_coordinator_message(word, now);
-        if (word.has_plan()) hear(rank, word.plan());
-        if (word.has_registered()) rank.on_registered(Incarnation(word.registered().incarnation()));
+        if (!read(message)) break;
+        (void)node.on_coordinator_message(message, now);
+        (void)relay.on_coordinator_message(message, now);
+        if (message.has_plan()) hear(rank, message.plan());
+        if (message.has_registered()) rank.on_registered(Incarnation(message.registered().incarnation()));
         (void)rank.batch();
         break;
       case 6:

@@ -64,7 +64,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         case 0: (void)peer->send(at_peer, input.take(input.next())); break;
         case 1: {  // a grant that is nearly right
           Bytes message = joined(number++, bytes_of(std::uint64_t{1}));
-          nccl::Grant::Place place{.region = peer->remote(from), .size = 128, .tag = input.next() % 4};
+          nccl::Grant::Buffer place{.region = peer->remote(from), .size = 128, .tag = input.next() % 4};
           const auto bytes = bytes_of(place);
           message.insert(message.end(), bytes.begin(), bytes.end());
           input.scribble(message.data(), message.size());
@@ -75,7 +75,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
           std::uint64_t notification = 0;
           input.scribble(&notification, sizeof notification);
           if (granted.empty()) break;
-          const auto& place = granted[input.next() % granted.size()].places[0];
+          const auto& place = granted[input.next() % granted.size()].buffers[0];
           const transport::Write write{.context = 1,
                                        .local = {from, 0},
                                        .remote = {place.region, place.offset},

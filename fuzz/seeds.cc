@@ -3,9 +3,9 @@
 #include <fstream>
 #include <iostream>
 
+#include "local/owner.h"
 #include "membership/log.h"
 #include "membership/rank_set.h"
-#include "shm/owner.h"
 #include "stream.pb.h"
 
 namespace {
@@ -40,7 +40,7 @@ std::string conversation() {
       proto::FromNode up;
       up.mutable_rank_up()->set_replica(replica);
       up.mutable_rank_up()->set_rank(rank);
-      up.mutable_rank_up()->set_life(replica * 2 + rank + 1);
+      up.mutable_rank_up()->set_instance(replica * 2 + rank + 1);
       up.mutable_rank_up()->set_plan_hash(7);
       bytes += framed(up, 0) + framed(up, 6);
     }
@@ -49,22 +49,22 @@ std::string conversation() {
       proto::FromNode links;
       links.mutable_links()->set_replica(replica);
       links.mutable_links()->set_rank(rank);
-      links.mutable_links()->set_life(replica * 2 + rank + 1);
+      links.mutable_links()->set_instance(replica * 2 + rank + 1);
       links.mutable_links()->add_incarnations(2 - replica);
-      proto::FromNode standing;
-      standing.mutable_standing()->set_replica(replica);
-      standing.mutable_standing()->set_incarnation(replica + 1);
-      standing.mutable_standing()->add_links(2 - replica);
-      membership::RankSet(rank).to(standing.mutable_standing()->mutable_ranks());
-      bytes += framed(links, 6) + framed(standing, 0);
+      proto::FromNode status;
+      status.mutable_replica_status()->set_replica(replica);
+      status.mutable_replica_status()->set_incarnation(replica + 1);
+      status.mutable_replica_status()->add_links(2 - replica);
+      membership::RankSet(rank).to(status.mutable_replica_status()->mutable_ranks());
+      bytes += framed(links, 6) + framed(status, 0);
     }
   for (std::uint32_t replica : {0, 1}) {
     proto::FromNode done;
-    done.mutable_exchanged()->set_replica(replica);
-    done.mutable_exchanged()->set_epoch(1);
-    done.mutable_exchanged()->set_step(1);
-    done.mutable_exchanged()->set_incarnation(replica + 1);
-    for (std::uint32_t rank : {0, 1}) membership::RankSet(rank).to(done.mutable_exchanged()->mutable_ranks());
+    done.mutable_reduced()->set_replica(replica);
+    done.mutable_reduced()->set_epoch(1);
+    done.mutable_reduced()->set_step(1);
+    done.mutable_reduced()->set_incarnation(replica + 1);
+    for (std::uint32_t rank : {0, 1}) membership::RankSet(rank).to(done.mutable_reduced()->mutable_ranks());
     bytes += framed(done, 0) + framed(done, 6);
   }
   proto::FromNode accusation;
@@ -78,7 +78,7 @@ std::string conversation() {
   *plan.mutable_plan()->add_members() = member(0, 1, false);
   *plan.mutable_plan()->add_members() = member(1, 2, true);
   proto::ToNode registered;
-  registered.mutable_registered()->set_life(1);
+  registered.mutable_registered()->set_instance(1);
   registered.mutable_registered()->set_incarnation(1);
   return bytes + framed(registered, 5) + framed(plan, 5) + framed(plan, 4);
 }
@@ -104,26 +104,28 @@ std::vector<proto::LogRecord> records() {
 
 // To a source as a joiner, and to a joiner as a source.
 std::string stream() {
-  const auto say = [](int what, const auto& message) {
+  const auto framed_message = [](int what, const auto& message) {
     const std::string bytes = message.SerializeAsString();
     return std::string{static_cast<char>(what), static_cast<char>(bytes.size())} + bytes;
   };
-  proto::Stream fetch, prove, sent, proof;
-  for (std::uint32_t slice : {0, 1}) fetch.mutable_fetch()->add_slices(slice), prove.mutable_prove()->add_slices(slice);
+  proto::Stream fetch, verify, sent, reply;
+  for (std::uint32_t slice : {0, 1})
+    fetch.mutable_fetch()->add_slices(slice), verify.mutable_verify()->add_slices(slice);
   auto& region = *fetch.mutable_fetch()->add_regions();
   region.set_key(1);
   region.set_length(100000);
   for (std::uint64_t offset : {0, 20032, 40064})  // two columns of slice 0, one of slice 1
     fetch.mutable_fetch()->add_places(0), fetch.mutable_fetch()->add_offsets(offset);
-  prove.mutable_prove()->set_request(1);
+  verify.mutable_verify()->set_request(1);
   sent.mutable_sent()->set_slice(0);
   sent.mutable_sent()->set_version(1);
   for (std::uint64_t digest : {1, 2}) sent.mutable_sent()->add_digests(digest), sent.mutable_sent()->add_coded(20);
-  proof.mutable_proof()->set_request(1);
-  proof.mutable_proof()->add_digests(3);
+  reply.mutable_verify_reply()->set_request(1);
+  reply.mutable_verify_reply()->add_digests(3);
   const std::string nothing("\7\0", 2), write("\6\5\1\0\0\0\0", 7);
-  return std::string("\4\0", 2) + nothing + say(0, fetch) + nothing + say(0, prove) + nothing +
-         std::string("\15\0", 2) + nothing + nothing + say(8, sent) + write + say(8, proof) + nothing;
+  return std::string("\4\0", 2) + nothing + framed_message(0, fetch) + nothing + framed_message(0, verify) + nothing +
+         std::string("\15\0", 2) + nothing + nothing + framed_message(8, sent) + write + framed_message(8, reply) +
+         nothing;
 }
 
 }  // namespace
@@ -131,9 +133,9 @@ std::string stream() {
 int main(int argc, char** argv) {
   if (argc != 2) return std::cerr << "usage: fuzz_seeds DIRECTORY\n", 2;
   const std::filesystem::path to = argv[1];
-  auto manifest = shm::Manifest::make({{.name = "w", .count = 1000, .columns = 3},
-                                       {.name = "b", .type = DataType::bfloat16, .count = 17, .elementwise = false}});
-  const auto offer = shm::Owner::make(*manifest).and_then([](const auto& owner) { return owner.offer(); });
+  auto manifest = local::Manifest::make({{.name = "w", .count = 1000, .columns = 3},
+                                         {.name = "b", .type = DataType::bfloat16, .count = 17, .elementwise = false}});
+  const auto offer = local::Owner::make(*manifest).and_then([](const auto& owner) { return owner.offer(); });
   const auto described = offer ? sealed_size(offer->front()) : tl::unexpected(offer.error());
   const auto description = described ? Mapping::of(offer->front(), *described) : tl::unexpected(described.error());
   if (!description) return std::cerr << description.error().message << '\n', 1;

@@ -1,6 +1,6 @@
 #include "base/log.h"
 #include "catchup/service.h"
-#include "shm/owner.h"
+#include "local/owner.h"
 #include "stream.pb.h"
 #include "transport/sim/fabric.h"
 
@@ -10,10 +10,10 @@ using namespace rejoin;
 
 constexpr std::uint64_t kSecret = 77;
 
-shm::Owner make_owner() {
-  auto owner = shm::Owner::make(shm::Manifest::make({{.name = "a", .count = 5000, .columns = 2},
-                                                     {.name = "b", .count = 700, .elementwise = false}})
-                                    .value());
+local::Owner make_owner() {
+  auto owner = local::Owner::make(local::Manifest::make({{.name = "a", .count = 5000, .columns = 2},
+                                                         {.name = "b", .count = 700, .elementwise = false}})
+                                      .value());
   return std::move(owner.value());
 }
 
@@ -24,7 +24,7 @@ shm::Owner make_owner() {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using transport::EventKind;
   spdlog::set_level(spdlog::level::off);
-  static shm::Owner served = make_owner(), joining = make_owner();
+  static local::Owner served = make_owner(), joining = make_owner();
   VirtualClock clock;
   clock.set(TimePoint(std::chrono::seconds(1)));
   transport::sim::Fabric fabric({.max_delay = std::chrono::microseconds(2)}, clock);
@@ -35,8 +35,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   {
     catchup::Service service(*engine, kSecret, {.compression = catchup::Compression::always}, clock);
     const catchup::RankKey source{ReplicaId(0), RankId(0)}, joiner{ReplicaId(1), RankId(0)};
-    if (!service.add_rank(source, 1, shm::View::of(served).value()) ||
-        !service.add_rank(joiner, 2, shm::View::of(joining).value()))
+    if (!service.add_rank(source, 1, local::View::of(served).value()) ||
+        !service.add_rank(joiner, 2, local::View::of(joining).value()))
       return 0;
     service.serve(source, Incarnation(1));
     std::vector<transport::EndpointId> endpoints;

@@ -61,8 +61,8 @@ def page(found, directory, card):
                                lambda one: [("", row["BW_average"] / 1024) for row in one["results"]], "GiB/s"))
     out.append(beside_the_host(found, "allreduce-", "All-reduce", "Milliseconds, with two ranks on this card.",
                                lambda one: [(f", {size(row['bytes'])}", row["seconds"] * 1e3) for row in one["rows"]], "ms"))
-    out.append(beside_the_host(found, "catchup-", "Catch-up", "The stream, all of it proven; medians.",
-                               lambda one: [("", sorted(run["proven_gbps"] for run in one["runs"])[len(one["runs"]) // 2])],
+    out.append(beside_the_host(found, "catchup-", "Catch-up", "The stream, all of it verified; medians.",
+                               lambda one: [("", sorted(run["verified_gbps"] for run in one["runs"])[len(one["runs"]) // 2])],
                                "GB/s"))
     if "trainer_time_ratio" in served:
         out.append("<h2>A daemon beside a trainer that fills the card</h2>" + table(

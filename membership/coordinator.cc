@@ -26,8 +26,8 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     case proto::FromNode::kHello: break;  // the shell has checked it
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
     case proto::FromNode::kRankDown: on_rank_down(message.rank_down(), now); break;
-    case proto::FromNode::kExchanged: on_exchanged(message.exchanged(), now); break;
-    case proto::FromNode::kStanding: on_standing(message.standing(), now); break;
+    case proto::FromNode::kReduced: on_reduced(message.reduced(), now); break;
+    case proto::FromNode::kReplicaStatus: on_replica_status(message.replica_status(), now); break;
     case proto::FromNode::kAccusation: on_accusation(message.accusation(), now); break;
     case proto::FromNode::kDetails: audit_.on_details(message.details()); break;
     case proto::FromNode::kDrift: audit_.on_drift(message.drift()); break;
@@ -68,9 +68,9 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
 
 Actions Coordinator::on_tick(TimePoint now) {
   now_ = now;
-  if (const Duration away = attendance_.on_tick(now); away > Duration{}) suspect_itself(away, now);
+  if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) suspect_itself(pause, now);
   if (finished()) settle_claims(now);
-  if (attendance_.settling(now) || finished() || outdated_) return take();
+  if (pause_detector_.settling(now) || finished() || outdated_) return take();
   lose_silent_nodes(now);
   if (recovering_until_) settle_recovery(now);
   if (!recovering_until_) settle_absent(now);
@@ -84,15 +84,15 @@ Actions Coordinator::on_tick(TimePoint now) {
 
 void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   if (auto stranger = strangers_.find({down.replica(), down.rank()});
-      stranger != strangers_.end() && stranger->second.life == down.life()) {
+      stranger != strangers_.end() && stranger->second.instance == down.instance()) {
     if (!down.ended()) return void(stranger->second.lost_at = now);
     strangers_.erase(stranger);
     return try_start(now);
   }
   std::erase_if(claims_, [&](const Claim& claim) { return same_process(claim.up, down); });
   std::erase_if(misfits_, [&](const Differing& one) { return same_process(one.up, down); });
-  RankState* rank = rank_of(down.replica(), down.rank(), down.life());
-  if (rank == nullptr) return;  // of a life that is over already
+  RankState* rank = rank_of(down.replica(), down.rank(), down.instance());
+  if (rank == nullptr) return;  // of an instance that is over already
   if (down.ended()) {
     remove(ReplicaId(down.replica()),
            fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", down.reason()), now);
@@ -101,38 +101,38 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   note("replica {} rank {}: {}", down.replica(), down.rank(), down.reason());
   rank->connected_node = false;
   rank->lost_at = now - config_.silence;
-  if (!finished() && !recovering_until_ && !attendance_.settling(now)) settle_absent(now);
+  if (!finished() && !recovering_until_ && !pause_detector_.settling(now)) settle_absent(now);
 }
 
-void Coordinator::on_exchanged(const proto::Exchanged& exchanged, TimePoint now) {
-  MemberState* m = member(ReplicaId(exchanged.replica()));
-  if (m == nullptr || m->incarnation.value != exchanged.incarnation() || exchanged.epoch() != epoch_.value ||
-      exchanged.step() != committed_.value + 1)
+void Coordinator::on_reduced(const proto::Reduced& reduced, TimePoint now) {
+  MemberState* m = member(ReplicaId(reduced.replica()));
+  if (m == nullptr || m->incarnation.value != reduced.incarnation() || reduced.epoch() != epoch_.value ||
+      reduced.step() != committed_.value + 1)
     return;  // stale
-  m->exchanged.add(RankSet(exchanged.ranks(), config_.ranks));
-  audit_.on_exchanged(m->replica, exchanged);
+  m->reduced.add(RankSet(reduced.ranks(), config_.ranks));
+  audit_.on_reduced(m->replica, reduced);
   try_commit(now);
 }
 
 // That a replica has caught up is acted on at the next step boundary, or when nobody else is left.
-void Coordinator::on_standing(const proto::Standing& standing, TimePoint now) {
-  auto found = replicas_.find(ReplicaId(standing.replica()));
-  if (found == replicas_.end() || found->second.incarnation.value != standing.incarnation()) return;
-  Standing current{.ranks = RankSet(standing.ranks(), config_.ranks),
-                   .links = {standing.links().begin(), standing.links().end()},
-                   .unreached = {standing.unreached().begin(), standing.unreached().end()}};
+void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoint now) {
+  auto found = replicas_.find(ReplicaId(status.replica()));
+  if (found == replicas_.end() || found->second.incarnation.value != status.incarnation()) return;
+  ReplicaStatus current{.ranks = RankSet(status.ranks(), config_.ranks),
+                        .links = {status.links().begin(), status.links().end()},
+                        .unreached = {status.unreached().begin(), status.unreached().end()}};
   std::sort(current.links.begin(), current.links.end());
-  auto& standings = found->second.standings;
-  for (auto& before : standings) before.ranks.remove(current.ranks);
-  std::erase_if(standings, [](const Standing& before) { return before.ranks.empty(); });
-  if (standing.caught_up()) found->second.caught_up.add(current.ranks);
-  if (MemberState* m = member(found->first); m != nullptr && m->catching_up && !m->whole && caught_up(*m)) {
-    m->whole = true;
+  auto& statuses = found->second.statuses;
+  for (auto& before : statuses) before.ranks.remove(current.ranks);
+  std::erase_if(statuses, [](const ReplicaStatus& before) { return before.ranks.empty(); });
+  if (status.caught_up()) found->second.caught_up.add(current.ranks);
+  if (MemberState* m = member(found->first); m != nullptr && m->catching_up && !m->complete && caught_up(*m)) {
+    m->complete = true;
     actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
   }
-  if (!current.ranks.empty()) standings.push_back(std::move(current));
+  if (!current.ranks.empty()) statuses.push_back(std::move(current));
   if (member(found->first) == nullptr)
-    for (auto& line : unreached_lines(found->first, found->second)) say_once(std::move(line));
+    for (auto& line : unreached_lines(found->first, found->second)) note_once(std::move(line));
   try_start(now);
 }
 
@@ -157,7 +157,7 @@ void Coordinator::on_accusation(const proto::Accusation& accusation, TimePoint n
 void Coordinator::try_commit(TimePoint now) {
   if (members_.empty() || finished() || stopped_) return;
   for (const auto& m : members_)
-    if (m.exchanged.size() < config_.ranks) return;
+    if (m.reduced.size() < config_.ranks) return;
   if (!has_contributors()) return;
   if (!differences_settled(now)) return;
   const Step step(committed_.value + 1);
@@ -176,10 +176,10 @@ void Coordinator::try_commit(TimePoint now) {
   audit_.on_committed(now);
   under_way_since_ = now;
   excused_ = std::ranges::any_of(accusations_, [](const auto& one) { return one.second.excused.has_value(); });
-  for (auto& m : members_) m.exchanged.clear();
+  for (auto& m : members_) m.reduced.clear();
   accusations_.clear();
   mended_.clear();
-  said_.clear();
+  noted_.clear();
   plan_step();  // before newcomers get theirs: replay() can't tell them apart
   if (change_members_at_boundary()) {
     begin_epoch("members changed");
@@ -202,7 +202,7 @@ bool Coordinator::change_members_at_boundary() {
     }
   }
   for (const auto& [id, replica] : replicas_) {
-    if (member(id) != nullptr || !whole(replica) || !linked(replica, present)) continue;
+    if (member(id) != nullptr || !fully_registered(replica) || !linked(replica, present)) continue;
     if (first_ && (replica.mixed || !fits(*replica.kind, *first_))) continue;
     members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
     present.insert(replica.incarnation.value);
@@ -222,14 +222,14 @@ void Coordinator::begin_epoch(const std::string& reason) {
   begun.set_step(committed_.value + 1);
   begun.set_reason(reason);
   for (auto& m : members_) {
-    m.exchanged.clear();
+    m.reduced.clear();
     name(m, *begun.add_members()).set_catching_up(m.catching_up);
   }
   for (const auto& out : suspended_) name(out, *begun.add_suspended());
   incarnations_before_epoch_ = last_incarnation_;
   actions_.append.push_back(std::move(record));
   accusations_.clear();
-  said_.clear();
+  noted_.clear();
 }
 
 // Gives every contributor its samples; of the step after the last one, too, so that a log means the same whatever
@@ -273,17 +273,17 @@ void Coordinator::broadcast_plan() {
 
 // ---- helpers
 
-bool Coordinator::whole(const ReplicaState& replica) const { return replica.registered == config_.ranks; }
+bool Coordinator::fully_registered(const ReplicaState& replica) const { return replica.registered == config_.ranks; }
 
 // Each of its ranks is connected with all of these, itself left out.
 bool Coordinator::linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const {
   const auto self = replica.incarnation.value;
   if (incarnations.size() == incarnations.count(self)) return true;
   std::uint64_t count = 0;
-  for (const auto& standing : replica.standings)
+  for (const auto& status : replica.statuses)
     if (std::ranges::all_of(incarnations,
-                            [&](auto one) { return one == self || std::ranges::binary_search(standing.links, one); }))
-      count += standing.ranks.size();
+                            [&](auto one) { return one == self || std::ranges::binary_search(status.links, one); }))
+      count += status.ranks.size();
   return count == config_.ranks;
 }
 
@@ -291,7 +291,7 @@ bool Coordinator::caught_up(const ReplicaState& replica) const { return replica.
 
 bool Coordinator::caught_up(const MemberState& m) const {
   const ReplicaState* here = registration(m.replica, m.incarnation);
-  return m.whole || (here != nullptr && caught_up(*here));
+  return m.complete || (here != nullptr && caught_up(*here));
 }
 
 Coordinator::MemberState* Coordinator::member(ReplicaId replica) {
@@ -299,7 +299,7 @@ Coordinator::MemberState* Coordinator::member(ReplicaId replica) {
   return found == members_.end() ? nullptr : &*found;
 }
 
-// A replica is at most once among them: its next life is a member after a commit at the earliest.
+// A replica is at most once among them: its next incarnation is a member after a commit at the earliest.
 Coordinator::Suspended* Coordinator::out_for_now(ReplicaId replica) {
   auto found =
       std::find_if(suspended_.begin(), suspended_.end(), [&](const auto& out) { return out.replica == replica; });
@@ -312,11 +312,11 @@ const Coordinator::ReplicaState* Coordinator::registration(ReplicaId replica, In
   return found == replicas_.end() || found->second.incarnation != incarnation ? nullptr : &found->second;
 }
 
-Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life) {
+Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance) {
   auto found = replicas_.find(ReplicaId(replica));
   if (found == replicas_.end()) return nullptr;
   auto& ranks = found->second.ranks;
-  return rank < ranks.size() && ranks[rank].registered && ranks[rank].life == life ? &ranks[rank] : nullptr;
+  return rank < ranks.size() && ranks[rank].registered && ranks[rank].instance == instance ? &ranks[rank] : nullptr;
 }
 
 void Coordinator::send(NodeId node, proto::ToNode message) {

@@ -8,7 +8,7 @@
 // The rules, each in one function:
 //   start      all configured replicas have registered and are connected: the most advanced state contributes, the
 //              others catch up. Never below the last committed step, unless an operator says so.
-//   commit     all ranks of all members have exchanged: the step is decided, and with it the plan of the next one.
+//   commit     all ranks of all members have reduced: the step is decided, and with it the plan of the next one.
 //   retry      a member is gone: the same step again in the next epoch, without it.
 //   suspend    a contributor is silent, not known to be dead: out like one that is gone, but until the next commit its
 //              state is as good as anybody's, so that until then it may be taken back.
@@ -33,9 +33,9 @@
 #include "base/ids.h"
 #include "base/result.h"
 #include "control.pb.h"
-#include "membership/attendance.h"
 #include "membership/drift_audit.h"
 #include "membership/ledger.h"
+#include "membership/pause_detector.h"
 #include "membership/rank_set.h"
 
 namespace rejoin::membership {
@@ -75,12 +75,12 @@ class Coordinator {
   explicit Coordinator(const JobConfig& config)
       : config_(config),
         ledger_(config.batch),
-        attendance_(config.silence),
+        pause_detector_(config.silence),
         roll_back_to_(config.roll_back_to),
         audit_(config.audit, config.ranks) {}
 
-  // Before anything else: takes up the decisions of an earlier life. `mismatch` where the log is of another job shape,
-  // `corrupt` where its records contradict each other.
+  // Before anything else: takes up the decisions of an earlier instance. `mismatch` where the log is of another job
+  // shape, `corrupt` where its records contradict each other.
   Result<> recover(const std::vector<proto::LogRecord>& records, TimePoint now);
 
   Actions on_message(NodeId node, const proto::FromNode& message, TimePoint now);
@@ -96,7 +96,7 @@ class Coordinator {
   };
   struct RankState {
     NodeId node;
-    std::uint64_t life = 0, version = 0, digest = 0;  // of its state
+    std::uint64_t instance = 0, version = 0, digest = 0;  // of its state
     std::uint64_t trained = 0;  // names the samples in brought_ that its checkpoint says are trained
     TimePoint lost_at{};        // when its node was lost
     bool registered = false, connected_node = false;
@@ -107,26 +107,26 @@ class Coordinator {
     std::string addresses;  // of its all-reduce engine, then of its daemon's stream, then its node's name
   };
   // Ranks that stand alike: connected with these incarnations.
-  struct Standing {
+  struct ReplicaStatus {
     RankSet ranks;
     std::vector<std::uint64_t> links;  // ascending
     std::vector<proto::Unreached> unreached;
   };
   struct ReplicaState {
     Incarnation incarnation;
-    std::vector<RankState> ranks;     // all of the job's, by number
-    std::uint32_t registered = 0;     // of them
-    Manner* kind = nullptr;           // what they have declared
-    bool mixed = false;               // … and not all the same
-    std::vector<Standing> standings;  // disjoint
+    std::vector<RankState> ranks;         // all of the job's, by number
+    std::uint32_t registered = 0;         // of them
+    Manner* kind = nullptr;               // what they have declared
+    bool mixed = false;                   // … and not all the same
+    std::vector<ReplicaStatus> statuses;  // disjoint
     RankSet caught_up;  // of this incarnation, ever: a daemon that is started again has to find it out anew
   };
   struct MemberState {
     ReplicaId replica;
     Incarnation incarnation;
     bool catching_up = false;
-    bool whole = false;  // it has caught up, and the log says so
-    RankSet exchanged;   // for the step under way
+    bool complete = false;  // it has caught up, and the log says so
+    RankSet reduced;        // for the step under way
   };
   // Who has the state of the last committed step and is out: may be taken back until the next one is committed.
   struct Suspended {
@@ -153,7 +153,7 @@ class Coordinator {
   // Whom the step under way waits for, for people.
   std::vector<std::string> waiting_for(TimePoint now) const;
   // Replicas that nothing goes on without: the last that hold the state of the last committed step, and silent.
-  std::vector<ReplicaId> held_for() const;
+  std::vector<ReplicaId> blocked_on() const;
   // The job waits for an operator's word: the step that roll_back_to would have to allow.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
   const std::optional<std::string>& outdated() const { return outdated_; }
@@ -167,14 +167,14 @@ class Coordinator {
   bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
   void refuse(NodeId node, const proto::RankUp& up, std::string reason);
-  void tell_the_end(NodeId node, const proto::RankUp& up);
-  void on_whole(ReplicaId id, TimePoint now);
+  void send_finished(NodeId node, const proto::RankUp& up);
+  void on_fully_registered(ReplicaId id, TimePoint now);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
   void welcome_back(NodeId node, const proto::RankUp& up, const ReplicaState& replica);
   void on_rank_down(const proto::RankDown& down, TimePoint now);
   void lose_node(NodeId node, TimePoint now);
-  void on_exchanged(const proto::Exchanged& exchanged, TimePoint now);
-  void on_standing(const proto::Standing& standing, TimePoint now);
+  void on_reduced(const proto::Reduced& reduced, TimePoint now);
+  void on_replica_status(const proto::ReplicaStatus& status, TimePoint now);
   void on_accusation(const proto::Accusation& accusation, TimePoint now);
 
   // coordinator_claims.cc
@@ -189,10 +189,10 @@ class Coordinator {
   void on_alive(const proto::Alive& alive);
   void settle_claims(TimePoint now);
   static std::string node_name(const RankState& rank);
-  void tell_claims(TimePoint now, std::vector<std::string>& lines) const;
+  void list_claims(TimePoint now, std::vector<std::string>& lines) const;
 
   static bool same_process(const auto& one, const auto& other) {
-    return one.replica() == other.replica() && one.rank() == other.rank() && one.life() == other.life();
+    return one.replica() == other.replica() && one.rank() == other.rank() && one.instance() == other.instance();
   }
 
   // Processes that wait to be answered, for one place.
@@ -214,7 +214,7 @@ class Coordinator {
     proto::RankUp up;
     Manner* kind = nullptr;
     TimePoint since{};
-    bool was_registered = false;  // before there was a majority: of `up` only its place and life are known
+    bool was_registered = false;  // before there was a majority: of `up` only its place and instance are known
   };
   Manner& manner_of(const proto::RankUp& up);
   static bool fits(const Manner& kind, const First& first);
@@ -233,11 +233,11 @@ class Coordinator {
 
   // coordinator_waits.cc
   std::vector<std::string> unreached_lines(ReplicaId id, const ReplicaState& replica) const;
-  void tell_missing(TimePoint now, std::vector<std::string>& lines) const;
+  void list_missing(TimePoint now, std::vector<std::string>& lines) const;
   std::string missing_line(const MemberState& member, TimePoint now) const;
 
   // coordinator_absence.cc
-  void suspect_itself(Duration away, TimePoint now);
+  void suspect_itself(Duration pause, TimePoint now);
   void lose_silent_nodes(TimePoint now);
   void settle_absent(TimePoint now);
   void settle_recovery(TimePoint now);
@@ -245,24 +245,24 @@ class Coordinator {
   void judge(TimePoint now);
   void suspend(ReplicaId replica, const std::string& reason);
   bool take_back(bool only_present);
-  bool promote_whole(bool only_present);
+  bool promote_caught_up(bool only_present);
   bool find_contributors();
-  bool last_whole(const MemberState& member) const;
-  bool may_be_whole(const MemberState& member) const;
+  bool last_complete(const MemberState& member) const;
+  bool may_be_complete(const MemberState& member) const;
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, TimePoint now);
   void lose_everybody();
   void next_epoch(const std::string& reason);
   void drop_registration(ReplicaId replica, const std::string& reason);
-  void fence(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason);
+  void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason);
   bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
   bool overdue(const ReplicaState& replica, TimePoint now) const;
   bool others_contribute(ReplicaId replica) const;
   bool contributes_here(const MemberState& member) const;
   bool has_contributors() const;
-  void hold_for(ReplicaId replica, const std::string& why);
-  void say_once(std::string line);
+  void block_on(ReplicaId replica, const std::string& why);
+  void note_once(std::string line);
 
   // coordinator_start.cc
   void try_start(TimePoint now);
@@ -282,7 +282,7 @@ class Coordinator {
   void try_commit(TimePoint now);
   // coordinator_audit.cc
   bool differences_settled(TimePoint now);
-  Result<> drop_as_told();
+  Result<> drop_as_configured();
 
   bool change_members_at_boundary();
   void begin_epoch(const std::string& reason);
@@ -295,13 +295,13 @@ class Coordinator {
   void announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, const std::set<NodeId>& told);
   static void describe(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, proto::Peers& peers);
   proto::Plan plan() const;
-  bool whole(const ReplicaState& replica) const;
+  bool fully_registered(const ReplicaState& replica) const;
   bool linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const;
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
   MemberState* member(ReplicaId replica);
   Suspended* out_for_now(ReplicaId replica);
   const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;
-  RankState* rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life);
+  RankState* rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance);
   void send(NodeId node, proto::ToNode message);
   template <typename... Args>
   void note(fmt::format_string<Args...> format, Args&&... args) {
@@ -332,7 +332,7 @@ class Coordinator {
   std::map<NodeId, NodeState> nodes_;
   struct Stranger {  // of another job, by its place
     NodeId node;
-    std::uint64_t life = 0;
+    std::uint64_t instance = 0;
     std::string what;
     std::optional<TimePoint> lost_at{};  // when its node was lost, or it was silent: it may come back
   };
@@ -343,13 +343,13 @@ class Coordinator {
   bool unannounced_ = false;             // replicas that came while there was dissent
   std::vector<Claim> claims_;            // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
-  Attendance attendance_;
+  PauseDetector pause_detector_;
   std::optional<Step> roll_back_to_;  // not used yet
   std::optional<Step> wants_roll_back_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
   TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
   TimePoint back_at_{};                  // when a rank last came back
-  std::set<std::string> said_;           // in this epoch
+  std::set<std::string> noted_;          // in this epoch
   bool excused_ = false;                 // somebody took its time in the last committed step
   DriftAudit audit_;
   std::optional<std::string> stopped_;

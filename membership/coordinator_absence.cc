@@ -17,19 +17,19 @@ constexpr int kMends = 3;  // epochs in which two members may try to connect aga
 // ---- silence
 
 // The time in which this process did not run is nobody's silence.
-void Coordinator::suspect_itself(Duration away, TimePoint now) {
-  note("this coordinator was away for {:.0f} ms, which it holds against nobody", milliseconds(away));
-  for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
+void Coordinator::suspect_itself(Duration pause, TimePoint now) {
+  note("this coordinator was paused for {:.0f} ms, which it holds against nobody", milliseconds(pause));
+  for (auto& [node, state] : nodes_) forgive(state.heard, pause, now);
   for (auto& [id, replica] : replicas_)
-    for (auto& rank : replica.ranks) forgive(rank.lost_at, away, now);
+    for (auto& rank : replica.ranks) forgive(rank.lost_at, pause, now);
   for (auto& [edge, about] : accusations_) {
-    forgive(about.since, away, now);
-    forgive(about.waits_since, away, now);
-    if (about.excused) forgive(*about.excused, away, now);
+    forgive(about.since, pause, now);
+    forgive(about.waits_since, pause, now);
+    if (about.excused) forgive(*about.excused, pause, now);
   }
-  forgive(under_way_since_, away, now);
-  if (recovering_until_) *recovering_until_ += away;
-  if (incomplete_since_) forgive(*incomplete_since_, away, now);
+  forgive(under_way_since_, pause, now);
+  if (recovering_until_) *recovering_until_ += pause;
+  if (incomplete_since_) forgive(*incomplete_since_, pause, now);
 }
 
 void Coordinator::lose_silent_nodes(TimePoint now) {
@@ -53,10 +53,10 @@ void Coordinator::settle_absent(TimePoint now) {
   std::string out;
   for (auto id : absent) {
     const MemberState* m = member(id);
-    if (m == nullptr || (m->catching_up && (!caught_up(*m) || last_whole(*m)))) continue;
+    if (m == nullptr || (m->catching_up && (!caught_up(*m) || last_complete(*m)))) continue;
     const bool last = !others_contribute(id);
-    if (last && !take_back(true) && !promote_whole(true)) {
-      hold_for(id, "it is silent");
+    if (last && !take_back(true) && !promote_caught_up(true)) {
+      block_on(id, "it is silent");
       continue;
     }
     suspend(id, "it is silent");
@@ -78,25 +78,25 @@ void Coordinator::settle_recovery(TimePoint now) {
   if (now < *recovering_until_) return;
   const bool somebody =
       std::any_of(members_.begin(), members_.end(), [&](const auto& m) { return !m.catching_up && is_back(m); });
-  const bool found = !somebody && (take_back(true) || promote_whole(true));
+  const bool found = !somebody && (take_back(true) || promote_caught_up(true));
   if (!somebody && !found) {
     // Who only may have it is given up at an operator's word, after the time that a start has.
     const bool given_up = roll_back_to_ && now - *recovering_until_ >= start_patience();
     bool waits = false;
     for (const auto& m : members_) {
-      const bool has = !m.catching_up || m.whole;
-      if (!has && (!may_be_whole(m) || given_up)) continue;
+      const bool has = !m.catching_up || m.complete;
+      if (!has && (!may_be_complete(m) || given_up)) continue;
       waits = true;
-      say_once(fmt::format("the job waits for replica {}: it has not come back, and it {} the state of step {}{}",
-                           m.replica, has ? "has" : "may have", committed_,
-                           has ? "" : "; start the coordinator with --roll-back-to to go on without it"));
+      note_once(fmt::format("the job waits for replica {}: it has not come back, and it {} the state of step {}{}",
+                            m.replica, has ? "has" : "may have", committed_,
+                            has ? "" : "; start the coordinator with --roll-back-to to go on without it"));
     }
     if (waits || now - back_at_ < config_.silence / 4) return;  // who has just come says next where it stands
   }
   recovering_until_.reset();
   std::vector<ReplicaId> holders, joiners;
   for (const auto& m : members_)
-    if (!is_back(m)) (m.catching_up && !m.whole ? joiners : holders).push_back(m.replica);
+    if (!is_back(m)) (m.catching_up && !m.complete ? joiners : holders).push_back(m.replica);
   for (auto id : holders) suspend(id, "it did not come back after the coordinator's restart");
   for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
   if (!holders.empty()) next_epoch("without those that did not come back after the coordinator's restart");
@@ -163,9 +163,9 @@ void Coordinator::judge(TimePoint now) {
   if (const auto its_own = accusations_.find({guilty.value, guilty.value}); its_own != accusations_.end())
     what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
   const MemberState* m = member(guilty);
-  if (m->catching_up && last_whole(*m)) return hold_for(guilty, what);
+  if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
   if (m->catching_up && !caught_up(*m)) return remove(guilty, what, now);
-  if (!others_contribute(guilty) && !promote_whole(true)) return hold_for(guilty, what);
+  if (!others_contribute(guilty) && !promote_caught_up(true)) return block_on(guilty, what);
   suspend(guilty, what);
   next_epoch(fmt::format("without replica {}: {}", guilty, what));
 }
@@ -183,7 +183,7 @@ void Coordinator::suspend(ReplicaId id, const std::string& reason) {
 // Suspended contributors whose processes live, as far as is known; `present`: those only that are connected now.
 bool Coordinator::take_back(bool only_present) {
   bool any = false;
-  const auto replaced = [&](const Suspended& out) {  // another life has its place
+  const auto replaced = [&](const Suspended& out) {  // another instance has its place
     return replicas_.contains(out.replica) && registration(out.replica, out.incarnation) == nullptr;
   };
   for (auto out = suspended_.begin(); out != suspended_.end();) {
@@ -201,7 +201,7 @@ bool Coordinator::take_back(bool only_present) {
 
 // Nobody else is left to contribute: joiners that have caught up hold the same state, and need not wait for the next
 // step's boundary. `present`: as above.
-bool Coordinator::promote_whole(bool only_present) {
+bool Coordinator::promote_caught_up(bool only_present) {
   bool any = false;
   for (auto& m : members_) {
     if (!m.catching_up || !caught_up(m)) continue;
@@ -237,8 +237,8 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now)
   ledger_.hand_back(id);
   std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
   // After a restart a joiner may not have said yet that it has caught up: settle_recovery() decides.
-  const bool may_yet_say = recovering_until_ && !members_.empty();
-  if (!has_contributors() && !find_contributors() && !may_yet_say) lose_everybody();
+  const bool may_yet_report = recovering_until_ && !members_.empty();
+  if (!has_contributors() && !find_contributors() && !may_yet_report) lose_everybody();
   next_epoch(fmt::format("without replica {}: {}", id, reason));
   (void)may_announce();  // those who are left may now be all who were waited for
   try_start(now);
@@ -265,7 +265,7 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   std::set<NodeId> told;
   for (const auto& rank : found->second.ranks) {
     if (!rank.connected_node || !told.insert(rank.node).second) continue;
-    fence(rank.node, id, found->second.incarnation, reason);
+    evict(rank.node, id, found->second.incarnation, reason);
   }
   proto::ToNode gone;
   gone.mutable_peers()->add_gone(found->second.incarnation.value);
@@ -274,11 +274,11 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
 }
 
 // To its ranks behind this node: it is out, and is to start again.
-void Coordinator::fence(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason) {
+void Coordinator::evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason) {
   proto::ToNode message;
-  message.mutable_fenced()->set_replica(replica.value);
-  message.mutable_fenced()->set_incarnation(incarnation.value);
-  message.mutable_fenced()->set_reason(reason);
+  message.mutable_evicted()->set_replica(replica.value);
+  message.mutable_evicted()->set_incarnation(incarnation.value);
+  message.mutable_evicted()->set_reason(reason);
   send(node, std::move(message));
 }
 
@@ -287,13 +287,13 @@ void Coordinator::fence(NodeId node, ReplicaId replica, Incarnation incarnation,
 // All of its ranks have registered since this coordinator started.
 bool Coordinator::is_back(const MemberState& m) const {
   const ReplicaState* here = registration(m.replica, m.incarnation);
-  return here != nullptr && whole(*here);
+  return here != nullptr && fully_registered(*here);
 }
 
 // All of its ranks are connected now.
 bool Coordinator::present(ReplicaId id, Incarnation incarnation) const {
   const ReplicaState* here = registration(id, incarnation);
-  return here != nullptr && whole(*here) &&
+  return here != nullptr && fully_registered(*here) &&
          std::all_of(here->ranks.begin(), here->ranks.end(), [](const RankState& rank) { return rank.connected_node; });
 }
 
@@ -309,14 +309,14 @@ bool Coordinator::has_contributors() const {
 }
 
 // After this coordinator's restart: a joiner that may have caught up before, for all that has been heard since.
-bool Coordinator::may_be_whole(const MemberState& m) const {
+bool Coordinator::may_be_complete(const MemberState& m) const {
   if (!recovering_until_ || !m.catching_up) return false;
-  if (m.whole) return true;
+  if (m.complete) return true;
   const ReplicaState* here = registration(m.replica, m.incarnation);
   if (here == nullptr) return true;
-  if (whole(*here)) return false;  // all have come, and had their time to say so
-  RankSet behind;                  // ranks that have said where they stand, and not that they have caught up
-  for (const auto& standing : here->standings) behind.add(standing.ranks);
+  if (fully_registered(*here)) return false;  // all have come, and had their time to say so
+  RankSet behind;                             // ranks that have said where they stand, and not that they have caught up
+  for (const auto& status : here->statuses) behind.add(status.ranks);
   behind.remove(here->caught_up);
   return behind.empty();
 }
@@ -333,30 +333,30 @@ bool Coordinator::contributes_here(const MemberState& m) const {
 
 // Where nobody contributes any more: whoever else holds the state, if possible somebody who is there.
 bool Coordinator::find_contributors() {
-  return take_back(true) || promote_whole(true) || take_back(false) || promote_whole(false);
+  return take_back(true) || promote_caught_up(true) || take_back(false) || promote_caught_up(false);
 }
 
 // A joiner that has caught up, and no contributor is there: who knows whether one will be again.
-bool Coordinator::last_whole(const MemberState& m) const { return caught_up(m) && !others_contribute(m.replica); }
+bool Coordinator::last_complete(const MemberState& m) const { return caught_up(m) && !others_contribute(m.replica); }
 
-std::vector<ReplicaId> Coordinator::held_for() const {
+std::vector<ReplicaId> Coordinator::blocked_on() const {
   std::vector<ReplicaId> held;
   if (finished()) return held;
   for (const auto& m : members_)
-    if ((!m.catching_up || (!has_contributors() && may_be_whole(m))) && !present(m.replica, m.incarnation) &&
+    if ((!m.catching_up || (!has_contributors() && may_be_complete(m))) && !present(m.replica, m.incarnation) &&
         !others_contribute(m.replica))
       held.push_back(m.replica);
   return held;
 }
 
 // The last one that has the state is not put out.
-void Coordinator::hold_for(ReplicaId id, const std::string& why) {
-  say_once(
+void Coordinator::block_on(ReplicaId id, const std::string& why) {
+  note_once(
       fmt::format("the job waits for replica {}: {}, and nobody else has the state of step {}", id, why, committed_));
 }
 
-void Coordinator::say_once(std::string line) {
-  if (said_.insert(line).second) actions_.notes.push_back(std::move(line));
+void Coordinator::note_once(std::string line) {
+  if (noted_.insert(line).second) actions_.notes.push_back(std::move(line));
 }
 
 }  // namespace rejoin::membership

@@ -6,7 +6,7 @@
 
 namespace rejoin::membership {
 
-// Whether the step that all have exchanged may be committed.
+// Whether the step that all have reduced may be committed.
 bool Coordinator::differences_settled(TimePoint now) {
   std::vector<DriftAudit::Voter> voters;
   for (const auto& m : members_) voters.push_back({m.replica, !m.catching_up});
@@ -33,7 +33,7 @@ bool Coordinator::differences_settled(TimePoint now) {
 }
 
 // Once: only while the job is stopped at the very step that the operator has seen.
-Result<> Coordinator::drop_as_told() {
+Result<> Coordinator::drop_as_configured() {
   if (!config_.drop) return {};
   const auto& [replica, at] = *config_.drop;
   if (!stopped_ || at != committed_) {

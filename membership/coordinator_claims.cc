@@ -12,7 +12,7 @@ Coordinator::RankState* Coordinator::holder_against(const proto::RankUp& up, Tim
   auto found = replicas_.find(ReplicaId(up.replica()));
   if (found == replicas_.end() || found->second.ranks.empty()) return nullptr;
   RankState& rank = found->second.ranks[up.rank()];
-  if (!rank.registered || rank.life == up.life() || rank.daemon == up.daemon()) return nullptr;
+  if (!rank.registered || rank.instance == up.instance() || rank.daemon == up.daemon()) return nullptr;
   return rank.connected_node || now - rank.lost_at < config_.silence ? &rank : nullptr;
 }
 
@@ -39,12 +39,12 @@ void Coordinator::inquire(Claim& claim, const RankState& holder) {
   auto& inquiry = *message.mutable_inquiry();
   inquiry.set_replica(claim.up.replica());
   inquiry.set_rank(claim.up.rank());
-  inquiry.set_life(holder.life);
+  inquiry.set_instance(holder.instance);
   send(holder.node, std::move(message));
 }
 
 void Coordinator::on_alive(const proto::Alive& alive) {
-  const RankState* holder = rank_of(alive.replica(), alive.rank(), alive.life());
+  const RankState* holder = rank_of(alive.replica(), alive.rank(), alive.instance());
   if (holder == nullptr || !holder->connected_node) return;
   std::erase_if(claims_, [&](const Claim& claim) {
     if (claim.up.replica() != alive.replica() || claim.up.rank() != alive.rank()) return false;
@@ -74,7 +74,7 @@ std::string Coordinator::node_name(const RankState& rank) {
   return rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size);
 }
 
-void Coordinator::tell_claims(TimePoint now, std::vector<std::string>& lines) const {
+void Coordinator::list_claims(TimePoint now, std::vector<std::string>& lines) const {
   for (const auto& claim : claims_) {
     const auto found = replicas_.find(ReplicaId(claim.up.replica()));
     if (found == replicas_.end()) continue;

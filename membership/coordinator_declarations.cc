@@ -48,7 +48,7 @@ std::optional<Coordinator::First> Coordinator::decided() const {
   if (!members_.empty()) return first_;
   std::map<const Manner*, std::uint32_t> votes;
   for (const auto& [id, replica] : replicas_)
-    if (whole(replica) && !replica.mixed && 2 * ++votes[replica.kind] > config_.replicas)
+    if (fully_registered(replica) && !replica.mixed && 2 * ++votes[replica.kind] > config_.replicas)
       return First{id, replica.kind->key->first, replica.kind->key->second};
   return std::nullopt;
 }
@@ -87,7 +87,7 @@ bool Coordinator::differs(NodeId node, const proto::RankUp& up, TimePoint now) {
 
 void Coordinator::on_declaration(const proto::Declaration& told, TimePoint now) {
   Manner* kind = nullptr;
-  if (const RankState* rank = rank_of(told.replica(), told.rank(), told.life())) kind = rank->kind;
+  if (const RankState* rank = rank_of(told.replica(), told.rank(), told.instance())) kind = rank->kind;
   for (const auto& one : misfits_)
     if (same_process(one.up, told)) kind = one.kind;
   if (kind == nullptr) return;
@@ -139,7 +139,7 @@ void Coordinator::settle_without_majority(TimePoint now) {
     for (std::uint32_t number = 0; replica.mixed && number < replica.ranks.size(); ++number)
       if (replica.ranks[number].registered) ask_for(*replica.ranks[number].kind, now);
   }
-  for (auto& line : dissent_lines()) say_once(std::move(line));
+  for (auto& line : dissent_lines()) note_once(std::move(line));
 }
 
 // Who registered meanwhile could not connect with the others.
@@ -170,7 +170,7 @@ void Coordinator::turn_out_those_who_differ(const First& binding, TimePoint now)
       auto& one = misfits_.emplace_back(Differing{.node = rank.node, .up = {}, .kind = rank.kind, .since = now});
       one.up.set_replica(id.value);
       one.up.set_rank(number);
-      one.up.set_life(rank.life);
+      one.up.set_instance(rank.instance);
       one.was_registered = true;
     }
   }
@@ -185,21 +185,21 @@ void Coordinator::turn_out_those_who_differ(const First& binding, TimePoint now)
 // One who has declared that kind, and is there, says it in full.
 void Coordinator::ask_for(Manner& kind, TimePoint now) {
   if (kind.told || (kind.asked_at != TimePoint{} && now - kind.asked_at < config_.silence / 8)) return;
-  const auto ask = [&](NodeId node, std::uint32_t replica, std::uint32_t rank, std::uint64_t life) {
+  const auto ask = [&](NodeId node, std::uint32_t replica, std::uint32_t rank, std::uint64_t instance) {
     kind.asked_at = now;
     proto::ToNode message;
     message.mutable_declare()->set_replica(replica);
     message.mutable_declare()->set_rank(rank);
-    message.mutable_declare()->set_life(life);
+    message.mutable_declare()->set_instance(instance);
     send(node, std::move(message));
   };
   for (const auto& one : misfits_)
-    if (one.kind == &kind) return ask(one.node, one.up.replica(), one.up.rank(), one.up.life());
+    if (one.kind == &kind) return ask(one.node, one.up.replica(), one.up.rank(), one.up.instance());
   for (const auto& [id, replica] : replicas_) {
     if (replica.kind != &kind && !replica.mixed) continue;
     for (std::uint32_t number = 0; number < replica.ranks.size(); ++number)
       if (const RankState& rank = replica.ranks[number]; rank.kind == &kind && rank.registered && rank.connected_node)
-        return ask(rank.node, id.value, number, rank.life);
+        return ask(rank.node, id.value, number, rank.instance);
   }
 }
 

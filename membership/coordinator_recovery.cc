@@ -1,4 +1,4 @@
-// Taking up an earlier life's decisions.
+// Taking up an earlier instance's decisions.
 #include <algorithm>
 
 #include "base/fail.h"
@@ -7,7 +7,7 @@
 namespace rejoin::membership {
 
 Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, TimePoint now) {
-  (void)attendance_.on_tick(now);  // from now on it may be away
+  (void)pause_detector_.on_tick(now);  // from now on it may be paused
   if (records.empty()) {
     proto::LogRecord record;
     auto& job = *record.mutable_job();
@@ -20,7 +20,7 @@ Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, Time
   }
   for (const auto& record : records)
     if (auto replayed = replay(record); !replayed) return replayed;
-  if (auto dropped = drop_as_told(); !dropped) return dropped;
+  if (auto dropped = drop_as_configured(); !dropped) return dropped;
   if (!members_.empty()) recovering_until_ = now + config_.silence;
   audit_.on_recovered();
   plan_step();
@@ -52,8 +52,8 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         members_.push_back({.replica = ReplicaId(m.replica()),
                             .incarnation = Incarnation(m.incarnation()),
                             .catching_up = m.catching_up(),
-                            .whole = std::any_of(before.begin(), before.end(), [&](const MemberState& one) {
-                              return one.incarnation.value == m.incarnation() && one.whole;
+                            .complete = std::any_of(before.begin(), before.end(), [&](const MemberState& one) {
+                              return one.incarnation.value == m.incarnation() && one.complete;
                             })});
       for (const auto& m : begun.suspended())
         suspended_.push_back({.replica = ReplicaId(m.replica()),
@@ -91,7 +91,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       return {};
     case proto::LogRecord::kCaughtUp:
       for (auto& m : members_)
-        if (m.incarnation.value == record.caught_up().incarnation()) m.whole = true;
+        if (m.incarnation.value == record.caught_up().incarnation()) m.complete = true;
       return {};
     case proto::LogRecord::kRolledBack:
       if (committed_.value > record.rolled_back().version())

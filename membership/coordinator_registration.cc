@@ -14,7 +14,7 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
                   fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0",
                               up.replica(), up.rank(), config_.replicas, config_.ranks));
   if (belongs_elsewhere(node, up)) return;
-  if (finished() && up.incarnation() == 0) return tell_the_end(node, up);
+  if (finished() && up.incarnation() == 0) return send_finished(node, up);
   if (up.version() > kMostSteps)
     return refuse(node, up,
                   fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
@@ -25,29 +25,29 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
     back_at_ = now;
     const MemberState* m = member(id);
-    // By its incarnation, or by its life where it has not heard of its new one.
+    // By its incarnation, or by its instance where it has not heard of its new one.
     const bool known = found != replicas_.end() && (found->second.incarnation.value == up.incarnation() ||
-                                                    rank_of(up.replica(), up.rank(), up.life()) != nullptr);
+                                                    rank_of(up.replica(), up.rank(), up.instance()) != nullptr);
     const Suspended* out = out_for_now(id);
     const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
                           (m != nullptr && m->incarnation.value == up.incarnation());
-    // Given out after the last epoch was begun, by an earlier life of this coordinator: it was never a member, so that
-    // its state is still the one that it came with.
+    // Given out after the last epoch was begun, by an earlier instance of this coordinator: it was never a member, so
+    // that its state is still the one that it came with.
     const bool only_registered = up.incarnation() > incarnations_before_epoch_ &&
                                  up.incarnation() <= last_incarnation_ &&
                                  (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
     if (!known && !from_log && !only_registered) {
-      return fence(node, id, Incarnation(up.incarnation()), "the job went on without this replica");
+      return evict(node, id, Incarnation(up.incarnation()), "the job went on without this replica");
     }
     // Whoever had its place has ended.
     if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()), now);
     auto& replica = replicas_[id];
     if (!known) replica.incarnation = Incarnation(up.incarnation());
-    const bool was_whole = whole(replica);
+    const bool was_fully_registered = fully_registered(replica);
     keep(replica, node, up);
     welcome_back(node, up, replica);
-    if (!was_whole && whole(replica)) on_whole(id, now);
-    on_exchanged(exchanged_of(up), now);  // stale, unless it is of this epoch and step
+    if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id, now);
+    on_reduced(reduced_of(up), now);  // stale, unless it is of this epoch and step
     return try_start(now);
   }
   register_new(node, up, now);
@@ -58,14 +58,14 @@ void Coordinator::refuse(NodeId node, const proto::RankUp& up, std::string reaso
   auto& refused = *answer.mutable_refused();
   refused.set_replica(up.replica());
   refused.set_rank(up.rank());
-  refused.set_life(up.life());
+  refused.set_instance(up.instance());
   refused.set_reason(std::move(reason));
   note("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
   send(node, std::move(answer));
 }
 
 // Who comes to a finished job has no part in it: it is registered by name only, so that it can hear the last plan.
-void Coordinator::tell_the_end(NodeId node, const proto::RankUp& up) {
+void Coordinator::send_finished(NodeId node, const proto::RankUp& up) {
   actions_.append.emplace_back().mutable_incarnated()->set_incarnation(++last_incarnation_);
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
   welcome(node, up, Incarnation(last_incarnation_));
@@ -85,7 +85,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
     if (runs || up.heard_epoch() == 0) {
       const auto reason = fmt::format("it belongs to job {:016x}, and this coordinator's is {:016x}", up.job(), job_);
       note("replica {} rank {} is sent away: {}", up.replica(), up.rank(), reason);
-      fence(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason);
+      evict(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason);
       return true;
     }
     auto what = fmt::format(
@@ -93,7 +93,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
         "committed step {}: start the coordinator with that job's --log-directory, or end that process",
         up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_);
     note("{}", what);
-    strangers_[place] = {node, up.life(), std::move(what)};
+    strangers_[place] = {node, up.instance(), std::move(what)};
     return true;
   }
   if (up.heard_epoch() <= epoch_.value && up.heard_committed() <= most_committed_.value) return false;
@@ -111,9 +111,9 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
 void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint now) {
   const ReplicaId id(up.replica());
   auto found = replicas_.find(id);
-  // If this replica lives already, that life has ended without our hearing of it.
+  // If this replica lives already, that instance has ended without our hearing of it.
   if (found != replicas_.end() && !found->second.ranks.empty() && found->second.ranks[up.rank()].registered) {
-    if (found->second.ranks[up.rank()].life == up.life()) {
+    if (found->second.ranks[up.rank()].instance == up.instance()) {
       keep(found->second, node, up);  // it never heard our answer; its daemon may be another one by now
       return welcome_back(node, up, found->second);
     }
@@ -139,14 +139,14 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
   ReplicaState& replica = found->second;
   keep(replica, node, up).lost_at = now;
   welcome(node, up, replica.incarnation);
-  if (!whole(replica)) return;
+  if (!fully_registered(replica)) return;
   note("replica {} has registered", id);
-  on_whole(id, now);
+  on_fully_registered(id, now);
   try_start(now);
 }
 
 // Those who differ in what they declare could not connect with each other.
-void Coordinator::on_whole(ReplicaId id, TimePoint now) {
+void Coordinator::on_fully_registered(ReplicaId id, TimePoint now) {
   const bool differed = dissent();
   settle_declarations(now);
   auto found = replicas_.find(id);
@@ -160,7 +160,7 @@ void Coordinator::welcome(NodeId node, const proto::RankUp& up, Incarnation inca
   auto& registered = *answer.mutable_registered();
   registered.set_replica(up.replica());
   registered.set_rank(up.rank());
-  registered.set_life(up.life());
+  registered.set_instance(up.instance());
   registered.set_incarnation(incarnation.value);
   registered.set_job(job_);
   send(node, std::move(answer));
@@ -174,7 +174,7 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
     unannounced_ = true;
   } else if (may_announce() && !recovering) {  // otherwise everybody has just been told all
     announce_to(node, RankSet(up.rank()));
-    if (whole(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
+    if (fully_registered(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
   if (started()) send_plan(node);
 }
@@ -197,7 +197,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
       refused != refused_.end() && refused->second.first == up.rank())
     refused_.erase(refused);
   rank.node = node;
-  rank.life = up.life();
+  rank.instance = up.instance();
   rank.version = up.version();
   rank.digest = up.digest();
   rank.trained = keep_brought(Samples(up.trained(), kMostSamples));
@@ -232,7 +232,7 @@ void Coordinator::announce_to(NodeId node, const RankSet& ranks) {
   proto::ToNode message;
   ranks.to(message.mutable_peers()->mutable_complete());
   for (const auto& [id, replica] : replicas_)
-    if (whole(replica)) describe(replica, id, ranks, *message.mutable_peers());
+    if (fully_registered(replica)) describe(replica, id, ranks, *message.mutable_peers());
   send(node, std::move(message));
 }
 

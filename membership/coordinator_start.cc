@@ -18,7 +18,7 @@ std::string mixed(ReplicaId replica, Step low, Step high) {
 }
 
 // Short, however many gaps there are.
-std::string told(const Samples& samples) {
+std::string text_of(const Samples& samples) {
   constexpr std::size_t most = 4;
   const auto& ranges = samples.ranges();
   if (ranges.empty()) return "none";
@@ -40,12 +40,12 @@ void Coordinator::try_start(TimePoint now) {
   if (ready.empty()) return;
   const auto from = newest(ready);
   if (send_back_mixed(ready, from)) return;
-  for (auto& why : unfit(ready)) say_once(std::move(why));
+  for (auto& why : unfit(ready)) note_once(std::move(why));
   if (!from) return;
   if (*from < committed_) {
     if (!roll_back_to_ || *from < *roll_back_to_) {
       wants_roll_back_ = from;
-      return say_once(rollback_needed(*from));
+      return note_once(rollback_needed(*from));
     }
     roll_back_to_.reset();
   }
@@ -122,7 +122,7 @@ std::optional<std::string> Coordinator::contradicted(const proto::RankUp& up) co
         "each checkpoint, and give it to join()",
         up.version());
   if (up.version() == 0 && !trained.empty())
-    return fmt::format("it comes with the state of step 0 and says that samples {} are trained", told(trained));
+    return fmt::format("it comes with the state of step 0 and says that samples {} are trained", text_of(trained));
   if (has_contributors()) return std::nullopt;
   if (const auto known = ledger_.trained_at(Step(up.version()))) {
     if (*known == trained) return std::nullopt;
@@ -130,7 +130,7 @@ std::optional<std::string> Coordinator::contradicted(const proto::RankUp& up) co
         "its checkpoint of step {} says that samples {} are trained, and by this coordinator's log {} are: it is "
         "another job's checkpoint. Bring one of this job, or start the coordinator with a new --log-directory to go on "
         "from this one",
-        up.version(), told(trained), told(*known));
+        up.version(), text_of(trained), text_of(*known));
   }
   for (const auto& [id, replica] : replicas_)
     for (std::uint32_t number = 0; number < replica.ranks.size(); ++number) {
@@ -142,7 +142,7 @@ std::optional<std::string> Coordinator::contradicted(const proto::RankUp& up) co
       return fmt::format(
           "its checkpoint of step {} says that samples {} are trained, and that of replica {} rank {}, which came "
           "first, says {}: start all ranks of all replicas from one checkpoint",
-          up.version(), told(trained), id, number, told(others));
+          up.version(), text_of(trained), id, number, text_of(others));
     }
   return std::nullopt;
 }
@@ -240,7 +240,8 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     if (!ledger_.trained_at(from)) trained.to(record.mutable_rolled_back()->mutable_trained());
     if (from < committed_) note("the job goes on after step {}; step {} was committed", from, committed_);
     else
-      note("the job goes on after step {}, from checkpoints that say that samples {} are trained", from, told(trained));
+      note("the job goes on after step {}, from checkpoints that say that samples {} are trained", from,
+           text_of(trained));
     actions_.append.push_back(record);
     REJOIN_CHECK(replay(record));
   }

@@ -11,7 +11,7 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
   std::vector<std::string> lines = strangers();
   if (outdated_) return {*outdated_};
   if (finished()) return {};
-  tell_claims(now, lines);
+  list_claims(now, lines);
   if (stopped_) return {"an operator's decision about replicas that differ"};
   if (!started() || members_.empty()) {
     std::vector<ReplicaId> there;
@@ -35,13 +35,13 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
     for (auto& why : unfit(there)) lines.push_back(std::move(why));
     return lines;
   }
-  for (auto id : held_for())
+  for (auto id : blocked_on())
     lines.push_back(fmt::format("replica {}: it is silent, and nobody else has the state of step {}", id, committed_));
-  tell_missing(now, lines);
+  list_missing(now, lines);
   for (const auto& [id, replica] : replicas_) {
     const bool is_member =
         std::any_of(members_.begin(), members_.end(), [own = id](const auto& m) { return m.replica == own; });
-    if (!whole(replica) || is_member) continue;
+    if (!fully_registered(replica) || is_member) continue;
     for (auto& line : unreached_lines(id, replica)) lines.push_back(std::move(line));
   }
   return lines;
@@ -50,32 +50,32 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
 // With whom it can't connect, so that it can't start, or be admitted.
 std::vector<std::string> Coordinator::unreached_lines(ReplicaId id, const ReplicaState& replica) const {
   std::vector<std::string> lines;
-  for (const auto& standing : replica.standings)
-    for (const auto& one : standing.unreached)
+  for (const auto& status : replica.statuses)
+    for (const auto& one : status.unreached)
       if (registration(ReplicaId(one.replica()), Incarnation(one.incarnation())) != nullptr)
         lines.push_back(fmt::format("replica {} rank {}: it can't connect with replica {} rank {}: {}", id, one.rank(),
                                     one.replica(), one.rank(), one.why()));
   return lines;
 }
 
-// Of those who have yet to exchange the step, most wait for others themselves as a rule: a ring stands when one of it
+// Of those who have yet to reduce the step, most wait for others themselves as a rule: a ring stands when one of it
 // does. Who is really waited for is whoever waits for nobody.
-void Coordinator::tell_missing(TimePoint now, std::vector<std::string>& lines) const {
+void Coordinator::list_missing(TimePoint now, std::vector<std::string>& lines) const {
   std::set<std::uint32_t> waiting;
   for (const auto& [edge, about] : accusations_)
     if (edge.first != edge.second) waiting.insert(edge.first);
   const auto is_cause = [&](const MemberState& m) {
-    return m.exchanged.size() < config_.ranks && !waiting.contains(m.replica.value);
+    return m.reduced.size() < config_.ranks && !waiting.contains(m.replica.value);
   };
   const bool known = std::any_of(members_.begin(), members_.end(), is_cause);
   for (const auto& m : members_)
-    if (known ? is_cause(m) : m.exchanged.size() < config_.ranks) lines.push_back(missing_line(m, now));
+    if (known ? is_cause(m) : m.reduced.size() < config_.ranks) lines.push_back(missing_line(m, now));
 }
 
 std::string Coordinator::missing_line(const MemberState& m, TimePoint now) const {
   RankSet missing, waited_for;
   missing.add(0, config_.ranks);
-  missing.remove(m.exchanged);
+  missing.remove(m.reduced);
   TimePoint since = under_way_since_;
   std::string why;
   for (const auto& [edge, about] : accusations_) {
@@ -94,7 +94,7 @@ std::string Coordinator::missing_line(const MemberState& m, TimePoint now) const
         why += fmt::format("; the node of rank {} is gone for {:.0f} ms", number, milliseconds(now - rank.lost_at));
         break;
       }
-  return fmt::format("replica {} rank{} {}: its exchange of step {}, for {:.0f} ms{}", m.replica,
+  return fmt::format("replica {} rank{} {}: its reduction of step {}, for {:.0f} ms{}", m.replica,
                      missing.size() == 1 ? "" : "s", missing.text(), committed_.value + 1, milliseconds(now - since),
                      why);
 }

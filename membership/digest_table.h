@@ -1,4 +1,5 @@
-// What each rank of a replica reports of an exchange: digests of what it reduced and of an audited part of its state.
+// The table keeps what each rank of a replica reports of a reduction: digests of what it reduced and of an audited part
+// of its state.
 #pragma once
 
 #include <cstdint>
@@ -23,16 +24,17 @@ class DigestTable {
   RankDigests of(std::uint32_t rank) const { return rank < by_rank_.size() ? by_rank_[rank] : RankDigests{}; }
   void clear() { by_rank_.clear(); }
 
-  // From a message and into one, for its ranks in ascending order; ranks from `limit` on are left out.
-  void take(const proto::Exchanged& exchanged, std::uint64_t limit);
-  void tell(const RankSet& ranks, proto::Exchanged& exchanged) const;
+  // These read the digests from a message and write them into one, for the message's ranks in ascending order. They
+  // leave out ranks from `limit` on.
+  void take(const proto::Reduced& reduced, std::uint64_t limit);
+  void write_to(const RankSet& ranks, proto::Reduced& reduced) const;
 
  private:
   std::vector<RankDigests> by_rank_;
 };
 
-// What a registration says of the rank's last exchange, as the rank reported it.
-proto::Exchanged exchanged_of(const proto::RankUp& up);
+// What a registration says of the rank's last reduction, as the rank reported it.
+proto::Reduced reduced_of(const proto::RankUp& up);
 
 constexpr std::uint64_t kMostRanks = 1 << 16;  // of a replica
 

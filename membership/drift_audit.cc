@@ -60,8 +60,8 @@ void DriftAudit::fill(proto::Plan& plan) const {
 
 void DriftAudit::on_digest_time(Duration time) { digest_time_ = std::max(digest_time_, time); }
 
-void DriftAudit::on_exchanged(ReplicaId replica, const proto::Exchanged& exchanged) {
-  if (config_.on) reported_[replica].take(exchanged, ranks_);
+void DriftAudit::on_reduced(ReplicaId replica, const proto::Reduced& reduced) {
+  if (config_.on) reported_[replica].take(reduced, ranks_);
 }
 
 void DriftAudit::on_details(const proto::Details& details) {
@@ -125,7 +125,7 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
       ++counted_.result_differences;
       return repeat({epoch, committed, rank, false, std::move(results), {}});
     }
-    if (!states_told_alike_ || !differ(states)) continue;
+    if (!states_reported_alike_ || !differ(states)) continue;
     const bool again = inspection_ && inspection_->of_state && inspection_->committed == committed &&
                        inspection_->rank == rank && inspection_->said == states;
     if (again) return judge_state();
@@ -148,7 +148,7 @@ DriftAudit::Verdict DriftAudit::repeat(Inspection inspection) {
   return {Verdict::Kind::repeat, {}, what};
 }
 
-// Who is to blame for results that differed, when the step has been exchanged again and all have said what was behind
+// Who is to blame for results that differed, when the step has been reduced again and all have said what was behind
 // it.
 void DriftAudit::explain() {
   if (!inspection_ || inspection_->of_state) return;

@@ -1,6 +1,6 @@
-// Compares replicas: for every step what they reduced, and a part of their state, chosen by the step alone, so that all
-// of the state is compared once in `period` steps. Rank i is compared with rank i of the others. Pure; the coordinator
-// asks it before each commit.
+// The drift audit compares replicas. For every step it compares what they reduced, and a part of their state that the
+// step alone chooses, so that it compares all of the state once in `period` steps. It compares rank i with rank i of
+// the others. It is pure; the coordinator asks it before each commit.
 //
 // A difference is never committed. At first the step is repeated in a new epoch from the same inputs, and the ranks
 // concerned tell what is behind their digests (`Details`). Then:
@@ -44,20 +44,20 @@ class DriftAudit {
   };
 
   void on_digest_time(Duration of_all_state);  // as a rank has measured it
-  void on_exchanged(ReplicaId replica, const proto::Exchanged& exchanged);
+  void on_reduced(ReplicaId replica, const proto::Reduced& reduced);
   void on_details(const proto::Details& details);
   // A joiner found that its sources differ: that part is audited next.
   void on_drift(const proto::Drift& drift);
-  // All voters have exchanged in this epoch, in which step `committed` + 1 is run.
+  // All voters have reduced in this epoch, in which step `committed` + 1 is run.
   Verdict judge(std::span<const Voter> voters, Epoch epoch, Step committed);
-  void on_epoch() {  // everybody exchanges again
+  void on_epoch() {  // everybody reduces again
     reported_.clear();
-    states_told_alike_ = true;
+    states_reported_alike_ = true;
   }
   // Of the epoch under way some have heard of another phase, from the coordinator before this one.
-  void on_recovered() { states_told_alike_ = false; }
+  void on_recovered() { states_reported_alike_ = false; }
   void on_committed(TimePoint now);
-  // What ranks have to know of it.
+  // Writes into the plan what ranks have to know of the audit.
   void fill(proto::Plan& plan) const;
 
   struct Counted {
@@ -99,7 +99,7 @@ class DriftAudit {
   std::deque<Strike> strikes_;       // the last three
   std::vector<ReplicaId> veterans_;  // contributors of the last commit
   std::uint64_t period_, phase_ = 0;
-  bool states_told_alike_ = true;
+  bool states_reported_alike_ = true;
   std::optional<std::pair<std::uint64_t, std::uint64_t>> focus_;  // place of places
   Duration digest_time_{};
   TimePoint committed_at_{};

@@ -33,7 +33,7 @@ std::uint64_t checksum_of(const RecordHeader& header, const void* bytes) {
   return XXH3_64bits_withSeed(bytes, header.length == kMark ? 0 : header.length, seed);
 }
 
-// The record or mark that begins here, if there is a whole one.
+// The record or mark that begins here, if there is an intact one.
 std::optional<RecordHeader> frame_at(BytesView bytes, std::uint64_t at) {
   RecordHeader header;
   if (bytes.size() - at < sizeof header) return std::nullopt;
@@ -45,7 +45,7 @@ std::optional<RecordHeader> frame_at(BytesView bytes, std::uint64_t at) {
   return header;
 }
 
-// What is broken from here on is torn by a crash, unless a mark follows, or in an old log anything whole.
+// What is broken from here on is torn by a crash, unless a mark follows, or in an old log anything intact.
 Result<> check_torn(BytesView bytes, std::uint64_t broken, bool old, const std::string& path) {
   for (std::uint64_t at = broken + 1; at < bytes.size(); ++at) {
     const auto header = frame_at(bytes, at);
@@ -107,8 +107,8 @@ Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
   if (magic != kMagic && magic != kOldMagic)
     return fail(ErrorCode::corrupt, "{} is not a Rejoin decision log of this version", path);
   parsed.old = magic == kOldMagic;
-  parsed.whole = kMagic.size();
-  for (std::uint64_t at = parsed.whole; at < bytes.size();) {
+  parsed.intact = kMagic.size();
+  for (std::uint64_t at = parsed.intact; at < bytes.size();) {
     const auto header = frame_at(bytes, at);
     proto::LogRecord record;
     const bool sound = header && (header->length == kMark || record.ParseFromArray(bytes.data() + at + sizeof *header,
@@ -124,7 +124,7 @@ Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
       continue;
     }
     at += header->length;
-    parsed.whole = at;
+    parsed.intact = at;
     parsed.records.push_back(std::move(record));
   }
   return parsed;
@@ -157,11 +157,11 @@ Result<> Log::recover() {
   if (!bytes) return tl::unexpected(bytes.error());
   auto parsed = parse_log(*bytes, path_);
   if (!parsed) return tl::unexpected(parsed.error());
-  if (::ftruncate(file_.get(), static_cast<off_t>(parsed->whole)) != 0) return fail_errno(path_);
-  Bytes again = parsed->whole == 0 ? log_bytes({}, 0) : Bytes{};
-  const std::uint64_t from = std::min(parsed->marked, parsed->whole);
+  if (::ftruncate(file_.get(), static_cast<off_t>(parsed->intact)) != 0) return fail_errno(path_);
+  Bytes again = parsed->intact == 0 ? log_bytes({}, 0) : Bytes{};
+  const std::uint64_t from = std::min(parsed->marked, parsed->intact);
   again.insert(again.end(), bytes->begin() + static_cast<std::ptrdiff_t>(from),
-               bytes->begin() + static_cast<std::ptrdiff_t>(parsed->whole));
+               bytes->begin() + static_cast<std::ptrdiff_t>(parsed->intact));
   if (auto written = write_and_sync(again, from); !written) return written;
   records_ = std::move(parsed->records);
   bytes_cut_ = parsed->torn;

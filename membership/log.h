@@ -3,7 +3,7 @@
 // An append is one write and one sync. When the sync has returned, a mark goes behind what was written: all before it
 // is on disk. The mark itself is not synced; the next append writes it again, before its records. So at opening:
 // - Damage with a mark somewhere behind it is damage to what was acknowledged: an error.
-// - Anything else behind the last mark that isn't whole was never acknowledged: a crash tore it, and it is cut off.
+// - Anything else behind the last mark that isn't intact was never acknowledged: a crash tore it, and it is cut off.
 // What this promises: an acknowledged record is never lost without a word as long as its mark, or a later one, is
 // sound. What it can't: to notice a file that ends early just behind some mark (a copy that was cut short, say), or
 // damage to the last append where power was lost before the mark behind it reached the disk, which the kernel sees to
@@ -28,8 +28,8 @@ Bytes log_bytes(const std::vector<proto::LogRecord>& records, std::uint64_t at);
 struct ParsedLog {
   std::vector<proto::LogRecord> records;
   std::uint64_t marked = 0;  // bytes that were on disk for certain
-  std::uint64_t whole = 0;   // bytes up to the last record's end: what follows is a mark, or torn
-  std::uint64_t torn = 0;    // bytes behind `whole` that a crash has left
+  std::uint64_t intact = 0;  // bytes up to the last record's end: what follows is a mark, or torn
+  std::uint64_t torn = 0;    // bytes behind `intact` that a crash has left
   bool old = false;          // without marks: there the last record's damage looks like a torn tail
 };
 // `corrupt` where what was acknowledged is damaged. `name`: for errors.

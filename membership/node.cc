@@ -25,40 +25,42 @@ Node::Actions Node::on_coordinator_up(TimePoint now) {
     }
     actions.to_coordinator.push_back(std::move(up));
   }
-  standings_.clear();
-  for (const auto& [connection, rank] : ranks_) report_standing(rank, actions);
+  statuses_.clear();
+  for (const auto& [connection, rank] : ranks_) report_status(rank, actions);
   return actions;
 }
 
 Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoint now) {
   Actions actions;
   coordinator_heard_ = now;
-  const auto to_life = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t life, auto change) {
+  const auto to_instance = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t instance, auto change) {
     for (auto& [connection, rank] : ranks_)
-      if (rank.up.replica() == replica && rank.up.rank() == number && rank.up.life() == life) {
+      if (rank.up.replica() == replica && rank.up.rank() == number && rank.up.instance() == instance) {
         change(rank);
-        tell(connection, message, actions);
+        send(connection, message, actions);
       }
   };
   switch (message.kind_case()) {
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {
       const auto& registered = message.registered();
-      to_life(registered.replica(), registered.rank(), registered.life(), [&](RankInfo& rank) {
+      to_instance(registered.replica(), registered.rank(), registered.instance(), [&](RankInfo& rank) {
         rank.up.set_incarnation(registered.incarnation());
         rank.up.set_job(registered.job());
         rank.registered = true;
-        report_standing(rank, actions);
+        report_status(rank, actions);
       });
       break;
     }
     case proto::ToNode::kRefused:
-      to_life(message.refused().replica(), message.refused().rank(), message.refused().life(), [](RankInfo&) {});
+      to_instance(message.refused().replica(), message.refused().rank(), message.refused().instance(),
+                  [](RankInfo&) {});
       break;
-    case proto::ToNode::kFenced:
+    case proto::ToNode::kEvicted:
       for (const auto& [connection, rank] : ranks_)
-        if (rank.up.replica() == message.fenced().replica() && rank.up.incarnation() == message.fenced().incarnation())
-          tell(connection, message, actions);
+        if (rank.up.replica() == message.evicted().replica() &&
+            rank.up.incarnation() == message.evicted().incarnation())
+          send(connection, message, actions);
       break;
     case proto::ToNode::kPeers: {
       if (concerns_nobody(message.peers().job())) break;
@@ -67,7 +69,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
         if (!touched.contains(rank.up.rank()) || of_another_job(rank, message.peers().job())) continue;
         proto::ToNode all;
         *all.mutable_peers() = peers_.complete(RankSet(rank.up.rank()));
-        tell(connection, all, actions);
+        send(connection, all, actions);
       }
       break;
     }
@@ -75,22 +77,24 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       if (concerns_nobody(message.plan().job())) break;
       plan_ = message.plan();
       for (const auto& [connection, rank] : ranks_)
-        if (!of_another_job(rank, message.plan().job())) tell(connection, message, actions);
+        if (!of_another_job(rank, message.plan().job())) send(connection, message, actions);
       break;
     case proto::ToNode::kInquiry:
       for (const auto& [connection, rank] : ranks_) {
         const auto& asked = message.inquiry();
-        if (rank.up.replica() != asked.replica() || rank.up.rank() != asked.rank() || rank.up.life() != asked.life())
+        if (rank.up.replica() != asked.replica() || rank.up.rank() != asked.rank() ||
+            rank.up.instance() != asked.instance())
           continue;
         auto& alive = *actions.to_coordinator.emplace_back().mutable_alive();
         alive.set_replica(asked.replica());
         alive.set_rank(asked.rank());
-        alive.set_life(asked.life());
+        alive.set_instance(asked.instance());
         alive.set_silent_ms(static_cast<std::uint64_t>(milliseconds(now - rank.heard)));
       }
       break;
     case proto::ToNode::kDeclare:
-      to_life(message.declare().replica(), message.declare().rank(), message.declare().life(), [](RankInfo&) {});
+      to_instance(message.declare().replica(), message.declare().rank(), message.declare().instance(),
+                  [](RankInfo&) {});
       break;
     case proto::ToNode::KIND_NOT_SET:
       actions.notes.push_back("an empty message from the coordinator was ignored");
@@ -110,7 +114,7 @@ bool Node::concerns_nobody(std::uint64_t job) const {
          std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& one) { return of_another_job(one.second, job); });
 }
 
-void Node::tell(RankConnection rank, const proto::ToNode& message, Actions& actions) const {
+void Node::send(RankConnection rank, const proto::ToNode& message, Actions& actions) const {
   actions.to_ranks.emplace_back(rank, message);
 }
 
@@ -127,8 +131,8 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     rank.up.set_node(name_);
     rank.up.set_daemon(id_);
     if (coordinator_up_) *actions.to_coordinator.emplace_back().mutable_rank_up() = rank.up;
-    // Its exchange may be what those of the others have waited for.
-    if (message.rank_up().exchanged_epoch() != 0) gather(ranks_.at(connection), actions);
+    // Its reduction may be what those of the others have waited for.
+    if (message.rank_up().reduced_epoch() != 0) gather(ranks_.at(connection), actions);
     return actions;
   }
   if (found == ranks_.end()) {
@@ -137,11 +141,11 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   }
   RankInfo& rank = found->second;
   rank.heard = now;
-  if (message.kind_case() == proto::FromNode::kExchanged) {
-    rank.up.set_exchanged_epoch(message.exchanged().epoch());
-    rank.up.set_exchanged_step(message.exchanged().step());
-    rank.up.set_exchanged_reduced(message.exchanged().reduced_size() > 0 ? message.exchanged().reduced(0) : 0);
-    rank.up.set_exchanged_state(message.exchanged().state_size() > 0 ? message.exchanged().state(0) : 0);
+  if (message.kind_case() == proto::FromNode::kReduced) {
+    rank.up.set_reduced_epoch(message.reduced().epoch());
+    rank.up.set_reduced_step(message.reduced().step());
+    rank.up.set_results_digest(message.reduced().results_size() > 0 ? message.reduced().results(0) : 0);
+    rank.up.set_state_digest(message.reduced().state_size() > 0 ? message.reduced().state(0) : 0);
     gather(rank, actions);
     return actions;
   }
@@ -149,10 +153,10 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     rank.links.emplace(message.links().incarnations().begin(), message.links().incarnations().end());
     std::sort(rank.links->begin(), rank.links->end());
     rank.unreached.assign(message.links().unreached().begin(), message.links().unreached().end());
-    report_standing(rank, actions);
+    report_status(rank, actions);
   } else if (message.kind_case() == proto::FromNode::kCaughtUp) {
-    if (message.caught_up().life() == rank.up.life()) rank.caught_up = true;
-    report_standing(rank, actions);
+    if (message.caught_up().instance() == rank.up.instance()) rank.caught_up = true;
+    report_status(rank, actions);
   } else if ((message.has_accusation() || message.has_details() || message.has_drift() || message.has_declaration()) &&
              coordinator_up_) {
     actions.to_coordinator.push_back(message);
@@ -166,57 +170,55 @@ void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<con
 }
 
 // The first of each peer.
-void add_unreached(const proto::Unreached& one, proto::Standing& standing) {
-  const bool known = std::any_of(standing.unreached().begin(), standing.unreached().end(),
+void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status) {
+  const bool known = std::any_of(status.unreached().begin(), status.unreached().end(),
                                  [&](const auto& other) { return other.incarnation() == one.incarnation(); });
-  if (!known) *standing.add_unreached() = one;
+  if (!known) *status.add_unreached() = one;
 }
 
 // One report of how all ranks of the replica on this node stand, when all have said it and where it changed.
-void Node::report_standing(const RankInfo& one, Actions& actions) {
+void Node::report_status(const RankInfo& one, Actions& actions) {
   if (!coordinator_up_ || !one.registered) return;
   proto::FromNode message;
-  auto& standing = *message.mutable_standing();
-  standing.set_replica(one.up.replica());
-  standing.set_incarnation(one.up.incarnation());
-  standing.set_caught_up(true);
+  auto& status = *message.mutable_replica_status();
+  status.set_replica(one.up.replica());
+  status.set_incarnation(one.up.incarnation());
+  status.set_caught_up(true);
   RankSet together;
   std::optional<std::vector<std::uint64_t>> links;
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != one.up.replica() || rank.up.incarnation() != one.up.incarnation()) continue;
     if (!rank.links) return;
     together.add(RankSet(rank.up.rank()));
-    if (!rank.caught_up) standing.set_caught_up(false);
+    if (!rank.caught_up) status.set_caught_up(false);
     keep_common(links, *rank.links);
-    for (const auto& unreached : rank.unreached) add_unreached(unreached, standing);
+    for (const auto& unreached : rank.unreached) add_unreached(unreached, status);
   }
-  together.to(standing.mutable_ranks());
-  for (auto link : *links) standing.add_links(link);
-  auto& said = standings_[{one.up.replica(), one.up.incarnation()}];
-  if (std::string now = standing.SerializeAsString(); std::exchange(said, now) != now)
+  together.to(status.mutable_ranks());
+  for (auto link : *links) status.add_links(link);
+  auto& said = statuses_[{one.up.replica(), one.up.incarnation()}];
+  if (std::string now = status.SerializeAsString(); std::exchange(said, now) != now)
     actions.to_coordinator.push_back(std::move(message));
 }
 
 // One report for all ranks of the replica on this node, when the last of them is done.
 void Node::gather(const RankInfo& last, Actions& actions) {
   proto::FromNode message;
-  auto& exchanged = *message.mutable_exchanged();
-  exchanged.set_replica(last.up.replica());
-  exchanged.set_epoch(last.up.exchanged_epoch());
-  exchanged.set_step(last.up.exchanged_step());
-  exchanged.set_incarnation(last.up.incarnation());
+  auto& reduced = *message.mutable_reduced();
+  reduced.set_replica(last.up.replica());
+  reduced.set_epoch(last.up.reduced_epoch());
+  reduced.set_step(last.up.reduced_step());
+  reduced.set_incarnation(last.up.incarnation());
   RankSet together;
   DigestTable digests;
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != last.up.replica() || rank.up.incarnation() != last.up.incarnation()) continue;
-    if (rank.up.exchanged_epoch() != last.up.exchanged_epoch() || rank.up.exchanged_step() != last.up.exchanged_step())
-      return;
+    if (rank.up.reduced_epoch() != last.up.reduced_epoch() || rank.up.reduced_step() != last.up.reduced_step()) return;
     together.add(RankSet(rank.up.rank()));
-    if (rank.up.rank() < kMostRanks)
-      digests.put(rank.up.rank(), {rank.up.exchanged_reduced(), rank.up.exchanged_state()});
+    if (rank.up.rank() < kMostRanks) digests.put(rank.up.rank(), {rank.up.results_digest(), rank.up.state_digest()});
   }
-  together.to(exchanged.mutable_ranks());
-  digests.tell(together, exchanged);
+  together.to(reduced.mutable_ranks());
+  digests.write_to(together, reduced);
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }
 
@@ -224,22 +226,22 @@ void Node::on_rank_alive(RankConnection rank, TimePoint now) {
   if (auto found = ranks_.find(rank); found != ranks_.end()) found->second.heard = now;
 }
 
-Node::Gone Node::gone_for(RankConnection rank, std::uint64_t life) const {
+Node::Gone Node::gone_for(RankConnection rank, std::uint64_t instance) const {
   auto found = ranks_.find(rank);
-  return found != ranks_.end() && found->second.up.life() == life ? Gone::replaced : Gone::ended;
+  return found != ranks_.end() && found->second.up.instance() == instance ? Gone::replaced : Gone::ended;
 }
 
 Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& reason, Gone how) {
   Actions actions;
   auto gone = ranks_.extract(connection);
   if (gone.empty()) return actions;
-  standings_.erase({gone.mapped().up.replica(), gone.mapped().up.incarnation()});
+  statuses_.erase({gone.mapped().up.replica(), gone.mapped().up.incarnation()});
   if (how == Gone::replaced) return actions;
   proto::FromNode message;
   auto& down = *message.mutable_rank_down();
   down.set_replica(gone.mapped().up.replica());
   down.set_rank(gone.mapped().up.rank());
-  down.set_life(gone.mapped().up.life());
+  down.set_instance(gone.mapped().up.instance());
   down.set_reason(reason);
   down.set_ended(how == Gone::ended || how == Gone::left);
   down.set_left(how == Gone::left);
@@ -249,8 +251,8 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
   // The others of its replica may have waited for it alone.
   for (const auto& [id, rank] : ranks_) {
     if (rank.up.replica() != down.replica() || rank.up.incarnation() != gone.mapped().up.incarnation()) continue;
-    if (rank.up.exchanged_epoch() != 0) gather(rank, actions);
-    report_standing(rank, actions);
+    if (rank.up.reduced_epoch() != 0) gather(rank, actions);
+    report_status(rank, actions);
     break;
   }
   return actions;
@@ -258,15 +260,15 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
 
 Node::Actions Node::on_tick(TimePoint now) {
   Actions actions;
-  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
+  if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) {
     actions.notes.push_back(
-        fmt::format("this daemon was away for {:.0f} ms, which it holds against nobody", milliseconds(away)));
-    for (auto& [connection, rank] : ranks_) forgive(rank.heard, away, now);
-    forgive(coordinator_heard_, away, now);
+        fmt::format("this daemon was paused for {:.0f} ms, which it holds against nobody", milliseconds(pause)));
+    for (auto& [connection, rank] : ranks_) forgive(rank.heard, pause, now);
+    forgive(coordinator_heard_, pause, now);
   }
   std::vector<RankConnection> silent;
   for (const auto& [connection, rank] : ranks_)
-    if (now - rank.heard > silence_ && !attendance_.settling(now)) silent.push_back(connection);
+    if (now - rank.heard > silence_ && !pause_detector_.settling(now)) silent.push_back(connection);
   for (auto connection : silent) {
     auto gone =
         on_rank_gone(connection, fmt::format("no sign of life for {:.0f} ms", milliseconds(silence_)), Gone::silent);

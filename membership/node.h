@@ -1,5 +1,6 @@
-// The daemon's part between its ranks and the coordinator: gathers the ranks' reports, fans the coordinator's words
-// out, and says everything again after either side was lost. Pure: connections are numbers, time comes in.
+// A node is the daemon's part between its ranks and the coordinator. It gathers the ranks' reports, passes the
+// coordinator's messages to the ranks, and repeats everything after either side was lost. It is pure: connections are
+// numbers, and the caller passes the time in.
 #pragma once
 
 #include <map>
@@ -11,7 +12,7 @@
 #include "base/clock.h"
 #include "base/ids.h"
 #include "control.pb.h"
-#include "membership/attendance.h"
+#include "membership/pause_detector.h"
 #include "membership/peer_table.h"
 
 namespace rejoin::membership {
@@ -37,7 +38,7 @@ class Node {
 
   // `id`: random, another one for each process.
   Node(std::string name, Duration silence, std::uint64_t id)
-      : name_(std::move(name)), silence_(silence), id_(id), attendance_(silence) {}
+      : name_(std::move(name)), silence_(silence), id_(id), pause_detector_(silence) {}
 
   Actions on_coordinator_up(TimePoint now);  // connected (again): introduces itself and its ranks
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
@@ -47,7 +48,7 @@ class Node {
   }
 
   Actions on_rank_message(RankConnection rank, const proto::FromNode& message, TimePoint now);
-  // Its progress thread was seen alive (message, or the counter in its shared page).
+  // The daemon has seen a sign of life of the rank's progress thread: a message, or the counter in its page.
   void on_rank_alive(RankConnection rank, TimePoint now);
   enum class Gone : std::uint8_t {
     ended,     // its process is no more, and its state with it
@@ -56,8 +57,8 @@ class Node {
     replaced,  // it has come back through another connection already
   };
   Actions on_rank_gone(RankConnection rank, const std::string& reason, Gone how);
-  // What has become of a rank whose place the process of this life takes.
-  Gone gone_for(RankConnection rank, std::uint64_t life) const;
+  // Returns what has become of a rank whose place this process instance takes.
+  Gone gone_for(RankConnection rank, std::uint64_t instance) const;
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
   bool coordinator_up() const { return coordinator_up_; }
@@ -68,24 +69,24 @@ class Node {
 
  private:
   void gather(const RankInfo& rank, Actions& actions);
-  void report_standing(const RankInfo& rank, Actions& actions);
+  void report_status(const RankInfo& rank, Actions& actions);
   bool concerns_nobody(std::uint64_t job) const;
   static bool of_another_job(const RankInfo& rank, std::uint64_t job);
-  void tell(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
+  void send(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
 
   const std::string name_;
   const Duration silence_;
   const std::uint64_t id_;
-  Attendance attendance_;
+  PauseDetector pause_detector_;
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<RankConnection, RankInfo> ranks_;
   proto::Plan plan_;
   PeerTable peers_;
-  std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> standings_;  // said last, by replica and incarnation
+  std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> statuses_;  // said last, by replica and incarnation
 };
 
-void add_unreached(const proto::Unreached& one, proto::Standing& standing);  // to a report of several
+void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status);  // to a report of several
 // Of the links of those before (none yet: all), those that are also `its`, ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 

@@ -44,11 +44,11 @@ Rank::Meaning Rank::on_plan(const proto::Plan& plan) {
   });
   was_in_ = was_in_ || in_ || suspended_;
   if (plan.finished() && !was_part && incarnation_ != Incarnation{}) return Meaning::over;
-  if (!in_ && !suspended_) return was_in_ ? Meaning::fenced : Meaning::nothing;
+  if (!in_ && !suspended_) return was_in_ ? Meaning::evicted : Meaning::nothing;
   epoch_changed_ = in_ && (plan.epoch() != epoch_before || !was_in);
   // Who is suspended was a member of the epoch in which the last step was committed.
   const bool decided = was_part && plan.committed() >= step_before;
-  if (epoch_changed_ || decided) exchanged_ = false;
+  if (epoch_changed_ || decided) reduced_ = false;
   if (decided) return plan.finished() ? Meaning::finished : Meaning::committed;
   return epoch_changed_ ? Meaning::new_epoch : Meaning::nothing;
 }

@@ -1,5 +1,5 @@
-// The step protocol as one rank sees it: plans come in, and what they mean for the step under way comes out.
-// Pure: no thread, no clock.
+// This is the step protocol as one rank sees it: the caller passes each plan in, and learns what it means for the step
+// under way. It is pure: it has no thread and no clock.
 #pragma once
 
 #include <optional>
@@ -24,9 +24,9 @@ class Rank {
 
   enum class Meaning {
     nothing,    // stale, repeated, or not for us yet
-    new_epoch,  // the step under way (or about to begin) runs in another epoch: enter it, exchange again
+    new_epoch,  // the step under way (or about to begin) runs in another epoch: enter it, reduce again
     committed,  // the step under way is decided: apply its update
-    fenced,     // this incarnation is out of the job, and a step was committed without it
+    evicted,    // this incarnation is out of the job, and a step was committed without it
     finished,   // committed, and it was the last step
     over,       // the job was finished before this incarnation had a part in it
   };
@@ -34,21 +34,21 @@ class Rank {
   Meaning on_plan(const proto::Plan& plan);
   bool epoch_changed() const { return epoch_changed_; }
 
-  // The exchange of the step under way is complete here.
-  void on_exchanged() { exchanged_ = true; }
-  bool exchanged() const { return exchanged_; }
+  // The reduction of the step under way is complete here.
+  void on_reduced() { reduced_ = true; }
+  bool reduced() const { return reduced_; }
 
   Incarnation incarnation() const { return incarnation_; }
   Epoch epoch() const { return Epoch(plan_.epoch()); }
   Step step() const { return Step(plan_.step()); }
   Step committed() const { return Step(plan_.committed()); }
   bool member() const { return in_; }
-  // Out, but nothing has been committed without us: we may be taken back.
+  // Whether this incarnation is out of the epoch while nothing has been committed without it: it may be taken back.
   bool suspended() const { return suspended_; }
   bool contributes() const;
   std::uint32_t contributors() const;  // in this epoch
   bool has_contributors() const { return contributors() > 0; }
-  // One of the contributors, the same in the eyes of all that have this plan.
+  // Whether this is the one contributor that all who have this plan take for the leading one.
   bool leads() const;
   Batch batch() const;
   const proto::Plan& plan() const { return plan_; }
@@ -62,7 +62,7 @@ class Rank {
   bool in_ = false;         // a member in the latest plan
   bool suspended_ = false;  // … or named there as one that may come back
   bool was_in_ = false;     // a member ever
-  bool exchanged_ = false;  // of (epoch, step)
+  bool reduced_ = false;    // of (epoch, step)
   bool epoch_changed_ = false;
 };
 

@@ -41,44 +41,44 @@ Relay::Actions Relay::on_coordinator_down() {
 Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimePoint now) {
   coordinator_heard_ = now;
   // To the rank that this answers.
-  const auto answer = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t life) -> RankState* {
-    if (auto claim = claims_.find({{replica, number}, life}); claim != claims_.end()) {
+  const auto answer = [&](std::uint32_t replica, std::uint32_t number, std::uint64_t instance) -> RankState* {
+    if (auto claim = claims_.find({{replica, number}, instance}); claim != claims_.end()) {
       const Claim its = claim->second;
       if (message.has_registered() || message.has_refused()) claims_.erase(claim);
-      if (message.has_registered()) take_place({replica, number}, its, life);
-      else if (its.connected) tell({its.node}, message);
+      if (message.has_registered()) take_place({replica, number}, its, instance);
+      else if (its.connected) send({its.node}, message);
     }
     auto found = ranks_.find({replica, number});
-    if (found == ranks_.end() || found->second.life != life || !found->second.connected) return nullptr;
-    tell({found->second.node}, message);
+    if (found == ranks_.end() || found->second.instance != instance || !found->second.connected) return nullptr;
+    send({found->second.node}, message);
     return &found->second;
   };
   switch (message.kind_case()) {
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {
       const auto& registered = message.registered();
-      RankState* rank = answer(registered.replica(), registered.rank(), registered.life());
+      RankState* rank = answer(registered.replica(), registered.rank(), registered.instance());
       if (rank == nullptr) break;
       nodes_.at(rank->node).wants_plan = true;
       join({registered.replica(), registered.rank()}, *rank, registered.incarnation());
       break;
     }
     case proto::ToNode::kRefused:
-      answer(message.refused().replica(), message.refused().rank(), message.refused().life());
+      answer(message.refused().replica(), message.refused().rank(), message.refused().instance());
       break;
     case proto::ToNode::kInquiry:
-      answer(message.inquiry().replica(), message.inquiry().rank(), message.inquiry().life());
+      answer(message.inquiry().replica(), message.inquiry().rank(), message.inquiry().instance());
       break;
     case proto::ToNode::kDeclare:
-      answer(message.declare().replica(), message.declare().rank(), message.declare().life());
+      answer(message.declare().replica(), message.declare().rank(), message.declare().instance());
       break;
-    case proto::ToNode::kFenced: {
-      const std::uint32_t replica = message.fenced().replica();
+    case proto::ToNode::kEvicted: {
+      const std::uint32_t replica = message.evicted().replica();
       std::set<NodeId> concerned;
       for (auto rank = ranks_.lower_bound({replica, 0}); rank != ranks_.end() && rank->first.first == replica; ++rank)
         if (rank->second.connected) concerned.insert(rank->second.node);
-      tell({concerned.begin(), concerned.end()}, message);
-      groups_.erase({replica, message.fenced().incarnation()});
+      send({concerned.begin(), concerned.end()}, message);
+      groups_.erase({replica, message.evicted().incarnation()});
       break;
     }
     case proto::ToNode::kPeers: on_peers(message.peers()); break;
@@ -104,7 +104,7 @@ void Relay::on_peers(const proto::Peers& peers) {
       for (auto at = by_rank.lower_bound(static_cast<std::uint32_t>(begin)); at != by_rank.end() && at->first < end;
            ++at)
         *its.add_peers() = *at->second;
-    if (!its.peers().empty() || !its.complete().empty() || !its.gone().empty()) tell({node}, std::move(message));
+    if (!its.peers().empty() || !its.complete().empty() || !its.gone().empty()) send({node}, std::move(message));
   }
 }
 
@@ -117,7 +117,7 @@ void Relay::on_plan(const proto::ToNode& message) {
   std::vector<NodeId> concerned;
   for (auto& [node, state] : nodes_)
     if (std::exchange(state.wants_plan, false) || fresh) concerned.push_back(node);
-  tell(std::move(concerned), message);
+  send(std::move(concerned), message);
 }
 
 // ---- the daemons
@@ -136,17 +136,17 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
       break;
     case proto::FromNode::kRankDown: {
       const auto& down = message.rank_down();
-      claims_.erase({{down.replica(), down.rank()}, down.life()});
+      claims_.erase({{down.replica(), down.rank()}, down.instance()});
       if (auto found = ranks_.find({down.replica(), down.rank()});
-          found != ranks_.end() && found->second.life == down.life()) {
+          found != ranks_.end() && found->second.instance == down.instance()) {
         leave(found->first, found->second);
         ranks_.erase(found);
       }
       up() = message;
       break;
     }
-    case proto::FromNode::kExchanged: add_exchanged(message.exchanged()); break;
-    case proto::FromNode::kStanding: on_standing(node, message.standing()); break;
+    case proto::FromNode::kReduced: add_reduced_ranks(message.reduced()); break;
+    case proto::FromNode::kReplicaStatus: on_replica_status(node, message.replica_status()); break;
     case proto::FromNode::kAccusation:
       if (passes_on(message.accusation(), now)) up() = message;
       break;
@@ -157,7 +157,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
     case proto::FromNode::kHeartbeat: {
       proto::ToNode alive;
       alive.mutable_heartbeat();
-      tell({node}, std::move(alive));
+      send({node}, std::move(alive));
       break;
     }
     case proto::FromNode::kLinks:
@@ -184,33 +184,33 @@ bool Relay::passes_on(const proto::Accusation& accusation, TimePoint now) {
 void Relay::on_rank_up(NodeId node, const proto::RankUp& up) {
   const RankKey key{up.replica(), up.rank()};
   const auto present = ranks_.find(key);
-  if (up.incarnation() == 0 && present != ranks_.end() && present->second.life != up.life() &&
+  if (up.incarnation() == 0 && present != ranks_.end() && present->second.instance != up.instance() &&
       (!present->second.connected || present->second.node != node)) {
-    claims_[{key, up.life()}] = {.node = node, .connected = true};
+    claims_[{key, up.instance()}] = {.node = node, .connected = true};
     return;
   }
-  RankState& rank = take_place(key, node, up.life());
+  RankState& rank = take_place(key, node, up.instance());
   rank.incarnation = up.incarnation();
   if (up.incarnation() == 0) return;  // known when it is registered
   join(key, rank, up.incarnation());
-  add_exchanged(exchanged_of(up));
+  add_reduced_ranks(reduced_of(up));
 }
 
 // Its daemon may have gone meanwhile: then it has its time to come back, as any other.
-void Relay::take_place(const RankKey& key, const Claim& claim, std::uint64_t life) {
+void Relay::take_place(const RankKey& key, const Claim& claim, std::uint64_t instance) {
   if (claim.connected) {
-    take_place(key, claim.node, life);
+    take_place(key, claim.node, instance);
     return;
   }
   RankState& rank = ranks_[key];
   if (rank.connected) leave(key, rank);
-  rank = {.node = claim.node, .life = life, .incarnation = 0, .connected = false, .lost_at = claim.lost_at};
+  rank = {.node = claim.node, .instance = instance, .incarnation = 0, .connected = false, .lost_at = claim.lost_at};
 }
 
-Relay::RankState& Relay::take_place(const RankKey& key, NodeId node, std::uint64_t life) {
+Relay::RankState& Relay::take_place(const RankKey& key, NodeId node, std::uint64_t instance) {
   RankState& rank = ranks_[key];
   if (rank.connected) leave(key, rank);
-  rank = {.node = node, .life = life, .incarnation = 0, .connected = true, .lost_at = {}};
+  rank = {.node = node, .instance = instance, .incarnation = 0, .connected = true, .lost_at = {}};
   nodes_[node].hosts.add(RankSet(key.second));
   return rank;
 }
@@ -225,13 +225,13 @@ void Relay::leave(const RankKey& key, RankState& rank) {
   auto group = groups_.find({key.first, rank.incarnation});
   if (group == groups_.end()) return;
   group->second.registered.remove(RankSet(key.second));
-  group->second.standings.erase(rank.node);
+  group->second.statuses.erase(rank.node);
   if (group->second.registered.empty()) groups_.erase(group);
-  else say_exchanged(group->first, group->second);  // it may have waited for this one alone
+  else report_reduced(group->first, group->second);  // it may have waited for this one alone
 }
 
 // One report, when these were the last that it waited for.
-void Relay::add_exchanged(const proto::Exchanged& theirs) {
+void Relay::add_reduced_ranks(const proto::Reduced& theirs) {
   const GroupKey key{theirs.replica(), theirs.incarnation()};
   const std::uint64_t epoch = theirs.epoch(), step = theirs.step();
   auto found = groups_.find(key);
@@ -239,51 +239,50 @@ void Relay::add_exchanged(const proto::Exchanged& theirs) {
   Group& group = found->second;
   const std::pair said(epoch, step), known(group.epoch, group.step);
   if (said < known || epoch == 0) return;
-  if (said > known) group.exchanged.clear(), group.digests.clear();
+  if (said > known) group.reduced.clear(), group.digests.clear();
   std::tie(group.epoch, group.step) = said;
-  group.exchanged.add(RankSet(theirs.ranks(), kNoLimit));
+  group.reduced.add(RankSet(theirs.ranks(), kNoLimit));
   group.digests.take(theirs, kMostRanks);
-  say_exchanged(key, group);
+  report_reduced(key, group);
 }
 
-void Relay::say_exchanged(const GroupKey& key, const Group& group) {
-  if (group.exchanged.empty() || !group.exchanged.includes(group.registered)) return;
-  auto& exchanged = *up().mutable_exchanged();
-  exchanged.set_replica(key.first);
-  exchanged.set_incarnation(key.second);
-  exchanged.set_epoch(group.epoch);
-  exchanged.set_step(group.step);
-  group.exchanged.to(exchanged.mutable_ranks());
-  group.digests.tell(group.exchanged, exchanged);
+void Relay::report_reduced(const GroupKey& key, const Group& group) {
+  if (group.reduced.empty() || !group.reduced.includes(group.registered)) return;
+  auto& reduced = *up().mutable_reduced();
+  reduced.set_replica(key.first);
+  reduced.set_incarnation(key.second);
+  reduced.set_epoch(group.epoch);
+  reduced.set_step(group.step);
+  group.reduced.to(reduced.mutable_ranks());
+  group.digests.write_to(group.reduced, reduced);
 }
 
-void Relay::on_standing(NodeId node, const proto::Standing& standing) {
-  auto found = groups_.find({standing.replica(), standing.incarnation()});
+void Relay::on_replica_status(NodeId node, const proto::ReplicaStatus& status) {
+  auto found = groups_.find({status.replica(), status.incarnation()});
   if (found == groups_.end()) return;
-  found->second.standings[node] = standing;
-  report_standing(standing.replica(), standing.incarnation(), found->second);
+  found->second.statuses[node] = status;
+  report_status(status.replica(), status.incarnation(), found->second);
 }
 
-void Relay::report_standing(std::uint32_t replica, std::uint64_t incarnation, Group& group) {
+void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Group& group) {
   RankSet together;
   std::optional<std::vector<std::uint64_t>> links;
   bool caught_up = true;
   proto::FromNode message;
-  auto& together_stand = *message.mutable_standing();
-  for (const auto& [node, standing] : group.standings) {
-    for (const auto& one : standing.unreached()) add_unreached(one, together_stand);
-    together.add(RankSet(standing.ranks(), kNoLimit));
-    caught_up = caught_up && standing.caught_up();
-    keep_common(links, {standing.links().data(), static_cast<std::size_t>(standing.links().size())});
+  auto& all_of_it = *message.mutable_replica_status();
+  for (const auto& [node, status] : group.statuses) {
+    for (const auto& one : status.unreached()) add_unreached(one, all_of_it);
+    together.add(RankSet(status.ranks(), kNoLimit));
+    caught_up = caught_up && status.caught_up();
+    keep_common(links, {status.links().data(), static_cast<std::size_t>(status.links().size())});
   }
   if (!together.includes(group.registered)) return;
-  together_stand.set_replica(replica);
-  together_stand.set_incarnation(incarnation);
-  together_stand.set_caught_up(caught_up);
-  for (auto link : *links) together_stand.add_links(link);
-  together.to(together_stand.mutable_ranks());
-  if (std::string now = together_stand.SerializeAsString(); std::exchange(group.said, now) != now)
-    up() = std::move(message);
+  all_of_it.set_replica(replica);
+  all_of_it.set_incarnation(incarnation);
+  all_of_it.set_caught_up(caught_up);
+  for (auto link : *links) all_of_it.add_links(link);
+  together.to(all_of_it.mutable_ranks());
+  if (std::string now = all_of_it.SerializeAsString(); std::exchange(group.said, now) != now) up() = std::move(message);
 }
 
 // Its ranks may still run: they have `silence` to come back through another connection.
@@ -300,15 +299,15 @@ Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
 }
 
 Relay::Actions Relay::on_tick(TimePoint now) {
-  if (const Duration away = attendance_.on_tick(now); away > Duration{}) {
+  if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) {
     actions_.notes.push_back(
-        fmt::format("this relay was away for {:.0f} ms, which it holds against nobody", milliseconds(away)));
-    for (auto& [node, state] : nodes_) forgive(state.heard, away, now);
-    for (auto& [key, rank] : ranks_) forgive(rank.lost_at, away, now);
-    for (auto& [key, claim] : claims_) forgive(claim.lost_at, away, now);
-    forgive(coordinator_heard_, away, now);
+        fmt::format("this relay was paused for {:.0f} ms, which it holds against nobody", milliseconds(pause)));
+    for (auto& [node, state] : nodes_) forgive(state.heard, pause, now);
+    for (auto& [key, rank] : ranks_) forgive(rank.lost_at, pause, now);
+    for (auto& [key, claim] : claims_) forgive(claim.lost_at, pause, now);
+    forgive(coordinator_heard_, pause, now);
   }
-  if (!attendance_.settling(now)) lose_silent(now);
+  if (!pause_detector_.settling(now)) lose_silent(now);
   if (coordinator_up_ && now - heartbeat_sent_ >= silence_ / 4) {
     heartbeat_sent_ = now;
     up().mutable_heartbeat();
@@ -332,7 +331,7 @@ void Relay::lose_silent(TimePoint now) {
       ++entry;
       continue;
     }
-    down(key, rank.life);
+    down(key, rank.instance);
     entry = ranks_.erase(entry);
   }
   std::erase_if(claims_, [&](const auto& entry) {
@@ -343,15 +342,15 @@ void Relay::lose_silent(TimePoint now) {
   });
 }
 
-void Relay::down(const RankKey& key, std::uint64_t life) {
+void Relay::down(const RankKey& key, std::uint64_t instance) {
   auto& down = *up().mutable_rank_down();
   down.set_replica(key.first);
   down.set_rank(key.second);
-  down.set_life(life);
+  down.set_instance(instance);
   down.set_reason("its daemon did not come back in time");
 }
 
-void Relay::tell(std::vector<NodeId> nodes, proto::ToNode message) {
+void Relay::send(std::vector<NodeId> nodes, proto::ToNode message) {
   if (!nodes.empty()) actions_.to_nodes.emplace_back(std::move(nodes), std::move(message));
 }
 

@@ -1,8 +1,8 @@
-// Between the daemons of a replica (or of several) and the coordinator: to the daemons it is the coordinator, to the
-// coordinator one node with all of their ranks. Reports of ranks that are alike go up as one, when the last of them has
-// come; plans and peers fan out on the way down, to each daemon what concerns its ranks. So what reaches the
-// coordinator grows with relays and not with daemons. Pure, as all of this folder: connections are numbers, time comes
-// in.
+// A relay stands between the daemons of one or several replicas and the coordinator. To the daemons it is the
+// coordinator, and to the coordinator it is one node with all of their ranks. It sends equal reports of ranks up as
+// one, when the last of them has come. It passes plans and peers down, to each daemon what concerns its ranks. So what
+// reaches the coordinator grows with relays and not with daemons. It is pure, as all of this folder: connections are
+// numbers, and the caller passes the time in.
 //
 // It decides nothing. Without the coordinator it is of no use to the daemons: their connections end with its own, and
 // they introduce their ranks again through the next one.
@@ -29,13 +29,14 @@ class Relay {
     std::vector<std::string> notes;
   };
 
-  Relay(std::string name, Duration silence) : name_(std::move(name)), silence_(silence), attendance_(silence) {}
+  Relay(std::string name, Duration silence) : name_(std::move(name)), silence_(silence), pause_detector_(silence) {}
 
   Actions on_coordinator_up(TimePoint now);
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
   Actions on_coordinator_down();
 
-  // While the coordinator is not connected, daemons must not be either: whoever talks then is told to connect anew.
+  // While the coordinator is not connected, daemons must not be connected either: the relay closes the connection of
+  // whoever sends something then.
   Actions on_node_message(NodeId node, const proto::FromNode& message, TimePoint now);
   Actions on_node_lost(NodeId node, TimePoint now);
   Actions on_tick(TimePoint now);  // at least every silence / 8
@@ -54,7 +55,7 @@ class Relay {
   };
   struct RankState {
     NodeId node;
-    std::uint64_t life = 0, incarnation = 0;  // 0: not registered
+    std::uint64_t instance = 0, incarnation = 0;  // 0: not registered
     bool connected = false;
     TimePoint lost_at{};  // when its node was lost
   };
@@ -62,10 +63,10 @@ class Relay {
   struct Group {
     RankSet registered;
     std::uint64_t epoch = 0, step = 0;
-    RankSet exchanged;  // of that step
+    RankSet reduced;  // of that step
     DigestTable digests;
-    std::map<NodeId, proto::Standing> standings;
-    std::string said;  // the last standing that went up
+    std::map<NodeId, proto::ReplicaStatus> statuses;
+    std::string said;  // the last status that went up
   };
   using GroupKey = std::pair<std::uint32_t, std::uint64_t>;  // replica, incarnation
   using RankKey = std::pair<std::uint32_t, std::uint32_t>;   // replica, rank
@@ -78,31 +79,31 @@ class Relay {
 
   bool passes_on(const proto::Accusation& accusation, TimePoint now);
   void on_rank_up(NodeId node, const proto::RankUp& up);
-  RankState& take_place(const RankKey& key, NodeId node, std::uint64_t life);
-  void take_place(const RankKey& key, const Claim& claim, std::uint64_t life);
-  void down(const RankKey& key, std::uint64_t life);
+  RankState& take_place(const RankKey& key, NodeId node, std::uint64_t instance);
+  void take_place(const RankKey& key, const Claim& claim, std::uint64_t instance);
+  void down(const RankKey& key, std::uint64_t instance);
   void join(const RankKey& key, RankState& rank, std::uint64_t incarnation);
   void leave(const RankKey& key, RankState& rank);
-  void on_standing(NodeId node, const proto::Standing& standing);
-  void add_exchanged(const proto::Exchanged& exchanged);
-  void say_exchanged(const GroupKey& key, const Group& group);
-  void report_standing(std::uint32_t replica, std::uint64_t incarnation, Group& group);
+  void on_replica_status(NodeId node, const proto::ReplicaStatus& status);
+  void add_reduced_ranks(const proto::Reduced& reduced);
+  void report_reduced(const GroupKey& key, const Group& group);
+  void report_status(std::uint32_t replica, std::uint64_t incarnation, Group& group);
   void lose_silent(TimePoint now);
   void on_peers(const proto::Peers& peers);
   void on_plan(const proto::ToNode& message);
   proto::FromNode& up() { return actions_.to_coordinator.emplace_back(); }
-  void tell(std::vector<NodeId> nodes, proto::ToNode message);
+  void send(std::vector<NodeId> nodes, proto::ToNode message);
   Actions take() { return std::exchange(actions_, {}); }
 
   const std::string name_;
   const Duration silence_;
-  Attendance attendance_;
+  PauseDetector pause_detector_;
   bool coordinator_up_ = false;
   TimePoint coordinator_heard_{}, heartbeat_sent_{};
   std::map<NodeId, NodeState> nodes_;
   std::map<RankKey, RankState> ranks_;
   // Of places that others have: the coordinator says which of the two it is, and until then that other one stays.
-  std::map<std::pair<RankKey, std::uint64_t>, Claim> claims_;  // by life
+  std::map<std::pair<RankKey, std::uint64_t>, Claim> claims_;  // by instance
   std::map<GroupKey, Group> groups_;
   std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
   bool finished_ = false;

@@ -25,11 +25,11 @@ constexpr std::uint64_t notification(std::uint64_t grant, std::uint64_t place, s
 Result<Grant> parse_grant(BytesView message) {
   Grant grant;
   if (!take(message, grant.number) || !take(message, grant.count) || grant.count == 0 || grant.count > kMaxGroup ||
-      message.size() != grant.count * sizeof(Grant::Place))
+      message.size() != grant.count * sizeof(Grant::Buffer))
     return fail(ErrorCode::corrupt, "the receiver sent a message that can't be a grant");
   for (std::uint64_t i = 0; i < grant.count; ++i) {
-    (void)take(message, grant.places[i]);  // of that size, as has been seen
-    grant.places[i].used = 0;
+    (void)take(message, grant.buffers[i]);  // of that size, as has been seen
+    grant.buffers[i].used = 0;
   }
   return grant;
 }
@@ -84,9 +84,9 @@ Result<Request*> Device::send(Connection& connection, std::span<std::byte> data,
   if (connection.error) return tl::unexpected(*connection.error);
   if (connection.grants.empty()) return nullptr;
   Grant& grant = connection.grants.front();
-  auto* end = grant.places.begin() + grant.count;
-  auto* place =
-      std::find_if(grant.places.begin(), end, [&](const Grant::Place& one) { return one.used == 0 && one.tag == tag; });
+  auto* end = grant.buffers.begin() + grant.count;
+  auto* place = std::find_if(grant.buffers.begin(), end,
+                             [&](const Grant::Buffer& one) { return one.used == 0 && one.tag == tag; });
   if (place == end) return nullptr;
   data = data.first(std::min<std::size_t>(data.size(), place->size));  // what a receive has no room for is not sent
   Request* request = take_request(connection, Request::Kind::send);
@@ -98,14 +98,14 @@ Result<Request*> Device::send(Connection& connection, std::span<std::byte> data,
       .local = {region.id, static_cast<std::uint64_t>(data.data() - region.memory.data())},
       .remote = {place->region, place->offset},
       .length = data.size(),
-      .notify = notification(grant.number, static_cast<std::uint64_t>(place - grant.places.begin()), data.size())};
+      .notify = notification(grant.number, static_cast<std::uint64_t>(place - grant.buffers.begin()), data.size())};
   if (auto posted = engine_->write(connection.endpoint, {&write, 1}); !posted) {
     operations_.erase(request->operation);
     request->kind = Request::Kind::free;
     return tl::unexpected(posted.error());
   }
   place->used = 1;
-  if (std::all_of(grant.places.begin(), end, [](const Grant::Place& one) { return one.used != 0; }))
+  if (std::all_of(grant.buffers.begin(), end, [](const Grant::Buffer& one) { return one.used != 0; }))
     connection.grants.pop_front();
   return request;
 }
@@ -123,10 +123,10 @@ Result<Request*> Device::receive(Connection& connection, std::span<const Target>
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const Target& target = targets[i];
     request.most[i] = target.memory.size();
-    const Grant::Place place{.region = engine_->remote(target.region->id),
-                             .offset = static_cast<std::uint64_t>(target.memory.data() - target.region->memory.data()),
-                             .size = target.memory.size(),
-                             .tag = target.tag};
+    const Grant::Buffer place{.region = engine_->remote(target.region->id),
+                              .offset = static_cast<std::uint64_t>(target.memory.data() - target.region->memory.data()),
+                              .size = target.memory.size(),
+                              .tag = target.tag};
     const auto bytes = bytes_of(place);
     message.insert(message.end(), bytes.begin(), bytes.end());
   }

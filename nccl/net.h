@@ -47,14 +47,14 @@ struct Hello {
 
 // The bytes of a peer's grant, in a message; an error for what can't be one.
 struct Grant {
-  struct Place {
+  struct Buffer {
     transport::RemoteRegion region;
     std::uint64_t offset = 0, size = 0;
     std::int64_t tag = 0;
     std::uint64_t used = 0;
   };
   std::uint64_t number = 0, count = 0;
-  std::array<Place, kMaxGroup> places{};
+  std::array<Buffer, kMaxGroup> buffers{};
 };
 Result<Grant> parse_grant(BytesView message);
 

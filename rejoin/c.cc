@@ -11,7 +11,7 @@ struct rejoin_session {
   void (*waiting)(void*) = nullptr;
   void* with = nullptr;
   std::vector<rejoin_range> batch;
-  std::vector<rejoin_piece> pieces;
+  std::vector<rejoin_update> updates;
   std::string position;
 };
 
@@ -193,21 +193,21 @@ rejoin_code rejoin_all_reduce_on(rejoin_session* session, uint32_t bucket, void*
   return guarded([&] { return code(session->session->all_reduce(bucket, stream_of(cuda_stream))); });
 }
 
-rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const rejoin_piece** pieces, size_t* count) {
+rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const rejoin_update** updates, size_t* count) {
   return guarded([&] {
     const auto begun = session->session->begin_update();
     if (!begun) return failed(begun.error());
-    session->pieces.clear();
+    session->updates.clear();
     if (*begun)
-      for (const auto& piece : **begun)
-        session->pieces.push_back({piece.tensor.index,
-                                   piece.first,
-                                   piece.count,
-                                   piece.step,
-                                   {const_cast<std::byte*>(piece.gradient.data()), piece.gradient.size()}});
+      for (const auto& update : **begun)
+        session->updates.push_back({update.tensor.index,
+                                    update.first,
+                                    update.count,
+                                    update.step,
+                                    {const_cast<std::byte*>(update.gradient.data()), update.gradient.size()}});
     *committed = begun->has_value();
-    *pieces = session->pieces.data();
-    *count = session->pieces.size();
+    *updates = session->updates.data();
+    *count = session->updates.size();
     return REJOIN_OK;
   });
 }

@@ -66,12 +66,12 @@ typedef struct rejoin_step {
   size_t batch_count;
 } rejoin_step;
 
-typedef struct rejoin_piece {
+typedef struct rejoin_update {
   uint32_t tensor;
   uint64_t first, count; /* elements */
   uint64_t step;
   rejoin_memory gradient; /* to be read only */
-} rejoin_piece;
+} rejoin_update;
 
 /* Of this thread's last call that failed; until its next one that fails. Never null. */
 const char* rejoin_error(void);
@@ -107,8 +107,8 @@ rejoin_code rejoin_position_step(const char* position, uint64_t* step);
 rejoin_code rejoin_begin_step(rejoin_session* session, rejoin_step* step);
 rejoin_code rejoin_all_reduce(rejoin_session* session, uint32_t bucket);
 rejoin_code rejoin_all_reduce_on(rejoin_session* session, uint32_t bucket, void* cuda_stream);
-/* `committed` 0: the same step comes once more. The pieces are the session's, until the update's end. */
-rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const rejoin_piece** pieces, size_t* count);
+/* `committed` 0: the same step comes once more. The updates are the session's, until the update's end. */
+rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const rejoin_update** updates, size_t* count);
 rejoin_code rejoin_end_update(rejoin_session* session);
 rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream);
 /* Always fails, with the error that all later calls have. */

@@ -8,7 +8,7 @@
 
 namespace rejoin {
 
-Driver::Driver(const DriverConfig& config, transport::Engine& engine, shm::Owner& owner,
+Driver::Driver(const DriverConfig& config, transport::Engine& engine, local::Owner& owner,
                std::vector<ftar::BucketSpec> buckets)
     : config_(config),
       engine_(engine),
@@ -30,7 +30,7 @@ void Driver::poll(TimePoint now) {
   if (!ring_ || failure_) return;
   submit_wanted();
   poll_ring(now);
-  if (!attendance_.settling(now)) look_for_stalls(now);
+  if (!pause_detector_.settling(now)) look_for_stalls(now);
   if (now < reach_at_) return;
   reach_at_ = now + silence_;
   ring_->drop_unfinished(silence_, now);
@@ -38,29 +38,29 @@ void Driver::poll(TimePoint now) {
 }
 
 void Driver::notice(TimePoint now) {
-  const Duration away = attendance_.on_tick(now);
-  if (away == Duration{}) return;
-  away_ = away;
+  const Duration pause = pause_detector_.on_tick(now);
+  if (pause == Duration{}) return;
+  pause_ = pause;
   back_at_ = now;
   disturbed_ = true;
   if (occupied_) {
-    occupied_->since += away;
-    occupied_->until += away;
+    occupied_->since += pause;
+    occupied_->until += pause;
   }
-  if (ring_) ring_->forgive(away, now);
+  if (ring_) ring_->forgive(pause, now);
 }
 
 // What it hears of that comes within two silences.
-Duration Driver::away(TimePoint now) const { return now - back_at_ <= 2 * silence_ ? away_ : Duration{}; }
+Duration Driver::recent_pause(TimePoint now) const { return now - back_at_ <= 2 * silence_ ? pause_ : Duration{}; }
 
 // Out, and why; it may be its own silence.
 void Driver::put_out(const std::string& why, TimePoint now) {
-  const Duration away = this->away(now);
+  const Duration pause = this->recent_pause(now);
   fail({ErrorCode::cancelled,
-        away > silence_ / 2 ? fmt::format("this process was silent for {:.1f} s, and its replica was put out of the "
-                                          "job: {}; start it again to catch up",
-                                          seconds(away), why)
-                            : fmt::format("this replica is out of the job: {}; start it again to catch up", why)});
+        pause > silence_ / 2 ? fmt::format("this process was silent for {:.1f} s, and its replica was put out of the "
+                                           "job: {}; start it again to catch up",
+                                           seconds(pause), why)
+                             : fmt::format("this replica is out of the job: {}; start it again to catch up", why)});
 }
 
 proto::FromNode Driver::heartbeat() const {
@@ -83,7 +83,7 @@ proto::FromNode Driver::heartbeat() const {
 void Driver::describe(proto::RankUp& up) const {
   up.set_replica(config_.replica.value);
   up.set_rank(config_.rank);
-  up.set_life(config_.life);
+  up.set_instance(config_.instance);
   up.set_incarnation(machine_.incarnation().value);
   up.set_plan_hash(config_.plan_hash);
   up.set_settings(fmt::format("{} in chunks of {} bytes, {} in flight, up to {} bytes direct", config_.transport,
@@ -91,11 +91,11 @@ void Driver::describe(proto::RankUp& up) const {
   up.set_job(job_);
   up.set_heard_epoch(machine_.epoch().value);
   up.set_heard_committed(machine_.committed().value);
-  if (!machine_.exchanged()) return;
-  up.set_exchanged_epoch(machine_.epoch().value);
-  up.set_exchanged_step(machine_.step().value);
-  up.set_exchanged_reduced(digests_.reduced);
-  up.set_exchanged_state(digests_.state);
+  if (!machine_.reduced()) return;
+  up.set_reduced_epoch(machine_.epoch().value);
+  up.set_reduced_step(machine_.step().value);
+  up.set_results_digest(digests_.reduced);
+  up.set_state_digest(digests_.state);
 }
 
 void Driver::poll_ring(TimePoint now) {
@@ -125,12 +125,12 @@ void Driver::poll_ring(TimePoint now) {
     }
   }
   if (links_changed) report_links();
-  report_exchanged();
+  report_reduced();
 }
 
 // Hands over what the trainer has asked for, or, while catching up, everything.
 void Driver::submit_wanted() {
-  if (!machine_.member() || !machine_.has_contributors() || ring_->epoch() != machine_.epoch() || machine_.exchanged())
+  if (!machine_.member() || !machine_.has_contributors() || ring_->epoch() != machine_.epoch() || machine_.reduced())
     return;
   if (!current_ || current_->step != machine_.step().value) return;
   // A joiner's outputs hold the gradients of the step before until the trainer is done with them.
@@ -138,36 +138,36 @@ void Driver::submit_wanted() {
   for (std::uint32_t b = 0; b < buckets_.size(); ++b) {
     if ((machine_.contributes() && !wanted_[b]) || submitted_[b]) continue;
     submitted_[b] = true;
-    owner_.set_phase(shm::Phase::exchange);
+    owner_.set_phase(local::Phase::reduce);
     if (auto started = ring_->all_reduce(b, machine_.step(), ReduceOp::mean); !started) return fail(started.error());
   }
 }
 
-void Driver::report_exchanged() {
-  if (!machine_.member() || machine_.exchanged() || ring_->epoch() != machine_.epoch()) return;
+void Driver::report_reduced() {
+  if (!machine_.member() || machine_.reduced() || ring_->epoch() != machine_.epoch()) return;
   if (!std::all_of(done_.begin(), done_.end(), [](bool d) { return d; })) return;
   // Digests of a device's memory are calls into its driver, which don't return while a stream waits for a bucket.
   if (config_.ring.device && machine_.plan().has_audit() && !std::exchange(let_go_, true)) return;
   let_go_ = false;
-  if (auto digested = digest_exchanged(); !digested) return fail(digested.error());
-  machine_.on_exchanged();
+  if (auto digested = digest_results(); !digested) return fail(digested.error());
+  machine_.on_reduced();
   proto::FromNode report;
-  auto& exchanged = *report.mutable_exchanged();
-  exchanged.set_replica(config_.replica.value);
-  exchanged.set_epoch(machine_.epoch().value);
-  exchanged.set_step(machine_.step().value);
-  membership::RankSet(config_.rank).to(exchanged.mutable_ranks());
+  auto& reduced = *report.mutable_reduced();
+  reduced.set_replica(config_.replica.value);
+  reduced.set_epoch(machine_.epoch().value);
+  reduced.set_step(machine_.step().value);
+  membership::RankSet(config_.rank).to(reduced.mutable_ranks());
   if (machine_.plan().has_audit()) {
-    exchanged.add_reduced(digests_.reduced);
-    exchanged.add_state(digests_.state);
+    reduced.add_results(digests_.reduced);
+    reduced.add_state(digests_.state);
   }
-  events::emit("exchanged", {{"step", machine_.step().value}, {"epoch", machine_.epoch().value}});
+  events::emit("reduced", {{"step", machine_.step().value}, {"epoch", machine_.epoch().value}});
   reports_.push_back(std::move(report));
 }
 
 // What the coordinator compares among replicas. The state is at the version before the step: the trainer has handed
 // over all gradients and changes nothing before the commit.
-Result<> Driver::digest_exchanged() {
+Result<> Driver::digest_results() {
   digests_ = {};
   const auto& plan = machine_.plan();
   if (!plan.has_audit()) return {};
@@ -182,7 +182,7 @@ Result<> Driver::digest_exchanged() {
 }
 
 // What is behind the digests of the epoch that is about to end: outputs and state are as they were.
-Result<> Driver::tell_details(const proto::Plan::Inspect& wanted) {
+Result<> Driver::send_details(const proto::Plan::Inspect& wanted) {
   const auto& plan = machine_.plan();
   if (wanted.rank() != config_.rank || wanted.epoch() != ring_->epoch().value || !plan.has_audit()) return {};
   const auto results = ring_->inspect_results();
@@ -200,26 +200,26 @@ Result<> Driver::tell_details(const proto::Plan::Inspect& wanted) {
       told.set_from(segment.from.value);
     }
   }
-  const auto pieces = machine_.contributes() ? audit_->pieces(plan.audit().period(), plan.audit().phase())
-                                             : Result<std::vector<StateAudit::Piece>>();
-  if (!pieces) return tl::unexpected(pieces.error());
-  for (const auto& piece : *pieces) {
+  const auto range_digests = machine_.contributes() ? audit_->range_digests(plan.audit().period(), plan.audit().phase())
+                                                    : Result<std::vector<StateAudit::RangeDigest>>();
+  if (!range_digests) return tl::unexpected(range_digests.error());
+  for (const auto& range_digest : *range_digests) {
     auto& told = *details.add_state();
-    told.set_tensor(piece.tensor);
-    told.set_first(piece.first);
-    told.set_count(piece.count);
-    told.set_digest(piece.digest);
+    told.set_tensor(range_digest.tensor);
+    told.set_first(range_digest.first);
+    told.set_count(range_digest.count);
+    told.set_digest(range_digest.digest);
   }
   reports_.push_back(std::move(report));
   return {};
 }
 
-void Driver::on_word(const proto::ToNode& word, TimePoint now) {
-  switch (word.kind_case()) {
+void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
+  switch (message.kind_case()) {
     case proto::ToNode::kRegistered: {
       if (machine_.incarnation() != Incarnation{}) return;
-      machine_.on_registered(Incarnation(word.registered().incarnation()));
-      job_ = word.registered().job();
+      machine_.on_registered(Incarnation(message.registered().incarnation()));
+      job_ = message.registered().job();
       ++revision_;
       auto ring =
           ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_, secret_);
@@ -231,17 +231,17 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
       on_peers(proto::Peers(peers_));
       return;
     }
-    case proto::ToNode::kRefused: return fail({ErrorCode::refused, word.refused().reason()});
-    case proto::ToNode::kFenced:
-      if (word.fenced().incarnation() == machine_.incarnation().value) put_out(word.fenced().reason(), now);
+    case proto::ToNode::kRefused: return fail({ErrorCode::refused, message.refused().reason()});
+    case proto::ToNode::kEvicted:
+      if (message.evicted().incarnation() == machine_.incarnation().value) put_out(message.evicted().reason(), now);
       return;
-    case proto::ToNode::kPeers: return on_peers(word.peers());
-    case proto::ToNode::kPlan: return on_plan(word.plan(), now);
+    case proto::ToNode::kPeers: return on_peers(message.peers());
+    case proto::ToNode::kPlan: return on_plan(message.plan(), now);
     case proto::ToNode::kDeclare: {
       auto& declaration = *reports_.emplace_back().mutable_declaration() = config_.declared;
       declaration.set_replica(config_.replica.value);
       declaration.set_rank(config_.rank);
-      declaration.set_life(config_.life);
+      declaration.set_instance(config_.instance);
       return;
     }
     case proto::ToNode::kHeartbeat:
@@ -251,12 +251,12 @@ void Driver::on_word(const proto::ToNode& word, TimePoint now) {
 }
 
 void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
-  const bool contributed = machine_.contributes(), exchanged = machine_.exchanged();
+  const bool contributed = machine_.contributes(), reduced = machine_.reduced();
   const std::uint64_t under_way = machine_.step().value;
   const std::uint32_t contributors = machine_.contributors();
   const auto meaning = machine_.on_plan(plan);
   using Meaning = membership::Rank::Meaning;
-  if (meaning == Meaning::fenced) return put_out("a step was committed without it", now);
+  if (meaning == Meaning::evicted) return put_out("a step was committed without it", now);
   if (meaning == Meaning::nothing) return;
   if (meaning == Meaning::over) {
     spdlog::warn("the job was finished with step {} before this replica had a part in it: its state is not the job's",
@@ -273,8 +273,8 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
     committed_at_ = now;
   }
   disturbed_ = meaning == Meaning::new_epoch;
-  if (plan.has_inspect() && exchanged && meaning == Meaning::new_epoch)
-    if (auto told = tell_details(plan.inspect()); !told) return fail(told.error());
+  if (plan.has_inspect() && reduced && meaning == Meaning::new_epoch)
+    if (auto told = send_details(plan.inspect()); !told) return fail(told.error());
   if (!plan.stopped().empty()) spdlog::error("the job has stopped after step {}: {}", plan.committed(), plan.stopped());
   ring_->digest_results(plan.has_audit());
   if (machine_.epoch_changed() && machine_.has_contributors()) enter_epoch();
@@ -303,14 +303,14 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
 
 void Driver::enter_epoch() {
   if (machine_.epoch() <= ring_->epoch()) return;
-  std::vector<ftar::Place> places;
+  std::vector<ftar::RingMember> ring_members;
   for (const auto& m : machine_.plan().members())
-    places.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
+    ring_members.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
   events::emit("enter_epoch", {{"epoch", machine_.epoch().value}, {"step", machine_.step().value}});
-  places_ = places;
+  ring_members_ = ring_members;
   broken_.clear();
   // Whoever is out is fenced by this. It connects again, to be there if it is taken back.
-  ring_->enter(machine_.epoch(), std::move(places));
+  ring_->enter(machine_.epoch(), std::move(ring_members));
   reach_peers();
 }
 

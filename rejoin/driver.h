@@ -1,24 +1,24 @@
-// One rank's part in the job: the step protocol, the ring under it, and what is to be said about both. Without thread,
-// socket or clock of its own: Progress (progress.h) runs it in a thread beside the daemon's socket, the simulator under
-// virtual time.
+// The driver plays one rank's part in the job: it runs the step protocol and the ring under it, and reports to the
+// coordinator about both. It has no thread, socket or clock of its own: ProgressThread (progress_thread.h) runs it in a
+// thread beside the daemon's socket, the simulator under virtual time.
 #pragma once
 
 #include <map>
 
 #include "control.pb.h"
 #include "ftar/communicator.h"
-#include "membership/attendance.h"
+#include "local/owner.h"
 #include "membership/digest_table.h"
+#include "membership/pause_detector.h"
 #include "membership/rank.h"
 #include "rejoin/state_audit.h"
-#include "shm/owner.h"
 
 namespace rejoin {
 
 struct DriverConfig {
   ReplicaId replica;
   std::uint32_t rank = 0;
-  std::uint64_t life = 0;       // this process's; never 0
+  std::uint64_t instance = 0;   // this process's; never 0
   std::string transport;        // its kind
   std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
   proto::Declaration declared;  // what is behind it
@@ -40,33 +40,37 @@ struct StepView {
 class Driver {
  public:
   // `engine`, `owner` and the buckets' memory outlive this.
-  Driver(const DriverConfig& config, transport::Engine& engine, shm::Owner& owner,
+  Driver(const DriverConfig& config, transport::Engine& engine, local::Owner& owner,
          std::vector<ftar::BucketSpec> buckets);
 
-  // Before anything else: what the daemon says of the job. `secret` proves to peers that both are of it; `silence` is
-  // how long a peer may be silent.
+  // The daemon has accepted this rank; the caller calls this before anything else. `secret` proves to peers that both
+  // are of the job, and `silence` is how long a peer may be silent.
   void on_welcome(std::uint64_t secret, Duration silence) {
     secret_ = secret, silence_ = silence;
-    attendance_ = membership::Attendance(silence);
+    pause_detector_ = membership::PauseDetector(silence);
   }
 
   // ---- the daemon's side
-  void on_word(const proto::ToNode& word, TimePoint now);
-  // In every turn, before what has come is heard: was this process away?
+  void on_control_message(const proto::ToNode& message, TimePoint now);
+  // The caller calls this in every turn, before it passes on what has come: the driver finds out whether this process
+  // was paused.
   void notice(TimePoint now);
-  Duration away(TimePoint now) const;  // for how long it was, just now; zero as a rule
-  void poll(TimePoint now);            // the ring; when it has anything to do, often
-  // What is to be said since the last call. What gets lost with the daemon is said again by describe().
+  Duration recent_pause(TimePoint now) const;  // for how long it was, just now; zero as a rule
+  void poll(TimePoint now);                    // the ring; when it has anything to do, often
+  // Returns the reports that have come up since the last call, for the daemon. describe() repeats those that get lost
+  // with a daemon.
   std::vector<proto::FromNode> take_reports() { return std::exchange(reports_, {}); }
   void on_daemon_back() {
     if (ring_) report_links();
   }
-  // Who this is and how far it has come, for a registration: address, version, digest and pid are the caller's.
+  // Fills in who this rank is and how far it has come, for a registration. The caller fills in address, version, digest
+  // and pid.
   void describe(proto::RankUp& up) const;
   proto::FromNode heartbeat() const;
 
   // ---- the trainer's side
-  // Buckets whose gradients are ready in this step. A joiner's are reduced without being asked for.
+  // The trainer's gradients of these buckets are ready in this step. A joiner's buckets are reduced without being asked
+  // for.
   void want(const std::vector<bool>& buckets) { wanted_ = buckets; }
   void take(std::uint64_t step) { taken_ = step; }  // the trainer works on it from now on
   // The trainer says that it is busy with something, and until when it may be; nothing: it is not any more. The
@@ -109,9 +113,9 @@ class Driver {
   void reach_peers();
   void enter_epoch();
   void submit_wanted();
-  void report_exchanged();
-  Result<> digest_exchanged();
-  Result<> tell_details(const proto::Plan::Inspect& wanted);
+  void report_reduced();
+  Result<> digest_results();
+  Result<> send_details(const proto::Plan::Inspect& wanted);
   void report_links();
   bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
@@ -127,20 +131,20 @@ class Driver {
 
   const DriverConfig config_;
   transport::Engine& engine_;
-  shm::Owner& owner_;
+  local::Owner& owner_;
   const std::vector<ftar::BucketSpec> buckets_;
   std::uint64_t secret_ = 0;
   Duration silence_ = std::chrono::seconds(2);
-  membership::Attendance attendance_{silence_};
-  Duration away_{};
+  membership::PauseDetector pause_detector_{silence_};
+  Duration pause_{};
   TimePoint back_at_{};
   membership::Rank machine_;
   std::unique_ptr<ftar::Communicator> ring_;
-  std::vector<ftar::Place> places_;  // of the ring, in its epoch
+  std::vector<ftar::RingMember> ring_members_;  // of the ring, in its epoch
   std::map<ReplicaId, std::string>
       broken_;  // connections that broke in this epoch, and why: of no use before the next one
   std::unique_ptr<StateAudit> audit_;
-  membership::RankDigests digests_;  // of the last exchange
+  membership::RankDigests digests_;  // of the last reduction
   proto::Peers peers_;
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
@@ -155,12 +159,12 @@ class Driver {
   membership::Samples committed_trained_;
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
-  TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_said_{};
+  TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_reported_{};
   TimePoint offered_at_{}, begun_at_{};     // the step under way: to the trainer, and by it
   TimePoint excused_at_{}, released_at_{};  // said last; when it was last busy with something
   std::optional<Occupation> occupied_;
   std::uint64_t offered_ = 0, begun_ = 0;
-  std::uint64_t stall_said_for_ = 0;
+  std::uint64_t stall_reported_for_ = 0;
   std::uint64_t job_ = 0;             // as registered
   std::vector<Duration> step_times_;  // of the last steps that went through in one epoch
   bool disturbed_ = false;            // the step under way did not

@@ -36,7 +36,7 @@ void Driver::report_links() {
   auto& links = *report.mutable_links();
   links.set_replica(config_.replica.value);
   links.set_rank(config_.rank);
-  links.set_life(config_.life);
+  links.set_instance(config_.instance);
   for (const auto& peer : peers_.peers())
     if (ring_->connected(member_of(peer))) links.add_incarnations(peer.incarnation());
   for (const auto& [incarnation, one] : unreached_) *links.add_unreached() = one;
@@ -44,7 +44,7 @@ void Driver::report_links() {
 }
 
 bool Driver::is_place(const ftar::Member& member) const {
-  return std::any_of(places_.begin(), places_.end(), [&](const auto& place) { return place.member == member; });
+  return std::any_of(ring_members_.begin(), ring_members_.end(), [&](const auto& one) { return one.member == member; });
 }
 
 proto::Accusation& Driver::accuse(const ftar::Member& suspect, const std::string& what) {
@@ -124,15 +124,15 @@ void Driver::look_for_stalls(TimePoint now) {
   stall_checked_ = now;
   if (!machine_.member() || !machine_.has_contributors()) return;
   // Said once, it may have been lost with a coordinator or a daemon that was away.
-  if (now - broken_said_ >= silence_ / 4) {
-    broken_said_ = now;
+  if (now - broken_reported_ >= silence_ / 4) {
+    broken_reported_ = now;
     for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
   }
-  if (machine_.exchanged()) return;
+  if (machine_.reduced()) return;
   excuse_trainer(now);
   for (const auto& wait : ring_->waits(now)) {
-    if (wait.since > kWorthTelling && stall_said_for_ != machine_.step().value) {
-      stall_said_for_ = machine_.step().value;
+    if (wait.since > kWorthTelling && stall_reported_for_ != machine_.step().value) {
+      stall_reported_for_ = machine_.step().value;
       spdlog::warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
                    wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
     }

@@ -8,7 +8,7 @@
 #include "base/fail.h"
 #include "base/unix_socket.h"
 #include "rejoin/log_default.h"
-#include "rejoin/progress.h"
+#include "rejoin/progress_thread.h"
 #include "rejoin/training_state.h"
 #include "transport/advertise.h"
 #include "transport/factory.h"
@@ -22,7 +22,7 @@ class SessionImpl final : public Session {
   SessionImpl(SessionConfig config, std::shared_ptr<device::Device> device, Fd interrupted)
       : config_(std::move(config)),
         interrupt_(std::move(interrupted)),
-        state_(config_.keep_budget, std::move(device), config_.fingerprint) {}
+        state_(config_.gradient_log_budget, std::move(device), config_.fingerprint) {}
   ~SessionImpl() override { progress_.reset(); }
 
   Result<TensorId> add(const TensorSpec& tensor) override { return state_.add(tensor); }
@@ -70,7 +70,7 @@ class SessionImpl final : public Session {
           version, *digest, *from.digest());
     version_at_join_ = version;
     stands_ = from;
-    progress_ = std::make_unique<Progress>(config_, state_, interrupt_);
+    progress_ = std::make_unique<ProgressThread>(config_, state_, interrupt_);
     auto joined = progress_->join(from, *digest, took);
     if (!joined) progress_.reset(), stands_.reset();
     return joined && busy_ ? progress_->busy(busy_->first, busy_->second) : joined;
@@ -83,17 +83,17 @@ class SessionImpl final : public Session {
     auto view = progress_->wait_for_step(last_);
     if (!view) return tl::unexpected(view.error());
     if (!*view) {
-      if (progress_->over()) whole_ = version_at_join_;
+      if (progress_->over()) complete_version_ = version_at_join_;
       return std::optional<Step>{};
     }
     step_ = (*view)->step;
     stage_ = (*view)->contributes ? Stage::contributing : Stage::following;
-    whole_.reset();
-    if (stage_ == Stage::contributing) whole_ = step_ - 1;
+    complete_version_.reset();
+    if (stage_ == Stage::contributing) complete_version_ = step_ - 1;
     handed_over_.assign(state_.buckets().size(), false);
     stands_.reset();
     if ((*view)->contributes) stands_ = position_of(step_ - 1, (*view)->trained);
-    state_.owner().set_phase(shm::Phase::compute);
+    state_.owner().set_phase(local::Phase::compute);
     events::emit("step", {{"step", step_}, {"contributes", (*view)->contributes}});
     std::vector<SampleRange> batch;
     for (const auto& range : (*view)->batch) batch.push_back({range.begin, range.end});
@@ -108,20 +108,20 @@ class SessionImpl final : public Session {
     return hand_over(bucket, [&] { return progress_->all_reduce(bucket, stream); });
   }
 
-  Result<> commit(const std::function<void(const Piece&)>& optimizer) override {
+  Result<> commit(const std::function<void(const Update&)>& optimizer) override {
     return commit(optimizer, [this] { return end_update(); });
   }
-  Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) override {
+  Result<> commit(const std::function<void(const Update&)>& optimizer, CudaStream stream) override {
     return commit(optimizer, [&] { return end_update(stream); });
   }
 
-  Result<std::optional<std::vector<Piece>>> begin_update() override {
-    using Pieces = std::optional<std::vector<Piece>>;
+  Result<std::optional<std::vector<Update>>> begin_update() override {
+    using Pieces = std::optional<std::vector<Update>>;
     if (auto due = check_due("begin_update()"); !due) return tl::unexpected(due.error());
     if (!in_step()) return fail(ErrorCode::invalid_argument, "begin_update() without a step: begin_step() gives one");
     return decide().and_then([this](bool committed) -> Result<Pieces> {
       if (!committed) return Pieces{};
-      return begin_pieces().map([](std::vector<Piece>&& pieces) { return Pieces(std::move(pieces)); });
+      return begin_pieces().map([](std::vector<Update>&& updates) { return Pieces(std::move(updates)); });
     });
   }
   Result<> end_update() override {
@@ -172,8 +172,8 @@ class SessionImpl final : public Session {
   }
 
   std::optional<std::uint64_t> version() const override {
-    if (whole_ || last_ == 0 || stage_ == Stage::updating || torn_) return whole_;
-    return state_.whole_at(rejoin::Step(last_)) ? std::optional(last_) : std::nullopt;
+    if (complete_version_ || last_ == 0 || stage_ == Stage::updating || torn_) return complete_version_;
+    return state_.complete_at(rejoin::Step(last_)) ? std::optional(last_) : std::nullopt;
   }
   std::uint64_t committed() const override { return last_; }
   Result<Position> position() const override {
@@ -189,7 +189,7 @@ class SessionImpl final : public Session {
   Result<std::uint64_t> state_digest() const override {
     if (torn_) return tl::unexpected(*ended_);
     if (progress_)
-      if (auto updated = progress_->wait_for_update(Progress::Interruptible::no); !updated)
+      if (auto updated = progress_->wait_for_update(ProgressThread::Interruptible::no); !updated)
         return tl::unexpected(updated.error());
     return state_.digest();
   }
@@ -252,28 +252,28 @@ class SessionImpl final : public Session {
     if (!decision) return tl::unexpected(decision.error());
     if (!decision->committed) {
       stage_ = Stage::between;
-      whole_ = step_ - 1;
+      complete_version_ = step_ - 1;
       return false;
     }
-    if (auto updated = progress_->wait_for_update(Progress::Interruptible::yes); !updated)
+    if (auto updated = progress_->wait_for_update(ProgressThread::Interruptible::yes); !updated)
       return tl::unexpected(updated.error());
     decision_ = std::move(*decision);
     return true;
   }
 
   // From here on the state changes.
-  Result<std::vector<Piece>> begin_pieces() {
+  Result<std::vector<Update>> begin_pieces() {
     stage_ = Stage::updating;
-    whole_.reset();
+    complete_version_.reset();
     stands_.reset();
     const auto begun = state_.begin_update(rejoin::Step(step_), decision_.contributed, decision_.contributors);
     if (!begun) return tl::unexpected(tear(begun.error()).error());
-    std::vector<Piece> pieces;
-    pieces.reserve(begun->size());
-    for (const auto& piece : *begun)
-      pieces.push_back(
-          {TensorId{piece.tensor}, piece.first, piece.count, piece.step.value, piece.gradient, piece.contributors});
-    return pieces;
+    std::vector<Update> updates;
+    updates.reserve(begun->size());
+    for (const auto& update : *begun)
+      updates.push_back({TensorId{update.tensor}, update.first, update.count, update.step.value, update.gradient,
+                         update.contributors});
+    return updates;
   }
 
   template <typename End>
@@ -286,23 +286,23 @@ class SessionImpl final : public Session {
     last_ = step_;
     events::emit("updated", {{"step", step_}, {"contributes", decision_.contributed}});
     if (decision_.contributed) {
-      whole_ = step_;
+      complete_version_ = step_;
       stands_ = position_of(step_, decision_.trained);
     }
     return {};
   }
 
   template <typename End>
-  Result<> commit(const std::function<void(const Piece&)>& optimizer, const End& end) {
+  Result<> commit(const std::function<void(const Update&)>& optimizer, const End& end) {
     if (auto due = check_due("commit()"); !due) return due;
     if (!in_step()) return fail(ErrorCode::invalid_argument, "commit() without a step: begin_step() gives one");
     if (!optimizer) return fail(ErrorCode::invalid_argument, "commit() of step {} without an optimizer", step_);
     const auto committed = decide();
     if (!committed) return tl::unexpected(committed.error());
     if (!*committed) return {};
-    const auto pieces = begin_pieces();
-    if (!pieces) return tl::unexpected(pieces.error());
-    if (auto applied = apply(*pieces, optimizer); !applied) return tear(applied.error());
+    const auto updates = begin_pieces();
+    if (!updates) return tl::unexpected(updates.error());
+    if (auto applied = apply(*updates, optimizer); !applied) return tear(applied.error());
     return end();
   }
 
@@ -313,11 +313,11 @@ class SessionImpl final : public Session {
                         did, step_, what, config_.replica, config_.rank)};
   }
 
-  Result<> apply(const std::vector<Piece>& pieces, const std::function<void(const Piece&)>& optimizer) {
+  Result<> apply(const std::vector<Update>& updates, const std::function<void(const Update&)>& optimizer) {
     const auto thrown = [&](const std::string& what) { return tl::unexpected(of_optimizer("threw", what)); };
     try {
       if (look_) look_(step_);
-      for (const auto& piece : pieces) optimizer(piece);
+      for (const auto& update : updates) optimizer(update);
     } catch (const abi::__forced_unwind&) {  // the thread is being cancelled, which nobody may stop
       (void)tear(thrown("its thread was cancelled").value());
       throw;
@@ -330,12 +330,12 @@ class SessionImpl final : public Session {
   }
 
   // The state is between two versions and stays there. Its page says that an update goes on, so that no daemon takes
-  // anything out of it but what has been copied aside; and the daemon is told that this replica is gone.
+  // anything out of it but what has been copied to the shadow buffer; and the daemon is told that this replica is gone.
   Result<> tear(const Error& error) {
     ended_ = error;
     torn_ = true;
     stage_ = Stage::between;
-    whole_.reset();
+    complete_version_.reset();
     progress_->fail(error);
     return tl::unexpected(error);
   }
@@ -350,17 +350,17 @@ class SessionImpl final : public Session {
   const SessionConfig config_;
   Interrupt interrupt_;
   TrainingState state_;
-  std::unique_ptr<Progress> progress_;
+  std::unique_ptr<ProgressThread> progress_;
   Stage stage_ = Stage::between;
   std::vector<bool> handed_over_;  // buckets, in this step
   std::uint64_t step_ = 0, last_ = 0, version_at_join_ = 0;
-  std::optional<std::uint64_t> whole_;  // the state's version, where it follows from this replica's role
-  std::optional<Error> ended_;          // by leave(), or by an update that broke off
-  bool torn_ = false;                   // … which has left a state of no version
+  std::optional<std::uint64_t> complete_version_;  // the state's version, where it follows from this replica's role
+  std::optional<Error> ended_;                     // by leave(), or by an update that broke off
+  bool torn_ = false;                              // … which has left a state of no version
   std::optional<std::pair<std::chrono::milliseconds, std::string>> busy_;  // for at most so long, with what
   std::function<void(std::uint64_t)> look_;
-  Progress::Decision decision_;     // on the step whose update is under way
-  std::optional<Position> stands_;  // of the state, where it is of one step
+  ProgressThread::Decision decision_;  // on the step whose update is under way
+  std::optional<Position> stands_;     // of the state, where it is of one step
 };
 
 }  // namespace

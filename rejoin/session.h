@@ -10,7 +10,7 @@
 //       backward(step->batch(), *session->gradient(w));     // writes the gradient
 //       session->all_reduce(0);                             // asynchronous; several buckets overlap with backward
 //     }
-//     session->commit([&](const rejoin::Piece& piece) { optimizer(piece); });
+//     session->commit([&](const rejoin::Update& update) { optimizer(update); });
 //   }
 //   session->leave();
 //
@@ -49,10 +49,10 @@ struct SessionConfig {
   // The host, or a host for each rail, that other ranks are told instead of the one listened on, without a port. None,
   // and listening on 0.0.0.0 or [::]: the node's address as its daemon knows it.
   std::string advertise;
-  std::uint64_t chunk_bytes = 1 << 20;    // all-reduce: largest chunk
-  std::uint32_t chunks_in_flight = 4;     // … and how many per neighbour
-  std::uint64_t keep_budget = 256 << 20;  // bytes of gradients kept while catching up
-  // Of a GPU: blocks of the kernel that adds while gradients are exchanged, and threads of each. Two of 512 are the
+  std::uint64_t chunk_bytes = 1 << 20;            // all-reduce: largest chunk
+  std::uint32_t chunks_in_flight = 4;             // … and how many per neighbour
+  std::uint64_t gradient_log_budget = 256 << 20;  // bytes of gradients kept while catching up
+  // Of a GPU: blocks of the kernel that adds while gradients are reduced, and threads of each. Two of 512 are the
   // least that keep up with 400 Gb/s.
   std::uint32_t reduce_blocks = 8, reduce_threads = 512;
   // Directory for an event file of this process (rN.M.PID.jsonl), for `rejoin trace`; empty: none. A process with
@@ -101,11 +101,11 @@ using BucketId = std::uint32_t;
 // begin at multiples of 64 elements and end at such or with the tensor: where an optimizer's bits depend on where its
 // loops begin and end, going through each tensor by slices of a multiple of 64 gives the same ones everywhere. A range
 // of a tensor that is not elementwise is all of it. No other element may be changed.
-// Thread and life: pieces come one after the other, on the thread that called commit(), before it returns. `gradient`
-// is memory of the session's device and the session's own, to be read only; it holds these values until the optimizer
-// has returned, or, where commit() was given a stream, until the stream has done what the optimizer queued. Afterwards
-// it holds others, or is freed: what is to be kept is to be copied. The Piece itself is a value.
-struct Piece {
+// Thread and lifetime: updates come one after the other, on the thread that called commit(), before it returns.
+// `gradient` is memory of the session's device and the session's own, to be read only; it holds these values until the
+// optimizer has returned, or, where commit() was given a stream, until the stream has done what the optimizer queued.
+// Afterwards it holds others, or is freed: what is to be kept is to be copied. The Update itself is a value.
+struct Update {
   TensorId tensor;
   std::uint64_t first = 0, count = 0;
   std::uint64_t step = 0;
@@ -180,7 +180,7 @@ class Session {
     // members change just then it may be none or two of them; states at one version are the same, whoever writes them.
     bool leads() const { return leads_; }
     // Replicas that contribute, as it is planned. Where one is lost in the step there are fewer in the mean:
-    // Piece::contributors has as many as it was decided with.
+    // Update::contributors has as many as it was decided with.
     std::uint32_t contributors() const { return contributors_; }
     const std::vector<SampleRange>& batch() const { return batch_; }
 
@@ -205,7 +205,7 @@ class Session {
   // session fails or ends, its streams go on.
   virtual Result<> all_reduce(BucketId bucket, CudaStream stream) = 0;
   // Waits until the step is committed (through as many retries as it takes, from the same gradients), then calls
-  // `optimizer` for all pieces and publishes the new version. Where a joiner that has caught up has to take the
+  // `optimizer` for all updates and publishes the new version. Where a joiner that has caught up has to take the
   // step over, for nobody else is left or answers, it calls nothing, and begin_step() gives the same step once more, to
   // contribute to; perhaps on some ranks of the replica only, those that had begun it.
   // The optimizer has done its work when it returns; see below where it only queues it.
@@ -213,23 +213,23 @@ class Session {
   // are named, nothing has happened, and commit() may follow when they have been. What the optimizer throws is an error
   // `invalid_argument` here with its text: the state is updated in part, so that it is nobody's any more; this replica
   // is out and its peers go on, all later calls say the same, and the process is to end.
-  virtual Result<> commit(const std::function<void(const Piece&)>& optimizer) = 0;
-  // Called in each commit() whose step is decided, before the optimizer's pieces, on contributors and joiners alike:
+  virtual Result<> commit(const std::function<void(const Update&)>& optimizer) = 0;
+  // Called in each commit() whose step is decided, before the optimizer's updates, on contributors and joiners alike:
   // reduced() has all gradients of this step then. What the optimizer needs of the gradient as a whole, such as its
-  // norm, is computed here and kept by the step's number, since a joiner gets pieces of the steps before, too.
+  // norm, is computed here and kept by the step's number, since a joiner gets updates of the steps before, too.
   virtual void when_reduced(std::function<void(std::uint64_t step)> look) = 0;
   // The reduced gradient of a tensor, in the device's memory, whole; from there on until the next begin_step().
   virtual Result<std::span<const std::byte>> reduced(TensorId tensor) const = 0;
   // The same where `optimizer` queues its work on the stream: the new version is published when the stream has done
   // what is queued on it now. Waits for the step's decision, and not for the stream.
-  virtual Result<> commit(const std::function<void(const Piece&)>& optimizer, CudaStream stream) = 0;
+  virtual Result<> commit(const std::function<void(const Update&)>& optimizer, CudaStream stream) = 0;
 
   // commit() in two halves, for trainers that can't be called back, or whose optimizer takes all tensors at once. The
-  // first waits for the step's decision and gives the pieces, in the order in which they are to be applied: they hold
+  // first waits for the step's decision and gives the updates, in the order in which they are to be applied: they hold
   // until the second, which publishes the new version. Between the two reduced() has the step's gradients, and no
   // other call is due. Nothing, where begin_step() gives the same step once more: there is no second half then.
   // Errors: as of commit(). when_reduced() is not called.
-  virtual Result<std::optional<std::vector<Piece>>> begin_update() = 0;
+  virtual Result<std::optional<std::vector<Update>>> begin_update() = 0;
   virtual Result<> end_update() = 0;
   virtual Result<> end_update(CudaStream stream) = 0;  // … when the stream has done what is queued on it now
   // Instead of it: the optimizer has failed, and `what` says how. The state is updated in part, and nobody's any more.
@@ -249,7 +249,7 @@ class Session {
   virtual Result<> done() = 0;
 
   // ---- looking
-  // The version that all of the state has, where it is whole: what a checkpoint is of. Nothing while it is not, or
+  // The version that all of the state has, where it is complete: what a checkpoint is of. Nothing while it is not, or
   // not known to be: before the first step, and while this replica catches up, when its weights are of several
   // versions.
   // After a commit() with a stream: as whatever comes after it on that stream sees the state.

@@ -27,7 +27,8 @@ void SessionConfig::bind(CommandLine& line) {
   line.setting(
       "--flip-bit-at", flip_bit_at, "REJOIN_FLIP_BIT_AT",
       "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");
-  line.setting("--keep-budget", keep_budget, "REJOIN_KEEP_BUDGET", "bytes of gradients kept while catching up");
+  line.setting("--gradient-log-budget", gradient_log_budget, "REJOIN_GRADIENT_LOG_BUDGET",
+               "bytes of gradients kept while catching up");
   line.add("--patience-ms", patience, "how long a daemon that does not answer is waited for")
       .environment("REJOIN_PATIENCE_MS");
   line.add("--between-steps-ms", between_steps,

@@ -14,7 +14,7 @@ constexpr std::size_t kMostPieces = 500;
 
 }  // namespace
 
-StateAudit::StateAudit(const shm::Owner& owner) : owner_(owner) {
+StateAudit::StateAudit(const local::Owner& owner) : owner_(owner) {
   std::uint64_t at = 0;
   for (const auto& part : owner.manifest().parts()) {
     begins_.push_back(at);
@@ -23,7 +23,7 @@ StateAudit::StateAudit(const shm::Owner& owner) : owner_(owner) {
   begins_.push_back(at);
 }
 
-Result<std::unique_ptr<StateAudit>> StateAudit::make(const shm::Owner& owner) {
+Result<std::unique_ptr<StateAudit>> StateAudit::make(const local::Owner& owner) {
   std::unique_ptr<StateAudit> audit(new StateAudit(owner));
   auto access = owner.device()->make_access();
   if (!access) return tl::unexpected(access.error());
@@ -31,17 +31,17 @@ Result<std::unique_ptr<StateAudit>> StateAudit::make(const shm::Owner& owner) {
   return audit;
 }
 
-Result<std::vector<shm::Part>> StateAudit::ranges(std::uint64_t period, std::uint64_t phase) const {
+Result<std::vector<local::Part>> StateAudit::ranges(std::uint64_t period, std::uint64_t phase) const {
   if (phase >= period) return fail(ErrorCode::invalid_argument, "an audit of part {} of {}", phase, period);
   const auto& manifest = owner_.manifest();
   const auto border = [&](std::uint64_t number) {
     return static_cast<std::uint64_t>(static_cast<unsigned __int128>(begins_.back()) * number / period);
   };
   const std::uint64_t begin = border(phase), end = border(phase + 1);
-  std::vector<shm::Part> ranges;
+  std::vector<local::Part> ranges;
   const auto first = std::upper_bound(begins_.begin(), begins_.end(), begin) - 1 - begins_.begin();
   for (auto i = static_cast<std::size_t>(first); i < manifest.parts().size() && begins_[i] < end; ++i) {
-    const shm::Part& part = manifest.parts()[i];
+    const local::Part& part = manifest.parts()[i];
     const std::uint64_t element = size_of(manifest.tensors()[part.tensor].type), length = manifest.length(part);
     const auto cut = [&](std::uint64_t at) {  // whoever begins before a border ends at the same
       return at <= begins_[i] ? 0 : at - begins_[i] >= length ? length : (at - begins_[i]) / kGrain * kGrain;
@@ -65,32 +65,32 @@ Result<std::uint64_t> StateAudit::digest(std::uint64_t period, std::uint64_t pha
   return all;
 }
 
-Result<std::vector<StateAudit::Piece>> StateAudit::pieces(std::uint64_t period, std::uint64_t phase) {
+Result<std::vector<StateAudit::RangeDigest>> StateAudit::range_digests(std::uint64_t period, std::uint64_t phase) {
   const auto some = ranges(period, phase);
   if (!some) return tl::unexpected(some.error());
-  std::vector<shm::Columns> parts;
+  std::vector<local::Columns> parts;
   for (const auto& range : *some) {
     auto& columns = parts.emplace_back();
     for (std::uint32_t c = 0; c < owner_.manifest().columns(range); ++c) columns.push_back(owner_.column(range, c));
   }
-  const auto digests = shm::digests_of(parts, *access_);
+  const auto digests = local::digests_of(parts, *access_);
   if (!digests) return tl::unexpected(digests.error());
   // As fine as fits: by part, or several together.
   const std::size_t together = (some->size() + kMostPieces - 1) / kMostPieces;
-  std::vector<Piece> pieces;
+  std::vector<RangeDigest> range_digests;
   std::uint32_t last = 0;  // tensor
   for (std::size_t i = 0; i < some->size(); ++i) {
-    const shm::Part& range = (*some)[i];
+    const local::Part& range = (*some)[i];
     const std::string& name = owner_.manifest().tensors()[range.tensor].name;
-    if (i % together == 0) pieces.push_back({name, range.first, 0, 0});
-    else if (range.tensor != last) pieces.back().tensor += "', '" + name;
-    Piece& piece = pieces.back();
-    piece.tensor.resize(std::min<std::size_t>(piece.tensor.size(), 400));
-    piece.count += range.count;
-    piece.digest = combine_digests(piece.digest, (*digests)[i]);
+    if (i % together == 0) range_digests.push_back({name, range.first, 0, 0});
+    else if (range.tensor != last) range_digests.back().tensor += "', '" + name;
+    RangeDigest& range_digest = range_digests.back();
+    range_digest.tensor.resize(std::min<std::size_t>(range_digest.tensor.size(), 400));
+    range_digest.count += range.count;
+    range_digest.digest = combine_digests(range_digest.digest, (*digests)[i]);
     last = range.tensor;
   }
-  return pieces;
+  return range_digests;
 }
 
 }  // namespace rejoin

@@ -6,32 +6,32 @@
 #include <string>
 #include <vector>
 
-#include "shm/owner.h"
+#include "local/owner.h"
 
 namespace rejoin {
 
 class StateAudit {
  public:
   // `owner` outlives this. Errors: of the device.
-  static Result<std::unique_ptr<StateAudit>> make(const shm::Owner& owner);
+  static Result<std::unique_ptr<StateAudit>> make(const local::Owner& owner);
 
   // The state, all columns side by side, is cut into `period` ranges of nearly equal length: of number `phase`.
   // Errors: of the device; `invalid_argument` where there is no such phase.
   Result<std::uint64_t> digest(std::uint64_t period, std::uint64_t phase);
 
-  struct Piece {  // of one tensor; of several where there would be too many for a message
+  struct RangeDigest {  // of one tensor; of several where there would be too many for a message
     std::string tensor;
     std::uint64_t first = 0, count = 0;  // elements of the first of them
     std::uint64_t digest = 0;
   };
   // The same range, told apart.
-  Result<std::vector<Piece>> pieces(std::uint64_t period, std::uint64_t phase);
+  Result<std::vector<RangeDigest>> range_digests(std::uint64_t period, std::uint64_t phase);
 
  private:
-  explicit StateAudit(const shm::Owner& owner);
-  Result<std::vector<shm::Part>> ranges(std::uint64_t period, std::uint64_t phase) const;
+  explicit StateAudit(const local::Owner& owner);
+  Result<std::vector<local::Part>> ranges(std::uint64_t period, std::uint64_t phase) const;
 
-  const shm::Owner& owner_;
+  const local::Owner& owner_;
   std::unique_ptr<device::Access> access_;
   std::vector<std::uint64_t> begins_;  // of the parts: bytes of a column before each, and at the end of all
 };

@@ -17,38 +17,38 @@ namespace {
 constexpr std::uint64_t kEver = std::numeric_limits<std::int64_t>::max();
 constexpr Duration kPatience = std::chrono::seconds(10);  // with streams that are let go of, and still don't go
 
-std::uint64_t acquire(std::uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
+std::uint64_t acquire(std::uint64_t& flag) { return std::atomic_ref(flag).load(std::memory_order_acquire); }
 
 }  // namespace
 
-struct alignas(64) StreamOrder::Words {
+struct alignas(64) StreamOrder::Flags {
   std::uint64_t ready = 0, past = 0;      // the stream's
   alignas(64) std::uint64_t reduced = 0;  // the CPU's, which the stream looks at all the time
 };
 
-StreamOrder::Words& StreamOrder::words(std::size_t which) const {
-  return reinterpret_cast<Words*>(memory_.bytes.data())[which];
+StreamOrder::Flags& StreamOrder::flags(std::size_t which) const {
+  return reinterpret_cast<Flags*>(memory_.bytes.data())[which];
 }
 
 Result<std::unique_ptr<StreamOrder>> StreamOrder::make(std::shared_ptr<device::Device> device,
                                                        std::shared_ptr<device::Reducer> reducer, std::size_t buckets) {
-  if (auto can = device->has_stream_words(); !can) return tl::unexpected(can.error());
-  auto memory = device->allocate_pinned((buckets + 1) * sizeof(Words));
+  if (auto can = device->has_stream_flags(); !can) return tl::unexpected(can.error());
+  auto memory = device->allocate_pinned((buckets + 1) * sizeof(Flags));
   if (!memory) return tl::unexpected(memory.error());
   std::unique_ptr<StreamOrder> order(new StreamOrder(std::move(device), std::move(reducer), buckets));
   order->memory_ = std::move(*memory);
-  for (std::size_t i = 0; i <= buckets; ++i) new (&order->words(i)) Words;
+  for (std::size_t i = 0; i <= buckets; ++i) new (&order->flags(i)) Flags;
   return order;
 }
 
 StreamOrder::~StreamOrder() {
   release();
-  // The streams themselves may be gone, and can't be asked. Somebody else may hold one up for good: then the words
+  // The streams themselves may be gone, and can't be asked. Somebody else may hold one up for good: then the flags
   // stay.
   const SteadyClock clock;
   const TimePoint deadline = clock.now() + kPatience;
   for (std::size_t b = 0; b < handed_over_.size(); ++b)
-    while (acquire(words(b).past) < handed_over_[b]) {
+    while (acquire(flags(b).past) < handed_over_[b]) {
       if (clock.now() > deadline) {
         spdlog::warn(
             "a CUDA stream is held up by something else before it has gone on from bucket {}: the {} that it "
@@ -92,11 +92,11 @@ Result<> StreamOrder::hand_over(std::uint32_t bucket, std::uint64_t step, void* 
     }
     held_[bucket] = step;
   }
-  Words& word = words(bucket);
-  auto queued = (*stream)->write(&word.ready, step);
+  Flags& flag = flags(bucket);
+  auto queued = (*stream)->write(&flag.ready, step);
   if (queued) await({.bucket = bucket, .step = step});
-  if (queued) queued = (*stream)->wait_until(&word.reduced, step);
-  if (queued) queued = (*stream)->write(&word.past, step);
+  if (queued) queued = (*stream)->wait_until(&flag.reduced, step);
+  if (queued) queued = (*stream)->write(&flag.past, step);
   if (queued) handed_over_[bucket] = step;
   return queued;
 }
@@ -104,7 +104,7 @@ Result<> StreamOrder::hand_over(std::uint32_t bucket, std::uint64_t step, void* 
 Result<> StreamOrder::updated(std::uint64_t step, bool contributed, void* handle) {
   const auto stream = adopted(handle);
   if (!stream) return tl::unexpected(stream.error());
-  if (auto queued = (*stream)->write(&words(held_.size()).ready, step); !queued) return queued;
+  if (auto queued = (*stream)->write(&flags(held_.size()).ready, step); !queued) return queued;
   await({.step = step, .contributed = contributed});
   return {};
 }
@@ -113,7 +113,7 @@ std::vector<StreamOrder::Reached> StreamOrder::poll() {
   const std::lock_guard lock(mutex_);
   std::vector<Reached> reached;
   std::erase_if(waiting_, [&](const Reached& what) {
-    if (acquire(words(what.bucket.value_or(held_.size())).ready) < what.step) return false;
+    if (acquire(flags(what.bucket.value_or(held_.size())).ready) < what.step) return false;
     reached.push_back(what);
     return true;
   });
@@ -133,7 +133,7 @@ bool StreamOrder::streams_wait() const {
 void StreamOrder::on_reduced(std::uint32_t bucket, std::uint64_t step) {
   const std::lock_guard lock(mutex_);
   if (released_) return;
-  std::atomic_ref(words(bucket).reduced).store(step, std::memory_order_release);
+  std::atomic_ref(flags(bucket).reduced).store(step, std::memory_order_release);
   if (held_[bucket] == 0 || held_[bucket] > step) return;
   held_[bucket] = 0;
   reducer_->let_go();
@@ -143,7 +143,7 @@ void StreamOrder::release() {
   const std::lock_guard lock(mutex_);
   released_ = true;
   for (std::size_t b = 0; b < held_.size(); ++b) {
-    std::atomic_ref(words(b).reduced).store(kEver, std::memory_order_release);
+    std::atomic_ref(flags(b).reduced).store(kEver, std::memory_order_release);
     if (std::exchange(held_[b], 0) != 0) reducer_->let_go();
   }
 }

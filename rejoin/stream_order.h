@@ -1,8 +1,9 @@
-// What a trainer's CUDA streams and the session's progress thread wait for of each other, so that the trainer's thread
-// waits for neither: a bucket is reduced when the stream has come to where it was handed over, and the stream goes on
-// from there when it has been reduced; a new version is published when the stream has updated it.
+// This keeps the order between a trainer's CUDA streams and the session's progress thread, which wait for each other so
+// that the
+// trainer's thread waits for neither: a bucket is reduced when the stream has come to where it was handed over, and the
+// stream goes on from there when it has been reduced; a new version is published when the stream has updated it.
 //
-// Both ways it is words in pinned memory, which streams write and wait for: "No driver between hand-over and word" in
+// Each waits for flags in pinned memory that the other writes: "No driver between hand-over and flag" in
 // docs/design-notes.md.
 #pragma once
 
@@ -17,7 +18,7 @@ namespace rejoin {
 class StreamOrder {
  public:
   // `reducer` stays on the device while a stream waits. Errors: `unavailable` (a device whose streams wait for no
-  // words); of the device.
+  // flags); of the device.
   static Result<std::unique_ptr<StreamOrder>> make(std::shared_ptr<device::Device> device,
                                                    std::shared_ptr<device::Reducer> reducer, std::size_t buckets);
   ~StreamOrder();  // lets all streams go on, and waits until they are past what they waited for
@@ -34,7 +35,7 @@ class StreamOrder {
     std::uint64_t step = 0;
     bool contributed = false;
   };
-  // What streams have come to since the last call.
+  // Returns the points that streams have come to since the last call.
   std::vector<Reached> poll();
   bool waits_for_streams() const;  // poll() will have something: nobody is woken for it
   bool streams_wait() const;       // for on_reduced()
@@ -44,22 +45,22 @@ class StreamOrder {
  private:
   // Of a bucket: the last step that its stream has handed it over in, has gone on in, and that it was reduced in. (The
   // last of them is for updates.)
-  struct Words;
+  struct Flags;
   StreamOrder(std::shared_ptr<device::Device> device, std::shared_ptr<device::Reducer> reducer, std::size_t buckets)
       : device_(std::move(device)), reducer_(std::move(reducer)), handed_over_(buckets), held_(buckets) {}
-  Words& words(std::size_t which) const;
+  Flags& flags(std::size_t which) const;
   void await(const Reached& what);
   Result<device::Stream*> adopted(void* stream);
 
   std::shared_ptr<device::Device> device_;
   std::shared_ptr<device::Reducer> reducer_;
-  device::Memory memory_;                                     // pinned: Words
+  device::Memory memory_;                                     // pinned: Flags
   std::map<void*, std::unique_ptr<device::Stream>> streams_;  // the trainer's; its threads'
   std::vector<std::uint64_t> handed_over_;                    // by bucket, the last step; likewise
   std::uint64_t last_step_ = 0;                               // likewise
   mutable std::mutex mutex_;  // guards what follows; no call of the driver is made under it
   std::vector<Reached> waiting_;
-  std::vector<std::uint64_t> held_;  // by bucket: the step whose word is outstanding; 0: none
+  std::vector<std::uint64_t> held_;  // by bucket: the step whose flag is outstanding; 0: none
   bool released_ = false;
 };
 

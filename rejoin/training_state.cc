@@ -8,15 +8,15 @@
 namespace rejoin {
 
 Result<TensorId> TrainingState::add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& own) {
-  static_assert(kMostMoments + 1 == shm::kMaxColumns);
+  static_assert(kMostMoments + 1 == local::kMaxColumns);
   if (tensor.moments > kMostMoments)
     return fail(ErrorCode::invalid_argument, "tensor '{}' has {} moments; there must be 0 to {}", tensor.name,
                 tensor.moments, kMostMoments);
-  shm::Tensor t{.name = tensor.name,
-                .type = tensor.type,
-                .count = tensor.count,
-                .columns = tensor.moments + 1,
-                .elementwise = tensor.elementwise};
+  local::Tensor t{.name = tensor.name,
+                  .type = tensor.type,
+                  .count = tensor.count,
+                  .columns = tensor.moments + 1,
+                  .elementwise = tensor.elementwise};
   if (auto right = check_new(t, own); !right) return tl::unexpected(right.error());
   names_.insert(t.name);
   tensors_.push_back(std::move(t));
@@ -25,16 +25,16 @@ Result<TensorId> TrainingState::add(const TensorSpec& tensor, const std::vector<
   return TensorId{static_cast<std::uint32_t>(tensors_.size() - 1)};
 }
 
-Result<> TrainingState::check_new(const shm::Tensor& tensor, const shm::Owner::Own& own) const {
+Result<> TrainingState::check_new(const local::Tensor& tensor, const local::Owner::Own& own) const {
   if (owner_) return fail(ErrorCode::invalid_argument, "tensor '{}' comes after allocate()", tensor.name);
-  if (auto right = shm::check(tensor); !right) return right;
+  if (auto right = local::check(tensor); !right) return right;
   if (names_.contains(tensor.name))
     return fail(ErrorCode::invalid_argument, "there is a tensor '{}' already: each needs a name of its own",
                 tensor.name);
-  if (tensors_.size() == shm::kMaxTensors)
+  if (tensors_.size() == local::kMaxTensors)
     return fail(ErrorCode::invalid_argument, "tensor '{}' would be number {}; a state has at most {}: join some",
-                tensor.name, tensors_.size() + 1, shm::kMaxTensors);
-  return own.empty() ? Result<>() : shm::Owner::check(tensor, own);
+                tensor.name, tensors_.size() + 1, local::kMaxTensors);
+  return own.empty() ? Result<>() : local::Owner::check(tensor, own);
 }
 
 Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors, std::span<std::byte> own) {
@@ -87,21 +87,21 @@ Result<> TrainingState::allocate() {
   for (std::size_t t = 0; t < tensors_.size(); ++t)
     if (bucket_of_[t] == kNone)
       return fail(ErrorCode::invalid_argument, "tensor '{}' is in no bucket", tensors_[t].name);
-  auto manifest = shm::Manifest::make(tensors_);
+  auto manifest = local::Manifest::make(tensors_);
   if (!manifest) return tl::unexpected(manifest.error());
   // A slice under way has the gradients of the steps that pass meanwhile kept; with room for two there is always one.
   for (const auto& slice : manifest->slices()) {
-    const std::uint64_t needed = 2 * slice.whole.count * size_of(manifest->tensors()[slice.whole.tensor].type);
-    if (needed > keep_budget_)
+    const std::uint64_t needed = 2 * slice.range.count * size_of(manifest->tensors()[slice.range.tensor].type);
+    if (needed > gradient_log_budget_)
       return fail(ErrorCode::invalid_argument,
-                  "the budget for kept gradients is {}, and tensor '{}' needs {}: raise it (--keep-budget, "
-                  "REJOIN_KEEP_BUDGET)",
-                  human_bytes(keep_budget_), manifest->tensors()[slice.whole.tensor].name, human_bytes(needed));
+                  "the budget for kept gradients is {}, and tensor '{}' needs {}: raise it (--gradient-log-budget, "
+                  "REJOIN_GRADIENT_LOG_BUDGET)",
+                  human_bytes(gradient_log_budget_), manifest->tensors()[slice.range.tensor].name, human_bytes(needed));
   }
   auto access = device_->make_access();
   if (!access) return tl::unexpected(access.error());
   access_ = std::move(*access);
-  auto owner = shm::Owner::make(std::move(*manifest), device_, own_state_);
+  auto owner = local::Owner::make(std::move(*manifest), device_, own_state_);
   if (!owner) return tl::unexpected(owner.error());
   std::uint64_t total = 0;
   gradient_offset_.resize(tensors_.size());
@@ -121,7 +121,7 @@ Result<> TrainingState::allocate() {
   if (!output) return tl::unexpected(output.error());
   input_ = std::move(*input);
   output_ = std::move(*output);
-  owner_ = std::make_unique<shm::Owner>(std::move(*owner));
+  owner_ = std::make_unique<local::Owner>(std::move(*owner));
   gradient_.resize(tensors_.size());
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     const auto& [begin, size] = ranges[b];
@@ -182,13 +182,13 @@ Result<std::uint64_t> TrainingState::digest() const {
   if (!owner_) return fail(ErrorCode::invalid_argument, "a digest of the state before allocate()");
   std::uint64_t result = 0;
   const auto& manifest = owner_->manifest();
-  std::vector<shm::Columns> some;
+  std::vector<local::Columns> some;
   for (std::size_t i = 0; i < manifest.parts().size(); ++i) {
     const auto& part = manifest.parts()[i];
     auto& columns = some.emplace_back();
     for (std::uint32_t c = 0; c < manifest.columns(part); ++c) columns.push_back(owner_->column(part, c));
     if (some.size() < at_once && i + 1 < manifest.parts().size()) continue;
-    const auto digests = shm::digests_of(std::exchange(some, {}), *access_);
+    const auto digests = local::digests_of(std::exchange(some, {}), *access_);
     if (!digests) return tl::unexpected(digests.error());
     for (const auto digest : *digests) result = combine_digests(result, digest);
   }
@@ -218,7 +218,7 @@ proto::Declaration TrainingState::declaration() const {
     tensor.set_bucket(bucket_of_[t]);
     bytes += tensor.ByteSizeLong() + 8;
     if (bytes > most_bytes) {
-      all.set_untold(static_cast<std::uint32_t>(tensors_.size() - t));
+      all.set_omitted(static_cast<std::uint32_t>(tensors_.size() - t));
       break;
     }
     *all.add_tensors() = std::move(tensor);
@@ -227,32 +227,32 @@ proto::Declaration TrainingState::declaration() const {
 }
 
 Result<> TrainingState::start(std::uint64_t version) {
-  auto keeper = catchup::Keeper::make(*owner_, keep_budget_);
-  if (!keeper) return tl::unexpected(keeper.error());
-  keeper_ = std::move(*keeper);
+  auto gradient_log = catchup::GradientLog::make(*owner_, gradient_log_budget_);
+  if (!gradient_log) return tl::unexpected(gradient_log.error());
+  gradient_log_ = std::move(*gradient_log);
   owner_->set_version(version);
   return {};
 }
 
-Result<std::vector<catchup::Piece>> TrainingState::begin_update(Step step, bool contributed,
-                                                                std::uint32_t contributors) {
-  return keeper_->begin(
+Result<std::vector<catchup::Update>> TrainingState::begin_update(Step step, bool contributed,
+                                                                 std::uint32_t contributors) {
+  return gradient_log_->begin(
       step, contributed, contributors, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
         const std::uint64_t element = size_of(tensors_[t].type);
         return BytesView(output_.bytes).subspan(gradient_offset_[t] + first * element, count * element);
       });
 }
 
-void TrainingState::end_update(Step step, bool contributed) { keeper_->end(step, contributed); }
+void TrainingState::end_update(Step step, bool contributed) { gradient_log_->end(step, contributed); }
 
-bool TrainingState::whole_at(Step version) const {
+bool TrainingState::complete_at(Step version) const {
   if (!owner_) return false;
   auto& page = owner_->page();
-  if (page.whole.load() == 0 || owner_->clock() != shm::Clock{version.value, false}) return false;
-  const auto* words = page.slice_words();
-  return std::all_of(words, words + owner_->manifest().slices().size(), [&](const auto& word) {
-    const auto slice = shm::SliceWord::unpack(word.load());
-    return slice.state == shm::SliceState::current && slice.version == version.value;
+  if (page.complete.load() == 0 || owner_->clock() != local::Clock{version.value, false}) return false;
+  const auto* statuses = page.slice_statuses();
+  return std::all_of(statuses, statuses + owner_->manifest().slices().size(), [&](const auto& status) {
+    const auto slice = local::SliceStatus::unpack(status.load());
+    return slice.state == local::SliceState::current && slice.version() == version.value;
   });
 }
 

@@ -4,19 +4,19 @@
 
 #include <set>
 
-#include "catchup/keeper.h"
+#include "catchup/gradient_log.h"
 #include "control.pb.h"
 #include "ftar/communicator.h"
+#include "local/owner.h"
 #include "rejoin/session.h"
-#include "shm/owner.h"
 
 namespace rejoin {
 
 class TrainingState {
  public:
-  explicit TrainingState(std::uint64_t keep_budget, std::shared_ptr<device::Device> device = device::make_host(),
-                         std::string fingerprint = {})
-      : keep_budget_(keep_budget), device_(std::move(device)), fingerprint_(std::move(fingerprint)) {}
+  explicit TrainingState(std::uint64_t gradient_log_budget,
+                         std::shared_ptr<device::Device> device = device::make_host(), std::string fingerprint = {})
+      : gradient_log_budget_(gradient_log_budget), device_(std::move(device)), fingerprint_(std::move(fingerprint)) {}
 
   // As Session's functions of these names.
   Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& own = {});
@@ -33,7 +33,7 @@ class TrainingState {
   std::string name_of(BucketId bucket) const;  // with its tensors' names, for people
 
   // ---- after allocate()
-  shm::Owner& owner() { return *owner_; }
+  local::Owner& owner() { return *owner_; }
   const std::vector<ftar::BucketSpec>& buckets() const { return specs_; }
   std::uint64_t plan_hash() const;
   proto::Declaration declaration() const;  // the same in full, as far as it fits a message
@@ -45,25 +45,25 @@ class TrainingState {
   Result<> start(std::uint64_t version);
   // Begins the update of a committed step; what is handed out is to be applied in this order. Ends it: it has been.
   // Errors: of the device.
-  Result<std::vector<catchup::Piece>> begin_update(Step step, bool contributed, std::uint32_t contributors);
+  Result<std::vector<catchup::Update>> begin_update(Step step, bool contributed, std::uint32_t contributors);
   void end_update(Step step, bool contributed);
-  std::uint64_t kept_bytes() const { return keeper_->kept_bytes(); }
-  // A joiner's: all of it is there, proven, and at this version now.
-  bool whole_at(Step version) const;
+  std::uint64_t gradient_log_bytes() const { return gradient_log_->bytes(); }
+  // A joiner's: all of it is there, verified, and at this version now.
+  bool complete_at(Step version) const;
 
  private:
   static constexpr BucketId kNone = ~BucketId{0};
   std::uint64_t gradient_bytes(std::size_t t) const { return tensors_[t].count * size_of(tensors_[t].type); }
 
-  Result<> check_new(const shm::Tensor& tensor, const shm::Owner::Own& own) const;
+  Result<> check_new(const local::Tensor& tensor, const local::Owner::Own& own) const;
   Result<std::uint64_t> check_bucket(BucketId id, const std::vector<TensorId>& tensors) const;  // its bytes
   Result<device::Memory> allocate_gradients(std::size_t size) const;
 
-  const std::uint64_t keep_budget_;
+  const std::uint64_t gradient_log_budget_;
   const std::shared_ptr<device::Device> device_;
   const std::string fingerprint_;
-  std::vector<shm::Tensor> tensors_;
-  std::vector<shm::Owner::Own> own_state_;  // by tensor: in the trainer's memory
+  std::vector<local::Tensor> tensors_;
+  std::vector<local::Owner::Own> own_state_;  // by tensor: in the trainer's memory
   std::set<std::string> names_;
   std::vector<BucketId> bucket_of_;
   std::vector<std::vector<TensorId>> buckets_;
@@ -73,8 +73,8 @@ class TrainingState {
   std::vector<ftar::BucketSpec> specs_;
   device::Memory input_, output_;
   std::unique_ptr<device::Access> access_;
-  std::unique_ptr<shm::Owner> owner_;
-  std::unique_ptr<catchup::Keeper> keeper_;
+  std::unique_ptr<local::Owner> owner_;
+  std::unique_ptr<catchup::GradientLog> gradient_log_;
 };
 
 }  // namespace rejoin

@@ -76,10 +76,10 @@ void Checker::on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_
                                         step, replica, rank));
 }
 
-void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
+void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance, std::uint64_t version,
                        std::uint64_t digest) {
-  if (auto known = wrong_.find(life); known != wrong_.end()) {
-    const Suspect suspect{replica, life, digest};
+  if (auto known = wrong_.find(instance); known != wrong_.end()) {
+    const Suspect suspect{replica, instance, digest};
     if (states_.contains({rank, version})) on_wrong_state({rank, version}, suspect);
     else if (version > known->second) suspects_[{rank, version}] = suspect;
     return;  // nobody is to be compared with it, and whoever caught up from it differs from the others
@@ -97,7 +97,7 @@ void Checker::on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t 
 
 // A bit that flipped may be rounded away by later updates: then it is right again.
 void Checker::on_wrong_state(const RankAt& at, const Suspect& suspect) {
-  auto known = wrong_.find(suspect.life);
+  auto known = wrong_.find(suspect.instance);
   if (known == wrong_.end()) return;
   if (suspect.digest == states_.at(at)) wrong_.erase(known);
   else if (at.second > known->second)
@@ -106,7 +106,7 @@ void Checker::on_wrong_state(const RankAt& at, const Suspect& suspect) {
                                     suspect.replica, at.first, at.second));
 }
 
-void Checker::on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget) {
+void Checker::on_gradient_log(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget) {
   if (bytes > budget)
     violate("bounded-memory", fmt::format("replica {} rank {} keeps {} bytes of gradients, over its budget of {}",
                                           replica, rank, bytes, budget));

@@ -35,15 +35,16 @@ class Checker {
   void on_trained(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, const membership::Batch& batch,
                   std::uint64_t before, std::uint64_t after);
   // A rank that contributes has this state (Replay::digest_of).
-  void on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
+  void on_state(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance, std::uint64_t version,
                 std::uint64_t digest);
-  // From this version on, this life of a rank has another state than its peers, which is to be found within `steps`.
-  void on_wrong(std::uint64_t life, std::uint64_t version, std::uint64_t steps) {
-    wrong_.try_emplace(life, version + steps);
+  // From this version on, this instance of a rank has another state than its peers, which is to be found within
+  // `steps`.
+  void on_wrong(std::uint64_t instance, std::uint64_t version, std::uint64_t steps) {
+    wrong_.try_emplace(instance, version + steps);
     replay_.reset();  // until it is found, what it computes goes into everybody's gradients
   }
-  bool wrong(std::uint64_t life) const { return wrong_.contains(life); }
-  void on_kept(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget);
+  bool wrong(std::uint64_t instance) const { return wrong_.contains(instance); }
+  void on_gradient_log(std::uint32_t replica, std::uint32_t rank, std::uint64_t bytes, std::uint64_t budget);
   void on_stale_write();
   // At the end. `held`, `handed_back`: samples under way, and waiting to be handed out.
   void on_end(const std::vector<proto::LogRecord>& log, const membership::Ledger& ledger);
@@ -57,10 +58,10 @@ class Checker {
   std::optional<Violation> violation_;                                           // the first
   std::map<std::uint64_t, std::map<std::uint32_t, membership::Batch>> decided_;  // step → replica → samples
   std::map<RankAt, std::uint64_t> reduced_, states_;
-  std::map<std::uint64_t, std::uint64_t> wrong_;  // lives; the last version at which they may still contribute
+  std::map<std::uint64_t, std::uint64_t> wrong_;  // instances; the last version at which they may still contribute
   struct Suspect {
     std::uint32_t replica = 0;
-    std::uint64_t life = 0, digest = 0;
+    std::uint64_t instance = 0, digest = 0;
   };
   void on_wrong_state(const RankAt& at, const Suspect& suspect);
   std::map<RankAt, Suspect> suspects_;  // wrong for too long, if a peer's digest is another one

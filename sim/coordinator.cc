@@ -13,24 +13,25 @@ std::string brief(const proto::FromNode& message) {
   switch (message.kind_case()) {
     case proto::FromNode::kRankUp: {
       const auto& up = message.rank_up();
-      return fmt::format("replica {} rank {} is up: life {}, incarnation {}, version {}, exchanged step {} in epoch {}",
-                         up.replica(), up.rank(), up.life(), up.incarnation(), up.version(), up.exchanged_step(),
-                         up.exchanged_epoch());
+      return fmt::format(
+          "replica {} rank {} is up: instance {}, incarnation {}, version {}, reduced step {} in epoch {}",
+          up.replica(), up.rank(), up.instance(), up.incarnation(), up.version(), up.reduced_step(),
+          up.reduced_epoch());
     }
     case proto::FromNode::kRankDown: {
       const auto& down = message.rank_down();
-      return fmt::format("replica {} rank {} is down: life {}, {}{}", down.replica(), down.rank(), down.life(),
+      return fmt::format("replica {} rank {} is down: instance {}, {}{}", down.replica(), down.rank(), down.instance(),
                          down.reason(), down.ended() ? ", ended" : "");
     }
-    case proto::FromNode::kExchanged: {
-      const auto& done = message.exchanged();
-      return fmt::format("replica {} ({}) ranks {} exchanged step {} in epoch {}", done.replica(), done.incarnation(),
+    case proto::FromNode::kReduced: {
+      const auto& done = message.reduced();
+      return fmt::format("replica {} ({}) ranks {} reduced step {} in epoch {}", done.replica(), done.incarnation(),
                          membership::RankSet(done.ranks(), ~0u).text(), done.step(), done.epoch());
     }
-    case proto::FromNode::kStanding: {
-      const auto& standing = message.standing();
-      return fmt::format("replica {} ({}): connected with {}{}", standing.replica(), standing.incarnation(),
-                         fmt::join(standing.links(), " "), standing.caught_up() ? ", caught up" : "");
+    case proto::FromNode::kReplicaStatus: {
+      const auto& status = message.replica_status();
+      return fmt::format("replica {} ({}): connected with {}{}", status.replica(), status.incarnation(),
+                         fmt::join(status.links(), " "), status.caught_up() ? ", caught up" : "");
     }
     case proto::FromNode::kAccusation: {
       const auto& accusation = message.accusation();
@@ -57,7 +58,7 @@ void Coordinator::on_message(std::uint64_t link, const proto::FromNode& message)
   if (world_.options_.trace && !message.has_heartbeat())
     world_.remark(fmt::format("link {}: {}", link, brief(message)));
   carry_out(machine_.on_message(membership::NodeId(link), message, world_.now_at(machine)));
-  if (message.has_standing() && !ended) world_.on_standing();
+  if (message.has_replica_status() && !ended) world_.on_replica_status();
 }
 
 void Coordinator::on_link_lost(std::uint64_t link) {

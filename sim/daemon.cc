@@ -45,16 +45,16 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   std::vector<membership::RankConnection> older;
   for (const auto& [id, rank] : ranks_)
     if (rank.key == key) older.push_back(id);
-  for (auto id : older) drop(id, "the rank was started again", machine_.gone_for(id, up.life()));
-  auto view = shm::View::of(trainer->state().owner());
+  for (auto id : older) drop(id, "the rank was started again", machine_.gone_for(id, up.instance()));
+  auto view = local::View::of(trainer->state().owner());
   REJOIN_CHECK(view.has_value(), "{}", view.error());
   LocalRank& rank = ranks_[connection];
   rank.trainer = trainer->instance;
   rank.key = key;
-  const bool whole = view->whole();
-  auto shared = std::make_shared<shm::View>(std::move(*view));
-  post([this, key, life = up.life(), shared](catchup::Service& service, TimePoint) {
-    if (auto added = service.add_rank(key, life, std::move(*shared)); !added)
+  const bool complete = view->complete();
+  auto shared = std::make_shared<local::View>(std::move(*view));
+  post([this, key, instance = up.instance(), shared](catchup::Service& service, TimePoint) {
+    if (auto added = service.add_rank(key, instance, std::move(*shared)); !added)
       world_.note("state of replica {}: {}", key.replica, added.error().message);
   });
   world_.deliver(*trainer, world_.in_order(rank.told, random.between(1us, 20us)),
@@ -64,7 +64,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   message.mutable_rank_up()->set_stream_address(daemon::stream_address(kFamily, address_));
   world_.on_moment(Moment::rank_up, up.replica());
   carry_out(machine_.on_rank_message(connection, message, local_now()));
-  if (whole) carry_out(machine_.on_rank_message(connection, daemon::report_of({key, up.life()}), local_now()));
+  if (complete) carry_out(machine_.on_rank_message(connection, daemon::report_of({key, up.instance()}), local_now()));
 }
 
 void Daemon::on_report(membership::RankConnection rank, const proto::FromNode& report) {
@@ -99,10 +99,10 @@ void Daemon::on_link_down(std::uint64_t gone) {
   carry_out(machine_.on_coordinator_down());
 }
 
-void Daemon::on_word(std::uint64_t from, const proto::ToNode& word) {
+void Daemon::on_control_message(std::uint64_t from, const proto::ToNode& message) {
   if (from != link) return;
-  carry_out(machine_.on_coordinator_message(word, local_now()));
-  if (word.has_plan() || word.has_peers()) follow_plan();
+  carry_out(machine_.on_coordinator_message(message, local_now()));
+  if (message.has_plan() || message.has_peers()) follow_plan();
 }
 
 void Daemon::hang_up() {
@@ -131,12 +131,13 @@ void Daemon::tick() {
 void Daemon::carry_out(const membership::Node::Actions& actions) {
   for (const auto& message : actions.to_coordinator)
     if (link != 0) world_.to_coordinator(link, message);
-  for (const auto& [connection, word] : actions.to_ranks) {
+  for (const auto& [connection, message] : actions.to_ranks) {
     auto found = ranks_.find(connection);
     Trainer* trainer = found == ranks_.end() ? nullptr : world_.trainer(found->second.trainer);
     if (trainer == nullptr) continue;
-    world_.deliver(*trainer, world_.in_order(found->second.told, random.between(1us, 20us)),
-                   [trainer, connection = connection, word = word] { trainer->on_word(connection, word); });
+    world_.deliver(
+        *trainer, world_.in_order(found->second.told, random.between(1us, 20us)),
+        [trainer, connection = connection, message = message] { trainer->on_control_message(connection, message); });
   }
   for (auto rank : actions.silent) {
     world_.count("rank found silent");
@@ -172,7 +173,7 @@ void Daemon::follow_plan() {
 std::string Daemon::describe(catchup::RankKey key) const {
   const auto progress = service_->progress(key, local_now());
   if (!progress) return "no stream";
-  return fmt::format("{} of {} slices proven, {} bytes, {} fetched again, {} sources", progress->proven,
+  return fmt::format("{} of {} slices verified, {} bytes, {} fetched again, {} sources", progress->verified,
                      progress->total_slices, progress->bytes, progress->refetched, progress->sources);
 }
 
@@ -199,27 +200,27 @@ void Daemon::run() {
           return carry_out(machine_.on_rank_message(connection, daemon::report_of(key, drift), local_now()));
         }
     });
-  if (world_.planted(Plant::early_proof))
+  if (world_.planted(Plant::early_verification))
     for (auto key : service_->joining())
       for (const auto& [connection, rank] : machine_.ranks())
         if (ranks_.contains(connection) && ranks_.at(connection).key == key && world_.plant_due())
-          caught_up.push_back({key, rank.up.life()});
-  for (const auto& whole : caught_up) {
-    world_.on_moment(Moment::caught_up, whole.key.replica.value);
-    world_.deliver(*this, world_.in_order(reported_, until_run()), [this, whole] { on_caught_up(whole); });
+          caught_up.push_back({key, rank.up.instance()});
+  for (const auto& completed : caught_up) {
+    world_.on_moment(Moment::caught_up, completed.key.replica.value);
+    world_.deliver(*this, world_.in_order(reported_, until_run()), [this, completed] { on_caught_up(completed); });
   }
   if (!service_->busy()) service_->poll_again(now);  // as before it would sleep
   if (service_->busy() || !commands_.empty()) world_.wake(*this);
 }
 
-void Daemon::on_caught_up(const catchup::Service::Whole& whole) {
+void Daemon::on_caught_up(const catchup::Service::CompletedRank& completed) {
   for (const auto& [connection, rank] : ranks_) {
-    if (rank.key != whole.key) continue;
-    if (world_.planted(Plant::damage_after_proof))
+    if (rank.key != completed.key) continue;
+    if (world_.planted(Plant::damage_after_verification))
       if (Trainer* trainer = world_.trainer(rank.trainer)) trainer->state().column({4}, 0)[11] ^= std::byte{4};
-    proto::FromNode message = daemon::report_of(whole);
-    if (world_.planted(Plant::wrong_life))
-      message.mutable_caught_up()->set_life(machine_.ranks().at(connection).up.life());
+    proto::FromNode message = daemon::report_of(completed);
+    if (world_.planted(Plant::wrong_instance))
+      message.mutable_caught_up()->set_instance(machine_.ranks().at(connection).up.instance());
     world_.count("caught up");
     carry_out(machine_.on_rank_message(connection, message, local_now()));
     break;

@@ -20,7 +20,7 @@ class Daemon final : public Process {
   void drop(membership::RankConnection rank, const std::string& reason, membership::Node::Gone how);
   void on_link_up(std::uint64_t link);
   void on_link_down(std::uint64_t link);
-  void on_word(std::uint64_t link, const proto::ToNode& word);
+  void on_control_message(std::uint64_t link, const proto::ToNode& message);
   void hang_up();  // it ends: so do its connections
   std::string describe(catchup::RankKey key) const;
   std::size_t ranks() const { return ranks_.size(); }
@@ -39,7 +39,7 @@ class Daemon final : public Process {
   };
   using Command = std::function<void(catchup::Service&, TimePoint)>;
   void post(Command command);  // to the stream's thread
-  void on_caught_up(const catchup::Service::Whole& whole);
+  void on_caught_up(const catchup::Service::CompletedRank& completed);
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
   TimePoint local_now() const;

@@ -25,11 +25,11 @@ constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
 
 constexpr std::array<std::string_view, kPlants> kPlantNames{
-    "none",          "commit_without_vote", "apply_without_commit",
-    "apply_twice",   "skip_a_piece",        "forget_a_decision",
-    "wrong_batch",   "touch_the_input",     "damage_after_proof",
-    "deaf_rank",     "early_proof",         "stale_write",
-    "keep_too_much", "wrong_life",          "no_audit"};
+    "none",         "commit_without_vote", "apply_without_commit",
+    "apply_twice",  "skip_an_update",      "forget_a_decision",
+    "wrong_batch",  "touch_the_input",     "damage_after_verification",
+    "deaf_rank",    "early_verification",  "stale_write",
+    "log_too_much", "wrong_instance",      "no_audit"};
 
 }  // namespace
 

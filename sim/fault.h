@@ -72,20 +72,20 @@ std::vector<Fault> draw_faults(std::uint64_t seed, std::uint32_t replicas, std::
 // Bugs built into the simulated cluster on purpose, to see whether the checkers find them.
 enum class Plant : std::uint8_t {
   none,
-  commit_without_vote,   // a rank's exchange is reported before it is done
-  apply_without_commit,  // an update is applied when the exchange is done here, whatever the coordinator decides
-  apply_twice,           // one piece of an update
-  skip_a_piece,          // … and one left out
-  forget_a_decision,     // the log's last record was not on disk although it was said to be
-  wrong_batch,           // a trainer trains other samples than it was given
-  touch_the_input,       // gradients are changed while they are reduced
-  damage_after_proof,    // a joiner's state changes after its proof
-  deaf_rank,             // one rank stops hearing plans
-  early_proof,           // a joiner is called whole before it is
-  stale_write,           // a write lands after its endpoint was closed
-  keep_too_much,         // the budget for kept gradients is ignored
-  wrong_life,            // that a joiner has caught up is believed of whoever is that rank when it is heard
-  no_audit,              // nobody compares replicas
+  commit_without_vote,        // a rank's reduction is reported before it is done
+  apply_without_commit,       // an update is applied when the reduction is done here, whatever the coordinator decides
+  apply_twice,                // one range of an update
+  skip_an_update,             // … and one left out
+  forget_a_decision,          // the log's last record was not on disk although it was said to be
+  wrong_batch,                // a trainer trains other samples than it was given
+  touch_the_input,            // gradients are changed while they are reduced
+  damage_after_verification,  // a joiner's state changes after it was verified
+  deaf_rank,                  // one rank stops hearing plans
+  early_verification,         // a joiner is called complete before it is
+  stale_write,                // a write lands after its endpoint was closed
+  log_too_much,               // the budget for kept gradients is ignored
+  wrong_instance,             // that a joiner has caught up is believed of whoever is that rank when it is heard
+  no_audit,                   // nobody compares replicas
 };
 constexpr std::size_t kPlants = 15;
 std::string_view to_string(Plant plant);

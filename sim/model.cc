@@ -16,7 +16,7 @@ float noise(std::uint64_t a, std::uint64_t b) {
 class NoiseModel final : public Model {
  public:
   const std::vector<TensorShape>& tensors() const override { return tensors_; }
-  std::uint64_t keep_budget() const override { return 3200; }  // two steps of the largest tensor, and no more
+  std::uint64_t gradient_log_budget() const override { return 3200; }  // two steps of the largest tensor, and no more
   std::size_t chunk_bytes() const override { return 512; }
 
   void initialise(std::uint32_t rank, const Views& weights) const override {

@@ -20,8 +20,8 @@ class Model {
   using Views = std::vector<std::span<float>>;  // by tensor
   virtual ~Model() = default;
   virtual const std::vector<TensorShape>& tensors() const = 0;
-  virtual std::uint64_t keep_budget() const = 0;  // bytes of gradients that a joiner may keep
-  virtual std::size_t chunk_bytes() const = 0;    // of the all-reduce
+  virtual std::uint64_t gradient_log_budget() const = 0;  // bytes of gradients that a joiner may keep
+  virtual std::size_t chunk_bytes() const = 0;            // of the all-reduce
   virtual void initialise(std::uint32_t rank, const Views& weights) const = 0;
   // Whether gradients add up to the same in any order, so that one process can tell what all must hold.
   virtual bool exact() const { return false; }

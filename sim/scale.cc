@@ -64,7 +64,7 @@ class Cluster {
     for (const auto& relay : relays_) add(result.relay, per_step(relay.meter, relays_.size()));
     for (const auto& node : nodes_) add(result.node, per_step(node.meter, nodes_.size()));
 
-    // One process of the last replica ends; its others are fenced and end too, and all come back.
+    // One process of the last replica ends; its others are evicted and end too, and all come back.
     forget_loads();
     const std::uint32_t lost = o_.replicas - 1;
     const auto epoch = coordinator_->epoch();
@@ -74,7 +74,7 @@ class Cluster {
     REJOIN_CHECK(coordinator_->epoch() == epoch.next(), "the epoch did not change");
     result.epoch_change_ms = meter_.cpu_ms;
     result.epoch_change_messages = messages_;
-    for (std::uint32_t rank = 1; rank < o_.ranks; ++rank) end_rank(lost, rank, "fenced");
+    for (std::uint32_t rank = 1; rank < o_.ranks; ++rank) end_rank(lost, rank, "evicted");
     drain();
     forget_loads();
     spawn(lost);
@@ -105,8 +105,8 @@ class Cluster {
   };
   struct RankProcess {
     RankConnection connection;
-    std::uint64_t life = 0, incarnation = 0, epoch = 0, step = 0;
-    bool to_report = false;  // an exchange
+    std::uint64_t instance = 0, incarnation = 0, epoch = 0, step = 0;
+    bool to_report = false;  // a reduction
   };
   enum class To { coordinator, relay_up, relay_down, node, rank };
   struct Message {
@@ -206,7 +206,7 @@ class Cluster {
   std::size_t node_of(std::size_t rank) const {
     return rank / o_.ranks * nodes_per_replica_ + rank % o_.ranks / o_.ranks_per_node;
   }
-  void say(std::size_t rank, const proto::FromNode& message) {
+  void send(std::size_t rank, const proto::FromNode& message) {
     const std::size_t node = node_of(rank);
     const Counting counting(nodes_[node].meter);
     nodes_[node].meter.bytes += message.ByteSizeLong();
@@ -217,19 +217,19 @@ class Cluster {
     for (std::uint32_t number = 0; number < o_.ranks; ++number) {
       const std::size_t index = std::size_t{replica} * o_.ranks + number;
       RankProcess& rank = ranks_[index];
-      rank = {.connection = RankConnection(++connections_), .life = ++lives_};
+      rank = {.connection = RankConnection(++connections_), .instance = ++instances_};
       by_connection_[rank.connection.value] = index;
       proto::FromNode message;
       auto& up = *message.mutable_rank_up();
       up.set_replica(replica);
       up.set_rank(number);
-      up.set_life(rank.life);
+      up.set_instance(rank.instance);
       up.set_address(fmt::format("10.{}.{}.{}:{}", replica, number / 256, number % 256, 40000 + number % 8));
       up.set_stream_address(fmt::format("10.{}.{}.{}:39999", replica, number / 256, number % 256));
       up.set_plan_hash(7);
       up.set_digest(0x1234567812345678);
       up.set_pid(4242);
-      say(index, message);
+      send(index, message);
     }
   }
   void end_rank(std::uint32_t replica, std::uint32_t number, const std::string& why) {
@@ -238,23 +238,23 @@ class Cluster {
   }
   void hear(std::size_t index, const std::string& bytes) {
     RankProcess& rank = ranks_[index];
-    proto::ToNode word;
-    REJOIN_CHECK(word.ParseFromString(bytes));
-    if (word.has_registered()) rank.incarnation = word.registered().incarnation();
-    if (word.has_peers()) {
+    proto::ToNode received;
+    REJOIN_CHECK(received.ParseFromString(bytes));
+    if (received.has_registered()) rank.incarnation = received.registered().incarnation();
+    if (received.has_peers()) {
       proto::FromNode message;
       auto& links = *message.mutable_links();
       links.set_replica(static_cast<std::uint32_t>(index / o_.ranks));
       links.set_rank(static_cast<std::uint32_t>(index % o_.ranks));
-      links.set_life(rank.life);
-      for (const auto& peer : word.peers().peers()) links.add_incarnations(peer.incarnation());
-      say(index, message);
+      links.set_instance(rank.instance);
+      for (const auto& peer : received.peers().peers()) links.add_incarnations(peer.incarnation());
+      send(index, message);
     }
-    if (!word.has_plan()) return;
-    for (const auto& member : word.plan().members())
+    if (!received.has_plan()) return;
+    for (const auto& member : received.plan().members())
       if (member.incarnation() == rank.incarnation) {
-        rank.epoch = word.plan().epoch();
-        rank.step = word.plan().step();
+        rank.epoch = received.plan().epoch();
+        rank.step = received.plan().step();
         rank.to_report = true;
       }
   }
@@ -263,14 +263,14 @@ class Cluster {
       RankProcess& rank = ranks_[index];
       if (!std::exchange(rank.to_report, false)) continue;
       proto::FromNode message;
-      auto& exchanged = *message.mutable_exchanged();
-      exchanged.set_replica(static_cast<std::uint32_t>(index / o_.ranks));
-      exchanged.set_epoch(rank.epoch);
-      exchanged.set_step(rank.step);
-      membership::RankSet(static_cast<std::uint32_t>(index % o_.ranks)).to(exchanged.mutable_ranks());
-      exchanged.add_reduced(0x9e3779b97f4a7c15 * (index % o_.ranks + 1));
-      exchanged.add_state(0xbf58476d1ce4e5b9 * (index % o_.ranks + 1));
-      say(index, message);
+      auto& reduced = *message.mutable_reduced();
+      reduced.set_replica(static_cast<std::uint32_t>(index / o_.ranks));
+      reduced.set_epoch(rank.epoch);
+      reduced.set_step(rank.step);
+      membership::RankSet(static_cast<std::uint32_t>(index % o_.ranks)).to(reduced.mutable_ranks());
+      reduced.add_results(0x9e3779b97f4a7c15 * (index % o_.ranks + 1));
+      reduced.add_state(0xbf58476d1ce4e5b9 * (index % o_.ranks + 1));
+      send(index, message);
     }
     drain();
   }
@@ -299,7 +299,7 @@ class Cluster {
   std::vector<RankProcess> ranks_;
   std::unordered_map<std::uint64_t, std::size_t> by_connection_;
   std::deque<Message> queue_;
-  std::uint64_t connections_ = 0, lives_ = 0, messages_ = 0;
+  std::uint64_t connections_ = 0, instances_ = 0, messages_ = 0;
 };
 
 }  // namespace

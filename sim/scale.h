@@ -1,6 +1,6 @@
 // What the control plane costs at size: the coordinator, relays and daemons' machines that ship, in one process, every
 // message between them serialized and parsed as it is on a wire, and each machine's processor time counted apart. No
-// sockets, no log on disk, and ranks that only answer: they have exchanged as soon as they hear a plan.
+// sockets, no log on disk, and ranks that only answer: they have reduced as soon as they hear a plan.
 #pragma once
 
 #include <cstdint>

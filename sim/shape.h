@@ -22,7 +22,7 @@ struct Shape {
 
   std::uint64_t checkpoint_steps = 0;  // from one checkpoint of a replica to the next; 0: it writes none
   bool evaluates = false;              // its trainers do other things between steps, for longer than the silence
-  bool old = false;                    // the job has been through so many epochs and lives that their numbers are long
+  bool old = false;  // the job has been through so many epochs and instances that their numbers are long
 
   static Shape of(std::uint64_t seed);
   std::map<std::string, std::string> values() const;  // by dimension

@@ -13,7 +13,7 @@ namespace rejoin::sim {
 
 class Survivors {
  public:
-  // A record is on the coordinator's disk. `holders`: of a commit, the replicas all of whose processes have exchanged
+  // A record is on the coordinator's disk. `holders`: of a commit, the replicas all of whose processes have reduced
   // that step, and so hold its state or all that it takes to get there; of an epoch, its contributors; each with its
   // processes.
   using Holders = std::map<std::uint32_t, std::vector<std::uint64_t>>;

@@ -23,12 +23,12 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
               world.chance("trainer", replica_number << 16 | rank_number)),
       replica(replica_number),
       rank(rank_number),
-      life(world.next_number()),
+      rank_instance(world.next_number()),
       world_(world),
       model_(world.model()) {
   engine = world.make_engine(machine, rails);
   address_ = engine->listen({}).value().text;
-  state_ = std::make_unique<TrainingState>(world.planted(Plant::keep_too_much) ? 1 << 20 : model_.keep_budget());
+  state_ = std::make_unique<TrainingState>(world.planted(Plant::log_too_much) ? 1 << 20 : model_.gradient_log_budget());
   std::vector<std::vector<TensorId>> buckets;
   const auto& tensors = model_.tensors();
   for (std::size_t t = 0; t < tensors.size(); ++t) {
@@ -52,7 +52,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
   digest_at_join_ = *state_->digest();
   driver_ = std::make_unique<Driver>(DriverConfig{.replica = ReplicaId(replica),
                                                   .rank = rank,
-                                                  .life = life,
+                                                  .instance = rank_instance,
                                                   .transport = "the simulated fabric",
                                                   .plan_hash = state_->plan_hash(),
                                                   .declared = state_->declaration(),
@@ -109,7 +109,7 @@ void Trainer::look_for_daemon() {
   Daemon* daemon = world_.daemon_of(machine);
   if (daemon == nullptr) return world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
   connection = membership::RankConnection(world_.next_number());
-  said_ = {};
+  last_arrival_ = {};
   proto::RankUp up;
   driver_->describe(up);
   up.set_address(address_);
@@ -117,9 +117,9 @@ void Trainer::look_for_daemon() {
   trained_at_join_.to(up.mutable_trained());
   up.set_digest(digest_at_join_);
   up.set_pid(static_cast<std::int32_t>(instance));
-  world_.deliver(*daemon, world_.in_order(said_, random.between(1us, 20us)),
+  world_.deliver(*daemon, world_.in_order(last_arrival_, random.between(1us, 20us)),
                  [daemon, number = instance, at = connection, up] { daemon->on_hello(number, at, up); });
-  unsaid_.clear();  // the registration says it; what comes after it waits for the welcome
+  unsent_.clear();  // the registration says it; what comes after it waits for the welcome
   driver_->on_daemon_back();
 }
 
@@ -130,9 +130,9 @@ void Trainer::on_welcome(membership::RankConnection from) {
   world_.wake(*this);
 }
 
-void Trainer::on_word(membership::RankConnection from, const proto::ToNode& word) {
+void Trainer::on_control_message(membership::RankConnection from, const proto::ToNode& message) {
   if (from != connection) return;
-  words_.push_back(word);
+  inbox_.push_back(message);
   world_.wake(*this);
 }
 
@@ -143,18 +143,18 @@ void Trainer::on_daemon_gone(membership::RankConnection from) {
   world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
 }
 
-void Trainer::say_all() {
+void Trainer::send_all() {
   Daemon* daemon = world_.daemon_of(machine);
   if (!welcome_ || daemon == nullptr) return;
-  for (auto& report : std::exchange(unsaid_, {}))
-    world_.deliver(*daemon, world_.in_order(said_, random.between(1us, 20us)),
+  for (auto& report : std::exchange(unsent_, {}))
+    world_.deliver(*daemon, world_.in_order(last_arrival_, random.between(1us, 20us)),
                    [daemon, at = connection, report = std::move(report)] { daemon->on_report(at, report); });
 }
 
 void Trainer::tick() {
   const TimePoint now = world_.now_at(machine);
   state_->owner().page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()));
-  if (welcome_) unsaid_.push_back(driver_->heartbeat());
+  if (welcome_) unsent_.push_back(driver_->heartbeat());
   world_.wake(*this);
 }
 
@@ -165,9 +165,9 @@ std::string Trainer::describe() {
                                  : connection.value == 0 ? ", without a daemon"
                                                          : "");
   const auto& machine_of = driver_->machine();
-  constexpr const char* stages[] = {"waits", "computes", "exchanges", "updates"};
+  constexpr const char* stages[] = {"waits", "computes", "reduces", "updates"};
   line += fmt::format(", {} in epoch {} for step {}{}{}", stages[static_cast<std::size_t>(stage_)], machine_of.epoch(),
-                      machine_of.step(), machine_of.exchanged() ? ", which it has exchanged" : "",
+                      machine_of.step(), machine_of.reduced() ? ", which it has reduced" : "",
                       machine_of.member() ? "" : ", no member");
   auto& owner = state_->owner();
   line += fmt::format(", {} pins in use", pins_in_use());
@@ -175,8 +175,8 @@ std::string Trainer::describe() {
   line +=
       fmt::format(", its page at {}{}, slices", owner.clock().version, owner.clock().updating ? " and updating" : "");
   for (std::uint32_t i = 0; i < owner.manifest().slices().size(); ++i) {
-    const auto word = shm::SliceWord::unpack(owner.page().slice_words()[i].load());
-    line += fmt::format(" {}@{}", names[static_cast<std::size_t>(word.state)], word.version);
+    const auto status = local::SliceStatus::unpack(owner.page().slice_statuses()[i].load());
+    line += fmt::format(" {}@{}", names[static_cast<std::size_t>(status.state)], status.version());
   }
   if (Daemon* daemon = world_.daemon_of(machine)) line += "; " + daemon->describe({ReplicaId(replica), RankId(rank)});
   return line;
@@ -185,7 +185,7 @@ std::string Trainer::describe() {
 std::size_t Trainer::pins_in_use() const {
   const auto& pins = state_->owner().page().pins;
   return static_cast<std::size_t>(std::count_if(std::begin(pins), std::end(pins),
-                                                [](const auto& pin) { return pin.state != shm::PinState::free; }));
+                                                [](const auto& pin) { return pin.state != local::PinState::free; }));
 }
 
 // ---- both threads
@@ -195,32 +195,32 @@ void Trainer::run() {
   driver_->notice(now);
   const bool deaf =
       world_.planted(Plant::deaf_rank) && replica == 0 && rank == 0 && world_.now().time_since_epoch() > 2s;
-  for (const auto& word : std::exchange(words_, {}))
-    if (!deaf || !word.has_plan()) driver_->on_word(word, now);
+  for (const auto& message : std::exchange(inbox_, {}))
+    if (!deaf || !message.has_plan()) driver_->on_control_message(message, now);
   const auto outcomes = driver_->outcomes();
   driver_->poll(now);
-  for (auto& report : driver_->take_reports()) unsaid_.push_back(std::move(report));
-  if (stage_ == Stage::exchanging && step_.contributes && !driver_->machine().exchanged() &&
+  for (auto& report : driver_->take_reports()) unsent_.push_back(std::move(report));
+  if (stage_ == Stage::reducing && step_.contributes && !driver_->machine().reduced() &&
       world_.planted(Plant::commit_without_vote) && world_.plant_due()) {
-    auto& forged = *unsaid_.emplace_back().mutable_exchanged();
+    auto& forged = *unsent_.emplace_back().mutable_reduced();
     forged.set_replica(replica);
     forged.set_epoch(driver_->machine().epoch().value);
     forged.set_step(driver_->machine().step().value);
     membership::RankSet(rank).to(forged.mutable_ranks());
   }
-  say_all();
+  send_all();
   if (driver_->failure()) return world_.trainer_exits(*this, driver_->failure()->message);
-  world_.checker().on_kept(replica, rank, state_->kept_bytes(), model_.keep_budget());
+  world_.checker().on_gradient_log(replica, rank, state_->gradient_log_bytes(), model_.gradient_log_budget());
 
   const bool free = now >= evaluates_until_ && world_.now() >= between_steps_until_;
   if (stage_ == Stage::waiting && free && driver_->step() && driver_->step()->step > last_) begin_step();
-  if (stage_ == Stage::exchanging && !step_.contributes && driver_->step() && driver_->step()->step == step_.step &&
+  if (stage_ == Stage::reducing && !step_.contributes && driver_->step() && driver_->step()->step == step_.step &&
       driver_->step()->contributes) {
     world_.count("promoted within a step");
     begin_step();
   }
-  const bool rash = world_.planted(Plant::apply_without_commit) && driver_->machine().exchanged() && step_.contributes;
-  if (stage_ == Stage::exchanging && now >= busy_until_ && (driver_->committed() >= step_.step || rash)) begin_update();
+  const bool rash = world_.planted(Plant::apply_without_commit) && driver_->machine().reduced() && step_.contributes;
+  if (stage_ == Stage::reducing && now >= busy_until_ && (driver_->committed() >= step_.step || rash)) begin_update();
   if (driver_->outcomes() != outcomes) world_.wake(*this);
 }
 
@@ -231,8 +231,8 @@ void Trainer::begin_step() {
   driver_->take(step_.step);
   gradients_.reset();
   if (step_.contributes && !std::exchange(current_, true))
-    world_.checker().on_state(replica, rank, life, step_.step - 1, state_digest());
-  stage_ = Stage::exchanging;
+    world_.checker().on_state(replica, rank, rank_instance, step_.step - 1, state_digest());
+  stage_ = Stage::reducing;
   if (!step_.contributes) return world_.wake(*this);
   stage_ = Stage::computing;
   in(random.between(2ms, 8ms) + world_.slowness(replica, rank), &Trainer::compute);
@@ -249,7 +249,7 @@ std::uint64_t Trainer::state_digest() const {
 void Trainer::compute() {
   if (const TimePoint now = world_.now(); now < compute_stands_until_)
     return in(compute_stands_until_ - now, &Trainer::compute);
-  stage_ = Stage::exchanging;
+  stage_ = Stage::reducing;
   if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !step_.batch.empty())
     ++step_.batch[0].begin, ++step_.batch[0].end;
   world_.on_loss(replica, rank, step_.step, model_.backward(rank, weights_, gradient_views_, step_.batch));
@@ -277,7 +277,7 @@ void Trainer::be_busy(Duration lasting, bool too_long, bool between_steps) {
 void Trainer::have_done() { driver_->occupy(std::nullopt, world_.now_at(machine)); }
 
 void Trainer::touch() {
-  if (stage_ == Stage::exchanging) floats(state_->gradient({0}))[5] += 1.0f;
+  if (stage_ == Stage::reducing) floats(state_->gradient({0}))[5] += 1.0f;
 }
 
 void Trainer::begin_update() {
@@ -289,22 +289,22 @@ void Trainer::begin_update() {
   if (contributed_ && gradients_)
     checker.on_trained(replica, rank, step_.step, step_.batch, *gradients_, digest(state_->gradients()));
   if (!contributed_) damage_at_rest();
-  pieces_ = *state_->begin_update(Step(step_.step), contributed_, driver_->committed_contributors());
+  updates_ = *state_->begin_update(Step(step_.step), contributed_, driver_->committed_contributors());
   in(random.between(20us, 900us), &Trainer::end_update);
 }
 
-// One bit of a slice that arrived older than the rest and has not been brought up to date: its proof, which is still to
-// come, must find that.
+// One bit of a slice that arrived older than the rest and has not been brought up to date: its verification, which is
+// still to come, must find that.
 void Trainer::damage_at_rest() {
   auto& owner = state_->owner();
   const auto& slices = owner.manifest().slices();
   std::vector<std::uint32_t> arrived;
   for (std::uint32_t i = 0; i < slices.size(); ++i) {
-    const auto word = shm::SliceWord::unpack(owner.page().slice_words()[i].load());
-    if (word.state == shm::SliceState::arrived && word.version + 1 < step_.step) arrived.push_back(i);
+    const auto status = local::SliceStatus::unpack(owner.page().slice_statuses()[i].load());
+    if (status.state == local::SliceState::arrived && status.version() + 1 < step_.step) arrived.push_back(i);
   }
   if (arrived.empty() || !world_.take_damage_at_rest(replica)) return;
-  const auto& part = slices[arrived[random.pick(arrived.size())]].whole;
+  const auto& part = slices[arrived[random.pick(arrived.size())]].range;
   const auto element = part.first + random.pick(part.count);
   state_->column({part.tensor}, 0)[element * sizeof(float) + random.pick(sizeof(float))] ^= std::byte{16};
   world_.count("damaged at rest");
@@ -322,22 +322,22 @@ bool Trainer::flip_state() {
 }
 
 void Trainer::end_update() {
-  std::size_t skipped = pieces_.size();
-  if (world_.planted(Plant::skip_a_piece) && world_.plant_due()) skipped = random.pick(pieces_.size());
-  for (std::size_t p = 0; p < pieces_.size(); ++p) {
+  std::size_t skipped = updates_.size();
+  if (world_.planted(Plant::skip_an_update) && world_.plant_due()) skipped = random.pick(updates_.size());
+  for (std::size_t p = 0; p < updates_.size(); ++p) {
     if (p == skipped) continue;
-    const auto& piece = pieces_[p];
+    const auto& update = updates_[p];
     const int times = world_.planted(Plant::apply_twice) && world_.plant_due() ? 2 : 1;
-    const std::span gradient(reinterpret_cast<const float*>(piece.gradient.data()), piece.count);
+    const std::span gradient(reinterpret_cast<const float*>(update.gradient.data()), update.count);
     const auto column = [&](std::uint32_t number) {
-      return floats(state_->column({piece.tensor}, number)).subspan(piece.first, piece.count);
+      return floats(state_->column({update.tensor}, number)).subspan(update.first, update.count);
     };
     Model::Views moments;
-    for (std::uint32_t m = 0; m < model_.tensors()[piece.tensor].moments; ++m) moments.push_back(column(m + 1));
+    for (std::uint32_t m = 0; m < model_.tensors()[update.tensor].moments; ++m) moments.push_back(column(m + 1));
     for (int time = 0; time < times; ++time)
-      model_.update(piece.step.value, piece.tensor, column(0), moments, gradient);
+      model_.update(update.step.value, update.tensor, column(0), moments, gradient);
   }
-  pieces_.clear();
+  updates_.clear();
   state_->end_update(Step(step_.step), contributed_);
   last_ = step_.step;
   stage_ = Stage::waiting;
@@ -345,10 +345,11 @@ void Trainer::end_update() {
     floats(state_->column({0}, 0))[instance % 300] += 1e-3f;
     world_.went_wrong(*this, last_);
   }
-  if (contributed_) world_.checker().on_state(replica, rank, life, last_, state_digest());
+  if (contributed_) world_.checker().on_state(replica, rank, rank_instance, last_, state_digest());
   // Replicas write at different steps, so that their checkpoints differ in age.
   const auto every = world_.shape.checkpoint_steps;
-  if (contributed_ && every > 0 && (last_ + replica) % every == 0 && !world_.checker().wrong(life)) write_checkpoint();
+  if (contributed_ && every > 0 && (last_ + replica) % every == 0 && !world_.checker().wrong(rank_instance))
+    write_checkpoint();
   if (Daemon* daemon = world_.daemon_of(machine)) world_.wake(*daemon);  // the doorbell
   if (world_.shape.evaluates && random.one_in(60)) evaluate();
 }

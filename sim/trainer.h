@@ -21,21 +21,21 @@ class Trainer final : public Process {
   void look_for_daemon();
   // What comes from the daemon over this connection; of an older one, it is ignored.
   void on_welcome(membership::RankConnection from);
-  void on_word(membership::RankConnection from, const proto::ToNode& word);
+  void on_control_message(membership::RankConnection from, const proto::ToNode& message);
   void on_daemon_gone(membership::RankConnection from);
   void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
   // It says so, and takes longer than it said or not.
   void be_busy(Duration lasting, bool too_long, bool between_steps);
   std::string describe();
   std::size_t pins_in_use() const;
-  // It has exchanged this step, and has not been told anything later.
-  bool exchanged(std::uint64_t step) const {
-    return driver_->machine().exchanged() && driver_->machine().step().value == step;
+  // It has reduced this step, and has not been told anything later.
+  bool reduced(std::uint64_t step) const {
+    return driver_->machine().reduced() && driver_->machine().step().value == step;
   }
   Incarnation incarnation() const { return driver_->machine().incarnation(); }
 
   const std::uint32_t replica, rank;
-  const std::uint64_t life;
+  const std::uint64_t rank_instance;
   std::unique_ptr<transport::Engine> engine;  // over its rails
   membership::RankConnection connection;      // at the daemon; 0: none
   TrainingState& state() { return *state_; }
@@ -45,8 +45,8 @@ class Trainer final : public Process {
   bool flip_state();  // false where it can't be now
 
  private:
-  enum class Stage { waiting, computing, exchanging, updating };
-  void say_all();
+  enum class Stage { waiting, computing, reducing, updating };
+  void send_all();
   std::uint64_t state_digest() const;
   void begin_step();
   void compute();
@@ -70,16 +70,16 @@ class Trainer final : public Process {
   std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
   membership::Samples trained_at_join_;
   bool welcome_ = false;
-  TimePoint said_{};  // when the last message to the daemon arrives
-  std::vector<proto::FromNode> unsaid_;
-  std::vector<proto::ToNode> words_;
+  TimePoint last_arrival_{};  // when the last message to the daemon arrives
+  std::vector<proto::FromNode> unsent_;
+  std::vector<proto::ToNode> inbox_;
   Stage stage_ = Stage::waiting;
   StepView step_;
   std::uint64_t last_ = 0;
   TimePoint compute_stands_until_{}, busy_until_{}, between_steps_until_{}, evaluates_until_{};
   bool contributed_ = false, current_ = false, drifts_ = false;
   std::optional<std::uint64_t> gradients_;  // digest of what was handed over
-  std::vector<catchup::Piece> pieces_;
+  std::vector<catchup::Update> updates_;
 };
 
 }  // namespace rejoin::sim

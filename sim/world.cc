@@ -148,7 +148,7 @@ bool World::take_damage_at_rest(std::uint32_t replica) {
 
 bool World::plant_due() { return now().time_since_epoch() > 1500ms && plant_random_.one_in(20); }
 
-void World::say(std::string line) {
+void World::add_note(std::string line) {
   line = fmt::format("{:12.6f}  {}", seconds(now().time_since_epoch()), line);
   outcome_.trace_hash = combine_digests(outcome_.trace_hash, digest(as_bytes(line)));
   if (options_.trace) {
@@ -190,10 +190,10 @@ bool World::go_on_long() {
 void World::describe() {
   const auto& decisions = coordinator_->decisions();
   for (const auto& [id, replica] : decisions.replicas())
-    for (const auto& standing : replica.standings)
-      note("the coordinator knows replica {} ranks {}: incarnation {}, {}connected with {}", id, standing.ranks.text(),
-           replica.incarnation, replica.caught_up.includes(standing.ranks) ? "caught up, " : "",
-           fmt::join(standing.links, " "));
+    for (const auto& status : replica.statuses)
+      note("the coordinator knows replica {} ranks {}: incarnation {}, {}connected with {}", id, status.ranks.text(),
+           replica.incarnation, replica.caught_up.includes(status.ranks) ? "caught up, " : "",
+           fmt::join(status.links, " "));
   for (const auto& line : decisions.waiting_for(now_at(coordinator_->machine))) note("the step waits for {}", line);
   for (auto& ranks : trainers_)
     for (auto& trainer : ranks)
@@ -241,7 +241,7 @@ Outcome World::run() {
     crash_in_append_ = disk_full_ = false;
     slow_append_ = {};
     waiting_faults_.clear();
-    if (whole_again(target)) break;
+    if (recovered_again(target)) break;
   }
   if (outcome_.events >= max_events) checker_.violate("progress", "it goes round in circles");
   check_epochs();

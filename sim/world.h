@@ -80,7 +80,7 @@ class World {
   }
   template <typename... Args>
   void note(fmt::format_string<Args...> format, Args&&... args) {
-    say(fmt::format(format, std::forward<Args>(args)...));
+    add_note(fmt::format(format, std::forward<Args>(args)...));
   }
   void remark(const std::string& what);  // in a trace only: what a reader may want to know, and nothing depends on
   void count(const std::string& what, std::uint64_t by = 1) { outcome_.counts[what] += by; }
@@ -135,7 +135,7 @@ class World {
   void to_daemon(std::uint64_t link, proto::ToNode message);
   void drop_link(std::uint64_t link);  // by the coordinator
 
-  void on_standing();  // the coordinator has heard how a replica stands
+  void on_replica_status();  // the coordinator has heard how a replica stands
 
   // ---- the coordinator's disk
   enum class Append { done, failed };
@@ -153,7 +153,7 @@ class World {
     Duration out{}, in{};  // what its messages take longer
     TimePoint until{};
   };
-  void say(std::string line);
+  void add_note(std::string line);
   template <typename T>
   T& start(std::unique_ptr<T>& place, std::unique_ptr<T> process);
   void set_timer(Process& process, Duration delay);
@@ -192,7 +192,7 @@ class World {
   bool go_on_long();
   void describe();
   void wake_who_has_events();
-  bool whole_again(std::uint64_t& target);
+  bool recovered_again(std::uint64_t& target);
   std::optional<std::string> leaked() const;
   void on_decision();
   void check_epochs();

@@ -1,4 +1,5 @@
-// What a cluster may cost: time until it is whole again, time without a decision, epochs, and what it may still hold.
+// What a cluster may cost: time until it is complete again, time without a decision, epochs, and what it may still
+// hold.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,7 +10,7 @@ namespace rejoin::sim {
 
 namespace {
 
-constexpr int kSettled = 30;  // silences from the last fault until it is whole again and has committed some steps
+constexpr int kSettled = 30;  // silences from the last fault until it is complete again and has committed some steps
 constexpr std::uint64_t kStepsAfter = 5;
 constexpr int kStall = 5;           // silences between two decisions where nothing is going wrong
 constexpr std::size_t kEpochs = 4;  // begun for each fault
@@ -54,7 +55,7 @@ std::optional<std::string> World::leaked() const {
     if (!daemon) continue;
     const auto of = held(*daemon);
     if (of.endpoints > 0) return fmt::format("node {} has {} connections of streams", daemon->node, of.endpoints);
-    if (of.regions > 2 * shape.rails * daemon->ranks())  // the state, and what is held aside
+    if (of.regions > 2 * shape.rails * daemon->ranks())  // the state, and the shadow buffer
       return fmt::format("node {} has {} regions", daemon->node, of.regions);
   }
   return std::nullopt;
@@ -70,12 +71,12 @@ void World::on_decision() {
 }
 
 // After the last fault. `target`: committed steps that prove that it goes on; 0: not all are back.
-bool World::whole_again(std::uint64_t& target) {
+bool World::recovered_again(std::uint64_t& target) {
   std::optional<std::string> leak;
   if (!settled()) {
     target = 0;
   } else if (options_.run_for) {
-    faults_end_ = now();  // it is whole: no limit until the next failure
+    faults_end_ = now();  // it is complete: no limit until the next failure
   } else if (const std::uint64_t committed = coordinator_->decisions().committed().value; target == 0) {
     target = committed + kStepsAfter;
   } else if (committed >= target) {

@@ -122,7 +122,7 @@ Survivors::Holders World::holders_of(const proto::LogRecord& record) const {
   Survivors::Holders holders;
   for (const auto& member : record.committed().members())
     add_holder(holders, member.replica(),
-               [&](const Trainer& trainer) { return trainer.exchanged(record.committed().step()); });
+               [&](const Trainer& trainer) { return trainer.reduced(record.committed().step()); });
   for (const auto& member : record.epoch().members())
     if (!member.catching_up())
       add_holder(holders, member.replica(),
@@ -130,7 +130,7 @@ Survivors::Holders World::holders_of(const proto::LogRecord& record) const {
   return holders;
 }
 
-void World::on_standing() {
+void World::on_replica_status() {
   Survivors::Holders holders;
   const auto& decisions = coordinator_->decisions();
   for (const auto& member : decisions.members())

@@ -72,7 +72,7 @@ void World::to_daemon(std::uint64_t number, proto::ToNode message) {
   deliver(*daemon, in_order(found->second.last_down, control_delay(node, false)),
           [this, daemon, number, message = std::move(message)] {
             auto open = links_.find(number);
-            if (open == links_.end() || !open->second.reset) daemon->on_word(number, message);
+            if (open == links_.end() || !open->second.reset) daemon->on_control_message(number, message);
           });
 }
 

@@ -163,8 +163,8 @@ void World::start_coordinator() {
   if (auto read = membership::parse_log(disk_, "the log"); !read) {
     checker_.violate("no-garbage", read.error().message);
   } else {
-    if (read->whole < disk_.size()) count("torn log");
-    disk_.resize(read->whole);
+    if (read->intact < disk_.size()) count("torn log");
+    disk_.resize(read->intact);
     if (read->records.size() != log_.size())
       checker_.violate("one-decision",
                        fmt::format("{} of {} records are read back", read->records.size(), log_.size()));

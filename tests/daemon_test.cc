@@ -14,10 +14,10 @@
 
 #include "base/unix_socket.h"
 #include "local.pb.h"
+#include "local/page.h"
 #include "membership/log.h"
 #include "membership/node.h"
 #include "rejoin/session.h"
-#include "shm/page.h"
 #include "tests/daemons.h"
 
 namespace rejoin::test {
@@ -95,9 +95,9 @@ std::unique_ptr<Session> small_session(const Job& job, std::uint32_t replica) {
 }
 
 Result<> commit(Session& session) {
-  return session.commit([&](const Piece& piece) {
-    const auto w = Session::as<float>(*session.weight(piece.tensor));
-    for (std::uint64_t i = piece.first; i < piece.first + piece.count; ++i) w[i] += static_cast<float>(piece.step);
+  return session.commit([&](const Update& update) {
+    const auto w = Session::as<float>(*session.weight(update.tensor));
+    for (std::uint64_t i = update.first; i < update.first + update.count; ++i) w[i] += static_cast<float>(update.step);
   });
 }
 
@@ -128,7 +128,7 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
   ASSERT_NE(second, nullptr);
   ASSERT_TRUE(*second->begin_step());
   second.reset();
-  second = small_session(job, 1);  // its next life
+  second = small_session(job, 1);  // its next instance
   ASSERT_NE(second, nullptr);
   while (!HasFailure() && job.status().at("members").size() < 2) let_it_commit();
   // As a joiner, until it has to contribute.
@@ -142,7 +142,7 @@ TEST(Session, AJoinerThatHasCaughtUpTakesOverTheStepWhoseLastContributorDies) {
       if (!commit(*second)) return step;
     }
   });
-  // What has arrived is brought up to date with the next commit, and proven then.
+  // What has arrived is brought up to date with the next commit, and verified then.
   const auto caught_up = [&] { return job.status().at("registered").at(1).at("caught_up") == true; };
   do let_it_commit();
   while (!HasFailure() && !eventually(caught_up, std::chrono::seconds(2)));
@@ -195,13 +195,13 @@ TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
   ASSERT_TRUE(session->allocate());
   EXPECT_EQ(session->moment(ids[7], 0)->data(), memory[7].data() + 256);
   if (auto joined = session->join(); !joined) FAIL() << joined.error().message;
-  std::uint64_t steps = 0, pieces = 0;
+  std::uint64_t steps = 0, updates = 0;
   for (auto step = session->begin_step(); step && *step; step = session->begin_step(), ++steps) {
     ASSERT_TRUE(session->all_reduce(0));
-    ASSERT_TRUE(session->commit([&](const Piece&) { ++pieces; }));
+    ASSERT_TRUE(session->commit([&](const Update&) { ++updates; }));
   }
   EXPECT_EQ(steps, 3u);
-  EXPECT_EQ(pieces, 3 * ids.size());
+  EXPECT_EQ(updates, 3 * ids.size());
   EXPECT_EQ(run({kCli, "status", job.coordinator_status}).status, 0);
 }
 
@@ -258,7 +258,7 @@ TEST(Status, TellsForWhomTheJobWaits) {
   std::string told;
   EXPECT_TRUE(eventually([&] {
     told = run({kCli, "status", job.coordinator_status}).output;
-    return told.find("waits for replica 1 rank 0: its exchange of step") != std::string::npos &&
+    return told.find("waits for replica 1 rank 0: its reduction of step") != std::string::npos &&
            told.find("; replica 0 waits for it: ") != std::string::npos;
   })) << told;
   EXPECT_EQ(told.find("waits for replica 0"), std::string::npos) << told;
@@ -277,7 +277,7 @@ TEST(Session, ATrainerThatComesAfterTheEndHearsThatItIsOver) {
     const std::string status = run({kCli, "status", job.coordinator_status}).output;
     EXPECT_NE(status.find("finished"), std::string::npos) << status;
     EXPECT_EQ(status.find("waits for"), std::string::npos) << status;
-    EXPECT_EQ(job.status().at("held_for").size(), 0u);
+    EXPECT_EQ(job.status().at("blocked_on").size(), 0u);
   };
   comes_late();
   job.processes[0] = nullptr;
@@ -419,7 +419,7 @@ TEST(Garbage, OnEveryPortIsRefusedAndChangesNothing) {
     hello.mutable_hello()->set_protocol(random() % 3);
     feed_unix(hello.SerializeAsString());
     hello.mutable_hello()->set_protocol(membership::kProtocolVersion);
-    hello.mutable_hello()->set_layout(shm::kLayoutVersion);
+    hello.mutable_hello()->set_layout(local::kLayoutVersion);
     hello.mutable_hello()->set_device("host");
     hello.mutable_hello()->set_descriptors(static_cast<std::uint32_t>(random() % 5));
     more.mutable_more();
@@ -433,7 +433,7 @@ TEST(Garbage, OnEveryPortIsRefusedAndChangesNothing) {
     if (random() % 4 > 0) (void)send_with_fds(socket, as_bytes(hello.SerializeAsString()), fds);
     (void)send_with_fds(socket, as_bytes(more.SerializeAsString()), fds);
     proto::FromTrainer report;
-    report.mutable_report()->mutable_exchanged()->set_epoch(random());
+    report.mutable_report()->mutable_reduced()->set_epoch(random());
     feed_unix(report.SerializeAsString());
     proto::FromTrainer leave;  // of somebody who never came
     leave.mutable_leave()->set_why(bytes);

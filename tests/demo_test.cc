@@ -90,7 +90,7 @@ TEST(Demo, TheCoordinatorIsKilledAndGoesOnFromItsLog) {
 // A stream slow enough to be met under way.
 const std::vector<std::string> kSlowStream{"REJOIN_STREAM_LIMIT=40"};
 
-// Nobody is put out for having been away, or for what happened while another was.
+// Nobody is put out for having been paused, or for what happened while another was.
 void expect_nobody_out(const nlohmann::json& report) {
   EXPECT_EQ(report.at("rolled_back_steps"), 0) << "state-survives";
   EXPECT_TRUE(report.at("catch_ups").empty()) << report.at("catch_ups").dump();

@@ -75,15 +75,15 @@ for page in root.glob("docs/*.md"):
         failures.append(f"mkdocs.yml: docs/{page.name} is in no part of the site")
 
 glossary = (root / "docs/glossary.md").read_text(encoding="utf-8")
-wrappers = {"FromNode", "ToNode", "FromTrainer", "ToTrainer", "Stream", "LogRecord", "Segment", "Bucket", "Piece"}
+wrappers = {"FromNode", "ToNode", "FromTrainer", "ToTrainer", "Stream", "LogRecord", "Segment", "Bucket", "RangeDigest"}
 for proto in ("membership/control.proto", "daemon/local.proto", "catchup/stream.proto"):
     for message in re.findall(r"^ *message (\w+)", (root / proto).read_text(encoding="utf-8"), re.M):
         if message not in wrappers and not re.search(rf"`(\w+\.)?{message}`", glossary):
             failures.append(f"docs/glossary.md: has no `{message}` of {proto}")
-for state in re.findall(r"enum class \w+State[^{]*{([^}]*)}", (root / "shm/page.h").read_text(encoding="utf-8")):
+for state in re.findall(r"enum class \w+State[^{]*{([^}]*)}", (root / "local/page.h").read_text(encoding="utf-8")):
     for word in re.findall(r"^ *(\w+),|(?<=[ ,])(\w+)(?=[ ,]|$)", re.sub(r"//.*", "", state), re.M):
         if f"`{''.join(word)}`" not in glossary:
-            failures.append(f"docs/glossary.md: has no `{''.join(word)}` of shm/page.h")
+            failures.append(f"docs/glossary.md: has no `{''.join(word)}` of local/page.h")
 
 for failure in failures:
     print(failure)

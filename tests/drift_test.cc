@@ -122,15 +122,15 @@ TEST(Drift, ABitThatFlipsOnItsWayCostsARepeatedStepAndItsHopIsNamed) {
 
 TEST(Drift, WhatCantBeReadOfAnAuditOrADroppedReplicaIsRefused) {
   Scratch scratch;
-  const auto said = [&](const std::vector<std::string>& more) {
+  const auto refusal_of = [&](const std::vector<std::string>& more) {
     std::vector<std::string> arguments{kDaemon,         "--job-key-file",  scratch.key(),
                                        "--coordinator", "--log-directory", scratch.path + "/log"};
     arguments.insert(arguments.end(), more.begin(), more.end());
     return run(arguments).output;
   };
-  EXPECT_NE(said({"--audit", "often"}).find("it is auto, off, or a number of steps"), std::string::npos);
-  EXPECT_NE(said({"--audit", "0"}).find("it is auto, off, or a number of steps"), std::string::npos);
-  EXPECT_NE(said({"--drop-replica", "1"}).find("it is REPLICA@STEP"), std::string::npos);
+  EXPECT_NE(refusal_of({"--audit", "often"}).find("it is auto, off, or a number of steps"), std::string::npos);
+  EXPECT_NE(refusal_of({"--audit", "0"}).find("it is auto, off, or a number of steps"), std::string::npos);
+  EXPECT_NE(refusal_of({"--drop-replica", "1"}).find("it is REPLICA@STEP"), std::string::npos);
 }
 
 }  // namespace

@@ -14,11 +14,11 @@ rejoin::Result<> train(rejoin::Session& session, rejoin::TensorId tensor, rejoin
   if (!bytes) return tl::unexpected(bytes.error());
   const auto weight = rejoin::Session::as<float>(*bytes);
   return session.commit(
-      [&](const rejoin::Piece& piece) {
+      [&](const rejoin::Update& update) {
         constexpr unsigned kThreads = 256;
-        const auto blocks = static_cast<unsigned>((piece.count + kThreads - 1) / kThreads);
-        const auto part = piece.of(weight);
-        descend<<<blocks, kThreads, 0, stream>>>(part.data(), piece.gradient_as<float>().data(), part.size(), 0.1f);
+        const auto blocks = static_cast<unsigned>((update.count + kThreads - 1) / kThreads);
+        const auto part = update.of(weight);
+        descend<<<blocks, kThreads, 0, stream>>>(part.data(), update.gradient_as<float>().data(), part.size(), 0.1f);
       },
       stream);
 }

@@ -137,8 +137,7 @@ TEST(Restart, FromACheckpointAloneEverySampleIsTrainedOnceAndTheBitsAreTheSame) 
                                    job.steps, job.steps * kBatch * 2)),
             std::string::npos)
       << audit;
-  EXPECT_NE(audit.find(fmt::format("{} of them are trained by the word of the checkpoint of step {}", from * kBatch * 2,
-                                   from)),
+  EXPECT_NE(audit.find(fmt::format("{} of them are trained by the checkpoint of step {}", from * kBatch * 2, from)),
             std::string::npos)
       << audit;
   EXPECT_NE(audit.find(fmt::format("epoch    1 after step {:>7}", from)), std::string::npos) << audit;
@@ -158,7 +157,7 @@ TEST(Restart, WithTheCoordinatorsLogItIsTheSame) {
   EXPECT_EQ(job.digest(), undisturbed());
   const std::string audit = job.audit();
   EXPECT_NE(audit.find("0 lost, 0 repeated, 0 to be trained again"), std::string::npos) << audit;
-  EXPECT_EQ(audit.find("by the word of"), std::string::npos) << audit;
+  EXPECT_EQ(audit.find("by the checkpoint of"), std::string::npos) << audit;
   job.expect_each_sample_once();
 }
 
@@ -210,7 +209,7 @@ void train_with_a_break(const Job& job, std::uint32_t replica, int go, std::chro
   if (!session->bucket({w}) || !session->allocate() || !session->join()) return;
   char may = 0;
   for (auto step = session->begin_step(); step && *step; step = session->begin_step()) {
-    if (((*step)->contributes() && !session->all_reduce(0)) || !session->commit([](const Piece&) {})) return;
+    if (((*step)->contributes() && !session->all_reduce(0)) || !session->commit([](const Update&) {})) return;
     if ((*step)->number() == 8 && go >= 0 && ::read(go, &may, 1) != 1) return;
   }
 }

@@ -15,19 +15,19 @@ may_use = {
     "base": set(),
     "device": {"base"},
     "transport": {"base", "device"},
-    "shm": {"base", "device"},
+    "local": {"base", "device"},
     "membership": {"base"},
     "ftar": {"base", "device", "transport"},
-    "catchup": {"base", "device", "transport", "shm"},
+    "catchup": {"base", "device", "transport", "local"},
     "nccl": {"base", "transport"},
-    "daemon": {"base", "device", "transport", "shm", "membership", "catchup"},
-    "rejoin": {"base", "device", "transport", "shm", "membership", "catchup", "ftar"},
-    "fuzz": {"base", "transport", "shm", "membership", "catchup", "daemon", "nccl"},
-    "sim": {"base", "transport", "shm", "membership", "catchup", "ftar", "daemon", "rejoin"},
+    "daemon": {"base", "device", "transport", "local", "membership", "catchup"},
+    "rejoin": {"base", "device", "transport", "local", "membership", "catchup", "ftar"},
+    "fuzz": {"base", "transport", "local", "membership", "catchup", "daemon", "nccl"},
+    "sim": {"base", "transport", "local", "membership", "catchup", "ftar", "daemon", "rejoin"},
     "chaos": {"base", "rejoin"},
-    "bench": {"base", "device", "transport", "ftar", "shm", "catchup"},
+    "bench": {"base", "device", "transport", "ftar", "local", "catchup"},
     "examples": {"base", "device", "rejoin", "membership", "sim"},
-    "tests": {"base", "transport", "shm", "membership", "catchup", "ftar", "daemon", "rejoin", "examples", "tests"},
+    "tests": {"base", "transport", "local", "membership", "catchup", "ftar", "daemon", "rejoin", "examples", "tests"},
 }
 banned = {
     r"\bgetenv\(": "configuration is read in one place (CLI11); nothing else reads the environment",
@@ -43,7 +43,7 @@ allowed = {
     (r"\bgetenv\(", "tests/process.h"),
     (r"\bgetenv\(", "transport/tests/backends.h"),
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "tests/process.h"),        # polls other processes
-    (r"\bsleep_for\(|\busleep\(|\bsleep\(", "device/tests/fake_streams.h"),  # a GPU polls words, and takes no CPU's time
+    (r"\bsleep_for\(|\busleep\(|\bsleep\(", "device/tests/fake_streams.h"),  # a GPU polls flags, and takes no CPU's time
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_main.cc"),  # reads files that other processes append to
     (r"\bsleep_for\(|\busleep\(|\bsleep\(", "examples/demo_job.cc"),
 }

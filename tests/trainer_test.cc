@@ -61,8 +61,8 @@ struct Trained : Test, Daemons {
   }
   // Each element counts the steps.
   static Result<> commit(Session& session) {
-    return session.commit([&](const Piece& piece) {
-      for (auto& x : piece.of(Session::as<float>(session.weight(piece.tensor).value()))) x += 1;
+    return session.commit([&](const Update& update) {
+      for (auto& x : update.of(Session::as<float>(session.weight(update.tensor).value()))) x += 1;
     });
   }
   static Result<> step_once(Session& session) {
@@ -132,7 +132,7 @@ TEST_F(Trained, WhatTheOptimizerThrowsIsTheCallersErrorAndEndsTheSession) {
   ASSERT_TRUE(first->all_reduce(0));
   ASSERT_TRUE(first->all_reduce(1));
   int calls = 0;
-  const auto throwing = [&](const Piece&) {
+  const auto throwing = [&](const Update&) {
     if (++calls == 2) throw std::runtime_error("no such \xff kernel\n");
   };
   EXPECT_REFUSED(first->commit(throwing), ErrorCode::invalid_argument, "the optimizer threw in the update of step 2",
@@ -158,7 +158,7 @@ TEST_F(Trained, AnOptimizerThatThrowsSomethingElseIsNoAbortEither) {
   ASSERT_TRUE(session);
   ASSERT_TRUE(*session->begin_step());
   ASSERT_TRUE(session->all_reduce(0) && session->all_reduce(1));
-  EXPECT_REFUSED(session->commit([](const Piece&) { throw 7; }), ErrorCode::invalid_argument,
+  EXPECT_REFUSED(session->commit([](const Update&) { throw 7; }), ErrorCode::invalid_argument,
                  "something that is no std::exception");
 }
 
@@ -172,12 +172,12 @@ TEST_F(Trained, AJoinerIsServedNothingOfAnUpdateThatBrokeOff) {
   ASSERT_TRUE(step_once(*first));
   ASSERT_TRUE(*first->begin_step());
   ASSERT_TRUE(first->all_reduce(0) && first->all_reduce(1));
-  EXPECT_FALSE(first->commit([&](const Piece& piece) {
-    const auto its = piece.of(Session::as<float>(*first->weight(piece.tensor)));
+  EXPECT_FALSE(first->commit([&](const Update& update) {
+    const auto its = update.of(Session::as<float>(*first->weight(update.tensor)));
     std::fill(its.begin(), its.end(), -1e9f);
     throw std::runtime_error("in the middle");
   }));
-  auto again = joined(0, kMuch);  // its next life; the one that failed is still there
+  auto again = joined(0, kMuch);  // its next instance; the one that failed is still there
   ASSERT_TRUE(again);
   bool contributed = false;
   for (int i = 0; i < 10'000 && !contributed; ++i) {
@@ -248,7 +248,7 @@ TEST_F(Trained, CallsThatAreNotDueAreRefusedAndChangeNothing) {
   EXPECT_REFUSED(session->all_reduce(0), ErrorCode::invalid_argument, "bucket 0 is being reduced already");
   ASSERT_TRUE(session->all_reduce(1));
   EXPECT_REFUSED(session->commit(nullptr), ErrorCode::invalid_argument, "without an optimizer");
-  ASSERT_TRUE(session->commit([&](const Piece&) {
+  ASSERT_TRUE(session->commit([&](const Update&) {
     EXPECT_REFUSED(session->begin_step(), ErrorCode::invalid_argument, "begin_step() inside of an optimizer");
     EXPECT_REFUSED(session->all_reduce(0), ErrorCode::invalid_argument, "all_reduce() inside of an optimizer");
     EXPECT_REFUSED(session->leave(), ErrorCode::invalid_argument, "leave() inside of an optimizer");
@@ -326,7 +326,7 @@ TEST_F(Busy, WithinAStepOneIsWaitedForAndTheStatusSaysWithWhatItIsBusy) {
   ASSERT_TRUE(first->all_reduce(0));
   ASSERT_TRUE(first->busy(60s, "a check\npoint"));
   EXPECT_FALSE(eventually([&] { return members() != 2; }, 4s)) << "four silences";
-  EXPECT_TRUE(tells("replica 0 rank 0: its exchange of step 9")) << told();
+  EXPECT_TRUE(tells("replica 0 rank 0: its reduction of step 9")) << told();
   EXPECT_TRUE(tells("the step waits for its trainer, which has been busy with 'a check?point' for ")) << told();
   EXPECT_TRUE(tells(" s, of the 60.0 s that it may be; replica 1 waits for it: ")) << told();
   ASSERT_TRUE(first->done());
@@ -414,7 +414,7 @@ TEST_F(Trained, AStepSaysHowManyContributeAndAPieceHowManyHave) {
   ASSERT_TRUE(sessions[2]->leave());
   const auto contributors = [](Session& session) {
     std::vector<std::uint32_t> of;
-    auto done = session.commit([&](const Piece& piece) { of.push_back(piece.contributors); });
+    auto done = session.commit([&](const Update& update) { of.push_back(update.contributors); });
     EXPECT_TRUE(done) << done.error().message;
     return of;
   };
@@ -442,13 +442,13 @@ TEST_F(Trained, AJoinersPiecesHaveTheContributorsOfTheirStepAndBordersThatFitEve
     contributes = (*step)->contributes();
     EXPECT_EQ((*step)->contributors(), contributes ? 2u : 1u);
     if (contributes) break;
-    ASSERT_TRUE(again->commit([&](const Piece& piece) {
-      EXPECT_EQ(piece.contributors, 1u);
-      const std::uint64_t count = piece.tensor.index == w.index ? kMuch : 10, end = piece.first + piece.count;
-      EXPECT_EQ(piece.first % 64, 0u);
+    ASSERT_TRUE(again->commit([&](const Update& update) {
+      EXPECT_EQ(update.contributors, 1u);
+      const std::uint64_t count = update.tensor.index == w.index ? kMuch : 10, end = update.first + update.count;
+      EXPECT_EQ(update.first % 64, 0u);
       EXPECT_TRUE(end % 64 == 0 || end == count) << end;
       parts += end < count;
-      for (auto& x : piece.of(Session::as<float>(again->weight(piece.tensor).value()))) x += 1;
+      for (auto& x : update.of(Session::as<float>(again->weight(update.tensor).value()))) x += 1;
     }));
   }
   EXPECT_TRUE(contributes);

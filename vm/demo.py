@@ -84,14 +84,14 @@ def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
     digests, last, wire = {}, {}, 0  # version → who → digest; node → step
     proven, different = [], []       # versions that all ranks have told, after the node came back
 
-    def say(text):
+    def log(text):
         print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
 
-    say(f"{nodes} VMs are starting, each a node with a replica of {RANKS} ranks and two RoCE rails")
+    log(f"{nodes} VMs are starting, each a node with a replica of {RANKS} ranks and two RoCE rails")
     try:
         while len(proven) < 2 and not different:
             if time.monotonic() - started > limit:
-                say(f"not done after {limit} s")
+                log(f"not done after {limit} s")
                 break
             try:
                 at, node, event = events.get(timeout=1)
@@ -99,7 +99,7 @@ def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
                 continue
             kind = event["kind"]
             if kind == "console":
-                say(f"node {node}: {event['line']}")
+                log(f"node {node}: {event['line']}")
             elif kind == "digest":
                 told = digests.setdefault(event["version"], {})
                 told[event["who"]] = event["digest"]
@@ -108,38 +108,38 @@ def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
                         different.append(event["version"])
                 if promoted_at is not None and len(told) == nodes * RANKS:
                     proven.append(event["version"])
-                    say(f"version {event['version']}: " + ", ".join(f"{who} {told[who]}" for who in sorted(told)))
+                    log(f"version {event['version']}: " + ", ".join(f"{who} {told[who]}" for who in sorted(told)))
             elif kind == "progress":
                 step = event["step"]
                 if step > last.get(node, 0):
                     last[node] = step
                     if step % 10 == 0:
-                        say(f"node {node}: step {step}, loss {event['loss']:.3f}" if event["loss"] >= 0 else f"node {node}: step {step}")
+                        log(f"node {node}: step {step}, loss {event['loss']:.3f}" if event["loss"] >= 0 else f"node {node}: step {step}")
                 if killed_at is None and node == 0 and step >= kill_at:
                     vms[victim].power_off()
                     killed_at = time.monotonic()
-                    say(f"node {victim}: power cut (its QEMU was killed) after step {step}")
+                    log(f"node {victim}: power cut (its QEMU was killed) after step {step}")
                 elif entered_at and resumed_at is None and node == 0:
                     resumed_at = at
-                    say(f"the others go on: step {step} committed {at - killed_at:.2f} s after the power cut "
+                    log(f"the others go on: step {step} committed {at - killed_at:.2f} s after the power cut "
                         f"(silence allowed: {silence / 1000:.1f} s)")
                     vms[victim] = Node(victim, scripts[victim], switches, programs, events)
-                    say(f"node {victim}: power on")
+                    log(f"node {victim}: power on")
             elif kind == "entered" and killed_at and node == 0 and entered_at is None:
                 entered_at = at
             elif kind == "catch_up_started" and back_at is None:
                 back_at = at
-                say(f"node {node}: replica {event['replica']} catches up, from step {event['step']}")
+                log(f"node {node}: replica {event['replica']} catches up, from step {event['step']}")
             elif kind == "catch_up":
                 wire = event["bytes"]
                 if os.environ.get("VM_DEBUG"):
-                    say(f"node {node}: {event}")
+                    log(f"node {node}: {event}")
             elif kind == "promoted" and promoted_at is None:
                 promoted_at = at
-                say(f"node {node}: replica {event['replica']} contributes again from step {event['step']}; "
+                log(f"node {node}: replica {event['replica']} contributes again from step {event['step']}; "
                     f"{wire / 1e6:.1f} MB of state a rank received over verbs while the others trained on")
         good = len(proven) >= 2 and not different
-        say("same bits on all nodes, one of which lost power in between" if good
+        log("same bits on all nodes, one of which lost power in between" if good
             else f"different bits at version {different[0]}" if different else "it did not come back in time")
         if not good:
             for vm in vms:

@@ -13,7 +13,7 @@ namespace rejoin::bench {
 
 struct Settings {
   int cuda = 0;
-  Duration wait = std::chrono::milliseconds(1000);  // of a stream for its word
+  Duration wait = std::chrono::milliseconds(1000);  // of a stream for its flag
   std::uint64_t bytes = 256 * MiB;                  // that a served state has
   unsigned blocks = 264;                            // of a trainer that fills the card
   bool json = false;

@@ -17,7 +17,7 @@ using device::Memory;
 
 namespace {
 
-// In the daemon's process: copies the state out, again and again, from one word of the trainer's to the next, which it
+// In the daemon's process: copies the state out, again and again, from one flag of the trainer's to the next, which it
 // answers with the bytes.
 void be_daemon(const Fd& line, std::uint64_t bytes) {
   const auto next = [&] {
@@ -97,13 +97,13 @@ std::vector<double> beside(const Settings& s) {
     return static_cast<double>(added) / seconds(clock.now() - begin) * 1e-9;
   };
   TimePoint told{};
-  const auto tell = [&] {
+  const auto notify_daemon = [&] {
     told = clock.now();
     must(send_with_fds(line, as_bytes("x"), {}));
   };
   const auto stop = [&] {
     const TimePoint from = told;
-    tell();
+    notify_daemon();
     for (;;) {
       auto received = must(receive_with_fds(line, 64));
       std::uint64_t bytes = 0;
@@ -118,10 +118,10 @@ std::vector<double> beside(const Settings& s) {
   };
   (void)train();
   const double trainer_alone = train();
-  tell();
+  notify_daemon();
   pause(s.wait);
   const double daemon_alone = stop();
-  tell();
+  notify_daemon();
   const double trainer = train();
   const double daemon = stop();
   return {trainer_alone, daemon_alone, trainer, daemon};

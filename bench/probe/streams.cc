@@ -1,4 +1,4 @@
-// What stands still while a stream waits for a word: calls of other threads, and other streams.
+// What stands still while a stream waits for a flag: calls of other threads, and other streams.
 #include <pthread.h>
 
 #include <atomic>
@@ -29,13 +29,13 @@ double stands(const Settings& s, Does does, std::size_t call) {
   const auto gpu = open(s);
   if (does != Does::first_launch) must(gpu->prepare_kernels());
   const auto waiting = must(gpu->make_stream()), side = must(gpu->make_stream()), other = must(gpu->make_stream());
-  const auto word = must(gpu->allocate_pinned(4096)), pinned = must(gpu->allocate_pinned(64 * KiB));
+  const auto flag = must(gpu->allocate_pinned(4096)), pinned = must(gpu->allocate_pinned(64 * KiB));
   const auto memory = must(gpu->allocate(64 * MiB)), keys = must(gpu->allocate(64 * KiB));
   auto gone = must(gpu->allocate(1 * MiB));
   const Fd eventfd = must(make_eventfd());
   if (does != Does::first_launch) launch_nothing(*other, keys);
   must(other->synchronize());
-  auto& value = *reinterpret_cast<std::uint64_t*>(word.bytes.data());
+  auto& value = *reinterpret_cast<std::uint64_t*>(flag.bytes.data());
   value = 0;
   must(waiting->wait_until(&value, 1));
   Bytes pageable(64 * MiB);
@@ -84,9 +84,9 @@ double stands(const Settings& s, Does does, std::size_t call) {
 double stopped_streams(const Settings& s, const Queues& queues) {
   ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", std::to_string(queues.connections).c_str(), 1);
   const auto gpu = open(s);
-  const auto word = must(gpu->allocate_pinned(4096));
+  const auto flag = must(gpu->allocate_pinned(4096));
   const auto memory = must(gpu->allocate(64 * KiB));
-  auto& value = *reinterpret_cast<std::uint64_t*>(word.bytes.data());
+  auto& value = *reinterpret_cast<std::uint64_t*>(flag.bytes.data());
   value = 0;
   std::vector<std::unique_ptr<Stream>> streams;
   for (int i = 0; i < queues.streams; ++i) streams.push_back(must(gpu->make_stream()));

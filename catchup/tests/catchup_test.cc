@@ -8,7 +8,7 @@
 #include <sstream>
 
 #include "base/log.h"
-#include "catchup/keeper.h"
+#include "catchup/gradient_log.h"
 #include "catchup/service.h"
 #include "device/tests/library.h"
 #include "transport/sim/fabric.h"
@@ -25,11 +25,11 @@ constexpr bool kSlow = false;
 constexpr std::uint64_t kSeeds = 8;
 #endif
 
-shm::Manifest small_model(bool elementwise, bool on_gpu) {
+local::Manifest small_model(bool elementwise, bool on_gpu) {
   const std::uint64_t less = on_gpu || kSlow ? 3 : 1;  // one made of software is slower than memory
-  return *shm::Manifest::make({{.name = "a", .count = 900'001 / less, .columns = 3, .elementwise = elementwise},
-                               {.name = "b", .count = 700'000 / less, .columns = 3},
-                               {.name = "c", .count = 5, .columns = 1}});
+  return *local::Manifest::make({{.name = "a", .count = 900'001 / less, .columns = 3, .elementwise = elementwise},
+                                 {.name = "b", .count = 700'000 / less, .columns = 3},
+                                 {.name = "c", .count = 5, .columns = 1}});
 }
 
 // Where states are: of a GPU or the host, allocated for them or by somebody else, scattered over several allocations.
@@ -41,9 +41,9 @@ struct Memory {
 struct Scattered {
   static constexpr std::byte kOthers{0xa5};
   std::vector<device::Memory> blocks;
-  std::vector<shm::Owner::Own> columns;
+  std::vector<local::Owner::Own> columns;
 
-  Scattered(const shm::Manifest& manifest, device::Device& device, device::Access& access, std::uint64_t seed) {
+  Scattered(const local::Manifest& manifest, device::Device& device, device::Access& access, std::uint64_t seed) {
     std::mt19937_64 random(seed);
     const bool on_gpu = device.kind() == device::MemoryKind::cuda;
     std::vector<std::pair<std::uint32_t, std::uint32_t>> order;
@@ -96,12 +96,12 @@ struct Replica {
   std::unique_ptr<device::Access> access;
   transport::Address address;
   std::optional<Scattered> scattered;
-  std::unique_ptr<shm::Owner> owner;
-  std::unique_ptr<Keeper> keeper;
+  std::unique_ptr<local::Owner> owner;
+  std::unique_ptr<GradientLog> gradient_log;
   std::unique_ptr<Service> service;
   bool contributes = true;
   bool caught_up = false;
-  std::uint64_t trained_pieces = 0;
+  std::uint64_t trained_updates = 0;
 
   // The gradient of a step is a function of step and element, as if it came out of an all-reduce.
   static float gradient(std::uint32_t tensor, std::uint64_t i, std::uint64_t step) {
@@ -121,26 +121,26 @@ struct Replica {
       EXPECT_TRUE(access->write(of_device.back().bytes.data(), here));
       return BytesView(of_device.back().bytes);
     };
-    const auto pieces = keeper->begin(step, contributes, 1, gradient_of);
-    ASSERT_TRUE(pieces);
-    for (const auto& piece : *pieces) {
-      ++trained_pieces;
-      const auto& tensor = owner->manifest().tensors()[piece.tensor];
+    const auto updates = gradient_log->begin(step, contributes, 1, gradient_of);
+    ASSERT_TRUE(updates);
+    for (const auto& update : *updates) {
+      ++trained_updates;
+      const auto& tensor = owner->manifest().tensors()[update.tensor];
       std::vector<float> copied;
-      const float* g = reinterpret_cast<const float*>(piece.gradient.data());
+      const float* g = reinterpret_cast<const float*>(update.gradient.data());
       if (!on_host()) {
-        copied.resize(piece.count);
-        ASSERT_TRUE(access->read(piece.gradient, std::as_writable_bytes(std::span(copied)).data()));
+        copied.resize(update.count);
+        ASSERT_TRUE(access->read(update.gradient, std::as_writable_bytes(std::span(copied)).data()));
         g = copied.data();
       }
       for (std::uint32_t column = 0; column < tensor.columns; ++column)
-        change(owner->column(piece.tensor, column).subspan(piece.first * 4, piece.count * 4), [&](float* values) {
-          for (std::uint64_t i = 0; i < piece.count; ++i)
+        change(owner->column(update.tensor, column).subspan(update.first * 4, update.count * 4), [&](float* values) {
+          for (std::uint64_t i = 0; i < update.count; ++i)
             values[i] = values[i] * 0.9f +
-                        g[i] * (0.1f + 0.01f * static_cast<float>(column)) / static_cast<float>(piece.step.value);
+                        g[i] * (0.1f + 0.01f * static_cast<float>(column)) / static_cast<float>(update.step.value);
         });
     }
-    keeper->end(step, contributes);
+    gradient_log->end(step, contributes);
   }
   bool on_host() const { return owner->device()->kind() == device::MemoryKind::host; }
   // Lets the CPU change floats of the state, wherever they are.
@@ -201,10 +201,10 @@ struct Cluster {
     replica->access = *device->make_access();
     replica->address = *replica->engine->listen({"sim"});
     const auto model = small_model(elementwise, on_gpu || smaller);
-    std::vector<shm::Owner::Own> own;
+    std::vector<local::Owner::Own> own;
     if (memory.scattered) own = replica->scattered.emplace(model, *device, *replica->access, random()).columns;
-    replica->owner = std::make_unique<shm::Owner>(*shm::Owner::make(model, device, own));
-    replica->keeper = *Keeper::make(*replica->owner, own_budget);
+    replica->owner = std::make_unique<local::Owner>(*local::Owner::make(model, device, own));
+    replica->gradient_log = *GradientLog::make(*replica->owner, own_budget);
     replica->service = std::make_unique<Service>(
         *replica->engine, 5, Service::Options{.compression = compression, .limit_bytes_per_second = limit}, clock);
     replica->contributes = contributes;
@@ -216,7 +216,7 @@ struct Cluster {
         floats[i] = contributes ? static_cast<float>((i + t * 300 + c * 100) % 1000) : -1.0f;
       EXPECT_TRUE(replica->access->write(column.data(), std::as_bytes(std::span(floats))));
     });
-    auto view = shm::View::of(*replica->owner);
+    auto view = local::View::of(*replica->owner);
     EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, replica->id.value + 1, std::move(*view)));
     replicas.push_back(std::move(replica));
     return *replicas.back();
@@ -236,7 +236,7 @@ struct Cluster {
       clock.advance(std::chrono::microseconds(1));
       for (auto& r : replicas)
         if (r)
-          for (const auto& whole : r->service->poll(clock.now())) r->caught_up |= whole.key.replica == r->id;
+          for (const auto& completed : r->service->poll(clock.now())) r->caught_up |= completed.key.replica == r->id;
     }
   }
   // One training step of everyone, with the stream at work in between, in an order drawn from the seed.
@@ -351,7 +351,7 @@ TEST(Arrived, DigestsAreKnownAtTheVersionThatCameAlone) {
 // A landing that is reported late, or was of an earlier fetch, tells nothing about the bytes that are there now.
 TEST(Landed, ADigestFitsTheRoundOfWritesThatItIsOfAndNoOther) {
   Landed landed;
-  const Round first{ReplicaId(1), 7}, second{ReplicaId(1), 8}, other{ReplicaId(2), 8};
+  const Generation first{ReplicaId(1), 7}, second{ReplicaId(1), 8}, other{ReplicaId(2), 8};
   landed.add(first, 3, 0, 100);
   landed.add(first, 3, 1, 101);
   EXPECT_EQ(landed.take(first, 3, 2), combine_digests(combine_digests(0, 100), 101));
@@ -365,7 +365,7 @@ TEST(Landed, ADigestFitsTheRoundOfWritesThatItIsOfAndNoOther) {
   landed.add(second, 3, 0, 200);
   landed.add(second, 3, 1, 201);
   landed.forget(ReplicaId(1));
-  EXPECT_FALSE(landed.take(second, 3, 2)) << "its next connection counts rounds anew";
+  EXPECT_FALSE(landed.take(second, 3, 2)) << "its next connection counts generations anew";
 }
 
 // A step has been committed that the source's trainer has not applied yet, and the joiner starts where the source still
@@ -384,8 +384,8 @@ TEST(CatchUpService, NothingIsTakenThatLacksAStepFromBeforeTheJoiner) {
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
-// Found by the simulator: the joiner may be the last that has the state by then, and nobody is there to prove it with.
-TEST(CatchUpService, ThatAStateIsWholeOutlivesTheDaemonThatHasHadItProven) {
+// Found by the simulator: the joiner may be the last that has the state by then, and nobody is there to verify it with.
+TEST(CatchUpService, ThatAStateIsCompleteOutlivesTheDaemonThatVerifiedIt) {
   Cluster cluster(7);
   cluster.add(true);
   cluster.train(1);
@@ -398,7 +398,7 @@ TEST(CatchUpService, ThatAStateIsWholeOutlivesTheDaemonThatHasHadItProven) {
   const auto restart = [&] {
     joiner.service = std::make_unique<Service>(*joiner.engine, 5, Service::Options{}, cluster.clock);
     const catchup::RankKey key{joiner.id, RankId(0)};
-    EXPECT_TRUE(joiner.service->add_rank(key, 2, *shm::View::of(*joiner.owner)));
+    EXPECT_TRUE(joiner.service->add_rank(key, 2, *local::View::of(*joiner.owner)));
     joiner.service->catch_up(key, {}, Step(cluster.step), cluster.clock.now());
     cluster.pump(100);
   };
@@ -406,7 +406,7 @@ TEST(CatchUpService, ThatAStateIsWholeOutlivesTheDaemonThatHasHadItProven) {
   EXPECT_TRUE(joiner.caught_up);
   // But not where the trainer has given up a part of it since.
   joiner.caught_up = false;
-  joiner.owner->page().slice_words()[0].store(shm::SliceWord{shm::SliceState::abandoned, 0}.packed());
+  joiner.owner->page().slice_statuses()[0].store(local::SliceStatus{local::SliceState::abandoned, 0}.packed());
   restart();
   EXPECT_FALSE(joiner.caught_up);
 }
@@ -444,7 +444,7 @@ TEST(CatchUpService, ASourceThatCanNotBeReachedIsNotWaitedForForever) {
   EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
-// Flips a bit of the joiner's first slice when it has arrived; false: it was proven before anybody could look, as it
+// Flips a bit of the joiner's first slice when it has arrived; false: it was verified before anybody could look, as it
 // may be on a fast GPU.
 bool flip_when_arrived(Cluster& cluster, Replica& joiner) {
   bool flipped = false;
@@ -452,8 +452,8 @@ bool flip_when_arrived(Cluster& cluster, Replica& joiner) {
   for (int i = 0; (cluster.on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000) && !joiner.caught_up; ++i) {
     cluster.pump(1);
     if (i % 20 == 19) cluster.train(0);
-    const auto word = shm::SliceWord::unpack(joiner.owner->page().slice_words()[0].load());
-    if (flipped || word.state != shm::SliceState::arrived) continue;
+    const auto status = local::SliceStatus::unpack(joiner.owner->page().slice_statuses()[0].load());
+    if (flipped || status.state != local::SliceState::arrived) continue;
     std::byte byte{};
     EXPECT_TRUE(joiner.access->read(joiner.owner->column(0, 0).subspan(1000, 1), &byte));
     byte ^= std::byte{4};
@@ -463,7 +463,7 @@ bool flip_when_arrived(Cluster& cluster, Replica& joiner) {
   return flipped;
 }
 
-TEST_P(CatchUp, AFlippedBitIsFoundByTheProofAndFetchedAgain) {
+TEST_P(CatchUp, AFlippedBitIsFoundByVerificationAndFetchedAgain) {
   bool flipped = false;
   for (std::uint64_t seed = 3; !flipped; ++seed) {
     SCOPED_TRACE(seed);
@@ -530,7 +530,7 @@ TEST_P(CatchUp, KeptGradientsStayWithinTheirBudgetAndItStillArrives) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   for (int i = 0; (on_gpu ? std::chrono::steady_clock::now() < deadline : i < 400) && !joiner.caught_up; ++i) {
     cluster.train(8);
-    most = std::max(most, joiner.keeper->kept_bytes());
+    most = std::max(most, joiner.gradient_log->bytes());
   }
   ASSERT_TRUE(joiner.caught_up);
   EXPECT_LE(most, budget);
@@ -543,13 +543,13 @@ TEST(CatchUpService, ABudgetForHardlyMoreThanOneSliceIsEnough) {
   cluster.train(1);
   const auto& manifest = cluster.replicas[0]->owner->manifest();
   std::uint64_t largest = 0;
-  for (const auto& slice : manifest.slices()) largest = std::max(largest, slice.whole.count * 4);
+  for (const auto& slice : manifest.slices()) largest = std::max(largest, slice.range.count * 4);
   Replica& joiner = cluster.add(false, 2 * largest);
   cluster.catch_up(joiner);
   std::uint64_t most = 0;
   for (int i = 0; i < 3000 && !joiner.caught_up; ++i) {
     cluster.train(6);
-    most = std::max(most, joiner.keeper->kept_bytes());
+    most = std::max(most, joiner.gradient_log->bytes());
   }
   ASSERT_TRUE(joiner.caught_up);
   EXPECT_LE(most, 2 * largest);
@@ -575,7 +575,7 @@ TEST_P(CatchUp, CodedSlicesArriveWithTheSameBits) {
 }
 
 // Found by the simulator: a trainer that was just started again was taken for the contributor that it had been, and its
-// initial state was fetched and even proven.
+// initial state was fetched and even verified.
 TEST(CatchUpService, OnlyTheIncarnationThatContributesIsServedFrom) {
   Cluster cluster(5);
   Replica& source = cluster.add(true);
@@ -639,7 +639,7 @@ TEST(CatchUpService, TheStreamKeepsToItsLimit) {
   ASSERT_TRUE(joiner.caught_up);
   const double took = seconds(cluster.clock.now() - start);
   const auto bytes = static_cast<double>(joiner.owner->manifest().bytes());
-  EXPECT_LE(bytes, 1e9 * (took + 0.05) + static_cast<double>(shm::kPartBytes));
+  EXPECT_LE(bytes, 1e9 * (took + 0.05) + static_cast<double>(local::kPartBytes));
   EXPECT_GE(bytes, 1e9 * took * 0.3);
 }
 

@@ -6,7 +6,7 @@
 #include "catchup/service.h"
 #include "device/remote.h"
 #include "device/tests/library.h"
-#include "shm/owner.h"
+#include "local/owner.h"
 #include "transport/factory.h"
 #include "transport/staged/factory.h"
 #include "transport/tests/fake_verbs.h"
@@ -18,7 +18,7 @@ constexpr std::size_t kSlot = 4 * KiB;  // bytes that are staged at once, where 
 
 // A rank with its trainer's state on the GPU, which the trainer serves, and its daemon.
 struct Rank {
-  std::unique_ptr<shm::Owner> owner;
+  std::unique_ptr<local::Owner> owner;
   std::unique_ptr<device::MemoryServer> server;
   std::shared_ptr<device::RemoteDevice> remote;
   std::unique_ptr<transport::Engine> engine;
@@ -34,7 +34,7 @@ TEST_P(OnVerbs, TheDaemonRegistersItsTrainersDmaBufAndHasNoContext) {
   const auto gpu = device::test_gpu();
   void* driver = ::dlopen(REJOIN_FAKE_CUDA, RTLD_NOW);
   const auto set_dma_buf = reinterpret_cast<void (*)(bool)>(::dlsym(driver, "fake_cuda_set_dma_buf"));
-  const auto manifest = *shm::Manifest::make({{.name = "w", .count = 300'000, .columns = 3}});
+  const auto manifest = *local::Manifest::make({{.name = "w", .count = 300'000, .columns = 3}});
   const auto access = *gpu->make_access();
   const SteadyClock clock;
   Rank source, joiner;
@@ -42,7 +42,7 @@ TEST_P(OnVerbs, TheDaemonRegistersItsTrainersDmaBufAndHasNoContext) {
   for (auto* rank : {&source, &joiner}) {
     auto below = transport::make_engine("ibverbs:fake0");
     ASSERT_TRUE(below) << below.error().message;
-    rank->owner = std::make_unique<shm::Owner>(*shm::Owner::make(manifest, gpu));
+    rank->owner = std::make_unique<local::Owner>(*local::Owner::make(manifest, gpu));
     rank->owner->set_version(3);
     rank->server = *device::MemoryServer::make(gpu, rank->owner->shared_memory());
     rank->remote = *device::connect_remote(*rank->server->next(), gpu->address());
@@ -54,7 +54,7 @@ TEST_P(OnVerbs, TheDaemonRegistersItsTrainersDmaBufAndHasNoContext) {
     auto offer = rank->owner->offer();
     set_dma_buf(false);
     ASSERT_TRUE(rank->service->add_rank({ReplicaId(number), RankId(0)}, number + 1,
-                                        *shm::View::make(std::move(*offer), rank->remote)));
+                                        *local::View::make(std::move(*offer), rank->remote)));
     ++number;
   }
   const auto column = source.owner->column(0, 2);

@@ -31,7 +31,7 @@ TEST_F(Trace, StepsHaveTheirPhasesAndWhoSaidNothingHasNoRow) {
                           "\n"
                           R"({"t":5000,"who":"r0.0","kind":"computed","step":7})"
                           "\n"
-                          R"({"t":9000,"who":"r0.0","kind":"exchanged","step":7,"epoch":1})"
+                          R"({"t":9000,"who":"r0.0","kind":"reduced","step":7,"epoch":1})"
                           "\n"
                           R"({"t":9500,"who":"r0.0","ki)");
   file("killed.2.jsonl", "");
@@ -45,7 +45,7 @@ TEST_F(Trace, StepsHaveTheirPhasesAndWhoSaidNothingHasNoRow) {
       spans.push_back(event.at("name").get<std::string>() + " " + event.at("ts").dump() + "+" + event.at("dur").dump());
     if (event.at("ph") == "i") instants.push_back(event.at("name"));
   }
-  EXPECT_EQ(spans, (std::vector<std::string>{"compute 7 2.0+3.0", "exchange 7 5.0+4.0"}));
+  EXPECT_EQ(spans, (std::vector<std::string>{"compute 7 2.0+3.0", "reduce 7 5.0+4.0"}));
   EXPECT_EQ(instants, std::vector<std::string>{"entered"});
 }
 

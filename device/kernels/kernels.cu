@@ -86,7 +86,7 @@ class Gpu {
     __syncwarp();
     return __shfl_sync(kAll, value, 0);
   }
-  // Two words of the CPU's, in one trip over PCIe.
+  // Two flags of the CPU's, in one trip over PCIe.
   struct Both {
     std::uint64_t one, other;
   };
@@ -99,10 +99,10 @@ class Gpu {
   __device__ std::uint32_t most(std::uint32_t value) const { return __reduce_max_sync(kAll, value); }
   __device__ std::uint32_t least(std::uint32_t value) const { return __reduce_min_sync(kAll, value); }
   // After all lanes' stores, the first one tells.
-  template <typename Tell>
-  __device__ void tell(Tell tell) const {
+  template <typename Store>
+  __device__ void from_first(Store store) const {
     __syncwarp();
-    if (lane() == 0) tell();
+    if (lane() == 0) store();
   }
 };
 
@@ -114,9 +114,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) rejoin_reduce(ReduceArgumen
   else serve(gpu, arguments);
 }
 
-// What is behind a piece's whole blocks, by a warp.
+// What is behind a range's whole blocks, by a warp.
 __device__ inline void copy_tail(std::uint64_t from, std::uint64_t to, std::uint64_t size, unsigned lane) {
-  constexpr unsigned at_once = DigestPiece::kBlock / sizeof(uint4) / kLanes;
+  constexpr unsigned at_once = DigestRange::kBlock / sizeof(uint4) / kLanes;
   const std::uint64_t vectors = size / sizeof(uint4);
 #pragma unroll
   for (unsigned i = 0; i < at_once; ++i)
@@ -133,11 +133,11 @@ extern "C" __global__ void __launch_bounds__(256) rejoin_digest(const __grid_con
   const std::uint64_t warp = (std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x) / xxh3::kLanes;
   const xxh3::Keys keys = reinterpret_cast<const xxh3::Keys*>(arguments.keys)[lane];
   for (std::uint64_t i = warp; i < arguments.items; i += warps) {
-    const std::uint64_t number = piece_of(arguments, i);
-    const DigestPiece& piece = arguments.pieces[number];
-    const std::uint64_t before = (i - piece.first) * xxh3::kBytes, at = piece.data + before;
-    if (piece.size - before < xxh3::kBytes) {
-      copy_tail(at, arguments.tails + number * xxh3::kBytes, piece.size - before, lane);
+    const std::uint64_t number = range_of(arguments, i);
+    const DigestRange& range = arguments.ranges[number];
+    const std::uint64_t before = (i - range.first) * xxh3::kBytes, at = range.data + before;
+    if (range.size - before < xxh3::kBytes) {
+      copy_tail(at, arguments.tails + number * xxh3::kBytes, range.size - before, lane);
       continue;
     }
     ulonglong2 data[xxh3::kRounds][xxh3::kTurns];

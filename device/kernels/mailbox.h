@@ -57,7 +57,7 @@ struct ReduceArguments {
 
 // Some bytes to digest, in items: their whole blocks of 4096 bytes, and what is left behind them. `first` is the number
 // of its first item in a launch.
-struct DigestPiece {
+struct DigestRange {
   static constexpr std::uint64_t kBlock = 4096;
   std::uint64_t data = 0;  // device address, a multiple of 16
   std::uint64_t size = 0;
@@ -65,22 +65,22 @@ struct DigestPiece {
   constexpr std::uint64_t items() const { return (size + kBlock - 1) / kBlock; }
 };
 
-// hashes[i] = XXH3_64 of item i, if it is a whole block. Another is copied to tails[4096 × its piece].
+// hashes[i] = XXH3_64 of item i, if it is a whole block. Another is copied to tails[4096 × its range].
 struct DigestArguments {
-  static constexpr std::size_t kPieces = 128;
+  static constexpr std::size_t kRanges = 128;
   std::uint64_t keys = 0;               // device address, of xxh3::Keys by lane
   std::uint64_t hashes = 0, tails = 0;  // addresses of the device's or of pinned memory
   std::uint64_t count = 0, items = 0;
-  DigestPiece pieces[kPieces] = {};  // none of no items
+  DigestRange ranges[kRanges] = {};  // none of no items
 };
 static_assert(sizeof(DigestArguments) <= 4096);  // what all devices take as a kernel's arguments
 
-// The piece that an item belongs to.
-constexpr inline std::uint64_t piece_of(const DigestArguments& arguments, std::uint64_t item) {
+// The range that an item belongs to.
+constexpr inline std::uint64_t range_of(const DigestArguments& arguments, std::uint64_t item) {
   std::uint64_t low = 0, high = arguments.count;  // pieces[low].first <= item < pieces[high].first
   while (high - low > 1) {
     const std::uint64_t middle = (low + high) / 2;
-    (arguments.pieces[middle].first <= item ? low : high) = middle;
+    (arguments.ranges[middle].first <= item ? low : high) = middle;
   }
   return low;
 }

@@ -1,4 +1,4 @@
-// What CUDA's language has no words for: the GPU's clock and conversions, and words that others write meanwhile: the
+// What CUDA's language has no words for: the GPU's clock and conversions, and flags that others write meanwhile: the
 // CPU ("system"), or other blocks ("device").
 #pragma once
 

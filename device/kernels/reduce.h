@@ -219,7 +219,7 @@ constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
   for (std::uint64_t tile = m.one([&] { return m.claim(relay.claimed); });;) {
     if (tile - work.first >= work.tiles) {
       if (did > 0)
-        m.tell([&] {
+        m.from_first([&] {
           const std::uint64_t slot = number % Mailbox::kWorks;
           if (m.add(relay.finished[slot], did) + did != work.tiles) return;
           m.poke(relay.finished[slot], 0);
@@ -236,7 +236,7 @@ constexpr inline void serve(Machine& m, const ReduceArguments& arguments) {
     ++did;
     tile = m.of_first(next);
   }
-  m.tell([&] {
+  m.from_first([&] {
     if (m.add(relay.left, 1) + 1 != m.workers()) return;
     const std::uint64_t tiles = m.peek(relay.tiles) & ~Relay::kClosed;
     m.poke(relay.left, 0);

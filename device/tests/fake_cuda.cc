@@ -7,7 +7,7 @@
 // wait for the device (a copy from or to pageable memory, a stream that is full, a free, a kernel's first launch),
 // every call of other threads that queues something waits, too. The real one lets some pass; which, nobody may rely on.
 // And it ends the program at what can end in a deadlock there: a call by a thread that hands nothing over while a
-// stream waits for a word that the CPU has yet to write ("no driver between hand-over and word" in
+// stream waits for a flag that the CPU has yet to write ("no driver between hand-over and flag" in
 // docs/design-notes.md). The thread that serves memory (device/remote.h) may: nobody waits for it.
 //
 // Here: the device, contexts, modules and launches. fake_memory.cc: memory. fake_streams.h, .cc: streams and events.
@@ -49,7 +49,7 @@ int cuDeviceGetPCIBusId(char* id, int size, int) {
   return kSuccess;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  // Dma-bufs; flushes of NICs' writes; streams that wait for words of 64 bits.
+  // Dma-bufs; flushes of NICs' writes; streams that wait for flags of 64 bits.
   const bool can = (attribute == 124 && dma_buf) || attribute == 117 || attribute == 122;
   *value = can ? 1 : 0;
   return kSuccess;

@@ -78,9 +78,9 @@ struct Warp {
   std::uint64_t one(Find find) const {
     return find();
   }
-  template <typename Tell>
-  void tell(Tell tell) const {
-    tell();
+  template <typename Store>
+  void from_first(Store store) const {
+    store();
   }
 };
 
@@ -107,12 +107,12 @@ void run_digest(const kernels::DigestArguments& arguments) {
   auto* hashes = reinterpret_cast<std::uint64_t*>(resolve(arguments.hashes, arguments.items * 8));
   char* tails = resolve(arguments.tails, arguments.count * block);
   for (std::uint64_t i = 0; i < arguments.items; ++i) {
-    const std::uint64_t number = kernels::piece_of(arguments, i);
-    const auto& piece = arguments.pieces[number];
-    const std::size_t before = (i - piece.first) * block;
-    const char* data = resolve(piece.data, piece.size) + before;
-    if (piece.size - before < block) {
-      std::memcpy(tails + number * block, data, piece.size - before);
+    const std::uint64_t number = kernels::range_of(arguments, i);
+    const auto& range = arguments.ranges[number];
+    const std::size_t before = (i - range.first) * block;
+    const char* data = resolve(range.data, range.size) + before;
+    if (range.size - before < block) {
+      std::memcpy(tails + number * block, data, range.size - before);
       continue;
     }
     hashes[i] = kernels::xxh3::hash(

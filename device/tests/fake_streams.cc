@@ -121,7 +121,7 @@ int cuStreamWriteValue64_v2(Stream* stream, unsigned long long address, std::uin
   if (no_context()) return kInvalidContext;
   const Queueing call("cuStreamWriteValue64");
   stream->add([=] {
-    words_written.fetch_add(1, std::memory_order_release);
+    flags_written.fetch_add(1, std::memory_order_release);
     std::atomic_ref(*reinterpret_cast<std::uint64_t*>(address)).store(value, std::memory_order_release);
   });
   return kSuccess;

@@ -22,25 +22,25 @@
 
 namespace rejoin::device::fake {
 
-// Between two looks at a word that the CPU will write: a GPU that waits takes no time of the CPU's.
+// Between two looks at a flag that the CPU will write: a GPU that waits takes no time of the CPU's.
 inline void look_away(unsigned looks = 0) {
   std::this_thread::sleep_for(std::chrono::microseconds(20) * std::clamp(looks / 16, 1u, 25u));
 }
 
 struct Stream;
 
-// Words that streams wait for.
+// Flags that streams wait for.
 struct Awaited {
-  const std::uint64_t* word = nullptr;
+  const std::uint64_t* flag = nullptr;
   std::uint64_t value = 0;
   bool written() const {
-    const auto now = std::atomic_ref(*const_cast<std::uint64_t*>(word)).load(std::memory_order_acquire);
+    const auto now = std::atomic_ref(*const_cast<std::uint64_t*>(flag)).load(std::memory_order_acquire);
     return static_cast<std::int64_t>(now - value) >= 0;
   }
 };
 inline std::mutex awaited_mutex;
 inline std::list<Awaited>& awaited = *new std::list<Awaited>;
-inline thread_local bool hands_over = false;  // this thread has let a stream wait for a word
+inline thread_local bool hands_over = false;  // this thread has let a stream wait for a flag
 
 // The thread of a device::MemoryServer, by its name.
 inline bool serves_memory() {
@@ -49,18 +49,18 @@ inline bool serves_memory() {
   return std::strcmp(name, "rejoin-memory") == 0;
 }
 
-// Words that streams have written, ever. Who has seen one, perhaps by another address of the same memory, sees all that
+// Flags that streams have written, ever. Who has seen one, perhaps by another address of the same memory, sees all that
 // its stream has done before: with his next call of the driver, TSan knows it, too.
-inline std::atomic<std::uint64_t> words_written{0};
+inline std::atomic<std::uint64_t> flags_written{0};
 
 // Of a call that the driver may make wait for others.
 inline void check(const char* call) {
-  (void)words_written.load(std::memory_order_acquire);
+  (void)flags_written.load(std::memory_order_acquire);
   if (hands_over || serves_memory()) return;
   std::scoped_lock lock(awaited_mutex);
   for (const auto& wait : awaited)
     if (!wait.written()) {
-      std::fprintf(stderr, "fake CUDA driver: %s while a stream waits for a word: a deadlock on a real one\n", call);
+      std::fprintf(stderr, "fake CUDA driver: %s while a stream waits for a flag: a deadlock on a real one\n", call);
       std::abort();
     }
 }

@@ -240,9 +240,9 @@ TEST_F(Kernels, AKernelThatIsHeldStaysAndNobodyLaunchesAnother) {
   EXPECT_EQ(reducer->launches(), first + 1);
 }
 
-// Holds by one thread, works and attention by another, whichever comes first, time and again.
+// Holds by one thread, works and launches by another, whichever comes first, time and again.
 TEST_F(Kernels, HoldsComeAndGoWhileWorksAreGiven) {
-  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1ms, .attended = true});
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1ms, .external_launcher = true});
   auto memory = *device->allocate(4096);
   in(memory.bytes.data(), Bytes(4096));
   std::jthread holder([&](std::stop_token over) {
@@ -258,7 +258,7 @@ TEST_F(Kernels, HoldsComeAndGoWhileWorksAreGiven) {
     EXPECT_TRUE(
         reducer->add(DataType::int32, memory.bytes.data(), memory.bytes.data(), memory.bytes.data() + 2048, 512, 0));
     wait_until([&] {
-      if (reducer->wants_attention()) EXPECT_TRUE(reducer->attend());
+      if (reducer->wants_launch()) EXPECT_TRUE(reducer->launch_if_wanted());
       const auto done = reducer->done();
       EXPECT_TRUE(done);
       return !done || reducer->idle();
@@ -267,18 +267,18 @@ TEST_F(Kernels, HoldsComeAndGoWhileWorksAreGiven) {
   }
 }
 
-TEST_F(Kernels, AnAttendedOneIsLaunchedByItsAttendantAlone) {
-  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .attended = true});
+TEST_F(Kernels, OneWithALauncherIsLaunchedByThatAlone) {
+  auto reducer = *Reducer::make(*device, {.blocks = 2, .threads = 64, .external_launcher = true});
   auto memory = *device->allocate(4096);
-  EXPECT_FALSE(reducer->wants_attention());
+  EXPECT_FALSE(reducer->wants_launch());
   ASSERT_TRUE(reducer->copy(memory.bytes.data(), memory.bytes.data() + 2048, 1024));
-  EXPECT_TRUE(reducer->wants_attention());
+  EXPECT_TRUE(reducer->wants_launch());
   const auto before = reducer->launches();
-  ASSERT_TRUE(reducer->attend());
+  ASSERT_TRUE(reducer->launch_if_wanted());
   EXPECT_EQ(reducer->launches(), before + 1);
   finish(*reducer);
-  ASSERT_TRUE(reducer->attend());
-  EXPECT_FALSE(reducer->wants_attention());
+  ASSERT_TRUE(reducer->launch_if_wanted());
+  EXPECT_FALSE(reducer->wants_launch());
   reducer->rest();
 }
 
@@ -317,14 +317,14 @@ TEST_F(Kernels, DigestsAreTheCpus) {
   EXPECT_FALSE(digester->digests(odd));
 }
 
-TEST_F(Kernels, WhatAStreamIsToDoLaterWaitsForAWord) {
+TEST_F(Kernels, WhatAStreamIsToDoLaterWaitsForAFlag) {
   auto pinned = *device->allocate_pinned(4096);
-  auto& word = *reinterpret_cast<std::uint64_t*>(pinned.bytes.data());
-  word = 4;
-  ASSERT_TRUE(stream->wait_until(&word, 5));
+  auto& flag = *reinterpret_cast<std::uint64_t*>(pinned.bytes.data());
+  flag = 4;
+  ASSERT_TRUE(stream->wait_until(&flag, 5));
   const auto behind = *stream->mark();
   EXPECT_LT(*stream->reached(), behind);
-  std::atomic_ref(word).store(6);
+  std::atomic_ref(flag).store(6);
   ASSERT_TRUE(stream->synchronize());
   EXPECT_EQ(*stream->reached(), behind);
 }

@@ -152,9 +152,9 @@ TEST(Language, AWarpDigestsABlockAsTheCpuDoes) {
   const auto bytes = std::as_bytes(std::span(words));
   DigestArguments arguments;
   for (const auto& [offset, size] : {std::pair{0, 4096}, {16, 4095}, {32, 20001}, {48, 15}, {160, 40000}}) {
-    auto& piece = arguments.pieces[arguments.count++];
-    piece = {address(bytes.data()) + static_cast<unsigned>(offset), static_cast<unsigned>(size), arguments.items};
-    arguments.items += piece.items();
+    auto& range = arguments.ranges[arguments.count++];
+    range = {address(bytes.data()) + static_cast<unsigned>(offset), static_cast<unsigned>(size), arguments.items};
+    arguments.items += range.items();
   }
   xxh3::Keys keys[xxh3::kLanes];
   for (unsigned lane = 0; lane < xxh3::kLanes; ++lane) keys[lane] = xxh3::keys_of(lane);
@@ -165,11 +165,11 @@ TEST(Language, AWarpDigestsABlockAsTheCpuDoes) {
   arguments.tails = address(tails.data());
   cuda_language::launch(rejoin_digest, 3, 64, arguments);
   for (std::size_t i = 0; i < arguments.count; ++i) {
-    const auto& piece = arguments.pieces[i];
-    const auto of_it = std::span(hashes).subspan(piece.first, piece.items());
-    const BytesView tail = std::as_bytes(std::span(tails)).subspan(i * xxh3::kBytes, piece.size % xxh3::kBytes);
+    const auto& range = arguments.ranges[i];
+    const auto of_it = std::span(hashes).subspan(range.first, range.items());
+    const BytesView tail = std::as_bytes(std::span(tails)).subspan(i * xxh3::kBytes, range.size % xxh3::kBytes);
     if (!tail.empty()) of_it.back() = digest_of_block(tail);
-    EXPECT_EQ(digest_of_hashes(piece.size, of_it), digest({reinterpret_cast<const std::byte*>(piece.data), piece.size}))
+    EXPECT_EQ(digest_of_hashes(range.size, of_it), digest({reinterpret_cast<const std::byte*>(range.data), range.size}))
         << i;
   }
 }

@@ -55,16 +55,16 @@ struct Served : testing::Test {
 // A daemon that is killed, and its successor, may be offered memory one after the other within microseconds.
 TEST_F(Served, OfLinesThatNobodyHasUsedNoneIsEndedByWhoeverAsksForTheNext) {
   const auto stream = *gpu->make_stream();
-  const Memory words = *gpu->allocate_pinned(4096);
-  auto& word = *new (words.bytes.data()) std::uint64_t(0);
+  const Memory flags = *gpu->allocate_pinned(4096);
+  auto& flag = *new (flags.bytes.data()) std::uint64_t(0);
   for (std::uint64_t round = 1; round <= 100; ++round) {
     (void)next_line();  // the server is awake, and making others
-    ASSERT_TRUE(stream->wait_until(&word, round));
+    ASSERT_TRUE(stream->wait_until(&flag, round));
     // This thread has let no stream wait: the driver of software ends the program where it enters it now.
     std::thread([&] {
       for (int i = 0; i < 3; ++i) (void)server->next();
     }).join();
-    std::atomic_ref(word).store(round);
+    std::atomic_ref(flag).store(round);
     ASSERT_TRUE(stream->synchronize());
   }
 }
@@ -82,11 +82,11 @@ TEST_F(Served, BytesGoBothWaysAndDigestsAreTheSame) {
   ASSERT_TRUE(here->write(memory.bytes.data(), some_bytes(kSize, 2)));
   ASSERT_TRUE(there->read(state, back.data()));
   EXPECT_EQ(back, some_bytes(kSize, 2));
-  std::vector<BytesView> pieces;  // more than go in one request
-  for (std::size_t i = 0; i < 2 * remote::kMostPieces + 3; ++i) pieces.push_back(state.subspan(16 * i, 4096 + i));
-  const auto digests = *there->digests(pieces);
-  ASSERT_EQ(digests.size(), pieces.size());
-  for (std::size_t i = 0; i < pieces.size(); ++i)
+  std::vector<BytesView> ranges;  // more than go in one request
+  for (std::size_t i = 0; i < 2 * remote::kMostRanges + 3; ++i) ranges.push_back(state.subspan(16 * i, 4096 + i));
+  const auto digests = *there->digests(ranges);
+  ASSERT_EQ(digests.size(), ranges.size());
+  for (std::size_t i = 0; i < ranges.size(); ++i)
     EXPECT_EQ(digests[i], digest(BytesView(back).subspan(16 * i, 4096 + i))) << i;
   EXPECT_TRUE(there->digests({})->empty());
 }
@@ -137,13 +137,13 @@ TEST_F(Served, WhoAsksForOtherMemoryIsServedNoLonger) {
 
 // As of a process that is out of its mind.
 TEST_F(Served, RequestsThatMakeNoSenseEndTheLine) {
-  using remote::Kind, remote::Piece, remote::Request;
+  using remote::Kind, remote::Range, remote::Request;
   const auto address = reinterpret_cast<std::uint64_t>(memory.bytes.data());
-  const auto with = [](Request request, const std::vector<Piece>& pieces) {
-    return joined(request, std::as_bytes(std::span(pieces)));
+  const auto with = [](Request request, const std::vector<Range>& ranges) {
+    return joined(request, std::as_bytes(std::span(ranges)));
   };
-  const Piece right{.address = address, .offset = remote::kHeaderBytes, .size = 16};
-  Piece over_the_header = right, behind_the_end = right, around = right;
+  const Range right{.address = address, .offset = remote::kHeaderBytes, .size = 16};
+  Range over_the_header = right, behind_the_end = right, around = right;
   over_the_header.offset = 0;
   behind_the_end.offset = remote::kMemoryBytes - 8;
   around.offset = ~std::uint64_t{0} - 8;

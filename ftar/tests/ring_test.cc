@@ -124,14 +124,14 @@ struct Cluster {
       EXPECT_TRUE(stream->copy(reinterpret_cast<std::byte*>(to[i].data()), from[i].bytes.data(), from[i].bytes.size()));
     if (device) EXPECT_TRUE(stream->synchronize());
   }
-  std::vector<Place> places(Role newest = Role::contributor) const {
-    std::vector<Place> ring;
+  std::vector<RingMember> ring_members(Role newest = Role::contributor) const {
+    std::vector<RingMember> ring;
     for (auto& rank : ranks)
       if (rank->alive) ring.push_back({rank->self, Role::contributor});
     ring.back().role = newest;
     return ring;
   }
-  void enter(Epoch epoch, const std::vector<Place>& ring) {
+  void enter(Epoch epoch, const std::vector<RingMember>& ring) {
     for (auto& rank : ranks) {
       if (!rank->alive) continue;
       for (auto& other : ranks)
@@ -194,7 +194,7 @@ TEST_P(FtarRing, ResultsHaveOneDigestOnAllMembersWhoeverJoins) {
     Cluster cluster(5, kSizes, on_gpu);
     if (!direct) cluster.options.direct_bytes = 0;
     for (int i = 0; i < 4; ++i) cluster.add().communicator->digest_results(true);
-    cluster.enter(Epoch(1), cluster.places(Role::catching_up));
+    cluster.enter(Epoch(1), cluster.ring_members(Role::catching_up));
     std::set<std::uint64_t> all;
     for (std::uint64_t step = 1; step <= 2; ++step) {
       for (auto& rank : cluster.ranks) rank->outcomes.clear();
@@ -220,7 +220,7 @@ TEST(FtarResults, AFlippedBitIsTracedToTheHopThatItCameOver) {
         cluster.options.flip_bit_at = Step(i == 3 ? 2 : 0);
         cluster.add().communicator->digest_results(true);
       }
-      cluster.enter(Epoch(1), cluster.places());
+      cluster.enter(Epoch(1), cluster.ring_members());
       for (std::uint64_t step = 1; step <= 2; ++step) {
         cluster.start(Step(step));
         ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));
@@ -237,7 +237,7 @@ TEST(FtarResults, AFlippedBitIsTracedToTheHopThatItCameOver) {
             if (told[r][b][s].digest != told[told[r][b][s].from.value][b][s].digest) receivers.insert(r);
       EXPECT_EQ(receivers, std::set<std::uint32_t>{3});
       // The same step in another epoch, from the same inputs, is sound.
-      cluster.enter(Epoch(2), cluster.places());
+      cluster.enter(Epoch(2), cluster.ring_members());
       for (auto& rank : cluster.ranks) rank->outcomes.clear();
       cluster.start(Step(2));
       ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(2)); }));
@@ -251,7 +251,7 @@ TEST_P(FtarRing, AllMembersEndWithTheSumBitForBit) {
       Cluster cluster(seed, kSizes, on_gpu);
       cluster.options.both_ways = seed % 2 == 0;
       for (int i = 0; i < members; ++i) cluster.add();
-      cluster.enter(Epoch(1), cluster.places());
+      cluster.enter(Epoch(1), cluster.ring_members());
       for (std::uint64_t step = 1; step <= 3; ++step) {
         cluster.start(Step(step));
         ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); })) << members << " seed " << seed;
@@ -264,7 +264,7 @@ TEST_P(FtarRing, TheMeanIsOverContributorsAndACatchingUpMemberAddsNothing) {
   for (std::uint64_t seed = 1; seed <= seeds(8); ++seed) {
     Cluster cluster(seed, kSizes, on_gpu);
     for (int i = 0; i < 4; ++i) cluster.add();
-    cluster.enter(Epoch(1), cluster.places(Role::catching_up));
+    cluster.enter(Epoch(1), cluster.ring_members(Role::catching_up));
     cluster.start(Step(1), ReduceOp::mean);
     ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
     cluster.expect_result({cluster.ranks[0].get(), cluster.ranks[1].get(), cluster.ranks[2].get()}, 3);
@@ -276,7 +276,7 @@ TEST_P(FtarRing, ACatchingUpMemberChangesNoBitOfTheResult) {
     Cluster cluster(5, kSizes, on_gpu);
     for (int i = 0; i < 3; ++i) cluster.add();
     if (joiner) cluster.add();
-    cluster.enter(Epoch(1), cluster.places(joiner ? Role::catching_up : Role::contributor));
+    cluster.enter(Epoch(1), cluster.ring_members(joiner ? Role::catching_up : Role::contributor));
     cluster.start(Step(1));
     EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
     cluster.look();
@@ -290,7 +290,7 @@ TEST_P(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
     SCOPED_TRACE(seed);
     Cluster cluster(seed, kSizes, on_gpu);
     for (int i = 0; i < 4; ++i) cluster.add();
-    cluster.enter(Epoch(1), cluster.places());
+    cluster.enter(Epoch(1), cluster.ring_members());
     ASSERT_TRUE(cluster.until([&] {
       return cluster.ranks[0]->communicator->epoch() == Epoch(1) && !cluster.ranks[0]->communicator->busy();
     }));
@@ -311,7 +311,7 @@ TEST_P(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
     cluster.look_at_inputs();
     for (std::size_t i = 0; i < inputs.size(); ++i) EXPECT_EQ(cluster.ranks[i]->input, inputs[i]) << "input-intact";
     for (auto& rank : cluster.ranks) rank->outcomes.clear();
-    cluster.enter(Epoch(2), cluster.places());
+    cluster.enter(Epoch(2), cluster.ring_members());
     cluster.start(Step(1));
     ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
     cluster.expect_result(cluster.live());
@@ -323,7 +323,7 @@ TEST_P(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
     SCOPED_TRACE(seed);
     Cluster cluster(seed, kSizes, on_gpu);
     for (int i = 0; i < 4; ++i) cluster.add();
-    cluster.enter(Epoch(1), cluster.places());
+    cluster.enter(Epoch(1), cluster.ring_members());
     cluster.start(Step(1));
     for (std::uint64_t i = 0; i < 30 + seed * 7; ++i) {
       cluster.fabric.step();
@@ -333,7 +333,7 @@ TEST_P(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
     cluster.fabric.stop(*sleeper.on_fabric);
     sleeper.alive = false;  // for the cluster; its process wakes up again below
     for (auto& rank : cluster.ranks) rank->outcomes.clear();
-    cluster.enter(Epoch(2), cluster.places());
+    cluster.enter(Epoch(2), cluster.ring_members());
     cluster.start(Step(1));
     for (int i = 0; i < 20; ++i) {
       cluster.fabric.step();
@@ -353,7 +353,7 @@ TEST_P(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
     SCOPED_TRACE(seed);
     Cluster cluster(seed, kSizes, on_gpu);
     for (int i = 0; i < 3; ++i) cluster.add();
-    cluster.enter(Epoch(1), cluster.places());
+    cluster.enter(Epoch(1), cluster.ring_members());
     std::uint64_t epoch = 1;
     for (int round = 0; round < 5; ++round) {
       cluster.start(Step(1));
@@ -365,7 +365,7 @@ TEST_P(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
       // Members learn of the new epoch one after the other, with traffic in between.
       ++epoch;
       for (auto& rank : cluster.ranks) {
-        rank->communicator->enter(Epoch(epoch), cluster.places());
+        rank->communicator->enter(Epoch(epoch), cluster.ring_members());
         for (int i = 0; i < 5; ++i) {
           cluster.fabric.step();
           cluster.pump();
@@ -382,7 +382,7 @@ TEST_P(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
 TEST(FtarPlans, WaitsNameTheMemberThatIsMissing) {
   Cluster cluster(3, {40000});
   for (int i = 0; i < 3; ++i) cluster.add();
-  cluster.enter(Epoch(1), cluster.places());
+  cluster.enter(Epoch(1), cluster.ring_members());
   cluster.until([&] { return !cluster.ranks[0]->communicator->busy(); });
   for (int i : {0, 1}) EXPECT_TRUE(cluster.ranks[i]->communicator->all_reduce(0, Step(1), ReduceOp::sum));
   while (cluster.fabric.step()) cluster.pump();
@@ -397,7 +397,7 @@ TEST(FtarPlans, WaitsNameTheMemberThatIsMissing) {
 TEST_P(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
   Cluster cluster(3, {5000, 20}, on_gpu);
   for (int i = 0; i < 3; ++i) cluster.add();
-  cluster.enter(Epoch(1), cluster.places());
+  cluster.enter(Epoch(1), cluster.ring_members());
   ASSERT_TRUE(cluster.until([&] {
     return std::all_of(cluster.ranks.begin(), cluster.ranks.end(), [](const auto& rank) {
       return rank->communicator->epoch() == Epoch(1) && !rank->communicator->busy();
@@ -415,7 +415,7 @@ TEST_P(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
   }
   cluster.kill(*cluster.ranks[2]);
   for (auto& rank : cluster.ranks) rank->outcomes.clear();  // the small bucket may have ended in the first epoch
-  cluster.enter(Epoch(2), cluster.places());
+  cluster.enter(Epoch(2), cluster.ring_members());
   cluster.start(Step(1));
   EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
 }
@@ -432,13 +432,13 @@ TEST_P(FtarRing, WhoIsNotInTheNextRingIsFencedByIt) {
     });
   };
   const Member out = cluster.ranks[2]->self;
-  cluster.enter(Epoch(1), cluster.places());
+  cluster.enter(Epoch(1), cluster.ring_members());
   ASSERT_TRUE(entered(Epoch(1)));
-  auto places = cluster.places();
-  std::erase_if(places, [&](const Place& place) { return place.member == out; });
+  auto ring_members = cluster.ring_members();
+  std::erase_if(ring_members, [&](const RingMember& one) { return one.member == out; });
   for (int i = 0; i < 2; ++i) {
     ASSERT_TRUE(cluster.ranks[i]->communicator->connected(out));
-    cluster.ranks[i]->communicator->enter(Epoch(2), places);
+    cluster.ranks[i]->communicator->enter(Epoch(2), ring_members);
     EXPECT_FALSE(cluster.ranks[i]->communicator->connected(out));
   }
   ASSERT_TRUE(entered(Epoch(2)));
@@ -471,7 +471,7 @@ TEST(FtarPlans, AGpuAddsAsTheHostDoes) {
   const auto run = [](bool on_gpu) {
     Cluster cluster(9, {40001, 64}, on_gpu);
     for (int i = 0; i < 3; ++i) cluster.add();
-    cluster.enter(Epoch(1), cluster.places());
+    cluster.enter(Epoch(1), cluster.ring_members());
     cluster.start(Step(1), ReduceOp::mean);
     EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
     cluster.look();
@@ -483,7 +483,7 @@ TEST(FtarPlans, AGpuAddsAsTheHostDoes) {
 TEST(FtarPlans, AMemberAloneIsGivenWhatItGave) {
   Cluster cluster(2, {5000}, true);
   cluster.add();
-  cluster.enter(Epoch(1), cluster.places());
+  cluster.enter(Epoch(1), cluster.ring_members());
   cluster.start(Step(1), ReduceOp::mean);
   ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
   cluster.expect_result(cluster.live());
@@ -494,7 +494,7 @@ TEST(FtarPlans, AKernelServesForAWholeStep) {
   Cluster cluster(2, {40000, 40000}, true);
   cluster.options.reducer.patience = std::chrono::hours(1);
   for (int i = 0; i < 2; ++i) cluster.add();
-  cluster.enter(Epoch(1), cluster.places());
+  cluster.enter(Epoch(1), cluster.ring_members());
   for (std::uint64_t step = 1; step <= 3; ++step) {
     cluster.start(Step(step));
     ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));

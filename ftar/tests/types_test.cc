@@ -75,7 +75,7 @@ void run(const Case& c) {
   transport::sim::Fabric fabric({.seed = 3}, clock);
   const std::size_t direct_bytes = c.direct ? 32 * KiB : 0;
   std::vector<Rank> ranks;  // before the ring: their engines end first
-  std::vector<Place> ring;
+  std::vector<RingMember> ring;
   std::vector<transport::Address> addresses;
   for (std::uint32_t m = 0; m < plan.given.size(); ++m) {
     Rank& rank = ranks.emplace_back();

@@ -32,13 +32,13 @@ struct World {
 
   struct RankProcess {
     std::unique_ptr<Rank> machine;
-    std::uint64_t life = 0;
+    std::uint64_t instance = 0;
     RankConnection connection;
     std::uint64_t version = 0, bits = 1;  // the model state, and how current it is
     bool current = true;                  // false while catching up
     bool contributor = false;             // in the last plan that it had a part in
     std::deque<proto::ToNode> inbox;
-    bool told_ready = false;
+    bool reported_ready = false;
     TimePoint stopped_until{};
   };
   struct NodeProcess {
@@ -64,7 +64,7 @@ struct World {
   RelayProcess* relay_of(const NodeProcess& node) {
     return relays.empty() ? nullptr : &relays[static_cast<std::size_t>(&node - nodes.data()) / config.ranks];
   }
-  std::uint64_t connections = 0, lives = 0;
+  std::uint64_t connections = 0, instances = 0;
   TimePoint coordinator_stopped_until{};
   std::uint64_t roll_backs = 0;  // that the operator allowed
 
@@ -80,7 +80,7 @@ struct World {
     if (with_relays) relays.resize(config.replicas);
     for (auto& relay : relays) relay.machine = std::make_unique<Relay>("r", config.silence);
     for (auto& node : nodes) {
-      node.machine = std::make_unique<Node>("n", config.silence, ++lives);
+      node.machine = std::make_unique<Node>("n", config.silence, ++instances);
       node.ranks.resize(config.ranks);
     }
   }
@@ -196,14 +196,14 @@ struct World {
     auto& node = node_of(replica, number);
     RankProcess rank;
     rank.machine = std::make_unique<Rank>(ReplicaId(replica), number);
-    rank.life = ++lives;
+    rank.instance = ++instances;
     rank.connection = RankConnection(++connections);
     // A fresh process starts from the initial state; version 0 has the same bits everywhere.
     node.ranks[number] = std::move(rank);
     proto::FromNode up;
     up.mutable_rank_up()->set_replica(replica);
     up.mutable_rank_up()->set_rank(number);
-    up.mutable_rank_up()->set_life(node.ranks[number]->life);
+    up.mutable_rank_up()->set_instance(node.ranks[number]->instance);
     up.mutable_rank_up()->set_plan_hash(3);
     up.mutable_rank_up()->set_digest(1);
     keep(node, node.machine->on_rank_message(node.ranks[number]->connection, up, now));
@@ -229,7 +229,7 @@ struct World {
   // The daemon dies; its ranks find the new one and register again as who they are.
   void restart_daemon(NodeProcess& node, std::uint32_t replica) {
     disconnect(node);
-    node.machine = std::make_unique<Node>("n", config.silence, ++lives);
+    node.machine = std::make_unique<Node>("n", config.silence, ++instances);
     for (std::uint32_t number = 0; number < config.ranks; ++number) {
       auto& rank = node.ranks[number];
       if (!rank) continue;
@@ -253,7 +253,7 @@ struct World {
       if (!fresh && it->second != rank.bits)
         trouble = fmt::format("same-bits: replica {} differs at version {}", replica, rank.version);
     } else if (auto known = bits_at.find(step.value); known != bits_at.end() && pick(3) == 0) {
-      rank.version = step.value;  // stands for the stream: at some step its state is whole
+      rank.version = step.value;  // stands for the stream: at some step its state is complete
       rank.bits = known->second;
       rank.current = true;
     }
@@ -263,7 +263,7 @@ struct World {
     const auto message = std::move(rank.inbox.front());
     rank.inbox.pop_front();
     if (message.has_registered()) rank.machine->on_registered(Incarnation(message.registered().incarnation()));
-    if (message.has_fenced() && message.fenced().incarnation() == rank.machine->incarnation().value) {
+    if (message.has_evicted() && message.evicted().incarnation() == rank.machine->incarnation().value) {
       check_that_another_holds(replica);
       return kill_rank(node, number);
     }
@@ -271,7 +271,7 @@ struct World {
       proto::FromNode links;
       links.mutable_links()->set_replica(replica);
       links.mutable_links()->set_rank(number);
-      links.mutable_links()->set_life(rank.life);
+      links.mutable_links()->set_instance(rank.instance);
       for (const auto& peer : message.peers().peers()) links.mutable_links()->add_incarnations(peer.incarnation());
       keep(node, node.machine->on_rank_message(rank.connection, links, now));
     }
@@ -285,7 +285,7 @@ struct World {
       if (rank.current && rank.version != rank.machine->committed().value)
         trouble = "same-bits: a contributor starts at another version";
     }
-    if (meaning == Rank::Meaning::fenced) {
+    if (meaning == Rank::Meaning::evicted) {
       check_that_another_holds(replica);
       return kill_rank(node, number);
     }
@@ -294,21 +294,21 @@ struct World {
   }
   void work(NodeProcess& node, std::uint32_t replica, std::uint32_t number) {
     RankProcess& rank = *node.ranks[number];
-    if (!rank.machine->member() || rank.machine->exchanged() || !rank.machine->has_contributors()) return;
-    if (!rank.machine->contributes() && rank.current && !rank.told_ready) {
-      rank.told_ready = true;
+    if (!rank.machine->member() || rank.machine->reduced() || !rank.machine->has_contributors()) return;
+    if (!rank.machine->contributes() && rank.current && !rank.reported_ready) {
+      rank.reported_ready = true;
       proto::FromNode ready;
       ready.mutable_caught_up()->set_replica(replica);
       ready.mutable_caught_up()->set_rank(number);
-      ready.mutable_caught_up()->set_life(rank.life);
+      ready.mutable_caught_up()->set_instance(rank.instance);
       keep(node, node.machine->on_rank_message(rank.connection, ready, now));
     }
-    rank.machine->on_exchanged();
+    rank.machine->on_reduced();
     proto::FromNode done;
-    done.mutable_exchanged()->set_replica(replica);
-    done.mutable_exchanged()->set_epoch(rank.machine->epoch().value);
-    done.mutable_exchanged()->set_step(rank.machine->step().value);
-    RankSet(number).to(done.mutable_exchanged()->mutable_ranks());
+    done.mutable_reduced()->set_replica(replica);
+    done.mutable_reduced()->set_epoch(rank.machine->epoch().value);
+    done.mutable_reduced()->set_step(rank.machine->step().value);
+    RankSet(number).to(done.mutable_reduced()->mutable_ranks());
     keep(node, node.machine->on_rank_message(rank.connection, done, now));
   }
 
@@ -341,18 +341,18 @@ struct World {
     auto& rank = node.ranks[number];
     rank->connection = RankConnection(++connections);
     rank->inbox.clear();
-    rank->told_ready = false;
+    rank->reported_ready = false;
     proto::FromNode up;
     auto& message = *up.mutable_rank_up();
     message.set_replica(replica);
     message.set_rank(number);
-    message.set_life(rank->life);
+    message.set_instance(rank->instance);
     message.set_plan_hash(3);
     message.set_incarnation(rank->machine->incarnation().value);
     message.set_digest(1);  // as it was when it joined
-    if (rank->machine->exchanged()) {
-      message.set_exchanged_epoch(rank->machine->epoch().value);
-      message.set_exchanged_step(rank->machine->step().value);
+    if (rank->machine->reduced()) {
+      message.set_reduced_epoch(rank->machine->epoch().value);
+      message.set_reduced_step(rank->machine->step().value);
     }
     keep(node, node.machine->on_rank_message(rank->connection, up, now));
   }
@@ -597,9 +597,9 @@ TEST(MembershipProperty, AListOfFaultsShrinksToTheOneThatMatters) {
 // Found by the property above: its registration's answer was lost, and the plan had come before the second answer.
 TEST(MembershipProperty, ARankThatHearsOfItsRegistrationLateGetsThePlanAgain) { EXPECT_EQ(play(7349246), ""); }
 
-// Found by the same with relays: one rank's exchange waited at the relay for another's, which came with its
+// Found by the same with relays: one rank's reduction waited at the relay for another's, which came with its
 // registration after its daemon had been started again.
-TEST(MembershipProperty, AnExchangeThatARelayHoldsForARankThatComesBackIsReported) { EXPECT_EQ(play(705, true), ""); }
+TEST(MembershipProperty, AReductionThatARelayHoldsForARankThatComesBackIsReported) { EXPECT_EQ(play(705, true), ""); }
 
 // Found by the same: its daemon was gone when the coordinator gave it the place, and the relay did not know it.
 TEST(MembershipProperty, ARankThatIsLostBeforeTheRelayHearsOfItsRegistrationIsFoundGone) {

@@ -46,23 +46,23 @@ struct Bench {
       for (auto node : heard) {
         proto::FromNode heartbeat;
         heartbeat.mutable_heartbeat();
-        say(node, heartbeat);
+        send(node, heartbeat);
       }
       keep(coordinator.on_tick(now));
     }
   }
   void steps(int count) {
     for (int i = 0; i < count; ++i)
-      for (std::uint32_t replica = 0; replica < 3; ++replica) exchanged(replica);
+      for (std::uint32_t replica = 0; replica < 3; ++replica) reduced(replica);
   }
   // Its ranks come back as who they were, through this node.
-  void back(std::uint32_t replica, std::uint64_t node, std::uint64_t life = 1) {
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) back_with(replica, rank, node, life);
+  void back(std::uint32_t replica, std::uint64_t node, std::uint64_t instance = 1) {
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) back_with(replica, rank, node, instance);
   }
-  void back_with(std::uint32_t replica, std::uint32_t rank, std::uint64_t node, std::uint64_t life) {
-    auto message = introduction(replica, rank, life);
+  void back_with(std::uint32_t replica, std::uint32_t rank, std::uint64_t node, std::uint64_t instance) {
+    auto message = introduction(replica, rank, instance);
     message.mutable_rank_up()->set_incarnation(incarnations[replica]);
-    say(node, message);
+    send(node, message);
   }
   // … as ranks that have heard all of what another coordinator has decided.
   void back_from(const Bench& other, std::uint32_t replica) {
@@ -73,36 +73,36 @@ struct Bench {
       up.set_job(other.coordinator.job());
       up.set_heard_epoch(other.coordinator.epoch().value);
       up.set_heard_committed(other.coordinator.committed().value);
-      say(replica, message);
+      send(replica, message);
     }
   }
-  bool fenced_anybody() const {
+  bool evicted_anybody() const {
     for (const auto& [node, told] : inbox)
-      if (std::any_of(told.begin(), told.end(), [](const auto& word) { return word.has_fenced(); })) return true;
+      if (std::any_of(told.begin(), told.end(), [](const auto& sent) { return sent.has_evicted(); })) return true;
     return false;
   }
   std::string refusal(std::uint64_t node) {  // that came over it last
     std::string last;
-    for (const auto& word : inbox[node])
-      if (word.has_refused()) last = word.refused().reason();
+    for (const auto& sent : inbox[node])
+      if (sent.has_refused()) last = sent.refused().reason();
     return last;
   }
   bool asked_to_declare(std::uint64_t node) {
-    return std::any_of(inbox[node].begin(), inbox[node].end(), [](const auto& word) { return word.has_declare(); });
+    return std::any_of(inbox[node].begin(), inbox[node].end(), [](const auto& sent) { return sent.has_declare(); });
   }
   // One tensor, of so many elements.
-  void declare(std::uint32_t replica, std::uint64_t count, std::uint64_t life = 1) {
+  void declare(std::uint32_t replica, std::uint64_t count, std::uint64_t instance = 1) {
     proto::FromNode message;
     auto& told = *message.mutable_declaration();
     told.set_replica(replica);
-    told.set_life(life * 100);
+    told.set_instance(instance * 100);
     auto& tensor = *told.add_tensors();
     tensor.set_name("w");
     tensor.set_type("float32");
     tensor.set_count(count);
     tensor.set_moments(1);
     tensor.set_elementwise(true);
-    say(replica, message);
+    send(replica, message);
   }
   bool waits_for(const std::string& what) const {
     const auto lines = coordinator.waiting_for(now);
@@ -118,47 +118,47 @@ struct Bench {
       if (message.has_registered()) incarnations[message.registered().replica()] = message.registered().incarnation();
     }
   }
-  void say(std::uint64_t node, const proto::FromNode& message) {
+  void send(std::uint64_t node, const proto::FromNode& message) {
     keep(coordinator.on_message(NodeId(node), message, now));
   }
-  void up(std::uint32_t replica, std::uint64_t life = 1, std::uint64_t version = 0, std::uint64_t digest = 5,
+  void up(std::uint32_t replica, std::uint64_t instance = 1, std::uint64_t version = 0, std::uint64_t digest = 5,
           std::uint64_t plan = 9) {
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) rank_up(replica, rank, life, version, digest, plan);
+    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) rank_up(replica, rank, instance, version, digest, plan);
   }
-  void rank_up(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t version,
+  void rank_up(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance, std::uint64_t version,
                std::uint64_t digest = 5, std::uint64_t plan = 9) {
-    auto message = introduction(replica, rank, life, digest, plan);
+    auto message = introduction(replica, rank, instance, digest, plan);
     message.mutable_rank_up()->set_version(version);
     // As of a job in which all three replicas have contributed to every step.
     Samples trained;
     trained.add(0, version * 30);
     trained.to(message.mutable_rank_up()->mutable_trained());
-    say(replica, message);
+    send(replica, message);
   }
   // Its ranks come with the checkpoint of a step up to which these samples are trained.
-  void bring(std::uint32_t replica, std::uint64_t version, const Batch& trained, std::uint64_t life = 1) {
+  void bring(std::uint32_t replica, std::uint64_t version, const Batch& trained, std::uint64_t instance = 1) {
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
-      auto message = introduction(replica, rank, life);
+      auto message = introduction(replica, rank, instance);
       message.mutable_rank_up()->set_version(version);
       Samples samples;
       add(samples, trained);
       samples.to(message.mutable_rank_up()->mutable_trained());
-      say(replica, message);
+      send(replica, message);
     }
   }
   std::string refused(std::uint64_t node) const {
     if (!inbox.contains(node)) return "";
-    for (const auto& word : inbox.at(node))
-      if (word.has_refused()) return word.refused().reason();
+    for (const auto& sent : inbox.at(node))
+      if (sent.has_refused()) return sent.refused().reason();
     return "";
   }
-  static proto::FromNode introduction(std::uint32_t replica, std::uint32_t rank, std::uint64_t life,
+  static proto::FromNode introduction(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance,
                                       std::uint64_t digest = 5, std::uint64_t plan = 9) {
     proto::FromNode message;
     auto& up = *message.mutable_rank_up();
     up.set_replica(replica);
     up.set_rank(rank);
-    up.set_life(life * 100 + rank);
+    up.set_instance(instance * 100 + rank);
     up.set_digest(digest);
     up.set_plan_hash(plan);
     return message;
@@ -170,35 +170,35 @@ struct Bench {
   }
   void stand(std::uint32_t replica, std::uint32_t rank, bool caught_up) {
     proto::FromNode message;
-    auto& standing = *message.mutable_standing();
-    standing.set_replica(replica);
-    standing.set_incarnation(incarnations[replica]);
-    standing.set_caught_up(caught_up);
-    RankSet(rank).to(standing.mutable_ranks());
+    auto& status = *message.mutable_replica_status();
+    status.set_replica(replica);
+    status.set_incarnation(incarnations[replica]);
+    status.set_caught_up(caught_up);
+    RankSet(rank).to(status.mutable_ranks());
     for (const auto& [other, incarnation] : incarnations)
-      if (other != replica) standing.add_links(incarnation);
-    say(replica, message);
+      if (other != replica) status.add_links(incarnation);
+    send(replica, message);
   }
-  void exchanged(std::uint32_t replica) { exchanged(replica, replica); }
-  void exchanged(std::uint32_t replica, std::uint64_t node) {
+  void reduced(std::uint32_t replica) { reduced(replica, replica); }
+  void reduced(std::uint32_t replica, std::uint64_t node) {
     proto::FromNode message;
-    auto& done = *message.mutable_exchanged();
+    auto& done = *message.mutable_reduced();
     done.set_replica(replica);
     done.set_epoch(coordinator.epoch().value);
     done.set_step(coordinator.committed().value + 1);
     done.set_incarnation(incarnations[replica]);
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) RankSet(rank).to(done.mutable_ranks());
-    say(node, message);
+    send(node, message);
   }
-  void down(std::uint32_t replica, std::uint64_t life = 1, std::uint32_t rank = 1) {
+  void down(std::uint32_t replica, std::uint64_t instance = 1, std::uint32_t rank = 1) {
     proto::FromNode message;
     auto& gone = *message.mutable_rank_down();
     gone.set_replica(replica);
     gone.set_rank(rank);
-    gone.set_life(life * 100 + rank);
+    gone.set_instance(instance * 100 + rank);
     gone.set_reason("killed");
     gone.set_ended(true);
-    say(replica, message);
+    send(replica, message);
   }
   // Of this epoch: it has waited too long, or (lost) their connection has broken.
   void accuse(std::uint32_t who, std::uint32_t suspect, bool lost = false, bool only_waiting = false) {
@@ -210,7 +210,7 @@ struct Bench {
     a.set_what(lost ? "connection reset" : "chunk 3 of 9 of the reduce-scatter");
     a.set_lost(lost);
     a.set_only_waiting(only_waiting);
-    say(who, message);
+    send(who, message);
   }
   void excuse(std::uint32_t who, const char* what = "its trainer, which is between steps", bool excused = true) {
     proto::FromNode message;
@@ -221,7 +221,7 @@ struct Bench {
     a.set_what(what);
     a.set_only_waiting(true);
     a.set_excused(excused);
-    say(who, message);
+    send(who, message);
   }
   void start() {
     for (std::uint32_t r = 0; r < 3; ++r) up(r);
@@ -232,7 +232,7 @@ struct Bench {
     down(1);
     up(1, 2);
     link_all();
-    for (auto replica : others) exchanged(replica);
+    for (auto replica : others) reduced(replica);
   }
   // After step 3 replica 0 contributes, 1 is a joiner, and 2 is gone.
   void start_with_a_joiner() {
@@ -279,13 +279,13 @@ TEST(Coordinator, WhoDiffersAtTheStartCatchesUpFromTheMostAdvanced) {
   EXPECT_TRUE(bench.coordinator.members()[1].catching_up);
 }
 
-TEST(Coordinator, CommitsWhenEveryRankOfEveryMemberHasExchanged) {
+TEST(Coordinator, CommitsWhenEveryRankOfEveryMemberHasReduced) {
   Bench bench;
   bench.start();
-  bench.exchanged(0);
-  bench.exchanged(1);
+  bench.reduced(0);
+  bench.reduced(1);
   EXPECT_EQ(bench.coordinator.committed(), Step(0));
-  bench.exchanged(2);
+  bench.reduced(2);
   EXPECT_EQ(bench.coordinator.committed(), Step(1));
   EXPECT_TRUE(bench.log.back().has_committed());
 }
@@ -293,14 +293,14 @@ TEST(Coordinator, CommitsWhenEveryRankOfEveryMemberHasExchanged) {
 TEST(Coordinator, ALostMemberMeansTheSameStepInTheNextEpochAndItsSamplesAgainLater) {
   Bench bench;
   bench.start();
-  bench.exchanged(0);
+  bench.reduced(0);
   const Epoch before = bench.coordinator.epoch();
   bench.down(1);
   EXPECT_EQ(bench.coordinator.epoch(), before.next());
   EXPECT_EQ(bench.coordinator.committed(), Step(0));
   EXPECT_EQ(bench.contributors(), 2u);
-  bench.exchanged(0);
-  bench.exchanged(2);
+  bench.reduced(0);
+  bench.reduced(2);
   EXPECT_EQ(bench.coordinator.committed(), Step(1));
   EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(0)), (Batch{{10, 20}}));
 }
@@ -312,16 +312,16 @@ TEST(Coordinator, AReplicaComesBackAsCatchingUpAndContributesWhenAllItsRanksAreR
   bench.up(1, 2);
   bench.link_all();
   EXPECT_EQ(bench.coordinator.members().size(), 2u) << "admission waits for the step boundary";
-  bench.exchanged(0);
-  bench.exchanged(2);
+  bench.reduced(0);
+  bench.reduced(2);
   ASSERT_EQ(bench.coordinator.members().size(), 3u);
   EXPECT_EQ(bench.contributors(), 2u);
   for (std::uint32_t rank : {0u, 1u}) {
-    bench.exchanged(0), bench.exchanged(2), bench.exchanged(1);
+    bench.reduced(0), bench.reduced(2), bench.reduced(1);
     EXPECT_EQ(bench.contributors(), 2u);
     bench.stand(1, rank, true);
   }
-  bench.exchanged(0), bench.exchanged(2), bench.exchanged(1);
+  bench.reduced(0), bench.reduced(2), bench.reduced(1);
   EXPECT_EQ(bench.contributors(), 3u);
 }
 
@@ -329,14 +329,14 @@ TEST(Coordinator, StaleReportsOfAnEarlierEpochDecideNothing) {
   Bench bench;
   bench.start();
   proto::FromNode stale;
-  stale.mutable_exchanged()->set_replica(0);
-  stale.mutable_exchanged()->set_epoch(bench.coordinator.epoch().value);
-  stale.mutable_exchanged()->set_step(1);
-  stale.mutable_exchanged()->set_incarnation(bench.incarnations[0]);
-  for (std::uint32_t rank : {0u, 1u}) RankSet(rank).to(stale.mutable_exchanged()->mutable_ranks());
+  stale.mutable_reduced()->set_replica(0);
+  stale.mutable_reduced()->set_epoch(bench.coordinator.epoch().value);
+  stale.mutable_reduced()->set_step(1);
+  stale.mutable_reduced()->set_incarnation(bench.incarnations[0]);
+  for (std::uint32_t rank : {0u, 1u}) RankSet(rank).to(stale.mutable_reduced()->mutable_ranks());
   bench.down(1);
-  bench.say(0, stale);
-  bench.exchanged(2);
+  bench.send(0, stale);
+  bench.reduced(2);
   EXPECT_EQ(bench.coordinator.committed(), Step(0));
 }
 
@@ -371,8 +371,8 @@ TEST(Coordinator, AWaitThatIsNotTooLongYetIsToldButNotJudged) {
   EXPECT_TRUE(bench.waits_for("replica 0 waits for it: chunk 3 of 9 of the reduce-scatter"));
 }
 
-// A ring stands when one of it does: the others have not exchanged either.
-TEST(Coordinator, OfAllWhoHaveNotExchangedOnlyThoseAreWaitedForThatWaitForNobody) {
+// A ring stands when one of it does: the others have not reduced either.
+TEST(Coordinator, OfAllWhoHaveNotReducedOnlyThoseAreWaitedForThatWaitForNobody) {
   Bench bench;
   bench.start();
   EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 3u) << "all compute";
@@ -381,11 +381,11 @@ TEST(Coordinator, OfAllWhoHaveNotExchangedOnlyThoseAreWaitedForThatWaitForNobody
   bench.accuse(2, 1, /*lost=*/false, /*only_waiting=*/true);
   bench.pass(125ms);
   EXPECT_EQ(bench.coordinator.waiting_for(bench.now),
-            (std::vector<std::string>{"replica 1 rank 0: its exchange of step 1, for 125 ms; replica 2 waits for it: "
+            (std::vector<std::string>{"replica 1 rank 0: its reduction of step 1, for 125 ms; replica 2 waits for it: "
                                       "chunk 3 of 9 of the reduce-scatter"}));
   bench.accuse(1, 0, /*lost=*/false, /*only_waiting=*/true);
   EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 3u) << "a circle has no end";
-  bench.exchanged(1);
+  bench.reduced(1);
   EXPECT_EQ(bench.coordinator.waiting_for(bench.now).size(), 2u);
 }
 
@@ -445,7 +445,7 @@ TEST(Coordinator, NobodyExcusesAnother) {
   a.set_suspect(2);
   a.set_epoch(bench.coordinator.epoch().value);
   a.set_excused(true);
-  bench.say(0, message);
+  bench.send(0, message);
   bench.pass(300ms);
   EXPECT_EQ(bench.coordinator.members().size(), 2u);
 }
@@ -469,7 +469,7 @@ TEST(Coordinator, ANodeThatWasSilentMustConnectAnew) {
     for (std::uint64_t node : {0, 1}) {
       proto::FromNode heartbeat;
       heartbeat.mutable_heartbeat();
-      bench.say(node, heartbeat);
+      bench.send(node, heartbeat);
     }
     bench.keep(bench.coordinator.on_tick(bench.now));
   }
@@ -483,10 +483,10 @@ TEST(Coordinator, ARankThatNeverHeardItsAnswerIsKnownByItsNewDaemonsAddress) {
     proto::FromNode message;
     auto& rank = *message.mutable_rank_up();
     rank.set_rank(number);
-    rank.set_life(77);
+    rank.set_instance(77);
     rank.set_plan_hash(9);
     rank.set_stream_address(address);
-    bench.say(node, message);
+    bench.send(node, message);
   };
   up(0, 0, "old");
   up(0, 5, "new");
@@ -546,9 +546,10 @@ TEST(Coordinator, AReplicaWhoseRanksComeWithTheStatesOfDifferentStepsStartsOnceM
   bench.link_all();
   EXPECT_FALSE(bench.coordinator.wants_roll_back());
   const auto& told = bench.inbox[0];
-  const auto fenced = std::find_if(told.begin(), told.end(), [](const auto& word) { return word.has_fenced(); });
-  ASSERT_NE(fenced, told.end());
-  EXPECT_NE(fenced->fenced().reason().find("states of steps 2 to 3"), std::string::npos) << fenced->fenced().reason();
+  const auto evicted = std::find_if(told.begin(), told.end(), [](const auto& sent) { return sent.has_evicted(); });
+  ASSERT_NE(evicted, told.end());
+  EXPECT_NE(evicted->evicted().reason().find("states of steps 2 to 3"), std::string::npos)
+      << evicted->evicted().reason();
 
   bench.up(0, 3, 3);
   bench.link_all();
@@ -563,12 +564,12 @@ TEST(Coordinator, AReplicaWhoseRanksHaveNoCheckpointInCommonIsSentBackOnceAndThe
   bench.steps(3);
   for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r);
   for (std::uint32_t r : {1u, 2u}) bench.up(r, 2, 1);
-  for (const std::uint64_t life : {2, 3}) {
+  for (const std::uint64_t instance : {2, 3}) {
     bench.inbox.clear();
-    bench.rank_up(0, 0, life, 3);
-    bench.rank_up(0, 1, life, 2);
+    bench.rank_up(0, 0, instance, 3);
+    bench.rank_up(0, 1, instance, 2);
     bench.link_all();
-    EXPECT_EQ(bench.fenced_anybody(), life == 2);
+    EXPECT_EQ(bench.evicted_anybody(), instance == 2);
   }
   EXPECT_TRUE(bench.waits_for("replica 0: its ranks came with the states of steps 2 to 3"));
   EXPECT_EQ(bench.coordinator.wants_roll_back(), Step(1)) << "there is no better one";
@@ -587,11 +588,11 @@ TEST(Coordinator, AMemberThatComesBackIsNotMeasuredByANewcomer) {
   again.pass(600ms);
   const auto refused = [&](std::uint64_t node) {
     const auto& told = again.inbox[node];
-    return std::any_of(told.begin(), told.end(), [](const auto& word) { return word.has_refused(); });
+    return std::any_of(told.begin(), told.end(), [](const auto& sent) { return sent.has_refused(); });
   };
   EXPECT_TRUE(refused(2));
   EXPECT_FALSE(refused(0) || refused(1));
-  for (std::uint32_t r : {0u, 1u}) again.exchanged(r);
+  for (std::uint32_t r : {0u, 1u}) again.reduced(r);
   EXPECT_EQ(again.coordinator.committed().value, bench.coordinator.committed().value + 1);
 }
 
@@ -750,7 +751,7 @@ TEST(Coordinator, WithALogOfAnotherJobItSendsNobodyAway) {
   Bench other({}, {.id = 78});
   for (std::uint32_t r : {0u, 1u, 2u}) other.back_from(first, r);
   other.pass(60s);
-  EXPECT_FALSE(other.fenced_anybody());
+  EXPECT_FALSE(other.evicted_anybody());
   EXPECT_FALSE(other.coordinator.started());
   EXPECT_TRUE(other.waits_for("belongs to job 000000000000004d, which has committed step 3; this log is of job"));
 
@@ -771,7 +772,7 @@ TEST(Coordinator, AStrayProcessOfAnotherJobIsNothingToOneThatRuns) {
   bench.back_from(old, 1);
   bench.steps(2);
   EXPECT_EQ(bench.coordinator.committed(), Step(2));
-  EXPECT_TRUE(bench.fenced_anybody()) << "that process has no business here";
+  EXPECT_TRUE(bench.evicted_anybody()) << "that process has no business here";
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
 }
 
@@ -790,7 +791,7 @@ TEST(Coordinator, WithAnOlderCopyOfItsLogItDecidesNothing) {
   for (std::uint32_t r : {0u, 1u}) again.up(r, 2);
   again.pass(60s);
   EXPECT_TRUE(again.log.empty());
-  EXPECT_FALSE(again.fenced_anybody());
+  EXPECT_FALSE(again.evicted_anybody());
   EXPECT_TRUE(
       again.waits_for("the log is an older copy: it ends with step 3 in epoch 1, and replica 0 rank 0 has "
                       "heard of step 5 in epoch 1"));
@@ -807,10 +808,10 @@ TEST(Coordinator, AVersionThatIsNoStepIsRefused) {
   proto::FromNode message;
   auto& up = *message.mutable_rank_up();
   up.set_replica(2);
-  up.set_life(200);
+  up.set_instance(200);
   up.set_plan_hash(9);
   up.set_version(std::uint64_t{1} << 61);
-  bench.say(2, message);
+  bench.send(2, message);
   EXPECT_NE(bench.refusal(2).find("steps are numbered up to"), std::string::npos) << bench.refusal(2);
 }
 
@@ -839,7 +840,7 @@ TEST(Coordinator, AMajorityThatDeclaresAlikeStartsAndWhoDiffersHearsInWhichTenso
     bench.up(wrong, 2);
     bench.link_all();
     EXPECT_TRUE(bench.coordinator.refused().empty());
-    for (auto r : {first, second}) bench.exchanged(r);
+    for (auto r : {first, second}) bench.reduced(r);
     EXPECT_EQ(bench.coordinator.members().size(), 3u);
   }
 }
@@ -901,20 +902,20 @@ TEST(Coordinator, WhenNobodyDiffersAnyMoreAllAreToldOfAll) {
   Bench bench;
   bench.up(0, 1, 0, 5, 8);
   for (std::uint32_t r : {1u}) bench.up(r);
-  const auto told_of = [&](std::uint64_t node, std::uint32_t replica) {
+  const auto heard_of = [&](std::uint64_t node, std::uint32_t replica) {
     const auto& told = bench.inbox[node];
-    return std::any_of(told.begin(), told.end(), [&](const proto::ToNode& word) {
-      return std::any_of(word.peers().peers().begin(), word.peers().peers().end(),
+    return std::any_of(told.begin(), told.end(), [&](const proto::ToNode& sent) {
+      return std::any_of(sent.peers().peers().begin(), sent.peers().peers().end(),
                          [&](const auto& peer) { return peer.replica() == replica; });
     });
   };
-  EXPECT_FALSE(told_of(0, 1)) << "they could not connect";
+  EXPECT_FALSE(heard_of(0, 1)) << "they could not connect";
   bench.down(0);
   bench.up(0, 2);
   bench.up(2);
   for (std::uint64_t node : {0, 1, 2})
     for (std::uint32_t replica : {0u, 1u, 2u})
-      if (node != replica) EXPECT_TRUE(told_of(node, replica)) << node << " of " << replica;
+      if (node != replica) EXPECT_TRUE(heard_of(node, replica)) << node << " of " << replica;
 }
 
 // While the job runs, what it has declared binds: a newcomer is not its judge.
@@ -938,16 +939,16 @@ TEST(Coordinator, WhoIsNotReachedIsNamedWithTheReason) {
   Bench other;
   for (std::uint32_t r : {0u, 1u, 2u}) other.up(r);
   proto::FromNode message;
-  auto& standing = *message.mutable_standing();
-  standing.set_replica(1);
-  standing.set_incarnation(other.incarnations[1]);
-  RankSet(1).to(standing.mutable_ranks());
-  auto& one = *standing.add_unreached();
+  auto& status = *message.mutable_replica_status();
+  status.set_replica(1);
+  status.set_incarnation(other.incarnations[1]);
+  RankSet(1).to(status.mutable_ranks());
+  auto& one = *status.add_unreached();
   one.set_rank(1);
   one.set_replica(0);
   one.set_incarnation(other.incarnations[0]);
   one.set_why("no such file");
-  other.say(1, message);
+  other.send(1, message);
   EXPECT_TRUE(other.waits_for("replica 1 rank 1: it can't connect with replica 0 rank 1: no such file"));
   other.link_all();
   EXPECT_FALSE(other.waits_for("can't connect")) << "now it can";
@@ -963,12 +964,12 @@ TEST(Coordinator, WhoComesToAFinishedJobHearsThatItIsOver) {
   bench.inbox.clear();
   bench.up(1, 2);
   const auto& told = bench.inbox[1];
-  const auto word = std::find_if(told.begin(), told.end(), [](const auto& one) { return one.has_plan(); });
-  ASSERT_NE(word, told.end());
+  const auto sent = std::find_if(told.begin(), told.end(), [](const auto& one) { return one.has_plan(); });
+  ASSERT_NE(sent, told.end());
   Rank rank(ReplicaId(1), 0);
-  EXPECT_EQ(rank.on_plan(word->plan()), Rank::Meaning::nothing) << "it has not been registered";
+  EXPECT_EQ(rank.on_plan(sent->plan()), Rank::Meaning::nothing) << "it has not been registered";
   rank.on_registered(Incarnation(bench.incarnations[1]));
-  EXPECT_EQ(rank.on_plan(word->plan()), Rank::Meaning::over);
+  EXPECT_EQ(rank.on_plan(sent->plan()), Rank::Meaning::over);
 }
 
 // Rank 0 of the same replica had heard the end, and left; rank 1's daemon was away.
@@ -980,7 +981,7 @@ TEST(Coordinator, ARankThatComesBackAfterTheEndHearsItAlsoWhereAnotherOfItsRepli
   bench.down(1, 1, 0);
   bench.inbox.clear();
   bench.back_with(1, 1, 11, 1);
-  EXPECT_FALSE(bench.fenced_anybody());
+  EXPECT_FALSE(bench.evicted_anybody());
   ASSERT_FALSE(bench.inbox[11].empty());
   EXPECT_TRUE(bench.inbox[11].back().plan().finished());
 }
@@ -992,7 +993,7 @@ TEST(Coordinator, AfterTheEndNobodyIsWaitedForNorHeldForAlsoAfterItsRestart) {
   Bench bench(first.log, {.steps = 2});
   bench.pass(3s, {});
   EXPECT_TRUE(bench.coordinator.waiting_for(bench.now).empty());
-  EXPECT_TRUE(bench.coordinator.held_for().empty());
+  EXPECT_TRUE(bench.coordinator.blocked_on().empty());
 }
 
 // ---- two processes for one place
@@ -1001,39 +1002,39 @@ TEST(Coordinator, AfterTheEndNobodyIsWaitedForNorHeldForAlsoAfterItsRestart) {
 struct Rivals : Bench {
   Rivals() {
     for (std::uint32_t r : {0u, 2u}) up(r);
-    for (std::uint32_t rank : {0u, 1u}) say(1, of(1, rank, 1, 501));
+    for (std::uint32_t rank : {0u, 1u}) send(1, of(1, rank, 1, 501));
     link_all();
     EXPECT_EQ(contributors(), 3u);
     inbox.clear();
   }
-  static proto::FromNode of(std::uint32_t replica, std::uint32_t rank, std::uint64_t life, std::uint64_t daemon) {
-    auto message = introduction(replica, rank, life);
+  static proto::FromNode of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance, std::uint64_t daemon) {
+    auto message = introduction(replica, rank, instance);
     auto& its = *message.mutable_rank_up();
     its.set_daemon(daemon);
     its.set_node("node" + std::to_string(daemon));
     its.set_pid(static_cast<std::int32_t>(daemon));
     return message;
   }
-  void second() { say(9, of(1, 0, 2, 509)); }
+  void second() { send(9, of(1, 0, 2, 509)); }
   void alive() {
     proto::FromNode message;
     message.mutable_alive()->set_replica(1);
-    message.mutable_alive()->set_life(100);
+    message.mutable_alive()->set_instance(100);
     message.mutable_alive()->set_silent_ms(7);
-    say(1, message);
+    send(1, message);
   }
   bool asked() const {
     const auto told = inbox.find(1);
     return told != inbox.end() &&
-           std::any_of(told->second.begin(), told->second.end(), [](const auto& word) { return word.has_inquiry(); });
+           std::any_of(told->second.begin(), told->second.end(), [](const auto& sent) { return sent.has_inquiry(); });
   }
   std::string refusal() {
-    for (const auto& word : inbox[9])
-      if (word.has_refused()) return word.refused().reason();
+    for (const auto& sent : inbox[9])
+      if (sent.has_refused()) return sent.refused().reason();
     return "";
   }
   bool registered() {
-    return std::any_of(inbox[9].begin(), inbox[9].end(), [](const auto& word) { return word.has_registered(); });
+    return std::any_of(inbox[9].begin(), inbox[9].end(), [](const auto& sent) { return sent.has_registered(); });
   }
 };
 
@@ -1080,7 +1081,7 @@ TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstComesBackInTime) {
   for (std::uint32_t rank : {0u, 1u}) {
     auto message = Rivals::of(1, rank, 1, 502);
     message.mutable_rank_up()->set_incarnation(job.incarnations[1]);
-    job.say(1, message);
+    job.send(1, message);
   }
   job.pass(100ms, {0, 1, 2, 9});
   EXPECT_TRUE(job.asked());
@@ -1090,7 +1091,7 @@ TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstComesBackInTime) {
 
 TEST(Coordinator, OfManyProcessesForAPlaceNotAllAreRemembered) {
   Rivals job;
-  for (std::uint64_t other = 0; other < 20; ++other) job.say(9, Rivals::of(1, 0, 2 + other, 600 + other));
+  for (std::uint64_t other = 0; other < 20; ++other) job.send(9, Rivals::of(1, 0, 2 + other, 600 + other));
   EXPECT_NE(job.refusal().find("several processes ask for its place already"), std::string::npos);
   job.down(1, 1, 0);
   EXPECT_TRUE(job.registered());
@@ -1099,22 +1100,22 @@ TEST(Coordinator, OfManyProcessesForAPlaceNotAllAreRemembered) {
 TEST(Coordinator, WhatNobodyDeclaresAnyMoreIsForgotten) {
   Bench bench;
   bench.start();
-  for (std::uint64_t life = 2; life < 60; ++life) {
-    bench.down(1, life - 1);
-    bench.up(1, life, 0, 5, 100 + life);
+  for (std::uint64_t instance = 2; instance < 60; ++instance) {
+    bench.down(1, instance - 1);
+    bench.up(1, instance, 0, 5, 100 + instance);
     bench.pass(625ms);
     EXPECT_NE(bench.refusal(1), "");
   }
   bench.up(1, 99);
   bench.link_all();
-  for (auto r : {0u, 2u}) bench.exchanged(r);
+  for (auto r : {0u, 2u}) bench.reduced(r);
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
 }
 
 // One daemon has one process in a place: it knows that the other has ended.
 TEST(Coordinator, AProcessThatIsStartedAgainBehindTheSameDaemonIsTakenAtOnce) {
   Rivals job;
-  job.say(1, Rivals::of(1, 0, 2, 501));
+  job.send(1, Rivals::of(1, 0, 2, 501));
   EXPECT_TRUE(std::any_of(job.inbox[1].begin(), job.inbox[1].end(), [](const auto& m) { return m.has_registered(); }));
 }
 
@@ -1151,7 +1152,7 @@ TEST(Coordinator, ALateTickThatComesBeforeAllThatIsQueuedJudgesNobody) {
   bench.keep(bench.coordinator.on_tick(bench.now));
   for (std::uint64_t node : {0, 1, 2}) bench.keep(bench.coordinator.on_node_lost(NodeId(node), bench.now));
   bench.pass(900ms, {});
-  EXPECT_EQ(bench.contributors(), 3u) << "they lost it while it was away, and have their silence to come back";
+  EXPECT_EQ(bench.contributors(), 3u) << "they lost it while it was paused, and have their silence to come back";
 }
 
 TEST(Coordinator, TheLastHolderIsNeverOutForSilence) {
@@ -1163,10 +1164,10 @@ TEST(Coordinator, TheLastHolderIsNeverOutForSilence) {
   ASSERT_EQ(bench.contributors(), 1u);
   bench.pass(10s, {1, 2});  // node 0 is silent
   EXPECT_EQ(bench.contributors(), 1u);
-  EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(0)});
+  EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(0)});
   EXPECT_TRUE(bench.waits_for("replica 0: it is silent, and nobody else has the state of step 2"));
   bench.back(0, 10);
-  bench.exchanged(0, 10);
+  bench.reduced(0, 10);
   EXPECT_EQ(bench.coordinator.committed(), Step(3));
 }
 
@@ -1179,7 +1180,7 @@ TEST(Coordinator, WhenAllAreSilentNobodyIsOutAndTheFirstToComeBackGoesOn) {
   bench.back(1, 11);
   bench.pass(1s, {11});
   ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
-  bench.exchanged(1, 11);
+  bench.reduced(1, 11);
   EXPECT_EQ(bench.coordinator.committed(), Step(2));
 }
 
@@ -1196,7 +1197,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnAloneWhereEverybodyElseHasDied) {
   bench.down(2);
   ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
   EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(1)), lost) << "samples of the step that is repeated";
-  bench.exchanged(1);
+  bench.reduced(1);
   EXPECT_EQ(bench.coordinator.committed(), Step(4));
   EXPECT_EQ(rolled_back(bench.log).steps, 0u);
 }
@@ -1224,7 +1225,7 @@ TEST(Coordinator, AJoinerWithHalfAStateStartsAgainWhereEverybodyElseHasDied) {
   bench.down(0), bench.down(2);
   EXPECT_EQ(bench.contributors(), 0u);
   ASSERT_FALSE(bench.inbox[1].empty());
-  EXPECT_TRUE(std::any_of(bench.inbox[1].begin(), bench.inbox[1].end(), [](const auto& m) { return m.has_fenced(); }));
+  EXPECT_TRUE(std::any_of(bench.inbox[1].begin(), bench.inbox[1].end(), [](const auto& m) { return m.has_evicted(); }));
 }
 
 TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnWhereTheLastContributorIsSilentOrHangs) {
@@ -1238,7 +1239,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpGoesOnWhereTheLastContributorIsSilentOrH
     ASSERT_EQ(bench.coordinator.members().size(), 1u) << hangs;
     EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(1));
     ASSERT_EQ(bench.coordinator.suspended().size(), 1u) << "it may be taken back until the next commit";
-    bench.exchanged(1);
+    bench.reduced(1);
     EXPECT_EQ(bench.coordinator.committed(), Step(4));
   }
 }
@@ -1253,7 +1254,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpIsNotOutForSilenceWhileNoContributorIsTh
   bench.caught_up(1);
   bench.pass(1s, {11});
   ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
-  bench.exchanged(1, 11);
+  bench.reduced(1, 11);
   EXPECT_EQ(bench.coordinator.committed(), Step(4));
 }
 
@@ -1271,7 +1272,7 @@ TEST(Coordinator, AJoinerMaySayAfterTheCoordinatorsRestartThatItHasCaughtUp) {
     bench.pass(1500ms, {1, 11});
     ASSERT_EQ(bench.contributors(), says ? 1u : 0u);
     if (!says) continue;
-    bench.exchanged(1, 11);
+    bench.reduced(1, 11);
     EXPECT_EQ(bench.coordinator.committed(), Step(4));
     EXPECT_EQ(rolled_back(bench.log).steps, 0u);
   }
@@ -1288,17 +1289,17 @@ TEST(Coordinator, AJoinerThatMayHaveCaughtUpIsWaitedForAfterTheCoordinatorsResta
     bench.back_with(1, 0, 11, 2);  // its other rank's daemon is silent for long
     bench.stand(1, 0, true);
     bench.pass(10s, {11});
-    EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(1)});
+    EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(1)});
     EXPECT_TRUE(bench.waits_for("replica 1: it is silent"));
     bench.inbox[10].clear();  // replica 0 has lost a rank, and its other one heard of it
-    EXPECT_FALSE(bench.fenced_anybody());
+    EXPECT_FALSE(bench.evicted_anybody());
     bench.back_with(1, 1, 12, 2);
     bench.stand(1, 1, had);
     bench.pass(500ms, {11, 12});
     ASSERT_EQ(bench.contributors(), had ? 1u : 0u);
-    EXPECT_EQ(bench.fenced_anybody(), !had) << "with half a state it starts again";
+    EXPECT_EQ(bench.evicted_anybody(), !had) << "with half a state it starts again";
     if (!had) continue;
-    bench.exchanged(1, 11);
+    bench.reduced(1, 11);
     EXPECT_EQ(bench.coordinator.committed(), Step(4));
   }
 }
@@ -1313,7 +1314,7 @@ TEST(Coordinator, AJoinerThatOnlyMayHaveCaughtUpIsGivenUpAtAnOperatorsWord) {
     bench.back(0, 10);
     bench.down(0);
     bench.pass(14s, {});
-    EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(1)});
+    EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(1)});
     bench.pass(3s, {});
     EXPECT_EQ(bench.coordinator.members().empty(), told);
   }
@@ -1333,7 +1334,7 @@ TEST(Coordinator, WhoIsOutForSilenceIsTakenBackWhenTheOthersDieBeforeTheNextComm
   ASSERT_NO_FATAL_FAILURE(bench.expect_alone(0));
   EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(0)), its) << "its gradients are of these samples";
   bench.back(0, 10);
-  bench.exchanged(0, 10);
+  bench.reduced(0, 10);
   EXPECT_EQ(bench.coordinator.committed(), Step(2));
 }
 
@@ -1350,12 +1351,12 @@ TEST(Coordinator, AJoinerThatHasCaughtUpIsTakenBackWhereTheLastContributorIsSile
     bench.incarnations = first.incarnations;
     bench.inbox.clear();
     bench.pass(3s, {2});  // both are away
-    EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(0)});
+    EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(0)});
     bench.back(1, 11, 2);
     bench.pass(1s, {11});
     ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1)) << restarts;
-    EXPECT_FALSE(bench.fenced_anybody());
-    bench.exchanged(1, 11);
+    EXPECT_FALSE(bench.evicted_anybody());
+    bench.reduced(1, 11);
     EXPECT_EQ(bench.coordinator.committed(), Step(4));
   }
 }
@@ -1372,7 +1373,7 @@ TEST(Coordinator, AJoinerThatHasCaughtUpIsNoneAfterTheCoordinatorsRestart) {
   ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
   bench.down(0);
   ASSERT_NO_FATAL_FAILURE(bench.expect_alone(1));
-  EXPECT_EQ(bench.coordinator.held_for(), std::vector{ReplicaId(1)});
+  EXPECT_EQ(bench.coordinator.blocked_on(), std::vector{ReplicaId(1)});
 }
 
 // Its state went with its process.
@@ -1385,20 +1386,20 @@ TEST(Coordinator, WhoIsOutForSilenceAndThenEndsIsNotTakenBack) {
   bench.down(2);
   for (std::uint32_t r : {0u, 1u}) bench.down(r);
   EXPECT_TRUE(bench.coordinator.members().empty());
-  EXPECT_TRUE(bench.coordinator.held_for().empty());
+  EXPECT_TRUE(bench.coordinator.blocked_on().empty());
 }
 
-TEST(Coordinator, WhoIsOutForSilenceIsFencedByTheCommitWithoutIt) {
+TEST(Coordinator, WhoIsOutForSilenceIsEvictedByTheCommitWithoutIt) {
   Bench bench;
   bench.start();
   bench.pass(1500ms, {1, 2});
   ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
-  bench.exchanged(1);
-  bench.exchanged(2);
+  bench.reduced(1);
+  bench.reduced(2);
   EXPECT_EQ(bench.coordinator.committed(), Step(1));
   EXPECT_TRUE(bench.coordinator.suspended().empty());
   bench.back(0, 10);
-  EXPECT_TRUE(bench.inbox[10].back().has_fenced());
+  EXPECT_TRUE(bench.inbox[10].back().has_evicted());
 }
 
 TEST(Coordinator, WhoIsOutForNowIsKnownAfterTheCoordinatorsRestart) {
@@ -1412,7 +1413,7 @@ TEST(Coordinator, WhoIsOutForNowIsKnownAfterTheCoordinatorsRestart) {
   again.up(2, 7);  // the other two were started again
   ASSERT_EQ(again.contributors(), 1u);
   again.back(0, 10);
-  again.exchanged(0, 10);
+  again.reduced(0, 10);
   EXPECT_EQ(again.coordinator.committed(), Step(2));
 }
 
@@ -1485,7 +1486,7 @@ TEST(Coordinator, AfterItsRestartNobodyIsAnnouncedBeforeAllMembersAreBack) {
   back(2);
   EXPECT_TRUE(announced());
   EXPECT_EQ(again.coordinator.members().size(), 3u);
-  for (std::uint32_t r : {0u, 1u, 2u}) again.exchanged(r);
+  for (std::uint32_t r : {0u, 1u, 2u}) again.reduced(r);
   EXPECT_EQ(again.coordinator.committed(), Step(1));
 }
 

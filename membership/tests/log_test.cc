@@ -85,19 +85,19 @@ TEST_F(LogFile, GivesBackWhatWasAppendedAfterReopening) {
 
 TEST_F(LogFile, ATornTailOfAnyLengthIsCutOffAndTheLogGoesOn) {
   write(3);
-  const auto whole = parse_log(bytes(), path)->whole;
+  const auto intact = parse_log(bytes(), path)->intact;
   {
     auto log = Log::open(directory);
     ASSERT_TRUE(log->append({commit(4)}));
   }
-  const auto longer = parse_log(bytes(), path)->whole;
-  const auto mark = log_bytes({}, whole).size();
-  for (auto size = whole + 1; size < longer; ++size) {
+  const auto longer = parse_log(bytes(), path)->intact;
+  const auto mark = log_bytes({}, intact).size();
+  for (auto size = intact + 1; size < longer; ++size) {
     std::filesystem::resize_file(path, size);
     auto log = Log::open(directory);
     ASSERT_TRUE(log) << log.error().message;
     EXPECT_EQ(log->records().size(), 3u);
-    EXPECT_EQ(log->bytes_cut(), size - whole < mark ? size - whole : size - whole - mark) << size;
+    EXPECT_EQ(log->bytes_cut(), size - intact < mark ? size - intact : size - intact - mark) << size;
     ASSERT_TRUE(log->append({commit(4)}));
   }
   EXPECT_EQ(read_log(path)->size(), 4u);
@@ -105,7 +105,7 @@ TEST_F(LogFile, ATornTailOfAnyLengthIsCutOffAndTheLogGoesOn) {
 
 TEST_F(LogFile, DamageIsAnErrorThatSaysWhereAndWhatToDo) {
   write(3);
-  const auto last = parse_log(bytes(), path)->whole - 1;
+  const auto last = parse_log(bytes(), path)->intact - 1;
   for (const std::uint64_t at : {std::uint64_t{8 + 16 + 16 + 1}, last}) {
     const Bytes sound = bytes();
     Bytes damaged = sound;
@@ -146,7 +146,7 @@ TEST_F(LogFile, NoFlippedBitAnywhereLosesAnAcknowledgedRecordSilently) {
 TEST_F(LogFile, ManyFlippedBitsLoseARecordSilentlyOnlyWhereTheyHitTheLastMarkToo) {
   const auto written = write_groups(40);
   const Bytes sound = bytes();
-  const auto mark = parse_log(sound, path)->whole;
+  const auto mark = parse_log(sound, path)->intact;
   std::mt19937_64 random(20);
   for (int round = 0; round < 3000; ++round) {
     Bytes damaged = sound;
@@ -228,7 +228,7 @@ TEST_F(LogFile, WhateverPowerLossLeavesOfAnAppendNothingAcknowledgedIsLostAndThe
       auto last = some_records(random);
       tried = acknowledged;
       tried.insert(tried.end(), last.begin(), last.end());
-      const auto end = parse_log(disk.shown, path)->whole;
+      const auto end = parse_log(disk.shown, path)->intact;
       const Bytes bytes = log_bytes(records_of(last), end);
       const auto fd = Fd(::open(path.c_str(), O_RDWR));
       ASSERT_EQ(cable.write(fd.get(), bytes.data(), bytes.size(), static_cast<off_t>(end)),

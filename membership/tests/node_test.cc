@@ -20,30 +20,30 @@ struct Machine {
   Machine() { keep(node.on_coordinator_up(now)); }
   void keep(const Node::Actions& actions) {
     said.insert(said.end(), actions.to_coordinator.begin(), actions.to_coordinator.end());
-    for (const auto& [rank, word] : actions.to_ranks) heard[rank.value].push_back(word);
+    for (const auto& [rank, sent] : actions.to_ranks) heard[rank.value].push_back(sent);
   }
-  // Registered before, and with this exchange done; by job `job`.
-  void up(std::uint64_t connection, std::uint32_t rank, std::uint64_t exchanged_epoch = 0, std::uint64_t job = 7) {
+  // Registered before, and with this reduction done; by job `job`.
+  void up(std::uint64_t connection, std::uint32_t rank, std::uint64_t reduced_epoch = 0, std::uint64_t job = 7) {
     proto::FromNode message;
     auto& its = *message.mutable_rank_up();
     its.set_rank(rank);
-    its.set_life(rank + 1);
+    its.set_instance(rank + 1);
     its.set_incarnation(5);
     its.set_job(job);
-    its.set_exchanged_epoch(exchanged_epoch);
-    its.set_exchanged_step(exchanged_epoch);
+    its.set_reduced_epoch(reduced_epoch);
+    its.set_reduced_step(reduced_epoch);
     keep(node.on_rank_message(RankConnection(connection), message, now));
   }
-  void exchanged(std::uint64_t connection, std::uint64_t epoch) {
+  void reduced(std::uint64_t connection, std::uint64_t epoch) {
     proto::FromNode message;
-    message.mutable_exchanged()->set_epoch(epoch);
-    message.mutable_exchanged()->set_step(epoch);
+    message.mutable_reduced()->set_epoch(epoch);
+    message.mutable_reduced()->set_step(epoch);
     keep(node.on_rank_message(RankConnection(connection), message, now));
   }
   // The ranks of the last report.
   std::string reported() const {
-    for (auto word = said.rbegin(); word != said.rend(); ++word)
-      if (word->has_exchanged()) return RankSet(word->exchanged().ranks(), 8).text();
+    for (auto sent = said.rbegin(); sent != said.rend(); ++sent)
+      if (sent->has_reduced()) return RankSet(sent->reduced().ranks(), 8).text();
     return "none";
   }
   void plan(std::uint64_t job, std::uint64_t epoch) {
@@ -54,20 +54,20 @@ struct Machine {
   }
 };
 
-TEST(Node, ReportsAnExchangeWhenTheLastOfItsRanksHasIt) {
+TEST(Node, ReportsAReductionWhenTheLastOfItsRanksHasIt) {
   Machine machine;
   machine.up(1, 0), machine.up(2, 1);
-  machine.exchanged(1, 3);
+  machine.reduced(1, 3);
   EXPECT_EQ(machine.reported(), "none");
-  machine.exchanged(2, 3);
+  machine.reduced(2, 3);
   EXPECT_EQ(machine.reported(), "0-1");
 }
 
 // Its connection broke when it had done what the others' report waited for.
-TEST(Node, ReportsAnExchangeThatARankBringsAlongWhenItComesBack) {
+TEST(Node, ReportsAReductionThatARankBringsAlongWhenItComesBack) {
   Machine machine;
   machine.up(1, 0), machine.up(2, 1);
-  machine.exchanged(1, 3);
+  machine.reduced(1, 3);
   machine.keep(machine.node.on_rank_gone(RankConnection(2), "it came back", Node::Gone::replaced));
   EXPECT_EQ(machine.reported(), "none");
   machine.up(3, 1, 3);
@@ -75,10 +75,10 @@ TEST(Node, ReportsAnExchangeThatARankBringsAlongWhenItComesBack) {
 }
 
 // It may come back through another daemon.
-TEST(Node, ReportsAnExchangeThatOnlyWaitedForARankThatIsGone) {
+TEST(Node, ReportsAReductionThatOnlyWaitedForARankThatIsGone) {
   Machine machine;
   machine.up(1, 0), machine.up(2, 1);
-  machine.exchanged(1, 3);
+  machine.reduced(1, 3);
   machine.keep(machine.node.on_rank_gone(RankConnection(2), "it is silent", Node::Gone::silent));
   EXPECT_EQ(machine.reported(), "0");
 }
@@ -97,21 +97,21 @@ TEST(Node, WhatACoordinatorWithAnotherJobsLogDecidesIsNothingToItsRanks) {
   EXPECT_EQ(machine.said[1].rank_up().heard_epoch(), 3u) << "a log without it is an older copy";
 }
 
-TEST(Node, SaysThatALifeIsHereWhenItIsAskedFor) {
+TEST(Node, SaysThatAnInstanceIsHereWhenItIsAskedFor) {
   Machine machine;
   machine.up(1, 0);
-  const auto said_after_asking_for = [&](std::uint64_t life) {
+  const auto answers_to_inquiry = [&](std::uint64_t instance) {
     machine.said.clear();
     proto::ToNode message;
-    message.mutable_inquiry()->set_life(life);
+    message.mutable_inquiry()->set_instance(instance);
     machine.keep(machine.node.on_coordinator_message(message, machine.now + 30ms));
     return machine.said;
   };
-  const auto said = said_after_asking_for(1);
+  const auto said = answers_to_inquiry(1);
   ASSERT_EQ(said.size(), 1u);
-  EXPECT_EQ(said[0].alive().life(), 1u);
+  EXPECT_EQ(said[0].alive().instance(), 1u);
   EXPECT_EQ(said[0].alive().silent_ms(), 30u);
-  EXPECT_TRUE(said_after_asking_for(2).empty());
+  EXPECT_TRUE(answers_to_inquiry(2).empty());
 }
 
 TEST(Node, WhomItsRanksCantConnectWithIsReportedOnceForEachPeer) {
@@ -127,8 +127,8 @@ TEST(Node, WhomItsRanksCantConnectWithIsReportedOnceForEachPeer) {
     }
     machine.keep(machine.node.on_rank_message(RankConnection(rank + 1), message, machine.now));
   }
-  ASSERT_TRUE(machine.said.back().has_standing());
-  const auto& told = machine.said.back().standing().unreached();
+  ASSERT_TRUE(machine.said.back().has_replica_status());
+  const auto& told = machine.said.back().replica_status().unreached();
   ASSERT_EQ(told.size(), 2);
   EXPECT_EQ(told[0].incarnation(), 8u);
   EXPECT_EQ(told[1].why(), "no such file");
@@ -156,25 +156,25 @@ struct Behind {
   Behind() { keep(relay.on_coordinator_up(now)); }
   void keep(const Relay::Actions& actions) {
     said.insert(said.end(), actions.to_coordinator.begin(), actions.to_coordinator.end());
-    for (const auto& [nodes, word] : actions.to_nodes)
-      for (auto node : nodes) heard[node.value].push_back(word);
+    for (const auto& [nodes, sent] : actions.to_nodes)
+      for (auto node : nodes) heard[node.value].push_back(sent);
   }
-  void up(std::uint64_t node, std::uint64_t life) {
+  void up(std::uint64_t node, std::uint64_t instance) {
     proto::FromNode message;
-    message.mutable_rank_up()->set_life(life);
+    message.mutable_rank_up()->set_instance(instance);
     keep(relay.on_node_message(NodeId(node), message, now));
   }
-  void tell(const proto::ToNode& message) { keep(relay.on_coordinator_message(message, now)); }
-  void registers(std::uint64_t life, std::uint64_t incarnation) {
+  void send(const proto::ToNode& message) { keep(relay.on_coordinator_message(message, now)); }
+  void registers(std::uint64_t instance, std::uint64_t incarnation) {
     proto::ToNode message;
-    message.mutable_registered()->set_life(life);
+    message.mutable_registered()->set_instance(instance);
     message.mutable_registered()->set_incarnation(incarnation);
-    tell(message);
+    send(message);
   }
-  bool reports_exchange(std::uint64_t node, std::uint64_t incarnation, std::uint64_t epoch) {
+  bool reports_reduction(std::uint64_t node, std::uint64_t incarnation, std::uint64_t epoch) {
     said.clear();
     proto::FromNode message;
-    auto& done = *message.mutable_exchanged();
+    auto& done = *message.mutable_reduced();
     done.set_incarnation(incarnation);
     done.set_epoch(epoch);
     done.set_step(1);
@@ -190,20 +190,20 @@ TEST(Relay, ASecondProcessForAPlaceCostsTheFirstNothingUntilTheCoordinatorSaysSo
     relay.up(1, 100);
     relay.registers(100, 5);
     relay.up(2, 200);
-    EXPECT_TRUE(relay.reports_exchange(1, 5, 1));
+    EXPECT_TRUE(relay.reports_reduction(1, 5, 1));
     proto::ToNode message;
-    message.mutable_inquiry()->set_life(100);
-    relay.tell(message);
+    message.mutable_inquiry()->set_instance(100);
+    relay.send(message);
     EXPECT_TRUE(relay.heard[1].back().has_inquiry());
     if (taken) {
       relay.registers(200, 6);
       EXPECT_TRUE(relay.heard[2].back().has_registered());
-      EXPECT_TRUE(relay.reports_exchange(2, 6, 2));
+      EXPECT_TRUE(relay.reports_reduction(2, 6, 2));
     } else {
-      message.mutable_refused()->set_life(200);
-      relay.tell(message);
+      message.mutable_refused()->set_instance(200);
+      relay.send(message);
       EXPECT_TRUE(relay.heard[2].back().has_refused());
-      EXPECT_TRUE(relay.reports_exchange(1, 5, 2)) << "the first is as it was";
+      EXPECT_TRUE(relay.reports_reduction(1, 5, 2)) << "the first is as it was";
     }
   }
 }
@@ -222,7 +222,7 @@ TEST(Relay, WhoTakesAPlaceWhileItsDaemonIsGoneIsSaidToBeGoneAfterTheSilence) {
     relay.keep(relay.relay.on_tick(relay.now));
   }
   EXPECT_TRUE(std::any_of(relay.said.begin(), relay.said.end(),
-                          [](const auto& word) { return word.rank_down().life() == 200; }));
+                          [](const auto& sent) { return sent.rank_down().instance() == 200; }));
 }
 
 TEST(Rank, BelievesNoPlanOfThePast) {
@@ -238,7 +238,7 @@ TEST(Rank, BelievesNoPlanOfThePast) {
     return made;
   };
   EXPECT_EQ(rank.on_plan(plan(2, 5)), Rank::Meaning::new_epoch);
-  rank.on_exchanged();
+  rank.on_reduced();
   EXPECT_EQ(rank.on_plan(plan(2, 6)), Rank::Meaning::committed);
   for (const auto& [epoch, committed] : {std::pair{2, 6}, {2, 5}, {1, 9}}) {
     EXPECT_EQ(rank.on_plan(plan(epoch, committed)), Rank::Meaning::nothing);

@@ -19,7 +19,7 @@ struct Ranks {
     relay.on_coordinator_message(plan, now);
   }
   // How many messages go up for this one.
-  std::size_t say(std::uint32_t rank, std::uint32_t suspect, bool excused, std::uint64_t epoch = 3) {
+  std::size_t send(std::uint32_t rank, std::uint32_t suspect, bool excused, std::uint64_t epoch = 3) {
     proto::FromNode message;
     auto& accusation = *message.mutable_accusation();
     accusation.set_replica(1);
@@ -34,20 +34,20 @@ struct Ranks {
 
 TEST(Relay, OfRanksThatWaitForAnotherReplicaTheFirstSpeaksForAll) {
   Ranks ranks;
-  EXPECT_EQ(ranks.say(0, 2, false), 1u);
-  EXPECT_EQ(ranks.say(1, 2, false), 0u);
+  EXPECT_EQ(ranks.send(0, 2, false), 1u);
+  EXPECT_EQ(ranks.send(1, 2, false), 0u);
   ranks.now += 1s;
-  EXPECT_EQ(ranks.say(0, 2, false), 0u);
-  EXPECT_EQ(ranks.say(0, 2, false, 2), 0u) << "of an epoch that is over";
+  EXPECT_EQ(ranks.send(0, 2, false), 0u);
+  EXPECT_EQ(ranks.send(0, 2, false, 2), 0u) << "of an epoch that is over";
 }
 
 // Whoever hears of it no more judges: so it is passed on for as long as it is said, but not of each rank.
 TEST(Relay, WhatAReplicaSaysOfItselfIsPassedOnAgainAndAgainOfAnyRank) {
   Ranks ranks;
   for (int i = 0; i < 5; ++i) {
-    EXPECT_EQ(ranks.say(0, 1, true), 1u) << i;
-    for (std::uint32_t rank = 1; rank < 8; ++rank) EXPECT_EQ(ranks.say(rank, 1, true), 0u) << rank;
-    EXPECT_EQ(ranks.say(3, 1, false), 1u) << "another thing, " << i;
+    EXPECT_EQ(ranks.send(0, 1, true), 1u) << i;
+    for (std::uint32_t rank = 1; rank < 8; ++rank) EXPECT_EQ(ranks.send(rank, 1, true), 0u) << rank;
+    EXPECT_EQ(ranks.send(3, 1, false), 1u) << "another thing, " << i;
     ranks.now += 100ms;
   }
 }

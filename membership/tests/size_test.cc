@@ -31,7 +31,7 @@ struct Job {
       if (message.has_plan()) plan = message.plan();
     }
   }
-  void say(std::uint32_t replica, const proto::FromNode& message) {
+  void send(std::uint32_t replica, const proto::FromNode& message) {
     keep(coordinator.on_message(NodeId(1 + replica % nodes), message, now));
   }
   void register_all(std::size_t address_bytes) {
@@ -41,25 +41,25 @@ struct Job {
         auto& up = *message.mutable_rank_up();
         up.set_replica(replica);
         up.set_rank(rank);
-        up.set_life(1 + std::uint64_t{replica} * config.ranks + rank);
+        up.set_instance(1 + std::uint64_t{replica} * config.ranks + rank);
         up.set_digest(5);
         up.set_plan_hash(9);
         up.set_address(std::string(address_bytes, 'a'));
         up.set_stream_address(std::string(address_bytes, 's'));
-        say(replica, message);
+        send(replica, message);
       }
     RankSet all;
     all.add(0, config.ranks);
     for (std::uint32_t replica = config.replicas; replica-- > 0;) {
       proto::FromNode message;
-      auto& standing = *message.mutable_standing();
-      standing.set_replica(replica);
-      standing.set_incarnation(incarnations[replica]);
-      all.to(standing.mutable_ranks());
+      auto& status = *message.mutable_replica_status();
+      status.set_replica(replica);
+      status.set_incarnation(incarnations[replica]);
+      all.to(status.mutable_ranks());
       for (const auto& [other, incarnation] : incarnations)
-        if (other != replica) standing.add_links(incarnation);
+        if (other != replica) status.add_links(incarnation);
       EXPECT_LE(message.ByteSizeLong(), kFrame);
-      say(replica, message);
+      send(replica, message);
     }
   }
   void step() {
@@ -68,13 +68,13 @@ struct Job {
     const auto epoch = coordinator.epoch().value, next = coordinator.committed().value + 1;
     for (std::uint32_t replica = 0; replica < config.replicas; ++replica) {
       proto::FromNode message;
-      auto& done = *message.mutable_exchanged();
+      auto& done = *message.mutable_reduced();
       done.set_replica(replica);
       done.set_epoch(epoch);
       done.set_step(next);
       done.set_incarnation(incarnations[replica]);
       all.to(done.mutable_ranks());
-      say(replica, message);
+      send(replica, message);
     }
   }
 };
@@ -94,9 +94,9 @@ TEST(Sizes, AJobOfAThousandReplicasStartsCommitsAndIsReadBackWithinAFrame) {
     proto::FromNode message;
     auto& down = *message.mutable_rank_down();
     down.set_replica(replica);
-    down.set_life(1 + std::uint64_t{replica} * job.config.ranks);
+    down.set_instance(1 + std::uint64_t{replica} * job.config.ranks);
     down.set_reason("killed");
-    job.say(replica, message);
+    job.send(replica, message);
   }
   EXPECT_LE(job.largest_message, kFrame);
   const auto parsed = parse_log(log_bytes(job.log, 0), "the log");

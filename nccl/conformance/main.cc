@@ -37,7 +37,7 @@ void log(abi::LogLevel level, unsigned long, const char*, int, const char* forma
 
 // One process: what it says, if it is the one that speaks.
 template <typename... Args>
-void say(const Side& side, fmt::format_string<Args...> format, Args&&... args) {
+void print(const Side& side, fmt::format_string<Args...> format, Args&&... args) {
   if (side.number != 0) return;
   fmt::print("{}\n", fmt::format(format, std::forward<Args>(args)...));
   std::fflush(stdout);
@@ -51,11 +51,11 @@ void run_version(Side& side, const Options& options) {
   for (int device = 0; device < count; ++device) {
     Properties properties;
     side.call(side.net->properties(device, properties), "getProperties");
-    say(side, "  device {}: {}, {} Mb/s, port {}, guid {:x}, {}, groups of {}{}{}", device, properties.name,
-        properties.speed, properties.port, properties.guid,
-        properties.pci_path.empty() ? "no PCI path" : properties.pci_path, properties.max_receives,
-        (properties.pointers & abi::kCuda) != 0 ? ", GPU memory" : "",
-        (properties.pointers & abi::kDmaBuf) != 0 ? ", dma-buf" : "");
+    print(side, "  device {}: {}, {} Mb/s, port {}, guid {:x}, {}, groups of {}{}{}", device, properties.name,
+          properties.speed, properties.port, properties.guid,
+          properties.pci_path.empty() ? "no PCI path" : properties.pci_path, properties.max_receives,
+          (properties.pointers & abi::kCuda) != 0 ? ", GPU memory" : "",
+          (properties.pointers & abi::kDmaBuf) != 0 ? ", dma-buf" : "");
     expect((properties.pointers & abi::kHost) != 0, "device {} does not take host memory", device);
     expect(
         properties.speed > 0 && properties.max_receives > 0 && properties.max_connections > 0 && properties.parts > 0,
@@ -66,12 +66,13 @@ void run_version(Side& side, const Options& options) {
   Properties nothing;
   expect(side.net->properties(count + 100, nothing) != abi::kSuccess, "getProperties of a device that is not there");
   if (options.stream_s > 0) {
-    say(side, "  streaming");
+    print(side, "  streaming");
     const auto bytes = stream(side, std::chrono::seconds(options.stream_s));
-    say(side, "  ok  streamed {} in {} s, all bytes right", human_bytes(bytes), options.stream_s);
+    print(side, "  ok  streamed {} in {} s, all bytes right", human_bytes(bytes), options.stream_s);
   } else if (options.bench) {
     const auto measured = measure(side);
-    say(side, "  1 MiB: {:.2f} GB/s one way; 8 bytes: {:.2f} µs", measured.gigabytes_per_second, measured.microseconds);
+    print(side, "  1 MiB: {:.2f} GB/s one way; 8 bytes: {:.2f} µs", measured.gigabytes_per_second,
+          measured.microseconds);
   } else {
     for (const auto& one : cases()) {
       try {
@@ -79,7 +80,7 @@ void run_version(Side& side, const Options& options) {
       } catch (const Failure& failure) {
         throw Failure(fmt::format("{}: {}", one.name, failure.what()));
       }
-      say(side, "  ok  {}", one.name);
+      print(side, "  ok  {}", one.name);
     }
   }
   side.call(side.net->finalize(), "finalize");
@@ -92,7 +93,7 @@ int run_side(int number, Fd line, const Options& options, int version) {
     auto net = Net::find(library, version);
     if (net == nullptr) return 2;
     Side side(number, std::move(line), std::move(net), options.device);
-    say(side, "{} (v{})", side.net->name, version);
+    print(side, "{} (v{})", side.net->name, version);
     run_version(side, options);
     side.net.reset();
     ::dlclose(library);

@@ -100,7 +100,7 @@ class Session {
   std::optional<std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uintptr_t>>>
   begin_update() {
     int committed = 0;
-    const rejoin_piece* pieces = nullptr;
+    const rejoin_update* pieces = nullptr;
     std::size_t count = 0;
     waiting([&] { return rejoin_begin_update(session_, &committed, &pieces, &count); });
     if (committed == 0) return std::nullopt;

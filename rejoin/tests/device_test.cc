@@ -9,7 +9,7 @@
 #include "device/digester.h"
 #include "device/remote.h"
 #include "device/tests/library.h"
-#include "rejoin/attendant.h"
+#include "rejoin/kernel_launcher.h"
 #include "rejoin/stream_order.h"
 #include "rejoin/training_state.h"
 #include "rejoin/watchdog.h"
@@ -23,16 +23,16 @@ using namespace std::chrono_literals;
 struct Streams : testing::Test {
   std::shared_ptr<device::Device> device = device::test_gpu();
   std::shared_ptr<device::Reducer> reducer =
-      *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .attended = true});
+      *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .external_launcher = true});
   std::unique_ptr<device::Stream> stream = *device->make_stream();
-  device::Memory word = *device->allocate_pinned(64);  // what the stream is held up with
+  device::Memory flag = *device->allocate_pinned(64);  // what the stream is held up with
   std::unique_ptr<StreamOrder> order = *StreamOrder::make(device, reducer, 300);
 
   ~Streams() override {  // also of a test that has failed in the middle
     let_go();
     if (order) order->release();
   }
-  std::uint64_t& held() { return *reinterpret_cast<std::uint64_t*>(word.bytes.data()); }
+  std::uint64_t& held() { return *reinterpret_cast<std::uint64_t*>(flag.bytes.data()); }
   void hold() {
     held() = 0;
     ASSERT_TRUE(stream->wait_until(&held(), 1));
@@ -256,21 +256,21 @@ TEST_F(Behind, AnyOtherThreadsCallOfTheDriverEndsTheProgram) {
         (void)order->hand_over(0, 1, stream->handle());
         std::thread([&] { (void)mine->mark(); }).join();
       },
-      "cuEventRecord while a stream waits for a word");
+      "cuEventRecord while a stream waits for a flag");
 }
 
-TEST(Attended, WorksAreDoneThoughOnlyTheAttendantLaunches) {
+TEST(KernelLauncher, WorksAreDoneThoughOnlyTheLauncherLaunches) {
   const auto device = device::test_gpu();
   std::shared_ptr<device::Reducer> reducer =
-      *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1ms, .attended = true});
+      *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1ms, .external_launcher = true});
   auto from = *device->allocate_pinned(1000), to = *device->allocate_pinned(1000);
-  Attendant attendant(reducer);
+  KernelLauncher launcher(reducer);
   for (int round = 1; round <= 20; ++round) {
     std::fill(from.bytes.begin(), from.bytes.end(), std::byte(round));
     const auto given = *reducer->copy(to.bytes.data() + 1, from.bytes.data(), 999);
     const auto deadline = std::chrono::steady_clock::now() + 20s;
     while (*reducer->done() < given) {
-      if (reducer->wants_attention()) attendant.call();
+      if (reducer->wants_launch()) launcher.call();
       ASSERT_LT(std::chrono::steady_clock::now(), deadline);
     }
     EXPECT_EQ(to.bytes[999], std::byte(round));
@@ -278,13 +278,13 @@ TEST(Attended, WorksAreDoneThoughOnlyTheAttendantLaunches) {
   }
 }
 
-// As where an endpoint is closed: nobody calls the attendant meanwhile.
-TEST(Attended, WhoWaitsForItsCopiesIsServed) {
+// As where an endpoint is closed: nobody calls the launcher meanwhile.
+TEST(KernelLauncher, WhoWaitsForItsCopiesIsServed) {
   const auto device = device::test_gpu();
   std::shared_ptr<device::Reducer> reducer =
-      *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .attended = true});
+      *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .external_launcher = true});
   auto from = *device->allocate_pinned(1000), to = *device->allocate_pinned(1000);
-  Attendant attendant(reducer);
+  KernelLauncher launcher(reducer);
   const auto copier = device::make_copier(reducer);
   std::fill(from.bytes.begin(), from.bytes.end(), std::byte{7});
   for (int i = 0; i < 100; ++i) ASSERT_TRUE(copier->copy(to.bytes.data() + 10 * i, from.bytes.data(), 10));
@@ -292,9 +292,10 @@ TEST(Attended, WhoWaitsForItsCopiesIsServed) {
   EXPECT_TRUE(std::equal(from.bytes.begin(), from.bytes.end(), to.bytes.begin()));
 }
 
-TEST(Attended, AHeldKernelStaysAndLeavesWhenItIsLetGo) {
+TEST(KernelLauncher, AHeldKernelStaysAndLeavesWhenItIsLetGo) {
   const auto device = device::test_gpu();
-  auto reducer = *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1ms, .attended = true});
+  auto reducer =
+      *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .patience = 1ms, .external_launcher = true});
   ASSERT_TRUE(reducer->hold());
   ASSERT_TRUE(reducer->hold());
   const auto launches = reducer->launches();
@@ -303,7 +304,7 @@ TEST(Attended, AHeldKernelStaysAndLeavesWhenItIsLetGo) {
   EXPECT_FALSE(*reducer->resting());
   auto from = *device->allocate_pinned(64), to = *device->allocate_pinned(64);
   const auto given = *reducer->copy(to.bytes.data(), from.bytes.data(), 64);
-  while (*reducer->done() < given) EXPECT_FALSE(reducer->wants_attention());
+  while (*reducer->done() < given) EXPECT_FALSE(reducer->wants_launch());
   EXPECT_EQ(reducer->launches(), launches);
   reducer->let_go();
   const auto deadline = std::chrono::steady_clock::now() + 20s;
@@ -372,9 +373,9 @@ TEST(DeviceState, GradientsMayLieInTheTrainersOwnMemory) {
   EXPECT_NE(state.gradient(c).data(), nullptr);
   // What is updated is the state, from the reduced gradients, by their own addresses.
   ASSERT_TRUE(state.start(0));
-  const auto pieces = *state.begin_update(Step(1), true, 1);
-  ASSERT_EQ(pieces.size(), 3u);
-  EXPECT_EQ(pieces[a.index].gradient.data(), state.buckets()[0].output.data() + 96);
+  const auto updates = *state.begin_update(Step(1), true, 1);
+  ASSERT_EQ(updates.size(), 3u);
+  EXPECT_EQ(updates[a.index].gradient.data(), state.buckets()[0].output.data() + 96);
   state.end_update(Step(1), true);
 }
 

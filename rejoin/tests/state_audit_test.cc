@@ -9,11 +9,11 @@
 namespace rejoin {
 namespace {
 
-shm::Owner state() {
-  auto manifest = shm::Manifest::make({{.name = "a", .count = 300'007, .columns = 3},
-                                       {.name = "b", .type = DataType::bfloat16, .count = 5, .columns = 1},
-                                       {.name = "c", .count = 40'000, .columns = 2, .elementwise = false}});
-  return *shm::Owner::make(*manifest);
+local::Owner state() {
+  auto manifest = local::Manifest::make({{.name = "a", .count = 300'007, .columns = 3},
+                                         {.name = "b", .type = DataType::bfloat16, .count = 5, .columns = 1},
+                                         {.name = "c", .count = 40'000, .columns = 2, .elementwise = false}});
+  return *local::Owner::make(*manifest);
 }
 
 std::vector<std::uint64_t> digests_of(StateAudit& audit, std::uint64_t period) {
@@ -23,7 +23,7 @@ std::vector<std::uint64_t> digests_of(StateAudit& audit, std::uint64_t period) {
 }
 
 TEST(StateAudit, EveryByteIsInExactlyOnePartAndItsTensorIsNamed) {
-  shm::Owner owner = state();
+  local::Owner owner = state();
   auto audit = *StateAudit::make(owner);
   std::mt19937_64 random(3);
   for (const std::uint64_t period : {1, 2, 7, 64, 1000, 100'000}) {
@@ -40,9 +40,9 @@ TEST(StateAudit, EveryByteIsInExactlyOnePartAndItsTensorIsNamed) {
       for (std::uint64_t phase = 0; phase < period; ++phase)
         if (before[phase] != after[phase]) found.push_back(phase);
       ASSERT_EQ(found.size(), 1u) << "period " << period << ", tensor " << what.name << ", byte " << at;
-      const auto wrong = *audit->pieces(period, found[0]);
+      const auto wrong = *audit->range_digests(period, found[0]);
       column[at] ^= std::byte{1};
-      const auto right = *audit->pieces(period, found[0]);
+      const auto right = *audit->range_digests(period, found[0]);
       ASSERT_EQ(wrong.size(), right.size());
       std::size_t differing = 0;
       for (std::size_t i = 0; i < wrong.size(); ++i) {
@@ -58,14 +58,14 @@ TEST(StateAudit, EveryByteIsInExactlyOnePartAndItsTensorIsNamed) {
 }
 
 TEST(StateAudit, APartThatThereIsNotIsAnError) {
-  shm::Owner owner = state();
+  local::Owner owner = state();
   auto audit = *StateAudit::make(owner);
   EXPECT_FALSE(audit->digest(4, 4));
   EXPECT_FALSE(audit->digest(0, 0));
 }
 
 TEST(StateAudit, ADigestOfOnePartIsNotThatOfAnother) {
-  shm::Owner owner = state();  // all zero
+  local::Owner owner = state();  // all zero
   auto audit = *StateAudit::make(owner);
   const auto digests = digests_of(*audit, 64);
   EXPECT_EQ(std::set(digests.begin(), digests.end()).size(), 64u);

@@ -187,8 +187,8 @@ TEST_F(Simulated, WhoIsOutForNowIsTakenBackWhenTheOthersDie) {
   EXPECT_GT(survived, 10u);
 }
 
-// A joiner dies when it has caught up, its place is taken at once, and the word that it had caught up comes late.
-TEST_F(Simulated, ThatALifeHasCaughtUpIsNotBelievedOfTheNextOne) {
+// A joiner dies when it has caught up, its place is taken at once, and the report that it had caught up comes late.
+TEST_F(Simulated, ThatAnInstanceHasCaughtUpIsNotBelievedOfTheNextOne) {
   std::uint64_t found = 0;
   for (std::uint64_t seed = 0; found == 0 && seed < 400; ++seed) {
     if (!Shape::of(seed).slow_streams) continue;
@@ -200,7 +200,7 @@ TEST_F(Simulated, ThatALifeHasCaughtUpIsNotBelievedOfTheNextOne) {
     const Outcome sound = play({.seed = seed, .ranks = 1, .faults = faults});
     ASSERT_FALSE(sound.violation) << "seed " << seed << ": " << sound.violation->invariant << ": "
                                   << sound.violation->what;
-    const Outcome planted = play({.seed = seed, .ranks = 1, .plant = Plant::wrong_life, .faults = faults});
+    const Outcome planted = play({.seed = seed, .ranks = 1, .plant = Plant::wrong_instance, .faults = faults});
     found += planted.violation && planted.violation->invariant == "same-bits";
   }
   EXPECT_GT(found, 0u) << "the planted bug was not found";
@@ -226,10 +226,11 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(std::pair{Plant::commit_without_vote, "one-decision"},
                     std::pair{Plant::apply_without_commit, "one-decision"},
                     std::pair{Plant::forget_a_decision, "one-decision"}, std::pair{Plant::apply_twice, "same-bits"},
-                    std::pair{Plant::skip_a_piece, "same-bits"}, std::pair{Plant::damage_after_proof, "same-bits"},
-                    std::pair{Plant::early_proof, "same-bits"}, std::pair{Plant::wrong_batch, "exactly-once"},
+                    std::pair{Plant::skip_an_update, "same-bits"},
+                    std::pair{Plant::damage_after_verification, "same-bits"},
+                    std::pair{Plant::early_verification, "same-bits"}, std::pair{Plant::wrong_batch, "exactly-once"},
                     std::pair{Plant::touch_the_input, "input-intact"}, std::pair{Plant::stale_write, "no-stale-write"},
-                    std::pair{Plant::keep_too_much, "bounded-memory"}, std::pair{Plant::deaf_rank, "progress"},
+                    std::pair{Plant::log_too_much, "bounded-memory"}, std::pair{Plant::deaf_rank, "progress"},
                     std::pair{Plant::no_audit, "no-drift"}),
     [](const auto& instance) { return std::string(to_string(instance.param.first)); });
 

@@ -1,4 +1,4 @@
-// How two engines connect: greetings and words over the control connection, and where wanted rdma_cm.
+// How two engines connect: greetings and signals over the control connection, and where wanted rdma_cm.
 #include <algorithm>
 #include <cstring>
 
@@ -219,7 +219,7 @@ void IbverbsEngine::on_greeting(Endpoint& endpoint, BytesView message) {
 }
 
 void IbverbsEngine::on_all_connected(Endpoint& endpoint) {
-  say_word(endpoint, 0, wire::Word::ready);
+  send_signal(endpoint, 0, wire::Signal::ready);
   --unopened_;
   endpoint.stage = Stage::open;
   events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
@@ -261,48 +261,48 @@ void IbverbsEngine::opened(Endpoint& endpoint) {
   touch(endpoint);
 }
 
-void IbverbsEngine::say_word(Endpoint& endpoint, std::size_t index, wire::Word word) {
+void IbverbsEngine::send_signal(Endpoint& endpoint, std::size_t index, wire::Signal signal) {
   const QueuePair& queue_pair = *endpoint.queue_pairs[index];
-  const wire::Control control{.word = word,
+  const wire::Control control{.signal = signal,
                               .queue_pair = static_cast<std::uint32_t>(index),
                               .first_packet = queue_pair.first_packet(),
                               .received = queue_pair.received};
   (void)control_->send(endpoint.id, bytes_of(control));  // a failure shows as `closed`
 }
 
-void IbverbsEngine::on_word(Endpoint& endpoint, BytesView message) {
+void IbverbsEngine::on_signal(Endpoint& endpoint, BytesView message) {
   wire::Control control;
   if (!take(message, control) || control.queue_pair >= endpoint.queue_pairs.size())
-    return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a word that can't be");
+    return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent a signal that can't be");
   const std::size_t index = control.queue_pair;
   QueuePair& queue_pair = *endpoint.queue_pairs[index];
   const auto done = [&](const Work& work) { on_done(endpoint, work); };
   Result<> result;
-  switch (control.word) {
-    case wire::Word::ready: return opened(endpoint);
-    case wire::Word::rebuild:
+  switch (control.signal) {
+    case wire::Signal::ready: return opened(endpoint);
+    case wire::Signal::rebuild:
       // Both began at once: the side that connected goes first, and the other answers it.
       if (endpoint.rebuilding[index] && endpoint.initiator) return;
       if (!endpoint.rebuilding[index]) result = queue_pair.reset();
       endpoint.rebuilding[index] = false;
       queue_pair.forget_sends_below(control.received, done);
       if (result) result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), false);
-      if (result) say_word(endpoint, index, wire::Word::rebuilt);
+      if (result) send_signal(endpoint, index, wire::Signal::rebuilt);
       break;
-    case wire::Word::rebuilt:
+    case wire::Signal::rebuilt:
       if (!endpoint.rebuilding[index])
         return fail_endpoint(endpoint, ErrorCode::corrupt, "it rebuilt what was not broken");
       endpoint.rebuilding[index] = false;
       queue_pair.forget_sends_below(control.received, done);
       result = queue_pair.connect(peer_of(endpoint, index, control.first_packet), true);
-      if (result) say_word(endpoint, index, wire::Word::go);
+      if (result) send_signal(endpoint, index, wire::Signal::go);
       touch(endpoint);
       break;
-    case wire::Word::go:
+    case wire::Signal::go:
       queue_pair.resume();
       touch(endpoint);
       break;
-    default: return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent an unknown word");
+    default: return fail_endpoint(endpoint, ErrorCode::corrupt, "it sent an unknown signal");
   }
   if (!result) fail_endpoint(endpoint, result.error().code, result.error().message);
 }
@@ -319,7 +319,7 @@ void IbverbsEngine::on_control(const Event& event) {
   }
   if (event.kind != EventKind::message) return;
   if (endpoint->stage == Stage::connecting) return on_greeting(*endpoint, event.message);
-  on_word(*endpoint, event.message);
+  on_signal(*endpoint, event.message);
 }
 
 }  // namespace rejoin::transport::ibverbs

@@ -25,15 +25,15 @@ constexpr std::size_t kFewPosted = 4;     // requests: a doorbell for each more 
 Result<> IbverbsEngine::fill_receives() {
   while (!unposted_.empty()) {
     std::array<ibv_recv_wr, 32> requests;
-    std::array<ibv_sge, 32> pieces;
+    std::array<ibv_sge, 32> sges;
     const std::size_t count = std::min(requests.size(), unposted_.size());
     for (std::size_t i = 0; i < count; ++i) {
       const std::uint32_t buffer = unposted_[unposted_.size() - 1 - i];
-      pieces[i] = {.addr = reinterpret_cast<std::uint64_t>(receive_memory_.data() + buffer * SendSlots::kBytes),
-                   .length = static_cast<std::uint32_t>(SendSlots::kBytes),
-                   .lkey = receive_region_->lkey};
+      sges[i] = {.addr = reinterpret_cast<std::uint64_t>(receive_memory_.data() + buffer * SendSlots::kBytes),
+                 .length = static_cast<std::uint32_t>(SendSlots::kBytes),
+                 .lkey = receive_region_->lkey};
       requests[i] = {
-          .wr_id = buffer, .next = i + 1 < count ? &requests[i + 1] : nullptr, .sg_list = &pieces[i], .num_sge = 1};
+          .wr_id = buffer, .next = i + 1 < count ? &requests[i + 1] : nullptr, .sg_list = &sges[i], .num_sge = 1};
     }
     ibv_recv_wr* refused = nullptr;
     if (const int error = ibv_post_srq_recv(receives_.get(), requests.data(), &refused); error != 0)
@@ -90,7 +90,7 @@ void IbverbsEngine::answer(Endpoint& endpoint, std::uint64_t key) {
     header.extra = registered_.at(region->id.value).region->rkey;
     known_to_[region->id.value].insert(endpoint.id);
   }
-  say(endpoint, header);
+  send_control(endpoint, header);
 }
 
 void IbverbsEngine::on_answer(Endpoint& endpoint, const wire::Header& header) {
@@ -123,13 +123,13 @@ Result<> IbverbsEngine::send(EndpointId id, BytesView message) {
   if (!endpoint) return tl::unexpected(endpoint.error());
   if (auto checked = check_message(message); !checked) return checked;
   for (; message.size() > kRoom; message = message.subspan(kRoom))
-    say(**endpoint, {.kind = wire::Kind::message, .extra = 1}, message.first(kRoom));
-  say(**endpoint, {.kind = wire::Kind::message}, message);
+    send_control(**endpoint, {.kind = wire::Kind::message, .extra = 1}, message.first(kRoom));
+  send_control(**endpoint, {.kind = wire::Kind::message}, message);
   post(**endpoint);
   return {};
 }
 
-void IbverbsEngine::say(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
+void IbverbsEngine::send_control(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
   endpoint.queue_pairs.front()->add_send(header, rest);
   touch(endpoint);
 }
@@ -174,7 +174,7 @@ void IbverbsEngine::start(Endpoint& endpoint, std::uint64_t number, Operation& o
   if (endpoint.memory.size() > kMaxRemembered)
     std::erase_if(endpoint.memory, [](const auto& entry) { return entry.second.known; });
   auto [entry, unasked] = endpoint.memory.try_emplace(operation.key);
-  if (unasked) say(endpoint, {.kind = wire::Kind::ask, .a = operation.key});
+  if (unasked) send_control(endpoint, {.kind = wire::Kind::ask, .a = operation.key});
   entry->second.waiting.push_back(number);
 }
 
@@ -340,7 +340,7 @@ void IbverbsEngine::begin_rebuild(Endpoint& endpoint, std::size_t index) {
   if (auto reset = queue_pair.reset(); !reset)
     return fail_endpoint(endpoint, reset.error().code, reset.error().message);
   endpoint.rebuilding[index] = true;
-  say_word(endpoint, index, wire::Word::rebuild);
+  send_signal(endpoint, index, wire::Signal::rebuild);
 }
 
 }  // namespace rejoin::transport::ibverbs

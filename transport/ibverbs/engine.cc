@@ -152,7 +152,7 @@ void IbverbsEngine::deregister(RegionId id) {
   if (auto known = known_to_.extract(id.value); !known.empty())
     for (auto endpoint : known.mapped())
       if (Endpoint* peer = find(endpoint); peer != nullptr && peer->stage == Stage::open)
-        say(*peer, {.kind = wire::Kind::withdraw, .a = key});
+        send_control(*peer, {.kind = wire::Kind::withdraw, .a = key});
 }
 
 // ---- events of the device and the control connection

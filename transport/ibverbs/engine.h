@@ -12,8 +12,8 @@
 //    connected anew; each side tells what it has received, so that nothing is done twice.
 //  - close() destroys the queue pairs: the fence.
 //
-// engine.cc: set-up, regions, events of the device, closing. connecting.cc: from the first word to an open endpoint,
-// and rebuilding. datapath.cc: work and completions.
+// engine.cc: set-up, regions, events of the device, closing. connecting.cc: from the first greeting to an open
+// endpoint, and rebuilding. datapath.cc: work and completions.
 #pragma once
 
 #include <deque>
@@ -113,8 +113,8 @@ class IbverbsEngine final : public Engine {
   void on_control(const Event& event);
   void on_accepted(const Event& event);
   void on_greeting(Endpoint& endpoint, BytesView message);
-  void on_word(Endpoint& endpoint, BytesView message);
-  void say_word(Endpoint& endpoint, std::size_t queue_pair, wire::Word word);
+  void on_signal(Endpoint& endpoint, BytesView message);
+  void send_signal(Endpoint& endpoint, std::size_t queue_pair, wire::Signal signal);
   void opened(Endpoint& endpoint);
 
   // engine.cc
@@ -137,7 +137,7 @@ class IbverbsEngine final : public Engine {
   void start(Endpoint& endpoint, std::uint64_t number, Operation& operation);
   void submit(Endpoint& endpoint, std::uint64_t number, Operation& operation, const RemoteMemory& memory);
   static QueuePair& carrier(Endpoint& endpoint, std::uint64_t length);
-  void say(Endpoint& endpoint, const wire::Header& header, BytesView rest = {});
+  void send_control(Endpoint& endpoint, const wire::Header& header, BytesView rest = {});
   void answer(Endpoint& endpoint, std::uint64_t key);
   void on_answer(Endpoint& endpoint, const wire::Header& header);
   void begin_rebuild(Endpoint& endpoint, std::size_t queue_pair);

@@ -168,9 +168,9 @@ std::span<std::byte> QueuePair::message_of(Work& work) {
 }
 
 // False where it has to wait for a slot.
-bool QueuePair::prepare(Work& work, ibv_send_wr& request, ibv_sge& piece) {
+bool QueuePair::prepare(Work& work, ibv_send_wr& request, ibv_sge& sge) {
   request = {};
-  request.sg_list = &piece;
+  request.sg_list = &sge;
   request.num_sge = 1;
   if (work.kind == Work::Kind::send) {
     const bool inlined = work.message_bytes <= inline_bytes_;
@@ -182,15 +182,15 @@ bool QueuePair::prepare(Work& work, ibv_send_wr& request, ibv_sge& piece) {
     }
     request.opcode = IBV_WR_SEND;
     if (inlined) request.send_flags = IBV_SEND_INLINE;
-    piece = {.addr = reinterpret_cast<std::uint64_t>(message_of(work).data()),
-             .length = work.message_bytes,
-             .lkey = inlined ? 0 : shared_.slots.lkey()};
+    sge = {.addr = reinterpret_cast<std::uint64_t>(message_of(work).data()),
+           .length = work.message_bytes,
+           .lkey = inlined ? 0 : shared_.slots.lkey()};
     return true;
   }
   request.opcode = work.kind == Work::Kind::write ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ;
   request.wr.rdma.remote_addr = work.remote_address;
   request.wr.rdma.rkey = work.rkey;
-  piece = {.addr = work.address, .length = static_cast<std::uint32_t>(work.length), .lkey = work.lkey};
+  sge = {.addr = work.address, .length = static_cast<std::uint32_t>(work.length), .lkey = work.lkey};
   if (work.kind == Work::Kind::write && work.in_host_memory && work.length <= inline_bytes_)
     request.send_flags = IBV_SEND_INLINE;
   return true;
@@ -199,12 +199,12 @@ bool QueuePair::prepare(Work& work, ibv_send_wr& request, ibv_sge& piece) {
 Result<> QueuePair::post() {
   while (may_post_ && waiting() && posted_ < shared_.options.queue_depth) {
     std::array<ibv_send_wr, kBatch> requests;
-    std::array<ibv_sge, kBatch> pieces;
+    std::array<ibv_sge, kBatch> sges;
     const std::size_t room =
         std::min<std::size_t>({kBatch, works_.size() - posted_, shared_.options.queue_depth - posted_});
     std::size_t count = 0;
     for (; count < room; ++count) {
-      if (!prepare(works_[posted_ + count], requests[count], pieces[count])) break;
+      if (!prepare(works_[posted_ + count], requests[count], sges[count])) break;
       requests[count].wr_id = std::uint64_t{tag_} << kNumberBits | ((next_request_ + count) & kNumberMask);
       if (++unsignalled_ >= kSignalEvery || !ordered()) {
         requests[count].send_flags |= IBV_SEND_SIGNALED;

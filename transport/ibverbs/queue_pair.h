@@ -135,7 +135,7 @@ class QueuePair {
   Result<> initialise();
   Path path_to(const Peer& peer) const;
   std::uint64_t behind_oldest(const ibv_wc& completion) const;
-  bool prepare(Work& work, ibv_send_wr& request, ibv_sge& piece);
+  bool prepare(Work& work, ibv_send_wr& request, ibv_sge& sge);
   void release(Work& work);
   std::span<std::byte> message_of(Work& work);
   template <typename Done>

@@ -30,14 +30,14 @@ struct Greeting {
 };
 
 // Over the control connection, after the greetings.
-enum class Word : std::uint32_t {
+enum class Signal : std::uint32_t {
   ready,    // the side that connected can receive
   rebuild,  // this queue pair had an error and was reset; its first packet will be `first_packet`
   rebuilt,  // the answer: so is ours, with its own
   go,       // and now both can receive
 };
 struct Control {
-  Word word{};
+  Signal signal{};
   std::uint32_t queue_pair = 0;
   std::uint32_t first_packet = 0;
   std::uint32_t unused = 0;

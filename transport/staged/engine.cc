@@ -73,7 +73,7 @@ Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, Memo
     if (registered || registered.error().code != ErrorCode::unreachable) return registered;
     why += "; " + registered.error().message;
   }
-  if (!std::exchange(told_, true))
+  if (!std::exchange(noted_staging_, true))
     spdlog::warn("memory of {} is staged through {} of pinned host memory: {}", device_->name(),
                  human_bytes(2 * options_.slots * options_.slot_bytes), why);
   return keep(memory, std::nullopt);
@@ -210,7 +210,7 @@ void StagedEngine::on_event(const Event& event) {
   switch (event.kind) {
     case EventKind::connected:
       endpoint->stage = Stage::open;
-      say(event.endpoint, wire::Kind::hello, std::exchange(endpoint->hello, {}));
+      send_control(event.endpoint, wire::Kind::hello, std::exchange(endpoint->hello, {}));
       return events_.emit(event);
     case EventKind::message: return on_message(*endpoint, event.message);
     case EventKind::written: return events_.emit(event);

@@ -128,8 +128,10 @@ class StagedEngine final : public Engine {
   Result<> hand_through(EndpointId endpoint, std::span<const One> operations, std::vector<const One*>& staged,
                         Result<> (Engine::*verb)(EndpointId, std::span<const One>));
   void post(Operation operation);
-  void say(EndpointId endpoint, wire::Kind kind, BytesView rest, std::uint32_t more = 0);
-  void tell(EndpointId endpoint, wire::Kind kind, const auto& what) { say(endpoint, kind, bytes_of(what)); }
+  void send_control(EndpointId endpoint, wire::Kind kind, BytesView rest, std::uint32_t more = 0);
+  void send_struct(EndpointId endpoint, wire::Kind kind, const auto& what) {
+    send_control(endpoint, kind, bytes_of(what));
+  }
   void pump();
   bool offer_next(std::uint64_t number);
   bool pull_next(std::uint64_t number);
@@ -156,7 +158,7 @@ class StagedEngine final : public Engine {
   std::map<std::uint64_t, Pull> pulls_;
   std::deque<std::uint64_t> to_offer_, to_pull_;  // operations; pulls
   SlotMap<Below> below_operations_;
-  bool told_ = false;              // that something is staged
+  bool noted_staging_ = false;     // that something is staged
   std::unique_ptr<Engine> below_;  // goes before the memory that it knows
 };
 

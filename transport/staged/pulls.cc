@@ -7,7 +7,7 @@ namespace rejoin::transport::staged {
 
 void StagedEngine::on_offer(Endpoint& endpoint, const wire::Offer& offer) {
   Pull pull{.endpoint = endpoint.id, .offer = offer};
-  pull.status = status_of(regions_.check(offer.target.key, offer.whole_offset, offer.whole_length));
+  pull.status = status_of(regions_.check(offer.target.key, offer.write_offset, offer.write_length));
   if (pull.status == wire::Status::done)
     pull.status = status_of(regions_.check(offer.target.key, offer.target_offset, offer.length));
   if (const Region* target = regions_.by_key(offer.target.key)) pull.target = target->id;
@@ -99,11 +99,11 @@ void StagedEngine::settle_pull(std::uint64_t number) {
   if (pull.status == wire::Status::done) {
     bool whole = offer.pieces == 1;
     if (!whole && (whole = ++endpoint->arriving[offer.write] == offer.pieces)) endpoint->arriving.erase(offer.write);
-    if (endpoint->arriving.size() > kMaxUnderWay) return malformed(*endpoint, "too many writes that are not whole");
+    if (endpoint->arriving.size() > kMaxUnderWay) return malformed(*endpoint, "too many writes that are not complete");
     if (whole && offer.notifies != 0)
       events_.emit({.kind = EventKind::written, .endpoint = endpoint->id, .value = offer.notification});
   }
-  tell(endpoint->id, wire::Kind::landed, wire::Answer{offer.number, pull.status});
+  send_struct(endpoint->id, wire::Kind::landed, wire::Answer{offer.number, pull.status});
 }
 
 }  // namespace rejoin::transport::staged

@@ -16,7 +16,7 @@ constexpr std::size_t kRoom = Engine::kMaxMessage - sizeof(wire::Header);
 // ---- messages
 
 // Refused below: the endpoint is about to report its end.
-void StagedEngine::say(EndpointId endpoint, wire::Kind kind, BytesView rest, std::uint32_t more) {
+void StagedEngine::send_control(EndpointId endpoint, wire::Kind kind, BytesView rest, std::uint32_t more) {
   (void)below_->send(endpoint, joined(wire::Header{.kind = kind, .more = more}, rest));
 }
 
@@ -24,8 +24,8 @@ Result<> StagedEngine::send(EndpointId id, BytesView message) {
   if (auto endpoint = find_open_endpoint(endpoints_, id); !endpoint) return tl::unexpected(endpoint.error());
   if (auto checked = check_message(message); !checked) return checked;
   for (; message.size() > kRoom; message = message.subspan(kRoom))
-    say(id, wire::Kind::message, message.first(kRoom), 1);
-  say(id, wire::Kind::message, message);
+    send_control(id, wire::Kind::message, message.first(kRoom), 1);
+  send_control(id, wire::Kind::message, message);
   return {};
 }
 
@@ -123,13 +123,13 @@ Result<> StagedEngine::read(EndpointId id, std::span<const Read> reads) {
                            .local = read->local,
                            .remote = read->remote,
                            .length = read->length};
-    tell(id, wire::Kind::request,
-         wire::Request{.number = number,
-                       .source = read->remote.region,
-                       .source_offset = read->remote.offset,
-                       .target = remote(read->local.region),
-                       .target_offset = read->local.offset,
-                       .length = read->length});
+    send_struct(id, wire::Kind::request,
+                wire::Request{.number = number,
+                              .source = read->remote.region,
+                              .source_offset = read->remote.offset,
+                              .target = remote(read->local.region),
+                              .target_offset = read->local.offset,
+                              .length = read->length});
   }
   return {};
 }
@@ -137,7 +137,7 @@ Result<> StagedEngine::read(EndpointId id, std::span<const Read> reads) {
 void StagedEngine::on_request(Endpoint& endpoint, const wire::Request& request) {
   const auto status = status_of(regions_.check(request.source.key, request.source_offset, request.length));
   if (status != wire::Status::done)
-    return tell(endpoint.id, wire::Kind::answered, wire::Answer{request.number, status});
+    return send_struct(endpoint.id, wire::Kind::answered, wire::Answer{request.number, status});
   post({.endpoint = endpoint.id,
         .request = request.number,
         .local = {regions_.by_key(request.source.key)->id, request.source_offset},
@@ -190,14 +190,14 @@ bool StagedEngine::offer_next(std::uint64_t number) {
                       .target = operation.remote.region,
                       .target_offset = operation.remote.offset + from,
                       .length = length,
-                      .whole_offset = operation.remote.offset,
-                      .whole_length = operation.length};
+                      .write_offset = operation.remote.offset,
+                      .write_length = operation.length};
     if (below || length == 0) {
       if (below) offer.source = below_->remote(*below);
       offer.source_offset = operation.local.offset;
       offer.number = ++offers_made_;
       offered_[offer.number] = {.operation = number, .slot = std::nullopt, .sent = true};
-      tell(operation.endpoint, wire::Kind::offer, offer);
+      send_struct(operation.endpoint, wire::Kind::offer, offer);
       ++operation.begun;
       continue;
     }
@@ -230,7 +230,7 @@ bool StagedEngine::offer_next(std::uint64_t number) {
 void StagedEngine::on_landed(Endpoint& endpoint, const wire::Answer& answer) {
   auto found = offered_.find(answer.number);
   if (found == offered_.end() || !found->second.sent || operations_.at(found->second.operation).endpoint != endpoint.id)
-    return malformed(endpoint, "word of an offer that was not made");
+    return malformed(endpoint, "news of an offer that was not made");
   const Offered offered = found->second;
   offered_.erase(found);
   if (offered.slot) {
@@ -249,9 +249,10 @@ void StagedEngine::finish_piece(std::uint64_t number, const std::optional<Error>
 void StagedEngine::complete(std::uint64_t number) {
   const Operation operation = std::move(operations_.extract(number).mapped());
   if (operation.error && operation.pieces > 1)
-    tell(operation.endpoint, wire::Kind::withdrawn, wire::Answer{number, wire::Status::withdrawn});
+    send_struct(operation.endpoint, wire::Kind::withdrawn, wire::Answer{number, wire::Status::withdrawn});
   if (operation.request)
-    return tell(operation.endpoint, wire::Kind::answered, wire::Answer{*operation.request, status_of(operation.error)});
+    return send_struct(operation.endpoint, wire::Kind::answered,
+                       wire::Answer{*operation.request, status_of(operation.error)});
   events_.emit({.kind = EventKind::completed,
                 .endpoint = operation.endpoint,
                 .value = operation.context,
@@ -285,7 +286,7 @@ void StagedEngine::finish_copy(Lane& lane, const std::optional<Error>& error) {
   const std::uint64_t number = offered->second.operation;
   if (!error && !operations_.at(number).error) {
     offered->second.sent = true;
-    return tell(copy.endpoint, wire::Kind::offer, copy.offer);
+    return send_struct(copy.endpoint, wire::Kind::offer, copy.offer);
   }
   offered_.erase(offered);
   out_.free.push_back(copy.slot);

@@ -34,7 +34,7 @@ struct Offer {
   std::uint64_t source_offset = 0;
   RemoteRegion target;
   std::uint64_t target_offset = 0, length = 0;
-  std::uint64_t whole_offset = 0, whole_length = 0;  // of the whole write in the target: nothing of a bad one lands
+  std::uint64_t write_offset = 0, write_length = 0;  // of the whole write in the target: nothing of a bad one lands
 };
 
 // The receiver of this is to write out of a region of its own into one of the sender's: a read. `answered` follows the

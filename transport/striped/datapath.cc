@@ -80,10 +80,10 @@ Result<> StripedEngine::write(EndpointId id, std::span<const Write> writes) {
     const auto number = operation.number;
     post(endpoint, std::move(operation));
     if (number)
-      say(endpoint, {.kind = wire::Kind::announce,
-                     .a = *number,
-                     .b = endpoint.operations.at(endpoint.next_operation - 1).unfinished,
-                     .c = value});
+      send_control(endpoint, {.kind = wire::Kind::announce,
+                              .a = *number,
+                              .b = endpoint.operations.at(endpoint.next_operation - 1).unfinished,
+                              .c = value});
   }
   pump(endpoint);
   return {};
@@ -116,7 +116,7 @@ void StripedEngine::post(Endpoint& endpoint, Operation operation) {
   if (endpoint.keys.size() > kMaxKeys && endpoint.operations.size() == 1)  // nothing under way needs them
     endpoint.keys.clear();
   auto [entry, unasked] = endpoint.keys.try_emplace(key);
-  if (unasked) say(endpoint, {.kind = wire::Kind::ask, .a = key});
+  if (unasked) send_control(endpoint, {.kind = wire::Kind::ask, .a = key});
   if (entry->second.known) queue_pieces(endpoint, number);
   else entry->second.waiting.push_back(number);
 }
@@ -299,7 +299,7 @@ void StripedEngine::finish_piece(Endpoint& endpoint, std::uint64_t number, const
 void StripedEngine::complete(Endpoint& endpoint, std::uint64_t number) {
   const auto operation = endpoint.operations.extract(number);
   if (operation.mapped().error && operation.mapped().number && endpoint.stage == Stage::open)
-    say(endpoint, {.kind = wire::Kind::withdraw, .a = *operation.mapped().number});
+    send_control(endpoint, {.kind = wire::Kind::withdraw, .a = *operation.mapped().number});
   events_.emit({.kind = EventKind::completed,
                 .endpoint = endpoint.id,
                 .value = operation.mapped().context,

@@ -127,7 +127,7 @@ Result<EndpointId> StripedEngine::connect(const Address& peer, BytesView hello) 
   endpoint.initiator = endpoint.announced = true;
   endpoint.connection = {unguessable_.next(), unguessable_.next()};
   for (auto& address : split(peer.text, '|')) endpoint.addresses.push_back({std::move(address)});
-  say(endpoint, {.kind = wire::Kind::hello}, hello);
+  send_control(endpoint, {.kind = wire::Kind::hello}, hello);
   Result<> connecting;
   const std::size_t count = std::min(rails_.size(), endpoint.addresses.size());
   for (std::uint32_t rail = 0; rail < count; ++rail)

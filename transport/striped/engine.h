@@ -1,11 +1,12 @@
-// The striped engine. Each endpoint has up to one link a rail; a link is one life of the rail's own endpoint.
+// The striped engine. Each endpoint has up to one link a rail; a link is one instance of the rail's own endpoint.
 //
 // Exactly once, whatever a rail does:
 //  - Messages are numbered and kept until the peer has said `received`. When the rail that carries them dies, all kept
 //    ones are sent again, in order, over another; the receiver takes each number once.
-//  - A piece of a write whose rail died is posted again only after the peer has said `rail_down` for that life of the
+//  - A piece of a write whose rail died is posted again only after the peer has said `rail_down` for that instance of
+//  the
 //    rail, which it does after closing (fencing) its end: the old copy can't land behind the new one. A piece of a read
-//    needs no such word, since our own close is the fence.
+//    needs no such message, since our own close is the fence.
 //  - With `rail_down` the peer says which pieces had landed over it. Those are done, though no completion has said so:
 //    the write may have been notified, and its memory given to another.
 //  - A notification is raised when all pieces of its write have been counted in, each once, and the write announced.
@@ -51,7 +52,7 @@ class StripedEngine final : public Engine {
   void close(EndpointId endpoint) override;
 
  private:
-  static constexpr std::uint64_t kMaxOpenWrites = 1 << 20;  // announced or begun, and not whole
+  static constexpr std::uint64_t kMaxOpenWrites = 1 << 20;  // announced or begun, and not complete
 
   static constexpr std::uint32_t kNoRail = ~0u;
   enum class Stage { connecting, accepting, open, failed, closed };
@@ -81,7 +82,7 @@ class StripedEngine final : public Engine {
     std::map<std::uint64_t, Piece> in_flight;
     std::vector<Piece> orphans;                              // of an ended link, until peer_fenced
     std::deque<std::uint64_t> landed;                        // tags of the last pieces that came over it
-    std::set<std::uint64_t> landed_there;                    // … by the peer's word, when it is peer_fenced
+    std::set<std::uint64_t> landed_there;                    // … as the peer has reported, when it is peer_fenced
     TimePoint last_heard{}, last_finished{}, last_probed{};  // anything; a piece; asked
   };
   struct RailState {                 // of one endpoint
@@ -119,7 +120,7 @@ class StripedEngine final : public Engine {
     std::vector<std::unique_ptr<Link>> links;
     std::uint32_t primary = kNoRail;  // the rail that carries messages
 
-    std::uint64_t next_message = 0, expected = 0, told_received = 0, bytes_since_told = 0;
+    std::uint64_t next_message = 0, expected = 0, reported_received = 0, bytes_since_report = 0;
     std::deque<Sent> unreceived;  // sent, and not known to be received
     MessageParts parts;           // of a caller's message coming in
 
@@ -153,8 +154,8 @@ class StripedEngine final : public Engine {
   void on_accepted(std::uint32_t rail, const Event& event);
   void on_link_open(Endpoint& endpoint, Link& link);
   void end_link(Endpoint& endpoint, Link& link, const std::string& why);
-  void say_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
-                  const std::deque<std::uint64_t>& landed);
+  void report_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
+                     const std::deque<std::uint64_t>& landed);
   void retry_later(RailState& rail);
   void shut(Endpoint& endpoint, Stage stage, const Error& error);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why);
@@ -180,9 +181,9 @@ class StripedEngine final : public Engine {
   void avoid(Endpoint& endpoint, const Link& link, const Piece& piece, const Error& error);
   void finish_piece(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
   void complete(Endpoint& endpoint, std::uint64_t operation);
-  void say(Endpoint& endpoint, wire::Header header, BytesView rest = {});
+  void send_control(Endpoint& endpoint, wire::Header header, BytesView rest = {});
   void repeat_messages(Endpoint& endpoint);
-  void tell_received(Endpoint& endpoint);
+  void report_received(Endpoint& endpoint);
   void malformed(Endpoint& endpoint, std::string_view what);
   void post(Endpoint& endpoint, Operation operation);
   void queue_pieces(Endpoint& endpoint, std::uint64_t operation);

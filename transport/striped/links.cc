@@ -111,15 +111,15 @@ void StripedEngine::end_link(Endpoint& endpoint, Link& link, const std::string& 
       if (rail.link != nullptr && rail.link->open) endpoint.primary = rail.link->rail;
     repeat_messages(endpoint);
   }
-  say_fenced(endpoint, link.rail, link.generation, link.landed);
+  report_fenced(endpoint, link.rail, link.generation, link.landed);
 }
 
-void StripedEngine::say_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
-                               const std::deque<std::uint64_t>& landed) {
+void StripedEngine::report_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
+                                  const std::deque<std::uint64_t>& landed) {
   if (generation < endpoint.rails[rail].fenced_below) return;
   endpoint.rails[rail].fenced_below = generation + 1;
   const std::vector<std::uint64_t> tags(landed.begin(), landed.end());
-  say(endpoint, {.kind = wire::Kind::rail_down, .a = rail, .b = generation}, std::as_bytes(std::span(tags)));
+  send_control(endpoint, {.kind = wire::Kind::rail_down, .a = rail, .b = generation}, std::as_bytes(std::span(tags)));
 }
 
 // Ends all links; operations end as soon as no rail holds a piece of theirs.
@@ -215,7 +215,8 @@ void StripedEngine::check_rails(Endpoint& endpoint) {
   }
 }
 
-// Since when this link owes us something without having moved: the end of a piece, or word of a message.
+// Since when this link has something outstanding for us without having moved: the end of a piece, or the
+// acknowledgement of a message.
 TimePoint StripedEngine::waiting_since(const Endpoint& endpoint, const Link& link) const {
   TimePoint since = TimePoint::max();
   for (const auto& [number, piece] : link.in_flight)

@@ -6,12 +6,12 @@ namespace rejoin::transport::striped {
 
 namespace {
 
-constexpr std::uint64_t kTellAfterMessages = 32, kTellAfterBytes = 256 * KiB;
+constexpr std::uint64_t kReportAfterMessages = 32, kReportAfterBytes = 256 * KiB;
 constexpr std::size_t kRoom = Engine::kMaxMessage - sizeof(wire::Header);
 
 }  // namespace
 
-void StripedEngine::say(Endpoint& endpoint, wire::Header header, BytesView rest) {
+void StripedEngine::send_control(Endpoint& endpoint, wire::Header header, BytesView rest) {
   header.number = endpoint.next_message++;
   Bytes bytes = joined(header, rest);
   if (endpoint.primary != kNoRail) {
@@ -25,17 +25,17 @@ void StripedEngine::say(Endpoint& endpoint, wire::Header header, BytesView rest)
 void StripedEngine::repeat_messages(Endpoint& endpoint) {
   Link* link = endpoint.rails[endpoint.primary].link;
   for (const auto& sent : endpoint.unreceived)
-    if (!rails_[endpoint.primary]->send(link->endpoint, sent.bytes)) return;  // see say()
+    if (!rails_[endpoint.primary]->send(link->endpoint, sent.bytes)) return;  // see send_control()
 }
 
-void StripedEngine::tell_received(Endpoint& endpoint) {
-  const bool due =
-      endpoint.expected - endpoint.told_received >= kTellAfterMessages || endpoint.bytes_since_told >= kTellAfterBytes;
+void StripedEngine::report_received(Endpoint& endpoint) {
+  const bool due = endpoint.expected - endpoint.reported_received >= kReportAfterMessages ||
+                   endpoint.bytes_since_report >= kReportAfterBytes;
   if (!due || endpoint.primary == kNoRail || endpoint.rails[endpoint.primary].link == nullptr) return;
   const wire::Header header{.kind = wire::Kind::received, .a = endpoint.expected};
   if (!rails_[endpoint.primary]->send(endpoint.rails[endpoint.primary].link->endpoint, bytes_of(header))) return;
-  endpoint.told_received = endpoint.expected;
-  endpoint.bytes_since_told = 0;
+  endpoint.reported_received = endpoint.expected;
+  endpoint.bytes_since_report = 0;
 }
 
 Result<> StripedEngine::send(EndpointId id, BytesView message) {
@@ -43,8 +43,8 @@ Result<> StripedEngine::send(EndpointId id, BytesView message) {
   if (!endpoint) return tl::unexpected(endpoint.error());
   if (auto checked = check_message(message); !checked) return checked;
   for (; message.size() > kRoom; message = message.subspan(kRoom))
-    say(**endpoint, {.kind = wire::Kind::message, .more = 1}, message.first(kRoom));
-  say(**endpoint, {.kind = wire::Kind::message}, message);
+    send_control(**endpoint, {.kind = wire::Kind::message, .more = 1}, message.first(kRoom));
+  send_control(**endpoint, {.kind = wire::Kind::message}, message);
   return {};
 }
 
@@ -57,7 +57,7 @@ void StripedEngine::on_rail_message(Endpoint& endpoint, Link& link, BytesView by
   const std::size_t size = bytes.size();
   if (!take(bytes, header)) return malformed(endpoint, "a message too short for its header");
   if (header.kind == wire::Kind::received || header.kind == wire::Kind::echo) {
-    if (header.a > endpoint.next_message) return malformed(endpoint, "word of messages that were not sent");
+    if (header.a > endpoint.next_message) return malformed(endpoint, "news of messages that were not sent");
     while (!endpoint.unreceived.empty() && endpoint.unreceived.front().number < header.a)
       endpoint.unreceived.pop_front();
     return;
@@ -70,9 +70,9 @@ void StripedEngine::on_rail_message(Endpoint& endpoint, Link& link, BytesView by
   if (header.number < endpoint.expected) return;  // again, after a rail's end
   if (header.number > endpoint.expected) return malformed(endpoint, "a message out of order");
   ++endpoint.expected;
-  endpoint.bytes_since_told += size;
+  endpoint.bytes_since_report += size;
   on_numbered(endpoint, header, bytes);
-  tell_received(endpoint);
+  report_received(endpoint);
 }
 
 void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
@@ -99,7 +99,7 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
     }
     case Kind::withdraw: {
       if (is_in(endpoint, header.a) || header.a >= endpoint.all_in_below + kMaxOpenWrites)
-        return malformed(endpoint, "the withdrawal of a write that is whole");
+        return malformed(endpoint, "the withdrawal of a write that is complete");
       return mark_in(endpoint, header.a);
     }
     case Kind::ask: {
@@ -110,7 +110,7 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
           const RemoteRegion remote = there ? rails_[rail]->remote(*there) : RemoteRegion{};
           keys.push_back({remote.key, remote.length, there ? 1u : 0u});
         }
-      return say(endpoint, {.kind = Kind::answer, .a = header.a}, std::as_bytes(std::span(keys)));
+      return send_control(endpoint, {.kind = Kind::answer, .a = header.a}, std::as_bytes(std::span(keys)));
     }
     case Kind::answer: return answer_keys(endpoint, header, rest);
     case Kind::rail_down: return on_rail_down(endpoint, header, rest);
@@ -119,9 +119,9 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
   malformed(endpoint, "a message of unknown kind");
 }
 
-// The peer has fenced that life of the rail: so do we, and what we had under way on it may go over another.
+// The peer has fenced that instance of the rail: so do we, and what we had under way on it may go over another.
 void StripedEngine::on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed) {
-  if (header.a >= endpoint.rails.size()) return malformed(endpoint, "word of a rail that we have not");
+  if (header.a >= endpoint.rails.size()) return malformed(endpoint, "news of a rail that we have not");
   const auto rail = static_cast<std::uint32_t>(header.a);
   for (auto& link : endpoint.links) {
     if (link->rail != rail || link->generation != header.b) continue;
@@ -133,7 +133,7 @@ void StripedEngine::on_rail_down(Endpoint& endpoint, const wire::Header& header,
     break;
   }
   if (endpoint.stage != Stage::open && endpoint.stage != Stage::accepting) return;
-  say_fenced(endpoint, rail, static_cast<std::uint32_t>(header.b), {});  // of a link that has not been open here
+  report_fenced(endpoint, rail, static_cast<std::uint32_t>(header.b), {});  // of a link that has not been open here
   touch(endpoint);
 }
 

@@ -20,7 +20,7 @@ enum class Kind : std::uint32_t {
   hello,      // the first message: the caller's hello
   message,    // the caller's, or a part of it
   announce,   // a: number of a write with notification, b: its pieces, c: the notification
-  withdraw,   // a: number of a write that will not be whole
+  withdraw,   // a: number of a write that will not be complete
   ask,        // a: key of a region
   answer,     // a: the key, then one RailKey for each rail; none: no such region
   rail_down,  // a: rail, b: its generation: fenced at the sender of this; then the tags of the last pieces landed there

@@ -238,7 +238,7 @@ TEST_F(Staged, APeerThatDoesNotStageIsRefused) {
 }
 
 // What a peer that speaks the protocol wrongly can do to one that speaks it: end its own connection.
-TEST_F(Staged, WrongWordsEndTheirOwnConnectionOnly) {
+TEST_F(Staged, WrongMessagesEndTheirOwnConnectionOnly) {
   using namespace staged;
   b.engine = engine();
   const auto where = *b.engine->listen({"127.0.0.1:0"});
@@ -259,13 +259,13 @@ TEST_F(Staged, WrongWordsEndTheirOwnConnectionOnly) {
   wrong.push_back({hello, joined(header(wire::Kind::landed), bytes_of(wire::Answer{.number = 12}))});
   wrong.push_back({hello, joined(header(wire::Kind::answered), bytes_of(wire::Answer{.number = 12}))});
   wrong.push_back({hello, joined(header(wire::Kind::request), {})});
-  for (const auto& words : wrong) {
+  for (const auto& messages : wrong) {
     a.connected = false;
     a.closed.clear();
     const EndpointId endpoint = *a.engine->connect(where, bytes_of(wire::Greeting{}));
     ASSERT_TRUE(until([&] { return a.connected; }));
-    for (const auto& word : words) ASSERT_TRUE(a.engine->send(endpoint, word));
-    ASSERT_TRUE(until([&] { return !a.closed.empty(); })) << &words - wrong.data();
+    for (const auto& message : messages) ASSERT_TRUE(a.engine->send(endpoint, message));
+    ASSERT_TRUE(until([&] { return !a.closed.empty(); })) << &messages - wrong.data();
     a.engine->close(endpoint);
   }
   // An offer of bytes that can't be read is answered, and nothing has changed.
@@ -273,7 +273,7 @@ TEST_F(Staged, WrongWordsEndTheirOwnConnectionOnly) {
   const EndpointId endpoint = *a.engine->connect(where, bytes_of(wire::Greeting{}));
   ASSERT_TRUE(until([&] { return a.connected; }));
   offer.pieces = 1;
-  offer.whole_length = 1;
+  offer.write_length = 1;
   ASSERT_TRUE(a.engine->send(endpoint, hello));
   ASSERT_TRUE(a.engine->send(endpoint, joined(header(wire::Kind::offer), bytes_of(offer))));
   ASSERT_TRUE(until([&] { return a.messages > 0; }));

@@ -1,9 +1,9 @@
 // What the trainer is busy with: see "Busy" in docs/design-notes.md. On the trainer's thread.
-#include "rejoin/progress.h"
+#include "rejoin/progress_thread.h"
 
 namespace rejoin {
 
-Result<> Progress::busy(std::chrono::milliseconds limit, std::string reason) {
+Result<> ProgressThread::busy(std::chrono::milliseconds limit, std::string reason) {
   const TimePoint now = clock_.now();
   const std::lock_guard lock(mutex_);
   occupation_ = Driver::Occupation{.reason = std::move(reason), .since = now, .until = now + limit};
@@ -13,7 +13,7 @@ Result<> Progress::busy(std::chrono::milliseconds limit, std::string reason) {
   return {};
 }
 
-Result<> Progress::done() {
+Result<> ProgressThread::done() {
   const std::lock_guard lock(mutex_);
   occupation_.reset();
   occupation_changed_ = true;

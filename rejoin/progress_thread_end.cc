@@ -3,7 +3,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "local.pb.h"
-#include "rejoin/progress.h"
+#include "rejoin/progress_thread.h"
 
 namespace rejoin {
 
@@ -16,26 +16,26 @@ constexpr auto kWorthTelling = std::chrono::seconds(1);  // of the coordinator's
 // ---- the trainer's thread
 
 // Under the mutex.
-std::optional<Error> Progress::ended() const {
+std::optional<Error> ProgressThread::ended() const {
   if (failure_) return failure_;
   if (interrupt_.raised())
     return Error{ErrorCode::cancelled, "interrupt() was called: this session runs no more steps; leave() and end"};
   return std::nullopt;
 }
 
-Result<> Progress::may_go_on() const {
+Result<> ProgressThread::may_go_on() const {
   const std::lock_guard lock(mutex_);
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   return {};
 }
 
-bool Progress::over() const {
+bool ProgressThread::over() const {
   const std::lock_guard lock(mutex_);
   return over_;
 }
 
 // The coordinator answers each registration at once, whatever the job is doing, if it is there.
-Result<> Progress::wait_for_registration() {
+Result<> ProgressThread::wait_for_registration() {
   std::unique_lock lock(mutex_);
   const auto answered = [&] { return registered_ || ended(); };
   if (!changed_.wait_for(lock, kWorthTelling, answered)) {
@@ -47,7 +47,7 @@ Result<> Progress::wait_for_registration() {
   return {};
 }
 
-Result<> Progress::leave() {
+Result<> ProgressThread::leave() {
   if (!thread_.joinable()) return {};
   std::unique_lock lock(mutex_);
   leaving_ = true;
@@ -63,19 +63,19 @@ Result<> Progress::leave() {
 // ---- the progress thread
 
 // Whether the trainer wants to leave, and all is said that can be.
-bool Progress::leaves(TimePoint now) {
+bool ProgressThread::leaves(TimePoint now) {
   {
     const std::lock_guard lock(mutex_);
     if (!leaving_) return false;
   }
   if (leave_by_ == TimePoint{}) leave_by_ = now + silence_;
-  if (!farewell_said_) farewell_said_ = say_farewell("");
+  if (!farewell_sent_) farewell_sent_ = send_farewell("");
   const bool nobody_cares = !daemon_ && driver_->finished();
   return farewell_heard_ || nobody_cares || now > leave_by_;
 }
 
 // False where nobody can be told now.
-bool Progress::say_farewell(const std::string& why) {
+bool ProgressThread::send_farewell(const std::string& why) {
   if (!daemon_ || !welcome_) return false;
   proto::FromTrainer message;
   message.mutable_leave()->set_why(why);
@@ -85,8 +85,9 @@ bool Progress::say_farewell(const std::string& why) {
   return sent.has_value();
 }
 
-// The thread's last word. Nobody is to wait for a replica that does nothing any more, though its process may live on.
-void Progress::part() {
+// The thread's last message. Nobody is to wait for a replica that does nothing any more, though its process may live
+// on.
+void ProgressThread::part() {
   bool wanted = false;
   std::string why;
   {
@@ -94,7 +95,7 @@ void Progress::part() {
     wanted = leaving_;
     if (failure_) why = failure_->message;
   }
-  if (!farewell_said_) farewell_said_ = say_farewell(why);
+  if (!farewell_sent_) farewell_sent_ = send_farewell(why);
   const bool unheard = wanted && why.empty() && !farewell_heard_ && !driver_->finished();
   if (streams_) streams_->release();
   {

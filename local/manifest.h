@@ -10,7 +10,7 @@
 #include "base/types.h"
 #include "device/access.h"
 
-namespace rejoin::shm {
+namespace rejoin::local {
 
 constexpr std::size_t kMaxColumns = 4;  // a weight and up to three moments
 // Of all columns together. Small enough that what has just landed is still in the cache when its digest is taken, and
@@ -19,7 +19,7 @@ constexpr std::uint64_t kPartBytes = 1 * MiB;
 // Elements between which slices and parts begin and end. Whatever vector loops an optimizer has, they go through a
 // slice as they go through the same elements of the whole tensor, where both are cut at such borders.
 constexpr std::uint64_t kBorder = 64;
-constexpr std::uint32_t kMaxPins = 64;  // parts a daemon can hold at one version
+constexpr std::uint32_t kMaxPins = 64;  // parts a daemon can pin at one version
 constexpr std::uint32_t kMaxTensors = 4096;
 constexpr std::uint64_t kMaxParts = 1 << 20;  // 1 TiB of state a rank
 
@@ -41,7 +41,7 @@ struct Part {
 };
 
 struct Slice {
-  Part whole;
+  Part range;
   std::uint32_t first_part = 0, parts = 1;
 };
 
@@ -80,4 +80,4 @@ class Manifest {
 using Columns = std::vector<BytesView>;
 Result<std::vector<std::uint64_t>> digests_of(std::span<const Columns> parts, device::Access& access);
 
-}  // namespace rejoin::shm
+}  // namespace rejoin::local

@@ -1,4 +1,4 @@
-#include "rejoin/progress.h"
+#include "rejoin/progress_thread.h"
 
 #include <signal.h>
 
@@ -31,12 +31,12 @@ class NoSignals {
   sigset_t before_;
 };
 
-// Between two looks at words that streams write, which wakes nobody: a hundredth of a core, and no time beside a step.
+// Between two looks at flags that streams write, which wakes nobody: a hundredth of a core, and no time beside a step.
 constexpr Duration kStreams = std::chrono::microseconds(100);
 
 }  // namespace
 
-Progress::Progress(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt)
+ProgressThread::ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt)
     : config_(config),
       state_(state),
       interrupt_(interrupt),
@@ -46,7 +46,7 @@ Progress::Progress(const SessionConfig& config, TrainingState& state, const Inte
       wanted_(buckets_.size()),
       handed_over_(buckets_.size()) {}
 
-Progress::~Progress() {
+ProgressThread::~ProgressThread() {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
@@ -56,15 +56,15 @@ Progress::~Progress() {
   watchdog_.reset();
   if (streams_) streams_->release();
   driver_.reset();
-  engine_.reset();  // what it still copies is done by a kernel that the attendant may have to launch
-  attendant_.reset();
+  engine_.reset();  // what it still copies is done by a kernel that the launcher may have to launch
+  kernel_launcher_.reset();
   server_.reset();
   streams_.reset();
 }
 
 // ---- the trainer's thread
 
-Result<> Progress::join(const Position& from, std::uint64_t digest, Duration digest_time) {
+Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Duration digest_time) {
   joined_from_ = from;
   digest_at_join_ = digest;
   digest_time_ = digest_time;
@@ -77,7 +77,7 @@ Result<> Progress::join(const Position& from, std::uint64_t digest, Duration dig
   driver_.emplace(
       DriverConfig{.replica = ReplicaId(config_.replica),
                    .rank = config_.rank,
-                   .life = random_number() | 1,
+                   .instance = random_number() | 1,
                    .transport = transport::family_of(config_.transport) + (on_gpu ? " out of a GPU's memory" : ""),
                    .plan_hash = state_.plan_hash(),
                    .declared = state_.declaration(),
@@ -95,7 +95,7 @@ Result<> Progress::join(const Position& from, std::uint64_t digest, Duration dig
   return wait_for_registration();
 }
 
-void Progress::begin() {
+void ProgressThread::begin() {
   const NoSignals no_signals;
   idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
   if (streams_)
@@ -111,7 +111,7 @@ void Progress::begin() {
   thread_ = std::thread([this] { run(); });
 }
 
-Result<> Progress::make_engine(bool on_gpu) {
+Result<> ProgressThread::make_engine(bool on_gpu) {
   const NoSignals no_signals;
   if (on_gpu)
     if (auto prepared = prepare_device(); !prepared) return prepared;
@@ -124,23 +124,23 @@ Result<> Progress::make_engine(bool on_gpu) {
       .map([&](const transport::Address& told) { address_ = told.text; });
 }
 
-Result<> Progress::prepare_device() {
+Result<> ProgressThread::prepare_device() {
   const auto& device = owner_.device();
   auto reducer = device::Reducer::make(
-      *device, {.blocks = config_.reduce_blocks, .threads = config_.reduce_threads, .attended = true});
+      *device, {.blocks = config_.reduce_blocks, .threads = config_.reduce_threads, .external_launcher = true});
   if (!reducer) return tl::unexpected(reducer.error());
   reducer_ = std::move(*reducer);
   auto streams = StreamOrder::make(device, reducer_, buckets_.size());
   if (!streams) return tl::unexpected(streams.error());
   streams_ = std::move(*streams);
-  attendant_ = std::make_unique<Attendant>(reducer_);
+  kernel_launcher_ = std::make_unique<KernelLauncher>(reducer_);
   auto server = device::MemoryServer::make(device, owner_.shared_memory());
   if (!server) return tl::unexpected(server.error());
   server_ = std::move(*server);
   return {};
 }
 
-Result<std::optional<StepView>> Progress::wait_for_step(std::uint64_t after) {
+Result<std::optional<StepView>> ProgressThread::wait_for_step(std::uint64_t after) {
   std::unique_lock lock(mutex_);
   wait(lock, [&] { return ended() || finished_ || (current_ && current_->step > after); });
   if (auto why = ended()) return tl::unexpected(std::move(*why));
@@ -153,7 +153,7 @@ Result<std::optional<StepView>> Progress::wait_for_step(std::uint64_t after) {
 }
 
 // Under the mutex.
-Result<> Progress::may_reduce(std::uint32_t bucket) const {
+Result<> ProgressThread::may_reduce(std::uint32_t bucket) const {
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   if (bucket >= wanted_.size())
     return rejoin::fail(ErrorCode::invalid_argument, "there is no bucket {}; bucket() has given {}, numbered from 0",
@@ -163,7 +163,7 @@ Result<> Progress::may_reduce(std::uint32_t bucket) const {
   return {};
 }
 
-Result<> Progress::all_reduce(std::uint32_t bucket) {
+Result<> ProgressThread::all_reduce(std::uint32_t bucket) {
   {
     const std::lock_guard lock(mutex_);
     if (auto may = may_reduce(bucket); !may) return may;
@@ -174,7 +174,7 @@ Result<> Progress::all_reduce(std::uint32_t bucket) {
   return {};
 }
 
-Result<> Progress::all_reduce(std::uint32_t bucket, void* stream) {
+Result<> ProgressThread::all_reduce(std::uint32_t bucket, void* stream) {
   if (!streams_)
     return rejoin::fail(ErrorCode::invalid_argument,
                         "a CUDA stream for a bucket in the host's memory: set SessionConfig::device");
@@ -190,7 +190,7 @@ Result<> Progress::all_reduce(std::uint32_t bucket, void* stream) {
   return handed;
 }
 
-Result<> Progress::end_update(std::uint64_t step, bool contributed, void* stream) {
+Result<> ProgressThread::end_update(std::uint64_t step, bool contributed, void* stream) {
   if (!streams_)
     return rejoin::fail(ErrorCode::invalid_argument,
                         "a CUDA stream for a state in the host's memory: set SessionConfig::device");
@@ -203,7 +203,7 @@ Result<> Progress::end_update(std::uint64_t step, bool contributed, void* stream
   return queued;
 }
 
-Result<> Progress::wait_for_update(Interruptible how) {
+Result<> ProgressThread::wait_for_update(Interruptible how) {
   std::unique_lock lock(mutex_);
   const auto given_up = [&] { return how == Interruptible::yes ? ended() : failure_; };
   wait(lock, [&] { return updates_ == 0 || given_up(); });
@@ -211,7 +211,7 @@ Result<> Progress::wait_for_update(Interruptible how) {
   return {};
 }
 
-Result<Progress::Decision> Progress::wait_for_commit(std::uint64_t step) {
+Result<ProgressThread::Decision> ProgressThread::wait_for_commit(std::uint64_t step) {
   std::unique_lock lock(mutex_);
   const auto begins_again = [&] {
     return current_ && current_->step == step && current_->contributes && !taken_contributes_;
@@ -224,7 +224,7 @@ Result<Progress::Decision> Progress::wait_for_commit(std::uint64_t step) {
 
 // ---- the progress thread
 
-void Progress::fail(Error error) {
+void ProgressThread::fail(Error error) {
   spdlog::error("{}", error.message);
   {
     const std::lock_guard lock(mutex_);
@@ -236,7 +236,7 @@ void Progress::fail(Error error) {
 }
 
 // What the trainer's streams have come to; and to them, what has been reduced.
-void Progress::poll_streams() {
+void ProgressThread::poll_streams() {
   const auto reached = streams_->poll();
   for (const auto& what : reached) {
     if (!what.bucket) state_.end_update(Step(what.step), what.contributed);
@@ -251,12 +251,12 @@ void Progress::poll_streams() {
     if (std::exchange(shown_reduced_[b], reduced[b]) != reduced[b]) streams_->on_reduced(b, reduced[b]);
 }
 
-void Progress::run() {
+void ProgressThread::run() {
   for (;;) {
     if (streams_) {
       watchdog_->turn();
       poll_streams();
-      if (reducer_->wants_attention()) attendant_->call();
+      if (reducer_->wants_launch()) kernel_launcher_->call();
     }
     {
       const std::lock_guard lock(mutex_);
@@ -276,15 +276,15 @@ void Progress::run() {
       heartbeat_at_ = now;
       owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
                                     std::memory_order_relaxed);
-      if (welcome_) unsaid_.push_back(driver_->heartbeat());
+      if (welcome_) unsent_.push_back(driver_->heartbeat());
     }
     if (daemon_) poll_daemon(now);
     else reconnect(now);
     const std::uint64_t outcomes = driver_->outcomes();
     driver_->poll(now);
     if (driver_->outcomes() != outcomes) idle_->reset();
-    for (auto& report : driver_->take_reports()) unsaid_.push_back(std::move(report));
-    say_all();
+    for (auto& report : driver_->take_reports()) unsent_.push_back(std::move(report));
+    send_all();
     if (driver_->revision() != published_) publish();
     if (leaves(now)) break;
     // On the GPU, for microseconds, and without waking anybody.
@@ -300,7 +300,7 @@ void Progress::run() {
 }
 
 // Shows the trainer's thread how far things have come.
-void Progress::publish() {
+void ProgressThread::publish() {
   published_ = driver_->revision();
   if (driver_->failure()) return fail(*driver_->failure());
   {

@@ -1,17 +1,17 @@
 // The page that a trainer shares with its node's daemon, beside the state itself. See "Copy-on-write" in
 // docs/design-notes.md for why the orders of access below are enough.
 //
-// Who writes what: the trainer's library writes clock, phase, heartbeat, pins' steps to copying and aside, slices'
-// steps to current and abandoned. The daemon writes pins' fields and their steps to owed and free, slices' steps to
+// Who writes what: the trainer's library writes clock, phase, heartbeat, pins' steps to copying and copied, slices'
+// steps to current and abandoned. The daemon writes pins' fields and their steps to pending and free, slices' steps to
 // requested and arrived. Either side checks what it reads: a wrong index or range is an error, never an access.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 
-#include "shm/manifest.h"
+#include "local/manifest.h"
 
-namespace rejoin::shm {
+namespace rejoin::local {
 
 constexpr std::uint64_t kPageMagic = 0x3031474150'4e4a52;
 constexpr std::uint32_t kLayoutVersion = 6;
@@ -25,13 +25,14 @@ struct Clock {
   bool operator==(const Clock&) const = default;
 };
 
-enum class Phase : std::uint32_t { compute, exchange, update };
+enum class Phase : std::uint32_t { compute, reduce, update };
 
-// A part that the daemon holds at one version: as long as it is owed, the trainer copies it aside before changing it.
-enum class PinState : std::uint32_t { free, owed, copying, aside };
+// A part that the daemon pins at one version: as long as its copy is pending, the trainer copies it to the shadow
+// buffer before changing it.
+enum class PinState : std::uint32_t { free, pending, copying, copied };
 struct Pin {
   std::atomic<PinState> state;
-  std::uint32_t part;  // index in the manifest; written before `owed`
+  std::uint32_t part;  // index in the manifest; written before `pending`
 };
 
 // Catching up, by slice.
@@ -42,11 +43,14 @@ enum class SliceState : std::uint8_t {
   current,    // brought up to date: `version` is the state's
   abandoned,  // kept gradients ran over their budget; to be asked for again
 };
-struct SliceWord {
+struct SliceStatus {
   SliceState state = SliceState::absent;
-  std::uint64_t version = 0;
-  std::uint64_t packed() const { return version << 8 | static_cast<std::uint8_t>(state); }
-  static SliceWord unpack(std::uint64_t bits) { return {static_cast<SliceState>(bits & 0xff), bits >> 8}; }
+  std::uint64_t number = 0;  // the version; while requested, from whom: the source's number + 1
+  std::uint64_t version() const { return number; }
+  static SliceStatus requested(std::uint32_t source) { return {SliceState::requested, source + 1ull}; }
+  bool requested_from(std::uint32_t source) const { return state == SliceState::requested && number == source + 1ull; }
+  std::uint64_t packed() const { return number << 8 | static_cast<std::uint8_t>(state); }
+  static SliceStatus unpack(std::uint64_t bits) { return {static_cast<SliceState>(bits & 0xff), bits >> 8}; }
 };
 
 struct Page {
@@ -56,19 +60,19 @@ struct Page {
   alignas(64) std::atomic<std::uint64_t> clock;         // Clock::packed
   std::atomic<std::uint32_t> phase;                     // Phase; for pacing only
   std::atomic<std::uint64_t> heartbeat;                 // CLOCK_MONOTONIC nanoseconds, by the library's progress thread
-  std::atomic<std::uint64_t> copied_aside;              // bytes, ever
-  std::atomic<std::uint64_t> kept_gradient_bytes;       // now
+  std::atomic<std::uint64_t> shadow_copied_bytes;       // bytes, ever
+  std::atomic<std::uint64_t> gradient_log_bytes;        // now
   alignas(64) std::atomic<std::uint32_t> daemon_waits;  // ring the doorbell at the next change of clock or pin
-  std::atomic<std::uint32_t> whole;  // 1: a daemon has had all of the state proven; its slices are kept current
+  std::atomic<std::uint32_t> complete;  // 1: a daemon has had all of the state verified; its slices are kept current
   alignas(64) Pin pins[kMaxPins];
-  // std::atomic<std::uint64_t> slice_words[slices] follow
-  std::atomic<std::uint64_t>* slice_words() { return reinterpret_cast<std::atomic<std::uint64_t>*>(this + 1); }
+  // std::atomic<std::uint64_t> slice_statuses[slices] follow
+  std::atomic<std::uint64_t>* slice_statuses() { return reinterpret_cast<std::atomic<std::uint64_t>*>(this + 1); }
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<PinState>::is_always_lock_free);
 
 constexpr std::size_t page_bytes(std::uint32_t slices) {
   return round_up(sizeof(Page) + std::size_t{slices} * 8, 4096);
 }
-constexpr std::size_t aside_bytes() { return kMaxPins * kPartBytes; }
+constexpr std::size_t shadow_bytes() { return kMaxPins * kPartBytes; }
 
-}  // namespace rejoin::shm
+}  // namespace rejoin::local

@@ -9,7 +9,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "membership/node.h"
-#include "rejoin/progress.h"
+#include "rejoin/progress_thread.h"
 #include "transport/advertise.h"
 namespace rejoin {
 
@@ -26,7 +26,7 @@ proto::FromTrainer more() {
 // ---- the trainer's thread
 
 // The first contact is made here, so that its errors reach the caller.
-Result<> Progress::introduce() {
+Result<> ProgressThread::introduce() {
   auto offer = owner_.offer();
   if (!offer) return tl::unexpected(offer.error());
   offer_ = std::move(*offer);
@@ -74,10 +74,10 @@ Result<> Progress::introduce() {
 
 // ---- the progress thread
 
-proto::LocalHello Progress::hello(std::size_t descriptors) const {
+proto::LocalHello ProgressThread::hello(std::size_t descriptors) const {
   proto::LocalHello hello;
   hello.set_protocol(membership::kProtocolVersion);
-  hello.set_layout(shm::kLayoutVersion);
+  hello.set_layout(local::kLayoutVersion);
   hello.set_descriptors(static_cast<std::uint32_t>(descriptors));
   hello.set_device(owner_.device()->address());
   auto& up = *hello.mutable_up();
@@ -96,13 +96,13 @@ proto::LocalHello Progress::hello(std::size_t descriptors) const {
 }
 
 // What the next daemon is served GPU memory by, where there is any. One that was not sent is kept.
-bool Progress::has_line() {
+bool ProgressThread::has_line() {
   if (!server_ || served_.socket) return true;
   if (auto line = server_->next()) served_ = std::move(*line);
   return static_cast<bool>(served_.socket);
 }
 
-Result<> Progress::greet(Fd& socket) {
+Result<> ProgressThread::greet(Fd& socket) {
   to_offer_.clear();
   for (const auto& fd : offer_) to_offer_.push_back(fd.get());
   if (server_) to_offer_.insert(to_offer_.end(), {served_.socket.get(), served_.memory.get()});
@@ -113,7 +113,7 @@ Result<> Progress::greet(Fd& socket) {
   return send_offer(socket, message);
 }
 
-Result<> Progress::send_offer(const Fd& socket, const proto::FromTrainer& message) {
+Result<> ProgressThread::send_offer(const Fd& socket, const proto::FromTrainer& message) {
   const std::string bytes = message.SerializeAsString();
   const auto end = to_offer_.begin() + static_cast<std::ptrdiff_t>(std::min(to_offer_.size(), kMaxFds));
   const std::vector<int> fds(to_offer_.begin(), end);
@@ -123,7 +123,7 @@ Result<> Progress::send_offer(const Fd& socket, const proto::FromTrainer& messag
   return sent;
 }
 
-void Progress::reconnect(TimePoint now) {
+void ProgressThread::reconnect(TimePoint now) {
   if (now < retry_at_ || driver_->finished()) return;  // what is there to be said to it then?
   retry_at_ = now + kReconnect;
   if (now - daemon_seen_ > config_.patience)
@@ -133,17 +133,17 @@ void Progress::reconnect(TimePoint now) {
   auto socket = connect_unix(config_.socket);
   if (!socket || !greet(*socket)) return;
   daemon_ = std::move(*socket);
-  unsaid_.clear();  // the registration says it; what comes after it waits for the welcome
+  unsent_.clear();  // the registration says it; what comes after it waits for the welcome
   daemon_seen_ = now;
   spdlog::info("registered again with the daemon at {}", config_.socket);
   events::emit("daemon_back");
   driver_->on_daemon_back();
 }
 
-void Progress::say_all() {
-  for (; welcome_ && !unsaid_.empty(); unsaid_.pop_front()) {
+void ProgressThread::send_all() {
+  for (; welcome_ && !unsent_.empty(); unsent_.pop_front()) {
     proto::FromTrainer message;
-    *message.mutable_report() = unsaid_.front();
+    *message.mutable_report() = unsent_.front();
     const std::string bytes = message.SerializeAsString();
     if (auto sent = send_with_fds(daemon_, as_bytes(bytes), {}); !sent) {
       if (sent.error().code != ErrorCode::exhausted) lose_daemon(sent.error().message);
@@ -152,24 +152,24 @@ void Progress::say_all() {
   }
 }
 
-void Progress::lose_daemon(const std::string& why) {
-  const Duration away = driver_->away(clock_.now());
+void ProgressThread::lose_daemon(const std::string& why) {
+  const Duration pause = driver_->recent_pause(clock_.now());
   if (driver_->finished()) spdlog::debug("the daemon has ended, and so has the job");
-  else if (away > (dropped_.empty() ? silence_ : Duration{}))
+  else if (pause > (dropped_.empty() ? silence_ : Duration{}))
     spdlog::warn(
         "this process was silent for {:.1f} s, so the daemon put it out ({}); it registers again, and goes on "
         "unless the job has gone on without it",
-        seconds(away), dropped_.empty() ? why : dropped_);
+        seconds(pause), dropped_.empty() ? why : dropped_);
   else spdlog::warn("the daemon is gone ({}); looking for it again", dropped_.empty() ? why : dropped_);
   dropped_.clear();
   events::emit("daemon_lost");
-  farewell_said_ = false;
+  farewell_sent_ = false;
   daemon_.reset();
   welcome_ = false;
   daemon_seen_ = clock_.now();
 }
 
-void Progress::poll_daemon(TimePoint now) {
+void ProgressThread::poll_daemon(TimePoint now) {
   for (;;) {
     auto received = receive_with_fds(daemon_, 512 * KiB);
     if (!received) return lose_daemon(received.error().message);
@@ -187,7 +187,7 @@ void Progress::poll_daemon(TimePoint now) {
       farewell_heard_ = true;
       return;
     }
-    if (message.has_word()) driver_->on_word(message.word(), now);
+    if (message.has_control()) driver_->on_control_message(message.control(), now);
     if (message.has_more())
       if (auto sent = send_offer(daemon_, more()); !sent) return lose_daemon(sent.error().message);
   }

@@ -1,4 +1,4 @@
-#include "shm/owner.h"
+#include "local/owner.h"
 
 #include <sys/resource.h>
 
@@ -7,19 +7,19 @@
 
 #include "base/fail.h"
 
-namespace rejoin::shm {
+namespace rejoin::local {
 
 Result<Owner> Owner::make(Manifest manifest, std::shared_ptr<device::Device> device, const std::vector<Own>& own) {
   Owner owner(std::move(manifest));
   owner.device_ = std::move(device);
   const auto slices = static_cast<std::uint32_t>(owner.manifest_.slices().size());
-  if (auto placed = owner.place(own); !placed) return tl::unexpected(placed.error());
-  auto aside = owner.device_->allocate(aside_bytes());
-  if (!aside) return tl::unexpected(aside.error());
-  auto allocations = owner.device_->allocations(aside->bytes);
+  if (auto placed = owner.location(own); !placed) return tl::unexpected(placed.error());
+  auto shadow = owner.device_->allocate(shadow_bytes());
+  if (!shadow) return tl::unexpected(shadow.error());
+  auto allocations = owner.device_->allocations(shadow->bytes);
   if (!allocations) return tl::unexpected(allocations.error());
-  owner.aside_segment_ = {aside->bytes, std::move(*allocations)};
-  owner.aside_ = std::move(*aside);
+  owner.shadow_range_ = {shadow->bytes, std::move(*allocations)};
+  owner.shadow_ = std::move(*shadow);
   auto stream = owner.device_->make_stream();
   if (!stream) return tl::unexpected(stream.error());
   owner.stream_ = std::move(*stream);
@@ -55,8 +55,8 @@ Result<> Owner::check(const Tensor& tensor, const Own& own) {
   return {};
 }
 
-// Allocates what is not there, and finds the segments that all of it lies in.
-Result<> Owner::place(const std::vector<Own>& own) {
+// Allocates what is not there, and finds the memory ranges that all of it lies in.
+Result<> Owner::location(const std::vector<Own>& own) {
   const auto& tensors = manifest_.tensors();
   const auto has_own = [&](std::size_t t) { return t < own.size() && !own[t].empty(); };
   const auto room = [](const Tensor& tensor) { return round_up(tensor.bytes(), 64); };
@@ -86,93 +86,96 @@ Result<> Owner::place(const std::vector<Own>& own) {
       columns.push_back(memory);
     }
   }
-  // Neighbours that can be mapped as such make one segment.
+  // Neighbours that can be mapped as such make one memory range.
   std::vector<std::span<std::byte>> wholes;
   for (const auto& [base, allocation] : found) {
-    const bool joins = !segments_.empty() && allocation.mapped && segments_.back().allocations.back().mapped &&
+    const bool joins = !memory_ranges_.empty() && allocation.mapped &&
+                       memory_ranges_.back().allocations.back().mapped &&
                        wholes.back().data() + wholes.back().size() == base;
-    if (!joins) segments_.emplace_back(), wholes.push_back({base, std::size_t{0}});
+    if (!joins) memory_ranges_.emplace_back(), wholes.push_back({base, std::size_t{0}});
     wholes.back() = {wholes.back().data(), wholes.back().size() + allocation.memory.size()};
-    segments_.back().allocations.push_back(allocation);
+    memory_ranges_.back().allocations.push_back(allocation);
   }
-  std::vector<Place> places;
+  std::vector<ColumnLocation> locations;
   for (const auto& column : columns) {
     const auto after = std::upper_bound(wholes.begin(), wholes.end(), column.data(),
                                         [](const std::byte* at, const auto& whole) { return at < whole.data(); });
-    const auto segment = static_cast<std::uint32_t>(after - wholes.begin() - 1);
-    auto& memory = segments_[segment].memory;
+    const auto memory_range = static_cast<std::uint32_t>(after - wholes.begin() - 1);
+    auto& memory = memory_ranges_[memory_range].memory;
     auto* begin = memory.empty() ? column.data() : std::min(memory.data(), column.data());
     auto* end = std::max(memory.data() + memory.size(), column.data() + column.size());
     memory = {begin, end};
-    places.push_back({segment, 0});
+    locations.push_back({memory_range, 0});
   }
   std::vector<std::uint64_t> sizes;
-  for (const auto& segment : segments_) sizes.push_back(segment.memory.size());
-  for (std::size_t i = 0; i < places.size(); ++i)
-    places[i].offset = static_cast<std::uint64_t>(columns[i].data() - segments_[places[i].segment].memory.data());
-  auto layout = Layout::make(manifest_, std::move(sizes), std::move(places));
+  for (const auto& memory_range : memory_ranges_) sizes.push_back(memory_range.memory.size());
+  for (std::size_t i = 0; i < locations.size(); ++i)
+    locations[i].offset =
+        static_cast<std::uint64_t>(columns[i].data() - memory_ranges_[locations[i].memory_range].memory.data());
+  auto layout = Layout::make(manifest_, std::move(sizes), std::move(locations));
   if (!layout) return tl::unexpected(layout.error());
   layout_ = std::move(*layout);
   return {};
 }
 
 std::span<std::byte> Owner::column(std::uint32_t tensor, std::uint32_t column) const {
-  const Place place = layout_.place(tensor, column);
-  return segments_[place.segment].memory.subspan(place.offset, manifest_.tensors()[tensor].bytes());
+  const ColumnLocation location = layout_.location(tensor, column);
+  return memory_ranges_[location.memory_range].memory.subspan(location.offset, manifest_.tensors()[tensor].bytes());
 }
 
 std::span<std::byte> Owner::column(const Part& part, std::uint32_t column) const {
-  const Place place = layout_.place(manifest_, part, column);
-  return segments_[place.segment].memory.subspan(place.offset, manifest_.length(part));
+  const ColumnLocation location = layout_.location(manifest_, part, column);
+  return memory_ranges_[location.memory_range].memory.subspan(location.offset, manifest_.length(part));
 }
 
-std::vector<std::span<std::byte>> Owner::segments() const {
+std::vector<std::span<std::byte>> Owner::memory_ranges() const {
   std::vector<std::span<std::byte>> all;
-  for (const auto& segment : segments_) all.push_back(segment.memory);
+  for (const auto& memory_range : memory_ranges_) all.push_back(memory_range.memory);
   return all;
 }
 
 std::vector<std::span<std::byte>> Owner::shared_memory() const {
-  auto all = segments();
-  all.push_back(aside_segment_.memory);
+  auto all = memory_ranges();
+  all.push_back(shadow_range_.memory);
   return all;
 }
 
-Result<SharedMemory> Owner::share(const Segment& segment) const {
+Result<SharedMemory> Owner::share(const MemoryRange& memory_range) const {
   SharedMemory shared;
-  shared.skipped = static_cast<std::uint64_t>(segment.memory.data() - segment.allocations[0].memory.data());
-  for (const auto& allocation : segment.allocations) {
+  shared.skipped = static_cast<std::uint64_t>(memory_range.memory.data() - memory_range.allocations[0].memory.data());
+  for (const auto& allocation : memory_range.allocations) {
     auto handle = device_->share(allocation);
     if (!handle) return tl::unexpected(handle.error());
     shared.handles.push_back(std::move(*handle));
   }
   // Where there is none, or nobody knows how what a NIC has written gets to the GPU, it goes through the host's memory.
   if (device_->remote_writes() == device::Device::RemoteWrites::unordered) return shared;
-  if (auto exported = device_->export_dma_buf(segment.memory)) shared.dma_buf = std::move(*exported);
+  if (auto exported = device_->export_dma_buf(memory_range.memory)) shared.dma_buf = std::move(*exported);
   return shared;
 }
 
 Result<std::vector<Fd>> Owner::offer() const {
   constexpr std::size_t others = 64;  // that the process opens
   std::size_t allocations = 0;
-  for (const auto& segment : segments_) allocations += segment.allocations.size();
-  // One each; on a GPU, whose memory has addresses, a dma-buf for each segment.
+  for (const auto& memory_range : memory_ranges_) allocations += memory_range.allocations.size();
+  // One each; on a GPU, whose memory has addresses, a dma-buf for each memory range.
   const bool on_host = device_->kind() == device::MemoryKind::host;
-  const std::size_t needed = others + (on_host ? allocations : segments_.size());
+  const std::size_t needed = others + (on_host ? allocations : memory_ranges_.size());
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < needed)
     return fail(
         ErrorCode::exhausted,
         "the state lies in {} {}, shared by descriptors; with them this process needs {}, and may have {}: raise "
         "the limit with 'ulimit -n'",
-        on_host ? allocations : segments_.size(), on_host ? "allocations" : "segments", needed, limit.rlim_cur);
-  auto aside = share(aside_segment_);
-  if (!aside) return tl::unexpected(aside.error());
-  Offer offer{.manifest = manifest_, .layout = layout_, .aside = std::move(*aside)};
-  for (const auto& segment : segments_) {
-    auto shared = share(segment);
+        on_host ? allocations : memory_ranges_.size(), on_host ? "allocations" : "memory ranges", needed,
+        limit.rlim_cur);
+  auto shadow = share(shadow_range_);
+  if (!shadow) return tl::unexpected(shadow.error());
+  Offer offer{.manifest = manifest_, .layout = layout_, .shadow = std::move(*shadow)};
+  for (const auto& memory_range : memory_ranges_) {
+    auto shared = share(memory_range);
     if (!shared) return tl::unexpected(shared.error());
-    offer.segments.push_back(std::move(*shared));
+    offer.memory_ranges.push_back(std::move(*shared));
   }
   for (const auto& [from, to] : {std::pair{&page_fd_, &offer.page}, {&doorbell_, &offer.doorbell}}) {
     auto copy = duplicate(from->get());
@@ -203,23 +206,23 @@ Result<> Owner::begin_update() {
   Result<> done;
   for (std::uint32_t i = 0; i < kMaxPins; ++i) {
     Pin& pin = p.pins[i];
-    PinState expected = PinState::owed;
+    PinState expected = PinState::pending;
     if (!pin.state.compare_exchange_strong(expected, PinState::copying)) continue;
     copied.push_back(i);
     if (pin.part >= manifest_.parts().size()) continue;
     const Part& part = manifest_.parts()[pin.part];
-    std::byte* to = aside_.bytes.data() + i * kPartBytes;
+    std::byte* to = shadow_.bytes.data() + i * kPartBytes;
     for (std::uint32_t c = 0; c < manifest_.columns(part) && done; ++c) {
       const auto from = column(part, c);
       done = stream_->copy(to, from.data(), from.size());
       to += manifest_.packed_stride(part);
     }
-    p.copied_aside.fetch_add(manifest_.bytes_of(part), std::memory_order_relaxed);
+    p.shadow_copied_bytes.fetch_add(manifest_.bytes_of(part), std::memory_order_relaxed);
   }
-  // All copies of a GPU run at once; nothing is waited for where nothing is held.
+  // All copies of a GPU run at once; nothing is waited for where nothing is pinned.
   if (done && !copied.empty()) done = stream_->synchronize();
-  if (!done) return done;  // and whoever holds them waits until this process ends
-  for (const auto i : copied) p.pins[i].state.store(PinState::aside);
+  if (!done) return done;  // and whoever has pinned them waits until this process ends
+  for (const auto i : copied) p.pins[i].state.store(PinState::copied);
   ring();
   return {};
 }
@@ -230,4 +233,4 @@ void Owner::end_update(std::uint64_t version) {
   ring();
 }
 
-}  // namespace rejoin::shm
+}  // namespace rejoin::local

@@ -1,4 +1,4 @@
-#include "shm/manifest.h"
+#include "local/manifest.h"
 
 #include <algorithm>
 #include <set>
@@ -6,7 +6,7 @@
 #include "base/digest.h"
 #include "base/fail.h"
 
-namespace rejoin::shm {
+namespace rejoin::local {
 
 namespace {
 
@@ -66,7 +66,7 @@ Result<Manifest> Manifest::make(std::vector<Tensor> tensors) {
       const Part part{index, first, std::min(per_part, tensor.count - first)};
       if (tensor.elementwise || first == 0)
         manifest.slices_.push_back({part, static_cast<std::uint32_t>(manifest.parts_.size()), 1});
-      else ++manifest.slices_.back().parts, manifest.slices_.back().whole.count += part.count;
+      else ++manifest.slices_.back().parts, manifest.slices_.back().range.count += part.count;
       manifest.parts_.push_back(part);
     }
     manifest.tensors_.push_back(std::move(tensor));
@@ -122,9 +122,9 @@ std::uint64_t Manifest::bytes() const {
 std::uint64_t Manifest::bytes_of(const Part& part) const { return length(part) * columns(part); }
 
 Result<std::vector<std::uint64_t>> digests_of(std::span<const Columns> parts, device::Access& access) {
-  std::vector<BytesView> pieces;
-  for (const auto& columns : parts) pieces.insert(pieces.end(), columns.begin(), columns.end());
-  auto digests = access.digests(pieces);
+  std::vector<BytesView> ranges;
+  for (const auto& columns : parts) ranges.insert(ranges.end(), columns.begin(), columns.end());
+  auto digests = access.digests(ranges);
   if (!digests) return digests;
   std::vector<std::uint64_t> results;
   auto next = digests->begin();
@@ -136,4 +136,4 @@ Result<std::vector<std::uint64_t>> digests_of(std::span<const Columns> parts, de
   return results;
 }
 
-}  // namespace rejoin::shm
+}  // namespace rejoin::local

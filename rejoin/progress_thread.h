@@ -1,6 +1,6 @@
-// The session's progress thread: owns the transport and the daemon's socket, and runs the driver between them. Once its
+// The session's progress thread owns the transport and the daemon's socket, and runs the driver between them. Once its
 // ring is made it enters a GPU's driver for an audit's digests alone, when no stream waits: "No driver between
-// hand-over and word" in docs/design-notes.md. The trainer's thread talks to it through a few fields under one mutex.
+// hand-over and flag" in docs/design-notes.md. The trainer's thread talks to it through a few fields under one mutex.
 #pragma once
 
 #include <atomic>
@@ -12,29 +12,29 @@
 #include "base/unix_socket.h"
 #include "device/remote.h"
 #include "local.pb.h"
-#include "rejoin/attendant.h"
+#include "local/owner.h"
 #include "rejoin/driver.h"
 #include "rejoin/interrupt.h"
+#include "rejoin/kernel_launcher.h"
 #include "rejoin/session.h"
 #include "rejoin/stream_order.h"
 #include "rejoin/training_state.h"
 #include "rejoin/watchdog.h"
-#include "shm/owner.h"
 #include "transport/idle.h"
 
 namespace rejoin {
 
-class Progress {
+class ProgressThread {
  public:
   // `state`, which is allocated, and `interrupt` outlive this.
-  Progress(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt);
-  ~Progress();
+  ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt);
+  ~ProgressThread();
 
   // Returns when the coordinator has taken this rank. `digest_time`: how long the state's digest took.
   Result<> join(const Position& from, std::uint64_t digest, Duration digest_time);
 
-  // All wait for at most the config's patience without a sign of the daemon, and end with `cancelled` after
-  // interrupt().
+  // The calls that wait do so for at most the config's patience without a sign of the daemon, and end with `cancelled`
+  // after interrupt().
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // the first step later than `after`
   bool over() const;           // the job was, before this replica had a part in it
   Result<> may_go_on() const;  // not after a failure or an interrupt
@@ -50,13 +50,15 @@ class Progress {
   // What the trainer is busy with from now on, for at most `limit`; and that it is not any more.
   Result<> busy(std::chrono::milliseconds limit, std::string reason);
   Result<> done();
-  // Of a GPU: ends the update when the stream has done it; and waits until the last one has ended.
+  // For a state on a GPU: the first ends the update when the stream has done it, and the second waits until the last
+  // update has ended.
   Result<> end_update(std::uint64_t step, bool contributed, void* stream);
   enum class Interruptible : bool { no, yes };
   Result<> wait_for_update(Interruptible how);
-  // Nothing goes on here any more, and the daemon is told why.
+  // Ends everything here with this error, and reports it to the daemon.
   void fail(Error error);
-  // Tells the daemon, and waits until it knows. Once; a session that has failed has left already.
+  // Reports to the daemon that this rank leaves, and waits for its answer. The caller calls it once; a session that has
+  // failed has left already.
   Result<> leave();
 
  private:
@@ -65,7 +67,7 @@ class Progress {
   void run();
   void poll_daemon(TimePoint now);
   void publish();
-  void say_all();
+  void send_all();
   bool has_line();
   Result<> greet(Fd& socket);
   Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many as go at once
@@ -74,7 +76,7 @@ class Progress {
   Result<> introduce();
   Result<> wait_for_registration();
   bool leaves(TimePoint now);
-  bool say_farewell(const std::string& why);
+  bool send_farewell(const std::string& why);
   void part();
   Result<> make_engine(bool on_gpu);
   Result<> prepare_device();
@@ -98,7 +100,7 @@ class Progress {
   const SessionConfig config_;
   TrainingState& state_;
   const Interrupt& interrupt_;
-  shm::Owner& owner_;
+  local::Owner& owner_;
   const std::vector<ftar::BucketSpec>& buckets_;
   Position joined_from_;
   std::uint64_t digest_at_join_ = 0;
@@ -115,21 +117,21 @@ class Progress {
   std::vector<std::uint64_t> shown_reduced_;  // by bucket: the step that streams have been told
   Fd daemon_;
   bool welcome_ = false;  // the daemon knows us: until then it would not listen
-  std::deque<proto::FromNode> unsaid_;
+  std::deque<proto::FromNode> unsent_;
   std::vector<Fd> offer_;      // what daemons share the state by: made once, since that takes the driver
   device::Line served_;        // … and on a GPU, to this daemon: what its memory is served by
   std::vector<int> to_offer_;  // of both, what this daemon has yet to be sent
   TimePoint retry_at_{}, heartbeat_at_{}, daemon_seen_{};
   bool interrupt_seen_ = false;
   TimePoint leave_by_{};  // leaving: by then the daemon has answered
-  bool farewell_said_ = false, farewell_heard_ = false;
+  bool farewell_sent_ = false, farewell_heard_ = false;
   std::string dropped_;  // by the daemon, and why
   std::thread thread_;
   Fd wake_;
   // Of a GPU.
   std::shared_ptr<device::Reducer> reducer_;
   std::unique_ptr<StreamOrder> streams_;  // both threads'
-  std::unique_ptr<Attendant> attendant_;
+  std::unique_ptr<KernelLauncher> kernel_launcher_;
   std::unique_ptr<device::MemoryServer> server_;
   std::unique_ptr<Watchdog> watchdog_;
 

@@ -6,10 +6,10 @@
 #include <thread>
 
 #include "base/digest.h"
-#include "shm/owner.h"
-#include "shm/view.h"
+#include "local/owner.h"
+#include "local/view.h"
 
-namespace rejoin::shm {
+namespace rejoin::local {
 namespace {
 
 Manifest sample(std::uint64_t count = 3'000'000, bool elementwise = true) {
@@ -17,7 +17,7 @@ Manifest sample(std::uint64_t count = 3'000'000, bool elementwise = true) {
                           {.name = "b", .count = 7, .columns = 1}});
 }
 
-std::span<std::byte> state_of(const Owner& owner) { return owner.segments().front(); }
+std::span<std::byte> state_of(const Owner& owner) { return owner.memory_ranges().front(); }
 
 View view_of(const Owner& owner) {
   auto view = View::of(owner);
@@ -28,7 +28,7 @@ View view_of(const Owner& owner) {
 TEST(Manifest, SlicesCoverEveryElementOnceAndSurviveTheWire) {
   const Manifest manifest = sample();
   std::vector<std::uint64_t> covered(2);
-  for (const auto& slice : manifest.slices()) covered[slice.whole.tensor] += slice.whole.count;
+  for (const auto& slice : manifest.slices()) covered[slice.range.tensor] += slice.range.count;
   EXPECT_EQ(covered[0], 3'000'000u);
   EXPECT_EQ(covered[1], 7u);
   for (const auto& part : manifest.parts()) EXPECT_LE(manifest.bytes_of(part), kPartBytes);
@@ -52,7 +52,7 @@ TEST(Manifest, SlicesAndPartsBeginAndEndAtMultiplesOfSixtyFourElementsOrWithTheT
             const std::uint64_t end = range.first + range.count;
             ASSERT_TRUE(end % 64 == 0 || end == count) << end << " of " << count;
           };
-          for (const auto& slice : manifest.slices()) check(slice.whole);
+          for (const auto& slice : manifest.slices()) check(slice.range);
           for (const auto& part : manifest.parts()) check(part);
           ASSERT_LE(manifest.bytes_of(manifest.parts().front()), kPartBytes);
           ASSERT_TRUE(elementwise || manifest.slices().size() == 1);
@@ -110,8 +110,8 @@ TEST(Manifest, GarbageIsRefusedAtEveryLength) {
 
 TEST(Layout, PlacesThatCantBeAreRefusedByName) {
   const auto manifest = *Manifest::make({{.name = "w", .count = 100, .columns = 2}, {.name = "b", .count = 7}});
-  const auto why = [&](std::vector<std::uint64_t> segments, std::vector<Place> columns) {
-    const auto layout = Layout::make(manifest, std::move(segments), std::move(columns));
+  const auto why = [&](std::vector<std::uint64_t> memory_ranges, std::vector<ColumnLocation> columns) {
+    const auto layout = Layout::make(manifest, std::move(memory_ranges), std::move(columns));
     return layout ? std::string() : layout.error().message;
   };
   EXPECT_EQ(why({400, 1000}, {{0, 0}, {1, 0}, {1, 400}}), "");
@@ -174,7 +174,7 @@ TEST(Owner, ColumnsStayWhereTheyAre) {
   EXPECT_EQ(owner.column(0, 1).data(), own[0][1].data());
   EXPECT_EQ(owner.column(2, 0).data(), own[2][0].data());
   EXPECT_EQ(owner.column(1, 0)[0], std::byte{0});
-  EXPECT_EQ(owner.segments().size(), 3u);
+  EXPECT_EQ(owner.memory_ranges().size(), 3u);
   auto view = view_of(owner);
   for (const auto& part : manifest.parts())
     for (std::uint32_t c = 0; c < manifest.columns(part); ++c) {
@@ -183,13 +183,13 @@ TEST(Owner, ColumnsStayWhereTheyAre) {
       EXPECT_EQ(view.column(part, c).back(), static_cast<std::byte>(part.tensor * 4 + c));
     }
   // The daemon's reach is from the first column of an allocation to the last one's end.
-  for (const auto segment : view.segments()) EXPECT_LE(segment.size(), 1024u + 400'000u);
-  // Held parts are copied aside from there, too.
-  auto held = view.hold({0});
-  const auto before = digests_held(view, held->second)[0];
+  for (const auto memory_range : view.memory_ranges()) EXPECT_LE(memory_range.size(), 1024u + 400'000u);
+  // Pinned parts are copied to the shadow buffer from there, too.
+  auto pinned = view.pin({0});
+  const auto before = pinned_digests(view, pinned->second)[0];
   ASSERT_TRUE(owner.begin_update());
   std::memset(owner.column(0, 0).data(), 0x55, 400'000);
-  EXPECT_EQ(digests_held(view, held->second)[0], before);
+  EXPECT_EQ(pinned_digests(view, pinned->second)[0], before);
 }
 
 TEST(Owner, MoreDescriptorsThanTheProcessMayHaveAreAnErrorThatSaysSo) {
@@ -236,36 +236,36 @@ TEST(Owner, MemoryThatCantBeSharedOrIsAnothersIsRefusedByName) {
   EXPECT_NE(why({{good}}).find("has 2 columns and memory for 1"), std::string::npos);
 }
 
-TEST(Pins, AnUpdateCopiesWhatIsHeldAside) {
+TEST(Pins, AnUpdateCopiesWhatIsPinned) {
   auto owner = *Owner::make(sample());
   auto view = view_of(owner);
   owner.set_version(4);
   std::memset(state_of(owner).data(), 0x11, state_of(owner).size());
-  auto held = view.hold({0, 1});
-  ASSERT_TRUE(held);
-  EXPECT_EQ(held->first, 4u);
-  const auto before = digests_held(view, held->second)[0];
+  auto pinned = view.pin({0, 1});
+  ASSERT_TRUE(pinned);
+  EXPECT_EQ(pinned->first, 4u);
+  const auto before = pinned_digests(view, pinned->second)[0];
   ASSERT_TRUE(owner.begin_update());
   std::memset(state_of(owner).data(), 0x22, state_of(owner).size());
   owner.end_update(5);
-  EXPECT_EQ(view.where(held->second[0]), View::Where::aside);
-  EXPECT_EQ(digests_held(view, held->second)[0], before);
-  EXPECT_EQ(view.copied_aside(), view.manifest().bytes_of(view.manifest().parts()[0]) +
-                                     view.manifest().bytes_of(view.manifest().parts()[1]));
-  for (const auto& one : held->second) EXPECT_FALSE(view.release(one));
+  EXPECT_EQ(view.where(pinned->second[0]), View::Where::shadow);
+  EXPECT_EQ(pinned_digests(view, pinned->second)[0], before);
+  EXPECT_EQ(view.shadow_copied_bytes(), view.manifest().bytes_of(view.manifest().parts()[0]) +
+                                            view.manifest().bytes_of(view.manifest().parts()[1]));
+  for (const auto& one : pinned->second) EXPECT_FALSE(view.release(one));
   EXPECT_EQ(view.free_pins(), kMaxPins);
 }
 
-TEST(Pins, NothingIsHeldWhileAnUpdateRuns) {
+TEST(Pins, NothingIsPinnedWhileAnUpdateRuns) {
   auto owner = *Owner::make(sample());
   auto view = view_of(owner);
   ASSERT_TRUE(owner.begin_update());
-  EXPECT_FALSE(view.hold({0}));
+  EXPECT_FALSE(view.pin({0}));
   owner.end_update(1);
-  EXPECT_TRUE(view.hold({0}));
+  EXPECT_TRUE(view.pin({0}));
 }
 
-// The promise under real concurrency: whatever a hold reads is one version, whole, although updates go on.
+// The promise under real concurrency: whatever is read while pinned is one version, complete, although updates go on.
 // In turns: the trainer waits for the reader, the reader for the trainer's next update, and both race.
 TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
 #ifdef REJOIN_SANITIZED
@@ -286,16 +286,16 @@ TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
     }
   });
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  int from_state = 0, from_aside = 0;
+  int from_state = 0, from_shadow = 0;
   for (int turn = 0; turn < turns && std::chrono::steady_clock::now() < deadline; ++turn) {
     wait_for_reader = turn % 3 == 0;
-    auto held = view.hold({0});
-    for (; !held && std::chrono::steady_clock::now() < deadline; held = view.hold({0})) std::this_thread::yield();
-    if (!held) break;
-    const auto version = static_cast<std::uint32_t>(held->first);
-    const auto& one = held->second[0];
+    auto pinned = view.pin({0});
+    for (; !pinned && std::chrono::steady_clock::now() < deadline; pinned = view.pin({0})) std::this_thread::yield();
+    if (!pinned) break;
+    const auto version = static_cast<std::uint32_t>(pinned->first);
+    const auto& one = pinned->second[0];
     std::vector<std::uint32_t> copy(60000);
-    const auto* live = reinterpret_cast<std::atomic<std::uint32_t>*>(view.segments()[0].data());
+    const auto* live = reinterpret_cast<std::atomic<std::uint32_t>*>(view.memory_ranges()[0].data());
     for (std::size_t i = 0; i < 20000; ++i) copy[i] = live[i].load(std::memory_order_relaxed);
     while (turn % 3 == 1 && view.where(one) == View::Where::state && std::chrono::steady_clock::now() < deadline)
       std::this_thread::yield();
@@ -304,16 +304,16 @@ TEST(Pins, WhatIsHeldIsOneVersionHoweverFastTheTrainerUpdates) {
       ++from_state;
     } else {
       while (view.where(one) == View::Where::copying) std::this_thread::yield();
-      std::memcpy(copy.data(), view.aside().data() + view.aside_offset(one), copy.size() * 4);
+      std::memcpy(copy.data(), view.shadow().data() + view.shadow_offset(one), copy.size() * 4);
       for (auto word : copy) ASSERT_EQ(word, version);
-      ++from_aside;
+      ++from_shadow;
     }
     view.release(one);
   }
   stop = true;
   trainer.join();
   EXPECT_GE(from_state, turns / 3 - 1);
-  EXPECT_GE(from_aside, turns / 3 - 1);
+  EXPECT_GE(from_shadow, turns / 3 - 1);
 }
 
 TEST(Digest, AllInstructionSetsAgreeAtEveryLength) {
@@ -336,4 +336,4 @@ TEST(Digest, EveryByteAndItsPlaceMatter) {
 }
 
 }  // namespace
-}  // namespace rejoin::shm
+}  // namespace rejoin::local

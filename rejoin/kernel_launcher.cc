@@ -1,4 +1,4 @@
-#include "rejoin/attendant.h"
+#include "rejoin/kernel_launcher.h"
 
 #include "base/log.h"
 
@@ -8,10 +8,10 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(200);  // at a kernel that nobody launches: it may have died
 }  // namespace
 
-Attendant::Attendant(std::shared_ptr<device::Reducer> reducer)
+KernelLauncher::KernelLauncher(std::shared_ptr<device::Reducer> reducer)
     : reducer_(std::move(reducer)), thread_([this] { run(); }) {}
 
-Attendant::~Attendant() {
+KernelLauncher::~KernelLauncher() {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
@@ -20,7 +20,7 @@ Attendant::~Attendant() {
   thread_.join();
 }
 
-void Attendant::call() {
+void KernelLauncher::call() {
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(call_, true)) return;
@@ -28,7 +28,7 @@ void Attendant::call() {
   called_.notify_all();
 }
 
-void Attendant::run() {
+void KernelLauncher::run() {
   for (bool failed = false;;) {
     {
       std::unique_lock lock(mutex_);
@@ -37,8 +37,8 @@ void Attendant::run() {
       call_ = false;
     }
     // The reducer gives the error to whoever gives it work.
-    if (auto attended = reducer_->attend(); !attended && !std::exchange(failed, true))
-      spdlog::error("the kernel that adds: {}", attended.error().message);
+    if (auto launched = reducer_->launch_if_wanted(); !launched && !std::exchange(failed, true))
+      spdlog::error("the kernel that adds: {}", launched.error().message);
   }
 }
 

@@ -1,13 +1,13 @@
-#include "shm/offer.h"
+#include "local/offer.h"
 
 #include <unistd.h>
 
 #include <algorithm>
 
 #include "base/fail.h"
-#include "shm/page.h"
+#include "local/page.h"
 
-namespace rejoin::shm {
+namespace rejoin::local {
 
 namespace {
 
@@ -58,8 +58,8 @@ void for_descriptors(Offer& offer, What what) {
       if (handle.kind == Handle::Kind::descriptor) what(handle.fd);
     if (memory.dma_buf) what(memory.dma_buf->fd);
   };
-  of(offer.aside);
-  for (auto& segment : offer.segments) of(segment);
+  of(offer.shadow);
+  for (auto& memory_range : offer.memory_ranges) of(memory_range);
 }
 
 }  // namespace
@@ -68,8 +68,8 @@ Bytes describe(const Offer& offer) {
   const Bytes manifest = offer.manifest.serialise();
   Bytes bytes = joined(static_cast<std::uint32_t>(manifest.size()), manifest);
   offer.layout.serialise(bytes);
-  serialise(offer.aside, bytes);
-  for (const auto& segment : offer.segments) serialise(segment, bytes);
+  serialise(offer.shadow, bytes);
+  for (const auto& memory_range : offer.memory_ranges) serialise(memory_range, bytes);
   return bytes;
 }
 
@@ -82,13 +82,13 @@ Result<Offer> parse_description(BytesView bytes) {
   auto layout = Layout::parse(*manifest, bytes);
   if (!layout) return tl::unexpected(layout.error());
   Offer offer{.manifest = std::move(*manifest), .layout = std::move(*layout)};
-  auto aside = parse(bytes, aside_bytes());
-  if (!aside) return tl::unexpected(aside.error());
-  offer.aside = std::move(*aside);
-  for (const auto size : offer.layout.segments()) {
-    auto segment = parse(bytes, size);
-    if (!segment) return tl::unexpected(segment.error());
-    offer.segments.push_back(std::move(*segment));
+  auto shadow = parse(bytes, shadow_bytes());
+  if (!shadow) return tl::unexpected(shadow.error());
+  offer.shadow = std::move(*shadow);
+  for (const auto size : offer.layout.memory_ranges()) {
+    auto memory_range = parse(bytes, size);
+    if (!memory_range) return tl::unexpected(memory_range.error());
+    offer.memory_ranges.push_back(std::move(*memory_range));
   }
   if (!bytes.empty()) return fail(ErrorCode::corrupt, "{} bytes behind the state's handles", bytes.size());
   return offer;
@@ -133,4 +133,4 @@ Result<Offer> unpack(std::vector<Fd> descriptors) {
   return offer;
 }
 
-}  // namespace rejoin::shm
+}  // namespace rejoin::local

@@ -1,4 +1,4 @@
-#include "shm/view.h"
+#include "local/view.h"
 
 #include <sys/mman.h>
 
@@ -6,9 +6,9 @@
 
 #include "base/digest.h"
 #include "base/fail.h"
-#include "shm/owner.h"
+#include "local/owner.h"
 
-namespace rejoin::shm {
+namespace rejoin::local {
 
 namespace {
 constexpr std::uint64_t pin_bit(std::uint32_t pin) { return std::uint64_t{1} << pin; }
@@ -42,18 +42,18 @@ Result<> View::import(Offer& offer) {
           fail(imported.error().code, "the trainer's {}: {}", what, imported.error().message));
     return imported;
   };
-  for (std::size_t i = 0; i < offer.segments.size(); ++i) {
-    auto memory = take("state", *device_, offer.segments[i].handles);
+  for (std::size_t i = 0; i < offer.memory_ranges.size(); ++i) {
+    auto memory = take("state", *device_, offer.memory_ranges[i].handles);
     if (!memory) return tl::unexpected(memory.error());
-    segments_.push_back(memory->bytes.subspan(offer.segments[i].skipped, layout_.segments()[i]));
+    memory_ranges_.push_back(memory->bytes.subspan(offer.memory_ranges[i].skipped, layout_.memory_ranges()[i]));
     state_.push_back(std::move(*memory));
-    state_buffers_.push_back(std::move(offer.segments[i].dma_buf));
+    state_buffers_.push_back(std::move(offer.memory_ranges[i].dma_buf));
   }
-  auto aside = take("aside", *device_, offer.aside.handles);
-  if (!aside) return tl::unexpected(aside.error());
-  aside->bytes = aside->bytes.subspan(offer.aside.skipped, aside_bytes());
-  aside_ = std::move(*aside);
-  aside_buffer_ = std::move(offer.aside.dma_buf);
+  auto shadow = take("shadow buffer", *device_, offer.shadow.handles);
+  if (!shadow) return tl::unexpected(shadow.error());
+  shadow->bytes = shadow->bytes.subspan(offer.shadow.skipped, shadow_bytes());
+  shadow_ = std::move(*shadow);
+  shadow_buffer_ = std::move(offer.shadow.dma_buf);
   const std::size_t size = page_bytes(static_cast<std::uint32_t>(manifest_.slices().size()));
   auto fd = duplicate(offer.page.get());
   if (!fd) return tl::unexpected(fd.error());
@@ -70,9 +70,9 @@ Result<View> View::of(const Owner& owner) {
   return make(std::move(*offer), owner.device());
 }
 
-bool View::set_slice(std::uint32_t i, SliceWord expected, SliceWord next) {
+bool View::set_slice(std::uint32_t i, SliceStatus expected, SliceStatus next) {
   std::uint64_t bits = expected.packed();
-  return words()[i].compare_exchange_strong(bits, next.packed());
+  return statuses()[i].compare_exchange_strong(bits, next.packed());
 }
 
 std::uint32_t View::free_pins() const {
@@ -81,37 +81,37 @@ std::uint32_t View::free_pins() const {
   return free;
 }
 
-std::optional<std::pair<std::uint64_t, std::vector<View::Held>>> View::hold(const std::vector<std::uint32_t>& parts) {
+std::optional<std::pair<std::uint64_t, std::vector<View::Pinned>>> View::pin(const std::vector<std::uint32_t>& parts) {
   for (std::uint32_t i = 0; i < kMaxPins; ++i)  // those that the trainer has finished copying are free again
-    if ((withdrawing_ >> i & 1) != 0 && page().pins[i].state.load() == PinState::aside) {
+    if ((withdrawing_ >> i & 1) != 0 && page().pins[i].state.load() == PinState::copied) {
       page().pins[i].state.store(PinState::free);
       withdrawing_ &= ~(pin_bit(i));
     }
   const Clock before = clock();
   if (before.updating || free_pins() < parts.size()) return std::nullopt;
-  std::vector<Held> held;
+  std::vector<Pinned> pinned;
   for (auto part : parts) {
     std::uint32_t i = 0;
     while (((taken_ | withdrawing_) >> i & 1) != 0) ++i;
     taken_ |= pin_bit(i);
     page().pins[i].part = part;
-    page().pins[i].state.store(PinState::owed);
-    held.push_back({i, part});
+    page().pins[i].state.store(PinState::pending);
+    pinned.push_back({i, part});
   }
-  if (clock() == before) return std::pair(before.version, std::move(held));
+  if (clock() == before) return std::pair(before.version, std::move(pinned));
   // An update began meanwhile and may have missed some of them.
-  for (const auto& one : held) {
-    PinState expected = PinState::owed;
+  for (const auto& one : pinned) {
+    PinState expected = PinState::pending;
     taken_ &= ~(pin_bit(one.pin));
     if (!page().pins[one.pin].state.compare_exchange_strong(expected, PinState::free)) withdrawing_ |= pin_bit(one.pin);
   }
   return std::nullopt;
 }
 
-View::Where View::where(const Held& held) const {
-  switch (page().pins[held.pin].state.load()) {
-    case PinState::owed: return Where::state;
-    case PinState::aside: return Where::aside;
+View::Where View::where(const Pinned& pinned) const {
+  switch (page().pins[pinned.pin].state.load()) {
+    case PinState::pending: return Where::state;
+    case PinState::copied: return Where::shadow;
     case PinState::copying:
     case PinState::free: break;
   }
@@ -119,15 +119,15 @@ View::Where View::where(const Held& held) const {
 }
 
 std::span<std::byte> View::column(const Part& part, std::uint32_t column) const {
-  const Place where = place(part, column);
-  return segments_[where.segment].subspan(where.offset, manifest_.length(part));
+  const ColumnLocation where = location(part, column);
+  return memory_ranges_[where.memory_range].subspan(where.offset, manifest_.length(part));
 }
 
-BytesView View::column(const Held& held, std::uint32_t column, bool aside) const {
-  const Part& part = manifest_.parts()[held.part];
-  if (!aside) return this->column(part, column);
-  return BytesView(aside_.bytes)
-      .subspan(aside_offset(held) + column * manifest_.packed_stride(part), manifest_.length(part));
+BytesView View::column(const Pinned& pinned, std::uint32_t column, bool shadow) const {
+  const Part& part = manifest_.parts()[pinned.part];
+  if (!shadow) return this->column(part, column);
+  return BytesView(shadow_.bytes)
+      .subspan(shadow_offset(pinned) + column * manifest_.packed_stride(part), manifest_.length(part));
 }
 
 Columns View::columns(const Part& part) const {
@@ -136,31 +136,31 @@ Columns View::columns(const Part& part) const {
   return columns;
 }
 
-bool View::release_if_untouched(const Held& held) {
-  PinState expected = PinState::owed;
-  if (!page().pins[held.pin].state.compare_exchange_strong(expected, PinState::free)) return false;
-  taken_ &= ~(pin_bit(held.pin));
+bool View::release_if_untouched(const Pinned& pinned) {
+  PinState expected = PinState::pending;
+  if (!page().pins[pinned.pin].state.compare_exchange_strong(expected, PinState::free)) return false;
+  taken_ &= ~(pin_bit(pinned.pin));
   return true;
 }
 
 bool View::populate_some() {
   constexpr std::size_t piece = 16 * MiB;
-  if (kind() != device::MemoryKind::host || populated_segments_ == state_.size()) return false;
-  const auto bytes = state_[populated_segments_].bytes;
+  if (kind() != device::MemoryKind::host || populated_ranges_ == state_.size()) return false;
+  const auto bytes = state_[populated_ranges_].bytes;
   const std::size_t size = std::min(piece, bytes.size() - populated_);
   // Older kernels don't know it; then the pages come one by one, as they are touched.
   (void)::madvise(bytes.data() + populated_, size, MADV_POPULATE_WRITE);
   populated_ += size;
-  if (populated_ == bytes.size()) ++populated_segments_, populated_ = 0;
+  if (populated_ == bytes.size()) ++populated_ranges_, populated_ = 0;
   return true;
 }
 
-bool View::release(const Held& held) {
-  PinState expected = PinState::owed;
-  taken_ &= ~(pin_bit(held.pin));
-  if (page().pins[held.pin].state.compare_exchange_strong(expected, PinState::free)) return true;
-  if (expected == PinState::copying) withdrawing_ |= pin_bit(held.pin);
-  else page().pins[held.pin].state.store(PinState::free);
+bool View::release(const Pinned& pinned) {
+  PinState expected = PinState::pending;
+  taken_ &= ~(pin_bit(pinned.pin));
+  if (page().pins[pinned.pin].state.compare_exchange_strong(expected, PinState::free)) return true;
+  if (expected == PinState::copying) withdrawing_ |= pin_bit(pinned.pin);
+  else page().pins[pinned.pin].state.store(PinState::free);
   return false;
 }
 
@@ -179,40 +179,40 @@ std::vector<std::uint64_t> View::digests(std::span<const Columns> parts) {
   return digests ? std::move(*digests) : std::vector<std::uint64_t>(parts.size());
 }
 
-std::vector<std::optional<std::uint64_t>> digests_held(View& view, std::span<const View::Held> held) {
+std::vector<std::optional<std::uint64_t>> pinned_digests(View& view, std::span<const View::Pinned> pinned) {
   using Where = View::Where;
-  std::vector<std::optional<std::uint64_t>> results(held.size());
+  std::vector<std::optional<std::uint64_t>> results(pinned.size());
   // First of those that lie in the state. Nobody had begun to change what still lies there afterwards; the others are
-  // looked at aside.
-  for (const auto where : {Where::state, Where::aside}) {
+  // looked at in the shadow buffer.
+  for (const auto where : {Where::state, Where::shadow}) {
     std::vector<std::size_t> there;
     std::vector<Columns> parts;
-    for (std::size_t i = 0; i < held.size(); ++i) {
-      if (results[i] || view.where(held[i]) != where) continue;
+    for (std::size_t i = 0; i < pinned.size(); ++i) {
+      if (results[i] || view.where(pinned[i]) != where) continue;
       there.push_back(i);
       auto& columns = parts.emplace_back();
-      for (std::uint32_t c = 0; c < view.manifest().columns(view.manifest().parts()[held[i].part]); ++c)
-        columns.push_back(view.column(held[i], c, where == Where::aside));
+      for (std::uint32_t c = 0; c < view.manifest().columns(view.manifest().parts()[pinned[i].part]); ++c)
+        columns.push_back(view.column(pinned[i], c, where == Where::shadow));
     }
     if (there.empty()) continue;
     const auto digests = view.digests(parts);
     for (std::size_t i = 0; i < there.size(); ++i)
-      if (view.where(held[there[i]]) == where) results[there[i]] = digests[i];
+      if (view.where(pinned[there[i]]) == where) results[there[i]] = digests[i];
   }
   return results;
 }
 
-bool settle_held(View& view, std::span<const View::Held> held, std::span<std::optional<std::uint64_t>> digests) {
+bool settle_pins(View& view, std::span<const View::Pinned> pinned, std::span<std::optional<std::uint64_t>> digests) {
   const std::size_t at_once = view.digests_at_once();
   std::vector<std::size_t> missing;
-  for (std::size_t i = 0; i < held.size(); ++i)
+  for (std::size_t i = 0; i < pinned.size(); ++i)
     if (!digests[i]) missing.push_back(i);
   bool all = true;
   for (std::span rest(missing); !rest.empty(); rest = rest.subspan(std::min(at_once, rest.size()))) {
     const auto some = rest.first(std::min(at_once, rest.size()));
-    std::vector<View::Held> of;
-    for (const auto i : some) of.push_back(held[i]);
-    const auto found = digests_held(view, of);
+    std::vector<View::Pinned> of;
+    for (const auto i : some) of.push_back(pinned[i]);
+    const auto found = pinned_digests(view, of);
     for (std::size_t k = 0; k < some.size(); ++k) {
       digests[some[k]] = found[k];
       if (found[k]) view.release(of[k]);
@@ -222,4 +222,4 @@ bool settle_held(View& view, std::span<const View::Held> held, std::span<std::op
   return all;
 }
 
-}  // namespace rejoin::shm
+}  // namespace rejoin::local

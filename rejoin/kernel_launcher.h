@@ -1,0 +1,32 @@
+// The kernel launcher owns a thread that launches a reducer's kernel whenever one is wanted and no stream waits, and
+// sees whether it has died. This thread may stand in the driver for as long as the driver likes, while the progress
+// thread goes on.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "device/reducer.h"
+
+namespace rejoin {
+
+class KernelLauncher {
+ public:
+  explicit KernelLauncher(std::shared_ptr<device::Reducer> reducer);  // one with an external launcher
+  ~KernelLauncher();
+  // Asks for a launch. Any thread may call it, and it never waits for the driver.
+  void call();
+
+ private:
+  void run();
+
+  const std::shared_ptr<device::Reducer> reducer_;
+  std::mutex mutex_;  // never held in the driver
+  std::condition_variable called_;
+  bool call_ = false, stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace rejoin
