@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The Python package: built over this build's library, its form and types checked, its tests run. What it needs besides is
+# in build/python-venv, where ./run puts it.
+set -euo pipefail
+build=$1 source=$2 tools=$2/build/python-venv
+if [[ ! -x $tools/bin/pytest ]]; then
+  echo "SKIPPED: the Python package: $tools is not there; ./run test makes it, where PyPI can be reached"
+  exit 77
+fi
+cd "$source/python"
+"$tools/bin/pip" install -qq --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
+  -C build-dir="$build/python" -C cmake.define.REJOIN_BUILD="$build" .
+"$tools/bin/ruff" check --no-cache .
+"$tools/bin/ruff" format --no-cache --check .
+"$tools/bin/python" -c 'import torch' 2>/dev/null && "$tools/bin/mypy" --cache-dir "$build/mypy"
+OMP_NUM_THREADS=1 "$tools/bin/python" -m pytest -q -p no:cacheprovider -rs --durations 5
