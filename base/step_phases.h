@@ -29,7 +29,7 @@ class StepPhases {
  private:
   static constexpr std::string_view kStep = "step";
   static constexpr std::array<std::pair<std::string_view, std::string_view>, 4> kEnds{
-      {{"computed", "compute"}, {"exchanged", "exchange"}, {"committed", "commit"}, {"updated", "update"}}};
+      {{"computed", "compute"}, {"reduced", "reduce"}, {"committed", "commit"}, {"updated", "update"}}};
   std::optional<std::int64_t> begun_;  // of the phase under way
 };
 

@@ -76,7 +76,7 @@ TEST(Minimal, ItsStepsAreInTheTraceBesideTheDaemons) {
     if (event.at("ph") == "X" && rows.at(pid).starts_with("r0.0.")) spans.insert(event.at("name"));
   }
   ASSERT_EQ(rows.size(), 3u) << merged.output;
-  for (const char* phase : {"compute", "exchange", "commit", "update"})
+  for (const char* phase : {"compute", "reduce", "commit", "update"})
     for (const char* step : {" 1", " 20"}) EXPECT_TRUE(spans.contains(phase + std::string(step))) << phase << step;
   const Ended refused = run({kMinimal}, {job.environment(0)[0], job.environment(0)[2], "REJOIN_EVENTS=/dev/null/no"});
   EXPECT_NE(refused.output.find("event file /dev/null/no/r0.0."), std::string::npos) << refused.output;

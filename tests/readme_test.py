@@ -55,6 +55,11 @@ def check_command(where, line):
         return
     checked["commands"] += 1
     program, rest = words[0], [word for word in words[1:] if word != "…"]
+    if program == "rejoin-run":  # of the Python package
+        script = (source / "python/src/rejoin/run.py").read_text()
+        own = rest[: rest.index("--")] if "--" in rest else rest
+        failures.extend(f"{where}: rejoin-run has no {w}" for w in own if w.startswith("--") and f'"{w}"' not in script)
+        return
     if program != "./run" and program not in programs:
         if f"add_executable({program} " not in sources:  # some are built where what they need is found
             failures.append(f"{where}: there is no program {program}")
