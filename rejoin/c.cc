@@ -1,5 +1,7 @@
 #include "rejoin/c.h"
 
+#include <algorithm>
+
 #include "base/command_line.h"
 #include "base/fail.h"
 #include "rejoin/session.h"
@@ -77,9 +79,14 @@ const char* rejoin_error(void) { return last_error().c_str(); }
 rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session) {
   return guarded([&] {
     std::vector<std::string> arguments;
-    for (std::size_t i = 0; i < count; ++i) arguments.push_back("--" + std::string(settings[i]));
-    auto opened = std::make_unique<rejoin_session>();
     rejoin::SessionConfig config;
+    constexpr std::string_view fingerprint = "fingerprint=";
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::string setting = settings[i];
+      if (setting.starts_with(fingerprint)) config.fingerprint = setting.substr(fingerprint.size());
+      else arguments.push_back("--" + setting);
+    }
+    auto opened = std::make_unique<rejoin_session>();
     rejoin::CommandLine line("");
     config.bind(line);
     if (auto parsed = line.parse(arguments); !parsed) return failed(parsed.error());
@@ -180,8 +187,8 @@ rejoin_code rejoin_begin_step(rejoin_session* session, rejoin_step* step) {
     *step = {};
     if (!*begun) return REJOIN_OK;
     for (const auto& range : (*begun)->batch()) session->batch.push_back({range.begin, range.end});
-    *step = {(*begun)->number(), (*begun)->contributes(), (*begun)->leads(), session->batch.data(),
-             session->batch.size()};
+    *step = {(*begun)->number(),       (*begun)->contributes(), (*begun)->leads(),
+             (*begun)->contributors(), session->batch.data(),   session->batch.size()};
     return REJOIN_OK;
   });
 }
@@ -204,7 +211,8 @@ rejoin_code rejoin_begin_update(rejoin_session* session, int* committed, const r
                                     update.first,
                                     update.count,
                                     update.step,
-                                    {const_cast<std::byte*>(update.gradient.data()), update.gradient.size()}});
+                                    {const_cast<std::byte*>(update.gradient.data()), update.gradient.size()},
+                                    update.contributors});
     *committed = begun->has_value();
     *updates = session->updates.data();
     *count = session->updates.size();
@@ -219,6 +227,15 @@ rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream) {
 }
 rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what) {
   return guarded([&] { return failed(session->session->abandon_update(what)); });
+}
+
+rejoin_code rejoin_busy(rejoin_session* session, uint64_t limit_ms, const char* reason) {
+  constexpr std::uint64_t longest = 1ull << 40;  // of what a duration takes; the session says what it allows
+  return guarded(
+      [&] { return code(session->session->busy(std::chrono::milliseconds(std::min(limit_ms, longest)), reason)); });
+}
+rejoin_code rejoin_done(rejoin_session* session) {
+  return guarded([&] { return code(session->session->done()); });
 }
 
 rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint64_t* version) {

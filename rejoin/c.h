@@ -62,6 +62,7 @@ typedef struct rejoin_range { /* of samples */
 typedef struct rejoin_step {
   uint64_t number;           /* 0: the job is finished */
   int contributes, leads;    /* truth values */
+  uint32_t contributors;     /* as planned when it began */
   const rejoin_range* batch; /* the session's, until the next rejoin_begin_step() */
   size_t batch_count;
 } rejoin_step;
@@ -71,6 +72,7 @@ typedef struct rejoin_update {
   uint64_t first, count; /* elements */
   uint64_t step;
   rejoin_memory gradient; /* to be read only */
+  uint32_t contributors;  /* whose gradients are in this mean */
 } rejoin_update;
 
 /* Of this thread's last call that failed; until its next one that fails. Never null. */
@@ -79,7 +81,8 @@ const char* rejoin_error(void);
 const char* rejoin_version(void);
 
 /* `settings`: `count` of the form "name=value", named as the flags of a trainer without their dashes ("replica=1",
- * "socket=/run/rejoin.sock"); what is not there comes from REJOIN_* variables, and else from the defaults. */
+ * "socket=/run/rejoin.sock"), and "fingerprint" for SessionConfig::fingerprint; what is not there comes from REJOIN_*
+ * variables, and else from the defaults. */
 rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session);
 /* Waits for the library's threads. Null is allowed. */
 void rejoin_close(rejoin_session* session);
@@ -113,6 +116,10 @@ rejoin_code rejoin_end_update(rejoin_session* session);
 rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream);
 /* Always fails, with the error that all later calls have. */
 rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what);
+
+/* Busy for up to so many milliseconds with what the reason says, until rejoin_done(). */
+rejoin_code rejoin_busy(rejoin_session* session, uint64_t limit_ms, const char* reason);
+rejoin_code rejoin_done(rejoin_session* session);
 
 /* `known` 0: the state is of no one version. */
 rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint64_t* version);

@@ -21,7 +21,7 @@ def job(node, nodes, params, silence):
     # told WHO PROGRAM ARGS…: runs a program and shows its events. Its file (base/events.h) is there, and followed, before
     # it starts: a process that replaces the shell keeps its pid.
     lines = ["cd /tmp", f"printf {KEY} >key", "chmod 600 key", "mkdir ev", "cat >told <<'END'", "file=ev/$1.$$.jsonl", ": >$file",
-             "tail -n +1 -f $file | awk '/\"(updated|digest|catch_up|catch_up_started|promoted|failed|entered)\"/ "
+             "tail -n +1 -f $file | awk '/\"(progress|digest|catch_up|catch_up_started|promoted|failed|entered)\"/ "
              "{ print \"vm-event \" $0; fflush() }' >/dev/ttyS0 &", "shift", 'exec "$@"', "END"]
     if node == 0:
         lines.append(f"sh told coordinator rejoind --coordinator --listen 10.77.0.1:7000 --log-directory log --replicas {nodes} "

@@ -80,15 +80,16 @@ class Session {
   void join(const std::optional<std::string>& position, bool compare) {
     waiting([&] { return rejoin_join(session_, position ? position->c_str() : nullptr, compare ? 1 : 0); });
   }
-  // number, contributes, leads, ranges of samples; nothing: the job is finished
-  std::optional<std::tuple<std::uint64_t, bool, bool, std::vector<std::pair<std::uint64_t, std::uint64_t>>>>
+  // number, contributes, leads, contributors, ranges of samples; nothing: the job is finished
+  std::optional<
+      std::tuple<std::uint64_t, bool, bool, std::uint32_t, std::vector<std::pair<std::uint64_t, std::uint64_t>>>>
   begin_step() {
     rejoin_step step{};
     waiting([&] { return rejoin_begin_step(session_, &step); });
     if (step.number == 0) return std::nullopt;
     std::vector<std::pair<std::uint64_t, std::uint64_t>> batch;
     for (std::size_t i = 0; i < step.batch_count; ++i) batch.emplace_back(step.batch[i].begin, step.batch[i].end);
-    return std::tuple(step.number, step.contributes != 0, step.leads != 0, std::move(batch));
+    return std::tuple(step.number, step.contributes != 0, step.leads != 0, step.contributors, std::move(batch));
   }
   void all_reduce(std::uint32_t bucket, const std::optional<std::uintptr_t>& stream) {
     waiting([&] {
@@ -120,6 +121,11 @@ class Session {
   void abandon_update(const std::string& what) {
     waiting([&] { return rejoin_abandon_update(session_, what.c_str()); });
   }
+
+  void busy(std::uint64_t limit_ms, const std::string& reason) {
+    check(rejoin_busy(session_, limit_ms, reason.c_str()));
+  }
+  void done() { check(rejoin_done(session_)); }
 
   std::optional<std::uint64_t> version() const {
     int known = 0;
@@ -215,6 +221,8 @@ NB_MODULE(_native, m) {
       .def("begin_update", &Session::begin_update)
       .def("end_update", &Session::end_update, nb::arg("stream") = nb::none())
       .def("abandon_update", &Session::abandon_update, nb::arg("what"))
+      .def("busy", &Session::busy, nb::arg("limit_ms"), nb::arg("reason"))
+      .def("done", &Session::done)
       .def("version", &Session::version)
       .def("committed", &Session::committed)
       .def("position", &Session::position)

@@ -105,8 +105,9 @@ def main() -> None:
             dies(now, "after")
             print(f"step {now} mean {step.mean('loss'):.9g} digest {session.state_digest():016x}", flush=True)
             if given.save_every and now % given.save_every == 0 and step.leads:
-                torch.save(session.state_dict(), given.out / "checkpoint.new")
-                os.replace(given.out / "checkpoint.new", given.out / "checkpoint.pt")
+                with session.busy("a checkpoint", seconds=60):
+                    torch.save(session.state_dict(), given.out / "checkpoint.new")
+                    os.replace(given.out / "checkpoint.new", given.out / "checkpoint.pt")
             if session.version is not None:
                 last = session.state_digest()
     if now and step.leads:

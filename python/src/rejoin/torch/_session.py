@@ -35,6 +35,7 @@ class Step:
 
     number: int  # from 1; the weights are those after the step before
     leads: bool  # true on all ranks of one replica: what one does for all, such as writing a checkpoint
+    contributors: int  # replicas that train it, as planned when it began
     samples: Ranges  # [begin, end) of the endless sample stream
     _session: Session = field(repr=False)
 
@@ -283,12 +284,12 @@ class Session:
             if begun is None:
                 self._finished = True
                 return None
-            number, contributes, leads, batch = begun
+            number, contributes, leads, contributors, batch = begun
             if contributes:
                 for tensor in self._tensors:
                     tensor.arrived = False
                 self._in_step, self._updated = True, False
-                self._step = Step(number, leads, tuple(batch), self)
+                self._step = Step(number, leads, contributors, tuple(batch), self)
                 return self._step
             self._update(number)
         return None
@@ -301,6 +302,15 @@ class Session:
             yield
         finally:
             self._accumulating = False
+
+    @contextmanager
+    def busy(self, reason: str, seconds: float = 3600.0) -> Iterator[None]:
+        """Let the others wait, for so long at most, while this replica saves, evaluates or compiles."""
+        self._native.busy(int(seconds * 1000), reason)
+        try:
+            yield
+        finally:
+            self._native.done()
 
     def _stream(self) -> int | None:
         return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else None
