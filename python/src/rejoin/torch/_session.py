@@ -426,7 +426,11 @@ class Session:
         return {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "rejoin": {"position": self._native.position(), "version": self._native.committed()},
+            "rejoin": {
+                "position": self._native.position(),
+                "version": self._native.committed(),
+                "metrics": self._metric_values,  # of the last step: a part of the state
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -441,6 +445,12 @@ class Session:
         place = state.get("rejoin")
         self._position = place["position"] if place is not None else None
         version = _native.position_step(self._position) if self._position is not None else 0
+        if place is not None and self._metric_values is not None and place.get("metrics") is not None:
+            if place["metrics"].shape != self._metric_values.shape:
+                raise InvalidArgument(
+                    f"the checkpoint has {place['metrics'].numel()} metrics, and attach() was given {self._metrics}"
+                )
+            self._metric_values.copy_(place["metrics"])
         shapes = {id(tensor.value): tensor for tensor in self._tensors}
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
         for number, kept in state["optimizer"]["state"].items():
