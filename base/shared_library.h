@@ -1,8 +1,11 @@
 // A vendor's library that is looked for when something needs it, so that one build runs with and without it.
 #pragma once
 
+#include <cstddef>
+#include <new>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "base/result.h"
 
@@ -27,6 +30,19 @@ class SharedLibrary {
 
   void* opened_;
   std::string name_, missing_;
+};
+
+// A value of a static lifetime that is never destroyed, since others of such a lifetime may use it to their own end. It
+// lies in place: a plugin that is unloaded leaves nothing of it behind.
+template <typename T>
+class NeverDestroyed {
+ public:
+  explicit NeverDestroyed(T value) { new (storage_) T(std::move(value)); }
+  NeverDestroyed(const NeverDestroyed&) = delete;
+  const T& operator*() const { return *std::launder(reinterpret_cast<const T*>(storage_)); }
+
+ private:
+  alignas(T) std::byte storage_[sizeof(T)];
 };
 
 }  // namespace rejoin

@@ -20,8 +20,8 @@ Result<Mlx5> load() {
 }  // namespace
 
 const Result<Mlx5>& mlx5() {
-  static const auto& loaded = *new Result<Mlx5>(load());  // for good, as the library
-  return loaded;
+  static const NeverDestroyed<Result<Mlx5>> loaded(load());
+  return *loaded;
 }
 
 }  // namespace rejoin::transport::ibverbs

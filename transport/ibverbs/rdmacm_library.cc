@@ -18,10 +18,9 @@ Result<RdmaCm> load() {
   return rdmacm;
 }
 
-// Never destroyed: what has a static lifetime may use it to its own end.
 const Result<RdmaCm>& loaded() {
-  static const auto& rdmacm = *new Result<RdmaCm>(load());
-  return rdmacm;
+  static const NeverDestroyed<Result<RdmaCm>> rdmacm(load());
+  return *rdmacm;
 }
 
 }  // namespace

@@ -20,10 +20,9 @@ Result<Verbs> load() {
   return verbs;
 }
 
-// Never destroyed: what has a static lifetime may use it to its own end.
 const Result<Verbs>& loaded() {
-  static const auto& verbs = *new Result<Verbs>(load());
-  return verbs;
+  static const NeverDestroyed<Result<Verbs>> verbs(load());
+  return *verbs;
 }
 
 }  // namespace

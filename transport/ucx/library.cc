@@ -25,10 +25,9 @@ Result<Ucx> load() {
   return ucx;
 }
 
-// Never destroyed: what has a static lifetime may use it to its own end.
 const Result<Ucx>& loaded() {
-  static const auto& ucx = *new Result<Ucx>(load());
-  return ucx;
+  static const NeverDestroyed<Result<Ucx>> ucx(load());
+  return *ucx;
 }
 
 }  // namespace
