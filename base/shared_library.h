@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "base/result.h"
+#include "base/fail.h"
 
 namespace rejoin {
 
@@ -44,5 +44,26 @@ class NeverDestroyed {
  private:
   alignas(T) std::byte storage_[sizeof(T)];
 };
+
+// A table of libraries' functions, as kLoad fills it when it is first asked for. Stays.
+template <typename Table, Result<Table> (*kLoad)()>
+const Result<Table>& loaded_once() {
+  static const NeverDestroyed<Result<Table>> table(kLoad());
+  return *table;
+}
+// The same for who has to go on without.
+template <typename Table, Result<Table> (*kLoad)()>
+Result<const Table*> try_load() {
+  const auto& loaded = loaded_once<Table, kLoad>();
+  if (!loaded) return tl::unexpected(loaded.error());
+  return &*loaded;
+}
+// The same for who comes after that.
+template <typename Table, Result<Table> (*kLoad)()>
+const Table& has_loaded() {
+  const auto& loaded = loaded_once<Table, kLoad>();
+  REJOIN_CHECK(loaded, "{}", loaded.error().message);
+  return *loaded;
+}
 
 }  // namespace rejoin

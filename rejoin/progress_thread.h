@@ -84,6 +84,7 @@ class ProgressThread {
   proto::LocalHello hello(std::size_t descriptors) const;
 
   std::optional<Error> ended() const;
+  Result<> occupy(std::optional<Driver::Occupation> occupation);
   // Until `is`, on the trainer's thread; what its language has to do meanwhile is done without the lock.
   template <typename Is>
   void wait(std::unique_lock<std::mutex>& lock, Is is) {

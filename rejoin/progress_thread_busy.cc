@@ -5,17 +5,14 @@ namespace rejoin {
 
 Result<> ProgressThread::busy(std::chrono::milliseconds limit, std::string reason) {
   const TimePoint now = clock_.now();
-  const std::lock_guard lock(mutex_);
-  occupation_ = Driver::Occupation{.reason = std::move(reason), .since = now, .until = now + limit};
-  occupation_changed_ = true;
-  if (auto why = ended()) return tl::unexpected(std::move(*why));
-  signal_eventfd(wake_);
-  return {};
+  return occupy(Driver::Occupation{.reason = std::move(reason), .since = now, .until = now + limit});
 }
 
-Result<> ProgressThread::done() {
+Result<> ProgressThread::done() { return occupy(std::nullopt); }
+
+Result<> ProgressThread::occupy(std::optional<Driver::Occupation> occupation) {
   const std::lock_guard lock(mutex_);
-  occupation_.reset();
+  occupation_ = std::move(occupation);
   occupation_changed_ = true;
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   signal_eventfd(wake_);

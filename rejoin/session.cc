@@ -116,12 +116,11 @@ class SessionImpl final : public Session {
   }
 
   Result<std::optional<std::vector<Update>>> begin_update() override {
-    using Pieces = std::optional<std::vector<Update>>;
-    if (auto due = check_due("begin_update()"); !due) return tl::unexpected(due.error());
-    if (!in_step()) return fail(ErrorCode::invalid_argument, "begin_update() without a step: begin_step() gives one");
-    return decide().and_then([this](bool committed) -> Result<Pieces> {
-      if (!committed) return Pieces{};
-      return begin_pieces().map([](std::vector<Update>&& updates) { return Pieces(std::move(updates)); });
+    using Updates = std::optional<std::vector<Update>>;
+    if (auto due = check_step_due("begin_update()"); !due) return tl::unexpected(due.error());
+    return decide().and_then([this](bool committed) -> Result<Updates> {
+      if (!committed) return Updates{};
+      return begin_updates().map([](std::vector<Update>&& updates) { return Updates(std::move(updates)); });
     });
   }
   Result<> end_update() override {
@@ -213,6 +212,12 @@ class SessionImpl final : public Session {
     return {};
   }
 
+  Result<> check_step_due(const char* call) const {
+    if (auto due = check_due(call); !due) return due;
+    if (!in_step()) return fail(ErrorCode::invalid_argument, "{} without a step: begin_step() gives one", call);
+    return {};
+  }
+
   template <typename HandOver>
   Result<> hand_over(BucketId bucket, HandOver hand_over) {
     if (auto due = check_due("all_reduce()"); !due) return due;
@@ -262,7 +267,7 @@ class SessionImpl final : public Session {
   }
 
   // From here on the state changes.
-  Result<std::vector<Update>> begin_pieces() {
+  Result<std::vector<Update>> begin_updates() {
     stage_ = Stage::updating;
     complete_version_.reset();
     stands_.reset();
@@ -294,13 +299,12 @@ class SessionImpl final : public Session {
 
   template <typename End>
   Result<> commit(const std::function<void(const Update&)>& optimizer, const End& end) {
-    if (auto due = check_due("commit()"); !due) return due;
-    if (!in_step()) return fail(ErrorCode::invalid_argument, "commit() without a step: begin_step() gives one");
+    if (auto due = check_step_due("commit()"); !due) return due;
     if (!optimizer) return fail(ErrorCode::invalid_argument, "commit() of step {} without an optimizer", step_);
     const auto committed = decide();
     if (!committed) return tl::unexpected(committed.error());
     if (!*committed) return {};
-    const auto updates = begin_pieces();
+    const auto updates = begin_updates();
     if (!updates) return tl::unexpected(updates.error());
     if (auto applied = apply(*updates, optimizer); !applied) return tear(applied.error());
     return end();

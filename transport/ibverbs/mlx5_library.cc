@@ -19,9 +19,6 @@ Result<Mlx5> load() {
 
 }  // namespace
 
-const Result<Mlx5>& mlx5() {
-  static const NeverDestroyed<Result<Mlx5>> loaded(load());
-  return *loaded;
-}
+const Result<Mlx5>& mlx5() { return loaded_once<Mlx5, load>(); }
 
 }  // namespace rejoin::transport::ibverbs

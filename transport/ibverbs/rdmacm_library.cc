@@ -1,6 +1,5 @@
 #include "transport/ibverbs/rdmacm_library.h"
 
-#include "base/fail.h"
 #include "base/shared_library.h"
 
 namespace rejoin::transport::ibverbs {
@@ -18,21 +17,9 @@ Result<RdmaCm> load() {
   return rdmacm;
 }
 
-const Result<RdmaCm>& loaded() {
-  static const NeverDestroyed<Result<RdmaCm>> rdmacm(load());
-  return *rdmacm;
-}
-
 }  // namespace
 
-Result<const RdmaCm*> load_rdmacm() {
-  if (!loaded()) return tl::unexpected(loaded().error());
-  return &*loaded();
-}
-
-const RdmaCm& rdmacm() {
-  REJOIN_CHECK(loaded(), "{}", loaded().error().message);
-  return *loaded();
-}
+Result<const RdmaCm*> load_rdmacm() { return try_load<RdmaCm, load>(); }
+const RdmaCm& rdmacm() { return has_loaded<RdmaCm, load>(); }
 
 }  // namespace rejoin::transport::ibverbs

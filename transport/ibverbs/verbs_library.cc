@@ -1,6 +1,5 @@
 #include "transport/ibverbs/verbs_library.h"
 
-#include "base/fail.h"
 #include "base/shared_library.h"
 
 namespace rejoin::transport::ibverbs {
@@ -20,21 +19,9 @@ Result<Verbs> load() {
   return verbs;
 }
 
-const Result<Verbs>& loaded() {
-  static const NeverDestroyed<Result<Verbs>> verbs(load());
-  return *verbs;
-}
-
 }  // namespace
 
-Result<const Verbs*> load_verbs() {
-  if (!loaded()) return tl::unexpected(loaded().error());
-  return &*loaded();
-}
-
-const Verbs& verbs() {
-  REJOIN_CHECK(loaded(), "{}", loaded().error().message);
-  return *loaded();
-}
+Result<const Verbs*> load_verbs() { return try_load<Verbs, load>(); }
+const Verbs& verbs() { return has_loaded<Verbs, load>(); }
 
 }  // namespace rejoin::transport::ibverbs

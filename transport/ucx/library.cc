@@ -1,6 +1,5 @@
 #include "transport/ucx/library.h"
 
-#include "base/fail.h"
 #include "base/shared_library.h"
 
 namespace rejoin::transport::ucx {
@@ -25,21 +24,9 @@ Result<Ucx> load() {
   return ucx;
 }
 
-const Result<Ucx>& loaded() {
-  static const NeverDestroyed<Result<Ucx>> ucx(load());
-  return *ucx;
-}
-
 }  // namespace
 
-Result<const Ucx*> load_ucx() {
-  if (!loaded()) return tl::unexpected(loaded().error());
-  return &*loaded();
-}
-
-const Ucx& ucx() {
-  REJOIN_CHECK(loaded(), "{}", loaded().error().message);
-  return *loaded();
-}
+Result<const Ucx*> load_ucx() { return try_load<Ucx, load>(); }
+const Ucx& ucx() { return has_loaded<Ucx, load>(); }
 
 }  // namespace rejoin::transport::ucx
