@@ -74,6 +74,7 @@ class Session:
         self._native = _native.Session([f"{name.replace('_', '-')}={value}" for name, value in settings.items()])
         self._tensors: list[Tensor] = []
         self._buckets: list[list[Tensor]] = []
+        self._missing: list[int] = []  # gradients, by bucket, in this step
         self._metrics: tuple[str, ...] = ()
         self._metric_values: torch.Tensor | None = None
         self._model: torch.nn.Module | None = None
@@ -84,7 +85,6 @@ class Session:
         self._step: Step | None = None
         self._leaving = threading.Event()
         self._position: str | None = None
-        self._compare_position = True
         self._fetchers: dict[int, Fetcher] = {}
 
     @classmethod
@@ -183,18 +183,9 @@ class Session:
     # What the optimizer has kept already, say from a checkpoint of plain PyTorch, goes on here.
     def _take_over_state(self, tensor: Tensor) -> None:
         assert self._optimizer is not None and self._updates is not None
-        before = self._optimizer.state.get(tensor.value, {})
-        with torch.no_grad():
-            for name, column in zip(tensor.kept.moments, tensor.columns[1:], strict=True):
-                if isinstance(before.get(name), torch.Tensor):
-                    column.copy_(before[name].reshape(-1))
+        self._updates.offset = tensor.take_state(self._optimizer.state.get(tensor.value, {}))
         shaped = [column.view(tensor.value.shape) for column in tensor.columns[1:]]
-        self._updates.offset = self._step_of(before, tensor)
         self._optimizer.state[tensor.value] = tensor.kept.state(self._updates.offset, shaped, tensor.scratch)
-
-    @staticmethod
-    def _step_of(state: Mapping[str, Any], tensor: Tensor) -> int:
-        return int(state[tensor.kept.step]) if tensor.kept.step is not None and tensor.kept.step in state else 0
 
     # ---- data
 
@@ -219,7 +210,7 @@ class Session:
             raise InvalidArgument("join() before attach()")
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._native.join(self._position, self._compare_position)
+        self._native.join(self._position)
         self._joined = True
 
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
@@ -288,6 +279,7 @@ class Session:
             if contributes:
                 for tensor in self._tensors:
                     tensor.arrived = False
+                self._missing = [len(bucket) for bucket in self._buckets]
                 self._in_step, self._updated = True, False
                 self._step = Step(number, leads, contributors, tuple(batch), self)
                 return self._step
@@ -331,7 +323,8 @@ class Session:
 
     def _arrive(self, tensor: Tensor) -> None:
         tensor.arrived = True
-        if all(other.arrived for other in self._buckets[tensor.bucket]):
+        self._missing[tensor.bucket] -= 1
+        if self._missing[tensor.bucket] == 0:
             self._native.all_reduce(tensor.bucket, self._stream())
 
     # What no backward() has brought: buffers, metrics, and parameters that were not used.
@@ -459,11 +452,7 @@ class Session:
                     f"the checkpoint's optimizer has parameter number {number}, and this one {len(order)} of them"
                 )
             tensor = shapes[id(order[number])]
-            with torch.no_grad():
-                for name, column in zip(tensor.kept.moments, tensor.columns[1:], strict=True):
-                    if isinstance(kept.get(name), torch.Tensor):
-                        column.copy_(kept[name].reshape(-1))
-            self._updates.offset = self._step_of(kept, tensor) - version
+            self._updates.offset = tensor.take_state(kept) - version
             self._updates.count(tensor, version)
         with torch.no_grad():
             for tensor in self._tensors:

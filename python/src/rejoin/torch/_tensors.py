@@ -33,6 +33,14 @@ class Tensor:
     reduced: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     arrived: bool = False  # the gradient, in this step
 
+    def take_state(self, state: Mapping[str, Any]) -> int:
+        """Take the moments that an optimizer has kept for this parameter, and give the steps that it has counted."""
+        with torch.no_grad():
+            for name, column in zip(self.kept.moments, self.columns[1:], strict=True):
+                if isinstance(state.get(name), torch.Tensor):
+                    column.copy_(state[name].reshape(-1))
+        return int(state.get(self.kept.step, 0)) if self.kept.step is not None else 0
+
     @property
     def is_parameter(self) -> bool:
         return self.group >= 0
@@ -119,11 +127,14 @@ def buckets_of(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
     """
     for parameters in (True, False):
         filling: dict[torch.dtype, list[Tensor]] = {}
+        sizes: dict[torch.dtype, int] = {}
         for tensor in reversed(tensors):
             if tensor.is_parameter != parameters:
                 continue
-            bucket = filling.setdefault(tensor.value.dtype, [])
-            bucket.append(tensor)
-            if sum(one.value.numel() * one.value.element_size() for one in bucket) >= limit:
-                yield filling.pop(tensor.value.dtype)
+            dtype = tensor.value.dtype
+            filling.setdefault(dtype, []).append(tensor)
+            sizes[dtype] = sizes.get(dtype, 0) + tensor.value.numel() * dtype.itemsize
+            if sizes[dtype] >= limit:
+                del sizes[dtype]
+                yield filling.pop(dtype)
         yield from filling.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,14 +91,8 @@ class Update:
         if whole:
             self._apply_whole(step)
         else:
-            run: list[Piece] = []
-            for piece in pieces:
-                if run and piece[3] != run[0][3]:
-                    self._apply_parts(run)
-                    run = []
-                run.append(piece)
-            if run:
-                self._apply_parts(run)
+            for of_step, run in itertools.groupby(pieces, key=lambda piece: piece[3]):
+                self._apply_parts(of_step, list(run))
         for tensor in self._tensors:
             if not tensor.is_parameter:
                 tensor.value.copy_(tensor.columns[0].view(tensor.value.shape))
@@ -112,18 +107,17 @@ class Update:
             if not tensor.is_parameter:
                 tensor.columns[0].copy_(tensor.reduced)
                 continue
-            gradient = tensor.reduced.view(tensor.value.shape)
-            if coefficient is not None and coefficient != 1.0:
-                gradient = gradient * coefficient
-            tensor.value.grad = gradient
-            if tensor.kept.step is not None:
-                self.count(tensor, step - 1)
+            tensor.value.grad = _clipped(tensor.reduced.view(tensor.value.shape), coefficient)
+            self.count(tensor, step - 1)
         if coefficient is not None:
             self._optimizer_step()
         else:
-            for tensor in self._tensors:
-                if tensor.is_parameter:
-                    self.count(tensor, step)
+            self._count_all(step)
+
+    def _count_all(self, step: int) -> None:
+        for tensor in self._tensors:
+            if tensor.is_parameter:
+                self.count(tensor, step)
 
     def count(self, tensor: Tensor, step: int) -> None:
         """Let the optimizer's own count of this parameter's steps be that of the job's step."""
@@ -137,8 +131,7 @@ class Update:
             state[key] = step + self.offset
 
     # Parts of tensors, with the gradients of one step.
-    def _apply_parts(self, pieces: list[Piece]) -> None:
-        step = pieces[0][3]
+    def _apply_parts(self, step: int, pieces: list[Piece]) -> None:
         self._set_lr(step)
         needs_clip = self._rules.max_norm is not None or self._rules.skip_nonfinite
         if needs_clip and step not in self._clip:
@@ -152,8 +145,6 @@ class Update:
             if not tensor.is_parameter:
                 columns[0].copy_(gradient)
                 continue
-            if coefficient is not None and coefficient != 1.0:
-                gradient = gradient * coefficient
             whole = count == tensor.value.numel()
             shape = tensor.value.shape if whole else torch.Size([count])
             parts.append(
@@ -162,14 +153,16 @@ class Update:
                     tensor.kept,
                     tensor.scratch,
                     [column.view(shape) for column in columns],
-                    gradient.view(shape),
+                    _clipped(gradient.view(shape), coefficient),
                 )
             )
         if parts and coefficient is not None:
             _optimizer.apply(self._optimizer, parts, step + self.offset)
-        for tensor in self._tensors:
-            if tensor.is_parameter:
-                self.count(tensor, step)
+        self._count_all(step)
+
+
+def _clipped(gradient: torch.Tensor, coefficient: float | None) -> torch.Tensor:
+    return gradient if coefficient is None or coefficient == 1.0 else gradient * coefficient
 
 
 # In rows of a fixed length, so that it does not depend on how torch divides the work among threads.
