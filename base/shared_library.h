@@ -1,8 +1,6 @@
 // A vendor's library that is looked for when something needs it, so that one build runs with and without it.
 #pragma once
 
-#include <cstddef>
-#include <new>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -32,38 +30,50 @@ class SharedLibrary {
   std::string name_, missing_;
 };
 
-// A value of a static lifetime that is never destroyed, since others of such a lifetime may use it to their own end. It
-// lies in place: a plugin that is unloaded leaves nothing of it behind.
-template <typename T>
-class NeverDestroyed {
+// What a load gave, in place: it owns no memory and needs no destructor, since others of a static lifetime may use it to
+// their own end, and a plugin that is unloaded is to leave nothing of it behind.
+template <typename Table>
+class Loaded {
  public:
-  explicit NeverDestroyed(T value) { new (storage_) T(std::move(value)); }
-  NeverDestroyed(const NeverDestroyed&) = delete;
-  const T& operator*() const { return *std::launder(reinterpret_cast<const T*>(storage_)); }
+  static_assert(std::is_trivially_destructible_v<Table>);
+
+  explicit Loaded(const Result<Table>& result) : there_(result) {
+    if (result) {
+      table_ = *result;
+    } else {
+      code_ = result.error().code;
+      result.error().message.copy(why_, sizeof why_ - 1);
+    }
+  }
+  // Errors: as the load gave it, cut to some hundred characters.
+  Result<const Table*> get() const {
+    if (!there_) return tl::unexpected(Error{code_, why_});
+    return &table_;
+  }
 
  private:
-  alignas(T) std::byte storage_[sizeof(T)];
+  Table table_{};
+  bool there_;
+  ErrorCode code_{};
+  char why_[512] = {};
 };
 
-// A table of libraries' functions, as kLoad fills it when it is first asked for. Stays.
+// A table of libraries' functions, as kLoad fills it when it is first asked for.
 template <typename Table, Result<Table> (*kLoad)()>
-const Result<Table>& loaded_once() {
-  static const NeverDestroyed<Result<Table>> table(kLoad());
-  return *table;
-}
-// The same for who has to go on without.
-template <typename Table, Result<Table> (*kLoad)()>
-Result<const Table*> try_load() {
-  const auto& loaded = loaded_once<Table, kLoad>();
-  if (!loaded) return tl::unexpected(loaded.error());
-  return &*loaded;
+Result<const Table*> load_once() {
+  static const Loaded<Table> loaded(kLoad());
+  static_assert(std::is_trivially_destructible_v<decltype(loaded)>);
+  return loaded.get();
 }
 // The same for who comes after that.
 template <typename Table, Result<Table> (*kLoad)()>
 const Table& has_loaded() {
-  const auto& loaded = loaded_once<Table, kLoad>();
-  REJOIN_CHECK(loaded, "{}", loaded.error().message);
-  return *loaded;
+  static const Table* table = [] {
+    const auto loaded = load_once<Table, kLoad>();
+    REJOIN_CHECK(loaded, "{}", loaded.error().message);
+    return *loaded;
+  }();
+  return *table;
 }
 
 }  // namespace rejoin

@@ -152,7 +152,8 @@ def prepare(job, programs, *, node=None, network=(), memory=2048, shell=False, f
     with tempfile.TemporaryDirectory() as scratch:
         tree = Tree(scratch)
         tree.put(ROOT / "vm" / "init.sh", "/init")
-        (tree.path / "job.sh").write_text(job)
+        sanitizer = os.environ.get("ASAN_OPTIONS")  # as outside
+        (tree.path / "job.sh").write_text((f"export ASAN_OPTIONS={shlex.quote(sanitizer)}\n" if sanitizer else "") + job)
         for program in programs:
             tree.program(program, "/usr/bin/" + os.path.basename(program))
         for library in loaded_at_run_time():

@@ -42,9 +42,11 @@ Result<> IbverbsEngine::open_device() {
   auto device = Device::open(options_);
   if (!device) return tl::unexpected(device.error());
   device_ = std::move(*device);
-  const char* why_not = options_.out_of_order ? why_not_out_of_order(device_->context()) : nullptr;
-  if (why_not != nullptr) spdlog::info("rail {}: data is placed in order: {}", name_, why_not);
-  out_of_order_ = options_.out_of_order && why_not == nullptr;
+  if (options_.out_of_order) {
+    const auto why_not = why_not_out_of_order(device_->context());
+    if (!why_not.empty()) spdlog::info("rail {}: data is placed in order: {}", name_, why_not);
+    out_of_order_ = why_not.empty();
+  }
   channel_ = CompletionChannel(verbs().create_comp_channel(device_->context()));
   if (!channel_) return fail_errno("ibv_create_comp_channel");
   const int entries = static_cast<int>(options_.receive_buffers + 4 * options_.queue_depth);

@@ -19,6 +19,7 @@ Result<Mlx5> load() {
 
 }  // namespace
 
-const Result<Mlx5>& mlx5() { return loaded_once<Mlx5, load>(); }
+Result<const Mlx5*> load_mlx5() { return load_once<Mlx5, load>(); }
+const Mlx5& mlx5() { return has_loaded<Mlx5, load>(); }
 
 }  // namespace rejoin::transport::ibverbs

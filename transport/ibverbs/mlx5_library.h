@@ -14,6 +14,8 @@ struct Mlx5 {
 };
 
 // Errors: `unavailable` where it can't be loaded, with what to install.
-const Result<Mlx5>& mlx5();
+Result<const Mlx5*> load_mlx5();
+// What has been loaded: whoever has a device that places out of order has asked for it before.
+const Mlx5& mlx5();
 
 }  // namespace rejoin::transport::ibverbs

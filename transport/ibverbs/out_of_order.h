@@ -5,12 +5,12 @@
 
 #include <infiniband/verbs.h>
 
-#include "base/result.h"
+#include <string>
 
 namespace rejoin::transport::ibverbs {
 
-// Null where the device does it; otherwise why not, as the end of a sentence.
-const char* why_not_out_of_order(ibv_context* context);
+// Empty where the device does it; otherwise why not, as the end of a sentence.
+std::string why_not_out_of_order(ibv_context* context);
 
 // A reliable-connected queue pair of that kind; the peer's must be of it too. It is for writes and reads: it receives
 // nothing. Null and errno on failure.

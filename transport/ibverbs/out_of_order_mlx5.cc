@@ -3,16 +3,18 @@
 
 namespace rejoin::transport::ibverbs {
 
-const char* why_not_out_of_order(ibv_context* context) {
-  if (!mlx5()) return mlx5().error().message.c_str();
-  if (!mlx5()->is_supported(context->device)) return "it is no mlx5 device";
+std::string why_not_out_of_order(ibv_context* context) {
+  const auto loaded = load_mlx5();
+  if (!loaded) return loaded.error().message;
+  const Mlx5& mlx5 = **loaded;
+  if (!mlx5.is_supported(context->device)) return "it is no mlx5 device";
   mlx5dv_context attributes{};
   attributes.comp_mask = MLX5DV_CONTEXT_MASK_OOO_RECV_WRS;
   const bool told =
-      mlx5()->query_device(context, &attributes) == 0 && (attributes.comp_mask & MLX5DV_CONTEXT_MASK_OOO_RECV_WRS) != 0;
+      mlx5.query_device(context, &attributes) == 0 && (attributes.comp_mask & MLX5DV_CONTEXT_MASK_OOO_RECV_WRS) != 0;
   if (!told || attributes.ooo_recv_wrs_caps.max_rc == 0)
     return "the device or its driver has no out-of-order data placement for reliable-connected queue pairs";
-  return nullptr;
+  return {};
 }
 
 ibv_qp* create_out_of_order(ibv_pd* domain, const ibv_qp_init_attr& attributes) {
@@ -27,7 +29,7 @@ ibv_qp* create_out_of_order(ibv_pd* domain, const ibv_qp_init_attr& attributes) 
   mlx5dv_qp_init_attr placement{};
   placement.comp_mask = MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS;
   placement.create_flags = MLX5DV_QP_CREATE_OOO_DP;
-  return mlx5()->create_qp(domain->context, &extended, &placement);
+  return mlx5().create_qp(domain->context, &extended, &placement);
 }
 
 }  // namespace rejoin::transport::ibverbs

@@ -4,7 +4,7 @@
 
 namespace rejoin::transport::ibverbs {
 
-const char* why_not_out_of_order(ibv_context*) {
+std::string why_not_out_of_order(ibv_context*) {
   return "this build's rdma-core has no mlx5dv with out-of-order data placement (it came with version 56)";
 }
 

@@ -19,7 +19,7 @@ Result<RdmaCm> load() {
 
 }  // namespace
 
-Result<const RdmaCm*> load_rdmacm() { return try_load<RdmaCm, load>(); }
+Result<const RdmaCm*> load_rdmacm() { return load_once<RdmaCm, load>(); }
 const RdmaCm& rdmacm() { return has_loaded<RdmaCm, load>(); }
 
 }  // namespace rejoin::transport::ibverbs

@@ -21,7 +21,7 @@ Result<Verbs> load() {
 
 }  // namespace
 
-Result<const Verbs*> load_verbs() { return try_load<Verbs, load>(); }
+Result<const Verbs*> load_verbs() { return load_once<Verbs, load>(); }
 const Verbs& verbs() { return has_loaded<Verbs, load>(); }
 
 }  // namespace rejoin::transport::ibverbs

@@ -26,7 +26,7 @@ Result<Ucx> load() {
 
 }  // namespace
 
-Result<const Ucx*> load_ucx() { return try_load<Ucx, load>(); }
+Result<const Ucx*> load_ucx() { return load_once<Ucx, load>(); }
 const Ucx& ucx() { return has_loaded<Ucx, load>(); }
 
 }  // namespace rejoin::transport::ucx
