@@ -30,8 +30,8 @@ class SharedLibrary {
   std::string name_, missing_;
 };
 
-// What a load gave, in place: it owns no memory and needs no destructor, since others of a static lifetime may use it to
-// their own end, and a plugin that is unloaded is to leave nothing of it behind.
+// What a load gave, in place: it owns no memory and needs no destructor, since others of a static lifetime may use it
+// to their own end, and a plugin that is unloaded is to leave nothing of it behind.
 template <typename Table>
 class Loaded {
  public:
