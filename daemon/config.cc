@@ -51,6 +51,7 @@ void bind(CommandLine& line, Config& c) {
   line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
   line.setting("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)")
       .check(or_none(socket_name()));
+  line.add("--end-with", c.end_with, "end when the process of this number has ended").check(or_none(whole_number()));
   line.setting("--connect", c.node.coordinator, "REJOIN_COORDINATOR",
                "node, relay: the coordinator's address, or for a node its relay's")
       .check(or_none(peer_address()));

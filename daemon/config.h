@@ -20,6 +20,7 @@ struct Config {
   std::uint64_t batch = 1, steps = 0, silence_ms = 2000, start_patience_ms = 0;
   std::optional<std::uint64_t> roll_back_to;
   std::string audit = "auto", drop_replica;
+  std::optional<std::uint32_t> end_with;  // a process
   std::string relay, key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
   NodeOptions node;
 };

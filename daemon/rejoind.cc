@@ -9,6 +9,7 @@
 #include "base/command_line.h"
 #include "base/events.h"
 #include "base/fail.h"
+#include "base/fd.h"
 #include "base/log.h"
 #include "daemon/config.h"
 #include "daemon/coordinator_server.h"
@@ -58,6 +59,17 @@ Result<> run(Config& c) {
     spdlog::info("signal {}: ending", number);
     io.stop();
   });
+  asio::posix::stream_descriptor other(io);
+  if (c.end_with) {
+    auto process = make_pidfd(static_cast<int>(*c.end_with));
+    if (!process) return fail(ErrorCode::invalid_argument, "--end-with {}: {}", *c.end_with, process.error().message);
+    other.assign(process->release());
+    other.async_wait(asio::posix::stream_descriptor::wait_read, [&](asio::error_code error) {
+      if (error) return;
+      spdlog::info("process {} has ended: ending", *c.end_with);
+      io.stop();
+    });
+  }
   nlohmann::json addresses;
   std::unique_ptr<CoordinatorServer> coordinator;
   if (c.coordinator) {

@@ -80,12 +80,7 @@ rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_sessio
   return guarded([&] {
     std::vector<std::string> arguments;
     rejoin::SessionConfig config;
-    constexpr std::string_view fingerprint = "fingerprint=";
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::string setting = settings[i];
-      if (setting.starts_with(fingerprint)) config.fingerprint = setting.substr(fingerprint.size());
-      else arguments.push_back("--" + setting);
-    }
+    for (std::size_t i = 0; i < count; ++i) arguments.push_back(std::string("--") + settings[i]);
     auto opened = std::make_unique<rejoin_session>();
     rejoin::CommandLine line("");
     config.bind(line);
@@ -144,6 +139,9 @@ rejoin_code rejoin_bucket(rejoin_session* session, const uint32_t* tensors, size
 
 rejoin_code rejoin_allocate(rejoin_session* session) {
   return guarded([&] { return code(session->session->allocate()); });
+}
+rejoin_code rejoin_set_fingerprint(rejoin_session* session, const char* text) {
+  return guarded([&] { return code(session->session->set_fingerprint(text)); });
 }
 rejoin_code rejoin_weight(rejoin_session* session, uint32_t tensor, rejoin_memory* memory) {
   return guarded([&] { return put(session->session->weight({tensor}), memory); });

@@ -81,8 +81,7 @@ const char* rejoin_error(void);
 const char* rejoin_version(void);
 
 /* `settings`: `count` of the form "name=value", named as the flags of a trainer without their dashes ("replica=1",
- * "socket=/run/rejoin.sock"), and "fingerprint" for SessionConfig::fingerprint; what is not there comes from REJOIN_*
- * variables, and else from the defaults. */
+ * "socket=/run/rejoin.sock"); what is not there comes from REJOIN_* variables, and else from the defaults. */
 rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session);
 /* Waits for the library's threads. Null is allowed. */
 void rejoin_close(rejoin_session* session);
@@ -96,6 +95,8 @@ rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, 
 rejoin_code rejoin_bucket(rejoin_session* session, const uint32_t* tensors, size_t count,
                           const rejoin_memory* gradients, uint32_t* bucket);
 rejoin_code rejoin_allocate(rejoin_session* session);
+/* Session::set_fingerprint(); before rejoin_join(). */
+rejoin_code rejoin_set_fingerprint(rejoin_session* session, const char* text);
 rejoin_code rejoin_weight(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
 rejoin_code rejoin_moment(rejoin_session* session, uint32_t tensor, uint32_t index, rejoin_memory* memory);
 rejoin_code rejoin_gradient(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);

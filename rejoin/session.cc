@@ -22,7 +22,7 @@ class SessionImpl final : public Session {
   SessionImpl(SessionConfig config, std::shared_ptr<device::Device> device, Fd interrupted)
       : config_(std::move(config)),
         interrupt_(std::move(interrupted)),
-        state_(config_.gradient_log_budget, std::move(device), config_.fingerprint) {}
+        state_(config_.gradient_log_budget, std::move(device)) {}
   ~SessionImpl() override { progress_.reset(); }
 
   Result<TensorId> add(const TensorSpec& tensor) override { return state_.add(tensor); }
@@ -43,6 +43,11 @@ class SessionImpl final : public Session {
   }
   Result<std::span<std::byte>> gradient(TensorId t) override {
     return state_.check_tensor(t, "gradient()").map([&] { return state_.gradient(t); });
+  }
+
+  Result<> set_fingerprint(std::string text) override {
+    if (progress_) return fail(ErrorCode::invalid_argument, "set_fingerprint() comes after join()");
+    return state_.set_fingerprint(std::move(text));
   }
 
   using Session::join;
@@ -374,10 +379,6 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
     return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   if (auto named = check_unix_name(config.socket); !named) return tl::unexpected(named.error());
   if (auto known = transport::check_name(config.transport); !known) return tl::unexpected(known.error());
-  constexpr std::size_t longest_fingerprint = 4096;
-  if (config.fingerprint.size() > longest_fingerprint)
-    return fail(ErrorCode::invalid_argument, "SessionConfig::fingerprint has {} bytes; there may be up to {}",
-                config.fingerprint.size(), longest_fingerprint);
   if (auto right = config.advertise.empty() ? Result<>() : transport::check_advertised(config.advertise); !right)
     return fail(ErrorCode::invalid_argument, "--advertise {}", right.error().message);
   const ftar::Options ring{.chunk_bytes = config.chunk_bytes, .chunks_in_flight = config.chunks_in_flight};

@@ -64,9 +64,6 @@ struct SessionConfig {
   // A trainer may evaluate, or write a checkpoint, for so long between commit() and the next begin_step() while the
   // others wait for it. One that takes longer is taken for one that hangs. Session::busy() says more, and elsewhere.
   std::chrono::milliseconds between_steps{std::chrono::minutes(10)};
-  // The caller's, up to 4 KiB of text: what else must be the same on all replicas for their bits to be, such as the
-  // framework's version and the optimizer's settings. Whoever comes with another one is refused with both.
-  std::string fingerprint;
   // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
   std::chrono::milliseconds patience{60000};
 
@@ -151,6 +148,9 @@ class Session {
   virtual Result<std::span<std::byte>> weight(TensorId tensor) = 0;
   virtual Result<std::span<std::byte>> moment(TensorId tensor, std::uint32_t index) = 0;
   virtual Result<std::span<std::byte>> gradient(TensorId tensor) = 0;  // write here before all_reduce() of its bucket
+  // The caller's, up to 4 KiB of text, before join(): what else must be the same on all replicas for their bits to be,
+  // such as the framework's version and the optimizer's settings. Whoever joins with another one is refused with both.
+  virtual Result<> set_fingerprint(std::string text) = 0;
   template <typename T>
   static std::span<T> as(std::span<std::byte> bytes) {
     return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
@@ -267,9 +267,9 @@ class Session {
 
   // ---- ending
   // Ends this replica's part in the job: the others go on at once, and hear that it has left. When this returns its
-  // daemon knows. All later calls but version(), committed() and state_digest() are refused with `cancelled`; calling
-  // it again, after a failure or before join() tells nobody anything. Errors: `unavailable` where the daemon is away:
-  // the others go on when the process has ended.
+  // daemon knows. All later calls but version(), committed(), position() and state_digest() are refused with
+  // `cancelled`; calling it again, after a failure or before join() tells nobody anything. Errors: `unavailable` where
+  // the daemon is away: the others go on when the process has ended.
   virtual Result<> leave() = 0;
   // Any thread, and a signal's handler (async-signal-safe), while the session lives: join(), begin_step() and commit()
   // return with `cancelled` if they wait, and so do they and all_reduce() from then on. leave() is what is to follow.

@@ -50,6 +50,15 @@ Result<BucketId> TrainingState::bucket(const std::vector<TensorId>& tensors, std
   return id;
 }
 
+Result<> TrainingState::set_fingerprint(std::string text) {
+  constexpr std::size_t longest = 4096;
+  if (text.size() > longest)
+    return fail(ErrorCode::invalid_argument, "the fingerprint has {} bytes; there may be up to {}", text.size(),
+                longest);
+  fingerprint_ = std::move(text);
+  return {};
+}
+
 Result<std::uint64_t> TrainingState::check_bucket(BucketId id, const std::vector<TensorId>& tensors) const {
   if (owner_) return fail(ErrorCode::invalid_argument, "a bucket comes after allocate()");
   if (tensors.empty()) return fail(ErrorCode::invalid_argument, "a bucket without tensors");

@@ -15,13 +15,14 @@ namespace rejoin {
 class TrainingState {
  public:
   explicit TrainingState(std::uint64_t gradient_log_budget,
-                         std::shared_ptr<device::Device> device = device::make_host(), std::string fingerprint = {})
-      : gradient_log_budget_(gradient_log_budget), device_(std::move(device)), fingerprint_(std::move(fingerprint)) {}
+                         std::shared_ptr<device::Device> device = device::make_host())
+      : gradient_log_budget_(gradient_log_budget), device_(std::move(device)) {}
 
   // As Session's functions of these names.
   Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& own = {});
   Result<BucketId> bucket(const std::vector<TensorId>& tensors, std::span<std::byte> own = {});
   Result<> allocate();
+  Result<> set_fingerprint(std::string text);
   bool allocated() const { return owner_ != nullptr; }
   // Whether the next two have such a one; `what` is the call that asks.
   Result<> check_tensor(TensorId tensor, const char* what) const;
@@ -61,7 +62,7 @@ class TrainingState {
 
   const std::uint64_t gradient_log_budget_;
   const std::shared_ptr<device::Device> device_;
-  const std::string fingerprint_;
+  std::string fingerprint_;
   std::vector<local::Tensor> tensors_;
   std::vector<local::Owner::Own> own_state_;  // by tensor: in the trainer's memory
   std::set<std::string> names_;

@@ -462,9 +462,9 @@ TEST_F(Trained, AJoinersPiecesHaveTheContributorsOfTheirStepAndBordersThatFitEve
 TEST_F(Trained, WhoComesWithAnotherFingerprintIsRefusedWithBoth) {
   start(3);
   const auto with = [&](std::uint32_t replica, const std::string& fingerprint) {
-    auto config = this->config(replica);
-    config.fingerprint = fingerprint;
-    return declared(config);
+    auto session = declared(config(replica));
+    EXPECT_TRUE(session->set_fingerprint(fingerprint));
+    return session;
   };
   auto first = with(0, "torch 2.15; AdamW lr=0.1"), third = with(2, "torch 2.15; AdamW lr=0.1");
   auto other = with(1, "torch 2.15; AdamW lr=0.2");
@@ -474,9 +474,10 @@ TEST_F(Trained, WhoComesWithAnotherFingerprintIsRefusedWithBoth) {
                  "'torch 2.15; AdamW lr=0.2' here, and 'torch 2.15; AdamW lr=0.1' there, from byte 23 on");
   auto same = with(1, "torch 2.15; AdamW lr=0.1");
   EXPECT_TRUE(same->join());
-  auto config = this->config(0);
-  config.fingerprint = std::string(4097, 'x');
-  EXPECT_REFUSED(Session::open(config), ErrorCode::invalid_argument, "fingerprint has 4097 bytes; there may be up to");
+  auto late = declared(config(0));
+  EXPECT_REFUSED(late->set_fingerprint(std::string(4097, 'x')), ErrorCode::invalid_argument,
+                 "fingerprint has 4097 bytes; there may be up to");
+  EXPECT_REFUSED(first->set_fingerprint("late"), ErrorCode::invalid_argument, "comes after join()");
 }
 
 // ---- what is out of range

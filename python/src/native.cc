@@ -64,6 +64,7 @@ class Session {
   void allocate() {
     waiting([&] { return rejoin_allocate(session_); });
   }
+  void set_fingerprint(const std::string& text) { check(rejoin_set_fingerprint(session_, text.c_str())); }
   Memory weight(std::uint32_t tensor) {
     return memory([&](rejoin_memory* to) { return rejoin_weight(session_, tensor, to); });
   }
@@ -211,6 +212,7 @@ NB_MODULE(_native, m) {
            nb::arg("elementwise"), nb::arg("memory") = nb::none())
       .def("bucket", &Session::bucket, nb::arg("tensors"), nb::arg("gradients") = nb::none())
       .def("allocate", &Session::allocate)
+      .def("set_fingerprint", &Session::set_fingerprint, nb::arg("text"))
       .def("weight", &Session::weight, nb::arg("tensor"))
       .def("moment", &Session::moment, nb::arg("tensor"), nb::arg("index"))
       .def("gradient", &Session::gradient, nb::arg("tensor"))

@@ -18,12 +18,14 @@ import trainer  # noqa: E402
 from rejoin._programs import path  # noqa: E402
 
 HERE = Path(__file__).parent
+# Lines of several ranks may lie behind each other.
+DIGEST = re.compile(r"((?:rank \d: )?step \d+) mean (\S+ digest [0-9a-f]{16})")
 
 
 class Job:
     """A job of rejoin-run over tests/trainer.py, in a directory of its own."""
 
-    def __init__(self, directory: Path, *flags: str, replicas: int = 2, steps: int = 60, batch: int = 8,
+    def __init__(self, directory: Path, *flags: str, replicas: int = 2, ranks: int = 1, steps: int = 60, batch: int = 8,
                  kill: dict[int, tuple[str, int]] | None = None) -> None:  # fmt: skip
         self.directory, self.steps = directory, steps
         for replica, order in (kill or {}).items():
@@ -31,6 +33,8 @@ class Job:
         command = [sys.executable, "-m", "rejoin.run", "--replicas", str(replicas), "--steps", str(steps), "--batch",
                    str(batch), "--directory", str(directory), "--silence-ms", "5000", "--",
                    sys.executable, str(HERE / "trainer.py"), "--out", str(directory), *flags]  # fmt: skip
+        if ranks > 1:
+            command[7:7] = ["--ranks", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -69,7 +73,7 @@ class Job:
 
     def trains(self, replica: int) -> int:
         """How many steps that replica has trained so far."""
-        return self.log(replica).count(" digest ")
+        return len(re.findall(r"^step \d+ mean", self.log(replica), re.M))
 
     def audit(self) -> str:
         log = self.directory / "log" / "decisions.log"
@@ -118,7 +122,7 @@ def check_equal(job: Job, replicas: int) -> None:
     """All replicas say the same digest after each step that several of them have trained."""
     digests: dict[str, set[str]] = {}
     for replica in range(replicas):
-        for step, of in re.findall(r"^step (\d+) mean (.*)$", job.log(replica), re.M):
+        for step, of in re.findall(DIGEST, job.log(replica)):
             digests.setdefault(step, set()).add(of)
     assert len(digests) >= job.steps // 2
     for step, seen in digests.items():
@@ -132,7 +136,7 @@ def alone(job: Job, kind: str, max_norm: float | None) -> tuple[dict, dict]:
     from rejoin.torch._data import Batches
     from rejoin.torch._update import square_sum
 
-    model = trainer.make_model()
+    model = trainer.make_model(kind)
     optimizer = trainer.make_optimizer(kind, model)
     data, batches = trainer.make_data(), Batches(997, seed=5)
     contributors, samples = job.contributors(), {r: job.samples(r) for r in (0, 1)}

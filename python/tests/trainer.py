@@ -7,15 +7,23 @@ import signal
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 
 import rejoin.torch as rj
 
 FEATURES, CLASSES = 32, 10
 
 
-def make_model() -> torch.nn.Module:
+def make_model(kind: str = "adamw") -> torch.nn.Module:
     torch.manual_seed(7)
+    if kind in ("sharded", "half"):
+        model = torch.nn.Sequential(
+            torch.nn.Linear(FEATURES, 301), torch.nn.GELU(), torch.nn.Linear(301, 301), torch.nn.GELU(),
+            torch.nn.Linear(301, CLASSES),
+        )  # fmt: skip
+        return model.half() if kind == "half" else model
     return torch.nn.Sequential(
         torch.nn.Linear(FEATURES, 300),
         torch.nn.BatchNorm1d(300),
@@ -29,6 +37,8 @@ def make_model() -> torch.nn.Module:
 def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if kind == "half":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, eps=1e-6)
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=kind == "fused")
 
 
@@ -48,21 +58,38 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--max-norm", type=float)
+    parser.add_argument("--ema", type=float)
+    parser.add_argument("--loss-scale", type=float)
     parser.add_argument("--restore", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     given = parser.parse_args()
 
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     session = rj.Session.from_environment()
     me = session.replica
-    model = make_model()
+    model = make_model(given.optimizer)
+    if ranks > 1:
+        dist.init_process_group("gloo")
+        fully_shard(model[2])
+        fully_shard(model)
     optimizer = make_optimizer(given.optimizer, model)
-    session.attach(model, optimizer, lr=rate, max_norm=given.max_norm, metrics=("loss",), bucket_bytes=100_000)
+    session.attach(
+        model,
+        optimizer,
+        lr=rate,
+        max_norm=given.max_norm,
+        metrics=("loss",),
+        bucket_bytes=100_000,
+        masters=given.optimizer == "half",
+        ema=given.ema,
+        loss_scale=given.loss_scale,
+    )
     if given.restore:
         session.load_state_dict(torch.load(given.out / "checkpoint.pt", weights_only=True))
     data = make_data()
     loader = torch.utils.data.DataLoader(
         data,
-        batch_sampler=session.batches(len(data), seed=5),
+        batch_sampler=session.batches(len(data), seed=5, shard=session.rank, shards=ranks),
         num_workers=given.workers,
         multiprocessing_context="forkserver" if given.workers else None,
     )
@@ -70,7 +97,7 @@ def main() -> None:
     order = given.out / f"kill.{me}"  # "PLACE:STEP": there, and not before that step; obeyed once
 
     def dies(step: int, place: str) -> None:
-        if not order.exists():
+        if session.rank != 0 or not order.exists():
             return
         where, at = order.read_text().split(":")
         if where == place and step >= int(at):
@@ -79,7 +106,10 @@ def main() -> None:
 
     now = 0
     # The last layer's gradient comes first: its bucket is on its way when this is called.
-    model[0].weight.register_hook(lambda _: dies(now, "backward"))
+    if ranks == 1:
+        model[0].weight.register_hook(lambda _: dies(now, "backward"))
+    else:
+        model[2].register_full_backward_hook(lambda *_: dies(now, "backward"))
     apply = session._updates.apply
 
     def dying_apply(step, pieces):
@@ -90,29 +120,36 @@ def main() -> None:
         dies(step, "updated")
 
     session._updates.apply = dying_apply
-    with (given.out / f"trained.{me}").open("a") as trained:
+    who = f"rank {session.rank}: " if session.rank else ""
+    with (given.out / f"trained.{me}{'.' * session.rank}").open("a") as trained:
         for step, (x, y) in session.steps(loader):
             now = step.number
             trained.write(json.dumps([step.number, step.samples]) + "\n")
             trained.flush()
             dies(now, "forward")
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
+            loss = F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y)
+            (step.scale(loss) if given.loss_scale else loss).backward()
             step.record(loss=loss)
             dies(now, "step")
             optimizer.step()
             assert loss.item() == loss.item()
             dies(now, "after")
-            print(f"step {now} mean {step.mean('loss'):.9g} digest {session.state_digest():016x}", flush=True)
+            print(f"{who}step {now} mean {step.mean('loss'):.9g} digest {session.state_digest():016x}", flush=True)
             if given.save_every and now % given.save_every == 0 and step.leads:
                 with session.busy("a checkpoint", seconds=60):
                     torch.save(session.state_dict(), given.out / "checkpoint.new")
                     os.replace(given.out / "checkpoint.new", given.out / "checkpoint.pt")
             if session.version is not None:
                 last = session.state_digest()
-    if now and step.leads:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, given.out / "final.pt")
-    print(f"end {session.committed} {last if now else 0:016x}", flush=True)
+    if now and step.leads and ranks == 1:
+        torch.save(session.state_dict(), given.out / "final.pt")
+    if now and step.leads and ranks > 1:
+        shards = [p.to_local() for p in model.parameters()]
+        moments = [optimizer.state[p]["exp_avg_sq"].to_local() for p in model.parameters()]
+        torch.save([shards, moments], given.out / f"final.{session.rank}.pt")
+    print(f"{who}end {session.committed} {last if now else 0:016x}", flush=True)
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -47,3 +47,9 @@ def place_from_environment(environment: Mapping[str, str] | None = None) -> Plac
     return Place(
         replica=_number(_REPLICA, variables, None, "replica"), rank=_number(_RANK, variables, 0, "rank of its replica")
     )
+
+
+def local_rank(environment: Mapping[str, str] | None = None) -> int:
+    """Find this process's rank on its machine: LOCAL_RANK (torchrun), SLURM_LOCALID, or 0."""
+    variables = os.environ if environment is None else environment
+    return _number(("LOCAL_RANK", "SLURM_LOCALID"), variables, 0, "rank on its machine")

@@ -25,11 +25,14 @@ class Batches(Sampler[list[int]]):
     yields what is likely to come; what comes otherwise is fetched when it does.
     """
 
-    def __init__(self, size: int, seed: int = 0, shuffle: bool = True) -> None:
-        """`size`: samples in the data set. The same on every replica, and so are `seed` and `shuffle`."""
+    def __init__(self, size: int, seed: int = 0, shuffle: bool = True, shard: int = 0, shards: int = 1) -> None:
+        """`size`: samples in the data set. The same on every replica, and so are `seed`, `shuffle` and `shards`."""
         if size <= 0:
             raise InvalidArgument(f"a data set of {size} samples: at least one is needed")
+        if not 0 <= shard < shards:
+            raise InvalidArgument(f"shard {shard} of {shards}: they are numbered from 0")
         self.size = size
+        self._shard, self._shards = shard, shards
         self._seed, self._shuffle = seed, shuffle
         self._permutations: dict[int, torch.Tensor] = {}
         self._likely: Ranges = ()
@@ -37,8 +40,15 @@ class Batches(Sampler[list[int]]):
         self.sent: deque[Ranges] = deque()  # to the workers, and not back yet
 
     def indices(self, ranges: Ranges) -> list[int]:
-        """Give the data set's indices of these samples."""
-        return [self._index(k) for begin, end in ranges for k in range(begin, end)]
+        """Give the data set's indices of these samples, as far as they are this shard's."""
+        samples = [k for begin, end in ranges for k in range(begin, end)]
+        if len(samples) % self._shards != 0:
+            raise InvalidArgument(
+                f"a step of {len(samples)} samples can't be divided among {self._shards} ranks: let --batch be a "
+                "multiple of that"
+            )
+        each = len(samples) // self._shards
+        return [self._index(k) for k in samples[self._shard * each : (self._shard + 1) * each]]
 
     def _index(self, sample: int) -> int:
         epoch, number = divmod(sample, self.size)

@@ -9,7 +9,8 @@ differently by its place in a vector; `self_check` looks at both.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +64,12 @@ def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: 
 
 
 def kept_by(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, reserved: int = 0
 ) -> tuple[Kept, dict[str, Any]]:
     """Find out what the optimizer keeps for a parameter of this group and type, by one step of a scratch parameter.
 
-    Returns that, and the scratch parameter's state. Raises `InvalidArgument` for state that has another shape, or is
-    no count of steps.
+    Returns that, and the scratch parameter's state. `reserved`: columns that are kept for something else. Raises
+    `InvalidArgument` for state that has another shape, or is no count of steps.
     """
     name = type(optimizer).__name__
     shape = (3, 5)
@@ -92,8 +93,11 @@ def kept_by(
                 "a replica that catches up could not be given it. Use AdamW, Adam, RAdam, Adamax, RMSprop, Adagrad "
                 "or SGD"
             )
-    if len(moments) > MOST_MOMENTS:
-        raise InvalidArgument(f"{name} keeps {', '.join(moments)} for each parameter; {MOST_MOMENTS} can be")
+    if len(moments) + reserved > MOST_MOMENTS:
+        raise InvalidArgument(
+            f"{name} keeps {', '.join(moments)} for each parameter{', and there is a moving average' * reserved}; "
+            f"{MOST_MOMENTS} can be kept"
+        )
     if group.get("momentum") and group.get("dampening"):
         raise InvalidArgument(
             f"{name} with dampening {group['dampening']} treats the first step of a parameter unlike the others: "
@@ -103,7 +107,10 @@ def kept_by(
 
 
 def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> bool:
-    """Say whether parts of a parameter get the bits that the whole would: three steps of scratch tensors, compared."""
+    """Say whether parts of a parameter get the bits that the whole would: three steps of scratch tensors, compared.
+
+    Within `one_thread`, as all updates are.
+    """
     kept, scratch = kept_by(optimizer, group, like)
     count, borders = 1003, (0, 64, 192, 512, 576, 1003)  # as the session divides: multiples of 64
     random = torch.Generator().manual_seed(1)
@@ -127,6 +134,24 @@ def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     return all(
         torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(whole, parts, strict=True)
     )
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """Let torch compute with one thread within this block, where the device is the CPU.
+
+    With several it divides a tensor of more than 32,768 elements at borders that depend on their number and are no
+    multiple of a vector; elements beside a border are rounded otherwise.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 Part = tuple[Mapping[str, Any], Kept, Mapping[str, Any], Sequence[torch.Tensor], torch.Tensor]

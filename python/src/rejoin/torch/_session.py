@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -17,10 +18,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from rejoin import _native
+from rejoin._daemon import local_daemon
 from rejoin.errors import InvalidArgument, RejoinError
-from rejoin.launch import place_from_environment
+from rejoin.launch import Place, place_from_environment
+from rejoin.torch import _optimizer
 from rejoin.torch._data import Batches, Fetcher, Ranges
+from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._memory import tensor_at, type_of
+from rejoin.torch._ranks import Ranks
+from rejoin.torch._sharding import gather_again, local
 from rejoin.torch._tensors import Tensor, buckets_of, buffers_of, parameters_of
 from rejoin.torch._update import Rules, Schedule, Update
 
@@ -43,6 +49,10 @@ class Step:
         """Hand over this replica's values of the metrics that `attach` was given, before `optimizer.step()`."""
         self._session._record(values)
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Give the loss times the loss scale that `attach` was asked for: call backward() on that."""
+        return self._session._scaled(loss)
+
     def mean(self, name: str) -> float:
         """Give a metric's mean over the replicas that trained this step, after `optimizer.step()`: equal on all."""
         return self._session._mean(name)
@@ -59,7 +69,9 @@ class Session:
         """Open a session with these settings, named as a trainer's flags (`socket`, `replica`, `rank`, `transport` …).
 
         What is not given comes from REJOIN_* variables; replica and rank also from a launcher's variables
-        (`rejoin.place_from_environment`). Does not talk to the daemon yet.
+        (`rejoin.place_from_environment`). Does not talk to the daemon yet. Where neither `socket` nor REJOIN_SOCKET
+        says where that is, and REJOIN_COORDINATOR says where the coordinator is, the process of local rank 0 starts a
+        daemon, which ends with it.
         """
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
@@ -70,6 +82,8 @@ class Session:
             place = place_from_environment()
             settings = {"replica": place.replica, "rank": place.rank, **settings}
         self.replica, self.rank = int(settings["replica"]), int(settings["rank"])
+        if "socket" not in settings and not os.environ.get("REJOIN_SOCKET"):
+            settings["socket"] = local_daemon(Place(self.replica, self.rank))
         settings.setdefault("device", "host" if self.device.type == "cpu" else str(self.device))
         self._native = _native.Session([f"{name.replace('_', '-')}={value}" for name, value in settings.items()])
         self._tensors: list[Tensor] = []
@@ -77,13 +91,16 @@ class Session:
         self._missing: list[int] = []  # gradients, by bucket, in this step
         self._metrics: tuple[str, ...] = ()
         self._metric_values: torch.Tensor | None = None
+        self._loss_scale: torch.Tensor | None = None  # [log2, good steps]
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates: Update | None = None
         self._joined = self._finished = self._in_step = self._updated = False
-        self._accumulating = self._waiting = False
+        self._accumulating = self._waiting = self._contributed = False
         self._step: Step | None = None
         self._leaving = threading.Event()
+        self._rules = Rules()
+        self._ranks: Ranks | None = None
         self._position: str | None = None
         self._fetchers: dict[int, Fetcher] = {}
 
@@ -103,6 +120,9 @@ class Session:
         lr: Schedule | None = None,
         metrics: Sequence[str] = (),
         skip_nonfinite: bool = False,
+        loss_scale: float | None = None,
+        masters: bool = False,
+        ema: float | None = None,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Move the model's parameters and the optimizer's state into the session, and give both back.
@@ -118,24 +138,41 @@ class Session:
         that gets no gradient in a step counts with zeros. `skip_nonfinite`: a step whose mean gradient has an infinity
         or a NaN changes nothing, on all replicas.
 
+        `loss_scale`: for float16, what `step.scale(loss)` multiplies by, at first: a power of 2. It halves when a mean
+        gradient has an infinity or a NaN, which changes nothing else, and doubles after 2,000 steps without one, as
+        with torch's GradScaler. `masters`: parameters of bfloat16 and float16 get weights, moments and gradients of
+        float32 in the session, and are those weights rounded. `ema`: the session keeps a moving average of the
+        weights, `average = ema * average + (1 - ema) * weight` after each update; see `averaged` and `state_dict`.
+
+        A model that `torch.distributed.fsdp.fully_shard` has divided among the ranks of the replica is attached
+        alike, on each of its ranks, with the optimizer made afterwards.
+
         Raises `InvalidArgument` for an optimizer whose state or update can't be given to parts of parameters, and for
         types and devices that can't be.
         """
         if self._model is not None:
             raise InvalidArgument("attach() comes once")
-        if max_norm is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InvalidArgument(
-                "max_norm with several ranks in a replica: the norm over all of them is not to be had yet; clip "
-                "otherwise, or use one rank"
-            )
+        if ema is not None and not 0.0 < ema < 1.0:
+            raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
+        if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
+            raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
+        self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
+        self._ranks = Ranks(self.rank, int(os.environ.get("WORLD_SIZE", "1")), self._leaving)
+        with _optimizer.one_thread(self.device):
+            parameters = parameters_of(model, optimizer, self.device, masters, ema is not None)
         self._model, self._optimizer = model, optimizer
         self._metrics = tuple(metrics)
-        tensors = [*parameters_of(model, optimizer, self.device), *buffers_of(model, self.device)]
+        tensors = [*parameters, *buffers_of(model, self.device)]
         if self._metrics:
             self._metric_values = torch.zeros(len(self._metrics), dtype=torch.float64, device=self.device)
-            tensors.append(Tensor("rejoin.metrics", self._metric_values))
+            tensors.append(Tensor("rejoin.metrics", self._metric_values, dtype=torch.float64))
+        scale = None
+        if loss_scale is not None:
+            self._loss_scale = torch.tensor([math.log2(loss_scale), 0.0], dtype=torch.float64, device=self.device)
+            scale = Tensor("rejoin.loss_scale", self._loss_scale, elementwise=False, dtype=torch.float64)
+            tensors.append(scale)
         self._declare(tensors, bucket_bytes)
-        self._updates = Update(self._native, optimizer, tensors, Rules(max_norm, lr, skip_nonfinite), self.device)
+        self._updates = Update(self._native, optimizer, tensors, self._rules, self.device, self._ranks, scale)
         for tensor in tensors:
             self._place(tensor)
         optimizer.step = self._commit  # type: ignore[assignment, method-assign]
@@ -145,8 +182,8 @@ class Session:
     def _declare(self, tensors: list[Tensor], bucket_bytes: int) -> None:
         self._tensors = tensors
         for tensor in tensors:
-            kind = type_of(tensor.name, tensor.value.dtype)
-            tensor.index = self._native.add(tensor.name, kind, tensor.value.numel(), tensor.moments, tensor.elementwise)
+            kind = type_of(tensor.name, tensor.dtype)
+            tensor.index = self._native.add(tensor.name, kind, tensor.count, tensor.moments, tensor.elementwise)
         for bucket in buckets_of(tensors, bucket_bytes):
             number = self._native.bucket([tensor.index for tensor in bucket])
             for tensor in bucket:
@@ -158,18 +195,18 @@ class Session:
         return tensor_at(self._native, memory[0], memory[1] // dtype.itemsize, dtype, self.device)
 
     def _place(self, tensor: Tensor) -> None:
-        value, dtype = tensor.value, tensor.value.dtype
+        dtype = tensor.dtype
         tensor.columns = [self._at(self._native.weight(tensor.index), dtype)]
         tensor.columns += [self._at(self._native.moment(tensor.index, i), dtype) for i in range(tensor.moments)]
         tensor.gradient = self._at(self._native.gradient(tensor.index), dtype)
         tensor.reduced = self._at(self._native.reduced(tensor.index), dtype)
-        with torch.no_grad():
-            tensor.columns[0].copy_(value.detach().reshape(-1))
+        tensor.place()
         if not tensor.is_parameter:
             return
+        if tensor.averaged:
+            tensor.columns[-1].copy_(tensor.columns[0])
         self._take_over_state(tensor)
         parameter = tensor.value
-        parameter.data = tensor.columns[0].view(value.shape)
         parameter.grad = None
         hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
         session = weakref.ref(self)  # autograd keeps its hooks where Python's collector does not look
@@ -184,18 +221,19 @@ class Session:
     def _take_over_state(self, tensor: Tensor) -> None:
         assert self._optimizer is not None and self._updates is not None
         self._updates.offset = tensor.take_state(self._optimizer.state.get(tensor.value, {}))
-        shaped = [column.view(tensor.value.shape) for column in tensor.columns[1:]]
+        shaped = [tensor.optimizers(column) for column in tensor.columns[1 : 1 + len(tensor.kept.moments)]]
         self._optimizer.state[tensor.value] = tensor.kept.state(self._updates.offset, shaped, tensor.scratch)
 
     # ---- data
 
-    def batches(self, size: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
+    def batches(self, size: int, *, seed: int = 0, shuffle: bool = True, shard: int = 0, shards: int = 1) -> Batches:
         """Make the batch sampler for a DataLoader over a map-style data set of `size` samples.
 
         Each sample is trained once in each data epoch, whatever replica is lost. The same on every replica; how many
-        samples a step takes is the coordinator's setting (`--batch`).
+        samples a step takes is the coordinator's setting (`--batch`). `shards`: the ranks of a replica that divide its
+        samples among them, of which this is number `shard`; each takes as many, so `--batch` is a multiple of it.
         """
-        return Batches(size, seed, shuffle)
+        return Batches(size, seed, shuffle, shard, shards)
 
     # ---- joining and leaving
 
@@ -206,8 +244,9 @@ class Session:
         on others may wait for this replica. SIGTERM is taken as an orderly leave at the end of a step from now on,
         unless the program has a handler of its own.
         """
-        if self._model is None:
+        if self._model is None or self._optimizer is None or self._updates is None:
             raise InvalidArgument("join() before attach()")
+        self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, self._updates.offset))
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
         self._native.join(self._position)
@@ -259,7 +298,8 @@ class Session:
                 if not self._updated:
                     raise InvalidArgument(f"step {step.number} has ended without optimizer.step()")
                 self._in_step = False
-                if self._leaving.is_set():
+                assert self._ranks is not None
+                if self._ranks.leaves_after(step.number, self._leaving.is_set()):
                     break
         except _Terminated:
             pass
@@ -268,8 +308,10 @@ class Session:
 
     # The next step that this replica contributes to; it goes through those before, in which it catches up.
     def _begin_step(self) -> Step | None:
-        while not self._leaving.is_set():
-            self._waiting = True
+        assert self._ranks is not None
+        # Ranks that train a step together end it together: leaves_after() says with which one.
+        while not self._leaving.is_set() or (self._ranks.several and self._contributed):
+            self._waiting = not (self._ranks.several and self._contributed)
             begun = self._native.begin_step()
             self._waiting = False
             if begun is None:
@@ -277,14 +319,24 @@ class Session:
                 return None
             number, contributes, leads, contributors, batch = begun
             if contributes:
+                if not self._contributed:  # what came after the last update has changed the session's memory alone
+                    self._refresh()
+                self._contributed = True
                 for tensor in self._tensors:
                     tensor.arrived = False
                 self._missing = [len(bucket) for bucket in self._buckets]
                 self._in_step, self._updated = True, False
                 self._step = Step(number, leads, contributors, tuple(batch), self)
                 return self._step
+            self._contributed = False
             self._update(number)
         return None
+
+    def _refresh(self) -> None:
+        assert self._updates is not None and self._model is not None
+        with torch.no_grad():
+            self._updates.refresh()
+        gather_again(self._model)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -318,7 +370,7 @@ class Session:
         gradient = parameter.grad
         assert gradient is not None
         with torch.no_grad():
-            tensor.gradient.view(gradient.shape).copy_(gradient)
+            tensor.view(tensor.gradient).copy_(local(gradient))
         self._arrive(tensor)
 
     def _arrive(self, tensor: Tensor) -> None:
@@ -337,7 +389,7 @@ class Session:
                     if not tensor.is_parameter:
                         tensor.gradient.copy_(tensor.value.reshape(-1))
                     elif tensor.value.grad is not None:  # of accumulate() alone
-                        tensor.gradient.copy_(tensor.value.grad.reshape(-1))
+                        tensor.view(tensor.gradient).copy_(local(tensor.value.grad))
                     else:
                         tensor.gradient.zero_()
                     self._arrive(tensor)
@@ -366,6 +418,8 @@ class Session:
             with torch.no_grad():
                 self._updates.look(step)
                 self._updates.apply(step, pieces)
+            assert self._model is not None
+            gather_again(self._model)
         except BaseException as error:
             try:
                 self._native.abandon_update(f"{type(error).__name__}: {error}")
@@ -373,6 +427,11 @@ class Session:
                 log.error("%s", ended)
             raise
         self._native.end_update(self._stream())
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._loss_scale is None:
+            raise InvalidArgument("step.scale() without a scale: attach(…, loss_scale=65536)")
+        return torch.mul(loss, 2.0 ** float(self._loss_scale[0]))
 
     # ---- metrics
 
@@ -416,37 +475,60 @@ class Session:
         the loop goes on. A plain PyTorch job loads "model" and "optimizer" as they are.
         """
         assert self._model is not None and self._optimizer is not None
-        return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "rejoin": {
-                "position": self._native.position(),
-                "version": self._native.committed(),
-                "metrics": self._metric_values,  # of the last step: a part of the state
-            },
+        state: dict[str, Any] = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        parameters = [tensor for tensor in self._tensors if tensor.is_parameter]
+        masters = {t.name: t.optimizers(t.columns[0]) for t in parameters if t.has_master}
+        average = {t.name: t.optimizers(t.columns[-1]) for t in parameters if t.averaged}
+        state.update({name: of for name, of in (("masters", masters), ("average", average)) if of})
+        of_rank = {
+            "position": self._native.position() if self._joined else None,
+            "version": self._native.committed() if self._joined else 0,
+            "metrics": self._metric_values,  # of the last step: a part of the state
+            "loss_scale": self._loss_scale,
         }
+        state["rejoin"] = {f"rank{self.rank}": of_rank}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave, or a plain PyTorch job's {"model": …, "optimizer": …}, before join().
 
         Every replica does, also one that is started again later: how many steps the optimizer had counted before the
-        job began comes from here.
+        job began comes from here, and the coordinator refuses a replica that counts otherwise.
         """
         if self._model is None or self._optimizer is None or self._updates is None or self._joined:
             raise InvalidArgument("load_state_dict() comes after attach() and before join()")
         self._model.load_state_dict(state["model"])
-        place = state.get("rejoin")
+        place = state["rejoin"].get(f"rank{self.rank}") if "rejoin" in state else None
+        if "rejoin" in state and place is None:
+            known = ", ".join(state["rejoin"])
+            raise InvalidArgument(f"the checkpoint knows {known}, and this is rank {self.rank} of its replica")
         self._position = place["position"] if place is not None else None
         version = _native.position_step(self._position) if self._position is not None else 0
-        if place is not None and self._metric_values is not None and place.get("metrics") is not None:
-            if place["metrics"].shape != self._metric_values.shape:
-                raise InvalidArgument(
-                    f"the checkpoint has {place['metrics'].numel()} metrics, and attach() was given {self._metrics}"
-                )
-            self._metric_values.copy_(place["metrics"])
+        if place is not None:
+            self._load_own("metrics", self._metric_values, place.get("metrics"))
+            self._load_own("loss_scale", self._loss_scale, place.get("loss_scale"))
+        self._load_optimizer(state["optimizer"]["state"], version)
+        with torch.no_grad():
+            for tensor in self._tensors:
+                if not tensor.is_parameter:
+                    tensor.columns[0].copy_(tensor.value.reshape(-1))
+                elif tensor.has_master:
+                    tensor.take(tensor.columns[0], state.get("masters", {}).get(tensor.name, tensor.value))
+                if tensor.averaged:
+                    tensor.take(tensor.columns[-1], state.get("average", {}).get(tensor.name, tensor.value))
+
+    def _load_own(self, name: str, to: torch.Tensor | None, values: torch.Tensor | None) -> None:
+        if to is None or values is None:
+            return
+        if values.shape != to.shape:
+            raise InvalidArgument(f"the checkpoint has {values.numel()} {name}, and attach() was given {to.numel()}")
+        to.copy_(values)
+
+    def _load_optimizer(self, state: Mapping[int, Mapping[str, Any]], version: int) -> None:
+        assert self._optimizer is not None and self._updates is not None
         shapes = {id(tensor.value): tensor for tensor in self._tensors}
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for number, kept in state["optimizer"]["state"].items():
+        for number, kept in state.items():
             if number >= len(order):
                 raise InvalidArgument(
                     f"the checkpoint's optimizer has parameter number {number}, and this one {len(order)} of them"
@@ -454,10 +536,32 @@ class Session:
             tensor = shapes[id(order[number])]
             self._updates.offset = tensor.take_state(kept) - version
             self._updates.count(tensor, version)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model's parameters be their moving averages (`ema`) within this block, to evaluate or save them.
+
+        Between steps: after `optimizer.step()`, in the loop's body.
+        """
+        if self._rules.ema is None:
+            raise InvalidArgument("averaged() without averages: attach(…, ema=0.999)")
+        if self._in_step and not self._updated:
+            raise InvalidArgument("averaged() comes after optimizer.step()")
+        assert self._model is not None
+        self._lay(-1)
+        try:
+            yield
+        finally:
+            self._lay(0)
+
+    # Which column the parameters are.
+    def _lay(self, column: int) -> None:
+        assert self._model is not None
         with torch.no_grad():
             for tensor in self._tensors:
-                if not tensor.is_parameter:
-                    tensor.columns[0].copy_(tensor.value.reshape(-1))
+                if tensor.averaged:
+                    tensor.lay(tensor.columns[column])
+        gather_again(self._model)
 
     @property
     def leads(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from rejoin.errors import InvalidArgument
 from rejoin.torch import _optimizer
+from rejoin.torch._sharding import Shard, local, shards_of
 
 log = logging.getLogger("rejoin")
 
@@ -22,44 +23,116 @@ class Tensor:
     name: str
     value: torch.Tensor  # the parameter, or the model's buffer
     elementwise: bool = True
-    moments: int = 0
     group: int = -1  # the optimizer's; -1: no parameter, what is reduced becomes its value
     kept: _optimizer.Kept = field(default_factory=lambda: _optimizer.Kept((), None))
     scratch: Mapping[str, Any] = field(default_factory=dict)
+    shard: Shard | None = None  # where FSDP2 has divided the parameter
+    dtype: torch.dtype = torch.float32  # the session's; wider than the parameter's where that has a master
+    averaged: bool = False  # the last column is the weight's moving average
     index: int = -1  # the session's
     bucket: int = -1
-    columns: list[torch.Tensor] = field(default_factory=list)  # flat: the weight, and the moments
+    columns: list[torch.Tensor] = field(default_factory=list)  # flat: the weight, the moments, the average
     gradient: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # flat, as all_reduce() takes it
     reduced: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     arrived: bool = False  # the gradient, in this step
 
+    @property
+    def is_parameter(self) -> bool:
+        """Whether the optimizer updates it."""
+        return self.group >= 0
+
+    @property
+    def count(self) -> int:
+        """Elements in the session: of this rank, with the shard's padding."""
+        return self.shard.count if self.shard is not None else self.value.numel()
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the session's weight is another tensor than the parameter, and wider."""
+        return self.dtype != self.value.dtype
+
+    @property
+    def moments(self) -> int:
+        """Columns besides the weight."""
+        return len(self.kept.moments) + self.averaged
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Give a column's memory in the shape that the tensor has on this rank, without padding."""
+        return self.shard.view(flat) if self.shard is not None else flat.view(self.value.shape)
+
+    def optimizers(self, flat: torch.Tensor) -> torch.Tensor:
+        """Give a column's memory as the optimizer's state has it: sharded as the parameter is."""
+        return self.shard.wrap(flat) if self.shard is not None else self.view(flat)
+
+    def take(self, flat: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy values of the tensor, or of its shard, into a column."""
+        own = local(values)
+        shape = self.view(flat).shape
+        if own.shape != shape:
+            raise InvalidArgument(
+                f"'{self.name}' has shape {tuple(shape)} on this rank, and what is loaded {tuple(own.shape)}"
+                + (": load a sharded checkpoint (torch.distributed.checkpoint)" if self.shard is not None else "")
+            )
+        self.view(flat).copy_(own)
+
     def take_state(self, state: Mapping[str, Any]) -> int:
         """Take the moments that an optimizer has kept for this parameter, and give the steps that it has counted."""
         with torch.no_grad():
-            for name, column in zip(self.kept.moments, self.columns[1:], strict=True):
+            for name, column in zip(self.kept.moments, self.columns[1:], strict=False):
                 if isinstance(state.get(name), torch.Tensor):
-                    column.copy_(state[name].reshape(-1))
+                    self.take(column, state[name])
         return int(state.get(self.kept.step, 0)) if self.kept.step is not None else 0
 
-    @property
-    def is_parameter(self) -> bool:
-        return self.group >= 0
+    def place(self) -> None:
+        """Move the value into the session's memory. A parameter with a master stays where it is."""
+        with torch.no_grad():
+            self.view(self.columns[0]).copy_(local(self.value.detach()))
+        if self.is_parameter:
+            self.lay(self.columns[0])
+
+    def lay(self, column: torch.Tensor) -> None:
+        """Let the parameter be this column: lie in it, or, where it has a master, be equal to it but for rounding."""
+        if self.has_master:
+            local(self.value.detach()).copy_(self.view(column))
+        elif self.shard is not None:
+            self.shard.move(column)
+        else:
+            self.value.data = self.view(column)
+
+    def refresh(self) -> None:
+        """Bring a tensor that lies elsewhere to the session's value: a buffer, or what has a master."""
+        if not self.is_parameter or self.has_master:
+            local(self.value.detach()).copy_(self.view(self.columns[0]))
 
 
-def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> list[Tensor]:
+def parameters_of(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    masters: bool,
+    averaged: bool,
+) -> list[Tensor]:
     """Give the parameters to be trained, in the model's order; `InvalidArgument` where one can't be."""
     tensors: list[Tensor] = []
+    shards = shards_of(model)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     elementwise: dict[tuple[int, torch.dtype], tuple[_optimizer.Kept, dict[str, Any], bool]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         check_placed(name, parameter, device)
-        if type(parameter.data) is not torch.Tensor:
+        shard = shards.get(id(parameter))
+        if shard is None and type(parameter.data) is not torch.Tensor:
             raise InvalidArgument(
-                f"parameter '{name}' is a {type(parameter.data).__name__}: plain tensors can be attached"
+                f"parameter '{name}' is a {type(parameter.data).__name__}: plain tensors can be attached, and those "
+                "that FSDP2's fully_shard() has divided"
             )
-        if not parameter.is_contiguous():
+        if shard is None and shards:
+            raise InvalidArgument(
+                f"parameter '{name}' is not divided by fully_shard(), and others are: each rank would have one of its "
+                "own. Call fully_shard(model) on the whole model last"
+            )
+        if shard is None and not parameter.is_contiguous():
             raise InvalidArgument(f"parameter '{name}' is not contiguous: make it so before attach()")
         group = group_of.pop(id(parameter), None)
         if group is None:
@@ -67,11 +140,17 @@ def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, devi
                 f"parameter '{name}' wants a gradient and is in no group of the optimizer: give it to the "
                 "optimizer, or freeze it with requires_grad_(False)"
             )
-        key = (group, parameter.dtype)
+        dtype = torch.float32 if masters and parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
+        key = (group, dtype)
         if key not in elementwise:
             settings: dict[str, Any] = optimizer.param_groups[group]
-            kept, scratch = _optimizer.kept_by(optimizer, settings, parameter)
-            same = _optimizer.self_check(optimizer, settings, parameter)
+            like = torch.empty(0, dtype=dtype, device=device)
+            kept, scratch = _optimizer.kept_by(optimizer, settings, like, reserved=int(averaged))
+            same = _optimizer.self_check(optimizer, settings, like)
+            if shard is not None and not same:
+                raise InvalidArgument(
+                    f"{type(optimizer).__name__} does not update element by element, and can't be given shards"
+                )
             if not same:
                 log.warning(
                     "%s rounds parts of a tensor otherwise than the whole: a replica that catches up gets whole "
@@ -80,7 +159,7 @@ def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, devi
                 )
             elementwise[key] = (kept, scratch, same)
         kept, scratch, same = elementwise[key]
-        tensors.append(Tensor(name, parameter, same, len(kept.moments), group, kept, scratch))
+        tensors.append(Tensor(name, parameter, same, group, kept, scratch, shard, dtype, averaged))
     if group_of:
         raise InvalidArgument(
             f"{len(group_of)} parameters of the optimizer are not the model's, or are frozen: they would not be "
@@ -97,7 +176,7 @@ def buffers_of(model: torch.nn.Module, device: torch.device) -> Iterator[Tensor]
         if buffer.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16) or buffer.numel() == 0:
             continue
         check_placed(name, buffer, device)
-        yield Tensor(name, buffer)
+        yield Tensor(name, buffer, dtype=buffer.dtype)
 
 
 def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,9 +210,9 @@ def buckets_of(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
         for tensor in reversed(tensors):
             if tensor.is_parameter != parameters:
                 continue
-            dtype = tensor.value.dtype
+            dtype = tensor.dtype
             filling.setdefault(dtype, []).append(tensor)
-            sizes[dtype] = sizes.get(dtype, 0) + tensor.value.numel() * dtype.itemsize
+            sizes[dtype] = sizes.get(dtype, 0) + tensor.count * dtype.itemsize
             if sizes[dtype] >= limit:
                 del sizes[dtype]
                 yield filling.pop(dtype)

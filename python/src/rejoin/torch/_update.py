@@ -14,12 +14,15 @@ from rejoin import _native
 from rejoin.errors import InvalidArgument, Unavailable
 from rejoin.torch import _optimizer
 from rejoin.torch._memory import tensor_at
+from rejoin.torch._ranks import Ranks
 from rejoin.torch._tensors import Tensor
 
 Schedule = Callable[[int], "float | Sequence[float]"]
 Piece = tuple[int, int, int, int, int]  # tensor, first element, elements, step, the gradient's address
 
-_CLIP_REMEMBERED = 4096  # steps; a replica that catches up gets those of steps before
+_REMEMBERED = 4096  # steps; a replica that catches up gets gradients of steps before
+_GROWS_AFTER = 2000  # steps without an infinity, as torch's GradScaler
+_MOST_LOG_SCALE = 120
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Rules:
     max_norm: float | None = None
     lr: Schedule | None = None
     skip_nonfinite: bool = False
+    ema: float | None = None
+
+    @property
+    def look_at_norm(self) -> bool:
+        """Whether a step's gradient as a whole has to be looked at."""
+        return self.max_norm is not None or self.skip_nonfinite
 
 
 class Update:
@@ -41,31 +50,59 @@ class Update:
         tensors: Sequence[Tensor],
         rules: Rules,
         device: torch.device,
+        ranks: Ranks,
+        scale: Tensor | None = None,
     ) -> None:
-        """`optimizer.step` is still its own."""
+        """`optimizer.step` is still its own. `scale`: [log2 of the loss's scale, steps since it has changed]."""
         self._native, self._optimizer, self._tensors = native, optimizer, tensors
-        self._rules, self._device = rules, device
+        self._rules, self._device, self._ranks, self._scale = rules, device, ranks, scale
+        # The optimizer's own step() takes the parameters as they are: all of them, and of the session's type.
+        self._own_step = not any(t.shard is not None or t.has_master for t in tensors if t.is_parameter)
         self._optimizer_step: Callable[[], Any] = optimizer.step
         self._constant_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self._clip: dict[int, float | None] = {}  # by step; None: the step is skipped
+        self._coefficients: dict[int, float | None] = {}  # of gradients, by step; None: the step is skipped
         self.offset = 0  # steps that the optimizer had counted before the job's first
         self.last_norm: float | None = None
 
     def look(self, step: int) -> None:
         """Take what is needed of the step's gradient as a whole; on those that catch up, too, before apply()."""
-        if self._rules.max_norm is None and not self._rules.skip_nonfinite:
+        if not self._rules.look_at_norm:
             return
-        total = sum(square_sum(tensor.reduced) for tensor in self._tensors if tensor.is_parameter)
-        norm = math.sqrt(total) if total == total and total != math.inf else math.inf
+        mine = sum(
+            square_sum(tensor.reduced)
+            for tensor in self._tensors
+            if tensor.is_parameter and (tensor.shard is None or tensor.shard.is_first_copy)
+        )
+        total = self._ranks.total(step, float(mine))
+        scale = self._scale_of_step()
+        norm = math.sqrt(total) / scale if total == total and total != math.inf else math.inf
         self.last_norm = norm
-        coefficient: float | None = 1.0
+        coefficient: float | None = 1.0 / scale
         if self._rules.skip_nonfinite and norm == math.inf:
             coefficient = None
         elif self._rules.max_norm is not None and norm > self._rules.max_norm:
-            coefficient = self._rules.max_norm / (norm + 1e-6)
-        self._clip[step] = coefficient
-        while len(self._clip) > _CLIP_REMEMBERED:
-            self._clip.pop(next(iter(self._clip)))
+            coefficient = self._rules.max_norm / (norm + 1e-6) / scale
+        self._coefficients[step] = coefficient
+        while len(self._coefficients) > _REMEMBERED:
+            self._coefficients.pop(next(iter(self._coefficients)))
+
+    # The mean of the replicas' equal numbers is that number but for rounding: they are whole ones.
+    def _scale_of_step(self) -> float:
+        return 2.0 ** round(float(self._scale.reduced[0])) if self._scale is not None else 1.0
+
+    # What is no parameter becomes its mean; the loss's scale what follows from this step.
+    def _settle(self, tensor: Tensor, weight: torch.Tensor, reduced: torch.Tensor, step: int) -> None:
+        if tensor is not self._scale:
+            weight.copy_(reduced)
+            return
+        log_scale, good = (round(float(number)) for number in reduced)
+        if self._coefficients[step] is None:
+            log_scale, good = log_scale - 1, 0
+        elif good + 1 == _GROWS_AFTER:
+            log_scale, good = min(log_scale + 1, _MOST_LOG_SCALE), 0
+        else:
+            good += 1
+        weight.copy_(torch.tensor([log_scale, good], dtype=weight.dtype))
 
     def _set_lr(self, step: int) -> None:
         groups = self._optimizer.param_groups
@@ -85,34 +122,46 @@ class Update:
     def apply(self, step: int, pieces: Sequence[Piece]) -> None:
         """Apply what the session gives in this step, in order."""
         whole = all(
-            of == step and first == 0 and count == self._tensors[index].value.numel()
-            for index, first, count, of, _ in pieces
-        ) and len(pieces) == sum(tensor.value.numel() > 0 for tensor in self._tensors)
-        if whole:
-            self._apply_whole(step)
-        else:
-            for of_step, run in itertools.groupby(pieces, key=lambda piece: piece[3]):
-                self._apply_parts(of_step, list(run))
-        for tensor in self._tensors:
-            if not tensor.is_parameter:
-                tensor.value.copy_(tensor.columns[0].view(tensor.value.shape))
+            of == step and first == 0 and count == self._tensors[index].count for index, first, count, of, _ in pieces
+        ) and len(pieces) == sum(tensor.count > 0 for tensor in self._tensors)
+        with _optimizer.one_thread(self._device):
+            if whole and self._own_step:
+                self._apply_whole(step)
             else:
+                for of_step, run in itertools.groupby(pieces, key=lambda piece: piece[3]):
+                    self._apply_parts(of_step, list(run))
+        self.refresh()
+        for tensor in self._tensors:
+            if tensor.is_parameter:
                 tensor.value.grad = None
+
+    def refresh(self) -> None:
+        """Bring what lies outside of the session's memory to what is in it."""
+        for tensor in self._tensors:
+            tensor.refresh()
 
     # The optimizer as it is, over the parameters as they are.
     def _apply_whole(self, step: int) -> None:
-        coefficient = self._clip.get(step, 1.0)
+        coefficient = self._coefficients.get(step, 1.0)
         self._set_lr(step)
         for tensor in self._tensors:
             if not tensor.is_parameter:
-                tensor.columns[0].copy_(tensor.reduced)
+                self._settle(tensor, tensor.columns[0], tensor.reduced, step)
                 continue
             tensor.value.grad = _clipped(tensor.reduced.view(tensor.value.shape), coefficient)
             self.count(tensor, step - 1)
         if coefficient is not None:
             self._optimizer_step()
+            for tensor in self._tensors:
+                if tensor.averaged:
+                    self._average(tensor.columns)
         else:
             self._count_all(step)
+
+    # By the same two operations on whole tensors and on parts.
+    def _average(self, columns: Sequence[torch.Tensor]) -> None:
+        assert self._rules.ema is not None
+        columns[-1].mul_(self._rules.ema).add_(columns[0], alpha=1.0 - self._rules.ema)
 
     def _count_all(self, step: int) -> None:
         for tensor in self._tensors:
@@ -133,31 +182,36 @@ class Update:
     # Parts of tensors, with the gradients of one step.
     def _apply_parts(self, step: int, pieces: list[Piece]) -> None:
         self._set_lr(step)
-        needs_clip = self._rules.max_norm is not None or self._rules.skip_nonfinite
-        if needs_clip and step not in self._clip:
+        if self._rules.look_at_norm and step not in self._coefficients:
             raise Unavailable(f"this replica has not seen the whole gradient of step {step}, and can't clip it")
-        coefficient = self._clip.get(step, 1.0)
+        coefficient = self._coefficients.get(step, 1.0)
         parts: list[_optimizer.Part] = []
+        averages: list[list[torch.Tensor]] = []
         for index, first, count, _, address in pieces:
             tensor = self._tensors[index]
-            gradient = tensor_at(self._native, address, count, tensor.value.dtype, self._device)
+            gradient = tensor_at(self._native, address, count, tensor.dtype, self._device)
             columns = [column[first : first + count] for column in tensor.columns]
             if not tensor.is_parameter:
-                columns[0].copy_(gradient)
+                self._settle(tensor, columns[0], gradient, step)
                 continue
-            whole = count == tensor.value.numel()
+            whole = count == tensor.count and tensor.shard is None
             shape = tensor.value.shape if whole else torch.Size([count])
+            moments = len(tensor.kept.moments)
+            if tensor.averaged:
+                averages.append(columns)
             parts.append(
                 (
                     self._optimizer.param_groups[tensor.group],
                     tensor.kept,
                     tensor.scratch,
-                    [column.view(shape) for column in columns],
+                    [column.view(shape) for column in columns[: 1 + moments]],
                     _clipped(gradient.view(shape), coefficient),
                 )
             )
         if parts and coefficient is not None:
             _optimizer.apply(self._optimizer, parts, step + self.offset)
+            for columns in averages:
+                self._average(columns)
         self._count_all(step)
 
 

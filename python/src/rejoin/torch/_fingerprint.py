@@ -1,0 +1,60 @@
+"""What has to be the same on all replicas for their bits to be: the coordinator refuses whoever comes with another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rejoin.torch._update import Rules
+
+_MOST = 4096  # bytes
+
+
+def fingerprint(optimizer: torch.optim.Optimizer, rules: Rules, device: torch.device, counted_before: int) -> str:
+    """Describe torch, the device's kind, the optimizer with its settings, and what else is done with a gradient."""
+    if device.type == "cuda":
+        where = f"CUDA {torch.version.cuda} on {torch.cuda.get_device_name(device)}"
+    else:
+        where = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+    parts = [
+        f"torch {torch.__version__}",
+        where,
+        f"{type(optimizer).__name__} {_groups(optimizer, rules)}",
+        f"max_norm={rules.max_norm}, skip_nonfinite={rules.skip_nonfinite}, ema={rules.ema}",
+        f"the optimizer has counted {counted_before} steps before the job's first",
+    ]
+    if rules.lr is not None:
+        parts.insert(3, f"lr of steps 1, 10, 100, 1000: {[_rate(rules, step) for step in (1, 10, 100, 1000)]}")
+    text = "; ".join(parts)
+    if len(text.encode()) > _MOST:
+        text = text[: _MOST // 4] + " … " + hashlib.sha256(text.encode()).hexdigest()
+    return text
+
+
+def _groups(optimizer: torch.optim.Optimizer, rules: Rules) -> str:
+    all_settings: dict[str, list[int]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        all_settings.setdefault(_settings(group, rules), []).append(number)
+    if len(all_settings) == 1:
+        return next(iter(all_settings))
+    return "; ".join(f"groups {numbers}: {settings}" for settings, numbers in all_settings.items())
+
+
+def _settings(group: Mapping[str, Any], rules: Rules) -> str:
+    left_out = {"params", "param_names", "initial_lr", *(["lr"] if rules.lr is not None else [])}
+    return ", ".join(f"{name}={_text(value)}" for name, value in sorted(group.items()) if name not in left_out)
+
+
+def _text(value: Any) -> str:
+    return repr(value.item()) if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)
+
+
+def _rate(rules: Rules, step: int) -> str:
+    assert rules.lr is not None
+    try:
+        return repr(rules.lr(step))
+    except Exception as error:  # a schedule that ends before this step
+        return type(error).__name__

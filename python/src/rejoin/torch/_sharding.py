@@ -1,0 +1,98 @@
+"""Parameters that FSDP2 (`torch.distributed.fsdp.fully_shard`) has divided among the ranks of a replica.
+
+Each rank's session has its own shard of each parameter, padded as FSDP2 pads it, in the memory that FSDP2 gathers from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rejoin.errors import InvalidArgument
+
+
+class Shard:
+    """This rank's shard of a parameter."""
+
+    def __init__(self, of_fsdp: Any) -> None:
+        """`of_fsdp`: FSDP2's own record of the parameter (`FSDPParam`)."""
+        self._of = of_fsdp
+        self._local_shape = torch.Size(of_fsdp.sharded_param.to_local().shape)
+        self._dimension = int(of_fsdp.fsdp_placement.dim)
+
+    @property
+    def count(self) -> int:
+        """Elements, with the padding."""
+        return int(self._of._sharded_param_data.numel())
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Give the part of memory of this size that is no padding, in the shard's shape."""
+        whole = flat.view(self._of.padded_sharded_param_size)
+        length = self._local_shape[self._dimension] if self._local_shape.numel() > 0 else 0
+        return whole.narrow(self._dimension, 0, length)
+
+    def move(self, flat: torch.Tensor) -> None:
+        """Let the parameter lie here from now on."""
+        self._of._sharded_param_data = flat
+        self._of.sharded_param._local_tensor = self.view(flat)
+
+    def wrap(self, flat: torch.Tensor) -> torch.Tensor:
+        """Make a DTensor of the parameter's layout over this memory."""
+        wrapped: torch.Tensor = self._of.to_sharded_dtensor(self.view(flat))
+        return wrapped
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether no rank before this one has the same shard, where the mesh also replicates."""
+        from torch.distributed.tensor import Replicate
+
+        parameter = self._of.sharded_param
+        at = parameter.device_mesh.get_coordinate()
+        return all(at[i] == 0 for i, placed in enumerate(parameter.placements) if isinstance(placed, Replicate))
+
+
+def shards_of(model: torch.nn.Module) -> dict[int, Shard]:
+    """Find what FSDP2 has divided: by the parameter's id."""
+    shards: dict[int, Shard] = {}
+    for state in _states(model):
+        for group in _groups(state):
+            for one in group.fsdp_params:
+                if one.offload_to_cpu:
+                    raise InvalidArgument("FSDP2 with CPU offload can't be attached: leave its OffloadPolicy out")
+                shards[id(one.sharded_param)] = Shard(one)
+    return shards
+
+
+def gather_again(model: torch.nn.Module) -> None:
+    """Let the next forward() gather from the shards, where a module still has what it has gathered before."""
+    for state in _states(model):
+        for group in _groups(state):
+            group.reshard()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Give what this rank has of a DTensor; a plain tensor is given back."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    own: torch.Tensor = to_local()
+    return own
+
+
+def _states(model: torch.nn.Module) -> list[Any]:
+    if not torch.distributed.is_available():
+        return []
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:  # torch before 2.6
+        return []
+    return [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = state._fsdp_param_group  # torch before 2.12
+    return [group] if group is not None else []

@@ -1,0 +1,106 @@
+"""One torchrun for each replica: local rank 0 starts its machine's daemon, and torchrun starts again what has died."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_job import DIGEST  # noqa: E402
+
+from rejoin import InvalidArgument, Place  # noqa: E402
+from rejoin._daemon import local_daemon  # noqa: E402
+from rejoin._programs import path  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+def until(condition, limit: float = 60) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(InvalidArgument, match="set REJOIN_SOCKET"):
+        local_daemon(Place(0, 0), {})
+    with pytest.raises(InvalidArgument, match="REJOIN_JOB_KEY_FILE is not"):
+        local_daemon(Place(0, 0), {"REJOIN_COORDINATOR": "127.0.0.1:1"})
+
+
+def test_replicas_of_torchrun_need_a_coordinator_and_nothing_else(tmp_path):
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text(secrets.token_hex(32))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "REJOIN_JOB_KEY_FILE": str(key), "REJOIN_SILENCE_MS": "5000"}
+    with contextlib.ExitStack() as all_processes:
+
+        def start(log: str, *command: str, **variables: str) -> subprocess.Popen:
+            out = all_processes.enter_context((tmp_path / log).open("w"))
+            process = subprocess.Popen(command, env={**environment, **variables}, stdout=out, stderr=subprocess.STDOUT)
+            all_processes.callback(process.wait)
+            all_processes.callback(process.terminate)
+            return process
+
+        addresses = tmp_path / "addresses.json"
+        start("coordinator.log", path("rejoind"), "--coordinator", "--replicas", "2", "--ranks", "2", "--batch", "8",
+              "--log-directory", str(tmp_path / "log"),
+              "--address-file", str(addresses))  # fmt: skip
+        until(lambda: addresses.exists() and addresses.stat().st_size > 0)
+        coordinator = json.loads(addresses.read_text())["coordinator"]
+
+        def replica(number: int) -> subprocess.Popen:
+            return start(f"replica{number}.log", sys.executable, "-m", "torch.distributed.run", "--standalone",
+                         "--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1",
+                         str(HERE / "trainer.py"), "--out", str(tmp_path), "--optimizer", "sharded",
+                         REPLICA_GROUP_ID=str(number), REJOIN_COORDINATOR=coordinator)  # fmt: skip
+
+        replicas = [replica(0), replica(1)]
+        logs = [tmp_path / "replica0.log", tmp_path / "replica1.log"]
+        until(lambda: all("step 20 " in text(log) for log in logs))
+        (tmp_path / "kill.1").write_text("backward:0")
+        until(lambda: not (tmp_path / "kill.1").exists())
+        at = len(text(logs[1]))
+        until(lambda: len(re.findall(r"^step \d+ mean", text(logs[1])[at:], re.M)) > 20, 150)
+        assert all(process.poll() is None for process in replicas)
+        seen: dict[str, set[str]] = {}
+        for log in logs:
+            for step, of in re.findall(DIGEST, text(log)):
+                seen.setdefault(step, set()).add(of)
+        assert len(seen) > 80
+        for step, digests in seen.items():
+            assert len(digests) == 1, (step, digests)
+
+
+def test_the_daemon_ends_with_its_trainer(tmp_path):
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text(secrets.token_hex(32))
+    script = (
+        "import rejoin._daemon, rejoin, signal, os, sys\n"
+        "print(rejoin._daemon.local_daemon(rejoin.Place(0, 0)), flush=True)\n"
+        "signal.pause()\n"
+    )
+    environment = {**os.environ, "REJOIN_JOB_KEY_FILE": str(key), "REJOIN_COORDINATOR": "127.0.0.1:9"}
+    for _ in range(2):  # the second one takes the name that the first one had
+        trainer = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+        assert trainer.stdout is not None and trainer.stdout.readline().startswith("@rejoin-")
+        children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
+        assert len(children) == 1
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+        until(lambda children=children: not Path(f"/proc/{children[0]}").exists(), 10)

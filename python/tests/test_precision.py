@@ -1,0 +1,139 @@
+"""FSDP2 in a replica, float16 with masters and a scale, averages: with kills, against what torch computes alone."""
+
+import math
+import re
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import trainer  # noqa: E402
+from test_job import Job, check_equal, same_bits  # noqa: E402
+
+from rejoin.torch import Batches  # noqa: E402
+from rejoin.torch._update import square_sum  # noqa: E402
+
+
+def data_of(ranges, shard: int = 0, shards: int = 1):
+    data = trainer.make_data()
+    indices = Batches(997, seed=5, shard=shard, shards=shards).indices(tuple(map(tuple, ranges)))
+    return torch.utils.data.default_collate([data[i] for i in indices])
+
+
+def mean(gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [sum(one) * torch.tensor(1 / len(one)) for one in zip(*gradients, strict=True)]
+
+
+def clip(norm: float, most: float) -> float:
+    return most / (norm + 1e-6) if norm > most else 1.0
+
+
+def chunks(whole: torch.Tensor) -> list[torch.Tensor]:
+    """As FSDP2 gives them to two ranks, flat and padded."""
+    parts = list(torch.chunk(whole, 2))
+    parts += [whole.new_zeros(0, *whole.shape[1:])] * (2 - len(parts))
+    size = parts[0].numel()
+    return [torch.nn.functional.pad(part.reshape(-1), (0, size - part.numel())) for part in parts]
+
+
+def test_a_sharded_replica_comes_back_and_has_what_one_process_computes(tmp_path):
+    flags = ["--optimizer", "sharded", "--max-norm", "0.5"]
+    job = Job(tmp_path, *flags, ranks=2, steps=120, kill={1: ("backward", 20)})
+    errors = job.wait()
+    assert "replica 1 ended with status 1" in errors, errors
+    check_equal(job, 2)
+    assert 1 in [len(members) for members in job.contributors().values()], "nobody was alone: nothing was killed"
+
+    torch.set_num_threads(1)
+    model = trainer.make_model("sharded")
+    optimizer = trainer.make_optimizer("sharded", model)
+    parameters = list(model.parameters())
+    contributors, samples = job.contributors(), {r: job.samples(r) for r in (0, 1)}
+    for step in range(1, job.steps + 1):
+        gradients = []
+        for replica in contributors[step]:
+            by_rank = []
+            for shard in range(2):
+                x, y = data_of(samples[replica][step], shard, 2)
+                model.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                by_rank.append([p.grad.clone() for p in parameters])
+            gradients.append([(one + other) / 2 for one, other in zip(*by_rank, strict=True)])
+        reduced = mean(gradients)
+        total = sum(sum(square_sum(chunks(g)[rank]) for g in reduced) for rank in range(2))
+        coefficient = clip(math.sqrt(total), 0.5)
+        for p, g in zip(parameters, reduced, strict=True):
+            p.grad = g * coefficient if coefficient != 1.0 else g
+        for group in optimizer.param_groups:
+            group["lr"] = trainer.rate(step)
+        optimizer.step()
+    for rank in range(2):
+        weights, moments = torch.load(tmp_path / f"final.{rank}.pt", weights_only=True)
+        for p, weight, moment in zip(parameters, weights, moments, strict=True):
+            assert same_bits(chunks(p.detach())[rank][: weight.numel()], weight)
+            assert same_bits(chunks(optimizer.state[p]["exp_avg_sq"])[rank][: moment.numel()], moment)
+
+
+def test_float16_with_masters_a_scale_and_an_average(tmp_path):
+    flags = ["--optimizer", "half", "--max-norm", "0.5", "--ema", "0.99", "--loss-scale", str(2.0**22)]
+    job = Job(tmp_path, *flags, steps=150, kill={1: ("backward", 20)})
+    assert "replica 1 ended with signal SIGKILL" in job.wait()
+    check_equal(job, 2)
+    assert 1 in [len(members) for members in job.contributors().values()], "nobody was alone: nothing was killed"
+
+    torch.set_num_threads(1)
+    model = trainer.make_model("half")
+    masters = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
+    averages = [p.detach().clone() for p in masters]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3, weight_decay=0.1, eps=1e-6)  # as the trainer has
+    contributors, samples = job.contributors(), {r: job.samples(r) for r in (0, 1)}
+    log_scale, skipped, good = 22, 0, 0
+    for step in range(1, job.steps + 1):
+        gradients = []
+        for replica in contributors[step]:
+            x, y = data_of(samples[replica][step])
+            model.zero_grad()
+            (torch.nn.functional.cross_entropy(model(x.half()).float(), y) * 2.0**log_scale).backward()
+            gradients.append([p.grad.float() for p in model.parameters()])
+        reduced = mean(gradients)
+        total = sum(square_sum(g.reshape(-1)) for g in reduced)
+        if not math.isfinite(total):
+            log_scale, skipped, good = log_scale - 1, skipped + 1, 0
+            continue
+        good += 1
+        norm = math.sqrt(total) / 2.0**log_scale
+        coefficient = clip(norm, 0.5) / 2.0**log_scale
+        for p, g in zip(masters, reduced, strict=True):
+            p.grad = g * coefficient
+            if p in optimizer.state:
+                optimizer.state[p]["step"].fill_(step - 1)
+            else:
+                zeros = torch.zeros_like(p)
+                optimizer.state[p] = {
+                    "step": torch.tensor(step - 1.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone(),
+                }  # fmt: skip
+        for group in optimizer.param_groups:
+            group["lr"] = trainer.rate(step)
+        optimizer.step()
+        with torch.no_grad():
+            for average, master, p in zip(averages, masters, model.parameters(), strict=True):
+                average.mul_(0.99).add_(master, alpha=1 - 0.99)
+                p.copy_(master)
+    assert 0 < skipped < 20, "the scale was meant to be too large at first, and no more"
+    final = torch.load(tmp_path / "final.pt", weights_only=True)
+    assert final["rejoin"]["rank0"]["loss_scale"].tolist() == [log_scale, good]
+    for (name, p), master, average in zip(model.named_parameters(), masters, averages, strict=True):
+        assert same_bits(final["model"][name], p), name
+        assert same_bits(final["masters"][name], master), name
+        assert same_bits(final["average"][name], average), name
+
+
+def test_ranks_leave_together(tmp_path):
+    job = Job(tmp_path, "--optimizer", "sharded", ranks=2, steps=0)
+    job.until(lambda: job.trains(0) > 10 and job.trains(1) > 10)
+    job.process.terminate()
+    job.wait(60)
+    for replica in range(2):
+        ends = re.findall(r"end (\d+) ", job.log(replica))
+        assert len(ends) == 2 and ends[0] == ends[1], job.log(replica)[-2000:]
+        assert 'trainer.py", line' not in job.log(replica), job.log(replica)[-3000:]  # torchrun's own error is none
