@@ -73,6 +73,15 @@ std::optional<Line> MemoryServer::next() {
   return line;
 }
 
+std::size_t MemoryServer::release_ended() {
+  std::vector<std::unique_ptr<Served>> ended;
+  {
+    const std::lock_guard lock(mutex_);
+    ended = std::exchange(ended_, {});
+  }
+  return ended.size();
+}
+
 Result<std::unique_ptr<MemoryServer::Served>> MemoryServer::prepare() const {
   auto served = std::make_unique<Served>();
   auto memory = make_sealed_memfd("rejoin-served", remote::kMemoryBytes);
@@ -98,7 +107,11 @@ void MemoryServer::run() {
   let_training_go_first();
   std::unique_ptr<Served> served;
   const auto end = [&](std::unique_ptr<Served> gone) {
-    if (gone) (void)copies_->synchronize();  // before its memory goes; errors have been told
+    if (!gone) return;
+    (void)copies_->synchronize();  // before its memory goes; errors have been told
+    gone->socket.reset();
+    const std::lock_guard lock(mutex_);
+    ended_.push_back(std::move(gone));
   };
   for (bool told = false;;) {
     bool wanted = false;
@@ -110,7 +123,7 @@ void MemoryServer::run() {
       wanted = next_.size() < kPrepared;
     }
     if (!taken.empty()) end(std::exchange(served, std::move(taken.back())));
-    taken.clear();  // those before it, without the lock
+    for (auto& before : taken) end(std::move(before));  // the last has gone from it
     if (wanted) {
       auto made = prepare();
       if (!made && !std::exchange(told, true))

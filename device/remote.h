@@ -35,6 +35,11 @@ class MemoryServer {
   // is still being made, or could not be, which the log says: again later.
   std::optional<Line> next();
 
+  // Unpins the memory by which processes were served that have gone, and returns how many these were. It enters the
+  // driver, which waits for all streams and lets no other thread queue anything meanwhile: for a thread of whoever
+  // queues work, where no stream waits for a flag that only comes later.
+  std::size_t release_ended();
+
  private:
   struct Served;
   MemoryServer() = default;
@@ -51,9 +56,8 @@ class MemoryServer {
   Fd wake_;
   std::mutex mutex_;  // guards what follows; never held in the driver
   std::vector<std::unique_ptr<Served>> next_;
-  // The last is to be served; those before it are at their end. To unpin their memory the driver may wait for streams,
-  // which only the server's thread may do.
-  std::vector<std::unique_ptr<Served>> taken_;
+  std::vector<std::unique_ptr<Served>> taken_;  // the last is to be served; those before it are at their end
+  std::vector<std::unique_ptr<Served>> ended_;  // to be unpinned
   bool stop_ = false;
   std::thread thread_;
 };

@@ -141,6 +141,7 @@ Result<> ProgressThread::prepare_device() {
 }
 
 Result<std::optional<StepView>> ProgressThread::wait_for_step(std::uint64_t after) {
+  if (server_) (void)server_->release_ended();  // between steps no stream waits for a bucket
   std::unique_lock lock(mutex_);
   wait(lock, [&] { return ended() || finished_ || (current_ && current_->step > after); });
   if (auto why = ended()) return tl::unexpected(std::move(*why));

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <future>
 #include <random>
 #include <thread>
 
@@ -67,6 +68,35 @@ TEST_F(Served, OfLinesThatNobodyHasUsedNoneIsEndedByWhoeverAsksForTheNext) {
     std::atomic_ref(flag).store(round);
     ASSERT_TRUE(stream->synchronize());
   }
+}
+
+// A daemon is killed while its trainer's stream waits for a bucket, and the trainer has others to hand over. What the
+// daemon was served by is unpinned later: the driver would wait for that stream, and the trainer for the driver.
+TEST_F(Served, ALineThatEndsStopsNobodyWhileAStreamWaits) {
+  const auto waiting = *gpu->make_stream(), other = *gpu->make_stream();
+  const Memory flags = *gpu->allocate_pinned(4096);
+  auto& flag = *new (flags.bytes.data()) std::uint64_t(0);
+  auto remote = connect();
+  const auto unused = next_line();  // its successor is given another one
+  std::promise<void> waits;
+  auto trainer = std::async(std::launch::async, [&] {
+    EXPECT_TRUE(waiting->wait_until(&flag, 1));
+    waits.set_value();
+    for (int i = 0; i < 500; ++i) {
+      EXPECT_TRUE(other->mark());
+      std::this_thread::sleep_for(1ms);
+    }
+  });
+  waits.get_future().wait();
+  remote.reset();
+  EXPECT_EQ(trainer.wait_for(20s), std::future_status::ready) << "the driver stands still";
+  std::atomic_ref(flag).store(1);
+  trainer.get();
+  ASSERT_TRUE(waiting->synchronize());
+  std::size_t released = 0;
+  const auto deadline = std::chrono::steady_clock::now() + 20s;
+  while (released == 0 && std::chrono::steady_clock::now() < deadline) released += server->release_ended();
+  EXPECT_EQ(released, 1u);
 }
 
 TEST_F(Served, BytesGoBothWaysAndDigestsAreTheSame) {

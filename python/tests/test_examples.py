@@ -57,3 +57,21 @@ def test_the_diff_in_the_documentation_is_the_examples():
     assert len(shown) < 26
     for line in shown:
         assert line in page, f"docs/pytorch.md does not show: {line}"
+
+
+def test_the_sharded_example_goes_on_from_its_checkpoint(tmp_path):
+    def run(directory: str, steps: int) -> list[float]:
+        command = [sys.executable, "-m", "rejoin.run", "--replicas", "2", "--ranks", "2", "--batch", "16",
+                   "--steps", str(steps), "--directory", str(tmp_path / directory), "--",
+                   sys.executable, str(EXAMPLES / "hsdp.py"), str(DATA),
+                   "--checkpoint", str(tmp_path / "checkpoint")]  # fmt: skip
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+        log = (tmp_path / directory / "replica0.log").read_text()
+        assert done.returncode == 0, done.stderr + log[-3000:]
+        return losses(log)
+
+    first = run("first", 110)
+    assert len(first) == 11 and first[-1] < first[0] - 0.3, first
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
+    second = run("second", 120)
+    assert len(second) == 2 and abs(second[0] - first[-1]) < 0.2, (first, second)  # steps 110 and 120
