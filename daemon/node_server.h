@@ -35,6 +35,8 @@ class NodeServer {
   static Result<std::unique_ptr<NodeServer>> start(asio::io_context& io, const NodeOptions& options, const JobKey& key);
   ~NodeServer();
   nlohmann::json status() const;
+  // `call` is called when no trainer is connected: now, or each time when the last has gone. On the daemon's thread.
+  void when_nobody_is_left(std::function<void()> call);
 
  private:
   // The catch-up of all ranks whose state is in the host's memory; or of one whose state is on a GPU, which its trainer
@@ -117,6 +119,7 @@ class NodeServer {
   std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
   std::uint64_t next_trainer_ = 1;
+  std::function<void()> nobody_is_left_;
   Upstream coordinator_;
   std::map<catchup::RankKey, catchup::CatchUpProgress> progress_;
   std::uint64_t rejected_ = 0;

@@ -270,9 +270,16 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
     (void)send_with_fds(trainer.socket, as_bytes(farewell.SerializeAsString()), {});  // else it sees the hang-up alone
   }
   carry_out(machine_.on_rank_gone(id, reason, how));
-  if (!trainer.own) return;
-  trainer.own->remote->disconnect();  // so that its thread waits for no trainer; it may still be at work for long
-  asio::post(opener_, [gone = std::move(trainer.own)] {});
+  if (trainer.own) {
+    trainer.own->remote->disconnect();  // so that its thread waits for no trainer; it may still be at work for long
+    asio::post(opener_, [stream = std::move(trainer.own)] {});
+  }
+  if (trainers_.empty() && nobody_is_left_) nobody_is_left_();
+}
+
+void NodeServer::when_nobody_is_left(std::function<void()> call) {
+  nobody_is_left_ = std::move(call);
+  if (trainers_.empty()) nobody_is_left_();
 }
 
 void NodeServer::send(Trainer& trainer, const proto::ToTrainer& message) {

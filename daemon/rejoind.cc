@@ -59,7 +59,9 @@ Result<> run(Config& c) {
     spdlog::info("signal {}: ending", number);
     io.stop();
   });
+  std::unique_ptr<NodeServer> server;
   asio::posix::stream_descriptor other(io);
+  asio::steady_timer others(io);
   if (c.end_with) {
     auto process = make_pidfd(static_cast<int>(*c.end_with));
     if (!process) return fail(ErrorCode::invalid_argument, "--end-with {}: {}", *c.end_with, process.error().message);
@@ -67,7 +69,12 @@ Result<> run(Config& c) {
     other.async_wait(asio::posix::stream_descriptor::wait_read, [&](asio::error_code error) {
       if (error) return;
       spdlog::info("process {} has ended: ending", *c.end_with);
-      io.stop();
+      if (!server) return io.stop();
+      server->when_nobody_is_left([&io] { io.stop(); });  // other ranks of its replica may be about to leave
+      others.expires_after(2 * std::chrono::milliseconds(c.silence_ms));
+      others.async_wait([&io](asio::error_code cancelled) {
+        if (!cancelled) io.stop();
+      });
     });
   }
   nlohmann::json addresses;
@@ -90,7 +97,6 @@ Result<> run(Config& c) {
     addresses["relay"] = told(c, relay->address());
     c.node.coordinator = relay->address();
   }
-  std::unique_ptr<NodeServer> server;
   if (node) {
     auto started = NodeServer::start(io, c.node, *key);
     if (!started) return tl::unexpected(started.error());

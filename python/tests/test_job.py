@@ -236,7 +236,7 @@ def test_a_job_goes_on_from_a_checkpoint_that_plain_pytorch_can_read(tmp_path):
     first.wait()
     check_equal(first, 2)
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert saved["rejoin"]["version"] == 60
+    assert saved["rejoin"]["rank0"]["version"] == 60
     model = trainer.make_model()
     model.load_state_dict(saved["model"])
     optimizer = trainer.make_optimizer("adamw", model)

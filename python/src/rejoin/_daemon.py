@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rejoin._programs import path
 from rejoin.errors import InvalidArgument, Unavailable
 from rejoin.launch import Place, local_rank
 
+log = logging.getLogger("rejoin")
+
 _STARTS_WITHIN_SECONDS = 60.0
-_running: list[subprocess.Popen[bytes]] = []  # they end when this process has ended
 
 
-def _answers(name: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        try:
-            probe.connect("\0" + name.removeprefix("@"))
-        except OSError:
-            return False
-    return True
+def _is_there(name: str) -> bool:
+    with open("/proc/net/unix") as sockets:
+        return any(line.endswith(f" {name}\n") for line in sockets)
 
 
 def _until(condition: bool, name: str, process: subprocess.Popen[bytes] | None, why: str) -> None:
     deadline = time.monotonic() + _STARTS_WITHIN_SECONDS
-    while _answers(name) != condition:
+    while _is_there(name) != condition:
         if process is not None and process.poll() is not None:
             raise Unavailable(f"rejoind has ended with status {process.returncode}: its log says why")
         if time.monotonic() > deadline:
@@ -62,9 +60,24 @@ def local_daemon(place: Place, environment: Mapping[str, str] | None = None) -> 
         variables.pop(of_another, None)
     variables.setdefault("REJOIN_NODE", f"replica{place.replica}")
     variables.setdefault("REJOIN_LOG_LEVEL", "warn")
-    process = subprocess.Popen(
-        [path("rejoind"), "--socket", name, "--end-with", str(os.getpid())], env=variables, stdin=subprocess.DEVNULL
-    )
-    _running.append(process)
+    command = [path("rejoind"), "--socket", name, "--end-with", str(os.getpid())]
+
+    # In a session of its own: launchers signal the whole group of a process that is to leave, and it needs its daemon.
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    process = start()
     _until(True, name, process, "rejoind has not started")
+    threading.Thread(target=_start_again, args=(process, start), name="rejoind", daemon=True).start()
     return name
+
+
+# For as long as this process lives: it does not come here when the daemon ends with it.
+def _start_again(process: subprocess.Popen[bytes], start: Callable[[], subprocess.Popen[bytes]]) -> None:
+    started = time.monotonic()
+    while True:
+        status = process.wait()
+        log.warning("rejoind has ended with status %d, and is started again", status)
+        time.sleep(max(0.0, 1.0 - (time.monotonic() - started)))  # at most once a second
+        started = time.monotonic()
+        process = start()
