@@ -41,7 +41,8 @@ class Gpt(nn.Module):
         )
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.out.weight = self.token.weight
-        nn.init.normal_(self.token.weight, std=0.02)
+        for table in (self.token, self.position):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
