@@ -794,11 +794,32 @@ TEST_P(Examples, LeaveInOrderWhileTheyWaitForOthers) {
   EXPECT_LT(timed([&] { EXPECT_EQ(first->wait(30s), 128 + SIGTERM) << first->output(); }), kSilence);
 }
 
+// A replica in C++ and one in C are of one job. The one in C is killed, and comes back.
+TEST_F(Trained, ExamplesOfTwoLanguagesHaveTheSameBits) {
+  start(2, 1, 1000);
+  const auto example = [&](std::uint32_t replica, const char* program, const char* output) {
+    return std::make_unique<Process>(
+        std::vector<std::string>{binaries() + "/" + program}, file(output),
+        std::vector<std::string>{"REJOIN_REPLICA=" + std::to_string(replica), "REJOIN_SOCKET=" + socket(replica)});
+  };
+  auto first = example(0, "rejoin-minimal", "first"), second = example(1, "rejoin-minimal-c", "second");
+  ASSERT_TRUE(eventually([&] { return committed() > 10; })) << first->output() << second->output();
+  ::kill(second->pid(), SIGKILL);
+  (void)second->wait(30s);
+  auto again = example(1, "rejoin-minimal-c", "again");
+  EXPECT_EQ(first->wait(60s), 0) << first->output();
+  EXPECT_EQ(again->wait(60s), 0) << again->output();
+  EXPECT_NE(first->output().find("after step 1000, digest "), std::string::npos) << first->output();
+  EXPECT_EQ(first->output().substr(first->output().find("w = ")), again->output().substr(again->output().find("w = ")));
+}
+
 INSTANTIATE_TEST_SUITE_P(Of, Examples,
-                         testing::Values(Example{"rejoin-minimal", nullptr}, Example{"rejoin-demo-trainer", "host"},
+                         testing::Values(Example{"rejoin-minimal", nullptr}, Example{"rejoin-minimal-c", nullptr},
+                                         Example{"rejoin-demo-trainer", "host"},
                                          Example{"rejoin-demo-trainer", "cuda:0"}),
                          [](const auto& tested) -> std::string {
-                           if (tested.param.device == nullptr) return "Minimal";
+                           if (tested.param.device == nullptr)
+                             return std::string(tested.param.program).ends_with("-c") ? "MinimalInC" : "Minimal";
                            return tested.param.device == std::string("host") ? "Demo" : "DemoOnAGpu";
                          });
 
