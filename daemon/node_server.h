@@ -35,8 +35,9 @@ class NodeServer {
   static Result<std::unique_ptr<NodeServer>> start(asio::io_context& io, const NodeOptions& options, const JobKey& key);
   ~NodeServer();
   nlohmann::json status() const;
-  // `call` is called when no trainer is connected: now, or each time when the last has gone. On the daemon's thread.
-  void when_nobody_is_left(std::function<void()> call);
+  // Takes no trainers any more, and calls `call` when none is connected: now, or when the last has gone. On the
+  // daemon's thread.
+  void retire(std::function<void()> call);
 
  private:
   // The catch-up of all ranks whose state is in the host's memory; or of one whose state is on a GPU, which its trainer

@@ -277,7 +277,9 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
   if (trainers_.empty() && nobody_is_left_) nobody_is_left_();
 }
 
-void NodeServer::when_nobody_is_left(std::function<void()> call) {
+void NodeServer::retire(std::function<void()> call) {
+  listener_.close();
+  listener_fd_.reset();
   nobody_is_left_ = std::move(call);
   if (trainers_.empty()) nobody_is_left_();
 }

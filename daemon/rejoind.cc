@@ -70,7 +70,7 @@ Result<> run(Config& c) {
       if (error) return;
       spdlog::info("process {} has ended: ending", *c.end_with);
       if (!server) return io.stop();
-      server->when_nobody_is_left([&io] { io.stop(); });  // other ranks of its replica may be about to leave
+      server->retire([&io] { io.stop(); });  // other ranks of its replica may be about to leave
       others.expires_after(2 * std::chrono::milliseconds(c.silence_ms));
       others.async_wait([&io](asio::error_code cancelled) {
         if (!cancelled) io.stop();

@@ -141,7 +141,10 @@ rejoin_code rejoin_allocate(rejoin_session* session) {
   return guarded([&] { return code(session->session->allocate()); });
 }
 rejoin_code rejoin_set_fingerprint(rejoin_session* session, const char* text) {
-  return guarded([&] { return code(session->session->set_fingerprint(text)); });
+  return guarded([&] {
+    if (text == nullptr) return failed({ErrorCode::invalid_argument, "rejoin_set_fingerprint() without a text"});
+    return code(session->session->set_fingerprint(text));
+  });
 }
 rejoin_code rejoin_weight(rejoin_session* session, uint32_t tensor, rejoin_memory* memory) {
   return guarded([&] { return put(session->session->weight({tensor}), memory); });
@@ -224,7 +227,8 @@ rejoin_code rejoin_end_update_on(rejoin_session* session, void* cuda_stream) {
   return guarded([&] { return code(session->session->end_update(stream_of(cuda_stream))); });
 }
 rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what) {
-  return guarded([&] { return failed(session->session->abandon_update(what)); });
+  return guarded(
+      [&] { return failed(session->session->abandon_update(what != nullptr ? what : "it gave no reason")); });
 }
 
 rejoin_code rejoin_busy(rejoin_session* session, uint64_t limit_ms, const char* reason) {

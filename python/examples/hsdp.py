@@ -35,9 +35,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     session = rj.Session.from_environment(device)
     session.attach(model, optimizer, max_norm=1.0, metrics=["loss"])
-    if given.checkpoint and (given.checkpoint / ".metadata").exists():
+    if given.checkpoint and (given.checkpoint / "latest").exists():
         state = session.state_dict()
-        dcp.load(state, checkpoint_id=given.checkpoint)
+        dcp.load(state, checkpoint_id=given.checkpoint / (given.checkpoint / "latest").read_text())
         session.load_state_dict(state)
     data = Bytes(given.data)
     loader = DataLoader(
@@ -54,7 +54,10 @@ def main() -> None:
             print(f"step {step.number} loss {step.mean('loss'):.4f}", flush=True)
         if given.checkpoint and step.number % 100 == 0 and step.leads:
             with session.busy("a checkpoint", seconds=60):
-                dcp.save(session.state_dict(), checkpoint_id=given.checkpoint)
+                dcp.save(session.state_dict(), checkpoint_id=given.checkpoint / str(step.number))
+                if dist.get_rank() == 0:  # it is whole
+                    (given.checkpoint / "new").write_text(str(step.number))
+                    (given.checkpoint / "new").rename(given.checkpoint / "latest")
     dist.destroy_process_group()
 
 

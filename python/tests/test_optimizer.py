@@ -60,3 +60,27 @@ def test_what_can_not_be_given_to_parts_is_refused_by_name():
     damped = torch.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.1)
     with pytest.raises(InvalidArgument, match="dampening 0.1"):
         _optimizer.kept_by(damped, damped.param_groups[0], p)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_number_of_threads_is_no_matter(kind):
+    p = parameter()
+    optimizer = kind([p], lr=0.1)
+    group = optimizer.param_groups[0]
+    kept, scratch = _optimizer.kept_by(optimizer, group, p)
+    random = torch.Generator().manual_seed(1)
+    value, gradient = torch.randn(300_007, generator=random), torch.randn(300_007, generator=random)
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            columns = [value.clone()] + [torch.zeros_like(value) for _ in kept.moments]
+            with _optimizer.one_thread(value.device):
+                for step in range(1, 4):
+                    _optimizer.apply(optimizer, [(group, kept, scratch, columns, gradient)], step)
+            assert torch.get_num_threads() == threads
+            results.append(columns)
+    finally:
+        torch.set_num_threads(before)
+    for columns in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(columns, results[0], strict=True))

@@ -53,6 +53,55 @@ def test_attaching_what_can_not_be_kept_equal_is_refused(tmp_path):
         session(tmp_path).attach(bad, torch.optim.SGD(bad.parameters(), lr=0.1))
 
 
+def test_what_would_leave_the_session_is_refused(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+
+    def attach(**settings):
+        session(tmp_path).attach(model, optimizer, **settings)
+
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    for settings, told in (
+        ({"ema": 1.5}, "ema=1.5: it is to be between 0 and 1"),
+        ({"loss_scale": 1000.0}, "a power of 2"),
+        ({"ema": 0.9}, "and there is a moving average; 3 can be kept"),
+    ):
+        with pytest.raises(rejoin.InvalidArgument, match=told):
+            attach(**settings)
+    hook = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(rejoin.InvalidArgument, match="the optimizer has hooks on step"):
+        attach()
+    hook.remove()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(rejoin.InvalidArgument, match="call torch.distributed.init_process_group"):
+        attach()
+    monkeypatch.delenv("WORLD_SIZE")
+    state = optimizer.state_dict()
+    attach()
+    with pytest.raises(rejoin.InvalidArgument, match="load it before, or by session.load_state_dict"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(rejoin.InvalidArgument, match="all parameters are declared with attach"):
+        optimizer.add_param_group({"params": []})
+
+
+def test_the_fingerprint_says_what_makes_the_bits():
+    from rejoin.torch._fingerprint import fingerprint
+    from rejoin.torch._update import Rules
+
+    model = torch.nn.Linear(2, 2)
+
+    def of(rules, **settings):
+        return fingerprint(torch.optim.AdamW(model.parameters(), **settings), rules, torch.device("cpu"), 0)
+
+    one = of(Rules(max_norm=1.0))
+    assert f"torch {torch.__version__}" in one and "AdamW" in one and "max_norm=1.0" in one
+    assert one == of(Rules(max_norm=1.0))
+    assert one != of(Rules(max_norm=1.0), lr=0.5) and one != of(Rules(max_norm=2.0)) and one != of(Rules(ema=0.9))
+    schedule = Rules(lr=lambda step: 1.0 / step)
+    assert of(schedule) == of(schedule, lr=0.5), "the schedule sets it"
+    assert of(schedule) != of(Rules(lr=lambda step: 2.0 / step))
+    assert len(of(Rules(lr=lambda step: [0.1] * 1000)).encode()) <= 4096
+
+
 def test_attached_parameters_keep_their_values_and_identity(tmp_path):
     model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False), torch.nn.BatchNorm1d(7))
     model[1].weight = model[0].weight  # tied

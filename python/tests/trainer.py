@@ -120,6 +120,9 @@ def main() -> None:
         dies(step, "updated")
 
     session._updates.apply = dying_apply
+    if given.optimizer in ("half", "sharded"):  # warm-up, as join() recommends: its gradients are nobody's
+        x, y = torch.utils.data.default_collate([data[i] for i in range(4)])
+        F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y).backward()
     who = f"rank {session.rank}: " if session.rank else ""
     with (given.out / f"trained.{me}{'.' * session.rank}").open("a") as trained:
         for step, (x, y) in session.steps(loader):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -21,7 +22,8 @@ _STARTS_WITHIN_SECONDS = 60.0
 
 def _is_there(name: str) -> bool:
     with open("/proc/net/unix") as sockets:
-        return any(line.endswith(f" {name}\n") for line in sockets)
+        # Number, references, protocol, flags (10000: it listens), type, state, inode, name.
+        return any(line.split()[3] == "00010000" and line.endswith(f" {name}\n") for line in sockets)
 
 
 def _until(condition: bool, name: str, process: subprocess.Popen[bytes] | None, why: str) -> None:
@@ -55,10 +57,13 @@ def local_daemon(place: Place, environment: Mapping[str, str] | None = None) -> 
         _until(True, name, None, "local rank 0 has not started its daemon")
         return name
     # That of a trainer before this one is about to end with it.
-    _until(False, name, None, f"another trainer of replica {place.replica} runs here: its daemon has not ended")
+    other = (
+        f"another trainer of replica {place.replica} runs here (LOCAL_RANK tells ranks apart): its daemon has not ended"
+    )
+    _until(False, name, None, other)
     for of_another in ("REJOIN_SOCKET", "REJOIN_COORDINATOR_ROLE", "REJOIN_RELAY", "REJOIN_ADDRESS_FILE"):
         variables.pop(of_another, None)
-    variables.setdefault("REJOIN_NODE", f"replica{place.replica}")
+    variables.setdefault("REJOIN_NODE", f"replica{place.replica}-{socket.gethostname()}")
     variables.setdefault("REJOIN_LOG_LEVEL", "warn")
     command = [path("rejoind"), "--socket", name, "--end-with", str(os.getpid())]
 
@@ -80,4 +85,7 @@ def _start_again(process: subprocess.Popen[bytes], start: Callable[[], subproces
         log.warning("rejoind has ended with status %d, and is started again", status)
         time.sleep(max(0.0, 1.0 - (time.monotonic() - started)))  # at most once a second
         started = time.monotonic()
-        process = start()
+        try:
+            process = start()
+        except OSError as error:  # no process, no memory: again later
+            log.error("rejoind can't be started: %s", error)

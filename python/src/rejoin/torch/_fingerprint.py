@@ -16,7 +16,7 @@ _MOST = 4096  # bytes
 def fingerprint(optimizer: torch.optim.Optimizer, rules: Rules, device: torch.device, counted_before: int) -> str:
     """Describe torch, the device's kind, the optimizer with its settings, and what else is done with a gradient."""
     if device.type == "cuda":
-        where = f"CUDA {torch.version.cuda} on {torch.cuda.get_device_name(device)}"
+        where = f"CUDA {torch.version.cuda}, capability {torch.cuda.get_device_capability(device)}"
     else:
         where = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
     parts = [
@@ -27,7 +27,8 @@ def fingerprint(optimizer: torch.optim.Optimizer, rules: Rules, device: torch.de
         f"the optimizer has counted {counted_before} steps before the job's first",
     ]
     if rules.lr is not None:
-        parts.insert(3, f"lr of steps 1, 10, 100, 1000: {[_rate(rules, step) for step in (1, 10, 100, 1000)]}")
+        steps = [digit * 10**power for power in range(7) for digit in (1, 3)]
+        parts.insert(3, f"lr of steps {steps}: {[_rate(rules, step) for step in steps]}")
     text = "; ".join(parts)
     if len(text.encode()) > _MOST:
         text = text[: _MOST // 4] + " … " + hashlib.sha256(text.encode()).hexdigest()
@@ -49,7 +50,9 @@ def _settings(group: Mapping[str, Any], rules: Rules) -> str:
 
 
 def _text(value: Any) -> str:
-    return repr(value.item()) if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    return getattr(value, "__qualname__", repr(value))  # of a function; its address is each process's own
 
 
 def _rate(rules: Rules, step: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import struct
 import threading
 import time
@@ -12,8 +14,14 @@ import torch
 
 from rejoin.errors import InvalidArgument, Unavailable
 
+REMEMBERED = 4096  # steps; a replica that catches up gets gradients of steps before
 _WAITS_SECONDS = 600.0
 _WAITS_WHEN_LEAVING_SECONDS = 10.0
+_sessions = itertools.count()
+
+
+class Terminated(SystemExit):
+    """SIGTERM, while this replica waited for a step, or for a rank of its own that has left."""
 
 
 class Ranks:
@@ -22,31 +30,40 @@ class Ranks:
     Not collectives: a rank may be in a step's update while another one is still in its backward.
     """
 
-    def __init__(self, rank: int, size: int, leaving: threading.Event) -> None:
+    def __init__(self, rank: int, leaving: threading.Event) -> None:
         """`leaving`: set when this replica is to leave, so that nobody is waited for any more for long."""
-        self._rank, self._size, self._leaving = rank, size, leaving
+        self._rank, self._leaving = rank, leaving
         self._store: Any = None
-        if size > 1:
-            if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._size = torch.distributed.get_world_size() if initialized else int(os.environ.get("WORLD_SIZE", "1"))
+        if self._size > 1:
+            if not initialized:
                 raise InvalidArgument(
-                    f"this replica has {size} ranks (WORLD_SIZE): call torch.distributed.init_process_group() before "
-                    "attach()"
+                    f"this replica has {self._size} ranks (WORLD_SIZE): call torch.distributed.init_process_group() "
+                    "before attach()"
                 )
             store = torch.distributed.distributed_c10d._get_default_store()
-            self._store = torch.distributed.distributed_c10d.PrefixStore("rejoin", store)
+            prefix = f"rejoin/{next(_sessions)}"  # of this process; the other ranks have opened as many
+            self._store = torch.distributed.distributed_c10d.PrefixStore(prefix, store)
 
     @property
     def several(self) -> bool:
         """Whether this replica has more than one rank."""
         return self._size > 1
 
+    def publish(self, step: int, value: float) -> None:
+        """Tell the others this rank's part of a step's sum."""
+        if self._store is None:
+            return
+        self._store.set(f"sum/{step}/{self._rank}", struct.pack("<d", value))
+        self._store.set(f"seen/{self._rank}", str(step))
+        if step > REMEMBERED:
+            self._store.delete_key(f"sum/{step - REMEMBERED}/{self._rank}")
+
     def total(self, step: int, value: float) -> float:
-        """Add up the ranks' values in this step, in their order: all get the same bits."""
+        """Add up the ranks' parts of a step's sum, in their order: all get the same bits. Waits for the others."""
         if self._store is None:
             return value
-        self._store.set(f"sum/{step}/{self._rank}", struct.pack("<d", value))
-        if step > 2:  # all others have taken it, or won't
-            self._store.delete_key(f"sum/{step - 2}/{self._rank}")
         keys = [f"sum/{step}/{rank}" for rank in range(self._size)]
         self._wait(step, keys)
         total = 0.0
@@ -60,14 +77,27 @@ class Ranks:
             try:
                 self._store.wait(keys, timedelta(seconds=1))
                 return
-            except RuntimeError:  # not there yet
+            except torch.distributed.DistStoreError:  # not there yet
                 waited = time.monotonic() - started
-                if waited > (_WAITS_WHEN_LEAVING_SECONDS if self._leaving.is_set() else _WAITS_SECONDS):
-                    missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            except torch.distributed.DistError as error:
+                raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
+            if self._leaving.is_set() and waited > _WAITS_WHEN_LEAVING_SECONDS:
+                raise Terminated
+            for rank, key in enumerate(keys):
+                if self._store.check([key]):
+                    continue
+                seen = f"seen/{rank}"
+                passed = self._store.check([seen]) and int(self._store.get(seen)) > step
+                if passed and not self._store.check([key]):
                     raise Unavailable(
-                        f"step {step}: rank {', '.join(map(str, missing))} of this replica has not told its part of "
-                        f"the gradient's norm for {waited:.0f} s"
-                    ) from None
+                        f"rank {rank} of this replica began to catch up after step {step}, and rank {self._rank} "
+                        "before: what the norm of that step's gradient was is not to be had. Start the replica again"
+                    )
+                if waited > _WAITS_SECONDS:
+                    raise Unavailable(
+                        f"step {step}: rank {rank} of this replica has not told its part of the gradient's norm for "
+                        f"{waited:.0f} s"
+                    )
 
     def leaves_after(self, step: int, wants: bool) -> bool:
         """Say whether this replica leaves with the end of this step; `wants`: this rank has been asked to.
@@ -77,10 +107,13 @@ class Ranks:
         """
         if self._store is None:
             return wants
-        if wants:
-            last = int(self._store.compare_set("leave", "", str(step + 1)))
-        elif self._store.check(["leave"]):
-            last = int(self._store.get("leave"))
-        else:
-            return False
+        try:
+            if wants:
+                last = int(self._store.compare_set("leave", "", str(step + 1)))
+            elif self._store.check(["leave"]):
+                last = int(self._store.get("leave"))
+            else:
+                return False
+        except torch.distributed.DistError:  # whoever had the store has left with this step
+            return True
         return step >= last

@@ -25,7 +25,7 @@ from rejoin.torch import _optimizer
 from rejoin.torch._data import Batches, Fetcher, Ranges
 from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._memory import tensor_at, type_of
-from rejoin.torch._ranks import Ranks
+from rejoin.torch._ranks import Ranks, Terminated
 from rejoin.torch._sharding import gather_again, local
 from rejoin.torch._tensors import Tensor, buckets_of, buffers_of, parameters_of
 from rejoin.torch._update import Rules, Schedule, Update
@@ -89,6 +89,10 @@ class Session:
         self._tensors: list[Tensor] = []
         self._buckets: list[list[Tensor]] = []
         self._missing: list[int] = []  # gradients, by bucket, in this step
+        self._next_bucket = 0  # to be handed over in this step
+        # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
+        # known to be there while the one before is under way.
+        self._side_streams: list[torch.cuda.Stream] = []
         self._metrics: tuple[str, ...] = ()
         self._metric_values: torch.Tensor | None = None
         self._loss_scale: torch.Tensor | None = None  # [log2, good steps]
@@ -96,7 +100,7 @@ class Session:
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates: Update | None = None
         self._joined = self._finished = self._in_step = self._updated = False
-        self._accumulating = self._waiting = self._contributed = False
+        self._accumulating = self._waiting = self._contributed = self._averaging = False
         self._step: Step | None = None
         self._leaving = threading.Event()
         self._rules = Rules()
@@ -154,12 +158,17 @@ class Session:
             raise InvalidArgument("attach() comes once")
         if ema is not None and not 0.0 < ema < 1.0:
             raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise InvalidArgument(
+                "the optimizer has hooks on step(): a replica that catches up updates parts of tensors, without them. "
+                "Take them off, or do the same in the loop's body"
+            )
         if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
             raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
-        self._ranks = Ranks(self.rank, int(os.environ.get("WORLD_SIZE", "1")), self._leaving)
+        self._ranks = Ranks(self.rank, self._leaving)
         with _optimizer.one_thread(self.device):
-            parameters = parameters_of(model, optimizer, self.device, masters, ema is not None)
+            parameters = parameters_of(model, optimizer, self.device, masters, ema is not None, self._ranks.several)
         self._model, self._optimizer = model, optimizer
         self._metrics = tuple(metrics)
         tensors = [*parameters, *buffers_of(model, self.device)]
@@ -177,6 +186,8 @@ class Session:
             self._place(tensor)
         optimizer.step = self._commit  # type: ignore[assignment, method-assign]
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        optimizer.load_state_dict = _refuse_load  # type: ignore[assignment, method-assign]
+        optimizer.add_param_group = _refuse_group  # type: ignore[assignment, method-assign]
         return model, optimizer
 
     def _declare(self, tensors: list[Tensor], bucket_bytes: int) -> None:
@@ -220,7 +231,14 @@ class Session:
     # What the optimizer has kept already, say from a checkpoint of plain PyTorch, goes on here.
     def _take_over_state(self, tensor: Tensor) -> None:
         assert self._optimizer is not None and self._updates is not None
-        self._updates.offset = tensor.take_state(self._optimizer.state.get(tensor.value, {}))
+        counted = tensor.take_state(self._optimizer.state.get(tensor.value, {}))
+        if tensor.kept.step is not None:
+            if self._updates.offset not in (0, counted):
+                raise InvalidArgument(
+                    f"the optimizer has counted {counted} steps for '{tensor.name}' and {self._updates.offset} for "
+                    "others; Rejoin updates all parameters in each step"
+                )
+            self._updates.offset = counted
         shaped = [tensor.optimizers(column) for column in tensor.columns[1 : 1 + len(tensor.kept.moments)]]
         self._optimizer.state[tensor.value] = tensor.kept.state(self._updates.offset, shaped, tensor.scratch)
 
@@ -246,6 +264,9 @@ class Session:
         """
         if self._model is None or self._optimizer is None or self._updates is None:
             raise InvalidArgument("join() before attach()")
+        with torch.no_grad():
+            for tensor in self._tensors:
+                tensor.take_changes()
         self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, self._updates.offset))
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -255,7 +276,7 @@ class Session:
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
         self._leaving.set()
         if self._waiting:  # for a step, perhaps for long
-            raise _Terminated
+            raise Terminated
 
     def leave(self) -> None:
         """End this replica's part in the job; the others go on at once."""
@@ -301,7 +322,7 @@ class Session:
                 assert self._ranks is not None
                 if self._ranks.leaves_after(step.number, self._leaving.is_set()):
                     break
-        except _Terminated:
+        except Terminated:
             pass
         log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
         self.leave()
@@ -324,7 +345,9 @@ class Session:
                 self._contributed = True
                 for tensor in self._tensors:
                     tensor.arrived = False
-                self._missing = [len(bucket) for bucket in self._buckets]
+                    if tensor.is_parameter:
+                        tensor.value.grad = None  # of a backward() before, say to warm up
+                self._missing, self._next_bucket = [len(bucket) for bucket in self._buckets], 0
                 self._in_step, self._updated = True, False
                 self._step = Step(number, leads, contributors, tuple(batch), self)
                 return self._step
@@ -376,8 +399,20 @@ class Session:
     def _arrive(self, tensor: Tensor) -> None:
         tensor.arrived = True
         self._missing[tensor.bucket] -= 1
-        if self._missing[tensor.bucket] == 0:
-            self._native.all_reduce(tensor.bucket, self._stream())
+        # In the order of their numbers, on all replicas: a stream that waits for one bucket keeps those behind it back.
+        while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
+            self._hand_over(self._next_bucket)
+            self._next_bucket += 1
+
+    def _hand_over(self, bucket: int) -> None:
+        if self.device.type != "cuda":
+            self._native.all_reduce(bucket, None)
+            return
+        if not self._side_streams:
+            self._side_streams = [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
+        side = self._side_streams[bucket % 2]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        self._native.all_reduce(bucket, int(side.cuda_stream))
 
     # What no backward() has brought: buffers, metrics, and parameters that were not used.
     def _hand_over_rest(self) -> None:
@@ -404,6 +439,8 @@ class Session:
             raise InvalidArgument("optimizer.step() with a closure: a step is computed once")
         if not self._in_step or self._updated or self._step is None:
             raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
+        for tensor in self._tensors:
+            tensor.check_place()
         self._hand_over_rest()
         self._update(self._step.number)
         self._updated = True
@@ -412,6 +449,8 @@ class Session:
     def _update(self, step: int) -> None:
         assert self._updates is not None
         pieces = self._native.begin_update()
+        for side in self._side_streams:  # their waits have ended
+            torch.cuda.current_stream(self.device).wait_stream(side)
         if pieces is None:
             return
         try:
@@ -431,7 +470,7 @@ class Session:
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         if self._loss_scale is None:
             raise InvalidArgument("step.scale() without a scale: attach(…, loss_scale=65536)")
-        return torch.mul(loss, 2.0 ** float(self._loss_scale[0]))
+        return torch.mul(loss.float(), 2.0 ** float(self._loss_scale[0]))  # as a float16 it might be an infinity
 
     # ---- metrics
 
@@ -474,18 +513,23 @@ class Session:
         Between steps: after `optimizer.step()`, in the loop's body. The tensors are the live ones, so save them before
         the loop goes on. A plain PyTorch job loads "model" and "optimizer" as they are.
         """
-        assert self._model is not None and self._optimizer is not None
+        if self._model is None or self._optimizer is None:
+            raise InvalidArgument("state_dict() comes after attach()")
+        if self._averaging:
+            raise InvalidArgument('state_dict() within averaged(): it is always of the weights; ["average"] has these')
         state: dict[str, Any] = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
         parameters = [tensor for tensor in self._tensors if tensor.is_parameter]
         masters = {t.name: t.optimizers(t.columns[0]) for t in parameters if t.has_master}
         average = {t.name: t.optimizers(t.columns[-1]) for t in parameters if t.averaged}
         state.update({name: of for name, of in (("masters", masters), ("average", average)) if of})
-        of_rank = {
+        of_rank: dict[str, Any] = {
             "position": self._native.position() if self._joined else None,
             "version": self._native.committed() if self._joined else 0,
             "metrics": self._metric_values,  # of the last step: a part of the state
             "loss_scale": self._loss_scale,
         }
+        if self._ranks is not None and self._ranks.several:  # of one name, and each rank's own
+            of_rank["buffers"] = {t.name: t.value for t in self._tensors if t.is_buffer}
         state["rejoin"] = {f"rank{self.rank}": of_rank}
         return state
 
@@ -508,7 +552,11 @@ class Session:
             self._load_own("metrics", self._metric_values, place.get("metrics"))
             self._load_own("loss_scale", self._loss_scale, place.get("loss_scale"))
         self._load_optimizer(state["optimizer"]["state"], version)
+        buffers = place.get("buffers", {}) if place is not None else {}
         with torch.no_grad():
+            for tensor in self._tensors:
+                if tensor.name in buffers:
+                    tensor.value.copy_(buffers[tensor.name])
             for tensor in self._tensors:
                 if not tensor.is_parameter:
                     tensor.columns[0].copy_(tensor.value.reshape(-1))
@@ -527,15 +575,32 @@ class Session:
     def _load_optimizer(self, state: Mapping[int, Mapping[str, Any]], version: int) -> None:
         assert self._optimizer is not None and self._updates is not None
         shapes = {id(tensor.value): tensor for tensor in self._tensors}
+        counts: set[int] = set()
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
         for number, kept in state.items():
+            if not isinstance(number, int):
+                raise InvalidArgument(
+                    f"the optimizer's state is by names ('{number}'), and optimizer.state_dict()'s is by numbers: save "
+                    "session.state_dict()"
+                )
             if number >= len(order):
                 raise InvalidArgument(
                     f"the checkpoint's optimizer has parameter number {number}, and this one {len(order)} of them"
                 )
             tensor = shapes[id(order[number])]
-            self._updates.offset = tensor.take_state(kept) - version
-            self._updates.count(tensor, version)
+            counted = tensor.take_state(kept)
+            if tensor.kept.step is not None:
+                counts.add(counted)
+        if len(counts) > 1:
+            raise InvalidArgument(
+                f"the checkpoint's optimizer has counted {sorted(counts)} steps for different parameters; Rejoin "
+                "updates all of them in each step"
+            )
+        for counted in counts:
+            self._updates.offset = counted - version
+            for tensor in self._tensors:
+                if tensor.is_parameter:
+                    self._updates.count(tensor, version)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -549,9 +614,11 @@ class Session:
             raise InvalidArgument("averaged() comes after optimizer.step()")
         assert self._model is not None
         self._lay(-1)
+        self._averaging = True
         try:
             yield
         finally:
+            self._averaging = False
             self._lay(0)
 
     # Which column the parameters are.
@@ -579,5 +646,12 @@ class Session:
         return self._finished
 
 
-class _Terminated(SystemExit):
-    """SIGTERM, while this replica waited for a step."""
+def _refuse_load(state: Mapping[str, Any]) -> None:
+    raise InvalidArgument(
+        "optimizer.load_state_dict() after attach() would lay the state outside of the session: load it before, or by "
+        "session.load_state_dict()"
+    )
+
+
+def _refuse_group(group: Mapping[str, Any]) -> None:
+    raise InvalidArgument("optimizer.add_param_group() after attach(): all parameters are declared with attach()")

@@ -26,6 +26,11 @@ class Shard:
         """Elements, with the padding."""
         return int(self._of._sharded_param_data.numel())
 
+    @property
+    def address(self) -> int:
+        """Where FSDP2 gathers it from."""
+        return int(self._of._sharded_param_data.data_ptr())
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Give the part of memory of this size that is no padding, in the shard's shape."""
         whole = flat.view(self._of.padded_sharded_param_size)

@@ -99,6 +99,31 @@ class Tensor:
         else:
             self.value.data = self.view(column)
 
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is one of the model's buffers."""
+        return not self.is_parameter and not self.name.startswith("rejoin.")
+
+    def take_changes(self) -> None:
+        """Take what has been written to a tensor that lies elsewhere: by its author, since attach()."""
+        if not self.is_parameter:
+            self.columns[0].copy_(self.value.reshape(-1))
+        elif self.has_master:
+            own, master = local(self.value.detach()), self.view(self.columns[0])
+            if not torch.equal(own, master.to(own.dtype)):
+                master.copy_(own)
+
+    def check_place(self) -> None:
+        """Raise `InvalidArgument` where somebody has moved the parameter out of the session's memory."""
+        if not self.is_parameter or self.has_master:
+            return
+        at = self.shard.address if self.shard is not None else self.value.data_ptr()
+        if at != self.columns[0].data_ptr():
+            raise InvalidArgument(
+                f"parameter '{self.name}' does not lie in the session's memory any more: model.to(), an assignment to "
+                "its .data or load_state_dict(assign=True) after attach() has moved it, or FSDP2 of a torch before 2.13"
+            )
+
     def refresh(self) -> None:
         """Bring a tensor that lies elsewhere to the session's value: a buffer, or what has a master."""
         if not self.is_parameter or self.has_master:
@@ -111,8 +136,15 @@ def parameters_of(
     device: torch.device,
     masters: bool,
     averaged: bool,
+    several_ranks: bool,
 ) -> list[Tensor]:
     """Give the parameters to be trained, in the model's order; `InvalidArgument` where one can't be."""
+    for module in model.modules():
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            raise InvalidArgument(
+                f"the model has a {type(module).__name__} in it, which reduces gradients after the session has taken "
+                "them: attach the plain model, or divide it with torch.distributed.fsdp.fully_shard()"
+            )
     tensors: list[Tensor] = []
     shards = shards_of(model)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -126,6 +158,11 @@ def parameters_of(
             raise InvalidArgument(
                 f"parameter '{name}' is a {type(parameter.data).__name__}: plain tensors can be attached, and those "
                 "that FSDP2's fully_shard() has divided"
+            )
+        if shard is None and several_ranks and not shards:
+            raise InvalidArgument(
+                "this replica has several ranks, and the model is not divided among them: each would train a model of "
+                "its own. Divide it with torch.distributed.fsdp.fully_shard(), or let each process be a replica"
             )
         if shard is None and shards:
             raise InvalidArgument(

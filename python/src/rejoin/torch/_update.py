@@ -14,13 +14,12 @@ from rejoin import _native
 from rejoin.errors import InvalidArgument, Unavailable
 from rejoin.torch import _optimizer
 from rejoin.torch._memory import tensor_at
-from rejoin.torch._ranks import Ranks
+from rejoin.torch._ranks import REMEMBERED, Ranks
 from rejoin.torch._tensors import Tensor
 
 Schedule = Callable[[int], "float | Sequence[float]"]
 Piece = tuple[int, int, int, int, int]  # tensor, first element, elements, step, the gradient's address
 
-_REMEMBERED = 4096  # steps; a replica that catches up gets gradients of steps before
 _GROWS_AFTER = 2000  # steps without an infinity, as torch's GradScaler
 _MOST_LOG_SCALE = 120
 
@@ -60,7 +59,8 @@ class Update:
         self._own_step = not any(t.shard is not None or t.has_master for t in tensors if t.is_parameter)
         self._optimizer_step: Callable[[], Any] = optimizer.step
         self._constant_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self._coefficients: dict[int, float | None] = {}  # of gradients, by step; None: the step is skipped
+        self._seen: dict[int, tuple[float, float]] = {}  # by step: this rank's part of the norm, and the loss's scale
+        self._coefficients: dict[int, float | None] = {}  # by step, as far as they were asked for
         self.offset = 0  # steps that the optimizer had counted before the job's first
         self.last_norm: float | None = None
 
@@ -73,18 +73,32 @@ class Update:
             for tensor in self._tensors
             if tensor.is_parameter and (tensor.shard is None or tensor.shard.is_first_copy)
         )
-        total = self._ranks.total(step, float(mine))
-        scale = self._scale_of_step()
+        self._ranks.publish(step, float(mine))
+        self._seen[step] = (float(mine), self._scale_of_step())
+        while len(self._seen) > REMEMBERED:
+            self._seen.pop(next(iter(self._seen)))
+
+    # What gradients of this step are multiplied by; None: the step is skipped. It waits for this replica's other ranks.
+    def _coefficient(self, step: int) -> float | None:
+        if not self._rules.look_at_norm:
+            return 1.0
+        if step not in self._coefficients:
+            if step not in self._seen:
+                raise Unavailable(f"this replica has not seen the whole gradient of step {step}, and can't clip it")
+            mine, scale = self._seen[step]
+            self._coefficients[step] = self._coefficient_of(self._ranks.total(step, mine), scale)
+            while len(self._coefficients) > REMEMBERED:
+                self._coefficients.pop(next(iter(self._coefficients)))
+        return self._coefficients[step]
+
+    def _coefficient_of(self, total: float, scale: float) -> float | None:
         norm = math.sqrt(total) / scale if total == total and total != math.inf else math.inf
         self.last_norm = norm
-        coefficient: float | None = 1.0 / scale
         if self._rules.skip_nonfinite and norm == math.inf:
-            coefficient = None
-        elif self._rules.max_norm is not None and norm > self._rules.max_norm:
-            coefficient = self._rules.max_norm / (norm + 1e-6) / scale
-        self._coefficients[step] = coefficient
-        while len(self._coefficients) > _REMEMBERED:
-            self._coefficients.pop(next(iter(self._coefficients)))
+            return None
+        if self._rules.max_norm is not None and norm > self._rules.max_norm:
+            return self._rules.max_norm / (norm + 1e-6) / scale
+        return 1.0 / scale
 
     # The mean of the replicas' equal numbers is that number but for rounding: they are whole ones.
     def _scale_of_step(self) -> float:
@@ -96,7 +110,7 @@ class Update:
             weight.copy_(reduced)
             return
         log_scale, good = (round(float(number)) for number in reduced)
-        if self._coefficients[step] is None:
+        if self._coefficient(step) is None:
             log_scale, good = log_scale - 1, 0
         elif good + 1 == _GROWS_AFTER:
             log_scale, good = min(log_scale + 1, _MOST_LOG_SCALE), 0
@@ -142,7 +156,7 @@ class Update:
 
     # The optimizer as it is, over the parameters as they are.
     def _apply_whole(self, step: int) -> None:
-        coefficient = self._coefficients.get(step, 1.0)
+        coefficient = self._coefficient(step)
         self._set_lr(step)
         for tensor in self._tensors:
             if not tensor.is_parameter:
@@ -182,9 +196,7 @@ class Update:
     # Parts of tensors, with the gradients of one step.
     def _apply_parts(self, step: int, pieces: list[Piece]) -> None:
         self._set_lr(step)
-        if self._rules.look_at_norm and step not in self._coefficients:
-            raise Unavailable(f"this replica has not seen the whole gradient of step {step}, and can't clip it")
-        coefficient = self._coefficients.get(step, 1.0)
+        coefficient = self._coefficient(step)
         parts: list[_optimizer.Part] = []
         averages: list[list[torch.Tensor]] = []
         for index, first, count, _, address in pieces:

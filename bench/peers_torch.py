@@ -1,0 +1,286 @@
+#!/usr/bin/env python3
+"""Three replicas of one GPT on this machine, by torch's DDP over Gloo, by torchft over Gloo, and by Rejoin.
+
+Each trains without faults; then, but for DDP, replica 1 kills itself when it has computed its gradients, and is started
+again at once. All in one run; each process has one thread.
+"""
+
+import argparse
+import os
+import re
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "python" / "examples"))
+REPLICAS, CALM, AFTER = 3, 20, 25
+
+
+def make(given):
+    from ddp import Bytes, Gpt
+
+    torch.manual_seed(0)
+    model = Gpt(given.width, given.blocks)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), Bytes(given.data)
+
+
+def batch(data, sample):
+    x, y = data[sample % len(data)]
+    return x[None], y[None]
+
+
+def tell(text):
+    sys.stdout.write(f"{os.environ['PEER']} {text} at {time.monotonic():.4f}\n")
+    sys.stdout.flush()
+
+
+def dies(given, step):
+    if given.dies_at and step == given.dies_at:
+        tell("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def worker_ddp(given):
+    dist.init_process_group("gloo")
+    model, optimizer, data = make(given)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    for step in range(1, given.steps + 1):
+        x, y = batch(data, step * REPLICAS + dist.get_rank())
+        F.cross_entropy(ddp(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tell(f"step {step}")
+    dist.destroy_process_group()
+
+
+def worker_rejoin(given):
+    import rejoin.torch as rj
+
+    model, optimizer, data = make(given)
+    session = rj.Session.from_environment()
+    session.attach(model, optimizer)
+    x, y = batch(data, 1)
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()  # as the others are warm
+    optimizer.zero_grad()
+    tell("ready")
+    for step, samples in session.steps():
+        x, y = batch(data, samples[0][0])
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        dies(given, step.number)
+        optimizer.step()
+        tell(f"step {step.number}")
+
+
+def worker_torchft(given):
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+
+    model, optimizer, data = make(given)
+    x, y = batch(data, 1)
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    optimizer.zero_grad()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def state():
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load(state):
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), load_state_dict=load, state_dict=state, min_replica_size=2,
+        timeout=timedelta(seconds=10), quorum_timeout=timedelta(seconds=60), connect_timeout=timedelta(seconds=10),
+        rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port, replica_id=f"r{os.environ['PEER']}",
+    )  # fmt: skip
+    wrapped = Optimizer(manager, optimizer)
+    tell("ready")
+    while manager.current_step() < given.steps:
+        x, y = batch(data, manager.current_step() * REPLICAS + int(os.environ["PEER"]))
+        wrapped.zero_grad()
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        dies(given, manager.current_step() + 1)
+        parameters, works, begin = list(model.parameters()), [], 0
+        while begin < len(parameters):  # buckets of about 25 MB
+            end, size = begin, 0
+            while end < len(parameters) and size < 25 << 20:
+                size += parameters[end].grad.numel() * 4
+                end += 1
+            flat = torch.cat([p.grad.reshape(-1) for p in parameters[begin:end]])
+            works.append((manager.allreduce(flat), flat, parameters[begin:end]))
+            begin = end
+        for work, flat, of in works:
+            work.wait()
+            for p, part in zip(of, torch.split(flat, [p.numel() for p in of])):
+                p.grad.copy_(part.view_as(p))
+        before = manager.current_step()
+        wrapped.step()
+        if manager.current_step() > before:
+            tell(f"step {manager.current_step()}")
+        else:
+            tell(f"lost {before + 1}")
+    manager.shutdown(wait=False)
+    os._exit(0)  # its threads would go on
+
+
+class Run:
+    def __init__(self, kind, given, environment):
+        self.kind, self.given, self.environment = kind, given, environment
+        self.steps = [{} for _ in range(REPLICAS)]
+        self.dead = self.ready = None
+        self.lost = 0
+        self.processes = {}
+
+    def start(self, peer, *more, **environment):
+        command = [sys.executable, __file__, "--worker", self.kind, "--data", str(self.given.data), "--width",
+                   str(self.given.width), "--blocks", str(self.given.blocks), "--steps", str(self.steps_in_all()), *more]
+        self.processes[peer] = subprocess.Popen(
+            command, stdout=self.write, stderr=subprocess.DEVNULL if not self.given.verbose else None,
+            env={**os.environ, **self.environment(peer), "PEER": str(peer), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def steps_in_all(self):
+        return CALM if self.kind == "ddp" else CALM + AFTER
+
+    def run(self):
+        read, self.write = os.pipe()
+        for peer in range(REPLICAS):
+            self.start(peer, *(["--dies-at", str(CALM)] if peer == 1 and self.kind != "ddp" else []))
+        deadline = time.monotonic() + 300
+        rest = b""
+        while any(process.poll() is None for peer, process in self.processes.items() if peer != 1):
+            if time.monotonic() > deadline:
+                print(f"{self.kind}: stopped after 300 s")
+                break
+            rest += os.read(read, 65536)
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                self.hear(line.decode())
+            if all(len(steps) >= self.steps_in_all() - 1 for peer, steps in enumerate(self.steps) if peer != 1):
+                break
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        os.close(read)
+        os.close(self.write)
+
+    def hear(self, line):
+        match = re.match(r"(\d) (step|dies|ready|lost) ?(\d*) at ([\d.]+)$", line)
+        if not match:
+            return
+        peer, what, step, at = int(match[1]), match[2], match[3], float(match[4])
+        if what == "dies":
+            self.dead = at
+            self.processes[1].wait()
+            self.start(1)
+        elif what == "ready" and peer == 1 and self.dead:
+            self.ready = at
+        elif what == "lost":
+            self.lost += 1
+        elif what == "step":
+            if peer == 1 and self.dead and at > self.dead and not hasattr(self, "back"):
+                self.back = (int(step), at)
+            self.steps[peer][int(step)] = at
+
+    def report(self):
+        ours = self.steps[0]
+        calm = [ours[n + 1] - ours[n] for n in range(5, CALM - 2) if n in ours and n + 1 in ours]
+        row = {"step": statistics.median(calm) if calm else None}
+        if self.dead:
+            after = [t for peer in (0, 2) for t in self.steps[peer].values() if t > self.dead]
+            row["next"] = min(after) - self.dead if after else None
+            if hasattr(self, "back") and self.ready:
+                row["joined"] = self.back[1] - self.ready
+                times = sorted(t for t in ours.values() if self.ready - 5 < t <= self.back[1])
+                row["longest"] = max((b - a for a, b in zip(times, times[1:])), default=None)
+            row["lost"] = self.lost
+        return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=HERE.parent / "data" / "shakespeare.txt")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--dies-at", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="ddp,torchft,rejoin")
+    parser.add_argument("--verbose", action="store_true")
+    given = parser.parse_args()
+    if given.worker:
+        {"ddp": worker_ddp, "rejoin": worker_rejoin, "torchft": worker_torchft}[given.worker](given)
+        return
+
+    from rejoin._programs import path
+
+    model, _, _ = make(given)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {REPLICAS} replicas, torch {torch.__version__}")
+    with tempfile.TemporaryDirectory() as scratch:
+        helpers = []
+
+        def ddp():
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            return lambda peer: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(peer),
+                                 "WORLD_SIZE": str(REPLICAS)}  # fmt: skip
+
+        def torchft():
+
+
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            lighthouse = Path(sys.executable).parent / "torchft_lighthouse"
+            helpers.append(subprocess.Popen(
+                [lighthouse, "--bind", f"127.0.0.1:{port}", "--min_replicas", "2", "--join_timeout_ms", "1000",
+                 "--quorum_tick_ms", "10", "--heartbeat_timeout_ms", "1000"],
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))  # fmt: skip
+            return lambda peer: {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+
+        def rejoin():
+            key, addresses = Path(scratch, "key"), Path(scratch, "addresses")
+            key.touch(mode=0o600)
+            key.write_text(secrets.token_hex(32))
+            helpers.append(subprocess.Popen(
+                [path("rejoind"), "--coordinator", "--replicas", str(REPLICAS), "--ranks", "1", "--log-directory",
+                 f"{scratch}/log", "--address-file", str(addresses), "--job-key-file", str(key)],
+                stderr=subprocess.DEVNULL))  # fmt: skip
+            while not addresses.exists():
+                time.sleep(0.01)
+            coordinator = re.search(r'"coordinator":"([^"]+)"', addresses.read_text())[1]
+            return lambda peer: {"REJOIN_COORDINATOR": coordinator, "REJOIN_JOB_KEY_FILE": str(key),
+                                 "REJOIN_REPLICA": str(peer)}  # fmt: skip
+
+        head = ("", "step, ms", "kill to the next commit, ms", "batches lost", "ready to contributing, ms", "others' longest step, ms")
+        print(" | ".join(head))
+        for name, prepare in (("ddp", ddp), ("torchft", torchft), ("rejoin", rejoin)):
+            if name not in given.only.split(","):
+                continue
+            run = Run(name, given, prepare())
+            run.run()
+            row = run.report()
+
+            def ms(key, row=row):
+                return f"{1000 * row[key]:.0f}" if row.get(key) is not None else "-"
+
+            print(" | ".join([name, ms("step"), ms("next"), str(row.get("lost", "-")), ms("joined"), ms("longest")]), flush=True)
+        for helper in helpers:
+            helper.kill()
+            helper.wait()
+
+
+if __name__ == "__main__":
+    main()
