@@ -122,7 +122,7 @@ def worker_torchft(given):
             begin = end
         for work, flat, of in works:
             work.wait()
-            for p, part in zip(of, torch.split(flat, [p.numel() for p in of])):
+            for p, part in zip(of, torch.split(flat, [p.numel() for p in of]), strict=True):
                 p.grad.copy_(part.view_as(p))
         before = manager.current_step()
         wrapped.step()
@@ -143,8 +143,21 @@ class Run:
         self.processes = {}
 
     def start(self, peer, *more, **environment):
-        command = [sys.executable, __file__, "--worker", self.kind, "--data", str(self.given.data), "--width",
-                   str(self.given.width), "--blocks", str(self.given.blocks), "--steps", str(self.steps_in_all()), *more]
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            self.kind,
+            "--data",
+            str(self.given.data),
+            "--width",
+            str(self.given.width),
+            "--blocks",
+            str(self.given.blocks),
+            "--steps",
+            str(self.steps_in_all()),
+            *more,
+        ]
         self.processes[peer] = subprocess.Popen(
             command, stdout=self.write, stderr=subprocess.DEVNULL if not self.given.verbose else None,
             env={**os.environ, **self.environment(peer), "PEER": str(peer), "OMP_NUM_THREADS": "1"},
@@ -198,12 +211,12 @@ class Run:
         calm = [ours[n + 1] - ours[n] for n in range(5, CALM - 2) if n in ours and n + 1 in ours]
         row = {"step": statistics.median(calm) if calm else None}
         if self.dead:
-            after = [t for peer in (0, 2) for t in self.steps[peer].values() if t > self.dead]
+            after = [t for peer in (0, 2) for n, t in self.steps[peer].items() if n >= CALM and t > self.dead]
             row["next"] = min(after) - self.dead if after else None
             if hasattr(self, "back") and self.ready:
                 row["joined"] = self.back[1] - self.ready
-                times = sorted(t for t in ours.values() if self.ready - 5 < t <= self.back[1])
-                row["longest"] = max((b - a for a, b in zip(times, times[1:])), default=None)
+                times = sorted(t for t in ours.values() if self.ready - 1 < t <= self.back[1])
+                row["longest"] = max((b - a for a, b in zip(times, times[1:], strict=False)), default=None)
             row["lost"] = self.lost
         return row
 
@@ -226,7 +239,9 @@ def main():
     from rejoin._programs import path
 
     model, _, _ = make(given)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {REPLICAS} replicas, torch {torch.__version__}")
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {REPLICAS} replicas, torch {torch.__version__}"
+    )
     with tempfile.TemporaryDirectory() as scratch:
         helpers = []
 
@@ -238,7 +253,6 @@ def main():
                                  "WORLD_SIZE": str(REPLICAS)}  # fmt: skip
 
         def torchft():
-
 
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -264,7 +278,14 @@ def main():
             return lambda peer: {"REJOIN_COORDINATOR": coordinator, "REJOIN_JOB_KEY_FILE": str(key),
                                  "REJOIN_REPLICA": str(peer)}  # fmt: skip
 
-        head = ("", "step, ms", "kill to the next commit, ms", "batches lost", "ready to contributing, ms", "others' longest step, ms")
+        head = (
+            "",
+            "step, ms",
+            "kill to the next commit, ms",
+            "batches lost",
+            "ready to contributing, ms",
+            "others' longest step, ms",
+        )
         print(" | ".join(head))
         for name, prepare in (("ddp", ddp), ("torchft", torchft), ("rejoin", rejoin)):
             if name not in given.only.split(","):
@@ -276,7 +297,10 @@ def main():
             def ms(key, row=row):
                 return f"{1000 * row[key]:.0f}" if row.get(key) is not None else "-"
 
-            print(" | ".join([name, ms("step"), ms("next"), str(row.get("lost", "-")), ms("joined"), ms("longest")]), flush=True)
+            print(
+                " | ".join([name, ms("step"), ms("next"), str(row.get("lost", "-")), ms("joined"), ms("longest")]),
+                flush=True,
+            )
         for helper in helpers:
             helper.kill()
             helper.wait()

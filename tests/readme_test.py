@@ -42,7 +42,7 @@ def text_of(*patterns):
 # Anything that some program, script or file of ours says about itself.
 everything = "\n".join([help_of(str(source / "run")), help_of("python3", str(source / "chaos/run.py")),
                         *(help_of(f"{bin_dir}/{name}") for name in sorted(programs)
-                          if name.startswith("rejoin") and name != "rejoin-minimal"),
+                          if name.startswith("rejoin") and not name.startswith("rejoin-minimal")),
                         *(help_of(f"{bin_dir}/rejoin", sub) for sub in ("status", "top", "audit", "trace"))])
 sources = text_of("*/*.cc", "*/*.h", "*/*.py", "*/*.sh", "*/CMakeLists.txt", "*/*/*.cc", "*/*/*.h", "*/*/CMakeLists.txt", "CMakeLists.txt", "cmake/*")
 FOREIGN = {"--install"}  # of other people's programs
