@@ -30,7 +30,7 @@ class Show:
         self.committed: dict[int, dict[int, float]] = defaultdict(dict)  # by replica, then step: when
         self.digests: dict[int, set[str]] = defaultdict(set)
         self.losses: dict[int, float] = {}
-        self.killed_at = 0.0
+        self.killed_at, self.killed_after = 0.0, 0
         self.back_at = 0
         self.started = time.monotonic()
 
@@ -77,7 +77,7 @@ class Show:
         self.losses[step] = loss
         if replica == self.victim and step >= self.at_step and not self.killed_at:
             process = self.processes[replica]
-            self.killed_at = time.monotonic()
+            self.killed_at, self.killed_after = time.monotonic(), step
             os.kill(process, signal.SIGKILL)
             self.say(f"kill -9 {process}: replica {replica}, after its step {step}")
 
@@ -89,11 +89,9 @@ class Show:
         """Take the first step that the victim trains again."""
         self.back_at = step
         times = sorted(t for t in self.others()[0].values() if t > self.killed_at)
-        first = min(t for steps in self.others() for t in steps.values() if t > self.killed_at)
+        first = min(t for steps in self.others() for n, t in steps.items() if n > self.killed_after)
         gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
-        self.say(
-            f"the others' first step after the kill was committed {1000 * (first - self.killed_at):.0f} ms after it"
-        )
+        self.say(f"the others committed their next step {1000 * (first - self.killed_at):.0f} ms after the kill")
         self.say(
             f"replica {self.victim} trains again from step {step}, {at - self.killed_at:.1f} s after it was killed; "
             f"meanwhile the others trained {len(times)} steps, the longest of {1000 * max(gaps, default=0.0):.0f} ms"

@@ -231,6 +231,24 @@ def test_sigterm_is_an_orderly_leave_and_a_stopped_replica_is_waited_for(tmp_pat
     assert "has left" in (tmp_path / "coordinator.log").read_text()
 
 
+def test_daemon_and_coordinator_are_killed_and_nobody_loses_a_step(tmp_path):
+    job = Job(tmp_path, replicas=2, steps=0)
+    job.until(lambda: all(job.trains(replica) > 20 for replica in range(2)))
+    for name in ("node1", "coordinator"):
+        children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+        (victim,) = [
+            int(pid) for pid in children if f"--name\0{name}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        before = [job.trains(replica) for replica in range(2)]
+        os.kill(victim, signal.SIGKILL)
+        job.until(lambda before=before: all(job.trains(r) > before[r] + 20 for r in range(2)))
+    job.process.terminate()
+    errors = job.wait(30)
+    assert "node1 ended with signal SIGKILL" in errors and "coordinator ended with signal SIGKILL" in errors
+    assert "replica" not in errors.replace("the replicas leave", ""), f"a trainer has ended:\n{errors}"
+    check_equal(job, 2)
+
+
 def test_a_job_goes_on_from_a_checkpoint_that_plain_pytorch_can_read(tmp_path):
     first = Job(tmp_path, "--save-every", "20", "--workers", "1", replicas=2, steps=60)
     first.wait()

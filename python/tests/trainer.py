@@ -133,6 +133,7 @@ def main() -> None:
             loss = F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y)
             (step.scale(loss) if given.loss_scale else loss).backward()
             step.record(loss=loss)
+            assert f"{loss}" and loss.cpu().item() == loss.item()  # anywhere
             dies(now, "step")
             optimizer.step()
             assert loss.item() == loss.item()
