@@ -46,6 +46,12 @@ def tell(text):
     sys.stdout.flush()
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def dies(given, step):
     if given.dies_at and step == given.dies_at:
         tell("dies")
@@ -246,17 +252,13 @@ def main():
         helpers = []
 
         def ddp():
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+            port = free_port()
             return lambda peer: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(peer),
                                  "WORLD_SIZE": str(REPLICAS)}  # fmt: skip
 
         def torchft():
 
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+            port = free_port()
             lighthouse = Path(sys.executable).parent / "torchft_lighthouse"
             helpers.append(subprocess.Popen(
                 [lighthouse, "--bind", f"127.0.0.1:{port}", "--min_replicas", "2", "--join_timeout_ms", "1000",

@@ -8,6 +8,5 @@ if [[ ! -x $tools/bin/torchft_lighthouse ]]; then
   python3 -m venv --clear "$tools"
   "$tools/bin/pip" install -qq --disable-pip-version-check --requirement python/requirements-test.txt "torch==2.13.0+cpu" torchft==0.2.0
 fi
-"$tools/bin/pip" install -qq --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
-  -C build-dir="$PWD/build/release/python-peers" -C cmake.define.REJOIN_BUILD="$PWD/build/release" ./python
+python/install.sh "$tools" build/release
 exec "$tools/bin/python" bench/peers_torch.py "$@"

@@ -8,8 +8,7 @@ if [[ ! -x $tools/bin/pytest ]]; then
   exit 77
 fi
 cd "$source/python"
-"$tools/bin/pip" install -qq --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
-  -C build-dir="$build/python" -C cmake.define.REJOIN_BUILD="$build" .
+./install.sh "$tools" "$build"
 "$tools/bin/ruff" check --no-cache .
 "$tools/bin/ruff" format --no-cache --check .
 if ! "$tools/bin/python" -c 'import torch' 2>/dev/null; then

@@ -35,6 +35,14 @@ def text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
+@pytest.fixture
+def key(tmp_path) -> Path:
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text(secrets.token_hex(32))
+    return key
+
+
 def test_what_is_missing_is_named():
     with pytest.raises(InvalidArgument, match="set REJOIN_SOCKET"):
         local_daemon(Place(0, 0), {})
@@ -42,10 +50,7 @@ def test_what_is_missing_is_named():
         local_daemon(Place(0, 0), {"REJOIN_COORDINATOR": "127.0.0.1:1"})
 
 
-def test_replicas_of_torchrun_need_a_coordinator_and_nothing_else(tmp_path):
-    key = tmp_path / "key"
-    key.touch(mode=0o600)
-    key.write_text(secrets.token_hex(32))
+def test_replicas_of_torchrun_need_a_coordinator_and_nothing_else(tmp_path, key):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "REJOIN_JOB_KEY_FILE": str(key), "REJOIN_SILENCE_MS": "5000"}
     with contextlib.ExitStack() as all_processes:
 
@@ -87,10 +92,7 @@ def test_replicas_of_torchrun_need_a_coordinator_and_nothing_else(tmp_path):
             assert len(digests) == 1, (step, digests)
 
 
-def test_the_daemon_ends_with_its_trainer(tmp_path):
-    key = tmp_path / "key"
-    key.touch(mode=0o600)
-    key.write_text(secrets.token_hex(32))
+def test_the_daemon_ends_with_its_trainer(key):
     script = (
         "import rejoin._daemon, rejoin, signal, os, sys\n"
         "print(rejoin._daemon.local_daemon(rejoin.Place(0, 0)), flush=True)\n"

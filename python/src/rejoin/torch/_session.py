@@ -26,7 +26,7 @@ from rejoin.torch._data import Batches, Fetcher, Ranges
 from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._memory import tensor_at, type_of
 from rejoin.torch._ranks import Ranks, Terminated
-from rejoin.torch._sharding import gather_again, local
+from rejoin.torch._sharding import gather_again, groups_of, local
 from rejoin.torch._tensors import Tensor, buckets_of, buffers_of, parameters_of
 from rejoin.torch._update import Rules, Schedule, Update
 
@@ -97,6 +97,7 @@ class Session:
         self._metric_values: torch.Tensor | None = None
         self._loss_scale: torch.Tensor | None = None  # [log2, good steps]
         self._model: torch.nn.Module | None = None
+        self._sharded: list[Any] = []  # FSDP2's groups of the model's parameters
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates: Update | None = None
         self._joined = self._finished = self._in_step = self._updated = False
@@ -169,7 +170,7 @@ class Session:
         self._ranks = Ranks(self.rank, self._leaving)
         with _optimizer.one_thread(self.device):
             parameters = parameters_of(model, optimizer, self.device, masters, ema is not None, self._ranks.several)
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._sharded = model, optimizer, groups_of(model)
         self._metrics = tuple(metrics)
         tensors = [*parameters, *buffers_of(model, self.device)]
         if self._metrics:
@@ -345,8 +346,7 @@ class Session:
                 self._contributed = True
                 for tensor in self._tensors:
                     tensor.arrived = False
-                    if tensor.is_parameter:
-                        tensor.value.grad = None  # of a backward() before, say to warm up
+                self._zero_grad()  # of a backward() before, say to warm up
                 self._missing, self._next_bucket = [len(bucket) for bucket in self._buckets], 0
                 self._in_step, self._updated = True, False
                 self._step = Step(number, leads, contributors, tuple(batch), self)
@@ -356,10 +356,10 @@ class Session:
         return None
 
     def _refresh(self) -> None:
-        assert self._updates is not None and self._model is not None
+        assert self._updates is not None
         with torch.no_grad():
             self._updates.refresh()
-        gather_again(self._model)
+        gather_again(self._sharded)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -457,8 +457,7 @@ class Session:
             with torch.no_grad():
                 self._updates.look(step)
                 self._updates.apply(step, pieces)
-            assert self._model is not None
-            gather_again(self._model)
+            gather_again(self._sharded)
         except BaseException as error:
             try:
                 self._native.abandon_update(f"{type(error).__name__}: {error}")
@@ -559,7 +558,7 @@ class Session:
                     tensor.value.copy_(buffers[tensor.name])
             for tensor in self._tensors:
                 if not tensor.is_parameter:
-                    tensor.columns[0].copy_(tensor.value.reshape(-1))
+                    tensor.take_changes()
                 elif tensor.has_master:
                     tensor.take(tensor.columns[0], state.get("masters", {}).get(tensor.name, tensor.value))
                 if tensor.averaged:
@@ -598,9 +597,7 @@ class Session:
             )
         for counted in counts:
             self._updates.offset = counted - version
-            for tensor in self._tensors:
-                if tensor.is_parameter:
-                    self._updates.count(tensor, version)
+            self._updates.count_all(version)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -612,7 +609,6 @@ class Session:
             raise InvalidArgument("averaged() without averages: attach(…, ema=0.999)")
         if self._in_step and not self._updated:
             raise InvalidArgument("averaged() comes after optimizer.step()")
-        assert self._model is not None
         self._lay(-1)
         self._averaging = True
         try:
@@ -623,12 +619,11 @@ class Session:
 
     # Which column the parameters are.
     def _lay(self, column: int) -> None:
-        assert self._model is not None
         with torch.no_grad():
             for tensor in self._tensors:
                 if tensor.averaged:
                     tensor.lay(tensor.columns[column])
-        gather_again(self._model)
+        gather_again(self._sharded)
 
     @property
     def leads(self) -> bool:

@@ -60,20 +60,18 @@ class Shard:
 def shards_of(model: torch.nn.Module) -> dict[int, Shard]:
     """Find what FSDP2 has divided: by the parameter's id."""
     shards: dict[int, Shard] = {}
-    for state in _states(model):
-        for group in _groups(state):
-            for one in group.fsdp_params:
-                if one.offload_to_cpu:
-                    raise InvalidArgument("FSDP2 with CPU offload can't be attached: leave its OffloadPolicy out")
-                shards[id(one.sharded_param)] = Shard(one)
+    for group in groups_of(model):
+        for one in group.fsdp_params:
+            if one.offload_to_cpu:
+                raise InvalidArgument("FSDP2 with CPU offload can't be attached: leave its OffloadPolicy out")
+            shards[id(one.sharded_param)] = Shard(one)
     return shards
 
 
-def gather_again(model: torch.nn.Module) -> None:
-    """Let the next forward() gather from the shards, where a module still has what it has gathered before."""
-    for state in _states(model):
-        for group in _groups(state):
-            group.reshard()
+def gather_again(groups: list[Any]) -> None:
+    """Let the next forward() gather from the shards, where a group still has what it has gathered before."""
+    for group in groups:
+        group.reshard()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,14 +83,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return own
 
 
-def _states(model: torch.nn.Module) -> list[Any]:
+def groups_of(model: torch.nn.Module) -> list[Any]:
+    """Find FSDP2's groups of parameters (`FSDPParamGroup`), which are gathered together."""
     if not torch.distributed.is_available():
         return []
     try:
         from torch.distributed.fsdp import FSDPModule
     except ImportError:  # torch before 2.6
         return []
-    return [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in _groups(module._get_fsdp_state())
+    ]
 
 
 def _groups(state: Any) -> list[Any]:

@@ -170,14 +170,15 @@ class Update:
                 if tensor.averaged:
                     self._average(tensor.columns)
         else:
-            self._count_all(step)
+            self.count_all(step)
 
     # By the same two operations on whole tensors and on parts.
     def _average(self, columns: Sequence[torch.Tensor]) -> None:
         assert self._rules.ema is not None
         columns[-1].mul_(self._rules.ema).add_(columns[0], alpha=1.0 - self._rules.ema)
 
-    def _count_all(self, step: int) -> None:
+    def count_all(self, step: int) -> None:
+        """Let the optimizer's own counts of all parameters be that of the job's step."""
         for tensor in self._tensors:
             if tensor.is_parameter:
                 self.count(tensor, step)
@@ -224,7 +225,7 @@ class Update:
             _optimizer.apply(self._optimizer, parts, step + self.offset)
             for columns in averages:
                 self._average(columns)
-        self._count_all(step)
+        self.count_all(step)
 
 
 def _clipped(gradient: torch.Tensor, coefficient: float | None) -> torch.Tensor:
