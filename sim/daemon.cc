@@ -9,7 +9,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::uint64_t kSecret = 0xca7c4;
+constexpr std::uint64_t kStreamSecret = 0xca7c4;
 constexpr Duration kRetry = 50ms;
 const std::string kFamily = "sim";  // of the streams
 
@@ -25,7 +25,7 @@ Daemon::Daemon(World& world, std::uint32_t node_number)
   catchup::Service::Options options;
   options.compression = random.one_in(2) ? catchup::Compression::never : catchup::Compression::always;
   options.silence = world.job.silence;
-  service_ = std::make_unique<catchup::Service>(*engine, kSecret, options, world.clock());
+  service_ = std::make_unique<catchup::Service>(*engine, kStreamSecret, options, world.clock());
 }
 
 Daemon::~Daemon() {

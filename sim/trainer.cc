@@ -11,7 +11,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::uint64_t kSecret = 0x5ec7e7;
+constexpr std::uint64_t kControlSecret = 0x5ec7e7;
 std::span<float> floats(std::span<std::byte> bytes) {
   return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
 }
@@ -126,7 +126,7 @@ void Trainer::look_for_daemon() {
 void Trainer::on_welcome(membership::RankConnection from) {
   if (from != connection) return;
   welcome_ = true;
-  driver_->on_welcome(kSecret, world_.job.silence);
+  driver_->on_welcome(kControlSecret, world_.job.silence);
   world_.wake(*this);
 }
 

@@ -6,7 +6,7 @@ namespace rejoin::transport::ibverbs {
 
 namespace {
 
-Result<Mlx5> load() {
+Result<Mlx5> find_mlx5() {
   auto library = SharedLibrary::load("libmlx5.so.1", "Debian: ibverbs-providers; others: rdma-core");
   if (!library) return tl::unexpected(library.error());
   Mlx5 mlx5;
@@ -19,7 +19,7 @@ Result<Mlx5> load() {
 
 }  // namespace
 
-Result<const Mlx5*> load_mlx5() { return load_once<Mlx5, load>(); }
-const Mlx5& mlx5() { return has_loaded<Mlx5, load>(); }
+Result<const Mlx5*> load_mlx5() { return load_once<Mlx5, find_mlx5>(); }
+const Mlx5& mlx5() { return has_loaded<Mlx5, find_mlx5>(); }
 
 }  // namespace rejoin::transport::ibverbs

@@ -6,7 +6,7 @@ namespace rejoin::transport::ibverbs {
 
 namespace {
 
-Result<RdmaCm> load() {
+Result<RdmaCm> find_rdmacm() {
   auto library = SharedLibrary::load("librdmacm.so.1", "Debian: librdmacm1; others: rdma-core");
   if (!library) return tl::unexpected(library.error());
   RdmaCm rdmacm;
@@ -19,7 +19,7 @@ Result<RdmaCm> load() {
 
 }  // namespace
 
-Result<const RdmaCm*> load_rdmacm() { return load_once<RdmaCm, load>(); }
-const RdmaCm& rdmacm() { return has_loaded<RdmaCm, load>(); }
+Result<const RdmaCm*> load_rdmacm() { return load_once<RdmaCm, find_rdmacm>(); }
+const RdmaCm& rdmacm() { return has_loaded<RdmaCm, find_rdmacm>(); }
 
 }  // namespace rejoin::transport::ibverbs

@@ -6,7 +6,7 @@ namespace rejoin::transport::ibverbs {
 
 namespace {
 
-Result<Verbs> load() {
+Result<Verbs> find_verbs() {
   auto library = SharedLibrary::load("libibverbs.so.1", "Debian: libibverbs1 and ibverbs-providers; others: rdma-core");
   if (!library) return tl::unexpected(library.error());
   Verbs verbs;
@@ -21,7 +21,7 @@ Result<Verbs> load() {
 
 }  // namespace
 
-Result<const Verbs*> load_verbs() { return load_once<Verbs, load>(); }
-const Verbs& verbs() { return has_loaded<Verbs, load>(); }
+Result<const Verbs*> load_verbs() { return load_once<Verbs, find_verbs>(); }
+const Verbs& verbs() { return has_loaded<Verbs, find_verbs>(); }
 
 }  // namespace rejoin::transport::ibverbs

@@ -8,7 +8,7 @@ namespace {
 
 constexpr const char* kPackages = "Debian: libucx0; others: ucx, 1.13 or later";
 
-Result<Ucx> load() {
+Result<Ucx> find_ucx() {
   Ucx ucx;
   auto ucs = SharedLibrary::load("libucs.so.0", kPackages);
   if (!ucs) return tl::unexpected(ucs.error());
@@ -26,7 +26,7 @@ Result<Ucx> load() {
 
 }  // namespace
 
-Result<const Ucx*> load_ucx() { return load_once<Ucx, load>(); }
-const Ucx& ucx() { return has_loaded<Ucx, load>(); }
+Result<const Ucx*> load_ucx() { return load_once<Ucx, find_ucx>(); }
+const Ucx& ucx() { return has_loaded<Ucx, find_ucx>(); }
 
 }  // namespace rejoin::transport::ucx
