@@ -266,7 +266,7 @@ void Joiner::ask_for_slices() {
           region.set_key(target.key);
           region.set_length(target.length);
         }
-        fetch.add_places(known->second);
+        fetch.add_region_indexes(known->second);
         fetch.add_offsets(location.offset);
       }
     };

@@ -48,7 +48,7 @@ struct Drift {
   std::uint64_t first = 0, count = 0;  // elements
   std::uint64_t version = 0;
   std::vector<std::pair<ReplicaId, std::uint64_t>> digests;  // of sources
-  std::uint64_t place = 0, places = 0;                       // bytes of a column before it, of all
+  std::uint64_t offset = 0, total = 0;                       // bytes: of a column before it, of the whole column
 };
 
 // A slice is verified when all sources have the same bytes as this replica, each at some version that both have held.

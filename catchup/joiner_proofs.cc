@@ -88,10 +88,10 @@ Result<> Joiner::on_verify_reply(ReplicaId source, const proto::VerifyReply& rep
   if (found == questions_.end()) return {};
   Asked& asked = found->asked.at(source);
   if (asked.over) return {};
-  if (!reply.passed() && static_cast<std::size_t>(reply.digests().size()) != asked.which.size())
+  if (!reply.too_late() && static_cast<std::size_t>(reply.digests().size()) != asked.which.size())
     return fail(ErrorCode::corrupt, "a source sent {} slices of {}", reply.digests().size(), asked.which.size());
   asked.over = true;
-  if (!reply.passed()) asked.theirs.assign(reply.digests().begin(), reply.digests().end());
+  if (!reply.too_late()) asked.theirs.assign(reply.digests().begin(), reply.digests().end());
   return {};
 }
 
@@ -145,8 +145,8 @@ void Joiner::report_drift(std::uint32_t slice, std::uint64_t version,
               .version = version,
               .digests = {theirs.begin(), theirs.end()}};
   for (std::uint32_t i = 0; i < manifest.parts().size(); ++i) {
-    if (i < what.first_part) drift.place += manifest.length(manifest.parts()[i]);
-    drift.places += manifest.length(manifest.parts()[i]);
+    if (i < what.first_part) drift.offset += manifest.length(manifest.parts()[i]);
+    drift.total += manifest.length(manifest.parts()[i]);
   }
   spdlog::error("the sources of this state differ at version {} in tensor '{}', elements {} to {}", version,
                 drift.tensor, drift.first, drift.first + drift.count);

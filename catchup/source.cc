@@ -48,8 +48,8 @@ Source::Stats Source::stats() const {
 
 Result<> Source::on_fetch(const proto::Fetch& fetch) {
   const auto& manifest = memory_.view->manifest();
-  if (fetch.places_size() != fetch.offsets_size())
-    return fail(ErrorCode::corrupt, "{} places with {} offsets", fetch.places_size(), fetch.offsets_size());
+  if (fetch.region_indexes_size() != fetch.offsets_size())
+    return fail(ErrorCode::corrupt, "{} region indexes with {} offsets", fetch.region_indexes_size(), fetch.offsets_size());
   int next = 0;  // place
   for (auto slice : fetch.slices()) {
     if (slice >= manifest.slices().size() || requests_.size() >= kMaxRequests)
@@ -57,16 +57,16 @@ Result<> Source::on_fetch(const proto::Fetch& fetch) {
     const local::Part& whole = manifest.slices()[slice].range;
     Request request{.slice = slice, .at_least = fetch.at_least()};
     for (std::uint32_t column = 0; column < manifest.columns(whole); ++column, ++next) {
-      if (next >= fetch.places_size() || fetch.places(next) >= static_cast<std::uint32_t>(fetch.regions_size()))
+      if (next >= fetch.region_indexes_size() || fetch.region_indexes(next) >= static_cast<std::uint32_t>(fetch.regions_size()))
         return fail(ErrorCode::corrupt, "it does not say where slice {} begins", slice);
-      const auto& region = fetch.regions(static_cast<int>(fetch.places(next)));
+      const auto& region = fetch.regions(static_cast<int>(fetch.region_indexes(next)));
       if (!in_range(fetch.offsets(next), manifest.length(whole), region.length()))
         return fail(ErrorCode::mismatch, "slice {} does not fit where the joiner wants it", slice);
       request.columns[column] = {{region.key(), region.length()}, fetch.offsets(next)};
     }
     requests_.push_back(request);
   }
-  if (next != fetch.places_size()) return fail(ErrorCode::corrupt, "{} places too many", fetch.places_size() - next);
+  if (next != fetch.region_indexes_size()) return fail(ErrorCode::corrupt, "{} region indexes too many", fetch.region_indexes_size() - next);
   return {};
 }
 
@@ -293,12 +293,12 @@ void Source::on_write_completed(std::uint64_t context, bool success, TimePoint n
 
 bool Source::advance(Question& question) {
   auto& view = *memory_.view;
-  const auto answer = [&](bool passed) {
+  const auto answer = [&](bool too_late) {
     proto::Stream message;
     message.mutable_verify_reply()->set_request(question.request);
-    message.mutable_verify_reply()->set_passed(passed);
+    message.mutable_verify_reply()->set_too_late(too_late);
     std::size_t part = 0;
-    for (std::size_t i = 0; !passed && i < question.slices.size(); ++i) {
+    for (std::size_t i = 0; !too_late && i < question.slices.size(); ++i) {
       std::uint64_t whole = 0;
       for (std::uint32_t p = 0; p < view.manifest().slices()[question.slices[i]].parts; ++p)
         whole = combine_digests(whole, *question.digests[part++]);

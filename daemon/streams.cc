@@ -59,8 +59,8 @@ proto::FromNode report_of(const catchup::RankKey& joiner, const catchup::Drift& 
   told.set_tensor(drift.tensor);
   told.set_first(drift.first);
   told.set_count(drift.count);
-  told.set_place(drift.place);
-  told.set_places(drift.places);
+  told.set_offset(drift.offset);
+  told.set_total(drift.total);
   for (const auto& [source, digest] : drift.digests) {
     told.add_sources(source.value);
     told.add_digests(digest);

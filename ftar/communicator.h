@@ -122,8 +122,8 @@ struct Peer;
 class Communicator {
  public:
   // Registers staging and buckets with the engine, which must outlive this, and loads the device's kernels. `secret`
-  // proves to peers that both belong to the same job; `plan` must agree among all members (bucket sizes and types are
-  // checked besides).
+  // proves to peers that both belong to the same job. The buckets' sizes and types must be equal on all members, which
+  // compare them when they connect.
   static Result<std::unique_ptr<Communicator>> make(transport::Engine& engine, const Options& options, Member self,
                                                     std::vector<BucketSpec> buckets, std::uint64_t secret);
   ~Communicator();

@@ -115,7 +115,7 @@ std::string stream() {
   region.set_key(1);
   region.set_length(100000);
   for (std::uint64_t offset : {0, 20032, 40064})  // two columns of slice 0, one of slice 1
-    fetch.mutable_fetch()->add_places(0), fetch.mutable_fetch()->add_offsets(offset);
+    fetch.mutable_fetch()->add_region_indexes(0), fetch.mutable_fetch()->add_offsets(offset);
   verify.mutable_verify()->set_request(1);
   sent.mutable_sent()->set_slice(0);
   sent.mutable_sent()->set_version(1);

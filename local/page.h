@@ -45,11 +45,13 @@ enum class SliceState : std::uint8_t {
 };
 struct SliceStatus {
   SliceState state = SliceState::absent;
-  std::uint64_t number = 0;  // the version; while requested, from whom: the source's number + 1
-  std::uint64_t version() const { return number; }
+  std::uint64_t value = 0;  // arrived, current: the version; requested: the source's replica number + 1; else 0
+  std::uint64_t version() const {  // 0: it has none yet
+    return state == SliceState::arrived || state == SliceState::current ? value : 0;
+  }
   static SliceStatus requested(std::uint32_t source) { return {SliceState::requested, source + 1ull}; }
-  bool requested_from(std::uint32_t source) const { return state == SliceState::requested && number == source + 1ull; }
-  std::uint64_t packed() const { return number << 8 | static_cast<std::uint8_t>(state); }
+  bool requested_from(std::uint32_t source) const { return state == SliceState::requested && value == source + 1ull; }
+  std::uint64_t packed() const { return value << 8 | static_cast<std::uint8_t>(state); }
   static SliceStatus unpack(std::uint64_t bits) { return {static_cast<SliceState>(bits & 0xff), bits >> 8}; }
 };
 

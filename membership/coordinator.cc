@@ -76,7 +76,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   if (!recovering_until_) settle_absent(now);
   settle_claims(now);
   settle_declarations(now);
-  forget_manners();
+  forget_declarations();
   if (!mend(now)) judge(now);
   try_start(now);
   return take();
@@ -203,7 +203,7 @@ bool Coordinator::change_members_at_boundary() {
   }
   for (const auto& [id, replica] : replicas_) {
     if (member(id) != nullptr || !fully_registered(replica) || !linked(replica, present)) continue;
-    if (first_ && (replica.mixed || !fits(*replica.kind, *first_))) continue;
+    if (first_ && (replica.mixed || !fits(*replica.declaration, *first_))) continue;
     members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
     present.insert(replica.incarnation.value);
     changed = true;

@@ -87,11 +87,11 @@ class Coordinator {
   Actions on_node_lost(NodeId node, TimePoint now);
   Actions on_tick(TimePoint now);  // at least every silence / 8
 
-  // What some ranks have declared alike.
+  // What one or more ranks have declared. The coordinator asks one of them for the tensors that are behind the hash.
   using Declared = std::pair<std::uint64_t, std::string>;  // plan_hash and settings, as in RankUp
-  struct Manner {
+  struct Declaration {
     const Declared* key = nullptr;
-    std::optional<proto::Declaration> told;  // what is behind the hash
+    std::optional<proto::Declaration> content;  // what is behind the hash, once it is known
     TimePoint asked_at{};
   };
   struct RankState {
@@ -102,11 +102,11 @@ class Coordinator {
     bool registered = false, connected_node = false;
     std::int32_t pid = 0;
     std::uint64_t daemon = 0;  // that it is behind
-    Manner* kind = nullptr;
+    Declaration* declaration = nullptr;
     std::uint32_t address_size = 0, stream_size = 0;
     std::string addresses;  // of its all-reduce engine, then of its daemon's stream, then its node's name
   };
-  // Ranks that stand alike: connected with these incarnations.
+  // Ranks of a replica that are connected with the same incarnations.
   struct ReplicaStatus {
     RankSet ranks;
     std::vector<std::uint64_t> links;  // ascending
@@ -116,7 +116,7 @@ class Coordinator {
     Incarnation incarnation;
     std::vector<RankState> ranks;         // all of the job's, by number
     std::uint32_t registered = 0;         // of them
-    Manner* kind = nullptr;               // what they have declared
+    Declaration* declaration = nullptr;   // what they have declared
     bool mixed = false;                   // … and not all the same
     std::vector<ReplicaStatus> statuses;  // disjoint
     RankSet caught_up;  // of this incarnation, ever: a daemon that is started again has to find it out anew
@@ -203,7 +203,7 @@ class Coordinator {
   }
 
   // coordinator_declarations.cc
-  void forget_manners();
+  void forget_declarations();
   struct First {  // of those whose plan and settings are the job's
     ReplicaId replica;
     std::uint64_t plan_hash = 0;
@@ -212,23 +212,23 @@ class Coordinator {
   struct Differing {  // a rank that is to be refused
     NodeId node;
     proto::RankUp up;
-    Manner* kind = nullptr;
+    Declaration* declaration = nullptr;
     TimePoint since{};
     bool was_registered = false;  // before there was a majority: of `up` only its place and instance are known
   };
-  Manner& manner_of(const proto::RankUp& up);
-  static bool fits(const Manner& kind, const First& first);
+  Declaration& declaration_of(const proto::RankUp& up);
+  static bool fits(const Declaration& declaration, const First& first);
   std::optional<First> decided() const;
   bool dissent() const;
   bool differs(NodeId node, const proto::RankUp& up, TimePoint now);
-  void on_declaration(const proto::Declaration& told, TimePoint now);
+  void on_declaration(const proto::Declaration& declared, TimePoint now);
   void settle_declarations(TimePoint now);
   void settle_without_majority(TimePoint now);
   void announce_after_dissent();
   void turn_out_those_who_differ(const First& binding, TimePoint now);
-  void ask_for(Manner& kind, TimePoint now);
-  std::vector<ReplicaId> who_declared(const Manner& kind) const;
-  std::string difference(const Manner& kind, const Manner* right, const First& binding) const;
+  void ask_for(Declaration& declaration, TimePoint now);
+  std::vector<ReplicaId> who_declared(const Declaration& declaration) const;
+  std::string difference(const Declaration& declaration, const Declaration* right, const First& binding) const;
   std::vector<std::string> dissent_lines() const;
 
   // coordinator_waits.cc
@@ -337,7 +337,7 @@ class Coordinator {
     std::optional<TimePoint> lost_at{};  // when its node was lost, or it was silent: it may come back
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
-  std::map<Declared, Manner> kinds_;
+  std::map<Declared, Declaration> declarations_;
   std::vector<Differing> misfits_;
   std::map<ReplicaId, std::pair<std::uint32_t, std::string>> refused_;
   bool unannounced_ = false;             // replicas that came while there was dissent

@@ -190,9 +190,9 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   replica.ranks.resize(config_.ranks);
   RankState& rank = replica.ranks[up.rank()];
   if (!std::exchange(rank.registered, true)) ++replica.registered;
-  rank.kind = &manner_of(up);
-  replica.mixed = replica.mixed || (replica.kind != nullptr && replica.kind != rank.kind);
-  if (replica.kind == nullptr) replica.kind = rank.kind;
+  rank.declaration = &declaration_of(up);
+  replica.mixed = replica.mixed || (replica.declaration != nullptr && replica.declaration != rank.declaration);
+  if (replica.declaration == nullptr) replica.declaration = rank.declaration;
   if (auto refused = refused_.find(ReplicaId(up.replica()));
       refused != refused_.end() && refused->second.first == up.rank())
     refused_.erase(refused);

@@ -245,8 +245,8 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     actions_.append.push_back(record);
     REJOIN_CHECK(replay(record));
   }
-  if (const Manner* kind = replicas_.at(replicas.front()).kind) {
-    first_ = {replicas.front(), kind->key->first, kind->key->second};
+  if (const Declaration* binding = replicas_.at(replicas.front()).declaration) {
+    first_ = {replicas.front(), binding->key->first, binding->key->second};
     auto& declared = *actions_.append.emplace_back().mutable_declared();
     declared.set_replica(first_->replica.value);
     declared.set_plan_hash(first_->plan_hash);

@@ -73,8 +73,8 @@ void DriftAudit::on_details(const proto::Details& details) {
 
 void DriftAudit::on_drift(const proto::Drift& drift) {
   ++counted_.drift_reports;
-  if (!config_.on || focus_ || drift.places() == 0 || drift.place() >= drift.places()) return;
-  focus_ = {drift.place(), drift.places()};
+  if (!config_.on || focus_ || drift.total() == 0 || drift.offset() >= drift.total()) return;
+  focus_ = {drift.offset(), drift.total()};
   std::vector<std::pair<std::uint32_t, std::uint64_t>> said;
   for (int i = 0; i < std::min(drift.sources_size(), drift.digests_size()); ++i)
     said.emplace_back(drift.sources(i), drift.digests(i));

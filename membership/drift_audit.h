@@ -100,7 +100,7 @@ class DriftAudit {
   std::vector<ReplicaId> veterans_;  // contributors of the last commit
   std::uint64_t period_, phase_ = 0;
   bool states_reported_alike_ = true;
-  std::optional<std::pair<std::uint64_t, std::uint64_t>> focus_;  // place of places
+  std::optional<std::pair<std::uint64_t, std::uint64_t>> focus_;  // where a drift is: bytes before it, of so many
   Duration digest_time_{};
   TimePoint committed_at_{};
   std::deque<Duration> step_times_;

@@ -4,9 +4,11 @@
 
 #include "base/command_line.h"
 #include "base/fail.h"
+#include "rejoin/c_support.h"
 #include "rejoin/session.h"
 
-using rejoin::Error, rejoin::ErrorCode, rejoin::Result;
+using rejoin::ErrorCode, rejoin::Result;
+using rejoin::c::bytes_of, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded, rejoin::c::last_error;
 
 struct rejoin_session {
   std::unique_ptr<rejoin::Session> session;
@@ -26,39 +28,10 @@ static_assert(REJOIN_FLOAT32 == static_cast<int>(rejoin::DataType::float32));
 static_assert(REJOIN_BFLOAT16 == static_cast<int>(rejoin::DataType::bfloat16));
 static_assert(REJOIN_INT64 == static_cast<int>(rejoin::DataType::int64));
 
-std::string& last_error() {
-  thread_local std::string message = "nothing has failed";
-  return message;
-}
-
-rejoin_code failed(const Error& error) {
-  last_error() = error.message;
-  return static_cast<rejoin_code>(static_cast<int>(error.code) + 1);
-}
-
-template <typename T>
-rejoin_code code(const Result<T>& result) {
-  return result ? REJOIN_OK : failed(result.error());
-}
-
-// Nothing is thrown through a caller that may not know of exceptions.
-template <typename Call>
-rejoin_code guarded(const Call& call) {
-  try {
-    return call();
-  } catch (const std::exception& error) {
-    return failed({ErrorCode::exhausted, error.what()});
-  }
-}
-
 rejoin_code put(const Result<std::span<std::byte>>& bytes, rejoin_memory* memory) {
   if (!bytes) return failed(bytes.error());
   *memory = {bytes->data(), bytes->size()};
   return REJOIN_OK;
-}
-
-std::span<std::byte> bytes_of(const rejoin_memory& memory) {
-  return {static_cast<std::byte*>(memory.data), static_cast<std::size_t>(memory.bytes)};
 }
 
 rejoin::CudaStream stream_of(void* cuda_stream) { return static_cast<rejoin::CudaStream>(cuda_stream); }

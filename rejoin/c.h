@@ -133,6 +133,32 @@ rejoin_code rejoin_leave(rejoin_session* session);
 /* Any thread, and a signal's handler, until rejoin_close(). */
 void rejoin_interrupt(rejoin_session* session);
 
+/* A state as of one step for other processes, without a session: checkpoint_transfer.h. Any one thread at a time. */
+typedef struct rejoin_checkpoint_server rejoin_checkpoint_server;
+/* `transport`, `listen` and `advertise` null: the default. */
+rejoin_code rejoin_checkpoint_serve(const char* transport, const char* listen, const char* advertise,
+                                    rejoin_checkpoint_server** server);
+void rejoin_checkpoint_server_close(rejoin_checkpoint_server* server); /* null: nothing */
+/* The server's, as long as it lives. */
+const char* rejoin_checkpoint_address(const rejoin_checkpoint_server* server);
+/* The description is copied; the buffers stay the caller's, and unchanged until rejoin_checkpoint_withdraw(). */
+rejoin_code rejoin_checkpoint_publish(rejoin_checkpoint_server* server, uint64_t step, const void* description,
+                                      uint64_t description_bytes, const rejoin_memory* buffers, size_t count);
+/* How many fetches it has cut off. */
+uint64_t rejoin_checkpoint_withdraw(rejoin_checkpoint_server* server, uint64_t patience_ms);
+
+/* The other end. All calls come from one thread. */
+typedef struct rejoin_checkpoint_fetch rejoin_checkpoint_fetch;
+/* `cancelled` is called with `with` while anything waits, and ends it by any other value than 0; null: none. */
+rejoin_code rejoin_checkpoint_fetch_open(const char* address, uint64_t step, uint64_t limit_ms,
+                                         int (*cancelled)(void*), void* with, rejoin_checkpoint_fetch** fetch);
+void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch); /* null: nothing */
+/* The fetch's, until it is closed. */
+rejoin_memory rejoin_checkpoint_description(const rejoin_checkpoint_fetch* fetch);
+const uint64_t* rejoin_checkpoint_sizes(const rejoin_checkpoint_fetch* fetch, size_t* count);
+rejoin_code rejoin_checkpoint_fetch_into(rejoin_checkpoint_fetch* fetch, const rejoin_memory* buffers, size_t count,
+                                         uint64_t limit_ms);
+
 #ifdef __cplusplus
 }
 #endif

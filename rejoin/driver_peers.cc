@@ -10,7 +10,7 @@ namespace rejoin {
 namespace {
 
 // Of a wait: named in the log from then on, and in the coordinator's status after a quarter of the silence already.
-constexpr Duration kWorthTelling = std::chrono::seconds(1);
+constexpr Duration kStallWorthTelling = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -131,13 +131,13 @@ void Driver::look_for_stalls(TimePoint now) {
   if (machine_.reduced()) return;
   excuse_trainer(now);
   for (const auto& wait : ring_->waits(now)) {
-    if (wait.since > kWorthTelling && stall_reported_for_ != machine_.step().value) {
+    if (wait.since > kStallWorthTelling && stall_reported_for_ != machine_.step().value) {
       stall_reported_for_ = machine_.step().value;
       spdlog::warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
                    wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
     }
     const Duration patience = wait.on_trainers ? patience_with_compute() : silence_;
-    if (!wait.on || wait.since <= std::min(kWorthTelling, silence_ / 4)) continue;
+    if (!wait.on || wait.since <= std::min(kStallWorthTelling, silence_ / 4)) continue;
     auto& accusation = accuse(*wait.on, wait.what);
     accusation.set_only_waiting(wait.since <= patience);
     accusation.set_waited_ms(static_cast<std::uint64_t>(milliseconds(wait.since)));

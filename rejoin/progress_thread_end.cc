@@ -9,7 +9,7 @@ namespace rejoin {
 
 namespace {
 
-constexpr auto kWorthTelling = std::chrono::seconds(1);  // of the coordinator's silence
+constexpr auto kNoAnswerWorthTelling = std::chrono::seconds(1);  // of the coordinator's silence
 
 }  // namespace
 
@@ -38,7 +38,7 @@ bool ProgressThread::over() const {
 Result<> ProgressThread::wait_for_registration() {
   std::unique_lock lock(mutex_);
   const auto answered = [&] { return registered_ || ended(); };
-  if (!changed_.wait_for(lock, kWorthTelling, answered)) {
+  if (!changed_.wait_for(lock, kNoAnswerWorthTelling, answered)) {
     spdlog::warn("replica {} rank {} waits for the coordinator, which has not answered its registration with {} yet",
                  config_.replica, config_.rank, config_.socket);
     wait(lock, answered);

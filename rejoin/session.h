@@ -208,21 +208,22 @@ class Session {
   // `optimizer` for all updates and publishes the new version. Where a joiner that has caught up has to take the
   // step over, for nobody else is left or answers, it calls nothing, and begin_step() gives the same step once more, to
   // contribute to; perhaps on some ranks of the replica only, those that had begun it.
-  // The optimizer has done its work when it returns; see below where it only queues it.
+  // The optimizer has done its work when it returns; the other commit() is for one that only queues it.
   // Errors: besides, `invalid_argument` for a step to contribute to of which buckets have not been handed over: they
   // are named, nothing has happened, and commit() may follow when they have been. What the optimizer throws is an error
   // `invalid_argument` here with its text: the state is updated in part, so that it is nobody's any more; this replica
   // is out and its peers go on, all later calls say the same, and the process is to end.
   virtual Result<> commit(const std::function<void(const Update&)>& optimizer) = 0;
+  // As commit() above, for an optimizer that only queues its work on `stream`. The session publishes the new version
+  // when the stream has done what is queued on it now. This call waits for the step's decision, and not for the stream.
+  virtual Result<> commit(const std::function<void(const Update&)>& optimizer, CudaStream stream) = 0;
   // Called in each commit() whose step is decided, before the optimizer's updates, on contributors and joiners alike:
   // reduced() has all gradients of this step then. What the optimizer needs of the gradient as a whole, such as its
   // norm, is computed here and kept by the step's number, since a joiner gets updates of the steps before, too.
   virtual void when_reduced(std::function<void(std::uint64_t step)> look) = 0;
-  // The reduced gradient of a tensor, in the device's memory, whole; from there on until the next begin_step().
+  // Returns the whole reduced gradient of a tensor, in the device's memory. It is valid from when_reduced()'s call, or
+  // from begin_update(), until the next begin_step().
   virtual Result<std::span<const std::byte>> reduced(TensorId tensor) const = 0;
-  // The same where `optimizer` queues its work on the stream: the new version is published when the stream has done
-  // what is queued on it now. Waits for the step's decision, and not for the stream.
-  virtual Result<> commit(const std::function<void(const Update&)>& optimizer, CudaStream stream) = 0;
 
   // commit() in two halves, for trainers that can't be called back, or whose optimizer takes all tensors at once. The
   // first waits for the step's decision and gives the updates, in the order in which they are to be applied: they hold
@@ -232,8 +233,8 @@ class Session {
   virtual Result<std::optional<std::vector<Update>>> begin_update() = 0;
   virtual Result<> end_update() = 0;
   virtual Result<> end_update(CudaStream stream) = 0;  // … when the stream has done what is queued on it now
-  // Instead of it: the optimizer has failed, and `what` says how. The state is updated in part, and nobody's any more.
-  // Returns that error; all later calls say the same.
+  // Call this instead of end_update() if the optimizer has failed; `what` says how. The state is updated in part, so
+  // that it is nobody's any more. Returns the error that all later calls give, too.
   virtual Error abandon_update(const std::string& what) = 0;
 
   // Between these two the trainer is busy with something that the others could take for hanging: writing a checkpoint,
@@ -242,7 +243,8 @@ class Session {
   // long, and the others wait. Who is busy for longer is treated as one that hangs, and everybody's log says so. How
   // long such a step took does not count for what is taken for hanging later. Before join() nobody waits, and the
   // time begins with it.
-  // Errors of both: `cancelled` and the like where the session is at its end; what was begun is over nevertheless.
+  // Errors of both: `cancelled` and the like where the session is at its end; done() ends the busy time even
+  // where it returns such an error.
   // `invalid_argument` for a limit that is not 1 ms to a week, a reason that is not 1 to 200 bytes, busy() twice,
   // done() without busy().
   virtual Result<> busy(std::chrono::milliseconds limit, std::string_view reason) = 0;

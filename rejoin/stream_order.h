@@ -1,7 +1,6 @@
-// This keeps the order between a trainer's CUDA streams and the session's progress thread, which wait for each other so
-// that the
-// trainer's thread waits for neither: a bucket is reduced when the stream has come to where it was handed over, and the
-// stream goes on from there when it has been reduced; a new version is published when the stream has updated it.
+// StreamOrder keeps a trainer's CUDA streams and the session's progress thread in order, so that the trainer's thread
+// waits for neither: the session reduces a bucket when the stream has come to where it was handed over, the stream goes
+// on from there when the bucket has been reduced, and a new version is published when the stream has updated it.
 //
 // Each waits for flags in pinned memory that the other writes: "No driver between hand-over and flag" in
 // docs/design-notes.md.

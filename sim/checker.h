@@ -1,4 +1,4 @@
-// The invariants of the job (DESIGN.md, "What must always hold"), by name, checked on what really happened. Knows
+// The invariants of the job (docs/concepts.md, "What always holds"), by name, checked on what really happened. Knows
 // nothing of how the protocols work.
 #pragma once
 

@@ -25,7 +25,7 @@ std::string without_brackets(const std::string& host) {
   return bracketed ? host.substr(1, host.size() - 2) : host;
 }
 
-std::string joined(const std::string& host, std::uint16_t port) {
+std::string with_port(const std::string& host, std::uint16_t port) {
   return host.find(':') == std::string::npos ? fmt::format("{}:{}", host, port) : fmt::format("[{}]:{}", host, port);
 }
 
@@ -37,7 +37,7 @@ Address replaced(const Address& listening,
   for (const auto& one : split(listening.text, kBorder)) {
     const auto parts = SocketAddress::split(one);
     const auto host = parts ? host_of(rail, *parts) : std::nullopt;
-    all.text += (rail++ > 0 ? std::string(1, kBorder) : "") + (host ? joined(*host, parts->port) : one);
+    all.text += (rail++ > 0 ? std::string(1, kBorder) : "") + (host ? with_port(*host, parts->port) : one);
   }
   return all;
 }

@@ -8,7 +8,6 @@ mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev
 mkdir -p /dev/shm /tmp
 mount -t tmpfs tmpfs /dev/shm
-mount -t tmpfs tmpfs /tmp
 ulimit -l unlimited
 for module in $(cat /modules.order); do
   insmod "/modules/$module" 2>/tmp/insmod || echo "vm: $module: $(cat /tmp/insmod)"

@@ -505,7 +505,7 @@ TEST_P(CatchUp, SourcesThatDifferAreReportedAndNotTrustedBeforeTheOneThatIsWrong
     EXPECT_GT(drift.first + drift.count, 1000u);
     ASSERT_EQ(drift.digests.size(), 2u);
     EXPECT_NE(drift.digests[0].second, drift.digests[1].second);
-    EXPECT_LT(drift.place, drift.places);
+    EXPECT_LT(drift.offset, drift.total);
     const auto refetched = joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched;
     for (int i = 0; i < (on_gpu || kSlow ? 20 : 100); ++i) cluster.train(6);
     EXPECT_FALSE(joiner.caught_up) << "its sources differ";

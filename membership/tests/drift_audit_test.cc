@@ -212,14 +212,14 @@ TEST(DriftAudit, WhatAJoinersSourcesDifferInIsAuditedNext) {
   Auditing a;
   proto::Drift drift;
   drift.set_tensor("w");
-  drift.set_place(3000);
-  drift.set_places(4000);
+  drift.set_offset(3000);
+  drift.set_total(4000);
   a.audit.on_drift(drift);
   EXPECT_EQ(a.plan().audit().phase(), 0u) << "the step under way has its plan";
   for (std::uint32_t r = 0; r < 3; ++r) a.reports(r, 1, 2);
   a.judge();
   EXPECT_EQ(a.plan().audit().phase(), 3u);
-  drift.set_place(4000);  // nonsense
+  drift.set_offset(4000);  // nonsense
   a.audit.on_drift(drift);
   EXPECT_EQ(a.audit.counted().drift_reports, 2u);
 }

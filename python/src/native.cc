@@ -27,6 +27,15 @@ nb::object& make_error() {
   return *make;
 }
 
+[[noreturn]] void raise(rejoin_code code, const std::string& message) {
+  const nb::object error = make_error()(static_cast<int>(code), message);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
+}
+void check(rejoin_code code) {
+  if (code != REJOIN_OK) raise(code, rejoin_error());
+}
+
 class Session {
  public:
   explicit Session(const std::vector<std::string>& settings) {
@@ -151,15 +160,6 @@ class Session {
   void interrupt() { rejoin_interrupt(session_); }
 
  private:
-  [[noreturn]] static void raise(rejoin_code code, const std::string& message) {
-    const nb::object error = make_error()(static_cast<int>(code), message);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-    throw nb::python_error();
-  }
-  static void check(rejoin_code code) {
-    if (code != REJOIN_OK) raise(code, rejoin_error());
-  }
-
   // Without the interpreter's lock, within a call that waits. What a signal's handler raises ends that call.
   void hear_signals() {
     const nb::gil_scoped_acquire acquire;
@@ -191,6 +191,115 @@ class Session {
 
   rejoin_session* session_ = nullptr;
   std::optional<nb::python_error> raised_;
+};
+
+// What a signal's handler raises ends the call that waits.
+class SignalsHeard {
+ public:
+  static int ask(void* self) {
+    const nb::gil_scoped_acquire acquire;
+    auto& raised = static_cast<SignalsHeard*>(self)->raised_;
+    if (!raised && PyErr_CheckSignals() != 0) raised.emplace();
+    return raised.has_value() ? 1 : 0;
+  }
+  void rethrow() {
+    if (!raised_) return;
+    nb::python_error error = std::move(*raised_);
+    raised_.reset();
+    throw std::move(error);
+  }
+
+ private:
+  std::optional<nb::python_error> raised_;
+};
+
+std::vector<rejoin_memory> memory_of(const std::vector<Memory>& buffers) {
+  std::vector<rejoin_memory> all;
+  all.reserve(buffers.size());
+  for (const auto& [address, bytes] : buffers) all.push_back({reinterpret_cast<void*>(address), bytes});
+  return all;
+}
+
+class CheckpointServer {
+ public:
+  CheckpointServer(const std::string& transport, const std::string& listen, const std::string& advertise) {
+    check(rejoin_checkpoint_serve(transport.c_str(), listen.c_str(), advertise.c_str(), &server_));
+  }
+  CheckpointServer(const CheckpointServer&) = delete;
+  ~CheckpointServer() { close(); }
+
+  std::string address() const { return rejoin_checkpoint_address(open()); }
+  void publish(std::uint64_t step, const nb::bytes& description, const std::vector<Memory>& buffers) {
+    const auto all = memory_of(buffers);
+    rejoin_code code = REJOIN_OK;
+    {
+      auto* const server = open();
+      const auto *const data = description.c_str();
+      const auto size = description.size();
+      const nb::gil_scoped_release release;
+      code = rejoin_checkpoint_publish(server, step, data, size, all.data(), all.size());
+    }
+    check(code);
+  }
+  std::uint64_t withdraw(std::uint64_t patience_ms) {
+    auto* const server = open();
+    const nb::gil_scoped_release release;
+    return rejoin_checkpoint_withdraw(server, patience_ms);
+  }
+  void close() {
+    const nb::gil_scoped_release release;
+    rejoin_checkpoint_server_close(std::exchange(server_, nullptr));
+  }
+
+ private:
+  rejoin_checkpoint_server* open() const {
+    if (server_ == nullptr) raise(REJOIN_UNAVAILABLE, "this checkpoint server was shut down: make another");
+    return server_;
+  }
+  rejoin_checkpoint_server* server_ = nullptr;
+};
+
+class CheckpointFetch {
+ public:
+  CheckpointFetch(const std::string& address, std::uint64_t step, std::uint64_t limit_ms) {
+    waiting([&] {
+      return rejoin_checkpoint_fetch_open(address.c_str(), step, limit_ms, &SignalsHeard::ask, &signals_, &fetch_);
+    });
+  }
+  CheckpointFetch(const CheckpointFetch&) = delete;
+  ~CheckpointFetch() {
+    const nb::gil_scoped_release release;
+    rejoin_checkpoint_fetch_close(fetch_);
+  }
+
+  nb::bytes description() const {
+    const auto text = rejoin_checkpoint_description(fetch_);
+    return nb::bytes(static_cast<const char*>(text.data), static_cast<std::size_t>(text.bytes));
+  }
+  std::vector<std::uint64_t> sizes() const {
+    std::size_t count = 0;
+    const auto* const sizes = rejoin_checkpoint_sizes(fetch_, &count);
+    return {sizes, sizes + count};
+  }
+  void into(const std::vector<Memory>& buffers, std::uint64_t limit_ms) {
+    const auto all = memory_of(buffers);
+    waiting([&] { return rejoin_checkpoint_fetch_into(fetch_, all.data(), all.size(), limit_ms); });
+  }
+
+ private:
+  template <typename Call>
+  void waiting(const Call& call) {
+    rejoin_code code = REJOIN_OK;
+    {
+      const nb::gil_scoped_release release;
+      code = call();
+    }
+    signals_.rethrow();
+    check(code);
+  }
+
+  SignalsHeard signals_;
+  rejoin_checkpoint_fetch* fetch_ = nullptr;
 };
 
 }  // namespace
@@ -231,4 +340,17 @@ NB_MODULE(_native, m) {
       .def("state_digest", &Session::state_digest)
       .def("leave", &Session::leave)
       .def("interrupt", &Session::interrupt);
+  nb::class_<CheckpointServer>(m, "CheckpointServer")
+      .def(nb::init<const std::string&, const std::string&, const std::string&>(), nb::arg("transport"),
+           nb::arg("listen"), nb::arg("advertise"))
+      .def("address", &CheckpointServer::address)
+      .def("publish", &CheckpointServer::publish, nb::arg("step"), nb::arg("description"), nb::arg("buffers"))
+      .def("withdraw", &CheckpointServer::withdraw, nb::arg("patience_ms"))
+      .def("close", &CheckpointServer::close);
+  nb::class_<CheckpointFetch>(m, "CheckpointFetch")
+      .def(nb::init<const std::string&, std::uint64_t, std::uint64_t>(), nb::arg("address"), nb::arg("step"),
+           nb::arg("limit_ms"))
+      .def("description", &CheckpointFetch::description)
+      .def("sizes", &CheckpointFetch::sizes)
+      .def("into", &CheckpointFetch::into, nb::arg("buffers"), nb::arg("limit_ms"));
 }

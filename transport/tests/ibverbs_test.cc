@@ -77,13 +77,13 @@ struct IbverbsRails : testing::Test {
   }
 };
 
-constexpr std::uint64_t kSize = 24 * MiB;
+constexpr std::uint64_t kSent = 24 * MiB;
 
 struct Transfer {
-  std::vector<std::byte> from = std::vector<std::byte>(kSize), to = std::vector<std::byte>(kSize);
+  std::vector<std::byte> from = std::vector<std::byte>(kSent), to = std::vector<std::byte>(kSent);
   RegionId source, target;
   Transfer(Side& a, Side& b) {
-    for (std::size_t i = 0; i < kSize; i += 8) std::memcpy(from.data() + i, &i, 8);
+    for (std::size_t i = 0; i < kSent; i += 8) std::memcpy(from.data() + i, &i, 8);
     source = *a.engine->register_region(from, MemoryKind::host);
     target = *b.engine->register_region(to, MemoryKind::host);
   }
@@ -92,7 +92,7 @@ struct Transfer {
     const Write write{.context = context,
                       .local = {source, 0},
                       .remote = {b.engine->remote(target), 0},
-                      .length = kSize,
+                      .length = kSent,
                       .notify = context};
     return a.engine->write(a.endpoint, {&write, 1});
   }
@@ -114,7 +114,7 @@ TEST_F(IbverbsRails, ALinkSetDownUnderARunningWriteCostsNothingAndIsUsedAgainWhe
     std::uint64_t extra = 100 * round;
     ASSERT_TRUE(until([&] {  // some traffic until the rail carries a good part of it again
       if (extra == 100 * round || a.completed.contains(extra)) EXPECT_TRUE(transfer.write(a, b, ++extra));
-      return packets_sent("rxe1") > before + kSize / 4096 / 4;
+      return packets_sent("rxe1") > before + kSent / 4096 / 4;
     })) << "the rail is not used again";
     ASSERT_TRUE(until([&] { return a.completed.contains(extra) && b.written.back() == extra; }));
     EXPECT_EQ(transfer.from, transfer.to);
@@ -134,7 +134,7 @@ TEST_F(IbverbsRails, AGidThatMovedToAnotherIndexIsFoundAgain) {
   std::uint64_t round = 0;
   ASSERT_TRUE(until([&] {
     if (round == 0 || a.completed.contains(round)) EXPECT_TRUE(transfer.write(a, b, ++round));
-    return packets_sent("rxe1") > before + kSize / 4096 / 4;
+    return packets_sent("rxe1") > before + kSent / 4096 / 4;
   })) << "the rail is not used again";
   ASSERT_TRUE(until([&] { return a.completed.contains(round) && b.written.back() == round; }));
   EXPECT_FALSE(a.completed[round]);
@@ -236,7 +236,7 @@ TEST_F(IbverbsRails, ADeviceThatIsRemovedIsLetGoAndUsedAgainWhenItIsBack) {
   std::uint64_t round = 1;
   ASSERT_TRUE(until([&] {
     if (a.completed.contains(round)) EXPECT_TRUE(transfer.write(a, b, ++round));
-    return packets_sent("rxe1") > kSize / 4096 / 4;
+    return packets_sent("rxe1") > kSent / 4096 / 4;
   })) << "the rail is not used again";
   ASSERT_TRUE(until([&] { return a.completed.contains(round) && b.written.back() == round; }));
   EXPECT_FALSE(a.completed[round]);

@@ -1,0 +1,86 @@
+#include <algorithm>
+
+#include "rejoin/c_support.h"
+#include "rejoin/checkpoint_transfer.h"
+
+using rejoin::c::bytes_of, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded;
+
+struct rejoin_checkpoint_server {
+  std::unique_ptr<rejoin::CheckpointServer> server;
+};
+
+struct rejoin_checkpoint_fetch {
+  std::unique_ptr<rejoin::CheckpointFetch> fetch;
+};
+
+namespace {
+
+rejoin::Duration duration_of(std::uint64_t ms) {
+  constexpr std::uint64_t longest = 1ull << 40;  // of what a duration takes: 34 years
+  return std::chrono::milliseconds(std::min(ms, longest));
+}
+
+}  // namespace
+
+extern "C" {
+
+rejoin_code rejoin_checkpoint_serve(const char* transport, const char* listen, const char* advertise,
+                                    rejoin_checkpoint_server** server) {
+  return guarded([&] {
+    rejoin::CheckpointServerConfig config;
+    if (transport != nullptr) config.transport = transport;
+    if (listen != nullptr) config.listen = listen;
+    if (advertise != nullptr) config.advertise = advertise;
+    auto opened = rejoin::CheckpointServer::open(config);
+    if (!opened) return failed(opened.error());
+    *server = new rejoin_checkpoint_server{std::move(*opened)};
+    return REJOIN_OK;
+  });
+}
+void rejoin_checkpoint_server_close(rejoin_checkpoint_server* server) { delete server; }
+const char* rejoin_checkpoint_address(const rejoin_checkpoint_server* server) {
+  return server->server->address().c_str();
+}
+rejoin_code rejoin_checkpoint_publish(rejoin_checkpoint_server* server, uint64_t step, const void* description,
+                                      uint64_t description_bytes, const rejoin_memory* buffers, size_t count) {
+  return guarded([&] {
+    std::vector<std::span<const std::byte>> all;
+    for (std::size_t i = 0; i < count; ++i) all.push_back(bytes_of(buffers[i]));
+    return code(server->server->publish(
+        step, std::string(static_cast<const char*>(description), static_cast<std::size_t>(description_bytes)), all));
+  });
+}
+uint64_t rejoin_checkpoint_withdraw(rejoin_checkpoint_server* server, uint64_t patience_ms) {
+  return server->server->withdraw(duration_of(patience_ms));
+}
+
+rejoin_code rejoin_checkpoint_fetch_open(const char* address, uint64_t step, uint64_t limit_ms, int (*cancelled)(void*),
+                                         void* with, rejoin_checkpoint_fetch** fetch) {
+  return guarded([&] {
+    std::function<bool()> asked;
+    if (cancelled != nullptr) asked = [=] { return cancelled(with) != 0; };
+    auto opened = rejoin::CheckpointFetch::open(address, step, duration_of(limit_ms), std::move(asked));
+    if (!opened) return failed(opened.error());
+    *fetch = new rejoin_checkpoint_fetch{std::move(*opened)};
+    return REJOIN_OK;
+  });
+}
+void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch) { delete fetch; }
+rejoin_memory rejoin_checkpoint_description(const rejoin_checkpoint_fetch* fetch) {
+  const auto& text = fetch->fetch->description();
+  return {const_cast<char*>(text.data()), text.size()};
+}
+const uint64_t* rejoin_checkpoint_sizes(const rejoin_checkpoint_fetch* fetch, size_t* count) {
+  *count = fetch->fetch->sizes().size();
+  return fetch->fetch->sizes().data();
+}
+rejoin_code rejoin_checkpoint_fetch_into(rejoin_checkpoint_fetch* fetch, const rejoin_memory* buffers, size_t count,
+                                         uint64_t limit_ms) {
+  return guarded([&] {
+    std::vector<std::span<std::byte>> all;
+    for (std::size_t i = 0; i < count; ++i) all.push_back(bytes_of(buffers[i]));
+    return code(fetch->fetch->into(all, duration_of(limit_ms)));
+  });
+}
+
+}  // extern "C"

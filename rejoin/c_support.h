@@ -1,0 +1,42 @@
+// What the files behind c.h have alike: how an error and memory go out of C++.
+#pragma once
+
+#include <exception>
+#include <string>
+
+#include "base/bytes.h"
+#include "base/result.h"
+#include "rejoin/c.h"
+
+namespace rejoin::c {
+
+inline std::string& last_error() {
+  thread_local std::string message = "nothing has failed";
+  return message;
+}
+
+inline rejoin_code failed(const Error& error) {
+  last_error() = error.message;
+  return static_cast<rejoin_code>(static_cast<int>(error.code) + 1);
+}
+
+template <typename T>
+rejoin_code code(const Result<T>& result) {
+  return result ? REJOIN_OK : failed(result.error());
+}
+
+// Nothing is thrown through a caller that may not know of exceptions.
+template <typename Call>
+rejoin_code guarded(const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    return failed({ErrorCode::exhausted, error.what()});
+  }
+}
+
+inline std::span<std::byte> bytes_of(const rejoin_memory& memory) {
+  return {static_cast<std::byte*>(memory.data), static_cast<std::size_t>(memory.bytes)};
+}
+
+}  // namespace rejoin::c

@@ -1,0 +1,73 @@
+// One process gives others a state as of one step, without a coordinator: for frameworks that have a membership of
+// their own and want this transport under it (python/src/rejoin/torchft.py).
+//
+// The messages, in order (checkpoint.proto):
+//   1. Who fetches connects; its hello has the number from the server's address that strangers don't know.
+//   2. It sends CheckpointRequest with the step that it wants.
+//   3. The server answers with CheckpointOffer when that step is published, or at once where a later one is.
+//   4. Who fetches reads the contents' list and then the buffers out of the server's memory, and compares digests. The
+//      server's trainer has no part in it.
+//   5. When it has all of it, it sends CheckpointRequest once more, with `done`, and the server closes the
+//      connection.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/clock.h"
+#include "base/result.h"
+
+namespace rejoin {
+
+struct CheckpointServerConfig {
+  std::string transport = "tcp";     // as in transport/factory.h; who fetches takes the same
+  std::string listen = "0.0.0.0:0";  // port 0: the system picks one
+  std::string advertise;             // the host that others reach this one at; empty: this machine's own address
+};
+
+// Thread: any one at a time. The server has a thread of its own, which serves.
+class CheckpointServer {
+ public:
+  // Errors: of the transport, and of its address.
+  static Result<std::unique_ptr<CheckpointServer>> open(const CheckpointServerConfig& config);
+  virtual ~CheckpointServer() = default;  // withdraws what is published
+
+  // What CheckpointFetch::open() takes: text, for whatever the processes know of each other by. It lets anyone in who
+  // has it.
+  virtual const std::string& address() const = 0;
+
+  // Offers this state, in the place of what was offered before. The bytes are the caller's, in the host's memory, and
+  // must stay as they are until withdraw() has returned; `description` is copied. It reads all bytes once, for their
+  // digests. Errors: of the transport, where it can't register the memory; nothing is offered then.
+  virtual Result<> publish(std::uint64_t step, std::string description,
+                           const std::vector<std::span<const std::byte>>& buffers) = 0;
+
+  // Waits, at most `patience`, for the fetches that the state has been offered to. When it returns, nobody reads these
+  // bytes any more, and fetches that are still under way fail. Returns how many those are.
+  virtual std::size_t withdraw(Duration patience = {}) = 0;
+};
+
+// Thread: the one that has opened it.
+class CheckpointFetch {
+ public:
+  // Waits until `step` is published there, at most so long. `cancelled` is asked about every 50 ms while anything
+  // waits, and ends it. Errors: `timeout`, with what was waited for; `refused`: a later step is published;
+  // `cancelled`; of the transport.
+  static Result<std::unique_ptr<CheckpointFetch>> open(const std::string& address, std::uint64_t step, Duration limit,
+                                                       std::function<bool()> cancelled = {});
+  virtual ~CheckpointFetch() = default;
+
+  virtual const std::string& description() const = 0;
+  virtual const std::vector<std::uint64_t>& sizes() const = 0;  // bytes of each buffer
+
+  // Fills these, which have the sizes of sizes(). Once; then the fetch is over. Their content is undefined where it
+  // fails. Errors: `timeout`; `unavailable`: withdrawn meanwhile, or the server has gone; `corrupt`: a digest differs.
+  virtual Result<> into(const std::vector<std::span<std::byte>>& buffers, Duration limit) = 0;
+};
+
+}  // namespace rejoin

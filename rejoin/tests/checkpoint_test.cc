@@ -1,0 +1,150 @@
+// A state as of one step goes from one process's memory into others', whole or not at all.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <future>
+#include <thread>
+
+#include "rejoin/checkpoint_address.h"
+#include "rejoin/checkpoint_transfer.h"
+#include "transport/factory.h"
+
+namespace rejoin {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::HasSubstr;
+constexpr Duration kLong = 20s;
+
+Bytes some_bytes(std::size_t size, unsigned seed) {
+  Bytes bytes(size);
+  for (auto& byte : bytes) byte = static_cast<std::byte>((seed = seed * 1664525 + 1013904223) >> 24);
+  return bytes;
+}
+
+struct CheckpointTransfer : testing::TestWithParam<std::string> {
+  std::unique_ptr<CheckpointServer> server;
+  const std::vector<Bytes> state{some_bytes(9'000'001, 1), {}, some_bytes(1, 2), some_bytes(4 * MiB, 3)};
+
+  void SetUp() override {
+    auto opened = CheckpointServer::open({.transport = GetParam(), .listen = "127.0.0.1:0", .advertise = {}});
+    ASSERT_TRUE(opened) << opened.error().message;
+    server = std::move(*opened);
+  }
+  std::vector<std::span<const std::byte>> views() const { return {state.begin(), state.end()}; }
+  Result<std::vector<Bytes>> fetch(std::uint64_t step, Duration limit = kLong) {
+    auto opened = CheckpointFetch::open(server->address(), step, limit);
+    if (!opened) return tl::unexpected(opened.error());
+    EXPECT_EQ((*opened)->description(), "what it is");
+    std::vector<Bytes> all;
+    for (const auto size : (*opened)->sizes()) all.emplace_back(size);
+    if (auto got = (*opened)->into({all.begin(), all.end()}, limit); !got) return tl::unexpected(got.error());
+    return all;
+  }
+};
+
+TEST_P(CheckpointTransfer, SeveralAtOnceGetAllBytesAndTheDescription) {
+  ASSERT_TRUE(server->publish(7, "what it is", views()));
+  auto other = std::async(std::launch::async, [&] { return fetch(7); });
+  EXPECT_EQ(fetch(7), state);
+  EXPECT_EQ(other.get(), state);
+}
+
+TEST_P(CheckpointTransfer, WhoComesEarlyWaitsForItsStepAndOneThatIsPastIsRefused) {
+  ASSERT_TRUE(server->publish(6, "what it is", views()));
+  auto early = std::async(std::launch::async, [&] { return fetch(7); });
+  EXPECT_EQ(fetch(6), state);
+  ASSERT_TRUE(server->publish(7, "what it is", views()));
+  EXPECT_EQ(early.get(), state);
+  const auto late = fetch(6);
+  ASSERT_FALSE(late);
+  EXPECT_EQ(late.error().code, ErrorCode::refused);
+  EXPECT_THAT(late.error().message, HasSubstr("step 6 was asked for, and step 7 is published"));
+}
+
+TEST_P(CheckpointTransfer, NothingIsReadAfterItHasBeenWithdrawn) {
+  ASSERT_TRUE(server->publish(7, "what it is", views()));
+  auto opened = CheckpointFetch::open(server->address(), 7, kLong);
+  ASSERT_TRUE(opened);
+  server->withdraw();
+  std::vector<Bytes> all;
+  for (const auto size : (*opened)->sizes()) all.emplace_back(size);
+  const auto got = (*opened)->into({all.begin(), all.end()}, kLong);
+  ASSERT_FALSE(got);
+  EXPECT_EQ(got.error().code, ErrorCode::unavailable) << got.error().message;
+  // … and the server goes on.
+  ASSERT_TRUE(server->publish(8, "what it is", views()));
+  EXPECT_EQ(fetch(8), state);
+}
+
+TEST_P(CheckpointTransfer, WhoReadsIsWaitedForAndWhoDoesNotGoOnIsCutOff) {
+  ASSERT_TRUE(server->publish(7, "what it is", views()));
+  auto reader = CheckpointFetch::open(server->address(), 7, kLong);
+  ASSERT_TRUE(reader);
+  auto withdrawn = std::async(std::launch::async, [&] { return server->withdraw(kLong); });
+  std::vector<Bytes> all;
+  for (const auto size : (*reader)->sizes()) all.emplace_back(size);
+  EXPECT_TRUE((*reader)->into({all.begin(), all.end()}, kLong));
+  EXPECT_EQ(withdrawn.get(), 0u);
+  EXPECT_EQ(all, state);
+
+  ASSERT_TRUE(server->publish(8, "what it is", views()));
+  auto stopped = CheckpointFetch::open(server->address(), 8, kLong);
+  auto gone = CheckpointFetch::open(server->address(), 8, kLong);
+  ASSERT_TRUE(stopped && gone);
+  gone->reset();
+  EXPECT_EQ(server->withdraw(100ms), 1u);
+}
+
+TEST_P(CheckpointTransfer, BytesThatChangedMeanwhileAreNotTaken) {
+  auto mine = state;
+  ASSERT_TRUE(server->publish(7, "what it is", {mine.begin(), mine.end()}));
+  mine[0][5'000'000] ^= std::byte{1};
+  const auto got = fetch(7);
+  ASSERT_FALSE(got);
+  EXPECT_EQ(got.error().code, ErrorCode::corrupt);
+}
+
+TEST_P(CheckpointTransfer, ADeadlineAndAnInterruptEndTheWait) {
+  const auto late = fetch(7, 30ms);
+  ASSERT_FALSE(late);
+  EXPECT_EQ(late.error().code, ErrorCode::timeout);
+  EXPECT_THAT(late.error().message, HasSubstr("timed out waiting for step 7 to be published"));
+  const auto cancelled = CheckpointFetch::open(server->address(), 7, kLong, [] { return true; });
+  ASSERT_FALSE(cancelled);
+  EXPECT_EQ(cancelled.error().code, ErrorCode::cancelled);
+}
+
+TEST_P(CheckpointTransfer, WhoDoesNotKnowTheAddressIsNotLetIn) {
+  ASSERT_TRUE(server->publish(7, "what it is", views()));
+  auto guessed = *CheckpointAddress::parse(server->address());
+  EXPECT_EQ(guessed.text(), server->address());
+  guessed.hello.secret[1] ^= 1;
+  const auto opened = CheckpointFetch::open(guessed.text(), 7, kLong);
+  ASSERT_FALSE(opened);
+  EXPECT_EQ(opened.error().code, ErrorCode::unavailable) << opened.error().message;
+}
+
+TEST_P(CheckpointTransfer, AServerThatGoesIsSeenBeforeTheDeadline) {
+  auto waiting = std::async(std::launch::async, [&, address = server->address()] {
+    return CheckpointFetch::open(address, 7, kLong).error().code;
+  });
+  ASSERT_TRUE(server->publish(1, "what it is", views()));  // the server is in its loop
+  server.reset();
+  EXPECT_EQ(waiting.get(), ErrorCode::unavailable);
+}
+
+INSTANTIATE_TEST_SUITE_P(Over, CheckpointTransfer, testing::Values("tcp", "shm", "tcp:127.0.0.1,127.0.0.1"),
+                         [](const auto& over) { return over.param.size() > 3 ? "rails" : over.param; });
+
+TEST(CheckpointAddress, WhatIsNoneIsNamed) {
+  for (const std::string text : {"", "http://host:1", "rejoin-checkpoint-1 12 tcp a:1",
+                                 "rejoin-checkpoint-1 0123456789abcdef0123456789abcdeg tcp a:1"}) {
+    const auto parsed = CheckpointAddress::parse(text);
+    ASSERT_FALSE(parsed);
+    EXPECT_THAT(parsed.error().message, HasSubstr("'" + text + "'"));
+  }
+}
+
+}  // namespace
+}  // namespace rejoin
