@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 #include <rejoin/session.h>
 
+#include <atomic>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <map>
 
@@ -19,20 +21,30 @@ namespace {
 constexpr std::uint64_t kWarmup = 20, kLast = 400;
 constexpr float kPeakRate = 3e-3f, kLargestNorm = 0.5f;
 
-// A function of the step alone: a joiner is given the steps that it has missed, each with its number.
-float rate_at(std::uint64_t step) {
-  const auto s = static_cast<float>(std::min(step, kLast));
-  if (step <= kWarmup) return kPeakRate * s / kWarmup;
-  return kPeakRate * 0.5f * (1 + std::cos(3.14159265f * (s - kWarmup) / (kLast - kWarmup)));
+std::atomic<Session*> running = nullptr;
+volatile std::sig_atomic_t came = 0;  // SIGTERM, SIGINT: the session's waiting ends, and train() with it
+
+void on_signal(int number) {
+  came = number;
+  if (auto* session = running.load()) session->interrupt();
 }
 
-// `every`: steps from one checkpoint and evaluation to the next.
-Result<> train(const SessionConfig& config, const std::string& text, const demo::Directory& directory,
-               std::uint64_t every) {
-  auto opened = Session::open(config);
-  if (!opened) return tl::unexpected(opened.error());
-  Session& session = **opened;
+struct Settings {
+  std::uint64_t every = 100;    // steps from one checkpoint and evaluation to the next
+  std::uint32_t whole_job = 2;  // replicas with which the rate is whole
+};
 
+// A function of the step, and of what the decision on it says: a joiner is given both of the steps that it has missed.
+// While fewer replicas contribute, the batch is smaller, and the rate with it.
+float rate_at(std::uint64_t step, std::uint32_t contributors, std::uint32_t whole_job) {
+  const auto s = static_cast<float>(std::min(step, kLast));
+  const float full = static_cast<float>(std::min(contributors, whole_job)) / static_cast<float>(whole_job);
+  if (step <= kWarmup) return full * kPeakRate * s / kWarmup;
+  return full * kPeakRate * 0.5f * (1 + std::cos(3.14159265f * (s - kWarmup) / (kLast - kWarmup)));
+}
+
+Result<> train(Session& session, const SessionConfig& config, const std::string& text, const demo::Directory& directory,
+               const Settings& settings) {
   const auto shape = demo::ModelShape::of_parameters(60000);
   std::vector<TensorId> tensors;
   for (std::uint32_t t = 0; t < demo::tensor_count; ++t) {
@@ -41,7 +53,12 @@ Result<> train(const SessionConfig& config, const std::string& text, const demo:
     if (!id) return tl::unexpected(id.error());
     tensors.push_back(*id);
   }
-  const auto bucket = session.bucket(tensors);
+  // A metric is one more tensor: its "gradient" is what this replica has measured, and reduced the mean of all.
+  const auto metric = session.add({.name = "metric.loss", .count = 1});
+  if (!metric) return tl::unexpected(metric.error());
+  auto all = tensors;
+  all.push_back(*metric);
+  const auto bucket = session.bucket(all);
   if (!bucket) return tl::unexpected(bucket.error());
   if (auto allocated = session.allocate(); !allocated) return allocated;
 
@@ -53,6 +70,10 @@ Result<> train(const SessionConfig& config, const std::string& text, const demo:
     state.insert(state.end(),
                  {session.weight(id).value(), session.moment(id, 0).value(), session.moment(id, 1).value()});
   }
+  state.push_back(session.weight(*metric).value());
+  const auto mean_loss = Session::as<float>(session.weight(*metric).value());
+  const auto own_loss = Session::as<float>(session.gradient(*metric).value());
+  mean_loss[0] = 0;
   demo::initialise(shape, weights, /*seed=*/1);
   const auto from = directory.restore(config.rank, state);  // fills them where there is a checkpoint
   if (!from) return tl::unexpected(from.error());
@@ -72,13 +93,19 @@ Result<> train(const SessionConfig& config, const std::string& text, const demo:
     if (!begun) return tl::unexpected(begun.error());
     if (!*begun) break;  // the job is finished
     const auto& step = **begun;
-    double loss = 0;
     if (step.contributes()) {
       const auto positions = demo::positions_of(step.batch(), text.size() - held_out);
-      loss = demo::forward_backward(shape, weights, gradients, text, positions, [](demo::Tensor) {});
+      own_loss[0] =
+          static_cast<float>(demo::forward_backward(shape, weights, gradients, text, positions, [](demo::Tensor) {}));
       if (auto reduced = session.all_reduce(*bucket); !reduced) return reduced;
     }
+    float rate = 0;
     auto committed = session.commit([&](const Update& update) {
+      rate = rate_at(update.step, update.contributors, settings.whole_job);
+      if (update.tensor == *metric) {
+        mean_loss[0] = update.gradient_as<float>()[0];
+        return;
+      }
       const auto part = [&](const Result<std::span<std::byte>>& column) {
         return update.of(Session::as<float>(column.value()));
       };
@@ -86,16 +113,16 @@ Result<> train(const SessionConfig& config, const std::string& text, const demo:
       const float norm = norms.at(update.step);
       if (norm > kLargestNorm)
         for (float& g : gradient) g *= kLargestNorm / norm;
-      const demo::AdamW adamw{.rate = rate_at(update.step)};
+      const demo::AdamW adamw{.rate = rate};
       adamw.apply(update.step, part(session.weight(update.tensor)), part(session.moment(update.tensor, 0)),
                   part(session.moment(update.tensor, 1)), gradient);
     });
     if (!committed) return committed;
-    if (!step.contributes()) continue;  // its state is not complete before it contributes
+    if (!step.contributes()) continue;                      // its state is not complete before it contributes
+    norms.erase(norms.begin(), norms.find(step.number()));  // … and from then on it is given no earlier step's updates
     directory.append_metric(
-        config, step,
-        fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", loss, norms.at(step.number()), rate_at(step.number())));
-    if (!step.leads() || step.number() % every != 0) continue;
+        config, step, fmt::format("loss {:.4f} norm {:.4f} rate {:.6f}", mean_loss[0], norms.at(step.number()), rate));
+    if (!step.leads() || step.number() % settings.every != 0) continue;
     // One replica does this for all, between two steps; the others wait for it in the next one.
     const auto position = session.position();
     if (!position) return tl::unexpected(position.error());
@@ -114,16 +141,34 @@ Result<> train(const SessionConfig& config, const std::string& text, const demo:
 int main(int argc, char** argv) {
   SessionConfig config;
   std::string data, directory;
-  std::uint64_t every = 100;
+  Settings settings;
   CommandLine line("One rank of a trainer with a schedule, clipping, metrics, evaluation and checkpoints.");
   line.add("text", data, "what to learn").required();
   line.add("directory", directory, "for checkpoints and metrics; all ranks of all replicas share it").required();
-  line.add("--every", every, "steps from one checkpoint and evaluation to the next").range(1, 1 << 30).show_default();
+  line.add("--every", settings.every, "steps from one checkpoint and evaluation to the next")
+      .range(1, 1 << 30)
+      .show_default();
+  line.add("--whole-job", settings.whole_job, "replicas with which the learning rate is whole; with fewer it is less")
+      .range(1, 1024)
+      .show_default();
   config.bind(line);
   if (const auto status = line.parse(argc, argv)) return *status;
-  auto text = demo::read_text(data);
-  auto trained = text ? train(config, *text, demo::Directory(directory), every) : tl::unexpected(text.error());
-  if (trained) return 0;
-  std::fprintf(stderr, "%s\n", trained.error().message.c_str());
-  return trained.error().code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again
+  const auto text = demo::read_text(data);
+  if (!text) return std::fprintf(stderr, "%s\n", text.error().message.c_str()), 2;
+  auto session = Session::open(config);
+  if (!session) return std::fprintf(stderr, "%s\n", session.error().message.c_str()), 2;
+  running = session->get();
+  std::signal(SIGTERM, on_signal);
+  std::signal(SIGINT, on_signal);
+
+  const auto trained = train(**session, config, *text, demo::Directory(directory), settings);
+  const auto left = (*session)->leave();  // however it ended, nobody waits for this replica
+  running = nullptr;
+  if (came != 0) return std::fprintf(stderr, "interrupted; this replica has left\n"), 128 + came;
+  for (const auto& result : {trained, left})
+    if (!result) {
+      std::fprintf(stderr, "%s\n", result.error().message.c_str());
+      return result.error().code == ErrorCode::cancelled ? 3 : 1;  // 3: to be started again
+    }
+  return 0;
 }

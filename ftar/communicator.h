@@ -9,6 +9,10 @@
 //  - Every chunk and message names its epoch, step, bucket and chunk; what does not fit is dropped and counted.
 //  - All members are connected with each other, so that an epoch without one of them needs no new connection.
 //
+// The messages between two members, in order (operation.h): a hello when they connect, an introduction with the keys of
+// their memory; in each epoch `flushed`; for each bucket of each step `ready`, then chunks (writes) and credits for
+// them, or for a small bucket one `direct`.
+//
 // connections.cc: connections. communicator.cc: epochs. messages.cc: what is sent and comes in. ring.cc and direct.cc:
 // the two algorithms. results.cc: digests.
 #pragma once

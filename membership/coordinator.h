@@ -5,6 +5,15 @@
 // What it does for each step grows with the reports that come, and those are gathered on their way: a daemon reports
 // for its ranks, a relay for all that connect through it. "Node" means any of them here.
 //
+// The messages with a node, in order (control.proto):
+//   1. The node introduces itself with NodeHello, and each of its ranks with RankUp.
+//   2. The coordinator answers each with Registered, Refused or Evicted, and tells all of the Peers to connect with.
+//   3. The nodes send ReplicaStatus when the ranks of a replica are connected, and again whenever that changes.
+//   4. The coordinator sends the Plan with the epoch, its first step and everybody's batch.
+//   5. In each step the nodes send Reduced, and the coordinator sends the next Plan, which commits the step.
+//   6. Besides: Heartbeat both ways; Accusation and RankDown of who is waited for or has gone, which end in a Plan with
+//      another epoch; Inquiry and Alive, Declare and Declaration, Details and Drift, where something is in doubt.
+//
 // The rules, each in one function:
 //   start      all configured replicas have registered and are connected: the most advanced state contributes, the
 //              others catch up. Never below the last committed step, unless an operator says so.

@@ -54,7 +54,8 @@ class DriftAudit {
     reported_.clear();
     states_reported_alike_ = true;
   }
-  // Of the epoch under way some have heard of another phase, from the coordinator before this one.
+  // The coordinator has started again. Members may still digest the phase that the one before it named, so their
+  // states' digests of this epoch are not compared.
   void on_recovered() { states_reported_alike_ = false; }
   void on_committed(TimePoint now);
   // Writes into the plan what ranks have to know of the audit.

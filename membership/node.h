@@ -87,7 +87,7 @@ class Node {
 };
 
 void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status);  // to a report of several
-// Of the links of those before (none yet: all), those that are also `its`, ascending.
+// Removes from `links` what is not in `its`; where nothing is there yet, takes `its` over. Both are ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 
 constexpr std::uint32_t kProtocolVersion = 9;

@@ -10,10 +10,10 @@ namespace rejoin::membership {
 
 class PeerTable {
  public:
-  // The ranks that have other peers now, or whose peers were said to be complete.
+  // Takes a message in. Returns the ranks that have other peers now, or whose list the message says is complete.
   RankSet apply(const proto::Peers& message);
   const std::vector<proto::Peer>& of(std::uint32_t rank) const;
-  // As a message that says all of these ranks, complete.
+  // Returns a message with everything known of the peers of these ranks, marked complete.
   proto::Peers complete(const RankSet& ranks) const;
 
  private:

@@ -1,5 +1,8 @@
 // This is the step protocol as one rank sees it: the caller passes each plan in, and learns what it means for the step
 // under way. It is pure: it has no thread and no clock.
+//
+// The messages, in order: the rank sends RankUp and gets Registered; a Plan that has it as a member begins its step; it
+// sends Reduced; the next Plan commits the step, or names another epoch, in which the same step is done once more.
 #pragma once
 
 #include <optional>
@@ -16,7 +19,8 @@ class Rank {
  public:
   Rank(ReplicaId replica, std::uint32_t rank) : replica_(replica), rank_(rank) {}
 
-  // A plan heard before could not mean this incarnation to us; it comes again after this.
+  // The coordinator has taken this rank. A plan that came before can't name the new incarnation, so it is forgotten;
+  // the coordinator sends it again.
   void on_registered(Incarnation incarnation) {
     if (incarnation != incarnation_ && !in_ && !suspended_) plan_ = {};
     incarnation_ = incarnation;

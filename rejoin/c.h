@@ -75,9 +75,10 @@ typedef struct rejoin_update {
   uint32_t contributors;  /* whose gradients are in this mean */
 } rejoin_update;
 
-/* Of this thread's last call that failed; until its next one that fails. Never null. */
+/* The message of this thread's last call that failed. The text stays until another call fails on this thread. Never
+ * null. */
 const char* rejoin_error(void);
-/* Of the library, as "1.2.3". */
+/* The library's version, as "1.2.3". */
 const char* rejoin_version(void);
 
 /* `settings`: `count` of the form "name=value", named as the flags of a trainer without their dashes ("replica=1",
@@ -85,7 +86,8 @@ const char* rejoin_version(void);
 rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session);
 /* Waits for the library's threads. Null is allowed. */
 void rejoin_close(rejoin_session* session);
-/* SessionConfig::while_waiting; null: none. Any time but within a call. */
+/* Sets the function that calls which wait call from time to time (SessionConfig::while_waiting); null removes it. Not
+ * to be called within that function. */
 void rejoin_while_waiting(rejoin_session* session, void (*call)(void*), void* with);
 
 /* `memory`: the weight's and then each moment's, or null where the session is to allocate them. */
@@ -150,8 +152,8 @@ uint64_t rejoin_checkpoint_withdraw(rejoin_checkpoint_server* server, uint64_t p
 /* The other end. All calls come from one thread. */
 typedef struct rejoin_checkpoint_fetch rejoin_checkpoint_fetch;
 /* `cancelled` is called with `with` while anything waits, and ends it by any other value than 0; null: none. */
-rejoin_code rejoin_checkpoint_fetch_open(const char* address, uint64_t step, uint64_t limit_ms,
-                                         int (*cancelled)(void*), void* with, rejoin_checkpoint_fetch** fetch);
+rejoin_code rejoin_checkpoint_fetch_open(const char* address, uint64_t step, uint64_t limit_ms, int (*cancelled)(void*),
+                                         void* with, rejoin_checkpoint_fetch** fetch);
 void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch); /* null: nothing */
 /* The fetch's, until it is closed. */
 rejoin_memory rejoin_checkpoint_description(const rejoin_checkpoint_fetch* fetch);

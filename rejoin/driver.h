@@ -21,10 +21,11 @@ struct DriverConfig {
   std::uint64_t instance = 0;   // this process's; never 0
   std::string transport;        // its kind
   std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
-  proto::Declaration declared;  // what is behind it
+  proto::Declaration declared;  // the tensors and settings that plan_hash stands for
   ftar::Options ring;
-  Duration patience{};  // with a trainer that computes, before enough steps were seen to know what is usual
-  Duration between_steps = std::chrono::minutes(10);  // … and with one that has not begun the step
+  // How long a step may wait for a trainer that computes, until enough steps have shown how long they take here.
+  Duration patience{};
+  Duration between_steps = std::chrono::minutes(10);  // how long it may wait for one that has not begun the step
 };
 
 // The step that the trainer is to run.
@@ -99,7 +100,8 @@ class Driver {
   const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }
   bool working() const { return ring_ && ring_->working(); }  // see ftar::Communicator
-  // poll() has something to do that nothing wakes anybody for: call it again, when what has been reduced was shown.
+  // Whether poll() must be called again although nothing will wake the caller, who first shows the trainer what has
+  // been reduced.
   bool wants_turn() const { return let_go_; }
   std::uint64_t outcomes() const { return outcomes_; }  // of the ring, ever
   const membership::Rank& machine() const { return machine_; }

@@ -89,6 +89,7 @@ struct TensorSpec {
 
 struct TensorId {
   std::uint32_t index = 0;
+  bool operator==(const TensorId&) const = default;
 };
 using BucketId = std::uint32_t;
 
@@ -98,6 +99,8 @@ using BucketId = std::uint32_t;
 // begin at multiples of 64 elements and end at such or with the tensor: where an optimizer's bits depend on where its
 // loops begin and end, going through each tensor by slices of a multiple of 64 gives the same ones everywhere. A range
 // of a tensor that is not elementwise is all of it. No other element may be changed.
+// Bits: all replicas must compute the same, so build the optimizer without -ffast-math and with -ffp-contract=off: GCC
+// contracts a multiplication and an addition by default, and does so differently in a loop's vectors and in its rest.
 // Thread and lifetime: updates come one after the other, on the thread that called commit(), before it returns.
 // `gradient` is memory of the session's device and the session's own, to be read only; it holds these values until the
 // optimizer has returned, or, where commit() was given a stream, until the stream has done what the optimizer queued.

@@ -24,7 +24,7 @@ class TrainingState {
   Result<> allocate();
   Result<> set_fingerprint(std::string text);
   bool allocated() const { return owner_ != nullptr; }
-  // Whether the next two have such a one; `what` is the call that asks.
+  // Checks that column() and gradient() may be called for this tensor; an error names the session's call `what`.
   Result<> check_tensor(TensorId tensor, const char* what) const;
   Result<> check_moment(TensorId tensor, std::uint32_t index) const;
   std::span<std::byte> column(TensorId tensor, std::uint32_t index);  // 0: the weight; then the moments
@@ -38,13 +38,15 @@ class TrainingState {
   const std::vector<ftar::BucketSpec>& buckets() const { return specs_; }
   std::uint64_t plan_hash() const;
   proto::Declaration declaration() const;  // the same in full, as far as it fits a message
-  // All of this rank's that it allocated itself, as they go into the rings.
+  // The gradients that this object has allocated itself, not those in the trainer's memory, as one range: the input of
+  // the all-reduces.
   BytesView gradients() const { return input_.bytes; }
   BytesView reduced() const { return output_.bytes; }  // … and as they come out
 
   // The state is initialised, as of step `version`. Errors: of the device.
   Result<> start(std::uint64_t version);
-  // Begins the update of a committed step; what is handed out is to be applied in this order. Ends it: it has been.
+  // Begins the update of a committed step, and returns what is to be applied, in this order; end_update() says that it
+  // has been.
   // Errors: of the device.
   Result<std::vector<catchup::Update>> begin_update(Step step, bool contributed, std::uint32_t contributors);
   void end_update(Step step, bool contributed);

@@ -100,6 +100,23 @@ struct Job : Daemons {
       for (auto sample : samples) ++times[sample];
     return times;
   }
+  // What both replicas say of the step as a whole, by step: what each says alone, or the same.
+  std::map<std::uint64_t, std::string> expect_equal_metrics() const {
+    std::map<std::uint64_t, std::string> metrics;
+    for (int replica : {0, 1}) {
+      std::istringstream lines(read_file(fmt::format("{}/metrics.{}.0", directory, replica)));
+      for (std::string line, word; std::getline(lines, line);) {
+        const auto at = line.find("loss");
+        if (at == std::string::npos) continue;
+        std::istringstream words(line);
+        std::uint64_t step = 0;
+        words >> word >> step;
+        const auto known = metrics.emplace(step, line.substr(at)).first;
+        EXPECT_EQ(known->second, line.substr(at)) << "step " << step;
+      }
+    }
+    return metrics;
+  }
   void expect_each_sample_once() const {
     const auto times = trained();
     EXPECT_EQ(times.size(), steps * kBatch * 2);
@@ -192,9 +209,27 @@ TEST(RealTrainer, AReplicaThatComesBackClipsByTheSameNorms) {
   ASSERT_TRUE(eventually([&] { return job.status().at("members").size() == 1; }));
   job.trainers[1] = job.trainer(1);
   job.digest();
+  job.expect_equal_metrics();
   const std::string audit = job.audit();
   EXPECT_NE(audit.find("(catching up)"), std::string::npos) << audit;
   EXPECT_NE(audit.find("0 repeated"), std::string::npos) << audit;
+}
+
+TEST(RealTrainer, ATerminatedReplicaLeavesAndTheRateFollowsTheNumberOfContributors) {
+  Job job;
+  job.steps = 200;
+  job.start_daemons();
+  job.start_trainers();
+  ASSERT_TRUE(eventually([&] { return job.checkpoint() >= 20; }, kLimit));
+  ::kill(job.trainers[1]->pid(), SIGTERM);
+  EXPECT_EQ(job.trainers[1]->wait(kLimit), 128 + SIGTERM);
+  EXPECT_NE(job.trainers[1]->output().find("this replica has left"), std::string::npos) << job.trainers[1]->output();
+  EXPECT_EQ(job.trainers[0]->wait(kLimit), 0) << job.trainers[0]->output();
+  EXPECT_NE(read_file(job.file("node1.out")).find("replica 1 rank 0 has left"), std::string::npos);
+  const auto metrics = job.expect_equal_metrics();
+  const auto rate = [&](std::uint64_t step) { return std::stod(after(metrics.at(step), "rate ")); };
+  EXPECT_NEAR(rate(20), 3e-3, 1e-6) << "of two replicas";
+  EXPECT_LT(rate(200), rate(20) / 2) << "of one";
 }
 
 // A replica's session on a weight of ten elements, whose trainer does something else for as long as it likes when it
