@@ -49,7 +49,8 @@ Source::Stats Source::stats() const {
 Result<> Source::on_fetch(const proto::Fetch& fetch) {
   const auto& manifest = memory_.view->manifest();
   if (fetch.region_indexes_size() != fetch.offsets_size())
-    return fail(ErrorCode::corrupt, "{} region indexes with {} offsets", fetch.region_indexes_size(), fetch.offsets_size());
+    return fail(ErrorCode::corrupt, "{} region indexes with {} offsets", fetch.region_indexes_size(),
+                fetch.offsets_size());
   int next = 0;  // place
   for (auto slice : fetch.slices()) {
     if (slice >= manifest.slices().size() || requests_.size() >= kMaxRequests)
@@ -57,7 +58,8 @@ Result<> Source::on_fetch(const proto::Fetch& fetch) {
     const local::Part& whole = manifest.slices()[slice].range;
     Request request{.slice = slice, .at_least = fetch.at_least()};
     for (std::uint32_t column = 0; column < manifest.columns(whole); ++column, ++next) {
-      if (next >= fetch.region_indexes_size() || fetch.region_indexes(next) >= static_cast<std::uint32_t>(fetch.regions_size()))
+      if (next >= fetch.region_indexes_size() ||
+          fetch.region_indexes(next) >= static_cast<std::uint32_t>(fetch.regions_size()))
         return fail(ErrorCode::corrupt, "it does not say where slice {} begins", slice);
       const auto& region = fetch.regions(static_cast<int>(fetch.region_indexes(next)));
       if (!in_range(fetch.offsets(next), manifest.length(whole), region.length()))
@@ -66,7 +68,8 @@ Result<> Source::on_fetch(const proto::Fetch& fetch) {
     }
     requests_.push_back(request);
   }
-  if (next != fetch.region_indexes_size()) return fail(ErrorCode::corrupt, "{} region indexes too many", fetch.region_indexes_size() - next);
+  if (next != fetch.region_indexes_size())
+    return fail(ErrorCode::corrupt, "{} region indexes too many", fetch.region_indexes_size() - next);
   return {};
 }
 

@@ -45,7 +45,7 @@ enum class SliceState : std::uint8_t {
 };
 struct SliceStatus {
   SliceState state = SliceState::absent;
-  std::uint64_t value = 0;  // arrived, current: the version; requested: the source's replica number + 1; else 0
+  std::uint64_t value = 0;         // arrived, current: the version; requested: the source's replica number + 1; else 0
   std::uint64_t version() const {  // 0: it has none yet
     return state == SliceState::arrived || state == SliceState::current ? value : 0;
   }

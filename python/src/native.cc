@@ -234,7 +234,7 @@ class CheckpointServer {
     rejoin_code code = REJOIN_OK;
     {
       auto* const server = open();
-      const auto *const data = description.c_str();
+      const auto* const data = description.c_str();
       const auto size = description.size();
       const nb::gil_scoped_release release;
       code = rejoin_checkpoint_publish(server, step, data, size, all.data(), all.size());
