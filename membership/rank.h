@@ -17,7 +17,7 @@ namespace rejoin::membership {
 
 class Rank {
  public:
-  Rank(ReplicaId replica, std::uint32_t rank) : replica_(replica), rank_(rank) {}
+  explicit Rank(ReplicaId replica) : replica_(replica) {}
 
   // The coordinator has taken this rank. A plan that came before can't name the new incarnation, so it is forgotten;
   // the coordinator sends it again.
@@ -60,7 +60,6 @@ class Rank {
 
  private:
   ReplicaId replica_;
-  std::uint32_t rank_;
   Incarnation incarnation_;
   proto::Plan plan_;
   bool in_ = false;         // a member in the latest plan

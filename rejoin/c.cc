@@ -5,6 +5,7 @@
 #include "base/command_line.h"
 #include "base/fail.h"
 #include "rejoin/c_support.h"
+#include "rejoin/log.h"
 #include "rejoin/session.h"
 
 using rejoin::ErrorCode, rejoin::Result;
@@ -48,6 +49,19 @@ Result<rejoin::Position> position_of(const char* text, bool compare) {
 extern "C" {
 
 const char* rejoin_error(void) { return last_error().c_str(); }
+
+void rejoin_set_log(void (*sink)(void* with, int level, const char* line), void* with) {
+  if (sink == nullptr) return rejoin::set_log({});
+  rejoin::set_log([=](rejoin::LogLevel level, std::string_view line) {
+    sink(with, static_cast<int>(level), std::string(line).c_str());
+  });
+}
+rejoin_code rejoin_set_log_level(int level) {
+  if (level < 0 || level > static_cast<int>(rejoin::LogLevel::off))
+    return failed({ErrorCode::invalid_argument, fmt::format("log level {} is none of 0 (trace) to 5 (off)", level)});
+  rejoin::set_log_level(static_cast<rejoin::LogLevel>(level));
+  return REJOIN_OK;
+}
 
 rejoin_code rejoin_open(const char* const* settings, size_t count, rejoin_session** session) {
   return guarded([&] {

@@ -78,6 +78,11 @@ typedef struct rejoin_update {
 /* The message of this thread's last call that failed. The text stays until another call fails on this thread. Never
  * null. */
 const char* rejoin_error(void);
+/* Where the library's log lines go, and which: log.h. `level` is 0 (trace), 1 (debug), 2 (info), 3 (warn), 4 (error);
+ * for the second 5, too: none. `sink` may be called by any of the library's threads, one at a time, which wait for it;
+ * null: standard error. */
+void rejoin_set_log(void (*sink)(void* with, int level, const char* line), void* with);
+rejoin_code rejoin_set_log_level(int level);
 /* The library's version, as "1.2.3". */
 const char* rejoin_version(void);
 

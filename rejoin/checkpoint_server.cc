@@ -31,6 +31,14 @@ std::span<std::byte> unconst(std::span<const std::byte> bytes) {  // nothing is 
   return {const_cast<std::byte*>(bytes.data()), bytes.size()};
 }
 
+struct Published {
+  std::uint64_t step = 0;
+  std::string contents;  // serialised, where those who fetch read it
+  std::uint64_t digest = 0;
+  RegionId region;
+  std::vector<RegionId> buffers;
+};
+
 class Server final : public CheckpointServer {
  public:
   static Result<std::unique_ptr<CheckpointServer>> open(const CheckpointServerConfig& config) {
@@ -86,14 +94,6 @@ class Server final : public CheckpointServer {
   }
 
  private:
-  struct Published {
-    std::uint64_t step = 0;
-    std::string contents;  // serialised, where those who fetch read it
-    std::uint64_t digest = 0;
-    RegionId region;
-    std::vector<RegionId> buffers;
-  };
-
   Server(const CheckpointAddress& address, std::unique_ptr<Engine> engine, Fd wake)
       : address_(address.text()), hello_(address.hello), engine_(std::move(engine)), wake_(std::move(wake)) {
     thread_ = std::thread([this] { run(); });

@@ -14,7 +14,7 @@ Driver::Driver(const DriverConfig& config, transport::Engine& engine, local::Own
       engine_(engine),
       owner_(owner),
       buckets_(std::move(buckets)),
-      machine_(config.replica, config.rank),
+      machine_(config.replica),
       wanted_(buckets_.size()),
       submitted_(buckets_.size()),
       done_(buckets_.size()),

@@ -195,7 +195,7 @@ struct World {
   void spawn(std::uint32_t replica, std::uint32_t number) {
     auto& node = node_of(replica, number);
     RankProcess rank;
-    rank.machine = std::make_unique<Rank>(ReplicaId(replica), number);
+    rank.machine = std::make_unique<Rank>(ReplicaId(replica));
     rank.instance = ++instances;
     rank.connection = RankConnection(++connections);
     // A fresh process starts from the initial state; version 0 has the same bits everywhere.

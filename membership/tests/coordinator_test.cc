@@ -966,7 +966,7 @@ TEST(Coordinator, WhoComesToAFinishedJobHearsThatItIsOver) {
   const auto& told = bench.inbox[1];
   const auto sent = std::find_if(told.begin(), told.end(), [](const auto& one) { return one.has_plan(); });
   ASSERT_NE(sent, told.end());
-  Rank rank(ReplicaId(1), 0);
+  Rank rank(ReplicaId(1));
   EXPECT_EQ(rank.on_plan(sent->plan()), Rank::Meaning::nothing) << "it has not been registered";
   rank.on_registered(Incarnation(bench.incarnations[1]));
   EXPECT_EQ(rank.on_plan(sent->plan()), Rank::Meaning::over);

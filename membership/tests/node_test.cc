@@ -226,7 +226,7 @@ TEST(Relay, WhoTakesAPlaceWhileItsDaemonIsGoneIsSaidToBeGoneAfterTheSilence) {
 }
 
 TEST(Rank, BelievesNoPlanOfThePast) {
-  Rank rank(ReplicaId(0), 0);
+  Rank rank(ReplicaId(0));
   rank.on_registered(Incarnation(5));
   const auto plan = [](std::uint64_t epoch, std::uint64_t committed) {
     proto::Plan made;

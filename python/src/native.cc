@@ -1,13 +1,17 @@
 // The session's C interface (rejoin/c.h) as a Python class. Memory goes out as addresses and sizes: what wraps them in
 // tensors, and keeps the session as long as those, is Python (memory.py). All calls that may wait let other Python
 // threads run meanwhile, and hear signals.
+#include <limits.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -304,11 +308,34 @@ class CheckpointFetch {
 
 }  // namespace
 
+namespace {
+
+// Of the library's threads, which must not wait for Python: what a full pipe doesn't take is left out.
+void write_line(void* fd, int level, const char* line) {
+  const std::string whole = std::to_string(level) + line + "\n";
+  const std::size_t size = std::min<std::size_t>(whole.size(), PIPE_BUF);  // up to so many are written as one
+  [[maybe_unused]] const auto written =
+      ::write(static_cast<int>(reinterpret_cast<std::intptr_t>(fd)), whole.data(), size);
+}
+
+}  // namespace
+
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // tensors keep their session for as long as they live, which may be to the very end
   m.def("version", [] { return std::string(rejoin_version()); });
   m.def(
       "set_error", [](nb::object make) { make_error() = std::move(make); }, nb::arg("make"));
+  // The descriptor is a pipe's that doesn't block; -1: standard error.
+  m.def(
+      "log_to",
+      [](int fd) {
+        const nb::gil_scoped_release release;
+        rejoin_set_log(fd < 0 ? nullptr : write_line, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)));
+      },
+      nb::arg("fd"));
+  m.def("set_log_level", [](int level) {
+    if (rejoin_set_log_level(level) != REJOIN_OK) throw nb::value_error(rejoin_error());
+  });
   m.def("position_step", [](const std::string& position) {
     std::uint64_t step = 0;
     if (const auto code = rejoin_position_step(position.c_str(), &step); code != REJOIN_OK)

@@ -129,3 +129,35 @@ def test_rejoin_run_says_what_is_missing(capsys):
         assert told in capsys.readouterr().err
     version = subprocess.run([sys.executable, "-m", "rejoin.run", "--version"], capture_output=True, text=True)
     assert version.stdout == f"rejoin {rejoin.__version__}\n"
+
+
+LOGGING = """
+import logging, sys, threading
+import rejoin.log
+from rejoin import _native
+
+class Seen(logging.Handler):
+    def emit(self, record):
+        print(record.name, record.levelname, record.getMessage(), flush=True)
+        seen.set()
+
+seen = threading.Event()
+logging.getLogger().addHandler(Seen())
+rejoin.log.to_logging()
+rails = _native.CheckpointServer("tcp:127.0.0.1,127.0.0.1", "127.0.0.1:0", "")
+try:
+    _native.CheckpointFetch(rails.address(), 1, 50)  # it goes away again, and the server says so
+except TimeoutError:
+    assert seen.wait(30)
+try:
+    rejoin.log.to_logging()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_the_librarys_lines_go_to_logging():
+    done = subprocess.run([sys.executable, "-c", LOGGING], capture_output=True, text=True, timeout=60)
+    assert "rejoin WARNING rail 0 to a peer is down" in done.stdout, done.stdout + done.stderr
+    assert "rail 0" not in done.stderr
+    assert "go to logging already" in done.stdout
