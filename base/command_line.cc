@@ -1,9 +1,12 @@
 #include "base/command_line.h"
 
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <numeric>
 
+#include "base/bytes.h"
 #include "base/fail.h"
 
 namespace rejoin {
@@ -23,6 +26,39 @@ std::size_t distance(std::string_view from, std::string_view to) {
     }
   }
   return row.back();
+}
+
+// What any program of the project, its scripts and its tests take from the environment; what the tests' own drivers do
+// is not among them. docs/operations.md and docs/trainer.md say what each is for.
+constexpr std::string_view kVariables =
+    "ADDRESS_FILE ADVERTISE AUDIT BATCH BETWEEN_STEPS_MS BIN CHAOS_INSIDE CHUNK_BYTES CHUNKS_IN_FLIGHT "
+    "COMPRESSION COORDINATOR COORDINATOR_ROLE CUDA DATA_LISTEN DEVICE DROP_REPLICA EVENTS FLIP_BIT_AT "
+    "GRADIENT_LOG_BUDGET JOB_KEY_FILE LISTEN LOG_DIRECTORY LOG_LEVEL NCCL_ADDRESS NCCL_DEVICES NODE OUT "
+    "PATIENCE_MS RANK RANKS RDMA REDUCE_BLOCKS REDUCE_THREADS RELAY REPLICA REPLICAS ROLL_BACK_TO "
+    "SILENCE_MS SOCKET START_PATIENCE_MS STATE STATUS STEPS STREAM_LIMIT TEST_SEED TRANSPORT";
+
+// A misspelt variable would have no effect, and nobody would know.
+void warn_of_unknown_variables() {
+  constexpr std::string_view prefix = "REJOIN_";
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    std::string_view name = *variable;
+    name = name.substr(0, name.find('='));
+    if (!name.starts_with(prefix)) continue;
+    name.remove_prefix(prefix.size());
+    const auto known = split(kVariables, ' ');
+    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+    const auto nearest = std::min_element(known.begin(), known.end(), [&](const auto& one, const auto& other) {
+      return distance(name, one) < distance(name, other);
+    });
+    fmt::print(stderr, "rejoin: the variable REJOIN_{} is none of Rejoin's, and is ignored; the nearest is REJOIN_{}\n",
+               name, *nearest);
+  }
+}
+
+// Once in a process: a trainer may have several lines.
+void warn_once() {
+  static const bool warned = (warn_of_unknown_variables(), true);
+  (void)warned;
 }
 
 // A settings file in which every name is known: CLI11 takes any, and a misspelt setting would have no effect.
@@ -146,6 +182,7 @@ void CommandLine::allow_settings_file() {
 }
 
 std::optional<int> CommandLine::parse(int argc, const char* const* argv) {
+  warn_once();
   try {
     unknown_first(*app_, [&] { app_->parse(argc, argv); });
   } catch (const CLI::ParseError& error) {
@@ -154,6 +191,7 @@ std::optional<int> CommandLine::parse(int argc, const char* const* argv) {
   return std::nullopt;
 }
 Result<> CommandLine::parse(const std::vector<std::string>& arguments) {
+  warn_once();
   return parsed(*app_, [&] { app_->parse(std::vector<std::string>(arguments.rbegin(), arguments.rend())); });
 }
 Result<> CommandLine::parse_settings(std::istream& file) {

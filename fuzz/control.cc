@@ -84,7 +84,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   Node node("n", kJob.silence, 1);
   Relay relay("r", kJob.silence);
   (void)relay.on_coordinator_up(now);
-  Rank rank(ReplicaId(0), 0);
+  Rank rank{ReplicaId(0)};
   coordinator.check((*coordinator).on_tick(now));
   while (size >= 2) {
     const std::size_t length = std::min<std::size_t>(data[0], size - 2);

@@ -76,7 +76,7 @@ for page in root.glob("docs/*.md"):
 
 glossary = (root / "docs/glossary.md").read_text(encoding="utf-8")
 wrappers = {"FromNode", "ToNode", "FromTrainer", "ToTrainer", "Stream", "LogRecord", "Segment", "Bucket", "RangeDigest"}
-for proto in ("membership/control.proto", "daemon/local.proto", "catchup/stream.proto"):
+for proto in ("membership/control.proto", "daemon/local.proto", "catchup/stream.proto", "rejoin/checkpoint.proto"):
     for message in re.findall(r"^ *message (\w+)", (root / proto).read_text(encoding="utf-8"), re.M):
         if message not in wrappers and not re.search(rf"`(\w+\.)?{message}`", glossary):
             failures.append(f"docs/glossary.md: has no `{message}` of {proto}")
@@ -84,6 +84,13 @@ for state in re.findall(r"enum class \w+State[^{]*{([^}]*)}", (root / "local/pag
     for word in re.findall(r"^ *(\w+),|(?<=[ ,])(\w+)(?=[ ,]|$)", re.sub(r"//.*", "", state), re.M):
         if f"`{''.join(word)}`" not in glossary:
             failures.append(f"docs/glossary.md: has no `{''.join(word)}` of local/page.h")
+
+known = (root / "base/command_line.cc").read_text(encoding="utf-8")
+known = "".join(re.findall(r'"([^"]*)"', known[known.index("kVariables ="):known.index(";", known.index("kVariables ="))]))
+for page in pages:
+    for variable in sorted(set(re.findall(r"`REJOIN_([A-Z_]*[A-Z])\b", page.read_text(encoding="utf-8")))):
+        if variable not in known.split() and page.name != "CONTRIBUTING.md":  # which has macros
+            failures.append(f"{page.relative_to(root)}: REJOIN_{variable} is not among base/command_line.cc's variables")
 
 for failure in failures:
     print(failure)

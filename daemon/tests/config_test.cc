@@ -107,6 +107,19 @@ TEST(Settings, AFlagThatIsUnknownIsToldBeforeOneThatIsMissing) {
       << parsed.error().message;
 }
 
+TEST(Settings, AMisspeltVariableIsNamedOnce) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // in a process that has parsed nothing yet
+  const auto said = [] {
+    ::setenv("REJOIN_PATIENCE", "5", 1);
+    for (int i = 0; i < 2; ++i)
+      if (!CommandLine("").parse({})) std::abort();
+    std::exit(0);
+  };
+  EXPECT_EXIT(said(), testing::ExitedWithCode(0),
+              "^rejoin: the variable REJOIN_PATIENCE is none of Rejoin's, and is ignored; the nearest is "
+              "REJOIN_PATIENCE_MS\n$");
+}
+
 TEST(Settings, AProgramHasAVersion) {
   const char* arguments[] = {"program", "--version"};
   testing::internal::CaptureStdout();
