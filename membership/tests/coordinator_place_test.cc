@@ -1,0 +1,129 @@
+// Who has a place in the job.
+#include "membership/tests/coordinator_bench.h"
+
+namespace rejoin::membership {
+namespace {
+
+// Replica 1 on node 1, and a second process for its rank 0 behind another daemon.
+struct Rivals : Bench {
+  Rivals() {
+    for (std::uint32_t r : {0u, 2u}) up(r);
+    for (std::uint32_t rank : {0u, 1u}) send(1, of(1, rank, 1, 501));
+    link_all();
+    EXPECT_EQ(contributors(), 3u);
+    inbox.clear();
+  }
+  static proto::FromNode of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance, std::uint64_t daemon) {
+    auto message = introduction(replica, rank, instance);
+    auto& its = *message.mutable_rank_up();
+    its.set_daemon(daemon);
+    its.set_node("node" + std::to_string(daemon));
+    its.set_pid(static_cast<std::int32_t>(daemon));
+    return message;
+  }
+  void second() { send(9, of(1, 0, 2, 509)); }
+  void alive() {
+    proto::FromNode message;
+    message.mutable_alive()->set_replica(1);
+    message.mutable_alive()->set_instance(100);
+    message.mutable_alive()->set_silent_ms(7);
+    send(1, message);
+  }
+  bool asked() const {
+    const auto told = inbox.find(1);
+    return told != inbox.end() &&
+           std::any_of(told->second.begin(), told->second.end(), [](const auto& sent) { return sent.has_inquiry(); });
+  }
+  std::string refusal() {
+    for (const auto& sent : inbox[9])
+      if (sent.has_refused()) return sent.refused().reason();
+    return "";
+  }
+  bool registered() {
+    return std::any_of(inbox[9].begin(), inbox[9].end(), [](const auto& sent) { return sent.has_registered(); });
+  }
+};
+
+TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstOnesDaemonSaysThatItLives) {
+  Rivals job;
+  job.second();
+  EXPECT_TRUE(job.asked());
+  EXPECT_EQ(job.refusal(), "");
+  EXPECT_TRUE(job.waits_for("process 509 on node node509 asks for the place of process 501 on node node501"));
+  job.alive();
+  EXPECT_NE(job.refusal().find("process 501 on node node501 is replica 1 rank 0, and gave its last sign of life 7 ms"),
+            std::string::npos)
+      << job.refusal();
+  EXPECT_FALSE(job.registered());
+  job.pass(3s, {0, 1, 2, 9});
+  job.steps(1);
+  EXPECT_EQ(job.coordinator.committed(), Step(1)) << "nobody was put out for it";
+}
+
+TEST(Coordinator, ASecondProcessForAPlaceGetsItAtOnceWhenTheFirstHasEnded) {
+  Rivals job;
+  job.second();
+  job.down(1, 1, 0);  // its daemon had yet to tell
+  EXPECT_TRUE(job.registered());
+  EXPECT_EQ(job.refusal(), "");
+}
+
+TEST(Coordinator, ASecondProcessForAPlaceGetsItWhenTheFirstIsGoneForLongerThanTheSilence) {
+  for (const bool lost : {true, false}) {  // its connection has ended, or its node stands still
+    Rivals job;
+    if (lost) job.keep(job.coordinator.on_node_lost(NodeId(1), job.now));
+    job.second();
+    job.pass(900ms, {0, 2, 9});
+    EXPECT_FALSE(job.registered()) << "the first may come back";
+    job.pass(300ms, {0, 2, 9});
+    EXPECT_TRUE(job.registered()) << lost;
+  }
+}
+
+TEST(Coordinator, ASecondProcessForAPlaceIsRefusedWhenTheFirstComesBackInTime) {
+  Rivals job;
+  job.keep(job.coordinator.on_node_lost(NodeId(1), job.now));
+  job.second();
+  for (std::uint32_t rank : {0u, 1u}) {
+    auto message = Rivals::of(1, rank, 1, 502);
+    message.mutable_rank_up()->set_incarnation(job.incarnations[1]);
+    job.send(1, message);
+  }
+  job.pass(100ms, {0, 1, 2, 9});
+  EXPECT_TRUE(job.asked());
+  job.alive();
+  EXPECT_NE(job.refusal(), "");
+}
+
+TEST(Coordinator, OfManyProcessesForAPlaceNotAllAreRemembered) {
+  Rivals job;
+  for (std::uint64_t other = 0; other < 20; ++other) job.send(9, Rivals::of(1, 0, 2 + other, 600 + other));
+  EXPECT_NE(job.refusal().find("several processes ask for its place already"), std::string::npos);
+  job.down(1, 1, 0);
+  EXPECT_TRUE(job.registered());
+}
+
+TEST(Coordinator, WhatNobodyDeclaresAnyMoreIsForgotten) {
+  Bench bench;
+  bench.start();
+  for (std::uint64_t instance = 2; instance < 60; ++instance) {
+    bench.down(1, instance - 1);
+    bench.up(1, instance, 0, 5, 100 + instance);
+    bench.pass(625ms);
+    EXPECT_NE(bench.refusal(1), "");
+  }
+  bench.up(1, 99);
+  bench.link_all();
+  for (auto r : {0u, 2u}) bench.reduced(r);
+  EXPECT_EQ(bench.coordinator.members().size(), 3u);
+}
+
+// One daemon has one process in a place: it knows that the other has ended.
+TEST(Coordinator, AProcessThatIsStartedAgainBehindTheSameDaemonIsTakenAtOnce) {
+  Rivals job;
+  job.send(1, Rivals::of(1, 0, 2, 501));
+  EXPECT_TRUE(std::any_of(job.inbox[1].begin(), job.inbox[1].end(), [](const auto& m) { return m.has_registered(); }));
+}
+
+}  // namespace
+}  // namespace rejoin::membership
