@@ -37,21 +37,29 @@ constexpr std::string_view kVariables =
     "PATIENCE_MS RANK RANKS RDMA REDUCE_BLOCKS REDUCE_THREADS RELAY REPLICA REPLICAS ROLL_BACK_TO "
     "SILENCE_MS SOCKET START_PATIENCE_MS STATE STATUS STEPS STREAM_LIMIT TEST_SEED TRANSPORT";
 
+constexpr std::string_view kPrefix = "REJOIN_";
+
+bool is_known(std::string_view variable) {
+  const auto known = split(kVariables, ' ');
+  return !variable.starts_with(kPrefix) ||
+         std::find(known.begin(), known.end(), variable.substr(kPrefix.size())) != known.end();
+}
+
 // A misspelt variable would have no effect, and nobody would know.
 void warn_of_unknown_variables() {
-  constexpr std::string_view prefix = "REJOIN_";
-  for (char** variable = environ; *variable != nullptr; ++variable) {
+  for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
     std::string_view name = *variable;
     name = name.substr(0, name.find('='));
-    if (!name.starts_with(prefix)) continue;
-    name.remove_prefix(prefix.size());
+    if (is_known(name)) continue;
+    name.remove_prefix(kPrefix.size());
     const auto known = split(kVariables, ' ');
-    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
     const auto nearest = std::min_element(known.begin(), known.end(), [&](const auto& one, const auto& other) {
       return distance(name, one) < distance(name, other);
     });
-    fmt::print(stderr, "rejoin: the variable REJOIN_{} is none of Rejoin's, and is ignored; the nearest is REJOIN_{}\n",
-               name, *nearest);
+    const auto line =
+        fmt::format("rejoin: the variable REJOIN_{} is none of Rejoin's, and is ignored; the nearest is REJOIN_{}\n",
+                    name, *nearest);
+    (void)std::fputs(line.c_str(), stderr);
   }
 }
 
@@ -116,7 +124,10 @@ Result<> parsed(const CLI::App& app, Parse parse) {
 }  // namespace
 
 Flag Flag::required() { return option_->required(), *this; }
-Flag Flag::environment(const char* variable) { return option_->envname(variable), *this; }
+Flag Flag::environment(const char* variable) {
+  REJOIN_CHECK(is_known(variable), "{} is not among kVariables", variable);
+  return option_->envname(variable), *this;
+}
 Flag Flag::show_default() { return option_->capture_default_str(), *this; }
 Flag Flag::separated_by(char border) { return option_->delimiter(border), *this; }
 Flag Flag::sized() { return option_->transform(CLI::AsSizeValue(false)), *this; }

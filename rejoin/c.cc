@@ -51,10 +51,12 @@ extern "C" {
 const char* rejoin_error(void) { return last_error().c_str(); }
 
 void rejoin_set_log(void (*sink)(void* with, int level, const char* line), void* with) {
-  if (sink == nullptr) return rejoin::set_log({});
-  rejoin::set_log([=](rejoin::LogLevel level, std::string_view line) {
-    sink(with, static_cast<int>(level), std::string(line).c_str());
-  });
+  rejoin::LogSink call;
+  if (sink != nullptr)
+    call = [=](rejoin::LogLevel level, std::string_view line) {
+      sink(with, static_cast<int>(level), std::string(line).c_str());
+    };
+  (void)guarded([&] { return rejoin::set_log(std::move(call)), REJOIN_OK; });
 }
 rejoin_code rejoin_set_log_level(int level) {
   if (level < 0 || level > static_cast<int>(rejoin::LogLevel::off))

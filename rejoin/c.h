@@ -151,14 +151,15 @@ const char* rejoin_checkpoint_address(const rejoin_checkpoint_server* server);
 /* The description is copied; the buffers stay the caller's, and unchanged until rejoin_checkpoint_withdraw(). */
 rejoin_code rejoin_checkpoint_publish(rejoin_checkpoint_server* server, uint64_t step, const void* description,
                                       uint64_t description_bytes, const rejoin_memory* buffers, size_t count);
-/* How many fetches it has cut off. */
-uint64_t rejoin_checkpoint_withdraw(rejoin_checkpoint_server* server, uint64_t patience_ms);
+/* `cut_off`: how many fetches it has. `cancelled` as below. */
+rejoin_code rejoin_checkpoint_withdraw(rejoin_checkpoint_server* server, uint64_t patience_ms, int (*cancelled)(void*),
+                                       void* with, uint64_t* cut_off);
 
 /* The other end. All calls come from one thread. */
 typedef struct rejoin_checkpoint_fetch rejoin_checkpoint_fetch;
 /* `cancelled` is called with `with` while anything waits, and ends it by any other value than 0; null: none. */
-rejoin_code rejoin_checkpoint_fetch_open(const char* address, uint64_t step, uint64_t limit_ms, int (*cancelled)(void*),
-                                         void* with, rejoin_checkpoint_fetch** fetch);
+rejoin_code rejoin_checkpoint_fetch_open(const char* transport, const char* address, uint64_t step, uint64_t limit_ms,
+                                         int (*cancelled)(void*), void* with, rejoin_checkpoint_fetch** fetch);
 void rejoin_checkpoint_fetch_close(rejoin_checkpoint_fetch* fetch); /* null: nothing */
 /* The fetch's, until it is closed. */
 rejoin_memory rejoin_checkpoint_description(const rejoin_checkpoint_fetch* fetch);

@@ -20,6 +20,11 @@ rejoin::Duration duration_of(std::uint64_t ms) {
   return std::chrono::milliseconds(std::min(ms, longest));
 }
 
+std::function<bool()> asking(int (*cancelled)(void*), void* with) {
+  if (cancelled == nullptr) return {};
+  return [=] { return cancelled(with) != 0; };
+}
+
 }  // namespace
 
 extern "C" {
@@ -50,16 +55,19 @@ rejoin_code rejoin_checkpoint_publish(rejoin_checkpoint_server* server, uint64_t
         step, std::string(static_cast<const char*>(description), static_cast<std::size_t>(description_bytes)), all));
   });
 }
-uint64_t rejoin_checkpoint_withdraw(rejoin_checkpoint_server* server, uint64_t patience_ms) {
-  return server->server->withdraw(duration_of(patience_ms));
+rejoin_code rejoin_checkpoint_withdraw(rejoin_checkpoint_server* server, uint64_t patience_ms, int (*cancelled)(void*),
+                                       void* with, uint64_t* cut_off) {
+  return guarded([&] {
+    *cut_off = server->server->withdraw(duration_of(patience_ms), asking(cancelled, with));
+    return REJOIN_OK;
+  });
 }
 
-rejoin_code rejoin_checkpoint_fetch_open(const char* address, uint64_t step, uint64_t limit_ms, int (*cancelled)(void*),
-                                         void* with, rejoin_checkpoint_fetch** fetch) {
+rejoin_code rejoin_checkpoint_fetch_open(const char* transport, const char* address, uint64_t step, uint64_t limit_ms,
+                                         int (*cancelled)(void*), void* with, rejoin_checkpoint_fetch** fetch) {
   return guarded([&] {
-    std::function<bool()> asked;
-    if (cancelled != nullptr) asked = [=] { return cancelled(with) != 0; };
-    auto opened = rejoin::CheckpointFetch::open(address, step, duration_of(limit_ms), std::move(asked));
+    auto opened =
+        rejoin::CheckpointFetch::open(transport, address, step, duration_of(limit_ms), asking(cancelled, with));
     if (!opened) return failed(opened.error());
     *fetch = new rejoin_checkpoint_fetch{std::move(*opened)};
     return REJOIN_OK;

@@ -6,6 +6,7 @@
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_address.h"
 #include "rejoin/checkpoint_transfer.h"
+#include "rejoin/log_default.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
 
@@ -16,17 +17,23 @@ namespace {
 using transport::EndpointId, transport::Engine, transport::Event, transport::EventKind, transport::RegionId;
 
 constexpr std::size_t kReadsUnderWay = 8;
-constexpr Duration kLookAround = std::chrono::milliseconds(50);
+constexpr Duration kGoodbye = std::chrono::seconds(1);
 
 std::uint64_t slices_of(std::uint64_t bytes, std::uint64_t slice) { return bytes / slice + (bytes % slice != 0); }
 
 class Fetch final : public CheckpointFetch {
  public:
-  static Result<std::unique_ptr<CheckpointFetch>> open(const std::string& address, std::uint64_t step, Duration limit,
+  static Result<std::unique_ptr<CheckpointFetch>> open(const std::string& transport, const std::string& address,
+                                                       std::uint64_t step, Duration limit,
                                                        std::function<bool()> cancelled) {
+    log_to_stderr_by_default();
     auto server = CheckpointAddress::parse(address);
     if (!server) return tl::unexpected(server.error());
-    auto engine = transport::make_engine(server->transport);
+    if (const auto own = CheckpointAddress::family_of(transport); own != server->family)
+      return fail(ErrorCode::mismatch,
+                  "the checkpoint server's transport is {}, and {} was asked for: both take the same", server->family,
+                  own);
+    auto engine = transport::make_engine(transport);
     if (!engine) return tl::unexpected(engine.error());
     std::unique_ptr<Fetch> fetch(new Fetch(std::move(*engine), server->address, step, std::move(cancelled)));
     fetch->deadline_ = fetch->clock_.now() + limit;
@@ -42,12 +49,31 @@ class Fetch final : public CheckpointFetch {
       return fail(ErrorCode::invalid_argument, "the checkpoint has {} buffers, and {} were given", sizes_.size(),
                   buffers.size());
     deadline_ = clock_.now() + limit;
+    for (std::size_t i = 0; i < buffers.size(); ++i)
+      if (const auto& theirs = contents_.buffers(static_cast<int>(i)); buffers[i].size() != theirs.length())
+        return fail(ErrorCode::invalid_argument, "buffer {} of the checkpoint has {} bytes, and room for {} was given",
+                    i, theirs.length(), buffers[i].size());
+    auto read = read_into(buffers);
+    for (const auto region : ours_) engine_->deregister(region);
+    ours_.clear();
+    if (read) say_goodbye();
+    over_ = true;
+    return read;
+  }
+
+ private:
+  struct Slice {
+    transport::LocalRange local;
+    transport::RemoteRange remote;
+    std::span<std::byte> bytes;
+    std::uint64_t digest = 0;
+  };
+
+  Result<> read_into(const std::vector<std::span<std::byte>>& buffers) {
+    if (over_) return fail(ErrorCode::unavailable, "this fetch is over: open another");
     std::vector<Slice> slices;
     for (std::size_t i = 0; i < buffers.size(); ++i) {
       const auto& theirs = contents_.buffers(static_cast<int>(i));
-      if (buffers[i].size() != theirs.length())
-        return fail(ErrorCode::invalid_argument, "buffer {} of the checkpoint has {} bytes, and room for {} was given",
-                    i, theirs.length(), buffers[i].size());
       if (buffers[i].empty()) continue;
       auto region = engine_->register_region(buffers[i], transport::MemoryKind::host);
       if (!region) return tl::unexpected(region.error());
@@ -59,26 +85,17 @@ class Fetch final : public CheckpointFetch {
                           .bytes = buffers[i].subspan(at, std::min(contents_.slice_bytes(), theirs.length() - at)),
                           .digest = theirs.digests(number)});
     }
-    auto read = read_all(slices, "a buffer");
-    for (const auto region : ours_) engine_->deregister(region);
-    ours_.clear();
-    if (!read) return read;
-    proto::CheckpointRequest done;
-    done.set_done(true);
-    // The server answers by closing the connection. Whatever becomes of it, all bytes are here.
-    if (engine_->send(endpoint_, as_bytes(done.SerializeAsString())))
-      (void)wait([] { return false; }, [](const Event&) {}, "the server's goodbye");
-    over_ = true;
-    return {};
+    return read_all(slices, "a buffer");
   }
 
- private:
-  struct Slice {
-    transport::LocalRange local;
-    transport::RemoteRange remote;
-    std::span<std::byte> bytes;
-    std::uint64_t digest = 0;
-  };
+  // The server answers by closing the connection. Whatever becomes of it, all bytes are here.
+  void say_goodbye() {
+    proto::CheckpointRequest done;
+    done.set_done(true);
+    deadline_ = std::min(deadline_, clock_.now() + kGoodbye);
+    if (engine_->send(endpoint_, as_bytes(done.SerializeAsString())))
+      (void)wait([] { return false; }, [](const Event&) {}, "the server's goodbye");
+  }
 
   Fetch(std::unique_ptr<Engine> engine, std::string server, std::uint64_t step, std::function<bool()> cancelled)
       : engine_(std::move(engine)), server_(std::move(server)), step_(step), cancelled_(std::move(cancelled)) {}
@@ -215,9 +232,10 @@ class Fetch final : public CheckpointFetch {
 
 }  // namespace
 
-Result<std::unique_ptr<CheckpointFetch>> CheckpointFetch::open(const std::string& address, std::uint64_t step,
-                                                               Duration limit, std::function<bool()> cancelled) {
-  return Fetch::open(address, step, limit, std::move(cancelled));
+Result<std::unique_ptr<CheckpointFetch>> CheckpointFetch::open(const std::string& transport, const std::string& address,
+                                                               std::uint64_t step, Duration limit,
+                                                               std::function<bool()> cancelled) {
+  return Fetch::open(transport, address, step, limit, std::move(cancelled));
 }
 
 }  // namespace rejoin

@@ -14,6 +14,7 @@
 #include "checkpoint.pb.h"
 #include "rejoin/checkpoint_address.h"
 #include "rejoin/checkpoint_transfer.h"
+#include "rejoin/log_default.h"
 #include "transport/advertise.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
@@ -42,6 +43,7 @@ struct Published {
 class Server final : public CheckpointServer {
  public:
   static Result<std::unique_ptr<CheckpointServer>> open(const CheckpointServerConfig& config) {
+    log_to_stderr_by_default();
     auto engine = transport::make_engine(config.transport);
     if (!engine) return tl::unexpected(engine.error());
     auto listening = (*engine)->listen({config.listen});
@@ -51,9 +53,10 @@ class Server final : public CheckpointServer {
     auto wake = make_eventfd();
     if (!wake) return tl::unexpected(wake.error());
     const auto own = transport::with_host_for_any(*told, transport::own_host_towards("127.0.0.1:1"));
-    return std::unique_ptr<CheckpointServer>(
-        new Server({.hello = {{random_number(), random_number()}}, .transport = config.transport, .address = own.text},
-                   std::move(*engine), std::move(*wake)));
+    return std::unique_ptr<CheckpointServer>(new Server({.hello = {{random_number(), random_number()}},
+                                                         .family = CheckpointAddress::family_of(config.transport),
+                                                         .address = own.text},
+                                                        std::move(*engine), std::move(*wake)));
   }
 
   ~Server() override {
@@ -78,17 +81,24 @@ class Server final : public CheckpointServer {
     return in_thread([&] { return std::optional(publish_here(step, contents, buffers)); });
   }
 
-  std::size_t withdraw(Duration patience) override {
+  std::size_t withdraw(Duration patience, const std::function<bool()>& cancelled) override {
     const TimePoint deadline = clock_.now() + patience;
     std::size_t cut_off = 0;
-    in_thread([&]() -> std::optional<Result<>> {
-      if (!reading_.empty() && clock_.now() < deadline) {
+    std::atomic<bool> given_up = false;
+    const auto look = [&]() -> std::optional<Result<>> {
+      if (!reading_.empty() && clock_.now() < deadline && !given_up) {
         look_again_ = std::min(look_again_, deadline);
         return std::nullopt;
       }
       cut_off = reading_.size();
       withdraw_here();
       return Result<>();
+    };
+    (void)in_thread(look, [&] {
+      if (!given_up && cancelled && cancelled()) {
+        given_up = true;
+        signal_eventfd(wake_);
+      }
     });
     return cut_off;
   }
@@ -100,19 +110,30 @@ class Server final : public CheckpointServer {
   }
 
   // Runs it in the server's thread, which owns the engine, again after each event until it gives a result; waits for
-  // it.
-  Result<> in_thread(const std::function<std::optional<Result<>>()>& call) {
+  // it, and calls `meanwhile` from time to time.
+  Result<> in_thread(const std::function<std::optional<Result<>>()>& call,
+                     const std::function<void()>& meanwhile = {}) {
     std::unique_lock lock(mutex_);
     std::optional<Result<>> result;
     calls_.push_back([&] {
-      auto outcome = call();
+      std::optional<Result<>> outcome;
+      try {
+        outcome = call();
+      } catch (const std::exception& error) {  // of memory
+        outcome = abandon({ErrorCode::exhausted, error.what()});
+      }
       const std::lock_guard guard(mutex_);
       result = std::move(outcome);
       if (result) done_.notify_all();
       return result.has_value();
     });
     signal_eventfd(wake_);
-    done_.wait(lock, [&] { return result.has_value(); });
+    while (!done_.wait_for(lock, kLookAround, [&] { return result.has_value(); })) {
+      if (!meanwhile) continue;
+      lock.unlock();
+      meanwhile();
+      lock.lock();
+    }
     return *result;
   }
 
@@ -183,6 +204,7 @@ class Server final : public CheckpointServer {
     } else {
       offer.set_refusal(fmt::format("step {} was asked for, and step {} is published", step, published_->step));
     }
+    wanted_[endpoint].reset();
     const auto bytes = offer.SerializeAsString();
     if (!engine_->send(endpoint, as_bytes(bytes))) forget(endpoint);
   }
@@ -211,7 +233,7 @@ class Server final : public CheckpointServer {
     const auto region = registered(as_bytes(published_->contents));
     if (!region) return abandon(region.error());
     published_->region = *region;
-    // A copy: who can't be answered is forgotten.
+    // A copy: who has been answered wants nothing more.
     for (const auto& [endpoint, wants] : std::map(wanted_))
       if (wants) answer(endpoint, *wants);
     return {};
@@ -226,7 +248,7 @@ class Server final : public CheckpointServer {
     if (!published_) return;
     for (const auto region : published_->buffers) engine_->deregister(region);
     published_.reset();
-    reading_.clear();
+    for (const auto endpoint : std::set(reading_)) forget(endpoint);  // they are cut off
   }
 
   const std::string address_;

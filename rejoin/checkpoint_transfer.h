@@ -25,7 +25,7 @@
 namespace rejoin {
 
 struct CheckpointServerConfig {
-  std::string transport = "tcp";     // as in transport/factory.h; who fetches takes the same
+  std::string transport = "tcp";     // as in transport/factory.h; who fetches has one of the same family
   std::string listen = "0.0.0.0:0";  // port 0: the system picks one
   std::string advertise;             // the host that others reach this one at; empty: this machine's own address
 };
@@ -48,17 +48,20 @@ class CheckpointServer {
                            const std::vector<std::span<const std::byte>>& buffers) = 0;
 
   // Waits, at most `patience`, for the fetches that the state has been offered to. When it returns, nobody reads these
-  // bytes any more, and fetches that are still under way fail. Returns how many those are.
-  virtual std::size_t withdraw(Duration patience = {}) = 0;
+  // bytes any more, and fetches that are still under way fail. Returns how many those are. `cancelled` is asked about
+  // every 50 ms meanwhile, and ends the wait.
+  virtual std::size_t withdraw(Duration patience = {}, const std::function<bool()>& cancelled = {}) = 0;
 };
 
 // Thread: the one that has opened it.
 class CheckpointFetch {
  public:
   // Waits until `step` is published there, at most so long. `cancelled` is asked about every 50 ms while anything
-  // waits, and ends it. Errors: `timeout`, with what was waited for; `refused`: a later step is published;
-  // `cancelled`; of the transport.
-  static Result<std::unique_ptr<CheckpointFetch>> open(const std::string& address, std::uint64_t step, Duration limit,
+  // waits, and ends it. `transport` is this process's, of the server's family. Errors: `timeout`, with what was waited
+  // for; `refused`: a later step is published; `mismatch`: the server's transport is of another family; `unavailable`:
+  // the server is not there, or not any more; `corrupt`; `cancelled`; `invalid_argument`: that is no address.
+  static Result<std::unique_ptr<CheckpointFetch>> open(const std::string& transport, const std::string& address,
+                                                       std::uint64_t step, Duration limit,
                                                        std::function<bool()> cancelled = {});
   virtual ~CheckpointFetch() = default;
 
@@ -66,7 +69,8 @@ class CheckpointFetch {
   virtual const std::vector<std::uint64_t>& sizes() const = 0;  // bytes of each buffer
 
   // Fills these, which have the sizes of sizes(). Once; then the fetch is over. Their content is undefined where it
-  // fails. Errors: `timeout`; `unavailable`: withdrawn meanwhile, or the server has gone; `corrupt`: a digest differs.
+  // fails. Errors: `timeout`; `unavailable`: withdrawn meanwhile, or the server has gone; `corrupt`: a digest differs;
+  // `cancelled`; `invalid_argument`: other sizes.
   virtual Result<> into(const std::vector<std::span<std::byte>>& buffers, Duration limit) = 0;
 };
 

@@ -1,13 +1,9 @@
 // The session's C interface (rejoin/c.h) as a Python class. Memory goes out as addresses and sizes: what wraps them in
 // tensors, and keeps the session as long as those, is Python (memory.py). All calls that may wait let other Python
 // threads run meanwhile, and hear signals.
+#include "native.h"
+
 #include <limits.h>
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,27 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "rejoin/c.h"
-
-namespace nb = nanobind;
+using namespace rejoin::python;
 
 namespace {
-
-using Memory = std::pair<std::uintptr_t, std::uint64_t>;  // address, bytes
-
-nb::object& make_error() {
-  static nb::object* make = new nb::object;  // outlives the interpreter's last calls
-  return *make;
-}
-
-[[noreturn]] void raise(rejoin_code code, const std::string& message) {
-  const nb::object error = make_error()(static_cast<int>(code), message);
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  throw nb::python_error();
-}
-void check(rejoin_code code) {
-  if (code != REJOIN_OK) raise(code, rejoin_error());
-}
 
 class Session {
  public:
@@ -197,125 +175,18 @@ class Session {
   std::optional<nb::python_error> raised_;
 };
 
-// What a signal's handler raises ends the call that waits.
-class SignalsHeard {
- public:
-  static int ask(void* self) {
-    const nb::gil_scoped_acquire acquire;
-    auto& raised = static_cast<SignalsHeard*>(self)->raised_;
-    if (!raised && PyErr_CheckSignals() != 0) raised.emplace();
-    return raised.has_value() ? 1 : 0;
-  }
-  void rethrow() {
-    if (!raised_) return;
-    nb::python_error error = std::move(*raised_);
-    raised_.reset();
-    throw std::move(error);
-  }
-
- private:
-  std::optional<nb::python_error> raised_;
-};
-
-std::vector<rejoin_memory> memory_of(const std::vector<Memory>& buffers) {
-  std::vector<rejoin_memory> all;
-  all.reserve(buffers.size());
-  for (const auto& [address, bytes] : buffers) all.push_back({reinterpret_cast<void*>(address), bytes});
-  return all;
-}
-
-class CheckpointServer {
- public:
-  CheckpointServer(const std::string& transport, const std::string& listen, const std::string& advertise) {
-    check(rejoin_checkpoint_serve(transport.c_str(), listen.c_str(), advertise.c_str(), &server_));
-  }
-  CheckpointServer(const CheckpointServer&) = delete;
-  ~CheckpointServer() { close(); }
-
-  std::string address() const { return rejoin_checkpoint_address(open()); }
-  void publish(std::uint64_t step, const nb::bytes& description, const std::vector<Memory>& buffers) {
-    const auto all = memory_of(buffers);
-    rejoin_code code = REJOIN_OK;
-    {
-      auto* const server = open();
-      const auto* const data = description.c_str();
-      const auto size = description.size();
-      const nb::gil_scoped_release release;
-      code = rejoin_checkpoint_publish(server, step, data, size, all.data(), all.size());
-    }
-    check(code);
-  }
-  std::uint64_t withdraw(std::uint64_t patience_ms) {
-    auto* const server = open();
-    const nb::gil_scoped_release release;
-    return rejoin_checkpoint_withdraw(server, patience_ms);
-  }
-  void close() {
-    const nb::gil_scoped_release release;
-    rejoin_checkpoint_server_close(std::exchange(server_, nullptr));
-  }
-
- private:
-  rejoin_checkpoint_server* open() const {
-    if (server_ == nullptr) raise(REJOIN_UNAVAILABLE, "this checkpoint server was shut down: make another");
-    return server_;
-  }
-  rejoin_checkpoint_server* server_ = nullptr;
-};
-
-class CheckpointFetch {
- public:
-  CheckpointFetch(const std::string& address, std::uint64_t step, std::uint64_t limit_ms) {
-    waiting([&] {
-      return rejoin_checkpoint_fetch_open(address.c_str(), step, limit_ms, &SignalsHeard::ask, &signals_, &fetch_);
-    });
-  }
-  CheckpointFetch(const CheckpointFetch&) = delete;
-  ~CheckpointFetch() {
-    const nb::gil_scoped_release release;
-    rejoin_checkpoint_fetch_close(fetch_);
-  }
-
-  nb::bytes description() const {
-    const auto text = rejoin_checkpoint_description(fetch_);
-    return nb::bytes(static_cast<const char*>(text.data), static_cast<std::size_t>(text.bytes));
-  }
-  std::vector<std::uint64_t> sizes() const {
-    std::size_t count = 0;
-    const auto* const sizes = rejoin_checkpoint_sizes(fetch_, &count);
-    return {sizes, sizes + count};
-  }
-  void into(const std::vector<Memory>& buffers, std::uint64_t limit_ms) {
-    const auto all = memory_of(buffers);
-    waiting([&] { return rejoin_checkpoint_fetch_into(fetch_, all.data(), all.size(), limit_ms); });
-  }
-
- private:
-  template <typename Call>
-  void waiting(const Call& call) {
-    rejoin_code code = REJOIN_OK;
-    {
-      const nb::gil_scoped_release release;
-      code = call();
-    }
-    signals_.rethrow();
-    check(code);
-  }
-
-  SignalsHeard signals_;
-  rejoin_checkpoint_fetch* fetch_ = nullptr;
-};
-
 }  // namespace
 
 namespace {
 
 // Of the library's threads, which must not wait for Python: what a full pipe doesn't take is left out.
 void write_line(void* fd, int level, const char* line) {
-  const std::string whole = std::to_string(level) + line + "\n";
-  const std::size_t size = std::min<std::size_t>(whole.size(), PIPE_BUF);  // up to so many are written as one
+  std::string whole = std::to_string(level) + line;
+  whole.resize(std::min<std::size_t>(whole.size(), PIPE_BUF - 1));  // up to so many are written as one
+  std::replace(whole.begin(), whole.end(), '\n', ' ');
+  whole += '\n';
   [[maybe_unused]] const auto written =
-      ::write(static_cast<int>(reinterpret_cast<std::intptr_t>(fd)), whole.data(), size);
+      ::write(static_cast<int>(reinterpret_cast<std::intptr_t>(fd)), whole.data(), whole.size());
 }
 
 }  // namespace
@@ -367,17 +238,5 @@ NB_MODULE(_native, m) {
       .def("state_digest", &Session::state_digest)
       .def("leave", &Session::leave)
       .def("interrupt", &Session::interrupt);
-  nb::class_<CheckpointServer>(m, "CheckpointServer")
-      .def(nb::init<const std::string&, const std::string&, const std::string&>(), nb::arg("transport"),
-           nb::arg("listen"), nb::arg("advertise"))
-      .def("address", &CheckpointServer::address)
-      .def("publish", &CheckpointServer::publish, nb::arg("step"), nb::arg("description"), nb::arg("buffers"))
-      .def("withdraw", &CheckpointServer::withdraw, nb::arg("patience_ms"))
-      .def("close", &CheckpointServer::close);
-  nb::class_<CheckpointFetch>(m, "CheckpointFetch")
-      .def(nb::init<const std::string&, std::uint64_t, std::uint64_t>(), nb::arg("address"), nb::arg("step"),
-           nb::arg("limit_ms"))
-      .def("description", &CheckpointFetch::description)
-      .def("sizes", &CheckpointFetch::sizes)
-      .def("into", &CheckpointFetch::into, nb::arg("buffers"), nb::arg("limit_ms"));
+  bind_checkpoints(m);
 }

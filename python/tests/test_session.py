@@ -145,9 +145,9 @@ seen = threading.Event()
 logging.getLogger().addHandler(Seen())
 rejoin.log.to_logging()
 rails = _native.CheckpointServer("tcp:127.0.0.1,127.0.0.1", "127.0.0.1:0", "")
-scheme, secret, transport, address = rails.address().split(" ")
+scheme, secret, family, address = rails.address().split(" ")
 try:  # without rails, which the server refuses and says so
-    _native.CheckpointFetch(" ".join([scheme, secret, "tcp", address.split("|")[0]]), 1, 10_000)
+    _native.CheckpointFetch("tcp", " ".join([scheme, secret, "tcp", address.split("|")[0]]), 1, 10_000)
 except rejoin.Unavailable:
     assert seen.wait(30)
 try:

@@ -81,13 +81,41 @@ def test_disallow_waits_for_who_receives_and_no_longer_than_its_timeout():
     sender.send_checkpoint([1], 3, state(1), LONG)
     from rejoin import _native
 
-    stuck = _native.CheckpointFetch(sender.metadata(), 3, 10_000)
+    stuck = _native.CheckpointFetch("tcp", sender.metadata(), 3, 10_000)
     start = time.monotonic()
     sender.disallow_checkpoint()
     assert 0.15 < time.monotonic() - start < 5
-    del stuck
+    stuck.close()
     with pytest.raises(rejoin.DeadlinePassed):
         transport().recv_checkpoint(0, sender.metadata(), 3, timedelta(milliseconds=50))
+
+
+def test_shutdown_beside_a_wait_for_who_receives():
+    sender = transport()
+    sender.send_checkpoint([1], 3, state(1), LONG)
+    from rejoin import _native
+
+    stuck = _native.CheckpointFetch("tcp", sender.metadata(), 3, 10_000)
+    waiting = threading.Thread(target=sender.disallow_checkpoint)
+    waiting.start()
+    sender.shutdown(wait=False)
+    stuck.close()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_a_state_without_tensors_and_views_that_are_not_what_their_bytes_say():
+    sender, receiver = transport(), transport()
+    sender.send_checkpoint([1], 3, {"step": 3}, LONG)
+    assert receiver.recv_checkpoint(0, sender.metadata(), 3, LONG) == {"step": 3}
+    sender.disallow_checkpoint()
+    with pytest.raises(rejoin.DeadlinePassed):
+        receiver.recv_checkpoint(0, sender.metadata(), 3, timedelta(milliseconds=50))
+    turned = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    sender.send_checkpoint([1], 4, {"turned": turned, "masked": torch.nn.Parameter(torch.ones(3))}, LONG)
+    got = receiver.recv_checkpoint(0, sender.metadata(), 4, LONG)
+    assert torch.equal(got["turned"], turned)
+    assert torch.equal(got["masked"], torch.ones(3))
 
 
 def test_after_shutdown_it_says_so():

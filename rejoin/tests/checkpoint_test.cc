@@ -33,7 +33,7 @@ struct CheckpointTransfer : testing::TestWithParam<std::string> {
   }
   std::vector<std::span<const std::byte>> views() const { return {state.begin(), state.end()}; }
   Result<std::vector<Bytes>> fetch(std::uint64_t step, Duration limit = kLong) {
-    auto opened = CheckpointFetch::open(server->address(), step, limit);
+    auto opened = CheckpointFetch::open(GetParam(), server->address(), step, limit);
     if (!opened) return tl::unexpected(opened.error());
     EXPECT_EQ((*opened)->description(), "what it is");
     std::vector<Bytes> all;
@@ -64,7 +64,7 @@ TEST_P(CheckpointTransfer, WhoComesEarlyWaitsForItsStepAndOneThatIsPastIsRefused
 
 TEST_P(CheckpointTransfer, NothingIsReadAfterItHasBeenWithdrawn) {
   ASSERT_TRUE(server->publish(7, "what it is", views()));
-  auto opened = CheckpointFetch::open(server->address(), 7, kLong);
+  auto opened = CheckpointFetch::open(GetParam(), server->address(), 7, kLong);
   ASSERT_TRUE(opened);
   server->withdraw();
   std::vector<Bytes> all;
@@ -79,7 +79,7 @@ TEST_P(CheckpointTransfer, NothingIsReadAfterItHasBeenWithdrawn) {
 
 TEST_P(CheckpointTransfer, WhoReadsIsWaitedForAndWhoDoesNotGoOnIsCutOff) {
   ASSERT_TRUE(server->publish(7, "what it is", views()));
-  auto reader = CheckpointFetch::open(server->address(), 7, kLong);
+  auto reader = CheckpointFetch::open(GetParam(), server->address(), 7, kLong);
   ASSERT_TRUE(reader);
   auto withdrawn = std::async(std::launch::async, [&] { return server->withdraw(kLong); });
   std::vector<Bytes> all;
@@ -89,11 +89,35 @@ TEST_P(CheckpointTransfer, WhoReadsIsWaitedForAndWhoDoesNotGoOnIsCutOff) {
   EXPECT_EQ(all, state);
 
   ASSERT_TRUE(server->publish(8, "what it is", views()));
-  auto stopped = CheckpointFetch::open(server->address(), 8, kLong);
-  auto gone = CheckpointFetch::open(server->address(), 8, kLong);
+  auto stopped = CheckpointFetch::open(GetParam(), server->address(), 8, kLong);
+  auto gone = CheckpointFetch::open(GetParam(), server->address(), 8, kLong);
   ASSERT_TRUE(stopped && gone);
   gone->reset();
   EXPECT_EQ(server->withdraw(100ms), 1u);
+  // … and is not waited for again, though the same step is published once more.
+  ASSERT_TRUE(server->publish(8, "what it is", views()));
+  EXPECT_EQ(server->withdraw(kLong), 0u);
+
+  ASSERT_TRUE(server->publish(9, "what it is", views()));
+  auto other = CheckpointFetch::open(GetParam(), server->address(), 9, kLong);
+  ASSERT_TRUE(other);
+  EXPECT_EQ(server->withdraw(kLong, [] { return true; }), 1u) << "an interrupt ends the wait";
+}
+
+TEST(CheckpointServer, WithRailsIsReachedByAProcessWithOthersAndByNoOtherTransport) {
+  auto server = CheckpointServer::open(
+      {.transport = "tcp:127.0.0.1,127.0.0.2", .listen = "127.0.0.1:0|127.0.0.2:0", .advertise = {}});
+  ASSERT_TRUE(server) << server.error().message;
+  const Bytes bytes = some_bytes(3 * MiB, 1);
+  ASSERT_TRUE((*server)->publish(1, "", {bytes}));
+  auto fetch = CheckpointFetch::open("tcp:127.0.0.3,127.0.0.4", (*server)->address(), 1, kLong);
+  ASSERT_TRUE(fetch) << fetch.error().message;
+  Bytes got(bytes.size());
+  ASSERT_TRUE((*fetch)->into({got}, kLong));
+  EXPECT_EQ(got, bytes);
+  const auto other = CheckpointFetch::open("tcp", (*server)->address(), 1, kLong);
+  ASSERT_FALSE(other);
+  EXPECT_EQ(other.error().code, ErrorCode::mismatch) << other.error().message;
 }
 
 TEST_P(CheckpointTransfer, BytesThatChangedMeanwhileAreNotTaken) {
@@ -110,7 +134,7 @@ TEST_P(CheckpointTransfer, ADeadlineAndAnInterruptEndTheWait) {
   ASSERT_FALSE(late);
   EXPECT_EQ(late.error().code, ErrorCode::timeout);
   EXPECT_THAT(late.error().message, HasSubstr("timed out waiting for step 7 to be published"));
-  const auto cancelled = CheckpointFetch::open(server->address(), 7, kLong, [] { return true; });
+  const auto cancelled = CheckpointFetch::open(GetParam(), server->address(), 7, kLong, [] { return true; });
   ASSERT_FALSE(cancelled);
   EXPECT_EQ(cancelled.error().code, ErrorCode::cancelled);
 }
@@ -120,14 +144,14 @@ TEST_P(CheckpointTransfer, WhoDoesNotKnowTheAddressIsNotLetIn) {
   auto guessed = *CheckpointAddress::parse(server->address());
   EXPECT_EQ(guessed.text(), server->address());
   guessed.hello.secret[1] ^= 1;
-  const auto opened = CheckpointFetch::open(guessed.text(), 7, kLong);
+  const auto opened = CheckpointFetch::open(GetParam(), guessed.text(), 7, kLong);
   ASSERT_FALSE(opened);
   EXPECT_EQ(opened.error().code, ErrorCode::unavailable) << opened.error().message;
 }
 
 TEST_P(CheckpointTransfer, AServerThatGoesIsSeenBeforeTheDeadline) {
   auto waiting = std::async(std::launch::async, [&, address = server->address()] {
-    return CheckpointFetch::open(address, 7, kLong).error().code;
+    return CheckpointFetch::open(GetParam(), address, 7, kLong).error().code;
   });
   ASSERT_TRUE(server->publish(1, "what it is", views()));  // the server is in its loop
   server.reset();

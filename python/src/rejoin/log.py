@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 
 from rejoin import _native
@@ -44,5 +45,7 @@ def set_level(level: int) -> None:
 def _read(reading: int, logger: logging.Logger) -> None:
     with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if line[:1].isdigit():
+            try:
                 logger.log(_LEVELS[min(int(line[0]), 4)], "%s", line[1:].rstrip("\n"))
+            except Exception:  # of somebody's filter or handler: the next line may be taken
+                sys.excepthook(*sys.exc_info())

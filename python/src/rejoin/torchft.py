@@ -14,6 +14,7 @@ import logging
 import math
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,9 +53,11 @@ def _local(leaf: Any) -> torch.Tensor | None:
     """Give the tensor of which the bytes are sent; None: the leaf is pickled."""
     if isinstance(leaf, DTensor):
         leaf = leaf._local_tensor
-    if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):  # others may have their bytes elsewhere
         return None
-    return leaf.detach()
+    if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
+        return None
+    return cast(torch.Tensor, leaf.detach().resolve_conj().resolve_neg())
 
 
 class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft has no types to see
@@ -65,17 +68,19 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
     this checkpoint has passed), `rejoin.Corrupt` (the sender's tensors changed before `disallow_checkpoint()`).
 
     Args:
-        timeout: how long `disallow_checkpoint()` waits for who is receiving
+        timeout: how long `disallow_checkpoint()` waits for who is receiving; below the manager's own
         transport: "tcp", "ibverbs", "shm" (one machine) or another that `rejoind --help` names
         listen: the address to listen on; port 0: the system picks one
         advertise: the host under which others reach this one; by default the machine's own address
         state_dict: gives the tensors that are received into, in place; they may have another device, and those of
-            another shape or type are left out and made anew
+            another shape or type are left out and made anew. A receive that fails leaves them written in part, so
+            that they are no state any more: end the process then, or receive again before anything reads them. Not
+            for a manager with `use_async_quorum`, which receives while the model computes
     """
 
     def __init__(
         self,
-        timeout: timedelta = timedelta(seconds=60),
+        timeout: timedelta = timedelta(seconds=10),
         transport: str = "tcp",
         listen: str = "0.0.0.0:0",
         advertise: str = "",
@@ -83,9 +88,11 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
     ) -> None:
         self._timeout = timeout
         self._state_dict = state_dict
+        self._transport = transport
         self._server = _native.CheckpointServer(transport, listen, advertise)
-        self._lock = threading.Lock()  # guards _sent
-        self._sent: list[torch.Tensor] = []  # what is read out of them, alive until it is withdrawn
+        self._lock = threading.Lock()  # guards the two below
+        self._offered = False
+        self._sent: list[torch.Tensor] = []  # alive until it is withdrawn
 
     def metadata(self) -> str:
         """Give the address that `recv_checkpoint()` takes."""
@@ -111,23 +118,30 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
             )
             tensors.append(local.cpu().contiguous())
         with self._lock:
+            self._offered, self._sent = True, self._sent + tensors
             self._server.publish(step, pickle.dumps((described, spec)), [_memory_of(one) for one in tensors])
             self._sent = tensors
 
     def disallow_checkpoint(self) -> None:
         """Wait for who is receiving, at most `timeout`; from then on nobody reads these tensors any more."""
         with self._lock:
-            if not self._sent:
+            if not self._offered:
                 return
             cut_off = self._server.withdraw(_milliseconds(self._timeout))
-            self._sent = []
+            self._offered, self._sent = False, []
         if cut_off:
             _log.warning("%d receivers had not finished after %s, and were cut off", cut_off, self._timeout)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Wait until that step is offered there, and receive it: into `state_dict()`'s tensors, where it was given."""
-        limit = _milliseconds(timeout)
-        fetch = _native.CheckpointFetch(metadata, step, limit)
+        deadline = time.monotonic() + timeout.total_seconds()
+        fetch = _native.CheckpointFetch(self._transport, metadata, step, _milliseconds(timeout))
+        try:
+            return self._receive(fetch, deadline)
+        finally:
+            fetch.close()  # the sender waits for who is receiving
+
+    def _receive(self, fetch: _native.CheckpointFetch, deadline: float) -> T:
         described, spec = pickle.loads(fetch.description())
         own = self._own(spec, len(described))
         buffers = []
@@ -151,7 +165,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
                 if described_leaf.spec is not None:
                     mine = DTensor(target, described_leaf.spec, requires_grad=False)  # type: ignore[no-untyped-call]
             leaves.append(mine)
-        fetch.into([_memory_of(one) for one in buffers], limit)
+        fetch.into([_memory_of(one) for one in buffers], max(0, math.ceil((deadline - time.monotonic()) * 1000)))
         with torch.no_grad():
             for received, target in copied:
                 target.copy_(received)
@@ -171,4 +185,3 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
         if wait:
             self.disallow_checkpoint()
         self._server.close()
-        self._sent = []

@@ -22,11 +22,13 @@ from rejoin._daemon import local_daemon
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.launch import Place, place_from_environment
 from rejoin.torch import _optimizer
+from rejoin.torch._buckets import Buckets
+from rejoin.torch._checkpoint import checkpoint_of, restore
 from rejoin.torch._data import Batches, Fetcher, Ranges
 from rejoin.torch._fingerprint import fingerprint
 from rejoin.torch._memory import tensor_at, type_of
 from rejoin.torch._ranks import Ranks, Terminated
-from rejoin.torch._sharding import gather_again, groups_of, local
+from rejoin.torch._sharding import gather_again, groups_of
 from rejoin.torch._tensors import Tensor, buckets_of, buffers_of, parameters_of
 from rejoin.torch._update import Rules, Schedule, Update
 
@@ -87,12 +89,7 @@ class Session:
         settings.setdefault("device", "host" if self.device.type == "cpu" else str(self.device))
         self._native = _native.Session([f"{name.replace('_', '-')}={value}" for name, value in settings.items()])
         self._tensors: list[Tensor] = []
-        self._buckets: list[list[Tensor]] = []
-        self._missing: list[int] = []  # gradients, by bucket, in this step
-        self._next_bucket = 0  # to be handed over in this step
-        # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
-        # known to be there while the one before is under way.
-        self._side_streams: list[torch.cuda.Stream] = []
+        self._buckets = Buckets(self._native, self.device)
         self._metrics: tuple[str, ...] = ()
         self._metric_values: torch.Tensor | None = None
         self._loss_scale: torch.Tensor | None = None  # [log2, good steps]
@@ -200,7 +197,7 @@ class Session:
             number = self._native.bucket([tensor.index for tensor in bucket])
             for tensor in bucket:
                 tensor.bucket = number
-            self._buckets.append(bucket)
+            self._buckets.add(bucket)
         self._native.allocate()
 
     def _at(self, memory: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -223,9 +220,9 @@ class Session:
         hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
         session = weakref.ref(self)  # autograd keeps its hooks where Python's collector does not look
 
-        def on_gradient(parameter: torch.Tensor) -> None:
+        def on_gradient(_: torch.Tensor) -> None:
             if (alive := session()) is not None:
-                alive._on_gradient(tensor, parameter)
+                alive._on_gradient(tensor)
 
         hook(on_gradient)
 
@@ -344,10 +341,8 @@ class Session:
                 if not self._contributed:  # what came after the last update has changed the session's memory alone
                     self._refresh()
                 self._contributed = True
-                for tensor in self._tensors:
-                    tensor.arrived = False
                 self._zero_grad()  # of a backward() before, say to warm up
-                self._missing, self._next_bucket = [len(bucket) for bucket in self._buckets], 0
+                self._buckets.begin()
                 self._in_step, self._updated = True, False
                 self._step = Step(number, leads, contributors, tuple(batch), self)
                 return self._step
@@ -382,7 +377,7 @@ class Session:
     def _stream(self) -> int | None:
         return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else None
 
-    def _on_gradient(self, tensor: Tensor, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, tensor: Tensor) -> None:
         if not self._in_step or self._accumulating:
             return
         if tensor.arrived:
@@ -390,44 +385,7 @@ class Session:
                 f"a second gradient of '{tensor.name}' in step {self._step.number if self._step else 0}: all but the "
                 "last backward() of a step belong into 'with session.accumulate():'"
             )
-        gradient = parameter.grad
-        assert gradient is not None
-        with torch.no_grad():
-            tensor.view(tensor.gradient).copy_(local(gradient))
-        self._arrive(tensor)
-
-    def _arrive(self, tensor: Tensor) -> None:
-        tensor.arrived = True
-        self._missing[tensor.bucket] -= 1
-        # In the order of their numbers, on all replicas: a stream that waits for one bucket keeps those behind it back.
-        while self._next_bucket < len(self._missing) and self._missing[self._next_bucket] == 0:
-            self._hand_over(self._next_bucket)
-            self._next_bucket += 1
-
-    def _hand_over(self, bucket: int) -> None:
-        if self.device.type != "cuda":
-            self._native.all_reduce(bucket, None)
-            return
-        if not self._side_streams:
-            self._side_streams = [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
-        side = self._side_streams[bucket % 2]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        self._native.all_reduce(bucket, int(side.cuda_stream))
-
-    # What no backward() has brought: buffers, metrics, and parameters that were not used.
-    def _hand_over_rest(self) -> None:
-        with torch.no_grad():
-            for bucket in self._buckets:
-                for tensor in bucket:
-                    if tensor.arrived:
-                        continue
-                    if not tensor.is_parameter:
-                        tensor.gradient.copy_(tensor.value.reshape(-1))
-                    elif tensor.value.grad is not None:  # of accumulate() alone
-                        tensor.view(tensor.gradient).copy_(local(tensor.value.grad))
-                    else:
-                        tensor.gradient.zero_()
-                    self._arrive(tensor)
+        self._buckets.bring(tensor)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         for tensor in self._tensors:
@@ -441,7 +399,7 @@ class Session:
             raise InvalidArgument("optimizer.step() is due once in each step that session.steps() gives")
         for tensor in self._tensors:
             tensor.check_place()
-        self._hand_over_rest()
+        self._buckets.bring_rest()
         self._update(self._step.number)
         self._updated = True
         return None
@@ -449,8 +407,7 @@ class Session:
     def _update(self, step: int) -> None:
         assert self._updates is not None
         pieces = self._native.begin_update()
-        for side in self._side_streams:  # their waits have ended
-            torch.cuda.current_stream(self.device).wait_stream(side)
+        self._buckets.follow()
         if pieces is None:
             return
         try:
@@ -512,25 +469,7 @@ class Session:
         Between steps: after `optimizer.step()`, in the loop's body. The tensors are the live ones, so save them before
         the loop goes on. A plain PyTorch job loads "model" and "optimizer" as they are.
         """
-        if self._model is None or self._optimizer is None:
-            raise InvalidArgument("state_dict() comes after attach()")
-        if self._averaging:
-            raise InvalidArgument('state_dict() within averaged(): it is always of the weights; ["average"] has these')
-        state: dict[str, Any] = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        parameters = [tensor for tensor in self._tensors if tensor.is_parameter]
-        masters = {t.name: t.optimizers(t.columns[0]) for t in parameters if t.has_master}
-        average = {t.name: t.optimizers(t.columns[-1]) for t in parameters if t.averaged}
-        state.update({name: of for name, of in (("masters", masters), ("average", average)) if of})
-        of_rank: dict[str, Any] = {
-            "position": self._native.position() if self._joined else None,
-            "version": self._native.committed() if self._joined else 0,
-            "metrics": self._metric_values,  # of the last step: a part of the state
-            "loss_scale": self._loss_scale,
-        }
-        if self._ranks is not None and self._ranks.several:  # of one name, and each rank's own
-            of_rank["buffers"] = {t.name: t.value for t in self._tensors if t.is_buffer}
-        state["rejoin"] = {f"rank{self.rank}": of_rank}
-        return state
+        return checkpoint_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave, or a plain PyTorch job's {"model": …, "optimizer": …}, before join().
@@ -538,66 +477,7 @@ class Session:
         Every replica does, also one that is started again later: how many steps the optimizer had counted before the
         job began comes from here, and the coordinator refuses a replica that counts otherwise.
         """
-        if self._model is None or self._optimizer is None or self._updates is None or self._joined:
-            raise InvalidArgument("load_state_dict() comes after attach() and before join()")
-        self._model.load_state_dict(state["model"])
-        place = state["rejoin"].get(f"rank{self.rank}") if "rejoin" in state else None
-        if "rejoin" in state and place is None:
-            known = ", ".join(state["rejoin"])
-            raise InvalidArgument(f"the checkpoint knows {known}, and this is rank {self.rank} of its replica")
-        self._position = place["position"] if place is not None else None
-        version = _native.position_step(self._position) if self._position is not None else 0
-        if place is not None:
-            self._load_own("metrics", self._metric_values, place.get("metrics"))
-            self._load_own("loss_scale", self._loss_scale, place.get("loss_scale"))
-        self._load_optimizer(state["optimizer"]["state"], version)
-        buffers = place.get("buffers", {}) if place is not None else {}
-        with torch.no_grad():
-            for tensor in self._tensors:
-                if tensor.name in buffers:
-                    tensor.value.copy_(buffers[tensor.name])
-            for tensor in self._tensors:
-                if not tensor.is_parameter:
-                    tensor.take_changes()
-                elif tensor.has_master:
-                    tensor.take(tensor.columns[0], state.get("masters", {}).get(tensor.name, tensor.value))
-                if tensor.averaged:
-                    tensor.take(tensor.columns[-1], state.get("average", {}).get(tensor.name, tensor.value))
-
-    def _load_own(self, name: str, to: torch.Tensor | None, values: torch.Tensor | None) -> None:
-        if to is None or values is None:
-            return
-        if values.shape != to.shape:
-            raise InvalidArgument(f"the checkpoint has {values.numel()} {name}, and attach() was given {to.numel()}")
-        to.copy_(values)
-
-    def _load_optimizer(self, state: Mapping[int, Mapping[str, Any]], version: int) -> None:
-        assert self._optimizer is not None and self._updates is not None
-        shapes = {id(tensor.value): tensor for tensor in self._tensors}
-        counts: set[int] = set()
-        order = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for number, kept in state.items():
-            if not isinstance(number, int):
-                raise InvalidArgument(
-                    f"the optimizer's state is by names ('{number}'), and optimizer.state_dict()'s is by numbers: save "
-                    "session.state_dict()"
-                )
-            if number >= len(order):
-                raise InvalidArgument(
-                    f"the checkpoint's optimizer has parameter number {number}, and this one {len(order)} of them"
-                )
-            tensor = shapes[id(order[number])]
-            counted = tensor.take_state(kept)
-            if tensor.kept.step is not None:
-                counts.add(counted)
-        if len(counts) > 1:
-            raise InvalidArgument(
-                f"the checkpoint's optimizer has counted {sorted(counts)} steps for different parameters; Rejoin "
-                "updates all of them in each step"
-            )
-        for counted in counts:
-            self._updates.offset = counted - version
-            self._updates.count_all(version)
+        restore(self, state)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

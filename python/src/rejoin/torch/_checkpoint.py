@@ -1,0 +1,103 @@
+"""What a checkpoint of a session has, and how a session takes one in: `Session.state_dict()`, `load_state_dict()`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rejoin import _native
+from rejoin.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from rejoin.torch._session import Session
+
+
+def checkpoint_of(session: Session) -> dict[str, Any]:
+    """Give the state as `Session.state_dict()` says."""
+    if session._model is None or session._optimizer is None:
+        raise InvalidArgument("state_dict() comes after attach()")
+    if session._averaging:
+        raise InvalidArgument('state_dict() within averaged(): it is always of the weights; ["average"] has these')
+    state: dict[str, Any] = {"model": session._model.state_dict(), "optimizer": session._optimizer.state_dict()}
+    parameters = [tensor for tensor in session._tensors if tensor.is_parameter]
+    masters = {t.name: t.optimizers(t.columns[0]) for t in parameters if t.has_master}
+    average = {t.name: t.optimizers(t.columns[-1]) for t in parameters if t.averaged}
+    state.update({name: of for name, of in (("masters", masters), ("average", average)) if of})
+    of_rank: dict[str, Any] = {
+        "position": session._native.position() if session._joined else None,
+        "version": session._native.committed() if session._joined else 0,
+        "metrics": session._metric_values,  # of the last step: a part of the state
+        "loss_scale": session._loss_scale,
+    }
+    if session._ranks is not None and session._ranks.several:  # of one name, and each rank's own
+        of_rank["buffers"] = {t.name: t.value for t in session._tensors if t.is_buffer}
+    state["rejoin"] = {f"rank{session.rank}": of_rank}
+    return state
+
+
+def restore(session: Session, state: Mapping[str, Any]) -> None:
+    """Take the state in as `Session.load_state_dict()` says."""
+    if session._model is None or session._optimizer is None or session._updates is None or session._joined:
+        raise InvalidArgument("load_state_dict() comes after attach() and before join()")
+    session._model.load_state_dict(state["model"])
+    place = state["rejoin"].get(f"rank{session.rank}") if "rejoin" in state else None
+    if "rejoin" in state and place is None:
+        known = ", ".join(state["rejoin"])
+        raise InvalidArgument(f"the checkpoint knows {known}, and this is rank {session.rank} of its replica")
+    session._position = place["position"] if place is not None else None
+    version = _native.position_step(session._position) if session._position is not None else 0
+    if place is not None:
+        _load_own("metrics", session._metric_values, place.get("metrics"))
+        _load_own("loss_scale", session._loss_scale, place.get("loss_scale"))
+    _load_optimizer(session, state["optimizer"]["state"], version)
+    buffers = place.get("buffers", {}) if place is not None else {}
+    with torch.no_grad():
+        for tensor in session._tensors:
+            if tensor.name in buffers:
+                tensor.value.copy_(buffers[tensor.name])
+        for tensor in session._tensors:
+            if not tensor.is_parameter:
+                tensor.take_changes()
+            elif tensor.has_master:
+                tensor.take(tensor.columns[0], state.get("masters", {}).get(tensor.name, tensor.value))
+            if tensor.averaged:
+                tensor.take(tensor.columns[-1], state.get("average", {}).get(tensor.name, tensor.value))
+
+
+def _load_own(name: str, to: torch.Tensor | None, values: torch.Tensor | None) -> None:
+    if to is None or values is None:
+        return
+    if values.shape != to.shape:
+        raise InvalidArgument(f"the checkpoint has {values.numel()} {name}, and attach() was given {to.numel()}")
+    to.copy_(values)
+
+
+def _load_optimizer(session: Session, state: Mapping[int, Mapping[str, Any]], version: int) -> None:
+    assert session._optimizer is not None and session._updates is not None
+    shapes = {id(tensor.value): tensor for tensor in session._tensors}
+    counts: set[int] = set()
+    order = [p for group in session._optimizer.param_groups for p in group["params"]]
+    for number, kept in state.items():
+        if not isinstance(number, int):
+            raise InvalidArgument(
+                f"the optimizer's state is by names ('{number}'), and optimizer.state_dict()'s is by numbers: save "
+                "session.state_dict()"
+            )
+        if number >= len(order):
+            raise InvalidArgument(
+                f"the checkpoint's optimizer has parameter number {number}, and this one {len(order)} of them"
+            )
+        tensor = shapes[id(order[number])]
+        counted = tensor.take_state(kept)
+        if tensor.kept.step is not None:
+            counts.add(counted)
+    if len(counts) > 1:
+        raise InvalidArgument(
+            f"the checkpoint's optimizer has counted {sorted(counts)} steps for different parameters; Rejoin "
+            "updates all of them in each step"
+        )
+    for counted in counts:
+        session._updates.offset = counted - version
+        session._updates.count_all(version)
