@@ -23,8 +23,8 @@ Bytes some_bytes(std::size_t size, unsigned seed) {
 }
 
 struct CheckpointTransfer : testing::TestWithParam<std::string> {
-  std::unique_ptr<CheckpointServer> server;
   const std::vector<Bytes> state{some_bytes(9'000'001, 1), {}, some_bytes(1, 2), some_bytes(4 * MiB, 3)};
+  std::unique_ptr<CheckpointServer> server;  // the last, so that it ends before what it offers
 
   void SetUp() override {
     auto opened = CheckpointServer::open({.transport = GetParam(), .listen = "127.0.0.1:0", .advertise = {}});
@@ -105,10 +105,10 @@ TEST_P(CheckpointTransfer, WhoReadsIsWaitedForAndWhoDoesNotGoOnIsCutOff) {
 }
 
 TEST(CheckpointServer, WithRailsIsReachedByAProcessWithOthersAndByNoOtherTransport) {
+  const Bytes bytes = some_bytes(3 * MiB, 1);
   auto server = CheckpointServer::open(
       {.transport = "tcp:127.0.0.1,127.0.0.2", .listen = "127.0.0.1:0|127.0.0.2:0", .advertise = {}});
   ASSERT_TRUE(server) << server.error().message;
-  const Bytes bytes = some_bytes(3 * MiB, 1);
   ASSERT_TRUE((*server)->publish(1, "", {bytes}));
   auto fetch = CheckpointFetch::open("tcp:127.0.0.3,127.0.0.4", (*server)->address(), 1, kLong);
   ASSERT_TRUE(fetch) << fetch.error().message;
@@ -127,6 +127,7 @@ TEST_P(CheckpointTransfer, BytesThatChangedMeanwhileAreNotTaken) {
   const auto got = fetch(7);
   ASSERT_FALSE(got);
   EXPECT_EQ(got.error().code, ErrorCode::corrupt);
+  server->withdraw();
 }
 
 TEST_P(CheckpointTransfer, ADeadlineAndAnInterruptEndTheWait) {
