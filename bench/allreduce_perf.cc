@@ -360,8 +360,8 @@ int main(int argc, char** argv) {
   line.add("-c,--check", s.check, "check every element").show_default();
   line.add("--ranks", s.ranks, "processes to start").range(1, 64).show_default();
   line.add("--transport", s.transport, "shm, tcp or ucx:LIST").show_default();
-  line.add("--chunk", s.ftar.chunk_bytes, "largest chunk").sized().show_default();
-  line.add("--in-flight", s.ftar.chunks_in_flight, "chunks in flight per neighbour").show_default();
+  line.add("--chunk-bytes", s.ftar.chunk_bytes, "largest chunk").sized().show_default();
+  line.add("--chunks-in-flight", s.ftar.chunks_in_flight, "chunks in flight per neighbour").show_default();
   line.add("--direct", s.ftar.direct_bytes, "largest size that skips the ring").sized().show_default();
   line.add("--both-ways", s.ftar.both_ways, "all-gather in both directions").show_default();
   line.add("--limits", s.limits, "measure this machine's limit beside").show_default();
