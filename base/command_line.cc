@@ -28,6 +28,12 @@ std::size_t distance(std::string_view from, std::string_view to) {
   return row.back();
 }
 
+const std::string& nearest(std::string_view name, const std::vector<std::string>& known) {
+  return *std::min_element(known.begin(), known.end(), [&](const auto& one, const auto& other) {
+    return distance(name, one) < distance(name, other);
+  });
+}
+
 // What any program of the project, its scripts and its tests take from the environment; what the tests' own drivers do
 // is not among them. docs/operations.md and docs/trainer.md say what each is for.
 constexpr std::string_view kVariables =
@@ -39,10 +45,15 @@ constexpr std::string_view kVariables =
 
 constexpr std::string_view kPrefix = "REJOIN_";
 
+const std::vector<std::string>& known_variables() {
+  static const auto all = split(kVariables, ' ');
+  return all;
+}
+
 bool is_known(std::string_view variable) {
-  const auto known = split(kVariables, ' ');
-  return !variable.starts_with(kPrefix) ||
-         std::find(known.begin(), known.end(), variable.substr(kPrefix.size())) != known.end();
+  if (!variable.starts_with(kPrefix)) return true;
+  const auto& known = known_variables();
+  return std::find(known.begin(), known.end(), variable.substr(kPrefix.size())) != known.end();
 }
 
 // A misspelt variable would have no effect, and nobody would know.
@@ -52,13 +63,9 @@ void warn_of_unknown_variables() {
     name = name.substr(0, name.find('='));
     if (is_known(name)) continue;
     name.remove_prefix(kPrefix.size());
-    const auto known = split(kVariables, ' ');
-    const auto nearest = std::min_element(known.begin(), known.end(), [&](const auto& one, const auto& other) {
-      return distance(name, one) < distance(name, other);
-    });
     const auto line =
         fmt::format("rejoin: the variable REJOIN_{} is none of Rejoin's, and is ignored; the nearest is REJOIN_{}\n",
-                    name, *nearest);
+                    name, nearest(name, known_variables()));
     (void)std::fputs(line.c_str(), stderr);
   }
 }
@@ -83,12 +90,9 @@ class Settings : public CLI::ConfigBase {
       const std::string name = item.fullname();
       const bool border = item.name == "++" || item.name == "--";  // of a section
       if (border || std::find(known.begin(), known.end(), name) != known.end()) continue;
-      const auto nearest = std::min_element(known.begin(), known.end(), [&](const auto& a, const auto& b) {
-        return distance(name, a) < distance(name, b);
-      });
       throw CLI::ConfigError(
           fmt::format("settings file: no setting is called '{}'; the nearest is '{}', and --help names all", name,
-                      *nearest),
+                      nearest(name, known)),
           CLI::ExitCodes::ConfigError);
     }
     return settings;

@@ -51,7 +51,7 @@ Result<> Source::on_fetch(const proto::Fetch& fetch) {
   if (fetch.region_indexes_size() != fetch.offsets_size())
     return fail(ErrorCode::corrupt, "{} region indexes with {} offsets", fetch.region_indexes_size(),
                 fetch.offsets_size());
-  int next = 0;  // place
+  int next = 0;  // column of the message
   for (auto slice : fetch.slices()) {
     if (slice >= manifest.slices().size() || requests_.size() >= kMaxRequests)
       return fail(ErrorCode::corrupt, "it asks for slice {} of {}", slice, manifest.slices().size());

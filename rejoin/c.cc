@@ -9,7 +9,8 @@
 #include "rejoin/session.h"
 
 using rejoin::ErrorCode, rejoin::Result;
-using rejoin::c::bytes_of, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded, rejoin::c::last_error;
+using rejoin::c::all_bytes_of, rejoin::c::bytes_of, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded,
+    rejoin::c::last_error, rejoin::c::milliseconds_of;
 
 struct rejoin_session {
   std::unique_ptr<rejoin::Session> session;
@@ -104,8 +105,7 @@ rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, 
       return failed({ErrorCode::invalid_argument, fmt::format("tensor '{}' has type {}, which is none of rejoin_type",
                                                               added.name, static_cast<int>(spec->type))});
     std::vector<std::span<std::byte>> own;
-    if (memory != nullptr && added.moments <= rejoin::kMostMoments)
-      for (std::uint32_t i = 0; i <= added.moments; ++i) own.push_back(bytes_of(memory[i]));
+    if (memory != nullptr && added.moments <= rejoin::kMostMoments) own = all_bytes_of(memory, added.moments + 1);
     const auto id = own.empty() ? session->session->add(added) : session->session->add(added, own);
     if (!id) return failed(id.error());
     *tensor = id->index;
@@ -221,9 +221,7 @@ rejoin_code rejoin_abandon_update(rejoin_session* session, const char* what) {
 }
 
 rejoin_code rejoin_busy(rejoin_session* session, uint64_t limit_ms, const char* reason) {
-  constexpr std::uint64_t longest = 1ull << 40;  // of what a duration takes; the session says what it allows
-  return guarded(
-      [&] { return code(session->session->busy(std::chrono::milliseconds(std::min(limit_ms, longest)), reason)); });
+  return guarded([&] { return code(session->session->busy(milliseconds_of(limit_ms), reason)); });
 }
 rejoin_code rejoin_done(rejoin_session* session) {
   return guarded([&] { return code(session->session->done()); });

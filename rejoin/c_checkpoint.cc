@@ -1,9 +1,7 @@
-#include <algorithm>
-
 #include "rejoin/c_support.h"
 #include "rejoin/checkpoint_transfer.h"
 
-using rejoin::c::bytes_of, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded;
+using rejoin::c::all_bytes_of, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded, rejoin::c::milliseconds_of;
 
 struct rejoin_checkpoint_server {
   std::unique_ptr<rejoin::CheckpointServer> server;
@@ -14,11 +12,6 @@ struct rejoin_checkpoint_fetch {
 };
 
 namespace {
-
-rejoin::Duration duration_of(std::uint64_t ms) {
-  constexpr std::uint64_t longest = 1ull << 40;  // of what a duration takes: 34 years
-  return std::chrono::milliseconds(std::min(ms, longest));
-}
 
 std::function<bool()> asking(int (*cancelled)(void*), void* with) {
   if (cancelled == nullptr) return {};
@@ -49,16 +42,16 @@ const char* rejoin_checkpoint_address(const rejoin_checkpoint_server* server) {
 rejoin_code rejoin_checkpoint_publish(rejoin_checkpoint_server* server, uint64_t step, const void* description,
                                       uint64_t description_bytes, const rejoin_memory* buffers, size_t count) {
   return guarded([&] {
-    std::vector<std::span<const std::byte>> all;
-    for (std::size_t i = 0; i < count; ++i) all.push_back(bytes_of(buffers[i]));
+    const auto all = all_bytes_of(buffers, count);
     return code(server->server->publish(
-        step, std::string(static_cast<const char*>(description), static_cast<std::size_t>(description_bytes)), all));
+        step, std::string(static_cast<const char*>(description), static_cast<std::size_t>(description_bytes)),
+        {all.begin(), all.end()}));
   });
 }
 rejoin_code rejoin_checkpoint_withdraw(rejoin_checkpoint_server* server, uint64_t patience_ms, int (*cancelled)(void*),
                                        void* with, uint64_t* cut_off) {
   return guarded([&] {
-    *cut_off = server->server->withdraw(duration_of(patience_ms), asking(cancelled, with));
+    *cut_off = server->server->withdraw(milliseconds_of(patience_ms), asking(cancelled, with));
     return REJOIN_OK;
   });
 }
@@ -67,7 +60,7 @@ rejoin_code rejoin_checkpoint_fetch_open(const char* transport, const char* addr
                                          int (*cancelled)(void*), void* with, rejoin_checkpoint_fetch** fetch) {
   return guarded([&] {
     auto opened =
-        rejoin::CheckpointFetch::open(transport, address, step, duration_of(limit_ms), asking(cancelled, with));
+        rejoin::CheckpointFetch::open(transport, address, step, milliseconds_of(limit_ms), asking(cancelled, with));
     if (!opened) return failed(opened.error());
     *fetch = new rejoin_checkpoint_fetch{std::move(*opened)};
     return REJOIN_OK;
@@ -84,11 +77,7 @@ const uint64_t* rejoin_checkpoint_sizes(const rejoin_checkpoint_fetch* fetch, si
 }
 rejoin_code rejoin_checkpoint_fetch_into(rejoin_checkpoint_fetch* fetch, const rejoin_memory* buffers, size_t count,
                                          uint64_t limit_ms) {
-  return guarded([&] {
-    std::vector<std::span<std::byte>> all;
-    for (std::size_t i = 0; i < count; ++i) all.push_back(bytes_of(buffers[i]));
-    return code(fetch->fetch->into(all, duration_of(limit_ms)));
-  });
+  return guarded([&] { return code(fetch->fetch->into(all_bytes_of(buffers, count), milliseconds_of(limit_ms))); });
 }
 
 }  // extern "C"

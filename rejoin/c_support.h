@@ -1,8 +1,11 @@
 // What the files behind c.h have alike: how an error and memory go out of C++.
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "base/bytes.h"
 #include "base/result.h"
@@ -37,6 +40,17 @@ rejoin_code guarded(const Call& call) {
 
 inline std::span<std::byte> bytes_of(const rejoin_memory& memory) {
   return {static_cast<std::byte*>(memory.data), static_cast<std::size_t>(memory.bytes)};
+}
+
+inline std::vector<std::span<std::byte>> all_bytes_of(const rejoin_memory* memory, std::size_t count) {
+  std::vector<std::span<std::byte>> all;
+  for (std::size_t i = 0; i < count; ++i) all.push_back(bytes_of(memory[i]));
+  return all;
+}
+
+inline std::chrono::milliseconds milliseconds_of(std::uint64_t ms) {
+  constexpr std::uint64_t longest = 1ull << 40;  // of what a duration takes: 34 years
+  return std::chrono::milliseconds(std::min(ms, longest));
 }
 
 }  // namespace rejoin::c

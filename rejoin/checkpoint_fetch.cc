@@ -174,14 +174,12 @@ class Fetch final : public CheckpointFetch {
       error = waited.error();
     if (!error) return {};
     engine_->close(endpoint_);  // the fence: nothing lands in the caller's memory any more
-    over_ = true;
     return tl::unexpected(*error);
   }
 
   // Hands events to `on_event` until `ready`.
   Result<> wait(const std::function<bool()>& ready, const std::function<void(const Event&)>& on_event,
                 const std::string_view what) {
-    if (over_) return fail(ErrorCode::unavailable, "this fetch is over: open another");
     transport::Idle idle(*engine_);
     TimePoint look_around = clock_.now() + kLookAround;
     while (!ready()) {

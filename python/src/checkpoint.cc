@@ -1,7 +1,6 @@
 // A state as of one step for other processes (rejoin/c.h) as two Python classes. All calls that may wait let other
 // Python threads run meanwhile, and hear signals.
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "native.h"
@@ -9,33 +8,6 @@
 namespace rejoin::python {
 
 namespace {
-
-// What a signal's handler raises ends the call that waits.
-class SignalsHeard {
- public:
-  static int ask(void* self) {
-    const nb::gil_scoped_acquire acquire;
-    auto& raised = static_cast<SignalsHeard*>(self)->raised_;
-    if (!raised && PyErr_CheckSignals() != 0) raised.emplace();
-    return raised.has_value() ? 1 : 0;
-  }
-  void rethrow() {
-    if (!raised_) return;
-    nb::python_error error = std::move(*raised_);
-    raised_.reset();
-    throw std::move(error);
-  }
-
- private:
-  std::optional<nb::python_error> raised_;
-};
-
-std::vector<rejoin_memory> memory_of(const std::vector<Memory>& buffers) {
-  std::vector<rejoin_memory> all;
-  all.reserve(buffers.size());
-  for (const auto& [address, bytes] : buffers) all.push_back({reinterpret_cast<void*>(address), bytes});
-  return all;
-}
 
 // A call that is under way keeps the server: close() may come from another thread.
 class CheckpointServer {
@@ -54,24 +26,15 @@ class CheckpointServer {
     const auto server = open();
     const auto* const data = description.c_str();
     const auto size = description.size();
-    rejoin_code code = REJOIN_OK;
-    {
-      const nb::gil_scoped_release release;
-      code = rejoin_checkpoint_publish(server.get(), step, data, size, all.data(), all.size());
-    }
-    check(code);
+    Signals().waiting(
+        [&] { return rejoin_checkpoint_publish(server.get(), step, data, size, all.data(), all.size()); });
   }
   std::uint64_t withdraw(std::uint64_t patience_ms) {
     const auto server = open();
-    SignalsHeard signals;
+    Signals signals;
     std::uint64_t cut_off = 0;
-    rejoin_code code = REJOIN_OK;
-    {
-      const nb::gil_scoped_release release;
-      code = rejoin_checkpoint_withdraw(server.get(), patience_ms, &SignalsHeard::ask, &signals, &cut_off);
-    }
-    signals.rethrow();
-    check(code);
+    signals.waiting(
+        [&] { return rejoin_checkpoint_withdraw(server.get(), patience_ms, &Signals::ask, &signals, &cut_off); });
     return cut_off;
   }
   void close() {
@@ -93,9 +56,9 @@ class CheckpointFetch {
  public:
   CheckpointFetch(const std::string& transport, const std::string& address, std::uint64_t step,
                   std::uint64_t limit_ms) {
-    waiting([&] {
-      return rejoin_checkpoint_fetch_open(transport.c_str(), address.c_str(), step, limit_ms, &SignalsHeard::ask,
-                                          &signals_, &fetch_);
+    signals_.waiting([&] {
+      return rejoin_checkpoint_fetch_open(transport.c_str(), address.c_str(), step, limit_ms, &Signals::ask, &signals_,
+                                          &fetch_);
     });
   }
   CheckpointFetch(const CheckpointFetch&) = delete;
@@ -118,26 +81,15 @@ class CheckpointFetch {
   void into(const std::vector<Memory>& buffers, std::uint64_t limit_ms) {
     const auto all = memory_of(buffers);
     auto* const fetch = open();
-    waiting([&] { return rejoin_checkpoint_fetch_into(fetch, all.data(), all.size(), limit_ms); });
+    signals_.waiting([&] { return rejoin_checkpoint_fetch_into(fetch, all.data(), all.size(), limit_ms); });
   }
 
  private:
-  template <typename Call>
-  void waiting(const Call& call) {
-    rejoin_code code = REJOIN_OK;
-    {
-      const nb::gil_scoped_release release;
-      code = call();
-    }
-    signals_.rethrow();
-    check(code);
-  }
-
   rejoin_checkpoint_fetch* open() const {
     if (fetch_ == nullptr) raise(REJOIN_UNAVAILABLE, "this fetch was closed: open another");
     return fetch_;
   }
-  SignalsHeard signals_;
+  Signals signals_;
   rejoin_checkpoint_fetch* fetch_ = nullptr;
 };
 

@@ -25,7 +25,12 @@ class Session {
     for (const auto& setting : settings) all.push_back(setting.c_str());
     check(rejoin_open(all.data(), all.size(), &session_));
     rejoin_while_waiting(
-        session_, [](void* self) { static_cast<Session*>(self)->hear_signals(); }, this);
+        session_,
+        [](void* self) {
+          auto* const session = static_cast<Session*>(self);
+          if (session->signals_.heard()) rejoin_interrupt(session->session_);
+        },
+        this);
   }
   Session(const Session&) = delete;
   ~Session() {
@@ -36,9 +41,7 @@ class Session {
   std::uint32_t add(const std::string& name, int type, std::uint64_t count, std::uint32_t moments, bool elementwise,
                     const std::optional<std::vector<Memory>>& memory) {
     const rejoin_tensor_spec spec{name.c_str(), static_cast<rejoin_type>(type), count, moments, elementwise ? 1 : 0};
-    std::vector<rejoin_memory> own;
-    if (memory)
-      for (const auto& [address, bytes] : *memory) own.push_back({reinterpret_cast<void*>(address), bytes});
+    auto own = memory ? memory_of(*memory) : std::vector<rejoin_memory>();
     if (memory && own.size() != std::size_t{moments} + 1)
       throw nb::value_error("memory is that of the weight and each moment");
     std::uint32_t tensor = 0;
@@ -142,27 +145,9 @@ class Session {
   void interrupt() { rejoin_interrupt(session_); }
 
  private:
-  // Without the interpreter's lock, within a call that waits. What a signal's handler raises ends that call.
-  void hear_signals() {
-    const nb::gil_scoped_acquire acquire;
-    if (raised_ || PyErr_CheckSignals() == 0) return;
-    raised_.emplace();
-    rejoin_interrupt(session_);
-  }
-
   template <typename Call>
   void waiting(const Call& call) {
-    rejoin_code code = REJOIN_OK;
-    {
-      const nb::gil_scoped_release release;
-      code = call();
-    }
-    if (raised_) {
-      nb::python_error error = std::move(*raised_);
-      raised_.reset();
-      throw std::move(error);
-    }
-    check(code);
+    signals_.waiting(call);
   }
   template <typename Call>
   Memory memory(const Call& call) {
@@ -172,7 +157,7 @@ class Session {
   }
 
   rejoin_session* session_ = nullptr;
-  std::optional<nb::python_error> raised_;
+  Signals signals_;
 };
 
 }  // namespace
@@ -196,12 +181,12 @@ NB_MODULE(_native, m) {
   m.def("version", [] { return std::string(rejoin_version()); });
   m.def(
       "set_error", [](nb::object make) { make_error() = std::move(make); }, nb::arg("make"));
-  // The descriptor is a pipe's that doesn't block; -1: standard error.
+  // The descriptor is a pipe's that doesn't block.
   m.def(
       "log_to",
       [](int fd) {
         const nb::gil_scoped_release release;
-        rejoin_set_log(fd < 0 ? nullptr : write_line, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)));
+        rejoin_set_log(write_line, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)));
       },
       nb::arg("fd"));
   m.def("set_log_level", [](int level) {

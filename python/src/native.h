@@ -9,8 +9,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "rejoin/c.h"
 
@@ -33,6 +35,43 @@ inline nb::object& make_error() {
 inline void check(rejoin_code code) {
   if (code != REJOIN_OK) raise(code, rejoin_error());
 }
+
+inline std::vector<rejoin_memory> memory_of(const std::vector<Memory>& buffers) {
+  std::vector<rejoin_memory> all;
+  all.reserve(buffers.size());
+  for (const auto& [address, bytes] : buffers) all.push_back({reinterpret_cast<void*>(address), bytes});
+  return all;
+}
+
+// Calls that may wait. What a signal's handler raises ends the call and is raised by it.
+class Signals {
+ public:
+  // Within such a call, whose thread has not the interpreter's lock: whether a handler has raised something.
+  bool heard() {
+    const nb::gil_scoped_acquire acquire;
+    if (!raised_ && PyErr_CheckSignals() != 0) raised_.emplace();
+    return raised_.has_value();
+  }
+  static int ask(void* self) { return static_cast<Signals*>(self)->heard() ? 1 : 0; }  // for C
+
+  template <typename Call>
+  void waiting(const Call& call) {
+    rejoin_code code = REJOIN_OK;
+    {
+      const nb::gil_scoped_release release;
+      code = call();
+    }
+    if (raised_) {
+      nb::python_error error = std::move(*raised_);
+      raised_.reset();
+      throw std::move(error);
+    }
+    check(code);
+  }
+
+ private:
+  std::optional<nb::python_error> raised_;
+};
 
 void bind_checkpoints(nb::module_& m);  // checkpoint.cc
 

@@ -19,6 +19,7 @@ pytest.importorskip("torchft", reason="torchft is not installed here")
 from torchft.checkpointing.transport_test import run_multi_recovery_test  # noqa: E402
 
 import rejoin  # noqa: E402
+from rejoin import _native  # noqa: E402
 from rejoin.torchft import RejoinTransport  # noqa: E402
 
 LONG = timedelta(seconds=30)
@@ -79,8 +80,6 @@ def test_a_tensor_that_changed_before_it_was_disallowed_is_refused():
 def test_disallow_waits_for_who_receives_and_no_longer_than_its_timeout():
     sender = transport(timeout=timedelta(milliseconds=200))
     sender.send_checkpoint([1], 3, state(1), LONG)
-    from rejoin import _native
-
     stuck = _native.CheckpointFetch("tcp", sender.metadata(), 3, 10_000)
     start = time.monotonic()
     sender.disallow_checkpoint()
@@ -93,8 +92,6 @@ def test_disallow_waits_for_who_receives_and_no_longer_than_its_timeout():
 def test_shutdown_beside_a_wait_for_who_receives():
     sender = transport()
     sender.send_checkpoint([1], 3, state(1), LONG)
-    from rejoin import _native
-
     stuck = _native.CheckpointFetch("tcp", sender.metadata(), 3, 10_000)
     waiting = threading.Thread(target=sender.disallow_checkpoint)
     waiting.start()
@@ -115,6 +112,10 @@ def test_a_state_without_tensors_and_views_that_are_not_what_their_bytes_say():
     sender.send_checkpoint([1], 4, {"turned": turned, "masked": torch.nn.Parameter(torch.ones(3))}, LONG)
     got = receiver.recv_checkpoint(0, sender.metadata(), 4, LONG)
     assert torch.equal(got["turned"], turned)
+    mine = {"turned": torch.zeros(2, dtype=torch.complex64).conj(), "masked": torch.zeros(3)}
+    in_place = transport(state_dict=lambda: mine).recv_checkpoint(0, sender.metadata(), 4, LONG)
+    assert in_place["turned"] is mine["turned"]
+    assert torch.equal(mine["turned"], turned)
     assert torch.equal(got["masked"], torch.ones(3))
 
 
@@ -127,7 +128,7 @@ def test_after_shutdown_it_says_so():
 
 
 SENDER = """
-import sys, time, torch
+import sys, torch
 from datetime import timedelta
 from rejoin.torchft import RejoinTransport
 t = RejoinTransport(listen="127.0.0.1:0")

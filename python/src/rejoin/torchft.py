@@ -57,7 +57,7 @@ def _local(leaf: Any) -> torch.Tensor | None:
         return None
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
         return None
-    return cast(torch.Tensor, leaf.detach().resolve_conj().resolve_neg())
+    return cast(torch.Tensor, leaf.detach())
 
 
 class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft has no types to see
@@ -116,7 +116,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
             described.append(
                 _Buffer(len(tensors), local.shape, local.dtype, leaf._spec if isinstance(leaf, DTensor) else None)
             )
-            tensors.append(local.cpu().contiguous())
+            tensors.append(local.resolve_conj().resolve_neg().cpu().contiguous())
         with self._lock:
             self._offered, self._sent = True, self._sent + tensors
             self._server.publish(step, pickle.dumps((described, spec)), [_memory_of(one) for one in tensors])
@@ -156,7 +156,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
                 target = torch.empty(described_leaf.shape, dtype=described_leaf.dtype)
                 mine = None
             received = target
-            if target.device.type != "cpu" or not target.is_contiguous():
+            if target.device.type != "cpu" or not target.is_contiguous() or target.is_conj() or target.is_neg():
                 received = torch.empty(described_leaf.shape, dtype=described_leaf.dtype)
                 copied.append((received, target))
             buffers.append(received)
@@ -165,7 +165,8 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
                 if described_leaf.spec is not None:
                     mine = DTensor(target, described_leaf.spec, requires_grad=False)  # type: ignore[no-untyped-call]
             leaves.append(mine)
-        fetch.into([_memory_of(one) for one in buffers], max(0, math.ceil((deadline - time.monotonic()) * 1000)))
+        left = timedelta(seconds=deadline - time.monotonic())
+        fetch.into([_memory_of(one) for one in buffers], _milliseconds(left))
         with torch.no_grad():
             for received, target in copied:
                 target.copy_(received)

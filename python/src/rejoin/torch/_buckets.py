@@ -48,12 +48,13 @@ class Buckets:
                 for tensor in bucket:
                     if tensor.arrived:
                         continue
-                    if not tensor.is_parameter:
-                        tensor.gradient.copy_(tensor.value.reshape(-1))
-                    elif tensor.value.grad is not None:  # of accumulate() alone
-                        tensor.view(tensor.gradient).copy_(local(tensor.value.grad))
-                    else:
+                    if tensor.is_parameter and tensor.value.grad is not None:  # of accumulate() alone
+                        self.bring(tensor)
+                        continue
+                    if tensor.is_parameter:
                         tensor.gradient.zero_()
+                    else:
+                        tensor.gradient.copy_(tensor.value.reshape(-1))
                     self._arrive(tensor)
 
     def follow(self) -> None:
