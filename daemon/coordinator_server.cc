@@ -103,7 +103,8 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
                              {"reason", record.epoch().reason()}});
     }
   }
-  for (const auto& note : actions.notes) spdlog::info("{}", note);
+  for (const auto& note : actions.notes)
+    spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
   for (const auto& [node, message] : actions.send) {
     nodes_.send(node, message.SerializeAsString());
     if (message.has_plan() && message.plan().finished()) events::emit("finished");

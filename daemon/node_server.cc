@@ -119,7 +119,8 @@ void NodeServer::tick() {
 }
 
 void NodeServer::carry_out(const membership::Node::Actions& actions) {
-  for (const auto& note : actions.notes) spdlog::info("{}", note);
+  for (const auto& note : actions.notes)
+    spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
   for (const auto& message : actions.to_coordinator) coordinator_.send(message);
   for (const auto& [id, control] : actions.to_ranks) {
     auto found = trainers_.find(id);

@@ -62,7 +62,8 @@ void RelayServer::tick() {
 }
 
 void RelayServer::carry_out(const membership::Relay::Actions& actions) {
-  for (const auto& note : actions.notes) spdlog::info("relay: {}", note);
+  for (const auto& note : actions.notes)
+    spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "relay: {}", note.text);
   for (const auto& message : actions.to_coordinator) coordinator_.send(message);
   for (const auto& [nodes, message] : actions.to_nodes) {
     const std::string bytes = message.SerializeAsString();

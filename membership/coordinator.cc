@@ -41,7 +41,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     }
     case proto::FromNode::kLinks:
     case proto::FromNode::kCaughtUp:
-    case proto::FromNode::KIND_NOT_SET: note("a message from a node that says nothing to a coordinator was ignored");
+    case proto::FromNode::KIND_NOT_SET: warn("a message from a node that says nothing to a coordinator was ignored");
   }
   return take();
 }
@@ -95,7 +95,7 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   if (rank == nullptr) return;  // of an instance that is over already
   if (down.ended()) {
     remove(ReplicaId(down.replica()),
-           fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", down.reason()), now);
+           fmt::format("rank {}{}: {}", down.rank(), down.left() ? " has left" : "", down.reason()), now, down.left());
     return settle_claims(now);
   }
   note("replica {} rank {}: {}", down.replica(), down.rank(), down.reason());
@@ -132,7 +132,7 @@ void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoin
   }
   if (!current.ranks.empty()) statuses.push_back(std::move(current));
   if (member(found->first) == nullptr)
-    for (auto& line : unreached_lines(found->first, found->second)) note_once(std::move(line));
+    for (auto& line : unreached_lines(found->first, found->second)) warn_once(std::move(line));
   try_start(now);
 }
 
@@ -179,7 +179,7 @@ void Coordinator::try_commit(TimePoint now) {
   for (auto& m : members_) m.reduced.clear();
   accusations_.clear();
   mended_.clear();
-  noted_.clear();
+  warned_.clear();
   plan_step();  // before newcomers get theirs: replay() can't tell them apart
   if (change_members_at_boundary()) {
     begin_epoch("members changed");
@@ -229,7 +229,7 @@ void Coordinator::begin_epoch(const std::string& reason) {
   incarnations_before_epoch_ = last_incarnation_;
   actions_.append.push_back(std::move(record));
   accusations_.clear();
-  noted_.clear();
+  warned_.clear();
 }
 
 // Gives every contributor its samples; of the step after the last one, too, so that a log means the same whatever

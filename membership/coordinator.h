@@ -44,6 +44,7 @@
 #include "control.pb.h"
 #include "membership/drift_audit.h"
 #include "membership/ledger.h"
+#include "membership/note.h"
 #include "membership/pause_detector.h"
 #include "membership/rank_set.h"
 
@@ -75,8 +76,8 @@ struct JobConfig {
 struct Actions {
   std::vector<proto::LogRecord> append;  // durable before anything is sent
   std::vector<std::pair<NodeId, proto::ToNode>> send;
-  std::vector<NodeId> close;       // after sending: what still comes over these connections must not be heard
-  std::vector<std::string> notes;  // what happened, for the log and the trace
+  std::vector<NodeId> close;  // after sending: what still comes over these connections must not be heard
+  std::vector<Note> notes;    // what happened
 };
 
 class Coordinator {
@@ -259,7 +260,7 @@ class Coordinator {
   bool last_complete(const MemberState& member) const;
   bool may_be_complete(const MemberState& member) const;
   void give_up_suspended();
-  void remove(ReplicaId replica, const std::string& reason, TimePoint now);
+  void remove(ReplicaId replica, const std::string& reason, TimePoint now, bool left = false);
   void lose_everybody();
   void next_epoch(const std::string& reason);
   void drop_registration(ReplicaId replica, const std::string& reason);
@@ -271,7 +272,7 @@ class Coordinator {
   bool contributes_here(const MemberState& member) const;
   bool has_contributors() const;
   void block_on(ReplicaId replica, const std::string& why);
-  void note_once(std::string line);
+  void warn_once(std::string line);
 
   // coordinator_start.cc
   void try_start(TimePoint now);
@@ -314,7 +315,11 @@ class Coordinator {
   void send(NodeId node, proto::ToNode message);
   template <typename... Args>
   void note(fmt::format_string<Args...> format, Args&&... args) {
-    actions_.notes.push_back(fmt::format(format, std::forward<Args>(args)...));
+    actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...)});
+  }
+  template <typename... Args>
+  void warn(fmt::format_string<Args...> format, Args&&... args) {
+    actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...), true});
   }
   Result<> replay(const proto::LogRecord& record);
   Actions take() { return std::exchange(actions_, {}); }
@@ -358,7 +363,7 @@ class Coordinator {
   std::optional<TimePoint> recovering_until_, incomplete_since_;
   TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
   TimePoint back_at_{};                  // when a rank last came back
-  std::set<std::string> noted_;          // in this epoch
+  std::set<std::string> warned_;         // in this epoch
   bool excused_ = false;                 // somebody took its time in the last committed step
   DriftAudit audit_;
   std::optional<std::string> stopped_;

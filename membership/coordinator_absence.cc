@@ -18,7 +18,7 @@ constexpr int kMends = 3;  // epochs in which two members may try to connect aga
 
 // The time in which this process did not run is nobody's silence.
 void Coordinator::suspect_itself(Duration pause, TimePoint now) {
-  note("this coordinator was paused for {:.0f} ms, which it holds against nobody", milliseconds(pause));
+  warn("this coordinator was paused for {:.0f} ms; nobody is put out for that time", milliseconds(pause));
   for (auto& [node, state] : nodes_) forgive(state.heard, pause, now);
   for (auto& [id, replica] : replicas_)
     for (auto& rank : replica.ranks) forgive(rank.lost_at, pause, now);
@@ -37,7 +37,7 @@ void Coordinator::lose_silent_nodes(TimePoint now) {
   for (const auto& [node, state] : nodes_)
     if (now - state.heard > config_.silence) silent.push_back(node);
   for (auto node : silent) {
-    note("a node was silent for {:.0f} ms", milliseconds(config_.silence));
+    warn("a node was silent for {:.0f} ms", milliseconds(config_.silence));
     lose_node(node, now - config_.silence);
     // Its ranks may be out by the time that it is heard again: it has to connect anew, and to introduce them.
     actions_.close.push_back(node);
@@ -87,7 +87,7 @@ void Coordinator::settle_recovery(TimePoint now) {
       const bool has = !m.catching_up || m.complete;
       if (!has && (!may_be_complete(m) || given_up)) continue;
       waits = true;
-      note_once(fmt::format("the job waits for replica {}: it has not come back, and it {} the state of step {}{}",
+      warn_once(fmt::format("the job waits for replica {}: it has not come back, and it {} the state of step {}{}",
                             m.replica, has ? "has" : "may have", committed_,
                             has ? "" : "; start the coordinator with --roll-back-to to go on without it"));
     }
@@ -175,7 +175,7 @@ void Coordinator::judge(TimePoint now) {
 // Who has the state and is not known to be dead. Until the next commit nobody's state is newer.
 void Coordinator::suspend(ReplicaId id, const std::string& reason) {
   const MemberState* m = member(id);
-  note("replica {} is out: {}", id, reason);
+  warn("replica {} is out: {}", id, reason);
   suspended_.push_back({.replica = id, .incarnation = m->incarnation, .reason = reason});
   std::erase_if(members_, [&](const MemberState& each) { return each.replica == id; });
 }
@@ -224,7 +224,7 @@ void Coordinator::give_up_suspended() {
 
 // Its process is gone: out of the job, whether it is a member, suspended or only registered. The step under way is
 // retried without it.
-void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now) {
+void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now, bool left) {
   // It has done its part and leaves. It stays a member: its other ranks may come back, and have yet to hear the end.
   if (finished()) {
     if (replicas_.erase(id) > 0) note("replica {} has left the finished job: {}", id, reason);
@@ -233,7 +233,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now)
   if (Suspended* out = out_for_now(id)) out->ended = true;
   drop_registration(id, reason);
   if (member(id) == nullptr) return;
-  note("replica {} is out: {}", id, reason);
+  actions_.notes.push_back({fmt::format("replica {} is out: {}", id, reason), !left});
   ledger_.hand_back(id);
   std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
   // After a restart a joiner may not have said yet that it has caught up: settle_recovery() decides.
@@ -249,7 +249,7 @@ void Coordinator::lose_everybody() {
   for (const auto& m : std::exchange(members_, {}))
     drop_registration(m.replica, "no contributor is left to catch up from");
   for (const auto& out : std::exchange(suspended_, {})) ledger_.hand_back(out.replica);
-  note("no process is left that has the state of step {}; the job waits for replicas that bring a checkpoint",
+  warn("no process is left that has the state of step {}; the job waits for replicas that bring a checkpoint",
        committed_);
 }
 
@@ -351,12 +351,12 @@ std::vector<ReplicaId> Coordinator::blocked_on() const {
 
 // The last one that has the state is not put out.
 void Coordinator::block_on(ReplicaId id, const std::string& why) {
-  note_once(
+  warn_once(
       fmt::format("the job waits for replica {}: {}, and nobody else has the state of step {}", id, why, committed_));
 }
 
-void Coordinator::note_once(std::string line) {
-  if (noted_.insert(line).second) actions_.notes.push_back(std::move(line));
+void Coordinator::warn_once(std::string line) {
+  if (warned_.insert(line).second) actions_.notes.push_back({std::move(line), true});
 }
 
 }  // namespace rejoin::membership

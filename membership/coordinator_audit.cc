@@ -11,7 +11,7 @@ bool Coordinator::differences_settled(TimePoint now) {
   std::vector<DriftAudit::Voter> voters;
   for (const auto& m : members_) voters.push_back({m.replica, !m.catching_up});
   const DriftAudit::Verdict verdict = audit_.judge(voters, epoch_, committed_);
-  for (auto& line : audit_.take_notes()) note("{}", line);
+  for (auto& line : audit_.take_notes()) warn("{}", line);
   using Kind = DriftAudit::Verdict::Kind;
   switch (verdict.kind) {
     case Kind::agree: return true;
@@ -37,7 +37,7 @@ Result<> Coordinator::drop_as_configured() {
   if (!config_.drop) return {};
   const auto& [replica, at] = *config_.drop;
   if (!stopped_ || at != committed_) {
-    note("--drop-replica {}@{} changes nothing: the job is {} after step {}", replica, at,
+    warn("--drop-replica {}@{} changes nothing: the job is {} after step {}", replica, at,
          stopped_ ? "stopped" : "not stopped", committed_);
     return {};
   }

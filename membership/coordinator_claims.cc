@@ -25,7 +25,7 @@ bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint n
     refuse(node, up, "several processes ask for its place already");
     return true;
   }
-  note("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),
+  warn("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),
        up.pid(), up.node(), holder->pid, node_name(*holder));
   inquire(claims_.emplace_back(Claim{.node = node, .up = up}), *holder);
   return true;

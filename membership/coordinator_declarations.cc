@@ -140,7 +140,7 @@ void Coordinator::settle_without_majority(TimePoint now) {
     for (std::uint32_t number = 0; replica.mixed && number < replica.ranks.size(); ++number)
       if (replica.ranks[number].registered) ask_for(*replica.ranks[number].declaration, now);
   }
-  for (auto& line : dissent_lines()) note_once(std::move(line));
+  for (auto& line : dissent_lines()) warn_once(std::move(line));
 }
 
 // Who registered meanwhile could not connect with the others.

@@ -60,7 +60,7 @@ void Coordinator::refuse(NodeId node, const proto::RankUp& up, std::string reaso
   refused.set_rank(up.rank());
   refused.set_instance(up.instance());
   refused.set_reason(std::move(reason));
-  note("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
+  warn("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
   send(node, std::move(answer));
 }
 
@@ -84,7 +84,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
         std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) { return contributes_here(m); });
     if (runs || up.heard_epoch() == 0) {
       const auto reason = fmt::format("it belongs to job {:016x}, and this coordinator's is {:016x}", up.job(), job_);
-      note("replica {} rank {} is sent away: {}", up.replica(), up.rank(), reason);
+      warn("replica {} rank {} is sent away: {}", up.replica(), up.rank(), reason);
       evict(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason);
       return true;
     }
@@ -92,7 +92,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
         "replica {} rank {} belongs to job {:016x}, which has committed step {}; this log is of job {:016x}, which has "
         "committed step {}: start the coordinator with that job's --log-directory, or end that process",
         up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_);
-    note("{}", what);
+    warn("{}", what);
     strangers_[place] = {node, up.instance(), std::move(what)};
     return true;
   }
@@ -103,7 +103,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
       "{}. Nothing is decided until the coordinator is started with the whole log, or, to go on from this one, "
       "without that process",
       most_committed_, epoch_, up.replica(), up.rank(), up.heard_committed(), up.heard_epoch());
-  note("{}", *outdated_);
+  warn("{}", *outdated_);
   return true;
 }
 

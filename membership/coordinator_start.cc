@@ -40,12 +40,12 @@ void Coordinator::try_start(TimePoint now) {
   if (ready.empty()) return;
   const auto from = newest(ready);
   if (send_back_mixed(ready, from)) return;
-  for (auto& why : unfit(ready)) note_once(std::move(why));
+  for (auto& why : unfit(ready)) warn_once(std::move(why));
   if (!from) return;
   if (*from < committed_) {
     if (!roll_back_to_ || *from < *roll_back_to_) {
       wants_roll_back_ = from;
-      return note_once(rollback_needed(*from));
+      return warn_once(rollback_needed(*from));
     }
     roll_back_to_.reset();
   }
@@ -182,7 +182,7 @@ bool Coordinator::send_back_mixed(const std::vector<ReplicaId>& replicas, std::o
     auto [before, first] = sent_back_.try_emplace(id, came);
     if (!first && std::exchange(before->second, came) == came) continue;
     const std::string what = mixed(id, low, high);
-    note("{}; it starts once more", what);
+    warn("{}; it starts once more", what);
     drop_registration(id, what);
     any = true;
   }

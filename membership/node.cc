@@ -97,7 +97,7 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
                   [](RankInfo&) {});
       break;
     case proto::ToNode::KIND_NOT_SET:
-      actions.notes.push_back("an empty message from the coordinator was ignored");
+      actions.notes.push_back({"an empty message from the coordinator was ignored", true});
       break;
   }
   return actions;
@@ -123,7 +123,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   auto found = ranks_.find(connection);
   if (message.kind_case() == proto::FromNode::kRankUp) {
     if (found != ranks_.end()) {
-      actions.notes.push_back("a rank registered twice on one connection; ignored");
+      actions.notes.push_back({"a rank registered twice on one connection; ignored", true});
       return actions;
     }
     RankInfo& rank = ranks_[connection] = {
@@ -136,7 +136,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     return actions;
   }
   if (found == ranks_.end()) {
-    actions.notes.push_back("a message from a rank that has not registered was ignored");
+    actions.notes.push_back({"a message from a rank that has not registered was ignored", true});
     return actions;
   }
   RankInfo& rank = found->second;
@@ -246,7 +246,8 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
   down.set_ended(how == Gone::ended || how == Gone::left);
   down.set_left(how == Gone::left);
   actions.notes.push_back(
-      fmt::format("replica {} rank {}{}: {}", down.replica(), down.rank(), down.left() ? " has left" : "", reason));
+      {fmt::format("replica {} rank {}{}: {}", down.replica(), down.rank(), down.left() ? " has left" : "", reason),
+       how != Gone::left});
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
   // The others of its replica may have waited for it alone.
   for (const auto& [id, rank] : ranks_) {
@@ -262,7 +263,8 @@ Node::Actions Node::on_tick(TimePoint now) {
   Actions actions;
   if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) {
     actions.notes.push_back(
-        fmt::format("this daemon was paused for {:.0f} ms, which it holds against nobody", milliseconds(pause)));
+        {fmt::format("this daemon was paused for {:.0f} ms; nobody is put out for that time", milliseconds(pause)),
+         true});
     for (auto& [connection, rank] : ranks_) forgive(rank.heard, pause, now);
     forgive(coordinator_heard_, pause, now);
   }

@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "base/ids.h"
 #include "control.pb.h"
+#include "membership/note.h"
 #include "membership/pause_detector.h"
 #include "membership/peer_table.h"
 
@@ -25,7 +26,7 @@ class Node {
     std::vector<proto::FromNode> to_coordinator;
     std::vector<std::pair<RankConnection, proto::ToNode>> to_ranks;
     std::vector<RankConnection> silent;  // ranks that hang: they have to connect anew when they come back
-    std::vector<std::string> notes;
+    std::vector<Note> notes;
   };
   struct RankInfo {
     proto::RankUp up;

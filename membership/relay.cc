@@ -84,7 +84,7 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     case proto::ToNode::kPeers: on_peers(message.peers()); break;
     case proto::ToNode::kPlan: on_plan(message); break;
     case proto::ToNode::KIND_NOT_SET:
-      actions_.notes.push_back("an empty message from the coordinator was ignored");
+      actions_.notes.push_back({"an empty message from the coordinator was ignored", true});
       break;
   }
   return take();
@@ -163,7 +163,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
     case proto::FromNode::kLinks:
     case proto::FromNode::kCaughtUp:
     case proto::FromNode::KIND_NOT_SET:
-      actions_.notes.push_back("a message from a node that says nothing to a coordinator was ignored");
+      actions_.notes.push_back({"a message from a node that says nothing to a coordinator was ignored", true});
   }
   return take();
 }
@@ -301,7 +301,8 @@ Relay::Actions Relay::on_node_lost(NodeId node, TimePoint now) {
 Relay::Actions Relay::on_tick(TimePoint now) {
   if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) {
     actions_.notes.push_back(
-        fmt::format("this relay was paused for {:.0f} ms, which it holds against nobody", milliseconds(pause)));
+        {fmt::format("this relay was paused for {:.0f} ms; nobody is put out for that time", milliseconds(pause)),
+         true});
     for (auto& [node, state] : nodes_) forgive(state.heard, pause, now);
     for (auto& [key, rank] : ranks_) forgive(rank.lost_at, pause, now);
     for (auto& [key, claim] : claims_) forgive(claim.lost_at, pause, now);
@@ -322,7 +323,7 @@ void Relay::lose_silent(TimePoint now) {
   for (auto node : silent) {
     auto more = on_node_lost(node, now - silence_);
     actions_ = std::move(more);
-    actions_.notes.push_back(fmt::format("a node was silent for {:.0f} ms", milliseconds(silence_)));
+    actions_.notes.push_back({fmt::format("a node was silent for {:.0f} ms", milliseconds(silence_)), true});
     actions_.close.push_back(node);
   }
   for (auto entry = ranks_.begin(); entry != ranks_.end();) {

@@ -26,7 +26,7 @@ class Relay {
     std::vector<proto::FromNode> to_coordinator;
     std::vector<std::pair<std::vector<NodeId>, proto::ToNode>> to_nodes;  // one message, to all of them
     std::vector<NodeId> close;                                            // after sending
-    std::vector<std::string> notes;
+    std::vector<Note> notes;
   };
 
   Relay(std::string name, Duration silence) : name_(std::move(name)), silence_(silence), pause_detector_(silence) {}

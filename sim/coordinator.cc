@@ -67,7 +67,7 @@ void Coordinator::on_link_lost(std::uint64_t link) {
 
 void Coordinator::carry_out(membership::Actions actions) {
   if (world_.append(actions.append) == World::Append::failed) return;
-  for (const auto& line : actions.notes) world_.note("coordinator: {}", line);
+  for (const auto& note : actions.notes) world_.note("coordinator: {}", note.text);
   if (stopped) in_append_ = std::move(actions);  // its disk is slow
   else send(actions);
 }

@@ -27,6 +27,7 @@ struct Bench {
   std::map<std::uint64_t, std::vector<proto::ToNode>> inbox;
   std::map<std::uint32_t, std::uint64_t> incarnations;
   std::vector<std::uint64_t> closed;  // connections
+  std::string warnings, news;         // a line each
 
   explicit Bench(const std::vector<proto::LogRecord>& earlier = {}, Told told = {}) : coordinator(configured(told)) {
     const auto recovered = coordinator.recover(earlier, now);
@@ -115,6 +116,7 @@ struct Bench {
   void keep(const Actions& actions) {
     log.insert(log.end(), actions.append.begin(), actions.append.end());
     for (const auto& node : actions.close) closed.push_back(node.value);
+    for (const auto& note : actions.notes) (note.warning ? warnings : news) += note.text + "\n";
     for (const auto& [node, message] : actions.send) {
       inbox[node.value].push_back(message);
       if (message.has_registered()) incarnations[message.registered().replica()] = message.registered().incarnation();

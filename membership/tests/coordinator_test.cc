@@ -28,6 +28,25 @@ TEST(Coordinator, WhoDiffersAtTheStartCatchesUpFromTheMostAdvanced) {
   EXPECT_TRUE(bench.coordinator.members()[1].catching_up);
 }
 
+TEST(Coordinator, ALostReplicaIsAWarningAndOneThatLeavesIsNot) {
+  Bench bench;
+  bench.start();
+  EXPECT_EQ(bench.warnings, "");
+  bench.down(0);
+  EXPECT_NE(bench.warnings.find("replica 0 is out: "), std::string::npos) << bench.warnings;
+  bench.warnings.clear();
+  proto::FromNode message;
+  auto& gone = *message.mutable_rank_down();
+  gone.set_replica(1);
+  gone.set_instance(100);
+  gone.set_ended(true);
+  gone.set_left(true);
+  gone.set_reason("it was asked to");
+  bench.send(1, message);
+  EXPECT_EQ(bench.warnings, "");
+  EXPECT_NE(bench.news.find("replica 1 is out: rank 0 has left: it was asked to"), std::string::npos) << bench.news;
+}
+
 TEST(Coordinator, CommitsWhenEveryRankOfEveryMemberHasReduced) {
   Bench bench;
   bench.start();

@@ -1,0 +1,13 @@
+// A line for the log and the trace, and whether an operator should read it unasked.
+#pragma once
+
+#include <string>
+
+namespace rejoin::membership {
+
+struct Note {
+  std::string text;
+  bool warning = false;  // something was lost or refused, waits for somebody, or is not as it should be
+};
+
+}  // namespace rejoin::membership
