@@ -102,7 +102,7 @@ class Settings : public CLI::ConfigBase {
   const CLI::App& app_;
 };
 
-// What nobody knows is told before what is missing: a misspelt flag is often both.
+// A flag that does not exist is reported before one that is missing: a misspelt flag is often both.
 template <typename Parse>
 void unknown_first(const CLI::App& app, Parse parse) {
   try {

@@ -20,7 +20,7 @@ using Fields = std::vector<std::pair<std::string_view, Value>>;
 // now on. Any thread.
 Result<> open(const std::string& directory, const std::string& who);
 
-// One line, written at once (so that a killed process leaves everything it said). Any thread.
+// One line, written at once (so that a killed process leaves every event that it emitted). Any thread.
 void emit(std::string_view kind, const Fields& fields = {});
 
 }  // namespace rejoin::events

@@ -11,12 +11,12 @@ enum class ErrorCode {
   invalid_argument,  // the caller or the user gave something unusable
   not_found,         // what was named does not exist
   mismatch,          // two parties disagree (version, plan, key, manifest)
-  refused,           // the other side said no (authentication, bad remote key, fenced)
+  refused,           // the other side declined (authentication, bad remote key, fenced)
   unavailable,       // the peer, daemon or device is not there, or no longer
   timeout,           // a deadline passed
   cancelled,         // ended by a newer epoch or by shutdown
   exhausted,         // a bound was reached: memory, disk, descriptors
-  io,                // the operating system said no
+  io,                // the operating system's error
   unreachable,       // a device can't get at this memory; another may
   corrupt,           // bytes that cannot be what they claim to be
 };

@@ -12,7 +12,7 @@ namespace rejoin {
 class Seldom {
  public:
   explicit Seldom(Duration at_least_apart) : at_least_apart_(at_least_apart) {}
-  // Whether the line may be said now: how many were left out since the last one. Nothing: this one is left out, too.
+  // Whether the line may be logged now: how many were left out since the last one. Nothing: this one is left out, too.
   std::optional<std::uint64_t> may_say(TimePoint now) {
     if (last_ && now - *last_ < at_least_apart_) return ++left_out_, std::nullopt;
     last_ = now;

@@ -15,7 +15,7 @@ namespace rejoin::catchup {
 enum class Compression : std::uint8_t { never, when_it_pays, always };
 Result<Compression> parse_compression(const std::string& name);  // "off", "auto", "always"
 
-// Decides. Pure: told what was measured.
+// Decides. Pure: the caller passes in what was measured.
 class CodingDecision {
  public:
   // `limit`: bytes/s that the stream may use, however fast the link is; 0: all.

@@ -56,8 +56,8 @@ Joiner::~Joiner() {
 }
 
 void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint now) {
-  const auto same = [](const auto& known, const auto& told) {
-    return known.first == told.first && known.second.incarnation == told.second;
+  const auto same = [](const auto& known, const auto& given) {
+    return known.first == given.first && known.second.incarnation == given.second;
   };
   if (std::equal(expected_.begin(), expected_.end(), sources.begin(), sources.end(), same)) return;
   auto before = std::exchange(expected_, {});

@@ -183,7 +183,7 @@ void Service::on_accepted(const transport::Event& event) {
                    *left_out);
     return engine_.close(event.endpoint);
   }
-  // It comes again, if what it was told is newer than what we know; otherwise it is told better.
+  // It comes again, if it knows something newer than we do; otherwise it hears of the newer soon.
   if (found->second.serves != Incarnation(hello.incarnation)) return engine_.close(event.endpoint);
   LocalRank& rank = found->second;
   serving_[event.endpoint] = {
@@ -212,7 +212,7 @@ void Service::tell_of_loss(const SourceAddress& source, const std::string& why) 
   const auto left_out = losses_.try_emplace(source, kSameLineAgain).first->second.may_say(clock_.now());
   if (!left_out) return;
   spdlog::info("catch-up source replica {} is out: {}{}", source.replica, why,
-               *left_out > 0 ? fmt::format(" (and {} times more since it was said last)", *left_out) : "");
+               *left_out > 0 ? fmt::format(" (and {} times more since it was logged last)", *left_out) : "");
 }
 
 void Service::on_message(transport::EndpointId endpoint, BytesView bytes) {

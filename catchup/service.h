@@ -114,7 +114,7 @@ class Service {
     bool reported = false;
     std::optional<Incarnation> serves;
     std::set<SourceAddress> wanted;                          // sources
-    Step committed;                                          // when it was last told whom it has
+    Step committed;                                          // when its members were last set
     TimePoint retry_at{};                                    // of what could not be registered, or connected with
     std::map<SourceAddress, transport::EndpointId> sources;  // … and the connections with them
   };
@@ -157,7 +157,7 @@ class Service {
   std::vector<std::pair<RankKey, Drift>> drifts_;
   std::vector<RankKey> failed_;
   std::uint64_t served_by_gone_ = 0;
-  std::map<SourceAddress, Seldom> losses_;  // that were told of; a source that refuses is asked again and again
+  std::map<SourceAddress, Seldom> losses_;  // that were logged; a source that refuses is asked again and again
   Seldom refusals_;
   bool busy_ = false;
 };

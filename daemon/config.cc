@@ -75,7 +75,7 @@ void bind(CommandLine& line, Config& c) {
       .check(listen_address());
   line.setting(
           "--advertise", c.node.advertise, "REJOIN_ADVERTISE",
-          "the host that others are told instead of the one listened on, without a port; for a node HOST,HOST… with "
+          "the host that others connect to instead of the one listened on, without a port; for a node HOST,HOST… with "
           "one for each rail. None, and listening on 0.0.0.0 or [::]: this machine's address on the way to the "
           "coordinator")
       .check(or_none(advertised_host()));

@@ -53,7 +53,7 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
   const auto& machine = server->machine_;
   if (!server->log_.records().empty())
     spdlog::info("recovered from the log: step {} is committed, epoch {}", machine.committed(), machine.epoch());
-  if (machine.started()) {  // the instance before may have been killed after it wrote down, and before it told
+  if (machine.started()) {  // the instance before may have been killed after it wrote it down, and before it emitted it
     std::string members;
     for (const auto& m : machine.members()) add_member(members, m.replica.value, m.catching_up);
     events::emit("recovered",

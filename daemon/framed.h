@@ -1,5 +1,5 @@
 // A control connection: length-prefixed messages over TCP, after both sides have proved the job key. From then on each
-// length and each message is followed by a tag (auth.h), so that what is heard is what the other side has said, in that
+// length and each message is followed by a tag (auth.h), so that what arrives is what the other side has sent, in that
 // order; anything else ends the connection. One io_context thread.
 #pragma once
 
@@ -30,7 +30,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
       : socket_(std::move(socket)), timer_(socket_.get_executor()), key_(key), server_(server) {}
   // Begins the proof; it must be over within `deadline`.
   void start(Handlers handlers, std::chrono::milliseconds deadline);
-  void send(const std::string& message);  // before it is open nothing is said
+  void send(const std::string& message);  // before it is open nothing is sent
   void close();
   std::string remote() const { return remote_; }
 

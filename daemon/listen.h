@@ -9,10 +9,10 @@
 namespace rejoin::daemon {
 
 Result<asio::ip::tcp::endpoint> endpoint_of(const std::string& text);
-// Listens there; returns the address in use (the port where the system chose it). The error says what the system said.
+// Listens there; returns the address in use (the port where the system chose it). The error has the system's message.
 Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::string& where);
 
-// Whether who connects to `where` finds who listens at `listening` on this machine, as listen_on() has told it.
+// Whether who connects to `where` finds who listens at `listening` on this machine, as listen_on() has returned it.
 bool leads_to(const std::string& where, const std::string& listening);
 
 }  // namespace rejoin::daemon

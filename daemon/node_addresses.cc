@@ -1,4 +1,4 @@
-// Where the node's catch-up stream and its trainers are, as other nodes are told, and whose streams can't reach it.
+// Where the node's catch-up stream and its trainers are, for other nodes, and whose streams can't reach it.
 #include "base/fail.h"
 #include "base/log.h"
 #include "daemon/node_server.h"
@@ -12,7 +12,7 @@ const std::string& NodeServer::own_host() {
   return *own_host_;
 }
 
-Result<std::string> NodeServer::told(const std::string& stream) {
+Result<std::string> NodeServer::advertised(const std::string& stream) {
   auto address = transport::advertised({stream}, options_.advertise);
   if (!address) return tl::unexpected(address.error());
   return transport::listens_everywhere(*address) ? transport::with_host_for_any(*address, own_host()).text

@@ -46,9 +46,9 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   auto host = server->open_stream({}, device::make_host(), options.data_listen);
   if (!host) return tl::unexpected(host.error());
   server->host_ = std::move(*host);
-  const auto told = server->told(server->host_->thread->address());
-  if (!told) return tl::unexpected(told.error());
-  spdlog::info("other nodes are told that this one's catch-up stream is at {}", *told);
+  const auto address = server->advertised(server->host_->thread->address());
+  if (!address) return tl::unexpected(address.error());
+  spdlog::info("other nodes are told that this one's catch-up stream is at {}", *address);
   server->accept();
   server->coordinator_.connect();
   server->tick();

@@ -24,7 +24,7 @@ struct NodeOptions {
   std::string coordinator;        // host:port, or a relay's
   std::string transport = "shm";  // of the catch-up stream
   std::string data_listen = "127.0.0.1:0";
-  std::string advertise;  // hosts that peers are told instead of the one listened on: see transport/advertise.h
+  std::string advertise;  // hosts that peers connect to instead of the one listened on: see transport/advertise.h
   std::string compression = "auto";  // of the catch-up stream: off, auto, always
   double stream_limit = 0;           // MB/s that it may use; 0: no limit
   std::chrono::milliseconds silence{2000};
@@ -100,8 +100,8 @@ class NodeServer {
                                                     std::shared_ptr<device::Device> device, const std::string& listen);
   Result<std::unique_ptr<DeviceStream>> open_remote(membership::RankConnection of, Offering& offering);  // any thread
   void on_opened(membership::RankConnection from, Offering offering, Result<std::unique_ptr<DeviceStream>> opened);
-  // What peers are told of addresses listened on: the stream's, and a trainer's.
-  Result<std::string> told(const std::string& stream);
+  // The addresses that peers connect to: the stream's, and a trainer's.
+  Result<std::string> advertised(const std::string& stream);
   std::string told_of_trainer(const std::string& address);
   const std::string& own_host();
   DeviceStream* stream_of(std::optional<membership::RankConnection> of);  // null: it has gone

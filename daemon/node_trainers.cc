@@ -162,7 +162,7 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   auto view = local::View::make(std::move(offering.fds), stream.device);
   if (!view) return tl::unexpected(view.error());
   const catchup::RankKey key{ReplicaId(hello.up().replica()), RankId(hello.up().rank())};
-  const auto address = told(stream.thread->address());
+  const auto address = advertised(stream.thread->address());
   if (!address) return tl::unexpected(address.error());
   if (auto cleared = clear_place(trainer, key, hello.up().instance()); !cleared) return cleared;
   trainer.key = key;
@@ -230,7 +230,7 @@ void NodeServer::look_after(const proto::Inquiry& inquiry) {
   drop(found->first, fmt::format("its process {} ended", found->second.credentials.pid), Gone::ended);
 }
 
-// A socket may end although its process lives; what the process itself does is said by its pidfd. Until then, or until
+// A socket may end although its process lives; its pidfd tells of the process itself. Until then, or until
 // it has been silent for too long, it may connect anew.
 void NodeServer::on_hang_up(membership::RankConnection id, const std::string& reason) {
   Trainer& trainer = trainers_.at(id);

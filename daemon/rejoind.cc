@@ -31,7 +31,7 @@ Result<> write_addresses(const std::string& path, const nlohmann::json& addresse
 }
 
 // The address at which others find what listens here.
-std::string told(const Config& c, const std::string& listening) {
+std::string advertised(const Config& c, const std::string& listening) {
   if (!transport::listens_everywhere({listening})) return listening;
   const std::string given = c.node.advertise.substr(0, c.node.advertise.find(','));
   return transport::with_host_for_any({listening},
@@ -85,7 +85,7 @@ Result<> run(Config& c) {
     auto started = CoordinatorServer::start(io, c.listen, c.log_directory, *job, *key);
     if (!started) return tl::unexpected(started.error());
     coordinator = std::move(*started);
-    addresses["coordinator"] = told(c, coordinator->address());
+    addresses["coordinator"] = advertised(c, coordinator->address());
     if (c.node.coordinator.empty()) c.node.coordinator = coordinator->address();
   }
   c.node.silence = std::chrono::milliseconds(c.silence_ms);
@@ -94,7 +94,7 @@ Result<> run(Config& c) {
     auto started = RelayServer::start(io, c.node.name, c.relay, c.node.coordinator, c.node.silence, *key);
     if (!started) return tl::unexpected(started.error());
     relay = std::move(*started);
-    addresses["relay"] = told(c, relay->address());
+    addresses["relay"] = advertised(c, relay->address());
     c.node.coordinator = relay->address();
   }
   if (node) {
@@ -111,7 +111,7 @@ Result<> run(Config& c) {
     return json;
   });
   if (!status) return tl::unexpected(status.error());
-  addresses["status"] = told(c, (*status)->address());
+  addresses["status"] = advertised(c, (*status)->address());
   if (auto written = write_addresses(c.address_file, addresses); !written) return written;
   spdlog::info("ready: {}", addresses.dump());
   io.run();

@@ -29,7 +29,7 @@ RelayServer::RelayServer(asio::io_context& io, const std::string& name, const st
            .down =
                [this] {
                  carry_out(machine_.on_coordinator_down());
-                 nodes_.close_all();  // also those that have said nothing yet
+                 nodes_.close_all();  // also those that have sent nothing yet
                },
            .over = [this] { return machine_.finished(); },
            .rejected = [this] { ++rejected_; }}) {}

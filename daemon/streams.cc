@@ -10,10 +10,10 @@ constexpr char kBorder = '=';
 void add_source(LocalStream& stream, const proto::Peer& peer, const std::string& family) {
   const ReplicaId replica(peer.replica());
   const Incarnation incarnation(peer.incarnation());
-  const std::string& told = peer.stream_address();
-  const auto border = told.find(kBorder);
-  const std::string its = border == std::string::npos ? "" : told.substr(0, border);
-  if (its == family) stream.sources.insert({replica, incarnation, {told.substr(border + 1)}});
+  const std::string& address = peer.stream_address();
+  const auto border = address.find(kBorder);
+  const std::string its = border == std::string::npos ? "" : address.substr(0, border);
+  if (its == family) stream.sources.insert({replica, incarnation, {address.substr(border + 1)}});
   else stream.strange.insert({replica, incarnation, printable(its, kLongestFamily)});
 }
 
@@ -52,18 +52,18 @@ proto::FromNode report_of(const catchup::Service::CompletedRank& completed) {
 
 proto::FromNode report_of(const catchup::RankKey& joiner, const catchup::Drift& drift) {
   proto::FromNode message;
-  auto& told = *message.mutable_drift();
-  told.set_replica(joiner.replica.value);
-  told.set_rank(joiner.rank.value);
-  told.set_version(drift.version);
-  told.set_tensor(drift.tensor);
-  told.set_first(drift.first);
-  told.set_count(drift.count);
-  told.set_offset(drift.offset);
-  told.set_total(drift.total);
+  auto& report = *message.mutable_drift();
+  report.set_replica(joiner.replica.value);
+  report.set_rank(joiner.rank.value);
+  report.set_version(drift.version);
+  report.set_tensor(drift.tensor);
+  report.set_first(drift.first);
+  report.set_count(drift.count);
+  report.set_offset(drift.offset);
+  report.set_total(drift.total);
   for (const auto& [source, digest] : drift.digests) {
-    told.add_sources(source.value);
-    told.add_digests(digest);
+    report.add_sources(source.value);
+    report.add_digests(digest);
   }
   return message;
 }

@@ -6,7 +6,7 @@
 
 namespace rejoin::daemon {
 
-// As peers are told of a stream: what it goes over, and where. Only streams of one family reach each other.
+// A stream's address, for peers: what it goes over, and where. Only streams of one family reach each other.
 std::string stream_address(const std::string& family, const std::string& address);
 
 // A contributor's catch-up stream that goes over another transport than this node's.
@@ -30,7 +30,7 @@ struct LocalStream {
 // `family`: of this node's own streams (transport/factory.h).
 std::vector<LocalStream> streams_of(const membership::Node& node, const std::string& family);
 
-// What a stream's thread has found, as the rank's node is told.
+// What a stream's thread has found, for the rank's node.
 proto::FromNode report_of(const catchup::Service::CompletedRank& completed);
 proto::FromNode report_of(const catchup::RankKey& joiner, const catchup::Drift& drift);
 

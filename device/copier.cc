@@ -23,7 +23,7 @@ class StreamCopier final : public Copier {
 class ReducerCopier final : public Copier {
  public:
   explicit ReducerCopier(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
-  ~ReducerCopier() override { (void)finish(); }  // an error has been told by the calls before
+  ~ReducerCopier() override { (void)finish(); }  // the calls before have returned its error
   Result<std::uint64_t> copy(std::byte* to, const std::byte* from, std::size_t size) override {
     const auto number = reducer_->copy(to, from, size);
     if (number) last_ = *number;

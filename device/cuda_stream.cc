@@ -17,7 +17,7 @@ class CudaStream final : public Stream {
       : primary_(std::move(primary)), driver_(*primary_->driver), stream_(stream), owned_(owned) {}
   ~CudaStream() override {
     Current current(*primary_);
-    if (owned_) (void)driver_.stream_synchronize(stream_);  // an error has been told by the calls before
+    if (owned_) (void)driver_.stream_synchronize(stream_);  // the calls before have returned its error
     for (const auto& mark : marks_) (void)driver_.event_destroy(mark.event);
     for (auto* event : spare_) (void)driver_.event_destroy(event);
     if (owned_) (void)driver_.stream_destroy(stream_);

@@ -108,12 +108,12 @@ void MemoryServer::run() {
   std::unique_ptr<Served> served;
   const auto end = [&](std::unique_ptr<Served> gone) {
     if (!gone) return;
-    (void)copies_->synchronize();  // before its memory goes; errors have been told
+    (void)copies_->synchronize();  // before its memory goes; errors have been logged
     gone->socket.reset();
     const std::lock_guard lock(mutex_);
     ended_.push_back(std::move(gone));
   };
-  for (bool told = false;;) {
+  for (bool logged = false;;) {
     bool wanted = false;
     std::vector<std::unique_ptr<Served>> taken;
     {
@@ -126,7 +126,7 @@ void MemoryServer::run() {
     for (auto& before : taken) end(std::move(before));  // the last has gone from it
     if (wanted) {
       auto made = prepare();
-      if (!made && !std::exchange(told, true))
+      if (!made && !std::exchange(logged, true))
         spdlog::error("no other daemon can be served this GPU's memory: {}", made.error().message);
       const std::lock_guard lock(mutex_);
       if (made) next_.push_back(std::move(*made));

@@ -71,7 +71,7 @@ Result<std::uint64_t> Reducer::copy(std::byte* out, const std::byte* in, std::si
   return give({.out = address(out), .a = address(in), .count = size, .type = Work::kCopy}, size);
 }
 
-// Tiles are small enough for all warps to have some, and the larger, the less is to be said about them.
+// Tiles are small enough for all warps to have some, and the larger, the fewer flags there are.
 Result<std::uint64_t> Reducer::give(Work&& work, std::uint64_t bytes) {
   constexpr std::uint64_t page = 4096, most = 32768, for_each = 4;
   const std::uint64_t warps = std::uint64_t{options_.blocks} * options_.threads / 32;
@@ -119,7 +119,7 @@ void Reducer::see_done() {
   while (done_ < posted_ && acquire(mailbox_->done[(done_ + 1) % Mailbox::kWorks]) == done_ + 1) ++done_;
 }
 
-// A launch that is told to leave may take nothing more; the next goes on where it ends.
+// A launch that has to leave may take nothing more; the next goes on where it ends.
 bool Reducer::a_kernel_takes_it() const {
   const std::uint64_t now = launches_;
   if (holds_ > 0) return true;  // it is there, or about to be
@@ -148,7 +148,7 @@ void Reducer::leave(std::uint64_t launch) {
   }
 }
 
-// Under launching_. Behind whatever is left of the launch before, which is told to leave: the stream keeps them in
+// Under launching_. Behind whatever is left of the launch before, which has to leave: the stream keeps them in
 // order. No event comes behind it: in a queue of the hardware that streams share, what comes behind that would wait for
 // the kernel.
 Result<> Reducer::launch(Duration patience) {

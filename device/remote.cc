@@ -183,7 +183,7 @@ class Client {
 class RemoteStream final : public Stream {
  public:
   explicit RemoteStream(std::shared_ptr<Client> client) : client_(std::move(client)) {}
-  ~RemoteStream() override { (void)client_->finish(); }  // an error has been told by the calls before
+  ~RemoteStream() override { (void)client_->finish(); }  // the calls before have returned its error
   Result<> copy(std::byte* to, const std::byte* from, std::size_t size) override {
     return client_->copy(to, from, size);
   }

@@ -8,7 +8,7 @@ namespace rejoin::ftar {
 
 namespace {
 
-constexpr std::size_t kMostSegments = 1 << 15;  // told of all buckets together: they go in one message
+constexpr std::size_t kMostSegments = 1 << 15;  // of all buckets together: they go in one message
 
 }  // namespace
 
@@ -70,7 +70,7 @@ Result<std::uint64_t> Communicator::results_digest() {
 
 Result<std::vector<std::vector<Segment>>> Communicator::inspect_results() {
   const auto members = static_cast<std::uint32_t>(ring_.size()), n = contributors_, p = position_;
-  const bool whole = buckets_.size() * n > kMostSegments;  // one segment for each bucket: the hop is not told
+  const bool whole = buckets_.size() * n > kMostSegments;  // one segment for each bucket: the hop is not known
   std::vector<std::vector<Segment>> results;
   for (const auto& bucket : buckets_) {
     auto& segments = results.emplace_back();

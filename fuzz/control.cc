@@ -15,7 +15,7 @@ void must(bool condition) {
   if (!condition) std::abort();
 }
 
-// Whatever is said to it, a coordinator's decisions follow from each other, and another that reads them goes on from
+// Whatever is sent to it, a coordinator's decisions follow from each other, and another that reads them goes on from
 // the same place.
 class Watched {
  public:

@@ -40,7 +40,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       return 0;
     service.serve(source, Incarnation(1));
     std::vector<transport::EndpointId> endpoints;
-    std::uint64_t asked_key = 0, asked_length = 0;  // what a joiner's last message told of its memory
+    std::uint64_t asked_key = 0, asked_length = 0;  // of its memory, from a joiner's last message
     const auto turn = [&] {
       for (int i = 0; i < 20 && fabric.next_event() != TimePoint::max(); ++i) fabric.step();
       (void)service.poll(clock.now());

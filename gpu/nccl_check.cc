@@ -124,7 +124,7 @@ int main() {
       check(ncclGetUniqueId(&id), "ncclGetUniqueId");
       if (::write(pipes[1], &id, sizeof id) != sizeof id) throw Failure{"telling the other process"};
     } else if (::read(pipes[0], &id, sizeof id) != sizeof id) {
-      throw Failure{"the other process said nothing"};
+      throw Failure{"the other process wrote nothing"};
     }
     Rank(rank, ranks, id).run();
   } catch (const Failure& failure) {

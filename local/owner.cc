@@ -32,7 +32,7 @@ Result<Owner> Owner::make(Manifest manifest, std::shared_ptr<device::Device> dev
   auto doorbell = make_eventfd();
   if (!doorbell) return tl::unexpected(doorbell.error());
   owner.doorbell_ = std::move(*doorbell);
-  // What can't be shared is told now, not when the daemon asks.
+  // What can't be shared is an error now, not when the daemon asks.
   if (auto offered = owner.offer(); !offered) return tl::unexpected(offered.error());
   Page& page = *new (owner.page_.data()) Page{};
   page.layout = kLayoutVersion;

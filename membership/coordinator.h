@@ -302,7 +302,7 @@ class Coordinator {
   bool may_announce();
   void announce_to(NodeId node, const RankSet& ranks);
   void announce_replica(const ReplicaState& replica, ReplicaId id);
-  void announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, const std::set<NodeId>& told);
+  void announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, const std::set<NodeId>& sent_to);
   static void describe(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, proto::Peers& peers);
   proto::Plan plan() const;
   bool fully_registered(const ReplicaState& replica) const;
@@ -374,7 +374,7 @@ class Coordinator {
     bool counts = false;  // it has lasted too long
     TimePoint since{};    // … since then
     TimePoint waits_since{};
-    std::optional<TimePoint> excused{};  // said last, of itself
+    std::optional<TimePoint> excused{};  // reported last, by itself
     RankSet ranks;                       // that say so
   };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Edge> accusations_;  // accuser → suspect, in this epoch

@@ -236,7 +236,7 @@ void Coordinator::remove(ReplicaId id, const std::string& reason, TimePoint now,
   actions_.notes.push_back({fmt::format("replica {} is out: {}", id, reason), !left});
   ledger_.hand_back(id);
   std::erase_if(members_, [&](const MemberState& m) { return m.replica == id; });
-  // After a restart a joiner may not have said yet that it has caught up: settle_recovery() decides.
+  // After a restart a joiner may not have reported yet that it has caught up: settle_recovery() decides.
   const bool may_yet_report = recovering_until_ && !members_.empty();
   if (!has_contributors() && !find_contributors() && !may_yet_report) lose_everybody();
   next_epoch(fmt::format("without replica {}: {}", id, reason));
@@ -262,9 +262,9 @@ void Coordinator::next_epoch(const std::string& reason) {
 void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   auto found = replicas_.find(id);
   if (found == replicas_.end()) return;
-  std::set<NodeId> told;
+  std::set<NodeId> asked;
   for (const auto& rank : found->second.ranks) {
-    if (!rank.connected_node || !told.insert(rank.node).second) continue;
+    if (!rank.connected_node || !asked.insert(rank.node).second) continue;
     evict(rank.node, id, found->second.incarnation, reason);
   }
   proto::ToNode gone;
@@ -315,7 +315,7 @@ bool Coordinator::may_be_complete(const MemberState& m) const {
   const ReplicaState* here = registration(m.replica, m.incarnation);
   if (here == nullptr) return true;
   if (fully_registered(*here)) return false;  // all have come, and had their time to say so
-  RankSet behind;                             // ranks that have said where they stand, and not that they have caught up
+  RankSet behind;                             // ranks that have sent a status, and in it not that they have caught up
   for (const auto& status : here->statuses) behind.add(status.ranks);
   behind.remove(here->caught_up);
   return behind.empty();

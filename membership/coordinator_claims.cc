@@ -31,7 +31,7 @@ bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint n
   return true;
 }
 
-// Whether its process lives. A node answers in order, so that it would have told of its end before.
+// Whether its process lives. A node answers in order, so that it would have reported its end before.
 void Coordinator::inquire(Claim& claim, const RankState& holder) {
   if (!holder.connected_node || claim.asked == holder.node) return;
   claim.asked = holder.node;

@@ -1,4 +1,4 @@
-// Who is there: ranks register, come back, and are told of their peers.
+// Who is there: ranks register, come back, and get their peers' addresses.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -172,7 +172,7 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
   const bool recovering = recovering_until_.has_value();
   if (dissent()) {
     unannounced_ = true;
-  } else if (may_announce() && !recovering) {  // otherwise everybody has just been told all
+  } else if (may_announce() && !recovering) {  // otherwise all has just been announced to everybody
     announce_to(node, RankSet(up.rank()));
     if (fully_registered(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
@@ -249,9 +249,9 @@ void Coordinator::announce_replica(const ReplicaState& replica, ReplicaId id) {
 
 // To the others: these ranks are there now.
 void Coordinator::announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks,
-                                 const std::set<NodeId>& told) {
+                                 const std::set<NodeId>& sent_to) {
   for (const auto& [node, state] : nodes_) {
-    if (told.contains(node)) continue;
+    if (sent_to.contains(node)) continue;
     const RankSet concerned = ranks.common(state.hosts);
     if (concerned.empty()) continue;
     proto::ToNode message;

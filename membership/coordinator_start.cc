@@ -172,7 +172,7 @@ std::optional<Step> Coordinator::newest(const std::vector<ReplicaId>& replicas) 
 
 // Ranks that started one by one may have found different checkpoints, when the later one was just being completed: such
 // a state is of no step. If it would be more advanced than that of everybody else, then its ranks start once more. Who
-// comes with the same again has no other: people are told.
+// comes with the same again has no other: the status names it.
 bool Coordinator::send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest) {
   bool any = false;
   for (auto id : replicas) {

@@ -11,7 +11,7 @@
 namespace rejoin::membership {
 
 struct RankDigests {
-  std::uint64_t reduced = 0, state = 0;  // 0: it said nothing
+  std::uint64_t reduced = 0, state = 0;  // 0: none was reported
   bool operator==(const RankDigests&) const = default;
 };
 

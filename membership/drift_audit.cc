@@ -16,23 +16,24 @@ constexpr std::size_t kRemembered = 16;            // steps
 constexpr std::size_t kStrikes = 3;
 constexpr std::uint64_t kInARow = 1000;  // steps that three differences may lie apart
 
-// What more than half of them said.
-std::optional<std::uint64_t> majority(const std::map<std::uint32_t, std::uint64_t>& said) {
+// The digest that more than half of them reported.
+std::optional<std::uint64_t> majority(const std::map<std::uint32_t, std::uint64_t>& digests) {
   std::map<std::uint64_t, std::size_t> votes;
-  for (const auto& [replica, digest] : said)
-    if (2 * ++votes[digest] > said.size()) return digest;
+  for (const auto& [replica, digest] : digests)
+    if (2 * ++votes[digest] > digests.size()) return digest;
   return std::nullopt;
 }
 
-bool differ(const std::map<std::uint32_t, std::uint64_t>& said) {
-  return std::any_of(said.begin(), said.end(), [&](const auto& one) { return one.second != said.begin()->second; });
+bool differ(const std::map<std::uint32_t, std::uint64_t>& digests) {
+  return std::any_of(digests.begin(), digests.end(),
+                     [&](const auto& one) { return one.second != digests.begin()->second; });
 }
 
 // Digests by replica.
-template <typename Said>
-std::string list(const Said& said) {
+template <typename Digests>
+std::string list(const Digests& digests) {
   std::string text;
-  for (const auto& [replica, digest] : said)
+  for (const auto& [replica, digest] : digests)
     text += fmt::format("{}{:016x} at replica {}", text.empty() ? "" : ", ", digest, replica);
   return text;
 }
@@ -66,7 +67,7 @@ void DriftAudit::on_reduced(ReplicaId replica, const proto::Reduced& reduced) {
 
 void DriftAudit::on_details(const proto::Details& details) {
   if (!inspection_ || details.epoch() != inspection_->epoch.value || details.rank() != inspection_->rank ||
-      !inspection_->said.contains(details.replica()))
+      !inspection_->digests.contains(details.replica()))
     return;
   inspection_->details[details.replica()] = details;
 }
@@ -75,12 +76,12 @@ void DriftAudit::on_drift(const proto::Drift& drift) {
   ++counted_.drift_reports;
   if (!config_.on || focus_ || drift.total() == 0 || drift.offset() >= drift.total()) return;
   focus_ = {drift.offset(), drift.total()};
-  std::vector<std::pair<std::uint32_t, std::uint64_t>> said;
+  std::vector<std::pair<std::uint32_t, std::uint64_t>> digests;
   for (int i = 0; i < std::min(drift.sources_size(), drift.digests_size()); ++i)
-    said.emplace_back(drift.sources(i), drift.digests(i));
+    digests.emplace_back(drift.sources(i), drift.digests(i));
   note(fmt::format("the sources of replica {} rank {} differ at version {}: tensor '{}' elements {} to {}: {}",
                    drift.replica(), drift.rank(), drift.version(), drift.tensor(), drift.first(),
-                   drift.first() + drift.count(), list(said)));
+                   drift.first() + drift.count(), list(digests)));
 }
 
 void DriftAudit::on_committed(TimePoint now) {
@@ -117,9 +118,9 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
     if (std::all_of(voters.begin(), voters.end(), same)) continue;  // but for joiners, which have no state to compare
     std::map<std::uint32_t, std::uint64_t> results, states;
     for (const auto& [replica, contributes] : voters) {
-      const RankDigests said = reported_[replica].of(rank);
-      results[replica.value] = said.reduced;
-      if (contributes) states[replica.value] = said.state;
+      const RankDigests digests = reported_[replica].of(rank);
+      results[replica.value] = digests.reduced;
+      if (contributes) states[replica.value] = digests.state;
     }
     if (differ(results)) {
       ++counted_.result_differences;
@@ -127,7 +128,7 @@ DriftAudit::Verdict DriftAudit::judge(std::span<const Voter> voters, Epoch epoch
     }
     if (!states_reported_alike_ || !differ(states)) continue;
     const bool again = inspection_ && inspection_->of_state && inspection_->committed == committed &&
-                       inspection_->rank == rank && inspection_->said == states;
+                       inspection_->rank == rank && inspection_->digests == states;
     if (again) return judge_state();
     ++counted_.state_differences;
     return repeat({epoch, committed, rank, true, std::move(states), {}});
@@ -143,23 +144,23 @@ DriftAudit::Verdict DriftAudit::repeat(Inspection inspection) {
       inspection.of_state
           ? fmt::format("the states of rank {} differ at version {}", inspection.rank, inspection.committed)
           : fmt::format("the results of rank {} differ in step {}", inspection.rank, inspection.committed.value + 1);
-  note(fmt::format("{}: {}; the step is repeated", what, list(inspection.said)));
+  note(fmt::format("{}: {}; the step is repeated", what, list(inspection.digests)));
   inspection_ = std::move(inspection);
   return {Verdict::Kind::repeat, {}, what};
 }
 
-// Who is to blame for results that differed, when the step has been reduced again and all have said what was behind
+// Who is to blame for results that differed, when the step has been reduced again and all have reported what was behind
 // it.
 void DriftAudit::explain() {
   if (!inspection_ || inspection_->of_state) return;
   const auto inspection = *std::exchange(inspection_, std::nullopt);
   Strike strike{.committed = inspection.committed, .blamed = {}};
   if (!explain_by_hop(inspection, strike)) {
-    const auto right = majority(inspection.said);
-    for (const auto& [replica, digest] : inspection.said)
+    const auto right = majority(inspection.digests);
+    for (const auto& [replica, digest] : inspection.digests)
       if (right && digest != *right) strike.blamed.push_back(ReplicaId(replica));
     note(fmt::format("the results of rank {} differed in step {}, over no hop that could be found: {}", inspection.rank,
-                     inspection.committed.value + 1, list(inspection.said)));
+                     inspection.committed.value + 1, list(inspection.digests)));
   }
   strikes_.push_back(std::move(strike));
   if (strikes_.size() > kStrikes) strikes_.pop_front();
@@ -228,7 +229,7 @@ std::optional<DriftAudit::Verdict> DriftAudit::struck_out(std::span<const Voter>
       std::move(all)};
 }
 
-// Where the state differs first, as the two have told it.
+// Where the state differs first, by the details that both have reported.
 std::string DriftAudit::place_of(std::uint32_t right, std::uint32_t wrong) const {
   const auto a = inspection_->details.find(right), b = inspection_->details.find(wrong);
   if (a != inspection_->details.end() && b != inspection_->details.end())
@@ -240,16 +241,17 @@ std::string DriftAudit::place_of(std::uint32_t right, std::uint32_t wrong) const
                          right, theirs.digest(), wrong);
     }
   return fmt::format("part {} of {} of the state of rank {}: {:016x} at replica {}, {:016x} at replica {}", phase_ + 1,
-                     period_, inspection_->rank, inspection_->said.at(right), right, inspection_->said.at(wrong),
+                     period_, inspection_->rank, inspection_->digests.at(right), right, inspection_->digests.at(wrong),
                      wrong);
 }
 
 DriftAudit::Verdict DriftAudit::judge_state() const {
-  const auto& said = inspection_->said;
-  const auto right = majority(said);
+  const auto& digests = inspection_->digests;
+  const auto right = majority(digests);
   const auto with = [&](bool agreeing) {
-    const std::uint64_t digest = right.value_or(said.begin()->second);
-    return std::find_if(said.begin(), said.end(), [&](const auto& one) { return (one.second == digest) == agreeing; })
+    const std::uint64_t digest = right.value_or(digests.begin()->second);
+    return std::find_if(digests.begin(), digests.end(),
+                        [&](const auto& one) { return (one.second == digest) == agreeing; })
         ->first;
   };
   const std::string where = fmt::format("at version {} {}", inspection_->committed, place_of(with(true), with(false)));
@@ -258,7 +260,7 @@ DriftAudit::Verdict DriftAudit::judge_state() const {
             fmt::format("its state differs from that of most replicas {}", where)};
   std::string choices;
   std::vector<ReplicaId> among;
-  for (const auto& [replica, digest] : said) {
+  for (const auto& [replica, digest] : digests) {
     choices += fmt::format("{}--drop-replica {}@{}", choices.empty() ? "" : " or ", replica, inspection_->committed);
     among.push_back(ReplicaId(replica));
   }

@@ -7,7 +7,7 @@
 //   results  that differed once are a bit that flipped on its way: counted, and the hop named over which it came. Whose
 //            hops were it three times in a row is out.
 //   states   differ again. Whom the majority of contributors disagrees with is out; where there is none, nobody can
-//            tell who is right, and the job stops until an operator has said so.
+//            tell who is right, and the job stops until an operator has decided.
 #pragma once
 
 #include <deque>
@@ -77,7 +77,7 @@ class DriftAudit {
     Step committed;
     std::uint32_t rank = 0;
     bool of_state = false;
-    std::map<std::uint32_t, std::uint64_t> said;  // by replica
+    std::map<std::uint32_t, std::uint64_t> digests;  // by replica
     std::map<std::uint32_t, proto::Details> details;
   };
   struct Strike {

@@ -176,7 +176,7 @@ void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status) {
   if (!known) *status.add_unreached() = one;
 }
 
-// One report of how all ranks of the replica on this node stand, when all have said it and where it changed.
+// One report of how all ranks of the replica on this node stand, when all have reported it and where it changed.
 void Node::report_status(const RankInfo& one, Actions& actions) {
   if (!coordinator_up_ || !one.registered) return;
   proto::FromNode message;
@@ -196,8 +196,8 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
   }
   together.to(status.mutable_ranks());
   for (auto link : *links) status.add_links(link);
-  auto& said = statuses_[{one.up.replica(), one.up.incarnation()}];
-  if (std::string now = status.SerializeAsString(); std::exchange(said, now) != now)
+  auto& sent = statuses_[{one.up.replica(), one.up.incarnation()}];
+  if (std::string now = status.SerializeAsString(); std::exchange(sent, now) != now)
     actions.to_coordinator.push_back(std::move(message));
 }
 

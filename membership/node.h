@@ -53,7 +53,7 @@ class Node {
   void on_rank_alive(RankConnection rank, TimePoint now);
   enum class Gone : std::uint8_t {
     ended,     // its process is no more, and its state with it
-    left,      // likewise, and it has said so itself
+    left,      // likewise, by its own Leave
     silent,    // it may come back through another connection
     replaced,  // it has come back through another connection already
   };
@@ -84,7 +84,7 @@ class Node {
   std::map<RankConnection, RankInfo> ranks_;
   proto::Plan plan_;
   PeerTable peers_;
-  std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> statuses_;  // said last, by replica and incarnation
+  std::map<std::pair<std::uint32_t, std::uint64_t>, std::string> statuses_;  // sent last, by replica and incarnation
 };
 
 void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status);  // to a report of several

@@ -1,4 +1,4 @@
-// Who and where the ranks of the other replicas are, as the coordinator has said it.
+// Who and where the ranks of the other replicas are, as the coordinator has announced it.
 #pragma once
 
 #include <map>

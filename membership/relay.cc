@@ -169,15 +169,15 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
 }
 
 // That one lost another counts at once; of waiting ranks the first of each kind speaks for all of the replica. What a
-// replica says of itself is to be heard again and again, of any of its ranks.
+// replica reports of itself is passed on again and again, from any of its ranks.
 bool Relay::passes_on(const proto::Accusation& accusation, TimePoint now) {
   if (accusation.epoch() != plan_.first) return false;
   if (accusation.suspect() != accusation.replica())
     return accused_.insert({accusation.replica(), accusation.suspect(), accusation.only_waiting()}).second ||
            accusation.lost();
-  const auto [said, first] = of_themselves_.try_emplace({accusation.replica(), accusation.excused()}, now);
-  if (!first && now - said->second < silence_ / 16) return false;
-  said->second = now;
+  const auto [before, first] = of_themselves_.try_emplace({accusation.replica(), accusation.excused()}, now);
+  if (!first && now - before->second < silence_ / 16) return false;
+  before->second = now;
   return true;
 }
 
@@ -237,10 +237,10 @@ void Relay::add_reduced_ranks(const proto::Reduced& theirs) {
   auto found = groups_.find(key);
   if (found == groups_.end()) return;
   Group& group = found->second;
-  const std::pair said(epoch, step), known(group.epoch, group.step);
-  if (said < known || epoch == 0) return;
-  if (said > known) group.reduced.clear(), group.digests.clear();
-  std::tie(group.epoch, group.step) = said;
+  const std::pair reported(epoch, step), known(group.epoch, group.step);
+  if (reported < known || epoch == 0) return;
+  if (reported > known) group.reduced.clear(), group.digests.clear();
+  std::tie(group.epoch, group.step) = reported;
   group.reduced.add(RankSet(theirs.ranks(), kNoLimit));
   group.digests.take(theirs, kMostRanks);
   report_reduced(key, group);
@@ -282,7 +282,8 @@ void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Grou
   all_of_it.set_caught_up(caught_up);
   for (auto link : *links) all_of_it.add_links(link);
   together.to(all_of_it.mutable_ranks());
-  if (std::string now = all_of_it.SerializeAsString(); std::exchange(group.said, now) != now) up() = std::move(message);
+  if (std::string now = all_of_it.SerializeAsString(); std::exchange(group.last_status, now) != now)
+    up() = std::move(message);
 }
 
 // Its ranks may still run: they have `silence` to come back through another connection.

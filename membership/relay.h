@@ -66,7 +66,7 @@ class Relay {
     RankSet reduced;  // of that step
     DigestTable digests;
     std::map<NodeId, proto::ReplicaStatus> statuses;
-    std::string said;  // the last status that went up
+    std::string last_status;  // that went up
   };
   using GroupKey = std::pair<std::uint32_t, std::uint64_t>;  // replica, incarnation
   using RankKey = std::pair<std::uint32_t, std::uint32_t>;   // replica, rank

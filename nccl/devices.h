@@ -1,4 +1,4 @@
-// Which devices NCCL is told of, and what each is.
+// Which devices NCCL is offered, and what each is.
 #pragma once
 
 #include <cstdint>

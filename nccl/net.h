@@ -91,7 +91,7 @@ struct Connection {  // one way
 struct Listener {
   std::shared_ptr<Device> device;
   std::array<std::uint64_t, 2> id{};
-  // Until the sender has said that it is connected: NCCL may look at neither side any more once it has both.
+  // Until the sender's `connected` message has arrived: NCCL may look at neither side any more once it has both.
   struct Accepted {
     transport::EndpointId endpoint;
     bool ready = false;

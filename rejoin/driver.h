@@ -150,7 +150,8 @@ class Driver {
   proto::Peers peers_;
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
-  bool let_go_ = false;  // the device's driver is not entered before the trainer's streams were told of the last bucket
+  bool let_go_ =
+      false;  // the device's driver is not entered before the trainer's streams have seen the last bucket's flag
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
   std::vector<std::uint64_t> reduced_;
   std::uint64_t taken_ = 0;
@@ -163,7 +164,7 @@ class Driver {
   std::uint64_t revision_ = 0, outcomes_ = 0;
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_reported_{};
   TimePoint offered_at_{}, begun_at_{};     // the step under way: to the trainer, and by it
-  TimePoint excused_at_{}, released_at_{};  // said last; when it was last busy with something
+  TimePoint excused_at_{}, released_at_{};  // last reported; when it was last busy with something
   std::optional<Occupation> occupied_;
   std::uint64_t offered_ = 0, begun_ = 0;
   std::uint64_t stall_reported_for_ = 0;

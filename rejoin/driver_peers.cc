@@ -68,7 +68,7 @@ Duration Driver::patience_with_compute() const {
 void Driver::occupy(std::optional<Occupation> occupation, TimePoint now) {
   if (occupied_ && !occupation) released_at_ = now;
   occupied_ = std::move(occupation);
-  excused_at_ = {};  // what was said last is not so any more
+  excused_at_ = {};  // what was reported last is not so any more
 }
 
 // A trainer that does something else, which its step waits for, is not late. Only its own library can tell the others

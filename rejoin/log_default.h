@@ -3,7 +3,8 @@
 
 namespace rejoin {
 
-// Lines go to standard error, where nobody has said otherwise: spdlog's own default, standard output, is the program's.
+// Lines go to standard error, unless the program has set another sink: spdlog's own default, standard output, is the
+// program's.
 void log_to_stderr_by_default();
 
 }  // namespace rejoin

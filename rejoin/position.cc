@@ -46,9 +46,9 @@ std::string Position::text() const {
   std::string samples;
   for (const auto& range : trained_)
     samples += fmt::format("{}{}-{}", samples.empty() ? "" : ",", range.begin, range.end);
-  const std::string said = fmt::format("{} {} step={} trained={} digest={}", kKind, kVersion, step_, samples,
-                                       digest_ ? fmt::format("{:016x}", *digest_) : "");
-  return fmt::format("{} checksum={:016x}", said, checksum(said));
+  const std::string content = fmt::format("{} {} step={} trained={} digest={}", kKind, kVersion, step_, samples,
+                                          digest_ ? fmt::format("{:016x}", *digest_) : "");
+  return fmt::format("{} checksum={:016x}", content, checksum(content));
 }
 
 Result<Position> Position::from_text(std::string_view text) {
@@ -70,8 +70,8 @@ Result<Position> Position::from_text(std::string_view text) {
   };
   const auto step = field("step"), trained = field("trained"), digest = field("digest"), sum = field("checksum");
   if (!step || !trained || !digest || !sum || !rest.empty()) return damaged();
-  const auto said = text.substr(0, text.rfind(' '));
-  if (number(*sum, 16) != checksum(said)) return damaged();
+  const auto content = text.substr(0, text.rfind(' '));
+  if (number(*sum, 16) != checksum(content)) return damaged();
   const auto at = number(*step), of_state = number(*digest, 16);
   auto samples = ranges(*trained);
   if (!at || !samples || (!digest->empty() && !of_state)) return damaged();

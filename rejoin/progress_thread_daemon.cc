@@ -124,7 +124,7 @@ Result<> ProgressThread::send_offer(const Fd& socket, const proto::FromTrainer& 
 }
 
 void ProgressThread::reconnect(TimePoint now) {
-  if (now < retry_at_ || driver_->finished()) return;  // what is there to be said to it then?
+  if (now < retry_at_ || driver_->finished()) return;  // nothing is left to report to it
   retry_at_ = now + kReconnect;
   if (now - daemon_seen_ > config_.patience)
     return fail(

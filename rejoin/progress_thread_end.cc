@@ -62,7 +62,7 @@ Result<> ProgressThread::leave() {
 
 // ---- the progress thread
 
-// Whether the trainer wants to leave, and all is said that can be.
+// Whether the trainer wants to leave, and everything is sent that can be.
 bool ProgressThread::leaves(TimePoint now) {
   {
     const std::lock_guard lock(mutex_);

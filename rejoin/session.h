@@ -46,8 +46,8 @@ struct SessionConfig {
   std::string device = "host";              // where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS
   std::string transport = "shm";            // of the all-reduce: see transport/factory.h; the same on all replicas
   std::string data_listen = "127.0.0.1:0";  // address for data connections, where the transport has addresses
-  // The host, or a host for each rail, that other ranks are told instead of the one listened on, without a port. None,
-  // and listening on 0.0.0.0 or [::]: the node's address as its daemon knows it.
+  // The host, or a host for each rail, that other ranks connect to instead of the one listened on, without a port.
+  // None, and listening on 0.0.0.0 or [::]: the node's address as its daemon knows it.
   std::string advertise;
   std::uint64_t chunk_bytes = 1 << 20;            // all-reduce: largest chunk
   std::uint32_t chunks_in_flight = 4;             // … and how many per neighbour

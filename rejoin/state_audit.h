@@ -24,7 +24,7 @@ class StateAudit {
     std::uint64_t first = 0, count = 0;  // elements of the first of them
     std::uint64_t digest = 0;
   };
-  // The same range, told apart.
+  // The digests of the same range, one for each tensor.
   Result<std::vector<RangeDigest>> range_digests(std::uint64_t period, std::uint64_t phase);
 
  private:

@@ -57,7 +57,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
     if (auto added = service.add_rank(key, instance, std::move(*shared)); !added)
       world_.note("state of replica {}: {}", key.replica, added.error().message);
   });
-  world_.deliver(*trainer, world_.in_order(rank.told, random.between(1us, 20us)),
+  world_.deliver(*trainer, world_.in_order(rank.delivered, random.between(1us, 20us)),
                  [trainer, connection] { trainer->on_welcome(connection); });
   proto::FromNode message;
   *message.mutable_rank_up() = up;
@@ -78,7 +78,7 @@ void Daemon::drop(membership::RankConnection rank, const std::string& reason, me
   post([key = local.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   carry_out(machine_.on_rank_gone(rank, reason, how));
   if (Trainer* trainer = world_.trainer(local.trainer))
-    world_.deliver(*trainer, world_.in_order(local.told, random.between(1us, 50us)),
+    world_.deliver(*trainer, world_.in_order(local.delivered, random.between(1us, 50us)),
                    [trainer, rank] { trainer->on_daemon_gone(rank); });
 }
 
@@ -136,7 +136,7 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
     Trainer* trainer = found == ranks_.end() ? nullptr : world_.trainer(found->second.trainer);
     if (trainer == nullptr) continue;
     world_.deliver(
-        *trainer, world_.in_order(found->second.told, random.between(1us, 20us)),
+        *trainer, world_.in_order(found->second.delivered, random.between(1us, 20us)),
         [trainer, connection = connection, message = message] { trainer->on_control_message(connection, message); });
   }
   for (auto rank : actions.silent) {

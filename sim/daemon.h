@@ -33,7 +33,7 @@ class Daemon final : public Process {
   struct LocalRank {
     std::uint64_t trainer = 0;  // its instance
     catchup::RankKey key;
-    TimePoint told{};  // when the last message to it arrives
+    TimePoint delivered{};  // when the last message to it arrives
     bool catching_up = false;
     std::optional<Incarnation> serves;
   };

@@ -40,13 +40,13 @@ enum class FaultKind : std::uint8_t {
   reset_control,      // a node's connection to the coordinator is reset; what is on its way there is lost
   reset_ring,         // one data connection of a rank, between two that live on
   reset_stream,       // one catch-up connection of a node
-  black_hole,         // what one replica sends to another does not arrive for a while, and neither is told
+  black_hole,         // what one replica sends to another does not arrive for a while, and neither learns of it
   refuse_memory,      // a rank's next registration of memory fails, or its node's
   drift,              // from now on a contributor's optimizer computes something else
   flip_reduced,       // one bit of a reduced chunk flips on its way, in the next step
   flip_state,         // one bit of a contributor's state flips in its memory
-  busy_trainer,       // a trainer says that it is busy, between steps or within one; some are for longer than they said
-  lose_log,           // the coordinator's log is gone, and all processes are started again, trainers from checkpoints
+  busy_trainer,  // a trainer says that it is busy, between steps or within one; some are for longer than they announced
+  lose_log,      // the coordinator's log is gone, and all processes are started again, trainers from checkpoints
 };
 constexpr std::size_t kFaultKinds = 36;
 std::string_view to_string(FaultKind kind);
@@ -76,7 +76,7 @@ enum class Plant : std::uint8_t {
   apply_without_commit,       // an update is applied when the reduction is done here, whatever the coordinator decides
   apply_twice,                // one range of an update
   skip_an_update,             // … and one left out
-  forget_a_decision,          // the log's last record was not on disk although it was said to be
+  forget_a_decision,          // the log's last record was not on disk although it was acknowledged
   wrong_batch,                // a trainer trains other samples than it was given
   touch_the_input,            // gradients are changed while they are reduced
   damage_after_verification,  // a joiner's state changes after it was verified

@@ -25,7 +25,7 @@ struct Process {
   const std::uint64_t instance;
   const std::uint32_t machine;  // whose clock it reads
   Random random;                // its own
-  Rails rails;                  // its network: of it, nothing is heard or said while it is stopped
+  Rails rails;                  // its network, over which nothing goes while it is stopped
   bool woken = false;           // at most one call is under way
   bool stopped = false, ended = false;
   TimePoint stopped_until{};

@@ -24,11 +24,11 @@ class Trainer final : public Process {
   void on_control_message(membership::RankConnection from, const proto::ToNode& message);
   void on_daemon_gone(membership::RankConnection from);
   void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
-  // It says so, and takes longer than it said or not.
+  // It announces that, and takes longer than it announced or not.
   void be_busy(Duration lasting, bool too_long, bool between_steps);
   std::string describe();
   std::size_t pins_in_use() const;
-  // It has reduced this step, and has not been told anything later.
+  // It has reduced this step, and has heard of nothing later.
   bool reduced(std::uint64_t step) const {
     return driver_->machine().reduced() && driver_->machine().step().value == step;
   }

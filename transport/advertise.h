@@ -1,5 +1,5 @@
-// What peers are told of the address that something listens on. 0.0.0.0 and :: are for listening; nobody can be reached
-// at them.
+// The address that peers are given for what something listens on. 0.0.0.0 and :: are for listening; nobody can be
+// reached at them.
 #pragma once
 
 #include "transport/transport.h"

@@ -1,7 +1,7 @@
 // The transport: endpoints, memory regions, one-sided writes with notification, completions by polling.
 //
 // An Engine belongs to one thread (its progress thread); every call on it comes from there. Nothing blocks.
-// What happens is told by poll(), in events. Every posted operation ends in exactly one `completed` event, with
+// poll() reports what happens, in events. Every posted operation ends in exactly one `completed` event, with
 // success or an error, also when its endpoint fails or is closed. An error of one endpoint disturbs no other.
 //
 // Order: messages of one endpoint arrive in the order sent. Writes are not ordered among each other. A write's

@@ -17,7 +17,7 @@ using transport::EventKind;
 
 namespace {
 
-// What both sides must have said alike; the first message each way.
+// Settings that both sides must have alike; the first message each way.
 struct Agreement {
   std::uint64_t magic = 0x31667265'706e4a52;
   std::uint64_t test = 0, size = 0, all_sizes = 0, iterations = 0, duration = 0, bidirectional = 0;

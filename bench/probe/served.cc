@@ -109,7 +109,7 @@ std::vector<double> beside(const Settings& s) {
       std::uint64_t bytes = 0;
       if (received) {
         BytesView rest = received->bytes;
-        if (!take(rest, bytes)) throw std::runtime_error("the daemon has said nothing");
+        if (!take(rest, bytes)) throw std::runtime_error("the daemon has written nothing");
         return static_cast<double>(bytes) / seconds(clock.now() - from) * 1e-9;
       }
       pollfd there{line.get(), POLLIN, 0};

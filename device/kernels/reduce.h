@@ -148,7 +148,7 @@ constexpr inline std::uint64_t address_of(const Of& of) {
   return reinterpret_cast<std::uint64_t>(&of);
 }
 
-// The one warp that looks at the CPU's page: it passes works on as they are posted, until it is told to leave or
+// The one warp that looks at the CPU's page: it passes works on as they are posted, until it has to leave or
 // nothing has come for its patience.
 template <typename Machine>
 constexpr inline void watch(Machine& m, const ReduceArguments& arguments) {
@@ -164,7 +164,7 @@ constexpr inline void watch(Machine& m, const ReduceArguments& arguments) {
         m.relax(0);
         continue;
       }
-      posted = m.one([&] { return m.acquire(box.posted); });  // what came before it was told is done
+      posted = m.one([&] { return m.acquire(box.posted); });  // what was written before the flag is visible
       if (posted == passed) break;
     }
     std::uint32_t more = 0;

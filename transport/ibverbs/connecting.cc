@@ -250,7 +250,7 @@ void IbverbsEngine::on_manager(const ConnectionManager::Event& event) {
   if (endpoint->initiator && endpoint->uncalled == 0) on_all_connected(*endpoint);
 }
 
-// The peer can receive; it has said so, or its first message has come.
+// The peer can receive: its answer or its first message has come.
 void IbverbsEngine::opened(Endpoint& endpoint) {
   if (endpoint.stage != Stage::accepting) return;
   --unopened_;
@@ -312,7 +312,7 @@ void IbverbsEngine::on_control(const Event& event) {
   Endpoint* endpoint = find(event.endpoint);
   if (endpoint == nullptr || endpoint->stage == Stage::failed) return;
   if (event.kind == EventKind::closed) {
-    poll_completions();  // what it said before it went
+    poll_completions();  // what it sent before it went
     if (endpoint = find(event.endpoint); endpoint == nullptr || endpoint->stage == Stage::failed) return;
     return fail_endpoint(*endpoint, ErrorCode::unavailable,
                          event.error ? event.error->message : "it closed the connection");

@@ -1,6 +1,6 @@
 // One reliable-connected queue pair and what is posted on it. Work is done in the order it was handed in, unless the
 // queue pair is one without order; what exceeds the queue's depth waits here. After an error the queue pair is reset,
-// not resumed: what it had not done is kept and posted again, unless the peer has said that it got it.
+// not resumed: what it had not done is kept and posted again, unless the peer has acknowledged it.
 #pragma once
 
 #include "transport/containers.h"

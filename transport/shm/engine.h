@@ -1,5 +1,5 @@
 // The shared-memory engine. Whoever is to have the bytes moves them, inside its own poll(): the receiver of a write,
-// after it has checked key and range, and the reader, when the owner has checked them and said where they lie; with
+// after it has checked key and range, and the reader, when the owner has checked them and answered where they lie; with
 // process_vm_readv, or by copying out of the other's memfd where the bytes lie in one (Mapping::shareable). So nobody
 // writes into another's memory. Who lets its memory be read and takes it back says so (Ring::recalls): what was read
 // meanwhile does not count.
@@ -51,7 +51,7 @@ class ShmEngine final : public Engine {
     std::uint64_t context = 0;
     RegionId region;
     std::optional<Read> read;
-    bool withdrawn = false;  // the region has gone, and the completion was told: only the peer's answer is missing
+    bool withdrawn = false;  // the region has gone, and the completion was reported: only the peer's answer is missing
   };
   struct PeerFile {
     std::uint64_t inode = 0;
@@ -71,7 +71,7 @@ class ShmEngine final : public Engine {
     std::deque<Pending> pending;
     std::unordered_map<std::uint64_t, Operation> operations;
     std::uint64_t next_operation = 1;
-    std::unordered_set<std::uint64_t> read_from;  // regions of ours that the peer has been told the place of
+    std::unordered_set<std::uint64_t> read_from;  // regions of ours whose address the peer has been given
   };
 
   ShmEngine() = default;

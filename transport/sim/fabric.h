@@ -47,12 +47,12 @@ class Fabric {
   void cut(const Engine& engine);
   // The process dies: what it has under way is lost from now on; its peers see `closed` after `detection`.
   void kill(const Engine& engine);
-  // The process stops (SIGSTOP): nothing reaches or leaves it until resume(). Nobody is told.
+  // The process stops (SIGSTOP): nothing reaches or leaves it until resume(). Nobody is notified.
   void stop(const Engine& engine);
   void resume(const Engine& engine);
   // Until then what it sends takes longer by `out`, and what is sent to it by `in`.
   void slow(const Engine& engine, Duration out, Duration in, TimePoint until);
-  // Until then nothing of what is sent from one to the other arrives, and neither is told: a black hole, one way.
+  // Until then nothing of what is sent from one to the other arrives, and neither learns of it: a black hole, one way.
   void block(const Engine& from, const Engine& to, TimePoint until);
   // One of its connections (number `which` of them, as it were on a circle) is reset: the two see it, nobody else does.
   void reset(const Engine& engine, std::uint64_t which);

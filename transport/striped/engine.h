@@ -1,18 +1,18 @@
 // The striped engine. Each endpoint has up to one link a rail; a link is one instance of the rail's own endpoint.
 //
 // Exactly once, whatever a rail does:
-//  - Messages are numbered and kept until the peer has said `received`. When the rail that carries them dies, all kept
+//  - Messages are numbered and kept until the peer has sent `received`. When the rail that carries them dies, all kept
 //    ones are sent again, in order, over another; the receiver takes each number once.
-//  - A piece of a write whose rail died is posted again only after the peer has said `rail_down` for that instance of
+//  - A piece of a write whose rail died is posted again only after the peer has sent `rail_down` for that instance of
 //  the
 //    rail, which it does after closing (fencing) its end: the old copy can't land behind the new one. A piece of a read
 //    needs no such message, since our own close is the fence.
-//  - With `rail_down` the peer says which pieces had landed over it. Those are done, though no completion has said so:
+//  - With `rail_down` the peer says which pieces had landed over it. Those are done, though no completion has arrived:
 //    the write may have been notified, and its memory given to another.
 //  - A notification is raised when all pieces of its write have been counted in, each once, and the write announced.
 //
-// engine.cc: set-up, regions, polling. links.cc: links coming and going. messages.cc: what is said. datapath.cc:
-// pieces.
+// engine.cc: set-up, regions, polling. links.cc: links coming and going. messages.cc: the messages between both ends.
+// datapath.cc: pieces.
 #pragma once
 
 #include <array>
@@ -88,10 +88,10 @@ class StripedEngine final : public Engine {
   struct RailState {                 // of one endpoint
     Link* link = nullptr;            // current; null: down
     std::uint32_t generations = 0;   // the next link's
-    std::uint32_t fenced_below = 0;  // the peer was told that links of lower generations are fenced here
+    std::uint32_t fenced_below = 0;  // the peer has been sent that links of lower generations are fenced here
     TimePoint retry_at = TimePoint::max();
     Duration backoff{};
-    std::string down;  // why, until it is told: the end of a whole peer is not told rail by rail
+    std::string down;  // why, until it is reported: the end of a whole peer is not reported rail by rail
   };
   struct Sent {
     std::uint64_t number = 0;

@@ -62,7 +62,7 @@ class TcpEngine final : public Engine {
     Fd socket;
     Stage stage = Stage::connecting;
     std::string failure;
-    bool wants_write = false;  // as told to epoll
+    bool wants_write = false;  // as registered with epoll
     bool dirty = false;        // in unflushed_
     std::deque<Frame> out;
     std::vector<Bytes> spare;  // buffers of sent frames, for the next ones
