@@ -1,5 +1,5 @@
 // The TCP backend, for nodes without RDMA. Its own rather than UCX's, because UCX goes on landing a rendezvous write
-// after its endpoint was closed, and so can't fence (transport/tests/conformance_test.cc shows it). Here a closed
+// after its endpoint was closed, and so can't fence (transport/tests/conformance_fence_test.cc shows it). Here a closed
 // socket is the fence.
 #pragma once
 

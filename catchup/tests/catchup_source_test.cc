@@ -1,0 +1,131 @@
+// Sources that die, refuse, cannot be reached or are of another model, and those that are not served from.
+#include <sstream>
+
+#include "catchup/tests/cluster.h"
+
+namespace rejoin::catchup {
+namespace {
+
+// Of fewer slices than may be under way from one source. It has none left when the second one is connected, unless it
+// leaves that one its share.
+TEST(CatchUpService, ASmallStateComesFromAllSources) {
+  for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed);
+    cluster.smaller = true;
+    Replica &first = cluster.add(true), &second = cluster.add(true);
+    cluster.train(1);
+    Replica& joiner = cluster.add(false);
+    ASSERT_LE(joiner.owner->manifest().slices().size(), 16u) << "the window";
+    cluster.catch_up(joiner);
+    cluster.train_until_caught_up(joiner, 200, 50);
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_GT(first.service->bytes_served(), 0u);
+    EXPECT_GT(second.service->bytes_served(), 0u);
+    EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->sources_used, 2u);
+  }
+}
+
+TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
+  for (std::uint64_t seed = 1; seed <= seeds(); ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed, true, memory);
+    cluster.add(true), cluster.add(true);
+    cluster.train(1);
+    Replica& joiner = cluster.add(false);
+    cluster.catch_up(joiner);
+    cluster.train(static_cast<int>(seed * 3));
+    cluster.fabric.kill(*cluster.replicas[1]->on_fabric);
+    cluster.replicas[1]->service.reset();
+    cluster.replicas[1].reset();
+    cluster.train(4);
+    cluster.catch_up(joiner);  // the next plan is without it
+    cluster.train_until_caught_up(joiner, 300, 4);
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+  }
+}
+
+// It refuses whenever it is asked: the joiner compares itself with the others alone, but not before five silences.
+TEST(CatchUpService, ASourceThatCanNotBeReachedIsNotWaitedForForever) {
+  Cluster cluster(7);
+  cluster.add(true), cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  cluster.replicas[1]->service->serve({ReplicaId(1), RankId(0)}, std::nullopt);
+  const TimePoint began = cluster.clock.now();
+  while (!joiner.caught_up && cluster.clock.now() - began < std::chrono::seconds(20)) {
+    cluster.clock.advance(std::chrono::milliseconds(100));
+    cluster.train(20);
+  }
+  ASSERT_TRUE(joiner.caught_up);
+  const Duration silence = Service::Options{}.silence;
+  EXPECT_GE(cluster.clock.now() - began, 5 * silence);
+  EXPECT_LE(cluster.clock.now() - began, 6 * silence);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+}
+
+// Found by the simulator: a trainer that was just started again was taken for the contributor that it had been, and its
+// initial state was fetched and even verified.
+TEST(CatchUpService, OnlyTheIncarnationThatContributesIsServedFrom) {
+  Cluster cluster(5);
+  Replica& source = cluster.add(true);
+  Replica& joiner = cluster.add(false);
+  cluster.train(1);
+  const RankKey key{source.id, RankId(0)};
+  cluster.catch_up(joiner);
+  source.service->serve(key, Incarnation(2));  // it was started again meanwhile
+  for (int i = 0; i < 50; ++i) cluster.train(2);
+  EXPECT_FALSE(joiner.caught_up);
+  EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->bytes, 0u);
+  source.service->serve(key, Incarnation(1));  // the joiner has gone on asking
+  for (int i = 0; i < 500 && !joiner.caught_up; ++i) {
+    cluster.clock.advance(std::chrono::milliseconds(1));
+    cluster.train(20);
+  }
+  EXPECT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, source));
+}
+
+TEST(CatchUpService, ASourceThatGoesOnRefusingIsLoggedSeldom) {
+  const auto level = spdlog::get_level();
+  spdlog::set_level(spdlog::level::info);
+  Cluster cluster(5);
+  Replica& source = cluster.add(true);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  source.service->serve({source.id, RankId(0)}, Incarnation(2));
+  const auto lines_of = [&](std::chrono::seconds time) {
+    testing::internal::CaptureStdout();
+    for (const TimePoint begun = cluster.clock.now(); cluster.clock.now() - begun < time;) {
+      cluster.clock.advance(std::chrono::milliseconds(20));
+      cluster.pump(10);
+    }
+    std::istringstream said(testing::internal::GetCapturedStdout());
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(said, line);)
+      if (line.find("replica 0 is out") != std::string::npos) lines.push_back(line);
+    return lines;
+  };
+  EXPECT_EQ(lines_of(std::chrono::seconds(9)).size(), 1u);
+  const auto later = lines_of(std::chrono::seconds(12));
+  ASSERT_FALSE(later.empty());
+  EXPECT_LE(later.size(), 2u);
+  EXPECT_NE(later[0].find("times more since it was said last"), std::string::npos) << later[0];
+  spdlog::set_level(level);
+}
+
+TEST(CatchUpService, AStrangerOrAnotherModelIsRefused) {
+  Cluster cluster(5);
+  Replica& source = cluster.add(true);
+  cluster.elementwise = false;  // another manifest
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  cluster.pump(200);
+  EXPECT_EQ(source.service->bytes_served(), 0u);
+  EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->sources, 0u);
+}
+
+}  // namespace
+}  // namespace rejoin::catchup

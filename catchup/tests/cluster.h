@@ -1,0 +1,279 @@
+// The stream end to end in one process: trainers that update every step, their daemons' services on the simulated
+// fabric, a joiner that starts from nothing.
+#pragma once
+
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "base/log.h"
+#include "catchup/gradient_log.h"
+#include "catchup/service.h"
+#include "device/tests/library.h"
+#include "transport/sim/fabric.h"
+#include "transport/staged/factory.h"
+
+namespace rejoin::catchup {
+
+#ifdef REJOIN_SANITIZED
+inline constexpr bool kSlow = true;
+inline constexpr std::uint64_t kSeeds = 2;
+#else
+inline constexpr bool kSlow = false;
+inline constexpr std::uint64_t kSeeds = 8;
+#endif
+
+inline local::Manifest small_model(bool elementwise, bool on_gpu) {
+  const std::uint64_t less = on_gpu || kSlow ? 3 : 1;  // one made of software is slower than memory
+  return *local::Manifest::make({{.name = "a", .count = 900'001 / less, .columns = 3, .elementwise = elementwise},
+                                 {.name = "b", .count = 700'000 / less, .columns = 3},
+                                 {.name = "c", .count = 5, .columns = 1}});
+}
+
+// Where states are: of a GPU or the host, allocated for them or by somebody else, scattered over several allocations.
+struct Memory {
+  bool on_gpu = false, scattered = false;
+};
+
+// A caching allocator's blocks, with other things between what is taken of them.
+struct Scattered {
+  static constexpr std::byte kOthers{0xa5};
+  std::vector<device::Memory> blocks;
+  std::vector<local::Owner::Own> columns;
+
+  Scattered(const local::Manifest& manifest, device::Device& device, device::Access& access, std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const bool on_gpu = device.kind() == device::MemoryKind::cuda;
+    std::vector<std::pair<std::uint32_t, std::uint32_t>> order;
+    for (std::uint32_t t = 0; t < manifest.tensors().size(); ++t) {
+      columns.emplace_back(manifest.tensors()[t].columns);
+      for (std::uint32_t c = 0; c < columns[t].size(); ++c) order.emplace_back(t, c);
+    }
+    std::shuffle(order.begin(), order.end(), random);
+    std::span<std::byte> rest;
+    for (const auto& [t, c] : order) {
+      const std::uint64_t size = manifest.tensors()[t].bytes(), gap = random() % 64 * 16;
+      if (rest.size() < gap + size) {
+        // A GPU's are mapped piece by piece, so that a column may lie in several.
+        const std::uint64_t room = 3 * size + 1024;
+        blocks.push_back(on_gpu ? *device.allocate_mapped(room, 2 * MiB) : *device.allocate(room));
+        rest = blocks.back().bytes;
+        EXPECT_TRUE(access.write(rest.data(), Bytes(rest.size(), kOthers)));
+      }
+      columns[t][c] = rest.subspan(gap, size);
+      rest = rest.subspan(std::min(rest.size(), round_up(gap + size, 16)));
+    }
+  }
+  // What lies between the columns is what it was.
+  void check(device::Access& access) const {
+    for (const auto& block : blocks) {
+      Bytes bytes(block.bytes.size());
+      EXPECT_TRUE(access.read(block.bytes, bytes.data()));
+      for (const auto& tensor : columns)
+        for (const auto column : tensor)
+          if (column.data() >= block.bytes.data() && column.data() < block.bytes.data() + block.bytes.size())
+            std::fill_n(bytes.begin() + (column.data() - block.bytes.data()), column.size(), kOthers);
+      EXPECT_TRUE(std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == kOthers; }));
+    }
+  }
+};
+
+// A source reads its state while the trainer writes it, and then looks at the slices' versions. In a job they are two
+// processes; here the software driver is told, for TSan's sake.
+inline void expect_reads_while_written(std::span<std::byte> column) {
+  static const auto tell = reinterpret_cast<void (*)(const void*, std::size_t)>(
+      ::dlsym(::dlopen(device::cuda_library().c_str(), RTLD_NOW), "fake_cuda_seqlocked"));
+  if (tell != nullptr) tell(column.data(), column.size());
+}
+
+// A replica of one rank: trainer, shared memory, daemon service.
+struct Replica {
+  ReplicaId id;
+  std::unique_ptr<transport::Engine> engine;
+  transport::Engine* on_fabric = nullptr;  // the engine that the fabric knows
+  std::unique_ptr<device::Access> access;
+  transport::Address address;
+  std::optional<Scattered> scattered;
+  std::unique_ptr<local::Owner> owner;
+  std::unique_ptr<GradientLog> gradient_log;
+  std::unique_ptr<Service> service;
+  bool contributes = true;
+  bool caught_up = false;
+  std::uint64_t trained_updates = 0;
+
+  // The gradient of a step is a function of step and element, as if it came out of an all-reduce.
+  static float gradient(std::uint32_t tensor, std::uint64_t i, std::uint64_t step) {
+    return static_cast<float>((i * 31 + tensor * 7 + step * 13) % 101) - 50.0f;
+  }
+  void update(Step step) {
+    std::vector<std::vector<float>> gradients;
+    for (std::uint32_t t = 0; t < owner->manifest().tensors().size(); ++t) {
+      gradients.emplace_back(owner->manifest().tensors()[t].count);
+      for (std::uint64_t i = 0; i < gradients[t].size(); ++i) gradients[t][i] = gradient(t, i, step.value);
+    }
+    std::vector<device::Memory> of_device;
+    const auto gradient_of = [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
+      const BytesView here = std::as_bytes(std::span(gradients[t]).subspan(first, count));
+      if (on_host()) return here;
+      of_device.push_back(*owner->device()->allocate(here.size()));
+      EXPECT_TRUE(access->write(of_device.back().bytes.data(), here));
+      return BytesView(of_device.back().bytes);
+    };
+    const auto updates = gradient_log->begin(step, contributes, 1, gradient_of);
+    ASSERT_TRUE(updates);
+    for (const auto& update : *updates) {
+      ++trained_updates;
+      const auto& tensor = owner->manifest().tensors()[update.tensor];
+      std::vector<float> copied;
+      const float* g = reinterpret_cast<const float*>(update.gradient.data());
+      if (!on_host()) {
+        copied.resize(update.count);
+        ASSERT_TRUE(access->read(update.gradient, std::as_writable_bytes(std::span(copied)).data()));
+        g = copied.data();
+      }
+      for (std::uint32_t column = 0; column < tensor.columns; ++column)
+        change(owner->column(update.tensor, column).subspan(update.first * 4, update.count * 4), [&](float* values) {
+          for (std::uint64_t i = 0; i < update.count; ++i)
+            values[i] = values[i] * 0.9f +
+                        g[i] * (0.1f + 0.01f * static_cast<float>(column)) / static_cast<float>(update.step.value);
+        });
+    }
+    gradient_log->end(step, contributes);
+  }
+  bool on_host() const { return owner->device()->kind() == device::MemoryKind::host; }
+  // Lets the CPU change floats of the state, wherever they are.
+  template <typename How>
+  void change(std::span<std::byte> place, How how) {
+    if (on_host()) return how(reinterpret_cast<float*>(place.data()));
+    std::vector<float> values(place.size() / 4);
+    EXPECT_TRUE(access->read(place, std::as_writable_bytes(std::span(values)).data()));
+    how(values.data());
+    EXPECT_TRUE(access->write(place.data(), std::as_bytes(std::span(values))));
+  }
+  template <typename What>
+  void for_columns(What what) const {
+    for (std::uint32_t t = 0; t < owner->manifest().tensors().size(); ++t)
+      for (std::uint32_t c = 0; c < owner->manifest().tensors()[t].columns; ++c) what(t, c, owner->column(t, c));
+  }
+  Bytes state() const {
+    Bytes bytes(owner->manifest().bytes());
+    std::byte* to = bytes.data();
+    for_columns([&](auto, auto, std::span<std::byte> column) {
+      EXPECT_TRUE(access->read(column, to));
+      to += column.size();
+    });
+    return bytes;
+  }
+};
+
+struct Cluster {
+  VirtualClock clock;
+  transport::sim::Fabric fabric;
+  std::vector<std::unique_ptr<Replica>> replicas;
+  std::mt19937_64 random;
+  std::uint64_t step = 0;
+  bool elementwise, smaller = false;
+  Compression compression = Compression::never;
+  double limit = 0;
+  std::uint64_t budget = 64 * MiB;
+
+  std::shared_ptr<device::Device> device;  // all states are in its memory
+  Memory memory;
+  bool on_gpu = memory.on_gpu;
+
+  explicit Cluster(std::uint64_t seed, bool e = true, Memory m = {})
+      : fabric({.seed = seed}, clock),
+        random(seed),
+        elementwise(e),
+        device(m.on_gpu ? device::test_gpu() : device::make_host()),
+        memory(m) {
+    if (on_gpu) spdlog::set_level(spdlog::level::err);  // each engine says that it stages
+  }
+
+  Replica& add(bool contributes, std::uint64_t own_budget = 64 * MiB) {
+    auto replica = std::make_unique<Replica>();
+    replica->id = ReplicaId(static_cast<std::uint32_t>(replicas.size()));
+    replica->engine = fabric.make_engine();
+    replica->on_fabric = replica->engine.get();
+    if (on_gpu) replica->engine = *transport::staged::make_engine(std::move(replica->engine), device, {});
+    replica->access = *device->make_access();
+    replica->address = *replica->engine->listen({"sim"});
+    const auto model = small_model(elementwise, on_gpu || smaller);
+    std::vector<local::Owner::Own> own;
+    if (memory.scattered) own = replica->scattered.emplace(model, *device, *replica->access, random()).columns;
+    replica->owner = std::make_unique<local::Owner>(*local::Owner::make(model, device, own));
+    replica->gradient_log = *GradientLog::make(*replica->owner, own_budget);
+    replica->service = std::make_unique<Service>(
+        *replica->engine, 5, Service::Options{.compression = compression, .limit_bytes_per_second = limit}, clock);
+    replica->contributes = contributes;
+    replica->owner->set_version(step);
+    replica->for_columns([&](std::uint32_t t, std::uint32_t c, std::span<std::byte> column) {
+      if (on_gpu) expect_reads_while_written(column);
+      std::vector<float> floats(column.size() / 4);
+      for (std::size_t i = 0; i < floats.size(); ++i)
+        floats[i] = contributes ? static_cast<float>((i + t * 300 + c * 100) % 1000) : -1.0f;
+      EXPECT_TRUE(replica->access->write(column.data(), std::as_bytes(std::span(floats))));
+    });
+    auto view = local::View::of(*replica->owner);
+    EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, replica->id.value + 1, std::move(*view)));
+    replicas.push_back(std::move(replica));
+    return *replicas.back();
+  }
+  void catch_up(Replica& joiner) {
+    std::set<SourceAddress> sources;
+    for (auto& r : replicas)
+      if (r && r->contributes) {
+        sources.insert({r->id, Incarnation(1), r->address});
+        r->service->serve({r->id, RankId(0)}, Incarnation(1));
+      }
+    joiner.service->catch_up({joiner.id, RankId(0)}, sources, Step(step), clock.now());
+  }
+  void pump(int events) {
+    for (int i = 0; i < events; ++i) {
+      fabric.step();
+      clock.advance(std::chrono::microseconds(1));
+      for (auto& r : replicas)
+        if (r)
+          for (const auto& completed : r->service->poll(clock.now())) r->caught_up |= completed.key.replica == r->id;
+    }
+  }
+  // One training step of everyone, with the stream at work in between, in an order drawn from the seed.
+  void train(int events) {
+    ++step;
+    std::vector<Replica*> order;
+    for (auto& r : replicas)
+      if (r) order.push_back(r.get());
+    std::shuffle(order.begin(), order.end(), random);
+    for (auto* r : order) {
+      pump(events);
+      r->update(Step(step));
+    }
+  }
+  bool same_bits(const Replica& a, const Replica& b) const {
+    for (const auto* replica : {&a, &b})
+      if (replica->scattered) replica->scattered->check(*replica->access);
+    return a.state() == b.state();
+  }
+  // Trains until the joiner has caught up, for so many steps at most; a GPU's copies take real time.
+  void train_until_caught_up(const Replica& joiner, int steps, int events) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    for (int i = 0; !joiner.caught_up && (on_gpu ? std::chrono::steady_clock::now() < deadline : i < steps); ++i)
+      train(events);
+  }
+};
+
+struct CatchUp : testing::TestWithParam<Memory> {
+  Memory memory = GetParam();
+  bool on_gpu = memory.on_gpu;
+  std::uint64_t seeds() const { return on_gpu ? (kSlow ? 1 : 2) : kSeeds; }
+};
+
+}  // namespace rejoin::catchup

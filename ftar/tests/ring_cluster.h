@@ -1,0 +1,196 @@
+// Whole rings in one process, on the simulated fabric, driven by a seed; over the host's memory, and over a GPU's: one
+// made of software here, a real one in `./run gpu test`.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "base/log.h"
+#include "device/tests/library.h"
+#include "ftar/communicator.h"
+#include "transport/sim/fabric.h"
+#include "transport/staged/factory.h"
+
+namespace rejoin::ftar {
+
+inline constexpr std::uint64_t kSecret = 42;
+
+// One rank with its buffers. Where they are in a GPU's memory, what `input` and `output` hold is a copy of that.
+struct Rank {
+  std::vector<device::Memory> inputs, outputs;
+  std::unique_ptr<transport::Engine> engine;
+  transport::Engine* on_fabric = nullptr;  // the engine that the fabric knows
+  transport::Address address;
+  std::unique_ptr<Communicator> communicator;
+  std::vector<std::vector<float>> input, output;
+  Member self;
+  bool alive = true;
+  std::vector<Outcome> outcomes;
+
+  std::size_t done(Step step) const {
+    return static_cast<std::size_t>(std::count_if(outcomes.begin(), outcomes.end(), [&](const Outcome& o) {
+      return o.kind == Outcome::Kind::done && o.step == step;
+    }));
+  }
+  bool lost_someone() const {
+    return std::any_of(outcomes.begin(), outcomes.end(),
+                       [](const Outcome& o) { return o.kind == Outcome::Kind::peer_lost; });
+  }
+};
+
+struct Cluster {
+  VirtualClock clock;
+  transport::sim::Fabric fabric;
+  std::vector<std::unique_ptr<Rank>> ranks;
+  Options options{.chunk_bytes = 1024, .chunks_in_flight = 3, .direct_bytes = 256};
+  std::vector<std::size_t> sizes;
+  std::mt19937_64 random;
+  std::shared_ptr<device::Device> device;  // whose memory is reduced; none: the host's
+  std::unique_ptr<device::Stream> stream;
+
+  Cluster(std::uint64_t seed, std::vector<std::size_t> elements, bool on_gpu = false)
+      : fabric({.seed = seed}, clock), sizes(std::move(elements)), random(seed) {
+    if (!on_gpu) return;
+    spdlog::set_level(spdlog::level::err);  // each engine says that it stages
+    device = device::test_gpu();
+    stream = *device->make_stream();
+    options.device = device;
+    options.reducer = {.blocks = 2, .threads = 64};
+  }
+
+  Rank& add() {
+    auto rank = std::make_unique<Rank>();
+    rank->engine = fabric.make_engine();
+    rank->on_fabric = rank->engine.get();
+    if (device)
+      rank->engine = *transport::staged::make_engine(std::move(rank->engine), device, {.slot_bytes = 512, .slots = 4});
+    rank->address = *rank->engine->listen({"sim"});
+    rank->self = {ReplicaId(static_cast<std::uint32_t>(ranks.size())), Incarnation(ranks.size() + 1)};
+    std::vector<BucketSpec> buckets;
+    for (auto size : sizes) {
+      rank->input.emplace_back(size);
+      rank->output.emplace_back(size, -7.0f);
+      for (auto& value : rank->input.back())
+        value = static_cast<float>(static_cast<int>(random() % 20001) - 10000) * 1e-3f;
+    }
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      const auto memory_of = [&](std::vector<float>& values, std::vector<device::Memory>& on_device) {
+        const auto bytes = std::as_writable_bytes(std::span(values));
+        if (!device) return bytes;
+        on_device.push_back(*device->allocate(bytes.size()));
+        EXPECT_TRUE(stream->copy(on_device.back().bytes.data(), bytes.data(), bytes.size()));
+        EXPECT_TRUE(stream->synchronize());
+        return on_device.back().bytes;
+      };
+      buckets.push_back({DataType::float32, sizes[i], memory_of(rank->input[i], rank->inputs),
+                         memory_of(rank->output[i], rank->outputs)});
+    }
+    auto made = Communicator::make(*rank->engine, options, rank->self, std::move(buckets), kSecret);
+    if (!made) throw std::runtime_error(made.error().message);
+    rank->communicator = std::move(*made);
+    for (auto& other : ranks) EXPECT_TRUE(rank->communicator->connect(other->self, other->address));
+    ranks.push_back(std::move(rank));
+    return *ranks.back();
+  }
+
+  void pump() {
+    for (auto& rank : ranks)
+      if (rank->alive)
+        for (const auto& outcome : rank->communicator->poll(clock.now())) rank->outcomes.push_back(outcome);
+  }
+  // Until it is, or nothing moves any more. What a GPU does takes real time, which the fabric knows nothing of.
+  bool until(const std::function<bool()>& done) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    for (int idle = 0; !done();) {
+      pump();
+      if (fabric.step()) continue;
+      if (device ? std::chrono::steady_clock::now() > deadline : ++idle > 3) return done();
+    }
+    return true;
+  }
+  // What is in a GPU's memory, to where the tests look.
+  void look() {
+    look_at_inputs();
+    for (auto& rank : ranks)
+      if (rank->alive) copy_out(rank->outputs, rank->output);  // a dead one's GPU may still be at it
+  }
+  void look_at_inputs() {  // which nobody writes, so that it may be at any time
+    for (auto& rank : ranks) copy_out(rank->inputs, rank->input);
+  }
+  void copy_out(const std::vector<device::Memory>& from, std::vector<std::vector<float>>& to) {
+    for (std::size_t i = 0; i < from.size(); ++i)
+      EXPECT_TRUE(stream->copy(reinterpret_cast<std::byte*>(to[i].data()), from[i].bytes.data(), from[i].bytes.size()));
+    if (device) EXPECT_TRUE(stream->synchronize());
+  }
+  std::vector<RingMember> ring_members(Role newest = Role::contributor) const {
+    std::vector<RingMember> ring;
+    for (auto& rank : ranks)
+      if (rank->alive) ring.push_back({rank->self, Role::contributor});
+    ring.back().role = newest;
+    return ring;
+  }
+  void enter(Epoch epoch, const std::vector<RingMember>& ring) {
+    for (auto& rank : ranks) {
+      if (!rank->alive) continue;
+      for (auto& other : ranks)
+        if (!other->alive) rank->communicator->forget(other->self);
+      rank->communicator->enter(epoch, ring);
+    }
+  }
+  void start(Step step, ReduceOp op = ReduceOp::sum) {
+    for (auto& rank : ranks)
+      if (rank->alive)
+        for (std::uint32_t b = 0; b < sizes.size(); ++b) EXPECT_TRUE(rank->communicator->all_reduce(b, step, op));
+  }
+  bool all_done(Step step) const {
+    return std::all_of(ranks.begin(), ranks.end(),
+                       [&](const auto& rank) { return !rank->alive || rank->done(step) == sizes.size(); });
+  }
+  void kill(Rank& rank) {
+    rank.alive = false;
+    fabric.kill(*rank.on_fabric);
+  }
+
+  // Every live rank has the same bits, and they are the sum over `contributors` within float rounding.
+  void expect_result(const std::vector<const Rank*>& contributors, double divisor = 1) {
+    look();
+    const Rank* first = nullptr;
+    for (auto& rank : ranks) {
+      if (!rank->alive) continue;
+      if (first == nullptr) first = rank.get();
+      for (std::size_t b = 0; b < sizes.size(); ++b) {
+        ASSERT_EQ(std::memcmp(rank->output[b].data(), first->output[b].data(), sizes[b] * 4), 0)
+            << "bucket " << b << " differs on replica " << rank->self.replica.value;
+        for (std::size_t i = 0; i < sizes[b]; ++i) {
+          double sum = 0;
+          for (auto* c : contributors) sum += c->input[b][i];
+          ASSERT_NEAR(rank->output[b][i], sum / divisor, 1e-4) << "bucket " << b << " element " << i;
+        }
+      }
+    }
+  }
+  std::vector<const Rank*> live() const {
+    std::vector<const Rank*> all;
+    for (auto& rank : ranks)
+      if (rank->alive) all.push_back(rank.get());
+    return all;
+  }
+};
+
+inline const std::vector<std::size_t> kSizes{1, 5, 60, 200, 3000, 40001};
+
+struct FtarRing : testing::TestWithParam<bool> {
+  bool on_gpu = GetParam();
+  // A GPU made of software is slower than memory.
+  std::uint64_t seeds(std::uint64_t of_host) const { return on_gpu ? (of_host + 7) / 8 : of_host; }
+};
+
+}  // namespace rejoin::ftar

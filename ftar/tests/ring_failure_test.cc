@@ -1,0 +1,167 @@
+// The all-reduce under failures: members that die, stop, are silent or forgotten, and epochs that change under it.
+#include "ftar/tests/ring_cluster.h"
+
+namespace rejoin::ftar {
+namespace {
+
+TEST_P(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
+  for (std::uint64_t seed = 1; seed <= seeds(60); ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed, kSizes, on_gpu);
+    for (int i = 0; i < 4; ++i) cluster.add();
+    cluster.enter(Epoch(1), cluster.ring_members());
+    ASSERT_TRUE(cluster.until([&] {
+      return cluster.ranks[0]->communicator->epoch() == Epoch(1) && !cluster.ranks[0]->communicator->busy();
+    }));
+    std::vector<std::vector<std::vector<float>>> inputs;
+    for (auto& rank : cluster.ranks) inputs.push_back(rank->input);
+    cluster.start(Step(1));
+    const auto moment = static_cast<int>(cluster.random() % 400);
+    for (int i = 0; i < moment; ++i) {
+      cluster.fabric.step();
+      cluster.pump();
+    }
+    Rank& victim = *cluster.ranks[seed % 4];
+    cluster.kill(victim);
+    ASSERT_TRUE(cluster.until([&] {
+      return std::all_of(cluster.ranks.begin(), cluster.ranks.end(),
+                         [](auto& r) { return !r->alive || r->lost_someone(); });
+    }));
+    cluster.look_at_inputs();
+    for (std::size_t i = 0; i < inputs.size(); ++i) EXPECT_EQ(cluster.ranks[i]->input, inputs[i]) << "input-intact";
+    for (auto& rank : cluster.ranks) rank->outcomes.clear();
+    cluster.enter(Epoch(2), cluster.ring_members());
+    cluster.start(Step(1));
+    ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+    cluster.expect_result(cluster.live());
+  }
+}
+
+TEST_P(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
+  for (std::uint64_t seed = 1; seed <= seeds(30); ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed, kSizes, on_gpu);
+    for (int i = 0; i < 4; ++i) cluster.add();
+    cluster.enter(Epoch(1), cluster.ring_members());
+    cluster.start(Step(1));
+    for (std::uint64_t i = 0; i < 30 + seed * 7; ++i) {
+      cluster.fabric.step();
+      cluster.pump();
+    }
+    Rank& sleeper = *cluster.ranks[1];
+    cluster.fabric.stop(*sleeper.on_fabric);
+    sleeper.alive = false;  // for the cluster; its process wakes up again below
+    for (auto& rank : cluster.ranks) rank->outcomes.clear();
+    cluster.enter(Epoch(2), cluster.ring_members());
+    cluster.start(Step(1));
+    for (int i = 0; i < 20; ++i) {
+      cluster.fabric.step();
+      cluster.pump();
+    }
+    cluster.fabric.resume(*sleeper.on_fabric);
+    ASSERT_TRUE(cluster.until([&] {
+      sleeper.communicator->poll(cluster.clock.now());
+      return cluster.all_done(Step(1));
+    }));
+    cluster.expect_result(cluster.live());
+  }
+}
+
+TEST_P(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
+  for (std::uint64_t seed = 1; seed <= seeds(40); ++seed) {
+    SCOPED_TRACE(seed);
+    Cluster cluster(seed, kSizes, on_gpu);
+    for (int i = 0; i < 3; ++i) cluster.add();
+    cluster.enter(Epoch(1), cluster.ring_members());
+    std::uint64_t epoch = 1;
+    for (int round = 0; round < 5; ++round) {
+      cluster.start(Step(1));
+      const auto moment = static_cast<int>(cluster.random() % 200);
+      for (int i = 0; i < moment; ++i) {
+        cluster.fabric.step();
+        cluster.pump();
+      }
+      // Members learn of the new epoch one after the other, with traffic in between.
+      ++epoch;
+      for (auto& rank : cluster.ranks) {
+        rank->communicator->enter(Epoch(epoch), cluster.ring_members());
+        for (int i = 0; i < 5; ++i) {
+          cluster.fabric.step();
+          cluster.pump();
+        }
+      }
+    }
+    for (auto& rank : cluster.ranks) rank->outcomes.clear();
+    cluster.start(Step(2));
+    ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(2)); }));
+    cluster.expect_result(cluster.live());
+  }
+}
+
+// Found by the simulator: the operations under way went on with pointers to the connection that was gone.
+TEST_P(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
+  Cluster cluster(3, {5000, 20}, on_gpu);
+  for (int i = 0; i < 3; ++i) cluster.add();
+  cluster.enter(Epoch(1), cluster.ring_members());
+  ASSERT_TRUE(cluster.until([&] {
+    return std::all_of(cluster.ranks.begin(), cluster.ranks.end(), [](const auto& rank) {
+      return rank->communicator->epoch() == Epoch(1) && !rank->communicator->busy();
+    });
+  }));
+  cluster.start(Step(1));
+  for (int i = 0; i < 10; ++i) cluster.pump(), cluster.fabric.step();
+  ASSERT_FALSE(cluster.all_done(Step(1)));
+  for (auto& rank : cluster.ranks)
+    if (rank->self != cluster.ranks[2]->self) rank->communicator->forget(cluster.ranks[2]->self);
+  for (int i = 0; i < 40; ++i) {
+    for (auto& rank : cluster.ranks) (void)rank->communicator->waits(cluster.clock.now());
+    cluster.pump();
+    cluster.fabric.step();
+  }
+  cluster.kill(*cluster.ranks[2]);
+  for (auto& rank : cluster.ranks) rank->outcomes.clear();  // the small bucket may have ended in the first epoch
+  cluster.enter(Epoch(2), cluster.ring_members());
+  cluster.start(Step(1));
+  EXPECT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+}
+
+// It has not died: it was silent, and may go on where it was stopped.
+TEST_P(FtarRing, WhoIsNotInTheNextRingIsFencedByIt) {
+  Cluster cluster(3, {5000, 20}, on_gpu);
+  for (int i = 0; i < 3; ++i) cluster.add();
+  const auto entered = [&](Epoch epoch) {
+    return cluster.until([&] {
+      return std::all_of(cluster.ranks.begin(), cluster.ranks.begin() + 2, [&](const auto& rank) {
+        return rank->communicator->epoch() == epoch && !rank->communicator->busy();
+      });
+    });
+  };
+  const Member out = cluster.ranks[2]->self;
+  cluster.enter(Epoch(1), cluster.ring_members());
+  ASSERT_TRUE(entered(Epoch(1)));
+  auto ring_members = cluster.ring_members();
+  std::erase_if(ring_members, [&](const RingMember& one) { return one.member == out; });
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(cluster.ranks[i]->communicator->connected(out));
+    cluster.ranks[i]->communicator->enter(Epoch(2), ring_members);
+    EXPECT_FALSE(cluster.ranks[i]->communicator->connected(out));
+  }
+  ASSERT_TRUE(entered(Epoch(2)));
+}
+
+TEST(FtarPlans, WaitsNameTheMemberThatIsMissing) {
+  Cluster cluster(3, {40000});
+  for (int i = 0; i < 3; ++i) cluster.add();
+  cluster.enter(Epoch(1), cluster.ring_members());
+  cluster.until([&] { return !cluster.ranks[0]->communicator->busy(); });
+  for (int i : {0, 1}) EXPECT_TRUE(cluster.ranks[i]->communicator->all_reduce(0, Step(1), ReduceOp::sum));
+  while (cluster.fabric.step()) cluster.pump();
+  const auto waits = cluster.ranks[1]->communicator->waits(cluster.clock.now() + std::chrono::seconds(1));
+  ASSERT_EQ(waits.size(), 1u);
+  ASSERT_TRUE(waits[0].on);
+  EXPECT_EQ(waits[0].on->replica, ReplicaId(2));
+  EXPECT_EQ(waits[0].what, "its start of bucket 0");
+}
+
+}  // namespace
+}  // namespace rejoin::ftar
