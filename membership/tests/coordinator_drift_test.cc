@@ -1,0 +1,166 @@
+// Differences among replicas at the coordinator: a step is repeated, the job stops, an operator decides.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "membership/coordinator.h"
+#include "membership/tests/drift_report.h"
+
+namespace rejoin::membership {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Two replicas of one rank, at the coordinator.
+struct Pair {
+  JobConfig config{.replicas = 2, .ranks = 1, .audit = {.period = 2}};
+  std::unique_ptr<Coordinator> coordinator;
+  TimePoint now{1s};
+  std::vector<proto::LogRecord> log;
+  std::map<std::uint32_t, proto::Plan> plans;  // the last that each node has heard
+  std::map<std::uint32_t, std::uint64_t> incarnations;
+  std::set<std::uint32_t> evicted;
+
+  Pair() { restart(); }
+  void restart(std::optional<JobConfig::Drop> drop = {}) {
+    config.drop = drop;
+    coordinator = std::make_unique<Coordinator>(config);
+    const auto recovered = coordinator->recover(log, now);
+    ASSERT_TRUE(recovered) << recovered.error().message;
+    plans.clear();
+  }
+  void send(std::uint32_t replica, const proto::FromNode& message) {
+    const Actions actions = coordinator->on_message(NodeId(replica), message, now);
+    log.insert(log.end(), actions.append.begin(), actions.append.end());
+    for (const auto& [node, sent] : actions.send) {
+      const auto to = static_cast<std::uint32_t>(node.value);
+      if (sent.has_registered()) incarnations[to] = sent.registered().incarnation();
+      if (sent.has_plan()) plans[to] = sent.plan();
+      if (sent.has_evicted()) evicted.insert(to);
+    }
+  }
+  void up(std::uint32_t replica) {
+    proto::FromNode message;
+    auto& rank = *message.mutable_rank_up();
+    rank.set_replica(replica);
+    rank.set_instance(replica + 1);
+    rank.set_plan_hash(9);
+    if (incarnations.contains(replica)) rank.set_incarnation(incarnations[replica]);
+    send(replica, message);
+  }
+  void link() {
+    for (std::uint32_t replica : {0u, 1u}) {
+      proto::FromNode message;
+      auto& status = *message.mutable_replica_status();
+      status.set_replica(replica);
+      status.set_incarnation(incarnations[replica]);
+      RankSet(0).to(status.mutable_ranks());
+      status.add_links(incarnations[1 - replica]);
+      send(replica, message);
+    }
+  }
+  void reduced(std::uint32_t replica, std::uint64_t reduced, std::uint64_t state) {
+    proto::FromNode message;
+    auto& done = *message.mutable_reduced() = report({reduced}, {state});
+    done.set_replica(replica);
+    done.set_incarnation(incarnations[replica]);
+    done.set_epoch(coordinator->epoch().value);
+    done.set_step(coordinator->committed().value + 1);
+    send(replica, message);
+  }
+};
+
+TEST(Coordinator, AStepWhoseResultsDifferIsRepeatedByTheSameMembersInANewEpoch) {
+  Pair job;
+  job.up(0), job.up(1), job.link();
+  ASSERT_TRUE(job.coordinator->started());
+  const Epoch epoch = job.coordinator->epoch();
+  job.reduced(0, 1, 5), job.reduced(1, 2, 5);
+  EXPECT_EQ(job.coordinator->committed(), Step(0));
+  EXPECT_EQ(job.coordinator->epoch(), epoch.next());
+  EXPECT_EQ(job.coordinator->members().size(), 2u);
+  EXPECT_EQ(job.plans[0].inspect().epoch(), epoch.value);
+  EXPECT_EQ(job.plans[0].members(0).batch(0).begin(), 0u) << "with the same samples";
+  job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+  EXPECT_EQ(job.coordinator->committed(), Step(1));
+  EXPECT_FALSE(job.plans[0].has_inspect());
+}
+
+// Its audit begins anew, and some replicas have heard of the phase before: what they say of their states is of
+// different parts.
+TEST(Coordinator, ARestartInTheMiddleOfAStepIsNotTakenForDrift) {
+  Pair job;
+  job.up(0), job.up(1), job.link();
+  job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+  ASSERT_EQ(job.coordinator->committed(), Step(1));
+  job.restart();
+  job.up(0), job.up(1);
+  const Epoch epoch = job.coordinator->epoch();
+  job.reduced(0, 1, 5), job.reduced(1, 1, 6);
+  EXPECT_EQ(job.coordinator->committed(), Step(2));
+  EXPECT_EQ(job.coordinator->epoch(), epoch);
+  job.reduced(0, 1, 5), job.reduced(1, 1, 6);
+  EXPECT_EQ(job.coordinator->committed(), Step(2)) << "from the next step on they are compared again";
+}
+
+TEST(Coordinator, WhoseStateDiffersWithoutAMajorityStopsTheJobThroughRestartsUntilOneIsDropped) {
+  Pair job;
+  job.up(0), job.up(1), job.link();
+  job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+  ASSERT_EQ(job.coordinator->committed(), Step(1));
+  for (int time = 0; time < 3; ++time) job.reduced(0, 1, 5), job.reduced(1, 1, 6);
+  ASSERT_TRUE(job.coordinator->stopped());
+  EXPECT_EQ(job.plans[1].stopped(), *job.coordinator->stopped());
+  EXPECT_NE(job.coordinator->waiting_for(job.now).at(0).find("an operator's decision"), std::string::npos);
+  // Also where they agree again: nobody knows which of them has been wrong since when.
+  job.reduced(0, 1, 5), job.reduced(1, 1, 5);
+  EXPECT_EQ(job.coordinator->committed(), Step(1));
+  job.restart();
+  job.up(0), job.up(1);
+  EXPECT_TRUE(job.coordinator->stopped());
+  job.restart(JobConfig::Drop{ReplicaId(0), Step(2)});  // not what the operator has seen
+  EXPECT_TRUE(job.coordinator->stopped());
+  {
+    // It has ended since, as people were asked to see to.
+    Pair ended = [&] {
+      Pair pair;
+      pair.log = job.log;
+      pair.incarnations = job.incarnations;
+      return pair;
+    }();
+    ended.restart();
+    ended.up(0), ended.up(1);
+    proto::FromNode message;
+    auto& down = *message.mutable_rank_down();
+    down.set_replica(0);
+    down.set_instance(1);
+    down.set_ended(true);
+    ended.send(0, message);
+    ended.restart(JobConfig::Drop{ReplicaId(0), Step(1)});
+    EXPECT_FALSE(ended.coordinator->stopped());
+  }
+  Coordinator given_nonsense({.replicas = 2, .ranks = 1, .drop = JobConfig::Drop{ReplicaId(7), Step(1)}});
+  const auto refused = given_nonsense.recover(job.log, job.now);
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().message.find("replica 7 is none of those that differ, which are 0, 1"), std::string::npos)
+      << refused.error().message;
+  job.restart(JobConfig::Drop{ReplicaId(0), Step(1)});
+  EXPECT_FALSE(job.coordinator->stopped());
+  job.up(1), job.up(0);
+  EXPECT_TRUE(job.evicted.contains(0));
+  EXPECT_FALSE(job.evicted.contains(1));
+  ASSERT_EQ(job.coordinator->members().size(), 1u);
+  EXPECT_EQ(job.coordinator->members()[0].replica, ReplicaId(1));
+  job.reduced(1, 1, 6);
+  EXPECT_EQ(job.coordinator->committed(), Step(2));
+  job.restart(JobConfig::Drop{ReplicaId(1), Step(2)});  // it is not stopped: nothing to decide
+  job.up(1);
+  EXPECT_EQ(job.coordinator->members().size(), 1u);
+}
+
+}  // namespace
+}  // namespace rejoin::membership

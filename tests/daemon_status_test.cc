@@ -1,0 +1,122 @@
+// What status, top, audit and the metrics say of a job.
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <regex>
+
+#include "membership/log.h"
+#include "tests/daemon_support.h"
+
+namespace rejoin::test {
+namespace {
+
+TEST(Status, TellsForWhomTheJobWaits) {
+  Job job;
+  job.silence_ms = "6000";  // long enough to be asked
+  job.start(2, 0);
+  Process first({kMinimal}, job.scratch.path + "/a", job.environment(0));
+  ASSERT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status}).output.find("replica 1: 0 of 1 ranks have registered") !=
+           std::string::npos;
+  }));
+  Process second({kMinimal}, job.scratch.path + "/b", job.environment(1));
+  ASSERT_TRUE(eventually([&] {
+    const auto status = job.status();
+    return !status.is_null() && status.at("committed").get<int>() > 10;
+  }));
+  // A stopped trainer is named while the others wait for it, and they are not: in mid-step, or for the commit, where it
+  // was stopped after it had given them all of its step.
+  ::kill(second.pid(), SIGSTOP);
+  std::string told, while_it_was_a_member;
+  EXPECT_TRUE(eventually([&] {
+    told = run({kCli, "status", job.coordinator_status}).output;
+    if (told.find("\n  1  ") != std::string::npos) while_it_was_a_member = told;
+    return told.find("waits for replica 1 rank 0: its reduction of step") != std::string::npos &&
+           (told.find("; replica 0 waits for it: ") != std::string::npos ||
+            std::regex_search(told, std::regex("\n  0 +[0-9]+ +contributor +1\n")));
+  })) << while_it_was_a_member;
+  EXPECT_EQ(told.find("waits for replica 0"), std::string::npos) << told;
+}
+
+TEST(Metrics, AreServedInPrometheusFormat) {
+  Job job;
+  job.start(1, 0);
+  const auto colon = job.coordinator_status.rfind(':');
+  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(std::stoi(job.coordinator_status.substr(colon + 1))));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  const std::string request = "GET /metrics HTTP/1.1\r\n\r\n";
+  ASSERT_EQ(::send(fd, request.data(), request.size(), 0), static_cast<ssize_t>(request.size()));
+  std::string answer;
+  char buffer[4096];
+  for (ssize_t n; (n = ::recv(fd, buffer, sizeof buffer, 0)) > 0;) answer.append(buffer, static_cast<std::size_t>(n));
+  ::close(fd);
+  EXPECT_NE(answer.find("# TYPE rejoin_committed_step gauge"), std::string::npos) << answer;
+}
+
+TEST(Top, ShowsDaemonsAgainAndAgain) {
+  Job job;
+  job.start(1, 0);
+  Process trainer({kMinimal}, job.scratch.path + "/a", job.environment(0));
+  ASSERT_TRUE(eventually([&] {
+    return run({kCli, "status", job.coordinator_status}).output.find("step 0 committed") == std::string::npos;
+  }));
+  const std::string node = job.addresses("node0").at("status");
+  const Ended top =
+      run({kCli, "top", job.coordinator_status, node, "127.0.0.1:1", "--count", "3", "--interval-ms", "50"});
+  EXPECT_EQ(top.status, 0) << top.output;
+  EXPECT_NE(top.output.find("steps a second"), std::string::npos) << top.output;
+  EXPECT_NE(top.output.find("replica 0 rank 0 pid"), std::string::npos) << top.output;
+  EXPECT_NE(top.output.find("no daemon answers at 127.0.0.1:1"), std::string::npos) << top.output;
+}
+
+// Neither is wrong: the daemon that answers late, or the address.
+TEST(Status, ADaemonThatIsStoppedIsSaidToBeSilent) {
+  Job job;
+  job.start(1, 0);
+  const Ended wrong = run({kCli, "status", job.coordinator});  // where daemons connect
+  EXPECT_NE(wrong.output.find("is not a Rejoin daemon"), std::string::npos) << wrong.output;
+  ASSERT_EQ(::kill(job.processes.front()->pid(), SIGSTOP), 0);
+  Process top({kCli, "top", job.coordinator_status, "--count", "1"}, job.file("top.out"));
+  const Ended status = run({kCli, "status", job.coordinator_status});
+  EXPECT_EQ(status.status, 1);
+  EXPECT_EQ(top.wait(std::chrono::seconds(30)), 0);
+  const std::string silent = job.coordinator_status + " accepted the connection and did not answer in 5 s";
+  for (const auto& output : {status.output, top.output()}) EXPECT_NE(output.find(silent), std::string::npos) << output;
+}
+
+// The log of a job that was killed when a replica had been lost, and its samples had not gone out again.
+TEST(Audit, WhatWaitsToBeTrainedAgainIsNotLostUntilTheJobIsFinished) {
+  Scratch scratch;
+  std::vector<proto::LogRecord> records(3);
+  records[0].mutable_job()->set_batch(10);
+  records[1].mutable_epoch()->set_epoch(1);
+  records[1].mutable_epoch()->set_step(1);
+  records[1].mutable_epoch()->add_members()->set_replica(1);
+  records[2].mutable_committed()->set_step(1);
+  auto& batch = *records[2].mutable_committed()->add_members()->add_batch();
+  batch.set_begin(10);
+  batch.set_end(20);
+  ASSERT_TRUE(membership::Log::open(scratch.path)->append(records));
+  const std::string log = scratch.path + "/decisions.log";
+  const Ended open = run({kCli, "audit", log});
+  EXPECT_EQ(open.status, 0) << open.output;
+  EXPECT_NE(open.output.find("20 samples: 10 trained once, 0 lost, 0 repeated, 10 to be trained again"),
+            std::string::npos)
+      << open.output;
+  EXPECT_NE(open.output.find("The log does not tell whether the job is finished."), std::string::npos) << open.output;
+  const Ended finished = run({kCli, "audit", log, "--steps", "1"});
+  EXPECT_EQ(finished.status, 1) << finished.output;
+  EXPECT_NE(finished.output.find("10 trained once, 10 lost, 0 repeated, 0 to be"), std::string::npos)
+      << finished.output;
+}
+
+}  // namespace
+}  // namespace rejoin::test

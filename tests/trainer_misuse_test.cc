@@ -1,0 +1,153 @@
+// Calls that are not due, declarations that differ, values out of range: each refused by name, and nothing changes.
+#include <gtest/gtest.h>
+
+#include "base/bytes.h"
+#include "tests/trainer_support.h"
+
+namespace rejoin::test {
+namespace {
+
+// ---- calls that are not due
+
+TEST_F(Trained, ABucketThatWasForgottenIsNamedAtTheCommit) {
+  start(2);
+  auto first = joined(0), second = joined(1);
+  ASSERT_TRUE(first && second);
+  auto other = trains(*second);
+  ASSERT_TRUE(*first->begin_step());
+  EXPECT_REFUSED(commit(*first), ErrorCode::invalid_argument, "commit() of step 1", "bucket 0 ('w')", "bucket 1 ('b')");
+  ASSERT_TRUE(first->all_reduce(0));
+  const auto told = timed([&] {
+    EXPECT_REFUSED(commit(*first), ErrorCode::invalid_argument, "commit() of step 1", "bucket 1 ('b')");
+    EXPECT_EQ(commit(*first).error().message.find("'w'"), std::string::npos);
+  });
+  EXPECT_LT(told, 1s) << "and nobody else is asked";
+  EXPECT_EQ(first->version(), 0u);
+  ASSERT_TRUE(first->all_reduce(1));
+  EXPECT_TRUE(commit(*first)) << "nothing has happened";
+  EXPECT_EQ(first->version(), 1u);
+  EXPECT_EQ(first->committed(), 1u);
+  second->interrupt();
+  other.get();
+}
+
+TEST_F(Trained, CallsThatAreNotDueAreRefusedAndChangeNothing) {
+  start(1);
+  auto session = declared(config(0));
+  EXPECT_FALSE(session->version());
+  EXPECT_REFUSED(session->begin_step(), ErrorCode::invalid_argument, "begin_step() before join()");
+  EXPECT_REFUSED(session->all_reduce(0), ErrorCode::invalid_argument, "all_reduce() before join()");
+  EXPECT_REFUSED(commit(*session), ErrorCode::invalid_argument, "commit() before join()");
+  ASSERT_TRUE(session->join());
+  EXPECT_REFUSED(session->join(), ErrorCode::invalid_argument, "join() comes once");
+  EXPECT_REFUSED(session->all_reduce(0), ErrorCode::invalid_argument, "all_reduce(0) before begin_step()");
+  EXPECT_REFUSED(commit(*session), ErrorCode::invalid_argument, "commit() without a step");
+  ASSERT_TRUE(*session->begin_step());
+  EXPECT_REFUSED(session->begin_step(), ErrorCode::invalid_argument, "begin_step() in step 1", "commit()");
+  EXPECT_REFUSED(session->all_reduce(2), ErrorCode::invalid_argument, "no bucket 2", "has given 2, numbered from 0");
+  ASSERT_TRUE(session->all_reduce(0));
+  EXPECT_REFUSED(session->all_reduce(0), ErrorCode::invalid_argument, "bucket 0 is being reduced already");
+  ASSERT_TRUE(session->all_reduce(1));
+  EXPECT_REFUSED(session->commit(nullptr), ErrorCode::invalid_argument, "without an optimizer");
+  ASSERT_TRUE(session->commit([&](const Update&) {
+    EXPECT_REFUSED(session->begin_step(), ErrorCode::invalid_argument, "begin_step() inside of an optimizer");
+    EXPECT_REFUSED(session->all_reduce(0), ErrorCode::invalid_argument, "all_reduce() inside of an optimizer");
+    EXPECT_REFUSED(session->leave(), ErrorCode::invalid_argument, "leave() inside of an optimizer");
+    EXPECT_FALSE(session->version()) << "it is between two";
+  }));
+  EXPECT_EQ(session->version(), 1u);
+  EXPECT_REFUSED(commit(*session), ErrorCode::invalid_argument, "commit() without a step");
+  EXPECT_TRUE(step_once(*session));
+}
+
+// ---- what replicas must declare alike
+
+TEST_F(Trained, WhoComesWithAnotherFingerprintIsRefusedWithBoth) {
+  start(3);
+  const auto with = [&](std::uint32_t replica, const std::string& fingerprint) {
+    auto session = declared(config(replica));
+    EXPECT_TRUE(session->set_fingerprint(fingerprint));
+    return session;
+  };
+  auto first = with(0, "torch 2.15; AdamW lr=0.1"), third = with(2, "torch 2.15; AdamW lr=0.1");
+  auto other = with(1, "torch 2.15; AdamW lr=0.2");
+  ASSERT_TRUE(first->join());
+  ASSERT_TRUE(third->join());
+  EXPECT_REFUSED(other->join(), ErrorCode::refused, "its fingerprint is not that of replicas 0, 2",
+                 "'torch 2.15; AdamW lr=0.2' here, and 'torch 2.15; AdamW lr=0.1' there, from byte 23 on");
+  auto same = with(1, "torch 2.15; AdamW lr=0.1");
+  EXPECT_TRUE(same->join());
+  auto late = declared(config(0));
+  EXPECT_REFUSED(late->set_fingerprint(std::string(4097, 'x')), ErrorCode::invalid_argument,
+                 "fingerprint has 4097 bytes; there may be up to");
+  EXPECT_REFUSED(first->set_fingerprint("late"), ErrorCode::invalid_argument, "comes after join()");
+}
+
+// ---- what is out of range
+
+TEST_F(Trained, EachIsToldAtTheEarliestCallWithItsRange) {
+  start(2);
+  auto wrong = config(0);
+  wrong.transport = "pigeon";
+  EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "no transport 'pigeon': use shm, tcp");
+  wrong = config(0);
+  wrong.chunk_bytes = 100;
+  EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "chunks of 100 bytes", "a multiple");
+  wrong = config(0);
+  wrong.chunks_in_flight = 0;
+  EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "0 chunks in flight; there must be 1 to 64");
+  wrong = config(0);
+  wrong.socket = std::string(200, 's');
+  EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "must have 1 to 107 characters");
+
+  auto session = *Session::open(config(0));
+  EXPECT_REFUSED(session->add({.name = "w", .count = 8, .moments = 5}), ErrorCode::invalid_argument,
+                 "tensor 'w' has 5 moments; there must be 0 to 3");
+  EXPECT_REFUSED(session->add({.name = "w", .count = 8, .moments = ~0u}), ErrorCode::invalid_argument,
+                 "there must be 0 to 3");
+  EXPECT_REFUSED(session->add({.name = "w"}), ErrorCode::invalid_argument,
+                 "tensor 'w' has 0 elements; there must be 1");
+  EXPECT_REFUSED(session->add({.count = 8}), ErrorCode::invalid_argument, "name has 0 bytes; there must be 1 to 200");
+  EXPECT_REFUSED(session->add({.name = "w", .count = 1ull << 30, .elementwise = false}), ErrorCode::invalid_argument,
+                 "tensor 'w' of 4.0 GiB is not elementwise");
+  EXPECT_REFUSED(session->weight({0}), ErrorCode::invalid_argument, "weight() before allocate()");
+  EXPECT_REFUSED(session->state_digest(), ErrorCode::invalid_argument, "before allocate()");
+  const TensorId two = *session->add({.name = "two", .count = 8, .moments = 2}),
+                 none = *session->add({.name = "none", .count = 8});
+  EXPECT_REFUSED(session->add({.name = "two", .count = 9}), ErrorCode::invalid_argument, "a tensor 'two' already");
+  Bytes memory(64);
+  EXPECT_REFUSED(session->add({.name = "own", .count = 8, .moments = 1}, {memory}), ErrorCode::invalid_argument,
+                 "tensor 'own' has 2 columns and memory for 1");
+  EXPECT_REFUSED(session->bucket({two, TensorId{7}}), ErrorCode::not_found, "no tensor 7; add() has given 2");
+  EXPECT_REFUSED(session->bucket({two, two}), ErrorCode::invalid_argument, "names tensor 'two' twice");
+  ASSERT_TRUE(session->bucket({two, none})) << "what was refused has taken none of them";
+  ASSERT_TRUE(session->allocate());
+  EXPECT_EQ(session->moment(two, 1)->size(), 32u);
+  EXPECT_REFUSED(session->moment(two, 3), ErrorCode::not_found, "'two' has no moment 3", "with 2, numbered 0 to 1");
+  EXPECT_REFUSED(session->moment(none, 0), ErrorCode::not_found, "'none' was declared without moments");
+  EXPECT_REFUSED(session->weight({2}), ErrorCode::not_found, "no tensor 2; add() has given 2, numbered from 0");
+  EXPECT_REFUSED(session->gradient({2}), ErrorCode::not_found, "no tensor 2");
+
+  auto elsewhere = config(0);
+  elsewhere.replica = 2;
+  auto outside = declared(elsewhere);
+  EXPECT_REFUSED(outside->join(), ErrorCode::refused, "replica 2 rank 0 is outside this job of 2 replicas");
+  elsewhere.replica = 0, elsewhere.rank = 1;
+  outside = declared(elsewhere);
+  EXPECT_REFUSED(outside->join(), ErrorCode::refused, "replica 0 rank 1 is outside", "1 ranks, both numbered from 0");
+}
+
+TEST_F(Trained, AJoinThatFailedMayBeTriedAgain) {
+  auto session = declared([&] {
+    auto config = SessionConfig();
+    config.socket = socket(0);
+    return config;
+  }());
+  EXPECT_REFUSED(session->join(), ErrorCode::unavailable, "start rejoind on this node with --socket");
+  start(1);
+  ASSERT_TRUE(session->join());
+  EXPECT_TRUE(step_once(*session));
+}
+
+}  // namespace
+}  // namespace rejoin::test
