@@ -112,7 +112,7 @@ TEST(CatchUpService, ASourceThatGoesOnRefusingIsLoggedSeldom) {
   const auto later = lines_of(std::chrono::seconds(12));
   ASSERT_FALSE(later.empty());
   EXPECT_LE(later.size(), 2u);
-  EXPECT_NE(later[0].find("times more since it was said last"), std::string::npos) << later[0];
+  EXPECT_NE(later[0].find("times more since it was logged last"), std::string::npos) << later[0];
   spdlog::set_level(level);
 }
 

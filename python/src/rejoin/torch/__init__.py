@@ -1,6 +1,7 @@
 """Rejoin for PyTorch: attach a model and its optimizer, and train as before."""
 
 from rejoin.torch._data import Batches
-from rejoin.torch._session import Session, Step
+from rejoin.torch._session import Session
+from rejoin.torch._step import Step
 
 __all__ = ["Batches", "Session", "Step"]

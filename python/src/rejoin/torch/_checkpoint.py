@@ -28,7 +28,7 @@ def checkpoint_of(session: Session) -> dict[str, Any]:
     of_rank: dict[str, Any] = {
         "position": session._native.position() if session._joined else None,
         "version": session._native.committed() if session._joined else 0,
-        "metrics": session._metric_values,  # of the last step: a part of the state
+        "metrics": session._metrics.state,  # of the last step: a part of the state
         "loss_scale": session._loss_scale,
     }
     if session._ranks is not None and session._ranks.several:  # of one name, and each rank's own
@@ -49,7 +49,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     session._position = place["position"] if place is not None else None
     version = _native.position_step(session._position) if session._position is not None else 0
     if place is not None:
-        _load_own("metrics", session._metric_values, place.get("metrics"))
+        _load_own("metrics", session._metrics.state, place.get("metrics"))
         _load_own("loss_scale", session._loss_scale, place.get("loss_scale"))
     _load_optimizer(session, state["optimizer"]["state"], version)
     buffers = place.get("buffers", {}) if place is not None else {}

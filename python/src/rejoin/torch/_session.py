@@ -7,10 +7,8 @@ import math
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,43 +19,21 @@ from rejoin import _native
 from rejoin._daemon import local_daemon
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.launch import Place, place_from_environment
-from rejoin.torch import _optimizer
+from rejoin.torch import _attach, _optimizer
 from rejoin.torch._buckets import Buckets
 from rejoin.torch._checkpoint import checkpoint_of, restore
-from rejoin.torch._data import Batches, Fetcher, Ranges
+from rejoin.torch._data import Batches, Fetcher
 from rejoin.torch._fingerprint import fingerprint
-from rejoin.torch._memory import tensor_at, type_of
+from rejoin.torch._metrics import Metrics
 from rejoin.torch._ranks import Ranks, Terminated
 from rejoin.torch._sharding import gather_again, groups_of
-from rejoin.torch._tensors import Tensor, buckets_of, buffers_of, parameters_of
+from rejoin.torch._step import Step
+from rejoin.torch._tensors import Tensor, buffers_of, parameters_of
 from rejoin.torch._update import Rules, Schedule, Update
 
 log = logging.getLogger("rejoin")
 
 _BUCKET_BYTES = 25 << 20
-
-
-@dataclass
-class Step:
-    """A step to train: its gradients are exchanged, and `optimizer.step()` ends it."""
-
-    number: int  # from 1; the weights are those after the step before
-    leads: bool  # true on all ranks of one replica: what one does for all, such as writing a checkpoint
-    contributors: int  # replicas that train it, as planned when it began
-    samples: Ranges  # [begin, end) of the endless sample stream
-    _session: Session = field(repr=False)
-
-    def record(self, **values: float | torch.Tensor) -> None:
-        """Hand over this replica's values of the metrics that `attach` was given, before `optimizer.step()`."""
-        self._session._record(values)
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Give the loss times the loss scale that `attach` was asked for: call backward() on that."""
-        return self._session._scaled(loss)
-
-    def mean(self, name: str) -> float:
-        """Give a metric's mean over the replicas that trained this step, after `optimizer.step()`: equal on all."""
-        return self._session._mean(name)
 
 
 class Session:
@@ -90,8 +66,7 @@ class Session:
         self._native = _native.Session([f"{name.replace('_', '-')}={value}" for name, value in settings.items()])
         self._tensors: list[Tensor] = []
         self._buckets = Buckets(self._native, self.device)
-        self._metrics: tuple[str, ...] = ()
-        self._metric_values: torch.Tensor | None = None
+        self._metrics = Metrics((), self.device)
         self._loss_scale: torch.Tensor | None = None  # [log2, good steps]
         self._model: torch.nn.Module | None = None
         self._sharded: list[Any] = []  # FSDP2's groups of the model's parameters
@@ -110,8 +85,6 @@ class Session:
     def from_environment(cls, device: torch.device | str = "cpu", **settings: Any) -> Session:
         """Open a session as the launcher's and REJOIN_* variables say."""
         return cls(device, **settings)
-
-    # ---- attaching
 
     def attach(
         self,
@@ -154,93 +127,30 @@ class Session:
         """
         if self._model is not None:
             raise InvalidArgument("attach() comes once")
-        if ema is not None and not 0.0 < ema < 1.0:
-            raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            raise InvalidArgument(
-                "the optimizer has hooks on step(): a replica that catches up updates parts of tensors, without them. "
-                "Take them off, or do the same in the loop's body"
-            )
-        if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
-            raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
+        _attach.check(optimizer, ema, loss_scale)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
         self._ranks = Ranks(self.rank, self._leaving)
         with _optimizer.one_thread(self.device):
             parameters = parameters_of(model, optimizer, self.device, masters, ema is not None, self._ranks.several)
         self._model, self._optimizer, self._sharded = model, optimizer, groups_of(model)
-        self._metrics = tuple(metrics)
+        self._metrics = Metrics(metrics, self.device)
         tensors = [*parameters, *buffers_of(model, self.device)]
-        if self._metrics:
-            self._metric_values = torch.zeros(len(self._metrics), dtype=torch.float64, device=self.device)
-            tensors.append(Tensor("rejoin.metrics", self._metric_values, dtype=torch.float64))
+        if metrics:
+            tensors.append(Tensor("rejoin.metrics", self._metrics.values, dtype=torch.float64))
         scale = None
         if loss_scale is not None:
             self._loss_scale = torch.tensor([math.log2(loss_scale), 0.0], dtype=torch.float64, device=self.device)
             scale = Tensor("rejoin.loss_scale", self._loss_scale, elementwise=False, dtype=torch.float64)
             tensors.append(scale)
-        self._declare(tensors, bucket_bytes)
+        _attach.declare(self, tensors, bucket_bytes)
         self._updates = Update(self._native, optimizer, tensors, self._rules, self.device, self._ranks, scale)
         for tensor in tensors:
-            self._place(tensor)
+            _attach.place(self, tensor)
         optimizer.step = self._commit  # type: ignore[assignment, method-assign]
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        optimizer.load_state_dict = _refuse_load  # type: ignore[assignment, method-assign]
-        optimizer.add_param_group = _refuse_group  # type: ignore[assignment, method-assign]
+        optimizer.load_state_dict = _attach.refuse_load  # type: ignore[assignment, method-assign]
+        optimizer.add_param_group = _attach.refuse_group  # type: ignore[assignment, method-assign]
         return model, optimizer
-
-    def _declare(self, tensors: list[Tensor], bucket_bytes: int) -> None:
-        self._tensors = tensors
-        for tensor in tensors:
-            kind = type_of(tensor.name, tensor.dtype)
-            tensor.index = self._native.add(tensor.name, kind, tensor.count, tensor.moments, tensor.elementwise)
-        for bucket in buckets_of(tensors, bucket_bytes):
-            number = self._native.bucket([tensor.index for tensor in bucket])
-            for tensor in bucket:
-                tensor.bucket = number
-            self._buckets.add(bucket)
-        self._native.allocate()
-
-    def _at(self, memory: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        return tensor_at(self._native, memory[0], memory[1] // dtype.itemsize, dtype, self.device)
-
-    def _place(self, tensor: Tensor) -> None:
-        dtype = tensor.dtype
-        tensor.columns = [self._at(self._native.weight(tensor.index), dtype)]
-        tensor.columns += [self._at(self._native.moment(tensor.index, i), dtype) for i in range(tensor.moments)]
-        tensor.gradient = self._at(self._native.gradient(tensor.index), dtype)
-        tensor.reduced = self._at(self._native.reduced(tensor.index), dtype)
-        tensor.place()
-        if not tensor.is_parameter:
-            return
-        if tensor.averaged:
-            tensor.columns[-1].copy_(tensor.columns[0])
-        self._take_over_state(tensor)
-        parameter = tensor.value
-        parameter.grad = None
-        hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
-        session = weakref.ref(self)  # autograd keeps its hooks where Python's collector does not look
-
-        def on_gradient(_: torch.Tensor) -> None:
-            if (alive := session()) is not None:
-                alive._on_gradient(tensor)
-
-        hook(on_gradient)
-
-    # What the optimizer has kept already, say from a checkpoint of plain PyTorch, goes on here.
-    def _take_over_state(self, tensor: Tensor) -> None:
-        assert self._optimizer is not None and self._updates is not None
-        counted = tensor.take_state(self._optimizer.state.get(tensor.value, {}))
-        if tensor.kept.step is not None:
-            if self._updates.offset not in (0, counted):
-                raise InvalidArgument(
-                    f"the optimizer has counted {counted} steps for '{tensor.name}' and {self._updates.offset} for "
-                    "others; Rejoin updates all parameters in each step"
-                )
-            self._updates.offset = counted
-        shaped = [tensor.optimizers(column) for column in tensor.columns[1 : 1 + len(tensor.kept.moments)]]
-        self._optimizer.state[tensor.value] = tensor.kept.state(self._updates.offset, shaped, tensor.scratch)
-
-    # ---- data
 
     def batches(self, size: int, *, seed: int = 0, shuffle: bool = True, shard: int = 0, shards: int = 1) -> Batches:
         """Make the batch sampler for a DataLoader over a map-style data set of `size` samples.
@@ -423,30 +333,6 @@ class Session:
             raise
         self._native.end_update(self._stream())
 
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        if self._loss_scale is None:
-            raise InvalidArgument("step.scale() without a scale: attach(…, loss_scale=65536)")
-        return torch.mul(loss.float(), 2.0 ** float(self._loss_scale[0]))  # as a float16 it might be an infinity
-
-    # ---- metrics
-
-    def _record(self, values: Mapping[str, float | torch.Tensor]) -> None:
-        if self._metric_values is None:
-            raise InvalidArgument("no metrics were declared: attach(…, metrics=('loss',))")
-        for name, value in values.items():
-            if name not in self._metrics:
-                raise InvalidArgument(f"'{name}' is none of the metrics that attach() was given: {self._metrics}")
-            self._metric_values[self._metrics.index(name)] = (
-                value.detach() if isinstance(value, torch.Tensor) else float(value)
-            )
-
-    def _mean(self, name: str) -> float:
-        if self._metric_values is None or name not in self._metrics:
-            raise InvalidArgument(f"'{name}' is none of the metrics that attach() was given: {self._metrics}")
-        if not self._updated:
-            raise InvalidArgument(f"the mean of '{name}' is known after optimizer.step()")
-        return float(self._metric_values[self._metrics.index(name)])
-
     # ---- looking and saving
 
     @property
@@ -489,21 +375,13 @@ class Session:
             raise InvalidArgument("averaged() without averages: attach(…, ema=0.999)")
         if self._in_step and not self._updated:
             raise InvalidArgument("averaged() comes after optimizer.step()")
-        self._lay(-1)
+        _attach.lay(self, -1)
         self._averaging = True
         try:
             yield
         finally:
             self._averaging = False
-            self._lay(0)
-
-    # Which column the parameters are.
-    def _lay(self, column: int) -> None:
-        with torch.no_grad():
-            for tensor in self._tensors:
-                if tensor.averaged:
-                    tensor.lay(tensor.columns[column])
-        gather_again(self._sharded)
+            _attach.lay(self, 0)
 
     @property
     def leads(self) -> bool:
@@ -519,14 +397,3 @@ class Session:
     def finished(self) -> bool:
         """Whether the job has come to its end."""
         return self._finished
-
-
-def _refuse_load(state: Mapping[str, Any]) -> None:
-    raise InvalidArgument(
-        "optimizer.load_state_dict() after attach() would lay the state outside of the session: load it before, or by "
-        "session.load_state_dict()"
-    )
-
-
-def _refuse_group(group: Mapping[str, Any]) -> None:
-    raise InvalidArgument("optimizer.add_param_group() after attach(): all parameters are declared with attach()")

@@ -1,0 +1,109 @@
+"""How a model's and an optimizer's tensors come into a session's memory: `Session.attach()`."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rejoin.errors import InvalidArgument
+from rejoin.torch._memory import tensor_at, type_of
+from rejoin.torch._sharding import gather_again
+from rejoin.torch._tensors import Tensor, buckets_of
+
+if TYPE_CHECKING:
+    from rejoin.torch._session import Session
+
+
+def check(optimizer: torch.optim.Optimizer, ema: float | None, loss_scale: float | None) -> None:
+    """Refuse what no session can keep equal on all replicas."""
+    if ema is not None and not 0.0 < ema < 1.0:
+        raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise InvalidArgument(
+            "the optimizer has hooks on step(): a replica that catches up updates parts of tensors, without them. "
+            "Take them off, or do the same in the loop's body"
+        )
+    if loss_scale is not None and (loss_scale < 1.0 or math.frexp(loss_scale)[0] != 0.5):
+        raise InvalidArgument(f"loss_scale={loss_scale}: it is to be a power of 2, such as 65536")
+
+
+def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:
+    """Declare the tensors and their buckets, and have the session allocate memory for them."""
+    session._tensors = tensors
+    for tensor in tensors:
+        kind = type_of(tensor.name, tensor.dtype)
+        tensor.index = session._native.add(tensor.name, kind, tensor.count, tensor.moments, tensor.elementwise)
+    for bucket in buckets_of(tensors, bucket_bytes):
+        number = session._native.bucket([tensor.index for tensor in bucket])
+        for tensor in bucket:
+            tensor.bucket = number
+        session._buckets.add(bucket)
+    session._native.allocate()
+
+
+def _at(session: Session, memory: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return tensor_at(session._native, memory[0], memory[1] // dtype.itemsize, dtype, session.device)
+
+
+def place(session: Session, tensor: Tensor) -> None:
+    """Move a tensor, and what the optimizer keeps of it, into the session's memory."""
+    dtype = tensor.dtype
+    tensor.columns = [_at(session, session._native.weight(tensor.index), dtype)]
+    tensor.columns += [_at(session, session._native.moment(tensor.index, i), dtype) for i in range(tensor.moments)]
+    tensor.gradient = _at(session, session._native.gradient(tensor.index), dtype)
+    tensor.reduced = _at(session, session._native.reduced(tensor.index), dtype)
+    tensor.place()
+    if not tensor.is_parameter:
+        return
+    if tensor.averaged:
+        tensor.columns[-1].copy_(tensor.columns[0])
+    _take_over_state(session, tensor)
+    parameter = tensor.value
+    parameter.grad = None
+    hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
+    reference = weakref.ref(session)  # autograd keeps its hooks where Python's collector does not look
+
+    def on_gradient(_: torch.Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive._on_gradient(tensor)
+
+    hook(on_gradient)
+
+
+# What the optimizer has kept already, say from a checkpoint of plain PyTorch, goes on here.
+def _take_over_state(session: Session, tensor: Tensor) -> None:
+    assert session._optimizer is not None and session._updates is not None
+    counted = tensor.take_state(session._optimizer.state.get(tensor.value, {}))
+    if tensor.kept.step is not None:
+        if session._updates.offset not in (0, counted):
+            raise InvalidArgument(
+                f"the optimizer has counted {counted} steps for '{tensor.name}' and {session._updates.offset} for "
+                "others; Rejoin updates all parameters in each step"
+            )
+        session._updates.offset = counted
+    shaped = [tensor.optimizers(column) for column in tensor.columns[1 : 1 + len(tensor.kept.moments)]]
+    session._optimizer.state[tensor.value] = tensor.kept.state(session._updates.offset, shaped, tensor.scratch)
+
+
+def lay(session: Session, column: int) -> None:
+    """Let the parameters be this column of theirs: 0 for the weights, -1 for their averages."""
+    with torch.no_grad():
+        for tensor in session._tensors:
+            if tensor.averaged:
+                tensor.lay(tensor.columns[column])
+    gather_again(session._sharded)
+
+
+def refuse_load(state: Mapping[str, Any]) -> None:
+    raise InvalidArgument(
+        "optimizer.load_state_dict() after attach() would lay the state outside of the session: load it before, or by "
+        "session.load_state_dict()"
+    )
+
+
+def refuse_group(group: Mapping[str, Any]) -> None:
+    raise InvalidArgument("optimizer.add_param_group() after attach(): all parameters are declared with attach()")

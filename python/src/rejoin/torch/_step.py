@@ -1,0 +1,39 @@
+"""A step, as the loop's body sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from rejoin.errors import InvalidArgument
+from rejoin.torch._data import Ranges
+
+if TYPE_CHECKING:
+    from rejoin.torch._session import Session
+
+
+@dataclass
+class Step:
+    """A step to train: its gradients are exchanged, and `optimizer.step()` ends it."""
+
+    number: int  # from 1; the weights are those after the step before
+    leads: bool  # true on all ranks of one replica: what one does for all, such as writing a checkpoint
+    contributors: int  # replicas that train it, as planned when it began
+    samples: Ranges  # [begin, end) of the endless sample stream
+    _session: Session = field(repr=False)
+
+    def record(self, **values: float | torch.Tensor) -> None:
+        """Hand over this replica's values of the metrics that `attach` was given, before `optimizer.step()`."""
+        self._session._metrics.record(values)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Give the loss times the loss scale that `attach` was asked for: call backward() on that."""
+        if (scale := self._session._loss_scale) is None:
+            raise InvalidArgument("step.scale() without a scale: attach(…, loss_scale=65536)")
+        return torch.mul(loss.float(), 2.0 ** float(scale[0]))  # as a float16 it might be an infinity
+
+    def mean(self, name: str) -> float:
+        """Give a metric's mean over the replicas that trained this step, after `optimizer.step()`: equal on all."""
+        return self._session._metrics.mean(name, self._session._updated)
