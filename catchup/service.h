@@ -114,7 +114,7 @@ class Service {
     bool reported = false;
     std::optional<Incarnation> serves;
     std::set<SourceAddress> wanted;                          // sources
-    Step committed;                                          // when its members were last set
+    Step committed;                                          // as catch_up() was last given it
     TimePoint retry_at{};                                    // of what could not be registered, or connected with
     std::map<SourceAddress, transport::EndpointId> sources;  // … and the connections with them
   };

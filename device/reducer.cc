@@ -71,7 +71,7 @@ Result<std::uint64_t> Reducer::copy(std::byte* out, const std::byte* in, std::si
   return give({.out = address(out), .a = address(in), .count = size, .type = Work::kCopy}, size);
 }
 
-// Tiles are small enough for all warps to have some, and the larger, the fewer flags there are.
+// Tiles are small enough for all warps to have some, and the larger, the less there is to coordinate.
 Result<std::uint64_t> Reducer::give(Work&& work, std::uint64_t bytes) {
   constexpr std::uint64_t page = 4096, most = 32768, for_each = 4;
   const std::uint64_t warps = std::uint64_t{options_.blocks} * options_.threads / 32;

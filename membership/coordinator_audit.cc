@@ -56,7 +56,7 @@ Result<> Coordinator::drop_as_configured() {
   record.mutable_dropped()->set_replica(replica.value);
   actions_.append.push_back(record);
   REJOIN_CHECK(replay(record));
-  note("replica {} is dropped at the operator's word", replica);
+  warn("replica {} is dropped at the operator's word", replica);
   if (dropped == nullptr) return {};
   ledger_.hand_back(replica);
   std::erase_if(members_, [&, wrong = replica](const MemberState& m) { return m.replica == wrong; });

@@ -233,7 +233,7 @@ std::string Coordinator::difference(const Declaration& declaration, const Declar
   return fmt::format(
       "its tensors or buckets differ from those of {}: {}; all replicas must declare the same state and "
       "plan",
-      names(who), tensor.empty() ? "in a tensor that was not declared" : tensor);
+      names(who), tensor.empty() ? "where, is not known here" : tensor);
 }
 
 // Replicas differ, and there is no majority.

@@ -238,7 +238,7 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
     const Samples& trained = brought_.at(chosen.front()[2]);
     record.mutable_rolled_back()->set_in_order(true);
     if (!ledger_.trained_at(from)) trained.to(record.mutable_rolled_back()->mutable_trained());
-    if (from < committed_) note("the job goes on after step {}; step {} was committed", from, committed_);
+    if (from < committed_) warn("the job goes on after step {}; step {} was committed", from, committed_);
     else
       note("the job goes on after step {}, from checkpoints that say that samples {} are trained", from,
            text_of(trained));

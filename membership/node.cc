@@ -247,7 +247,7 @@ Node::Actions Node::on_rank_gone(RankConnection connection, const std::string& r
   down.set_left(how == Gone::left);
   actions.notes.push_back(
       {fmt::format("replica {} rank {}{}: {}", down.replica(), down.rank(), down.left() ? " has left" : "", reason),
-       how != Gone::left});
+       how != Gone::left && !plan_.finished()});
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
   // The others of its replica may have waited for it alone.
   for (const auto& [id, rank] : ranks_) {

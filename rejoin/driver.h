@@ -150,8 +150,8 @@ class Driver {
   proto::Peers peers_;
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
-  bool let_go_ =
-      false;  // the device's driver is not entered before the trainer's streams have seen the last bucket's flag
+  // A turn in which the streams see the flag of the last bucket, before the device's driver is entered.
+  bool let_go_ = false;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
   std::vector<std::uint64_t> reduced_;
   std::uint64_t taken_ = 0;

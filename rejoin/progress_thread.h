@@ -115,7 +115,7 @@ class ProgressThread {
   std::optional<Driver> driver_;
   std::uint64_t published_ = 0;  // the driver's revision that the trainer's thread has been shown
   std::optional<transport::Idle> idle_;
-  std::vector<std::uint64_t> shown_reduced_;  // by bucket: the step whose flag streams have seen
+  std::vector<std::uint64_t> shown_reduced_;  // by bucket: the step last passed to streams_
   Fd daemon_;
   bool welcome_ = false;  // the daemon knows us: until then it would not listen
   std::deque<proto::FromNode> unsent_;

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <future>
+#include <sstream>
 
 #include "base/bytes.h"
 #include "base/fd.h"
@@ -167,6 +168,14 @@ TEST(Session, ATrainerThatComesAfterTheEndHearsThatItIsOver) {
   comes_late();
 }
 
+// Whether it has a warning, but for those of a busy machine, on which a daemon may not run for a while.
+bool warned(const std::string& log) {
+  std::istringstream lines(log);
+  for (std::string line; std::getline(lines, line);)
+    if (line.find("warn") != std::string::npos && line.find(" was paused for ") == std::string::npos) return true;
+  return false;
+}
+
 TEST(Session, AnOrderlyEndIsNoWarning) {
   Job job;
   job.start(2, 20);
@@ -186,8 +195,7 @@ TEST(Session, AnOrderlyEndIsNoWarning) {
   EXPECT_EQ(job.processes[0]->wait(std::chrono::seconds(15)), 0);
   EXPECT_TRUE(eventually([&] { return log("node1").find("; the job is finished") != std::string::npos; }))
       << log("node1");
-  for (const char* name : {"coordinator", "node0", "node1"})
-    EXPECT_EQ(log(name).find("warn"), std::string::npos) << log(name);
+  for (const char* name : {"coordinator", "node0", "node1"}) EXPECT_FALSE(warned(log(name))) << log(name);
 }
 
 TEST(Session, ATrainerThatWasStoppedSaysForHowLongAndThatItWasPutOut) {

@@ -9,6 +9,6 @@ fi
 cd "$source"
 rm -rf build/site
 ./run docs
-for page in index.html quickstart.html api/index.html; do
+for page in index.html quick-start/index.html api/index.html; do
   [[ -s build/site/$page ]] || { echo "./run docs made no build/site/$page"; exit 1; }
 done

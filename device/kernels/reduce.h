@@ -164,7 +164,7 @@ constexpr inline void watch(Machine& m, const ReduceArguments& arguments) {
         m.relax(0);
         continue;
       }
-      posted = m.one([&] { return m.acquire(box.posted); });  // what was written before the flag is visible
+      posted = m.one([&] { return m.acquire(box.posted); });  // works posted before it had to leave are done
       if (posted == passed) break;
     }
     std::uint32_t more = 0;

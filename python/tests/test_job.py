@@ -213,6 +213,14 @@ def test_kills_at_every_point_of_a_step_lose_nothing(tmp_path):
     check_equal(job, 3)
 
 
+def test_a_killed_worker_of_the_loader_costs_its_replica_a_restart_and_no_sample(tmp_path):
+    job = Job(tmp_path, "--workers", "2", steps=120, kill={1: ("worker", 20)})
+    errors = job.wait()
+    assert job.killed(1) and "replica 1 ended with" in errors, errors
+    assert "DataLoader worker" in job.log(1)
+    check_equal(job, 2)
+
+
 def test_sigterm_is_an_orderly_leave_and_a_stopped_replica_is_waited_for(tmp_path):
     job = Job(tmp_path, replicas=2, steps=0)
     job.until(lambda: "step 30 " in job.log(0) and "step 30 " in job.log(1))

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--max-norm", type=float)
     parser.add_argument("--ema", type=float)
     parser.add_argument("--loss-scale", type=float)
+    parser.add_argument("--slow", action="store_true")
     parser.add_argument("--restore", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     given = parser.parse_args()
@@ -102,7 +105,8 @@ def main() -> None:
         where, at = order.read_text().split(":")
         if where == place and step >= int(at):
             order.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+            workers = multiprocessing.active_children()
+            os.kill(workers[0].pid if place == "worker" else os.getpid(), signal.SIGKILL)
 
     now = 0
     # The last layer's gradient comes first: its bucket is on its way when this is called.
@@ -129,6 +133,7 @@ def main() -> None:
             now = step.number
             trained.write(json.dumps([step.number, step.samples]) + "\n")
             trained.flush()
+            dies(now, "worker")
             dies(now, "forward")
             loss = F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y)
             (step.scale(loss) if given.loss_scale else loss).backward()
@@ -138,6 +143,8 @@ def main() -> None:
             optimizer.step()
             assert loss.item() == loss.item()
             dies(now, "after")
+            if given.slow and session.rank:  # say it writes its part of a checkpoint
+                time.sleep(0.3)
             print(f"{who}step {now} mean {step.mean('loss'):.9g} digest {session.state_digest():016x}", flush=True)
             if given.save_every and now % given.save_every == 0 and step.leads:
                 with session.busy("a checkpoint", seconds=60):

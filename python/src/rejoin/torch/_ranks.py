@@ -17,6 +17,7 @@ from rejoin.errors import InvalidArgument, Unavailable
 REMEMBERED = 4096  # steps; a replica that catches up gets gradients of steps before
 _WAITS_SECONDS = 600.0
 _WAITS_WHEN_LEAVING_SECONDS = 10.0
+_WAITS_FOR_BODIES_SECONDS = 30.0  # as long as torchrun lets a process live that it has asked to end
 _sessions = itertools.count()
 
 
@@ -117,3 +118,17 @@ class Ranks:
         except torch.distributed.DistError:  # whoever had the store has left with this step
             return True
         return step >= last
+
+    def leave_together(self) -> None:
+        """Wait until all ranks are through with their last step's body.
+
+        The first one that leaves ends the replica's part in the job, in which another may still write a checkpoint.
+        """
+        if self._store is None:
+            return
+        try:
+            self._store.set(f"leaves/{self._rank}", "1")
+            ranks = [f"leaves/{rank}" for rank in range(self._size)]
+            self._store.wait(ranks, timedelta(seconds=_WAITS_FOR_BODIES_SECONDS))
+        except torch.distributed.DistError:  # one is gone, or takes too long; or whoever had the store is gone
+            pass

@@ -66,7 +66,7 @@ class Session:
         self._native = _native.Session([f"{name.replace('_', '-')}={value}" for name, value in settings.items()])
         self._tensors: list[Tensor] = []
         self._buckets = Buckets(self._native, self.device)
-        self._metrics = Metrics((), self.device)
+        self._metrics = Metrics((), torch.device("cpu"))
         self._loss_scale: torch.Tensor | None = None  # [log2, good steps]
         self._model: torch.nn.Module | None = None
         self._sharded: list[Any] = []  # FSDP2's groups of the model's parameters
@@ -135,7 +135,7 @@ class Session:
         self._model, self._optimizer, self._sharded = model, optimizer, groups_of(model)
         self._metrics = Metrics(metrics, self.device)
         tensors = [*parameters, *buffers_of(model, self.device)]
-        if metrics:
+        if self._metrics.names:
             tensors.append(Tensor("rejoin.metrics", self._metrics.values, dtype=torch.float64))
         scale = None
         if loss_scale is not None:
@@ -161,8 +161,6 @@ class Session:
         """
         return Batches(size, seed, shuffle, shard, shards)
 
-    # ---- joining and leaving
-
     def join(self) -> None:
         """Register with the daemon: the state is initialised, or restored with `load_state_dict`.
 
@@ -184,6 +182,7 @@ class Session:
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
         self._leaving.set()
         if self._waiting:  # for a step, perhaps for long
+            self._waiting = False  # launchers may send a second one, which is to interrupt nothing any more
             raise Terminated
 
     def leave(self) -> None:
@@ -207,8 +206,6 @@ class Session:
             if kind is None:
                 raise
 
-    # ---- steps
-
     def steps(self, loader: DataLoader[Any] | None = None) -> Iterator[tuple[Step, Any]]:
         """Give the job's steps that this replica trains, with the data of their samples; join() first, if it was not.
 
@@ -229,6 +226,7 @@ class Session:
                 self._in_step = False
                 assert self._ranks is not None
                 if self._ranks.leaves_after(step.number, self._leaving.is_set()):
+                    self._ranks.leave_together()
                     break
         except Terminated:
             pass
@@ -332,8 +330,6 @@ class Session:
                 log.error("%s", ended)
             raise
         self._native.end_update(self._stream())
-
-    # ---- looking and saving
 
     @property
     def version(self) -> int | None:
