@@ -42,8 +42,7 @@ TEST(Coordinator, AMajorityThatIsThereBindsWhoComesLaterAndWaitsForWhoHasNotCome
   EXPECT_EQ(bench.refusal(2), "") << "it is asked first";
   EXPECT_TRUE(bench.asked_to_declare(2));
   bench.pass(600ms);  // and does not answer
-  EXPECT_NE(bench.refusal(2).find("differ from those of replicas 0, 1: where, is not known here"),
-            std::string::npos);
+  EXPECT_NE(bench.refusal(2).find("differ from those of replicas 0, 1: where, is not known here"), std::string::npos);
 }
 
 TEST(Coordinator, WithoutAMajorityItWaitsAndSaysWhoDiffersInWhat) {
