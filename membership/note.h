@@ -1,4 +1,4 @@
-// A line for the log and the trace, and whether an operator should read it unasked.
+// A line for the log, and whether an operator should read it unasked.
 #pragma once
 
 #include <string>

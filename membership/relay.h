@@ -17,6 +17,7 @@
 #include "base/clock.h"
 #include "membership/coordinator.h"
 #include "membership/digest_table.h"
+#include "membership/note.h"
 
 namespace rejoin::membership {
 

@@ -1,9 +1,13 @@
 """An Ethernet switch between QEMUs (-netdev socket,connect=…): frames go to the port their address was seen at, or to
-all. One thread for each."""
+all. It waits for nobody: a port that does not read loses frames, as with a real switch, and the others go on. (If it
+waited, the others' QEMUs could not write meanwhile, and a guest's transmit queue that has stood still may stay so.)
+One thread for each."""
 import selectors
 import socket
 import struct
 import threading
+
+MOST_PENDING = 16 << 20  # bytes for a port that does not read
 
 
 class Switch(threading.Thread):
@@ -14,23 +18,30 @@ class Switch(threading.Thread):
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.waiting = {}  # port → bytes of frames not yet whole
+        self.pending = {}  # port → bytes of whole frames that it has not taken yet
         self.seen_at = {}  # address → port
         self.start()
 
     def run(self):
         while True:
-            for key, _ in self.selector.select():
+            for key, ready in self.selector.select():
                 if key.fileobj is self.listener:
                     port, _ = self.listener.accept()
                     port.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    self.waiting[port] = b""
+                    port.setblocking(False)
+                    self.waiting[port], self.pending[port] = b"", bytearray()
                     self.selector.register(port, selectors.EVENT_READ)
-                else:
+                    continue
+                if ready & selectors.EVENT_WRITE:
+                    self.send(key.fileobj)
+                if ready & selectors.EVENT_READ and key.fileobj in self.waiting:
                     self.receive(key.fileobj)
 
     def receive(self, port):
         try:
             got = port.recv(1 << 18)
+        except BlockingIOError:
+            return
         except OSError:
             got = b""
         if not got:
@@ -51,14 +62,27 @@ class Switch(threading.Thread):
                     outgoing.setdefault(other, []).append(frame)
         self.waiting[port] = data[at:]
         for other, frames in outgoing.items():
-            try:
-                other.sendall(b"".join(frames))
-            except OSError:
-                self.drop(other)
+            if other in self.pending and len(self.pending[other]) < MOST_PENDING:
+                self.pending[other] += b"".join(frames)
+                self.send(other)
+
+    def send(self, port):
+        if port not in self.pending:
+            return
+        pending = self.pending[port]
+        try:
+            while pending:
+                del pending[:port.send(pending[:1 << 18])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return self.drop(port)
+        self.selector.modify(port, selectors.EVENT_READ | (selectors.EVENT_WRITE if pending else 0))
 
     def drop(self, port):
         if self.waiting.pop(port, None) is None:
             return
+        del self.pending[port]
         self.selector.unregister(port)
         self.seen_at = {address: at for address, at in self.seen_at.items() if at is not port}
         port.close()

@@ -116,7 +116,7 @@ class Fetcher:
                     if come == ranges:
                         self.hits += 1
                         return data
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:  # as a dead worker shows, by where it was
                 log.warning("the DataLoader's workers are started again: %s", error)
                 self.stop()
         self.misses += 1
