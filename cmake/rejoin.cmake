@@ -17,10 +17,11 @@ if(REJOIN_SANITIZE)
   target_compile_definitions(rejoin_options INTERFACE REJOIN_SANITIZED=1)
 endif()
 
-# GCC 12's leak checker guesses the size of a loaded library's thread-local memory from what lies before it, and dies
-# where that memory happens to lie 16 bytes behind the border of a page: it is told not to look.
+# The sanitizers' runtimes guess the size of a loaded library's thread-local memory from what lies before it, and die
+# where that memory happens to lie 16 bytes behind the border of a page: they are told not to look.
 set(REJOIN_ASAN_ENVIRONMENT ASAN_OPTIONS=detect_leaks=1:intercept_tls_get_addr=0
   LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/lsan.supp)
+set(REJOIN_TSAN_ENVIRONMENT TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp:intercept_tls_get_addr=0)
 
 # rejoin_module(NAME SOURCES... LINK targets...): one folder's library, as an object set inside librejoin.
 function(rejoin_module name)
@@ -68,7 +69,7 @@ function(rejoin_test name)
   endif()
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60
     PROPERTIES LABELS ${labels} TIMEOUT ${ARG_TIMEOUT} RUN_SERIAL $<BOOL:${ARG_SERIAL}>
-      ENVIRONMENT "${environment}REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp;${REJOIN_ASAN_ENVIRONMENT}")
+      ENVIRONMENT "${environment}REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;${REJOIN_TSAN_ENVIRONMENT};${REJOIN_ASAN_ENVIRONMENT}")
 endfunction()
 
 # rejoin_proto(NAME FILE [IMPORT DIRECTORY] [LINK targets...]): a library of one file's messages.
