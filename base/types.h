@@ -1,4 +1,4 @@
-// Element types and operations of an all-reduce.
+// Element types and operations of all-reduces, and the collective operations of a process group.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,25 @@ inline constexpr DataType kDataTypes[] = {DataType::float32, DataType::float64, 
 // Sum: 16-bit types are added in float32 and rounded (to nearest even) once a hop. Mean: the sum, multiplied by the
 // float reciprocal of the number of contributors before the last rounding; for integers, divided towards zero.
 enum class ReduceOp : std::uint8_t { sum, mean };
+
+// What a process group's members do together (rejoin/process_group.h), or two of them.
+enum class Collective : std::uint8_t {
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  reduce_scatter,
+  gather,
+  scatter,
+  all_to_all,
+  barrier,
+  send,
+  receive
+};
+
+// How a process group makes one element of two. Sum and mean as above; a maximum or minimum with a NaN is a NaN;
+// integers wrap.
+enum class Combine : std::uint8_t { sum, mean, maximum, minimum, product };
 
 constexpr std::size_t size_of(DataType type) {
   switch (type) {
@@ -36,6 +55,34 @@ constexpr std::string_view to_string(DataType type) {
     case DataType::float16: return "float16";
     case DataType::int32: return "int32";
     case DataType::int64: return "int64";
+  }
+  return "?";
+}
+
+constexpr std::string_view to_string(Collective collective) {
+  switch (collective) {
+    case Collective::all_reduce: return "all_reduce";
+    case Collective::reduce: return "reduce";
+    case Collective::broadcast: return "broadcast";
+    case Collective::all_gather: return "all_gather";
+    case Collective::reduce_scatter: return "reduce_scatter";
+    case Collective::gather: return "gather";
+    case Collective::scatter: return "scatter";
+    case Collective::all_to_all: return "all_to_all";
+    case Collective::barrier: return "barrier";
+    case Collective::send: return "send";
+    case Collective::receive: return "receive";
+  }
+  return "?";
+}
+
+constexpr std::string_view to_string(Combine combine) {
+  switch (combine) {
+    case Combine::sum: return "sum";
+    case Combine::mean: return "mean";
+    case Combine::maximum: return "maximum";
+    case Combine::minimum: return "minimum";
+    case Combine::product: return "product";
   }
   return "?";
 }

@@ -1,0 +1,55 @@
+#include "collectives/combine.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "base/arithmetic.h"
+#include "ftar/reduce.h"
+
+namespace rejoin::collectives {
+
+namespace {
+
+template <typename T>
+T combined(Combine how, T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    if (how == Combine::maximum) return std::isnan(a) || a > b ? a : b;
+    if (how == Combine::minimum) return std::isnan(a) || a < b ? a : b;
+    return a * b;
+  } else {
+    using Unsigned = std::make_unsigned_t<T>;  // wraps
+    if (how == Combine::maximum) return a > b ? a : b;
+    if (how == Combine::minimum) return a < b ? a : b;
+    return static_cast<T>(static_cast<Unsigned>(a) * static_cast<Unsigned>(b));
+  }
+}
+
+template <typename Type>
+void loop(Combine how, std::byte* out, const std::byte* first, const std::byte* second, std::size_t count) {
+  using Stored = typename Type::Storage;
+  for (std::size_t i = 0; i < count; ++i) {
+    Stored a, b;
+    std::memcpy(&a, first + i * sizeof a, sizeof a);
+    std::memcpy(&b, second + i * sizeof b, sizeof b);
+    const Stored result = Type::store(combined(how, Type::load(a), Type::load(b)));
+    std::memcpy(out + i * sizeof result, &result, sizeof result);
+  }
+}
+
+}  // namespace
+
+void combine(Combine how, DataType type, std::byte* out, const std::byte* first, const std::byte* second,
+             std::size_t count, bool last, std::uint32_t members) {
+  if (how == Combine::sum || how == Combine::mean)
+    return ftar::add(type, out, first, second, count, how == Combine::mean && last ? members : 0);
+  switch (type) {
+    case DataType::float32: return loop<arithmetic::Plain<float>>(how, out, first, second, count);
+    case DataType::float64: return loop<arithmetic::Plain<double>>(how, out, first, second, count);
+    case DataType::int32: return loop<arithmetic::Plain<std::int32_t>>(how, out, first, second, count);
+    case DataType::int64: return loop<arithmetic::Plain<std::int64_t>>(how, out, first, second, count);
+    case DataType::bfloat16: return loop<arithmetic::Bfloat16>(how, out, first, second, count);
+    case DataType::float16: return loop<arithmetic::Float16>(how, out, first, second, count);
+  }
+}
+
+}  // namespace rejoin::collectives

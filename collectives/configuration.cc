@@ -1,0 +1,189 @@
+// Who is in the group: connections to all members of a configuration, made anew for each.
+#include <algorithm>
+#include <utility>
+
+#include "base/digest.h"
+#include "base/fail.h"
+#include "collectives/internal.h"
+
+namespace rejoin::collectives {
+
+using transport::EndpointId, transport::Event;
+
+namespace {
+
+constexpr Duration kConnectAgain = std::chrono::milliseconds(20);
+constexpr std::size_t kMostEarlyMembers = 4096;  // connections of configurations that this member is not in
+
+}  // namespace
+
+void Group::reconfigure(std::uint64_t number, std::vector<Handle> members, std::uint32_t rank, TimePoint deadline,
+                        Done done) {
+  REJOIN_CHECK(rank < members.size());
+  fail_all({ErrorCode::cancelled, fmt::format("the process group was reconfigured (to configuration {})", number)},
+           true);
+  drop_connections();
+  failed_.reset();
+  leaving_ = false;
+  collectives_ = 0;
+  between_two_.clear();
+  number_ = number, rank_ = rank;
+  Bytes all;
+  for (auto& member : members) {
+    put(all, member.secret);
+    const auto text = as_bytes(member.address.text);
+    put(all, text.size());
+    all.insert(all.end(), text.begin(), text.end());
+    peers_.push_back({.handle = std::move(member)});
+  }
+  digest_ = digest(all);
+  configuring_ = true, configured_ = std::move(done), configured_by_ = deadline;
+  connect_again_ = {};
+  for (auto early = early_.begin(); early != early_.end();) {
+    const auto [endpoint, hello] = *early;
+    if (hello.number != number_ || hello.digest != digest_) {
+      ++early;
+      continue;
+    }
+    early = early_.erase(early);
+    welcome(hello.rank, endpoint);
+  }
+  see_whether_all_are_here();
+  run_callbacks();
+}
+
+void Group::drop_connections() {
+  for (const auto& peer : peers_)
+    if (peer.stage != Stage::missing) engine_.close(peer.endpoint);
+  peers_.clear();
+  rank_of_.clear();
+}
+
+// This member connects to those of higher ranks; one that is not there yet, or has closed the connection since it was in
+// another configuration, is tried again.
+void Group::connect_missing() {
+  if (now_ < connect_again_) return;
+  connect_again_ = now_ + kConnectAgain;
+  for (std::uint32_t rank = rank_ + 1; rank < size() && configuring_; ++rank) {
+    auto& peer = peers_[rank];
+    if (peer.stage != Stage::missing) continue;
+    const Hello hello{.secret = peer.handle.secret, .number = number_, .digest = digest_, .rank = rank_};
+    const auto endpoint = engine_.connect(peer.handle.address, bytes_of(hello));
+    if (!endpoint) {
+      fail_all(endpoint.error(), true);
+      return;
+    }
+    peer.stage = Stage::connecting;
+    peer.endpoint = *endpoint;
+    rank_of_[*endpoint] = rank;
+  }
+}
+
+void Group::on_accepted(const Event& event) {
+  Hello hello;
+  BytesView bytes = event.message;
+  const bool known = take(bytes, hello) && bytes.empty() && hello.secret == own_.secret && hello.version == kVersion;
+  if (!known || (early_.size() == kMostEarlyMembers)) return engine_.close(event.endpoint);
+  if (!peers_.empty() && hello.number == number_ && hello.digest == digest_ && !failed_)
+    return welcome(hello.rank, event.endpoint);
+  early_[event.endpoint] = hello;
+}
+
+// That one is in this configuration, too.
+void Group::welcome(std::uint32_t rank, EndpointId endpoint) {
+  if (rank >= rank_ || peers_[rank].stage != Stage::missing || !configuring_) return engine_.close(endpoint);
+  peers_[rank].endpoint = endpoint;
+  rank_of_[endpoint] = rank;
+  const auto kind = Message::welcome;
+  peers_[rank].stage = Stage::connecting;
+  if (send(rank, bytes_of(kind))) member_is_here(rank);
+}
+
+void Group::member_is_here(std::uint32_t rank) {
+  if (peers_[rank].stage != Stage::connecting) return;
+  peers_[rank].stage = Stage::here;
+  see_whether_all_are_here();
+}
+
+void Group::see_whether_all_are_here() {
+  if (!configuring_) return;
+  for (std::uint32_t rank = 0; rank < size(); ++rank)
+    if (rank != rank_ && peers_[rank].stage != Stage::here) return;
+  configuring_ = false;
+  call(std::move(configured_), {});
+}
+
+std::string Group::missing() const {
+  std::string who;
+  for (std::uint32_t rank = 0; rank < size(); ++rank)
+    if (rank != rank_ && peers_[rank].stage != Stage::here) who += (who.empty() ? "" : ", ") + name(rank);
+  return fmt::format("timed out: configuration {} of {} members lacks {}: reconfigure with the same number and the same "
+                     "members on each of them",
+                     number_, size(), who);
+}
+
+void Group::on_closed(const Event& event) {
+  engine_.close(event.endpoint);
+  if (early_.erase(event.endpoint) > 0) return;
+  const auto found = rank_of_.find(event.endpoint);
+  if (found == rank_of_.end()) return;
+  const auto rank = found->second;
+  auto& peer = peers_[rank];
+  rank_of_.erase(found);
+  const auto stage = std::exchange(peer.stage, peer.stage == Stage::left ? Stage::left : Stage::missing);
+  peer.heard_goodbye = true;  // whatever it heard
+  if (stage == Stage::left) peer.closed = true;
+  if (failed_ || stage == Stage::left || leaving_) return;
+  if (configuring_ && stage == Stage::connecting) return;  // it is tried again
+  fail_all({ErrorCode::unavailable,
+            fmt::format("{} is gone: {}", name(rank), event.error ? event.error->message : "it closed the connection")},
+           true);
+}
+
+void Group::leave() {
+  fail_all({ErrorCode::cancelled, "the process group was shut down"}, !active_.empty() || !waiting_.empty());
+  leaving_ = true;
+  const auto kind = Message::goodbye;
+  for (auto& peer : peers_) {
+    if (peer.stage == Stage::here && !engine_.send(peer.endpoint, bytes_of(kind))) peer.heard_goodbye = true;
+    if (peer.stage != Stage::here) peer.heard_goodbye = true;
+  }
+  run_callbacks();
+}
+
+bool Group::left() const {
+  return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.heard_goodbye; });
+}
+
+// What waits for it waits in vain; what it was sent may still be on its way.
+void Group::on_goodbye(std::uint32_t rank) {
+  peers_[rank].stage = Stage::left;
+  const auto needs_it = [&](const Active& active) {
+    return std::any_of(active.waits_for_ready.begin(), active.waits_for_ready.end(),
+                       [&](std::uint32_t task) { return active.operation.plan.tasks[task].peer == rank; });
+  };
+  bool needed = std::any_of(active_.begin(), active_.end(), [&](const auto& one) { return needs_it(*one.second); });
+  for (const auto& [id, transfer] : receives_)
+    needed = needed || transfer.active->operation.plan.tasks[transfer.task].peer == rank;
+  if (!needed) return;
+  fail_all({ErrorCode::unavailable, fmt::format("{} has left the process group: reconfigure it without", name(rank))},
+           true);
+}
+
+// It closes its memory when it has the answer, so that comes when nothing is under way to there.
+void Group::answer_goodbyes() {
+  for (std::uint32_t rank = 0; rank < size(); ++rank) {
+    auto& peer = peers_[rank];
+    if (peer.stage != Stage::left || peer.answered || peer.closed) continue;
+    const bool under_way = std::any_of(writes_.begin(), writes_.end(), [&](const auto& one) {
+      return one.second.active->operation.plan.tasks[one.second.task].peer == rank;
+    });
+    if (under_way) continue;
+    peer.answered = true;
+    peer.heard_goodbye = true;  // it needs nothing of this one
+    const auto kind = Message::farewell;
+    (void)engine_.send(peer.endpoint, bytes_of(kind));  // it may be gone
+  }
+}
+
+}  // namespace rejoin::collectives

@@ -1,0 +1,462 @@
+#include "collectives/group.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/fail.h"
+#include "collectives/combine.h"
+#include "collectives/internal.h"
+
+namespace rejoin::collectives {
+
+using transport::Event, transport::EventKind, transport::RegionId;
+
+namespace {
+
+constexpr std::uint32_t kAtOnce = 2;            // collectives: while one waits for its last bytes, the next begins
+constexpr std::size_t kMostEarly = 1'000'000;   // transfers that others are ready for, and this member not
+constexpr std::uint64_t kCollective = 0;        // channels
+constexpr std::uint64_t kSends = 1ull << 32, kReceives = 2ull << 32;  // with the tag
+
+std::uint64_t channel_of(const Operation& operation) {
+  if (operation.signature.kind == Collective::send) return kSends | operation.tag;
+  if (operation.signature.kind == Collective::receive) return kReceives | operation.tag;
+  return kCollective;
+}
+
+}  // namespace
+
+std::string describe(const Signature& signature) {
+  std::string text(to_string(signature.kind));
+  if (signature.kind == Collective::barrier) return text;
+  const bool adds = signature.kind == Collective::all_reduce || signature.kind == Collective::reduce ||
+                    signature.kind == Collective::reduce_scatter;
+  if (adds) text += fmt::format(" ({})", to_string(signature.combine));
+  text += fmt::format(" of {} bytes", signature.bytes);
+  if (adds) text += fmt::format(" of {}", to_string(signature.type));
+  if (signature.kind == Collective::reduce || signature.kind == Collective::gather) text += fmt::format(" to rank {}", signature.root);
+  if (signature.kind == Collective::broadcast || signature.kind == Collective::scatter)
+    text += fmt::format(" from rank {}", signature.root);
+  return text;
+}
+
+Group::Group(transport::Engine& engine, Handle own) : engine_(engine), own_(std::move(own)) {}
+
+Group::~Group() {
+  fail_all({ErrorCode::cancelled, "the process group was closed"}, true);
+  run_callbacks();
+  drop_connections();
+  for (const auto& [endpoint, hello] : early_) engine_.close(endpoint);
+  for (auto& scratch : scratch_) engine_.deregister(scratch.region);
+}
+
+std::uint32_t Group::size() const { return static_cast<std::uint32_t>(peers_.size()); }
+
+void Group::poll(TimePoint now) {
+  now_ = now;
+  for (const auto& event : engine_.poll()) handle(event);
+  if (configuring_) connect_missing();
+  check_deadlines();
+  answer_goodbyes();
+  run_callbacks();
+}
+
+TimePoint Group::next_deadline(TimePoint now) const {
+  TimePoint next = now + std::chrono::seconds(1);
+  if (configuring_) next = std::min({next, configured_by_, connect_again_});
+  for (const auto& [key, active] : active_) next = std::min(next, active->operation.deadline);
+  for (const auto& active : waiting_) next = std::min(next, active->operation.deadline);
+  return next;
+}
+
+void Group::submit(Operation operation) {
+  if (failed_ || configuring_ || peers_.empty() || leaving_) {
+    const auto why = leaving_ ? Error{ErrorCode::unavailable, "this process group was shut down"}
+                     : failed_ ? *failed_
+                               : Error{ErrorCode::unavailable, "this process group has no members yet: reconfigure it"};
+    call(std::move(operation.done), tl::unexpected(why));
+    return run_callbacks();
+  }
+  auto active = std::make_unique<Active>();
+  active->operation = std::move(operation);
+  waiting_.push_back(std::move(active));
+  start_waiting();
+  run_callbacks();
+}
+
+void Group::abort(const Error& error) {
+  fail_all(error, true);
+  run_callbacks();
+}
+
+// Collectives wait for those before them; between two members nothing waits for anything else.
+void Group::start_waiting() {
+  for (std::size_t i = 0; i < waiting_.size() && !failed_;) {
+    const bool collective = channel_of(waiting_[i]->operation) == kCollective;
+    if (collective && active_collectives_ == kAtOnce) {
+      ++i;
+      continue;
+    }
+    auto active = std::move(waiting_[i]);
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (collective) ++active_collectives_;
+    start(std::move(active));
+    i = 0;  // what has ended meanwhile may have made room
+  }
+}
+
+void Group::start(std::unique_ptr<Active> active) {
+  auto& operation = active->operation;
+  const auto channel = channel_of(operation);
+  const bool collective = channel == kCollective;
+  const std::uint64_t with = collective ? 0 : operation.signature.root;
+  const Key counted{channel, with, 0};
+  active->key = {channel, with, collective ? collectives_++ : between_two_[counted]++};
+  const auto count = operation.plan.tasks.size();
+  active->blockers.resize(count);
+  active->index.resize(count);
+  active->ready.resize(count);
+  active->left = count;
+  std::map<std::uint32_t, std::uint32_t> receives;
+  for (std::uint32_t task = 0; task < count; ++task) {
+    const auto& planned = operation.plan.tasks[task];
+    active->blockers[task] = planned.blockers;
+    if (planned.kind == Task::Kind::receive) active->index[task] = receives[planned.peer]++;
+    if (planned.kind == Task::Kind::send) active->sends[planned.peer].push_back(task);
+    const bool remote = planned.kind == Task::Kind::receive || planned.kind == Task::Kind::send;
+    if (remote && peers_[planned.peer].stage == Stage::left)
+      return fail_starting(std::move(active), {ErrorCode::unavailable, fmt::format("{} has left the process group: reconfigure it without", name(planned.peer))});
+  }
+  if (auto scratch = take_scratch(*active); !scratch) return fail_starting(std::move(active), scratch.error());
+  auto& here = *(active_[active->key] = std::move(active));
+  here.regions.resize(here.operation.memory.size() + 1);
+  if (here.left == 0) return end_if_over(here);
+  const auto key = here.key;
+  // Anything may end it: what it began with is a copy.
+  std::vector<std::uint32_t> first;
+  for (std::uint32_t task = 0; task < count; ++task)
+    if (here.blockers[task] == 0) first.push_back(task);
+  if (const auto early = ready_early_.find(key); early != ready_early_.end()) {
+    const auto all = std::move(early->second);
+    ready_early_.erase(early);
+    ready_early_count_ -= all.size();
+    for (const auto& [rank, ready] : all)
+      if (!failed_ && active_.contains(key)) match(here, rank, ready);
+  }
+  for (const auto task : first)
+    if (!failed_ && active_.contains(key)) unblocked(here, task);
+}
+
+void Group::fail_starting(std::unique_ptr<Active> active, Error error) {
+  active_[active->key] = std::move(active);
+  fail_all(std::move(error), true);
+}
+
+std::span<std::byte> Group::bytes_at(Active& active, const Place& place, std::uint64_t length) {
+  auto& memory = active.operation.memory;
+  const auto all = place.memory < memory.size() ? memory[place.memory] : active.scratch->mapping.span();
+  REJOIN_CHECK(in_range(place.offset, length, all.size()), "{} bytes at {} of {}", length, place.offset, all.size());
+  return all.subspan(place.offset, length);
+}
+
+void Group::unblocked(Active& active, std::uint32_t number) {
+  const auto& task = active.operation.plan.tasks[number];
+  switch (task.kind) {
+    case Task::Kind::receive: return receive(active, number);
+    case Task::Kind::send:
+      if (const auto ready = active.ready[number]) post(active, number, *ready);
+      else active.waits_for_ready.insert(number);
+      return;
+    case Task::Kind::combine: {
+      const auto& signature = active.operation.signature;
+      combine(signature.combine, signature.type, bytes_at(active, task.at, task.length).data(),
+              bytes_at(active, task.first, task.length).data(), bytes_at(active, task.second, task.length).data(),
+              task.length / size_of(signature.type), task.last, size());
+      return finished(active, number);
+    }
+    case Task::Kind::copy: {
+      const auto from = bytes_at(active, task.first, task.length), to = bytes_at(active, task.at, task.length);
+      if (!from.empty() && from.data() != to.data()) std::memmove(to.data(), from.data(), from.size());
+      return finished(active, number);
+    }
+  }
+}
+
+void Group::finished(Active& active, std::uint32_t number) {
+  const auto key = active.key;
+  --active.left;
+  // A copy: its last task may end the operation.
+  const auto next = active.operation.plan.tasks[number].unblocks;
+  for (const auto task : next)
+    if (--active.blockers[task] == 0) {
+      unblocked(active, task);
+      if (failed_ || !active_.contains(key)) return;
+    }
+  end_if_over(active);
+}
+
+void Group::end_if_over(Active& active) {
+  if (active.left > 0) return;
+  const auto found = active_.find(active.key);
+  if (found == active_.end()) return;
+  auto ended = std::move(found->second);
+  active_.erase(found);
+  give_back(*ended);
+  if (ended->key[0] == kCollective) --active_collectives_;
+  call(std::move(ended->operation.done), {});
+  start_waiting();
+}
+
+// A receiver is ready: to take what this member sends in that operation.
+void Group::on_ready(std::uint32_t rank, const Ready& ready) {
+  const bool between_two = ready.signature.kind == Collective::receive;
+  const Key key{between_two ? kSends | ready.tag : kCollective, between_two ? rank : 0, ready.ordinal};
+  if (const auto found = active_.find(key); found != active_.end()) return match(*found->second, rank, ready);
+  const bool past = ready.ordinal < (between_two ? between_two_[{key[0], key[1], 0}] : collectives_);
+  if (past || ++ready_early_count_ > kMostEarly)
+    return fail_all({ErrorCode::corrupt, fmt::format("{} {}", name(rank),
+                                                     past ? "is ready to receive what was sent"
+                                                          : "is ready for over a million transfers that this one has not begun")},
+                    true);
+  ready_early_[key].emplace_back(rank, ready);
+}
+
+void Group::match(Active& active, std::uint32_t rank, const Ready& ready) {
+  const auto& signature = active.operation.signature;
+  const bool between_two = signature.kind == Collective::send;
+  if (!between_two && ready.signature != signature)
+    return fail_all({ErrorCode::mismatch,
+                     fmt::format("collective {} of this process group is {} on rank {}, and {} on {}: all ranks call "
+                                 "the same in the same order",
+                                 ready.ordinal + 1, describe(signature), rank_, describe(ready.signature), name(rank))},
+                    true);
+  const auto sends = active.sends.find(rank);
+  const auto number = sends != active.sends.end() && ready.index < sends->second.size()
+                          ? std::optional(sends->second[ready.index])
+                          : std::nullopt;
+  if (!number || active.ready[*number])
+    return fail_all({ErrorCode::corrupt, fmt::format("{} is ready for a transfer that is not in {}", name(rank),
+                                                     describe(signature))},
+                    true);
+  if (const auto length = active.operation.plan.tasks[*number].length; length != ready.length)
+    return fail_all({ErrorCode::mismatch, fmt::format("{} receives {} bytes in {}{}, and rank {} sends {}", name(rank),
+                                                      ready.length, between_two ? "a message" : describe(signature),
+                                                      between_two ? fmt::format(" with tag {}", ready.tag) : "", rank_,
+                                                      length)},
+                    true);
+  active.ready[*number] = ready;
+  if (active.waits_for_ready.erase(*number) > 0) post(active, *number, ready);
+}
+
+void Group::post(Active& active, std::uint32_t number, const Ready& ready) {
+  const auto& task = active.operation.plan.tasks[number];
+  if (task.length <= kMessageBytes) {
+    Bytes message = joined(Message::payload, bytes_of(ready.id));
+    const auto bytes = bytes_at(active, task.at, task.length);
+    message.insert(message.end(), bytes.begin(), bytes.end());
+    if (send(task.peer, message)) finished(active, number);
+    return;
+  }
+  const auto region = region_of(active, task.at.memory);
+  if (!region) return fail_all(region.error(), true);
+  const auto id = ++ids_;
+  const transport::Write write{.context = id,
+                               .local = {*region, task.at.offset},
+                               .remote = {{ready.key, ready.region_bytes}, ready.offset},
+                               .length = task.length,
+                               .notify = ready.id};
+  writes_[id] = {&active, number};
+  if (auto posted = engine_.write(peers_[task.peer].endpoint, {&write, 1}); !posted)
+    fail_all({ErrorCode::unavailable, fmt::format("{} is gone: {}", name(task.peer), posted.error().message)}, true);
+}
+
+void Group::receive(Active& active, std::uint32_t number) {
+  const auto& task = active.operation.plan.tasks[number];
+  Ready ready{.ordinal = active.key[2],
+              .id = ++ids_,
+              .length = task.length,
+              .signature = active.operation.signature,
+              .tag = active.operation.tag,
+              .index = active.index[number]};
+  if (task.length > kMessageBytes) {
+    const auto region = region_of(active, task.at.memory);
+    if (!region) return fail_all(region.error(), true);
+    const auto remote = engine_.remote(*region);
+    ready.key = remote.key, ready.region_bytes = remote.length, ready.offset = task.at.offset;
+  }
+  receives_[ready.id] = {&active, number};
+  send(task.peer, joined(Message::ready, bytes_of(ready)));
+}
+
+void Group::arrived(std::uint32_t rank, std::uint64_t id, std::optional<BytesView> payload) {
+  const auto found = receives_.find(id);
+  const auto transfer = found != receives_.end() ? found->second : Transfer{};
+  const Task* task = transfer.active != nullptr ? &transfer.active->operation.plan.tasks[transfer.task] : nullptr;
+  if (task == nullptr || task->peer != rank || payload.has_value() != (task->length <= kMessageBytes) ||
+      (payload && payload->size() != task->length))
+    return fail_all({ErrorCode::corrupt, fmt::format("{} has sent what was not asked for", name(rank))}, true);
+  if (payload) std::ranges::copy(*payload, bytes_at(*transfer.active, task->at, task->length).begin());
+  receives_.erase(found);
+  finished(*transfer.active, transfer.task);
+}
+
+void Group::handle(const Event& event) {
+  switch (event.kind) {
+    case EventKind::accepted: return on_accepted(event);
+    case EventKind::closed: return on_closed(event);
+    case EventKind::completed: {
+      const auto found = writes_.find(event.value);
+      if (found == writes_.end()) return;  // of an operation that has failed
+      const auto [active, task] = found->second;
+      writes_.erase(found);
+      if (!event.error) return finished(*active, task);
+      const auto rank = active->operation.plan.tasks[task].peer;
+      return fail_all({ErrorCode::unavailable, fmt::format("{} is gone: {}", name(rank), event.error->message)}, true);
+    }
+    case EventKind::connected:
+    case EventKind::message:
+    case EventKind::written: {
+      const auto found = rank_of_.find(event.endpoint);
+      if (found == rank_of_.end()) return;
+      if (event.kind == EventKind::connected) return;  // its welcome follows
+      if (event.kind == EventKind::message) return on_message(found->second, event.message);
+      if (!failed_) arrived(found->second, event.value, std::nullopt);
+    }
+  }
+}
+
+void Group::on_message(std::uint32_t rank, BytesView message) {
+  Message kind{};
+  Ready ready;
+  std::uint64_t id = 0;
+  std::uint8_t code = 0;
+  const bool known = take(message, kind);
+  if (known && kind == Message::welcome) return member_is_here(rank);
+  if (known && kind == Message::goodbye) return on_goodbye(rank);
+  if (known && kind == Message::farewell) {
+    peers_[rank].heard_goodbye = true;
+    return;
+  }
+  if (failed_) return;  // it has not heard yet
+  if (known && kind == Message::ready && take(message, ready)) return on_ready(rank, ready);
+  if (known && kind == Message::payload && take(message, id)) return arrived(rank, id, message);
+  if (known && kind == Message::abort && take(message, code))
+    return fail_all({code <= static_cast<std::uint8_t>(ErrorCode::corrupt) ? ErrorCode(code) : ErrorCode::unavailable,
+                     fmt::format("{} has given up: {}", name(rank), printable(as_text(message), 1000))},
+                    false);
+  fail_all({ErrorCode::corrupt, fmt::format("{} has sent a message that is none", name(rank))}, true);
+}
+
+bool Group::send(std::uint32_t rank, BytesView message) {
+  const auto sent = engine_.send(peers_[rank].endpoint, message);
+  if (!sent) fail_all({ErrorCode::unavailable, fmt::format("{} is gone: {}", name(rank), sent.error().message)}, true);
+  return sent.has_value();
+}
+
+void Group::check_deadlines() {
+  for (const auto& [key, active] : active_)
+    if (now_ >= active->operation.deadline)
+      return fail_all({ErrorCode::timeout, fmt::format("timed out: {} waits for {}", describe(active->operation.signature),
+                                                       what_it_waits_for(*active))},
+                      true);
+  for (const auto& active : waiting_)
+    if (now_ >= active->operation.deadline)
+      return fail_all({ErrorCode::timeout, fmt::format("timed out: {} waits for the collectives before it",
+                                                       describe(active->operation.signature))},
+                      true);
+  if (!configuring_ || now_ < configured_by_) return;
+  fail_all({ErrorCode::timeout, missing()}, true);
+}
+
+std::string Group::what_it_waits_for(const Active& active) const {
+  for (const auto& [id, transfer] : receives_)
+    if (transfer.active == &active)
+      return fmt::format("bytes from {}", name(active.operation.plan.tasks[transfer.task].peer));
+  for (const auto number : active.waits_for_ready)
+    return fmt::format("{} to take its bytes", name(active.operation.plan.tasks[number].peer));
+  for (const auto& [id, transfer] : writes_)
+    if (transfer.active == &active)
+      return fmt::format("bytes to land at {}", name(active.operation.plan.tasks[transfer.task].peer));
+  return "itself";
+}
+
+// The memory of what fails is withdrawn before anybody hears of it, so that nothing lands there any more.
+void Group::fail_all(Error error, bool tell_others) {
+  const bool first = !failed_.has_value();
+  if (first) failed_ = error;
+  receives_.clear(), writes_.clear();
+  ready_early_.clear(), ready_early_count_ = 0;
+  const auto active = std::exchange(active_, {});
+  const auto waiting = std::exchange(waiting_, {});
+  active_collectives_ = 0;
+  for (const auto& [key, one] : active) {
+    give_back(*one);
+    call(std::move(one->operation.done), tl::unexpected(error));
+  }
+  for (const auto& one : waiting) call(std::move(one->operation.done), tl::unexpected(error));
+  if (std::exchange(configuring_, false)) call(std::move(configured_), tl::unexpected(error));
+  if (!first || !tell_others) return;
+  const auto text = error.message.substr(0, 1000);
+  auto message = joined(Message::abort, bytes_of(static_cast<std::uint8_t>(error.code)));
+  const auto view = as_bytes(text);
+  message.insert(message.end(), view.begin(), view.end());
+  for (const auto& peer : peers_)
+    if (peer.stage == Stage::here) (void)engine_.send(peer.endpoint, message);  // it may be the one that is gone
+}
+
+Result<RegionId> Group::region_of(Active& active, std::uint32_t memory) {
+  if (memory >= active.operation.memory.size()) return active.scratch->region;
+  auto& region = active.regions[memory];
+  if (!region) {
+    auto registered = engine_.register_region(active.operation.memory[memory], transport::MemoryKind::host);
+    if (!registered) return registered;
+    region = *registered;
+  }
+  return *region;
+}
+
+Result<> Group::take_scratch(Active& active) {
+  const auto bytes = active.operation.plan.scratch;
+  if (bytes == 0) return {};
+  const auto fits = std::find_if(scratch_.begin(), scratch_.end(), [&](const auto& one) { return one.mapping.size() >= bytes; });
+  if (fits != scratch_.end()) {
+    active.scratch = std::move(*fits);
+    scratch_.erase(fits);
+    return {};
+  }
+  auto mapping = Mapping::shareable(round_up(bytes, 64 * KiB));
+  if (!mapping) return tl::unexpected(mapping.error());
+  auto region = engine_.register_region(mapping->span(), transport::MemoryKind::host);
+  if (!region) return tl::unexpected(region.error());
+  active.scratch = Scratch{std::move(*mapping), *region};
+  return {};
+}
+
+// Scratch memory of an operation that has failed may still be written to: it goes. Else it serves the next, and of
+// those that are free the largest stay.
+void Group::give_back(Active& active) {
+  for (const auto& region : active.regions)
+    if (region) engine_.deregister(*region);
+  if (!active.scratch) return;
+  scratch_.push_back(std::move(*active.scratch));
+  const auto size = [](const Scratch& one) { return one.mapping.size(); };
+  std::ranges::sort(scratch_, std::greater{}, size);
+  while (!scratch_.empty() && (failed_ || scratch_.size() > kAtOnce)) {
+    engine_.deregister(scratch_.back().region);
+    scratch_.pop_back();
+  }
+}
+
+std::string Group::name(std::uint32_t rank) const {
+  return rank < peers_.size() ? fmt::format("rank {} ({})", rank, peers_[rank].handle.address.text)
+                              : fmt::format("rank {}", rank);
+}
+
+void Group::call(Done done, Result<> result) { callbacks_.emplace_back(std::move(done), std::move(result)); }
+
+void Group::run_callbacks() {
+  for (const auto& [done, result] : std::exchange(callbacks_, {}))
+    if (done) done(result);
+}
+
+}  // namespace rejoin::collectives

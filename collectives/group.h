@@ -1,0 +1,168 @@
+// One member of a group: connections to all others, and the collective operations and messages between two members that
+// run over them. Its membership is given from outside, by reconfigure(); when a member is lost everything that is under
+// way fails on all members, and nothing goes on before the next reconfigure().
+//
+// It owns no thread: whoever owns the engine calls it, and everything happens inside its calls.
+//
+// The messages between two members, in order (wire.h): of each configuration, hello from the lower rank, welcome from
+// the higher one when it has the same configuration. Then for each transfer `ready` from the receiver, which names the
+// memory, and the bytes from the sender: in a message if they are few, else written. At last `goodbye` from one that
+// closes and `farewell` from the other, or `abort` with the reason from one that fails.
+//
+// A receiver names the memory of an operation that it has begun, and withdraws it before it reports the operation's
+// failure, so that whatever becomes of a sender, nothing lands in memory that its owner has back.
+//
+// group.cc: operations and their transfers. configuration.cc: members and their connections.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/fd.h"
+#include "base/types.h"
+#include "collectives/plan.h"
+#include "transport/transport.h"
+
+namespace rejoin::collectives {
+
+// What all members must have alike in a collective operation.
+struct Signature {
+  std::uint64_t bytes = 0;
+  std::uint32_t root = 0;
+  Collective kind{};
+  DataType type{};  // of those that add
+  Combine combine{};
+  std::uint8_t reserved = 0;
+  bool operator==(const Signature&) const = default;
+};
+std::string describe(const Signature& signature);  // "an all_reduce (sum) of 4.0 KiB of float32"
+
+using Done = std::function<void(const Result<>&)>;
+
+struct Operation {
+  Signature signature;
+  Plan plan;
+  // As the plan's builder says. The caller's, until `done` is called; the last are written to.
+  std::vector<std::span<std::byte>> memory;
+  std::uint32_t tag = 0;  // send, receive
+  TimePoint deadline{};
+  Done done;  // called once, within a call of poll(), submit(), reconfigure() or abort()
+};
+
+// How a member is reached by others.
+struct Handle {
+  std::array<std::uint64_t, 2> secret{};  // who knows it may connect
+  transport::Address address;
+};
+
+class Group {
+ public:
+  // `own`: how others reach this member. The engine listens already, and must outlive this.
+  Group(transport::Engine& engine, Handle own);
+  ~Group();
+
+  // From now on these are the members, and this one is `rank` of them. What is under way fails with `cancelled`, and
+  // all connections are made anew, so that nothing of the time before arrives. All members give the same `number` and
+  // the same members; `done` is called when all of them are here, or at the deadline, with those that are not.
+  void reconfigure(std::uint64_t number, std::vector<Handle> members, std::uint32_t rank, TimePoint deadline, Done done);
+  // Collective operations start in the order of their submission, which is the same on all members.
+  void submit(Operation operation);
+  // Everything under way fails, here and on the other members.
+  void abort(const Error& error);
+  // Tells the others that this member needs nothing more of them; what is under way is aborted. left(): all have heard.
+  void leave();
+  bool left() const;
+
+  void poll(TimePoint now);
+  bool busy() const { return !active_.empty() || configuring_; }
+  // When poll() has something to do, if nothing comes.
+  TimePoint next_deadline(TimePoint now) const;
+
+  std::uint32_t rank() const { return rank_; }
+  std::uint32_t size() const;
+
+ private:
+  struct Peer;
+  struct Active;
+  struct Scratch;
+  struct Ready;
+  struct Hello;
+  using Key = std::array<std::uint64_t, 3>;  // of an operation: which channel, with whom, the how manieth
+
+  void handle(const transport::Event& event);
+  void on_message(std::uint32_t rank, BytesView message);
+  // Members.
+  void on_accepted(const transport::Event& event);
+  void on_closed(const transport::Event& event);
+  void welcome(std::uint32_t rank, transport::EndpointId endpoint);
+  void connect_missing();
+  void member_is_here(std::uint32_t rank);
+  void see_whether_all_are_here();
+  std::string missing() const;
+  void drop_connections();
+  void on_goodbye(std::uint32_t rank);
+  void answer_goodbyes();
+  // Operations.
+  void start_waiting();
+  void start(std::unique_ptr<Active> active);
+  void fail_starting(std::unique_ptr<Active> active, Error error);
+  void unblocked(Active& active, std::uint32_t task);
+  void finished(Active& active, std::uint32_t task);
+  void end_if_over(Active& active);
+  void on_ready(std::uint32_t rank, const Ready& ready);
+  void match(Active& active, std::uint32_t rank, const Ready& ready);
+  void post(Active& active, std::uint32_t task, const Ready& ready);
+  void receive(Active& active, std::uint32_t task);
+  void arrived(std::uint32_t rank, std::uint64_t id, std::optional<BytesView> payload);
+  std::span<std::byte> bytes_at(Active& active, const Place& place, std::uint64_t length);
+  Result<transport::RegionId> region_of(Active& active, std::uint32_t memory);
+  Result<> take_scratch(Active& active);
+  void give_back(Active& active);
+  void check_deadlines();
+  std::string what_it_waits_for(const Active& active) const;
+  void fail_all(Error error, bool tell_others);
+  bool send(std::uint32_t rank, BytesView message);
+  std::string name(std::uint32_t rank) const;
+  void call(Done done, Result<> result);
+  void run_callbacks();
+
+  transport::Engine& engine_;
+  const Handle own_;
+  TimePoint now_{};
+
+  // The configuration.
+  std::uint64_t number_ = 0, digest_ = 0;
+  std::uint32_t rank_ = 0;
+  std::vector<Peer> peers_;  // by rank; this one's own is never connected
+  std::map<transport::EndpointId, std::uint32_t> rank_of_;
+  std::map<transport::EndpointId, Hello> early_;  // who is in a configuration that this member may get to
+  bool configuring_ = false, leaving_ = false;
+  TimePoint configured_by_{}, connect_again_{};
+  Done configured_;
+  std::optional<Error> failed_;  // nothing runs until the next configuration
+
+  // Operations.
+  std::uint64_t collectives_ = 0, ids_ = 0;
+  std::map<Key, std::uint64_t> between_two_;  // how many there were on a channel
+  std::deque<std::unique_ptr<Active>> waiting_;
+  std::map<Key, std::unique_ptr<Active>> active_;
+  std::uint32_t active_collectives_ = 0;
+  std::map<Key, std::vector<std::pair<std::uint32_t, Ready>>> ready_early_;  // for what is not active here
+  std::size_t ready_early_count_ = 0;
+  struct Transfer {
+    Active* active = nullptr;
+    std::uint32_t task = 0;
+  };
+  std::map<std::uint64_t, Transfer> receives_, writes_;
+  std::vector<Scratch> scratch_;  // free
+  std::vector<std::pair<Done, Result<>>> callbacks_;
+};
+
+}  // namespace rejoin::collectives

@@ -1,0 +1,46 @@
+// What group.cc and configuration.cc share of a group's inside.
+#pragma once
+
+#include <set>
+
+#include "collectives/wire.h"
+
+namespace rejoin::collectives {
+
+enum class Stage : std::uint8_t {
+  missing,
+  connecting,  // or connected, and not welcomed yet
+  here,
+  left,  // it has said goodbye
+};
+
+struct Group::Peer {
+  Handle handle;
+  transport::EndpointId endpoint;
+  Stage stage = Stage::missing;
+  bool heard_goodbye = false;  // of this member, or can't
+  bool answered = false;       // its goodbye
+  bool closed = false;
+};
+
+// Memory of the group's own, registered.
+struct Group::Scratch {
+  Mapping mapping;
+  transport::RegionId region;
+};
+
+struct Group::Active {
+  Operation operation;
+  Key key{};
+  std::optional<Scratch> scratch;
+  std::vector<std::optional<transport::RegionId>> regions;  // by memory, registered when it is needed
+  // By task.
+  std::vector<std::uint32_t> blockers;
+  std::vector<std::uint32_t> index;           // of a receive, among those from its peer
+  std::vector<std::optional<Ready>> ready;    // of a send
+  std::set<std::uint32_t> waits_for_ready;    // sends that nothing else blocks
+  std::map<std::uint32_t, std::vector<std::uint32_t>> sends;  // by peer
+  std::size_t left = 0;                       // tasks
+};
+
+}  // namespace rejoin::collectives

@@ -1,0 +1,246 @@
+// Members that die, stop, leave, come late or do something else, at any moment.
+#include <gmock/gmock.h>
+
+#include "collectives/tests/members.h"
+
+namespace rejoin::collectives {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::HasSubstr;
+
+Call all_reduce_of(Floats& floats) { return {.kind = Collective::all_reduce, .inputs = {bytes_in(floats)}}; }
+
+// Whoever dies, and whenever: the others hear of it soon, nothing lands in their memory afterwards, and they go on.
+TEST(GroupFailure, OneThatDiesFailsEverythingAndTheOthersGoOnWithoutIt) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    Members members(4, seed, {.late_writes = seed % 2 == 1});
+    members.everyone();
+    const auto victim = static_cast<std::uint32_t>(random() % 4);
+    std::vector<Floats> buffers;
+    for (std::uint32_t m = 0; m < 4; ++m) buffers.push_back(numbers(m, seed % 3 == 0 ? 1'000 : 300'000));
+    std::vector<Members::Work> works;
+    for (std::uint32_t m = 0; m < 4; ++m)
+      if (const auto work = members.submit(m, all_reduce_of(buffers[m])); m != victim) works.push_back(work);
+    for (auto steps = random() % (seed % 3 == 0 ? 60 : 200); steps > 0; --steps) members.poll(), members.fabric.step();
+    members.fabric.kill(*members.all[victim].engine);
+    members.all[victim].stopped = true;
+    const auto killed = members.clock.now();
+    // Some may have all they need before; who hasn't, or who begins another, hears of it.
+    ASSERT_TRUE(members.run(works));
+    std::vector<Floats> next;
+    std::vector<std::uint32_t> left;
+    for (std::uint32_t m = 0; m < 4; ++m)
+      if (m != victim) left.push_back(m);
+    for (std::uint32_t m = 0; m < 4; ++m) next.push_back(numbers(m, 5'000, 9));
+    std::vector<Members::Work> more;
+    for (const auto m : left) more.push_back(members.submit(m, all_reduce_of(next[m])));
+    ASSERT_TRUE(members.run(more));
+    for (const auto& work : more) {
+      ASSERT_FALSE(*work->result);
+      EXPECT_THAT(work->result->error().message, HasSubstr("is gone"));
+    }
+    EXPECT_LT(members.clock.now() - killed, 100ms);
+    for (auto& buffer : buffers) std::ranges::fill(buffer, 3.0f);
+    for (auto& buffer : next) std::ranges::fill(buffer, 4.0f);
+    members.reconfigure(2, left);
+    std::vector<Floats> after;
+    for (std::uint32_t m = 0; m < 4; ++m) after.push_back(Floats(100'000, static_cast<float>(m + 1)));
+    works.clear();
+    for (const auto m : left) works.push_back(members.submit(m, all_reduce_of(after[m])));
+    members.expect_success(works);
+    for (const auto m : left) ASSERT_EQ(after[m], Floats(100'000, 10.0f - static_cast<float>(victim + 1)));
+    for (const auto m : left) ASSERT_EQ(buffers[m], Floats(buffers[m].size(), 3.0f)) << "written after it had failed";
+    for (const auto m : left) ASSERT_EQ(next[m], Floats(next[m].size(), 4.0f));
+  }
+}
+
+// A process that stops for as long as it likes, at any line, and goes on: the others have moved on without it.
+TEST(GroupFailure, OneThatStopsIsTimedOutAndHarmsNobodyWhenItGoesOn) {
+  for (std::uint64_t seed = 0; seed < 40; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    Members members(3, seed, {.late_writes = seed % 2 == 1, .lands_stopped = seed % 4 >= 2});
+    members.everyone();
+    const auto victim = static_cast<std::uint32_t>(random() % 3);
+    std::vector<Floats> buffers(3);
+    std::vector<Members::Work> works;
+    Members::Work its;
+    for (std::uint32_t m = 0; m < 3; ++m) {
+      buffers[m] = numbers(m, 200'000);
+      const auto work = members.submit(m, all_reduce_of(buffers[m]), 1s);
+      (m == victim ? its : works.emplace_back()) = work;
+    }
+    for (auto steps = 1 + random() % 60; steps > 0; --steps) members.poll(), members.fabric.step();
+    if (its->result) continue;
+    members.fabric.stop(*members.all[victim].engine);
+    members.all[victim].stopped = true;
+    ASSERT_TRUE(members.run(works));
+    bool timed_out = false;
+    for (const auto& work : works) timed_out = timed_out || !*work->result;
+    std::vector<std::uint32_t> left;
+    for (std::uint32_t m = 0; m < 3; ++m)
+      if (m != victim) left.push_back(m);
+    members.reconfigure(2, left);
+    for (auto& buffer : buffers) std::ranges::fill(buffer, 5.0f);
+    members.fabric.resume(*members.all[victim].engine);
+    members.all[victim].stopped = false;
+    std::vector<Floats> after(3, Floats(50'000, 1.0f));
+    works.clear();
+    for (const auto m : left) works.push_back(members.submit(m, all_reduce_of(after[m])));
+    members.expect_success(works);
+    for (const auto m : left) ASSERT_EQ(after[m], Floats(50'000, 2.0f));
+    ASSERT_TRUE(members.run({its}));
+    EXPECT_FALSE(*its->result);
+    for (const auto m : left) ASSERT_EQ(buffers[m], Floats(200'000, 5.0f)) << "its bytes came after they had moved on";
+    // And all three together again.
+    members.reconfigure(3, {0, 1, 2});
+    works.clear();
+    after.assign(3, Floats(50'000, 1.0f));
+    for (std::uint32_t m = 0; m < 3; ++m) works.push_back(members.submit(m, all_reduce_of(after[m])));
+    members.expect_success(works);
+    ASSERT_EQ(after, std::vector<Floats>(3, Floats(50'000, 3.0f)));
+  }
+}
+
+TEST(GroupFailure, ATimeOutSaysWhoIsWaitedFor) {
+  Members members(3);
+  members.everyone();
+  Floats one(10), other(10);
+  const auto first = members.submit(0, all_reduce_of(one), 1s), second = members.submit(1, all_reduce_of(other), 5s);
+  ASSERT_TRUE(members.run({first, second}));
+  ASSERT_FALSE(*first->result);
+  EXPECT_EQ(first->result->error().code, ErrorCode::timeout);
+  EXPECT_THAT(first->result->error().message, HasSubstr("all_reduce (sum) of 40 bytes of float32 waits for bytes from rank 2"));
+  EXPECT_THAT(second->result->error().message, HasSubstr("rank 0 (sim:0) has given up: timed out"));
+  const auto third = members.submit(2, {.kind = Collective::barrier});
+  ASSERT_TRUE(members.run({third}));
+  EXPECT_FALSE(*third->result) << "it has heard, too";
+}
+
+TEST(GroupFailure, DifferentCallsAreNamedOnBothSides) {
+  for (const bool large : {false, true}) {
+    Members members(2);
+    members.everyone();
+    Floats one(large ? 100'000 : 10), other(large ? 100'000 : 12);
+    const auto first = members.submit(0, all_reduce_of(one));
+    const auto second =
+        members.submit(1, large ? Call{.kind = Collective::broadcast, .inputs = {bytes_in(other)}} : all_reduce_of(other));
+    ASSERT_TRUE(members.run({first, second}));
+    for (const auto& work : {first, second}) {
+      ASSERT_FALSE(*work->result);
+      EXPECT_EQ(work->result->error().code, ErrorCode::mismatch);
+      EXPECT_THAT(work->result->error().message, HasSubstr("collective 1 of this process group is"));
+      EXPECT_THAT(work->result->error().message, HasSubstr(large ? "broadcast" : "48 bytes"));
+    }
+  }
+  Members members(2);
+  members.everyone();
+  Floats ten(10), twelve(12);
+  const auto sent = members.submit(0, {.kind = Collective::send, .root = 1, .tag = 4, .inputs = {bytes_in(ten)}});
+  const auto got = members.submit(1, {.kind = Collective::receive, .root = 0, .tag = 4, .inputs = {bytes_in(twelve)}});
+  ASSERT_TRUE(members.run({sent, got}));
+  EXPECT_THAT(sent->result->error().message, HasSubstr("receives 48 bytes in a message with tag 4, and rank 0 sends 40"));
+  EXPECT_FALSE(*got->result);
+}
+
+TEST(GroupFailure, AConfigurationThatLacksSomeoneSaysWhom) {
+  Members members(3);
+  members.all[2].stopped = true;
+  const auto works = members.begin_reconfigure(4, {0, 1, 2}, 1s);
+  ASSERT_TRUE(members.run({works[0], works[1]}));
+  for (const auto& work : {works[0], works[1]}) {
+    ASSERT_FALSE(*work->result);
+    EXPECT_EQ(work->result->error().code, ErrorCode::timeout);
+    EXPECT_THAT(work->result->error().message, HasSubstr("configuration 4 of 3 members lacks rank 2"));
+  }
+  // It comes late to that one, and all to the next.
+  members.all[2].stopped = false;
+  const auto again = members.begin_reconfigure(5, {2, 1, 0}, 1s);
+  ASSERT_TRUE(members.run(again));
+  for (const auto& work : again) ASSERT_TRUE(*work->result) << work->result->error().message;
+  EXPECT_EQ(members.all[0].group->rank(), 2u);
+}
+
+TEST(GroupFailure, MembersComeToAConfigurationInAnyOrder) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    Members members(4, seed);
+    std::mt19937_64 random(seed);
+    std::vector<std::uint32_t> order{0, 1, 2, 3};
+    std::ranges::shuffle(order, random);
+    std::vector<Handle> handles;
+    for (const auto& member : members.all) handles.push_back(member.handle);
+    std::vector<Members::Work> works;
+    for (const auto m : order) {
+      const auto work = works.emplace_back(std::make_shared<Members::Pending>());
+      members.all[m].group->reconfigure(9, handles, m, members.clock.now() + 10s,
+                                        [work](const Result<>& result) { work->result = result; });
+      members.run_for(std::chrono::milliseconds(random() % 100));
+    }
+    members.expect_success(works);
+  }
+}
+
+TEST(GroupFailure, WhoLeavesAfterTheLastOperationFailsNobody) {
+  for (std::uint64_t seed = 0; seed < 40; ++seed) {
+    SCOPED_TRACE(seed);
+    Members members(3, seed);
+    members.everyone();
+    std::vector<Floats> buffers;
+    for (std::uint32_t m = 0; m < 3; ++m) buffers.push_back(numbers(m, seed % 2 == 0 ? 100 : 100'000));
+    std::vector<Members::Work> works;
+    for (std::uint32_t m = 0; m < 3; ++m) works.push_back(members.submit(m, all_reduce_of(buffers[m])));
+    // Each leaves as soon as its own part is over.
+    std::vector<bool> leaving(3), gone(3);
+    for (int i = 0; i < 100'000 && gone != std::vector<bool>(3, true); ++i) {
+      members.poll();
+      for (std::uint32_t m = 0; m < 3; ++m) {
+        if (gone[m]) continue;
+        if (works[m]->result && !leaving[m]) members.all[m].group->leave(), leaving[m] = true;
+        if (leaving[m] && members.all[m].group->left()) members.all[m].group.reset(), gone[m] = true;
+      }
+      if (!members.fabric.step()) members.clock.advance(1ms);
+    }
+    ASSERT_EQ(gone, std::vector<bool>(3, true));
+    for (const auto& work : works) ASSERT_TRUE(*work->result) << work->result->error().message;
+    EXPECT_EQ(buffers[1], buffers[0]);
+    EXPECT_EQ(buffers[2], buffers[0]);
+  }
+}
+
+TEST(GroupFailure, WhoNeedsOneThatHasLeftIsToldSo) {
+  Members members(2);
+  members.everyone();
+  Floats one(10);
+  const auto waits = members.submit(0, all_reduce_of(one));
+  members.run_for(10ms);
+  members.all[1].group->leave();
+  ASSERT_TRUE(members.run({waits}));
+  EXPECT_THAT(waits->result->error().message, HasSubstr("rank 1 (sim:1) has left the process group"));
+  const auto refused = members.submit(1, {.kind = Collective::barrier});
+  EXPECT_THAT(refused->result->error().message, HasSubstr("was shut down"));
+}
+
+TEST(GroupFailure, StrangersAndDamagedMessagesAreNotListenedTo) {
+  Members members(2);
+  auto stranger = members.fabric.make_engine();
+  const auto said = as_bytes("who is there");
+  const auto endpoint = stranger->connect(members.all[0].handle.address, said);
+  ASSERT_TRUE(endpoint);
+  members.everyone();
+  Floats one(1'000, 1.0f), other(1'000, 2.0f);
+  members.expect_success({members.submit(0, all_reduce_of(one)), members.submit(1, all_reduce_of(other))});
+  EXPECT_EQ(one, other);
+  bool closed = false;
+  for (int i = 0; i < 1000 && !closed; ++i) {
+    for (const auto& event : stranger->poll()) closed = closed || event.kind == transport::EventKind::closed;
+    members.poll();
+    if (!members.fabric.step()) members.clock.advance(1ms);
+  }
+  EXPECT_TRUE(closed);
+}
+
+}  // namespace
+}  // namespace rejoin::collectives

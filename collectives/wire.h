@@ -1,0 +1,42 @@
+// The messages of a group (group.h), byte for byte, between members of the same version.
+#pragma once
+
+#include <cstdint>
+
+#include "collectives/group.h"
+
+namespace rejoin::collectives {
+
+constexpr std::uint32_t kVersion = 1;
+
+// What comes with a connection.
+struct Group::Hello {
+  std::array<std::uint64_t, 2> secret{};  // of who is connected to
+  std::uint64_t number = 0, digest = 0;   // of the configuration
+  std::uint32_t version = kVersion, rank = 0;
+};
+
+enum class Message : std::uint8_t {
+  welcome,   // nothing more
+  ready,     // Ready
+  payload,   // the receiver's number of the transfer, and the bytes
+  abort,     // an ErrorCode in a byte, and the reason
+  goodbye,   // nothing more
+  farewell,  // nothing more
+};
+
+// A receiver is ready for one transfer of an operation.
+struct Group::Ready {
+  std::uint64_t ordinal = 0;  // of the operation: among the collectives, or among those of this tag and direction
+  std::uint64_t id = 0;       // the receiver's, comes back with the bytes
+  std::uint64_t length = 0;   // bytes
+  std::uint64_t key = 0, region_bytes = 0, offset = 0;  // where to write them; 0: they come in a message
+  Signature signature;
+  std::uint32_t tag = 0;
+  std::uint32_t index = 0;  // among the transfers from this sender in the operation
+};
+
+// Up to here bytes come in a message: no memory has to be registered for them.
+constexpr std::uint64_t kMessageBytes = 4 * KiB;
+
+}  // namespace rejoin::collectives
