@@ -54,7 +54,10 @@ std::uint32_t Group::size() const { return static_cast<std::uint32_t>(peers_.siz
 
 void Group::poll(TimePoint now) {
   now_ = now;
-  for (const auto& event : engine_.poll()) handle(event);
+  for (const auto& event : engine_.poll()) {
+    handle(event);
+    ++steps_;
+  }
   if (configuring_) connect_missing();
   check_deadlines();
   answer_goodbyes();

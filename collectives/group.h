@@ -85,6 +85,8 @@ class Group {
   // When poll() has something to do, if nothing comes.
   TimePoint next_deadline(TimePoint now) const;
 
+  std::uint64_t steps() const { return steps_; }  // grows with everything that happens
+
   std::uint32_t rank() const { return rank_; }
   std::uint32_t size() const;
 
@@ -136,6 +138,7 @@ class Group {
   transport::Engine& engine_;
   const Handle own_;
   TimePoint now_{};
+  std::uint64_t steps_ = 0;
 
   // The configuration.
   std::uint64_t number_ = 0, digest_ = 0;

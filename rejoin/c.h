@@ -167,6 +167,62 @@ const uint64_t* rejoin_checkpoint_sizes(const rejoin_checkpoint_fetch* fetch, si
 rejoin_code rejoin_checkpoint_fetch_into(rejoin_checkpoint_fetch* fetch, const rejoin_memory* buffers, size_t count,
                                          uint64_t limit_ms);
 
+/* Collective operations of processes whose membership comes from elsewhere: process_group.h. Any thread. */
+typedef enum rejoin_collective { /* Collective of base/types.h */
+                                 REJOIN_ALL_REDUCE = 0,
+                                 REJOIN_REDUCE,
+                                 REJOIN_BROADCAST,
+                                 REJOIN_ALL_GATHER,
+                                 REJOIN_REDUCE_SCATTER,
+                                 REJOIN_GATHER,
+                                 REJOIN_SCATTER,
+                                 REJOIN_ALL_TO_ALL,
+                                 REJOIN_BARRIER,
+                                 REJOIN_SEND,
+                                 REJOIN_RECEIVE
+} rejoin_collective;
+
+typedef enum rejoin_combine { /* Combine of base/types.h */
+                              REJOIN_SUM = 0,
+                              REJOIN_MEAN,
+                              REJOIN_MAXIMUM,
+                              REJOIN_MINIMUM,
+                              REJOIN_PRODUCT
+} rejoin_combine;
+
+typedef struct rejoin_collective_call { /* CollectiveCall; zeros are its defaults */
+  rejoin_collective kind;
+  rejoin_type type;
+  rejoin_combine combine;
+  uint32_t root, tag;
+  const rejoin_memory* inputs; /* the host's */
+  size_t input_count;
+  const rejoin_memory* outputs;
+  size_t output_count;
+  uint64_t limit_ms;
+} rejoin_collective_call;
+
+typedef struct rejoin_group rejoin_group;
+typedef struct rejoin_work rejoin_work;
+/* `transport`, `listen` and `advertise` null: the default. */
+rejoin_code rejoin_group_open(const char* transport, const char* listen, const char* advertise, rejoin_group** group);
+/* When no other call on it is under way. Works may be closed later. Null: nothing. */
+void rejoin_group_close(rejoin_group* group);
+/* The group's, as long as it lives. */
+const char* rejoin_group_handle(const rejoin_group* group);
+rejoin_code rejoin_group_reconfigure(rejoin_group* group, uint64_t number, const char* const* members, size_t count,
+                                     uint64_t limit_ms, int (*cancelled)(void*), void* with);
+uint32_t rejoin_group_rank(const rejoin_group* group);
+uint32_t rejoin_group_size(const rejoin_group* group);
+rejoin_code rejoin_group_start(rejoin_group* group, const rejoin_collective_call* call, rejoin_work** work);
+rejoin_code rejoin_group_next_done(rejoin_group* group, uint64_t limit_ms, uint64_t* number);
+rejoin_code rejoin_group_abort(rejoin_group* group, const char* reason);
+rejoin_code rejoin_group_shutdown(rejoin_group* group, uint64_t limit_ms);
+int rejoin_work_done(const rejoin_work* work);
+rejoin_code rejoin_work_wait(rejoin_work* work, uint64_t limit_ms, int (*cancelled)(void*), void* with);
+rejoin_code rejoin_work_notify(rejoin_work* work, uint64_t number);
+void rejoin_work_close(rejoin_work* work); /* null: nothing; the operation goes on */
+
 #ifdef __cplusplus
 }
 #endif

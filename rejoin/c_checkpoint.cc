@@ -1,7 +1,7 @@
 #include "rejoin/c_support.h"
 #include "rejoin/checkpoint_transfer.h"
 
-using rejoin::c::all_bytes_of, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded, rejoin::c::milliseconds_of;
+using rejoin::c::all_bytes_of, rejoin::c::asking, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded, rejoin::c::milliseconds_of;
 
 struct rejoin_checkpoint_server {
   std::unique_ptr<rejoin::CheckpointServer> server;
@@ -10,15 +10,6 @@ struct rejoin_checkpoint_server {
 struct rejoin_checkpoint_fetch {
   std::unique_ptr<rejoin::CheckpointFetch> fetch;
 };
-
-namespace {
-
-std::function<bool()> asking(int (*cancelled)(void*), void* with) {
-  if (cancelled == nullptr) return {};
-  return [=] { return cancelled(with) != 0; };
-}
-
-}  // namespace
 
 extern "C" {
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,11 @@ inline std::vector<std::span<std::byte>> all_bytes_of(const rejoin_memory* memor
   std::vector<std::span<std::byte>> all;
   for (std::size_t i = 0; i < count; ++i) all.push_back(bytes_of(memory[i]));
   return all;
+}
+
+inline std::function<bool()> asking(int (*cancelled)(void*), void* with) {
+  if (cancelled == nullptr) return {};
+  return [=] { return cancelled(with) != 0; };
 }
 
 inline std::chrono::milliseconds milliseconds_of(std::uint64_t ms) {

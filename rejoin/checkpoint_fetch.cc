@@ -4,9 +4,10 @@
 #include "base/digest.h"
 #include "base/fail.h"
 #include "checkpoint.pb.h"
-#include "rejoin/checkpoint_address.h"
+#include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
 #include "rejoin/log_default.h"
+#include "rejoin/secret_address.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
 
@@ -27,9 +28,9 @@ class Fetch final : public CheckpointFetch {
                                                        std::uint64_t step, Duration limit,
                                                        std::function<bool()> cancelled) {
     log_to_stderr_by_default();
-    auto server = CheckpointAddress::parse(address);
+    auto server = SecretAddress::parse(kCheckpointScheme, kNoCheckpointServer, address);
     if (!server) return tl::unexpected(server.error());
-    if (const auto own = CheckpointAddress::family_of(transport); own != server->family)
+    if (const auto own = SecretAddress::family_of(transport); own != server->family)
       return fail(ErrorCode::mismatch,
                   "the checkpoint server's transport is {}, and {} was asked for: both take the same", server->family,
                   own);
@@ -37,7 +38,7 @@ class Fetch final : public CheckpointFetch {
     if (!engine) return tl::unexpected(engine.error());
     std::unique_ptr<Fetch> fetch(new Fetch(std::move(*engine), server->address, step, std::move(cancelled)));
     fetch->deadline_ = fetch->clock_.now() + limit;
-    if (auto opened = fetch->get_contents(server->hello); !opened) return tl::unexpected(opened.error());
+    if (auto opened = fetch->get_contents(server->secret); !opened) return tl::unexpected(opened.error());
     return fetch;
   }
 

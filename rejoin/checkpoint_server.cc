@@ -12,9 +12,10 @@
 #include "base/fail.h"
 #include "base/fd.h"
 #include "checkpoint.pb.h"
-#include "rejoin/checkpoint_address.h"
+#include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
 #include "rejoin/log_default.h"
+#include "rejoin/secret_address.h"
 #include "transport/advertise.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
@@ -53,8 +54,8 @@ class Server final : public CheckpointServer {
     auto wake = make_eventfd();
     if (!wake) return tl::unexpected(wake.error());
     const auto own = transport::with_host_for_any(*told, transport::own_host_towards("127.0.0.1:1"));
-    return std::unique_ptr<CheckpointServer>(new Server({.hello = {{random_number(), random_number()}},
-                                                         .family = CheckpointAddress::family_of(config.transport),
+    return std::unique_ptr<CheckpointServer>(new Server({.secret = {random_number(), random_number()},
+                                                         .family = SecretAddress::family_of(config.transport),
                                                          .address = own.text},
                                                         std::move(*engine), std::move(*wake)));
   }
@@ -104,8 +105,8 @@ class Server final : public CheckpointServer {
   }
 
  private:
-  Server(const CheckpointAddress& address, std::unique_ptr<Engine> engine, Fd wake)
-      : address_(address.text()), hello_(address.hello), engine_(std::move(engine)), wake_(std::move(wake)) {
+  Server(const SecretAddress& address, std::unique_ptr<Engine> engine, Fd wake)
+      : address_(address.text(kCheckpointScheme)), hello_(address.secret), engine_(std::move(engine)), wake_(std::move(wake)) {
     thread_ = std::thread([this] { run(); });
   }
 
@@ -165,10 +166,9 @@ class Server final : public CheckpointServer {
 
   void on_event(const Event& event) {
     if (event.kind == EventKind::accepted) {
-      CheckpointHello theirs;
+      CheckpointHello theirs{};
       BytesView bytes = event.message;
-      if (take(bytes, theirs) && bytes.empty() && theirs.secret[0] == hello_.secret[0] &&
-          theirs.secret[1] == hello_.secret[1] && wanted_.size() < kMostConnections)
+      if (take(bytes, theirs) && bytes.empty() && theirs == hello_ && wanted_.size() < kMostConnections)
         wanted_.emplace(event.endpoint, std::nullopt);
       else engine_->close(event.endpoint);
     } else if (event.kind == EventKind::message) {

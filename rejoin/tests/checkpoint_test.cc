@@ -5,8 +5,9 @@
 #include <future>
 #include <thread>
 
-#include "rejoin/checkpoint_address.h"
+#include "rejoin/checkpoint_limits.h"
 #include "rejoin/checkpoint_transfer.h"
+#include "rejoin/secret_address.h"
 #include "transport/factory.h"
 
 namespace rejoin {
@@ -142,10 +143,10 @@ TEST_P(CheckpointTransfer, ADeadlineAndAnInterruptEndTheWait) {
 
 TEST_P(CheckpointTransfer, WhoDoesNotKnowTheAddressIsNotLetIn) {
   ASSERT_TRUE(server->publish(7, "what it is", views()));
-  auto guessed = *CheckpointAddress::parse(server->address());
-  EXPECT_EQ(guessed.text(), server->address());
-  guessed.hello.secret[1] ^= 1;
-  const auto opened = CheckpointFetch::open(GetParam(), guessed.text(), 7, kLong);
+  auto guessed = *SecretAddress::parse(kCheckpointScheme, kNoCheckpointServer, server->address());
+  EXPECT_EQ(guessed.text(kCheckpointScheme), server->address());
+  guessed.secret[1] ^= 1;
+  const auto opened = CheckpointFetch::open(GetParam(), guessed.text(kCheckpointScheme), 7, kLong);
   ASSERT_FALSE(opened);
   EXPECT_EQ(opened.error().code, ErrorCode::unavailable) << opened.error().message;
 }
@@ -162,10 +163,10 @@ TEST_P(CheckpointTransfer, AServerThatGoesIsSeenBeforeTheDeadline) {
 INSTANTIATE_TEST_SUITE_P(Over, CheckpointTransfer, testing::Values("tcp", "shm", "tcp:127.0.0.1,127.0.0.1"),
                          [](const auto& over) { return over.param.size() > 3 ? "rails" : over.param; });
 
-TEST(CheckpointAddress, WhatIsNoneIsNamed) {
+TEST(SecretAddress, WhatIsNoneIsNamed) {
   for (const std::string text : {"", "http://host:1", "rejoin-checkpoint-1 12 tcp a:1",
                                  "rejoin-checkpoint-1 0123456789abcdef0123456789abcdeg tcp a:1"}) {
-    const auto parsed = CheckpointAddress::parse(text);
+    const auto parsed = SecretAddress::parse(kCheckpointScheme, kNoCheckpointServer, text);
     ASSERT_FALSE(parsed);
     EXPECT_THAT(parsed.error().message, HasSubstr("'" + text + "'"));
   }

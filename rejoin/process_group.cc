@@ -1,0 +1,270 @@
+#include "rejoin/process_group.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "base/entropy.h"
+#include "base/fail.h"
+#include "base/fd.h"
+#include "collectives/call.h"
+#include "rejoin/log_default.h"
+#include "rejoin/secret_address.h"
+#include "transport/advertise.h"
+#include "transport/factory.h"
+#include "transport/idle.h"
+
+namespace rejoin {
+
+namespace {
+
+constexpr std::string_view kScheme = "rejoin-member-1";
+constexpr std::string_view kNoMember = "member of a process group: give what its handle() has returned";
+constexpr Duration kAskCancelled = std::chrono::milliseconds(50);
+
+// Numbers of operations that have ended.
+struct Ended {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::uint64_t> numbers;
+  bool closed = false;
+};
+
+class Operation final : public Work {
+ public:
+  explicit Operation(std::shared_ptr<Ended> ended) : ended_(std::move(ended)) {}
+
+  bool done() const override {
+    const std::lock_guard lock(mutex_);
+    return result_.has_value();
+  }
+  Result<> wait(Duration limit, const std::function<bool()>& cancelled) override {
+    const auto now = SteadyClock().now();
+    const auto deadline = limit < TimePoint::max() - now ? now + limit : TimePoint::max();
+    std::unique_lock lock(mutex_);
+    while (!result_) {
+      const auto at = SteadyClock().now();
+      if (at >= deadline) return fail(ErrorCode::timeout, "timed out waiting for an operation of a process group");
+      changed_.wait_for(lock, std::min(kAskCancelled, deadline - at));
+      if (result_ || !cancelled) continue;
+      lock.unlock();
+      if (cancelled()) return fail(ErrorCode::cancelled, "interrupted while waiting for an operation of a process group");
+      lock.lock();
+    }
+    return *result_;
+  }
+  void notify(std::uint64_t number) override {
+    const std::lock_guard lock(mutex_);
+    if (result_) push(number);
+    else numbers_.push_back(number);
+  }
+  void end(const Result<>& result) {
+    const std::lock_guard lock(mutex_);
+    result_ = result;
+    changed_.notify_all();
+    for (const auto number : numbers_) push(number);
+  }
+
+ private:
+  void push(std::uint64_t number) {
+    const std::lock_guard lock(ended_->mutex);
+    ended_->numbers.push_back(number);
+    ended_->changed.notify_one();
+  }
+  const std::shared_ptr<Ended> ended_;
+  mutable std::mutex mutex_;  // guards all below
+  std::condition_variable changed_;
+  std::optional<Result<>> result_;
+  std::vector<std::uint64_t> numbers_;
+};
+
+class Threaded final : public ProcessGroup {
+ public:
+  static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config) {
+    log_to_stderr_by_default();
+    auto engine = transport::make_engine(config.transport);
+    if (!engine) return tl::unexpected(engine.error());
+    auto listening = (*engine)->listen({config.listen});
+    if (!listening) return tl::unexpected(listening.error());
+    auto advertised = transport::advertised(*listening, config.advertise);
+    if (!advertised) return tl::unexpected(advertised.error());
+    auto wake = make_eventfd();
+    if (!wake) return tl::unexpected(wake.error());
+    const auto own = transport::with_host_for_any(*advertised, transport::own_host_towards("127.0.0.1:1"));
+    return std::unique_ptr<ProcessGroup>(new Threaded({.secret = {random_number(), random_number()},
+                                                       .family = SecretAddress::family_of(config.transport),
+                                                       .address = own.text},
+                                                      std::move(*engine), std::move(*wake)));
+  }
+
+  ~Threaded() override {
+    stop_ = true;
+    signal_eventfd(wake_);
+    thread_.join();
+    const std::lock_guard lock(ended_->mutex);
+    ended_->closed = true;
+    ended_->changed.notify_all();
+  }
+
+  const std::string& handle() const override { return handle_; }
+
+  Result<> reconfigure(std::uint64_t number, const std::vector<std::string>& members, Duration limit,
+                       const std::function<bool()>& cancelled) override {
+    std::vector<collectives::Handle> handles;
+    std::optional<std::uint32_t> rank;
+    for (const auto& member : members) {
+      const auto address = SecretAddress::parse(kScheme, kNoMember, member);
+      if (!address) return tl::unexpected(address.error());
+      if (address->family != own_.family)
+        return fail(ErrorCode::mismatch, "the transport of member {} is {}, and this one's is {}: all take the same",
+                    handles.size(), address->family, own_.family);
+      if (address->secret == own_.secret) {
+        if (rank) return fail(ErrorCode::invalid_argument, "this member is named twice, as ranks {} and {}", *rank, handles.size());
+        rank = static_cast<std::uint32_t>(handles.size());
+      }
+      handles.push_back({address->secret, {address->address}});
+    }
+    if (!rank)
+      return fail(ErrorCode::invalid_argument, "none of the {} members is this one: add what its handle() has returned",
+                  members.size());
+    const auto work = std::make_shared<Operation>(ended_);
+    const auto deadline = SteadyClock().now() + std::min<Duration>(limit, std::chrono::hours(24 * 365));
+    {
+      const std::lock_guard lock(mutex_);
+      ++configuration_.count;
+      configuration_.rank = *rank, configuration_.size = static_cast<std::uint32_t>(handles.size());
+      calls_.push_back([=, this, count = configuration_.count] {
+        in_configuration_ = count;
+        group_->reconfigure(number, handles, *rank, deadline, [work](const Result<>& result) { work->end(result); });
+      });
+    }
+    signal_eventfd(wake_);
+    return work->wait(Duration::max(), cancelled);
+  }
+  std::uint32_t rank() const override { return configuration().rank; }
+  std::uint32_t size() const override { return configuration().size; }
+
+  Result<std::shared_ptr<Work>> start(const CollectiveCall& call) override {
+    const auto in = configuration();
+    if (in.size == 0)
+      return fail(ErrorCode::unavailable, "this process group has no members yet: reconfigure() names them");
+    auto operation = collectives::prepare({call.kind, call.type, call.combine, call.root, call.tag, call.inputs, call.outputs},
+                                          in.rank, in.size);
+    if (!operation) return tl::unexpected(operation.error());
+    const auto work = std::make_shared<Operation>(ended_);
+    operation->deadline = SteadyClock().now() + std::min<Duration>(call.limit, std::chrono::hours(24 * 365));
+    operation->done = [work](const Result<>& result) { work->end(result); };
+    // Functions that are kept are copied: what can't be is shared.
+    const auto shared = std::make_shared<collectives::Operation>(std::move(*operation));
+    in_thread([this, shared, in] {
+      if (in_configuration_ == in.count) return group_->submit(std::move(*shared));
+      shared->done(fail(ErrorCode::cancelled, "the process group was reconfigured while this operation was started"));
+    });
+    return work;
+  }
+
+  Result<std::uint64_t> next_done(Duration limit) override {
+    std::unique_lock lock(ended_->mutex);
+    ended_->changed.wait_for(lock, limit, [&] { return !ended_->numbers.empty() || ended_->closed; });
+    if (ended_->numbers.empty())
+      return ended_->closed ? fail(ErrorCode::cancelled, "the process group was shut down")
+                            : fail(ErrorCode::timeout, "no operation has ended");
+    const auto number = ended_->numbers.front();
+    ended_->numbers.pop_front();
+    return number;
+  }
+
+  void abort(const std::string& reason) override {
+    in_thread([=, this] { group_->abort({ErrorCode::cancelled, reason}); });
+  }
+
+  void shutdown(Duration limit) override {
+    const auto work = std::make_shared<Operation>(ended_);
+    in_thread([=, this] {
+      group_->leave();
+      leaving_ = [work] { work->end({}); };
+    });
+    (void)work->wait(limit, {});  // who has not heard by then sees the connection closed
+    const std::lock_guard lock(ended_->mutex);
+    ended_->closed = true;
+    ended_->changed.notify_all();
+  }
+
+ private:
+  struct Configuration {
+    std::uint64_t count = 0;  // how many there were
+    std::uint32_t rank = 0, size = 0;
+  };
+  Configuration configuration() const {
+    const std::lock_guard lock(mutex_);
+    return configuration_;
+  }
+
+  Threaded(const SecretAddress& own, std::unique_ptr<transport::Engine> engine, Fd wake)
+      : own_(own), handle_(own.text(kScheme)), engine_(std::move(engine)), wake_(std::move(wake)) {
+    group_ = std::make_unique<collectives::Group>(*engine_, collectives::Handle{own.secret, {own.address}});
+    thread_ = std::thread([this] { run(); });
+  }
+
+  void in_thread(std::function<void()> call) {
+    {
+      const std::lock_guard lock(mutex_);
+      calls_.push_back(std::move(call));
+    }
+    signal_eventfd(wake_);
+  }
+
+  void run() {
+    transport::Idle idle(*engine_);
+    const int others[] = {wake_.get()};
+    const SteadyClock clock;
+    while (!stop_) {
+      const auto before = group_->steps();
+      group_->poll(clock.now());
+      const bool called = take_calls();
+      if (leaving_ && group_->left()) std::exchange(leaving_, {})();
+      if (called || group_->steps() != before) idle.reset();
+      else idle.wait(group_->busy(), group_->next_deadline(clock.now()) - clock.now(), others);
+    }
+    take_calls();
+    group_.reset();
+  }
+
+  bool take_calls() {
+    drain_eventfd(wake_);
+    std::vector<std::function<void()>> calls;
+    {
+      const std::lock_guard lock(mutex_);
+      calls.swap(calls_);
+    }
+    for (const auto& call : calls) call();
+    return !calls.empty();
+  }
+
+  const SecretAddress own_;
+  const std::string handle_;
+  const std::shared_ptr<Ended> ended_ = std::make_shared<Ended>();
+  // The thread's.
+  const std::unique_ptr<transport::Engine> engine_;
+  std::unique_ptr<collectives::Group> group_;
+  std::uint64_t in_configuration_ = 0;  // the count of the one that it is in
+  std::function<void()> leaving_;
+
+  const Fd wake_;
+  mutable std::mutex mutex_;     // guards
+  Configuration configuration_;  // … the last that was asked for
+  std::vector<std::function<void()>> calls_;
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<ProcessGroup>> ProcessGroup::open(const ProcessGroupConfig& config) {
+  return Threaded::open(config);
+}
+
+}  // namespace rejoin

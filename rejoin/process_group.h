@@ -1,0 +1,94 @@
+// Collective operations, and messages between two, of processes whose membership comes from elsewhere: what torch's
+// process groups, a launcher or a scheduler know. For data-parallel replicas that come and go by themselves there is the
+// session (session.h).
+//
+// A group starts without members. reconfigure() names them, on each of them; when one is lost everything that is under
+// way fails on all of them with a sentence that names it, and reconfigure() with those that are left goes on: nothing of
+// before arrives any more, and nothing is written into buffers of operations that have failed.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/result.h"
+#include "base/types.h"
+
+namespace rejoin {
+
+struct ProcessGroupConfig {
+  std::string transport = "tcp";     // as in transport/factory.h; all members have one of the same family
+  std::string listen = "0.0.0.0:0";  // port 0: the system picks one
+  std::string advertise;             // the host that others reach this one at; empty: this machine's own address
+};
+
+// Buffers are in the host's memory, and the caller's until the operation has ended. `inputs` are read and `outputs`
+// written; four operations work in place, in their one input.
+//
+//   operation       inputs                        outputs
+//   all_reduce      one, in place                 –
+//   reduce          one; in place at the root     –
+//   broadcast       one, in place                 –
+//   all_gather      one                           one for each member, of any sizes that all give alike
+//   reduce_scatter  one for each member           one
+//   gather          one                           at the root one for each member
+//   scatter         at the root one for each      one
+//   all_to_all      one for each member, of any   one for each member, of the sizes that they send
+//   barrier         –                             –
+//   send, receive   one, in place                 –
+struct CollectiveCall {
+  Collective kind{};
+  DataType type{};         // of the elements, where they are combined
+  Combine combine{};       // …
+  std::uint32_t root = 0;  // of those that have one; of send and receive, the other rank
+  std::uint32_t tag = 0;   // send, receive: messages of one tag arrive in order
+  std::vector<std::span<std::byte>> inputs, outputs;
+  Duration limit{};  // after which it fails, and with it the group
+};
+
+// An operation under way. Any thread.
+class Work {
+ public:
+  virtual ~Work() = default;
+  virtual bool done() const = 0;
+  // Waits until it has ended, and returns how. `cancelled` is asked about every 50 ms, and ends the wait alone. Errors:
+  // `timeout`: not within `limit`, and it goes on; `cancelled`; those of the operation.
+  virtual Result<> wait(Duration limit, const std::function<bool()>& cancelled = {}) = 0;
+  // Has ProcessGroup::next_done() return `number` once when it has ended.
+  virtual void notify(std::uint64_t number) = 0;
+};
+
+// Thread: any. All operations run in a thread of the group's own, in the order of start(); all members start the same
+// collective operations in the same order. Messages between two wait for nothing else.
+class ProcessGroup {
+ public:
+  // Errors: of the transport, and of its address.
+  static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config);
+  virtual ~ProcessGroup() = default;  // what is under way fails
+
+  // What others give to reconfigure() for this member: text, and whoever has it may connect.
+  virtual const std::string& handle() const = 0;
+  // These are the members, by rank, with this one among them; all give the same list and the same number, which is a new
+  // one each time. What is under way fails with `cancelled`. Errors: `timeout`, with those that did not come;
+  // `cancelled`; `invalid_argument`; `mismatch`: a member's transport is of another family.
+  virtual Result<> reconfigure(std::uint64_t number, const std::vector<std::string>& members, Duration limit,
+                               const std::function<bool()>& cancelled = {}) = 0;
+  virtual std::uint32_t rank() const = 0;
+  virtual std::uint32_t size() const = 0;  // 0 before the first reconfigure()
+
+  // Errors: `invalid_argument`: buffers or a rank that can't be; of the group comes with the work.
+  virtual Result<std::shared_ptr<Work>> start(const CollectiveCall& call) = 0;
+  // The number of an operation that has ended, of those that notify(). Errors: `timeout`; `cancelled`: shut down, and
+  // there are no more.
+  virtual Result<std::uint64_t> next_done(Duration limit) = 0;
+  // Everything under way fails on all members, for this reason.
+  virtual void abort(const std::string& reason) = 0;
+  // The others may go on with what they have of this one. Waits, at most so long, until they know that it leaves.
+  virtual void shutdown(Duration limit) = 0;
+};
+
+}  // namespace rejoin

@@ -1,0 +1,32 @@
+#include "rejoin/secret_address.h"
+
+#include <algorithm>
+
+#include "base/bytes.h"
+#include "base/fail.h"
+#include "transport/factory.h"
+
+namespace rejoin {
+
+std::string SecretAddress::text(std::string_view scheme) const {
+  return fmt::format("{} {:016x}{:016x} {} {}", scheme, secret[0], secret[1], family, address);
+}
+
+std::string SecretAddress::family_of(const std::string& transport) {
+  std::string family = transport::family_of(transport);
+  std::replace(family.begin(), family.end(), ' ', '-');
+  return family;
+}
+
+Result<SecretAddress> SecretAddress::parse(std::string_view scheme, std::string_view what, const std::string& text) {
+  const auto words = split(text, ' ');
+  if (words.size() < 4 || words[0] != scheme || words[1].size() != 32 ||
+      words[1].find_first_not_of("0123456789abcdef") != std::string::npos)
+    return fail(ErrorCode::invalid_argument, "'{}' is no {}", printable(text, 200), what);
+  SecretAddress parsed{.family = words[2], .address = words[3]};
+  for (std::size_t i = 4; i < words.size(); ++i) parsed.address += " " + words[i];
+  for (std::size_t half = 0; half < 2; ++half) parsed.secret[half] = std::stoull(words[1].substr(half * 16, 16), nullptr, 16);
+  return parsed;
+}
+
+}  // namespace rejoin

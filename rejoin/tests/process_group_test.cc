@@ -1,0 +1,162 @@
+// A process group over real transports, with its threads: what the groups on the simulated fabric do not show.
+#include "rejoin/process_group.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <future>
+#include <numeric>
+
+#include "base/bytes.h"
+#include "rejoin/c.h"
+
+namespace rejoin {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::HasSubstr;
+
+constexpr Duration kPatience = 20s;
+
+std::span<std::byte> of(std::vector<float>& floats) { return std::as_writable_bytes(std::span(floats)); }
+
+struct ProcessGroups : testing::TestWithParam<std::string> {
+  std::vector<std::unique_ptr<ProcessGroup>> groups;
+
+  std::unique_ptr<ProcessGroup> open() {
+    auto opened = ProcessGroup::open({.transport = GetParam(), .listen = "127.0.0.1:0", .advertise = {}});
+    EXPECT_TRUE(opened) << opened.error().message;
+    return std::move(*opened);
+  }
+  void SetUp() override {
+    for (int i = 0; i < 3; ++i) groups.push_back(open());
+  }
+  // All of them at once.
+  std::vector<Result<>> reconfigure(std::uint64_t number, Duration limit = kPatience) {
+    std::vector<std::string> handles;
+    for (const auto& group : groups) handles.push_back(group->handle());
+    std::vector<std::future<Result<>>> all;
+    for (const auto& group : groups)
+      all.push_back(std::async(std::launch::async, [&] { return group->reconfigure(number, handles, limit); }));
+    std::vector<Result<>> results;
+    for (auto& one : all) results.push_back(one.get());
+    return results;
+  }
+  void configured(std::uint64_t number) {
+    for (const auto& result : reconfigure(number)) ASSERT_TRUE(result) << result.error().message;
+  }
+  std::vector<Result<>> all_reduce(std::vector<std::vector<float>>& buffers) {
+    std::vector<std::shared_ptr<Work>> works;
+    for (std::size_t i = 0; i < groups.size(); ++i)
+      works.push_back(*groups[i]->start(
+          {.kind = Collective::all_reduce, .inputs = {of(buffers[i])}, .outputs = {}, .limit = kPatience}));
+    std::vector<Result<>> results;
+    for (const auto& work : works) results.push_back(work->wait(kPatience));
+    return results;
+  }
+};
+
+TEST_P(ProcessGroups, ReduceAndGoOnWithoutOneAndWithAnother) {
+  configured(1);
+  for (const std::size_t count : {10, 10'000, 3'000'000}) {
+    std::vector<std::vector<float>> buffers{3, std::vector<float>(count)};
+    for (auto& buffer : buffers) std::iota(buffer.begin(), buffer.end(), 1.0f);
+    for (const auto& result : all_reduce(buffers)) ASSERT_TRUE(result) << result.error().message;
+    for (const auto& buffer : buffers) {
+      ASSERT_EQ(buffer, buffers[0]);
+      ASSERT_EQ(buffer[7], 24.0f);
+    }
+  }
+  // One is closed while the others wait for it.
+  std::vector<std::vector<float>> buffers{2, std::vector<float>(1'000'000, 1.0f)};
+  groups.erase(groups.begin() + 1);
+  std::vector<Result<>> results = all_reduce(buffers);
+  for (const auto& result : results) {
+    ASSERT_FALSE(result);
+    EXPECT_THAT(result.error().message, testing::AnyOf(HasSubstr("is gone"), HasSubstr("was closed")));
+  }
+  configured(2);
+  for (const auto& result : all_reduce(buffers)) ASSERT_TRUE(result) << result.error().message;
+  groups.push_back(open());
+  configured(3);
+  std::vector<std::vector<float>> ones{3, std::vector<float>(100'000, 1.0f)};
+  for (const auto& result : all_reduce(ones)) ASSERT_TRUE(result) << result.error().message;
+  EXPECT_EQ(ones[2], std::vector<float>(100'000, 3.0f));
+  for (const auto& group : groups) group->shutdown(kPatience);
+}
+
+TEST_P(ProcessGroups, ManyShortOnesFromTheirThreadsAndThenAllLeaveAtOnce) {
+  configured(1);
+  std::vector<std::future<float>> all;
+  for (const auto& group : groups)
+    all.push_back(std::async(std::launch::async, [&group] {
+      std::vector<float> value(3, 1.0f);
+      for (int i = 0; i < 200; ++i) {
+        value.assign(3, 1.0f);
+        const auto work = *group->start(
+            {.kind = Collective::all_reduce, .inputs = {of(value)}, .outputs = {}, .limit = kPatience});
+        if (!work->wait(kPatience)) return -1.0f;
+      }
+      group->shutdown(kPatience);
+      return value[1];
+    }));
+  for (auto& one : all) EXPECT_EQ(one.get(), 3.0f);
+}
+
+INSTANTIATE_TEST_SUITE_P(Over, ProcessGroups, testing::Values("tcp", "shm", "tcp:127.0.0.1,127.0.0.1"),
+                         [](const auto& over) { return over.param.size() > 3 ? "rails" : over.param; });
+
+TEST(ProcessGroup, WhatCanNotBeIsRefusedByName) {
+  const auto group = *ProcessGroup::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = {}});
+  const auto other = *ProcessGroup::open({.transport = "shm", .listen = "", .advertise = {}});
+  const auto message = [&](const std::vector<std::string>& members) {
+    const auto result = group->reconfigure(1, members, 1s);
+    return result ? std::string("accepted") : result.error().message;
+  };
+  EXPECT_THAT(message({"tcp 127.0.0.1:1"}), HasSubstr("'tcp 127.0.0.1:1' is no member of a process group"));
+  EXPECT_THAT(message({}), HasSubstr("none of the 0 members is this one"));
+  EXPECT_THAT(message({group->handle(), group->handle()}), HasSubstr("named twice, as ranks 0 and 1"));
+  EXPECT_THAT(message({group->handle(), other->handle()}), HasSubstr("transport of member 1 is shm, and this one's is tcp"));
+  const auto early = group->start({.kind = Collective::barrier, .inputs = {}, .outputs = {}, .limit = 1s});
+  ASSERT_FALSE(early);
+  EXPECT_THAT(early.error().message, HasSubstr("no members yet"));
+}
+
+TEST(ProcessGroup, AloneItIsAGroupOfOneAndWaitsCanBeInterrupted) {
+  const auto group = *ProcessGroup::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = {}});
+  ASSERT_TRUE(group->reconfigure(1, {group->handle()}, kPatience));
+  std::vector<float> one(10, 2.0f);
+  const auto work = *group->start({.kind = Collective::all_reduce, .inputs = {of(one)}, .outputs = {}, .limit = kPatience});
+  work->notify(17);
+  ASSERT_TRUE(work->wait(kPatience));
+  EXPECT_EQ(*group->next_done(kPatience), 17u);
+  EXPECT_EQ(group->next_done(1ms).error().code, ErrorCode::timeout);
+  const auto lonely = *ProcessGroup::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = {}});
+  const auto result = group->reconfigure(2, {group->handle(), lonely->handle()}, kPatience, [] { return true; });
+  ASSERT_FALSE(result);
+  EXPECT_EQ(result.error().code, ErrorCode::cancelled);
+  group->shutdown(kPatience);
+  EXPECT_EQ(group->next_done(kPatience).error().code, ErrorCode::cancelled);
+}
+
+TEST(ProcessGroup, FromC) {
+  rejoin_group* group = nullptr;
+  ASSERT_EQ(rejoin_group_open("tcp", "127.0.0.1:0", nullptr, &group), REJOIN_OK);
+  const char* members[] = {rejoin_group_handle(group)};
+  ASSERT_EQ(rejoin_group_reconfigure(group, 1, members, 1, 5000, nullptr, nullptr), REJOIN_OK);
+  EXPECT_EQ(rejoin_group_size(group), 1u);
+  rejoin_collective_call call{};
+  call.kind = REJOIN_BARRIER;
+  call.limit_ms = 5000;
+  rejoin_work* work = nullptr;
+  ASSERT_EQ(rejoin_group_start(group, &call, &work), REJOIN_OK);
+  EXPECT_EQ(rejoin_work_wait(work, 5000, nullptr, nullptr), REJOIN_OK);
+  EXPECT_EQ(rejoin_work_done(work), 1);
+  rejoin_work_close(work);
+  call.kind = static_cast<rejoin_collective>(99);
+  EXPECT_EQ(rejoin_group_start(group, &call, &work), REJOIN_INVALID_ARGUMENT);
+  rejoin_group_close(group);
+}
+
+}  // namespace
+}  // namespace rejoin
