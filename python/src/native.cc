@@ -224,4 +224,5 @@ NB_MODULE(_native, m) {
       .def("leave", &Session::leave)
       .def("interrupt", &Session::interrupt);
   bind_checkpoints(m);
+  bind_process_groups(m);
 }

@@ -1,0 +1,116 @@
+// Collective operations without a session (rejoin/c.h) as two Python classes. All calls that may wait let other Python
+// threads run meanwhile, and those that are not for a thread of the package's hear signals.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "native.h"
+
+namespace rejoin::python {
+
+namespace {
+
+class Work {
+ public:
+  explicit Work(rejoin_work* work) : work_(work, rejoin_work_close) {}
+
+  bool done() const { return rejoin_work_done(work_.get()) != 0; }
+  void wait(std::uint64_t limit_ms) {
+    const auto work = work_;
+    Signals signals;
+    signals.waiting([&] { return rejoin_work_wait(work.get(), limit_ms, &Signals::ask, &signals); });
+  }
+  void notify(std::uint64_t number) { check(rejoin_work_notify(work_.get(), number)); }
+
+ private:
+  const std::shared_ptr<rejoin_work> work_;
+};
+
+// A call that is under way keeps the group: close() may come from another thread.
+class ProcessGroup {
+ public:
+  ProcessGroup(const std::string& transport, const std::string& listen, const std::string& advertise) {
+    rejoin_group* group = nullptr;
+    check(rejoin_group_open(transport.c_str(), listen.c_str(), advertise.c_str(), &group));
+    group_.reset(group, rejoin_group_close);
+  }
+  ProcessGroup(const ProcessGroup&) = delete;
+  ~ProcessGroup() { close(); }
+
+  std::string handle() const { return rejoin_group_handle(open().get()); }
+  std::uint32_t rank() const { return rejoin_group_rank(open().get()); }
+  std::uint32_t size() const { return rejoin_group_size(open().get()); }
+  void reconfigure(std::uint64_t number, const std::vector<std::string>& members, std::uint64_t limit_ms) {
+    std::vector<const char*> all;
+    std::transform(members.begin(), members.end(), std::back_inserter(all), [](const auto& one) { return one.c_str(); });
+    const auto group = open();
+    Signals signals;
+    signals.waiting([&] {
+      return rejoin_group_reconfigure(group.get(), number, all.data(), all.size(), limit_ms, &Signals::ask, &signals);
+    });
+  }
+  Work start(int kind, int type, int combine, std::uint32_t root, std::uint32_t tag, const std::vector<Memory>& inputs,
+             const std::vector<Memory>& outputs, std::uint64_t limit_ms) {
+    const auto in = memory_of(inputs), out = memory_of(outputs);
+    rejoin_collective_call call{};
+    call.kind = static_cast<rejoin_collective>(kind);
+    call.type = static_cast<rejoin_type>(type);
+    call.combine = static_cast<rejoin_combine>(combine);
+    call.root = root, call.tag = tag;
+    call.inputs = in.data(), call.input_count = in.size();
+    call.outputs = out.data(), call.output_count = out.size();
+    call.limit_ms = limit_ms;
+    const auto group = open();
+    rejoin_work* work = nullptr;
+    Signals().waiting([&] { return rejoin_group_start(group.get(), &call, &work); });
+    return Work(work);
+  }
+  std::uint64_t next_done(std::uint64_t limit_ms) {
+    const auto group = open();
+    std::uint64_t number = 0;
+    Signals().waiting([&] { return rejoin_group_next_done(group.get(), limit_ms, &number); });
+    return number;
+  }
+  void abort(const std::string& reason) { check(rejoin_group_abort(open().get(), reason.c_str())); }
+  void shutdown(std::uint64_t limit_ms) {
+    const auto group = open();
+    Signals().waiting([&] { return rejoin_group_shutdown(group.get(), limit_ms); });
+  }
+  void close() {
+    auto group = std::move(group_);
+    group_ = nullptr;
+    const nb::gil_scoped_release release;
+    group.reset();
+  }
+
+ private:
+  std::shared_ptr<rejoin_group> open() const {
+    if (group_ == nullptr) raise(REJOIN_UNAVAILABLE, "this process group was shut down: make another");
+    return group_;
+  }
+  std::shared_ptr<rejoin_group> group_;
+};
+
+}  // namespace
+
+void bind_process_groups(nb::module_& m) {
+  nb::class_<Work>(m, "Work")
+      .def("done", &Work::done)
+      .def("wait", &Work::wait, nb::arg("limit_ms"))
+      .def("notify", &Work::notify, nb::arg("number"));
+  nb::class_<ProcessGroup>(m, "ProcessGroup")
+      .def(nb::init<const std::string&, const std::string&, const std::string&>(), nb::arg("transport"),
+           nb::arg("listen"), nb::arg("advertise"))
+      .def("handle", &ProcessGroup::handle)
+      .def("rank", &ProcessGroup::rank)
+      .def("size", &ProcessGroup::size)
+      .def("reconfigure", &ProcessGroup::reconfigure, nb::arg("number"), nb::arg("members"), nb::arg("limit_ms"))
+      .def("start", &ProcessGroup::start, nb::arg("kind"), nb::arg("type"), nb::arg("combine"), nb::arg("root"),
+           nb::arg("tag"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("limit_ms"))
+      .def("next_done", &ProcessGroup::next_done, nb::arg("limit_ms"))
+      .def("abort", &ProcessGroup::abort, nb::arg("reason"))
+      .def("shutdown", &ProcessGroup::shutdown, nb::arg("limit_ms"))
+      .def("close", &ProcessGroup::close);
+}
+
+}  // namespace rejoin::python

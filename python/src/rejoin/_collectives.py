@@ -1,0 +1,156 @@
+"""Tensors as the memory that a process group's operations take, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+_NAMES = "all_reduce reduce broadcast all_gather reduce_scatter gather scatter all_to_all barrier send receive"
+COLLECTIVES = {name: number for number, name in enumerate(_NAMES.split())}  # rejoin_collective of rejoin/c.h
+_TYPES = {  # rejoin_type
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+}
+Memory = tuple[int, int]  # address, bytes
+_SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16)  # are reduced as int32, and cut off
+_SUM, _MEAN = 0, 1
+_COMBINES = {  # rejoin_combine
+    dist.ReduceOp.SUM: _SUM,
+    dist.ReduceOp.AVG: _MEAN,
+    dist.ReduceOp.MAX: 2,
+    dist.ReduceOp.MIN: 3,
+    dist.ReduceOp.PRODUCT: 4,
+}
+
+
+class _Waits(Protocol):
+    def wait(self) -> bool: ...
+
+
+@dataclass
+class Staged:
+    """An operation's memory, what keeps it alive, and what is copied when it has ended."""
+
+    inputs: list[Memory] = field(default_factory=list)
+    outputs: list[Memory] = field(default_factory=list)
+    type: int = 0
+    alive: list[torch.Tensor] = field(default_factory=list)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # to, from
+    others: Sequence[_Waits] = ()
+
+    def after(self, others: Sequence[_Waits]) -> Staged:
+        """Give the same, that ends when these have."""
+        self.others = others
+        return self
+
+    def write_back(self) -> None:
+        """Copy results to tensors that the operation could not write."""
+        for other in self.others:
+            other.wait()
+        with torch.no_grad():
+            for to, of in self.copies:
+                to.copy_(of)  # a small integer is cut off, as by an addition of its type
+
+
+def reduction_of(opts: Any) -> int:
+    """Give the number of the reduction that torch's options name. Errors: `ValueError`."""
+    wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    for torchs, ours in _COMBINES.items():
+        if wanted == torchs:
+            return ours
+    raise ValueError(f"the backend 'rejoin' reduces by SUM, AVG, MIN, MAX and PRODUCT, not by {wanted}")
+
+
+def _memory_of(tensor: torch.Tensor) -> Memory:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _check(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise ValueError(f"the backend 'rejoin' takes dense tensors, not one of layout {tensor.layout}")
+    return tensor.detach()
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _parts(tensor: torch.Tensor, cut: int | Sequence[int]) -> list[torch.Tensor]:
+    """Cut a contiguous tensor: in so many equal parts, or in parts of so many rows. Errors: `ValueError`."""
+    if isinstance(cut, int):
+        if tensor.numel() % cut != 0:
+            raise ValueError(f"a tensor of {tensor.numel()} elements has no {cut} equal parts, one for each member")
+        return list(tensor.reshape(-1).chunk(cut)) if tensor.numel() else [tensor] * cut
+    if sum(cut) != (tensor.shape[0] if tensor.dim() else 1):
+        raise ValueError(f"splits of {sum(cut)} rows do not fit a tensor of {list(tensor.shape)}")
+    return list(tensor.split(list(cut)))
+
+
+def stage_all(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    *,
+    in_place: bool = False,
+    cut_inputs: int | Sequence[int] = 0,
+    cut_outputs: int | Sequence[int] = 0,
+) -> Staged:
+    """Give tensors as memory; those that are elsewhere, or strided, by way of copies."""
+    staged = Staged()
+    for tensor in map(_check, inputs):
+        here = tensor if _plain(tensor) else tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        if in_place and here is not tensor:
+            staged.copies.append((tensor, here))
+        staged.alive.append(here)
+        staged.inputs += [_memory_of(part) for part in (_parts(here, cut_inputs) if cut_inputs else [here])]
+    for tensor in map(_check, outputs):
+        here = tensor
+        if not _plain(tensor):
+            here = torch.empty(tensor.shape, dtype=tensor.dtype)
+            staged.copies.append((tensor, here))
+        staged.alive.append(here)
+        staged.outputs += [_memory_of(part) for part in (_parts(here, cut_outputs) if cut_outputs else [here])]
+    return staged
+
+
+def stage_reduction(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], how: int, *, cut_inputs: int = 0
+) -> Staged:
+    """Give tensors as memory of elements that can be reduced; in place where there are no outputs."""
+    staged = Staged()
+    dtypes = {tensor.dtype for tensor in (*inputs, *outputs)}
+    if len(dtypes) != 1:
+        raise ValueError(f"a reduction takes tensors of one type, not of {', '.join(sorted(map(str, dtypes)))}")
+    dtype = dtypes.pop()
+    if dtype.is_complex and how not in (_SUM, _MEAN):
+        raise ValueError(f"complex numbers ({dtype}) can be summed and averaged, not reduced otherwise")
+    if not dtype.is_complex and dtype not in _TYPES and dtype not in _SMALL:
+        raise ValueError(f"the backend 'rejoin' can't reduce {dtype}: convert it")
+
+    def reducible(tensor: torch.Tensor, fresh: bool, written: bool) -> torch.Tensor:
+        tensor = _check(tensor)
+        here = tensor if _plain(tensor) else torch.empty(tensor.shape, dtype=dtype)
+        if dtype in _SMALL:
+            here = torch.empty(tensor.shape, dtype=torch.int32)
+        if here is not tensor:
+            if not fresh:
+                here.copy_(tensor)
+            if written:
+                staged.copies.append((tensor, here))
+        staged.alive.append(here)
+        return torch.view_as_real(here) if dtype.is_complex else here
+
+    numbers = torch.int32 if dtype in _SMALL else dtype.to_real() if dtype.is_complex else dtype
+    staged.type = _TYPES[numbers]
+    for tensor in inputs:
+        here = reducible(tensor, fresh=False, written=not outputs)
+        staged.inputs += [_memory_of(part) for part in (_parts(here, cut_inputs) if cut_inputs else [here])]
+    staged.outputs = [_memory_of(reducible(tensor, fresh=True, written=True)) for tensor in outputs]
+    return staged

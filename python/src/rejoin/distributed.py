@@ -1,0 +1,469 @@
+"""Rejoin as a backend of `torch.distributed`: collectives over Rejoin's transports, with members that come and go.
+
+    import rejoin.distributed
+    torch.distributed.init_process_group("rejoin")
+
+Collectives are those of other backends. When a member is lost, everything under way fails on all others with a sentence
+that names it, soon after the connection breaks or at the operation's time-out. The group goes on with other members, or
+fewer, after `reconfigure()` on each of them; a process that is new makes its group with `Options(configure=False)`.
+
+Tensors of a GPU go through the host's memory. Reductions: SUM, AVG, MIN, MAX, PRODUCT; the result is the same, bit for
+bit, on all members.
+
+This is for process groups whose membership something else decides. Replicas that come and go by themselves, with their
+state, are what `rejoin.torch` is for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rejoin import _native, errors
+from rejoin._collectives import COLLECTIVES, Staged, reduction_of, stage_all, stage_reduction
+
+_LONGEST = 1 << 40  # milliseconds
+_GOODBYE = 5000  # … that a process waits for the others to hear that it leaves
+_ended_at_exit: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a group's members reach each other; given as `pg_options`, and to groups made of that one.
+
+    Args:
+        transport: "tcp", "ibverbs", "shm" (one machine) or another that `rejoind --help` names
+        listen: the address to listen on; by default the loopback's if MASTER_ADDR is, else any
+        advertise: the host under which others reach this one; by default the machine's own address
+        configure: False: the group has no members before its first `reconfigure()`
+    """
+
+    transport: str = "tcp"
+    listen: str = ""
+    advertise: str = ""
+    configure: bool = True
+
+
+def _milliseconds(time: timedelta) -> int:
+    return max(1, min(_LONGEST, int(time.total_seconds() * 1000)))
+
+
+class Work(dist._Work):  # type: ignore[name-defined,misc]
+    """An operation under way; whoever waits for it first puts its result where it belongs."""
+
+    def __init__(self, group: ProcessGroup, native: _native.Work | None, staged: Staged, result: list[torch.Tensor]):
+        super().__init__()
+        self._group = weakref.ref(group)
+        self._native = native
+        self._staged: Staged | None = staged
+        self._result = result
+        self._lock = threading.Lock()  # guards all above and below
+        self._error: Exception | None = None
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until it has ended; its own time-out ends it in any case. Errors: `rejoin.RejoinError`."""
+        if self._native is not None:
+            try:
+                self._native.wait(_milliseconds(timeout) if timeout > timedelta(0) else _LONGEST)
+            except errors.RejoinError:
+                if not self._native.done():
+                    raise  # of this wait alone
+        self._settle()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _settle(self) -> None:
+        """It has ended: copy the results to where they belong, once."""
+        with self._lock:
+            if self._staged is None:
+                return
+            staged, self._staged = self._staged, None
+            try:
+                if self._native is not None:
+                    self._native.wait(0)
+                staged.write_back()
+            except Exception as error:
+                self._error = error
+            future = self._future
+        if future is not None:
+            self._set(future)
+
+    def _set(self, future: Any) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._result)
+
+    def get_future(self) -> Any:
+        """Give a future of the list of result tensors."""
+        group = self._group()
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            devices = list({tensor.device for tensor in self._result if tensor.device.type != "cpu"})
+            self._future = torch.futures.Future(devices=devices)
+            settled = self._staged is None
+        if settled:
+            self._set(self._future)
+        elif group is None or self._native is None:
+            self._settle()
+        else:
+            group._settle_when_done(self, self._native)
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._native is None or self._native.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """Give what it has failed with, if it has ended."""
+        if self.is_completed():
+            self._settle()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Give the tensors that have the result."""
+        return self._result
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """What `init_process_group("rejoin")` and `new_group()` make; any thread.
+
+    All members call the same collectives in the same order. Errors come from `wait()`, or from the call itself where
+    its arguments can't be.
+    """
+
+    def __init__(self, timeout: timedelta, options: Options) -> None:
+        super().__init__(0, 1)
+        listen = options.listen
+        if not listen:
+            local = os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
+            listen = "" if options.transport == "shm" else "127.0.0.1:0" if local else "0.0.0.0:0"
+        self.options_given = options
+        self._native = _native.ProcessGroup(options.transport, listen, options.advertise)
+        self._timeout = timeout
+        self._name, self._description = "", ""
+        self._lock = threading.Lock()  # guards the three below
+        self._pending: deque[Work] = deque()  # alive until they have ended, with their tensors
+        self._awaited: dict[int, Work] = {}
+        self._settler: threading.Thread | None = None
+        _ended_at_exit.add(self)
+
+    # Members.
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """It does."""
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """Give what others name this member by; who has it may connect."""
+        return self._native.handle()
+
+    def reconfigure(
+        self, opts: Any = None, *, uuid: int = 0, handles: Sequence[str] = (), timeout: timedelta | None = None
+    ) -> Work:
+        """Make those with these handles the members, in this order; on each of them with the same number and handles.
+
+        What is under way fails. It waits until all are there. Takes torch's `ReconfigureOptions`, or its fields. Errors:
+        `rejoin.DeadlinePassed`, with those that did not come; `rejoin.InvalidArgument`; `rejoin.Mismatch`.
+
+        Args:
+            opts: torch's, of versions that have it
+            uuid: a new number each time, the same on all members
+            handles: of all members by rank; a set is sorted
+            timeout: by default the group's
+        """
+        if opts is not None:
+            uuid, handles, timeout = opts.uuid, opts.handles, opts.timeout
+        members = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
+        if timeout is None or timeout <= timedelta(0):
+            timeout = self._timeout
+        self._native.reconfigure(uuid, members, _milliseconds(timeout))
+        return Work(self, None, Staged(), [])
+
+    def getRank(self) -> int:  # noqa: N802 - the names that torch calls
+        """Give this member's rank."""
+        return self._native.rank()
+
+    def getSize(self) -> int:  # noqa: N802
+        """Give the number of members."""
+        return max(1, self._native.size())
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Give the name of the backend."""
+        return "rejoin"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set what torch calls the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Give what torch calls the group."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Set what the group is for."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Give what the group is for."""
+        return self._description
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set after how long operations fail that are begun from now on."""
+        self._timeout = timeout
+
+    def abort(self) -> None:
+        """Fail everything that is under way, on all members."""
+        self._native.abort("abort() was called on a member")
+
+    def shutdown(self) -> None:
+        """Leave: others go on as long as they need nothing of this member."""
+        _ended_at_exit.discard(self)
+        try:
+            self._native.shutdown(_GOODBYE)
+        except errors.Unavailable:
+            return  # it was called before
+        self._native.close()
+        with self._lock:
+            pending, self._pending = self._pending, deque()
+        for work in pending:
+            work._settle()
+
+    # Operations.
+
+    def _start(self, kind: str, staged: Staged, result: list[torch.Tensor], opts: Any = None, **more: int) -> Work:
+        timeout = getattr(opts, "timeout", None)
+        if timeout is None or timeout <= timedelta(0):
+            timeout = self._timeout
+        native = self._native.start(
+            COLLECTIVES[kind],
+            staged.type,
+            more.get("combine", 0),
+            more.get("root", 0),
+            more.get("tag", 0),
+            staged.inputs,
+            staged.outputs,
+            _milliseconds(timeout),
+        )
+        work = Work(self, native, staged, result)
+        with self._lock:
+            ended = []
+            while self._pending and self._pending[0].is_completed():
+                ended.append(self._pending.popleft())
+            self._pending.append(work)
+        for one in ended:
+            one._settle()
+        return work
+
+    def _settle_when_done(self, work: Work, native: _native.Work) -> None:
+        number = id(work)
+        with self._lock:
+            self._awaited[number] = work
+            if self._settler is None:
+                self._settler = threading.Thread(
+                    target=_settle_all, args=(self._native, self._awaited, self._lock), name="rejoin-group", daemon=True
+                )
+                self._settler.start()
+        native.notify(number)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """Replace the tensor by the reduction over all members."""
+        how = reduction_of(opts)
+        return self._together(
+            [
+                self._start("all_reduce", stage_reduction([tensor], [], how), [tensor], opts, combine=how)
+                for tensor in tensors
+            ],
+            tensors,
+        )
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """Replace each of the tensors by its reduction over all members."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        """Replace the root's tensor by the reduction over all members."""
+        how = reduction_of(opts)
+        staged = stage_reduction(tensors, [], how)
+        return self._start("reduce", staged, tensors, opts, combine=how, root=opts.rootRank)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        """Replace the tensor by the root's."""
+        return self._start("broadcast", stage_all(tensors, [], in_place=True), tensors, opts, root=opts.rootRank)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        """Bring each member's tensor to all."""
+        return self._together(
+            [
+                self._start("all_gather", stage_all([one], into), into, opts)
+                for one, into in zip(inputs, outputs, strict=True)
+            ],
+            outputs[0],
+        )
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Bring each member's tensors to all; `outputs[member][i]` is its i-th."""
+        return self.allgather([list(into) for into in zip(*outputs, strict=True)], inputs, opts)
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        staged = stage_all([input], [output], cut_outputs=self.getSize())
+        return self._start("all_gather", staged, [output], opts)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Bring each member's tensors to all, one behind the other."""
+        works = [self._allgather_base(into, one, opts) for into, one in zip(outputs, inputs, strict=True)]
+        return self._together(works, outputs)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
+        """Give each member the reduction of its tensor of the list."""
+        how = reduction_of(opts)
+        return self._together(
+            [
+                self._start("reduce_scatter", stage_reduction(list(all), [into], how), [into], opts, combine=how)
+                for into, all in zip(outputs, inputs, strict=True)
+            ],
+            outputs,
+        )
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        how = reduction_of(opts)
+        staged = stage_reduction([input], [output], how, cut_inputs=self.getSize())
+        return self._start("reduce_scatter", staged, [output], opts, combine=how)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Give each member the reductions of its parts of the tensors."""
+        works = [self._reduce_scatter_base(into, one, opts) for into, one in zip(outputs, inputs, strict=True)]
+        return self._together(works, outputs)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
+        """Bring each member's tensor to the root."""
+        into = outputs[0] if outputs and self.getRank() == opts.rootRank else []
+        return self._start("gather", stage_all(inputs, into), into, opts, root=opts.rootRank)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
+        """Bring each of the root's tensors to its member."""
+        all = inputs[0] if inputs and self.getRank() == opts.rootRank else []
+        return self._start("scatter", stage_all(all, outputs), outputs, opts, root=opts.rootRank)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        """Bring each member's tensor for this one here."""
+        return self._start("all_to_all", stage_all(inputs, outputs), outputs, opts)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Work:
+        """Bring each member's part for this one here; splits are of the first dimension, empty ones equal."""
+        size = self.getSize()
+        staged = stage_all([input], [output], cut_inputs=input_splits or size, cut_outputs=output_splits or size)
+        return self._start("all_to_all", staged, [output], opts)
+
+    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Work:
+        """Send the tensor to a member, which receives it with the same tag."""
+        return self._start("send", stage_all(tensors, []), tensors, root=dst_rank, tag=tag)
+
+    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Work:
+        """Receive the tensor from a member."""
+        return self._start("receive", stage_all(tensors, [], in_place=True), tensors, root=src_rank, tag=tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
+        """Refuse: whoever receives says from whom."""
+        raise ValueError("the backend 'rejoin' receives from a rank that is named: give recv() a src")
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait until all members are here."""
+        return self._start("barrier", Staged(), [], opts)
+
+    # Newer names of the same.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    def _together(self, works: list[Work], result: list[torch.Tensor]) -> Work:
+        """Give one work for several; they end in order, so the last one's end is all's, but for what is to be copied."""
+        if len(works) == 1:
+            return works[0]
+        if not works:
+            return Work(self, None, Staged(), result)
+        last = works[-1]
+        with last._lock:
+            assert last._staged is not None
+            last._staged = last._staged.after(works[:-1])
+            last._result = result
+        return last
+
+
+def _settle_all(native: _native.ProcessGroup, awaited: dict[int, Work], lock: threading.Lock) -> None:
+    """Complete futures as their operations end; a thread."""
+    while True:
+        try:
+            number = native.next_done(1000)
+        except errors.DeadlinePassed:
+            continue
+        except errors.RejoinError:
+            break  # shut down
+        with lock:
+            work = awaited.pop(number)
+        work._settle()
+    with lock:
+        left, awaited = list(awaited.values()), {}
+    for work in left:
+        work._settle()
+
+
+def _create(made_by: Any, options: Options | None) -> ProcessGroup:
+    """Make a group, for `torch.distributed`; its members find each other in its store."""
+    if options is None:
+        default = dist.distributed_c10d.GroupMember.WORLD
+        parent = getattr(default, "options_given", None)
+        options = replace(parent, configure=True) if isinstance(parent, Options) else Options()
+    if not isinstance(options, Options):
+        raise TypeError(f"the backend 'rejoin' takes rejoin.distributed.Options as pg_options, not {type(options).__name__}")
+    group = ProcessGroup(made_by.timeout, options)
+    if options.configure:
+        rank, size, store = made_by.group_rank, made_by.group_size, made_by.store
+        store.set(f"rejoin/{rank}", group.get_reconfigure_handle())
+        handles = [store.get(f"rejoin/{member}").decode() for member in range(size)]
+        group.reconfigure(uuid=0, handles=handles, timeout=made_by.timeout)
+    return group
+
+
+def _end_all() -> None:
+    for group in list(_ended_at_exit):
+        group.shutdown()
+
+
+atexit.register(_end_all)
+register: Callable[..., None] = dist.Backend.register_backend
+if not hasattr(dist.Backend, "REJOIN"):
+    register("rejoin", _create, extended_api=True, devices=["cpu", "cuda"])
