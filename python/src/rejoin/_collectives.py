@@ -91,7 +91,7 @@ def _parts(tensor: torch.Tensor, cut: int | Sequence[int]) -> list[torch.Tensor]
         return list(tensor.reshape(-1).chunk(cut)) if tensor.numel() else [tensor] * cut
     if sum(cut) != (tensor.shape[0] if tensor.dim() else 1):
         raise ValueError(f"splits of {sum(cut)} rows do not fit a tensor of {list(tensor.shape)}")
-    return list(tensor.split(list(cut)))
+    return list(torch.split(tensor, list(cut)))
 
 
 def stage_all(

@@ -34,6 +34,9 @@ from rejoin._collectives import COLLECTIVES, Staged, reduction_of, stage_all, st
 
 _LONGEST = 1 << 40  # milliseconds
 _GOODBYE = 5000  # … that a process waits for the others to hear that it leaves
+# Their types differ between versions of torch.
+_Work: Any = dist.distributed_c10d.Work
+_ProcessGroup: Any = dist.ProcessGroup
 _ended_at_exit: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -58,7 +61,7 @@ def _milliseconds(time: timedelta) -> int:
     return max(1, min(_LONGEST, int(time.total_seconds() * 1000)))
 
 
-class Work(dist._Work):  # type: ignore[name-defined,misc]
+class Work(_Work):  # type: ignore[misc]
     """An operation under way; whoever waits for it first puts its result where it belongs."""
 
     def __init__(self, group: ProcessGroup, native: _native.Work | None, staged: Staged, result: list[torch.Tensor]):
@@ -112,7 +115,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         with self._lock:
             if self._future is not None:
                 return self._future
-            devices = list({tensor.device for tensor in self._result if tensor.device.type != "cpu"})
+            devices: Any = list({tensor.device for tensor in self._result if tensor.device.type != "cpu"})
             self._future = torch.futures.Future(devices=devices)
             settled = self._staged is None
         if settled:
@@ -142,7 +145,7 @@ class Work(dist._Work):  # type: ignore[name-defined,misc]
         return self._result
 
 
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """What `init_process_group("rejoin")` and `new_group()` make; any thread.
 
     All members call the same collectives in the same order. Errors come from `wait()`, or from the call itself where
@@ -181,8 +184,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Make those with these handles the members, in this order; on each of them with the same number and handles.
 
-        What is under way fails. It waits until all are there. Takes torch's `ReconfigureOptions`, or its fields. Errors:
-        `rejoin.DeadlinePassed`, with those that did not come; `rejoin.InvalidArgument`; `rejoin.Mismatch`.
+        What is under way fails. It waits until all are there. Takes torch's `ReconfigureOptions`, or its fields.
+        Errors: `rejoin.DeadlinePassed`, with those that did not come; `rejoin.InvalidArgument`; `rejoin.Mismatch`.
 
         Args:
             opts: torch's, of versions that have it
@@ -241,9 +244,12 @@ class ProcessGroup(dist.ProcessGroup):
             self._native.shutdown(_GOODBYE)
         except errors.Unavailable:
             return  # it was called before
-        self._native.close()
         with self._lock:
             pending, self._pending = self._pending, deque()
+            settler = self._settler
+        if settler is not None and settler is not threading.current_thread():
+            settler.join()  # what is left in C++ when the interpreter ends would end the process
+        self._native.close()
         for work in pending:
             work._settle()
 
@@ -410,7 +416,7 @@ class ProcessGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def _together(self, works: list[Work], result: list[torch.Tensor]) -> Work:
-        """Give one work for several; they end in order, so the last one's end is all's, but for what is to be copied."""
+        """Give one work for several: the last one's, which ends when the others have."""
         if len(works) == 1:
             return works[0]
         if not works:
@@ -448,7 +454,9 @@ def _create(made_by: Any, options: Options | None) -> ProcessGroup:
         parent = getattr(default, "options_given", None)
         options = replace(parent, configure=True) if isinstance(parent, Options) else Options()
     if not isinstance(options, Options):
-        raise TypeError(f"the backend 'rejoin' takes rejoin.distributed.Options as pg_options, not {type(options).__name__}")
+        raise TypeError(
+            f"the backend 'rejoin' takes rejoin.distributed.Options as pg_options, not {type(options).__name__}"
+        )
     group = ProcessGroup(made_by.timeout, options)
     if options.configure:
         rank, size, store = made_by.group_rank, made_by.group_size, made_by.store
