@@ -12,8 +12,8 @@ using Buffers = std::vector<std::span<std::byte>>;
 
 Result<> check_count(const Call& call, std::string_view what, const Buffers& buffers, std::size_t wanted) {
   if (buffers.size() == wanted) return {};
-  return fail(ErrorCode::invalid_argument, "{} takes {} {} buffers here, and {} were given", to_string(call.kind), wanted,
-              what, buffers.size());
+  return fail(ErrorCode::invalid_argument, "{} takes {} {} buffers here, and {} were given", to_string(call.kind),
+              wanted, what, buffers.size());
 }
 
 // All are as long as the first of them.
@@ -58,8 +58,8 @@ Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t me
   const bool between_two = call.kind == Collective::send || call.kind == Collective::receive;
   const bool has_root = call.kind == Collective::reduce || call.kind == Collective::broadcast ||
                         call.kind == Collective::gather || call.kind == Collective::scatter;
-  const bool adds = call.kind == Collective::all_reduce || call.kind == Collective::reduce ||
-                    call.kind == Collective::reduce_scatter;
+  const bool adds =
+      call.kind == Collective::all_reduce || call.kind == Collective::reduce || call.kind == Collective::reduce_scatter;
   if ((has_root || between_two) && (call.root >= members || (between_two && call.root == rank)))
     return fail(ErrorCode::invalid_argument, "{} names rank {}: in this group are {} members, and this one is rank {}",
                 to_string(call.kind), call.root, members, rank);
@@ -79,7 +79,8 @@ Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t me
     if (auto checked = check_same(call, operation.memory, bytes); !checked) return tl::unexpected(checked.error());
   const auto element = adds ? size_of(call.type) : 1;
   if (bytes % element != 0)
-    return fail(ErrorCode::invalid_argument, "{} bytes are no whole number of {} elements", bytes, to_string(call.type));
+    return fail(ErrorCode::invalid_argument, "{} bytes are no whole number of {} elements", bytes,
+                to_string(call.type));
 
   operation.signature = {.bytes = bytes, .root = has_root || between_two ? call.root : 0, .kind = call.kind};
   if (adds) operation.signature.type = call.type, operation.signature.combine = call.combine;
@@ -101,8 +102,8 @@ Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t me
     case Collective::all_gather: {
       const auto sizes = sizes_of(call.outputs);
       if (bytes != sizes[rank])
-        return fail(ErrorCode::invalid_argument, "all_gather takes {} bytes as input, and output {} has {}", bytes, rank,
-                    sizes[rank]);
+        return fail(ErrorCode::invalid_argument, "all_gather takes {} bytes as input, and output {} has {}", bytes,
+                    rank, sizes[rank]);
       operation.signature.bytes = 0;
       for (const auto size : sizes) operation.signature.bytes += size;
       operation.plan = all_gather(shape, sizes);

@@ -14,8 +14,8 @@ namespace rejoin::collectives {
 // broadcast, receive.
 struct Call {
   Collective kind{};
-  DataType type{};     // all_reduce, reduce, reduce_scatter: of the elements
-  Combine combine{};   // …
+  DataType type{};         // all_reduce, reduce, reduce_scatter: of the elements
+  Combine combine{};       // …
   std::uint32_t root = 0;  // reduce, broadcast, gather, scatter; of send and receive, the other rank
   std::uint32_t tag = 0;   // send, receive
   std::vector<std::span<std::byte>> inputs, outputs;

@@ -59,8 +59,8 @@ void Group::drop_connections() {
   rank_of_.clear();
 }
 
-// This member connects to those of higher ranks; one that is not there yet, or has closed the connection since it was in
-// another configuration, is tried again.
+// This member connects to those of higher ranks; one that is not there yet, or has closed the connection since it was
+// in another configuration, is tried again.
 void Group::connect_missing() {
   if (now_ < connect_again_) return;
   connect_again_ = now_ + kConnectAgain;
@@ -117,9 +117,10 @@ std::string Group::missing() const {
   std::string who;
   for (std::uint32_t rank = 0; rank < size(); ++rank)
     if (rank != rank_ && peers_[rank].stage != Stage::here) who += (who.empty() ? "" : ", ") + name(rank);
-  return fmt::format("timed out: configuration {} of {} members lacks {}: reconfigure with the same number and the same "
-                     "members on each of them",
-                     number_, size(), who);
+  return fmt::format(
+      "timed out: configuration {} of {} members lacks {}: reconfigure with the same number and the same "
+      "members on each of them",
+      number_, size(), who);
 }
 
 void Group::on_closed(const Event& event) {

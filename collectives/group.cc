@@ -13,11 +13,6 @@ using transport::Event, transport::EventKind, transport::RegionId;
 
 namespace {
 
-constexpr std::uint32_t kAtOnce = 2;            // collectives: while one waits for its last bytes, the next begins
-constexpr std::size_t kMostEarly = 1'000'000;   // transfers that others are ready for, and this member not
-constexpr std::uint64_t kCollective = 0;        // channels
-constexpr std::uint64_t kSends = 1ull << 32, kReceives = 2ull << 32;  // with the tag
-
 std::uint64_t channel_of(const Operation& operation) {
   if (operation.signature.kind == Collective::send) return kSends | operation.tag;
   if (operation.signature.kind == Collective::receive) return kReceives | operation.tag;
@@ -34,7 +29,8 @@ std::string describe(const Signature& signature) {
   if (adds) text += fmt::format(" ({})", to_string(signature.combine));
   text += fmt::format(" of {} bytes", signature.bytes);
   if (adds) text += fmt::format(" of {}", to_string(signature.type));
-  if (signature.kind == Collective::reduce || signature.kind == Collective::gather) text += fmt::format(" to rank {}", signature.root);
+  if (signature.kind == Collective::reduce || signature.kind == Collective::gather)
+    text += fmt::format(" to rank {}", signature.root);
   if (signature.kind == Collective::broadcast || signature.kind == Collective::scatter)
     text += fmt::format(" from rank {}", signature.root);
   return text;
@@ -74,7 +70,7 @@ TimePoint Group::next_deadline(TimePoint now) const {
 
 void Group::submit(Operation operation) {
   if (failed_ || configuring_ || peers_.empty() || leaving_) {
-    const auto why = leaving_ ? Error{ErrorCode::unavailable, "this process group was shut down"}
+    const auto why = leaving_  ? Error{ErrorCode::unavailable, "this process group was shut down"}
                      : failed_ ? *failed_
                                : Error{ErrorCode::unavailable, "this process group has no members yet: reconfigure it"};
     call(std::move(operation.done), tl::unexpected(why));
@@ -128,7 +124,9 @@ void Group::start(std::unique_ptr<Active> active) {
     if (planned.kind == Task::Kind::send) active->sends[planned.peer].push_back(task);
     const bool remote = planned.kind == Task::Kind::receive || planned.kind == Task::Kind::send;
     if (remote && peers_[planned.peer].stage == Stage::left)
-      return fail_starting(std::move(active), {ErrorCode::unavailable, fmt::format("{} has left the process group: reconfigure it without", name(planned.peer))});
+      return fail_starting(std::move(active),
+                           {ErrorCode::unavailable,
+                            fmt::format("{} has left the process group: reconfigure it without", name(planned.peer))});
   }
   if (auto scratch = take_scratch(*active); !scratch) return fail_starting(std::move(active), scratch.error());
   auto& here = *(active_[active->key] = std::move(active));
@@ -210,99 +208,6 @@ void Group::end_if_over(Active& active) {
   start_waiting();
 }
 
-// A receiver is ready: to take what this member sends in that operation.
-void Group::on_ready(std::uint32_t rank, const Ready& ready) {
-  const bool between_two = ready.signature.kind == Collective::receive;
-  const Key key{between_two ? kSends | ready.tag : kCollective, between_two ? rank : 0, ready.ordinal};
-  if (const auto found = active_.find(key); found != active_.end()) return match(*found->second, rank, ready);
-  const bool past = ready.ordinal < (between_two ? between_two_[{key[0], key[1], 0}] : collectives_);
-  if (past || ++ready_early_count_ > kMostEarly)
-    return fail_all({ErrorCode::corrupt, fmt::format("{} {}", name(rank),
-                                                     past ? "is ready to receive what was sent"
-                                                          : "is ready for over a million transfers that this one has not begun")},
-                    true);
-  ready_early_[key].emplace_back(rank, ready);
-}
-
-void Group::match(Active& active, std::uint32_t rank, const Ready& ready) {
-  const auto& signature = active.operation.signature;
-  const bool between_two = signature.kind == Collective::send;
-  if (!between_two && ready.signature != signature)
-    return fail_all({ErrorCode::mismatch,
-                     fmt::format("collective {} of this process group is {} on rank {}, and {} on {}: all ranks call "
-                                 "the same in the same order",
-                                 ready.ordinal + 1, describe(signature), rank_, describe(ready.signature), name(rank))},
-                    true);
-  const auto sends = active.sends.find(rank);
-  const auto number = sends != active.sends.end() && ready.index < sends->second.size()
-                          ? std::optional(sends->second[ready.index])
-                          : std::nullopt;
-  if (!number || active.ready[*number])
-    return fail_all({ErrorCode::corrupt, fmt::format("{} is ready for a transfer that is not in {}", name(rank),
-                                                     describe(signature))},
-                    true);
-  if (const auto length = active.operation.plan.tasks[*number].length; length != ready.length)
-    return fail_all({ErrorCode::mismatch, fmt::format("{} receives {} bytes in {}{}, and rank {} sends {}", name(rank),
-                                                      ready.length, between_two ? "a message" : describe(signature),
-                                                      between_two ? fmt::format(" with tag {}", ready.tag) : "", rank_,
-                                                      length)},
-                    true);
-  active.ready[*number] = ready;
-  if (active.waits_for_ready.erase(*number) > 0) post(active, *number, ready);
-}
-
-void Group::post(Active& active, std::uint32_t number, const Ready& ready) {
-  const auto& task = active.operation.plan.tasks[number];
-  if (task.length <= kMessageBytes) {
-    Bytes message = joined(Message::payload, bytes_of(ready.id));
-    const auto bytes = bytes_at(active, task.at, task.length);
-    message.insert(message.end(), bytes.begin(), bytes.end());
-    if (send(task.peer, message)) finished(active, number);
-    return;
-  }
-  const auto region = region_of(active, task.at.memory);
-  if (!region) return fail_all(region.error(), true);
-  const auto id = ++ids_;
-  const transport::Write write{.context = id,
-                               .local = {*region, task.at.offset},
-                               .remote = {{ready.key, ready.region_bytes}, ready.offset},
-                               .length = task.length,
-                               .notify = ready.id};
-  writes_[id] = {&active, number};
-  if (auto posted = engine_.write(peers_[task.peer].endpoint, {&write, 1}); !posted)
-    fail_all({ErrorCode::unavailable, fmt::format("{} is gone: {}", name(task.peer), posted.error().message)}, true);
-}
-
-void Group::receive(Active& active, std::uint32_t number) {
-  const auto& task = active.operation.plan.tasks[number];
-  Ready ready{.ordinal = active.key[2],
-              .id = ++ids_,
-              .length = task.length,
-              .signature = active.operation.signature,
-              .tag = active.operation.tag,
-              .index = active.index[number]};
-  if (task.length > kMessageBytes) {
-    const auto region = region_of(active, task.at.memory);
-    if (!region) return fail_all(region.error(), true);
-    const auto remote = engine_.remote(*region);
-    ready.key = remote.key, ready.region_bytes = remote.length, ready.offset = task.at.offset;
-  }
-  receives_[ready.id] = {&active, number};
-  send(task.peer, joined(Message::ready, bytes_of(ready)));
-}
-
-void Group::arrived(std::uint32_t rank, std::uint64_t id, std::optional<BytesView> payload) {
-  const auto found = receives_.find(id);
-  const auto transfer = found != receives_.end() ? found->second : Transfer{};
-  const Task* task = transfer.active != nullptr ? &transfer.active->operation.plan.tasks[transfer.task] : nullptr;
-  if (task == nullptr || task->peer != rank || payload.has_value() != (task->length <= kMessageBytes) ||
-      (payload && payload->size() != task->length))
-    return fail_all({ErrorCode::corrupt, fmt::format("{} has sent what was not asked for", name(rank))}, true);
-  if (payload) std::ranges::copy(*payload, bytes_at(*transfer.active, task->at, task->length).begin());
-  receives_.erase(found);
-  finished(*transfer.active, transfer.task);
-}
-
 void Group::handle(const Event& event) {
   switch (event.kind) {
     case EventKind::accepted: return on_accepted(event);
@@ -359,9 +264,10 @@ bool Group::send(std::uint32_t rank, BytesView message) {
 void Group::check_deadlines() {
   for (const auto& [key, active] : active_)
     if (now_ >= active->operation.deadline)
-      return fail_all({ErrorCode::timeout, fmt::format("timed out: {} waits for {}", describe(active->operation.signature),
-                                                       what_it_waits_for(*active))},
-                      true);
+      return fail_all(
+          {ErrorCode::timeout, fmt::format("timed out: {} waits for {}", describe(active->operation.signature),
+                                           what_it_waits_for(*active))},
+          true);
   for (const auto& active : waiting_)
     if (now_ >= active->operation.deadline)
       return fail_all({ErrorCode::timeout, fmt::format("timed out: {} waits for the collectives before it",
@@ -405,49 +311,6 @@ void Group::fail_all(Error error, bool tell_others) {
   message.insert(message.end(), view.begin(), view.end());
   for (const auto& peer : peers_)
     if (peer.stage == Stage::here) (void)engine_.send(peer.endpoint, message);  // it may be the one that is gone
-}
-
-Result<RegionId> Group::region_of(Active& active, std::uint32_t memory) {
-  if (memory >= active.operation.memory.size()) return active.scratch->region;
-  auto& region = active.regions[memory];
-  if (!region) {
-    auto registered = engine_.register_region(active.operation.memory[memory], transport::MemoryKind::host);
-    if (!registered) return registered;
-    region = *registered;
-  }
-  return *region;
-}
-
-Result<> Group::take_scratch(Active& active) {
-  const auto bytes = active.operation.plan.scratch;
-  if (bytes == 0) return {};
-  const auto fits = std::find_if(scratch_.begin(), scratch_.end(), [&](const auto& one) { return one.mapping.size() >= bytes; });
-  if (fits != scratch_.end()) {
-    active.scratch = std::move(*fits);
-    scratch_.erase(fits);
-    return {};
-  }
-  auto mapping = Mapping::shareable(round_up(bytes, 64 * KiB));
-  if (!mapping) return tl::unexpected(mapping.error());
-  auto region = engine_.register_region(mapping->span(), transport::MemoryKind::host);
-  if (!region) return tl::unexpected(region.error());
-  active.scratch = Scratch{std::move(*mapping), *region};
-  return {};
-}
-
-// Scratch memory of an operation that has failed may still be written to: it goes. Else it serves the next, and of
-// those that are free the largest stay.
-void Group::give_back(Active& active) {
-  for (const auto& region : active.regions)
-    if (region) engine_.deregister(*region);
-  if (!active.scratch) return;
-  scratch_.push_back(std::move(*active.scratch));
-  const auto size = [](const Scratch& one) { return one.mapping.size(); };
-  std::ranges::sort(scratch_, std::greater{}, size);
-  while (!scratch_.empty() && (failed_ || scratch_.size() > kAtOnce)) {
-    engine_.deregister(scratch_.back().region);
-    scratch_.pop_back();
-  }
 }
 
 std::string Group::name(std::uint32_t rank) const {

@@ -12,7 +12,7 @@
 // A receiver names the memory of an operation that it has begun, and withdraws it before it reports the operation's
 // failure, so that whatever becomes of a sender, nothing lands in memory that its owner has back.
 //
-// group.cc: operations and their transfers. configuration.cc: members and their connections.
+// group.cc: operations. transfers.cc: what they send and receive. configuration.cc: members and their connections.
 #pragma once
 
 #include <array>
@@ -71,7 +71,8 @@ class Group {
   // From now on these are the members, and this one is `rank` of them. What is under way fails with `cancelled`, and
   // all connections are made anew, so that nothing of the time before arrives. All members give the same `number` and
   // the same members; `done` is called when all of them are here, or at the deadline, with those that are not.
-  void reconfigure(std::uint64_t number, std::vector<Handle> members, std::uint32_t rank, TimePoint deadline, Done done);
+  void reconfigure(std::uint64_t number, std::vector<Handle> members, std::uint32_t rank, TimePoint deadline,
+                   Done done);
   // Collective operations start in the order of their submission, which is the same on all members.
   void submit(Operation operation);
   // Everything under way fails, here and on the other members.

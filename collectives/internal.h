@@ -7,6 +7,12 @@
 
 namespace rejoin::collectives {
 
+constexpr std::uint32_t kAtOnce = 2;  // collectives: while one waits for its last bytes, the next begins
+
+// Channels: one of all collectives, and for each tag two, by direction.
+constexpr std::uint64_t kCollective = 0;
+constexpr std::uint64_t kSends = 1ull << 32, kReceives = 2ull << 32;  // with the tag
+
 enum class Stage : std::uint8_t {
   missing,
   connecting,  // or connected, and not welcomed yet
@@ -36,11 +42,11 @@ struct Group::Active {
   std::vector<std::optional<transport::RegionId>> regions;  // by memory, registered when it is needed
   // By task.
   std::vector<std::uint32_t> blockers;
-  std::vector<std::uint32_t> index;           // of a receive, among those from its peer
-  std::vector<std::optional<Ready>> ready;    // of a send
-  std::set<std::uint32_t> waits_for_ready;    // sends that nothing else blocks
+  std::vector<std::uint32_t> index;                           // of a receive, among those from its peer
+  std::vector<std::optional<Ready>> ready;                    // of a send
+  std::set<std::uint32_t> waits_for_ready;                    // sends that nothing else blocks
   std::map<std::uint32_t, std::vector<std::uint32_t>> sends;  // by peer
-  std::size_t left = 0;                       // tasks
+  std::size_t left = 0;                                       // tasks
 };
 
 }  // namespace rejoin::collectives

@@ -29,8 +29,8 @@ class Builder {
     return add({.kind = Task::Kind::receive, .peer = peer, .at = at, .length = length});
   }
   Number combine(Place at, Place first, Place second, std::uint64_t length, bool last) {
-    return add({.kind = Task::Kind::combine, .at = at, .first = first, .second = second, .length = length,
-                .last = last});
+    return add(
+        {.kind = Task::Kind::combine, .at = at, .first = first, .second = second, .length = length, .last = last});
   }
   Number copy(Place at, Place from, std::uint64_t length) {
     return add({.kind = Task::Kind::copy, .at = at, .first = from, .length = length});
@@ -71,9 +71,8 @@ class Cut {
  public:
   // One memory in as many segments as there are members …
   explicit Cut(const Shape& shape)
-      : Cut(shape, std::vector<std::uint64_t>(shape.members,
-                                              round_up((shape.bytes + shape.members - 1) / shape.members,
-                                                       std::uint64_t{64} * shape.element))) {
+      : Cut(shape, std::vector<std::uint64_t>(shape.members, round_up((shape.bytes + shape.members - 1) / shape.members,
+                                                                      std::uint64_t{64} * shape.element))) {
     std::uint64_t left = shape.bytes;
     for (auto& length : lengths_) {
       length = std::min(length, left);
@@ -120,12 +119,13 @@ using Where = std::function<Place(std::uint32_t segment, const Range& chunk)>;
 // In round k, 0 … members − 2, rank p sends segment p−1−k to its right and adds what comes from its left, segment
 // p−2−k, to its own; at the end it has segment p of all. `own` is where its own addends are and `into` where sums go:
 // in place if they are the same; else into scratch memory, but for the last. `sent` and `summed` are filled.
-void ring_reduce_scatter(Builder& builder, const Shape& shape, const Cut& cut, const Where& own,
-                         const Where& into_last, bool in_place, Chunks& sent, Chunks& summed) {
+void ring_reduce_scatter(Builder& builder, const Shape& shape, const Cut& cut, const Where& own, const Where& into_last,
+                         bool in_place, Chunks& sent, Chunks& summed) {
   const auto left = builder.member(-1), right = builder.member(1);
   // A sum that waits in its slot to be sent is longest there when a whole segment is before it.
   const auto all = std::uint64_t{shape.members - 1} * cut.chunks();
-  const auto slots = static_cast<std::uint32_t>(std::min<std::uint64_t>(in_place ? kSlots : cut.chunks() + kSlots, all));
+  const auto slots =
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(in_place ? kSlots : cut.chunks() + kSlots, all));
   const auto scratch = builder.take_scratch(slots * cut.chunk_bytes());
   const std::uint32_t scratch_memory = ~0u;  // resolved by with_scratch()
   std::vector<std::optional<Number>> slot_free(slots);
@@ -164,7 +164,8 @@ void ring_all_gather(Builder& builder, const Shape& shape, const Cut& cut, const
                      Chunks& free_after) {
   const auto left = builder.member(-1), right = builder.member(1);
   for (std::uint32_t k = 0; k + 1 < shape.members; ++k) {
-    const auto out = builder.member(-static_cast<std::int64_t>(k)), in = builder.member(-1 - static_cast<std::int64_t>(k));
+    const auto out = builder.member(-static_cast<std::int64_t>(k)),
+               in = builder.member(-1 - static_cast<std::int64_t>(k));
     for (std::uint32_t c = 0; c < cut.chunks(); ++c) {
       const auto range = cut.chunk(out, c);
       if (range.length == 0) continue;
@@ -225,7 +226,9 @@ Plan all_reduce(const Shape& shape) {
     return with_scratch(builder.plan(), 1);
   }
   const Cut cut(shape);
-  const Where where = [&](std::uint32_t segment, const Range& chunk) { return Place{0, cut.begin(segment) + chunk.offset}; };
+  const Where where = [&](std::uint32_t segment, const Range& chunk) {
+    return Place{0, cut.begin(segment) + chunk.offset};
+  };
   Chunks sent(cut, shape.members), summed(cut, shape.members);
   ring_reduce_scatter(builder, shape, cut, where, where, true, sent, summed);
   Chunks here(cut, shape.members);
@@ -243,7 +246,9 @@ Plan reduce(const Shape& shape) {
     return with_scratch(builder.plan(), 1);
   }
   const Cut cut(shape);
-  const Where own = [&](std::uint32_t segment, const Range& chunk) { return Place{0, cut.begin(segment) + chunk.offset}; };
+  const Where own = [&](std::uint32_t segment, const Range& chunk) {
+    return Place{0, cut.begin(segment) + chunk.offset};
+  };
   const bool root = shape.rank == shape.root;
   const auto result = root ? 0 : builder.take_scratch(cut.length(shape.rank));
   // The root's own segment may go in place at once: nobody sends it any more.
@@ -281,7 +286,8 @@ Plan broadcast(const Shape& shape) {
       const auto range = cut.chunk(0, c);
       std::optional<Number> arrived;
       if (relative > 0) arrived = builder.receive(absolute(relative - 1), {0, range.offset}, range.length);
-      if (relative + 1 < n) builder.after(builder.send(absolute(relative + 1), {0, range.offset}, range.length), arrived);
+      if (relative + 1 < n)
+        builder.after(builder.send(absolute(relative + 1), {0, range.offset}, range.length), arrived);
     }
     return builder.plan();
   }

@@ -39,9 +39,9 @@ struct Plan {
 struct Shape {
   std::uint32_t members = 1;
   std::uint32_t rank = 0;
-  std::uint32_t root = 0;       // of those that have one
-  std::uint64_t bytes = 0;      // as the builder says
-  std::uint32_t element = 1;    // bytes; nothing is cut within one
+  std::uint32_t root = 0;         // of those that have one
+  std::uint64_t bytes = 0;        // as the builder says
+  std::uint32_t element = 1;      // bytes; nothing is cut within one
   std::uint64_t chunk = 1 << 20;  // bytes; no transfer of a ring is longer
 };
 

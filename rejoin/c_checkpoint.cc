@@ -1,7 +1,8 @@
 #include "rejoin/c_support.h"
 #include "rejoin/checkpoint_transfer.h"
 
-using rejoin::c::all_bytes_of, rejoin::c::asking, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded, rejoin::c::milliseconds_of;
+using rejoin::c::all_bytes_of, rejoin::c::asking, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded,
+    rejoin::c::milliseconds_of;
 
 struct rejoin_checkpoint_server {
   std::unique_ptr<rejoin::CheckpointServer> server;

@@ -106,7 +106,10 @@ class Server final : public CheckpointServer {
 
  private:
   Server(const SecretAddress& address, std::unique_ptr<Engine> engine, Fd wake)
-      : address_(address.text(kCheckpointScheme)), hello_(address.secret), engine_(std::move(engine)), wake_(std::move(wake)) {
+      : address_(address.text(kCheckpointScheme)),
+        hello_(address.secret),
+        engine_(std::move(engine)),
+        wake_(std::move(wake)) {
     thread_ = std::thread([this] { run(); });
   }
 

@@ -51,7 +51,8 @@ class Operation final : public Work {
       changed_.wait_for(lock, std::min(kAskCancelled, deadline - at));
       if (result_ || !cancelled) continue;
       lock.unlock();
-      if (cancelled()) return fail(ErrorCode::cancelled, "interrupted while waiting for an operation of a process group");
+      if (cancelled())
+        return fail(ErrorCode::cancelled, "interrupted while waiting for an operation of a process group");
       lock.lock();
     }
     return *result_;
@@ -122,7 +123,9 @@ class Threaded final : public ProcessGroup {
         return fail(ErrorCode::mismatch, "the transport of member {} is {}, and this one's is {}: all take the same",
                     handles.size(), address->family, own_.family);
       if (address->secret == own_.secret) {
-        if (rank) return fail(ErrorCode::invalid_argument, "this member is named twice, as ranks {} and {}", *rank, handles.size());
+        if (rank)
+          return fail(ErrorCode::invalid_argument, "this member is named twice, as ranks {} and {}", *rank,
+                      handles.size());
         rank = static_cast<std::uint32_t>(handles.size());
       }
       handles.push_back({address->secret, {address->address}});
@@ -151,8 +154,8 @@ class Threaded final : public ProcessGroup {
     const auto in = configuration();
     if (in.size == 0)
       return fail(ErrorCode::unavailable, "this process group has no members yet: reconfigure() names them");
-    auto operation = collectives::prepare({call.kind, call.type, call.combine, call.root, call.tag, call.inputs, call.outputs},
-                                          in.rank, in.size);
+    auto operation = collectives::prepare(
+        {call.kind, call.type, call.combine, call.root, call.tag, call.inputs, call.outputs}, in.rank, in.size);
     if (!operation) return tl::unexpected(operation.error());
     const auto work = std::make_shared<Operation>(ended_);
     operation->deadline = SteadyClock().now() + std::min<Duration>(call.limit, std::chrono::hours(24 * 365));

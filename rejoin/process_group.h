@@ -1,10 +1,10 @@
 // Collective operations, and messages between two, of processes whose membership comes from elsewhere: what torch's
-// process groups, a launcher or a scheduler know. For data-parallel replicas that come and go by themselves there is the
-// session (session.h).
+// process groups, a launcher or a scheduler know. For data-parallel replicas that come and go by themselves there is
+// the session (session.h).
 //
 // A group starts without members. reconfigure() names them, on each of them; when one is lost everything that is under
-// way fails on all of them with a sentence that names it, and reconfigure() with those that are left goes on: nothing of
-// before arrives any more, and nothing is written into buffers of operations that have failed.
+// way fails on all of them with a sentence that names it, and reconfigure() with those that are left goes on: nothing
+// of before arrives any more, and nothing is written into buffers of operations that have failed.
 #pragma once
 
 #include <cstdint>
@@ -72,8 +72,8 @@ class ProcessGroup {
 
   // What others give to reconfigure() for this member: text, and whoever has it may connect.
   virtual const std::string& handle() const = 0;
-  // These are the members, by rank, with this one among them; all give the same list and the same number, which is a new
-  // one each time. What is under way fails with `cancelled`. Errors: `timeout`, with those that did not come;
+  // These are the members, by rank, with this one among them; all give the same list and the same number, which is a
+  // new one each time. What is under way fails with `cancelled`. Errors: `timeout`, with those that did not come;
   // `cancelled`; `invalid_argument`; `mismatch`: a member's transport is of another family.
   virtual Result<> reconfigure(std::uint64_t number, const std::vector<std::string>& members, Duration limit,
                                const std::function<bool()>& cancelled = {}) = 0;

@@ -25,7 +25,8 @@ Result<SecretAddress> SecretAddress::parse(std::string_view scheme, std::string_
     return fail(ErrorCode::invalid_argument, "'{}' is no {}", printable(text, 200), what);
   SecretAddress parsed{.family = words[2], .address = words[3]};
   for (std::size_t i = 4; i < words.size(); ++i) parsed.address += " " + words[i];
-  for (std::size_t half = 0; half < 2; ++half) parsed.secret[half] = std::stoull(words[1].substr(half * 16, 16), nullptr, 16);
+  for (std::size_t half = 0; half < 2; ++half)
+    parsed.secret[half] = std::stoull(words[1].substr(half * 16, 16), nullptr, 16);
   return parsed;
 }
 

@@ -113,7 +113,8 @@ TEST(GroupFailure, ATimeOutSaysWhoIsWaitedFor) {
   ASSERT_TRUE(members.run({first, second}));
   ASSERT_FALSE(*first->result);
   EXPECT_EQ(first->result->error().code, ErrorCode::timeout);
-  EXPECT_THAT(first->result->error().message, HasSubstr("all_reduce (sum) of 40 bytes of float32 waits for bytes from rank 2"));
+  EXPECT_THAT(first->result->error().message,
+              HasSubstr("all_reduce (sum) of 40 bytes of float32 waits for bytes from rank 2"));
   EXPECT_THAT(second->result->error().message, HasSubstr("rank 0 (sim:0) has given up: timed out"));
   const auto third = members.submit(2, {.kind = Collective::barrier});
   ASSERT_TRUE(members.run({third}));
@@ -126,8 +127,8 @@ TEST(GroupFailure, DifferentCallsAreNamedOnBothSides) {
     members.everyone();
     Floats one(large ? 100'000 : 10), other(large ? 100'000 : 12);
     const auto first = members.submit(0, all_reduce_of(one));
-    const auto second =
-        members.submit(1, large ? Call{.kind = Collective::broadcast, .inputs = {bytes_in(other)}} : all_reduce_of(other));
+    const auto second = members.submit(
+        1, large ? Call{.kind = Collective::broadcast, .inputs = {bytes_in(other)}} : all_reduce_of(other));
     ASSERT_TRUE(members.run({first, second}));
     for (const auto& work : {first, second}) {
       ASSERT_FALSE(*work->result);
@@ -142,7 +143,8 @@ TEST(GroupFailure, DifferentCallsAreNamedOnBothSides) {
   const auto sent = members.submit(0, {.kind = Collective::send, .root = 1, .tag = 4, .inputs = {bytes_in(ten)}});
   const auto got = members.submit(1, {.kind = Collective::receive, .root = 0, .tag = 4, .inputs = {bytes_in(twelve)}});
   ASSERT_TRUE(members.run({sent, got}));
-  EXPECT_THAT(sent->result->error().message, HasSubstr("receives 48 bytes in a message with tag 4, and rank 0 sends 40"));
+  EXPECT_THAT(sent->result->error().message,
+              HasSubstr("receives 48 bytes in a message with tag 4, and rank 0 sends 40"));
   EXPECT_FALSE(*got->result);
 }
 

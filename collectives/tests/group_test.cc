@@ -32,7 +32,9 @@ TEST_P(Groups, AllReduceTheSameBitsOnAll) {
       SCOPED_TRACE(testing::Message() << count << " " << to_string(combine));
       std::vector<Floats> buffers;
       for (std::uint32_t m = 0; m < n; ++m) buffers.push_back(numbers(m, count));
-      all([&](auto m) { return Call{.kind = Collective::all_reduce, .combine = combine, .inputs = {bytes_in(buffers[m])}}; });
+      all([&](auto m) {
+        return Call{.kind = Collective::all_reduce, .combine = combine, .inputs = {bytes_in(buffers[m])}};
+      });
       Floats expected = numbers(0, count);
       for (std::uint32_t m = 1; m < n; ++m) {
         const auto more = numbers(m, count);
@@ -172,7 +174,8 @@ TEST(Group, WhatCanNotBeIsRefusedByName) {
     return prepared ? std::string("accepted") : prepared.error().message;
   };
   EXPECT_THAT(refused({.kind = Collective::broadcast, .root = 2, .inputs = {bytes_in(four)}}), HasSubstr("rank 2"));
-  EXPECT_THAT(refused({.kind = Collective::send, .root = 0, .inputs = {bytes_in(four)}}), HasSubstr("this one is rank 0"));
+  EXPECT_THAT(refused({.kind = Collective::send, .root = 0, .inputs = {bytes_in(four)}}),
+              HasSubstr("this one is rank 0"));
   EXPECT_THAT(refused({.kind = Collective::all_gather, .inputs = {bytes_in(four)}, .outputs = {bytes_in(four)}}),
               HasSubstr("takes 2 output buffers here, and 1"));
   EXPECT_THAT(refused({.kind = Collective::reduce_scatter,

@@ -27,10 +27,12 @@ class Members {
   };
 
   explicit Members(std::uint32_t count, std::uint64_t seed = 1, transport::sim::Options options = {})
-      : fabric([&] {
-          options.seed = seed;
-          return options;
-        }(), clock) {
+      : fabric(
+            [&] {
+              options.seed = seed;
+              return options;
+            }(),
+            clock) {
     clock.advance(std::chrono::hours(1));
     for (std::uint32_t i = 0; i < count; ++i) add();
   }
@@ -103,7 +105,8 @@ class Members {
     const auto limit = clock.now() + std::chrono::minutes(1);
     while (clock.now() < limit) {
       poll();
-      if (std::all_of(works.begin(), works.end(), [](const auto& work) { return work->result.has_value(); })) return true;
+      if (std::all_of(works.begin(), works.end(), [](const auto& work) { return work->result.has_value(); }))
+        return true;
       if (!fabric.step() || fabric.next_event() > clock.now() + std::chrono::milliseconds(5))
         clock.advance(std::chrono::milliseconds(5));
     }

@@ -65,8 +65,8 @@ class Players {
         done(sender.first, sender.second);
       } else {
         for (std::uint64_t i = 0; i < task.length / 4; ++i)
-          at_(m, task.at, i) = task.kind == Task::Kind::copy ? at_(m, task.first, i)
-                                                             : at_(m, task.first, i) + at_(m, task.second, i);
+          at_(m, task.at, i) =
+              task.kind == Task::Kind::copy ? at_(m, task.first, i) : at_(m, task.first, i) + at_(m, task.second, i);
         if (task.kind == Task::Kind::combine && task.last) last_combined_ += task.length / 4;
       }
       done(m, t);
@@ -238,7 +238,9 @@ TEST(Plan, GatherScatterAndAllToAllMoveWhatTheySay) {
     for (std::uint32_t m = 0; m < n; ++m)
       ASSERT_EQ(scattered.of(m)[m == shape.root ? n : 0], filled(shape.root, m, count));
 
-    const auto size = [&](std::size_t from, std::size_t to) { return (from + 2 * to) % 3 == 0 ? 0 : shape.bytes + 4 * to; };
+    const auto size = [&](std::size_t from, std::size_t to) {
+      return (from + 2 * to) % 3 == 0 ? 0 : shape.bytes + 4 * to;
+    };
     auto exchanged = players(
         shape,
         [&](const Shape& s) {
@@ -289,7 +291,8 @@ TEST(Plan, NobodyLeavesABarrierBeforeTheLastHasCome) {
           }
       }
       for (std::uint32_t m = 0; m < n; ++m)
-        if (n > 1) EXPECT_FALSE(std::all_of(done[m].begin(), done[m].end(), [](bool d) { return d; })) << m << " " << late;
+        if (n > 1)
+          EXPECT_FALSE(std::all_of(done[m].begin(), done[m].end(), [](bool d) { return d; })) << m << " " << late;
     }
 }
 

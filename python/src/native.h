@@ -73,7 +73,7 @@ class Signals {
   std::optional<nb::python_error> raised_;
 };
 
-void bind_checkpoints(nb::module_& m);      // checkpoint.cc
+void bind_checkpoints(nb::module_& m);     // checkpoint.cc
 void bind_process_groups(nb::module_& m);  // process_group.cc
 
 }  // namespace rejoin::python

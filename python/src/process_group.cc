@@ -42,7 +42,8 @@ class ProcessGroup {
   std::uint32_t size() const { return rejoin_group_size(open().get()); }
   void reconfigure(std::uint64_t number, const std::vector<std::string>& members, std::uint64_t limit_ms) {
     std::vector<const char*> all;
-    std::transform(members.begin(), members.end(), std::back_inserter(all), [](const auto& one) { return one.c_str(); });
+    std::transform(members.begin(), members.end(), std::back_inserter(all),
+                   [](const auto& one) { return one.c_str(); });
     const auto group = open();
     Signals signals;
     signals.waiting([&] {

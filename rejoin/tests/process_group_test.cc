@@ -93,8 +93,8 @@ TEST_P(ProcessGroups, ManyShortOnesFromTheirThreadsAndThenAllLeaveAtOnce) {
       std::vector<float> value(3, 1.0f);
       for (int i = 0; i < 200; ++i) {
         value.assign(3, 1.0f);
-        const auto work = *group->start(
-            {.kind = Collective::all_reduce, .inputs = {of(value)}, .outputs = {}, .limit = kPatience});
+        const auto work =
+            *group->start({.kind = Collective::all_reduce, .inputs = {of(value)}, .outputs = {}, .limit = kPatience});
         if (!work->wait(kPatience)) return -1.0f;
       }
       group->shutdown(kPatience);
@@ -116,7 +116,8 @@ TEST(ProcessGroup, WhatCanNotBeIsRefusedByName) {
   EXPECT_THAT(message({"tcp 127.0.0.1:1"}), HasSubstr("'tcp 127.0.0.1:1' is no member of a process group"));
   EXPECT_THAT(message({}), HasSubstr("none of the 0 members is this one"));
   EXPECT_THAT(message({group->handle(), group->handle()}), HasSubstr("named twice, as ranks 0 and 1"));
-  EXPECT_THAT(message({group->handle(), other->handle()}), HasSubstr("transport of member 1 is shm, and this one's is tcp"));
+  EXPECT_THAT(message({group->handle(), other->handle()}),
+              HasSubstr("transport of member 1 is shm, and this one's is tcp"));
   const auto early = group->start({.kind = Collective::barrier, .inputs = {}, .outputs = {}, .limit = 1s});
   ASSERT_FALSE(early);
   EXPECT_THAT(early.error().message, HasSubstr("no members yet"));
@@ -126,7 +127,8 @@ TEST(ProcessGroup, AloneItIsAGroupOfOneAndWaitsCanBeInterrupted) {
   const auto group = *ProcessGroup::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = {}});
   ASSERT_TRUE(group->reconfigure(1, {group->handle()}, kPatience));
   std::vector<float> one(10, 2.0f);
-  const auto work = *group->start({.kind = Collective::all_reduce, .inputs = {of(one)}, .outputs = {}, .limit = kPatience});
+  const auto work =
+      *group->start({.kind = Collective::all_reduce, .inputs = {of(one)}, .outputs = {}, .limit = kPatience});
   work->notify(17);
   ASSERT_TRUE(work->wait(kPatience));
   EXPECT_EQ(*group->next_done(kPatience), 17u);

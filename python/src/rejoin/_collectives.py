@@ -46,11 +46,6 @@ class Staged:
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # to, from
     others: Sequence[_Waits] = ()
 
-    def after(self, others: Sequence[_Waits]) -> Staged:
-        """Give the same, that ends when these have."""
-        self.others = others
-        return self
-
     def write_back(self) -> None:
         """Copy results to tensors that the operation could not write."""
         for other in self.others:

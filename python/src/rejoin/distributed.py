@@ -31,11 +31,10 @@ import torch.distributed as dist
 
 from rejoin import _native, errors
 from rejoin._collectives import COLLECTIVES, Staged, reduction_of, stage_all, stage_reduction
+from rejoin._work import Work, milliseconds, settle_all
 
-_LONGEST = 1 << 40  # milliseconds
-_GOODBYE = 5000  # … that a process waits for the others to hear that it leaves
-# Their types differ between versions of torch.
-_Work: Any = dist.distributed_c10d.Work
+_GOODBYE = 5000  # milliseconds that a process waits for the others to hear that it leaves
+# Its types differ between versions of torch.
 _ProcessGroup: Any = dist.ProcessGroup
 _ended_at_exit: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
@@ -55,94 +54,6 @@ class Options:
     listen: str = ""
     advertise: str = ""
     configure: bool = True
-
-
-def _milliseconds(time: timedelta) -> int:
-    return max(1, min(_LONGEST, int(time.total_seconds() * 1000)))
-
-
-class Work(_Work):  # type: ignore[misc]
-    """An operation under way; whoever waits for it first puts its result where it belongs."""
-
-    def __init__(self, group: ProcessGroup, native: _native.Work | None, staged: Staged, result: list[torch.Tensor]):
-        super().__init__()
-        self._group = weakref.ref(group)
-        self._native = native
-        self._staged: Staged | None = staged
-        self._result = result
-        self._lock = threading.Lock()  # guards all above and below
-        self._error: Exception | None = None
-        self._future: Any = None
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it has ended; its own time-out ends it in any case. Errors: `rejoin.RejoinError`."""
-        if self._native is not None:
-            try:
-                self._native.wait(_milliseconds(timeout) if timeout > timedelta(0) else _LONGEST)
-            except errors.RejoinError:
-                if not self._native.done():
-                    raise  # of this wait alone
-        self._settle()
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def _settle(self) -> None:
-        """It has ended: copy the results to where they belong, once."""
-        with self._lock:
-            if self._staged is None:
-                return
-            staged, self._staged = self._staged, None
-            try:
-                if self._native is not None:
-                    self._native.wait(0)
-                staged.write_back()
-            except Exception as error:
-                self._error = error
-            future = self._future
-        if future is not None:
-            self._set(future)
-
-    def _set(self, future: Any) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result(self._result)
-
-    def get_future(self) -> Any:
-        """Give a future of the list of result tensors."""
-        group = self._group()
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            devices: Any = list({tensor.device for tensor in self._result if tensor.device.type != "cpu"})
-            self._future = torch.futures.Future(devices=devices)
-            settled = self._staged is None
-        if settled:
-            self._set(self._future)
-        elif group is None or self._native is None:
-            self._settle()
-        else:
-            group._settle_when_done(self, self._native)
-        return self._future
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._native is None or self._native.done()
-
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Exception | None:
-        """Give what it has failed with, if it has ended."""
-        if self.is_completed():
-            self._settle()
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        """Give the tensors that have the result."""
-        return self._result
 
 
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
@@ -198,7 +109,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         members = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
         if timeout is None or timeout <= timedelta(0):
             timeout = self._timeout
-        self._native.reconfigure(uuid, members, _milliseconds(timeout))
+        self._native.reconfigure(uuid, members, milliseconds(timeout))
         return Work(self, None, Staged(), [])
 
     def getRank(self) -> int:  # noqa: N802 - the names that torch calls
@@ -251,7 +162,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             settler.join()  # what is left in C++ when the interpreter ends would end the process
         self._native.close()
         for work in pending:
-            work._settle()
+            work.settle()
 
     # Operations.
 
@@ -267,7 +178,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             more.get("tag", 0),
             staged.inputs,
             staged.outputs,
-            _milliseconds(timeout),
+            milliseconds(timeout),
         )
         work = Work(self, native, staged, result)
         with self._lock:
@@ -276,16 +187,17 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 ended.append(self._pending.popleft())
             self._pending.append(work)
         for one in ended:
-            one._settle()
+            one.settle()
         return work
 
-    def _settle_when_done(self, work: Work, native: _native.Work) -> None:
+    def settle_when_done(self, work: Work, native: _native.Work) -> None:
+        """Settle the work in a thread of the group's when it has ended."""
         number = id(work)
         with self._lock:
             self._awaited[number] = work
             if self._settler is None:
                 self._settler = threading.Thread(
-                    target=_settle_all, args=(self._native, self._awaited, self._lock), name="rejoin-group", daemon=True
+                    target=settle_all, args=(self._native, self._awaited, self._lock), name="rejoin-group", daemon=True
                 )
                 self._settler.start()
         native.notify(number)
@@ -422,29 +334,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if not works:
             return Work(self, None, Staged(), result)
         last = works[-1]
-        with last._lock:
-            assert last._staged is not None
-            last._staged = last._staged.after(works[:-1])
-            last._result = result
+        last.include(works[:-1], result)
         return last
-
-
-def _settle_all(native: _native.ProcessGroup, awaited: dict[int, Work], lock: threading.Lock) -> None:
-    """Complete futures as their operations end; a thread."""
-    while True:
-        try:
-            number = native.next_done(1000)
-        except errors.DeadlinePassed:
-            continue
-        except errors.RejoinError:
-            break  # shut down
-        with lock:
-            work = awaited.pop(number)
-        work._settle()
-    with lock:
-        left, awaited = list(awaited.values()), {}
-    for work in left:
-        work._settle()
 
 
 def _create(made_by: Any, options: Options | None) -> ProcessGroup:

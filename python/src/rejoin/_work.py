@@ -1,0 +1,136 @@
+"""Operations of a process group under way, as torch sees them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from rejoin import _native, errors
+from rejoin._collectives import Staged
+
+_LONGEST = 1 << 40  # milliseconds
+_Work: Any = dist.distributed_c10d.Work  # its type differs between versions of torch
+
+
+class Settles(Protocol):
+    """A group, which knows when operations have ended."""
+
+    def settle_when_done(self, work: Work, native: _native.Work) -> None:
+        """Settle the work when it has ended."""
+
+
+def milliseconds(time: timedelta) -> int:
+    """Give it as the library takes it."""
+    return max(1, min(_LONGEST, int(time.total_seconds() * 1000)))
+
+
+class Work(_Work):  # type: ignore[misc]
+    """An operation under way; whoever waits for it first puts its result where it belongs."""
+
+    def __init__(self, group: Settles, native: _native.Work | None, staged: Staged, result: list[torch.Tensor]):
+        super().__init__()
+        self._group = weakref.ref(group)
+        self._native = native
+        self._staged: Staged | None = staged
+        self._result = result
+        self._lock = threading.Lock()  # guards all above and below
+        self._error: Exception | None = None
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until it has ended; its own time-out ends it in any case. Errors: `rejoin.RejoinError`."""
+        if self._native is not None:
+            try:
+                self._native.wait(milliseconds(timeout) if timeout > timedelta(0) else _LONGEST)
+            except errors.RejoinError:
+                if not self._native.done():
+                    raise  # of this wait alone
+        self.settle()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def settle(self) -> None:
+        """It has ended: copy the results to where they belong, once."""
+        with self._lock:
+            if self._staged is None:
+                return
+            staged, self._staged = self._staged, None
+            try:
+                if self._native is not None:
+                    self._native.wait(0)
+                staged.write_back()
+            except Exception as error:
+                self._error = error
+            future = self._future
+        if future is not None:
+            self._set(future)
+
+    def include(self, others: list[Work], result: list[torch.Tensor]) -> None:
+        """Stand for these, too; it was begun after them, and nobody else knows it yet."""
+        assert self._staged is not None
+        self._staged.others, self._result = others, result
+
+    def _set(self, future: Any) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._result)
+
+    def get_future(self) -> Any:
+        """Give a future of the list of result tensors."""
+        group = self._group()
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            devices: Any = list({tensor.device for tensor in self._result if tensor.device.type != "cpu"})
+            self._future = torch.futures.Future(devices=devices)
+            settled = self._staged is None
+        if settled:
+            self._set(self._future)
+        elif group is None or self._native is None:
+            self.settle()
+        else:
+            group.settle_when_done(self, self._native)
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._native is None or self._native.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """Give what it has failed with, if it has ended."""
+        if self.is_completed():
+            self.settle()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Give the tensors that have the result."""
+        return self._result
+
+
+def settle_all(native: _native.ProcessGroup, awaited: dict[int, Work], lock: threading.Lock) -> None:
+    """Complete futures as their operations end; a thread."""
+    while True:
+        try:
+            number = native.next_done(1000)
+        except errors.DeadlinePassed:
+            continue
+        except errors.RejoinError:
+            break  # shut down
+        with lock:
+            work = awaited.pop(number)
+        work.settle()
+    with lock:
+        left, awaited = list(awaited.values()), {}
+    for work in left:
+        work.settle()
