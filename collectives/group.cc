@@ -39,8 +39,7 @@ std::string describe(const Signature& signature) {
 Group::Group(transport::Engine& engine, Handle own) : engine_(engine), own_(std::move(own)) {}
 
 Group::~Group() {
-  fail_all({ErrorCode::cancelled, "the process group was closed"}, true);
-  run_callbacks();
+  if (!leaving_) leave();
   drop_connections();
   for (const auto& [endpoint, hello] : early_) engine_.close(endpoint);
   for (auto& scratch : scratch_) engine_.deregister(scratch.region);

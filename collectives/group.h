@@ -66,7 +66,7 @@ class Group {
  public:
   // `own`: how others reach this member. The engine listens already, and must outlive this.
   Group(transport::Engine& engine, Handle own);
-  ~Group();
+  ~Group();  // as leave(), but it waits for nobody
 
   // From now on these are the members, and this one is `rank` of them. What is under way fails with `cancelled`, and
   // all connections are made anew, so that nothing of the time before arrives. All members give the same `number` and

@@ -15,7 +15,7 @@ struct rejoin_work {
 namespace {
 
 // A number that an enumeration of C++ has.
-bool within(int value, int last) { return value >= 0 && value <= last; }
+bool within(std::uint32_t value, int last) { return value <= static_cast<std::uint32_t>(last); }
 
 }  // namespace
 

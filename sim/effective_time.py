@@ -210,7 +210,7 @@ def main():
     for field, name, values in SWEEPS:
         chart = plot.Chart(name, "" if field == "hang_share" else SOURCES[field][1], "GPU time in steps that count, %",
                            log=field != "hang_share", low=0, high=100,
-                           mark=getattr(base, field) if getattr(base, field) >= 0 else None)
+                           marks=[getattr(base, field)] if getattr(base, field) >= 0 else ())
         for system, run in SYSTEMS:
             chart.line(system, [(v, 100 * run(arguments.days, replace(base, **{field: v}), sim)[1]) for v in values])
         charts.append(chart)

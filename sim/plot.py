@@ -25,8 +25,8 @@ def _text(x, y, text, size=11, anchor="middle", color="#333", more=""):
 class Chart:
     """Lines of (x, y) points by name, drawn in the order given."""
 
-    def __init__(self, title, x, y, *, log=False, low=None, high=None, mark=None):
-        self.title, self.x, self.y, self.log, self.low, self.high, self.mark = title, x, y, log, low, high, mark
+    def __init__(self, title, x, y, *, log=False, low=None, high=None, marks=()):
+        self.title, self.x, self.y, self.log, self.low, self.high, self.marks = title, x, y, log, low, high, marks
         self.lines = []
 
     def line(self, name, points):
@@ -59,8 +59,8 @@ class Chart:
             last = x
             out.append(f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x:.1f}" y2="{y + 4:.1f}" stroke="#999"/>')
             out.append(_text(x, y + 17, f"{tick:g}" if tick < 10000 else f"{tick / 1000:g}k"))
-        if self.mark is not None:
-            x, y = at(self.mark, low)
+        for mark in self.marks:
+            x, y = at(mark, low)
             out.append(f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x:.1f}" y2="{top + TOP}" stroke="#888" stroke-dasharray="3 3"/>')
         out.append(_text(left + LEFT + plot_w / 2, top + height - 8, self.x))
         out.append(_text(left + 14, top + TOP + plot_h / 2, self.y,

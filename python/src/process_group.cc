@@ -50,13 +50,13 @@ class ProcessGroup {
       return rejoin_group_reconfigure(group.get(), number, all.data(), all.size(), limit_ms, &Signals::ask, &signals);
     });
   }
-  Work start(int kind, int type, int combine, std::uint32_t root, std::uint32_t tag, const std::vector<Memory>& inputs,
-             const std::vector<Memory>& outputs, std::uint64_t limit_ms) {
+  Work start(std::uint32_t kind, std::uint32_t type, std::uint32_t combine, std::uint32_t root, std::uint32_t tag,
+             const std::vector<Memory>& inputs, const std::vector<Memory>& outputs, std::uint64_t limit_ms) {
     const auto in = memory_of(inputs), out = memory_of(outputs);
     rejoin_collective_call call{};
-    call.kind = static_cast<rejoin_collective>(kind);
-    call.type = static_cast<rejoin_type>(type);
-    call.combine = static_cast<rejoin_combine>(combine);
+    call.kind = kind;
+    call.type = type;
+    call.combine = combine;
     call.root = root, call.tag = tag;
     call.inputs = in.data(), call.input_count = in.size();
     call.outputs = out.data(), call.output_count = out.size();

@@ -117,6 +117,11 @@ def test_collectives_give_what_gloos_give():
         objects = [None] * size; dist.all_gather_object(objects, {"rank": rank}); assert objects[2] == {"rank": 2}
         pair = dist.new_group([0, 2])
         if rank != 1: dist.all_reduce(two := torch.ones(2), group=pair); assert two[0] == 2
+        several = [torch.full((size_of,), float(rank)) for size_of in (3, 50_000, 1)]
+        dist.all_reduce_coalesced(several); assert [one[0].item() for one in several] == [3.0] * 3
+        for group in (dist.group.WORLD, gloo):
+            works = [dist.all_reduce(torch.ones(2000), async_op=True, group=group) for _ in range(50)]
+            for work in reversed(works): work.wait()
         future = dist.all_reduce(t := torch.ones(10), async_op=True).get_future()
         assert future.wait()[0][0] == size and t[0] == size
         whole, imaginary = torch.ones(1, dtype=torch.int32), torch.ones(1, dtype=torch.complex64)

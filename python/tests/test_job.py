@@ -213,6 +213,20 @@ def test_kills_at_every_point_of_a_step_lose_nothing(tmp_path):
     check_equal(job, 3)
 
 
+def test_a_compiled_model_loses_a_replica_and_gets_it_back(tmp_path, monkeypatch):
+    """Steps wait while a replica compiles; one that comes back compiles while the other trains on."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    job = Job(tmp_path, "--compile", steps=0)
+    job.until(lambda: all(job.trains(replica) > 10 for replica in range(2)), limit=100)
+    job.kill(1, "backward")
+    job.until(lambda: job.killed(1))
+    before = job.trains(1)
+    job.until(lambda: job.trains(1) > before + 10, limit=100)
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(30).count("SIGKILL") == 1
+    check_equal(job, 2)
+
+
 def test_a_killed_worker_of_the_loader_costs_no_replica_and_no_sample(tmp_path):
     job = Job(tmp_path, "--workers", "2", steps=120, kill={1: ("worker", 20)})
     errors = job.wait()

@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--ema", type=float)
     parser.add_argument("--loss-scale", type=float)
     parser.add_argument("--slow", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--restore", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     given = parser.parse_args()
@@ -97,6 +98,7 @@ def main() -> None:
         multiprocessing_context="forkserver" if given.workers else None,
     )
 
+    forward = torch.compile(model) if given.compile else model
     order = given.out / f"kill.{me}"  # "PLACE:STEP": there, and not before that step; obeyed once
 
     def dies(step: int, place: str) -> None:
@@ -135,7 +137,7 @@ def main() -> None:
             trained.flush()
             dies(now, "worker")
             dies(now, "forward")
-            loss = F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y)
+            loss = F.cross_entropy(forward(x.to(model[0].weight.dtype)).float(), y)
             (step.scale(loss) if given.loss_scale else loss).backward()
             step.record(loss=loss)
             assert f"{loss}" and loss.cpu().item() == loss.item()  # anywhere

@@ -32,7 +32,7 @@ _COMBINES = {  # rejoin_combine
 
 
 class _Waits(Protocol):
-    def wait(self) -> bool: ...
+    def wait_for_it_alone(self) -> None: ...
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Staged:
     def write_back(self) -> None:
         """Copy results to tensors that the operation could not write."""
         for other in self.others:
-            other.wait()
+            other.wait_for_it_alone()
         with torch.no_grad():
             for to, of in self.copies:
                 to.copy_(of)  # a small integer is cut off, as by an addition of its type

@@ -23,6 +23,9 @@ class Settles(Protocol):
     def settle_when_done(self, work: Work, native: _native.Work) -> None:
         """Settle the work when it has ended."""
 
+    def let_go_of_ended(self) -> None:
+        """Keep no tensors of operations that have ended."""
+
 
 def milliseconds(time: timedelta) -> int:
     """Give it as the library takes it."""
@@ -44,6 +47,15 @@ class Work(_Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it has ended; its own time-out ends it in any case. Errors: `rejoin.RejoinError`."""
+        try:
+            self.wait_for_it_alone(timeout)
+        finally:
+            if (group := self._group()) is not None:
+                group.let_go_of_ended()
+        return True
+
+    def wait_for_it_alone(self, timeout: timedelta = timedelta(0)) -> None:
+        """Wait as `wait()`, and touch no other work: it may be called with one's lock held."""
         if self._native is not None:
             try:
                 self._native.wait(milliseconds(timeout) if timeout > timedelta(0) else _LONGEST)
@@ -53,7 +65,6 @@ class Work(_Work):  # type: ignore[misc]
         self.settle()
         if self._error is not None:
             raise self._error
-        return True
 
     def settle(self) -> None:
         """It has ended: copy the results to where they belong, once."""
@@ -70,11 +81,6 @@ class Work(_Work):  # type: ignore[misc]
             future = self._future
         if future is not None:
             self._set(future)
-
-    def include(self, others: list[Work], result: list[torch.Tensor]) -> None:
-        """Stand for these, too; it was begun after them, and nobody else knows it yet."""
-        assert self._staged is not None
-        self._staged.others, self._result = others, result
 
     def _set(self, future: Any) -> None:
         if self._error is not None:

@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -164,6 +164,11 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for work in pending:
             work.settle()
 
+    def __del__(self) -> None:
+        """Leave, before the tensors of what is under way go."""
+        if hasattr(self, "_settler"):  # it was opened
+            self.shutdown()
+
     # Operations.
 
     def _start(self, kind: str, staged: Staged, result: list[torch.Tensor], opts: Any = None, **more: int) -> Work:
@@ -181,14 +186,31 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             milliseconds(timeout),
         )
         work = Work(self, native, staged, result)
+        self.let_go_of_ended()
+        with self._lock:
+            self._pending.append(work)
+        return work
+
+    def _start_all(
+        self, kind: str, all: Iterable[Staged], result: list[torch.Tensor], opts: Any = None, **more: int
+    ) -> Work:
+        """Give the last one's work, which ends when the others have."""
+        several = list(all)
+        works: list[Work] = []
+        for staged in several:
+            if staged is several[-1]:
+                staged.others = works[:]
+            works.append(self._start(kind, staged, result, opts, **more))
+        return works[-1] if works else Work(self, None, Staged(), result)
+
+    def let_go_of_ended(self) -> None:
+        """Keep no tensors of operations that have ended, and settle those that nobody waits for."""
         with self._lock:
             ended = []
             while self._pending and self._pending[0].is_completed():
                 ended.append(self._pending.popleft())
-            self._pending.append(work)
         for one in ended:
             one.settle()
-        return work
 
     def settle_when_done(self, work: Work, native: _native.Work) -> None:
         """Settle the work in a thread of the group's when it has ended."""
@@ -205,13 +227,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Replace the tensor by the reduction over all members."""
         how = reduction_of(opts)
-        return self._together(
-            [
-                self._start("all_reduce", stage_reduction([tensor], [], how), [tensor], opts, combine=how)
-                for tensor in tensors
-            ],
-            tensors,
-        )
+        all = [stage_reduction([tensor], [], how) for tensor in tensors]
+        return self._start_all("all_reduce", all, tensors, opts, combine=how)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Replace each of the tensors by its reduction over all members."""
@@ -229,13 +246,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         """Bring each member's tensor to all."""
-        return self._together(
-            [
-                self._start("all_gather", stage_all([one], into), into, opts)
-                for one, into in zip(inputs, outputs, strict=True)
-            ],
-            outputs[0],
-        )
+        all = [stage_all([one], into) for one, into in zip(inputs, outputs, strict=True)]
+        return self._start_all("all_gather", all, [tensor for into in outputs for tensor in into], opts)
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
@@ -251,19 +263,15 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Bring each member's tensors to all, one behind the other."""
-        works = [self._allgather_base(into, one, opts) for into, one in zip(outputs, inputs, strict=True)]
-        return self._together(works, outputs)
+        size = self.getSize()
+        all = [stage_all([one], [into], cut_outputs=size) for into, one in zip(outputs, inputs, strict=True)]
+        return self._start_all("all_gather", all, outputs, opts)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
         """Give each member the reduction of its tensor of the list."""
         how = reduction_of(opts)
-        return self._together(
-            [
-                self._start("reduce_scatter", stage_reduction(list(all), [into], how), [into], opts, combine=how)
-                for into, all in zip(outputs, inputs, strict=True)
-            ],
-            outputs,
-        )
+        all = [stage_reduction(list(parts), [into], how) for into, parts in zip(outputs, inputs, strict=True)]
+        return self._start_all("reduce_scatter", all, outputs, opts, combine=how)
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         how = reduction_of(opts)
@@ -274,8 +282,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Give each member the reductions of its parts of the tensors."""
-        works = [self._reduce_scatter_base(into, one, opts) for into, one in zip(outputs, inputs, strict=True)]
-        return self._together(works, outputs)
+        how, size = reduction_of(opts), self.getSize()
+        all = [stage_reduction([one], [into], how, cut_inputs=size) for into, one in zip(outputs, inputs, strict=True)]
+        return self._start_all("reduce_scatter", all, outputs, opts, combine=how)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         """Bring each member's tensor to the root."""
@@ -326,16 +335,6 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
-
-    def _together(self, works: list[Work], result: list[torch.Tensor]) -> Work:
-        """Give one work for several: the last one's, which ends when the others have."""
-        if len(works) == 1:
-            return works[0]
-        if not works:
-            return Work(self, None, Staged(), result)
-        last = works[-1]
-        last.include(works[:-1], result)
-        return last
 
 
 def _create(made_by: Any, options: Options | None) -> ProcessGroup:
