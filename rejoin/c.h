@@ -191,9 +191,9 @@ typedef enum rejoin_combine { /* Combine of base/types.h */
 } rejoin_combine;
 
 typedef struct rejoin_collective_call { /* CollectiveCall; zeros are its defaults */
-  uint32_t kind;    /* rejoin_collective */
-  uint32_t type;    /* rejoin_type */
-  uint32_t combine; /* rejoin_combine */
+  uint32_t kind;                        /* rejoin_collective */
+  uint32_t type;                        /* rejoin_type */
+  uint32_t combine;                     /* rejoin_combine */
   uint32_t root, tag;
   const rejoin_memory* inputs; /* the host's */
   size_t input_count;

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--ema", type=float)
     parser.add_argument("--loss-scale", type=float)
     parser.add_argument("--slow", action="store_true")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", metavar="BACKEND")
     parser.add_argument("--restore", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     given = parser.parse_args()
@@ -98,7 +98,7 @@ def main() -> None:
         multiprocessing_context="forkserver" if given.workers else None,
     )
 
-    forward = torch.compile(model) if given.compile else model
+    forward = torch.compile(model, backend=given.compile) if given.compile else model
     order = given.out / f"kill.{me}"  # "PLACE:STEP": there, and not before that step; obeyed once
 
     def dies(step: int, place: str) -> None:
