@@ -16,7 +16,9 @@ from pathlib import Path
 from rejoin._programs import path
 
 HERE = Path(__file__).parent
-STEP = re.compile(r"^replica (\d+) step (\d+) loss (\S+) at (\S+) digest (\w+)$")
+# Several processes write to one pipe, and where PYTHONUNBUFFERED is set the ends of their lines come by themselves.
+STEP = re.compile(r"replica (\d+) step (\d+) loss (\S+) at (\d+\.\d{4}) digest ([0-9a-f]{16})")
+PROCESS = re.compile(r"replica (\d+) is process (\d+)")
 
 
 class Show:
@@ -58,12 +60,12 @@ class Show:
 
     def hear(self, line: str) -> None:
         """Take a line of the job's."""
-        if match := STEP.match(line):
-            replica, step = int(match[1]), int(match[2])
-            self.step(replica, step, float(match[3]), float(match[4]), match[5])
-        elif match := re.match(r"^replica (\d+) is process (\d+)", line):
-            self.processes[int(match[1])] = int(match[2])
-        elif line:
+        for replica, process in PROCESS.findall(line):
+            self.processes[int(replica)] = int(process)
+        steps = STEP.findall(line)
+        for replica, step, loss, at, digest in steps:
+            self.step(int(replica), int(step), float(loss), float(at), digest)
+        if line and not steps and not PROCESS.search(line):
             self.say(line)
 
     def step(self, replica: int, step: int, loss: float, at: float, digest: str) -> None:
