@@ -51,6 +51,7 @@ class Members {
 
   struct Pending {
     std::optional<Result<>> result;
+    std::function<void()> failed;  // called as soon as it has
   };
   using Work = std::shared_ptr<Pending>;
 
@@ -91,6 +92,7 @@ class Members {
     operation->done = [work](const Result<>& result) {
       EXPECT_FALSE(work->result) << "an operation ends once";
       work->result = result;
+      if (!result && work->failed) work->failed();
     };
     group.submit(std::move(*operation));
     return work;
