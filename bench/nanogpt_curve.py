@@ -34,7 +34,7 @@ def victim(job: int) -> int:
 
 
 def run(steps, kills):
-    """Every step's loss, and how many joined again."""
+    """Every step's loss."""
     with tempfile.TemporaryDirectory() as directory:
         job = subprocess.Popen(
             [sys.executable, "-m", "rejoin.run", "--replicas=3", "--batch=8", f"--steps={steps}", f"--directory={directory}/job",

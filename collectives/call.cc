@@ -58,8 +58,7 @@ Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t me
   const bool between_two = call.kind == Collective::send || call.kind == Collective::receive;
   const bool has_root = call.kind == Collective::reduce || call.kind == Collective::broadcast ||
                         call.kind == Collective::gather || call.kind == Collective::scatter;
-  const bool adds =
-      call.kind == Collective::all_reduce || call.kind == Collective::reduce || call.kind == Collective::reduce_scatter;
+  const bool adds = combines(call.kind);
   if ((has_root || between_two) && (call.root >= members || (between_two && call.root == rank)))
     return fail(ErrorCode::invalid_argument, "{} names rank {}: in this group are {} members, and this one is rank {}",
                 to_string(call.kind), call.root, members, rank);

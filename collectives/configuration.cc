@@ -131,14 +131,13 @@ void Group::on_closed(const Event& event) {
   const auto rank = found->second;
   auto& peer = peers_[rank];
   rank_of_.erase(found);
-  const auto stage = std::exchange(peer.stage, peer.stage == Stage::left ? Stage::left : Stage::missing);
-  peer.heard_goodbye = true;  // whatever it heard
-  if (stage == Stage::left) peer.closed = true;
+  const auto stage = peer.stage;
+  peer.heard_goodbye = true;                       // whatever it heard
+  if (stage == Stage::left) peer.answered = true;  // it needs no answer any more
+  else peer.stage = Stage::missing;
   if (failed_ || stage == Stage::left || leaving_) return;
   if (configuring_ && stage == Stage::connecting) return;  // it is tried again
-  fail_all({ErrorCode::unavailable,
-            fmt::format("{} is gone: {}", name(rank), event.error ? event.error->message : "it closed the connection")},
-           true);
+  fail_all(gone(rank, event.error ? event.error->message : "it closed the connection"), true);
 }
 
 void Group::leave() {
@@ -167,15 +166,14 @@ void Group::on_goodbye(std::uint32_t rank) {
   for (const auto& [id, transfer] : receives_)
     needed = needed || transfer.active->operation.plan.tasks[transfer.task].peer == rank;
   if (!needed) return;
-  fail_all({ErrorCode::unavailable, fmt::format("{} has left the process group: reconfigure it without", name(rank))},
-           true);
+  fail_all(has_left(rank), true);
 }
 
 // It closes its memory when it has the answer, so that comes when nothing is under way to there.
 void Group::answer_goodbyes() {
   for (std::uint32_t rank = 0; rank < size(); ++rank) {
     auto& peer = peers_[rank];
-    if (peer.stage != Stage::left || peer.answered || peer.closed) continue;
+    if (peer.stage != Stage::left || peer.answered) continue;
     const bool under_way = std::any_of(writes_.begin(), writes_.end(), [&](const auto& one) {
       return one.second.active->operation.plan.tasks[one.second.task].peer == rank;
     });

@@ -24,8 +24,7 @@ std::uint64_t channel_of(const Operation& operation) {
 std::string describe(const Signature& signature) {
   std::string text(to_string(signature.kind));
   if (signature.kind == Collective::barrier) return text;
-  const bool adds = signature.kind == Collective::all_reduce || signature.kind == Collective::reduce ||
-                    signature.kind == Collective::reduce_scatter;
+  const bool adds = combines(signature.kind);
   if (adds) text += fmt::format(" ({})", to_string(signature.combine));
   text += fmt::format(" of {} bytes", signature.bytes);
   if (adds) text += fmt::format(" of {}", to_string(signature.type));
@@ -123,13 +122,11 @@ void Group::start(std::unique_ptr<Active> active) {
     if (planned.kind == Task::Kind::send) active->sends[planned.peer].push_back(task);
     const bool remote = planned.kind == Task::Kind::receive || planned.kind == Task::Kind::send;
     if (remote && peers_[planned.peer].stage == Stage::left)
-      return fail_starting(std::move(active),
-                           {ErrorCode::unavailable,
-                            fmt::format("{} has left the process group: reconfigure it without", name(planned.peer))});
+      return fail_starting(std::move(active), has_left(planned.peer));
   }
   if (auto scratch = take_scratch(*active); !scratch) return fail_starting(std::move(active), scratch.error());
   auto& here = *(active_[active->key] = std::move(active));
-  here.regions.resize(here.operation.memory.size() + 1);
+  here.regions.resize(here.operation.memory.size());
   if (here.left == 0) return end_if_over(here);
   const auto key = here.key;
   // Anything may end it: what it began with is a copy.
@@ -217,8 +214,7 @@ void Group::handle(const Event& event) {
       const auto [active, task] = found->second;
       writes_.erase(found);
       if (!event.error) return finished(*active, task);
-      const auto rank = active->operation.plan.tasks[task].peer;
-      return fail_all({ErrorCode::unavailable, fmt::format("{} is gone: {}", name(rank), event.error->message)}, true);
+      return fail_all(gone(active->operation.plan.tasks[task].peer, event.error->message), true);
     }
     case EventKind::connected:
     case EventKind::message:
@@ -256,7 +252,7 @@ void Group::on_message(std::uint32_t rank, BytesView message) {
 
 bool Group::send(std::uint32_t rank, BytesView message) {
   const auto sent = engine_.send(peers_[rank].endpoint, message);
-  if (!sent) fail_all({ErrorCode::unavailable, fmt::format("{} is gone: {}", name(rank), sent.error().message)}, true);
+  if (!sent) fail_all(gone(rank, sent.error().message), true);
   return sent.has_value();
 }
 
@@ -315,6 +311,14 @@ void Group::fail_all(Error error, bool tell_others) {
 std::string Group::name(std::uint32_t rank) const {
   return rank < peers_.size() ? fmt::format("rank {} ({})", rank, peers_[rank].handle.address.text)
                               : fmt::format("rank {}", rank);
+}
+
+Error Group::gone(std::uint32_t rank, std::string_view why) const {
+  return {ErrorCode::unavailable, fmt::format("{} is gone: {}", name(rank), why)};
+}
+
+Error Group::has_left(std::uint32_t rank) const {
+  return {ErrorCode::unavailable, fmt::format("{} has left the process group: reconfigure it without", name(rank))};
 }
 
 void Group::call(Done done, Result<> result) { callbacks_.emplace_back(std::move(done), std::move(result)); }

@@ -32,6 +32,10 @@
 
 namespace rejoin::collectives {
 
+constexpr bool combines(Collective kind) {
+  return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::reduce_scatter;
+}
+
 // What all members must have alike in a collective operation.
 struct Signature {
   std::uint64_t bytes = 0;
@@ -42,7 +46,7 @@ struct Signature {
   std::uint8_t reserved = 0;
   bool operator==(const Signature&) const = default;
 };
-std::string describe(const Signature& signature);  // "an all_reduce (sum) of 4.0 KiB of float32"
+std::string describe(const Signature& signature);  // "all_reduce (sum) of 4096 bytes of float32"
 
 using Done = std::function<void(const Result<>&)>;
 
@@ -133,6 +137,8 @@ class Group {
   void fail_all(Error error, bool tell_others);
   bool send(std::uint32_t rank, BytesView message);
   std::string name(std::uint32_t rank) const;
+  Error gone(std::uint32_t rank, std::string_view why) const;
+  Error has_left(std::uint32_t rank) const;
   void call(Done done, Result<> result);
   void run_callbacks();
 

@@ -25,8 +25,7 @@ struct Group::Peer {
   transport::EndpointId endpoint;
   Stage stage = Stage::missing;
   bool heard_goodbye = false;  // of this member, or can't
-  bool answered = false;       // its goodbye
-  bool closed = false;
+  bool answered = false;       // its goodbye, or has closed the connection
 };
 
 // Memory of the group's own, registered.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <initializer_list>
 #include <optional>
 
 #include "base/bytes.h"
@@ -20,7 +19,8 @@ using Number = std::uint32_t;  // of a task
 
 class Builder {
  public:
-  explicit Builder(const Shape& shape) : shape_(shape) {}
+  // `memories`: how many the operation has; scratch memory is the one after these.
+  explicit Builder(const Shape& shape, std::uint32_t memories = 1) : shape_(shape), memories_(memories) {}
 
   Number send(std::uint32_t peer, Place at, std::uint64_t length) {
     return add({.kind = Task::Kind::send, .peer = peer, .at = at, .length = length});
@@ -41,8 +41,8 @@ class Builder {
     plan_.tasks[*other].unblocks.push_back(task);
     ++plan_.tasks[task].blockers;
   }
-  std::uint64_t take_scratch(std::uint64_t bytes) {
-    const auto at = plan_.scratch;
+  Place take_scratch(std::uint64_t bytes) {
+    const Place at{memories_, plan_.scratch};
     plan_.scratch += round_up(bytes, 64);
     return at;
   }
@@ -58,8 +58,11 @@ class Builder {
     return static_cast<Number>(plan_.tasks.size() - 1);
   }
   const Shape shape_;
+  const std::uint32_t memories_;
   Plan plan_;
 };
+
+Place behind(const Place& place, std::uint64_t bytes) { return {place.memory, place.offset + bytes}; }
 
 struct Range {
   std::uint64_t offset = 0, length = 0;
@@ -70,17 +73,13 @@ struct Range {
 class Cut {
  public:
   // One memory in as many segments as there are members …
-  explicit Cut(const Shape& shape)
-      : Cut(shape, std::vector<std::uint64_t>(shape.members, round_up((shape.bytes + shape.members - 1) / shape.members,
-                                                                      std::uint64_t{64} * shape.element))) {
-    std::uint64_t left = shape.bytes;
-    for (auto& length : lengths_) {
-      length = std::min(length, left);
-      left -= length;
-    }
-  }
+  explicit Cut(const Shape& shape) : Cut(shape, segments_of(shape)) {}
   // … or memories that are segments.
   Cut(const Shape& shape, std::vector<std::uint64_t> lengths) : lengths_(std::move(lengths)) {
+    for (std::uint64_t at = 0; const auto length : lengths_) {
+      begins_.push_back(at);
+      at += length;
+    }
     const auto longest = *std::max_element(lengths_.begin(), lengths_.end());
     // Several, so that the rounds overlap, but none so small that its messages cost more than it.
     const auto wanted = std::clamp(longest / 4, std::min<std::uint64_t>(64 * KiB, shape.chunk), shape.chunk);
@@ -90,18 +89,21 @@ class Cut {
   std::uint32_t chunks() const { return chunks_; }
   std::uint64_t chunk_bytes() const { return chunk_; }
   std::uint64_t length(std::uint32_t segment) const { return lengths_[segment]; }
-  std::uint64_t begin(std::uint32_t segment) const {  // of it, in one memory of all
-    std::uint64_t at = 0;
-    for (std::uint32_t s = 0; s < segment; ++s) at += lengths_[s];
-    return at;
-  }
-  Range chunk(std::uint32_t segment, std::uint32_t c) const {  // from the segment's begin
+  std::uint64_t begin(std::uint32_t segment) const { return begins_[segment]; }  // of it, in one memory of all
+  Range chunk(std::uint32_t segment, std::uint32_t c) const {                    // from the segment's begin
     const auto offset = std::min(c * chunk_, lengths_[segment]);
     return {offset, std::min(chunk_, lengths_[segment] - offset)};
   }
 
  private:
-  std::vector<std::uint64_t> lengths_;
+  static std::vector<std::uint64_t> segments_of(const Shape& shape) {
+    const auto longest = round_up((shape.bytes + shape.members - 1) / shape.members, std::uint64_t{64} * shape.element);
+    std::vector<std::uint64_t> lengths;
+    for (std::uint64_t left = shape.bytes; lengths.size() < shape.members; left -= lengths.back())
+      lengths.push_back(std::min(longest, left));
+    return lengths;
+  }
+  std::vector<std::uint64_t> lengths_, begins_;
   std::uint64_t chunk_ = 1;
   std::uint32_t chunks_ = 0;
 };
@@ -127,7 +129,6 @@ void ring_reduce_scatter(Builder& builder, const Shape& shape, const Cut& cut, c
   const auto slots =
       static_cast<std::uint32_t>(std::min<std::uint64_t>(in_place ? kSlots : cut.chunks() + kSlots, all));
   const auto scratch = builder.take_scratch(slots * cut.chunk_bytes());
-  const std::uint32_t scratch_memory = ~0u;  // resolved by with_scratch()
   std::vector<std::optional<Number>> slot_free(slots);
   std::vector<Place> partial(cut.chunks());
   for (std::uint32_t k = 0, received = 0; k + 1 < shape.members; ++k) {
@@ -145,7 +146,7 @@ void ring_reduce_scatter(Builder& builder, const Shape& shape, const Cut& cut, c
     for (std::uint32_t c = 0; c < cut.chunks(); ++c, ++received) {
       const auto here = cut.chunk(in, c);
       if (here.length == 0) continue;
-      const Place slot{scratch_memory, scratch + (received % slots) * cut.chunk_bytes()};
+      const auto slot = behind(scratch, (received % slots) * cut.chunk_bytes());
       const auto arrived = builder.receive(left, slot, here.length);
       builder.after(arrived, slot_free[received % slots]);
       const auto sum = in_place ? own(in, here) : last ? into_last(in, here) : slot;
@@ -181,18 +182,10 @@ void ring_all_gather(Builder& builder, const Shape& shape, const Cut& cut, const
   }
 }
 
-// Scratch memory is the one after these.
-Plan with_scratch(Plan plan, std::uint32_t memories) {
-  for (auto& task : plan.tasks)
-    for (auto* place : {&task.at, &task.first, &task.second})
-      if (place->memory == ~0u) place->memory = memories;
-  return plan;
-}
-
 // Everyone's bytes come into scratch memory, and are added in the order of ranks.
 void combine_in_order(Builder& builder, const Shape& shape, const std::vector<Number>& before_the_result) {
   const auto scratch = builder.take_scratch(shape.members * round_up(shape.bytes, 64));
-  const auto slot = [&](std::uint32_t rank) { return Place{~0u, scratch + rank * round_up(shape.bytes, 64)}; };
+  const auto slot = [&](std::uint32_t rank) { return behind(scratch, rank * round_up(shape.bytes, 64)); };
   std::vector<std::optional<Number>> arrived(shape.members);
   for (std::uint32_t rank = 0; rank < shape.members; ++rank)
     if (rank != shape.rank) arrived[rank] = builder.receive(rank, slot(rank), shape.bytes);
@@ -223,7 +216,7 @@ Plan all_reduce(const Shape& shape) {
     for (std::uint32_t rank = 0; rank < shape.members; ++rank)
       if (rank != shape.rank) sent.push_back(builder.send(rank, {}, shape.bytes));
     combine_in_order(builder, shape, sent);
-    return with_scratch(builder.plan(), 1);
+    return builder.plan();
   }
   const Cut cut(shape);
   const Where where = [&](std::uint32_t segment, const Range& chunk) {
@@ -234,7 +227,7 @@ Plan all_reduce(const Shape& shape) {
   Chunks here(cut, shape.members);
   for (std::uint32_t c = 0; c < cut.chunks(); ++c) here(shape.rank, c) = summed(shape.rank, c);
   ring_all_gather(builder, shape, cut, where, here, sent);
-  return with_scratch(builder.plan(), 1);
+  return builder.plan();
 }
 
 Plan reduce(const Shape& shape) {
@@ -243,17 +236,17 @@ Plan reduce(const Shape& shape) {
   if (direct(shape)) {
     if (shape.rank != shape.root) builder.send(shape.root, {}, shape.bytes);
     else combine_in_order(builder, shape, {});
-    return with_scratch(builder.plan(), 1);
+    return builder.plan();
   }
   const Cut cut(shape);
   const Where own = [&](std::uint32_t segment, const Range& chunk) {
     return Place{0, cut.begin(segment) + chunk.offset};
   };
   const bool root = shape.rank == shape.root;
-  const auto result = root ? 0 : builder.take_scratch(cut.length(shape.rank));
+  const auto result = root ? Place{} : builder.take_scratch(cut.length(shape.rank));
   // The root's own segment may go in place at once: nobody sends it any more.
   const Where into = [&](std::uint32_t segment, const Range& chunk) {
-    return root ? own(segment, chunk) : Place{~0u, result + chunk.offset};
+    return root ? own(segment, chunk) : behind(result, chunk.offset);
   };
   Chunks sent(cut, shape.members), summed(cut, shape.members);
   ring_reduce_scatter(builder, shape, cut, own, into, false, sent, summed);
@@ -272,7 +265,7 @@ Plan reduce(const Shape& shape) {
       builder.after(arrived, sent(segment, c));
     }
   }
-  return with_scratch(builder.plan(), 1);
+  return builder.plan();
 }
 
 Plan broadcast(const Shape& shape) {
@@ -313,8 +306,8 @@ Plan all_gather(const Shape& shape, std::span<const std::uint64_t> sizes) {
 }
 
 Plan reduce_scatter(const Shape& shape) {
-  Builder builder(shape);
   const auto n = shape.members;
+  Builder builder(shape, n + 1);
   if (n == 1) {
     builder.copy({1, 0}, {}, shape.bytes);
     return builder.plan();
@@ -324,7 +317,7 @@ Plan reduce_scatter(const Shape& shape) {
   const Where into = [&](std::uint32_t, const Range& chunk) { return Place{n, chunk.offset}; };
   Chunks sent(cut, n), summed(cut, n);
   ring_reduce_scatter(builder, shape, cut, own, into, false, sent, summed);
-  return with_scratch(builder.plan(), n + 1);
+  return builder.plan();
 }
 
 Plan gather(const Shape& shape) {

@@ -76,7 +76,7 @@ void Group::post(Active& active, std::uint32_t number, const Ready& ready) {
                                .notify = ready.id};
   writes_[id] = {&active, number};
   if (auto posted = engine_.write(peers_[task.peer].endpoint, {&write, 1}); !posted)
-    fail_all({ErrorCode::unavailable, fmt::format("{} is gone: {}", name(task.peer), posted.error().message)}, true);
+    fail_all(gone(task.peer, posted.error().message), true);
 }
 
 void Group::receive(Active& active, std::uint32_t number) {

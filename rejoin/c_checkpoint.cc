@@ -2,7 +2,7 @@
 #include "rejoin/checkpoint_transfer.h"
 
 using rejoin::c::all_bytes_of, rejoin::c::asking, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded,
-    rejoin::c::milliseconds_of;
+    rejoin::c::listen_config, rejoin::c::milliseconds_of;
 
 struct rejoin_checkpoint_server {
   std::unique_ptr<rejoin::CheckpointServer> server;
@@ -17,11 +17,7 @@ extern "C" {
 rejoin_code rejoin_checkpoint_serve(const char* transport, const char* listen, const char* advertise,
                                     rejoin_checkpoint_server** server) {
   return guarded([&] {
-    rejoin::CheckpointServerConfig config;
-    if (transport != nullptr) config.transport = transport;
-    if (listen != nullptr) config.listen = listen;
-    if (advertise != nullptr) config.advertise = advertise;
-    auto opened = rejoin::CheckpointServer::open(config);
+    auto opened = rejoin::CheckpointServer::open(listen_config(transport, listen, advertise));
     if (!opened) return failed(opened.error());
     *server = new rejoin_checkpoint_server{std::move(*opened)};
     return REJOIN_OK;

@@ -2,7 +2,7 @@
 #include "rejoin/process_group.h"
 
 using rejoin::c::all_bytes_of, rejoin::c::asking, rejoin::c::code, rejoin::c::failed, rejoin::c::guarded,
-    rejoin::c::milliseconds_of;
+    rejoin::c::listen_config, rejoin::c::milliseconds_of;
 
 struct rejoin_group {
   std::unique_ptr<rejoin::ProcessGroup> group;
@@ -23,11 +23,7 @@ extern "C" {
 
 rejoin_code rejoin_group_open(const char* transport, const char* listen, const char* advertise, rejoin_group** group) {
   return guarded([&] {
-    rejoin::ProcessGroupConfig config;
-    if (transport != nullptr) config.transport = transport;
-    if (listen != nullptr) config.listen = listen;
-    if (advertise != nullptr) config.advertise = advertise;
-    auto opened = rejoin::ProcessGroup::open(config);
+    auto opened = rejoin::ProcessGroup::open(listen_config(transport, listen, advertise));
     if (!opened) return failed(opened.error());
     *group = new rejoin_group{std::move(*opened)};
     return REJOIN_OK;

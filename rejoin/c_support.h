@@ -11,6 +11,7 @@
 #include "base/bytes.h"
 #include "base/result.h"
 #include "rejoin/c.h"
+#include "rejoin/listen_config.h"
 
 namespace rejoin::c {
 
@@ -47,6 +48,15 @@ inline std::vector<std::span<std::byte>> all_bytes_of(const rejoin_memory* memor
   std::vector<std::span<std::byte>> all;
   for (std::size_t i = 0; i < count; ++i) all.push_back(bytes_of(memory[i]));
   return all;
+}
+
+// Null: the default.
+inline ListenConfig listen_config(const char* transport, const char* listen, const char* advertise) {
+  ListenConfig config;
+  if (transport != nullptr) config.transport = transport;
+  if (listen != nullptr) config.listen = listen;
+  if (advertise != nullptr) config.advertise = advertise;
+  return config;
 }
 
 inline std::function<bool()> asking(int (*cancelled)(void*), void* with) {

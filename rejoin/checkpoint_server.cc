@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "base/digest.h"
-#include "base/entropy.h"
 #include "base/fail.h"
 #include "base/fd.h"
 #include "checkpoint.pb.h"
@@ -16,8 +15,6 @@
 #include "rejoin/checkpoint_transfer.h"
 #include "rejoin/log_default.h"
 #include "rejoin/secret_address.h"
-#include "transport/advertise.h"
-#include "transport/factory.h"
 #include "transport/idle.h"
 
 namespace rejoin {
@@ -45,19 +42,11 @@ class Server final : public CheckpointServer {
  public:
   static Result<std::unique_ptr<CheckpointServer>> open(const CheckpointServerConfig& config) {
     log_to_stderr_by_default();
-    auto engine = transport::make_engine(config.transport);
-    if (!engine) return tl::unexpected(engine.error());
-    auto listening = (*engine)->listen({config.listen});
-    if (!listening) return tl::unexpected(listening.error());
-    auto told = transport::advertised(*listening, config.advertise);
-    if (!told) return tl::unexpected(told.error());
+    auto listener = SecretListener::open(config);
+    if (!listener) return tl::unexpected(listener.error());
     auto wake = make_eventfd();
     if (!wake) return tl::unexpected(wake.error());
-    const auto own = transport::with_host_for_any(*told, transport::own_host_towards("127.0.0.1:1"));
-    return std::unique_ptr<CheckpointServer>(new Server({.secret = {random_number(), random_number()},
-                                                         .family = SecretAddress::family_of(config.transport),
-                                                         .address = own.text},
-                                                        std::move(*engine), std::move(*wake)));
+    return std::unique_ptr<CheckpointServer>(new Server(listener->own, std::move(listener->engine), std::move(*wake)));
   }
 
   ~Server() override {

@@ -21,14 +21,11 @@
 #include "base/bytes.h"
 #include "base/clock.h"
 #include "base/result.h"
+#include "rejoin/listen_config.h"
 
 namespace rejoin {
 
-struct CheckpointServerConfig {
-  std::string transport = "tcp";     // as in transport/factory.h; who fetches has one of the same family
-  std::string listen = "0.0.0.0:0";  // port 0: the system picks one
-  std::string advertise;             // the host that others reach this one at; empty: this machine's own address
-};
+using CheckpointServerConfig = ListenConfig;
 
 // Thread: any one at a time. The server has a thread of its own, which serves.
 class CheckpointServer {

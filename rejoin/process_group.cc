@@ -7,14 +7,11 @@
 #include <mutex>
 #include <thread>
 
-#include "base/entropy.h"
 #include "base/fail.h"
 #include "base/fd.h"
 #include "collectives/call.h"
 #include "rejoin/log_default.h"
 #include "rejoin/secret_address.h"
-#include "transport/advertise.h"
-#include "transport/factory.h"
 #include "transport/idle.h"
 
 namespace rejoin {
@@ -24,6 +21,11 @@ namespace {
 constexpr std::string_view kScheme = "rejoin-member-1";
 constexpr std::string_view kNoMember = "member of a process group: give what its handle() has returned";
 constexpr Duration kAskCancelled = std::chrono::milliseconds(50);
+
+TimePoint in(Duration limit) {
+  const auto now = SteadyClock().now();
+  return limit < TimePoint::max() - now ? now + limit : TimePoint::max();
+}
 
 // Numbers of operations that have ended.
 struct Ended {
@@ -42,8 +44,7 @@ class Operation final : public Work {
     return result_.has_value();
   }
   Result<> wait(Duration limit, const std::function<bool()>& cancelled) override {
-    const auto now = SteadyClock().now();
-    const auto deadline = limit < TimePoint::max() - now ? now + limit : TimePoint::max();
+    const auto deadline = in(limit);
     std::unique_lock lock(mutex_);
     while (!result_) {
       const auto at = SteadyClock().now();
@@ -86,19 +87,11 @@ class Threaded final : public ProcessGroup {
  public:
   static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config) {
     log_to_stderr_by_default();
-    auto engine = transport::make_engine(config.transport);
-    if (!engine) return tl::unexpected(engine.error());
-    auto listening = (*engine)->listen({config.listen});
-    if (!listening) return tl::unexpected(listening.error());
-    auto advertised = transport::advertised(*listening, config.advertise);
-    if (!advertised) return tl::unexpected(advertised.error());
+    auto listener = SecretListener::open(config);
+    if (!listener) return tl::unexpected(listener.error());
     auto wake = make_eventfd();
     if (!wake) return tl::unexpected(wake.error());
-    const auto own = transport::with_host_for_any(*advertised, transport::own_host_towards("127.0.0.1:1"));
-    return std::unique_ptr<ProcessGroup>(new Threaded({.secret = {random_number(), random_number()},
-                                                       .family = SecretAddress::family_of(config.transport),
-                                                       .address = own.text},
-                                                      std::move(*engine), std::move(*wake)));
+    return std::unique_ptr<ProcessGroup>(new Threaded(listener->own, std::move(listener->engine), std::move(*wake)));
   }
 
   ~Threaded() override {
@@ -134,36 +127,35 @@ class Threaded final : public ProcessGroup {
       return fail(ErrorCode::invalid_argument, "none of the {} members is this one: add what its handle() has returned",
                   members.size());
     const auto work = std::make_shared<Operation>(ended_);
-    const auto deadline = SteadyClock().now() + std::min<Duration>(limit, std::chrono::hours(24 * 365));
+    const auto deadline = in(limit);
     {
       const std::lock_guard lock(mutex_);
       ++configuration_.count;
       configuration_.rank = *rank, configuration_.size = static_cast<std::uint32_t>(handles.size());
-      calls_.push_back([=, this, count = configuration_.count] {
+      push([=, this, count = configuration_.count] {
         in_configuration_ = count;
         group_->reconfigure(number, handles, *rank, deadline, [work](const Result<>& result) { work->end(result); });
       });
     }
-    signal_eventfd(wake_);
     return work->wait(Duration::max(), cancelled);
   }
   std::uint32_t rank() const override { return configuration().rank; }
   std::uint32_t size() const override { return configuration().size; }
 
   Result<std::shared_ptr<Work>> start(const CollectiveCall& call) override {
-    const auto in = configuration();
-    if (in.size == 0)
+    const auto now = configuration();
+    if (now.size == 0)
       return fail(ErrorCode::unavailable, "this process group has no members yet: reconfigure() names them");
     auto operation = collectives::prepare(
-        {call.kind, call.type, call.combine, call.root, call.tag, call.inputs, call.outputs}, in.rank, in.size);
+        {call.kind, call.type, call.combine, call.root, call.tag, call.inputs, call.outputs}, now.rank, now.size);
     if (!operation) return tl::unexpected(operation.error());
     const auto work = std::make_shared<Operation>(ended_);
-    operation->deadline = SteadyClock().now() + std::min<Duration>(call.limit, std::chrono::hours(24 * 365));
+    operation->deadline = in(call.limit);
     operation->done = [work](const Result<>& result) { work->end(result); };
     // Functions that are kept are copied: what can't be is shared.
     const auto shared = std::make_shared<collectives::Operation>(std::move(*operation));
-    in_thread([this, shared, in] {
-      if (in_configuration_ == in.count) return group_->submit(std::move(*shared));
+    in_thread([this, shared, now] {
+      if (in_configuration_ == now.count) return group_->submit(std::move(*shared));
       shared->done(fail(ErrorCode::cancelled, "the process group was reconfigured while this operation was started"));
     });
     return work;
@@ -213,10 +205,11 @@ class Threaded final : public ProcessGroup {
   }
 
   void in_thread(std::function<void()> call) {
-    {
-      const std::lock_guard lock(mutex_);
-      calls_.push_back(std::move(call));
-    }
+    const std::lock_guard lock(mutex_);
+    push(std::move(call));
+  }
+  void push(std::function<void()> call) {  // with mutex_ held
+    calls_.push_back(std::move(call));
     signal_eventfd(wake_);
   }
 
@@ -237,11 +230,11 @@ class Threaded final : public ProcessGroup {
   }
 
   bool take_calls() {
-    drain_eventfd(wake_);
     std::vector<std::function<void()>> calls;
     {
       const std::lock_guard lock(mutex_);
       calls.swap(calls_);
+      if (!calls.empty()) drain_eventfd(wake_);  // there are calls wherever it is signalled, so a poll costs no read()
     }
     for (const auto& call : calls) call();
     return !calls.empty();

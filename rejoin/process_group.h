@@ -17,14 +17,11 @@
 #include "base/clock.h"
 #include "base/result.h"
 #include "base/types.h"
+#include "rejoin/listen_config.h"
 
 namespace rejoin {
 
-struct ProcessGroupConfig {
-  std::string transport = "tcp";     // as in transport/factory.h; all members have one of the same family
-  std::string listen = "0.0.0.0:0";  // port 0: the system picks one
-  std::string advertise;             // the host that others reach this one at; empty: this machine's own address
-};
+using ProcessGroupConfig = ListenConfig;
 
 // Buffers are in the host's memory, and the caller's until the operation has ended. `inputs` are read and `outputs`
 // written; four operations work in place, in their one input.

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "base/bytes.h"
+#include "base/entropy.h"
 #include "base/fail.h"
+#include "transport/advertise.h"
 #include "transport/factory.h"
 
 namespace rejoin {
@@ -28,6 +30,20 @@ Result<SecretAddress> SecretAddress::parse(std::string_view scheme, std::string_
   for (std::size_t half = 0; half < 2; ++half)
     parsed.secret[half] = std::stoull(words[1].substr(half * 16, 16), nullptr, 16);
   return parsed;
+}
+
+Result<SecretListener> SecretListener::open(const ListenConfig& config) {
+  auto engine = transport::make_engine(config.transport);
+  if (!engine) return tl::unexpected(engine.error());
+  auto listening = (*engine)->listen({config.listen});
+  if (!listening) return tl::unexpected(listening.error());
+  auto advertised = transport::advertised(*listening, config.advertise);
+  if (!advertised) return tl::unexpected(advertised.error());
+  const auto own = transport::with_host_for_any(*advertised, transport::own_host_towards("127.0.0.1:1"));
+  return SecretListener{.own = {.secret = {random_number(), random_number()},
+                                .family = SecretAddress::family_of(config.transport),
+                                .address = own.text},
+                        .engine = std::move(*engine)};
 }
 
 }  // namespace rejoin

@@ -4,9 +4,12 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "base/result.h"
+#include "rejoin/listen_config.h"
+#include "transport/transport.h"
 
 namespace rejoin {
 
@@ -20,6 +23,14 @@ struct SecretAddress {
   static std::string family_of(const std::string& transport);
   // `what` it should be is for the error, `invalid_argument`.
   static Result<SecretAddress> parse(std::string_view scheme, std::string_view what, const std::string& text);
+};
+
+// An engine that listens, and the address that others reach it at, with a secret of its own.
+struct SecretListener {
+  SecretAddress own;
+  std::unique_ptr<transport::Engine> engine;
+
+  static Result<SecretListener> open(const ListenConfig& config);  // errors: of the transport, and of its address
 };
 
 }  // namespace rejoin

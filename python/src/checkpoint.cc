@@ -9,47 +9,35 @@ namespace rejoin::python {
 
 namespace {
 
-// A call that is under way keeps the server: close() may come from another thread.
 class CheckpointServer {
  public:
   CheckpointServer(const std::string& transport, const std::string& listen, const std::string& advertise) {
     rejoin_checkpoint_server* server = nullptr;
     check(rejoin_checkpoint_serve(transport.c_str(), listen.c_str(), advertise.c_str(), &server));
-    server_.reset(server, rejoin_checkpoint_server_close);
+    server_.set(server, rejoin_checkpoint_server_close);
   }
-  CheckpointServer(const CheckpointServer&) = delete;
-  ~CheckpointServer() { close(); }
 
-  std::string address() const { return rejoin_checkpoint_address(open().get()); }
+  std::string address() const { return rejoin_checkpoint_address(server_.get().get()); }
   void publish(std::uint64_t step, const nb::bytes& description, const std::vector<Memory>& buffers) {
     const auto all = memory_of(buffers);
-    const auto server = open();
+    const auto server = server_.get();
     const auto* const data = description.c_str();
     const auto size = description.size();
     Signals().waiting(
         [&] { return rejoin_checkpoint_publish(server.get(), step, data, size, all.data(), all.size()); });
   }
   std::uint64_t withdraw(std::uint64_t patience_ms) {
-    const auto server = open();
+    const auto server = server_.get();
     Signals signals;
     std::uint64_t cut_off = 0;
     signals.waiting(
         [&] { return rejoin_checkpoint_withdraw(server.get(), patience_ms, &Signals::ask, &signals, &cut_off); });
     return cut_off;
   }
-  void close() {
-    auto server = std::move(server_);
-    server_ = nullptr;
-    const nb::gil_scoped_release release;
-    server.reset();
-  }
+  void close() { server_.close(); }
 
  private:
-  std::shared_ptr<rejoin_checkpoint_server> open() const {
-    if (server_ == nullptr) raise(REJOIN_UNAVAILABLE, "this checkpoint server was shut down: make another");
-    return server_;
-  }
-  std::shared_ptr<rejoin_checkpoint_server> server_;
+  Opened<rejoin_checkpoint_server> server_{"this checkpoint server was shut down: make another"};
 };
 
 class CheckpointFetch {

@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -35,6 +36,32 @@ inline nb::object& make_error() {
 inline void check(rejoin_code code) {
   if (code != REJOIN_OK) raise(code, rejoin_error());
 }
+
+// What the library has opened, shared by the calls under way on it: close() may come from another thread, and what was
+// opened ends with the last of them.
+template <typename T>
+class Opened {
+ public:
+  explicit Opened(const char* closed) : closed_(closed) {}
+  Opened(const Opened&) = delete;
+  ~Opened() { close(); }
+
+  void set(T* opened, void (*end)(T*)) { opened_.reset(opened, end); }
+  std::shared_ptr<T> get() const {
+    if (opened_ == nullptr) raise(REJOIN_UNAVAILABLE, closed_);
+    return opened_;
+  }
+  void close() {
+    if (opened_ == nullptr) return;
+    auto opened = std::exchange(opened_, nullptr);
+    const nb::gil_scoped_release release;
+    opened.reset();
+  }
+
+ private:
+  const char* const closed_;
+  std::shared_ptr<T> opened_;
+};
 
 inline std::vector<rejoin_memory> memory_of(const std::vector<Memory>& buffers) {
   std::vector<rejoin_memory> all;

@@ -26,25 +26,22 @@ class Work {
   const std::shared_ptr<rejoin_work> work_;
 };
 
-// A call that is under way keeps the group: close() may come from another thread.
 class ProcessGroup {
  public:
   ProcessGroup(const std::string& transport, const std::string& listen, const std::string& advertise) {
     rejoin_group* group = nullptr;
     check(rejoin_group_open(transport.c_str(), listen.c_str(), advertise.c_str(), &group));
-    group_.reset(group, rejoin_group_close);
+    group_.set(group, rejoin_group_close);
   }
-  ProcessGroup(const ProcessGroup&) = delete;
-  ~ProcessGroup() { close(); }
 
-  std::string handle() const { return rejoin_group_handle(open().get()); }
-  std::uint32_t rank() const { return rejoin_group_rank(open().get()); }
-  std::uint32_t size() const { return rejoin_group_size(open().get()); }
+  std::string handle() const { return rejoin_group_handle(group_.get().get()); }
+  std::uint32_t rank() const { return rejoin_group_rank(group_.get().get()); }
+  std::uint32_t size() const { return rejoin_group_size(group_.get().get()); }
   void reconfigure(std::uint64_t number, const std::vector<std::string>& members, std::uint64_t limit_ms) {
     std::vector<const char*> all;
     std::transform(members.begin(), members.end(), std::back_inserter(all),
                    [](const auto& one) { return one.c_str(); });
-    const auto group = open();
+    const auto group = group_.get();
     Signals signals;
     signals.waiting([&] {
       return rejoin_group_reconfigure(group.get(), number, all.data(), all.size(), limit_ms, &Signals::ask, &signals);
@@ -61,35 +58,26 @@ class ProcessGroup {
     call.inputs = in.data(), call.input_count = in.size();
     call.outputs = out.data(), call.output_count = out.size();
     call.limit_ms = limit_ms;
-    const auto group = open();
+    const auto group = group_.get();
     rejoin_work* work = nullptr;
     Signals().waiting([&] { return rejoin_group_start(group.get(), &call, &work); });
     return Work(work);
   }
   std::uint64_t next_done(std::uint64_t limit_ms) {
-    const auto group = open();
+    const auto group = group_.get();
     std::uint64_t number = 0;
     Signals().waiting([&] { return rejoin_group_next_done(group.get(), limit_ms, &number); });
     return number;
   }
-  void abort(const std::string& reason) { check(rejoin_group_abort(open().get(), reason.c_str())); }
+  void abort(const std::string& reason) { check(rejoin_group_abort(group_.get().get(), reason.c_str())); }
   void shutdown(std::uint64_t limit_ms) {
-    const auto group = open();
+    const auto group = group_.get();
     Signals().waiting([&] { return rejoin_group_shutdown(group.get(), limit_ms); });
   }
-  void close() {
-    auto group = std::move(group_);
-    group_ = nullptr;
-    const nb::gil_scoped_release release;
-    group.reset();
-  }
+  void close() { group_.close(); }
 
  private:
-  std::shared_ptr<rejoin_group> open() const {
-    if (group_ == nullptr) raise(REJOIN_UNAVAILABLE, "this process group was shut down: make another");
-    return group_;
-  }
-  std::shared_ptr<rejoin_group> group_;
+  Opened<rejoin_group> group_{"this process group was shut down: make another"};
 };
 
 }  // namespace

@@ -9,17 +9,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rejoin._memory import TYPES, Memory, memory_of
+
 _NAMES = "all_reduce reduce broadcast all_gather reduce_scatter gather scatter all_to_all barrier send receive"
 COLLECTIVES = {name: number for number, name in enumerate(_NAMES.split())}  # rejoin_collective of rejoin/c.h
-_TYPES = {  # rejoin_type
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int32: 4,
-    torch.int64: 5,
-}
-Memory = tuple[int, int]  # address, bytes
 _SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16)  # are reduced as int32, and cut off
 _SUM, _MEAN = 0, 1
 _COMBINES = {  # rejoin_combine
@@ -64,10 +57,6 @@ def reduction_of(opts: Any) -> int:
     raise ValueError(f"the backend 'rejoin' reduces by SUM, AVG, MIN, MAX and PRODUCT, not by {wanted}")
 
 
-def _memory_of(tensor: torch.Tensor) -> Memory:
-    return tensor.data_ptr(), tensor.nbytes
-
-
 def _check(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(f"the backend 'rejoin' takes dense tensors, not one of layout {tensor.layout}")
@@ -89,6 +78,11 @@ def _parts(tensor: torch.Tensor, cut: int | Sequence[int]) -> list[torch.Tensor]
     return list(torch.split(tensor, list(cut)))
 
 
+def _memories(tensor: torch.Tensor, cut: int | Sequence[int]) -> list[Memory]:
+    """Give where its parts are; 0: it is not cut."""
+    return [memory_of(part) for part in (_parts(tensor, cut) if cut else [tensor])]
+
+
 def stage_all(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
@@ -104,14 +98,14 @@ def stage_all(
         if in_place and here is not tensor:
             staged.copies.append((tensor, here))
         staged.alive.append(here)
-        staged.inputs += [_memory_of(part) for part in (_parts(here, cut_inputs) if cut_inputs else [here])]
+        staged.inputs += _memories(here, cut_inputs)
     for tensor in map(_check, outputs):
         here = tensor
         if not _plain(tensor):
             here = torch.empty(tensor.shape, dtype=tensor.dtype)
             staged.copies.append((tensor, here))
         staged.alive.append(here)
-        staged.outputs += [_memory_of(part) for part in (_parts(here, cut_outputs) if cut_outputs else [here])]
+        staged.outputs += _memories(here, cut_outputs)
     return staged
 
 
@@ -126,7 +120,7 @@ def stage_reduction(
     dtype = dtypes.pop()
     if dtype.is_complex and how not in (_SUM, _MEAN):
         raise ValueError(f"complex numbers ({dtype}) can be summed and averaged, not reduced otherwise")
-    if not dtype.is_complex and dtype not in _TYPES and dtype not in _SMALL:
+    if not dtype.is_complex and dtype not in TYPES and dtype not in _SMALL:
         raise ValueError(f"the backend 'rejoin' can't reduce {dtype}: convert it")
 
     def reducible(tensor: torch.Tensor, fresh: bool, written: bool) -> torch.Tensor:
@@ -143,9 +137,9 @@ def stage_reduction(
         return torch.view_as_real(here) if dtype.is_complex else here
 
     numbers = torch.int32 if dtype in _SMALL else dtype.to_real() if dtype.is_complex else dtype
-    staged.type = _TYPES[numbers]
+    staged.type = TYPES[numbers]
     for tensor in inputs:
         here = reducible(tensor, fresh=False, written=not outputs)
-        staged.inputs += [_memory_of(part) for part in (_parts(here, cut_inputs) if cut_inputs else [here])]
-    staged.outputs = [_memory_of(reducible(tensor, fresh=True, written=True)) for tensor in outputs]
+        staged.inputs += _memories(here, cut_inputs)
+    staged.outputs = [memory_of(reducible(tensor, fresh=True, written=True)) for tensor in outputs]
     return staged

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rejoin import _native, errors
 from rejoin._collectives import Staged
+from rejoin._memory import milliseconds
 
 _LONGEST = 1 << 40  # milliseconds
 _Work: Any = dist.distributed_c10d.Work  # its type differs between versions of torch
@@ -25,11 +26,6 @@ class Settles(Protocol):
 
     def let_go_of_ended(self) -> None:
         """Keep no tensors of operations that have ended."""
-
-
-def milliseconds(time: timedelta) -> int:
-    """Give it as the library takes it."""
-    return max(1, min(_LONGEST, int(time.total_seconds() * 1000)))
 
 
 class Work(_Work):  # type: ignore[misc]
@@ -137,6 +133,6 @@ def settle_all(native: _native.ProcessGroup, awaited: dict[int, Work], lock: thr
             work = awaited.pop(number)
         work.settle()
     with lock:
-        left, awaited = list(awaited.values()), {}
+        left = list(awaited.values())
     for work in left:
         work.settle()

@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 from rejoin import _native, errors
 from rejoin._collectives import COLLECTIVES, Staged, reduction_of, stage_all, stage_reduction
-from rejoin._work import Work, milliseconds, settle_all
+from rejoin._memory import milliseconds
+from rejoin._work import Work, settle_all
 
 _GOODBYE = 5000  # milliseconds that a process waits for the others to hear that it leaves
 # Its types differ between versions of torch.
@@ -107,9 +108,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if opts is not None:
             uuid, handles, timeout = opts.uuid, opts.handles, opts.timeout
         members = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
-        if timeout is None or timeout <= timedelta(0):
-            timeout = self._timeout
-        self._native.reconfigure(uuid, members, milliseconds(timeout))
+        self._native.reconfigure(uuid, members, self._limit(timeout))
         return Work(self, None, Staged(), [])
 
     def getRank(self) -> int:  # noqa: N802 - the names that torch calls
@@ -169,12 +168,15 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if hasattr(self, "_settler"):  # it was opened
             self.shutdown()
 
+    def _limit(self, timeout: timedelta | None) -> int:
+        """Give the milliseconds of a time-out, by default the group's; an operation has at least one."""
+        if timeout is None or timeout <= timedelta(0):
+            timeout = self._timeout
+        return max(1, milliseconds(timeout))
+
     # Operations.
 
     def _start(self, kind: str, staged: Staged, result: list[torch.Tensor], opts: Any = None, **more: int) -> Work:
-        timeout = getattr(opts, "timeout", None)
-        if timeout is None or timeout <= timedelta(0):
-            timeout = self._timeout
         native = self._native.start(
             COLLECTIVES[kind],
             staged.type,
@@ -183,7 +185,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             more.get("tag", 0),
             staged.inputs,
             staged.outputs,
-            milliseconds(timeout),
+            self._limit(getattr(opts, "timeout", None)),
         )
         work = Work(self, native, staged, result)
         self.let_go_of_ended()
@@ -192,13 +194,12 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def _start_all(
-        self, kind: str, all: Iterable[Staged], result: list[torch.Tensor], opts: Any = None, **more: int
+        self, kind: str, all: Sequence[Staged], result: list[torch.Tensor], opts: Any = None, **more: int
     ) -> Work:
         """Give the last one's work, which ends when the others have."""
-        several = list(all)
         works: list[Work] = []
-        for staged in several:
-            if staged is several[-1]:
+        for staged in all:
+            if staged is all[-1]:
                 staged.others = works[:]
             works.append(self._start(kind, staged, result, opts, **more))
         return works[-1] if works else Work(self, None, Staged(), result)
@@ -225,14 +226,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         native.notify(number)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        """Replace the tensor by the reduction over all members."""
+        """Replace each of the tensors by its reduction over all members."""
         how = reduction_of(opts)
         all = [stage_reduction([tensor], [], how) for tensor in tensors]
         return self._start_all("all_reduce", all, tensors, opts, combine=how)
-
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        """Replace each of the tensors by its reduction over all members."""
-        return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """Replace the root's tensor by the reduction over all members."""
@@ -256,8 +253,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.allgather([list(into) for into in zip(*outputs, strict=True)], inputs, opts)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        staged = stage_all([input], [output], cut_outputs=self.getSize())
-        return self._start("all_gather", staged, [output], opts)
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -274,9 +270,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start_all("reduce_scatter", all, outputs, opts, combine=how)
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        how = reduction_of(opts)
-        staged = stage_reduction([input], [output], how, cut_inputs=self.getSize())
-        return self._start("reduce_scatter", staged, [output], opts, combine=how)
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -329,7 +323,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Wait until all members are here."""
         return self._start("barrier", Staged(), [], opts)
 
-    # Newer names of the same.
+    # Other names of the same, and newer ones.
+    allreduce_coalesced = allreduce
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base

@@ -11,7 +11,6 @@ What the state dict has besides tensors is pickled, as torchft's own transports 
 from __future__ import annotations
 
 import logging
-import math
 import pickle
 import threading
 import time
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torchft.checkpointing.transport import CheckpointTransport
 
 from rejoin import _native
+from rejoin._memory import memory_of, milliseconds
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -39,14 +39,6 @@ class _Buffer:
     shape: torch.Size
     dtype: torch.dtype
     spec: Any = None  # of a DTensor
-
-
-def _milliseconds(time: timedelta) -> int:
-    return max(0, math.ceil(time.total_seconds() * 1000))
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.nbytes
 
 
 def _local(leaf: Any) -> torch.Tensor | None:
@@ -119,7 +111,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
             tensors.append(local.resolve_conj().resolve_neg().cpu().contiguous())
         with self._lock:
             self._offered, self._sent = True, self._sent + tensors
-            self._server.publish(step, pickle.dumps((described, spec)), [_memory_of(one) for one in tensors])
+            self._server.publish(step, pickle.dumps((described, spec)), [memory_of(one) for one in tensors])
             self._sent = tensors
 
     def disallow_checkpoint(self) -> None:
@@ -127,7 +119,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
         with self._lock:
             if not self._offered:
                 return
-            cut_off = self._server.withdraw(_milliseconds(self._timeout))
+            cut_off = self._server.withdraw(milliseconds(self._timeout))
             self._offered, self._sent = False, []
         if cut_off:
             _log.warning("%d receivers had not finished after %s, and were cut off", cut_off, self._timeout)
@@ -135,7 +127,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Wait until that step is offered there, and receive it: into `state_dict()`'s tensors, where it was given."""
         deadline = time.monotonic() + timeout.total_seconds()
-        fetch = _native.CheckpointFetch(self._transport, metadata, step, _milliseconds(timeout))
+        fetch = _native.CheckpointFetch(self._transport, metadata, step, milliseconds(timeout))
         try:
             return self._receive(fetch, deadline)
         finally:
@@ -166,7 +158,7 @@ class RejoinTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft 
                     mine = DTensor(target, described_leaf.spec, requires_grad=False)  # type: ignore[no-untyped-call]
             leaves.append(mine)
         left = timedelta(seconds=deadline - time.monotonic())
-        fetch.into([_memory_of(one) for one in buffers], _milliseconds(left))
+        fetch.into([memory_of(one) for one in buffers], milliseconds(left))
         with torch.no_grad():
             for received, target in copied:
                 target.copy_(received)

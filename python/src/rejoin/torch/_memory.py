@@ -9,17 +9,8 @@ from typing import Any
 import torch
 
 from rejoin import _native
+from rejoin._memory import TYPES
 from rejoin.errors import InvalidArgument
-
-# rejoin_type of rejoin/c.h
-TYPES: dict[torch.dtype, int] = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int32: 4,
-    torch.int64: 5,
-}
 
 
 def type_of(name: str, dtype: torch.dtype) -> int:
