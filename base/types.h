@@ -32,8 +32,12 @@ enum class Collective : std::uint8_t {
 };
 
 // How a process group makes one element of two. Sum and mean as above; a maximum or minimum with a NaN is a NaN;
-// integers wrap.
-enum class Combine : std::uint8_t { sum, mean, maximum, minimum, product };
+// integers wrap; the last three work on the bits of integers and are refused for other types.
+enum class Combine : std::uint8_t { sum, mean, maximum, minimum, product, bitwise_and, bitwise_or, bitwise_xor };
+
+constexpr bool is_bitwise(Combine combine) { return combine >= Combine::bitwise_and; }
+
+constexpr bool is_integer(DataType type) { return type == DataType::int32 || type == DataType::int64; }
 
 constexpr std::size_t size_of(DataType type) {
   switch (type) {
@@ -83,6 +87,9 @@ constexpr std::string_view to_string(Combine combine) {
     case Combine::maximum: return "maximum";
     case Combine::minimum: return "minimum";
     case Combine::product: return "product";
+    case Combine::bitwise_and: return "bitwise and";
+    case Combine::bitwise_or: return "bitwise or";
+    case Combine::bitwise_xor: return "bitwise xor";
   }
   return "?";
 }

@@ -62,6 +62,9 @@ Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t me
   if ((has_root || between_two) && (call.root >= members || (between_two && call.root == rank)))
     return fail(ErrorCode::invalid_argument, "{} names rank {}: in this group are {} members, and this one is rank {}",
                 to_string(call.kind), call.root, members, rank);
+  if (adds && is_bitwise(call.combine) && !is_integer(call.type))
+    return fail(ErrorCode::invalid_argument, "a {} is one of integers' bits, and {} is no type of integers",
+                to_string(call.combine), to_string(call.type));
   const auto wanted = counts_of(call.kind, call.root == rank, members);
   if (auto checked = check_count(call, "input", call.inputs, wanted.inputs); !checked)
     return tl::unexpected(checked.error());

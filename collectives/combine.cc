@@ -20,6 +20,9 @@ T combined(Combine how, T a, T b) {
     using Unsigned = std::make_unsigned_t<T>;  // wraps
     if (how == Combine::maximum) return a > b ? a : b;
     if (how == Combine::minimum) return a < b ? a : b;
+    if (how == Combine::bitwise_and) return a & b;
+    if (how == Combine::bitwise_or) return a | b;
+    if (how == Combine::bitwise_xor) return a ^ b;
     return static_cast<T>(static_cast<Unsigned>(a) * static_cast<Unsigned>(b));
   }
 }

@@ -158,6 +158,7 @@ bool Group::left() const {
 // What waits for it waits in vain; what it was sent may still be on its way.
 void Group::on_goodbye(std::uint32_t rank) {
   peers_[rank].stage = Stage::left;
+  if (configuring_) return fail_all(has_left(rank), true);
   const auto needs_it = [&](const Active& active) {
     return std::any_of(active.waits_for_ready.begin(), active.waits_for_ready.end(),
                        [&](std::uint32_t task) { return active.operation.plan.tasks[task].peer == rank; });

@@ -13,6 +13,8 @@ using transport::Event, transport::EventKind, transport::RegionId;
 
 namespace {
 
+constexpr Duration kReasonBy = std::chrono::milliseconds(100);  // a refused write's, from the one that refused it
+
 std::uint64_t channel_of(const Operation& operation) {
   if (operation.signature.kind == Collective::send) return kSends | operation.tag;
   if (operation.signature.kind == Collective::receive) return kReceives | operation.tag;
@@ -61,6 +63,7 @@ void Group::poll(TimePoint now) {
 TimePoint Group::next_deadline(TimePoint now) const {
   TimePoint next = now + std::chrono::seconds(1);
   if (configuring_) next = std::min({next, configured_by_, connect_again_});
+  if (refused_) next = std::min(next, refused_->until);
   for (const auto& [key, active] : active_) next = std::min(next, active->operation.deadline);
   for (const auto& active : waiting_) next = std::min(next, active->operation.deadline);
   return next;
@@ -151,6 +154,7 @@ void Group::fail_starting(std::unique_ptr<Active> active, Error error) {
 
 std::span<std::byte> Group::bytes_at(Active& active, const Place& place, std::uint64_t length) {
   auto& memory = active.operation.memory;
+  if (length == 0) return {};  // a barrier has no memory
   const auto all = place.memory < memory.size() ? memory[place.memory] : active.scratch->mapping.span();
   REJOIN_CHECK(in_range(place.offset, length, all.size()), "{} bytes at {} of {}", length, place.offset, all.size());
   return all.subspan(place.offset, length);
@@ -158,6 +162,8 @@ std::span<std::byte> Group::bytes_at(Active& active, const Place& place, std::ui
 
 void Group::unblocked(Active& active, std::uint32_t number) {
   const auto& task = active.operation.plan.tasks[number];
+  const bool remote = task.kind == Task::Kind::receive || task.kind == Task::Kind::send;
+  if (remote && peers_[task.peer].stage == Stage::left) return fail_all(has_left(task.peer), true);
   switch (task.kind) {
     case Task::Kind::receive: return receive(active, number);
     case Task::Kind::send:
@@ -214,7 +220,8 @@ void Group::handle(const Event& event) {
       const auto [active, task] = found->second;
       writes_.erase(found);
       if (!event.error) return finished(*active, task);
-      return fail_all(gone(active->operation.plan.tasks[task].peer, event.error->message), true);
+      if (!refused_) refused_ = {gone(active->operation.plan.tasks[task].peer, event.error->message), now_ + kReasonBy};
+      return;
     }
     case EventKind::connected:
     case EventKind::message:
@@ -257,6 +264,7 @@ bool Group::send(std::uint32_t rank, BytesView message) {
 }
 
 void Group::check_deadlines() {
+  if (refused_ && now_ >= refused_->until) return fail_all(refused_->error, true);
   for (const auto& [key, active] : active_)
     if (now_ >= active->operation.deadline)
       return fail_all(
@@ -288,6 +296,7 @@ std::string Group::what_it_waits_for(const Active& active) const {
 void Group::fail_all(Error error, bool tell_others) {
   const bool first = !failed_.has_value();
   if (first) failed_ = error;
+  refused_.reset();
   receives_.clear(), writes_.clear();
   ready_early_.clear(), ready_early_count_ = 0;
   const auto active = std::exchange(active_, {});

@@ -157,6 +157,12 @@ class Group {
   TimePoint configured_by_{}, connect_again_{};
   Done configured_;
   std::optional<Error> failed_;  // nothing runs until the next configuration
+  // A peer has refused a write. It has failed, then, and its abort, which says why, comes behind the refusal.
+  struct Refused {
+    Error error;
+    TimePoint until;  // … unless it does not come
+  };
+  std::optional<Refused> refused_;
 
   // Operations.
   std::uint64_t collectives_ = 0, ids_ = 0;

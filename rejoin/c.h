@@ -187,7 +187,10 @@ typedef enum rejoin_combine { /* Combine of base/types.h */
                               REJOIN_MEAN,
                               REJOIN_MAXIMUM,
                               REJOIN_MINIMUM,
-                              REJOIN_PRODUCT
+                              REJOIN_PRODUCT,
+                              REJOIN_BITWISE_AND, /* of integers alone, as the next two */
+                              REJOIN_BITWISE_OR,
+                              REJOIN_BITWISE_XOR
 } rejoin_combine;
 
 typedef struct rejoin_collective_call { /* CollectiveCall; zeros are its defaults */

@@ -43,7 +43,7 @@ uint32_t rejoin_group_size(const rejoin_group* group) { return group->group->siz
 rejoin_code rejoin_group_start(rejoin_group* group, const rejoin_collective_call* call, rejoin_work** work) {
   return guarded([&] {
     if (!within(call->kind, REJOIN_RECEIVE) || !within(call->type, REJOIN_INT64) ||
-        !within(call->combine, REJOIN_PRODUCT))
+        !within(call->combine, REJOIN_BITWISE_XOR))
       return failed({rejoin::ErrorCode::invalid_argument, "a collective's kind, type or combine is none of c.h"});
     auto started = group->group->start({.kind = static_cast<rejoin::Collective>(call->kind),
                                         .type = static_cast<rejoin::DataType>(call->type),

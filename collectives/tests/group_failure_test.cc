@@ -232,6 +232,41 @@ TEST(GroupFailure, WhoNeedsOneThatHasLeftIsToldSo) {
   EXPECT_THAT(refused->result->error().message, HasSubstr("was shut down"));
 }
 
+// What becomes ready for a member only after that has left is not waited for.
+TEST(GroupFailure, WhoComesToNeedOneThatHasLeftIsToldSo) {
+  Members members(3);
+  members.everyone();
+  std::vector<Floats> buffers(3, Floats(100'000));
+  const auto broadcast_of = [](Floats& floats) {
+    return Call{.kind = Collective::broadcast, .inputs = {bytes_in(floats)}};
+  };
+  const auto early = members.submit(1, broadcast_of(buffers[1]));
+  members.run_for(2ms);
+  members.all[2].group->leave();
+  members.run_for(2ms);
+  const auto root = members.submit(0, broadcast_of(buffers[0]));
+  const auto begun = members.clock.now();
+  ASSERT_TRUE(members.run({early, root}));
+  EXPECT_LT(members.clock.now() - begun, 1s);
+  for (const auto& work : {early, root}) {
+    ASSERT_FALSE(*work->result);
+    EXPECT_THAT(work->result->error().message, HasSubstr("has left"));
+  }
+}
+
+TEST(GroupFailure, WhoLeavesWhileOthersAreConfiguredEndsTheirWaiting) {
+  Members members(3);
+  members.all[2].stopped = true;  // it never comes
+  const auto works = members.begin_reconfigure(1, {0, 1, 2});
+  members.run_for(50ms);
+  members.all[0].group->leave();
+  const auto begun = members.clock.now();
+  ASSERT_TRUE(members.run({works[0], works[1]}));
+  EXPECT_LT(members.clock.now() - begun, 1s);
+  ASSERT_FALSE(*works[1]->result);
+  EXPECT_THAT(works[1]->result->error().message, HasSubstr("has left"));
+}
+
 TEST(GroupFailure, StrangersAndDamagedMessagesAreNotListenedTo) {
   Members members(2);
   auto stranger = members.fabric.make_engine();

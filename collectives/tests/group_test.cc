@@ -184,6 +184,8 @@ TEST(Group, WhatCanNotBeIsRefusedByName) {
               HasSubstr("buffer 1 has 20 bytes, not 16"));
   EXPECT_THAT(refused({.kind = Collective::all_reduce, .type = DataType::float64, .inputs = {bytes_in(five)}}),
               HasSubstr("no whole number of float64"));
+  EXPECT_THAT(refused({.kind = Collective::all_reduce, .combine = Combine::bitwise_or, .inputs = {bytes_in(four)}}),
+              HasSubstr("a bitwise or is one of integers' bits, and float32 is no type of integers"));
 }
 
 TEST(Group, CombinesElementsOfAllTypes) {
@@ -199,6 +201,9 @@ TEST(Group, CombinesElementsOfAllTypes) {
   EXPECT_EQ(one(Combine::product, DataType::int64, std::int64_t{1} << 62, std::int64_t{6}), std::int64_t(1) << 63);
   EXPECT_EQ(one(Combine::product, DataType::bfloat16, std::uint16_t{0x4000}, std::uint16_t{0x4040}), 0x40c0);  // 2 × 3
   EXPECT_EQ(one(Combine::minimum, DataType::float16, std::uint16_t{0x3c00}, std::uint16_t{0x4000}), 0x3c00);   // 1, 2
+  EXPECT_EQ(one(Combine::bitwise_and, DataType::int32, 0b1100, -6), 0b1000);
+  EXPECT_EQ(one(Combine::bitwise_or, DataType::int64, std::int64_t{1} << 40, std::int64_t{5}), (1ll << 40) + 5);
+  EXPECT_EQ(one(Combine::bitwise_xor, DataType::int32, -1, 7), -8);
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const auto how : {Combine::maximum, Combine::minimum}) {
     EXPECT_TRUE(std::isnan(one(how, DataType::float32, nan, 1.0f)));

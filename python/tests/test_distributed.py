@@ -61,6 +61,8 @@ def test_collectives_give_what_gloos_give():
                 ops = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
                 if dtype == torch.bool: ops = ops[1:3]
                 if dtype == torch.complex64: ops = ops[:1]
+                if dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
+                    ops += [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
                 for op in ops:
                     ours, theirs = tensor(*shape, dtype=dtype), tensor(*shape, dtype=dtype).to(wide)
                     dist.all_reduce(ours, op); dist.all_reduce(theirs, op, group=gloo)
@@ -125,8 +127,9 @@ def test_collectives_give_what_gloos_give():
         future = dist.all_reduce(t := torch.ones(10), async_op=True).get_future()
         assert future.wait()[0][0] == size and t[0] == size
         whole, imaginary = torch.ones(1, dtype=torch.int32), torch.ones(1, dtype=torch.complex64)
-        band = dist.ReduceOp.BAND
-        for wrong, call in [("by SUM, AVG, MIN, MAX and PRODUCT, not", lambda: dist.all_reduce(whole, band)),
+        premul, band = dist._make_nccl_premul_sum(2.0), dist.ReduceOp.BAND
+        for wrong, call in [("BXOR, not by PREMUL_SUM", lambda: dist.all_reduce(whole, premul)),
+                            ("not torch.float32", lambda: dist.all_reduce(torch.ones(1), band)),
                             ("named", lambda: dist.recv(torch.ones(1))),
                             ("equal parts", lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(7))),
                             ("complex", lambda: dist.all_reduce(imaginary, dist.ReduceOp.MAX))]:

@@ -15,12 +15,16 @@ _NAMES = "all_reduce reduce broadcast all_gather reduce_scatter gather scatter a
 COLLECTIVES = {name: number for number, name in enumerate(_NAMES.split())}  # rejoin_collective of rejoin/c.h
 _SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16)  # are reduced as int32, and cut off
 _SUM, _MEAN = 0, 1
+_BITWISE = (5, 6, 7)
 _COMBINES = {  # rejoin_combine
     dist.ReduceOp.SUM: _SUM,
     dist.ReduceOp.AVG: _MEAN,
     dist.ReduceOp.MAX: 2,
     dist.ReduceOp.MIN: 3,
     dist.ReduceOp.PRODUCT: 4,
+    dist.ReduceOp.BAND: 5,
+    dist.ReduceOp.BOR: 6,
+    dist.ReduceOp.BXOR: 7,
 }
 
 
@@ -54,7 +58,8 @@ def reduction_of(opts: Any) -> int:
     for torchs, ours in _COMBINES.items():
         if wanted == torchs:
             return ours
-    raise ValueError(f"the backend 'rejoin' reduces by SUM, AVG, MIN, MAX and PRODUCT, not by {wanted}")
+    name = getattr(getattr(wanted, "op", wanted), "name", wanted)
+    raise ValueError(f"the backend 'rejoin' reduces by SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR and BXOR, not by {name}")
 
 
 def _check(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,6 +125,8 @@ def stage_reduction(
     dtype = dtypes.pop()
     if dtype.is_complex and how not in (_SUM, _MEAN):
         raise ValueError(f"complex numbers ({dtype}) can be summed and averaged, not reduced otherwise")
+    if how in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"BAND, BOR and BXOR reduce the bits of integers, not {dtype}")
     if not dtype.is_complex and dtype not in TYPES and dtype not in _SMALL:
         raise ValueError(f"the backend 'rejoin' can't reduce {dtype}: convert it")
 

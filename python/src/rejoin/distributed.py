@@ -7,8 +7,8 @@ Collectives are those of other backends. When a member is lost, everything under
 that names it, soon after the connection breaks or at the operation's time-out. The group goes on with other members, or
 fewer, after `reconfigure()` on each of them; a process that is new makes its group with `Options(configure=False)`.
 
-Tensors of a GPU go through the host's memory. Reductions: SUM, AVG, MIN, MAX, PRODUCT; the result is the same, bit for
-bit, on all members.
+Tensors of a GPU go through the host's memory. Reductions: SUM, AVG, MIN, MAX, PRODUCT, and of integers BAND, BOR, BXOR;
+the result is the same, bit for bit, on all members.
 
 This is for process groups whose membership something else decides. Replicas that come and go by themselves, with their
 state, are what `rejoin.torch` is for.
