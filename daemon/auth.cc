@@ -78,12 +78,7 @@ bool JobKey::equal(BytesView a, BytesView b) {
   return a.size() == b.size() && ::CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
 }
 
-std::uint64_t JobKey::data_secret() const {
-  const Mac mac = sign("rejoin data connections", {}, {});
-  std::uint64_t secret = 0;
-  std::memcpy(&secret, mac.data(), sizeof secret);
-  return secret;
-}
+transport::Secret JobKey::data_secret() const { return {sign("rejoin data connections", {}, {})}; }
 
 Nonce make_nonce() {
   Nonce nonce;

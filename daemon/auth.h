@@ -7,6 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/result.h"
+#include "transport/secret.h"
 
 namespace rejoin::daemon {
 
@@ -21,7 +22,7 @@ class JobKey {
   Mac sign(std::string_view purpose, BytesView first, BytesView second) const;
   static bool equal(BytesView a, BytesView b);  // in constant time
   // What ranks and daemons of the job show each other on data connections.
-  std::uint64_t data_secret() const;
+  transport::Secret data_secret() const;
 
  private:
   std::string key_;

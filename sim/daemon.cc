@@ -9,7 +9,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::uint64_t kStreamSecret = 0xca7c4;
+const transport::Secret kStreamSecret = transport::Secret::of({0xca7c4, 0});
 constexpr Duration kRetry = 50ms;
 const std::string kFamily = "sim";  // of the streams
 

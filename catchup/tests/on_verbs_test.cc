@@ -49,7 +49,7 @@ TEST_P(OnVerbs, TheDaemonRegistersItsTrainersDmaBufAndHasNoContext) {
     rank->engine = *transport::staged::make_engine(std::move(*below), rank->remote, {.slot_bytes = kSlot, .slots = 2});
     rank->address = *rank->engine->listen({"0.0.0.0:0"});
     rank->service =
-        std::make_unique<Service>(*rank->engine, 5, Service::Options{.compression = Compression::never}, clock);
+        std::make_unique<Service>(*rank->engine, transport::Secret::of({5, 0}), Service::Options{.compression = Compression::never}, clock);
     set_dma_buf(GetParam());
     auto offer = rank->owner->offer();
     set_dma_buf(false);
