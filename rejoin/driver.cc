@@ -221,8 +221,8 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
       machine_.on_registered(Incarnation(message.registered().incarnation()));
       job_ = message.registered().job();
       ++revision_;
-      auto ring =
-          ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_, secret_.token());
+      auto ring = ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_,
+                                           secret_.token());
       if (!ring) return fail(ring.error());
       ring_ = std::move(*ring);
       auto audit = StateAudit::make(owner_);
