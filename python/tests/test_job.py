@@ -26,13 +26,14 @@ class Job:
     """A job of rejoin-run over tests/trainer.py, in a directory of its own."""
 
     def __init__(self, directory: Path, *flags: str, replicas: int = 2, ranks: int = 1, steps: int = 60, batch: int = 8,
-                 kill: dict[int, tuple[str, int]] | None = None) -> None:  # fmt: skip
-        self.directory, self.steps = directory, steps
+                 kill: dict[int, tuple[str, int]] | None = None, script: str = "trainer.py",
+                 silence_ms: int = 5000) -> None:  # fmt: skip
+        self.directory, self.steps, self.script = directory, steps, str(HERE / script)
         for replica, order in (kill or {}).items():
             self.kill(replica, *order)
         command = [sys.executable, "-m", "rejoin.run", "--replicas", str(replicas), "--steps", str(steps), "--batch",
-                   str(batch), "--directory", str(directory), "--silence-ms", "5000", "--",
-                   sys.executable, str(HERE / "trainer.py"), "--out", str(directory), *flags]  # fmt: skip
+                   str(batch), "--directory", str(directory), "--silence-ms", str(silence_ms), "--",
+                   sys.executable, self.script, "--out", str(directory), *flags]  # fmt: skip
         if ranks > 1:
             command[7:7] = ["--ranks", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -110,7 +111,7 @@ class Job:
             except OSError:
                 continue
             if (
-                str(HERE / "trainer.py").encode() in command[:3]
+                self.script.encode() in command[:3]
                 and str(self.directory).encode() in command
                 and b"REJOIN_REPLICA=%d" % replica in environment
             ):

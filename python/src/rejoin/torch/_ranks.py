@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import os
 import struct
-import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from rejoin.errors import InvalidArgument, Unavailable
+from rejoin.launch import ranks_of_replica
+from rejoin.torch._leaving import Leaving
 
 REMEMBERED = 4096  # steps; a replica that catches up gets gradients of steps before
-_WAITS_SECONDS = 600.0
-_WAITS_WHEN_LEAVING_SECONDS = 10.0
+_WAITS_SECONDS = 600.0  # where nobody puts this replica out: the others have ended, or are as slow
 _WAITS_FOR_BODIES_SECONDS = 30.0  # as long as torchrun lets a process live that it has asked to end
 _sessions = itertools.count()
-
-
-class Terminated(SystemExit):
-    """SIGTERM, while this replica waited for a step, or for a rank of its own that has left."""
 
 
 class Ranks:
@@ -31,16 +27,18 @@ class Ranks:
     Not collectives: a rank may be in a step's update while another one is still in its backward.
     """
 
-    def __init__(self, rank: int, leaving: threading.Event) -> None:
-        """`leaving`: set when this replica is to leave, so that nobody is waited for any more for long."""
-        self._rank, self._leaving = rank, leaving
+    def __init__(self, rank: int, leaving: Leaving, check: Callable[[], None]) -> None:
+        """`check` raises when this replica is out of the job: what others see of a rank that hangs, too."""
+        self._rank, self._leaving, self._check = rank, leaving, check
         self._store: Any = None
         initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._size = torch.distributed.get_world_size() if initialized else int(os.environ.get("WORLD_SIZE", "1"))
+        named, self._size = ranks_of_replica()
+        if initialized:
+            self._size = torch.distributed.get_world_size()
         if self._size > 1:
             if not initialized:
                 raise InvalidArgument(
-                    f"this replica has {self._size} ranks (WORLD_SIZE): call torch.distributed.init_process_group() "
+                    f"this replica has {self._size} ranks ({named}): call torch.distributed.init_process_group() "
                     "before attach()"
                 )
             store = torch.distributed.distributed_c10d._get_default_store()
@@ -57,7 +55,6 @@ class Ranks:
         if self._store is None:
             return
         self._store.set(f"sum/{step}/{self._rank}", struct.pack("<d", value))
-        self._store.set(f"seen/{self._rank}", str(step))
         if step > REMEMBERED:
             self._store.delete_key(f"sum/{step - REMEMBERED}/{self._rank}")
 
@@ -66,39 +63,38 @@ class Ranks:
         if self._store is None:
             return value
         keys = [f"sum/{step}/{rank}" for rank in range(self._size)]
-        self._wait(step, keys)
+        self._wait(f"its part of the norm of step {step}'s gradient", keys)
         total = 0.0
         for packed in self._store.multi_get(keys):
             total += struct.unpack("<d", packed)[0]
         return total
 
-    def _wait(self, step: int, keys: list[str]) -> None:
+    def gather(self, name: str, mine: bytes) -> list[bytes]:
+        """Give what each rank says under this name, in their order; once for each name. Waits for the others."""
+        if self._store is None:
+            return [mine]
+        self._store.set(f"{name}/{self._rank}", mine)
+        keys = [f"{name}/{rank}" for rank in range(self._size)]
+        self._wait(f"its '{name}'", keys)
+        return list(self._store.multi_get(keys))
+
+    # A rank that hangs or is stopped is put out of the job by the others, and with it this one, as they notice.
+    def _wait(self, what: str, keys: list[str]) -> None:
         started = time.monotonic()
-        while True:
-            try:
-                self._store.wait(keys, timedelta(seconds=1))
-                return
-            except torch.distributed.DistStoreError:  # not there yet
-                waited = time.monotonic() - started
-            except torch.distributed.DistError as error:
-                raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
-            if self._leaving.is_set() and waited > _WAITS_WHEN_LEAVING_SECONDS:
-                raise Terminated
-            for rank, key in enumerate(keys):
-                if self._store.check([key]):
-                    continue
-                seen = f"seen/{rank}"
-                passed = self._store.check([seen]) and int(self._store.get(seen)) > step
-                if passed and not self._store.check([key]):
-                    raise Unavailable(
-                        f"rank {rank} of this replica began to catch up after step {step}, and rank {self._rank} "
-                        "before: what the norm of that step's gradient was is not to be had. Start the replica again"
-                    )
-                if waited > _WAITS_SECONDS:
-                    raise Unavailable(
-                        f"step {step}: rank {rank} of this replica has not told its part of the gradient's norm for "
-                        f"{waited:.0f} s"
-                    )
+        with self._leaving.waiting(at_once=False):
+            while True:
+                try:
+                    self._store.wait(keys, timedelta(seconds=1))
+                    return
+                except torch.distributed.DistStoreError:  # not there yet
+                    waited = time.monotonic() - started
+                except torch.distributed.DistError as error:
+                    raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
+                self._leaving.look()
+                self._check()
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if missing and waited > _WAITS_SECONDS:
+                    raise Unavailable(f"rank {missing[0]} of this replica has not told {what} for {waited:.0f} s")
 
     def leaves_after(self, step: int, wants: bool) -> bool:
         """Say whether this replica leaves with the end of this step; `wants`: this rank has been asked to.
