@@ -18,6 +18,7 @@ import trainer  # noqa: E402
 from rejoin._programs import path  # noqa: E402
 
 HERE = Path(__file__).parent
+RUNNING: list[subprocess.Popen] = []  # conftest.py ends what a test has left
 # Lines of several ranks may lie behind each other.
 DIGEST = re.compile(r"((?:rank \d: )?step \d+) mean (\S+ digest [0-9a-f]{16})")
 
@@ -38,6 +39,7 @@ class Job:
             command[7:7] = ["--ranks", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        RUNNING.append(self.process)
 
     def wait(self, limit: float = 110) -> str:
         try:
@@ -116,7 +118,7 @@ class Job:
         lines = (self.directory / f"trained.{replica}").read_text().splitlines()
         return dict(json.loads(line) for line in lines)
 
-    def pid_of(self, replica: int) -> int:
+    def pid_of(self, replica: int, rank: int = 0) -> int:
         for process in Path("/proc").iterdir():
             if not process.name.isdecimal():
                 continue
@@ -129,6 +131,7 @@ class Job:
                 self.script.encode() in command[:3]
                 and str(self.directory).encode() in command
                 and b"REJOIN_REPLICA=%d" % replica in environment
+                and (rank == 0 or b"RANK=%d" % rank in environment)
             ):
                 return int(process.name)
         raise AssertionError(f"replica {replica} is not there")
@@ -146,7 +149,7 @@ def check_equal(job: Job, replicas: int) -> None:
     assert " 0 lost, 0 repeated" in job.audit(), job.audit()
 
 
-def alone(job: Job, kind: str, max_norm: float | None) -> tuple[dict, dict]:
+def alone(job: Job, kind: str, max_norm: float | None, start: dict | None = None) -> tuple[dict, dict]:
     """What one process of plain PyTorch computes from the ledger; of two replicas the order of the sum is no matter."""
     torch.set_num_threads(1)
     from rejoin.torch._data import Batches
@@ -154,6 +157,9 @@ def alone(job: Job, kind: str, max_norm: float | None) -> tuple[dict, dict]:
 
     model = trainer.make_model(kind)
     optimizer = trainer.make_optimizer(kind, model)
+    if start is not None:
+        model.load_state_dict(start["model"])
+        optimizer.load_state_dict(start["optimizer"])
     data, batches = trainer.make_data(), Batches(997, seed=5)
     contributors, samples = job.contributors(), {r: job.samples(r) for r in (0, 1)}
     for step in range(1, job.steps + 1):
@@ -287,17 +293,36 @@ def test_daemon_and_coordinator_are_killed_and_nobody_loses_a_step(tmp_path):
     check_equal(job, 2)
 
 
-def test_a_job_goes_on_from_a_checkpoint_that_plain_pytorch_can_read(tmp_path):
-    first = Job(tmp_path, "--save-every", "20", "--workers", "1", replicas=2, steps=60)
+def of_a_plain_job(steps: int) -> dict:
+    """A checkpoint of so many steps of plain PyTorch."""
+    model = trainer.make_model()
+    optimizer = trainer.make_optimizer("adamw", model)
+    for _ in range(steps):
+        x, y = torch.utils.data.default_collate([trainer.make_data()[i] for i in range(8)])
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def test_a_job_goes_on_from_a_plain_checkpoint_and_plain_pytorch_from_one_of_a_job(tmp_path):
+    """One replica writes it while all train."""
+    torch.set_num_threads(1)
+    plain = of_a_plain_job(5)
+    torch.save(plain, tmp_path / "checkpoint.pt")
+    first = Job(tmp_path, "--save-every", "20", "--workers", "1", "--restore", replicas=2, steps=60)
     first.wait()
     check_equal(first, 2)
+    final, (weights, state) = torch.load(tmp_path / "final.pt", weights_only=True), alone(first, "adamw", None, plain)
+    assert all(same_bits(final["model"][name], weight) for name, weight in weights.items())
+    assert same_bits(final["optimizer"]["state"][0]["exp_avg_sq"], state["state"][0]["exp_avg_sq"])
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert saved["rejoin"]["rank0"]["version"] == 60
     model = trainer.make_model()
     model.load_state_dict(saved["model"])
     optimizer = trainer.make_optimizer("adamw", model)
     optimizer.load_state_dict(saved["optimizer"])
-    assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {60.0}
+    assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {65.0}
     # A new coordinator, which knows of nothing: steps and samples go on where they stood.
     second_directory = tmp_path / "second"
     second_directory.mkdir()

@@ -107,16 +107,21 @@ def test_who_waits_ends_with_sigterm_and_who_is_silent_for_long_is_put_out_unles
     check_equal(job, 2)
 
 
-def test_ranks_of_a_replica_do_not_wait_for_one_that_hangs_and_may_begin_apart(tmp_path):
+def test_ranks_of_a_replica_do_not_wait_for_one_that_is_stopped_and_may_begin_apart(tmp_path):
     flags = ["--optimizer", "sharded", "--max-norm", "0.5", "--leave-within", "2"]
     job = Job(tmp_path, *flags, ranks=2, steps=0, silence_ms=3000)
     job.until(lambda: all(job.trains(replica) > 10 for replica in range(2)), LONG)
 
-    # Rank 1 does not tell its part of a norm: rank 0 hears that they are out as soon as the others have found that.
-    held, before = job.hold(1, "norm", rank=1), job.trains(0)
-    job.until(lambda: "rejoin.errors.Cancelled: " in job.log(1), LONG)
-    assert held.exists()
-    job.until(lambda: job.trains(0) > before + 10, LONG)
+    # Rank 1 is stopped before it tells its part of a norm: rank 0 hears that they are out when the job has found that.
+    held = job.hold(1, "norm", rank=1)
+    job.until(held.exists)
+    stopped, before = job.pid_of(1, rank=1), job.trains(0)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        job.until(lambda: "rejoin.errors.Cancelled: " in job.log(1), LONG)
+        job.until(lambda: job.trains(0) > before + 10, LONG)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
 
     # It comes back. Rank 1 takes up its first step long after rank 0, and needs the same norms.
     joined = job.hold(1, "joined", rank=1)
@@ -135,3 +140,35 @@ def test_ranks_of_a_replica_do_not_wait_for_one_that_hangs_and_may_begin_apart(t
     for replica in range(2):
         assert job.log(replica).count("SIGTERM: what this step waits for has not come") == 2, job.log(replica)[-3000:]
     check_equal(job, 2)
+
+
+def test_a_rank_that_hangs_is_named_and_sigterm_ends_the_wait(monkeypatch):
+    from rejoin.errors import Cancelled, Unavailable
+    from rejoin.torch import _leaving, _ranks
+
+    def ranks(check=lambda: None) -> tuple[_ranks.Ranks, _leaving.Leaving]:
+        leaving = _leaving.Leaving()
+        one = _ranks.Ranks(0, leaving, check)
+        one._store, one._size = torch.distributed.HashStore(), 2
+        one.publish(7, 1.5)
+        return one, leaving
+
+    one, _ = ranks()
+    one._store.set("sum/7/1", one._store.get("sum/7/0"))
+    assert one.total(7, 1.5) == 3.0
+    monkeypatch.setattr(_ranks, "LONGEST_WAIT_SECONDS", 0.3)
+    with pytest.raises(Unavailable, match="rank 1 of this replica has not told its part of the norm of step 8"):
+        one.total(8, 1.0)
+    monkeypatch.setattr(_ranks, "LONGEST_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(_leaving, "LONGEST_WAIT_SECONDS", 0.2)
+    two, leaving = ranks()
+    leaving._on_sigterm(signal.SIGTERM, None)
+    with pytest.raises(_leaving.Terminated):
+        two.total(7, 1.5)
+
+    def out() -> None:
+        raise Cancelled("this replica is out")
+
+    three, _ = ranks(out)
+    with pytest.raises(Cancelled):
+        three.total(7, 1.5)

@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import copy
 import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -164,6 +166,15 @@ def main() -> None:
     assert torch.equal(random, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
     session.join()
     holds(0, "joined")
+
+    def write(state, of_step: int) -> None:
+        while of_step == given.save_every and now < of_step + 5:  # all train on meanwhile
+            time.sleep(0.01)
+        torch.save(state, given.out / "checkpoint.new")
+        os.replace(given.out / "checkpoint.new", given.out / "checkpoint.pt")
+
+    writing = threading.Thread(target=lambda: None)
+    writing.start()
     who = f"rank {session.rank}: " if session.rank else ""
     with (given.out / f"trained.{me}{'.' * session.rank}").open("a") as trained:
         for step, (x, y) in session.steps(loader):
@@ -186,11 +197,12 @@ def main() -> None:
                 time.sleep(0.3)
             print(f"{who}step {now} mean {step.mean('loss'):.9g} digest {session.state_digest():016x}", flush=True)
             if given.save_every and now % given.save_every == 0 and step.leads:
-                with session.busy("a checkpoint", seconds=60):
-                    torch.save(session.state_dict(), given.out / "checkpoint.new")
-                    os.replace(given.out / "checkpoint.new", given.out / "checkpoint.pt")
+                writing.join()  # of the one before
+                writing = threading.Thread(target=write, args=(copy.deepcopy(session.state_dict()), now))
+                writing.start()
             if session.version is not None:
                 last = session.state_digest()
+    writing.join()
     if now and step.leads and ranks == 1:
         torch.save(session.state_dict(), given.out / "final.pt")
     if now and step.leads and ranks > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,9 @@ from rejoin.launch import ranks_of_replica
 from rejoin.torch._leaving import Leaving
 
 REMEMBERED = 4096  # steps; a replica that catches up gets gradients of steps before
-_WAITS_SECONDS = 600.0  # where nobody puts this replica out: the others have ended, or are as slow
+LONGEST_WAIT_SECONDS = (
+    60.0  # and eight times as long as steps take, for a rank that goes on being there and does nothing
+)
 _WAITS_FOR_BODIES_SECONDS = 30.0  # as long as torchrun lets a process live that it has asked to end
 _sessions = itertools.count()
 
@@ -30,6 +33,8 @@ class Ranks:
     def __init__(self, rank: int, leaving: Leaving, check: Callable[[], None]) -> None:
         """`check` raises when this replica is out of the job: what others see of a rank that hangs, too."""
         self._rank, self._leaving, self._check = rank, leaving, check
+        self._published_at: float | None = None
+        self._steps: deque[float] = deque(maxlen=16)  # seconds that each took
         self._store: Any = None
         initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
         named, self._size = ranks_of_replica()
@@ -54,6 +59,10 @@ class Ranks:
         """Tell the others this rank's part of a step's sum."""
         if self._store is None:
             return
+        now = time.monotonic()
+        if self._published_at is not None:
+            self._steps.append(now - self._published_at)
+        self._published_at = now
         self._store.set(f"sum/{step}/{self._rank}", struct.pack("<d", value))
         if step > REMEMBERED:
             self._store.delete_key(f"sum/{step - REMEMBERED}/{self._rank}")
@@ -78,23 +87,31 @@ class Ranks:
         self._wait(f"its '{name}'", keys)
         return list(self._store.multi_get(keys))
 
-    # A rank that hangs or is stopped is put out of the job by the others, and with it this one, as they notice.
+    # A rank that is stopped, or has died, is found by its daemon, and the whole replica is out. One that hangs in its
+    # update is found here alone: the job takes it for one that evaluates, or writes a checkpoint, between steps.
     def _wait(self, what: str, keys: list[str]) -> None:
-        started = time.monotonic()
+        started = looked_at = time.monotonic()
+        limit = LONGEST_WAIT_SECONDS + 8 * max(self._steps, default=0.0)
         with self._leaving.waiting(at_once=False):
-            while True:
-                try:
-                    self._store.wait(keys, timedelta(seconds=1))
-                    return
-                except torch.distributed.DistStoreError:  # not there yet
-                    waited = time.monotonic() - started
-                except torch.distributed.DistError as error:
-                    raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
-                self._leaving.look()
-                self._check()
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                if missing and waited > _WAITS_SECONDS:
-                    raise Unavailable(f"rank {missing[0]} of this replica has not told {what} for {waited:.0f} s")
+            while missing := self._missing(keys):
+                now = time.monotonic()
+                if now - looked_at > 0.1:
+                    looked_at = now
+                    self._leaving.look()
+                    self._check()
+                if now - started > limit:
+                    raise Unavailable(
+                        f"rank {missing[0]} of this replica has not told {what} for {limit:.0f} s: it hangs, or died"
+                    )
+                time.sleep(min(0.02, (now - started) / 8))  # not the store's wait(), which logs each time that it ends
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        try:
+            if self._store.check(keys):
+                return []
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except torch.distributed.DistError as error:
+            raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
 
     def leaves_after(self, step: int, wants: bool) -> bool:
         """Say whether this replica leaves with the end of this step; `wants`: this rank has been asked to.
