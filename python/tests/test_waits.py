@@ -156,6 +156,7 @@ def test_a_rank_that_hangs_is_named_and_sigterm_ends_the_wait(monkeypatch):
     one, _ = ranks()
     one._store.set("sum/7/1", one._store.get("sum/7/0"))
     assert one.total(7, 1.5) == 3.0
+    one.publish(8, 1.0)
     monkeypatch.setattr(_ranks, "LONGEST_WAIT_SECONDS", 0.3)
     with pytest.raises(Unavailable, match="rank 1 of this replica has not told its part of the norm of step 8"):
         one.total(8, 1.0)

@@ -27,7 +27,7 @@ class Leaving:
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
-        self._waits_since = 0.0
+        self._waits_since: float | None = None
         self._at_once = self._ending = False
 
     def listen(self) -> None:
@@ -50,11 +50,11 @@ class Leaving:
         try:
             yield
         finally:
-            self._at_once = False
+            self._at_once, self._waits_since = False, None
 
     def look(self) -> None:
         """Raise `Terminated`, once, where this is no time to go on waiting."""
-        if self._asked_at is None or self._ending:
+        if self._asked_at is None or self._waits_since is None or self._ending:
             return
         waited = time.monotonic() - max(self._asked_at, self._waits_since)
         if self._at_once or waited > LONGEST_WAIT_SECONDS:
