@@ -41,7 +41,7 @@ class Job:
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         RUNNING.append(self.process)
 
-    def wait(self, limit: float = 110) -> str:
+    def wait(self, limit: float = 240) -> str:
         try:
             _, errors = self.process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -58,7 +58,7 @@ class Job:
         file = self.directory / f"replica{replica}.log"
         return file.read_text() if file.exists() else ""
 
-    def until(self, condition, limit: float = 60) -> None:
+    def until(self, condition, limit: float = 150) -> None:
         deadline = time.monotonic() + limit
         while not condition():
             assert time.monotonic() < deadline, self.tails()
@@ -238,7 +238,7 @@ def test_kills_at_every_point_of_a_step_lose_nothing(tmp_path):
 def test_a_compiled_model_loses_a_replica_and_gets_it_back(tmp_path):
     """It dies once more where it compiles, before join(). With "inductor" as the backend it takes half a minute."""
     job = Job(tmp_path, "--compile", "aot_eager", steps=0)
-    job.until(lambda: all(job.trains(replica) > 10 for replica in range(2)), limit=100)
+    job.until(lambda: all(job.trains(replica) > 10 for replica in range(2)), limit=240)
     job.kill(1, "backward")
     job.until(lambda: job.killed(1))
     job.kill(1, "warm-up")
@@ -246,7 +246,7 @@ def test_a_compiled_model_loses_a_replica_and_gets_it_back(tmp_path):
     job.until(lambda: job.killed(1))
     assert job.trains(0) > others, "the others waited for it"
     before = job.trains(1)
-    job.until(lambda: job.trains(1) > before + 10, limit=100)
+    job.until(lambda: job.trains(1) > before + 10, limit=240)
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.wait(30).count("SIGKILL") == 2
     check_equal(job, 2)

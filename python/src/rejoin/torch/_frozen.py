@@ -29,10 +29,13 @@ def digest(tensor: torch.Tensor) -> int:
 
 def frozen(model: torch.nn.Module, ranks: Ranks) -> str:
     """Tell the frozen parameters of this replica, all ranks' shards together, by name; nothing where there are none."""
-    named = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    every = [(name, local(p)) for name, p in model.named_parameters() if not p.requires_grad]
+    named = [
+        (name, p) for name, p in every if type(p.data) is torch.Tensor
+    ]  # others, such as packed ones, have no bytes
     if not named:
         return ""
-    mine = struct.pack(f"<{len(named)}Q", *(digest(local(p)) for _, p in named))
+    mine = struct.pack(f"<{len(named)}Q", *(digest(p) for _, p in named))
     digests = [0] * len(named)
     for rank, packed in enumerate(ranks.gather("frozen", mine)):
         for i, (of,) in enumerate(struct.iter_unpack("<Q", packed)):
