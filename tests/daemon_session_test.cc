@@ -276,6 +276,7 @@ struct Greeted {
     proto::ToTrainer message;
     message.mutable_welcome()->set_protocol(protocol);
     message.mutable_welcome()->set_silence_ms(silence_ms);
+    message.mutable_welcome()->set_data_secret(std::string(32, 's'));
     return send_with_fds(connection, as_bytes(message.SerializeAsString()), {}).has_value();
   }
 };
