@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <fstream>
 #include <random>
 
 #include "base/bytes.h"
@@ -197,6 +198,20 @@ TEST(BadInput, WithoutAMajorityOfEqualStatesTheStatusSaysWhoDiffersInWhat) {
            status.find("differ from those of replica 0: tensor '") != std::string::npos;
   })) << status;
   EXPECT_EQ(first.output() + other.output(), "") << "both wait";
+}
+
+// Whoever mistypes a socket's name loses no file.
+TEST(BadInput, AFileThatIsNoSocketIsLeftAsItIs) {
+  Job job;
+  const std::string file = job.file("precious"), link = job.file("link");
+  std::ofstream(file) << "precious";
+  ASSERT_EQ(::symlink(file.c_str(), link.c_str()), 0);
+  for (const auto& name : {file, link}) {
+    const auto ended = listen_unix(name);
+    ASSERT_FALSE(ended);
+    EXPECT_NE(ended.error().message.find("exists and is no socket"), std::string::npos) << ended.error().message;
+    EXPECT_EQ(read_file(name), "precious");
+  }
 }
 
 // Over shared memory and over TCP no ring can be made of them.
