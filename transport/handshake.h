@@ -9,17 +9,12 @@
 // proof or be used a second time, and the listener keeps 32 bytes of a caller until that has proven itself.
 #pragma once
 
-#include "base/bytes.h"
+#include "base/proof.h"
 #include "transport/secret.h"
 
 namespace rejoin::transport::handshake {
 
-using Nonce = std::array<std::byte, 32>;
-using Proof = std::array<std::byte, 32>;
-
-Nonce make_nonce();  // of the system's random numbers
-Proof prove_listener(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener);
-Proof prove_caller(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener, BytesView hello);
-bool equal(const Proof& a, const Proof& b);  // in a time that does not depend on them
+Mac prove_listener(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener);
+Mac prove_caller(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener, BytesView hello);
 
 }  // namespace rejoin::transport::handshake

@@ -96,7 +96,7 @@ class TcpEngine final : public Engine {
     // Until it is open.
     Secret secret;  // the caller's
     Bytes hello;    // the caller's
-    handshake::Nonce ours{}, theirs{};
+    Nonce ours{}, theirs{};
     bool challenged = false;  // the listener has proven itself
   };
 

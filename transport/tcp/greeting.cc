@@ -73,19 +73,17 @@ bool TcpEngine::greets(const Endpoint& endpoint) const {
   const bool listens = endpoint.stage == Stage::accepting;
   if ((!listens && endpoint.stage != Stage::greeting) || header.operation != wire::kMagic) return false;
   switch (header.kind) {
-    case wire::Kind::call: return listens && !endpoint.challenged && header.length == sizeof(handshake::Nonce);
-    case wire::Kind::challenge:
-      return !listens && !endpoint.challenged && header.length == sizeof(handshake::Nonce) + sizeof(handshake::Proof);
+    case wire::Kind::call: return listens && !endpoint.challenged && header.length == sizeof(Nonce);
+    case wire::Kind::challenge: return !listens && !endpoint.challenged && header.length == sizeof(Nonce) + sizeof(Mac);
     case wire::Kind::hello:
-      return listens && endpoint.challenged && header.length >= sizeof(handshake::Proof) &&
-             header.length <= sizeof(handshake::Proof) + kMaxHello;
+      return listens && endpoint.challenged && header.length >= sizeof(Mac) && header.length <= sizeof(Mac) + kMaxHello;
     case wire::Kind::welcome: return !listens && endpoint.challenged && header.length == 0;
     default: return false;
   }
 }
 
 void TcpEngine::call(Endpoint& endpoint) {
-  endpoint.ours = handshake::make_nonce();
+  endpoint.ours = make_nonce();
   queue(endpoint, {.kind = wire::Kind::call, .length = endpoint.ours.size(), .operation = wire::kMagic}, endpoint.ours);
 }
 
@@ -93,7 +91,7 @@ void TcpEngine::on_call(Endpoint& endpoint) {
   BytesView body = endpoint.body;
   (void)take(body, endpoint.theirs);  // of this size, greets() says
   endpoint.challenged = true;
-  endpoint.ours = handshake::make_nonce();
+  endpoint.ours = make_nonce();
   const Bytes answer =
       joined(endpoint.ours, bytes_of(handshake::prove_listener(secret_, endpoint.theirs, endpoint.ours)));
   queue(endpoint, {.kind = wire::Kind::challenge, .length = answer.size(), .operation = wire::kMagic}, answer);
@@ -101,9 +99,9 @@ void TcpEngine::on_call(Endpoint& endpoint) {
 
 void TcpEngine::on_challenge(Endpoint& endpoint) {
   BytesView body = endpoint.body;
-  handshake::Proof proof;
+  Mac proof;
   (void)(take(body, endpoint.theirs) && take(body, proof));
-  if (!handshake::equal(proof, handshake::prove_listener(endpoint.secret, endpoint.ours, endpoint.theirs)))
+  if (!equal_in_constant_time(proof, handshake::prove_listener(endpoint.secret, endpoint.ours, endpoint.theirs)))
     return fail_endpoint(endpoint, ErrorCode::refused,
                          "it has not proven that it knows this connection's secret; between replicas: that it has this "
                          "job's key");
@@ -115,9 +113,9 @@ void TcpEngine::on_challenge(Endpoint& endpoint) {
 
 void TcpEngine::on_hello(Endpoint& endpoint) {
   BytesView hello = endpoint.body;
-  handshake::Proof proof;
+  Mac proof;
   (void)take(hello, proof);
-  if (!handshake::equal(proof, handshake::prove_caller(secret_, endpoint.theirs, endpoint.ours, hello)))
+  if (!equal_in_constant_time(proof, handshake::prove_caller(secret_, endpoint.theirs, endpoint.ours, hello)))
     return fail_endpoint(endpoint, ErrorCode::refused, "it has not proven that it has this job's key");
   strangers_.remove(endpoint.id);
   open(endpoint);

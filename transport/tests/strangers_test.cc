@@ -126,10 +126,10 @@ TEST(StrangersOfTcp, AnotherSecretIsRefusedByTheCallerWhoHearsWhy) {
 
 // The listener's challenge, to this nonce.
 struct Challenge {
-  handshake::Nonce nonce{};
-  handshake::Proof proof{};
+  Nonce nonce{};
+  Mac proof{};
 };
-Challenge challenged(Listener& listener, Stranger& stranger, const handshake::Nonce& nonce) {
+Challenge challenged(Listener& listener, Stranger& stranger, const Nonce& nonce) {
   stranger.send(wire::Kind::call, nonce);
   std::optional<Bytes> got;
   EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
@@ -157,7 +157,7 @@ Challenge challenged(Listener& listener, Stranger& stranger, const handshake::No
 TEST(StrangersOfTcp, NothingThatTheListenerOrACallerHasSaidIsAProof) {
   Listener listener;
   // A caller's whole handshake, overheard.
-  const handshake::Nonce nonce = handshake::make_nonce();
+  const Nonce nonce = make_nonce();
   Bytes overheard;
   {
     Stranger caller(listener.port);
@@ -167,53 +167,36 @@ TEST(StrangersOfTcp, NothingThatTheListenerOrACallerHasSaidIsAProof) {
     ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return listener.poll(); }));
     listener.accepted.clear();
   }
-  {
-    SCOPED_TRACE("the same once more");
+  // An answer to the challenge.
+  const auto expect_refused = [&](const char* what, wire::Kind kind, const auto& answer) {
+    SCOPED_TRACE(what);
     Stranger stranger(listener.port);
-    (void)challenged(listener, stranger, nonce);
-    stranger.send(wire::Kind::hello, overheard);
+    const Bytes body = answer(challenged(listener, stranger, nonce));
+    stranger.send(kind, body);
     EXPECT_TRUE(is_refused(listener, stranger));
-  }
-  {
-    SCOPED_TRACE("the listener's own proof");
-    Stranger stranger(listener.port);
-    const auto challenge = challenged(listener, stranger, nonce);
-    stranger.send(wire::Kind::hello, joined(challenge.proof, as_bytes("hello")));
-    EXPECT_TRUE(is_refused(listener, stranger));
-  }
-  {
-    SCOPED_TRACE("a proof for another hello");
-    Stranger stranger(listener.port);
-    const auto challenge = challenged(listener, stranger, nonce);
-    const auto proof = handshake::prove_caller(kKey, nonce, challenge.nonce, as_bytes("hello"));
-    stranger.send(wire::Kind::hello, joined(proof, as_bytes("jello")));
-    EXPECT_TRUE(is_refused(listener, stranger));
-  }
+  };
+  const auto always = [](BytesView bytes) {
+    return [bytes](const Challenge&) { return Bytes(bytes.begin(), bytes.end()); };
+  };
+  expect_refused("the same once more", wire::Kind::hello, always(overheard));
+  expect_refused("the listener's own proof", wire::Kind::hello,
+                 [](const Challenge& challenge) { return joined(challenge.proof, as_bytes("hello")); });
+  expect_refused("a proof for another hello", wire::Kind::hello, [&](const Challenge& challenge) {
+    return joined(handshake::prove_caller(kKey, nonce, challenge.nonce, as_bytes("hello")), as_bytes("jello"));
+  });
+  expect_refused("two calls", wire::Kind::call, always(nonce));
+  expect_refused("a message instead", wire::Kind::message, always(as_bytes("let me in")));
   {
     SCOPED_TRACE("a hello without a challenge");
     Stranger stranger(listener.port);
     stranger.send(wire::Kind::hello, overheard);
     EXPECT_TRUE(is_refused(listener, stranger));
   }
-  {
-    SCOPED_TRACE("two calls");
-    Stranger stranger(listener.port);
-    (void)challenged(listener, stranger, nonce);
-    stranger.send(wire::Kind::call, nonce);
-    EXPECT_TRUE(is_refused(listener, stranger));
-  }
-  {
-    SCOPED_TRACE("a message instead");
-    Stranger stranger(listener.port);
-    (void)challenged(listener, stranger, nonce);
-    stranger.send(wire::Kind::message, as_bytes("let me in"));
-    EXPECT_TRUE(is_refused(listener, stranger));
-  }
 }
 
 TEST(StrangersOfTcp, GarbageAtEachByteOfTheHandshakeIsRefused) {
-  const handshake::Nonce nonce = handshake::make_nonce();
-  const std::size_t whole = 2 * sizeof(wire::Header) + sizeof nonce + sizeof(handshake::Proof) + 5;
+  const Nonce nonce = make_nonce();
+  const std::size_t whole = 2 * sizeof(wire::Header) + sizeof nonce + sizeof(Mac) + 5;
   std::mt19937_64 random(5);
   Listener listener;
   for (std::size_t at = 0; at < whole; ++at) {
