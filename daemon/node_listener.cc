@@ -26,14 +26,15 @@ void NodeListener::accept() {
       connection->start({.ready = [this, id, connection] { nodes_[id].connection = connection; },
                          .message = [this, id, connection](std::string_view bytes) { on_bytes(id, connection, bytes); },
                          .closed =
-                             [this, id, remote = connection->remote()](const std::string& why) {
+                             [this, id](const std::string& why) {
                                const auto gone = nodes_.extract(id);
                                if (gone.empty()) {
                                  ++rejected_;
                                  spdlog::warn("a connection was refused: {}", why);
                                  return;
                                }
-                               spdlog::info("node {} at {} is gone: {}", gone.mapped().name, remote, why);
+                               spdlog::info("node {} at {} is gone: {}", gone.mapped().name,
+                                            gone.mapped().connection->remote(), why);
                                events::emit("node_lost", {{"node", gone.mapped().name}, {"why", why}});
                                handlers_.lost(id);
                              }},
