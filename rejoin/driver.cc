@@ -244,6 +244,9 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
       declaration.set_instance(config_.instance);
       return;
     }
+    case proto::ToNode::kWaits:
+      if (!current_) spdlog::warn("the job waits for {}", message.waits().why());
+      return;
     case proto::ToNode::kHeartbeat:
     case proto::ToNode::kInquiry:  // the daemon's
     case proto::ToNode::KIND_NOT_SET: return;

@@ -141,7 +141,7 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
   }
   for (auto rank : actions.silent) {
     world_.count("rank found silent");
-    drop(rank, "no sign of life", membership::Node::Gone::silent);
+    drop(rank, "its process gave no sign of life", membership::Node::Gone::silent);
   }
 }
 

@@ -144,6 +144,12 @@ TEST(Daemon, OneWhoseStreamGoesOverAnotherTransportIsNamedBeforeItIsNeeded) {
   says("node0.out", "the catch-up stream of replica 1's daemon goes over tcp over 2 rails, and this node's over shm");
   says("node1.out", "the catch-up stream of replica 0's daemon goes over shm, and this node's over tcp over 2 rails");
   says("node1.out", "Start all daemons of a job with the same --transport");
+  const std::string told = run({kCli, "status", job.coordinator_status}).output;
+  EXPECT_NE(told.find("WARNING replica 1 rank 0: its daemon's catch-up stream goes over tcp over 2 rails, and that of "
+                      "replica 0 over shm"),
+            std::string::npos)
+      << told;
+  says("coordinator.out", "neither can catch up from the other");  // whoever came first
   const std::string log = read_file(job.file("node0.out"));
   const auto once = log.find("neither replica can catch up");
   EXPECT_EQ(log.find("neither replica can catch up", once + 1), std::string::npos) << log;
