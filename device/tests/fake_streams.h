@@ -121,6 +121,9 @@ inline void HardwareQueue::run() {
   }
 }
 
+// Words, with blanks between them: options() of fake_check.h.
+inline const char* options_said() { return std::getenv("REJOIN_FAKE_CUDA"); }
+
 // As many as CUDA_DEVICE_MAX_CONNECTIONS says; not said: 8, as with the real one.
 inline HardwareQueue* next_hardware_queue() {
   static std::vector<HardwareQueue*>& queues = *new std::vector<HardwareQueue*>;  // their threads run to the end
