@@ -58,7 +58,7 @@ void describe_interface(const std::string& address, DeviceInfo& device) {
   }
 }
 
-Result<DeviceInfo> describe(const std::string& transport, const std::string& address) {
+Result<DeviceInfo> describe(const std::string& transport, const std::string& address, const std::string& modules) {
   DeviceInfo device{.transport = transport, .name = transport};
   const auto colon = transport.find(':');
   const std::string kind = transport.substr(0, colon);
@@ -73,7 +73,7 @@ Result<DeviceInfo> describe(const std::string& transport, const std::string& add
   if (list.empty())
     return fail(ErrorCode::invalid_argument, "REJOIN_NCCL_DEVICES: '{}' names no RDMA device", transport);
   std::error_code none;
-  device.cuda = std::filesystem::exists("/sys/module/nvidia_peermem", none);
+  device.cuda = std::filesystem::exists(std::filesystem::path(modules) / "nvidia_peermem", none);
   device.dma_buf = true;
   for (const auto& rail : split(list, ',')) {
     auto port = transport::ibverbs::describe_port(rail);
@@ -124,7 +124,7 @@ Result<std::vector<DeviceInfo>> find_devices(const Settings& settings) {
   if (names.empty()) names.push_back("tcp");
   std::vector<DeviceInfo> devices;
   for (const auto& name : names) {
-    auto device = describe(name, *address);
+    auto device = describe(name, *address, settings.modules);
     if (!device) return tl::unexpected(device.error());
     device->parts = {static_cast<int>(devices.size())};
     devices.push_back(std::move(*device));

@@ -16,6 +16,7 @@ struct Settings {
   // REJOIN_NCCL_ADDRESS: of this machine, where connections are accepted. Empty: that of the first network interface
   // that is up and no loopback, or 127.0.0.1.
   std::string address;
+  std::string modules = "/sys/module";  // the kernel's that are loaded, a folder each
 };
 Settings settings_from_environment();
 

@@ -1,0 +1,156 @@
+// The plugin's net over RDMA devices made of software (transport/tests/fake_verbs.h), where the test sees what a NIC
+// does: flushes of GPU memory, and what NCCL is offered.
+#include "nccl/net.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <set>
+
+#include "base/fd.h"
+#include "base/log.h"
+#include "transport/factory.h"
+#include "transport/tests/fake_verbs.h"
+
+namespace rejoin::nccl {
+namespace {
+
+constexpr std::size_t kSize = 64 * KiB;
+
+// Memory that a NIC reaches by a dma-buf, and the processor by another address alone.
+struct DeviceMemory {
+  Fd fd{::memfd_create("device", MFD_CLOEXEC)};
+  std::byte* bytes = nullptr;
+  std::span<std::byte> device;
+  DeviceMemory() {
+    EXPECT_EQ(::ftruncate(fd.get(), kSize), 0);
+    bytes = static_cast<std::byte*>(::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0));
+    void* reserved = ::mmap(nullptr, kSize, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    device = {static_cast<std::byte*>(reserved), kSize};
+  }
+  ~DeviceMemory() { ::munmap(bytes, kSize), ::munmap(device.data(), kSize); }
+  transport::DmaBuf dma_buf() const { return {.fd = fd.get(), .offset = 0, .memory = device}; }
+};
+
+// A sender and a receiver with two rails each, and every transfer of the NICs.
+struct Net : testing::Test {
+  struct Transfer {
+    std::string device;
+    std::uint64_t bytes = 0;
+  };
+  std::vector<Transfer> transfers;
+  std::shared_ptr<Device> sender, receiver;
+  std::unique_ptr<Listener> listener;
+  std::unique_ptr<Connection> sends, receives;
+
+  Net() {
+    spdlog::set_level(spdlog::level::err);
+    sender = *Device::make(*transport::make_engine("ibverbs:fake0,fake1"), "127.0.0.1");
+    receiver = *Device::make(*transport::make_engine("ibverbs:fake0,fake1"), "127.0.0.1");
+    Handle handle;
+    listener = *receiver->listen(handle);
+    EXPECT_TRUE(until([&] {
+      if (!sends) sends = *sender->connect(handle);
+      if (!receives) receives = *receiver->accept(*listener);
+      return sends && receives;
+    }));
+    fake_verbs_watch([this](const char* device, const void*, const void*, std::uint64_t bytes) {
+      transfers.push_back({device, bytes});
+    });
+  }
+  ~Net() override {
+    fake_verbs_watch({});
+    if (sends) sender->close(*sends);
+    if (receives) receiver->close(*receives);
+    receiver->close(*listener);
+  }
+  [[nodiscard]] bool until(const std::function<bool()>& done) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!done()) {
+      if (receives) (void)receiver->accept(*listener);  // looks at what has come
+      if (std::chrono::steady_clock::now() > deadline) return false;
+    }
+    return true;
+  }
+  void finish(Request& request) {
+    ASSERT_TRUE(until([&] { return *receiver->test(request, nullptr); }));
+  }
+  // The devices that have read one byte, and no other transfer.
+  std::multiset<std::string> read_a_byte() const {
+    std::multiset<std::string> devices;
+    for (const auto& one : transfers) devices.insert(one.bytes == 1 ? one.device : "more");
+    return devices;
+  }
+};
+
+TEST_F(Net, AFlushReadsOneByteThroughEveryRail) {
+  DeviceMemory gpu, other;
+  const auto dma_buf = gpu.dma_buf(), of_other = other.dma_buf();
+  std::vector<std::byte> host(kSize), data(kSize, std::byte{7});
+  Region* const on_gpu = *receiver->add_region(gpu.device, true, &dma_buf);
+  Region* const on_other = *receiver->add_region(other.device, true, &of_other);
+  Region* const on_host = *receiver->add_region(host, false, nullptr);
+  Region* const from = *sender->add_region(data, false, nullptr);
+  const std::vector<Device::Target> targets{{other.device, 1, on_other}, {gpu.device, 2, on_gpu}, {host, 3, on_host}};
+  Request* const received = *receiver->receive(*receives, targets);
+  std::vector<Request*> sent;
+  for (const int tag : {1, 2, 3}) {
+    Request* one = nullptr;
+    ASSERT_TRUE(until([&] { return (one = *sender->send(*sends, data, tag, *from)) != nullptr; }));
+    sent.push_back(one);
+  }
+  for (auto* one : sent) ASSERT_TRUE(until([&] { return *sender->test(*one, nullptr); }));
+  finish(*received);
+  EXPECT_EQ(gpu.bytes[kSize - 1], std::byte{7});
+  transfers.clear();
+  Request* const flush = *receiver->flush(*receives, targets);
+  ASSERT_NE(flush, nullptr);
+  finish(*flush);
+  EXPECT_EQ(read_a_byte(), (std::multiset<std::string>{"fake0", "fake1"})) << "behind the last comes behind all";
+}
+
+TEST_F(Net, ThereIsNothingToFlushInTheHostsMemoryOrWithoutBytes) {
+  DeviceMemory gpu;
+  const auto dma_buf = gpu.dma_buf();
+  std::vector<std::byte> host(kSize);
+  Region* const on_gpu = *receiver->add_region(gpu.device, true, &dma_buf);
+  Region* const on_host = *receiver->add_region(host, false, nullptr);
+  EXPECT_EQ(*receiver->flush(*receives, std::vector<Device::Target>{{host, 0, on_host}}), nullptr);
+  EXPECT_EQ(*receiver->flush(*receives, std::vector<Device::Target>{{gpu.device.first(0), 0, on_gpu}}), nullptr);
+}
+
+TEST_F(Net, AFlushGoesOnOverTheRailThatIsLeft) {
+  DeviceMemory gpu;
+  const auto dma_buf = gpu.dma_buf();
+  Region* const on_gpu = *receiver->add_region(gpu.device, true, &dma_buf);
+  const std::vector<Device::Target> targets{{gpu.device, 0, on_gpu}};
+  finish(**receiver->flush(*receives, targets));
+  fake_verbs_port("fake1", false);
+  transfers.clear();
+  finish(**receiver->flush(*receives, targets));
+  fake_verbs_port("fake1", true);
+  EXPECT_EQ(read_a_byte(), std::multiset<std::string>{"fake0"});
+}
+
+TEST(NcclDevices, GpuMemoryIsOfferedByItsAddressOnlyWithPeerMemory) {
+  const auto found = [](const std::string& modules, const std::string& devices) {
+    return (*find_devices({.devices = devices, .address = "127.0.0.1", .modules = modules})).at(0);
+  };
+  const std::filesystem::path modules = std::filesystem::temp_directory_path() / fmt::format("nccl-{}", ::getpid());
+  std::filesystem::create_directories(modules / "nvidia_peermem");
+  for (const char* devices : {"ibverbs:fake0", "ibverbs:fake0,fake1"}) {
+    EXPECT_FALSE(found(modules / "none", devices).cuda);
+    EXPECT_TRUE(found(modules / "none", devices).dma_buf);
+    EXPECT_TRUE(found(modules, devices).cuda);
+  }
+  EXPECT_FALSE(found(modules, "tcp").cuda) << "sockets reach no GPU, whatever is loaded";
+  EXPECT_FALSE(found(modules, "tcp").dma_buf);
+  std::filesystem::remove_all(modules);
+}
+
+}  // namespace
+}  // namespace rejoin::nccl
