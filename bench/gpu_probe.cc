@@ -81,8 +81,8 @@ int run(const Settings& s) {
                      {"trainer_time_ratio", v[0] / v[2]},
                      {"daemon_rate_ratio", v[3] / v[1]}};
     print(fmt::format(
-        "\nA trainer that adds with {} blocks, and a daemon that its memory is served to, GB/s:\n  alone {:.1f} and "
-        "{:.2f}; beside each other {:.1f} ({:.2f} × the time) and {:.2f} ({:.2f} of the rate)\n",
+        "\nA trainer that adds with {} blocks, and a daemon that its memory is served to, GB/s:\n  alone {:.3g} and "
+        "{:.3g}; beside each other {:.3g} ({:.3g} × the time) and {:.3g} ({:.3g} of the rate)\n",
         s.blocks, v[0], v[1], v[2], v[0] / v[2], v[3], v[3] / v[1]));
   } else {
     failed = true;
