@@ -21,13 +21,17 @@ std::size_t items_of(std::size_t bytes) { return (bytes + kDigestBlock - 1) / kD
 }  // namespace
 
 Result<std::unique_ptr<Digester>> Digester::make(Device& device, Priority priority) {
+  auto stream = device.make_stream(priority);
+  if (!stream) return tl::unexpected(stream.error());
+  return make(device, std::move(*stream));
+}
+
+Result<std::unique_ptr<Digester>> Digester::make(Device& device, std::shared_ptr<Stream> stream) {
   if (auto ready = device.prepare_kernels(); !ready) return tl::unexpected(ready.error());
   std::unique_ptr<Digester> digester(new Digester());
   using Table = kernels::xxh3::Keys[kernels::xxh3::kLanes];
   auto keys = device.allocate(sizeof(Table));
   if (!keys) return tl::unexpected(keys.error());
-  auto stream = device.make_stream(priority);
-  if (!stream) return tl::unexpected(stream.error());
   for (auto& batch : digester->batches_) {
     auto pinned = device.allocate_pinned(kMostItems * sizeof(std::uint64_t) + DigestArguments::kRanges * kDigestBlock);
     if (!pinned) return tl::unexpected(pinned.error());
@@ -39,11 +43,11 @@ Result<std::unique_ptr<Digester>> Digester::make(Device& device, Priority priori
   auto& on_its_way = digester->batches_[0].pinned.bytes;
   auto& table = *reinterpret_cast<Table*>(on_its_way.data());
   for (unsigned lane = 0; lane < kernels::xxh3::kLanes; ++lane) table[lane] = kernels::xxh3::keys_of(lane);
-  auto there = (*stream)->copy(keys->bytes.data(), on_its_way.data(), sizeof(Table));
-  if (there) there = (*stream)->synchronize();
+  auto there = stream->copy(keys->bytes.data(), on_its_way.data(), sizeof(Table));
+  if (there) there = stream->synchronize();
   if (!there) return tl::unexpected(there.error());
   digester->keys_ = std::move(*keys);
-  digester->stream_ = std::move(*stream);
+  digester->stream_ = std::move(stream);
   // A kernel's first launch may wait for the whole device, and all others for that.
   const std::span<const std::byte> something[] = {digester->keys_.bytes};
   if (auto loaded = digester->digests(something); !loaded) return tl::unexpected(loaded.error());

@@ -13,6 +13,7 @@ class Digester {
  public:
   // Launches the kernel once, so that it is loaded. Errors: `unavailable` (no kernels); of the device.
   static Result<std::unique_ptr<Digester>> make(Device& device, Priority priority = Priority::high);
+  static Result<std::unique_ptr<Digester>> make(Device& device, std::shared_ptr<Stream> stream);
 
   // Several pieces of device memory, each with a digest of its own; waits for them. They begin at multiples of 16 bytes
   // and are written by nobody meanwhile. Errors: of the device; nothing works on it any more.
@@ -37,7 +38,7 @@ class Digester {
 
   Memory keys_;  // on the device
   Batch batches_[2];
-  std::unique_ptr<Stream> stream_;
+  std::shared_ptr<Stream> stream_;
 };
 
 }  // namespace rejoin::device

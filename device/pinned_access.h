@@ -9,14 +9,14 @@ class PinnedAccess : public Access {
  public:
   static constexpr std::size_t kPinned = 1 * MiB;
   // `pinned`: kPinned bytes, of the stream's device.
-  PinnedAccess(Memory pinned, std::unique_ptr<Stream> stream)
+  PinnedAccess(Memory pinned, std::shared_ptr<Stream> stream)
       : pinned_(std::move(pinned)), stream_(std::move(stream)) {}
   Result<> read(BytesView from, std::byte* to) final;
   Result<> write(std::byte* to, BytesView from) final;
 
  private:
   Memory pinned_;
-  std::unique_ptr<Stream> stream_;
+  std::shared_ptr<Stream> stream_;
 };
 
 }  // namespace rejoin::device

@@ -37,6 +37,16 @@ TEST_P(Devices, BytesGoInAndComeOutWhereverTheyLie) {
   EXPECT_EQ(std::memcmp(back.bytes.data() + 3, pinned.bytes.data() + 3, size - 3), 0);
 }
 
+// A GPU's hardware has few queues, which all streams of a process share.
+TEST(Accesses, OneStreamIsForCopiesAndDigests) {
+  const auto device = test_gpu();
+  if (is_real()) GTEST_SKIP() << "a real driver counts nothing";
+  const fake::Control fake{cuda_library().c_str()};
+  const int before = fake.counters().streams;
+  const auto access = *device->make_access();
+  EXPECT_EQ(fake.counters().streams - before, 1);
+}
+
 TEST_P(Devices, MarksAreReachedInOrderAndSignalled) {
   const Fd eventfd = *make_eventfd();  // outlives the stream
   auto memory = *device->allocate(1 * MiB);
