@@ -71,9 +71,6 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
     bucket.input = *input;
     bucket.output = *output;
   }
-  auto access = options.device ? options.device->make_access() : device::make_host()->make_access();
-  if (!access) return tl::unexpected(access.error());
-  made->access_ = std::move(*access);
   made->choose_direct();
   if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());
   const std::size_t staged = options.chunk_bytes * options.chunks_in_flight;

@@ -25,8 +25,8 @@
 #include "base/clock.h"
 #include "base/ids.h"
 #include "base/types.h"
-#include "device/access.h"
 #include "device/reducer.h"
+#include "ftar/results.h"
 #include "ftar/schedule.h"
 #include "transport/transport.h"
 
@@ -116,12 +116,6 @@ struct Stats {
   std::vector<PeerStats> peers;
 };
 
-// What a bucket's result is made of, to find where members differ: each segment's digest, and who it came from.
-struct Segment {
-  std::uint64_t digest = 0;
-  ReplicaId from;  // this member: added up or contributed here
-};
-
 class RingOperation;
 class DirectOperation;
 class Operation;
@@ -151,14 +145,12 @@ class Communicator {
   void enter(Epoch epoch, std::vector<RingMember> ring);
   Epoch epoch() const { return epoch_; }
 
-  // Whether the all-reduces that are started from now on digest their results, for results_digest(): of every chunk
-  // while it is in the cache; on a GPU when it is asked for.
+  // Whether the all-reduces that are started from now on digest their results, for results(): of every chunk while it
+  // is in the cache; on a GPU when it is asked for.
   void digest_results(bool on) { digesting_ = on; }
   void flip_bit_at(Step step) { options_.flip_bit_at = step; }  // as the option
-  // Of the results of all buckets' last all-reduces; equal on all members of their epoch. Errors: of the device.
-  Result<std::uint64_t> results_digest();
-  // By bucket, what its last all-reduce, in this epoch, is made of. Errors: of the device.
-  Result<std::vector<std::vector<Segment>>> inspect_results();
+  Results results() const;
+  Origins origins() const;  // of all-reduces of this epoch
 
   // Starts an all-reduce of a bucket, at most one at a time for each bucket. Refused before the first enter().
   Result<> all_reduce(std::uint32_t bucket, Step step, ReduceOp op);
@@ -223,7 +215,6 @@ class Communicator {
   std::shared_ptr<device::Reducer> reducer_;                // of a device
   std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // the last of its works that was, resp. is known to be
   bool flushes_ = false;                                    // NICs' writes, before the device reads them
-  std::unique_ptr<device::Access> access_;
   bool digesting_ = false;
   bool device_failed_ = false;
   std::map<Member, std::unique_ptr<Peer>> peers_;

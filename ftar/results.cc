@@ -1,4 +1,5 @@
-// Digests of what has been reduced: the same on all members of an epoch, unless a bit has flipped on its way.
+#include "ftar/results.h"
+
 #include <algorithm>
 
 #include "base/digest.h"
@@ -41,64 +42,78 @@ std::vector<BytesView> Communicator::ranges_of(const Bucket& bucket) const {
   return ranges;
 }
 
-Result<std::uint64_t> Communicator::results_digest() {
-  // What has no digest yet is on a device: one launch for all of it.
-  std::vector<BytesView> ranges;
-  std::vector<std::size_t> counts;
+Results Communicator::results() const {
+  Results results;
   for (const auto& bucket : buckets_) {
-    counts.push_back(0);
-    if (bucket.digest) continue;
-    const auto its = ranges_of(bucket);
-    counts.back() = its.size();
-    ranges.insert(ranges.end(), its.begin(), its.end());
+    auto& its = results.buckets.emplace_back();
+    if (bucket.digest) {
+      its.digest = *bucket.digest;
+      continue;
+    }
+    const auto ranges = ranges_of(bucket);  // on a device
+    its.ranges = ranges.size();
+    results.ranges.insert(results.ranges.end(), ranges.begin(), ranges.end());
   }
-  const auto digests = ranges.empty() ? Result<std::vector<std::uint64_t>>() : access_->digests(ranges);
+  return results;
+}
+
+Result<std::uint64_t> Results::digest(device::Access& access) const {
+  const auto digests = ranges.empty() ? Result<std::vector<std::uint64_t>>() : access.digests(ranges);
   if (!digests) return tl::unexpected(digests.error());
   auto next = digests->begin();
   std::uint64_t all = 0;
-  for (std::size_t b = 0; b < buckets_.size(); ++b) {
-    std::uint64_t its = buckets_[b].digest.value_or(0);
-    for (std::size_t i = 0; i < counts[b]; ++i) its = combine_digests(its, *next++);
+  for (const auto& bucket : buckets) {
+    std::uint64_t its = bucket.digest;
+    for (std::size_t i = 0; i < bucket.ranges; ++i) its = combine_digests(its, *next++);
     all = combine_digests(all, its);
   }
   return all;
 }
 
-Result<std::vector<std::vector<Segment>>> Communicator::inspect_results() {
+Origins Communicator::origins() const {
   const auto members = static_cast<std::uint32_t>(ring_.size()), n = contributors_, p = position_;
   const bool whole = buckets_.size() * n > kMostSegments;  // one segment for each bucket: the hop is not known
-  std::vector<std::vector<Segment>> results;
+  Origins origins;
+  const auto add = [&](std::size_t segment, BytesView range) {
+    origins.ranges.push_back(range);
+    origins.of.push_back({origins.buckets.size() - 1, segment});
+  };
   for (const auto& bucket : buckets_) {
-    auto& segments = results.emplace_back();
+    auto& segments = origins.buckets.emplace_back();
     if (direct(bucket)) {  // what everybody contributed, as it came here
       for (std::uint32_t c = 0; c < n; ++c) {
         BytesView input = direct_input(bucket.index, bucket.step, c);
         if (c == p) input = reducer_ ? BytesView(bucket.own) : BytesView(bucket.spec.input);
-        segments.push_back({digest(input), ring_[c].member.replica});
+        segments.push_back({rejoin::digest(input), ring_[c].member.replica});
       }
       continue;
     }
+    if (whole) {
+      segments.assign(1, {0, self_.replica});
+      for (const auto range : ranges_of(bucket)) add(0, range);
+      continue;
+    }
     const Schedule schedule(shape_of(bucket));
-    std::vector<BytesView> ranges;
     for (std::uint32_t s = 0; s < n; ++s) {
       const Range range = schedule.segment(s);
       const bool from_left = schedule.all_gather_receives(p, s, Schedule::Direction::right);
       const std::uint32_t from = p == s ? p : from_left ? (p + members - 1) % members : (p + 1) % members;
-      ranges.push_back(BytesView(bucket.spec.output).subspan(range.offset, range.length));
       segments.push_back({0, ring_[from].member.replica});
-    }
-    if (whole) {
-      ranges = ranges_of(bucket);
-      segments.assign(1, {0, self_.replica});
-    }
-    const auto digests = access_->digests(ranges);
-    if (!digests) return tl::unexpected(digests.error());
-    for (std::size_t i = 0; i < digests->size(); ++i) {
-      Segment& segment = segments[whole ? 0 : i];
-      segment.digest = combine_digests(segment.digest, (*digests)[i]);
+      add(s, BytesView(bucket.spec.output).subspan(range.offset, range.length));
     }
   }
-  return results;
+  return origins;
+}
+
+Result<std::vector<std::vector<Segment>>> Origins::digests(device::Access& access) const {
+  const auto digests = ranges.empty() ? Result<std::vector<std::uint64_t>>() : access.digests(ranges);
+  if (!digests) return tl::unexpected(digests.error());
+  auto with = buckets;
+  for (std::size_t i = 0; i < digests->size(); ++i) {
+    Segment& segment = with[of[i].bucket][of[i].segment];
+    segment.digest = combine_digests(segment.digest, (*digests)[i]);
+  }
+  return with;
 }
 
 }  // namespace rejoin::ftar

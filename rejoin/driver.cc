@@ -28,6 +28,7 @@ void Driver::fail(Error error) {
 
 void Driver::poll(TimePoint now) {
   if (!ring_ || failure_) return;
+  if (held_ && !inspects(*held_)) follow(*std::exchange(held_, std::nullopt), now);
   submit_wanted();
   poll_ring(now);
   if (!pause_detector_.settling(now)) look_for_stalls(now);
@@ -143,77 +144,6 @@ void Driver::submit_wanted() {
   }
 }
 
-void Driver::report_reduced() {
-  if (!machine_.member() || machine_.reduced() || ring_->epoch() != machine_.epoch()) return;
-  if (!std::all_of(done_.begin(), done_.end(), [](bool d) { return d; })) return;
-  // Digests of a device's memory are calls into its driver, which don't return while a stream waits for a bucket.
-  if (config_.ring.device && machine_.plan().has_audit() && !std::exchange(let_go_, true)) return;
-  let_go_ = false;
-  if (auto digested = digest_results(); !digested) return fail(digested.error());
-  machine_.on_reduced();
-  proto::FromNode report;
-  auto& reduced = *report.mutable_reduced();
-  reduced.set_replica(config_.replica.value);
-  reduced.set_epoch(machine_.epoch().value);
-  reduced.set_step(machine_.step().value);
-  membership::RankSet(config_.rank).to(reduced.mutable_ranks());
-  if (machine_.plan().has_audit()) {
-    reduced.add_results(digests_.reduced);
-    reduced.add_state(digests_.state);
-  }
-  events::emit("reduced", {{"step", machine_.step().value}, {"epoch", machine_.epoch().value}});
-  reports_.push_back(std::move(report));
-}
-
-// What the coordinator compares among replicas. The state is at the version before the step: the trainer has handed
-// over all gradients and changes nothing before the commit.
-Result<> Driver::digest_results() {
-  digests_ = {};
-  const auto& plan = machine_.plan();
-  if (!plan.has_audit()) return {};
-  const auto reduced = ring_->results_digest();
-  if (!reduced) return tl::unexpected(reduced.error());
-  digests_.reduced = *reduced;
-  if (!machine_.contributes()) return {};
-  const auto state = audit_->digest(plan.audit().period(), plan.audit().phase());
-  if (!state) return tl::unexpected(state.error());
-  digests_.state = *state;
-  return {};
-}
-
-// What is behind the digests of the epoch that is about to end: outputs and state are as they were.
-Result<> Driver::send_details(const proto::Plan::Inspect& wanted) {
-  const auto& plan = machine_.plan();
-  if (wanted.rank() != config_.rank || wanted.epoch() != ring_->epoch().value || !plan.has_audit()) return {};
-  const auto results = ring_->inspect_results();
-  if (!results) return tl::unexpected(results.error());
-  proto::FromNode report;
-  auto& details = *report.mutable_details();
-  details.set_replica(config_.replica.value);
-  details.set_rank(config_.rank);
-  details.set_epoch(wanted.epoch());
-  for (const auto& segments : *results) {
-    auto& bucket = *details.add_buckets();
-    for (const auto& segment : segments) {
-      auto& told = *bucket.add_segments();
-      told.set_digest(segment.digest);
-      told.set_from(segment.from.value);
-    }
-  }
-  const auto range_digests = machine_.contributes() ? audit_->range_digests(plan.audit().period(), plan.audit().phase())
-                                                    : Result<std::vector<StateAudit::RangeDigest>>();
-  if (!range_digests) return tl::unexpected(range_digests.error());
-  for (const auto& range_digest : *range_digests) {
-    auto& told = *details.add_state();
-    told.set_tensor(range_digest.tensor);
-    told.set_first(range_digest.first);
-    told.set_count(range_digest.count);
-    told.set_digest(range_digest.digest);
-  }
-  reports_.push_back(std::move(report));
-  return {};
-}
-
 void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
   switch (message.kind_case()) {
     case proto::ToNode::kRegistered: {
@@ -254,7 +184,15 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
 }
 
 void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
-  const bool contributed = machine_.contributes(), reduced = machine_.reduced();
+  const auto later = [](const proto::Plan& a, const proto::Plan& b) {
+    return std::pair(a.epoch(), a.committed()) > std::pair(b.epoch(), b.committed());
+  };
+  if (!held_ && !inspects(plan)) follow(plan, now);
+  else if (!held_ || later(plan, *held_)) held_ = plan;  // it says all that the one before did
+}
+
+void Driver::follow(const proto::Plan& plan, TimePoint now) {
+  const bool contributed = machine_.contributes();
   const std::uint64_t under_way = machine_.step().value;
   const std::uint32_t contributors = machine_.contributors();
   const auto meaning = machine_.on_plan(plan);
@@ -276,8 +214,6 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
     committed_at_ = now;
   }
   disturbed_ = meaning == Meaning::new_epoch;
-  if (plan.has_inspect() && reduced && meaning == Meaning::new_epoch)
-    if (auto told = send_details(plan.inspect()); !told) return fail(told.error());
   if (!plan.stopped().empty()) spdlog::error("the job has stopped after step {}: {}", plan.committed(), plan.stopped());
   ring_->digest_results(plan.has_audit());
   if (machine_.epoch_changed() && machine_.has_contributors()) enter_epoch();
@@ -298,7 +234,6 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
                         .contributors = machine_.contributors(),
                         .batch = machine_.batch(),
                         .trained = membership::Samples(plan.trained(), membership::kMostSamples)};
-  let_go_ = false;
   submitted_.assign(buckets_.size(), false);
   done_.assign(buckets_.size(), false);
   ++revision_;

@@ -3,6 +3,7 @@
 // thread beside the daemon's socket, the simulator under virtual time.
 #pragma once
 
+#include <functional>
 #include <map>
 
 #include "control.pb.h"
@@ -26,6 +27,10 @@ struct DriverConfig {
   // How long a step may wait for a trainer that computes, until enough steps have shown how long they take here.
   Duration patience{};
   Duration between_steps = std::chrono::minutes(10);  // how long it may wait for one that has not begun the step
+  // Takes digests on another thread than poll()'s, one piece of work after the other, and has poll() called when each
+  // has ended: those of a GPU's memory may take long. What it was given has ended, or never begins, before the driver
+  // goes. Empty: they are taken in poll().
+  std::function<void(std::function<void()>)> aside;
 };
 
 // The step that the trainer is to run.
@@ -100,10 +105,7 @@ class Driver {
   const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }
   bool working() const { return ring_ && ring_->working(); }  // see ftar::Communicator
-  // Whether poll() must be called again although nothing will wake the caller, who first shows the trainer what has
-  // been reduced.
-  bool wants_turn() const { return let_go_; }
-  std::uint64_t outcomes() const { return outcomes_; }  // of the ring, ever
+  std::uint64_t outcomes() const { return outcomes_; }        // of the ring, ever
   const membership::Rank& machine() const { return machine_; }
 
  private:
@@ -116,8 +118,14 @@ class Driver {
   void enter_epoch();
   void submit_wanted();
   void report_reduced();
-  Result<> digest_results();
-  Result<> send_details(const proto::Plan::Inspect& wanted);
+  template <typename T>
+  struct Aside;
+  template <typename T>
+  std::shared_ptr<Aside<T>> aside(std::function<Result<T>()> work);
+  bool audited();
+  bool inspects(const proto::Plan& plan);
+  std::function<Result<proto::FromNode>()> details() const;
+  void follow(const proto::Plan& plan, TimePoint now);
   void report_links();
   bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
@@ -147,11 +155,14 @@ class Driver {
       broken_;  // connections that broke in this epoch, and why: of no use before the next one
   std::unique_ptr<StateAudit> audit_;
   membership::RankDigests digests_;  // of the last reduction
+  std::shared_ptr<Aside<membership::RankDigests>> audit_under_way_;
+  Epoch audit_epoch_;
+  Step audit_step_;
+  std::shared_ptr<Aside<proto::FromNode>> inspection_;
+  std::optional<proto::Plan> held_;  // the last that has come while an inspection is under way
   proto::Peers peers_;
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
-  // A turn in which the streams see the flag of the last bucket, before the device's driver is entered.
-  bool let_go_ = false;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
   std::vector<std::uint64_t> reduced_;
   std::uint64_t taken_ = 0;

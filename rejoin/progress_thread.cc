@@ -55,6 +55,7 @@ ProgressThread::~ProgressThread() {
   if (thread_.joinable()) thread_.join();
   watchdog_.reset();
   if (streams_) streams_->release();
+  side_thread_.reset();  // what it does is the driver's
   driver_.reset();
   engine_.reset();  // what it still copies is done by a kernel that the launcher may have to launch
   kernel_launcher_.reset();
@@ -74,6 +75,12 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
   const auto& device = owner_.device();
   const bool on_gpu = device->kind() != transport::MemoryKind::host;
   if (auto made = make_engine(on_gpu); !made) return made;
+  std::function<void(std::function<void()>)> aside;
+  if (on_gpu) {
+    const NoSignals no_signals;
+    side_thread_ = std::make_unique<SideThread>(wake_);
+    aside = [this](std::function<void()> work) { side_thread_->run(std::move(work)); };
+  }
   driver_.emplace(
       DriverConfig{.replica = ReplicaId(config_.replica),
                    .rank = config_.rank,
@@ -87,7 +94,8 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
                             .device = on_gpu ? device : nullptr,
                             .shared_reducer = reducer_},
                    .patience = config_.patience,
-                   .between_steps = config_.between_steps},
+                   .between_steps = config_.between_steps,
+                   .aside = std::move(aside)},
       *engine_, owner_, buckets_);
 
   if (auto introduced = introduce(); !introduced) return introduced;
@@ -289,7 +297,7 @@ void ProgressThread::run() {
     if (driver_->revision() != published_) publish();
     if (leaves(now)) break;
     // On the GPU, for microseconds, and without waking anybody.
-    if (driver_->working() || driver_->wants_turn()) continue;
+    if (driver_->working()) continue;
     Duration limit = std::min<Duration>(silence_ / 8, std::chrono::milliseconds(100));
     if (!daemon_) limit = kReconnect;
     if (streams_ && streams_->waits_for_streams()) limit = kStreams;

@@ -1,6 +1,6 @@
 // The session's progress thread owns the transport and the daemon's socket, and runs the driver between them. Once its
-// ring is made it enters a GPU's driver for an audit's digests alone, when no stream waits: "No driver between
-// hand-over and flag" in docs/design-notes.md. The trainer's thread talks to it through a few fields under one mutex.
+// ring is made it never enters a GPU's driver: "No driver between hand-over and flag" in docs/design-notes.md. The
+// trainer's thread talks to it through a few fields under one mutex.
 #pragma once
 
 #include <atomic>
@@ -17,6 +17,7 @@
 #include "rejoin/interrupt.h"
 #include "rejoin/kernel_launcher.h"
 #include "rejoin/session.h"
+#include "rejoin/side_thread.h"
 #include "rejoin/stream_order.h"
 #include "rejoin/training_state.h"
 #include "rejoin/watchdog.h"
@@ -134,6 +135,7 @@ class ProgressThread {
   std::unique_ptr<StreamOrder> streams_;  // both threads'
   std::unique_ptr<KernelLauncher> kernel_launcher_;
   std::unique_ptr<device::MemoryServer> server_;
+  std::unique_ptr<SideThread> side_thread_;
   std::unique_ptr<Watchdog> watchdog_;
 
   mutable std::mutex mutex_;

@@ -1,5 +1,5 @@
 // Digests of parts of the state, chosen by number alone, so that all replicas digest the same
-// (membership/drift_audit.h). The state must not be changing. Thread: one at a time.
+// (membership/drift_audit.h). The state must not be changing. Thread: one at a time, any.
 #pragma once
 
 #include <memory>
@@ -26,6 +26,7 @@ class StateAudit {
   };
   // The digests of the same range, one for each tensor.
   Result<std::vector<RangeDigest>> range_digests(std::uint64_t period, std::uint64_t phase);
+  device::Access& access() { return *access_; }  // to the device's memory, for what else is to be digested
 
  private:
   explicit StateAudit(const local::Owner& owner);

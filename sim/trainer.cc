@@ -25,7 +25,8 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
       rank(rank_number),
       rank_instance(world.next_number()),
       world_(world),
-      model_(world.model()) {
+      model_(world.model()),
+      audit_chance_(world.chance("audit", replica_number << 16 | rank_number)) {
   engine = world.make_engine(machine, rails);
   address_ = engine->listen({}).value().text;
   state_ = std::make_unique<TrainingState>(world.planted(Plant::log_too_much) ? 1 << 20 : model_.gradient_log_budget());
@@ -59,7 +60,16 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                                                   .ring = {.chunk_bytes = model_.chunk_bytes(),
                                                            .chunks_in_flight = 2,
                                                            .direct_bytes = world.shape.direct ? 32768u : 0u},
-                                                  .patience = 500ms},
+                                                  .patience = 500ms,
+                                                  // On a GPU digests take as long as its work lets them.
+                                                  .aside =
+                                                      [this](std::function<void()> work) {
+                                                        const Duration taken = audit_chance_.of_any_size(1us, 50ms);
+                                                        world_.deliver(*this, taken, [this, work = std::move(work)] {
+                                                          work();
+                                                          world_.wake(*this);
+                                                        });
+                                                      }},
                                      *engine, state_->owner(), state_->buckets());
 }
 

@@ -63,6 +63,7 @@ class Trainer final : public Process {
 
   World& world_;
   const Model& model_;
+  Random audit_chance_;
   std::string address_;
   std::unique_ptr<TrainingState> state_;
   Model::Views weights_, gradient_views_;

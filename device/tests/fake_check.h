@@ -31,12 +31,13 @@ inline std::mutex awaited_mutex;
 inline std::list<Awaited>& awaited = *new std::list<Awaited>;
 inline thread_local bool hands_over = false;  // this thread has let a stream wait for a flag
 
-// The thread of a device::MemoryServer, by its name.
-inline bool serves_memory() {
-  char name[16] = {};
-  (void)::pthread_getname_np(::pthread_self(), name, sizeof name);
-  return std::strcmp(name, "rejoin-memory") == 0;
+inline bool is_called(const char* name) {
+  char its[16] = {};
+  (void)::pthread_getname_np(::pthread_self(), its, sizeof its);
+  return std::strcmp(its, name) == 0;
 }
+// The calling thread is a device::MemoryServer's or a SideThread: nobody waits for it who has to turn.
+inline bool may_stand_still() { return is_called("rejoin-memory") || is_called("rejoin-audit"); }
 
 // Flags that streams have written, ever. Who has seen one, perhaps by another address of the same memory, sees all that
 // its stream has done before: with his next call of the driver, TSan knows it, too.
@@ -64,7 +65,7 @@ inline bool a_stream_waits() {
 inline void check(const char* call) {
   (void)flags_written.load(std::memory_order_acquire);
   if (const auto told = hook.load()) told(call);
-  if (hands_over || serves_memory() || !a_stream_waits()) return;
+  if (hands_over || may_stand_still() || !a_stream_waits()) return;
   refuse(call, "while a stream waits for a flag");
 }
 
@@ -73,7 +74,7 @@ inline void check(const char* call) {
 inline void check_wait() {
   ++counters.waits_for_device;
   if (const auto told = hook.load()) told(kWaitsForDevice);
-  if (serves_memory()) refuse("a wait for the device", "by the thread that serves memory");
+  if (may_stand_still()) refuse("a wait for the device", "by a thread that serves memory or audits");
 }
 
 // A call that queues something: one at a time, the time that it waits for the device included.

@@ -9,7 +9,7 @@
 // every call of other threads that queues something waits, too. The real one lets some pass; which, nobody may rely on.
 // And it ends the program, or counts (fake_control.h), at what can end in a deadlock there: a call by a thread that
 // hands nothing over while a stream waits for a flag that the CPU has yet to write ("no driver between hand-over and
-// flag" in docs/design-notes.md). The thread that serves memory (device/remote.h) may call, since nobody waits for it,
+// flag" in docs/design-notes.md). Who serves memory (device/remote.h) or audits may call, since nobody waits for them,
 // but never what waits for the whole device, since all others wait then.
 //
 // Here: the device, contexts, modules and launches. fake_memory.cc: memory. fake_streams.h, .cc: streams and events.
@@ -52,7 +52,8 @@ Options options_of_environment() {
 void stand_if_wanted() {
   const auto time = options().slow_digest;
   static std::atomic<bool> stood = false;
-  if (time.count() == 0 || hands_over || serves_memory() || counters.waits_for_flags == 0 || stood.exchange(true))
+  if (time.count() == 0 || hands_over || is_called("rejoin-memory") || counters.waits_for_flags == 0 ||
+      stood.exchange(true))
     return;
   std::fprintf(stderr, "fake CUDA driver: a digest stands for %lld ms\n", static_cast<long long>(time.count()));
   stand(time);

@@ -55,6 +55,7 @@ struct Cluster {
   std::mt19937_64 random;
   std::shared_ptr<device::Device> device;  // whose memory is reduced; none: the host's
   std::unique_ptr<device::Stream> stream;
+  std::unique_ptr<device::Access> access = *device::make_host()->make_access();  // to what is reduced
   // Put between the fabric and what stages, to see what passes there; none: nothing.
   std::function<std::unique_ptr<transport::Engine>(std::unique_ptr<transport::Engine>)> wrap;
 
@@ -64,6 +65,7 @@ struct Cluster {
     spdlog::set_level(spdlog::level::err);  // each engine says that it stages
     device = device::test_gpu();
     stream = *device->make_stream();
+    access = *device->make_access();
     options.device = device;
     options.reducer = {.blocks = 2, .threads = 64};
   }

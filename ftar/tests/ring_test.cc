@@ -63,7 +63,7 @@ TEST_P(FtarRing, ResultsHaveOneDigestOnAllMembersWhoeverJoins) {
           ASSERT_TRUE(rank->communicator->all_reduce(b, Step(step), step == 1 ? ReduceOp::sum : ReduceOp::mean));
       ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));
       std::set<std::uint64_t> digests;
-      for (auto& rank : cluster.ranks) digests.insert(*rank->communicator->results_digest());
+      for (auto& rank : cluster.ranks) digests.insert(*rank->communicator->results().digest(*cluster.access));
       EXPECT_EQ(digests.size(), 1u);
       all.insert(*digests.begin());
     }
@@ -85,11 +85,11 @@ TEST(FtarResults, AFlippedBitIsTracedToTheHopThatItCameOver) {
         cluster.start(Step(step));
         ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));
         std::set<std::uint64_t> digests;
-        for (auto& rank : cluster.ranks) digests.insert(*rank->communicator->results_digest());
+        for (auto& rank : cluster.ranks) digests.insert(*rank->communicator->results().digest(*cluster.access));
         EXPECT_EQ(digests.size(), step);
       }
       std::vector<std::vector<std::vector<Segment>>> told;
-      for (auto& rank : cluster.ranks) told.push_back(*rank->communicator->inspect_results());
+      for (auto& rank : cluster.ranks) told.push_back(*rank->communicator->origins().digests(*cluster.access));
       std::set<std::uint32_t> receivers;
       for (std::uint32_t r = 0; r < 5; ++r)
         for (std::size_t b = 0; b < 2; ++b)

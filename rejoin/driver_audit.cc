@@ -1,0 +1,131 @@
+// What the driver tells the coordinator for its audits: digests of results and state, and what is behind them.
+#include <algorithm>
+#include <atomic>
+
+#include "base/events.h"
+#include "rejoin/driver.h"
+
+namespace rejoin {
+
+template <typename T>
+struct Driver::Aside {
+  std::atomic<bool> ended = false;
+  Result<T> result;  // once it has
+};
+
+template <typename T>
+std::shared_ptr<Driver::Aside<T>> Driver::aside(std::function<Result<T>()> work) {
+  auto under_way = std::make_shared<Aside<T>>();
+  auto run = [under_way, work = std::move(work)] {
+    under_way->result = work();
+    under_way->ended.store(true, std::memory_order_release);
+  };
+  if (config_.aside) config_.aside(std::move(run));
+  else run();
+  return under_way;
+}
+
+// Whether the digests of this reduction are there, where any are wanted. The state is at the version before the step:
+// the trainer has handed over all gradients and changes nothing before the commit, which waits for this report.
+bool Driver::audited() {
+  const auto& plan = machine_.plan();
+  if (!plan.has_audit()) {
+    digests_ = {};
+    return true;
+  }
+  const auto is_of_this = [&] { return audit_epoch_ == machine_.epoch() && audit_step_ == machine_.step(); };
+  // One of an epoch that has ended is waited for, and thrown away: what it reads may have changed meanwhile.
+  if (audit_under_way_ && !is_of_this() && audit_under_way_->ended.load(std::memory_order_acquire))
+    audit_under_way_.reset();
+  if (!audit_under_way_) {
+    audit_epoch_ = machine_.epoch();
+    audit_step_ = machine_.step();
+    audit_under_way_ = aside<membership::RankDigests>(
+        [results = ring_->results(), &audit = *audit_, contributes = machine_.contributes(),
+         period = plan.audit().period(), phase = plan.audit().phase()]() -> Result<membership::RankDigests> {
+          const auto reduced = results.digest(audit.access());
+          if (!reduced) return tl::unexpected(reduced.error());
+          if (!contributes) return membership::RankDigests{.reduced = *reduced};
+          const auto state = audit.digest(period, phase);
+          if (!state) return tl::unexpected(state.error());
+          return membership::RankDigests{.reduced = *reduced, .state = *state};
+        });
+  }
+  if (!is_of_this() || !audit_under_way_->ended.load(std::memory_order_acquire)) return false;
+  const auto audit = std::exchange(audit_under_way_, nullptr);
+  if (!audit->result) fail(audit->result.error());
+  else digests_ = *audit->result;
+  return !failure_;
+}
+
+void Driver::report_reduced() {
+  if (!machine_.member() || machine_.reduced() || ring_->epoch() != machine_.epoch()) return;
+  if (!std::all_of(done_.begin(), done_.end(), [](bool d) { return d; })) return;
+  if (!audited()) return;
+  machine_.on_reduced();
+  proto::FromNode report;
+  auto& reduced = *report.mutable_reduced();
+  reduced.set_replica(config_.replica.value);
+  reduced.set_epoch(machine_.epoch().value);
+  reduced.set_step(machine_.step().value);
+  membership::RankSet(config_.rank).to(reduced.mutable_ranks());
+  if (machine_.plan().has_audit()) {
+    reduced.add_results(digests_.reduced);
+    reduced.add_state(digests_.state);
+  }
+  events::emit("reduced", {{"step", machine_.step().value}, {"epoch", machine_.epoch().value}});
+  reports_.push_back(std::move(report));
+}
+
+// Whether this plan has to wait, since it asks what is behind the digests of the epoch that it ends: outputs and state
+// stay as they are until that is known.
+bool Driver::inspects(const proto::Plan& plan) {
+  if (!inspection_) {
+    const auto& wanted = plan.inspect();
+    if (!plan.has_inspect() || !ring_ || wanted.rank() != config_.rank || wanted.epoch() != ring_->epoch().value ||
+        !machine_.reduced() || !machine_.plan().has_audit() || plan.epoch() <= machine_.epoch().value ||
+        plan.committed() >= machine_.step().value)
+      return false;
+    inspection_ = aside<proto::FromNode>(details());
+  }
+  if (!inspection_->ended.load(std::memory_order_acquire)) return true;
+  const auto inspection = std::exchange(inspection_, nullptr);
+  if (!inspection->result) fail(inspection->result.error());
+  else reports_.push_back(*inspection->result);
+  return false;
+}
+
+std::function<Result<proto::FromNode>()> Driver::details() const {
+  return [origins = ring_->origins(), &audit = *audit_, contributes = machine_.contributes(),
+          wanted = machine_.plan().audit(), epoch = ring_->epoch(), replica = config_.replica,
+          rank = config_.rank]() -> Result<proto::FromNode> {
+    const auto results = origins.digests(audit.access());
+    if (!results) return tl::unexpected(results.error());
+    proto::FromNode report;
+    auto& details = *report.mutable_details();
+    details.set_replica(replica.value);
+    details.set_rank(rank);
+    details.set_epoch(epoch.value);
+    for (const auto& segments : *results) {
+      auto& bucket = *details.add_buckets();
+      for (const auto& segment : segments) {
+        auto& told = *bucket.add_segments();
+        told.set_digest(segment.digest);
+        told.set_from(segment.from.value);
+      }
+    }
+    if (!contributes) return report;
+    const auto range_digests = audit.range_digests(wanted.period(), wanted.phase());
+    if (!range_digests) return tl::unexpected(range_digests.error());
+    for (const auto& range_digest : *range_digests) {
+      auto& told = *details.add_state();
+      told.set_tensor(range_digest.tensor);
+      told.set_first(range_digest.first);
+      told.set_count(range_digest.count);
+      told.set_digest(range_digest.digest);
+    }
+    return report;
+  };
+}
+
+}  // namespace rejoin

@@ -1,0 +1,42 @@
+#include "rejoin/side_thread.h"
+
+#include <pthread.h>
+
+namespace rejoin {
+
+SideThread::SideThread(const Fd& ended) : ended_(ended), thread_([this] { loop(); }) {}
+
+SideThread::~SideThread() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void SideThread::run(std::function<void()> work) {
+  {
+    const std::lock_guard lock(mutex_);
+    work_.push_back(std::move(work));
+  }
+  changed_.notify_all();
+}
+
+void SideThread::loop() {
+  (void)::pthread_setname_np(::pthread_self(), "rejoin-audit");
+  for (;;) {
+    std::function<void()> next;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return stop_ || !work_.empty(); });
+      if (stop_) return;
+      next = std::move(work_.front());
+      work_.pop_front();
+    }
+    next();
+    signal_eventfd(ended_);
+  }
+}
+
+}  // namespace rejoin
