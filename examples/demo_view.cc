@@ -170,15 +170,19 @@ std::string summary(const nlohmann::json& report) {
   for (const auto& f : report.at("failures")) text += line_of(f);
   for (const auto& c : report.at("catch_ups"))
     text += fmt::format(
-        "  replica {} rank {} caught up: {} from {} sources in {:.0f} ms, from step {} to {}, {} slices fetched "
-        "again\n",
+        "  replica {} rank {} caught up: {} from {} sources in {:.0f} ms ({:.0f} MB/s), from step {} to {}, {} slices "
+        "fetched again\n",
         c.at("replica").get<int>(), c.at("rank").get<int>(), human_bytes(c.value("bytes", std::uint64_t{0})),
-        c.value("sources", 0), c.value("seconds", 0.0) * 1e3, c.at("started_step").get<int>(),
-        c.at("promoted_step").get<int>(), c.value("refetched", 0));
+        c.value("sources", 0), c.value("seconds", 0.0) * 1e3,
+        static_cast<double>(c.value("bytes", std::uint64_t{0})) / 1e6 / std::max(c.value("seconds", 0.0), 1e-6),
+        c.at("started_step").get<int>(), c.at("promoted_step").get<int>(), c.value("refetched", 0));
   const auto& steps = report.at("step_ms");
-  text += fmt::format("  a step: median {:.1f} ms, p99 {:.1f}, max {:.1f}; median while a replica caught up {:.1f}\n",
-                      steps.at("median").get<double>(), steps.at("p99").get<double>(), steps.at("max").get<double>(),
-                      steps.at("median_during_catch_up").get<double>());
+  const double median = steps.at("median").get<double>(), during = steps.at("median_during_catch_up").get<double>();
+  text += fmt::format("  a step: median {:.1f} ms, p99 {:.1f}, max {:.1f}", median, steps.at("p99").get<double>(),
+                      steps.at("max").get<double>());
+  if (median > 0 && during > 0)  // what a catch-up costs those who train on
+    text += fmt::format("; median while a replica caught up {:.1f}, {:.2f} × the time", during, during / median);
+  text += "\n";
   text += "\nProof\n";
   if (report.contains("digests"))
     for (const auto& [replica, digests] : report.at("digests").items()) {
