@@ -20,7 +20,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -34,6 +34,7 @@ from rejoin._collectives import COLLECTIVES, Staged, reduction_of, stage_all, st
 from rejoin._memory import milliseconds
 from rejoin._work import Work, settle_all
 
+_LOOKED_AT = 4  # operations that each call sees whether they have ended
 _GOODBYE = 5000  # milliseconds that a process waits for the others to hear that it leaves
 # Its types differ between versions of torch.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -74,8 +75,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._native = _native.ProcessGroup(options.transport, listen, options.advertise)
         self._timeout = timeout
         self._name, self._description = "", ""
-        self._lock = threading.Lock()  # guards the three below
-        self._pending: deque[Work] = deque()  # alive until they have ended, with their tensors
+        self._lock = threading.RLock()  # guards the four below; a signal's handler may shut down
+        self._pending: OrderedDict[int, Work] = OrderedDict()  # alive until they have ended, with their tensors
+        self._ended = False  # nothing begins any more
         self._awaited: dict[int, Work] = {}
         self._settler: threading.Thread | None = None
         _ended_at_exit.add(self)
@@ -109,7 +111,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             uuid, handles, timeout = opts.uuid, opts.handles, opts.timeout
         members = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
         self._native.reconfigure(uuid, members, self._limit(timeout))
-        return Work(self, None, Staged(), [])
+        return Work(self, Staged(), [])
 
     def getRank(self) -> int:  # noqa: N802 - the names that torch calls
         """Give this member's rank."""
@@ -150,17 +152,21 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave: others go on as long as they need nothing of this member."""
         _ended_at_exit.discard(self)
+        with self._lock:
+            self._ended = True
         try:
             self._native.shutdown(_GOODBYE)
         except errors.Unavailable:
             return  # it was called before
-        with self._lock:
-            pending, self._pending = self._pending, deque()
-            settler = self._settler
+        settler = self._settler
         if settler is not None and settler is not threading.current_thread():
-            settler.join()  # what is left in C++ when the interpreter ends would end the process
+            # What is left in C++ when the interpreter ends would end the process. It may wait for what this thread
+            # holds, where this is a signal's handler.
+            settler.join(_GOODBYE / 1000)
         self._native.close()
-        for work in pending:
+        with self._lock:
+            left = list(self._pending.values())
+        for work in left:
             work.settle()
 
     def __del__(self) -> None:
@@ -177,20 +183,26 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # Operations.
 
     def _start(self, kind: str, staged: Staged, result: list[torch.Tensor], opts: Any = None, **more: int) -> Work:
-        native = self._native.start(
-            COLLECTIVES[kind],
-            staged.type,
-            more.get("combine", 0),
-            more.get("root", 0),
-            more.get("tag", 0),
-            staged.inputs,
-            staged.outputs,
-            self._limit(getattr(opts, "timeout", None)),
-        )
-        work = Work(self, native, staged, result)
-        self.let_go_of_ended()
+        work = Work(self, staged, result)
+        # It is held before it begins: whatever is raised from here on, its memory lives until it has ended.
         with self._lock:
-            self._pending.append(work)
+            self._pending[id(work)] = work
+        try:
+            self._native.start(
+                COLLECTIVES[kind],
+                staged.type,
+                more.get("combine", 0),
+                more.get("root", 0),
+                more.get("tag", 0),
+                staged.inputs,
+                staged.outputs,
+                self._limit(getattr(opts, "timeout", None)),
+                work.begun,
+            )
+        finally:
+            if not work.begun:
+                self.let_go_of(work)
+        self.let_go_of_ended()
         return work
 
     def _start_all(
@@ -202,28 +214,40 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if staged is all[-1]:
                 staged.others = works[:]
             works.append(self._start(kind, staged, result, opts, **more))
-        return works[-1] if works else Work(self, None, Staged(), result)
+        return works[-1] if works else Work(self, Staged(), result)
 
     def let_go_of_ended(self) -> None:
         """Keep no tensors of operations that have ended, and settle those that nobody waits for."""
+        for _ in range(_LOOKED_AT):
+            with self._lock:
+                oldest = next(iter(self._pending.values()), None)
+                if oldest is None:
+                    return
+                self._pending.move_to_end(id(oldest))  # one that takes long keeps none of the others
+            if oldest.begun and oldest.is_completed():
+                oldest.settle()
+
+    def let_go_of(self, work: Work) -> None:
+        """Keep nothing of a work that has been settled, or has not begun."""
         with self._lock:
-            ended = []
-            while self._pending and self._pending[0].is_completed():
-                ended.append(self._pending.popleft())
-        for one in ended:
-            one.settle()
+            self._pending.pop(id(work), None)
 
     def settle_when_done(self, work: Work, native: _native.Work) -> None:
         """Settle the work in a thread of the group's when it has ended."""
         number = id(work)
         with self._lock:
-            self._awaited[number] = work
-            if self._settler is None:
+            ended = self._ended
+            if not ended:
+                self._awaited[number] = work
+            if self._settler is None and not ended:
                 self._settler = threading.Thread(
                     target=settle_all, args=(self._native, self._awaited, self._lock), name="rejoin-group", daemon=True
                 )
                 self._settler.start()
-        native.notify(number)
+        if ended:
+            work.settle()
+        else:
+            native.notify(number)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Replace each of the tensors by its reduction over all members."""
@@ -345,8 +369,10 @@ def _create(made_by: Any, options: Options | None) -> ProcessGroup:
     group = ProcessGroup(made_by.timeout, options)
     if options.configure:
         rank, size, store = made_by.group_rank, made_by.group_size, made_by.store
-        store.set(f"rejoin/{rank}", group.get_reconfigure_handle())
-        handles = [store.get(f"rejoin/{member}").decode() for member in range(size)]
+        # A process may make one after the other under one name; all do so equally often.
+        count = store.add(f"rejoin/{rank}", 1)
+        store.set(f"rejoin/{rank}/{count}", group.get_reconfigure_handle())
+        handles = [store.get(f"rejoin/{member}/{count}").decode() for member in range(size)]
         group.reconfigure(uuid=0, handles=handles, timeout=made_by.timeout)
     return group
 
