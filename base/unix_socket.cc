@@ -65,6 +65,9 @@ Result<Fd> listen_unix(const std::string& name) {
     // A file left by a daemon that died; a live one answers.
     if (connect_unix(name))
       return fail(ErrorCode::exhausted, "{} is in use by a running process; stop it or choose another socket", name);
+    struct stat status {};
+    if (::lstat(name.c_str(), &status) != 0 || !S_ISSOCK(status.st_mode))
+      return fail(ErrorCode::invalid_argument, "{} exists and is no socket; choose another name for the socket", name);
     ::unlink(name.c_str());
     if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0)
       return fail_errno(fmt::format("binding {}", name));

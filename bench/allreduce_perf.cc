@@ -34,6 +34,7 @@ struct Settings {
   bool limits = true;
   std::optional<int> cuda;  // on this device
   ftar::Options ftar;
+  std::optional<std::uint64_t> direct;
 };
 
 struct Row {
@@ -134,6 +135,7 @@ class RankProcess {
     for (auto size : sizes_of(s_, element))
       buckets.push_back({type_, size / element, input_.bytes.first(size), output_.bytes.first(size)});
     ftar::Options options = s_.ftar;
+    if (s_.direct) options.direct_bytes = options.device_direct_bytes = *s_.direct;
     if (s_.cuda) options.device = device_;
     auto made = ftar::Communicator::make(*engine_, options, {ReplicaId(rank_), Incarnation(rank_ + 1)}, buckets, 7);
     if (!made) return tl::unexpected(made.error());
@@ -362,7 +364,7 @@ int main(int argc, char** argv) {
   line.add("--transport", s.transport, "shm, tcp or ucx:LIST").show_default();
   line.add("--chunk-bytes", s.ftar.chunk_bytes, "largest chunk").sized().show_default();
   line.add("--chunks-in-flight", s.ftar.chunks_in_flight, "chunks in flight per neighbour").show_default();
-  line.add("--direct", s.ftar.direct_bytes, "largest size that skips the ring").sized().show_default();
+  line.add("--direct", s.direct, "largest size that skips the ring; else 32K, or 256K with --use_cuda").sized();
   line.add("--both-ways", s.ftar.both_ways, "all-gather in both directions").show_default();
   line.add("--limits", s.limits, "measure this machine's limit beside").show_default();
   line.add("--use_cuda", s.cuda, "buffers in this CUDA device's memory, which all ranks share");

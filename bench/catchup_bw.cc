@@ -192,7 +192,7 @@ class Replica {
     }
     owner_->set_version(kVersion);
     if (auto opened = open(); !opened) return opened;
-    catchup::Service service(*engine_, 1, {s_.compression, s_.limit}, clock_);
+    catchup::Service service(*engine_, transport::Secret{}, {s_.compression, s_.limit}, clock_);
     auto view = local::View::of(*owner_);
     if (!view) return tl::unexpected(view.error());
     const catchup::RankKey key{ReplicaId(number_), RankId(0)};

@@ -146,9 +146,9 @@ void Service::try_again(RankKey key, LocalRank& rank, TimePoint now) {
 void Service::connect_missing(RankKey key, LocalRank& rank, TimePoint now) {
   for (const auto& source : rank.wanted) {
     if (rank.sources.contains(source)) continue;
-    const Hello hello{secret_, source.replica.value, key.rank.value, source.incarnation.value,
+    const Hello hello{secret_.token(), source.replica.value, key.rank.value, source.incarnation.value,
                       rank.view->manifest().hash()};
-    auto endpoint = engine_.connect(source.address, bytes_of(hello));
+    auto endpoint = engine_.connect({source.address.text, secret_}, bytes_of(hello));
     if (!endpoint) {
       tell_of_loss(source, endpoint.error().message);
       continue;
@@ -169,7 +169,7 @@ void Service::give_up_silent_sources(TimePoint now) {
 void Service::on_accepted(const transport::Event& event) {
   Hello hello{};
   BytesView bytes = event.message;
-  const bool known = take(bytes, hello) && hello.secret == secret_;
+  const bool known = take(bytes, hello) && hello.secret == secret_.token();
   const RankKey key{ReplicaId(hello.replica), RankId(hello.rank)};
   auto found = known ? ranks_.find(key) : ranks_.end();
   const char* refusal = !known                                                    ? "wrong job key"

@@ -47,7 +47,7 @@ class Service {
     Duration silence = std::chrono::seconds(2);  // the job's: a source that does not answer for so long is asked anew
   };
   // `clock` times the coder; both outlive the service.
-  Service(transport::Engine& engine, std::uint64_t secret, const Options& options, const Clock& clock)
+  Service(transport::Engine& engine, const transport::Secret& secret, const Options& options, const Clock& clock)
       : engine_(engine),
         secret_(secret),
         compression_(options.compression),
@@ -145,7 +145,7 @@ class Service {
   void tell_of_loss(const SourceAddress& source, const std::string& why);
 
   transport::Engine& engine_;
-  const std::uint64_t secret_;
+  const transport::Secret secret_;
   const Compression compression_;
   const Duration silence_;
   const Clock& clock_;

@@ -67,7 +67,8 @@ void Group::connect_missing() {
     auto& peer = peers_[rank];
     if (peer.stage != Stage::missing) continue;
     const Hello hello{.secret = peer.handle.secret, .number = number_, .digest = digest_, .rank = rank_};
-    const auto endpoint = engine_.connect(peer.handle.address, bytes_of(hello));
+    const auto endpoint =
+        engine_.connect({peer.handle.address.text, transport::Secret::of(peer.handle.secret)}, bytes_of(hello));
     if (!endpoint && endpoint.error().code == ErrorCode::invalid_argument) return fail_all(endpoint.error());
     peer.not_reached = endpoint ? "" : endpoint.error().message;
     if (!endpoint) continue;

@@ -2,10 +2,7 @@
 
 #include <fcntl.h>
 #include <openssl/core_names.h>
-#include <openssl/crypto.h>
 #include <openssl/evp.h>
-#include <openssl/hmac.h>
-#include <openssl/rand.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -62,34 +59,11 @@ Result<JobKey> JobKey::read(const std::string& path) {
   return JobKey(std::move(key));
 }
 
-JobKey::Mac JobKey::sign(std::string_view purpose, BytesView first, BytesView second) const {
-  Bytes message;
-  for (BytesView part : {as_bytes(purpose), first, second}) message.insert(message.end(), part.begin(), part.end());
-  Mac mac;
-  unsigned length = 0;
-  REJOIN_CHECK(::HMAC(::EVP_sha256(), key_.data(), static_cast<int>(key_.size()),
-                      reinterpret_cast<const unsigned char*>(message.data()), message.size(),
-                      reinterpret_cast<unsigned char*>(mac.data()), &length) != nullptr &&
-               length == mac.size());
-  return mac;
+Mac JobKey::sign(std::string_view purpose, BytesView first, BytesView second) const {
+  return mac_of(as_bytes(key_), {as_bytes(purpose), first, second});
 }
 
-bool JobKey::equal(BytesView a, BytesView b) {
-  return a.size() == b.size() && ::CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
-}
-
-std::uint64_t JobKey::data_secret() const {
-  const Mac mac = sign("rejoin data connections", {}, {});
-  std::uint64_t secret = 0;
-  std::memcpy(&secret, mac.data(), sizeof secret);
-  return secret;
-}
-
-Nonce make_nonce() {
-  Nonce nonce;
-  REJOIN_CHECK(::RAND_bytes(reinterpret_cast<unsigned char*>(nonce.data()), static_cast<int>(nonce.size())) == 1);
-  return nonce;
-}
+transport::Secret JobKey::data_secret() const { return {sign("rejoin data connections", {}, {})}; }
 
 struct Tagger::State {
   EVP_MAC* algorithm = ::EVP_MAC_fetch(nullptr, "HMAC", nullptr);
@@ -100,7 +74,7 @@ struct Tagger::State {
   }
 };
 
-Tagger::Tagger(const JobKey::Mac& key) : state_(std::make_unique<State>()) {
+Tagger::Tagger(const Mac& key) : state_(std::make_unique<State>()) {
   char digest[] = "SHA256";
   const OSSL_PARAM parameters[] = {::OSSL_PARAM_construct_utf8_string(OSSL_MAC_PARAM_DIGEST, digest, 0),
                                    ::OSSL_PARAM_construct_end()};
@@ -114,7 +88,7 @@ Tagger::~Tagger() = default;
 
 Tagger::Tag Tagger::next(BytesView bytes) {
   const std::uint64_t count = count_++;
-  JobKey::Mac mac;
+  Mac mac;
   std::size_t length = 0;
   const auto update = [&](BytesView part) {
     return ::EVP_MAC_update(state_->keyed, reinterpret_cast<const unsigned char*>(part.data()), part.size()) == 1;

@@ -5,8 +5,9 @@
 #include <memory>
 #include <string>
 
-#include "base/bytes.h"
+#include "base/proof.h"
 #include "base/result.h"
+#include "transport/secret.h"
 
 namespace rejoin::daemon {
 
@@ -17,25 +18,20 @@ class JobKey {
   static Result<JobKey> read(const std::string& path);
   explicit JobKey(std::string key) : key_(std::move(key)) {}
 
-  using Mac = std::array<std::byte, 32>;
   Mac sign(std::string_view purpose, BytesView first, BytesView second) const;
-  static bool equal(BytesView a, BytesView b);  // in constant time
   // What ranks and daemons of the job show each other on data connections.
-  std::uint64_t data_secret() const;
+  transport::Secret data_secret() const;
 
  private:
   std::string key_;
 };
-
-using Nonce = std::array<std::byte, 32>;
-Nonce make_nonce();
 
 // Tags of what goes one way over a connection, in order: of a key that both sides derive from their nonces. Bytes that
 // were changed, left out, repeated or put in by anyone have another tag.
 class Tagger {
  public:
   using Tag = std::array<std::byte, 16>;
-  explicit Tagger(const JobKey::Mac& key);
+  explicit Tagger(const Mac& key);
   Tagger(Tagger&&) noexcept;
   Tagger& operator=(Tagger&&) noexcept;
   ~Tagger();

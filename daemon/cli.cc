@@ -48,6 +48,15 @@ Result<nlohmann::json> fetch_status(const std::string& address) {
   return json;
 }
 
+// A replica that the job runs without.
+std::string outage_line(const nlohmann::json& out) {
+  const std::string next = out.at("next").get<std::string>();
+  return fmt::format("OUT replica {} {}: {}{}{}", out.at("replica").get<int>(),
+                     out.contains("for_ms") ? fmt::format("for {:.1f} s", out.at("for_ms").get<double>() * 1e-3)
+                                            : "since before the coordinator was started",
+                     out.at("reason").get<std::string>(), next.empty() ? "" : "; ", next);
+}
+
 void print_table(const nlohmann::json& status) {
   if (status.contains("coordinator_role")) {
     const auto& c = status.at("coordinator_role");
@@ -58,7 +67,9 @@ void print_table(const nlohmann::json& status) {
                              "ranks done with the step");
     for (const auto& m : c.at("members"))
       std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(),
-                               m.at("role").get<std::string>(), m.at("reduced").get<int>());
+                               m.at("has_left").get<bool>() ? "has left" : m.at("role").get<std::string>(),
+                               m.at("reduced").get<int>());
+    for (const auto& out : c.at("out")) std::cout << "  " << outage_line(out) << "\n";
     const auto& audit = c.at("audit");
     const auto differences =
         audit.at("result_differences").get<std::uint64_t>() + audit.at("state_differences").get<std::uint64_t>();
@@ -71,6 +82,7 @@ void print_table(const nlohmann::json& status) {
     for (const auto& refused : c.at("refused"))
       std::cout << fmt::format("  REFUSED replica {} rank {}: {}\n", refused.at("replica").get<int>(),
                                refused.at("rank").get<int>(), refused.at("reason").get<std::string>());
+    for (const auto& line : c.at("alarms")) std::cout << "  WARNING " << line.get<std::string>() << "\n";
     for (const auto& line : c.at("waiting_for")) std::cout << "  waits for " << line.get<std::string>() << "\n";
   }
   if (status.contains("relay_role")) {
@@ -104,10 +116,17 @@ void print_table(const nlohmann::json& status) {
       std::cout << fmt::format(
           "    {} all-reduces of {}, {} stale messages dropped\n", reduced.at("operations").get<std::uint64_t>(),
           human_bytes(reduced.at("bytes").get<std::uint64_t>()), reduced.at("stale_dropped").get<std::uint64_t>());
-      for (const auto& hop : r.at("hops"))
+      for (const auto& hop : r.at("hops")) {
+        if (hop.at("chunks").get<std::uint64_t>() == 0) {
+          std::cout << fmt::format(
+              "    from replica {}: nothing in chunks: its buckets are small, and exchanged whole\n",
+              hop.at("replica").get<int>());
+          continue;
+        }
         std::cout << fmt::format("    from replica {}: {} in {} chunks, longest gap {:.1f} ms\n",
                                  hop.at("replica").get<int>(), human_bytes(hop.at("bytes").get<std::uint64_t>()),
                                  hop.at("chunks").get<std::uint64_t>(), hop.at("longest_gap_us").get<double>() * 1e-3);
+      }
     }
     for (const auto& s : n.at("serving")) {
       std::cout << fmt::format("  serves a joiner out of replica {} rank {}: {} sent, link {:.0f} MB/s",

@@ -133,10 +133,17 @@ nlohmann::json CoordinatorServer::status() const {
     json["members"].push_back({{"replica", m.replica.value},
                                {"incarnation", m.incarnation.value},
                                {"role", m.catching_up ? "catching_up" : "contributor"},
+                               {"has_left", machine_.finished() && !machine_.replicas().contains(m.replica)},
                                {"reduced", m.reduced.size()}});
   json["suspended"] = nlohmann::json::array();
   for (const auto& out : machine_.suspended())
     json["suspended"].push_back({{"replica", out.replica.value}, {"reason", out.reason}});
+  json["out"] = nlohmann::json::array();
+  for (const auto& out : machine_.outages(now())) {
+    json["out"].push_back({{"replica", out.replica.value}, {"reason", out.why}, {"next", out.next}});
+    if (out.lasting) json["out"].back()["for_ms"] = static_cast<std::uint64_t>(milliseconds(*out.lasting));
+  }
+  json["alarms"] = machine_.alarms();
   json["refused"] = nlohmann::json::array();
   for (const auto& [replica, refused] : machine_.refused())
     json["refused"].push_back({{"replica", replica.value}, {"rank", refused.first}, {"reason", refused.second}});

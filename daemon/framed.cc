@@ -8,7 +8,7 @@ constexpr std::string_view kMagic = "rejoin control 2";  // the control protocol
 constexpr std::size_t kLength = 4, kTag = std::tuple_size_v<Tagger::Tag>;
 }  // namespace
 
-JobKey::Mac Framed::mac(const char* purpose) const {
+Mac Framed::mac(const char* purpose) const {
   const Nonce& server = server_ ? mine_ : theirs_;
   const Nonce& client = server_ ? theirs_ : mine_;
   return key_.sign(purpose, server, client);
@@ -40,7 +40,7 @@ void Framed::read_length() {
 
 void Framed::on_length() {
   const BytesView bytes(length_.data(), kLength);
-  if (in_tags_ && !JobKey::equal(BytesView(length_).subspan(kLength), in_tags_->next(bytes)))
+  if (in_tags_ && !equal_in_constant_time(BytesView(length_).subspan(kLength), in_tags_->next(bytes)))
     return end("a length came damaged, or from somebody else");
   std::uint32_t length = 0;
   for (std::size_t i = 0; i < kLength; ++i) length |= std::to_integer<std::uint32_t>(length_[i]) << (8 * i);
@@ -72,13 +72,13 @@ void Framed::on_frame() {
       return write_frame(std::string(as_text(proof)));
     }
     case Stage::proof:
-      if (!JobKey::equal(as_bytes(body_), mac(server_ ? "rejoin client" : "rejoin server")))
+      if (!equal_in_constant_time(as_bytes(body_), mac(server_ ? "rejoin client" : "rejoin server")))
         return end("its job key differs from ours; give both the same --job-key-file");
       open();
       return handlers->ready();
     case Stage::open: {
       const std::string_view message = std::string_view(body_).substr(0, body_.size() - kTag);
-      if (!JobKey::equal(as_bytes(body_).subspan(message.size()), in_tags_->next(as_bytes(message))))
+      if (!equal_in_constant_time(as_bytes(body_).subspan(message.size()), in_tags_->next(as_bytes(message))))
         return end("a message came damaged, or from somebody else");
       return handlers->message(message);
     }

@@ -44,7 +44,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
   void write_next();
   void write_frame(const std::string& message);
   void open();
-  JobKey::Mac mac(const char* purpose) const;
+  Mac mac(const char* purpose) const;
 
   asio::ip::tcp::socket socket_;
   asio::steady_timer timer_;

@@ -23,17 +23,19 @@ void NodeListener::accept() {
     if (!error) {
       auto connection = std::make_shared<Framed>(std::move(socket), key_, true);
       const NodeId id(next_node_++);
-      connection->start({.ready = [this, id, connection] { nodes_[id] = connection; },
+      connection->start({.ready = [this, id, connection] { nodes_[id].connection = connection; },
                          .message = [this, id, connection](std::string_view bytes) { on_bytes(id, connection, bytes); },
                          .closed =
                              [this, id](const std::string& why) {
-                               if (nodes_.erase(id) == 0) {
+                               const auto gone = nodes_.extract(id);
+                               if (gone.empty()) {
                                  ++rejected_;
                                  spdlog::warn("a connection was refused: {}", why);
                                  return;
                                }
-                               spdlog::info("a node is gone: {}", why);
-                               events::emit("node_lost", {{"why", why}});
+                               spdlog::info("node {} at {} is gone: {}", gone.mapped().name,
+                                            gone.mapped().connection->remote(), why);
+                               events::emit("node_lost", {{"node", gone.mapped().name}, {"why", why}});
                                handlers_.lost(id);
                              }},
                         std::chrono::seconds(5));
@@ -55,22 +57,26 @@ void NodeListener::on_bytes(NodeId node, const std::shared_ptr<Framed>& connecti
     nodes_.erase(node);  // it was authenticated, so it is in the table
     return connection->close();
   }
+  if (message.has_hello()) {
+    if (auto found = nodes_.find(node); found != nodes_.end()) found->second.name = message.hello().node();
+    message.mutable_hello()->set_address(connection->remote());
+  }
   handlers_.message(node, message);
 }
 
 void NodeListener::send(NodeId node, const std::string& message) {
-  if (auto found = nodes_.find(node); found != nodes_.end()) found->second->send(message);
+  if (auto found = nodes_.find(node); found != nodes_.end()) found->second.connection->send(message);
 }
 
 void NodeListener::close(NodeId node) {
   auto silent = nodes_.extract(node);
   if (silent.empty()) return;
-  events::emit("node_lost", {{"why", "it was silent"}});
-  silent.mapped()->close();
+  events::emit("node_lost", {{"node", silent.mapped().name}, {"why", "it was silent"}});
+  silent.mapped().connection->close();
 }
 
 void NodeListener::close_all() {
-  for (auto& [node, connection] : std::exchange(nodes_, {})) connection->close();
+  for (auto& [node, one] : std::exchange(nodes_, {})) one.connection->close();
 }
 
 }  // namespace rejoin::daemon

@@ -37,7 +37,11 @@ class NodeListener {
   asio::ip::tcp::acceptor acceptor_;
   const JobKey& key_;
   const Handlers handlers_;
-  std::map<membership::NodeId, std::shared_ptr<Framed>> nodes_;
+  struct Node {
+    std::shared_ptr<Framed> connection;
+    std::string name = "?";  // until it has introduced itself
+  };
+  std::map<membership::NodeId, Node> nodes_;
   std::uint64_t next_node_ = 1, rejected_ = 0;
   std::string address_;
 };

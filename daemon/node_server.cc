@@ -130,7 +130,7 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
     send(found->second, message);
   }
   for (auto id : actions.silent)
-    drop(id, fmt::format("no sign of life for {} ms", options_.silence.count()), Gone::silent);
+    drop(id, fmt::format("its process gave no sign of life for {} ms", options_.silence.count()), Gone::silent);
 }
 
 // Starts, updates and ends the streams into local joiners as the plan says.

@@ -176,7 +176,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   proto::ToTrainer answer;
   answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
   answer.mutable_welcome()->set_silence_ms(static_cast<std::uint64_t>(options_.silence.count()));
-  answer.mutable_welcome()->set_data_secret(key_.data_secret());
+  const auto secret = key_.data_secret();
+  answer.mutable_welcome()->set_data_secret(secret.bytes.data(), secret.bytes.size());
   send(trainer, answer);
   proto::FromNode up;
   *up.mutable_rank_up() = hello.up();

@@ -12,12 +12,13 @@ constexpr Duration kReportEvery = std::chrono::milliseconds(20);
 
 Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& transport,
                                                           const std::shared_ptr<device::Device>& device,
-                                                          const std::string& listen, std::uint64_t secret,
+                                                          const std::string& listen, const transport::Secret& secret,
                                                           const catchup::Service::Options& options,
                                                           std::function<void(Report)> report) {
   std::unique_ptr<StreamThread> stream(new StreamThread());
   auto engine = transport::make_engine(transport, device);
   if (!engine) return tl::unexpected(engine.error());
+  (*engine)->set_secret(secret);
   auto address = (*engine)->listen({listen});
   if (!address) return tl::unexpected(address.error());
   auto wake = make_eventfd();

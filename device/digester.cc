@@ -44,6 +44,9 @@ Result<std::unique_ptr<Digester>> Digester::make(Device& device, Priority priori
   if (!there) return tl::unexpected(there.error());
   digester->keys_ = std::move(*keys);
   digester->stream_ = std::move(*stream);
+  // A kernel's first launch may wait for the whole device, and all others for that.
+  const std::span<const std::byte> something[] = {digester->keys_.bytes};
+  if (auto loaded = digester->digests(something); !loaded) return tl::unexpected(loaded.error());
   return digester;
 }
 

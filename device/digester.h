@@ -11,7 +11,7 @@ namespace rejoin::device {
 // Thread: one at a time.
 class Digester {
  public:
-  // Errors: `unavailable` (no kernels); of the device.
+  // Launches the kernel once, so that it is loaded. Errors: `unavailable` (no kernels); of the device.
   static Result<std::unique_ptr<Digester>> make(Device& device, Priority priority = Priority::high);
 
   // Several pieces of device memory, each with a digest of its own; waits for them. They begin at multiples of 16 bytes

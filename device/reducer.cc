@@ -191,7 +191,8 @@ Result<> Reducer::hold(Stream* behind) {
   if (holds_++ > 0) return {};
   auto launched = behind == nullptr ? Result<>() : kernel_->follow(*behind);
   if (launched) launched = launch(Duration::max());
-  if (!launched) --holds_;
+  if (launched) wanted_ = false;
+  else --holds_;
   return launched;
 }
 

@@ -29,9 +29,6 @@ Result<> check(const Options& options) {
   if (options.chunk_bytes < 64 || options.chunk_bytes % 64 != 0)
     return fail(ErrorCode::invalid_argument, "chunks of {} bytes; there must be 64 or a multiple of that",
                 options.chunk_bytes);
-  if (options.direct_bytes > transport::Engine::kMaxMessage - sizeof(MessageHeader))
-    return fail(ErrorCode::invalid_argument, "buckets of up to {} bytes are to be sent directly; the most is {}",
-                options.direct_bytes, transport::Engine::kMaxMessage - sizeof(MessageHeader));
   return {};
 }
 
@@ -77,6 +74,7 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   auto access = options.device ? options.device->make_access() : device::make_host()->make_access();
   if (!access) return tl::unexpected(access.error());
   made->access_ = std::move(*access);
+  made->choose_direct();
   if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());
   const std::size_t staged = options.chunk_bytes * options.chunks_in_flight;
   if (options.device) {
@@ -94,34 +92,14 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   return made;
 }
 
-// Pinned room for small buckets of a device.
-Result<> Communicator::reserve_direct() {
-  if (!reducer_) return {};
-  std::size_t total = 0;
-  const auto small = [&](const Bucket& bucket) { return bucket.bytes() <= options_.direct_bytes; };
-  for (const auto& bucket : buckets_)
-    if (small(bucket)) total += 2 * round_up(bucket.bytes(), 64);
-  if (total == 0) return {};
-  auto pinned = options_.device->allocate_pinned(total);
-  if (!pinned) return tl::unexpected(pinned.error());
-  direct_room_ = std::move(*pinned);
-  auto rest = direct_room_.bytes;
-  for (auto& bucket : buckets_)
-    if (small(bucket))
-      for (auto* room : {&bucket.own, &bucket.result}) {
-        *room = rest.first(bucket.bytes());
-        rest = rest.subspan(round_up(bucket.bytes(), 64));
-      }
-  return {};
-}
-
 // Everything that the members must agree on for their bytes to fit.
 std::uint64_t Communicator::plan_hash() const {
   std::vector<std::uint64_t> facts{1,
                                    options_.chunk_bytes,
                                    options_.chunks_in_flight,
-                                   options_.direct_bytes,
+                                   options_.device ? options_.device_direct_bytes : options_.direct_bytes,
                                    options_.direct_members,
+                                   options_.direct_memory,
                                    options_.both_ways};
   for (const auto& bucket : buckets_) {
     facts.push_back(static_cast<std::uint64_t>(bucket.spec.type));
@@ -153,8 +131,8 @@ void Communicator::enter(Epoch epoch, std::vector<RingMember> ring) {
     bucket.wanted = false;
     for (auto& inbox : bucket.inbox) {
       inbox.step = Step{};
-      inbox.data.resize(bucket.bytes() <= options_.direct_bytes ? bucket.bytes() * contributors_ : 0);
-      inbox.present.assign(contributors_, false);
+      inbox.data.resize(direct(bucket) ? bucket.bytes() * contributors_ : 0);
+      inbox.arrived.assign(contributors_, 0);
     }
   }
   for (auto& [member, peer] : peers_) refresh(*peer);

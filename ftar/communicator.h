@@ -11,7 +11,7 @@
 //
 // The messages between two members, in order (operation.h): a hello when they connect, an introduction with the keys of
 // their memory; in each epoch `flushed`; for each bucket of each step `ready`, then chunks (writes) and credits for
-// them, or for a small bucket one `direct`.
+// them, or for a small bucket `direct` parts of what each contributes.
 //
 // connections.cc: connections. communicator.cc: epochs. messages.cc: what is sent and comes in. ring.cc and direct.cc:
 // the two algorithms. results.cc: digests.
@@ -56,12 +56,16 @@ struct BucketSpec {
 };
 
 struct Options {
-  std::size_t chunk_bytes = 1 * MiB;    // S: no chunk is larger
-  std::uint32_t chunks_in_flight = 4;   // C: per neighbour and direction; at most 64
-  std::size_t direct_bytes = 32 * KiB;  // buckets up to this size skip the ring: everyone sends to everyone
-  std::uint32_t direct_members = 8;     // … in rings of up to this many members
-  bool both_ways = true;                // all-gather in both directions at once
-  Step flip_bit_at;                     // a drill: what arrives first in this step is damaged; 0: never
+  std::size_t chunk_bytes = 1 * MiB;   // S: no chunk is larger
+  std::uint32_t chunks_in_flight = 4;  // C: per neighbour and direction; at most 64
+  // Buckets up to this size skip the ring: everyone sends to everyone. Of a device's memory larger ones, since each hop
+  // of a ring costs more there.
+  std::size_t direct_bytes = 32 * KiB;
+  std::size_t device_direct_bytes = 256 * KiB;
+  std::uint32_t direct_members = 8;       // … in rings of up to this many members
+  std::size_t direct_memory = 256 * MiB;  // … if all that may be kept for them takes no more; the smallest come first
+  bool both_ways = true;                  // all-gather in both directions at once
+  Step flip_bit_at;                       // a drill: what arrives first in this step is damaged; 0: never
   // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. All members must have
   // GPUs, or none.
   std::shared_ptr<device::Device> device;
@@ -185,7 +189,9 @@ class Communicator {
   void lose(Peer& peer, Error error);
   void remove(Peer& peer);
   void refresh(Peer& peer);
+  void choose_direct();
   Result<> reserve_direct();
+  bool on_direct_part(Peer& peer, Bucket& bucket, Step step, BytesView message);  // false: does not belong here
   void poll_reducer();
   void fail_device(const Error& error);
   Result<> flush();

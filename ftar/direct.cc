@@ -1,13 +1,93 @@
-// The latency-optimal all-reduce for small buckets: every contributor sends its input to every member in one message,
-// and everyone adds all inputs in the same order. The CPU does, also where buckets are in a GPU's memory: two small
-// copies cost less than a ring's hops.
+// The latency-optimal all-reduce for small buckets: every contributor sends its input to every member in messages, and
+// everyone adds all inputs in the same order. The CPU does, also where buckets are in a GPU's memory: two small copies
+// cost less than a ring's hops.
 #include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
 
 #include "base/digest.h"
 #include "ftar/operation.h"
 #include "ftar/reduce.h"
 
 namespace rejoin::ftar {
+
+// ---- room
+
+// Which buckets may go directly: as many as there is memory for in a ring of the most members, so that all members
+// choose the same ones.
+void Communicator::choose_direct() {
+  const std::size_t most = reducer_ ? options_.device_direct_bytes : options_.direct_bytes;
+  std::vector<std::size_t> order(buckets_.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return buckets_[a].bytes() < buckets_[b].bytes(); });
+  const std::size_t copies = 2 * std::size_t{options_.direct_members} + 2;  // two inboxes; of a device pinned room
+  std::size_t left = options_.direct_memory;
+  for (const std::size_t index : order) {
+    const std::size_t bytes = round_up(buckets_[index].bytes(), 64);
+    if (buckets_[index].bytes() > most || bytes > left / copies) return;
+    left -= bytes * copies;
+    buckets_[index].small = true;
+  }
+}
+
+// Pinned room for small buckets of a device.
+Result<> Communicator::reserve_direct() {
+  if (!reducer_) return {};
+  std::size_t total = 0;
+  for (const auto& bucket : buckets_)
+    if (bucket.small) total += 2 * round_up(bucket.bytes(), 64);
+  if (total == 0) return {};
+  auto pinned = options_.device->allocate_pinned(total);
+  if (!pinned) return tl::unexpected(pinned.error());
+  direct_room_ = std::move(*pinned);
+  auto rest = direct_room_.bytes;
+  for (auto& bucket : buckets_)
+    if (bucket.small)
+      for (auto* room : {&bucket.own, &bucket.result}) {
+        *room = rest.first(bucket.bytes());
+        rest = rest.subspan(round_up(bucket.bytes(), 64));
+      }
+  return {};
+}
+
+bool Communicator::direct(const Bucket& bucket) const {
+  return bucket.small && ring_.size() <= options_.direct_members;
+}
+
+// ---- what comes in
+
+bool Communicator::on_direct_part(Peer& peer, Bucket& bucket, Step step, BytesView message) {
+  const auto from = std::find(ring_peers_.begin(), ring_peers_.end(), &peer);
+  const auto place = static_cast<std::size_t>(from - ring_peers_.begin());
+  auto& inbox = bucket.inbox[step.value % 2];
+  DirectPart part{};
+  if (place >= contributors_ || inbox.data.empty() || !take(message, part) || message.empty()) return false;
+  const std::size_t arrived = inbox.step == step ? inbox.arrived[place] : 0;
+  if (part.offset != arrived || message.size() > bucket.bytes() - arrived) return false;
+  if (inbox.step != step) {
+    inbox.step = step;
+    inbox.arrived.assign(contributors_, 0);
+  }
+  const auto room = std::span(inbox.data).subspan(place * bucket.bytes(), bucket.bytes());
+  std::memcpy(room.data() + arrived, message.data(), message.size());
+  inbox.arrived[place] += message.size();
+  last_progress_ = now_;
+  if (inbox.arrived[place] < bucket.bytes()) return true;
+  damage_if_due(step, room);
+  if (bucket.running) bucket.running->on_direct();
+  return true;
+}
+
+BytesView Communicator::direct_input(std::uint32_t index, Step step, std::uint32_t contributor) const {
+  const Bucket& bucket = buckets_[index];
+  const auto& inbox = bucket.inbox[step.value % 2];
+  if (inbox.step != step || inbox.arrived[contributor] < bucket.bytes()) return {};
+  return BytesView(inbox.data).subspan(contributor * bucket.bytes(), bucket.bytes());
+}
+
+// ---- the operation
 
 void DirectOperation::start() {
   own_here_ = !owner_.reducer_ || !contributes();
@@ -22,10 +102,17 @@ void DirectOperation::start() {
 void DirectOperation::send_own() {
   if (!contributes()) return;
   const BytesView own = input(owner_.position_);
-  for (auto* peer : owner_.ring_peers_)
-    if (peer != nullptr)
-      if (!owner_.send(*peer, MessageHeader::direct, bucket_.index, bucket_.step.value, own))
-        return;  // its `closed` event ends this operation
+  Bytes body;
+  for (std::size_t at = 0; at < own.size(); at += DirectPart::kMost) {
+    const BytesView bytes = own.subspan(at, std::min(DirectPart::kMost, own.size() - at));
+    const DirectPart part{.offset = at};
+    body.assign(bytes_of(part).begin(), bytes_of(part).end());
+    body.insert(body.end(), bytes.begin(), bytes.end());
+    for (auto* peer : owner_.ring_peers_)
+      if (peer != nullptr)
+        if (!owner_.send(*peer, MessageHeader::direct, bucket_.index, bucket_.step.value, body))
+          return;  // its `closed` event ends this operation
+  }
 }
 
 void DirectOperation::on_reduced(std::uint64_t number) {

@@ -74,25 +74,10 @@ void Communicator::on_message(Peer& peer, BytesView message) {
           if (waiting.running) waiting.running->on_credit();
       }
       break;
-    case MessageHeader::direct: {
-      const auto from = std::find(ring_peers_.begin(), ring_peers_.end(), &peer);
-      const auto place = static_cast<std::size_t>(from - ring_peers_.begin());
-      auto& inbox = bucket.inbox[header.value % 2];
-      if (place >= contributors_ || message.size() != bucket.bytes() || inbox.data.empty()) {
-        ++stale_dropped_;
-        return;
-      }
-      if (inbox.step != Step(header.value)) {
-        inbox.step = Step(header.value);
-        inbox.present.assign(contributors_, false);
-      }
-      std::memcpy(inbox.data.data() + place * bucket.bytes(), message.data(), message.size());
-      damage_if_due(Step(header.value), std::span(inbox.data).subspan(place * bucket.bytes(), bucket.bytes()));
-      inbox.present[place] = true;
-      last_progress_ = now_;
-      if (bucket.running) bucket.running->on_direct();
-      break;
-    }
+    case MessageHeader::direct:
+      if (on_direct_part(peer, bucket, Step(header.value), message)) break;
+      ++stale_dropped_;
+      return;
     default: ++stale_dropped_; return;
   }
   if (bucket.running && bucket.running->done()) finish(bucket);
@@ -129,13 +114,6 @@ void Communicator::on_completed(const transport::Event& event) {
   if (!bucket.running) return;
   bucket.running->on_write_completed(*peer, event.value & 3);
   if (bucket.running->done()) finish(bucket);
-}
-
-BytesView Communicator::direct_input(std::uint32_t index, Step step, std::uint32_t contributor) const {
-  const Bucket& bucket = buckets_[index];
-  const auto& inbox = bucket.inbox[step.value % 2];
-  if (inbox.step != step || !inbox.present[contributor]) return {};
-  return BytesView(inbox.data).subspan(contributor * bucket.bytes(), bucket.bytes());
 }
 
 }  // namespace rejoin::ftar

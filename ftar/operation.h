@@ -35,6 +35,13 @@ struct MessageHeader {
   std::uint64_t value;  // the step; of a credit, the slot
 };
 
+// The body of `direct`: where the bytes that follow belong in the sender's contribution. Its parts come in order.
+struct DirectPart {
+  std::uint64_t offset;
+  static constexpr std::size_t kMost = 32 * KiB;  // so that one is read while the next is sent
+};
+static_assert(sizeof(MessageHeader) + sizeof(DirectPart) + DirectPart::kMost <= transport::Engine::kMaxMessage);
+
 struct Peer {
   Member member;
   transport::EndpointId endpoint;
@@ -79,9 +86,10 @@ struct Communicator::Bucket {
   struct Inbox {
     Step step;
     Bytes data;
-    std::vector<bool> present;
+    std::vector<std::size_t> arrived;  // bytes of each
   };
   Inbox inbox[2];
+  bool small = false;                   // goes directly, where the ring is
   std::optional<std::uint64_t> digest;  // of the last result
   // Of a device, for a bucket small enough: pinned room for this member's own input, and for the result.
   std::span<std::byte> own, result;

@@ -12,10 +12,6 @@ constexpr std::size_t kMostSegments = 1 << 15;  // of all buckets together: they
 
 }  // namespace
 
-bool Communicator::direct(const Bucket& bucket) const {
-  return bucket.bytes() <= options_.direct_bytes && ring_.size() <= options_.direct_members;
-}
-
 Shape Communicator::shape_of(const Bucket& bucket) const {
   return {.bytes = bucket.bytes(),
           .element = size_of(bucket.spec.type),

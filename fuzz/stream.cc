@@ -8,7 +8,7 @@ namespace {
 
 using namespace rejoin;
 
-constexpr std::uint64_t kSecret = 77;
+const transport::Secret kSecret = transport::Secret::of({77, 0});
 
 local::Owner make_owner() {
   auto owner = local::Owner::make(local::Manifest::make({{.name = "a", .count = 5000, .columns = 2},
@@ -70,7 +70,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
           break;
         case 3: (void)attacker->connect(address, bytes); break;
         case 4: {
-          const catchup::Hello hello{kSecret, 0, 0, 1, served.manifest().hash()};
+          const catchup::Hello hello{kSecret.token(), 0, 0, 1, served.manifest().hash()};
           (void)attacker->connect(address, bytes_of(hello));
           break;
         }

@@ -23,7 +23,10 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
   nodes_[node].heard = now;
   if (outdated_ && !message.has_heartbeat()) return take();
   switch (message.kind_case()) {
-    case proto::FromNode::kHello: break;  // the shell has checked it
+    case proto::FromNode::kHello:  // the shell has checked it
+      nodes_[node].name = message.hello().node();
+      nodes_[node].address = message.hello().address();
+      break;
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
     case proto::FromNode::kRankDown: on_rank_down(message.rank_down(), now); break;
     case proto::FromNode::kReduced: on_reduced(message.reduced(), now); break;
@@ -53,7 +56,8 @@ Actions Coordinator::on_node_lost(NodeId node, TimePoint now) {
 }
 
 void Coordinator::lose_node(NodeId node, TimePoint now) {
-  nodes_.erase(node);
+  const auto gone = nodes_.extract(node);
+  const std::string name = gone.empty() ? "" : gone.mapped().name;
   std::erase_if(claims_, [&](const Claim& claim) { return claim.node == node; });
   std::erase_if(misfits_, [&](const Differing& one) { return one.node == node; });
   for (auto& [place, stranger] : strangers_)
@@ -63,6 +67,10 @@ void Coordinator::lose_node(NodeId node, TimePoint now) {
       if (rank.connected_node && rank.node == node) {
         rank.connected_node = false;
         rank.lost_at = now;
+        const std::string own = node_name(rank);
+        rank.lost_why = name == own
+                            ? fmt::format("its node {} is not connected", own)
+                            : fmt::format("relay {}, through which its node {} reports, is not connected", name, own);
       }
 }
 
@@ -79,6 +87,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   forget_declarations();
   if (!mend(now)) judge(now);
   try_start(now);
+  tell_why_it_waits(now);
   return take();
 }
 
@@ -101,6 +110,7 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   note("replica {} rank {}: {}", down.replica(), down.rank(), down.reason());
   rank->connected_node = false;
   rank->lost_at = now - config_.silence;
+  rank->lost_why = down.reason();
   if (!finished() && !recovering_until_ && !pause_detector_.settling(now)) settle_absent(now);
 }
 
@@ -131,7 +141,7 @@ void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoin
     actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
   }
   if (!current.ranks.empty()) statuses.push_back(std::move(current));
-  if (member(found->first) == nullptr)
+  if (member(found->first) == nullptr && out_for_now(found->first) == nullptr)
     for (auto& line : unreached_lines(found->first, found->second)) warn_once(std::move(line));
   try_start(now);
 }
@@ -168,6 +178,7 @@ void Coordinator::try_commit(TimePoint now) {
   const proto::Plan decided = plan();
   for (const auto& member : decided.members())
     if (!member.catching_up()) *committed.add_members() = member;
+  note_never_members(record);
   actions_.append.push_back(std::move(record));
   committed_ = step;
   most_committed_ = std::max(most_committed_, step);
@@ -198,7 +209,7 @@ bool Coordinator::change_members_at_boundary() {
     if (caught_up(m)) {
       m.catching_up = false;
       changed = true;
-      note("replica {} contributes again after step {}", m.replica, committed_);
+      note("replica {} has caught up, and contributes from step {} on", m.replica, committed_.value + 1);
     }
   }
   for (const auto& [id, replica] : replicas_) {
@@ -226,7 +237,8 @@ void Coordinator::begin_epoch(const std::string& reason) {
     name(m, *begun.add_members()).set_catching_up(m.catching_up);
   }
   for (const auto& out : suspended_) name(out, *begun.add_suspended());
-  incarnations_before_epoch_ = last_incarnation_;
+  note_never_members(record);
+  note_outages(begun, now_);
   actions_.append.push_back(std::move(record));
   accusations_.clear();
   warned_.clear();

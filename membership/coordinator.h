@@ -43,6 +43,7 @@
 #include "base/result.h"
 #include "control.pb.h"
 #include "membership/drift_audit.h"
+#include "membership/job_config.h"
 #include "membership/ledger.h"
 #include "membership/note.h"
 #include "membership/pause_detector.h"
@@ -51,27 +52,6 @@
 namespace rejoin::membership {
 
 using NodeId = Id<struct NodeTag>;  // one connection of a daemon or relay; never reused
-
-struct JobConfig {
-  std::uint32_t replicas = 3;
-  std::uint32_t ranks = 2;
-  std::uint64_t batch = 1;                     // samples a contributor trains in a step
-  std::uint64_t steps = 0;                     // then the job is finished; 0: never
-  std::uint64_t id = 0;                        // of a job whose log begins now: random
-  Duration silence = std::chrono::seconds(2);  // how long a peer may be silent
-  // An operator's word: where every process that held the last committed step is gone, the job may go on from a state
-  // as old as this one. It holds for one such start of this coordinator.
-  std::optional<Step> roll_back_to;
-  // A job that has lost everybody starts again without the replicas that have not come for so long; zero: 15 × silence.
-  Duration start_patience{};
-  AuditConfig audit;
-  // An operator's word where replicas differ and the job has stopped after step `at`: this one is wrong.
-  struct Drop {
-    ReplicaId replica;
-    Step at;
-  };
-  std::optional<Drop> drop;
-};
 
 struct Actions {
   std::vector<proto::LogRecord> append;  // durable before anything is sent
@@ -108,7 +88,8 @@ class Coordinator {
     NodeId node;
     std::uint64_t instance = 0, version = 0, digest = 0;  // of its state
     std::uint64_t trained = 0;  // names the samples in brought_ that its checkpoint says are trained
-    TimePoint lost_at{};        // when its node was lost
+    TimePoint lost_at{};        // when its node was lost, or it was silent there
+    std::string lost_why;
     bool registered = false, connected_node = false;
     std::int32_t pid = 0;
     std::uint64_t daemon = 0;  // that it is behind
@@ -164,6 +145,16 @@ class Coordinator {
   std::vector<std::string> waiting_for(TimePoint now) const;
   // Replicas that nothing goes on without: the last that hold the state of the last committed step, and silent.
   std::vector<ReplicaId> blocked_on() const;
+  // A replica that the job runs without.
+  struct Outage {
+    ReplicaId replica;
+    std::string why;
+    std::optional<Duration> lasting;  // nothing: since before this coordinator was started
+    std::string next;                 // what has to happen before it is in the job again
+  };
+  std::vector<Outage> outages(TimePoint now) const;
+  // What is not as it should be although nothing waits for it, a sentence each.
+  std::vector<std::string> alarms() const;
   // The job waits for an operator's word: the step that roll_back_to would have to allow.
   std::optional<Step> wants_roll_back() const { return wants_roll_back_; }
   const std::optional<std::string>& outdated() const { return outdated_; }
@@ -246,6 +237,8 @@ class Coordinator {
   void list_missing(TimePoint now, std::vector<std::string>& lines) const;
   std::string missing_line(const MemberState& member, TimePoint now) const;
 
+  void tell_why_it_waits(TimePoint now);
+
   // coordinator_absence.cc
   void suspect_itself(Duration pause, TimePoint now);
   void lose_silent_nodes(TimePoint now);
@@ -264,6 +257,12 @@ class Coordinator {
   void lose_everybody();
   void next_epoch(const std::string& reason);
   void drop_registration(ReplicaId replica, const std::string& reason);
+  void note_never_members(const proto::LogRecord& record);
+  void note_outages(const proto::LogRecord::EpochBegun& begun, std::optional<TimePoint> since);
+  std::string reason_for_being_out(ReplicaId replica) const;
+  static std::string stream_family(const RankState& rank);
+  std::string strange_stream(ReplicaId id, std::uint32_t number) const;
+  void tell_who_differs(const std::vector<ReplicaId>& replicas, const std::vector<ReplicaId>& chosen);
   void evict(NodeId node, ReplicaId replica, Incarnation incarnation, const std::string& reason);
   bool is_back(const MemberState& member) const;
   bool present(ReplicaId replica, Incarnation incarnation) const;
@@ -333,14 +332,29 @@ class Coordinator {
   std::uint64_t last_incarnation_ = 0;
   std::optional<First> first_;
   std::map<ReplicaId, std::pair<Step, Step>> sent_back_;  // with the states of such steps, and how they came
-  std::map<std::uint64_t, Samples> brought_;     // by checkpoints, of ranks that are registered: by a digest of them
+  std::map<std::uint64_t, Samples> brought_;  // by checkpoints, of ranks that are registered: by a digest of them
+  // Incarnations that no epoch has ever named, without those that are older than the last epoch and a commit since: who
+  // has one of them still has the state that it came with.
+  std::set<std::uint64_t> never_members_;
   std::uint64_t incarnations_before_epoch_ = 0;  // given out before the last epoch was begun
   std::uint64_t steps_rolled_back_ = 0;
   std::vector<MemberState> members_;
   std::vector<Suspended> suspended_;
   std::map<ReplicaId, ReplicaState> replicas_;
+  struct Out {
+    std::string why;
+    std::optional<TimePoint> since;
+  };
+  std::map<ReplicaId, Out> out_;  // of a job that has started: who is no member
+  std::vector<std::string> differed_at_start_;
+  struct {
+    std::string why;
+    TimePoint since{};
+    bool told = false;
+  } waits_;  // of a job that does not start
   struct NodeState {
     TimePoint heard{};
+    std::string name, address;
     RankSet hosts;  // the ranks, of any replica, that have registered through it
   };
   std::map<NodeId, NodeState> nodes_;
@@ -354,6 +368,7 @@ class Coordinator {
   std::map<Declared, Declaration> declarations_;
   std::vector<Differing> misfits_;
   std::map<ReplicaId, std::pair<std::uint32_t, std::string>> refused_;
+  std::optional<TimePoint> dissent_since_;
   bool unannounced_ = false;             // replicas that came while there was dissent
   std::vector<Claim> claims_;            // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more

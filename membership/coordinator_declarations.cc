@@ -134,12 +134,18 @@ void Coordinator::settle_without_majority(TimePoint now) {
   for (auto& one : std::exchange(misfits_, {}))
     if (one.was_registered) refuse(one.node, one.up, "those who declared something else have gone: start it again");
     else on_rank_up(one.node, one.up, now);
-  if (!dissent()) return;
+  if (!dissent()) return dissent_since_.reset();
+  if (!dissent_since_) dissent_since_ = now;
+  bool known = true;
   for (const auto& [id, replica] : replicas_) {
-    if (!replica.mixed) ask_for(*replica.declaration, now);
+    if (!replica.mixed) {
+      ask_for(*replica.declaration, now);
+      known = known && replica.declaration->content;
+    }
     for (std::uint32_t number = 0; replica.mixed && number < replica.ranks.size(); ++number)
       if (replica.ranks[number].registered) ask_for(*replica.ranks[number].declaration, now);
   }
+  if (!known && now - *dissent_since_ < config_.silence / 2) return;  // in what they differ is being asked
   for (auto& line : dissent_lines()) warn_once(std::move(line));
 }
 
@@ -248,7 +254,7 @@ std::vector<std::string> Coordinator::dissent_lines() const {
     } else if (replica.declaration != first->declaration && who_declared(*replica.declaration).front() == id) {
       const auto& [hash, settings] = *first->declaration->key;
       lines.push_back(
-          fmt::format("{} and {} declare different things, and more than half of the job's {} replicas must "
+          fmt::format("{} and {}: they declare different things, and more than half of the job's {} replicas must "
                       "declare the same: of {}, {}",
                       names(who_declared(*first->declaration)), names(who_declared(*replica.declaration)),
                       config_.replicas, names(who_declared(*replica.declaration)),

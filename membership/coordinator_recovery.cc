@@ -21,10 +21,20 @@ Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, Time
   for (const auto& record : records)
     if (auto replayed = replay(record); !replayed) return replayed;
   if (auto dropped = drop_as_configured(); !dropped) return dropped;
+  now_ = under_way_since_ = now;
   if (!members_.empty()) recovering_until_ = now + config_.silence;
   audit_.on_recovered();
   plan_step();
   return {};
+}
+
+// With each record that says something of it, when it is decided or replayed.
+void Coordinator::note_never_members(const proto::LogRecord& record) {
+  if (record.has_incarnated()) never_members_.insert(record.incarnated().incarnation());
+  for (const auto& m : record.epoch().members()) never_members_.erase(m.incarnation());
+  if (record.has_epoch()) incarnations_before_epoch_ = last_incarnation_;
+  if (record.has_committed())
+    never_members_.erase(never_members_.begin(), never_members_.upper_bound(incarnations_before_epoch_));
 }
 
 Result<> Coordinator::replay(const proto::LogRecord& record) {
@@ -45,7 +55,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         return fail(ErrorCode::corrupt, "the log's epoch {} at step {} does not follow epoch {} at step {}",
                     begun.epoch(), begun.step(), epoch_.value, committed_.value + 1);
       epoch_ = Epoch(begun.epoch());
-      incarnations_before_epoch_ = last_incarnation_;
+      note_never_members(record);
       const auto before = std::exchange(members_, {});
       const auto out_before = std::exchange(suspended_, {});
       for (const auto& m : begun.members())
@@ -59,6 +69,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         suspended_.push_back({.replica = ReplicaId(m.replica()),
                               .incarnation = Incarnation(m.incarnation()),
                               .reason = "it was silent"});
+      note_outages(begun, std::nullopt);
       const auto stays = [&](ReplicaId replica) {
         return member(replica) != nullptr || out_for_now(replica) != nullptr;
       };
@@ -84,10 +95,12 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       most_committed_ = std::max(most_committed_, committed_);
       give_up_suspended();
       ledger_.commit(committed_);
+      note_never_members(record);
       plan_step();
       return {};
     case proto::LogRecord::kIncarnated:
       last_incarnation_ = std::max<std::uint64_t>(last_incarnation_, record.incarnated().incarnation());
+      note_never_members(record);
       return {};
     case proto::LogRecord::kCaughtUp:
       for (auto& m : members_)

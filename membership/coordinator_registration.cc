@@ -31,13 +31,13 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     const Suspended* out = out_for_now(id);
     const bool from_log = (out != nullptr && out->incarnation.value == up.incarnation() && !out->ended) ||
                           (m != nullptr && m->incarnation.value == up.incarnation());
-    // Given out after the last epoch was begun, by an earlier instance of this coordinator: it was never a member, so
-    // that its state is still the one that it came with.
-    const bool only_registered = up.incarnation() > incarnations_before_epoch_ &&
-                                 up.incarnation() <= last_incarnation_ &&
+    // An earlier instance of this coordinator has given it out.
+    const bool only_registered = never_members_.contains(up.incarnation()) &&
                                  (found == replicas_.end() || found->second.incarnation.value < up.incarnation());
     if (!known && !from_log && !only_registered) {
-      return evict(node, id, Incarnation(up.incarnation()), "the job went on without this replica");
+      const auto reason = reason_for_being_out(id);
+      warn("replica {} rank {}, which has come back, is sent away: {}", id, up.rank(), reason);
+      return evict(node, id, Incarnation(up.incarnation()), reason);
     }
     // Whoever had its place has ended.
     if (!known && !from_log) remove(id, fmt::format("rank {} was started again", up.rank()), now);
@@ -66,7 +66,9 @@ void Coordinator::refuse(NodeId node, const proto::RankUp& up, std::string reaso
 
 // Who comes to a finished job has no part in it: it is registered by name only, so that it can hear the last plan.
 void Coordinator::send_finished(NodeId node, const proto::RankUp& up) {
-  actions_.append.emplace_back().mutable_incarnated()->set_incarnation(++last_incarnation_);
+  auto& record = actions_.append.emplace_back();
+  record.mutable_incarnated()->set_incarnation(++last_incarnation_);
+  note_never_members(record);
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
   welcome(node, up, Incarnation(last_incarnation_));
   send_plan(node);
@@ -89,7 +91,8 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
       return true;
     }
     auto what = fmt::format(
-        "replica {} rank {} belongs to job {:016x}, which has committed step {}; this log is of job {:016x}, which has "
+        "replica {} rank {}: it belongs to job {:016x}, which has committed step {}; this log is of job {:016x}, which "
+        "has "
         "committed step {}: start the coordinator with that job's --log-directory, or end that process",
         up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_);
     warn("{}", what);
@@ -133,6 +136,7 @@ void Coordinator::register_new(NodeId node, const proto::RankUp& up, TimePoint n
     const Incarnation incarnation(++last_incarnation_);
     proto::LogRecord record;
     record.mutable_incarnated()->set_incarnation(last_incarnation_);
+    note_never_members(record);
     actions_.append.push_back(std::move(record));
     found = replicas_.emplace(id, ReplicaState{.incarnation = incarnation}).first;
   }
@@ -211,6 +215,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   rank.stream_size = static_cast<std::uint32_t>(up.stream_address().size());
   rank.addresses = up.address() + up.stream_address() + up.node();
   rank.addresses.shrink_to_fit();
+  if (auto line = strange_stream(ReplicaId(up.replica()), up.rank()); !line.empty()) warn_once(std::move(line));
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
   return rank;
 }

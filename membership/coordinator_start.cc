@@ -255,9 +255,13 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
   incomplete_since_.reset();
   sent_back_.clear();
   members_.clear();
-  for (auto id : replicas)
-    members_.push_back(
-        {.replica = id, .incarnation = replicas_.at(id).incarnation, .catching_up = fingerprint(id) != chosen});
+  std::vector<ReplicaId> contributors;
+  for (auto id : replicas) {
+    const bool fits = fingerprint(id) == chosen;
+    members_.push_back({.replica = id, .incarnation = replicas_.at(id).incarnation, .catching_up = !fits});
+    if (fits) contributors.push_back(id);
+  }
+  tell_who_differs(replicas, contributors);
   next_epoch("start");
 }
 

@@ -9,7 +9,7 @@ namespace rejoin::membership {
 
 std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
   std::vector<std::string> lines = strangers();
-  if (outdated_) return {*outdated_};
+  if (outdated_) return {"the whole log: " + *outdated_};
   if (finished()) return {};
   list_claims(now, lines);
   if (stopped_) return {"an operator's decision about replicas that differ"};
@@ -31,20 +31,40 @@ std::vector<std::string> Coordinator::waiting_for(TimePoint now) const {
     for (auto id : there)
       for (auto& line : unreached_lines(id, replicas_.at(id))) lines.push_back(std::move(line));
     const auto from = newest(there);
-    if (from && *from < committed_) lines.push_back(rollback_needed(*from));
+    if (from && *from < committed_)
+      lines.push_back("a later checkpoint, or an operator's word: " + rollback_needed(*from));
     for (auto& why : unfit(there)) lines.push_back(std::move(why));
     return lines;
   }
-  for (auto id : blocked_on())
-    lines.push_back(fmt::format("replica {}: it is silent, and nobody else has the state of step {}", id, committed_));
+  if (const auto held = blocked_on(); held.size() == 1)
+    lines.push_back(
+        fmt::format("replica {}: it is silent, and nobody else has the state of step {}", held.front(), committed_));
+  else if (!held.empty())
+    lines.push_back(fmt::format("replicas {}: they are silent, and nobody else has the state of step {}",
+                                fmt::join(held, ", "), committed_));
   list_missing(now, lines);
   for (const auto& [id, replica] : replicas_) {
-    const bool is_member =
-        std::any_of(members_.begin(), members_.end(), [own = id](const auto& m) { return m.replica == own; });
-    if (!fully_registered(replica) || is_member) continue;
+    const auto is_it = [own = id](const auto& one) { return one.replica == own; };
+    if (!fully_registered(replica) || std::ranges::any_of(members_, is_it) || std::ranges::any_of(suspended_, is_it))
+      continue;
     for (auto& line : unreached_lines(id, replica)) lines.push_back(std::move(line));
   }
   return lines;
+}
+
+// What keeps a job from starting is told to its trainers, too, when it has lasted: who started them looks there.
+void Coordinator::tell_why_it_waits(TimePoint now) {
+  std::vector<std::string> lines;
+  if (!started() || members_.empty()) lines = waiting_for(now);
+  constexpr std::size_t most = 8;
+  if (lines.size() > most) lines.resize(most);
+  if (auto why = fmt::format("{}", fmt::join(lines, "; ")); why != waits_.why)
+    waits_ = {.why = std::move(why), .since = now};
+  if (waits_.told || waits_.why.empty() || now - waits_.since < 2 * config_.silence) return;
+  waits_.told = true;
+  proto::ToNode message;
+  message.mutable_waits()->set_why(waits_.why);
+  for (const auto& [node, state] : nodes_) send(node, message);
 }
 
 // With whom it can't connect, so that it can't start, or be admitted.
@@ -91,7 +111,8 @@ std::string Coordinator::missing_line(const MemberState& m, TimePoint now) const
   if (const ReplicaState* here = registration(m.replica, m.incarnation))
     for (std::uint32_t number = 0; number < here->ranks.size(); ++number)
       if (const RankState& rank = here->ranks[number]; rank.registered && !rank.connected_node) {
-        why += fmt::format("; the node of rank {} is gone for {:.0f} ms", number, milliseconds(now - rank.lost_at));
+        why += fmt::format("; rank {} has not been heard for {:.0f} ms: {}", number, milliseconds(now - rank.lost_at),
+                           rank.lost_why);
         break;
       }
   return fmt::format("replica {} rank{} {}: its reduction of step {}, for {:.0f} ms{}", m.replica,

@@ -96,6 +96,9 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       to_instance(message.declare().replica(), message.declare().rank(), message.declare().instance(),
                   [](RankInfo&) {});
       break;
+    case proto::ToNode::kWaits:
+      for (const auto& [connection, rank] : ranks_) send(connection, message, actions);
+      break;
     case proto::ToNode::KIND_NOT_SET:
       actions.notes.push_back({"an empty message from the coordinator was ignored", true});
       break;
@@ -273,7 +276,8 @@ Node::Actions Node::on_tick(TimePoint now) {
     if (now - rank.heard > silence_ && !pause_detector_.settling(now)) silent.push_back(connection);
   for (auto connection : silent) {
     auto gone =
-        on_rank_gone(connection, fmt::format("no sign of life for {:.0f} ms", milliseconds(silence_)), Gone::silent);
+        on_rank_gone(connection, fmt::format("its process gave no sign of life for {:.0f} ms", milliseconds(silence_)),
+                     Gone::silent);
     std::move(gone.to_coordinator.begin(), gone.to_coordinator.end(), std::back_inserter(actions.to_coordinator));
     std::move(gone.notes.begin(), gone.notes.end(), std::back_inserter(actions.notes));
     actions.silent.push_back(connection);

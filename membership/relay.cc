@@ -83,6 +83,12 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     }
     case proto::ToNode::kPeers: on_peers(message.peers()); break;
     case proto::ToNode::kPlan: on_plan(message); break;
+    case proto::ToNode::kWaits: {
+      std::vector<NodeId> all;
+      for (const auto& [node, state] : nodes_) all.push_back(node);
+      send(std::move(all), message);
+      break;
+    }
     case proto::ToNode::KIND_NOT_SET:
       actions_.notes.push_back({"an empty message from the coordinator was ignored", true});
       break;
@@ -129,7 +135,10 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
   }
   nodes_[node].heard = now;
   switch (message.kind_case()) {
-    case proto::FromNode::kHello: break;  // the shell has checked it
+    case proto::FromNode::kHello:  // the shell has checked it
+      nodes_[node].name = message.hello().node();
+      nodes_[node].address = message.hello().address();
+      break;
     case proto::FromNode::kRankUp:
       up() = message;
       on_rank_up(node, message.rank_up());
@@ -322,9 +331,10 @@ void Relay::lose_silent(TimePoint now) {
   for (const auto& [node, state] : nodes_)
     if (now - state.heard > silence_) silent.push_back(node);
   for (auto node : silent) {
+    const std::string who = fmt::format("{} at {}", nodes_.at(node).name, nodes_.at(node).address);
     auto more = on_node_lost(node, now - silence_);
     actions_ = std::move(more);
-    actions_.notes.push_back({fmt::format("a node was silent for {:.0f} ms", milliseconds(silence_)), true});
+    actions_.notes.push_back({fmt::format("node {} was silent for {:.0f} ms", who, milliseconds(silence_)), true});
     actions_.close.push_back(node);
   }
   for (auto entry = ranks_.begin(); entry != ranks_.end();) {

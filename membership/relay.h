@@ -51,6 +51,7 @@ class Relay {
  private:
   struct NodeState {
     TimePoint heard{};
+    std::string name, address;
     RankSet hosts;
     bool wants_plan = false;  // a rank of it has just registered: one that it heard before could not mean it
   };

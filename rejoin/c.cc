@@ -236,6 +236,9 @@ rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint
   });
 }
 uint64_t rejoin_committed(const rejoin_session* session) { return session->session->committed(); }
+rejoin_code rejoin_check(const rejoin_session* session) {
+  return guarded([&] { return code(session->session->check()); });
+}
 rejoin_code rejoin_position(rejoin_session* session, const char** position) {
   return guarded([&] {
     const auto at = session->session->position();

@@ -132,6 +132,7 @@ rejoin_code rejoin_done(rejoin_session* session);
 /* `known` 0: the state is of no one version. */
 rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint64_t* version);
 uint64_t rejoin_committed(const rejoin_session* session);
+rejoin_code rejoin_check(const rejoin_session* session);
 /* One line of ASCII, the session's until the next call of this. */
 rejoin_code rejoin_position(rejoin_session* session, const char** position);
 rejoin_code rejoin_state_digest(rejoin_session* session, uint64_t* digest);

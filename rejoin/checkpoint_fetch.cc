@@ -102,7 +102,7 @@ class Fetch final : public CheckpointFetch {
       : engine_(std::move(engine)), server_(std::move(server)), step_(step), cancelled_(std::move(cancelled)) {}
 
   Result<> get_contents(const CheckpointHello& hello) {
-    auto endpoint = engine_->connect({server_}, bytes_of(hello));
+    auto endpoint = engine_->connect({server_, transport::Secret::of(hello)}, bytes_of(hello));
     if (!endpoint) return tl::unexpected(endpoint.error());
     endpoint_ = *endpoint;
     bool connected = false;

@@ -221,8 +221,8 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
       machine_.on_registered(Incarnation(message.registered().incarnation()));
       job_ = message.registered().job();
       ++revision_;
-      auto ring =
-          ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_, secret_);
+      auto ring = ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_,
+                                           secret_.token());
       if (!ring) return fail(ring.error());
       ring_ = std::move(*ring);
       auto audit = StateAudit::make(owner_);
@@ -244,6 +244,9 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
       declaration.set_instance(config_.instance);
       return;
     }
+    case proto::ToNode::kWaits:
+      if (!current_) spdlog::warn("the job waits for {}", message.waits().why());
+      return;
     case proto::ToNode::kHeartbeat:
     case proto::ToNode::kInquiry:  // the daemon's
     case proto::ToNode::KIND_NOT_SET: return;

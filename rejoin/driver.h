@@ -46,7 +46,7 @@ class Driver {
 
   // The daemon has accepted this rank; the caller calls this before anything else. `secret` proves to peers that both
   // are of the job, and `silence` is how long a peer may be silent.
-  void on_welcome(std::uint64_t secret, Duration silence) {
+  void on_welcome(const transport::Secret& secret, Duration silence) {
     secret_ = secret, silence_ = silence;
     pause_detector_ = membership::PauseDetector(silence);
   }
@@ -135,7 +135,7 @@ class Driver {
   transport::Engine& engine_;
   local::Owner& owner_;
   const std::vector<ftar::BucketSpec> buckets_;
-  std::uint64_t secret_ = 0;
+  transport::Secret secret_;
   Duration silence_ = std::chrono::seconds(2);
   membership::PauseDetector pause_detector_{silence_};
   Duration pause_{};

@@ -167,7 +167,7 @@ void Driver::reach_peers() {
   for (const auto& peer : peers_.peers()) {
     // Of two, the newer one connects.
     if (peer.incarnation() >= machine_.incarnation().value || peer.replica() == config_.replica.value) continue;
-    if (auto connecting = ring_->connect(member_of(peer), {peer.address()}); !connecting)
+    if (auto connecting = ring_->connect(member_of(peer), {peer.address(), secret_}); !connecting)
       not_reached(member_of(peer), fmt::format("{}: {}", peer.address(), connecting.error().message));
   }
 }

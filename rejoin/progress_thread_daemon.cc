@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "base/events.h"
 #include "base/fail.h"
@@ -64,7 +65,13 @@ Result<> ProgressThread::introduce() {
                           "this library speaks protocol {}, the daemon {}; use one version of both",
                           membership::kProtocolVersion, message.welcome().protocol());
     silence_ = std::chrono::milliseconds(message.welcome().silence_ms());
-    driver_->on_welcome(message.welcome().data_secret(), silence_);
+    transport::Secret secret;
+    if (message.welcome().data_secret().size() != secret.bytes.size())
+      return rejoin::fail(ErrorCode::corrupt, "the daemon at {} gives a secret of {} bytes, not {}", config_.socket,
+                          message.welcome().data_secret().size(), secret.bytes.size());
+    std::memcpy(secret.bytes.data(), message.welcome().data_secret().data(), secret.bytes.size());
+    engine_->set_secret(secret);
+    driver_->on_welcome(secret, silence_);
     daemon_ = std::move(*socket);
     welcome_ = true;
     daemon_seen_ = clock_.now();

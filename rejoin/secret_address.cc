@@ -35,15 +35,16 @@ Result<SecretAddress> SecretAddress::parse(std::string_view scheme, std::string_
 Result<SecretListener> SecretListener::open(const ListenConfig& config) {
   auto engine = transport::make_engine(config.transport);
   if (!engine) return tl::unexpected(engine.error());
+  const std::array<std::uint64_t, 2> secret{random_number(), random_number()};
+  (*engine)->set_secret(transport::Secret::of(secret));
   auto listening = (*engine)->listen({config.listen});
   if (!listening) return tl::unexpected(listening.error());
   auto advertised = transport::advertised(*listening, config.advertise);
   if (!advertised) return tl::unexpected(advertised.error());
   const auto own = transport::with_host_for_any(*advertised, transport::own_host_towards("127.0.0.1:1"));
-  return SecretListener{.own = {.secret = {random_number(), random_number()},
-                                .family = SecretAddress::family_of(config.transport),
-                                .address = own.text},
-                        .engine = std::move(*engine)};
+  return SecretListener{
+      .own = {.secret = secret, .family = SecretAddress::family_of(config.transport), .address = own.text},
+      .engine = std::move(*engine)};
 }
 
 }  // namespace rejoin

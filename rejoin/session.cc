@@ -180,6 +180,7 @@ class SessionImpl final : public Session {
     return state_.complete_at(rejoin::Step(last_)) ? std::optional(last_) : std::nullopt;
   }
   std::uint64_t committed() const override { return last_; }
+  Result<> check() const override { return progress_ ? progress_->may_go_on() : Result<>(); }
   Result<Position> position() const override {
     if (!progress_) return fail(ErrorCode::invalid_argument, "position() before join()");
     if (!stands_)

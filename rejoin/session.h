@@ -262,6 +262,9 @@ class Session {
   // The last step that commit() has ended here, contributing or catching up: for schedules and logs. It says nothing of
   // the state.
   virtual std::uint64_t committed() const = 0;
+  // Whether this replica is still in the job: the error that begin_step() or commit() would return now. For trainers
+  // that wait for something else within a step or an update, such as another rank.
+  virtual Result<> check() const = 0;
   // Where the job stands with the state as it is: a checkpoint is this rank's weights, its moments, and this. Reads all
   // of the state, for its digest. Errors: `unavailable` while the replica catches up and within commit(), when the
   // state is of no one step.

@@ -25,7 +25,7 @@ StateAudit::StateAudit(const local::Owner& owner) : owner_(owner) {
 
 Result<std::unique_ptr<StateAudit>> StateAudit::make(const local::Owner& owner) {
   std::unique_ptr<StateAudit> audit(new StateAudit(owner));
-  auto access = owner.device()->make_access();
+  auto access = owner.device()->make_access(device::Priority::low);  // the trainer's kernels go first
   if (!access) return tl::unexpected(access.error());
   audit->access_ = std::move(*access);
   return audit;

@@ -77,28 +77,34 @@ void StreamOrder::await(const Reached& what) {
   waiting_.push_back(what);
 }
 
+// That the bucket is ready is queued first. So whatever another thread of the trainer's makes the driver wait for
+// between these calls, a kernel that is held has a flag behind it that the progress thread will see, and is let go of.
+//
 // The kernel comes behind the first bucket of a step, so that it takes nothing from what is queued before. Later it is
 // wanted at once: what was reduced already may have to be once more, in another epoch.
 Result<> StreamOrder::hand_over(std::uint32_t bucket, std::uint64_t step, void* handle) {
   const auto stream = adopted(handle);
   if (!stream) return tl::unexpected(stream.error());
   const bool first = std::exchange(last_step_, step) != step;
-  if (auto held = reducer_->hold(first ? *stream : nullptr); !held) return held;
-  {
-    const std::lock_guard lock(mutex_);
-    if (released_) {
-      reducer_->let_go();
-      return fail(ErrorCode::cancelled, "bucket {} comes after the session's end", bucket);
-    }
-    held_[bucket] = step;
-  }
+  if (released()) return fail(ErrorCode::cancelled, "bucket {} comes after the session's end", bucket);
   Flags& flag = flags(bucket);
   auto queued = (*stream)->write(&flag.ready, step);
-  if (queued) await({.bucket = bucket, .step = step});
-  if (queued) queued = (*stream)->wait_until(&flag.reduced, step);
+  if (!queued) return queued;
+  await({.bucket = bucket, .step = step});
+  if (auto held = hold(bucket, step, first ? *stream : nullptr); !held) return held;
+  queued = (*stream)->wait_until(&flag.reduced, step);
   if (queued) queued = (*stream)->write(&flag.past, step);
   if (queued) handed_over_[bucket] = step;
   return queued;
+}
+
+// Until on_reduced(), which may have come already.
+Result<> StreamOrder::hold(std::uint32_t bucket, std::uint64_t step, device::Stream* behind) {
+  if (auto held = reducer_->hold(behind); !held) return held;
+  const std::lock_guard lock(mutex_);
+  if (acquire(flags(bucket).reduced) >= step) reducer_->let_go();
+  else held_[bucket] = step;
+  return {};
 }
 
 Result<> StreamOrder::updated(std::uint64_t step, bool contributed, void* handle) {
@@ -107,6 +113,11 @@ Result<> StreamOrder::updated(std::uint64_t step, bool contributed, void* handle
   if (auto queued = (*stream)->write(&flags(held_.size()).ready, step); !queued) return queued;
   await({.step = step, .contributed = contributed});
   return {};
+}
+
+bool StreamOrder::released() const {
+  const std::lock_guard lock(mutex_);
+  return released_;
 }
 
 std::vector<StreamOrder::Reached> StreamOrder::poll() {

@@ -49,6 +49,8 @@ class StreamOrder {
       : device_(std::move(device)), reducer_(std::move(reducer)), handed_over_(buckets), held_(buckets) {}
   Flags& flags(std::size_t which) const;
   void await(const Reached& what);
+  Result<> hold(std::uint32_t bucket, std::uint64_t step, device::Stream* behind);
+  bool released() const;
   Result<device::Stream*> adopted(void* stream);
 
   std::shared_ptr<device::Device> device_;

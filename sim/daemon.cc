@@ -9,7 +9,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::uint64_t kStreamSecret = 0xca7c4;
+const transport::Secret kStreamSecret = transport::Secret::of({0xca7c4, 0});
 constexpr Duration kRetry = 50ms;
 const std::string kFamily = "sim";  // of the streams
 
@@ -141,7 +141,7 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
   }
   for (auto rank : actions.silent) {
     world_.count("rank found silent");
-    drop(rank, "no sign of life", membership::Node::Gone::silent);
+    drop(rank, "its process gave no sign of life", membership::Node::Gone::silent);
   }
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::uint64_t kControlSecret = 0x5ec7e7;
+const transport::Secret kControlSecret = transport::Secret::of({0x5ec7e7, 0});
 std::span<float> floats(std::span<std::byte> bytes) {
   return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
 }

@@ -210,7 +210,8 @@ TEST(Session, ATrainerThatWasStoppedSaysForHowLongAndThatItWasPutOut) {
   ASSERT_TRUE(eventually([&] { return committed() > then + 5; }));
   ::kill(second.pid(), SIGCONT);
   EXPECT_EQ(second.wait(std::chrono::seconds(15)), 3) << second.output();
-  EXPECT_NE(second.output().find(" s, so the daemon put it out (no sign of life for 1000 ms); it registers again"),
+  EXPECT_NE(second.output().find(
+                " s, so the daemon put it out (its process gave no sign of life for 1000 ms); it registers again"),
             std::string::npos)
       << second.output();
   EXPECT_NE(second.output().find(" s, and its replica was put out of the job: "), std::string::npos) << second.output();
@@ -276,6 +277,7 @@ struct Greeted {
     proto::ToTrainer message;
     message.mutable_welcome()->set_protocol(protocol);
     message.mutable_welcome()->set_silence_ms(silence_ms);
+    message.mutable_welcome()->set_data_secret(std::string(32, 's'));
     return send_with_fds(connection, as_bytes(message.SerializeAsString()), {}).has_value();
   }
 };

@@ -42,6 +42,48 @@ TEST(Status, TellsForWhomTheJobWaits) {
   EXPECT_EQ(told.find("waits for replica 0"), std::string::npos) << told;
 }
 
+bool eventually_says(const std::string& address, const std::string& what, std::string& told) {
+  return eventually([&] {
+    told = run({kCli, "status", address}).output;
+    return told.find(what) != std::string::npos;
+  });
+}
+
+TEST(Status, NamesWhoIsOutAndSaysOfSmallBucketsThatTheyGoInNoChunks) {
+  Job job;
+  job.start(2, 0);
+  Process first({kMinimal}, job.file("a"), job.environment(0)), second({kMinimal}, job.file("b"), job.environment(1));
+  std::string told;
+  EXPECT_TRUE(eventually_says(job.addresses("node0").at("status"), "from replica 1: nothing in chunks", told)) << told;
+  EXPECT_EQ(told.find("in 0 chunks"), std::string::npos) << told;
+  ::kill(second.pid(), SIGKILL);
+  EXPECT_TRUE(eventually_says(job.coordinator_status, "OUT replica 1 for ", told)) << told;
+  EXPECT_NE(told.find("rank 0: its process "), std::string::npos) << told;
+  EXPECT_NE(told.find("its trainers have to be started again"), std::string::npos) << told;
+}
+
+TEST(Status, OfAFinishedJobSaysWhoHasLeft) {
+  Job job;
+  job.start(1, 20);
+  Process trainer({kMinimal}, job.file("a"), job.environment(0));
+  EXPECT_EQ(trainer.wait(std::chrono::seconds(30)), 0) << trainer.output();
+  std::string told;
+  EXPECT_TRUE(eventually_says(job.coordinator_status, "has left", told)) << told;
+  EXPECT_EQ(told.find("contributor"), std::string::npos) << told;
+}
+
+TEST(Log, NamesANodeThatIsGoneAndWhereItWas) {
+  Job job;
+  job.start(1, 0);
+  ASSERT_TRUE(eventually([&] { return job.status().value("nodes", 0) == 1; }));
+  ::kill(job.processes.back()->pid(), SIGKILL);
+  std::string log;
+  EXPECT_TRUE(eventually([&] {
+    log = read_file(job.file("coordinator.out"));
+    return std::regex_search(log, std::regex("node node0 at 127\\.0\\.0\\.1:[0-9]+ is gone"));
+  })) << log;
+}
+
 TEST(Metrics, AreServedInPrometheusFormat) {
   Job job;
   job.start(1, 0);

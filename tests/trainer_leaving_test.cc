@@ -179,7 +179,9 @@ TEST_F(Trained, AnInterruptEndsTheWaitForACommit) {
   ASSERT_TRUE(first && second);
   ASSERT_TRUE(*first->begin_step());
   ASSERT_TRUE(first->all_reduce(0) && first->all_reduce(1));  // the other one does not
+  EXPECT_TRUE(first->check());
   expect_interrupted(*first, [&] { return commit(*first); });
+  EXPECT_REFUSED(first->check(), ErrorCode::cancelled, "interrupt() was called");
   EXPECT_REFUSED(first->all_reduce(0), ErrorCode::cancelled, "interrupt() was called");
   EXPECT_EQ(first->version(), 0u) << "it has changed nothing";
   // And the other one goes on alone.

@@ -1,25 +1,32 @@
 #include "transport/regions.h"
 
+#include <utility>
+
 #include "base/entropy.h"
 #include "base/fail.h"
 
 namespace rejoin::transport {
 
-Unguessable::Unguessable(std::optional<std::uint64_t> seed) {
-  if (seed) {
-    secret_ = *seed;
-    secret_ = next();  // seeds that lie close together give numbers that have nothing in common
-    return;
-  }
-  secret_ = random_number();
-}
+namespace {
 
-// A bijective mix (splitmix64) of a counter with a secret.
-std::uint64_t Unguessable::next() {
-  std::uint64_t x = secret_ + ++counter_ * 0x9e3779b97f4a7c15;
+// A bijective mix (splitmix64).
+std::uint64_t mixed(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
   return x ^ (x >> 31);
+}
+
+}  // namespace
+
+std::uint64_t Unguessable::next() {
+  constexpr std::uint64_t apart = 0x9e3779b97f4a7c15;
+  // Seeds that lie close together give numbers that have nothing in common.
+  if (seed_) return mixed(mixed(*seed_ + apart) + ++counter_ * apart);
+  if (left_ == 0) {
+    fill_with_random_numbers(drawn_);
+    left_ = drawn_.size();
+  }
+  return std::exchange(drawn_[--left_], 0);
 }
 
 RegionId Regions::add(std::span<std::byte> memory, std::uint64_t key) {

@@ -1,20 +1,25 @@
 // What all backends keep alike: the regions registered with an engine, and keys and ids that can't be guessed.
 #pragma once
 
+#include <array>
 #include <unordered_map>
 
 #include "transport/transport.h"
 
 namespace rejoin::transport {
 
-// Numbers that never repeat within one source and that nobody outside can predict; given a seed, they follow from it.
+// Numbers of the system's that nobody can predict, whatever others of them are known; given a seed, they follow from
+// it.
 class Unguessable {
  public:
-  explicit Unguessable(std::optional<std::uint64_t> seed = {});
+  explicit Unguessable(std::optional<std::uint64_t> seed = {}) : seed_(seed) {}
   std::uint64_t next();
 
  private:
-  std::uint64_t secret_, counter_ = 0;
+  std::optional<std::uint64_t> seed_;
+  std::uint64_t counter_ = 0;
+  std::array<std::uint64_t, 32> drawn_{};  // in one call
+  std::size_t left_ = 0;
 };
 
 struct Region {

@@ -13,6 +13,11 @@ from switch import Switch
 TRANSPORT = "ibverbs:rxe0,rxe1"
 KEY = "0123456789abcdef0123456789abcdef"
 RANKS = 2
+STANDSTILL = 20  # seconds without a step, after which all nodes are asked what they see
+QUESTION = ("uptime; tail -n 5 *.out; cat /proc/net/dev; rdma link; rdma res show qp; netstat -tn; dmesg | tail -n 15; "
+            "grep -H . /sys/class/net/eth*/queues/tx-*/tx_timeout; ps -o pid,stat,wchan,comm")
+
+NO_NETWORK = "no ping comes through"
 
 
 def job(node, nodes, params, silence):
@@ -35,7 +40,8 @@ def job(node, nodes, params, silence):
                      "[ $? -eq 3 ] || break; done; echo \"vm-trainer-ended $?\" ) 2>&1 &")
     if os.environ.get("VM_DEBUG"):
         lines.append("( sleep 1; tail -n +1 -f node.out ) | awk '{ print \"vm-log \" $0; fflush() }' &")
-    lines.append("cat /dev/ttyS0 >/dev/null")  # until the power goes
+    # What the rig asks for, line by line, until the power goes.
+    lines.append('while read -r line; do eval "$line" 2>&1 | sed "s/^/vm-answer /"; done </dev/ttyS0')
     return "\n".join(lines) + "\n"
 
 
@@ -63,8 +69,16 @@ class Node:
                     events.put((time.monotonic(), self.number, json.loads(match[1])))
                 except json.JSONDecodeError:
                     pass  # the console lost a part of it
-            elif line.startswith(("vm: up", "vm-trainer", "trainer:", "vm-log")):
+            elif line.startswith(("vm: up", "vm-trainer", "trainer:", "vm-log", "vm-answer")):
                 events.put((time.monotonic(), self.number, {"kind": "console", "line": line}))
+
+    def ask(self, question):
+        """Lets the node's shell run this; read() collects what it answers."""
+        try:
+            self.machine.stdin.write(question + "\n")
+            self.machine.stdin.flush()
+        except OSError as error:
+            self.lines.append(f"vm-answer no question can be put to it: {error}")
 
     def power_off(self):
         self.machine.kill()
@@ -72,7 +86,17 @@ class Node:
         os.unlink(self.image)
 
 
-def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
+def run(nodes=3, params=20000, limit=420):
+    """Gives the exit status. A network of the emulator's that has stopped by itself judges nobody: all is booted anew."""
+    for again in (True, True, False):
+        status = play(nodes, params, limit)
+        if status is not None:
+            return status
+        print("vm: the emulated network stood still, not what is tested on it" + ("; once more" if again else ""), flush=True)
+    return 1
+
+
+def play(nodes, params, limit, kill_at=15, silence=4000):
     names = ["rejoind", "rejoin-demo-trainer", "rejoin"]
     programs = [rig.BIN / name for name in names]
     switches = [Switch(), Switch()]
@@ -83,9 +107,27 @@ def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
     victim, killed_at, promoted_at, resumed_at, back_at, entered_at = 1, None, None, None, None, None
     digests, last, wire = {}, {}, 0  # version → who → digest; node → step
     proven, different = [], []       # versions that all ranks have told, after the node came back
+    moved = {}                       # node → when it was started, had its last step, or was asked about that
 
     def log(text):
         print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
+
+    def ask_who_stands_still():
+        now = time.monotonic()
+        still = [n for n in moved if now - moved[n] > STANDSTILL]
+        if not still:
+            return
+        log(f"nodes {still} have had no step for {STANDSTILL} s; every node is asked what it sees")
+        running = [vm.number for vm in vms if vm.number != victim or promoted_at or not killed_at]
+        for vm in vms:
+            moved[vm.number] = now + 4 * STANDSTILL
+            vm.ask(QUESTION)
+            if vm.number not in running:
+                continue
+            for rail in range(len(switches)):
+                for other in running:
+                    address = f"10.77.{rail}.{other + 1}"
+                    vm.ask(f"ping -c 3 -W 5 {address} >/dev/null || echo {NO_NETWORK} to {address}")
 
     log(f"{nodes} VMs are starting, each a node with a replica of {RANKS} ranks and two RoCE rails")
     try:
@@ -93,6 +135,8 @@ def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
             if time.monotonic() - started > limit:
                 log(f"not done after {limit} s")
                 break
+            if killed_at:
+                ask_who_stands_still()
             try:
                 at, node, event = events.get(timeout=1)
             except queue.Empty:
@@ -100,6 +144,8 @@ def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
             kind = event["kind"]
             if kind == "console":
                 log(f"node {node}: {event['line']}")
+                if NO_NETWORK in event["line"]:
+                    return None
             elif kind == "digest":
                 told = digests.setdefault(event["version"], {})
                 told[event["who"]] = event["digest"]
@@ -112,18 +158,20 @@ def run(nodes=3, params=20000, kill_at=15, silence=4000, limit=420):
             elif kind == "progress":
                 step = event["step"]
                 if step > last.get(node, 0):
-                    last[node] = step
-                    if step % 10 == 0:
+                    last[node], moved[node] = step, time.monotonic()
+                    if step % (10 if step < 100 else 100) == 0:
                         log(f"node {node}: step {step}, loss {event['loss']:.3f}" if event["loss"] >= 0 else f"node {node}: step {step}")
                 if killed_at is None and node == 0 and step >= kill_at:
                     vms[victim].power_off()
                     killed_at = time.monotonic()
+                    moved.pop(victim, None)
                     log(f"node {victim}: power cut (its QEMU was killed) after step {step}")
                 elif entered_at and resumed_at is None and node == 0:
                     resumed_at = at
                     log(f"the others go on: step {step} committed {at - killed_at:.2f} s after the power cut "
                         f"(silence allowed: {silence / 1000:.1f} s)")
                     vms[victim] = Node(victim, scripts[victim], switches, programs, events)
+                    moved[victim] = time.monotonic() + STANDSTILL  # it has to boot
                     log(f"node {victim}: power on")
             elif kind == "entered" and killed_at and node == 0 and entered_at is None:
                 entered_at = at

@@ -91,7 +91,8 @@ TEST(CatchUpService, ThatAStateIsCompleteOutlivesTheDaemonThatVerifiedIt) {
   cluster.train(1);
   joiner.caught_up = false;
   const auto restart = [&] {
-    joiner.service = std::make_unique<Service>(*joiner.engine, 5, Service::Options{}, cluster.clock);
+    joiner.service =
+        std::make_unique<Service>(*joiner.engine, transport::Secret::of({5, 0}), Service::Options{}, cluster.clock);
     const catchup::RankKey key{joiner.id, RankId(0)};
     EXPECT_TRUE(joiner.service->add_rank(key, 2, *local::View::of(*joiner.owner)));
     joiner.service->catch_up(key, {}, Step(cluster.step), cluster.clock.now());

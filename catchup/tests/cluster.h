@@ -211,8 +211,9 @@ struct Cluster {
     if (memory.scattered) own = replica->scattered.emplace(model, *device, *replica->access, random()).columns;
     replica->owner = std::make_unique<local::Owner>(*local::Owner::make(model, device, own));
     replica->gradient_log = *GradientLog::make(*replica->owner, own_budget);
-    replica->service = std::make_unique<Service>(
-        *replica->engine, 5, Service::Options{.compression = compression, .limit_bytes_per_second = limit}, clock);
+    replica->service =
+        std::make_unique<Service>(*replica->engine, transport::Secret::of({5, 0}),
+                                  Service::Options{.compression = compression, .limit_bytes_per_second = limit}, clock);
     replica->contributes = contributes;
     replica->owner->set_version(step);
     replica->for_columns([&](std::uint32_t t, std::uint32_t c, std::span<std::byte> column) {

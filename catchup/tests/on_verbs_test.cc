@@ -47,9 +47,10 @@ TEST_P(OnVerbs, TheDaemonRegistersItsTrainersDmaBufAndHasNoContext) {
     rank->server = *device::MemoryServer::make(gpu, rank->owner->shared_memory());
     rank->remote = *device::connect_remote(*rank->server->next(), gpu->address());
     rank->engine = *transport::staged::make_engine(std::move(*below), rank->remote, {.slot_bytes = kSlot, .slots = 2});
+    rank->engine->set_secret(transport::Secret::of({5, 0}));
     rank->address = *rank->engine->listen({"0.0.0.0:0"});
-    rank->service =
-        std::make_unique<Service>(*rank->engine, 5, Service::Options{.compression = Compression::never}, clock);
+    rank->service = std::make_unique<Service>(*rank->engine, transport::Secret::of({5, 0}),
+                                              Service::Options{.compression = Compression::never}, clock);
     set_dma_buf(GetParam());
     auto offer = rank->owner->offer();
     set_dma_buf(false);

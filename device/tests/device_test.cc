@@ -10,6 +10,7 @@
 
 #include "base/digest.h"
 #include "device/access.h"
+#include "device/tests/fake_control.h"
 #include "device/tests/library.h"
 
 namespace rejoin::device {
@@ -172,6 +173,39 @@ TEST(Cuda, SaysWhatIsMissing) {
   auto seventh = open_cuda({.ordinal = 700, .library = cuda_library()});
   ASSERT_FALSE(seventh);
   EXPECT_EQ(seventh.error().code, ErrorCode::invalid_argument);
+}
+
+// What a real device would have to be rare, or set up, for.
+struct OtherGpus : testing::Test {
+  const fake::Control control{cuda_library().c_str()};
+  void SetUp() override {
+    if (is_real()) GTEST_SKIP() << "a real one is what it is";
+  }
+  ~OtherGpus() override {
+    if (!is_real()) control.set_options({});
+  }
+};
+
+TEST_F(OtherGpus, AreNotReachedByNicsWhoseWritesNothingOrders) {
+  control.set_options({.unordered = true});
+  EXPECT_EQ(test_gpu()->remote_writes(), Device::RemoteWrites::unordered);
+}
+
+TEST_F(OtherGpus, SayWhatToDoWhereStreamsWaitForNoFlags) {
+  control.set_options({.no_flags = true});
+  const auto has = test_gpu()->has_stream_flags();
+  ASSERT_FALSE(has);
+  EXPECT_EQ(has.error().code, ErrorCode::unavailable);
+  EXPECT_NE(has.error().message.find("hand buckets over without a stream"), std::string::npos) << has.error().message;
+}
+
+TEST_F(OtherGpus, SayWhoseModeShutsOut) {
+  control.set_options({.exclusive = true});
+  const auto opened = open_cuda({.ordinal = 0, .library = cuda_library()});
+  ASSERT_FALSE(opened);
+  EXPECT_EQ(opened.error().code, ErrorCode::unavailable);
+  EXPECT_NE(opened.error().message.find("EXCLUSIVE_PROCESS"), std::string::npos) << opened.error().message;
+  EXPECT_NE(opened.error().message.find("nvidia-smi -c DEFAULT"), std::string::npos) << opened.error().message;
 }
 
 TEST(Cuda, MemoryThatIsNotToBeHadIsAnErrorThatNamesItsSize) {

@@ -4,16 +4,20 @@
 // fail, as with the real one.
 //
 // It also stands still where a real one does (as seen on an H100, driver 580): while a thread is in a call that has to
-// wait for the device (a copy from or to pageable memory, a stream that is full, a free, a kernel's first launch),
+// wait for the device (a copy from or to pageable memory, a stream that is full, many host functions, a free, a
+// kernel's first launch),
 // every call of other threads that queues something waits, too. The real one lets some pass; which, nobody may rely on.
-// And it ends the program at what can end in a deadlock there: a call by a thread that hands nothing over while a
-// stream waits for a flag that the CPU has yet to write ("no driver between hand-over and flag" in
-// docs/design-notes.md). The thread that serves memory (device/remote.h) may: nobody waits for it.
+// And it ends the program, or counts (fake_control.h), at what can end in a deadlock there: a call by a thread that
+// hands nothing over while a stream waits for a flag that the CPU has yet to write ("no driver between hand-over and
+// flag" in docs/design-notes.md). The thread that serves memory (device/remote.h) may call, since nobody waits for it,
+// but never what waits for the whole device, since all others wait then.
 //
 // Here: the device, contexts, modules and launches. fake_memory.cc: memory. fake_streams.h, .cc: streams and events.
-// fake_kernels.cc: what kernels do.
+// fake_check.h: what is refused. fake_kernels.cc: what kernels do.
 #include <cstring>
+#include <optional>
 #include <set>
+#include <sstream>
 #include <string>
 
 #include "device/tests/fake_driver.h"
@@ -24,11 +28,59 @@ using namespace rejoin::device::fake;
 
 namespace {
 
-std::set<std::string> launched;  // kernels; under `mutex`
+// Under `mutex`.
+std::set<std::string> launched;  // kernels
+std::optional<Options> chosen;
+
+Options options_of_environment() {
+  Options options;
+  const char* said = options_said();
+  std::istringstream words(said == nullptr ? "" : said);
+  for (std::string word; words >> word;) {
+    const auto equals = word.find('=');
+    const std::string name = word.substr(0, equals);
+    const unsigned value = equals == word.npos ? 1 : std::strtoul(word.c_str() + equals + 1, nullptr, 10);
+    if (name == "unordered") options.unordered = true;
+    else if (name == "no_flags") options.no_flags = true;
+    else if (name == "exclusive") options.exclusive = true;
+    else if (name == "slow_digest") options.slow_digest = std::chrono::milliseconds(value);
+    else std::fprintf(stderr, "fake CUDA driver: REJOIN_FAKE_CUDA has no '%s'\n", name.c_str()), std::abort();
+  }
+  return options;
+}
+
+void stand_if_wanted() {
+  const auto time = options().slow_digest;
+  static std::atomic<bool> stood = false;
+  if (time.count() == 0 || hands_over || serves_memory() || counters.waits_for_flags == 0 || stood.exchange(true))
+    return;
+  std::fprintf(stderr, "fake CUDA driver: a digest stands for %lld ms\n", static_cast<long long>(time.count()));
+  stand(time);
+  std::fprintf(stderr, "fake CUDA driver: the digest goes on\n");
+}
 
 }  // namespace
 
+Options rejoin::device::fake::options() {
+  std::scoped_lock lock(mutex);
+  if (!chosen) chosen = options_of_environment();
+  return *chosen;
+}
+
 extern "C" {
+
+Counters& fake_cuda_counters() { return counters; }
+void fake_cuda_set_hook(Hook given) { hook = given; }
+void fake_cuda_count_only(bool only) { counts_only = only; }
+void fake_cuda_set_options(Options given) {
+  std::scoped_lock lock(mutex);
+  chosen = given;
+}
+void fake_cuda_hands_over() { hands_over = true; }
+void fake_cuda_forget_kernels() {
+  std::scoped_lock lock(mutex);
+  launched.clear();
+}
 
 int cuInit(unsigned) { return kSuccess; }
 int cuGetErrorString(int status, const char** text) {
@@ -49,17 +101,28 @@ int cuDeviceGetPCIBusId(char* id, int size, int) {
   return kSuccess;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  // Dma-bufs; flushes of NICs' writes; streams that wait for flags of 64 bits.
-  const bool can = (attribute == 124 && dma_buf) || attribute == 117 || attribute == 122;
-  *value = can ? 1 : 0;
+  const Options now = options();
+  *value = 0;
+  switch (attribute) {
+    case 20: *value = now.exclusive ? 3 : 0; break;   // the compute mode
+    case 117: *value = now.unordered ? 0 : 1; break;  // flushes of NICs' writes
+    case 122: *value = now.no_flags ? 0 : 1; break;   // streams that wait for flags of 64 bits
+    case 124: *value = dma_buf ? 1 : 0; break;
+    default: break;
+  }
   return kSuccess;
 }
 int cuDevicePrimaryCtxRetain(void** context, int) {
+  check("cuDevicePrimaryCtxRetain");
+  if (options().exclusive) return kDeviceUnavailable;
   static int primary;
   *context = &primary;
   return kSuccess;
 }
-int cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }
+int cuDevicePrimaryCtxRelease_v2(int) {
+  check("cuDevicePrimaryCtxRelease");
+  return kSuccess;
+}
 int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(context), kSuccess; }
 int cuCtxPopCurrent_v2(void** context) {
   if (no_context()) return kInvalidContext;
@@ -74,13 +137,18 @@ int cuFlushGPUDirectRDMAWrites(int, int) {
 }
 
 int cuModuleLoadData(void** module, const void* image) {
+  check("cuModuleLoadData");
   static int loaded;
   if (no_context() || image == nullptr) return kInvalidContext;
   *module = &loaded;
   return kSuccess;
 }
-int cuModuleUnload(void*) { return no_context() ? kInvalidContext : kSuccess; }
+int cuModuleUnload(void*) {
+  check("cuModuleUnload");
+  return no_context() ? kInvalidContext : kSuccess;
+}
 int cuModuleGetFunction(const char** function, void*, const char* name) {
+  check("cuModuleGetFunction");
   *function = std::strcmp(name, "rejoin_reduce") == 0 ? "reduce" : "digest";
   return kSuccess;
 }
@@ -94,7 +162,9 @@ int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, un
     first = launched.insert(function).second;
   }
   if (first) wait_for_device();  // it is loaded only now
-  if (std::strcmp(function, "reduce") == 0)
+  const bool reduces = std::strcmp(function, "reduce") == 0;
+  if (!reduces) stand_if_wanted();
+  if (reduces)
     stream->add([=, given = *static_cast<kernels::ReduceArguments*>(arguments[0])] { run_reduce(blocks, given); });
   else stream->add([given = *static_cast<kernels::DigestArguments*>(arguments[0])] { run_digest(given); });
   return kSuccess;

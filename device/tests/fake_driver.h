@@ -11,7 +11,7 @@
 namespace rejoin::device::fake {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kNotReady = 600;
-constexpr int kNotSupported = 801;
+constexpr int kDeviceUnavailable = 46, kNotSupported = 801;
 
 inline std::mutex mutex;  // of what the driver knows: its memory, its streams, its kernels
 inline bool dma_buf = false;

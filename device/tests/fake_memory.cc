@@ -140,6 +140,7 @@ int cuMemGetAddressRange_v2(unsigned long long* base, std::size_t* size, unsigne
   return *base = at->first, *size = at->second.size, kSuccess;
 }
 int cuPointerGetAttribute(void* value, int attribute, unsigned long long address) {
+  check("cuPointerGetAttribute");
   std::scoped_lock lock(mutex);
   if (no_context() || attribute != 9 || holder(allocations, address) == nullptr) return kInvalidValue;
   return *static_cast<int*>(value) = 0, kSuccess;
@@ -158,9 +159,13 @@ int cuMemCreate(unsigned long long* handle, std::size_t size, const void*, unsig
   if (fd < 0 || size > kDeviceBytes || ::ftruncate(fd, static_cast<off_t>(size)) != 0) return kOutOfMemory;
   return *handle = static_cast<unsigned>(fd), kSuccess;
 }
-int cuMemRelease(unsigned long long handle) { return ::close(static_cast<int>(handle)), kSuccess; }
+int cuMemRelease(unsigned long long handle) {
+  check("cuMemRelease");
+  return ::close(static_cast<int>(handle)), kSuccess;
+}
 int cuMemAddressReserve(unsigned long long* address, std::size_t size, std::size_t, unsigned long long,
                         unsigned long long) {
+  check("cuMemAddressReserve");
   if (size == 0 || size % 65536 != 0) return kInvalidValue;
   void* reserved = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   void* bytes = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -171,6 +176,7 @@ int cuMemAddressReserve(unsigned long long* address, std::size_t size, std::size
   return kSuccess;
 }
 int cuMemAddressFree(unsigned long long address, std::size_t size) {
+  check("cuMemAddressFree");
   std::scoped_lock lock(mutex);
   auto found = reservations.extract(address);
   if (found.empty() || found.mapped().size != size) return kInvalidValue;
@@ -179,6 +185,7 @@ int cuMemAddressFree(unsigned long long address, std::size_t size) {
 }
 int cuMemMap(unsigned long long address, std::size_t size, std::size_t offset, unsigned long long handle,
              unsigned long long) {
+  check("cuMemMap");
   const int fd = ::dup(static_cast<int>(handle));
   std::scoped_lock lock(mutex);
   const auto* at = holder(reservations, address);
@@ -191,8 +198,12 @@ int cuMemMap(unsigned long long address, std::size_t size, std::size_t offset, u
   allocations[address] = {.size = size, .fd = fd, .bytes = bytes, .mapped = true};
   return kSuccess;
 }
-int cuMemSetAccess(unsigned long long, std::size_t, const void*, std::size_t) { return kSuccess; }
+int cuMemSetAccess(unsigned long long, std::size_t, const void*, std::size_t) {
+  check("cuMemSetAccess");
+  return kSuccess;
+}
 int cuMemUnmap(unsigned long long address, std::size_t size) {
+  check("cuMemUnmap");
   std::scoped_lock lock(mutex);
   auto found = allocations.find(address);
   if (found == allocations.end() || !found->second.mapped || found->second.size != size) return kInvalidValue;
@@ -246,6 +257,7 @@ int cuMemHostUnregister(void* address) {
   return pinned.erase(reinterpret_cast<std::uintptr_t>(address)) == 1 ? kSuccess : kInvalidValue;
 }
 int cuMemHostGetDevicePointer_v2(unsigned long long* device, void* address, unsigned) {
+  check("cuMemHostGetDevicePointer");
   return *device = reinterpret_cast<std::uintptr_t>(address), kSuccess;
 }
 

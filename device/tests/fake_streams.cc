@@ -29,6 +29,25 @@ struct Event {
   std::uint64_t recorded = 0, done = 0;
 };
 
+// Host functions that are queued, on all streams: the driver has room for so many.
+struct HostFunctions {
+  static constexpr int kRoom = 128;
+  std::mutex lock;
+  std::condition_variable changed;
+  int queued = 0;
+  void enter() {
+    std::unique_lock held(lock);
+    changed.wait(held, [&] { return queued < kRoom; });
+    ++queued;
+  }
+  void leave() {
+    std::scoped_lock held(lock);
+    --queued;
+    changed.notify_all();
+  }
+};
+HostFunctions& host_functions = *new HostFunctions;
+
 void copy_unseen(void* to, const void* from, std::size_t size) {
 #ifdef __SANITIZE_THREAD__
   AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
@@ -42,6 +61,7 @@ void copy_unseen(void* to, const void* from, std::size_t size) {
 }  // namespace
 
 void wait_for_device() {
+  check_wait();
   std::vector<std::shared_ptr<Stream>> all;
   {
     std::scoped_lock lock(mutex);
@@ -56,19 +76,24 @@ using namespace rejoin::device::fake;
 
 extern "C" {
 
-int cuStreamCreateWithPriority(Stream** stream, unsigned, int) {
+int cuStreamCreateWithPriority(Stream** stream, unsigned, int priority) {
   if (no_context()) return kInvalidContext;
   check("cuStreamCreateWithPriority");
   std::scoped_lock lock(mutex);
-  auto made = std::make_shared<Stream>(next_hardware_queue());
+  auto made = std::make_shared<Stream>(next_hardware_queue(), priority < 0);
+  ++counters.streams;
+  counters.high_streams += made->high ? 1 : 0;
   *stream = made.get();
   streams[made.get()] = std::move(made);
   return kSuccess;
 }
 int cuStreamDestroy_v2(Stream* stream) {
+  check("cuStreamDestroy");
   std::shared_ptr<Stream> gone;
   std::scoped_lock lock(mutex);
   gone = std::move(streams.extract(stream).mapped());
+  --counters.streams;
+  counters.high_streams -= gone->high ? 1 : 0;
   return kSuccess;
 }
 int cuStreamQuery(Stream* stream) {
@@ -83,7 +108,11 @@ int cuStreamSynchronize(Stream* stream) {
 }
 int cuLaunchHostFunc(Stream* stream, void (*function)(void*), void* data) {
   const Queueing call("cuLaunchHostFunc");
-  stream->add([=] { function(data); });
+  host_functions.enter();
+  stream->add([=] {
+    function(data);
+    host_functions.leave();
+  });
   return kSuccess;
 }
 int cuMemcpyAsync(unsigned long long to, unsigned long long from, std::size_t size, Stream* stream) {
@@ -100,7 +129,9 @@ int cuMemcpyAsync(unsigned long long to, unsigned long long from, std::size_t si
 
 int cuStreamWaitValue64_v2(Stream* stream, unsigned long long address, std::uint64_t value, unsigned) {
   if (no_context()) return kInvalidContext;
+  if (options().no_flags) return kNotSupported;
   hands_over = true;
+  ++counters.waits_for_flags;
   const Queueing call("cuStreamWaitValue64");
   const Awaited wait{reinterpret_cast<const std::uint64_t*>(address), value};
   std::list<Awaited>::iterator listed;
@@ -150,8 +181,12 @@ int cuMemsetD8Async(unsigned long long to, unsigned char value, std::size_t size
   return kSuccess;
 }
 
-int cuEventCreate(Event** event, unsigned) { return *event = new Event, kSuccess; }
+int cuEventCreate(Event** event, unsigned) {
+  check("cuEventCreate");
+  return *event = new Event, kSuccess;
+}
 int cuEventDestroy_v2(Event* event) {
+  check("cuEventDestroy");
   static std::mutex lock;
   static std::vector<std::unique_ptr<Event>> destroyed;  // streams may still wait for them
   std::scoped_lock held(lock);

@@ -1,8 +1,6 @@
 // The software driver's streams (fake_cuda.cc), and what its calls wait for.
 #pragma once
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -20,63 +18,18 @@
 #include <thread>
 #include <vector>
 
+#include "device/tests/fake_check.h"
+
 namespace rejoin::device::fake {
 
 // Between two looks at a flag that the CPU will write: a GPU that waits takes no time of the CPU's.
 inline void look_away(unsigned looks = 0) {
   std::this_thread::sleep_for(std::chrono::microseconds(20) * (1u << std::min(looks / 4, 6u)));
 }
+// In the driver.
+inline void stand(std::chrono::milliseconds time) { std::this_thread::sleep_for(time); }
 
 struct Stream;
-
-// Flags that streams wait for.
-struct Awaited {
-  const std::uint64_t* flag = nullptr;
-  std::uint64_t value = 0;
-  bool written() const {
-    const auto now = std::atomic_ref(*const_cast<std::uint64_t*>(flag)).load(std::memory_order_acquire);
-    return static_cast<std::int64_t>(now - value) >= 0;
-  }
-};
-inline std::mutex awaited_mutex;
-inline std::list<Awaited>& awaited = *new std::list<Awaited>;
-inline thread_local bool hands_over = false;  // this thread has let a stream wait for a flag
-
-// The thread of a device::MemoryServer, by its name.
-inline bool serves_memory() {
-  char name[16] = {};
-  (void)::pthread_getname_np(::pthread_self(), name, sizeof name);
-  return std::strcmp(name, "rejoin-memory") == 0;
-}
-
-// Flags that streams have written, ever. Who has seen one, perhaps by another address of the same memory, sees all that
-// its stream has done before: with his next call of the driver, TSan knows it, too.
-inline std::atomic<std::uint64_t> flags_written{0};
-
-// Of a call that the driver may make wait for others.
-inline void check(const char* call) {
-  (void)flags_written.load(std::memory_order_acquire);
-  if (hands_over || serves_memory()) return;
-  std::scoped_lock lock(awaited_mutex);
-  for (const auto& wait : awaited)
-    if (!wait.written()) {
-      std::fprintf(stderr, "fake CUDA driver: %s while a stream waits for a flag: a deadlock on a real one\n", call);
-      std::abort();
-    }
-}
-
-// A call that queues something: one at a time, the time that it waits for the device included.
-inline std::mutex queueing;
-class Queueing {
- public:
-  explicit Queueing(const char* call) {
-    check(call);
-    held_.lock();
-  }
-
- private:
-  std::unique_lock<std::mutex> held_{queueing, std::defer_lock};
-};
 
 // A queue of the hardware's: where streams share one, a stream that waits stops all that comes behind it.
 struct HardwareQueue {
@@ -97,8 +50,9 @@ struct HardwareQueue {
 };
 
 struct Stream : std::enable_shared_from_this<Stream> {
-  static constexpr std::uint64_t kRoom = 1000;
-  HardwareQueue* const queue;  // none: one of its own
+  static constexpr std::uint64_t kRoom = 1000;  // for commands
+  HardwareQueue* const queue;
+  const bool high;  // its priority
   std::mutex lock;
   std::condition_variable changed;
   std::deque<std::function<void()>> work;
@@ -119,18 +73,13 @@ struct Stream : std::enable_shared_from_this<Stream> {
       changed.notify_all();
     }
   }};
-  explicit Stream(HardwareQueue* of) : queue(of) {}
+  Stream(HardwareQueue* of, bool first) : queue(of), high(first) {}
   // Waits where the stream is full.
   std::uint64_t add(std::function<void()> what, bool waits = false) {
     std::unique_lock held(lock);
     changed.wait(held, [&] { return queued - done < kRoom; });
     const std::uint64_t number = ++queued;
-    if (queue != nullptr) {
-      queue->add({shared_from_this(), std::move(what), waits});
-    } else {
-      work.push_back(std::move(what));
-      changed.notify_all();
-    }
+    queue->add({shared_from_this(), std::move(what), waits});
     return number;
   }
   void begin(std::function<void()> what) {  // the hardware queue has come to it
@@ -172,13 +121,15 @@ inline void HardwareQueue::run() {
   }
 }
 
-// As CUDA_DEVICE_MAX_CONNECTIONS says; not said: one for each stream.
+// Words, with blanks between them: options() of fake_check.h.
+inline const char* options_said() { return std::getenv("REJOIN_FAKE_CUDA"); }
+
+// As many as CUDA_DEVICE_MAX_CONNECTIONS says; not said: 8, as with the real one.
 inline HardwareQueue* next_hardware_queue() {
   static std::vector<HardwareQueue*>& queues = *new std::vector<HardwareQueue*>;  // their threads run to the end
   static std::size_t made = 0;
   const char* said = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
-  if (said == nullptr) return nullptr;
-  for (auto more = std::strtoul(said, nullptr, 10); queues.size() < more;) {
+  for (auto more = said == nullptr ? 8 : std::max(1ul, std::strtoul(said, nullptr, 10)); queues.size() < more;) {
     auto* queue = queues.emplace_back(new HardwareQueue);
     std::thread([queue] { queue->run(); }).detach();
   }

@@ -50,11 +50,13 @@ struct Cluster {
   VirtualClock clock;
   transport::sim::Fabric fabric;
   std::vector<std::unique_ptr<Rank>> ranks;
-  Options options{.chunk_bytes = 1024, .chunks_in_flight = 3, .direct_bytes = 256};
+  Options options{.chunk_bytes = 1024, .chunks_in_flight = 3, .direct_bytes = 256, .device_direct_bytes = 256};
   std::vector<std::size_t> sizes;
   std::mt19937_64 random;
   std::shared_ptr<device::Device> device;  // whose memory is reduced; none: the host's
   std::unique_ptr<device::Stream> stream;
+  // Put between the fabric and what stages, to see what passes there; none: nothing.
+  std::function<std::unique_ptr<transport::Engine>(std::unique_ptr<transport::Engine>)> wrap;
 
   Cluster(std::uint64_t seed, std::vector<std::size_t> elements, bool on_gpu = false)
       : fabric({.seed = seed}, clock), sizes(std::move(elements)), random(seed) {
@@ -70,6 +72,7 @@ struct Cluster {
     auto rank = std::make_unique<Rank>();
     rank->engine = fabric.make_engine();
     rank->on_fabric = rank->engine.get();
+    if (wrap) rank->engine = wrap(std::move(rank->engine));
     if (device)
       rank->engine = *transport::staged::make_engine(std::move(rank->engine), device, {.slot_bytes = 512, .slots = 4});
     rank->address = *rank->engine->listen({"sim"});

@@ -52,7 +52,7 @@ TEST_P(FtarRing, ACatchingUpMemberChangesNoBitOfTheResult) {
 TEST_P(FtarRing, ResultsHaveOneDigestOnAllMembersWhoeverJoins) {
   for (const bool direct : {false, true}) {
     Cluster cluster(5, kSizes, on_gpu);
-    if (!direct) cluster.options.direct_bytes = 0;
+    if (!direct) cluster.options.direct_bytes = cluster.options.device_direct_bytes = 0;
     for (int i = 0; i < 4; ++i) cluster.add().communicator->digest_results(true);
     cluster.enter(Epoch(1), cluster.ring_members(Role::catching_up));
     std::set<std::uint64_t> all;

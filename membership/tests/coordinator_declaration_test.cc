@@ -57,7 +57,7 @@ TEST(Coordinator, WithoutAMajorityItWaitsAndSaysWhoDiffersInWhat) {
   EXPECT_FALSE(bench.coordinator.started());
   for (std::uint32_t r : {0u, 1u, 2u}) EXPECT_EQ(bench.refusal(r), "");
   EXPECT_TRUE(
-      bench.waits_for("replica 0 and replica 2 declare different things, and more than half of the job's 3 "
+      bench.waits_for("replica 0 and replica 2: they declare different things, and more than half of the job's 3 "
                       "replicas must declare the same: of replica 2, its tensors or buckets differ from those "
                       "of replica 0: tensor 'w' has 1002 elements"));
   // One of them is started again with what another declares.

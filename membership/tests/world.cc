@@ -60,7 +60,9 @@ void World::relay_lost_coordinator(RelayProcess& relay) {
 
 void World::keep(const Actions& actions) {
   for (const auto& record : actions.append) {
+    for (const auto& m : record.epoch().members()) joined.insert(Incarnation(m.incarnation()));
     if (record.has_committed()) {
+      ++commits;
       std::uint64_t digest = 7;
       for (const auto& m : record.committed().members()) {
         contributed[record.committed().step()].insert(Incarnation(m.incarnation()));
@@ -81,6 +83,8 @@ void World::keep(const Actions& actions) {
     log.push_back(record);
   }
   for (const auto& [id, message] : actions.send) {
+    if (const auto& its = message.registered(); message.has_registered())
+      given[its.replica()].try_emplace(Incarnation(its.incarnation()), commits);
     for (auto& relay : relays)
       if (relay.coordinator_connection == id.value) relay.from_coordinator.push_back(message);
     for (auto& node : nodes)

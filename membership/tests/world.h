@@ -1,7 +1,7 @@
 // The real coordinator, relay, node and rank machines in one process, with random orders of messages, losses and
 // crashes around them: every replica on one node that is connected with the coordinator, or every rank on a node of its
 // own and a relay for each replica. The checkers know the invariants by name: one-decision, same-bits, exactly-once,
-// progress.
+// no-false-eviction, progress.
 #pragma once
 
 #include <algorithm>
@@ -74,9 +74,12 @@ struct World {
   std::uint64_t roll_backs = 0;  // that the operator allowed
 
   // What the checkers remember.
-  std::map<std::uint64_t, std::uint64_t> decided;              // step → digest of who trained what
-  std::map<std::uint64_t, std::uint64_t> bits_at;              // version → bits
-  std::map<std::uint64_t, std::set<Incarnation>> contributed;  // to each step
+  std::map<std::uint64_t, std::uint64_t> decided;                       // step → digest of who trained what
+  std::map<std::uint64_t, std::uint64_t> bits_at;                       // version → bits
+  std::map<std::uint64_t, std::set<Incarnation>> contributed;           // to each step
+  std::set<Incarnation> joined;                                         // that epochs have named
+  std::map<std::uint32_t, std::map<Incarnation, std::uint64_t>> given;  // by replica: and after how many commits
+  std::uint64_t commits = 0;                                            // ever
   std::string trouble;
 
   World(std::uint64_t seed, bool with_relays);
@@ -110,6 +113,8 @@ struct World {
   void work(NodeProcess& node, std::uint32_t replica, std::uint32_t number);
   // All its processes live, stopped or not, with the state of this step, or with its gradient and its decision to come.
   bool holds(std::uint32_t replica, Step committed);
+  // Who waits to be taken into the job, and has not been left behind by it, is not sent away for having come back.
+  void check_that_it_was_left_behind(const RankProcess& rank, std::uint32_t replica, const proto::Evicted& evicted);
   // The protocol ends a replica's processes: somebody else must have what it has.
   void check_that_another_holds(std::uint32_t replica);
 

@@ -53,6 +53,7 @@ void World::deliver(NodeProcess& node, std::uint32_t replica, std::uint32_t numb
   rank.inbox.pop_front();
   if (message.has_registered()) rank.machine->on_registered(Incarnation(message.registered().incarnation()));
   if (message.has_evicted() && message.evicted().incarnation() == rank.machine->incarnation().value) {
+    check_that_it_was_left_behind(rank, replica, message.evicted());
     check_that_another_holds(replica);
     return kill_rank(node, number);
   }
@@ -132,6 +133,17 @@ bool World::holds(std::uint32_t replica, Step committed) {
     if (rank->version != committed.value && !about_to) return false;
   }
   return true;
+}
+
+void World::check_that_it_was_left_behind(const RankProcess& rank, std::uint32_t replica,
+                                          const proto::Evicted& evicted) {
+  if (!evicted.reason().starts_with("it has been out before") && !evicted.reason().starts_with("another process"))
+    return;
+  const Incarnation own = rank.machine->incarnation();
+  const auto& last = *given[replica].rbegin();
+  if (joined.contains(own) || last.first != own || commits > last.second) return;
+  trouble = fmt::format("no-false-eviction: replica {} waits to be taken in, and is sent away: {}", replica,
+                        evicted.reason());
 }
 
 void World::check_that_another_holds(std::uint32_t replica) {

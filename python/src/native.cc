@@ -98,7 +98,12 @@ class Session {
     int committed = 0;
     const rejoin_update* pieces = nullptr;
     std::size_t count = 0;
-    waiting([&] { return rejoin_begin_update(session_, &committed, &pieces, &count); });
+    try {
+      waiting([&] { return rejoin_begin_update(session_, &committed, &pieces, &count); });
+    } catch (nb::python_error&) {  // perhaps raised while the step came to its decision
+      if (committed != 0) (void)rejoin_abandon_update(session_, "this process was told to end");
+      throw;
+    }
     if (committed == 0) return std::nullopt;
     std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uintptr_t>> all;
     all.reserve(count);
@@ -129,6 +134,7 @@ class Session {
     return known != 0 ? std::optional(version) : std::nullopt;
   }
   std::uint64_t committed() const { return rejoin_committed(session_); }
+  void check_job() const { check(rejoin_check(session_)); }
   std::string position() {
     const char* text = nullptr;
     waiting([&] { return rejoin_position(session_, &text); });
@@ -143,6 +149,7 @@ class Session {
     waiting([&] { return rejoin_leave(session_); });
   }
   void interrupt() { rejoin_interrupt(session_); }
+  void while_waiting(nb::object look) { signals_.look = std::move(look); }
 
  private:
   template <typename Call>
@@ -219,10 +226,12 @@ NB_MODULE(_native, m) {
       .def("done", &Session::done)
       .def("version", &Session::version)
       .def("committed", &Session::committed)
+      .def("check", &Session::check_job)
       .def("position", &Session::position)
       .def("state_digest", &Session::state_digest)
       .def("leave", &Session::leave)
-      .def("interrupt", &Session::interrupt);
+      .def("interrupt", &Session::interrupt)
+      .def("while_waiting", &Session::while_waiting, nb::arg("look"));
   bind_checkpoints(m);
   bind_process_groups(m);
 }

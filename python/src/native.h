@@ -70,15 +70,22 @@ inline std::vector<rejoin_memory> memory_of(const std::vector<Memory>& buffers) 
   return all;
 }
 
-// Calls that may wait. What a signal's handler raises ends the call and is raised by it.
+// Calls that may wait. What a signal's handler or look() raises ends the call and is raised by it.
 class Signals {
  public:
   // Within such a call, whose thread has not the interpreter's lock: whether a handler has raised something.
   bool heard() {
     const nb::gil_scoped_acquire acquire;
-    if (!raised_ && PyErr_CheckSignals() != 0) raised_.emplace();
+    if (raised_) return true;
+    try {
+      if (PyErr_CheckSignals() != 0) raised_.emplace();
+      else if (look.is_valid()) look();
+    } catch (nb::python_error& error) {
+      raised_.emplace(std::move(error));
+    }
     return raised_.has_value();
   }
+  nb::object look;  // called then, too; it must not keep the session alive, which Python's collector could not see
   static int ask(void* self) { return static_cast<Signals*>(self)->heard() ? 1 : 0; }  // for C
 
   template <typename Call>

@@ -1,5 +1,6 @@
 """The examples, as a reader would run them."""
 
+import contextlib
 import os
 import re
 import signal
@@ -52,25 +53,52 @@ def test_the_plain_script_runs(tmp_path):
 def test_the_diff_in_the_documentation_is_the_examples():
     diff = subprocess.run(["diff", "plain.py", "ddp.py"], cwd=EXAMPLES, capture_output=True, text=True).stdout
     changed = [line[2:].strip() for line in diff.splitlines() if line.startswith(("<", ">"))]
-    page = (EXAMPLES.parent.parent / "docs" / "pytorch.md").read_text()
+    root = EXAMPLES.parent.parent
+    pages = {page: (root / page).read_text() for page in ("docs/pytorch.md", "README.md")}
     shown = [line for line in changed if line and not line.startswith(('"""', "rejoin-run"))]
     assert len(shown) < 26
-    for line in shown:
-        assert line in page, f"docs/pytorch.md does not show: {line}"
+    for name, page in pages.items():
+        for line in shown:
+            assert line in page, f"{name} does not show: {line}"
+    assert len(pages["README.md"].splitlines()) <= 120
 
 
-def test_the_sharded_example_goes_on_from_its_checkpoint(tmp_path):
-    def run(directory: str, steps: int) -> list[float]:
+def rank_of(job: int, replica: int, rank: int) -> int:
+    """The process of that rank, which torchrun has started."""
+    children = Path(f"/proc/{job}/task/{job}/children").read_text().split()
+    for parent in children:
+        if b"REJOIN_REPLICA=%d" % replica in Path(f"/proc/{parent}/environ").read_bytes():
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                for pid in (task / "children").read_text().split():
+                    if b"\0RANK=%d\0" % rank in Path(f"/proc/{pid}/environ").read_bytes():
+                        return int(pid)
+    raise AssertionError(f"rank {rank} of replica {replica} is not there")
+
+
+def test_the_sharded_example_loses_a_rank_and_goes_on_from_its_checkpoint(tmp_path):
+    def run(directory: str, steps: int, kill: bool = False) -> list[float]:
         command = [sys.executable, "-m", "rejoin.run", "--replicas", "2", "--ranks", "2", "--batch", "16",
                    "--steps", str(steps), "--directory", str(tmp_path / directory), "--",
                    sys.executable, str(EXAMPLES / "hsdp.py"), str(DATA),
                    "--checkpoint", str(tmp_path / "checkpoint")]  # fmt: skip
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
-        log = (tmp_path / directory / "replica0.log").read_text()
-        assert done.returncode == 0, done.stderr + log[-3000:]
-        return losses(log)
+        job = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        try:
+            if kill:
+                log = tmp_path / directory / "replica1.log"
+                deadline = time.monotonic() + 120
+                while not (log.exists() and "step 20 " in log.read_text()):
+                    assert time.monotonic() < deadline and job.poll() is None
+                    time.sleep(0.05)
+                os.kill(rank_of(job.pid, 1, 1), signal.SIGKILL)
+            _, errors = job.communicate(timeout=170)
+        finally:
+            job.terminate()
+        text = (tmp_path / directory / "replica0.log").read_text()
+        assert job.returncode == 0, errors + text[-3000:]
+        assert errors.count("replica 1 ended with status 1, and is started again") == kill, errors
+        return losses(text)
 
-    first = run("first", 110)
+    first = run("first", 110, kill=True)
     assert len(first) == 11 and first[-1] < first[0] - 0.3, first
     assert (tmp_path / "checkpoint" / "latest").read_text() == "100"
     second = run("second", 120)
@@ -86,3 +114,33 @@ def test_the_demo_kills_a_replica_and_proves_that_it_came_back():
     assert "300 steps committed" in done.stdout and "0 lost, 0 repeated" in done.stdout
     wrong = subprocess.run([*script[:4], "--kill", "7@1"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "--kill 7@1: it is REPLICA@STEP" in wrong.stderr
+
+
+def test_the_slurm_script_starts_a_replica_again_and_passes_sigterm_on(tmp_path):
+    """With a stand-in of srun, whose first run dies."""
+    (tmp_path / "srun").write_text(
+        "#!/bin/bash\n"
+        "trap 'echo left >>runs; exit 0' TERM\n"
+        "printf '%s\\n' \"$*\" >>runs\n"
+        "[[ $(wc -l <runs) -gt 1 ]] || exit 1\n"
+        "sleep 60 & wait\n"
+    )
+    (tmp_path / "srun").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RANKS": "2"}
+    script, runs = [str(EXAMPLES / "slurm.sh"), "train.py"], tmp_path / "runs"
+    refused = subprocess.run(script, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode != 0 and "REJOIN_COORDINATOR: is not set" in refused.stderr
+    environment |= {"REJOIN_COORDINATOR": "host:1", "REJOIN_JOB_KEY_FILE": "key"}
+    task = subprocess.Popen(script, env=environment, cwd=tmp_path, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (runs.exists() and len(runs.read_text().splitlines()) == 2):
+            assert time.monotonic() < deadline and task.poll() is None
+            time.sleep(0.02)
+        task.terminate()
+        task.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(task.pid, signal.SIGKILL)  # the stand-in's sleep
+    assert runs.read_text().splitlines()[2:] == ["left"]
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in runs.read_text()

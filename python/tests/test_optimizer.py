@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rejoin.errors import InvalidArgument  # noqa: E402
-from rejoin.torch import _optimizer  # noqa: E402
+from rejoin.torch import Session, _optimizer  # noqa: E402
 
 ADAM = ("exp_avg", "exp_avg_sq")
 KINDS = [
@@ -84,3 +84,46 @@ def test_the_number_of_threads_is_no_matter(kind):
         torch.set_num_threads(before)
     for columns in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(columns, results[0], strict=True))
+
+
+class Prodigious(torch.optim.SGD):
+    """Keeps an estimate in its group, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["d"] = 1e-6
+
+    def step(self, closure=None):
+        self.param_groups[0]["d"] *= 2
+        return super().step()
+
+
+class Joined(torch.optim.SGD):
+    """Divides by the norm of the whole group's gradient."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure=None):
+        together = torch.cat([p.grad.reshape(-1) for p in self.param_groups[0]["params"]]).norm() + 1e-6
+        for p in self.param_groups[0]["params"]:
+            p.grad = p.grad / together
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (getattr(torch.optim, "Muon", None), "Muon can't update a part of a tensor.*2D"),
+        (torch.optim.LBFGS, "LBFGS can't update a tensor.*closure"),
+        (torch.optim.SparseAdam, "SparseAdam can't update a tensor .* with a dense gradient"),
+        (Prodigious, "Prodigious keeps state of its own in the group"),
+        (Joined, "Joined updates a tensor otherwise where another one is updated with it"),
+    ],
+)
+def test_exotic_optimizers_are_refused_with_the_reason(tmp_path, kind, told):
+    if kind is None:
+        pytest.skip("this torch has no Muon")
+    model = torch.nn.Linear(4, 4, bias=False)
+    with pytest.raises(InvalidArgument, match=told):
+        Session(replica=0, rank=0, socket=tmp_path / "nobody").attach(model, kind(model.parameters()))

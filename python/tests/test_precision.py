@@ -36,8 +36,8 @@ def chunks(whole: torch.Tensor) -> list[torch.Tensor]:
     return [torch.nn.functional.pad(part.reshape(-1), (0, size - part.numel())) for part in parts]
 
 
-def test_a_sharded_replica_comes_back_and_has_what_one_process_computes(tmp_path):
-    flags = ["--optimizer", "sharded", "--max-norm", "0.5"]
+def test_a_sharded_replica_with_mixed_precision_comes_back_and_has_what_one_process_computes(tmp_path):
+    flags = ["--optimizer", "mixed", "--max-norm", "0.5"]
     job = Job(tmp_path, *flags, ranks=2, steps=120, kill={1: ("backward", 20)})
     errors = job.wait()
     assert "replica 1 ended with status 1" in errors, errors
@@ -45,7 +45,7 @@ def test_a_sharded_replica_comes_back_and_has_what_one_process_computes(tmp_path
     assert 1 in [len(members) for members in job.contributors().values()], "nobody was alone: nothing was killed"
 
     torch.set_num_threads(1)
-    model = trainer.make_model("sharded")
+    model, used = trainer.make_model("sharded"), trainer.make_model("sharded").bfloat16()
     optimizer = trainer.make_optimizer("sharded", model)
     parameters = list(model.parameters())
     contributors, samples = job.contributors(), {r: job.samples(r) for r in (0, 1)}
@@ -55,9 +55,12 @@ def test_a_sharded_replica_comes_back_and_has_what_one_process_computes(tmp_path
             by_rank = []
             for shard in range(2):
                 x, y = data_of(samples[replica][step], shard, 2)
-                model.zero_grad()
-                torch.nn.functional.cross_entropy(model(x), y).backward()
-                by_rank.append([p.grad.clone() for p in parameters])
+                used.zero_grad()
+                with torch.no_grad():
+                    for p, own in zip(used.parameters(), parameters, strict=True):
+                        p.copy_(own)
+                torch.nn.functional.cross_entropy(used(x.bfloat16()).float(), y).backward()
+                by_rank.append([p.grad.float() for p in used.parameters()])
             gradients.append([(one + other) / 2 for one, other in zip(*by_rank, strict=True)])
         reduced = mean(gradients)
         total = sum(sum(square_sum(chunks(g)[rank]) for g in reduced) for rank in range(2))

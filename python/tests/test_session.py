@@ -75,6 +75,10 @@ def test_what_would_leave_the_session_is_refused(tmp_path, monkeypatch):
     with pytest.raises(rejoin.InvalidArgument, match="call torch.distributed.init_process_group"):
         attach()
     monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(rejoin.InvalidArgument, match="2 ranks .SLURM_STEP_NUM_TASKS.: call torch.distributed"):
+        attach()
+    monkeypatch.setenv("REJOIN_RANK", "0")  # each task of the srun is a replica of its own
     state = optimizer.state_dict()
     attach()
     with pytest.raises(rejoin.InvalidArgument, match="load it before, or by session.load_state_dict"):
@@ -100,6 +104,49 @@ def test_the_fingerprint_says_what_makes_the_bits():
     assert of(schedule) == of(schedule, lr=0.5), "the schedule sets it"
     assert of(schedule) != of(Rules(lr=lambda step: 2.0 / step))
     assert len(of(Rules(lr=lambda step: [0.1] * 1000)).encode()) <= 4096
+
+
+def test_frozen_parameters_are_told_apart_by_name():
+    from rejoin.torch._frozen import digest, frozen
+    from rejoin.torch._leaving import Leaving
+    from rejoin.torch._ranks import Ranks
+
+    ranks = Ranks(0, Leaving(), lambda: None)
+    assert frozen(torch.nn.Linear(2, 2), ranks) == ""
+    layers = [torch.nn.Linear(3, 5, dtype=torch.bfloat16) for _ in range(30)]
+    model = torch.nn.Sequential(*layers).requires_grad_(False)
+    layers[0].weight.requires_grad_(True)
+    one = frozen(model, ranks)
+    assert one == frozen(model, ranks) and one.startswith("59 frozen: 0 ") and one.count(",") == 29, one
+    layers[0].weight.data.add_(1.0)
+    assert one == frozen(model, ranks), "it is trained"
+    layers[7].weight.data[2, 1] += 0.5
+    other = frozen(model, ranks)
+    differ = [a.split()[0] for a, b in zip(one.split(", "), other.split(", "), strict=True) if a != b]
+    assert differ == ["7"], (one, other)
+    # Each place counts, in a tensor of no whole number of words, too.
+    value = torch.arange(13, dtype=torch.int8)
+    digests = {digest(value)}
+    for i in range(13):
+        changed = value.clone()
+        changed[i] += 1
+        digests.add(digest(changed))
+    digests |= {digest(value.flip(0)), digest(value[:12])}
+    assert len(digests) == 16
+
+
+def test_warm_up_leaves_no_trace(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+    one = session(tmp_path)
+    with pytest.raises(rejoin.InvalidArgument, match="after attach"), one.warm_up():
+        pass
+    one.attach(model, torch.optim.AdamW(model.parameters()))
+    before, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    with one.warm_up():
+        model(torch.randn(8, 3)).sum().backward()
+        assert model[0].weight.grad is not None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state()) and model[0].weight.grad is None
 
 
 def test_attached_parameters_keep_their_values_and_identity(tmp_path):

@@ -1,26 +1,31 @@
 """A trainer for the tests: it writes down what it trains, and kills itself where it is told to."""
 
 import argparse
+import contextlib
+import copy
 import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import rejoin.torch as rj
+from rejoin.torch import _leaving
 
 FEATURES, CLASSES = 32, 10
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def make_model(kind: str = "adamw") -> torch.nn.Module:
     torch.manual_seed(7)
-    if kind in ("sharded", "half"):
+    if kind in ("sharded", "mixed", "half"):
         model = torch.nn.Sequential(
             torch.nn.Linear(FEATURES, 301), torch.nn.GELU(), torch.nn.Linear(301, 301), torch.nn.GELU(),
             torch.nn.Linear(301, CLASSES),
@@ -66,7 +71,10 @@ def main() -> None:
     parser.add_argument("--compile", metavar="BACKEND")
     parser.add_argument("--restore", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--leave-within", type=float)
     given = parser.parse_args()
+    if given.leave_within:
+        _leaving.LONGEST_WAIT_SECONDS = given.leave_within
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     session = rj.Session.from_environment()
@@ -74,8 +82,9 @@ def main() -> None:
     model = make_model(given.optimizer)
     if ranks > 1:
         dist.init_process_group("gloo")
-        fully_shard(model[2])
-        fully_shard(model)
+        mixed = {"mp_policy": POLICY} if given.optimizer == "mixed" else {}
+        fully_shard(model[2], **mixed)
+        fully_shard(model, **mixed)
     optimizer = make_optimizer(given.optimizer, model)
     session.attach(
         model,
@@ -99,16 +108,29 @@ def main() -> None:
     )
 
     forward = torch.compile(model, backend=given.compile) if given.compile else model
-    order = given.out / f"kill.{me}"  # "PLACE:STEP": there, and not before that step; obeyed once
+
+    # An order is "PLACE:STEP": there, and not before that step; obeyed once.
+    def told(order: Path, step: int, place: str) -> bool:
+        if not order.exists():
+            return False
+        where, at = order.read_text().split(":")
+        if where != place or step < int(at):
+            return False
+        order.unlink()
+        return True
 
     def dies(step: int, place: str) -> None:
-        if session.rank != 0 or not order.exists():
-            return
-        where, at = order.read_text().split(":")
-        if where == place and step >= int(at):
-            order.unlink()
+        if session.rank == 0 and told(given.out / f"kill.{me}", step, place):
             workers = multiprocessing.active_children()
             os.kill(workers[0].pid if place == "worker" else os.getpid(), signal.SIGKILL)
+
+    def holds(step: int, place: str) -> None:
+        if told(given.out / f"hold.{me}.{session.rank}", step, place):
+            held = given.out / f"held.{me}.{session.rank}"
+            held.touch()
+            with session.busy("a test", seconds=300) if place == "busy" else contextlib.nullcontext():
+                while held.exists():
+                    time.sleep(0.01)
 
     now = 0
     # The last layer's gradient comes first: its bucket is on its way when this is called.
@@ -121,14 +143,38 @@ def main() -> None:
     def dying_apply(step, pieces):
         if not session._in_step:
             dies(step, "joining")
+            holds(step, "joining")
         dies(step, "before update")
         apply(step, pieces)
         dies(step, "updated")
 
     session._updates.apply = dying_apply
-    if given.optimizer in ("half", "sharded"):  # warm-up, as join() recommends: its gradients are nobody's
+    look = session._updates.look
+
+    def holding_look(step):
+        holds(step, "norm")
+        look(step)
+
+    session._updates.look = holding_look
+    before = [buffer.clone() for buffer in model.buffers()]
+    random = torch.get_rng_state()
+    with session.warm_up():
         x, y = torch.utils.data.default_collate([data[i] for i in range(4)])
-        F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y).backward()
+        F.cross_entropy(forward(x.to(model[0].weight.dtype)).float(), y + 0 * torch.randint(9, y.shape)).backward()
+        dies(0, "warm-up")
+    assert all(torch.equal(was, buffer) for was, buffer in zip(before, model.buffers(), strict=True))
+    assert torch.equal(random, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    session.join()
+    holds(0, "joined")
+
+    def write(state, of_step: int) -> None:
+        while of_step == given.save_every and now < of_step + 5:  # all train on meanwhile
+            time.sleep(0.01)
+        torch.save(state, given.out / "checkpoint.new")
+        os.replace(given.out / "checkpoint.new", given.out / "checkpoint.pt")
+
+    writing = threading.Thread(target=lambda: None)
+    writing.start()
     who = f"rank {session.rank}: " if session.rank else ""
     with (given.out / f"trained.{me}{'.' * session.rank}").open("a") as trained:
         for step, (x, y) in session.steps(loader):
@@ -137,6 +183,8 @@ def main() -> None:
             trained.flush()
             dies(now, "worker")
             dies(now, "forward")
+            holds(now, "forward")
+            holds(now, "busy")
             loss = F.cross_entropy(forward(x.to(model[0].weight.dtype)).float(), y)
             (step.scale(loss) if given.loss_scale else loss).backward()
             step.record(loss=loss)
@@ -149,11 +197,12 @@ def main() -> None:
                 time.sleep(0.3)
             print(f"{who}step {now} mean {step.mean('loss'):.9g} digest {session.state_digest():016x}", flush=True)
             if given.save_every and now % given.save_every == 0 and step.leads:
-                with session.busy("a checkpoint", seconds=60):
-                    torch.save(session.state_dict(), given.out / "checkpoint.new")
-                    os.replace(given.out / "checkpoint.new", given.out / "checkpoint.pt")
+                writing.join()  # of the one before
+                writing = threading.Thread(target=write, args=(copy.deepcopy(session.state_dict()), now))
+                writing.start()
             if session.version is not None:
                 last = session.state_digest()
+    writing.join()
     if now and step.leads and ranks == 1:
         torch.save(session.state_dict(), given.out / "final.pt")
     if now and step.leads and ranks > 1:

@@ -2,56 +2,18 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <thread>
 
-#include "base/digest.h"
 #include "device/copier.h"
-#include "device/digester.h"
-#include "device/remote.h"
-#include "device/tests/library.h"
 #include "rejoin/kernel_launcher.h"
-#include "rejoin/stream_order.h"
-#include "rejoin/training_state.h"
+#include "rejoin/tests/streams.h"
 #include "rejoin/watchdog.h"
 
 namespace rejoin {
 namespace {
 
 using namespace std::chrono_literals;
-
-// A session's order of streams, the reducer whose kernel it keeps on the device, and a stream of the trainer's.
-struct Streams : testing::Test {
-  std::shared_ptr<device::Device> device = device::test_gpu();
-  std::shared_ptr<device::Reducer> reducer =
-      *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .external_launcher = true});
-  std::unique_ptr<device::Stream> stream = *device->make_stream();
-  device::Memory flag = *device->allocate_pinned(64);  // what the stream is held up with
-  std::unique_ptr<StreamOrder> order = *StreamOrder::make(device, reducer, 300);
-
-  ~Streams() override {  // also of a test that has failed in the middle
-    let_go();
-    if (order) order->release();
-  }
-  std::uint64_t& held() { return *reinterpret_cast<std::uint64_t*>(flag.bytes.data()); }
-  void hold() {
-    held() = 0;
-    ASSERT_TRUE(stream->wait_until(&held(), 1));
-  }
-  void let_go() { std::atomic_ref(held()).store(1); }
-  // What is reached next.
-  std::vector<StreamOrder::Reached> next() {
-    const auto deadline = std::chrono::steady_clock::now() + 20s;
-    for (;;) {
-      auto reached = order->poll();
-      if (!reached.empty()) return reached;
-      if (std::chrono::steady_clock::now() > deadline) {
-        ADD_FAILURE() << "no stream has come anywhere";
-        return {};
-      }
-      std::this_thread::yield();
-    }
-  }
-};
 
 TEST_F(Streams, ABucketIsReadyWhenItsStreamComesThere) {
   hold();
@@ -107,156 +69,6 @@ TEST_F(Streams, AStreamMayEndBeforeItsSession) {
   order->on_reduced(0, 9);
   stream.reset();
   order.reset();
-}
-
-// What a trainer may do behind a bucket, on the same stream or for the whole device, while the progress thread reduces
-// it: additions and copies by the reducer, no call of the driver. On a GPU each of these hangs for ever where there is
-// one; the software driver ends the program then.
-struct Behind : Streams {
-  static constexpr std::size_t kCount = 50'000;
-  device::Memory a = *device->allocate(kCount * 4), b = *device->allocate(kCount * 4);
-  device::Memory pinned = *device->allocate_pinned(kCount * 4), out = *device->allocate_pinned(kCount * 4);
-  std::uint64_t step = 0;
-
-  Behind() {
-    EXPECT_TRUE(stream->clear(b.bytes.data(), b.bytes.size()));
-    EXPECT_TRUE(stream->synchronize());
-    std::fill_n(reinterpret_cast<float*>(pinned.bytes.data()), kCount, 1.5f);
-  }
-  // As the progress thread would: what was staged comes in, is added, and goes out.
-  void reduce() {
-    finish(reducer->copy(a.bytes.data(), pinned.bytes.data(), kCount * 4));
-    finish(reducer->add(DataType::float32, b.bytes.data(), a.bytes.data(), b.bytes.data(), kCount, 0));
-    finish(reducer->copy(out.bytes.data(), b.bytes.data(), kCount * 4));
-  }
-  void finish(const Result<std::uint64_t>& given) {
-    ASSERT_TRUE(given) << given.error().message;
-    const auto deadline = std::chrono::steady_clock::now() + 20s;
-    for (auto done = reducer->done(); done && *done < *given; done = reducer->done()) {
-      ASSERT_LT(std::chrono::steady_clock::now(), deadline) << "the kernel is not there";
-      std::this_thread::yield();
-    }
-  }
-  // Hands over `buckets`, then does this, while another thread reduces them.
-  void hand_over_and(std::uint32_t buckets, const std::function<void()>& what) {
-    ++step;
-    for (std::uint32_t i = 0; i < buckets; ++i) ASSERT_TRUE(order->hand_over(i, step, stream->handle()));
-    std::thread progress([&] {
-      for (std::uint32_t i = 0; i < buckets;)
-        for (const auto& reached : next()) {
-          reduce();
-          order->on_reduced(*reached.bucket, step);
-          ++i;
-        }
-    });
-    what();
-    progress.join();
-    ASSERT_TRUE(stream->synchronize());
-    EXPECT_FALSE(order->streams_wait());
-  }
-};
-
-TEST_F(Behind, TheLossIsRead) {
-  for (int i = 1; i <= 20; ++i) {
-    float loss = 0;  // pageable
-    hand_over_and(1, [&] {
-      ASSERT_TRUE(stream->copy(reinterpret_cast<std::byte*>(&loss), b.bytes.data(), sizeof loss));
-      ASSERT_TRUE(stream->synchronize());
-    });
-    EXPECT_EQ(loss, 1.5f * static_cast<float>(i));  // and it was reduced before
-  }
-}
-
-TEST_F(Behind, ManyBytesGoToPageableMemoryAndBack) {
-  Bytes pageable(64 * MiB);
-  auto much = *device->allocate(pageable.size());
-  hand_over_and(1, [&] {
-    ASSERT_TRUE(stream->copy(much.bytes.data(), pageable.data(), pageable.size()));
-    ASSERT_TRUE(stream->copy(pageable.data(), much.bytes.data(), pageable.size()));
-  });
-}
-
-TEST_F(Behind, MoreIsQueuedThanAStreamHolds) {
-  hand_over_and(1, [&] {
-    for (int i = 0; i < 5000; ++i) ASSERT_TRUE(stream->clear(a.bytes.data() + kCount * 4 - 4, 4));
-  });
-}
-
-TEST_F(Behind, MemoryIsFreed) {
-  auto gone = *device->allocate(1 * MiB);
-  hand_over_and(1, [&] { gone = {}; });
-}
-
-TEST_F(Behind, TwoHundredBucketsAreReducedOneAfterTheOther) {
-  hand_over_and(200, [&] { ASSERT_TRUE(stream->synchronize()); });
-}
-
-TEST_F(Behind, EventsAndHostFunctionsOfOthersAreQueued) {
-  const Fd eventfd = *make_eventfd();
-  auto side = *device->make_stream();
-  hand_over_and(1, [&] {
-    for (int i = 0; i < 200; ++i) {
-      ASSERT_TRUE(side->follow(*stream));
-      ASSERT_TRUE(side->signal(eventfd));
-    }
-  });
-  ASSERT_TRUE(side->synchronize());
-}
-
-TEST_F(Behind, AKernelIsLaunchedForTheFirstTime) {
-  auto digester = *device::Digester::make(*device);
-  hand_over_and(1, [&] {
-    const std::span<const std::byte> whole[] = {pinned.bytes.first(0)};
-    ASSERT_TRUE(digester->digests(whole));
-  });
-}
-
-// By a thread that may stand in the driver, since nobody here waits for it.
-TEST_F(Behind, ADaemonIsServedMemory) {
-  auto state = *device->allocate(1 * MiB);
-  auto server = *device::MemoryServer::make(device, {state.bytes});
-  std::atomic<bool> stop = false;
-  std::uint64_t rounds = 0;
-  std::thread daemon([&] {
-    const auto remote = *device::connect_remote(*server->next(), device->address());
-    const auto access = *remote->make_access();
-    const device::Handle handle{.kind = device::Handle::Kind::address,
-                                .size = state.bytes.size(),
-                                .address = reinterpret_cast<std::uint64_t>(state.bytes.data())};
-    const auto there = remote->import_shared({&handle, 1})->bytes;
-    Bytes bytes(state.bytes.size()), back(state.bytes.size());
-    while (!stop) {
-      std::fill(bytes.begin(), bytes.end(), std::byte(++rounds));
-      ASSERT_TRUE(access->write(there.data(), bytes));
-      EXPECT_EQ((*access->digests(std::vector{BytesView(there)}))[0], digest(bytes));
-      ASSERT_TRUE(access->read(there, back.data()));
-      ASSERT_EQ(back, bytes);
-    }
-  });
-  for (int i = 0; i < 20; ++i) {
-    float loss = 0;
-    hand_over_and(1, [&] {
-      ASSERT_TRUE(stream->copy(reinterpret_cast<std::byte*>(&loss), b.bytes.data(), sizeof loss));
-      auto gone = *device->allocate(1 * MiB);
-      gone = {};
-    });
-  }
-  stop = true;
-  daemon.join();
-  EXPECT_GT(rounds, 0u);
-}
-
-// The software driver finds what a GPU can only hang at.
-TEST_F(Behind, AnyOtherThreadsCallOfTheDriverEndsTheProgram) {
-  if (device::is_real()) GTEST_SKIP() << "a real driver would hang, or not";
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_DEATH(
-      {
-        auto mine = *device->make_stream();
-        (void)order->hand_over(0, 1, stream->handle());
-        std::thread([&] { (void)mine->mark(); }).join();
-      },
-      "cuEventRecord while a stream waits for a flag");
 }
 
 TEST(KernelLauncher, WorksAreDoneThoughOnlyTheLauncherLaunches) {

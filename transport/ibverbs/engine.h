@@ -37,6 +37,7 @@ class IbverbsEngine final : public Engine {
   ~IbverbsEngine() override;
 
   Result<Address> listen(const Address& where) override;
+  void set_secret(const Secret& secret) override { control_->set_secret(secret); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;

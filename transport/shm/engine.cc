@@ -79,6 +79,9 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   if (!socket) return tl::unexpected(socket.error());
   auto credentials = peer_credentials(*socket);
   if (!credentials) return tl::unexpected(credentials.error());
+  if (credentials->uid != ::geteuid())
+    return fail(ErrorCode::refused, "{} is listened to by a process of user {}, not of this one's, {}", peer.text,
+                credentials->uid, ::geteuid());
   auto memory = make_sealed_memfd("rejoin-channel", sizeof(Channel));
   if (!memory) return tl::unexpected(memory.error());
   auto channel = Mapping::of(*memory, sizeof(Channel));

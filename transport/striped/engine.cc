@@ -92,6 +92,10 @@ void StripedEngine::deregister(RegionId id) {
     if (on_rails.mapped()[rail]) rails_[rail]->deregister(*on_rails.mapped()[rail]);
 }
 
+void StripedEngine::set_secret(const Secret& secret) {
+  for (auto& rail : rails_) rail->set_secret(secret);
+}
+
 RemoteRegion StripedEngine::remote(RegionId region) const { return regions_.remote(region); }
 
 // ---- connecting
@@ -126,7 +130,7 @@ Result<EndpointId> StripedEngine::connect(const Address& peer, BytesView hello) 
   Endpoint& endpoint = make_endpoint(Stage::connecting);
   endpoint.initiator = endpoint.announced = true;
   endpoint.connection = {unguessable_.next(), unguessable_.next()};
-  for (auto& address : split(peer.text, '|')) endpoint.addresses.push_back({std::move(address)});
+  for (auto& address : split(peer.text, '|')) endpoint.addresses.push_back({std::move(address), peer.secret});
   send_control(endpoint, {.kind = wire::Kind::hello}, hello);
   Result<> connecting;
   const std::size_t count = std::min(rails_.size(), endpoint.addresses.size());

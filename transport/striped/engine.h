@@ -38,6 +38,7 @@ class StripedEngine final : public Engine {
   Result<> start();
 
   Result<Address> listen(const Address& where) override;
+  void set_secret(const Secret& secret) override;
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;

@@ -27,6 +27,7 @@ std::span<const Event> TcpEngine::poll() {
       endpoint->dirty = false;
       if (endpoint->stage != Stage::failed) flush(*endpoint);
     }
+  look_after_strangers();
   std::array<epoll_event, 64> ready;
   const int count = ::epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), 0);
   for (int i = 0; i < count; ++i) {
@@ -263,14 +264,8 @@ bool TcpEngine::begin_frame(Endpoint& endpoint) {
   endpoint.landing = RegionId{};
   endpoint.discard = false;
   endpoint.refusal = Regions::Refusal::none;
-  const bool greeting = header.kind == wire::Kind::hello || header.kind == wire::Kind::welcome;
-  if (greeting) {
-    const Stage expected = header.kind == wire::Kind::hello ? Stage::accepting : Stage::greeting;
-    if (endpoint.stage != expected || header.operation != wire::kMagic || header.length > kMaxHello)
-      return malformed(endpoint, "something other than a Rejoin greeting of this version");
-  } else if (endpoint.stage != Stage::open) {
-    return malformed(endpoint, "a frame before its greeting");
-  }
+  if (endpoint.stage != Stage::open && !greets(endpoint))
+    return malformed(endpoint, "something other than a Rejoin greeting of this version");
   if (header.digest != wire::digest_of_header(header)) return malformed(endpoint, "a damaged header");
   return begin_body(endpoint);
 }
@@ -278,8 +273,13 @@ bool TcpEngine::begin_frame(Endpoint& endpoint) {
 bool TcpEngine::begin_body(Endpoint& endpoint) {
   wire::Header& header = endpoint.header;
   switch (header.kind) {
+    case wire::Kind::call:
+    case wire::Kind::challenge:
     case wire::Kind::hello:
     case wire::Kind::welcome:
+      if (endpoint.stage == Stage::open) return malformed(endpoint, "a second greeting");
+      endpoint.body.resize(header.length);
+      return true;
     case wire::Kind::message:
       if (header.length > kMaxMessage) return malformed(endpoint, "a message over the limit");
       endpoint.body.resize(header.length);
@@ -312,18 +312,17 @@ bool TcpEngine::begin_body(Endpoint& endpoint) {
 void TcpEngine::finish_frame(Endpoint& endpoint) {
   const wire::Header header = endpoint.header;
   endpoint.in_body = false;
-  const bool copied = header.kind == wire::Kind::hello || header.kind == wire::Kind::message;
+  const bool copied = header.kind <= wire::Kind::message;
   if (copied && header.length > 0 && header.body_digest != wire::digest_of(endpoint.body)) {
     malformed(endpoint, "a damaged message");
     return;
   }
   switch (header.kind) {
-    case wire::Kind::hello:
-      endpoint.stage = Stage::open;
-      queue(endpoint, {.kind = wire::Kind::welcome, .operation = wire::kMagic}, {});
-      return events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, endpoint.body);
+    case wire::Kind::call: return on_call(endpoint);
+    case wire::Kind::challenge: return on_challenge(endpoint);
+    case wire::Kind::hello: return on_hello(endpoint);
     case wire::Kind::welcome:
-      endpoint.stage = Stage::open;
+      open(endpoint);
       return events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
     case wire::Kind::message: return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, endpoint.body);
     case wire::Kind::write:

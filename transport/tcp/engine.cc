@@ -15,12 +15,6 @@
 
 namespace rejoin::transport::tcp {
 
-namespace {
-
-constexpr std::uint64_t kListener = 0;  // epoll tag; endpoint ids are never 0 in practice and checked not to be
-
-// Between two processes of one machine no network is to be shared: a congestion control that paces what it sends (BBR)
-// only costs timers there.
 void use_no_pacing_inside_a_machine(const Fd& socket) {
   sockaddr_storage here{}, there{};
   socklen_t here_length = sizeof here, there_length = sizeof there;
@@ -34,8 +28,6 @@ void use_no_pacing_inside_a_machine(const Fd& socket) {
   if (known && host(here) == host(there))
     (void)::setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, reno.data(), reno.size());
 }
-
-}  // namespace
 
 void set_option(const Fd& socket, int level, int name, int value) {
   (void)::setsockopt(socket.get(), level, name, &value, sizeof value);
@@ -86,7 +78,7 @@ TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
   while (endpoint->id.value == kListener);
   endpoint->socket = std::move(socket);
   endpoint->stage = stage;
-  endpoint->buffer.resize(128 * KiB);
+  endpoint->buffer.resize(stage == Stage::accepting ? kStrangersBuffer : kBuffer);
   endpoint->wants_write = stage == Stage::connecting;
   epoll_event event{.events = EPOLLIN | EPOLLRDHUP | (endpoint->wants_write ? EPOLLOUT : 0u),
                     .data = {.u64 = endpoint->id.value}};
@@ -112,7 +104,9 @@ Result<EndpointId> TcpEngine::connect(const Address& peer, BytesView hello) {
   if (::connect(socket.get(), address->get(), address->length()) != 0 && errno != EINPROGRESS)
     return fail_errno(fmt::format("connecting to {}", peer.text));
   Endpoint& endpoint = adopt(std::move(socket), Stage::connecting);
-  queue(endpoint, {.kind = wire::Kind::hello, .length = hello.size(), .operation = wire::kMagic}, hello);
+  endpoint.secret = peer.secret;
+  endpoint.hello.assign(hello.begin(), hello.end());
+  call(endpoint);
   return endpoint.id;
 }
 
@@ -124,15 +118,6 @@ void TcpEngine::finish_connecting(Endpoint& endpoint) {
   use_no_pacing_inside_a_machine(endpoint.socket);
   endpoint.stage = Stage::greeting;
   flush(endpoint);
-}
-
-void TcpEngine::accept_all() {
-  for (int i = 0; i < 64; ++i) {
-    Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!socket) return;  // nobody waits, or out of descriptors: the peer's connect times out and says so
-    use_no_pacing_inside_a_machine(socket);
-    adopt(std::move(socket), Stage::accepting);
-  }
 }
 
 void TcpEngine::watch(Endpoint& endpoint, bool wants_write) {
@@ -172,6 +157,7 @@ void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   const bool unseen = endpoint.stage == Stage::accepting;
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
+  if (unseen) refuse(endpoint, code);
   endpoint.socket.reset();  // the fence
   endpoint.out.clear();
   const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};

@@ -1,17 +1,20 @@
 // The TCP engine: non-blocking sockets under one epoll. Bytes of a write go from the poster's memory to the kernel and
 // from the kernel to their place, nowhere else.
 //
-// engine.cc: set-up, regions, connecting, closing. datapath.cc: frames out and in.
+// engine.cc: set-up, regions, connecting, closing. greeting.cc: who comes in. datapath.cc: frames out and in.
 #pragma once
 
 #include <deque>
 #include <unordered_map>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/fd.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
+#include "transport/handshake.h"
 #include "transport/regions.h"
+#include "transport/strangers.h"
 #include "transport/tcp/factory.h"
 #include "transport/tcp/wire.h"
 
@@ -19,6 +22,13 @@ namespace rejoin::transport::tcp {
 
 // A refused tuning option costs speed, never correctness.
 void set_option(const Fd& socket, int level, int name, int value);
+// Between two processes of one machine no network is to be shared: a congestion control that paces what it sends (BBR)
+// only costs timers there.
+void use_no_pacing_inside_a_machine(const Fd& socket);
+
+constexpr std::uint64_t kListener = 0;  // epoll tag; endpoint ids are never 0
+constexpr std::size_t kBuffer = 128 * KiB, kStrangersBuffer = 1 * KiB;
+constexpr std::size_t kMostStrangers = 256;
 
 class TcpEngine final : public Engine {
  public:
@@ -26,6 +36,7 @@ class TcpEngine final : public Engine {
   ~TcpEngine() override;
 
   Result<Address> listen(const Address& where) override;
+  void set_secret(const Secret& secret) override { secret_ = secret; }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   void deregister(RegionId region) override;
@@ -81,6 +92,12 @@ class TcpEngine final : public Engine {
     Bytes body;
     Bytes buffer;  // bytes read ahead: [begin, end)
     std::size_t begin = 0, end = 0;
+
+    // Until it is open.
+    Secret secret;  // the caller's
+    Bytes hello;    // the caller's
+    Nonce ours{}, theirs{};
+    bool challenged = false;  // the listener has proven itself
   };
 
   explicit TcpEngine(const Options& options) : options_(options) {}
@@ -89,11 +106,22 @@ class TcpEngine final : public Engine {
   Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
   Endpoint& adopt(Fd socket, Stage stage);
-  void accept_all();
   void finish_connecting(Endpoint& endpoint);
   void watch(Endpoint& endpoint, bool wants_write);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
   void fail_operations(Endpoint& endpoint, const Error& error);
+
+  // greeting.cc
+  void accept_all();
+  void listen_for_calls(bool listens);
+  void look_after_strangers();
+  void refuse(const Endpoint& stranger, ErrorCode code);
+  bool greets(const Endpoint& endpoint) const;
+  void call(Endpoint& endpoint);
+  void on_call(Endpoint& endpoint);
+  void on_challenge(Endpoint& endpoint);
+  void on_hello(Endpoint& endpoint);
+  void open(Endpoint& endpoint);
 
   // datapath.cc
   void add(Endpoint& endpoint, Frame frame);
@@ -112,8 +140,13 @@ class TcpEngine final : public Engine {
   bool malformed(Endpoint& endpoint, std::string_view what);
 
   const Options options_;
+  const SteadyClock clock_;
   Fd epoll_;
   Fd listener_;
+  Secret secret_;  // of who connects here
+  Strangers strangers_{kMostStrangers, options_.silence};
+  std::optional<TimePoint> listens_again_;  // when there were no descriptors
+  std::uint64_t refused_ = 0;
   Unguessable unguessable_;
   Regions regions_{unguessable_};
   EventQueue events_;

@@ -1,5 +1,5 @@
 // A connection is a stream of frames: a fixed header, then `length` bytes. Both ends are of one byte order (checked
-// by the magic of the hello, which is each side's first frame).
+// by the magic of the greetings, which are each side's first frames).
 //
 // TCP's checksum is 16 bits of a sum, and a bit that flips in a switch or in memory may pass it. Headers and messages
 // carry a digest, so that such a bit ends the connection: a length, a key or a step that is wrong is never acted on.
@@ -14,16 +14,27 @@
 
 namespace rejoin::transport::tcp::wire {
 
-constexpr std::uint64_t kMagic = 0x3250435452455202;  // changes with the layout below
+constexpr std::uint64_t kMagic = 0x3250435452455203;  // changes with the layout below
 
-enum class Kind : std::uint32_t { hello = 1, welcome, message, write, acknowledge, read_request, read_data };
+// call, challenge, hello: the handshake (transport/handshake.h), with 32, 64, and 32 bytes and the caller's hello.
+enum class Kind : std::uint32_t {
+  call = 1,
+  challenge,
+  hello,
+  welcome,
+  message,
+  write,
+  acknowledge,
+  read_request,
+  read_data
+};
 
 struct Header {
   Kind kind{};
   std::uint16_t has_notify = 0;
   std::uint16_t more = 0;       // another frame follows at once
   std::uint64_t length = 0;     // bytes that follow; of a read request, bytes wanted
-  std::uint64_t operation = 0;  // hello, welcome: the magic
+  std::uint64_t operation = 0;  // of the four greetings: the magic
   std::uint64_t key = 0;        // acknowledge: the refusal
   std::uint64_t offset = 0;
   std::uint64_t notify = 0;

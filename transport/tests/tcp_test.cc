@@ -68,7 +68,7 @@ class Wire {
 TEST(TcpEngine, AFlippedBitOfAFrameEndsTheConnectionAndIsNeverActedOn) {
   const std::string hello = "who I am", message = "step 41 is done";
   constexpr std::size_t kHeader = 56;
-  const std::size_t bits = 8 * (2 * kHeader + hello.size() + message.size());
+  const std::size_t bits = 8 * (3 * kHeader + 64 + hello.size() + message.size());
   auto server = make_engine({}), client = make_engine({});
   ASSERT_TRUE(server && client);
   const auto address = (*server)->listen({"127.0.0.1:0"});

@@ -53,3 +53,17 @@ def local_rank(environment: Mapping[str, str] | None = None) -> int:
     """Find this process's rank on its machine: LOCAL_RANK (torchrun), SLURM_LOCALID, or 0."""
     variables = os.environ if environment is None else environment
     return _number(("LOCAL_RANK", "SLURM_LOCALID"), variables, 0, "rank on its machine")
+
+
+def ranks_of_replica(environment: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Find how many processes the launcher has started for this replica, and which variable says so.
+
+    WORLD_SIZE (torchrun); or, where the rank is SLURM_PROCID's, SLURM_STEP_NUM_TASKS: the tasks of this `srun`. Without
+    them it is 1.
+    """
+    variables = os.environ if environment is None else environment
+    names = ["WORLD_SIZE"] + ["SLURM_STEP_NUM_TASKS"] * ("REJOIN_RANK" not in variables)
+    for name in names:
+        if name in variables:
+            return name, _number((name,), variables, None, "number of ranks")
+    return "", 1

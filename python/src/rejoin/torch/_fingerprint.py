@@ -13,7 +13,9 @@ from rejoin.torch._update import Rules
 _MOST = 4096  # bytes
 
 
-def fingerprint(optimizer: torch.optim.Optimizer, rules: Rules, device: torch.device, counted_before: int) -> str:
+def fingerprint(
+    optimizer: torch.optim.Optimizer, rules: Rules, device: torch.device, counted_before: int, frozen: str = ""
+) -> str:
     """Describe torch, the device's kind, the optimizer with its settings, and what else is done with a gradient."""
     if device.type == "cuda":
         where = f"CUDA {torch.version.cuda}, capability {torch.cuda.get_device_capability(device)}"
@@ -26,6 +28,8 @@ def fingerprint(optimizer: torch.optim.Optimizer, rules: Rules, device: torch.de
         f"max_norm={rules.max_norm}, skip_nonfinite={rules.skip_nonfinite}, ema={rules.ema}",
         f"the optimizer has counted {counted_before} steps before the job's first",
     ]
+    if frozen:
+        parts.append(frozen)
     if rules.lr is not None:
         steps = [digit * 10**power for power in range(7) for digit in (1, 3)]
         parts.insert(3, f"lr of steps {steps}: {[_rate(rules, step) for step in steps]}")

@@ -19,6 +19,7 @@ import torch
 from rejoin.errors import InvalidArgument
 
 MOST_MOMENTS = 3
+_USE = "Use AdamW, Adam, RAdam, Adamax, RMSprop, Adagrad or SGD"
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,22 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: torch.Tensor) -> dict[str, Any]:
     parameter = torch.nn.Parameter(value)
     parameter.grad = torch.zeros_like(value)
-    copy = bare_copy(optimizer, [{**settings(group), "params": [parameter]}])
-    copy.step()
+    tried = {**settings(group), "params": [parameter]}
+    before = repr(settings(tried))
+    copy = bare_copy(optimizer, [tried])
+    name = type(optimizer).__name__
+    try:
+        copy.step()
+    except Exception as error:  # whatever an optimizer says that needs a closure, sparse gradients, or the like
+        raise InvalidArgument(
+            f"{name} can't update a tensor of shape {tuple(value.shape)} with a dense gradient: "
+            f"{type(error).__name__}: {error}. {_USE}"
+        ) from error
+    if repr(settings(tried)) != before or any(key is not parameter for key in copy.state):
+        raise InvalidArgument(
+            f"{name} keeps state of its own in the group, and not for each parameter: a replica that catches up could "
+            f"not be given it. {_USE}"
+        )
     return dict(copy.state[parameter])
 
 
@@ -90,8 +105,7 @@ def kept_by(
         else:
             raise InvalidArgument(
                 f"{name} keeps '{key}' for each parameter, which has neither the parameter's shape nor counts steps: "
-                "a replica that catches up could not be given it. Use AdamW, Adam, RAdam, Adamax, RMSprop, Adagrad "
-                "or SGD"
+                f"a replica that catches up could not be given it. {_USE}"
             )
     if len(moments) + reserved > MOST_MOMENTS:
         raise InvalidArgument(
@@ -109,31 +123,50 @@ def kept_by(
 def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> bool:
     """Say whether parts of a parameter get the bits that the whole would: three steps of scratch tensors, compared.
 
-    Within `one_thread`, as all updates are.
+    Raises `InvalidArgument` where another tensor's gradient makes a difference, since a replica that catches up updates
+    tensors apart from each other. Within `one_thread`, as all updates are.
     """
     kept, scratch = kept_by(optimizer, group, like)
     count, borders = 1003, (0, 64, 192, 512, 576, 1003)  # as the session divides: multiples of 64
     random = torch.Generator().manual_seed(1)
+    name = type(optimizer).__name__
 
     def drawn(scale: float) -> torch.Tensor:
         exponents = torch.rand(count, generator=random) * 9 - 6
         return (torch.randn(count, generator=random) * scale * 10**exponents).to(like.dtype).to(like.device)
 
-    value = drawn(1.0)
-    whole = [value.clone()] + [torch.zeros_like(value) for _ in kept.moments]
-    parts = [column.clone() for column in whole]
+    def update(step: int, *parts: tuple[Sequence[torch.Tensor], torch.Tensor]) -> None:
+        try:
+            apply(optimizer, [(group, kept, scratch, columns, gradient) for columns, gradient in parts], step)
+        except Exception as error:
+            raise InvalidArgument(
+                f"{name} can't update a part of a tensor, which has one dimension: {type(error).__name__}: {error}. "
+                f"{_USE}"
+            ) from error
+
+    def made() -> list[torch.Tensor]:
+        value = drawn(1.0)
+        return [value] + [torch.zeros_like(value) for _ in kept.moments]
+
+    whole, other = made(), made()
+    parts, together, beside = ([column.clone() for column in of] for of in (whole, whole, other))
     for step in range(1, 4):
-        gradient = drawn(0.1)
-        apply(optimizer, [(group, kept, scratch, whole, gradient)], step)
+        gradient, others = drawn(0.1), drawn(10.0)
+        update(step, (whole, gradient))
+        update(step, (other, others))
+        update(step, (together, gradient), (beside, others))
         for begin, end in zip(borders, borders[1:], strict=False):
-            apply(
-                optimizer,
-                [(group, kept, scratch, [column[begin:end] for column in parts], gradient[begin:end])],
-                step,
-            )
-    return all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(whole, parts, strict=True)
-    )
+            update(step, ([column[begin:end] for column in parts], gradient[begin:end]))
+    if not (_same(whole, together) and _same(other, beside)):
+        raise InvalidArgument(
+            f"{name} updates a tensor otherwise where another one is updated with it: a replica that catches up "
+            f"updates them apart. {_USE}"
+        )
+    return _same(whole, parts)
+
+
+def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
 
 
 @contextmanager

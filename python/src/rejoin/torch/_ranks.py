@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import os
 import struct
-import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from rejoin.errors import InvalidArgument, Unavailable
+from rejoin.launch import ranks_of_replica
+from rejoin.torch._leaving import Leaving
 
 REMEMBERED = 4096  # steps; a replica that catches up gets gradients of steps before
-_WAITS_SECONDS = 600.0
-_WAITS_WHEN_LEAVING_SECONDS = 10.0
+LONGEST_WAIT_SECONDS = (
+    60.0  # and eight times as long as steps take, for a rank that goes on being there and does nothing
+)
 _WAITS_FOR_BODIES_SECONDS = 30.0  # as long as torchrun lets a process live that it has asked to end
 _sessions = itertools.count()
-
-
-class Terminated(SystemExit):
-    """SIGTERM, while this replica waited for a step, or for a rank of its own that has left."""
 
 
 class Ranks:
@@ -31,16 +30,20 @@ class Ranks:
     Not collectives: a rank may be in a step's update while another one is still in its backward.
     """
 
-    def __init__(self, rank: int, leaving: threading.Event) -> None:
-        """`leaving`: set when this replica is to leave, so that nobody is waited for any more for long."""
-        self._rank, self._leaving = rank, leaving
+    def __init__(self, rank: int, leaving: Leaving, check: Callable[[], None]) -> None:
+        """`check` raises when this replica is out of the job: what others see of a rank that hangs, too."""
+        self._rank, self._leaving, self._check = rank, leaving, check
+        self._published_at: float | None = None
+        self._steps: deque[float] = deque(maxlen=16)  # seconds that each took
         self._store: Any = None
         initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._size = torch.distributed.get_world_size() if initialized else int(os.environ.get("WORLD_SIZE", "1"))
+        named, self._size = ranks_of_replica()
+        if initialized:
+            self._size = torch.distributed.get_world_size()
         if self._size > 1:
             if not initialized:
                 raise InvalidArgument(
-                    f"this replica has {self._size} ranks (WORLD_SIZE): call torch.distributed.init_process_group() "
+                    f"this replica has {self._size} ranks ({named}): call torch.distributed.init_process_group() "
                     "before attach()"
                 )
             store = torch.distributed.distributed_c10d._get_default_store()
@@ -56,8 +59,11 @@ class Ranks:
         """Tell the others this rank's part of a step's sum."""
         if self._store is None:
             return
+        now = time.monotonic()
+        if self._published_at is not None:
+            self._steps.append(now - self._published_at)
+        self._published_at = now
         self._store.set(f"sum/{step}/{self._rank}", struct.pack("<d", value))
-        self._store.set(f"seen/{self._rank}", str(step))
         if step > REMEMBERED:
             self._store.delete_key(f"sum/{step - REMEMBERED}/{self._rank}")
 
@@ -66,39 +72,46 @@ class Ranks:
         if self._store is None:
             return value
         keys = [f"sum/{step}/{rank}" for rank in range(self._size)]
-        self._wait(step, keys)
+        self._wait(f"its part of the norm of step {step}'s gradient", keys)
         total = 0.0
         for packed in self._store.multi_get(keys):
             total += struct.unpack("<d", packed)[0]
         return total
 
-    def _wait(self, step: int, keys: list[str]) -> None:
-        started = time.monotonic()
-        while True:
-            try:
-                self._store.wait(keys, timedelta(seconds=1))
-                return
-            except torch.distributed.DistStoreError:  # not there yet
-                waited = time.monotonic() - started
-            except torch.distributed.DistError as error:
-                raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
-            if self._leaving.is_set() and waited > _WAITS_WHEN_LEAVING_SECONDS:
-                raise Terminated
-            for rank, key in enumerate(keys):
-                if self._store.check([key]):
-                    continue
-                seen = f"seen/{rank}"
-                passed = self._store.check([seen]) and int(self._store.get(seen)) > step
-                if passed and not self._store.check([key]):
+    def gather(self, name: str, mine: bytes) -> list[bytes]:
+        """Give what each rank says under this name, in their order; once for each name. Waits for the others."""
+        if self._store is None:
+            return [mine]
+        self._store.set(f"{name}/{self._rank}", mine)
+        keys = [f"{name}/{rank}" for rank in range(self._size)]
+        self._wait(f"its '{name}'", keys)
+        return list(self._store.multi_get(keys))
+
+    # A rank that is stopped, or has died, is found by its daemon, and the whole replica is out. One that hangs in its
+    # update is found here alone: the job takes it for one that evaluates, or writes a checkpoint, between steps.
+    def _wait(self, what: str, keys: list[str]) -> None:
+        started = looked_at = time.monotonic()
+        limit = LONGEST_WAIT_SECONDS + 8 * max(self._steps, default=0.0)
+        with self._leaving.waiting(at_once=False):
+            while missing := self._missing(keys):
+                now = time.monotonic()
+                if now - looked_at > 0.1:
+                    looked_at = now
+                    self._leaving.look()
+                    self._check()
+                if now - started > limit:
                     raise Unavailable(
-                        f"rank {rank} of this replica began to catch up after step {step}, and rank {self._rank} "
-                        "before: what the norm of that step's gradient was is not to be had. Start the replica again"
+                        f"rank {missing[0]} of this replica has not told {what} for {limit:.0f} s: it hangs, or died"
                     )
-                if waited > _WAITS_SECONDS:
-                    raise Unavailable(
-                        f"step {step}: rank {rank} of this replica has not told its part of the gradient's norm for "
-                        f"{waited:.0f} s"
-                    )
+                time.sleep(min(0.02, (now - started) / 8))  # not the store's wait(), which logs each time that it ends
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        try:
+            if self._store.check(keys):
+                return []
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except torch.distributed.DistError as error:
+            raise Unavailable(f"the store of this replica's torch.distributed: {error}") from error
 
     def leaves_after(self, step: int, wants: bool) -> bool:
         """Say whether this replica leaves with the end of this step; `wants`: this rank has been asked to.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,13 +17,15 @@ from rejoin import _native
 from rejoin._daemon import local_daemon
 from rejoin.errors import InvalidArgument, RejoinError
 from rejoin.launch import Place, place_from_environment
-from rejoin.torch import _attach, _optimizer
+from rejoin.torch import _attach, _loop, _optimizer
 from rejoin.torch._buckets import Buckets
 from rejoin.torch._checkpoint import checkpoint_of, restore
 from rejoin.torch._data import Batches, Fetcher
 from rejoin.torch._fingerprint import fingerprint
+from rejoin.torch._frozen import frozen
+from rejoin.torch._leaving import Leaving, Terminated
 from rejoin.torch._metrics import Metrics
-from rejoin.torch._ranks import Ranks, Terminated
+from rejoin.torch._ranks import Ranks
 from rejoin.torch._sharding import gather_again, groups_of
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor, buffers_of, parameters_of
@@ -73,9 +73,10 @@ class Session:
         self._optimizer: torch.optim.Optimizer | None = None
         self._updates: Update | None = None
         self._joined = self._finished = self._in_step = self._updated = False
-        self._accumulating = self._waiting = self._contributed = self._averaging = False
+        self._accumulating = self._contributed = self._averaging = False
         self._step: Step | None = None
-        self._leaving = threading.Event()
+        self._leaving = Leaving()
+        self._native.while_waiting(self._leaving.look)
         self._rules = Rules()
         self._ranks: Ranks | None = None
         self._position: str | None = None
@@ -129,7 +130,7 @@ class Session:
             raise InvalidArgument("attach() comes once")
         _attach.check(optimizer, ema, loss_scale)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
-        self._ranks = Ranks(self.rank, self._leaving)
+        self._ranks = Ranks(self.rank, self._leaving, self._native.check)
         with _optimizer.one_thread(self.device):
             parameters = parameters_of(model, optimizer, self.device, masters, ema is not None, self._ranks.several)
         self._model, self._optimizer, self._sharded = model, optimizer, groups_of(model)
@@ -164,26 +165,23 @@ class Session:
     def join(self) -> None:
         """Register with the daemon: the state is initialised, or restored with `load_state_dict`.
 
-        Whatever is slow the first time (compiling, autotuning, set-up of communication) belongs before this: from here
-        on others may wait for this replica. SIGTERM is taken as an orderly leave at the end of a step from now on,
-        unless the program has a handler of its own.
+        Whatever is slow the first time (compiling, autotuning, set-up of communication) belongs before this, into
+        `warm_up`: from here on others may wait for this replica. SIGTERM is taken as an orderly leave at the end of a
+        step from now on, unless the program has a handler of its own.
         """
-        if self._model is None or self._optimizer is None or self._updates is None:
+        if self._model is None or self._optimizer is None or self._updates is None or self._ranks is None:
             raise InvalidArgument("join() before attach()")
         with torch.no_grad():
             for tensor in self._tensors:
                 tensor.take_changes()
-        self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, self._updates.offset))
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._native.join(self._position)
+        self._leaving.listen()
+        with torch.no_grad():
+            untrained = frozen(self._model, self._ranks)
+        counted = self._updates.offset
+        self._native.set_fingerprint(fingerprint(self._optimizer, self._rules, self.device, counted, untrained))
+        with self._leaving.waiting(at_once=True):
+            self._native.join(self._position)
         self._joined = True
-
-    def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
-        self._leaving.set()
-        if self._waiting:  # for a step, perhaps for long
-            self._waiting = False  # launchers may send a second one, which is to interrupt nothing any more
-            raise Terminated
 
     def leave(self) -> None:
         """End this replica's part in the job; the others go on at once."""
@@ -213,12 +211,12 @@ class Session:
         is brought forward here. Without a loader the data is the list of the samples' numbers in the stream, as
         ranges. In each step `optimizer.step()` is called once.
         """
-        if not self._joined:
-            self.join()
         if loader is not None and id(loader) not in self._fetchers:
             self._fetchers[id(loader)] = Fetcher(loader)
         try:
-            while (step := self._begin_step()) is not None:
+            if not self._joined:
+                self.join()
+            while (step := _loop.begin_step(self)) is not None:
                 data = step.samples if loader is None else self._fetchers[id(loader)].fetch(step.samples)
                 yield step, data
                 if not self._updated:
@@ -233,36 +231,27 @@ class Session:
         log.info("replica %d rank %d leaves after step %d", self.replica, self.rank, self._native.committed())
         self.leave()
 
-    # The next step that this replica contributes to; it goes through those before, in which it catches up.
-    def _begin_step(self) -> Step | None:
-        assert self._ranks is not None
-        # Ranks that train a step together end it together: leaves_after() says with which one.
-        while not self._leaving.is_set() or (self._ranks.several and self._contributed):
-            self._waiting = not (self._ranks.several and self._contributed)
-            begun = self._native.begin_step()
-            self._waiting = False
-            if begun is None:
-                self._finished = True
-                return None
-            number, contributes, leads, contributors, batch = begun
-            if contributes:
-                if not self._contributed:  # what came after the last update has changed the session's memory alone
-                    self._refresh()
-                self._contributed = True
-                self._zero_grad()  # of a backward() before, say to warm up
-                self._buckets.begin()
-                self._in_step, self._updated = True, False
-                self._step = Step(number, leads, contributors, tuple(batch), self)
-                return self._step
-            self._contributed = False
-            self._update(number)
-        return None
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Do within this block, before join(), what is slow the first time and has to leave no trace.
 
-    def _refresh(self) -> None:
-        assert self._updates is not None
-        with torch.no_grad():
-            self._updates.refresh()
-        gather_again(self._sharded)
+        Such as forward and backward of a compiled model, with data of the shape to come. Gradients are dropped
+        afterwards; the model's buffers and torch's random numbers are what they were. The others wait for nothing
+        meanwhile: until it joins, this replica has no part in the job.
+        """
+        if self._model is None or self._joined:
+            raise InvalidArgument("warm_up() comes after attach() and before join()")
+        before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices):
+                yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
+            self._zero_grad()
+            gather_again(self._sharded)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -308,28 +297,14 @@ class Session:
         for tensor in self._tensors:
             tensor.check_place()
         self._buckets.bring_rest()
-        self._update(self._step.number)
+        try:
+            _loop.update(self, self._step.number)
+        except Terminated:
+            with suppress(RejoinError):
+                self.leave()
+            raise
         self._updated = True
         return None
-
-    def _update(self, step: int) -> None:
-        assert self._updates is not None
-        pieces = self._native.begin_update()
-        self._buckets.follow()
-        if pieces is None:
-            return
-        try:
-            with torch.no_grad():
-                self._updates.look(step)
-                self._updates.apply(step, pieces)
-            gather_again(self._sharded)
-        except BaseException as error:
-            try:
-                self._native.abandon_update(f"{type(error).__name__}: {error}")
-            except RejoinError as ended:
-                log.error("%s", ended)
-            raise
-        self._native.end_update(self._stream())
 
     @property
     def version(self) -> int | None:

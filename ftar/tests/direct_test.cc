@@ -1,0 +1,198 @@
+// The all-reduce that skips the ring: contributions of several messages, members that die between two of them, the
+// memory that is kept for it.
+#include "ftar/operation.h"
+#include "ftar/tests/ring_cluster.h"
+
+namespace rejoin::ftar {
+namespace {
+
+// What the staged engine, and so its slots, makes of the engine below it.
+class Counting final : public transport::Engine {
+ public:
+  Counting(std::unique_ptr<transport::Engine> below, std::uint64_t& transfers)
+      : below_(std::move(below)), transfers_(transfers) {}
+  transport::EndpointId last_sent_to;
+  Result<transport::Address> listen(const transport::Address& where) override { return below_->listen(where); }
+  Result<transport::EndpointId> connect(const transport::Address& peer, BytesView hello) override {
+    return below_->connect(peer, hello);
+  }
+  Result<transport::RegionId> register_region(std::span<std::byte> memory, transport::MemoryKind kind) override {
+    return below_->register_region(memory, kind);
+  }
+  Result<transport::RegionId> register_dma_buf(const transport::DmaBuf& buffer) override {
+    return below_->register_dma_buf(buffer);
+  }
+  void deregister(transport::RegionId region) override { below_->deregister(region); }
+  transport::RemoteRegion remote(transport::RegionId region) const override { return below_->remote(region); }
+  Result<> send(transport::EndpointId endpoint, BytesView message) override {
+    last_sent_to = endpoint;
+    return below_->send(endpoint, message);
+  }
+  Result<> write(transport::EndpointId endpoint, std::span<const transport::Write> writes) override {
+    transfers_ += writes.size();
+    return below_->write(endpoint, writes);
+  }
+  Result<> read(transport::EndpointId endpoint, std::span<const transport::Read> reads) override {
+    transfers_ += reads.size();
+    return below_->read(endpoint, reads);
+  }
+  std::span<const transport::Event> poll() override { return below_->poll(); }
+  bool arm() override { return below_->arm(); }
+  int event_fd() const override { return below_->event_fd(); }
+  void close(transport::EndpointId endpoint) override { below_->close(endpoint); }
+
+ private:
+  std::unique_ptr<transport::Engine> below_;
+  std::uint64_t& transfers_;
+};
+
+constexpr std::size_t kElement = sizeof(float);
+
+struct Direct : testing::TestWithParam<bool> {
+  bool on_gpu = GetParam();
+  std::uint64_t transfers = 0;  // before the cluster, which ends first
+
+  std::unique_ptr<Cluster> cluster(std::vector<std::size_t> elements, std::uint64_t seed = 1) {
+    auto made = std::make_unique<Cluster>(seed, std::move(elements), on_gpu);
+    made->options.direct_bytes = made->options.device_direct_bytes = 256 * KiB;
+    made->wrap = [&](std::unique_ptr<transport::Engine> engine) -> std::unique_ptr<transport::Engine> {
+      return std::make_unique<Counting>(std::move(engine), transfers);
+    };
+    return made;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Memory, Direct, testing::Bool(),
+                         [](const auto& i) { return std::string(i.param ? "gpu" : "host"); });
+
+TEST_P(Direct, NoByteGoesThroughSlotsAtAnySizeUpToTheLimit) {
+  std::vector<std::size_t> sizes;
+  for (const std::size_t bytes : {32 * KiB, 64 * KiB, 256 * KiB})
+    for (const std::size_t size : {bytes / kElement - 1, bytes / kElement, bytes / kElement + 1})
+      if (size * kElement <= 256 * KiB) sizes.push_back(size);
+  auto all = cluster(sizes);
+  for (int i = 0; i < 3; ++i) all->add();
+  all->enter(Epoch(1), all->ring_members(Role::catching_up));
+  for (std::uint64_t step = 1; step <= 3; ++step) {
+    all->start(Step(step));
+    ASSERT_TRUE(all->until([&] { return all->all_done(Step(step)); }));
+  }
+  all->expect_result({all->ranks[0].get(), all->ranks[1].get()});
+  EXPECT_EQ(transfers, 0u);
+  for (const auto& rank : all->ranks) EXPECT_EQ(rank->communicator->stats().stale_dropped, 0u);
+}
+
+TEST_P(Direct, OneElementMoreGoesByTheRing) {
+  auto all = cluster({256 * KiB / kElement + 1});
+  all->options.chunk_bytes = 64 * KiB;
+  for (int i = 0; i < 2; ++i) all->add();
+  all->enter(Epoch(1), all->ring_members());
+  all->start(Step(1));
+  ASSERT_TRUE(all->until([&] { return all->all_done(Step(1)); }));
+  all->expect_result(all->live());
+  EXPECT_GT(transfers, 0u);
+}
+
+TEST_P(Direct, SurvivorsFinishFromIntactInputsWhereverAMemberDiesBetweenParts) {
+  for (std::uint64_t seed = 1; seed <= (on_gpu ? 4u : 16u); ++seed) {
+    SCOPED_TRACE(seed);
+    auto all = cluster({32 * KiB / kElement + 1, 64 * KiB / kElement - 1, 256 * KiB / kElement}, seed);
+    for (int i = 0; i < 3; ++i) all->add();
+    all->enter(Epoch(1), all->ring_members());
+    ASSERT_TRUE(all->until([&] {
+      return std::none_of(all->ranks.begin(), all->ranks.end(), [](auto& r) { return r->communicator->busy(); });
+    }));
+    all->look_at_inputs();
+    std::vector<std::vector<std::vector<float>>> inputs;
+    for (auto& rank : all->ranks) inputs.push_back(rank->input);
+    all->start(Step(1));
+    // A GPU's copies come before the messages, so what is counted is what moves: 72 of them, were nobody to die.
+    auto left = 1 + static_cast<int>(all->random() % 70);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (left > 0 && std::chrono::steady_clock::now() < deadline) {
+      if (all->fabric.step()) --left;
+      all->pump();
+    }
+    ASSERT_EQ(left, 0);
+    all->kill(*all->ranks[seed % 3]);
+    ASSERT_TRUE(all->until([&] {
+      return std::all_of(all->ranks.begin(), all->ranks.end(), [](auto& r) { return !r->alive || r->lost_someone(); });
+    }));
+    for (auto& rank : all->ranks) rank->outcomes.clear();
+    all->enter(Epoch(2), all->ring_members());
+    all->start(Step(1));
+    ASSERT_TRUE(all->until([&] { return all->all_done(Step(1)); }));
+    all->expect_result(all->live());
+    all->look_at_inputs();
+    for (std::size_t i = 0; i < inputs.size(); ++i) EXPECT_EQ(all->ranks[i]->input, inputs[i]) << "input-intact";
+    EXPECT_EQ(transfers, 0u);
+  }
+}
+
+TEST_P(Direct, WhatIsKeptForItIsBoundedAndTheSmallestBucketsComeFirst) {
+  const std::size_t small = 8 * KiB / kElement, large = 16 * KiB / kElement;
+  auto all = cluster({large, small, large});
+  all->options.chunk_bytes = 4 * KiB;
+  all->options.direct_members = 2;
+  all->options.direct_memory = 6 * 24 * KiB;  // two inboxes of two, and two of the device: of the small and a large one
+  for (int i = 0; i < 2; ++i) all->add();
+  all->enter(Epoch(1), all->ring_members());
+  ASSERT_TRUE(all->until([&] { return !all->ranks[0]->communicator->busy() && !all->ranks[1]->communicator->busy(); }));
+  for (const auto& [bucket, ring] : {std::pair{0u, false}, {1u, false}, {2u, true}}) {
+    transfers = 0;
+    for (auto& rank : all->ranks) {
+      rank->outcomes.clear();
+      ASSERT_TRUE(rank->communicator->all_reduce(bucket, Step(1), ReduceOp::sum));
+    }
+    ASSERT_TRUE(all->until([&] { return all->ranks[0]->done(Step(1)) + all->ranks[1]->done(Step(1)) == 2; }));
+    EXPECT_EQ(transfers > 0, ring) << "bucket " << bucket;
+  }
+  all->expect_result(all->live());
+}
+
+// A member's connection, in the hands of one that says what it likes.
+TEST(DirectParts, WhatDoesNotFitIsDroppedAndChangesNothing) {
+  Cluster cluster(3, {64 * KiB / kElement});
+  cluster.options.direct_bytes = 64 * KiB;
+  Counting* mouth = nullptr;  // of the member added last
+  std::uint64_t transfers = 0;
+  cluster.wrap = [&](std::unique_ptr<transport::Engine> engine) {
+    auto made = std::make_unique<Counting>(std::move(engine), transfers);
+    mouth = made.get();
+    return made;
+  };
+  Rank& honest = cluster.add();
+  Rank& liar = cluster.add();
+  cluster.enter(Epoch(1), cluster.ring_members());
+  ASSERT_TRUE(cluster.until([&] { return !honest.communicator->busy() && !liar.communicator->busy(); }));
+  const auto say = [&](std::uint64_t offset, std::size_t length, std::byte fill) {
+    Bytes message(sizeof(MessageHeader) + sizeof(DirectPart) + length, fill);
+    const MessageHeader header{MessageHeader::direct, 0, 1, 1};
+    const DirectPart part{offset};
+    std::memcpy(message.data(), &header, sizeof header);
+    std::memcpy(message.data() + sizeof header, &part, sizeof part);
+    ASSERT_TRUE(mouth->send(mouth->last_sent_to, message));
+  };
+  std::uint64_t dropped = 0;
+  const auto expect_dropped = [&](std::uint64_t offset, std::size_t length) {
+    say(offset, length, std::byte{0xee});
+    ++dropped;
+    EXPECT_TRUE(cluster.until([&] { return honest.communicator->stats().stale_dropped == dropped; }))
+        << length << " at " << offset;
+  };
+  expect_dropped(0, 0);
+  expect_dropped(8, 8);                           // a hole before it
+  expect_dropped(~std::uint64_t{0} - 3, 8);       // the sum wraps
+  expect_dropped(64 * KiB, 8);                    // behind the end
+  say(0, 60 * KiB, std::byte{0});                 // the first part, which counts
+  expect_dropped(0, 8);                           // the same bytes again
+  expect_dropped(60 * KiB, 4 * KiB + kElement);   // over the end
+  expect_dropped(60 * KiB - kElement, kElement);  // what is there already
+  ASSERT_TRUE(honest.communicator->all_reduce(0, Step(1), ReduceOp::sum));
+  say(60 * KiB, 4 * KiB, std::byte{0});
+  ASSERT_TRUE(cluster.until([&] { return honest.done(Step(1)) == 1; }));
+  EXPECT_EQ(honest.output, honest.input) << "what was added is zero";
+}
+
+}  // namespace
+}  // namespace rejoin::ftar

@@ -1,0 +1,127 @@
+// Who is out of the job, since when and why, and what else is not as it should be: for people.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "membership/coordinator.h"
+
+namespace rejoin::membership {
+
+// With each epoch, when it is begun or replayed.
+void Coordinator::note_outages(const proto::LogRecord::EpochBegun& begun, std::optional<TimePoint> since) {
+  std::set<std::uint32_t> in;
+  for (const auto& m : begun.members()) in.insert(m.replica());
+  std::erase_if(out_, [&](const auto& one) { return in.contains(one.first.value); });
+  for (std::uint32_t number = 0; number < config_.replicas; ++number) {
+    const ReplicaId id(number);
+    if (in.contains(number) || out_.contains(id)) continue;
+    const std::string of_its_own = fmt::format("without replica {}: ", id);
+    const auto suspended = std::ranges::find_if(suspended_, [&](const auto& one) { return one.replica == id; });
+    std::string why = begun.reason();
+    if (suspended != suspended_.end()) why = suspended->reason;
+    else if (begun.reason() == "start") why = "it had not come when the job started";
+    else if (begun.reason().starts_with(of_its_own)) why = begun.reason().substr(of_its_own.size());
+    else if (in.empty()) why = fmt::format("nobody was left to catch up from ({})", begun.reason());
+    out_[id] = {std::move(why), since};
+  }
+}
+
+std::string Coordinator::reason_for_being_out(ReplicaId id) const {
+  const auto out = out_.find(id);
+  return out == out_.end() ? "another process has had its place since"
+                           : "it has been out before it came back: " + out->second.why;
+}
+
+std::vector<Coordinator::Outage> Coordinator::outages(TimePoint now) const {
+  std::vector<Outage> all;
+  std::set<std::uint64_t> incarnations;
+  for (const auto& m : members_) incarnations.insert(m.incarnation.value);
+  const auto next_of = [&](ReplicaId id) -> std::string {
+    if (const auto refused = refused_.find(id); refused != refused_.end())
+      return fmt::format("its rank {} was refused: {}", refused->second.first, refused->second.second);
+    const auto found = replicas_.find(id);
+    if (found == replicas_.end()) return "its trainers have to be started again";
+    const ReplicaState& replica = found->second;
+    const bool suspended = std::ranges::any_of(
+        suspended_, [&](const auto& one) { return one.replica == id && one.incarnation == replica.incarnation; });
+    if (suspended) return fmt::format("it may be taken back until step {} is committed", committed_.value + 1);
+    if (!fully_registered(replica))
+      return fmt::format("{} of its {} ranks have registered again", replica.registered, config_.ranks);
+    if (members_.empty()) return "it has registered, and waits for the others";
+    if (!linked(replica, incarnations)) return "it has registered, and connects with the others";
+    return fmt::format("it has registered, and is admitted after step {}", committed_.value + 1);
+  };
+  for (const auto& [id, out] : out_) {
+    auto& one = all.emplace_back(Outage{.replica = id, .why = out.why, .lasting = {}, .next = {}});
+    if (out.since) one.lasting = now - *out.since;
+    if (!finished()) one.next = next_of(id);
+  }
+  return all;
+}
+
+std::string Coordinator::stream_family(const RankState& rank) {
+  const std::string address = rank.addresses.substr(rank.address_size, rank.stream_size);
+  return address.substr(0, address.find('='));
+}
+
+// Its daemon uses another transport than that of the first other replica: the two can't catch up from each other.
+std::string Coordinator::strange_stream(ReplicaId id, std::uint32_t number) const {
+  const RankState& rank = replicas_.at(id).ranks[number];
+  if (rank.stream_size == 0) return {};
+  const std::string family = stream_family(rank);
+  for (const auto& [other, replica] : replicas_) {
+    if (other == id || replica.ranks.size() <= number || !replica.ranks[number].registered) continue;
+    const RankState& its = replica.ranks[number];
+    if (its.stream_size == 0) continue;
+    if (stream_family(its) == family) return {};
+    return fmt::format(
+        "replica {} rank {}: its daemon's catch-up stream goes over {}, and that of replica {} over {}: neither can "
+        "catch up from the other. Start all daemons of a job with the same --transport",
+        id, number, family, other, stream_family(its));
+  }
+  return {};
+}
+
+// Whose initial states, or checkpoints, are not those that the job goes on from.
+void Coordinator::tell_who_differs(const std::vector<ReplicaId>& replicas, const std::vector<ReplicaId>& chosen) {
+  differed_at_start_.clear();
+  const auto& right = replicas_.at(chosen.front()).ranks;
+  for (auto id : replicas) {
+    if (std::ranges::find(chosen, id) != chosen.end()) continue;
+    const auto& its = replicas_.at(id).ranks;
+    RankSet differing;
+    bool older = false;
+    for (std::uint32_t number = 0; number < its.size(); ++number) {
+      older = older || its[number].version != right[number].version;
+      if (its[number].digest != right[number].digest) differing.add(RankSet(number));
+    }
+    if (older) {
+      note("replica {} has come with the state of step {}, and catches up", id, its.front().version);
+      continue;
+    }
+    if (differing.empty()) continue;
+    differed_at_start_.push_back(fmt::format(
+        "replica {} has come with another state of step {} than replica{} {} (on rank{} {}): it takes over theirs. "
+        "Give all replicas the same initial weights, or the same checkpoint",
+        id, right.front().version, chosen.size() == 1 ? "" : "s", fmt::join(chosen, ", "),
+        differing.size() == 1 ? "" : "s", differing.text()));
+    warn("{}", differed_at_start_.back());
+  }
+}
+
+std::vector<std::string> Coordinator::alarms() const {
+  std::vector<std::string> all = differed_at_start_;
+  for (const auto& [id, replica] : replicas_) {
+    if (id == replicas_.begin()->first) continue;  // the others are compared with it
+    for (std::uint32_t number = 0; number < replica.ranks.size(); ++number) {
+      if (!replica.ranks[number].registered) continue;
+      if (auto line = strange_stream(id, number); !line.empty()) {
+        all.push_back(std::move(line));
+        break;
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace rejoin::membership

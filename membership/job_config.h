@@ -1,0 +1,34 @@
+// What a coordinator is told about its job when it starts.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "base/clock.h"
+#include "base/ids.h"
+#include "membership/drift_audit.h"
+
+namespace rejoin::membership {
+
+struct JobConfig {
+  std::uint32_t replicas = 3;
+  std::uint32_t ranks = 2;
+  std::uint64_t batch = 1;                     // samples a contributor trains in a step
+  std::uint64_t steps = 0;                     // then the job is finished; 0: never
+  std::uint64_t id = 0;                        // of a job whose log begins now: random
+  Duration silence = std::chrono::seconds(2);  // how long a peer may be silent
+  // An operator's word: where every process that held the last committed step is gone, the job may go on from a state
+  // as old as this one. It holds for one such start of this coordinator.
+  std::optional<Step> roll_back_to;
+  // A job that has lost everybody starts again without the replicas that have not come for so long; zero: 15 × silence.
+  Duration start_patience{};
+  AuditConfig audit;
+  // An operator's word where replicas differ and the job has stopped after step `at`: this one is wrong.
+  struct Drop {
+    ReplicaId replica;
+    Step at;
+  };
+  std::optional<Drop> drop;
+};
+
+}  // namespace rejoin::membership

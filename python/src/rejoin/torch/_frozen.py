@@ -1,0 +1,50 @@
+"""Digests of the parameters that nobody trains: none gets them from another, so all have to have loaded the same."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from rejoin.torch._ranks import Ranks
+from rejoin.torch._sharding import local
+
+_MOST_NAMES = 40  # in a fingerprint; of more tensors those of one module are told together
+_WORDS = 1 << 20  # at a time
+_MASK = (1 << 64) - 1
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Digest the bytes, where they are. It finds what differs by mistake, such as another checkpoint's weights."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+    total = raw.numel()
+    for begin in range(0, words.numel(), _WORDS):
+        part = words[begin : begin + _WORDS]
+        place = torch.arange(begin, begin + part.numel(), device=part.device)
+        odd = place * 0x1E3779B97F4A7C15 | 1  # so that one word that differs always makes a difference
+        total += int((part * odd).sum())  # modulo 2^64, in whatever order
+    return total & _MASK
+
+
+def frozen(model: torch.nn.Module, ranks: Ranks) -> str:
+    """Tell the frozen parameters of this replica, all ranks' shards together, by name; nothing where there are none."""
+    every = [(name, local(p)) for name, p in model.named_parameters() if not p.requires_grad]
+    named = [
+        (name, p) for name, p in every if type(p.data) is torch.Tensor
+    ]  # others, such as packed ones, have no bytes
+    if not named:
+        return ""
+    mine = struct.pack(f"<{len(named)}Q", *(digest(p) for _, p in named))
+    digests = [0] * len(named)
+    for rank, packed in enumerate(ranks.gather("frozen", mine)):
+        for i, (of,) in enumerate(struct.iter_unpack("<Q", packed)):
+            digests[i] += of * (2 * rank + 1)
+    for depth in range(max(name.count(".") for name, _ in named) + 1, -1, -1):
+        told: dict[str, int] = {}
+        for (name, _), of in zip(named, digests, strict=True):
+            of_module = ".".join(name.split(".")[:depth])
+            told[of_module] = (told.get(of_module, 0) * 31 + of) & _MASK
+        if len(told) <= _MOST_NAMES:
+            break
+    return f"{len(named)} frozen: " + ", ".join(f"{name or 'all'} {of:016x}" for name, of in told.items())

@@ -1,0 +1,64 @@
+"""SIGTERM: this replica is to leave at the end of a step, and waits for nothing any more for long."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+log = logging.getLogger("rejoin")
+
+LONGEST_WAIT_SECONDS = 10.0  # launchers kill what has not ended after 30 s
+
+
+class Terminated(SystemExit):
+    """SIGTERM, while this replica waited for something that it does not need any more, or that did not come."""
+
+
+class Leaving:
+    """Whether this process has been asked to leave, and what it may still wait for.
+
+    The handler only notes it: whoever waits asks look() now and then, so that nothing is broken off halfway.
+    """
+
+    def __init__(self) -> None:
+        self._asked_at: float | None = None
+        self._waits_since: float | None = None
+        self._at_once = self._ending = False
+
+    def listen(self) -> None:
+        """Take SIGTERM from now on, unless the program has a handler of its own."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._asked_at is None:  # launchers may send a second one
+            self._asked_at = time.monotonic()
+
+    def is_set(self) -> bool:
+        """Whether this replica is to leave."""
+        return self._asked_at is not None
+
+    @contextmanager
+    def waiting(self, at_once: bool) -> Iterator[None]:
+        """Within this block look() is asked. `at_once`: nothing is lost where the wait ends with SIGTERM."""
+        self._at_once, self._waits_since = at_once, time.monotonic()
+        try:
+            yield
+        finally:
+            self._at_once, self._waits_since = False, None
+
+    def look(self) -> None:
+        """Raise `Terminated`, once, where this is no time to go on waiting."""
+        if self._asked_at is None or self._waits_since is None or self._ending:
+            return
+        waited = time.monotonic() - max(self._asked_at, self._waits_since)
+        if self._at_once or waited > LONGEST_WAIT_SECONDS:
+            self._ending = True
+            if not self._at_once:
+                log.warning("SIGTERM: what this step waits for has not come for %.0f s; the replica leaves", waited)
+            raise Terminated

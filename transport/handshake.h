@@ -1,0 +1,20 @@
+// How two ends of a connection prove that they know the same secret, without showing it: a challenge and its answer in
+// both directions, by HMAC-SHA256.
+//
+//   1. The caller sends a nonce.
+//   2. The listener sends a nonce of its own, and proves itself by both.
+//   3. The caller proves itself by both and by its hello, and sends that along.
+//
+// So nobody hears a caller's hello who does not know the secret, nobody can change it, no answer can be sent back as a
+// proof or be used a second time, and the listener keeps 32 bytes of a caller until that has proven itself.
+#pragma once
+
+#include "base/proof.h"
+#include "transport/secret.h"
+
+namespace rejoin::transport::handshake {
+
+Mac prove_listener(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener);
+Mac prove_caller(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener, BytesView hello);
+
+}  // namespace rejoin::transport::handshake

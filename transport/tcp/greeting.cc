@@ -1,0 +1,131 @@
+// How two engines greet: strangers that come in, the handshake, and what a listener spends on them meanwhile.
+#include <fmt/format.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <bit>
+#include <cerrno>
+#include <cstring>
+
+#include "base/log.h"
+#include "transport/socket_address.h"
+#include "transport/tcp/engine.h"
+
+namespace rejoin::transport::tcp {
+
+namespace {
+
+constexpr Duration kWithoutDescriptors = std::chrono::milliseconds(100);  // until one may have become free
+
+}  // namespace
+
+void TcpEngine::accept_all() {
+  for (int i = 0; i < 64; ++i) {
+    Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket) {
+      // The kernel keeps those who wait, and would wake this thread for them at once, for ever.
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+        if (!listens_again_)
+          spdlog::warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'",
+                       std::strerror(errno));
+        listen_for_calls(false);
+        listens_again_ = clock_.now() + kWithoutDescriptors;
+      }
+      return;
+    }
+    use_no_pacing_inside_a_machine(socket);
+    strangers_.add(adopt(std::move(socket), Stage::accepting).id, clock_.now());
+  }
+}
+
+void TcpEngine::listen_for_calls(bool listens) {
+  epoll_event event{.events = listens ? std::uint32_t{EPOLLIN} : 0u, .data = {.u64 = kListener}};
+  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listener_.get(), &event) == 0, "epoll_ctl: {}",
+               std::strerror(errno));
+}
+
+void TcpEngine::look_after_strangers() {
+  if (strangers_.empty() && !listens_again_) return;
+  const TimePoint now = clock_.now();
+  if (listens_again_ && now >= *listens_again_) {
+    listens_again_.reset();
+    listen_for_calls(true);
+  }
+  while (const auto id = strangers_.to_go(now))
+    fail_endpoint(*find(*id), ErrorCode::timeout, "it has not greeted in time, or too many do so at once");
+}
+
+// They may come for ever: 1, 2, 4, 8 … of them are logged. Who goes by itself is not refused.
+void TcpEngine::refuse(const Endpoint& stranger, ErrorCode code) {
+  strangers_.remove(stranger.id);
+  if (code == ErrorCode::unavailable) return;
+  if (!std::has_single_bit(++refused_)) return;
+  sockaddr_storage there{};
+  socklen_t length = sizeof there;
+  const bool known = ::getpeername(stranger.socket.get(), reinterpret_cast<sockaddr*>(&there), &length) == 0;
+  spdlog::warn("a data connection{} was refused: {} ({} so far)",
+               known ? " from " + SocketAddress::format(there) : std::string(), stranger.failure, refused_);
+}
+
+// A greeting that is due from this peer now.
+bool TcpEngine::greets(const Endpoint& endpoint) const {
+  const wire::Header& header = endpoint.header;
+  const bool listens = endpoint.stage == Stage::accepting;
+  if ((!listens && endpoint.stage != Stage::greeting) || header.operation != wire::kMagic) return false;
+  switch (header.kind) {
+    case wire::Kind::call: return listens && !endpoint.challenged && header.length == sizeof(Nonce);
+    case wire::Kind::challenge: return !listens && !endpoint.challenged && header.length == sizeof(Nonce) + sizeof(Mac);
+    case wire::Kind::hello:
+      return listens && endpoint.challenged && header.length >= sizeof(Mac) && header.length <= sizeof(Mac) + kMaxHello;
+    case wire::Kind::welcome: return !listens && endpoint.challenged && header.length == 0;
+    default: return false;
+  }
+}
+
+void TcpEngine::call(Endpoint& endpoint) {
+  endpoint.ours = make_nonce();
+  queue(endpoint, {.kind = wire::Kind::call, .length = endpoint.ours.size(), .operation = wire::kMagic}, endpoint.ours);
+}
+
+void TcpEngine::on_call(Endpoint& endpoint) {
+  BytesView body = endpoint.body;
+  (void)take(body, endpoint.theirs);  // of this size, greets() says
+  endpoint.challenged = true;
+  endpoint.ours = make_nonce();
+  const Bytes answer =
+      joined(endpoint.ours, bytes_of(handshake::prove_listener(secret_, endpoint.theirs, endpoint.ours)));
+  queue(endpoint, {.kind = wire::Kind::challenge, .length = answer.size(), .operation = wire::kMagic}, answer);
+}
+
+void TcpEngine::on_challenge(Endpoint& endpoint) {
+  BytesView body = endpoint.body;
+  Mac proof;
+  (void)(take(body, endpoint.theirs) && take(body, proof));
+  if (!equal_in_constant_time(proof, handshake::prove_listener(endpoint.secret, endpoint.ours, endpoint.theirs)))
+    return fail_endpoint(endpoint, ErrorCode::refused,
+                         "it has not proven that it knows this connection's secret; between replicas: that it has this "
+                         "job's key");
+  endpoint.challenged = true;
+  const auto own = handshake::prove_caller(endpoint.secret, endpoint.ours, endpoint.theirs, endpoint.hello);
+  const Bytes answer = joined(own, endpoint.hello);
+  queue(endpoint, {.kind = wire::Kind::hello, .length = answer.size(), .operation = wire::kMagic}, answer);
+}
+
+void TcpEngine::on_hello(Endpoint& endpoint) {
+  BytesView hello = endpoint.body;
+  Mac proof;
+  (void)take(hello, proof);
+  if (!equal_in_constant_time(proof, handshake::prove_caller(secret_, endpoint.theirs, endpoint.ours, hello)))
+    return fail_endpoint(endpoint, ErrorCode::refused, "it has not proven that it has this job's key");
+  strangers_.remove(endpoint.id);
+  open(endpoint);
+  queue(endpoint, {.kind = wire::Kind::welcome, .operation = wire::kMagic}, {});
+  events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, hello);
+}
+
+void TcpEngine::open(Endpoint& endpoint) {
+  endpoint.stage = Stage::open;
+  endpoint.buffer.resize(kBuffer);
+}
+
+}  // namespace rejoin::transport::tcp

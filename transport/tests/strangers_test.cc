@@ -1,0 +1,335 @@
+// Who comes to a listener without the secret: refused, whatever they send and however many they are, and harmless to
+// those who have it.
+#include "transport/strangers.h"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/fd.h"
+#include "transport/handshake.h"
+#include "transport/striped/factory.h"
+#include "transport/tcp/factory.h"
+#include "transport/tcp/wire.h"
+
+namespace rejoin::transport::tcp {
+namespace {
+
+using std::chrono::milliseconds;
+
+const Secret kKey = Secret::of({7, 1}), kOther = Secret::of({7, 2});
+
+// A listener with the secret, and whatever comes to it.
+struct Listener {
+  explicit Listener(milliseconds silence = std::chrono::seconds(10))
+      : engine(make_engine({.local = "", .silence = silence}).value()) {
+    engine->set_secret(kKey);
+    address = engine->listen({"127.0.0.1:0"}).value();
+    port = static_cast<std::uint16_t>(std::stoi(address.text.substr(address.text.rfind(':') + 1)));
+  }
+  // Whether it has accepted somebody by now.
+  bool poll() {
+    for (const auto& event : engine->poll())
+      if (event.kind == EventKind::accepted)
+        accepted.push_back(event.endpoint), hellos.emplace_back(as_text(event.message));
+    return !accepted.empty();
+  }
+  std::unique_ptr<Engine> engine;
+  Address address;
+  std::uint16_t port = 0;
+  std::vector<EndpointId> accepted;
+  std::vector<std::string> hellos;
+};
+
+// A stranger: a plain socket.
+class Stranger {
+ public:
+  explicit Stranger(std::uint16_t port) : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    const sockaddr_in address{
+        .sin_family = AF_INET, .sin_port = htons(port), .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+    EXPECT_EQ(::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  }
+  void send(BytesView bytes) { (void)::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL); }
+  void send(wire::Kind kind, BytesView body) {
+    wire::Header header{.kind = kind, .length = body.size(), .operation = wire::kMagic};
+    if (!body.empty()) header.body_digest = wire::digest_of(body);
+    header.digest = wire::digest_of_header(header);
+    send(joined(header, body));
+  }
+  // What has come so far; nothing once the listener has closed.
+  std::optional<Bytes> received() {
+    std::byte bytes[4096];
+    for (;;) {
+      const ssize_t got = ::recv(socket_.get(), bytes, sizeof bytes, MSG_DONTWAIT);
+      if (got > 0) in_.insert(in_.end(), bytes, bytes + got);
+      else if (got == 0 || (errno != EAGAIN && errno != EINTR)) return {};
+      else return in_;
+    }
+  }
+
+ private:
+  Fd socket_;
+  Bytes in_;
+};
+
+template <typename Condition>
+[[nodiscard]] bool within(std::chrono::seconds limit, Condition condition) {
+  const TimePoint deadline = SteadyClock().now() + limit;
+  while (!condition())
+    if (SteadyClock().now() > deadline) return false;
+  return true;
+}
+
+// What a client of this secret meets.
+std::optional<Error> connect_with(Listener& listener, const Secret& secret) {
+  auto client = make_engine({}).value();
+  const auto endpoint = client->connect({listener.address.text, secret}, as_bytes("hello")).value();
+  std::optional<Error> error;
+  bool connected = false;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    listener.poll();
+    for (const auto& event : client->poll()) {
+      connected = connected || event.kind == EventKind::connected;
+      if (event.kind == EventKind::closed) error = event.error;
+    }
+    return connected || error;
+  }));
+  client->close(endpoint);
+  return error;
+}
+
+TEST(StrangersOfTcp, WhoHasTheSecretComesInWithItsHello) {
+  Listener listener;
+  EXPECT_FALSE(connect_with(listener, kKey));
+  EXPECT_THAT(listener.hellos, testing::ElementsAre("hello"));
+}
+
+TEST(StrangersOfTcp, AnotherSecretIsRefusedByTheCallerWhoHearsWhy) {
+  Listener listener;
+  for (const Secret& wrong : {kOther, Secret{}}) {
+    const auto error = connect_with(listener, wrong);
+    ASSERT_TRUE(error);
+    EXPECT_THAT(error->message, testing::HasSubstr("has not proven that it knows this connection's secret"));
+  }
+  EXPECT_TRUE(listener.accepted.empty());
+}
+
+// The listener's challenge, to this nonce.
+struct Challenge {
+  Nonce nonce{};
+  Mac proof{};
+};
+Challenge challenged(Listener& listener, Stranger& stranger, const Nonce& nonce) {
+  stranger.send(wire::Kind::call, nonce);
+  std::optional<Bytes> got;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    listener.poll();
+    got = stranger.received();
+    return !got || got->size() >= sizeof(wire::Header) + sizeof(Challenge);
+  }));
+  Challenge challenge;
+  if (!got) return challenge;
+  BytesView bytes = *got;
+  wire::Header header;
+  EXPECT_TRUE(take(bytes, header) && take(bytes, challenge.nonce) && take(bytes, challenge.proof));
+  return challenge;
+}
+
+[[nodiscard]] bool is_refused(Listener& listener, Stranger& stranger) {
+  return within(std::chrono::seconds(20),
+                [&] {
+                  listener.poll();
+                  return !stranger.received();
+                }) &&
+         listener.accepted.empty();
+}
+
+TEST(StrangersOfTcp, NothingThatTheListenerOrACallerHasSaidIsAProof) {
+  Listener listener;
+  // A caller's whole handshake, overheard.
+  const Nonce nonce = make_nonce();
+  Bytes overheard;
+  {
+    Stranger caller(listener.port);
+    const auto challenge = challenged(listener, caller, nonce);
+    overheard = joined(handshake::prove_caller(kKey, nonce, challenge.nonce, as_bytes("hello")), as_bytes("hello"));
+    caller.send(wire::Kind::hello, overheard);
+    ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return listener.poll(); }));
+    listener.accepted.clear();
+  }
+  // An answer to the challenge.
+  const auto expect_refused = [&](const char* what, wire::Kind kind, const auto& answer) {
+    SCOPED_TRACE(what);
+    Stranger stranger(listener.port);
+    const Bytes body = answer(challenged(listener, stranger, nonce));
+    stranger.send(kind, body);
+    EXPECT_TRUE(is_refused(listener, stranger));
+  };
+  const auto always = [](BytesView bytes) {
+    return [bytes](const Challenge&) { return Bytes(bytes.begin(), bytes.end()); };
+  };
+  expect_refused("the same once more", wire::Kind::hello, always(overheard));
+  expect_refused("the listener's own proof", wire::Kind::hello,
+                 [](const Challenge& challenge) { return joined(challenge.proof, as_bytes("hello")); });
+  expect_refused("a proof for another hello", wire::Kind::hello, [&](const Challenge& challenge) {
+    return joined(handshake::prove_caller(kKey, nonce, challenge.nonce, as_bytes("hello")), as_bytes("jello"));
+  });
+  expect_refused("two calls", wire::Kind::call, always(nonce));
+  expect_refused("a message instead", wire::Kind::message, always(as_bytes("let me in")));
+  {
+    SCOPED_TRACE("a hello without a challenge");
+    Stranger stranger(listener.port);
+    stranger.send(wire::Kind::hello, overheard);
+    EXPECT_TRUE(is_refused(listener, stranger));
+  }
+}
+
+TEST(StrangersOfTcp, GarbageAtEachByteOfTheHandshakeIsRefused) {
+  const Nonce nonce = make_nonce();
+  const std::size_t whole = 2 * sizeof(wire::Header) + sizeof nonce + sizeof(Mac) + 5;
+  std::mt19937_64 random(5);
+  Listener listener;
+  for (std::size_t at = 0; at < whole; ++at) {
+    SCOPED_TRACE(at);
+    const auto garbled = [&](wire::Kind kind, BytesView body, std::size_t from) {
+      wire::Header header{.kind = kind, .length = body.size(), .operation = wire::kMagic};
+      header.body_digest = wire::digest_of(body);
+      header.digest = wire::digest_of_header(header);
+      Bytes bytes = joined(header, body);
+      for (std::size_t i = at < from ? bytes.size() : at - from; i < bytes.size(); ++i)
+        bytes[i] ^= std::byte(1 + random() % 255);
+      return bytes;
+    };
+    Stranger stranger(listener.port);
+    const std::size_t first = sizeof(wire::Header) + sizeof nonce;
+    if (at < first) {
+      stranger.send(garbled(wire::Kind::call, nonce, 0));
+      stranger.send(Bytes(8192));  // of a length that the garbage names
+    } else {
+      const auto challenge = challenged(listener, stranger, nonce);
+      const auto proof = handshake::prove_caller(kKey, nonce, challenge.nonce, as_bytes("hello"));
+      stranger.send(garbled(wire::Kind::hello, joined(proof, as_bytes("hello")), first));
+      stranger.send(Bytes(8192));
+    }
+    EXPECT_TRUE(is_refused(listener, stranger));
+  }
+  EXPECT_FALSE(connect_with(listener, kKey));
+}
+
+TEST(StrangersOfTcp, AThousandOfThemKeepNobodyOutAndTheOldestGo) {
+  Listener listener;
+  std::vector<std::unique_ptr<Stranger>> strangers;
+  for (int i = 0; i < 1000; ++i) {
+    strangers.push_back(std::make_unique<Stranger>(listener.port));
+    listener.poll();
+  }
+  EXPECT_FALSE(connect_with(listener, kKey));
+  EXPECT_EQ(listener.accepted.size(), 1u);
+  std::size_t left = 0;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    listener.poll();
+    left = 0;
+    for (auto& stranger : strangers) left += stranger->received().has_value();
+    return left <= 256;
+  })) << left;
+}
+
+TEST(StrangersOfTcp, WhoSaysNothingHasItsTimeAndNoMore) {
+  Listener listener(milliseconds(50));
+  Stranger silent(listener.port), slow(listener.port);
+  const Bytes one(1);
+  slow.send(one);
+  EXPECT_TRUE(is_refused(listener, silent));
+  EXPECT_TRUE(is_refused(listener, slow));
+}
+
+TEST(StrangersOfTcp, WithoutDescriptorsAListenerWaitsAndDoesNotSpin) {
+#if defined(__clang__) && defined(__has_feature)
+#if __has_feature(undefined_behavior_sanitizer)
+  GTEST_SKIP() << "UBSan looks at objects through a pipe, and calls them damaged where it gets none";
+#endif
+#endif
+  Listener listener;
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  Stranger waits(listener.port);
+  const Fd probe(::dup(0));
+  const rlimit none{static_cast<rlim_t>(probe.get()), before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    listener.poll();
+    // The kernel has nothing to wake this thread for, though a caller waits.
+    fd_set ready;
+    FD_ZERO(&ready);
+    FD_SET(listener.engine->event_fd(), &ready);
+    timeval at_once{};
+    return ::select(listener.engine->event_fd() + 1, &ready, nullptr, nullptr, &at_once) == 0;
+  }));
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_FALSE(connect_with(listener, kKey));
+}
+
+// All rails of an engine ask for it.
+TEST(StrangersOfTcp, RailsPassTheSecretOn) {
+  const SteadyClock clock;
+  const auto over_two = [&] {
+    std::vector<std::unique_ptr<Engine>> rails;
+    for (int i = 0; i < 2; ++i) rails.push_back(make_engine({}).value());
+    return striped::make_engine(std::move(rails), {}, clock).value();
+  };
+  auto server = over_two();
+  server->set_secret(kKey);
+  const auto address = server->listen({"127.0.0.1:0"}).value();
+  for (const auto& [secret, comes_in] : {std::pair{kKey, true}, {kOther, false}}) {
+    auto client = over_two();
+    const auto endpoint = client->connect({address.text, secret}, as_bytes("hello")).value();
+    bool connected = false, closed = false;
+    EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+      (void)server->poll();
+      for (const auto& event : client->poll()) {
+        connected = connected || event.kind == EventKind::connected;
+        closed = closed || event.kind == EventKind::closed;
+      }
+      return connected || closed;
+    }));
+    EXPECT_EQ(connected, comes_in);
+    client->close(endpoint);
+  }
+}
+
+TEST(RegionKeys, CannotBeComputedFromEachOther) {
+  // As it was: a counter, mixed by a function that can be inverted.
+  const auto unmixed = [](std::uint64_t x) {
+    const auto undo = [](std::uint64_t y, int shift) {
+      std::uint64_t undone = y;
+      for (int i = 0; i < 64 / shift; ++i) undone = y ^ (undone >> shift);
+      return undone;
+    };
+    x = undo(x, 31) * 0x319642b2d24d8ec3;
+    x = undo(x, 27) * 0x96de1b173f119089;
+    return undo(x, 30);
+  };
+  Unguessable numbers;
+  std::vector<std::uint64_t> steps;
+  std::uint64_t last = unmixed(numbers.next());
+  for (int i = 0; i < 100; ++i) {
+    const std::uint64_t next = unmixed(numbers.next());
+    steps.push_back(next - last);
+    last = next;
+  }
+  std::sort(steps.begin(), steps.end());
+  EXPECT_EQ(std::unique(steps.begin(), steps.end()), steps.end());
+}
+
+}  // namespace
+}  // namespace rejoin::transport::tcp
