@@ -47,9 +47,15 @@ void Group::match(Active& active, std::uint32_t rank, const Ready& ready) {
   const auto number = sends != active.sends.end() && ready.index < sends->second.size()
                           ? std::optional(sends->second[ready.index])
                           : std::nullopt;
-  if (!number || active.ready[*number])
-    return fail_all({ErrorCode::corrupt,
-                     fmt::format("{} is ready for a transfer that is not in {}", name(rank), describe(signature))});
+  if (!number)
+    return fail_all({ErrorCode::mismatch,
+                     fmt::format("{} waits for {} bytes in {}{}, and rank {} has none for it: all ranks call the same, "
+                                 "with sizes that fit",
+                                 name(rank), ready.length, between_two ? "a message" : describe(signature),
+                                 between_two ? fmt::format(" with tag {}", ready.tag) : "", rank_)});
+  if (active.ready[*number])
+    return fail_all(
+        {ErrorCode::corrupt, fmt::format("{} is ready for a transfer of {} twice", name(rank), describe(signature))});
   if (const auto length = active.operation.plan.tasks[*number].length; length != ready.length)
     return fail_all(
         {ErrorCode::mismatch, fmt::format("{} receives {} bytes in {}{}, and rank {} sends {}", name(rank),
