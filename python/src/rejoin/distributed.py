@@ -5,7 +5,8 @@
 
 Collectives are those of other backends. When a member is lost, everything under way fails on all others with a sentence
 that names it, soon after the connection breaks or at the operation's time-out. The group goes on with other members, or
-fewer, after `reconfigure()` on each of them; a process that is new makes its group with `Options(configure=False)`.
+fewer, after `reconfigure()` on each of them. A group that has no members before its first one is made with torch's own
+`init_process_group(…, enable_reconfigure=True)`, or, where torch has no such argument, with `Options(configure=False)`.
 
 Tensors of a GPU go through the host's memory. Reductions: SUM, AVG, MIN, MAX, PRODUCT, and of integers BAND, BOR, BXOR;
 the result is the same, bit for bit, on all members.
@@ -49,7 +50,8 @@ class Options:
         transport: "tcp", "ibverbs", "shm" (one machine) or another that `rejoind --help` names
         listen: the address to listen on; by default the loopback's if MASTER_ADDR is, else any
         advertise: the host under which others reach this one; by default the machine's own address
-        configure: False: the group has no members before its first `reconfigure()`
+        configure: False: the group has no members before its first `reconfigure()`, as with torch's
+            `enable_reconfigure=True`
     """
 
     transport: str = "tcp"
@@ -65,8 +67,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     its arguments can't be.
     """
 
-    def __init__(self, timeout: timedelta, options: Options) -> None:
+    def __init__(self, timeout: timedelta, options: Options, rank: int = 0, size: int = 1) -> None:
         super().__init__(0, 1)
+        self._said = rank, size  # before there are members
         listen = options.listen
         if not listen:
             local = os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
@@ -83,11 +86,6 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         _ended_at_exit.add(self)
 
     # Members.
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        """It does."""
-        return True
 
     def get_reconfigure_handle(self) -> str:
         """Give what others name this member by; who has it may connect."""
@@ -114,16 +112,29 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return Work(self, Staged(), [])
 
     def getRank(self) -> int:  # noqa: N802 - the names that torch calls
-        """Give this member's rank."""
-        return self._native.rank()
+        """Give this member's rank; before it has any, what `init_process_group()` was told, as Gloo does."""
+        return self._native.rank() if self._native.size() else self._said[0]
 
     def getSize(self) -> int:  # noqa: N802
-        """Give the number of members."""
-        return max(1, self._native.size())
+        """Give the number of members; before it has any, what `init_process_group()` was told, as Gloo does."""
+        return self._native.size() or self._said[1]
 
     def getBackendName(self) -> str:  # noqa: N802
         """Give the name of the backend."""
         return "rejoin"
+
+    # What newer versions of torch ask of a backend behind a group, they ask of this one.
+    supports_reconfigure = True
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        return self
+
+    get_backend = _get_backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Set what torch calls the group."""
@@ -366,9 +377,9 @@ def _create(made_by: Any, options: Options | None) -> ProcessGroup:
         raise TypeError(
             f"the backend 'rejoin' takes rejoin.distributed.Options as pg_options, not {type(options).__name__}"
         )
-    group = ProcessGroup(made_by.timeout, options)
-    if options.configure:
-        rank, size, store = made_by.group_rank, made_by.group_size, made_by.store
+    rank, size, store = made_by.group_rank, made_by.group_size, made_by.store
+    group = ProcessGroup(made_by.timeout, options, rank, size)
+    if options.configure and not getattr(made_by, "enable_reconfigure", False):
         # A process may make one after the other under one name; all do so equally often.
         count = store.add(f"rejoin/{rank}", 1)
         store.set(f"rejoin/{rank}/{count}", group.get_reconfigure_handle())
