@@ -20,8 +20,7 @@ constexpr std::size_t kMostEarlyMembers = 4096;  // connections of configuration
 void Group::reconfigure(std::uint64_t number, std::vector<Handle> members, std::uint32_t rank, TimePoint deadline,
                         Done done) {
   REJOIN_CHECK(rank < members.size());
-  fail_all({ErrorCode::cancelled, fmt::format("the process group was reconfigured (to configuration {})", number)},
-           true);
+  fail_at_once({ErrorCode::cancelled, fmt::format("the process group was reconfigured (to configuration {})", number)});
   drop_connections();
   failed_.reset();
   leaving_ = false;
@@ -70,10 +69,9 @@ void Group::connect_missing() {
     const Hello hello{.secret = peer.handle.secret, .number = number_, .digest = digest_, .rank = rank_};
     const auto endpoint =
         engine_.connect({peer.handle.address.text, transport::Secret::of(peer.handle.secret)}, bytes_of(hello));
-    if (!endpoint) {
-      fail_all(endpoint.error(), true);
-      return;
-    }
+    if (!endpoint && endpoint.error().code == ErrorCode::invalid_argument) return fail_all(endpoint.error());
+    peer.not_reached = endpoint ? "" : endpoint.error().message;
+    if (!endpoint) continue;
     peer.stage = Stage::connecting;
     peer.endpoint = *endpoint;
     rank_of_[*endpoint] = rank;
@@ -97,7 +95,11 @@ void Group::welcome(std::uint32_t rank, EndpointId endpoint) {
   rank_of_[endpoint] = rank;
   const auto kind = Message::welcome;
   peers_[rank].stage = Stage::connecting;
-  if (send(rank, bytes_of(kind))) member_is_here(rank);
+  if (engine_.send(endpoint, bytes_of(kind))) return member_is_here(rank);
+  // It has gone again, and is waited for as if it had not come.
+  rank_of_.erase(endpoint);
+  peers_[rank].stage = Stage::missing;
+  engine_.close(endpoint);
 }
 
 void Group::member_is_here(std::uint32_t rank) {
@@ -116,11 +118,15 @@ void Group::see_whether_all_are_here() {
 
 std::string Group::missing() const {
   std::string who;
-  for (std::uint32_t rank = 0; rank < size(); ++rank)
-    if (rank != rank_ && peers_[rank].stage != Stage::here) who += (who.empty() ? "" : ", ") + name(rank);
+  for (std::uint32_t rank = 0; rank < size(); ++rank) {
+    const auto& peer = peers_[rank];
+    if (rank == rank_ || peer.stage == Stage::here) continue;
+    who += (who.empty() ? "" : ", ") + name(rank);
+    if (!peer.not_reached.empty()) who += fmt::format(" ({})", peer.not_reached);
+  }
   return fmt::format(
-      "timed out: configuration {} of {} members lacks {}: reconfigure with the same number and the same "
-      "members on each of them",
+      "timed out: configuration {} of {} members lacks {}: reconfigure all of them, each with the same "
+      "new number and the same members",
       number_, size(), who);
 }
 
@@ -138,11 +144,13 @@ void Group::on_closed(const Event& event) {
   else peer.stage = Stage::missing;
   if (failed_ || stage == Stage::left || leaving_) return;
   if (configuring_ && stage == Stage::connecting) return;  // it is tried again
-  fail_all(gone(rank, event.error ? event.error->message : "it closed the connection"), true);
+  fail_all(gone(rank, event.error ? event.error->message : "it closed the connection"));
 }
 
 void Group::leave() {
-  fail_all({ErrorCode::cancelled, "the process group was shut down"}, !active_.empty() || !waiting_.empty());
+  const bool under_way = !active_.empty() || !waiting_.empty();
+  fail_all({ErrorCode::cancelled, "the process group was shut down"}, under_way);
+  if (!under_way || others_have_heard()) end_failing();
   leaving_ = true;
   const auto kind = Message::goodbye;
   for (auto& peer : peers_) {
@@ -153,13 +161,13 @@ void Group::leave() {
 }
 
 bool Group::left() const {
-  return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.heard_goodbye; });
+  return !failing_ && std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.heard_goodbye; });
 }
 
 // What waits for it waits in vain; what it was sent may still be on its way.
 void Group::on_goodbye(std::uint32_t rank) {
   peers_[rank].stage = Stage::left;
-  if (configuring_) return fail_all(has_left(rank), true);
+  if (configuring_) return fail_all(has_left(rank));
   const auto needs_it = [&](const Active& active) {
     return std::any_of(active.waits_for_ready.begin(), active.waits_for_ready.end(),
                        [&](std::uint32_t task) { return active.operation.plan.tasks[task].peer == rank; });
@@ -168,7 +176,7 @@ void Group::on_goodbye(std::uint32_t rank) {
   for (const auto& [id, transfer] : receives_)
     needed = needed || transfer.active->operation.plan.tasks[transfer.task].peer == rank;
   if (!needed) return;
-  fail_all(has_left(rank), true);
+  fail_all(has_left(rank));
 }
 
 // It closes its memory when it has the answer, so that comes when nothing is under way to there.

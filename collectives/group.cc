@@ -14,6 +14,7 @@ using transport::Event, transport::EventKind, transport::RegionId;
 namespace {
 
 constexpr Duration kReasonBy = std::chrono::milliseconds(100);  // a refused write's, from the one that refused it
+constexpr Duration kHeardBy = std::chrono::milliseconds(100);   // that this one has failed, by the others
 
 std::uint64_t channel_of(const Operation& operation) {
   if (operation.signature.kind == Collective::send) return kSends | operation.tag;
@@ -41,6 +42,8 @@ Group::Group(transport::Engine& engine, Handle own) : engine_(engine), own_(std:
 
 Group::~Group() {
   if (!leaving_) leave();
+  end_failing();
+  run_callbacks();
   drop_connections();
   for (const auto& [endpoint, hello] : early_) engine_.close(endpoint);
   for (auto& scratch : scratch_) engine_.deregister(scratch.region);
@@ -57,6 +60,7 @@ void Group::poll(TimePoint now) {
   if (configuring_) connect_missing();
   check_deadlines();
   answer_goodbyes();
+  if (failing_ && (now_ >= failing_->until || others_have_heard())) end_failing();
   run_callbacks();
 }
 
@@ -64,8 +68,8 @@ TimePoint Group::next_deadline(TimePoint now) const {
   TimePoint next = now + std::chrono::seconds(1);
   if (configuring_) next = std::min({next, configured_by_, connect_again_});
   if (refused_) next = std::min(next, refused_->until);
-  for (const auto& [key, active] : active_) next = std::min(next, active->operation.deadline);
-  for (const auto& active : waiting_) next = std::min(next, active->operation.deadline);
+  if (failing_) next = std::min(next, failing_->until);
+  if (!deadlines_.empty()) next = std::min(next, *deadlines_.begin());
   return next;
 }
 
@@ -79,30 +83,31 @@ void Group::submit(Operation operation) {
   }
   auto active = std::make_unique<Active>();
   active->operation = std::move(operation);
-  waiting_.push_back(std::move(active));
-  start_waiting();
+  deadlines_.insert(active->operation.deadline);
+  if (channel_of(active->operation) == kCollective) {
+    waiting_.push_back(std::move(active));
+    start_waiting();
+  } else start(std::move(active));
   run_callbacks();
 }
 
 void Group::abort(const Error& error) {
-  fail_all(error, true);
+  fail_all(error);
+  if (others_have_heard()) end_failing();
   run_callbacks();
 }
 
-// Collectives wait for those before them; between two members nothing waits for anything else.
+// Collectives wait for those before them; between two members nothing waits for anything else. One that has nothing to
+// do ends at once, and so calls this: the loop goes on with what it has made room for.
 void Group::start_waiting() {
-  for (std::size_t i = 0; i < waiting_.size() && !failed_;) {
-    const bool collective = channel_of(waiting_[i]->operation) == kCollective;
-    if (collective && active_collectives_ == kAtOnce) {
-      ++i;
-      continue;
-    }
-    auto active = std::move(waiting_[i]);
-    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
-    if (collective) ++active_collectives_;
+  if (std::exchange(starting_, true)) return;
+  while (!waiting_.empty() && active_collectives_ < kAtOnce && !failed_) {
+    auto active = std::move(waiting_.front());
+    waiting_.pop_front();
+    ++active_collectives_;
     start(std::move(active));
-    i = 0;  // what has ended meanwhile may have made room
   }
+  starting_ = false;
 }
 
 void Group::start(std::unique_ptr<Active> active) {
@@ -130,7 +135,6 @@ void Group::start(std::unique_ptr<Active> active) {
   if (auto scratch = take_scratch(*active); !scratch) return fail_starting(std::move(active), scratch.error());
   auto& here = *(active_[active->key] = std::move(active));
   here.regions.resize(here.operation.memory.size());
-  if (here.left == 0) return end_if_over(here);
   const auto key = here.key;
   // Anything may end it: what it began with is a copy.
   std::vector<std::uint32_t> first;
@@ -145,11 +149,12 @@ void Group::start(std::unique_ptr<Active> active) {
   }
   for (const auto task : first)
     if (!failed_ && active_.contains(key)) unblocked(here, task);
+  if (count == 0 && !failed_) end_if_over(here);
 }
 
 void Group::fail_starting(std::unique_ptr<Active> active, Error error) {
   active_[active->key] = std::move(active);
-  fail_all(std::move(error), true);
+  fail_all(std::move(error));
 }
 
 std::span<std::byte> Group::bytes_at(Active& active, const Place& place, std::uint64_t length) {
@@ -163,7 +168,7 @@ std::span<std::byte> Group::bytes_at(Active& active, const Place& place, std::ui
 void Group::unblocked(Active& active, std::uint32_t number) {
   const auto& task = active.operation.plan.tasks[number];
   const bool remote = task.kind == Task::Kind::receive || task.kind == Task::Kind::send;
-  if (remote && peers_[task.peer].stage == Stage::left) return fail_all(has_left(task.peer), true);
+  if (remote && peers_[task.peer].stage == Stage::left) return fail_all(has_left(task.peer));
   switch (task.kind) {
     case Task::Kind::receive: return receive(active, number);
     case Task::Kind::send:
@@ -204,6 +209,7 @@ void Group::end_if_over(Active& active) {
   if (found == active_.end()) return;
   auto ended = std::move(found->second);
   active_.erase(found);
+  deadlines_.erase(deadlines_.find(ended->operation.deadline));
   give_back(*ended);
   if (ended->key[0] == kCollective) --active_collectives_;
   call(std::move(ended->operation.done), {});
@@ -247,37 +253,35 @@ void Group::on_message(std::uint32_t rank, BytesView message) {
     peers_[rank].heard_goodbye = true;
     return;
   }
+  if (known && kind == Message::abort) peers_[rank].has_failed = true;
   if (failed_) return;  // it has not heard yet
   if (known && kind == Message::ready && take(message, ready)) return on_ready(rank, ready);
   if (known && kind == Message::payload && take(message, id)) return arrived(rank, id, message);
   if (known && kind == Message::abort && take(message, code))
     return fail_all({code <= static_cast<std::uint8_t>(ErrorCode::corrupt) ? ErrorCode(code) : ErrorCode::unavailable,
-                     fmt::format("{} has given up: {}", name(rank), printable(as_text(message), 1000))},
-                    false);
-  fail_all({ErrorCode::corrupt, fmt::format("{} has sent a message that is none", name(rank))}, true);
+                     fmt::format("{} has given up: {}", name(rank), printable(as_text(message), 1000))});
+  fail_all({ErrorCode::corrupt, fmt::format("{} has sent a message that is none", name(rank))});
 }
 
 bool Group::send(std::uint32_t rank, BytesView message) {
   const auto sent = engine_.send(peers_[rank].endpoint, message);
-  if (!sent) fail_all(gone(rank, sent.error().message), true);
+  if (!sent) fail_all(gone(rank, sent.error().message));
   return sent.has_value();
 }
 
 void Group::check_deadlines() {
-  if (refused_ && now_ >= refused_->until) return fail_all(refused_->error, true);
+  if (refused_ && now_ >= refused_->until) return fail_all(refused_->error);
+  if (configuring_ && now_ >= configured_by_) return fail_all({ErrorCode::timeout, missing()});
+  if (deadlines_.empty() || now_ < *deadlines_.begin()) return;
   for (const auto& [key, active] : active_)
     if (now_ >= active->operation.deadline)
       return fail_all(
           {ErrorCode::timeout, fmt::format("timed out: {} waits for {}", describe(active->operation.signature),
-                                           what_it_waits_for(*active))},
-          true);
+                                           what_it_waits_for(*active))});
   for (const auto& active : waiting_)
     if (now_ >= active->operation.deadline)
       return fail_all({ErrorCode::timeout, fmt::format("timed out: {} waits for the collectives before it",
-                                                       describe(active->operation.signature))},
-                      true);
-  if (!configuring_ || now_ < configured_by_) return;
-  fail_all({ErrorCode::timeout, missing()}, true);
+                                                       describe(active->operation.signature))});
 }
 
 std::string Group::what_it_waits_for(const Active& active) const {
@@ -292,29 +296,44 @@ std::string Group::what_it_waits_for(const Active& active) const {
   return "itself";
 }
 
-// The memory of what fails is withdrawn before anybody hears of it, so that nothing lands there any more.
+// Nothing more of what was under way counts from now on, but its owners get it back only when the others have heard.
 void Group::fail_all(Error error, bool tell_others) {
-  const bool first = !failed_.has_value();
-  if (first) failed_ = error;
+  if (failed_) return;  // there is nothing under way
+  failed_ = error;
   refused_.reset();
-  receives_.clear(), writes_.clear();
+  receives_.clear(), writes_.clear(), deadlines_.clear();
   ready_early_.clear(), ready_early_count_ = 0;
-  const auto active = std::exchange(active_, {});
-  const auto waiting = std::exchange(waiting_, {});
+  failing_ = {.error = error, .until = now_ + kHeardBy, .active = {}};
+  for (auto& [key, one] : std::exchange(active_, {})) failing_->active.push_back(std::move(one));
+  for (auto& one : std::exchange(waiting_, {})) failing_->active.push_back(std::move(one));
   active_collectives_ = 0;
-  for (const auto& [key, one] : active) {
-    give_back(*one);
-    call(std::move(one->operation.done), tl::unexpected(error));
-  }
-  for (const auto& one : waiting) call(std::move(one->operation.done), tl::unexpected(error));
   if (std::exchange(configuring_, false)) call(std::move(configured_), tl::unexpected(error));
-  if (!first || !tell_others) return;
-  const auto text = error.message.substr(0, 1000);
+  if (!tell_others) return;
   auto message = joined(Message::abort, bytes_of(static_cast<std::uint8_t>(error.code)));
-  const auto view = as_bytes(text);
+  const auto view = as_bytes(std::string_view(error.message).substr(0, 1000));
   message.insert(message.end(), view.begin(), view.end());
-  for (const auto& peer : peers_)
-    if (peer.stage == Stage::here) (void)engine_.send(peer.endpoint, message);  // it may be the one that is gone
+  for (auto& peer : peers_)  // one may be gone
+    if (peer.stage == Stage::here && !engine_.send(peer.endpoint, message)) peer.has_failed = true;
+}
+
+void Group::fail_at_once(Error error) {
+  fail_all(std::move(error));
+  end_failing();
+}
+
+bool Group::others_have_heard() const {
+  return std::all_of(peers_.begin(), peers_.end(),
+                     [](const Peer& peer) { return peer.stage != Stage::here || peer.has_failed; });
+}
+
+// The memory of what fails is withdrawn before anybody hears of it, so that nothing lands there any more.
+void Group::end_failing() {
+  if (!failing_) return;
+  const auto failing = *std::exchange(failing_, std::nullopt);
+  for (const auto& one : failing.active) {
+    give_back(*one);
+    call(std::move(one->operation.done), tl::unexpected(failing.error));
+  }
 }
 
 std::string Group::name(std::uint32_t rank) const {

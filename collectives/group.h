@@ -7,10 +7,12 @@
 // The messages between two members, in order (wire.h): of each configuration, hello from the lower rank, welcome from
 // the higher one when it has the same configuration. Then for each transfer `ready` from the receiver, which names the
 // memory, and the bytes from the sender: in a message if they are few, else written. At last `goodbye` from one that
-// closes and `farewell` from the other, or `abort` with the reason from one that fails.
+// closes and `farewell` from the other, or `abort` with the reason from each that fails.
 //
 // A receiver names the memory of an operation that it has begun, and withdraws it before it reports the operation's
-// failure, so that whatever becomes of a sender, nothing lands in memory that its owner has back.
+// failure, so that whatever becomes of a sender, nothing lands in memory that its owner has back. To withdraw memory
+// may cost a connection, and what was said on it: so a member that fails tells the others why, and they tell it that
+// they have failed, too, before it does.
 //
 // group.cc: operations. transfers.cc: what they send and receive. configuration.cc: members and their connections.
 #pragma once
@@ -21,6 +23,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -86,7 +89,7 @@ class Group {
   bool left() const;
 
   void poll(TimePoint now);
-  bool busy() const { return !active_.empty() || configuring_; }
+  bool busy() const { return !active_.empty() || configuring_ || failing_; }
   // When poll() has something to do, if nothing comes.
   TimePoint next_deadline(TimePoint now) const;
 
@@ -134,7 +137,10 @@ class Group {
   void give_back(Active& active);
   void check_deadlines();
   std::string what_it_waits_for(const Active& active) const;
-  void fail_all(Error error, bool tell_others);
+  void fail_all(Error error, bool tell_others = true);
+  void fail_at_once(Error error);
+  bool others_have_heard() const;
+  void end_failing();
   bool send(std::uint32_t rank, BytesView message);
   std::string name(std::uint32_t rank) const;
   Error gone(std::uint32_t rank, std::string_view why) const;
@@ -163,11 +169,20 @@ class Group {
     TimePoint until;  // … unless it does not come
   };
   std::optional<Refused> refused_;
+  // What has failed, with its memory, until the others have heard.
+  struct Failing {
+    Error error;
+    TimePoint until;  // … unless they do not answer
+    std::vector<std::unique_ptr<Active>> active;
+  };
+  std::optional<Failing> failing_;
 
   // Operations.
   std::uint64_t collectives_ = 0, ids_ = 0;
-  std::map<Key, std::uint64_t> between_two_;  // how many there were on a channel
-  std::deque<std::unique_ptr<Active>> waiting_;
+  std::map<Key, std::uint64_t> between_two_;     // how many there were on a channel
+  std::deque<std::unique_ptr<Active>> waiting_;  // collectives
+  bool starting_ = false;                        // those that wait
+  std::multiset<TimePoint> deadlines_;           // of all that waits or is active
   std::map<Key, std::unique_ptr<Active>> active_;
   std::uint32_t active_collectives_ = 0;
   std::map<Key, std::vector<std::pair<std::uint32_t, Ready>>> ready_early_;  // for what is not active here

@@ -24,6 +24,8 @@ struct Group::Peer {
   Handle handle;
   transport::EndpointId endpoint;
   Stage stage = Stage::missing;
+  std::string not_reached;     // why the last attempt to connect did not begin
+  bool has_failed = false;     // it has said so, and needs nothing more of this configuration
   bool heard_goodbye = false;  // of this member, or can't
   bool answered = false;       // its goodbye, or has closed the connection
 };

@@ -20,13 +20,17 @@ void Group::on_ready(std::uint32_t rank, const Ready& ready) {
   const bool between_two = ready.signature.kind == Collective::receive;
   const Key key{between_two ? kSends | ready.tag : kCollective, between_two ? rank : 0, ready.ordinal};
   if (const auto found = active_.find(key); found != active_.end()) return match(*found->second, rank, ready);
-  const bool past = ready.ordinal < (between_two ? between_two_[{key[0], key[1], 0}] : collectives_);
-  if (past || ++ready_early_count_ > kMostEarly)
-    return fail_all(
-        {ErrorCode::corrupt, fmt::format("{} {}", name(rank),
-                                         past ? "is ready to receive what was sent"
-                                              : "is ready for over a million transfers that this one has not begun")},
-        true);
+  const auto counted = between_two_.find({key[0], key[1], 0});
+  const auto begun = !between_two ? collectives_ : counted != between_two_.end() ? counted->second : 0;
+  if (ready.ordinal < begun)
+    return fail_all({ErrorCode::mismatch,
+                     fmt::format("{} waits for bytes in {}, which is {} {} of this process group, and on rank {} that "
+                                 "has none for it: all ranks call the same in the same order",
+                                 name(rank), describe(ready.signature), between_two ? "message" : "collective",
+                                 ready.ordinal + 1, rank_)});
+  if (++ready_early_count_ > kMostEarly)
+    return fail_all({ErrorCode::corrupt,
+                     fmt::format("{} is ready for over a million transfers that this one has not begun", name(rank))});
   ready_early_[key].emplace_back(rank, ready);
 }
 
@@ -34,25 +38,29 @@ void Group::match(Active& active, std::uint32_t rank, const Ready& ready) {
   const auto& signature = active.operation.signature;
   const bool between_two = signature.kind == Collective::send;
   if (!between_two && ready.signature != signature)
-    return fail_all({ErrorCode::mismatch,
-                     fmt::format("collective {} of this process group is {} on rank {}, and {} on {}: all ranks call "
-                                 "the same in the same order",
-                                 ready.ordinal + 1, describe(signature), rank_, describe(ready.signature), name(rank))},
-                    true);
+    return fail_all(
+        {ErrorCode::mismatch,
+         fmt::format("collective {} of this process group is {} on rank {}, and {} on {}: all ranks call "
+                     "the same in the same order",
+                     ready.ordinal + 1, describe(signature), rank_, describe(ready.signature), name(rank))});
   const auto sends = active.sends.find(rank);
   const auto number = sends != active.sends.end() && ready.index < sends->second.size()
                           ? std::optional(sends->second[ready.index])
                           : std::nullopt;
-  if (!number || active.ready[*number])
-    return fail_all({ErrorCode::corrupt,
-                     fmt::format("{} is ready for a transfer that is not in {}", name(rank), describe(signature))},
-                    true);
+  if (!number)
+    return fail_all({ErrorCode::mismatch,
+                     fmt::format("{} waits for {} bytes in {}{}, and rank {} has none for it: all ranks call the same, "
+                                 "with sizes that fit",
+                                 name(rank), ready.length, between_two ? "a message" : describe(signature),
+                                 between_two ? fmt::format(" with tag {}", ready.tag) : "", rank_)});
+  if (active.ready[*number])
+    return fail_all(
+        {ErrorCode::corrupt, fmt::format("{} is ready for a transfer of {} twice", name(rank), describe(signature))});
   if (const auto length = active.operation.plan.tasks[*number].length; length != ready.length)
     return fail_all(
         {ErrorCode::mismatch, fmt::format("{} receives {} bytes in {}{}, and rank {} sends {}", name(rank),
                                           ready.length, between_two ? "a message" : describe(signature),
-                                          between_two ? fmt::format(" with tag {}", ready.tag) : "", rank_, length)},
-        true);
+                                          between_two ? fmt::format(" with tag {}", ready.tag) : "", rank_, length)});
   active.ready[*number] = ready;
   if (active.waits_for_ready.erase(*number) > 0) post(active, *number, ready);
 }
@@ -67,7 +75,7 @@ void Group::post(Active& active, std::uint32_t number, const Ready& ready) {
     return;
   }
   const auto region = region_of(active, task.at.memory);
-  if (!region) return fail_all(region.error(), true);
+  if (!region) return fail_all(region.error());
   const auto id = ++ids_;
   const transport::Write write{.context = id,
                                .local = {*region, task.at.offset},
@@ -76,7 +84,7 @@ void Group::post(Active& active, std::uint32_t number, const Ready& ready) {
                                .notify = ready.id};
   writes_[id] = {&active, number};
   if (auto posted = engine_.write(peers_[task.peer].endpoint, {&write, 1}); !posted)
-    fail_all(gone(task.peer, posted.error().message), true);
+    fail_all(gone(task.peer, posted.error().message));
 }
 
 void Group::receive(Active& active, std::uint32_t number) {
@@ -89,7 +97,7 @@ void Group::receive(Active& active, std::uint32_t number) {
               .index = active.index[number]};
   if (task.length > kMessageBytes) {
     const auto region = region_of(active, task.at.memory);
-    if (!region) return fail_all(region.error(), true);
+    if (!region) return fail_all(region.error());
     const auto remote = engine_.remote(*region);
     ready.key = remote.key, ready.region_bytes = remote.length, ready.offset = task.at.offset;
   }
@@ -103,7 +111,7 @@ void Group::arrived(std::uint32_t rank, std::uint64_t id, std::optional<BytesVie
   const Task* task = transfer.active != nullptr ? &transfer.active->operation.plan.tasks[transfer.task] : nullptr;
   if (task == nullptr || task->peer != rank || payload.has_value() != (task->length <= kMessageBytes) ||
       (payload && payload->size() != task->length))
-    return fail_all({ErrorCode::corrupt, fmt::format("{} has sent what was not asked for", name(rank))}, true);
+    return fail_all({ErrorCode::corrupt, fmt::format("{} has sent what was not asked for", name(rank))});
   if (payload) std::ranges::copy(*payload, bytes_at(*transfer.active, task->at, task->length).begin());
   receives_.erase(found);
   finished(*transfer.active, transfer.task);

@@ -180,7 +180,7 @@ class Threaded final : public ProcessGroup {
     const auto work = std::make_shared<Operation>(ended_);
     in_thread([=, this] {
       group_->leave();
-      leaving_ = [work] { work->end({}); };
+      leaving_.push_back(work);
     });
     (void)work->wait(limit, {});  // who has not heard by then sees the connection closed
     const std::lock_guard lock(ended_->mutex);
@@ -221,7 +221,8 @@ class Threaded final : public ProcessGroup {
       const auto before = group_->steps();
       group_->poll(clock.now());
       const bool called = take_calls();
-      if (leaving_ && group_->left()) std::exchange(leaving_, {})();
+      if (!leaving_.empty() && group_->left())
+        for (const auto& work : std::exchange(leaving_, {})) work->end({});
       if (called || group_->steps() != before) idle.reset();
       else idle.wait(group_->busy(), group_->next_deadline(clock.now()) - clock.now(), others);
     }
@@ -246,8 +247,8 @@ class Threaded final : public ProcessGroup {
   // The thread's.
   const std::unique_ptr<transport::Engine> engine_;
   std::unique_ptr<collectives::Group> group_;
-  std::uint64_t in_configuration_ = 0;  // the count of the one that it is in
-  std::function<void()> leaving_;
+  std::uint64_t in_configuration_ = 0;               // the count of the one that it is in
+  std::vector<std::shared_ptr<Operation>> leaving_;  // end when it has left
 
   const Fd wake_;
   mutable std::mutex mutex_;     // guards

@@ -42,7 +42,8 @@ struct CollectiveCall {
   DataType type{};         // of the elements, where they are combined
   Combine combine{};       // …
   std::uint32_t root = 0;  // of those that have one; of send and receive, the other rank
-  std::uint32_t tag = 0;   // send, receive: messages of one tag arrive in order
+  std::uint32_t tag =
+      0;  // send, receive: messages of one tag arrive in order; a new tag takes memory until reconfigure()
   std::vector<std::span<std::byte>> inputs, outputs;
   Duration limit{};  // after which it fails, and with it the group
 };
@@ -70,8 +71,9 @@ class ProcessGroup {
   // What others give to reconfigure() for this member: text, and whoever has it may connect.
   virtual const std::string& handle() const = 0;
   // These are the members, by rank, with this one among them; all give the same list and the same number, which is a
-  // new one each time. What is under way fails with `cancelled`. Errors: `timeout`, with those that did not come;
-  // `cancelled`; `invalid_argument`; `mismatch`: a member's transport is of another family.
+  // new one each time, also after one that has failed. What is under way fails with `cancelled`. Errors: `timeout`,
+  // with those that did not come; `cancelled`; `invalid_argument`; `mismatch`: a member's transport is of another
+  // family.
   virtual Result<> reconfigure(std::uint64_t number, const std::vector<std::string>& members, Duration limit,
                                const std::function<bool()>& cancelled = {}) = 0;
   virtual std::uint32_t rank() const = 0;

@@ -7,18 +7,24 @@ namespace rejoin::collectives {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::HasSubstr;
+using testing::AllOf, testing::HasSubstr, testing::Not;
 
 Call all_reduce_of(Floats& floats) { return {.kind = Collective::all_reduce, .inputs = {bytes_in(floats)}}; }
 
-// Whoever dies, and whenever: the others hear of it soon, nothing lands in their memory afterwards, and they go on.
+// Whoever dies, and whenever: the others hear of it soon, and who it is, whatever it costs to withdraw memory; nothing
+// lands in their memory afterwards, and they go on.
 TEST(GroupFailure, OneThatDiesFailsEverythingAndTheOthersGoOnWithoutIt) {
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
-    Members members(4, seed, {.late_writes = seed % 2 == 1});
+    Members members(4, seed,
+                    {.detection = seed % 4 >= 2 ? 100us : 1ms,
+                     .spread = seed % 4 >= 2 ? 300us : 0us,
+                     .late_writes = seed % 2 == 1,
+                     .withdrawal_breaks = seed % 4 >= 2});
     members.everyone();
     const auto victim = static_cast<std::uint32_t>(random() % 4);
+    const auto named = fmt::format("rank {0} (sim:{0}) is gone", victim);
     std::vector<Floats> buffers;
     for (std::uint32_t m = 0; m < 4; ++m) buffers.push_back(numbers(m, seed % 3 == 0 ? 1'000 : 300'000));
     std::vector<Members::Work> works;
@@ -35,6 +41,8 @@ TEST(GroupFailure, OneThatDiesFailsEverythingAndTheOthersGoOnWithoutIt) {
     const auto killed = members.clock.now();
     // Some may have all they need before; who hasn't, or who begins another, hears of it.
     ASSERT_TRUE(members.run(works));
+    for (const auto& work : works)
+      if (!*work->result) EXPECT_THAT(work->result->error().message, HasSubstr(named));
     std::vector<Floats> next;
     std::vector<std::uint32_t> left;
     for (std::uint32_t m = 0; m < 4; ++m)
@@ -45,7 +53,7 @@ TEST(GroupFailure, OneThatDiesFailsEverythingAndTheOthersGoOnWithoutIt) {
     ASSERT_TRUE(members.run(more));
     for (const auto& work : more) {
       ASSERT_FALSE(*work->result);
-      EXPECT_THAT(work->result->error().message, HasSubstr("is gone"));
+      EXPECT_THAT(work->result->error().message, HasSubstr(named));
     }
     EXPECT_LT(members.clock.now() - killed, 100ms);
     for (std::size_t i = 0; i < works.size(); ++i)
@@ -69,7 +77,8 @@ TEST(GroupFailure, OneThatStopsIsTimedOutAndHarmsNobodyWhenItGoesOn) {
   for (std::uint64_t seed = 0; seed < 40; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937_64 random(seed);
-    Members members(3, seed, {.late_writes = seed % 2 == 1, .lands_stopped = seed % 4 >= 2});
+    Members members(3, seed,
+                    {.late_writes = seed % 2 == 1, .lands_stopped = seed % 4 >= 2, .withdrawal_breaks = seed % 8 >= 4});
     members.everyone();
     const auto victim = static_cast<std::uint32_t>(random() % 3);
     std::vector<Floats> buffers(3);
@@ -77,7 +86,7 @@ TEST(GroupFailure, OneThatStopsIsTimedOutAndHarmsNobodyWhenItGoesOn) {
     Members::Work its;
     for (std::uint32_t m = 0; m < 3; ++m) {
       buffers[m] = numbers(m, 200'000);
-      const auto work = members.submit(m, all_reduce_of(buffers[m]), 1s);
+      const auto work = members.submit(m, all_reduce_of(buffers[m]), m == (victim + 1) % 3 ? 1s : 3s);
       (m == victim ? its : works.emplace_back()) = work;
     }
     for (auto steps = 1 + random() % 60; steps > 0; --steps) members.poll(), members.fabric.step();
@@ -85,8 +94,9 @@ TEST(GroupFailure, OneThatStopsIsTimedOutAndHarmsNobodyWhenItGoesOn) {
     members.fabric.stop(*members.all[victim].engine);
     members.all[victim].stopped = true;
     ASSERT_TRUE(members.run(works));
-    bool timed_out = false;
-    for (const auto& work : works) timed_out = timed_out || !*work->result;
+    for (const auto& work : works)
+      if (!*work->result)
+        EXPECT_THAT(work->result->error().message, AllOf(HasSubstr("timed out"), Not(HasSubstr("is gone"))));
     std::vector<std::uint32_t> left;
     for (std::uint32_t m = 0; m < 3; ++m)
       if (m != victim) left.push_back(m);
@@ -153,6 +163,63 @@ TEST(GroupFailure, DifferentCallsAreNamedOnBothSides) {
   EXPECT_THAT(sent->result->error().message,
               HasSubstr("receives 48 bytes in a message with tag 4, and rank 0 sends 40"));
   EXPECT_FALSE(*got->result);
+}
+
+// Who has nothing to do in a collective has ended it before it hears of others' bytes.
+TEST(GroupFailure, NoBytesOnOneSideAreAMismatchToo) {
+  for (const bool all_to_all : {false, true})
+    for (const bool early : {false, true}) {
+      SCOPED_TRACE(testing::Message() << all_to_all << early);
+      Members members(2);
+      members.everyone();
+      Floats none, some(10), own(10), got(10);
+      const auto without = [&] {
+        Call call{.kind = Collective::all_to_all, .inputs = {{}, {}}, .outputs = {{}, {}}};
+        return members.submit(0, all_to_all ? call : all_reduce_of(none));
+      };
+      const auto with = [&] {
+        Call call{.kind = Collective::all_to_all,
+                  .inputs = {bytes_in(some), bytes_in(own)},
+                  .outputs = {bytes_in(got), bytes_in(own)}};
+        return members.submit(1, all_to_all ? call : all_reduce_of(some));
+      };
+      const auto begun = members.clock.now();
+      Members::Work first = early ? with() : without();
+      members.run_for(2ms);
+      Members::Work second = early ? without() : with();
+      const auto& work = early ? first : second;  // the other may have ended well
+      ASSERT_TRUE(members.run({first, second}));
+      EXPECT_LT(members.clock.now() - begun, 1s) << "it heard, and was not timed out";
+      ASSERT_FALSE(*work->result);
+      EXPECT_EQ(work->result->error().code, ErrorCode::mismatch) << work->result->error().message;
+      EXPECT_THAT(work->result->error().message, HasSubstr("all ranks call the same"));
+    }
+}
+
+// However many wait behind one that others are not at yet, they end one after the other, not one inside of the other.
+TEST(GroupFailure, ManyWithoutBytesWaitBehindOneThatIsBlocked) {
+  constexpr int kMany = 50'000;
+  Members members(2);
+  members.everyone();
+  std::vector<Members::Work> works;
+  Floats none;
+  for (const auto m : {0u, 1u}) {
+    for (std::uint32_t i = 0; i < 2; ++i) works.push_back(members.submit(m, {.kind = Collective::barrier}));
+    for (int i = 0; i < kMany; ++i) works.push_back(members.submit(m, all_reduce_of(none)));
+    works.push_back(members.submit(m, {.kind = Collective::barrier}));
+  }
+  members.expect_success(works);
+}
+
+TEST(GroupFailure, AConnectionThatBreaksBeforeItIsAcceptedIsMadeAgain) {
+  for (int steps = 0; steps < 8; ++steps) {
+    SCOPED_TRACE(steps);
+    Members members(2);
+    const auto works = members.begin_reconfigure(1, {0, 1});
+    for (int i = 0; i < steps; ++i) members.all[0].group->poll(members.clock.now()), members.fabric.step();
+    members.fabric.reset(*members.all[1].engine, 0);
+    members.expect_success(works);
+  }
 }
 
 TEST(GroupFailure, AConfigurationThatLacksSomeoneSaysWhom) {

@@ -47,8 +47,10 @@ class ProcessGroup {
       return rejoin_group_reconfigure(group.get(), number, all.data(), all.size(), limit_ms, &Signals::ask, &signals);
     });
   }
-  Work start(std::uint32_t kind, std::uint32_t type, std::uint32_t combine, std::uint32_t root, std::uint32_t tag,
-             const std::vector<Memory>& inputs, const std::vector<Memory>& outputs, std::uint64_t limit_ms) {
+  // Puts the work into `begun` before any Python code runs again, a signal's handler say: what has begun is never lost.
+  void start(std::uint32_t kind, std::uint32_t type, std::uint32_t combine, std::uint32_t root, std::uint32_t tag,
+             const std::vector<Memory>& inputs, const std::vector<Memory>& outputs, std::uint64_t limit_ms,
+             nb::list begun) {
     const auto in = memory_of(inputs), out = memory_of(outputs);
     rejoin_collective_call call{};
     call.kind = kind;
@@ -61,7 +63,7 @@ class ProcessGroup {
     const auto group = group_.get();
     rejoin_work* work = nullptr;
     Signals().waiting([&] { return rejoin_group_start(group.get(), &call, &work); });
-    return Work(work);
+    begun.append(Work(work));
   }
   std::uint64_t next_done(std::uint64_t limit_ms) {
     const auto group = group_.get();
@@ -95,7 +97,7 @@ void bind_process_groups(nb::module_& m) {
       .def("size", &ProcessGroup::size)
       .def("reconfigure", &ProcessGroup::reconfigure, nb::arg("number"), nb::arg("members"), nb::arg("limit_ms"))
       .def("start", &ProcessGroup::start, nb::arg("kind"), nb::arg("type"), nb::arg("combine"), nb::arg("root"),
-           nb::arg("tag"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("limit_ms"))
+           nb::arg("tag"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("limit_ms"), nb::arg("begun"))
       .def("next_done", &ProcessGroup::next_done, nb::arg("limit_ms"))
       .def("abort", &ProcessGroup::abort, nb::arg("reason"))
       .def("shutdown", &ProcessGroup::shutdown, nb::arg("limit_ms"))

@@ -103,6 +103,18 @@ TEST_P(ProcessGroups, ManyShortOnesFromTheirThreadsAndThenAllLeaveAtOnce) {
   for (auto& one : all) EXPECT_EQ(one.get(), 3.0f);
 }
 
+TEST_P(ProcessGroups, TwoThreadsShutOneDownAtOnce) {
+  for (std::uint64_t round = 1; round <= 10; ++round) {
+    configured(round);
+    std::vector<std::future<void>> both;
+    for (int i = 0; i < 2; ++i)
+      both.push_back(std::async(std::launch::async, [&] { groups[1]->shutdown(4 * kPatience); }));
+    for (auto& one : both) EXPECT_EQ(one.wait_for(2 * kPatience), std::future_status::ready);
+    for (auto& one : both) one.get();
+    groups[1] = open();
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Over, ProcessGroups, testing::Values("tcp", "shm", "tcp:127.0.0.1,127.0.0.1"),
                          [](const auto& over) { return over.param.size() > 3 ? "rails" : over.param; });
 

@@ -70,7 +70,17 @@ Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryK
   return id;
 }
 
-void SimEngine::deregister(RegionId region) { regions_.erase(region.value); }
+void SimEngine::deregister(RegionId region) {
+  const auto found = regions_.find(region.value);
+  if (found == regions_.end()) return;
+  for (const auto& [operation, moving] : std::map(fabric_.moving_)) {
+    const bool out = moving.from == number_ && moving.local == region;
+    const bool in = moving.to == number_ && moving.remote_key == found->second.key;
+    if (out || in)
+      fabric_.break_there(*this, out ? moving.endpoint : moving.peer, fabric_.delay(), "memory was withdrawn");
+  }
+  regions_.erase(found);
+}
 
 RemoteRegion SimEngine::remote(RegionId region) const {
   const Region& found = regions_.at(region.value);
@@ -150,6 +160,8 @@ void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context,
     const std::byte* bytes = regions_.at(local.region.value).memory.data() + local.offset;
     moved.left.emplace(bytes, bytes + length);
   }
+  if (fabric_.options_.withdrawal_breaks)
+    fabric_.moving_[operation] = {number_, endpoint.peer_engine, id, endpoint.peer, local.region, remote.region.key};
   const Duration there = (moved.left ? fabric_.late_delay() : fabric_.delay()) +
                          (direction == Direction::write ? fabric_.slowness(number_, endpoint.peer_engine)
                                                         : fabric_.slowness(endpoint.peer_engine, number_));
@@ -165,6 +177,7 @@ void SimEngine::land(Fabric& fabric, OnItsWay moved) {
     if (!needed) continue;
     return engine->held_.push_back([&fabric, moved = std::move(moved)]() mutable { land(fabric, std::move(moved)); });
   }
+  fabric.moving_.erase(moved.operation);
   auto* sender = fabric.engine(moved.from);
   auto* receiver = fabric.engine(moved.to);
   if (receiver == nullptr || (!moved.left && (sender == nullptr || sender->open(moved.endpoint) == nullptr))) return;

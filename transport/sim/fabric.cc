@@ -55,12 +55,7 @@ void Fabric::drop(const Engine& engine, EndpointId id) {
 
 void Fabric::cut(const Engine& engine) {
   auto& mine = made_here(engine);
-  for (auto& [id, endpoint] : mine.endpoints_) {
-    after(options_.detection, [this, peer_engine = endpoint.peer_engine, peer = endpoint.peer] {
-      if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "connection lost");
-    });
-    mine.fail_endpoint(EndpointId(id), "connection lost");
-  }
+  for (auto& [id, endpoint] : mine.endpoints_) break_there(mine, EndpointId(id), options_.detection, "connection lost");
 }
 
 void Fabric::kill(const Engine& engine) {
@@ -69,7 +64,8 @@ void Fabric::kill(const Engine& engine) {
   for (const auto& [id, endpoint] : victim.endpoints_) {
     const auto peer_engine = endpoint.peer_engine;
     const auto peer = endpoint.peer;
-    after(options_.detection, [this, peer_engine, peer] {
+    const auto later = options_.spread > Duration{} ? pick(Duration{}, options_.spread) : Duration{};
+    after(options_.detection + later, [this, peer_engine, peer] {
       if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "process died");
     });
   }
@@ -102,11 +98,17 @@ void Fabric::block(const Engine& from, const Engine& to, TimePoint until) {
 void Fabric::reset(const Engine& engine, std::uint64_t which) {
   auto& mine = made_here(engine);
   if (mine.endpoints_.empty()) return;
-  auto one = std::next(mine.endpoints_.begin(), static_cast<std::ptrdiff_t>(which % mine.endpoints_.size()));
-  after(options_.detection, [this, peer_engine = one->second.peer_engine, peer = one->second.peer] {
-    if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, "connection reset");
+  const auto one = std::next(mine.endpoints_.begin(), static_cast<std::ptrdiff_t>(which % mine.endpoints_.size()));
+  break_there(mine, EndpointId(one->first), options_.detection, "connection reset");
+}
+
+void Fabric::break_there(SimEngine& engine, EndpointId id, Duration heard, const std::string& why) {
+  const auto* endpoint = engine.open(id);
+  if (endpoint == nullptr) return;
+  after(heard, [this, peer_engine = endpoint->peer_engine, peer = endpoint->peer, why] {
+    if (auto* other = this->engine(peer_engine)) other->fail_endpoint(peer, why);
   });
-  mine.fail_endpoint(EndpointId(one->first), "connection reset");
+  engine.fail_endpoint(id, why);
 }
 
 void Fabric::refuse_memory(const Engine& engine, std::uint64_t times) { made_here(engine).refuse_memory_ = times; }

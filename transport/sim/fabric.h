@@ -20,11 +20,14 @@ struct Options {
   Duration min_delay = std::chrono::microseconds(1);
   Duration max_delay = std::chrono::microseconds(50);
   Duration detection = std::chrono::milliseconds(1);  // until a peer's death is seen by the transport
+  Duration spread{};                                  // … and by some of its peers so much later, at most
   // A write's bytes leave when it is posted, and land although the poster's end has failed since, as on a real network.
   bool late_writes = false;
   // Writes land in the memory of a stopped process, as a NIC's do; it hears of them when it goes on. Otherwise, as over
   // TCP, they wait for it.
   bool lands_stopped = false;
+  // Memory that is withdrawn from under a transfer costs its connection and what was said on it, as over TCP.
+  bool withdrawal_breaks = false;
   // A broken transport, to see whether that is noticed: closing an endpoint does not stop writes on their way.
   bool unfenced = false;
 };
@@ -71,6 +74,8 @@ class Fabric {
  private:
   friend class SimEngine;
   void after(Duration delay, std::function<void()> action);
+  // The engine's connection ends there now, and at its other end when that hears of it.
+  void break_there(SimEngine& engine, EndpointId endpoint, Duration heard, const std::string& why);
   Duration pick(Duration least, Duration most);
   Duration delay() { return pick(options_.min_delay, options_.max_delay); }
   // Most are quick; one in sixteen comes after the poster's end may be known to have failed.
@@ -87,6 +92,13 @@ class Fabric {
   std::unordered_map<std::uint32_t, SimEngine*> engines_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> blocked_;  // from, to: until then
   std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;
+  struct Moving {
+    std::uint32_t from = 0, to = 0;
+    EndpointId endpoint, peer;  // its ends
+    RegionId local;
+    std::uint64_t remote_key = 0;
+  };
+  std::map<std::uint64_t, Moving> moving_;  // writes and reads that have not landed, where withdrawal breaks them
 };
 
 }  // namespace rejoin::transport::sim

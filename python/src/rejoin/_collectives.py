@@ -30,6 +30,7 @@ _COMBINES = {  # rejoin_combine
 
 class _Waits(Protocol):
     def wait_for_it_alone(self) -> None: ...
+    def is_completed(self) -> bool: ...
 
 
 @dataclass
@@ -41,12 +42,10 @@ class Staged:
     type: int = 0
     alive: list[torch.Tensor] = field(default_factory=list)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # to, from
-    others: Sequence[_Waits] = ()
+    others: Sequence[_Waits] = ()  # that end before it does
 
     def write_back(self) -> None:
         """Copy results to tensors that the operation could not write."""
-        for other in self.others:
-            other.wait_for_it_alone()
         with torch.no_grad():
             for to, of in self.copies:
                 to.copy_(of)  # a small integer is cut off, as by an addition of its type
@@ -97,6 +96,8 @@ def stage_all(
     cut_outputs: int | Sequence[int] = 0,
 ) -> Staged:
     """Give tensors as memory; those that are elsewhere, or strided, by way of copies."""
+    if len(dtypes := {tensor.dtype for tensor in (*inputs, *outputs)}) > 1:
+        raise ValueError(f"a collective takes tensors of one type, not of {', '.join(sorted(map(str, dtypes)))}")
     staged = Staged()
     for tensor in map(_check, inputs):
         here = tensor if _plain(tensor) else tensor.resolve_conj().resolve_neg().cpu().contiguous()

@@ -27,17 +27,24 @@ class Settles(Protocol):
     def let_go_of_ended(self) -> None:
         """Keep no tensors of operations that have ended."""
 
+    def let_go_of(self, work: Work) -> None:
+        """Keep nothing of this one."""
+
 
 class Work(_Work):  # type: ignore[misc]
-    """An operation under way; whoever waits for it first puts its result where it belongs."""
+    """An operation under way; whoever waits for it first puts its result where it belongs.
 
-    def __init__(self, group: Settles, native: _native.Work | None, staged: Staged, result: list[torch.Tensor]):
+    Any of its lines may be the last before a signal's handler, which may wait for the same work, or raise.
+    """
+
+    def __init__(self, group: Settles, staged: Staged, result: list[torch.Tensor]):
         super().__init__()
+        self.begun: list[_native.Work] = []  # none: it has not begun, or there is nothing to do
         self._group = weakref.ref(group)
-        self._native = native
+        self._others = staged.others
         self._staged: Staged | None = staged
         self._result = result
-        self._lock = threading.Lock()  # guards all above and below
+        self._lock = threading.RLock()  # guards all above and below
         self._error: Exception | None = None
         self._future: Any = None
 
@@ -51,12 +58,12 @@ class Work(_Work):  # type: ignore[misc]
         return True
 
     def wait_for_it_alone(self, timeout: timedelta = timedelta(0)) -> None:
-        """Wait as `wait()`, and touch no other work: it may be called with one's lock held."""
-        if self._native is not None:
+        """Wait as `wait()`, and touch no other work but those that it needs."""
+        for native in self.begun:
             try:
-                self._native.wait(milliseconds(timeout) if timeout > timedelta(0) else _LONGEST)
+                native.wait(milliseconds(timeout) if timeout > timedelta(0) else _LONGEST)
             except errors.RejoinError:
-                if not self._native.done():
+                if not native.done():
                     raise  # of this wait alone
         self.settle()
         if self._error is not None:
@@ -64,17 +71,29 @@ class Work(_Work):  # type: ignore[misc]
 
     def settle(self) -> None:
         """It has ended: copy the results to where they belong, once."""
+        staged, failed = self._staged, None
+        if staged is None:
+            return
+        try:
+            for native in self.begun:
+                native.wait(_LONGEST)
+            for other in self._others:
+                other.wait_for_it_alone()
+        except Exception as error:
+            failed = error
         with self._lock:
             if self._staged is None:
-                return
-            staged, self._staged = self._staged, None
+                return  # another thread was faster, or a signal's handler
             try:
-                if self._native is not None:
-                    self._native.wait(0)
-                staged.write_back()
+                if failed is None:
+                    staged.write_back()
             except Exception as error:
-                self._error = error
+                failed = error
+            self._error = failed
+            self._staged = None  # at last: what was interrupted before is done again
             future = self._future
+        if (group := self._group()) is not None:
+            group.let_go_of(self)
         if future is not None:
             self._set(future)
 
@@ -95,15 +114,15 @@ class Work(_Work):  # type: ignore[misc]
             settled = self._staged is None
         if settled:
             self._set(self._future)
-        elif group is None or self._native is None:
+        elif group is None or not self.begun:
             self.settle()
         else:
-            group.settle_when_done(self, self._native)
+            group.settle_when_done(self, self.begun[0])
         return self._future
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._native is None or self._native.done()
+        return all(native.done() for native in self.begun) and all(other.is_completed() for other in self._others)
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
@@ -132,7 +151,9 @@ def settle_all(native: _native.ProcessGroup, awaited: dict[int, Work], lock: thr
         with lock:
             work = awaited.pop(number)
         work.settle()
-    with lock:
-        left = list(awaited.values())
-    for work in left:
+    while True:
+        with lock:
+            if not awaited:
+                return
+            _, work = awaited.popitem()
         work.settle()

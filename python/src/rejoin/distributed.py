@@ -5,7 +5,8 @@
 
 Collectives are those of other backends. When a member is lost, everything under way fails on all others with a sentence
 that names it, soon after the connection breaks or at the operation's time-out. The group goes on with other members, or
-fewer, after `reconfigure()` on each of them; a process that is new makes its group with `Options(configure=False)`.
+fewer, after `reconfigure()` on each of them. A group that has no members before its first one is made with torch's own
+`init_process_group(…, enable_reconfigure=True)`, or, where torch has no such argument, with `Options(configure=False)`.
 
 Tensors of a GPU go through the host's memory. Reductions: SUM, AVG, MIN, MAX, PRODUCT, and of integers BAND, BOR, BXOR;
 the result is the same, bit for bit, on all members.
@@ -20,7 +21,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -34,6 +35,7 @@ from rejoin._collectives import COLLECTIVES, Staged, reduction_of, stage_all, st
 from rejoin._memory import milliseconds
 from rejoin._work import Work, settle_all
 
+_LOOKED_AT = 4  # operations that each call sees whether they have ended
 _GOODBYE = 5000  # milliseconds that a process waits for the others to hear that it leaves
 # Its types differ between versions of torch.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -48,7 +50,8 @@ class Options:
         transport: "tcp", "ibverbs", "shm" (one machine) or another that `rejoind --help` names
         listen: the address to listen on; by default the loopback's if MASTER_ADDR is, else any
         advertise: the host under which others reach this one; by default the machine's own address
-        configure: False: the group has no members before its first `reconfigure()`
+        configure: False: the group has no members before its first `reconfigure()`, as with torch's
+            `enable_reconfigure=True`
     """
 
     transport: str = "tcp"
@@ -64,8 +67,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     its arguments can't be.
     """
 
-    def __init__(self, timeout: timedelta, options: Options) -> None:
+    def __init__(self, timeout: timedelta, options: Options, rank: int = 0, size: int = 1) -> None:
         super().__init__(0, 1)
+        self._said = rank, size  # before there are members
         listen = options.listen
         if not listen:
             local = os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
@@ -74,18 +78,14 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._native = _native.ProcessGroup(options.transport, listen, options.advertise)
         self._timeout = timeout
         self._name, self._description = "", ""
-        self._lock = threading.Lock()  # guards the three below
-        self._pending: deque[Work] = deque()  # alive until they have ended, with their tensors
+        self._lock = threading.RLock()  # guards the four below; a signal's handler may shut down
+        self._pending: OrderedDict[int, Work] = OrderedDict()  # alive until they have ended, with their tensors
+        self._ended = False  # nothing begins any more
         self._awaited: dict[int, Work] = {}
         self._settler: threading.Thread | None = None
         _ended_at_exit.add(self)
 
     # Members.
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        """It does."""
-        return True
 
     def get_reconfigure_handle(self) -> str:
         """Give what others name this member by; who has it may connect."""
@@ -109,19 +109,32 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             uuid, handles, timeout = opts.uuid, opts.handles, opts.timeout
         members = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
         self._native.reconfigure(uuid, members, self._limit(timeout))
-        return Work(self, None, Staged(), [])
+        return Work(self, Staged(), [])
 
     def getRank(self) -> int:  # noqa: N802 - the names that torch calls
-        """Give this member's rank."""
-        return self._native.rank()
+        """Give this member's rank; before it has any, what `init_process_group()` was told, as Gloo does."""
+        return self._native.rank() if self._native.size() else self._said[0]
 
     def getSize(self) -> int:  # noqa: N802
-        """Give the number of members."""
-        return max(1, self._native.size())
+        """Give the number of members; before it has any, what `init_process_group()` was told, as Gloo does."""
+        return self._native.size() or self._said[1]
 
     def getBackendName(self) -> str:  # noqa: N802
         """Give the name of the backend."""
         return "rejoin"
+
+    # What newer versions of torch ask of a backend behind a group, they ask of this one.
+    supports_reconfigure = True
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        return self
+
+    get_backend = _get_backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Set what torch calls the group."""
@@ -150,17 +163,21 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave: others go on as long as they need nothing of this member."""
         _ended_at_exit.discard(self)
+        with self._lock:
+            self._ended = True
         try:
             self._native.shutdown(_GOODBYE)
         except errors.Unavailable:
             return  # it was called before
-        with self._lock:
-            pending, self._pending = self._pending, deque()
-            settler = self._settler
+        settler = self._settler
         if settler is not None and settler is not threading.current_thread():
-            settler.join()  # what is left in C++ when the interpreter ends would end the process
+            # What is left in C++ when the interpreter ends would end the process. It may wait for what this thread
+            # holds, where this is a signal's handler.
+            settler.join(_GOODBYE / 1000)
         self._native.close()
-        for work in pending:
+        with self._lock:
+            left = list(self._pending.values())
+        for work in left:
             work.settle()
 
     def __del__(self) -> None:
@@ -177,20 +194,26 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # Operations.
 
     def _start(self, kind: str, staged: Staged, result: list[torch.Tensor], opts: Any = None, **more: int) -> Work:
-        native = self._native.start(
-            COLLECTIVES[kind],
-            staged.type,
-            more.get("combine", 0),
-            more.get("root", 0),
-            more.get("tag", 0),
-            staged.inputs,
-            staged.outputs,
-            self._limit(getattr(opts, "timeout", None)),
-        )
-        work = Work(self, native, staged, result)
-        self.let_go_of_ended()
+        work = Work(self, staged, result)
+        # It is held before it begins: whatever is raised from here on, its memory lives until it has ended.
         with self._lock:
-            self._pending.append(work)
+            self._pending[id(work)] = work
+        try:
+            self._native.start(
+                COLLECTIVES[kind],
+                staged.type,
+                more.get("combine", 0),
+                more.get("root", 0),
+                more.get("tag", 0),
+                staged.inputs,
+                staged.outputs,
+                self._limit(getattr(opts, "timeout", None)),
+                work.begun,
+            )
+        finally:
+            if not work.begun:
+                self.let_go_of(work)
+        self.let_go_of_ended()
         return work
 
     def _start_all(
@@ -202,28 +225,40 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if staged is all[-1]:
                 staged.others = works[:]
             works.append(self._start(kind, staged, result, opts, **more))
-        return works[-1] if works else Work(self, None, Staged(), result)
+        return works[-1] if works else Work(self, Staged(), result)
 
     def let_go_of_ended(self) -> None:
         """Keep no tensors of operations that have ended, and settle those that nobody waits for."""
+        for _ in range(_LOOKED_AT):
+            with self._lock:
+                oldest = next(iter(self._pending.values()), None)
+                if oldest is None:
+                    return
+                self._pending.move_to_end(id(oldest))  # one that takes long keeps none of the others
+            if oldest.begun and oldest.is_completed():
+                oldest.settle()
+
+    def let_go_of(self, work: Work) -> None:
+        """Keep nothing of a work that has been settled, or has not begun."""
         with self._lock:
-            ended = []
-            while self._pending and self._pending[0].is_completed():
-                ended.append(self._pending.popleft())
-        for one in ended:
-            one.settle()
+            self._pending.pop(id(work), None)
 
     def settle_when_done(self, work: Work, native: _native.Work) -> None:
         """Settle the work in a thread of the group's when it has ended."""
         number = id(work)
         with self._lock:
-            self._awaited[number] = work
-            if self._settler is None:
+            ended = self._ended
+            if not ended:
+                self._awaited[number] = work
+            if self._settler is None and not ended:
                 self._settler = threading.Thread(
                     target=settle_all, args=(self._native, self._awaited, self._lock), name="rejoin-group", daemon=True
                 )
                 self._settler.start()
-        native.notify(number)
+        if ended:
+            work.settle()
+        else:
+            native.notify(number)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Replace each of the tensors by its reduction over all members."""
@@ -342,11 +377,13 @@ def _create(made_by: Any, options: Options | None) -> ProcessGroup:
         raise TypeError(
             f"the backend 'rejoin' takes rejoin.distributed.Options as pg_options, not {type(options).__name__}"
         )
-    group = ProcessGroup(made_by.timeout, options)
-    if options.configure:
-        rank, size, store = made_by.group_rank, made_by.group_size, made_by.store
-        store.set(f"rejoin/{rank}", group.get_reconfigure_handle())
-        handles = [store.get(f"rejoin/{member}").decode() for member in range(size)]
+    rank, size, store = made_by.group_rank, made_by.group_size, made_by.store
+    group = ProcessGroup(made_by.timeout, options, rank, size)
+    if options.configure and not getattr(made_by, "enable_reconfigure", False):
+        # A process may make one after the other under one name; all do so equally often.
+        count = store.add(f"rejoin/{rank}", 1)
+        store.set(f"rejoin/{rank}/{count}", group.get_reconfigure_handle())
+        handles = [store.get(f"rejoin/{member}/{count}").decode() for member in range(size)]
         group.reconfigure(uuid=0, handles=handles, timeout=made_by.timeout)
     return group
 
