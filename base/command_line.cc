@@ -4,7 +4,10 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cctype>
+#include <map>
 #include <numeric>
+#include <sstream>
 
 #include "base/bytes.h"
 #include "base/fail.h"
@@ -28,10 +31,15 @@ std::size_t distance(std::string_view from, std::string_view to) {
   return row.back();
 }
 
-const std::string& nearest(std::string_view name, const std::vector<std::string>& known) {
-  return *std::min_element(known.begin(), known.end(), [&](const auto& one, const auto& other) {
-    return distance(name, one) < distance(name, other);
-  });
+// Nothing where none of them is near: a third of the letters may differ, and an end may be missing.
+std::optional<std::string> nearest(std::string_view name, const std::vector<std::string>& known) {
+  const auto far = [&](const std::string& other) {
+    return other.starts_with(name) ? std::min<std::size_t>(1, other.size() - name.size()) : distance(name, other);
+  };
+  const auto found = std::min_element(known.begin(), known.end(),
+                                      [&](const auto& one, const auto& other) { return far(one) < far(other); });
+  if (3 * far(*found) > std::max(name.size(), found->size())) return std::nullopt;
+  return *found;
 }
 
 // What any program of the project, its scripts and its tests take from the environment; what the tests' own drivers do
@@ -43,6 +51,7 @@ constexpr std::string_view kVariables =
     "PATIENCE_MS RANK RANKS RDMA REDUCE_BLOCKS REDUCE_THREADS RELAY REPLICA REPLICAS ROLL_BACK_TO "
     "SILENCE_MS SOCKET START_PATIENCE_MS STATE STATUS STEPS STREAM_LIMIT TEST_SEED TRANSPORT";
 
+constexpr int kUsageError = 2;  // the exit status, as of most programs
 constexpr std::string_view kPrefix = "REJOIN_";
 
 const std::vector<std::string>& known_variables() {
@@ -56,6 +65,16 @@ bool is_known(std::string_view variable) {
   return std::find(known.begin(), known.end(), variable.substr(kPrefix.size())) != known.end();
 }
 
+// An empty one counts for none.
+bool is_set(std::string_view name) {
+  if (name.empty()) return false;
+  for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
+    const std::string_view entry = *variable;
+    if (entry.size() > name.size() + 1 && entry.starts_with(name) && entry[name.size()] == '=') return true;
+  }
+  return false;
+}
+
 // A misspelt variable would have no effect, and nobody would know.
 void warn_of_unknown_variables() {
   for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
@@ -63,9 +82,9 @@ void warn_of_unknown_variables() {
     name = name.substr(0, name.find('='));
     if (is_known(name)) continue;
     name.remove_prefix(kPrefix.size());
-    const auto line =
-        fmt::format("rejoin: the variable REJOIN_{} is none of Rejoin's, and is ignored; the nearest is REJOIN_{}\n",
-                    name, nearest(name, known_variables()));
+    const auto near = nearest(name, known_variables());
+    const auto line = fmt::format("rejoin: the variable REJOIN_{} is none of Rejoin's, and is ignored{}\n", name,
+                                  near ? "; the nearest is REJOIN_" + *near : "");
     (void)std::fputs(line.c_str(), stderr);
   }
 }
@@ -81,7 +100,10 @@ class Settings : public CLI::ConfigBase {
  public:
   explicit Settings(const CLI::App& app) : app_(app) {}
   std::vector<CLI::ConfigItem> from_config(std::istream& file) const override {
-    auto settings = CLI::ConfigBase::from_config(file);
+    std::stringstream text;
+    text << file.rdbuf();
+    note_lines(text.str());
+    auto settings = CLI::ConfigBase::from_config(text);
     std::vector<std::string> known;
     for (const auto* option : app_.get_options())
       for (const auto& name : option->get_lnames())
@@ -90,17 +112,77 @@ class Settings : public CLI::ConfigBase {
       const std::string name = item.fullname();
       const bool border = item.name == "++" || item.name == "--";  // of a section
       if (border || std::find(known.begin(), known.end(), name) != known.end()) continue;
-      throw CLI::ConfigError(
-          fmt::format("settings file: no setting is called '{}'; the nearest is '{}', and --help names all", name,
-                      nearest(name, known)),
-          CLI::ExitCodes::ConfigError);
+      std::string lower = name;
+      for (char& letter : lower) letter = letter == '_' ? '-' : static_cast<char>(std::tolower(letter));
+      const auto near = nearest(lower, known);
+      throw CLI::ConfigError(fmt::format("{}: no setting is called '{}'; {}--help names all", place_of(item.name), name,
+                                         near ? fmt::format("the nearest is '{}', and ", *near) : ""),
+                             CLI::ExitCodes::ConfigError);
     }
+    for (const auto& item : settings)
+      if (const auto* option = app_.get_option_no_throw("--" + item.fullname());
+          option != nullptr &&
+          item.inputs.size() > static_cast<std::size_t>(std::max(1, option->get_items_expected_max())))
+        throw CLI::ConfigError(
+            fmt::format("{}: '{}' has {} values. One with blanks stands in quotes; a comment stands on "
+                        "a line of its own",
+                        place_of(item.name), item.name, item.inputs.size()),
+            CLI::ExitCodes::ConfigError);
+    // A variable wins; CLI11 would let the file.
+    std::erase_if(settings, [&](const CLI::ConfigItem& item) {
+      const auto* option = app_.get_option_no_throw("--" + item.fullname());
+      return option != nullptr && is_set(option->get_envname());
+    });
     return settings;
   }
 
+  bool has(const std::string& name) const { return lines_.contains(name); }
+  // "FILE line 3", where the name is set.
+  std::string place_of(const std::string& name) const {
+    const auto* given = app_.get_config_ptr();
+    const auto line = lines_.find(name);
+    return (given != nullptr && given->count() > 0 ? given->results().front() : "settings file") +
+           (line == lines_.end() ? "" : fmt::format(" line {}", line->second));
+  }
+
  private:
+  void note_lines(const std::string& text) const {
+    lines_.clear();
+    std::size_t number = 0;
+    for (const auto& line : split(text, '\n')) {
+      ++number;
+      const std::size_t begin = line.find_first_not_of(" \t"), end = line.find_first_of(" \t=", begin);
+      if (begin != std::string::npos) lines_.emplace(line.substr(begin, end - begin), number);
+    }
+  }
+
   const CLI::App& app_;
+  mutable std::map<std::string, std::size_t> lines_;  // where each name stands first; from_config() is const
 };
+
+// CLI11 names the flag also where a variable or the settings file has set it.
+void name_source(const CLI::App& app, const std::vector<std::string>& arguments, std::string& message) {
+  for (const auto* option : app.get_options()) {
+    for (const auto& name : option->get_lnames()) {
+      const std::string flag = "--" + name;
+      const auto gives = [&](const std::string& argument) {
+        return argument == flag || argument.starts_with(flag + "=");
+      };
+      if (std::any_of(arguments.begin(), arguments.end(), gives)) continue;
+      const auto file = std::dynamic_pointer_cast<Settings>(app.get_config_formatter());
+      std::string source;
+      if (is_set(option->get_envname())) source = option->get_envname();
+      else if (file && file->has(name)) source = file->place_of(name) + ": " + name;
+      else continue;
+      for (std::size_t at = message.find(flag); at != std::string::npos; at = message.find(flag, at + source.size())) {
+        const std::size_t end = at + flag.size();
+        const bool longer = end < message.size() && (std::isalnum(message[end]) != 0 || message[end] == '-');
+        if (!longer) message.replace(at, flag.size(), source);
+      }
+    }
+  }
+  for (const auto* command : app.get_subcommands()) name_source(*command, arguments, message);
+}
 
 // A flag that does not exist is reported before one that is missing: a misspelt flag is often both.
 template <typename Parse>
@@ -116,11 +198,13 @@ void unknown_first(const CLI::App& app, Parse parse) {
 }
 
 template <typename Parse>
-Result<> parsed(const CLI::App& app, Parse parse) {
+Result<> parsed(const CLI::App& app, const std::vector<std::string>& arguments, Parse parse) {
   try {
     unknown_first(app, parse);
   } catch (const CLI::Error& error) {
-    return fail(ErrorCode::invalid_argument, "{}", error.what());
+    std::string message = error.what();
+    name_source(app, arguments, message);
+    return fail(ErrorCode::invalid_argument, "{}", message);
   }
   return {};
 }
@@ -192,7 +276,7 @@ CommandLine& CommandLine::command(const char* name, const char* help) {
 bool CommandLine::chosen() const { return app_->parsed(); }
 
 void CommandLine::allow_settings_file() {
-  app_->set_config("--config", "", "file with settings, one 'name = value' a line");
+  app_->set_config("--config", "", "file with settings, one 'name = value' a line")->check(CLI::ExistingFile);
   app_->config_formatter(std::make_shared<Settings>(*app_));
 }
 
@@ -201,17 +285,33 @@ std::optional<int> CommandLine::parse(int argc, const char* const* argv) {
   try {
     unknown_first(*app_, [&] { app_->parse(argc, argv); });
   } catch (const CLI::ParseError& error) {
-    return app_->exit(error);
+    if (error.get_exit_code() == 0) return app_->exit(error);
+    std::string message = error.what();
+    name_source(*app_, {argv, argv + argc}, message);
+    (void)std::fputs((message + "\nRun with --help for more information.\n").c_str(), stderr);
+    return kUsageError;
   }
   return std::nullopt;
 }
 Result<> CommandLine::parse(const std::vector<std::string>& arguments) {
   warn_once();
-  return parsed(*app_, [&] { app_->parse(std::vector<std::string>(arguments.rbegin(), arguments.rend())); });
+  return parsed(*app_, arguments, [&] { app_->parse(std::vector<std::string>(arguments.rbegin(), arguments.rend())); });
 }
 Result<> CommandLine::parse_settings(std::istream& file) {
-  return parsed(*app_, [&] { app_->parse_from_stream(file); });
+  return parsed(*app_, {}, [&] { app_->parse_from_stream(file); });
 }
-std::string CommandLine::settings() const { return app_->config_to_str(true, false); }
+std::string CommandLine::settings() const {
+  std::string text = app_->config_to_str(true, false);
+  for (const auto* option : app_->get_options()) {
+    if (option->get_expected_max() != 0 || option->count() == 0 || option->get_lnames().empty()) continue;
+    // A flag may have been given as 1 or yes.
+    const std::string begin = option->get_lnames().front() + "=";
+    const std::size_t at = text.starts_with(begin) ? 0 : text.find("\n" + begin) + 1;
+    if (at == 0 && !text.starts_with(begin)) continue;
+    const std::size_t value = at + begin.size();
+    text.replace(value, text.find('\n', value) - value, option->as<bool>() ? "true" : "false");
+  }
+  return text;
+}
 
 }  // namespace rejoin

@@ -34,6 +34,27 @@ Result<std::pair<sockaddr_un, socklen_t>> unix_address(const std::string& name) 
   return std::pair(address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size()));
 }
 
+// Removes what a daemon that died has left, and nothing else: a socket of ours on which nobody listens.
+Result<> remove_left_socket(const std::string& name) {
+  struct stat status {};
+  if (::lstat(name.c_str(), &status) != 0) return fail_errno(fmt::format("binding {}", name));
+  if (!S_ISSOCK(status.st_mode))
+    return fail(ErrorCode::invalid_argument,
+                "{} exists and is no socket: it is left as it is; choose another path "
+                "for the socket",
+                name);
+  if (status.st_uid != ::geteuid())
+    return fail(ErrorCode::invalid_argument,
+                "{} is a socket of user {}: it is left as it is; choose another path for "
+                "the socket",
+                name, status.st_uid);
+  // Other errors than a refusal come from sockets that are in use: of another type, or with a full backlog.
+  if (connect_unix(name) || errno != ECONNREFUSED)
+    return fail(ErrorCode::exhausted, "{} is in use by a running process; stop it or choose another socket", name);
+  if (::unlink(name.c_str()) != 0) return fail_errno(fmt::format("removing {}", name));
+  return {};
+}
+
 std::optional<std::pair<dev_t, ino_t>> file_at(const std::string& name) {
   struct stat status {};
   if (name.empty() || name[0] == '@' || ::lstat(name.c_str(), &status) != 0) return std::nullopt;
@@ -62,13 +83,7 @@ Result<Fd> listen_unix(const std::string& name) {
   if (!socket) return fail_errno("unix socket");
   if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0) {
     if (errno != EADDRINUSE || name[0] == '@') return fail_errno(fmt::format("binding {}", name));
-    // A file left by a daemon that died; a live one answers.
-    if (connect_unix(name))
-      return fail(ErrorCode::exhausted, "{} is in use by a running process; stop it or choose another socket", name);
-    struct stat status {};
-    if (::lstat(name.c_str(), &status) != 0 || !S_ISSOCK(status.st_mode))
-      return fail(ErrorCode::invalid_argument, "{} exists and is no socket; choose another name for the socket", name);
-    ::unlink(name.c_str());
+    if (auto removed = remove_left_socket(name); !removed) return tl::unexpected(removed.error());
     if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0)
       return fail_errno(fmt::format("binding {}", name));
   }
@@ -84,7 +99,10 @@ Result<Fd> connect_unix(const std::string& name) {
   if (!socket) return fail_errno("unix socket");
   if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&address->first), address->second) != 0) {
     const int saved = errno;
-    return fail(ErrorCode::unavailable, "nobody answers at {}: {}", name, std::strerror(saved));
+    auto failed = fail(ErrorCode::unavailable, "nobody answers at {}: {}", name, std::strerror(saved));
+    socket.reset();
+    errno = saved;  // for who asks why
+    return failed;
   }
   ::fcntl(socket.get(), F_SETFL, ::fcntl(socket.get(), F_GETFL) | O_NONBLOCK);
   return socket;

@@ -183,8 +183,13 @@ Result<int> top(const std::vector<std::string>& addresses, std::chrono::millisec
 }
 
 Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
-  auto records = membership::read_log(path);
-  if (!records) return tl::unexpected(records.error());
+  const auto log = membership::parse_log_file(path);
+  if (!log) return tl::unexpected(log.error());
+  const auto* records = &log->records;
+  if (records->empty())
+    return fail(ErrorCode::not_found,
+                "{} holds no decision, in {} bytes: no job has begun with it, or what it held is lost", path,
+                log->intact + log->torn);
   for (const auto& record : *records) {
     if (record.has_epoch()) {
       std::string members;
@@ -213,7 +218,14 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
         "The log does not tell whether the job is finished. If step {} was its last one, the {} samples that are to be "
         "trained again are lost; --steps {} counts them so.\n",
         audit.committed, audit.to_be_trained, audit.committed);
-  return audit.lost + audit.repeated == 0 ? 0 : 1;
+  if (log->torn > 0)
+    std::cout << fmt::format(
+        "{} bytes behind the last record are torn: a crash left them, and nobody was told of them\n", log->torn);
+  const std::uint64_t missing = last_step ? last_step->value - std::min(last_step->value, audit.committed) : 0;
+  if (missing > 0)
+    std::cout << fmt::format("{} of the job's {} steps are MISSING: the log ends with step {}\n", missing,
+                             last_step->value, audit.committed);
+  return audit.lost + audit.repeated + missing == 0 ? 0 : 1;
 }
 
 Result<int> show_trace(const std::string& directory, const std::string& output) {

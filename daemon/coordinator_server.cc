@@ -82,7 +82,9 @@ void CoordinatorServer::tick() {
 void CoordinatorServer::carry_out(const membership::Actions& actions) {
   if (auto written = log_.append(actions.append); !written) {
     // Deciding without remembering could decide twice. Ranks wait; a restarted coordinator goes on from the log.
-    spdlog::critical("{}; free space and start the coordinator again", written.error().message);
+    const bool gone = written.error().code == ErrorCode::not_found;
+    spdlog::critical("{}{}", written.error().message,
+                     gone ? ". The coordinator ends" : "; free space and start the coordinator again");
     std::_Exit(4);
   }
   for (const auto& record : actions.append) {

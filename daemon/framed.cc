@@ -22,7 +22,11 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
   remote_ = ignored ? "?" : fmt::format("{}:{}", endpoint.address().to_string(), endpoint.port());
   timer_.expires_after(deadline);
   timer_.async_wait([self = shared_from_this()](asio::error_code error) {
-    if (!error && self->stage_ != Stage::open) self->end("it did not prove the job key in time");
+    if (error || self->stage_ == Stage::open) return;
+    // A coordinator may be stopped for a while, or have too much to do: that is no refusal.
+    const std::string why = "it did not prove the job key in time";
+    if (self->server_) self->refuse(why);
+    else self->end(why);
   });
   mine_ = make_nonce();
   write_frame(std::string(kMagic) + std::string(as_text(mine_)));
@@ -46,7 +50,8 @@ void Framed::on_length() {
   for (std::size_t i = 0; i < kLength; ++i) length |= std::to_integer<std::uint32_t>(length_[i]) << (8 * i);
   const std::uint32_t limit = stage_ == Stage::open ? kMaxFrame : 256;
   if (length > limit)
-    return end(fmt::format("it sent a frame of {} bytes, over the limit of {}: not a Rejoin daemon?", length, limit));
+    return refuse(
+        fmt::format("it sent a frame of {} bytes, over the limit of {}: not a Rejoin daemon?", length, limit));
   read_body(length);
 }
 
@@ -65,7 +70,7 @@ void Framed::on_frame() {
   switch (stage_) {
     case Stage::nonce: {
       if (body_.size() != kMagic.size() + theirs_.size() || !body_.starts_with(kMagic))
-        return end("it does not speak this version of the Rejoin control protocol");
+        return refuse("it does not speak this version of the Rejoin control protocol");
       std::memcpy(theirs_.data(), body_.data() + kMagic.size(), theirs_.size());
       stage_ = Stage::proof;
       const auto proof = mac(server_ ? "rejoin server" : "rejoin client");
@@ -73,7 +78,7 @@ void Framed::on_frame() {
     }
     case Stage::proof:
       if (!equal_in_constant_time(as_bytes(body_), mac(server_ ? "rejoin client" : "rejoin server")))
-        return end("its job key differs from ours; give both the same --job-key-file");
+        return refuse("its job key differs from ours; give both the same --job-key-file");
       open();
       return handlers->ready();
     case Stage::open: {
@@ -132,6 +137,11 @@ void Framed::end(const std::string& why) {
   socket_.close(ignored);
   timer_.cancel();
   if (const auto handlers = std::exchange(handlers_, nullptr)) handlers->closed(why);
+}
+
+void Framed::refuse(const std::string& why) {
+  refused_ = true;
+  end(why);
 }
 
 void Framed::close() {

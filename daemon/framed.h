@@ -33,6 +33,8 @@ class Framed : public std::enable_shared_from_this<Framed> {
   void send(const std::string& message);  // before it is open nothing is sent
   void close();
   std::string remote() const { return remote_; }
+  // Whether it was ended here, for what the other side did not prove; not where that side went, or came to be silent.
+  bool refused() const { return refused_; }
 
  private:
   enum class Stage { nonce, proof, open };
@@ -41,6 +43,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
   void read_body(std::uint32_t length);
   void on_frame();
   void end(const std::string& why);
+  void refuse(const std::string& why);
   void write_next();
   void write_frame(const std::string& message);
   void open();
@@ -58,7 +61,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
   std::string body_;                          // likewise
   std::deque<std::string> out_;
   std::size_t out_bytes_ = 0;
-  bool closed_ = false;
+  bool closed_ = false, refused_ = false;
   std::string remote_;
 };
 

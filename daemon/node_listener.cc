@@ -1,6 +1,7 @@
 #include "daemon/node_listener.h"
 
 #include "base/events.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "daemon/listen.h"
 #include "membership/node.h"
@@ -26,11 +27,10 @@ void NodeListener::accept() {
       connection->start({.ready = [this, id, connection] { nodes_[id].connection = connection; },
                          .message = [this, id, connection](std::string_view bytes) { on_bytes(id, connection, bytes); },
                          .closed =
-                             [this, id](const std::string& why) {
+                             [this, id, seen = std::weak_ptr(connection)](const std::string& why) {
                                const auto gone = nodes_.extract(id);
                                if (gone.empty()) {
-                                 ++rejected_;
-                                 spdlog::warn("a connection was refused: {}", why);
+                                 if (const auto unproved = seen.lock()) never_a_node(*unproved, why);
                                  return;
                                }
                                spdlog::info("node {} at {} is gone: {}", gone.mapped().name,
@@ -42,6 +42,22 @@ void NodeListener::accept() {
     }
     accept();
   });
+}
+
+// A daemon with a wrong key, or a port scanner, comes again and again; one that gave up while this process was stopped
+// was refused nothing.
+void NodeListener::never_a_node(const Framed& connection, const std::string& why) {
+  constexpr auto seldom = std::chrono::seconds(60);
+  constexpr std::size_t most_hosts = 256;
+  const std::string remote = connection.remote();
+  if (!connection.refused()) return spdlog::debug("a connection from {} ended before its proof: {}", remote, why);
+  ++rejected_;
+  if (refusals_.size() >= most_hosts) refusals_.clear();
+  auto& lines = refusals_.try_emplace(remote.substr(0, remote.rfind(':')), seldom).first->second;
+  const auto left_out = lines.may_say(SteadyClock().now());
+  if (!left_out) return;
+  spdlog::warn("a connection from {} was refused: {}{}", remote, why,
+               *left_out == 0 ? "" : fmt::format(" ({} more from there since the last such line)", *left_out));
 }
 
 void NodeListener::on_bytes(NodeId node, const std::shared_ptr<Framed>& connection, std::string_view bytes) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "base/seldom.h"
 #include "control.pb.h"
 #include "daemon/framed.h"
 #include "membership/coordinator.h"
@@ -31,6 +32,7 @@ class NodeListener {
   std::uint64_t rejected() const { return rejected_; }  // connections and messages
 
  private:
+  void never_a_node(const Framed& connection, const std::string& why);
   void accept();
   void on_bytes(membership::NodeId node, const std::shared_ptr<Framed>& connection, std::string_view bytes);
 
@@ -42,6 +44,7 @@ class NodeListener {
     std::string name = "?";  // until it has introduced itself
   };
   std::map<membership::NodeId, Node> nodes_;
+  std::map<std::string, Seldom> refusals_;  // by host: when one was logged last
   std::uint64_t next_node_ = 1, rejected_ = 0;
   std::string address_;
 };

@@ -1,8 +1,12 @@
 // rejoind: the node's daemon; with --coordinator also (or only) the job's coordinator.
+#include <fcntl.h>
 #include <signal.h>
+#include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -20,14 +24,33 @@
 namespace rejoin::daemon {
 namespace {
 
+// A file of another kind would be lost, where a flag was mistaken for another.
+Result<> check_address_file(const std::string& path) {
+  std::error_code error;
+  const auto status = std::filesystem::symlink_status(path, error);
+  if (path.empty() || status.type() == std::filesystem::file_type::not_found) return {};
+  std::ifstream in(path);
+  const auto before = nlohmann::json::parse(in, nullptr, false);
+  const bool ours = before.is_object() && before.contains("status");
+  const bool empty = std::filesystem::is_regular_file(status) && std::filesystem::file_size(path, error) == 0;
+  if (std::filesystem::is_regular_file(status) && (ours || empty)) return {};
+  return fail(ErrorCode::invalid_argument,
+              "--address-file {} exists and is no address file: it is left as it is; choose another path", path);
+}
+
 Result<> write_addresses(const std::string& path, const nlohmann::json& addresses) {
   if (path.empty()) return {};
-  const std::string temporary = path + ".new";
-  std::ofstream out(temporary);
-  out << addresses.dump() << "\n";
-  out.close();
-  if (!out || ::rename(temporary.c_str(), path.c_str()) != 0) return fail_errno(fmt::format("address file {}", path));
-  return {};
+  if (auto right = check_address_file(path); !right) return right;
+  std::string temporary = path + ".XXXXXX";
+  const Fd file(::mkostemp(temporary.data(), O_CLOEXEC));
+  const std::string text = addresses.dump() + "\n";
+  if (file && ::fchmod(file.get(), 0644) == 0 &&
+      ::write(file.get(), text.data(), text.size()) == static_cast<ssize_t>(text.size()) &&
+      ::rename(temporary.c_str(), path.c_str()) == 0)
+    return {};
+  auto failed = fail_errno(fmt::format("address file {}", path));
+  if (file) ::unlink(temporary.c_str());
+  return failed;
 }
 
 // The address at which others find what listens here.
@@ -47,6 +70,7 @@ Result<> run(Config& c) {
                 "a relay, or all of them");
   if ((node || !c.relay.empty()) && c.node.coordinator.empty() && !c.coordinator)
     return fail(ErrorCode::invalid_argument, "a node or relay needs the coordinator's address: --connect HOST:PORT");
+  if (auto right = check_address_file(c.address_file); !right) return right;
   auto key = JobKey::read(c.key_file);
   if (!key) return tl::unexpected(key.error());
   if (auto opened = events::open(c.events, c.coordinator && !node ? "coordinator" : c.node.name); !opened)
@@ -139,10 +163,7 @@ int main(int argc, char** argv) {
   init_logging(
       fmt::format("rejoind {}", config.coordinator && config.node.socket.empty() ? "coordinator" : config.node.name),
       config.log_level);
-  // In full, and in the form of a --config file.
-  std::string settings = line.settings();
-  std::replace(settings.begin(), settings.end(), '\n', ' ');
-  spdlog::info("settings: {}", settings);
+  spdlog::info("settings, in the form of a --config file:\n{}", line.settings());
   daemon::raise_descriptor_limit();
   if (auto done = daemon::run(config); !done) {
     spdlog::error("{}", done.error().message);

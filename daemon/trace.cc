@@ -1,5 +1,8 @@
 #include "daemon/trace.h"
 
+#include <fmt/ranges.h>
+
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -47,13 +50,24 @@ class Row {
   StepPhases phases_;
 };
 
+// A few of them, for a message.
+std::string some_of(std::vector<std::string> names) {
+  constexpr std::size_t most = 5;
+  std::sort(names.begin(), names.end());
+  const std::size_t more = names.size() - std::min(names.size(), most);
+  names.resize(names.size() - more);
+  return fmt::format("{}{}", fmt::join(names, ", "), more == 0 ? "" : fmt::format(" and {} more", more));
+}
+
 }  // namespace
 
 Result<int> merge_trace(const std::string& directory, const std::string& output) {
   nlohmann::json trace = nlohmann::json::array();
   int rows = 0;
   std::error_code error;
+  std::vector<std::string> without;  // files that hold no event
   for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
+    without.push_back(entry.path().filename().string());
     if (entry.path().extension() != ".jsonl") continue;
     std::optional<Row> row;
     std::ifstream in(entry.path());
@@ -67,10 +81,13 @@ Result<int> merge_trace(const std::string& directory, const std::string& output)
       }
       row->add(std::move(event));
     }
+    if (row) without.pop_back();
   }
   if (error) return fail(ErrorCode::not_found, "event directory {}: {}", directory, error.message());
   if (rows == 0)
-    return fail(ErrorCode::not_found, "no events in {}; start daemons and trainers with --events", directory);
+    return fail(ErrorCode::not_found,
+                "no events in {}{}; start daemons and trainers with --events, and give their directory here", directory,
+                without.empty() ? ": it has no file" : fmt::format(": none is in {}", some_of(without)));
   std::ofstream out(output);
   out << nlohmann::json{{"traceEvents", trace}, {"displayTimeUnit", "ms"}}.dump() << "\n";
   if (!out.flush()) return fail(ErrorCode::io, "can't write {}", output);

@@ -1,12 +1,16 @@
 #include "daemon/upstream.h"
 
+#include <algorithm>
+
 #include "base/log.h"
 #include "daemon/listen.h"
 
 namespace rejoin::daemon {
 
 namespace {
-constexpr auto kRetry = std::chrono::milliseconds(50);
+// A coordinator that starts again is found soon. One that shows another key, or speaks another version, will do so
+// again: each time it is left alone for twice as long.
+constexpr auto kRetry = std::chrono::milliseconds(50), kMostRetry = std::chrono::milliseconds(5000);
 }  // namespace
 
 Upstream::~Upstream() {
@@ -30,7 +34,8 @@ void Upstream::connect() {
     connection_->start({.ready =
                             [this] {
                               up_ = true;
-                              logged_unreachable_ = false;
+                              logged_refused_.reset();
+                              pause_ = std::chrono::milliseconds(0);
                               spdlog::info("connected to the coordinator at {}", address_);
                               handlers_.up();
                             },
@@ -58,14 +63,19 @@ void Upstream::check(TimePoint heard) {
 }
 
 void Upstream::lost(const std::string& why) {
+  const bool refused = connection_ && connection_->refused() && !up_;
+  pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   connection_.reset();
   up_ = false;
   handlers_.down();
-  if (!std::exchange(logged_unreachable_, true)) {
+  if (logged_refused_ != refused) {
     if (handlers_.over()) spdlog::info("coordinator at {}: {}; the job is finished", address_, why);
-    else spdlog::warn("coordinator at {}: {}; trying again every {} ms", address_, why, kRetry.count());
+    else
+      spdlog::warn("coordinator at {}: {}; trying again {} {} ms", address_, why,
+                   refused ? "ever less often, in the end every" : "every", (refused ? kMostRetry : kRetry).count());
+    logged_refused_ = refused;
   }
-  retry_.expires_after(kRetry);
+  retry_.expires_after(pause_);
   retry_.async_wait([this](asio::error_code error) {
     if (!error) connect();
   });

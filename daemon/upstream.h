@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/clock.h"
@@ -49,7 +50,9 @@ class Upstream {
   const Handlers handlers_;
   asio::steady_timer retry_, deadline_;
   std::shared_ptr<Framed> connection_;
-  bool up_ = false, logged_unreachable_ = false;
+  bool up_ = false;
+  std::optional<bool> logged_refused_;  // that it is not connected was logged, and whether as a refusal
+  std::chrono::milliseconds pause_{0};  // before the last try
 };
 
 }  // namespace rejoin::daemon

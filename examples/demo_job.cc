@@ -29,6 +29,13 @@ void end(pid_t pid) {
   ::waitpid(pid, nullptr, 0);
 }
 
+// Each on a line of its own, under the message.
+std::string joined(const std::vector<std::string>& lines) {
+  std::string all;
+  for (const auto& line : lines) all += "\n  " + line;
+  return lines.empty() ? " (nothing)" : all;
+}
+
 }  // namespace
 
 Job::~Job() {
@@ -60,11 +67,7 @@ Result<pid_t> Job::spawn(const std::string& name, std::vector<std::string> argum
 }
 
 Result<std::string> Job::wait_for_address(pid_t& pid, const std::string& file, const char* key) {
-  const auto outputs = [this] {
-    std::string tail;
-    for (const auto& line : output_tail()) tail += "\n  " + line;
-    return tail;
-  };
+  const auto outputs = [this] { return joined(output_tail()); };
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (std::chrono::steady_clock::now() < deadline) {
     if (auto on = unless_interrupted(); !on) return tl::unexpected(on.error());
@@ -221,10 +224,12 @@ Result<> Job::on_ended(pid_t pid, int status, TimePoint now) {
   const int signal = WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status) > 128 ? WEXITSTATUS(status) - 128 : 0;
   const std::set crashes{SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP, SIGSYS};
   if (crashes.contains(signal))
-    return fail(ErrorCode::unavailable, "{0} crashed with signal {1}; see {2}/{0}.out", name, signal, directory_);
+    return fail(ErrorCode::unavailable, "{} crashed with signal {}; its output ends with:{}", name, signal,
+                joined(output_tail(name)));
   const bool to_be_started_again = signal != 0 || WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == 3;
   if (!to_be_started_again)
-    return fail(ErrorCode::unavailable, "{0} ended with {1}; see {2}/{0}.out", name, WEXITSTATUS(status), directory_);
+    return fail(ErrorCode::unavailable, "{} ended with {}; its output ends with:{}", name, WEXITSTATUS(status),
+                joined(output_tail(name)));
   if (pid == coordinator_) {
     coordinator_ = 0;
     return restart_coordinator();
@@ -266,10 +271,10 @@ Result<> Job::look_after(TimePoint now) {
   return {};
 }
 
-std::vector<std::string> Job::output_tail() const {
+std::vector<std::string> Job::output_tail(const std::string& name) const {
   std::vector<std::string> lines;
   for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
-    if (entry.path().extension() != ".out") continue;
+    if (entry.path().extension() != ".out" || (!name.empty() && entry.path().stem() != name)) continue;
     std::ifstream in(entry.path());
     std::vector<std::string> all;
     for (std::string line; std::getline(in, line);) all.push_back(entry.path().filename().string() + ": " + line);

@@ -54,7 +54,7 @@ class Job {
 
   bool finished() const { return finished_.size() == std::size_t{settings_.replicas} * settings_.ranks; }
   bool running(RankName rank) const { return trainers_.contains(rank); }
-  std::vector<std::string> output_tail() const;  // of processes that failed
+  std::vector<std::string> output_tail(const std::string& name = "") const;  // of this process, or of all
 
  private:
   Result<pid_t> spawn(const std::string& name, std::vector<std::string> arguments);

@@ -12,6 +12,7 @@
 #include "base/command_line.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "examples/demo_plan.h"
 #include "examples/demo_trace.h"
 #include "examples/demo_view.h"
 #include "examples/interrupt.h"
@@ -19,48 +20,26 @@
 namespace rejoin::demo {
 namespace {
 
-struct Settings {
+struct Settings : Faults {
   JobSettings job;
-  std::vector<std::string> kills, hangs;
-  std::string kill_daemon, drift;
-  std::uint64_t kill_coordinator = 0, pause_coordinator = 0, pause_all = 0, pause_ms = 0, flip_bit = 0;
-  bool kill_source = false, kill_joiner = false, no_kill = false, no_baseline = false, quiet = false, keep = false;
+  std::uint64_t pause_ms = 0;
+  bool no_baseline = false, quiet = false, keep = false;
   std::string json, trace, directory;
   std::uint64_t limit_seconds = 600;
-
-  // Whether every replica loses a rank: then its state may be lost.
-  bool loses_all() const {
-    std::set<std::string> replicas;
-    for (const auto& list : {kills, hangs})
-      for (const auto& text : list) replicas.insert(text.substr(0, text.find('.')));
-    return replicas.size() == job.replicas;
-  }
 };
 
-struct Target {
-  RankName rank;
-  std::uint64_t step = 0;
-};
-
-// "1.0@40"
-Result<Target> parse_target(const std::string& text, const JobSettings& job) {
-  Target target;
-  int used = 0;
-  if (std::sscanf(text.c_str(), "%u.%u@%lu%n", &target.rank.replica, &target.rank.rank, &target.step, &used) != 3 ||
-      used != static_cast<int>(text.size()))
-    return fail(ErrorCode::invalid_argument, "'{}' is not of the form REPLICA.RANK@STEP, e.g. 1.0@40", text);
-  if (target.rank.replica >= job.replicas || target.rank.rank >= job.ranks || target.step < 1 ||
-      target.step >= job.steps)
-    return fail(ErrorCode::invalid_argument, "'{}' is outside this run of {} replicas × {} ranks and {} steps", text,
-                job.replicas, job.ranks, job.steps);
-  return target;
-}
-
-// "1@40"; a rank is allowed, too.
-Result<Target> parse_replica(const std::string& text, const JobSettings& job) {
-  const auto at = text.find('@');
-  const bool bare = at != std::string::npos && text.find('.') == std::string::npos;
-  return parse_target(bare ? text.substr(0, at) + ".0" + text.substr(at) : text, job);
+// Before the run, which may take long.
+Result<> check_output(const char* flag, const std::string& path) {
+  if (path.empty()) return {};
+  const bool there = ::access(path.c_str(), F_OK) == 0;
+  const auto folder = std::filesystem::absolute(path).parent_path();
+  if (::access(there ? path.c_str() : folder.c_str(), W_OK) != 0)
+    return fail_errno(fmt::format("{} {}: it could not be written", flag, path));
+  std::error_code error;
+  if (std::filesystem::is_directory(there ? path : folder.string(), error) == there)
+    return fail(ErrorCode::invalid_argument, "{} {}: {} is {}", flag, path, there ? path : folder.string(),
+                there ? "a directory; give a file in it" : "no directory");
+  return {};
 }
 
 std::int64_t now_ns() { return SteadyClock().now().time_since_epoch().count(); }
@@ -68,20 +47,12 @@ std::int64_t now_ns() { return SteadyClock().now().time_since_epoch().count(); }
 // One run of the job with its faults; the story is complete when it returns.
 class Run {
  public:
-  Run(const Settings& settings, std::string directory)
-      : s_(settings), job_(settings.job, directory), story_(directory + "/events") {}
+  Run(const Settings& settings, Plan plan, std::string directory)
+      : s_(settings), plan_(std::move(plan)), job_(settings.job, directory), story_(directory + "/events") {}
 
   Result<> go() {
-    for (const auto& text : s_.kills)
-      if (auto planned = plan(text, "kill"); !planned) return planned;
-    for (const auto& text : s_.hangs)
-      if (auto planned = plan(text, "hang"); !planned) return planned;
-    if (auto target = s_.kill_daemon.empty() ? Result<Target>() : parse_replica(s_.kill_daemon, s_.job); !target)
-      return tl::unexpected(target.error());
-    auto more = trainers_arguments();
-    if (!more) return tl::unexpected(more.error());
     LiveView view(s_.job, s_.quiet);
-    if (auto started = job_.start(*more); !started) return started;
+    if (auto started = job_.start(trainers_arguments()); !started) return started;
     has_started_ = true;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(s_.limit_seconds);
     while (!job_.finished()) {
@@ -112,25 +83,14 @@ class Run {
   nlohmann::json report() const { return story_.report(s_.job, job_.log_path()); }
 
  private:
-  Result<> plan(const std::string& text, const std::string& kind) {
-    auto target = parse_target(text, s_.job);
-    if (!target) return tl::unexpected(target.error());
-    targets_.emplace_back(*target, kind);
-    return {};
-  }
-
   // What trainers are started with for what is planned: where to wait for their end, what to get wrong.
-  Result<std::map<RankName, std::vector<std::string>>> trainers_arguments() const {
+  std::map<RankName, std::vector<std::string>> trainers_arguments() const {
     std::map<RankName, std::vector<std::string>> more;
     const auto add = [&](RankName rank, const char* option, std::uint64_t step) {
       more[rank].insert(more[rank].end(), {option, std::to_string(step)});
     };
-    for (const auto& [target, kind] : targets_) add(target.rank, "--pause-at", target.step);
-    if (!s_.drift.empty()) {
-      const auto target = parse_replica(s_.drift, s_.job);
-      if (!target) return tl::unexpected(target.error());
-      add(target->rank, "--drift-from", target->step);
-    }
+    for (const auto& [target, kind] : plan_.ranks) add(target.rank, "--pause-at", target.step);
+    if (plan_.drift) add(plan_.drift->rank, "--drift-from", plan_.drift->step);
     if (s_.flip_bit != 0) add({s_.job.replicas - 1, 0}, "--flip-bit-at", s_.flip_bit);
     return more;
   }
@@ -151,7 +111,7 @@ class Run {
       paused_.insert(rank);
       // Those of one step die together.
       std::vector<std::pair<Target, std::string>> together;
-      for (const auto& target : targets_)
+      for (const auto& target : plan_.ranks)
         if (target.first.step == step) together.push_back(target);
       for (const auto& [target, kind] : together)
         if (!paused_.contains(target.rank)) return {};
@@ -174,14 +134,10 @@ class Run {
       all_paused_ = true;
       pause("pause_all", step + 1);
     }
-    if (event.kind == "commit" && !s_.kill_daemon.empty() && !daemon_killed_) {
-      auto target = parse_replica(s_.kill_daemon, s_.job);
-      if (!target) return tl::unexpected(target.error());
-      if (step + 1 >= target->step) {
-        daemon_killed_ = true;
-        story_.did({now_ns(), "kill_daemon", target->rank.replica, 0, step + 1});
-        return job_.restart_daemon(target->rank.replica);
-      }
+    if (event.kind == "commit" && plan_.daemon && !daemon_killed_ && step + 1 >= plan_.daemon->step) {
+      daemon_killed_ = true;
+      story_.did({now_ns(), "kill_daemon", plan_.daemon->rank.replica, 0, step + 1});
+      return job_.restart_daemon(plan_.daemon->rank.replica);
     }
     if (event.kind == "rank_down") job_.end_stopped(static_cast<std::uint32_t>(event.number("replica")));
     // As soon as the stream of a joiner has begun, one of its sources dies.
@@ -207,16 +163,16 @@ class Run {
   }
 
   const Settings& s_;
+  const Plan plan_;
   Job job_;
   Story story_;
-  std::vector<std::pair<Target, std::string>> targets_;
   std::set<RankName> paused_;
   bool coordinator_killed_ = false, daemon_killed_ = false, source_killed_ = false, joiner_killed_ = false;
   bool coordinator_paused_ = false, all_paused_ = false, has_started_ = false;
   std::optional<TimePoint> goes_on_at_;
 };
 
-Result<int> demo(Settings& s) {
+Result<int> demo(Settings& s, const Plan& plan) {
   char name[] = "/tmp/rejoin-demo-XXXXXX";
   s.directory = ::mkdtemp(name);
   struct Cleanup {
@@ -229,7 +185,7 @@ Result<int> demo(Settings& s) {
     std::printf("%u replicas × %u ranks learn %s: %lu parameters a rank, %lu steps; all in %s\n", s.job.replicas,
                 s.job.ranks, s.job.data.c_str(), s.job.parameters, s.job.steps, s.directory.c_str());
   std::filesystem::create_directories(s.directory + "/run");
-  Run run(s, s.directory + "/run");
+  Run run(s, plan, s.directory + "/run");
   if (auto gone = run.go(); !gone) {
     if (interrupted() != 0 || !run.has_started()) return tl::unexpected(gone.error());  // which says all that there is
     s.keep = true;
@@ -238,12 +194,11 @@ Result<int> demo(Settings& s) {
   auto report = run.report();
   if (!s.no_baseline) {
     Settings calm = s;
-    calm.kills.clear(), calm.hangs.clear(), calm.kill_daemon.clear(), calm.drift.clear();
-    calm.kill_coordinator = calm.pause_coordinator = calm.pause_all = calm.flip_bit = 0;
-    calm.kill_source = false, calm.kill_joiner = false, calm.quiet = true;
+    static_cast<Faults&>(calm) = {};
+    calm.quiet = true;
     if (!s.quiet) std::printf("the same run without a failure, for comparison ...\n");
     std::filesystem::create_directories(s.directory + "/calm");
-    Run baseline(calm, s.directory + "/calm");
+    Run baseline(calm, {}, s.directory + "/calm");
     if (auto gone = baseline.go(); !gone) return tl::unexpected(gone.error());
     report["loss"]["last_without_failure"] = baseline.report()["loss"]["last"];
   }
@@ -258,7 +213,7 @@ Result<int> demo(Settings& s) {
       return tl::unexpected(written.error());
   const bool good = report.at("same_bits").get<bool>() && !report.at("ledger").contains("error") &&
                     report.at("ledger").at("repeated") == 0 && report.at("ledger").at("lost") == 0 &&
-                    (report.at("rolled_back_steps") == 0 || s.loses_all());
+                    (report.at("rolled_back_steps") == 0 || s.lose_all(s.job));
   return good ? 0 : 1;
 }
 
@@ -284,13 +239,17 @@ int main(int argc, char** argv) {
   line.flag("--no-kill", s.no_kill, "nothing is killed");
   line.add("--kill-daemon", s.kill_daemon,
            "REPLICA@STEP: kill -9 that replica's daemon at that step; it is started again");
-  line.add("--kill-coordinator", s.kill_coordinator, "STEP: kill -9 the coordinator at that step; it is started again");
+  line.add("--kill-coordinator", s.kill_coordinator, "STEP: kill -9 the coordinator at that step; it is started again")
+      .range(1, 1000000);
   line.add("--pause-coordinator", s.pause_coordinator,
-           "STEP: stop the coordinator (SIGSTOP) at that step, for --pause-ms");
-  line.add("--pause-all", s.pause_all, "STEP: stop all processes at that step, for --pause-ms: a suspended machine");
+           "STEP: stop the coordinator (SIGSTOP) at that step, for --pause-ms")
+      .range(1, 1000000);
+  line.add("--pause-all", s.pause_all, "STEP: stop all processes at that step, for --pause-ms: a suspended machine")
+      .range(1, 1000000);
   line.add("--pause-ms", s.pause_ms, "how long these pauses last; 0: two and a half times the silence").show_default();
   line.add("--drift", s.drift, "REPLICA@STEP: from that step on the replica's optimizer gets a bit wrong");
-  line.add("--flip-bit", s.flip_bit, "STEP: a bit of a reduced gradient flips on one rank of the last replica");
+  line.add("--flip-bit", s.flip_bit, "STEP: a bit of a reduced gradient flips on one rank of the last replica")
+      .range(1, 1000000);
   line.flag("--kill-source", s.kill_source, "kill a source of the running catch-up");
   line.flag("--kill-joiner", s.kill_joiner, "kill the joiner of the running catch-up");
   line.add("--silence-ms", s.job.silence_ms, "how long a peer may be silent").range(100, 60000).show_default();
@@ -313,13 +272,19 @@ int main(int argc, char** argv) {
   line.add("--limit-seconds", s.limit_seconds, "give up after this long").show_default();
   if (const auto status = line.parse(argc, argv)) return *status;
   if (s.pause_ms == 0) s.pause_ms = s.job.silence_ms * 5 / 2;
-  const bool faults = !s.kills.empty() || !s.hangs.empty() || !s.kill_daemon.empty() || !s.drift.empty() ||
-                      s.kill_coordinator + s.pause_coordinator + s.pause_all + s.flip_bit != 0;
-  if (!faults && !s.no_kill && s.job.replicas > 1)
+  if (s.none() && !s.no_kill && s.job.replicas > 1)
     s.kills.push_back(fmt::format("1.0@{}", std::max<std::uint64_t>(2, s.job.steps / 4)));
+  const auto plan =
+      check_output("--json", s.json).and_then([&] { return check_output("--trace", s.trace); }).and_then([&] {
+        return plan_of(s, s.job);
+      });
+  if (!plan) {
+    std::cerr << "rejoin-demo: " << plan.error().message << "\n";
+    return 2;
+  }
   ::signal(SIGPIPE, SIG_IGN);
   catch_interrupts();
-  auto done = demo(s);
+  auto done = demo(s, *plan);
   if (const auto on = unless_interrupted(); !done && !on) {
     std::cerr << fmt::format("rejoin-demo: {}; its processes are ended, and {} is {}\n", on.error().message,
                              s.directory, s.keep ? "kept" : "removed");

@@ -187,7 +187,7 @@ std::string summary(const nlohmann::json& report) {
   if (report.contains("digests"))
     for (const auto& [replica, digests] : report.at("digests").items()) {
       text += fmt::format("  replica {}: digests", replica);
-      for (const auto& digest : digests) text += " " + digest.get<std::string>();
+      for (const auto& digest : digests) text += fmt::format(" {}", digest.get<std::string>());
       text += "\n";
     }
   for (const auto& replica : report.at("absent"))

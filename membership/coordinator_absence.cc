@@ -158,12 +158,20 @@ void Coordinator::judge(TimePoint now) {
   };
   const ReplicaId guilty(std::max_element(accused.begin(), accused.end(), worse)->first);
   std::string what;
+  bool explained = false;  // by its own library, or by a connection that broke
   for (const auto& [edge, about] : accusations_)
-    if (edge.second == guilty.value && edge.first != guilty.value)
+    if (edge.second == guilty.value && edge.first != guilty.value) {
       what = fmt::format("replica {} {} {}", edge.first, about.lost ? "lost it:" : "waits for", about.what);
-  if (const auto its_own = accusations_.find({guilty.value, guilty.value}); its_own != accusations_.end())
+      explained |= about.lost;
+    }
+  if (const auto its_own = accusations_.find({guilty.value, guilty.value}); its_own != accusations_.end()) {
     what += fmt::format("{}the step waits for {}", what.empty() ? "" : "; ", its_own->second.what);
+    explained = true;
+  }
   const MemberState* m = member(guilty);
+  if (!explained && !waiting.contains(guilty.value) && m->reduced.size() < config_.ranks &&
+      present(m->replica, m->incarnation))
+    what = fmt::format("it hangs: its processes are heard, wait for nobody and do not go on; {}", what);
   if (m->catching_up && last_complete(*m)) return block_on(guilty, what);
   if (m->catching_up && !caught_up(*m)) return remove(guilty, what, now);
   if (!others_contribute(guilty) && !promote_caught_up(true)) return block_on(guilty, what);

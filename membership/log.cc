@@ -187,6 +187,13 @@ Result<> Log::write_and_sync(BytesView bytes, std::uint64_t at) {
   return {};
 }
 
+bool Log::in_its_place() const {
+  struct stat ours {
+  }, there{};
+  return ::fstat(file_.get(), &ours) == 0 && ::stat(path_.c_str(), &there) == 0 && ours.st_dev == there.st_dev &&
+         ours.st_ino == there.st_ino;
+}
+
 Result<> Log::append(const std::vector<proto::LogRecord>& records) {
   if (records.empty()) return {};
   if (failed_) return fail(ErrorCode::io, "{} failed before; restart the coordinator", path_);
@@ -199,20 +206,30 @@ Result<> Log::append(const std::vector<proto::LogRecord>& records) {
     failed_ = true;
     return written;
   }
+  if (!in_its_place()) {
+    failed_ = true;
+    return fail(ErrorCode::not_found,
+                "decision log {} was removed or moved away while the job ran: what is decided from now on nobody would "
+                "know. Put it back, or a copy of it; without one, start the job from a checkpoint with a new log "
+                "directory",
+                path_);
+  }
   end_ += bytes.size();
   // They are durable whatever becomes of the mark; the next append writes it again, and fails if this has.
   (void)write(log_bytes({}, end_), end_);
   return {};
 }
 
-Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
+Result<ParsedLog> parse_log_file(const std::string& path) {
   Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!file) return fail_errno(path);
   auto bytes = read_all(file, path);
   if (!bytes) return tl::unexpected(bytes.error());
-  auto parsed = parse_log(*bytes, path);
-  if (!parsed) return tl::unexpected(parsed.error());
-  return std::move(parsed->records);
+  return parse_log(*bytes, path);
+}
+
+Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
+  return parse_log_file(path).map([](ParsedLog&& parsed) { return std::move(parsed.records); });
 }
 
 namespace {

@@ -48,11 +48,13 @@ class Log {
   static Result<Log> open(const std::string& directory, Disk disk = Disk::real());
   const std::vector<proto::LogRecord>& records() const { return records_; }
   std::uint64_t bytes_cut() const { return bytes_cut_; }  // of a torn tail
-  // All of them durable, or an error, after which the log takes no more: the process must stop deciding.
+  // All of them durable, or an error, after which the log takes no more: the process must stop deciding. `not_found`:
+  // the file isn't at its path any more, where the next coordinator would look for it.
   Result<> append(const std::vector<proto::LogRecord>& records);
 
  private:
   Result<> recover();
+  bool in_its_place() const;
   Result<> write(BytesView bytes, std::uint64_t at);
   Result<> write_and_sync(BytesView bytes, std::uint64_t at);
 
@@ -66,6 +68,7 @@ class Log {
 };
 
 // Reads a log without opening it for writing, for the audit.
+Result<ParsedLog> parse_log_file(const std::string& path);
 Result<std::vector<proto::LogRecord>> read_log(const std::string& path);
 
 // What an operator gave up: steps that were committed, and are trained again.

@@ -6,12 +6,9 @@
 
 #include "base/events.h"
 #include "base/fail.h"
-#include "base/unix_socket.h"
 #include "rejoin/log_default.h"
 #include "rejoin/progress_thread.h"
 #include "rejoin/training_state.h"
-#include "transport/advertise.h"
-#include "transport/factory.h"
 
 namespace rejoin {
 
@@ -376,14 +373,7 @@ class SessionImpl final : public Session {
 }  // namespace
 
 Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
-  if (config.socket.empty())
-    return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
-  if (auto named = check_unix_name(config.socket); !named) return tl::unexpected(named.error());
-  if (auto known = transport::check_name(config.transport); !known) return tl::unexpected(known.error());
-  if (auto right = config.advertise.empty() ? Result<>() : transport::check_advertised(config.advertise); !right)
-    return fail(ErrorCode::invalid_argument, "--advertise {}", right.error().message);
-  const ftar::Options ring{.chunk_bytes = config.chunk_bytes, .chunks_in_flight = config.chunks_in_flight};
-  if (auto right = ftar::check(ring); !right) return tl::unexpected(right.error());
+  if (auto right = config.check(); !right) return tl::unexpected(right.error());
   auto device = device::open_device(config.device);
   if (!device) return tl::unexpected(device.error());
   if (config.flip_bit_at != 0 && (*device)->kind() != device::MemoryKind::host)

@@ -75,6 +75,8 @@ struct SessionConfig {
   void bind(CommandLine& line);
   // From REJOIN_* variables alone.
   static Result<SessionConfig> from_environment();
+  // What Session::open() begins with: whether each can be as it is.
+  Result<> check() const;
 };
 
 constexpr std::uint32_t kMostMoments = 3;

@@ -1,9 +1,30 @@
 // A trainer's settings as flags and REJOIN_* variables.
+#include "base/bytes.h"
 #include "base/command_line.h"
 #include "base/fail.h"
+#include "base/unix_socket.h"
+#include "ftar/communicator.h"
 #include "rejoin/session.h"
+#include "transport/advertise.h"
+#include "transport/factory.h"
+#include "transport/socket_address.h"
 
 namespace rejoin {
+
+namespace {
+
+// Of several rails each may have its own. Only TCP listens on the host that is named here.
+Result<> check_listening(const std::string& transport, const std::string& all) {
+  for (const auto& one : split(all, '|')) {
+    const auto formed = transport::SocketAddress::split(one);
+    if (!formed) return tl::unexpected(formed.error());
+    if (transport != "tcp") continue;
+    if (auto ours = transport::SocketAddress::check_own(*formed); !ours) return ours;
+  }
+  return {};
+}
+
+}  // namespace
 
 void SessionConfig::bind(CommandLine& line) {
   line.setting("--replica", replica, "REJOIN_REPLICA", "this process's replica, from 0");
@@ -43,6 +64,18 @@ Result<SessionConfig> SessionConfig::from_environment() {
   if (auto parsed = line.parse({}); !parsed)
     return fail(ErrorCode::invalid_argument, "REJOIN_* settings: {}", parsed.error().message);
   return config;
+}
+
+Result<> SessionConfig::check() const {
+  if (socket.empty())
+    return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
+  if (auto named = check_unix_name(socket); !named) return named;
+  if (auto known = transport::check_name(transport); !known) return known;
+  if (auto right = check_listening(transport, data_listen); !right)
+    return fail(ErrorCode::invalid_argument, "--data-listen (REJOIN_DATA_LISTEN): {}", right.error().message);
+  if (auto right = advertise.empty() ? Result<>() : transport::check_advertised(advertise); !right)
+    return fail(ErrorCode::invalid_argument, "--advertise {}", right.error().message);
+  return ftar::check({.chunk_bytes = chunk_bytes, .chunks_in_flight = chunks_in_flight});
 }
 
 }  // namespace rejoin

@@ -114,13 +114,21 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
          "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS…, ibverbs");
   expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   expect({kMinimal}, "start rejoind on this node with --socket", {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock"});
-  expect({kMinimal}, "REJOIN_* settings", {"REJOIN_REPLICA=first"});
+  expect({kMinimal}, "REJOIN_* settings: Could not convert: REJOIN_REPLICA = first", {"REJOIN_REPLICA=first"});
+  expect({kMinimal}, "--data-listen (REJOIN_DATA_LISTEN): address 'zzz' is not of the form host:port",
+         {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_DATA_LISTEN=zzz"});
+  expect(
+      {kMinimal}, "--data-listen (REJOIN_DATA_LISTEN): this machine can't listen on 203.0.113.7: ",
+      {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_TRANSPORT=tcp", "REJOIN_DATA_LISTEN=203.0.113.7:0"});
+  expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
+          "tcp", "--data-listen", "203.0.113.7:0"},
+         "--data-listen: can't listen for data connections on 203.0.113.7:0: ");
   expect({kMinimal}, "no device is called 'gpu': there are host, cuda",
          {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_DEVICE=gpu"});
   expect({kCli, "status", "127.0.0.1:1"}, "no daemon answers at 127.0.0.1:1");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--listen", "127.0.0.1:99999"},
          "--listen: address '127.0.0.1:99999': its port '99999' is not a number from 0 to 65535");
-  expect({kDaemon, "--job-key-file", key, "--coordinator"}, "--steps: '-1'", {"REJOIN_STEPS=-1"});
+  expect({kDaemon, "--job-key-file", key, "--coordinator"}, "REJOIN_STEPS: '-1'", {"REJOIN_STEPS=-1"});
   expect({kCli, "status", "127.0.0.1:99999"}, "its port '99999' is not a number from 0 to 65535");
   expect({kCli, "top", "127.0.0.1:1", "--count", "-1"}, "--count: '-1' is not a whole number");
   expect({kCli, "audit", scratch.path + "/none"}, "No such file");
@@ -144,6 +152,81 @@ TEST(BadInput, APortOrSocketInUseIsNamed) {
   EXPECT_NE(socket.output.find("in use by a running process"), std::string::npos) << socket.output;
 }
 
+// A flag that was mistaken for another: what is at the path is somebody's.
+TEST(BadInput, WhatIsNoSocketOfOursIsLeftAsItIs) {
+  const Scratch scratch;
+  const std::string key = scratch.key(), precious = scratch.write("precious", "mine"), link = scratch.path + "/link",
+                    folder = scratch.path + "/folder";
+  std::filesystem::create_symlink(precious, link);
+  std::filesystem::create_directory(folder);
+  for (const auto& path : {key, precious, link, folder}) {
+    const Ended ended = run({kDaemon, "--job-key-file", key, "--connect", "127.0.0.1:1", "--socket", path}, {},
+                            std::chrono::seconds(20));
+    EXPECT_EQ(ended.status, 1) << ended.output;
+    EXPECT_NE(ended.output.find(path + " exists and is no socket: it is left as it is"), std::string::npos)
+        << ended.output;
+  }
+  EXPECT_EQ(read_file(precious), "mine");
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+  EXPECT_EQ(read_file(key).size(), 32u);
+}
+
+TEST(BadInput, WhatIsNoAddressFileIsLeftAsItIs) {
+  const Scratch scratch;
+  const std::string key = scratch.key(), precious = scratch.write("precious", "{\"mine\": 1}"),
+                    link = scratch.path + "/link";
+  std::filesystem::create_symlink(precious, link);
+  for (const auto& path : {key, precious, link}) {
+    const Ended ended = run({kDaemon, "--job-key-file", key, "--coordinator", "--log-directory", scratch.path + "/log",
+                             "--address-file", path},
+                            {}, std::chrono::seconds(20));
+    EXPECT_EQ(ended.status, 1) << ended.output;
+    EXPECT_NE(ended.output.find("--address-file " + path + " exists and is no address file"), std::string::npos)
+        << ended.output;
+  }
+  EXPECT_EQ(read_file(precious), "{\"mine\": 1}");
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+  EXPECT_FALSE(std::filesystem::exists(scratch.path + "/log")) << "it has begun";
+}
+
+TEST(Audit, OfALogThatHoldsTooLittleFails) {
+  Job job;
+  job.start(1, 5);
+  Process trainer({kMinimal}, job.file("a"), job.environment(0));
+  ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) == 5; }));
+  const std::string log = job.file("log/decisions.log"), empty = job.scratch.write("empty", "");
+  const auto audited = [](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), {kCli, "audit"});
+    return run(arguments);
+  };
+  for (const auto& arguments : std::vector<std::vector<std::string>>{{empty}, {"--steps", "5", empty}}) {
+    const Ended ended = audited(arguments);
+    EXPECT_EQ(ended.status, 1);
+    EXPECT_NE(ended.output.find(empty + " holds no decision"), std::string::npos) << ended.output;
+  }
+  EXPECT_EQ(audited({"--steps", "5", log}).status, 0);
+  const Ended shorter = audited({"--steps", "8", log});
+  EXPECT_EQ(shorter.status, 1);
+  EXPECT_NE(shorter.output.find("3 of the job's 8 steps are MISSING: the log ends with step 5"), std::string::npos)
+      << shorter.output;
+  std::filesystem::copy(log, job.file("torn"));
+  std::ofstream(job.file("torn"), std::ios::app) << "twenty bytes of dust";
+  const Ended torn = audited({"--steps", "5", job.file("torn")});
+  EXPECT_EQ(torn.status, 0);
+  EXPECT_NE(torn.output.find(" bytes behind the last record are torn"), std::string::npos) << torn.output;
+}
+
+TEST(Coordinator, WhoseLogIsRemovedDecidesNothingMore) {
+  Job job;
+  job.start(1, 0);
+  Process trainer({kMinimal}, job.file("a"), job.environment(0));
+  ASSERT_TRUE(eventually([&] { return job.status().value("committed", 0) > 5; }));
+  std::filesystem::remove_all(job.file("log"));
+  EXPECT_EQ(job.processes[0]->wait(std::chrono::seconds(15)), 4);
+  const std::string said = job.processes[0]->output();
+  EXPECT_NE(said.find("log/decisions.log was removed or moved away while the job ran"), std::string::npos) << said;
+}
+
 TEST(BadInput, AnotherJobKeyIsRefusedOnBothSides) {
   Job job;
   job.start(1, 0);
@@ -151,10 +234,28 @@ TEST(BadInput, AnotherJobKeyIsRefusedOnBothSides) {
   Process stranger(
       {kDaemon, "--job-key-file", other, "--socket", job.scratch.path + "/x.sock", "--connect", job.coordinator},
       job.scratch.path + "/x.out");
+  {  // Refused nothing: it went by itself.
+    const Fd scanner(::socket(AF_INET, SOCK_STREAM, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port =
+        htons(static_cast<std::uint16_t>(std::stoi(job.coordinator.substr(job.coordinator.find(':') + 1))));
+    ASSERT_EQ(::connect(scanner.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  }
   EXPECT_TRUE(eventually([&] {
     return stranger.output().find("its job key differs from ours; give both the same --job-key-file") !=
            std::string::npos;
   })) << stranger.output();
+  EXPECT_NE(stranger.output().find("trying again ever less often, in the end every 5000 ms"), std::string::npos)
+      << stranger.output();
+  ASSERT_TRUE(eventually([&] { return job.status().at("rejected") > 2; })) << "it comes again";
+  const std::string said = read_file(job.file("coordinator.out")), line = "a connection from 127.0.0.1:";
+  const auto once = said.find(line);
+  ASSERT_NE(once, std::string::npos) << said;
+  EXPECT_EQ(said.find(line, once + 1), std::string::npos) << "one line does for all of them:\n" << said;
+  EXPECT_NE(said.find(" was refused: its job key differs from ours", once), std::string::npos) << said;
+  EXPECT_EQ(said.find("a connection was refused"), std::string::npos) << said;
 }
 
 // The demo's trainer declares other tensors than the minimal one.
@@ -202,20 +303,6 @@ TEST(BadInput, WithoutAMajorityOfEqualStatesTheStatusSaysWhoDiffersInWhat) {
       return trainer->output().find("the job waits for replica 0 and replica 1: they declare") != std::string::npos;
     })) << trainer->output();
   EXPECT_EQ(read_file(job.file("coordinator.out")).find("where, is not known"), std::string::npos);
-}
-
-// Whoever mistypes a socket's name loses no file.
-TEST(BadInput, AFileThatIsNoSocketIsLeftAsItIs) {
-  Job job;
-  const std::string file = job.file("precious"), link = job.file("link");
-  std::ofstream(file) << "precious";
-  ASSERT_EQ(::symlink(file.c_str(), link.c_str()), 0);
-  for (const auto& name : {file, link}) {
-    const auto ended = listen_unix(name);
-    ASSERT_FALSE(ended);
-    EXPECT_NE(ended.error().message.find("exists and is no socket"), std::string::npos) << ended.error().message;
-    EXPECT_EQ(read_file(name), "precious");
-  }
 }
 
 // Over shared memory and over TCP no ring can be made of them.

@@ -294,18 +294,58 @@ TEST(Demo, OfARunWithoutSurvivorsItTellsWhatCanBeMeasured) {
   EXPECT_EQ(ended.output.find("-1.0 ms"), std::string::npos) << ended.output;
 }
 
-TEST(Demo, WrongTargetsAreRefusedWithTheForm) {
-  const Ended ended = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill", "7.0@3"});
-  EXPECT_NE(ended.status, 0);
-  EXPECT_NE(ended.output.find("outside this run of 3 replicas"), std::string::npos) << ended.output;
-  const Ended replica = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill-daemon", "7@3"});
-  EXPECT_NE(replica.output.find("outside this run of 3 replicas"), std::string::npos) << replica.output;
-  EXPECT_EQ(replica.output.find("kept in"), std::string::npos) << "nothing has run: " << replica.output;
-  const Ended level = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--log-level", "loud"});
-  EXPECT_NE(level.output.find("--log-level: loud not in {trace,debug,info,warn,error,off}"), std::string::npos)
-      << level.output;
-  const Ended shape = run({binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--kill", "one"});
-  EXPECT_NE(shape.output.find("REPLICA.RANK@STEP"), std::string::npos) << shape.output;
+TEST(Demo, ATrainersFailureIsShownInItsOwnWords) {
+  const Ended ended = run({binaries() + "/rejoin-demo", "--data", "/dev/null", "--quiet"});
+  EXPECT_EQ(ended.status, 1) << ended.output;
+  EXPECT_NE(ended.output.find(" ended with "), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("/dev/null", ended.output.find(".out: ")), std::string::npos) << ended.output;
+  const auto kept = ended.output.find("/tmp/rejoin-demo-");
+  ASSERT_NE(kept, std::string::npos) << ended.output;
+  std::filesystem::remove_all(ended.output.substr(kept, std::string("/tmp/rejoin-demo-XXXXXX").size()));
+}
+
+// Before anything has run: in it the fault would have no effect, or another one.
+TEST(Demo, WhatCannotBeDoneIsRefusedAsItWasTyped) {
+  struct Case {
+    std::vector<std::string> arguments;
+    std::string says;
+  };
+  const std::string run_of = " is outside this run of 3 replicas × 2 ranks and 150 steps: ";
+  for (const auto& [arguments, says] : std::vector<Case>{
+           {{"--kill", "7.0@3"}, "--kill 7.0@3" + run_of + "a replica from 0 to 2"},
+           {{"--kill", "1.0@9999"}, "--kill 1.0@9999" + run_of + "a step from 1 to 149"},
+           {{"--hang", "1.2@3"}, "--hang 1.2@3" + run_of},
+           {{"--kill-daemon", "7@50"}, "--kill-daemon 7@50" + run_of},
+           {{"--drift", "5@10"}, "--drift 5@10" + run_of},
+           {{"--kill-coordinator", "100000"}, "--kill-coordinator 100000" + run_of},
+           {{"--pause-coordinator", "150"}, "--pause-coordinator 150" + run_of},
+           {{"--pause-all", "150"}, "--pause-all 150" + run_of},
+           {{"--flip-bit", "99999"}, "--flip-bit 99999" + run_of},
+           {{"--kill-coordinator", "0"}, "--kill-coordinator: Value 0 not in range 1 to 1000000"},
+           {{"--kill", "one"}, "--kill one is not of the form REPLICA.RANK@STEP, e.g. 1.0@40"},
+           {{"--kill-daemon", "one"}, "--kill-daemon one is not of the form REPLICA@STEP, e.g. 1@40"},
+           {{"--no-kill", "--kill", "1.0@10"}, "--no-kill and --kill 1.0@10: nothing is killed, or that is"},
+           {{"--no-kill", "--hang", "1.0@10"}, "--no-kill and --hang 1.0@10: "},
+           {{"--no-kill", "--kill-daemon", "1@10"}, "--no-kill and --kill-daemon 1@10: "},
+           {{"--no-kill", "--kill-coordinator", "10"}, "--no-kill and --kill-coordinator 10: "},
+           {{"--no-kill", "--kill-source"}, "--no-kill and --kill-source: "},
+           {{"--no-kill", "--kill-joiner"}, "--no-kill and --kill-joiner: "},
+           {{"--kill-source", "--kill-daemon", "1@10"}, "--kill-source: nobody catches up in this run"},
+           {{"--kill", "1.0@40", "--kill", "1.0@40"}, "--kill 1.0@40: --kill 1.0@40 ends replica 1 already"},
+           {{"--kill", "1.0@40", "--hang", "1.1@60"}, "--hang 1.1@60: --kill 1.0@40 ends replica 1 already"},
+           {{"--json", "/nope/x"}, "--json /nope/x: it could not be written: No such file or directory"},
+           {{"--trace", "/nope/x"}, "--trace /nope/x: it could not be written: No such file or directory"},
+           {{"--json", "/tmp"}, "--json /tmp: /tmp is a directory"},
+           {{"--json", "/dev/null/x"}, "--json /dev/null/x: /dev/null is no directory"},
+           {{"--log-level", "loud"}, "--log-level: loud not in {trace,debug,info,warn,error,off}"},
+       }) {
+    std::vector<std::string> whole{binaries() + "/rejoin-demo", "--data", REJOIN_DATA};
+    whole.insert(whole.end(), arguments.begin(), arguments.end());
+    const Ended ended = run(whole);
+    EXPECT_EQ(ended.status, 2) << ended.output;
+    EXPECT_NE(ended.output.find(says), std::string::npos) << "wanted: " << says << "\ngot: " << ended.output;
+    EXPECT_EQ(ended.output.find("/tmp/rejoin-demo-"), std::string::npos) << "it has begun: " << ended.output;
+  }
 }
 
 }  // namespace

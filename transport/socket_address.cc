@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "base/fail.h"
+#include "base/fd.h"
 #include "base/number.h"
 
 namespace rejoin::transport {
@@ -38,6 +39,17 @@ Result<SocketAddress> SocketAddress::resolve(const std::string& text) {
   address.length_ = found->ai_addrlen;
   ::freeaddrinfo(found);
   return address;
+}
+
+Result<> SocketAddress::check_own(const HostPort& parts) {
+  const bool v6 = parts.host.find(':') != std::string::npos;
+  const auto address = resolve(fmt::format("{}{}{}:0", v6 ? "[" : "", parts.host, v6 ? "]" : ""));
+  if (!address) return tl::unexpected(address.error());
+  const Fd socket(::socket(address->get()->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!socket) return fail_errno("socket");
+  if (::bind(socket.get(), address->get(), address->length()) != 0)
+    return fail_errno(fmt::format("this machine can't listen on {}", parts.host));
+  return {};
 }
 
 std::string SocketAddress::format(const sockaddr_storage& address) {

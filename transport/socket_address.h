@@ -21,6 +21,8 @@ class SocketAddress {
   static Result<HostPort> split(const std::string& text);
   // Accepts "host:port", "1.2.3.4:port", "[::1]:port"; port 0 where the system is to choose.
   static Result<SocketAddress> resolve(const std::string& text);
+  // Whether a listener can be bound to this host: it is one of this machine's.
+  static Result<> check_own(const HostPort& parts);
   static std::string format(const sockaddr_storage& address);
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage_); }
   socklen_t length() const { return length_; }

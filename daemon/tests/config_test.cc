@@ -1,8 +1,12 @@
 // What settings may be: each wrong one is refused with its flag, its value and what is allowed.
 #include "daemon/config.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
 #include <sstream>
 
 #include "base/command_line.h"
@@ -118,6 +122,92 @@ TEST(Settings, AMisspeltVariableIsNamedOnce) {
   EXPECT_EXIT(said(), testing::ExitedWithCode(0),
               "^rejoin: the variable REJOIN_PATIENCE is none of Rejoin's, and is ignored; the nearest is "
               "REJOIN_PATIENCE_MS\n$");
+}
+
+// Nobody gave the flag.
+TEST(Settings, AWrongVariableIsNamedByItsNameAndNotItsFlags) {
+  ::setenv("REJOIN_STEPS", "soon", 1);
+  const std::string why = refusal({});
+  const std::string of_the_flag = refusal({"--steps", "late"});
+  ::unsetenv("REJOIN_STEPS");
+  EXPECT_EQ(why.find("REJOIN_STEPS: 'soon'"), 0u) << why;
+  EXPECT_EQ(of_the_flag.find("--steps: 'late'"), 0u) << of_the_flag;
+}
+
+// Why this settings file is refused.
+std::string refusal_of_file(const std::string& text) {
+  Config config;
+  CommandLine line("");
+  bind(line, config);
+  std::istringstream file("job-key-file = key\n" + text);
+  const auto parsed = line.parse_settings(file);
+  return parsed ? "" : parsed.error().message;
+}
+
+TEST(Settings, AWrongLineOfAFileIsNamed) {
+  for (const auto& [text, says] : std::vector<std::pair<std::string, std::string>>{
+           {"\nreplicas = four\n", "settings file line 3: replicas: "},
+           {"replica = 4\n", "settings file line 2: no setting is called 'replica'; the nearest is 'replicas'"},
+           {"REPLICAS = 4\n", "settings file line 2: no setting is called 'REPLICAS'; the nearest is 'replicas'"},
+           {"version = 4\n", "settings file line 2: no setting is called 'version'; --help names all"},
+           {"log-directory = here ; mine\n", "settings file line 2: 'log-directory' has 3 values"},
+       }) {
+    const std::string why = refusal_of_file(text);
+    EXPECT_EQ(why.find(says), 0u) << text << why;
+  }
+}
+
+TEST(Settings, AVariableWinsOverTheFileAndAFlagOverBoth) {
+  ::setenv("REJOIN_REPLICAS", "5", 1);
+  const std::string path = fmt::format("{}settings.{}", testing::TempDir(), ::getpid());
+  std::ofstream(path) << "job-key-file = key\nreplicas = 4\nranks = 7\n";
+  const auto replicas = [&](std::vector<std::string> arguments) {
+    Config config;
+    CommandLine line("");
+    bind(line, config);
+    arguments.insert(arguments.end(), {"--config", path});
+    const auto parsed = line.parse(arguments);
+    EXPECT_TRUE(parsed) << parsed.error().message;
+    EXPECT_EQ(config.ranks, 7u);
+    return config.replicas;
+  };
+  EXPECT_EQ(replicas({}), 5u);
+  EXPECT_EQ(replicas({"--replicas", "6"}), 6u);
+  ::unsetenv("REJOIN_REPLICAS");
+  EXPECT_EQ(replicas({}), 4u);
+  std::filesystem::remove(path);
+}
+
+TEST(Settings, AFileThatIsNoneIsNamed) {
+  for (const auto& [path, says] : std::vector<std::pair<std::string, std::string>>{
+           {"/nowhere/settings", "--config: File does not exist: /nowhere/settings"},
+           {"/tmp", "--config: File is actually a directory: /tmp"}}) {
+    const std::string why = refusal({"--config", path});
+    EXPECT_EQ(why, says);
+  }
+}
+
+TEST(Settings, AFlagIsPrintedAsTrueOrFalseHoweverItWasGiven) {
+  for (const auto& [given, printed] : std::vector<std::pair<const char*, const char*>>{
+           {"yes", "true"}, {"1", "true"}, {"true", "true"}, {"0", "false"}, {"no", "false"}}) {
+    ::setenv("REJOIN_COORDINATOR_ROLE", given, 1);
+    Config config;
+    CommandLine line("");
+    bind(line, config);
+    const auto parsed = line.parse({"--job-key-file", "key"});
+    ::unsetenv("REJOIN_COORDINATOR_ROLE");
+    ASSERT_TRUE(parsed) << parsed.error().message;
+    EXPECT_EQ(config.coordinator, std::string(printed) == "true") << given;
+    EXPECT_NE(("\n" + line.settings()).find(std::string("\ncoordinator=") + printed + "\n"), std::string::npos)
+        << line.settings();
+  }
+}
+
+TEST(Settings, WrongArgumentsEndAProgramWithStatusTwo) {
+  const char* arguments[] = {"program", "--no-such-flag"};
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(CommandLine("").parse(2, arguments), 2);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("not expected: --no-such-flag"), std::string::npos);
 }
 
 TEST(Settings, AProgramHasAVersion) {

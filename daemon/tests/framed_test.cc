@@ -118,5 +118,47 @@ TEST(Framed, AMessageFromAnotherConnectionOfTheJobEndsTheConnection) {
   EXPECT_TRUE(other.heard.empty());
 }
 
+// How a side with this key ends with another that does this.
+struct End {
+  bool refused = false;
+  std::string why;
+};
+End end_of(bool server, const std::function<void(tcp::socket&)>& other_side, std::chrono::milliseconds deadline) {
+  asio::io_context io{1};
+  const JobKey key{"0123456789abcdef"};
+  tcp::acceptor acceptor{io, tcp::endpoint(asio::ip::address_v4::loopback(), 0)};
+  tcp::socket other(io);
+  other.connect(acceptor.local_endpoint());
+  const auto side = std::make_shared<Framed>(acceptor.accept(), key, server);
+  End end;
+  side->start({.ready = [] {},
+               .message = [](std::string_view) {},
+               .closed =
+                   [&](const std::string& why) {
+                     end = {side->refused(), why};
+                   }},
+              deadline);
+  other_side(other);
+  io.run_for(std::chrono::seconds(10));
+  return end;
+}
+
+// Whoever went by itself, or is a coordinator that was stopped for a while, was not turned away.
+TEST(Framed, OnlyWhatWasNotProvenIsARefusal) {
+  using namespace std::chrono_literals;
+  const auto silent = [](tcp::socket&) {};
+  const auto gone = [](tcp::socket& socket) { socket.close(); };
+  const auto stranger = [](tcp::socket& socket) { asio::write(socket, asio::buffer("GET / HTTP/1.1\r\n\r\n", 18)); };
+  for (const bool server : {true, false}) {
+    const End left = end_of(server, gone, 10s), scanned = end_of(server, stranger, 10s);
+    EXPECT_FALSE(left.why.empty());
+    EXPECT_FALSE(left.refused) << left.why;
+    EXPECT_TRUE(scanned.refused) << scanned.why;
+    const End late = end_of(server, silent, 10ms);
+    EXPECT_EQ(late.why, "it did not prove the job key in time");
+    EXPECT_EQ(late.refused, server);
+  }
+}
+
 }  // namespace
 }  // namespace rejoin::daemon

@@ -53,7 +53,15 @@ TEST_F(Trace, WithoutEventsThereIsAnErrorThatNamesTheDirectory) {
   file("killed.2.jsonl", "");
   const auto none = merge();
   ASSERT_FALSE(none);
-  EXPECT_NE(none.error().message.find(directory.string()), std::string::npos);
+  EXPECT_NE(none.error().message.find("no events in " + directory.string() + ": none is in killed.2.jsonl; start"),
+            std::string::npos)
+      << none.error().message;
+  for (const char* name : {"a.jsonl", "notes.txt", "b.jsonl", "c.jsonl", "d.jsonl", "e.jsonl"}) file(name, "garbage\n");
+  const auto garbage = merge();
+  ASSERT_FALSE(garbage);
+  EXPECT_NE(garbage.error().message.find(": none is in a.jsonl, b.jsonl, c.jsonl, d.jsonl, e.jsonl and 2 more; start"),
+            std::string::npos)
+      << garbage.error().message;
   EXPECT_FALSE(merge_trace(directory / "nowhere", directory / "trace.json"));
 }
 

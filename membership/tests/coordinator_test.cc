@@ -128,6 +128,29 @@ TEST(Coordinator, OfAWaitForGraphTheOneThatWaitsForNobodyIsOut) {
   ASSERT_EQ(bench.coordinator.members().size(), 2u);
   EXPECT_EQ(bench.coordinator.members()[0].replica, ReplicaId(0));
   EXPECT_EQ(bench.coordinator.members()[1].replica, ReplicaId(2));
+  ASSERT_EQ(bench.coordinator.suspended().size(), 1u);
+  EXPECT_EQ(bench.coordinator.suspended()[0].reason,
+            "it hangs: its processes are heard, wait for nobody and do not go on; replica 2 waits for chunk 3 of 9 of "
+            "the reduce-scatter");
+}
+
+// It is the connection that broke, or a process that is done with the step.
+TEST(Coordinator, WhoIsLostOrHasReducedIsNotSaidToHang) {
+  for (const bool lost : {true, false}) {
+    Bench bench;
+    bench.start();
+    if (!lost) bench.reduced(1);
+    bench.accuse(0, 1, lost);
+    bench.accuse(2, 1, lost);
+    for (int i = 0; i < 8 && bench.coordinator.members().size() == 3; ++i) {
+      bench.pass(300ms);
+      bench.accuse(0, 1, lost);
+      bench.accuse(2, 1, lost);
+    }
+    ASSERT_EQ(bench.coordinator.suspended().size(), 1u) << lost;
+    EXPECT_EQ(bench.coordinator.suspended()[0].reason.find("it hangs"), std::string::npos)
+        << bench.coordinator.suspended()[0].reason;
+  }
 }
 
 TEST(Coordinator, AWaitThatIsNotTooLongYetIsToldButNotJudged) {

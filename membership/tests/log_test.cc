@@ -260,6 +260,25 @@ struct FailingDisk {
   }
 };
 
+// The next coordinator would look for it there, and decide again.
+TEST_F(LogFile, OneThatIsNoLongerAtItsPathTakesNoMore) {
+  const std::function<void()> losses[] = {[&] { std::filesystem::remove_all(directory); },
+                                          [&] { std::filesystem::rename(path, path + ".old"); },
+                                          [&] { std::filesystem::rename(path, path + ".older"), put(Bytes(8)); }};
+  for (const auto& lose : losses) {
+    auto log = Log::open(directory);
+    ASSERT_TRUE(log) << log.error().message;
+    ASSERT_TRUE(log->append({commit(1)}));
+    lose();
+    const auto refused = log->append({commit(2)});
+    ASSERT_FALSE(refused);
+    EXPECT_EQ(refused.error().code, ErrorCode::not_found);
+    EXPECT_NE(refused.error().message.find(path + " was removed or moved away"), std::string::npos)
+        << refused.error().message;
+    EXPECT_FALSE(log->append({commit(2)})) << "and none after it";
+  }
+}
+
 TEST_F(LogFile, WritesThatTakeOnlyAPartAreGoneOnWith) {
   FailingDisk disk{.most = 3};
   {

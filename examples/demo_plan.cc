@@ -1,0 +1,107 @@
+#include "examples/demo_plan.h"
+
+#include <cstdio>
+#include <set>
+#include <tuple>
+
+#include "base/fail.h"
+
+namespace rejoin::demo {
+
+namespace {
+
+Result<> check_step(const std::string& typed, std::uint64_t step, const JobSettings& job) {
+  if (step >= 1 && step < job.steps) return {};
+  return fail(ErrorCode::invalid_argument,
+              "{} is outside this run of {} replicas × {} ranks and {} steps: a step from 1 to {}", typed, job.replicas,
+              job.ranks, job.steps, job.steps - 1);
+}
+
+// "1.0@40", or "1@40" where a replica will do.
+Result<Target> parse(const char* flag, const std::string& text, bool replica_will_do, const JobSettings& job) {
+  const std::string typed = fmt::format("{} {}", flag, text);
+  const auto at = text.find('@');
+  const bool bare = replica_will_do && at != std::string::npos && text.find('.') == std::string::npos;
+  const std::string whole = bare ? fmt::format("{}.0{}", text.substr(0, at), text.substr(at)) : text;
+  Target target;
+  int used = 0;
+  if (std::sscanf(whole.c_str(), "%u.%u@%lu%n", &target.rank.replica, &target.rank.rank, &target.step, &used) != 3 ||
+      used != static_cast<int>(whole.size()))
+    return fail(ErrorCode::invalid_argument, "{} is not of the form {}, e.g. {}", typed,
+                replica_will_do ? "REPLICA@STEP" : "REPLICA.RANK@STEP", replica_will_do ? "1@40" : "1.0@40");
+  if (target.rank.replica >= job.replicas || target.rank.rank >= job.ranks)
+    return fail(ErrorCode::invalid_argument,
+                "{} is outside this run of {} replicas × {} ranks and {} steps: a replica from 0 to {}, a rank from 0 "
+                "to {}",
+                typed, job.replicas, job.ranks, job.steps, job.replicas - 1, job.ranks - 1);
+  if (auto right = check_step(typed, target.step, job); !right) return tl::unexpected(right.error());
+  return target;
+}
+
+// A replica whose rank has ended comes back as a whole, in processes that nothing is planned for.
+Result<> add(Plan& plan, const std::string& kind, const std::string& text, const JobSettings& job) {
+  const std::string flag = fmt::format("--{}", kind);
+  const auto target = parse(flag.c_str(), text, false, job);
+  if (!target) return tl::unexpected(target.error());
+  for (const auto& [before, its_kind] : plan.ranks)
+    if (before.rank.replica == target->rank.replica && (before.rank == target->rank || before.step != target->step))
+      return fail(ErrorCode::invalid_argument,
+                  "{} {}: --{} {}.{}@{} ends replica {} already; one such fault for each replica, or several of its "
+                  "ranks in one step",
+                  flag, text, its_kind, before.rank.replica, before.rank.rank, before.step, before.rank.replica);
+  plan.ranks.emplace_back(*target, kind);
+  return {};
+}
+
+// What --no-kill contradicts; nothing where nothing of it was given.
+std::string kills_of(const Faults& faults) {
+  if (!faults.kills.empty()) return fmt::format("--kill {}", faults.kills.front());
+  if (!faults.hangs.empty()) return fmt::format("--hang {}", faults.hangs.front());
+  if (!faults.kill_daemon.empty()) return fmt::format("--kill-daemon {}", faults.kill_daemon);
+  if (faults.kill_coordinator != 0) return fmt::format("--kill-coordinator {}", faults.kill_coordinator);
+  return faults.kill_source ? "--kill-source" : faults.kill_joiner ? "--kill-joiner" : "";
+}
+
+}  // namespace
+
+bool Faults::none() const {
+  return kills.empty() && hangs.empty() && kill_daemon.empty() && drift.empty() &&
+         kill_coordinator + pause_coordinator + pause_all + flip_bit == 0;
+}
+
+bool Faults::lose_all(const JobSettings& job) const {
+  std::set<std::string> replicas;
+  for (const auto& list : {kills, hangs})
+    for (const auto& text : list) replicas.insert(text.substr(0, text.find('.')));
+  return replicas.size() == job.replicas;
+}
+
+Result<Plan> plan_of(const Faults& faults, const JobSettings& job) {
+  if (const std::string kill = kills_of(faults); faults.no_kill && !kill.empty())
+    return fail(ErrorCode::invalid_argument, "--no-kill and {}: nothing is killed, or that is; give one of them", kill);
+  Plan plan;
+  for (const auto& text : faults.kills)
+    if (auto added = add(plan, "kill", text, job); !added) return tl::unexpected(added.error());
+  for (const auto& text : faults.hangs)
+    if (auto added = add(plan, "hang", text, job); !added) return tl::unexpected(added.error());
+  for (const auto& [flag, text, target] :
+       {std::tuple("--kill-daemon", &faults.kill_daemon, &plan.daemon), {"--drift", &faults.drift, &plan.drift}}) {
+    if (text->empty()) continue;
+    const auto parsed = parse(flag, *text, true, job);
+    if (!parsed) return tl::unexpected(parsed.error());
+    *target = *parsed;
+  }
+  for (const auto& [flag, step] : {std::pair("--kill-coordinator", faults.kill_coordinator),
+                                   {"--pause-coordinator", faults.pause_coordinator},
+                                   {"--pause-all", faults.pause_all},
+                                   {"--flip-bit", faults.flip_bit}})
+    if (step != 0)
+      if (auto right = check_step(fmt::format("{} {}", flag, step), step, job); !right)
+        return tl::unexpected(right.error());
+  if ((faults.kill_source || faults.kill_joiner) && plan.ranks.empty() && !plan.drift)
+    return fail(ErrorCode::invalid_argument, "{}: nobody catches up in this run; give --kill REPLICA.RANK@STEP, too",
+                faults.kill_source ? "--kill-source" : "--kill-joiner");
+  return plan;
+}
+
+}  // namespace rejoin::demo
