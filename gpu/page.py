@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """What `./run gpu bench` has measured, as one JSON and one page: page.py DIR CARD reads DIR/*.json and writes
-DIR/bench.json and DIR/bench.html. Standard library only: it runs where nothing else is installed."""
+DIR/bench.json and DIR/bench.html. Of NCCL it reads what rejoin_nccl_check prints, DIR/nccl-*.txt. Standard library only: it runs where nothing else is installed."""
 import json
 import pathlib
+import re
 import sys
 from html import escape
 
@@ -53,6 +54,24 @@ def beside_the_host(found, prefix, title, note, value, unit):
     return f"<h2>{title}</h2><p>{note}</p>" + bars(rows, unit) if rows else ""
 
 
+def nccl_lines(text):
+    """rejoin_nccl_check's."""
+    lines = re.findall(r"^(\w+) +(\d+) B +([\d.]+) us", text, re.M)
+    return [{"what": what, "bytes": int(count), "microseconds": float(time)} for what, count, time in lines]
+
+
+def nccl(found):
+    over = {name[len("nccl-"):]: one["rows"] for name, one in sorted(found.items()) if name.startswith("nccl-")}
+    if not over:
+        return ""
+    times = {name: {(row["what"], row["bytes"]): row["microseconds"] for row in rows} for name, rows in over.items()}
+    keys = sorted({key for one in times.values() for key in one})
+    rows = [(what.replace("_", "-"), size(count), *(times[name].get((what, count), "") for name in times))
+            for what, count in keys]
+    return ("<h2>NCCL between two processes on this card</h2><p>Microseconds, by the network that carries it.</p>" +
+            table(("", "", *times), rows))
+
+
 def page(found, directory, card):
     served = found.get("probe", {}).get("served", {})
     stood = [row for row in found.get("probe", {}).get("stands_still", []) if row.get("stands")]
@@ -64,6 +83,7 @@ def page(found, directory, card):
     out.append(beside_the_host(found, "catchup-", "Catch-up", "The stream, all of it verified; medians.",
                                lambda one: [("", sorted(run["verified_gbps"] for run in one["runs"])[len(one["runs"]) // 2])],
                                "GB/s"))
+    out.append(nccl(found))
     if "trainer_time_ratio" in served:
         out.append("<h2>A daemon beside a trainer that fills the card</h2>" + table(
             ("", "alone, GB/s", "beside each other, GB/s", "ratio", "aim"),
@@ -91,6 +111,8 @@ def main():
             found[file.stem] = json.loads(file.read_text())
         except ValueError as error:
             print(f"page.py: {file} is left out: {error}", file=sys.stderr)
+    for file in sorted(directory.glob("nccl-*.txt")):
+        found[file.stem] = {"rows": nccl_lines(file.read_text())}
     if not found:
         sys.exit(f"page.py: no results in {directory}")
     (directory / "bench.json").write_text(json.dumps({"card": card, "results": found}, indent=1) + "\n")

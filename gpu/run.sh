@@ -92,6 +92,26 @@ for root in site.getsitepackages() + sys.path:
     for found in glob.glob(f'{root}/nvidia/*/lib/$1*'): print(found); sys.exit()"
 }
 
+# NCCL's library and our plugin are found, two processes may share the GPU, and nothing but the network is between them.
+nccl_between_processes() {
+  local nccl
+  [[ -x $bin/rejoin_nccl_check ]] || { echo "gpu: rejoin_nccl_check was not built: no NCCL was found (nccl.h, libnccl.so) when this was configured" >&2; return 1; }
+  nccl=$(find_library libnccl.so) && [[ -n $nccl ]] || { echo "gpu: no libnccl.so here" >&2; return 1; }
+  export LD_LIBRARY_PATH=$(dirname "$nccl"):$plugin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_MULTI_RANK_GPU_ENABLE=1
+}
+
+# with_mps COMMAND…: beside NVIDIA's multi-process service, by which processes share a GPU without taking turns.
+with_mps() {
+  local rc=0
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
+  nvidia-cuda-mps-control -d || return 1
+  "$@" || rc=$?
+  echo quit | nvidia-cuda-mps-control || rc=1
+  return $rc
+}
+
 case ${1:-} in
   test)
     need_gpu
@@ -128,7 +148,7 @@ case ${1:-} in
     need_gpu
     out=${REJOIN_OUT:-gpu-bench}  # a folder
     mkdir -p "$out"
-    rm -f "$out"/*.json "$out"/*.html "$out"/*.svg
+    rm -f "$out"/*.json "$out"/*.html "$out"/*.svg "$out"/nccl-*.txt
     to_file() { "${@:2}" >"$1" || { cat "$1"; return 1; }; }
     step "kernels beside the card's copy bandwidth" to_file "$out/kernels.json" "$bin/rejoin_kernel_bw" --json --svg "$out/kernels.svg" ${REJOIN_KERNEL_BW:-}
     for transport in shm tcp; do
@@ -144,6 +164,13 @@ case ${1:-} in
         step "catch-up over $transport, ${memory:-host}" "$bin/rejoin_catchup_bw" --transport $transport -s ${REJOIN_STATE:-1G} --json "$out/catchup-$where.json" $memory
       done
     done
+    if command -v nvidia-cuda-mps-control >/dev/null; then
+      step "all-reduce over shm, GPU, under MPS" with_mps "$bin/rejoin_allreduce_perf" --transport shm --ranks 2 -b 1M -e 64M -f 4 --use_cuda 0 --json "$out/allreduce-shm-GPU-MPS.json"
+    else echo "gpu: no nvidia-cuda-mps-control here: nothing was measured under MPS" >&2; fi
+    if nccl_between_processes; then
+      step "NCCL between two processes, over the plugin" to_file "$out/nccl-Rejoin.txt" env NCCL_NET_PLUGIN=rejoin REJOIN_NCCL_DEVICES=tcp "$bin/rejoin_nccl_check"
+      step "NCCL between two processes, over its sockets" to_file "$out/nccl-sockets.txt" env NCCL_NET_PLUGIN=none NCCL_NET=Socket "$bin/rejoin_nccl_check"
+    fi
     STEP_LIMIT=300 step "a served daemon beside a trainer that fills the card" to_file "$out/probe.json" "$bin/rejoin_gpu_probe" --json ${REJOIN_PROBE:-}
     python3 "$here/page.py" "$out" "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1 || true)"
     finish "gpu bench" ;;
@@ -153,11 +180,8 @@ case ${1:-} in
     finish "gpu probe" ;;
   nccl)
     need_gpu
-    [[ -x $bin/rejoin_nccl_check ]] || { echo "gpu: rejoin_nccl_check was not built: no NCCL was found (nccl.h, libnccl.so) when this was configured" >&2; exit 77; }
-    nccl=$(find_library libnccl.so) || { echo "gpu: no libnccl.so here" >&2; exit 77; }
-    export LD_LIBRARY_PATH=$(dirname "$nccl"):$plugin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-    # Two processes on one GPU, and nothing but the network between them.
-    export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET
+    nccl_between_processes || exit 77
+    export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET
     logs=$(mktemp -d)
     trap 'rm -rf "$logs"' EXIT
     names_the_plugin() { grep -q -h -E 'Using network.*[Rr]ejoin' "$@" || { echo "NCCL's log does not say that it used the plugin:"; cat "$@"; return 1; }; }

@@ -80,6 +80,16 @@ class Gpu(unittest.TestCase):
         self.assertNotIn("cudaMalloc", page)
         self.assertEqual(json.loads((self.folder / "bench.json").read_text()), {"card": "a <card>", "results": files})
 
+    def test_nccls_figures_stand_beside_each_other(self):
+        line = "{:<12} {:>12} B {:>12.1f} us {:>9.3f} GB/s  right\n"
+        for net, time in (("Rejoin", 20.5), ("sockets", 31.0)):
+            text = "warning: of NCCL\n" + line.format("broadcast", 4, time, 0.1) + line.format("all_reduce", 1 << 20, 2 * time, 1)
+            (self.folder / f"nccl-{net}.txt").write_text(text)
+        self.assertEqual(self.page().returncode, 0)
+        page = (self.folder / "bench.html").read_text()
+        self.assertIn("<td>broadcast</td><td>4 B</td><td>20.5</td><td>31.0</td>", page)
+        self.assertIn("<td>all-reduce</td><td>1 MiB</td><td>41.0</td><td>62.0</td>", page)
+
     def test_a_folder_without_results_is_refused(self):
         ran = self.page()
         self.assertEqual(ran.returncode, 1)
