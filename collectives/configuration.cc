@@ -148,7 +148,7 @@ void Group::on_closed(const Event& event) {
 }
 
 void Group::leave() {
-  const bool under_way = !active_.empty() || !waiting_.empty();
+  const bool under_way = !active_.empty() || !waiting_.empty() || failing_;
   fail_all({ErrorCode::cancelled, "the process group was shut down"}, under_way);
   if (!under_way || others_have_heard()) end_failing();
   leaving_ = true;

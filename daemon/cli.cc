@@ -119,7 +119,8 @@ void print_table(const nlohmann::json& status) {
       for (const auto& hop : r.at("hops")) {
         if (hop.at("chunks").get<std::uint64_t>() == 0) {
           std::cout << fmt::format(
-              "    from replica {}: nothing in chunks: its buckets are small, and exchanged whole\n",
+              "    from replica {}: nothing in chunks: no neighbour in the ring, or all buckets small and exchanged "
+              "whole\n",
               hop.at("replica").get<int>());
           continue;
         }

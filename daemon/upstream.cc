@@ -34,13 +34,15 @@ void Upstream::connect() {
     connection_->start({.ready =
                             [this] {
                               up_ = true;
-                              logged_refused_.reset();
-                              pause_ = std::chrono::milliseconds(0);
+                              heard_ = false;
                               spdlog::info("connected to the coordinator at {}", address_);
                               handlers_.up();
                             },
                         .message =
                             [this](std::string_view bytes) {
+                              heard_ = true;
+                              logged_refused_.reset();
+                              pause_ = std::chrono::milliseconds(0);
                               proto::ToNode message;
                               if (message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())))
                                 return handlers_.message(message);
@@ -63,7 +65,8 @@ void Upstream::check(TimePoint heard) {
 }
 
 void Upstream::lost(const std::string& why) {
-  const bool refused = connection_ && connection_->refused() && !up_;
+  // One that speaks another version hears our hello, and closes without a word.
+  const bool refused = connection_ && (up_ ? !heard_ : connection_->refused());
   pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   connection_.reset();
   up_ = false;

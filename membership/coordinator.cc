@@ -78,6 +78,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   now_ = now;
   if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) suspect_itself(pause, now);
   if (finished()) settle_claims(now);
+  if (outdated_) tell_why_it_waits(now);
   if (pause_detector_.settling(now) || finished() || outdated_) return take();
   lose_silent_nodes(now);
   if (recovering_until_) settle_recovery(now);

@@ -345,8 +345,8 @@ class Coordinator {
     std::string why;
     std::optional<TimePoint> since;
   };
-  std::map<ReplicaId, Out> out_;  // of a job that has started: who is no member
-  std::vector<std::string> differed_at_start_;
+  std::map<ReplicaId, Out> out_;                        // of a job that has started: who is no member
+  std::map<ReplicaId, std::string> differed_at_start_;  // until they have taken over the others' state
   struct {
     std::string why;
     TimePoint since{};

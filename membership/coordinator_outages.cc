@@ -100,17 +100,20 @@ void Coordinator::tell_who_differs(const std::vector<ReplicaId>& replicas, const
       continue;
     }
     if (differing.empty()) continue;
-    differed_at_start_.push_back(fmt::format(
+    differed_at_start_[id] = fmt::format(
         "replica {} has come with another state of step {} than replica{} {} (on rank{} {}): it takes over theirs. "
         "Give all replicas the same initial weights, or the same checkpoint",
         id, right.front().version, chosen.size() == 1 ? "" : "s", fmt::join(chosen, ", "),
-        differing.size() == 1 ? "" : "s", differing.text()));
-    warn("{}", differed_at_start_.back());
+        differing.size() == 1 ? "" : "s", differing.text());
+    warn("{}", differed_at_start_[id]);
   }
 }
 
 std::vector<std::string> Coordinator::alarms() const {
-  std::vector<std::string> all = differed_at_start_;
+  std::vector<std::string> all;
+  for (const auto& [id, line] : differed_at_start_)
+    if (std::ranges::none_of(members_, [own = id](const auto& m) { return m.replica == own && !m.catching_up; }))
+      all.push_back(line);
   for (const auto& [id, replica] : replicas_) {
     if (id == replicas_.begin()->first) continue;  // the others are compared with it
     for (std::uint32_t number = 0; number < replica.ranks.size(); ++number) {

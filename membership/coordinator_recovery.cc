@@ -20,8 +20,8 @@ Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, Time
   }
   for (const auto& record : records)
     if (auto replayed = replay(record); !replayed) return replayed;
-  if (auto dropped = drop_as_configured(); !dropped) return dropped;
   now_ = under_way_since_ = now;
+  if (auto dropped = drop_as_configured(); !dropped) return dropped;
   if (!members_.empty()) recovering_until_ = now + config_.silence;
   audit_.on_recovered();
   plan_step();

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cctype>
 
 #include "membership/coordinator.h"
 
@@ -58,8 +59,14 @@ void Coordinator::tell_why_it_waits(TimePoint now) {
   if (!started() || members_.empty()) lines = waiting_for(now);
   constexpr std::size_t most = 8;
   if (lines.size() > most) lines.resize(most);
-  if (auto why = fmt::format("{}", fmt::join(lines, "; ")); why != waits_.why)
-    waits_ = {.why = std::move(why), .since = now};
+  auto why = fmt::format("{}", fmt::join(lines, "; "));
+  // Times in it go on.
+  const auto as_compared = [](std::string text) {
+    std::erase_if(text, [](unsigned char c) { return std::isdigit(c) != 0; });
+    return text;
+  };
+  if (as_compared(why) != as_compared(waits_.why)) waits_ = {.why = {}, .since = now, .told = false};
+  waits_.why = std::move(why);
   if (waits_.told || waits_.why.empty() || now - waits_.since < 2 * config_.silence) return;
   waits_.told = true;
   proto::ToNode message;

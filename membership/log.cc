@@ -187,11 +187,13 @@ Result<> Log::write_and_sync(BytesView bytes, std::uint64_t at) {
   return {};
 }
 
+// Errors of a file system that can't tell just now say nothing of the file.
 bool Log::in_its_place() const {
   struct stat ours {
   }, there{};
-  return ::fstat(file_.get(), &ours) == 0 && ::stat(path_.c_str(), &there) == 0 && ours.st_dev == there.st_dev &&
-         ours.st_ino == there.st_ino;
+  if (::fstat(file_.get(), &ours) != 0) return true;
+  if (::stat(path_.c_str(), &there) != 0) return errno != ENOENT && errno != ENOTDIR;
+  return ours.st_dev == there.st_dev && ours.st_ino == there.st_ino;
 }
 
 Result<> Log::append(const std::vector<proto::LogRecord>& records) {

@@ -28,7 +28,7 @@ void Driver::fail(Error error) {
 
 void Driver::poll(TimePoint now) {
   if (!ring_ || failure_) return;
-  if (held_ && !inspects(*held_)) follow(*std::exchange(held_, std::nullopt), now);
+  take_details();
   submit_wanted();
   poll_ring(now);
   if (!pause_detector_.settling(now)) look_for_stalls(now);
@@ -48,6 +48,7 @@ void Driver::notice(TimePoint now) {
     occupied_->since += pause;
     occupied_->until += pause;
   }
+  if (digests_since_ != TimePoint{}) digests_since_ += pause;
   if (ring_) ring_->forgive(pause, now);
 }
 
@@ -88,7 +89,8 @@ void Driver::describe(proto::RankUp& up) const {
   up.set_incarnation(machine_.incarnation().value);
   up.set_plan_hash(config_.plan_hash);
   up.set_settings(fmt::format("{} in chunks of {} bytes, {} in flight, up to {} bytes direct", config_.transport,
-                              config_.ring.chunk_bytes, config_.ring.chunks_in_flight, config_.ring.direct_bytes));
+                              config_.ring.chunk_bytes, config_.ring.chunks_in_flight,
+                              config_.ring.device ? config_.ring.device_direct_bytes : config_.ring.direct_bytes));
   up.set_job(job_);
   up.set_heard_epoch(machine_.epoch().value);
   up.set_heard_committed(machine_.committed().value);
@@ -134,6 +136,7 @@ void Driver::submit_wanted() {
   if (!machine_.member() || !machine_.has_contributors() || ring_->epoch() != machine_.epoch() || machine_.reduced())
     return;
   if (!current_ || current_->step != machine_.step().value) return;
+  if (inspection_) return;  // outputs and state stay as they are until it has ended
   // A joiner's outputs hold the gradients of the step before until the trainer is done with them.
   if (!machine_.contributes() && taken_ != machine_.step().value) return;
   for (std::uint32_t b = 0; b < buckets_.size(); ++b) {
@@ -184,14 +187,7 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
 }
 
 void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
-  const auto later = [](const proto::Plan& a, const proto::Plan& b) {
-    return std::pair(a.epoch(), a.committed()) > std::pair(b.epoch(), b.committed());
-  };
-  if (!held_ && !inspects(plan)) follow(plan, now);
-  else if (!held_ || later(plan, *held_)) held_ = plan;  // it says all that the one before did
-}
-
-void Driver::follow(const proto::Plan& plan, TimePoint now) {
+  inspect_if_asked(plan);
   const bool contributed = machine_.contributes();
   const std::uint64_t under_way = machine_.step().value;
   const std::uint32_t contributors = machine_.contributors();

@@ -123,9 +123,10 @@ class Driver {
   template <typename T>
   std::shared_ptr<Aside<T>> aside(std::function<Result<T>()> work);
   bool audited();
-  bool inspects(const proto::Plan& plan);
+  void inspect_if_asked(const proto::Plan& plan);
+  void take_details();
   std::function<Result<proto::FromNode>()> details() const;
-  void follow(const proto::Plan& plan, TimePoint now);
+  void excuse_digests(TimePoint now);
   void report_links();
   bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
@@ -159,7 +160,7 @@ class Driver {
   Epoch audit_epoch_;
   Step audit_step_;
   std::shared_ptr<Aside<proto::FromNode>> inspection_;
-  std::optional<proto::Plan> held_;  // the last that has come while an inspection is under way
+  TimePoint digests_since_{};  // digests are under way; as far as is known
   proto::Peers peers_;
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;

@@ -77,22 +77,39 @@ void Driver::report_reduced() {
   reports_.push_back(std::move(report));
 }
 
-// Whether this plan has to wait, since it asks what is behind the digests of the epoch that it ends: outputs and state
-// stay as they are until that is known.
-bool Driver::inspects(const proto::Plan& plan) {
-  if (!inspection_) {
-    const auto& wanted = plan.inspect();
-    if (!plan.has_inspect() || !ring_ || wanted.rank() != config_.rank || wanted.epoch() != ring_->epoch().value ||
-        !machine_.reduced() || !machine_.plan().has_audit() || plan.epoch() <= machine_.epoch().value ||
-        plan.committed() >= machine_.step().value)
-      return false;
-    inspection_ = aside<proto::FromNode>(details());
-  }
-  if (!inspection_->ended.load(std::memory_order_acquire)) return true;
+// Where this plan asks what is behind the digests of the epoch that it ends. This rank reduces nothing in the next one
+// until that is known, so outputs and state stay as they are.
+void Driver::inspect_if_asked(const proto::Plan& plan) {
+  const auto& wanted = plan.inspect();
+  if (inspection_ || !plan.has_inspect() || !ring_ || wanted.rank() != config_.rank ||
+      wanted.epoch() != ring_->epoch().value || !machine_.reduced() || !machine_.plan().has_audit() ||
+      plan.epoch() <= machine_.epoch().value || plan.committed() >= machine_.step().value)
+    return;
+  inspection_ = aside<proto::FromNode>(details());
+  take_details();
+}
+
+void Driver::take_details() {
+  if (!inspection_ || !inspection_->ended.load(std::memory_order_acquire)) return;
   const auto inspection = std::exchange(inspection_, nullptr);
   if (!inspection->result) fail(inspection->result.error());
   else reports_.push_back(*inspection->result);
-  return false;
+}
+
+// Digests of a GPU's memory take as long as its other work lets them, and only this process can tell the others so.
+// When they have taken all patience there is, the GPU's driver does not return.
+void Driver::excuse_digests(TimePoint now) {
+  const bool under_way = inspection_ || audit_under_way_;
+  digests_since_ = !under_way ? TimePoint{} : digests_since_ == TimePoint{} ? now : digests_since_;
+  if (!under_way) return;
+  const Duration taken = now - digests_since_;
+  if (taken > config_.patience)
+    return fail(
+        {ErrorCode::timeout, fmt::format("the digests that an audit wants of {} have not come for {:.1f} s: its "
+                                         "driver does not return; start the process again",
+                                         owner_.device()->name(), seconds(taken))});
+  if (taken < silence_ / 4 || now - excused_at_ < silence_ / 8) return;
+  excuse(fmt::format("its GPU, which digests for an audit for {:.1f} s", seconds(taken)), true, digests_since_, now);
 }
 
 std::function<Result<proto::FromNode>()> Driver::details() const {

@@ -128,6 +128,7 @@ void Driver::look_for_stalls(TimePoint now) {
     broken_reported_ = now;
     for (const auto& [replica, why] : broken_) accuse({.replica = replica, .incarnation = {}}, why).set_lost(true);
   }
+  excuse_digests(now);
   if (machine_.reduced()) return;
   excuse_trainer(now);
   for (const auto& wait : ring_->waits(now)) {

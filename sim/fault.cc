@@ -19,7 +19,8 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
     "stop_coordinator", "stop_some",    "stop_all",       "suspend_node",
     "slow_disk",        "hang_compute", "reset_control",  "reset_ring",
     "reset_stream",     "black_hole",   "refuse_memory",  "drift",
-    "flip_reduced",     "flip_state",   "busy_trainer",   "lose_log"};
+    "flip_reduced",     "flip_state",   "busy_trainer",   "lose_log",
+    "slow_digest"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
@@ -64,6 +65,7 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::suspend_node:
     case FaultKind::hang_compute:
     case FaultKind::busy_trainer:
+    case FaultKind::slow_digest:
     case FaultKind::black_hole:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     case FaultKind::power_loss:  // sometimes a machine is away for so long that the others start without it

@@ -47,8 +47,9 @@ enum class FaultKind : std::uint8_t {
   flip_state,         // one bit of a contributor's state flips in its memory
   busy_trainer,  // a trainer says that it is busy, between steps or within one; some are for longer than they announced
   lose_log,      // the coordinator's log is gone, and all processes are started again, trainers from checkpoints
+  slow_digest,   // the digests of a rank's next audit take this long, and its library goes on
 };
-constexpr std::size_t kFaultKinds = 36;
+constexpr std::size_t kFaultKinds = 37;
 std::string_view to_string(FaultKind kind);
 
 // When a fault comes: at its time, or when this happens next after it.

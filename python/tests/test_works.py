@@ -181,7 +181,9 @@ class Again(Staged):
     """A signal's handler waits for the work whose result is just copied."""
 
     def write_back(self):
-        self.work.settle()
+        handled, self.handled = getattr(self, "handled", False), True
+        if not handled:
+            self.work.settle()
         super().write_back()
 
 

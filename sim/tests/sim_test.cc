@@ -105,6 +105,18 @@ TEST_F(Simulated, OfATrainerThatHangsOnlyItsReplicaGoes) {
   }
 }
 
+// As on a GPU that others keep busy, and behind a driver that stands.
+TEST_F(Simulated, DigestsThatTakeLongCostNobodyAPlaceAndThoseThatDoNotComeTheirReplica) {
+  for (const auto lasting : {30, 300, 3000})
+    for (std::uint64_t seed = 0; seed < 4; ++seed) {
+      Outcome outcome = play_one(FaultKind::slow_digest, std::chrono::milliseconds(lasting), seed);
+      ASSERT_FALSE(outcome.violation) << "for " << lasting << " ms, seed " << seed << ": " << outcome.violation->what;
+      const auto gave_up = outcome.counts["trainer gave up"];
+      if (lasting < 500) EXPECT_EQ(gave_up, 0u) << "for " << lasting << " ms, seed " << seed;
+      else EXPECT_TRUE(gave_up > 0 && gave_up <= 2) << "for " << lasting << " ms, seed " << seed << ": " << gave_up;
+    }
+}
+
 // Of fault.detail: see World::happen().
 constexpr std::uint64_t kWithinAStep = 0, kBetweenSteps = 4, kTooLong = 3;
 

@@ -176,7 +176,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             settler.join(_GOODBYE / 1000)
         self._native.close()
         with self._lock:
-            left = list(self._pending.values())
+            left = [work for work in self._pending.values() if work.begun]  # a signal's handler may come before
         for work in left:
             work.settle()
 
