@@ -1,7 +1,6 @@
 #include "device/digester.h"
 
 #include <algorithm>
-#include <chrono>
 #include <thread>
 
 #include "base/digest.h"
@@ -109,13 +108,10 @@ Result<> Digester::start(Batch& batch, Rest& rest) {
 }
 
 Result<> Digester::finish(Batch& batch, std::vector<std::uint64_t>& digests) {
-  constexpr int soon = 2000;  // looks; on a card that others keep busy it may take seconds
-  for (int looks = 0;; ++looks) {
+  for (;; std::this_thread::yield()) {
     const auto reached = stream_->reached();
     if (!reached) return tl::unexpected(reached.error());
     if (*reached >= batch.mark) break;
-    if (looks < soon) std::this_thread::yield();
-    else std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   const auto& arguments = batch.arguments;
   auto* hashes = reinterpret_cast<std::uint64_t*>(batch.pinned.bytes.data());
