@@ -163,7 +163,9 @@ int main(int argc, char** argv) {
   init_logging(
       fmt::format("rejoind {}", config.coordinator && config.node.socket.empty() ? "coordinator" : config.node.name),
       config.log_level);
-  spdlog::info("settings, in the form of a --config file:\n{}", line.settings());
+  std::string settings = line.settings();
+  while (settings.ends_with('\n')) settings.pop_back();
+  spdlog::info("settings, in the form of a --config file:\n{}", settings);
   daemon::raise_descriptor_limit();
   if (auto done = daemon::run(config); !done) {
     spdlog::error("{}", done.error().message);
