@@ -1,13 +1,16 @@
 // Control connections over a wire that somebody has a hand in.
 #include "daemon/framed.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <asio.hpp>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "base/clock.h"
+#include "daemon/upstream.h"
 
 namespace rejoin::daemon {
 namespace {
@@ -158,6 +161,47 @@ TEST(Framed, OnlyWhatWasNotProvenIsARefusal) {
     EXPECT_EQ(late.why, "it did not prove the job key in time");
     EXPECT_EQ(late.refused, server);
   }
+}
+
+// As a coordinator of another version does with a hello.
+TEST(Upstream, WhoClosesWithoutAWordIsTriedEverLessOften) {
+  using namespace std::chrono_literals;
+  asio::io_context io{1};
+  const JobKey key{"0123456789abcdef"};
+  tcp::acceptor acceptor{io, tcp::endpoint(asio::ip::address_v4::loopback(), 0)};
+  std::vector<TimePoint> accepted;
+  std::vector<std::shared_ptr<Framed>> sides;
+  const std::function<void()> accept = [&] {
+    acceptor.async_accept([&](asio::error_code error, tcp::socket socket) {
+      if (error) return;
+      accepted.push_back(SteadyClock().now());
+      if (accepted.size() == 6) return io.stop();
+      auto side = sides.emplace_back(std::make_shared<Framed>(std::move(socket), key, true));
+      side->start({.ready = [] {},
+                   .message = [raw = side.get()](std::string_view) { raw->close(); },
+                   .closed = [](const std::string&) {}},
+                  10s);
+      accept();
+    });
+  };
+  accept();
+  std::optional<Upstream> upstream;
+  upstream.emplace(io, fmt::format("127.0.0.1:{}", acceptor.local_endpoint().port()), key, 10s,
+                   Upstream::Handlers{.up =
+                                          [&] {
+                                            proto::FromNode hello;
+                                            hello.mutable_hello()->set_node("node");
+                                            upstream->send(hello);
+                                          },
+                                      .message = [](const proto::ToNode&) {},
+                                      .down = [] {},
+                                      .over = [] { return false; },
+                                      .rejected = [] {}});
+  upstream->connect();
+  io.run_for(60s);
+  ASSERT_EQ(accepted.size(), 6u);
+  EXPECT_GE(accepted.back() - accepted.front(), 50ms + 100ms + 200ms + 400ms + 800ms);
+  upstream.reset();
 }
 
 }  // namespace
