@@ -8,7 +8,7 @@
 namespace rejoin::daemon {
 
 namespace {
-// A coordinator that starts again is found soon. One that shows another key, or speaks another version, will do so
+// A coordinator that starts again is found soon. One that shows another key, or is of another version, will be so
 // again: each time it is left alone for twice as long.
 constexpr auto kRetry = std::chrono::milliseconds(50), kMostRetry = std::chrono::milliseconds(5000);
 }  // namespace
@@ -34,13 +34,15 @@ void Upstream::connect() {
     connection_->start({.ready =
                             [this] {
                               up_ = true;
-                              logged_refused_.reset();
-                              pause_ = std::chrono::milliseconds(0);
+                              heard_ = false;
                               spdlog::info("connected to the coordinator at {}", address_);
                               handlers_.up();
                             },
                         .message =
                             [this](std::string_view bytes) {
+                              heard_ = true;
+                              logged_refused_.reset();
+                              pause_ = std::chrono::milliseconds(0);
                               proto::ToNode message;
                               if (message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())))
                                 return handlers_.message(message);
@@ -63,7 +65,8 @@ void Upstream::check(TimePoint heard) {
 }
 
 void Upstream::lost(const std::string& why) {
-  const bool refused = connection_ && connection_->refused() && !up_;
+  // One that shows the key, and goes without a word, does not want this node: it is of another version.
+  const bool refused = connection_ && (up_ ? !heard_ : connection_->refused());
   pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   connection_.reset();
   up_ = false;

@@ -8,6 +8,9 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "daemon/node_listener.h"
+#include "daemon/upstream.h"
+#include "membership/node.h"
 
 namespace rejoin::daemon {
 namespace {
@@ -158,6 +161,30 @@ TEST(Framed, OnlyWhatWasNotProvenIsARefusal) {
     EXPECT_EQ(late.why, "it did not prove the job key in time");
     EXPECT_EQ(late.refused, server);
   }
+}
+
+// A time less than this can't be, whatever the machine has to do.
+TEST(Upstream, ANodeOfAnotherVersionIsRefusedAndComesAgainEverLessOften) {
+  asio::io_context io{1};
+  const JobKey key{"0123456789abcdef"};
+  NodeListener listener(io, key, {.message = [](auto, const auto&) { FAIL() << "it is heard"; }, .lost = [](auto) {}});
+  ASSERT_TRUE(listener.listen("127.0.0.1:0"));
+  Upstream* node = nullptr;
+  proto::FromNode hello;
+  hello.mutable_hello()->set_protocol(membership::kProtocolVersion + 1);
+  Upstream upstream(io, listener.address(), key, std::chrono::seconds(10),
+                    {.up = [&] { node->send(hello); },
+                     .message = [](const proto::ToNode&) {},
+                     .down = [] {},
+                     .over = [] { return false; },
+                     .rejected = [] {}});
+  node = &upstream;
+  const TimePoint begun = SteadyClock().now();
+  upstream.connect();
+  while (listener.rejected() < 6 && SteadyClock().now() - begun < std::chrono::seconds(30))
+    io.run_one_for(std::chrono::seconds(1));
+  EXPECT_EQ(listener.rejected(), 6u);
+  EXPECT_GE(SteadyClock().now() - begun, std::chrono::milliseconds(50 + 100 + 200 + 400 + 800));
 }
 
 }  // namespace
