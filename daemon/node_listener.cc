@@ -44,20 +44,23 @@ void NodeListener::accept() {
   });
 }
 
-// A daemon with a wrong key, or a port scanner, comes again and again; one that gave up while this process was stopped
-// was refused nothing.
+// One that gave up while this process was stopped was refused nothing.
 void NodeListener::never_a_node(const Framed& connection, const std::string& why) {
-  constexpr auto seldom = std::chrono::seconds(60);
-  constexpr std::size_t most_hosts = 256;
   const std::string remote = connection.remote();
   if (!connection.refused()) return spdlog::debug("a connection from {} ended before its proof: {}", remote, why);
+  log_refusal(spdlog::level::warn, remote, fmt::format("a connection from {} was refused: {}", remote, why));
+}
+
+// A daemon with a wrong key or of another version, or a port scanner, comes again and again.
+void NodeListener::log_refusal(spdlog::level::level_enum level, const std::string& remote, const std::string& line) {
+  constexpr auto seldom = std::chrono::seconds(60);
+  constexpr std::size_t most_hosts = 256;
   ++rejected_;
   if (refusals_.size() >= most_hosts) refusals_.clear();
   auto& lines = refusals_.try_emplace(remote.substr(0, remote.rfind(':')), seldom).first->second;
-  const auto left_out = lines.may_say(SteadyClock().now());
-  if (!left_out) return;
-  spdlog::warn("a connection from {} was refused: {}{}", remote, why,
-               *left_out == 0 ? "" : fmt::format(" ({} more from there since the last such line)", *left_out));
+  if (const auto left_out = lines.may_say(SteadyClock().now()))
+    spdlog::log(level, "{}{}", line,
+                *left_out == 0 ? "" : fmt::format(" ({} more from there since the last such line)", *left_out));
 }
 
 void NodeListener::on_bytes(NodeId node, const std::shared_ptr<Framed>& connection, std::string_view bytes) {
@@ -68,8 +71,9 @@ void NodeListener::on_bytes(NodeId node, const std::shared_ptr<Framed>& connecti
     return;
   }
   if (message.has_hello() && message.hello().protocol() != membership::kProtocolVersion) {
-    spdlog::error("node {} speaks protocol {}, this one {}; use one version", message.hello().node(),
-                  message.hello().protocol(), membership::kProtocolVersion);
+    log_refusal(spdlog::level::err, connection->remote(),
+                fmt::format("node {} at {} speaks protocol {}, this one {}; use one version", message.hello().node(),
+                            connection->remote(), message.hello().protocol(), membership::kProtocolVersion));
     nodes_.erase(node);  // it was authenticated, so it is in the table
     return connection->close();
   }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "base/log.h"
 #include "base/seldom.h"
 #include "control.pb.h"
 #include "daemon/framed.h"
@@ -33,6 +34,7 @@ class NodeListener {
 
  private:
   void never_a_node(const Framed& connection, const std::string& why);
+  void log_refusal(spdlog::level::level_enum level, const std::string& remote, const std::string& line);
   void accept();
   void on_bytes(membership::NodeId node, const std::shared_ptr<Framed>& connection, std::string_view bytes);
 

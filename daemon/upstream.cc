@@ -8,7 +8,7 @@
 namespace rejoin::daemon {
 
 namespace {
-// A coordinator that starts again is found soon. One that shows another key, or speaks another version, will do so
+// A coordinator that starts again is found soon. One that shows another key, or is of another version, will be so
 // again: each time it is left alone for twice as long.
 constexpr auto kRetry = std::chrono::milliseconds(50), kMostRetry = std::chrono::milliseconds(5000);
 }  // namespace
@@ -65,7 +65,7 @@ void Upstream::check(TimePoint heard) {
 }
 
 void Upstream::lost(const std::string& why) {
-  // One that speaks another version hears our hello, and closes without a word.
+  // One that shows the key, and goes without a word, does not want this node: it is of another version.
   const bool refused = connection_ && (up_ ? !heard_ : connection_->refused());
   pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   connection_.reset();

@@ -50,8 +50,7 @@ class Upstream {
   const Handlers handlers_;
   asio::steady_timer retry_, deadline_;
   std::shared_ptr<Framed> connection_;
-  bool up_ = false;
-  bool heard_ = false;                  // … and the coordinator has said something
+  bool up_ = false, heard_ = false;     // it has shown the key; and has said something since
   std::optional<bool> logged_refused_;  // that it is not connected was logged, and whether as a refusal
   std::chrono::milliseconds pause_{0};  // before the last try
 };
