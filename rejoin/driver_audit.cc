@@ -97,19 +97,17 @@ void Driver::take_details() {
 }
 
 // Digests of a GPU's memory take as long as its other work lets them, and only this process can tell the others so.
-// When they have taken all patience there is, the GPU's driver does not return.
+// When they have taken all patience there is, its driver may never return: then the coordinator is to judge, who knows
+// whether anybody else has the state.
 void Driver::excuse_digests(TimePoint now) {
   const bool under_way = inspection_ || audit_under_way_;
   digests_since_ = !under_way ? TimePoint{} : digests_since_ == TimePoint{} ? now : digests_since_;
-  if (!under_way) return;
   const Duration taken = now - digests_since_;
-  if (taken > config_.patience)
-    return fail(
-        {ErrorCode::timeout, fmt::format("the digests that an audit wants of {} have not come for {:.1f} s: its "
-                                         "driver does not return; start the process again",
-                                         owner_.device()->name(), seconds(taken))});
-  if (taken < silence_ / 4 || now - excused_at_ < silence_ / 8) return;
-  excuse(fmt::format("its GPU, which digests for an audit for {:.1f} s", seconds(taken)), true, digests_since_, now);
+  if (!under_way || taken < silence_ / 4 || now - excused_at_ < silence_ / 8) return;
+  const bool may = taken <= config_.patience;
+  excuse(fmt::format("the digests of an audit on {}, for {:.1f} s", owner_.device()->name(), seconds(taken)), may,
+         digests_since_, now);
+  reports_.back().mutable_accusation()->set_only_waiting(may);
 }
 
 std::function<Result<proto::FromNode>()> Driver::details() const {

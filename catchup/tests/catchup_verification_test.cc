@@ -4,8 +4,9 @@
 namespace rejoin::catchup {
 namespace {
 
-// Flips a bit of the joiner's first slice when it has arrived; false: it was verified before anybody could look, as it
-// may be on a fast GPU.
+// Flips a bit of the joiner's first slice when it has arrived, a high one, since a low one may vanish in the rounding
+// of the updates that bring it up to date; false: it was verified before anybody could look, as it may be on a fast
+// GPU.
 bool flip_when_arrived(Cluster& cluster, Replica& joiner) {
   bool flipped = false;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
@@ -15,9 +16,9 @@ bool flip_when_arrived(Cluster& cluster, Replica& joiner) {
     const auto status = local::SliceStatus::unpack(joiner.owner->page().slice_statuses()[0].load());
     if (flipped || status.state != local::SliceState::arrived) continue;
     std::byte byte{};
-    EXPECT_TRUE(joiner.access->read(joiner.owner->column(0, 0).subspan(1000, 1), &byte));
-    byte ^= std::byte{4};
-    EXPECT_TRUE(joiner.access->write(joiner.owner->column(0, 0).data() + 1000, {&byte, 1}));
+    EXPECT_TRUE(joiner.access->read(joiner.owner->column(0, 0).subspan(1003, 1), &byte));
+    byte ^= std::byte{0x40};
+    EXPECT_TRUE(joiner.access->write(joiner.owner->column(0, 0).data() + 1003, {&byte, 1}));
     flipped = true;
   }
   return flipped;
