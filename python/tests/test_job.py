@@ -196,7 +196,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "fused", "sgd"])
+@pytest.mark.parametrize(
+    "kind", ["adamw", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("fused", "sgd"))]
+)
 def test_a_killed_replica_comes_back_and_all_have_what_one_process_computes_from_the_ledger(tmp_path, kind):
     norm = ["--max-norm", "0.5"] if kind == "adamw" else []
     job = Job(tmp_path, "--optimizer", kind, *norm, steps=200, kill={1: ("backward", 20)})

@@ -131,6 +131,7 @@ def test_float16_with_masters_a_scale_and_an_average(tmp_path):
         assert same_bits(final["average"][name], average), name
 
 
+@pytest.mark.thorough
 def test_ranks_leave_together(tmp_path):
     job = Job(tmp_path, "--optimizer", "sharded", "--slow", ranks=2, steps=0)
     job.until(lambda: job.trains(0) > 4 and job.trains(1) > 4)

@@ -107,6 +107,7 @@ def test_who_waits_ends_with_sigterm_and_who_is_silent_for_long_is_put_out_unles
     check_equal(job, 2)
 
 
+@pytest.mark.thorough
 def test_ranks_of_a_replica_do_not_wait_for_one_that_is_stopped_and_may_begin_apart(tmp_path):
     flags = ["--optimizer", "sharded", "--max-norm", "0.5", "--leave-within", "2"]
     job = Job(tmp_path, *flags, ranks=2, steps=0, silence_ms=3000)
