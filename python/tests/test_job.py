@@ -30,6 +30,7 @@ class Job:
                  kill: dict[int, tuple[str, int]] | None = None, script: str = "trainer.py",
                  silence_ms: int = 5000) -> None:  # fmt: skip
         self.directory, self.steps, self.script = directory, steps, str(HERE / script)
+        self.last_step = steps  # as the coordinator was told; 0: none
         for replica, order in (kill or {}).items():
             self.kill(replica, *order)
         command = [sys.executable, "-m", "rejoin.run", "--replicas", str(replicas), "--steps", str(steps), "--batch",
@@ -96,7 +97,7 @@ class Job:
     def audit(self) -> str:
         log = self.directory / "log" / "decisions.log"
         return subprocess.run(
-            [path("rejoin"), "audit", str(log), *(["--steps", str(self.steps)] if self.steps else [])],
+            [path("rejoin"), "audit", str(log), *(["--steps", str(self.last_step)] if self.last_step else [])],
             capture_output=True,
             text=True,
             check=True,
@@ -255,7 +256,7 @@ def test_a_compiled_model_loses_a_replica_and_gets_it_back(tmp_path):
 
 
 def test_a_killed_worker_of_the_loader_costs_no_replica_and_no_sample(tmp_path):
-    job = Job(tmp_path, "--workers", "2", steps=120, kill={1: ("worker", 20)})
+    job = Job(tmp_path, "--workers", "2", steps=80, kill={1: ("worker", 20)})
     errors = job.wait()
     assert job.killed(1) and "ended with" not in errors, errors
     assert "the DataLoader's workers are started again" in job.log(1), job.log(1)

@@ -87,7 +87,7 @@ def test_replicas_of_torchrun_need_a_coordinator_and_nothing_else(tmp_path, key)
         for log in [*logs, tmp_path / "before.log"]:
             for step, of in re.findall(DIGEST, text(log)):
                 seen.setdefault(step, set()).add(of)
-        assert len(seen) > 80
+        assert len(seen) > 40
         for step, digests in seen.items():
             assert len(digests) == 1, (step, digests)
 
