@@ -64,9 +64,11 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                                                   // On a GPU digests take as long as its work lets them.
                                                   .aside =
                                                       [this](std::function<void()> work) {
-                                                        Duration taken = std::exchange(digest_takes_, {});
-                                                        if (taken == Duration{})
-                                                          taken = audit_chance_.of_any_size(1us, 50ms);
+                                                        const auto [lasting, until] = std::exchange(slow_digest_, {});
+                                                        const bool slow = world_.now() < until;
+                                                        if (slow) world_.felt_for(lasting);
+                                                        const Duration taken =
+                                                            slow ? lasting : audit_chance_.of_any_size(1us, 50ms);
                                                         world_.deliver(*this, taken, [this, work = std::move(work)] {
                                                           work();
                                                           world_.wake(*this);

@@ -24,7 +24,7 @@ class Trainer final : public Process {
   void on_control_message(membership::RankConnection from, const proto::ToNode& message);
   void on_daemon_gone(membership::RankConnection from);
   void hang_compute(TimePoint until) { compute_stands_until_ = std::max(compute_stands_until_, until); }
-  void slow_digest(Duration lasting) { digest_takes_ = lasting; }
+  void slow_digest(Duration lasting, TimePoint until) { slow_digest_ = {lasting, until}; }
   // It announces that, and takes longer than it announced or not.
   void be_busy(Duration lasting, bool too_long, bool between_steps);
   std::string describe();
@@ -65,7 +65,7 @@ class Trainer final : public Process {
   World& world_;
   const Model& model_;
   Random audit_chance_;
-  Duration digest_takes_{};  // the next one; zero: as long as is drawn
+  std::pair<Duration, TimePoint> slow_digest_;  // the next one takes so long, if it begins by then
   std::string address_;
   std::unique_ptr<TrainingState> state_;
   Model::Views weights_, gradient_views_;

@@ -90,7 +90,11 @@ class World {
   void on_moment(Moment moment, std::uint32_t replica);
   void went_wrong(const Trainer& trainer, std::uint64_t version);
   void on_evaluation(Duration lasting) { disturb(lasting); }  // a trainer does something else between two steps
-  bool plant_due();                                           // the planted fault happens here, once in a while
+  void felt_for(Duration lasting) {                           // what an earlier fault was for begins now
+    disturb(lasting);
+    faults_end_ = std::max(faults_end_, now() + lasting);
+  }
+  bool plant_due();  // the planted fault happens here, once in a while
 
   const Options options_;
   const Shape shape;

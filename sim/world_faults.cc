@@ -93,7 +93,7 @@ void World::happen(const Fault& fault) {
       if (trainer != nullptr) trainer->be_busy(fault.lasting, fault.detail % 4 == 3, fault.detail % 8 >= 4);
       return;
     case FaultKind::slow_digest:
-      if (trainer != nullptr) trainer->slow_digest(fault.lasting);
+      if (trainer != nullptr) trainer->slow_digest(fault.lasting, until);
       return;
     case FaultKind::reset_control:
       if (daemon != nullptr) reset_link(daemon->link);
