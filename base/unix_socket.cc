@@ -66,8 +66,10 @@ std::optional<std::pair<dev_t, ino_t>> file_at(const std::string& name) {
 SocketFile::SocketFile(std::string name) : name_(std::move(name)), bound_(file_at(name_)) {}
 
 SocketFile::~SocketFile() {
-  if (bound_ && file_at(name_) == bound_) ::unlink(name_.c_str());
+  if (bound_ && in_place()) ::unlink(name_.c_str());
 }
+
+bool SocketFile::in_place() const { return !bound_ || file_at(name_) == bound_; }
 
 Result<PeerCredentials> peer_credentials(const Fd& socket) {
   ucred credentials{};

@@ -34,6 +34,7 @@ class SocketFile {
   ~SocketFile();
   SocketFile(const SocketFile&) = delete;
   SocketFile& operator=(const SocketFile&) = delete;
+  bool in_place() const;  // nobody has removed it, nor put another file there
 
  private:
   const std::string name_;

@@ -112,10 +112,31 @@ NodeServer::DeviceStream* NodeServer::stream_of(std::optional<membership::RankCo
 
 // ---- the coordinator
 
+// A socket's file may go while the daemon runs, by whoever cleans /tmp: then no trainer that starts again would find
+// it.
+void NodeServer::keep_listening() {
+  if (socket_file_->in_place()) return;
+  auto listener = listen_unix(options_.socket);
+  if (!listener) {
+    if (!std::exchange(unreachable_, true))
+      spdlog::error("the socket {} is gone, and can't be made again, so no trainer can come: {}", options_.socket,
+                    listener.error().message);
+    return;
+  }
+  unreachable_ = false;
+  spdlog::warn("the socket {} was removed; it is there again", options_.socket);
+  listener_.close();
+  socket_file_.emplace(options_.socket);
+  listener_fd_ = std::move(*listener);
+  listener_.assign(::dup(listener_fd_.get()));
+  accept();
+}
+
 void NodeServer::tick() {
   timer_.expires_after(options_.silence / 16 + std::chrono::milliseconds(1));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
+    keep_listening();
     carry_out(machine_.on_tick(now()));
     if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard());
     tick();

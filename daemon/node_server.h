@@ -87,6 +87,7 @@ class NodeServer {
   void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
   void send(Trainer& trainer, const proto::ToTrainer& message);
   void tick();
+  void keep_listening();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
   void warn_of(const StrangeStream& stream);
@@ -113,6 +114,7 @@ class NodeServer {
   const JobKey& key_;
   Fd listener_fd_;
   std::optional<SocketFile> socket_file_;
+  bool unreachable_ = false;  // that no trainer can come was logged
   asio::posix::stream_descriptor listener_;
   asio::steady_timer timer_;
   const std::string family_;  // of the catch-up streams

@@ -292,7 +292,6 @@ class Coordinator {
   // coordinator_audit.cc
   bool differences_settled(TimePoint now);
   Result<> drop_as_configured();
-
   bool change_members_at_boundary();
   void begin_epoch(const std::string& reason);
   void plan_step();
@@ -321,6 +320,7 @@ class Coordinator {
     actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...), true});
   }
   Result<> replay(const proto::LogRecord& record);
+  void tell_of_roll_back();
   Actions take() { return std::exchange(actions_, {}); }
 
   const JobConfig config_;
@@ -373,7 +373,7 @@ class Coordinator {
   std::vector<Claim> claims_;            // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
   PauseDetector pause_detector_;
-  std::optional<Step> roll_back_to_;  // not used yet
+  std::optional<Step> roll_back_to_, last_roll_back_;  // not used yet; the last one in the log
   std::optional<Step> wants_roll_back_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
   TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch

@@ -22,10 +22,29 @@ Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, Time
     if (auto replayed = replay(record); !replayed) return replayed;
   now_ = under_way_since_ = now;
   if (auto dropped = drop_as_configured(); !dropped) return dropped;
+  tell_of_roll_back();
   if (!members_.empty()) recovering_until_ = now + config_.silence;
   audit_.on_recovered();
   plan_step();
   return {};
+}
+
+// An operator's word is for one time: one that stays in the settings must not roll back what comes later.
+void Coordinator::tell_of_roll_back() {
+  if (!roll_back_to_) return;
+  const Step to = *roll_back_to_;
+  if (last_roll_back_ && *last_roll_back_ >= to) {
+    warn(
+        "--roll-back-to {} was used already, and is not used again: take it out. To go back once more, give a step "
+        "below {}",
+        to, to);
+    roll_back_to_.reset();
+  } else if (to >= committed_) {
+    warn("--roll-back-to {} allows nothing: step {} is the last that is committed", to, committed_);
+  } else {
+    note("--roll-back-to {}: if nobody comes with the state of step {}, the job goes on from step {} or later", to,
+         committed_, to);
+  }
 }
 
 // With each record that says something of it, when it is decided or replayed.
@@ -107,6 +126,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         if (m.incarnation.value == record.caught_up().incarnation()) m.complete = true;
       return {};
     case proto::LogRecord::kRolledBack:
+      if (committed_.value > record.rolled_back().version()) last_roll_back_ = Step(record.rolled_back().version());
       if (committed_.value > record.rolled_back().version())
         steps_rolled_back_ += committed_.value - record.rolled_back().version();
       committed_ = Step(record.rolled_back().version());

@@ -99,11 +99,12 @@ Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
   ParsedLog parsed;
   const bool zeros = bytes.size() <= kMagic.size() + sizeof(RecordHeader) &&
                      std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{}; });
-  if (bytes.size() < kMagic.size() || zeros) {  // power was lost when the file was made
+  const bool begun = bytes.size() < kMagic.size() && kMagic.starts_with(as_text(bytes));
+  if (begun || zeros) {  // power was lost when the file was made
     parsed.torn = bytes.size();
     return parsed;
   }
-  const auto magic = as_text(bytes.first(kMagic.size()));
+  const auto magic = as_text(bytes.first(std::min(bytes.size(), kMagic.size())));
   if (magic != kMagic && magic != kOldMagic)
     return fail(ErrorCode::corrupt, "{} is not a Rejoin decision log of this version", path);
   parsed.old = magic == kOldMagic;
@@ -203,6 +204,14 @@ Result<> Log::append(const std::vector<proto::LogRecord>& records) {
     if (const std::size_t size = record.ByteSizeLong(); size > kMaxRecord)
       return fail(ErrorCode::invalid_argument, "{}: a record of {} is over the limit of {}", path_, human_bytes(size),
                   human_bytes(kMaxRecord));
+  struct stat status {};
+  if (::fstat(file_.get(), &status) == 0 && static_cast<std::uint64_t>(status.st_size) < end_) {
+    failed_ = true;
+    return fail(ErrorCode::corrupt,
+                "decision log {} was cut from {} to {} while the job ran: nothing may write to it but its coordinator. "
+                "Put back a copy of it; without one, start the job from a checkpoint with a new log directory",
+                path_, human_bytes(end_), human_bytes(static_cast<std::uint64_t>(status.st_size)));
+  }
   const Bytes bytes = log_bytes(records, end_);
   if (auto written = write_and_sync(bytes, end_); !written) {
     failed_ = true;

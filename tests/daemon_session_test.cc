@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <filesystem>
 #include <future>
 #include <sstream>
 
@@ -216,6 +217,25 @@ TEST(Session, ATrainerThatWasStoppedSaysForHowLongAndThatItWasPutOut) {
       << second.output();
   EXPECT_NE(second.output().find(" s, and its replica was put out of the job: "), std::string::npos) << second.output();
   EXPECT_EQ(second.output().find("the daemon is gone"), std::string::npos) << second.output();
+}
+
+// By whoever cleans /tmp: trainers that are there go on, and one that starts again finds it.
+TEST(Session, ASocketThatIsRemovedIsMadeAgain) {
+  Job job;
+  job.start(2, 0);
+  Process first({kMinimal}, job.file("a"), job.environment(0)), second({kMinimal}, job.file("b"), job.environment(1));
+  const auto committed = [&] { return job.status().value("committed", 0); };
+  const auto members = [&] { return job.status().at("members").size(); };
+  ASSERT_TRUE(eventually([&] { return committed() > 5 && members() == 2; }));
+  std::filesystem::remove(job.socket(1));
+  EXPECT_TRUE(eventually([&] { return std::filesystem::exists(job.socket(1)); }));
+  const int then = committed();
+  EXPECT_TRUE(eventually([&] { return committed() > then + 5; }));
+  EXPECT_EQ(members(), 2u) << "the trainer that is there goes on";
+  ::kill(second.pid(), SIGKILL);
+  ASSERT_TRUE(eventually([&] { return members() == 1; }));
+  Process again({kMinimal}, job.file("c"), job.environment(1));
+  EXPECT_TRUE(eventually([&] { return members() == 2; })) << again.output();
 }
 
 // Of two trainers with the same replica and rank the first stays, at one daemon and at two.

@@ -250,6 +250,32 @@ TEST(Coordinator, NothingGoesOnFromAStepThatWasRolledBack) {
   EXPECT_EQ(bench.coordinator.members().size(), 3u);
 }
 
+// It stays in the settings of who forgets it, and the job has gone on.
+TEST(Coordinator, AnOperatorsWordToRollBackIsUsedOnce) {
+  Bench first;
+  first.start();
+  first.steps(3);
+  const auto from_checkpoint = [](Bench& bench, std::uint64_t step, std::uint64_t life) {
+    for (std::uint32_t r : {0u, 1u, 2u}) bench.down(r, life - 1);
+    for (std::uint32_t r : {0u, 1u, 2u}) bench.up(r, life, step);
+    bench.link_all();
+  };
+  Bench bench(first.log, {.roll_back_to = Step(1)});
+  from_checkpoint(bench, 1, 2);
+  ASSERT_EQ(bench.coordinator.committed(), Step(1));
+  bench.steps(3);
+  ASSERT_EQ(bench.coordinator.committed(), Step(4));
+
+  Bench again(bench.log, {.roll_back_to = Step(1)});
+  from_checkpoint(again, 2, 3);
+  EXPECT_EQ(again.coordinator.committed(), Step(4)) << "rolled back without being asked";
+  EXPECT_EQ(again.coordinator.wants_roll_back(), Step(2));
+
+  Bench asked(bench.log, {.roll_back_to = Step(0)});
+  from_checkpoint(asked, 2, 3);
+  EXPECT_EQ(asked.coordinator.committed(), Step(2));
+}
+
 // Another --log-directory than before, or none: those who have the job's state are not sent away for it.
 TEST(Coordinator, WithALogOfAnotherJobItSendsNobodyAway) {
   Bench first;

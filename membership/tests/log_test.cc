@@ -279,6 +279,27 @@ TEST_F(LogFile, OneThatIsNoLongerAtItsPathTakesNoMore) {
   }
 }
 
+// As a tool does that copies a log and truncates it.
+TEST_F(LogFile, OneThatIsCutWhileItIsInUseTakesNoMore) {
+  auto log = Log::open(directory);
+  ASSERT_TRUE(log) << log.error().message;
+  ASSERT_TRUE(log->append({commit(1)}));
+  std::filesystem::resize_file(path, 0);
+  const auto refused = log->append({commit(2)});
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().message.find("was cut from "), std::string::npos) << refused.error().message;
+  EXPECT_EQ(std::filesystem::file_size(path), 0u) << "a hole would hide what is lost";
+}
+
+TEST_F(LogFile, AShortFileThatIsNoLogIsLeftAsItIs) {
+  const std::string_view notes = "hello\n";
+  put(Bytes(as_bytes(notes).begin(), as_bytes(notes).end()));
+  const auto refused = Log::open(directory);
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().message.find("is not a Rejoin decision log"), std::string::npos);
+  EXPECT_EQ(std::filesystem::file_size(path), notes.size());
+}
+
 TEST_F(LogFile, WritesThatTakeOnlyAPartAreGoneOnWith) {
   FailingDisk disk{.most = 3};
   {
