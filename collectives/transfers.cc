@@ -146,16 +146,23 @@ Result<> Group::take_scratch(Active& active) {
   return {};
 }
 
-// Scratch memory of an operation that has failed may still be written to: it goes. Else it serves the next, and of
-// those that are free the largest stay.
+// Scratch memory serves the next operation, and of those that are free the largest stay. That of one that has failed
+// may still be written to by its old key: it gets another. New memory would cost its first touch, in the first
+// operation after a failure of all.
 void Group::give_back(Active& active) {
   for (const auto& region : active.regions)
     if (region) engine_.deregister(*region);
   if (!active.scratch) return;
+  if (failed_) {
+    engine_.deregister(active.scratch->region);
+    const auto again = engine_.register_region(active.scratch->mapping.span(), transport::MemoryKind::host);
+    if (!again) return active.scratch.reset();
+    active.scratch->region = *again;
+  }
   scratch_.push_back(std::move(*active.scratch));
   const auto size = [](const Scratch& one) { return one.mapping.size(); };
   std::ranges::sort(scratch_, std::greater{}, size);
-  while (!scratch_.empty() && (failed_ || scratch_.size() > kAtOnce)) {
+  while (scratch_.size() > kAtOnce) {
     engine_.deregister(scratch_.back().region);
     scratch_.pop_back();
   }

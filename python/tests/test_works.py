@@ -211,6 +211,11 @@ def test_a_future_that_is_asked_for_after_the_end_is_complete(pair):
         late.get_future().wait()
 
 
+def test_a_monitored_barrier_says_whom_it_lacks(pair):
+    with pytest.raises(rejoin.DeadlinePassed, match=r"barrier waits for bytes from rank 1 \("):
+        pair[0].monitored_barrier(timedelta(milliseconds=50), wait_all_ranks=True)
+
+
 def test_types_that_differ_are_refused(pair):
     for call in (
         lambda: pair[0]._allgather_base(torch.empty(20), torch.ones(10, dtype=torch.int32)),

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,8 +51,7 @@ class Options:
         transport: "tcp", "ibverbs", "shm" (one machine) or another that `rejoind --help` names
         listen: the address to listen on; by default the loopback's if MASTER_ADDR is, else any
         advertise: the host under which others reach this one; by default the machine's own address
-        configure: False: the group has no members before its first `reconfigure()`, as with torch's
-            `enable_reconfigure=True`
+        configure: False: no members before the first `reconfigure()`, as with torch's `enable_reconfigure=True`
     """
 
     transport: str = "tcp"
@@ -187,9 +187,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _limit(self, timeout: timedelta | None) -> int:
         """Give the milliseconds of a time-out, by default the group's; an operation has at least one."""
-        if timeout is None or timeout <= timedelta(0):
-            timeout = self._timeout
-        return max(1, milliseconds(timeout))
+        return max(1, milliseconds(timeout if timeout is not None and timeout > timedelta(0) else self._timeout))
 
     # Operations.
 
@@ -358,6 +356,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Wait until all members are here."""
         return self._start("barrier", Staged(), [], opts)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all members are here; a time-out names one that is not, and ends all that is under way."""
+        self.barrier(SimpleNamespace(timeout=timeout)).wait()
+
     # Other names of the same, and newer ones.
     allreduce_coalesced = allreduce
     all_gather_single = _allgather_base
@@ -370,8 +372,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 def _create(made_by: Any, options: Options | None) -> ProcessGroup:
     """Make a group, for `torch.distributed`; its members find each other in its store."""
     if options is None:
-        default = dist.distributed_c10d.GroupMember.WORLD
-        parent = getattr(default, "options_given", None)
+        parent = getattr(dist.distributed_c10d.GroupMember.WORLD, "options_given", None)
         options = replace(parent, configure=True) if isinstance(parent, Options) else Options()
     if not isinstance(options, Options):
         raise TypeError(
@@ -388,12 +389,12 @@ def _create(made_by: Any, options: Options | None) -> ProcessGroup:
     return group
 
 
+@atexit.register
 def _end_all() -> None:
     for group in list(_ended_at_exit):
         group.shutdown()
 
 
-atexit.register(_end_all)
 register: Callable[..., None] = dist.Backend.register_backend
 if not hasattr(dist.Backend, "REJOIN"):
     register("rejoin", _create, extended_api=True, devices=["cpu", "cuda"])
