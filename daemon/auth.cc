@@ -43,10 +43,11 @@ Result<> check_kept(const std::string& path, const struct stat& file) {
 }  // namespace
 
 Result<JobKey> JobKey::read(const std::string& path) {
-  Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  Fd file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // a pipe would wait for a writer
   if (!file) return fail_errno(fmt::format("job key file {}", path));
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) return fail_errno(path);
+  if (!S_ISREG(status.st_mode)) return fail(ErrorCode::invalid_argument, "job key file {} is no regular file", path);
   if (auto kept = check_kept(path, status); !kept) return tl::unexpected(kept.error());
   std::string key(4096, '\0');
   const ssize_t got = ::read(file.get(), key.data(), key.size());

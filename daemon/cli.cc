@@ -99,6 +99,11 @@ void print_table(const nlohmann::json& status) {
                              n.at("coordinator").at("address").get<std::string>(),
                              n.at("coordinator").at("connected").get<bool>() ? "connected" : "NOT CONNECTED",
                              human_bytes(n.at("bytes_served").get<std::uint64_t>()));
+    for (const auto& gone : n.at("gone"))
+      std::cout << fmt::format(
+          "  replica {} rank {}: gone for {:.1f} s: {}{}\n", gone.at("replica").get<int>(), gone.at("rank").get<int>(),
+          gone.at("for_ms").get<double>() / 1e3, gone.at("reason").get<std::string>(),
+          gone.at("lives").get<bool>() ? fmt::format("; process {} is still there", gone.at("pid").get<int>()) : "");
     for (const auto& r : n.at("ranks")) {
       std::cout << fmt::format("  replica {} rank {} pid {}: {}", r.at("replica").get<int>(), r.at("rank").get<int>(),
                                r.at("pid").get<int>(), r.at("role").get<std::string>());

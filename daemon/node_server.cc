@@ -115,7 +115,7 @@ NodeServer::DeviceStream* NodeServer::stream_of(std::optional<membership::RankCo
 // A socket's file may go while the daemon runs, by whoever cleans /tmp: then no trainer that starts again would find
 // it.
 void NodeServer::keep_listening() {
-  if (socket_file_->in_place()) return;
+  if (!listener_fd_ || socket_file_->in_place()) return;
   auto listener = listen_unix(options_.socket);
   if (!listener) {
     if (!std::exchange(unreachable_, true))

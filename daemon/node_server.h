@@ -121,6 +121,12 @@ class NodeServer {
   membership::Node machine_;
   std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
+  struct GoneTrainer {
+    pid_t pid = 0;
+    std::string reason;
+    TimePoint at{};
+  };
+  std::map<catchup::RankKey, GoneTrainer> gone_;  // the last of each place, until the status shows another there
   std::uint64_t next_trainer_ = 1;
   std::function<void()> nobody_is_left_;
   Upstream coordinator_;

@@ -1,4 +1,7 @@
 // What the node tells of itself (/status).
+#include <signal.h>
+
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "daemon/node_server.h"
@@ -48,6 +51,17 @@ nlohmann::json NodeServer::status() const {
                               {"bytes", hop.bytes()},
                               {"longest_gap_us", hop.longest_gap_us()}});
     json["ranks"].push_back(std::move(rank));
+  }
+  json["gone"] = nlohmann::json::array();
+  for (const auto& [key, gone] : gone_) {
+    const auto is_here = [own = key](const auto& one) { return one.second.key == own; };
+    if (std::any_of(trainers_.begin(), trainers_.end(), is_here)) continue;
+    json["gone"].push_back({{"replica", key.replica.value},
+                            {"rank", key.rank.value},
+                            {"pid", gone.pid},
+                            {"lives", gone.pid > 0 && ::kill(gone.pid, 0) == 0},
+                            {"reason", gone.reason},
+                            {"for_ms", milliseconds(now() - gone.at)}});
   }
   json["serving"] = nlohmann::json::array();
   for (const auto* stream : streams)

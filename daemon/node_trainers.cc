@@ -260,6 +260,7 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
                   {"rank", std::uint64_t{trainer.key->rank.value}},
                   {"reason", reason}});
     progress_.erase(*trainer.key);
+    gone_[*trainer.key] = {trainer.credentials.pid, reason, now()};
     if (trainer.own) served_by_gone_ += trainer.own->bytes_served;  // its stream goes with it
     else trainer.stream->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   } else {

@@ -12,6 +12,8 @@ void Coordinator::note_outages(const proto::LogRecord::EpochBegun& begun, std::o
   std::set<std::uint32_t> in;
   for (const auto& m : begun.members()) in.insert(m.replica());
   std::erase_if(out_, [&](const auto& one) { return in.contains(one.first.value); });
+  for (const auto& m : begun.members())
+    if (!m.catching_up()) differed_at_start_.erase(ReplicaId(m.replica()));  // it has taken over the others' state
   for (std::uint32_t number = 0; number < config_.replicas; ++number) {
     const ReplicaId id(number);
     if (in.contains(number) || out_.contains(id)) continue;

@@ -49,6 +49,15 @@ TEST_F(KeyFile, ThatOthersMayUseIsRefusedWithItsModeAndTheRemedy) {
 }
 
 // As Kubernetes mounts secrets for a pod with an fsGroup.
+TEST_F(KeyFile, ThatIsNoRegularFileIsRefusedAtOnce) {
+  std::filesystem::remove(path);
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  EXPECT_NE(refusal().find("is no regular file"), std::string::npos) << refusal();
+  std::filesystem::remove(path);
+  std::filesystem::create_directory(path);
+  EXPECT_NE(refusal().find("is no regular file"), std::string::npos) << refusal();
+}
+
 TEST_F(KeyFile, ThatRootGivesToAGroupOfOursIsTaken) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can give files away";
   const gid_t group = 4321;
