@@ -287,7 +287,6 @@ class Coordinator {
   std::string rollback_needed(Step from) const;
   std::vector<std::string> unfit(const std::vector<ReplicaId>& replicas) const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
-
   void try_commit(TimePoint now);
   // coordinator_audit.cc
   bool differences_settled(TimePoint now);
@@ -321,6 +320,7 @@ class Coordinator {
   }
   Result<> replay(const proto::LogRecord& record);
   void tell_of_roll_back();
+  bool roll_back_was_used() const;
   Actions take() { return std::exchange(actions_, {}); }
 
   const JobConfig config_;

@@ -29,22 +29,21 @@ Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, Time
   return {};
 }
 
-// An operator's word is for one time: one that stays in the settings must not roll back what comes later.
+// An operator's word is for one time: one that stays in the settings must not roll back what has been done since.
 void Coordinator::tell_of_roll_back() {
   if (!roll_back_to_) return;
   const Step to = *roll_back_to_;
-  if (last_roll_back_ && *last_roll_back_ >= to) {
-    warn(
-        "--roll-back-to {} was used already, and is not used again: take it out. To go back once more, give a step "
-        "below {}",
-        to, to);
-    roll_back_to_.reset();
-  } else if (to >= committed_) {
+  if (roll_back_was_used())
+    warn("--roll-back-to {} was used already, and allows no other step than that from now on: take it out", to);
+  else if (to >= committed_)
     warn("--roll-back-to {} allows nothing: step {} is the last that is committed", to, committed_);
-  } else {
+  else
     note("--roll-back-to {}: if nobody comes with the state of step {}, the job goes on from step {} or later", to,
          committed_, to);
-  }
+}
+
+bool Coordinator::roll_back_was_used() const {
+  return roll_back_to_ && last_roll_back_ && *last_roll_back_ >= *roll_back_to_;
 }
 
 // With each record that says something of it, when it is decided or replayed.

@@ -43,7 +43,7 @@ void Coordinator::try_start(TimePoint now) {
   for (auto& why : unfit(ready)) warn_once(std::move(why));
   if (!from) return;
   if (*from < committed_) {
-    if (!roll_back_to_ || *from < *roll_back_to_) {
+    if (!roll_back_to_ || *from < *roll_back_to_ || (roll_back_was_used() && *from != *roll_back_to_)) {
       wants_roll_back_ = from;
       return warn_once(rollback_needed(*from));
     }

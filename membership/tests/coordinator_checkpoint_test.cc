@@ -266,12 +266,14 @@ TEST(Coordinator, AnOperatorsWordToRollBackIsUsedOnce) {
   bench.steps(3);
   ASSERT_EQ(bench.coordinator.committed(), Step(4));
 
-  Bench again(bench.log, {.roll_back_to = Step(1)});
+  auto log = first.log;
+  log.insert(log.end(), bench.log.begin(), bench.log.end());
+  Bench again(log, {.roll_back_to = Step(1)});
   from_checkpoint(again, 2, 3);
   EXPECT_EQ(again.coordinator.committed(), Step(4)) << "rolled back without being asked";
   EXPECT_EQ(again.coordinator.wants_roll_back(), Step(2));
 
-  Bench asked(bench.log, {.roll_back_to = Step(0)});
+  Bench asked(log, {.roll_back_to = Step(2)});
   from_checkpoint(asked, 2, 3);
   EXPECT_EQ(asked.coordinator.committed(), Step(2));
 }
