@@ -50,6 +50,7 @@ def test_what_is_missing_is_named():
         local_daemon(Place(0, 0), {"REJOIN_COORDINATOR": "127.0.0.1:1"})
 
 
+@pytest.mark.thorough
 def test_replicas_of_torchrun_need_a_coordinator_and_nothing_else(tmp_path, key):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "REJOIN_JOB_KEY_FILE": str(key), "REJOIN_SILENCE_MS": "5000"}
     with contextlib.ExitStack() as all_processes:

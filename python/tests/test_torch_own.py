@@ -18,6 +18,7 @@ SOME = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_some_of_torchs_own_tests_pass():
     pytest.importorskip("expecttest", reason="torch's own tests need expecttest: pip install expecttest")
     done = subprocess.run(
