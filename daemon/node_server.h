@@ -126,7 +126,7 @@ class NodeServer {
     std::string reason;
     TimePoint at{};
   };
-  std::map<catchup::RankKey, GoneTrainer> gone_;  // the last of each place, until the status shows another there
+  std::map<catchup::RankKey, GoneTrainer> gone_;  // the last of each place that nobody has
   std::uint64_t next_trainer_ = 1;
   std::function<void()> nobody_is_left_;
   Upstream coordinator_;

@@ -1,7 +1,6 @@
 // What the node tells of itself (/status).
 #include <signal.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "daemon/node_server.h"
@@ -53,16 +52,13 @@ nlohmann::json NodeServer::status() const {
     json["ranks"].push_back(std::move(rank));
   }
   json["gone"] = nlohmann::json::array();
-  for (const auto& [key, gone] : gone_) {
-    const auto is_here = [own = key](const auto& one) { return one.second.key == own; };
-    if (std::any_of(trainers_.begin(), trainers_.end(), is_here)) continue;
+  for (const auto& [key, gone] : gone_)
     json["gone"].push_back({{"replica", key.replica.value},
                             {"rank", key.rank.value},
                             {"pid", gone.pid},
                             {"lives", gone.pid > 0 && ::kill(gone.pid, 0) == 0},
                             {"reason", gone.reason},
                             {"for_ms", milliseconds(now() - gone.at)}});
-  }
   json["serving"] = nlohmann::json::array();
   for (const auto* stream : streams)
     for (const auto& [key, stats] : stream->serving)

@@ -166,6 +166,7 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   if (!address) return tl::unexpected(address.error());
   if (auto cleared = clear_place(trainer, key, hello.up().instance()); !cleared) return cleared;
   trainer.key = key;
+  gone_.erase(key);
   trainer.stream = stream.thread.get();
   const bool complete = view->complete();
   auto shared = std::make_shared<local::View>(std::move(*view));

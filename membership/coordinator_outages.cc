@@ -113,9 +113,7 @@ void Coordinator::tell_who_differs(const std::vector<ReplicaId>& replicas, const
 
 std::vector<std::string> Coordinator::alarms() const {
   std::vector<std::string> all;
-  for (const auto& [id, line] : differed_at_start_)
-    if (std::ranges::none_of(members_, [own = id](const auto& m) { return m.replica == own && !m.catching_up; }))
-      all.push_back(line);
+  for (const auto& [id, line] : differed_at_start_) all.push_back(line);
   for (const auto& [id, replica] : replicas_) {
     if (id == replicas_.begin()->first) continue;  // the others are compared with it
     for (std::uint32_t number = 0; number < replica.ranks.size(); ++number) {

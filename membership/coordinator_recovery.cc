@@ -125,9 +125,10 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         if (m.incarnation.value == record.caught_up().incarnation()) m.complete = true;
       return {};
     case proto::LogRecord::kRolledBack:
-      if (committed_.value > record.rolled_back().version()) last_roll_back_ = Step(record.rolled_back().version());
-      if (committed_.value > record.rolled_back().version())
+      if (committed_.value > record.rolled_back().version()) {
+        last_roll_back_ = Step(record.rolled_back().version());
         steps_rolled_back_ += committed_.value - record.rolled_back().version();
+      }
       committed_ = Step(record.rolled_back().version());
       most_committed_ = std::max(most_committed_, committed_);
       if (const Samples trained(record.rolled_back().trained(), kMostSamples);

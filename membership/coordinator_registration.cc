@@ -92,8 +92,7 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
     }
     auto what = fmt::format(
         "replica {} rank {}: it belongs to job {:016x}, which has committed step {}; this log is of job {:016x}, which "
-        "has "
-        "committed step {}: start the coordinator with that job's --log-directory, or end that process",
+        "has committed step {}: start the coordinator with that job's --log-directory, or end that process",
         up.replica(), up.rank(), up.job(), up.heard_committed(), job_, committed_);
     warn("{}", what);
     strangers_[place] = {node, up.instance(), std::move(what)};

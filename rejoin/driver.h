@@ -133,7 +133,7 @@ class Driver {
   void excuse_trainer(TimePoint now);
   void excuse_between_steps(TimePoint now);
   void tell_occupation(TimePoint now);
-  void excuse(std::string why, bool excused, TimePoint since, TimePoint now);
+  proto::Accusation& excuse(std::string why, bool excused, TimePoint since, TimePoint now);
   bool is_place(const ftar::Member& member) const;
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   Duration patience_with_compute() const;

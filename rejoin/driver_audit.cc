@@ -106,8 +106,8 @@ void Driver::excuse_digests(TimePoint now) {
   if (!under_way || taken < silence_ / 4 || now - excused_at_ < silence_ / 8) return;
   const bool may = taken <= config_.patience;
   excuse(fmt::format("the digests of an audit on {}, for {:.1f} s", owner_.device()->name(), seconds(taken)), may,
-         digests_since_, now);
-  reports_.back().mutable_accusation()->set_only_waiting(may);
+         digests_since_, now)
+      .set_only_waiting(may);
 }
 
 std::function<Result<proto::FromNode>()> Driver::details() const {

@@ -109,12 +109,14 @@ void Driver::excuse_between_steps(TimePoint now) {
          true, now, now);
 }
 
-void Driver::excuse(std::string why, bool excused, TimePoint since, TimePoint now) {
+// To be changed, if at all, before the next report.
+proto::Accusation& Driver::excuse(std::string why, bool excused, TimePoint since, TimePoint now) {
   excused_at_ = now;
   auto& excuse = accuse({.replica = config_.replica, .incarnation = {}}, std::move(why));
   excuse.set_only_waiting(true);
   excuse.set_excused(excused);
   excuse.set_waited_ms(static_cast<std::uint64_t>(milliseconds(now - since)));
+  return excuse;
 }
 
 // Nothing waits in silence: after a second the log and the status say for whom; what lasts too long is for the

@@ -51,30 +51,30 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
   restore();
   REJOIN_CHECK(state_->start(version_at_join_));
   digest_at_join_ = *state_->digest();
-  driver_ = std::make_unique<Driver>(DriverConfig{.replica = ReplicaId(replica),
-                                                  .rank = rank,
-                                                  .instance = rank_instance,
-                                                  .transport = "the simulated fabric",
-                                                  .plan_hash = state_->plan_hash(),
-                                                  .declared = state_->declaration(),
-                                                  .ring = {.chunk_bytes = model_.chunk_bytes(),
-                                                           .chunks_in_flight = 2,
-                                                           .direct_bytes = world.shape.direct ? 32768u : 0u},
-                                                  .patience = 500ms,
-                                                  // On a GPU digests take as long as its work lets them.
-                                                  .aside =
-                                                      [this](std::function<void()> work) {
-                                                        const auto [lasting, until] = std::exchange(slow_digest_, {});
-                                                        const bool slow = world_.now() < until;
-                                                        if (slow) world_.felt_for(lasting);
-                                                        const Duration taken =
-                                                            slow ? lasting : audit_chance_.of_any_size(1us, 50ms);
-                                                        world_.deliver(*this, taken, [this, work = std::move(work)] {
-                                                          work();
-                                                          world_.wake(*this);
-                                                        });
-                                                      }},
-                                     *engine, state_->owner(), state_->buckets());
+  driver_ = std::make_unique<Driver>(
+      DriverConfig{.replica = ReplicaId(replica),
+                   .rank = rank,
+                   .instance = rank_instance,
+                   .transport = "the simulated fabric",
+                   .plan_hash = state_->plan_hash(),
+                   .declared = state_->declaration(),
+                   .ring = {.chunk_bytes = model_.chunk_bytes(),
+                            .chunks_in_flight = 2,
+                            .direct_bytes = world.shape.direct ? 32768u : 0u},
+                   .patience = 500ms,
+                   .aside = [this](std::function<void()> work) { digest_aside(std::move(work)); }},
+      *engine, state_->owner(), state_->buckets());
+}
+
+// On a GPU digests take as long as its other work lets them.
+void Trainer::digest_aside(std::function<void()> work) {
+  const auto [lasting, until] = std::exchange(slow_digest_, {});
+  const bool slow = world_.now() < until;
+  if (slow) world_.felt_for(lasting);
+  world_.deliver(*this, slow ? lasting : audit_chance_.of_any_size(1us, 50ms), [this, work = std::move(work)] {
+    work();
+    world_.wake(*this);
+  });
 }
 
 // All of the state: of each tensor the weight, then its moments.

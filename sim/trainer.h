@@ -49,6 +49,7 @@ class Trainer final : public Process {
   enum class Stage { waiting, computing, reducing, updating };
   void send_all();
   std::uint64_t state_digest() const;
+  void digest_aside(std::function<void()> work);
   void begin_step();
   void compute();
   void have_done();
