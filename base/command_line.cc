@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cctype>
+#include <cstring>
 #include <map>
 #include <numeric>
 #include <sstream>
@@ -47,8 +48,9 @@ std::optional<std::string> nearest(std::string_view name, const std::vector<std:
 constexpr std::string_view kVariables =
     "ADDRESS_FILE ADVERTISE AUDIT BATCH BETWEEN_STEPS_MS BIN CHAOS_INSIDE CHUNK_BYTES CHUNKS_IN_FLIGHT "
     "COMPRESSION COORDINATOR COORDINATOR_ROLE CUDA DATA_LISTEN DEVICE DROP_REPLICA EVENTS FLIP_BIT_AT "
-    "GRADIENT_LOG_BUDGET JOB_KEY_FILE LISTEN LOG_DIRECTORY LOG_LEVEL NCCL_ADDRESS NCCL_DEVICES NODE OUT "
-    "PATIENCE_MS RANK RANKS RDMA REDUCE_BLOCKS REDUCE_THREADS RELAY REPLICA REPLICAS ROLL_BACK_TO "
+    "GRADIENT_LOG_BUDGET JOB_KEY_FILE LISTEN LOG_COMPACT_KIB LOG_DIRECTORY LOG_LEVEL NCCL_ADDRESS NCCL_DEVICES "
+    "NODE OTHER_JOB_KEY_FILE OUT PATIENCE_MS RANK RANKS RDMA REDUCE_BLOCKS REDUCE_THREADS RELAY REPLICA REPLICAS "
+    "ROLL_BACK_TO "
     "SILENCE_MS SOCKET START_PATIENCE_MS STATE STATUS STEPS STREAM_LIMIT TEST_SEED TRANSPORT";
 
 constexpr int kUsageError = 2;  // the exit status, as of most programs
@@ -102,7 +104,7 @@ class Settings : public CLI::ConfigBase {
   std::vector<CLI::ConfigItem> from_config(std::istream& file) const override {
     std::stringstream text;
     text << file.rdbuf();
-    note_lines(text.str());
+    read_lines(text.str());
     auto settings = CLI::ConfigBase::from_config(text);
     std::vector<std::string> known;
     for (const auto* option : app_.get_options())
@@ -146,13 +148,23 @@ class Settings : public CLI::ConfigBase {
   }
 
  private:
-  void note_lines(const std::string& text) const {
+  // What CLI11 would take for something: a line without a name, and a value whose quotes do not close.
+  void read_lines(const std::string& text) const {
     lines_.clear();
     std::size_t number = 0;
     for (const auto& line : split(text, '\n')) {
       ++number;
-      const std::size_t begin = line.find_first_not_of(" \t"), end = line.find_first_of(" \t=", begin);
-      if (begin != std::string::npos) lines_.emplace(line.substr(begin, end - begin), number);
+      const std::size_t begin = line.find_first_not_of(" \t\r"), end = line.find_first_of(" \t\r=", begin);
+      if (begin == std::string::npos || line[begin] == '#' || line[begin] == ';' || line[begin] == '[') continue;
+      const std::string name = line.substr(begin, end - begin);
+      lines_.emplace(name, number);
+      const bool named = !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char letter) {
+        return std::isalnum(letter) != 0 || std::strchr("-_.+", letter) != nullptr;
+      });
+      if (!named || std::count(line.begin(), line.end(), '"') % 2 != 0)
+        throw CLI::ConfigError(fmt::format("{}: '{}' is not of the form name = value{}", place_of(name),
+                                           line.substr(begin), named ? ": its quotes do not close" : ""),
+                               CLI::ExitCodes::ConfigError);
     }
   }
 

@@ -137,7 +137,8 @@ class RankProcess {
     ftar::Options options = s_.ftar;
     if (s_.direct) options.direct_bytes = options.device_direct_bytes = *s_.direct;
     if (s_.cuda) options.device = device_;
-    auto made = ftar::Communicator::make(*engine_, options, {ReplicaId(rank_), Incarnation(rank_ + 1)}, buckets, 7);
+    auto made = ftar::Communicator::make(*engine_, options, {ReplicaId(rank_), Incarnation(rank_ + 1)}, buckets,
+                                         {.job = 7, .rank = 0});
     if (!made) return tl::unexpected(made.error());
     communicator_ = std::move(*made);
     return {};
@@ -361,7 +362,7 @@ int main(int argc, char** argv) {
   line.add("-o,--op", s.op, "operation").one_of({"sum", "mean"}).show_default();
   line.add("-c,--check", s.check, "check every element").show_default();
   line.add("--ranks", s.ranks, "processes to start").range(1, 64).show_default();
-  line.add("--transport", s.transport, "shm, tcp or ucx:LIST").show_default();
+  line.add("--transport", s.transport, "shm, tcp, tcp+aes or ucx:LIST").show_default();
   line.add("--chunk-bytes", s.ftar.chunk_bytes, "largest chunk").sized().show_default();
   line.add("--chunks-in-flight", s.ftar.chunks_in_flight, "chunks in flight per neighbour").show_default();
   line.add("--direct", s.direct, "largest size that skips the ring; else 32K, or 256K with --use_cuda").sized();

@@ -333,7 +333,7 @@ int main(int argc, char** argv) {
   line.add("-s,--size", s.bytes, "state of the joiner, e.g. 1G").sized().show_default();
   line.add("--sources", s.sources, "replicas that serve it").range(1, 16).show_default();
   line.add("-n,--iters", s.repeats, "repetitions").range(1, 1000).show_default();
-  line.add("--transport", s.transport, "shm, tcp or ucx:LIST").show_default();
+  line.add("--transport", s.transport, "shm, tcp, tcp+aes or ucx:LIST").show_default();
   line.add("--compression", s.compression_name, "of the stream: off, auto (zstd while it pays) or always")
       .show_default();
   line.add("--limit", s.limit, "each source sends at most this many MB/s; 0: no limit").show_default();

@@ -1,49 +1,33 @@
 #!/usr/bin/env python3
-"""Three replicas of one GPT on this machine, by torch's DDP over Gloo, by torchft over Gloo, and by Rejoin.
+"""Three replicas of one GPT on this machine: torch's DDP over Gloo, torchft over Gloo, Gloo reconfigured, and Rejoin.
 
 Each trains without faults; then, but for DDP, replica 1 kills itself when it has computed its gradients, and is started
 again at once. All in one run; each process has one thread.
+
+Gloo reconfigured is what one would write on torch's own enable_reconfigure: an agent (here this program) that sees who
+has died and who is back; survivors that repeat their all-reduce with what they have computed; a broadcast of the state
+to who comes back, for which all wait.
 """
 
 import argparse
+import itertools
 import os
 import re
 import secrets
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from peers_workers import REPLICAS, WORKERS, make
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python" / "examples"))
-REPLICAS, CALM, AFTER = 3, 20, 25
-
-
-def make(given):
-    from ddp import Bytes, Gpt
-
-    torch.manual_seed(0)
-    model = Gpt(given.width, given.blocks)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), Bytes(given.data)
-
-
-def batch(data, sample):
-    x, y = data[sample % len(data)]
-    return x[None], y[None]
-
-
-def tell(text):
-    sys.stdout.write(f"{os.environ['PEER']} {text} at {time.monotonic():.4f}\n")
-    sys.stdout.flush()
+CALM, AFTER = 20, 25  # steps before and after the kill
 
 
 def free_port():
@@ -52,97 +36,9 @@ def free_port():
         return free.getsockname()[1]
 
 
-def dies(given, step):
-    if given.dies_at and step == given.dies_at:
-        tell("dies")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def worker_ddp(given):
-    dist.init_process_group("gloo")
-    model, optimizer, data = make(given)
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
-    for step in range(1, given.steps + 1):
-        x, y = batch(data, step * REPLICAS + dist.get_rank())
-        F.cross_entropy(ddp(x).flatten(0, 1), y.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        tell(f"step {step}")
-    dist.destroy_process_group()
-
-
-def worker_rejoin(given):
-    import rejoin.torch as rj
-
-    model, optimizer, data = make(given)
-    session = rj.Session.from_environment()
-    session.attach(model, optimizer)
-    x, y = batch(data, 1)
-    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()  # as the others are warm
-    optimizer.zero_grad()
-    tell("ready")
-    for step, samples in session.steps():
-        x, y = batch(data, samples[0][0])
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-        dies(given, step.number)
-        optimizer.step()
-        tell(f"step {step.number}")
-
-
-def worker_torchft(given):
-    from torchft import Manager, Optimizer, ProcessGroupGloo
-
-    model, optimizer, data = make(given)
-    x, y = batch(data, 1)
-    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-    optimizer.zero_grad()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def state():
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-    def load(state):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), load_state_dict=load, state_dict=state, min_replica_size=2,
-        timeout=timedelta(seconds=10), quorum_timeout=timedelta(seconds=60), connect_timeout=timedelta(seconds=10),
-        rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port, replica_id=f"r{os.environ['PEER']}",
-    )  # fmt: skip
-    wrapped = Optimizer(manager, optimizer)
-    tell("ready")
-    while manager.current_step() < given.steps:
-        x, y = batch(data, manager.current_step() * REPLICAS + int(os.environ["PEER"]))
-        wrapped.zero_grad()
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-        dies(given, manager.current_step() + 1)
-        parameters, works, begin = list(model.parameters()), [], 0
-        while begin < len(parameters):  # buckets of about 25 MB
-            end, size = begin, 0
-            while end < len(parameters) and size < 25 << 20:
-                size += parameters[end].grad.numel() * 4
-                end += 1
-            flat = torch.cat([p.grad.reshape(-1) for p in parameters[begin:end]])
-            works.append((manager.allreduce(flat), flat, parameters[begin:end]))
-            begin = end
-        for work, flat, of in works:
-            work.wait()
-            for p, part in zip(of, torch.split(flat, [p.numel() for p in of]), strict=True):
-                p.grad.copy_(part.view_as(p))
-        before = manager.current_step()
-        wrapped.step()
-        if manager.current_step() > before:
-            tell(f"step {manager.current_step()}")
-        else:
-            tell(f"lost {before + 1}")
-    manager.shutdown(wait=False)
-    os._exit(0)  # its threads would go on
-
-
 class Run:
-    def __init__(self, kind, given, environment):
-        self.kind, self.given, self.environment = kind, given, environment
+    def __init__(self, kind, given, environment, store=None):
+        self.kind, self.given, self.environment, self.store = kind, given, environment, store
         self.steps = [{} for _ in range(REPLICAS)]
         self.dead = self.ready = None
         self.lost = 0
@@ -166,7 +62,7 @@ class Run:
         ]
         self.processes[peer] = subprocess.Popen(
             command, stdout=self.write, stderr=subprocess.DEVNULL if not self.given.verbose else None,
-            env={**os.environ, **self.environment(peer), "PEER": str(peer), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **self.environment(peer), "PEER": str(peer), "OMP_NUM_THREADS": "1", **environment},
         )  # fmt: skip
 
     def steps_in_all(self):
@@ -194,6 +90,10 @@ class Run:
         os.close(read)
         os.close(self.write)
 
+    def announce(self, generation, members):
+        if self.store:
+            self.store.set(f"members {generation}", members)
+
     def hear(self, line):
         match = re.match(r"(\d) (step|dies|ready|lost) ?(\d*) at ([\d.]+)$", line)
         if not match:
@@ -202,9 +102,11 @@ class Run:
         if what == "dies":
             self.dead = at
             self.processes[1].wait()
-            self.start(1)
+            self.announce(2, "0 2")
+            self.start(1, GENERATION="3")
         elif what == "ready" and peer == 1 and self.dead:
             self.ready = at
+            self.announce(3, "0 1 2")
         elif what == "lost":
             self.lost += 1
         elif what == "step":
@@ -222,7 +124,7 @@ class Run:
             if hasattr(self, "back") and self.ready:
                 row["joined"] = self.back[1] - self.ready
                 times = sorted(t for t in ours.values() if self.ready - 1 < t <= self.back[1])
-                row["longest"] = max((b - a for a, b in zip(times, times[1:], strict=False)), default=None)
+                row["longest"] = max((b - a for a, b in itertools.pairwise(times)), default=None)
             row["lost"] = self.lost
         return row
 
@@ -235,11 +137,11 @@ def main():
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--dies-at", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="ddp,torchft,rejoin")
+    parser.add_argument("--only", default="ddp,torchft,gloo,rejoin")
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     if given.worker:
-        {"ddp": worker_ddp, "rejoin": worker_rejoin, "torchft": worker_torchft}[given.worker](given)
+        WORKERS[given.worker](given)
         return
 
     from rejoin._programs import path
@@ -280,6 +182,11 @@ def main():
             return lambda peer: {"REJOIN_COORDINATOR": coordinator, "REJOIN_JOB_KEY_FILE": str(key),
                                  "REJOIN_REPLICA": str(peer)}  # fmt: skip
 
+        def gloo():
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set("members 1", "0 1 2")
+            return lambda peer: {"STORE": str(store.port), "GENERATION": "1"}, store
+
         head = (
             "",
             "step, ms",
@@ -289,10 +196,14 @@ def main():
             "others' longest step, ms",
         )
         print(" | ".join(head))
-        for name, prepare in (("ddp", ddp), ("torchft", torchft), ("rejoin", rejoin)):
+        for name, prepare in (("ddp", ddp), ("torchft", torchft), ("gloo", gloo), ("rejoin", rejoin)):
             if name not in given.only.split(","):
                 continue
-            run = Run(name, given, prepare())
+            if name == "gloo" and not hasattr(dist, "_reconfigure"):
+                print(f"gloo | torch {torch.__version__} can't reconfigure its process groups: 2.14 can")
+                continue
+            prepared = prepare()
+            run = Run(name, given, *(prepared if isinstance(prepared, tuple) else (prepared,)))
             run.run()
             row = run.report()
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "catchup/source.h"
@@ -11,7 +12,6 @@ namespace rejoin::catchup {
 namespace {
 
 constexpr std::uint32_t kWindow = 16;  // slices under way from one source
-constexpr int kUnreachable = 5;        // silences for which a source is waited for that can't be connected with
 
 }  // namespace
 
@@ -224,7 +224,7 @@ void Joiner::work(TimePoint now, bool busy) {
   for (auto& [source, known] : expected_) {
     const bool before = waited_for(known);
     if (known.missing_since && sources_.contains(source) && now - known.connected_at > silence_) heard(known);
-    if (before && known.missing_since && now - *known.missing_since > kUnreachable * silence_) {
+    if (before && known.missing_since && now - *known.missing_since > deadlines::kUnreachableSource.of(silence_)) {
       spdlog::warn("the state is not compared with replica {}'s: it can't be reached", source);
       now_ = now;
       recheck_verified();
@@ -286,7 +286,7 @@ void Joiner::ask_for_slices() {
 }
 
 bool Joiner::waited_for(const Expected& source) const {
-  return !source.missing_since || now_ - *source.missing_since <= kUnreachable * silence_;
+  return !source.missing_since || now_ - *source.missing_since <= deadlines::kUnreachableSource.of(silence_);
 }
 
 void Joiner::heard(Expected& source) {

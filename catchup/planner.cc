@@ -20,10 +20,7 @@ void Planner::on_source_up(ReplicaId source) { sources_.try_emplace(source); }
 void Planner::on_source_down(ReplicaId source) {
   auto gone = sources_.extract(source);
   if (gone.empty()) return;
-  for (auto slice : gone.mapped().under_way) {
-    waiting_.push_front(slice);
-    ++refetched_;
-  }
+  for (auto slice : gone.mapped().under_way) waiting_.push_front(slice);
 }
 
 std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources) {

@@ -38,6 +38,7 @@ class Planner {
   bool all_arrived() const { return arrived_ == total_; }
   bool has(std::uint32_t slice) const { return have_[slice]; }
   std::uint32_t arrived() const { return arrived_; }
+  // How often a slice that had arrived was fetched again. One that a lost source still owed is not counted.
   std::uint32_t refetched() const { return refetched_; }
   std::size_t sources() const { return sources_.size(); }
   // Halves the window, because the gradient log of the slices under way ran over its budget. Each time a window of

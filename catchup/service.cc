@@ -87,9 +87,11 @@ void Service::finish(RankKey key) {
   deregister(rank.target);
 }
 
-void Service::serve(RankKey key, std::optional<Incarnation> incarnation) {
+void Service::serve(RankKey key, std::optional<Incarnation> incarnation, std::uint64_t job) {
   auto found = ranks_.find(key);
-  if (found == ranks_.end() || std::exchange(found->second.serves, incarnation) == incarnation) return;
+  if (found == ranks_.end()) return;
+  found->second.job = job;
+  if (std::exchange(found->second.serves, incarnation) == incarnation) return;
   std::vector<transport::EndpointId> endpoints;
   for (const auto& [endpoint, serving] : serving_)
     if (serving.rank == key) endpoints.push_back(endpoint);
@@ -146,7 +148,7 @@ void Service::try_again(RankKey key, LocalRank& rank, TimePoint now) {
 void Service::connect_missing(RankKey key, LocalRank& rank, TimePoint now) {
   for (const auto& source : rank.wanted) {
     if (rank.sources.contains(source)) continue;
-    const Hello hello{secret_.token(), source.replica.value, key.rank.value, source.incarnation.value,
+    const Hello hello{source.job, source.replica.value, key.rank.value, source.incarnation.value,
                       rank.view->manifest().hash()};
     auto endpoint = engine_.connect({source.address.text, secret_}, bytes_of(hello));
     if (!endpoint) {
@@ -169,18 +171,21 @@ void Service::give_up_silent_sources(TimePoint now) {
 void Service::on_accepted(const transport::Event& event) {
   Hello hello{};
   BytesView bytes = event.message;
-  const bool known = take(bytes, hello) && hello.secret == secret_.token();
+  const bool known = take(bytes, hello);
   const RankKey key{ReplicaId(hello.replica), RankId(hello.rank)};
   auto found = known ? ranks_.find(key) : ranks_.end();
-  const char* refusal = !known                                                    ? "wrong job key"
-                        : found == ranks_.end()                                   ? "no such rank here"
+  const char* refusal = !known                  ? "it does not say whose state it wants"
+                        : found == ranks_.end() ? "its trainer is not here, or gives no sign of life"
+                        : found->second.serves && found->second.job != hello.job  ? "it is of another job"
                         : !found->second.registered                               ? "its memory is not registered"
                         : found->second.view->manifest().hash() != hello.manifest ? "another state"
                                                                                   : nullptr;
   if (refusal != nullptr) {
     if (const auto left_out = refusals_.may_say(clock_.now()))
-      spdlog::warn("a catch-up connection was refused: {} ({} others were since the last such line)", refusal,
-                   *left_out);
+      spdlog::warn(
+          "a connection to catch up from replica {} rank {} was refused: {} ({} others were since the last such "
+          "line)",
+          hello.replica, hello.rank, refusal, *left_out);
     return engine_.close(event.endpoint);
   }
   // It comes again, if it knows something newer than we do; otherwise it hears of the newer soon.

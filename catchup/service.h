@@ -7,6 +7,7 @@
 #include <set>
 #include <vector>
 
+#include "base/deadlines.h"
 #include "base/seldom.h"
 #include "catchup/joiner.h"
 #include "catchup/pacer.h"
@@ -24,6 +25,7 @@ struct SourceAddress {
   ReplicaId replica;
   Incarnation incarnation;
   transport::Address address;
+  std::uint64_t job = 0;
   auto operator<=>(const SourceAddress& other) const {
     return std::tie(replica, incarnation) <=> std::tie(other.replica, other.incarnation);
   }
@@ -32,7 +34,7 @@ struct SourceAddress {
 
 // The first bytes of a connection, from the joiner's daemon to the source's.
 struct Hello {
-  std::uint64_t secret;
+  std::uint64_t job;
   std::uint32_t replica, rank;  // whose state is wanted
   std::uint64_t incarnation;
   std::uint64_t manifest;
@@ -43,8 +45,8 @@ class Service {
   static constexpr Duration kSameLineAgain = std::chrono::seconds(10);  // in the log
   struct Options {
     Compression compression = Compression::when_it_pays;
-    double limit_bytes_per_second = 0;           // of what is sent to all joiners together; 0: none
-    Duration silence = std::chrono::seconds(2);  // the job's: a source that does not answer for so long is asked anew
+    double limit_bytes_per_second = 0;       // of what is sent to all joiners together; 0: none
+    Duration silence = deadlines::kSilence;  // the job's: a source that does not answer for so long is asked anew
   };
   // `clock` times the coder; both outlive the service.
   Service(transport::Engine& engine, const transport::Secret& secret, const Options& options, const Clock& clock)
@@ -64,9 +66,9 @@ class Service {
   void remove_rank(RankKey key);  // closes all connections that may write into its memory first
 
   // Lets joiners be served out of this rank's memory when they ask for this incarnation of its replica, which
-  // contributes. Without an incarnation nobody is served any more, and the connections of those that are served now are
-  // closed.
-  void serve(RankKey key, std::optional<Incarnation> incarnation);
+  // contributes to this job. Without an incarnation nobody is served any more, and the connections of those that are
+  // served now are closed.
+  void serve(RankKey key, std::optional<Incarnation> incarnation, std::uint64_t job = 0);
 
   // Catches this rank up from these sources. The caller calls it again whenever the list changes; an empty list pauses.
   // `committed` is the last committed step. The state must be at least as new as that of the first call, because the
@@ -113,6 +115,7 @@ class Service {
     std::unique_ptr<Joiner> joiner;
     bool reported = false;
     std::optional<Incarnation> serves;
+    std::uint64_t job = 0;                                   // to which it contributes
     std::set<SourceAddress> wanted;                          // sources
     Step committed;                                          // as catch_up() was last given it
     TimePoint retry_at{};                                    // of what could not be registered, or connected with

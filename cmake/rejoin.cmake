@@ -30,17 +30,38 @@ function(rejoin_module name)
   target_link_libraries(${name} PUBLIC rejoin_options ${ARG_LINK})
 endfunction()
 
+# rejoin_compile_quickly(targets...): what takes longer to compile than to run is not optimized in the sanitizer builds.
+function(rejoin_compile_quickly)
+  if(REJOIN_SANITIZE)
+    foreach(target ${ARGN})
+      target_compile_options(${target} PRIVATE -O0)
+    endforeach()
+  endif()
+endfunction()
+
+# rejoin_compile_soon(targets...): what reads flags and prints is optimized little, everywhere.
+function(rejoin_compile_soon)
+  rejoin_compile_quickly(${ARGN})
+  if(NOT REJOIN_SANITIZE)
+    foreach(target ${ARGN})
+      target_compile_options(${target} PRIVATE -O1)
+    endforeach()
+  endif()
+endfunction()
+
 # What the sanitizer builds run, and so all that they build.
 add_custom_target(sanitized)
 
-# rejoin_test(NAME SOURCES... LINK targets... [SANITIZED] [SERIAL]): a GoogleTest program; SANITIZED ones also run
-# in the sanitizer builds; FAKE_CUDA ones have the CUDA driver made of software (device/tests/).
+# rejoin_test(NAME SOURCES... LINK targets... [SANITIZED [THREADED FILTER] [COMPUTES]] [SERIAL]): a GoogleTest program.
+# SANITIZED ones also run in the sanitizer builds, under TSan only those of their tests that the filter takes, since others
+# have one thread (none: the program is not built there). Of those that COMPUTES the tests' own code is optimized there,
+# too: it takes longer to run than to compile. FAKE_CUDA ones have the CUDA driver made of software (device/tests/).
 function(rejoin_test name)
   if(NOT REJOIN_TESTS)
     return()
   endif()
-  cmake_parse_arguments(ARG "SANITIZED;SERIAL;FAKE_CUDA" "TIMEOUT" "SOURCES;LINK;DEPENDS" ${ARGN})
-  if(REJOIN_SANITIZE AND NOT ARG_SANITIZED)
+  cmake_parse_arguments(ARG "SANITIZED;COMPUTES;SERIAL;FAKE_CUDA" "TIMEOUT;THREADED" "SOURCES;LINK;DEPENDS" ${ARGN})
+  if((REJOIN_SANITIZE AND NOT ARG_SANITIZED) OR (REJOIN_SANITIZE STREQUAL "thread" AND ARG_THREADED STREQUAL "none"))
     return()
   endif()
   if(NOT ARG_TIMEOUT)
@@ -49,8 +70,11 @@ function(rejoin_test name)
   add_executable(${name} ${ARG_SOURCES})
   # GoogleTest's macros hold an if of their own: `if (x) EXPECT_EQ(a, b);` is meant so.
   target_compile_options(${name} PRIVATE -Wno-dangling-else)
+  # Of what is tested every file is as it ships; the tests compile sooner.
   if(NOT REJOIN_SANITIZE)
-    target_compile_options(${name} PRIVATE -O1)  # of what is tested every file is as it ships; the tests compile sooner
+    target_compile_options(${name} PRIVATE -O1)
+  elseif(NOT ARG_COMPUTES)
+    rejoin_compile_quickly(${name})
   endif()
   target_link_libraries(${name} PRIVATE ${ARG_LINK} GTest::gtest GTest::gmock GTest::gtest_main)
   if(ARG_FAKE_CUDA)
@@ -64,10 +88,14 @@ function(rejoin_test name)
   endif()
   # UCX patches the code of mmap and friends while it runs, which TSan's own interception does not survive.
   set(environment "")
+  set(filter *)
   if(REJOIN_SANITIZE STREQUAL "thread")
+    if(ARG_THREADED)
+      set(filter ${ARG_THREADED})
+    endif()
     set(environment "UCX_MEM_EVENTS=n;UCX_MEM_MMAP_HOOK_MODE=none;")
   endif()
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 TEST_FILTER ${filter}
     PROPERTIES LABELS ${labels} TIMEOUT ${ARG_TIMEOUT} RUN_SERIAL $<BOOL:${ARG_SERIAL}>
       ENVIRONMENT "${environment}REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;${REJOIN_TSAN_ENVIRONMENT};${REJOIN_ASAN_ENVIRONMENT}")
 endfunction()
@@ -83,4 +111,5 @@ function(rejoin_proto name file)
   if(REJOIN_SANITIZE)
     target_compile_options(${name} PRIVATE -fsanitize=${REJOIN_SANITIZE})
   endif()
+  rejoin_compile_quickly(${name})
 endfunction()

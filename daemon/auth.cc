@@ -1,8 +1,6 @@
 #include "daemon/auth.h"
 
 #include <fcntl.h>
-#include <openssl/core_names.h>
-#include <openssl/evp.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,6 +9,7 @@
 
 #include "base/fail.h"
 #include "base/fd.h"
+#include "daemon/control_tls.h"
 
 namespace rejoin::daemon {
 
@@ -60,46 +59,33 @@ Result<JobKey> JobKey::read(const std::string& path) {
   return JobKey(std::move(key));
 }
 
-Mac JobKey::sign(std::string_view purpose, BytesView first, BytesView second) const {
-  return mac_of(as_bytes(key_), {as_bytes(purpose), first, second});
+Mac JobKey::derive(std::string_view purpose) const { return mac_of(as_bytes(key_), {as_bytes(purpose)}); }
+
+transport::Secret JobKey::data_secret() const { return {derive("rejoin data connections")}; }
+
+Result<JobKeys> JobKeys::read(const std::string& path, const std::string& other_path) {
+  auto own = JobKey::read(path);
+  if (!own) return tl::unexpected(own.error());
+  if (other_path.empty()) return JobKeys(std::move(*own));
+  auto other = JobKey::read(other_path);
+  if (!other) return tl::unexpected(other.error());
+  if (*other == *own)
+    return fail(ErrorCode::invalid_argument, "--other-job-key-file {} has the same key as --job-key-file {}",
+                other_path, path);
+  return JobKeys(std::move(*own), std::move(*other));
 }
 
-transport::Secret JobKey::data_secret() const { return {sign("rejoin data connections", {}, {})}; }
-
-struct Tagger::State {
-  EVP_MAC* algorithm = ::EVP_MAC_fetch(nullptr, "HMAC", nullptr);
-  EVP_MAC_CTX* keyed = ::EVP_MAC_CTX_new(algorithm);
-  ~State() {
-    ::EVP_MAC_CTX_free(keyed);
-    ::EVP_MAC_free(algorithm);
-  }
-};
-
-Tagger::Tagger(const Mac& key) : state_(std::make_unique<State>()) {
-  char digest[] = "SHA256";
-  const OSSL_PARAM parameters[] = {::OSSL_PARAM_construct_utf8_string(OSSL_MAC_PARAM_DIGEST, digest, 0),
-                                   ::OSSL_PARAM_construct_end()};
-  REJOIN_CHECK(
-      state_->keyed != nullptr &&
-      ::EVP_MAC_init(state_->keyed, reinterpret_cast<const unsigned char*>(key.data()), key.size(), parameters) == 1);
+JobKeys::JobKeys(JobKey own, std::optional<JobKey> other) {
+  std::vector<JobKey> all{std::move(own)};
+  if (other) all.push_back(std::move(*other));
+  all_ = std::make_shared<const std::vector<JobKey>>(std::move(all));
+  control_ = std::make_shared<const ControlTls>(all_);
 }
-Tagger::Tagger(Tagger&&) noexcept = default;
-Tagger& Tagger::operator=(Tagger&&) noexcept = default;
-Tagger::~Tagger() = default;
 
-Tagger::Tag Tagger::next(BytesView bytes) {
-  const std::uint64_t count = count_++;
-  Mac mac;
-  std::size_t length = 0;
-  const auto update = [&](BytesView part) {
-    return ::EVP_MAC_update(state_->keyed, reinterpret_cast<const unsigned char*>(part.data()), part.size()) == 1;
-  };
-  REJOIN_CHECK(::EVP_MAC_init(state_->keyed, nullptr, 0, nullptr) == 1 && update(bytes_of(count)) && update(bytes) &&
-               ::EVP_MAC_final(state_->keyed, reinterpret_cast<unsigned char*>(mac.data()), &length, mac.size()) == 1 &&
-               length == mac.size());
-  Tag tag;
-  std::copy_n(mac.begin(), tag.size(), tag.begin());
-  return tag;
+transport::Secrets JobKeys::data_secrets() const {
+  transport::Secrets secrets{all_->front().data_secret()};
+  if (all_->size() > 1) secrets.other = all_->back().data_secret();
+  return secrets;
 }
 
 }  // namespace rejoin::daemon

@@ -1,9 +1,10 @@
-// Proof of the job key without showing it: both sides send a nonce and answer the other's with an HMAC-SHA256.
+// The job key, and what is made of it: each use has a key of its own, so that none tells anything of another.
 #pragma once
 
-#include <array>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "base/proof.h"
 #include "base/result.h"
@@ -18,29 +19,31 @@ class JobKey {
   static Result<JobKey> read(const std::string& path);
   explicit JobKey(std::string key) : key_(std::move(key)) {}
 
-  Mac sign(std::string_view purpose, BytesView first, BytesView second) const;
-  // What ranks and daemons of the job show each other on data connections.
+  Mac derive(std::string_view purpose) const;
+  // What ranks and daemons of the job prove to each other on data connections.
   transport::Secret data_secret() const;
+  bool operator==(const JobKey&) const = default;
 
  private:
   std::string key_;
 };
 
-// Tags of what goes one way over a connection, in order: of a key that both sides derive from their nonces. Bytes that
-// were changed, left out, repeated or put in by anyone have another tag.
-class Tagger {
+// What a process has: the key that it proves, and perhaps a second one that others may prove to it while a job's key is
+// being changed.
+class JobKeys {
  public:
-  using Tag = std::array<std::byte, 16>;
-  explicit Tagger(const Mac& key);
-  Tagger(Tagger&&) noexcept;
-  Tagger& operator=(Tagger&&) noexcept;
-  ~Tagger();
-  Tag next(BytesView bytes);
+  // `other_path`: empty where there is one key.
+  static Result<JobKeys> read(const std::string& path, const std::string& other_path);
+  explicit JobKeys(JobKey own, std::optional<JobKey> other = {});
+
+  transport::Secrets data_secrets() const;
+  const std::vector<JobKey>& all() const { return *all_; }  // the own one first
+  struct ControlTls;
+  const ControlTls& control() const { return *control_; }  // for Framed
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
-  std::uint64_t count_ = 0;
+  std::shared_ptr<const std::vector<JobKey>> all_;
+  std::shared_ptr<const ControlTls> control_;
 };
 
 }  // namespace rejoin::daemon

@@ -57,6 +57,12 @@ std::string outage_line(const nlohmann::json& out) {
                      out.at("reason").get<std::string>(), next.empty() ? "" : "; ", next);
 }
 
+std::string connection(const nlohmann::json& coordinator) {
+  const auto address = coordinator.at("address").get<std::string>(), why = coordinator.at("reason").get<std::string>();
+  if (coordinator.at("connected").get<bool>()) return address + " connected";
+  return fmt::format("{} NOT CONNECTED{}{}", address, why.empty() ? "" : ": ", why);
+}
+
 void print_table(const nlohmann::json& status) {
   if (status.contains("coordinator_role")) {
     const auto& c = status.at("coordinator_role");
@@ -87,17 +93,14 @@ void print_table(const nlohmann::json& status) {
   }
   if (status.contains("relay_role")) {
     const auto& r = status.at("relay_role");
-    std::cout << fmt::format("relay: {} ranks of {} daemons, coordinator {} {}\n", r.at("ranks").get<std::uint64_t>(),
-                             r.at("nodes").get<std::uint64_t>(), r.at("coordinator").at("address").get<std::string>(),
-                             r.at("coordinator").at("connected").get<bool>() ? "connected" : "NOT CONNECTED");
+    std::cout << fmt::format("relay: {} ranks of {} daemons, coordinator {}\n", r.at("ranks").get<std::uint64_t>(),
+                             r.at("nodes").get<std::uint64_t>(), connection(r.at("coordinator")));
   }
   if (status.contains("node_role")) {
     const auto& n = status.at("node_role");
-    std::cout << fmt::format("{}: epoch {}, step {} committed, coordinator {} {}, {} served to joiners\n",
+    std::cout << fmt::format("{}: epoch {}, step {} committed, coordinator {}, {} served to joiners\n",
                              n.at("node").get<std::string>(), n.at("epoch").get<std::uint64_t>(),
-                             n.at("committed").get<std::uint64_t>(),
-                             n.at("coordinator").at("address").get<std::string>(),
-                             n.at("coordinator").at("connected").get<bool>() ? "connected" : "NOT CONNECTED",
+                             n.at("committed").get<std::uint64_t>(), connection(n.at("coordinator")),
                              human_bytes(n.at("bytes_served").get<std::uint64_t>()));
     for (const auto& gone : n.at("gone"))
       std::cout << fmt::format(
@@ -212,6 +215,11 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
   std::cout << fmt::format(
       "{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated, {} to be trained again\n",
       audit.committed, audit.epochs, audit.samples, audit.once, audit.lost, audit.repeated, audit.to_be_trained);
+  if (audit.compacted > 0)
+    std::cout << fmt::format(
+        "{} of them are trained by what the log says of the steps up to {}: it was compacted then, and the archive of "
+        "what was in it is not beside it\n",
+        audit.before_compacted, audit.compacted);
   if (audit.checkpoint > 0)
     std::cout << fmt::format("{} of them are trained by the checkpoint of step {}, from which the job went on\n",
                              audit.before_checkpoint, audit.checkpoint);

@@ -13,6 +13,10 @@ void bind(CommandLine& line, Config& c) {
   line.setting("--listen", c.listen, "REJOIN_LISTEN", "coordinator: address for daemons; port 0 lets the system choose")
       .check(listen_address());
   line.setting("--log-directory", c.log_directory, "REJOIN_LOG_DIRECTORY", "coordinator: where its decisions are kept");
+  line.setting("--log-compact-kib", c.log_compact_kib, "REJOIN_LOG_COMPACT_KIB",
+               "coordinator: a log of so many KiB is compacted: what was in it goes on beside it as decisions.1.log …, "
+               "for the audit alone")
+      .range(1, 1 << 30);
   line.setting("--replicas", c.replicas, "REJOIN_REPLICAS", "coordinator: replicas of the job").range(1, 1024);
   line.setting("--ranks", c.ranks, "REJOIN_RANKS", "coordinator: ranks of a replica").range(1, 65536);
   line.setting("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step")
@@ -29,16 +33,19 @@ void bind(CommandLine& line, Config& c) {
                "0: 15 times the silence")
       .check(whole_number());
   line.setting(
-      "--audit", c.audit, "REJOIN_AUDIT",
-      "coordinator: replicas' results are compared in every step, and all of their states once in so many steps; "
-      "auto: so many that it takes 0.5 % of the time; off");
-  line.setting(
-      "--drop-replica", c.drop_replica, "REJOIN_DROP_REPLICA",
-      "coordinator: the job has stopped because replicas differ; go on without this one: REPLICA@STEP, as the status "
-      "says");
+          "--audit", c.audit, "REJOIN_AUDIT",
+          "coordinator: replicas' results are compared in every step, and all of their states once in so many steps; "
+          "auto: so many that it takes 0.5 % of the time; off")
+      .check(audit_period());
+  line.setting("--drop-replica", c.drop_replica, "REJOIN_DROP_REPLICA",
+               "coordinator: the job has stopped because replicas differ; go on without this one: REPLICA@STEP, as "
+               "the status says")
+      .check(or_none(replica_at_step()));
   line.setting("--silence-ms", c.silence_ms, "REJOIN_SILENCE_MS",
                "how long a peer may be silent; all other deadlines follow from it")
       .range(100, 3600000);
+  line.setting("--other-job-key-file", c.other_key_file, "REJOIN_OTHER_JOB_KEY_FILE",
+               "file with a second key that others may prove: while the job's key is changed");
   line.setting("--job-key-file", c.key_file, "REJOIN_JOB_KEY_FILE",
                "file with the job key (at least 16 bytes, mode 600)")
       .required();
@@ -60,10 +67,9 @@ void bind(CommandLine& line, Config& c) {
           "be a relay at this address: the daemons of a large replica --connect to it, and it to the coordinator; the "
           "node of this process, if it has one, goes through it")
       .check(or_none(listen_address()));
-  line.setting(
-          "--transport", c.node.transport, "REJOIN_TRANSPORT",
-          "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or "
-          "ucx:LIST")
+  line.setting("--transport", c.node.transport, "REJOIN_TRANSPORT",
+               "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), tcp+aes (encrypted; "
+               "likewise), ibverbs[:DEVICE,DEVICE…] or ucx:LIST")
       .check(transport_name());
   line.setting("--compression", c.node.compression, "REJOIN_COMPRESSION",
                "node: catch-up stream: off, auto (zstd while it is measured to pay) or always")
@@ -81,7 +87,7 @@ void bind(CommandLine& line, Config& c) {
       .check(or_none(advertised_host()));
 }
 
-Result<membership::JobConfig> job_of(const Config& c) {
+membership::JobConfig job_of(const Config& c) {
   membership::JobConfig job{.replicas = c.replicas,
                             .ranks = c.ranks,
                             .batch = c.batch,
@@ -90,15 +96,8 @@ Result<membership::JobConfig> job_of(const Config& c) {
                             .roll_back_to = c.roll_back_to ? std::optional(Step(*c.roll_back_to)) : std::nullopt,
                             .start_patience = std::chrono::milliseconds(c.start_patience_ms)};
   job.audit.on = c.audit != "off";
-  if (job.audit.on && c.audit != "auto" && (!parse_number(c.audit, job.audit.period) || job.audit.period == 0))
-    return fail(ErrorCode::invalid_argument, "--audit {}: it is auto, off, or a number of steps", c.audit);
-  if (c.drop_replica.empty()) return job;
-  const auto at = c.drop_replica.find('@');
-  auto& drop = job.drop.emplace();
-  if (at == std::string::npos || !parse_number(std::string_view(c.drop_replica).substr(0, at), drop.replica.value) ||
-      !parse_number(std::string_view(c.drop_replica).substr(at + 1), drop.at.value))
-    return fail(ErrorCode::invalid_argument, "--drop-replica {}: it is REPLICA@STEP, as the job's status says",
-                c.drop_replica);
+  if (job.audit.on && c.audit != "auto") parse_number(c.audit, job.audit.period);
+  if (const auto drop = parse_replica_at_step(c.drop_replica)) job.drop = {.replica = drop->first, .at = drop->second};
   return job;
 }
 

@@ -16,18 +16,18 @@ namespace rejoin::daemon {
 struct Config {
   bool coordinator = false;
   std::string listen = "127.0.0.1:0", log_directory = "rejoin-log";
+  std::uint64_t log_compact_kib = 64 * 1024;
   std::uint32_t replicas = 3, ranks = 2;
   std::uint64_t batch = 1, steps = 0, silence_ms = 2000, start_patience_ms = 0;
   std::optional<std::uint64_t> roll_back_to;
   std::string audit = "auto", drop_replica;
   std::optional<std::uint32_t> end_with;  // a process
-  std::string relay, key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
+  std::string relay, key_file, other_key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
   NodeOptions node;
 };
 void bind(CommandLine& line, Config& c);
 
-// The job as these settings describe it. Errors: `invalid_argument` for an audit or a replica to drop that can't be
-// read.
-Result<membership::JobConfig> job_of(const Config& c);
+// The job as these settings describe it, which bind() has checked.
+membership::JobConfig job_of(const Config& c);
 
 }  // namespace rejoin::daemon

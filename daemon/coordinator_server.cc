@@ -28,26 +28,28 @@ membership::JobConfig with_id(membership::JobConfig job) {
 
 }  // namespace
 
-CoordinatorServer::CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKey& key,
-                                     membership::Log log)
+CoordinatorServer::CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKeys& keys,
+                                     membership::Log log, std::uint64_t log_compact)
     : timer_(io),
       job_(with_id(job)),
       log_(std::move(log)),
+      log_compact_(log_compact),
       machine_(job_),
       nodes_(
-          io, key,
+          io, keys, job_.silence,
           {.message = [this](NodeId node,
                              const proto::FromNode& message) { carry_out(machine_.on_message(node, message, now())); },
            .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}) {}
 
 Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_context& io, const std::string& listen,
                                                                     const std::string& log_directory,
+                                                                    std::uint64_t log_compact,
                                                                     const membership::JobConfig& job,
-                                                                    const JobKey& key) {
+                                                                    const JobKeys& keys) {
   auto log = membership::Log::open(log_directory);
   if (!log) return tl::unexpected(log.error());
   if (log->bytes_cut() > 0) spdlog::warn("decision log: a torn tail of {} bytes was cut off", log->bytes_cut());
-  std::unique_ptr<CoordinatorServer> server(new CoordinatorServer(io, job, key, std::move(*log)));
+  std::unique_ptr<CoordinatorServer> server(new CoordinatorServer(io, job, keys, std::move(*log), log_compact));
   if (auto recovered = server->machine_.recover(server->log_.records(), server->now()); !recovered)
     return tl::unexpected(recovered.error());
   const auto& machine = server->machine_;
@@ -60,6 +62,7 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
                  {{"epoch", machine.epoch().value}, {"step", machine.committed().value + 1}, {"members", members}});
   }
 
+  server->log_.forget_records();
   if (auto listening = server->nodes_.listen(listen); !listening)
     return fail(listening.error().code,
                 "the coordinator can't listen on {}: {}; choose another --listen address or stop what uses it", listen,
@@ -87,6 +90,7 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
                      gone ? ". The coordinator ends" : "; free space and start the coordinator again");
     std::_Exit(4);
   }
+  if (log_.size() >= compact_at_ && !actions.append.empty()) compact_log();
   for (const auto& record : actions.append) {
     if (record.has_committed())
       events::emit("commit", {{"step", record.committed().step()}, {"epoch", record.committed().epoch()}});
@@ -114,6 +118,16 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
   for (auto node : actions.close) nodes_.close(node);
 }
 
+// A snapshot is small beside a log that is due; where it is not, the log at least doubles until the next one.
+void CoordinatorServer::compact_log() {
+  const std::uint64_t before = log_.size();
+  if (auto compacted = log_.compact(machine_.snapshot()); compacted)
+    spdlog::info("the decision log is compacted after step {}, from {} to {}", machine_.committed(),
+                 human_bytes(before), human_bytes(log_.size()));
+  else spdlog::warn("the decision log is not compacted, and goes on growing: {}", compacted.error().message);
+  compact_at_ = std::max(log_compact_, 2 * log_.size());
+}
+
 nlohmann::json CoordinatorServer::status() const {
   nlohmann::json json{{"epoch", machine_.epoch().value},
                       {"committed", machine_.committed().value},
@@ -121,6 +135,7 @@ nlohmann::json CoordinatorServer::status() const {
                       {"finished", machine_.finished()},
                       {"nodes", nodes_.nodes()},
                       {"rejected", nodes_.rejected()},
+                      {"strangers", nodes_.strangers()},
                       {"waiting_for", machine_.waiting_for(now())}};
   const auto& audit = machine_.audit();
   json["audit"] = {{"period", audit.period()},

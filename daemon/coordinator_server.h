@@ -12,16 +12,19 @@ namespace rejoin::daemon {
 
 class CoordinatorServer {
  public:
+  // `log_compact`: bytes of its log from which on it is compacted.
   // Errors name the thing and the remedy (port in use, log of another job, full disk).
   static Result<std::unique_ptr<CoordinatorServer>> start(asio::io_context& io, const std::string& listen,
-                                                          const std::string& log_directory,
-                                                          const membership::JobConfig& job, const JobKey& key);
+                                                          const std::string& log_directory, std::uint64_t log_compact,
+                                                          const membership::JobConfig& job, const JobKeys& keys);
   const std::string& address() const { return nodes_.address(); }
   nlohmann::json status() const;
   const membership::Coordinator& machine() const { return machine_; }
 
  private:
-  CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKey& key, membership::Log log);
+  CoordinatorServer(asio::io_context& io, const membership::JobConfig& job, const JobKeys& keys, membership::Log log,
+                    std::uint64_t log_compact);
+  void compact_log();
   void tick();
   void carry_out(const membership::Actions& actions);
   TimePoint now() const { return SteadyClock().now(); }
@@ -29,6 +32,8 @@ class CoordinatorServer {
   asio::steady_timer timer_;
   const membership::JobConfig job_;
   membership::Log log_;
+  const std::uint64_t log_compact_;
+  std::uint64_t compact_at_ = log_compact_;  // bytes
   membership::Coordinator machine_;
   NodeListener nodes_;
 };

@@ -30,6 +30,30 @@ ValueCheck whole_number() {
           }};
 }
 
+ValueCheck audit_period() {
+  return {"", [](const std::string& text) -> Result<> {
+            std::uint64_t steps = 0;
+            if (text == "auto" || text == "off" || (parse_number(text, steps) && steps > 0)) return {};
+            return fail(ErrorCode::invalid_argument, "'{}' is not auto, off, or a number of steps from 1 on", text);
+          }};
+}
+
+std::optional<std::pair<ReplicaId, Step>> parse_replica_at_step(std::string_view text) {
+  const auto at = text.find('@');
+  std::pair<ReplicaId, Step> both{};
+  if (at == std::string_view::npos || !parse_number(text.substr(0, at), both.first.value) ||
+      !parse_number(text.substr(at + 1), both.second.value))
+    return std::nullopt;
+  return both;
+}
+
+ValueCheck replica_at_step() {
+  return {"REPLICA@STEP", [](const std::string& text) -> Result<> {
+            if (parse_replica_at_step(text)) return {};
+            return fail(ErrorCode::invalid_argument, "'{}' is not REPLICA@STEP, as the job's status says it", text);
+          }};
+}
+
 ValueCheck number_from_0() {
   return {"", [](const std::string& text) -> Result<> {
             if (double number = 0; parse_number(text, number) && std::isfinite(number) && number >= 0) return {};

@@ -1,7 +1,12 @@
 // The forms that settings have.
 #pragma once
 
+#include <optional>
+#include <string_view>
+#include <utility>
+
 #include "base/command_line.h"
+#include "base/ids.h"
 
 namespace rejoin::daemon {
 
@@ -11,6 +16,9 @@ ValueCheck listen_address();   // HOST:PORT; port 0 lets the system choose
 ValueCheck peer_address();     // HOST:PORT
 ValueCheck advertised_host();  // HOST, or HOST,HOST… with one for each rail
 ValueCheck socket_name();
+ValueCheck audit_period();     // auto, off, or steps
+ValueCheck replica_at_step();  // REPLICA@STEP
+std::optional<std::pair<ReplicaId, Step>> parse_replica_at_step(std::string_view text);
 // For settings that may be left out: a settings file then says "".
 ValueCheck or_none(ValueCheck right);
 ValueCheck transport_name();

@@ -17,7 +17,7 @@ Result<asio::ip::tcp::endpoint> endpoint_of(const std::string& text) {
 }
 
 Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::string& where) {
-  constexpr int backlog = 128;
+  constexpr int backlog = 4096;  // many daemons may come back at once
   auto endpoint = endpoint_of(where);
   if (!endpoint) return tl::unexpected(endpoint.error());
   asio::error_code error;

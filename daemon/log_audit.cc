@@ -39,6 +39,7 @@ class Reading {
  public:
   void take(const proto::LogRecord& record) {
     if (record.has_job()) batch_ = record.job().batch();
+    if (record.has_snapshot()) begin_from(record.snapshot());
     if (record.has_epoch()) {
       quiet_ = false;
       for (const auto& member : record.epoch().members())
@@ -66,6 +67,16 @@ class Reading {
     highest_ = std::max(highest_, end);
     may_be_out_ = batch_ * static_cast<std::uint64_t>(committed.members_size());
     quiet_ = true;
+  }
+
+  // The log was compacted, and what was in it before that is not here.
+  void begin_from(const proto::LogRecord::Snapshot& snapshot) {
+    batch_ = snapshot.job().batch();
+    trained_ = Samples(snapshot.ledger().trained(), membership::kMostSamples);
+    for (const auto& step : snapshot.ledger().steps())
+      steps_[step.step()] = Samples(step.trained(), membership::kMostSamples);
+    out_before_ = snapshot.ledger().next();
+    highest_ = trained_.empty() ? 0 : trained_.ranges().back().second;
   }
 
   void roll_back(const proto::LogRecord::RolledBack& record) {
@@ -99,6 +110,10 @@ LogAudit audit_log(const std::vector<proto::LogRecord>& records, std::optional<S
   for (const auto& record : records) {
     reading.take(record);
     if (record.has_epoch()) ++audit.epochs;
+    if (record.has_snapshot()) {
+      audit.committed = audit.compacted = record.snapshot().committed();
+      audit.before_compacted = Samples(record.snapshot().ledger().trained(), membership::kMostSamples).size();
+    }
     if (record.has_committed()) audit.committed = record.committed().step();
     if (!record.has_rolled_back()) continue;
     audit.committed = record.rolled_back().version();

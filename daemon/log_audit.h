@@ -19,6 +19,9 @@ struct LogAudit {
   std::uint64_t to_be_trained = 0;
   // The job has gone on from the checkpoint of this step (0: from none), by which so many of `once` are trained.
   std::uint64_t checkpoint = 0, before_checkpoint = 0;
+  // The log was compacted after this step (0: it was not, or its archives are there), and so many of `once` are trained
+  // by what it says of the steps before.
+  std::uint64_t compacted = 0, before_compacted = 0;
 };
 
 // `last_step`: where it is known, the step after which the job is finished. The log doesn't name it; without it a

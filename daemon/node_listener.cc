@@ -1,5 +1,6 @@
 #include "daemon/node_listener.h"
 
+#include "base/deadlines.h"
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
@@ -10,6 +11,13 @@ namespace rejoin::daemon {
 
 using membership::NodeId;
 
+namespace {
+
+constexpr std::size_t kMostStrangers = 256;
+constexpr auto kWithoutDescriptors = std::chrono::milliseconds(100);  // until one may have become free
+
+}  // namespace
+
 Result<> NodeListener::listen(const std::string& where) {
   auto address = listen_on(acceptor_, where);
   if (!address) return tl::unexpected(address.error());
@@ -18,30 +26,53 @@ Result<> NodeListener::listen(const std::string& where) {
   return {};
 }
 
+NodeListener::~NodeListener() {
+  close_all();
+  for (auto& [id, stranger] : std::exchange(strangers_, {})) stranger->close();
+}
+
 void NodeListener::accept() {
   acceptor_.async_accept([this](asio::error_code error, asio::ip::tcp::socket socket) {
     if (error == asio::error::operation_aborted) return;
-    if (!error) {
-      auto connection = std::make_shared<Framed>(std::move(socket), key_, true);
-      const NodeId id(next_node_++);
-      connection->start({.ready = [this, id, connection] { nodes_[id].connection = connection; },
-                         .message = [this, id, connection](std::string_view bytes) { on_bytes(id, connection, bytes); },
-                         .closed =
-                             [this, id, seen = std::weak_ptr(connection)](const std::string& why) {
-                               const auto gone = nodes_.extract(id);
-                               if (gone.empty()) {
-                                 if (const auto unproved = seen.lock()) never_a_node(*unproved, why);
-                                 return;
-                               }
-                               spdlog::info("node {} at {} is gone: {}", gone.mapped().name,
-                                            gone.mapped().connection->remote(), why);
-                               events::emit("node_lost", {{"node", gone.mapped().name}, {"why", why}});
-                               handlers_.lost(id);
-                             }},
-                        std::chrono::seconds(5));
-    }
-    accept();
+    if (!error) greet(std::move(socket));
+    if (error != asio::error::no_descriptors && error != std::errc::too_many_files_open_in_system) return accept();
+    // The kernel keeps those who wait, and would say so at once, for ever.
+    if (without_descriptors_.may_say(SteadyClock().now()))
+      spdlog::warn("no control connection can be accepted: {}; raise the limit with 'ulimit -n'", error.message());
+    again_.expires_after(kWithoutDescriptors);
+    again_.async_wait([this](asio::error_code cancelled) {
+      if (!cancelled) accept();
+    });
   });
+}
+
+// A stranger, until it has proven the job key: few of them at a time, and none for long.
+void NodeListener::greet(asio::ip::tcp::socket socket) {
+  auto connection = std::make_shared<Framed>(std::move(socket), keys_, true);
+  const NodeId id(next_node_++);
+  strangers_.emplace(id, connection);
+  make_room();
+  connection->start({.ready = [this, id] { nodes_[id].connection = strangers_.extract(id).mapped(); },
+                     .message = [this, id](std::string_view bytes) { on_bytes(id, bytes); },
+                     .closed =
+                         [this, id](const std::string& why) {
+                           if (const auto stranger = strangers_.extract(id); !stranger.empty())
+                             return never_a_node(*stranger.mapped(), why);
+                           const auto gone = nodes_.extract(id);
+                           if (gone.empty()) return;
+                           spdlog::info("node {} at {} is gone: {}", gone.mapped().name,
+                                        gone.mapped().connection->remote(), why);
+                           events::emit("node_lost", {{"node", gone.mapped().name}, {"why", why}});
+                           handlers_.lost(id);
+                         }},
+                    std::chrono::duration_cast<std::chrono::milliseconds>(deadlines::kControlProof.of(silence_)));
+}
+
+// An honest one needs two round trips, and only a flood that is faster than these displaces it; it comes again.
+void NodeListener::make_room() {
+  if (strangers_.size() <= kMostStrangers) return;
+  const auto oldest = strangers_.begin()->second;
+  oldest->refuse("too many come at once that have not proven the job key");
 }
 
 // One that gave up while this process was stopped was refused nothing.
@@ -63,7 +94,10 @@ void NodeListener::log_refusal(spdlog::level::level_enum level, const std::strin
                 *left_out == 0 ? "" : fmt::format(" ({} more from there since the last such line)", *left_out));
 }
 
-void NodeListener::on_bytes(NodeId node, const std::shared_ptr<Framed>& connection, std::string_view bytes) {
+void NodeListener::on_bytes(NodeId node, std::string_view bytes) {
+  const auto found = nodes_.find(node);
+  if (found == nodes_.end()) return;
+  const auto connection = found->second.connection;
   proto::FromNode message;
   if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
     spdlog::warn("node {}: bytes that are no message; ignored", connection->remote());
@@ -74,11 +108,11 @@ void NodeListener::on_bytes(NodeId node, const std::shared_ptr<Framed>& connecti
     log_refusal(spdlog::level::err, connection->remote(),
                 fmt::format("node {} at {} speaks protocol {}, this one {}; use one version", message.hello().node(),
                             connection->remote(), message.hello().protocol(), membership::kProtocolVersion));
-    nodes_.erase(node);  // it was authenticated, so it is in the table
+    nodes_.erase(found);
     return connection->close();
   }
   if (message.has_hello()) {
-    if (auto found = nodes_.find(node); found != nodes_.end()) found->second.name = message.hello().node();
+    found->second.name = message.hello().node();
     message.mutable_hello()->set_address(connection->remote());
   }
   handlers_.message(node, message);

@@ -21,8 +21,12 @@ class NodeListener {
     std::function<void(membership::NodeId, const proto::FromNode&)> message;
     std::function<void(membership::NodeId)> lost;  // not after close()
   };
-  NodeListener(asio::io_context& io, const JobKey& key, Handlers handlers)
-      : acceptor_(io), key_(key), handlers_(std::move(handlers)) {}
+  // `silence`: the job's, of which the deadline for a caller's proof is made.
+  NodeListener(asio::io_context& io, const JobKeys& keys, Duration silence, Handlers handlers)
+      : acceptor_(io), again_(io), keys_(keys), silence_(silence), handlers_(std::move(handlers)) {}
+  ~NodeListener();
+  NodeListener(const NodeListener&) = delete;
+  NodeListener& operator=(const NodeListener&) = delete;
   // Starts to listen. The error has the system's text alone; the caller adds what it was for.
   Result<> listen(const std::string& where);
   const std::string& address() const { return address_; }
@@ -31,22 +35,29 @@ class NodeListener {
   void close_all();
   std::size_t nodes() const { return nodes_.size(); }
   std::uint64_t rejected() const { return rejected_; }  // connections and messages
+  std::size_t strangers() const { return strangers_.size(); }
 
  private:
+  void greet(asio::ip::tcp::socket socket);
+  void make_room();
   void never_a_node(const Framed& connection, const std::string& why);
   void log_refusal(spdlog::level::level_enum level, const std::string& remote, const std::string& line);
   void accept();
-  void on_bytes(membership::NodeId node, const std::shared_ptr<Framed>& connection, std::string_view bytes);
+  void on_bytes(membership::NodeId node, std::string_view bytes);
 
   asio::ip::tcp::acceptor acceptor_;
-  const JobKey& key_;
+  asio::steady_timer again_;  // to accept, when there was no descriptor
+  const JobKeys& keys_;
+  const Duration silence_;
   const Handlers handlers_;
   struct Node {
     std::shared_ptr<Framed> connection;
     std::string name = "?";  // until it has introduced itself
   };
   std::map<membership::NodeId, Node> nodes_;
-  std::map<std::string, Seldom> refusals_;  // by host: when one was logged last
+  std::map<membership::NodeId, std::shared_ptr<Framed>> strangers_;  // that have not proven the key, oldest first
+  Seldom without_descriptors_{std::chrono::seconds(10)};             // a line in the log
+  std::map<std::string, Seldom> refusals_;                           // by host: when one was logged last
   std::uint64_t next_node_ = 1, rejected_ = 0;
   std::string address_;
 };

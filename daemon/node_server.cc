@@ -12,15 +12,15 @@ namespace rejoin::daemon {
 
 using Gone = membership::Node::Gone;
 
-NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key)
+NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const JobKeys& keys)
     : io_(io),
       options_(options),
-      key_(key),
+      keys_(keys),
       listener_(io),
       timer_(io),
       family_(transport::family_of(options.transport)),
       machine_(options.name, options.silence, random_number()),
-      coordinator_(io, options.coordinator, key, options.silence,
+      coordinator_(io, options.coordinator, keys, options.silence,
                    {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
                     .message =
                         [this](const proto::ToNode& message) {
@@ -33,10 +33,10 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
                     .rejected = [this] { ++rejected_; }}) {}
 
 Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, const NodeOptions& options,
-                                                      const JobKey& key) {
+                                                      const JobKeys& keys) {
   auto listener = listen_unix(options.socket);
   if (!listener) return tl::unexpected(listener.error());
-  std::unique_ptr<NodeServer> server(new NodeServer(io, options, key));
+  std::unique_ptr<NodeServer> server(new NodeServer(io, options, keys));
   server->listener_fd_ = std::move(*listener);
   server->socket_file_.emplace(options.socket);
   server->listener_.assign(::dup(server->listener_fd_.get()));
@@ -70,7 +70,7 @@ Result<std::unique_ptr<NodeServer::DeviceStream>> NodeServer::open_stream(std::o
                                                                           const std::string& listen) {
   auto stream = std::make_unique<DeviceStream>();
   auto thread = StreamThread::start(
-      options_.transport, device, listen, key_.data_secret(),
+      options_.transport, device, listen, keys_.data_secrets(),
       {compression_, options_.stream_limit * 1e6, options_.silence}, [this, of](StreamThread::Report report) {
         asio::post(io_, [this, of, report = std::move(report)]() mutable { on_report(of, std::move(report)); });
       });
@@ -160,7 +160,7 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
 
 // Starts, updates and ends the streams into local joiners as the plan says.
 void NodeServer::follow_plan() {
-  for (auto& [connection, key, catching_up, serves, sources, strange, committed] : streams_of(machine_, family_)) {
+  for (auto& [connection, key, catching_up, job, serves, sources, strange, committed] : streams_of(machine_, family_)) {
     for (const auto& one : strange) warn_of(one);
     auto found = trainers_.find(connection);
     if (found == trainers_.end()) continue;
@@ -178,8 +178,9 @@ void NodeServer::follow_plan() {
     }
     trainer.catching_up = catching_up;
     if (std::exchange(trainer.serves, serves) != serves)
-      trainer.stream->post(
-          [key = key, serves = serves](catchup::Service& service, TimePoint) { service.serve(key, serves); });
+      trainer.stream->post([key = key, serves = serves, job = job](catchup::Service& service, TimePoint) {
+        service.serve(key, serves, job);
+      });
     if (catching_up)
       trainer.stream->post(
           [key = key, sources = sources, committed = committed](catchup::Service& service, TimePoint at) {

@@ -32,7 +32,8 @@ struct NodeOptions {
 
 class NodeServer {
  public:
-  static Result<std::unique_ptr<NodeServer>> start(asio::io_context& io, const NodeOptions& options, const JobKey& key);
+  static Result<std::unique_ptr<NodeServer>> start(asio::io_context& io, const NodeOptions& options,
+                                                   const JobKeys& keys);
   ~NodeServer();
   nlohmann::json status() const;
   // Takes no trainers any more, and calls `call` when none is connected: now, or when the last has gone. On the
@@ -75,7 +76,7 @@ class NodeServer {
     proto::Heartbeat ring;  // its last: what it counted of its all-reduces
   };
 
-  NodeServer(asio::io_context& io, const NodeOptions& options, const JobKey& key);
+  NodeServer(asio::io_context& io, const NodeOptions& options, const JobKeys& keys);
   void accept();
   void watch(Trainer& trainer);
   void read(membership::RankConnection id);
@@ -111,7 +112,7 @@ class NodeServer {
 
   asio::io_context& io_;
   const NodeOptions options_;
-  const JobKey& key_;
+  const JobKeys& keys_;
   Fd listener_fd_;
   std::optional<SocketFile> socket_file_;
   bool unreachable_ = false;  // that no trainer can come was logged

@@ -177,8 +177,10 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   proto::ToTrainer answer;
   answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
   answer.mutable_welcome()->set_silence_ms(static_cast<std::uint64_t>(options_.silence.count()));
-  const auto secret = key_.data_secret();
-  answer.mutable_welcome()->set_data_secret(secret.bytes.data(), secret.bytes.size());
+  const auto secrets = keys_.data_secrets();
+  const auto text_of = [](const transport::Secret& secret) { return std::string(as_text(secret.bytes)); };
+  answer.mutable_welcome()->set_data_secret(text_of(secrets.own));
+  if (secrets.other) answer.mutable_welcome()->set_other_data_secret(text_of(*secrets.other));
   send(trainer, answer);
   proto::FromNode up;
   *up.mutable_rank_up() = hello.up();

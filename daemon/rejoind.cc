@@ -71,8 +71,8 @@ Result<> run(Config& c) {
   if ((node || !c.relay.empty()) && c.node.coordinator.empty() && !c.coordinator)
     return fail(ErrorCode::invalid_argument, "a node or relay needs the coordinator's address: --connect HOST:PORT");
   if (auto right = check_address_file(c.address_file); !right) return right;
-  auto key = JobKey::read(c.key_file);
-  if (!key) return tl::unexpected(key.error());
+  auto keys = JobKeys::read(c.key_file, c.other_key_file);
+  if (!keys) return tl::unexpected(keys.error());
   if (auto opened = events::open(c.events, c.coordinator && !node ? "coordinator" : c.node.name); !opened)
     return opened;
 
@@ -104,9 +104,7 @@ Result<> run(Config& c) {
   nlohmann::json addresses;
   std::unique_ptr<CoordinatorServer> coordinator;
   if (c.coordinator) {
-    const auto job = job_of(c);
-    if (!job) return tl::unexpected(job.error());
-    auto started = CoordinatorServer::start(io, c.listen, c.log_directory, *job, *key);
+    auto started = CoordinatorServer::start(io, c.listen, c.log_directory, c.log_compact_kib * KiB, job_of(c), *keys);
     if (!started) return tl::unexpected(started.error());
     coordinator = std::move(*started);
     addresses["coordinator"] = advertised(c, coordinator->address());
@@ -115,14 +113,14 @@ Result<> run(Config& c) {
   c.node.silence = std::chrono::milliseconds(c.silence_ms);
   std::unique_ptr<RelayServer> relay;
   if (!c.relay.empty()) {
-    auto started = RelayServer::start(io, c.node.name, c.relay, c.node.coordinator, c.node.silence, *key);
+    auto started = RelayServer::start(io, c.node.name, c.relay, c.node.coordinator, c.node.silence, *keys);
     if (!started) return tl::unexpected(started.error());
     relay = std::move(*started);
     addresses["relay"] = advertised(c, relay->address());
     c.node.coordinator = relay->address();
   }
   if (node) {
-    auto started = NodeServer::start(io, c.node, *key);
+    auto started = NodeServer::start(io, c.node, *keys);
     if (!started) return tl::unexpected(started.error());
     server = std::move(*started);
     addresses["socket"] = c.node.socket;

@@ -11,18 +11,18 @@ namespace rejoin::daemon {
 using membership::NodeId;
 
 RelayServer::RelayServer(asio::io_context& io, const std::string& name, const std::string& coordinator,
-                         std::chrono::milliseconds silence, const JobKey& key)
+                         std::chrono::milliseconds silence, const JobKeys& keys)
     : silence_(silence),
       timer_(io),
       machine_(name, silence),
-      nodes_(io, key,
+      nodes_(io, keys, silence,
              {.message =
                   [this](NodeId node, const proto::FromNode& message) {
                     carry_out(machine_.on_node_message(node, message, now()));
                   },
               .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}),
       coordinator_(
-          io, coordinator, key, silence,
+          io, coordinator, keys, silence,
           {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
            .message =
                [this](const proto::ToNode& message) { carry_out(machine_.on_coordinator_message(message, now())); },
@@ -36,8 +36,8 @@ RelayServer::RelayServer(asio::io_context& io, const std::string& name, const st
 
 Result<std::unique_ptr<RelayServer>> RelayServer::start(asio::io_context& io, const std::string& name,
                                                         const std::string& listen, const std::string& coordinator,
-                                                        std::chrono::milliseconds silence, const JobKey& key) {
-  std::unique_ptr<RelayServer> relay(new RelayServer(io, name, coordinator, silence, key));
+                                                        std::chrono::milliseconds silence, const JobKeys& keys) {
+  std::unique_ptr<RelayServer> relay(new RelayServer(io, name, coordinator, silence, keys));
   if (auto listening = relay->nodes_.listen(listen); !listening)
     return fail(listening.error().code,
                 "the relay can't listen on {}: {}; choose another --relay address or stop what uses it", listen,
@@ -73,10 +73,11 @@ void RelayServer::carry_out(const membership::Relay::Actions& actions) {
 }
 
 nlohmann::json RelayServer::status() const {
-  return {{"coordinator", {{"address", coordinator_.address()}, {"connected", machine_.coordinator_up()}}},
+  return {{"coordinator", coordinator_.status(machine_.coordinator_up())},
           {"nodes", nodes_.nodes()},
           {"ranks", machine_.ranks()},
-          {"rejected", rejected_ + nodes_.rejected()}};
+          {"rejected", rejected_ + nodes_.rejected()},
+          {"strangers", nodes_.strangers()}};
 }
 
 }  // namespace rejoin::daemon

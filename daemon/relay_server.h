@@ -15,13 +15,13 @@ class RelayServer {
   // `coordinator`: host:port. Errors: the address to listen on is in use, or is the coordinator's.
   static Result<std::unique_ptr<RelayServer>> start(asio::io_context& io, const std::string& name,
                                                     const std::string& listen, const std::string& coordinator,
-                                                    std::chrono::milliseconds silence, const JobKey& key);
+                                                    std::chrono::milliseconds silence, const JobKeys& keys);
   const std::string& address() const { return nodes_.address(); }
   nlohmann::json status() const;
 
  private:
   RelayServer(asio::io_context& io, const std::string& name, const std::string& coordinator,
-              std::chrono::milliseconds silence, const JobKey& key);
+              std::chrono::milliseconds silence, const JobKeys& keys);
   void tick();
   void carry_out(const membership::Relay::Actions& actions);
   TimePoint now() const { return SteadyClock().now(); }

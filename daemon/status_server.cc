@@ -120,6 +120,7 @@ std::string metrics_text(const nlohmann::json& status) {
     gauge("wants_roll_back", "1: the job waits for an operator's word to go on from an older checkpoint", {},
           c.contains("wants_roll_back_to"));
     number(c, "rejected", "rejected_connections", "connections and messages refused");
+    number(c, "strangers", "control_strangers", "control connections that have not proven the job key yet");
     const auto& audit = c.at("audit");
     number(audit, "period", "audit_period_steps", "steps in which all of the replicas' states are compared");
     number(audit, "rounds", "audit_rounds", "times that all of the state has been compared");
@@ -137,6 +138,7 @@ std::string metrics_text(const nlohmann::json& status) {
     number(r, "nodes", "relay_nodes", "daemons connected to this relay");
     number(r, "ranks", "relay_ranks", "ranks that have registered through it");
     number(r, "rejected", "relay_rejected", "connections and messages it refused");
+    number(r, "strangers", "relay_strangers", "connections to it that have not proven the job key yet");
     number(r.at("coordinator"), "connected", "relay_coordinator_connected", "1: connected with the coordinator");
   }
   if (status.contains("node_role")) {

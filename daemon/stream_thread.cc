@@ -12,13 +12,14 @@ constexpr Duration kReportEvery = std::chrono::milliseconds(20);
 
 Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& transport,
                                                           const std::shared_ptr<device::Device>& device,
-                                                          const std::string& listen, const transport::Secret& secret,
+                                                          const std::string& listen, const transport::Secrets& secrets,
                                                           const catchup::Service::Options& options,
                                                           std::function<void(Report)> report) {
   std::unique_ptr<StreamThread> stream(new StreamThread());
   auto engine = transport::make_engine(transport, device);
   if (!engine) return tl::unexpected(engine.error());
-  (*engine)->set_secret(secret);
+  (*engine)->set_secrets(secrets);
+  (*engine)->set_silence(options.silence);
   auto address = (*engine)->listen({listen});
   if (!address) return tl::unexpected(address.error());
   auto wake = make_eventfd();
@@ -27,7 +28,7 @@ Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& tra
   stream->address_ = address->text;
   stream->wake_ = std::move(*wake);
   stream->report_ = std::move(report);
-  stream->service_ = std::make_unique<catchup::Service>(*stream->engine_, secret, options, stream->clock_);
+  stream->service_ = std::make_unique<catchup::Service>(*stream->engine_, secrets.own, options, stream->clock_);
   stream->thread_ = std::thread([raw = stream.get()] { raw->run(); });
   return stream;
 }

@@ -25,7 +25,7 @@ class StreamThread {
   // `report` is called in the stream's thread.
   static Result<std::unique_ptr<StreamThread>> start(const std::string& transport,
                                                      const std::shared_ptr<device::Device>& device,
-                                                     const std::string& listen, const transport::Secret& secret,
+                                                     const std::string& listen, const transport::Secrets& secrets,
                                                      const catchup::Service::Options& options,
                                                      std::function<void(Report)> report);
   ~StreamThread();

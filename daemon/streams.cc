@@ -13,7 +13,7 @@ void add_source(LocalStream& stream, const proto::Peer& peer, const std::string&
   const std::string& address = peer.stream_address();
   const auto border = address.find(kBorder);
   const std::string its = border == std::string::npos ? "" : address.substr(0, border);
-  if (its == family) stream.sources.insert({replica, incarnation, {address.substr(border + 1)}});
+  if (its == family) stream.sources.insert({replica, incarnation, {address.substr(border + 1)}, stream.job});
   else stream.strange.insert({replica, incarnation, printable(its, kLongestFamily)});
 }
 
@@ -27,6 +27,7 @@ std::vector<LocalStream> streams_of(const membership::Node& node, const std::str
     LocalStream& stream = streams.emplace_back();
     stream.rank = connection;
     stream.key = {ReplicaId(info.up.replica()), RankId(info.up.rank())};
+    stream.job = info.up.job();
     stream.committed = Step(node.plan().committed());
     for (const auto& member : node.plan().members()) {
       if (member.replica() == info.up.replica() && member.incarnation() == info.up.incarnation()) {

@@ -21,6 +21,7 @@ struct LocalStream {
   membership::RankConnection rank;
   catchup::RankKey key;
   bool catching_up = false;
+  std::uint64_t job = 0;
   std::optional<Incarnation> serves;         // it contributes, in this incarnation
   std::set<catchup::SourceAddress> sources;  // the same rank of all contributors that can be reached
   std::set<StrangeStream> strange;

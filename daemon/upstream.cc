@@ -1,6 +1,7 @@
 #include "daemon/upstream.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "base/log.h"
 #include "daemon/listen.h"
@@ -30,7 +31,7 @@ void Upstream::connect() {
     if (error == asio::error::operation_aborted) return lost("it does not answer");
     deadline_.cancel();
     if (error) return lost(error.message());
-    connection_ = std::make_shared<Framed>(std::move(*socket), key_, false);
+    connection_ = std::make_shared<Framed>(std::move(*socket), keys_, false);
     connection_->start({.ready =
                             [this] {
                               up_ = true;
@@ -42,6 +43,7 @@ void Upstream::connect() {
                             [this](std::string_view bytes) {
                               heard_ = true;
                               logged_refused_.reset();
+                              why_lost_.clear();
                               pause_ = std::chrono::milliseconds(0);
                               proto::ToNode message;
                               if (message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())))
@@ -64,12 +66,17 @@ void Upstream::check(TimePoint heard) {
   lost("it was silent");
 }
 
+nlohmann::json Upstream::status(bool connected) const {
+  return {{"address", address_}, {"connected", connected}, {"reason", why_lost_}};
+}
+
 void Upstream::lost(const std::string& why) {
   // One that shows the key, and goes without a word, does not want this node: it is of another version.
   const bool refused = connection_ && (up_ ? !heard_ : connection_->refused());
   pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   connection_.reset();
   up_ = false;
+  why_lost_ = why;
   handlers_.down();
   if (logged_refused_ != refused) {
     if (handlers_.over()) spdlog::info("coordinator at {}: {}; the job is finished", address_, why);

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 
@@ -24,11 +25,11 @@ class Upstream {
     std::function<bool()> over;      // the job is finished: a coordinator that ends has no more to do
     std::function<void()> rejected;  // bytes that are no message came, and were ignored
   };
-  Upstream(asio::io_context& io, std::string address, const JobKey& key, std::chrono::milliseconds silence,
+  Upstream(asio::io_context& io, std::string address, const JobKeys& keys, std::chrono::milliseconds silence,
            Handlers handlers)
       : io_(io),
         address_(std::move(address)),
-        key_(key),
+        keys_(keys),
         silence_(silence),
         handlers_(std::move(handlers)),
         retry_(io),
@@ -38,19 +39,21 @@ class Upstream {
   void send(const proto::FromNode& message);
   // Connects anew if the coordinator was last heard too long ago, since a silent coordinator is as good as gone.
   void check(TimePoint heard);
-  const std::string& address() const { return address_; }
+  // Its address, whether it is connected, as whoever asks knows, and the reason why not.
+  nlohmann::json status(bool connected) const;
 
  private:
   void lost(const std::string& why);
 
   asio::io_context& io_;
   const std::string address_;
-  const JobKey& key_;
+  const JobKeys& keys_;
   const std::chrono::milliseconds silence_;
   const Handlers handlers_;
   asio::steady_timer retry_, deadline_;
   std::shared_ptr<Framed> connection_;
   bool up_ = false, heard_ = false;     // it has shown the key; and has said something since
+  std::string why_lost_;                // empty while it is heard, and before the first try
   std::optional<bool> logged_refused_;  // that it is not connected was logged, and whether as a refusal
   std::chrono::milliseconds pause_{0};  // before the last try
 };

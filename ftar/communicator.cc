@@ -10,8 +10,8 @@
 
 namespace rejoin::ftar {
 
-Communicator::Communicator(transport::Engine& engine, const Options& options, Member self, std::uint64_t secret)
-    : engine_(engine), options_(options), self_(self), secret_(secret) {}
+Communicator::Communicator(transport::Engine& engine, const Options& options, Member self, Group group)
+    : engine_(engine), options_(options), self_(self), group_(group) {}
 
 Communicator::~Communicator() {
   for (auto& [member, peer] : peers_) engine_.close(peer->endpoint);
@@ -33,12 +33,12 @@ Result<> check(const Options& options) {
 }
 
 Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engine, const Options& options, Member self,
-                                                         std::vector<BucketSpec> buckets, std::uint64_t secret) {
+                                                         std::vector<BucketSpec> buckets, Group group) {
   constexpr std::size_t max_buckets = 3500;  // their region keys fit one message
   if (buckets.empty() || buckets.size() > max_buckets)
     return fail(ErrorCode::invalid_argument, "{} buckets; there must be 1 to {}", buckets.size(), max_buckets);
   if (auto right = check(options); !right) return tl::unexpected(right.error());
-  std::unique_ptr<Communicator> made(new Communicator(engine, options, self, secret));
+  std::unique_ptr<Communicator> made(new Communicator(engine, options, self, group));
   const auto kind = options.device ? options.device->kind() : transport::MemoryKind::host;
   if (options.device) {
     made->reducer_ = options.shared_reducer;

@@ -121,13 +121,19 @@ class DirectOperation;
 class Operation;
 struct Peer;
 
+// Whose members reduce with each other: the same rank of all replicas of a job.
+struct Group {
+  std::uint64_t job = 0;
+  std::uint32_t rank = 0;
+};
+
 class Communicator {
  public:
-  // Registers staging and buckets with the engine, which must outlive this, and loads the device's kernels. `secret`
-  // proves to peers that both belong to the same job. The buckets' sizes and types must be equal on all members, which
+  // Registers staging and buckets with the engine, which must outlive this, and loads the device's kernels. Peers of
+  // another `group` are refused. The buckets' sizes and types must be equal on all members, which
   // compare them when they connect.
   static Result<std::unique_ptr<Communicator>> make(transport::Engine& engine, const Options& options, Member self,
-                                                    std::vector<BucketSpec> buckets, std::uint64_t secret);
+                                                    std::vector<BucketSpec> buckets, Group group);
   ~Communicator();
 
   // Starts connecting to a peer; of two members, the one with the larger incarnation connects. Ends in peer_up or
@@ -170,7 +176,7 @@ class Communicator {
   friend class DirectOperation;
   struct Bucket;
 
-  Communicator(transport::Engine& engine, const Options& options, Member self, std::uint64_t secret);
+  Communicator(transport::Engine& engine, const Options& options, Member self, Group group);
   void handle(const transport::Event& event);
   void on_accepted(const transport::Event& event);
   void on_message(Peer& peer, BytesView message);
@@ -207,7 +213,7 @@ class Communicator {
   transport::Engine& engine_;
   Options options_;
   const Member self_;
-  const std::uint64_t secret_;
+  const Group group_;
   std::vector<Bucket> buckets_;
   device::Memory staging_;
   device::Memory direct_room_;  // pinned, for small buckets of a device

@@ -10,12 +10,16 @@ namespace rejoin::ftar {
 
 namespace {
 
+// Who calls, and whom: an address may lead to somebody else of the same job.
 struct Hello {
-  std::uint64_t secret;
+  std::uint64_t job;
   std::uint64_t plan;
+  std::uint32_t rank;
   std::uint32_t replica;
-  std::uint32_t unused = 0;
   std::uint64_t incarnation;
+  std::uint32_t wanted_replica;
+  std::uint32_t unused = 0;
+  std::uint64_t wanted_incarnation;
 };
 
 }  // namespace
@@ -37,7 +41,13 @@ bool Communicator::connected(Member member) const {
 
 Result<> Communicator::connect(Member member, const transport::Address& address) {
   if (peers_.contains(member)) return {};
-  const Hello hello{secret_, plan_hash(), self_.replica.value, 0, self_.incarnation.value};
+  const Hello hello{.job = group_.job,
+                    .plan = plan_hash(),
+                    .rank = group_.rank,
+                    .replica = self_.replica.value,
+                    .incarnation = self_.incarnation.value,
+                    .wanted_replica = member.replica.value,
+                    .wanted_incarnation = member.incarnation.value};
   auto endpoint = engine_.connect(address, bytes_of(hello));
   if (!endpoint) return tl::unexpected(endpoint.error());
   auto& peer = peers_[member] = std::make_unique<Peer>();
@@ -51,16 +61,23 @@ Result<> Communicator::connect(Member member, const transport::Address& address)
 void Communicator::on_accepted(const transport::Event& event) {
   Hello hello{};
   BytesView bytes = event.message;
-  if (!take(bytes, hello) || hello.secret != secret_) {
+  if (!take(bytes, hello) || hello.job != group_.job) {
     ++strangers_;
     if (std::has_single_bit(strangers_))  // they may come for ever
       spdlog::warn(
-          "a data connection with a wrong job key, or of another transport, was refused: {} so far; give all replicas "
-          "the same --transport",
+          "a data connection of another job, or of another transport, was refused: {} so far; give all replicas the "
+          "same --transport",
           strangers_);
     return engine_.close(event.endpoint);
   }
   const Member member{ReplicaId(hello.replica), Incarnation(hello.incarnation)};
+  const Member wanted{ReplicaId(hello.wanted_replica), Incarnation(hello.wanted_incarnation)};
+  if (hello.rank != group_.rank || wanted != self_) {
+    ++strangers_;
+    spdlog::warn("a connection of replica {} rank {} that was meant for replica {} came to replica {} rank {}: refused",
+                 member.replica, hello.rank, wanted.replica, self_.replica, group_.rank);
+    return engine_.close(event.endpoint);
+  }
   if (hello.plan != plan_hash()) {
     spdlog::error("replica {} has another bucket plan or other chunk settings; both must be the same on all replicas",
                   member.replica);

@@ -7,56 +7,102 @@
 namespace {
 
 using namespace rejoin;
+using asio::ip::tcp;
 
-std::string framed(std::string_view bytes) {
-  std::string frame(4, '\0');
-  for (int i = 0; i < 4; ++i) frame[static_cast<std::size_t>(i)] = static_cast<char>(bytes.size() >> (8 * i));
-  return frame.append(bytes);
-}
+constexpr std::string_view kSaid = "what the one that has the key says";
+
+// One side of a connection, over a socket that somebody else has, too.
+struct Side {
+  Side(tcp::socket socket, const daemon::JobKeys& keys, bool server)
+      : framed(std::make_shared<daemon::Framed>(std::move(socket), keys, server)) {
+    framed->start({.ready = [this] { ready = true; },
+                   .message =
+                       [this](std::string_view message) {
+                         if (message != kSaid) __builtin_trap();  // nobody who has the key has said so
+                         ++messages;
+                       },
+                   .closed = [this](const std::string&) { closed = true; }},
+                  std::chrono::seconds(5));
+  }
+  ~Side() { framed->close(); }
+  std::shared_ptr<daemon::Framed> framed;
+  bool ready = false, closed = false;
+  std::size_t messages = 0;
+};
+
+// Passes on what has come, and changes the bytes at the places that the input names.
+class Passing {
+ public:
+  Passing(tcp::socket& from, tcp::socket& to, std::string_view changes) : from_(from), to_(to), changes_(changes) {}
+  void pass() {
+    char bytes[4096];
+    asio::error_code error;
+    const std::size_t got = from_.read_some(asio::buffer(bytes), error);
+    if (error == asio::error::eof) to_.shutdown(tcp::socket::shutdown_send, error);
+    if (error) return;
+    for (std::size_t i = 0; i + 2 < changes_.size(); i += 3) {
+      const std::size_t at = static_cast<std::uint8_t>(changes_[i]) + 256u * static_cast<std::uint8_t>(changes_[i + 1]);
+      if (at >= passed_ && at < passed_ + got)
+        bytes[at - passed_] = static_cast<char>(bytes[at - passed_] ^ changes_[i + 2]);
+    }
+    passed_ += got;
+    asio::write(to_, asio::buffer(bytes, got), error);
+  }
+
+ private:
+  tcp::socket &from_, &to_;
+  const std::string_view changes_;
+  std::size_t passed_ = 0;
+};
 
 }  // namespace
 
-// Bytes over a control connection, before the job key is proved (first byte even) or after (odd): a client that has the
-// key and then sends anything.
+// Bytes over a control connection: instead of a handshake (first byte 0 modulo 3), after it (1), or as changes of what
+// two sides with the key say in it and afterwards (2).
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  using asio::ip::tcp;
-  static const daemon::JobKey key("0123456789abcdef");
+  static const daemon::JobKeys keys(daemon::JobKey("0123456789abcdef"));
   static asio::io_context io(1);
   static tcp::acceptor acceptor(io, tcp::endpoint(asio::ip::address_v4::loopback(), 0));
   if (size == 0) return 0;
-  const bool proved = data[0] % 2 == 1;
+  const int mode = data[0] % 3;
   const std::string_view bytes(reinterpret_cast<const char*>(data) + 1, size - 1);
   io.restart();
-  tcp::socket client(io);
-  client.connect(acceptor.local_endpoint());
-  auto server = std::make_shared<daemon::Framed>(acceptor.accept(), key, true);
-  bool ready = false, closed = false;
-  std::size_t messages = 0;
-  server->start({.ready = [&] { ready = true; },
-                 .message = [&](std::string_view) { ++messages; },
-                 .closed = [&](const std::string&) { closed = true; }},
-                std::chrono::seconds(5));
-  std::shared_ptr<daemon::Framed> speaker;
-  if (proved) {
-    // The key is proved by the code that proves it; from then on its socket is ours.
-    tcp::socket twin(io, tcp::v4(), ::dup(client.native_handle()));
-    speaker = std::make_shared<daemon::Framed>(std::move(twin), key, false);
-    bool open = false;
-    speaker->start(
-        {.ready = [&] { open = true; }, .message = [](std::string_view) {}, .closed = [](const std::string&) {}},
-        std::chrono::seconds(5));
-    while (!(open && ready)) io.run_one();
-  }
+  tcp::socket near(io), far(io);
+  far.connect(acceptor.local_endpoint());
+  Side server(acceptor.accept(), keys, true);
   asio::error_code ignored;
-  asio::write(client, asio::buffer(proved ? std::string(bytes) : std::string(bytes.substr(0, bytes.size() / 2))),
-              ignored);
-  if (!proved) asio::write(client, asio::buffer(framed(bytes.substr(bytes.size() / 2))), ignored);
-  client.shutdown(tcp::socket::shutdown_send, ignored);
-  while (!closed) io.run_one();
-  if (messages > 0 || (!proved && ready)) __builtin_trap();  // without the key, and its tags, nothing is heard
-  if (speaker) speaker->close();
-  server->close();
-  client.close(ignored);
-  io.poll();
+  if (mode == 2) {
+    near.connect(acceptor.local_endpoint());
+    Side client(acceptor.accept(), keys, false);
+    near.non_blocking(true);
+    far.non_blocking(true);
+    Passing up(near, far, bytes.substr(0, bytes.size() / 2)), down(far, near, bytes.substr(bytes.size() / 2));
+    bool said = false;
+    // A length that was changed makes a side wait for more: nothing follows, so that it ends by itself here.
+    for (int idle = 0; idle < 8 && !server.closed && !client.closed && server.messages == 0;) {
+      const auto ran = io.poll();
+      idle = ran > 0 ? 0 : idle + 1;
+      if (client.ready && !std::exchange(said, true)) client.framed->send(std::string(kSaid));
+      up.pass();
+      down.pass();
+    }
+    if (server.messages > 1) __builtin_trap();
+    return 0;
+  }
+  if (mode == 1) {
+    // The key is proven by the code that proves it; from then on its socket is ours.
+    tcp::socket twin(io, tcp::v4(), ::dup(far.native_handle()));
+    Side client(std::move(twin), keys, false);
+    while (!(client.ready && server.ready)) io.run_one();
+    asio::write(far, asio::buffer(bytes), ignored);
+    far.shutdown(tcp::socket::shutdown_send, ignored);
+    while (!server.closed) io.run_one();
+  } else {
+    asio::write(far, asio::buffer(bytes), ignored);
+    far.shutdown(tcp::socket::shutdown_send, ignored);
+    while (!server.closed) io.run_one();
+    if (server.ready) __builtin_trap();
+  }
+  if (server.messages > 0) __builtin_trap();
   return 0;
 }

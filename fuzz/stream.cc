@@ -70,7 +70,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
           break;
         case 3: (void)attacker->connect(address, bytes); break;
         case 4: {
-          const catchup::Hello hello{kSecret.token(), 0, 0, 1, served.manifest().hash()};
+          const catchup::Hello hello{0, 0, 0, 1, served.manifest().hash()};
           (void)attacker->connect(address, bytes_of(hello));
           break;
         }

@@ -72,6 +72,8 @@ class Coordinator {
   // Before anything else: takes up the decisions of an earlier instance. `mismatch` where the log is of another job
   // shape, `corrupt` where its records contradict each other.
   Result<> recover(const std::vector<proto::LogRecord>& records, TimePoint now);
+  proto::LogRecord snapshot() const;  // recovery from it alone leads to the same as from all records so far
+  bool has_recovered_like(const Coordinator& other) const;  // which is what this tells
 
   Actions on_message(NodeId node, const proto::FromNode& message, TimePoint now);
   Actions on_node_lost(NodeId node, TimePoint now);
@@ -191,11 +193,9 @@ class Coordinator {
   void settle_claims(TimePoint now);
   static std::string node_name(const RankState& rank);
   void list_claims(TimePoint now, std::vector<std::string>& lines) const;
-
   static bool same_process(const auto& one, const auto& other) {
     return one.replica() == other.replica() && one.rank() == other.rank() && one.instance() == other.instance();
   }
-
   // Processes that wait to be answered, for one place.
   static bool too_many(const auto& waiting, const proto::RankUp& up) {
     return std::count_if(waiting.begin(), waiting.end(), [&](const auto& one) {
@@ -236,9 +236,7 @@ class Coordinator {
   std::vector<std::string> unreached_lines(ReplicaId id, const ReplicaState& replica) const;
   void list_missing(TimePoint now, std::vector<std::string>& lines) const;
   std::string missing_line(const MemberState& member, TimePoint now) const;
-
   void tell_why_it_waits(TimePoint now);
-
   // coordinator_absence.cc
   void suspect_itself(Duration pause, TimePoint now);
   void lose_silent_nodes(TimePoint now);
@@ -319,10 +317,12 @@ class Coordinator {
     actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...), true});
   }
   Result<> replay(const proto::LogRecord& record);
+  Result<> take_up(const proto::LogRecord::Job& job);
+  Result<> take_up(const proto::LogRecord::Snapshot& snapshot);
+  void describe(proto::LogRecord::Job& job) const;
   void tell_of_roll_back();
   bool roll_back_was_used() const;
   Actions take() { return std::exchange(actions_, {}); }
-
   const JobConfig config_;
   Ledger ledger_;
   Epoch epoch_;

@@ -9,13 +9,8 @@ namespace rejoin::membership {
 Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, TimePoint now) {
   (void)pause_detector_.on_tick(now);  // from now on it may be paused
   if (records.empty()) {
-    proto::LogRecord record;
-    auto& job = *record.mutable_job();
-    job.set_replicas(config_.replicas);
-    job.set_ranks(config_.ranks);
-    job.set_batch(config_.batch);
-    job.set_id(job_ = config_.id);
-    actions_.append.push_back(std::move(record));
+    job_ = config_.id;
+    describe(*actions_.append.emplace_back().mutable_job());
     return {};
   }
   for (const auto& record : records)
@@ -55,18 +50,19 @@ void Coordinator::note_never_members(const proto::LogRecord& record) {
     never_members_.erase(never_members_.begin(), never_members_.upper_bound(incarnations_before_epoch_));
 }
 
+Result<> Coordinator::take_up(const proto::LogRecord::Job& job) {
+  if (job.replicas() != config_.replicas || job.ranks() != config_.ranks || job.batch() != config_.batch)
+    return fail(ErrorCode::mismatch,
+                "the log is of a job of {} replicas × {} ranks, batch {}; this one has {} × {}, batch {}. Start with "
+                "those settings or another log directory",
+                job.replicas(), job.ranks(), job.batch(), config_.replicas, config_.ranks, config_.batch);
+  job_ = job.id();
+  return {};
+}
+
 Result<> Coordinator::replay(const proto::LogRecord& record) {
   switch (record.kind_case()) {
-    case proto::LogRecord::kJob:
-      if (record.job().replicas() != config_.replicas || record.job().ranks() != config_.ranks ||
-          record.job().batch() != config_.batch)
-        return fail(ErrorCode::mismatch,
-                    "the log is of a job of {} replicas × {} ranks, batch {}; this one has {} × {}, batch {}. "
-                    "Start with those settings or another log directory",
-                    record.job().replicas(), record.job().ranks(), record.job().batch(), config_.replicas,
-                    config_.ranks, config_.batch);
-      job_ = record.job().id();
-      return {};
+    case proto::LogRecord::kJob: return take_up(record.job());
     case proto::LogRecord::kEpoch: {
       const auto& begun = record.epoch();
       if (begun.epoch() <= epoch_.value || begun.step() != committed_.value + 1)
@@ -131,8 +127,10 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       }
       committed_ = Step(record.rolled_back().version());
       most_committed_ = std::max(most_committed_, committed_);
+      // What is written of the samples holds, since the ledger may reach further back now than it did then, or less
+      // far.
       if (const Samples trained(record.rolled_back().trained(), kMostSamples);
-          ledger_.trained_at(committed_) || (trained.empty() && committed_ != Step{}))
+          trained.empty() && (committed_ != Step{} || ledger_.trained_at(committed_)))
         ledger_.roll_back(committed_, record.rolled_back().in_order());
       else ledger_.go_on_from(committed_, trained);
       return {};
@@ -148,6 +146,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       stopped_.reset();
       if (Suspended* out = out_for_now(ReplicaId(record.dropped().replica()))) out->ended = true;  // not taken back
       return {};
+    case proto::LogRecord::kSnapshot: return take_up(record.snapshot());
     case proto::LogRecord::KIND_NOT_SET: break;
   }
   return fail(ErrorCode::corrupt, "a log record of unknown kind");

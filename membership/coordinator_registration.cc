@@ -85,7 +85,9 @@ bool Coordinator::belongs_elsewhere(NodeId node, const proto::RankUp& up) {
     const bool runs =
         std::any_of(members_.begin(), members_.end(), [&](const MemberState& m) { return contributes_here(m); });
     if (runs || up.heard_epoch() == 0) {
-      const auto reason = fmt::format("it belongs to job {:016x}, and this coordinator's is {:016x}", up.job(), job_);
+      const auto reason = fmt::format(
+          "it belongs to job {:016x}, and this coordinator's is {:016x} (has its daemon another job's --connect?)",
+          up.job(), job_);
       warn("replica {} rank {} is sent away: {}", up.replica(), up.rank(), reason);
       evict(node, ReplicaId(up.replica()), Incarnation(up.incarnation()), reason);
       return true;

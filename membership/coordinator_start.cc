@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 
+#include "base/deadlines.h"
 #include "base/digest.h"
 #include "base/fail.h"
 #include "membership/coordinator.h"
@@ -88,7 +89,7 @@ std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
 }
 
 Duration Coordinator::start_patience() const {
-  return config_.start_patience > Duration{} ? config_.start_patience : 15 * config_.silence;
+  return config_.start_patience > Duration{} ? config_.start_patience : deadlines::kStartPatience.of(config_.silence);
 }
 
 // The lowest and the highest version that its ranks have come with.

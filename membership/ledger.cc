@@ -6,11 +6,34 @@
 
 namespace rejoin::membership {
 
-Batch batch_of(const proto::Member& member) {
+namespace {
+
+// In the same order: neighbours become one.
+template <typename Ranges>
+void append(Ranges& to, const Batch& ranges) {
+  for (const auto& range : ranges) {
+    if (!to.empty() && to.back().end == range.begin) to.back().end = range.end;
+    else to.push_back(range);
+  }
+}
+
+Batch from(const google::protobuf::RepeatedPtrField<proto::Range>& ranges) {
   Batch batch;
-  for (const auto& range : member.batch()) batch.push_back({range.begin(), range.end()});
+  for (const auto& range : ranges) batch.push_back({range.begin(), range.end()});
   return batch;
 }
+
+void put(const auto& ranges, google::protobuf::RepeatedPtrField<proto::Range>* to) {
+  for (const auto& range : ranges) {
+    auto& one = *to->Add();
+    one.set_begin(range.begin);
+    one.set_end(range.end);
+  }
+}
+
+}  // namespace
+
+Batch batch_of(const proto::Member& member) { return from(member.batch()); }
 
 std::uint64_t samples_of(const Batch& batch) {
   std::uint64_t samples = 0;
@@ -48,21 +71,24 @@ Batch Ledger::take() {
 void Ledger::hand_back(ReplicaId replica) {
   auto held = held_.extract(replica);
   if (held.empty()) return;
-  returned_.insert(returned_.end(), held.mapped().begin(), held.mapped().end());
+  append(returned_, held.mapped());
 }
 
 void Ledger::commit(Step step) {
   Batch& of_step = steps_[step.value];
-  for (auto& [replica, batch] : held_) of_step.insert(of_step.end(), batch.begin(), batch.end());
+  for (auto& [replica, batch] : held_) append(of_step, batch);
   add(trained_, of_step);
   committed_ = step;
   held_.clear();
+  if (steps_.size() <= kStepsKept) return;
+  from_ = Step(steps_.begin()->first);
+  steps_.erase(steps_.begin());
 }
 
 void Ledger::roll_back(Step version, bool in_order) {
   trained_ = trained_at(version).value_or(Samples{});
   for (auto it = steps_.upper_bound(version.value); it != steps_.end(); it = steps_.erase(it))
-    returned_.insert(returned_.end(), it->second.begin(), it->second.end());
+    append(returned_, it->second);
   if (version > committed_) from_ = version;  // of an old log, which does not say what is trained there
   committed_ = version;
   while (!held_.empty()) hand_back(held_.begin()->first);
@@ -92,6 +118,34 @@ std::optional<Samples> Ledger::trained_at(Step version) const {
   for (auto it = steps_.upper_bound(version.value); it != steps_.end(); ++it) add(later, it->second);
   trained.remove(later);
   return trained;
+}
+
+void Ledger::to(proto::LogRecord_Snapshot_Ledger& snapshot) const {
+  snapshot.set_next(next_);
+  snapshot.set_from(from_.value);
+  put(returned_, snapshot.mutable_handed_back());
+  trained_.to(snapshot.mutable_trained());
+  for (const auto& [step, batch] : steps_) {
+    auto& one = *snapshot.add_steps();
+    one.set_step(step);
+    put(batch, one.mutable_trained());
+  }
+  for (const auto& [replica, batch] : held_) {
+    auto& one = *snapshot.add_held();
+    one.set_replica(replica.value);
+    put(batch, one.mutable_batch());
+  }
+}
+
+void Ledger::take_up(const proto::LogRecord_Snapshot_Ledger& snapshot, Step committed) {
+  next_ = snapshot.next();
+  from_ = Step(snapshot.from());
+  committed_ = committed;
+  returned_.clear(), steps_.clear(), held_.clear();
+  append(returned_, from(snapshot.handed_back()));
+  trained_ = Samples(snapshot.trained(), kMostSamples);
+  for (const auto& one : snapshot.steps()) steps_[one.step()] = from(one.trained());
+  for (const auto& one : snapshot.held()) held_[ReplicaId(one.replica())] = membership::batch_of(one);
 }
 
 const Batch* Ledger::batch_of(ReplicaId replica) const {

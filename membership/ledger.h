@@ -13,7 +13,8 @@
 
 namespace rejoin::proto {
 class Member;
-}
+class LogRecord_Snapshot_Ledger;
+}  // namespace rejoin::proto
 
 namespace rejoin::membership {
 
@@ -33,6 +34,10 @@ constexpr std::uint64_t kMostSamples = std::uint64_t{1} << 62;
 
 class Ledger {
  public:
+  // Steps whose samples are known one by one: what is older can't be rolled back to but with a checkpoint that says
+  // what is trained. So a ledger is small however long the job runs.
+  static constexpr std::uint64_t kStepsKept = 1 << 16;
+
   // Every contributor trains `batch` samples a step.
   explicit Ledger(std::uint64_t batch = 1) : batch_(batch) {}
 
@@ -55,6 +60,12 @@ class Ledger {
   const Samples& trained() const { return trained_; }
   std::optional<Samples> trained_at(Step version) const;
 
+  // To a snapshot and back, whose committed step is `committed`.
+  void to(proto::LogRecord_Snapshot_Ledger& snapshot) const;
+  void take_up(const proto::LogRecord_Snapshot_Ledger& snapshot, Step committed);
+
+  bool operator==(const Ledger&) const = default;
+
   const Batch* batch_of(ReplicaId replica) const;
   const std::map<ReplicaId, Batch>& held() const { return held_; }
   const std::deque<SampleRange>& handed_back() const { return returned_; }  // and not out again yet
@@ -66,7 +77,7 @@ class Ledger {
   std::uint64_t next_ = 0;  // no sample from here on is given out, or was in a step that counts
   std::deque<SampleRange> returned_;
   std::map<ReplicaId, Batch> held_;
-  Step from_;                             // the checkpoint that it went on from, or 0
+  Step from_;                             // the checkpoint that it went on from, or 0; or the oldest step kept
   Step committed_;                        // the last step
   Samples trained_;                       // … up to which these are trained
   std::map<std::uint64_t, Batch> steps_;  // what each step after from_ has trained

@@ -131,7 +131,15 @@ Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
   return parsed;
 }
 
-Disk Disk::real() { return {.write = ::pwrite, .sync = ::fdatasync}; }
+Result<ParsedLog> parse_one_file(const std::string& path) {
+  Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file) return fail_errno(path);
+  auto bytes = read_all(file, path);
+  if (!bytes) return tl::unexpected(bytes.error());
+  return parse_log(*bytes, path);
+}
+
+Disk Disk::real() { return {.write = ::pwrite, .sync = ::fdatasync, .link = ::link, .rename = ::rename}; }
 
 Result<Log> Log::open(const std::string& directory, Disk disk) {
   std::error_code error;
@@ -140,14 +148,17 @@ Result<Log> Log::open(const std::string& directory, Disk disk) {
   Log log;
   log.disk_ = std::move(disk);
   log.path_ = directory + "/decisions.log";
-  log.file_ = Fd(::open(log.path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-  if (!log.file_) return fail_errno(log.path_);
-  if (::flock(log.file_.get(), LOCK_EX | LOCK_NB) != 0)
-    return fail(ErrorCode::exhausted, "{} is in use by another coordinator", log.path_);
+  log.folder_ = Fd(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!log.folder_) return fail_errno(directory);
+  do {  // until it is the one at its path: another coordinator may just have compacted it, and ended
+    log.file_ = Fd(::open(log.path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    if (!log.file_) return fail_errno(log.path_);
+    if (::flock(log.file_.get(), LOCK_EX | LOCK_NB) != 0)
+      return fail(ErrorCode::exhausted, "{} is in use by another coordinator", log.path_);
+  } while (!log.in_its_place());
   if (auto recovered = log.recover(); !recovered) return tl::unexpected(recovered.error());
   // The file's name must survive, too.
-  Fd folder(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!folder || ::fsync(folder.get()) != 0) return fail_errno(directory);
+  if (::fsync(log.folder_.get()) != 0) return fail_errno(directory);
   return log;
 }
 
@@ -163,18 +174,18 @@ Result<> Log::recover() {
   const std::uint64_t from = std::min(parsed->marked, parsed->intact);
   again.insert(again.end(), bytes->begin() + static_cast<std::ptrdiff_t>(from),
                bytes->begin() + static_cast<std::ptrdiff_t>(parsed->intact));
-  if (auto written = write_and_sync(again, from); !written) return written;
+  if (auto written = write_and_sync(file_, again, from); !written) return written;
   records_ = std::move(parsed->records);
   bytes_cut_ = parsed->torn;
   end_ = from + again.size();
-  if (auto marked = write_and_sync(log_bytes({}, end_), end_); !marked) return marked;
-  return parsed->old ? write_and_sync(as_bytes(kMagic), 0) : Result<>{};  // all of it has a mark behind it now
+  if (auto marked = write_and_sync(file_, log_bytes({}, end_), end_); !marked) return marked;
+  return parsed->old ? write_and_sync(file_, as_bytes(kMagic), 0) : Result<>{};  // all of it has a mark behind it now
 }
 
-Result<> Log::write(BytesView bytes, std::uint64_t at) {
+Result<> Log::write(const Fd& file, BytesView bytes, std::uint64_t at) const {
   for (std::size_t done = 0; done < bytes.size();) {
     const ssize_t wrote =
-        disk_.write(file_.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(at + done));
+        disk_.write(file.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(at + done));
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote < 0) return fail_errno(fmt::format("decision log {}", path_));
     done += static_cast<std::size_t>(wrote);
@@ -182,9 +193,9 @@ Result<> Log::write(BytesView bytes, std::uint64_t at) {
   return {};
 }
 
-Result<> Log::write_and_sync(BytesView bytes, std::uint64_t at) {
-  if (auto written = write(bytes, at); !written) return written;
-  if (disk_.sync(file_.get()) != 0) return fail_errno(fmt::format("decision log {}", path_));
+Result<> Log::write_and_sync(const Fd& file, BytesView bytes, std::uint64_t at) const {
+  if (auto written = write(file, bytes, at); !written) return written;
+  if (disk_.sync(file.get()) != 0) return fail_errno(fmt::format("decision log {}", path_));
   return {};
 }
 
@@ -213,7 +224,7 @@ Result<> Log::append(const std::vector<proto::LogRecord>& records) {
                 path_, human_bytes(end_), human_bytes(static_cast<std::uint64_t>(status.st_size)));
   }
   const Bytes bytes = log_bytes(records, end_);
-  if (auto written = write_and_sync(bytes, end_); !written) {
+  if (auto written = write_and_sync(file_, bytes, end_); !written) {
     failed_ = true;
     return written;
   }
@@ -227,69 +238,8 @@ Result<> Log::append(const std::vector<proto::LogRecord>& records) {
   }
   end_ += bytes.size();
   // They are durable whatever becomes of the mark; the next append writes it again, and fails if this has.
-  (void)write(log_bytes({}, end_), end_);
+  (void)write(file_, log_bytes({}, end_), end_);
   return {};
-}
-
-Result<ParsedLog> parse_log_file(const std::string& path) {
-  Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!file) return fail_errno(path);
-  auto bytes = read_all(file, path);
-  if (!bytes) return tl::unexpected(bytes.error());
-  return parse_log(*bytes, path);
-}
-
-Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
-  return parse_log_file(path).map([](ParsedLog&& parsed) { return std::move(parsed.records); });
-}
-
-namespace {
-
-using Trained = std::map<std::uint64_t, Batch>;
-
-// All that was trained up to the checkpoint stands under its step.
-void go_back(Trained& trained, const proto::LogRecord::RolledBack& record) {
-  trained.erase(trained.upper_bound(record.version()), trained.end());
-  if (record.trained().empty()) return;
-  trained.clear();
-  for (const auto& range : record.trained()) trained[record.version()].push_back({range.begin(), range.end()});
-}
-
-// The batches that were trained, by step. `on_rolled_back` hears of those before and after.
-template <typename OnRolledBack>
-Trained follow(const std::vector<proto::LogRecord>& records, OnRolledBack on_rolled_back) {
-  Trained trained;
-  for (const auto& record : records) {
-    if (record.has_rolled_back()) {
-      const Trained before = trained;
-      go_back(trained, record.rolled_back());
-      on_rolled_back(record.rolled_back(), before, trained);
-    }
-    if (!record.has_committed()) continue;
-    for (const auto& member : record.committed().members())
-      for (const auto& range : batch_of(member)) trained[record.committed().step()].push_back(range);
-  }
-  return trained;
-}
-
-}  // namespace
-
-RolledBack rolled_back(const std::vector<proto::LogRecord>& records) {
-  RolledBack given_up;
-  const auto samples = [](const Trained& trained) {
-    return std::accumulate(trained.begin(), trained.end(), std::uint64_t{0},
-                           [](std::uint64_t sum, const auto& step) { return sum + samples_of(step.second); });
-  };
-  (void)follow(records, [&](const auto& record, const Trained& before, const Trained& after) {
-    if (record.version() >= record.from()) return;  // it has come from further on
-    given_up.steps += record.from() - record.version();
-    given_up.samples += samples(before) - std::min(samples(before), samples(after));
-  });
-  return given_up;
-}
-
-std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records) {
-  return follow(records, [](const auto&, const Trained&, const Trained&) {});
 }
 
 }  // namespace rejoin::membership

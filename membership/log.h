@@ -8,6 +8,10 @@
 // sound. What it can't: to notice a file that ends early just behind some mark (a copy that was cut short, say), or
 // damage to the last append where power was lost before the mark behind it reached the disk, which the kernel sees to
 // within half a minute. A sector is taken to be written whole or not at all.
+//
+// A log that has grown is compacted: a new file with a snapshot of what follows from all records takes its place and
+// its name, and the old one stays beside it as decisions.1.log, decisions.2.log … Recovery reads the first alone; the
+// audit reads all that are there.
 #pragma once
 
 #include <functional>
@@ -34,11 +38,13 @@ struct ParsedLog {
 };
 // `corrupt` where what was acknowledged is damaged. `name`: for errors.
 Result<ParsedLog> parse_log(BytesView bytes, const std::string& name);
+Result<ParsedLog> parse_one_file(const std::string& path);
 
 // How a log reaches its file.
 struct Disk {
   std::function<ssize_t(int, const void*, std::size_t, off_t)> write;  // as pwrite()
-  std::function<int(int)> sync;                                        // as fdatasync()
+  std::function<int(int)> sync;                                        // as fdatasync(); also of a directory
+  std::function<int(const char*, const char*)> link, rename;           // as those of the system
   static Disk real();
 };
 
@@ -46,19 +52,26 @@ class Log {
  public:
   // Opens or creates DIRECTORY/decisions.log and reads what is in it. Only one process at a time (`exhausted`).
   static Result<Log> open(const std::string& directory, Disk disk = Disk::real());
-  const std::vector<proto::LogRecord>& records() const { return records_; }
+  const std::vector<proto::LogRecord>& records() const { return records_; }  // that were in it when it was opened
+  void forget_records() { records_ = {}; }
+  std::uint64_t size() const { return end_; }             // bytes, which recovery would read
   std::uint64_t bytes_cut() const { return bytes_cut_; }  // of a torn tail
   // All of them durable, or an error, after which the log takes no more: the process must stop deciding. `not_found`:
   // the file isn't at its path any more, where the next coordinator would look for it.
   Result<> append(const std::vector<proto::LogRecord>& records);
+  // `snapshot` takes the place of all records so far. After an error the log goes on as it is, unless that comes from
+  // append(), too: then it can't be told any more which file a crash would leave.
+  Result<> compact(const proto::LogRecord& snapshot);
 
  private:
+  Result<Fd> write_next(const proto::LogRecord& snapshot, std::uint64_t& end) const;
+  Result<> put_in_place();
   Result<> recover();
   bool in_its_place() const;
-  Result<> write(BytesView bytes, std::uint64_t at);
-  Result<> write_and_sync(BytesView bytes, std::uint64_t at);
+  Result<> write(const Fd& file, BytesView bytes, std::uint64_t at) const;
+  Result<> write_and_sync(const Fd& file, BytesView bytes, std::uint64_t at) const;
 
-  Fd file_;
+  Fd file_, folder_;
   std::string path_;
   Disk disk_;
   std::uint64_t end_ = 0;  // of the last record; the mark behind it is written again
@@ -67,7 +80,7 @@ class Log {
   bool failed_ = false;
 };
 
-// Reads a log without opening it for writing, for the audit.
+// Reads a log without opening it for writing, for the audit: with the archives beside it, as far as they are there.
 Result<ParsedLog> parse_log_file(const std::string& path);
 Result<std::vector<proto::LogRecord>> read_log(const std::string& path);
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "membership/digest_table.h"
 
 namespace rejoin::membership {
@@ -282,7 +283,7 @@ Node::Actions Node::on_tick(TimePoint now) {
     std::move(gone.notes.begin(), gone.notes.end(), std::back_inserter(actions.notes));
     actions.silent.push_back(connection);
   }
-  if (coordinator_up_ && now - heartbeat_sent_ >= silence_ / 4) {
+  if (coordinator_up_ && now - heartbeat_sent_ >= deadlines::kHeartbeatOfDaemon.of(silence_)) {
     heartbeat_sent_ = now;
     proto::FromNode heartbeat;
     heartbeat.mutable_heartbeat();

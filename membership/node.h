@@ -91,6 +91,6 @@ void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status);  
 // Removes from `links` what is not in `its`; where nothing is there yet, takes `its` over. Both are ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 
-constexpr std::uint32_t kProtocolVersion = 11;
+constexpr std::uint32_t kProtocolVersion = 12;
 
 }  // namespace rejoin::membership

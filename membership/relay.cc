@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "membership/node.h"
 
 namespace rejoin::membership {
@@ -319,7 +320,7 @@ Relay::Actions Relay::on_tick(TimePoint now) {
     forgive(coordinator_heard_, pause, now);
   }
   if (!pause_detector_.settling(now)) lose_silent(now);
-  if (coordinator_up_ && now - heartbeat_sent_ >= silence_ / 4) {
+  if (coordinator_up_ && now - heartbeat_sent_ >= deadlines::kHeartbeatOfDaemon.of(silence_)) {
     heartbeat_sent_ = now;
     up().mutable_heartbeat();
   }

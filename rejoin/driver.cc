@@ -155,7 +155,7 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
       job_ = message.registered().job();
       ++revision_;
       auto ring = ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_,
-                                           secret_.token());
+                                           {.job = job_, .rank = config_.rank});
       if (!ring) return fail(ring.error());
       ring_ = std::move(*ring);
       auto audit = StateAudit::make(owner_);

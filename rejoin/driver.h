@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 
+#include "base/deadlines.h"
 #include "control.pb.h"
 #include "ftar/communicator.h"
 #include "local/owner.h"
@@ -55,6 +56,7 @@ class Driver {
     secret_ = secret, silence_ = silence;
     pause_detector_ = membership::PauseDetector(silence);
   }
+  void set_secret(const transport::Secret& secret) { secret_ = secret; }  // of the daemon that has followed
 
   // ---- the daemon's side
   void on_control_message(const proto::ToNode& message, TimePoint now);
@@ -145,7 +147,7 @@ class Driver {
   local::Owner& owner_;
   const std::vector<ftar::BucketSpec> buckets_;
   transport::Secret secret_;
-  Duration silence_ = std::chrono::seconds(2);
+  Duration silence_ = deadlines::kSilence;
   membership::PauseDetector pause_detector_{silence_};
   Duration pause_{};
   TimePoint back_at_{};

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "base/entropy.h"
 #include "base/fail.h"
 #include "base/log.h"
@@ -108,13 +109,13 @@ void ProgressThread::begin() {
   idle_.emplace(*engine_, transport::Idle::Options{.spins = 200, .yields = 20});
   if (streams_)
     watchdog_ = std::make_unique<Watchdog>(
-        4 * silence_, [this] { return streams_->streams_wait(); },
+        deadlines::kStreamsWait.of(silence_), [this] { return streams_->streams_wait(); },
         [this] {
           fail({ErrorCode::timeout,
                 fmt::format("this session's progress thread has stood still for {:.1f} s while CUDA streams wait for "
                             "it: they go on without their gradients, and the session is at its end; start the process "
                             "again",
-                            milliseconds(4 * silence_) / 1000)});
+                            milliseconds(deadlines::kStreamsWait.of(silence_)) / 1000)});
         });
   thread_ = std::thread([this] { run(); });
 }
@@ -286,7 +287,7 @@ void ProgressThread::run() {
     }
     const TimePoint now = clock_.now();
     driver_->notice(now);
-    if (now - heartbeat_at_ >= silence_ / 8) {
+    if (now - heartbeat_at_ >= deadlines::kHeartbeatOfTrainer.of(silence_)) {
       heartbeat_at_ = now;
       owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
                                     std::memory_order_relaxed);

@@ -9,6 +9,8 @@
 #include <mutex>
 #include <thread>
 
+#include "base/deadlines.h"
+#include "base/seldom.h"
 #include "base/unix_socket.h"
 #include "device/remote.h"
 #include "local.pb.h"
@@ -71,9 +73,13 @@ class ProgressThread {
   void send_all();
   bool has_line();
   Result<> greet(Fd& socket);
+  Result<transport::Secret> take_secrets(const proto::LocalWelcome& welcome);
   Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many as go at once
   void reconnect(TimePoint now);
   void lose_daemon(const std::string& why);
+  Result<> wait_a_little(const Fd& socket);
+  Result<Fd> reach_daemon(TimePoint deadline);
+  Result<> check_user(const Fd& socket) const;
   Result<> introduce();
   Result<> wait_for_registration();
   bool leaves(TimePoint now);
@@ -107,7 +113,7 @@ class ProgressThread {
   Position joined_from_;
   std::uint64_t digest_at_join_ = 0;
   Duration digest_time_{};
-  Duration silence_ = std::chrono::seconds(2);
+  Duration silence_ = deadlines::kSilence;
 
   // The progress thread's.
   SteadyClock clock_;
@@ -118,7 +124,8 @@ class ProgressThread {
   std::optional<transport::Idle> idle_;
   std::vector<std::uint64_t> shown_reduced_;  // by bucket: the step last passed to streams_
   Fd daemon_;
-  bool welcome_ = false;  // the daemon knows us: until then it would not listen
+  Seldom strange_daemon_{std::chrono::seconds(10)};  // a line in the log
+  bool welcome_ = false;                             // the daemon knows us: until then it would not listen
   std::deque<proto::FromNode> unsent_;
   std::vector<Fd> offer_;      // what daemons share the state by: made once, since that takes the driver
   device::Line served_;        // … and on a GPU, to this daemon: what its memory is served by

@@ -26,19 +26,56 @@ proto::FromTrainer more() {
 
 // ---- the trainer's thread
 
+// For something to read from the daemon, if there is one yet. Errors: why this session can't go on.
+Result<> ProgressThread::wait_a_little(const Fd& socket) {
+  if (auto may = may_go_on(); !may) return may;
+  pollfd waiting[] = {{socket.get(), POLLIN, 0}, {interrupt_.eventfd().get(), POLLIN, 0}};  // poll() passes over -1
+  ::poll(waiting, std::size(waiting), 100);
+  if (config_.while_waiting) config_.while_waiting();
+  return {};
+}
+
+// Whoever listens there gets descriptors of all of this trainer's state: it must be of this user, or root.
+Result<> ProgressThread::check_user(const Fd& socket) const {
+  auto credentials = peer_credentials(socket);
+  if (!credentials) return tl::unexpected(credentials.error());
+  if (credentials->uid == ::geteuid() || credentials->uid == 0) return {};
+  return rejoin::fail(ErrorCode::refused,
+                      "what listens at {} is process {} of user {}, and this trainer is user {}'s: run rejoind and its "
+                      "trainers as one user, with --socket in a directory that only that user can write",
+                      config_.socket, credentials->pid, credentials->uid, ::geteuid());
+}
+
+// A supervisor may start a trainer before its daemon.
+Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
+  for (bool told = false;; told = true) {
+    auto socket = connect_unix(config_.socket);
+    if (socket) {
+      if (auto right = check_user(*socket); !right) return tl::unexpected(right.error());
+      return socket;
+    }
+    const bool may_come = errno == ENOENT || errno == ECONNREFUSED;
+    if (!may_come || clock_.now() >= deadline)
+      return rejoin::fail(ErrorCode::unavailable,
+                          "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
+                          socket.error().message, config_.socket);
+    if (!told)
+      spdlog::warn("no Rejoin daemon at {} yet; it is waited for, {} s at most (--patience-ms)", config_.socket,
+                   std::chrono::duration_cast<std::chrono::seconds>(deadline - clock_.now()).count() + 1);
+    if (auto may = wait_a_little({}); !may) return tl::unexpected(may.error());
+  }
+}
+
 // The first contact is made here, so that its errors reach the caller.
 Result<> ProgressThread::introduce() {
   auto offer = owner_.offer();
   if (!offer) return tl::unexpected(offer.error());
   offer_ = std::move(*offer);
   (void)has_line();  // the first has been made
-  auto socket = connect_unix(config_.socket);
-  if (!socket)
-    return rejoin::fail(ErrorCode::unavailable,
-                        "no Rejoin daemon at {}: {}; start rejoind on this node with --socket {}", config_.socket,
-                        socket.error().message, config_.socket);
-  if (auto greeted = greet(*socket); !greeted) return greeted;
   const TimePoint deadline = clock_.now() + config_.patience;
+  auto socket = reach_daemon(deadline);
+  if (!socket) return tl::unexpected(socket.error());
+  if (auto greeted = greet(*socket); !greeted) return greeted;
   for (;;) {
     auto received = receive_with_fds(*socket, 512 * KiB);
     if (!received)
@@ -46,10 +83,7 @@ Result<> ProgressThread::introduce() {
     if (!*received) {
       if (clock_.now() > deadline)
         return rejoin::fail(ErrorCode::timeout, "the daemon at {} does not answer", config_.socket);
-      if (auto may = may_go_on(); !may) return may;
-      pollfd waiting[] = {{socket->get(), POLLIN, 0}, {interrupt_.eventfd().get(), POLLIN, 0}};
-      ::poll(waiting, std::size(waiting), 100);
-      if (config_.while_waiting) config_.while_waiting();
+      if (auto may = wait_a_little(*socket); !may) return may;
       continue;
     }
     proto::ToTrainer message;
@@ -64,19 +98,38 @@ Result<> ProgressThread::introduce() {
       return rejoin::fail(ErrorCode::mismatch,
                           "this library speaks protocol {}, the daemon {}; use one version of both",
                           membership::kProtocolVersion, message.welcome().protocol());
+    auto secret = take_secrets(message.welcome());
+    if (!secret) return tl::unexpected(secret.error());
     silence_ = std::chrono::milliseconds(message.welcome().silence_ms());
-    transport::Secret secret;
-    if (message.welcome().data_secret().size() != secret.bytes.size())
-      return rejoin::fail(ErrorCode::corrupt, "the daemon at {} gives a secret of {} bytes, not {}", config_.socket,
-                          message.welcome().data_secret().size(), secret.bytes.size());
-    std::memcpy(secret.bytes.data(), message.welcome().data_secret().data(), secret.bytes.size());
-    engine_->set_secret(secret);
-    driver_->on_welcome(secret, silence_);
-    daemon_ = std::move(*socket);
+    engine_->set_silence(silence_);
+    driver_->on_welcome(*secret, silence_);
     welcome_ = true;
+    daemon_ = std::move(*socket);
     daemon_seen_ = clock_.now();
     return {};
   }
+}
+
+// Each daemon gives its own: one that starts again may have another job key. Returns what this rank proves to others.
+Result<transport::Secret> ProgressThread::take_secrets(const proto::LocalWelcome& welcome) {
+  const auto secret_of = [&](const std::string& bytes) -> Result<transport::Secret> {
+    transport::Secret secret;
+    if (bytes.size() != secret.bytes.size())
+      return rejoin::fail(ErrorCode::corrupt, "the daemon at {} gives a secret of {} bytes, not {}", config_.socket,
+                          bytes.size(), secret.bytes.size());
+    std::memcpy(secret.bytes.data(), bytes.data(), secret.bytes.size());
+    return secret;
+  };
+  auto own = secret_of(welcome.data_secret());
+  if (!own) return tl::unexpected(own.error());
+  transport::Secrets secrets{*own};
+  if (!welcome.other_data_secret().empty()) {
+    auto other = secret_of(welcome.other_data_secret());
+    if (!other) return tl::unexpected(other.error());
+    secrets.other = *other;
+  }
+  engine_->set_secrets(secrets);
+  return secrets.own;
 }
 
 // ---- the progress thread
@@ -138,7 +191,12 @@ void ProgressThread::reconnect(TimePoint now) {
         {ErrorCode::timeout, fmt::format("no daemon at {} for {} s", config_.socket, config_.patience.count() / 1000)});
   if (!has_line()) return;
   auto socket = connect_unix(config_.socket);
-  if (!socket || !greet(*socket)) return;
+  if (!socket) return;
+  if (auto right = check_user(*socket); !right) {  // it has taken the name; the daemon may come yet
+    if (strange_daemon_.may_say(now)) spdlog::warn("{}", right.error().message);
+    return;
+  }
+  if (!greet(*socket)) return;
   daemon_ = std::move(*socket);
   unsent_.clear();  // the registration says it; what comes after it waits for the welcome
   daemon_seen_ = now;
@@ -189,7 +247,12 @@ void ProgressThread::poll_daemon(TimePoint now) {
     }
     if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
     if (message.kind_case() == proto::ToTrainer::kDropped) dropped_ = message.dropped();
-    if (message.has_welcome()) welcome_ = true;
+    if (message.has_welcome()) {
+      auto secret = take_secrets(message.welcome());
+      if (!secret) return lose_daemon(secret.error().message);
+      driver_->set_secret(*secret);
+      welcome_ = true;
+    }
     if (message.has_left()) {  // it closes the connection now
       farewell_heard_ = true;
       return;

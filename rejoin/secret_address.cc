@@ -36,7 +36,7 @@ Result<SecretListener> SecretListener::open(const ListenConfig& config) {
   auto engine = transport::make_engine(config.transport);
   if (!engine) return tl::unexpected(engine.error());
   const std::array<std::uint64_t, 2> secret{random_number(), random_number()};
-  (*engine)->set_secret(transport::Secret::of(secret));
+  (*engine)->set_secrets({transport::Secret::of(secret)});
   auto listening = (*engine)->listen({config.listen});
   if (!listening) return tl::unexpected(listening.error());
   auto advertised = transport::advertised(*listening, config.advertise);

@@ -64,7 +64,8 @@ struct SessionConfig {
   // A trainer may evaluate, or write a checkpoint, for so long between commit() and the next begin_step() while the
   // others wait for it. One that takes longer is taken for one that hangs. Session::busy() says more, and elsewhere.
   std::chrono::milliseconds between_steps{std::chrono::minutes(10)};
-  // The daemon not answering at all for this long is an error of the waiting call; a daemon that restarts is not.
+  // The daemon not being there or not answering for this long is an error of the waiting call; a daemon that restarts,
+  // or starts after its trainer, is not.
   std::chrono::milliseconds patience{60000};
 
   // Called on the trainer's thread about ten times a second while join(), begin_step() or commit() waits, so that a

@@ -18,7 +18,7 @@ Result<> check_listening(const std::string& transport, const std::string& all) {
   for (const auto& one : split(all, '|')) {
     const auto formed = transport::SocketAddress::split(one);
     if (!formed) return tl::unexpected(formed.error());
-    if (transport != "tcp") continue;
+    if (transport != "tcp" && transport != "tcp+aes") continue;
     if (auto ours = transport::SocketAddress::check_own(*formed); !ours) return ours;
   }
   return {};
@@ -32,9 +32,9 @@ void SessionConfig::bind(CommandLine& line) {
   line.setting("--socket", socket, "REJOIN_SOCKET", "unix socket of the node's daemon");
   line.setting("--device", device, "REJOIN_DEVICE",
                "where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS");
-  line.setting(
-      "--transport", transport, "REJOIN_TRANSPORT",
-      "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
+  line.setting("--transport", transport, "REJOIN_TRANSPORT",
+               "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), tcp+aes (encrypted; likewise), "
+               "ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
   line.setting("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
   line.setting("--advertise", advertise, "REJOIN_ADVERTISE",
                "the host that other ranks are told instead of the one listened on, without a port; HOST,HOST… with one "
@@ -50,7 +50,7 @@ void SessionConfig::bind(CommandLine& line) {
       "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");
   line.setting("--gradient-log-budget", gradient_log_budget, "REJOIN_GRADIENT_LOG_BUDGET",
                "bytes of gradients kept while catching up");
-  line.add("--patience-ms", patience, "how long a daemon that does not answer is waited for")
+  line.add("--patience-ms", patience, "how long a daemon that is not there, or does not answer, is waited for")
       .environment("REJOIN_PATIENCE_MS");
   line.add("--between-steps-ms", between_steps,
            "how long the trainer may take between two steps, to evaluate or to save")

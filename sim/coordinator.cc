@@ -47,9 +47,28 @@ std::string brief(const proto::FromNode& message) {
 
 Coordinator::Coordinator(World& world, std::uint32_t at, const std::vector<proto::LogRecord>& log)
     : Process(world.next_number(), at, world.chance("coordinator")), world_(world), machine_(world.job_to_start()) {
-  if (auto recovered = machine_.recover(log, world_.now_at(machine)); !recovered)
-    world_.checker().violate("no-garbage",
-                             fmt::format("the coordinator can't read its own log: {}", recovered.error().message));
+  recover(log);
+}
+
+// From its log as it is, or compacted at some record; both must lead to the same.
+void Coordinator::recover(const std::vector<proto::LogRecord>& log) {
+  const auto take_up = [&](membership::Coordinator& taking, const std::vector<proto::LogRecord>& records) {
+    if (auto recovered = taking.recover(records, world_.now_at(machine)); !recovered)
+      world_.checker().violate("no-garbage",
+                               fmt::format("the coordinator can't read its own log: {}", recovered.error().message));
+  };
+  if (log.size() < 2 || !random.one_in(2)) return take_up(machine_, log);
+  world_.count("compacted log");
+  membership::Coordinator before(world_.job), whole(machine_);
+  const auto from = log.begin() + static_cast<std::ptrdiff_t>(1 + random.pick(log.size() - 1));
+  take_up(before, {log.begin(), from});
+  std::vector<proto::LogRecord> compacted{before.snapshot()};
+  compacted.insert(compacted.end(), from, log.end());
+  take_up(machine_, compacted);
+  take_up(whole, log);
+  if (!machine_.has_recovered_like(whole))
+    world_.checker().violate("one-decision", fmt::format("a log of {} records, compacted at {}, leads to another state",
+                                                         log.size(), from - log.begin()));
 }
 
 void Coordinator::tick() { carry_out(machine_.on_tick(world_.now_at(machine))); }
@@ -65,8 +84,29 @@ void Coordinator::on_link_lost(std::uint64_t link) {
   carry_out(machine_.on_node_lost(membership::NodeId(link), world_.now_at(machine)));
 }
 
+// What is written when the log is compacted: what the coordinator knows then must be what the log would lead to, but
+// for what it has heard beyond that.
+void Coordinator::compare_with_log() {
+  world_.count("log compared");
+  membership::Coordinator whole(world_.job), compacted(world_.job);
+  const TimePoint now = world_.now_at(machine);
+  const auto live = machine_.snapshot();
+  if (!whole.recover(world_.log(), now) || !compacted.recover({live}, now))
+    return world_.checker().violate("no-garbage", "the log, or a snapshot, can't be read");
+  const auto without_reasons = [](proto::LogRecord record) {
+    record.mutable_snapshot()->clear_ended();
+    record.mutable_snapshot()->clear_out();
+    return record.SerializeAsString();
+  };
+  if (without_reasons(whole.snapshot()) != without_reasons(compacted.snapshot()))
+    world_.checker().violate("one-decision", fmt::format("after {} records the coordinator knows another state than "
+                                                         "its log leads to",
+                                                         world_.log().size()));
+}
+
 void Coordinator::carry_out(membership::Actions actions) {
   if (world_.append(actions.append) == World::Append::failed) return;
+  if (!actions.append.empty() && random.one_in(64)) compare_with_log();
   for (const auto& note : actions.notes) world_.note("coordinator: {}", note.text);
   if (stopped) in_append_ = std::move(actions);  // its disk is slow
   else send(actions);

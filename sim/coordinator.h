@@ -18,6 +18,8 @@ class Coordinator final : public Process {
   const membership::Coordinator& decisions() const { return machine_; }
 
  private:
+  void compare_with_log();
+  void recover(const std::vector<proto::LogRecord>& log);
   void carry_out(membership::Actions actions);
   void send(const membership::Actions& actions);
 

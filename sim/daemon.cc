@@ -157,8 +157,8 @@ void Daemon::follow_plan() {
       post([key = stream.key](catchup::Service& service, TimePoint) { service.finish(key); });
     }
     if (std::exchange(rank.serves, stream.serves) != stream.serves)
-      post([key = stream.key, serves = stream.serves](catchup::Service& service, TimePoint) {
-        service.serve(key, serves);
+      post([key = stream.key, serves = stream.serves, job = stream.job](catchup::Service& service, TimePoint) {
+        service.serve(key, serves, job);
       });
     if (!stream.catching_up) continue;
     if (!before) {

@@ -7,10 +7,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <thread>
 
 #include "base/command_line.h"
 #include "base/log.h"
+#include "sim/long_job.h"
 #include "sim/scale.h"
 #include "sim/world.h"
 
@@ -19,7 +21,7 @@ namespace {
 
 struct Settings {
   std::uint64_t seeds = 100, from = 0;
-  std::optional<std::uint64_t> seed;
+  std::optional<std::uint64_t> seed, long_steps;
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
   bool trace = false, minimise = true, scale = false, stalls = false;
   std::string plant = "none";
@@ -202,6 +204,23 @@ int scale() {
   return 0;
 }
 
+// What a job of 1,024 replicas leaves behind that runs for so many steps.
+int long_job(std::uint64_t steps) {
+  std::string directory = (std::filesystem::temp_directory_path() / "rejoin-sim-XXXXXX").string();
+  if (::mkdtemp(directory.data()) == nullptr) return std::perror("rejoin-sim: a directory for the log"), 1;
+  fmt::print("{:>9} {:>12} {:>12} {:>12} {:>12}\n", "steps", "log MiB", "snapshot KiB", "recovery ms", "memory MiB");
+  const auto ran = run_long_job({.steps = steps, .directory = directory}, [](const LongJobState& state) {
+    fmt::print("{:>9} {:>12.1f} {:>12.1f} {:>12.1f} {:>12.1f}\n", state.steps,
+               static_cast<double>(state.log_bytes) / (1 << 20), static_cast<double>(state.snapshot_bytes) / 1024,
+               state.recovery_ms, static_cast<double>(state.memory_bytes) / (1 << 20));
+    std::fflush(stdout);
+  });
+  std::error_code ignored;
+  std::filesystem::remove_all(directory, ignored);
+  if (!ran) return fmt::print(stderr, "rejoin-sim: {}\n", ran.error().message), 1;
+  return 0;
+}
+
 // What one failure of each kind costs those who live on, as JSON: beyond a step without failures, until the next
 // commit (`stall_ms`), and in all, until the lost replica contributes again (`lost_ms`); virtual time, means over
 // seeds. For sim/effective_time.py.
@@ -266,11 +285,14 @@ int main(int argc, char** argv) {
   line.add("--ignore", settings.options.ignore, "an invariant not to check, to see what else breaks");
   line.flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");
   line.flag("--scale", settings.scale, "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
+  line.add("--long", settings.long_steps,
+           "instead: what the log of 1,024 replicas weighs after so many steps, compacted as it grows");
   if (const auto status = line.parse(argc, argv)) return *status;
   init_logging("sim", "off");
   auto plant = sim::parse_plant(settings.plant);
   if (!plant) return fmt::print(stderr, "rejoin-sim: --plant: {}\n", plant.error().message), 1;
   settings.options.plant = *plant;
+  if (settings.long_steps) return sim::long_job(*settings.long_steps);
   if (settings.scale) return sim::scale();
   if (settings.stalls) return sim::stalls(settings);
   return settings.seed ? sim::one(settings) : sim::many(settings);

@@ -83,6 +83,7 @@ class World {
     add_note(fmt::format(format, std::forward<Args>(args)...));
   }
   void remark(const std::string& what);  // in a trace only: what a reader may want to know, and nothing depends on
+  const std::vector<proto::LogRecord>& log() const { return log_; }
   void count(const std::string& what, std::uint64_t by = 1) { outcome_.counts[what] += by; }
   bool planted(Plant plant) const { return options_.plant == plant; }
   bool take_damage_at_rest(std::uint32_t replica);  // true once for each such fault

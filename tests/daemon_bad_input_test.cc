@@ -112,9 +112,10 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
       "not of the form host:port");
   expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
           "pigeon"},
-         "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS…, ibverbs");
+         "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes");
   expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
-  expect({kMinimal}, "start rejoind on this node with --socket", {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock"});
+  expect({kMinimal}, "start rejoind on this node with --socket",
+         {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_PATIENCE_MS=100"});
   expect({kMinimal}, "REJOIN_* settings: Could not convert: REJOIN_REPLICA = first", {"REJOIN_REPLICA=first"});
   expect({kMinimal}, "--data-listen (REJOIN_DATA_LISTEN): address 'zzz' is not of the form host:port",
          {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_DATA_LISTEN=zzz"});
@@ -233,9 +234,9 @@ TEST(BadInput, AnotherJobKeyIsRefusedOnBothSides) {
   job.start(1, 0);
   const std::string other = job.scratch.write("other", "another key, long enough");
   const TimePoint begun = SteadyClock().now();
-  Process stranger(
-      {kDaemon, "--job-key-file", other, "--socket", job.scratch.path + "/x.sock", "--connect", job.coordinator},
-      job.scratch.path + "/x.out");
+  Process stranger({kDaemon, "--job-key-file", other, "--socket", job.file("x.sock"), "--connect", job.coordinator,
+                    "--address-file", job.file("stranger.json")},
+                   job.file("x.out"));
   {  // Refused nothing: it went by itself.
     const Fd scanner(::socket(AF_INET, SOCK_STREAM, 0));
     sockaddr_in address{};
@@ -249,6 +250,8 @@ TEST(BadInput, AnotherJobKeyIsRefusedOnBothSides) {
     return stranger.output().find("its job key differs from ours; give both the same --job-key-file") !=
            std::string::npos;
   })) << stranger.output();
+  const std::string status = run({kCli, "status", job.addresses("stranger").at("status")}).output;
+  EXPECT_NE(status.find(" NOT CONNECTED: its job key differs from ours"), std::string::npos) << status;
   EXPECT_NE(stranger.output().find("trying again ever less often, in the end every 5000 ms"), std::string::npos)
       << stranger.output();
   ASSERT_TRUE(eventually([&] { return job.status().at("rejected") > 5; })) << "it comes again";

@@ -190,6 +190,39 @@ TEST(Log, OfAnotherJobCostsNobodyItsState) {
   EXPECT_EQ(first.output() + second.output(), "");
 }
 
+// Compacted every few hundred steps, while its coordinator is killed again and again, also in the middle of that.
+TEST(Log, ThatIsCompactedWhileInUseHasEverySampleOnce) {
+  constexpr std::uint64_t kSteps = 3000;
+  Job job;
+  const auto coordinate = [&](const std::string& listen) {
+    return job.start_coordinator({"--listen", listen, "--replicas", "2", "--ranks", "1", "--batch", "8", "--steps",
+                                  std::to_string(kSteps), "--log-compact-kib", "4"});
+  };
+  auto coordinator = coordinate("127.0.0.1:0");
+  std::vector<std::unique_ptr<Process>> trainers;
+  for (std::uint32_t r = 0; r < 2; ++r) job.processes.push_back(job.start_node(r, {"--connect", job.coordinator}));
+  for (std::uint32_t r = 0; r < 2; ++r)
+    trainers.push_back(
+        std::make_unique<Process>(std::vector{kMinimal}, job.file("trainer" + std::to_string(r)), job.environment(r)));
+  const std::string log = job.file("log/decisions.log");
+  const auto archives = [&] { return std::distance(std::filesystem::directory_iterator(job.file("log")), {}) - 1; };
+  for (int kills = 0; kills < 5; ++kills) {
+    const auto before = archives();
+    ASSERT_TRUE(eventually([&] { return archives() > before + 1; })) << coordinator->output();
+    coordinator.reset();
+    coordinator = coordinate(job.coordinator);
+  }
+  for (const auto& trainer : trainers) EXPECT_EQ(trainer->wait(std::chrono::seconds(60)), 0) << trainer->output();
+  std::uintmax_t bytes = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(job.file("log"))) bytes += entry.file_size();
+  EXPECT_LT(std::filesystem::file_size(log), bytes / 4) << "what a recovery reads";
+  const Ended audit = run({kCli, "audit", log, "--steps", std::to_string(kSteps)});
+  EXPECT_EQ(audit.status, 0) << audit.output;
+  EXPECT_NE(audit.output.find(" 0 lost, 0 repeated"), std::string::npos) << audit.output;
+  EXPECT_NE(audit.output.find(fmt::format("{} steps committed", kSteps)), std::string::npos) << audit.output;
+  EXPECT_EQ(audit.output.find("compacted"), std::string::npos) << "all of it is there";
+}
+
 // The trainers have a GPU, of software; the daemons were started without its driver, and need none.
 TEST(Gpu, ADaemonHasNoContextOnItsTrainersGpu) {
   Job job;

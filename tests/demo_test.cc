@@ -145,14 +145,14 @@ TEST(Demo, WhoIsKilledFromOutsideIsStartedAgain) {
 
 TEST(Demo, ASourceDiesDuringTheCatchUp) {
   expect_sound(
-      demo({"--steps", "250", "--kill", "1.0@20", "--kill-source", "--params", "2000000", "--batch", "4"}, kSlowStream),
-      250, {"kill", "kill_source"});
+      demo({"--steps", "150", "--kill", "1.0@20", "--kill-source", "--params", "1500000", "--batch", "4"}, kSlowStream),
+      150, {"kill", "kill_source"});
 }
 
 TEST(Demo, TheJoinerDiesDuringItsCatchUp) {
   expect_sound(
-      demo({"--steps", "250", "--kill", "1.0@20", "--kill-joiner", "--params", "2000000", "--batch", "4"}, kSlowStream),
-      250, {"kill", "kill_joiner"});
+      demo({"--steps", "150", "--kill", "1.0@20", "--kill-joiner", "--params", "1500000", "--batch", "4"}, kSlowStream),
+      150, {"kill", "kill_joiner"});
 }
 
 // State and gradients in the memory of a GPU, which all processes share: one made of software, which no host can touch.

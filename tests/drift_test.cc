@@ -128,9 +128,10 @@ TEST(Drift, WhatCantBeReadOfAnAuditOrADroppedReplicaIsRefused) {
     arguments.insert(arguments.end(), more.begin(), more.end());
     return run(arguments).output;
   };
-  EXPECT_NE(refusal_of({"--audit", "often"}).find("it is auto, off, or a number of steps"), std::string::npos);
-  EXPECT_NE(refusal_of({"--audit", "0"}).find("it is auto, off, or a number of steps"), std::string::npos);
-  EXPECT_NE(refusal_of({"--drop-replica", "1"}).find("it is REPLICA@STEP"), std::string::npos);
+  EXPECT_NE(refusal_of({"--audit", "often"}).find("--audit: 'often' is not auto, off, or a number of steps"),
+            std::string::npos);
+  EXPECT_NE(refusal_of({"--audit", "0"}).find("'0' is not auto, off, or a number of steps"), std::string::npos);
+  EXPECT_NE(refusal_of({"--drop-replica", "1"}).find("'1' is not REPLICA@STEP"), std::string::npos);
 }
 
 }  // namespace

@@ -9,8 +9,7 @@ root=$(echo "$scratch"/tree/include/rejoin-*)
 count=0
 for header in $(cd "$root" && find . -name '*.h' -printf '%P\n'); do
   echo "#include \"$header\"" > "$scratch/user.cc"
-  "$compiler" -std=c++20 -Wall -Wextra -Werror -I"$root" -fsyntax-only "$scratch/user.cc"
-  "$compiler" -std=c++20 -I"$root" -M "$scratch/user.cc" > "$scratch/user.d"
+  "$compiler" -std=c++20 -Wall -Wextra -Werror -I"$root" -fsyntax-only -MD -MF "$scratch/user.d" "$scratch/user.cc"
   if foreign=$(grep -oE '[^ ]*/(fmt|CLI|spdlog|asio|google|nlohmann|prometheus)/[^ ]*' "$scratch/user.d" | head -1); then
     echo "$header includes $foreign, which who uses the library would have to install"
     exit 1

@@ -130,8 +130,23 @@ for page, program, mine in (("docs/operations.md", "rejoind", None), ("docs/trai
         if (variable[1], default[1] if default else "") != (table[flag][0], told):
             failures.append(f"{page}: {flag} has the variable {variable[1]} and the default '{default and default[1]}', not {table[flag]}")
 
-# The status: every field that the page explains is one that a daemon writes.
+# The deadlines: each with what the code makes of the silence, and none left out.
 operations = (source / "docs/operations.md").read_text(encoding="utf-8")
+in_code = {what: (int(times), int(parts)) for times, parts, what in
+           re.findall(r"constexpr Deadline \w+\{(\d+), (\d+)\}; +// (.*)", (source / "base/deadlines.h").read_text(encoding="utf-8"))}
+rows = operations.split("| what is waited for | silences | with 2 s |\n|---|---|---|\n")[1].split("\n\n")[0].split("\n")
+in_page = {}
+for what, silences, default in ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows):
+    times, _, parts = silences.partition("/")
+    in_page[what] = (int(times), int(parts or 1))
+    number, unit = default.split()
+    if int(number) * {"s": 1000, "ms": 1}[unit] * int(parts or 1) != 2000 * int(times):
+        failures.append(f"docs/operations.md: {silences} of 2 s are not {default}: {what}")
+failures.extend(f"docs/operations.md: the table of deadlines and base/deadlines.h differ in: {what}"
+                for what in sorted(set(in_code) | set(in_page)) if in_code.get(what) != in_page.get(what))
+checked["deadlines"] = len(in_page)
+
+# The status: every field that the page explains is one that a daemon writes.
 written = set(re.findall(r'"(\w+)"', text_of("daemon/*.cc")))
 for field in re.findall(r"`([a-z_\[\].]+)`", operations.split("\n## Status\n")[1].split("\n## ")[0]):
     checked["names"] += 1

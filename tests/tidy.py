@@ -54,7 +54,7 @@ heavy = {
     "CLI/": r"base/command_line\.cc",
     "nlohmann/json.hpp": r".*\.cc|examples/demo_story\.h|tests/daemons\.h",
     "spdlog/": r"(base|rejoin)/log\.(h|cc)|nccl/plugin\.cc|fuzz/nccl\.cc|sim/tests/sim_test\.cc",
-    "asio": r"daemon/.*\.cc|daemon/(framed|listen|status_server)\.h|fuzz/framed\.cc",
+    "asio": r"daemon/.*\.cc|daemon/(control_tls|framed|listen|status_server)\.h|fuzz/framed\.cc",
     "google/": r"",
     "rapidcheck": r".*/tests/.*\.cc",
 }

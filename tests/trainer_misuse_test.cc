@@ -141,12 +141,36 @@ TEST_F(Trained, AJoinThatFailedMayBeTriedAgain) {
   auto session = declared([&] {
     auto config = SessionConfig();
     config.socket = socket(0);
+    config.patience = std::chrono::milliseconds(200);
     return config;
   }());
   EXPECT_REFUSED(session->join(), ErrorCode::unavailable, "start rejoind on this node with --socket");
   start(1);
   ASSERT_TRUE(session->join());
   EXPECT_TRUE(step_once(*session));
+}
+
+TEST_F(Trained, ADaemonThatStartsAfterItsTrainerIsWaitedFor) {
+  bool started = false;
+  SessionConfig config;
+  config.socket = socket(0);
+  config.while_waiting = [&] {
+    if (!std::exchange(started, true)) start(1);
+  };
+  auto session = declared(config);
+  ASSERT_TRUE(session->join());
+  EXPECT_TRUE(started);
+  EXPECT_TRUE(step_once(*session));
+}
+
+TEST_F(Trained, WhoWaitsForADaemonCanBeInterrupted) {
+  SessionConfig config;
+  config.socket = socket(0);
+  Session* waits = nullptr;
+  config.while_waiting = [&] { waits->interrupt(); };
+  auto session = declared(config);
+  waits = session.get();
+  EXPECT_REFUSED(session->join(), ErrorCode::cancelled, "interrupt");
 }
 
 }  // namespace

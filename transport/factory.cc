@@ -14,6 +14,8 @@ namespace rejoin::transport {
 
 namespace {
 
+constexpr std::string_view kTcp = "tcp", kEncrypted = "tcp+aes";
+
 template <typename MakeRail>
 Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names, MakeRail make_rail) {
   static const SteadyClock clock;
@@ -45,29 +47,37 @@ Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list) {
 std::string family_of(const std::string& name) {
   const std::string kind = name.substr(0, name.find(':'));
   const auto rails = 1 + std::count(name.begin(), name.end(), ',');
-  return kind == "tcp" && rails > 1 ? fmt::format("tcp over {} rails", rails) : kind;
+  const bool tcp = kind == kTcp || kind == kEncrypted;
+  return tcp && rails > 1 ? fmt::format("{} over {} rails", kind, rails) : kind;
 }
 
 Result<> check_name(const std::string& name) {
-  if (name == "tcp" || name == "ibverbs" || name.starts_with("ibverbs:") || name == "shm" || name.starts_with("ucx:"))
+  if (name == kTcp || name == kEncrypted || name == "ibverbs" || name.starts_with("ibverbs:") || name == "shm" ||
+      name.starts_with("ucx:"))
     return {};
-  if (!name.starts_with("tcp:"))
-    return fail(ErrorCode::invalid_argument,
-                "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, ibverbs, ibverbs:DEVICE,DEVICE… or ucx:LIST",
-                name);
-  for (const auto& local : split(name.substr(4), ','))
+  const std::string kind = name.substr(0, name.find(':'));
+  if (kind != kTcp && kind != kEncrypted)
+    return fail(
+        ErrorCode::invalid_argument,
+        "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes (encrypted, with or without addresses), "
+        "ibverbs, ibverbs:DEVICE,DEVICE… or ucx:LIST",
+        name);
+  for (const auto& local : split(name.substr(kind.size() + 1), ','))
     if (local.empty())
       return fail(ErrorCode::invalid_argument,
-                  "transport '{}': an address is missing; use tcp:ADDRESS,ADDRESS…, or tcp for any", name);
+                  "transport '{}': an address is missing; use {}:ADDRESS,ADDRESS…, or {} for any", name, kind, kind);
   return {};
 }
 
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
   if (auto right = check_name(name); !right) return tl::unexpected(right.error());
-  if (name == "tcp") return tcp::make_engine({});
-  if (name.starts_with("tcp:"))
-    return over_rails(split(name.substr(4), ','),
-                      [](const std::string& local) { return tcp::make_engine({.local = local}); });
+  const std::string kind = name.substr(0, name.find(':'));
+  if (const bool encrypt = kind == kEncrypted; encrypt || kind == kTcp) {
+    if (name == kind) return tcp::make_engine({.local = "", .encrypt = encrypt});
+    return over_rails(split(name.substr(kind.size() + 1), ','), [encrypt](const std::string& local) {
+      return tcp::make_engine({.local = local, .encrypt = encrypt});
+    });
+  }
   if (name == "ibverbs") return ibverbs_over_rails("");
   if (name.starts_with("ibverbs:")) return ibverbs_over_rails(name.substr(8));
   if (name == "shm") return shm::make_engine();

@@ -14,7 +14,8 @@ class Reducer;
 namespace rejoin::transport {
 
 // "shm": shared memory, inside one node. "tcp": between nodes without RDMA. "tcp:ADDRESS,ADDRESS…": TCP over several
-// rails, each a local address; the peers must name as many. "ibverbs": RDMA over all active ports; "ibverbs:DEVICE,…":
+// rails, each a local address; the peers must name as many. "tcp+aes", "tcp+aes:ADDRESS,…": the same, encrypted
+// (tcp/records.h). "ibverbs": RDMA over all active ports; "ibverbs:DEVICE,…":
 // over these, each with settings as in ibverbs/factory.h. "ucx:LIST": UCX over the transports listed
 // (UCX's names, comma-separated; they must handle peer failures, as its tcp and RDMA transports do).
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name);

@@ -1,7 +1,7 @@
 // How two ends of a connection prove that they know the same secret, without showing it: a challenge and its answer in
 // both directions, by HMAC-SHA256.
 //
-//   1. The caller sends a nonce.
+//   1. The caller sends a nonce, and the name of the secret that it is going to prove: of two, while a key is changed.
 //   2. The listener sends a nonce of its own, and proves itself by both.
 //   3. The caller proves itself by both and by its hello, and sends that along.
 //
@@ -14,7 +14,14 @@
 
 namespace rejoin::transport::handshake {
 
-Mac prove_listener(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener);
-Mac prove_caller(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener, BytesView hello);
+// Tells secrets apart, and tells nothing else of them: the first bytes of an HMAC-SHA256.
+std::uint64_t name_of(const Secret& secret);
+// The one that a caller has named; the listener's own where it has no such one, whose proof then fails.
+const Secret& named(const Secrets& secrets, std::uint64_t name);
+
+// `encrypted`: what follows is to be; both sides prove that they mean the same.
+Mac prove_listener(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener, bool encrypted = false);
+Mac prove_caller(const Secret& secret, const Nonce& of_caller, const Nonce& of_listener, BytesView hello,
+                 bool encrypted = false);
 
 }  // namespace rejoin::transport::handshake

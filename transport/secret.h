@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 
 namespace rejoin::transport {
 
@@ -18,12 +19,12 @@ struct Secret {
     std::memcpy(secret.bytes.data(), numbers.data(), sizeof numbers);
     return secret;
   }
-  // A number by which those who know it tell a connection of theirs. It proves nothing to who can read the network.
-  std::uint64_t token() const {
-    std::uint64_t token = 0;
-    for (std::size_t i = 0; i < bytes.size(); ++i) token = token * 31 + std::to_integer<std::uint64_t>(bytes[i]);
-    return token;
-  }
+};
+
+// What a listener takes: its own secret and, while a job's key is being changed, another one.
+struct Secrets {
+  Secret own{};
+  std::optional<Secret> other{};
 };
 
 }  // namespace rejoin::transport

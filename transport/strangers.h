@@ -14,6 +14,7 @@ class Strangers {
  public:
   Strangers(std::size_t most, Duration patience) : most_(most), patience_(patience) {}
 
+  void set_patience(Duration patience) { patience_ = patience; }
   void add(EndpointId id, TimePoint now) { since_.push_back({id, now}); }
   void remove(EndpointId id) {
     std::erase_if(since_, [&](const Since& each) { return each.id == id; });

@@ -18,6 +18,7 @@
 #include <string>
 
 #include "base/bytes.h"
+#include "base/clock.h"
 #include "base/ids.h"
 #include "base/result.h"
 #include "device/memory.h"
@@ -33,7 +34,7 @@ using RegionId = Id<struct RegionTag>;      // never reused in an engine
 // "host:port" for real networks, "sim:N" for the simulated one.
 struct Address {
   std::string text;
-  Secret secret{};  // where one is to connect to: as set_secret() there
+  Secret secret{};  // where one is to connect to: of set_secrets() there, one
 };
 
 // What a peer must know to write into or read from a region of ours. Plain bytes: send it in any message.
@@ -97,10 +98,13 @@ class Engine {
 
   // Accepts connections at `where` (port 0: the system picks one); returns the address that peers can connect to.
   virtual Result<Address> listen(const Address& where) = 0;
-  // What who connects here has to know, in handshakes from now on; both ends prove it to each other before anything
-  // else (transport/handshake.h). Without it whoever comes is taken. UCX and the simulated network don't look at it,
-  // nor does shared memory, where the kernel tells whose process it is.
-  virtual void set_secret(const Secret&) {}
+  // What who connects here has to know (one of the two, where there are two), in handshakes from now on; both ends
+  // prove it to each other before anything else (transport/handshake.h). Without it whoever comes is taken. The
+  // simulated network does not look at it, nor does shared memory, where the kernel tells whose process it is.
+  virtual void set_secrets(const Secrets&) {}
+  // How long a peer may be silent, as the job has it: the deadlines of connections made from now on follow from it
+  // (base/deadlines.h).
+  virtual void set_silence(Duration) {}
   // Starts a connection; ends in `connected` or `closed`. `hello` (at most kMaxHello) reaches the peer with `accepted`.
   virtual Result<EndpointId> connect(const Address& peer, BytesView hello) = 0;
 

@@ -49,7 +49,7 @@ Result<Options> parse(Test test, int argc, char** argv) {
   line.add("host", o.host, "the server's name or address");
   line.add("-d,--ib-dev", o.device, "RDMA device (ibverbs), or local address (tcp)");
   line.add("--rails", o.rails, "several devices or addresses, comma-separated: pieces go over all of them");
-  line.add("--transport", o.transport, "ibverbs, tcp, shm or ucx:LIST").show_default();
+  line.add("--transport", o.transport, "ibverbs, tcp, tcp+aes, shm or ucx:LIST").show_default();
   line.add("-x,--gid-index", o.gid_index, "GID index; found by itself where not given");
   line.add("-p,--port", o.port, "port of the server's control connection").range(0, 65535).show_default();
   line.add("--bind_source_ip", o.local_address, "server: address to listen on").show_default();

@@ -57,7 +57,7 @@ TEST(CatchUpService, ASourceThatCanNotBeReachedIsNotWaitedForForever) {
   const TimePoint began = cluster.clock.now();
   while (!joiner.caught_up && cluster.clock.now() - began < std::chrono::seconds(20)) {
     cluster.clock.advance(std::chrono::milliseconds(100));
-    cluster.train(20);
+    cluster.train(4);
   }
   ASSERT_TRUE(joiner.caught_up);
   const Duration silence = Service::Options{}.silence;

@@ -28,7 +28,7 @@ inline constexpr bool kSlow = true;
 inline constexpr std::uint64_t kSeeds = 2;
 #else
 inline constexpr bool kSlow = false;
-inline constexpr std::uint64_t kSeeds = 8;
+inline constexpr std::uint64_t kSeeds = 4;
 #endif
 
 inline local::Manifest small_model(bool elementwise, bool on_gpu) {

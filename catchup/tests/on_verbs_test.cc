@@ -47,7 +47,7 @@ TEST_P(OnVerbs, TheDaemonRegistersItsTrainersDmaBufAndHasNoContext) {
     rank->server = *device::MemoryServer::make(gpu, rank->owner->shared_memory());
     rank->remote = *device::connect_remote(*rank->server->next(), gpu->address());
     rank->engine = *transport::staged::make_engine(std::move(*below), rank->remote, {.slot_bytes = kSlot, .slots = 2});
-    rank->engine->set_secret(transport::Secret::of({5, 0}));
+    rank->engine->set_secrets({transport::Secret::of({5, 0})});
     rank->address = *rank->engine->listen({"0.0.0.0:0"});
     rank->service = std::make_unique<Service>(*rank->engine, transport::Secret::of({5, 0}),
                                               Service::Options{.compression = Compression::never}, clock);

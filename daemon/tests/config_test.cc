@@ -150,6 +150,11 @@ TEST(Settings, AWrongLineOfAFileIsNamed) {
            {"replica = 4\n", "settings file line 2: no setting is called 'replica'; the nearest is 'replicas'"},
            {"REPLICAS = 4\n", "settings file line 2: no setting is called 'REPLICAS'; the nearest is 'replicas'"},
            {"version = 4\n", "settings file line 2: no setting is called 'version'; --help names all"},
+           {"=3\n", "settings file line 2: '=3' is not of the form name = value"},
+           {"name = \"a\nb\"\n", "settings file line 2: 'name = \"a' is not of the form name = value: its quotes do"},
+           {"name = a\nb\"\n", "settings file line 3: 'b\"' is not of the form name = value"},
+           {"audit = maybe\n", "settings file line 2: audit: 'maybe' is not auto, off, or a number of steps"},
+           {"drop-replica = 1\n", "settings file line 2: drop-replica: '1' is not REPLICA@STEP"},
            {"log-directory = here ; mine\n", "settings file line 2: 'log-directory' has 3 values"},
        }) {
     const std::string why = refusal_of_file(text);

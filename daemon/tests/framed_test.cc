@@ -17,10 +17,12 @@ namespace {
 
 using asio::ip::tcp;
 
+const JobKey kKey("0123456789abcdef"), kOther("fedcba9876543210"), kThird("0123456789ABCDEF");
+
 // A client and a server with the same key, and between them whoever passes on what the client says.
 struct Between {
   asio::io_context io{1};
-  JobKey key{"0123456789abcdef"};
+  JobKeys keys{kKey};
   tcp::acceptor acceptor{io, tcp::endpoint(asio::ip::address_v4::loopback(), 0)};
   tcp::socket near{io}, far{io};  // towards the client, towards the server
   std::shared_ptr<Framed> client, server;
@@ -33,8 +35,8 @@ struct Between {
     client_end.connect(acceptor.local_endpoint());
     near = acceptor.accept();
     far.connect(acceptor.local_endpoint());
-    server = std::make_shared<Framed>(acceptor.accept(), key, true);
-    client = std::make_shared<Framed>(std::move(client_end), key, false);
+    server = std::make_shared<Framed>(acceptor.accept(), keys, true);
+    client = std::make_shared<Framed>(std::move(client_end), keys, false);
     for (tcp::socket* side : {&near, &far}) {
       side->non_blocking(true);
       side->set_option(tcp::no_delay(true));
@@ -83,7 +85,7 @@ TEST(Framed, WhatIsSaidIsHeardInOrder) {
 
 TEST(Framed, AFlippedBitEndsTheConnectionAndIsNotHeard) {
   const std::string message = "step 41 is done";
-  const std::size_t bits = 8 * (4 + 16 + message.size() + 16);
+  const std::size_t bits = 8 * (5 + 4 + message.size() + 1 + 16);  // a record's header, and its type and tag
   for (std::size_t bit = 0; bit < bits; ++bit) {
     Between between;
     std::size_t passed = 0;
@@ -94,6 +96,7 @@ TEST(Framed, AFlippedBitEndsTheConnectionAndIsNotHeard) {
       return bytes;
     };
     between.client->send(message);
+    between.client->send(std::string(64 * KiB, 'x'));  // of a damaged length the rest is waited for
     ASSERT_TRUE(between.until([&] { return between.server_closed; })) << "bit " << bit;
     ASSERT_TRUE(between.heard.empty()) << "bit " << bit;
   }
@@ -128,11 +131,11 @@ struct End {
 };
 End end_of(bool server, const std::function<void(tcp::socket&)>& other_side, std::chrono::milliseconds deadline) {
   asio::io_context io{1};
-  const JobKey key{"0123456789abcdef"};
+  const JobKeys keys{kKey};
   tcp::acceptor acceptor{io, tcp::endpoint(asio::ip::address_v4::loopback(), 0)};
   tcp::socket other(io);
   other.connect(acceptor.local_endpoint());
-  const auto side = std::make_shared<Framed>(acceptor.accept(), key, server);
+  const auto side = std::make_shared<Framed>(acceptor.accept(), keys, server);
   End end;
   side->start({.ready = [] {},
                .message = [](std::string_view) {},
@@ -152,7 +155,14 @@ TEST(Framed, OnlyWhatWasNotProvenIsARefusal) {
   const auto silent = [](tcp::socket&) {};
   const auto gone = [](tcp::socket& socket) { socket.close(); };
   const auto stranger = [](tcp::socket& socket) { asio::write(socket, asio::buffer("GET / HTTP/1.1\r\n\r\n", 18)); };
+  // A fatal alert of a number that nobody has given out: OpenSSL has no text for it.
+  const auto alerting = [](tcp::socket& socket) {
+    asio::write(socket, asio::buffer("\x15\x03\x03\x00\x02\x02\xc8", 7));
+  };
   for (const bool server : {true, false}) {
+    const End alerted = end_of(server, alerting, 10s);
+    EXPECT_TRUE(alerted.refused) << alerted.why;
+    EXPECT_FALSE(alerted.why.empty());
     const End left = end_of(server, gone, 10s), scanned = end_of(server, stranger, 10s);
     EXPECT_FALSE(left.why.empty());
     EXPECT_FALSE(left.refused) << left.why;
@@ -163,16 +173,61 @@ TEST(Framed, OnlyWhatWasNotProvenIsARefusal) {
   }
 }
 
+// While a job's key is changed: who has which as its own, and as its other.
+TEST(Framed, OneOfTwoKeysIsEnoughForWhoListensAndACallerProvesItsOwn) {
+  const JobKeys old(kKey), old_and_new(kKey, kOther), new_and_old(kOther, kKey), renewed(kOther), third(kThird);
+  const auto meet = [](const JobKeys& caller, const JobKeys& listener) {
+    asio::io_context io{1};
+    tcp::acceptor acceptor{io, tcp::endpoint(asio::ip::address_v4::loopback(), 0)};
+    tcp::socket socket(io);
+    socket.connect(acceptor.local_endpoint());
+    struct Side {
+      std::shared_ptr<Framed> framed;
+      bool ready = false;
+      std::string why;
+    };
+    Side sides[] = {{std::make_shared<Framed>(std::move(socket), caller, false)},
+                    {std::make_shared<Framed>(acceptor.accept(), listener, true)}};
+    for (auto& side : sides)
+      side.framed->start({.ready = [&side] { side.ready = true; },
+                          .message = [](std::string_view) {},
+                          .closed = [&side](const std::string& why) { side.why = why; }},
+                         std::chrono::seconds(5));
+    const auto over = [](const Side& side) { return side.ready || !side.why.empty(); };
+    while (!over(sides[0]) || !over(sides[1])) io.run_one();
+    EXPECT_EQ(sides[0].ready, sides[1].ready) << sides[0].why << "; " << sides[1].why;
+    for (auto& side : sides) {
+      if (!side.ready) {
+        EXPECT_TRUE(side.framed->refused());
+        EXPECT_EQ(side.why, "its job key differs from ours; give both the same --job-key-file");
+      }
+      side.framed->close();
+    }
+    io.poll();
+    return sides[0].ready && sides[1].ready;
+  };
+  for (const auto* caller : {&old, &old_and_new})
+    for (const auto* listener : {&old, &old_and_new, &new_and_old}) EXPECT_TRUE(meet(*caller, *listener));
+  for (const auto* caller : {&renewed, &new_and_old})
+    for (const auto* listener : {&renewed, &old_and_new, &new_and_old}) EXPECT_TRUE(meet(*caller, *listener));
+  EXPECT_FALSE(meet(old, renewed));
+  EXPECT_FALSE(meet(renewed, old));
+  EXPECT_FALSE(meet(old_and_new, renewed));
+  EXPECT_FALSE(meet(new_and_old, old));
+  for (const auto* listener : {&old, &old_and_new, &new_and_old, &renewed}) EXPECT_FALSE(meet(third, *listener));
+}
+
 // A time less than this can't be, whatever the machine has to do.
 TEST(Upstream, ANodeOfAnotherVersionIsRefusedAndComesAgainEverLessOften) {
   asio::io_context io{1};
-  const JobKey key{"0123456789abcdef"};
-  NodeListener listener(io, key, {.message = [](auto, const auto&) { FAIL() << "it is heard"; }, .lost = [](auto) {}});
+  const JobKeys keys{kKey};
+  NodeListener listener(io, keys, std::chrono::seconds(2),
+                        {.message = [](auto, const auto&) { FAIL() << "it is heard"; }, .lost = [](auto) {}});
   ASSERT_TRUE(listener.listen("127.0.0.1:0"));
   Upstream* node = nullptr;
   proto::FromNode hello;
   hello.mutable_hello()->set_protocol(membership::kProtocolVersion + 1);
-  Upstream upstream(io, listener.address(), key, std::chrono::seconds(10),
+  Upstream upstream(io, listener.address(), keys, std::chrono::seconds(10),
                     {.up = [&] { node->send(hello); },
                      .message = [](const proto::ToNode&) {},
                      .down = [] {},

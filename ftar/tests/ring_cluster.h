@@ -21,8 +21,6 @@
 
 namespace rejoin::ftar {
 
-inline constexpr std::uint64_t kSecret = 42;
-
 // One rank with its buffers. Where they are in a GPU's memory, what `input` and `output` hold is a copy of that.
 struct Rank {
   std::vector<device::Memory> inputs, outputs;
@@ -51,6 +49,7 @@ struct Cluster {
   transport::sim::Fabric fabric;
   std::vector<std::unique_ptr<Rank>> ranks;
   Options options{.chunk_bytes = 1024, .chunks_in_flight = 3, .direct_bytes = 256, .device_direct_bytes = 256};
+  Group group{.job = 42, .rank = 0};  // of whom is added
   std::vector<std::size_t> sizes;
   std::mt19937_64 random;
   std::shared_ptr<device::Device> device;  // whose memory is reduced; none: the host's
@@ -98,7 +97,7 @@ struct Cluster {
       buckets.push_back({DataType::float32, sizes[i], memory_of(rank->input[i], rank->inputs),
                          memory_of(rank->output[i], rank->outputs)});
     }
-    auto made = Communicator::make(*rank->engine, options, rank->self, std::move(buckets), kSecret);
+    auto made = Communicator::make(*rank->engine, options, rank->self, std::move(buckets), group);
     if (!made) throw std::runtime_error(made.error().message);
     rank->communicator = std::move(*made);
     for (auto& other : ranks) EXPECT_TRUE(rank->communicator->connect(other->self, other->address));

@@ -136,7 +136,11 @@ void check_ranges(const Shape& shape) {
 }
 
 TEST(Schedule, RingsOfAThousandMembersSendWhatTheyHaveToThoseWhoWaitForIt) {
-  for (const auto& [contributors, members] : {std::pair{1024u, 1024u}, {1000u, 1024u}, {1u, 1024u}, {511u, 513u}})
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> rings{{511, 513}};
+#ifndef REJOIN_SANITIZED
+  rings.insert(rings.end(), {{1024, 1024}, {1000, 1024}, {1, 1024}});
+#endif
+  for (const auto& [contributors, members] : rings)
     for (std::size_t bytes : {8ul, 64ul * 1024, 64ul * 1024 + 8, 5 * GiB})
       for (bool both : {false, true}) {
         SCOPED_TRACE(testing::Message() << contributors << " of " << members << ", " << bytes << " bytes");

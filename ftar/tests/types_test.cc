@@ -89,7 +89,7 @@ void run(const Case& c) {
     ring.push_back({{ReplicaId(m), Incarnation(m + 1)}, m < c.contributors ? Role::contributor : Role::catching_up});
     auto made =
         Communicator::make(*rank.engine, {.chunk_bytes = 256, .chunks_in_flight = 3, .direct_bytes = direct_bytes},
-                           ring.back().member, std::move(buckets), 42);
+                           ring.back().member, std::move(buckets), {.job = 42, .rank = 0});
     ASSERT_TRUE(made) << made.error().message;
     rank.communicator = std::move(*made);
     for (std::uint32_t other = 0; other < m; ++other)
@@ -128,7 +128,7 @@ TEST(FtarTypes, ABucketWithoutElementsIsRefusedAndSaysSo) {
   VirtualClock clock;
   transport::sim::Fabric fabric({}, clock);
   auto engine = fabric.make_engine();
-  const auto made = Communicator::make(*engine, {}, {}, {{DataType::float32, 0, {}, {}}}, 1);
+  const auto made = Communicator::make(*engine, {}, {}, {{DataType::float32, 0, {}, {}}}, {1, 0});
   ASSERT_FALSE(made);
   EXPECT_NE(made.error().message.find("bucket 0 has no elements"), std::string::npos) << made.error().message;
 }
@@ -142,7 +142,8 @@ TEST(FtarTypes, ABucketOfMoreChunksThanATagCanNameIsRefusedAndSaysSo) {
   ASSERT_TRUE(mapping);
   const auto make = [&](std::size_t bytes) {
     const std::span<std::byte> memory(mapping->data(), bytes);
-    return Communicator::make(*engine, {.chunk_bytes = 64}, {}, {{DataType::float32, bytes / 4, memory, memory}}, 1);
+    return Communicator::make(*engine, {.chunk_bytes = 64}, {}, {{DataType::float32, bytes / 4, memory, memory}},
+                              {1, 0});
   };
   EXPECT_TRUE(make(64 * ((1 << 24) - 8192)));
   const auto over = make(64 * std::size_t{1 << 24});

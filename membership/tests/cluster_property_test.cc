@@ -148,7 +148,7 @@ TEST(MembershipProperty, TheSameHoldsForManySeeds) {
 #ifdef REJOIN_SANITIZED
   constexpr std::uint64_t seeds = 40;
 #else
-  constexpr std::uint64_t seeds = 3000;
+  constexpr std::uint64_t seeds = 1500;
 #endif
   for (std::uint64_t seed = 0; seed < seeds; ++seed) {
     ASSERT_EQ(play(seed), "") << "seed " << seed;

@@ -160,6 +160,7 @@ def test_a_sender_that_is_killed_is_seen_at_once(sender):
 
 def test_a_sender_that_stops_costs_the_timeout_and_ctrl_c_ends_the_wait(sender):
     process, address = sender
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who was started in the background ignores it
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match="timed out waiting"):
         transport().recv_checkpoint(0, address, 3, timedelta(milliseconds=300))

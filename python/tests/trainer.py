@@ -122,7 +122,12 @@ def main() -> None:
     def dies(step: int, place: str) -> None:
         if session.rank == 0 and told(given.out / f"kill.{me}", step, place):
             workers = multiprocessing.active_children()
-            os.kill(workers[0].pid if place == "worker" else os.getpid(), signal.SIGKILL)
+            if place == "worker stands":
+                for worker in workers:
+                    os.kill(worker.pid, signal.SIGSTOP)
+                    threading.Timer(6, os.kill, (worker.pid, signal.SIGCONT)).start()
+            else:
+                os.kill(workers[0].pid if place == "worker" else os.getpid(), signal.SIGKILL)
 
     def holds(step: int, place: str) -> None:
         if told(given.out / f"hold.{me}.{session.rank}", step, place):
@@ -182,6 +187,7 @@ def main() -> None:
             trained.write(json.dumps([step.number, step.samples]) + "\n")
             trained.flush()
             dies(now, "worker")
+            dies(now, "worker stands")
             dies(now, "forward")
             holds(now, "forward")
             holds(now, "busy")

@@ -160,8 +160,10 @@ TEST_P(CheckpointTransfer, AServerThatGoesIsSeenBeforeTheDeadline) {
   EXPECT_EQ(waiting.get(), ErrorCode::unavailable);
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, CheckpointTransfer, testing::Values("tcp", "shm", "tcp:127.0.0.1,127.0.0.1"),
-                         [](const auto& over) { return over.param.size() > 3 ? "rails" : over.param; });
+INSTANTIATE_TEST_SUITE_P(Over, CheckpointTransfer, testing::Values("tcp", "tcp+aes", "shm", "tcp:127.0.0.1,127.0.0.1"),
+                         [](const auto& over) {
+                           return over.param == "tcp+aes" ? "encrypted" : over.param.size() > 3 ? "rails" : over.param;
+                         });
 
 TEST(SecretAddress, WhatIsNoneIsNamed) {
   for (const std::string text : {"", "http://host:1", "rejoin-checkpoint-1 12 tcp a:1",

@@ -115,8 +115,10 @@ TEST_P(ProcessGroups, TwoThreadsShutOneDownAtOnce) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, ProcessGroups, testing::Values("tcp", "shm", "tcp:127.0.0.1,127.0.0.1"),
-                         [](const auto& over) { return over.param.size() > 3 ? "rails" : over.param; });
+INSTANTIATE_TEST_SUITE_P(Over, ProcessGroups, testing::Values("tcp", "tcp+aes", "shm", "tcp:127.0.0.1,127.0.0.1"),
+                         [](const auto& over) {
+                           return over.param == "tcp+aes" ? "encrypted" : over.param.size() > 3 ? "rails" : over.param;
+                         });
 
 TEST(ProcessGroup, WhatCanNotBeIsRefusedByName) {
   const auto group = *ProcessGroup::open({.transport = "tcp", .listen = "127.0.0.1:0", .advertise = {}});

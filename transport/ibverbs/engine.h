@@ -37,7 +37,8 @@ class IbverbsEngine final : public Engine {
   ~IbverbsEngine() override;
 
   Result<Address> listen(const Address& where) override;
-  void set_secret(const Secret& secret) override { control_->set_secret(secret); }
+  void set_secrets(const Secrets& secrets) override { control_->set_secrets(secrets); }
+  void set_silence(Duration silence) override { control_->set_silence(silence); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;

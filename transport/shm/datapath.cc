@@ -204,7 +204,7 @@ Result<> ShmEngine::fetch(Endpoint& endpoint, const wire::Header& header, BytesV
     const std::uint64_t step = std::min(header.length - done, kBytesPerCall);
     const iovec near{target + done, step}, far{reinterpret_cast<void*>(header.address + done), step};
     const ssize_t moved = ::process_vm_readv(endpoint.pid, &near, 1, &far, 1, 0);
-    if (moved <= 0) return fail(ErrorCode::unavailable, "its memory can't be reached: {}", std::strerror(errno));
+    if (moved <= 0) return unreadable(endpoint.pid);
     done += static_cast<std::uint64_t>(moved);
   }
   return {};

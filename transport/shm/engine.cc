@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -31,8 +32,6 @@ Result<std::unique_ptr<Engine>> ShmEngine::make() {
 }
 
 Result<> ShmEngine::start() {
-  // Under Yama's restricted ptrace, peers may read us only if we say so; elsewhere this is refused and not needed.
-  (void)::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   if (!epoll_) return fail_errno("epoll_create1");
   auto doorbell = make_eventfd();
@@ -88,8 +87,8 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   if (!channel) return tl::unexpected(channel.error());
   auto* rings = new (channel->data()) Channel{};
 
-  const wire::Greeting greeting{.probe_address = reinterpret_cast<std::uintptr_t>(&probe_),
-                                .hello_length = hello.size()};
+  wire::Greeting greeting = greeting_of_ours();
+  greeting.hello_length = hello.size();
   const Bytes bytes = joined(greeting, hello);
   if (auto sent = send_with_fds(*socket, bytes, {memory->get(), doorbell_.get()}); !sent)
     return tl::unexpected(sent.error());
@@ -139,15 +138,27 @@ void ShmEngine::on_socket(Endpoint& endpoint) {
   fail_endpoint(endpoint, ErrorCode::corrupt, "it greeted twice");
 }
 
-// Whether we may read the peer's memory, tried on a word whose value is known.
+tl::unexpected<Error> unreadable(pid_t process) {
+  return fail_errno(
+      fmt::format("reading the memory of process {} (both must run as one user in one PID namespace, with "
+                  "process_vm_readv allowed by seccomp; or use transport tcp)",
+                  process));
+}
+
+// Whether we may open the peer's files, if all of its memory is in such; or else read its memory, tried on a word whose
+// value is known. A filter of system calls forbids that to both sides as a rule: a side whose own memory is in no file
+// finds it by reading itself, so that it knows why it is refused.
 Result<> ShmEngine::probe(const Endpoint& endpoint, const wire::Greeting& greeting) const {
+  struct stat status {};
+  const bool by_files = greeting.private_memory == 0 &&
+                        ::stat(fmt::format("/proc/{}/fd/{}", endpoint.pid, greeting.probe_file).c_str(), &status) == 0;
+  if (by_files && !has_private_memory_) return {};
   std::uint64_t seen = 0;
-  const iovec local{&seen, sizeof seen}, remote{reinterpret_cast<void*>(greeting.probe_address), sizeof seen};
-  if (::process_vm_readv(endpoint.pid, &local, 1, &remote, 1, 0) != sizeof seen)
-    return fail_errno(
-        fmt::format("reading the memory of process {} (both must run as one user in one PID namespace, with "
-                    "process_vm_readv allowed by seccomp; or use transport tcp)",
-                    endpoint.pid));
+  const iovec local{&seen, sizeof seen},
+      remote{by_files ? const_cast<std::uint64_t*>(&probe_) : reinterpret_cast<void*>(greeting.probe_address),
+             sizeof seen};
+  if (::process_vm_readv(by_files ? ::getpid() : endpoint.pid, &local, 1, &remote, 1, 0) != sizeof seen)
+    return unreadable(endpoint.pid);
   if (seen != wire::kMagic) return fail(ErrorCode::corrupt, "process {} is of another Rejoin version", endpoint.pid);
   return {};
 }
@@ -168,7 +179,7 @@ void ShmEngine::greet_as_server(Endpoint& endpoint, BytesView bytes, std::vector
   endpoint.out = RingWriter(&rings->to_client);
   endpoint.in = RingReader(&rings->to_server);
   endpoint.doorbell = std::move(fds[1]);
-  const wire::Greeting answer{.probe_address = reinterpret_cast<std::uintptr_t>(&probe_)};
+  const wire::Greeting answer = greeting_of_ours();
   if (auto sent = send_with_fds(endpoint.socket, bytes_of(answer), {doorbell_.get()}); !sent)
     return fail_endpoint(endpoint, sent.error().code, sent.error().message);
   open(endpoint);
@@ -196,7 +207,18 @@ Result<RegionId> ShmEngine::register_region(std::span<std::byte> memory, MemoryK
     return fail(ErrorCode::unreachable, "the shared-memory backend moves host memory only; stage device memory");
   const RegionId id = regions_.add(memory);
   if (const auto file = shared_file_of(memory)) files_[id.value] = *file;
+  else if (!std::exchange(has_private_memory_, true)) let_peers_read();
   return id;
+}
+
+// Memory that is no file's is read out of this process. Under Yama's restricted ptrace any process of this user may do
+// so from here on; elsewhere the call is refused and not needed.
+void ShmEngine::let_peers_read() { (void)::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); }
+
+wire::Greeting ShmEngine::greeting_of_ours() const {
+  return {.probe_address = reinterpret_cast<std::uintptr_t>(&probe_),
+          .private_memory = has_private_memory_ ? 1u : 0u,
+          .probe_file = doorbell_.get()};
 }
 
 // Nothing lands between polls, so the region can go at once. A peer that is to pull a write out of it is cut off; one

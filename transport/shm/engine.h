@@ -22,6 +22,8 @@
 
 namespace rejoin::transport::shm {
 
+tl::unexpected<Error> unreadable(pid_t process);  // its memory, as errno says
+
 class ShmEngine final : public Engine {
  public:
   static Result<std::unique_ptr<Engine>> make();
@@ -85,6 +87,8 @@ class ShmEngine final : public Engine {
   void on_socket(Endpoint& endpoint);
   void greet_as_server(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
   void finish_as_client(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
+  void let_peers_read();
+  wire::Greeting greeting_of_ours() const;
   Result<> probe(const Endpoint& endpoint, const wire::Greeting& greeting) const;
   void open(Endpoint& endpoint);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
@@ -118,6 +122,7 @@ class ShmEngine final : public Engine {
   std::size_t first_ = 0;    // in open_, of this poll's turn
   std::uint64_t moved_ = 0;  // bytes, in this poll
   bool slept_ = false;
+  bool has_private_memory_ = false;  // a region that is no file's
 };
 
 }  // namespace rejoin::transport::shm

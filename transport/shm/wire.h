@@ -7,7 +7,7 @@
 
 namespace rejoin::transport::shm::wire {
 
-constexpr std::uint64_t kMagic = 0x335045524d485352;  // changes with the layout below
+constexpr std::uint64_t kMagic = 0x345045524d485352;  // changes with the layout below
 
 enum class Kind : std::uint32_t { message = 1, write, acknowledge, read, found };
 
@@ -32,7 +32,9 @@ struct Header {
 // its doorbell.
 struct Greeting {
   std::uint64_t magic = kMagic;
-  std::uint64_t probe_address = 0;  // holds kMagic: the other side reads it to see whether it may
+  std::uint64_t probe_address = 0;   // holds kMagic: the other side reads it to see whether it may
+  std::uint32_t private_memory = 0;  // some of its regions are no file's: only that way can they be read
+  std::int32_t probe_file = -1;      // a descriptor of the sender's, likewise for its files
   std::uint64_t hello_length = 0;
 };
 

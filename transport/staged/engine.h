@@ -31,7 +31,8 @@ class StagedEngine final : public Engine {
   Result<> start();
 
   Result<Address> listen(const Address& where) override { return below_->listen(where); }
-  void set_secret(const Secret& secret) override { below_->set_secret(secret); }
+  void set_secrets(const Secrets& secrets) override { below_->set_secrets(secrets); }
+  void set_silence(Duration silence) override { below_->set_silence(silence); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;

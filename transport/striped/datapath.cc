@@ -41,7 +41,11 @@ bool StripedEngine::is_in(const Endpoint& endpoint, std::uint64_t number) const 
 void StripedEngine::on_piece_landed(Endpoint& endpoint, Link& link, std::uint64_t tag) {
   link.landed.push_back(tag);
   if (link.landed.size() > wire::kMaxUnderWay) link.landed.pop_front();
-  const std::uint64_t number = tag >> 16, piece = tag & 0xffff;
+  count_in(endpoint, tag);
+}
+
+void StripedEngine::count_in(Endpoint& endpoint, std::uint64_t tag) {
+  const std::uint64_t number = wire::number_of(tag), piece = tag & (wire::kMaxPieces - 1);
   if (is_in(endpoint, number)) return;  // again, after a rail's end
   if (number >= endpoint.all_in_below + kMaxOpenWrites) return malformed(endpoint, "a piece of a write far ahead");
   Incoming& incoming = endpoint.incoming[number];
@@ -185,7 +189,7 @@ StripedEngine::Choice StripedEngine::choose_link(Endpoint& endpoint, const Opera
 
 // Posts pieces while rails have room, in one call a rail.
 void StripedEngine::pump(Endpoint& endpoint) {
-  while (endpoint.stage == Stage::open && !endpoint.pending.empty()) {
+  while (endpoint.stage == Stage::open && endpoint.primary != kNoRail && !endpoint.pending.empty()) {
     Piece piece = endpoint.pending.front();
     auto found = endpoint.operations.find(piece.operation);
     REJOIN_CHECK(found != endpoint.operations.end(), "a piece of no operation");
@@ -257,6 +261,11 @@ void StripedEngine::on_piece_done(Endpoint& endpoint, Link& link, std::uint64_t 
   }
   touch(endpoint);
   if (!error) {
+    if (operation.number) {
+      const std::uint64_t tag = wire::piece_tag(*operation.number, piece.index);
+      if (link.ended) report_landed(endpoint, link, {tag});
+      else link.completed.push_back(tag);
+    }
     link.last_finished = now_;
     endpoint.rails[link.rail].backoff = options_.first_retry;
     return finish_piece(endpoint, piece.operation, {});

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "transport/epoll.h"
@@ -34,7 +35,7 @@ StripedEngine::StripedEngine(std::vector<std::unique_ptr<Engine>> rails, const O
     : rails_(std::move(rails)),
       options_(options),
       clock_(clock),
-      check_every_(std::min(options.stall / 8, options.first_retry / 2)),
+      check_every_(looks_every()),
       by_link_(rails_.size()),
       batches_(rails_.size()),
       now_(clock.now()) {}
@@ -92,9 +93,26 @@ void StripedEngine::deregister(RegionId id) {
     if (on_rails.mapped()[rail]) rails_[rail]->deregister(*on_rails.mapped()[rail]);
 }
 
-void StripedEngine::set_secret(const Secret& secret) {
-  for (auto& rail : rails_) rail->set_secret(secret);
+// Rails that are tried again later prove what their listener takes then: a connection outlives a change of the job's
+// key.
+void StripedEngine::set_secrets(const Secrets& secrets) {
+  const Secrets before = std::exchange(secrets_, secrets);
+  for (auto& [id, endpoint] : endpoints_)
+    for (auto& address : endpoint->addresses)
+      if (address.secret == before.own || (before.other && address.secret == *before.other))
+        address.secret = secrets.own;
+  for (auto& rail : rails_) rail->set_secrets(secrets);
 }
+
+void StripedEngine::set_silence(Duration silence) {
+  options_.stall = deadlines::kRailStall.of(silence);
+  options_.first_retry = deadlines::kFirstRailRetry.of(silence);
+  options_.longest_retry = deadlines::kLongestRailRetry.of(silence);
+  check_every_ = looks_every();
+  for (auto& rail : rails_) rail->set_silence(silence);
+}
+
+Duration StripedEngine::looks_every() const { return std::min(options_.stall / 8, options_.first_retry / 2); }
 
 RemoteRegion StripedEngine::remote(RegionId region) const { return regions_.remote(region); }
 
@@ -148,6 +166,7 @@ Result<EndpointId> StripedEngine::connect(const Address& peer, BytesView hello) 
 TimePoint StripedEngine::next_timer() const {
   TimePoint next = TimePoint::max();
   for (const auto& [id, endpoint] : endpoints_) {
+    if (endpoint->primary == kNoRail && endpoint->expected_rails > 0) next = std::min(next, endpoint->expected_until);
     if (endpoint->stage != Stage::open) continue;
     std::size_t open = 0, busy = 0;
     for (const auto& rail : endpoint->rails) {

@@ -4,11 +4,13 @@
 //  - Messages are numbered and kept until the peer has sent `received`. When the rail that carries them dies, all kept
 //    ones are sent again, in order, over another; the receiver takes each number once.
 //  - A piece of a write whose rail died is posted again only after the peer has sent `rail_down` for that instance of
-//  the
-//    rail, which it does after closing (fencing) its end: the old copy can't land behind the new one. A piece of a read
-//    needs no such message, since our own close is the fence.
+//    the rail, which it does after closing (fencing) its end: the old copy can't land behind the new one. A piece of a
+//    read needs no such message, since our own close is the fence.
 //  - With `rail_down` the peer says which pieces had landed over it. Those are done, though no completion has arrived:
 //    the write may have been notified, and its memory given to another.
+//  - The other way round, a NIC may have acknowledged a piece whose notification lies unread when the receiver closes
+//    its end. So the sender keeps the tags of completed pieces until the peer has reported their write as in, and sends
+//    them as `landed` when their rail ends.
 //  - A notification is raised when all pieces of its write have been counted in, each once, and the write announced.
 //
 // engine.cc: set-up, regions, polling. links.cc: links coming and going. messages.cc: the messages between both ends.
@@ -38,7 +40,8 @@ class StripedEngine final : public Engine {
   Result<> start();
 
   Result<Address> listen(const Address& where) override;
-  void set_secret(const Secret& secret) override;
+  void set_secrets(const Secrets& secrets) override;
+  void set_silence(Duration silence) override;
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;
@@ -81,9 +84,10 @@ class StripedEngine final : public Engine {
     bool peer_fenced = false;          // the peer's end of an ended link is closed
     std::uint64_t bytes = 0;           // in flight
     std::map<std::uint64_t, Piece> in_flight;
-    std::vector<Piece> orphans;                              // of an ended link, until peer_fenced
-    std::deque<std::uint64_t> landed;                        // tags of the last pieces that came over it
-    std::set<std::uint64_t> landed_there;                    // … as the peer has reported, when it is peer_fenced
+    std::vector<Piece> orphans;            // of an ended link, until peer_fenced
+    std::deque<std::uint64_t> landed;      // tags of the last pieces that came over it
+    std::set<std::uint64_t> landed_there;  // … as the peer has reported, when it is peer_fenced
+    std::deque<std::uint64_t> completed;   // tags of pieces whose completion has come, of writes not reported as in
     TimePoint last_heard{}, last_finished{}, last_probed{};  // anything; a piece; asked
   };
   struct RailState {                 // of one endpoint
@@ -118,6 +122,10 @@ class StripedEngine final : public Engine {
     std::array<std::uint64_t, 2> connection{};
     std::vector<Address> addresses;  // the initiator's: of the peer's rails
     std::vector<RailState> rails;
+    // The accepting end's: so many of them the peer connects, and those that have not come yet are waited for until
+    // then.
+    std::uint32_t expected_rails = 0;
+    TimePoint expected_until{};
     std::vector<std::unique_ptr<Link>> links;
     std::uint32_t primary = kNoRail;  // the rail that carries messages
 
@@ -139,8 +147,9 @@ class StripedEngine final : public Engine {
     std::set<Blind> blind;
 
     std::map<std::uint64_t, Incoming> incoming;
-    std::uint64_t all_in_below = 0;  // writes with notification: all below are done
-    std::set<std::uint64_t> in;      // … and these
+    std::uint64_t all_in_below = 0;        // the peer's writes with notification: all below are done
+    std::uint64_t all_in_there_below = 0;  // … and ours, as the peer has reported
+    std::set<std::uint64_t> in;            // … and these
   };
   using RailRegions = std::vector<std::optional<RegionId>>;  // none: the rail could not register it
 
@@ -157,9 +166,12 @@ class StripedEngine final : public Engine {
   void end_link(Endpoint& endpoint, Link& link, const std::string& why);
   void report_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
                      const std::deque<std::uint64_t>& landed);
+  void report_landed(Endpoint& endpoint, const Link& link, const std::deque<std::uint64_t>& completed);
   void retry_later(RailState& rail);
+  bool rails_expected(const Endpoint& endpoint) const;
   void shut(Endpoint& endpoint, Stage stage, const Error& error);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, const std::string& why);
+  Duration looks_every() const;
   bool drained(Endpoint& endpoint);  // removes ended links that nothing is expected of
   void sweep();
   void check_rails(Endpoint& endpoint);
@@ -175,6 +187,9 @@ class StripedEngine final : public Engine {
   void on_rail_down(Endpoint& endpoint, const wire::Header& header, BytesView landed);
   void post_again(Endpoint& endpoint, const Link& link, const Piece& piece);
   void on_piece_landed(Endpoint& endpoint, Link& link, std::uint64_t tag);
+  void on_landed(Endpoint& endpoint, const wire::Header& header, BytesView tags);
+  void on_all_in(Endpoint& endpoint, std::uint64_t below);
+  void count_in(Endpoint& endpoint, std::uint64_t tag);
   void settle_incoming(Endpoint& endpoint, std::uint64_t number);
   void mark_in(Endpoint& endpoint, std::uint64_t number);
   bool is_in(const Endpoint& endpoint, std::uint64_t number) const;
@@ -207,15 +222,16 @@ class StripedEngine final : public Engine {
   };
 
   std::vector<std::unique_ptr<Engine>> rails_;
-  const Options options_;
+  Options options_;
   const Clock& clock_;
-  const Duration check_every_;
+  Duration check_every_{};
   Fd epoll_, timer_;
   Unguessable unguessable_{options_.seed};
   Regions regions_{unguessable_};
   std::unordered_map<std::uint64_t, RailRegions> rail_regions_;  // by our region
   EventQueue events_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
+  Secrets secrets_;
   std::vector<std::unique_ptr<Endpoint>> closing_;                   // closed by the caller, rails not yet drained
   std::map<std::array<std::uint64_t, 2>, Endpoint*> by_connection_;  // accepted ones
   std::set<std::array<std::uint64_t, 2>> closed_connections_;        // accepted and closed: a late rail is refused

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/deadlines.h"
 #include "transport/transport.h"
 
 namespace rejoin::transport::striped {
@@ -16,9 +17,9 @@ struct Options {
   std::size_t smallest_piece = 64 * KiB;  // below it, splitting costs more than a second rail brings
   std::size_t bytes_in_flight = 8 * MiB;  // per rail and endpoint; the rest waits here, for whichever rail is first
   // A rail whose oldest piece is older than this, while another rail of the endpoint answers, is dead.
-  Duration stall = std::chrono::seconds(2);
-  Duration first_retry = std::chrono::milliseconds(100);  // of a dead rail; doubles …
-  Duration longest_retry = std::chrono::seconds(10);      // … up to this
+  Duration stall = deadlines::kRailStall.of(deadlines::kSilence);
+  Duration first_retry = deadlines::kFirstRailRetry.of(deadlines::kSilence);      // of a dead rail; doubles …
+  Duration longest_retry = deadlines::kLongestRailRetry.of(deadlines::kSilence);  // … up to this
   // Ids and keys follow from it, so that a simulation can be repeated; none: nobody can guess them.
   std::optional<std::uint64_t> seed{};
 };

@@ -29,7 +29,10 @@ StripedEngine::Link* StripedEngine::add_link(Endpoint& endpoint, std::uint32_t r
 Result<> StripedEngine::connect_rail(Endpoint& endpoint, std::uint32_t rail) {
   RailState& state = endpoint.rails[rail];
   const wire::Greeting greeting{
-      .connection = {endpoint.connection[0], endpoint.connection[1]}, .rail = rail, .generation = state.generations};
+      .connection = {endpoint.connection[0], endpoint.connection[1]},
+      .rail = rail,
+      .generation = state.generations,
+      .rails = static_cast<std::uint32_t>(std::min(endpoint.rails.size(), endpoint.addresses.size()))};
   auto at = rails_[rail]->connect(endpoint.addresses[rail], bytes_of(greeting));
   if (!at) {
     ++state.generations;
@@ -63,6 +66,8 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
       return rails_[rail]->close(event.endpoint);  // closed here meanwhile
     Endpoint& made = make_endpoint(Stage::accepting);
     made.connection = connection;
+    made.expected_rails = std::min(greeting.rails, static_cast<std::uint32_t>(rails_.size()));
+    made.expected_until = now_ + options_.stall;
     found = by_connection_.emplace(connection, &made).first;
   }
   Endpoint& endpoint = *found->second;
@@ -98,20 +103,46 @@ void StripedEngine::end_link(Endpoint& endpoint, Link& link, const std::string& 
   to_sweep_ = true;
   if (endpoint.stage == Stage::failed || endpoint.stage == Stage::closed) return;
 
-  const auto current = [&](bool open) {
-    return std::any_of(endpoint.rails.begin(), endpoint.rails.end(),
-                       [&](const RailState& rail) { return rail.link != nullptr && (rail.link->open || !open); });
-  };
-  if (endpoint.stage == Stage::connecting ? !current(false) : !current(true))
-    return fail_endpoint(endpoint, ErrorCode::unavailable, why);
+  const bool any_open = std::any_of(endpoint.rails.begin(), endpoint.rails.end(),
+                                    [](const RailState& rail) { return rail.link != nullptr && rail.link->open; });
+  if (!any_open && !rails_expected(endpoint)) return fail_endpoint(endpoint, ErrorCode::unavailable, why);
   if (!was_open) return;
   state.down = why;
   if (endpoint.primary == link.rail) {
+    endpoint.primary = kNoRail;  // until one is up, messages are kept
     for (const auto& rail : endpoint.rails)
       if (rail.link != nullptr && rail.link->open) endpoint.primary = rail.link->rail;
-    repeat_messages(endpoint);
+    if (any_open) repeat_messages(endpoint);
   }
   report_fenced(endpoint, link.rail, link.generation, link.landed);
+  report_landed(endpoint, link, std::exchange(link.completed, {}));
+}
+
+void StripedEngine::report_landed(Endpoint& endpoint, const Link& link, const std::deque<std::uint64_t>& completed) {
+  std::vector<std::uint64_t> tags;
+  const auto report = [&] {
+    if (tags.empty()) return;
+    send_control(endpoint, {.kind = wire::Kind::landed, .a = link.rail, .b = link.generation},
+                 std::as_bytes(std::span(tags)));
+    tags.clear();
+  };
+  for (const auto tag : completed) {
+    if (wire::number_of(tag) < endpoint.all_in_there_below) continue;
+    tags.push_back(tag);
+    if (tags.size() == wire::kMaxUnderWay) report();
+  }
+  report();
+}
+
+// Whether a rail that has not been up yet may come up soon: the one that was the first to be up need not outlive that.
+bool StripedEngine::rails_expected(const Endpoint& endpoint) const {
+  if (endpoint.initiator)  // each ends in `connected` or `closed`
+    return std::any_of(endpoint.rails.begin(), endpoint.rails.end(), [&](const RailState& rail) {
+      return rail.link != nullptr && (rail.link->generation == 0 || endpoint.stage == Stage::connecting);
+    });
+  if (now_ >= endpoint.expected_until) return false;
+  const auto end = endpoint.rails.begin() + endpoint.expected_rails;
+  return std::any_of(endpoint.rails.begin(), end, [](const RailState& rail) { return rail.generations == 0; });
 }
 
 void StripedEngine::report_fenced(Endpoint& endpoint, std::uint32_t rail, std::uint32_t generation,
@@ -193,6 +224,8 @@ void StripedEngine::sweep() {
 
 // Dead rails are tried again; a rail that holds on to a piece while others go on is dead.
 void StripedEngine::check_rails(Endpoint& endpoint) {
+  if (endpoint.primary == kNoRail && endpoint.expected_rails > 0 && !rails_expected(endpoint))
+    return fail_endpoint(endpoint, ErrorCode::unavailable, "its other rails did not come up in time");
   if (endpoint.stage != Stage::open) return;
   for (std::uint32_t rail = 0; rail < endpoint.rails.size(); ++rail)
     if (const auto why = std::exchange(endpoint.rails[rail].down, {}); !why.empty())

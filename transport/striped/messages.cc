@@ -32,7 +32,7 @@ void StripedEngine::report_received(Endpoint& endpoint) {
   const bool due = endpoint.expected - endpoint.reported_received >= kReportAfterMessages ||
                    endpoint.bytes_since_report >= kReportAfterBytes;
   if (!due || endpoint.primary == kNoRail || endpoint.rails[endpoint.primary].link == nullptr) return;
-  const wire::Header header{.kind = wire::Kind::received, .a = endpoint.expected};
+  const wire::Header header{.kind = wire::Kind::received, .a = endpoint.expected, .b = endpoint.all_in_below};
   if (!rails_[endpoint.primary]->send(endpoint.rails[endpoint.primary].link->endpoint, bytes_of(header))) return;
   endpoint.reported_received = endpoint.expected;
   endpoint.bytes_since_report = 0;
@@ -58,12 +58,14 @@ void StripedEngine::on_rail_message(Endpoint& endpoint, Link& link, BytesView by
   if (!take(bytes, header)) return malformed(endpoint, "a message too short for its header");
   if (header.kind == wire::Kind::received || header.kind == wire::Kind::echo) {
     if (header.a > endpoint.next_message) return malformed(endpoint, "news of messages that were not sent");
+    if (header.b > endpoint.next_write) return malformed(endpoint, "news of writes that were not begun");
+    on_all_in(endpoint, header.b);
     while (!endpoint.unreceived.empty() && endpoint.unreceived.front().number < header.a)
       endpoint.unreceived.pop_front();
     return;
   }
   if (header.kind == wire::Kind::probe) {
-    const wire::Header echo{.kind = wire::Kind::echo, .a = endpoint.expected};
+    const wire::Header echo{.kind = wire::Kind::echo, .a = endpoint.expected, .b = endpoint.all_in_below};
     (void)rails_[link.rail]->send(link.endpoint, bytes_of(echo));  // refused: the rail is about to report its end
     return;
   }
@@ -114,9 +116,26 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
     }
     case Kind::answer: return answer_keys(endpoint, header, rest);
     case Kind::rail_down: return on_rail_down(endpoint, header, rest);
+    case Kind::landed: return on_landed(endpoint, header, rest);
     default: break;
   }
   malformed(endpoint, "a message of unknown kind");
+}
+
+// The peer no longer needs to keep what it has completed of these writes.
+void StripedEngine::on_all_in(Endpoint& endpoint, std::uint64_t below) {
+  if (below <= endpoint.all_in_there_below) return;
+  endpoint.all_in_there_below = below;
+  for (auto& link : endpoint.links)
+    while (!link->completed.empty() && wire::number_of(link->completed.front()) < below) link->completed.pop_front();
+}
+
+// Our end is closed first: that is what makes sure that these bytes are in memory.
+void StripedEngine::on_landed(Endpoint& endpoint, const wire::Header& header, BytesView tags) {
+  for (auto& link : endpoint.links)
+    if (link->rail == header.a && link->generation == header.b && !link->ended)
+      end_link(endpoint, *link, "the peer says it is down");
+  for (std::uint64_t tag; endpoint.stage == Stage::open && take(tags, tag);) count_in(endpoint, tag);
 }
 
 // The peer has fenced that instance of the rail: so do we, and what we had under way on it may go over another.

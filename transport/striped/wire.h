@@ -6,7 +6,7 @@
 
 namespace rejoin::transport::striped::wire {
 
-constexpr std::uint64_t kMagic = 0x32656b6972747352;  // "Rstrike2": another layout gets another number
+constexpr std::uint64_t kMagic = 0x33656b6972747352;  // "Rstrike3": another layout gets another number
 
 // The rails' hello.
 struct Greeting {
@@ -14,6 +14,8 @@ struct Greeting {
   std::uint64_t connection[2]{};  // unguessable; the same on all rails
   std::uint32_t rail = 0;
   std::uint32_t generation = 0;  // of this rail in this connection; above 0: the connection must exist
+  std::uint32_t rails = 0;       // that the sender connects
+  std::uint32_t reserved = 0;
 };
 
 enum class Kind : std::uint32_t {
@@ -24,10 +26,13 @@ enum class Kind : std::uint32_t {
   ask,        // a: key of a region
   answer,     // a: the key, then one RailKey for each rail; none: no such region
   rail_down,  // a: rail, b: its generation: fenced at the sender of this; then the tags of the last pieces landed there
+  // a: rail, b: its generation: ended at the sender of this, who has seen the completions of the pieces whose tags
+  // follow. They have landed; where the receiver closed its end with their notifications unread, it counts them now.
+  landed,
   // Not numbered, each about the rail it comes over or about all:
-  received,  // a: all messages below this number have been received
+  received,  // a: all messages below this number have been received; b: all writes with notification below this are in
   probe,     // to be echoed on this rail: is it alive?
-  echo,      // a: as with received
+  echo,      // a, b: as with received
 };
 
 struct Header {
@@ -47,5 +52,6 @@ constexpr std::uint64_t kMaxPieces = 1 << 16;
 // Pieces under way over one rail: so many tags go into a `rail_down`.
 constexpr std::size_t kMaxUnderWay = 4096;
 constexpr std::uint64_t piece_tag(std::uint64_t number, std::uint64_t piece) { return number << 16 | piece; }
+constexpr std::uint64_t number_of(std::uint64_t tag) { return tag >> 16; }
 
 }  // namespace rejoin::transport::striped::wire

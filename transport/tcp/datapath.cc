@@ -28,6 +28,12 @@ std::span<const Event> TcpEngine::poll() {
       if (endpoint->stage != Stage::failed) flush(*endpoint);
     }
   look_after_strangers();
+  for (auto id : std::exchange(unread_, {})) {
+    Endpoint* endpoint = find(id);
+    if (endpoint == nullptr || endpoint->stage == Stage::failed) continue;
+    endpoint->unread = false;
+    receive(*endpoint);
+  }
   std::array<epoll_event, 64> ready;
   const int count = ::epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), 0);
   for (int i = 0; i < count; ++i) {
@@ -40,7 +46,8 @@ std::span<const Event> TcpEngine::poll() {
     if (endpoint == nullptr || endpoint->stage == Stage::failed) continue;
     if (endpoint->stage == Stage::connecting) finish_connecting(*endpoint);
     else if ((ready[i].events & EPOLLOUT) != 0) flush(*endpoint);
-    if ((endpoint = find(id)) != nullptr && endpoint->stage != Stage::failed &&
+    // One that is unread has had its turn in this poll().
+    if ((endpoint = find(id)) != nullptr && endpoint->stage != Stage::failed && !endpoint->unread &&
         (ready[i].events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0)
       receive(*endpoint);
   }
@@ -78,9 +85,16 @@ void TcpEngine::queue_region(Endpoint& endpoint, const wire::Header& header, Byt
   add(endpoint, {.header = header, .body = body, .region = region});
 }
 
+// As sendmsg(). The hello is the caller's last word that is not encrypted.
+ssize_t TcpEngine::send_some(Endpoint& endpoint, const msghdr& message) {
+  if (endpoint.records && endpoint.stage == Stage::open) return endpoint.records->send(endpoint.socket, message);
+  return ::sendmsg(endpoint.socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
 void TcpEngine::flush(Endpoint& endpoint) {
   if (endpoint.stage == Stage::connecting) return;
-  for (std::size_t turn = 0; !endpoint.out.empty() && turn < kBytesPerTurn;) {
+  const auto unsent = [&] { return endpoint.records && endpoint.records->holds_unsent(); };
+  for (std::size_t turn = 0; (!endpoint.out.empty() || unsent()) && turn < kBytesPerTurn;) {
     std::array<iovec, 2 * kFramesPerCall> parts;
     std::size_t used = 0;
     const auto add = [&](BytesView bytes, std::size_t skip) {
@@ -95,7 +109,7 @@ void TcpEngine::flush(Endpoint& endpoint) {
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = used;
-    const ssize_t sent = ::sendmsg(endpoint.socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = send_some(endpoint, message);
     if (sent < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) return watch(endpoint, true);
       if (errno == EINTR) continue;
@@ -116,7 +130,7 @@ void TcpEngine::flush(Endpoint& endpoint) {
       endpoint.out.pop_front();
     }
   }
-  watch(endpoint, !endpoint.out.empty());
+  watch(endpoint, !endpoint.out.empty() || unsent());
 }
 
 Result<> TcpEngine::send(EndpointId id, BytesView message) {
@@ -180,7 +194,8 @@ void TcpEngine::receive(Endpoint& endpoint) {
   const EndpointId id = endpoint.id;
   for (std::size_t turn = 0; turn < kBytesPerTurn;) {
     const bool direct = endpoint.in_body && !endpoint.discard && endpoint.begin == endpoint.end;
-    const std::size_t wanted = direct ? endpoint.header.length - endpoint.filled : 0;
+    std::size_t wanted = direct ? endpoint.header.length - endpoint.filled : 0;
+    if (endpoint.records) wanted = std::min(wanted, kBytesPerTurn);  // which come in one call
     if (endpoint.begin == endpoint.end) endpoint.begin = endpoint.end = 0;
     std::array<iovec, 2> parts{};
     std::size_t used = 0;
@@ -190,11 +205,14 @@ void TcpEngine::receive(Endpoint& endpoint) {
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = used;
-    const ssize_t got = ::recvmsg(endpoint.socket.get(), &message, MSG_DONTWAIT);
+    const ssize_t got = endpoint.records ? endpoint.records->receive(endpoint.socket, message)
+                                         : ::recvmsg(endpoint.socket.get(), &message, MSG_DONTWAIT);
     if (got == 0) return fail_endpoint(endpoint, ErrorCode::unavailable, "it closed the connection");
     if (got < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) break;
       if (errno == EINTR) continue;
+      if (errno == EBADMSG)
+        return fail_endpoint(endpoint, ErrorCode::corrupt, "what came was damaged, or from somebody else");
       return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(errno));
     }
     const auto count = static_cast<std::size_t>(got);
@@ -207,12 +225,17 @@ void TcpEngine::receive(Endpoint& endpoint) {
     // A short read means the socket is empty: no need to ask again.
     if (count < wanted + (parts[used - 1].iov_len)) break;
   }
+  if (endpoint.records && endpoint.records->holds_received()) {
+    if (!std::exchange(endpoint.unread, true)) unread_.push_back(id);
+    return;
+  }
   await_more(endpoint);
 }
 
 // Where more than the rest of this body is on its way, it pays to leave the socket alone until much has come: each call
 // holds up the sender's side of it. At the end of a stream nothing is gained, and time lost.
 void TcpEngine::await_more(Endpoint& endpoint) {
+  if (endpoint.records) return;  // a part of what is missing may have come in a record that is not whole
   const std::uint64_t missing = endpoint.in_body ? endpoint.header.length - endpoint.filled : 0;
   const bool streaming = endpoint.header.more != 0 || missing >= 2 * kTogether;
   const int wanted = missing >= kWorthWaiting && streaming ? static_cast<int>(std::min(missing, kTogether)) : 1;

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/deadlines.h"
 #include "base/fail.h"
 #include "transport/socket_address.h"
 
@@ -44,6 +45,10 @@ Result<std::unique_ptr<Engine>> TcpEngine::make(const Options& options) {
 Result<> TcpEngine::start() {
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   if (!epoll_) return fail_errno("epoll_create1");
+  if (options_.encrypt && !Records::available())
+    return fail(ErrorCode::unavailable,
+                "transport tcp+aes needs X25519 and AES-256-GCM, which this machine's OpenSSL does not have or its "
+                "configuration forbids");
   return {};
 }
 
@@ -72,7 +77,8 @@ Result<Address> TcpEngine::listen(const Address& where) {
 
 TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(options_.silence.count()));
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT,
+             static_cast<int>(milliseconds(deadlines::kUnacknowledged.of(silence_))));
   auto endpoint = std::make_unique<Endpoint>();
   do endpoint->id = EndpointId(unguessable_.next());
   while (endpoint->id.value == kListener);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/deadlines.h"
 #include "base/fd.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
@@ -16,6 +17,7 @@
 #include "transport/regions.h"
 #include "transport/strangers.h"
 #include "transport/tcp/factory.h"
+#include "transport/tcp/records.h"
 #include "transport/tcp/wire.h"
 
 namespace rejoin::transport::tcp {
@@ -36,7 +38,11 @@ class TcpEngine final : public Engine {
   ~TcpEngine() override;
 
   Result<Address> listen(const Address& where) override;
-  void set_secret(const Secret& secret) override { secret_ = secret; }
+  void set_secrets(const Secrets& secrets) override { secrets_ = secrets; }
+  void set_silence(Duration silence) override {
+    silence_ = silence;
+    strangers_.set_patience(deadlines::kDataProof.of(silence));
+  }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   void deregister(RegionId region) override;
@@ -45,7 +51,7 @@ class TcpEngine final : public Engine {
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
   std::span<const Event> poll() override;
-  bool arm() override { return events_.empty() && unflushed_.empty(); }
+  bool arm() override { return events_.empty() && unflushed_.empty() && unread_.empty(); }
   int event_fd() const override { return epoll_.get(); }
   void close(EndpointId endpoint) override;
 
@@ -94,10 +100,14 @@ class TcpEngine final : public Engine {
     std::size_t begin = 0, end = 0;
 
     // Until it is open.
-    Secret secret;  // the caller's
+    Secret secret;  // the caller's, or the one that the caller has named
     Bytes hello;    // the caller's
     Nonce ours{}, theirs{};
     bool challenged = false;  // the listener has proven itself
+    std::unique_ptr<KeyExchange> exchange;
+
+    bool unread = false;               // in unread_
+    std::unique_ptr<Records> records;  // of an encrypted one, once both sides have proven themselves
   };
 
   explicit TcpEngine(const Options& options) : options_(options) {}
@@ -121,6 +131,9 @@ class TcpEngine final : public Engine {
   void on_call(Endpoint& endpoint);
   void on_challenge(Endpoint& endpoint);
   void on_hello(Endpoint& endpoint);
+  std::uint64_t magic() const { return options_.encrypt ? wire::kMagicOfEncrypted : wire::kMagic; }
+  Nonce begin_greeting(Endpoint& endpoint) const;
+  bool encrypt(Endpoint& endpoint, bool calls);
   void open(Endpoint& endpoint);
 
   // datapath.cc
@@ -128,6 +141,7 @@ class TcpEngine final : public Engine {
   void queue(Endpoint& endpoint, const wire::Header& header, BytesView copied);
   void queue_region(Endpoint& endpoint, const wire::Header& header, BytesView body, RegionId region);
   void flush(Endpoint& endpoint);
+  ssize_t send_some(Endpoint& endpoint, const msghdr& message);
   void receive(Endpoint& endpoint);
   void await_more(Endpoint& endpoint);
   bool parse(Endpoint& endpoint);
@@ -143,8 +157,9 @@ class TcpEngine final : public Engine {
   const SteadyClock clock_;
   Fd epoll_;
   Fd listener_;
-  Secret secret_;  // of who connects here
-  Strangers strangers_{kMostStrangers, options_.silence};
+  Secrets secrets_;  // of who connects here
+  Duration silence_ = deadlines::kSilence;
+  Strangers strangers_{kMostStrangers, deadlines::kDataProof.of(silence_)};
   std::optional<TimePoint> listens_again_;  // when there were no descriptors
   std::uint64_t refused_ = 0;
   Unguessable unguessable_;
@@ -152,6 +167,7 @@ class TcpEngine final : public Engine {
   EventQueue events_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::vector<EndpointId> unflushed_;
+  std::vector<EndpointId> unread_;  // encrypted ones that hold bytes which epoll does not know of
 };
 
 }  // namespace rejoin::transport::tcp

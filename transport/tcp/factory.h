@@ -3,7 +3,6 @@
 // socket is the fence.
 #pragma once
 
-#include <chrono>
 #include <memory>
 #include <string>
 
@@ -14,8 +13,7 @@ namespace rejoin::transport::tcp {
 struct Options {
   // Local address that connections come from and listen() uses, whatever host it is given: the rail. Empty: any.
   std::string local;
-  // Bytes unacknowledged by the peer's kernel for this long end the connection (TCP_USER_TIMEOUT).
-  std::chrono::milliseconds silence = std::chrono::seconds(10);
+  bool encrypt = false;  // all connections: see records.h. Both sides must
 };
 
 // Errors: `exhausted` where the process is out of descriptors.

@@ -71,9 +71,10 @@ void TcpEngine::refuse(const Endpoint& stranger, ErrorCode code) {
 bool TcpEngine::greets(const Endpoint& endpoint) const {
   const wire::Header& header = endpoint.header;
   const bool listens = endpoint.stage == Stage::accepting;
-  if ((!listens && endpoint.stage != Stage::greeting) || header.operation != wire::kMagic) return false;
+  if ((!listens && endpoint.stage != Stage::greeting) || header.operation != magic()) return false;
   switch (header.kind) {
-    case wire::Kind::call: return listens && !endpoint.challenged && header.length == sizeof(Nonce);
+    case wire::Kind::call:
+      return listens && !endpoint.challenged && header.length == sizeof(Nonce) + sizeof(std::uint64_t);
     case wire::Kind::challenge: return !listens && !endpoint.challenged && header.length == sizeof(Nonce) + sizeof(Mac);
     case wire::Kind::hello:
       return listens && endpoint.challenged && header.length >= sizeof(Mac) && header.length <= sizeof(Mac) + kMaxHello;
@@ -83,44 +84,73 @@ bool TcpEngine::greets(const Endpoint& endpoint) const {
 }
 
 void TcpEngine::call(Endpoint& endpoint) {
-  endpoint.ours = make_nonce();
-  queue(endpoint, {.kind = wire::Kind::call, .length = endpoint.ours.size(), .operation = wire::kMagic}, endpoint.ours);
+  endpoint.ours = begin_greeting(endpoint);
+  const Bytes call = joined(endpoint.ours, bytes_of(handshake::name_of(endpoint.secret)));
+  queue(endpoint, {.kind = wire::Kind::call, .length = call.size(), .operation = magic()}, call);
 }
 
 void TcpEngine::on_call(Endpoint& endpoint) {
   BytesView body = endpoint.body;
-  (void)take(body, endpoint.theirs);  // of this size, greets() says
+  std::uint64_t name = 0;
+  (void)(take(body, endpoint.theirs) && take(body, name));  // of this size, greets() says
+  endpoint.secret = handshake::named(secrets_, name);
   endpoint.challenged = true;
-  endpoint.ours = make_nonce();
+  endpoint.ours = begin_greeting(endpoint);
   const Bytes answer =
-      joined(endpoint.ours, bytes_of(handshake::prove_listener(secret_, endpoint.theirs, endpoint.ours)));
-  queue(endpoint, {.kind = wire::Kind::challenge, .length = answer.size(), .operation = wire::kMagic}, answer);
+      joined(endpoint.ours,
+             bytes_of(handshake::prove_listener(endpoint.secret, endpoint.theirs, endpoint.ours, options_.encrypt)));
+  queue(endpoint, {.kind = wire::Kind::challenge, .length = answer.size(), .operation = magic()}, answer);
 }
 
 void TcpEngine::on_challenge(Endpoint& endpoint) {
   BytesView body = endpoint.body;
   Mac proof;
   (void)(take(body, endpoint.theirs) && take(body, proof));
-  if (!equal_in_constant_time(proof, handshake::prove_listener(endpoint.secret, endpoint.ours, endpoint.theirs)))
+  if (!equal_in_constant_time(
+          proof, handshake::prove_listener(endpoint.secret, endpoint.ours, endpoint.theirs, options_.encrypt)))
     return fail_endpoint(endpoint, ErrorCode::refused,
                          "it has not proven that it knows this connection's secret; between replicas: that it has this "
                          "job's key");
   endpoint.challenged = true;
-  const auto own = handshake::prove_caller(endpoint.secret, endpoint.ours, endpoint.theirs, endpoint.hello);
+  if (!encrypt(endpoint, true)) return;
+  const auto own =
+      handshake::prove_caller(endpoint.secret, endpoint.ours, endpoint.theirs, endpoint.hello, options_.encrypt);
   const Bytes answer = joined(own, endpoint.hello);
-  queue(endpoint, {.kind = wire::Kind::hello, .length = answer.size(), .operation = wire::kMagic}, answer);
+  queue(endpoint, {.kind = wire::Kind::hello, .length = answer.size(), .operation = magic()}, answer);
 }
 
 void TcpEngine::on_hello(Endpoint& endpoint) {
   BytesView hello = endpoint.body;
   Mac proof;
   (void)take(hello, proof);
-  if (!equal_in_constant_time(proof, handshake::prove_caller(secret_, endpoint.theirs, endpoint.ours, hello)))
+  if (!equal_in_constant_time(
+          proof, handshake::prove_caller(endpoint.secret, endpoint.theirs, endpoint.ours, hello, options_.encrypt)))
     return fail_endpoint(endpoint, ErrorCode::refused, "it has not proven that it has this job's key");
+  if (!encrypt(endpoint, false)) return;
   strangers_.remove(endpoint.id);
   open(endpoint);
-  queue(endpoint, {.kind = wire::Kind::welcome, .operation = wire::kMagic}, {});
+  queue(endpoint, {.kind = wire::Kind::welcome, .operation = magic()}, {});
   events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, hello);
+}
+
+Nonce TcpEngine::begin_greeting(Endpoint& endpoint) const {
+  if (!options_.encrypt) return make_nonce();
+  endpoint.exchange = std::make_unique<KeyExchange>();
+  return endpoint.exchange->public_key();
+}
+
+// What comes from here on is in records; what goes out, once the endpoint is open. False where the endpoint is gone.
+bool TcpEngine::encrypt(Endpoint& endpoint, bool calls) {
+  if (!options_.encrypt) return true;
+  if (endpoint.begin != endpoint.end) return malformed(endpoint, "more before its turn in the handshake");
+  const auto shared = std::exchange(endpoint.exchange, nullptr)->agree(endpoint.theirs);
+  if (!shared) {
+    fail_endpoint(endpoint, ErrorCode::refused, shared.error().message);
+    return false;
+  }
+  endpoint.records = std::make_unique<Records>(endpoint.secret, calls ? endpoint.ours : endpoint.theirs,
+                                               calls ? endpoint.theirs : endpoint.ours, *shared, calls);
+  return true;
 }
 
 void TcpEngine::open(Endpoint& endpoint) {

@@ -14,9 +14,12 @@
 
 namespace rejoin::transport::tcp::wire {
 
-constexpr std::uint64_t kMagic = 0x3250435452455203;  // changes with the layout below
+constexpr std::uint64_t kMagic = 0x3350435452455203;  // changes with the layout below
+constexpr std::uint64_t kMagicOfEncrypted = kMagic ^ 0xff;
 
-// call, challenge, hello: the handshake (transport/handshake.h), with 32, 64, and 32 bytes and the caller's hello.
+// call, challenge, hello: the handshake (transport/handshake.h), with 40, 64, and 32 bytes and the caller's hello.
+// Where the connection is to be encrypted the nonces are public keys, the magic is another, and after the hello all is
+// in records (records.h).
 enum class Kind : std::uint32_t {
   call = 1,
   challenge,

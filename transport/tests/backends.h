@@ -2,6 +2,7 @@
 // the VM rig does), those as well: the first alone, and all as rails.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -31,7 +32,9 @@ inline std::string name_of(const std::string& transport) {
   const bool rails = transport.find(',') != std::string::npos && !transport.starts_with("ucx");
   const bool settings = transport.find(';') != std::string::npos, manager = transport.find("cm=") != std::string::npos;
   const bool out_of_order = transport.find("ooo=1") != std::string::npos;
-  return transport.substr(0, transport.find(':')) + (rails ? "_rails" : "") +
+  std::string kind = transport.substr(0, transport.find(':'));
+  std::replace(kind.begin(), kind.end(), '+', '_');
+  return kind + (rails ? "_rails" : "") +
          (manager        ? "_rdma_cm"
           : out_of_order ? "_out_of_order"
           : settings     ? "_settings"

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <vector>
 
 #include "base/fd.h"
 #include "transport/factory.h"
@@ -108,7 +109,9 @@ struct Processes : testing::TestWithParam<std::string> {
 };
 
 TEST_P(Processes, APeerKilledAtAnyPointOfItsWritesEndsInClosed) {
-  for (std::uint64_t point : {0, 1, 2, 3, 5, 8, 13, 40, 100}) {
+  std::vector<std::uint64_t> points{0, 1, 2, 3, 5, 8, 13, 40, 100};
+  if (GetParam().starts_with("ibverbs")) points = {0, 1, 5, 20};  // every packet is made by the VM's emulated processor
+  for (const auto point : points) {
     auto writer = start();
     ASSERT_TRUE(until([&] { return accepted && landed >= point; })) << point;
     ::kill(writer->pid, SIGKILL);
@@ -152,7 +155,8 @@ TEST_P(Processes, AnIdleEngineSleeps) {
   EXPECT_EQ(slept, 5) << "sleeps on end that nothing ended";
 }
 INSTANTIATE_TEST_SUITE_P(Transports, Processes,
-                         testing::ValuesIn(with_rdma({"shm", "tcp", "tcp:127.0.0.1,127.0.0.2", "ucx:tcp,self"})),
+                         testing::ValuesIn(with_rdma({"shm", "tcp", "tcp+aes", "tcp:127.0.0.1,127.0.0.2",
+                                                      "ucx:tcp,self"})),
                          [](const auto& backend) { return name_of(backend.param); });
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "base/fd.h"
 #include "transport/tcp/factory.h"
+#include "transport/tcp/records.h"
 
 namespace rejoin::transport::tcp {
 namespace {
@@ -29,6 +30,7 @@ class Wire {
     port_ = ntohs(address.sin_port);
   }
   std::uint16_t port() const { return port_; }
+  const std::string& seen() const { return seen_; }  // of what the client has said
 
   void pump() {
     if (!client_side_) {
@@ -51,6 +53,7 @@ class Wire {
     if (got <= 0) return;
     const auto count = static_cast<std::size_t>(got);
     if (flips) {
+      seen_ += as_text(BytesView(bytes, count));
       const std::size_t at = flipped_bit_ / 8;
       if (at >= passed_ && at < passed_ + count) bytes[at - passed_] ^= std::byte(1u << flipped_bit_ % 8);
       passed_ += count;
@@ -62,14 +65,22 @@ class Wire {
   const std::size_t flipped_bit_;
   std::uint16_t port_ = 0;
   std::size_t passed_ = 0;
+  std::string seen_;
   Fd listener_, client_side_, server_side_;
 };
 
-TEST(TcpEngine, AFlippedBitOfAFrameEndsTheConnectionAndIsNeverActedOn) {
+struct TcpEngine : testing::TestWithParam<bool> {
+  Options options{.local = "", .encrypt = GetParam()};
+};
+INSTANTIATE_TEST_SUITE_P(Kinds, TcpEngine, testing::Bool(),
+                         [](const auto& i) { return i.param ? "encrypted" : "plain"; });
+
+TEST_P(TcpEngine, AFlippedBitOfAFrameEndsTheConnectionAndIsNeverActedOn) {
   const std::string hello = "who I am", message = "step 41 is done";
   constexpr std::size_t kHeader = 56;
-  const std::size_t bits = 8 * (3 * kHeader + 64 + hello.size() + message.size());
-  auto server = make_engine({}), client = make_engine({});
+  const std::size_t record = GetParam() ? RecordCipher::kOverhead : 0;
+  const std::size_t bits = 8 * (3 * kHeader + 72 + hello.size() + message.size() + record);
+  auto server = make_engine(options), client = make_engine(options);
   ASSERT_TRUE(server && client);
   const auto address = (*server)->listen({"127.0.0.1:0"});
   ASSERT_TRUE(address);
@@ -93,7 +104,9 @@ TEST(TcpEngine, AFlippedBitOfAFrameEndsTheConnectionAndIsNeverActedOn) {
         ASSERT_NE(event.kind, EventKind::message) << as_text(event.message);
       }
       for (const auto& event : (*client)->poll()) {
-        if (event.kind == EventKind::connected) sent = (*client)->send(*endpoint, as_bytes(message)).has_value();
+        // Of a record whose length is damaged the rest is waited for.
+        if (event.kind == EventKind::connected)
+          sent = (*client)->send(*endpoint, as_bytes(message)) && (*client)->send(*endpoint, Bytes(64 * KiB));
         if (event.kind == EventKind::closed) refused = true;
       }
     }
@@ -101,6 +114,38 @@ TEST(TcpEngine, AFlippedBitOfAFrameEndsTheConnectionAndIsNeverActedOn) {
     (*client)->close(*endpoint);
     if (accepted) (*server)->close(*accepted);
   }
+}
+
+TEST_P(TcpEngine, WhoReadsTheWireReadsWhatIsNotEncrypted) {
+  auto server = *make_engine(options), client = *make_engine(options);
+  const auto address = *server->listen({"127.0.0.1:0"});
+  Wire wire(static_cast<std::uint16_t>(std::stoi(address.text.substr(address.text.rfind(':') + 1))), ~std::size_t{0});
+  const auto endpoint = *client->connect({fmt::format("127.0.0.1:{}", wire.port())}, {});
+  const std::string message = "the weights of a model that nobody else may see";
+  bool heard = false;
+  for (const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(20);
+       !heard && SteadyClock().now() < deadline;) {
+    wire.pump();
+    for (const auto& event : client->poll())
+      if (event.kind == EventKind::connected) EXPECT_TRUE(client->send(endpoint, as_bytes(message)));
+    for (const auto& event : server->poll())
+      if (event.kind == EventKind::message) heard = as_text(event.message) == message;
+  }
+  EXPECT_TRUE(heard);
+  EXPECT_EQ(wire.seen().find(message) != std::string::npos, !GetParam());
+}
+
+TEST_P(TcpEngine, AnEncryptedSideAndOneThatIsNotRefuseEachOther) {
+  auto server = *make_engine(options), client = *make_engine({.local = "", .encrypt = !GetParam()});
+  const auto endpoint = *client->connect({server->listen({"127.0.0.1:0"})->text}, {});
+  std::optional<EventKind> end;
+  for (const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(20);
+       !end && SteadyClock().now() < deadline;) {
+    for (const auto& event : server->poll()) ADD_FAILURE() << "the server has event " << static_cast<int>(event.kind);
+    for (const auto& event : client->poll()) end = event.kind;
+  }
+  EXPECT_EQ(end, EventKind::closed);
+  client->close(endpoint);
 }
 
 }  // namespace

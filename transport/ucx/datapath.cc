@@ -19,13 +19,12 @@ ucs_status_t UcxEngine::receive(void* arg, const void* raw, std::size_t raw_size
   const bool rendezvous = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
   constexpr bool bulk = kind == wire::write || kind == wire::read_data;
   Header header;
-  if (raw_size != sizeof header || (rendezvous && !bulk)) {
-    ++engine.stale_dropped_;
-    return UCS_OK;
-  }
+  if (raw_size != sizeof header || (rendezvous && !bulk)) return engine.drop();
   std::memcpy(&header, raw, sizeof header);
   [[maybe_unused]] const BytesView body{bytes(data), size};
-  if constexpr (kind == wire::hello) return engine.on_hello(header, body);
+  if constexpr (kind == wire::call) return engine.on_call(header, body);
+  else if constexpr (kind == wire::challenge) return engine.on_challenge(header);
+  else if constexpr (kind == wire::hello) return engine.on_hello(header, body);
   else if constexpr (kind == wire::welcome) return engine.on_welcome(header);
   else if constexpr (kind == wire::goodbye) return engine.on_goodbye(header);
   else if constexpr (kind == wire::message) return engine.on_message(header, body);
@@ -38,8 +37,10 @@ ucs_status_t UcxEngine::receive(void* arg, const void* raw, std::size_t raw_size
 #define REJOIN_RECEIVE(kind, Header)                                                                         \
   template ucs_status_t UcxEngine::receive<wire::kind, wire::Header>(void*, const void*, std::size_t, void*, \
                                                                      std::size_t, const ucp_am_recv_param_t*)
+REJOIN_RECEIVE(call, Call);
+REJOIN_RECEIVE(challenge, Challenge);
 REJOIN_RECEIVE(hello, Hello);
-REJOIN_RECEIVE(welcome, Hello);
+REJOIN_RECEIVE(welcome, Welcome);
 REJOIN_RECEIVE(goodbye, Goodbye);
 REJOIN_RECEIVE(message, Message);
 REJOIN_RECEIVE(write, Write);
@@ -52,8 +53,9 @@ std::span<const Event> UcxEngine::poll() {
   for (std::size_t i = 0; i < kReceiveBatch && ucx().worker_progress(worker_) != 0; ++i) {
     if (!events_.empty()) break;
   }
-  for (const auto& [hello, body] : std::exchange(hellos_, {})) accept(hello, body);
-  if (!errors_.empty() || !goodbyes_.empty()) report_failures();
+  for (const auto& [call, address] : std::exchange(calls_, {})) take_call(call, address);
+  look_after_strangers();
+  if (!errors_.empty() || !endings_.empty()) report_failures();
   return events_.take();
 }
 
@@ -85,7 +87,7 @@ void UcxEngine::post(Endpoint& endpoint, unsigned kind, Outgoing& out, std::size
   param.user_data = &out;
   param.flags = flags;
   void* request =
-      ucx().am_send_nbx(endpoint.handle, kind, &out.hello, header_size, payload.data(), payload.size(), &param);
+      ucx().am_send_nbx(endpoint.handle, kind, &out.call, header_size, payload.data(), payload.size(), &param);
   if (UCS_PTR_IS_PTR(request)) return;
   if (UCS_PTR_IS_ERR(request)) errors_.emplace_back(endpoint.handle, UCS_PTR_STATUS(request));
   on_outgoing_sent(nullptr, UCS_OK, &out);
@@ -104,10 +106,8 @@ Result<> UcxEngine::send(EndpointId id, BytesView message) {
 
 ucs_status_t UcxEngine::on_message(const wire::Message& header, BytesView data) {
   Endpoint* endpoint = find(header.to);
-  if (endpoint == nullptr || endpoint->stage != Stage::open || header.sequence < endpoint->next_to_deliver) {
-    ++stale_dropped_;
-    return UCS_OK;
-  }
+  if (endpoint == nullptr || endpoint->stage != Stage::open || header.sequence < endpoint->next_to_deliver)
+    return drop();
   if (header.sequence != endpoint->next_to_deliver) {  // UCX orders only messages of one protocol
     endpoint->early.emplace(header.sequence, Bytes(data.begin(), data.end()));
     return UCS_OK;
@@ -276,10 +276,7 @@ void UcxEngine::acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions
 ucs_status_t UcxEngine::on_acknowledge(const wire::Acknowledge& header) {
   Endpoint* endpoint = find(header.to);
   Operation* operation = find_operation(header.operation);
-  if (endpoint == nullptr || operation == nullptr || operation->endpoint != endpoint->id) {
-    ++stale_dropped_;
-    return UCS_OK;
-  }
+  if (endpoint == nullptr || operation == nullptr || operation->endpoint != endpoint->id) return drop();
   operation->acknowledged = true;
   operation->refusal = header.refusal;
   settle(*operation);
@@ -305,10 +302,7 @@ Result<> UcxEngine::read(EndpointId id, std::span<const Read> reads) {
 
 ucs_status_t UcxEngine::on_read_request(const wire::ReadRequest& header) {
   Endpoint* endpoint = find(header.to);
-  if (endpoint == nullptr || endpoint->stage != Stage::open) {
-    ++stale_dropped_;
-    return UCS_OK;
-  }
+  if (endpoint == nullptr || endpoint->stage != Stage::open) return drop();
   const auto refusal = regions_.check(header.key, header.offset, header.length);
   if (refusal != Regions::Refusal::none) {
     acknowledge(*endpoint, header.operation, refusal);
@@ -328,10 +322,8 @@ ucs_status_t UcxEngine::on_read_data(const wire::ReadData& header, void* data, s
   Endpoint* endpoint = find(header.to);
   Operation* operation = find_operation(header.operation);
   if (endpoint == nullptr || endpoint->stage != Stage::open || operation == nullptr ||
-      operation->endpoint != endpoint->id || operation->target == nullptr || operation->length != size) {
-    ++stale_dropped_;
-    return UCS_OK;
-  }
+      operation->endpoint != endpoint->id || operation->target == nullptr || operation->length != size)
+    return drop();
   return land({this, endpoint->id, operation->region, {}, operation->id, nullptr, {}}, operation->target, data, size,
               rendezvous);
 }

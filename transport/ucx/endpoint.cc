@@ -1,79 +1,14 @@
-// Connecting, accepting, failing and closing.
+// Failing and closing.
 #include <chrono>
 
 #include "base/fail.h"
-#include "transport/ucx/address.h"
 #include "transport/ucx/engine.h"
 
 namespace rejoin::transport::ucx {
 
-Result<UcxEngine::Endpoint*> UcxEngine::adopt(BytesView address, Stage stage) {
-  auto endpoint = std::make_unique<Endpoint>();
-  endpoint->id = EndpointId(unguessable_.next());
-  endpoint->stage = stage;
-  ucp_ep_params_t params{};
-  params.field_mask =
-      UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLER | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE;
-  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
-  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  params.err_handler = {&UcxEngine::on_error, this};
-  if (auto status = ucx().ep_create(worker_, &params, &endpoint->handle); status != UCS_OK)
-    return fail(ErrorCode::unavailable, "UCX can't reach the peer over '{}': {}", options_.transports,
-                ucx().status_string(status));
-  Endpoint* adopted = endpoint.get();
-  by_handle_[adopted->handle] = adopted;
-  endpoints_[adopted->id.value] = std::move(endpoint);
-  return adopted;
-}
-
-Result<EndpointId> UcxEngine::connect(const Address& peer, BytesView hello) {
-  if (auto checked = check_hello(hello); !checked) return tl::unexpected(checked.error());
-  auto address = parse_address(peer.text);
-  if (!address) return tl::unexpected(address.error());
-  auto endpoint = adopt(*address, Stage::connecting);
-  if (!endpoint) return tl::unexpected(endpoint.error());
-  Outgoing& out = new_outgoing();
-  out.hello = {wire::kMagic, (*endpoint)->id.value, 0, address_.size()};
-  out.payload = address_;
-  out.payload.insert(out.payload.end(), hello.begin(), hello.end());
-  post(**endpoint, wire::hello, out, sizeof out.hello, out.payload, UCP_AM_SEND_FLAG_EAGER);
-  return (*endpoint)->id;
-}
-
-ucs_status_t UcxEngine::on_hello(const wire::Hello& hello, BytesView body) {
-  const bool sound = hello.magic == wire::kMagic && body.size() <= 16 * KiB && hello.address_length <= body.size();
-  if (sound && listening_) hellos_.emplace_back(hello, Bytes(body.begin(), body.end()));
-  else ++stale_dropped_;
-  return UCS_OK;
-}
-
-void UcxEngine::accept(const wire::Hello& hello, BytesView body) {
-  auto endpoint = adopt(body.first(hello.address_length), Stage::open);
-  if (!endpoint) {  // the peer is gone already
-    ++stale_dropped_;
-    return;
-  }
-  (*endpoint)->peer = hello.from;
-  Outgoing& out = new_outgoing();
-  out.hello = {wire::kMagic, (*endpoint)->id.value, hello.from, 0};
-  post(**endpoint, wire::welcome, out, sizeof out.hello, {}, UCP_AM_SEND_FLAG_EAGER);
-  events_.emit({.kind = EventKind::accepted, .endpoint = (*endpoint)->id}, body.subspan(hello.address_length));
-}
-
-ucs_status_t UcxEngine::on_welcome(const wire::Hello& hello) {
-  Endpoint* endpoint = find(hello.to);
-  if (endpoint == nullptr || endpoint->stage != Stage::connecting || hello.magic != wire::kMagic) {
-    ++stale_dropped_;
-    return UCS_OK;
-  }
-  endpoint->peer = hello.from;
-  endpoint->stage = Stage::open;
-  events_.emit({.kind = EventKind::connected, .endpoint = endpoint->id});
-  return UCS_OK;
-}
-
 ucs_status_t UcxEngine::on_goodbye(const wire::Goodbye& goodbye) {
-  if (find(goodbye.to) != nullptr) goodbyes_.push_back(EndpointId(goodbye.to));
+  if (find(goodbye.to) == nullptr) return drop();
+  endings_.push_back({EndpointId(goodbye.to), ErrorCode::unavailable, "it closed the connection"});
   return UCS_OK;
 }
 
@@ -84,19 +19,22 @@ void UcxEngine::on_error(void* arg, ucp_ep_h handle, ucs_status_t status) {
 void UcxEngine::report_failures() {
   for (auto& [handle, status] : std::exchange(errors_, {}))
     if (auto found = by_handle_.find(handle); found != by_handle_.end())
-      fail_endpoint(*found->second, ucx().status_string(status));
-  for (auto id : std::exchange(goodbyes_, {}))
-    if (Endpoint* endpoint = find(id.value)) fail_endpoint(*endpoint, "it closed the connection");
+      fail_endpoint(*found->second, ErrorCode::unavailable, ucx().status_string(status));
+  for (auto& [id, code, why] : std::exchange(endings_, {}))
+    if (Endpoint* endpoint = find(id.value)) fail_endpoint(*endpoint, code, why);
 }
 
 // Takes the UCX endpoint down at once (this is the fence) and tells the owner; close() forgets the rest.
-void UcxEngine::fail_endpoint(Endpoint& endpoint, std::string why) {
+void UcxEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why) {
   if (endpoint.stage == Stage::failed) return;
+  if (endpoint.stage == Stage::accepting) return refuse(endpoint.id, code, why);
+  if (code == ErrorCode::refused) say_goodbye(endpoint);
   endpoint.stage = Stage::failed;
   endpoint.failure = std::move(why);
   by_handle_.erase(endpoint.handle);
   finish_handle(std::exchange(endpoint.handle, nullptr));
-  const Error error{ErrorCode::unavailable, fmt::format("the peer is gone: {}", endpoint.failure)};
+  const Error error{code, code == ErrorCode::refused ? fmt::format("the peer was refused: {}", endpoint.failure)
+                                                     : fmt::format("the peer is gone: {}", endpoint.failure)};
   fail_operations(endpoint.id, error);
   events_.emit({.kind = EventKind::closed, .endpoint = endpoint.id, .error = error});
 }
@@ -130,20 +68,25 @@ void UcxEngine::cut_off(RegionId region) {
   for (const auto& out : outgoing_)
     if (out.region == region) pulled_by.insert(out.endpoint);
   for (auto id : pulled_by)
-    if (Endpoint* endpoint = find(id.value)) fail_endpoint(*endpoint, "memory was withdrawn in mid-transfer");
+    if (Endpoint* endpoint = find(id.value))
+      fail_endpoint(*endpoint, ErrorCode::unavailable, "memory was withdrawn in mid-transfer");
+}
+
+// UCX would not tell the peer.
+void UcxEngine::say_goodbye(Endpoint& endpoint) {
+  if (endpoint.handle == nullptr || endpoint.peer == 0) return;
+  Outgoing& out = new_outgoing();
+  out.goodbye = {endpoint.peer};
+  post(endpoint, wire::goodbye, out, sizeof out.goodbye, {}, UCP_AM_SEND_FLAG_EAGER);
 }
 
 void UcxEngine::close(EndpointId id) {
   Endpoint* endpoint = find(id.value);
   if (endpoint == nullptr) return;
   // Failed first: what progress brings in from now on is turned away. See "Fence" in docs/design-notes.md.
-  const bool open = endpoint->stage == Stage::open;
+  strangers_.remove(id);
   endpoint->stage = Stage::failed;
-  if (open && endpoint->handle != nullptr) {  // UCX would not tell the peer
-    Outgoing& out = new_outgoing();
-    out.goodbye = {endpoint->peer};
-    post(*endpoint, wire::goodbye, out, sizeof out.goodbye, {}, UCP_AM_SEND_FLAG_EAGER);
-  }
+  say_goodbye(*endpoint);
   if (endpoint->handle != nullptr) {
     by_handle_.erase(endpoint->handle);
     finish_handle(endpoint->handle);

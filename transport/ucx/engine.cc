@@ -57,8 +57,10 @@ Result<> UcxEngine::start(const Options& options) {
     handler.arg = this;
     return ucx().worker_set_am_recv_handler(worker_, &handler);
   };
-  for (auto set : {handle(wire::hello, receive<wire::hello, wire::Hello>),
-                   handle(wire::welcome, receive<wire::welcome, wire::Hello>),
+  for (auto set : {handle(wire::call, receive<wire::call, wire::Call>),
+                   handle(wire::challenge, receive<wire::challenge, wire::Challenge>),
+                   handle(wire::hello, receive<wire::hello, wire::Hello>),
+                   handle(wire::welcome, receive<wire::welcome, wire::Welcome>),
                    handle(wire::goodbye, receive<wire::goodbye, wire::Goodbye>),
                    handle(wire::message, receive<wire::message, wire::Message>),
                    handle(wire::write, receive<wire::write, wire::Write>),
@@ -107,7 +109,7 @@ void UcxEngine::deregister(RegionId id) {
 RemoteRegion UcxEngine::remote(RegionId region) const { return regions_.remote(region); }
 
 bool UcxEngine::arm() {
-  if (!events_.empty() || !errors_.empty() || !hellos_.empty() || !goodbyes_.empty()) return false;
+  if (!events_.empty() || !errors_.empty() || !calls_.empty() || !endings_.empty()) return false;
   return ucx().worker_arm(worker_) == UCS_OK;
 }
 

@@ -2,7 +2,8 @@
 // and endpoint; large ones go by rendezvous (over shared memory the receiver pulls them out of the sender's memory).
 // The receiver acknowledges each write when its bytes are in place: that is its completion.
 //
-// engine.cc: set-up, regions, sleeping. endpoint.cc: connect, accept, close, failure. datapath.cc: everything hot.
+// engine.cc: set-up, regions, sleeping. greeting.cc: the handshake. endpoint.cc: failing and closing. datapath.cc:
+// everything hot.
 #pragma once
 
 #include <deque>
@@ -13,9 +14,12 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/deadlines.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
+#include "transport/handshake.h"
 #include "transport/regions.h"
+#include "transport/strangers.h"
 #include "transport/transport.h"
 #include "transport/ucx/factory.h"
 #include "transport/ucx/library.h"
@@ -23,12 +27,16 @@
 
 namespace rejoin::transport::ucx {
 
+constexpr std::size_t kMostStrangers = 256;
+
 class UcxEngine final : public Engine {
  public:
   static Result<std::unique_ptr<Engine>> make(const Options& options);
   ~UcxEngine() override;
 
   Result<Address> listen(const Address& where) override;
+  void set_secrets(const Secrets& secrets) override { secrets_ = secrets; }
+  void set_silence(Duration silence) override { strangers_.set_patience(deadlines::kDataProof.of(silence)); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   void deregister(RegionId region) override;
@@ -42,13 +50,20 @@ class UcxEngine final : public Engine {
   void close(EndpointId endpoint) override;
 
  private:
-  enum class Stage { connecting, open, failed };
+  // The caller's: calling, then answering, once the listener has proven itself. The listener's: accepting.
+  enum class Stage { calling, answering, accepting, open, failed };
 
+  struct Greeting {
+    Secret secret;  // the caller's, of this address, or the one that the caller has named
+    Bytes hello;    // the caller's
+    Nonce ours{}, theirs{};
+  };
   struct Endpoint {
     EndpointId id;
     ucp_ep_h handle = nullptr;
-    Stage stage = Stage::connecting;
-    std::uint64_t peer = 0;  // the peer's id of this endpoint, which heads everything we send
+    Stage stage = Stage::calling;
+    std::unique_ptr<Greeting> greeting;  // until it is open
+    std::uint64_t peer = 0;              // the peer's id of this endpoint, which heads everything we send
     std::uint64_t next_to_send = 0;
     std::uint64_t next_to_deliver = 0;
     std::map<std::uint64_t, Bytes> early;  // messages that overtook others, by sequence
@@ -77,7 +92,10 @@ class UcxEngine final : public Engine {
   struct Outgoing {
     UcxEngine* engine = nullptr;
     union {
+      wire::Call call;
+      wire::Challenge challenge;
       wire::Hello hello;
+      wire::Welcome welcome;
       wire::Goodbye goodbye;
       wire::Message message;
       wire::Acknowledge acknowledge;
@@ -110,13 +128,21 @@ class UcxEngine final : public Engine {
   void finish_handle(ucp_ep_h handle);
   void drain(const std::function<bool()>& done);
   void report_failures();
-  void fail_endpoint(Endpoint& endpoint, std::string why);
+  void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
   void fail_operations(EndpointId endpoint, const Error& error);
+  void say_goodbye(Endpoint& endpoint);
   void cut_off(RegionId region);
-  void accept(const wire::Hello& hello, BytesView body);
-  ucs_status_t on_hello(const wire::Hello& hello, BytesView body);
-  ucs_status_t on_welcome(const wire::Hello& hello);
   ucs_status_t on_goodbye(const wire::Goodbye& goodbye);
+
+  // greeting.cc
+  void take_call(const wire::Call& call, BytesView address);
+  void look_after_strangers();
+  void refuse(EndpointId stranger, ErrorCode code, const std::string& why);
+  ucs_status_t drop();
+  ucs_status_t on_call(const wire::Call& call, BytesView body);
+  ucs_status_t on_challenge(const wire::Challenge& challenge);
+  ucs_status_t on_hello(const wire::Hello& hello, BytesView body);
+  ucs_status_t on_welcome(const wire::Welcome& welcome);
 
   // datapath.cc
   Operation& new_operation(EndpointId endpoint, std::uint64_t context, RegionId region);
@@ -150,6 +176,10 @@ class UcxEngine final : public Engine {
   ucp_worker_h worker_ = nullptr;
   Bytes address_;  // of the worker: what peers connect to
   bool listening_ = false;
+  Secrets secrets_;
+  SteadyClock clock_;
+  Strangers strangers_{kMostStrangers, deadlines::kDataProof.of(deadlines::kSilence)};
+  std::uint64_t refused_ = 0;  // strangers so far
   int event_fd_ = -1;
   Unguessable unguessable_;
   Regions regions_{unguessable_};
@@ -158,8 +188,13 @@ class UcxEngine final : public Engine {
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::unordered_map<ucp_ep_h, Endpoint*> by_handle_;
   std::vector<std::pair<ucp_ep_h, ucs_status_t>> errors_;  // from UCX's error callback, handled in poll()
-  std::vector<std::pair<wire::Hello, Bytes>> hellos_;      // accepted in poll(), not inside UCX's callback
-  std::vector<EndpointId> goodbyes_;
+  std::vector<std::pair<wire::Call, Bytes>> calls_;        // taken in poll(), not inside UCX's callback
+  struct Ending {
+    EndpointId endpoint;
+    ErrorCode code{};
+    std::string why;
+  };
+  std::vector<Ending> endings_;  // likewise
 
   std::deque<Operation> operations_;
   std::vector<std::uint32_t> free_operations_;

@@ -3,21 +3,54 @@
 
 #include <cstdint>
 
+#include "base/proof.h"
 #include "transport/regions.h"
 
 namespace rejoin::transport::ucx::wire {
 
-constexpr std::uint64_t kMagic = 0x31304e494f4a4552;  // "REJOIN01": changes with the layout below
+constexpr std::uint64_t kMagic = 0x33304e494f4a4552;  // "REJOIN03": changes with the layout below
 
-enum Kind : unsigned { hello = 1, welcome, goodbye, message, write, acknowledge, read_request, read_data };
+enum Kind : unsigned {
+  call = 1,
+  challenge,
+  hello,
+  welcome,
+  goodbye,
+  message,
+  write,
+  acknowledge,
+  read_request,
+  read_data
+};
 
-// `to` is the receiver's id of this endpoint, learned in hello and welcome; an unknown one is dropped and counted.
-// A hello's body is the sender's UCX address, then the user's bytes.
-struct Hello {
+// `to` is the receiver's id of this endpoint, learned in call and challenge; an unknown one is dropped and counted.
+
+// The caller's first message (see transport/handshake.h). Its body is the caller's UCX address.
+struct Call {
   std::uint64_t magic;
-  std::uint64_t from;  // the sender's id of the endpoint
-  std::uint64_t to;    // of a welcome
-  std::uint64_t address_length;
+  std::uint64_t from;    // the caller's id of the endpoint
+  std::uint64_t secret;  // its name
+  Nonce nonce;
+};
+
+// The listener's answer.
+struct Challenge {
+  std::uint64_t to;
+  std::uint64_t magic;
+  std::uint64_t from;
+  Nonce nonce;
+  Mac proof;
+};
+
+// The caller proves itself. The body is the user's hello.
+struct Hello {
+  std::uint64_t to;
+  Mac proof;
+};
+
+// The caller is taken.
+struct Welcome {
+  std::uint64_t to;
 };
 
 struct Goodbye {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.utils.data import DataLoader, Sampler
 from rejoin.errors import InvalidArgument
 
 Ranges = tuple[tuple[int, int], ...]
+
+# For how long the others wait for the data of a step. torch looks at its workers every 5 s, and gives each 5 s to end.
+LONGEST_WAIT = 120.0
 
 log = logging.getLogger("rejoin")
 
@@ -83,7 +87,12 @@ class Batches(Sampler[list[int]]):
 class Fetcher:
     """Gives the data of a step's samples, out of the DataLoader's workers where they have them already."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        busy: Callable[[str, float], AbstractContextManager[None]] = lambda *_: nullcontext(),
+    ) -> None:
+        """`busy` is entered, with a reason and a limit in seconds, where a step waits for the workers."""
         batches = loader.batch_sampler
         if not isinstance(batches, Batches):
             raise InvalidArgument(
@@ -96,7 +105,7 @@ class Fetcher:
                 "DataLoader workers that are forked keep this process's connections open when it has died: give the "
                 "DataLoader multiprocessing_context='forkserver'"
             )
-        self._loader, self._batches = loader, batches
+        self._loader, self._batches, self._busy = loader, batches, busy
         self._iterator: Iterator[Any] | None = None
         self._before: Ranges | None = None
         self.hits = self.misses = 0
@@ -106,6 +115,10 @@ class Fetcher:
         before, self._before = self._before, ranges
         if self._loader.num_workers == 0:
             return self._load(ranges)
+        with self._busy("its DataLoader's workers", LONGEST_WAIT):
+            return self._from_workers(ranges, before)
+
+    def _from_workers(self, ranges: Ranges, before: Ranges | None) -> Any:
         if ranges in self._batches.sent:
             try:
                 while True:
@@ -116,7 +129,7 @@ class Fetcher:
                     if come == ranges:
                         self.hits += 1
                         return data
-            except (RuntimeError, OSError, EOFError) as error:  # as a dead worker shows, by where it was
+            except Exception as error:  # a dead worker shows as what was read last; what the data raises comes again
                 log.warning("the DataLoader's workers are started again: %s", error)
                 self.stop()
         self.misses += 1

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
@@ -80,6 +80,7 @@ class Session:
         self._rules = Rules()
         self._ranks: Ranks | None = None
         self._position: str | None = None
+        self._is_busy = False
         self._fetchers: dict[int, Fetcher] = {}
 
     @classmethod
@@ -212,7 +213,7 @@ class Session:
         ranges. In each step `optimizer.step()` is called once.
         """
         if loader is not None and id(loader) not in self._fetchers:
-            self._fetchers[id(loader)] = Fetcher(loader)
+            self._fetchers[id(loader)] = Fetcher(loader, self._busy_unless_it_is)
         try:
             if not self._joined:
                 self.join()
@@ -266,10 +267,15 @@ class Session:
     def busy(self, reason: str, seconds: float = 3600.0) -> Iterator[None]:
         """Let the others wait, for so long at most, while this replica saves, evaluates or compiles."""
         self._native.busy(int(seconds * 1000), reason)
+        self._is_busy = True
         try:
             yield
         finally:
+            self._is_busy = False
             self._native.done()
+
+    def _busy_unless_it_is(self, reason: str, seconds: float) -> AbstractContextManager[None]:
+        return nullcontext() if self._is_busy else self.busy(reason, seconds)
 
     def _stream(self) -> int | None:
         return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else None

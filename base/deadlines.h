@@ -1,0 +1,33 @@
+// What is waited for how long, as parts or multiples of the job's silence (--silence-ms): the time for which a peer may
+// be silent before it is taken for gone. docs/operations.md has the same as a table, and tests/readme_test.py compares.
+#pragma once
+
+#include <cstdint>
+
+#include "base/clock.h"
+
+namespace rejoin::deadlines {
+
+constexpr Duration kSilence = std::chrono::seconds(2);  // where nobody has said another one
+
+struct Deadline {
+  std::int64_t times = 1, parts = 1;
+  constexpr Duration of(Duration silence) const { return silence * times / parts; }
+};
+
+// Who is silent, or has no time to say more than that it is there:
+constexpr Deadline kHeartbeatOfTrainer{1, 8};  // a trainer's heartbeat to its daemon
+constexpr Deadline kHeartbeatOfDaemon{1, 4};   // a daemon's or relay's heartbeat to the coordinator
+constexpr Deadline kStreamsWait{4, 1};         // CUDA streams that wait for a progress thread that stands still
+constexpr Deadline kStartPatience{15, 1};      // replicas that have not come, at the start of a job that lost all
+// Control connections:
+constexpr Deadline kControlProof{4, 1};  // a caller's proof of the job key
+// Data connections, those of the all-reduce and the stream alike:
+constexpr Deadline kDataProof{5, 1};          // a caller's proof of the secret
+constexpr Deadline kUnacknowledged{5, 1};     // bytes that a peer's kernel does not acknowledge, over TCP
+constexpr Deadline kRailStall{1, 1};          // a rail on which nothing moves while another one of its peer answers
+constexpr Deadline kFirstRailRetry{1, 20};    // the first try to use a dead rail again; the pause doubles
+constexpr Deadline kLongestRailRetry{5, 1};   // the longest pause between two tries to use a dead rail again
+constexpr Deadline kUnreachableSource{5, 1};  // a source of a catch-up that can't be reached
+
+}  // namespace rejoin::deadlines

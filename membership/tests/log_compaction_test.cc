@@ -1,0 +1,202 @@
+// A log that is compacted while in use, and processes that end in the middle of that.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <cerrno>
+#include <filesystem>
+
+#include "membership/log.h"
+
+namespace rejoin::membership {
+namespace {
+
+struct CompactedLog : testing::Test {
+  std::string directory = [] {
+    char name[] = "/tmp/rejoin-log-XXXXXX";
+    return std::string(::mkdtemp(name));
+  }();
+  std::string path = directory + "/decisions.log";
+  ~CompactedLog() override { std::filesystem::remove_all(directory); }
+
+  std::string archive(int number) const { return fmt::format("{}/decisions.{}.log", directory, number); }
+  static proto::LogRecord commit(std::uint64_t step) {
+    proto::LogRecord record;
+    record.mutable_committed()->set_step(step);
+    auto& member = *record.mutable_committed()->add_members();
+    member.add_batch()->set_begin(4 * (step - 1));
+    member.mutable_batch(0)->set_end(4 * step);
+    return record;
+  }
+  static proto::LogRecord snapshot_after(std::uint64_t step) {
+    proto::LogRecord record;
+    record.mutable_snapshot()->set_committed(step);
+    auto& ledger = *record.mutable_snapshot()->mutable_ledger();
+    ledger.set_next(4 * step);
+    ledger.set_from(step);
+    auto& trained = *ledger.add_trained();
+    trained.set_end(4 * step);
+    return record;
+  }
+  static void commit(Log& log, std::uint64_t from, std::uint64_t to) {
+    for (auto step = from; step <= to; ++step) ASSERT_TRUE(log.append({commit(step)}));
+  }
+  // The steps that all files together commit.
+  std::vector<std::uint64_t> steps() const {
+    std::vector<std::uint64_t> steps;
+    auto records = read_log(path);
+    EXPECT_TRUE(records) << records.error().message;
+    for (const auto& record : *records) {
+      EXPECT_TRUE(record.has_committed());
+      steps.push_back(record.committed().step());
+    }
+    return steps;
+  }
+  static std::vector<std::uint64_t> up_to(std::uint64_t last) {
+    std::vector<std::uint64_t> steps;
+    for (std::uint64_t step = 1; step <= last; ++step) steps.push_back(step);
+    return steps;
+  }
+};
+
+TEST_F(CompactedLog, BeginsWithTheSnapshotAndTheAuditReadsWhatWasBefore) {
+  {
+    auto log = Log::open(directory).value();
+    commit(log, 1, 500);
+    const auto before = log.size();
+    ASSERT_TRUE(log.compact(snapshot_after(500)));
+    EXPECT_LT(log.size(), before / 10);
+    commit(log, 501, 503);
+    ASSERT_TRUE(log.compact(snapshot_after(503)));
+    commit(log, 504, 505);
+    const auto second = Log::open(directory);
+    ASSERT_FALSE(second) << "the new file is locked as the old one was";
+    EXPECT_EQ(second.error().code, ErrorCode::exhausted);
+  }
+  const auto log = Log::open(directory).value();
+  ASSERT_EQ(log.records().size(), 3u);
+  EXPECT_EQ(log.records()[0].snapshot().committed(), 503u);
+  EXPECT_EQ(log.records()[2].committed().step(), 505u);
+  EXPECT_EQ(steps(), up_to(505));
+  EXPECT_TRUE(std::filesystem::exists(archive(1)) && std::filesystem::exists(archive(2)));
+}
+
+// A process that ends before any call that compacting makes of the system, or whose disk fails from there on.
+TEST_F(CompactedLog, EndsAtAnyCallAndLosesNothing) {
+  int calls = 0;
+  for (int last = 0; last <= calls; ++last) {
+    SCOPED_TRACE(last);
+    std::filesystem::remove_all(directory);
+    bool armed = false;
+    calls = 0;
+    const auto real = Disk::real();
+    const auto works = [&] { return !armed || calls++ < last || (errno = EIO, false); };
+    const Disk disk{.write = [&](int fd, const void* bytes, std::size_t size,
+                                 off_t at) { return works() ? real.write(fd, bytes, size, at) : -1; },
+                    .sync = [&](int fd) { return works() ? real.sync(fd) : -1; },
+                    .link = [&](const char* from, const char* to) { return works() ? real.link(from, to) : -1; },
+                    .rename = [&](const char* from, const char* to) { return works() ? real.rename(from, to) : -1; }};
+    {
+      auto log = Log::open(directory, disk).value();
+      commit(log, 1, 10);
+      armed = true;
+      const bool compacted = log.compact(snapshot_after(10)).has_value();
+      EXPECT_EQ(compacted, calls <= last) << calls;
+      if (!compacted) {
+        EXPECT_FALSE(log.append({commit(11)})) << "as the disk fails";
+      }
+    }
+    {
+      auto log = Log::open(directory).value();
+      const auto& records = log.records();
+      ASSERT_FALSE(records.empty());
+      if (records[0].has_snapshot()) {
+        ASSERT_EQ(records.size(), 1u);
+        EXPECT_EQ(records[0].snapshot().committed(), 10u);
+      } else {
+        ASSERT_EQ(records.size(), 10u);
+      }
+      EXPECT_EQ(steps(), up_to(10));
+      commit(log, 11, 12);
+      EXPECT_EQ(steps(), up_to(12));
+      ASSERT_TRUE(log.compact(snapshot_after(12)));
+      commit(log, 13, 13);
+    }
+    EXPECT_EQ(Log::open(directory)->records().size(), 2u);
+    EXPECT_EQ(steps(), up_to(13));
+  }
+  EXPECT_GE(calls, 7) << "two writes with their syncs, the link, the rename, the directory";
+}
+
+// The oldest are removed while the job runs: the next one is still the newest by its number.
+TEST_F(CompactedLog, GoesOnCountingItsArchivesWhereOldOnesWereRemoved) {
+  auto log = Log::open(directory).value();
+  for (std::uint64_t round = 0; round < 4; ++round) {
+    if (round == 3) {
+      std::filesystem::remove(archive(1));
+      std::filesystem::remove(archive(2));
+    }
+    commit(log, 10 * round + 1, 10 * round + 10);
+    ASSERT_TRUE(log.compact(snapshot_after(10 * round + 10)));
+  }
+  EXPECT_FALSE(std::filesystem::exists(archive(1)));
+  EXPECT_TRUE(std::filesystem::exists(archive(4)));
+  const auto records = read_log(path);
+  ASSERT_TRUE(records) << records.error().message;
+  EXPECT_EQ(records->front().snapshot().committed(), 20u);
+  EXPECT_EQ(records->size(), 21u);
+}
+
+// No room for the new file: the old one goes on.
+TEST_F(CompactedLog, ThatFindsNoRoomGoesOnAsItIs) {
+  bool full = false;
+  auto disk = Disk::real();
+  disk.write = [&](int fd, const void* bytes, std::size_t size, off_t at) -> ssize_t {
+    const auto name = std::filesystem::read_symlink(fmt::format("/proc/self/fd/{}", fd)).string();
+    return full && name.ends_with(".next") ? (errno = ENOSPC, -1) : ::pwrite(fd, bytes, size, at);
+  };
+  {
+    auto log = Log::open(directory, disk).value();
+    commit(log, 1, 3);
+    full = true;
+    const auto compacted = log.compact(snapshot_after(3));
+    ASSERT_FALSE(compacted);
+    EXPECT_NE(compacted.error().message.find("No space left"), std::string::npos) << compacted.error().message;
+    commit(log, 4, 5);
+    full = false;
+    ASSERT_TRUE(log.compact(snapshot_after(5)));
+    commit(log, 6, 6);
+  }
+  EXPECT_EQ(steps(), up_to(6));
+}
+
+TEST_F(CompactedLog, WithoutItsArchivesSaysWhatItKnowsAndWithAnotherLogsNames) {
+  {
+    auto log = Log::open(directory).value();
+    for (std::uint64_t round = 0; round < 3; ++round) {
+      commit(log, 10 * round + 1, 10 * round + 10);
+      ASSERT_TRUE(log.compact(snapshot_after(10 * round + 10)));
+    }
+    commit(log, 31, 32);
+  }
+  std::filesystem::remove(archive(1));  // to save room
+  auto records = read_log(path);
+  ASSERT_TRUE(records) << records.error().message;
+  ASSERT_EQ(records->size(), 23u);
+  EXPECT_EQ(records->front().snapshot().committed(), 10u);
+  auto audited = audit(trained_by_step(*records));
+  EXPECT_EQ(audited.once, 4 * 32u);
+  EXPECT_EQ(audited.lost + audited.repeated, 0u);
+
+  std::filesystem::remove(archive(3));
+  records = read_log(path);
+  ASSERT_FALSE(records);
+  EXPECT_NE(
+      records.error().message.find("decisions.log begins after step 30, and the archive before it ends after step "
+                                   "20"),
+      std::string::npos)
+      << records.error().message;
+}
+
+}  // namespace
+}  // namespace rejoin::membership

@@ -1,0 +1,106 @@
+// Processes of another user on the same machine, at the names that anybody may take.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <functional>
+
+#include "base/unix_socket.h"
+#include "rejoin/session.h"
+#include "tests/daemon_support.h"
+
+namespace rejoin::test {
+namespace {
+
+constexpr uid_t kNobody = 65534;
+
+// A process of another user that does this, says so, and stays until the end of this object.
+class AnotherUser {
+ public:
+  explicit AnotherUser(const std::function<bool()>& does) {
+    int said[2];
+    EXPECT_EQ(::pipe2(said, O_CLOEXEC), 0);
+    pid_ = ::fork();
+    if (pid_ == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      const char done = ::setgid(kNobody) == 0 && ::setuid(kNobody) == 0 && does() ? 'y' : 'n';
+      (void)!::write(said[1], &done, 1);
+      for (;;) ::pause();
+    }
+    ::close(said[1]);
+    EXPECT_EQ(::read(said[0], &answer_, 1), 1);
+    ::close(said[0]);
+  }
+  ~AnotherUser() {
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+  }
+  AnotherUser(const AnotherUser&) = delete;
+  AnotherUser& operator=(const AnotherUser&) = delete;
+  bool done() const { return answer_ == 'y'; }
+
+ private:
+  pid_t pid_ = -1;
+  char answer_ = 'n';
+};
+
+struct OtherUsers : testing::Test {
+  void SetUp() override {
+    if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user";
+  }
+  const std::string name = "@rejoin-test-" + std::to_string(::getpid());
+};
+
+std::unique_ptr<Session> open_session(const std::string& socket) {
+  SessionConfig config;
+  config.socket = socket;
+  auto session = *Session::open(config);
+  const TensorId w = *session->add({.name = "w", .count = 1000});
+  (void)*session->bucket({w});
+  EXPECT_TRUE(session->allocate());
+  return session;
+}
+
+TEST_F(OtherUsers, WhoHasTakenTheDaemonsNameGetsNoTrainersState) {
+  Fd listener;
+  const AnotherUser stranger([&] {
+    auto listening = listen_unix(name);
+    if (listening) listener = std::move(*listening);
+    return static_cast<bool>(listener);
+  });
+  ASSERT_TRUE(stranger.done());
+  const auto joined = open_session(name)->join();
+  ASSERT_FALSE(joined);
+  EXPECT_EQ(joined.error().code, ErrorCode::refused);
+  EXPECT_NE(joined.error().message.find("of user 65534, and this trainer is user 0's"), std::string::npos)
+      << joined.error().message;
+}
+
+TEST_F(OtherUsers, AreRefusedByADaemonWhoseJobGoesOn) {
+  Job job;
+  job.processes.push_back(job.start_coordinator({"--replicas", "1", "--ranks", "1", "--batch", "8", "--steps", "0"}));
+  job.processes.push_back(job.daemon("node0", {"--socket", name, "--connect", job.coordinator}));
+  job.addresses("node0");
+  const Process trainer({kMinimal}, job.file("trainer"),
+                        {"REJOIN_REPLICA=0", "REJOIN_RANK=0", "REJOIN_SOCKET=" + name});
+  const auto committed = [&] { return job.status().at("committed").get<std::uint64_t>(); };
+  ASSERT_TRUE(eventually([&] { return committed() > 10; }));
+  Fd socket;
+  const AnotherUser stranger([&] {
+    for (int i = 0; i < 50; ++i)
+      if (auto connected = connect_unix(name)) socket = std::move(*connected);
+    return static_cast<bool>(socket);
+  });
+  ASSERT_TRUE(stranger.done()) << "an abstract name keeps nobody from calling";
+  EXPECT_TRUE(eventually([&] {
+    return read_file(job.file("node0.out")).find("a local connection of user 65534 was refused") != std::string::npos;
+  }));
+  const auto then = committed();
+  EXPECT_TRUE(eventually([&] { return committed() > then + 10; }));
+}
+
+}  // namespace
+}  // namespace rejoin::test

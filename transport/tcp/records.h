@@ -1,0 +1,86 @@
+// Encryption of a TCP connection: bytes go in records that are encrypted and authenticated by AES-256-GCM, as in
+// TLS 1.3 (RFC 8446, section 5: a header of five bytes that is authenticated too, a nonce made of the record's number).
+// The keys of both directions come from the connection's secret, which the handshake has proven, and from an X25519
+// exchange whose public keys are that handshake's nonces: so who learns the secret later can't read what was sent
+// before.
+//
+// A key is used for 2^24 records and followed by one that is derived from it, at the same record on both sides: TLS's
+// bound for AES-GCM (section 5.5) would end a connection after some 380 GB.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <memory>
+
+#include "base/fd.h"
+#include "base/proof.h"
+#include "transport/secret.h"
+
+namespace rejoin::transport::tcp {
+
+// A key pair that is used for one connection.
+class KeyExchange {
+ public:
+  KeyExchange();
+  ~KeyExchange();
+  KeyExchange(const KeyExchange&) = delete;
+  KeyExchange& operator=(const KeyExchange&) = delete;
+  Nonce public_key() const;
+  // What both sides have in common. Errors: `refused` where the peer's is no public key of worth (RFC 7748,
+  // section 6.1).
+  Result<Mac> agree(const Nonce& theirs) const;
+
+ private:
+  struct Key;
+  std::unique_ptr<Key> key_;
+};
+
+// One direction's keys in their order.
+class RecordCipher {
+ public:
+  static constexpr std::size_t kMostPlain = 16 * KiB;   // of a record
+  static constexpr std::size_t kOverhead = 5 + 1 + 16;  // header, kind, tag
+  static constexpr std::uint64_t kRecordsOfAKey = std::uint64_t{1} << 24;
+
+  RecordCipher(const Mac& key, bool seals, std::uint64_t records_of_a_key = kRecordsOfAKey);
+  ~RecordCipher();
+  RecordCipher(RecordCipher&&) noexcept;
+  // Appends a record with these bytes, at most kMostPlain in all, to `out`.
+  void seal(std::span<const iovec> plain, Bytes& out);
+  // The record's plain bytes into `plain`, which has room for them. Returns their number; nothing where it is damaged.
+  std::optional<std::size_t> open(BytesView record, std::span<std::byte> plain);
+
+ private:
+  struct State;
+  void begin();
+  void use(const Mac& key);
+  std::unique_ptr<State> state_;
+};
+
+// A socket's bytes in records.
+class Records {
+ public:
+  // Of one that has called, or of its listener: `shared` is what KeyExchange::agree() returned.
+  Records(const Secret& secret, const Nonce& caller, const Nonce& listener, const Mac& shared, bool is_caller);
+  static bool available();  // whether OpenSSL has what this needs, which it may be configured not to have
+  // As sendmsg() and recvmsg(), without blocking. What send() has taken may still be here: holds_unsent(), and flush()
+  // sends it. A receive() that returns less than was asked for has found no more whole record. EBADMSG: it was damaged.
+  ssize_t send(const Fd& socket, const msghdr& message);
+  ssize_t receive(const Fd& socket, const msghdr& message);
+  bool flush(const Fd& socket);  // false: an error, in errno; EAGAIN where there is no room
+  bool holds_unsent() const { return sent_ < sealed_.size(); }
+  bool holds_received() const { return plain_begin_ < plain_end_ || whole_record() > 0; }
+
+ private:
+  std::size_t whole_record() const;  // its bytes, if there is one at the front of `in_`
+  bool open_next();
+  RecordCipher out_, in_cipher_;
+  Bytes sealed_;          // on its way out
+  std::size_t sent_ = 0;  // of it
+  Bytes in_;              // as received: [in_begin_, in_end_)
+  std::size_t in_begin_ = 0, in_end_ = 0;
+  Bytes plain_;  // one opened record: [plain_begin_, plain_end_)
+  std::size_t plain_begin_ = 0, plain_end_ = 0;
+};
+
+}  // namespace rejoin::transport::tcp

@@ -1,0 +1,87 @@
+// Shared memory where process_vm_readv is forbidden, as container runtimes do.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <linux/audit.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdio>
+#include <functional>
+
+#include "base/clock.h"
+#include "base/fd.h"
+#include "transport/shm/factory.h"
+
+namespace rejoin::transport::shm {
+namespace {
+
+bool forbid_process_vm_readv() {
+  sock_filter filter[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_readv, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program{.len = std::size(filter), .filter = filter};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+// In a process of its own, which keeps the filter. Returns what `says` returned there.
+std::string in_a_container(const std::function<std::string()>& says) {
+  int ends[2];
+  EXPECT_EQ(::pipe(ends), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const std::string said = forbid_process_vm_readv() ? says() : "no seccomp here";
+    (void)!::write(ends[1], said.data(), said.size());
+    ::_exit(0);
+  }
+  ::close(ends[1]);
+  char said[4096];
+  const ssize_t got = ::read(ends[0], said, sizeof said);
+  ::close(ends[0]);
+  ::waitpid(child, nullptr, 0);
+  return {said, static_cast<std::size_t>(std::max<ssize_t>(got, 0))};
+}
+
+// A megabyte from one engine to the other. Empty: it arrived.
+std::string write_out_of(Mapping from) {
+  auto caller = make_engine().value(), listener = make_engine().value();
+  auto into = Mapping::shareable(from.size()).value();
+  const auto source = caller->register_region({from.data(), from.size()}, MemoryKind::host).value();
+  const auto target = listener->register_region({into.data(), into.size()}, MemoryKind::host).value();
+  std::fill_n(from.data(), from.size(), std::byte{7});
+  const auto endpoint = caller->connect({listener->listen({}).value().text}, {}).value();
+  const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(20);
+  while (SteadyClock().now() < deadline) {
+    for (const auto& event : listener->poll())
+      if (event.kind == EventKind::written) return into.data()[from.size() - 1] == std::byte{7} ? "" : "other bytes";
+    for (const auto& event : caller->poll()) {
+      if (event.kind == EventKind::closed) return event.error->message;
+      if (event.kind != EventKind::connected) continue;
+      const Write write{
+          .local = {source, 0}, .remote = {listener->remote(target), 0}, .length = from.size(), .notify = 1};
+      if (auto posted = caller->write(endpoint, {&write, 1}); !posted) return posted.error().message;
+    }
+  }
+  return "nothing came";
+}
+
+TEST(ShmEngine, FilesAreReadWithoutProcessVmReadv) {
+  EXPECT_EQ(in_a_container([] { return write_out_of(Mapping::shareable(1 * MiB).value()); }), "");
+}
+
+TEST(ShmEngine, MemoryThatIsNoFilesIsRefusedAtTheStartWithTheReason) {
+  EXPECT_THAT(in_a_container([] { return write_out_of(Mapping::anonymous(1 * MiB).value()); }),
+              testing::HasSubstr("process_vm_readv allowed by seccomp; or use transport tcp"));
+  EXPECT_EQ(write_out_of(Mapping::anonymous(1 * MiB).value()), "");
+}
+
+}  // namespace
+}  // namespace rejoin::transport::shm

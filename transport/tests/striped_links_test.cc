@@ -1,0 +1,173 @@
+// Rails that come up late or never, hang, are fewer at one end, or are the last.
+#include <gtest/gtest.h>
+
+#include "transport/tests/striped_cluster.h"
+
+namespace rejoin::transport::striped {
+namespace {
+
+TEST(Striped, TheEndpointFailsWithItsLastRailOnly) {
+  Cluster c(3);
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  for (int i = 0; i < 1000; ++i) c.turn();
+  std::vector<std::byte> bytes(64 * KiB);
+  const RegionId source = *c.a.engine->register_region(bytes, MemoryKind::host);
+  const RegionId target = *c.b.engine->register_region(bytes, MemoryKind::host);
+  const Write write{
+      .context = 7, .local = {source, 0}, .remote = {c.b.engine->remote(target), 0}, .length = 64 * KiB, .notify = 7};
+  ASSERT_TRUE(c.a.engine->write(c.a.endpoint, {&write, 1}));
+  c.fabric.cut(*c.a.rails[0]);
+  c.a.poll();
+  EXPECT_FALSE(c.a.closed);
+  c.fabric.cut(*c.a.rails[1]);
+  ASSERT_TRUE(c.until([&] { return c.a.closed && c.b.closed; }));
+  ASSERT_TRUE(c.a.completed.contains(7));
+  EXPECT_TRUE(c.a.completed[7]);
+  EXPECT_TRUE(c.b.written.empty());
+}
+
+// The rail that is the first to be up dies before the others have come up: they are waited for, with all that was
+// posted.
+TEST(Striped, TheFirstRailToBeUpMayDieBeforeTheOthersAreUp) {
+  for (const bool at_connecting_end : {true, false}) {
+    SCOPED_TRACE(at_connecting_end);
+    Cluster c(4, 2, std::chrono::milliseconds(2));
+    ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+    std::vector<std::byte> from(64 * KiB, std::byte{5}), to(64 * KiB);
+    const RegionId source = *c.a.engine->register_region(from, MemoryKind::host);
+    const RegionId target = *c.b.engine->register_region(to, MemoryKind::host);
+    const Write write{.context = 1,
+                      .local = {source, 0},
+                      .remote = {c.b.engine->remote(target), 0},
+                      .length = from.size(),
+                      .notify = 1};
+    c.fabric.cut(*(at_connecting_end ? c.a : c.b).rails[1]);
+    ASSERT_TRUE(c.a.engine->write(c.a.endpoint, {&write, 1}));
+    ASSERT_TRUE(c.a.engine->send(c.a.endpoint, as_bytes("there")));
+    ASSERT_TRUE(c.b.engine->send(c.b.endpoint, as_bytes("back")));
+    ASSERT_TRUE(c.until([&] { return c.a.completed.contains(1) && !c.b.written.empty() && !c.a.messages.empty(); }));
+    EXPECT_FALSE(c.a.completed[1]) << c.a.completed[1]->message;
+    EXPECT_EQ(from, to);
+    EXPECT_EQ(c.b.messages, std::vector<std::string>{"there"});
+    EXPECT_FALSE(c.a.closed || c.b.closed);
+  }
+}
+
+// But not for ever.
+TEST(Striped, ARailThatNeverComesUpIsWaitedForNoLongerThanAStall) {
+  Cluster c(6, 2, std::chrono::seconds(3600));
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  const TimePoint before = c.clock.now();
+  c.fabric.kill(*c.a.rails[0]);
+  c.fabric.kill(*c.a.rails[1]);
+  while (!c.b.closed && c.clock.now() - before < 2 * kOptions.stall) {  // not to the slow rail's next event at once
+    while (c.fabric.next_event() <= c.clock.now()) c.fabric.step();
+    c.b.poll();
+    c.clock.advance(std::chrono::microseconds(50));
+  }
+  EXPECT_TRUE(c.b.closed);
+}
+
+TEST(Striped, ARailThatHangsIsTakenOutAndItsPiecesGoOverTheOthers) {
+  Cluster c(5);
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  for (int i = 0; i < 1000; ++i) c.turn();
+  std::vector<std::byte> from(256 * KiB, std::byte{9}), to(256 * KiB);
+  const RegionId source = *c.a.engine->register_region(from, MemoryKind::host);
+  const RegionId target = *c.b.engine->register_region(to, MemoryKind::host);
+  c.fabric.stop(*c.b.rails[1]);  // it takes everything and does nothing
+  for (std::uint64_t i = 0; i < 50; ++i) {
+    const Write write{.context = i,
+                      .local = {source, 0},
+                      .remote = {c.b.engine->remote(target), 0},
+                      .length = 256 * KiB,
+                      .notify = i};
+    ASSERT_TRUE(c.a.engine->write(c.a.endpoint, {&write, 1}));
+    ASSERT_TRUE(c.until([&] { return c.a.completed.contains(i); })) << i;
+    EXPECT_FALSE(c.a.completed[i]);
+  }
+  EXPECT_EQ(from, to);
+  EXPECT_FALSE(c.a.closed);
+}
+
+// As a flush has to be: behind what any rail has written.
+TEST(Striped, AReadOnEachRailWaitsForEachThatIsUp) {
+  Cluster c(8);
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  for (int i = 0; i < 1000; ++i) c.turn();
+  std::vector<std::byte> from(64, std::byte{9}), to(64);
+  const RegionId source = *c.b.engine->register_region(from, MemoryKind::host);
+  const RegionId target = *c.a.engine->register_region(to, MemoryKind::host);
+  std::uint64_t context = 0;
+  const auto read = [&] {
+    const Read one{.context = ++context,
+                   .local = {target, 0},
+                   .remote = {c.b.engine->remote(source), 0},
+                   .length = 1,
+                   .on_each_rail = true};
+    EXPECT_TRUE(c.a.engine->read(c.a.endpoint, {&one, 1}));
+    return context;
+  };
+  const auto first = read();
+  ASSERT_TRUE(c.until([&] { return c.a.completed.contains(first); }));
+  EXPECT_FALSE(c.a.completed[first]);
+  EXPECT_EQ(to[0], std::byte{9});
+  for (auto* rail : c.b.rails) {
+    c.fabric.stop(*rail);
+    const auto next = read();
+    const TimePoint before = c.clock.now();
+    while (c.clock.now() - before < kOptions.stall / 4) c.turn();
+    EXPECT_FALSE(c.a.completed.contains(next)) << "one of them has not answered";
+    c.fabric.resume(*rail);
+    ASSERT_TRUE(c.until([&] { return c.a.completed.contains(next); }));
+    EXPECT_FALSE(c.a.completed[next]);
+  }
+  c.fabric.cut(*c.a.rails[1]);
+  const auto last = read();
+  ASSERT_TRUE(c.until([&] { return c.a.completed.contains(last); }));
+  EXPECT_FALSE(c.a.completed[last]) << "who is down writes nothing";
+}
+
+TEST(Striped, OtherCountsOfRailsUseWhatBothHave) {
+  VirtualClock clock;
+  sim::Fabric fabric({}, clock);
+  const auto make = [&](int rails) {
+    std::vector<std::unique_ptr<Engine>> engines;
+    for (int i = 0; i < rails; ++i) engines.push_back(fabric.make_engine());
+    return *make_engine(std::move(engines), kOptions, clock);
+  };
+  auto a = make(3), b = make(2);
+  const EndpointId endpoint = *a->connect(*b->listen({"sim"}), {});
+  std::vector<std::byte> from(100 * KiB, std::byte{3}), to(100 * KiB);
+  const RegionId source = *a->register_region(from, MemoryKind::host),
+                 target = *b->register_region(to, MemoryKind::host);
+  bool done = false;
+  for (int i = 0; i < 10000 && !done; ++i) {
+    if (!fabric.step()) clock.advance(std::chrono::microseconds(100));
+    for (const auto& event : a->poll()) {
+      if (event.kind == EventKind::connected) {
+        const Write write{
+            .context = 1, .local = {source, 0}, .remote = {b->remote(target), 0}, .length = 100 * KiB, .notify = 1};
+        ASSERT_TRUE(a->write(endpoint, {&write, 1}));
+      }
+      done |= event.kind == EventKind::completed && !event.error;
+    }
+    b->poll();
+  }
+  EXPECT_TRUE(done);
+  EXPECT_EQ(from, to);
+}
+
+TEST(Striped, NoRailsOrTooManyAreRefused) {
+  VirtualClock clock;
+  sim::Fabric fabric({}, clock);
+  EXPECT_FALSE(make_engine({}, {}, clock));
+  std::vector<std::unique_ptr<Engine>> many;
+  for (int i = 0; i < 17; ++i) many.push_back(fabric.make_engine());
+  auto made = make_engine(std::move(many), {}, clock);
+  ASSERT_FALSE(made);
+  EXPECT_NE(made.error().message.find("1 to 16"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace rejoin::transport::striped
