@@ -192,14 +192,11 @@ Result<int> top(const std::vector<std::string>& addresses, std::chrono::millisec
 }
 
 Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
-  const auto log = membership::parse_log_file(path);
-  if (!log) return tl::unexpected(log.error());
-  const auto* records = &log->records;
-  if (records->empty())
-    return fail(ErrorCode::not_found,
-                "{} holds no decision, in {} bytes: no job has begun with it, or what it held is lost", path,
-                log->intact + log->torn);
-  for (const auto& record : *records) {
+  LogAuditor auditor;
+  bool empty = true;
+  const auto log = membership::for_each_record(path, [&](const proto::LogRecord& record) {
+    empty = false;
+    auditor.take(record);
     if (record.has_epoch()) {
       std::string members;
       for (const auto& m : record.epoch().members())
@@ -210,8 +207,13 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
     if (record.has_rolled_back() && record.rolled_back().from() > record.rolled_back().version())
       std::cout << fmt::format("rolled back from step {} to step {}\n", record.rolled_back().from(),
                                record.rolled_back().version());
-  }
-  const LogAudit audit = audit_log(*records, last_step);
+  });
+  if (!log) return tl::unexpected(log.error());
+  if (empty)
+    return fail(ErrorCode::not_found,
+                "{} holds no decision, in {} bytes: no job has begun with it, or what it held is lost", path,
+                log->intact + log->torn);
+  const LogAudit audit = auditor.result(last_step);
   std::cout << fmt::format(
       "{} steps committed in {} epochs; {} samples: {} trained once, {} lost, {} repeated, {} to be trained again\n",
       audit.committed, audit.epochs, audit.samples, audit.once, audit.lost, audit.repeated, audit.to_be_trained);
@@ -223,7 +225,7 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
   if (audit.checkpoint > 0)
     std::cout << fmt::format("{} of them are trained by the checkpoint of step {}, from which the job went on\n",
                              audit.before_checkpoint, audit.checkpoint);
-  const auto given_up = membership::rolled_back(*records);
+  const auto& given_up = auditor.rolled_back();
   if (given_up.steps > 0)
     std::cout << fmt::format("{} committed steps of {} samples were rolled back, and their samples handed out again\n",
                              given_up.steps, given_up.samples);

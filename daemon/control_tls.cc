@@ -98,6 +98,9 @@ JobKeys::ControlTls::ControlTls(std::shared_ptr<const std::vector<JobKey>> keys)
 
 JobKeys::ControlTls::~ControlTls() = default;
 
+// OpenSSL takes a pre-shared key for a session that is resumed; there are no others here.
+bool proved_the_key(const SSL* connection) { return ::SSL_session_reused(connection) == 1; }
+
 std::optional<std::string> why_refused(const asio::error_code& error) {
   if (error.category() != asio::error::get_ssl_category()) return std::nullopt;
   switch (ERR_GET_REASON(static_cast<unsigned long>(error.value()))) {
@@ -111,7 +114,9 @@ std::optional<std::string> why_refused(const asio::error_code& error) {
     case SSL_R_SSLV3_ALERT_ILLEGAL_PARAMETER:
     case SSL_R_TLSV1_ALERT_DECRYPT_ERROR:
     case SSL_R_TLSV1_ALERT_UNKNOWN_PSK_IDENTITY:
-      return "its job key differs from ours; give both the same --job-key-file";
+    // It took none of the keys that it was offered, and has a certificate.
+    case SSL_R_CERTIFICATE_VERIFY_FAILED:
+    case SSL_R_TLSV1_ALERT_UNKNOWN_CA: return "its job key differs from ours; give both the same --job-key-file";
     default:
       // Of a reason without a text, such as an alert of a number that nobody has given out, there is none.
       return fmt::format("it does not speak this version of the Rejoin control protocol ({})", error.message());

@@ -4,6 +4,8 @@
 // said.
 #pragma once
 
+#include <openssl/ssl.h>
+
 #include <asio/ssl/context.hpp>
 #include <memory>
 #include <optional>
@@ -27,6 +29,9 @@ struct JobKeys::ControlTls {
   mutable asio::ssl::context context_;
   std::unique_ptr<const std::vector<PresharedKey>> keys_;
 };
+
+// Whether a handshake that is done was one by a pre-shared key, and so by one of ours.
+bool proved_the_key(const SSL* connection);
 
 // Why a handshake has failed, for people, where that is the other side's doing; nothing where the connection has ended.
 std::optional<std::string> why_refused(const asio::error_code& error);

@@ -82,13 +82,21 @@ void CoordinatorServer::tick() {
   });
 }
 
+namespace {
+
+// Deciding without remembering could decide twice. Ranks wait; a restarted coordinator goes on from the log.
+[[noreturn]] void end_of_deciding(const std::string& why) {
+  spdlog::critical("{}", why);
+  std::_Exit(4);
+}
+
+}  // namespace
+
 void CoordinatorServer::carry_out(const membership::Actions& actions) {
   if (auto written = log_.append(actions.append); !written) {
-    // Deciding without remembering could decide twice. Ranks wait; a restarted coordinator goes on from the log.
     const bool gone = written.error().code == ErrorCode::not_found;
-    spdlog::critical("{}{}", written.error().message,
-                     gone ? ". The coordinator ends" : "; free space and start the coordinator again");
-    std::_Exit(4);
+    end_of_deciding(written.error().message +
+                    (gone ? ". The coordinator ends" : "; free space and start the coordinator again"));
   }
   if (log_.size() >= compact_at_ && !actions.append.empty()) compact_log();
   for (const auto& record : actions.append) {
@@ -124,6 +132,7 @@ void CoordinatorServer::compact_log() {
   if (auto compacted = log_.compact(machine_.snapshot()); compacted)
     spdlog::info("the decision log is compacted after step {}, from {} to {}", machine_.committed(),
                  human_bytes(before), human_bytes(log_.size()));
+  else if (log_.failed()) end_of_deciding(compacted.error().message + ". Start the coordinator again");
   else spdlog::warn("the decision log is not compacted, and goes on growing: {}", compacted.error().message);
   compact_at_ = std::max(log_compact_, 2 * log_.size());
 }

@@ -15,7 +15,10 @@ struct Framed::Tls {
 };
 
 Framed::Framed(asio::ip::tcp::socket socket, const JobKeys& keys, bool server)
-    : tls_(std::make_unique<Tls>(std::move(socket), keys)), timer_(tls_->stream.get_executor()), server_(server) {}
+    : tls_(std::make_unique<Tls>(std::move(socket), keys)), timer_(tls_->stream.get_executor()), server_(server) {
+  // A server may pass over the key that it is offered and show a certificate: we know none, so that fails.
+  if (!server_) tls_->stream.set_verify_mode(asio::ssl::verify_peer);
+}
 
 Framed::~Framed() = default;
 
@@ -45,6 +48,7 @@ void Framed::on_handshake(const asio::error_code& error) {
     if (const auto why = why_refused(error)) return refuse(*why);
     return on_end(error);
   }
+  if (!proved_the_key(tls_->stream.native_handle())) return refuse("it did not prove the job key");
   open_ = true;
   timer_.cancel();
   const auto handlers = handlers_;

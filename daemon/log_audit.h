@@ -2,11 +2,13 @@
 // those which come back go out before new ones do.
 #pragma once
 
+#include <map>
 #include <optional>
-#include <vector>
 
 #include "base/ids.h"
 #include "control.pb.h"
+#include "membership/log.h"
+#include "membership/rank_set.h"
 
 namespace rejoin::daemon {
 
@@ -24,8 +26,48 @@ struct LogAudit {
   std::uint64_t compacted = 0, before_compacted = 0;
 };
 
-// `last_step`: where it is known, the step after which the job is finished. The log doesn't name it; without it a
-// sample is lost only where new ones went out before it.
-LogAudit audit_log(const std::vector<proto::LogRecord>& records, std::optional<Step> last_step);
+// Follows the log, and finds where samples were passed over.
+//
+// Between two commits of one epoch nobody comes or goes: all that goes out after the first is trained in the second.
+// Has that one trained a sample that was never out before, then nothing was left that waited to go out again; so what
+// lies before it and is not trained will never be.
+//
+// Which samples were out before is not written where the replica that held them was lost. But nobody has held more than
+// a batch in each epoch and step: that bounds them.
+class PassedOver {
+ public:
+  void take(const proto::LogRecord& record);
+  std::uint64_t not_trained() const;
+  std::uint64_t samples() const { return highest_; }
+  std::uint64_t lost() const { return passed_over_.size(); }
+
+ private:
+  void commit(const proto::LogRecord::Committed& committed);
+  void begin_from(const proto::LogRecord::Snapshot& snapshot);
+  void roll_back(const proto::LogRecord::RolledBack& record);
+
+  std::uint64_t batch_ = 0;
+  std::map<std::uint64_t, membership::Samples> steps_;
+  membership::Samples trained_, passed_over_;
+  std::uint64_t highest_ = 0;
+  std::uint64_t out_before_ = 0;  // at the last commit: no sample from here on had ever been handed out
+  std::uint64_t may_be_out_ = 0;  // since then, at most so many new ones
+  bool quiet_ = false;            // nobody has come or gone since the last commit
+};
+
+// Takes a log's records in their order.
+class LogAuditor {
+ public:
+  void take(const proto::LogRecord& record);
+  // `last_step`: where it is known, the step after which the job is finished. The log doesn't name it; without it a
+  // sample is lost only where new ones went out before it.
+  LogAudit result(std::optional<Step> last_step) const;
+  const membership::RolledBack& rolled_back() const { return trained_.rolled_back(); }
+
+ private:
+  LogAudit audit_;
+  PassedOver passed_over_;
+  membership::TrainedSteps trained_;
+};
 
 }  // namespace rejoin::daemon

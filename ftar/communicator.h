@@ -236,7 +236,8 @@ class Communicator {
   TimePoint now_{};
   TimePoint last_progress_{};
   std::vector<Outcome> outcomes_, handed_out_;
-  std::uint64_t stale_dropped_ = 0, operations_done_ = 0, bytes_reduced_ = 0, strangers_ = 0;
+  std::uint64_t stale_dropped_ = 0, operations_done_ = 0, bytes_reduced_ = 0;
+  std::uint64_t strangers_ = 0, misdirected_ = 0;  // connections that were refused
 };
 
 }  // namespace rejoin::ftar

@@ -73,9 +73,12 @@ void Communicator::on_accepted(const transport::Event& event) {
   const Member member{ReplicaId(hello.replica), Incarnation(hello.incarnation)};
   const Member wanted{ReplicaId(hello.wanted_replica), Incarnation(hello.wanted_incarnation)};
   if (hello.rank != group_.rank || wanted != self_) {
-    ++strangers_;
-    spdlog::warn("a connection of replica {} rank {} that was meant for replica {} came to replica {} rank {}: refused",
-                 member.replica, hello.rank, wanted.replica, self_.replica, group_.rank);
+    if (std::has_single_bit(++misdirected_))
+      spdlog::warn(
+          "a connection of replica {} rank {} that was meant for instance {} of replica {} came to instance {} of "
+          "replica {} rank {}, and was refused: {} so far",
+          member.replica, hello.rank, wanted.incarnation, wanted.replica, self_.incarnation, self_.replica, group_.rank,
+          misdirected_);
     return engine_.close(event.endpoint);
   }
   if (hello.plan != plan_hash()) {

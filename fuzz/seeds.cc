@@ -97,7 +97,9 @@ std::vector<proto::LogRecord> records() {
   all[3].mutable_committed()->set_epoch(1);
   *all[3].mutable_committed()->add_members() = member(0, 1, false);
   all[4].mutable_rolled_back()->set_version(0);
+  all[4].mutable_rolled_back()->set_in_order(true);
   all[5].mutable_rolled_back()->set_version(9);
+  all[5].mutable_rolled_back()->set_in_order(true);
   membership::RankSet(7).to(all[5].mutable_rolled_back()->mutable_trained());
   return all;
 }

@@ -121,6 +121,11 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         if (m.incarnation.value == record.caught_up().incarnation()) m.complete = true;
       return {};
     case proto::LogRecord::kRolledBack:
+      if (!record.rolled_back().in_order())
+        return fail(ErrorCode::mismatch,
+                    "the log was rolled back to step {} by an older Rejoin, which handed samples out in another order. "
+                    "Start the job from a checkpoint with a new log directory",
+                    record.rolled_back().version());
       if (committed_.value > record.rolled_back().version()) {
         last_roll_back_ = Step(record.rolled_back().version());
         steps_rolled_back_ += committed_.value - record.rolled_back().version();
@@ -131,7 +136,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       // far.
       if (const Samples trained(record.rolled_back().trained(), kMostSamples);
           trained.empty() && (committed_ != Step{} || ledger_.trained_at(committed_)))
-        ledger_.roll_back(committed_, record.rolled_back().in_order());
+        ledger_.roll_back(committed_);
       else ledger_.go_on_from(committed_, trained);
       return {};
     case proto::LogRecord::kStopped:

@@ -75,9 +75,9 @@ void Ledger::hand_back(ReplicaId replica) {
 }
 
 void Ledger::commit(Step step) {
-  Batch& of_step = steps_[step.value];
-  for (auto& [replica, batch] : held_) append(of_step, batch);
-  add(trained_, of_step);
+  Samples& of_step = steps_[step.value];
+  for (const auto& [replica, batch] : held_) add(of_step, batch);
+  trained_.add(of_step);
   committed_ = step;
   held_.clear();
   if (steps_.size() <= kStepsKept) return;
@@ -85,14 +85,13 @@ void Ledger::commit(Step step) {
   steps_.erase(steps_.begin());
 }
 
-void Ledger::roll_back(Step version, bool in_order) {
+void Ledger::roll_back(Step version) {
   trained_ = trained_at(version).value_or(Samples{});
-  for (auto it = steps_.upper_bound(version.value); it != steps_.end(); it = steps_.erase(it))
-    append(returned_, it->second);
+  steps_.erase(steps_.upper_bound(version.value), steps_.end());
   if (version > committed_) from_ = version;  // of an old log, which does not say what is trained there
   committed_ = version;
-  while (!held_.empty()) hand_back(held_.begin()->first);
-  if (in_order) hand_out_in_order();
+  held_.clear();
+  hand_out_in_order();
 }
 
 void Ledger::go_on_from(Step version, const Samples& trained) {
@@ -115,7 +114,7 @@ void Ledger::hand_out_in_order() {
 std::optional<Samples> Ledger::trained_at(Step version) const {
   if (version < from_ || version > committed_) return std::nullopt;
   Samples later, trained = trained_;
-  for (auto it = steps_.upper_bound(version.value); it != steps_.end(); ++it) add(later, it->second);
+  for (auto it = steps_.upper_bound(version.value); it != steps_.end(); ++it) later.add(it->second);
   trained.remove(later);
   return trained;
 }
@@ -125,10 +124,10 @@ void Ledger::to(proto::LogRecord_Snapshot_Ledger& snapshot) const {
   snapshot.set_from(from_.value);
   put(returned_, snapshot.mutable_handed_back());
   trained_.to(snapshot.mutable_trained());
-  for (const auto& [step, batch] : steps_) {
+  for (const auto& [step, samples] : steps_) {
     auto& one = *snapshot.add_steps();
     one.set_step(step);
-    put(batch, one.mutable_trained());
+    samples.to(one.mutable_trained());
   }
   for (const auto& [replica, batch] : held_) {
     auto& one = *snapshot.add_held();
@@ -144,7 +143,7 @@ void Ledger::take_up(const proto::LogRecord_Snapshot_Ledger& snapshot, Step comm
   returned_.clear(), steps_.clear(), held_.clear();
   append(returned_, from(snapshot.handed_back()));
   trained_ = Samples(snapshot.trained(), kMostSamples);
-  for (const auto& one : snapshot.steps()) steps_[one.step()] = from(one.trained());
+  for (const auto& one : snapshot.steps()) steps_[one.step()] = Samples(one.trained(), kMostSamples);
   for (const auto& one : snapshot.held()) held_[ReplicaId(one.replica())] = membership::batch_of(one);
 }
 

@@ -48,9 +48,8 @@ class Ledger {
   // The step under way is committed: every batch held is trained.
   void commit(Step step);
   // Steps after `version` are void: their samples are handed out again. It must be one that trained_at() knows.
-  // `in_order`: all that is not trained goes out from the lowest on, as after go_on_from(); otherwise, as of logs that
-  // were written before that, in the order in which it came back.
-  void roll_back(Step version, bool in_order);
+  // All that is not trained goes out from the lowest on, as after go_on_from().
+  void roll_back(Step version);
   // A checkpoint of another ledger's time: with the state of `version` these samples are trained, and no others. The
   // gaps between them go out first.
   void go_on_from(Step version, const Samples& trained);
@@ -77,10 +76,10 @@ class Ledger {
   std::uint64_t next_ = 0;  // no sample from here on is given out, or was in a step that counts
   std::deque<SampleRange> returned_;
   std::map<ReplicaId, Batch> held_;
-  Step from_;                             // the checkpoint that it went on from, or 0; or the oldest step kept
-  Step committed_;                        // the last step
-  Samples trained_;                       // … up to which these are trained
-  std::map<std::uint64_t, Batch> steps_;  // what each step after from_ has trained
+  Step from_;                               // the checkpoint that it went on from, or 0; or the oldest step kept
+  Step committed_;                          // the last step
+  Samples trained_;                         // … up to which these are trained
+  std::map<std::uint64_t, Samples> steps_;  // what each step after from_ has trained: few ranges, whoever held them
 };
 
 struct Audit {

@@ -131,12 +131,35 @@ Result<ParsedLog> parse_log(BytesView bytes, const std::string& path) {
   return parsed;
 }
 
-Result<ParsedLog> parse_one_file(const std::string& path) {
-  Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!file) return fail_errno(path);
+Result<ParsedLog> parse_file(const Fd& file, const std::string& path) {
   auto bytes = read_all(file, path);
   if (!bytes) return tl::unexpected(bytes.error());
   return parse_log(*bytes, path);
+}
+
+Result<ParsedLog> parse_one_file(const std::string& path) {
+  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file) return fail_errno(path);
+  return parse_file(file, path);
+}
+
+std::optional<proto::LogRecord> first_record(const Fd& file) {
+  const auto read = [&](std::uint64_t at, void* to, std::size_t size) {
+    return ::pread(file.get(), to, size, static_cast<off_t>(at)) == static_cast<ssize_t>(size);
+  };
+  RecordHeader header;
+  std::uint64_t at = kMagic.size();
+  do {
+    if (!read(at, &header, sizeof header)) return std::nullopt;
+    at += sizeof header;
+  } while (header.length == kMark);
+  if (header.length > kMaxRecord) return std::nullopt;
+  Bytes body(header.length);
+  proto::LogRecord record;
+  if (!read(at, body.data(), body.size()) || header.checksum != checksum_of(header, body.data()) ||
+      !record.ParseFromArray(body.data(), static_cast<int>(body.size())))
+    return std::nullopt;
+  return record;
 }
 
 Disk Disk::real() { return {.write = ::pwrite, .sync = ::fdatasync, .link = ::link, .rename = ::rename}; }
@@ -156,6 +179,7 @@ Result<Log> Log::open(const std::string& directory, Disk disk) {
     if (::flock(log.file_.get(), LOCK_EX | LOCK_NB) != 0)
       return fail(ErrorCode::exhausted, "{} is in use by another coordinator", log.path_);
   } while (!log.in_its_place());
+  (void)::unlink(log.next_path().c_str());  // of a compaction that a crash has cut short
   if (auto recovered = log.recover(); !recovered) return tl::unexpected(recovered.error());
   // The file's name must survive, too.
   if (::fsync(log.folder_.get()) != 0) return fail_errno(directory);
@@ -208,13 +232,18 @@ bool Log::in_its_place() const {
   return ours.st_dev == there.st_dev && ours.st_ino == there.st_ino;
 }
 
+Result<> Log::check_size(const proto::LogRecord& record) const {
+  const std::size_t size = record.ByteSizeLong();
+  if (size <= kMaxRecord) return {};
+  return fail(ErrorCode::invalid_argument, "{}: a record of {} is over the limit of {}", path_, human_bytes(size),
+              human_bytes(kMaxRecord));
+}
+
 Result<> Log::append(const std::vector<proto::LogRecord>& records) {
   if (records.empty()) return {};
   if (failed_) return fail(ErrorCode::io, "{} failed before; restart the coordinator", path_);
   for (const auto& record : records)
-    if (const std::size_t size = record.ByteSizeLong(); size > kMaxRecord)
-      return fail(ErrorCode::invalid_argument, "{}: a record of {} is over the limit of {}", path_, human_bytes(size),
-                  human_bytes(kMaxRecord));
+    if (auto checked = check_size(record); !checked) return checked;
   struct stat status {};
   if (::fstat(file_.get(), &status) == 0 && static_cast<std::uint64_t>(status.st_size) < end_) {
     failed_ = true;

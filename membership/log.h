@@ -16,6 +16,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,10 @@ struct ParsedLog {
 };
 // `corrupt` where what was acknowledged is damaged. `name`: for errors.
 Result<ParsedLog> parse_log(BytesView bytes, const std::string& name);
+Result<ParsedLog> parse_file(const Fd& file, const std::string& name);
 Result<ParsedLog> parse_one_file(const std::string& path);
+// The first record of a file, if there is an intact one.
+std::optional<proto::LogRecord> first_record(const Fd& file);
 
 // How a log reaches its file.
 struct Disk {
@@ -59,13 +63,16 @@ class Log {
   // All of them durable, or an error, after which the log takes no more: the process must stop deciding. `not_found`:
   // the file isn't at its path any more, where the next coordinator would look for it.
   Result<> append(const std::vector<proto::LogRecord>& records);
-  // `snapshot` takes the place of all records so far. After an error the log goes on as it is, unless that comes from
-  // append(), too: then it can't be told any more which file a crash would leave.
+  // `snapshot` takes the place of all records so far. After an error the log goes on as it is, unless it has failed():
+  // then it can't be told any more which file a crash would leave.
   Result<> compact(const proto::LogRecord& snapshot);
+  bool failed() const { return failed_; }  // append() takes no more
 
  private:
   Result<Fd> write_next(const proto::LogRecord& snapshot, std::uint64_t& end) const;
-  Result<> put_in_place();
+  Result<> put_in_place() const;
+  Result<> check_size(const proto::LogRecord& record) const;
+  std::string next_path() const { return path_ + ".next"; }
   Result<> recover();
   bool in_its_place() const;
   Result<> write(const Fd& file, BytesView bytes, std::uint64_t at) const;
@@ -80,17 +87,33 @@ class Log {
   bool failed_ = false;
 };
 
-// Reads a log without opening it for writing, for the audit: with the archives beside it, as far as they are there.
-Result<ParsedLog> parse_log_file(const std::string& path);
+// Reads a log without opening it for writing, for the audit; its coordinator may be at work. Calls `take` with each
+// record in order, those of the archives beside it first, as far as they are there. One file at a time is in memory.
+// Returns what the newest file holds, without its records.
+Result<ParsedLog> for_each_record(const std::string& path, const std::function<void(const proto::LogRecord&)>& take);
 Result<std::vector<proto::LogRecord>> read_log(const std::string& path);
 
 // What an operator gave up: steps that were committed, and are trained again.
 struct RolledBack {
   std::uint64_t steps = 0, samples = 0;
 };
-RolledBack rolled_back(const std::vector<proto::LogRecord>& records);
 
-// The samples that its commits trained, by step, without those of steps that were rolled back. For audit().
+// Takes a log's records in their order.
+class TrainedSteps {
+ public:
+  void take(const proto::LogRecord& record);
+  // The samples that its commits trained, by step, without those of steps that were rolled back. For audit().
+  const std::map<std::uint64_t, Batch>& by_step() const { return by_step_; }
+  const RolledBack& rolled_back() const { return rolled_back_; }
+
+ private:
+  void begin_from(const proto::LogRecord::Snapshot& snapshot);
+  void go_back(const proto::LogRecord::RolledBack& record);
+  std::uint64_t samples() const;
+  std::map<std::uint64_t, Batch> by_step_;
+  RolledBack rolled_back_;
+};
+RolledBack rolled_back(const std::vector<proto::LogRecord>& records);
 std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records);
 
 }  // namespace rejoin::membership

@@ -49,22 +49,12 @@ std::set<std::uint64_t> archives_beside(const std::string& path) {
   return numbers;
 }
 
-// Those of them that follow one another without a gap up to the newest, in their order.
-std::vector<std::string> newest_archives(const std::string& path) {
-  const auto numbers = archives_beside(path);
-  std::vector<std::string> archives;
-  for (auto number = numbers.empty() ? 0 : *numbers.rbegin(); numbers.contains(number); --number)
-    archives.insert(archives.begin(), archive_of(path, number));
-  return archives;
-}
-
 }  // namespace
 
 // The new file, locked and on disk, under another name.
 Result<Fd> Log::write_next(const proto::LogRecord& snapshot, std::uint64_t& end) const {
-  const std::string next = path_ + ".next";
-  Fd file(::open(next.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
-  if (!file || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return fail_errno(next);
+  Fd file(::open(next_path().c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
+  if (!file || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return fail_errno(next_path());
   const Bytes bytes = log_bytes({snapshot}, 0);
   if (auto written = write_and_sync(file, bytes, 0); !written) return tl::unexpected(written.error());
   if (auto marked = write_and_sync(file, log_bytes({}, bytes.size()), bytes.size()); !marked)
@@ -74,7 +64,7 @@ Result<Fd> Log::write_next(const proto::LogRecord& snapshot, std::uint64_t& end)
 }
 
 // From the link on the old file has two names, until the new one takes over the first of them.
-Result<> Log::put_in_place() {
+Result<> Log::put_in_place() const {
   const auto numbers = archives_beside(path_);
   const auto newest = numbers.empty() ? std::nullopt : look_at(archive_of(path_, *numbers.rbegin()));
   const auto ours = look_at(path_);
@@ -82,69 +72,116 @@ Result<> Log::put_in_place() {
   const auto name = archive_of(path_, numbers.empty() ? 1 : *numbers.rbegin() + 1);
   if (!linked && disk_.link(path_.c_str(), name.c_str()) != 0) return fail_errno(name);
   if (disk_.sync(folder_.get()) != 0) return fail_errno(path_);
-  if (disk_.rename((path_ + ".next").c_str(), path_.c_str()) != 0) return fail_errno(path_ + ".next");
+  if (disk_.rename(next_path().c_str(), path_.c_str()) != 0) return fail_errno(next_path());
+  return {};
+}
+
+Result<> Log::compact(const proto::LogRecord& snapshot) {
+  if (failed_) return fail(ErrorCode::io, "{} failed before; restart the coordinator", path_);
+  if (auto checked = check_size(snapshot); !checked) return checked;
+  std::uint64_t end = 0;
+  auto next = write_next(snapshot, end);
+  const auto placed = next ? put_in_place() : Result<>(tl::unexpected(next.error()));
+  if (!placed) {
+    (void)::unlink(next_path().c_str());  // it would take the room that the old file may need
+    return placed;
+  }
+  file_ = std::move(*next);
+  end_ = end;
   if (disk_.sync(folder_.get()) == 0) return {};
   failed_ = true;
   return fail_errno(fmt::format("decision log {}, whose new file may not be at its path after a crash", path_));
 }
 
-Result<> Log::compact(const proto::LogRecord& snapshot) {
-  if (failed_) return fail(ErrorCode::io, "{} failed before; restart the coordinator", path_);
-  std::uint64_t end = 0;
-  auto next = write_next(snapshot, end);
-  if (!next) return tl::unexpected(next.error());
-  if (auto placed = put_in_place(); !placed) return placed;
-  file_ = std::move(*next);
-  end_ = end;
-  return {};
-}
-
 namespace {
 
-std::uint64_t committed_by(const std::vector<proto::LogRecord>& records) {
-  for (auto record = records.rbegin(); record != records.rend(); ++record) {
-    if (record->has_committed()) return record->committed().step();
-    if (record->has_rolled_back()) return record->rolled_back().version();
-    if (record->has_snapshot()) return record->snapshot().committed();
-  }
-  return 0;
+std::uint64_t job_of(const proto::LogRecord& first) {
+  return first.has_snapshot() ? first.snapshot().job().id() : first.job().id();
 }
 
-}  // namespace
+// The archives that this file, which was the log when it was opened, goes on from, in their order. Each begins with a
+// snapshot, but for a job's first; none is missing in between, but the oldest may be.
+Result<std::vector<std::string>> archives_before(const Fd& log, const std::string& path) {
+  std::vector<std::string> archives;
+  auto first = first_record(log);
+  struct stat current {};
+  if (!first || ::fstat(log.get(), &current) != 0) return archives;
+  const auto numbers = archives_beside(path);
+  auto number = numbers.empty() ? 0 : *numbers.rbegin();
+  // It has become one itself: it was compacted since it was opened, or a crash has cut a compaction short.
+  for (auto each : numbers)
+    if (const auto there = look_at(archive_of(path, each)); there && same_file(*there, current)) number = each - 1;
+  for (std::string later = path; first->has_snapshot() && numbers.contains(number); --number) {
+    const std::string name = archive_of(path, number);
+    const Fd file(::open(name.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!file) return fail_errno(name);
+    auto before = first_record(file);
+    if (!before)
+      return fail(ErrorCode::corrupt, "{} does not begin with an intact record; restore it from a copy", name);
+    if (job_of(*before) != job_of(*first))
+      return fail(ErrorCode::corrupt, "{} is of another job than {}. Move it away", name, later);
+    first = std::move(before);
+    later = name;
+    archives.insert(archives.begin(), name);
+  }
+  return archives;
+}
 
-Result<ParsedLog> parse_log_file(const std::string& path) {
-  auto log = parse_one_file(path);
-  if (!log || log->records.empty() || !log->records.front().has_snapshot()) return log;
-  std::vector<proto::LogRecord> all;
+// What stands in several files as one log.
+class Joined {
+ public:
+  explicit Joined(const std::function<void(const proto::LogRecord&)>& take) : take_(take) {}
+
   // What a snapshot says follows from the records before it, where these are there.
-  const auto append = [&](std::vector<proto::LogRecord>& records, const std::string& name) -> Result<> {
-    auto begin = records.begin();
-    if (!all.empty() && begin != records.end() && begin->has_snapshot()) {
-      if (const std::uint64_t before = committed_by(all); before != begin->snapshot().committed())
+  Result<> add(const std::vector<proto::LogRecord>& records, const std::string& name) {
+    auto record = records.begin();
+    if (begun_ && record != records.end() && record->has_snapshot()) {
+      if (committed_ != record->snapshot().committed())
         return fail(ErrorCode::corrupt,
                     "{} begins after step {}, and the archive before it ends after step {}: it is another log's. Move "
                     "it away",
-                    name, begin->snapshot().committed(), before);
-      ++begin;
+                    name, record->snapshot().committed(), committed_);
+      ++record;
     }
-    all.insert(all.end(), std::make_move_iterator(begin), std::make_move_iterator(records.end()));
+    for (; record != records.end(); ++record) {
+      if (record->has_committed()) committed_ = record->committed().step();
+      if (record->has_rolled_back()) committed_ = record->rolled_back().version();
+      if (record->has_snapshot()) committed_ = record->snapshot().committed();
+      begun_ = true;
+      take_(*record);
+    }
     return {};
-  };
-  const auto current = look_at(path);
-  for (const auto& name : newest_archives(path)) {
-    const auto there = look_at(name);
-    if (there && current && same_file(*there, *current)) continue;  // of a compaction that a crash has cut short
-    auto archive = parse_one_file(name);
-    if (!archive) return archive;
-    if (auto appended = append(archive->records, name); !appended) return tl::unexpected(appended.error());
   }
-  if (auto appended = append(log->records, path); !appended) return tl::unexpected(appended.error());
-  log->records = std::move(all);
-  return log;
+
+ private:
+  const std::function<void(const proto::LogRecord&)>& take_;
+  std::uint64_t committed_ = 0;
+  bool begun_ = false;
+};
+
+}  // namespace
+
+Result<ParsedLog> for_each_record(const std::string& path, const std::function<void(const proto::LogRecord&)>& take) {
+  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file) return fail_errno(path);
+  const auto archives = archives_before(file, path);
+  if (!archives) return tl::unexpected(archives.error());
+  Joined joined(take);
+  for (const auto& name : *archives) {
+    const auto archive = parse_one_file(name);
+    if (!archive) return archive;
+    if (auto added = joined.add(archive->records, name); !added) return tl::unexpected(added.error());
+  }
+  auto newest = parse_file(file, path);
+  if (!newest) return newest;
+  if (auto added = joined.add(std::exchange(newest->records, {}), path); !added) return tl::unexpected(added.error());
+  return newest;
 }
 
 Result<std::vector<proto::LogRecord>> read_log(const std::string& path) {
-  return parse_log_file(path).map([](ParsedLog&& parsed) { return std::move(parsed.records); });
+  std::vector<proto::LogRecord> records;
+  return for_each_record(path, [&](const proto::LogRecord& record) { records.push_back(record); })
+      .map([&](ParsedLog&&) { return std::move(records); });
 }
 
 }  // namespace rejoin::membership

@@ -1,4 +1,5 @@
 // What a log says of the samples.
+#include <algorithm>
 #include <numeric>
 
 #include "membership/log.h"
@@ -8,64 +9,69 @@ namespace rejoin::membership {
 
 namespace {
 
-using Trained = std::map<std::uint64_t, Batch>;
-
-// All that was trained up to the checkpoint stands under its step.
-void go_back(Trained& trained, const proto::LogRecord::RolledBack& record) {
-  trained.erase(trained.upper_bound(record.version()), trained.end());
-  if (record.trained().empty()) return;
-  trained.clear();
-  for (const auto& range : record.trained()) trained[record.version()].push_back({range.begin(), range.end()});
-}
-
-// What a compacted log begins with: what was trained in the steps that are kept one by one, and all else under the last
-// step before them.
-void begin_from(Trained& trained, const proto::LogRecord::Snapshot& snapshot) {
-  Samples rest(snapshot.ledger().trained(), kMostSamples);
-  for (const auto& step : snapshot.ledger().steps()) {
-    Samples of_step(step.trained(), kMostSamples);
-    rest.remove(of_step);
-    for (const auto& [begin, end] : of_step.ranges()) trained[step.step()].push_back({begin, end});
+// In their order, neighbours as one. What two of them have in common stays in both.
+void sort_and_join(Batch& batch) {
+  std::sort(batch.begin(), batch.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  Batch joined;
+  for (const auto& range : batch) {
+    if (!joined.empty() && joined.back().end == range.begin) joined.back().end = range.end;
+    else joined.push_back(range);
   }
-  for (const auto& [begin, end] : rest.ranges()) trained[snapshot.ledger().from()].push_back({begin, end});
-}
-
-// The batches that were trained, by step. `on_rolled_back` hears of those before and after.
-template <typename OnRolledBack>
-Trained follow(const std::vector<proto::LogRecord>& records, OnRolledBack on_rolled_back) {
-  Trained trained;
-  for (const auto& record : records) {
-    if (record.has_rolled_back()) {
-      const Trained before = trained;
-      go_back(trained, record.rolled_back());
-      on_rolled_back(record.rolled_back(), before, trained);
-    }
-    if (record.has_snapshot()) begin_from(trained, record.snapshot());
-    if (!record.has_committed()) continue;
-    for (const auto& member : record.committed().members())
-      for (const auto& range : batch_of(member)) trained[record.committed().step()].push_back(range);
-  }
-  return trained;
+  batch = std::move(joined);
 }
 
 }  // namespace
 
+void TrainedSteps::take(const proto::LogRecord& record) {
+  if (record.has_rolled_back()) go_back(record.rolled_back());
+  if (record.has_snapshot()) begin_from(record.snapshot());
+  if (!record.has_committed()) return;
+  Batch& of_step = by_step_[record.committed().step()];
+  for (const auto& member : record.committed().members())
+    for (const auto& range : batch_of(member)) of_step.push_back(range);
+  sort_and_join(of_step);
+}
+
+// All that was trained up to a checkpoint stands under its step.
+void TrainedSteps::go_back(const proto::LogRecord::RolledBack& record) {
+  const std::uint64_t before = samples();
+  by_step_.erase(by_step_.upper_bound(record.version()), by_step_.end());
+  if (!record.trained().empty()) {
+    by_step_.clear();
+    for (const auto& range : record.trained()) by_step_[record.version()].push_back({range.begin(), range.end()});
+  }
+  if (record.version() >= record.from()) return;  // it has come from further on
+  rolled_back_.steps += record.from() - record.version();
+  rolled_back_.samples += before - std::min(before, samples());
+}
+
+// What a compacted log begins with: what was trained in the steps that are kept one by one, and all else under the last
+// step before them.
+void TrainedSteps::begin_from(const proto::LogRecord::Snapshot& snapshot) {
+  Samples rest(snapshot.ledger().trained(), kMostSamples);
+  for (const auto& step : snapshot.ledger().steps()) {
+    const Samples of_step(step.trained(), kMostSamples);
+    rest.remove(of_step);
+    for (const auto& [begin, end] : of_step.ranges()) by_step_[step.step()].push_back({begin, end});
+  }
+  for (const auto& [begin, end] : rest.ranges()) by_step_[snapshot.ledger().from()].push_back({begin, end});
+}
+
+std::uint64_t TrainedSteps::samples() const {
+  return std::accumulate(by_step_.begin(), by_step_.end(), std::uint64_t{0},
+                         [](std::uint64_t sum, const auto& step) { return sum + samples_of(step.second); });
+}
+
 RolledBack rolled_back(const std::vector<proto::LogRecord>& records) {
-  RolledBack given_up;
-  const auto samples = [](const Trained& trained) {
-    return std::accumulate(trained.begin(), trained.end(), std::uint64_t{0},
-                           [](std::uint64_t sum, const auto& step) { return sum + samples_of(step.second); });
-  };
-  (void)follow(records, [&](const auto& record, const Trained& before, const Trained& after) {
-    if (record.version() >= record.from()) return;  // it has come from further on
-    given_up.steps += record.from() - record.version();
-    given_up.samples += samples(before) - std::min(samples(before), samples(after));
-  });
-  return given_up;
+  TrainedSteps steps;
+  for (const auto& record : records) steps.take(record);
+  return steps.rolled_back();
 }
 
 std::map<std::uint64_t, Batch> trained_by_step(const std::vector<proto::LogRecord>& records) {
-  return follow(records, [](const auto&, const Trained&, const Trained&) {});
+  TrainedSteps steps;
+  for (const auto& record : records) steps.take(record);
+  return steps.by_step();
 }
 
 }  // namespace rejoin::membership

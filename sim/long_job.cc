@@ -97,7 +97,6 @@ class LongJob {
       incarnated.mutable_incarnated()->set_incarnation(++last_incarnation_);
       if (auto written = log_.append({incarnated}); !written) return written;
       members_.push_back({*out_, Incarnation(last_incarnation_)});
-      std::sort(members_.begin(), members_.end(), [](const auto& a, const auto& b) { return a.replica < b.replica; });
       return begin_epoch(fmt::format("replica {} is back", *std::exchange(out_, std::nullopt)));
     }
     if (out_ || step % options_.steps_between_losses != 0 || members_.size() < 2) return {};

@@ -123,6 +123,7 @@ TEST(Strangers, AThousandOfEachKindCostTheJobNothing) {
   EXPECT_LE(job.status().at("strangers"), kMostStrangers);
   const double beside = job.milliseconds_a_step();
   std::printf("a step took %.2f ms alone, %.2f ms beside the strangers\n", alone, beside);
+  EXPECT_LT(beside, 3 * alone + 20);
   // Who has the key comes in beside them, and so does who comes back.
   job.trainers[1].reset();
   job.train(1);

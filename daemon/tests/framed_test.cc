@@ -2,9 +2,14 @@
 #include "daemon/framed.h"
 
 #include <gtest/gtest.h>
+#include <openssl/ec.h>
+#include <openssl/x509.h>
 
 #include <asio.hpp>
+#include <asio/ssl/stream.hpp>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/clock.h"
@@ -171,6 +176,32 @@ TEST(Framed, OnlyWhatWasNotProvenIsARefusal) {
     EXPECT_EQ(late.why, "it did not prove the job key in time");
     EXPECT_EQ(late.refused, server);
   }
+}
+
+// A server of TLS 1.3 by the book that knows no key, and signs with a certificate of its own making.
+TEST(Framed, ACertificateIsNotTakenForTheKey) {
+  const std::unique_ptr<EVP_PKEY, decltype(&::EVP_PKEY_free)> key(EVP_EC_gen("P-256"), &::EVP_PKEY_free);
+  const std::unique_ptr<X509, decltype(&::X509_free)> certificate(::X509_new(), &::X509_free);
+  ASSERT_TRUE(key && certificate);
+  ::X509_gmtime_adj(X509_getm_notBefore(certificate.get()), 0);
+  ::X509_gmtime_adj(X509_getm_notAfter(certificate.get()), 3600);
+  ::X509_set_pubkey(certificate.get(), key.get());
+  ASSERT_GT(::X509_sign(certificate.get(), key.get(), ::EVP_sha256()), 0);
+  asio::ssl::context context(asio::ssl::context::tlsv13);
+  ASSERT_EQ(::SSL_CTX_use_certificate(context.native_handle(), certificate.get()), 1);
+  ASSERT_EQ(::SSL_CTX_use_PrivateKey(context.native_handle(), key.get()), 1);
+  std::optional<asio::ssl::stream<tcp::socket&>> impostor;
+  bool accepted = false;
+  const End end = end_of(
+      false,
+      [&](tcp::socket& socket) {
+        impostor.emplace(socket, context);
+        impostor->async_handshake(asio::ssl::stream_base::server, [&](asio::error_code error) { accepted = !error; });
+      },
+      std::chrono::seconds(5));
+  EXPECT_TRUE(end.refused);
+  EXPECT_EQ(end.why, "its job key differs from ours; give both the same --job-key-file");
+  EXPECT_FALSE(accepted);
 }
 
 // While a job's key is changed: who has which as its own, and as its other.

@@ -52,7 +52,11 @@ struct Written {
       added.set_end(range.end);
     }
   }
-  LogAudit audit(std::optional<Step> last_step = std::nullopt) const { return audit_log(records, last_step); }
+  LogAudit audit(std::optional<Step> last_step = std::nullopt) const {
+    LogAuditor auditor;
+    for (const auto& record : records) auditor.take(record);
+    return auditor.result(last_step);
+  }
 };
 
 void expect(const LogAudit& audit, std::uint64_t samples, std::uint64_t once, std::uint64_t lost,

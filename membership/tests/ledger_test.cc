@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "control.pb.h"
+
 namespace rejoin::membership {
 namespace {
 
@@ -30,7 +32,7 @@ TEST(Ledger, RollingBackHandsOutTheVoidStepsAgain) {
     ledger.assign({ReplicaId(0)});
     ledger.commit(Step(step));
   }
-  ledger.roll_back(Step(1), true);
+  ledger.roll_back(Step(1));
   ledger.assign({ReplicaId(0), ReplicaId(1), ReplicaId(2)});
   EXPECT_EQ(*ledger.batch_of(ReplicaId(0)), (Batch{{10, 20}}));
   EXPECT_EQ(*ledger.batch_of(ReplicaId(1)), (Batch{{20, 30}}));
@@ -38,20 +40,31 @@ TEST(Ledger, RollingBackHandsOutTheVoidStepsAgain) {
 }
 
 // A replica that went on alone has trained samples in another order than the job will.
-TEST(Ledger, WhatIsRolledBackGoesOutInOrderUnlessTheLogIsOld) {
-  for (const bool in_order : {true, false}) {
-    Ledger ledger(10);
-    ledger.assign({ReplicaId(0), ReplicaId(1)});
-    ledger.hand_back(ReplicaId(0));
-    ledger.commit(Step(1));
-    ledger.assign({ReplicaId(1)});
-    ledger.commit(Step(2));
-    ledger.roll_back(Step(0), in_order);
-    ledger.assign({ReplicaId(0), ReplicaId(1), ReplicaId(2)});
-    EXPECT_EQ(*ledger.batch_of(ReplicaId(0)), in_order ? (Batch{{0, 10}}) : (Batch{{10, 20}}));
-    EXPECT_EQ(*ledger.batch_of(ReplicaId(1)), in_order ? (Batch{{10, 20}}) : (Batch{{0, 10}}));
-    EXPECT_EQ(*ledger.batch_of(ReplicaId(2)), (Batch{{20, 30}}));
+TEST(Ledger, WhatIsRolledBackGoesOutInOrder) {
+  Ledger ledger(10);
+  ledger.assign({ReplicaId(0), ReplicaId(1)});
+  ledger.hand_back(ReplicaId(0));
+  ledger.commit(Step(1));
+  ledger.assign({ReplicaId(1)});
+  ledger.commit(Step(2));
+  ledger.roll_back(Step(0));
+  ledger.assign({ReplicaId(0), ReplicaId(1), ReplicaId(2)});
+  EXPECT_EQ(*ledger.batch_of(ReplicaId(0)), (Batch{{0, 10}}));
+  EXPECT_EQ(*ledger.batch_of(ReplicaId(1)), (Batch{{10, 20}}));
+  EXPECT_EQ(*ledger.batch_of(ReplicaId(2)), (Batch{{20, 30}}));
+}
+
+// Samples are handed out in the order in which members came, which is that of their numbers only at first.
+TEST(Ledger, KeepsAStepInOneRangeWhoeverHeldWhatOfIt) {
+  Ledger ledger(10);
+  for (std::uint64_t step = 1; step <= 100; ++step) {
+    ledger.assign({ReplicaId(3), ReplicaId(0), ReplicaId(2), ReplicaId(1)});
+    ledger.commit(Step(step));
   }
+  proto::LogRecord_Snapshot_Ledger snapshot;
+  ledger.to(snapshot);
+  ASSERT_EQ(snapshot.steps_size(), 100);
+  for (const auto& step : snapshot.steps()) EXPECT_EQ(step.trained_size(), 1) << step.step();
 }
 
 TEST(LedgerAudit, CountsLostAndRepeatedSamples) {
@@ -78,7 +91,7 @@ TEST(Ledger, KnowsWhatWasTrainedUpToEachOfItsSteps) {
   EXPECT_EQ(ledger.trained_at(Step(3))->text(), "0-49");
   EXPECT_EQ(ledger.trained(), *ledger.trained_at(Step(3)));
   EXPECT_FALSE(ledger.trained_at(Step(4)));
-  ledger.roll_back(Step(2), true);
+  ledger.roll_back(Step(2));
   EXPECT_EQ(ledger.trained().text(), "0-19, 30-39");
   EXPECT_FALSE(ledger.trained_at(Step(3)));
 }

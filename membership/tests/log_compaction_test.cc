@@ -125,7 +125,81 @@ TEST_F(CompactedLog, EndsAtAnyCallAndLosesNothing) {
     EXPECT_EQ(Log::open(directory)->records().size(), 2u);
     EXPECT_EQ(steps(), up_to(13));
   }
-  EXPECT_GE(calls, 7) << "two writes with their syncs, the link, the rename, the directory";
+  EXPECT_EQ(calls, 8);
+}
+
+// What was not synced is lost with the power, and a name may reach the disk before what it names. So the new file is
+// whole before it takes the log's name, and the old one has its second name by then.
+TEST_F(CompactedLog, IsOnDiskBeforeItTakesTheName) {
+  std::vector<std::string> calls;
+  bool armed = false;
+  const auto note = [&](const char* call, const std::string& name) {
+    if (armed) calls.push_back(fmt::format("{} {}", call, std::filesystem::path(name).filename().string()));
+  };
+  const auto name_of = [](int fd) {
+    return std::filesystem::read_symlink(fmt::format("/proc/self/fd/{}", fd)).string();
+  };
+  const auto real = Disk::real();
+  const Disk disk{.write =
+                      [&](int fd, const void* bytes, std::size_t size, off_t at) {
+                        note("write", name_of(fd));
+                        return real.write(fd, bytes, size, at);
+                      },
+                  .sync =
+                      [&](int fd) {
+                        note("sync", name_of(fd) == directory ? "the folder" : name_of(fd));
+                        return real.sync(fd);
+                      },
+                  .link =
+                      [&](const char* from, const char* to) {
+                        note("link", to);
+                        return real.link(from, to);
+                      },
+                  .rename =
+                      [&](const char* from, const char* to) {
+                        note("rename to", to);
+                        return real.rename(from, to);
+                      }};
+  auto log = Log::open(directory, disk).value();
+  commit(log, 1, 3);
+  armed = true;
+  ASSERT_TRUE(log.compact(snapshot_after(3)));
+  EXPECT_EQ(calls,
+            (std::vector<std::string>{"write decisions.log.next", "sync decisions.log.next", "write decisions.log.next",
+                                      "sync decisions.log.next", "link decisions.1.log", "sync the folder",
+                                      "rename to decisions.log", "sync the folder"}));
+}
+
+// Then nobody knows which file a crash leaves under the log's name.
+TEST_F(CompactedLog, TakesNoMoreOnceItsNewNameCouldNotBeSynced) {
+  auto disk = Disk::real();
+  bool renamed = false;
+  disk.rename = [&](const char* from, const char* to) { return renamed = true, ::rename(from, to); };
+  disk.sync = [&](int fd) { return renamed ? (errno = EIO, -1) : ::fdatasync(fd); };
+  {
+    auto log = Log::open(directory, disk).value();
+    commit(log, 1, 3);
+    ASSERT_FALSE(log.compact(snapshot_after(3)));
+    EXPECT_TRUE(log.failed());
+    EXPECT_FALSE(log.append({commit(4)}));
+    EXPECT_EQ(Log::open(directory).error().code, ErrorCode::exhausted) << "it still holds the file at its path";
+  }
+  EXPECT_EQ(steps(), up_to(3));
+  EXPECT_TRUE(Log::open(directory));
+}
+
+TEST_F(CompactedLog, RefusesASnapshotThatItCouldNotReadAgain) {
+  auto log = Log::open(directory).value();
+  commit(log, 1, 3);
+  auto snapshot = snapshot_after(3);
+  snapshot.mutable_snapshot()->set_stopped(std::string(17 * MiB, 'x'));
+  const auto compacted = log.compact(snapshot);
+  ASSERT_FALSE(compacted);
+  EXPECT_EQ(compacted.error().message, path + ": a record of 17.0 MiB is over the limit of 16.0 MiB");
+  EXPECT_FALSE(log.failed());
+  EXPECT_FALSE(std::filesystem::exists(path + ".next"));
+  commit(log, 4, 5);
+  EXPECT_EQ(steps(), up_to(5));
 }
 
 // The oldest are removed while the job runs: the next one is still the newest by its number.
@@ -162,6 +236,7 @@ TEST_F(CompactedLog, ThatFindsNoRoomGoesOnAsItIs) {
     const auto compacted = log.compact(snapshot_after(3));
     ASSERT_FALSE(compacted);
     EXPECT_NE(compacted.error().message.find("No space left"), std::string::npos) << compacted.error().message;
+    EXPECT_FALSE(std::filesystem::exists(path + ".next")) << "it takes the room that the log needs";
     commit(log, 4, 5);
     full = false;
     ASSERT_TRUE(log.compact(snapshot_after(5)));
@@ -196,6 +271,57 @@ TEST_F(CompactedLog, WithoutItsArchivesSaysWhatItKnowsAndWithAnotherLogsNames) {
                                    "20"),
       std::string::npos)
       << records.error().message;
+}
+
+// The audit of a running job.
+TEST_F(CompactedLog, IsReadAsItWasWhenItIsCompactedMeanwhile) {
+  auto log = Log::open(directory).value();
+  commit(log, 1, 10);
+  ASSERT_TRUE(log.compact(snapshot_after(10)));
+  commit(log, 11, 20);
+  std::vector<std::uint64_t> seen;
+  const auto read = for_each_record(path, [&](const proto::LogRecord& record) {
+    seen.push_back(record.committed().step());
+    if (seen.size() != 1) return;
+    for (std::uint64_t step = 21; step <= 22; ++step) {
+      commit(log, step, step);
+      ASSERT_TRUE(log.compact(snapshot_after(step)));
+    }
+    commit(log, 23, 23);
+  });
+  ASSERT_TRUE(read) << read.error().message;
+  EXPECT_EQ(seen, up_to(21));
+  EXPECT_EQ(steps(), up_to(23));
+}
+
+TEST_F(CompactedLog, DoesNotGoOnFromAnotherJobsArchives) {
+  const auto began = [](std::uint64_t job) {
+    proto::LogRecord record;
+    record.mutable_job()->set_id(job);
+    return record;
+  };
+  const auto compacted_job = [&](std::uint64_t job) {
+    auto log = Log::open(directory).value();
+    ASSERT_TRUE(log.append({began(job)}));
+    commit(log, 1, 5);
+    auto snapshot = snapshot_after(5);
+    snapshot.mutable_snapshot()->mutable_job()->set_id(job);
+    ASSERT_TRUE(log.compact(snapshot));
+    commit(log, 6, 6);
+  };
+  compacted_job(1);
+  std::filesystem::remove(path);
+  compacted_job(2);
+  ASSERT_TRUE(std::filesystem::exists(archive(2)));
+  auto records = read_log(path);
+  ASSERT_TRUE(records) << records.error().message;
+  ASSERT_EQ(records->size(), 7u);
+  EXPECT_EQ(records->front().job().id(), 2u);
+
+  std::filesystem::rename(archive(1), archive(2));
+  records = read_log(path);
+  ASSERT_FALSE(records);
+  EXPECT_EQ(records.error().message, archive(2) + " is of another job than " + path + ". Move it away");
 }
 
 }  // namespace

@@ -75,6 +75,9 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
   auto found = find_for_posting(endpoints_, regions_, id, writes);
   if (!found) return tl::unexpected(found.error());
   Endpoint& endpoint = **found;
+  for (const auto& write : writes)
+    if (!readable_ && write.length > kInline && !files_.contains(write.local.region.value))
+      if (auto readable = check_readable(); !readable) return readable;
   for (const auto& write : writes) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {.context = write.context, .region = write.local.region, .read = {}};
@@ -163,7 +166,7 @@ void ShmEngine::handle(Endpoint& endpoint, const wire::Header& header, BytesView
 }
 
 // The peer's memfd, mapped for as long as the connection lasts or until others take its place; empty where it can't be
-// had: then the same bytes are read out of the peer's memory.
+// had just now: then the same bytes are read out of the peer's memory.
 BytesView ShmEngine::peer_file(Endpoint& endpoint, const wire::Header& header) {
   auto& files = endpoint.files;
   const auto known =
@@ -182,6 +185,7 @@ BytesView ShmEngine::peer_file(Endpoint& endpoint, const wire::Header& header) {
   if (fd && ::fstat(fd.get(), &status) == 0 && status.st_ino == header.inode)
     if (const auto size = sealed_size(fd); size && *size > 0)
       if (auto mapped = Mapping::of(fd, *size, false)) made.bytes = std::move(*mapped);
+  if (made.bytes.span().empty()) return {};
   files.push_front(std::move(made));
   if (files.size() > kPeerFiles) files.pop_back();
   return files.front().bytes.span();

@@ -87,6 +87,8 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   if (!channel) return tl::unexpected(channel.error());
   auto* rings = new (channel->data()) Channel{};
 
+  if (has_private_memory_)
+    if (auto readable = check_readable(); !readable) return tl::unexpected(readable.error());
   wire::Greeting greeting = greeting_of_ours();
   greeting.hello_length = hello.size();
   const Bytes bytes = joined(greeting, hello);
@@ -146,20 +148,25 @@ tl::unexpected<Error> unreadable(pid_t process) {
 }
 
 // Whether we may open the peer's files, if all of its memory is in such; or else read its memory, tried on a word whose
-// value is known. A filter of system calls forbids that to both sides as a rule: a side whose own memory is in no file
-// finds it by reading itself, so that it knows why it is refused.
+// value is known.
 Result<> ShmEngine::probe(const Endpoint& endpoint, const wire::Greeting& greeting) const {
   struct stat status {};
-  const bool by_files = greeting.private_memory == 0 &&
-                        ::stat(fmt::format("/proc/{}/fd/{}", endpoint.pid, greeting.probe_file).c_str(), &status) == 0;
-  if (by_files && !has_private_memory_) return {};
+  if (greeting.private_memory == 0 &&
+      ::stat(fmt::format("/proc/{}/fd/{}", endpoint.pid, greeting.probe_file).c_str(), &status) == 0)
+    return {};
   std::uint64_t seen = 0;
-  const iovec local{&seen, sizeof seen},
-      remote{by_files ? const_cast<std::uint64_t*>(&probe_) : reinterpret_cast<void*>(greeting.probe_address),
-             sizeof seen};
-  if (::process_vm_readv(by_files ? ::getpid() : endpoint.pid, &local, 1, &remote, 1, 0) != sizeof seen)
-    return unreadable(endpoint.pid);
+  const iovec local{&seen, sizeof seen}, remote{reinterpret_cast<void*>(greeting.probe_address), sizeof seen};
+  if (::process_vm_readv(endpoint.pid, &local, 1, &remote, 1, 0) != sizeof seen) return unreadable(endpoint.pid);
   if (seen != wire::kMagic) return fail(ErrorCode::corrupt, "process {} is of another Rejoin version", endpoint.pid);
+  return {};
+}
+
+// A filter of system calls forbids reading to both sides as a rule. Who would be read finds that out by reading itself,
+// and so knows why; the other side would only see it closed.
+Result<> ShmEngine::check_readable() const {
+  std::uint64_t seen = 0;
+  const iovec local{&seen, sizeof seen}, own{const_cast<std::uint64_t*>(&probe_), sizeof seen};
+  if (::process_vm_readv(::getpid(), &local, 1, &own, 1, 0) != sizeof seen) return unreadable(::getpid());
   return {};
 }
 
@@ -213,7 +220,10 @@ Result<RegionId> ShmEngine::register_region(std::span<std::byte> memory, MemoryK
 
 // Memory that is no file's is read out of this process. Under Yama's restricted ptrace any process of this user may do
 // so from here on; elsewhere the call is refused and not needed.
-void ShmEngine::let_peers_read() { (void)::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); }
+void ShmEngine::let_peers_read() {
+  (void)::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  readable_ = check_readable().has_value();
+}
 
 wire::Greeting ShmEngine::greeting_of_ours() const {
   return {.probe_address = reinterpret_cast<std::uintptr_t>(&probe_),

@@ -90,6 +90,7 @@ class ShmEngine final : public Engine {
   void let_peers_read();
   wire::Greeting greeting_of_ours() const;
   Result<> probe(const Endpoint& endpoint, const wire::Greeting& greeting) const;
+  Result<> check_readable() const;
   void open(Endpoint& endpoint);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
   void fail_operations(Endpoint& endpoint, const Error& error);
@@ -123,6 +124,7 @@ class ShmEngine final : public Engine {
   std::uint64_t moved_ = 0;  // bytes, in this poll
   bool slept_ = false;
   bool has_private_memory_ = false;  // a region that is no file's
+  bool readable_ = true;             // … which peers may read, as far as the filter of system calls goes
 };
 
 }  // namespace rejoin::transport::shm

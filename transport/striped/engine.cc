@@ -166,7 +166,10 @@ Result<EndpointId> StripedEngine::connect(const Address& peer, BytesView hello) 
 TimePoint StripedEngine::next_timer() const {
   TimePoint next = TimePoint::max();
   for (const auto& [id, endpoint] : endpoints_) {
-    if (endpoint->primary == kNoRail && endpoint->expected_rails > 0) next = std::min(next, endpoint->expected_until);
+    const bool expects_rails =
+        endpoint->stage != Stage::failed && endpoint->primary == kNoRail && endpoint->expected_rails > 0;
+    // That time may be over before anybody looks.
+    if (expects_rails) next = std::min(next, std::max(endpoint->expected_until, checked_ + check_every_));
     if (endpoint->stage != Stage::open) continue;
     std::size_t open = 0, busy = 0;
     for (const auto& rail : endpoint->rails) {

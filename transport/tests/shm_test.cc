@@ -51,13 +51,18 @@ std::string in_a_container(const std::function<std::string()>& says) {
 }
 
 // A megabyte from one engine to the other. Empty: it arrived.
-std::string write_out_of(Mapping from) {
+enum class Registered { before_connecting, while_connected };
+std::string write_out_of(Mapping from, Registered when = Registered::before_connecting) {
   auto caller = make_engine().value(), listener = make_engine().value();
   auto into = Mapping::shareable(from.size()).value();
-  const auto source = caller->register_region({from.data(), from.size()}, MemoryKind::host).value();
+  const auto registered = [&] { return caller->register_region({from.data(), from.size()}, MemoryKind::host).value(); };
+  RegionId source;
+  if (when == Registered::before_connecting) source = registered();
   const auto target = listener->register_region({into.data(), into.size()}, MemoryKind::host).value();
   std::fill_n(from.data(), from.size(), std::byte{7});
-  const auto endpoint = caller->connect({listener->listen({}).value().text}, {}).value();
+  const auto connected = caller->connect({listener->listen({}).value().text}, {});
+  if (!connected) return connected.error().message;
+  const auto endpoint = *connected;
   const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(20);
   while (SteadyClock().now() < deadline) {
     for (const auto& event : listener->poll())
@@ -65,6 +70,7 @@ std::string write_out_of(Mapping from) {
     for (const auto& event : caller->poll()) {
       if (event.kind == EventKind::closed) return event.error->message;
       if (event.kind != EventKind::connected) continue;
+      if (when == Registered::while_connected) source = registered();
       const Write write{
           .local = {source, 0}, .remote = {listener->remote(target), 0}, .length = from.size(), .notify = 1};
       if (auto posted = caller->write(endpoint, {&write, 1}); !posted) return posted.error().message;
@@ -77,10 +83,12 @@ TEST(ShmEngine, FilesAreReadWithoutProcessVmReadv) {
   EXPECT_EQ(in_a_container([] { return write_out_of(Mapping::shareable(1 * MiB).value()); }), "");
 }
 
-TEST(ShmEngine, MemoryThatIsNoFilesIsRefusedAtTheStartWithTheReason) {
-  EXPECT_THAT(in_a_container([] { return write_out_of(Mapping::anonymous(1 * MiB).value()); }),
-              testing::HasSubstr("process_vm_readv allowed by seccomp; or use transport tcp"));
-  EXPECT_EQ(write_out_of(Mapping::anonymous(1 * MiB).value()), "");
+TEST(ShmEngine, MemoryThatIsNoFilesIsRefusedToItsOwnerWithTheReason) {
+  for (const auto when : {Registered::before_connecting, Registered::while_connected}) {
+    EXPECT_THAT(in_a_container([&] { return write_out_of(Mapping::anonymous(1 * MiB).value(), when); }),
+                testing::HasSubstr("process_vm_readv allowed by seccomp; or use transport tcp"));
+    EXPECT_EQ(write_out_of(Mapping::anonymous(1 * MiB).value(), when), "");
+  }
 }
 
 }  // namespace

@@ -292,7 +292,6 @@ TEST(StrangersOfTcp, WithoutDescriptorsAListenerWaitsAndDoesNotSpin) {
   EXPECT_FALSE(connect_with(listener, kKey));
 }
 
-// All rails of an engine ask for it.
 TEST(RegionKeys, CannotBeComputedFromEachOther) {
   // As it was: a counter, mixed by a function that can be inverted.
   const auto unmixed = [](std::uint64_t x) {

@@ -18,8 +18,10 @@ void UcxEngine::on_error(void* arg, ucp_ep_h handle, ucs_status_t status) {
 
 void UcxEngine::report_failures() {
   for (auto& [handle, status] : std::exchange(errors_, {}))
-    if (auto found = by_handle_.find(handle); found != by_handle_.end())
+    if (auto found = by_handle_.find(handle); found != by_handle_.end()) {
+      found->second->peer = 0;  // nothing reaches it any more, a goodbye neither
       fail_endpoint(*found->second, ErrorCode::unavailable, ucx().status_string(status));
+    }
   for (auto& [id, code, why] : std::exchange(endings_, {}))
     if (Endpoint* endpoint = find(id.value)) fail_endpoint(*endpoint, code, why);
 }
@@ -40,6 +42,8 @@ void UcxEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
 }
 
 void UcxEngine::finish_handle(ucp_ep_h handle) {
+  // The next endpoint may get the same address: its errors are not those of this one.
+  std::erase_if(errors_, [&](const auto& error) { return error.first == handle; });
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_EP_CLOSE_FLAG_FORCE;
