@@ -25,7 +25,7 @@ constexpr Deadline kControlProof{4, 1};  // a caller's proof of the job key
 // Data connections, those of the all-reduce and the stream alike:
 constexpr Deadline kDataProof{5, 1};          // a caller's proof of the secret
 constexpr Deadline kUnacknowledged{5, 1};     // bytes that a peer's kernel does not acknowledge, over TCP
-constexpr Deadline kRailStall{1, 1};          // a rail on which nothing moves while another one of its peer answers
+constexpr Deadline kRailStall{1, 2};          // a rail on which nothing moves while another one of its peer answers
 constexpr Deadline kFirstRailRetry{1, 20};    // the first try to use a dead rail again; the pause doubles
 constexpr Deadline kLongestRailRetry{5, 1};   // the longest pause between two tries to use a dead rail again
 constexpr Deadline kUnreachableSource{5, 1};  // a source of a catch-up that can't be reached

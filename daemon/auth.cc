@@ -68,10 +68,12 @@ Result<JobKeys> JobKeys::read(const std::string& path, const std::string& other_
   if (!own) return tl::unexpected(own.error());
   if (other_path.empty()) return JobKeys(std::move(*own));
   auto other = JobKey::read(other_path);
-  if (!other) return tl::unexpected(other.error());
+  if (!other) return fail(other.error().code, "--other-job-key-file: {}", other.error().message);
   if (*other == *own)
-    return fail(ErrorCode::invalid_argument, "--other-job-key-file {} has the same key as --job-key-file {}",
-                other_path, path);
+    return fail(
+        ErrorCode::invalid_argument,
+        "--other-job-key-file {} has the same key as --job-key-file {}: leave it out, or give the job's other key",
+        other_path, path);
   return JobKeys(std::move(*own), std::move(*other));
 }
 

@@ -63,7 +63,7 @@ std::string connection(const nlohmann::json& coordinator) {
   return fmt::format("{} NOT CONNECTED{}{}", address, why.empty() ? "" : ": ", why);
 }
 
-void print_table(const nlohmann::json& status) {
+void print_roles(const nlohmann::json& status) {
   if (status.contains("coordinator_role")) {
     const auto& c = status.at("coordinator_role");
     std::cout << fmt::format("coordinator: epoch {}, step {} committed, {} nodes{}\n",
@@ -151,11 +151,25 @@ void print_table(const nlohmann::json& status) {
   }
 }
 
+// `corrupt`: it is no status of this version's.
+Result<> print_table(const nlohmann::json& status, const std::string& address) {
+  if (!status.is_object() ||
+      !(status.contains("coordinator_role") || status.contains("relay_role") || status.contains("node_role")))
+    return fail(ErrorCode::corrupt, "what answers at {} is no Rejoin daemon of this version", address);
+  try {
+    print_roles(status);
+  } catch (const nlohmann::json::exception& error) {
+    return fail(ErrorCode::corrupt, "what answers at {} is no Rejoin daemon of this version ({})", address,
+                error.what());
+  }
+  return {};
+}
+
 Result<int> show_status(const std::string& address, bool json) {
   auto status = fetch_status(address);
   if (!status) return tl::unexpected(status.error());
   if (json) std::cout << status->dump(2) << "\n";
-  else print_table(*status);
+  else if (auto printed = print_table(*status, address); !printed) return tl::unexpected(printed.error());
   return 0;
 }
 
@@ -178,7 +192,10 @@ Result<int> top(const std::vector<std::string>& addresses, std::chrono::millisec
         std::cout << status.error().message << "\n";
         continue;
       }
-      print_table(*status);
+      if (auto printed = print_table(*status, address); !printed) {
+        std::cout << printed.error().message << "\n";
+        continue;
+      }
       if (!status->contains("coordinator_role")) continue;
       const auto committed = status->at("coordinator_role").at("committed").get<std::uint64_t>();
       if (auto before = committed_before.find(address); before != committed_before.end())

@@ -119,8 +119,9 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
   }
   for (const auto& note : actions.notes)
     spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
-  for (const auto& [node, message] : actions.send) {
-    nodes_.send(node, message.SerializeAsString());
+  for (const auto& [nodes, message] : actions.send) {
+    const std::string bytes = message.SerializeAsString();
+    for (auto node : nodes) nodes_.send(node, bytes);
     if (message.has_plan() && message.plan().finished()) events::emit("finished");
   }
   for (auto node : actions.close) nodes_.close(node);

@@ -84,6 +84,7 @@ void LogAuditor::take(const proto::LogRecord& record) {
   if (record.has_epoch()) ++audit_.epochs;
   if (record.has_snapshot()) {
     audit_.committed = audit_.compacted = record.snapshot().committed();
+    audit_.epochs = record.snapshot().epoch();  // they are numbered from 1 on
     audit_.before_compacted = Samples(record.snapshot().ledger().trained(), membership::kMostSamples).size();
   }
   if (record.has_committed()) audit_.committed = record.committed().step();

@@ -73,6 +73,7 @@ Result<> run(Config& c) {
   if (auto right = check_address_file(c.address_file); !right) return right;
   auto keys = JobKeys::read(c.key_file, c.other_key_file);
   if (!keys) return tl::unexpected(keys.error());
+  if (!c.other_key_file.empty()) spdlog::info("who proves the key in {} is taken in, too", c.other_key_file);
   if (auto opened = events::open(c.events, c.coordinator && !node ? "coordinator" : c.node.name); !opened)
     return opened;
 

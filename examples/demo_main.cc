@@ -253,7 +253,7 @@ int main(int argc, char** argv) {
   line.flag("--kill-source", s.kill_source, "kill a source of the running catch-up");
   line.flag("--kill-joiner", s.kill_joiner, "kill the joiner of the running catch-up");
   line.add("--silence-ms", s.job.silence_ms, "how long a peer may be silent").range(100, 60000).show_default();
-  line.add("--transport", s.job.transport, "shm or tcp").show_default();
+  line.add("--transport", s.job.transport, "shm, tcp or tcp+aes").show_default();
   line.add("--device", s.job.device, "where state and gradients are: host, or cuda:NUMBER, which all ranks share")
       .show_default();
   line.add("--state", s.job.state,

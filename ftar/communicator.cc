@@ -91,7 +91,7 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
 
 // Everything that the members must agree on for their bytes to fit.
 std::uint64_t Communicator::plan_hash() const {
-  std::vector<std::uint64_t> facts{1,
+  std::vector<std::uint64_t> facts{2,
                                    options_.chunk_bytes,
                                    options_.chunks_in_flight,
                                    options_.device ? options_.device_direct_bytes : options_.direct_bytes,
@@ -128,8 +128,8 @@ void Communicator::enter(Epoch epoch, std::vector<RingMember> ring) {
     bucket.wanted = false;
     for (auto& inbox : bucket.inbox) {
       inbox.step = Step{};
-      inbox.data.resize(direct(bucket) ? bucket.bytes() * contributors_ : 0);
-      inbox.arrived.assign(contributors_, 0);
+      inbox.data.resize(bucket.bytes() * places(bucket));
+      inbox.arrived.assign(places(bucket), 0);
     }
   }
   for (auto& [member, peer] : peers_) refresh(*peer);
@@ -190,6 +190,7 @@ void Communicator::begin(Bucket& bucket) {
   if (device_failed_) return;
   last_progress_ = now_;
   if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
+  else if (doubled(bucket)) bucket.running = std::make_unique<DoublingOperation>(*this, bucket);
   else bucket.running = std::make_unique<RingOperation>(*this, bucket);
   bucket.running->start();
   if (bucket.running && bucket.running->done()) finish(bucket);

@@ -11,10 +11,10 @@
 //
 // The messages between two members, in order (operation.h): a hello when they connect, an introduction with the keys of
 // their memory; in each epoch `flushed`; for each bucket of each step `ready`, then chunks (writes) and credits for
-// them, or for a small bucket `direct` parts of what each contributes.
+// them, or for a small bucket `direct` parts of what each contributes, or of sums.
 //
 // connections.cc: connections. communicator.cc: epochs. messages.cc: what is sent and comes in. ring.cc and direct.cc:
-// the two algorithms. results.cc: digests.
+// the algorithms. results.cc: digests.
 #pragma once
 
 #include <map>
@@ -58,12 +58,12 @@ struct BucketSpec {
 struct Options {
   std::size_t chunk_bytes = 1 * MiB;   // S: no chunk is larger
   std::uint32_t chunks_in_flight = 4;  // C: per neighbour and direction; at most 64
-  // Buckets up to this size skip the ring: everyone sends to everyone. Of a device's memory larger ones, since each hop
-  // of a ring costs more there.
+  // Buckets up to this size skip the ring. Of a device's memory larger ones, since each hop of a ring costs more there.
   std::size_t direct_bytes = 32 * KiB;
   std::size_t device_direct_bytes = 256 * KiB;
-  std::uint32_t direct_members = 8;       // … in rings of up to this many members
-  std::size_t direct_memory = 256 * MiB;  // … if all that may be kept for them takes no more; the smallest come first
+  // Up to this many members everyone sends to everyone; more exchange sums in log2 as many rounds (Doubling).
+  std::uint32_t direct_members = 8;
+  std::size_t direct_memory = 256 * MiB;  // all that is kept for them takes no more; the smallest come first
   bool both_ways = true;                  // all-gather in both directions at once
   Step flip_bit_at;                       // a drill: what arrives first in this step is damaged; 0: never
   // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. All members must have
@@ -117,7 +117,9 @@ struct Stats {
 };
 
 class RingOperation;
+class SmallOperation;
 class DirectOperation;
+class DoublingOperation;
 class Operation;
 struct Peer;
 
@@ -173,7 +175,9 @@ class Communicator {
 
  private:
   friend class RingOperation;
+  friend class SmallOperation;
   friend class DirectOperation;
+  friend class DoublingOperation;
   struct Bucket;
 
   Communicator(transport::Engine& engine, const Options& options, Member self, Group group);
@@ -205,10 +209,12 @@ class Communicator {
   std::uint64_t plan_hash() const;
   void damage_if_due(Step step, std::span<std::byte> arrived);
   bool direct(const Bucket& bucket) const;
+  bool doubled(const Bucket& bucket) const;
+  Doubling doubling() const;
+  std::uint32_t places(const Bucket& bucket) const;
   Shape shape_of(const Bucket& bucket) const;
   std::vector<BytesView> ranges_of(const Bucket& bucket) const;
-  // Of another member; nothing: it is not here yet.
-  BytesView direct_input(std::uint32_t bucket, Step step, std::uint32_t contributor) const;
+  BytesView received(const Bucket& bucket, std::uint32_t place) const;  // nothing: it is not here yet
 
   transport::Engine& engine_;
   Options options_;

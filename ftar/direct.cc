@@ -1,9 +1,9 @@
-// The latency-optimal all-reduce for small buckets: every contributor sends its input to every member in messages, and
-// everyone adds all inputs in the same order. The CPU does, also where buckets are in a GPU's memory: two small copies
-// cost less than a ring's hops.
+// All-reduces for small buckets, whose bytes go in messages: between few members all to all, between many in rounds of
+// doubling.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
 
 #include "base/digest.h"
@@ -11,6 +11,12 @@
 #include "ftar/reduce.h"
 
 namespace rejoin::ftar {
+
+namespace {
+
+constexpr std::uint32_t kMostPlaces = std::bit_width(kMaxMembers) + 1;  // of Doubling
+
+}  // namespace
 
 // ---- room
 
@@ -22,7 +28,8 @@ void Communicator::choose_direct() {
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(),
                    [&](std::size_t a, std::size_t b) { return buckets_[a].bytes() < buckets_[b].bytes(); });
-  const std::size_t copies = 2 * std::size_t{options_.direct_members} + 2;  // two inboxes; of a device pinned room
+  // Two inboxes, and of a device pinned room.
+  const std::size_t copies = 2 * std::size_t{std::max(options_.direct_members, kMostPlaces)} + 2;
   std::size_t left = options_.direct_memory;
   for (const std::size_t index : order) {
     const std::size_t bytes = round_up(buckets_[index].bytes(), 64);
@@ -56,109 +63,170 @@ bool Communicator::direct(const Bucket& bucket) const {
   return bucket.small && ring_.size() <= options_.direct_members;
 }
 
+bool Communicator::doubled(const Bucket& bucket) const { return bucket.small && !direct(bucket); }
+
+Doubling Communicator::doubling() const { return {contributors_, static_cast<std::uint32_t>(ring_.size()), position_}; }
+
+// Of a bucket's inbox, as large as this epoch's members need it.
+std::uint32_t Communicator::places(const Bucket& bucket) const {
+  return !bucket.small ? 0 : direct(bucket) ? contributors_ : doubling().result() + 1;
+}
+
 // ---- what comes in
 
 bool Communicator::on_direct_part(Peer& peer, Bucket& bucket, Step step, BytesView message) {
   const auto from = std::find(ring_peers_.begin(), ring_peers_.end(), &peer);
-  const auto place = static_cast<std::size_t>(from - ring_peers_.begin());
+  const auto position = static_cast<std::uint64_t>(from - ring_peers_.begin());
   auto& inbox = bucket.inbox[step.value % 2];
   DirectPart part{};
-  if (place >= contributors_ || inbox.data.empty() || !take(message, part) || message.empty()) return false;
-  const std::size_t arrived = inbox.step == step ? inbox.arrived[place] : 0;
+  if (!take(message, part) || message.empty() || part.place >= inbox.arrived.size()) return false;
+  if (direct(bucket) ? part.place != position : doubling().sender(part.place) != position) return false;
+  const std::size_t arrived = inbox.step == step ? inbox.arrived[part.place] : 0;
   if (part.offset != arrived || message.size() > bucket.bytes() - arrived) return false;
   if (inbox.step != step) {
     inbox.step = step;
-    inbox.arrived.assign(contributors_, 0);
+    std::fill(inbox.arrived.begin(), inbox.arrived.end(), std::size_t{0});
   }
-  const auto room = std::span(inbox.data).subspan(place * bucket.bytes(), bucket.bytes());
+  const auto room = std::span(inbox.data).subspan(part.place * bucket.bytes(), bucket.bytes());
   std::memcpy(room.data() + arrived, message.data(), message.size());
-  inbox.arrived[place] += message.size();
+  inbox.arrived[part.place] += message.size();
   last_progress_ = now_;
-  if (inbox.arrived[place] < bucket.bytes()) return true;
+  if (inbox.arrived[part.place] < bucket.bytes()) return true;
   damage_if_due(step, room);
   if (bucket.running) bucket.running->on_direct();
   return true;
 }
 
-BytesView Communicator::direct_input(std::uint32_t index, Step step, std::uint32_t contributor) const {
-  const Bucket& bucket = buckets_[index];
-  const auto& inbox = bucket.inbox[step.value % 2];
-  if (inbox.step != step || inbox.arrived[contributor] < bucket.bytes()) return {};
-  return BytesView(inbox.data).subspan(contributor * bucket.bytes(), bucket.bytes());
+BytesView Communicator::received(const Bucket& bucket, std::uint32_t place) const {
+  const auto& inbox = bucket.inbox[bucket.step.value % 2];
+  if (inbox.step != bucket.step || inbox.arrived[place] < bucket.bytes()) return {};
+  return BytesView(inbox.data).subspan(place * bucket.bytes(), bucket.bytes());
 }
 
-// ---- the operation
+// ---- any of them
 
-void DirectOperation::start() {
+void SmallOperation::start() {
   own_here_ = !owner_.reducer_ || !contributes();
   if (own_here_) {
-    send_own();
+    begin();
     return on_direct();
   }
   auto copied = owner_.reducer_->copy(bucket_.own.data(), bucket_.spec.input.data(), bucket_.bytes());
   if (owner_.reduced_on_device(copied)) fetching_ = *copied;
 }
 
-void DirectOperation::send_own() {
-  if (!contributes()) return;
-  const BytesView own = input(owner_.position_);
-  Bytes body;
-  for (std::size_t at = 0; at < own.size(); at += DirectPart::kMost) {
-    const BytesView bytes = own.subspan(at, std::min(DirectPart::kMost, own.size() - at));
-    const DirectPart part{.offset = at};
-    body.assign(bytes_of(part).begin(), bytes_of(part).end());
-    body.insert(body.end(), bytes.begin(), bytes.end());
-    for (auto* peer : owner_.ring_peers_)
-      if (peer != nullptr)
-        if (!owner_.send(*peer, MessageHeader::direct, bucket_.index, bucket_.step.value, body))
-          return;  // its `closed` event ends this operation
-  }
-}
-
-void DirectOperation::on_reduced(std::uint64_t number) {
+void SmallOperation::on_reduced(std::uint64_t number) {
   if (fetching_ && number >= *fetching_) {
     fetching_.reset();
     own_here_ = true;
-    send_own();
+    begin();
     on_direct();
   }
   if (storing_ && number >= *storing_) done_ = true;
 }
 
-BytesView DirectOperation::input(std::uint32_t contributor) const {
-  if (contributor == owner_.position_)
-    return !own_here_ ? BytesView{} : owner_.reducer_ ? BytesView(bucket_.own) : BytesView(bucket_.spec.input);
-  return owner_.direct_input(bucket_.index, bucket_.step, contributor);
-}
-
-void DirectOperation::on_direct() {
-  const std::uint32_t n = owner_.contributors_;
-  if (storing_ || done_) return;
-  for (std::uint32_t i = 0; i < n; ++i)
-    if (input(i).empty()) return;
-  auto* out = owner_.reducer_ ? bucket_.result.data() : bucket_.spec.output.data();
-  if (n == 1) {
-    std::memcpy(out, input(0).data(), bucket_.bytes());
-  } else {
-    for (std::uint32_t i = 1; i < n; ++i)
-      add(bucket_.spec.type, out, i == 1 ? input(0).data() : out, input(i).data(), bucket_.spec.count,
-          i == n - 1 && bucket_.op == ReduceOp::mean ? n : 0);
-  }
+void SmallOperation::on_direct() {
+  if (!own_here_ || storing_ || done_ || !go_on()) return;
   if (!owner_.reducer_) {
     if (owner_.digesting_) digest_ = combine_digests(0, rejoin::digest(bucket_.spec.output));
     done_ = true;
     return;
   }
-  auto copied = owner_.reducer_->copy(bucket_.spec.output.data(), out, bucket_.bytes());
+  auto copied = owner_.reducer_->copy(bucket_.spec.output.data(), out(), bucket_.bytes());
   if (owner_.reduced_on_device(copied)) storing_ = *copied;
 }
 
-std::optional<Wait> DirectOperation::wait() const {
+BytesView SmallOperation::received(std::uint32_t place) const { return owner_.received(bucket_, place); }
+
+void SmallOperation::send(std::uint32_t position, std::uint32_t place, BytesView bytes) {
+  Bytes body;
+  for (std::size_t at = 0; at < bytes.size(); at += DirectPart::kMost) {
+    const BytesView some = bytes.subspan(at, std::min(DirectPart::kMost, bytes.size() - at));
+    const DirectPart part{.place = place, .offset = at};
+    body.assign(bytes_of(part).begin(), bytes_of(part).end());
+    body.insert(body.end(), some.begin(), some.end());
+    if (!owner_.send(*owner_.ring_peers_[position], MessageHeader::direct, bucket_.index, bucket_.step.value, body))
+      return;  // its `closed` event ends this operation
+  }
+}
+
+std::optional<Wait> SmallOperation::wait() const {
   if (fetching_ || storing_) return Wait{.what = "its GPU's copies"};
-  for (std::uint32_t i = 0; i < owner_.contributors_; ++i)
-    if (input(i).empty())
-      return Wait{.on = owner_.ring_[i].member, .what = fmt::format("its part of bucket {}", bucket_.index)};
+  if (const auto from = waits_for())
+    return Wait{.on = owner_.ring_[*from].member, .what = fmt::format("its part of bucket {}", bucket_.index)};
   return std::nullopt;
 }
+
+// ---- all to all
+
+void DirectOperation::begin() {
+  if (!contributes()) return;
+  for (std::uint32_t to = 0; to < owner_.ring_.size(); ++to)
+    if (to != owner_.position_) send(to, owner_.position_, own());
+}
+
+BytesView DirectOperation::input(std::uint32_t contributor) const {
+  return contributor == owner_.position_ ? own() : received(contributor);
+}
+
+bool DirectOperation::go_on() {
+  const std::uint32_t n = owner_.contributors_;
+  for (std::uint32_t i = 0; i < n; ++i)
+    if (input(i).empty()) return false;
+  if (n == 1) std::memcpy(out(), input(0).data(), bucket_.bytes());
+  for (std::uint32_t i = 1; i < n; ++i)
+    add(bucket_.spec.type, out(), i == 1 ? input(0).data() : out(), input(i).data(), bucket_.spec.count,
+        i == n - 1 && bucket_.op == ReduceOp::mean ? n : 0);
+  return true;
+}
+
+std::optional<std::uint32_t> DirectOperation::waits_for() const {
+  for (std::uint32_t i = 0; i < owner_.contributors_; ++i)
+    if (input(i).empty()) return i;
+  return std::nullopt;
+}
+
+// ---- in rounds
+
+DoublingOperation::DoublingOperation(Communicator& owner, Communicator::Bucket& bucket)
+    : SmallOperation(owner, bucket), doubling_(owner.doubling()) {}
+
+void DoublingOperation::begin() {
+  sum_ = own();
+  if (!doubling_.in_core()) {
+    place_ = doubling_.result();
+    if (contributes()) send(doubling_.proxy(), 0, sum_);
+  } else if (!doubling_.sender(0)) {
+    offer();
+  }
+}
+
+// The next round, in which the other side gets what is here by now.
+void DoublingOperation::offer() {
+  if (++place_ <= doubling_.rounds()) send(*doubling_.sender(place_), place_, sum_);
+}
+
+bool DoublingOperation::go_on() {
+  while (const auto from = doubling_.sender(place_)) {
+    const BytesView theirs = received(place_);
+    if (theirs.empty()) return false;
+    if (!doubling_.in_core()) {
+      std::memcpy(out(), theirs.data(), theirs.size());
+      return true;
+    }
+    const bool last = place_ == doubling_.rounds();
+    const auto [first, second] = std::minmax(owner_.position_, *from);
+    add(bucket_.spec.type, out(), first == *from ? theirs.data() : sum_.data(),
+        second == *from ? theirs.data() : sum_.data(), bucket_.spec.count,
+        last && bucket_.op == ReduceOp::mean ? owner_.contributors_ : 0);
+    sum_ = {out(), bucket_.bytes()};
+    offer();
+  }
+  if (sum_.data() != out()) std::memcpy(out(), sum_.data(), sum_.size());  // nobody else contributes
+  for (auto to : doubling_.beyond()) send(to, doubling_.result(), {out(), bucket_.bytes()});
+  return true;
+}
+
+std::optional<std::uint32_t> DoublingOperation::waits_for() const { return doubling_.sender(place_); }
 
 }  // namespace rejoin::ftar

@@ -35,9 +35,10 @@ struct MessageHeader {
   std::uint64_t value;  // the step; of a credit, the slot
 };
 
-// The body of `direct`: where the bytes that follow belong in the sender's contribution. Its parts come in order.
+// The body of `direct`: where the bytes that follow belong among what the receiver gets for this bucket. `place`: the
+// sender's position, or where sums are exchanged in rounds Doubling's. The parts of a place come in order.
 struct DirectPart {
-  std::uint64_t offset;
+  std::uint64_t place, offset;
   static constexpr std::size_t kMost = 32 * KiB;  // so that one is read while the next is sent
 };
 static_assert(sizeof(MessageHeader) + sizeof(DirectPart) + DirectPart::kMost <= transport::Engine::kMaxMessage);
@@ -82,7 +83,7 @@ struct Communicator::Bucket {
   bool wanted = false;  // asked for, and not done in this epoch yet
   Step step;
   ReduceOp op = ReduceOp::sum;
-  // Contributions of small buckets, by step parity (a peer can be one step ahead, never two), then by position.
+  // What comes of small buckets, by step parity (a peer can be one step ahead, never two), then by place.
   struct Inbox {
     Step step;
     Bytes data;
@@ -153,27 +154,64 @@ class RingOperation final : public Operation {
   std::deque<OnDevice> on_device_;
 };
 
-class DirectOperation final : public Operation {
+// Of a bucket whose bytes go in messages and are added by the CPU, also where it is in a GPU's memory: two small copies
+// cost less than a ring's hops.
+class SmallOperation : public Operation {
  public:
-  DirectOperation(Communicator& owner, Communicator::Bucket& bucket) : owner_(owner), bucket_(bucket) {}
-  void start() override;
-  void on_direct() override;
-  void on_reduced(std::uint64_t number) override;
-  bool done() const override { return done_; }
-  std::optional<std::uint64_t> digest() const override { return digest_; }
-  std::optional<Wait> wait() const override;
+  SmallOperation(Communicator& owner, Communicator::Bucket& bucket) : owner_(owner), bucket_(bucket) {}
+  void start() final;
+  void on_direct() final;
+  void on_reduced(std::uint64_t number) final;
+  bool done() const final { return done_; }
+  std::optional<std::uint64_t> digest() const final { return digest_; }
+  std::optional<Wait> wait() const final;
 
- private:
+ protected:
+  virtual void begin() = 0;                                    // this member's input is here
+  virtual bool go_on() = 0;                                    // whether the result is in out()
+  virtual std::optional<std::uint32_t> waits_for() const = 0;  // whose bytes
   bool contributes() const { return owner_.position_ < owner_.contributors_; }
-  BytesView input(std::uint32_t contributor) const;  // nothing: it is not here yet
-  void send_own();
+  BytesView own() const { return owner_.reducer_ ? BytesView(bucket_.own) : BytesView(bucket_.spec.input); }
+  std::byte* out() const { return owner_.reducer_ ? bucket_.result.data() : bucket_.spec.output.data(); }
+  BytesView received(std::uint32_t place) const;  // nothing: it is not here yet
+  void send(std::uint32_t position, std::uint32_t place, BytesView bytes);
 
   Communicator& owner_;
   Communicator::Bucket& bucket_;
+
+ private:
   bool own_here_ = false;  // in the host's memory, if it contributes
   bool done_ = false;
   std::optional<std::uint64_t> digest_;
   std::optional<std::uint64_t> fetching_, storing_;  // of a device: copies under way
+};
+
+// Of few members: every contributor sends its input to every member, and each adds all in the same order.
+class DirectOperation final : public SmallOperation {
+ public:
+  using SmallOperation::SmallOperation;
+
+ private:
+  void begin() override;
+  bool go_on() override;
+  std::optional<std::uint32_t> waits_for() const override;
+  BytesView input(std::uint32_t contributor) const;  // nothing: it is not here yet
+};
+
+// Of many: Doubling.
+class DoublingOperation final : public SmallOperation {
+ public:
+  DoublingOperation(Communicator& owner, Communicator::Bucket& bucket);
+
+ private:
+  void begin() override;
+  bool go_on() override;
+  std::optional<std::uint32_t> waits_for() const override;
+  void offer();
+
+  const Doubling doubling_;
+  std::uint32_t place_ = 0;  // whose bytes are added next
+  BytesView sum_;            // so far: this member's input, then out()
 };
 
 }  // namespace rejoin::ftar

@@ -33,7 +33,7 @@ void Communicator::damage_if_due(Step step, std::span<std::byte> arrived) {
 // As digests of them are combined.
 std::vector<BytesView> Communicator::ranges_of(const Bucket& bucket) const {
   const BytesView all = bucket.spec.output;
-  if (direct(bucket)) return {all};
+  if (bucket.small) return {all};
   const Schedule schedule(shape_of(bucket));
   std::vector<BytesView> ranges;
   for (std::uint32_t chunk = 0; chunk < schedule.segments() * schedule.stride(); ++chunk)
@@ -82,13 +82,13 @@ Origins Communicator::origins() const {
     auto& segments = origins.buckets.emplace_back();
     if (direct(bucket)) {  // what everybody contributed, as it came here
       for (std::uint32_t c = 0; c < n; ++c) {
-        BytesView input = direct_input(bucket.index, bucket.step, c);
+        BytesView input = received(bucket, c);
         if (c == p) input = reducer_ ? BytesView(bucket.own) : BytesView(bucket.spec.input);
         segments.push_back({rejoin::digest(input), ring_[c].member.replica});
       }
       continue;
     }
-    if (whole) {
+    if (whole || doubled(bucket)) {  // of sums it can't be told who has damaged them
       segments.assign(1, {0, self_.replica});
       for (const auto range : ranges_of(bucket)) add(0, range);
       continue;

@@ -1,6 +1,7 @@
 #include "ftar/schedule.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "base/bytes.h"
 #include "base/fail.h"
@@ -19,6 +20,27 @@ std::size_t tuned_chunk(std::size_t bytes, std::uint32_t contributors, std::size
   const std::size_t segment = bytes / std::max(contributors, 1u);
   // Four chunks a segment let a round begin before the one before it has ended.
   return round_up(std::clamp(segment / 4, std::min(kLeastChunk, limit), limit), kAlign);
+}
+
+Doubling::Doubling(std::uint32_t contributors, std::uint32_t members, std::uint32_t position)
+    : contributors_(contributors),
+      members_(members),
+      position_(position),
+      core_(std::bit_floor(contributors)),
+      rounds_(static_cast<std::uint32_t>(std::countr_zero(core_))) {
+  REJOIN_CHECK(contributors >= 1 && members >= contributors && position < members);
+}
+
+std::optional<std::uint32_t> Doubling::sender(std::uint64_t place) const {
+  if (!in_core()) return place == result() ? std::optional(proxy()) : std::nullopt;
+  if (place == 0) return position_ + core_ < contributors_ ? std::optional(position_ + core_) : std::nullopt;
+  return place <= rounds_ ? std::optional(position_ ^ (1u << (place - 1))) : std::nullopt;
+}
+
+std::vector<std::uint32_t> Doubling::beyond() const {
+  std::vector<std::uint32_t> all;
+  for (std::uint32_t one = position_ + core_; one < members_; one += core_) all.push_back(one);
+  return all;
 }
 
 Schedule::Schedule(const Shape& shape) : shape_(shape) {

@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace rejoin::ftar {
@@ -65,6 +66,31 @@ class Schedule {
   std::size_t segment_bytes_ = 0;
   std::size_t chunk_bytes_ = 0;
   std::uint32_t stride_ = 1;
+};
+
+// Recursive doubling, for buffers so small that rounds cost more than bytes: log2(n) of them instead of a ring's
+// 2(n−1). The core is the greatest power of two of contributors. Who contributes beyond it is folded in first, by the
+// member of the core that has its position less the core's size. In round r (1 …) the core's member p and p XOR 2^(r−1)
+// send each other the sums that they have; both add them in the same order, so that after the last round the whole core
+// has the same bits. Members beyond the core are then sent the result. (Thakur, Rabenseifner and Gropp, "Optimization
+// of collective communication operations in MPICH", 2005, section 4.5.)
+class Doubling {
+ public:
+  Doubling(std::uint32_t contributors, std::uint32_t members, std::uint32_t position);
+
+  // What a member receives has a place each: 0 what it folds in, then one for each round, then the result.
+  std::uint32_t rounds() const { return rounds_; }
+  std::uint32_t result() const { return rounds_ + 1; }
+  bool in_core() const { return position_ < core_; }
+  bool contributes() const { return position_ < contributors_; }
+  // Whose bytes come to this place; with whom sums are exchanged in a round. Nothing: nobody's.
+  std::optional<std::uint32_t> sender(std::uint64_t place) const;
+  // Of a member beyond the core: who folds it in, and sends it the result.
+  std::uint32_t proxy() const { return position_ % core_; }
+  std::vector<std::uint32_t> beyond() const;  // to whom this member of the core sends the result
+
+ private:
+  std::uint32_t contributors_, members_, position_, core_, rounds_;
 };
 
 // The chunk size for a buffer: large enough to be efficient, small enough that the rounds overlap; never above `limit`.

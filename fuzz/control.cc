@@ -42,7 +42,7 @@ class Watched {
       log_.push_back(record);
     }
     must(coordinator_.epoch() == Epoch(epoch_) && coordinator_.committed() == Step(committed_));
-    for (const auto& [node, message] : actions.send)
+    for (const auto& [nodes, message] : actions.send)
       must(!message.has_plan() || (message.plan().epoch() <= epoch_ && message.plan().committed() <= committed_));
   }
 

@@ -279,9 +279,10 @@ proto::Plan Coordinator::plan() const {
 }
 
 void Coordinator::broadcast_plan() {
-  proto::ToNode message;
+  if (nodes_.empty()) return;
+  auto& [nodes, message] = actions_.send.emplace_back();
+  for (const auto& [node, state] : nodes_) nodes.push_back(node);
   *message.mutable_plan() = plan();
-  for (const auto& [node, state] : nodes_) send(node, message);
 }
 
 // ---- helpers
@@ -334,7 +335,7 @@ Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_
 
 void Coordinator::send(NodeId node, proto::ToNode message) {
   if (message.has_peers()) message.mutable_peers()->set_job(job_);
-  if (nodes_.contains(node)) actions_.send.emplace_back(node, std::move(message));
+  if (nodes_.contains(node)) actions_.send.emplace_back(std::vector{node}, std::move(message));
 }
 
 }  // namespace rejoin::membership

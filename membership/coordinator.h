@@ -55,7 +55,7 @@ using NodeId = Id<struct NodeTag>;  // one connection of a daemon or relay; neve
 
 struct Actions {
   std::vector<proto::LogRecord> append;  // durable before anything is sent
-  std::vector<std::pair<NodeId, proto::ToNode>> send;
+  std::vector<std::pair<std::vector<NodeId>, proto::ToNode>> send;  // one message, to all of them
   std::vector<NodeId> close;  // after sending: what still comes over these connections must not be heard
   std::vector<Note> notes;    // what happened
 };
@@ -298,7 +298,7 @@ class Coordinator {
   void announce_to(NodeId node, const RankSet& ranks);
   void announce_replica(const ReplicaState& replica, ReplicaId id);
   void announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, const std::set<NodeId>& sent_to);
-  static void describe(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, proto::Peers& peers);
+  void announce(NodeId node, const RankSet& ranks, const std::map<ReplicaId, const ReplicaState*>& replicas, bool all);
   proto::Plan plan() const;
   bool fully_registered(const ReplicaState& replica) const;
   bool linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/bytes.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {
@@ -235,11 +236,10 @@ bool Coordinator::may_announce() {
 
 // All peers of these ranks.
 void Coordinator::announce_to(NodeId node, const RankSet& ranks) {
-  proto::ToNode message;
-  ranks.to(message.mutable_peers()->mutable_complete());
+  std::map<ReplicaId, const ReplicaState*> there;
   for (const auto& [id, replica] : replicas_)
-    if (fully_registered(replica)) describe(replica, id, ranks, *message.mutable_peers());
-  send(node, std::move(message));
+    if (fully_registered(replica)) there[id] = &replica;
+  announce(node, ranks, there, true);
 }
 
 // All of its ranks have come: to them all others, and to all others them.
@@ -259,24 +259,41 @@ void Coordinator::announce_ranks(const ReplicaState& replica, ReplicaId id, cons
   for (const auto& [node, state] : nodes_) {
     if (sent_to.contains(node)) continue;
     const RankSet concerned = ranks.common(state.hosts);
-    if (concerned.empty()) continue;
-    proto::ToNode message;
-    describe(replica, id, concerned, *message.mutable_peers());
-    send(node, std::move(message));
+    if (!concerned.empty()) announce(node, concerned, {{id, &replica}}, false);
   }
 }
 
-void Coordinator::describe(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, proto::Peers& peers) {
+// In as many messages as it takes for each to fit a frame, however many ranks a relay has: all that concerns a rank is
+// in one of them. `all`: those are all of its peers.
+void Coordinator::announce(NodeId node, const RankSet& ranks, const std::map<ReplicaId, const ReplicaState*>& replicas,
+                           bool all) {
+  constexpr std::size_t kMost = 4 * MiB;
+  proto::ToNode message;
+  RankSet complete;
+  std::size_t bytes = 0;
+  const auto flush = [&] {
+    if (all) complete.to(message.mutable_peers()->mutable_complete());
+    send(node, std::exchange(message, {}));
+    complete.clear();
+    bytes = 0;
+  };
   for (const auto& [begin, end] : ranks.ranges())
-    for (auto number = begin; number < std::min<std::uint64_t>(end, replica.ranks.size()); ++number) {
-      const RankState& rank = replica.ranks[number];
-      auto& peer = *peers.add_peers();
-      peer.set_replica(id.value);
-      peer.set_incarnation(replica.incarnation.value);
-      peer.set_rank(static_cast<std::uint32_t>(number));
-      peer.set_address(rank.addresses.substr(0, rank.address_size));
-      peer.set_stream_address(rank.addresses.substr(rank.address_size, rank.stream_size));
+    for (auto number = begin; number < end; ++number) {
+      if (bytes > kMost) flush();
+      complete.add(number, number + 1);
+      for (const auto& [id, replica] : replicas) {
+        if (number >= replica->ranks.size()) continue;
+        const RankState& rank = replica->ranks[number];
+        auto& peer = *message.mutable_peers()->add_peers();
+        peer.set_replica(id.value);
+        peer.set_incarnation(replica->incarnation.value);
+        peer.set_rank(static_cast<std::uint32_t>(number));
+        peer.set_address(rank.addresses.substr(0, rank.address_size));
+        peer.set_stream_address(rank.addresses.substr(rank.address_size, rank.stream_size));
+        bytes += peer.ByteSizeLong();
+      }
     }
+  flush();
 }
 
 }  // namespace rejoin::membership

@@ -181,6 +181,7 @@ Result<Log> Log::open(const std::string& directory, Disk disk) {
   } while (!log.in_its_place());
   (void)::unlink(log.next_path().c_str());  // of a compaction that a crash has cut short
   if (auto recovered = log.recover(); !recovered) return tl::unexpected(recovered.error());
+  if (auto checked = log.check_new(); !checked) return tl::unexpected(checked.error());
   // The file's name must survive, too.
   if (::fsync(log.folder_.get()) != 0) return fail_errno(directory);
   return log;

@@ -54,7 +54,8 @@ struct Disk {
 
 class Log {
  public:
-  // Opens or creates DIRECTORY/decisions.log and reads what is in it. Only one process at a time (`exhausted`).
+  // Opens or creates DIRECTORY/decisions.log and reads what is in it. Only one process at a time (`exhausted`). One
+  // that holds nothing, with archives beside it, is lost (`not_found`).
   static Result<Log> open(const std::string& directory, Disk disk = Disk::real());
   const std::vector<proto::LogRecord>& records() const { return records_; }  // that were in it when it was opened
   void forget_records() { records_ = {}; }
@@ -72,6 +73,7 @@ class Log {
   Result<Fd> write_next(const proto::LogRecord& snapshot, std::uint64_t& end) const;
   Result<> put_in_place() const;
   Result<> check_size(const proto::LogRecord& record) const;
+  Result<> check_new() const;
   std::string next_path() const { return path_ + ".next"; }
   Result<> recover();
   bool in_its_place() const;

@@ -35,6 +35,7 @@ bool same_file(const struct stat& a, const struct stat& b) { return a.st_dev == 
 
 // The numbers of the archives beside a log; the newest has the greatest.
 std::set<std::uint64_t> archives_beside(const std::string& path) {
+  constexpr std::uint64_t kMost = 1'000'000'000;
   std::set<std::uint64_t> numbers;
   std::error_code error;
   const auto parent = std::filesystem::path(path).parent_path();
@@ -42,7 +43,8 @@ std::set<std::uint64_t> archives_beside(const std::string& path) {
     const std::string digits = entry.path().stem().extension().string();
     std::uint64_t number = 0;
     if (digits.size() < 2 ||
-        std::from_chars(digits.data() + 1, digits.data() + digits.size(), number).ec != std::errc{})
+        std::from_chars(digits.data() + 1, digits.data() + digits.size(), number).ec != std::errc{} || number > kMost ||
+        !entry.is_regular_file(error))
       continue;
     if (std::filesystem::path(archive_of(path, number)).filename() == entry.path().filename()) numbers.insert(number);
   }
@@ -93,6 +95,16 @@ Result<> Log::compact(const proto::LogRecord& snapshot) {
   return fail_errno(fmt::format("decision log {}, whose new file may not be at its path after a crash", path_));
 }
 
+// A log without a record, where archives say that there was one.
+Result<> Log::check_new() const {
+  const auto archives = archives_beside(path_);
+  if (!records_.empty() || archives.empty()) return {};
+  return fail(ErrorCode::not_found,
+              "{} holds no decision, and {} says that a job was under way here: put the log back, or a copy of it. To "
+              "start a new job, use another log directory, or move the archives away",
+              path_, archive_of(path_, *archives.rbegin()));
+}
+
 namespace {
 
 std::uint64_t job_of(const proto::LogRecord& first) {
@@ -114,6 +126,7 @@ Result<std::vector<std::string>> archives_before(const Fd& log, const std::strin
   for (std::string later = path; first->has_snapshot() && numbers.contains(number); --number) {
     const std::string name = archive_of(path, number);
     const Fd file(::open(name.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!file && errno == ENOENT) break;  // just removed, and so are those before it
     if (!file) return fail_errno(name);
     auto before = first_record(file);
     if (!before)
@@ -152,6 +165,7 @@ class Joined {
     }
     return {};
   }
+  bool begun() const { return begun_; }
 
  private:
   const std::function<void(const proto::LogRecord&)>& take_;
@@ -168,7 +182,10 @@ Result<ParsedLog> for_each_record(const std::string& path, const std::function<v
   if (!archives) return tl::unexpected(archives.error());
   Joined joined(take);
   for (const auto& name : *archives) {
-    const auto archive = parse_one_file(name);
+    const Fd there(::open(name.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!there && errno == ENOENT && !joined.begun()) continue;  // just removed
+    if (!there) return fail_errno(name);
+    const auto archive = parse_file(there, name);
     if (!archive) return archive;
     if (auto added = joined.add(archive->records, name); !added) return tl::unexpected(added.error());
   }

@@ -117,7 +117,8 @@ void Coordinator::on_resumed() {
 }
 
 void Coordinator::send(const membership::Actions& actions) {
-  for (const auto& [node, message] : actions.send) world_.to_daemon(node.value, message);
+  for (const auto& [nodes, message] : actions.send)
+    for (auto node : nodes) world_.to_daemon(node.value, message);
   for (const auto& node : actions.close) world_.drop_link(node.value);
 }
 

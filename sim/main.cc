@@ -186,21 +186,35 @@ int many(const Settings& settings) {
 
 int scale() {
   fmt::print(
-      "The control plane's machines with 24 replicas, 8 ranks a node; for each step, messages and bytes in and out.\n"
-      "{:>8} {:>7} | {:>9} {:>8} {:>10} {:>9} | {:>9} {:>8} | {:>9} {:>8} | {:>9} {:>9} {:>9} {:>9}\n",
-      "ranks", "through", "coord. ms", "messages", "bytes", "B a rank", "relay ms", "messages", "node ms", "messages",
-      "epoch ms", "messages", "start ms", "replica");
-  for (const bool relays : {true, false})
-    for (const std::uint32_t ranks : {42u, 416u, 4096u}) {
-      const ScaleResult r = measure_scale({.ranks = ranks, .relays = relays});
-      fmt::print(
-          "{:>8} {:>7} | {:>9.3f} {:>8.0f} {:>10.0f} {:>9.0f} | {:>9.3f} {:>8.0f} | {:>9.3f} {:>8.0f} | {:>9.3f} {:>9} "
-          "{:>9.0f} {:>9.0f}\n",
-          r.ranks, relays ? "relays" : "nodes", r.coordinator.cpu_ms, r.coordinator.messages, r.coordinator.bytes,
-          r.coordinator_bytes_per_rank, r.relay.cpu_ms, r.relay.messages, r.node.cpu_ms, r.node.messages,
-          r.epoch_change_ms, r.epoch_change_messages, r.start_ms, r.replica_ms);
-      std::fflush(stdout);
-    }
+      "The control plane's machines with 8 ranks a node; for each step, messages and bytes in and out. The "
+      "coordinator's "
+      "processor time for a new epoch, and for the start of a job and of a replica; the largest message of all.\n"
+      "{:>8} {:>8} {:>5} {:>7} | {:>9} {:>8} {:>10} {:>9} | {:>9} {:>8} | {:>9} {:>8} | {:>9} {:>9} {:>9} {:>9} {:>9} "
+      "{:>11}\n",
+      "replicas", "ranks", "rails", "through", "coord. ms", "messages", "bytes", "B a rank", "relay ms", "messages",
+      "node ms", "messages", "epoch ms", "messages", "start ms", "start MiB", "replica", "largest KiB");
+  const ScaleOptions all[] = {{.ranks = 42},
+                              {.ranks = 416},
+                              {},
+                              {.rails = 4},
+                              {.rails = 8},
+                              {.ranks = 42, .relays = false},
+                              {.ranks = 416, .relays = false},
+                              {.relays = false},
+                              {.replicas = 1024, .ranks = 8, .rails = 4},
+                              {.replicas = 1024, .ranks = 8, .rails = 8}};
+  for (const auto& o : all) {
+    const ScaleResult r = measure_scale(o);
+    fmt::print(
+        "{:>8} {:>8} {:>5} {:>7} | {:>9.3f} {:>8.0f} {:>10.0f} {:>9.0f} | {:>9.3f} {:>8.0f} | {:>9.3f} {:>8.0f} | "
+        "{:>9.3f} {:>9} {:>9.0f} {:>9.1f} {:>9.0f} {:>11.1f}\n",
+        o.replicas, r.ranks, o.rails, o.relays ? "relays" : "nodes", r.coordinator.cpu_ms, r.coordinator.messages,
+        r.coordinator.bytes, r.coordinator_bytes_per_rank, r.relay.cpu_ms, r.relay.messages, r.node.cpu_ms,
+        r.node.messages, r.epoch_change_ms, r.epoch_change_messages, r.start_ms,
+        static_cast<double>(r.start_bytes) / (1 << 20), r.replica_ms,
+        static_cast<double>(r.largest_message) / (1 << 10));
+    std::fflush(stdout);
+  }
   return 0;
 }
 

@@ -3,10 +3,12 @@
 #include <malloc.h>
 #include <time.h>
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <unordered_map>
 
+#include "base/bytes.h"
 #include "base/fail.h"
 #include "membership/node.h"
 #include "membership/relay.h"
@@ -17,6 +19,8 @@ namespace {
 
 using membership::NodeId;
 using membership::RankConnection;
+
+constexpr std::size_t kFrame = 16 * MiB;  // daemon/framed.h: the most that a peer takes
 
 double cpu_ms() {
   timespec spent{};
@@ -55,6 +59,7 @@ class Cluster {
     drain();
     REJOIN_CHECK(coordinator_->started(), "the job did not start");
     result.start_ms = meter_.cpu_ms;
+    result.start_bytes = meter_.bytes;
 
     forget_loads();
     const auto before = coordinator_->committed().value;
@@ -83,6 +88,7 @@ class Cluster {
     step();
     REJOIN_CHECK(coordinator_->members().size() == o_.replicas, "the replica was not admitted");
 
+    result.largest_message = largest_message_;
     const double with = heap_bytes();
     coordinator_.reset();
     result.coordinator_bytes_per_rank = (with - heap_bytes()) / static_cast<double>(ranks_.size());
@@ -131,6 +137,8 @@ class Cluster {
     post(meter, to, index, from, message.SerializeAsString());
   }
   void post(Meter& meter, To to, std::size_t index, std::uint64_t from, const std::string& bytes) {
+    REJOIN_CHECK(bytes.size() <= kFrame, "a message of {} bytes fits no frame", bytes.size());
+    largest_message_ = std::max(largest_message_, bytes.size());
     queue_.push_back({to, index, from, bytes});
     ++meter.messages, ++messages_;
     meter.bytes += queue_.back().bytes.size();
@@ -145,9 +153,12 @@ class Cluster {
   }
 
   void carry_out(const membership::Actions& actions) {
-    for (const auto& [id, message] : actions.send) {
-      if (id.value >= kNodes) post(meter_, To::node, id.value - kNodes, 0, message);
-      else post(meter_, To::relay_down, id.value - 1, 0, message);
+    for (const auto& [ids, message] : actions.send) {
+      const std::string bytes = message.SerializeAsString();
+      for (auto id : ids) {
+        if (id.value >= kNodes) post(meter_, To::node, id.value - kNodes, 0, bytes);
+        else post(meter_, To::relay_down, id.value - 1, 0, bytes);
+      }
     }
   }
   void carry_out(std::size_t relay, const membership::Relay::Actions& actions) {
@@ -224,8 +235,12 @@ class Cluster {
       up.set_replica(replica);
       up.set_rank(number);
       up.set_instance(rank.instance);
-      up.set_address(fmt::format("10.{}.{}.{}:{}", replica, number / 256, number % 256, 40000 + number % 8));
-      up.set_stream_address(fmt::format("10.{}.{}.{}:39999", replica, number / 256, number % 256));
+      std::string rails;
+      for (std::uint32_t rail = 0; rail < o_.rails; ++rail)
+        rails += fmt::format("{}10.{}.{}.{}:{}", rail > 0 ? "|" : "", replica % 256, number / 256, number % 256,
+                             40000 + rail);
+      up.set_address(rails);
+      up.set_stream_address(rails);
       up.set_plan_hash(7);
       up.set_digest(0x1234567812345678);
       up.set_pid(4242);
@@ -300,6 +315,7 @@ class Cluster {
   std::unordered_map<std::uint64_t, std::size_t> by_connection_;
   std::deque<Message> queue_;
   std::uint64_t connections_ = 0, instances_ = 0, messages_ = 0;
+  std::size_t largest_message_ = 0;
 };
 
 }  // namespace

@@ -10,6 +10,7 @@ namespace rejoin::sim {
 struct ScaleOptions {
   std::uint32_t replicas = 24, ranks = 4096, ranks_per_node = 8;
   bool relays = true;  // one for each replica; otherwise all daemons connect to the coordinator
+  std::uint32_t rails = 1;
   std::uint32_t steps = 20;
 };
 
@@ -27,6 +28,8 @@ struct ScaleResult {
   std::uint64_t epoch_change_messages = 0;
   // The coordinator's processor time for a whole job, or a whole replica, that registers.
   double start_ms = 0, replica_ms = 0;
+  std::uint64_t start_bytes = 0;    // through the coordinator, until the job has started
+  std::size_t largest_message = 0;  // of all
 };
 
 ScaleResult measure_scale(const ScaleOptions& options);

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <random>
+#include <thread>
 
 #include "base/bytes.h"
 #include "base/clock.h"
@@ -21,6 +22,40 @@
 
 namespace rejoin::test {
 namespace {
+
+// Answers one request over HTTP with this.
+struct Answer {
+  explicit Answer(std::string body) {
+    sockaddr_in address{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+    socklen_t size = sizeof address;
+    EXPECT_EQ(::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size), 0);
+    EXPECT_EQ(::listen(listener.get(), 1), 0);
+    EXPECT_EQ(::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&address), &size), 0);
+    at = "127.0.0.1:" + std::to_string(ntohs(address.sin_port));
+    thread = std::thread([this, text = "HTTP/1.1 200 OK\r\n\r\n" + std::move(body)] {
+      const Fd caller(::accept(listener.get(), nullptr, nullptr));
+      char request[1024];
+      EXPECT_GT(::recv(caller.get(), request, sizeof request, 0), 0);
+      EXPECT_EQ(::send(caller.get(), text.data(), text.size(), MSG_NOSIGNAL), static_cast<ssize_t>(text.size()));
+    });
+  }
+  ~Answer() { thread.join(); }
+  Fd listener{::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+  std::string at;
+  std::thread thread;
+};
+
+TEST(Status, OfWhatIsNoDaemonOfThisVersionIsAnError) {
+  for (const char* body : {"{}", "[]", "7", R"({"coordinator_role":{"epoch":"x","members":5,"out":{}}})",
+                           R"({"node_role":{}})", R"({"relay_role":[]})"}) {
+    const Answer other(body);
+    const Ended ended = run({kCli, "status", other.at});
+    EXPECT_EQ(ended.status, 1) << body;
+    EXPECT_NE(ended.output.find("what answers at " + other.at + " is no Rejoin daemon of this version"),
+              std::string::npos)
+        << body << ": " << ended.output;
+  }
+}
 
 TEST(Garbage, OnEveryPortIsRefusedAndChangesNothing) {
   Job job;

@@ -82,6 +82,29 @@ TEST_P(Direct, NoByteGoesThroughSlotsAtAnySizeUpToTheLimit) {
   for (const auto& rank : all->ranks) EXPECT_EQ(rank->communicator->stats().stale_dropped, 0u);
 }
 
+// More members than are sent to directly: sums are exchanged in rounds, whatever the number beyond a power of two.
+TEST_P(Direct, ManyMembersExchangeSumsInRoundsAndHaveTheSameBits) {
+  for (std::uint32_t contributors = 1; contributors <= (on_gpu ? 5u : 13u); ++contributors)
+    for (const std::uint32_t joiners : {0u, 1u, 3u}) {
+      SCOPED_TRACE(testing::Message() << contributors << " contributors, " << joiners << " joining");
+      auto all = cluster({1, 7, 64 * KiB / kElement + 1}, contributors);
+      all->options.direct_members = 0;
+      for (std::uint32_t i = 0; i < contributors + joiners; ++i) all->add();
+      auto ring = all->ring_members();
+      for (auto& one : ring)
+        if (one.member.replica.value >= contributors) one.role = Role::catching_up;
+      all->enter(Epoch(1), ring);
+      const std::vector<const Rank*> live = all->live();
+      for (std::uint64_t step = 1; step <= 3; ++step) {
+        all->start(Step(step), step == 3 ? ReduceOp::mean : ReduceOp::sum);
+        ASSERT_TRUE(all->until([&] { return all->all_done(Step(step)); }));
+      }
+      all->expect_result({live.begin(), live.begin() + contributors}, contributors);
+      EXPECT_EQ(transfers, 0u);
+      for (const auto& rank : all->ranks) EXPECT_EQ(rank->communicator->stats().stale_dropped, 0u);
+    }
+}
+
 TEST_P(Direct, OneElementMoreGoesByTheRing) {
   auto all = cluster({256 * KiB / kElement + 1});
   all->options.chunk_bytes = 64 * KiB;
@@ -94,10 +117,11 @@ TEST_P(Direct, OneElementMoreGoesByTheRing) {
 }
 
 TEST_P(Direct, SurvivorsFinishFromIntactInputsWhereverAMemberDiesBetweenParts) {
-  for (std::uint64_t seed = 1; seed <= (on_gpu ? 4u : 16u); ++seed) {
+  for (std::uint64_t seed = 1; seed <= (on_gpu ? 6u : 32u); ++seed) {
     SCOPED_TRACE(seed);
     auto all = cluster({32 * KiB / kElement + 1, 64 * KiB / kElement - 1, 256 * KiB / kElement}, seed);
-    for (int i = 0; i < 3; ++i) all->add();
+    all->options.direct_members = seed % 2 == 0 ? 0 : 8;  // in rounds, and all to all
+    for (int i = 0; i < (seed % 2 == 0 ? 5 : 3); ++i) all->add();
     all->enter(Epoch(1), all->ring_members());
     ASSERT_TRUE(all->until([&] {
       return std::none_of(all->ranks.begin(), all->ranks.end(), [](auto& r) { return r->communicator->busy(); });
@@ -106,7 +130,7 @@ TEST_P(Direct, SurvivorsFinishFromIntactInputsWhereverAMemberDiesBetweenParts) {
     std::vector<std::vector<std::vector<float>>> inputs;
     for (auto& rank : all->ranks) inputs.push_back(rank->input);
     all->start(Step(1));
-    // A GPU's copies come before the messages, so what is counted is what moves: 72 of them, were nobody to die.
+    // A GPU's copies come before the messages, so what is counted is what moves: at least 72, were nobody to die.
     auto left = 1 + static_cast<int>(all->random() % 70);
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     while (left > 0 && std::chrono::steady_clock::now() < deadline) {
@@ -134,7 +158,7 @@ TEST_P(Direct, WhatIsKeptForItIsBoundedAndTheSmallestBucketsComeFirst) {
   auto all = cluster({large, small, large});
   all->options.chunk_bytes = 4 * KiB;
   all->options.direct_members = 2;
-  all->options.direct_memory = 6 * 24 * KiB;  // two inboxes of two, and two of the device: of the small and a large one
+  all->options.direct_memory = 26 * 24 * KiB;  // two inboxes, and two of the device: of the small and a large one
   for (int i = 0; i < 2; ++i) all->add();
   all->enter(Epoch(1), all->ring_members());
   ASSERT_TRUE(all->until([&] { return !all->ranks[0]->communicator->busy() && !all->ranks[1]->communicator->busy(); }));
@@ -165,10 +189,10 @@ TEST(DirectParts, WhatDoesNotFitIsDroppedAndChangesNothing) {
   Rank& liar = cluster.add();
   cluster.enter(Epoch(1), cluster.ring_members());
   ASSERT_TRUE(cluster.until([&] { return !honest.communicator->busy() && !liar.communicator->busy(); }));
-  const auto say = [&](std::uint64_t offset, std::size_t length, std::byte fill) {
+  const auto say = [&](std::uint64_t offset, std::size_t length, std::byte fill, std::uint64_t place = 1) {
     Bytes message(sizeof(MessageHeader) + sizeof(DirectPart) + length, fill);
     const MessageHeader header{MessageHeader::direct, 0, 1, 1};
-    const DirectPart part{offset};
+    const DirectPart part{place, offset};
     std::memcpy(message.data(), &header, sizeof header);
     std::memcpy(message.data() + sizeof header, &part, sizeof part);
     ASSERT_TRUE(mouth->send(mouth->last_sent_to, message));
@@ -180,6 +204,12 @@ TEST(DirectParts, WhatDoesNotFitIsDroppedAndChangesNothing) {
     EXPECT_TRUE(cluster.until([&] { return honest.communicator->stats().stale_dropped == dropped; }))
         << length << " at " << offset;
   };
+  for (const std::uint64_t place :
+       {std::uint64_t{0}, std::uint64_t{2}, ~std::uint64_t{0}}) {  // not its own, and none at all
+    say(0, 8, std::byte{0xee}, place);
+    ++dropped;
+    EXPECT_TRUE(cluster.until([&] { return honest.communicator->stats().stale_dropped == dropped; })) << place;
+  }
   expect_dropped(0, 0);
   expect_dropped(8, 8);                           // a hole before it
   expect_dropped(~std::uint64_t{0} - 3, 8);       // the sum wraps

@@ -215,5 +215,45 @@ TEST(Schedule, TunedChunksAreAQuarterOfASegmentWhereTheLimitAllows) {
   EXPECT_EQ(tuned_chunk(1 * MiB, 16, 4 * MiB), 64 * KiB) << "the least";
 }
 
+// Plays it with the sets of whose input a sum has.
+TEST(Doubling, EveryMemberGetsEveryInputOnceInLogarithmicallyManyRounds) {
+  for (std::uint32_t contributors = 1; contributors <= 40; ++contributors)
+    for (std::uint32_t members = contributors; members <= contributors + 9; members += 3) {
+      SCOPED_TRACE(testing::Message() << contributors << " of " << members);
+      std::vector<Doubling> all;
+      std::vector<std::multiset<std::uint32_t>> has(members);
+      for (std::uint32_t p = 0; p < members; ++p) {
+        all.emplace_back(contributors, members, p);
+        if (all[p].contributes()) has[p].insert(p);
+      }
+      const std::uint32_t rounds = all[0].rounds();
+      ASSERT_LE(1u << rounds, contributors);
+      ASSERT_GT(2u << rounds, contributors);
+      for (std::uint32_t place = 0; place <= rounds; ++place) {
+        const auto before = has;
+        for (std::uint32_t p = 0; p < members; ++p) {
+          const auto from = all[p].sender(place);
+          if (!from || (!all[p].in_core())) continue;
+          if (place == 0) ASSERT_EQ(all[*from].proxy(), p);
+          else ASSERT_EQ(all[*from].sender(place), p) << "both ways";
+          has[p].insert(before[*from].begin(), before[*from].end());
+        }
+      }
+      std::vector<int> results(members, 0);
+      for (std::uint32_t p = 0; p < members; ++p)
+        if (all[p].in_core())
+          for (auto to : all[p].beyond()) {
+            ASSERT_EQ(all[to].sender(all[to].result()), p);
+            has[to] = has[p];
+            ++results[to];
+          }
+      for (std::uint32_t p = 0; p < members; ++p) {
+        EXPECT_EQ(results[p], all[p].in_core() ? 0 : 1);
+        ASSERT_EQ(has[p].size(), contributors) << "member " << p;
+        for (std::uint32_t one = 0; one < contributors; ++one) ASSERT_EQ(has[p].count(one), 1u);
+      }
+    }
+}
+
 }  // namespace
 }  // namespace rejoin::ftar

@@ -117,8 +117,8 @@ struct Bench {
     log.insert(log.end(), actions.append.begin(), actions.append.end());
     for (const auto& node : actions.close) closed.push_back(node.value);
     for (const auto& note : actions.notes) (note.warning ? warnings : news) += note.text + "\n";
-    for (const auto& [node, message] : actions.send) {
-      inbox[node.value].push_back(message);
+    for (const auto& [nodes, message] : actions.send) {
+      for (auto node : nodes) inbox[node.value].push_back(message);
       if (message.has_registered()) incarnations[message.registered().replica()] = message.registered().incarnation();
     }
   }

@@ -36,12 +36,13 @@ struct Pair {
   void send(std::uint32_t replica, const proto::FromNode& message) {
     const Actions actions = coordinator->on_message(NodeId(replica), message, now);
     log.insert(log.end(), actions.append.begin(), actions.append.end());
-    for (const auto& [node, sent] : actions.send) {
-      const auto to = static_cast<std::uint32_t>(node.value);
-      if (sent.has_registered()) incarnations[to] = sent.registered().incarnation();
-      if (sent.has_plan()) plans[to] = sent.plan();
-      if (sent.has_evicted()) evicted.insert(to);
-    }
+    for (const auto& [nodes, sent] : actions.send)
+      for (auto node : nodes) {
+        const auto to = static_cast<std::uint32_t>(node.value);
+        if (sent.has_registered()) incarnations[to] = sent.registered().incarnation();
+        if (sent.has_plan()) plans[to] = sent.plan();
+        if (sent.has_evicted()) evicted.insert(to);
+      }
   }
   void up(std::uint32_t replica) {
     proto::FromNode message;

@@ -2,9 +2,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 
 #include <cerrno>
 #include <filesystem>
+#include <fstream>
 
 #include "membership/log.h"
 
@@ -263,6 +265,11 @@ TEST_F(CompactedLog, WithoutItsArchivesSaysWhatItKnowsAndWithAnotherLogsNames) {
   EXPECT_EQ(audited.once, 4 * 32u);
   EXPECT_EQ(audited.lost + audited.repeated, 0u);
 
+  // What is no archive, whatever its name.
+  ASSERT_EQ(::mkfifo(archive(17).c_str(), 0600), 0);
+  std::ofstream(directory + "/decisions.18446744073709551615.log") << "x";
+  EXPECT_EQ(read_log(path)->size(), 23u);
+
   std::filesystem::remove(archive(3));
   records = read_log(path);
   ASSERT_FALSE(records);
@@ -310,8 +317,18 @@ TEST_F(CompactedLog, DoesNotGoOnFromAnotherJobsArchives) {
     commit(log, 6, 6);
   };
   compacted_job(1);
-  std::filesystem::remove(path);
+  // Its log is lost: that is no new job.
+  const std::string log_of_the_first = directory + "/elsewhere";
+  std::filesystem::rename(path, log_of_the_first);
+  const auto lost = Log::open(directory);
+  ASSERT_FALSE(lost);
+  EXPECT_EQ(lost.error().message, path + " holds no decision, and " + archive(1) +
+                                      " says that a job was under way here: put the log back, or a copy of it. To "
+                                      "start a new job, use another log directory, or move the archives away");
+  std::filesystem::rename(archive(1), log_of_the_first);
   compacted_job(2);
+  std::filesystem::rename(archive(1), archive(2));
+  std::filesystem::rename(log_of_the_first, archive(1));
   ASSERT_TRUE(std::filesystem::exists(archive(2)));
   auto records = read_log(path);
   ASSERT_TRUE(records) << records.error().message;

@@ -1,6 +1,8 @@
 // Jobs of the largest size: what is said fits a frame, and what is written down fits a record.
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "membership/coordinator.h"
 #include "membership/log.h"
 
@@ -21,14 +23,25 @@ struct Job {
   std::vector<proto::LogRecord> log;
   std::size_t largest_message = 0, largest_group = 0;
   proto::Plan plan;
+  // What a daemon or relay knows of its ranks' peers.
+  struct Known {
+    std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> addresses;  // by rank and replica
+    void take(const proto::Peers& peers) {
+      const RankSet complete(peers.complete(), std::uint64_t{1} << 32);
+      std::erase_if(addresses, [&](const auto& known) { return complete.contains(known.first.first); });
+      for (const auto& peer : peers.peers()) addresses[{peer.rank(), peer.replica()}] = peer.address();
+    }
+  };
+  std::map<NodeId, Known> known;
 
   void keep(const Actions& actions) {
     if (!actions.append.empty()) largest_group = std::max(largest_group, log_bytes(actions.append, 8).size());
     log.insert(log.end(), actions.append.begin(), actions.append.end());
-    for (const auto& [node, message] : actions.send) {
+    for (const auto& [to, message] : actions.send) {
       largest_message = std::max(largest_message, message.ByteSizeLong());
       if (message.has_registered()) incarnations[message.registered().replica()] = message.registered().incarnation();
       if (message.has_plan()) plan = message.plan();
+      for (auto node : to) known[node].take(message.peers());
     }
   }
   void send(std::uint32_t replica, const proto::FromNode& message) {
@@ -105,6 +118,20 @@ TEST(Sizes, AJobOfAThousandReplicasStartsCommitsAndIsReadBackWithinAFrame) {
   ASSERT_TRUE(again.recover(parsed->records, job.now));
   EXPECT_EQ(again.committed(), job.coordinator.committed());
   EXPECT_EQ(again.epoch(), job.coordinator.epoch());
+}
+
+// Of addresses as long as those of 24 replicas with eight rails, more than a frame takes in all.
+TEST(Sizes, WhatARelayOfFourThousandRanksMustKnowOfTheirPeersComesInPieces) {
+  Job job{.config = {.replicas = 4, .ranks = 4096, .batch = 7, .silence = 1s}, .nodes = 4};
+  ASSERT_TRUE(job.coordinator.recover({}, job.now));
+  job.register_all(1000);
+  ASSERT_TRUE(job.coordinator.started());
+  EXPECT_LE(job.largest_message, kFrame);
+  ASSERT_EQ(job.known.size(), 4u);
+  for (const auto& [node, known] : job.known) {
+    ASSERT_EQ(known.addresses.size(), 4 * 4096u);
+    for (const auto& [rank, address] : known.addresses) ASSERT_EQ(address.size(), 1000u);
+  }
 }
 
 }  // namespace

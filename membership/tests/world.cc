@@ -82,13 +82,15 @@ void World::keep(const Actions& actions) {
     }
     log.push_back(record);
   }
-  for (const auto& [id, message] : actions.send) {
+  for (const auto& [ids, message] : actions.send) {
     if (const auto& its = message.registered(); message.has_registered())
       given[its.replica()].try_emplace(Incarnation(its.incarnation()), commits);
-    for (auto& relay : relays)
-      if (relay.coordinator_connection == id.value) relay.from_coordinator.push_back(message);
-    for (auto& node : nodes)
-      if (node.coordinator_connection == id.value) node.from_coordinator.push_back(message);
+    for (auto id : ids) {
+      for (auto& relay : relays)
+        if (relay.coordinator_connection == id.value) relay.from_coordinator.push_back(message);
+      for (auto& node : nodes)
+        if (node.coordinator_connection == id.value) node.from_coordinator.push_back(message);
+    }
   }
   for (const auto& id : actions.close) {
     for (auto& relay : relays)

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/seldom.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/striped/factory.h"
@@ -97,6 +98,7 @@ class StripedEngine final : public Engine {
     TimePoint retry_at = TimePoint::max();
     Duration backoff{};
     std::string down;  // why, until it is reported: the end of a whole peer is not reported rail by rail
+    Seldom reports{std::chrono::seconds(10)};
   };
   struct Sent {
     std::uint64_t number = 0;

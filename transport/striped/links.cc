@@ -67,7 +67,7 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
     Endpoint& made = make_endpoint(Stage::accepting);
     made.connection = connection;
     made.expected_rails = std::min(greeting.rails, static_cast<std::uint32_t>(rails_.size()));
-    made.expected_until = now_ + options_.stall;
+    made.expected_until = now_ + 2 * options_.stall;
     found = by_connection_.emplace(connection, &made).first;
   }
   Endpoint& endpoint = *found->second;
@@ -229,7 +229,9 @@ void StripedEngine::check_rails(Endpoint& endpoint) {
   if (endpoint.stage != Stage::open) return;
   for (std::uint32_t rail = 0; rail < endpoint.rails.size(); ++rail)
     if (const auto why = std::exchange(endpoint.rails[rail].down, {}); !why.empty())
-      spdlog::warn("rail {} to a peer is down ({}); the others carry on", rail, why);
+      if (const auto before = endpoint.rails[rail].reports.may_say(now_))
+        spdlog::warn("rail {} to a peer is down ({}); the others carry on{}", rail, why,
+                     *before > 0 ? fmt::format(". It was down {} times since this was last logged", *before) : "");
   if (endpoint.initiator)
     for (std::uint32_t rail = 0; rail < endpoint.rails.size(); ++rail)
       if (endpoint.rails[rail].link == nullptr && endpoint.rails[rail].retry_at <= now_)

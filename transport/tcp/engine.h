@@ -11,6 +11,7 @@
 #include "base/clock.h"
 #include "base/deadlines.h"
 #include "base/fd.h"
+#include "base/seldom.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/handshake.h"
@@ -160,7 +161,8 @@ class TcpEngine final : public Engine {
   Secrets secrets_;  // of who connects here
   Duration silence_ = deadlines::kSilence;
   Strangers strangers_{kMostStrangers, deadlines::kDataProof.of(silence_)};
-  std::optional<TimePoint> listens_again_;  // when there were no descriptors
+  std::optional<TimePoint> listens_again_;                // when there were no descriptors
+  Seldom without_descriptors_{std::chrono::seconds(10)};  // a line in the log
   std::uint64_t refused_ = 0;
   Unguessable unguessable_;
   Regions regions_{unguessable_};

@@ -25,7 +25,7 @@ void TcpEngine::accept_all() {
     if (!socket) {
       // The kernel keeps those who wait, and would wake this thread for them at once, for ever.
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-        if (!listens_again_)
+        if (without_descriptors_.may_say(clock_.now()))
           spdlog::warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'",
                        std::strerror(errno));
         listen_for_calls(false);
