@@ -38,6 +38,7 @@ Shape Shape::of(std::uint64_t seed) {
           .lands_stopped = often("lands while stopped", 2),
           .rails = often("rails", 3) ? 2u : 1u,
           .direct = often("direct", 2),
+          .doubling = often("doubling", 2),
           .slow_streams = often("slow streams", 3),
           .checkpoint_steps = one_of(kCheckpointSteps, seed, "checkpoints"),
           .evaluates = often("evaluations", 3),
@@ -54,6 +55,7 @@ std::map<std::string, std::string> Shape::values() const {
           {"lands", lands_stopped ? "y" : "n"},
           {"rails", fmt::format("{}", rails)},
           {"direct", direct ? "y" : "n"},
+          {"doubling", doubling ? "y" : "n"},
           {"slow streams", slow_streams ? "y" : "n"},
           {"checkpoints", fmt::format("{}", checkpoint_steps)},
           {"evaluates", evaluates ? "y" : "n"},
@@ -61,11 +63,12 @@ std::map<std::string, std::string> Shape::values() const {
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 13> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 14> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               kSlowest.size(),
                                               kDetection.size(),
+                                              2,
                                               2,
                                               2,
                                               2,

@@ -16,7 +16,8 @@ struct Shape {
   bool late_writes = false;    // bytes leave when posted, and land although their poster has failed
   bool lands_stopped = false;  // … and although the process that they are written to is stopped, as a NIC does
   unsigned rails = 1;
-  bool direct = false;  // small buckets take the latency-optimal way
+  bool direct = false;    // small buckets skip the ring
+  bool doubling = false;  // … in rounds, however few members there are
 
   bool slow_streams = false;  // the daemons' catch-up threads get little of the processor
 

@@ -60,7 +60,8 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                    .declared = state_->declaration(),
                    .ring = {.chunk_bytes = model_.chunk_bytes(),
                             .chunks_in_flight = 2,
-                            .direct_bytes = world.shape.direct ? 32768u : 0u},
+                            .direct_bytes = world.shape.direct ? 32768u : 0u,
+                            .direct_members = world.shape.doubling ? 0u : 8u},
                    .patience = 500ms,
                    .aside = [this](std::function<void()> work) { digest_aside(std::move(work)); }},
       *engine, state_->owner(), state_->buckets());

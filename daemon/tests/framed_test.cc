@@ -9,7 +9,6 @@
 #include <asio/ssl/stream.hpp>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "base/clock.h"
@@ -190,13 +189,13 @@ TEST(Framed, ACertificateIsNotTakenForTheKey) {
   asio::ssl::context context(asio::ssl::context::tlsv13);
   ASSERT_EQ(::SSL_CTX_use_certificate(context.native_handle(), certificate.get()), 1);
   ASSERT_EQ(::SSL_CTX_use_PrivateKey(context.native_handle(), key.get()), 1);
-  std::optional<asio::ssl::stream<tcp::socket&>> impostor;
   bool accepted = false;
   const End end = end_of(
       false,
       [&](tcp::socket& socket) {
-        impostor.emplace(socket, context);
-        impostor->async_handshake(asio::ssl::stream_base::server, [&](asio::error_code error) { accepted = !error; });
+        const auto impostor = std::make_shared<asio::ssl::stream<tcp::socket&>>(socket, context);
+        impostor->async_handshake(asio::ssl::stream_base::server,
+                                  [&, impostor](asio::error_code error) { accepted = !error; });
       },
       std::chrono::seconds(5));
   EXPECT_TRUE(end.refused);

@@ -28,7 +28,7 @@ struct Job {
     std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> addresses;  // by rank and replica
     void take(const proto::Peers& peers) {
       const RankSet complete(peers.complete(), std::uint64_t{1} << 32);
-      std::erase_if(addresses, [&](const auto& known) { return complete.contains(known.first.first); });
+      std::erase_if(addresses, [&](const auto& one) { return complete.contains(one.first.first); });
       for (const auto& peer : peers.peers()) addresses[{peer.rank(), peer.replica()}] = peer.address();
     }
   };
