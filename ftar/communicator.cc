@@ -126,6 +126,7 @@ void Communicator::enter(Epoch epoch, std::vector<RingMember> ring) {
   for (auto& bucket : buckets_) {
     bucket.running.reset();
     bucket.wanted = false;
+    bucket.offered.assign(doubled(bucket) ? places(bucket) : 0, 0);
     for (auto& inbox : bucket.inbox) {
       inbox.step = Step{};
       inbox.data.resize(bucket.bytes() * places(bucket));

@@ -92,7 +92,8 @@ bool Communicator::on_direct_part(Peer& peer, Bucket& bucket, Step step, BytesVi
   inbox.arrived[part.place] += message.size();
   last_progress_ = now_;
   if (inbox.arrived[part.place] < bucket.bytes()) return true;
-  damage_if_due(step, room);
+  if (direct(bucket) || part.place > 0)
+    damage_if_due(step, room);  // what is folded in is the same for all from here on
   if (bucket.running) bucket.running->on_direct();
   return true;
 }
@@ -203,7 +204,9 @@ void DoublingOperation::begin() {
 
 // The next round, in which the other side gets what is here by now.
 void DoublingOperation::offer() {
-  if (++place_ <= doubling_.rounds()) send(*doubling_.sender(place_), place_, sum_);
+  if (++place_ > doubling_.rounds()) return;
+  if (owner_.digesting_) bucket_.offered[place_] = rejoin::digest(sum_);
+  send(*doubling_.sender(place_), place_, sum_);
 }
 
 bool DoublingOperation::go_on() {

@@ -90,7 +90,8 @@ struct Communicator::Bucket {
     std::vector<std::size_t> arrived;  // bytes of each
   };
   Inbox inbox[2];
-  bool small = false;                   // goes directly, where the ring is
+  bool small = false;                   // skips the ring
+  std::vector<std::uint64_t> offered;   // by place: digests of the sums that this member sent in Doubling's rounds
   std::optional<std::uint64_t> digest;  // of the last result
   // Of a device, for a bucket small enough: pinned room for this member's own input, and for the result.
   std::span<std::byte> own, result;

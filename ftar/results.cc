@@ -72,7 +72,9 @@ Result<std::uint64_t> Results::digest(device::Access& access) const {
 
 Origins Communicator::origins() const {
   const auto members = static_cast<std::uint32_t>(ring_.size()), n = contributors_, p = position_;
-  const bool whole = buckets_.size() * n > kMostSegments;  // one segment for each bucket: the hop is not known
+  std::size_t all = 0;
+  for (const auto& bucket : buckets_) all += doubled(bucket) ? doubling().sums() : n;
+  const bool whole = all > kMostSegments;  // one segment for each bucket: the hop is not known
   Origins origins;
   const auto add = [&](std::size_t segment, BytesView range) {
     origins.ranges.push_back(range);
@@ -88,9 +90,27 @@ Origins Communicator::origins() const {
       }
       continue;
     }
-    if (whole || doubled(bucket)) {  // of sums it can't be told who has damaged them
+    if (whole) {
       segments.assign(1, {0, self_.replica});
       for (const auto range : ranges_of(bucket)) add(0, range);
+      continue;
+    }
+    if (doubled(bucket)) {  // sums as they came and went; those that did not pass here count as this member's
+      const Doubling doubling = this->doubling();
+      segments.assign(doubling.sums(), {0, self_.replica});
+      const std::uint32_t result = doubling.number(doubling.result(), p);
+      for (std::uint32_t place = 0; place <= doubling.result(); ++place) {
+        if (place >= 1 && place <= doubling.rounds() && doubling.in_core())
+          segments[doubling.number(place, p)].digest = bucket.offered[place];
+        const auto from = doubling.sender(place);
+        if (!from) continue;
+        auto& segment = segments[doubling.number(place, *from)];
+        segment.from = ring_[*from].member.replica;
+        if (place != doubling.result()) segment.digest = rejoin::digest(received(bucket, place));
+      }
+      if (p < n && !doubling.in_core())
+        segments[p].digest = rejoin::digest(reducer_ ? BytesView(bucket.own) : BytesView(bucket.spec.input));
+      add(result, bucket.spec.output);
       continue;
     }
     const Schedule schedule(shape_of(bucket));

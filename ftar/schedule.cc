@@ -43,6 +43,13 @@ std::vector<std::uint32_t> Doubling::beyond() const {
   return all;
 }
 
+std::uint32_t Doubling::number(std::uint32_t place, std::uint32_t of) const {
+  if (place == 0) return of;
+  std::uint32_t before = contributors_;
+  for (std::uint32_t round = 1; round < place; ++round) before += core_ >> (round - 1);
+  return place == result() ? before : before + (of >> (place - 1));
+}
+
 Schedule::Schedule(const Shape& shape) : shape_(shape) {
   REJOIN_CHECK(shape.contributors >= 1 && shape.members >= shape.contributors && shape.chunk_bytes > 0);
   segment_bytes_ = round_up((shape.bytes + shape.contributors - 1) / shape.contributors, kAlign);

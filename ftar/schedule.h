@@ -89,6 +89,11 @@ class Doubling {
   std::uint32_t proxy() const { return position_ % core_; }
   std::vector<std::uint32_t> beyond() const;  // to whom this member of the core sends the result
 
+  // All sums that travel have a number each, the same for all members: first the inputs by position, then for each
+  // round those of its blocks of positions, then the result.
+  std::uint32_t sums() const { return number(result(), 0) + 1; }
+  std::uint32_t number(std::uint32_t place, std::uint32_t of) const;  // what member `of` sends to this place
+
  private:
   std::uint32_t contributors_, members_, position_, core_, rounds_;
 };

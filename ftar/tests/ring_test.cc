@@ -72,37 +72,44 @@ TEST_P(FtarRing, ResultsHaveOneDigestOnAllMembersWhoeverJoins) {
 }
 
 TEST(FtarResults, AFlippedBitIsTracedToTheHopThatItCameOver) {
-  for (const bool both_ways : {false, true})
-    for (const std::size_t size : {std::size_t{60}, std::size_t{3000}}) {  // directly, and by the ring
-      Cluster cluster(9, {200, size});
-      cluster.options.both_ways = both_ways;
-      for (std::uint32_t i = 0; i < 5; ++i) {
-        cluster.options.flip_bit_at = Step(i == 3 ? 2 : 0);
-        cluster.add().communicator->digest_results(true);
-      }
-      cluster.enter(Epoch(1), cluster.ring_members());
-      for (std::uint64_t step = 1; step <= 2; ++step) {
-        cluster.start(Step(step));
-        ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));
-        std::set<std::uint64_t> digests;
-        for (auto& rank : cluster.ranks) digests.insert(*rank->communicator->results().digest(*cluster.access));
-        EXPECT_EQ(digests.size(), step);
-      }
-      std::vector<std::vector<std::vector<Segment>>> told;
-      for (auto& rank : cluster.ranks) told.push_back(*rank->communicator->origins().digests(*cluster.access));
-      std::set<std::uint32_t> receivers;
-      for (std::uint32_t r = 0; r < 5; ++r)
-        for (std::size_t b = 0; b < 2; ++b)
-          for (std::size_t s = 0; s < told[r][b].size(); ++s)
-            if (told[r][b][s].digest != told[told[r][b][s].from.value][b][s].digest) receivers.insert(r);
-      EXPECT_EQ(receivers, std::set<std::uint32_t>{3});
-      // The same step in another epoch, from the same inputs, is sound.
-      cluster.enter(Epoch(2), cluster.ring_members());
-      for (auto& rank : cluster.ranks) rank->outcomes.clear();
-      cluster.start(Step(2));
-      ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(2)); }));
-      cluster.expect_result(cluster.live());
+  struct Way {
+    std::size_t size;
+    std::uint32_t direct_members, damaged;
+    bool both_ways;
+  };
+  std::vector<Way> ways{{60, 8, 3, true}, {3000, 8, 3, true}, {3000, 8, 3, false}};  // all to all, and by the ring
+  for (std::uint32_t damaged = 0; damaged < 5; ++damaged) ways.push_back({60, 0, damaged, true});  // in rounds
+  for (const auto& way : ways) {
+    SCOPED_TRACE(testing::Message() << way.size << ", " << way.direct_members << ", " << way.damaged);
+    Cluster cluster(9, {way.size});
+    cluster.options.both_ways = way.both_ways;
+    cluster.options.direct_members = way.direct_members;
+    for (std::uint32_t i = 0; i < 5; ++i) {
+      cluster.options.flip_bit_at = Step(i == way.damaged ? 2 : 0);
+      cluster.add().communicator->digest_results(true);
     }
+    cluster.enter(Epoch(1), cluster.ring_members());
+    for (std::uint64_t step = 1; step <= 2; ++step) {
+      cluster.start(Step(step));
+      ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(step)); }));
+      std::set<std::uint64_t> digests;
+      for (auto& rank : cluster.ranks) digests.insert(*rank->communicator->results().digest(*cluster.access));
+      EXPECT_EQ(digests.size(), step);
+    }
+    std::vector<std::vector<std::vector<Segment>>> told;
+    for (auto& rank : cluster.ranks) told.push_back(*rank->communicator->origins().digests(*cluster.access));
+    std::set<std::uint32_t> receivers;
+    for (std::uint32_t r = 0; r < 5; ++r)
+      for (std::size_t s = 0; s < told[r][0].size(); ++s)
+        if (told[r][0][s].digest != told[told[r][0][s].from.value][0][s].digest) receivers.insert(r);
+    EXPECT_EQ(receivers, std::set<std::uint32_t>{way.damaged});
+    // The same step in another epoch, from the same inputs, is sound.
+    cluster.enter(Epoch(2), cluster.ring_members());
+    for (auto& rank : cluster.ranks) rank->outcomes.clear();
+    cluster.start(Step(2));
+    ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(2)); }));
+    cluster.expect_result(cluster.live());
+  }
 }
 
 // The same inputs give the same bits in either memory: a ring of GPUs is no other ring.
