@@ -227,7 +227,7 @@ int main(int argc, char** argv) {
   rejoin::CommandLine line(
       "A training job that loses a replica, goes on, and gets it back; with the proof that nothing was lost.");
   line.add("--data", s.job.data, "text to learn").required().existing_file();
-  line.add("--replicas", s.job.replicas, "copies of the model").range(1, 16).show_default();
+  line.add("--replicas", s.job.replicas, "copies of the model").range(1, 64).show_default();
   line.add("--ranks", s.job.ranks, "processes of a replica, each with its tower").range(1, 16).show_default();
   line.add("--steps", s.job.steps, "optimizer steps").range(2, 1000000).show_default();
   line.add("--params", s.job.parameters, "parameters of a rank").range(10000, 500000000).show_default();

@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
+#include <vector>
 
 #include "base/bytes.h"
 
@@ -19,6 +22,32 @@ std::string bar(double part, int width) {
   const int full = static_cast<int>(std::lround(part * width));
   for (int i = 0; i < width; ++i) text += i < full ? "█" : "·";
   return text + "]";
+}
+
+constexpr std::uint32_t kFew = 16;  // replicas, of each of which a line is shown
+
+// "0,2-63": members in their order, where five or more follow one another as a range. One with a suffix stands
+// alone.
+std::string runs(const std::vector<std::string>& members, const char* between) {
+  std::string text;
+  const auto number = [&](std::size_t i) {
+    const bool bare = members[i].find_first_not_of("0123456789") == std::string::npos;
+    return bare ? std::stol(members[i]) : -2 - static_cast<long>(2 * i);
+  };
+  for (std::size_t begin = 0, end = 0; begin < members.size(); begin = end) {
+    for (end = begin + 1; end < members.size() && number(end) == number(end - 1) + 1;) ++end;
+    if (end - begin < 5) end = begin + 1;
+    text += (text.empty() ? "" : between) + members[begin];
+    if (end - begin >= 5) text += "-" + members[end - 1];
+  }
+  return text;
+}
+
+std::vector<std::string> split(const std::string& list) {
+  std::vector<std::string> parts;
+  std::stringstream text(list);
+  for (std::string part; std::getline(text, part, ',');) parts.push_back(part);
+  return parts;
 }
 
 // Of a failure: what was done, and to which replica where it was to one.
@@ -40,6 +69,23 @@ std::string line_of(const nlohmann::json& failure) {
   return line + fmt::format("{} steps recomputed\n", failure.at("recomputed_steps").get<int>());
 }
 
+// Of each replica; or of many those that have the same in one line.
+std::string digest_lines(const nlohmann::json& digests) {
+  std::map<std::uint32_t, std::string> by_replica;
+  for (const auto& [replica, its] : digests.items())
+    for (const auto& digest : its)
+      by_replica[static_cast<std::uint32_t>(std::stoul(replica))] += " " + digest.get<std::string>();
+  std::string text;
+  if (by_replica.size() <= kFew) {
+    for (const auto& [replica, its] : by_replica) text += fmt::format("  replica {}: digests{}\n", replica, its);
+    return text;
+  }
+  std::map<std::string, std::vector<std::string>> with;
+  for (const auto& [replica, its] : by_replica) with[its].push_back(std::to_string(replica));
+  for (const auto& [its, replicas] : with) text += fmt::format("  replicas {}: digests{}\n", runs(replicas, ","), its);
+  return text;
+}
+
 }  // namespace
 
 LiveView::LiveView(const JobSettings& settings, bool quiet)
@@ -48,6 +94,7 @@ LiveView::LiveView(const JobSettings& settings, bool quiet)
 void LiveView::draw(const Story& story) {
   if (quiet_) return;
   std::string roles;
+  std::map<std::string, std::vector<std::string>> by_role;
   std::vector<std::string> lines;
   lines.push_back(fmt::format("step {:>5} of {}", story.committed(), settings_.steps));
   for (std::uint32_t r = 0; r < settings_.replicas; ++r) {
@@ -69,15 +116,23 @@ void LiveView::draw(const Story& story) {
                                        bar(static_cast<double>(bytes) / static_cast<double>(total), 16),
                                        human_bytes(bytes), human_bytes(total), rate * 1e-6, sources);
     }
-    lines.push_back(line);
+    by_role[state.role].push_back(std::to_string(r));
+    if (settings_.replicas <= kFew || state.role == "catching up") lines.push_back(line);
     roles += fmt::format(" {}={}", r, state.role);
+  }
+  if (settings_.replicas > kFew) {
+    roles.clear();
+    for (const auto& [role, replicas] : by_role) {
+      roles += fmt::format(" {}={}", runs(replicas, ","), role);
+      lines.push_back(fmt::format("{:>4} {:<12} {}", replicas.size(), role, runs(replicas, ",")));
+    }
   }
   if (!terminal_) {
     if (std::exchange(last_roles_, roles) != roles) std::printf("step %5lu %s\n", story.committed(), roles.c_str());
     std::fflush(stdout);
     return;
   }
-  if (lines_ > 0) std::printf("\x1b[%dA", lines_);
+  if (lines_ > 0) std::printf("\x1b[%dA\x1b[J", lines_);
   for (const auto& line : lines) std::printf("\x1b[2K%s\n", line.c_str());
   lines_ = static_cast<int>(lines.size());
   std::fflush(stdout);
@@ -152,7 +207,7 @@ std::string summary(const nlohmann::json& report) {
       what = fmt::format("daemon: replica {} rank {} is down: {}", event.at("replica").get<int>(),
                          event.at("rank").get<int>(), event.value("reason", ""));
     else if (kind == "epoch")
-      what = fmt::format("epoch with replicas {} after step {} ({})", event.value("members", ""),
+      what = fmt::format("epoch with replicas {} after step {} ({})", runs(split(event.value("members", "")), ","),
                          event.at("step").get<int>() - 1, event.value("reason", ""));
     else if (kind == "catch_up_started")
       what = fmt::format("replica {} rank {} begins to catch up at step {}", event.at("replica").get<int>(),
@@ -184,12 +239,7 @@ std::string summary(const nlohmann::json& report) {
     text += fmt::format("; median while a replica caught up {:.1f}, {:.2f} × the time", during, during / median);
   text += "\n";
   text += "\nProof\n";
-  if (report.contains("digests"))
-    for (const auto& [replica, digests] : report.at("digests").items()) {
-      text += fmt::format("  replica {}: digests", replica);
-      for (const auto& digest : digests) text += fmt::format(" {}", digest.get<std::string>());
-      text += "\n";
-    }
+  if (report.contains("digests")) text += digest_lines(report.at("digests"));
   for (const auto& replica : report.at("absent"))
     text += fmt::format("  replica {} was not back before the last step\n", replica.get<int>());
   text += fmt::format("  same bits on all replicas: {}\n", report.at("same_bits").get<bool>() ? "yes" : "NO");

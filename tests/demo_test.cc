@@ -62,6 +62,13 @@ TEST(Demo, TwoReplicasDieAtOnce) {
                {"kill", "kill"});
 }
 
+// So many that small buckets are reduced in rounds of doubling.
+TEST(Demo, OneOfTwentyReplicasDies) {
+  expect_sound(demo({"--steps", "150", "--replicas", "20", "--ranks", "1", "--params", "20000", "--batch", "1",
+                     "--kill", "1.0@10", "--silence-ms", "10000"}),
+               150, {"kill"});
+}
+
 TEST(Demo, AllButOneDieAtOnce) {
   expect_sound(demo({"--steps", "300", "--kill", "0.1@30,2.0@30", "--params", "600000"}), 300, {"kill", "kill"});
 }
