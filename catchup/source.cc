@@ -225,7 +225,7 @@ void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) 
 // Codes the columns that shrink. False: not now (no slot, or an update got in between), to be tried again.
 bool Source::encode(PartJob& part) {
   if (slots_.size() == 0) {
-    auto slots = Mapping::anonymous(kSlots * local::kPartBytes);
+    auto slots = Mapping::shareable(kSlots * local::kPartBytes);
     if (!slots) return true;  // no memory: plain
     auto region = engine_.register_region(slots->span(), transport::MemoryKind::host);
     if (!region) return true;

@@ -28,7 +28,7 @@ constexpr std::uint32_t kFew = 16;  // replicas, of each of which a line is show
 
 // "0,2-63": members in their order, where five or more follow one another as a range. One with a suffix stands
 // alone.
-std::string runs(const std::vector<std::string>& members, const char* between) {
+std::string runs(const std::vector<std::string>& members) {
   std::string text;
   const auto number = [&](std::size_t i) {
     const bool bare = members[i].find_first_not_of("0123456789") == std::string::npos;
@@ -37,7 +37,7 @@ std::string runs(const std::vector<std::string>& members, const char* between) {
   for (std::size_t begin = 0, end = 0; begin < members.size(); begin = end) {
     for (end = begin + 1; end < members.size() && number(end) == number(end - 1) + 1;) ++end;
     if (end - begin < 5) end = begin + 1;
-    text += (text.empty() ? "" : between) + members[begin];
+    text += (text.empty() ? "" : ",") + members[begin];
     if (end - begin >= 5) text += "-" + members[end - 1];
   }
   return text;
@@ -82,7 +82,7 @@ std::string digest_lines(const nlohmann::json& digests) {
   }
   std::map<std::string, std::vector<std::string>> with;
   for (const auto& [replica, its] : by_replica) with[its].push_back(std::to_string(replica));
-  for (const auto& [its, replicas] : with) text += fmt::format("  replicas {}: digests{}\n", runs(replicas, ","), its);
+  for (const auto& [its, replicas] : with) text += fmt::format("  replicas {}: digests{}\n", runs(replicas), its);
   return text;
 }
 
@@ -123,8 +123,8 @@ void LiveView::draw(const Story& story) {
   if (settings_.replicas > kFew) {
     roles.clear();
     for (const auto& [role, replicas] : by_role) {
-      roles += fmt::format(" {}={}", runs(replicas, ","), role);
-      lines.push_back(fmt::format("{:>4} {:<12} {}", replicas.size(), role, runs(replicas, ",")));
+      roles += fmt::format(" {}={}", runs(replicas), role);
+      lines.push_back(fmt::format("{:>4} {:<12} {}", replicas.size(), role, runs(replicas)));
     }
   }
   if (!terminal_) {
@@ -207,7 +207,7 @@ std::string summary(const nlohmann::json& report) {
       what = fmt::format("daemon: replica {} rank {} is down: {}", event.at("replica").get<int>(),
                          event.at("rank").get<int>(), event.value("reason", ""));
     else if (kind == "epoch")
-      what = fmt::format("epoch with replicas {} after step {} ({})", runs(split(event.value("members", "")), ","),
+      what = fmt::format("epoch with replicas {} after step {} ({})", runs(split(event.value("members", ""))),
                          event.at("step").get<int>() - 1, event.value("reason", ""));
     else if (kind == "catch_up_started")
       what = fmt::format("replica {} rank {} begins to catch up at step {}", event.at("replica").get<int>(),

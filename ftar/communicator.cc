@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/fail.h"
+#include "base/fd.h"
 #include "ftar/operation.h"
 #include "transport/staged/factory.h"
 
@@ -79,7 +80,11 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
     if (!memory) return tl::unexpected(memory.error());
     made->staging_ = std::move(*memory);
   } else {
-    made->staging_ = device::on_heap(staged);
+    // In a file: shared memory needs no right to read this process for it.
+    auto memory = Mapping::shareable(staged);
+    if (!memory) return tl::unexpected(memory.error());
+    const auto bytes = memory->span();
+    made->staging_ = {bytes, std::make_shared<Mapping>(std::move(*memory))};
   }
   auto staging = engine.register_region(made->staging_.bytes, kind);
   if (!staging) return tl::unexpected(staging.error());

@@ -82,7 +82,6 @@ class Doubling {
   std::uint32_t rounds() const { return rounds_; }
   std::uint32_t result() const { return rounds_ + 1; }
   bool in_core() const { return position_ < core_; }
-  bool contributes() const { return position_ < contributors_; }
   // Whose bytes come to this place; with whom sums are exchanged in a round. Nothing: nobody's.
   std::optional<std::uint32_t> sender(std::uint64_t place) const;
   // Of a member beyond the core: who folds it in, and sends it the result.

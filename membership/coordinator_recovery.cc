@@ -135,8 +135,12 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       // What is written of the samples holds, since the ledger may reach further back now than it did then, or less
       // far.
       if (const Samples trained(record.rolled_back().trained(), kMostSamples);
-          trained.empty() && (committed_ != Step{} || ledger_.trained_at(committed_)))
+          trained.empty() && ledger_.trained_at(committed_))
         ledger_.roll_back(committed_);
+      else if (trained.empty() && committed_ != Step{})
+        return fail(ErrorCode::corrupt,
+                    "the log goes on from step {}, and nothing says what was trained by then; restore it from a copy",
+                    committed_);
       else ledger_.go_on_from(committed_, trained);
       return {};
     case proto::LogRecord::kStopped:

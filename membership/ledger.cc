@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/fail.h"
 #include "control.pb.h"
 
 namespace rejoin::membership {
@@ -86,9 +87,10 @@ void Ledger::commit(Step step) {
 }
 
 void Ledger::roll_back(Step version) {
-  trained_ = trained_at(version).value_or(Samples{});
+  auto trained = trained_at(version);
+  REJOIN_CHECK(trained, "the ledger reaches from step {} to {}, and not to {}", from_, committed_, version);
+  trained_ = std::move(*trained);
   steps_.erase(steps_.upper_bound(version.value), steps_.end());
-  if (version > committed_) from_ = version;  // of an old log, which does not say what is trained there
   committed_ = version;
   held_.clear();
   hand_out_in_order();

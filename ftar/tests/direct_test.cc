@@ -224,5 +224,49 @@ TEST(DirectParts, WhatDoesNotFitIsDroppedAndChangesNothing) {
   EXPECT_EQ(honest.output, honest.input) << "what was added is zero";
 }
 
+// In rounds each place has one sender: of three members the first gets the third's input, then the second's sum.
+TEST(DirectParts, APlaceTakesNothingButFromWhoseItIs) {
+  Cluster cluster(3, {4});
+  cluster.options.direct_members = 0;
+  std::vector<Counting*> mouths;
+  std::uint64_t transfers = 0;
+  cluster.wrap = [&](std::unique_ptr<transport::Engine> engine) {
+    auto made = std::make_unique<Counting>(std::move(engine), transfers);
+    mouths.push_back(made.get());
+    return made;
+  };
+  for (int i = 0; i < 3; ++i) cluster.add();
+  cluster.enter(Epoch(1), cluster.ring_members());
+  const auto all = [&](const std::function<bool(Communicator&)>& is) {
+    return std::all_of(cluster.ranks.begin(), cluster.ranks.end(), [&](auto& rank) { return is(*rank->communicator); });
+  };
+  ASSERT_TRUE(cluster.until([&] { return all([](Communicator& one) { return !one.busy(); }); }));
+  std::uint64_t sent = 0;
+  const auto dropped = [&] {
+    std::uint64_t sum = 0;
+    for (auto& rank : cluster.ranks) sum += rank->communicator->stats().stale_dropped;
+    return sum;
+  };
+  // The third's input (0) is for the first, a round's sum (1) for the other of these two, the result (2) for the third.
+  // From anybody else, and to any other place, it is for nobody.
+  for (std::size_t from = 0; from < 3; ++from)
+    for (std::uint64_t place = 0; place <= 3; ++place) {
+      const auto is_for = [&](std::uint32_t to) { return Doubling(3, 3, to).sender(place) == from; };
+      if (is_for(0) || is_for(1) || is_for(2)) continue;
+      Bytes message(sizeof(MessageHeader) + sizeof(DirectPart) + 16, std::byte{0xee});
+      const MessageHeader header{MessageHeader::direct, 0, 1, 1};
+      const DirectPart part{place, 0};
+      std::memcpy(message.data(), &header, sizeof header);
+      std::memcpy(message.data() + sizeof header, &part, sizeof part);
+      ASSERT_TRUE(mouths[from]->send(mouths[from]->last_sent_to, message));
+      ++sent;
+      EXPECT_TRUE(cluster.until([&] { return dropped() == sent; })) << from << " to place " << place;
+    }
+  EXPECT_GE(sent, 7u);
+  cluster.start(Step(1));
+  ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+  cluster.expect_result(cluster.live());
+}
+
 }  // namespace
 }  // namespace rejoin::ftar

@@ -224,7 +224,7 @@ TEST(Doubling, EveryMemberGetsEveryInputOnceInLogarithmicallyManyRounds) {
       std::vector<std::multiset<std::uint32_t>> has(members);
       for (std::uint32_t p = 0; p < members; ++p) {
         all.emplace_back(contributors, members, p);
-        if (all[p].contributes()) has[p].insert(p);
+        if (p < contributors) has[p].insert(p);
       }
       const std::uint32_t rounds = all[0].rounds();
       ASSERT_LE(1u << rounds, contributors);

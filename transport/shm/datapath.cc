@@ -77,7 +77,10 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
   Endpoint& endpoint = **found;
   for (const auto& write : writes)
     if (!readable_ && write.length > kInline && !files_.contains(write.local.region.value))
-      if (auto readable = check_readable(); !readable) return readable;
+      if (auto readable = check_readable(); !readable) {
+        fail_endpoint(endpoint, readable.error().code, readable.error().message);
+        return readable;
+      }
   for (const auto& write : writes) {
     const std::uint64_t operation = endpoint.next_operation++;
     endpoint.operations[operation] = {.context = write.context, .region = write.local.region, .read = {}};

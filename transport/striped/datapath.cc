@@ -18,7 +18,10 @@ void StripedEngine::on_rail_event(std::uint32_t rail, const Event& event) {
   auto found = by_link_[rail].find(event.endpoint.value);
   if (found == by_link_[rail].end()) return;
   auto [endpoint, link] = found->second;
-  if (event.kind != EventKind::completed || !event.error) link->last_heard = now_;
+  if (event.kind != EventKind::completed || !event.error) {
+    if (now_ - endpoint->last_heard > options_.stall / 2) endpoint->awake_since = now_;
+    link->last_heard = endpoint->last_heard = now_;
+  }
   switch (event.kind) {
     case EventKind::completed: return on_piece_done(*endpoint, *link, event.value, event.error);
     case EventKind::closed:

@@ -130,6 +130,8 @@ class StripedEngine final : public Engine {
     TimePoint expected_until{};
     std::vector<std::unique_ptr<Link>> links;
     std::uint32_t primary = kNoRail;  // the rail that carries messages
+    // Over any rail; and since when without a pause in which the peer, or this process, may just have stood still.
+    TimePoint last_heard{}, awake_since{};
 
     std::uint64_t next_message = 0, expected = 0, reported_received = 0, bytes_since_report = 0;
     std::deque<Sent> unreceived;  // sent, and not known to be received

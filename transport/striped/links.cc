@@ -239,13 +239,14 @@ void StripedEngine::check_rails(Endpoint& endpoint) {
   for (auto& state : endpoint.rails) {
     if (state.link == nullptr || !state.link->open) continue;
     const TimePoint since = waiting_since(endpoint, *state.link);
-    if (since == TimePoint::max() || now_ - since < options_.stall / 2) continue;
+    if (since == TimePoint::max() || now_ - since < options_.stall / 4) continue;
     probe(endpoint);
     const bool others_live = std::any_of(endpoint.rails.begin(), endpoint.rails.end(), [&](const RailState& other) {
       return other.link != nullptr && other.link != state.link && other.link->open &&
              other.link->last_heard > since + options_.stall / 2;
     });
-    if (now_ - since > options_.stall && others_live)
+    const bool awake = now_ - endpoint.awake_since >= options_.stall / 4;  // long enough for this rail to be heard, too
+    if (now_ - since > options_.stall && others_live && awake)
       end_link(endpoint, *state.link, fmt::format("nothing moves on it for {:.1f} s", seconds(now_ - since)));
   }
 }

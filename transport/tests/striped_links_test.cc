@@ -54,18 +54,45 @@ TEST(Striped, TheFirstRailToBeUpMayDieBeforeTheOthersAreUp) {
 }
 
 // But not for ever.
-TEST(Striped, ARailThatNeverComesUpIsWaitedForNoLongerThanAStall) {
+TEST(Striped, ARailThatNeverComesUpIsWaitedForTwoStalls) {
   Cluster c(6, 2, std::chrono::seconds(3600));
   ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
   const TimePoint before = c.clock.now();
   c.fabric.kill(*c.a.rails[0]);
   c.fabric.kill(*c.a.rails[1]);
-  while (!c.b.closed && c.clock.now() - before < 2 * kOptions.stall) {  // not to the slow rail's next event at once
+  while (!c.b.closed && c.clock.now() - before < 3 * kOptions.stall) {  // not to the slow rail's next event at once
     while (c.fabric.next_event() <= c.clock.now()) c.fabric.step();
     c.b.poll();
     c.clock.advance(std::chrono::microseconds(50));
   }
   EXPECT_TRUE(c.b.closed);
+  EXPECT_GT(c.clock.now() - before, kOptions.stall);
+  EXPECT_LT(c.clock.now() - before, kOptions.stall * 5 / 2);
+}
+
+// A peer that stood still answers over one rail before it does over the other.
+TEST(Striped, APauseOfThePeerTakesNoRailOut) {
+  Cluster c(5);
+  ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
+  for (int i = 0; i < 1000; ++i) c.turn();
+  std::vector<std::byte> from(256 * KiB, std::byte{9}), to(256 * KiB);
+  const RegionId source = *c.a.engine->register_region(from, MemoryKind::host);
+  const RegionId target = *c.b.engine->register_region(to, MemoryKind::host);
+  for (auto* rail : c.b.rails) c.fabric.stop(*rail);
+  const Write write{
+      .local = {source, 0}, .remote = {c.b.engine->remote(target), 0}, .length = from.size(), .notify = 1};
+  ASSERT_TRUE(c.a.engine->write(c.a.endpoint, {&write, 1}));
+  const TimePoint before = c.clock.now();
+  while (c.clock.now() - before < 2 * kOptions.stall) c.turn();
+  c.fabric.resume(*c.b.rails[0]);
+  while (c.clock.now() - before < kOptions.stall * 17 / 8) c.turn();
+  c.fabric.resume(*c.b.rails[1]);
+  testing::internal::CaptureStdout();
+  const bool written = c.until([&] { return !c.b.written.empty() && c.a.completed.contains(0); });
+  for (int i = 0; i < 1000; ++i) c.turn();
+  EXPECT_EQ(testing::internal::GetCapturedStdout().find("is down"), std::string::npos);
+  EXPECT_TRUE(written);
+  EXPECT_EQ(from, to);
 }
 
 TEST(Striped, ARailThatHangsIsTakenOutAndItsPiecesGoOverTheOthers) {
