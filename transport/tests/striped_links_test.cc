@@ -84,10 +84,10 @@ TEST(Striped, APauseOfThePeerTakesNoRailOut) {
   ASSERT_TRUE(c.a.engine->write(c.a.endpoint, {&write, 1}));
   const TimePoint before = c.clock.now();
   while (c.clock.now() - before < 2 * kOptions.stall) c.turn();
+  testing::internal::CaptureStdout();
   c.fabric.resume(*c.b.rails[0]);
   while (c.clock.now() - before < kOptions.stall * 17 / 8) c.turn();
   c.fabric.resume(*c.b.rails[1]);
-  testing::internal::CaptureStdout();
   const bool written = c.until([&] { return !c.b.written.empty() && c.a.completed.contains(0); });
   for (int i = 0; i < 1000; ++i) c.turn();
   EXPECT_EQ(testing::internal::GetCapturedStdout().find("is down"), std::string::npos);
