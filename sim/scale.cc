@@ -55,8 +55,10 @@ class Cluster {
     (void)coordinator_->recover({}, now_);
     for (std::uint32_t r = 0; r < relays_.size(); ++r) carry_out(r, relays_[r].machine->on_coordinator_up(now_));
     for (std::size_t n = 0; n < nodes_.size(); ++n) carry_out(n, nodes_[n].machine->on_coordinator_up(now_));
-    for (std::uint32_t replica = 0; replica < o_.replicas; ++replica) spawn(replica);
-    drain();
+    for (std::uint32_t replica = 0; replica < o_.replicas; ++replica) {
+      spawn(replica);
+      drain();  // what is under way of all of them at once would not fit this machine's memory
+    }
     REJOIN_CHECK(coordinator_->started(), "the job did not start");
     result.start_ms = meter_.cpu_ms;
     result.start_bytes = meter_.bytes;

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/log.h"
 #include "transport/tcp/engine.h"
 
 namespace rejoin::transport::tcp {
@@ -211,8 +212,11 @@ void TcpEngine::receive(Endpoint& endpoint) {
     if (got < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) break;
       if (errno == EINTR) continue;
-      if (errno == EBADMSG)
-        return fail_endpoint(endpoint, ErrorCode::corrupt, "what came was damaged, or from somebody else");
+      if (errno == EBADMSG) {
+        constexpr const char* kWhy = "what came was damaged, or from somebody else";
+        if (damaged_.may_say(clock_.now())) spdlog::warn("an encrypted data connection is closed: {}", kWhy);
+        return fail_endpoint(endpoint, ErrorCode::corrupt, kWhy);
+      }
       return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(errno));
     }
     const auto count = static_cast<std::size_t>(got);

@@ -162,7 +162,7 @@ class TcpEngine final : public Engine {
   Duration silence_ = deadlines::kSilence;
   Strangers strangers_{kMostStrangers, deadlines::kDataProof.of(silence_)};
   std::optional<TimePoint> listens_again_;                // when there were no descriptors
-  Seldom without_descriptors_{std::chrono::seconds(10)};  // a line in the log
+  Seldom without_descriptors_{std::chrono::seconds(10)}, damaged_{std::chrono::seconds(10)};  // lines in the log
   std::uint64_t refused_ = 0;
   Unguessable unguessable_;
   Regions regions_{unguessable_};
