@@ -373,8 +373,8 @@ class Coordinator {
   std::vector<Claim> claims_;            // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
   PauseDetector pause_detector_;
-  std::optional<Step> roll_back_to_, last_roll_back_;  // not used yet; the last one in the log
-  std::optional<Step> wants_roll_back_;
+  std::optional<Step> roll_back_to_, last_roll_back_, wants_roll_back_;  // not used yet; the log's last; a try's
+  ReplicaId not_linked_;                                                 // that a start last waited for
   std::optional<TimePoint> recovering_until_, incomplete_since_;
   TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
   TimePoint back_at_{};                  // when a rank last came back

@@ -67,12 +67,8 @@ std::vector<std::string> Coordinator::strangers() const {
 // All that are configured; of a job that had started before also fewer, when the others have not come for long.
 std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
   std::vector<ReplicaId> there;
-  std::set<std::uint64_t> incarnations;
-  for (const auto& [id, replica] : replicas_) {
-    if (!present(id, replica.incarnation)) continue;
-    there.push_back(id);
-    incarnations.insert(replica.incarnation.value);
-  }
+  for (const auto& [id, replica] : replicas_)
+    if (present(id, replica.incarnation)) there.push_back(id);
   if (dissent()) return {};
   // Who was refused for what it declares may come back right, and catch up; a majority does not wait for that.
   if (there.size() + refused_.size() < config_.replicas || 2 * there.size() <= config_.replicas) {
@@ -83,8 +79,13 @@ std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
     if (!incomplete_since_) incomplete_since_ = now;
     if (now - *incomplete_since_ < start_patience()) return {};
   }
+  // Asked with each report that a replica is connected with some: who was missing the last time is most likely still.
+  if (const auto last = std::ranges::find(there, not_linked_); last != there.end()) std::swap(*last, there.front());
+  std::set<std::uint64_t> incarnations;
+  for (auto id : there) incarnations.insert(replicas_.at(id).incarnation.value);
   for (auto id : there)
-    if (!linked(replicas_.at(id), incarnations)) return {};
+    if (!linked(replicas_.at(id), incarnations)) return not_linked_ = id, std::vector<ReplicaId>{};
+  std::ranges::sort(there);
   return there;
 }
 

@@ -201,8 +201,8 @@ int scale() {
                               {.ranks = 42, .relays = false},
                               {.ranks = 416, .relays = false},
                               {.relays = false},
-                              {.replicas = 1024, .ranks = 1, .rails = 4},
-                              {.replicas = 1024, .ranks = 1, .rails = 8}};
+                              {.replicas = 128, .ranks = 8, .rails = 8},
+                              {.replicas = 256, .ranks = 8, .rails = 8}};
   for (const auto& o : all) {
     const ScaleResult r = measure_scale(o);
     fmt::print(

@@ -161,7 +161,7 @@ class TcpEngine final : public Engine {
   Secrets secrets_;  // of who connects here
   Duration silence_ = deadlines::kSilence;
   Strangers strangers_{kMostStrangers, deadlines::kDataProof.of(silence_)};
-  std::optional<TimePoint> listens_again_;                // when there were no descriptors
+  std::optional<TimePoint> listens_again_;  // when there were no descriptors
   Seldom without_descriptors_{std::chrono::seconds(10)}, damaged_{std::chrono::seconds(10)};  // lines in the log
   std::uint64_t refused_ = 0;
   Unguessable unguessable_;
