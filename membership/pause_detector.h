@@ -22,6 +22,10 @@ class PauseDetector {
     settled_at_ = now + silence_ / 8;
     return gap;
   }
+  // A pause that ends just now, before the tick that will tell of it.
+  Duration unseen(TimePoint now) const {
+    return last_ != TimePoint{} && now - last_ > silence_ / 4 ? now - last_ : Duration{};
+  }
   // Whether the process has been paused just now: it hears what is queued before it judges anyone.
   bool settling(TimePoint now) const { return now < settled_at_; }
 

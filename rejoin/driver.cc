@@ -53,7 +53,10 @@ void Driver::notice(TimePoint now) {
 }
 
 // What it hears of that comes within two silences.
-Duration Driver::recent_pause(TimePoint now) const { return now - back_at_ <= 2 * silence_ ? pause_ : Duration{}; }
+Duration Driver::recent_pause(TimePoint now) const {
+  if (const Duration unseen = pause_detector_.unseen(now); unseen > Duration{}) return unseen;
+  return now - back_at_ <= 2 * silence_ ? pause_ : Duration{};
+}
 
 // Out, and why; it may be its own silence.
 void Driver::put_out(const std::string& why, TimePoint now) {
