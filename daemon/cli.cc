@@ -153,14 +153,16 @@ void print_roles(const nlohmann::json& status) {
 
 // `corrupt`: it is no status of this version's.
 Result<> print_table(const nlohmann::json& status, const std::string& address) {
+  const auto other = [&](const std::string& why) {
+    return fail(ErrorCode::corrupt, "what answers at {} is no Rejoin daemon of this version{}", address, why);
+  };
   if (!status.is_object() ||
       !(status.contains("coordinator_role") || status.contains("relay_role") || status.contains("node_role")))
-    return fail(ErrorCode::corrupt, "what answers at {} is no Rejoin daemon of this version", address);
+    return other("");
   try {
     print_roles(status);
   } catch (const nlohmann::json::exception& error) {
-    return fail(ErrorCode::corrupt, "what answers at {} is no Rejoin daemon of this version ({})", address,
-                error.what());
+    return other(fmt::format(" ({})", error.what()));
   }
   return {};
 }

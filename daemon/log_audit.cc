@@ -4,16 +4,9 @@
 
 namespace rejoin::daemon {
 
-using membership::Batch;
 using membership::Samples;
 
 namespace {
-
-Samples from(const Batch& batch) {
-  Samples samples;
-  for (const auto& range : batch) samples.add(range.begin, range.end);
-  return samples;
-}
 
 // Those of [0, end) that are not among them.
 Samples missing(const Samples& samples, std::uint64_t end) {
@@ -42,7 +35,7 @@ std::uint64_t PassedOver::not_trained() const { return missing(trained_, highest
 void PassedOver::commit(const proto::LogRecord::Committed& committed) {
   std::uint64_t end = 0;
   Samples& step = steps_[committed.step()];
-  for (const auto& member : committed.members()) step.add(from(membership::batch_of(member)));
+  for (const auto& member : committed.members()) membership::add(step, membership::batch_of(member));
   trained_.add(step);
   passed_over_.remove(step);
   if (!step.empty()) end = step.ranges().back().second;

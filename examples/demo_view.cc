@@ -8,7 +8,6 @@
 #include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <vector>
 
 #include "base/bytes.h"
@@ -41,13 +40,6 @@ std::string runs(const std::vector<std::string>& members) {
     if (end - begin >= 5) text += "-" + members[end - 1];
   }
   return text;
-}
-
-std::vector<std::string> split(const std::string& list) {
-  std::vector<std::string> parts;
-  std::stringstream text(list);
-  for (std::string part; std::getline(text, part, ',');) parts.push_back(part);
-  return parts;
 }
 
 // Of a failure: what was done, and to which replica where it was to one.
@@ -207,7 +199,7 @@ std::string summary(const nlohmann::json& report) {
       what = fmt::format("daemon: replica {} rank {} is down: {}", event.at("replica").get<int>(),
                          event.at("rank").get<int>(), event.value("reason", ""));
     else if (kind == "epoch")
-      what = fmt::format("epoch with replicas {} after step {} ({})", runs(split(event.value("members", ""))),
+      what = fmt::format("epoch with replicas {} after step {} ({})", runs(split(event.value("members", ""), ',')),
                          event.at("step").get<int>() - 1, event.value("reason", ""));
     else if (kind == "catch_up_started")
       what = fmt::format("replica {} rank {} begins to catch up at step {}", event.at("replica").get<int>(),

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "base/fail.h"
-#include "base/fd.h"
 #include "ftar/operation.h"
 #include "transport/staged/factory.h"
 
@@ -75,17 +74,10 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
   made->choose_direct();
   if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());
   const std::size_t staged = options.chunk_bytes * options.chunks_in_flight;
-  if (options.device) {
-    auto memory = options.device->allocate(staged);
-    if (!memory) return tl::unexpected(memory.error());
-    made->staging_ = std::move(*memory);
-  } else {
-    // In a file: shared memory needs no right to read this process for it.
-    auto memory = Mapping::shareable(staged);
-    if (!memory) return tl::unexpected(memory.error());
-    const auto bytes = memory->span();
-    made->staging_ = {bytes, std::make_shared<Mapping>(std::move(*memory))};
-  }
+  // The host's lies in a file: shared memory needs no right to read this process for it.
+  auto memory = (options.device ? options.device : device::make_host())->allocate(staged);
+  if (!memory) return tl::unexpected(memory.error());
+  made->staging_ = std::move(*memory);
   auto staging = engine.register_region(made->staging_.bytes, kind);
   if (!staging) return tl::unexpected(staging.error());
   made->staging_region_ = *staging;

@@ -163,11 +163,11 @@ std::optional<Wait> SmallOperation::wait() const {
 void DirectOperation::begin() {
   if (!contributes()) return;
   for (std::uint32_t to = 0; to < owner_.ring_.size(); ++to)
-    if (to != owner_.position_) send(to, owner_.position_, own());
+    if (to != owner_.position_) send(to, owner_.position_, bucket_.contribution());
 }
 
 BytesView DirectOperation::input(std::uint32_t contributor) const {
-  return contributor == owner_.position_ ? own() : received(contributor);
+  return contributor == owner_.position_ ? bucket_.contribution() : received(contributor);
 }
 
 bool DirectOperation::go_on() {
@@ -193,7 +193,7 @@ DoublingOperation::DoublingOperation(Communicator& owner, Communicator::Bucket& 
     : SmallOperation(owner, bucket), doubling_(owner.doubling()) {}
 
 void DoublingOperation::begin() {
-  sum_ = own();
+  sum_ = bucket_.contribution();
   if (!doubling_.in_core()) {
     place_ = doubling_.result();
     if (contributes()) send(doubling_.proxy(), 0, sum_);

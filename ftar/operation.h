@@ -97,6 +97,8 @@ struct Communicator::Bucket {
   std::span<std::byte> own, result;
 
   std::size_t bytes() const { return spec.count * size_of(spec.type); }
+  // What this member contributes, in the host's memory.
+  BytesView contribution() const { return own.empty() ? BytesView(spec.input) : BytesView(own); }
 };
 
 class RingOperation final : public Operation {
@@ -172,7 +174,6 @@ class SmallOperation : public Operation {
   virtual bool go_on() = 0;                                    // whether the result is in out()
   virtual std::optional<std::uint32_t> waits_for() const = 0;  // whose bytes
   bool contributes() const { return owner_.position_ < owner_.contributors_; }
-  BytesView own() const { return owner_.reducer_ ? BytesView(bucket_.own) : BytesView(bucket_.spec.input); }
   std::byte* out() const { return owner_.reducer_ ? bucket_.result.data() : bucket_.spec.output.data(); }
   BytesView received(std::uint32_t place) const;  // nothing: it is not here yet
   void send(std::uint32_t position, std::uint32_t place, BytesView bytes);

@@ -84,8 +84,7 @@ Origins Communicator::origins() const {
     auto& segments = origins.buckets.emplace_back();
     if (direct(bucket)) {  // what everybody contributed, as it came here
       for (std::uint32_t c = 0; c < n; ++c) {
-        BytesView input = received(bucket, c);
-        if (c == p) input = reducer_ ? BytesView(bucket.own) : BytesView(bucket.spec.input);
+        const BytesView input = c == p ? bucket.contribution() : received(bucket, c);
         segments.push_back({rejoin::digest(input), ring_[c].member.replica});
       }
       continue;
@@ -108,8 +107,7 @@ Origins Communicator::origins() const {
         segment.from = ring_[*from].member.replica;
         if (place != doubling.result()) segment.digest = rejoin::digest(received(bucket, place));
       }
-      if (p < n && !doubling.in_core())
-        segments[p].digest = rejoin::digest(reducer_ ? BytesView(bucket.own) : BytesView(bucket.spec.input));
+      if (p < n && !doubling.in_core()) segments[p].digest = rejoin::digest(bucket.contribution());
       add(result, bucket.spec.output);
       continue;
     }

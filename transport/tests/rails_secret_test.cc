@@ -9,19 +9,12 @@
 #include "base/clock.h"
 #include "transport/striped/factory.h"
 #include "transport/tcp/factory.h"
+#include "transport/tests/within.h"
 
 namespace rejoin::transport::striped {
 namespace {
 
 const Secret kFirstKey = Secret::of({7, 1}), kNextKey = Secret::of({7, 2});
-
-template <typename Condition>
-[[nodiscard]] bool in_time(std::chrono::seconds limit, Condition condition) {
-  const TimePoint deadline = SteadyClock().now() + limit;
-  while (!condition())
-    if (SteadyClock().now() > deadline) return false;
-  return true;
-}
 
 // This process's sockets that are connected to that address.
 std::vector<int> connected_to(const std::string& host) {
@@ -63,7 +56,7 @@ TEST(Rails, ComeBackAfterTheKeyHasChanged) {
   };
   // Both ends of both rails are here: each rail has two sockets that are connected to its address.
   const auto rail_is_up = [&](const char* host) { return connected_to(host).size() == 2; };
-  ASSERT_TRUE(in_time(std::chrono::seconds(20), [&] {
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
     poll();
     return connected && rail_is_up("127.0.0.3") && rail_is_up("127.0.0.4");
   }));
@@ -71,20 +64,20 @@ TEST(Rails, ComeBackAfterTheKeyHasChanged) {
   for (const char* broken : {"127.0.0.4", "127.0.0.3"}) {
     const auto before = connected_to(broken);
     for (const int fd : before) ::shutdown(fd, SHUT_RDWR);
-    ASSERT_TRUE(in_time(std::chrono::seconds(20), [&] {
+    ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
       poll();
       return connected_to(broken).empty();
     }));
     // Its greetings are over when it is there for longer than they take.
     TimePoint last_down = clock.now();
-    ASSERT_TRUE(in_time(std::chrono::seconds(20), [&] {
+    ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
       poll();
       if (!rail_is_up(broken)) last_down = clock.now();
       return clock.now() - last_down > std::chrono::milliseconds(200);
     })) << broken;
   }
   ASSERT_TRUE(client->send(endpoint, as_bytes("still here")));
-  EXPECT_TRUE(in_time(std::chrono::seconds(20), [&] {
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
     poll();
     return heard == "still here";
   }));
@@ -105,7 +98,7 @@ TEST(Rails, PassTheSecretOn) {
     auto client = over_two();
     const auto endpoint = client->connect({address.text, secret}, as_bytes("hello")).value();
     bool connected = false, closed = false;
-    EXPECT_TRUE(in_time(std::chrono::seconds(20), [&] {
+    EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
       (void)server->poll();
       for (const auto& event : client->poll()) {
         connected = connected || event.kind == EventKind::connected;

@@ -21,6 +21,7 @@
 #include "transport/handshake.h"
 #include "transport/tcp/factory.h"
 #include "transport/tcp/wire.h"
+#include "transport/tests/within.h"
 
 namespace rejoin::transport::tcp {
 namespace {
@@ -81,14 +82,6 @@ class Stranger {
   Fd socket_;
   Bytes in_;
 };
-
-template <typename Condition>
-[[nodiscard]] bool within(std::chrono::seconds limit, Condition condition) {
-  const TimePoint deadline = SteadyClock().now() + limit;
-  while (!condition())
-    if (SteadyClock().now() > deadline) return false;
-  return true;
-}
 
 // What a client of this secret meets.
 std::optional<Error> connect_with(Listener& listener, const Secret& secret) {

@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/deadlines.h"
 #include "transport/handshake.h"
+#include "transport/tests/within.h"
 #include "transport/ucx/address.h"
 #include "transport/ucx/factory.h"
 #include "transport/ucx/library.h"
@@ -41,14 +42,6 @@ struct Listener {
   std::vector<std::string> hellos;
   int others = 0;  // events of other kinds
 };
-
-template <typename Condition>
-[[nodiscard]] bool within(std::chrono::seconds limit, Condition condition) {
-  const TimePoint deadline = SteadyClock().now() + limit;
-  while (!condition())
-    if (SteadyClock().now() > deadline) return false;
-  return true;
-}
 
 // What a client of this secret meets.
 std::optional<Error> connect_with(Listener& listener, const Secret& secret) {
