@@ -87,7 +87,7 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   if (!channel) return tl::unexpected(channel.error());
   auto* rings = new (channel->data()) Channel{};
 
-  if (!readable_)
+  if (has_private_memory_)
     if (auto readable = check_readable(); !readable) return tl::unexpected(readable.error());
   wire::Greeting greeting = greeting_of_ours();
   greeting.hello_length = hello.size();
