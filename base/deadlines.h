@@ -20,6 +20,10 @@ constexpr Deadline kHeartbeatOfTrainer{1, 8};  // a trainer's heartbeat to its d
 constexpr Deadline kHeartbeatOfDaemon{1, 4};   // a daemon's or relay's heartbeat to the coordinator
 constexpr Deadline kStreamsWait{4, 1};         // CUDA streams that wait for a progress thread that stands still
 constexpr Deadline kStartPatience{15, 1};      // replicas that have not come, at the start of a job that lost all
+// Several coordinators:
+constexpr Deadline kTakeover{3, 20};   // the leading coordinator is not heard, or can't write: others may take over
+constexpr Deadline kLeaderSign{1, 8};  // what a leading coordinator with nothing to write writes all the same
+constexpr Deadline kAbandoned{2, 1};   // a leader of which the store shows nothing, and no node hears it
 // Control connections:
 constexpr Deadline kControlProof{4, 1};  // a caller's proof of the job key
 // Data connections, those of the all-reduce and the stream alike:

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "base/fail.h"
@@ -23,9 +24,9 @@ bool is_our_group(gid_t group) {
 }
 
 // Kept from others. What root gives to a group of ours alone is, too: Kubernetes mounts secrets so under an fsGroup.
-Result<> check_kept(const std::string& path, const struct stat& file) {
+Result<> check_kept(const std::string& named, const struct stat& file) {
   const unsigned mode = file.st_mode & 07777;
-  const std::string is = fmt::format("job key file {} has mode {:04o}", path, mode);
+  const std::string is = fmt::format("{} has mode {:04o}", named, mode);
   if ((mode & 07) != 0)
     return fail(ErrorCode::refused,
                 "{}: others may use it; chmod 600 it, or, where Kubernetes mounts it, set the secret volume's "
@@ -41,22 +42,29 @@ Result<> check_kept(const std::string& path, const struct stat& file) {
 
 }  // namespace
 
-Result<JobKey> JobKey::read(const std::string& path) {
+Result<std::string> read_secret(const std::string& what, const std::string& path) {
+  const std::string named = what + " " + path;
   Fd file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // a pipe would wait for a writer
-  if (!file) return fail_errno(fmt::format("job key file {}", path));
+  if (!file) return fail_errno(named);
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) return fail_errno(path);
-  if (!S_ISREG(status.st_mode)) return fail(ErrorCode::invalid_argument, "job key file {} is no regular file", path);
-  if (auto kept = check_kept(path, status); !kept) return tl::unexpected(kept.error());
-  std::string key(4096, '\0');
-  const ssize_t got = ::read(file.get(), key.data(), key.size());
+  if (!S_ISREG(status.st_mode)) return fail(ErrorCode::invalid_argument, "{} is no regular file", named);
+  if (auto kept = check_kept(named, status); !kept) return tl::unexpected(kept.error());
+  std::string secret(4096, '\0');
+  const ssize_t got = ::read(file.get(), secret.data(), secret.size());
   if (got < 0) return fail_errno(path);
-  key.resize(static_cast<std::size_t>(got));
-  while (!key.empty() && (key.back() == '\n' || key.back() == '\r')) key.pop_back();
-  if (key.size() < 16)
+  secret.resize(static_cast<std::size_t>(got));
+  while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) secret.pop_back();
+  return secret;
+}
+
+Result<JobKey> JobKey::read(const std::string& path) {
+  auto key = read_secret("job key file", path);
+  if (!key) return tl::unexpected(key.error());
+  if (key->size() < 16)
     return fail(ErrorCode::invalid_argument, "job key in {} has {} bytes; use at least 16, e.g. 'openssl rand -hex 32'",
-                path, key.size());
-  return JobKey(std::move(key));
+                path, key->size());
+  return JobKey(std::move(*key));
 }
 
 Mac JobKey::derive(std::string_view purpose) const { return mac_of(as_bytes(key_), {as_bytes(purpose)}); }
@@ -82,6 +90,15 @@ JobKeys::JobKeys(JobKey own, std::optional<JobKey> other) {
   if (other) all.push_back(std::move(*other));
   all_ = std::make_shared<const std::vector<JobKey>>(std::move(all));
   control_ = std::make_shared<const ControlTls>(all_);
+}
+
+std::vector<std::uint64_t> JobKeys::store_marks() const {
+  std::vector<std::uint64_t> marks;
+  for (const auto& key : *all_) {
+    const Mac mac = key.derive("rejoin store of coordinators");
+    std::memcpy(&marks.emplace_back(), mac.data(), sizeof(std::uint64_t));
+  }
+  return marks;
 }
 
 transport::Secrets JobKeys::data_secrets() const {

@@ -12,6 +12,10 @@
 
 namespace rejoin::daemon {
 
+// The contents of a file that holds a secret, without the ends of lines behind it. `what`: for errors, as in "job key
+// file". Errors: it can't be read, or others may read it.
+Result<std::string> read_secret(const std::string& what, const std::string& path);
+
 class JobKey {
  public:
   // From a file that only its owner can read, or root and a group of this process (modes 0440 and 0640); at least 16
@@ -37,6 +41,8 @@ class JobKeys {
   explicit JobKeys(JobKey own, std::optional<JobKey> other = {});
 
   transport::Secrets data_secrets() const;
+  // By which coordinators that share a store know that they are of one job (proto::Leader): the own key's first.
+  std::vector<std::uint64_t> store_marks() const;
   const std::vector<JobKey>& all() const { return *all_; }  // the own one first
   struct ControlTls;
   const ControlTls& control() const { return *control_; }  // for Framed

@@ -14,6 +14,8 @@
 #include "base/result.h"
 #include "daemon/flags.h"
 #include "daemon/log_audit.h"
+#include "daemon/log_transfer.h"
+#include "daemon/store_factory.h"
 #include "daemon/trace.h"
 #include "membership/log.h"
 #include "transport/socket_address.h"
@@ -63,12 +65,47 @@ std::string connection(const nlohmann::json& coordinator) {
   return fmt::format("{} NOT CONNECTED{}{}", address, why.empty() ? "" : ": ", why);
 }
 
+// Who of several coordinators leads, and how long it takes to keep what is decided.
+std::string store_lines(const nlohmann::json& store) {
+  const auto& writes = store.at("write_us");
+  const auto milli = [&](const char* which) { return writes.at(which).get<double>() * 1e-3; };
+  const auto kind = store.at("kind").get<std::string>();
+  const std::string times = writes.at("count").get<std::uint64_t>() == 0
+                                ? ""
+                                : fmt::format("; its {} takes {:.2f} ms for what is decided, at most {:.1f} ms",
+                                              kind == "file" ? "disk" : kind, milli("mean"), milli("longest"));
+  if (kind == "file") return times.empty() ? "" : fmt::format("  it decides alone{}\n", times);
+  const auto& leader = store.at("leader");
+  const auto term = store.at("term").get<std::uint64_t>();
+  const auto now =
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch())
+          .count();
+  const auto since = leader.at("since_ms").get<std::uint64_t>();
+  const std::string for_so_long =
+      since == 0 ? ""
+                 : fmt::format(" for {:.0f} s", static_cast<double>(now - static_cast<std::int64_t>(since)) * 1e-3);
+  std::string lines;
+  if (store.at("leads").get<bool>())
+    lines = fmt::format("  leads in term {}{}, with its decisions in {}{}\n", term, for_so_long, kind, times);
+  else if (term == 0) lines = "  STANDBY: none has led yet\n";
+  else
+    lines = fmt::format("  STANDBY: {} at {} leads in term {}{}; {} decisions are known here\n",
+                        leader.at("name").get<std::string>(), leader.at("address").get<std::string>(), term,
+                        for_so_long, store.at("position").get<std::uint64_t>());
+  if (const auto why = store.at("failing").get<std::string>(); store.at("stalled").get<bool>() || !why.empty())
+    lines += fmt::format("  {}: {} has not answered for {:.1f} s{}{}\n",
+                         store.at("stalled").get<bool>() ? "STALLED" : "WARNING", kind,
+                         store.at("failing_ms").get<double>() * 1e-3, why.empty() ? "" : ": ", why);
+  return lines;
+}
+
 void print_roles(const nlohmann::json& status) {
   if (status.contains("coordinator_role")) {
     const auto& c = status.at("coordinator_role");
     std::cout << fmt::format("coordinator: epoch {}, step {} committed, {} nodes{}\n",
                              c.at("epoch").get<std::uint64_t>(), c.at("committed").get<std::uint64_t>(),
                              c.at("nodes").get<int>(), c.at("finished").get<bool>() ? ", finished" : "");
+    std::cout << store_lines(c.at("store"));
     std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", "replica", "incarnation", "role",
                              "ranks done with the step");
     for (const auto& m : c.at("members"))
@@ -263,6 +300,39 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
   return audit.lost + audit.repeated + missing == 0 ? 0 : 1;
 }
 
+Result<int> export_to(const std::string& log, const std::string& out) {
+  const auto done = export_log(log, out);
+  if (!done) return tl::unexpected(done.error());
+  std::cout << fmt::format("{}: {} records of job {:016x}, up to step {}\n", out, done->records, done->job,
+                           done->committed);
+  if (done->begins_after > 0)
+    std::cout << fmt::format(
+        "It begins with what follows from the steps up to {}: what was decided in them is not here\n",
+        done->begins_after);
+  if (done->torn > 0)
+    std::cout << fmt::format("{} bytes behind the last record are torn, and left out: nobody was told of them\n",
+                             done->torn);
+  return 0;
+}
+
+Result<int> import_from(const std::string& log, const StoreSettings& settings, bool replace) {
+  if (auto together = check(settings); !together) return tl::unexpected(together.error());
+  if (!settings.shared())
+    return fail(ErrorCode::invalid_argument, "nothing says into which store: --store etcd:HOST:PORT,HOST:PORT…");
+  asio::io_context io(1);
+  auto store = open_store(io, settings);
+  if (!store) return tl::unexpected(store.error());
+  const auto where = fmt::format("job {} in {}", settings.job, settings.store);
+  const auto done = import_log(io, **store, log, replace, where);
+  if (!done) return tl::unexpected(done.error());
+  std::cout << fmt::format(
+      "{} stands for {} records of job {:016x} now, up to step {}. Nobody leads, in term {}: start the coordinators "
+      "with "
+      "this store, and each with a --log-directory that is new, or that has no more than these records\n",
+      where, done->records, done->job, done->committed, done->term);
+  return 0;
+}
+
 Result<int> show_trace(const std::string& directory, const std::string& output) {
   const auto rows = merge_trace(directory, output);
   if (!rows) return tl::unexpected(rows.error());
@@ -296,9 +366,23 @@ int main(int argc, char** argv) {
   auto& trace = line.command("trace", "event files of all processes as one Chrome/Perfetto trace");
   trace.add("events", directory, "the --events directory").required();
   trace.add("-o,--output", output, "file to write").show_default();
+  auto& logs = line.command("log", "a coordinator's decisions as one file, or into the store of several coordinators");
+  auto& out = logs.command("export", "all that a log and the archives beside it hold, as one file");
+  std::string from, to;
+  out.add("log", from, "…/decisions.log").required();
+  out.add("file", to, "which must not exist").required();
+  auto& in =
+      logs.command("import", "a log into a store: to begin with several coordinators, or where its data is lost");
+  daemon::StoreSettings store;
+  bool replace = false;
+  in.add("log", from, "…/decisions.log, or what 'rejoin log export' has written").required();
+  daemon::bind(in, store);
+  in.flag("--replace", replace, "put it in place of what the store has of this job; no coordinator may run");
   if (const auto exit = line.parse(argc, argv)) return *exit;
   auto done = status.chosen()  ? daemon::show_status(address, json)
               : top.chosen()   ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
+              : out.chosen()   ? daemon::export_to(from, to)
+              : in.chosen()    ? daemon::import_from(from, store, replace)
               : audit.chosen() ? daemon::show_audit(log, steps == 0 ? std::nullopt : std::optional(Step(steps)))
                                : daemon::show_trace(directory, output);
   if (!done) {

@@ -13,8 +13,10 @@ void bind(CommandLine& line, Config& c) {
   line.setting("--listen", c.listen, "REJOIN_LISTEN", "coordinator: address for daemons; port 0 lets the system choose")
       .check(listen_address());
   line.setting("--log-directory", c.log_directory, "REJOIN_LOG_DIRECTORY", "coordinator: where its decisions are kept");
+  bind(line, c.store);
   line.setting("--log-compact-kib", c.log_compact_kib, "REJOIN_LOG_COMPACT_KIB",
-               "coordinator: a log of so many KiB is compacted: what was in it goes on beside it as decisions.1.log …, "
+               "coordinator: a log of so many KiB, or the copy of a shared one, is compacted: what was in it goes on "
+               "beside it as decisions.1.log …, "
                "for the audit alone")
       .range(1, 1 << 30);
   line.setting("--replicas", c.replicas, "REJOIN_REPLICAS", "coordinator: replicas of the job").range(1, 1024);
@@ -60,8 +62,8 @@ void bind(CommandLine& line, Config& c) {
       .check(or_none(socket_name()));
   line.add("--end-with", c.end_with, "end when the process of this number has ended").check(or_none(whole_number()));
   line.setting("--connect", c.node.coordinator, "REJOIN_COORDINATOR",
-               "node, relay: the coordinator's address, or for a node its relay's")
-      .check(or_none(peer_address()));
+               "node, relay: the coordinator's address, or those of all coordinators; or for a node its relay's")
+      .check(or_none(peer_addresses()));
   line.setting(
           "--relay", c.relay, "REJOIN_RELAY",
           "be a relay at this address: the daemons of a large replica --connect to it, and it to the coordinator; the "
@@ -85,6 +87,20 @@ void bind(CommandLine& line, Config& c) {
           "one for each rail. None, and listening on 0.0.0.0 or [::]: this machine's address on the way to the "
           "coordinator")
       .check(or_none(advertised_host()));
+}
+
+Result<> check(const Config& c) {
+  const bool node = !c.node.socket.empty();
+  if (!node && !c.coordinator && c.relay.empty())
+    return fail(ErrorCode::invalid_argument,
+                "nothing to do: give --coordinator, or --socket and --connect for a node, or --relay and --connect for "
+                "a relay, or all of them");
+  if ((node || !c.relay.empty()) && c.node.coordinator.empty() && !c.coordinator)
+    return fail(ErrorCode::invalid_argument, "a node or relay needs the coordinator's address: --connect HOST:PORT");
+  if (!c.coordinator && c.store.store != "file")
+    return fail(ErrorCode::invalid_argument, "--store {} is for coordinators alone: add --coordinator, or leave it out",
+                c.store.store);
+  return check(c.store);
 }
 
 membership::JobConfig job_of(const Config& c) {

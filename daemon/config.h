@@ -4,6 +4,7 @@
 #include <string>
 
 #include "daemon/node_server.h"
+#include "daemon/store_settings.h"
 #include "membership/coordinator.h"
 
 namespace rejoin {
@@ -23,9 +24,13 @@ struct Config {
   std::string audit = "auto", drop_replica;
   std::optional<std::uint32_t> end_with;  // a process
   std::string relay, key_file, other_key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
+  StoreSettings store;
   NodeOptions node;
 };
 void bind(CommandLine& line, Config& c);
+
+// What no flag alone says: whether they go together.
+Result<> check(const Config& c);
 
 // The job as these settings describe it, which bind() has checked.
 membership::JobConfig job_of(const Config& c);

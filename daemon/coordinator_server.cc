@@ -1,11 +1,9 @@
 #include "daemon/coordinator_server.h"
 
-#include <fmt/format.h>
-
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "base/entropy.h"
-#include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
 
@@ -15,16 +13,13 @@ using membership::NodeId;
 
 namespace {
 
-// As events name them: 0,1,2c
-void add_member(std::string& members, std::uint64_t replica, bool catching_up) {
-  members += fmt::format("{}{}{}", members.empty() ? "" : ",", replica, catching_up ? "c" : "");
-}
-
 // By which a job's replicas and its log know each other.
 membership::JobConfig with_id(membership::JobConfig job) {
   job.id = random_number() | 1;
   return job;
 }
+
+bool is_of_several(const proto::LogRecord& record) { return record.has_led() || record.snapshot().position() != 0; }
 
 }  // namespace
 
@@ -55,13 +50,12 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
   const auto& machine = server->machine_;
   if (!server->log_.records().empty())
     spdlog::info("recovered from the log: step {} is committed, epoch {}", machine.committed(), machine.epoch());
-  if (machine.started()) {  // the instance before may have been killed after it wrote it down, and before it emitted it
-    std::string members;
-    for (const auto& m : machine.members()) add_member(members, m.replica.value, m.catching_up);
-    events::emit("recovered",
-                 {{"epoch", machine.epoch().value}, {"step", machine.committed().value + 1}, {"members", members}});
-  }
-
+  if (std::ranges::any_of(server->log_.records(), is_of_several))
+    spdlog::warn(
+        "this log is a copy of decisions that several coordinators have shared: where any of them still leads, there "
+        "are "
+        "two jobs from here on. --store says where they share them");
+  emit_recovered(machine);
   server->log_.forget_records();
   if (auto listening = server->nodes_.listen(listen); !listening)
     return fail(listening.error().code,
@@ -82,49 +76,18 @@ void CoordinatorServer::tick() {
   });
 }
 
-namespace {
-
-// Deciding without remembering could decide twice. Ranks wait; a restarted coordinator goes on from the log.
-[[noreturn]] void end_of_deciding(const std::string& why) {
-  spdlog::critical("{}", why);
-  std::_Exit(4);
-}
-
-}  // namespace
-
 void CoordinatorServer::carry_out(const membership::Actions& actions) {
+  const TimePoint begun = now();
   if (auto written = log_.append(actions.append); !written) {
     const bool gone = written.error().code == ErrorCode::not_found;
     end_of_deciding(written.error().message +
                     (gone ? ". The coordinator ends" : "; free space and start the coordinator again"));
   }
+  if (!actions.append.empty()) count(written_, now() - begun);
   if (log_.size() >= compact_at_ && !actions.append.empty()) compact_log();
-  for (const auto& record : actions.append) {
-    if (record.has_committed())
-      events::emit("commit", {{"step", record.committed().step()}, {"epoch", record.committed().epoch()}});
-    if (record.has_rolled_back())
-      events::emit("rolled_back", {{"from", record.rolled_back().from()}, {"to", record.rolled_back().version()}});
-    if (record.has_stopped()) {
-      spdlog::critical("the job stops after step {}: {}", record.stopped().step(), record.stopped().reason());
-      events::emit("stopped", {{"step", record.stopped().step()}, {"reason", record.stopped().reason()}});
-    }
-    if (record.has_epoch()) {
-      std::string members;
-      for (const auto& m : record.epoch().members()) add_member(members, m.replica(), m.catching_up());
-      events::emit("epoch", {{"epoch", record.epoch().epoch()},
-                             {"step", record.epoch().step()},
-                             {"members", members},
-                             {"reason", record.epoch().reason()}});
-    }
-  }
-  for (const auto& note : actions.notes)
-    spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
-  for (const auto& [nodes, message] : actions.send) {
-    const std::string bytes = message.SerializeAsString();
-    for (auto node : nodes) nodes_.send(node, bytes);
-    if (message.has_plan() && message.plan().finished()) events::emit("finished");
-  }
-  for (auto node : actions.close) nodes_.close(node);
+  emit_events(actions.append);
+  log_notes(actions.notes);
+  send_all(nodes_, actions.send, actions.close);
 }
 
 // A snapshot is small beside a log that is due; where it is not, the log at least doubles until the next one.
@@ -139,51 +102,8 @@ void CoordinatorServer::compact_log() {
 }
 
 nlohmann::json CoordinatorServer::status() const {
-  nlohmann::json json{{"epoch", machine_.epoch().value},
-                      {"committed", machine_.committed().value},
-                      {"job", fmt::format("{:016x}", machine_.job())},
-                      {"finished", machine_.finished()},
-                      {"nodes", nodes_.nodes()},
-                      {"rejected", nodes_.rejected()},
-                      {"strangers", nodes_.strangers()},
-                      {"waiting_for", machine_.waiting_for(now())}};
-  const auto& audit = machine_.audit();
-  json["audit"] = {{"period", audit.period()},
-                   {"rounds", audit.counted().rounds},
-                   {"result_differences", audit.counted().result_differences},
-                   {"state_differences", audit.counted().state_differences},
-                   {"drift_reports", audit.counted().drift_reports},
-                   {"last_difference", audit.counted().last}};
-  json["stopped"] = machine_.stopped().value_or("");
-  json["members"] = nlohmann::json::array();
-  for (const auto& m : machine_.members())
-    json["members"].push_back({{"replica", m.replica.value},
-                               {"incarnation", m.incarnation.value},
-                               {"role", m.catching_up ? "catching_up" : "contributor"},
-                               {"has_left", machine_.finished() && !machine_.replicas().contains(m.replica)},
-                               {"reduced", m.reduced.size()}});
-  json["suspended"] = nlohmann::json::array();
-  for (const auto& out : machine_.suspended())
-    json["suspended"].push_back({{"replica", out.replica.value}, {"reason", out.reason}});
-  json["out"] = nlohmann::json::array();
-  for (const auto& out : machine_.outages(now())) {
-    json["out"].push_back({{"replica", out.replica.value}, {"reason", out.why}, {"next", out.next}});
-    if (out.lasting) json["out"].back()["for_ms"] = static_cast<std::uint64_t>(milliseconds(*out.lasting));
-  }
-  json["alarms"] = machine_.alarms();
-  json["refused"] = nlohmann::json::array();
-  for (const auto& [replica, refused] : machine_.refused())
-    json["refused"].push_back({{"replica", replica.value}, {"rank", refused.first}, {"reason", refused.second}});
-  json["blocked_on"] = nlohmann::json::array();
-  for (auto replica : machine_.blocked_on()) json["blocked_on"].push_back(replica.value);
-  json["steps_rolled_back"] = machine_.steps_rolled_back();
-  if (auto step = machine_.wants_roll_back()) json["wants_roll_back_to"] = step->value;
-  json["registered"] = nlohmann::json::array();
-  for (const auto& [id, replica] : machine_.replicas())
-    json["registered"].push_back({{"replica", id.value},
-                                  {"incarnation", replica.incarnation.value},
-                                  {"ranks", replica.registered},
-                                  {"caught_up", machine_.caught_up(replica)}});
+  nlohmann::json json = status_of(machine_, nodes_, now());
+  json["store"] = {{"kind", "file"}, {"leads", true}, {"write_us", status_of(written_)}};
   return json;
 }
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 
+#include "daemon/coordinator_report.h"
 #include "daemon/node_listener.h"
 #include "membership/coordinator.h"
 #include "membership/log.h"
@@ -36,6 +37,7 @@ class CoordinatorServer {
   std::uint64_t compact_at_ = log_compact_;  // bytes
   membership::Coordinator machine_;
   NodeListener nodes_;
+  WriteTimes written_;
 };
 
 }  // namespace rejoin::daemon

@@ -1,8 +1,11 @@
 #include "daemon/flags.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
+#include <set>
 
+#include "base/bytes.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "base/number.h"
@@ -17,6 +20,26 @@ namespace {
 
 Result<> check_address(const std::string& text) {
   if (auto parts = transport::SocketAddress::split(text); !parts) return tl::unexpected(parts.error());
+  return {};
+}
+
+Result<> check_peer(const std::string& text) {
+  const auto parts = transport::SocketAddress::split(text);
+  if (!parts) return tl::unexpected(parts.error());
+  if (parts->port != 0) return {};
+  return fail(ErrorCode::invalid_argument, "address '{}': nobody can be reached at port 0; it is from 1 to 65535",
+              text);
+}
+
+// `whole`: the setting's value, for errors.
+Result<> check_peers(const std::string& text, const std::string& whole) {
+  std::set<std::string> all;
+  for (const auto& each : split(text, ',')) {
+    if (auto right = check_peer(each); !right)
+      return each == whole ? right : fail(right.error().code, "'{}': {}", whole, right.error().message);
+    if (!all.insert(each).second)
+      return fail(ErrorCode::invalid_argument, "'{}' has the address {} twice", whole, each);
+  }
   return {};
 }
 
@@ -63,13 +86,29 @@ ValueCheck number_from_0() {
 
 ValueCheck listen_address() { return {"HOST:PORT", check_address}; }
 
-ValueCheck peer_address() {
-  return {"HOST:PORT", [](const std::string& text) -> Result<> {
-            const auto parts = transport::SocketAddress::split(text);
-            if (!parts) return tl::unexpected(parts.error());
-            if (parts->port != 0) return {};
-            return fail(ErrorCode::invalid_argument,
-                        "address '{}': nobody can be reached at port 0; it is from 1 to 65535", text);
+ValueCheck peer_address() { return {"HOST:PORT", check_peer}; }
+
+ValueCheck peer_addresses() {
+  return {"HOST:PORT,HOST:PORT…", [](const std::string& text) { return check_peers(text, text); }};
+}
+
+ValueCheck store_name() {
+  return {"", [](const std::string& text) -> Result<> {
+            if (text == "file") return {};
+            if (text.starts_with(kEtcd)) return check_peers(text.substr(kEtcd.size()), text);
+            return fail(ErrorCode::invalid_argument, "'{}' is not file, or etcd:HOST:PORT,HOST:PORT…", text);
+          }};
+}
+
+ValueCheck job_name() {
+  return {"", [](const std::string& text) -> Result<> {
+            constexpr std::size_t most = 64;
+            const auto allowed = [](unsigned char letter) {
+              return std::isalnum(letter) != 0 || letter == '.' || letter == '_' || letter == '-';
+            };
+            if (!text.empty() && text.size() <= most && std::ranges::all_of(text, allowed)) return {};
+            return fail(ErrorCode::invalid_argument, "'{}' is not of 1 to {} letters, digits, '.', '_' and '-'", text,
+                        most);
           }};
 }
 

@@ -10,10 +10,15 @@
 
 namespace rejoin::daemon {
 
+constexpr std::string_view kEtcd = "etcd:";  // before the addresses of an etcd cluster
+
 ValueCheck whole_number();     // from 0 on; without this check -1 is the largest there is
 ValueCheck number_from_0();    // finite
 ValueCheck listen_address();   // HOST:PORT; port 0 lets the system choose
 ValueCheck peer_address();     // HOST:PORT
+ValueCheck peer_addresses();   // HOST:PORT,HOST:PORT…, none of them twice
+ValueCheck store_name();       // file, or etcd:HOST:PORT,HOST:PORT…
+ValueCheck job_name();         // letters, digits, . _ -
 ValueCheck advertised_host();  // HOST, or HOST,HOST… with one for each rail
 ValueCheck socket_name();
 ValueCheck audit_period();     // auto, off, or steps

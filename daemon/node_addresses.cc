@@ -1,4 +1,5 @@
 // Where the node's catch-up stream and its trainers are, for other nodes, and whose streams can't reach it.
+#include "base/bytes.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "daemon/node_server.h"
@@ -8,7 +9,7 @@ namespace rejoin::daemon {
 
 // Where peers find us is where the coordinator does, as far as we can tell.
 const std::string& NodeServer::own_host() {
-  if (!own_host_) own_host_ = transport::own_host_towards(options_.coordinator);
+  if (!own_host_) own_host_ = transport::own_host_towards(split(options_.coordinator, ',').front());
   return *own_host_;
 }
 

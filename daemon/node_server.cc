@@ -20,17 +20,18 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       timer_(io),
       family_(transport::family_of(options.transport)),
       machine_(options.name, options.silence, random_number()),
-      coordinator_(io, options.coordinator, keys, options.silence,
-                   {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
-                    .message =
-                        [this](const proto::ToNode& message) {
-                          if (message.has_inquiry()) look_after(message.inquiry());
-                          carry_out(machine_.on_coordinator_message(message, now()));
-                          if (message.has_plan() || message.has_peers()) follow_plan();
-                        },
-                    .down = [this] { carry_out(machine_.on_coordinator_down()); },
-                    .over = [this] { return machine_.plan().finished(); },
-                    .rejected = [this] { ++rejected_; }}) {}
+      coordinators_(io, options.coordinator, options.name, keys, options.silence,
+                    [this](proto::LeaderView& view) { machine_.write_hosts(view); },
+                    {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
+                     .message =
+                         [this](const proto::ToNode& message) {
+                           if (message.has_inquiry()) look_after(message.inquiry());
+                           carry_out(machine_.on_coordinator_message(message, now()));
+                           if (message.has_plan() || message.has_peers()) follow_plan();
+                         },
+                     .down = [this] { carry_out(machine_.on_coordinator_down()); },
+                     .over = [this] { return machine_.plan().finished(); },
+                     .rejected = [this] { ++rejected_; }}) {}
 
 Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, const NodeOptions& options,
                                                       const JobKeys& keys) {
@@ -54,7 +55,7 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   if (!address) return tl::unexpected(address.error());
   spdlog::info("other nodes are told that this one's catch-up stream is at {}", *address);
   server->accept();
-  server->coordinator_.connect();
+  server->coordinators_.connect();
   server->tick();
   return server;
 }
@@ -137,8 +138,9 @@ void NodeServer::tick() {
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     keep_listening();
+    coordinators_.tick(now());
     carry_out(machine_.on_tick(now()));
-    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard());
+    if (machine_.coordinator_up()) coordinators_.check(machine_.coordinator_heard());
     tick();
   });
 }
@@ -146,7 +148,7 @@ void NodeServer::tick() {
 void NodeServer::carry_out(const membership::Node::Actions& actions) {
   for (const auto& note : actions.notes)
     spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
-  for (const auto& message : actions.to_coordinator) coordinator_.send(message);
+  for (const auto& message : actions.to_coordinator) coordinators_.send(message);
   for (const auto& [id, control] : actions.to_ranks) {
     auto found = trainers_.find(id);
     if (found == trainers_.end()) continue;

@@ -9,9 +9,9 @@
 
 #include "base/fd.h"
 #include "base/unix_socket.h"
+#include "daemon/coordinators.h"
 #include "daemon/stream_thread.h"
 #include "daemon/streams.h"
-#include "daemon/upstream.h"
 #include "device/remote.h"
 #include "local.pb.h"
 #include "membership/node.h"
@@ -21,7 +21,7 @@ namespace rejoin::daemon {
 struct NodeOptions {
   std::string name = "node";
   std::string socket;             // where trainers connect
-  std::string coordinator;        // host:port, or a relay's
+  std::string coordinator;        // host:port of each, with commas between; or a relay's
   std::string transport = "shm";  // of the catch-up stream
   std::string data_listen = "127.0.0.1:0";
   std::string advertise;  // hosts that peers connect to instead of the one listened on: see transport/advertise.h
@@ -130,7 +130,7 @@ class NodeServer {
   std::map<catchup::RankKey, GoneTrainer> gone_;  // the last of each place that nobody has
   std::uint64_t next_trainer_ = 1;
   std::function<void()> nobody_is_left_;
-  Upstream coordinator_;
+  Coordinators coordinators_;
   std::map<catchup::RankKey, catchup::CatchUpProgress> progress_;
   std::uint64_t rejected_ = 0;
   catchup::Compression compression_{};

@@ -14,7 +14,7 @@ nlohmann::json NodeServer::status() const {
   std::uint64_t bytes_served = served_by_gone_;
   for (const auto* stream : streams) bytes_served += stream->bytes_served;
   nlohmann::json json{{"node", options_.name},
-                      {"coordinator", coordinator_.status(machine_.coordinator_up())},
+                      {"coordinator", coordinators_.status(machine_.coordinator_up())},
                       {"epoch", machine_.plan().epoch()},
                       {"committed", machine_.plan().committed()},
                       {"bytes_served", bytes_served},

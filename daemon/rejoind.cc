@@ -6,10 +6,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "base/bytes.h"
 #include "base/command_line.h"
 #include "base/events.h"
 #include "base/fail.h"
@@ -17,8 +19,11 @@
 #include "base/log.h"
 #include "daemon/config.h"
 #include "daemon/coordinator_server.h"
+#include "daemon/listen.h"
 #include "daemon/relay_server.h"
+#include "daemon/replicated_server.h"
 #include "daemon/status_server.h"
+#include "daemon/store_factory.h"
 #include "transport/advertise.h"
 
 namespace rejoin::daemon {
@@ -57,19 +62,41 @@ Result<> write_addresses(const std::string& path, const nlohmann::json& addresse
 std::string advertised(const Config& c, const std::string& listening) {
   if (!transport::listens_everywhere({listening})) return listening;
   const std::string given = c.node.advertise.substr(0, c.node.advertise.find(','));
-  return transport::with_host_for_any({listening},
-                                      given.empty() ? transport::own_host_towards(c.node.coordinator) : given)
+  return transport::with_host_for_any(
+             {listening}, given.empty() ? transport::own_host_towards(split(c.node.coordinator, ',').front()) : given)
       .text;
+}
+
+Result<std::unique_ptr<ReplicatedServer>> start_one_of_several(asio::io_context& io, const Config& c,
+                                                               const JobKeys& keys) {
+  auto store = open_store(io, c.store);
+  if (!store) return tl::unexpected(store.error());
+  ReplicatedServer::Options options;
+  options.name = c.node.name;
+  options.listen = c.listen;
+  options.advertised = [c](const std::string& listening) { return advertised(c, listening); };
+  options.job = job_of(c);
+  options.log_directory = c.log_directory;
+  options.log_compact = c.log_compact_kib * KiB;
+  options.kind = c.store.store.substr(0, c.store.store.find(':'));
+  options.endpoints = c.store.endpoints();
+  return ReplicatedServer::start(io, std::move(options), std::move(*store), keys);
+}
+
+// The node and the relay of this process find it, too, where --connect has left it out.
+void add_coordinator(Config& c, const std::string& own) {
+  auto& all = c.node.coordinator;
+  if (all.empty()) {
+    all = own;
+    return;
+  }
+  const auto each = split(all, ',');
+  if (std::ranges::none_of(each, [&](const auto& one) { return leads_to(one, own); })) all += "," + own;
 }
 
 Result<> run(Config& c) {
   const bool node = !c.node.socket.empty();
-  if (!node && !c.coordinator && c.relay.empty())
-    return fail(ErrorCode::invalid_argument,
-                "nothing to do: give --coordinator, or --socket and --connect for a node, or --relay and --connect for "
-                "a relay, or all of them");
-  if ((node || !c.relay.empty()) && c.node.coordinator.empty() && !c.coordinator)
-    return fail(ErrorCode::invalid_argument, "a node or relay needs the coordinator's address: --connect HOST:PORT");
+  if (auto together = check(c); !together) return together;
   if (auto right = check_address_file(c.address_file); !right) return right;
   auto keys = JobKeys::read(c.key_file, c.other_key_file);
   if (!keys) return tl::unexpected(keys.error());
@@ -104,7 +131,14 @@ Result<> run(Config& c) {
   }
   nlohmann::json addresses;
   std::unique_ptr<CoordinatorServer> coordinator;
-  if (c.coordinator) {
+  std::unique_ptr<ReplicatedServer> one_of_several;
+  if (c.coordinator && c.store.shared()) {
+    auto started = start_one_of_several(io, c, *keys);
+    if (!started) return tl::unexpected(started.error());
+    one_of_several = std::move(*started);
+    addresses["coordinator"] = advertised(c, one_of_several->address());
+    add_coordinator(c, one_of_several->address());
+  } else if (c.coordinator) {
     auto started = CoordinatorServer::start(io, c.listen, c.log_directory, c.log_compact_kib * KiB, job_of(c), *keys);
     if (!started) return tl::unexpected(started.error());
     coordinator = std::move(*started);
@@ -129,6 +163,7 @@ Result<> run(Config& c) {
   auto status = StatusServer::start(io, c.status, [&] {
     nlohmann::json json;
     if (coordinator) json["coordinator_role"] = coordinator->status();
+    if (one_of_several) json["coordinator_role"] = one_of_several->status();
     if (relay) json["relay_role"] = relay->status();
     if (server) json["node_role"] = server->status();
     return json;

@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/bytes.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "daemon/listen.h"
@@ -21,16 +22,12 @@ RelayServer::RelayServer(asio::io_context& io, const std::string& name, const st
                     carry_out(machine_.on_node_message(node, message, now()));
                   },
               .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}),
-      coordinator_(
-          io, coordinator, keys, silence,
+      coordinators_(
+          io, coordinator, name, keys, silence, [this](proto::LeaderView& view) { machine_.write_hosts(view); },
           {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
            .message =
                [this](const proto::ToNode& message) { carry_out(machine_.on_coordinator_message(message, now())); },
-           .down =
-               [this] {
-                 carry_out(machine_.on_coordinator_down());
-                 nodes_.close_all();  // also those that have sent nothing yet
-               },
+           .down = [this] { carry_out(machine_.on_coordinator_down(now())); },
            .over = [this] { return machine_.finished(); },
            .rejected = [this] { ++rejected_; }}) {}
 
@@ -42,11 +39,12 @@ Result<std::unique_ptr<RelayServer>> RelayServer::start(asio::io_context& io, co
     return fail(listening.error().code,
                 "the relay can't listen on {}: {}; choose another --relay address or stop what uses it", listen,
                 listening.error().message);
-  if (leads_to(coordinator, relay->address()))
-    return fail(ErrorCode::invalid_argument,
-                "--connect {} leads to this relay itself, which listens on {}; give it the coordinator's address",
-                coordinator, relay->address());
-  relay->coordinator_.connect();
+  for (const auto& each : split(coordinator, ','))
+    if (leads_to(each, relay->address()))
+      return fail(ErrorCode::invalid_argument,
+                  "--connect {} leads to this relay itself, which listens on {}; give it the coordinator's address",
+                  each, relay->address());
+  relay->coordinators_.connect();
   relay->tick();
   return relay;
 }
@@ -55,8 +53,9 @@ void RelayServer::tick() {
   timer_.expires_after(silence_ / 16 + std::chrono::milliseconds(1));
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
+    coordinators_.tick(now());
     carry_out(machine_.on_tick(now()));
-    if (machine_.coordinator_up()) coordinator_.check(machine_.coordinator_heard());
+    if (machine_.coordinator_up()) coordinators_.check(machine_.coordinator_heard());
     tick();
   });
 }
@@ -64,7 +63,7 @@ void RelayServer::tick() {
 void RelayServer::carry_out(const membership::Relay::Actions& actions) {
   for (const auto& note : actions.notes)
     spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "relay: {}", note.text);
-  for (const auto& message : actions.to_coordinator) coordinator_.send(message);
+  for (const auto& message : actions.to_coordinator) coordinators_.send(message);
   for (const auto& [nodes, message] : actions.to_nodes) {
     const std::string bytes = message.SerializeAsString();
     for (auto node : nodes) nodes_.send(node, bytes);
@@ -73,7 +72,7 @@ void RelayServer::carry_out(const membership::Relay::Actions& actions) {
 }
 
 nlohmann::json RelayServer::status() const {
-  return {{"coordinator", coordinator_.status(machine_.coordinator_up())},
+  return {{"coordinator", coordinators_.status(machine_.coordinator_up())},
           {"nodes", nodes_.nodes()},
           {"ranks", machine_.ranks()},
           {"rejected", rejected_ + nodes_.rejected()},

@@ -4,15 +4,16 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 
+#include "daemon/coordinators.h"
 #include "daemon/node_listener.h"
-#include "daemon/upstream.h"
 #include "membership/relay.h"
 
 namespace rejoin::daemon {
 
 class RelayServer {
  public:
-  // `coordinator`: host:port. Errors: the address to listen on is in use, or is the coordinator's.
+  // `coordinator`: host:port of each, with commas between. Errors: the address to listen on is in use, or is a
+  // coordinator's.
   static Result<std::unique_ptr<RelayServer>> start(asio::io_context& io, const std::string& name,
                                                     const std::string& listen, const std::string& coordinator,
                                                     std::chrono::milliseconds silence, const JobKeys& keys);
@@ -31,7 +32,7 @@ class RelayServer {
   membership::Relay machine_;
   std::uint64_t rejected_ = 0;
   NodeListener nodes_;
-  Upstream coordinator_;
+  Coordinators coordinators_;
 };
 
 }  // namespace rejoin::daemon

@@ -128,6 +128,19 @@ std::string metrics_text(const nlohmann::json& status) {
            "steps repeated because replicas reduced other gradients");
     number(audit, "state_differences", "state_differences", "steps repeated because replicas' states differed");
     number(audit, "drift_reports", "drift_reports", "slices that a joiner's sources differed in");
+    const auto& store = c.at("store");
+    number(store, "leads", "leads", "1: this coordinator decides; 0: another one does");
+    number(store, "term", "leader_term", "how often coordinators have taken the lead");
+    number(store, "stalled", "store_stalled", "1: the store does not take what is decided");
+    number(store, "failing_ms", "store_failing_ms", "since when the store has not answered; 0: it does");
+    const auto& writes = store.at("write_us");
+    const std::string help = "how long it took to keep what was decided: ";
+    const auto micro = [&](const char* which) { return writes.at(which).get<double>() * 1e-6; };
+    gauge("store_write_last_seconds", help + "the last time", {}, micro("last"));
+    gauge("store_write_mean_seconds", help + "on average", {}, micro("mean"));
+    gauge("store_write_longest_seconds", help + "at most", {}, micro("longest"));
+    gauge("store_copy_given_up", "1: the copy of the decisions on this disk is not kept any more", {},
+          store.value("copy", "") != "");
     gauge("stopped", "1: replicas differ and an operator must say which is wrong", {}, c.at("stopped") != "");
     for (const auto& m : c.at("members"))
       gauge("contributor", "1: the replica contributes; 0: it is catching up",

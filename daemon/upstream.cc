@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/log.h"
-#include "daemon/listen.h"
+#include "transport/socket_address.h"
 
 namespace rejoin::daemon {
 
@@ -14,46 +14,97 @@ namespace {
 constexpr auto kRetry = std::chrono::milliseconds(50), kMostRetry = std::chrono::milliseconds(5000);
 }  // namespace
 
+// One try to connect, or the pause before it. What it has asked for may answer when it is over, and its Upstream gone.
+struct Upstream::Attempt {
+  explicit Attempt(asio::io_context& io) : timer(io), resolver(io), socket(io) {}
+  asio::steady_timer timer;
+  asio::ip::tcp::resolver resolver;
+  asio::ip::tcp::socket socket;
+  bool resolved = false, over = false;
+  void end() {
+    over = true;
+    asio::error_code ignored;
+    timer.cancel();
+    resolver.cancel();
+    socket.close(ignored);
+  }
+};
+
 Upstream::~Upstream() {
+  if (attempt_) attempt_->end();
   if (connection_) connection_->close();
 }
 
 void Upstream::connect() {
-  auto endpoint = endpoint_of(address_);
-  if (!endpoint) return lost(endpoint.error().message);
-  auto socket = std::make_shared<asio::ip::tcp::socket>(io_);
-  deadline_.expires_after(silence_);
-  deadline_.async_wait([socket](asio::error_code error) {
-    asio::error_code ignored;
-    if (!error) socket->close(ignored);
+  const auto parts = transport::SocketAddress::split(address_);
+  attempt_ = std::make_shared<Attempt>(io_);
+  attempt_->timer.expires_after(silence_);
+  attempt_->timer.async_wait([this, attempt = attempt_](asio::error_code error) {
+    if (error || attempt->over) return;
+    lost(attempt->resolved ? "it does not answer" : "its name is not resolved in time");
   });
-  socket->async_connect(*endpoint, [this, socket](asio::error_code error) {
-    if (error == asio::error::operation_aborted) return lost("it does not answer");
-    deadline_.cancel();
-    if (error) return lost(error.message());
-    connection_ = std::make_shared<Framed>(std::move(*socket), keys_, false);
-    connection_->start({.ready =
-                            [this] {
-                              up_ = true;
-                              heard_ = false;
-                              spdlog::info("connected to the coordinator at {}", address_);
-                              handlers_.up();
-                            },
-                        .message =
-                            [this](std::string_view bytes) {
-                              heard_ = true;
-                              logged_refused_.reset();
-                              why_lost_.clear();
-                              pause_ = std::chrono::milliseconds(0);
-                              proto::ToNode message;
-                              if (message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())))
-                                return handlers_.message(message);
-                              handlers_.rejected();
-                              spdlog::warn("the coordinator sent bytes that are no message; ignored");
-                            },
-                        .closed = [this](const std::string& why) { lost(why); }},
-                       silence_);
-  });
+  if (!parts) return lost(parts.error().message);
+  asio::error_code is_name;
+  const auto address = asio::ip::make_address(parts->host, is_name);
+  if (!is_name) return connect_to({{address, parts->port}});
+  resolve(parts->host, std::to_string(parts->port));
+}
+
+void Upstream::resolve(std::string host, const std::string& port) {
+  attempt_->resolver.async_resolve(
+      host, port, asio::ip::tcp::resolver::numeric_service,
+      [this, attempt = attempt_](asio::error_code error, const asio::ip::tcp::resolver::results_type& found) {
+        if (attempt->over) return;
+        if (error) return lost(fmt::format("address '{}': {}", address_, error.message()));
+        Endpoints endpoints;
+        for (const auto& one : found) endpoints.push_back(one.endpoint());
+        connect_to(std::move(endpoints));
+      });
+}
+
+// One that answers nothing takes all the time that a try has: the next try begins with the address behind it.
+void Upstream::connect_to(Endpoints endpoints) {
+  attempt_->resolved = true;
+  std::rotate(endpoints.begin(), endpoints.begin() + static_cast<std::ptrdiff_t>(tries_++ % endpoints.size()),
+              endpoints.end());
+  const auto all = std::make_shared<const Endpoints>(std::move(endpoints));
+  asio::async_connect(attempt_->socket, all->begin(), all->end(),
+                      [this, attempt = attempt_, all](asio::error_code error, auto) {
+                        if (attempt->over) return;
+                        if (error) return lost(error.message());
+                        asio::ip::tcp::socket socket = std::move(attempt->socket);
+                        attempt->end();
+                        attempt_.reset();
+                        talk(std::move(socket));
+                      });
+}
+
+void Upstream::talk(asio::ip::tcp::socket socket) {
+  connection_ = std::make_shared<Framed>(std::move(socket), keys_, false);
+  connection_->start({.ready =
+                          [this] {
+                            up_ = true;
+                            heard_ = false;
+                            spdlog::log(
+                                one_of_several_ && !logged_refused_ ? spdlog::level::debug : spdlog::level::info,
+                                "connected to the coordinator at {}", address_);
+                            handlers_.up();
+                          },
+                      .message =
+                          [this](std::string_view bytes) {
+                            heard_ = true;
+                            logged_refused_.reset();
+                            why_lost_.clear();
+                            pause_ = std::chrono::milliseconds(0);
+                            tries_ = 0;
+                            proto::ToNode message;
+                            if (message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())))
+                              return handlers_.message(message);
+                            handlers_.rejected();
+                            spdlog::warn("the coordinator sent bytes that are no message; ignored");
+                          },
+                      .closed = [this](const std::string& why) { lost(why); }},
+                     silence_);
 }
 
 void Upstream::send(const proto::FromNode& message) {
@@ -61,9 +112,13 @@ void Upstream::send(const proto::FromNode& message) {
 }
 
 void Upstream::check(TimePoint heard) {
-  if (!connection_ || !up_ || SteadyClock().now() - heard <= silence_) return;
+  if (up_ && SteadyClock().now() - heard > silence_) connect_anew("it was silent");
+}
+
+void Upstream::connect_anew(const std::string& why) {
+  if (!connection_) return;
   connection_->close();
-  lost("it was silent");
+  lost(why);
 }
 
 nlohmann::json Upstream::status(bool connected) const {
@@ -71,6 +126,7 @@ nlohmann::json Upstream::status(bool connected) const {
 }
 
 void Upstream::lost(const std::string& why) {
+  if (attempt_) attempt_->end();
   // One that shows the key, and goes without a word, does not want this node: it is of another version.
   const bool refused = connection_ && (up_ ? !heard_ : connection_->refused());
   pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
@@ -85,9 +141,10 @@ void Upstream::lost(const std::string& why) {
                    refused ? "ever less often, in the end every" : "every", (refused ? kMostRetry : kRetry).count());
     logged_refused_ = refused;
   }
-  retry_.expires_after(pause_);
-  retry_.async_wait([this](asio::error_code error) {
-    if (!error) connect();
+  attempt_ = std::make_shared<Attempt>(io_);
+  attempt_->timer.expires_after(pause_);
+  attempt_->timer.async_wait([this, attempt = attempt_](asio::error_code error) {
+    if (!error && !attempt->over) connect();
   });
 }
 

@@ -1,7 +1,8 @@
-// This is the connection of a daemon or a relay to the coordinator, or to another relay, which looks the same. It
+// This is the connection of a daemon or a relay to a coordinator, or to another relay, which looks the same. It
 // connects, proves the job key, and connects again for as long as its owner lives. Neither connecting nor the proof may
 // take longer than the silence, because the system itself would retry a connection that met a cut link after ever
-// longer pauses. Everything runs in the io_context's thread.
+// longer pauses. A name is resolved anew at each try, on a thread of its own, since it may have come to mean another
+// machine; of several addresses each try begins with another one. Everything else runs in the io_context's thread.
 #pragma once
 
 #include <functional>
@@ -25,24 +26,34 @@ class Upstream {
     std::function<bool()> over;      // the job is finished: a coordinator that ends has no more to do
     std::function<void()> rejected;  // bytes that are no message came, and were ignored
   };
+  // `one_of_several`: that it is connected is no news, unless it was not.
   Upstream(asio::io_context& io, std::string address, const JobKeys& keys, std::chrono::milliseconds silence,
-           Handlers handlers)
+           Handlers handlers, bool one_of_several = false)
       : io_(io),
         address_(std::move(address)),
         keys_(keys),
         silence_(silence),
         handlers_(std::move(handlers)),
-        retry_(io),
-        deadline_(io) {}
+        one_of_several_(one_of_several) {}
   ~Upstream();
+  Upstream(const Upstream&) = delete;
+  Upstream& operator=(const Upstream&) = delete;
   void connect();
   void send(const proto::FromNode& message);
   // Connects anew if the coordinator was last heard too long ago, since a silent coordinator is as good as gone.
   void check(TimePoint heard);
+  void connect_anew(const std::string& why);
+  const std::string& address() const { return address_; }
+  bool up() const { return up_; }  // it has shown the key
   // Its address, whether it is connected, as whoever asks knows, and the reason why not.
   nlohmann::json status(bool connected) const;
 
  private:
+  struct Attempt;
+  using Endpoints = std::vector<asio::ip::tcp::endpoint>;
+  void resolve(std::string host, const std::string& port);
+  void connect_to(Endpoints endpoints);
+  void talk(asio::ip::tcp::socket socket);
   void lost(const std::string& why);
 
   asio::io_context& io_;
@@ -50,12 +61,14 @@ class Upstream {
   const JobKeys& keys_;
   const std::chrono::milliseconds silence_;
   const Handlers handlers_;
-  asio::steady_timer retry_, deadline_;
+  const bool one_of_several_;
+  std::shared_ptr<Attempt> attempt_;  // under way, or waited for
   std::shared_ptr<Framed> connection_;
   bool up_ = false, heard_ = false;     // it has shown the key; and has said something since
   std::string why_lost_;                // empty while it is heard, and before the first try
   std::optional<bool> logged_refused_;  // that it is not connected was logged, and whether as a refusal
   std::chrono::milliseconds pause_{0};  // before the last try
+  std::size_t tries_ = 0;
 };
 
 }  // namespace rejoin::daemon

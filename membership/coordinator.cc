@@ -44,6 +44,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     }
     case proto::FromNode::kLinks:
     case proto::FromNode::kCaughtUp:
+    case proto::FromNode::kLeaderView:
     case proto::FromNode::KIND_NOT_SET: warn("a message from a node that says nothing to a coordinator was ignored");
   }
   return take();
@@ -112,7 +113,8 @@ void Coordinator::on_rank_down(const proto::RankDown& down, TimePoint now) {
   rank->connected_node = false;
   rank->lost_at = now - config_.silence;
   rank->lost_why = down.reason();
-  if (!finished() && !recovering_until_ && !pause_detector_.settling(now)) settle_absent(now);
+  if (!finished() && !recovering_until_ && !pause_detector_.settling(now) && pause_detector_.unseen(now) == Duration{})
+    settle_absent(now);
 }
 
 void Coordinator::on_reduced(const proto::Reduced& reduced, TimePoint now) {

@@ -42,23 +42,14 @@
 #include "base/ids.h"
 #include "base/result.h"
 #include "control.pb.h"
+#include "membership/coordinator_actions.h"
 #include "membership/drift_audit.h"
 #include "membership/job_config.h"
 #include "membership/ledger.h"
-#include "membership/note.h"
 #include "membership/pause_detector.h"
 #include "membership/rank_set.h"
 
 namespace rejoin::membership {
-
-using NodeId = Id<struct NodeTag>;  // one connection of a daemon or relay; never reused
-
-struct Actions {
-  std::vector<proto::LogRecord> append;                             // durable before anything is sent
-  std::vector<std::pair<std::vector<NodeId>, proto::ToNode>> send;  // one message, to all of them
-  std::vector<NodeId> close;  // after sending: what still comes over these connections must not be heard
-  std::vector<Note> notes;    // what happened
-};
 
 class Coordinator {
  public:
@@ -72,6 +63,9 @@ class Coordinator {
   // Before anything else: takes up the decisions of an earlier instance. `mismatch` where the log is of another job
   // shape, `corrupt` where its records contradict each other.
   Result<> recover(const std::vector<proto::LogRecord>& records, TimePoint now);
+  // The same in steps: each record when it comes, and then the decision to go on from them.
+  Result<> replay(const proto::LogRecord& record);
+  Result<> take_over(TimePoint now);
   proto::LogRecord snapshot() const;  // recovery from it alone leads to the same as from all records so far
   bool has_recovered_like(const Coordinator& other) const;  // which is what this tells
 
@@ -145,7 +139,7 @@ class Coordinator {
   const std::optional<std::string>& stopped() const { return stopped_; }
   // Whom the step under way waits for, for people.
   std::vector<std::string> waiting_for(TimePoint now) const;
-  // Replicas that nothing goes on without: the last that hold the state of the last committed step, and silent.
+  // The last that hold the state of the last committed step, and silent: nothing goes on without them.
   std::vector<ReplicaId> blocked_on() const;
   // A replica that the job runs without.
   struct Outage {
@@ -316,7 +310,6 @@ class Coordinator {
   void warn(fmt::format_string<Args...> format, Args&&... args) {
     actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...), true});
   }
-  Result<> replay(const proto::LogRecord& record);
   Result<> take_up(const proto::LogRecord::Job& job);
   Result<> take_up(const proto::LogRecord::Snapshot& snapshot);
   void describe(proto::LogRecord::Job& job) const;
@@ -380,6 +373,7 @@ class Coordinator {
   TimePoint back_at_{};                  // when a rank last came back
   std::set<std::string> warned_;         // in this epoch
   bool excused_ = false;                 // somebody took its time in the last committed step
+  bool has_log_ = false;                 // it was not the first to decide
   DriftAudit audit_;
   std::optional<std::string> stopped_;
   std::vector<ReplicaId> differing_;  // … since these do

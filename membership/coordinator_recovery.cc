@@ -7,14 +7,18 @@
 namespace rejoin::membership {
 
 Result<> Coordinator::recover(const std::vector<proto::LogRecord>& records, TimePoint now) {
+  for (const auto& record : records)
+    if (auto replayed = replay(record); !replayed) return replayed;
+  return take_over(now);
+}
+
+Result<> Coordinator::take_over(TimePoint now) {
   (void)pause_detector_.on_tick(now);  // from now on it may be paused
-  if (records.empty()) {
+  if (!has_log_) {
     job_ = config_.id;
     describe(*actions_.append.emplace_back().mutable_job());
     return {};
   }
-  for (const auto& record : records)
-    if (auto replayed = replay(record); !replayed) return replayed;
   now_ = under_way_since_ = now;
   if (auto dropped = drop_as_configured(); !dropped) return dropped;
   tell_of_roll_back();
@@ -61,6 +65,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::Job& job) {
 }
 
 Result<> Coordinator::replay(const proto::LogRecord& record) {
+  has_log_ = true;
   switch (record.kind_case()) {
     case proto::LogRecord::kJob: return take_up(record.job());
     case proto::LogRecord::kEpoch: {
@@ -155,6 +160,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       stopped_.reset();
       if (Suspended* out = out_for_now(ReplicaId(record.dropped().replica()))) out->ended = true;  // not taken back
       return {};
+    case proto::LogRecord::kLed: return {};
     case proto::LogRecord::kSnapshot: return take_up(record.snapshot());
     case proto::LogRecord::KIND_NOT_SET: break;
   }

@@ -112,7 +112,8 @@ std::uint64_t job_of(const proto::LogRecord& first) {
 }
 
 // The archives that this file, which was the log when it was opened, goes on from, in their order. Each begins with a
-// snapshot, but for a job's first; none is missing in between, but the oldest may be.
+// snapshot, but for a job's first; none is missing in between, but the oldest may be. A snapshot that names its
+// position came out of the store of several coordinators, because what lies before it is not all here.
 Result<std::vector<std::string>> archives_before(const Fd& log, const std::string& path) {
   std::vector<std::string> archives;
   auto first = first_record(log);
@@ -123,7 +124,8 @@ Result<std::vector<std::string>> archives_before(const Fd& log, const std::strin
   // It has become one itself: it was compacted since it was opened, or a crash has cut a compaction short.
   for (auto each : numbers)
     if (const auto there = look_at(archive_of(path, each)); there && same_file(*there, current)) number = each - 1;
-  for (std::string later = path; first->has_snapshot() && numbers.contains(number); --number) {
+  const auto goes_on = [&] { return first->has_snapshot() && first->snapshot().position() == 0; };
+  for (std::string later = path; goes_on() && numbers.contains(number); --number) {
     const std::string name = archive_of(path, number);
     const Fd file(::open(name.c_str(), O_RDONLY | O_CLOEXEC));
     if (!file && errno == ENOENT) break;  // just removed, and so are those before it

@@ -9,13 +9,14 @@
 
 namespace rejoin::membership {
 
-Node::Actions Node::on_coordinator_up(TimePoint now) {
+Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction) {
   Actions actions;
   coordinator_up_ = true;
   coordinator_heard_ = heartbeat_sent_ = now;
   proto::FromNode hello;
   hello.mutable_hello()->set_protocol(kProtocolVersion);
   hello.mutable_hello()->set_node(name_);
+  hello.mutable_hello()->set_introduction(introduction);
   actions.to_coordinator.push_back(std::move(hello));
   for (const auto& [connection, rank] : ranks_) {
     proto::FromNode up;
@@ -42,6 +43,8 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       }
   };
   switch (message.kind_case()) {
+    case proto::ToNode::kIntroduce: return on_coordinator_up(now, message.introduce().number());
+    case proto::ToNode::kLeads:  // for LeaderTracker
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {
       const auto& registered = message.registered();
@@ -105,6 +108,20 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
       break;
   }
   return actions;
+}
+
+void Node::write_hosts(proto::LeaderView& view) const {
+  std::map<std::uint32_t, RankSet> hosted;
+  for (const auto& [connection, rank] : ranks_) hosted[rank.up.replica()].add(RankSet(rank.up.rank()));
+  membership::write_hosts(hosted, view);
+}
+
+void write_hosts(const std::map<std::uint32_t, RankSet>& hosted, proto::LeaderView& view) {
+  for (const auto& [replica, ranks] : hosted) {
+    auto& host = *view.add_hosts();
+    host.set_replica(replica);
+    ranks.to(host.mutable_ranks());
+  }
 }
 
 // What a coordinator with the wrong log decides is nothing to it.

@@ -41,7 +41,8 @@ class Node {
   Node(std::string name, Duration silence, std::uint64_t id)
       : name_(std::move(name)), silence_(silence), id_(id), pause_detector_(silence) {}
 
-  Actions on_coordinator_up(TimePoint now);  // connected (again): introduces itself and its ranks
+  // Connected (again), or asked for it (Introduce, with this number): it introduces itself and its ranks.
+  Actions on_coordinator_up(TimePoint now, std::uint64_t introduction = 0);
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
   Actions on_coordinator_down() {
     coordinator_up_ = false;
@@ -65,6 +66,7 @@ class Node {
   bool coordinator_up() const { return coordinator_up_; }
   TimePoint coordinator_heard() const { return coordinator_heard_; }
   const std::map<RankConnection, RankInfo>& ranks() const { return ranks_; }
+  void write_hosts(proto::LeaderView& view) const;  // the ranks here
   const proto::Plan& plan() const { return plan_; }
   const PeerTable& peers() const { return peers_; }
 
@@ -91,6 +93,8 @@ void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status);  
 // Removes from `links` what is not in `its`; where nothing is there yet, takes `its` over. Both are ascending.
 void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
 
-constexpr std::uint32_t kProtocolVersion = 12;
+void write_hosts(const std::map<std::uint32_t, RankSet>& hosted, proto::LeaderView& view);  // by replica
+
+constexpr std::uint32_t kProtocolVersion = 13;
 
 }  // namespace rejoin::membership

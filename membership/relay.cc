@@ -17,19 +17,34 @@ constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
 
 // ---- the coordinator
 
-Relay::Actions Relay::on_coordinator_up(TimePoint now) {
+Relay::Actions Relay::on_coordinator_up(TimePoint now, std::uint64_t introduction) {
   coordinator_up_ = true;
+  alone_since_.reset();
+  alone_told_ = false;
   coordinator_heard_ = heartbeat_sent_ = now;
   auto& hello = *up().mutable_hello();
   hello.set_protocol(kProtocolVersion);
   hello.set_node(name_);
+  hello.set_introduction(introduction);
+  std::vector<NodeId> all;
+  ++introductions_;
+  for (auto& [node, state] : nodes_) {
+    state.asked = introductions_;
+    all.push_back(node);
+  }
+  proto::ToNode introduce;
+  introduce.mutable_introduce()->set_number(introductions_);
+  send(std::move(all), std::move(introduce));
   return take();
 }
 
-Relay::Actions Relay::on_coordinator_down() {
+Relay::Actions Relay::on_coordinator_down(TimePoint now) {
   coordinator_up_ = false;
-  for (const auto& [node, state] : nodes_) actions_.close.push_back(node);
-  nodes_.clear();
+  if (!alone_since_) alone_since_ = now;
+  for (auto& [node, state] : nodes_) {
+    state.introduced = state.wants_plan = false;
+    state.hosts.clear();
+  }
   ranks_.clear();
   groups_.clear();
   claims_.clear();
@@ -55,6 +70,10 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     return &found->second;
   };
   switch (message.kind_case()) {
+    case proto::ToNode::kIntroduce:
+      on_coordinator_down(now);
+      return on_coordinator_up(now, message.introduce().number());
+    case proto::ToNode::kLeads:  // for LeaderTracker
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {
       const auto& registered = message.registered();
@@ -97,6 +116,22 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
   return take();
 }
 
+void Relay::write_hosts(proto::LeaderView& view) const {
+  std::map<std::uint32_t, RankSet> hosted;
+  for (const auto& [node, state] : nodes_)
+    for (const auto& [place, instance] : state.places) hosted[place.first].add(RankSet(place.second));
+  membership::write_hosts(hosted, view);
+}
+
+void Relay::note_places(NodeState& of, const proto::FromNode& message) {
+  if (message.has_hello()) of.places.clear();
+  if (const auto& up = message.rank_up(); message.has_rank_up()) of.places[{up.replica(), up.rank()}] = up.instance();
+  if (const auto& down = message.rank_down(); message.has_rank_down())
+    if (auto found = of.places.find({down.replica(), down.rank()});
+        found != of.places.end() && found->second == down.instance())
+      of.places.erase(found);
+}
+
 void Relay::on_peers(const proto::Peers& peers) {
   const RankSet complete(peers.complete(), kNoLimit);
   std::multimap<std::uint32_t, const proto::Peer*> by_rank;
@@ -130,15 +165,15 @@ void Relay::on_plan(const proto::ToNode& message) {
 // ---- the daemons
 
 Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& message, TimePoint now) {
-  if (!coordinator_up_) {
-    actions_.close.push_back(node);
-    return take();
-  }
-  nodes_[node].heard = now;
+  NodeState& from = nodes_[node];
+  from.heard = now;
+  note_places(from, message);
+  if (message.has_hello()) from.introduced = coordinator_up_ && message.hello().introduction() == from.asked;
+  if (!from.introduced && !message.has_hello() && !message.has_heartbeat()) return take();
   switch (message.kind_case()) {
     case proto::FromNode::kHello:  // the shell has checked it
-      nodes_[node].name = message.hello().node();
-      nodes_[node].address = message.hello().address();
+      from.name = message.hello().node();
+      from.address = message.hello().address();
       break;
     case proto::FromNode::kRankUp:
       up() = message;
@@ -172,6 +207,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
     }
     case proto::FromNode::kLinks:
     case proto::FromNode::kCaughtUp:
+    case proto::FromNode::kLeaderView:
     case proto::FromNode::KIND_NOT_SET:
       actions_.notes.push_back({"a message from a node that says nothing to a coordinator was ignored", true});
   }
@@ -320,11 +356,23 @@ Relay::Actions Relay::on_tick(TimePoint now) {
     forgive(coordinator_heard_, pause, now);
   }
   if (!pause_detector_.settling(now)) lose_silent(now);
+  tell_that_it_is_alone(now);
   if (coordinator_up_ && now - heartbeat_sent_ >= deadlines::kHeartbeatOfDaemon.of(silence_)) {
     heartbeat_sent_ = now;
     up().mutable_heartbeat();
   }
   return take();
+}
+
+// The daemons are connected with it, and would find nothing amiss.
+void Relay::tell_that_it_is_alone(TimePoint now) {
+  if (!alone_since_ || now - *alone_since_ <= silence_ || finished_ || std::exchange(alone_told_, true)) return;
+  std::vector<NodeId> all;
+  for (const auto& [node, state] : nodes_) all.push_back(node);
+  proto::ToNode message;
+  message.mutable_waits()->set_stands(true);
+  message.mutable_waits()->set_why(fmt::format("a coordinator: relay {} is connected with none", name_));
+  send(std::move(all), std::move(message));
 }
 
 void Relay::lose_silent(TimePoint now) {

@@ -4,8 +4,9 @@
 // reaches the coordinator grows with relays and not with daemons. It is pure, as all of this folder: connections are
 // numbers, and the caller passes the time in.
 //
-// It decides nothing. Without the coordinator it is of no use to the daemons: their connections end with its own, and
-// they introduce their ranks again through the next one.
+// It decides nothing, and what it knows is worth nothing without the coordinator that it has told. When it has lost
+// that one it keeps the daemons' connections, and ignores what they say. When it has the next, it tells them to
+// introduce themselves again (Introduce), and hears each from its NodeHello on.
 #pragma once
 
 #include <map>
@@ -32,12 +33,10 @@ class Relay {
 
   Relay(std::string name, Duration silence) : name_(std::move(name)), silence_(silence), pause_detector_(silence) {}
 
-  Actions on_coordinator_up(TimePoint now);
+  Actions on_coordinator_up(TimePoint now, std::uint64_t introduction = 0);  // as Node's
   Actions on_coordinator_message(const proto::ToNode& message, TimePoint now);
-  Actions on_coordinator_down();
+  Actions on_coordinator_down(TimePoint now);  // also where it leads no more
 
-  // While the coordinator is not connected, daemons must not be connected either: the relay closes the connection of
-  // whoever sends something then.
   Actions on_node_message(NodeId node, const proto::FromNode& message, TimePoint now);
   Actions on_node_lost(NodeId node, TimePoint now);
   Actions on_tick(TimePoint now);  // at least every silence / 8
@@ -47,6 +46,7 @@ class Relay {
   bool finished() const { return finished_; }  // the job, by the last plan heard
   std::size_t nodes() const { return nodes_.size(); }
   std::size_t ranks() const { return ranks_.size(); }
+  void write_hosts(proto::LeaderView& view) const;  // the ranks behind it
 
  private:
   struct NodeState {
@@ -54,6 +54,10 @@ class Relay {
     std::string name, address;
     RankSet hosts;
     bool wants_plan = false;  // a rank of it has just registered: one that it heard before could not mean it
+    bool introduced = false;  // to the coordinator that is connected now
+    std::uint64_t asked = 0;  // the number of the last Introduce to it
+    // Of its ranks, whether or not there is a coordinator: by replica and rank, the instance that was heard last.
+    std::map<std::pair<std::uint32_t, std::uint32_t>, std::uint64_t> places;
   };
   struct RankState {
     NodeId node;
@@ -79,6 +83,7 @@ class Relay {
   };
   using Accusing = std::tuple<std::uint32_t, std::uint32_t, bool>;  // replica, suspect, only waiting
 
+  static void note_places(NodeState& of, const proto::FromNode& message);
   bool passes_on(const proto::Accusation& accusation, TimePoint now);
   void on_rank_up(NodeId node, const proto::RankUp& up);
   RankState& take_place(const RankKey& key, NodeId node, std::uint64_t instance);
@@ -90,6 +95,7 @@ class Relay {
   void add_reduced_ranks(const proto::Reduced& reduced);
   void report_reduced(const GroupKey& key, const Group& group);
   void report_status(std::uint32_t replica, std::uint64_t incarnation, Group& group);
+  void tell_that_it_is_alone(TimePoint now);
   void lose_silent(TimePoint now);
   void on_peers(const proto::Peers& peers);
   void on_plan(const proto::ToNode& message);
@@ -109,6 +115,9 @@ class Relay {
   std::map<GroupKey, Group> groups_;
   std::pair<std::uint64_t, std::uint64_t> plan_{};  // the last one's epoch and commit
   bool finished_ = false;
+  std::optional<TimePoint> alone_since_;  // without a coordinator
+  bool alone_told_ = false;
+  std::uint64_t introductions_ = 0;
   std::set<Accusing> accused_;                                         // in that epoch
   std::map<std::pair<std::uint32_t, bool>, TimePoint> of_themselves_;  // replicas, excused or not: passed on last
   Actions actions_;

@@ -181,10 +181,12 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
       return;
     }
     case proto::ToNode::kWaits:
-      if (!current_) spdlog::warn("the job waits for {}", message.waits().why());
+      if (!current_ || message.waits().stands()) spdlog::warn("the job waits for {}", message.waits().why());
       return;
     case proto::ToNode::kHeartbeat:
-    case proto::ToNode::kInquiry:  // the daemon's
+    case proto::ToNode::kInquiry:  // the daemon's, as are the next
+    case proto::ToNode::kLeads:
+    case proto::ToNode::kIntroduce:
     case proto::ToNode::KIND_NOT_SET: return;
   }
 }

@@ -46,7 +46,9 @@ std::string brief(const proto::FromNode& message) {
 }  // namespace
 
 Coordinator::Coordinator(World& world, std::uint32_t at, const std::vector<proto::LogRecord>& log)
-    : Process(world.next_number(), at, world.chance("coordinator")), world_(world), machine_(world.job_to_start()) {
+    : CoordinatorProcess(world.next_number(), 0, at, world.chance("coordinator")),
+      world_(world),
+      machine_(world.job_to_start(0)) {
   recover(log);
 }
 

@@ -1,4 +1,5 @@
-// The coordinator's process: what CoordinatorServer does around membership::Coordinator and its log.
+// The coordinator's process: what CoordinatorServer does around membership::Coordinator and its log. Where there are
+// several, see replicated.h.
 #pragma once
 
 #include "membership/coordinator.h"
@@ -8,14 +9,24 @@ namespace rejoin::sim {
 
 class World;
 
-class Coordinator final : public Process {
+class CoordinatorProcess : public Process {
+ public:
+  CoordinatorProcess(std::uint64_t process, std::uint32_t of, std::uint32_t at, Random chance)
+      : Process(process, at, chance), number(of) {}
+  virtual void on_message(std::uint64_t link, const proto::FromNode& message) = 0;
+  virtual void on_link_lost(std::uint64_t link) = 0;
+  virtual const membership::Coordinator* decisions() const = 0;  // null: it takes none
+  const std::uint32_t number;                                    // among the coordinators
+};
+
+class Coordinator final : public CoordinatorProcess {
  public:
   Coordinator(World& world, std::uint32_t machine, const std::vector<proto::LogRecord>& log);
   void tick() override;
   void on_resumed() override;
-  void on_message(std::uint64_t link, const proto::FromNode& message);
-  void on_link_lost(std::uint64_t link);
-  const membership::Coordinator& decisions() const { return machine_; }
+  void on_message(std::uint64_t link, const proto::FromNode& message) override;
+  void on_link_lost(std::uint64_t link) override;
+  const membership::Coordinator* decisions() const override { return &machine_; }
 
  private:
   void compare_with_log();

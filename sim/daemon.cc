@@ -1,5 +1,7 @@
 #include "sim/daemon.h"
 
+#include <algorithm>
+
 #include "base/fail.h"
 #include "sim/world.h"
 
@@ -19,7 +21,10 @@ Daemon::Daemon(World& world, std::uint32_t node_number)
     : Process(world.next_number(), node_number, world.chance("daemon", node_number)),
       node(node_number),
       world_(world),
-      machine_(fmt::format("node {}", node_number), world.job.silence, instance) {
+      machine_(fmt::format("node {}", node_number), world.job.silence, instance),
+      tracker_(fmt::format("node {}", node_number), world.job.silence, world.shape.coordinators,
+               [this](proto::LeaderView& view) { machine_.write_hosts(view); }),
+      connections_(world.shape.coordinators) {
   engine = world.make_engine(node, rails);
   address_ = engine->listen({}).value().text;
   catchup::Service::Options options;
@@ -84,53 +89,96 @@ void Daemon::drop(membership::RankConnection rank, const std::string& reason, me
 
 // ---- the coordinator
 
+std::size_t Daemon::connection_of(std::uint64_t link) const {
+  const auto found = std::ranges::find_if(
+      connections_, [&](const Connection& one) { return link != 0 && (one.link == link || one.connecting == link); });
+  return static_cast<std::size_t>(found - connections_.begin());
+}
+
 void Daemon::on_link_up(std::uint64_t answered) {
-  if (answered != connecting_) return;
-  connecting_ = 0;
-  link = answered;
-  carry_out(machine_.on_coordinator_up(local_now()));
+  const std::size_t i = connection_of(answered);
+  if (i == connections_.size() || connections_[i].connecting != answered) return;
+  connections_[i].connecting = 0;
+  connections_[i].link = answered;
+  act(tracker_.on_connected(i, local_now()));
 }
 
 void Daemon::on_link_down(std::uint64_t gone) {
-  if (gone == connecting_) connecting_ = 0;
-  if (gone != link || link == 0) return;
-  link = 0;
-  connect_at_ = local_now() + kRetry;
-  carry_out(machine_.on_coordinator_down());
+  const std::size_t i = connection_of(gone);
+  if (i == connections_.size()) return;
+  if (connections_[i].connecting == gone) connections_[i].connecting = 0;
+  if (connections_[i].link == gone) lose(i);
+}
+
+void Daemon::lose(std::size_t i) {
+  connections_[i].link = 0;
+  connections_[i].connect_at = local_now() + kRetry;
+  act(tracker_.on_disconnected(i, local_now()));
 }
 
 void Daemon::on_control_message(std::uint64_t from, const proto::ToNode& message) {
-  if (from != link) return;
+  const std::size_t i = connection_of(from);
+  if (i == connections_.size() || connections_[i].link != from) return;
+  const auto actions = tracker_.on_message(i, message, local_now());
+  act(actions);
+  if (!actions.pass) return;
   carry_out(machine_.on_coordinator_message(message, local_now()));
   if (message.has_plan() || message.has_peers()) follow_plan();
 }
 
+void Daemon::act(const membership::LeaderTracker::Actions& actions) {
+  for (const auto& note : actions.notes) world_.note("node {}: {}", node, note.text);
+  for (const auto& [to, message] : actions.send)
+    if (connections_[to].link != 0) world_.to_coordinator(connections_[to].link, message);
+  if (actions.down) carry_out(machine_.on_coordinator_down());
+  if (actions.up) {
+    hears_since_ = local_now();
+    carry_out(machine_.on_coordinator_up(local_now()));
+  }
+  for (auto i : actions.close) {
+    world_.close_link(connections_[i].link);
+    lose(i);
+  }
+}
+
+bool Daemon::hears(std::uint32_t coordinator, Duration since) const {
+  return !stopped && tracker_.hears_leader() && tracker_.leader() == coordinator &&
+         local_now() - std::max(hears_since_, tracker_.hears_since()) >= since;
+}
+
+std::uint64_t Daemon::any_link(Random& chance) const {
+  const std::size_t any = chance.pick(connections_.size());
+  return connections_[chance.one_in(2) ? tracker_.leader().value_or(any) : any].link;
+}
+
 void Daemon::hang_up() {
-  for (auto number : {link, connecting_})
-    if (number != 0) world_.close_link(number);
+  for (const auto& one : connections_)
+    for (auto number : {one.link, one.connecting})
+      if (number != 0) world_.close_link(number);
 }
 
 void Daemon::tick() {
   const TimePoint now = local_now();
   carry_out(machine_.on_tick(now));
-  if (link != 0 && machine_.coordinator_up() && now - machine_.coordinator_heard() > world_.job.silence) {
-    world_.close_link(link);
-    on_link_down(link);
+  act(tracker_.on_tick(now));
+  if (const auto leader = tracker_.leader();
+      leader && machine_.coordinator_up() && now - machine_.coordinator_heard() > world_.job.silence) {
+    world_.close_link(connections_[*leader].link);
+    lose(*leader);
   }
-  if (connecting_ != 0 && now >= connect_at_) {
-    world_.close_link(connecting_);
-    connecting_ = 0;
-  }
-  if (link == 0 && connecting_ == 0 && now >= connect_at_) {
-    connecting_ = world_.connect(*this);
-    connect_at_ = now + (connecting_ != 0 ? world_.job.silence : kRetry);
+  for (std::uint32_t i = 0; i < connections_.size(); ++i) {
+    Connection& to = connections_[i];
+    if (to.connecting != 0 && now >= to.connect_at) world_.close_link(std::exchange(to.connecting, 0));
+    if (to.link != 0 || to.connecting != 0 || now < to.connect_at) continue;
+    to.connecting = world_.connect(*this, i);
+    to.connect_at = now + (to.connecting != 0 ? world_.job.silence : kRetry);
   }
   world_.wake(*this);
 }
 
 void Daemon::carry_out(const membership::Node::Actions& actions) {
-  for (const auto& message : actions.to_coordinator)
-    if (link != 0) world_.to_coordinator(link, message);
+  if (const auto leader = tracker_.leader(); leader && connections_[*leader].link != 0)
+    for (const auto& message : actions.to_coordinator) world_.to_coordinator(connections_[*leader].link, message);
   for (const auto& [connection, message] : actions.to_ranks) {
     auto found = ranks_.find(connection);
     Trainer* trainer = found == ranks_.end() ? nullptr : world_.trainer(found->second.trainer);

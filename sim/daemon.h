@@ -2,6 +2,7 @@
 #pragma once
 
 #include "daemon/streams.h"
+#include "membership/leader_tracker.h"
 #include "sim/process.h"
 
 namespace rejoin::sim {
@@ -24,10 +25,11 @@ class Daemon final : public Process {
   void hang_up();  // it ends: so do its connections
   std::string describe(catchup::RankKey key) const;
   std::size_t ranks() const { return ranks_.size(); }
+  bool hears(std::uint32_t coordinator, Duration since) const;  // that one as the leader, for so long at least
+  std::uint64_t any_link(Random& chance) const;                 // to a coordinator, as a rule the leader; 0: none
 
   const std::uint32_t node;
   std::unique_ptr<transport::Engine> engine;  // over its rails
-  std::uint64_t link = 0;                     // to the coordinator; 0: none
 
  private:
   struct LocalRank {
@@ -40,6 +42,14 @@ class Daemon final : public Process {
   using Command = std::function<void(catchup::Service&, TimePoint)>;
   void post(Command command);  // to the stream's thread
   void on_caught_up(const catchup::Service::CompletedRank& completed);
+  struct Connection {              // to a coordinator
+    std::uint64_t link = 0;        // 0: none
+    std::uint64_t connecting = 0;  // and not answered yet
+    TimePoint connect_at{};
+  };
+  std::size_t connection_of(std::uint64_t link) const;
+  void lose(std::size_t coordinator);
+  void act(const membership::LeaderTracker::Actions& actions);
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
   TimePoint local_now() const;
@@ -50,8 +60,9 @@ class Daemon final : public Process {
   std::unique_ptr<catchup::Service> service_;
   std::map<membership::RankConnection, LocalRank> ranks_;
   std::vector<Command> commands_;
-  std::uint64_t connecting_ = 0;  // to the coordinator, and not answered yet
-  TimePoint connect_at_{}, reported_{};
+  membership::LeaderTracker tracker_;
+  std::vector<Connection> connections_;
+  TimePoint hears_since_{}, reported_{};
 };
 
 }  // namespace rejoin::sim

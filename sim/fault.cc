@@ -20,17 +20,31 @@ constexpr std::array<std::string_view, kFaultKinds> kFaultNames{
     "slow_disk",        "hang_compute", "reset_control",  "reset_ring",
     "reset_stream",     "black_hole",   "refuse_memory",  "drift",
     "flip_reduced",     "flip_state",   "busy_trainer",   "lose_log",
-    "slow_digest"};
+    "slow_digest",      "store_away",   "store_cut_off",  "cut_off_from_some"};
 
 constexpr std::array<std::string_view, kMoments> kMomentNames{"at once",        "commit",    "epoch",    "update",
                                                               "catch_up_begun", "caught_up", "promoted", "rank_up"};
 
-constexpr std::array<std::string_view, kPlants> kPlantNames{
-    "none",         "commit_without_vote", "apply_without_commit",
-    "apply_twice",  "skip_an_update",      "forget_a_decision",
-    "wrong_batch",  "touch_the_input",     "damage_after_verification",
-    "deaf_rank",    "early_verification",  "stale_write",
-    "log_too_much", "wrong_instance",      "no_audit"};
+constexpr std::array<std::string_view, kPlants> kPlantNames{"none",
+                                                            "commit_without_vote",
+                                                            "apply_without_commit",
+                                                            "apply_twice",
+                                                            "skip_an_update",
+                                                            "forget_a_decision",
+                                                            "wrong_batch",
+                                                            "touch_the_input",
+                                                            "damage_after_verification",
+                                                            "deaf_rank",
+                                                            "early_verification",
+                                                            "stale_write",
+                                                            "log_too_much",
+                                                            "wrong_instance",
+                                                            "no_audit",
+                                                            "append_without_comparison",
+                                                            "send_before_durable",
+                                                            "answer_unconfirmed",
+                                                            "claim_without_majority",
+                                                            "replay_from_a_gap"};
 
 }  // namespace
 
@@ -67,6 +81,9 @@ Duration draw_lasting(FaultKind kind, Random& random) {
     case FaultKind::busy_trainer:
     case FaultKind::slow_digest:
     case FaultKind::black_hole:
+    case FaultKind::store_away:
+    case FaultKind::store_cut_off:
+    case FaultKind::cut_off_from_some:
     case FaultKind::slow_disk: return random.of_any_size(10us, 3s);
     case FaultKind::power_loss:  // sometimes a machine is away for so long that the others start without it
       return random.one_in(3) ? random.of_any_size(1s, 6s) : random.of_any_size(1ms, 300ms);

@@ -48,8 +48,12 @@ enum class FaultKind : std::uint8_t {
   busy_trainer,  // a trainer says that it is busy, between steps or within one; some are for longer than they announced
   lose_log,      // the coordinator's log is gone, and all processes are started again, trainers from checkpoints
   slow_digest,   // the digests of a rank's next audit take this long, and its library goes on
+  // Where there are several coordinators:
+  store_away,         // their store answers nobody for a while
+  store_cut_off,      // … one of them
+  cut_off_from_some,  // one of them and some of the nodes don't hear each other for a while
 };
-constexpr std::size_t kFaultKinds = 37;
+constexpr std::size_t kFaultKinds = 40;
 std::string_view to_string(FaultKind kind);
 
 // When a fault comes: at its time, or when this happens next after it.
@@ -87,8 +91,14 @@ enum class Plant : std::uint8_t {
   log_too_much,               // the budget for kept gradients is ignored
   wrong_instance,             // that a joiner has caught up is believed of whoever is that rank when it is heard
   no_audit,                   // nobody compares replicas
+  // Where there are several coordinators:
+  append_without_comparison,  // the store takes what a leader writes although another one has claimed
+  send_before_durable,        // a leader takes a write for done when it is on its way
+  answer_unconfirmed,         // … for confirmed, where nothing is to be written
+  claim_without_majority,     // a standby takes over although the leader is heard
+  replay_from_a_gap,          // … and reads the log from where it is, not from where it stopped
 };
-constexpr std::size_t kPlants = 15;
+constexpr std::size_t kPlants = 20;
 std::string_view to_string(Plant plant);
 Result<Plant> parse_plant(std::string_view name);
 

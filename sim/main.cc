@@ -293,6 +293,9 @@ int main(int argc, char** argv) {
   line.add("--jobs", settings.jobs, "processes").range(1, 64).show_default();
   line.add("--replicas", settings.options.replicas, "of the job; otherwise as each seed has it").range(1, 16);
   line.add("--ranks", settings.options.ranks, "of a replica; otherwise as each seed has it").range(1, 16);
+  line.add("--coordinators", settings.options.coordinators,
+           "1: one with a log file; more: with a store that they share; otherwise as each seed has it")
+      .range(1, 7);
   line.flag("--trace", settings.trace, "with --seed: everything that happened");
   line.flag("!--no-minimise", settings.minimise, "of a failure: don't look for the faults that are enough");
   line.add("--plant", settings.plant, "a bug built in on purpose, to see it found").show_default();

@@ -42,6 +42,7 @@ Shape Shape::of(std::uint64_t seed) {
           .slow_streams = often("slow streams", 3),
           .checkpoint_steps = one_of(kCheckpointSteps, seed, "checkpoints"),
           .evaluates = often("evaluations", 3),
+          .coordinators = often("coordinators", 3) ? 3u : 1u,
           .old = often("old", 3)};
 }
 
@@ -59,11 +60,12 @@ std::map<std::string, std::string> Shape::values() const {
           {"slow streams", slow_streams ? "y" : "n"},
           {"checkpoints", fmt::format("{}", checkpoint_steps)},
           {"evaluates", evaluates ? "y" : "n"},
+          {"coordinators", fmt::format("{}", coordinators)},
           {"old", old ? "y" : "n"}};
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 14> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 15> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               kSlowest.size(),
@@ -75,6 +77,7 @@ std::size_t pairs_of_values() {
                                               2,
                                               2,
                                               kCheckpointSteps.size(),
+                                              2,
                                               2,
                                               2};
   std::size_t pairs = 0;

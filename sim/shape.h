@@ -23,6 +23,7 @@ struct Shape {
 
   std::uint64_t checkpoint_steps = 0;  // from one checkpoint of a replica to the next; 0: it writes none
   bool evaluates = false;              // its trainers do other things between steps, for longer than the silence
+  std::uint32_t coordinators = 1;      // more than one: they share a store
   bool old = false;  // the job has been through so many epochs and instances that their numbers are long
 
   static Shape of(std::uint64_t seed);

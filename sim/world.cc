@@ -19,6 +19,8 @@ Shape shape_of(const Options& options) {
   Shape shape = Shape::of(options.seed);
   if (options.replicas != 0) shape.replicas = options.replicas;
   if (options.ranks != 0) shape.ranks = options.ranks;
+  if (options.coordinators != 0) shape.coordinators = options.coordinators;
+  if (options.plant >= Plant::append_without_comparison) shape.coordinators = 3;
   shape.nodes = std::min(shape.nodes, shape.ranks);
   return shape;
 }
@@ -58,6 +60,11 @@ World::World(const Options& options)
       fabric_(fabric_of(options, shape), clock_),
       checker_(options.ignore, model(), shape.ranks),
       trainers_(shape.replicas),
+      coordinators_(shape.coordinators),
+      store_(*this),
+      copied_(shape.coordinators),
+      words_(shape.coordinators),
+      allowed_to_roll_back_(shape.coordinators),
       damage_at_rest_(shape.replicas),
       checkpoints_(shape.replicas),
       slow_links_(nodes()),
@@ -75,14 +82,16 @@ World::World(const Options& options)
   for (auto& ranks : trainers_) ranks.resize(shape.ranks);
   daemons_.resize(nodes());
   Random clocks = chance("clocks");
-  for (std::uint32_t machine = 0; machine <= nodes(); ++machine) clocks_.push_back(clocks.of_any_size(1us, 1000s));
+  for (std::uint32_t machine = 0; machine < nodes() + shape.coordinators; ++machine)
+    clocks_.push_back(clocks.of_any_size(1us, 1000s));
   suspended_until_.resize(clocks_.size());
   off_until_.resize(clocks_.size());
   for (std::uint32_t node = 0; node < nodes(); ++node) {
     control_random_.push_back(chance("control messages", node));
     supervisor_random_.push_back(chance("supervisor", node));
   }
-  supervisor_random_.push_back(chance("supervisor", nodes()));
+  for (std::uint32_t i = 0; i < shape.coordinators; ++i)
+    supervisor_random_.push_back(chance("supervisor", nodes() + i));
   if (shape.old) grow_old();
 }
 
@@ -98,12 +107,14 @@ void World::grow_old() {
   begun.set_step(1);
   begun.set_reason("all members are gone");
   disk_ = membership::log_bytes(log_, 0);
+  epoch_written_ = begun.epoch();
+  if (shared()) store_.begin_with(log_);
   for (const auto& record : log_) checker_.on_record(record);
 }
 
 World::~World() {
   agenda_.clear();
-  coordinator_.reset();
+  coordinators_.clear();
   for (auto& ranks : trainers_) ranks.clear();
   daemons_.clear();
 }
@@ -188,13 +199,16 @@ bool World::go_on_long() {
 
 // How things stand, for whoever reads the trace of a failure.
 void World::describe() {
-  const auto& decisions = coordinator_->decisions();
+  for (const auto& coordinator : coordinators_)
+    if (auto* one = dynamic_cast<const ReplicatedCoordinator*>(coordinator.get())) note("{}", one->describe());
+  if (deciding() == nullptr) return note("nobody decides");
+  const auto& decisions = *deciding();
   for (const auto& [id, replica] : decisions.replicas())
     for (const auto& status : replica.statuses)
       note("the coordinator knows replica {} ranks {}: incarnation {}, {}connected with {}", id, status.ranks.text(),
            replica.incarnation, replica.caught_up.includes(status.ranks) ? "caught up, " : "",
            fmt::join(status.links, " "));
-  for (const auto& line : decisions.waiting_for(now_at(coordinator_->machine))) note("the step waits for {}", line);
+  for (const auto& line : decisions.waiting_for(now_at(leader()->machine))) note("the step waits for {}", line);
   for (auto& ranks : trainers_)
     for (auto& trainer : ranks)
       if (trainer) note("{}", trainer->describe());
@@ -210,7 +224,7 @@ void World::wake_who_has_events() {
 
 Outcome World::run() {
   const TimePoint began = now();
-  start_coordinator();
+  for (std::uint32_t i = 0; i < shape.coordinators; ++i) start_coordinator(i);
   for (std::uint32_t node = 0; node < nodes(); ++node) start_daemon(node);
   for (std::uint32_t replica = 0; replica < shape.replicas; ++replica)
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) start_trainer(replica, rank);
@@ -245,8 +259,12 @@ Outcome World::run() {
   }
   if (outcome_.events >= max_events) checker_.violate("progress", "it goes round in circles");
   check_epochs();
-  if (!checker_.violation()) checker_.on_end(log_, coordinator_->decisions().ledger());
-  if (checker_.violation() && coordinator_) describe();
+  if (!checker_.violation()) {
+    membership::Coordinator whole(job);  // a leader may know of more than is written
+    if (auto read = whole.recover(log_, now()); !read) checker_.violate("no-garbage", read.error().message);
+    checker_.on_end(log_, shared() ? whole.ledger() : deciding()->ledger());
+  }
+  if (checker_.violation()) describe();
   if (checker_.violation()) note("VIOLATION {}: {}", checker_.violation()->invariant, checker_.violation()->what);
   outcome_.violation = checker_.violation();
   outcome_.virtual_seconds = seconds(now() - began);

@@ -15,7 +15,9 @@
 #include "sim/coordinator.h"
 #include "sim/daemon.h"
 #include "sim/fault.h"
+#include "sim/replicated.h"
 #include "sim/shape.h"
+#include "sim/store.h"
 #include "sim/survivors.h"
 #include "sim/trainer.h"
 #include "transport/sim/fabric.h"
@@ -25,7 +27,7 @@ namespace rejoin::sim {
 
 struct Options {
   std::uint64_t seed = 1;
-  std::uint32_t replicas = 0, ranks = 0;  // 0: as the seed has it
+  std::uint32_t replicas = 0, ranks = 0, coordinators = 0;  // 0: as the seed has it
   std::uint64_t batch = 4;
   Plant plant = Plant::none;
   std::string ignore;                        // an invariant that is not checked, to see what else breaks
@@ -109,7 +111,8 @@ class World {
   Random chance(std::string_view purpose, std::uint64_t number = 0) const {
     return Random(options_.seed, purpose, number);
   }
-  membership::JobConfig job_to_start();  // of the coordinator that starts now: with an operator's word, if there is one
+  // Of a coordinator that starts now: with an operator's word, if there is one.
+  membership::JobConfig job_to_start(std::uint32_t coordinator);
   Checker& checker() { return checker_; }
   const Model& model() const { return options_.model != nullptr ? *options_.model : noise_model(); }
   void on_loss(std::uint32_t replica, std::uint32_t rank, std::uint64_t step, double loss) {
@@ -118,7 +121,7 @@ class World {
   std::uint32_t node_of(std::uint32_t replica, std::uint32_t rank) const {
     return replica * shape.nodes + rank * shape.nodes / shape.ranks;
   }
-  std::uint32_t nodes() const { return shape.replicas * shape.nodes; }  // the coordinator's machine comes after them
+  std::uint32_t nodes() const { return shape.replicas * shape.nodes; }  // the coordinators' machines come after them
   Daemon* daemon_of(std::uint32_t node) { return daemons_[node].get(); }
   Trainer* trainer(std::uint64_t instance);
   // What a trainer finds on its disk when it starts: of the last step that all ranks of its replica have written.
@@ -134,13 +137,25 @@ class World {
   Duration slowness(std::uint32_t replica, std::uint32_t rank) const;
 
   // ---- the control connections; `link` is the number of one
-  std::uint64_t connect(Daemon& daemon);  // to the coordinator; on_link_up() says when it has answered
-  void close_link(std::uint64_t link);    // by the daemon
+  // To a coordinator; on_link_up() says when it has answered.
+  std::uint64_t connect(Daemon& daemon, std::uint32_t coordinator);
+  void close_link(std::uint64_t link);  // by the daemon
   void to_coordinator(std::uint64_t link, proto::FromNode message);
   void to_daemon(std::uint64_t link, proto::ToNode message);
   void drop_link(std::uint64_t link);  // by the coordinator
 
   void on_replica_status();  // the coordinator has heard how a replica stands
+
+  // ---- several coordinators and their store
+  Store& store() { return store_; }
+  void answer_coordinator(std::uint64_t instance, Duration delay, membership::StoreAnswer answer);
+  void on_shared_record(const proto::LogRecord& record);  // is in the store's log
+  void on_claim(std::uint32_t coordinator, const proto::Leader& before, bool late);
+  void check_output(const CoordinatorProcess& of, const membership::ReplicatedCoordinator::Actions& actions);
+  // The copies on the coordinators' disks: how far they are, and what comes next.
+  std::uint64_t copied(std::uint32_t coordinator) const { return copied_[coordinator]; }
+  void copy_from(std::uint32_t coordinator, std::uint64_t position) { copied_[coordinator] = position; }
+  void on_copied(std::uint32_t coordinator, const proto::LogRecord& record);
 
   // ---- the coordinator's disk
   enum class Append { done, failed };
@@ -149,7 +164,7 @@ class World {
 
  private:
   struct Link {
-    std::uint32_t node = 0;
+    std::uint32_t node = 0, coordinator = 0;
     TimePoint last_up{}, last_down{};  // deliveries, in order
     bool accepted = false;             // by the coordinator
     bool reset = false;                // nothing arrives any more
@@ -166,10 +181,18 @@ class World {
   void go_on(std::uint64_t instance);
   void start_trainer(std::uint32_t replica, std::uint32_t rank);
   void start_daemon(std::uint32_t node);
-  void start_coordinator();
+  void start_coordinator(std::uint32_t number);
+  // Whose decisions count; null: nobody's.
+  const membership::Coordinator* deciding() const;
+  CoordinatorProcess* leader() const;
+  std::uint32_t draw_coordinator(Random& random) const;
+  bool shared() const { return shape.coordinators > 1; }
+  bool parted(std::uint32_t node, std::uint32_t coordinator) const;
+  void part(const Fault& fault, TimePoint until);
   void kill_trainer(std::uint32_t replica, std::uint32_t rank, const std::string& why, bool gave_up = false);
   void kill_daemon(std::uint32_t node);
-  void kill_coordinator(const std::string& why);
+  void kill_coordinator(std::uint32_t number, const std::string& why);
+  void kill_coordinators(const std::string& why);
   void let_operator_act();
   void grow_old();
   void lose_log();
@@ -191,7 +214,7 @@ class World {
   void damage_bits(const Fault& fault);
   bool somebody_is_wrong() const;
   void drop_who_is_wrong();
-  Duration control_delay(std::uint32_t node, bool up);
+  Duration control_delay(std::uint32_t node, std::uint32_t coordinator, bool up);
   bool settled() const;
   void on_committed(const proto::LogRecord::Committed& record);
   bool go_on_long();
@@ -219,14 +242,23 @@ class World {
   std::vector<TimePoint> off_until_;             // … and has no power
   std::vector<std::unique_ptr<Daemon>> daemons_;
   std::vector<std::vector<std::unique_ptr<Trainer>>> trainers_;
-  std::unique_ptr<Coordinator> coordinator_;
-  std::vector<proto::LogRecord> log_;  // what is on disk
-  Bytes disk_;                         // … byte for byte
+  std::vector<std::unique_ptr<CoordinatorProcess>> coordinators_;
+  Store store_;
+  std::vector<std::uint64_t> copied_;                                    // records, by coordinator
+  std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> parted_;  // node and coordinator, until then
+  std::uint64_t epoch_written_ = 0, step_written_ = 0;                   // the highest ever
+  std::vector<proto::LogRecord> log_;                                    // what is on disk, or has been in the store
+  Bytes disk_;                                                           // … byte for byte
   bool crash_in_append_ = false, disk_full_ = false;
   Duration slow_append_{};
   std::uint64_t logs_lost_ = 0;
-  std::optional<Step> roll_back_to_;          // an operator's word to the coordinator that is started next
-  std::optional<Step> allowed_to_roll_back_;  // … and to the one that runs
+  struct Word {  // an operator's
+    std::optional<Step> roll_back_to;
+    std::optional<membership::JobConfig::Drop> drop;
+  };
+  void give_word(const Word& word, const std::string& why);
+  std::vector<Word> words_;                                // to each coordinator, when it is started next
+  std::vector<std::optional<Step>> allowed_to_roll_back_;  // … and to the one that runs
   TimePoint roll_back_wanted_since_{};
   std::vector<Fault> waiting_faults_;  // for their moments
   std::map<std::uint64_t, Link> links_;
@@ -236,9 +268,9 @@ class World {
   std::vector<SlowLink> slow_links_;                                                       // by node
   std::vector<TimePoint> up_blocked_, down_blocked_;                                       // by node: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
-  TimePoint faults_end_{}, disturbed_until_{};       // until then a fault may still be felt
-  TimePoint decided_at_{};                           // the last commit or epoch
-  std::optional<membership::JobConfig::Drop> drop_;  // an operator's word to the next coordinator
+  TimePoint faults_end_{}, disturbed_until_{};  // until then a fault may still be felt
+  TimePoint resumed_at_{};                      // somebody who was stopped went on last
+  TimePoint decided_at_{};                      // the last commit or epoch
   std::deque<std::string> recent_;
   std::map<std::uint64_t, std::map<std::pair<std::uint32_t, std::uint32_t>, double>> losses_;  // by step
   std::uint64_t failures_ = 0;                                                                 // of a long run, so far

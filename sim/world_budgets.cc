@@ -19,8 +19,8 @@ constexpr std::size_t kEpochsFree = 16;
 }  // namespace
 
 bool World::settled() const {
-  if (!coordinator_) return false;
-  const auto& members = coordinator_->decisions().members();
+  if (deciding() == nullptr) return false;
+  const auto& members = deciding()->members();
   return members.size() == shape.replicas &&
          std::none_of(members.begin(), members.end(), [](const auto& member) { return member.catching_up; });
 }
@@ -77,7 +77,7 @@ bool World::recovered_again(std::uint64_t& target) {
     target = 0;
   } else if (options_.run_for) {
     faults_end_ = now();  // it is complete: no limit until the next failure
-  } else if (const std::uint64_t committed = coordinator_->decisions().committed().value; target == 0) {
+  } else if (const std::uint64_t committed = deciding()->committed().value; target == 0) {
     target = committed + kStepsAfter;
   } else if (committed >= target) {
     leak = leaked();
@@ -88,10 +88,10 @@ bool World::recovered_again(std::uint64_t& target) {
   if (leak) checker_.violate("bounded-memory", *leak);
   else
     checker_.violate("progress", fmt::format("{:.0f} s after the last fault: {}", seconds(budget),
-                                             coordinator_ ? fmt::format("step {} is committed, {} members",
-                                                                        coordinator_->decisions().committed(),
-                                                                        coordinator_->decisions().members().size())
-                                                          : "no coordinator"));
+                                             deciding() != nullptr
+                                                 ? fmt::format("step {} is committed, {} members",
+                                                               deciding()->committed(), deciding()->members().size())
+                                                 : "no coordinator decides"));
   return false;
 }
 

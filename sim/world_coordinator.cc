@@ -9,32 +9,38 @@ namespace rejoin::sim {
 // The operator reads the status now and then. Where the job waits to be told that it may go back, and does so for a
 // while, they start the coordinator with that.
 void World::let_operator_act() {
-  const auto wanted = coordinator_ ? coordinator_->decisions().wants_roll_back() : std::nullopt;
+  const auto wanted = deciding() != nullptr ? deciding()->wants_roll_back() : std::nullopt;
   if (!wanted) {
     roll_back_wanted_since_ = {};
   } else if (roll_back_wanted_since_ == TimePoint{}) {
     roll_back_wanted_since_ = now();
   } else if (now() - roll_back_wanted_since_ > job.silence) {
     count("operator: roll back");
-    roll_back_to_ = *wanted;
-    kill_coordinator(fmt::format("its operator lets the job go back to step {}", *wanted));
+    give_word({.roll_back_to = *wanted, .drop = {}},
+              fmt::format("its operator lets the job go back to step {}", *wanted));
   }
-  if (coordinator_ && coordinator_->decisions().stopped()) drop_who_is_wrong();
+  if (deciding() != nullptr && deciding()->stopped()) drop_who_is_wrong();
   after(job.silence / 4, [this] { let_operator_act(); });
 }
 
-membership::JobConfig World::job_to_start() {
+void World::give_word(const Word& word, const std::string& why) {
+  for (auto& one : words_) one = word;
+  kill_coordinators(why);
+}
+
+membership::JobConfig World::job_to_start(std::uint32_t coordinator) {
   membership::JobConfig config = job;
-  config.id += logs_lost_ << 32;  // a new log is another job's
-  config.roll_back_to = allowed_to_roll_back_ = std::exchange(roll_back_to_, std::nullopt);
-  config.drop = std::exchange(drop_, std::nullopt);
+  config.id += logs_lost_ << 32 | std::uint64_t{coordinator} << 24;  // a new log is another job's
+  const Word word = std::exchange(words_[coordinator], {});
+  config.roll_back_to = allowed_to_roll_back_[coordinator] = word.roll_back_to;
+  config.drop = word.drop;
   return config;
 }
 
 World::Append World::append(const std::vector<proto::LogRecord>& records) {
   if (records.empty()) return Append::done;
   if (std::exchange(disk_full_, false)) {
-    kill_coordinator("its disk is full");
+    kill_coordinator(0, "its disk is full");
     return Append::failed;
   }
   const bool crash = crash_in_append_;
@@ -52,10 +58,10 @@ World::Append World::append(const std::vector<proto::LogRecord>& records) {
   }
   for (std::size_t i = 0; i < whole; ++i) on_record(records[i]);
   if (crash) {
-    kill_coordinator("a crash while it wrote");
+    kill_coordinator(0, "a crash while it wrote");
     return Append::failed;
   }
-  if (slow_append_ > Duration{}) stop(*coordinator_, std::exchange(slow_append_, {}));
+  if (slow_append_ > Duration{}) stop(*coordinators_[0], std::exchange(slow_append_, {}));
   return Append::done;
 }
 
@@ -97,12 +103,16 @@ void World::on_record(const proto::LogRecord& record) {
     count("rolled back");
     const Step to(record.rolled_back().version());
     note("rolled back to {}", to);
-    if (to.value < record.rolled_back().from() && (!allowed_to_roll_back_ || to < *allowed_to_roll_back_))
+    const bool allowed =
+        std::ranges::any_of(allowed_to_roll_back_, [&](const auto& word) { return word && to >= *word; });
+    if (to.value < record.rolled_back().from() && !allowed)
       checker_.violate("state-survives", fmt::format("the job goes back to step {} without an operator's word", to));
     std::erase_if(outcome_.committed, [&](const auto& committed) { return committed.step > to.value; });
     // Later ones are of what was given up. The operator removes them.
     for (auto& of_replica : checkpoints_) of_replica.erase(of_replica.upper_bound(to.value), of_replica.end());
   }
+  epoch_written_ = std::max<std::uint64_t>(epoch_written_, record.epoch().epoch());
+  step_written_ = std::max<std::uint64_t>({step_written_, record.committed().step(), record.rolled_back().version()});
   log_.push_back(record);
   checker_.on_record(record);
   survivors_.on_record(record, holders_of(record));
@@ -132,7 +142,8 @@ Survivors::Holders World::holders_of(const proto::LogRecord& record) const {
 
 void World::on_replica_status() {
   Survivors::Holders holders;
-  const auto& decisions = coordinator_->decisions();
+  if (deciding() == nullptr) return;
+  const auto& decisions = *deciding();
   for (const auto& member : decisions.members())
     if (member.catching_up && decisions.caught_up(member))
       add_holder(holders, member.replica.value,

@@ -15,8 +15,7 @@ void World::damage_bits(const Fault& fault) {
   bits_damaged_ = true;
   if (fault.kind == FaultKind::flip_reduced) return trainer->flip_a_bit();
   // Only while all others are right and nothing else is going on, so that there is somebody to say who is wrong.
-  if (shape.replicas < 2 || !settled() || now() < disturbed_until_ || somebody_is_wrong() ||
-      coordinator_->decisions().stopped())
+  if (shape.replicas < 2 || !settled() || now() < disturbed_until_ || somebody_is_wrong() || deciding()->stopped())
     return;
   if (fault.kind == FaultKind::drift) trainer->drift();
   else if (!trainer->flip_state()) return;
@@ -41,7 +40,7 @@ bool World::somebody_is_wrong() const {
 // The operator knows who is wrong; where it was only bits on their way, any will do.
 void World::drop_who_is_wrong() {
   std::optional<ReplicaId> wrong;
-  const auto& decisions = coordinator_->decisions();
+  const auto& decisions = *deciding();
   for (const auto& member : decisions.members()) {
     if (!wrong && !member.catching_up) wrong = member.replica;
     for (const auto& trainer : trainers_[member.replica.value])
@@ -49,8 +48,8 @@ void World::drop_who_is_wrong() {
   }
   if (!wrong) return;
   count("operator: drop a replica");
-  drop_ = {*wrong, decisions.committed()};
-  kill_coordinator(fmt::format("its operator says that replica {} is wrong", *wrong));
+  give_word({.roll_back_to = {}, .drop = membership::JobConfig::Drop{*wrong, decisions.committed()}},
+            fmt::format("its operator says that replica {} is wrong", *wrong));
 }
 
 }  // namespace rejoin::sim

@@ -52,8 +52,8 @@ void World::happen(const Fault& fault) {
       return;
     case FaultKind::kill_daemon: return kill_daemon(node);
     case FaultKind::lose_log: return lose_log();
-    case FaultKind::kill_coordinator: return kill_coordinator("killed");
-    case FaultKind::crash_in_append: crash_in_append_ = coordinator_ != nullptr; return;
+    case FaultKind::kill_coordinator: return kill_coordinator(draw_coordinator(random), "killed");
+    case FaultKind::crash_in_append: crash_in_append_ = leader() != nullptr; return;
     case FaultKind::disk_full: disk_full_ = true; return;
     case FaultKind::partition: down_blocked_[node] = std::max(down_blocked_[node], until); [[fallthrough]];
     case FaultKind::one_way_partition: up_blocked_[node] = std::max(up_blocked_[node], until); return;
@@ -76,14 +76,18 @@ void World::happen(const Fault& fault) {
     case FaultKind::damage_at_rest: damage_at_rest_[fault.replica] = true; return;
     case FaultKind::pause:
       clock_.advance(fault.lasting);
+      resumed_at_ = now();
       faults_end_ += fault.lasting;
       return;
     case FaultKind::stop_daemon:
       if (daemon != nullptr) stop(*daemon, fault.lasting);
       return;
     case FaultKind::stop_coordinator:
-      if (coordinator_) stop(*coordinator_, fault.lasting);
+      if (auto& one = coordinators_[draw_coordinator(random)]) stop(*one, fault.lasting);
       return;
+    case FaultKind::store_away: return store_.go_away(until);
+    case FaultKind::store_cut_off: return store_.cut_off(draw_coordinator(random), until);
+    case FaultKind::cut_off_from_some: return part(fault, until);
     case FaultKind::stop_some:
     case FaultKind::stop_all: return stop_many(fault);
     case FaultKind::suspend_node: return suspend_node(fault);
@@ -96,7 +100,7 @@ void World::happen(const Fault& fault) {
       if (trainer != nullptr) trainer->slow_digest(fault.lasting, until);
       return;
     case FaultKind::reset_control:
-      if (daemon != nullptr) reset_link(daemon->link);
+      if (daemon != nullptr) reset_link(daemon->any_link(random));
       return;
     case FaultKind::reset_ring:
       if (trainer != nullptr) fabric_.reset(*trainer->rails[random.pick(trainer->rails.size())], random.next());
@@ -118,12 +122,14 @@ void World::lose_log() {
   for (std::uint32_t r = 0; r < shape.replicas; ++r)
     for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(r, i, "the log is lost, and all start again");
   for (std::uint32_t node = 0; node < nodes(); ++node) kill_daemon(node);
-  kill_coordinator("its log is lost");
+  kill_coordinators("its log is lost");
   log_.clear();
   disk_.clear();
+  store_.clear();
+  std::fill(copied_.begin(), copied_.end(), 0);
+  epoch_written_ = step_written_ = 0;
   ++logs_lost_;
-  roll_back_to_.reset();
-  drop_.reset();
+  std::fill(words_.begin(), words_.end(), Word{});
   checker_.on_log_lost();
 }
 
@@ -184,7 +190,8 @@ void World::stop_many(const Fault& fault) {
 // is set forward as in a machine that was moved.
 void World::suspend_node(const Fault& fault) {
   Random random(fault.detail);
-  const std::uint32_t machine = random.one_in(4) ? nodes() : node_of(fault.replica, fault.rank);
+  const std::uint32_t machine =
+      random.one_in(4) ? nodes() + draw_coordinator(random) : node_of(fault.replica, fault.rank);
   if (suspended_until_[machine] > now()) return;
   suspended_until_[machine] = now() + fault.lasting;
   const Duration jump = random.of_any_size(1us, 10s);

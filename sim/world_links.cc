@@ -7,59 +7,67 @@ namespace rejoin::sim {
 
 using namespace std::chrono_literals;
 
-Duration World::control_delay(std::uint32_t node, bool up) {
-  const TimePoint blocked = up ? up_blocked_[node] : down_blocked_[node];
+Duration World::control_delay(std::uint32_t node, std::uint32_t coordinator, bool up) {
+  TimePoint blocked = up ? up_blocked_[node] : down_blocked_[node];
+  if (auto cut = parted_.find({node, coordinator}); cut != parted_.end()) blocked = std::max(blocked, cut->second);
   Duration delay = control_random_[node].between(10us, 310us);
   if (const SlowLink& link = slow_links_[node]; link.until > now()) delay += up ? link.out : link.in;
   return blocked > now() ? blocked - now() + delay : delay;
 }
 
 // Where it is refused: 0. Where nothing answers, it is asked again after 1, 3 and 7 s, as Linux does.
-std::uint64_t World::connect(Daemon& daemon) {
-  if (!coordinator_) return 0;
+std::uint64_t World::connect(Daemon& daemon, std::uint32_t coordinator) {
+  if (!coordinators_[coordinator]) return 0;
   const std::uint64_t number = next_number();
   Link& made = links_[number];
   made.node = daemon.node;
-  const TimePoint open = std::max(up_blocked_[daemon.node], down_blocked_[daemon.node]);
+  made.coordinator = coordinator;
+  TimePoint open = std::max(up_blocked_[daemon.node], down_blocked_[daemon.node]);
+  if (auto cut = parted_.find({daemon.node, coordinator}); cut != parted_.end()) open = std::max(open, cut->second);
   Duration asked{};
   for (Duration wait = 1s; now() + asked < open; wait *= 2) asked += wait;
-  deliver(*coordinator_, in_order(made.last_up, asked + control_delay(daemon.node, true)), [this, number] {
-    auto found = links_.find(number);
-    if (found == links_.end()) return;  // it gave up meanwhile
-    Link& link = found->second;
-    link.accepted = true;
-    if (Daemon* connecting = daemons_[link.node].get(); connecting != nullptr)
-      deliver(*connecting, in_order(link.last_down, control_delay(link.node, false)),
-              [connecting, number] { connecting->on_link_up(number); });
-  });
+  deliver(*coordinators_[coordinator], in_order(made.last_up, asked + control_delay(daemon.node, coordinator, true)),
+          [this, number] {
+            auto found = links_.find(number);
+            if (found == links_.end()) return;  // it gave up meanwhile
+            Link& link = found->second;
+            link.accepted = true;
+            if (Daemon* connecting = daemons_[link.node].get(); connecting != nullptr)
+              deliver(*connecting, in_order(link.last_down, control_delay(link.node, link.coordinator, false)),
+                      [connecting, number] { connecting->on_link_up(number); });
+          });
   return number;
 }
 
 void World::drop_link(std::uint64_t number) {
   auto gone = links_.extract(number);
   if (gone.empty()) return;
-  const std::uint32_t node = gone.mapped().node;
+  const auto [node, coordinator] = std::pair(gone.mapped().node, gone.mapped().coordinator);
   Daemon* daemon = daemons_[node].get();
   if (daemon == nullptr) return;
   const Duration noticed = supervisor_random_[nodes()].between(10us, 1ms);
-  deliver(*daemon, noticed + control_delay(node, false), [daemon, number] { daemon->on_link_down(number); });
+  deliver(*daemon, noticed + control_delay(node, coordinator, false),
+          [daemon, number] { daemon->on_link_down(number); });
 }
 
 void World::close_link(std::uint64_t number) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
-  deliver(*coordinator_, in_order(found->second.last_up, control_delay(found->second.node, true)), [this, number] {
-    if (links_.erase(number) > 0) coordinator_->on_link_lost(number);
-  });
+  CoordinatorProcess* at = coordinators_[found->second.coordinator].get();
+  deliver(*at, in_order(found->second.last_up, control_delay(found->second.node, at->number, true)),
+          [this, number, at] {
+            if (links_.erase(number) > 0) at->on_link_lost(number);
+          });
 }
 
 void World::to_coordinator(std::uint64_t number, proto::FromNode message) {
   auto found = links_.find(number);
   if (found == links_.end()) return;
-  deliver(*coordinator_, in_order(found->second.last_up, control_delay(found->second.node, true)),
-          [this, number, message = std::move(message)] {
+  CoordinatorProcess* at = coordinators_[found->second.coordinator].get();
+  deliver(*at, in_order(found->second.last_up, control_delay(found->second.node, at->number, true)),
+          [this, number, at, message = std::move(message)] {
             auto open = links_.find(number);
-            if (open != links_.end() && !open->second.reset) coordinator_->on_message(number, message);
+            if (open != links_.end() && !open->second.reset) at->on_message(number, message);
           });
 }
 
@@ -69,7 +77,7 @@ void World::to_daemon(std::uint64_t number, proto::ToNode message) {
   const std::uint32_t node = found->second.node;
   Daemon* daemon = daemons_[node].get();
   if (daemon == nullptr) return;
-  deliver(*daemon, in_order(found->second.last_down, control_delay(node, false)),
+  deliver(*daemon, in_order(found->second.last_down, control_delay(node, found->second.coordinator, false)),
           [this, daemon, number, message = std::move(message)] {
             auto open = links_.find(number);
             if (open == links_.end() || !open->second.reset) daemon->on_control_message(number, message);
@@ -82,8 +90,9 @@ void World::reset_link(std::uint64_t number) {
   if (found == links_.end() || !found->second.accepted) return;
   found->second.reset = true;
   Random& random = control_random_[found->second.node];
-  deliver(*coordinator_, random.of_any_size(1us, 50ms), [this, number] {
-    if (links_.erase(number) > 0) coordinator_->on_link_lost(number);
+  CoordinatorProcess* at = coordinators_[found->second.coordinator].get();
+  deliver(*at, random.of_any_size(1us, 50ms), [this, number, at] {
+    if (links_.erase(number) > 0) at->on_link_lost(number);
   });
   if (Daemon* daemon = daemons_[found->second.node].get())
     deliver(*daemon, random.of_any_size(1us, 50ms), [daemon, number] { daemon->on_link_down(number); });

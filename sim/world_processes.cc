@@ -33,6 +33,7 @@ void World::stop(Process& process, Duration lasting) {
   after_of(process, lasting, [this, &process] {
     if (process.ended || !process.stopped || now() < process.stopped_until) return;
     process.stopped = false;
+    resumed_at_ = now();
     for (const auto* rail : process.rails) fabric_.resume(*rail);
     process.tick_after = process.random.one_in(2) ? 0 : process.random.pick(process.queued.size() + 1);
     process.on_resumed();
@@ -158,8 +159,15 @@ void World::kill_daemon(std::uint32_t node) {
   after(supervisor_random_[node].between(10ms, 200ms), [this, node] { start_daemon(node); });
 }
 
-void World::start_coordinator() {
-  if (coordinator_) return;
+void World::start_coordinator(std::uint32_t number) {
+  auto& place = coordinators_[number];
+  if (place) return;
+  if (shared()) {
+    note("coordinator {} starts", number);
+    start(place, std::unique_ptr<CoordinatorProcess>(
+                     std::make_unique<ReplicatedCoordinator>(*this, number, nodes() + number)));
+    return;
+  }
   if (auto read = membership::parse_log(disk_, "the log"); !read) {
     checker_.violate("no-garbage", read.error().message);
   } else {
@@ -171,24 +179,36 @@ void World::start_coordinator() {
     log_ = std::move(read->records);
   }
   note("the coordinator starts, with {} records", log_.size());
-  start(coordinator_, std::make_unique<Coordinator>(*this, nodes(), log_));
+  start(place, std::unique_ptr<CoordinatorProcess>(std::make_unique<Coordinator>(*this, nodes(), log_)));
 }
 
-void World::kill_coordinator(const std::string& why) {
-  if (!coordinator_) return;
-  note("the coordinator ends: {}", why);
+void World::kill_coordinators(const std::string& why) {
+  for (std::uint32_t i = 0; i < shape.coordinators; ++i) kill_coordinator(i, why);
+}
+
+void World::kill_coordinator(std::uint32_t number, const std::string& why) {
+  auto& place = coordinators_[number];
+  if (!place) return;
+  note("the coordinator{} ends: {}", shared() ? fmt::format(" {}", number) : "", why);
   disturb({});
-  processes_.erase(coordinator_->instance);
-  coordinator_->ended = coordinator_->stopped = true;
+  processes_.erase(place->instance);
+  place->ended = place->stopped = true;
   // It may be what is being run.
-  after({}, [gone = std::shared_ptr<Coordinator>(std::move(coordinator_))] {});
+  after({}, [gone = std::shared_ptr<CoordinatorProcess>(std::move(place))] {});
   crash_in_append_ = false;
-  while (!links_.empty()) drop_link(links_.begin()->first);
+  std::vector<std::uint64_t> its;
+  for (const auto& [link, of] : links_)
+    if (of.coordinator == number) its.push_back(link);
+  for (auto link : its) drop_link(link);
+  if (shared()) {
+    after(supervisor_random_[nodes() + number].between(20ms, 500ms), [this, number] { start_coordinator(number); });
+    return;
+  }
   if (planted(Plant::forget_a_decision) && !log_.empty() && log_.back().has_committed()) {
     log_.pop_back();
     disk_ = membership::log_bytes(log_, 0);
   }
-  after(supervisor_random_[nodes()].between(20ms, 500ms), [this] { start_coordinator(); });
+  after(supervisor_random_[nodes()].between(20ms, 500ms), [this] { start_coordinator(0); });
 }
 
 }  // namespace rejoin::sim

@@ -170,6 +170,11 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kCli, "top", "127.0.0.1:1", "--count", "-1"}, "--count: '-1' is not a whole number");
   expect({kCli, "audit", scratch.path + "/none"}, "No such file");
   expect({kCli, "trace", scratch.path}, "no events in");
+  expect({kCli, "log", "export", scratch.path + "/none", scratch.path + "/out"}, "No such file");
+  expect({kCli, "log", "import", scratch.path + "/none"}, "nothing says into which store: --store etcd:HOST:PORT");
+  expect({kDaemon, "--job-key-file", key, "--coordinator", "--store", "etcd:127.0.0.1:1", "--etcd-user", "u",
+          "--etcd-password-file", scratch.write("password", "secret", 0644)},
+         "--etcd-password-file " + scratch.path + "/password has mode 0644: others may use it");
   std::filesystem::create_directory(scratch.path + "/full");
   std::filesystem::create_symlink("/dev/full", scratch.path + "/full/decisions.log");
   expect({kDaemon, "--job-key-file", key, "--coordinator", "--log-directory", scratch.path + "/full"}, "decisions.log");

@@ -107,6 +107,18 @@ TEST(Node, ThatEndsLeavesTheSocketOfTheNextOneAlone) {
   EXPECT_FALSE(std::filesystem::exists(job.socket(0))) << "and its own it removes";
 }
 
+// Otherwise a daemon comes again only after ever longer pauses, as it does where it is refused.
+TEST(Relay, WithoutACoordinatorItRefusesNobody) {
+  Daemons job;
+  const auto relay = job.daemon("relay", {"--relay", "127.0.0.1:0", "--connect", "127.0.0.1:1"});
+  const auto node = job.start_node(1, {"--connect", job.addresses("relay").at("relay")});
+  const auto said = [&](const std::string& what) {
+    return read_file(job.file("node1.out")).find(what) != std::string::npos;
+  };
+  EXPECT_TRUE(eventually([&] { return said("trying again"); }));
+  EXPECT_TRUE(said("trying again every 50 ms")) << read_file(job.file("node1.out"));
+}
+
 TEST(Relay, WhoseCoordinatorIsItselfIsRefused) {
   Job job;
   const auto port_of_a_relay_that_was_here_before = [&] {

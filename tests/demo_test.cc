@@ -1,47 +1,10 @@
 // The main job end to end, through the demo: the real binaries, killed and stopped at chosen and random points.
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <nlohmann/json.hpp>
 #include <random>
 
-#include "tests/process.h"
+#include "tests/demo_support.h"
 
 namespace rejoin::test {
 namespace {
-
-nlohmann::json demo(std::vector<std::string> more, const std::vector<std::string>& environment = {}) {
-  Scratch scratch;
-  const std::string json = scratch.path + "/report.json";
-  std::vector<std::string> arguments{
-      binaries() + "/rejoin-demo", "--data", REJOIN_DATA, "--json", json, "--no-baseline", "--limit-seconds", "60"};
-  arguments.insert(arguments.end(), more.begin(), more.end());
-  if (std::find(more.begin(), more.end(), "--params") == more.end())
-    arguments.insert(arguments.end(), {"--params", "300000"});  // a small model unless the test is about its size
-  const Ended ended = run(arguments, environment, std::chrono::seconds(90));
-  EXPECT_EQ(ended.status, 0) << ended.output;
-  return nlohmann::json::parse(read_file(json), nullptr, false);
-}
-
-// `deeds`: what was done to the job, in the order of their names. Each must have happened, and have been seen.
-void expect_sound(const nlohmann::json& report, std::uint64_t steps, const std::vector<std::string>& deeds) {
-  ASSERT_FALSE(report.is_discarded());
-  std::vector<std::string> done;
-  for (const auto& failure : report.at("failures")) {
-    done.push_back(failure.at("kind"));
-    if (done.back() == "kill_daemon" || done.back().ends_with("_coordinator") || done.back() == "pause_all")
-      continue;  // nobody is out
-    EXPECT_GE(failure.at("detected_ms").get<double>(), 0) << "nobody noticed: " << failure.dump();
-  }
-  std::sort(done.begin(), done.end());
-  EXPECT_EQ(done, deeds);
-  EXPECT_EQ(report.at("steps_committed"), steps);
-  EXPECT_TRUE(report.at("same_bits").get<bool>()) << "same-bits";
-  EXPECT_TRUE(report.at("absent").empty()) << "progress: " << report.at("absent").dump();
-  EXPECT_EQ(report.at("ledger").at("lost"), 0) << "exactly-once";
-  EXPECT_EQ(report.at("ledger").at("repeated"), 0) << "exactly-once";
-  for (const auto& failure : report.at("failures")) EXPECT_EQ(failure.at("recomputed_steps"), 0) << failure.dump();
-}
 
 TEST(Demo, AKilledReplicaComesBackWithTheSameBitsAndNobodyRecomputes) {
   const auto report = demo({"--steps", "120", "--kill", "1.0@30"});
@@ -96,16 +59,6 @@ TEST(Demo, TheCoordinatorIsKilledAndGoesOnFromItsLog) {
 
 // A stream slow enough to be met under way.
 const std::vector<std::string> kSlowStream{"REJOIN_STREAM_LIMIT=40"};
-
-// Nobody is put out for having been paused, or for what happened while another was.
-void expect_nobody_out(const nlohmann::json& report) {
-  EXPECT_EQ(report.at("rolled_back_steps"), 0) << "state-survives";
-  EXPECT_TRUE(report.at("catch_ups").empty()) << report.at("catch_ups").dump();
-  for (const auto& event : report.at("events"))
-    if (event.at("kind") == "epoch") {
-      EXPECT_EQ(event.at("members"), "0,1,2") << event.dump();
-    }
-}
 
 TEST(Demo, AStoppedCoordinatorPutsNobodyOut) {
   const auto report = demo({"--steps", "120", "--pause-coordinator", "40", "--pause-ms", "3500"});
@@ -329,6 +282,12 @@ TEST(Demo, WhatCannotBeDoneIsRefusedAsItWasTyped) {
            {{"--pause-all", "150"}, "--pause-all 150" + run_of},
            {{"--flip-bit", "99999"}, "--flip-bit 99999" + run_of},
            {{"--kill-coordinator", "0"}, "--kill-coordinator: Value 0 not in range 1 to 1000000"},
+           {{"--kill-leader", "10"}, "--kill-leader 10: there is one coordinator, and no etcd; give --store etcd, too"},
+           {{"--pause-etcd", "10"}, "--pause-etcd 10: there is one coordinator, and no etcd"},
+           {{"--store", "etcd", "--kill-leader", "150"}, "--kill-leader 150" + run_of},
+           {{"--store", "etcd", "--kill-coordinator", "10"},
+            "--kill-coordinator 10: with --store etcd there are several"},
+           {{"--no-kill", "--store", "etcd", "--kill-etcd", "10"}, "--no-kill and --kill-etcd 10: "},
            {{"--kill", "one"}, "--kill one is not of the form REPLICA.RANK@STEP, e.g. 1.0@40"},
            {{"--kill-daemon", "one"}, "--kill-daemon one is not of the form REPLICA@STEP, e.g. 1@40"},
            {{"--no-kill", "--kill", "1.0@10"}, "--no-kill and --kill 1.0@10: nothing is killed, or that is"},

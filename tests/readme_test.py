@@ -27,7 +27,7 @@ def help_for(words):
         behind = {"demo": [f"{bin_dir}/rejoin-demo"], "sim": [f"{bin_dir}/rejoin-sim"], "chaos": ["python3", str(source / "chaos/run.py")]}
         return own + (help_of(*behind[rest[0]]) if rest and rest[0] in behind else "")
     if program == "rejoin":
-        return help_of(f"{bin_dir}/rejoin", rest[0]) if rest else help_of(f"{bin_dir}/rejoin")
+        return help_of(f"{bin_dir}/rejoin", *rest[: 2 if rest[:1] == ["log"] else 1])
     return help_of(f"{bin_dir}/{program}")
 
 
@@ -43,9 +43,10 @@ def text_of(*patterns):
 everything = "\n".join([help_of(str(source / "run")), help_of("python3", str(source / "chaos/run.py")),
                         *(help_of(f"{bin_dir}/{name}") for name in sorted(programs)
                           if name.startswith("rejoin") and not name.startswith("rejoin-minimal")),
-                        *(help_of(f"{bin_dir}/rejoin", sub) for sub in ("status", "top", "audit", "trace"))])
+                        *(help_of(f"{bin_dir}/rejoin", sub) for sub in ("status", "top", "audit", "trace")),
+                        *(help_of(f"{bin_dir}/rejoin", "log", sub) for sub in ("export", "import"))])
 sources = text_of("*/*.cc", "*/*.h", "*/*.py", "*/*.sh", "*/CMakeLists.txt", "*/*/*.cc", "*/*/*.h", "*/*/CMakeLists.txt", "CMakeLists.txt", "cmake/*")
-FOREIGN = {"--install"}  # of other people's programs
+FOREIGN = {"--install", "--auto-compaction-mode", "--auto-compaction-retention"}  # of other people's programs
 
 
 def check_command(where, line):

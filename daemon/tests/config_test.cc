@@ -44,6 +44,12 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
            {"--relay", "127.0.0.1:99999", "0 to 65535"},
            {"--connect", "127.0.0.1:99999", "0 to 65535"},
            {"--connect", "127.0.0.1:0", "1 to 65535"},
+           {"--connect", "127.0.0.1:7000,", "host:port"},
+           {"--connect", "a:7000,b:7000,a:7000", "the address a:7000 twice"},
+           {"--store", "files", "file, or etcd:HOST:PORT"},
+           {"--store", "etcd:", "host:port"},
+           {"--store", "etcd:a:2379,b:0", "1 to 65535"},
+           {"--job", "my job", "letters, digits"},
            {"--log-level", "loud", "trace, debug, info, warn, error, off"},
            {"--steps", "-1", "from 0 to"},
            {"--start-patience-ms", "-1", "from 0 to"},
@@ -71,6 +77,36 @@ TEST(Settings, WhatIsRightIsTaken) {
   EXPECT_EQ(refusal({"--socket", "@name", "--connect", "[::1]:7000", "--transport", "tcp:127.0.0.1,127.0.0.2",
                      "--stream-limit", "0.5", "--data-listen", "0.0.0.0:0", "--relay", "127.0.0.1:0"}),
             "");
+}
+
+TEST(Settings, WhatDoesNotGoTogetherIsRefusedWithWhatToDo) {
+  const auto together = [](const std::vector<std::string>& arguments) {
+    Config config;
+    CommandLine line("");
+    bind(line, config);
+    std::vector<std::string> whole{"--job-key-file", "key"};
+    whole.insert(whole.end(), arguments.begin(), arguments.end());
+    const auto parsed = line.parse(whole);
+    EXPECT_TRUE(parsed) << parsed.error().message;
+    const auto checked = check(config);
+    return checked ? "" : checked.error().message;
+  };
+  const auto expect = [&](const std::vector<std::string>& arguments, const std::string& what) {
+    const std::string why = together(arguments);
+    EXPECT_NE(why.find(what), std::string::npos) << why;
+  };
+  const std::string etcd = "etcd:a:2379,[::1]:2379";
+  EXPECT_EQ(together({"--coordinator", "--store", etcd, "--job", "a.b_c-1", "--etcd-ca", "ca", "--etcd-cert", "c",
+                      "--etcd-key", "k", "--etcd-user", "u", "--etcd-password-file", "p"}),
+            "");
+  EXPECT_EQ(together({"--socket", "@s", "--connect", "a:7000,b:7000"}), "");
+  expect({}, "nothing to do");
+  expect({"--socket", "@s"}, "--connect HOST:PORT");
+  expect({"--socket", "@s", "--connect", "a:1", "--store", etcd}, "for coordinators alone: add --coordinator");
+  expect({"--coordinator", "--etcd-user", "u", "--etcd-password-file", "p"}, "add --store etcd:HOST:PORT");
+  expect({"--coordinator", "--store", etcd, "--etcd-ca", "ca", "--etcd-cert", "c"}, "--etcd-cert and --etcd-key");
+  expect({"--coordinator", "--store", etcd, "--etcd-cert", "c", "--etcd-key", "k"}, "needs --etcd-ca");
+  expect({"--coordinator", "--store", etcd, "--etcd-user", "u"}, "--etcd-password-file");
 }
 
 // What is printed at the start is a settings file.

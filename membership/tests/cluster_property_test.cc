@@ -139,6 +139,10 @@ TEST(MembershipProperty, ARankThatHearsOfItsRegistrationLateGetsThePlanAgain) { 
 // registration after its daemon had been started again.
 TEST(MembershipProperty, AReductionThatARelayHoldsForARankThatComesBackIsReported) { EXPECT_EQ(play(705, true), ""); }
 
+// Found by the first: a relay that lost its coordinator twice took what a daemon had said to the one before for its
+// answer.
+TEST(MembershipProperty, ADaemonIsHeardFromItsAnswerToTheLastIntroduceOn) { EXPECT_EQ(play(32054618, true, {}), ""); }
+
 // Found by the same: its daemon was gone when the coordinator gave it the place, and the relay did not know it.
 TEST(MembershipProperty, ARankThatIsLostBeforeTheRelayHearsOfItsRegistrationIsFoundGone) {
   EXPECT_EQ(play(0, true, {{657, 2, 0, 0, 0}, {939, 3, 0, 0, 0}, {855, 0, 0, 0, 0}, {445, 0, 0, 0, 0}}), "");

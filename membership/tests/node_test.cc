@@ -153,7 +153,16 @@ struct Behind {
   std::vector<proto::FromNode> said;
   std::map<std::uint64_t, std::vector<proto::ToNode>> heard;  // by node
 
-  Behind() { keep(relay.on_coordinator_up(now)); }
+  Behind() {
+    keep(relay.on_coordinator_up(now));
+    for (std::uint64_t node : {1, 2}) hello(node);
+  }
+  void hello(std::uint64_t node, std::uint64_t introduction = 0) {
+    proto::FromNode message;
+    message.mutable_hello()->set_node("daemon");
+    message.mutable_hello()->set_introduction(introduction);
+    keep(relay.on_node_message(NodeId(node), message, now));
+  }
   void keep(const Relay::Actions& actions) {
     said.insert(said.end(), actions.to_coordinator.begin(), actions.to_coordinator.end());
     for (const auto& [nodes, sent] : actions.to_nodes)
@@ -183,6 +192,38 @@ struct Behind {
     return !said.empty();
   }
 };
+
+TEST(Relay, DaemonsStayAndIntroduceThemselvesToTheNextCoordinator) {
+  Behind relay;
+  relay.up(1, 100);
+  relay.registers(100, 5);
+  relay.heard.clear();
+  relay.keep(relay.relay.on_coordinator_down(relay.now));
+  EXPECT_FALSE(relay.reports_reduction(1, 5, 1)) << "there is nobody to hear it";
+  proto::LeaderView view;
+  relay.relay.write_hosts(view);
+  ASSERT_EQ(view.hosts_size(), 1) << "whom it speaks for, when it says that the leader is lost";
+  EXPECT_EQ(RankSet(view.hosts(0).ranks(), 8), RankSet(0));
+  relay.said.clear();
+  relay.keep(relay.relay.on_coordinator_up(relay.now));
+  ASSERT_EQ(relay.said.size(), 1u);
+  EXPECT_TRUE(relay.said[0].has_hello());
+  for (std::uint64_t node : {1, 2}) EXPECT_TRUE(relay.heard[node].back().has_introduce());
+  EXPECT_FALSE(relay.reports_reduction(1, 5, 1)) << "it was said to the one before";
+  relay.hello(1);
+  EXPECT_FALSE(relay.reports_reduction(1, 5, 1)) << "so was this";
+  relay.hello(1, relay.heard[1].back().introduce().number());
+  proto::FromNode again;
+  again.mutable_rank_up()->set_instance(100);
+  again.mutable_rank_up()->set_incarnation(5);
+  relay.keep(relay.relay.on_node_message(NodeId(1), again, relay.now));
+  EXPECT_TRUE(relay.said.back().has_rank_up());
+  EXPECT_TRUE(relay.reports_reduction(1, 5, 1));
+  relay.keep(relay.relay.on_node_lost(NodeId(1), relay.now));
+  view.Clear();
+  relay.relay.write_hosts(view);
+  EXPECT_EQ(view.hosts_size(), 0);
+}
 
 TEST(Relay, ASecondProcessForAPlaceCostsTheFirstNothingUntilTheCoordinatorSaysSo) {
   for (const bool taken : {false, true}) {

@@ -14,6 +14,11 @@ struct Ranks {
 
   Ranks() {
     relay.on_coordinator_up(now);
+    for (std::uint64_t rank = 0; rank < 8; ++rank) {
+      proto::FromNode hello;
+      hello.mutable_hello()->set_node("daemon");
+      relay.on_node_message(NodeId(rank), hello, now);
+    }
     proto::ToNode plan;
     plan.mutable_plan()->set_epoch(3);
     relay.on_coordinator_message(plan, now);

@@ -23,7 +23,8 @@ void World::start_coordinator(std::optional<Step> roll_back_to) {
   coordinator_stopped_until = {};
   coordinator = std::make_unique<Coordinator>(config);
   if (auto recovered = coordinator->recover(log, now); !recovered) trouble = recovered.error().message;
-  for (auto& node : nodes) cut(node);
+  for (auto& node : nodes)
+    if (relay_of(node) == nullptr) cut(node);
   for (auto& relay : relays) relay.coordinator_connection = 0, forget(relay);
 }
 
@@ -39,7 +40,6 @@ void World::cut(NodeProcess& node) {
 }
 
 void World::connect(NodeProcess& node) {
-  if (RelayProcess* relay = relay_of(node); relay != nullptr && relay->coordinator_connection == 0) return;
   node.coordinator_connection = ++connections;
   keep(node, node.machine->on_coordinator_up(now));
 }
@@ -55,7 +55,7 @@ void World::disconnect(NodeProcess& node) {
 void World::relay_lost_coordinator(RelayProcess& relay) {
   relay.coordinator_connection = 0;
   forget(relay);
-  keep(relay, relay.machine->on_coordinator_down());
+  keep(relay, relay.machine->on_coordinator_down(now));
 }
 
 void World::keep(const Actions& actions) {

@@ -65,6 +65,8 @@ void World::restart_daemon(NodeProcess& node, std::uint32_t replica) {
 void World::restart_relay(RelayProcess& relay) {
   const auto before = relay.coordinator_connection;
   relay_lost_coordinator(relay);
+  for (auto& node : nodes)
+    if (relay_of(node) == &relay) cut(node);
   relay.machine = std::make_unique<Relay>("r", config.silence);
   if (before != 0) keep(coordinator->on_node_lost(NodeId(before), now));
 }

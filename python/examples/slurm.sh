@@ -11,7 +11,7 @@
 # A node that fails costs this replica alone: Slurm puts its task into the queue again. Two minutes before the time limit,
 # and with scancel --batch --signal=TERM, the replica leaves at the end of a step.
 set -u
-: "${REJOIN_COORDINATOR:?is not set: HOST:PORT of the coordinator}"
+: "${REJOIN_COORDINATOR:?is not set: HOST:PORT of the coordinator, or of all coordinators}"
 : "${REJOIN_JOB_KEY_FILE:?is not set: the file with the job key, on a file system that all nodes have}"
 export REJOIN_TRANSPORT=${REJOIN_TRANSPORT:-tcp} REJOIN_DATA_LISTEN=${REJOIN_DATA_LISTEN:-0.0.0.0:0}
 

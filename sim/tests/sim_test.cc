@@ -66,6 +66,33 @@ TEST_F(Simulated, WhoeverWasStoppedCostsNobodyAPlaceAndNoStep) {
       }
 }
 
+// One of three coordinators that share a store, or their store: nobody is put out for that, no step is lost, and where
+// the store answers others have taken over soon.
+TEST_F(Simulated, ALostCoordinatorOrItsStoreCostsNobodyAPlace) {
+  for (const auto kind : {FaultKind::kill_coordinator, FaultKind::stop_coordinator, FaultKind::store_away,
+                          FaultKind::store_cut_off, FaultKind::crash_in_append})
+    for (const auto lasting : {60, 250, 3000})
+      for (std::uint64_t seed = 0; seed < 2 * kAFew; ++seed) {
+        const Fault fault{.at = std::chrono::seconds(1),
+                          .kind = kind,
+                          .replica = 1,
+                          .lasting = std::chrono::milliseconds(lasting),
+                          .detail = seed};
+        Outcome outcome = play({.seed = seed, .replicas = 3, .ranks = 2, .coordinators = 3, .faults = {{fault}}});
+        const std::string what = fmt::format("{} for {} ms, seed {}", to_string(kind), lasting, seed);
+        ASSERT_FALSE(outcome.violation) << what << ": " << outcome.violation->invariant << ": "
+                                        << outcome.violation->what;
+        EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << what;
+        EXPECT_EQ(outcome.counts["rolled back"], 0u) << what;
+        EXPECT_EQ(outcome.counts["epoch begun"], 1u) << what;
+        if (kind == FaultKind::store_away || Shape::of(seed).evaluates) continue;
+        double longest = 0;
+        for (std::size_t i = 1; i < outcome.committed.size(); ++i)
+          longest = std::max(longest, outcome.committed[i].at - outcome.committed[i - 1].at);
+        EXPECT_LT(longest, 0.4) << what << ": two silences without a step";
+      }
+}
+
 // Its checkpoints say what the log would have: which samples are trained. The checker compares.
 TEST_F(Simulated, AJobWhoseLogIsLostGoesOnFromItsCheckpoints) {
   std::uint64_t from_checkpoints = 0;
@@ -243,15 +270,16 @@ TEST_F(Simulated, ThatAnInstanceHasCaughtUpIsNotBelievedOfTheNextOne) {
 struct Planted : Simulated, testing::WithParamInterface<std::pair<Plant, const char*>> {};
 INSTANTIATE_TEST_SUITE_P(
     Bugs, Planted,
-    testing::Values(std::pair{Plant::commit_without_vote, "one-decision"},
-                    std::pair{Plant::apply_without_commit, "one-decision"},
-                    std::pair{Plant::forget_a_decision, "one-decision"}, std::pair{Plant::apply_twice, "same-bits"},
-                    std::pair{Plant::skip_an_update, "same-bits"},
-                    std::pair{Plant::damage_after_verification, "same-bits"},
-                    std::pair{Plant::early_verification, "same-bits"}, std::pair{Plant::wrong_batch, "exactly-once"},
-                    std::pair{Plant::touch_the_input, "input-intact"}, std::pair{Plant::stale_write, "no-stale-write"},
-                    std::pair{Plant::log_too_much, "bounded-memory"}, std::pair{Plant::deaf_rank, "progress"},
-                    std::pair{Plant::no_audit, "no-drift"}),
+    testing::Values(
+        std::pair{Plant::commit_without_vote, "one-decision"}, std::pair{Plant::apply_without_commit, "one-decision"},
+        std::pair{Plant::forget_a_decision, "one-decision"}, std::pair{Plant::apply_twice, "same-bits"},
+        std::pair{Plant::skip_an_update, "same-bits"}, std::pair{Plant::damage_after_verification, "same-bits"},
+        std::pair{Plant::early_verification, "same-bits"}, std::pair{Plant::wrong_batch, "exactly-once"},
+        std::pair{Plant::touch_the_input, "input-intact"}, std::pair{Plant::stale_write, "no-stale-write"},
+        std::pair{Plant::log_too_much, "bounded-memory"}, std::pair{Plant::deaf_rank, "progress"},
+        std::pair{Plant::no_audit, "no-drift"}, std::pair{Plant::append_without_comparison, "one-decision"},
+        std::pair{Plant::send_before_durable, "one-decision"}, std::pair{Plant::claim_without_majority, "progress"},
+        std::pair{Plant::replay_from_a_gap, "no-garbage"}),
     [](const auto& instance) { return std::string(to_string(instance.param.first)); });
 
 TEST_P(Planted, IsFoundUnderTheNameOfTheInvariantThatItBreaks) {

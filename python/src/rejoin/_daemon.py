@@ -47,7 +47,8 @@ def local_daemon(place: Place, environment: Mapping[str, str] | None = None) -> 
     if not coordinator:
         raise InvalidArgument(
             "nothing says where the daemon is: set REJOIN_SOCKET to its socket; or REJOIN_COORDINATOR to the "
-            "coordinator's HOST:PORT, and a daemon is started; or start the script with rejoin-run"
+            "coordinator's HOST:PORT (of several: all, with commas between), and a daemon is started; or start the "
+            "script with rejoin-run"
         )
     if not variables.get("REJOIN_JOB_KEY_FILE"):
         raise InvalidArgument("REJOIN_COORDINATOR is set, and REJOIN_JOB_KEY_FILE is not: the daemon wants the job key")
@@ -61,8 +62,9 @@ def local_daemon(place: Place, environment: Mapping[str, str] | None = None) -> 
         f"another trainer of replica {place.replica} runs here (LOCAL_RANK tells ranks apart): its daemon has not ended"
     )
     _until(False, name, None, other)
-    for of_another in ("REJOIN_SOCKET", "REJOIN_COORDINATOR_ROLE", "REJOIN_RELAY", "REJOIN_ADDRESS_FILE"):
-        variables.pop(of_another, None)
+    of_another = ("REJOIN_SOCKET", "REJOIN_COORDINATOR_ROLE", "REJOIN_RELAY", "REJOIN_ADDRESS_FILE", "REJOIN_STORE")
+    for variable in [name for name in variables if name in of_another or name.startswith("REJOIN_ETCD_")]:
+        del variables[variable]
     variables.setdefault("REJOIN_NODE", f"replica{place.replica}-{socket.gethostname()}")
     variables.setdefault("REJOIN_LOG_LEVEL", "warn")
     command = [path("rejoind"), "--socket", name, "--end-with", str(os.getpid())]

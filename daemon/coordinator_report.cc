@@ -1,0 +1,137 @@
+#include "daemon/coordinator_report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "base/events.h"
+#include "base/fail.h"
+#include "base/log.h"
+
+namespace rejoin::daemon {
+
+namespace {
+
+// As events name them: 0,1,2c
+void add_member(std::string& members, std::uint64_t replica, bool catching_up) {
+  members += fmt::format("{}{}{}", members.empty() ? "" : ",", replica, catching_up ? "c" : "");
+}
+
+}  // namespace
+
+void log_notes(const std::vector<membership::Note>& notes) {
+  for (const auto& note : notes) spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
+}
+
+void emit_events(const std::vector<proto::LogRecord>& records) {
+  for (const auto& record : records) {
+    if (record.has_committed())
+      events::emit("commit", {{"step", record.committed().step()}, {"epoch", record.committed().epoch()}});
+    if (record.has_rolled_back())
+      events::emit("rolled_back", {{"from", record.rolled_back().from()}, {"to", record.rolled_back().version()}});
+    if (record.has_stopped()) {
+      spdlog::critical("the job stops after step {}: {}", record.stopped().step(), record.stopped().reason());
+      events::emit("stopped", {{"step", record.stopped().step()}, {"reason", record.stopped().reason()}});
+    }
+    if (record.has_epoch()) {
+      std::string members;
+      for (const auto& m : record.epoch().members()) add_member(members, m.replica(), m.catching_up());
+      events::emit("epoch", {{"epoch", record.epoch().epoch()},
+                             {"step", record.epoch().step()},
+                             {"members", members},
+                             {"reason", record.epoch().reason()}});
+    }
+  }
+}
+
+void emit_recovered(const membership::Coordinator& machine) {
+  if (!machine.started()) return;
+  std::string members;
+  for (const auto& m : machine.members()) add_member(members, m.replica.value, m.catching_up);
+  events::emit("recovered",
+               {{"epoch", machine.epoch().value}, {"step", machine.committed().value + 1}, {"members", members}});
+}
+
+void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membership::NodeId>, proto::ToNode>>& send,
+              const std::vector<membership::NodeId>& close) {
+  for (const auto& [to, message] : send) {
+    const std::string bytes = message.SerializeAsString();
+    for (auto node : to) nodes.send(node, bytes);
+    if (message.has_plan() && message.plan().finished()) events::emit("finished");
+  }
+  for (auto node : close) nodes.close(node);
+}
+
+void end_of_deciding(const std::string& why) {
+  spdlog::critical("{}", why);
+  std::_Exit(4);
+}
+
+void count(WriteTimes& times, Duration one) {
+  times.last = one;
+  times.total += one;
+  times.longest = std::max(times.longest, one);
+  ++times.count;
+}
+
+nlohmann::json status_of(const WriteTimes& times) {
+  const auto us = [](Duration time) { return std::chrono::duration_cast<std::chrono::microseconds>(time).count(); };
+  const auto count = static_cast<std::int64_t>(std::max<std::uint64_t>(times.count, 1));
+  return {{"last", us(times.last)},
+          {"mean", us(times.total) / count},
+          {"longest", us(times.longest)},
+          {"count", times.count}};
+}
+
+nlohmann::json status_of(const membership::Coordinator& machine, const NodeListener& nodes, TimePoint now) {
+  nlohmann::json json{{"epoch", machine.epoch().value},
+                      {"committed", machine.committed().value},
+                      {"job", fmt::format("{:016x}", machine.job())},
+                      {"finished", machine.finished()},
+                      {"nodes", nodes.nodes()},
+                      {"rejected", nodes.rejected()},
+                      {"strangers", nodes.strangers()},
+                      {"waiting_for", machine.waiting_for(now)}};
+  const auto& audit = machine.audit();
+  json["audit"] = {{"period", audit.period()},
+                   {"rounds", audit.counted().rounds},
+                   {"result_differences", audit.counted().result_differences},
+                   {"state_differences", audit.counted().state_differences},
+                   {"drift_reports", audit.counted().drift_reports},
+                   {"last_difference", audit.counted().last}};
+  json["stopped"] = machine.stopped().value_or("");
+  json["members"] = nlohmann::json::array();
+  for (const auto& m : machine.members())
+    json["members"].push_back({{"replica", m.replica.value},
+                               {"incarnation", m.incarnation.value},
+                               {"role", m.catching_up ? "catching_up" : "contributor"},
+                               {"has_left", machine.finished() && !machine.replicas().contains(m.replica)},
+                               {"reduced", m.reduced.size()}});
+  json["suspended"] = nlohmann::json::array();
+  for (const auto& out : machine.suspended())
+    json["suspended"].push_back({{"replica", out.replica.value}, {"reason", out.reason}});
+  json["out"] = nlohmann::json::array();
+  for (const auto& out : machine.outages(now)) {
+    json["out"].push_back({{"replica", out.replica.value}, {"reason", out.why}, {"next", out.next}});
+    if (out.lasting) json["out"].back()["for_ms"] = static_cast<std::uint64_t>(milliseconds(*out.lasting));
+  }
+  json["alarms"] = machine.alarms();
+  json["refused"] = nlohmann::json::array();
+  for (const auto& [replica, refused] : machine.refused())
+    json["refused"].push_back({{"replica", replica.value}, {"rank", refused.first}, {"reason", refused.second}});
+  json["blocked_on"] = nlohmann::json::array();
+  for (auto replica : machine.blocked_on()) json["blocked_on"].push_back(replica.value);
+  json["steps_rolled_back"] = machine.steps_rolled_back();
+  if (auto step = machine.wants_roll_back()) json["wants_roll_back_to"] = step->value;
+  json["registered"] = nlohmann::json::array();
+  for (const auto& [id, replica] : machine.replicas())
+    json["registered"].push_back({{"replica", id.value},
+                                  {"incarnation", replica.incarnation.value},
+                                  {"ranks", replica.registered},
+                                  {"caught_up", machine.caught_up(replica)}});
+  return json;
+}
+
+}  // namespace rejoin::daemon

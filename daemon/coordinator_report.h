@@ -1,0 +1,36 @@
+// What a coordinator tells of its decisions, wherever they are kept: events, log lines, messages to nodes, the status.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "daemon/node_listener.h"
+#include "membership/coordinator.h"
+#include "membership/note.h"
+#include "membership/replicated_coordinator.h"
+
+namespace rejoin::daemon {
+
+void log_notes(const std::vector<membership::Note>& notes);
+
+// The events of records that are kept from now on, whatever happens.
+void emit_events(const std::vector<proto::LogRecord>& records);
+// Where the job stands, by one that goes on from what another had decided: that one may have been killed after it wrote
+// something down, and before it emitted it.
+void emit_recovered(const membership::Coordinator& machine);
+
+void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membership::NodeId>, proto::ToNode>>& send,
+              const std::vector<membership::NodeId>& close);
+
+// How long it takes to keep what is decided.
+using WriteTimes = membership::ReplicatedCoordinator::Latency;
+void count(WriteTimes& times, Duration one);
+
+// Deciding without remembering could decide twice. Ranks wait; a restarted coordinator goes on from what was kept.
+[[noreturn]] void end_of_deciding(const std::string& why);
+
+nlohmann::json status_of(const membership::Coordinator& machine, const NodeListener& nodes, TimePoint now);
+nlohmann::json status_of(const WriteTimes& times);
+
+}  // namespace rejoin::daemon

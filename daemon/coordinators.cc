@@ -1,0 +1,92 @@
+#include "daemon/coordinators.h"
+
+#include <nlohmann/json.hpp>
+
+#include "base/bytes.h"
+#include "base/fail.h"
+#include "base/log.h"
+
+namespace rejoin::daemon {
+
+Coordinators::Coordinators(asio::io_context& io, const std::string& addresses, const std::string& name,
+                           const JobKeys& keys, std::chrono::milliseconds silence,
+                           std::function<void(proto::LeaderView&)> hosts, Upstream::Handlers handlers)
+    : handlers_(std::move(handlers)), tracker_(name, silence, split(addresses, ',').size(), std::move(hosts)) {
+  const auto now = [] { return SteadyClock().now(); };
+  const auto each = split(addresses, ',');
+  for (std::size_t i = 0; i < each.size(); ++i)
+    all_.push_back(std::make_unique<Upstream>(
+        io, each[i], keys, silence,
+        Upstream::Handlers{.up = [this, i, now] { carry_out(tracker_.on_connected(i, now())); },
+                           .message =
+                               [this, i, now](const proto::ToNode& message) {
+                                 carry_out(tracker_.on_message(i, message, now()), &message);
+                               },
+                           .down = [this, i, now] { carry_out(tracker_.on_disconnected(i, now())); },
+                           .over = handlers_.over,
+                           .rejected = handlers_.rejected},
+        each.size() > 1));
+}
+
+void Coordinators::connect() {
+  for (auto& one : all_) one->connect();
+}
+
+void Coordinators::send(const proto::FromNode& message) {
+  if (leader_) all_[*leader_]->send(message);
+}
+
+void Coordinators::check(TimePoint heard) {
+  if (leader_) all_[*leader_]->check(heard);
+}
+
+void Coordinators::tick(TimePoint now) { carry_out(tracker_.on_tick(now)); }
+
+void Coordinators::carry_out(Actions actions, const proto::ToNode* message) {
+  REJOIN_CHECK(!busy_ || message == nullptr, "a message came within a message");
+  Step step{std::move(actions), tracker_.leader()};
+  if (busy_) return steps_.push_back(std::move(step));
+  busy_ = true;
+  carry_out(step, message);
+  for (; !steps_.empty(); steps_.pop_front()) carry_out(Step(std::move(steps_.front())), nullptr);
+  busy_ = false;
+}
+
+void Coordinators::carry_out(const Step& step, const proto::ToNode* message) {
+  const Actions& actions = step.actions;
+  for (const auto& note : actions.notes)
+    spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
+  for (const auto& [to, one] : actions.send) all_[to]->send(one);
+  if (actions.down) {
+    leader_.reset();
+    handlers_.down();
+  }
+  if (actions.up) {
+    leader_ = step.leader;
+    handlers_.up();
+  }
+  if (actions.pass && message != nullptr) handlers_.message(*message);
+  for (auto silent : actions.close) all_[silent]->connect_anew("it was silent");
+}
+
+nlohmann::json Coordinators::status(bool connected) const {
+  if (all_.size() == 1) {
+    auto one = all_.front()->status(connected);
+    if (!connected && all_.front()->up()) one["reason"] = "it does not lead, and no other one is known here";
+    return one;
+  }
+  nlohmann::json all = nlohmann::json::array();
+  std::string addresses;
+  for (const auto& one : all_) {
+    all.push_back(one->status(one->up()));
+    addresses += (addresses.empty() ? "" : ",") + one->address();
+  }
+  const std::string leader = leader_ ? all_[*leader_]->address() : "";
+  return {{"address", leader_ ? leader : addresses},
+          {"connected", connected},
+          {"reason", connected ? "" : "none of them says that it leads"},
+          {"leader", {{"address", leader}, {"term", tracker_.term()}}},
+          {"all", std::move(all)}};
+}
+
+}  // namespace rejoin::daemon

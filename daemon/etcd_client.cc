@@ -1,0 +1,341 @@
+#include "daemon/etcd_client.h"
+
+#include <fcntl.h>
+#include <grpc/support/log.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/security/credentials.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <asio/executor_work_guard.hpp>
+#include <asio/io_context.hpp>
+#include <asio/post.hpp>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+
+#include "base/clock.h"
+#include "base/fail.h"
+#include "base/fd.h"
+#include "base/log.h"
+#include "base/number.h"
+
+namespace rejoin::daemon {
+
+namespace {
+
+constexpr const char* kTxn = "/etcdserverpb.KV/Txn";
+constexpr const char* kAuthenticate = "/etcdserverpb.Auth/Authenticate";
+
+// A member that is down is tried again all the time, so that it is found soon when it is back; meanwhile a try fails at
+// once. A connection that does not come about is given up after kConnect: its packets may have met a cut link, after
+// which the system would repeat them ever more seldom.
+constexpr int kFirstPauseMs = 50, kMostPauseMs = 100, kConnectMs = 1000, kResolveAgainMs = 1000;
+// Where most members are too late, each try has twice the time of the one before, up to so many times, and then twice
+// the time that an answer took: a store that is slow would be asked again and again otherwise, do everything, and be
+// heard never.
+constexpr int kMostPatience = 4;
+constexpr std::chrono::milliseconds kAuthenticateWithin{2000};
+// etcd closes connections that ping more often than every 5 s, or without a call. gRPC also gives up a connection whose
+// bytes nobody has acknowledged for kUnheard, which is what finds a cut link here.
+constexpr int kPingMs = 10000, kUnheardMs = 2000;
+// An answer has 64 entries at most, and each of them came in one request: etcd takes 1.5 MiB.
+constexpr int kMostAnswer = 128 << 20;
+
+// What etcd won't do at any of its members, and what to do about it.
+struct Remedy {
+  const char* said;
+  const char* remedy;
+};
+constexpr Remedy kRemedies[] = {
+    {"database space exceeded",
+     "free it with 'etcdctl compact REVISION' and 'etcdctl defrag --cluster', then 'etcdctl alarm disarm'; run etcd "
+     "with --auto-compaction-mode and --auto-compaction-retention, and raise its --quota-backend-bytes"},
+    {"request is too large", "raise etcd's --max-request-bytes"},
+    {"received message larger than max", "raise etcd's --max-request-bytes"},
+    {"too many operations", "raise etcd's --max-txn-ops to 128, its default"},
+    {"permission denied",
+     "let the user read and write the keys: 'etcdctl role grant-permission ROLE --prefix=true readwrite PREFIX'"},
+    {"invalid user ID or password", "check the user's name and its password"},
+    {"user name is empty", "etcd asks for a user: give one, with its password"},
+};
+
+// What etcd says where the token is not, or no longer, one of this member's.
+bool asks_for_token(const std::string& said) {
+  return said.find("invalid auth token") != said.npos || said.find("user name is empty") != said.npos ||
+         said.find("revision of auth store is old") != said.npos;
+}
+
+// gRPC's own log is noise, since what it says of a try is in the try's error; but for its last words.
+void log_quietly() {
+  ::gpr_set_log_function([](gpr_log_func_args* line) {
+    if (std::string_view(line->message).starts_with("assertion failed"))
+      return spdlog::error("gRPC: {}:{}: {}", line->file, line->line, line->message);
+    spdlog::debug("gRPC: {}", line->message);
+  });
+}
+
+Result<> check(const EtcdOptions& options) {
+  if (options.endpoints.empty()) return fail(ErrorCode::invalid_argument, "no etcd endpoint is given, as HOST:PORT");
+  for (const std::string& endpoint : options.endpoints) {
+    const auto colon = endpoint.rfind(':');
+    std::uint16_t port = 0;
+    if (endpoint.find("://") != endpoint.npos || colon == endpoint.npos || colon == 0 ||
+        !parse_number(std::string_view(endpoint).substr(colon + 1), port) || port == 0)
+      return fail(
+          ErrorCode::invalid_argument,
+          "etcd endpoint {} is not HOST:PORT; write e.g. 10.0.0.1:2379, without http:// (a CA file asks for TLS)",
+          endpoint);
+  }
+  if (options.cert_file.empty() != options.key_file.empty())
+    return fail(ErrorCode::invalid_argument, "of a certificate for etcd and its key only one is given; give {}, too",
+                options.key_file.empty() ? "the key's file" : "the certificate's file");
+  return {};
+}
+
+Result<std::string> read_pem(const std::string& path) {
+  if (path.empty()) return {};
+  const std::string what = fmt::format("file {} for TLS with etcd", path);
+  const Fd file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // a pipe would wait for a writer
+  if (!file) return fail_errno(what);
+  std::string text(1 << 20, '\0');  // and no more
+  const ssize_t got = ::read(file.get(), text.data(), text.size());
+  if (got < 0) return fail_errno(what);
+  text.resize(static_cast<std::size_t>(got));
+  if (text.find("-----BEGIN ") == text.npos)
+    return fail(ErrorCode::invalid_argument, "{} is not in PEM form; convert it with openssl", what);
+  return text;
+}
+
+Result<std::shared_ptr<grpc::ChannelCredentials>> credentials_of(const EtcdOptions& options) {
+  if (options.ca_file.empty() && options.cert_file.empty()) return grpc::InsecureChannelCredentials();
+  auto ca = read_pem(options.ca_file), certificate = read_pem(options.cert_file), key = read_pem(options.key_file);
+  for (const auto* text : {&ca, &certificate, &key})
+    if (!*text) return tl::unexpected(text->error());
+  return grpc::SslCredentials({.pem_root_certs = *ca, .pem_private_key = *key, .pem_cert_chain = *certificate});
+}
+
+grpc::ChannelArguments channel_arguments() {
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kFirstPauseMs);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMostPauseMs);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectMs);
+  arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, kResolveAgainMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kPingMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kUnheardMs);
+  arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // what one client does delays no other
+  arguments.SetMaxReceiveMessageSize(kMostAnswer);
+  return arguments;
+}
+
+class GrpcClient final : public EtcdClient {
+ public:
+  GrpcClient(asio::io_context& io, const EtcdOptions& options, std::shared_ptr<grpc::ChannelCredentials> credentials)
+      : io_(io), options_(options), credentials_(std::move(credentials)), stubs_(options.endpoints.size()) {}
+
+  ~GrpcClient() override {
+    alive_.reset();
+    if (call_) call_->context.TryCancel();
+    std::unique_lock lock(under_way_->mutex);
+    under_way_->ended.wait(lock, [this] { return under_way_->calls == 0; });
+  }
+
+  void transact(const etcd::TxnRequest& transaction, Done done) override {
+    REJOIN_CHECK(!request_, "one transaction at a time");
+    request_.emplace(Request{.bytes = transaction.SerializeAsString(),
+                             .on_success = transaction.success_size(),
+                             .on_failure = transaction.failure_size(),
+                             .done = std::move(done)});
+    work_.emplace(io_.get_executor());
+    try_endpoint();
+  }
+
+  const std::string& answered_last() const override { return answered_last_; }
+
+ private:
+  struct Request {
+    std::string bytes;
+    int on_success = 0, on_failure = 0;  // answers of either branch
+    Done done;
+    std::size_t tried = 0;  // endpoints
+    std::size_t late = 0;   // of these
+    bool renewed = false;   // a token was asked for at this endpoint, since it did not like the one before
+    std::string errors;     // of the endpoints before
+  };
+  struct Call {
+    grpc::ClientContext context;
+    grpc::ByteBuffer request, answer;
+  };
+  struct UnderWay {  // shared with gRPC's threads
+    std::mutex mutex;
+    std::condition_variable ended;
+    int calls = 0;
+  };
+  using Then = void (GrpcClient::*)(const grpc::Status&, const std::string&);
+
+  std::size_t endpoint() const { return (first_ + request_->tried) % options_.endpoints.size(); }
+
+  void try_endpoint() {
+    if (!options_.user.empty() && token_.empty() && !open_) return authenticate();
+    start(kTxn, request_->bytes, &GrpcClient::transacted);
+  }
+
+  void authenticate() {
+    etcd::AuthenticateRequest request;
+    request.set_name(options_.user);
+    request.set_password(options_.password);
+    start(kAuthenticate, request.SerializeAsString(), &GrpcClient::authenticated);
+  }
+
+  void start(const char* method, const std::string& bytes, Then then) {
+    auto& stub = stubs_[endpoint()];
+    if (!stub)
+      stub = std::make_unique<grpc::GenericStub>(
+          grpc::CreateCustomChannel(options_.endpoints[endpoint()], credentials_, channel_arguments()));
+    call_ = std::make_unique<Call>();
+    asked_at_ = SteadyClock().now();
+    const grpc::Slice slice(bytes);
+    call_->request = grpc::ByteBuffer(&slice, 1);
+    // A password is to take its time: etcd's bcrypt needs 100 ms and more.
+    const auto deadline = then == &GrpcClient::transacted ? deadline_ : std::max(kAuthenticateWithin, deadline_);
+    call_->context.set_deadline(
+        ::gpr_time_add(::gpr_now(GPR_CLOCK_MONOTONIC), ::gpr_time_from_millis(deadline.count(), GPR_TIMESPAN)));
+    if (!token_.empty() && then == &GrpcClient::transacted) call_->context.AddMetadata("token", token_);
+    {
+      const std::lock_guard lock(under_way_->mutex);
+      ++under_way_->calls;
+    }
+    // In a thread of gRPC's. The io_context is there for as long as this counts as under way.
+    auto ended = [this, then, under_way = under_way_, alive = std::weak_ptr<char>(alive_)](const grpc::Status& status) {
+      asio::post(io_, [this, then, alive, status] {
+        if (alive.expired()) return;
+        grpc::Slice answer;
+        std::string said;
+        if (status.ok() && call_->answer.DumpToSingleSlice(&answer).ok())
+          said.assign(reinterpret_cast<const char*>(answer.begin()), answer.size());
+        call_.reset();
+        (this->*then)(status, said);
+      });
+      const std::lock_guard lock(under_way->mutex);
+      --under_way->calls;
+      under_way->ended.notify_all();
+    };
+    stub->UnaryCall(&call_->context, method, {}, &call_->request, &call_->answer, std::move(ended));
+  }
+
+  void authenticated(const grpc::Status& status, const std::string& bytes) {
+    etcd::AuthenticateResponse answer;
+    if (status.ok() && answer.ParseFromString(bytes) && !answer.token().empty()) {
+      token_ = answer.token();
+      return try_endpoint();
+    }
+    if (status.ok()) return failed("its answer is none of etcd's");
+    if (status.error_message().find("authentication is not enabled") == std::string::npos) return refused(status);
+    open_ = true;  // for everybody
+    try_endpoint();
+  }
+
+  void transacted(const grpc::Status& status, const std::string& bytes) {
+    const std::string& said = status.error_message();
+    etcd::TxnResponse answer;
+    if (status.ok()) {
+      if (!answer.ParseFromString(bytes) ||
+          answer.responses_size() != (answer.succeeded() ? request_->on_success : request_->on_failure))
+        return failed("its answer is none of etcd's");
+      answered();
+      return finish(std::move(answer));
+    }
+    if (!options_.user.empty() && !request_->renewed && asks_for_token(said)) {
+      request_->renewed = true;
+      token_.clear();
+      open_ = false;
+      return authenticate();
+    }
+    if (said.find("required revision has been compacted") != said.npos) {
+      answered();
+      return finish(fail(ErrorCode::not_found, "{}", place(said)));
+    }
+    refused(status);
+  }
+
+  // An error, of which etcd's members would all say the same, or only this one.
+  void refused(const grpc::Status& status) {
+    const std::string& said = status.error_message();
+    for (const Remedy& known : kRemedies)
+      if (said.find(known.said) != said.npos) {
+        answered();
+        return finish(fail(ErrorCode::refused, "{}{}: {}", request_->errors, place(said), known.remedy));
+      }
+    const bool late =
+        status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED && said.find("etcdserver") == said.npos;
+    if (late || said == "context deadline exceeded") {  // as etcd says it
+      ++request_->late;
+      return failed(fmt::format("no answer within {} ms", deadline_.count()));
+    }
+    // gRPC would ask for a name that was not found again after ever longer pauses; a new channel does at once.
+    if (said.find("DNS resolution failed") != said.npos) stubs_[endpoint()].reset();
+    failed(said.empty() ? fmt::format("error {}", static_cast<int>(status.error_code())) : said);
+  }
+
+  // This endpoint has not said what became of the transaction.
+  void failed(const std::string& why) {
+    request_->errors += place(why);
+    request_->renewed = false;
+    if (++request_->tried == options_.endpoints.size()) {
+      if (2 * request_->late > request_->tried) deadline_ = std::min(2 * deadline_, kMostPatience * options_.deadline);
+      return finish(fail(ErrorCode::unavailable, "{}", request_->errors));
+    }
+    request_->errors += "; ";
+    try_endpoint();
+  }
+
+  std::string place(const std::string& said) const {
+    return fmt::format("etcd at {}: {}", options_.endpoints[endpoint()], said);
+  }
+  void answered() {
+    first_ = endpoint();
+    request_->tried = request_->late = 0;
+    const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(SteadyClock().now() - asked_at_);
+    deadline_ = std::clamp(2 * took, options_.deadline, kMostPatience * options_.deadline);
+    answered_last_ = options_.endpoints[first_];
+  }
+  void finish(Result<etcd::TxnResponse> answer) {
+    const Done done = std::move(request_->done);
+    request_.reset();
+    work_.reset();
+    done(std::move(answer));  // and this may be gone
+  }
+
+  asio::io_context& io_;
+  const EtcdOptions options_;
+  const std::shared_ptr<grpc::ChannelCredentials> credentials_;
+  std::vector<std::unique_ptr<grpc::GenericStub>> stubs_;  // of each endpoint; null: to be made anew
+  std::size_t first_ = 0;                                  // the endpoint to be tried first
+  std::string answered_last_, token_;
+  std::chrono::milliseconds deadline_ = options_.deadline;  // of the next try
+  TimePoint asked_at_{};                                    // the last one
+  bool open_ = false;                                       // etcd asks nobody for a token
+  std::optional<Request> request_;
+  std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work_;
+  // It ends in this thread: it holds the channel, and the last channel to go ends gRPC's threads, which must not be
+  // done by one of them.
+  std::unique_ptr<Call> call_;
+  const std::shared_ptr<UnderWay> under_way_ = std::make_shared<UnderWay>();
+  std::shared_ptr<char> alive_ = std::make_shared<char>();
+};
+
+}  // namespace
+
+Result<std::unique_ptr<EtcdClient>> EtcdClient::create(asio::io_context& io, const EtcdOptions& options) {
+  if (auto usable = check(options); !usable) return tl::unexpected(usable.error());
+  auto credentials = credentials_of(options);
+  if (!credentials) return tl::unexpected(credentials.error());
+  log_quietly();
+  return std::make_unique<GrpcClient>(io, options, *credentials);
+}
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,46 @@
+// Transactions in an etcd cluster, over gRPC. Only etcd_client.cc knows gRPC; built without it, create() says so.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+#include "etcd.pb.h"
+
+namespace asio {
+class io_context;
+}
+
+namespace rejoin::daemon {
+
+struct EtcdOptions {
+  std::vector<std::string> endpoints;        // HOST:PORT
+  std::string prefix;                        // of all keys, e.g. "/rejoin/JOB/"
+  std::string ca_file, cert_file, key_file;  // PEM. TLS where there is a CA, or a certificate of our own with its key
+  std::string user, password;
+  std::chrono::milliseconds deadline{250};  // of each try; longer where most members are late
+};
+
+// All of it runs in the io_context's thread; what gRPC's threads hear is posted there.
+class EtcdClient {
+ public:
+  // Connects to nobody yet. Errors: `invalid_argument`, `io`: an endpoint or a file that can't be used.
+  static Result<std::unique_ptr<EtcdClient>> create(asio::io_context& io, const EtcdOptions& options);
+  // Waits until gRPC has let go of what was under way, which is cancelled; its `done` is not called.
+  virtual ~EtcdClient() = default;
+
+  // One at a time. `done` is called once, later; it may destroy the client, or begin the next. Each endpoint is tried
+  // once, from the one on that answered last, until one says what became of the transaction, which so may be done
+  // several times. Errors:
+  //   unavailable  none of them said it
+  //   refused      etcd won't do it before somebody has changed something, and the message says what
+  //   not_found    it reads as of a revision that etcd has no more
+  using Done = std::function<void(Result<etcd::TxnResponse>)>;
+  virtual void transact(const etcd::TxnRequest& transaction, Done done) = 0;
+  virtual const std::string& answered_last() const = 0;  // that endpoint; empty: none yet
+};
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,62 @@
+// The copy that one of several coordinators keeps, on its own disk, of the decisions in their store: for `rejoin
+// audit`, and for `rejoin log import` where the store's data is lost. It is a decision log like that of a single
+// coordinator (membership/log.h), and nobody's decisions wait for it: a thread of its own writes it, and where that
+// fails, or falls too far behind, the copy is given up, and goes on when the coordinator is started again.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "membership/log.h"
+
+namespace rejoin::daemon {
+
+class LogCopy {
+ public:
+  static constexpr std::uint64_t kMostBehind = 64 * MiB;
+  // Errors: those of Log::open(), and a log that does not say how many records of its job it stands for (`mismatch`).
+  static Result<std::unique_ptr<LogCopy>> open(const std::string& directory,
+                                               membership::Disk disk = membership::Disk::real());
+  ~LogCopy();  // when everything is written, or given up
+  // What was in it when it was opened: records, counted from the beginning of the job, and the job's id; 0: nothing.
+  std::uint64_t position() const { return position_; }
+  std::uint64_t job() const { return job_; }
+
+  void begin_with(const proto::LogRecord& snapshot);  // in place of all before it, which stays beside it
+  void add(const std::vector<proto::LogRecord>& records);
+  std::uint64_t size() const { return size_; }  // bytes of the file that is written to
+  // Why it is given up; empty: it is not. The same is logged, once.
+  std::string given_up() const;
+
+ private:
+  explicit LogCopy(membership::Log log);
+  void put(std::vector<proto::LogRecord> records, bool anew);
+  void write();
+  Result<> write(const std::vector<proto::LogRecord>& records, bool anew);
+  void give_up(const std::string& why);  // mutex_ is held
+
+  struct Item {
+    std::vector<proto::LogRecord> records;
+    bool anew = false;  // one snapshot, with which it begins again
+    std::uint64_t bytes = 0;
+  };
+  membership::Log log_;  // the thread's
+  bool empty_ = true;    // … likewise
+  std::uint64_t position_ = 0, job_ = 0;
+  std::atomic<std::uint64_t> size_ = 0;
+  // Keeps what is not written yet, why no more is, and that it is to end.
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<Item> waiting_;
+  std::uint64_t behind_ = 0;  // bytes, those that are being written included
+  std::string given_up_;
+  bool ending_ = false;
+  std::thread thread_;
+};
+
+}  // namespace rejoin::daemon

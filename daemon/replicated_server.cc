@@ -1,0 +1,150 @@
+#include "daemon/replicated_server.h"
+
+#include <nlohmann/json.hpp>
+
+#include "base/entropy.h"
+#include "base/events.h"
+#include "base/fail.h"
+#include "base/log.h"
+
+namespace rejoin::daemon {
+
+using membership::NodeId;
+
+namespace {
+
+std::uint64_t ms_since_1970() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
+}
+
+}  // namespace
+
+ReplicatedServer::ReplicatedServer(asio::io_context& io, Options options, std::unique_ptr<membership::Store> store,
+                                   std::unique_ptr<LogCopy> copy, const JobKeys& keys)
+    : timer_(io),
+      options_(std::move(options)),
+      copy_(std::move(copy)),
+      nodes_(
+          io, keys, options_.job.silence,
+          {.message = [this](NodeId node,
+                             const proto::FromNode& message) { carry_out(machine_->on_message(node, message, now())); },
+           .lost = [this](NodeId node) { carry_out(machine_->on_node_lost(node, now())); }}),
+      store_(std::move(store)) {}
+
+ReplicatedServer::~ReplicatedServer() { *lives_ = false; }
+
+Result<std::unique_ptr<ReplicatedServer>> ReplicatedServer::start(asio::io_context& io, Options options,
+                                                                  std::unique_ptr<membership::Store> store,
+                                                                  const JobKeys& keys) {
+  auto copy = LogCopy::open(options.log_directory, options.disk);
+  if (!copy) return tl::unexpected(copy.error());
+  std::unique_ptr<ReplicatedServer> server(
+      new ReplicatedServer(io, std::move(options), std::move(store), std::move(*copy), keys));
+  const Options& given = server->options_;
+  if (auto listening = server->nodes_.listen(given.listen); !listening)
+    return fail(listening.error().code,
+                "the coordinator can't listen on {}: {}; choose another --listen address or stop what uses it",
+                given.listen, listening.error().message);
+  membership::ReplicatedCoordinator::Options of_machine{.job = given.job,
+                                                        .name = given.name,
+                                                        .address = given.advertised(server->nodes_.address()),
+                                                        .instance = random_number() | 1,
+                                                        .started_ms = ms_since_1970(),
+                                                        .per_snapshot = given.per_snapshot,
+                                                        .copied = server->copy_->position(),
+                                                        .copied_job = server->copy_->job(),
+                                                        .keys = keys.store_marks()};
+  of_machine.job.id = random_number() | 1;  // where the job has none yet
+  server->machine_ = std::make_unique<membership::ReplicatedCoordinator>(std::move(of_machine), server->now());
+  server->carry_out(server->machine_->on_tick(server->now()));
+  server->tick();
+  return server;
+}
+
+void ReplicatedServer::tick() {
+  timer_.expires_after(std::chrono::duration_cast<std::chrono::milliseconds>(options_.job.silence / 16) +
+                       std::chrono::milliseconds(1));
+  timer_.async_wait([this, lives = lives_](asio::error_code error) {
+    if (error || !*lives || failed_) return;
+    carry_out(machine_->on_tick(now()));
+    tick();
+  });
+}
+
+void ReplicatedServer::carry_out(membership::ReplicatedCoordinator::Actions actions) {
+  if (failed_) return;
+  log_notes(actions.notes);
+  if (actions.failed) {
+    failed_ = true;
+    if (options_.failed) return options_.failed(*actions.failed);
+    end_of_deciding(actions.failed->message);
+  }
+  if (actions.request)
+    store_->submit(*actions.request,
+                   [this](const membership::StoreAnswer& answer) { carry_out(machine_->on_answer(answer, now())); });
+  if (actions.copy_from) copy_->begin_with(*actions.copy_from);
+  copy_->add(actions.copy);
+  compact_copy();
+  // What comes while it does not lead, it has read: whoever wrote it down has told of it.
+  if (leads_) emit_events(actions.copy);
+  tell_of_lead();
+  send_all(nodes_, actions.send, actions.close);
+}
+
+// What was in it stays beside it. A snapshot is small beside a copy that is due; where it is not, the copy at least
+// doubles until the next one.
+void ReplicatedServer::compact_copy() {
+  const bool due = copy_->size() >= compact_at_;
+  if (!due || compacting_) {
+    compacting_ = due;  // its thread is at it
+    return;
+  }
+  const auto snapshot = machine_->snapshot();
+  if (!snapshot) return;  // at another time
+  copy_->begin_with(*snapshot);
+  compacting_ = true;
+  compact_at_ = std::max(options_.log_compact, 2 * std::uint64_t{snapshot->ByteSizeLong()});
+}
+
+void ReplicatedServer::tell_of_lead() {
+  const bool leads = machine_->leading() != nullptr;
+  if (std::exchange(leads_, leads) == leads) return;
+  events::emit(leads ? "leader" : "standby", {{"term", machine_->leader().term()}});
+  if (leads) emit_recovered(*machine_->leading());
+}
+
+nlohmann::json ReplicatedServer::status() const {
+  const bool leads = machine_->leading() != nullptr;
+  nlohmann::json json = status_of(leads ? *machine_->leading() : machine_->following(), nodes_, now());
+  if (!leads)  // nobody registers with a standby: it waits for nobody, and knows of nothing that is not as it should be
+    for (const char* of_leader : {"waiting_for", "alarms", "refused", "blocked_on", "registered"})
+      json[of_leader] = nlohmann::json::array();
+  if (!leads) json.erase("wants_roll_back_to");
+  const std::string given_up = copy_->given_up();
+  if (!given_up.empty())
+    json["alarms"].push_back(
+        fmt::format("the copy of the decisions in {} is given up: {}; start this coordinator "
+                    "again when that is mended",
+                    options_.log_directory, given_up));
+  if (const auto& why = machine_->snapshot_failed(); !why.empty())
+    json["alarms"].push_back(fmt::format("the store takes no snapshot, so that its log grows: {}", why));
+  const auto& leader = machine_->leader();
+  const auto& failing = machine_->failing();
+  json["store"] = {
+      {"kind", options_.kind},
+      {"endpoints", options_.endpoints},
+      {"leads", leads},
+      {"term", leader.term()},
+      {"leader", {{"name", leader.name()}, {"address", leader.address()}, {"since_ms", leader.since_ms()}}},
+      {"position", machine_->position()},
+      {"stalled", machine_->stalled()},
+      {"failing", failing ? failing->why : ""},
+      {"failing_ms", failing ? static_cast<std::uint64_t>(milliseconds(now() - failing->since)) : 0},
+      {"write_us", status_of(machine_->latency())},
+      {"takeovers", machine_->takeovers()},
+      {"copy", given_up}};
+  return json;
+}
+
+}  // namespace rejoin::daemon

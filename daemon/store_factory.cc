@@ -1,0 +1,30 @@
+#include "daemon/store_factory.h"
+
+#include "base/fail.h"
+#include "base/log.h"
+#include "daemon/auth.h"
+#include "daemon/etcd_store.h"
+
+namespace rejoin::daemon {
+
+Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s) {
+  EtcdOptions options;
+  options.endpoints = s.endpoints();
+  options.prefix = s.prefix();
+  options.ca_file = s.ca;
+  options.cert_file = s.cert;
+  options.key_file = s.key;
+  options.user = s.user;
+  if (!s.password_file.empty()) {
+    auto password = read_secret("--etcd-password-file", s.password_file);
+    if (!password) return tl::unexpected(password.error());
+    options.password = std::move(*password);
+  }
+  if (!s.user.empty() && s.ca.empty())
+    spdlog::warn("--etcd-user {} without --etcd-ca: its password goes to etcd in clear", s.user);
+  auto store = EtcdStore::create(io, std::move(options));
+  if (!store) return fail(store.error().code, "--store {}: {}", s.store, store.error().message);
+  return std::unique_ptr<membership::Store>(std::move(*store));
+}
+
+}  // namespace rejoin::daemon

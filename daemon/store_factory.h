@@ -1,0 +1,20 @@
+// Makes the store that the settings name. It stands apart from them because only who has several coordinators needs
+// what speaks with etcd.
+#pragma once
+
+#include <memory>
+
+#include "base/result.h"
+#include "daemon/store_settings.h"
+#include "membership/store.h"
+
+namespace asio {
+class io_context;
+}
+
+namespace rejoin::daemon {
+
+// Of settings that are checked and shared(). Errors: files that can't be read, or that others may read.
+Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s);
+
+}  // namespace rejoin::daemon

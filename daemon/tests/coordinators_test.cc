@@ -1,0 +1,229 @@
+// A node's connections to several coordinators, over real sockets.
+#include "daemon/coordinators.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "daemon/node_listener.h"
+#include "membership/node.h"
+
+namespace rejoin::daemon {
+namespace {
+
+using namespace std::chrono_literals;
+using membership::NodeId;
+
+constexpr auto kSilence = 500ms;
+
+// A coordinator that says what it is told to.
+struct Fake {
+  Fake(asio::io_context& io, const JobKeys& keys, const std::string& where = "127.0.0.1:0")
+      : listener(io, keys, kSilence,
+                 {.message =
+                      [this](NodeId node, const proto::FromNode& message) {
+                        last = node;
+                        said.push_back(message);
+                        if (message.has_hello() && leads) tell(node);
+                      },
+                  .lost = [this](NodeId) { ++lost; }}) {
+    const auto listening = listener.listen(where);
+    EXPECT_TRUE(listening) << listening.error().message;
+  }
+  // … whether it leads, in this term.
+  void say(std::uint64_t term, bool leading, bool stalled = false) {
+    leads.emplace();
+    leads->mutable_leads()->set_term(term);
+    leads->mutable_leads()->set_leads(leading);
+    leads->mutable_leads()->set_stalled(stalled);
+    leads->mutable_leads()->set_address(listener.address());
+    if (last.value != 0) tell(last);
+  }
+  void tell(NodeId node) { listener.send(node, leads->SerializeAsString()); }
+  void plan(std::uint64_t epoch) {
+    proto::ToNode message;
+    message.mutable_plan()->set_epoch(epoch);
+    listener.send(last, message.SerializeAsString());
+  }
+  std::size_t heard(proto::FromNode::KindCase kind) const {
+    return static_cast<std::size_t>(
+        std::count_if(said.begin(), said.end(), [&](const auto& one) { return one.kind_case() == kind; }));
+  }
+  std::optional<proto::LeaderView> view() const {
+    for (auto one = said.rbegin(); one != said.rend(); ++one)
+      if (one->has_leader_view()) return one->leader_view();
+    return std::nullopt;
+  }
+  std::optional<proto::ToNode> leads;
+  NodeId last;
+  std::vector<proto::FromNode> said;
+  int lost = 0;
+  NodeListener listener;
+};
+
+// A node without ranks, and what it was told: u up, d down, and the epochs of plans.
+struct Told {
+  asio::io_context io{1};
+  JobKeys keys{JobKey("0123456789abcdef")};
+  std::string story;
+  bool chokes = false;
+  std::unique_ptr<Coordinators> all;
+
+  void connect(const std::string& addresses) {
+    all = std::make_unique<Coordinators>(
+        io, addresses, "n", keys, kSilence, [](proto::LeaderView& view) { view.add_hosts()->set_replica(7); },
+        Upstream::Handlers{.up =
+                               [this] {
+                                 story += 'u';
+                                 proto::FromNode rank;
+                                 if (std::exchange(chokes, false))  // no connection takes that
+                                   rank.mutable_rank_up()->set_node(std::string(Framed::kMaxFrame, 'x'));
+                                 rank.mutable_rank_up()->set_replica(7);
+                                 all->send(rank);
+                               },
+                           .message =
+                               [this](const proto::ToNode& message) {
+                                 if (message.has_plan()) story += fmt::format("{}", message.plan().epoch());
+                               },
+                           .down = [this] { story += 'd'; },
+                           .over = [] { return false; },
+                           .rejected = [] {}});
+    all->connect();
+  }
+  bool until(const std::function<bool()>& condition, std::chrono::seconds most = 20s) {
+    const TimePoint deadline = SteadyClock().now() + most;
+    for (TimePoint tick{}; !condition();) {
+      const TimePoint now = SteadyClock().now();
+      if (now > deadline) return false;
+      if (all && now - tick > kSilence / 16) {
+        all->tick(now);
+        tick = now;
+      }
+      io.run_one_for(1ms);
+      io.poll();
+      io.restart();
+    }
+    return true;
+  }
+  void go_on_for(std::chrono::milliseconds time) {
+    const TimePoint begun = SteadyClock().now();
+    until([&] { return SteadyClock().now() - begun > time; });
+  }
+};
+
+TEST(Coordinators, OneAddressIsTakenForTheLeaderUnasked) {
+  Told node;
+  Fake only(node.io, node.keys);
+  node.connect(only.listener.address());
+  ASSERT_TRUE(node.until([&] { return only.heard(proto::FromNode::kRankUp) == 1; }));
+  EXPECT_EQ(node.story, "u");
+  EXPECT_EQ(only.heard(proto::FromNode::kHello), 0u) << "its machine introduces itself";
+  only.plan(3);
+  ASSERT_TRUE(node.until([&] { return node.story == "u3"; }));
+  node.go_on_for(kSilence / 4);
+  EXPECT_FALSE(only.view()) << "it has not asked for any";
+  EXPECT_EQ(node.all->status(true).dump(),
+            nlohmann::json({{"address", only.listener.address()}, {"connected", true}, {"reason", ""}}).dump());
+  only.listener.close_all();
+  ASSERT_TRUE(node.until([&] { return only.heard(proto::FromNode::kRankUp) == 2; }));
+  EXPECT_EQ(node.story, "u3du");
+}
+
+TEST(Coordinators, TheHighestTermIsFollowedAndWhatOthersSayIsNotHeard) {
+  Told node;
+  Fake a(node.io, node.keys), b(node.io, node.keys);
+  a.say(4, true);
+  b.say(0, false);
+  node.connect(a.listener.address() + "," + b.listener.address());
+  ASSERT_TRUE(node.until([&] { return a.heard(proto::FromNode::kRankUp) == 1 && b.view(); }));
+  EXPECT_EQ(b.heard(proto::FromNode::kRankUp), 0u);
+  EXPECT_EQ(node.story, "u");
+  b.plan(9);
+  a.plan(1);
+  ASSERT_TRUE(node.until([&] { return node.story == "u1"; }));
+  b.say(5, true);  // a does not know yet
+  ASSERT_TRUE(node.until([&] { return b.heard(proto::FromNode::kRankUp) == 1; }));
+  EXPECT_EQ(node.story, "u1du");
+  a.plan(8);
+  a.say(4, true);
+  b.plan(2);
+  ASSERT_TRUE(node.until([&] { return node.story == "u1du2"; }));
+  node.go_on_for(kSilence / 4);
+  EXPECT_EQ(node.story, "u1du2");
+  ASSERT_TRUE(a.view());
+  EXPECT_EQ(a.view()->term(), 5u);
+  const auto status = node.all->status(true);
+  EXPECT_EQ(status.at("address"), b.listener.address());
+  EXPECT_EQ(status.at("leader").at("term"), 5);
+  EXPECT_EQ(status.at("all").size(), 2u);
+}
+
+TEST(Coordinators, ALostLeaderIsToldToTheOthersAtOnceAndOneThatCantWriteIsLostToo) {
+  Told node;
+  auto a = std::make_unique<Fake>(node.io, node.keys);
+  Fake b(node.io, node.keys);
+  const std::string address = a->listener.address();
+  a->say(4, true);
+  b.say(4, false);
+  node.connect(address + "," + b.listener.address());
+  ASSERT_TRUE(node.until([&] { return b.view() && !b.view()->lost() && b.view()->term() == 4; }));
+  EXPECT_EQ(b.view()->hosts(0).replica(), 7u);
+  a->say(4, true, true);
+  ASSERT_TRUE(node.until([&] { return b.view()->lost(); }));
+  EXPECT_EQ(node.story, "u") << "its messages hold all the same";
+  a->say(4, true);
+  ASSERT_TRUE(node.until([&] { return !b.view()->lost(); }));
+  node.io.poll();
+  a.reset();
+  ASSERT_TRUE(node.until([&] { return b.view()->lost(); }));
+  EXPECT_EQ(node.story, "ud");
+  const auto status = node.all->status(false);
+  EXPECT_EQ(status.at("reason"), "none of them says that it leads");
+  EXPECT_EQ(status.at("address"), address + "," + b.listener.address());
+  b.say(5, true);
+  ASSERT_TRUE(node.until([&] { return node.story == "udu"; }));
+  a = std::make_unique<Fake>(node.io, node.keys, address);
+  a->say(4, true);
+  ASSERT_TRUE(node.until([&] { return a->view() && a->view()->term() == 5; }));
+  EXPECT_EQ(node.story, "udu") << "one that has come back leads nobody";
+}
+
+TEST(Coordinators, AStandbyOnWhoseConnectionNothingComesIsConnectedWithAnew) {
+  Told node;
+  Fake a(node.io, node.keys), silent(node.io, node.keys);
+  a.say(4, true);
+  node.connect(a.listener.address() + "," + silent.listener.address());
+  ASSERT_TRUE(node.until([&] { return node.story == "u" && silent.heard(proto::FromNode::kHello) == 1; }));
+  ASSERT_TRUE(node.until([&] { return silent.heard(proto::FromNode::kHello) == 3; }));
+  EXPECT_EQ(node.story, "u");
+  EXPECT_GE(silent.lost, 1);
+}
+
+TEST(Coordinators, AConnectionThatEndsWhileTheLeaderIsGreetedIsLostAfterIt) {
+  Told node;
+  Fake a(node.io, node.keys), b(node.io, node.keys);
+  a.say(4, true);
+  b.say(4, false);
+  node.chokes = true;
+  node.connect(a.listener.address() + "," + b.listener.address());
+  ASSERT_TRUE(node.until([&] { return a.heard(proto::FromNode::kRankUp) == 1; }));
+  EXPECT_EQ(node.story, "udu");
+}
+
+TEST(Coordinators, ANameIsResolvedAndOneThatDoesNotExistIsToldAndTriedAgain) {
+  Told node;
+  Fake a(node.io, node.keys);
+  const std::string port = a.listener.address().substr(a.listener.address().rfind(':'));
+  a.say(1, true);
+  node.connect("localhost" + port + ",no.such.host.invalid:7000");
+  ASSERT_TRUE(node.until([&] { return node.story == "u"; }));
+  ASSERT_TRUE(node.until([&] {
+    return node.all->status(true).at("all").at(1).at("reason").get<std::string>().find("no.such.host.invalid") !=
+           std::string::npos;
+  }));
+  EXPECT_EQ(node.story, "u");
+}
+
+}  // namespace
+}  // namespace rejoin::daemon

@@ -1,0 +1,180 @@
+// A store in etcd whose members die, stop and come back, or which are none at all.
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+
+#include <asio/ip/tcp.hpp>
+#include <asio/write.hpp>
+#include <thread>
+
+#include "daemon/tests/etcd_support.h"
+
+namespace rejoin::daemon {
+namespace {
+
+using testing::HasSubstr;
+using namespace std::chrono_literals;
+
+constexpr auto kDeadline = 250ms;
+
+class EtcdStoreFailures : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    if (!test::EtcdCluster::program().empty())
+      etcd = std::make_unique<test::EtcdCluster>(test::EtcdCluster::Options{.members = 3});
+  }
+  static void TearDownTestSuite() { etcd.reset(); }
+  void SetUp() override { SKIP_WITHOUT_ETCD(); }
+
+  // Its endpoints begin with this member's.
+  EtcdOptions options(std::size_t first) const {
+    EtcdOptions made{.prefix = prefix, .deadline = kDeadline};
+    for (std::size_t i = 0; i < 3; ++i) made.endpoints.push_back(etcd->endpoint((first + i) % 3));
+    return made;
+  }
+  static std::size_t follower() { return (etcd->leader() + 1) % 3; }
+  static std::uint64_t leads(Client& client) {
+    return client.insist({.kind = Kind::claim, .value = "a"}).leader_revision;
+  }
+
+  static inline std::unique_ptr<test::EtcdCluster> etcd;
+  const std::string prefix = own_prefix();
+};
+
+TEST_F(EtcdStoreFailures, AMemberThatIsKilledCostsNoDeadlineAndIsUsedAgain) {
+  const std::size_t first = follower();
+  Client a(options(first));
+  const auto token = leads(a);
+  EXPECT_EQ(a.store->status().answered_last, etcd->endpoint(first));
+  etcd->kill(first);
+  EXPECT_EQ(a.insist({.kind = Kind::append, .token = token, .value = "x"}).outcome, Outcome::done);
+  std::printf("a member killed: an append took %.1f ms\n", milliseconds(a.took));
+  EXPECT_LT(a.took, kDeadline);
+  EXPECT_NE(a.store->status().answered_last, etcd->endpoint(first));
+
+  etcd->restart(first);
+  etcd->wait_until_healthy();
+  for (std::size_t other : {first + 1, first + 2}) etcd->kill(other % 3);
+  const auto alone = a.insist({.kind = Kind::read, .recent = false});
+  EXPECT_EQ(alone.entries, (Entries{{0, "x"}})) << "one member alone may say what it has";
+  EXPECT_EQ(a.read().outcome, Outcome::unknown) << "as of now, it can't know";
+  for (std::size_t other : {first + 1, first + 2}) etcd->restart(other % 3);
+  etcd->wait_until_healthy();
+}
+
+TEST_F(EtcdStoreFailures, AMemberThatIsStoppedCostsOneDeadline) {
+  const std::size_t first = follower();
+  Client a(options(first));
+  const auto token = leads(a);
+  EXPECT_EQ(a.store->status().answered_last, etcd->endpoint(first));
+  etcd->stop(first);
+  EXPECT_EQ(a.append(token, 0, "x").outcome, Outcome::done);
+  std::printf("a member stopped: an append took %.1f ms, ", milliseconds(a.took));
+  EXPECT_GE(a.took, kDeadline);
+  EXPECT_LT(a.took, 2 * kDeadline);
+  EXPECT_EQ(a.append(token, 1, "y").outcome, Outcome::done);
+  std::printf("the next one %.1f ms\n", milliseconds(a.took));
+  EXPECT_LT(a.took, kDeadline) << "the one that answered is asked first";
+  etcd->resume(first);
+  // What it was asked first is done now, or not at all; once it is.
+  EXPECT_EQ(a.read().entries, (Entries{{0, "x"}, {1, "y"}}));
+}
+
+TEST_F(EtcdStoreFailures, WhenTheLeaderOfEtcdDiesOrStopsItGoesOnWithAnother) {
+  Client a(options(0));
+  const auto token = leads(a);
+  std::uint64_t position = 0;
+  for (bool dies : {true, false}) {
+    const std::size_t leader = etcd->leader();
+    if (dies) etcd->kill(leader);
+    else etcd->stop(leader);
+    const TimePoint begun = SteadyClock().now();
+    const std::string entry = fmt::format("{}", position);
+    const auto answer = a.insist({.kind = Kind::append, .token = token, .position = position, .value = entry});
+    std::printf("the leader of etcd %s: an append took %.0f ms\n", dies ? "killed" : "stopped",
+                milliseconds(SteadyClock().now() - begun));
+    EXPECT_TRUE(answer.outcome == Outcome::done || answer.existing == entry);
+    ++position;
+    if (dies) etcd->restart(leader);
+    else etcd->resume(leader);
+    etcd->wait_until_healthy();
+  }
+  EXPECT_EQ(a.read().entries, (Entries{{0, "0"}, {1, "1"}}));
+}
+
+TEST_F(EtcdStoreFailures, WhenAllAreDownItSaysSoInTimeAndWorksWhenTheyAreBack) {
+  Client a(options(0));
+  const auto token = leads(a);
+  for (bool dies : {true, false}) {
+    for (std::size_t i = 0; i < 3; ++i)
+      if (dies) etcd->kill(i);
+      else etcd->stop(i);
+    const auto answer = a.append(token, 0, "x");
+    EXPECT_EQ(answer.outcome, Outcome::unknown);
+    for (std::size_t i = 0; i < 3; ++i) EXPECT_THAT(answer.error, HasSubstr("etcd at " + etcd->endpoint(i) + ": "));
+    if (!dies) EXPECT_THAT(answer.error, HasSubstr("no answer within 250 ms"));
+    std::printf("all %s: after %.0f ms: %s\n", dies ? "killed" : "stopped", milliseconds(a.took), answer.error.c_str());
+    EXPECT_LT(a.took, 4 * kDeadline);
+    if (!dies) EXPECT_THAT(a.append(token, 0, "x").error, HasSubstr("no answer within 500 ms")) << "it may be slow";
+    for (std::size_t i = 0; i < 3; ++i)
+      if (dies) etcd->restart(i);
+      else etcd->resume(i);
+    EXPECT_EQ(a.insist({.kind = Kind::read}).leader_revision, token);
+    etcd->wait_until_healthy();
+  }
+}
+
+TEST_F(EtcdStoreFailures, AStoreThatIsDestroyedSaysNothingMore) {
+  const std::size_t first = follower();
+  etcd->stop(first);
+  Client a(options(first));
+  bool called = false;
+  a.store->submit({.kind = Kind::read}, [&](const StoreAnswer&) { called = true; });
+  a.io.run_for(20ms);
+  const TimePoint begun = SteadyClock().now();
+  a.store.reset();
+  EXPECT_LT(SteadyClock().now() - begun, kDeadline);
+  a.io.restart();
+  a.io.run_for(kDeadline);
+  EXPECT_FALSE(called);
+  etcd->resume(first);
+
+  Client b(options((first + 1) % 3));  // in the answer itself
+  b.store->submit({.kind = Kind::read}, [&](const StoreAnswer&) { b.store.reset(); });
+  EXPECT_TRUE(until(b.io, [&] { return b.store == nullptr; }));
+}
+
+TEST_F(EtcdStoreFailures, EndpointsThatAreNotEtcdAreFollowedByThoseThatAre) {
+  // Nobody listens there; nobody has that name; who listens says what it likes, or what HTTP says.
+  asio::io_context io(1);
+  using asio::ip::tcp;
+  tcp::acceptor babbling(io, {asio::ip::address_v4::loopback(), 0}), closed(io, {asio::ip::address_v4::loopback(), 0});
+  const auto address = [](const tcp::acceptor& of) { return fmt::format("127.0.0.1:{}", of.local_endpoint().port()); };
+  const std::string nobody = address(closed);
+  closed.close();
+  std::jthread babble([&](const std::stop_token& stop) {
+    std::vector<tcp::socket> all;
+    for (asio::error_code error; !stop.stop_requested();) {
+      tcp::socket socket(io);
+      babbling.accept(socket, error);
+      asio::write(socket, asio::buffer("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nOK"), error);
+      all.push_back(std::move(socket));
+    }
+  });
+  for (const std::string& wrong : {nobody, std::string("no-such-host.invalid:2379"), address(babbling)}) {
+    Client a({.endpoints = {wrong}, .prefix = prefix, .deadline = kDeadline});
+    const auto answer = a.read();
+    EXPECT_EQ(answer.outcome, Outcome::unknown);
+    EXPECT_THAT(answer.error, HasSubstr("etcd at " + wrong + ": "));
+    EXPECT_LT(a.took, 2 * kDeadline);
+    std::printf("after %.0f ms: %s\n", milliseconds(a.took), answer.error.c_str());
+    Client b({.endpoints = {wrong, etcd->endpoint(0)}, .prefix = prefix, .deadline = kDeadline});
+    EXPECT_EQ(b.read().outcome, Outcome::done);
+    EXPECT_EQ(b.read().outcome, Outcome::done);
+    EXPECT_LT(b.took, kDeadline);
+  }
+  babble.request_stop();
+  tcp::socket(io).connect(babbling.local_endpoint());
+}
+
+}  // namespace
+}  // namespace rejoin::daemon

@@ -1,0 +1,151 @@
+// A job's decisions out of a log's files, and into a store.
+#include "daemon/log_transfer.h"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+
+#include "daemon/tests/memory_store.h"
+#include "membership/coordinator.h"
+#include "membership/log.h"
+
+namespace rejoin::daemon {
+namespace {
+
+proto::LogRecord job_record(std::uint64_t id) {
+  proto::LogRecord record;
+  record.mutable_job()->set_replicas(2);
+  record.mutable_job()->set_ranks(1);
+  record.mutable_job()->set_batch(4);
+  record.mutable_job()->set_id(id);
+  return record;
+}
+
+proto::LogRecord incarnated(std::uint64_t incarnation) {
+  proto::LogRecord record;
+  record.mutable_incarnated()->set_incarnation(incarnation);
+  return record;
+}
+
+proto::LogRecord led(std::uint64_t term) {
+  proto::LogRecord record;
+  record.mutable_led()->set_term(term);
+  return record;
+}
+
+struct Transfer : testing::Test {
+  Transfer() {
+    char name[] = "/tmp/rejoin-transfer.XXXXXX";
+    directory = ::mkdtemp(name);
+  }
+  ~Transfer() override { std::filesystem::remove_all(directory); }
+  std::string write(const std::string& name, const std::vector<proto::LogRecord>& records) {
+    auto log = membership::Log::open(directory + "/" + name);
+    EXPECT_TRUE(log && log->append(records));
+    return directory + "/" + name + "/decisions.log";
+  }
+  Result<Transferred> import(const std::string& log, bool replace = false) {
+    MemoryStore store(io, data);
+    return import_log(io, store, log, replace, "job x in memory");
+  }
+  proto::Leader leader() const {
+    proto::Leader in_store;
+    EXPECT_TRUE(in_store.ParseFromString(data.leader));
+    return in_store;
+  }
+  std::string directory;
+  asio::io_context io{1};
+  MemoryStoreData data;
+};
+
+TEST_F(Transfer, AnImportStandsForAllRecordsAndItsTermIsHigherThanAnyBefore) {
+  const auto log = write("a", {job_record(7), led(12), incarnated(1), incarnated(2)});
+  const auto done = import(log);
+  ASSERT_TRUE(done) << done.error().message;
+  EXPECT_EQ(done->records, 4u);
+  EXPECT_EQ(done->job, 7u);
+  EXPECT_EQ(data.snapshot_position, 4u);
+  EXPECT_EQ(leader().term(), 1012u);
+  EXPECT_EQ(leader().instance(), 0u);
+  EXPECT_GT(leader().since_ms(), 0u);
+  proto::LogRecord snapshot;
+  ASSERT_TRUE(snapshot.ParseFromString(data.snapshot));
+  EXPECT_EQ(snapshot.snapshot().position(), 4u);
+  EXPECT_EQ(snapshot.snapshot().job().id(), 7u);
+  EXPECT_EQ(snapshot.snapshot().last_incarnation(), 2u);
+}
+
+TEST_F(Transfer, AnImportIsDoneOnceAlsoWhereAnswersAreLost) {
+  data.deadline = std::chrono::milliseconds(2);
+  data.lose_answers = 2;
+  const auto done = import(write("a", {job_record(7), incarnated(1)}));
+  ASSERT_TRUE(done) << done.error().message;
+  EXPECT_EQ(data.snapshot_position, 2u);
+  data.stands_still = true;
+  const auto late = import(write("b", {job_record(7), incarnated(1)}), true);
+  ASSERT_FALSE(late);
+  EXPECT_NE(late.error().message.find("job x in memory does not answer: no endpoint"), std::string::npos)
+      << late.error().message;
+}
+
+TEST_F(Transfer, WhatTheStoreHasIsReplacedOnlyWhereThatIsSaidAndWhereItCanBe) {
+  ASSERT_TRUE(import(write("a", {job_record(7), incarnated(1), incarnated(2)})));
+  const auto longer = write("b", {job_record(8), incarnated(1), incarnated(2), incarnated(3)});
+  const auto shorter = write("c", {job_record(9)});
+  const auto revision = data.leader_revision;
+  const auto refused = import(longer);
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().message.find("job x in memory has 3 decisions already"), std::string::npos);
+  EXPECT_NE(refused.error().message.find("--replace"), std::string::npos);
+  const auto mixed = import(shorter, true);
+  ASSERT_FALSE(mixed);
+  EXPECT_NE(mixed.error().message.find("they would be mixed"), std::string::npos) << mixed.error().message;
+  EXPECT_EQ(data.leader_revision, revision) << "nothing is changed";
+  const auto done = import(longer, true);
+  ASSERT_TRUE(done) << done.error().message;
+  EXPECT_EQ(data.snapshot_position, 4u);
+  EXPECT_EQ(leader().term(), 2000u);
+  EXPECT_TRUE(import(longer, true)) << "again";
+}
+
+// The log of a single coordinator, compacted: nothing says of how many records its snapshot is.
+TEST_F(Transfer, ALogWithoutPositionGetsOne) {
+  membership::Coordinator machine({.replicas = 2, .ranks = 1, .batch = 4});
+  ASSERT_TRUE(machine.replay(job_record(7)));
+  const auto done = import(write("a", {machine.snapshot(), incarnated(5)}));
+  ASSERT_TRUE(done) << done.error().message;
+  EXPECT_EQ(data.snapshot_position, 2u);
+}
+
+TEST_F(Transfer, AnExportHasWhatTheArchivesHaveAndOverwritesNothing) {
+  membership::Coordinator machine({.replicas = 2, .ranks = 1, .batch = 4});
+  for (const auto& record : {job_record(7), incarnated(1)}) ASSERT_TRUE(machine.replay(record));
+  {
+    auto log = membership::Log::open(directory + "/a");
+    ASSERT_TRUE(log && log->append({job_record(7), incarnated(1)}));
+    ASSERT_TRUE(log->compact(machine.snapshot()));
+    ASSERT_TRUE(log->append({incarnated(2)}));
+  }
+  const std::string out = directory + "/out";
+  const auto done = export_log(directory + "/a/decisions.log", out);
+  ASSERT_TRUE(done) << done.error().message;
+  EXPECT_EQ(done->records, 3u);
+  const auto read = membership::parse_one_file(out);
+  ASSERT_TRUE(read) << read.error().message;
+  ASSERT_EQ(read->records.size(), 3u);
+  EXPECT_TRUE(read->records[0].has_job());
+  EXPECT_EQ(read->torn, 0u);
+  EXPECT_GT(read->marked, read->intact);
+  EXPECT_FALSE(export_log(directory + "/a/decisions.log", out));
+  std::filesystem::remove(directory + "/a/decisions.1.log");
+  const auto rest = export_log(directory + "/a/decisions.log", out + "2");
+  ASSERT_TRUE(rest) << rest.error().message;
+  EXPECT_EQ(rest->records, 2u);
+  const auto imported = import(out);
+  ASSERT_TRUE(imported) << imported.error().message;
+  EXPECT_EQ(data.snapshot_position, 3u);
+}
+
+}  // namespace
+}  // namespace rejoin::daemon

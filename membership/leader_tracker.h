@@ -1,0 +1,66 @@
+// Which of several coordinators leads, as a daemon or relay sees it that is connected with all of them: the one with
+// the highest term that says so. What comes from the others is not for its ranks. It tells each of them what it hears
+// of the leader (LeaderView), so that they take over where that one is lost. Pure: connections are numbers.
+//
+// A node that knows one coordinator alone takes it for the leader until it says that it is not.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "base/clock.h"
+#include "control.pb.h"
+#include "membership/note.h"
+#include "membership/pause_detector.h"
+
+namespace rejoin::membership {
+
+class LeaderTracker {
+ public:
+  struct Actions {
+    std::vector<std::pair<std::size_t, proto::FromNode>> send;  // to that coordinator
+    bool down = false, up = false;   // in this order: the leader is lost; there is one (another, or again)
+    bool pass = false;               // the message is the leader's, and for the node
+    std::vector<std::size_t> close;  // connections on which nothing comes: to be made anew
+    std::vector<Note> notes;
+  };
+  // `hosts` writes down the ranks behind this node.
+  LeaderTracker(std::string name, Duration silence, std::size_t coordinators,
+                std::function<void(proto::LeaderView&)> hosts);
+
+  Actions on_connected(std::size_t coordinator, TimePoint now);
+  Actions on_disconnected(std::size_t coordinator, TimePoint now);
+  Actions on_message(std::size_t coordinator, const proto::ToNode& message, TimePoint now);
+  Actions on_tick(TimePoint now);  // at least every silence / 8
+
+  std::optional<std::size_t> leader() const { return leader_; }
+  bool hears_leader() const { return leader_ && !stalled_ && !silent_; }
+  TimePoint hears_since() const { return hears_since_; }  // where it does
+  std::uint64_t term() const { return term_; }
+
+ private:
+  struct Coordinator {
+    bool connected = false;
+    bool one_of_several = false;  // it has said whether it leads
+    TimePoint heard{};
+  };
+  void on_leads(std::size_t from, const proto::Leads& leads, Actions& actions);
+  void report(Actions& actions, bool due);
+  void send_view(std::size_t to, Actions& actions);
+
+  const std::string name_;
+  const Duration silence_;
+  const std::function<void(proto::LeaderView&)> hosts_;
+  PauseDetector pause_detector_;
+  std::vector<Coordinator> coordinators_;
+  std::optional<std::size_t> leader_;
+  std::uint64_t term_ = 0, led_term_ = 0;  // the highest heard of; the last leader's
+  bool stalled_ = false;                   // the leader, as it says
+  bool silent_ = false;                    // … as this node finds
+  proto::LeaderView view_;                 // reported last
+  TimePoint reported_{}, leaderless_since_{}, hears_since_{}, now_{};
+  bool leaderless_told_ = false;
+};
+
+}  // namespace rejoin::membership

@@ -1,0 +1,232 @@
+#include "membership/replicated_coordinator.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/deadlines.h"
+#include "base/fail.h"
+
+namespace rejoin::membership {
+
+using Kind = StoreRequest::Kind;
+using Outcome = StoreAnswer::Outcome;
+
+namespace {
+constexpr std::uint64_t kMostTerms = std::uint64_t{1} << 62;  // nobody comes so far
+}
+
+ReplicatedCoordinator::ReplicatedCoordinator(Options options, TimePoint now)
+    : options_(std::move(options)),
+      started_(now),
+      copied_(options_.copied),
+      leader_since_(now),
+      sign_at_(now),
+      pause_detector_(options_.job.silence),
+      now_(now) {
+  forget();
+}
+
+// What it knows of the decisions: it begins with the store's snapshot again.
+void ReplicatedCoordinator::forget() {
+  machine_ = std::make_unique<Coordinator>(options_.job);
+  position_ = 0;
+  queue_.clear();
+  confirming_ = appending_ = 0;
+  due_.reset();
+  again_.reset();
+  snapshot_at_ = tried_at_ = last_entry_ = 0;
+  verifies_ = false;
+  has_read_ = stalled_ = waits_told_ = suspects_itself_ = false;
+}
+
+void ReplicatedCoordinator::fail_with(ErrorCode code, std::string why) {
+  if (!actions_.failed) actions_.failed = Error{code, std::move(why)};
+}
+
+// ---- nodes
+
+ReplicatedCoordinator::Actions ReplicatedCoordinator::on_message(NodeId node, const proto::FromNode& message,
+                                                                 TimePoint now) {
+  now_ = now;
+  NodeView& from = nodes_[node];
+  // Behind a cut that is over comes what was said in its time.
+  if (from.heard != TimePoint{} && now - from.heard > options_.job.silence / 4)
+    from.settled = now + options_.job.silence / 8;
+  from.heard = heard_at_ = now;
+  if (message.has_hello()) {
+    from.hello = message;
+    tell_who_leads({node});
+  }
+  if (message.has_leader_view()) {
+    from.view = message.leader_view();
+    if (!from.view->stalled()) from.stalled_since = {};
+    else if (from.stalled_since == TimePoint{}) from.stalled_since = now;
+    if (from.view->term() < kMostTerms) heard_term_ = std::max(heard_term_, from.view->term());
+    if (role_ == Role::leading) {
+      suspects_itself_ |= from.view->term() > leader_.term();
+      write_next(now);
+    } else {
+      tell_who_leads({node});
+      try_claim(now);
+    }
+  } else if (role_ == Role::leading) {
+    enqueue(machine_->on_message(node, message, now));
+    write_next(now);
+  }
+  return take();
+}
+
+ReplicatedCoordinator::Actions ReplicatedCoordinator::on_node_lost(NodeId node, TimePoint now) {
+  now_ = now;
+  nodes_.erase(node);
+  for (auto& decided : queue_) {  // what was to be sent there
+    for (auto& [to, message] : decided.send) std::erase(to, node);
+    std::erase_if(decided.send, [](const auto& one) { return one.first.empty(); });
+  }
+  if (role_ == Role::leading) {
+    enqueue(machine_->on_node_lost(node, now));
+    write_next(now);
+  }
+  return take();
+}
+
+std::vector<NodeId> ReplicatedCoordinator::all_nodes() const {
+  std::vector<NodeId> all;
+  for (const auto& [node, view] : nodes_)
+    if (view.hello) all.push_back(node);
+  return all;
+}
+
+void ReplicatedCoordinator::tell_who_leads(const std::vector<NodeId>& nodes) {
+  if (nodes.empty()) return;
+  auto& [to, message] = actions_.send.emplace_back();
+  to = nodes;
+  auto& leads = *message.mutable_leads();
+  leads.set_term(leader_.term());
+  leads.set_address(leader_.address());
+  leads.set_leads(role_ == Role::leading);
+  leads.set_stalled(stalled_);
+}
+
+ReplicatedCoordinator::Actions ReplicatedCoordinator::on_tick(TimePoint now) {
+  now_ = now;
+  if (const Duration pause = pause_detector_.on_tick(now); pause > Duration{}) {
+    for (auto& [node, view] : nodes_) forgive(view.heard, pause, now);
+    forgive(leader_since_, pause, now);
+    for (TimePoint* since : {&sign_at_, &begun_at_, &heard_at_}) forgive(*since, pause, now);
+  }
+  if (again_) submit_again(now);
+  if (role_ == Role::leading) {
+    look_at_stall(now);
+    if (auto to = all_nodes(); !to.empty()) {
+      auto& [nodes, message] = actions_.send.emplace_back();
+      nodes = std::move(to);
+      message.mutable_heartbeat();
+    }
+    if (!stalled_) enqueue(machine_->on_tick(now));
+    write_next(now);
+  } else {
+    try_claim(now);
+    if (role_ == Role::following && !under_way_) {
+      const bool stalled =
+          std::ranges::any_of(nodes_, [](const auto& one) { return one.second.stalled_since != TimePoint{}; });
+      read(!has_read_ || std::exchange(reads_recent_, false) || stalled, now);
+    }
+  }
+  return take();
+}
+
+// ---- the store
+
+void ReplicatedCoordinator::submit(StoreRequest request, TimePoint now) {
+  begun_at_ = asked_at_ = now;
+  under_way_ = request;
+  actions_.request = std::move(request);
+}
+
+void ReplicatedCoordinator::submit_again(TimePoint now) {
+  asked_at_ = now;
+  under_way_ = std::exchange(again_, std::nullopt);
+  actions_.request = under_way_;
+}
+
+void ReplicatedCoordinator::read(bool recent, TimePoint now) {
+  submit({.kind = Kind::read, .position = position_, .leader = {}, .value = {}, .recent = recent}, now);
+}
+
+ReplicatedCoordinator::Actions ReplicatedCoordinator::on_answer(const StoreAnswer& answer, TimePoint now) {
+  now_ = now;
+  if (!under_way_) return take();
+  StoreRequest request = *std::exchange(under_way_, std::nullopt);
+  if (request.kind == Kind::compact) {
+    on_compacted(request, answer, now);
+    write_next(now);
+    return take();
+  }
+  if (request.kind == Kind::claim || (request.kind != Kind::read && answer.outcome != Outcome::unknown))
+    took_ = now - begun_at_;
+  if (answer.outcome == Outcome::unknown) {
+    if (!failing_) {
+      failing_ = {answer.error, asked_at_};
+      note(true, "the store did not answer: {}", answer.error);
+    }
+    failing_->why = answer.error;
+    // A standby reads again anyway, and finds its claim, if that was done.
+    if (role_ == Role::claiming) role_ = Role::following;
+    else if (role_ != Role::following) again_ = std::move(request);
+    return take();
+  }
+  if (failing_) note(false, "the store answers again, after {:.0f} ms", milliseconds(now - failing_->since));
+  failing_.reset();
+  answered_ = asked_at_;
+  switch (request.kind) {
+    case Kind::compact: break;
+    case Kind::read:
+      if (!set_back(request, answer, now)) on_read(request, answer, now);
+      break;
+    case Kind::claim:
+      if (!set_back(request, answer, now)) on_claim(request, answer, now);
+      break;
+    case Kind::append:
+    case Kind::renew: {
+      // Where an earlier try of an append has been done, the log has its very bytes.
+      const bool own = request.kind == Kind::append && leads_still(answer) && answer.existing == request.value;
+      if (answer.outcome == Outcome::done || own) on_written(now);
+      else follow(answer, now);
+      break;
+    }
+  }
+  if (role_ == Role::leading) write_next(now);
+  return take();
+}
+
+// An answer as of before what is known. Where it was to be as of now, the store has lost what it had.
+bool ReplicatedCoordinator::set_back(const StoreRequest& request, const StoreAnswer& answer, TimePoint now) {
+  if (answer.leader_revision >= leader_revision_) return false;
+  if (request.kind == Kind::read && !request.recent) {
+    reads_recent_ = true;
+    return true;
+  }
+  note(true, "the store was set back: what it had of this job is forgotten here, too");
+  role_ = Role::following;
+  forget();
+  learn_of_leader(answer.leader_revision, answer.leader, now);
+  return true;
+}
+
+// It can be made another time, and no decision is worth less without it.
+void ReplicatedCoordinator::on_compacted(const StoreRequest& request, const StoreAnswer& answer, TimePoint now) {
+  tried_at_ = request.position;
+  if (answer.outcome == Outcome::unknown) {
+    if (snapshot_failed_.empty()) note(true, "the store did not take a snapshot: {}", answer.error);
+    snapshot_failed_ = answer.error;
+    return;
+  }
+  snapshot_failed_.clear();
+  // Refused to the leader: the snapshot that is there stands for as much already, by an earlier try.
+  if (answer.outcome == Outcome::done || leads_still(answer)) snapshot_at_ = request.position;
+  else follow(answer, now);
+}
+
+}  // namespace rejoin::membership

@@ -1,0 +1,199 @@
+// One of several coordinators that share a store (store.h): it follows the log of decisions, claims the lead where the
+// leader is lost, and decides while it leads. A pure state machine, as all of this folder.
+//
+// The messages with a node, in order (control.proto), besides those of coordinator.h:
+//   1. The node introduces itself with NodeHello. The coordinator answers with Leads: whether it leads, and in which
+//      term. It says so again to all when that changes.
+//   2. The node sends LeaderView to each coordinator, again and again: which term it knows, whether it hears that
+//      leader, and which ranks are behind it. It introduces its ranks to the leader alone.
+//   3. A standby answers each LeaderView with Leads. The leader sends Heartbeat to all, unasked.
+//
+// The rules:
+//   claim      A standby claims the lead with one compare-and-swap when nobody has led yet; when the nodes of more than
+//              half of the members' ranks say that the leader is lost (where the leader says that it can't write, only
+//              if the store answers this one); when the nodes of half of them do, no node hears it, and the store shows
+//              no sign of it for `kTakeover` and `kLeaderSign`; when a node does, none hears it, and there are no
+//              members or no sign for `kAbandoned`; when it has the name and the address of the leader, which so has
+//              ended; when the nodes have heard of a higher term than the store has.
+//   fence      What a leader writes is written only while the claim is the last one. A leader that is refused forgets
+//              everything and follows.
+//   output     Nothing that its decisions bring about leaves a leader before the store has confirmed, since the event
+//              that led to it, that it leads: by the records that go with it, or by renewing the claim. So one that was
+//              stopped, and goes on when others have taken over, says nothing but Leads, Heartbeat and Waits.
+//   one        One request is under way at a time. What is decided meanwhile goes into the next one together.
+//   again      A request without an answer is repeated as it is. A leader finds its own entry in the log, or its own
+//              claim in the lead, where an earlier try has been done.
+//   stalled    A leader that has waited for the store for `kTakeover` says so, which counts as lost, and judges nobody
+//              until the store answers: for the decisions, that time is a pause.
+//   slow       Where the store took longer the last time, a leader has three times that, up to a silence: to read what
+//              there is, and for each write. Otherwise they would take the lead from each other, and decide nothing.
+//   snapshot   The leader puts a snapshot in place of the log before it, every so many records. Who finds a gap between
+//              what it knows and the log begins with the snapshot.
+//   copy       Every record of the log comes out once, in order, for a file on this coordinator's disk.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "membership/coordinator.h"
+#include "membership/store.h"
+
+namespace rejoin::membership {
+
+class ReplicatedCoordinator {
+ public:
+  struct Options {
+    JobConfig job;
+    std::string name, address;          // its own: for people, and where nodes connect
+    std::uint64_t instance = 0;         // random, another one for each process
+    std::uint64_t started_ms = 0;       // since 1970
+    std::uint64_t per_snapshot = 1024;  // records
+    // What the copy on its disk has: records, counted from the beginning of the job, and the job's id.
+    std::uint64_t copied = 0, copied_job = 0;
+    std::vector<std::uint64_t> keys;  // of Leader, that are this job's; the first is its own. None: not looked at
+  };
+  struct Actions {
+    std::optional<StoreRequest> request;  // its answer goes to on_answer(); there is no other before
+    std::vector<std::pair<std::vector<NodeId>, proto::ToNode>> send;
+    std::vector<NodeId> close;
+    std::vector<Note> notes;
+    std::optional<proto::LogRecord> copy_from;  // the copy begins anew with this snapshot, and goes on:
+    std::vector<proto::LogRecord> copy;         // records that are in the log now, in order
+    std::optional<Error> failed;                // it can't take part, and the operator has to do something
+  };
+
+  ReplicatedCoordinator(Options options, TimePoint now);
+
+  Actions on_message(NodeId node, const proto::FromNode& message, TimePoint now);
+  Actions on_node_lost(NodeId node, TimePoint now);
+  Actions on_answer(const StoreAnswer& answer, TimePoint now);
+  Actions on_tick(TimePoint now);  // at least every silence / 16
+
+  // The decisions of the leader; null in a standby. They may be ahead of the store.
+  const Coordinator* leading() const { return role_ == Role::leading ? machine_.get() : nullptr; }
+  const Coordinator& following() const { return *machine_; }  // as far as it has read
+  const proto::Leader& leader() const { return leader_; }     // the last one known; term 0: none
+  std::uint64_t position() const { return position_; }        // records of the log that it knows
+  // Why the store did not answer the last time, and since when it has not; nothing: it did.
+  struct Failing {
+    std::string why;
+    TimePoint since{};
+  };
+  const std::optional<Failing>& failing() const { return failing_; }
+  bool stalled() const { return stalled_; }
+  const std::string& snapshot_failed() const { return snapshot_failed_; }  // why the last one is not in the store
+  // All that the records lead to that have come out for the copy, with their number; nothing while more is decided than
+  // is written, or not all is read.
+  std::optional<proto::LogRecord> snapshot() const;
+  // Of the leader's last write, and how many there were.
+  struct Latency {
+    Duration last{}, total{}, longest{};
+    std::uint64_t count = 0;
+  };
+  const Latency& latency() const { return latency_; }
+  std::uint64_t takeovers() const { return takeovers_; }  // by this process
+
+ private:
+  enum class Role : std::uint8_t {
+    following,
+    claiming,
+    reading,  // what others have appended before its claim
+    leading,
+  };
+  struct NodeView {
+    std::optional<proto::FromNode> hello;
+    std::optional<proto::LeaderView> view;
+    TimePoint heard{}, settled{};  // last; from when on it is no longer what had been waiting on its way
+    TimePoint stalled_since{};     // it says that the leader can't write
+  };
+  void submit(StoreRequest request, TimePoint now);
+  void submit_again(TimePoint now);
+  void read(bool recent, TimePoint now);
+  void on_read(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
+  void on_compacted(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
+  bool set_back(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
+  bool leads_still(const StoreAnswer& answer) const {
+    return answer.leader_revision == token_ && answer.leader == leader_bytes_;
+  }
+  bool take_in(const StoreAnswer& answer);
+  bool take_in(const proto::LogRecord& record);
+  bool copy_fits(const StoreAnswer& answer);
+  void learn_of_leader(std::uint64_t revision, const std::string& leader, TimePoint now);
+  void forget();
+  struct Lost {
+    std::uint64_t ranks = 0;  // of members, whose nodes say so
+    bool by_somebody = false, somebody_hears = false;
+  };
+  Lost who_lost_the_leader(TimePoint now) const;
+  std::optional<std::string> reason_to_claim(TimePoint now) const;
+  void try_claim(TimePoint now);
+  void read_for_lead(TimePoint now);
+  void on_claim(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
+  bool outranked() const { return leader_.instance() == options_.instance && heard_term_ > leader_.term(); }
+  void lead(TimePoint now);
+  void follow(const StoreAnswer& answer, TimePoint now);
+  void enqueue(membership::Actions decided);
+  void write_next(TimePoint now);
+  void on_written(TimePoint now);
+  void release(std::size_t items);
+  void look_at_stall(TimePoint now);
+  Duration patience() const;
+  void tell_who_leads(const std::vector<NodeId>& nodes);
+  std::vector<NodeId> all_nodes() const;
+  void fail_with(ErrorCode code, std::string why);
+  Actions take() { return std::exchange(actions_, {}); }
+  template <typename... Args>
+  void note(bool warning, fmt::format_string<Args...> format, Args&&... args) {
+    actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...), warning});
+  }
+
+  const Options options_;
+  const TimePoint started_;
+  Role role_ = Role::following;
+  std::unique_ptr<Coordinator> machine_;
+  std::uint64_t position_ = 0;    // of the first record that machine_ has not replayed, or the leader not written
+  std::uint64_t copied_;          // of the first record that the copy lacks
+  std::uint64_t last_entry_ = 0;  // of those records, the first of the last entry
+  bool has_read_ = false;         // all that the store had, once
+  bool reads_recent_ = false;     // the next time, not what was some time ago
+  bool verifies_ = false;         // the read under way begins with what is known, to see whether it is there still
+  proto::Leader leader_;
+  std::string leader_bytes_;
+  std::uint64_t leader_revision_ = 0, alive_revision_ = 0;
+  std::uint64_t heard_term_ = 0;              // the highest that a node has named
+  std::optional<std::uint64_t> predecessor_;  // the instance that led when this process came, in its name and place
+  TimePoint heard_at_{};                      // any node
+  TimePoint answered_{};                      // the last request that was answered was made then
+  TimePoint leader_since_{}, sign_at_{};      // since when it is known; when the store has shown a sign of it
+  std::map<NodeId, NodeView> nodes_;
+  PauseDetector pause_detector_;
+  TimePoint now_{};
+
+  std::optional<StoreRequest> under_way_, again_;  // the request without an answer; one to be repeated at the next tick
+  TimePoint asked_at_{}, begun_at_{};              // the request under way: this try, and the first one
+  std::optional<Failing> failing_;
+  std::uint64_t claim_told_ = 0;  // the term of the last claim
+  Duration took_{};               // the last write, or claim
+
+  // Of a leader:
+  std::uint64_t token_ = 0;
+  std::deque<membership::Actions> queue_;         // decided, and not confirmed yet
+  std::size_t confirming_ = 0;                    // of these, by the request under way
+  std::uint64_t appending_ = 0;                   // records, in it
+  std::optional<proto::LogRecord> due_;           // a snapshot for the position behind it
+  std::uint64_t snapshot_at_ = 0, tried_at_ = 0;  // records that the last one stands for; … that was tried
+  std::string snapshot_failed_;
+  TimePoint confirmed_at_{};
+  bool suspects_itself_ = false;  // a node knows a higher term
+  bool stalled_ = false;          // and has told
+  bool waits_told_ = false;
+  Latency latency_;
+  std::uint64_t takeovers_ = 0;
+  Actions actions_;
+};
+
+}  // namespace rejoin::membership

@@ -1,0 +1,235 @@
+// What a standby reads in the store, and when it claims the lead.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/deadlines.h"
+#include "base/fail.h"
+#include "membership/replicated_coordinator.h"
+
+namespace rejoin::membership {
+
+using Kind = StoreRequest::Kind;
+using Outcome = StoreAnswer::Outcome;
+
+void ReplicatedCoordinator::learn_of_leader(std::uint64_t revision, const std::string& leader, TimePoint now) {
+  if (revision == leader_revision_ && leader == leader_bytes_) return;
+  leader_revision_ = revision;
+  leader_bytes_ = leader;
+  leader_ = {};
+  if (!leader_.ParseFromString(leader))
+    return fail_with(ErrorCode::corrupt, "the store's key `leader` holds something else than this version writes");
+  if (const auto& keys = options_.keys;
+      leader_.key() != 0 && !keys.empty() && std::ranges::find(keys, leader_.key()) == keys.end())
+    return fail_with(
+        ErrorCode::mismatch,
+        fmt::format("{} at {} leads this job in the store with another job key: it is another job. Start with "
+                    "a --job of its own, or with that job's key",
+                    leader_.name(), leader_.address()));
+  leader_since_ = sign_at_ = now;
+  if (leader_.term() != 0 && leader_.instance() != options_.instance)
+    note(false, "{} at {} leads in term {}", leader_.name(), leader_.address(), leader_.term());
+  tell_who_leads(all_nodes());
+}
+
+void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnswer& answer, TimePoint now) {
+  if (role_ == Role::reading && !leads_still(answer)) return follow(answer, now);
+  if (role_ == Role::following) learn_of_leader(answer.leader_revision, answer.leader, now);
+  if (answer.alive_revision != alive_revision_ || !answer.entries.empty()) sign_at_ = now;
+  alive_revision_ = answer.alive_revision;
+  const bool there =
+      !answer.snapshot.empty() || (!answer.entries.empty() && answer.entries.front().first == last_entry_);
+  if (std::exchange(verifies_, false) && !there) {
+    note(true, "the store was set back: what it had of this job is forgotten here, too");
+    forget();
+    return read(true, now);
+  }
+  if (!has_read_ && !answer.more && !copy_fits(answer)) return;
+  const std::uint64_t wanted = position_;
+  if (!take_in(answer)) {
+    if (actions_.failed) return;
+    if (request.recent && answer.entries.front().first > wanted)
+      return fail_with(
+          ErrorCode::corrupt,
+          fmt::format("the store's log lacks the records from {} to {}: its data was set back under a leader. "
+                      "Put the data back, or give it a copy with 'rejoin log import'",
+                      wanted, answer.entries.front().first - 1));
+    // Records that were there have gone into a snapshot meanwhile.
+    reads_recent_ = true;
+    if (role_ == Role::reading)
+      again_ = StoreRequest{.kind = Kind::read, .position = position_, .leader = {}, .value = {}, .recent = true};
+    return;
+  }
+  if (answer.more) return read(role_ == Role::reading || !has_read_, now);
+  has_read_ = true;
+  if (!predecessor_) {
+    const bool same_place = leader_.address() == options_.address && leader_.name() == options_.name;
+    predecessor_ = same_place && leader_.instance() != options_.instance ? leader_.instance() : 0;
+  }
+  if (role_ == Role::reading) return lead(now);
+  // A claim without an answer was done after all.
+  if (leader_.instance() == options_.instance && leader_.term() != 0 && !outranked()) return read_for_lead(now);
+  try_claim(now);
+}
+
+// What others have appended before this one's claim. Nothing can follow on that but what this one writes.
+void ReplicatedCoordinator::read_for_lead(TimePoint now) {
+  role_ = Role::reading;
+  token_ = leader_revision_;
+  verifies_ = has_read_ && last_entry_ < position_;
+  submit(
+      {.kind = Kind::read, .position = verifies_ ? last_entry_ : position_, .leader = {}, .value = {}, .recent = true},
+      now);
+}
+
+// The copy on this disk must be of this job, and can't have more than the store.
+bool ReplicatedCoordinator::copy_fits(const StoreAnswer& answer) {
+  std::uint64_t end = std::max(position_, answer.snapshot_position);
+  if (!answer.entries.empty()) {
+    proto::LogEntry last;
+    if (!last.ParseFromString(answer.entries.back().second)) return true;  // told where it is taken in
+    end = std::max(end, answer.entries.back().first + static_cast<std::uint64_t>(last.records_size()));
+  }
+  if (copied_ <= end) return true;
+  fail_with(ErrorCode::mismatch,
+            end == 0
+                ? fmt::format("the store holds nothing of this job, and the decisions in --log-directory are {}: the "
+                              "store's data is lost, or it is another store or --job. Put the data back; or give it "
+                              "the decisions with 'rejoin log import'; or start a new job with another --log-directory",
+                              copied_)
+                : fmt::format("the store has {} decisions of this job, and --log-directory has {}: the store's data is "
+                              "an older copy. Put the data back; or give it the decisions with 'rejoin log import'; or "
+                              "go on from what it has, with another --log-directory",
+                              end, copied_));
+  return false;
+}
+
+// False where it does not follow on what is known, or can't be read (`failed`).
+bool ReplicatedCoordinator::take_in(const StoreAnswer& answer) {
+  snapshot_at_ = answer.snapshot_position;
+  if (!answer.snapshot.empty() && answer.snapshot_position > position_) {
+    proto::LogRecord snapshot;
+    if (!snapshot.ParseFromString(answer.snapshot) || !snapshot.has_snapshot()) {
+      fail_with(ErrorCode::corrupt, "the store's snapshot is damaged");
+      return false;
+    }
+    machine_ = std::make_unique<Coordinator>(options_.job);
+    position_ = answer.snapshot_position - 1;
+    last_entry_ = answer.snapshot_position;
+    if (answer.snapshot_position > copied_) {
+      actions_.copy_from = snapshot;
+      actions_.copy.clear();
+      copied_ = answer.snapshot_position;
+    }
+    if (!take_in(snapshot)) return false;
+  }
+  for (const auto& [position, bytes] : answer.entries) {
+    proto::LogEntry entry;
+    if (!entry.ParseFromString(bytes) || entry.records_size() == 0) {
+      fail_with(ErrorCode::corrupt, fmt::format("the store's log is damaged at record {}", position));
+      return false;
+    }
+    if (position < position_) continue;
+    if (position > position_) return false;
+    last_entry_ = position;
+    for (const auto& record : entry.records())
+      if (!take_in(record)) return false;
+  }
+  return true;
+}
+
+bool ReplicatedCoordinator::take_in(const proto::LogRecord& record) {
+  if (auto replayed = machine_->replay(record); !replayed) {
+    fail_with(replayed.error().code,
+              fmt::format("record {} of the store's log: {}", position_, replayed.error().message));
+    return false;
+  }
+  if (options_.copied_job != 0 && machine_->job() != 0 && machine_->job() != options_.copied_job) {
+    fail_with(
+        ErrorCode::mismatch,
+        fmt::format("the store's decisions are of job {:016x}, and those in --log-directory of job {:016x}: start "
+                    "with another --log-directory, or with the --job that is meant",
+                    machine_->job(), options_.copied_job));
+    return false;
+  }
+  if (position_++ < copied_) return true;
+  ++copied_;
+  actions_.copy.push_back(record);
+  return true;
+}
+
+// ---- the lead
+
+// Who has not heard this leader yet can't have lost it, unless there was time to hear it. That a leader can't write is
+// a reason only for who can.
+ReplicatedCoordinator::Lost ReplicatedCoordinator::who_lost_the_leader(TimePoint now) const {
+  const Duration silence = options_.job.silence;
+  const bool known = now - leader_since_ > patience();
+  Lost lost;
+  std::map<ReplicaId, RankSet> counted;
+  for (const auto& [node, of] : nodes_) {
+    if (!of.view || now - of.heard > silence || now < of.settled) continue;
+    const bool current = of.view->led_term() >= leader_.term();
+    const bool can_write = !of.view->stalled() || answered_ > of.stalled_since;
+    lost.somebody_hears |= (!of.view->lost() || of.view->stalled()) && current;
+    if (!of.view->lost() || !can_write || !(known || current)) continue;
+    lost.by_somebody = true;
+    for (const auto& host : of.view->hosts())
+      counted[ReplicaId(host.replica())].add(RankSet(host.ranks(), options_.job.ranks));
+  }
+  for (const auto& member : machine_->members())
+    if (auto found = counted.find(member.replica); found != counted.end()) lost.ranks += found->second.size();
+  return lost;
+}
+
+std::optional<std::string> ReplicatedCoordinator::reason_to_claim(TimePoint now) const {
+  if (role_ != Role::following || !has_read_ || under_way_ || again_ || pause_detector_.settling(now)) return {};
+  if (leader_.term() == 0) return "nobody has led yet";
+  if (predecessor_.value_or(0) != 0 && leader_.instance() == *predecessor_)
+    return fmt::format("who led before had this one's name and address, {} at {}", leader_.name(), leader_.address());
+  if (outranked()) return "nodes know a higher term than the store does";
+  const Duration silence = options_.job.silence, no_sign = now - sign_at_;
+  const Lost lost = who_lost_the_leader(now);
+  const std::uint64_t all = machine_->members().size() * std::uint64_t{options_.job.ranks};
+  if (2 * lost.ranks > all)
+    return fmt::format("the nodes of {} of {} ranks have lost {} at {}", lost.ranks, all, leader_.name(),
+                       leader_.address());
+  if (!lost.by_somebody || lost.somebody_hears) return {};
+  if (all == 0) return fmt::format("a node has lost {} at {}", leader_.name(), leader_.address());
+  // Two sides of a cut may have half of the ranks each, but a leader on one of them shows in the store.
+  const bool half = 2 * lost.ranks == all;
+  const Duration long_enough =
+      half ? deadlines::kTakeover.of(silence) + deadlines::kLeaderSign.of(silence) : deadlines::kAbandoned.of(silence);
+  if (no_sign <= long_enough) return {};
+  return fmt::format("the store shows no sign of {} at {} for {:.0f} ms, and no node hears it", leader_.name(),
+                     leader_.address(), milliseconds(no_sign));
+}
+
+void ReplicatedCoordinator::try_claim(TimePoint now) {
+  const auto why = reason_to_claim(now);
+  if (!why) return;
+  proto::Leader claim;
+  claim.set_term(std::max(leader_.term(), heard_term_) + 1);
+  claim.set_name(options_.name);
+  claim.set_address(options_.address);
+  claim.set_instance(options_.instance);
+  claim.set_since_ms(options_.started_ms + static_cast<std::uint64_t>(milliseconds(now - started_)));
+  role_ = Role::claiming;
+  // Where the store does not answer, the same is tried again and again.
+  if (!failing_ || claim_told_ != claim.term()) note(false, "claims the lead, in term {}: {}", claim.term(), *why);
+  claim_told_ = claim.term();
+  if (!options_.keys.empty()) claim.set_key(options_.keys.front());
+  submit({.kind = Kind::claim, .token = leader_revision_, .leader = leader_bytes_, .value = claim.SerializeAsString()},
+         now);
+}
+
+void ReplicatedCoordinator::on_claim(const StoreRequest& request, const StoreAnswer& answer, TimePoint now) {
+  learn_of_leader(answer.leader_revision, answer.outcome == Outcome::done ? request.value : answer.leader, now);
+  if (leader_.instance() != options_.instance || leader_.term() == 0) {
+    role_ = Role::following;
+    return;
+  }
+  read_for_lead(now);
+}
+
+}  // namespace rejoin::membership

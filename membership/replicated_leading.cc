@@ -1,0 +1,171 @@
+// What a leader writes into the store, and what leaves it then.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/bytes.h"
+#include "base/deadlines.h"
+#include "base/fail.h"
+#include "membership/replicated_coordinator.h"
+
+namespace rejoin::membership {
+
+using Kind = StoreRequest::Kind;
+
+void ReplicatedCoordinator::lead(TimePoint now) {
+  if (auto taken = machine_->take_over(now); !taken) return fail_with(taken.error().code, taken.error().message);
+  role_ = Role::leading;
+  ++takeovers_;
+  confirmed_at_ = heard_at_ = now;
+  note(false, "leads in term {}, after step {}", leader_.term(), machine_->committed());
+  membership::Actions first = machine_->on_tick(now);
+  proto::LogRecord led;
+  led.mutable_led()->set_term(leader_.term());
+  led.mutable_led()->set_name(options_.name);
+  led.mutable_led()->set_address(options_.address);
+  first.append.insert(position_ == 0 ? first.append.end() : first.append.begin(), std::move(led));
+  enqueue(std::move(first));
+  for (const auto& [node, of] : nodes_)
+    if (of.hello) enqueue(machine_->on_message(node, *of.hello, now));
+  tell_who_leads(all_nodes());
+  write_next(now);
+}
+
+// Others have taken over.
+void ReplicatedCoordinator::follow(const StoreAnswer& answer, TimePoint now) {
+  if (role_ == Role::leading)
+    note(true, "no longer leads: what it decided since it last could write has reached nobody, and is forgotten");
+  role_ = Role::following;
+  forget();
+  learn_of_leader(answer.leader_revision, answer.leader, now);
+  tell_who_leads(all_nodes());
+}
+
+void ReplicatedCoordinator::enqueue(membership::Actions decided) {
+  auto of_life = std::stable_partition(decided.send.begin(), decided.send.end(),
+                                       [](const auto& one) { return !one.second.has_heartbeat(); });
+  std::move(of_life, decided.send.end(), std::back_inserter(actions_.send));
+  decided.send.erase(of_life, decided.send.end());
+  if (decided.append.empty() && decided.send.empty() && decided.close.empty()) {
+    std::move(decided.notes.begin(), decided.notes.end(), std::back_inserter(actions_.notes));
+    return;
+  }
+  queue_.push_back(std::move(decided));
+}
+
+std::optional<proto::LogRecord> ReplicatedCoordinator::snapshot() const {
+  const bool as_written = role_ == Role::leading ? queue_.empty() : has_read_;
+  if (!as_written || position_ == 0 || position_ != copied_) return std::nullopt;
+  auto record = machine_->snapshot();
+  record.mutable_snapshot()->set_position(position_);
+  return record;
+}
+
+// What has been decided meanwhile, together; or where there is nothing, now and then a sign of life.
+void ReplicatedCoordinator::write_next(TimePoint now) {
+  constexpr std::size_t kMostBytes = 1 * MiB;  // etcd takes 1.5 MiB
+  if (role_ != Role::leading || under_way_ || again_) return;
+  if (due_) {
+    const std::uint64_t position = due_->snapshot().position();
+    submit({.kind = Kind::compact,
+            .token = token_,
+            .position = position,
+            .leader = leader_bytes_,
+            .value = std::exchange(due_, std::nullopt)->SerializeAsString()},
+           now);
+    return;
+  }
+  const Duration silence = options_.job.silence;
+  // Of a leader that no node reaches the store is to show no sign, so that another one may take over.
+  const bool sign_due =
+      now - confirmed_at_ >= deadlines::kLeaderSign.of(silence) && now - heard_at_ <= deadlines::kAbandoned.of(silence);
+  if (queue_.empty() && !suspects_itself_ && !sign_due) return;
+  suspects_itself_ = false;
+  proto::LogEntry entry;
+  std::size_t bytes = 0;
+  for (confirming_ = 0; confirming_ < queue_.size(); ++confirming_) {
+    const auto& records = queue_[confirming_].append;
+    for (const auto& record : records) bytes += record.ByteSizeLong();
+    if (confirming_ > 0 && bytes > kMostBytes) break;
+    for (const auto& record : records) *entry.add_records() = record;
+  }
+  appending_ = static_cast<std::uint64_t>(entry.records_size());
+  if (appending_ == 0) return submit({.kind = Kind::renew, .token = token_, .leader = leader_bytes_, .value = {}}, now);
+  // The decisions are as far as this entry now, and never again.
+  if (const std::uint64_t end = position_ + appending_;
+      confirming_ == queue_.size() && end - std::max(snapshot_at_, tried_at_) >= options_.per_snapshot) {
+    due_ = machine_->snapshot();
+    due_->mutable_snapshot()->set_position(end);
+  }
+  submit({.kind = Kind::append,
+          .token = token_,
+          .position = position_,
+          .leader = leader_bytes_,
+          .value = entry.SerializeAsString()},
+         now);
+}
+
+void ReplicatedCoordinator::on_written(TimePoint now) {
+  confirmed_at_ = sign_at_ = now;
+  latency_.last = now - begun_at_;
+  latency_.total += latency_.last;
+  latency_.longest = std::max(latency_.longest, latency_.last);
+  ++latency_.count;
+  if (appending_ > 0) last_entry_ = position_;
+  position_ += appending_;
+  appending_ = 0;
+  release(std::exchange(confirming_, 0));
+  look_at_stall(now);
+  if (!outranked()) return;
+  // The store was set back, or else nodes could not know a higher term: they hear only who leads in one as high.
+  role_ = Role::following;
+  forget();
+  tell_who_leads(all_nodes());
+}
+
+void ReplicatedCoordinator::release(std::size_t items) {
+  for (; items > 0; --items) {
+    membership::Actions done = std::move(queue_.front());
+    queue_.pop_front();
+    for (auto& record : done.append) {
+      ++copied_;
+      actions_.copy.push_back(std::move(record));
+    }
+    std::move(done.send.begin(), done.send.end(), std::back_inserter(actions_.send));
+    for (auto node : done.close) {
+      nodes_.erase(node);
+      actions_.close.push_back(node);
+    }
+    std::move(done.notes.begin(), done.notes.end(), std::back_inserter(actions_.notes));
+  }
+}
+
+Duration ReplicatedCoordinator::patience() const {
+  const Duration silence = options_.job.silence;
+  return std::clamp(3 * took_, deadlines::kTakeover.of(silence), silence);
+}
+
+void ReplicatedCoordinator::look_at_stall(TimePoint now) {
+  // A snapshot is no decision, and takes several transactions.
+  const bool waits = again_ || (under_way_ && under_way_->kind != Kind::compact);
+  const Duration waited = waits ? now - begun_at_ : Duration{};
+  const bool stalled = waited > patience();
+  if (std::exchange(stalled_, stalled) != stalled) {
+    note(stalled, "{}",
+         stalled ? "the store does not take what is decided: nothing is decided until it does, and nobody "
+                   "is put out"
+                 : "the store takes what is decided again");
+    tell_who_leads(all_nodes());
+  }
+  if (!stalled) waits_told_ = false;
+  if (waited <= options_.job.silence || waits_told_) return;
+  waits_told_ = true;
+  auto& [nodes, message] = actions_.send.emplace_back();
+  nodes = all_nodes();
+  message.mutable_waits()->set_stands(true);
+  message.mutable_waits()->set_why(fmt::format("the coordinators' store, which has not answered for {:.0f} ms{}{}",
+                                               milliseconds(waited), failing_ ? ": " : "",
+                                               failing_ ? failing_->why : ""));
+}
+
+}  // namespace rejoin::membership

@@ -1,0 +1,75 @@
+#include "sim/replicated.h"
+
+#include <fmt/format.h>
+
+#include "sim/world.h"
+
+namespace rejoin::sim {
+
+ReplicatedCoordinator::ReplicatedCoordinator(World& world, std::uint32_t of, std::uint32_t at)
+    : CoordinatorProcess(world.next_number(), of, at, world.chance("coordinator", of)), world_(world) {
+  membership::ReplicatedCoordinator::Options options{.job = world.job_to_start(of),
+                                                     .name = fmt::format("c{}", of),
+                                                     .address = fmt::format("coordinator {}", of),
+                                                     .instance = instance,
+                                                     .per_snapshot = 5 + random.pick(60),
+                                                     .copied = world.copied(of),
+                                                     .copied_job = 0};
+  machine_ = std::make_unique<membership::ReplicatedCoordinator>(std::move(options), world.now_at(machine));
+}
+
+void ReplicatedCoordinator::tick() { carry_out(machine_->on_tick(world_.now_at(machine))); }
+
+void ReplicatedCoordinator::on_message(std::uint64_t link, const proto::FromNode& message) {
+  if (world_.planted(Plant::claim_without_majority) && message.has_leader_view() && world_.plant_due()) {
+    proto::FromNode forged = message;
+    auto& view = *forged.mutable_leader_view();
+    view.set_lost(true);
+    for (const auto& member : machine_->following().members()) {
+      auto& host = *view.add_hosts();
+      host.set_replica(member.replica.value);
+      membership::RankSet all;
+      all.add(0, world_.shape.ranks);
+      all.to(host.mutable_ranks());
+    }
+    return carry_out(machine_->on_message(membership::NodeId(link), forged, world_.now_at(machine)));
+  }
+  carry_out(machine_->on_message(membership::NodeId(link), message, world_.now_at(machine)));
+}
+
+void ReplicatedCoordinator::on_link_lost(std::uint64_t link) {
+  carry_out(machine_->on_node_lost(membership::NodeId(link), world_.now_at(machine)));
+}
+
+void ReplicatedCoordinator::on_answer(const membership::StoreAnswer& answer) {
+  carry_out(machine_->on_answer(answer, world_.now_at(machine)));
+}
+
+void ReplicatedCoordinator::carry_out(membership::ReplicatedCoordinator::Actions actions) {
+  if (actions.failed)
+    return world_.checker().violate("no-garbage", fmt::format("{} gives up: {}", describe(), actions.failed->message));
+  for (const auto& note : actions.notes) world_.note("c{}: {}", number, note.text);
+  if (actions.copy_from) world_.copy_from(number, actions.copy_from->snapshot().position());
+  for (const auto& record : actions.copy) world_.on_copied(number, record);
+  if (actions.request) {
+    world_.store().submit(number, instance, *actions.request);
+    // An answer that is none: what was to be durable is on its way.
+    if ((world_.planted(Plant::send_before_durable) &&
+         actions.request->kind == membership::StoreRequest::Kind::append && world_.plant_due()) ||
+        (world_.planted(Plant::answer_unconfirmed) && actions.request->kind == membership::StoreRequest::Kind::renew))
+      world_.answer_coordinator(instance, Duration(1),
+                                {.outcome = membership::StoreAnswer::Outcome::done, .error = {}, .leader = {}});
+  }
+  if (!actions.send.empty() || !actions.close.empty()) world_.check_output(*this, actions);
+  for (const auto& [nodes, message] : actions.send)
+    for (auto node : nodes) world_.to_daemon(node.value, message);
+  for (const auto& node : actions.close) world_.drop_link(node.value);
+}
+
+std::string ReplicatedCoordinator::describe() const {
+  return fmt::format("c{} {} in term {}, knows {} records", number,
+                     machine_->leading() != nullptr ? "leads" : "follows", machine_->leader().term(),
+                     machine_->position());
+}
+
+}  // namespace rejoin::sim

@@ -1,0 +1,26 @@
+// One of several coordinators: what ReplicatedServer does around membership::ReplicatedCoordinator.
+#pragma once
+
+#include "membership/replicated_coordinator.h"
+#include "sim/coordinator.h"
+
+namespace rejoin::sim {
+
+class ReplicatedCoordinator final : public CoordinatorProcess {
+ public:
+  ReplicatedCoordinator(World& world, std::uint32_t number, std::uint32_t machine);
+  void tick() override;
+  void on_message(std::uint64_t link, const proto::FromNode& message) override;
+  void on_link_lost(std::uint64_t link) override;
+  const membership::Coordinator* decisions() const override { return machine_->leading(); }
+  void on_answer(const membership::StoreAnswer& answer);
+  std::string describe() const;
+
+ private:
+  void carry_out(membership::ReplicatedCoordinator::Actions actions);
+
+  World& world_;
+  std::unique_ptr<membership::ReplicatedCoordinator> machine_;
+};
+
+}  // namespace rejoin::sim

@@ -1,0 +1,60 @@
+// The store that several simulated coordinators share, as etcd is: linearizable, and at times slow, away, or without an
+// answer. A request may be done although its sender never hears of it, and long after the sender has given it up.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+
+#include "control.pb.h"
+#include "membership/store.h"
+#include "sim/random.h"
+
+namespace rejoin::sim {
+
+class World;
+
+class Store {
+ public:
+  explicit Store(World& world);
+  // Of the coordinator of this number, whose process is `instance`; the answer goes to it.
+  void submit(std::uint32_t coordinator, std::uint64_t instance, const membership::StoreRequest& request);
+  void begin_with(const std::vector<proto::LogRecord>& records);
+  void clear();
+
+  // Faults:
+  void go_away(TimePoint until);                             // it answers nobody
+  void cut_off(std::uint32_t coordinator, TimePoint until);  // this one can't reach it
+
+  const proto::Leader& leader() const { return leader_; }
+  // Whether this instance is the leader, or was a short time ago: an answer to it may be on its way.
+  bool has_led(std::uint64_t instance) const;
+
+ private:
+  // What is readable, and was at the time of a write.
+  struct State {
+    std::uint64_t leader_revision = 0, alive_revision = 0, snapshot_position = 0;
+    std::uint64_t begin = 0;  // of the log
+    std::string leader;
+    std::shared_ptr<const std::string> snapshot;
+    std::map<std::uint64_t, std::shared_ptr<const std::string>> log;
+  };
+  membership::StoreAnswer execute(std::uint32_t coordinator, const membership::StoreRequest& request, bool late);
+  membership::StoreAnswer read(const membership::StoreRequest& request);
+  bool append(const membership::StoreRequest& request);
+  void compare_with_log(const membership::StoreRequest& snapshot);
+  void answer_with(std::uint64_t instance, Duration delay, membership::StoreAnswer answer);
+
+  World& world_;
+  Random random_;
+  State state_;
+  std::deque<State> before_;  // the last few
+  std::uint64_t revision_ = 0;
+  proto::Leader leader_;
+  std::map<std::uint64_t, TimePoint> led_until_;  // by instance
+  TimePoint away_until_{};
+  std::map<std::uint32_t, TimePoint> cut_until_;
+  std::uint64_t generation_ = 0;  // cleared so often: what is under way to the one before is lost
+};
+
+}  // namespace rejoin::sim

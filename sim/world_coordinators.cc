@@ -1,0 +1,101 @@
+// Several coordinators and their store: whose decisions count, what may leave them, and what can go wrong between them
+// and others.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "sim/world.h"
+
+namespace rejoin::sim {
+
+CoordinatorProcess* World::leader() const {
+  if (!shared()) return coordinators_[0].get();
+  for (const auto& one : coordinators_)
+    if (one && one->decisions() != nullptr && one->instance == store_.leader().instance()) return one.get();
+  return nullptr;
+}
+
+const membership::Coordinator* World::deciding() const {
+  const CoordinatorProcess* one = leader();
+  return one != nullptr ? one->decisions() : nullptr;
+}
+
+// As a rule the one that leads.
+std::uint32_t World::draw_coordinator(Random& random) const {
+  if (!shared()) return 0;
+  const CoordinatorProcess* leads = leader();
+  if (leads != nullptr && !random.one_in(4)) return leads->number;
+  return static_cast<std::uint32_t>(random.pick(shape.coordinators));
+}
+
+void World::answer_coordinator(std::uint64_t instance, Duration delay, membership::StoreAnswer answer) {
+  auto found = processes_.find(instance);
+  if (found == processes_.end()) return;
+  auto* to = dynamic_cast<ReplicatedCoordinator*>(found->second);
+  deliver(*to, delay, [to, answer = std::move(answer)] { to->on_answer(answer); });
+}
+
+void World::on_shared_record(const proto::LogRecord& record) {
+  on_record(record);
+  if (record.has_caught_up()) on_replica_status();
+  CoordinatorProcess* leads = leader();
+  if (leads == nullptr) return;
+  // What is written is written, whether or not its writer hears of it.
+  if (std::exchange(crash_in_append_, false))
+    after({}, [this, number = leads->number] { kill_coordinator(number, "a crash while it wrote"); });
+  if (slow_append_ > Duration{}) store_.go_away(now() + std::exchange(slow_append_, {}));
+}
+
+// What a coordinator takes for the log is what has been written, in that order.
+void World::on_copied(std::uint32_t coordinator, const proto::LogRecord& record) {
+  const std::uint64_t position = copied_[coordinator]++;
+  if (position >= log_.size() || log_[position].SerializeAsString() != record.SerializeAsString())
+    checker_.violate("one-decision", fmt::format("coordinator {} takes another record for number {} than was written",
+                                                 coordinator, position));
+}
+
+// What a plan says is written, and who does not lead any more decides, answers and closes nothing: not even one that
+// was stopped, and goes on.
+void World::check_output(const CoordinatorProcess& of, const membership::ReplicatedCoordinator::Actions& actions) {
+  bool decides = !actions.close.empty();
+  for (const auto& [nodes, message] : actions.send) {
+    const auto& plan = message.plan();
+    if (plan.epoch() > epoch_written_ || plan.committed() > step_written_)
+      checker_.violate("one-decision", fmt::format("a plan of epoch {} after step {} is sent before that is written",
+                                                   plan.epoch(), plan.committed()));
+    decides |= !message.has_leads() && !message.has_heartbeat() && !message.has_waits();
+  }
+  if (decides && !store_.has_led(of.instance) && now() - resumed_at_ > 2 * job.silence)
+    checker_.violate("one-decision", fmt::format("coordinator {} answers, and does not lead", of.number));
+}
+
+// A leader that more than half of the ranks have heard all the time is not to be deposed. A claim that was long on its
+// way was made when it was right.
+void World::on_claim(std::uint32_t coordinator, const proto::Leader& before, bool late) {
+  count("lead claimed");
+  note("coordinator {} takes the lead", coordinator);
+  if (late || now() - resumed_at_ < 2 * job.silence) return;  // who goes on has old news, and hears what is queued
+  for (const auto& one : coordinators_) {
+    if (!one || one->instance != before.instance() || one->stopped || one->decisions() == nullptr) continue;
+    const auto& members = one->decisions()->members();
+    std::size_t hear = 0;
+    for (const auto& member : members)
+      for (std::uint32_t rank = 0; rank < shape.ranks; ++rank)
+        if (Daemon* daemon = daemons_[node_of(member.replica.value, rank)].get();
+            daemon != nullptr && daemon->hears(one->number, std::chrono::milliseconds(150)))
+          ++hear;
+    if (2 * hear > members.size() * shape.ranks)
+      checker_.violate("progress", fmt::format("coordinator {} deposes {}, whom more than half of the ranks hear",
+                                               coordinator, one->number));
+  }
+}
+
+// One coordinator and some of the nodes.
+void World::part(const Fault& fault, TimePoint until) {
+  Random random(fault.detail);
+  const std::uint32_t coordinator = draw_coordinator(random);
+  for (std::uint32_t node = 0; node < nodes(); ++node)
+    if (random.one_in(2)) parted_[{node, coordinator}] = until;
+}
+
+}  // namespace rejoin::sim
