@@ -71,7 +71,7 @@ class Checker:
         self.epochs = {}                    # number → its contributors
         self.contributors = set()           # of the last commit
         self.generation = 0                 # counts the times that the job went back
-        self.steps_rolled_back = 0
+        self.steps_rolled_back = self.steps_lost = 0  # all; those for which there was no reason
         self.true_loss = None               # how the last holder of the committed state was lost, since the last commit
         self.alive = {}                     # (replica, rank) → pid
         self.last = {}                      # (replica, rank) → pid, step it works on, step it has applied
@@ -127,6 +127,7 @@ class Checker:
         lost = self.committed - before
         self.steps_rolled_back += lost
         if self.true_loss is None:
+            self.steps_lost += lost
             self.violate("state-survives", f"{lost} committed steps are gone: {what.format(before + 1)} after step "
                          f"{self.committed}; replicas that hold it: {self.holders() or 'none by now'}")
         self.generation += 1

@@ -1,6 +1,6 @@
 """The faults. Each is a generator: up to its first yield it strikes, and yields what it did and whom it concerns
-("coordinator", or a replica's number): from those nobody expects anything until it is over. What follows mends it, and
-gives how many frames it has met, where it is one of a link.
+(a coordinator's or an etcd member's name, or a replica's number): from those nobody expects anything until it is over.
+What follows mends it, and gives how many frames it has met, where it is one of a link.
 All chance comes from the `random` it is given, of which every fault has its own."""
 import os
 import socket
@@ -92,8 +92,9 @@ def kill_relay(run, random):
 
 @kind(weight=3, blocks=True)
 def kill_coordinator(run, random):
-    run.job.kill("coordinator")
-    yield "coordinator", {"coordinator"}
+    victim = random.choice(run.job.named("coordinator"))
+    run.job.kill(victim.name)
+    yield victim.name, {victim.name}
 
 
 @kind(weight=1, blocks=True)
@@ -147,14 +148,15 @@ def stop_relay(run, random):
 
 @kind(weight=4, lasts=LONG, blocks=True)
 def stop_coordinator(run, random):
-    yield from stop_them(run, run.job.named("coordinator"), {"coordinator"})
+    victim = random.choice(run.job.named("coordinator"))
+    yield from stop_them(run, [victim], {victim.name})
 
 
 @kind(weight=3, lasts=LONG, blocks=True)
 def stop_everything(run, random):
     """A suspended machine, a laptop's lid."""
     yield from stop_them(run, list(run.job.processes.values()),
-                         {"coordinator", *range(run.job.settings.replicas)})
+                         {*run.job.processes, *range(run.job.settings.replicas)})
 
 
 @kind(weight=2, lasts=LONG)
@@ -172,8 +174,7 @@ def hang_rank(run, random):
 
 def touched_by(run, numbers):
     touched = {node.replica for node in run.wiring.nodes if node.host.number in numbers}
-    if run.wiring.control.number in numbers:
-        touched.add("coordinator")
+    touched |= {seat.name for seat in run.wiring.seats() if seat.host.number in numbers}
     if run.wiring.relay is not None and run.wiring.relay.number in numbers:
         touched.add(run.job.settings.replicas - 1)
     return touched
@@ -301,16 +302,24 @@ def corrupt_all_reduce(run, random):
 
 @kind(weight=2, lasts=LONG, needs="links", blocks=True)
 def corrupt_control(run, random):
+    """Of all coordinators, so that they hear from nobody what is to be heard."""
     rules, text = tcp_rule(run, random, "corrupt", "coordinator")
-    return (yield from ruled(run, rules, text, {"coordinator"}))
+    touched = {seat.name for seat in run.wiring.coordinators}
+    return (yield from ruled(run, rules, text, touched | set(range(run.job.settings.replicas))))
 
 
 # ---- disks
 
+def touched_by_disk(run, seat):
+    """One of several coordinators has a copy there, and nobody waits for that."""
+    return set() if run.job.settings.several else {seat.name}
+
+
 @kind(weight=2, lasts=LASTING, needs="disk", blocks=True)
 def fill_disk(run, random):
-    """The log's. The coordinator ends, and comes up again when there is room."""
-    ballast = f"{run.wiring.disk.path}/ballast{len(run.records)}"
+    """The log's. The coordinator ends, and comes up again when there is room; one of several goes on."""
+    seat = random.choice(run.wiring.coordinators)
+    ballast = f"{seat.disk.path}/ballast{len(run.records)}"
     with open(ballast, "wb", buffering=0) as file:
         size = 1 << 20
         while size >= 1:
@@ -319,16 +328,17 @@ def fill_disk(run, random):
                     size //= 2
             except OSError:
                 size //= 2
-    yield "the coordinator's", {"coordinator"}
+    yield f"{seat.name}'s", touched_by_disk(run, seat)
     os.remove(ballast)
 
 
 @kind(weight=2, lasts=LASTING, needs="freezing disk", blocks=True)
 def freeze_disk(run, random):
     """The log's: whoever writes or syncs waits."""
-    run.wiring.disk.freeze()
-    yield "the coordinator's", {"coordinator"}
-    run.wiring.disk.thaw()
+    seat = random.choice(run.wiring.coordinators)
+    seat.disk.freeze()
+    yield f"{seat.name}'s", touched_by_disk(run, seat)
+    seat.disk.thaw()
 
 
 # ---- strangers

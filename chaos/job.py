@@ -8,11 +8,13 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 
+import etcd
+
 
 @dataclass
 class Process:
     name: str
-    role: str  # coordinator, relay, daemon, trainer
+    role: str  # coordinator, etcd, relay, daemon, trainer
     arguments: list
     host: object
     node: str = ""      # its daemon's name, of a daemon or trainer
@@ -24,7 +26,13 @@ class Process:
     output_from: int = 0                     # of this start, in its output file
     started: float = 0.0
     restart_at: float = 0.0
+    held_back: bool = False  # it is not started again before let_start()
     starts: int = 0
+
+    @property
+    def speaker(self):
+        """Who it is in its events."""
+        return self.role if self.role == "coordinator" else self.name
 
     @property
     def pid(self):
@@ -46,7 +54,8 @@ class Death:
 
 
 class Job:
-    """One coordinator, perhaps a relay, daemons and trainers. `wiring` says which host everything is on."""
+    """One coordinator, or several with etcd; perhaps a relay, daemons and trainers. `wiring` says which host everything
+    is on."""
 
     def __init__(self, settings, wiring, directory, random):
         self.settings, self.wiring, self.directory, self.random = settings, wiring, directory, random
@@ -67,30 +76,41 @@ class Job:
                 "--address-file", f"{self.directory}/{name}.json", "--silence-ms", str(self.settings.silence_ms),
                 "--events", f"{self.directory}/events", *more]
 
-    def coordinator_arguments(self):
-        more = ["--coordinator", "--log-directory", self.wiring.log_directory, "--replicas",
-                str(self.settings.replicas), "--ranks", str(self.settings.ranks), "--batch", "4", "--steps",
-                str(self.steps), "--listen", self.addresses.get("coordinator", self.wiring.control.address() + ":0"),
-                "--status", self.addresses.get("status", self.wiring.control.address() + ":0")]
+    def coordinator_arguments(self, seat):
+        known = self.addresses.get(seat.name, {})
+        more = ["--coordinator", "--log-directory", seat.directory, "--replicas", str(self.settings.replicas),
+                "--ranks", str(self.settings.ranks), "--batch", "4", "--steps", str(self.steps),
+                "--listen", known.get("coordinator", seat.host.address() + ":0"),
+                "--status", known.get("status", seat.host.address() + ":0")]
+        if self.settings.several:
+            more += ["--store", etcd.endpoints(self.wiring.members), "--job", "chaos"]
         if self.roll_back_to is not None:
             more += ["--roll-back-to", str(self.roll_back_to)]
-        return self.daemon_arguments("coordinator", more)
+        return self.daemon_arguments(seat.name, more)
+
+    def renew_coordinators(self):
+        """From their next start on they run with what is set now."""
+        for seat in self.wiring.coordinators:
+            self.processes[seat.name].arguments = self.coordinator_arguments(seat)
 
     def start(self):
-        self.add(Process("coordinator", "coordinator", self.coordinator_arguments(), self.wiring.control))
-        self.addresses = self.wait_for_addresses("coordinator", "coordinator")
-        self.processes["coordinator"].arguments = self.coordinator_arguments()  # from now on, where it is
+        for seat in self.wiring.members:
+            self.add(Process(seat.name, "etcd", etcd.arguments(seat, self.wiring.members), seat.host))
+        for seat in self.wiring.coordinators:
+            self.add(Process(seat.name, "coordinator", self.coordinator_arguments(seat), seat.host))
+            self.addresses[seat.name] = self.wait_for_addresses(seat.name, "coordinator")
+        self.renew_coordinators()  # where they are now
+        coordinators = ",".join(addresses["coordinator"] for addresses in self.addresses.values())
         upstream = {}
         if self.settings.relay:
             self.add(Process("relay", "relay", self.daemon_arguments("relay", [
-                "--relay", self.wiring.relay.address() + ":0", "--connect", self.addresses["coordinator"]]),
-                self.wiring.relay))
+                "--relay", self.wiring.relay.address() + ":0", "--connect", coordinators]), self.wiring.relay))
             address = self.wait_for_addresses("relay", "relay")["relay"]
             relay = self.processes["relay"]
             relay.arguments[relay.arguments.index("--relay") + 1] = address
             upstream[self.settings.replicas - 1] = address  # the last replica is behind it
         for node in self.wiring.nodes:
-            connect = upstream.get(node.replica, self.addresses["coordinator"])
+            connect = upstream.get(node.replica, coordinators)
             self.add(Process(node.name, "daemon", self.daemon_arguments(node.name, [
                 "--socket", self.socket(node.name), "--connect", connect, "--transport",
                 self.wiring.transport(node.host), "--data-listen", node.host.address() + ":0"]),
@@ -152,7 +172,7 @@ class Job:
                                     self.output(process)))
                 process.child, process.stops = None, set()
                 process.restart_at = now + self.random.uniform(0.05, 0.5)
-            elif process.child is None and not self.ending and now >= process.restart_at:
+            elif process.child is None and not (self.ending or process.held_back) and now >= process.restart_at:
                 self.launch(process)
         return deaths
 
@@ -168,6 +188,13 @@ class Job:
         if process.child is not None:
             process.killed = True
             process.child.send_signal(number)
+
+    def hold_back(self, name):
+        self.kill(name)
+        self.processes[name].held_back = True
+
+    def let_start(self, name):
+        self.processes[name].held_back = False
 
     def stop(self, name, fault):
         process = self.processes[name]

@@ -37,7 +37,7 @@ def median(values):
 
 def table(run):
     checker = run.checker
-    lines = ["", f"{'fault':<20} {'times':>6}   longest time to the next commit: median, max"]
+    lines = ["", f"{'fault':<22} {'times':>6}   longest time to the next commit: median, max"]
     by_kind = {}
     for record in run.records:
         by_kind.setdefault(record.kind, []).append(record)
@@ -45,11 +45,13 @@ def table(run):
         times = [r.recovery for r in records if r.recovery is not None]
         shown = f"{median(times):8.2f} s {max(times):8.2f} s" if times else "       –"
         idle = sum(not r.struck for r in records)
-        lines.append(f"{kind:<20} {len(records):>6}   {shown}" + (f"   ({idle} met nothing)" if idle else ""))
+        lines.append(f"{kind:<22} {len(records):>6}   {shown}" + (f"   ({idle} met nothing)" if idle else ""))
     lines.append(f"{checker.committed} steps in {checker.epochs_seen} epochs; {len(run.records)} faults; "
                  f"{checker.steps_rolled_back} steps rolled back; processes started: "
                  f"{sum(p.starts for p in run.job.processes.values())}; "
                  f"digests compared: {checker.checked_digests}, gradients checked: {checker.checked_sums}")
+    if run.settings.several:
+        lines.append(f"terms: {len(checker.led)}; committed steps lost without a true loss: {checker.steps_lost}")
     counted = Counter(invariant for invariant, _ in checker.violations)
     lines.append("violations: " + (", ".join(f"{name} {count}" for name, count in counted.items()) or "none"))
     return "\n".join(lines)

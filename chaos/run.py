@@ -12,10 +12,14 @@ import sys
 import tempfile
 import time
 
+import ending
+import etcd
 import faults
 import network
+import store_faults  # noqa: F401: its kinds are among faults.KINDS
 from checker import Checker, Events
 from job import Job
+from leaders import LeadersChecker
 from report import Record, recovery_of, table
 from wiring import Wiring
 
@@ -41,10 +45,12 @@ class Run:
         self.wiring = Wiring(settings, directory, settings.seed)
         self.switch = self.wiring.switch
         self.job = Job(settings, self.wiring, directory, random.Random(f"restarts {settings.seed}"))
-        self.checker = Checker(settings.replicas, settings.ranks, settings.elements)
+        checker = LeadersChecker if settings.several else Checker
+        self.checker = checker(settings.replicas, settings.ranks, settings.elements)
         self.events = Events(f"{directory}/events")
         self.records, self.active = [], {}
         self.expected_since = self.begun  # since then steps ought to be committed
+        self.faulted_at = self.begun       # then a replica was touched last
         self.said = self.timed = 0
         self.pids = {}
 
@@ -66,19 +72,21 @@ class Run:
         for process in self.job.processes.values():
             if process.pid and self.pids.get(process.name) != process.pid:
                 self.pids[process.name] = process.pid
-                self.events.follow(process.name, process.pid)
+                self.events.follow(process.speaker, process.pid)
                 if process.role == "trainer":
                     self.checker.on_started(process.replica, process.rank, process.pid)
         for event in self.events.read():
             if event["kind"] == "epoch" and event["who"] == "coordinator":
                 self.log(f"    epoch {event['epoch']} at step {event['step']}: {event['members'] or 'nobody'} "
                          f"({event.get('reason', '')})")
+            elif event["kind"] == "leader":
+                self.log(f"    {self.name_of(event['pid'])} leads in term {event['term']}")
             self.checker.on_event(event)
         for death in deaths:
             if not death.killed:
                 self.log(f"    {death.process.name} ended: {death.how}")
             self.checker.on_death(death)
-            self.events.forget(death.process.name, death.pid)
+            self.events.forget(death.process.speaker, death.pid)
         self.log_violations()
         if self.said > 20:
             raise Stuck("more than 20 violations")
@@ -86,13 +94,28 @@ class Run:
         self.operate()
         time.sleep(0.01)
 
+    def name_of(self, pid):
+        return next((process.name for process in self.job.processes.values() if process.pid == pid), f"process {pid}")
+
+    def leader(self):
+        """Of several coordinators, as far as they have said."""
+        return next((p for p in self.job.named("coordinator") if p.pid and p.pid == self.checker.leader()), None)
+
+    def can_decide(self, touched):
+        """A coordinator is left alone, and where there are several, so are most members of etcd."""
+        members = self.wiring.members
+        return (any(seat.name not in touched for seat in self.wiring.coordinators)
+                and 2 * sum(seat.name in touched for seat in members) <= len(members))
+
     def expect_progress(self):
-        """While the coordinator and one replica that contributes are left alone, steps are committed."""
+        """While who decides and one replica that contributes are left alone, steps are committed."""
         now = time.monotonic()
         touched = set().union(*(touched for touched, _ in self.active.values())) if self.active else set()
         able = {r for r, contributes in self.checker.members.items() if contributes} - touched
-        if self.checker.finished or "coordinator" in touched or (self.active and not able):
+        if self.checker.finished or not self.can_decide(touched) or (self.active and not able):
             self.expected_since = now
+        if self.settings.several:
+            self.forgive()
         last = self.checker.commits[-1] if self.checker.commits else 0
         if now - max(last, self.expected_since) > self.stall_budget:
             raise Stuck(f"no step was committed for {self.stall_budget:.1f} s, though "
@@ -102,17 +125,17 @@ class Run:
         """After a true loss the operator says that the job may start from what there is; for this once."""
         if self.checker.true_loss and not self.active and self.job.roll_back_to is None:
             self.log("    the operator: --roll-back-to 0")
-            self.restart_coordinator(roll_back_to=0)
+            self.restart_coordinators(roll_back_to=0)
         elif not self.checker.true_loss and self.job.roll_back_to is not None:
             self.job.roll_back_to = None
-            self.job.processes["coordinator"].arguments = self.job.coordinator_arguments()
+            self.job.renew_coordinators()
 
-    def restart_coordinator(self, steps=None, roll_back_to=None):
-        process = self.job.processes["coordinator"]
+    def restart_coordinators(self, steps=None, roll_back_to=None):
         self.job.steps = self.job.steps if steps is None else steps
         self.job.roll_back_to = roll_back_to
-        process.arguments = self.job.coordinator_arguments()
-        self.job.kill("coordinator")
+        self.job.renew_coordinators()
+        for process in self.job.named("coordinator"):
+            self.job.kill(process.name)
 
     def wait(self, condition, seconds, what):
         deadline = time.monotonic() + seconds
@@ -131,6 +154,8 @@ class Run:
         """The faults of a round: (when, how long, kind, its random)."""
         chance = random.Random(f"{self.settings.seed} {self.settings.transport} {number}")
         names = [name for name in faults.KINDS if self.settings.only is None or name in self.settings.only]
+        if not self.settings.several:
+            names = [name for name in names if not (faults.KINDS[name].needs or "").startswith("store")]
         if self.settings.only is None:
             names = [name for name in names if name not in self.settings.without]
         weights = [faults.KINDS[name].weight for name in names]
@@ -186,15 +211,30 @@ class Run:
             earlier.until = earlier.until or record.at
         self.records.append(record)
         self.active[record.number] = (touched, fault)
+        self.take_note(touched)
         self.log(f"  {kind.name}: {what}" + (f" for {1e3 * lasts:.0f} ms" if kind.lasts else ""))
         self.ends.append((time.monotonic() + lasts, record, fault, kind, what))
+
+    def take_note(self, touched):
+        """Of replicas that may be put out for what happens to them."""
+        replicas = touched & set(range(self.settings.replicas))
+        if self.settings.several and replicas:
+            self.checker.faulted |= replicas
+            self.faulted_at = time.monotonic()
+
+    def forgive(self):
+        """What happened to a replica has been noticed long ago, by one who could decide."""
+        commits = self.checker.commits
+        if commits and commits[-1] - self.faulted_at > 3 * self.silence and self.all_contribute():
+            self.checker.faulted.clear()
 
     def mend(self, record, fault, kind, what):
         try:
             next(fault)
         except StopIteration as over:
             record.struck = over.value != 0
-        self.active.pop(record.number)
+        touched, _ = self.active.pop(record.number)
+        self.take_note(touched)
         now = time.monotonic()
         # What is over needs time to be noticed, before others are expected to do without.
         self.expected_since = max(self.expected_since, now)
@@ -217,7 +257,7 @@ class Run:
             self.finish()
         except Stuck as stuck:
             self.checker.violate("progress", str(stuck))
-            for line in self.waits_for():
+            for line in ending.waits_for(self):
                 self.log(f"    {line}")
         finally:
             self.log_violations()
@@ -234,59 +274,20 @@ class Run:
             if count > self.settled.get((name, pid), count) + 32:
                 self.checker.violate("bounded-memory", f"{name} had {self.settled[name, pid]} descriptors, now {count}")
         self.job.ending = False
-        self.restart_coordinator(steps=self.checker.committed + 60)
+        self.restart_coordinators(steps=self.checker.committed + 60)
         self.wait(lambda: self.checker.finished, 20 + self.recovery_budget, "the job did not finish")
         self.job.ending = True
         self.wait(lambda: not any(p.child for p in self.job.named("trainer")), 20, "trainers did not leave")
+        left = time.monotonic()
+        self.wait(lambda: time.monotonic() > left + self.silence, 60, "")  # for all copies of the log
         for process in self.job.processes.values():
-            self.job.kill(process.name, 15)
+            self.job.kill(process.name, 9 if process.role == "etcd" else 15)
         self.wait(lambda: not any(p.child for p in self.job.processes.values()), 20, "daemons did not end on SIGTERM")
-        self.audit()
-        self.look_for_remains()
-
-    def audit(self):
-        audit = subprocess.run([f"{self.settings.binaries}/rejoin", "audit",
-                                f"{self.wiring.log_directory}/decisions.log", "--steps",
-                                str(self.job.steps)], capture_output=True, text=True)
-        said = " ".join(line for line in (audit.stdout + audit.stderr).split("\n")
-                        if "samples" in line or audit.returncode > 1)
-        self.log(f"audit: {said}")
-        # What was rolled back is handed out again, but a run may be over before that.
-        pending = self.checker.steps_rolled_back > 0 and ", 0 repeated" in said
-        if audit.returncode != 0 and not pending:
-            self.checker.violate("exactly-once", f"rejoin audit: {said}")
-
-    def look_for_remains(self):
-        """Nothing of the job is left: no shared memory, no core, no socket in its namespaces."""
-        remains = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")] if self.settings.confined else []
-        remains += [f"core: {name}" for name in os.listdir(f"{self.directory}/cwd")]
-        if self.settings.confined:
-            for host in self.wiring.hosts:
-                def sockets():
-                    with open("/proc/thread-self/net/unix") as table:
-                        return [line.split()[-1] for line in table if "@rejoin" in line]
-                remains += host.run(sockets)
-        for what in remains:
-            self.checker.violate("nothing-left", what)
-
-    def waits_for(self):
-        """The coordinator's own status, and how the processes are."""
-        address = self.job.addresses.get("status", "")
-        command = [f"{self.settings.binaries}/rejoin", "status", address]
-        try:
-            status = subprocess.run([*self.wiring.control.prefix, *command], capture_output=True, text=True, timeout=10)
-            yield from (status.stdout + status.stderr).strip().split("\n")
-        except subprocess.TimeoutExpired:
-            yield "the coordinator does not answer"
-        for process in self.job.processes.values():
-            state = "not running"
-            if process.pid:
-                with open(f"/proc/{process.pid}/stat") as stat:
-                    state = f"pid {process.pid}, {stat.read().split(') ')[1][0]}"
-            yield f"{process.name}: {state}, start {process.starts}"
+        ending.audit(self)
+        ending.look_for_remains(self)
 
     def end(self):
-        for touched, fault in self.active.values():
+        for _, fault in self.active.values():
             next(fault, None)
         self.job.ending = True
         self.job.go_on_all()
@@ -295,10 +296,12 @@ class Run:
         for process in self.job.processes.values():
             if process.child is not None:
                 process.child.wait()
-        if self.wiring.disk is not None:
-            if self.checker.violations:  # the disk goes with us
-                shutil.copytree(self.wiring.log_directory, f"{self.directory}/log", dirs_exist_ok=True)
-            self.wiring.disk.unmount()
+        for seat in self.wiring.seats():
+            if seat.disk is None:
+                continue
+            if (self.checker.violations or self.settings.keep) and seat in self.wiring.coordinators:  # the disk goes
+                shutil.copytree(seat.directory, f"{self.directory}/{os.path.basename(seat.directory)}.{seat.name}")
+            seat.disk.unmount()
 
 
 def parse():
@@ -307,6 +310,8 @@ def parse():
     parser.add_argument("--seed", default=None, help="of the faults (default: any)")
     parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all",
                         help="shm: all replicas on one host; tcp; rails: TCP over two; all: one after the other")
+    parser.add_argument("--store", choices=("file", "etcd"), default="file",
+                        help="file: one coordinator; etcd: three, with three members of etcd, and faults of them all")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--relay", action=argparse.BooleanOptionalAction, default=True,
@@ -322,6 +327,7 @@ def parse():
     parser.add_argument("--keep", action="store_true", help="keep the directory, which is kept anyhow after a failure")
     parser.add_argument("--binaries", default=str(SOURCE / "build/release/bin"))
     settings = parser.parse_args()
+    settings.several = settings.store == "etcd"
     for name in [*(settings.only or ()), *settings.without]:
         if name not in faults.KINDS:
             parser.error(f"no fault '{name}'; there are {' '.join(faults.KINDS)}")
@@ -350,11 +356,14 @@ def confine():
 
 def main():
     settings = parse()
+    if settings.several and etcd.program() is None:
+        print("chaos: SKIPPED: --store etcd needs the package etcd-server")
+        return 77
     settings.confined = confine()
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: nobody escapes
     resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     transports = TRANSPORTS if settings.transport == "all" else (settings.transport,)
-    again = f"./run chaos --seed {settings.seed}"
+    again = f"./run chaos --seed {settings.seed}" + (" --store etcd" if settings.several else "")
     print(f"{again} --minutes {settings.minutes:g} --transport {settings.transport}", flush=True)
     good = True
     for transport in transports:

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <openssl/rand.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -15,6 +14,7 @@
 #include <thread>
 
 #include "base/fail.h"
+#include "examples/demo_process.h"
 #include "examples/interrupt.h"
 
 namespace rejoin::demo {
@@ -22,12 +22,6 @@ namespace rejoin::demo {
 namespace {
 
 constexpr auto kRestartAfter = std::chrono::milliseconds(200);  // what a scheduler needs to start a process again
-
-void end(pid_t pid) {
-  if (pid <= 0) return;
-  ::kill(pid, SIGKILL);
-  ::waitpid(pid, nullptr, 0);
-}
 
 // Each on a line of its own, under the message.
 std::string joined(const std::vector<std::string>& lines) {
@@ -41,32 +35,26 @@ std::string joined(const std::vector<std::string>& lines) {
 Job::~Job() {
   for (auto& [rank, pid] : trainers_) end(pid);
   for (auto& [replica, pid] : daemons_) end(pid);
-  end(coordinator_);
+  for (auto& one : coordinators_) end(one.pid);
 }
 
-Result<pid_t> Job::spawn(const std::string& name, std::vector<std::string> arguments) {
-  const std::string output = fmt::format("{}/{}.out", directory_, name);
-  const pid_t parent = ::getpid();
-  const pid_t pid = ::fork();
-  if (pid < 0) return fail_errno("fork");
-  if (pid == 0) {
-    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // nothing outlives the demo
-    if (::getppid() != parent) ::_exit(127);
-    const int out = ::open(output.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
-    const int null = ::open("/dev/null", O_RDONLY);
-    ::dup2(null, 0);
-    ::dup2(out, 1);
-    ::dup2(out, 2);
-    std::vector<char*> argv;
-    for (auto& argument : arguments) argv.push_back(argument.data());
-    argv.push_back(nullptr);
-    ::execv(argv[0], argv.data());
-    ::_exit(127);
+Job::Job(JobSettings settings, std::string directory)
+    : settings_(std::move(settings)), directory_(std::move(directory)) {
+  for (std::size_t i = 0; i < (settings_.several() ? kCoordinators : 1); ++i) {
+    const std::string number = settings_.several() ? std::to_string(i) : "";
+    Coordinator& one = coordinators_.emplace_back();
+    one.name = "coordinator" + number;
+    one.log_directory = directory_ + "/log" + number;
   }
-  return pid;
 }
 
-Result<std::string> Job::wait_for_address(pid_t& pid, const std::string& file, const char* key) {
+std::map<std::string, std::string> Job::log_paths() const {
+  std::map<std::string, std::string> paths;
+  for (const auto& one : coordinators_) paths[one.name] = one.log_directory + "/decisions.log";
+  return paths;
+}
+
+Result<nlohmann::json> Job::wait_for_addresses(pid_t& pid, const std::string& file, const char* key) {
   const auto outputs = [this] { return joined(output_tail()); };
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (std::chrono::steady_clock::now() < deadline) {
@@ -77,44 +65,53 @@ Result<std::string> Job::wait_for_address(pid_t& pid, const std::string& file, c
     }
     std::ifstream in(file);
     if (in) {
-      const auto json = nlohmann::json::parse(in, nullptr, false);
-      if (!json.is_discarded() && json.contains(key)) return json.at(key).get<std::string>();
+      auto json = nlohmann::json::parse(in, nullptr, false);
+      if (!json.is_discarded() && json.contains(key)) return json;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
   return fail(ErrorCode::timeout, "a daemon did not come up within 10 s; its output:{}", outputs());
 }
 
-Result<> Job::start_coordinator(const std::string& listen) {
-  const std::string address_file = directory_ + "/coordinator.json";
+Result<> Job::start_coordinator(Coordinator& one) {
+  const std::string address_file = fmt::format("{}/{}.json", directory_, one.name);
   std::filesystem::remove(address_file);
-  auto pid =
-      spawn("coordinator", {settings_.binaries + "/rejoind", "--coordinator", "--listen", listen, "--log-directory",
-                            directory_ + "/log", "--replicas", std::to_string(settings_.replicas), "--ranks",
-                            std::to_string(settings_.ranks), "--batch", std::to_string(settings_.batch), "--steps",
-                            std::to_string(settings_.steps), "--silence-ms", std::to_string(settings_.silence_ms),
-                            // Where everybody was killed the demo starts afresh; its proof counts the steps.
-                            "--roll-back-to", "0", "--job-key-file", directory_ + "/key", "--address-file",
-                            address_file, "--events", events_directory()});
+  std::vector<std::string> arguments{
+      settings_.binaries + "/rejoind", "--coordinator", "--listen", one.address, "--log-directory", one.log_directory,
+      "--replicas", std::to_string(settings_.replicas), "--ranks", std::to_string(settings_.ranks), "--batch",
+      std::to_string(settings_.batch), "--steps", std::to_string(settings_.steps), "--silence-ms",
+      std::to_string(settings_.silence_ms),
+      // Where everybody was killed the demo starts afresh; its proof counts the steps.
+      "--roll-back-to", "0", "--job-key-file", directory_ + "/key", "--address-file", address_file, "--events",
+      events_directory()};
+  if (etcd_) {
+    const std::string store = "etcd:" + etcd_->endpoints();
+    arguments.insert(arguments.end(), {"--store", store, "--job", "demo", "--name", one.name});
+  }
+  auto pid = spawn(std::move(arguments), output(one.name));
   if (!pid) return tl::unexpected(pid.error());
-  coordinator_ = *pid;
-  auto address = wait_for_address(coordinator_, address_file, "coordinator");
-  if (!address) return tl::unexpected(address.error());
-  coordinator_address_ = *address;
+  one.pid = *pid;
+  coordinator_of_[*pid] = one.name;
+  auto addresses = wait_for_addresses(one.pid, address_file, "coordinator");
+  if (!addresses) return tl::unexpected(addresses.error());
+  one.address = addresses->at("coordinator").get<std::string>();
+  one.status = addresses->value("status", "");
   return {};
 }
 
 Result<> Job::start_daemon(std::uint32_t replica) {
   const std::string name = fmt::format("node{}", replica), address_file = fmt::format("{}/{}.json", directory_, name);
   std::filesystem::remove(address_file);
+  std::string all;
+  for (const auto& one : coordinators_) all += (all.empty() ? "" : ",") + one.address;
   auto pid =
-      spawn(name, {settings_.binaries + "/rejoind", "--name", name, "--socket",
-                   fmt::format("{}/{}.sock", directory_, name), "--connect", coordinator_address_, "--silence-ms",
-                   std::to_string(settings_.silence_ms), "--transport", settings_.transport, "--job-key-file",
-                   directory_ + "/key", "--address-file", address_file, "--events", events_directory()});
+      spawn({settings_.binaries + "/rejoind", "--name", name, "--socket", fmt::format("{}/{}.sock", directory_, name),
+             "--connect", all, "--silence-ms", std::to_string(settings_.silence_ms), "--transport", settings_.transport,
+             "--job-key-file", directory_ + "/key", "--address-file", address_file, "--events", events_directory()},
+            output(name));
   if (!pid) return tl::unexpected(pid.error());
   daemons_[replica] = *pid;
-  auto ready = wait_for_address(daemons_[replica], address_file, "socket");
+  auto ready = wait_for_addresses(daemons_[replica], address_file, "socket");
   if (!ready) return tl::unexpected(ready.error());
   return {};
 }
@@ -144,7 +141,7 @@ Result<> Job::start_trainer(RankName rank, const std::vector<std::string>& more)
                                      "--log-level",
                                      settings_.log_level};
   arguments.insert(arguments.end(), more.begin(), more.end());
-  auto pid = spawn(fmt::format("trainer{}.{}", rank.replica, rank.rank), std::move(arguments));
+  auto pid = spawn(std::move(arguments), output(fmt::format("trainer{}.{}", rank.replica, rank.rank)));
   if (!pid) return tl::unexpected(pid.error());
   trainers_[rank] = *pid;
   return {};
@@ -162,7 +159,10 @@ Result<> Job::start(const std::map<RankName, std::vector<std::string>>& more) {
     if (fd >= 0) ::close(fd);
     if (!written) return fail_errno(fmt::format("job key in {}", directory_));
   }
-  if (auto started = start_coordinator("127.0.0.1:0"); !started) return started;
+  if (settings_.several())
+    if (auto started = etcd_.emplace(directory_).start(); !started) return started;
+  for (auto& one : coordinators_)
+    if (auto started = start_coordinator(one); !started) return started;
   for (std::uint32_t replica = 0; replica < settings_.replicas; ++replica)
     if (auto started = start_daemon(replica); !started) return started;
   for (std::uint32_t replica = 0; replica < settings_.replicas; ++replica)
@@ -189,20 +189,30 @@ void Job::end_stopped(std::uint32_t replica) {
     }
 }
 
-void Job::signal_coordinator(int signal) {
-  if (coordinator_ > 0) ::kill(coordinator_, signal);
+void Job::signal_coordinator(int signal, const std::string& name) {
+  for (const auto& one : coordinators_)
+    if (one.name == name && one.pid > 0) ::kill(one.pid, signal);
 }
 
 void Job::signal_all(int signal) {
-  signal_coordinator(signal);
+  for (const auto& one : coordinators_) signal_coordinator(signal, one.name);
+  for (std::size_t i = 0; etcd_ && i < Etcd::kMembers; ++i) etcd_->signal(i, signal);
   for (const auto& [replica, pid] : daemons_)
     if (pid > 0) ::kill(pid, signal);
   for (const auto& [rank, pid] : trainers_) ::kill(pid, signal);
 }
 
 Result<> Job::restart_coordinator() {
-  end(std::exchange(coordinator_, 0));
-  return start_coordinator(coordinator_address_);
+  end(std::exchange(coordinators_.front().pid, 0));
+  return start_coordinator(coordinators_.front());
+}
+
+// The only one is missed at once.
+Result<> Job::on_coordinator_ended(Coordinator& one, TimePoint now) {
+  one.pid = 0;
+  if (!settings_.several()) return start_coordinator(one);
+  one.lost = now;
+  return {};
 }
 
 Result<> Job::restart_daemon(std::uint32_t replica) {
@@ -212,11 +222,13 @@ Result<> Job::restart_daemon(std::uint32_t replica) {
 
 Result<> Job::on_ended(pid_t pid, int status, TimePoint now) {
   const auto name = [&]() -> std::string {
-    if (pid == coordinator_) return "coordinator";
+    for (const auto& one : coordinators_)
+      if (one.pid == pid) return one.name;
     for (const auto& [replica, daemon] : daemons_)
       if (daemon == pid) return fmt::format("node{}", replica);
     for (const auto& [rank, trainer] : trainers_)
       if (trainer == pid) return fmt::format("trainer{}.{}", rank.replica, rank.rank);
+    if (const auto member = etcd_ ? etcd_->find(pid) : std::nullopt) return Etcd::name(*member);
     return "";
   }();
   if (name.empty()) return {};
@@ -230,10 +242,9 @@ Result<> Job::on_ended(pid_t pid, int status, TimePoint now) {
   if (!to_be_started_again)
     return fail(ErrorCode::unavailable, "{} ended with {}; its output ends with:{}", name, WEXITSTATUS(status),
                 joined(output_tail(name)));
-  if (pid == coordinator_) {
-    coordinator_ = 0;
-    return restart_coordinator();
-  }
+  for (auto& one : coordinators_)
+    if (one.pid == pid) return on_coordinator_ended(one, now);
+  if (const auto member = etcd_ ? etcd_->find(pid) : std::nullopt) return etcd_->restart(*member);
   for (auto& [replica, daemon] : daemons_)
     if (daemon == pid) {
       daemon = 0;
@@ -253,6 +264,11 @@ Result<> Job::look_after(TimePoint now) {
     if (pid <= 0) break;
     if (auto ended = on_ended(pid, status, now); !ended) return ended;
   }
+  for (auto& one : coordinators_)
+    if (one.lost && now - *one.lost >= kRestartAfter) {
+      one.lost.reset();
+      if (auto started = start_coordinator(one); !started) return started;
+    }
   for (auto it = lost_.begin(); it != lost_.end();) {
     const auto [replica, since] = *it;
     bool ended = true;
@@ -269,6 +285,31 @@ Result<> Job::look_after(TimePoint now) {
     }
   }
   return {};
+}
+
+Result<nlohmann::json> Job::settle() {
+  nlohmann::json said = nlohmann::json::object();
+  if (!settings_.several()) return said;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(15);
+  for (const auto& one : coordinators_)
+    for (;;) {
+      if (auto on = unless_interrupted(); !on) return tl::unexpected(on.error());
+      if (auto looked = look_after(SteadyClock().now()); !looked) return tl::unexpected(looked.error());
+      auto status = nlohmann::json::parse(get(one.status, "/status"), nullptr, false);
+      if (one.pid > 0 && status.contains("coordinator_role")) {
+        said[one.name] = std::move(status.at("coordinator_role"));
+        if (said[one.name].at("committed") == settings_.steps) break;
+      }
+      if (std::chrono::steady_clock::now() > deadline)
+        return fail(ErrorCode::timeout, "{} has not read all that was decided within 15 s; it says: {}", one.name,
+                    said.value(one.name, nlohmann::json()).dump());
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  for (auto& one : coordinators_) {
+    ::kill(one.pid, SIGTERM);
+    ::waitpid(std::exchange(one.pid, 0), nullptr, 0);
+  }
+  return said;
 }
 
 std::vector<std::string> Job::output_tail(const std::string& name) const {

@@ -1,16 +1,19 @@
-// The processes of one training job: a coordinator, a daemon for each replica, a trainer for each rank. Starts them,
-// kills them, starts them again as a cluster's scheduler would.
+// The processes of one training job: a coordinator, or several with the etcd that they share, a daemon for each
+// replica, a trainer for each rank. Starts them, kills them, starts them again as a cluster's scheduler would.
 #pragma once
 
 #include <sys/types.h>
 
 #include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/result.h"
+#include "examples/demo_etcd.h"
 
 namespace rejoin::demo {
 
@@ -23,6 +26,8 @@ struct JobSettings {
   std::string state = "session";  // who allocates them: see rejoin-demo-trainer
   std::string transport = "shm";
   std::string log_level = "warn";
+  std::string store = "file";  // or etcd: then there are several coordinators
+  bool several() const { return store == "etcd"; }
 };
 
 struct RankName {
@@ -32,23 +37,31 @@ struct RankName {
 
 class Job {
  public:
-  // Everything lives in `directory`: key, sockets, log, events, output of the processes.
-  Job(JobSettings settings, std::string directory) : settings_(std::move(settings)), directory_(std::move(directory)) {}
+  static constexpr std::size_t kCoordinators = 3;  // where there are several
+
+  // Everything lives in `directory`: key, sockets, logs, events, output of the processes.
+  Job(JobSettings settings, std::string directory);
   ~Job();
 
   // `more`: arguments of a trainer's first instance.
   Result<> start(const std::map<RankName, std::vector<std::string>>& more);
   std::string events_directory() const { return directory_ + "/events"; }
-  std::string log_path() const { return directory_ + "/log/decisions.log"; }
+  std::map<std::string, std::string> log_paths() const;  // by the coordinator's name
+  // All coordinators there were, by PID: their events name them all alike.
+  const std::map<int, std::string>& coordinators() const { return coordinator_of_; }
 
   void signal_trainer(RankName rank, int signal);
   Result<> restart_coordinator();  // kill -9, and the same again on the same log
   Result<> restart_daemon(std::uint32_t replica);
-  void signal_coordinator(int signal);
+  void signal_coordinator(int signal, const std::string& name = "coordinator");  // where it runs
+  Etcd* etcd() { return etcd_ ? &*etcd_ : nullptr; }
   void signal_all(int signal);
   // Looks after the processes: whoever was killed, by whomever, is started again; a replica that lost a rank as a whole
   // once all its ranks have ended. A process that ended with an error, or crashed, is an error here.
   Result<> look_after(TimePoint now);
+  // Of a finished job with several coordinators: until each has written down all that was decided. Then they end, and
+  // what they said last is returned, by name. Of one with one coordinator: nothing.
+  Result<nlohmann::json> settle();
   // A stopped rank never ends by itself.
   void end_stopped(std::uint32_t replica);
 
@@ -57,18 +70,26 @@ class Job {
   std::vector<std::string> output_tail(const std::string& name = "") const;  // of this process, or of all
 
  private:
-  Result<pid_t> spawn(const std::string& name, std::vector<std::string> arguments);
-  Result<> start_coordinator(const std::string& listen);
+  struct Coordinator {
+    std::string name, log_directory, address = "127.0.0.1:0";
+    std::string status;  // its address
+    pid_t pid = 0;
+    std::optional<TimePoint> lost;  // to be started again
+  };
+  std::string output(const std::string& name) const { return directory_ + "/" + name + ".out"; }
+  Result<> start_coordinator(Coordinator& coordinator);
   Result<> start_daemon(std::uint32_t replica);
   Result<> start_trainer(RankName rank, const std::vector<std::string>& more);
   Result<> on_ended(pid_t pid, int status, TimePoint now);
-  // Of the daemon that has just been started as `pid`.
-  Result<std::string> wait_for_address(pid_t& pid, const std::string& file, const char* key);
+  Result<> on_coordinator_ended(Coordinator& coordinator, TimePoint now);
+  // What it says of its addresses, the daemon that has just been started as `pid`, with this one among them.
+  Result<nlohmann::json> wait_for_addresses(pid_t& pid, const std::string& file, const char* key);
 
   const JobSettings settings_;
   const std::string directory_;
-  std::string coordinator_address_;
-  pid_t coordinator_ = 0;
+  std::optional<Etcd> etcd_;
+  std::vector<Coordinator> coordinators_;
+  std::map<int, std::string> coordinator_of_;
   std::map<std::uint32_t, pid_t> daemons_;
   std::map<RankName, pid_t> trainers_;
   std::set<RankName> finished_;

@@ -7,26 +7,18 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <thread>
 
 #include "base/command_line.h"
 #include "base/fail.h"
 #include "base/log.h"
-#include "examples/demo_plan.h"
+#include "examples/demo_leads.h"
+#include "examples/demo_run.h"
 #include "examples/demo_trace.h"
 #include "examples/demo_view.h"
 #include "examples/interrupt.h"
 
 namespace rejoin::demo {
 namespace {
-
-struct Settings : Faults {
-  JobSettings job;
-  std::uint64_t pause_ms = 0;
-  bool no_baseline = false, quiet = false, keep = false;
-  std::string json, trace, directory;
-  std::uint64_t limit_seconds = 600;
-};
 
 // Before the run, which may take long.
 Result<> check_output(const char* flag, const std::string& path) {
@@ -41,136 +33,6 @@ Result<> check_output(const char* flag, const std::string& path) {
                 there ? "a directory; give a file in it" : "no directory");
   return {};
 }
-
-std::int64_t now_ns() { return SteadyClock().now().time_since_epoch().count(); }
-
-// One run of the job with its faults; the story is complete when it returns.
-class Run {
- public:
-  Run(const Settings& settings, Plan plan, std::string directory)
-      : s_(settings), plan_(std::move(plan)), job_(settings.job, directory), story_(directory + "/events") {}
-
-  Result<> go() {
-    LiveView view(s_.job, s_.quiet);
-    if (auto started = job_.start(trainers_arguments()); !started) return started;
-    has_started_ = true;
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(s_.limit_seconds);
-    while (!job_.finished()) {
-      if (auto on = unless_interrupted(); !on) return on;
-      if (std::chrono::steady_clock::now() > deadline) {
-        std::string tail;
-        for (const auto& line : job_.output_tail()) tail += "\n  " + line;
-        return fail(ErrorCode::timeout, "the run did not end within {} s; it is at step {}.{}", s_.limit_seconds,
-                    story_.committed(), tail);
-      }
-      for (const auto& event : story_.read())
-        if (auto reacted = react(event); !reacted) return reacted;
-      if (auto looked = job_.look_after(SteadyClock().now()); !looked) return looked;
-      if (goes_on_at_ && SteadyClock().now() >= *goes_on_at_) {
-        goes_on_at_.reset();
-        job_.signal_all(SIGCONT);
-      }
-      view.draw(story_);
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    }
-    story_.read();
-    view.draw(story_);
-    view.end();
-    return {};
-  }
-  bool has_started() const { return has_started_; }  // all of the job's processes
-  const Story& story() const { return story_; }
-  nlohmann::json report() const { return story_.report(s_.job, job_.log_path()); }
-
- private:
-  // What trainers are started with for what is planned: where to wait for their end, what to get wrong.
-  std::map<RankName, std::vector<std::string>> trainers_arguments() const {
-    std::map<RankName, std::vector<std::string>> more;
-    const auto add = [&](RankName rank, const char* option, std::uint64_t step) {
-      more[rank].insert(more[rank].end(), {option, std::to_string(step)});
-    };
-    for (const auto& [target, kind] : plan_.ranks) add(target.rank, "--pause-at", target.step);
-    if (plan_.drift) add(plan_.drift->rank, "--drift-from", plan_.drift->step);
-    if (s_.flip_bit != 0) add({s_.job.replicas - 1, 0}, "--flip-bit-at", s_.flip_bit);
-    return more;
-  }
-
-  // Stops one or all, for a while.
-  void pause(const char* kind, std::uint64_t step) {
-    story_.did({now_ns(), kind, 0, 0, step});
-    goes_on_at_ = SteadyClock().now() + std::chrono::milliseconds(s_.pause_ms);
-    if (kind == std::string("pause_all")) job_.signal_all(SIGSTOP);
-    else job_.signal_coordinator(SIGSTOP);
-  }
-
-  Result<> react(const Event& event) {
-    RankName rank;
-    const bool trainer = std::sscanf(event.who.c_str(), "r%u.%u", &rank.replica, &rank.rank) == 2;
-    const std::uint64_t step = event.number("step");
-    if (trainer && event.kind == "paused") {
-      paused_.insert(rank);
-      // Those of one step die together.
-      std::vector<std::pair<Target, std::string>> together;
-      for (const auto& target : plan_.ranks)
-        if (target.first.step == step) together.push_back(target);
-      for (const auto& [target, kind] : together)
-        if (!paused_.contains(target.rank)) return {};
-      for (const auto& [target, kind] : together) {
-        story_.did({now_ns(), kind, target.rank.replica, target.rank.rank, step});
-        job_.signal_trainer(target.rank, kind == "hang" ? SIGSTOP : SIGKILL);
-      }
-    }
-    if (event.kind == "commit" && s_.kill_coordinator != 0 && !coordinator_killed_ && step + 1 >= s_.kill_coordinator) {
-      coordinator_killed_ = true;
-      story_.did({now_ns(), "kill_coordinator", 0, 0, step + 1});
-      return job_.restart_coordinator();
-    }
-    if (event.kind == "commit" && s_.pause_coordinator != 0 && !coordinator_paused_ &&
-        step + 1 >= s_.pause_coordinator) {
-      coordinator_paused_ = true;
-      pause("pause_coordinator", step + 1);
-    }
-    if (event.kind == "commit" && s_.pause_all != 0 && !all_paused_ && step + 1 >= s_.pause_all) {
-      all_paused_ = true;
-      pause("pause_all", step + 1);
-    }
-    if (event.kind == "commit" && plan_.daemon && !daemon_killed_ && step + 1 >= plan_.daemon->step) {
-      daemon_killed_ = true;
-      story_.did({now_ns(), "kill_daemon", plan_.daemon->rank.replica, 0, step + 1});
-      return job_.restart_daemon(plan_.daemon->rank.replica);
-    }
-    if (event.kind == "rank_down") job_.end_stopped(static_cast<std::uint32_t>(event.number("replica")));
-    // As soon as the stream of a joiner has begun, one of its sources dies.
-    if (s_.kill_source && !source_killed_ && event.kind == "catch_up" && event.number("bytes") > 0 &&
-        !event.fields.value("done", false))
-      for (const auto& [id, replica] : story_.replicas())
-        if (replica.role == "contributor" && id != event.number("replica")) {
-          source_killed_ = true;
-          const RankName source{id, static_cast<std::uint32_t>(event.number("rank"))};
-          story_.did({now_ns(), "kill_source", source.replica, source.rank, story_.committed() + 1});
-          job_.signal_trainer(source, SIGKILL);
-          break;
-        }
-    if (s_.kill_joiner && !joiner_killed_ && event.kind == "catch_up" && event.number("bytes") > 0 &&
-        !event.fields.value("done", false)) {
-      joiner_killed_ = true;
-      const RankName joiner{static_cast<std::uint32_t>(event.number("replica")),
-                            static_cast<std::uint32_t>(event.number("rank"))};
-      story_.did({now_ns(), "kill_joiner", joiner.replica, joiner.rank, story_.committed() + 1});
-      job_.signal_trainer(joiner, SIGKILL);
-    }
-    return {};
-  }
-
-  const Settings& s_;
-  const Plan plan_;
-  Job job_;
-  Story story_;
-  std::set<RankName> paused_;
-  bool coordinator_killed_ = false, daemon_killed_ = false, source_killed_ = false, joiner_killed_ = false;
-  bool coordinator_paused_ = false, all_paused_ = false, has_started_ = false;
-  std::optional<TimePoint> goes_on_at_;
-};
 
 Result<int> demo(Settings& s, const Plan& plan) {
   char name[] = "/tmp/rejoin-demo-XXXXXX";
@@ -196,6 +58,7 @@ Result<int> demo(Settings& s, const Plan& plan) {
     Settings calm = s;
     static_cast<Faults&>(calm) = {};
     calm.quiet = true;
+    calm.job.store = "file";
     if (!s.quiet) std::printf("the same run without a failure, for comparison ...\n");
     std::filesystem::create_directories(s.directory + "/calm");
     Run baseline(calm, {}, s.directory + "/calm");
@@ -211,7 +74,7 @@ Result<int> demo(Settings& s, const Plan& plan) {
   if (!s.trace.empty())
     if (auto written = write_trace(s.trace, run.story().events(), run.story().deeds()); !written)
       return tl::unexpected(written.error());
-  const bool good = report.at("same_bits").get<bool>() && !report.at("ledger").contains("error") &&
+  const bool good = sound(report) && report.at("same_bits").get<bool>() && !report.at("ledger").contains("error") &&
                     report.at("ledger").at("repeated") == 0 && report.at("ledger").at("lost") == 0 &&
                     (report.at("rolled_back_steps") == 0 || s.lose_all(s.job));
   return good ? 0 : 1;
@@ -246,6 +109,25 @@ int main(int argc, char** argv) {
       .range(1, 1000000);
   line.add("--pause-all", s.pause_all, "STEP: stop all processes at that step, for --pause-ms: a suspended machine")
       .range(1, 1000000);
+  line.add("--store", s.job.store,
+           "where decisions are kept: file; or etcd, in three members of the demo's own that three coordinators share")
+      .one_of({"file", "etcd"})
+      .show_default();
+  line.add("--kill-leader", s.kill_leader,
+           "STEP: kill -9 the coordinator that leads at that step; it is started again (with --store etcd, as are the "
+           "next ones)")
+      .range(1, 1000000);
+  line.add("--pause-leader", s.pause_leader,
+           "STEP: stop the coordinator that leads at that step (SIGSTOP), for --pause-ms")
+      .range(1, 1000000);
+  line.add("--kill-etcd", s.kill_etcd,
+           "STEP: kill -9 members of etcd at that step; they are started again after --pause-ms")
+      .range(1, 1000000);
+  line.add("--pause-etcd", s.pause_etcd, "STEP: stop members of etcd at that step (SIGSTOP), for --pause-ms")
+      .range(1, 1000000);
+  line.add("--etcd-members", s.etcd_members, "which ones: etcd's own leader, a follower, or all")
+      .one_of({"leader", "follower", "all"})
+      .show_default();
   line.add("--pause-ms", s.pause_ms, "how long these pauses last; 0: two and a half times the silence").show_default();
   line.add("--drift", s.drift, "REPLICA@STEP: from that step on the replica's optimizer gets a bit wrong");
   line.add("--flip-bit", s.flip_bit, "STEP: a bit of a reduced gradient flips on one rank of the last replica")
@@ -278,8 +160,13 @@ int main(int argc, char** argv) {
       check_output("--json", s.json).and_then([&] { return check_output("--trace", s.trace); }).and_then([&] {
         return plan_of(s, s.job);
       });
+  const auto etcd = s.job.several() && plan ? Etcd::check() : rejoin::Result<>();
   if (!plan) {
     std::cerr << "rejoin-demo: " << plan.error().message << "\n";
+    return 2;
+  }
+  if (!etcd) {
+    std::cerr << "rejoin-demo: " << etcd.error().message << "\n";
     return 2;
   }
   ::signal(SIGPIPE, SIG_IGN);

@@ -59,14 +59,34 @@ std::string kills_of(const Faults& faults) {
   if (!faults.hangs.empty()) return fmt::format("--hang {}", faults.hangs.front());
   if (!faults.kill_daemon.empty()) return fmt::format("--kill-daemon {}", faults.kill_daemon);
   if (faults.kill_coordinator != 0) return fmt::format("--kill-coordinator {}", faults.kill_coordinator);
+  if (faults.kill_leader != 0) return fmt::format("--kill-leader {}", faults.kill_leader);
+  if (faults.kill_etcd != 0) return fmt::format("--kill-etcd {}", faults.kill_etcd);
   return faults.kill_source ? "--kill-source" : faults.kill_joiner ? "--kill-joiner" : "";
+}
+
+// What there is one of, or several.
+Result<> check_store(const Faults& faults, const JobSettings& job) {
+  for (const auto& [flag, step] : {std::pair("--kill-leader", faults.kill_leader),
+                                   {"--pause-leader", faults.pause_leader},
+                                   {"--kill-etcd", faults.kill_etcd},
+                                   {"--pause-etcd", faults.pause_etcd}})
+    if (step != 0 && !job.several())
+      return fail(ErrorCode::invalid_argument, "{} {}: there is one coordinator, and no etcd; give --store etcd, too",
+                  flag, step);
+  for (const auto& [flag, step, other] : {std::tuple("--kill-coordinator", faults.kill_coordinator, "--kill-leader"),
+                                          {"--pause-coordinator", faults.pause_coordinator, "--pause-leader"}})
+    if (step != 0 && job.several())
+      return fail(ErrorCode::invalid_argument, "{} {}: with --store etcd there are several; give {} {}", flag, step,
+                  other, step);
+  return {};
 }
 
 }  // namespace
 
 bool Faults::none() const {
   return kills.empty() && hangs.empty() && kill_daemon.empty() && drift.empty() &&
-         kill_coordinator + pause_coordinator + pause_all + flip_bit == 0;
+         kill_coordinator + pause_coordinator + pause_all + flip_bit == 0 &&
+         kill_leader + pause_leader + kill_etcd + pause_etcd == 0;
 }
 
 bool Faults::lose_all(const JobSettings& job) const {
@@ -79,6 +99,7 @@ bool Faults::lose_all(const JobSettings& job) const {
 Result<Plan> plan_of(const Faults& faults, const JobSettings& job) {
   if (const std::string kill = kills_of(faults); faults.no_kill && !kill.empty())
     return fail(ErrorCode::invalid_argument, "--no-kill and {}: nothing is killed, or that is; give one of them", kill);
+  if (auto right = check_store(faults, job); !right) return tl::unexpected(right.error());
   Plan plan;
   for (const auto& text : faults.kills)
     if (auto added = add(plan, "kill", text, job); !added) return tl::unexpected(added.error());
@@ -94,7 +115,11 @@ Result<Plan> plan_of(const Faults& faults, const JobSettings& job) {
   for (const auto& [flag, step] : {std::pair("--kill-coordinator", faults.kill_coordinator),
                                    {"--pause-coordinator", faults.pause_coordinator},
                                    {"--pause-all", faults.pause_all},
-                                   {"--flip-bit", faults.flip_bit}})
+                                   {"--flip-bit", faults.flip_bit},
+                                   {"--kill-leader", faults.kill_leader},
+                                   {"--pause-leader", faults.pause_leader},
+                                   {"--kill-etcd", faults.kill_etcd},
+                                   {"--pause-etcd", faults.pause_etcd}})
     if (step != 0)
       if (auto right = check_step(fmt::format("{} {}", flag, step), step, job); !right)
         return tl::unexpected(right.error());

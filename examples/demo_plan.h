@@ -14,6 +14,8 @@ struct Faults {
   std::vector<std::string> kills, hangs;                                                   // REPLICA.RANK@STEP
   std::string kill_daemon, drift;                                                          // REPLICA@STEP
   std::uint64_t kill_coordinator = 0, pause_coordinator = 0, pause_all = 0, flip_bit = 0;  // a step; 0: not at all
+  std::uint64_t kill_leader = 0, pause_leader = 0, kill_etcd = 0, pause_etcd = 0;  // … of several coordinators
+  std::string etcd_members = "leader";                                             // or follower, or all
   bool kill_source = false, kill_joiner = false, no_kill = false;
 
   bool none() const;

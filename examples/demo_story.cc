@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "membership/log.h"
+#include "examples/demo_leads.h"
 
 namespace rejoin::demo {
 
@@ -17,8 +17,6 @@ std::optional<RankName> rank_of(const std::string& who) {  // "r1.0"
   if (std::sscanf(who.c_str(), "r%u.%u", &rank.replica, &rank.rank) != 2) return std::nullopt;
   return rank;
 }
-
-double ms(std::int64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-6; }
 
 double quantile(std::vector<double> values, double q) {
   if (values.empty()) return 0;
@@ -44,8 +42,9 @@ std::vector<Event> Story::read() {
       offsets_[path] += line.size() + 1;
       auto json = nlohmann::json::parse(line, nullptr, false);
       if (json.is_discarded()) continue;
-      fresh.push_back(
-          {json.value("t", std::int64_t{0}), json.value("who", ""), json.value("kind", ""), pid, std::move(json)});
+      const auto name = names_.find(pid);
+      fresh.push_back({json.value("t", std::int64_t{0}), name == names_.end() ? json.value("who", "") : name->second,
+                       json.value("kind", ""), pid, std::move(json)});
     }
   }
   std::stable_sort(fresh.begin(), fresh.end(), [](const Event& a, const Event& b) { return a.t < b.t; });
@@ -54,8 +53,14 @@ std::vector<Event> Story::read() {
   return fresh;
 }
 
+void Story::undone(const std::string& kind, std::int64_t t) {
+  const auto last = std::find_if(deeds_.rbegin(), deeds_.rend(), [&](const Deed& deed) { return deed.kind == kind; });
+  if (last != deeds_.rend()) last->until = t;
+}
+
 void Story::take(const Event& event) {
-  if (event.kind == "commit") committed_ = std::max(committed_, event.number("step"));
+  // A coordinator may be killed when the trainers know already, and it has not said so.
+  if (event.kind == "commit" || event.kind == "committed") committed_ = std::max(committed_, event.number("step"));
   if (event.kind == "epoch") {
     for (auto& [id, replica] : replicas_) replica.role = "out";
     std::string members = event.fields.value("members", "") + ",";
@@ -171,7 +176,7 @@ nlohmann::json Story::step_times() const {
           {"median_during_catch_up", quantile(during, 0.5)}};
 }
 
-nlohmann::json Story::report(const JobSettings& settings, const std::string& log_path) const {
+nlohmann::json Story::report(const JobSettings& settings, const std::map<std::string, std::string>& logs) const {
   nlohmann::json json{{"replicas", settings.replicas},
                       {"ranks", settings.ranks},
                       {"steps_committed", committed_},
@@ -183,11 +188,12 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
                               {"kind", deed.kind},
                               {"replica", deed.replica},
                               {"rank", deed.rank},
-                              {"step", deed.step}});
+                              {"step", deed.step},
+                              {"who", deed.who}});
   for (const auto& event : events_) {
     if (event.kind != "epoch" && event.kind != "rank_down" && event.kind != "catch_up_started" &&
         event.kind != "promoted" && event.kind != "daemon_lost" && event.kind != "daemon_back" &&
-        event.kind != "finished")
+        event.kind != "finished" && event.kind != "leader" && event.kind != "standby")
       continue;
     nlohmann::json entry{{"t_ms", ms(event.t - start)},
                          {"kind", event.kind},
@@ -196,13 +202,17 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
                          {"step", event.number("step")}};
     if (event.fields.contains("reason")) entry["reason"] = event.fields.at("reason");
     if (event.fields.contains("members")) entry["members"] = event.fields.at("members");
+    if (event.fields.contains("term")) entry["who"] = event.who, entry["term"] = event.number("term");
     if (const auto rank = rank_of(event.who)) entry["replica"] = rank->replica, entry["rank"] = rank->rank;
     json["events"].push_back(std::move(entry));
   }
   std::stable_sort(json["events"].begin(), json["events"].end(),
                    [](const auto& a, const auto& b) { return a.at("t_ms") < b.at("t_ms"); });
   json["failures"] = nlohmann::json::array();
-  for (const auto& deed : deeds_) json["failures"].push_back(failure(deed));
+  for (const auto& deed : deeds_) {
+    json["failures"].push_back(failure(deed));
+    if (settings.several()) json["failures"].back().update(what_it_cost(deed, deeds_, events_));
+  }
   json["catch_ups"] = catch_ups();
   json["step_ms"] = step_times();
 
@@ -231,14 +241,7 @@ nlohmann::json Story::report(const JobSettings& settings, const std::string& log
   }
   json["same_bits"] = same && first.has_value();
 
-  if (auto records = membership::read_log(log_path)) {
-    const auto audit = membership::audit(membership::trained_by_step(*records));
-    json["ledger"] = {
-        {"samples", audit.samples}, {"once", audit.once}, {"lost", audit.lost}, {"repeated", audit.repeated}};
-    json["rolled_back_steps"] = membership::rolled_back(*records).steps;
-  } else {  // no proof: the caller must not take it for one
-    json["ledger"] = {{"samples", 0}, {"once", 0}, {"lost", 0}, {"repeated", 0}, {"error", records.error().message}};
-  }
+  json.update(audit_of(logs, committed_));
   const auto curve = losses();
   if (!curve.empty()) {
     const auto mean_of = [&](std::size_t from, std::size_t to) {  // single steps are noisy

@@ -13,6 +13,8 @@
 
 namespace rejoin::demo {
 
+inline double ms(std::int64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-6; }
+
 struct Event {
   std::int64_t t = 0;  // CLOCK_MONOTONIC nanoseconds
   std::string who, kind;
@@ -38,10 +40,13 @@ struct ReplicaState {
 // What the demo did to the job.
 struct Deed {
   std::int64_t t = 0;
-  // kill, hang, kill_daemon, kill_coordinator, kill_source, kill_joiner, pause_coordinator, pause_all
+  // kill, hang, kill_daemon, kill_coordinator, kill_source, kill_joiner, pause_coordinator, pause_all; of several
+  // coordinators kill_leader, pause_leader, kill_etcd, pause_etcd
   std::string kind;
   std::uint32_t replica = 0, rank = 0;
   std::uint64_t step = 0;
+  std::string who = {};    // which coordinator, or members of etcd
+  std::int64_t until = 0;  // goes on, or is started again, from then on
 };
 
 class Story {
@@ -50,6 +55,9 @@ class Story {
   // Reads what is new; returns it.
   std::vector<Event> read();
   void did(Deed deed) { deeds_.push_back(std::move(deed)); }
+  void undone(const std::string& kind, std::int64_t t);  // of the last such deed
+  // These processes' events are these names', whatever they say. Before they are read.
+  void name(const std::map<int, std::string>& by_pid) { names_ = by_pid; }
 
   const std::vector<Event>& events() const { return events_; }
   const std::map<std::uint32_t, ReplicaState>& replicas() const { return replicas_; }
@@ -58,7 +66,8 @@ class Story {
   std::vector<std::pair<std::uint64_t, double>> losses() const;  // step, mean over contributors
 
   // The --json document, but for what the caller knows better (digest comparison with another run, settings).
-  nlohmann::json report(const JobSettings& settings, const std::string& log_path) const;
+  // `logs`: of each coordinator.
+  nlohmann::json report(const JobSettings& settings, const std::map<std::string, std::string>& logs) const;
 
  private:
   void take(const Event& event);
@@ -68,6 +77,7 @@ class Story {
 
   const std::string directory_;
   std::map<std::string, std::size_t> offsets_;
+  std::map<int, std::string> names_;
   std::vector<Event> events_;
   std::vector<Deed> deeds_;
   std::map<std::uint32_t, ReplicaState> replicas_;

@@ -46,7 +46,8 @@ Result<> write_trace(const std::string& path, const std::vector<Event>& events, 
   for (const auto& deed : deeds)
     trace.push_back({{"ph", "i"},
                      {"s", "g"},
-                     {"name", fmt::format("{} {}.{}", deed.kind, deed.replica, deed.rank)},
+                     {"name", deed.who.empty() ? fmt::format("{} {}.{}", deed.kind, deed.replica, deed.rank)
+                                               : fmt::format("{} {}", deed.kind, deed.who)},
                      {"pid", row("demo")},
                      {"tid", 1},
                      {"ts", us(deed.t)}});

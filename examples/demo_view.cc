@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/bytes.h"
+#include "examples/demo_leads.h"
 
 namespace rejoin::demo {
 
@@ -52,6 +53,7 @@ std::string name_of(const nlohmann::json& failure) {
 // What became of a failure, as far as there was anything to measure: without survivors, say, there is no commit of
 // theirs.
 std::string line_of(const nlohmann::json& failure) {
+  if (!failure.value("who", "").empty()) return cost_line(failure);
   std::string line = fmt::format("  {} at step {}: ", name_of(failure), failure.at("step").get<int>());
   if (const auto detected = failure.at("detected_ms").get<double>(); detected >= 0)
     line += fmt::format("seen after {:.1f} ms; ", detected);
@@ -194,6 +196,13 @@ std::string summary(const nlohmann::json& report) {
       what = fmt::format("kill -9 the daemon of replica {}", event.at("replica").get<int>());
     else if (kind == "kill_coordinator") what = "kill -9 the coordinator";
     else if (kind == "pause_coordinator") what = "kill -STOP the coordinator, for a while";
+    else if (kind == "kill_leader" || kind == "kill_etcd")
+      what = fmt::format("kill -9 {}", event.at("who").get<std::string>());
+    else if (kind == "pause_leader" || kind == "pause_etcd")
+      what = fmt::format("kill -STOP {}, for a while", event.at("who").get<std::string>());
+    else if (kind == "leader" || kind == "standby")
+      what = fmt::format("{} {} in term {}", event.at("who").get<std::string>(), kind == "leader" ? "leads" : "follows",
+                         event.at("term").get<int>());
     else if (kind == "pause_all") what = "kill -STOP all processes, for a while";
     else if (kind == "rank_down")
       what = fmt::format("daemon: replica {} rank {} is down: {}", event.at("replica").get<int>(),
@@ -243,6 +252,7 @@ std::string summary(const nlohmann::json& report) {
     text += "  state survives: unknown, without the coordinator's log\n";
   else if (lost == 0) text += "  state survives: yes: no committed step was rolled back\n";
   else text += fmt::format("  state survives: no: {} steps were rolled back\n", lost);
+  text += proof_lines(report);
   if (report.contains("loss")) {
     const auto& loss = report.at("loss");
     text += fmt::format("  loss: {:.4f} at first, {:.4f} at last", loss.at("first").get<double>(),
