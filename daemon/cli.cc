@@ -10,6 +10,7 @@
 #include "base/bytes.h"
 #include "base/clock.h"
 #include "base/command_line.h"
+#include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/result.h"
 #include "daemon/flags.h"
@@ -320,7 +321,7 @@ Result<int> import_from(const std::string& log, const StoreSettings& settings, b
   if (!settings.shared())
     return fail(ErrorCode::invalid_argument, "nothing says into which store: --store etcd:HOST:PORT,HOST:PORT…");
   asio::io_context io(1);
-  auto store = open_store(io, settings);
+  auto store = open_store(io, settings, deadlines::kSilence);
   if (!store) return tl::unexpected(store.error());
   const auto where = fmt::format("job {} in {}", settings.job, settings.store);
   const auto done = import_log(io, **store, log, replace, where);

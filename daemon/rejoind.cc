@@ -69,7 +69,7 @@ std::string advertised(const Config& c, const std::string& listening) {
 
 Result<std::unique_ptr<ReplicatedServer>> start_one_of_several(asio::io_context& io, const Config& c,
                                                                const JobKeys& keys) {
-  auto store = open_store(io, c.store);
+  auto store = open_store(io, c.store, std::chrono::milliseconds(c.silence_ms));
   if (!store) return tl::unexpected(store.error());
   ReplicatedServer::Options options;
   options.name = c.node.name;

@@ -1,5 +1,6 @@
 #include "daemon/store_factory.h"
 
+#include "base/deadlines.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "daemon/auth.h"
@@ -7,10 +8,11 @@
 
 namespace rejoin::daemon {
 
-Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s) {
+Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence) {
   EtcdOptions options;
   options.endpoints = s.endpoints();
   options.prefix = s.prefix();
+  options.deadline = std::chrono::duration_cast<std::chrono::milliseconds>(deadlines::kStoreTry.of(silence));
   options.ca_file = s.ca;
   options.cert_file = s.cert;
   options.key_file = s.key;

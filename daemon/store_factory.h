@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "base/clock.h"
 #include "base/result.h"
 #include "daemon/store_settings.h"
 #include "membership/store.h"
@@ -14,7 +15,8 @@ class io_context;
 
 namespace rejoin::daemon {
 
-// Of settings that are checked and shared(). Errors: files that can't be read, or that others may read.
-Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s);
+// Of settings that are checked and shared(). `silence`: of which the deadline of a try is made. Errors: files that
+// can't be read, or that others may read.
+Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence);
 
 }  // namespace rejoin::daemon

@@ -16,11 +16,10 @@ class PauseDetector {
   // The caller ticks at least every silence / 8. Returns how long this process was paused since the last tick, which is
   // zero as a rule. The caller does not count that time as anybody's silence (forgive()).
   Duration on_tick(TimePoint now) {
-    const Duration gap = last_ == TimePoint{} ? Duration{} : now - last_;
+    const Duration pause = unseen(now);
     last_ = now;
-    if (gap <= silence_ / 4) return {};
-    settled_at_ = now + silence_ / 8;
-    return gap;
+    if (pause > Duration{}) settled_at_ = now + silence_ / 8;
+    return pause;
   }
   // A pause that ends just now, before the tick that will tell of it.
   Duration unseen(TimePoint now) const {

@@ -1,37 +1,316 @@
-// One of several coordinators by itself; how they behave together is tested in sim/.
+// One of several coordinators by itself, over a store that answers as it is told; how they behave together is tested in
+// sim/.
 #include "membership/replicated_coordinator.h"
 
 #include <gtest/gtest.h>
 
+#include <map>
+
 namespace rejoin::membership {
 namespace {
 
-using Outcome = StoreAnswer::Outcome;
+using namespace std::chrono_literals;
+using Asked = StoreRequest::Kind;
+using Answered = StoreAnswer::Outcome;
+
+constexpr Duration kQuiet = 1600ms;
+
+proto::Leader other_leader() {
+  proto::Leader leader;
+  leader.set_term(7);
+  leader.set_name("other");
+  leader.set_address("other:1");
+  leader.set_instance(99);
+  return leader;
+}
+
+// A store of one writer, and a coordinator that uses it.
+struct Alone {
+  ReplicatedCoordinator::Options options{.job = {.replicas = 2, .ranks = 1, .batch = 4, .id = 5, .silence = kQuiet},
+                                         .name = "c0",
+                                         .address = "c0:1",
+                                         .instance = 1};
+  TimePoint now{1h};
+  std::unique_ptr<ReplicatedCoordinator> one;
+  std::string leader, snapshot;
+  std::uint64_t revision = 0, leader_revision = 0, alive = 0, snapshot_position = 0;
+  std::map<std::uint64_t, std::string> log;
+  std::vector<StoreRequest> asked;
+  std::vector<std::string> told;
+  std::optional<Error> failed;
+  bool answers = true;
+  std::optional<Asked> lose;  // the answer to the next such request
+
+  void start() { one = std::make_unique<ReplicatedCoordinator>(options, now); }
+  // As if somebody else led, who has written what begins a job.
+  void let_other_lead() {
+    leader = other_leader().SerializeAsString();
+    leader_revision = ++revision;
+    write(0, [](proto::LogEntry& entry) {
+      auto& job = *entry.add_records()->mutable_job();
+      job.set_replicas(2);
+      job.set_ranks(1);
+      job.set_batch(4);
+      job.set_id(5);
+      auto& begun = *entry.add_records()->mutable_epoch();
+      begun.set_epoch(1);
+      begun.set_step(1);
+      for (std::uint32_t replica : {0, 1}) {
+        begun.add_members()->set_replica(replica);
+        begun.mutable_members()->rbegin()->set_incarnation(replica + 1);
+      }
+    });
+  }
+  void write(std::uint64_t position, const std::function<void(proto::LogEntry&)>& fill) {
+    proto::LogEntry entry;
+    fill(entry);
+    log[position] = entry.SerializeAsString();
+    ++revision;
+  }
+  void give_out(std::uint64_t position, std::uint64_t incarnation) {
+    write(position,
+          [&](proto::LogEntry& entry) { entry.add_records()->mutable_incarnated()->set_incarnation(incarnation); });
+  }
+  StoreAnswer answer_to(const StoreRequest& request) {
+    StoreAnswer answer{.outcome = Answered::unknown, .error = "nobody is there", .leader = {}};
+    if (!answers) return answer;
+    answer = {.outcome = Answered::done, .error = {}, .leader = {}};
+    const bool fits = request.token == leader_revision && request.leader == leader;
+    if (request.kind == Asked::read) {
+      answer.alive_revision = alive;
+      answer.snapshot_position = snapshot_position;
+      std::uint64_t from = request.position;
+      if (snapshot_position > from && !log.contains(from)) from = snapshot_position, answer.snapshot = snapshot;
+      for (auto entry = log.lower_bound(from); entry != log.end(); ++entry) answer.entries.emplace_back(*entry);
+    } else if (!fits || (request.kind == Asked::append && log.contains(request.position))) {
+      answer.outcome = Answered::refused;
+      if (request.kind == Asked::append && log.contains(request.position)) answer.existing = log[request.position];
+    } else {
+      ++revision;
+      if (request.kind == Asked::claim) leader = request.value, leader_revision = revision;
+      if (request.kind == Asked::append) log[request.position] = request.value;
+      if (request.kind == Asked::renew) alive = revision;
+    }
+    answer.leader = leader;
+    answer.leader_revision = leader_revision;
+    return answer;
+  }
+  void carry_out(ReplicatedCoordinator::Actions actions) {
+    for (bool more = true; more;) {
+      more = actions.request.has_value();
+      for (const auto& note : actions.notes) told.push_back(note.text);
+      if (actions.failed) failed = actions.failed;
+      if (!more) return;
+      asked.push_back(*actions.request);
+      StoreAnswer answer = answer_to(asked.back());
+      if (lose == asked.back().kind) {  // it is done, and nobody hears of it
+        lose.reset();
+        answer = {.outcome = Answered::unknown, .error = "it is lost", .leader = {}};
+      }
+      actions = one->on_answer(answer, now);
+    }
+  }
+  void pass(Duration time) {
+    for (const TimePoint until = now + time; now < until;) {
+      now += kQuiet / 16;
+      for (const auto& [node, view] : views) say(node);
+      carry_out(one->on_tick(now));
+    }
+  }
+  std::map<std::uint64_t, proto::LeaderView> views;  // of nodes that say the same again and again
+  void node(std::uint64_t number, bool lost, bool stalled = false) {
+    auto& view = views[number] = {};
+    view.set_term(7);
+    view.set_led_term(7);
+    view.set_lost(lost || stalled);
+    view.set_stalled(stalled);
+    view.add_hosts()->set_replica(static_cast<std::uint32_t>(number));
+    RankSet(0).to(view.mutable_hosts(0)->mutable_ranks());
+    say(number);
+  }
+  void say(std::uint64_t number) {
+    proto::FromNode message;
+    message.mutable_hello()->set_node("n");
+    carry_out(one->on_message(NodeId(number + 1), message, now));
+    *message.mutable_leader_view() = views[number];
+    carry_out(one->on_message(NodeId(number + 1), message, now));
+  }
+  bool leads() const { return one->leading() != nullptr; }
+  std::size_t count(Asked kind) const {
+    return static_cast<std::size_t>(
+        std::ranges::count_if(asked, [&](const auto& request) { return request.kind == kind; }));
+  }
+};
+
+TEST(ReplicatedCoordinator, WhereNobodyHasLedTheFirstToComeLeads) {
+  Alone job;
+  job.start();
+  job.pass(kQuiet / 8);
+  EXPECT_TRUE(job.leads());
+  EXPECT_EQ(job.log.size(), 1u);
+  proto::LogEntry first;
+  ASSERT_TRUE(first.ParseFromString(job.log.at(0)));
+  ASSERT_EQ(first.records_size(), 2);
+  EXPECT_TRUE(first.records(0).has_job());
+  EXPECT_EQ(first.records(1).led().term(), 1u);
+}
+
+TEST(ReplicatedCoordinator, ItTakesMoreThanHalfOfTheRanksToDeposeALeaderThatWrites) {
+  Alone job;
+  job.let_other_lead();
+  job.start();
+  for (int i = 0; i < 40; ++i) {
+    job.alive = ++job.revision;
+    job.pass(kQuiet / 8);
+    if (i == 8) job.node(0, true);
+  }
+  EXPECT_FALSE(job.leads()) << "one of two";
+  job.node(1, true);
+  job.pass(kQuiet / 16);
+  EXPECT_TRUE(job.leads());
+  EXPECT_EQ(job.one->leader().term(), 8u);
+}
+
+TEST(ReplicatedCoordinator, OfALeaderThatDoesNotWriteHalfOfTheRanksAreEnough) {
+  Alone job;
+  job.let_other_lead();
+  job.start();
+  job.pass(kQuiet / 8);
+  job.node(0, true);
+  job.pass(kQuiet / 8);
+  EXPECT_FALSE(job.leads());
+  job.pass(kQuiet / 4);
+  EXPECT_TRUE(job.leads());
+}
+
+TEST(ReplicatedCoordinator, ALeaderThatANodeHearsIsLeftAlone) {
+  Alone job;
+  job.let_other_lead();
+  job.start();
+  job.node(0, true);
+  job.node(1, false);
+  job.pass(5 * kQuiet);
+  EXPECT_FALSE(job.leads());
+}
+
+TEST(ReplicatedCoordinator, OfALeaderThatCanNotWriteAnotherThatCanTakesOver) {
+  Alone job;
+  job.let_other_lead();
+  job.start();
+  job.pass(kQuiet);
+  job.answers = false;
+  for (std::uint64_t number : {0, 1}) job.node(number, false, true);
+  job.pass(kQuiet);
+  EXPECT_EQ(job.count(Asked::claim), 0u) << "it can't write either";
+  job.answers = true;
+  job.pass(kQuiet / 4);
+  EXPECT_TRUE(job.leads());
+}
+
+TEST(ReplicatedCoordinator, WhoIsStartedAgainInTheNameAndPlaceOfTheLeaderLeads) {
+  for (const bool same : {true, false}) {
+    Alone job;
+    job.let_other_lead();
+    job.options.address = "other:1";
+    job.options.name = same ? "other" : "another host, where that address means another machine";
+    job.start();
+    job.pass(kQuiet);
+    EXPECT_EQ(job.leads(), same);
+  }
+}
+
+TEST(ReplicatedCoordinator, AHigherTermThanTheStoreKnowsIsOutdone) {
+  Alone job;
+  job.start();
+  job.pass(kQuiet / 8);
+  ASSERT_TRUE(job.leads());
+  job.node(0, true);  // it has heard of term 7
+  job.pass(kQuiet / 4);
+  EXPECT_TRUE(job.leads());
+  EXPECT_EQ(job.one->leader().term(), 8u);
+}
+
+TEST(ReplicatedCoordinator, AnAnswerThatIsLostChangesNothing) {
+  for (const Asked lost : {Asked::read, Asked::claim, Asked::append, Asked::renew}) {
+    Alone job;
+    job.lose = lost;
+    job.start();
+    job.node(0, false);
+    job.pass(kQuiet);
+    EXPECT_FALSE(job.lose) << "there was none of " << static_cast<int>(lost);
+    ASSERT_TRUE(job.leads()) << static_cast<int>(lost);
+    EXPECT_EQ(job.count(Asked::append), lost == Asked::append ? 2u : 1u);
+    EXPECT_EQ(job.log.size(), 1u);
+    EXPECT_EQ(job.one->position(), 2u);
+    EXPECT_EQ(job.one->leader().term(), 8u) << "the node has heard of term 7";
+  }
+}
+
+TEST(ReplicatedCoordinator, ALeaderThatNoNodeReachesShowsNoSign) {
+  Alone job;
+  job.start();
+  job.pass(kQuiet / 8);
+  job.pass(4 * kQuiet);
+  const auto before = job.count(Asked::renew);
+  job.pass(4 * kQuiet);
+  EXPECT_EQ(job.count(Asked::renew), before);
+  job.node(0, false);
+  job.pass(kQuiet);
+  EXPECT_GT(job.count(Asked::renew), before);
+}
+
+TEST(ReplicatedCoordinator, AStoreThatWasSetBackIsReadFromItsBeginning) {
+  Alone job;
+  job.let_other_lead();
+  job.give_out(2, 3);
+  job.start();
+  job.pass(kQuiet);
+  EXPECT_EQ(job.one->position(), 3u);
+  // Its data is an older copy, and another process leads since.
+  job.log.erase(2);
+  proto::Leader newer = other_leader();
+  newer.set_instance(100);
+  job.leader = newer.SerializeAsString();
+  job.leader_revision = 0;
+  for (int i = 0; i < 3; ++i) job.pass(kQuiet / 16);
+  ASSERT_TRUE(job.failed) << "what it has on its disk is more than the store has";
+  EXPECT_NE(job.failed->message.find("an older copy"), std::string::npos) << job.failed->message;
+}
+
+TEST(ReplicatedCoordinator, ALogWithAGapIsSaidToBeDamaged) {
+  Alone job;
+  job.let_other_lead();
+  job.give_out(5, 3);
+  job.start();
+  job.pass(kQuiet / 4);
+  ASSERT_TRUE(job.failed);
+  EXPECT_NE(job.failed->message.find("lacks the records from 2 to 4"), std::string::npos) << job.failed->message;
+}
+
+TEST(ReplicatedCoordinator, AJobWithAnotherKeyIsAnotherJob) {
+  for (const bool own : {true, false}) {
+    Alone job;
+    proto::Leader leads = other_leader();
+    leads.set_key(own ? 11 : 12);
+    job.let_other_lead();
+    job.leader = leads.SerializeAsString();
+    job.options.keys = {10, 11};
+    job.start();
+    job.pass(kQuiet / 4);
+    EXPECT_EQ(job.failed.has_value(), !own);
+  }
+}
 
 TEST(ReplicatedCoordinator, SaysOnceThatItClaimsWhileTheStoreDoesNotAnswer) {
-  TimePoint now{std::chrono::seconds(1)};
-  ReplicatedCoordinator::Options options;
-  options.name = "c0";
-  options.address = "c0:1";
-  options.instance = 1;
-  ReplicatedCoordinator one(options, now);
-  int claims = 0, told = 0;
-  const auto look = [&](const ReplicatedCoordinator::Actions& actions) {
-    for (const auto& note : actions.notes) told += note.text.find("claims the lead") != std::string::npos ? 1 : 0;
-    return actions.request;
-  };
-  auto request = look(one.on_tick(now));
-  for (int i = 0; i < 100; ++i, now += std::chrono::milliseconds(100)) {
-    StoreAnswer answer;
-    const bool claim = request && request->kind == StoreRequest::Kind::claim;
-    claims += claim ? 1 : 0;
-    if (!claim) answer.outcome = Outcome::done;  // it reads: there is nothing
-    else answer.error = "nobody is there";
-    request = look(one.on_answer(answer, now));
-    if (!request) request = look(one.on_tick(now));
-  }
-  EXPECT_GT(claims, 10);
-  EXPECT_EQ(told, 1);
+  Alone job;
+  job.let_other_lead();
+  job.start();
+  job.pass(kQuiet);
+  job.answers = false;
+  for (std::uint64_t number : {0, 1}) job.node(number, true);
+  job.pass(10 * kQuiet);
+  EXPECT_GT(job.count(Asked::claim), 10u);
+  EXPECT_EQ(std::ranges::count_if(job.told, [](const auto& text) { return text.starts_with("claims the lead"); }), 1);
 }
 
 }  // namespace
