@@ -9,12 +9,6 @@
 
 namespace rejoin::membership {
 
-namespace {
-
-constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
-
-}  // namespace
-
 // ---- the coordinator
 
 Relay::Actions Relay::on_coordinator_up(TimePoint now, std::uint64_t introduction) {
@@ -274,62 +268,6 @@ void Relay::leave(const RankKey& key, RankState& rank) {
   group->second.statuses.erase(rank.node);
   if (group->second.registered.empty()) groups_.erase(group);
   else report_reduced(group->first, group->second);  // it may have waited for this one alone
-}
-
-// One report, when these were the last that it waited for.
-void Relay::add_reduced_ranks(const proto::Reduced& theirs) {
-  const GroupKey key{theirs.replica(), theirs.incarnation()};
-  const std::uint64_t epoch = theirs.epoch(), step = theirs.step();
-  auto found = groups_.find(key);
-  if (found == groups_.end()) return;
-  Group& group = found->second;
-  const std::pair reported(epoch, step), known(group.epoch, group.step);
-  if (reported < known || epoch == 0) return;
-  if (reported > known) group.reduced.clear(), group.digests.clear();
-  std::tie(group.epoch, group.step) = reported;
-  group.reduced.add(RankSet(theirs.ranks(), kNoLimit));
-  group.digests.take(theirs, kMostRanks);
-  report_reduced(key, group);
-}
-
-void Relay::report_reduced(const GroupKey& key, const Group& group) {
-  if (group.reduced.empty() || !group.reduced.includes(group.registered)) return;
-  auto& reduced = *up().mutable_reduced();
-  reduced.set_replica(key.first);
-  reduced.set_incarnation(key.second);
-  reduced.set_epoch(group.epoch);
-  reduced.set_step(group.step);
-  group.reduced.to(reduced.mutable_ranks());
-  group.digests.write_to(group.reduced, reduced);
-}
-
-void Relay::on_replica_status(NodeId node, const proto::ReplicaStatus& status) {
-  auto found = groups_.find({status.replica(), status.incarnation()});
-  if (found == groups_.end()) return;
-  found->second.statuses[node] = status;
-  report_status(status.replica(), status.incarnation(), found->second);
-}
-
-void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Group& group) {
-  RankSet together;
-  std::optional<std::vector<std::uint64_t>> links;
-  bool caught_up = true;
-  proto::FromNode message;
-  auto& all_of_it = *message.mutable_replica_status();
-  for (const auto& [node, status] : group.statuses) {
-    for (const auto& one : status.unreached()) add_unreached(one, all_of_it);
-    together.add(RankSet(status.ranks(), kNoLimit));
-    caught_up = caught_up && status.caught_up();
-    keep_common(links, {status.links().data(), static_cast<std::size_t>(status.links().size())});
-  }
-  if (!together.includes(group.registered)) return;
-  all_of_it.set_replica(replica);
-  all_of_it.set_incarnation(incarnation);
-  all_of_it.set_caught_up(caught_up);
-  for (auto link : *links) all_of_it.add_links(link);
-  together.to(all_of_it.mutable_ranks());
-  if (std::string now = all_of_it.SerializeAsString(); std::exchange(group.last_status, now) != now)
-    up() = std::move(message);
 }
 
 // Its ranks may still run: they have `silence` to come back through another connection.

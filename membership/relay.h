@@ -49,6 +49,8 @@ class Relay {
   void write_hosts(proto::LeaderView& view) const;  // the ranks behind it
 
  private:
+  static constexpr std::uint64_t kNoLimit =
+      ~std::uint64_t{0};  // of rank numbers: the coordinator knows how many there are
   struct NodeState {
     TimePoint heard{};
     std::string name, address;

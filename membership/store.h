@@ -32,10 +32,11 @@ struct StoreRequest {
   };
   Kind kind{};
   std::uint64_t token = 0, position = 0;
-  std::string leader;  // append, renew, compact: the claim that has that revision. An etcd made anew counts from 1 again
+  // All but a read: what `leader` then is, since an etcd that is made anew counts its revisions from 1 again.
+  std::string leader;
   std::string value;   // serialized: claim: proto::Leader; append: proto::LogEntry; compact: proto::LogRecord
-  bool recent = true;   // read: as of now; otherwise it may be as of some time ago, which spares the store work
-  bool whole = false;   // compact: all of the log before `position` is deleted
+  bool recent = true;  // read: as of now; otherwise it may be as of some time ago, which spares the store work
+  bool whole = false;  // compact: all of the log before `position` is deleted
 };
 
 struct StoreAnswer {
