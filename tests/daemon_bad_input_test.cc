@@ -172,8 +172,9 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kCli, "trace", scratch.path}, "no events in");
   expect({kCli, "log", "export", scratch.path + "/none", scratch.path + "/out"}, "No such file");
   expect({kCli, "log", "import", scratch.path + "/none"}, "nothing says into which store: --store etcd:HOST:PORT");
-  expect({kDaemon, "--job-key-file", key, "--coordinator", "--store", "etcd:127.0.0.1:1", "--etcd-user", "u",
-          "--etcd-password-file", scratch.write("password", "secret", 0644)},
+  expect({kDaemon, "--job-key-file", key, "--coordinator", "--store", "etcd:127.0.0.1:1"}, "add --job NAME");
+  expect({kDaemon, "--job-key-file", key, "--coordinator", "--store", "etcd:127.0.0.1:1", "--job", "j", "--etcd-user",
+          "u", "--etcd-password-file", scratch.write("password", "secret", 0644)},
          "--etcd-password-file " + scratch.path + "/password has mode 0644: others may use it");
   std::filesystem::create_directory(scratch.path + "/full");
   std::filesystem::create_symlink("/dev/full", scratch.path + "/full/decisions.log");

@@ -46,7 +46,7 @@ everything = "\n".join([help_of(str(source / "run")), help_of("python3", str(sou
                         *(help_of(f"{bin_dir}/rejoin", sub) for sub in ("status", "top", "audit", "trace")),
                         *(help_of(f"{bin_dir}/rejoin", "log", sub) for sub in ("export", "import"))])
 sources = text_of("*/*.cc", "*/*.h", "*/*.py", "*/*.sh", "*/CMakeLists.txt", "*/*/*.cc", "*/*/*.h", "*/*/CMakeLists.txt", "CMakeLists.txt", "cmake/*")
-FOREIGN = {"--install", "--auto-compaction-mode", "--auto-compaction-retention"}  # of other people's programs
+FOREIGN = {"--install", "--auto-compaction-mode", "--auto-compaction-retention", "--pre-vote"}  # of other people's programs
 
 
 def check_command(where, line):
