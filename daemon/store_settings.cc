@@ -38,9 +38,6 @@ Result<> check(const StoreSettings& s) {
       return fail(ErrorCode::invalid_argument,
                   "{} {} says how to reach etcd, and --store is file: add --store etcd:HOST:PORT, or leave it out",
                   flag, *value);
-  if (s.shared() && s.job.empty())
-    return fail(ErrorCode::invalid_argument,
-                "--store {} needs the job's name there, for others may share it: add --job NAME", s.store);
   if (s.cert.empty() != s.key.empty())
     return fail(ErrorCode::invalid_argument, "--etcd-cert and --etcd-key go together: give both, or neither");
   if (!s.cert.empty() && s.ca.empty())
@@ -49,6 +46,9 @@ Result<> check(const StoreSettings& s) {
                 s.cert);
   if (s.user.empty() != s.password_file.empty())
     return fail(ErrorCode::invalid_argument, "--etcd-user and --etcd-password-file go together: give both, or neither");
+  if (s.shared() && s.job.empty())
+    return fail(ErrorCode::invalid_argument,
+                "--store {} needs the job's name there, for others may share it: add --job NAME", s.store);
   return {};
 }
 

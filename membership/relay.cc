@@ -163,6 +163,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
   from.heard = now;
   note_places(from, message);
   if (message.has_hello()) from.introduced = coordinator_up_ && message.hello().introduction() == from.asked;
+  if (alone_told_ && message.has_rank_up()) send({node}, alone());
   if (!from.introduced && !message.has_hello() && !message.has_heartbeat()) return take();
   switch (message.kind_case()) {
     case proto::FromNode::kHello:  // the shell has checked it
@@ -302,15 +303,21 @@ Relay::Actions Relay::on_tick(TimePoint now) {
   return take();
 }
 
-// The daemons are connected with it, and would find nothing amiss.
+// The daemons are connected with it, and their trainers would find nothing amiss.
 void Relay::tell_that_it_is_alone(TimePoint now) {
-  if (!alone_since_ || now - *alone_since_ <= silence_ || finished_ || std::exchange(alone_told_, true)) return;
+  if (coordinator_up_ || finished_) return;
+  if (!alone_since_) alone_since_ = now;
+  if (now - *alone_since_ <= silence_ || std::exchange(alone_told_, true)) return;
   std::vector<NodeId> all;
   for (const auto& [node, state] : nodes_) all.push_back(node);
+  send(std::move(all), alone());
+}
+
+proto::ToNode Relay::alone() const {
   proto::ToNode message;
   message.mutable_waits()->set_stands(true);
   message.mutable_waits()->set_why(fmt::format("a coordinator: relay {} is connected with none", name_));
-  send(std::move(all), std::move(message));
+  return message;
 }
 
 void Relay::lose_silent(TimePoint now) {

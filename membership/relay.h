@@ -98,6 +98,7 @@ class Relay {
   void report_reduced(const GroupKey& key, const Group& group);
   void report_status(std::uint32_t replica, std::uint64_t incarnation, Group& group);
   void tell_that_it_is_alone(TimePoint now);
+  proto::ToNode alone() const;
   void lose_silent(TimePoint now);
   void on_peers(const proto::Peers& peers);
   void on_plan(const proto::ToNode& message);

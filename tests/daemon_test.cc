@@ -107,16 +107,18 @@ TEST(Node, ThatEndsLeavesTheSocketOfTheNextOneAlone) {
   EXPECT_FALSE(std::filesystem::exists(job.socket(0))) << "and its own it removes";
 }
 
-// Otherwise a daemon comes again only after ever longer pauses, as it does where it is refused.
-TEST(Relay, WithoutACoordinatorItRefusesNobody) {
-  Daemons job;
+// A daemon that it sent away would come again only after ever longer pauses, as it does where it is refused.
+TEST(Relay, WithoutACoordinatorItKeepsItsDaemonsAndTheirTrainersHearWhy) {
+  Job job;
   const auto relay = job.daemon("relay", {"--relay", "127.0.0.1:0", "--connect", "127.0.0.1:1"});
   const auto node = job.start_node(1, {"--connect", job.addresses("relay").at("relay")});
-  const auto said = [&](const std::string& what) {
-    return read_file(job.file("node1.out")).find(what) != std::string::npos;
-  };
-  EXPECT_TRUE(eventually([&] { return said("trying again"); }));
-  EXPECT_TRUE(said("trying again every 50 ms")) << read_file(job.file("node1.out"));
+  Process trainer({kMinimal}, job.file("trainer"), job.environment(1));
+  EXPECT_TRUE(eventually([&] {
+    return read_file(job.file("trainer")).find("the job waits for a coordinator: relay relay is connected with none") !=
+           std::string::npos;
+  })) << read_file(job.file("trainer"));
+  EXPECT_EQ(read_file(job.file("node1.out")).find("trying again"), std::string::npos)
+      << read_file(job.file("node1.out"));
 }
 
 TEST(Relay, WhoseCoordinatorIsItselfIsRefused) {
