@@ -269,6 +269,7 @@ class World {
   std::vector<TimePoint> up_blocked_, down_blocked_;                                       // by node: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
   TimePoint faults_end_{}, disturbed_until_{};  // until then a fault may still be felt
+  TimePoint old_news_until_{};                  // what was said in a cut, or over a slow link, may still arrive
   TimePoint resumed_at_{};                      // somebody who was stopped went on last
   TimePoint decided_at_{};                      // the last commit or epoch
   std::deque<std::string> recent_;

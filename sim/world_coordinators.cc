@@ -74,7 +74,8 @@ void World::check_output(const CoordinatorProcess& of, const membership::Replica
 void World::on_claim(std::uint32_t coordinator, const proto::Leader& before, bool late) {
   count("lead claimed");
   note("coordinator {} takes the lead", coordinator);
-  if (late || now() - resumed_at_ < 2 * job.silence) return;  // who goes on has old news, and hears what is queued
+  if (late || now() < old_news_until_ || now() - resumed_at_ < 2 * job.silence)
+    return;  // who goes on has old news, and hears what is queued
   for (const auto& one : coordinators_) {
     if (!one || one->instance != before.instance() || one->stopped || one->decisions() == nullptr) continue;
     const auto& members = one->decisions()->members();

@@ -27,6 +27,9 @@ void World::happen(const Fault& fault) {
   Daemon* daemon = daemons_[node].get();
   const TimePoint until = now() + fault.lasting;
   faults_end_ = std::max(faults_end_, until);
+  if (const auto kind = fault.kind; kind == FaultKind::partition || kind == FaultKind::one_way_partition ||
+                                    kind == FaultKind::cut_off_from_some || kind == FaultKind::slow_link)
+    old_news_until_ = std::max(old_news_until_, until + 2 * job.silence);
   Random random(fault.detail);
   switch (fault.kind) {
     case FaultKind::drift:
