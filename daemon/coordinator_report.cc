@@ -69,13 +69,6 @@ void end_of_deciding(const std::string& why) {
   std::_Exit(4);
 }
 
-void count(WriteTimes& times, Duration one) {
-  times.last = one;
-  times.total += one;
-  times.longest = std::max(times.longest, one);
-  ++times.count;
-}
-
 nlohmann::json status_of(const WriteTimes& times) {
   const auto us = [](Duration time) { return std::chrono::duration_cast<std::chrono::microseconds>(time).count(); };
   const auto count = static_cast<std::int64_t>(std::max<std::uint64_t>(times.count, 1));

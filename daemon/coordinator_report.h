@@ -25,7 +25,6 @@ void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membe
 
 // How long it takes to keep what is decided.
 using WriteTimes = membership::ReplicatedCoordinator::Latency;
-void count(WriteTimes& times, Duration one);
 
 // Deciding without remembering could decide twice. Ranks wait; a restarted coordinator goes on from what was kept.
 [[noreturn]] void end_of_deciding(const std::string& why);

@@ -83,7 +83,7 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
     end_of_deciding(written.error().message +
                     (gone ? ". The coordinator ends" : "; free space and start the coordinator again"));
   }
-  if (!actions.append.empty()) count(written_, now() - begun);
+  if (!actions.append.empty()) written_.add(now() - begun);
   if (log_.size() >= compact_at_ && !actions.append.empty()) compact_log();
   emit_events(actions.append);
   log_notes(actions.notes);

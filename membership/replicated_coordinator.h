@@ -32,6 +32,7 @@
 //   copy       Every record of the log comes out once, in order, for a file on this coordinator's disk.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <memory>
@@ -93,6 +94,12 @@ class ReplicatedCoordinator {
   struct Latency {
     Duration last{}, total{}, longest{};
     std::uint64_t count = 0;
+    void add(Duration one) {
+      last = one;
+      total += one;
+      longest = std::max(longest, one);
+      ++count;
+    }
   };
   const Latency& latency() const { return latency_; }
   std::uint64_t takeovers() const { return takeovers_; }  // by this process

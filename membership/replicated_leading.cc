@@ -37,8 +37,7 @@ void ReplicatedCoordinator::follow(const StoreAnswer& answer, TimePoint now) {
     note(true, "no longer leads: what it decided since it last could write has reached nobody, and is forgotten");
   role_ = Role::following;
   forget();
-  learn_of_leader(answer.leader_revision, answer.leader, now);
-  tell_who_leads(all_nodes());
+  learn_of_leader(answer.leader_revision, answer.leader, now);  // and tells who it is
 }
 
 void ReplicatedCoordinator::enqueue(membership::Actions decided) {
@@ -107,10 +106,7 @@ void ReplicatedCoordinator::write_next(TimePoint now) {
 
 void ReplicatedCoordinator::on_written(TimePoint now) {
   confirmed_at_ = sign_at_ = now;
-  latency_.last = now - begun_at_;
-  latency_.total += latency_.last;
-  latency_.longest = std::max(latency_.longest, latency_.last);
-  ++latency_.count;
+  latency_.add(now - begun_at_);
   if (appending_ > 0) last_entry_ = position_;
   position_ += appending_;
   appending_ = 0;

@@ -86,29 +86,9 @@ void Coordinator::on_link_lost(std::uint64_t link) {
   carry_out(machine_.on_node_lost(membership::NodeId(link), world_.now_at(machine)));
 }
 
-// What is written when the log is compacted: what the coordinator knows then must be what the log would lead to, but
-// for what it has heard beyond that.
-void Coordinator::compare_with_log() {
-  world_.count("log compared");
-  membership::Coordinator whole(world_.job), compacted(world_.job);
-  const TimePoint now = world_.now_at(machine);
-  const auto live = machine_.snapshot();
-  if (!whole.recover(world_.log(), now) || !compacted.recover({live}, now))
-    return world_.checker().violate("no-garbage", "the log, or a snapshot, can't be read");
-  const auto without_reasons = [](proto::LogRecord record) {
-    record.mutable_snapshot()->clear_ended();
-    record.mutable_snapshot()->clear_out();
-    return record.SerializeAsString();
-  };
-  if (without_reasons(whole.snapshot()) != without_reasons(compacted.snapshot()))
-    world_.checker().violate("one-decision", fmt::format("after {} records the coordinator knows another state than "
-                                                         "its log leads to",
-                                                         world_.log().size()));
-}
-
 void Coordinator::carry_out(membership::Actions actions) {
   if (world_.append(actions.append) == World::Append::failed) return;
-  if (!actions.append.empty() && random.one_in(64)) compare_with_log();
+  if (!actions.append.empty() && random.one_in(64)) world_.compare_with_log(machine_.snapshot(), world_.log().size());
   for (const auto& note : actions.notes) world_.note("coordinator: {}", note.text);
   if (stopped) in_append_ = std::move(actions);  // its disk is slow
   else send(actions);

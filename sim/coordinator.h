@@ -29,7 +29,6 @@ class Coordinator final : public CoordinatorProcess {
   const membership::Coordinator* decisions() const override { return &machine_; }
 
  private:
-  void compare_with_log();
   void recover(const std::vector<proto::LogRecord>& log);
   void carry_out(membership::Actions actions);
   void send(const membership::Actions& actions);

@@ -87,15 +87,18 @@ StoreAnswer Store::execute(std::uint32_t coordinator, const StoreRequest& reques
         break;
       case Kind::append: done = append(request); break;
       case Kind::renew: state_.alive_revision = revision_; break;
-      case Kind::compact:
+      case Kind::compact: {
         done = request.position > state_.snapshot_position;
         if (!done) break;
-        compare_with_log(request);
+        proto::LogRecord taken;
+        REJOIN_CHECK(taken.ParseFromString(request.value), "a snapshot that can't be read");
+        world_.compare_with_log(taken, request.position);
         state_.begin = request.whole ? request.position : state_.snapshot_position;
         state_.snapshot_position = request.position;
         state_.snapshot = std::make_shared<const std::string>(request.value);
         state_.log.erase(state_.log.begin(), state_.log.lower_bound(state_.begin));
         break;
+      }
     }
   }
   if (done) {
@@ -119,27 +122,6 @@ bool Store::append(const StoreRequest& request) {
   if (request.position < state_.begin) return true;
   for (const auto& record : entry.records()) world_.on_shared_record(record);
   return true;
-}
-
-// What the leader knows must be what the log up to there leads to.
-void Store::compare_with_log(const StoreRequest& request) {
-  proto::LogRecord taken;
-  REJOIN_CHECK(taken.ParseFromString(request.value), "a snapshot that can't be read");
-  world_.count("log compacted in use");
-  membership::Coordinator whole(world_.job), compacted(world_.job);
-  const std::vector<proto::LogRecord> log(world_.log().begin(),
-                                          world_.log().begin() + static_cast<std::ptrdiff_t>(request.position));
-  if (!whole.recover(log, world_.now()) || !compacted.recover({taken}, world_.now()))
-    return world_.checker().violate("no-garbage", "the log, or a snapshot of it, can't be read");
-  const auto without_reasons = [](proto::LogRecord record) {
-    record.mutable_snapshot()->clear_ended();
-    record.mutable_snapshot()->clear_out();
-    return record.SerializeAsString();
-  };
-  if (without_reasons(whole.snapshot()) != without_reasons(compacted.snapshot()))
-    world_.checker().violate(
-        "one-decision",
-        fmt::format("the snapshot of {} records is of another state than they lead to", request.position));
 }
 
 StoreAnswer Store::read(const StoreRequest& request) {

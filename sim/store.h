@@ -42,7 +42,6 @@ class Store {
   membership::StoreAnswer execute(std::uint32_t coordinator, const membership::StoreRequest& request, bool late);
   membership::StoreAnswer read(const membership::StoreRequest& request);
   bool append(const membership::StoreRequest& request);
-  void compare_with_log(const membership::StoreRequest& snapshot);
   void answer_with(std::uint64_t instance, Duration delay, membership::StoreAnswer answer);
 
   World& world_;

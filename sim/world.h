@@ -145,6 +145,8 @@ class World {
   void drop_link(std::uint64_t link);  // by the coordinator
 
   void on_replica_status();  // the coordinator has heard how a replica stands
+  // A snapshot that is to stand for so many records, the first of the log, and what they lead to.
+  void compare_with_log(const proto::LogRecord& snapshot, std::size_t records);
 
   // ---- several coordinators and their store
   Store& store() { return store_; }

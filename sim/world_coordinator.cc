@@ -151,6 +151,24 @@ void World::on_replica_status() {
   survivors_.add(std::move(holders));
 }
 
+// What is written when the log is compacted: what the coordinator knows then must be what the log would lead to, but
+// for what it has heard beyond that.
+void World::compare_with_log(const proto::LogRecord& snapshot, std::size_t records) {
+  count("log compared");
+  membership::Coordinator whole(job), compacted(job);
+  const std::vector<proto::LogRecord> log(log_.begin(), log_.begin() + static_cast<std::ptrdiff_t>(records));
+  if (!whole.recover(log, now()) || !compacted.recover({snapshot}, now()))
+    return checker_.violate("no-garbage", "the log, or a snapshot, can't be read");
+  const auto without_reasons = [](proto::LogRecord record) {
+    record.mutable_snapshot()->clear_ended();
+    record.mutable_snapshot()->clear_out();
+    return record.SerializeAsString();
+  };
+  if (without_reasons(whole.snapshot()) != without_reasons(compacted.snapshot()))
+    checker_.violate("one-decision",
+                     fmt::format("the snapshot of {} records is of another state than they lead to", records));
+}
+
 void World::check_survivors() {
   if (auto what = survivors_.take_violation()) checker_.violate("state-survives", *what);
 }

@@ -15,14 +15,18 @@
 namespace rejoin::daemon {
 namespace {
 
-// Why these settings are refused; nothing where they are taken.
-std::string refusal(const std::vector<std::string>& arguments) {
-  Config config;
+Result<> parse(const std::vector<std::string>& arguments, Config& config) {
   CommandLine line("");
   bind(line, config);
   std::vector<std::string> whole{"--job-key-file", "key"};
   whole.insert(whole.end(), arguments.begin(), arguments.end());
-  const auto parsed = line.parse(whole);
+  return line.parse(whole);
+}
+
+// Why these settings are refused; nothing where they are taken.
+std::string refusal(const std::vector<std::string>& arguments) {
+  Config config;
+  const auto parsed = parse(arguments, config);
   return parsed ? "" : parsed.error().message;
 }
 
@@ -82,11 +86,7 @@ TEST(Settings, WhatIsRightIsTaken) {
 TEST(Settings, WhatDoesNotGoTogetherIsRefusedWithWhatToDo) {
   const auto together = [](const std::vector<std::string>& arguments) {
     Config config;
-    CommandLine line("");
-    bind(line, config);
-    std::vector<std::string> whole{"--job-key-file", "key"};
-    whole.insert(whole.end(), arguments.begin(), arguments.end());
-    const auto parsed = line.parse(whole);
+    const auto parsed = parse(arguments, config);
     EXPECT_TRUE(parsed) << parsed.error().message;
     const auto checked = check(config);
     return checked ? "" : checked.error().message;
