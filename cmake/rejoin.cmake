@@ -54,8 +54,8 @@ add_custom_target(sanitized)
 
 # rejoin_test(NAME SOURCES... LINK targets... [SANITIZED [THREADED FILTER] [COMPUTES]] [SERIAL]): a GoogleTest program.
 # SANITIZED ones also run in the sanitizer builds, under TSan only those of their tests that the filter takes, since others
-# have one thread (none: the program is not built there). Of those that COMPUTES the tests' own code is optimized there,
-# too: it takes longer to run than to compile. FAKE_CUDA ones have the CUDA driver made of software (device/tests/).
+# have one thread (none: the program is not built there). Of those that COMPUTES the tests' own code is optimized
+# everywhere: it takes longer to run than to compile. FAKE_CUDA ones have the CUDA driver made of software (device/tests/).
 function(rejoin_test name)
   if(NOT REJOIN_TESTS)
     return()
@@ -71,10 +71,8 @@ function(rejoin_test name)
   # GoogleTest's macros hold an if of their own: `if (x) EXPECT_EQ(a, b);` is meant so.
   target_compile_options(${name} PRIVATE -Wno-dangling-else)
   # Of what is tested every file is as it ships; the tests compile sooner.
-  if(NOT REJOIN_SANITIZE)
-    target_compile_options(${name} PRIVATE -O1)
-  elseif(NOT ARG_COMPUTES)
-    rejoin_compile_quickly(${name})
+  if(NOT ARG_COMPUTES)
+    rejoin_compile_soon(${name})
   endif()
   target_link_libraries(${name} PRIVATE ${ARG_LINK} GTest::gtest GTest::gmock GTest::gtest_main)
   if(ARG_FAKE_CUDA)

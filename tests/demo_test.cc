@@ -119,8 +119,9 @@ TEST(Demo, TheJoinerDiesDuringItsCatchUp) {
 TEST(Demo, OnAGpuAKilledReplicaComesBackWithTheSameBits) {
   const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};
   for (const char* transport : {"shm", "tcp"}) {
-    const auto report =
-        demo({"--steps", "40", "--kill", "1.0@10", "--device", "cuda:0", "--transport", transport}, gpu);
+    const auto report = demo(
+        {"--steps", "40", "--kill", "1.0@10", "--device", "cuda:0", "--transport", transport, "--params", "300000"},
+        gpu);
     expect_sound(report, 40, {"kill"});
     EXPECT_EQ(report.at("catch_ups").size(), 2u) << transport << "\n" << report.at("events").dump(1);
   }
@@ -131,7 +132,7 @@ TEST(Demo, InAFrameworksMemoryItIsTheSame) {
   const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};
   for (const char* state : {"pool", "expandable"}) {
     const auto report = demo({"--steps", "50", "--kill", "1.0@10", "--device", "cuda:0", "--state", state,
-                              "--transport", "tcp", "--kill-daemon", "2@35"},
+                              "--transport", "tcp", "--kill-daemon", "2@35", "--params", "300000"},
                              gpu);
     expect_sound(report, 50, {"kill", "kill_daemon"});
     EXPECT_EQ(report.at("catch_ups").size(), 2u) << state << "\n" << report.at("events").dump(1);
