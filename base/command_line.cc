@@ -52,7 +52,8 @@ constexpr std::string_view kVariables =
     "GRADIENT_LOG_BUDGET JOB JOB_KEY_FILE LISTEN LOG_COMPACT_KIB LOG_DIRECTORY LOG_LEVEL NCCL_ADDRESS NCCL_DEVICES "
     "NODE OTHER_JOB_KEY_FILE OUT PATIENCE_MS RANK RANKS RDMA REDUCE_BLOCKS REDUCE_THREADS RELAY REPLICA REPLICAS "
     "ROLL_BACK_TO "
-    "SILENCE_MS SOCKET START_PATIENCE_MS STATE STATUS STEPS STORE STREAM_LIMIT TEST_SEED TRANSPORT";
+    "SILENCE_MS SOCKET START_PATIENCE_MS STATE STATUS STEPS STORE STREAM_LIMIT TEST_SEED TLS_CA TLS_CERT TLS_KEY "
+    "TRANSPORT";
 
 constexpr int kUsageError = 2;  // the exit status, as of most programs
 constexpr std::string_view kPrefix = "REJOIN_";
@@ -131,10 +132,12 @@ class Settings : public CLI::ConfigBase {
                         "a line of its own",
                         place_of(item.name), item.name, item.inputs.size()),
             CLI::ExitCodes::ConfigError);
-    // A variable wins; CLI11 would let the file.
+    // A variable wins; CLI11 would let the file. And nothing is what an empty one without a default has anyway.
     std::erase_if(settings, [&](const CLI::ConfigItem& item) {
       const auto* option = app_.get_option_no_throw("--" + item.fullname());
-      return option != nullptr && is_set(option->get_envname());
+      if (option == nullptr) return false;
+      const bool empty = item.inputs.size() == 1 && item.inputs.front().empty();
+      return is_set(option->get_envname()) || (empty && option->get_default_str() == "");
     });
     return settings;
   }

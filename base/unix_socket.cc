@@ -166,7 +166,10 @@ Result<std::optional<Received>> receive_with_fds(const Fd& socket, std::size_t l
   }
   if (got < 0) return fail(ErrorCode::unavailable, "the peer is gone: {}", std::strerror(errno));
   if (got == 0) return fail(ErrorCode::unavailable, "the peer closed the connection");
-  if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
+  if ((message.msg_flags & MSG_CTRUNC) != 0)
+    return fail(ErrorCode::exhausted,
+                "there are too few descriptors left here for those that it sends; raise the limit with 'ulimit -n'");
+  if ((message.msg_flags & MSG_TRUNC) != 0)
     return fail(ErrorCode::corrupt, "a message over the limit of {}", human_bytes(limit));
   received.bytes.resize(static_cast<std::size_t>(got));
   return std::optional(std::move(received));

@@ -173,11 +173,13 @@ void Joiner::settle(const Arrival& arrival) {
   wire_bytes_ += arrival.wire_bytes;
   from_[arrival.source] += bytes;
   arrived_.put(slice, arrival.sent.version(), {arrival.sent.digests().begin(), arrival.sent.digests().end()});
-  // What has just been compared is verified, if this replica's state is still at the version that came; else it is
+  // What has just been compared is verified, unless this replica's state is past the version that came: then it is
   // verified when its kept gradients have been applied.
-  const local::Clock clock = view_.clock();
   unverified_.insert(slice);
-  if (!clock.updating && clock.version == arrival.sent.version()) agree(arrival.source, slice);
+  if (auto known = expected_.find(arrival.source); known != expected_.end())
+    known->second.at_least = std::max(known->second.at_least, arrival.sent.version());
+  if (const auto clock = view_.clock(); !clock.updating && arrival.sent.version() >= std::max(clock.version, oldest_))
+    agree(arrival.source, slice);
 }
 
 // In place; false where the bytes can't be decoded.

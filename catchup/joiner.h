@@ -95,7 +95,8 @@ class Joiner {
     // Not connected, or not for long and nothing has come: it may refuse whenever it is asked.
     std::optional<TimePoint> missing_since;
     TimePoint connected_at{};
-    std::vector<bool> agrees;  // by slice
+    std::vector<bool> agrees;    // by slice
+    std::uint64_t at_least = 0;  // version of its state, as far as it has told
   };
   struct Suspect {  // differed from a source while another one's digest is older, or not known
     int times = 0;
@@ -132,6 +133,7 @@ class Joiner {
   void report_drift(std::uint32_t slice, std::uint64_t version, const std::map<ReplicaId, std::uint64_t>& theirs);
   void agree(ReplicaId source, std::uint32_t slice);
   bool asks(const Expected& source, std::uint32_t slice) const;
+  std::optional<std::uint64_t> comparable_at(std::uint32_t slice, const local::Clock& clock) const;
   bool waited_for(const Expected& source) const;
   void heard(Expected& source);
   void recheck_verified();

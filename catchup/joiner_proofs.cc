@@ -25,12 +25,21 @@ bool Joiner::asks(const Expected& source, std::uint32_t slice) const {
   return !source.agrees[slice] || suspects_.contains(slice);  // suspects are compared among all at one version
 }
 
+// At which version the slice's bytes are now, if that will do: the state's, or the one that it has arrived in and from
+// which the next update goes on. One that is behind the state has kept gradients, and is compared with them.
+std::optional<std::uint64_t> Joiner::comparable_at(std::uint32_t slice, const local::Clock& clock) const {
+  const auto status = view_.slice(slice);
+  const bool is_there = status.state == local::SliceState::current   ? status.version() == clock.version
+                        : status.state == local::SliceState::arrived ? status.version() >= clock.version
+                                                                     : false;
+  return is_there && status.version() >= oldest_ ? std::optional(status.version()) : std::nullopt;
+}
+
 void Joiner::request_verification() {
   if (questions_.size() >= kQuestions || sources_.empty()) return;
   const local::Clock clock = view_.clock();
-  if (clock.updating || clock.version < oldest_) return;
+  if (clock.updating) return;
   Question question;
-  question.version = clock.version;
   std::vector<std::uint32_t> parts;
   for (std::size_t looked_at = 0; looked_at < std::min(kLookedAt, unverified_.size()); ++looked_at) {
     auto next = unverified_.upper_bound(asked_up_to_);
@@ -39,19 +48,20 @@ void Joiner::request_verification() {
     const auto& slice = view_.manifest().slices()[i];
     if (!parts.empty() && parts.size() + slice.parts > kPartsAsked) break;
     asked_up_to_ = i;
-    const auto status = view_.slice(i);
+    const auto version = comparable_at(i, clock);
     const bool asked = std::any_of(questions_.begin(), questions_.end(), [&](const Question& q) {
       return std::find(q.slices.begin(), q.slices.end(), i) != q.slices.end();
     });
-    if (asked || status.state != local::SliceState::current || status.version() != clock.version) continue;
+    if (asked || !version || (!parts.empty() && *version != question.version)) continue;
     if (auto suspect = suspects_.find(i); suspect != suspects_.end() && now_ < suspect->second.again_at) continue;
     bool any = false;
     for (const auto& [source, known] : expected_) {
-      if (!sources_.contains(source) || !asks(known, i)) continue;
+      if (!sources_.contains(source) || *version < known.at_least || !asks(known, i)) continue;
       question.asked[source].which.push_back(question.slices.size());
       any = true;
     }
     if (!any) continue;
+    question.version = *version;
     question.slices.push_back(i);
     for (std::uint32_t p = 0; p < slice.parts; ++p) parts.push_back(slice.first_part + p);
   }
@@ -60,7 +70,7 @@ void Joiner::request_verification() {
   if (!pinned) return;
   question.pinned = std::move(pinned->second);
   question.ours.resize(question.pinned.size());
-  if (pinned->first != question.version) return drop(question);
+  if (pinned->first != clock.version) return drop(question);  // an update came and went
   for (std::size_t i = 0, part = 0; i < question.slices.size(); ++i) {
     const auto* known = arrived_.at(question.slices[i], question.version);
     for (std::uint32_t p = 0; p < view_.manifest().slices()[question.slices[i]].parts; ++p, ++part) {
@@ -91,6 +101,8 @@ Result<> Joiner::on_verify_reply(ReplicaId source, const proto::VerifyReply& rep
   if (!reply.too_late() && static_cast<std::size_t>(reply.digests().size()) != asked.which.size())
     return fail(ErrorCode::corrupt, "a source sent {} slices of {}", reply.digests().size(), asked.which.size());
   asked.over = true;
+  if (auto known = expected_.find(source); reply.too_late() && known != expected_.end())
+    known->second.at_least = std::max(known->second.at_least, found->version + 1);
   if (!reply.too_late()) asked.theirs.assign(reply.digests().begin(), reply.digests().end());
   return {};
 }

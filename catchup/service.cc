@@ -182,10 +182,8 @@ void Service::on_accepted(const transport::Event& event) {
                                                                                   : nullptr;
   if (refusal != nullptr) {
     if (const auto left_out = refusals_.may_say(clock_.now()))
-      spdlog::warn(
-          "a connection to catch up from replica {} rank {} was refused: {} ({} others were since the last such "
-          "line)",
-          hello.replica, hello.rank, refusal, *left_out);
+      spdlog::warn("a connection to catch up{} was refused: {} ({} others were since the last such line)",
+                   known ? fmt::format(" from replica {} rank {}", hello.replica, hello.rank) : "", refusal, *left_out);
     return engine_.close(event.endpoint);
   }
   // It comes again, if it knows something newer than we do; otherwise it hears of the newer soon.

@@ -1,3 +1,33 @@
+# What the project needs of the machine: each is looked for, and with what it lacks are named Debian's packages.
+# rejoin_find_package(NAME PACKAGES...), rejoin_find_module(PREFIX PACKAGE pkg-config's arguments...),
+# rejoin_find_header(HEADER PACKAGE), and at the end rejoin_report_missing().
+macro(rejoin_find_package name)
+  find_package(${name} QUIET)
+  if(NOT ${name}_FOUND)
+    list(APPEND REJOIN_MISSING ${ARGN})
+  endif()
+endmacro()
+macro(rejoin_find_module prefix package)
+  pkg_check_modules(${prefix} QUIET ${ARGN})
+  if(NOT ${prefix}_FOUND)
+    list(APPEND REJOIN_MISSING ${package})
+  endif()
+endmacro()
+macro(rejoin_find_header header package)
+  string(MAKE_C_IDENTIFIER REJOIN_INCLUDE_${header} include)
+  find_path(${include} ${header})
+  mark_as_advanced(${include})
+  if(NOT ${include})
+    list(APPEND REJOIN_MISSING ${package})
+  endif()
+endmacro()
+function(rejoin_report_missing)
+  if(REJOIN_MISSING)
+    list(JOIN REJOIN_MISSING " " packages)
+    message(FATAL_ERROR "This machine lacks what Rejoin is built with. On Debian: apt-get install ${packages}")
+  endif()
+endfunction()
+
 # How every target of the project is built.
 add_library(rejoin_options INTERFACE)
 target_include_directories(rejoin_options INTERFACE

@@ -10,6 +10,7 @@
 
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/log.h"
 #include "daemon/control_tls.h"
 
 namespace rejoin::daemon {
@@ -40,21 +41,34 @@ Result<> check_kept(const std::string& named, const struct stat& file) {
               is, file.st_uid, file.st_gid);
 }
 
-}  // namespace
-
-Result<std::string> read_secret(const std::string& what, const std::string& path) {
-  const std::string named = what + " " + path;
+template <typename Check>
+Result<std::string> read_regular(const std::string& named, const std::string& path, std::size_t most, Check check) {
   Fd file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // a pipe would wait for a writer
   if (!file) return fail_errno(named);
   struct stat status {};
-  if (::fstat(file.get(), &status) != 0) return fail_errno(path);
+  if (::fstat(file.get(), &status) != 0) return fail_errno(named);
   if (!S_ISREG(status.st_mode)) return fail(ErrorCode::invalid_argument, "{} is no regular file", named);
-  if (auto kept = check_kept(named, status); !kept) return tl::unexpected(kept.error());
-  std::string secret(4096, '\0');
-  const ssize_t got = ::read(file.get(), secret.data(), secret.size());
-  if (got < 0) return fail_errno(path);
-  secret.resize(static_cast<std::size_t>(got));
-  while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) secret.pop_back();
+  if (auto right = check(named, status); !right) return tl::unexpected(right.error());
+  if (status.st_size > static_cast<off_t>(most))
+    return fail(ErrorCode::invalid_argument, "{} has {} bytes, over the limit of {}; it is another file", named,
+                status.st_size, most);
+  std::string text(most, '\0');
+  const ssize_t got = ::read(file.get(), text.data(), text.size());
+  if (got < 0) return fail_errno(named);
+  text.resize(static_cast<std::size_t>(got));
+  return text;
+}
+
+}  // namespace
+
+Result<std::string> read_file(const std::string& what, const std::string& path, std::size_t most) {
+  return read_regular(what + " " + path, path, most, [](const auto&, const auto&) { return Result<>(); });
+}
+
+Result<std::string> read_secret(const std::string& what, const std::string& path, std::size_t most) {
+  auto secret = read_regular(what + " " + path, path, most, check_kept);
+  if (!secret) return secret;
+  while (!secret->empty() && (secret->back() == '\n' || secret->back() == '\r')) secret->pop_back();
   return secret;
 }
 
@@ -71,7 +85,22 @@ Mac JobKey::derive(std::string_view purpose) const { return mac_of(as_bytes(key_
 
 transport::Secret JobKey::data_secret() const { return {derive("rejoin data connections")}; }
 
-Result<JobKeys> JobKeys::read(const std::string& path, const std::string& other_path) {
+Result<JobKeys> JobKeys::read(const std::string& path, const std::string& other_path, const CertificateFiles& files) {
+  auto keys = read_keys(path, other_path);
+  if (keys && files.given()) return with_certificates(std::move(*keys), files);
+  // Also where a variable or a line of a settings file was to name some, and is empty.
+  if (keys) spdlog::info("control connections need the job key alone; there is no --tls-cert");
+  return keys;
+}
+
+Result<JobKeys> JobKeys::with_certificates(JobKeys keys, const CertificateFiles& files) {
+  auto control = ControlTls::make(keys.all_, files);
+  if (!control) return tl::unexpected(control.error());
+  keys.control_ = std::move(*control);
+  return keys;
+}
+
+Result<JobKeys> JobKeys::read_keys(const std::string& path, const std::string& other_path) {
   auto own = JobKey::read(path);
   if (!own) return tl::unexpected(own.error());
   if (other_path.empty()) return JobKeys(std::move(*own));

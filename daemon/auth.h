@@ -8,13 +8,15 @@
 
 #include "base/proof.h"
 #include "base/result.h"
+#include "daemon/certificates.h"
 #include "transport/secret.h"
 
 namespace rejoin::daemon {
 
-// The contents of a file that holds a secret, without the ends of lines behind it. `what`: for errors, as in "job key
-// file". Errors: it can't be read, or others may read it.
-Result<std::string> read_secret(const std::string& what, const std::string& path);
+// The contents of a file, at most `most` bytes. `what`: for errors, as in "job key file".
+Result<std::string> read_file(const std::string& what, const std::string& path, std::size_t most);
+// The same of one that holds a secret, without the ends of lines behind it. Errors: others may read it, too.
+Result<std::string> read_secret(const std::string& what, const std::string& path, std::size_t most = 4096);
 
 class JobKey {
  public:
@@ -32,13 +34,16 @@ class JobKey {
   std::string key_;
 };
 
-// What a process has: the key that it proves, and perhaps a second one that others may prove to it while a job's key is
-// being changed.
+// What a process has: the key that it proves, perhaps a second one that others may prove to it while a job's key is
+// being changed, and perhaps certificates for control connections.
 class JobKeys {
  public:
-  // `other_path`: empty where there is one key.
-  static Result<JobKeys> read(const std::string& path, const std::string& other_path);
+  // `other_path`: empty where there is one key. Errors name the file and the remedy.
+  static Result<JobKeys> read(const std::string& path, const std::string& other_path,
+                              const CertificateFiles& files = {});
   explicit JobKeys(JobKey own, std::optional<JobKey> other = {});
+  // With certificates, as check() has let them pass. Errors: as of use_certificates().
+  static Result<JobKeys> with_certificates(JobKeys keys, const CertificateFiles& files);
 
   transport::Secrets data_secrets() const;
   // By which coordinators that share a store know that they are of one job (proto::Leader): the own key's first.
@@ -48,6 +53,7 @@ class JobKeys {
   const ControlTls& control() const { return *control_; }  // for Framed
 
  private:
+  static Result<JobKeys> read_keys(const std::string& path, const std::string& other_path);
   std::shared_ptr<const std::vector<JobKey>> all_;
   std::shared_ptr<const ControlTls> control_;
 };

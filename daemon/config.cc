@@ -47,10 +47,13 @@ void bind(CommandLine& line, Config& c) {
                "how long a peer may be silent; all other deadlines follow from it")
       .range(100, 3600000);
   line.setting("--other-job-key-file", c.other_key_file, "REJOIN_OTHER_JOB_KEY_FILE",
-               "file with a second key that others may prove: while the job's key is changed");
+               "file with a second key that others may prove: while the job's key is changed")
+      .check(file_name());
   line.setting("--job-key-file", c.key_file, "REJOIN_JOB_KEY_FILE",
                "file with the job key (at least 16 bytes, mode 600)")
-      .required();
+      .required()
+      .check(file_name());
+  bind(line, c.certificates);
   line.setting("--status", c.status, "REJOIN_STATUS", "address for /status and /metrics").check(listen_address());
   line.setting("--address-file", c.address_file, "REJOIN_ADDRESS_FILE",
                "write the addresses in use to this file, as JSON");
@@ -100,6 +103,7 @@ Result<> check(const Config& c) {
   if (!c.coordinator && c.store.store != "file")
     return fail(ErrorCode::invalid_argument, "--store {} is for coordinators alone: add --coordinator, or leave it out",
                 c.store.store);
+  if (auto together = check(c.certificates); !together) return together;
   return check(c.store);
 }
 

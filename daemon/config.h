@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "daemon/certificates.h"
 #include "daemon/node_server.h"
 #include "daemon/store_settings.h"
 #include "membership/coordinator.h"
@@ -25,6 +26,7 @@ struct Config {
   std::optional<std::uint32_t> end_with;  // a process
   std::string relay, key_file, other_key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
   StoreSettings store;
+  CertificateFiles certificates;
   NodeOptions node;
 };
 void bind(CommandLine& line, Config& c);

@@ -1,7 +1,14 @@
-// TLS 1.3 for control connections, with a pre-shared key that is derived from the job key (RFC 8446, section 2.2): both
-// sides prove in the handshake that they know it, before the server has spent more than that on the client. The session
+// TLS 1.3 for control connections, and the proof of the job key on them.
+//
+// Without certificates the handshake is one with a pre-shared key that is derived from the job key (RFC 8446, section
+// 2.2): both sides prove in it that they know it, before the server has spent more than that on the client. The session
 // keys also come from an ephemeral exchange (psk_dhe_ke), so that who learns the job key later can't read what was
 // said.
+//
+// With certificates both sides show one. TLS 1.3 has no handshake with both, so that the key is proven inside of the
+// channel: the client first, then the server, each by an HMAC under a key derived from the job key of what only this
+// channel exports (RFC 8446, section 7.5). A proof is worth nothing on any other connection, and none in the other
+// direction.
 #pragma once
 
 #include <openssl/ssl.h>
@@ -12,28 +19,53 @@
 #include <string>
 #include <vector>
 
+#include "base/proof.h"
 #include "daemon/auth.h"
 
 namespace rejoin::daemon {
 
 struct JobKeys::ControlTls {
-  explicit ControlTls(std::shared_ptr<const std::vector<JobKey>> keys);
+  using KeyName = std::array<std::byte, 8>;
+  struct ClientProof {
+    KeyName key;
+    Mac mac;
+  };
+
+  // Where `files` are given, its context has no certificates yet: see make().
+  explicit ControlTls(std::shared_ptr<const std::vector<JobKey>> keys, CertificateFiles files = {});
+  // With certificates. Errors: as of use_certificates().
+  static Result<std::shared_ptr<const ControlTls>> make(std::shared_ptr<const std::vector<JobKey>> keys,
+                                                        const CertificateFiles& files);
   ~ControlTls();
   ControlTls(const ControlTls&) = delete;
   ControlTls& operator=(const ControlTls&) = delete;
 
-  asio::ssl::context& context() const { return context_; }
+  // For the next connection: certificates that have changed are read again. Where they are worth nothing, those read
+  // before stay, and a line in the log says so.
+  asio::ssl::context& context() const;
+  const CertificateFiles& files() const { return files_; }
+
+  // Whether a handshake that is done has proven the job key; with certificates it never has.
+  bool proved_the_key(const SSL* connection) const;
+  // Of a client: by its own key.
+  ClientProof prove(SSL* connection) const;
+  // Of a server: its proof for a client that has proven one of the keys; nothing where it has not.
+  std::optional<Mac> answer(SSL* connection, const ClientProof& proof) const;
+  // Of a client: whether the server has proven the client's own key.
+  bool is_answer(SSL* connection, const Mac& proof) const;
+
+  // Why a handshake has failed, for people, where that is the other side's doing; nothing where the connection has
+  // ended.
+  std::optional<std::string> why_refused(const asio::error_code& error, const PeerCertificate& peer) const;
 
  private:
-  struct PresharedKey;
-  mutable asio::ssl::context context_;
-  std::unique_ptr<const std::vector<PresharedKey>> keys_;
+  struct Key;
+  std::unique_ptr<asio::ssl::context> new_context() const;
+
+  std::unique_ptr<const std::vector<Key>> keys_;
+  CertificateFiles files_;
+  mutable std::unique_ptr<asio::ssl::context> context_;
+  mutable std::optional<FileStamps> read_;  // what the files were when they were read last
 };
-
-// Whether a handshake that is done was one by a pre-shared key, and so by one of ours.
-bool proved_the_key(const SSL* connection);
-
-// Why a handshake has failed, for people, where that is the other side's doing; nothing where the connection has ended.
-std::optional<std::string> why_refused(const asio::error_code& error);
 
 }  // namespace rejoin::daemon

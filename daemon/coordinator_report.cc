@@ -21,10 +21,6 @@ void add_member(std::string& members, std::uint64_t replica, bool catching_up) {
 
 }  // namespace
 
-void log_notes(const std::vector<membership::Note>& notes) {
-  for (const auto& note : notes) spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
-}
-
 void emit_events(const std::vector<proto::LogRecord>& records) {
   for (const auto& record : records) {
     if (record.has_committed())

@@ -7,12 +7,9 @@
 
 #include "daemon/node_listener.h"
 #include "membership/coordinator.h"
-#include "membership/note.h"
 #include "membership/replicated_coordinator.h"
 
 namespace rejoin::daemon {
-
-void log_notes(const std::vector<membership::Note>& notes);
 
 // The events of records that are kept from now on, whatever happens.
 void emit_events(const std::vector<proto::LogRecord>& records);

@@ -6,6 +6,7 @@
 #include "base/entropy.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "daemon/log_notes.h"
 
 namespace rejoin::daemon {
 

@@ -4,7 +4,7 @@
 
 #include "base/bytes.h"
 #include "base/fail.h"
-#include "base/log.h"
+#include "daemon/log_notes.h"
 
 namespace rejoin::daemon {
 
@@ -54,8 +54,7 @@ void Coordinators::carry_out(Actions actions, const proto::ToNode* message) {
 
 void Coordinators::carry_out(const Step& step, const proto::ToNode* message) {
   const Actions& actions = step.actions;
-  for (const auto& note : actions.notes)
-    spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
+  log_notes(actions.notes);
   for (const auto& [to, one] : actions.send) all_[to]->send(one);
   if (actions.down) {
     leader_.reset();

@@ -112,6 +112,13 @@ ValueCheck job_name() {
           }};
 }
 
+ValueCheck file_name() {
+  return {"FILE", [](const std::string& text) -> Result<> {
+            if (!text.empty()) return {};
+            return fail(ErrorCode::invalid_argument, "no file is named: give its name, or leave the flag out");
+          }};
+}
+
 ValueCheck advertised_host() {
   return {"HOST", [](const std::string& text) { return transport::check_advertised(text); }};
 }

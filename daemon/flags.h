@@ -19,6 +19,7 @@ ValueCheck peer_address();     // HOST:PORT
 ValueCheck peer_addresses();   // HOST:PORT,HOST:PORT…, none of them twice
 ValueCheck store_name();       // file, or etcd:HOST:PORT,HOST:PORT…
 ValueCheck job_name();         // letters, digits, . _ -
+ValueCheck file_name();        // not empty: of a flag that was to have a value
 ValueCheck advertised_host();  // HOST, or HOST,HOST… with one for each rail
 ValueCheck socket_name();
 ValueCheck audit_period();     // auto, off, or steps

@@ -9,15 +9,31 @@
 
 namespace rejoin::daemon {
 
+namespace {
+constexpr const char* kOtherKey = "its job key differs from ours; give both the same --job-key-file";
+}
+
 struct Framed::Tls {
   Tls(asio::ip::tcp::socket socket, const JobKeys& keys) : stream(std::move(socket), keys.control().context()) {}
   asio::ssl::stream<asio::ip::tcp::socket> stream;
+  PeerCertificate peer;
+  JobKeys::ControlTls::ClientProof proof{};
+  Mac answer{};
+  SSL* ssl() { return stream.native_handle(); }
 };
 
-Framed::Framed(asio::ip::tcp::socket socket, const JobKeys& keys, bool server)
-    : tls_(std::make_unique<Tls>(std::move(socket), keys)), timer_(tls_->stream.get_executor()), server_(server) {
-  // A server may pass over the key that it is offered and show a certificate: we know none, so that fails.
-  if (!server_) tls_->stream.set_verify_mode(asio::ssl::verify_peer);
+Framed::Framed(asio::ip::tcp::socket socket, const JobKeys& keys, bool server, std::string host)
+    : tls_(std::make_unique<Tls>(std::move(socket), keys)),
+      timer_(tls_->stream.get_executor()),
+      keys_(keys),
+      server_(server) {
+  const CertificateFiles& files = keys.control().files();
+  // A server may pass over the key that it is offered and show a certificate: without any we know none, so that fails.
+  if (!files.given() && !server) tls_->stream.set_verify_mode(asio::ssl::verify_peer);
+  if (!files.given()) return;
+  tls_->peer.files = &files;
+  tls_->peer.host = std::move(host);
+  examine(tls_->ssl(), tls_->peer, server);
 }
 
 Framed::~Framed() = default;
@@ -44,11 +60,57 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
 
 void Framed::on_handshake(const asio::error_code& error) {
   if (closed_) return;
-  if (error) {
-    if (const auto why = why_refused(error)) return refuse(*why);
-    return on_end(error);
+  if (error) return on_end(error);
+  if (!keys_.control().files().given()) {
+    if (!keys_.control().proved_the_key(tls_->ssl())) return refuse("it did not prove the job key");
+    return open();
   }
-  if (!proved_the_key(tls_->stream.native_handle())) return refuse("it did not prove the job key");
+  if (server_) hear_proof();
+  else prove();
+}
+
+// Of a client. Where the server does not take our certificate, that is heard only here.
+void Framed::prove() {
+  tls_->proof = keys_.control().prove(tls_->ssl());
+  asio::async_write(tls_->stream, asio::buffer(&tls_->proof, sizeof tls_->proof),
+                    [self = shared_from_this()](asio::error_code failed, std::size_t) {
+                      // What the server said before it went is still to be read.
+                      if (self->closed_) return;
+                      asio::async_read(self->tls_->stream, asio::buffer(self->tls_->answer),
+                                       [self, failed](asio::error_code error, std::size_t) {
+                                         if (self->closed_) return;
+                                         if (error) return self->on_end(error);
+                                         if (failed) return self->on_end(failed);
+                                         if (!self->keys_.control().is_answer(self->tls_->ssl(), self->tls_->answer))
+                                           return self->refuse(kOtherKey);
+                                         self->open();
+                                       });
+                    });
+}
+
+void Framed::hear_proof() {
+  asio::async_read(tls_->stream, asio::buffer(&tls_->proof, sizeof tls_->proof),
+                   [self = shared_from_this()](asio::error_code error, std::size_t) {
+                     if (self->closed_) return;
+                     if (error) return self->on_end(error);
+                     self->on_proof();
+                   });
+}
+
+// A client without the right key hears so: the answer proves nothing.
+void Framed::on_proof() {
+  const auto answer = keys_.control().answer(tls_->ssl(), tls_->proof);
+  tls_->answer = answer.value_or(Mac{});
+  asio::async_write(tls_->stream, asio::buffer(tls_->answer),
+                    [self = shared_from_this(), proven = answer.has_value()](asio::error_code error, std::size_t) {
+                      if (self->closed_) return;
+                      if (!proven) return self->refuse(kOtherKey);
+                      if (error) return self->on_end(error);
+                      self->open();
+                    });
+}
+
+void Framed::open() {
   open_ = true;
   timer_.cancel();
   const auto handlers = handlers_;
@@ -57,6 +119,8 @@ void Framed::on_handshake(const asio::error_code& error) {
 }
 
 void Framed::on_end(const asio::error_code& error) {
+  if (!open_)
+    if (const auto why = keys_.control().why_refused(error, tls_->peer)) return refuse(*why);
   if (error == asio::error::eof || error == asio::ssl::error::stream_truncated) return end("it closed the connection");
   if (error.category() == asio::error::get_ssl_category())
     return end(fmt::format("what came was damaged, or from somebody else ({})", error.message()));

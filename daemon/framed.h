@@ -1,4 +1,4 @@
-// A control connection: length-prefixed messages over TLS 1.3, in whose handshake both sides prove the job key
+// A control connection: length-prefixed messages over TLS 1.3, where both sides have proven the job key
 // (control_tls.h). What arrives is what the other side has sent, in that order, and nobody else can read it; anything
 // else ends the connection. One io_context thread.
 #pragma once
@@ -26,9 +26,10 @@ class Framed : public std::enable_shared_from_this<Framed> {
     std::function<void(const std::string& why)> closed;  // once; nothing follows
   };
 
-  Framed(asio::ip::tcp::socket socket, const JobKeys& keys, bool server);
+  // `host`: of a client, by what name or address it has asked for its server, whose certificate must be for that.
+  Framed(asio::ip::tcp::socket socket, const JobKeys& keys, bool server, std::string host = {});
   ~Framed();
-  // Begins the handshake; it must be over within `deadline`.
+  // Begins the handshake; it must be over within `deadline`, and so must the proof of the job key.
   void start(Handlers handlers, std::chrono::milliseconds deadline);
   void send(const std::string& message);  // before it is open nothing is sent
   void close();
@@ -40,6 +41,11 @@ class Framed : public std::enable_shared_from_this<Framed> {
  private:
   struct Tls;
   void on_handshake(const asio::error_code& error);
+  // Where certificates were shown.
+  void prove();
+  void hear_proof();
+  void on_proof();
+  void open();
   void on_end(const asio::error_code& error);
   void read_length();
   void on_length();
@@ -49,6 +55,7 @@ class Framed : public std::enable_shared_from_this<Framed> {
 
   const std::unique_ptr<Tls> tls_;
   asio::steady_timer timer_;
+  const JobKeys& keys_;
   const bool server_;
   std::shared_ptr<const Handlers> handlers_;  // whoever calls one keeps it: it may end this connection
   std::array<std::byte, 4> length_{};

@@ -1,5 +1,6 @@
 #include "daemon/listen.h"
 
+#include <cerrno>
 #include <cstring>
 
 #include "base/fail.h"
@@ -30,6 +31,12 @@ Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::stri
   const std::string host = bound.address().to_string();
   return bound.address().is_v6() ? fmt::format("[{}]:{}", host, bound.port())
                                  : fmt::format("{}:{}", host, bound.port());
+}
+
+bool without_descriptors(const asio::error_code& error) {
+  // By its number: of ENFILE Asio's category knows no std::errc.
+  return error.category() == asio::error::get_system_category() &&
+         (error.value() == EMFILE || error.value() == ENFILE || error.value() == ENOBUFS || error.value() == ENOMEM);
 }
 
 bool leads_to(const std::string& where, const std::string& listening) {

@@ -23,8 +23,11 @@ void PassedOver::take(const proto::LogRecord& record) {
   if (record.has_snapshot()) begin_from(record.snapshot());
   if (record.has_epoch()) {
     quiet_ = false;
-    for (const auto& member : record.epoch().members())
-      if (!member.catching_up()) may_be_out_ += batch_;
+    for (const auto& member : record.epoch().members()) {
+      if (member.catching_up()) continue;
+      may_be_out_ += batch_;
+      hold_.insert(member.replica());
+    }
   }
   if (record.has_rolled_back()) roll_back(record.rolled_back());
   if (record.has_committed()) commit(record.committed());
@@ -33,6 +36,11 @@ void PassedOver::take(const proto::LogRecord& record) {
 std::uint64_t PassedOver::not_trained() const { return missing(trained_, highest_).size(); }
 
 void PassedOver::commit(const proto::LogRecord::Committed& committed) {
+  may_be_left_over_ = not_trained() - lost();
+  for (const auto& member : committed.members()) hold_.erase(member.replica());
+  may_be_left_over_ += batch_ * hold_.size();
+  hold_.clear();
+  for (const auto& member : committed.members()) hold_.insert(member.replica());
   std::uint64_t end = 0;
   Samples& step = steps_[committed.step()];
   for (const auto& member : committed.members()) membership::add(step, membership::batch_of(member));
@@ -53,6 +61,7 @@ void PassedOver::begin_from(const proto::LogRecord::Snapshot& snapshot) {
   trained_ = Samples(snapshot.ledger().trained(), membership::kMostSamples);
   for (const auto& step : snapshot.ledger().steps())
     steps_[step.step()] = Samples(step.trained(), membership::kMostSamples);
+  for (const auto& held : snapshot.ledger().held()) hold_.insert(held.replica());
   out_before_ = snapshot.ledger().next();
   highest_ = trained_.empty() ? 0 : trained_.ranges().back().second;
 }
@@ -96,7 +105,9 @@ LogAudit LogAuditor::result(std::optional<Step> last_step) const {
   // What only steps that were rolled back had reached is nobody's.
   if (last_step && audit.committed >= last_step->value) {
     audit.samples = trained.samples;
-    audit.lost = trained.lost;
+    const std::uint64_t passed_over = std::min(trained.lost, passed_over_.lost());
+    audit.left_over = std::min(trained.lost - passed_over, passed_over_.may_be_left_over());
+    audit.lost = trained.lost - audit.left_over;
     return audit;
   }
   audit.samples = passed_over_.samples();

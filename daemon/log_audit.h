@@ -4,6 +4,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 
 #include "base/ids.h"
 #include "control.pb.h"
@@ -17,6 +18,10 @@ struct LogAudit {
   std::uint64_t samples = 0;                // up to the highest one that a commit names, rolled back or not
   std::uint64_t once = 0, repeated = 0;     // trained once, more than once
   std::uint64_t lost = 0;                   // not trained, and never handed out again
+  // Not trained, and at most as many as may have been with those who were lost in the job's last steps: it was finished
+  // before these could be handed out again. The log doesn't say which samples they had, so that a loss of another kind
+  // can be among these, up to a batch for each who was lost then.
+  std::uint64_t left_over = 0;
   // Not trained either: they were handed out and not committed, or rolled back. They go out before new ones do.
   std::uint64_t to_be_trained = 0;
   // The job has gone on from the checkpoint of this step (0: from none), by which so many of `once` are trained.
@@ -33,13 +38,15 @@ struct LogAudit {
 // lies before it and is not trained will never be.
 //
 // Which samples were out before is not written where the replica that held them was lost. But nobody has held more than
-// a batch in each epoch and step: that bounds them.
+// a batch in each epoch and step: that bounds them. It bounds, too, what may be left over when the job is finished:
+// what had waited to go out before the last step, and a batch of each who had one in it and is not in its commit.
 class PassedOver {
  public:
   void take(const proto::LogRecord& record);
   std::uint64_t not_trained() const;
   std::uint64_t samples() const { return highest_; }
   std::uint64_t lost() const { return passed_over_.size(); }
+  std::uint64_t may_be_left_over() const { return may_be_left_over_; }
 
  private:
   void commit(const proto::LogRecord::Committed& committed);
@@ -53,6 +60,8 @@ class PassedOver {
   std::uint64_t out_before_ = 0;  // at the last commit: no sample from here on had ever been handed out
   std::uint64_t may_be_out_ = 0;  // since then, at most so many new ones
   bool quiet_ = false;            // nobody has come or gone since the last commit
+  std::set<std::uint32_t> hold_;  // replicas that have had a batch since then
+  std::uint64_t may_be_left_over_ = 0;
 };
 
 // Takes a log's records in their order.

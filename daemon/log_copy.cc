@@ -24,7 +24,7 @@ Result<std::unique_ptr<LogCopy>> LogCopy::open(const std::string& directory, mem
                   "'rejoin log import', and start with another --log-directory",
                   directory);
     copy->position_ = records.size() + (compacted ? first.snapshot().position() - 1 : 0);
-    copy->job_ = compacted ? first.snapshot().job().id() : first.job().id();
+    copy->job_ = membership::job_of(first).id();
     copy->empty_ = false;
     copy->log_.forget_records();
   }

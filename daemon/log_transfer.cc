@@ -36,7 +36,7 @@ Result<WholeLog> read_whole(const std::string& path) {
   const auto& first = whole.records.front();
   whole.about.records = whole.records.size();
   whole.about.torn = read->torn;
-  whole.about.job = first.has_snapshot() ? first.snapshot().job().id() : first.job().id();
+  whole.about.job = membership::job_of(first).id();
   whole.about.begins_after = first.snapshot().committed();
   for (const auto& record : whole.records) {
     if (record.has_snapshot()) whole.about.committed = Step(record.snapshot().committed());
@@ -49,7 +49,7 @@ Result<WholeLog> read_whole(const std::string& path) {
 // The state that all records lead to, which stands for them in the store.
 Result<proto::LogRecord> snapshot_of(const WholeLog& whole, const std::string& path) {
   const auto& first = whole.records.front();
-  const auto& job = first.has_snapshot() ? first.snapshot().job() : first.job();
+  const auto& job = membership::job_of(first);
   membership::Coordinator machine({.replicas = job.replicas(), .ranks = job.ranks(), .batch = job.batch()});
   for (const auto& record : whole.records)
     if (auto replayed = machine.replay(record); !replayed)

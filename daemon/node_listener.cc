@@ -14,7 +14,6 @@ using membership::NodeId;
 namespace {
 
 constexpr std::size_t kMostStrangers = 256;
-constexpr auto kWithoutDescriptors = std::chrono::milliseconds(100);  // until one may have become free
 
 }  // namespace
 
@@ -35,8 +34,7 @@ void NodeListener::accept() {
   acceptor_.async_accept([this](asio::error_code error, asio::ip::tcp::socket socket) {
     if (error == asio::error::operation_aborted) return;
     if (!error) greet(std::move(socket));
-    if (error != asio::error::no_descriptors && error != std::errc::too_many_files_open_in_system) return accept();
-    // The kernel keeps those who wait, and would say so at once, for ever.
+    if (!without_descriptors(error)) return accept();
     if (without_descriptors_.may_say(SteadyClock().now()))
       spdlog::warn("no control connection can be accepted: {}; raise the limit with 'ulimit -n'", error.message());
     again_.expires_after(kWithoutDescriptors);

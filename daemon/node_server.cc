@@ -6,6 +6,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "daemon/log_notes.h"
 #include "transport/factory.h"
 
 namespace rejoin::daemon {
@@ -17,6 +18,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       options_(options),
       keys_(keys),
       listener_(io),
+      accept_again_(io),
       timer_(io),
       family_(transport::family_of(options.transport)),
       machine_(options.name, options.silence, random_number()),
@@ -40,7 +42,9 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   std::unique_ptr<NodeServer> server(new NodeServer(io, options, keys));
   server->listener_fd_ = std::move(*listener);
   server->socket_file_.emplace(options.socket);
-  server->listener_.assign(::dup(server->listener_fd_.get()));
+  Fd watched(::dup(server->listener_fd_.get()));
+  if (!watched) return fail_errno("another descriptor of the local socket");
+  server->listener_.assign(watched.release());
   auto compression = catchup::parse_compression(options.compression);
   if (!compression) return tl::unexpected(compression.error());
   server->compression_ = *compression;
@@ -118,6 +122,8 @@ NodeServer::DeviceStream* NodeServer::stream_of(std::optional<membership::RankCo
 void NodeServer::keep_listening() {
   if (!listener_fd_ || socket_file_->in_place()) return;
   auto listener = listen_unix(options_.socket);
+  Fd watched(listener ? ::dup(listener->get()) : -1);
+  if (listener && !watched) listener = fail_errno("another descriptor of it");
   if (!listener) {
     if (!std::exchange(unreachable_, true))
       spdlog::error("the socket {} is gone, and can't be made again, so no trainer can come: {}", options_.socket,
@@ -126,10 +132,12 @@ void NodeServer::keep_listening() {
   }
   unreachable_ = false;
   spdlog::warn("the socket {} was removed; it is there again", options_.socket);
+  ++listens_;
   listener_.close();
+  accept_again_.cancel();
   socket_file_.emplace(options_.socket);
   listener_fd_ = std::move(*listener);
-  listener_.assign(::dup(listener_fd_.get()));
+  listener_.assign(watched.release());
   accept();
 }
 
@@ -146,8 +154,7 @@ void NodeServer::tick() {
 }
 
 void NodeServer::carry_out(const membership::Node::Actions& actions) {
-  for (const auto& note : actions.notes)
-    spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "{}", note.text);
+  log_notes(actions.notes);
   for (const auto& message : actions.to_coordinator) coordinators_.send(message);
   for (const auto& [id, control] : actions.to_ranks) {
     auto found = trainers_.find(id);
@@ -184,8 +191,8 @@ void NodeServer::follow_plan() {
         service.serve(key, serves, job);
       });
     if (catching_up)
-      trainer.stream->post(
-          [key = key, sources = sources, committed = committed](catchup::Service& service, TimePoint at) {
+      trainer.stream->post_latest(
+          key, [key = key, sources = sources, committed = committed](catchup::Service& service, TimePoint at) {
             service.catch_up(key, sources, committed, at);
           });
   }

@@ -78,7 +78,8 @@ class NodeServer {
 
   NodeServer(asio::io_context& io, const NodeOptions& options, const JobKeys& keys);
   void accept();
-  void watch(Trainer& trainer);
+  void accept_later();                       // when there was no descriptor
+  void watch(Trainer& trainer, Fd watched);  // `watched`: its socket, once more
   void read(membership::RankConnection id);
   Result<> on_hello(Trainer& trainer, const proto::LocalHello& hello);
   Result<> on_descriptors(Trainer& trainer, std::vector<Fd> fds);
@@ -117,6 +118,9 @@ class NodeServer {
   std::optional<SocketFile> socket_file_;
   bool unreachable_ = false;  // that no trainer can come was logged
   asio::posix::stream_descriptor listener_;
+  std::uint64_t listens_ = 0;  // how often it was made again: what still comes of the one before counts for nothing
+  asio::steady_timer accept_again_;
+  Seldom without_descriptors_{std::chrono::seconds(10)};  // a line in the log
   asio::steady_timer timer_;
   const std::string family_;  // of the catch-up streams
   membership::Node machine_;

@@ -1,13 +1,16 @@
 // The node's trainers: how they come, register, are heard and go.
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "daemon/listen.h"
 #include "daemon/node_server.h"
 
 namespace rejoin::daemon {
@@ -16,6 +19,9 @@ using Gone = membership::Node::Gone;
 
 namespace {
 constexpr std::size_t kMaxLocalMessage = 512 * KiB;
+// Descriptors that a trainer takes: its socket twice, its process, and its state. They are there before it is taken:
+// until then it waits, and afterwards it would be lost. A state of more pieces may find too few, and is refused.
+constexpr std::size_t kOfTrainer = 16;
 
 bool readable_now(int fd) {
   pollfd look{fd, POLLIN | POLLRDHUP, 0};
@@ -29,11 +35,19 @@ bool hung_up(const Fd& socket) {
 }  // namespace
 
 void NodeServer::accept() {
-  listener_.async_wait(asio::posix::stream_descriptor::wait_read, [this](asio::error_code error) {
-    if (error) return;
-    for (;;) {
-      Fd socket(::accept4(listener_fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      if (!socket) break;
+  listener_.async_wait(asio::posix::stream_descriptor::wait_read, [this, of = listens_](asio::error_code error) {
+    if (error || of != listens_) return;
+    while (readable_now(listener_fd_.get())) {
+      std::array<Fd, kOfTrainer> spare;
+      const bool enough = std::ranges::all_of(spare, [this](Fd& one) {
+        one = Fd(::fcntl(listener_fd_.get(), F_DUPFD_CLOEXEC, 0));
+        return static_cast<bool>(one);
+      });
+      Fd socket(enough ? ::accept4(listener_fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC) : -1);
+      if (!socket && without_descriptors({errno, asio::error::get_system_category()})) return accept_later();
+      Fd watched = std::move(spare.front());
+      if (!socket || ::dup3(socket.get(), watched.get(), O_CLOEXEC) < 0) break;
+      spare = {};
       auto credentials = peer_credentials(socket);
       if (!credentials || (credentials->uid != ::geteuid() && credentials->uid != 0)) {
         spdlog::warn("a local connection of user {} was refused; this daemon serves user {}",
@@ -48,14 +62,24 @@ void NodeServer::accept() {
       trainer.id = id;
       trainer.credentials = *credentials;
       trainer.socket = std::move(socket);
-      watch(trainer);
+      watch(trainer, std::move(watched));
     }
     accept();
   });
 }
 
-void NodeServer::watch(Trainer& trainer) {
-  trainer.readable = std::make_unique<asio::posix::stream_descriptor>(io_, ::dup(trainer.socket.get()));
+void NodeServer::accept_later() {
+  if (without_descriptors_.may_say(now()))
+    spdlog::warn(
+        "no local connection can be accepted: there are too few descriptors left; raise the limit with 'ulimit -n'");
+  accept_again_.expires_after(kWithoutDescriptors);
+  accept_again_.async_wait([this, of = listens_](asio::error_code cancelled) {
+    if (!cancelled && of == listens_ && listener_.is_open()) accept();
+  });
+}
+
+void NodeServer::watch(Trainer& trainer, Fd watched) {
+  trainer.readable = std::make_unique<asio::posix::stream_descriptor>(io_, watched.release());
   auto pidfd = make_pidfd(trainer.credentials.pid);
   if (pidfd) {
     trainer.exited = std::make_unique<asio::posix::stream_descriptor>(io_, pidfd->release());
@@ -68,7 +92,7 @@ void NodeServer::watch(Trainer& trainer) {
         "a trainer is of a PID namespace that this daemon doesn't see: its end shows by its socket alone, no message "
         "can name its process, and the transport shm can't be used. Let daemon and trainers share one PID namespace "
         "(Kubernetes: shareProcessNamespace: true in one pod, hostPID: true across pods)");
-  } else {  // it has ended already; or, as the message says, no descriptor is to be had
+  } else {  // it has ended already; or, as the message says, another thread has taken the descriptor
     spdlog::debug("trainer {}: {}", trainer.credentials.pid, pidfd.error().message);
   }
   read(trainer.id);

@@ -94,12 +94,14 @@ void add_coordinator(Config& c, const std::string& own) {
   if (std::ranges::none_of(each, [&](const auto& one) { return leads_to(one, own); })) all += "," + own;
 }
 
-Result<> run(Config& c) {
+Result<JobKeys> read_keys(const Config& c) {
+  if (auto together = check(c); !together) return tl::unexpected(together.error());
+  return JobKeys::read(c.key_file, c.other_key_file, c.certificates);
+}
+
+Result<> run(Config& c, const JobKeys& keys) {
   const bool node = !c.node.socket.empty();
-  if (auto together = check(c); !together) return together;
   if (auto right = check_address_file(c.address_file); !right) return right;
-  auto keys = JobKeys::read(c.key_file, c.other_key_file);
-  if (!keys) return tl::unexpected(keys.error());
   if (!c.other_key_file.empty()) spdlog::info("who proves the key in {} is taken in, too", c.other_key_file);
   if (auto opened = events::open(c.events, c.coordinator && !node ? "coordinator" : c.node.name); !opened)
     return opened;
@@ -133,13 +135,13 @@ Result<> run(Config& c) {
   std::unique_ptr<CoordinatorServer> coordinator;
   std::unique_ptr<ReplicatedServer> one_of_several;
   if (c.coordinator && c.store.shared()) {
-    auto started = start_one_of_several(io, c, *keys);
+    auto started = start_one_of_several(io, c, keys);
     if (!started) return tl::unexpected(started.error());
     one_of_several = std::move(*started);
     addresses["coordinator"] = advertised(c, one_of_several->address());
     add_coordinator(c, one_of_several->address());
   } else if (c.coordinator) {
-    auto started = CoordinatorServer::start(io, c.listen, c.log_directory, c.log_compact_kib * KiB, job_of(c), *keys);
+    auto started = CoordinatorServer::start(io, c.listen, c.log_directory, c.log_compact_kib * KiB, job_of(c), keys);
     if (!started) return tl::unexpected(started.error());
     coordinator = std::move(*started);
     addresses["coordinator"] = advertised(c, coordinator->address());
@@ -148,14 +150,14 @@ Result<> run(Config& c) {
   c.node.silence = std::chrono::milliseconds(c.silence_ms);
   std::unique_ptr<RelayServer> relay;
   if (!c.relay.empty()) {
-    auto started = RelayServer::start(io, c.node.name, c.relay, c.node.coordinator, c.node.silence, *keys);
+    auto started = RelayServer::start(io, c.node.name, c.relay, c.node.coordinator, c.node.silence, keys);
     if (!started) return tl::unexpected(started.error());
     relay = std::move(*started);
     addresses["relay"] = advertised(c, relay->address());
     c.node.coordinator = relay->address();
   }
   if (node) {
-    auto started = NodeServer::start(io, c.node, *keys);
+    auto started = NodeServer::start(io, c.node, keys);
     if (!started) return tl::unexpected(started.error());
     server = std::move(*started);
     addresses["socket"] = c.node.socket;
@@ -201,7 +203,12 @@ int main(int argc, char** argv) {
   while (settings.ends_with('\n')) settings.pop_back();
   spdlog::info("settings, in the form of a --config file:\n{}", settings);
   daemon::raise_descriptor_limit();
-  if (auto done = daemon::run(config); !done) {
+  const auto keys = daemon::read_keys(config);
+  if (!keys) {
+    spdlog::error("{}", keys.error().message);
+    return 2;  // as for a flag that is wrong
+  }
+  if (auto done = daemon::run(config, *keys); !done) {
     spdlog::error("{}", done.error().message);
     return 1;
   }

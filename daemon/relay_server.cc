@@ -4,8 +4,8 @@
 
 #include "base/bytes.h"
 #include "base/fail.h"
-#include "base/log.h"
 #include "daemon/listen.h"
+#include "daemon/log_notes.h"
 
 namespace rejoin::daemon {
 
@@ -61,8 +61,7 @@ void RelayServer::tick() {
 }
 
 void RelayServer::carry_out(const membership::Relay::Actions& actions) {
-  for (const auto& note : actions.notes)
-    spdlog::log(note.warning ? spdlog::level::warn : spdlog::level::info, "relay: {}", note.text);
+  log_notes(actions.notes, "relay: ");
   for (const auto& message : actions.to_coordinator) coordinators_.send(message);
   for (const auto& [nodes, message] : actions.to_nodes) {
     const std::string bytes = message.SerializeAsString();

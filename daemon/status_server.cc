@@ -21,8 +21,13 @@ constexpr std::size_t kMaxRequest = 8 * KiB;
 // One request, one answer, closed.
 class Request : public std::enable_shared_from_this<Request> {
  public:
-  Request(asio::ip::tcp::socket socket, const StatusServer::Source& source)
-      : socket_(std::move(socket)), timer_(socket_.get_executor()), source_(source), buffer_(kMaxRequest) {}
+  // `ended` is called once.
+  Request(asio::ip::tcp::socket socket, const StatusServer::Source& source, std::function<void()> ended)
+      : socket_(std::move(socket)),
+        timer_(socket_.get_executor()),
+        source_(source),
+        ended_(std::move(ended)),
+        buffer_(kMaxRequest) {}
 
   void start() {
     timer_.expires_after(std::chrono::seconds(5));
@@ -46,12 +51,15 @@ class Request : public std::enable_shared_from_this<Request> {
       asio::error_code ignored;
       self->socket_.shutdown(asio::ip::tcp::socket::shutdown_both, ignored);
       self->timer_.cancel();
+      self->socket_.close(ignored);
+      self->ended_();
     });
   }
 
   asio::ip::tcp::socket socket_;
   asio::steady_timer timer_;
   const StatusServer::Source& source_;
+  const std::function<void()> ended_;
   asio::streambuf buffer_;
   std::string reply_;
 };
@@ -73,9 +81,22 @@ Result<std::unique_ptr<StatusServer>> StatusServer::start(asio::io_context& io, 
 void StatusServer::accept() {
   acceptor_.async_accept([this](asio::error_code error, asio::ip::tcp::socket socket) {
     if (error == asio::error::operation_aborted) return;
-    if (!error) std::make_shared<Request>(std::move(socket), source_)->start();
-    accept();
+    if (without_descriptors(error)) {
+      again_.expires_after(kWithoutDescriptors);
+      return again_.async_wait([this](asio::error_code cancelled) {
+        if (!cancelled) accept();
+      });
+    }
+    if (!error) {
+      ++open_;
+      std::make_shared<Request>(std::move(socket), source_, [this] { on_ended(); })->start();
+    }
+    if (open_ < kMostRequests) accept();
   });
+}
+
+void StatusServer::on_ended() {
+  if (open_-- == kMostRequests) accept();
 }
 
 std::string answer_to(std::string_view request, const StatusServer::Source& source) {

@@ -12,15 +12,19 @@ namespace rejoin::daemon {
 
 class StatusServer {
  public:
-  using Source = std::function<nlohmann::json()>;  // called in the io_context's thread
+  static constexpr std::size_t kMostRequests = 64;  // at a time; others wait to be accepted
+  using Source = std::function<nlohmann::json()>;   // called in the io_context's thread
   static Result<std::unique_ptr<StatusServer>> start(asio::io_context& io, const std::string& listen, Source source);
   std::string address() const { return address_; }
 
  private:
-  StatusServer(asio::io_context& io, Source source) : acceptor_(io), source_(std::move(source)) {}
+  StatusServer(asio::io_context& io, Source source) : acceptor_(io), again_(io), source_(std::move(source)) {}
   void accept();
+  void on_ended();
 
   asio::ip::tcp::acceptor acceptor_;
+  asio::steady_timer again_;  // to accept, when there was no descriptor
+  std::size_t open_ = 0;      // requests
   Source source_;
   std::string address_;
 };

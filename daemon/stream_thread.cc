@@ -42,7 +42,18 @@ StreamThread::~StreamThread() {
 void StreamThread::post(Command command) {
   {
     const std::lock_guard lock(mutex_);
-    commands_.push_back(std::move(command));
+    commands_.push_back({std::move(command), {}});
+  }
+  signal_eventfd(wake_);
+}
+
+void StreamThread::post_latest(catchup::RankKey about, Command command) {
+  {
+    const std::lock_guard lock(mutex_);
+    auto before = commands_.rbegin();
+    while (before != commands_.rend() && before->latest_about && *before->latest_about != about) ++before;
+    if (before != commands_.rend() && before->latest_about) before->command = std::move(command);
+    else commands_.push_back({std::move(command), about});
   }
   signal_eventfd(wake_);
 }
@@ -53,13 +64,13 @@ void StreamThread::run() {
   TimePoint reported{};
   bool served = false;  // somebody, by the last report
   while (!stop_) {
-    std::vector<Command> commands;
+    std::vector<Queued> commands;
     {
       const std::lock_guard lock(mutex_);
       commands.swap(commands_);
     }
     const TimePoint now = clock_.now();
-    for (auto& command : commands) command(*service_, now);
+    for (auto& queued : commands) queued.command(*service_, now);
     Report report{.caught_up = service_->poll(now)};
     report.drifts = service_->take_drifts();
     report.failed = service_->take_failed();

@@ -33,6 +33,9 @@ class StreamThread {
   const std::string& address() const { return address_; }
   using Command = std::function<void(catchup::Service&, TimePoint now)>;
   void post(Command command);
+  // In place of the one before it for this rank, where that waits still and no other command has come since: so a
+  // thread that is at something long finds one of them for each rank.
+  void post_latest(catchup::RankKey about, Command command);
 
  private:
   StreamThread() = default;
@@ -44,8 +47,12 @@ class StreamThread {
   std::string address_;
   std::function<void(Report)> report_;
   Fd wake_;
+  struct Queued {
+    Command command;
+    std::optional<catchup::RankKey> latest_about;
+  };
   std::mutex mutex_;  // guards commands_
-  std::vector<Command> commands_;
+  std::vector<Queued> commands_;
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };

@@ -80,7 +80,8 @@ void Upstream::connect_to(Endpoints endpoints) {
 }
 
 void Upstream::talk(asio::ip::tcp::socket socket) {
-  connection_ = std::make_shared<Framed>(std::move(socket), keys_, false);
+  const auto parts = transport::SocketAddress::split(address_);
+  connection_ = std::make_shared<Framed>(std::move(socket), keys_, false, parts ? parts->host : "");
   connection_->start({.ready =
                           [this] {
                             up_ = true;
@@ -133,6 +134,7 @@ void Upstream::lost(const std::string& why) {
   connection_.reset();
   up_ = false;
   why_lost_ = why;
+  refused_ = refused;
   handlers_.down();
   if (logged_refused_ != refused) {
     if (handlers_.over()) spdlog::info("coordinator at {}: {}; the job is finished", address_, why);

@@ -44,7 +44,9 @@ class Upstream {
   void check(TimePoint heard);
   void connect_anew(const std::string& why);
   const std::string& address() const { return address_; }
-  bool up() const { return up_; }  // it has shown the key
+  bool up() const { return up_; }                            // it has shown the key
+  const std::string& why_lost() const { return why_lost_; }  // empty while it is heard, and before the first try
+  bool was_refused() const { return refused_; }              // the last time, by either side
   // Its address, whether it is connected, as whoever asks knows, and the reason why not.
   nlohmann::json status(bool connected) const;
 
@@ -64,8 +66,9 @@ class Upstream {
   const bool one_of_several_;
   std::shared_ptr<Attempt> attempt_;  // under way, or waited for
   std::shared_ptr<Framed> connection_;
-  bool up_ = false, heard_ = false;     // it has shown the key; and has said something since
-  std::string why_lost_;                // empty while it is heard, and before the first try
+  bool up_ = false, heard_ = false;  // it has shown the key; and has said something since
+  std::string why_lost_;
+  bool refused_ = false;
   std::optional<bool> logged_refused_;  // that it is not connected was logged, and whether as a refusal
   std::chrono::milliseconds pause_{0};  // before the last try
   std::size_t tries_ = 0;

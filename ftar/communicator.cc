@@ -10,8 +10,7 @@
 
 namespace rejoin::ftar {
 
-Communicator::Communicator(transport::Engine& engine, const Options& options, Member self, Group group)
-    : engine_(engine), options_(options), self_(self), group_(group) {}
+Communicator::Communicator(transport::Engine& engine, const Options& options) : engine_(engine), options_(options) {}
 
 Communicator::~Communicator() {
   for (auto& [member, peer] : peers_) engine_.close(peer->endpoint);
@@ -34,11 +33,23 @@ Result<> check(const Options& options) {
 
 Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engine, const Options& options, Member self,
                                                          std::vector<BucketSpec> buckets, Group group) {
+  auto made = prepare(engine, options, std::move(buckets));
+  if (made) (*made)->join(self, group);
+  return made;
+}
+
+void Communicator::join(Member self, Group group) {
+  self_ = self;
+  group_ = group;
+}
+
+Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& engine, const Options& options,
+                                                            std::vector<BucketSpec> buckets) {
   constexpr std::size_t max_buckets = 3500;  // their region keys fit one message
   if (buckets.empty() || buckets.size() > max_buckets)
     return fail(ErrorCode::invalid_argument, "{} buckets; there must be 1 to {}", buckets.size(), max_buckets);
   if (auto right = check(options); !right) return tl::unexpected(right.error());
-  std::unique_ptr<Communicator> made(new Communicator(engine, options, self, group));
+  std::unique_ptr<Communicator> made(new Communicator(engine, options));
   const auto kind = options.device ? options.device->kind() : transport::MemoryKind::host;
   if (options.device) {
     made->reducer_ = options.shared_reducer;
@@ -65,10 +76,10 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
     bucket.spec = spec;
     bucket.index = static_cast<std::uint32_t>(made->buckets_.size() - 1);
     auto input = engine.register_region(spec.input, kind);
-    auto output = engine.register_region(spec.output, kind);
     if (!input) return tl::unexpected(input.error());
-    if (!output) return tl::unexpected(output.error());
     bucket.input = *input;
+    auto output = engine.register_region(spec.output, kind);
+    if (!output) return tl::unexpected(output.error());
     bucket.output = *output;
   }
   made->choose_direct();
@@ -88,7 +99,7 @@ Result<std::unique_ptr<Communicator>> Communicator::make(transport::Engine& engi
 
 // Everything that the members must agree on for their bytes to fit.
 std::uint64_t Communicator::plan_hash() const {
-  std::vector<std::uint64_t> facts{2,
+  std::vector<std::uint64_t> facts{3,
                                    options_.chunk_bytes,
                                    options_.chunks_in_flight,
                                    options_.device ? options_.device_direct_bytes : options_.direct_bytes,
@@ -111,7 +122,7 @@ void Communicator::enter(Epoch epoch, std::vector<RingMember> ring) {
   const auto before = std::exchange(ring_, std::move(ring));
   for (const auto& one : before)
     if (std::none_of(ring_.begin(), ring_.end(), [&](const RingMember& p) { return p.member == one.member; }))
-      forget(one.member);
+      if (Peer* gone = peer_of(one.member)) remove(*gone);
   // Contributors first, each kind in the order given.
   std::stable_partition(ring_.begin(), ring_.end(), [](const RingMember& p) { return p.role == Role::contributor; });
   contributors_ = static_cast<std::uint32_t>(
@@ -130,7 +141,12 @@ void Communicator::enter(Epoch epoch, std::vector<RingMember> ring) {
       inbox.arrived.assign(places(bucket), 0);
     }
   }
-  for (auto& [member, peer] : peers_) refresh(*peer);
+  partners_ = partners();
+  ring_peers_.assign(ring_.size(), nullptr);
+  for (auto& [member, peer] : peers_) {
+    refresh(*peer);
+    place(*peer);
+  }
   last_progress_ = now_;
   try_flush();
 }
@@ -141,33 +157,6 @@ void Communicator::refresh(Peer& peer) {
   for (std::uint32_t slot = 0; slot < options_.chunks_in_flight; ++slot)
     peer.free_slots.push_back(static_cast<std::uint8_t>(slot));
   peer.ready.assign(buckets_.size(), 0);
-}
-
-// Our half of the flush when our writes are over, and the end of it when everyone's are.
-void Communicator::try_flush() {
-  if (epoch_ == Epoch{} || clean_) return;
-  ring_peers_.assign(ring_.size(), nullptr);
-  for (std::size_t i = 0; i < ring_.size(); ++i) {
-    if (i == position_) continue;
-    ring_peers_[i] = peer_of(ring_[i].member);
-    if (ring_peers_[i] == nullptr || !ring_peers_[i]->up) return;  // not connected (yet)
-    if (ring_peers_[i]->writes_in_flight > 0) return;
-  }
-  // What the device still adds up for an older epoch reads staging and writes outputs.
-  if (working() || device_failed_) return;
-  if (!announced_) {
-    announced_ = true;
-    for (auto* peer : ring_peers_)
-      if (peer != nullptr)
-        if (auto sent = send(*peer, MessageHeader::flushed, 0, 0); !sent) return lose(*peer, sent.error());
-  }
-  for (auto* peer : ring_peers_)
-    if (peer != nullptr && peer->flushed != epoch_) return;
-  clean_ = true;
-  last_progress_ = now_;
-  outcomes_.push_back({.kind = Outcome::Kind::entered, .epoch = epoch_});
-  for (auto& bucket : buckets_)
-    if (bucket.wanted && !bucket.running) begin(bucket);
 }
 
 // ---- operations
@@ -272,19 +261,7 @@ void Communicator::handle(const transport::Event& event) {
 std::vector<Wait> Communicator::waits(TimePoint now) const {
   std::vector<Wait> waits;
   const Duration since = now - last_progress_;
-  if (epoch_ != Epoch{} && !clean_) {
-    for (const auto& one : ring_) {
-      if (one.member == self_) continue;
-      auto found = peers_.find(one.member);
-      const bool up = found != peers_.end() && found->second->up;
-      if (up && found->second->flushed == epoch_) continue;
-      waits.push_back(
-          {.on = one.member,
-           .what = up ? fmt::format("its flush of epoch {}", epoch_.value) : std::string("a connection with it"),
-           .since = since});
-    }
-    return waits;
-  }
+  if (epoch_ != Epoch{} && !clean_) return flush_waits(since);
   for (const auto& bucket : buckets_)
     if (bucket.running)
       if (auto wait = bucket.running->wait()) {

@@ -4,8 +4,9 @@
 // Fault tolerance, in short (see "All-reduce under failures" in docs/design-notes.md):
 //  - Out of place: the input is only read, so that a broken all-reduce starts again from it in the next epoch.
 //  - enter() ends everything of the epoch before. Each member waits until its own writes have landed or failed, tells
-//    every other member so (`flushed`), and starts again only when all have: after that no byte of an older epoch can
-//    land anywhere. Endpoints of members that are gone are closed (fenced) before.
+//    those so (`flushed`) to which it has written or will, and starts again only when all who have written to it, or
+//    will, have: after that no byte of an older epoch can land here. Endpoints of members that are gone are closed
+//    (fenced) before.
 //  - Every chunk and message names its epoch, step, bucket and chunk; what does not fit is dropped and counted.
 //  - All members are connected with each other, so that an epoch without one of them needs no new connection.
 //
@@ -13,8 +14,8 @@
 // their memory; in each epoch `flushed`; for each bucket of each step `ready`, then chunks (writes) and credits for
 // them, or for a small bucket `direct` parts of what each contributes, or of sums.
 //
-// connections.cc: connections. communicator.cc: epochs. messages.cc: what is sent and comes in. ring.cc and direct.cc:
-// the algorithms. results.cc: digests.
+// connections.cc: connections. communicator.cc: epochs. flush.cc: what comes between two of them. messages.cc: what is
+// sent and comes in. ring.cc and direct.cc: the algorithms. results.cc: digests.
 #pragma once
 
 #include <map>
@@ -131,9 +132,14 @@ struct Group {
 
 class Communicator {
  public:
-  // Registers staging and buckets with the engine, which must outlive this, and loads the device's kernels. Peers of
-  // another `group` are refused. The buckets' sizes and types must be equal on all members, which
-  // compare them when they connect.
+  // Registers staging and buckets with the engine, which must outlive this, and loads the device's kernels. That may
+  // take seconds: the system pins the memory. Whoever must not be silent for so long calls it before anybody listens.
+  // The buckets' sizes and types must be equal on all members, which compare them when they connect.
+  static Result<std::unique_ptr<Communicator>> prepare(transport::Engine& engine, const Options& options,
+                                                       std::vector<BucketSpec> buckets);
+  // Who this is, once that is known; nothing else is called before. Peers of another `group` are refused.
+  void join(Member self, Group group);
+  // Both at once.
   static Result<std::unique_ptr<Communicator>> make(transport::Engine& engine, const Options& options, Member self,
                                                     std::vector<BucketSpec> buckets, Group group);
   ~Communicator();
@@ -146,6 +152,9 @@ class Communicator {
   // Closes (fences) the connection; nothing of the peer lands any more.
   void forget(Member peer);
   bool connected(Member peer) const;
+  bool knows(Member peer) const { return peers_.contains(peer); }  // connected, or on the way
+  std::size_t connecting() const;                                  // connections of its own that are on the way
+  bool needs(Member peer) const;                                   // in this epoch the two send each other something
 
   // Begins an epoch: `ring` in the order agreed by all, with this member in it. Operations under way are dropped;
   // the owner starts them again. Who was in the ring before and is not in this one may go on writing, if it has not
@@ -180,7 +189,7 @@ class Communicator {
   friend class DoublingOperation;
   struct Bucket;
 
-  Communicator(transport::Engine& engine, const Options& options, Member self, Group group);
+  Communicator(transport::Engine& engine, const Options& options);
   void handle(const transport::Event& event);
   void on_accepted(const transport::Event& event);
   void on_message(Peer& peer, BytesView message);
@@ -198,7 +207,13 @@ class Communicator {
   void fail_device(const Error& error);
   Result<> flush();
   bool reduced_on_device(const Result<std::uint64_t>& work);
+  std::vector<std::uint32_t> partners() const;
+  void place(Peer& peer);
+  bool owes_flush(const Peer& peer) const;
+  bool tell_flush(Peer& peer);
+  void on_flushed(Peer& peer, Epoch epoch);
   void try_flush();
+  std::vector<Wait> flush_waits(Duration since) const;
   void begin(Bucket& bucket);
   void finish(Bucket& bucket);
   Result<> send(Peer& peer, std::uint32_t kind, std::uint32_t bucket, std::uint64_t value, BytesView body = {});
@@ -218,8 +233,8 @@ class Communicator {
 
   transport::Engine& engine_;
   Options options_;
-  const Member self_;
-  const Group group_;
+  Member self_;
+  Group group_;
   std::vector<Bucket> buckets_;
   device::Memory staging_;
   device::Memory direct_room_;  // pinned, for small buckets of a device
@@ -236,7 +251,8 @@ class Communicator {
   bool clean_ = false;      // this epoch's flush is complete
   bool announced_ = false;  // our own `flushed` is out
   std::vector<RingMember> ring_;
-  std::vector<Peer*> ring_peers_;  // same order; null for this member
+  std::vector<Peer*> ring_peers_;        // same order; null for this member, and where there is no connection
+  std::vector<std::uint32_t> partners_;  // positions, ascending, of those that this member exchanges anything with
   std::uint32_t position_ = 0, contributors_ = 0;
 
   TimePoint now_{};

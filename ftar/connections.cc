@@ -39,6 +39,11 @@ bool Communicator::connected(Member member) const {
   return found != peers_.end() && found->second->up;
 }
 
+std::size_t Communicator::connecting() const {
+  return static_cast<std::size_t>(
+      std::ranges::count_if(peers_, [](const auto& one) { return one.second->called && !one.second->up; }));
+}
+
 Result<> Communicator::connect(Member member, const transport::Address& address) {
   if (peers_.contains(member)) return {};
   const Hello hello{.job = group_.job,
@@ -52,9 +57,11 @@ Result<> Communicator::connect(Member member, const transport::Address& address)
   if (!endpoint) return tl::unexpected(endpoint.error());
   auto& peer = peers_[member] = std::make_unique<Peer>();
   peer->member = member;
+  peer->called = true;
   peer->endpoint = *endpoint;
   peer->since = now_;
   by_endpoint_[*endpoint] = peer.get();
+  place(*peer);
   return {};
 }
 
@@ -92,6 +99,7 @@ void Communicator::on_accepted(const transport::Event& event) {
   peer->endpoint = event.endpoint;
   peer->since = now_;
   by_endpoint_[event.endpoint] = peer.get();
+  place(*peer);
   introduce(*peer);
 }
 
@@ -123,6 +131,7 @@ void Communicator::lose(Peer& peer, Error error) {
   const Member member = peer.member;
   remove(peer);
   outcomes_.push_back({.kind = Outcome::Kind::peer_lost, .member = member, .error = std::move(error)});
+  try_flush();
 }
 
 // Closed, also where it has failed by itself: until then an engine keeps what belongs to it.
@@ -132,11 +141,11 @@ void Communicator::remove(Peer& peer) {
   for (auto& place : ring_peers_)
     if (place == &peer) place = nullptr;
   const auto owned = peers_.extract(peer.member);
-  // Its writes in flight are void with the endpoint; what ran with it waits for the next epoch.
-  if (std::any_of(ring_.begin(), ring_.end(), [&](const RingMember& p) { return p.member == owned.key(); })) {
-    clean_ = false;
-    for (auto& bucket : buckets_) bucket.running.reset();
-  }
+  // Its writes in flight are void with the endpoint; what ran with it waits for the next epoch. What runs with others
+  // goes on.
+  if (!owned.mapped()->partner) return;
+  clean_ = false;
+  for (auto& bucket : buckets_) bucket.running.reset();
 }
 
 void Communicator::drop_unfinished(Duration patience, TimePoint now) {
@@ -150,7 +159,10 @@ void Communicator::drop_unfinished(Duration patience, TimePoint now) {
 }
 
 void Communicator::forget(Member member) {
-  if (Peer* peer = peer_of(member)) remove(*peer);
+  Peer* peer = peer_of(member);
+  if (peer == nullptr) return;
+  remove(*peer);
+  try_flush();
 }
 
 }  // namespace rejoin::ftar

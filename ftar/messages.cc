@@ -53,10 +53,7 @@ void Communicator::on_message(Peer& peer, BytesView message) {
     return;
   }
   if (header.kind == MessageHeader::introduction) return on_introduction(peer, message);
-  if (header.kind == MessageHeader::flushed) {
-    peer.flushed = std::max(peer.flushed, Epoch(header.epoch));
-    return try_flush();
-  }
+  if (header.kind == MessageHeader::flushed) return on_flushed(peer, Epoch(header.epoch));
   if (header.epoch != epoch_.value || header.bucket >= buckets_.size() || !peer.up) {
     ++stale_dropped_;
     return;

@@ -47,15 +47,21 @@ struct Peer {
   Member member;
   transport::EndpointId endpoint;
   bool up = false;
-  TimePoint since{};  // when it was begun
+  bool called = false;  // by this member
+  TimePoint since{};    // when it was begun
   transport::RemoteRegion staging;
   std::vector<transport::RemoteRegion> outputs;  // by bucket
+  bool partner = false;                          // in this epoch: the two send each other something
   Epoch flushed;                                 // its writes of older epochs are over
+  Epoch met;                                     // the last epoch in which it may have written here
+  Epoch told;                                    // the last of our own flushes that it has been told of
   std::size_t writes_in_flight = 0;              // ours, to it
   std::vector<std::uint8_t> free_slots;          // of its staging, for us
   std::vector<std::uint64_t> ready;              // by bucket: the step it has started, plus one
   PeerStats stats;
   TimePoint last_chunk{};
+
+  bool fenced() const { return met == Epoch{} || flushed > met; }  // none of its writes of older epochs can land
 };
 
 // One all-reduce under one epoch. Created at the start, destroyed when done or when its epoch ends.

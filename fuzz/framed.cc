@@ -1,8 +1,14 @@
 #include "daemon/framed.h"
 
-#include <asio.hpp>
+#include <sys/stat.h>
 
+#include <asio.hpp>
+#include <filesystem>
+#include <fstream>
+
+#include "base/fail.h"
 #include "base/log.h"
+#include "fuzz/certificate.h"
 
 namespace {
 
@@ -14,7 +20,7 @@ constexpr std::string_view kSaid = "what the one that has the key says";
 // One side of a connection, over a socket that somebody else has, too.
 struct Side {
   Side(tcp::socket socket, const daemon::JobKeys& keys, bool server)
-      : framed(std::make_shared<daemon::Framed>(std::move(socket), keys, server)) {
+      : framed(std::make_shared<daemon::Framed>(std::move(socket), keys, server, "127.0.0.1")) {
     framed->start({.ready = [this] { ready = true; },
                    .message =
                        [this](std::string_view message) {
@@ -55,25 +61,48 @@ class Passing {
   std::size_t passed_ = 0;
 };
 
+daemon::JobKeys with_certificates() {
+  char directory[] = "/tmp/rejoin-fuzz-XXXXXX";
+  REJOIN_CHECK(::mkdtemp(directory) != nullptr);
+  const std::string certificate = std::string(directory) + "/certificate", key = std::string(directory) + "/key";
+  std::ofstream(certificate) << fuzz::kCertificate;
+  std::ofstream(key) << fuzz::kCertificateKey;
+  ::chmod(key.c_str(), 0600);
+  spdlog::set_level(spdlog::level::off);
+  auto keys = daemon::JobKeys::with_certificates(daemon::JobKeys(daemon::JobKey("0123456789abcdef")),
+                                                 {.ca = certificate, .cert = certificate, .key = key});
+  REJOIN_CHECK(keys, "{}", keys.error().message);
+  std::filesystem::remove_all(directory);
+  return *keys;
+}
+
 }  // namespace
 
 // Bytes over a control connection: instead of a handshake (first byte 0 modulo 3), after it (1), or as changes of what
-// two sides with the key say in it and afterwards (2).
+// two sides with the key say in it and afterwards (2). To a server; or, where the rest of the first byte is odd, to a
+// client, from who it takes for its server. Where half of that rest is odd both sides have certificates, too.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  static const daemon::JobKeys keys(daemon::JobKey("0123456789abcdef"));
+  static const daemon::JobKeys by_key(daemon::JobKey("0123456789abcdef")), by_certificates = with_certificates();
   static asio::io_context io(1);
   static tcp::acceptor acceptor(io, tcp::endpoint(asio::ip::address_v4::loopback(), 0));
   if (size == 0) return 0;
   const int mode = data[0] % 3;
+  const bool serves = data[0] / 3 % 2 == 0;
+  const daemon::JobKeys& keys = data[0] / 6 % 2 == 0 ? by_key : by_certificates;
   const std::string_view bytes(reinterpret_cast<const char*>(data) + 1, size - 1);
   io.restart();
   tcp::socket near(io), far(io);
+  // So that no connection keeps its port for a minute when it has ended: there are 28,000.
+  const asio::socket_base::linger at_once(true, 0);
   far.connect(acceptor.local_endpoint());
-  Side server(acceptor.accept(), keys, true);
+  far.set_option(at_once);
+  Side side(acceptor.accept(), keys, serves);
   asio::error_code ignored;
   if (mode == 2) {
     near.connect(acceptor.local_endpoint());
-    Side client(acceptor.accept(), keys, false);
+    near.set_option(at_once);
+    Side other(acceptor.accept(), keys, !serves);
+    Side &server = serves ? side : other, &client = serves ? other : side;
     near.non_blocking(true);
     far.non_blocking(true);
     Passing up(near, far, bytes.substr(0, bytes.size() / 2)), down(far, near, bytes.substr(bytes.size() / 2));
@@ -92,17 +121,17 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (mode == 1) {
     // The key is proven by the code that proves it; from then on its socket is ours.
     tcp::socket twin(io, tcp::v4(), ::dup(far.native_handle()));
-    Side client(std::move(twin), keys, false);
-    while (!(client.ready && server.ready)) io.run_one();
+    Side other(std::move(twin), keys, !serves);
+    while (!(other.ready && side.ready)) io.run_one();
     asio::write(far, asio::buffer(bytes), ignored);
     far.shutdown(tcp::socket::shutdown_send, ignored);
-    while (!server.closed) io.run_one();
+    while (!side.closed) io.run_one();
   } else {
     asio::write(far, asio::buffer(bytes), ignored);
     far.shutdown(tcp::socket::shutdown_send, ignored);
-    while (!server.closed) io.run_one();
-    if (server.ready) __builtin_trap();
+    while (!side.closed) io.run_one();
+    if (side.ready) __builtin_trap();
   }
-  if (server.messages > 0) __builtin_trap();
+  if (side.messages > 0) __builtin_trap();
   return 0;
 }

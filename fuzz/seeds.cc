@@ -50,11 +50,11 @@ std::string conversation() {
       links.mutable_links()->set_replica(replica);
       links.mutable_links()->set_rank(rank);
       links.mutable_links()->set_instance(replica * 2 + rank + 1);
-      links.mutable_links()->add_incarnations(2 - replica);
+      membership::RankSet(2 - replica).to(links.mutable_links()->mutable_incarnations());
       proto::FromNode status;
       status.mutable_replica_status()->set_replica(replica);
       status.mutable_replica_status()->set_incarnation(replica + 1);
-      status.mutable_replica_status()->add_links(2 - replica);
+      membership::RankSet(2 - replica).to(status.mutable_replica_status()->mutable_links());
       membership::RankSet(rank).to(status.mutable_replica_status()->mutable_ranks());
       bytes += framed(links, 6) + framed(status, 0);
     }

@@ -1,11 +1,10 @@
 #include "local/view.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 
 #include "base/digest.h"
 #include "base/fail.h"
+#include "base/populate.h"
 #include "local/owner.h"
 
 namespace rejoin::local {
@@ -148,8 +147,7 @@ bool View::populate_some() {
   if (kind() != device::MemoryKind::host || populated_ranges_ == state_.size()) return false;
   const auto bytes = state_[populated_ranges_].bytes;
   const std::size_t size = std::min(piece, bytes.size() - populated_);
-  // Older kernels don't know it; then the pages come one by one, as they are touched.
-  (void)::madvise(bytes.data() + populated_, size, MADV_POPULATE_WRITE);
+  populate(bytes.subspan(populated_, size));
   populated_ += size;
   if (populated_ == bytes.size()) ++populated_ranges_, populated_ = 0;
   return true;

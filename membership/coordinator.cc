@@ -132,9 +132,8 @@ void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoin
   auto found = replicas_.find(ReplicaId(status.replica()));
   if (found == replicas_.end() || found->second.incarnation.value != status.incarnation()) return;
   ReplicaStatus current{.ranks = RankSet(status.ranks(), config_.ranks),
-                        .links = {status.links().begin(), status.links().end()},
+                        .links = Incarnations(status.links(), ~std::uint64_t{0}),
                         .unreached = {status.unreached().begin(), status.unreached().end()}};
-  std::sort(current.links.begin(), current.links.end());
   auto& statuses = found->second.statuses;
   for (auto& before : statuses) before.ranks.remove(current.ranks);
   std::erase_if(statuses, [](const ReplicaStatus& before) { return before.ranks.empty(); });
@@ -205,7 +204,7 @@ void Coordinator::try_commit(TimePoint now) {
 // Admissions and promotions; true where there was one.
 bool Coordinator::change_members_at_boundary() {
   bool changed = false;
-  std::set<std::uint64_t> present;
+  Incarnations present;
   for (auto& m : members_) {
     present.insert(m.incarnation.value);
     if (!m.catching_up) continue;
@@ -282,9 +281,9 @@ proto::Plan Coordinator::plan() const {
 
 void Coordinator::broadcast_plan() {
   if (nodes_.empty()) return;
-  auto& [nodes, message] = actions_.send.emplace_back();
-  for (const auto& [node, state] : nodes_) nodes.push_back(node);
+  proto::ToNode message;
   *message.mutable_plan() = plan();
+  send_all(std::move(message));
 }
 
 // ---- helpers
@@ -292,14 +291,14 @@ void Coordinator::broadcast_plan() {
 bool Coordinator::fully_registered(const ReplicaState& replica) const { return replica.registered == config_.ranks; }
 
 // Each of its ranks is connected with all of these, itself left out.
-bool Coordinator::linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const {
-  const auto self = replica.incarnation.value;
-  if (incarnations.size() == incarnations.count(self)) return true;
+bool Coordinator::linked(const ReplicaState& replica, const Incarnations& incarnations) const {
+  Incarnations self, others = incarnations;
+  self.insert(replica.incarnation.value);
+  others.remove(self);
+  if (others.empty()) return true;
   std::uint64_t count = 0;
   for (const auto& status : replica.statuses)
-    if (std::ranges::all_of(incarnations,
-                            [&](auto one) { return one == self || std::ranges::binary_search(status.links, one); }))
-      count += status.ranks.size();
+    if (status.links.includes(others)) count += status.ranks.size();
   return count == config_.ranks;
 }
 
@@ -336,8 +335,14 @@ Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_
 }
 
 void Coordinator::send(NodeId node, proto::ToNode message) {
-  if (message.has_peers()) message.mutable_peers()->set_job(job_);
   if (nodes_.contains(node)) actions_.send.emplace_back(std::vector{node}, std::move(message));
+}
+
+void Coordinator::send_all(proto::ToNode message) {
+  if (nodes_.empty()) return;
+  auto& [nodes, sent] = actions_.send.emplace_back();
+  for (const auto& [node, state] : nodes_) nodes.push_back(node);
+  sent = std::move(message);
 }
 
 }  // namespace rejoin::membership

@@ -96,7 +96,7 @@ class Coordinator {
   // Ranks of a replica that are connected with the same incarnations.
   struct ReplicaStatus {
     RankSet ranks;
-    std::vector<std::uint64_t> links;  // ascending
+    Incarnations links;
     std::vector<proto::Unreached> unreached;
   };
   struct ReplicaState {
@@ -289,19 +289,22 @@ class Coordinator {
   void broadcast_plan();
   void send_plan(NodeId node);
   bool may_announce();
-  void announce_to(NodeId node, const RankSet& ranks);
+  void announce_all();
+  void announce_to(const std::vector<NodeId>& nodes, const RankSet& ranks);
   void announce_replica(const ReplicaState& replica, ReplicaId id);
   void announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks, const std::set<NodeId>& sent_to);
-  void announce(NodeId node, const RankSet& ranks, const std::map<ReplicaId, const ReplicaState*>& replicas, bool all);
+  void announce(const std::vector<NodeId>& nodes, const RankSet& ranks,
+                const std::map<ReplicaId, const ReplicaState*>& replicas, bool all);
   proto::Plan plan() const;
   bool fully_registered(const ReplicaState& replica) const;
-  bool linked(const ReplicaState& replica, const std::set<std::uint64_t>& incarnations) const;
+  bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
   MemberState* member(ReplicaId replica);
   Suspended* out_for_now(ReplicaId replica);
   const ReplicaState* registration(ReplicaId replica, Incarnation incarnation) const;
   RankState* rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance);
   void send(NodeId node, proto::ToNode message);
+  void send_all(proto::ToNode message);
   template <typename... Args>
   void note(fmt::format_string<Args...> format, Args&&... args) {
     actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...)});

@@ -99,7 +99,7 @@ void Coordinator::settle_recovery(TimePoint now) {
   for (const auto& m : members_)
     if (!is_back(m)) (m.catching_up && !m.complete ? joiners : holders).push_back(m.replica);
   for (auto id : holders) suspend(id, "it did not come back after the coordinator's restart");
-  for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
+  announce_all();
   if (!holders.empty()) next_epoch("without those that did not come back after the coordinator's restart");
   else if (found) next_epoch("the last contributor had ended before the coordinator's restart was over");
   for (auto id : joiners) remove(id, "it did not come back after the coordinator's restart", now);
@@ -279,7 +279,8 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   proto::ToNode gone;
   gone.mutable_peers()->add_gone(found->second.incarnation.value);
   replicas_.erase(found);
-  for (const auto& [node, state] : nodes_) send(node, gone);
+  gone.mutable_peers()->set_job(job_);
+  send_all(std::move(gone));
 }
 
 // To its ranks behind this node: it is out, and is to start again.

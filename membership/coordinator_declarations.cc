@@ -153,7 +153,7 @@ void Coordinator::settle_without_majority(TimePoint now) {
 void Coordinator::announce_after_dissent() {
   if (!unannounced_ || dissent() || !may_announce()) return;
   unannounced_ = false;
-  for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
+  announce_all();
 }
 
 // A majority is there: the others register no longer. Their ranks hear why when that is known.
@@ -185,7 +185,8 @@ void Coordinator::turn_out_those_who_differ(const First& binding, TimePoint now)
   std::erase_if(replicas_, [](const auto& one) { return one.second.registered == 0; });
   proto::ToNode message;
   for (auto incarnation : gone) message.mutable_peers()->add_gone(incarnation);
-  for (const auto& [node, state] : nodes_) send(node, message);
+  message.mutable_peers()->set_job(job_);
+  send_all(std::move(message));
   unannounced_ = true;
   announce_after_dissent();
 }

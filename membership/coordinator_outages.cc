@@ -36,7 +36,7 @@ std::string Coordinator::reason_for_being_out(ReplicaId id) const {
 
 std::vector<Coordinator::Outage> Coordinator::outages(TimePoint now) const {
   std::vector<Outage> all;
-  std::set<std::uint64_t> incarnations;
+  Incarnations incarnations;
   for (const auto& m : members_) incarnations.insert(m.incarnation.value);
   const auto next_of = [&](ReplicaId id) -> std::string {
     if (const auto refused = refused_.find(id); refused != refused_.end())

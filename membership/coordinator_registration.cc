@@ -179,7 +179,7 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
   if (dissent()) {
     unannounced_ = true;
   } else if (may_announce() && !recovering) {  // otherwise all has just been announced to everybody
-    announce_to(node, RankSet(up.rank()));
+    announce_to({node}, RankSet(up.rank()));
     if (fully_registered(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
   if (started()) send_plan(node);
@@ -230,16 +230,23 @@ bool Coordinator::may_announce() {
   for (const auto& m : members_)
     if (!is_back(m)) return false;
   recovering_until_.reset();
-  for (const auto& [node, state] : nodes_) announce_to(node, state.hosts);
+  announce_all();
   return true;
 }
 
+// Nodes that host the same ranks, as those of different replicas do, get the same message, which is made once.
+void Coordinator::announce_all() {
+  std::map<RankSet, std::vector<NodeId>> by_hosts;
+  for (const auto& [node, state] : nodes_) by_hosts[state.hosts].push_back(node);
+  for (const auto& [hosts, nodes] : by_hosts) announce_to(nodes, hosts);
+}
+
 // All peers of these ranks.
-void Coordinator::announce_to(NodeId node, const RankSet& ranks) {
+void Coordinator::announce_to(const std::vector<NodeId>& nodes, const RankSet& ranks) {
   std::map<ReplicaId, const ReplicaState*> there;
   for (const auto& [id, replica] : replicas_)
     if (fully_registered(replica)) there[id] = &replica;
-  announce(node, ranks, there, true);
+  announce(nodes, ranks, there, true);
 }
 
 // All of its ranks have come: to them all others, and to all others them.
@@ -247,7 +254,7 @@ void Coordinator::announce_replica(const ReplicaState& replica, ReplicaId id) {
   std::set<NodeId> its;
   for (const auto& rank : replica.ranks) its.insert(rank.node);
   for (auto one : its)
-    if (nodes_.contains(one)) announce_to(one, nodes_.at(one).hosts);
+    if (nodes_.contains(one)) announce_to({one}, nodes_.at(one).hosts);
   RankSet all;
   all.add(0, config_.ranks);
   announce_ranks(replica, id, all, its);
@@ -256,24 +263,25 @@ void Coordinator::announce_replica(const ReplicaState& replica, ReplicaId id) {
 // To the others: these ranks are there now.
 void Coordinator::announce_ranks(const ReplicaState& replica, ReplicaId id, const RankSet& ranks,
                                  const std::set<NodeId>& sent_to) {
-  for (const auto& [node, state] : nodes_) {
-    if (sent_to.contains(node)) continue;
-    const RankSet concerned = ranks.common(state.hosts);
-    if (!concerned.empty()) announce(node, concerned, {{id, &replica}}, false);
-  }
+  std::map<RankSet, std::vector<NodeId>> by_concerned;
+  for (const auto& [node, state] : nodes_)
+    if (!sent_to.contains(node)) by_concerned[ranks.common(state.hosts)].push_back(node);
+  for (const auto& [concerned, nodes] : by_concerned)
+    if (!concerned.empty()) announce(nodes, concerned, {{id, &replica}}, false);
 }
 
 // In as many messages as it takes for each to fit a frame, however many ranks a relay has: all that concerns a rank is
 // in one of them. `all`: those are all of its peers.
-void Coordinator::announce(NodeId node, const RankSet& ranks, const std::map<ReplicaId, const ReplicaState*>& replicas,
-                           bool all) {
+void Coordinator::announce(const std::vector<NodeId>& nodes, const RankSet& ranks,
+                           const std::map<ReplicaId, const ReplicaState*>& replicas, bool all) {
   constexpr std::size_t kMost = 4 * MiB;
   proto::ToNode message;
   RankSet complete;
   std::size_t bytes = 0;
   const auto flush = [&] {
     if (all) complete.to(message.mutable_peers()->mutable_complete());
-    send(node, std::exchange(message, {}));
+    message.mutable_peers()->set_job(job_);
+    actions_.send.emplace_back(nodes, std::exchange(message, {}));
     complete.clear();
     bytes = 0;
   };

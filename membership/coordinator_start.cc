@@ -66,6 +66,11 @@ std::vector<std::string> Coordinator::strangers() const {
 
 // All that are configured; of a job that had started before also fewer, when the others have not come for long.
 std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
+  // Asked with each report that a replica is connected with some: of a large job most come while others have yet to.
+  if (!started() && replicas_.size() + refused_.size() < config_.replicas) {
+    incomplete_since_.reset();
+    return {};
+  }
   std::vector<ReplicaId> there;
   for (const auto& [id, replica] : replicas_)
     if (present(id, replica.incarnation)) there.push_back(id);
@@ -79,9 +84,9 @@ std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
     if (!incomplete_since_) incomplete_since_ = now;
     if (now - *incomplete_since_ < start_patience()) return {};
   }
-  // Asked with each report that a replica is connected with some: who was missing the last time is most likely still.
+  // Who was missing the last time is most likely still.
   if (const auto last = std::ranges::find(there, not_linked_); last != there.end()) std::swap(*last, there.front());
-  std::set<std::uint64_t> incarnations;
+  Incarnations incarnations;
   for (auto id : there) incarnations.insert(replicas_.at(id).incarnation.value);
   for (auto id : there)
     if (!linked(replicas_.at(id), incarnations)) return not_linked_ = id, std::vector<ReplicaId>{};

@@ -71,7 +71,7 @@ void Coordinator::tell_why_it_waits(TimePoint now) {
   waits_.told = true;
   proto::ToNode message;
   message.mutable_waits()->set_why(waits_.why);
-  for (const auto& [node, state] : nodes_) send(node, message);
+  send_all(std::move(message));
 }
 
 // With whom it can't connect, so that it can't start, or be admitted.

@@ -9,15 +9,6 @@ namespace rejoin::membership {
 
 namespace {
 
-// In the same order: neighbours become one.
-template <typename Ranges>
-void append(Ranges& to, const Batch& ranges) {
-  for (const auto& range : ranges) {
-    if (!to.empty() && to.back().end == range.begin) to.back().end = range.end;
-    else to.push_back(range);
-  }
-}
-
 Batch from(const google::protobuf::RepeatedPtrField<proto::Range>& ranges) {
   Batch batch;
   for (const auto& range : ranges) batch.push_back({range.begin(), range.end()});
@@ -72,7 +63,7 @@ Batch Ledger::take() {
 void Ledger::hand_back(ReplicaId replica) {
   auto held = held_.extract(replica);
   if (held.empty()) return;
-  append(returned_, held.mapped());
+  for (const auto& range : held.mapped()) append(returned_, range);
 }
 
 void Ledger::commit(Step step) {
@@ -143,7 +134,7 @@ void Ledger::take_up(const proto::LogRecord_Snapshot_Ledger& snapshot, Step comm
   from_ = Step(snapshot.from());
   committed_ = committed;
   returned_.clear(), steps_.clear(), held_.clear();
-  append(returned_, from(snapshot.handed_back()));
+  for (const auto& range : from(snapshot.handed_back())) append(returned_, range);
   trained_ = Samples(snapshot.trained(), kMostSamples);
   for (const auto& one : snapshot.steps()) steps_[one.step()] = Samples(one.trained(), kMostSamples);
   for (const auto& one : snapshot.held()) held_[ReplicaId(one.replica())] = membership::batch_of(one);

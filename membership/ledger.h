@@ -24,6 +24,12 @@ struct SampleRange {
   bool operator==(const SampleRange&) const = default;
 };
 using Batch = std::vector<SampleRange>;  // disjoint, in order of assignment
+// Puts it behind those that are there: one that goes on where the last of them ends becomes one with it.
+template <typename Ranges>
+void append(Ranges& to, const SampleRange& range) {
+  if (!to.empty() && to.back().end == range.begin) to.back().end = range.end;
+  else to.push_back(range);
+}
 Batch batch_of(const proto::Member& member);
 std::uint64_t samples_of(const Batch& batch);
 

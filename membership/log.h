@@ -44,6 +44,9 @@ Result<ParsedLog> parse_one_file(const std::string& path);
 // The first record of a file, if there is an intact one.
 std::optional<proto::LogRecord> first_record(const Fd& file);
 
+// The job that a log is of, as its first record names it.
+const proto::LogRecord::Job& job_of(const proto::LogRecord& first);
+
 // How a log reaches its file.
 struct Disk {
   std::function<ssize_t(int, const void*, std::size_t, off_t)> write;  // as pwrite()
@@ -98,6 +101,7 @@ Result<std::vector<proto::LogRecord>> read_log(const std::string& path);
 // What an operator gave up: steps that were committed, and are trained again.
 struct RolledBack {
   std::uint64_t steps = 0, samples = 0;
+  std::uint64_t before = 0;  // of the steps: by what a compacted log says of those before it, without their samples
 };
 
 // Takes a log's records in their order.

@@ -105,11 +105,11 @@ Result<> Log::check_new() const {
               path_, archive_of(path_, *archives.rbegin()));
 }
 
-namespace {
-
-std::uint64_t job_of(const proto::LogRecord& first) {
-  return first.has_snapshot() ? first.snapshot().job().id() : first.job().id();
+const proto::LogRecord::Job& job_of(const proto::LogRecord& first) {
+  return first.has_snapshot() ? first.snapshot().job() : first.job();
 }
+
+namespace {
 
 // The archives that this file, which was the log when it was opened, goes on from, in their order. Each begins with a
 // snapshot, but for a job's first; none is missing in between, but the oldest may be. A snapshot that names its
@@ -133,7 +133,7 @@ Result<std::vector<std::string>> archives_before(const Fd& log, const std::strin
     auto before = first_record(file);
     if (!before)
       return fail(ErrorCode::corrupt, "{} does not begin with an intact record; restore it from a copy", name);
-    if (job_of(*before) != job_of(*first))
+    if (job_of(*before).id() != job_of(*first).id())
       return fail(ErrorCode::corrupt, "{} is of another job than {}. Move it away", name, later);
     first = std::move(before);
     later = name;

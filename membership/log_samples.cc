@@ -13,10 +13,7 @@ namespace {
 void sort_and_join(Batch& batch) {
   std::sort(batch.begin(), batch.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
   Batch joined;
-  for (const auto& range : batch) {
-    if (!joined.empty() && joined.back().end == range.begin) joined.back().end = range.end;
-    else joined.push_back(range);
-  }
+  for (const auto& range : batch) append(joined, range);
   batch = std::move(joined);
 }
 
@@ -48,6 +45,7 @@ void TrainedSteps::go_back(const proto::LogRecord::RolledBack& record) {
 // What a compacted log begins with: what was trained in the steps that are kept one by one, and all else under the last
 // step before them.
 void TrainedSteps::begin_from(const proto::LogRecord::Snapshot& snapshot) {
+  rolled_back_.steps = rolled_back_.before = snapshot.steps_rolled_back();
   Samples rest(snapshot.ledger().trained(), kMostSamples);
   for (const auto& step : snapshot.ledger().steps()) {
     const Samples of_step(step.trained(), kMostSamples);

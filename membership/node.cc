@@ -69,12 +69,9 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
     case proto::ToNode::kPeers: {
       if (concerns_nobody(message.peers().job())) break;
       const RankSet touched = peers_.apply(message.peers());
-      for (const auto& [connection, rank] : ranks_) {
-        if (!touched.contains(rank.up.rank()) || of_another_job(rank, message.peers().job())) continue;
-        proto::ToNode all;
-        *all.mutable_peers() = peers_.complete(RankSet(rank.up.rank()));
-        send(connection, all, actions);
-      }
+      for (auto& [connection, rank] : ranks_)
+        if (touched.contains(rank.up.rank()) && !of_another_job(rank, message.peers().job()))
+          tell_of_peers(connection, rank, message.peers(), actions);
       break;
     }
     case proto::ToNode::kPlan:
@@ -135,6 +132,21 @@ bool Node::concerns_nobody(std::uint64_t job) const {
          std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& one) { return of_another_job(one.second, job); });
 }
 
+// A rank of a large job has many peers, and each of them comes once: what is said of one does not grow with all.
+void Node::tell_of_peers(RankConnection connection, RankInfo& rank, const proto::Peers& news, Actions& actions) const {
+  proto::ToNode message;
+  const RankSet its(rank.up.rank());
+  const bool knew = std::exchange(rank.knows_peers, true);
+  if (!knew || RankSet(news.complete(), ~std::uint64_t{0}).includes(its)) {
+    *message.mutable_peers() = peers_.complete(its);
+  } else {
+    *message.mutable_peers()->mutable_gone() = news.gone();
+    for (const auto& peer : news.peers())
+      if (peer.rank() == rank.up.rank()) *message.mutable_peers()->add_peers() = peer;
+  }
+  send(connection, message, actions);
+}
+
 void Node::send(RankConnection rank, const proto::ToNode& message, Actions& actions) const {
   actions.to_ranks.emplace_back(rank, message);
 }
@@ -171,8 +183,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
     return actions;
   }
   if (message.kind_case() == proto::FromNode::kLinks) {
-    rank.links.emplace(message.links().incarnations().begin(), message.links().incarnations().end());
-    std::sort(rank.links->begin(), rank.links->end());
+    rank.links.emplace(message.links().incarnations(), ~std::uint64_t{0});
     rank.unreached.assign(message.links().unreached().begin(), message.links().unreached().end());
     report_status(rank, actions);
   } else if (message.kind_case() == proto::FromNode::kCaughtUp) {
@@ -185,9 +196,8 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   return actions;
 }
 
-void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its) {
-  if (!links) links.emplace(its.begin(), its.end());
-  else std::erase_if(*links, [&](auto link) { return !std::binary_search(its.begin(), its.end(), link); });
+void keep_common(std::optional<Incarnations>& links, const Incarnations& its) {
+  links = links ? links->common(its) : its;
 }
 
 // The first of each peer.
@@ -206,7 +216,7 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
   status.set_incarnation(one.up.incarnation());
   status.set_caught_up(true);
   RankSet together;
-  std::optional<std::vector<std::uint64_t>> links;
+  std::optional<Incarnations> links;
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != one.up.replica() || rank.up.incarnation() != one.up.incarnation()) continue;
     if (!rank.links) return;
@@ -216,7 +226,7 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
     for (const auto& unreached : rank.unreached) add_unreached(unreached, status);
   }
   together.to(status.mutable_ranks());
-  for (auto link : *links) status.add_links(link);
+  links->to(status.mutable_links());
   auto& sent = statuses_[{one.up.replica(), one.up.incarnation()}];
   if (std::string now = status.SerializeAsString(); std::exchange(sent, now) != now)
     actions.to_coordinator.push_back(std::move(message));

@@ -5,7 +5,6 @@
 
 #include <map>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -32,9 +31,10 @@ class Node {
     proto::RankUp up;
     TimePoint heard{};
     bool registered = false;
-    std::optional<std::vector<std::uint64_t>> links;  // ascending
+    std::optional<Incarnations> links;
     std::vector<proto::Unreached> unreached;
     bool caught_up = false;
+    bool knows_peers = false;  // it has been told of all; from then on of what changes
   };
 
   // `id`: random, another one for each process.
@@ -75,6 +75,7 @@ class Node {
   void report_status(const RankInfo& rank, Actions& actions);
   bool concerns_nobody(std::uint64_t job) const;
   static bool of_another_job(const RankInfo& rank, std::uint64_t job);
+  void tell_of_peers(RankConnection rank, RankInfo& info, const proto::Peers& news, Actions& actions) const;
   void send(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
 
   const std::string name_;
@@ -90,11 +91,11 @@ class Node {
 };
 
 void add_unreached(const proto::Unreached& one, proto::ReplicaStatus& status);  // to a report of several
-// Removes from `links` what is not in `its`; where nothing is there yet, takes `its` over. Both are ascending.
-void keep_common(std::optional<std::vector<std::uint64_t>>& links, std::span<const std::uint64_t> its);
+// Removes from `links` what is not in `its`; where nothing is there yet, takes `its` over.
+void keep_common(std::optional<Incarnations>& links, const Incarnations& its);
 
 void write_hosts(const std::map<std::uint32_t, RankSet>& hosted, proto::LeaderView& view);  // by replica
 
-constexpr std::uint32_t kProtocolVersion = 13;
+constexpr std::uint32_t kProtocolVersion = 14;
 
 }  // namespace rejoin::membership

@@ -34,6 +34,12 @@ const std::vector<proto::Peer>& PeerTable::of(std::uint32_t rank) const {
   return found == by_rank_.end() ? nobody : found->second;
 }
 
+Incarnations PeerTable::incarnations(std::uint32_t rank) const {
+  Incarnations all;
+  for (const auto& peer : of(rank)) all.insert(peer.incarnation());
+  return all;
+}
+
 proto::Peers PeerTable::complete(const RankSet& ranks) const {
   proto::Peers message;
   ranks.to(message.mutable_complete());

@@ -13,6 +13,7 @@ class PeerTable {
   // Takes a message in. Returns the ranks that have other peers now, or whose list the message says is complete.
   RankSet apply(const proto::Peers& message);
   const std::vector<proto::Peer>& of(std::uint32_t rank) const;
+  Incarnations incarnations(std::uint32_t rank) const;  // of its peers
   // Returns a message with everything known of the peers of these ranks, marked complete.
   proto::Peers complete(const RankSet& ranks) const;
 

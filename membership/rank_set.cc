@@ -3,11 +3,19 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 
 namespace rejoin::membership {
 
+// Whoever sent it may have put them in any order: they are sorted once, not inserted one by one.
 RankSet::RankSet(const Ranges& ranges, std::uint64_t limit) {
-  for (const auto& range : ranges) add(range.begin(), std::min(range.end(), limit));
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> all;
+  all.reserve(static_cast<std::size_t>(ranges.size()));
+  for (const auto& range : ranges)
+    if (const std::uint64_t end = std::min(range.end(), limit); range.begin() < end)
+      all.emplace_back(range.begin(), end);
+  std::ranges::sort(all);
+  join(all);
 }
 
 void RankSet::to(Ranges* ranges) const {
@@ -37,7 +45,19 @@ void RankSet::add(std::uint64_t begin, std::uint64_t end) {
 }
 
 void RankSet::add(const RankSet& other) {
-  for (const auto& [begin, end] : other.ranges_) add(begin, end);
+  if (other.ranges_.size() == 1) return add(other.ranges_[0].first, other.ranges_[0].second);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> all;
+  all.reserve(ranges_.size() + other.ranges_.size());
+  std::ranges::merge(ranges_, other.ranges_, std::back_inserter(all));
+  join(all);
+}
+
+// Of ascending ranges: those that touch or overlap become one.
+void RankSet::join(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ascending) {
+  ranges_.clear();
+  for (const auto& [begin, end] : ascending)
+    if (ranges_.empty() || ranges_.back().second < begin) ranges_.emplace_back(begin, end);
+    else ranges_.back().second = std::max(ranges_.back().second, end);
 }
 
 void RankSet::remove(const RankSet& other) {

@@ -20,6 +20,7 @@ class RankSet {
   void to(Ranges* ranges) const;
 
   void add(std::uint64_t begin, std::uint64_t end);
+  void insert(std::uint64_t one) { add(one, one + 1); }
   void add(const RankSet& other);
   void remove(const RankSet& other);
   void clear() { ranges_.clear(); }
@@ -31,10 +32,15 @@ class RankSet {
   // "3, 8-15"
   std::string text() const;
   const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges() const { return ranges_; }
-  bool operator==(const RankSet&) const = default;
+  auto operator<=>(const RankSet&) const = default;
 
  private:
+  void join(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ascending);
+
   std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges_;  // [begin, end), ascending, apart
 };
+
+// Incarnations are numbered as they are given out, so those of a whole job are few ranges.
+using Incarnations = RankSet;
 
 }  // namespace rejoin::membership

@@ -40,7 +40,7 @@ void Relay::on_replica_status(NodeId node, const proto::ReplicaStatus& status) {
 
 void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Group& group) {
   RankSet together;
-  std::optional<std::vector<std::uint64_t>> links;
+  std::optional<Incarnations> links;
   bool caught_up = true;
   proto::FromNode message;
   auto& all_of_it = *message.mutable_replica_status();
@@ -48,13 +48,13 @@ void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Grou
     for (const auto& one : status.unreached()) add_unreached(one, all_of_it);
     together.add(RankSet(status.ranks(), kNoLimit));
     caught_up = caught_up && status.caught_up();
-    keep_common(links, {status.links().data(), static_cast<std::size_t>(status.links().size())});
+    keep_common(links, Incarnations(status.links(), kNoLimit));
   }
   if (!together.includes(group.registered)) return;
   all_of_it.set_replica(replica);
   all_of_it.set_incarnation(incarnation);
   all_of_it.set_caught_up(caught_up);
-  for (auto link : *links) all_of_it.add_links(link);
+  links->to(all_of_it.mutable_links());
   together.to(all_of_it.mutable_ranks());
   if (std::string now = all_of_it.SerializeAsString(); std::exchange(group.last_status, now) != now)
     up() = std::move(message);

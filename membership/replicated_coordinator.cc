@@ -14,7 +14,7 @@ using Outcome = StoreAnswer::Outcome;
 
 namespace {
 constexpr std::uint64_t kMostTerms = std::uint64_t{1} << 62;  // nobody comes so far
-}
+}  // namespace
 
 ReplicatedCoordinator::ReplicatedCoordinator(Options options, TimePoint now)
     : options_(std::move(options)),
@@ -32,6 +32,7 @@ void ReplicatedCoordinator::forget() {
   machine_ = std::make_unique<Coordinator>(options_.job);
   position_ = 0;
   queue_.clear();
+  queued_bytes_ = 0;
   confirming_ = appending_ = 0;
   due_.reset();
   again_.reset();
@@ -80,9 +81,15 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_message(NodeId node, co
 ReplicatedCoordinator::Actions ReplicatedCoordinator::on_node_lost(NodeId node, TimePoint now) {
   now_ = now;
   nodes_.erase(node);
-  for (auto& decided : queue_) {  // what was to be sent there
+  for (auto& [decided, bytes] : queue_) {  // what was to be sent there
     for (auto& [to, message] : decided.send) std::erase(to, node);
-    std::erase_if(decided.send, [](const auto& one) { return one.first.empty(); });
+    std::erase_if(decided.send, [&, &bytes = bytes](const auto& one) {
+      if (!one.first.empty()) return false;
+      const std::size_t freed = one.second.ByteSizeLong();
+      bytes -= freed;
+      queued_bytes_ -= freed;
+      return true;
+    });
   }
   if (role_ == Role::leading) {
     enqueue(machine_->on_node_lost(node, now));
@@ -159,6 +166,8 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_answer(const StoreAnswe
   now_ = now;
   if (!under_way_) return take();
   StoreRequest request = *std::exchange(under_way_, std::nullopt);
+  // Of a lead that was given up meanwhile. What has become of it shows when it reads again.
+  if (request.kind != Kind::read && request.kind != Kind::claim && role_ != Role::leading) return take();
   if (request.kind == Kind::compact) {
     on_compacted(request, answer, now);
     write_next(now);
@@ -175,6 +184,7 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_answer(const StoreAnswe
     // A standby reads again anyway, and finds its claim, if that was done.
     if (role_ == Role::claiming) role_ = Role::following;
     else if (role_ != Role::following) again_ = std::move(request);
+    bound_queue();
     return take();
   }
   if (failing_) note(false, "the store answers again, after {:.0f} ms", milliseconds(now - failing_->since));

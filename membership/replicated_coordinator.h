@@ -143,7 +143,9 @@ class ReplicatedCoordinator {
   bool outranked() const { return leader_.instance() == options_.instance && heard_term_ > leader_.term(); }
   void lead(TimePoint now);
   void follow(const StoreAnswer& answer, TimePoint now);
+  void give_up_the_lead();
   void enqueue(membership::Actions decided);
+  void bound_queue();
   void write_next(TimePoint now);
   void on_written(TimePoint now);
   void release(std::size_t items);
@@ -188,7 +190,12 @@ class ReplicatedCoordinator {
 
   // Of a leader:
   std::uint64_t token_ = 0;
-  std::deque<membership::Actions> queue_;         // decided, and not confirmed yet
+  struct Decided {
+    membership::Actions actions;
+    std::size_t bytes = 0;  // of its records and messages
+  };
+  std::deque<Decided> queue_;                     // … and not confirmed yet
+  std::size_t queued_bytes_ = 0;                  // in it
   std::size_t confirming_ = 0;                    // of these, by the request under way
   std::uint64_t appending_ = 0;                   // records, in it
   std::optional<proto::LogRecord> due_;           // a snapshot for the position behind it
@@ -197,6 +204,7 @@ class ReplicatedCoordinator {
   TimePoint confirmed_at_{};
   bool suspects_itself_ = false;  // a node knows a higher term
   bool stalled_ = false;          // and has told
+  bool gave_up_ = false;          // it has led, and may lead again at once
   bool waits_told_ = false;
   Latency latency_;
   std::uint64_t takeovers_ = 0;

@@ -187,6 +187,7 @@ std::optional<std::string> ReplicatedCoordinator::reason_to_claim(TimePoint now)
   if (leader_.term() == 0) return "nobody has led yet";
   if (predecessor_.value_or(0) != 0 && leader_.instance() == *predecessor_)
     return fmt::format("who led before had this one's name and address, {} at {}", leader_.name(), leader_.address());
+  if (gave_up_ && leader_.instance() == options_.instance) return "it has given up the lead, and nobody has taken it";
   if (outranked()) return "nodes know a higher term than the store does";
   const Duration silence = options_.job.silence, no_sign = now - sign_at_;
   const Lost lost = who_lost_the_leader(now);

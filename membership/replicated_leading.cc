@@ -12,7 +12,22 @@ namespace rejoin::membership {
 
 using Kind = StoreRequest::Kind;
 
+namespace {
+
+// While the store does not answer.
+constexpr std::size_t kMostDecided = 1 << 16, kMostDecidedBytes = 256 * MiB;
+
+std::size_t weight_of(const membership::Actions& decided) {
+  std::size_t bytes = 0;
+  for (const auto& record : decided.append) bytes += record.ByteSizeLong();
+  for (const auto& [to, message] : decided.send) bytes += message.ByteSizeLong();
+  return bytes;
+}
+
+}  // namespace
+
 void ReplicatedCoordinator::lead(TimePoint now) {
+  gave_up_ = false;
   if (auto taken = machine_->take_over(now); !taken) return fail_with(taken.error().code, taken.error().message);
   role_ = Role::leading;
   ++takeovers_;
@@ -26,7 +41,7 @@ void ReplicatedCoordinator::lead(TimePoint now) {
   first.append.insert(position_ == 0 ? first.append.end() : first.append.begin(), std::move(led));
   enqueue(std::move(first));
   for (const auto& [node, of] : nodes_)
-    if (of.hello) enqueue(machine_->on_message(node, *of.hello, now));
+    if (of.hello && role_ == Role::leading) enqueue(machine_->on_message(node, *of.hello, now));
   tell_who_leads(all_nodes());
   write_next(now);
 }
@@ -40,6 +55,19 @@ void ReplicatedCoordinator::follow(const StoreAnswer& answer, TimePoint now) {
   learn_of_leader(answer.leader_revision, answer.leader, now);  // and tells who it is
 }
 
+// What is decided waits for the store, and would do so without bound. Nobody has heard of it: it is as if this process
+// had ended, and another one come in its place.
+void ReplicatedCoordinator::give_up_the_lead() {
+  note(true,
+       "no longer leads: {} decisions, {} of records and messages, wait for a store that does not answer; they have "
+       "reached nobody, and are forgotten",
+       queue_.size(), human_bytes(queued_bytes_));
+  role_ = Role::following;
+  forget();
+  gave_up_ = true;
+  tell_who_leads(all_nodes());
+}
+
 void ReplicatedCoordinator::enqueue(membership::Actions decided) {
   auto of_life = std::stable_partition(decided.send.begin(), decided.send.end(),
                                        [](const auto& one) { return !one.second.has_heartbeat(); });
@@ -49,7 +77,18 @@ void ReplicatedCoordinator::enqueue(membership::Actions decided) {
     std::move(decided.notes.begin(), decided.notes.end(), std::back_inserter(actions_.notes));
     return;
   }
-  queue_.push_back(std::move(decided));
+  const std::size_t bytes = weight_of(decided);
+  queued_bytes_ += bytes;
+  queue_.push_back({std::move(decided), bytes});
+  bound_queue();
+}
+
+// Of a store that answers the next write takes what waits. One that does not may keep its request for long: what is
+// decided until then counts, too.
+void ReplicatedCoordinator::bound_queue() {
+  const bool answers = !failing_ && !stalled_;
+  if (role_ != Role::leading || answers) return;
+  if (queue_.size() > kMostDecided || queued_bytes_ > kMostDecidedBytes) give_up_the_lead();
 }
 
 std::optional<proto::LogRecord> ReplicatedCoordinator::snapshot() const {
@@ -83,7 +122,7 @@ void ReplicatedCoordinator::write_next(TimePoint now) {
   proto::LogEntry entry;
   std::size_t bytes = 0;
   for (confirming_ = 0; confirming_ < queue_.size(); ++confirming_) {
-    const auto& records = queue_[confirming_].append;
+    const auto& records = queue_[confirming_].actions.append;
     for (const auto& record : records) bytes += record.ByteSizeLong();
     if (confirming_ > 0 && bytes > kMostBytes) break;
     for (const auto& record : records) *entry.add_records() = record;
@@ -121,7 +160,8 @@ void ReplicatedCoordinator::on_written(TimePoint now) {
 
 void ReplicatedCoordinator::release(std::size_t items) {
   for (; items > 0; --items) {
-    membership::Actions done = std::move(queue_.front());
+    membership::Actions done = std::move(queue_.front().actions);
+    queued_bytes_ -= queue_.front().bytes;
     queue_.pop_front();
     for (auto& record : done.append) {
       ++copied_;

@@ -20,6 +20,16 @@ Driver::Driver(const DriverConfig& config, transport::Engine& engine, local::Own
       done_(buckets_.size()),
       reduced_(buckets_.size()) {}
 
+Result<> Driver::prepare() {
+  auto audit = StateAudit::make(owner_);
+  if (!audit) return tl::unexpected(audit.error());
+  auto ring = ftar::Communicator::prepare(engine_, config_.ring, buckets_);
+  if (!ring) return tl::unexpected(ring.error());
+  audit_ = std::move(*audit);
+  prepared_ = std::move(*ring);
+  return {};
+}
+
 void Driver::fail(Error error) {
   if (failure_) return;
   failure_ = std::move(error);
@@ -105,7 +115,7 @@ void Driver::describe(proto::RankUp& up) const {
 }
 
 void Driver::poll_ring(TimePoint now) {
-  bool links_changed = false;
+  bool links_changed = false, came_up = false;
   for (const auto& outcome : ring_->poll(now)) {
     ++outcomes_;
     switch (outcome.kind) {
@@ -117,20 +127,25 @@ void Driver::poll_ring(TimePoint now) {
       case ftar::Outcome::Kind::entered: events::emit("entered", {{"epoch", outcome.epoch.value}}); break;
       case ftar::Outcome::Kind::peer_up:
         links_changed = true;
+        came_up = true;
         unreached_.erase(outcome.member.incarnation);
         break;
       case ftar::Outcome::Kind::peer_lost: {
         links_changed = true;
         spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
         const bool again = not_reached(outcome.member, outcome.error->message);
-        accuse(outcome.member, outcome.error->message).set_lost(true);
-        if (is_place(outcome.member)) broken_[outcome.member.replica] = outcome.error->message;
+        // What goes on with others is not to be ended for it: it connects again, and the coordinator's status has it.
+        if (ring_->needs(outcome.member)) {
+          accuse(outcome.member, outcome.error->message).set_lost(true);
+          broken_[outcome.member.replica] = outcome.error->message;
+        }
         reach_at_ = std::min(reach_at_, now + silence_ / (again ? 2 : 16));
         break;
       }
     }
   }
   if (links_changed) report_links();
+  if (came_up && more_to_reach_) reach_peers();
   report_reduced();
 }
 
@@ -154,17 +169,16 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
   switch (message.kind_case()) {
     case proto::ToNode::kRegistered: {
       if (machine_.incarnation() != Incarnation{}) return;
+      if (message.registered().incarnation() == 0)
+        return fail({ErrorCode::corrupt,
+                     "the daemon has registered this rank without an incarnation: run a daemon of this release"});
       machine_.on_registered(Incarnation(message.registered().incarnation()));
       job_ = message.registered().job();
       ++revision_;
-      auto ring = ftar::Communicator::make(engine_, config_.ring, {config_.replica, machine_.incarnation()}, buckets_,
-                                           {.job = job_, .rank = config_.rank});
-      if (!ring) return fail(ring.error());
-      ring_ = std::move(*ring);
-      auto audit = StateAudit::make(owner_);
-      if (!audit) return fail(audit.error());
-      audit_ = std::move(*audit);
-      on_peers(proto::Peers(peers_));
+      REJOIN_CHECK(prepared_, "a rank is registered that was not prepared");
+      ring_ = std::move(prepared_);
+      ring_->join({config_.replica, machine_.incarnation()}, {.job = job_, .rank = config_.rank});
+      on_peers({});
       return;
     }
     case proto::ToNode::kRefused: return fail({ErrorCode::refused, message.refused().reason()});
@@ -246,7 +260,6 @@ void Driver::enter_epoch() {
   for (const auto& m : machine_.plan().members())
     ring_members.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
   events::emit("enter_epoch", {{"epoch", machine_.epoch().value}, {"step", machine_.step().value}});
-  ring_members_ = ring_members;
   broken_.clear();
   // Whoever is out is fenced by this. It connects again, to be there if it is taken back.
   ring_->enter(machine_.epoch(), std::move(ring_members));

@@ -12,6 +12,7 @@
 #include "local/owner.h"
 #include "membership/digest_table.h"
 #include "membership/pause_detector.h"
+#include "membership/peer_table.h"
 #include "membership/rank.h"
 #include "rejoin/state_audit.h"
 
@@ -28,6 +29,9 @@ struct DriverConfig {
   // How long a step may wait for a trainer that computes, until enough steps have shown how long they take here.
   Duration patience{};
   Duration between_steps = std::chrono::minutes(10);  // how long it may wait for one that has not begun the step
+  // Connections with peers that are on the way at a time, of those that it begins. So many again are there for whom the
+  // epoch needs.
+  std::size_t calls_at_once = 32;
   // Takes digests on another thread than poll()'s, one piece of work after the other, and has poll() called when each
   // has ended: those of a GPU's memory may take long. What it was given has ended, or never begins, before the driver
   // goes. Empty: they are taken in poll().
@@ -50,7 +54,11 @@ class Driver {
   Driver(const DriverConfig& config, transport::Engine& engine, local::Owner& owner,
          std::vector<ftar::BucketSpec> buckets);
 
-  // The daemon has accepted this rank; the caller calls this before anything else. `secret` proves to peers that both
+  // Registers the memory of the all-reduce, which may take longer than any silence. So it comes first, while nobody
+  // knows of this rank: who is known has to give signs of life.
+  Result<> prepare();
+
+  // The daemon has accepted this rank; of what follows the caller calls this first. `secret` proves to peers that both
   // are of the job, and `silence` is how long a peer may be silent.
   void on_welcome(const transport::Secret& secret, Duration silence) {
     secret_ = secret, silence_ = silence;
@@ -115,7 +123,8 @@ class Driver {
 
   void poll_ring(TimePoint now);
   void on_plan(const proto::Plan& plan, TimePoint now);
-  void on_peers(const proto::Peers& peers);
+  void on_peers(const proto::Peers& news);
+  const std::vector<proto::Peer>& peers() const { return peers_.of(config_.rank); }
   void reach_peers();
   void enter_epoch();
   void submit_wanted();
@@ -136,7 +145,6 @@ class Driver {
   void excuse_between_steps(TimePoint now);
   void tell_occupation(TimePoint now);
   proto::Accusation& excuse(std::string why, bool excused, TimePoint since, TimePoint now);
-  bool is_place(const ftar::Member& member) const;
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   Duration patience_with_compute() const;
   void fail(Error error);
@@ -152,8 +160,8 @@ class Driver {
   Duration pause_{};
   TimePoint back_at_{};
   membership::Rank machine_;
+  std::unique_ptr<ftar::Communicator> prepared_;  // until this rank is registered
   std::unique_ptr<ftar::Communicator> ring_;
-  std::vector<ftar::RingMember> ring_members_;  // of the ring, in its epoch
   std::map<ReplicaId, std::string>
       broken_;  // connections that broke in this epoch, and why: of no use before the next one
   std::unique_ptr<StateAudit> audit_;
@@ -162,8 +170,8 @@ class Driver {
   Epoch audit_epoch_;
   Step audit_step_;
   std::shared_ptr<Aside<proto::FromNode>> inspection_;
-  TimePoint digests_since_{};  // digests are under way; as far as is known
-  proto::Peers peers_;
+  TimePoint digests_since_{};                          // digests are under way; as far as is known
+  membership::PeerTable peers_;                        // of this rank
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
@@ -176,6 +184,9 @@ class Driver {
   membership::Samples committed_trained_;
   std::optional<Error> failure_;
   std::uint64_t revision_ = 0, outcomes_ = 0;
+  // The incarnation that was called last: of all, and of those that the epoch needs.
+  std::uint64_t reach_below_ = ~std::uint64_t{0}, needed_below_ = ~std::uint64_t{0};
+  bool more_to_reach_ = false;  // when one of those that are being called has answered
   TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_reported_{};
   TimePoint offered_at_{}, begun_at_{};     // the step under way: to the trainer, and by it
   TimePoint excused_at_{}, released_at_{};  // last reported; when it was last busy with something

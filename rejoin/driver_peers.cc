@@ -1,5 +1,6 @@
 // The other members: who is reached, who is waited for, and what the coordinator is told of both.
 #include <algorithm>
+#include <set>
 
 #include "base/fail.h"
 #include "base/log.h"
@@ -17,8 +18,8 @@ constexpr Duration kStallWorthTelling = std::chrono::seconds(1);
 // It is tried again, without a word for each time: the coordinator's status has it for as long as it lasts. True: this
 // is not the first time since there was a connection.
 bool Driver::not_reached(const ftar::Member& member, const std::string& why) {
-  const bool is_peer = std::any_of(peers_.peers().begin(), peers_.peers().end(),
-                                   [&](const auto& peer) { return peer.incarnation() == member.incarnation.value; });
+  const bool is_peer =
+      std::ranges::any_of(peers(), [&](const auto& peer) { return peer.incarnation() == member.incarnation.value; });
   if (!is_peer) return false;
   const auto [one, fresh] = unreached_.try_emplace(member.incarnation);
   if (!fresh) return true;
@@ -37,14 +38,12 @@ void Driver::report_links() {
   links.set_replica(config_.replica.value);
   links.set_rank(config_.rank);
   links.set_instance(config_.instance);
-  for (const auto& peer : peers_.peers())
-    if (ring_->connected(member_of(peer))) links.add_incarnations(peer.incarnation());
+  membership::Incarnations connected;
+  for (const auto& peer : peers())
+    if (ring_->connected(member_of(peer))) connected.insert(peer.incarnation());
+  connected.to(links.mutable_incarnations());
   for (const auto& [incarnation, one] : unreached_) *links.add_unreached() = one;
   reports_.push_back(std::move(report));
-}
-
-bool Driver::is_place(const ftar::Member& member) const {
-  return std::any_of(ring_members_.begin(), ring_members_.end(), [&](const auto& one) { return one.member == member; });
 }
 
 proto::Accusation& Driver::accuse(const ftar::Member& suspect, const std::string& what) {
@@ -148,31 +147,48 @@ void Driver::look_for_stalls(TimePoint now) {
   }
 }
 
-void Driver::on_peers(const proto::Peers& peers) {
-  const proto::Peers before = std::exchange(peers_, peers);
+void Driver::on_peers(const proto::Peers& news) {
+  std::set<ftar::Member> before, after;
+  for (const auto& peer : peers()) before.insert(member_of(peer));
+  (void)peers_.apply(news);
   if (!ring_) return;
-  for (const auto& peer : before.peers()) {
-    const bool stays = std::any_of(peers_.peers().begin(), peers_.peers().end(),
-                                   [&](const auto& p) { return p.incarnation() == peer.incarnation(); });
-    if (!stays) ring_->forget(member_of(peer));  // fenced
-  }
+  for (const auto& peer : peers()) after.insert(member_of(peer));
+  for (const auto& member : before)
+    if (!after.contains(member)) ring_->forget(member);  // fenced
   std::erase_if(unreached_, [&](const auto& one) {
-    return std::none_of(peers_.peers().begin(), peers_.peers().end(),
-                        [&](const auto& peer) { return peer.incarnation() == one.first.value; });
+    return !after.contains({ReplicaId(one.second.replica()), one.first});
   });
   reach_peers();
   report_links();
 }
 
 // Connects with those that there is no connection with: at first, and again where it broke. Inside an epoch a new
-// connection is of use in the next one only, which the coordinator begins for it.
+// connection is of use in the next one only, which the coordinator begins for it. A few at a time, the next older one
+// first: so nobody is called by all of a large job at once. Who was called last comes last: it may be one that never
+// answers. Whom this epoch needs is called before all others, and does not wait for those that are being called.
 void Driver::reach_peers() {
-  for (const auto& peer : peers_.peers()) {
+  std::vector<const proto::Peer*> missing, needed;
+  for (const auto& peer : peers())
     // Of two, the newer one connects.
-    if (peer.incarnation() >= machine_.incarnation().value || peer.replica() == config_.replica.value) continue;
-    if (auto connecting = ring_->connect(member_of(peer), {peer.address(), secret_}); !connecting)
-      not_reached(member_of(peer), fmt::format("{}: {}", peer.address(), connecting.error().message));
-  }
+    if (peer.incarnation() < machine_.incarnation().value && peer.replica() != config_.replica.value &&
+        !ring_->knows(member_of(peer)))
+      (ring_->needs(member_of(peer)) ? needed : missing).push_back(&peer);
+  const auto by_turns = [&](std::vector<const proto::Peer*>& all, std::uint64_t& below, std::size_t most) {
+    std::ranges::sort(all, std::ranges::greater{}, [&](const proto::Peer* peer) {
+      return std::pair(peer->incarnation() < below, peer->incarnation());
+    });
+    std::size_t calls = ring_->connecting();
+    more_to_reach_ |= all.size() + calls > most;
+    for (const auto* peer : all) {
+      if (calls++ >= most) return;
+      below = peer->incarnation();
+      if (auto connecting = ring_->connect(member_of(*peer), {peer->address(), secret_}); !connecting)
+        not_reached(member_of(*peer), fmt::format("{}: {}", peer->address(), connecting.error().message));
+    }
+  };
+  more_to_reach_ = false;
+  by_turns(needed, needed_below_, 2 * config_.calls_at_once);
+  by_turns(missing, reach_below_, config_.calls_at_once);
 }
 
 }  // namespace rejoin

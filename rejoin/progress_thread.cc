@@ -98,10 +98,16 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
                    .between_steps = config_.between_steps,
                    .aside = std::move(aside)},
       *engine_, owner_, buckets_);
-
+  if (auto prepared = prepare_driver(); !prepared) return prepared;
   if (auto introduced = introduce(); !introduced) return introduced;
   begin();
   return wait_for_registration();
+}
+
+// On this thread, before the daemon hears of this process.
+Result<> ProgressThread::prepare_driver() {
+  const NoSignals no_signals;
+  return driver_->prepare();
 }
 
 void ProgressThread::begin() {
@@ -291,14 +297,14 @@ void ProgressThread::run() {
       heartbeat_at_ = now;
       owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
                                     std::memory_order_relaxed);
-      if (welcome_) unsent_.push_back(driver_->heartbeat());
+      if (welcome_) unsent_.add(driver_->heartbeat());
     }
     if (daemon_) poll_daemon(now);
     else reconnect(now);
     const std::uint64_t outcomes = driver_->outcomes();
     driver_->poll(now);
     if (driver_->outcomes() != outcomes) idle_->reset();
-    for (auto& report : driver_->take_reports()) unsent_.push_back(std::move(report));
+    for (auto& report : driver_->take_reports()) unsent_.add(std::move(report));
     send_all();
     if (driver_->revision() != published_) publish();
     if (leaves(now)) break;

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <thread>
 
@@ -18,6 +17,7 @@
 #include "rejoin/driver.h"
 #include "rejoin/interrupt.h"
 #include "rejoin/kernel_launcher.h"
+#include "rejoin/report_queue.h"
 #include "rejoin/session.h"
 #include "rejoin/side_thread.h"
 #include "rejoin/stream_order.h"
@@ -87,6 +87,7 @@ class ProgressThread {
   void part();
   Result<> make_engine(bool on_gpu);
   Result<> prepare_device();
+  Result<> prepare_driver();
   void begin();
   proto::LocalHello hello(std::size_t descriptors) const;
 
@@ -126,7 +127,7 @@ class ProgressThread {
   Fd daemon_;
   Seldom strange_daemon_{std::chrono::seconds(10)};  // a line in the log
   bool welcome_ = false;                             // the daemon knows us: until then it would not listen
-  std::deque<proto::FromNode> unsent_;
+  ReportQueue unsent_;
   std::vector<Fd> offer_;      // what daemons share the state by: made once, since that takes the driver
   device::Line served_;        // … and on a GPU, to this daemon: what its memory is served by
   std::vector<int> to_offer_;  // of both, what this daemon has yet to be sent

@@ -206,15 +206,8 @@ void ProgressThread::reconnect(TimePoint now) {
 }
 
 void ProgressThread::send_all() {
-  for (; welcome_ && !unsent_.empty(); unsent_.pop_front()) {
-    proto::FromTrainer message;
-    *message.mutable_report() = unsent_.front();
-    const std::string bytes = message.SerializeAsString();
-    if (auto sent = send_with_fds(daemon_, as_bytes(bytes), {}); !sent) {
-      if (sent.error().code != ErrorCode::exhausted) lose_daemon(sent.error().message);
-      return;  // it has much to read: again later
-    }
-  }
+  if (!welcome_) return;
+  if (auto sent = unsent_.send(daemon_); !sent) lose_daemon(sent.error().message);
 }
 
 void ProgressThread::lose_daemon(const std::string& why) {

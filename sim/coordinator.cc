@@ -31,7 +31,8 @@ std::string brief(const proto::FromNode& message) {
     case proto::FromNode::kReplicaStatus: {
       const auto& status = message.replica_status();
       return fmt::format("replica {} ({}): connected with {}{}", status.replica(), status.incarnation(),
-                         fmt::join(status.links(), " "), status.caught_up() ? ", caught up" : "");
+                         membership::Incarnations(status.links(), ~std::uint64_t{0}).text(),
+                         status.caught_up() ? ", caught up" : "");
     }
     case proto::FromNode::kAccusation: {
       const auto& accusation = message.accusation();

@@ -41,7 +41,7 @@ enum class FaultKind : std::uint8_t {
   reset_ring,         // one data connection of a rank, between two that live on
   reset_stream,       // one catch-up connection of a node
   black_hole,         // what one replica sends to another does not arrive for a while, and neither learns of it
-  refuse_memory,      // a rank's next registration of memory fails, or its node's
+  refuse_memory,      // a rank's next registration of memory fails (when it starts), or its node's
   drift,              // from now on a contributor's optimizer computes something else
   flip_reduced,       // one bit of a reduced chunk flips on its way, in the next step
   flip_state,         // one bit of a contributor's state flips in its memory
@@ -52,8 +52,10 @@ enum class FaultKind : std::uint8_t {
   store_away,         // their store answers nobody for a while
   store_cut_off,      // … one of them
   cut_off_from_some,  // one of them and some of the nodes don't hear each other for a while
+  // And anywhere:
+  slow_memory,  // a rank is killed, and the next one's memory takes this long to be registered: its thread stands
 };
-constexpr std::size_t kFaultKinds = 40;
+constexpr std::size_t kFaultKinds = 41;
 std::string_view to_string(FaultKind kind);
 
 // When a fault comes: at its time, or when this happens next after it.

@@ -109,8 +109,8 @@ class LongJob {
   }
 
   Result<> commit(std::uint64_t step) {
-    proto::LogRecord record;
-    auto& committed = *record.mutable_committed();
+    auto& committed = *commit_.front().mutable_committed();
+    committed.Clear();
     committed.set_step(step);
     committed.set_epoch(epoch_);
     std::vector<ReplicaId> contributors;
@@ -127,7 +127,7 @@ class LongJob {
     ledger_.commit(Step(step));
     ledger_.assign(contributors);
     committed_ = step;
-    return log_.append({record});
+    return log_.append(commit_);
   }
 
   // As the next coordinator would: from the file.
@@ -166,6 +166,7 @@ class LongJob {
   std::optional<ReplicaId> out_;
   std::uint64_t out_until_ = 0, epoch_ = 0, committed_ = 0, last_incarnation_ = 0;
   std::uint64_t compact_at_ = options_.log_compact;
+  std::vector<proto::LogRecord> commit_{1};  // made once: its members would take longer to allocate than to fill in
   LongJobState state_;
 };
 

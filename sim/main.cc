@@ -202,7 +202,8 @@ int scale() {
                               {.ranks = 416, .relays = false},
                               {.relays = false},
                               {.replicas = 128, .ranks = 8, .rails = 8},
-                              {.replicas = 256, .ranks = 8, .rails = 8}};
+                              {.replicas = 256, .ranks = 8, .rails = 8},
+                              {.replicas = 1024, .ranks = 8, .rails = 8, .steps = 5}};
   for (const auto& o : all) {
     const ScaleResult r = measure_scale(o);
     fmt::print(

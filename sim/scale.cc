@@ -115,6 +115,7 @@ class Cluster {
     RankConnection connection;
     std::uint64_t instance = 0, incarnation = 0, epoch = 0, step = 0;
     bool to_report = false;  // a reduction
+    membership::Incarnations links;
   };
   enum class To { coordinator, relay_up, relay_down, node, rank };
   struct Message {
@@ -264,7 +265,12 @@ class Cluster {
       links.set_replica(static_cast<std::uint32_t>(index / o_.ranks));
       links.set_rank(static_cast<std::uint32_t>(index % o_.ranks));
       links.set_instance(rank.instance);
-      for (const auto& peer : received.peers().peers()) links.add_incarnations(peer.incarnation());
+      if (received.peers().complete_size() > 0) rank.links.clear();
+      membership::Incarnations gone;
+      for (auto incarnation : received.peers().gone()) gone.insert(incarnation);
+      rank.links.remove(gone);
+      for (const auto& peer : received.peers().peers()) rank.links.insert(peer.incarnation());
+      rank.links.to(links.mutable_incarnations());
       send(index, message);
     }
     if (!received.has_plan()) return;

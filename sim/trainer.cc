@@ -63,6 +63,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                             .direct_bytes = world.shape.direct ? 32768u : 0u,
                             .direct_members = world.shape.doubling ? 0u : 8u},
                    .patience = 500ms,
+                   .calls_at_once = 1 + rank_instance % 3,
                    .aside = [this](std::function<void()> work) { digest_aside(std::move(work)); }},
       *engine, state_->owner(), state_->buckets());
 }
@@ -121,6 +122,10 @@ void Trainer::in(Duration delay, void (Trainer::*what)()) {
 
 void Trainer::look_for_daemon() {
   if (stopped || connection.value != 0) return;
+  if (!std::exchange(prepared_, true)) {
+    if (auto prepared = driver_->prepare(); !prepared) return world_.trainer_exits(*this, prepared.error().message);
+    if (world_.stands_for_memory(*this)) return;  // and looks when it goes on
+  }
   Daemon* daemon = world_.daemon_of(machine);
   if (daemon == nullptr) return world_.deliver(*this, 20ms, [this] { look_for_daemon(); });
   connection = membership::RankConnection(world_.next_number());

@@ -71,6 +71,7 @@ class Trainer final : public Process {
   std::unique_ptr<TrainingState> state_;
   Model::Views weights_, gradient_views_;
   std::unique_ptr<Driver> driver_;
+  bool prepared_ = false;  // its memory is registered
   std::uint64_t version_at_join_ = 0, digest_at_join_ = 0;
   membership::Samples trained_at_join_;
   bool welcome_ = false;

@@ -206,8 +206,7 @@ void World::describe() {
   for (const auto& [id, replica] : decisions.replicas())
     for (const auto& status : replica.statuses)
       note("the coordinator knows replica {} ranks {}: incarnation {}, {}connected with {}", id, status.ranks.text(),
-           replica.incarnation, replica.caught_up.includes(status.ranks) ? "caught up, " : "",
-           fmt::join(status.links, " "));
+           replica.incarnation, replica.caught_up.includes(status.ranks) ? "caught up, " : "", status.links.text());
   for (const auto& line : decisions.waiting_for(now_at(leader()->machine))) note("the step waits for {}", line);
   for (auto& ranks : trainers_)
     for (auto& trainer : ranks)

@@ -75,6 +75,7 @@ class World {
   void deliver(Process& process, Duration delay, std::function<void()> action);
   void wake(Process& process);
   void stop(Process& process, Duration lasting);
+  bool stands_for_memory(Process& process);
   // Until a message arrives that takes this long, but no sooner than the one before it, which arrived at `last`.
   Duration in_order(TimePoint& last, Duration delay) {
     last = std::max(last + Duration(1), now() + delay);
@@ -226,6 +227,7 @@ class World {
   std::optional<std::string> leaked() const;
   void on_decision();
   void check_epochs();
+  void check_queues(const Process& process);
   void disturb(Duration lasting) { disturbed_until_ = std::max(disturbed_until_, now() + lasting + 4 * job.silence); }
 
   VirtualClock clock_;
@@ -270,6 +272,11 @@ class World {
   std::vector<SlowLink> slow_links_;                                                       // by node
   std::vector<TimePoint> up_blocked_, down_blocked_;                                       // by node: until then
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> slow_until_;
+  struct Memory {  // how it is registered by the process that is that rank next
+    std::uint64_t refused = 0;
+    Duration takes{};
+  };
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Memory> memory_;
   TimePoint faults_end_{}, disturbed_until_{};  // until then a fault may still be felt
   TimePoint old_news_until_{};                  // what was said in a cut, or over a slow link, may still arrive
   TimePoint resumed_at_{};                      // somebody who was stopped went on last

@@ -15,6 +15,7 @@ constexpr std::uint64_t kStepsAfter = 5;
 constexpr int kStall = 5;           // silences between two decisions where nothing is going wrong
 constexpr std::size_t kEpochs = 4;  // begun for each fault
 constexpr std::size_t kEpochsFree = 16;
+constexpr std::size_t kUnheard = 64 * KiB;  // bytes of messages on their way to one peer; seen: 28
 
 }  // namespace
 
@@ -59,6 +60,15 @@ std::optional<std::string> World::leaked() const {
       return fmt::format("node {} has {} regions", daemon->node, of.regions);
   }
   return std::nullopt;
+}
+
+// What waits for one peer, who may stand still: no protocol says more before it is answered.
+void World::check_queues(const Process& process) {
+  for (const auto* rail : process.rails)
+    if (const auto unheard = fabric_.held(*rail).unheard; unheard > kUnheard)
+      checker_.violate("bounded-memory", fmt::format("process {} has sent {} bytes of messages to one peer, which has "
+                                                     "yet to hear them",
+                                                     process.instance, unheard));
 }
 
 // Where nothing has gone wrong for a while there is a decision every now and then.

@@ -113,10 +113,14 @@ void World::happen(const Fault& fault) {
       return;
     case FaultKind::black_hole: return black_hole(fault, until);
     case FaultKind::refuse_memory: {
-      Process* victim = random.one_in(2) ? static_cast<Process*>(daemon) : trainer;
-      if (victim != nullptr) fabric_.refuse_memory(*victim->rails[0], 1 + random.pick(4));
+      const std::uint64_t times = 1 + random.pick(4);
+      if (random.one_in(2)) memory_[{fault.replica, fault.rank}].refused = times;
+      else if (daemon != nullptr) fabric_.refuse_memory(*daemon->rails[0], times);
       return;
     }
+    case FaultKind::slow_memory:
+      memory_[{fault.replica, fault.rank}].takes = fault.lasting;
+      return kill_trainer(fault.replica, fault.rank, "killed");
   }
 }
 

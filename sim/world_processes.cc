@@ -18,10 +18,24 @@ void World::deliver(Process& process, Duration delay, std::function<void()> acti
 
 void World::wake(Process& process) {
   if (process.stopped || std::exchange(process.woken, true)) return;
-  after_of(process, process.until_run(), [&process] {
+  after_of(process, process.until_run(), [this, &process] {
     process.woken = false;
-    if (!process.stopped) process.run();
+    if (process.stopped) return;
+    process.run();
+    check_queues(process);
+    (void)stands_for_memory(process);
   });
+}
+
+// Whoever has registered memory that takes its time stands in that call.
+bool World::stands_for_memory(Process& process) {
+  Duration taken{};
+  for (const auto* rail : process.rails) taken += fabric_.take_registering(*rail);
+  if (taken == Duration{} || process.ended) return false;
+  if (taken > job.silence) count("registration of more than a silence");
+  faults_end_ = std::max(faults_end_, now() + taken);
+  stop(process, taken);
+  return true;
 }
 
 void World::stop(Process& process, Duration lasting) {
@@ -110,6 +124,10 @@ void World::start_trainer(std::uint32_t replica, std::uint32_t rank) {
     return after(off - now(), [this, replica, rank] { start_trainer(replica, rank); });
   Trainer& trainer = start(place, std::make_unique<Trainer>(*this, replica, rank));
   note("replica {} rank {} starts", replica, rank);
+  if (const auto memory = memory_.extract({replica, rank}); !memory.empty()) {
+    fabric_.refuse_memory(*trainer.rails[0], memory.mapped().refused);
+    fabric_.slow_memory(*trainer.rails[0], memory.mapped().takes);
+  }
   deliver(trainer, trainer.random.between(1us, 2ms), [&trainer] { trainer.look_for_daemon(); });
 }
 

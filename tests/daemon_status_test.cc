@@ -134,7 +134,7 @@ TEST(Status, ADaemonThatIsStoppedIsSaidToBeSilent) {
   for (const auto& output : {status.output, top.output()}) EXPECT_NE(output.find(silent), std::string::npos) << output;
 }
 
-// The log of a job that was killed when a replica had been lost, and its samples had not gone out again.
+// The log of a job that was killed: it has no word of who held the first samples.
 TEST(Audit, WhatWaitsToBeTrainedAgainIsNotLostUntilTheJobIsFinished) {
   Scratch scratch;
   std::vector<proto::LogRecord> records(3);
@@ -143,7 +143,9 @@ TEST(Audit, WhatWaitsToBeTrainedAgainIsNotLostUntilTheJobIsFinished) {
   records[1].mutable_epoch()->set_step(1);
   records[1].mutable_epoch()->add_members()->set_replica(1);
   records[2].mutable_committed()->set_step(1);
-  auto& batch = *records[2].mutable_committed()->add_members()->add_batch();
+  auto& member = *records[2].mutable_committed()->add_members();
+  member.set_replica(1);
+  auto& batch = *member.add_batch();
   batch.set_begin(10);
   batch.set_end(20);
   ASSERT_TRUE(membership::Log::open(scratch.path)->append(records));

@@ -1,4 +1,5 @@
-// Who comes to a coordinator's control port without the job key, in numbers: refused, counted, and harmless to the job.
+// Who comes to a coordinator's control port without the job key, in numbers, or without a certificate where one is
+// needed: refused, counted, and harmless to the job.
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -7,10 +8,13 @@
 
 #include <cstring>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "base/fd.h"
 #include "base/proof.h"
+#include "base/unix_socket.h"
+#include "daemon/tests/authority.h"
 #include "tests/daemon_support.h"
 
 namespace rejoin::test {
@@ -146,18 +150,70 @@ double processor_seconds(pid_t of) {
   return (user + system) / static_cast<double>(::sysconf(_SC_CLK_TCK));
 }
 
+// Leaves a process so many descriptors more than it has. Returns its limit before.
+rlimit leave_descriptors(pid_t process, rlim_t more) {
+  std::set<rlim_t> in_use;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/fd"))
+    in_use.insert(std::stoul(entry.path().filename()));
+  rlim_t end = 0;  // as many as `more` below it are free
+  for (rlim_t free = 0; free < more || in_use.contains(end); ++end) free += in_use.contains(end) ? 0 : 1;
+  rlimit before{};
+  EXPECT_EQ(::prlimit(process, RLIMIT_NOFILE, nullptr, &before), 0);
+  const rlimit now{end, before.rlim_max};
+  EXPECT_EQ(::prlimit(process, RLIMIT_NOFILE, &now, nullptr), 0);
+  return before;
+}
+
+// Local connections and requests for the status wait until there are descriptors.
+TEST(Strangers, WithoutDescriptorsANodeWaitsAndDoesNotSpin) {
+  Training job;
+  job.start(1, 0);  // nobody trains, so that it has nothing to do
+  const pid_t node = job.processes.back()->pid();
+  const std::string status = job.addresses("node0").at("status");
+  const rlimit before = leave_descriptors(node, 0);
+  std::vector<Fd> local, requests;
+  for (int i = 0; i < 20; ++i) {
+    local.push_back(connect_unix(job.socket(0)).value());
+    requests.push_back(connect_to(status));
+  }
+  ASSERT_TRUE(eventually([&] {
+    return count(read_file(job.file("node0.out")), "no local connection can be accepted") == 1;
+  })) << read_file(job.file("node0.out"));
+  const double cpu = processor_seconds(node);
+  const auto began = std::chrono::steady_clock::now();
+  const auto enough = began + std::chrono::milliseconds(700);
+  ASSERT_TRUE(eventually([&] { return std::chrono::steady_clock::now() > enough; }));
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+  EXPECT_LT(processor_seconds(node) - cpu, 0.2 + took.count() / 2);
+  ASSERT_EQ(::prlimit(node, RLIMIT_NOFILE, &before, nullptr), 0);
+  EXPECT_EQ(run({kCli, "status", status}).status, 0);
+  local.clear();
+  job.train(0);
+  EXPECT_TRUE(job.goes_on());
+}
+
+// One that was accepted with fewer than it takes would be lost, and its join() fail.
+TEST(Strangers, ATrainerThatComesWhileTooFewDescriptorsAreLeftWaitsAndIsTaken) {
+  for (const rlim_t left : {1, 4}) {
+    Training job;
+    job.start(1, 0);
+    const pid_t node = job.processes.back()->pid();
+    const rlimit before = leave_descriptors(node, left);
+    job.train(0);
+    EXPECT_TRUE(eventually([&] {
+      return count(read_file(job.file("node0.out")), "no local connection can be accepted") == 1;
+    })) << read_file(job.file("node0.out"));
+    ASSERT_EQ(::prlimit(node, RLIMIT_NOFILE, &before, nullptr), 0);
+    EXPECT_TRUE(job.goes_on()) << left;
+  }
+}
+
 TEST(Strangers, WithoutDescriptorsTheCoordinatorWaitsAndDoesNotSpin) {
   Training job;
   job.begin(1);
   ASSERT_TRUE(job.goes_on());
   const pid_t coordinator = job.processes.front()->pid();
-  const auto in_use = std::distance(std::filesystem::directory_iterator("/proc/" + std::to_string(coordinator) + "/fd"),
-                                    std::filesystem::directory_iterator());
-  rlimit before{};
-  const rlimit few{static_cast<rlim_t>(in_use + 20), static_cast<rlim_t>(1 << 16)};
-  ASSERT_EQ(::prlimit(coordinator, RLIMIT_NOFILE, nullptr, &before), 0);
-  const rlimit now{few.rlim_cur, before.rlim_max};
-  ASSERT_EQ(::prlimit(coordinator, RLIMIT_NOFILE, &now, nullptr), 0);
+  const rlimit before = leave_descriptors(coordinator, 20);
   std::vector<Fd> idle;
   for (int i = 0; i < 60; ++i) idle.push_back(connect_to(job.coordinator));
   ASSERT_TRUE(eventually([&] {
@@ -175,6 +231,109 @@ TEST(Strangers, WithoutDescriptorsTheCoordinatorWaitsAndDoesNotSpin) {
   const auto late = job.start_node(7, {"--connect", job.coordinator});
   EXPECT_TRUE(eventually([&] { return job.status().at("nodes") == 2; }));
   EXPECT_TRUE(job.goes_on());
+}
+
+std::vector<std::string> flags_of(const daemon::CertificateFiles& files) {
+  return {"--tls-ca", files.ca, "--tls-cert", files.cert, "--tls-key", files.key};
+}
+
+// A node behind a relay, and one that is not; the coordinator's certificate is renewed while they train.
+TEST(StrangersWithCertificates, StayOutOfAJobThatGoesOn) {
+  const Authority ours, others("others");
+  const auto coordinators = ours.sign("c0");
+  Training job;
+  job.of_all = flags_of(coordinators);
+  job.processes.push_back(job.start_coordinator(
+      {"--replicas", "2", "--ranks", "1", "--batch", "8", "--steps", "0", "--listen", "0.0.0.0:0"}));
+  job.coordinator = "localhost" + job.coordinator.substr(job.coordinator.rfind(':'));
+  job.of_all = flags_of(ours.sign("relay"));
+  job.processes.push_back(job.daemon("relay", {"--relay", "127.0.0.1:0", "--connect", job.coordinator}));
+  const std::string relay = job.addresses("relay").at("relay");
+  job.of_all = flags_of(ours.sign("node", {.names = ""}));
+  job.processes.push_back(job.start_node(0, {"--connect", relay}));
+  job.processes.push_back(job.start_node(1, {"--connect", job.coordinator}));
+  for (std::uint32_t r = 0; r < 2; ++r) job.train(r);
+  ASSERT_TRUE(job.goes_on()) << read_file(job.file("node0.out")) << read_file(job.file("coordinator.out"));
+  const auto epoch = job.status().at("epoch");
+
+  struct Stranger {
+    std::vector<std::string> flags;
+    std::string key, says;
+  };
+  const std::string other_key = job.scratch.write("other", "another key, long enough");
+  auto trusting = others.sign("trusting");
+  trusting.ca = ours.ca();
+  const Stranger strangers[] = {
+      {{}, job.key, "it asks for a certificate, and this process has none"},
+      {flags_of(others.sign("foreign")), job.key, "its certificate (CN=c0) is not signed by a CA in our --tls-ca"},
+      {flags_of(trusting), job.key, "does not take our --tls-cert " + trusting.cert},
+      {flags_of(ours.sign("keyless")), other_key, "its job key differs from ours"},
+  };
+  std::uint32_t number = 10;
+  for (const auto& [flags, key, says] : strangers) {
+    job.of_all = flags;
+    const std::string own = std::exchange(job.key, key);
+    const auto stranger = job.start_node(number++, {"--connect", job.coordinator});
+    EXPECT_TRUE(eventually([&] { return stranger->output().find(says) != std::string::npos; })) << says << ":\n"
+                                                                                                << stranger->output();
+    job.key = own;
+  }
+  EXPECT_GE(job.status().at("rejected"), std::size(strangers));
+  EXPECT_EQ(job.status().at("nodes"), 2);
+  EXPECT_EQ(job.status().at("epoch"), epoch);
+  EXPECT_TRUE(job.goes_on());
+
+  // The next that comes meets the new certificate, which is not for this name any more.
+  const auto renewed = ours.sign("renewed", {.names = "DNS:elsewhere"});
+  std::filesystem::rename(renewed.key, coordinators.key);
+  std::filesystem::rename(renewed.cert, coordinators.cert);
+  job.of_all = flags_of(ours.sign("late"));
+  const auto late = job.start_node(20, {"--connect", job.coordinator});
+  EXPECT_TRUE(eventually([&] {
+    return late->output().find(
+               "its certificate (CN=renewed) is for DNS:elsewhere, and it was asked for as localhost") !=
+           std::string::npos;
+  })) << late->output();
+  EXPECT_TRUE(job.goes_on());
+}
+
+// Whatever file it is.
+TEST(StrangersWithCertificates, AFileOfKeysOrCertificatesThatCannotBeUsedIsAWrongSetting) {
+  const Authority ours;
+  const auto files = ours.sign("node"), other = ours.sign("other");
+  Job job;
+  const auto open = job.scratch.write("open", "0123456789abcdef", 0644),
+             short_key = job.scratch.write("short", "short");
+  struct Wrong {
+    std::string key;
+    std::vector<std::string> flags;
+    std::string says;
+  };
+  const std::vector<Wrong> all{
+      {"/nowhere", {}, "job key file /nowhere: No such file"},
+      {open, {}, open + " has mode 0644: others may use it; chmod 600 it"},
+      {short_key, {}, "has 5 bytes; use at least 16"},
+      {"", {}, "--job-key-file: no file is named"},
+      {job.key,
+       {"--other-job-key-file", ""},
+       "--other-job-key-file: no file is named: give its name, or leave the flag out"},
+      {job.key, {"--other-job-key-file="}, "--other-job-key-file"},
+      {job.key, {"--other-job-key-file", short_key}, "--other-job-key-file: job key in " + short_key + " has 5 bytes"},
+      {job.key, {"--other-job-key-file", job.key}, "has the same key as --job-key-file"},
+      {job.key, {"--tls-ca", files.ca}, "--tls-ca without --tls-cert and --tls-key"},
+      {job.key, {"--tls-ca", ""}, "--tls-ca: no file is named"},
+      {job.key, flags_of({files.ca, files.cert, other.key}), "does not belong to --tls-cert " + files.cert},
+      {job.key, flags_of({files.ca, other.key, files.key}), "has no certificate in PEM form"},
+  };
+  for (const auto& [key, flags, says] : all) {
+    std::vector<std::string> arguments{kDaemon,         "--coordinator",  "--log-directory",
+                                       job.file("log"), "--job-key-file", key};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    const Ended ended = run(arguments);
+    EXPECT_EQ(ended.status, 2) << says;
+    EXPECT_NE(ended.output.find(says), std::string::npos) << says << ":\n" << ended.output;
+  }
+  EXPECT_FALSE(std::filesystem::exists(job.file("log")));
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ struct Daemons {
   std::string silence_ms = "1000", log_directory = "log";
   std::string key = scratch.key();
   std::string coordinator, coordinator_status;  // addresses
+  std::vector<std::string> of_all;              // more arguments of each daemon
 
   std::string file(const std::string& name) const { return scratch.path + "/" + name; }
   std::string socket(std::uint32_t node) const { return file("node" + std::to_string(node) + ".sock"); }
@@ -24,6 +25,7 @@ struct Daemons {
     std::vector<std::string> arguments{
         kDaemon,        "--job-key-file", key, "--name", name, "--address-file", file(name + ".json"),
         "--silence-ms", silence_ms};
+    arguments.insert(arguments.end(), of_all.begin(), of_all.end());
     arguments.insert(arguments.end(), more.begin(), more.end());
     return std::make_unique<Process>(arguments, file(name + ".out"));
   }

@@ -73,6 +73,29 @@ struct TwoHosts : Daemons {
                                  "REJOIN_SOCKET=" + socket(static_cast<std::uint32_t>(replica)), "REJOIN_TRANSPORT=tcp",
                                  "REJOIN_DATA_LISTEN=0.0.0.0:0"});
   }
+  // `rejoin doctor` on the second host, whose coordinator and peer are on the first.
+  void examine(const std::string& known, const std::string& peer) const {
+    const auto expect = [&](int status, std::vector<std::string> more, const std::vector<std::string>& lines) {
+      more.insert(more.begin(), {kCli, "doctor", "--job-key-file", key, "--transport", "tcp", "--patience-ms", "1000"});
+      const Ended ended = run(hosts[1].inside(more));
+      EXPECT_EQ(ended.status, status) << ended.output;
+      for (const auto& line : lines)
+        EXPECT_NE(ended.output.find(line), std::string::npos) << line << "\n" << ended.output;
+    };
+    const std::string here = address(1);
+    expect(0, {"--strict", "--connect", known, "--data-listen", "0.0.0.0:7100", "--peer", peer},
+           {"ok    coordinator: " + known, "told " + here + ", port 7100", "ok    peer: " + peer});
+    expect(2, {"--connect", known},
+           {"FAIL  advertised: 127.0.0.1: other nodes can't reach it", "-> --data-listen 0.0.0.0:0"});
+    expect(2, {"--connect", known, "--data-listen", "0.0.0.0:7100", "--advertise", "127.0.0.1"},
+           {"FAIL  advertised: 127.0.0.1: other nodes can't reach it", "-> --advertise " + here});
+    expect(2, {"--connect", known, "--advertise", here},
+           {"others are told " + here + ", and the daemon listens on 127.0.0.1 alone -> --data-listen 0.0.0.0:0"});
+    expect(0, {"--connect", known, "--data-listen", "0.0.0.0:7100", "--advertise", address(0)},
+           {"WARN  advertised: " + address(0) + " is no address of this machine"});
+    expect(2, {"--connect", "10.77.0.9:7000", "--data-listen", "0.0.0.0:7100"},  // nobody answers, not even to refuse
+           {"FAIL  coordinator: 10.77.0.9:7000: "});
+  }
   nlohmann::json status_from(int host) const {
     const Ended told = run(hosts[host].inside({kCli, "status", "--json", coordinator_status}));
     const auto json = nlohmann::json::parse(told.output, nullptr, false);
@@ -120,6 +143,9 @@ TEST(Hosts, WhoeverListensEverywhereIsFoundByTheOtherHost) {
     ASSERT_NE(at, std::string::npos) << output;
     EXPECT_EQ(output.substr(at + 22, 8), "10.77.0.") << output;
   }
+  const auto log = read_file(two.file("node0.out"));
+  const auto at = log.find("catch-up stream is at ") + 22;
+  two.examine(coordinator, log.substr(at, log.find('\n', at) - at));
 }
 
 // Addresses that this machine's processes have connected to with TCP, as the kernel writes them.

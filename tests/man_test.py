@@ -7,7 +7,7 @@ import sys
 bin_dir, source = sys.argv[1], pathlib.Path(sys.argv[2])
 # Each page with the commands that it is of.
 PAGES = {
-    "rejoin.1": ["rejoin", "rejoin status", "rejoin top", "rejoin audit", "rejoin trace", "rejoin log export", "rejoin log import"],
+    "rejoin.1": ["rejoin", "rejoin status", "rejoin top", "rejoin audit", "rejoin trace", "rejoin doctor", "rejoin log export", "rejoin log import"],
     "rejoind.8": ["rejoind"],
     "rejoin_allreduce_perf.1": ["rejoin_allreduce_perf"],
     "rejoin_catchup_bw.1": ["rejoin_catchup_bw"],

@@ -18,5 +18,5 @@ fi
 "$tools/bin/mypy" --cache-dir "$build/mypy"
 scratch=$(mktemp -d /tmp/rejoin-python-XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
-OMP_NUM_THREADS=1 "$tools/bin/python" -m pytest -q -p no:cacheprovider -rs --durations 5 \
+REJOIN_FAKE_CUDA_FOLDER="$build/fake_cuda" OMP_NUM_THREADS=1 "$tools/bin/python" -m pytest -q -p no:cacheprovider -rs --durations 5 \
   --numprocesses 2 --basetemp "$scratch/tests" "${@:3}"

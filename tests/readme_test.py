@@ -43,10 +43,10 @@ def text_of(*patterns):
 everything = "\n".join([help_of(str(source / "run")), help_of("python3", str(source / "chaos/run.py")),
                         *(help_of(f"{bin_dir}/{name}") for name in sorted(programs)
                           if name.startswith("rejoin") and not name.startswith("rejoin-minimal")),
-                        *(help_of(f"{bin_dir}/rejoin", sub) for sub in ("status", "top", "audit", "trace")),
+                        *(help_of(f"{bin_dir}/rejoin", sub) for sub in ("status", "top", "audit", "doctor", "trace")),
                         *(help_of(f"{bin_dir}/rejoin", "log", sub) for sub in ("export", "import"))])
-sources = text_of("*/*.cc", "*/*.h", "*/*.py", "*/*.sh", "*/CMakeLists.txt", "*/*/*.cc", "*/*/*.h", "*/*/CMakeLists.txt", "CMakeLists.txt", "cmake/*")
-FOREIGN = {"--install", "--auto-compaction-mode", "--auto-compaction-retention", "--pre-vote"}  # of other people's programs
+sources = text_of("*/*.cc", "*/*.h", "*/*.py", "*/*/*.py", "*/*.sh", "*/CMakeLists.txt", "*/*/*.cc", "*/*/*.h", "*/*/CMakeLists.txt", "CMakeLists.txt", "cmake/*")
+FOREIGN = {"--install", "--no-deps", "--auto-compaction-mode", "--auto-compaction-retention", "--pre-vote"}  # of other people's programs
 
 
 def check_command(where, line):

@@ -1,6 +1,8 @@
 """The VM rig: Debian's kernel with soft-RoCE under QEMU's emulation, so that the verbs backend meets real RDMA verbs.
 
-    rig.py test [--filter F]   boots one VM and runs the transport's tests over its RDMA devices
+    rig.py test [--filter F]   boots one VM, has 'rejoin doctor' find what is broken of its RDMA devices, and runs the
+                               transport's tests over them
+    rig.py doctor              the first of these alone
     rig.py demo                runs the demo over several VMs as nodes; one loses power and comes back
     rig.py bench               perftest's tools and ours side by side in one
     rig.py instructions        counts both tools' instructions for each write
@@ -208,7 +210,7 @@ def one(job, programs, limit, shell=False, files=()):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["test", "demo", "nccl", "bench", "instructions", "run", "shell"])
+    parser.add_argument("command", choices=["test", "doctor", "demo", "nccl", "bench", "instructions", "run", "shell"])
     parser.add_argument("--filter", default="*ibverbs*:*Ibverbs*", help="of the tests, as gtest has it")
     parser.add_argument("--preset", default="release", help="the build whose programs run, e.g. asan")
     parser.add_argument("--limit", type=int, default=600, help="seconds until the VM is ended")
@@ -224,6 +226,9 @@ def main():
     if arguments.command == "demo":
         import demo
         return demo.run(nodes=arguments.nodes, limit=arguments.limit)
+    doctor, examined = (ROOT / "vm" / "doctor.sh").read_text(), [BIN / "rejoin", which("setpriv")]
+    if arguments.command == "doctor":
+        return one(doctor, examined, arguments.limit)
     if arguments.command == "shell":
         return one("", programs, arguments.limit, shell=True)
     if arguments.command == "bench":
@@ -240,8 +245,10 @@ def main():
                    files=[(plugin, "/usr/lib/libnccl-net-rejoin.so")] + [(library, None) for library in libraries(plugin)])
     if arguments.command == "run":
         return one(" ".join(arguments.rest) + "\n", programs, arguments.limit)
-    job = f"REJOIN_RDMA=rxe0,rxe1 transport_test --gtest_filter={shlex.quote(arguments.filter)} --gtest_color=no\n"
-    return one(job, [BIN / "transport_test"], arguments.limit, files=[(BIN.parent / "fake_cuda" / "libcuda.so.1", None)])
+    also = examined if examined[0].exists() else []  # not under sanitizers
+    job = f"(\n{doctor}) || exit 1\n" if also else ""
+    job += f"REJOIN_RDMA=rxe0,rxe1 transport_test --gtest_filter={shlex.quote(arguments.filter)} --gtest_color=no\n"
+    return one(job, [BIN / "transport_test", *also], arguments.limit, files=[(BIN.parent / "fake_cuda" / "libcuda.so.1", None)])
 
 
 if __name__ == "__main__":

@@ -4,22 +4,25 @@
 namespace rejoin::catchup {
 namespace {
 
-// Flips a bit of the joiner's first slice when it has arrived, a high one, since a low one may vanish in the rounding
-// of the updates that bring it up to date; false: it was verified before anybody could look, as it may be on a fast
-// GPU.
+// Flips a bit of one of the joiner's slices that has arrived and has yet to be brought up to date, a high one, since a
+// low one may vanish in the rounding of the updates that do so; false: there was none.
 bool flip_when_arrived(Cluster& cluster, Replica& joiner) {
   bool flipped = false;
+  const auto& slices = joiner.owner->manifest().slices();
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   for (int i = 0; (cluster.on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000) && !joiner.caught_up; ++i) {
     cluster.pump(1);
     if (i % 20 == 19) cluster.train(0);
-    const auto status = local::SliceStatus::unpack(joiner.owner->page().slice_statuses()[0].load());
-    if (flipped || status.state != local::SliceState::arrived) continue;
-    std::byte byte{};
-    EXPECT_TRUE(joiner.access->read(joiner.owner->column(0, 0).subspan(1003, 1), &byte));
-    byte ^= std::byte{0x40};
-    EXPECT_TRUE(joiner.access->write(joiner.owner->column(0, 0).data() + 1003, {&byte, 1}));
-    flipped = true;
+    for (std::uint32_t s = 0; s < slices.size() && !flipped; ++s) {
+      const auto status = local::SliceStatus::unpack(joiner.owner->page().slice_statuses()[s].load());
+      if (status.state != local::SliceState::arrived || status.version() >= joiner.owner->clock().version) continue;
+      const auto there = joiner.owner->column(slices[s].range, 0).subspan(3, 1);
+      std::byte byte{};
+      EXPECT_TRUE(joiner.access->read(there, &byte));
+      byte ^= std::byte{0x40};
+      EXPECT_TRUE(joiner.access->write(there.data(), {&byte, 1}));
+      flipped = true;
+    }
   }
   return flipped;
 }
@@ -39,6 +42,51 @@ TEST_P(CatchUp, AFlippedBitIsFoundByVerificationAndFetchedAgain) {
     EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
     if (flipped) EXPECT_GE(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched, 1u);
   }
+}
+
+TEST_P(CatchUp, AReplicaThatStartsFromNothingHasCaughtUpBeforeItsFirstUpdate) {
+  Cluster cluster(9, true, memory);
+  cluster.smaller = true;
+  cluster.add(true), cluster.add(true);
+  cluster.train(1), cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  joiner.owner->set_version(0);
+  cluster.catch_up(joiner);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  for (int i = 0; !joiner.caught_up && (on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000); ++i)
+    cluster.pump(1);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_EQ(joiner.owner->clock().version, 0u);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+  cluster.train(1);
+  EXPECT_EQ(joiner.owner->clock().version, 3u);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+}
+
+// Its sources are a step ahead, and can't be asked any more what they had.
+TEST_P(CatchUp, WhatNobodyElseHasAnyMoreIsVerifiedWhenTheReplicaHasMadeItsUpdate) {
+  Cluster cluster(10, true, memory);
+  cluster.smaller = true;
+  cluster.add(true), cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  joiner.owner->set_version(0);
+  cluster.catch_up(joiner);
+  const auto& statuses = joiner.owner->page().slice_statuses();
+  const auto arrived = [&] {
+    return local::SliceStatus::unpack(statuses[0].load()).state == local::SliceState::arrived;
+  };
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  for (int i = 0; !arrived() && (on_gpu ? std::chrono::steady_clock::now() < deadline : i < 5000); ++i) cluster.pump(1);
+  ASSERT_TRUE(arrived());
+  ++cluster.step;
+  for (const std::size_t source : {0, 1}) cluster.replicas[source]->update(Step(cluster.step));
+  cluster.pump(200);
+  if (!on_gpu) EXPECT_FALSE(joiner.caught_up);
+  joiner.update(Step(cluster.step));
+  cluster.train_until_caught_up(joiner, 200, 20);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
 }
 
 TEST_P(CatchUp, SourcesThatDifferAreReportedAndNotTrustedBeforeTheOneThatIsWrongHasGone) {

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -270,6 +272,13 @@ TEST(Listen, TellsAnAddressThatCanBeConnectedTo) {
     ASSERT_TRUE(endpoint) << endpoint.error().message;
     EXPECT_EQ(*endpoint, acceptor.local_endpoint());
   }
+}
+
+TEST(Listen, WaitsWhereverTheSystemLacksWhatAConnectionTakes) {
+  for (const int lacks : {EMFILE, ENFILE, ENOBUFS, ENOMEM})
+    EXPECT_TRUE(without_descriptors({lacks, asio::error::get_system_category()})) << std::strerror(lacks);
+  for (const int other : {0, EAGAIN, ECONNABORTED, EINTR})
+    EXPECT_FALSE(without_descriptors({other, asio::error::get_system_category()})) << std::strerror(other);
 }
 
 TEST(Listen, KnowsWhichAddressesLeadToItself) {

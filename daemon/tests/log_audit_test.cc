@@ -81,14 +81,69 @@ TEST(LogAudit, WhatALostReplicaHeldIsToBeTrainedAgainUntilItIs) {
   expect(log.audit(), 70, 70, 0, 0);
 }
 
-TEST(LogAudit, AfterTheLastStepNothingIsTrainedAgain) {
+TEST(LogAudit, WhatAReplicaHeldThatIsLostInTheLastStepIsLeftOver) {
   Written log;
   log.epoch({0, 1});
   log.commit({{0, {{0, 10}}}, {1, {{10, 20}}}});
   log.epoch({1});
   log.commit({{1, {{30, 40}}}});
   expect(log.audit(Step(3)), 40, 30, 0, 10);
-  expect(log.audit(Step(2)), 40, 30, 10, 0);
+  EXPECT_EQ(log.audit(Step(3)).left_over, 0u) << "it goes out again in the next step";
+  expect(log.audit(Step(2)), 40, 30, 0, 0);
+  EXPECT_EQ(log.audit(Step(2)).left_over, 10u);
+}
+
+TEST(LogAudit, WhatFindsNoRoomInTheLastStepsIsLeftOver) {
+  Written log;
+  log.epoch({0, 1, 2, 3});
+  log.commit({{0, {{0, 10}}}, {1, {{10, 20}}}, {2, {{20, 30}}}, {3, {{30, 40}}}});
+  log.epoch({3});
+  log.commit({{3, {{70, 80}}}});
+  log.commit({{3, {{40, 50}}}});
+  expect(log.audit(Step(3)), 80, 60, 0, 0);
+  EXPECT_EQ(log.audit(Step(3)).left_over, 20u);
+  EXPECT_EQ(log.audit(Step(4)).to_be_trained, 20u);
+}
+
+// No more is left over than those who were lost can have held.
+TEST(LogAudit, WhatNobodyHeldInTheLastStepsIsLost) {
+  Written log;
+  log.epoch({0, 1});
+  log.commit({{0, {{0, 10}}}, {1, {{10, 20}}}});
+  log.epoch({1});
+  log.commit({{1, {{50, 60}}}});
+  expect(log.audit(Step(2)), 60, 30, 20, 0);
+  EXPECT_EQ(log.audit(Step(2)).left_over, 10u);
+  // Nobody was lost, and its last step passes samples over.
+  Written quiet;
+  quiet.epoch({0, 1});
+  quiet.commit({{0, {{0, 10}}}, {1, {{10, 20}}}});
+  quiet.commit({{0, {{30, 40}}}, {1, {{40, 50}}}});
+  expect(quiet.audit(Step(2)), 50, 40, 10, 0);
+  EXPECT_EQ(quiet.audit(Step(2)).left_over, 0u);
+}
+
+TEST(LogAudit, StepsThatWereRolledBackBeforeTheLogWasCompactedAreCounted) {
+  Written log;
+  log.records.clear();
+  auto& snapshot = *log.records.emplace_back().mutable_snapshot();
+  snapshot.mutable_job()->set_batch(10);
+  snapshot.set_committed(5);
+  snapshot.set_steps_rolled_back(3);
+  snapshot.mutable_ledger()->set_next(50);
+  snapshot.mutable_ledger()->set_from(5);
+  auto& trained = *snapshot.mutable_ledger()->add_trained();
+  trained.set_end(50);
+  log.committed = 5;
+  log.epoch({0});
+  log.commit({{0, {{50, 60}}}});
+  log.commit({{0, {{60, 70}}}});
+  log.roll_back(6);
+  LogAuditor auditor;
+  for (const auto& record : log.records) auditor.take(record);
+  EXPECT_EQ(auditor.rolled_back().steps, 4u);
+  EXPECT_EQ(auditor.rolled_back().before, 3u);
+  EXPECT_EQ(auditor.rolled_back().samples, 10u);
 }
 
 TEST(LogAudit, WhatIsRolledBackIsToBeTrainedAgainAndNotForgotten) {

@@ -60,7 +60,8 @@ struct TestNode {
       proto::FromNode links;
       links.mutable_links()->set_replica(number);
       links.mutable_links()->set_instance(number + 100);
-      for (const auto& peer : message.peers().peers()) links.mutable_links()->add_incarnations(peer.incarnation());
+      (void)peers.apply(message.peers());
+      peers.incarnations(0).to(links.mutable_links()->mutable_incarnations());
       keep(machine.on_rank_message(kConnection, links, now()));
     }
     if (!message.has_plan()) return;
@@ -86,6 +87,7 @@ struct TestNode {
   const std::uint32_t number;
   membership::Node machine;
   membership::Rank rank;
+  membership::PeerTable peers;
   int evictions = 0;
   std::uint64_t epochs = 0;
   std::string waits;

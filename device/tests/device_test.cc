@@ -10,6 +10,7 @@
 
 #include "base/digest.h"
 #include "device/access.h"
+#include "device/gpus.h"
 #include "device/tests/fake_control.h"
 #include "device/tests/library.h"
 
@@ -239,6 +240,16 @@ TEST(Cuda, WithoutDmaBufSupportExportSaysSo) {
 TEST(Cuda, MemoryKeepsItsDevice) {
   auto memory = *test_gpu()->allocate(4096);
   memory.owner.reset();
+}
+
+TEST(Gpus, AreListedWithoutAContext) {
+  const auto all = list_gpus(cuda_library());
+  ASSERT_TRUE(all) << all.error().message;
+  ASSERT_FALSE(all->empty());
+  EXPECT_NE(all->front().name.find("(CUDA device 0)"), std::string::npos) << all->front().name;
+  const auto none = list_gpus("libno-such-driver.so");
+  ASSERT_FALSE(none);
+  EXPECT_EQ(none.error().code, ErrorCode::unavailable);
 }
 
 }  // namespace

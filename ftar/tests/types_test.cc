@@ -33,7 +33,7 @@ struct Case {
   bool direct;
 };
 
-struct Member {
+struct Party {
   std::unique_ptr<transport::Engine> engine;
   std::vector<Bytes> inputs, outputs;  // by bucket
   std::unique_ptr<Communicator> communicator;
@@ -74,11 +74,11 @@ void run(const Case& c) {
   VirtualClock clock;
   transport::sim::Fabric fabric({.seed = 3}, clock);
   const std::size_t direct_bytes = c.direct ? 32 * KiB : 0;
-  std::vector<Member> ranks;  // before the ring: their engines end first
+  std::vector<Party> ranks;  // before the ring: their engines end first
   std::vector<RingMember> ring;
   std::vector<transport::Address> addresses;
   for (std::uint32_t m = 0; m < plan.given.size(); ++m) {
-    Member& rank = ranks.emplace_back();
+    Party& rank = ranks.emplace_back();
     rank.engine = fabric.make_engine();
     addresses.push_back(*rank.engine->listen({"sim"}));
     rank.inputs = plan.given[m];

@@ -179,8 +179,10 @@ struct Bench {
     status.set_incarnation(incarnations[replica]);
     status.set_caught_up(caught_up);
     RankSet(rank).to(status.mutable_ranks());
+    Incarnations links;
     for (const auto& [other, incarnation] : incarnations)
-      if (other != replica) status.add_links(incarnation);
+      if (other != replica) links.insert(incarnation);
+    links.to(status.mutable_links());
     send(replica, message);
   }
   void reduced(std::uint32_t replica) { reduced(replica, replica); }

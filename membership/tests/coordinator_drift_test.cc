@@ -60,7 +60,9 @@ struct Pair {
       status.set_replica(replica);
       status.set_incarnation(incarnations[replica]);
       RankSet(0).to(status.mutable_ranks());
-      status.add_links(incarnations[1 - replica]);
+      Incarnations links;
+      links.insert(incarnations[1 - replica]);
+      links.to(status.mutable_links());
       send(replica, message);
     }
   }

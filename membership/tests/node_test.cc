@@ -114,6 +114,77 @@ TEST(Node, SaysThatAnInstanceIsHereWhenItIsAskedFor) {
   EXPECT_TRUE(answers_to_inquiry(2).empty());
 }
 
+// A replica of a thousand that comes, or goes, costs each rank of the others a few bytes.
+TEST(Node, WhatIsSaidOfOnePeerDoesNotGrowWithTheOthers) {
+  constexpr std::uint64_t replicas = 1000;
+  Machine machine;
+  machine.up(1, 0);
+  PeerTable known;  // the rank's
+  const auto hear = [&](const proto::ToNode& message) {
+    machine.heard.clear(), machine.said.clear();
+    machine.keep(machine.node.on_coordinator_message(message, machine.now));
+    ASSERT_EQ(machine.heard[1].size(), 1u);
+    (void)known.apply(machine.heard[1].back().peers());
+    proto::FromNode links;
+    known.incarnations(0).to(links.mutable_links()->mutable_incarnations());
+    EXPECT_LE(links.ByteSizeLong(), 40u);
+    machine.keep(machine.node.on_rank_message(RankConnection(1), links, machine.now));
+    ASSERT_EQ(machine.said.size(), 1u);
+    EXPECT_LE(machine.said.back().ByteSizeLong(), 40u);
+  };
+  for (std::uint64_t replica = 1; replica < replicas; ++replica) {
+    proto::ToNode message;
+    auto& peer = *message.mutable_peers()->add_peers();
+    peer.set_replica(static_cast<std::uint32_t>(replica));
+    peer.set_incarnation(1000 + replica);
+    hear(message);
+    EXPECT_LE(machine.heard[1].back().ByteSizeLong(), 40u);
+  }
+  EXPECT_EQ(known.of(0).size(), replicas - 1);
+  proto::ToNode gone;
+  gone.mutable_peers()->add_gone(1500);
+  hear(gone);
+  EXPECT_EQ(known.of(0).size(), replicas - 2);
+  EXPECT_LE(machine.heard[1].back().ByteSizeLong(), 40u);
+  EXPECT_EQ(Incarnations(machine.said.back().replica_status().links(), ~0u).text(), "1001-1499, 1501-1999");
+}
+
+// It may have missed what was said before.
+TEST(Node, ARankThatConnectsIsFirstToldOfAllItsPeers) {
+  Machine machine;
+  const auto peer = [&](std::uint32_t replica) {
+    proto::ToNode message;
+    message.mutable_peers()->add_peers()->set_replica(replica);
+    machine.keep(machine.node.on_coordinator_message(message, machine.now));
+  };
+  peer(1);
+  machine.up(1, 0);
+  peer(2);
+  machine.up(2, 0);
+  peer(3);
+  ASSERT_EQ(machine.heard[1].size(), 2u);
+  EXPECT_EQ(machine.heard[1][0].peers().peers_size(), 2);
+  EXPECT_EQ(machine.heard[1][1].peers().peers_size(), 1);
+  ASSERT_EQ(machine.heard[2].size(), 1u);
+  EXPECT_EQ(machine.heard[2][0].peers().peers_size(), 3);
+  EXPECT_EQ(machine.heard[2][0].peers().complete_size(), 1);
+}
+
+TEST(Node, ARankThatWasToldOfAllItsPeersAtOnceIsToldOfEachNewOneAlone) {
+  Machine machine;
+  machine.up(1, 0);
+  proto::ToNode all, one;
+  RankSet(0).to(all.mutable_peers()->mutable_complete());
+  for (std::uint32_t replica : {1u, 2u, 3u}) all.mutable_peers()->add_peers()->set_replica(replica);
+  one.mutable_peers()->add_peers()->set_replica(4);
+  machine.keep(machine.node.on_coordinator_message(all, machine.now));
+  machine.keep(machine.node.on_coordinator_message(one, machine.now));
+  ASSERT_EQ(machine.heard[1].size(), 2u);
+  EXPECT_EQ(machine.heard[1][0].peers().peers_size(), 3);
+  EXPECT_EQ(machine.heard[1][1].peers().peers_size(), 1);
+  EXPECT_EQ(machine.heard[1][1].peers().complete_size(), 0);
+}
+
 TEST(Node, WhomItsRanksCantConnectWithIsReportedOnceForEachPeer) {
   Machine machine;
   machine.up(1, 0), machine.up(2, 1);

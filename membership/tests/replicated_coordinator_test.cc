@@ -39,7 +39,9 @@ struct Alone {
   std::vector<std::string> told;
   std::optional<Error> failed;
   bool answers = true;
-  std::optional<Asked> lose;  // the answer to the next such request
+  bool keeps_requests = false;          // and says nothing of the next one either
+  std::optional<StoreRequest> unheard;  // that one
+  std::optional<Asked> lose;            // the answer to the next such request
 
   void start() { one = std::make_unique<ReplicatedCoordinator>(options, now); }
   // As if somebody else led, who has written what begins a job.
@@ -102,6 +104,7 @@ struct Alone {
       if (actions.failed) failed = actions.failed;
       if (!more) return;
       asked.push_back(*actions.request);
+      if (keeps_requests) return unheard = actions.request, void();
       StoreAnswer answer = answer_to(asked.back());
       if (lose == asked.back().kind) {  // it is done, and nobody hears of it
         lose.reset();
@@ -243,6 +246,68 @@ TEST(ReplicatedCoordinator, AnAnswerThatIsLostChangesNothing) {
     EXPECT_EQ(job.log.size(), 1u);
     EXPECT_EQ(job.one->position(), 2u);
     EXPECT_EQ(job.one->leader().term(), 8u) << "the node has heard of term 7";
+  }
+}
+
+// Nobody has heard of them.
+TEST(ReplicatedCoordinator, TooManyDecisionsThatTheStoreDoesNotTakeAreForgottenAndItLeadsAgain) {
+  Alone job;
+  job.start();
+  job.pass(kQuiet / 8);
+  ASSERT_TRUE(job.leads());
+  job.answers = false;
+  proto::FromNode comes;
+  comes.mutable_hello()->set_node("n");
+  job.carry_out(job.one->on_message(NodeId(1), comes, job.now));
+  comes.mutable_rank_up()->set_replica(9);  // which this job has not: an answer
+  std::size_t came = 0;
+  for (; job.leads() && came < 200'000; ++came) {
+    job.carry_out(job.one->on_message(NodeId(1), comes, job.now));
+    if (came % 1000 == 999) job.pass(kQuiet / 16);
+  }
+  EXPECT_GE(came, 65'536u);
+  EXPECT_LT(came, 70'000u);
+  EXPECT_TRUE(std::ranges::any_of(job.told, [](const auto& line) { return line.starts_with("no longer leads: 6"); }));
+  job.pass(kQuiet);
+  EXPECT_FALSE(job.leads());
+  job.answers = true;
+  job.pass(kQuiet / 4);
+  EXPECT_TRUE(job.leads());
+  EXPECT_FALSE(job.failed);
+}
+
+// One that registers again and again, each time with an answer of a megabyte. The store says that it can't, or nothing
+// until a request's deadline; what was decided meanwhile counts as well, and the request may have been done.
+TEST(ReplicatedCoordinator, SoAreLongAnswersAlsoWhileARequestIsUnderWay) {
+  for (const auto& [keeps, done] : {std::pair{false, false}, {true, false}, {true, true}}) {
+    Alone job;
+    job.start();
+    job.pass(kQuiet / 8);
+    ASSERT_TRUE(job.leads());
+    (keeps ? job.keeps_requests : job.answers) = keeps;
+    proto::FromNode comes;
+    comes.mutable_hello()->set_node("n");
+    job.carry_out(job.one->on_message(NodeId(1), comes, job.now));
+    comes.mutable_rank_up()->set_address(std::string(1 << 20, 'a'));
+    comes.mutable_rank_up()->set_instance(1);
+    int came = 0;
+    for (; job.leads() && came < 2000; ++came) {
+      job.carry_out(job.one->on_message(NodeId(1), comes, job.now));
+      if (came % 100 == 99) job.pass(kQuiet / 4);
+    }
+    EXPECT_GE(came, 100);
+    EXPECT_LE(came, 500) << "256 MiB";
+    job.pass(kQuiet);
+    EXPECT_FALSE(job.leads()) << "nobody can, and there is one request at a time";
+    const std::size_t entries = job.log.size();
+    job.keeps_requests = false;
+    job.answers = !keeps || done;
+    if (keeps) job.carry_out(job.one->on_answer(job.answer_to(*job.unheard), job.now));
+    job.answers = true;
+    job.pass(kQuiet / 4);
+    EXPECT_TRUE(job.leads());
+    EXPECT_FALSE(job.failed);
+    EXPECT_EQ(job.log.size(), entries + 1 + (done ? 1 : 0)) << "who leads now is in it";
   }
 }
 

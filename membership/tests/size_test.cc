@@ -69,8 +69,10 @@ struct Job {
       status.set_replica(replica);
       status.set_incarnation(incarnations[replica]);
       all.to(status.mutable_ranks());
+      Incarnations links;
       for (const auto& [other, incarnation] : incarnations)
-        if (other != replica) status.add_links(incarnation);
+        if (other != replica) links.insert(incarnation);
+      links.to(status.mutable_links());
       EXPECT_LE(message.ByteSizeLong(), kFrame);
       send(replica, message);
     }

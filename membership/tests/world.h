@@ -37,6 +37,7 @@ struct World {
 
   struct RankProcess {
     std::unique_ptr<Rank> machine;
+    PeerTable peers;
     std::uint64_t instance = 0;
     RankConnection connection;
     std::uint64_t version = 0, bits = 1;  // the model state, and how current it is

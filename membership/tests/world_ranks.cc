@@ -62,7 +62,8 @@ void World::deliver(NodeProcess& node, std::uint32_t replica, std::uint32_t numb
     links.mutable_links()->set_replica(replica);
     links.mutable_links()->set_rank(number);
     links.mutable_links()->set_instance(rank.instance);
-    for (const auto& peer : message.peers().peers()) links.mutable_links()->add_incarnations(peer.incarnation());
+    (void)rank.peers.apply(message.peers());
+    rank.peers.incarnations(number).to(links.mutable_links()->mutable_incarnations());
     keep(node, node.machine->on_rank_message(rank.connection, links, now));
   }
   if (!message.has_plan()) return;

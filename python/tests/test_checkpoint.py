@@ -1,9 +1,8 @@
-"""Weights go to and come from safetensors."""
+"""What a session has goes to and comes from safetensors and torch's distributed checkpoints."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
-safetensors = pytest.importorskip("safetensors.torch")
 
 from rejoin.torch import Session  # noqa: E402
 
@@ -16,6 +15,8 @@ def tied() -> torch.nn.Module:
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_tied_model_of_a_session_goes_to_safetensors_and_back(tmp_path, masters):
+    safetensors = pytest.importorskip("safetensors.torch")
+
     def attached() -> tuple[torch.nn.Module, Session]:
         model = tied().bfloat16() if masters else tied()
         session = Session(replica=0, rank=0, socket=tmp_path / "nobody")
@@ -36,3 +37,50 @@ def test_a_tied_model_of_a_session_goes_to_safetensors_and_back(tmp_path, master
     assert other[0].weight.data_ptr() == lies_at
     for tensor in loaded._tensors:
         tensor.check_place()
+
+
+def test_a_distributed_checkpoint_is_a_plain_jobs_too(tmp_path):
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = tied()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+
+    def attached() -> tuple[torch.nn.Module, torch.optim.Optimizer, Session]:
+        model, optimizer = made()
+        session = Session(replica=0, rank=0, socket=tmp_path / "nobody")
+        session.attach(model, optimizer, metrics=["loss"])
+        return model, optimizer, session
+
+    def everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        kept = [(f"{i} {name}", value) for i, state in optimizer.state_dict()["state"].items()
+                for name, value in state.items()]  # fmt: skip
+        return {**model.state_dict(), **dict(kept)}
+
+    model, optimizer, session = attached()
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].uniform_()
+    dcp.save(session.state_dict(), checkpoint_id=tmp_path / "checkpoint")
+    saved = {name: value.clone() for name, value in everything(model, optimizer).items()}
+    assert len(saved) == 16  # the tied weight counts twice, and three of BatchNorm's are buffers
+
+    plain, plains = made()
+    for p in plain.parameters():
+        p.grad = torch.zeros_like(p)
+    plains.step()  # so that it has a state to load into
+    state = {"model": plain.state_dict(), "optimizer": plains.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
+    plain.load_state_dict(state["model"])
+    plains.load_state_dict(state["optimizer"])
+
+    other, others, loaded = attached()
+    whole = loaded.state_dict()
+    dcp.load(whole, checkpoint_id=tmp_path / "checkpoint")
+    loaded.load_state_dict(whole)
+    for tensor in loaded._tensors:
+        tensor.check_place()
+    for one in (everything(plain, plains), everything(other, others)):
+        assert one.keys() == saved.keys()
+        for name, value in saved.items():
+            assert torch.equal(one[name], value), name

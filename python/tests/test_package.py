@@ -26,6 +26,18 @@ def test_torch_is_not_needed():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("module", ["rejoin.torch", "rejoin.distributed"])
+def test_where_there_is_no_torch_it_is_said_what_to_install(module):
+    script = f"import sys; sys.meta_path.insert(0, Hidden()); import {module}"
+    hidden = (
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", hidden + script], capture_output=True, text=True)
+    assert done.returncode == 1 and "pip install torch" in done.stderr, done.stderr
+
+
 def test_mypy_takes_the_package_as_typed():
     assert (HERE / "py.typed").exists()
 

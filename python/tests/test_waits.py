@@ -143,6 +143,29 @@ def test_ranks_of_a_replica_do_not_wait_for_one_that_is_stopped_and_may_begin_ap
     check_equal(job, 2)
 
 
+def test_sigterm_ends_the_wait_for_a_daemon_that_is_not_there(tmp_path):
+    script = (
+        "import torch, rejoin.torch\n"
+        "session, model = rejoin.torch.Session.from_environment(), torch.nn.Linear(2, 2)\n"
+        "session.attach(model, torch.optim.SGD(model.parameters()))\n"
+        "assert not list(session.steps())\n"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, "REJOIN_SOCKET": str(tmp_path / "nobody.sock"), "REJOIN_REPLICA": "0"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert trainer.stderr is not None
+        assert any("no Rejoin daemon at" in line for line in iter(trainer.stderr.readline, ""))
+        trainer.terminate()
+        assert trainer.wait(LONG) == 0, trainer.stderr.read()
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
 def test_a_rank_that_hangs_is_named_and_sigterm_ends_the_wait(monkeypatch):
     from rejoin.errors import Cancelled, Unavailable
     from rejoin.torch import _leaving, _ranks

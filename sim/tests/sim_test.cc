@@ -137,6 +137,21 @@ TEST_F(Simulated, OfATrainerThatHangsOnlyItsReplicaGoes) {
   }
 }
 
+// A rank that starts and has much memory: nobody knows of it before it is registered.
+TEST_F(Simulated, WhoseMemoryTakesManySilencesToBeRegisteredIsNotPutOut) {
+  for (const auto lasting : {50, 300, 1000, 3000})
+    for (std::uint64_t seed = 0; seed < kAFew; ++seed) {
+      Outcome outcome = play_one(FaultKind::slow_memory, std::chrono::milliseconds(lasting), seed);
+      const std::string what = fmt::format("{} ms, seed {}", lasting, seed);
+      ASSERT_FALSE(outcome.violation) << what << ": " << outcome.violation->invariant << ": "
+                                      << outcome.violation->what;
+      EXPECT_EQ(outcome.counts["registration of more than a silence"], lasting > 200 ? 1u : 0u) << what;
+      EXPECT_EQ(outcome.counts["trainer gave up"], 1u) << what << ": the other rank of its replica, which is evicted";
+      EXPECT_EQ(outcome.counts["rank found silent"], 0u) << what;
+      EXPECT_GT(outcome.counts["promoted"], 0u) << what;
+    }
+}
+
 // As on a GPU that others keep busy, and behind a driver that stands.
 TEST_F(Simulated, DigestsThatTakeLongCostNobodyAPlaceAndThoseThatDoNotComeTheirReplica) {
   for (const auto lasting : {30, 300, 3000})

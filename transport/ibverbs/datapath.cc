@@ -91,6 +91,7 @@ void IbverbsEngine::answer(Endpoint& endpoint, std::uint64_t key) {
     known_to_[region->id.value].insert(endpoint.id);
   }
   send_control(endpoint, header);
+  check_unsent(endpoint);
 }
 
 void IbverbsEngine::on_answer(Endpoint& endpoint, const wire::Header& header) {
@@ -126,7 +127,13 @@ Result<> IbverbsEngine::send(EndpointId id, BytesView message) {
     send_control(**endpoint, {.kind = wire::Kind::message, .extra = 1}, message.first(kRoom));
   send_control(**endpoint, {.kind = wire::Kind::message}, message);
   post(**endpoint);
+  check_unsent(**endpoint);
   return {};
+}
+
+void IbverbsEngine::check_unsent(Endpoint& endpoint) {
+  if (endpoint.stage == Stage::failed || !endpoint.queue_pairs.front()->unsent().over()) return;
+  fail_endpoint(endpoint, ErrorCode::exhausted, Unsent::why());
 }
 
 void IbverbsEngine::send_control(Endpoint& endpoint, const wire::Header& header, BytesView rest) {

@@ -176,6 +176,8 @@ Result<> Device::find_gid() {
   return {};
 }
 
+bool Device::link_local() const { return is_link_local(gid_.gid); }
+
 std::string Device::address() const {
   if (!is_ipv4(gid_.gid)) return {};
   char text[INET_ADDRSTRLEN] = {};

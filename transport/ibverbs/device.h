@@ -40,6 +40,7 @@ class Device {
   // Looks the port and its GID up afresh: RoCE moves a GID to another index when its interface goes down and comes
   // back. Errors: `unavailable` where the port is down or has lost its GID.
   Result<> refresh();
+  bool link_local() const;  // the GID has no meaning beyond the port's own link
   // The IPv4 address that the GID stands for; empty where it stands for none.
   std::string address() const;
   // For peers to write into and read from, or for our own messages alone. Errors say what to do: memory lock limit, no

@@ -133,6 +133,7 @@ class IbverbsEngine final : public Engine {
   void on_completion(const ibv_wc& completion);
   void on_received(const ibv_wc& completion);
   void on_send(Endpoint& endpoint, QueuePair& queue_pair, BytesView bytes);
+  void check_unsent(Endpoint& endpoint);
   void on_work_failed(Endpoint& endpoint, std::size_t queue_pair, const ibv_wc& completion);
   void on_done(Endpoint& endpoint, const Work& work);
   void finish(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);

@@ -157,6 +157,7 @@ Work& QueuePair::add_send(wire::Header header, BytesView rest) {
   work.message_bytes = static_cast<std::uint32_t>(sizeof header + rest.size());
   work.slot = shared_.slots.take();
   if (!work.slot) work.message.resize(work.message_bytes);
+  unsent_.add(counted(work));
   const auto to = message_of(work);
   std::memcpy(to.data(), &header, sizeof header);
   if (!rest.empty()) std::memcpy(to.data() + sizeof header, rest.data(), rest.size());

@@ -7,6 +7,7 @@
 #include "transport/ibverbs/device.h"
 #include "transport/ibverbs/out_of_order.h"
 #include "transport/ibverbs/wire.h"
+#include "transport/unsent.h"
 
 namespace rejoin::transport::ibverbs {
 
@@ -91,6 +92,7 @@ class QueuePair {
   // Posts what fits, with one doorbell. An error ends the endpoint.
   Result<> post();
   std::uint64_t bytes() const { return bytes_; }  // handed in and not done
+  const Unsent& unsent() const { return unsent_; }
   bool waiting() const { return posted_ < works_.size(); }
   std::size_t posted() const { return posted_; }
   // It could post but found no slot: another queue pair's completions will free one.
@@ -137,12 +139,16 @@ class QueuePair {
   std::uint64_t behind_oldest(const ibv_wc& completion) const;
   bool prepare(Work& work, ibv_send_wr& request, ibv_sge& sge);
   void release(Work& work);
+  static std::size_t counted(const Work& work) {
+    return work.kind == Work::Kind::send ? sizeof work + work.message_bytes : 0;
+  }
   std::span<std::byte> message_of(Work& work);
   template <typename Done>
   void finish(std::uint64_t count, Done&& done) {
     for (std::uint64_t i = 0; i < count; ++i) {
       Work& work = works_.front();
       bytes_ -= work.length;
+      unsent_.remove(counted(work));
       release(work);
       done(std::as_const(work));
       works_.drop_front();
@@ -170,6 +176,7 @@ class QueuePair {
   std::uint64_t next_request_ = 0;  // of what is posted next
   std::uint64_t unsignalled_ = 0;
   std::uint64_t bytes_ = 0;
+  Unsent unsent_;
   Fifo<Work> works_;        // first those that are posted, of which the last is number next_request_ - 1
   std::size_t posted_ = 0;  // … and then those that wait
 };
@@ -188,6 +195,7 @@ void QueuePair::forget_sends_below(std::uint64_t number, Done&& done) {
       continue;
     }
     bytes_ -= work.length;
+    unsent_.remove(counted(work));
     release(work);
     done(std::as_const(work));
   }

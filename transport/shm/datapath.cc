@@ -48,7 +48,9 @@ std::span<const Event> ShmEngine::poll() {
 
 void ShmEngine::post(Endpoint& endpoint, const wire::Header& header, BytesView body) {
   if (!endpoint.pending.empty() || !endpoint.out.append(bytes_of(header), body)) {
-    endpoint.pending.push_back({header, Bytes(body.begin(), body.end())});
+    const bool asked = header.kind == wire::Kind::write || header.kind == wire::Kind::read;
+    endpoint.pending.push_back({header, Bytes(body.begin(), body.end()), asked ? 0 : sizeof(Pending) + body.size()});
+    endpoint.unsent.add(endpoint.pending.back().counted);
     return;
   }
   if (endpoint.out.take_sleeper()) signal_eventfd(endpoint.doorbell);
@@ -58,9 +60,14 @@ void ShmEngine::flush(Endpoint& endpoint) {
   while (!endpoint.pending.empty()) {
     const Pending& next = endpoint.pending.front();
     if (!endpoint.out.append(bytes_of(next.header), next.body)) break;
+    endpoint.unsent.remove(next.counted);
     endpoint.pending.pop_front();
   }
   if (endpoint.out.take_sleeper()) signal_eventfd(endpoint.doorbell);
+}
+
+void ShmEngine::check_unsent(Endpoint& endpoint) {
+  if (endpoint.unsent.over()) fail_endpoint(endpoint, ErrorCode::exhausted, Unsent::why());
 }
 
 Result<> ShmEngine::send(EndpointId id, BytesView message) {
@@ -68,6 +75,7 @@ Result<> ShmEngine::send(EndpointId id, BytesView message) {
   if (!endpoint) return tl::unexpected(endpoint.error());
   if (auto checked = check_message(message); !checked) return checked;
   post(**endpoint, {.kind = wire::Kind::message, .length = message.size()}, message);
+  check_unsent(**endpoint);
   return {};
 }
 
@@ -233,6 +241,7 @@ void ShmEngine::on_write(Endpoint& endpoint, const wire::Header& header, BytesVi
 void ShmEngine::answer(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal) {
   post(endpoint, {.kind = wire::Kind::acknowledge, .operation = operation, .key = static_cast<std::uint64_t>(refusal)},
        {});
+  check_unsent(endpoint);
 }
 
 void ShmEngine::on_read(Endpoint& endpoint, const wire::Header& header) {
@@ -247,6 +256,7 @@ void ShmEngine::on_read(Endpoint& endpoint, const wire::Header& header) {
   point_at(found, body, {region, header.offset});
   if (found.address != 0) endpoint.read_from.insert(region.value);
   post(endpoint, found, body);
+  check_unsent(endpoint);
 }
 
 void ShmEngine::on_found(Endpoint& endpoint, const wire::Header& header, BytesView body) {

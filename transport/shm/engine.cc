@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "base/fail.h"
+#include "base/log.h"
 #include "base/unix_socket.h"
 
 namespace rejoin::transport::shm {
@@ -85,7 +86,7 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
   if (!memory) return tl::unexpected(memory.error());
   auto channel = Mapping::of(*memory, sizeof(Channel));
   if (!channel) return tl::unexpected(channel.error());
-  auto* rings = new (channel->data()) Channel{};
+  auto* rings = new (channel->data()) Channel;  // no {}: the rings' pages are taken up as they are used
 
   if (has_private_memory_)
     if (auto readable = check_readable(); !readable) return tl::unexpected(readable.error());
@@ -105,15 +106,43 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
 void ShmEngine::accept_all() {
   for (int i = 0; i < 64; ++i) {
     Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!socket) return;
+    if (!socket) {
+      // The kernel keeps those who wait, and would wake this thread for them at once, for ever.
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+        if (without_descriptors_.may_say(clock_.now()))
+          spdlog::warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'",
+                       std::strerror(errno));
+        listen_for_calls(false);
+        listens_again_ = clock_.now() + Strangers::kWithoutDescriptors;
+      }
+      return;
+    }
     auto credentials = peer_credentials(socket);
     if (!credentials || credentials->uid != ::geteuid()) continue;  // another user's process: not of this job
     Endpoint& endpoint = adopt(std::move(socket), Stage::accepting);
     endpoint.pid = credentials->pid;
+    strangers_.add(endpoint.id, clock_.now());
   }
 }
 
+void ShmEngine::listen_for_calls(bool listens) {
+  epoll_event event{.events = listens ? std::uint32_t{EPOLLIN} : 0u, .data = {.u64 = kListener}};
+  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listener_.get(), &event) == 0, "epoll_ctl: {}",
+               std::strerror(errno));
+}
+
+void ShmEngine::look_after_strangers() {
+  if (strangers_.empty() && !listens_again_) return;
+  const TimePoint now = clock_.now();
+  if (listens_again_ && now >= *listens_again_) {
+    listens_again_.reset();
+    listen_for_calls(true);
+  }
+  while (const auto id = strangers_.to_go(now)) fail_endpoint(*find(*id), ErrorCode::timeout, Strangers::kTooLate);
+}
+
 void ShmEngine::watch_sockets() {
+  look_after_strangers();
   std::array<epoll_event, 64> ready;
   const int count = ::epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), 0);
   for (int i = 0; i < count; ++i) {
@@ -143,7 +172,8 @@ void ShmEngine::on_socket(Endpoint& endpoint) {
 tl::unexpected<Error> unreadable(pid_t process) {
   return fail_errno(
       fmt::format("reading the memory of process {} (both must run as one user in one PID namespace, with "
-                  "process_vm_readv allowed by seccomp; or use transport tcp)",
+                  "process_vm_readv allowed by seccomp, and the sysctl kernel.yama.ptrace_scope at 0 or 1; or use "
+                  "transport tcp)",
                   process));
 }
 
@@ -205,6 +235,7 @@ void ShmEngine::finish_as_client(Endpoint& endpoint, BytesView bytes, std::vecto
 }
 
 void ShmEngine::open(Endpoint& endpoint) {
+  strangers_.remove(endpoint.id);
   endpoint.stage = Stage::open;
   open_.push_back(&endpoint);
 }
@@ -276,9 +307,11 @@ void ShmEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   endpoint.out.recall_all();
   endpoint.socket.reset();
   endpoint.pending.clear();
+  endpoint.unsent.clear();
   const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
   fail_operations(endpoint, error);
   if (unseen) {
+    strangers_.refuse(endpoint.id, code, fmt::format("process {}", endpoint.pid), endpoint.failure);
     endpoints_.erase(endpoint.id.value);
     return;
   }
@@ -289,6 +322,7 @@ void ShmEngine::close(EndpointId id) {
   Endpoint* endpoint = find(id);
   if (endpoint == nullptr) return;
   std::erase(open_, endpoint);
+  strangers_.remove(id);
   endpoint->out.recall_all();  // what the peer still pulls out of our memory does not count
   endpoint->socket.reset();    // the peer sees it; nothing of its is pulled any more
   fail_operations(*endpoint, {ErrorCode::cancelled, "the endpoint was closed"});

@@ -12,13 +12,17 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/fd.h"
+#include "base/seldom.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/regions.h"
 #include "transport/shm/factory.h"
 #include "transport/shm/ring.h"
 #include "transport/shm/wire.h"
+#include "transport/strangers.h"
+#include "transport/unsent.h"
 
 namespace rejoin::transport::shm {
 
@@ -30,6 +34,7 @@ class ShmEngine final : public Engine {
   ~ShmEngine() override;
 
   Result<Address> listen(const Address& where) override;
+  void set_silence(Duration silence) override { strangers_.set_silence(silence); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   void deregister(RegionId region) override;
@@ -48,6 +53,7 @@ class ShmEngine final : public Engine {
   struct Pending {  // a record that found no room
     wire::Header header;
     Bytes body;
+    std::size_t counted = 0;  // in the endpoint's `unsent`
   };
   struct Operation {
     std::uint64_t context = 0;
@@ -71,6 +77,7 @@ class ShmEngine final : public Engine {
     RingWriter out;
     RingReader in;
     std::deque<Pending> pending;
+    Unsent unsent;
     std::unordered_map<std::uint64_t, Operation> operations;
     std::uint64_t next_operation = 1;
     std::unordered_set<std::uint64_t> read_from;  // regions of ours whose address the peer has been given
@@ -84,6 +91,8 @@ class ShmEngine final : public Engine {
   Endpoint& adopt(Fd socket, Stage stage);
   void watch_sockets();
   void accept_all();
+  void listen_for_calls(bool listens);
+  void look_after_strangers();
   void on_socket(Endpoint& endpoint);
   void greet_as_server(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
   void finish_as_client(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
@@ -97,6 +106,7 @@ class ShmEngine final : public Engine {
 
   // datapath.cc
   void post(Endpoint& endpoint, const wire::Header& header, BytesView body);
+  void check_unsent(Endpoint& endpoint);
   void flush(Endpoint& endpoint);
   bool receive(Endpoint& endpoint);
   void handle(Endpoint& endpoint, const wire::Header& header, BytesView body);
@@ -111,6 +121,10 @@ class ShmEngine final : public Engine {
   BytesView peer_file(Endpoint& endpoint, const wire::Header& header);
 
   Fd epoll_, listener_, doorbell_;
+  const SteadyClock clock_;
+  Strangers strangers_;                                   // processes of this user that have not greeted
+  std::optional<TimePoint> listens_again_;                // when there were no descriptors
+  Seldom without_descriptors_{std::chrono::seconds(10)};  // a line in the log
   std::string name_;
   std::uint64_t probe_ = wire::kMagic;  // peers read it to see whether they may read us
   Unguessable unguessable_;

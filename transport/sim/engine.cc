@@ -65,6 +65,7 @@ Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryK
   if (kind != MemoryKind::host) return fail(ErrorCode::unreachable, "simulated rails reach host memory only");
   if (refuse_memory_ > 0 && refuse_memory_-- > 0)
     return fail(ErrorCode::exhausted, "registration of {} bytes failed: no memory can be locked", memory.size());
+  registering_ += std::exchange(slow_memory_, {});
   const RegionId id(++fabric_.ids_made_);
   regions_[id.value] = {memory, fabric_.random_()};
   return id;
@@ -115,17 +116,23 @@ Result<> SimEngine::send(EndpointId id, BytesView message) {
   const TimePoint now = fabric_.clock_.now();
   const Duration there = fabric_.delay() + fabric_.slowness(number_, endpoint->peer_engine);
   endpoint->last_message = std::max(endpoint->last_message + Duration(1), now + there);
-  fabric_.after(endpoint->last_message - now, [&fabric = fabric_, from = number_, to = endpoint->peer_engine, id,
-                                               peer = endpoint->peer, bytes = Bytes(message.begin(), message.end())] {
-    auto* sender = fabric.engine(from);
-    auto* receiver = fabric.engine(to);
-    if (sender == nullptr || receiver == nullptr || sender->open(id) == nullptr) return;
-    auto arrive = [receiver, peer, bytes] {
-      if (receiver->open(peer) != nullptr) receiver->emit({.kind = EventKind::message, .endpoint = peer}, bytes);
-    };
-    if (receiver->stopped_) return receiver->held_.push_back(arrive);
-    arrive();
+  *endpoint->unheard += message.size();
+  const std::shared_ptr<void> weight(nullptr, [unheard = endpoint->unheard, size = message.size()](void*) {
+    *unheard -= size;  // heard, or lost
   });
+  fabric_.after(endpoint->last_message - now,
+                [&fabric = fabric_, from = number_, to = endpoint->peer_engine, id, weight, peer = endpoint->peer,
+                 bytes = Bytes(message.begin(), message.end())] {
+                  auto* sender = fabric.engine(from);
+                  auto* receiver = fabric.engine(to);
+                  if (sender == nullptr || receiver == nullptr || sender->open(id) == nullptr) return;
+                  auto arrive = [receiver, peer, bytes, weight] {
+                    if (receiver->open(peer) != nullptr)
+                      receiver->emit({.kind = EventKind::message, .endpoint = peer}, bytes, weight);
+                  };
+                  if (receiver->stopped_) return receiver->held_.push_back(arrive);
+                  arrive();
+                });
   return {};
 }
 

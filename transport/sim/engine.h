@@ -37,7 +37,8 @@ class SimEngine final : public Engine {
     EndpointId peer;
     bool connected = false;
     bool failed = false;
-    TimePoint last_message{};  // keeps messages in order
+    TimePoint last_message{};                                                 // keeps messages in order
+    std::shared_ptr<std::size_t> unheard = std::make_shared<std::size_t>(0);  // bytes of messages, see Fabric::Held
     std::set<std::uint64_t> outstanding;
     std::map<std::uint64_t, std::uint64_t> contexts;  // operation → the caller's context
   };
@@ -48,6 +49,7 @@ class SimEngine final : public Engine {
   struct Queued {
     Event event;
     Bytes message;
+    std::shared_ptr<void> weight;  // what it adds to its sender's `unheard` while it lives
   };
 
   enum class Direction { write, read };
@@ -70,7 +72,9 @@ class SimEngine final : public Engine {
   void complete(EndpointId endpoint, std::uint64_t operation, std::optional<Error> error);
   void fail_endpoint(EndpointId endpoint, const std::string& why);
   Region* region_of_key(std::uint64_t key);
-  void emit(Event event, Bytes message = {}) { pending_.push_back({std::move(event), std::move(message)}); }
+  void emit(Event event, Bytes message = {}, std::shared_ptr<void> weight = {}) {
+    pending_.push_back({std::move(event), std::move(message), std::move(weight)});
+  }
   Endpoint* open(EndpointId id);
 
   Fabric& fabric_;
@@ -80,6 +84,8 @@ class SimEngine final : public Engine {
   bool stopped_ = false;
   bool damage_ = false;              // the next write that lands here
   std::uint64_t refuse_memory_ = 0;  // the next registrations
+  Duration slow_memory_{};           // … of which one takes so long
+  Duration registering_{};           // what those since the last look have taken
   Duration slow_out_{}, slow_in_{};
   TimePoint slow_until_{};
   std::vector<std::function<void()>> held_;  // what arrived while stopped

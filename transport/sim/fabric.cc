@@ -113,9 +113,15 @@ void Fabric::break_there(SimEngine& engine, EndpointId id, Duration heard, const
 
 void Fabric::refuse_memory(const Engine& engine, std::uint64_t times) { made_here(engine).refuse_memory_ = times; }
 
+void Fabric::slow_memory(const Engine& engine, Duration takes) { made_here(engine).slow_memory_ = takes; }
+
+Duration Fabric::take_registering(const Engine& engine) { return std::exchange(made_here(engine).registering_, {}); }
+
 Fabric::Held Fabric::held(const Engine& engine) const {
   const auto& of = made_here(engine);
-  return {.endpoints = of.endpoints_.size(), .regions = of.regions_.size()};
+  Held held{.endpoints = of.endpoints_.size(), .regions = of.regions_.size()};
+  for (const auto& [id, endpoint] : of.endpoints_) held.unheard = std::max(held.unheard, *endpoint.unheard);
+  return held;
 }
 
 void Fabric::damage_next_write(const Engine& engine) { made_here(engine).damage_ = true; }

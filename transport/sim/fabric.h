@@ -61,11 +61,16 @@ class Fabric {
   void reset(const Engine& engine, std::uint64_t which);
   // Registering memory fails, so many times.
   void refuse_memory(const Engine& engine, std::uint64_t times);
+  // The next registration takes this long: its caller, who can't wait in virtual time, asks for how long it stands now.
+  void slow_memory(const Engine& engine, Duration takes);
+  Duration take_registering(const Engine& engine);
   // The next write that lands at this engine arrives with one bit flipped.
   void damage_next_write(const Engine& engine);
   // What an engine has of each now.
   struct Held {
     std::size_t endpoints = 0, regions = 0;
+    std::size_t unheard =
+        0;  // bytes of messages that it has sent to one peer and that this one has yet to hear: the most
   };
   Held held(const Engine& engine) const;
   // Writes that landed through endpoints that were closed; 0 but where `unfenced`.

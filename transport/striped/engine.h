@@ -31,6 +31,7 @@
 #include "transport/event_queue.h"
 #include "transport/striped/factory.h"
 #include "transport/striped/wire.h"
+#include "transport/unsent.h"
 
 namespace rejoin::transport::striped {
 
@@ -135,6 +136,7 @@ class StripedEngine final : public Engine {
 
     std::uint64_t next_message = 0, expected = 0, reported_received = 0, bytes_since_report = 0;
     std::deque<Sent> unreceived;  // sent, and not known to be received
+    Unsent unsent;                // … in bytes
     MessageParts parts;           // of a caller's message coming in
 
     std::uint64_t next_operation = 1, next_piece = 1, next_write = 0;
@@ -202,6 +204,7 @@ class StripedEngine final : public Engine {
   void finish_piece(Endpoint& endpoint, std::uint64_t operation, const std::optional<Error>& error);
   void complete(Endpoint& endpoint, std::uint64_t operation);
   void send_control(Endpoint& endpoint, wire::Header header, BytesView rest = {});
+  void check_unsent(Endpoint& endpoint);
   void repeat_messages(Endpoint& endpoint);
   void report_received(Endpoint& endpoint);
   void malformed(Endpoint& endpoint, std::string_view what);

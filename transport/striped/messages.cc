@@ -19,7 +19,12 @@ void StripedEngine::send_control(Endpoint& endpoint, wire::Header header, BytesV
     Link* link = endpoint.rails[endpoint.primary].link;
     if (link != nullptr) (void)rails_[endpoint.primary]->send(link->endpoint, bytes);
   }
+  endpoint.unsent.add(sizeof(Sent) + bytes.size());
   endpoint.unreceived.push_back({header.number, now_, std::move(bytes)});
+}
+
+void StripedEngine::check_unsent(Endpoint& endpoint) {
+  if (endpoint.unsent.over()) fail_endpoint(endpoint, ErrorCode::exhausted, Unsent::why());
 }
 
 void StripedEngine::repeat_messages(Endpoint& endpoint) {
@@ -45,6 +50,7 @@ Result<> StripedEngine::send(EndpointId id, BytesView message) {
   for (; message.size() > kRoom; message = message.subspan(kRoom))
     send_control(**endpoint, {.kind = wire::Kind::message, .more = 1}, message.first(kRoom));
   send_control(**endpoint, {.kind = wire::Kind::message}, message);
+  check_unsent(**endpoint);
   return {};
 }
 
@@ -60,8 +66,8 @@ void StripedEngine::on_rail_message(Endpoint& endpoint, Link& link, BytesView by
     if (header.a > endpoint.next_message) return malformed(endpoint, "news of messages that were not sent");
     if (header.b > endpoint.next_write) return malformed(endpoint, "news of writes that were not begun");
     on_all_in(endpoint, header.b);
-    while (!endpoint.unreceived.empty() && endpoint.unreceived.front().number < header.a)
-      endpoint.unreceived.pop_front();
+    for (auto& sent = endpoint.unreceived; !sent.empty() && sent.front().number < header.a; sent.pop_front())
+      endpoint.unsent.remove(sizeof(Sent) + sent.front().bytes.size());
     return;
   }
   if (header.kind == wire::Kind::probe) {
@@ -112,7 +118,8 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
           const RemoteRegion remote = there ? rails_[rail]->remote(*there) : RemoteRegion{};
           keys.push_back({remote.key, remote.length, there ? 1u : 0u});
         }
-      return send_control(endpoint, {.kind = Kind::answer, .a = header.a}, std::as_bytes(std::span(keys)));
+      send_control(endpoint, {.kind = Kind::answer, .a = header.a}, std::as_bytes(std::span(keys)));
+      return check_unsent(endpoint);
     }
     case Kind::answer: return answer_keys(endpoint, header, rest);
     case Kind::rail_down: return on_rail_down(endpoint, header, rest);

@@ -64,8 +64,14 @@ std::span<const Event> TcpEngine::poll() {
 
 void TcpEngine::add(Endpoint& endpoint, Frame frame) {
   if (!endpoint.out.empty() && endpoint.out.back().sent == 0) endpoint.out.back().header.more = 1;
+  if (frame.header.kind != wire::Kind::write) frame.counted = sizeof frame + frame.owned.size();
+  endpoint.unsent.add(frame.counted);
   endpoint.out.push_back(std::move(frame));
   if (!std::exchange(endpoint.dirty, true)) unflushed_.push_back(endpoint.id);
+}
+
+void TcpEngine::check_unsent(Endpoint& endpoint) {
+  if (endpoint.unsent.over()) fail_endpoint(endpoint, ErrorCode::exhausted, Unsent::why());
 }
 
 void TcpEngine::queue(Endpoint& endpoint, const wire::Header& header, BytesView copied) {
@@ -116,7 +122,7 @@ void TcpEngine::flush(Endpoint& endpoint) {
       if (errno == EINTR) continue;
       // What the peer sent before it went is still to be read; reading ends in its close.
       watch(endpoint, false);
-      if (errno == EPIPE || errno == ECONNRESET) return endpoint.out.clear();
+      if (errno == EPIPE || errno == ECONNRESET) return endpoint.out.clear(), endpoint.unsent.clear();
       return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(errno));
     }
     turn += static_cast<std::size_t>(sent);
@@ -127,6 +133,7 @@ void TcpEngine::flush(Endpoint& endpoint) {
       frame.sent += step;
       left -= step;
       if (frame.sent < total) break;
+      endpoint.unsent.remove(frame.counted);
       if (!frame.owned.empty() && endpoint.spare.size() < 64) endpoint.spare.push_back(std::move(frame.owned));
       endpoint.out.pop_front();
     }
@@ -139,6 +146,7 @@ Result<> TcpEngine::send(EndpointId id, BytesView message) {
   if (!endpoint) return tl::unexpected(endpoint.error());
   if (auto checked = check_message(message); !checked) return checked;
   queue(**endpoint, {.kind = wire::Kind::message, .length = message.size()}, message);
+  check_unsent(**endpoint);
   return {};
 }
 
@@ -186,6 +194,7 @@ Result<> TcpEngine::read(EndpointId id, std::span<const Read> reads) {
 void TcpEngine::acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal) {
   queue(endpoint, {.kind = wire::Kind::acknowledge, .operation = operation, .key = static_cast<std::uint64_t>(refusal)},
         {});
+  check_unsent(endpoint);
 }
 
 // ---- in
@@ -228,6 +237,7 @@ void TcpEngine::receive(Endpoint& endpoint) {
     if (Endpoint* still = find(id); still == nullptr || still->stage == Stage::failed) return;
     // A short read means the socket is empty: no need to ask again.
     if (count < wanted + (parts[used - 1].iov_len)) break;
+    if (endpoint.stage == Stage::open) endpoint.buffer.resize(kBuffer);
   }
   if (endpoint.records && endpoint.records->holds_received()) {
     if (!std::exchange(endpoint.unread, true)) unread_.push_back(id);
@@ -384,6 +394,7 @@ void TcpEngine::on_read_request(Endpoint& endpoint) {
   Region& region = *regions_.by_key(header.key);
   queue_region(endpoint, {.kind = wire::Kind::read_data, .length = header.length, .operation = header.operation},
                region.memory.subspan(header.offset, header.length), region.id);
+  check_unsent(endpoint);
 }
 
 }  // namespace rejoin::transport::tcp

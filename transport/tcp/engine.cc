@@ -84,7 +84,7 @@ TcpEngine::Endpoint& TcpEngine::adopt(Fd socket, Stage stage) {
   while (endpoint->id.value == kListener);
   endpoint->socket = std::move(socket);
   endpoint->stage = stage;
-  endpoint->buffer.resize(stage == Stage::accepting ? kStrangersBuffer : kBuffer);
+  endpoint->buffer.resize(stage == Stage::accepting ? kStrangersBuffer : kQuietBuffer);
   endpoint->wants_write = stage == Stage::connecting;
   epoll_event event{.events = EPOLLIN | EPOLLRDHUP | (endpoint->wants_write ? EPOLLOUT : 0u),
                     .data = {.u64 = endpoint->id.value}};
@@ -166,6 +166,7 @@ void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
   if (unseen) refuse(endpoint, code);
   endpoint.socket.reset();  // the fence
   endpoint.out.clear();
+  endpoint.unsent.clear();
   const Error error{code, fmt::format("the peer is gone: {}", endpoint.failure)};
   fail_operations(endpoint, error);
   if (unseen) {

@@ -20,6 +20,7 @@
 #include "transport/tcp/factory.h"
 #include "transport/tcp/records.h"
 #include "transport/tcp/wire.h"
+#include "transport/unsent.h"
 
 namespace rejoin::transport::tcp {
 
@@ -30,8 +31,8 @@ void set_option(const Fd& socket, int level, int name, int value);
 void use_no_pacing_inside_a_machine(const Fd& socket);
 
 constexpr std::uint64_t kListener = 0;  // epoll tag; endpoint ids are never 0
-constexpr std::size_t kBuffer = 128 * KiB, kStrangersBuffer = 1 * KiB;
-constexpr std::size_t kMostStrangers = 256;
+// What is read ahead of one connection: of most of a large job's no more than a message now and then.
+constexpr std::size_t kBuffer = 128 * KiB, kQuietBuffer = 4 * KiB, kStrangersBuffer = 1 * KiB;
 
 class TcpEngine final : public Engine {
  public:
@@ -42,7 +43,7 @@ class TcpEngine final : public Engine {
   void set_secrets(const Secrets& secrets) override { secrets_ = secrets; }
   void set_silence(Duration silence) override {
     silence_ = silence;
-    strangers_.set_patience(deadlines::kDataProof.of(silence));
+    strangers_.set_silence(silence);
   }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
@@ -66,6 +67,7 @@ class TcpEngine final : public Engine {
     BytesView body;
     RegionId region;  // the body's, where it is not owned
     std::size_t sent = 0;
+    std::size_t counted = 0;  // in the endpoint's `unsent`
   };
 
   struct Operation {
@@ -83,6 +85,7 @@ class TcpEngine final : public Engine {
     bool wants_write = false;  // as registered with epoll
     bool dirty = false;        // in unflushed_
     std::deque<Frame> out;
+    Unsent unsent;
     std::vector<Bytes> spare;  // buffers of sent frames, for the next ones
     std::unordered_map<std::uint64_t, Operation> operations;
     std::uint64_t next_operation = 1;
@@ -139,6 +142,7 @@ class TcpEngine final : public Engine {
 
   // datapath.cc
   void add(Endpoint& endpoint, Frame frame);
+  void check_unsent(Endpoint& endpoint);
   void queue(Endpoint& endpoint, const wire::Header& header, BytesView copied);
   void queue_region(Endpoint& endpoint, const wire::Header& header, BytesView body, RegionId region);
   void flush(Endpoint& endpoint);
@@ -160,10 +164,9 @@ class TcpEngine final : public Engine {
   Fd listener_;
   Secrets secrets_;  // of who connects here
   Duration silence_ = deadlines::kSilence;
-  Strangers strangers_{kMostStrangers, deadlines::kDataProof.of(silence_)};
+  Strangers strangers_;
   std::optional<TimePoint> listens_again_;  // when there were no descriptors
   Seldom without_descriptors_{std::chrono::seconds(10)}, damaged_{std::chrono::seconds(10)};  // lines in the log
-  std::uint64_t refused_ = 0;
   Unguessable unguessable_;
   Regions regions_{unguessable_};
   EventQueue events_;

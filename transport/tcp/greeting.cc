@@ -3,7 +3,6 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
-#include <bit>
 #include <cerrno>
 #include <cstring>
 
@@ -12,12 +11,6 @@
 #include "transport/tcp/engine.h"
 
 namespace rejoin::transport::tcp {
-
-namespace {
-
-constexpr Duration kWithoutDescriptors = std::chrono::milliseconds(100);  // until one may have become free
-
-}  // namespace
 
 void TcpEngine::accept_all() {
   for (int i = 0; i < 64; ++i) {
@@ -29,7 +22,7 @@ void TcpEngine::accept_all() {
           spdlog::warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'",
                        std::strerror(errno));
         listen_for_calls(false);
-        listens_again_ = clock_.now() + kWithoutDescriptors;
+        listens_again_ = clock_.now() + Strangers::kWithoutDescriptors;
       }
       return;
     }
@@ -51,20 +44,14 @@ void TcpEngine::look_after_strangers() {
     listens_again_.reset();
     listen_for_calls(true);
   }
-  while (const auto id = strangers_.to_go(now))
-    fail_endpoint(*find(*id), ErrorCode::timeout, "it has not greeted in time, or too many do so at once");
+  while (const auto id = strangers_.to_go(now)) fail_endpoint(*find(*id), ErrorCode::timeout, Strangers::kTooLate);
 }
 
-// They may come for ever: 1, 2, 4, 8 … of them are logged. Who goes by itself is not refused.
 void TcpEngine::refuse(const Endpoint& stranger, ErrorCode code) {
-  strangers_.remove(stranger.id);
-  if (code == ErrorCode::unavailable) return;
-  if (!std::has_single_bit(++refused_)) return;
   sockaddr_storage there{};
   socklen_t length = sizeof there;
   const bool known = ::getpeername(stranger.socket.get(), reinterpret_cast<sockaddr*>(&there), &length) == 0;
-  spdlog::warn("a data connection{} was refused: {} ({} so far)",
-               known ? " from " + SocketAddress::format(there) : std::string(), stranger.failure, refused_);
+  strangers_.refuse(stranger.id, code, known ? SocketAddress::format(there) : std::string(), stranger.failure);
 }
 
 // A greeting that is due from this peer now.
@@ -155,7 +142,7 @@ bool TcpEngine::encrypt(Endpoint& endpoint, bool calls) {
 
 void TcpEngine::open(Endpoint& endpoint) {
   endpoint.stage = Stage::open;
-  endpoint.buffer.resize(kBuffer);
+  endpoint.buffer.resize(kQuietBuffer);
 }
 
 }  // namespace rejoin::transport::tcp

@@ -5,6 +5,7 @@
 #include <random>
 
 #include "transport/tests/backends.h"
+#include "transport/unsent.h"
 
 namespace rejoin::transport {
 namespace {
@@ -65,6 +66,24 @@ TEST_P(Conformance, OneEndpointsEndDisturbsNoOther) {
   ASSERT_TRUE(until([&] { return hub.closed.size() == peers / 2; }));
   for (int i = 1; i < peers; i += 2) ASSERT_TRUE(spokes[i]->engine->send(ends[i], as_bytes("alive")));
   EXPECT_TRUE(until([&] { return hub.messages.size() == peers / 2; }));
+}
+
+// The fabric of the simulated ones is this process's memory, and the test bounds what it runs.
+TEST_P(Conformance, APeerThatTakesNothingIsGivenUpAtABoundAndNobodyElse) {
+  if (GetParam().ends_with("sim")) GTEST_SKIP() << "what it has sent is with the peer";
+  auto [a, b, at_a, at_b] = pair();
+  Node& other = node();
+  const EndpointId to_other = *a.engine->connect(other.address, as_bytes("hello"));
+  ASSERT_TRUE(until([&] { return a.connected.size() == 2; }));
+  const std::string message(Engine::kMaxMessage, 'x');
+  std::size_t taken = 0;
+  for (; taken < 2 * Unsent::kMost && a.engine->send(at_a, as_bytes(message)); taken += message.size()) a.poll();
+  EXPECT_GE(taken, Unsent::kMost / 2);
+  EXPECT_LT(taken, 2 * Unsent::kMost);
+  for (int i = 0; i < 2000 && a.closed.empty(); ++i) a.poll();
+  EXPECT_EQ(a.closed, std::vector<EndpointId>{at_a});
+  ASSERT_TRUE(a.engine->send(to_other, as_bytes("alive")));
+  EXPECT_TRUE(until([&] { return other.messages.size() == 1; }));
 }
 
 std::vector<std::string> with_staging(std::vector<std::string> names) {

@@ -5,10 +5,14 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/select.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdio>
@@ -16,7 +20,10 @@
 
 #include "base/clock.h"
 #include "base/fd.h"
+#include "base/unix_socket.h"
 #include "transport/shm/factory.h"
+#include "transport/strangers.h"
+#include "transport/tests/within.h"
 
 namespace rejoin::transport::shm {
 namespace {
@@ -86,9 +93,77 @@ TEST(ShmEngine, FilesAreReadWithoutProcessVmReadv) {
 TEST(ShmEngine, MemoryThatIsNoFilesIsRefusedToItsOwnerWithTheReason) {
   for (const auto when : {Registered::before_connecting, Registered::while_connected}) {
     EXPECT_THAT(in_a_container([&] { return write_out_of(Mapping::anonymous(1 * MiB).value(), when); }),
-                testing::HasSubstr("process_vm_readv allowed by seccomp; or use transport tcp"));
+                testing::AllOf(testing::HasSubstr("process_vm_readv allowed by seccomp"),
+                               testing::HasSubstr("ptrace_scope at 0 or 1; or use transport tcp")));
     EXPECT_EQ(write_out_of(Mapping::anonymous(1 * MiB).value(), when), "");
   }
+}
+
+// Processes of this user that greet nobody: few at a time, and not for long; who greets comes in.
+TEST(StrangersOfShm, HaveTheirTimeAndNoMoreAndKeepNobodyOut) {
+  auto listener = make_engine().value(), caller = make_engine().value();
+  listener->set_silence(std::chrono::milliseconds(200));
+  const Address address = listener->listen({}).value();
+  std::vector<Fd> silent;
+  for (std::size_t i = 0; i < Strangers::kMost + 20; ++i) {
+    silent.push_back(connect_unix(address.text.substr(4)).value());
+    (void)listener->poll();
+  }
+  const auto gone = [&] {
+    return std::count_if(silent.begin(), silent.end(), [](const Fd& socket) {
+      char byte;
+      return ::recv(socket.get(), &byte, 1, MSG_DONTWAIT) == 0;
+    });
+  };
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] { return (void)listener->poll(), gone() >= 20; }));
+  ASSERT_TRUE(caller->connect(address, as_bytes("hello")));
+  bool accepted = false;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    (void)caller->poll();
+    for (const auto& event : listener->poll()) accepted = accepted || event.kind == EventKind::accepted;
+    return accepted;
+  }));
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    (void)listener->poll();
+    return gone() == static_cast<std::ptrdiff_t>(silent.size());
+  }));
+}
+
+TEST(StrangersOfShm, WithoutDescriptorsAListenerWaitsAndDoesNotSpin) {
+#if defined(__clang__) && defined(__has_feature)
+#if __has_feature(undefined_behavior_sanitizer)
+  GTEST_SKIP() << "UBSan looks at objects through a pipe, and calls them damaged where it gets none";
+#endif
+#endif
+  auto listener = make_engine().value(), caller = make_engine().value();
+  const Address address = listener->listen({}).value();
+  ASSERT_TRUE(caller->connect(address, as_bytes("hello")));
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  testing::internal::CaptureStdout();
+  const int lowest = Fd(::dup(0)).get();
+  const rlimit none{static_cast<rlim_t>(lowest), before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    (void)listener->poll();
+    fd_set ready;
+    FD_ZERO(&ready);
+    FD_SET(listener->event_fd(), &ready);
+    timeval at_once{};
+    return ::select(listener->event_fd() + 1, &ready, nullptr, nullptr, &at_once) == 0;
+  }));
+  const auto enough = std::chrono::steady_clock::now() + 3 * Strangers::kWithoutDescriptors;
+  while (std::chrono::steady_clock::now() < enough) (void)listener->poll();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  const std::string said = testing::internal::GetCapturedStdout(), line = "no data connection can be accepted";
+  EXPECT_NE(said.find(line), said.npos) << said;
+  EXPECT_EQ(said.find(line), said.rfind(line)) << "it tries again and again, and says so seldom";
+  bool accepted = false;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    (void)caller->poll();
+    for (const auto& event : listener->poll()) accepted = accepted || event.kind == EventKind::accepted;
+    return accepted;
+  }));
 }
 
 }  // namespace

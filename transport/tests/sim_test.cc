@@ -64,6 +64,47 @@ TEST(SimFabric, ASlowLinkIsSlowInItsDirectionAndForItsTime) {
   EXPECT_LT(time_of(*a, from_a, *b), 1ms);
 }
 
+TEST(SimFabric, WhatAPeerHasYetToHearIsCounted) {
+  VirtualClock clock;
+  Fabric fabric({}, clock);
+  auto a = fabric.make_engine(), b = fabric.make_engine();
+  const auto endpoint = *a->connect(*b->listen({"sim"}), {});
+  const auto run = [&] {
+    while (fabric.step()) {
+    }
+  };
+  run();
+  const Bytes message(100);
+  const auto say = [&](int times) {
+    for (; times > 0; --times) ASSERT_TRUE(a->send(endpoint, message));
+    run();
+  };
+  fabric.stop(*b);
+  say(3);
+  EXPECT_EQ(fabric.held(*a).unheard, 300u);
+  EXPECT_EQ(fabric.held(*b).unheard, 0u);
+  fabric.resume(*b);
+  (void)b->poll();
+  (void)b->poll();
+  EXPECT_EQ(fabric.held(*a).unheard, 0u);
+  say(2);
+  EXPECT_EQ(fabric.held(*a).unheard, 200u) << "it has arrived, and nobody has looked";
+  a->close(endpoint);
+  EXPECT_EQ(fabric.held(*a).unheard, 0u) << "with its endpoint";
+}
+
+TEST(SimFabric, ARegistrationThatTakesItsTimeSaysSoOnce) {
+  VirtualClock clock;
+  Fabric fabric({}, clock);
+  auto engine = fabric.make_engine();
+  std::vector<std::byte> memory(10);
+  fabric.slow_memory(*engine, std::chrono::seconds(3));
+  EXPECT_EQ(fabric.take_registering(*engine), Duration{});
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(engine->register_region(memory, MemoryKind::host));
+  EXPECT_EQ(fabric.take_registering(*engine), std::chrono::seconds(3));
+  EXPECT_EQ(fabric.take_registering(*engine), Duration{});
+}
+
 TEST(SimFabric, AKilledProcessIsSeenByItsPeersAndWritesNoMore) {
   VirtualClock clock;
   Fabric fabric({}, clock);

@@ -61,6 +61,11 @@ class Stranger {
     EXPECT_EQ(::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
   }
   void send(BytesView bytes) { (void)::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL); }
+  // Without waiting; from there on. Returns how many bytes went.
+  std::size_t send_some(BytesView bytes, std::size_t from) {
+    const ssize_t sent = ::send(socket_.get(), bytes.data() + from, bytes.size() - from, MSG_NOSIGNAL | MSG_DONTWAIT);
+    return static_cast<std::size_t>(std::max<ssize_t>(sent, 0));
+  }
   void send(wire::Kind kind, BytesView body) {
     wire::Header header{.kind = kind, .length = body.size(), .operation = wire::kMagic};
     if (!body.empty()) header.body_digest = wire::digest_of(body);
@@ -99,6 +104,24 @@ std::optional<Error> connect_with(Listener& listener, const Secret& secret) {
   }));
   client->close(endpoint);
   return error;
+}
+
+TEST(Strangers, AreAsManyAsTheBoundAndHaveFiveSilencesAndTheOldestGo) {
+  Strangers strangers;
+  strangers.set_silence(milliseconds(100));
+  TimePoint now{};
+  for (std::uint64_t i = 1; i <= Strangers::kMost; ++i) strangers.add(EndpointId(i), now += milliseconds(1));
+  EXPECT_FALSE(strangers.to_go(now));
+  strangers.remove(EndpointId(2));
+  strangers.add(EndpointId(1001), now);
+  EXPECT_FALSE(strangers.to_go(now));
+  strangers.add(EndpointId(1002), now);
+  EXPECT_EQ(strangers.to_go(now), EndpointId(1));
+  strangers.refuse(EndpointId(1), ErrorCode::timeout, "", Strangers::kTooLate);
+  EXPECT_FALSE(strangers.to_go(now));
+  const TimePoint third = TimePoint{} + milliseconds(3);
+  EXPECT_FALSE(strangers.to_go(third + milliseconds(500)));
+  EXPECT_EQ(strangers.to_go(third + milliseconds(501)), EndpointId(3));
 }
 
 TEST(StrangersOfTcp, WhoHasTheSecretComesInWithItsHello) {
@@ -246,7 +269,7 @@ TEST(StrangersOfTcp, AThousandOfThemKeepNobodyOutAndTheOldestGo) {
     listener.poll();
     left = 0;
     for (auto& stranger : strangers) left += stranger->received().has_value();
-    return left <= 256;
+    return left <= Strangers::kMost;
   })) << left;
 }
 
@@ -257,6 +280,33 @@ TEST(StrangersOfTcp, WhoSaysNothingHasItsTimeAndNoMore) {
   slow.send(one);
   EXPECT_TRUE(is_refused(listener, silent));
   EXPECT_TRUE(is_refused(listener, slow));
+}
+
+// It has the secret; each of its writes is refused, and it hears none of that.
+TEST(StrangersOfTcp, APeerThatAsksAndTakesNoAnswerIsGivenUp) {
+  Listener listener;
+  Stranger peer(listener.port);
+  const Nonce nonce = make_nonce();
+  const auto challenge = challenged(listener, peer, nonce);
+  peer.send(wire::Kind::hello,
+            joined(handshake::prove_caller(kKey, nonce, challenge.nonce, as_bytes("hello")), as_bytes("hello")));
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] { return listener.poll(); }));
+  wire::Header header{.kind = wire::Kind::write, .operation = 1, .key = 1};
+  header.digest = wire::digest_of_header(header);
+  Bytes writes;
+  for (int i = 0; i < 1000; ++i) writes.insert(writes.end(), bytes_of(header).begin(), bytes_of(header).end());
+  std::optional<Error> end;
+  std::uint64_t sent = 0;
+  EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+    sent += peer.send_some(writes, sent % sizeof header);
+    for (const auto& event : listener.engine->poll())
+      if (event.kind == EventKind::closed) end = event.error;
+    return end.has_value();
+  }));
+  ASSERT_TRUE(end);
+  EXPECT_EQ(end->code, ErrorCode::exhausted);
+  EXPECT_THAT(end->message, testing::HasSubstr("it does not take what is sent to it"));
+  EXPECT_FALSE(connect_with(listener, kKey));
 }
 
 TEST(StrangersOfTcp, WithoutDescriptorsAListenerWaitsAndDoesNotSpin) {

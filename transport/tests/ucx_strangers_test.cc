@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/deadlines.h"
 #include "transport/handshake.h"
+#include "transport/strangers.h"
 #include "transport/tests/within.h"
 #include "transport/ucx/address.h"
 #include "transport/ucx/factory.h"
@@ -242,7 +243,7 @@ TEST(StrangersOfUcx, WhoSaysNothingHasItsTimeAndNoMore) {
 }
 
 TEST(StrangersOfUcx, ManyOfThemKeepNobodyOutAndTheOldestGo) {
-  constexpr std::uint64_t kMany = 300;  // over the 256 that are waited for at once
+  constexpr std::uint64_t kMany = Strangers::kMost + 44;
   Listener listener;
   Stranger stranger(listener);
   const auto has_challenge = [&](std::uint64_t to) {
@@ -262,7 +263,7 @@ TEST(StrangersOfUcx, ManyOfThemKeepNobodyOutAndTheOldestGo) {
     return std::find(stranger.welcomes.begin(), stranger.welcomes.end(), kMany) != stranger.welcomes.end();
   }));
   EXPECT_THAT(stranger.welcomes, testing::Not(testing::Contains(1)));
-  EXPECT_LE(stranger.welcomes.size(), 256u);
+  EXPECT_LE(stranger.welcomes.size(), Strangers::kMost);
 }
 
 }  // namespace

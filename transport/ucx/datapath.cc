@@ -5,6 +5,7 @@ namespace rejoin::transport::ucx {
 
 namespace {
 
+constexpr std::size_t kMostEarly = 1024;   // messages of one peer that overtook others
 constexpr std::size_t kReceiveBatch = 64;  // UCX progress calls a poll, so that poll() stays short under load
 
 std::byte* bytes(const void* data) { return static_cast<std::byte*>(const_cast<void*>(data)); }
@@ -74,6 +75,7 @@ UcxEngine::Outgoing& UcxEngine::new_outgoing() {
 void UcxEngine::on_outgoing_sent(void* request, ucs_status_t, void* outgoing) {
   auto& out = *static_cast<Outgoing*>(outgoing);
   if (Region* region = out.engine->regions_.find(std::exchange(out.region, RegionId{}))) --region->busy;
+  if (Endpoint* endpoint = out.engine->find(out.endpoint.value)) endpoint->unsent.remove(out.counted);
   out.engine->free_outgoing_.push_back(&out);
   if (request != nullptr) ucx().request_free(request);
 }
@@ -86,11 +88,19 @@ void UcxEngine::post(Endpoint& endpoint, unsigned kind, Outgoing& out, std::size
   param.cb.send = &UcxEngine::on_outgoing_sent;
   param.user_data = &out;
   param.flags = flags;
+  out.endpoint = endpoint.id;
+  out.counted = sizeof out + out.payload.size();
+  endpoint.unsent.add(out.counted);
   void* request =
       ucx().am_send_nbx(endpoint.handle, kind, &out.call, header_size, payload.data(), payload.size(), &param);
   if (UCS_PTR_IS_PTR(request)) return;
   if (UCS_PTR_IS_ERR(request)) errors_.emplace_back(endpoint.handle, UCS_PTR_STATUS(request));
   on_outgoing_sent(nullptr, UCS_OK, &out);
+}
+
+// Not at once: UCX may be calling.
+void UcxEngine::check_unsent(const Endpoint& endpoint) {
+  if (endpoint.unsent.over()) endings_.push_back({endpoint.id, ErrorCode::exhausted, Unsent::why()});
 }
 
 Result<> UcxEngine::send(EndpointId id, BytesView message) {
@@ -101,6 +111,7 @@ Result<> UcxEngine::send(EndpointId id, BytesView message) {
   out.message = {(*endpoint)->peer, (*endpoint)->next_to_send++};
   out.payload.assign(message.begin(), message.end());
   post(**endpoint, wire::message, out, sizeof out.message, out.payload, UCP_AM_SEND_FLAG_EAGER);
+  check_unsent(**endpoint);
   return {};
 }
 
@@ -110,6 +121,8 @@ ucs_status_t UcxEngine::on_message(const wire::Message& header, BytesView data) 
     return drop();
   if (header.sequence != endpoint->next_to_deliver) {  // UCX orders only messages of one protocol
     endpoint->early.emplace(header.sequence, Bytes(data.begin(), data.end()));
+    if (endpoint->early.size() > kMostEarly)
+      endings_.push_back({endpoint->id, ErrorCode::corrupt, "it sent messages far ahead of others"});
     return UCS_OK;
   }
   deliver(*endpoint, data);
@@ -271,6 +284,7 @@ void UcxEngine::acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions
   Outgoing& out = new_outgoing();
   out.acknowledge = {endpoint.peer, operation, refusal};
   post(endpoint, wire::acknowledge, out, sizeof out.acknowledge, {}, UCP_AM_SEND_FLAG_EAGER);
+  check_unsent(endpoint);
 }
 
 ucs_status_t UcxEngine::on_acknowledge(const wire::Acknowledge& header) {
@@ -311,10 +325,10 @@ ucs_status_t UcxEngine::on_read_request(const wire::ReadRequest& header) {
   Region& region = *regions_.by_key(header.key);
   Outgoing& out = new_outgoing();
   out.read_data = {endpoint->peer, header.operation, header.length};
-  out.endpoint = endpoint->id;
   out.region = region.id;
   ++region.busy;
   post(*endpoint, wire::read_data, out, sizeof out.read_data, region.memory.subspan(header.offset, header.length), 0);
+  check_unsent(*endpoint);
   return UCS_OK;
 }
 

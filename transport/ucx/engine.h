@@ -24,10 +24,9 @@
 #include "transport/ucx/factory.h"
 #include "transport/ucx/library.h"
 #include "transport/ucx/wire.h"
+#include "transport/unsent.h"
 
 namespace rejoin::transport::ucx {
-
-constexpr std::size_t kMostStrangers = 256;
 
 class UcxEngine final : public Engine {
  public:
@@ -36,7 +35,7 @@ class UcxEngine final : public Engine {
 
   Result<Address> listen(const Address& where) override;
   void set_secrets(const Secrets& secrets) override { secrets_ = secrets; }
-  void set_silence(Duration silence) override { strangers_.set_patience(deadlines::kDataProof.of(silence)); }
+  void set_silence(Duration silence) override { strangers_.set_silence(silence); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
   void deregister(RegionId region) override;
@@ -67,7 +66,8 @@ class UcxEngine final : public Engine {
     std::uint64_t next_to_send = 0;
     std::uint64_t next_to_deliver = 0;
     std::map<std::uint64_t, Bytes> early;  // messages that overtook others, by sequence
-    std::size_t receiving = 0;             // writes that are landing here now
+    Unsent unsent;
+    std::size_t receiving = 0;  // writes that are landing here now
     bool closed_reported = false;
     std::string failure;
   };
@@ -104,7 +104,8 @@ class UcxEngine final : public Engine {
     };
     Bytes payload;
     EndpointId endpoint;
-    RegionId region;  // a read reply reads from this region
+    std::size_t counted = 0;  // in the endpoint's `unsent`
+    RegionId region;          // a read reply reads from this region
   };
 
   // A write or read reply on its way into our memory.
@@ -152,6 +153,7 @@ class UcxEngine final : public Engine {
   Outgoing& new_outgoing();
   void post(Endpoint& endpoint, unsigned kind, Outgoing& out, std::size_t header_size, BytesView payload,
             std::uint32_t flags);
+  void check_unsent(const Endpoint& endpoint);
   void acknowledge(Endpoint& endpoint, std::uint64_t operation, Regions::Refusal refusal);
   void deliver(Endpoint& endpoint, BytesView message);
   ucs_status_t on_message(const wire::Message& header, BytesView data);
@@ -178,8 +180,7 @@ class UcxEngine final : public Engine {
   bool listening_ = false;
   Secrets secrets_;
   SteadyClock clock_;
-  Strangers strangers_{kMostStrangers, deadlines::kDataProof.of(deadlines::kSilence)};
-  std::uint64_t refused_ = 0;  // strangers so far
+  Strangers strangers_;
   int event_fd_ = -1;
   Unguessable unguessable_;
   Regions regions_{unguessable_};

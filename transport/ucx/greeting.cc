@@ -1,7 +1,5 @@
 // How two engines greet: as transport/handshake.h has it, and what a listener spends on a caller meanwhile: an endpoint
 // of UCX, without which it could not answer, and nothing else.
-#include <bit>
-
 #include "base/fail.h"
 #include "base/log.h"
 #include "transport/ucx/address.h"
@@ -136,16 +134,13 @@ ucs_status_t UcxEngine::on_welcome(const wire::Welcome& welcome) {
 void UcxEngine::look_after_strangers() {
   if (strangers_.empty()) return;
   const TimePoint now = clock_.now();
-  while (const auto id = strangers_.to_go(now))
-    refuse(*id, ErrorCode::timeout, "it has not greeted in time, or too many do so at once");
+  while (const auto id = strangers_.to_go(now)) refuse(*id, ErrorCode::timeout, Strangers::kTooLate);
 }
 
-// Nobody here has heard of it yet. They may come for ever: 1, 2, 4, 8 … of them are logged; who goes by itself is not
-// refused.
+// Nobody here has heard of it yet.
 void UcxEngine::refuse(EndpointId stranger, ErrorCode code, const std::string& why) {
   close(stranger);
-  if (code == ErrorCode::unavailable || !std::has_single_bit(++refused_)) return;
-  spdlog::warn("a data connection was refused: {} ({} so far)", why, refused_);
+  strangers_.refuse(stranger, code, "", why);
 }
 
 }  // namespace rejoin::transport::ucx

@@ -28,7 +28,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+from rejoin._needs_torch import torch  # isort: skip
 import torch.distributed as dist
 
 from rejoin import _native, errors

@@ -1,0 +1,60 @@
+// Certificates for control connections: this process's own one, and whose signature it takes on those of others. They
+// are in files, which are read again when they have changed.
+#pragma once
+
+#include <openssl/ssl.h>
+#include <sys/stat.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "base/result.h"
+
+namespace rejoin {
+class CommandLine;
+}
+
+namespace rejoin::daemon {
+
+struct CertificateFiles {
+  std::string ca, cert, key;  // all of them, or none
+  bool given() const { return !cert.empty(); }
+};
+void bind(CommandLine& line, CertificateFiles& files);
+// Whether they go together.
+Result<> check(const CertificateFiles& files);
+
+// What the files were when they were read last.
+class FileStamps {
+ public:
+  explicit FileStamps(const CertificateFiles& files);
+  bool operator==(const FileStamps&) const = default;
+
+ private:
+  struct Stamp {
+    ino_t file = 0;
+    off_t bytes = 0;
+    std::int64_t modified = 0, changed = 0;  // ns
+    bool operator==(const Stamp&) const = default;
+  };
+  std::array<Stamp, 3> stamps_{};
+};
+
+// Gives a context the own certificate with its key, and the CA's, and makes it ask whoever is at the other end for a
+// certificate. Returns the own certificate, for people: whose it is, and until when it is valid. Errors name the file
+// and the remedy: it can't be read, others may read the key, the key does not fit, the certificate is not valid now.
+Result<std::string> use_certificates(SSL_CTX* context, const CertificateFiles& files);
+
+// What one handshake has to know of the other side's certificate, and what it has found. Outlives the handshake.
+struct PeerCertificate {
+  const CertificateFiles* files = nullptr;
+  std::string host;                        // of a server: which it must be for
+  std::optional<std::string> why_refused;  // for people
+};
+// Of a server the certificate must be for peer.host, a name or an IP address; our own certificate is, too, since only
+// this process, or who shares its key, can show it.
+void examine(SSL* connection, PeerCertificate& peer, bool server);
+
+}  // namespace rejoin::daemon

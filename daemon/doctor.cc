@@ -1,0 +1,124 @@
+#include "daemon/doctor.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "base/bytes.h"
+#include "base/fail.h"
+
+namespace rejoin::daemon {
+
+using Verdict = Finding::Verdict;
+
+std::string_view to_string(Verdict verdict) {
+  switch (verdict) {
+    case Verdict::ok: return "ok";
+    case Verdict::warn: return "WARN";
+    case Verdict::fail: return "FAIL";
+    case Verdict::skipped: return "skipped";
+  }
+  return "?";
+}
+
+std::string line_of(const Finding& finding) {
+  return fmt::format("{:<4}  {}: {}{}{}", to_string(finding.verdict), finding.check, finding.found,
+                     finding.remedy.empty() ? "" : " -> ", finding.remedy);
+}
+
+std::string json_of(const Findings& findings) {
+  nlohmann::json all = nlohmann::json::array();
+  for (const auto& one : findings)
+    all.push_back(
+        {{"verdict", to_string(one.verdict)}, {"check", one.check}, {"found", one.found}, {"remedy", one.remedy}});
+  return nlohmann::json{{"findings", std::move(all)}}.dump(2);
+}
+
+int exit_status(const Findings& findings, bool strict) {
+  const auto has = [&](Verdict verdict) {
+    return std::ranges::any_of(findings, [&](const auto& one) { return one.verdict == verdict; });
+  };
+  if (has(Verdict::fail)) return 2;
+  return strict && has(Verdict::warn) ? 1 : 0;
+}
+
+// Errors name the thing, then, behind a semicolon, what to do.
+Finding failed(std::string check, const Error& error, const std::string& remedy) {
+  const auto border = error.message.find("; ");
+  if (border == std::string::npos) return {Verdict::fail, std::move(check), error.message, remedy};
+  return {Verdict::fail, std::move(check), error.message.substr(0, border), error.message.substr(border + 2)};
+}
+
+bool uses_rdma(const DoctorSettings& settings) {
+  const auto& name = settings.transport;
+  if (!name.starts_with("ucx")) return name.starts_with("ibverbs");
+  const auto has = [&](const char* one) { return name.find(one) != std::string::npos; };
+  return has("rc") || has("dc") || has("ud") || has("ib") || has("all");  // by UCX's names
+}
+
+namespace {
+
+std::optional<JobKeys> examine_keys(const DoctorSettings& s, const Probes& probes, Findings& findings) {
+  if (s.key_file.empty()) {
+    findings.push_back({Verdict::skipped, "key", "no --job-key-file", ""});
+    return std::nullopt;
+  }
+  auto keys = probes.keys(s.key_file, s.other_key_file);
+  if (!keys) {
+    findings.push_back(failed("key", keys.error(),
+                              "give every node the job's key in a file of the user who runs rejoind: 'openssl rand "
+                              "-hex 32 > key && chmod 600 key' makes one"));
+    return std::nullopt;
+  }
+  findings.push_back({Verdict::ok, "key",
+                      fmt::format("{}{}{} can be read, and is kept from others", s.key_file,
+                                  s.other_key_file.empty() ? "" : " and ", s.other_key_file),
+                      ""});
+  return std::move(*keys);
+}
+
+void examine_limits(const DoctorSettings& s, const Probes& probes, Findings& findings) {
+  const auto limits = probes.limits();
+  const auto needed = descriptors_needed(s);
+  const std::string job =
+      fmt::format("with {} replicas, and {} rank{} here,", s.replicas, s.ranks, s.ranks == 1 ? "" : "s");
+  const auto fails = [&](std::string found, std::string remedy) {
+    findings.push_back({Verdict::fail, "descriptors", std::move(found), std::move(remedy)});
+  };
+  if (const auto most = std::max(needed.daemon, needed.trainer); limits.descriptors_at_most < most)
+    return fails(
+        fmt::format("a process may open {} at most, and {} it needs {}", limits.descriptors_at_most, job, most),
+        "'ulimit -Hn' as root; systemd: LimitNOFILE=1048576; containers: the runtime's ulimit nofile");
+  if (limits.descriptors < needed.trainer)
+    return fails(
+        fmt::format("a trainer may open {}, and {} it needs {}", limits.descriptors, job, needed.trainer),
+        fmt::format("'ulimit -n {}' where trainers are started; rejoind raises its own", limits.descriptors_at_most));
+  findings.push_back({Verdict::ok, "descriptors",
+                      fmt::format("{} a trainer needs {} and may open {}, and the daemon needs {} and may open {}", job,
+                                  needed.trainer, limits.descriptors, needed.daemon, limits.descriptors_at_most),
+                      ""});
+}
+
+}  // namespace
+
+// A trainer is connected with every other replica, and a daemon, while its ranks catch up, for each of them with every
+// other replica: by a socket for each rail, or by a socket and a doorbell of shared memory. A trainer takes of its
+// daemon its socket twice, its process, its page and doorbell, and a few for its state. The rest are logs, sockets that
+// listen, and what libraries open.
+DescriptorsNeeded descriptors_needed(const DoctorSettings& s) {
+  constexpr std::uint64_t of_process = 64, of_trainer = 16;
+  const auto rails = static_cast<std::uint64_t>(std::ranges::count(s.transport, ',') + 1);
+  const std::uint64_t links = std::max<std::uint64_t>(2, rails) * (s.replicas - 1);
+  return {.trainer = of_process + links, .daemon = of_process + (of_trainer + links) * s.ranks};
+}
+
+Findings examine(const DoctorSettings& settings, const Probes& probes) {
+  Findings findings;
+  const auto keys = examine_keys(settings, probes, findings);
+  examine_socket(settings, probes, findings);
+  examine_network(settings, probes, keys, findings);
+  examine_limits(settings, probes, findings);
+  examine_devices(settings, probes, findings);
+  return findings;
+}
+
+}  // namespace rejoin::daemon

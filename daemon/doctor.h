@@ -1,0 +1,137 @@
+// `rejoin doctor`: what a node needs before a job starts on it is tried, and each finding comes with its remedy. Here
+// is what is made of what was found out: nothing is opened, asked or waited for but by the Probes, and tests give it
+// others (doctor_probes.h has the real ones).
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+#include "daemon/auth.h"
+#include "daemon/certificates.h"
+#include "daemon/store_settings.h"
+
+namespace rejoin::daemon {
+
+struct Finding {
+  enum class Verdict : std::uint8_t { ok, warn, fail, skipped };
+  Verdict verdict{};
+  std::string check;   // "key", "socket", …
+  std::string found;   // for people
+  std::string remedy;  // empty: there is nothing to be done
+};
+using Findings = std::vector<Finding>;
+
+std::string_view to_string(Finding::Verdict verdict);
+// "FAIL  key: what was found -> remedy"
+std::string line_of(const Finding& finding);
+std::string json_of(const Findings& findings);
+// 2 where something fails, 1 where there are warnings and it is `strict`, otherwise 0.
+int exit_status(const Findings& findings, bool strict);
+
+// The daemon's settings of the same names, which it is to be started with, and what the job is like.
+struct DoctorSettings {
+  std::string key_file, other_key_file, socket, coordinators, advertise;
+  std::string data_listen = "127.0.0.1:0", transport = "shm";
+  CertificateFiles certificates;  // for control connections, beside the key
+  StoreSettings store;
+  std::vector<std::string> peers;         // catch-up addresses of other nodes' daemons
+  std::uint32_t replicas = 3, ranks = 1;  // of the job; of them on this node
+  std::string cuda_connections;           // CUDA_DEVICE_MAX_CONNECTIONS
+  std::chrono::milliseconds patience{2000};
+};
+
+// ---- what probes find out
+
+struct SocketFacts {
+  int error = 0;  // errno of connecting; the rest is known where it is 0
+  uid_t own_user = 0, user = 0;
+  pid_t process = 0;                  // 0: of a PID namespace that is not seen from here
+  bool same_processes = true;         // it is of this PID namespace
+  std::optional<std::string> answer;  // empty: it speaks this version; otherwise why it refuses. None: nothing in time
+  std::string no_pidfd, no_reading;   // why not; empty: allowed
+};
+
+struct CoordinatorFacts {
+  std::string address;
+  bool proven = false, answered = false;  // the job key; to what a node says first
+  bool refused = false;                   // it, or this process, has not taken the other's key
+  std::string why;                        // it has not answered; empty: nothing came in time
+  double milliseconds = 0;                // until the answer
+  bool remote = false;                    // it is on another machine
+  bool one_of_several = false, leads = false, stalled = false;
+  std::uint64_t term = 0;
+  std::string leader;  // as it knows
+};
+
+struct HostFacts {
+  std::string unresolved;  // why; the rest is known where it is empty
+  bool loopback = false, own = false;
+};
+
+struct LimitFacts {
+  std::uint64_t memlock = 0, descriptors = 0, descriptors_at_most = 0;
+};
+
+struct PortFacts {
+  std::string name;          // DEVICE:PORT
+  std::string why;           // it can't be used; the rest is known where it is empty
+  std::string unregistered;  // why 64 MiB can't be registered
+  std::string gid;
+  std::uint32_t gid_index = 0, mtu = 0, most_mtu = 0;
+  bool ethernet = false, link_local = false;
+};
+
+struct GpuFacts {
+  std::vector<std::string> names;
+  bool peer_memory = false, dma_buf = false;  // nvidia-peermem is loaded; the driver gives dma-bufs
+};
+
+struct StoreFacts {
+  std::vector<double> milliseconds;  // that each write took
+};
+
+struct Probes {
+  std::function<Result<JobKeys>(const std::string& own, const std::string& other)> keys;
+  std::function<SocketFacts(const std::string& socket)> socket;
+  std::function<std::vector<CoordinatorFacts>(const std::string& addresses, const JobKeys& keys)> coordinators;
+  std::function<HostFacts(const std::string& host)> host;
+  std::function<std::string(const std::string& peer)> own_host_towards;
+  // Connects with another daemon's catch-up stream, which proves the key, and says no more. Errors:
+  // `invalid_argument` where it is a setting of this side.
+  std::function<Result<>(const std::string& peer, const JobKeys& keys)> peer;
+  std::function<LimitFacts()> limits;
+  std::function<Result<>(std::uint64_t bytes)> lock_memory;
+  std::function<Result<std::vector<PortFacts>>()> ports;  // `unavailable`: there is no libibverbs
+  std::function<Result<GpuFacts>()> gpus;                 // `unavailable`: there is no driver
+  std::function<Result<StoreFacts>()> store;
+};
+
+constexpr std::uint64_t kLocked = 64 * 1024 * 1024;  // bytes that are registered, or locked, for a try
+
+// How many descriptors each has at most, as far as it is known before it starts: state on a GPU comes in one more for
+// each of its allocations.
+struct DescriptorsNeeded {
+  std::uint64_t trainer = 0, daemon = 0;
+};
+DescriptorsNeeded descriptors_needed(const DoctorSettings& settings);
+
+// Every check that applies; others are `skipped`, with why.
+Findings examine(const DoctorSettings& settings, const Probes& probes);
+
+// ---- its parts, each in a file of its own
+
+// What an error says up to its remedy, and that; `remedy`: where it has none.
+Finding failed(std::string check, const Error& error, const std::string& remedy);
+bool uses_rdma(const DoctorSettings& settings);
+void examine_socket(const DoctorSettings& settings, const Probes& probes, Findings& findings);  // doctor_socket.cc
+void examine_network(const DoctorSettings& settings, const Probes& probes, const std::optional<JobKeys>& keys,
+                     Findings& findings);                                                        // doctor_network.cc
+void examine_devices(const DoctorSettings& settings, const Probes& probes, Findings& findings);  // doctor_devices.cc
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,33 @@
+// How `rejoin doctor` finds things out: by the code that daemons and trainers have for the same. Thread: one.
+#pragma once
+
+#include "daemon/doctor.h"
+
+namespace rejoin::daemon {
+
+// `settings` outlive them.
+Probes real_probes(const DoctorSettings& settings);
+
+// doctor_probes.cc
+SocketFacts probe_socket(const std::string& socket, std::chrono::milliseconds patience);
+// Addresses of a host, as numbers. Errors: `unavailable`, why there are none; `timeout`.
+Result<std::vector<std::string>> addresses_of(const std::string& host, std::chrono::milliseconds patience);
+// "host:port" with the first of them. Errors: likewise, and `invalid_argument`.
+Result<std::string> resolved(const std::string& address, std::chrono::milliseconds patience);
+std::string with_port(const std::string& host, std::uint16_t port);
+HostFacts probe_host(const std::string& host, std::chrono::milliseconds patience);
+LimitFacts probe_limits();
+Result<> probe_locking(std::uint64_t bytes);
+
+// doctor_calls.cc
+std::vector<CoordinatorFacts> probe_coordinators(const std::string& addresses, const JobKeys& keys,
+                                                 std::chrono::milliseconds patience);
+Result<> probe_peer(const std::string& peer, const std::string& transport, const JobKeys& keys,
+                    std::chrono::milliseconds patience);
+Result<StoreFacts> probe_store(const StoreSettings& settings, std::chrono::milliseconds patience);
+
+// doctor_hardware.cc
+Result<std::vector<PortFacts>> probe_ports(const std::string& transport);
+Result<GpuFacts> probe_gpus();
+
+}  // namespace rejoin::daemon

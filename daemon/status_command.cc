@@ -1,0 +1,242 @@
+#include "daemon/status_command.h"
+
+#include <unistd.h>
+
+#include <asio.hpp>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "base/bytes.h"
+#include "base/clock.h"
+#include "base/fail.h"
+#include "transport/socket_address.h"
+
+namespace rejoin::daemon {
+namespace {
+
+constexpr auto kPatience = std::chrono::seconds(5);  // with a daemon that is asked for its status
+
+Result<nlohmann::json> fetch_status(const std::string& address) {
+  const auto where = transport::SocketAddress::split(address);
+  if (!where) return tl::unexpected(where.error());
+  asio::ip::tcp::iostream stream;
+  stream.expires_after(kPatience);
+  stream.connect(where->host, std::to_string(where->port));
+  if (!stream)
+    return fail(ErrorCode::unavailable,
+                "no daemon answers at {}: {}; its --status address is in its log and --address-file", address,
+                stream.error().message());
+  stream << "GET /status HTTP/1.1\r\nHost: rejoin\r\nConnection: close\r\n\r\n" << std::flush;
+  std::string line;
+  while (std::getline(stream, line) && line != "\r") {
+  }
+  std::stringstream body;
+  body << stream.rdbuf();
+  if (stream.error() == asio::error::timed_out)
+    return fail(ErrorCode::timeout,
+                "{} accepted the connection and did not answer in {} s; its daemon may be stopped or overloaded",
+                address, kPatience.count());
+  auto json = nlohmann::json::parse(body.str(), nullptr, false);
+  if (json.is_discarded()) return fail(ErrorCode::corrupt, "what answers at {} is not a Rejoin daemon", address);
+  return json;
+}
+
+// A replica that the job runs without.
+std::string outage_line(const nlohmann::json& out) {
+  const std::string next = out.at("next").get<std::string>();
+  return fmt::format("OUT replica {} {}: {}{}{}", out.at("replica").get<int>(),
+                     out.contains("for_ms") ? fmt::format("for {:.1f} s", out.at("for_ms").get<double>() * 1e-3)
+                                            : "since before the coordinator was started",
+                     out.at("reason").get<std::string>(), next.empty() ? "" : "; ", next);
+}
+
+std::string connection(const nlohmann::json& coordinator) {
+  const auto address = coordinator.at("address").get<std::string>(), why = coordinator.at("reason").get<std::string>();
+  if (coordinator.at("connected").get<bool>()) return address + " connected";
+  return fmt::format("{} NOT CONNECTED{}{}", address, why.empty() ? "" : ": ", why);
+}
+
+// Who of several coordinators leads, and how long it takes to keep what is decided.
+std::string store_lines(const nlohmann::json& store) {
+  const auto& writes = store.at("write_us");
+  const auto milli = [&](const char* which) { return writes.at(which).get<double>() * 1e-3; };
+  const auto kind = store.at("kind").get<std::string>();
+  const std::string times = writes.at("count").get<std::uint64_t>() == 0
+                                ? ""
+                                : fmt::format("; its {} takes {:.2f} ms for what is decided, at most {:.1f} ms",
+                                              kind == "file" ? "disk" : kind, milli("mean"), milli("longest"));
+  if (kind == "file") return times.empty() ? "" : fmt::format("  it decides alone{}\n", times);
+  const auto& leader = store.at("leader");
+  const auto term = store.at("term").get<std::uint64_t>();
+  const auto now =
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch())
+          .count();
+  const auto since = leader.at("since_ms").get<std::uint64_t>();
+  const std::string for_so_long =
+      since == 0 ? ""
+                 : fmt::format(" for {:.0f} s", static_cast<double>(now - static_cast<std::int64_t>(since)) * 1e-3);
+  std::string lines;
+  if (store.at("leads").get<bool>())
+    lines = fmt::format("  leads in term {}{}, with its decisions in {}{}\n", term, for_so_long, kind, times);
+  else if (term == 0) lines = "  STANDBY: none has led yet\n";
+  else
+    lines = fmt::format("  STANDBY: {} at {} leads in term {}{}; {} decisions are known here\n",
+                        leader.at("name").get<std::string>(), leader.at("address").get<std::string>(), term,
+                        for_so_long, store.at("position").get<std::uint64_t>());
+  if (const auto why = store.at("failing").get<std::string>(); store.at("stalled").get<bool>() || !why.empty())
+    lines += fmt::format("  {}: {} has not answered for {:.1f} s{}{}\n",
+                         store.at("stalled").get<bool>() ? "STALLED" : "WARNING", kind,
+                         store.at("failing_ms").get<double>() * 1e-3, why.empty() ? "" : ": ", why);
+  return lines;
+}
+
+void print_roles(const nlohmann::json& status) {
+  if (status.contains("coordinator_role")) {
+    const auto& c = status.at("coordinator_role");
+    std::cout << fmt::format("coordinator: epoch {}, step {} committed, {} nodes{}\n",
+                             c.at("epoch").get<std::uint64_t>(), c.at("committed").get<std::uint64_t>(),
+                             c.at("nodes").get<int>(), c.at("finished").get<bool>() ? ", finished" : "");
+    std::cout << store_lines(c.at("store"));
+    std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", "replica", "incarnation", "role",
+                             "ranks done with the step");
+    for (const auto& m : c.at("members"))
+      std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(),
+                               m.at("has_left").get<bool>() ? "has left" : m.at("role").get<std::string>(),
+                               m.at("reduced").get<int>());
+    for (const auto& out : c.at("out")) std::cout << "  " << outage_line(out) << "\n";
+    const auto& audit = c.at("audit");
+    const auto differences =
+        audit.at("result_differences").get<std::uint64_t>() + audit.at("state_differences").get<std::uint64_t>();
+    std::cout << fmt::format("  states are compared once in {} steps, {} times so far; {} differences{}\n",
+                             audit.at("period").get<std::uint64_t>(), audit.at("rounds").get<std::uint64_t>(),
+                             differences,
+                             differences == 0 ? "" : ", the last: " + audit.at("last_difference").get<std::string>());
+    if (!c.at("stopped").get<std::string>().empty())
+      std::cout << "  STOPPED: " << c.at("stopped").get<std::string>() << "\n";
+    for (const auto& refused : c.at("refused"))
+      std::cout << fmt::format("  REFUSED replica {} rank {}: {}\n", refused.at("replica").get<int>(),
+                               refused.at("rank").get<int>(), refused.at("reason").get<std::string>());
+    for (const auto& line : c.at("alarms")) std::cout << "  WARNING " << line.get<std::string>() << "\n";
+    for (const auto& line : c.at("waiting_for")) std::cout << "  waits for " << line.get<std::string>() << "\n";
+  }
+  if (status.contains("relay_role")) {
+    const auto& r = status.at("relay_role");
+    std::cout << fmt::format("relay: {} ranks of {} daemons, coordinator {}\n", r.at("ranks").get<std::uint64_t>(),
+                             r.at("nodes").get<std::uint64_t>(), connection(r.at("coordinator")));
+  }
+  if (status.contains("node_role")) {
+    const auto& n = status.at("node_role");
+    std::cout << fmt::format("{}: epoch {}, step {} committed, coordinator {}, {} served to joiners\n",
+                             n.at("node").get<std::string>(), n.at("epoch").get<std::uint64_t>(),
+                             n.at("committed").get<std::uint64_t>(), connection(n.at("coordinator")),
+                             human_bytes(n.at("bytes_served").get<std::uint64_t>()));
+    for (const auto& gone : n.at("gone"))
+      std::cout << fmt::format(
+          "  replica {} rank {}: gone for {:.1f} s: {}{}\n", gone.at("replica").get<int>(), gone.at("rank").get<int>(),
+          gone.at("for_ms").get<double>() / 1e3, gone.at("reason").get<std::string>(),
+          gone.at("lives").get<bool>() ? fmt::format("; process {} is still there", gone.at("pid").get<int>()) : "");
+    for (const auto& r : n.at("ranks")) {
+      std::cout << fmt::format("  replica {} rank {} pid {}: {}", r.at("replica").get<int>(), r.at("rank").get<int>(),
+                               r.at("pid").get<int>(), r.at("role").get<std::string>());
+      if (r.contains("catch_up")) {
+        const auto& c = r.at("catch_up");
+        std::cout << fmt::format(
+            ", {} of {} at {:.0f} MB/s from {} sources, {} of {} slices verified, {} fetched again",
+            human_bytes(c.at("bytes").get<std::uint64_t>()), human_bytes(c.at("total_bytes").get<std::uint64_t>()),
+            c.at("bytes_per_second").get<double>() * 1e-6, c.at("sources").get<int>(), c.at("verified").get<int>(),
+            c.at("slices").get<int>(), c.at("refetched").get<int>());
+      }
+      std::cout << "\n";
+      const auto& reduced = r.at("all_reduce");
+      if (reduced.at("operations").get<std::uint64_t>() == 0) continue;
+      std::cout << fmt::format(
+          "    {} all-reduces of {}, {} stale messages dropped\n", reduced.at("operations").get<std::uint64_t>(),
+          human_bytes(reduced.at("bytes").get<std::uint64_t>()), reduced.at("stale_dropped").get<std::uint64_t>());
+      for (const auto& hop : r.at("hops")) {
+        if (hop.at("chunks").get<std::uint64_t>() == 0) {
+          std::cout << fmt::format(
+              "    from replica {}: nothing in chunks: no neighbour in the ring, or all buckets small and exchanged "
+              "whole\n",
+              hop.at("replica").get<int>());
+          continue;
+        }
+        std::cout << fmt::format("    from replica {}: {} in {} chunks, longest gap {:.1f} ms\n",
+                                 hop.at("replica").get<int>(), human_bytes(hop.at("bytes").get<std::uint64_t>()),
+                                 hop.at("chunks").get<std::uint64_t>(), hop.at("longest_gap_us").get<double>() * 1e-3);
+      }
+    }
+    for (const auto& s : n.at("serving")) {
+      std::cout << fmt::format("  serves a joiner out of replica {} rank {}: {} sent, link {:.0f} MB/s",
+                               s.at("replica").get<int>(), s.at("rank").get<int>(),
+                               human_bytes(s.at("bytes").get<std::uint64_t>()),
+                               s.at("link_bytes_per_second").get<double>() * 1e-6);
+      if (s.at("coder_bytes_per_second").get<double>() > 0)
+        std::cout << fmt::format(", zstd {} (to {:.2f} of the size at {:.0f} MB/s)",
+                                 s.at("zstd").get<bool>() ? "on" : "off", s.at("coded_ratio").get<double>(),
+                                 s.at("coder_bytes_per_second").get<double>() * 1e-6);
+      std::cout << "\n";
+    }
+  }
+}
+
+// `corrupt`: it is no status of this version's.
+Result<> print_table(const nlohmann::json& status, const std::string& address) {
+  const auto other = [&](const std::string& why) {
+    return fail(ErrorCode::corrupt, "what answers at {} is no Rejoin daemon of this version{}", address, why);
+  };
+  if (!status.is_object() ||
+      !(status.contains("coordinator_role") || status.contains("relay_role") || status.contains("node_role")))
+    return other("");
+  try {
+    print_roles(status);
+  } catch (const nlohmann::json::exception& error) {
+    return other(fmt::format(" ({})", error.what()));
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<int> show_status(const std::string& address, bool json) {
+  auto status = fetch_status(address);
+  if (!status) return tl::unexpected(status.error());
+  if (json) std::cout << status->dump(2) << "\n";
+  else if (auto printed = print_table(*status, address); !printed) return tl::unexpected(printed.error());
+  return 0;
+}
+
+Result<int> top(const std::vector<std::string>& addresses, std::chrono::milliseconds interval, std::uint64_t count) {
+  const bool terminal = ::isatty(STDOUT_FILENO) != 0;
+  asio::io_context io;
+  asio::steady_timer timer(io);
+  std::map<std::string, std::uint64_t> committed_before;
+  for (std::uint64_t round = 0; count == 0 || round < count; ++round) {
+    if (round > 0) {
+      timer.expires_after(interval);
+      timer.wait();
+    }
+    if (terminal) std::cout << "\x1b[H\x1b[2J";
+    for (const auto& address : addresses) {
+      auto status = fetch_status(address);
+      std::cout << "== " << address << "\n";
+      if (!status) {
+        std::cout << status.error().message << "\n";
+        continue;
+      }
+      if (auto printed = print_table(*status, address); !printed) {
+        std::cout << printed.error().message << "\n";
+        continue;
+      }
+      if (!status->contains("coordinator_role")) continue;
+      const auto committed = status->at("coordinator_role").at("committed").get<std::uint64_t>();
+      if (auto before = committed_before.find(address); before != committed_before.end())
+        std::cout << fmt::format("  {:.1f} steps a second\n",
+                                 static_cast<double>(committed - before->second) / seconds(interval));
+      committed_before[address] = committed;
+    }
+    std::cout << std::flush;
+  }
+  return 0;
+}
+
+}  // namespace rejoin::daemon

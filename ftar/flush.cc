@@ -1,0 +1,120 @@
+// Between two epochs: when nothing of an older one can land any more. A member hears only of those with which it has to
+// do in this epoch, or had to do before: of a large ring they are few.
+#include <algorithm>
+
+#include "ftar/operation.h"
+
+namespace rejoin::ftar {
+
+// By position, ascending: with whom this member exchanges anything in this epoch. They say the same of it.
+std::vector<std::uint32_t> Communicator::partners() const {
+  const auto members = static_cast<std::uint32_t>(ring_.size());
+  std::vector<bool> is(members);
+  const auto neighbours = [&](std::uint32_t of) {
+    is[(position_ + 1) % of] = true;
+    is[(position_ + of - 1) % of] = true;
+  };
+  for (const auto& bucket : buckets_) {
+    if (direct(bucket)) {
+      is.assign(members, true);
+    } else if (doubled(bucket)) {
+      const Doubling rounds = doubling();
+      for (std::uint32_t place = 0; place <= rounds.result(); ++place)
+        if (const auto sender = rounds.sender(place)) is[*sender] = true;
+      for (auto to : rounds.beyond()) is[to] = true;
+      if (!rounds.in_core()) is[rounds.proxy()] = true;
+    } else {
+      neighbours(members);
+      if (position_ < contributors_) neighbours(contributors_);
+    }
+  }
+  is[position_] = false;
+  std::vector<std::uint32_t> all;
+  for (std::uint32_t i = 0; i < members; ++i)
+    if (is[i]) all.push_back(i);
+  return all;
+}
+
+bool Communicator::needs(Member member) const {
+  return std::ranges::any_of(partners_, [&](std::uint32_t position) { return ring_[position].member == member; });
+}
+
+// Where it stands in this epoch's ring, if it does.
+void Communicator::place(Peer& peer) {
+  const auto found = std::ranges::find(ring_, peer.member, &RingMember::member);
+  const auto position = static_cast<std::uint32_t>(found - ring_.begin());
+  peer.partner = std::ranges::binary_search(partners_, position);
+  if (found != ring_.end()) ring_peers_[position] = &peer;
+}
+
+// Whoever waits for ours, or whose own is waited for: either may not have been in the epochs that the other was in
+// since they met. So who is told, and has not told, tells.
+bool Communicator::owes_flush(const Peer& peer) const {
+  if (!peer.up || peer.told == epoch_) return false;
+  return peer.partner || peer.flushed == epoch_ || !peer.fenced() || (peer.met != Epoch{} && peer.told <= peer.met);
+}
+
+// False where it is lost.
+bool Communicator::tell_flush(Peer& peer) {
+  peer.told = epoch_;
+  const auto sent = send(peer, MessageHeader::flushed, 0, 0);
+  if (!sent) lose(peer, sent.error());
+  return sent.has_value();
+}
+
+void Communicator::on_flushed(Peer& peer, Epoch epoch) {
+  peer.flushed = std::max(peer.flushed, epoch);
+  if (announced_ && owes_flush(peer) && !tell_flush(peer)) return;
+  try_flush();
+}
+
+// Our half of the flush when our writes are over, and the end of it when those of all others are that may have written
+// here.
+void Communicator::try_flush() {
+  if (epoch_ == Epoch{} || clean_) return;
+  for (auto i : partners_)
+    if (ring_peers_[i] == nullptr || !ring_peers_[i]->up) return;  // not connected (yet)
+  for (const auto& [member, peer] : peers_)
+    if (peer->writes_in_flight > 0) return;
+  // What the device still adds up for an older epoch reads staging and writes outputs.
+  if (working() || device_failed_) return;
+  if (!std::exchange(announced_, true)) {
+    for (std::size_t i = 0; i < ring_peers_.size(); ++i)
+      if (ring_peers_[i] != nullptr && owes_flush(*ring_peers_[i])) (void)tell_flush(*ring_peers_[i]);
+    if (clean_) return;  // by the loss of one of them
+  }
+  for (auto i : partners_)
+    if (ring_peers_[i] == nullptr || ring_peers_[i]->flushed != epoch_) return;
+  for (auto* peer : ring_peers_)
+    if (peer != nullptr && !peer->fenced()) return;
+  clean_ = true;
+  for (auto i : partners_) ring_peers_[i]->met = epoch_;
+  last_progress_ = now_;
+  outcomes_.push_back({.kind = Outcome::Kind::entered, .epoch = epoch_});
+  for (auto& bucket : buckets_)
+    if (bucket.wanted && !bucket.running) begin(bucket);
+}
+
+// First what keeps this member itself from saying that it is through.
+std::vector<Wait> Communicator::flush_waits(Duration since) const {
+  std::vector<Wait> waits;
+  for (const auto& [member, peer] : peers_)
+    if (peer->writes_in_flight > 0)
+      waits.push_back({.on = member,
+                       .what = fmt::format("the end of {} writes to its memory from before epoch {}",
+                                           peer->writes_in_flight, epoch_.value),
+                       .since = since});
+  for (std::uint32_t i = 0; i < ring_.size(); ++i) {
+    const Peer* peer = ring_peers_[i];
+    const bool up = peer != nullptr && peer->up;
+    const bool partner = std::ranges::binary_search(partners_, i);
+    if (partner ? up && peer->flushed == epoch_ : peer == nullptr || peer->fenced()) continue;
+    waits.push_back(
+        {.on = ring_[i].member,
+         .what = up ? fmt::format("its flush of epoch {}", epoch_.value) : std::string("a connection with it"),
+         .since = since});
+  }
+  return waits;
+}
+
+}  // namespace rejoin::ftar

@@ -1,0 +1,55 @@
+// An engine over another one, which counts what passes.
+#pragma once
+
+#include <map>
+#include <memory>
+
+#include "ftar/operation.h"
+#include "transport/transport.h"
+
+namespace rejoin::ftar {
+
+// What a communicator, or the staged engine with its slots, makes of the engine below it.
+class Counting final : public transport::Engine {
+ public:
+  Counting(std::unique_ptr<transport::Engine> below, std::uint64_t& transfers)
+      : below_(std::move(below)), transfers_(transfers) {}
+  std::map<std::uint32_t, std::uint64_t> messages;  // of a communicator, by kind
+  transport::EndpointId last_sent_to;
+  Result<transport::Address> listen(const transport::Address& where) override { return below_->listen(where); }
+  Result<transport::EndpointId> connect(const transport::Address& peer, BytesView hello) override {
+    return below_->connect(peer, hello);
+  }
+  Result<transport::RegionId> register_region(std::span<std::byte> memory, transport::MemoryKind kind) override {
+    return below_->register_region(memory, kind);
+  }
+  Result<transport::RegionId> register_dma_buf(const transport::DmaBuf& buffer) override {
+    return below_->register_dma_buf(buffer);
+  }
+  void deregister(transport::RegionId region) override { below_->deregister(region); }
+  transport::RemoteRegion remote(transport::RegionId region) const override { return below_->remote(region); }
+  Result<> send(transport::EndpointId endpoint, BytesView message) override {
+    last_sent_to = endpoint;
+    MessageHeader header{};
+    if (BytesView rest = message; take(rest, header)) ++messages[header.kind];
+    return below_->send(endpoint, message);
+  }
+  Result<> write(transport::EndpointId endpoint, std::span<const transport::Write> writes) override {
+    transfers_ += writes.size();
+    return below_->write(endpoint, writes);
+  }
+  Result<> read(transport::EndpointId endpoint, std::span<const transport::Read> reads) override {
+    transfers_ += reads.size();
+    return below_->read(endpoint, reads);
+  }
+  std::span<const transport::Event> poll() override { return below_->poll(); }
+  bool arm() override { return below_->arm(); }
+  int event_fd() const override { return below_->event_fd(); }
+  void close(transport::EndpointId endpoint) override { below_->close(endpoint); }
+
+ private:
+  std::unique_ptr<transport::Engine> below_;
+  std::uint64_t& transfers_;
+};
+
+}  // namespace rejoin::ftar

@@ -1,0 +1,26 @@
+// A certificate that signs itself, for 127.0.0.1, and its key, for targets that need one: they keep nothing secret.
+#pragma once
+
+namespace rejoin::fuzz {
+
+constexpr char kCertificate[] = R"(-----BEGIN CERTIFICATE-----
+MIIBhTCCASygAwIBAgIUOeUQg0dlYRxqrQlKFhnqXGgG3CYwCgYIKoZIzj0EAwIw
+DzENMAsGA1UEAwwEZnV6ejAgFw0yNjExMjYxMDQ0MzVaGA8yMTI2MTEwMjEwNDQz
+NVowDzENMAsGA1UEAwwEZnV6ejBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABHg5
+D0LEzEMuguN1hg/QFilD8kYaSYHXS6mv8BvxtUrKMulP008AuiHsWMXCQfEGRvWB
+owyzL5BUQ6mWEgM9vV2jZDBiMB0GA1UdDgQWBBTXdZ+sK18NOI5/DdRi/0dBBWok
+ozAfBgNVHSMEGDAWgBTXdZ+sK18NOI5/DdRi/0dBBWokozAPBgNVHRMBAf8EBTAD
+AQH/MA8GA1UdEQQIMAaHBH8AAAEwCgYIKoZIzj0EAwIDRwAwRAIgRYdbW3+rnO62
+0fQTCPwThspsK7fsh34xgtCYaQO9bGICIHVfGcGARhKRY24s78MW+Du4stwb5lAp
+10qwjPDJSLvR
+-----END CERTIFICATE-----
+)";
+
+constexpr char kCertificateKey[] = R"(-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgC0GWLLDIFk83RN2J
+J7WFdHSjO81cbY39HrvEmjLuOSShRANCAAR4OQ9CxMxDLoLjdYYP0BYpQ/JGGkmB
+10upr/Ab8bVKyjLpT9NPALoh7FjFwkHxBkb1gaMMsy+QVEOplhIDPb1d
+-----END PRIVATE KEY-----
+)";
+
+}  // namespace rejoin::fuzz

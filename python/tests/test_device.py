@@ -1,0 +1,28 @@
+"""The binding with a GPU's memory and streams, over the driver made of software that the C++ tests have."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from test_job import Job, check_equal  # noqa: E402
+
+DRIVER = Path(os.environ.get("REJOIN_FAKE_CUDA_FOLDER", "nowhere"))
+
+
+@pytest.mark.skipif(
+    not (DRIVER / "libcuda.so.1").exists(),
+    reason="REJOIN_FAKE_CUDA_FOLDER has no driver; python_test.sh sets it",
+)
+def test_a_replica_whose_state_and_streams_are_a_gpus_comes_back_with_the_same_bits(tmp_path, monkeypatch):
+    pytest.importorskip("numpy")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(DRIVER))
+    job = Job(tmp_path, steps=0, script="trainer_device.py", kill={1: ("all-reduce", 11)})
+    job.until(lambda: job.killed(1))
+    trained = job.trains(1)
+    job.until(lambda: job.trains(1) > trained + 10)
+    job.process.terminate()
+    assert job.wait(60).count("replica 1 ended with signal SIGKILL") == 1
+    check_equal(job, 2)

@@ -1,0 +1,256 @@
+// A rank's driver by itself, without a thread: the time is passed in, so that what happens between two looks is decided
+// here.
+#include "rejoin/driver.h"
+
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+
+#include <set>
+
+#include "base/log.h"
+#include "base/unix_socket.h"
+#include "local.pb.h"
+#include "rejoin/report_queue.h"
+#include "rejoin/training_state.h"
+#include "transport/sim/fabric.h"
+
+namespace rejoin {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kSilence = 1000ms;
+
+// The rank of the replica that came last.
+struct Alone {
+  VirtualClock clock;
+  transport::sim::Fabric fabric{{}, clock};
+  std::unique_ptr<transport::Engine> engine = fabric.make_engine();
+  TrainingState state{1 << 20};
+  std::optional<Driver> driver;
+  TimePoint now{1h};
+
+  explicit Alone(const ftar::Options& ring = {}) {
+    spdlog::set_level(spdlog::level::off);
+    const auto tensor = state.add({.name = "weights", .count = 64});
+    EXPECT_TRUE(tensor && state.bucket({*tensor}) && state.allocate() && state.start(0));
+    EXPECT_TRUE(engine->listen({}));
+    driver.emplace(
+        DriverConfig{.replica = ReplicaId(100), .instance = 1, .ring = ring, .patience = kSilence, .calls_at_once = 4},
+        *engine, state.owner(), state.buckets());
+  }
+  void register_it() {
+    ASSERT_TRUE(driver->prepare());
+    driver->on_welcome({}, kSilence);
+    driver->notice(now);
+    proto::ToNode message;
+    message.mutable_registered()->set_incarnation(1000);
+    driver->on_control_message(message, now);
+    ASSERT_FALSE(driver->failure());
+  }
+  // Engines that take calls and say nothing: as those of processes do that stand still.
+  std::vector<std::unique_ptr<transport::Engine>> hear_of_peers(std::uint32_t count) {
+    std::vector<std::unique_ptr<transport::Engine>> peers;
+    proto::ToNode message;
+    for (std::uint32_t replica = 0; replica < count; ++replica) {
+      auto& peer = *message.mutable_peers()->add_peers();
+      peer.set_replica(replica);
+      peer.set_incarnation(replica + 1);
+      peers.push_back(fabric.make_engine());
+      peer.set_address(peers.back()->listen({})->text);
+    }
+    driver->on_control_message(message, now);
+    return peers;
+  }
+  // In a ring with so many peers, this rank between the first and the last of them.
+  void plan_with_peers(std::uint32_t count) {
+    proto::ToNode message;
+    auto& plan = *message.mutable_plan();
+    plan.set_epoch(1);
+    plan.set_step(1);
+    for (std::uint32_t replica = 0; replica < count; ++replica) {
+      auto& member = *plan.add_members();
+      member.set_replica(replica);
+      member.set_incarnation(replica + 1);
+    }
+    auto& self = *plan.add_members();
+    self.set_replica(100);
+    self.set_incarnation(1000);
+    driver->on_control_message(message, now);
+    ASSERT_TRUE(driver->machine().member());
+  }
+  void pass(Duration time) {
+    while (fabric.step()) {
+    }
+    driver->notice(now += time);
+    driver->poll(now);
+  }
+  std::string put_out() {
+    proto::ToNode message;
+    message.mutable_evicted()->set_incarnation(1000);
+    message.mutable_evicted()->set_reason("it was silent");
+    driver->on_control_message(message, now);
+    return driver->failure() ? driver->failure()->message : "";
+  }
+};
+
+int was_called(transport::Engine& peer) {
+  int calls = 0;
+  for (const auto& event : peer.poll()) calls += event.kind == transport::EventKind::accepted ? 1 : 0;
+  return calls;
+}
+
+TEST(Driver, WhoWasStoppedBetweenTwoLooksKnowsItWhenItHearsThatItIsOut) {
+  Alone rank;
+  rank.register_it();
+  rank.now += 5s;
+  EXPECT_NE(rank.put_out().find("this process was silent for 5.0 s"), std::string::npos);
+}
+
+TEST(Driver, WhoWasStoppedAndHasLookedSinceKnowsIt) {
+  Alone rank;
+  rank.register_it();
+  rank.now += 5s;
+  rank.driver->notice(rank.now);
+  rank.now += 10ms;
+  EXPECT_NE(rank.put_out().find("this process was silent for 5.0 s"), std::string::npos);
+}
+
+TEST(Driver, WhoWasNotStoppedDoesNotSayThatItWas) {
+  Alone rank;
+  rank.register_it();
+  for (int i = 0; i < 50; ++i) rank.driver->notice(rank.now += 100ms);
+  EXPECT_EQ(rank.put_out(), "this replica is out of the job: it was silent; start it again to catch up");
+}
+
+TEST(Driver, MemoryThatCanNotBeRegisteredIsSaidBeforeAnybodyKnowsOfTheRank) {
+  Alone rank;
+  rank.fabric.refuse_memory(*rank.engine, 1);
+  const auto prepared = rank.driver->prepare();
+  ASSERT_FALSE(prepared);
+  EXPECT_EQ(prepared.error().code, ErrorCode::exhausted);
+  EXPECT_EQ(rank.fabric.held(*rank.engine).regions, 0u);
+}
+
+TEST(Driver, ManyPeersAreCalledAFewAtATimeAndNoneIsForgottenForThoseThatDoNotAnswer) {
+  Alone rank;
+  rank.register_it();
+  const auto peers = rank.hear_of_peers(20);
+  std::vector<int> calls(peers.size());
+  const auto uncalled = [&] { return std::ranges::count(calls, 0); };
+  std::size_t most = 0;
+  for (int tick = 0; uncalled() > 0 && tick < 200; ++tick) {
+    most = std::max(most, rank.fabric.held(*rank.engine).endpoints);
+    rank.pass(kSilence / 16);
+    for (std::size_t i = 0; i < peers.size(); ++i) calls[i] += was_called(*peers[i]);
+  }
+  EXPECT_EQ(uncalled(), 0);
+  EXPECT_EQ(most, 4u);
+  EXPECT_GT(calls.back(), 0) << "the next older one is called first";
+}
+
+// The oldest of all is a neighbour, and as many as may be called at a time do not answer.
+TEST(Driver, WhomTheEpochNeedsIsCalledBeforeOthersHaveAnswered) {
+  Alone rank(ftar::Options{.direct_bytes = 0});
+  rank.register_it();
+  const auto peers = rank.hear_of_peers(20);
+  rank.plan_with_peers(20);
+  while (rank.fabric.step()) {
+  }
+  EXPECT_TRUE(was_called(*peers.front()));
+  EXPECT_TRUE(was_called(*peers.back()));
+  EXPECT_EQ(rank.fabric.held(*rank.engine).endpoints, 5u);
+}
+
+// The others' operations go on without it: an epoch would end them, and the fourth one a good replica's part in the
+// job.
+TEST(Driver, AConnectionThatTheEpochDoesNotNeedIsToldOfAndAccusesNobody) {
+  Alone rank(ftar::Options{.direct_bytes = 0});
+  rank.register_it();
+  const auto peers = rank.hear_of_peers(6);
+  rank.plan_with_peers(6);
+  std::set<std::uint32_t> lost, waited_for, unreached;
+  for (int tick = 0; tick < 80; ++tick) {
+    rank.pass(kSilence / 16);
+    for (const auto& report : rank.driver->take_reports()) {
+      if (report.has_accusation())
+        (report.accusation().lost() ? lost : waited_for).insert(report.accusation().suspect());
+      for (const auto& one : report.links().unreached()) unreached.insert(one.replica());
+    }
+  }
+  waited_for.erase(100);  // for its trainer, which has not begun
+  EXPECT_EQ(lost, (std::set<std::uint32_t>{0, 5}));
+  EXPECT_EQ(waited_for, (std::set<std::uint32_t>{0}));
+  EXPECT_EQ(unreached, (std::set<std::uint32_t>{0, 1, 2, 3, 4, 5}));
+}
+
+TEST(Driver, ARegistrationWithoutAnIncarnationIsAnErrorThatNamesTheRemedy) {
+  Alone rank;
+  ASSERT_TRUE(rank.driver->prepare());
+  proto::ToNode message;
+  message.mutable_registered()->set_job(7);
+  for (int i = 0; i < 2; ++i) rank.driver->on_control_message(message, rank.now);
+  ASSERT_TRUE(rank.driver->failure());
+  EXPECT_NE(rank.driver->failure()->message.find("run a daemon of this release"), std::string::npos);
+}
+
+// It stands, or has more to do than it can: its socket stays open, and full.
+TEST(Driver, WhatItReportsToADaemonThatDoesNotReadGrowsNoMoreAsTimePasses) {
+  Alone rank;
+  rank.register_it();
+  proto::ToNode peers, plan;
+  plan.mutable_plan()->set_epoch(1);
+  plan.mutable_plan()->set_step(1);
+  for (std::uint32_t replica = 0; replica < 3; ++replica) {
+    auto& peer = *peers.mutable_peers()->add_peers();
+    peer.set_replica(replica);
+    peer.set_incarnation(replica + 1);
+  }
+  for (std::uint32_t replica : {0, 1, 2, 100}) {
+    auto& member = *plan.mutable_plan()->add_members();
+    member.set_replica(replica);
+    member.set_incarnation(replica == 100 ? 1000 : replica + 1);
+  }
+  rank.driver->on_control_message(peers, rank.now);
+  rank.driver->on_control_message(plan, rank.now);
+  ASSERT_TRUE(rank.driver->machine().member());
+
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends), 0);
+  const Fd trainer(ends[0]), daemon(ends[1]);
+  ReportQueue queue;
+  std::size_t made = 0, most = 0;
+  const auto go_on = [&] {
+    rank.now += kSilence / 16;
+    rank.driver->notice(rank.now);
+    rank.driver->poll(rank.now);
+    for (auto& report : rank.driver->take_reports()) ++made, queue.add(std::move(report));
+    queue.add(rank.driver->heartbeat());
+    ASSERT_TRUE(queue.send(trainer));
+    most = std::max(most, queue.size());
+  };
+  for (int tick = 0; tick < 10'000 && queue.size() == 0; ++tick) go_on();
+  ASSERT_GT(queue.size(), 0u) << "the socket takes all of it";
+  const std::size_t before = made;
+  for (int tick = 0; tick < 2'000; ++tick) go_on();
+  EXPECT_GT(made, before + 1'000) << "it goes on accusing whom it waits for";
+  EXPECT_LE(most, 1 + 1 + 3 * 4u) << "a heartbeat, Links, and of each kind one accusation of each member";
+
+  // It reads again: what it hears of each is the newest.
+  std::uint64_t waited_ms = 0;
+  for (bool more = true; more;) {
+    auto received = receive_with_fds(daemon, 512 * KiB);
+    ASSERT_TRUE(received);
+    more = received->has_value();
+    proto::FromTrainer message;
+    if (more)
+      ASSERT_TRUE(message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())));
+    if (message.report().has_accusation()) waited_ms = message.report().accusation().waited_ms();
+    ASSERT_TRUE(queue.send(trainer));
+  }
+  EXPECT_EQ(queue.size(), 0u);
+  EXPECT_GE(waited_ms + 1'000, static_cast<std::uint64_t>(milliseconds(2'000 * kSilence / 16)));
+}
+
+}  // namespace
+}  // namespace rejoin
