@@ -188,6 +188,23 @@ Result<> check_valid_now(const X509* certificate, const std::string& path) {
   return {};
 }
 
+// Others with the same CAs would refuse it: this is said by whom it belongs to, before anybody asks.
+Result<> check_signed(SSL_CTX* context, X509* own, const CertificateFiles& files) {
+  STACK_OF(X509)* chain = nullptr;
+  (void)::SSL_CTX_get0_chain_certs(context, &chain);
+  const std::unique_ptr<X509_STORE_CTX, decltype(&::X509_STORE_CTX_free)> verifying(::X509_STORE_CTX_new(),
+                                                                                    &::X509_STORE_CTX_free);
+  if (!verifying || ::X509_STORE_CTX_init(verifying.get(), ::SSL_CTX_get_cert_store(context), own, chain) != 1)
+    return fail(ErrorCode::exhausted, "OpenSSL has no memory to verify --tls-cert {}", files.cert);
+  if (::X509_verify_cert(verifying.get()) == 1) return {};
+  const int error = ::X509_STORE_CTX_get_error(verifying.get());
+  ::ERR_clear_error();
+  return fail(ErrorCode::invalid_argument,
+              "--tls-cert {} ({}) is not worth anything to who has --tls-ca {}: {}; give it one that a CA in that file "
+              "has signed, with the certificates of those between them",
+              files.cert, subject_of(own), files.ca, ::X509_verify_cert_error_string(error));
+}
+
 }  // namespace
 
 void bind(CommandLine& line, CertificateFiles& files) {
@@ -250,6 +267,7 @@ Result<std::string> use_certificates(SSL_CTX* context, const CertificateFiles& f
                 files.ca, why == nullptr ? "it says no reason" : why);
   }
   ::X509_STORE_set_flags(store, X509_V_FLAG_PARTIAL_CHAIN);  // an intermediate CA may be all that is trusted
+  if (auto is_signed = check_signed(context, own, files); !is_signed) return tl::unexpected(is_signed.error());
   ::SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, &on_verified);
   ::SSL_CTX_set_max_cert_list(context, kLongestChain);
   return fmt::format("{}, valid until {}", subject_of(own), time_of(::X509_get0_notAfter(own)));

@@ -76,7 +76,11 @@ Result<int> show_audit(const std::string& path, std::optional<Step> last_step) {
   if (missing > 0)
     std::cout << fmt::format("{} of the job's {} steps are MISSING: the log ends with step {}\n", missing,
                              last_step->value, audit.committed);
-  return audit.lost + audit.repeated + missing == 0 ? 0 : 1;
+  const std::uint64_t beyond = last_step ? audit.committed - std::min(last_step->value, audit.committed) : 0;
+  if (beyond > 0)
+    std::cout << fmt::format("The log has {} steps behind --steps {}: that was not the job's last one\n", beyond,
+                             last_step->value);
+  return audit.lost + audit.repeated + missing + beyond == 0 ? 0 : 1;
 }
 
 Result<int> export_to(const std::string& log, const std::string& out) {

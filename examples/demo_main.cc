@@ -128,7 +128,9 @@ int main(int argc, char** argv) {
   line.add("--etcd-members", s.etcd_members, "which ones: etcd's own leader, a follower, or all")
       .one_of({"leader", "follower", "all"})
       .show_default();
-  line.add("--pause-ms", s.pause_ms, "how long these pauses last; 0: two and a half times the silence").show_default();
+  line.add("--pause-ms", s.pause_ms, "how long these pauses last; 0: two and a half times the silence")
+      .range(0, 3600000)
+      .show_default();
   line.add("--drift", s.drift, "REPLICA@STEP: from that step on the replica's optimizer gets a bit wrong");
   line.add("--flip-bit", s.flip_bit, "STEP: a bit of a reduced gradient flips on one rank of the last replica")
       .range(1, 1000000);
@@ -142,7 +144,7 @@ int main(int argc, char** argv) {
            "who allocates them: session; pool (a framework, in large blocks) or expandable (mapped in pieces)")
       .one_of({"session", "pool", "expandable"})
       .show_default();
-  line.add("--seed", s.job.seed, "seed of the initial weights").show_default();
+  line.add("--seed", s.job.seed, "seed of the initial weights").range(0, 1000000000).show_default();
   line.flag("--no-baseline", s.no_baseline, "without the comparison run");
   line.flag("--quiet", s.quiet, "print nothing");
   line.add("--json", s.json, "write what happened to this file");
@@ -151,7 +153,7 @@ int main(int argc, char** argv) {
   line.add("--log-level", s.job.log_level, "of the trainers")
       .one_of({rejoin::kLogLevels.begin(), rejoin::kLogLevels.end()})
       .show_default();
-  line.add("--limit-seconds", s.limit_seconds, "give up after this long").show_default();
+  line.add("--limit-seconds", s.limit_seconds, "give up after this long").range(1, 1000000).show_default();
   if (const auto status = line.parse(argc, argv)) return *status;
   if (s.pause_ms == 0) s.pause_ms = s.job.silence_ms * 5 / 2;
   if (s.none() && !s.no_kill && s.job.replicas > 1)

@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 
@@ -54,7 +56,9 @@ Result<> Directory::save(std::uint32_t rank, const Position& position,
   out << position.text() << "\n";
   for (auto column : state)
     out.write(reinterpret_cast<const char*>(column.data()), static_cast<std::streamsize>(column.size()));
-  if (!out.flush()) return fail(ErrorCode::io, "can't write {}; free space there", written);
+  if (!out.flush())
+    return fail(ErrorCode::io, "can't write {}: {}; the directory has to be there, with room", written,
+                std::strerror(errno));
   const Fd file(::open(written.c_str(), O_RDONLY | O_CLOEXEC));
   if (!file || ::fsync(file.get()) != 0) return fail_errno(written);
   std::error_code error;

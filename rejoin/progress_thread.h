@@ -81,6 +81,7 @@ class ProgressThread {
   Result<Fd> reach_daemon(TimePoint deadline);
   Result<> check_user(const Fd& socket) const;
   Result<> introduce();
+  Result<> register_with(Fd& socket, TimePoint deadline);
   Result<> wait_for_registration();
   bool leaves(TimePoint now);
   bool send_farewell(const std::string& why);

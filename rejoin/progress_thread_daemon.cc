@@ -66,24 +66,43 @@ Result<Fd> ProgressThread::reach_daemon(TimePoint deadline) {
   }
 }
 
-// The first contact is made here, so that its errors reach the caller.
+// The first contact is made here, so that its errors reach the caller. A daemon that ends meanwhile is followed by
+// another, as one is that ends later.
 Result<> ProgressThread::introduce() {
   auto offer = owner_.offer();
   if (!offer) return tl::unexpected(offer.error());
   offer_ = std::move(*offer);
-  (void)has_line();  // the first has been made
   const TimePoint deadline = clock_.now() + config_.patience;
-  auto socket = reach_daemon(deadline);
-  if (!socket) return tl::unexpected(socket.error());
-  if (auto greeted = greet(*socket); !greeted) return greeted;
+  for (bool told = false;; told = true) {
+    (void)has_line();  // the first has been made
+    auto socket = reach_daemon(deadline);
+    if (!socket) return tl::unexpected(socket.error());
+    auto registered = register_with(*socket, deadline);
+    if (registered) {
+      daemon_ = std::move(*socket);
+      daemon_seen_ = clock_.now();
+      return {};
+    }
+    if (registered.error().code != ErrorCode::unavailable || clock_.now() >= deadline) return registered;
+    if (!told)
+      spdlog::warn("{}, and has not taken this rank yet; the next one is waited for", registered.error().message);
+    if (auto may = wait_a_little({}); !may) return may;
+  }
+}
+
+// `unavailable`: the daemon has ended, or closed the connection.
+Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
+  const auto gone = [&](const Error& error) {
+    return rejoin::fail(error.code, "the daemon at {}: {}", config_.socket, error.message);
+  };
+  if (auto greeted = greet(socket); !greeted) return gone(greeted.error());
   for (;;) {
-    auto received = receive_with_fds(*socket, 512 * KiB);
-    if (!received)
-      return rejoin::fail(ErrorCode::unavailable, "the daemon at {}: {}", config_.socket, received.error().message);
+    auto received = receive_with_fds(socket, 512 * KiB);
+    if (!received) return gone(received.error());
     if (!*received) {
       if (clock_.now() > deadline)
         return rejoin::fail(ErrorCode::timeout, "the daemon at {} does not answer", config_.socket);
-      if (auto may = wait_a_little(*socket); !may) return may;
+      if (auto may = wait_a_little(socket); !may) return may;
       continue;
     }
     proto::ToTrainer message;
@@ -92,7 +111,7 @@ Result<> ProgressThread::introduce() {
     if (message.kind_case() == proto::ToTrainer::kRefusal)
       return rejoin::fail(ErrorCode::refused, "the daemon at {} refused: {}", config_.socket, message.refusal());
     if (message.has_more())
-      if (auto sent = send_offer(*socket, more()); !sent) return sent;
+      if (auto sent = send_offer(socket, more()); !sent) return gone(sent.error());
     if (!message.has_welcome()) continue;
     if (message.welcome().protocol() != membership::kProtocolVersion)
       return rejoin::fail(ErrorCode::mismatch,
@@ -104,8 +123,6 @@ Result<> ProgressThread::introduce() {
     engine_->set_silence(silence_);
     driver_->on_welcome(*secret, silence_);
     welcome_ = true;
-    daemon_ = std::move(*socket);
-    daemon_seen_ = clock_.now();
     return {};
   }
 }

@@ -262,7 +262,7 @@ TEST(StrangersWithCertificates, StayOutOfAJobThatGoesOn) {
   };
   const std::string other_key = job.scratch.write("other", "another key, long enough");
   auto trusting = others.sign("trusting");
-  trusting.ca = ours.ca();
+  trusting.ca = others.ca_and(ours);
   const Stranger strangers[] = {
       {{}, job.key, "it asks for a certificate, and this process has none"},
       {flags_of(others.sign("foreign")), job.key, "its certificate (CN=c0) is not signed by a CA in our --tls-ca"},
@@ -299,7 +299,7 @@ TEST(StrangersWithCertificates, StayOutOfAJobThatGoesOn) {
 
 // Whatever file it is.
 TEST(StrangersWithCertificates, AFileOfKeysOrCertificatesThatCannotBeUsedIsAWrongSetting) {
-  const Authority ours;
+  const Authority ours, stranger("stranger");
   const auto files = ours.sign("node"), other = ours.sign("other");
   Job job;
   const auto open = job.scratch.write("open", "0123456789abcdef", 0644),
@@ -323,6 +323,7 @@ TEST(StrangersWithCertificates, AFileOfKeysOrCertificatesThatCannotBeUsedIsAWron
       {job.key, {"--tls-ca", files.ca}, "--tls-ca without --tls-cert and --tls-key"},
       {job.key, {"--tls-ca", ""}, "--tls-ca: no file is named"},
       {job.key, flags_of({files.ca, files.cert, other.key}), "does not belong to --tls-cert " + files.cert},
+      {job.key, flags_of({stranger.ca(), files.cert, files.key}), "is not worth anything to who has --tls-ca"},
       {job.key, flags_of({files.ca, other.key, files.key}), "has no certificate in PEM form"},
   };
   for (const auto& [key, flags, says] : all) {

@@ -163,6 +163,25 @@ TEST_F(Trained, ADaemonThatStartsAfterItsTrainerIsWaitedFor) {
   EXPECT_TRUE(step_once(*session));
 }
 
+TEST_F(Trained, ADaemonThatEndsWhileARankRegistersIsFollowedByTheNext) {
+  start(1);
+  Process& daemon = *processes.back();
+  ASSERT_EQ(::kill(daemon.pid(), SIGSTOP), 0);  // so that it takes the connection and says nothing
+  bool ended = false;
+  SessionConfig config;
+  config.socket = socket(0);
+  config.while_waiting = [&] {
+    if (std::exchange(ended, true)) return;
+    ASSERT_EQ(::kill(daemon.pid(), SIGKILL), 0);
+    processes.push_back(start_node(0, {"--connect", coordinator}));
+  };
+  auto session = declared(config);
+  const auto joined = session->join();
+  ASSERT_TRUE(joined) << joined.error().message;
+  EXPECT_TRUE(ended);
+  EXPECT_TRUE(step_once(*session));
+}
+
 TEST_F(Trained, WhoWaitsForADaemonCanBeInterrupted) {
   SessionConfig config;
   config.socket = socket(0);

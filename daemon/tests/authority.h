@@ -27,6 +27,10 @@ class Authority {
   }
   std::string file(const std::string& name) const { return scratch_.path + "/" + name; }
   std::string ca() const { return file(name_ + ".pem"); }
+  // A file with its certificate and another's, as whoever takes those of both has it.
+  std::string ca_and(const Authority& other) const {
+    return scratch_.write("both.pem", test::read_file(ca()) + test::read_file(other.ca()));
+  }
   // Its certificate and key, NAME.pem and NAME.key; those that are there are replaced.
   daemon::CertificateFiles sign(const std::string& name, const Signed& as) const {
     const Key key = new_key();

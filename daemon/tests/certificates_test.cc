@@ -94,7 +94,7 @@ TEST(StrangersWithCertificates, WithOneOfAnotherAuthorityAreRefusedOnBothSides) 
               AllOf(HasSubstr("CN=foreign"), HasSubstr("is not signed by a CA in our --tls-ca " + ours.ca())));
   // One that takes ours, and so comes as far as to show its own.
   CertificateFiles trusting = others.sign("trusting");
-  trusting.ca = ours.ca();
+  trusting.ca = others.ca_and(ours);
   const Met trusts = meet(keys_with(trusting), right);
   EXPECT_TRUE(trusts.refused);
   EXPECT_THAT(trusts.server,
@@ -272,7 +272,9 @@ TEST(Certificates, ThatHaveChangedAreReadAgainAndThoseBeforeStayWhereTheNewOnesA
   auto files = authority.sign("rotated");
   files.ca = authority.file("trusted.pem");
   std::filesystem::copy_file(authority.ca(), files.ca);
-  const JobKeys rotated = keys_with(files), peer = keys_with(authority.sign("peer"));
+  auto of_peer = authority.sign("peer");
+  of_peer.ca = authority.ca_and(others);
+  const JobKeys rotated = keys_with(files), peer = keys_with(of_peer);
   EXPECT_TRUE(meet(peer, rotated).in);
   // Half of a pair is there: the key that fits is not, yet.
   const auto renewed = authority.sign("renewed");
@@ -280,9 +282,13 @@ TEST(Certificates, ThatHaveChangedAreReadAgainAndThoseBeforeStayWhereTheNewOnesA
   EXPECT_TRUE(meet(peer, rotated).in);
   std::filesystem::rename(renewed.key, files.key);
   EXPECT_TRUE(meet(peer, rotated).in);
-  // Now it trusts another authority alone.
+  // Another authority alone, which has not signed what is here: nobody would take it.
   std::filesystem::copy_file(others.ca(), files.ca + ".new");
   std::filesystem::rename(files.ca + ".new", files.ca);
+  EXPECT_TRUE(meet(peer, rotated).in);
+  const auto moved = others.sign("moved");
+  std::filesystem::rename(moved.cert, files.cert);
+  std::filesystem::rename(moved.key, files.key);
   EXPECT_THAT(meet(peer, rotated).server, AllOf(HasSubstr("CN=peer"), HasSubstr("is not signed by a CA")));
   std::filesystem::remove(files.ca);
   EXPECT_TRUE(meet(peer, rotated).refused);

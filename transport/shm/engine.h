@@ -121,7 +121,7 @@ class ShmEngine final : public Engine {
   BytesView peer_file(Endpoint& endpoint, const wire::Header& header);
 
   Fd epoll_, listener_, doorbell_;
-  const SteadyClock clock_;
+  const SteadyClock clock_{};
   Strangers strangers_;                                   // processes of this user that have not greeted
   std::optional<TimePoint> listens_again_;                // when there were no descriptors
   Seldom without_descriptors_{std::chrono::seconds(10)};  // a line in the log
