@@ -71,7 +71,9 @@ TEST_P(Conformance, OneEndpointsEndDisturbsNoOther) {
 // The fabric of the simulated ones is this process's memory, and the test bounds what it runs.
 TEST_P(Conformance, APeerThatTakesNothingIsGivenUpAtABoundAndNobodyElse) {
   if (GetParam().ends_with("sim")) GTEST_SKIP() << "what it has sent is with the peer";
-  auto [a, b, at_a, at_b] = pair();
+  auto both = pair();
+  Node& a = both.a;
+  const EndpointId at_a = both.at_a;
   Node& other = node();
   const EndpointId to_other = *a.engine->connect(other.address, as_bytes("hello"));
   ASSERT_TRUE(until([&] { return a.connected.size() == 2; }));
