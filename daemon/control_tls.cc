@@ -17,7 +17,7 @@ namespace {
 
 // For ALPN: each name's length, and the name with the control protocol's version.
 constexpr std::string_view kByKey = "\x10rejoin control 3", kByCertificates = "\x22rejoin control 3 with certificates";
-static_assert(kByKey.front() + 1 == kByKey.size() && kByCertificates.front() + 1 == kByCertificates.size());
+static_assert(kByKey.size() == std::size_t{0x10} + 1 && kByCertificates.size() == std::size_t{0x22} + 1);
 constexpr const char* kSuite = "TLS_AES_128_GCM_SHA256";
 constexpr unsigned char kSuiteId[] = {0x13, 0x01};
 constexpr std::string_view kExported = "EXPERIMENTAL rejoin control";
