@@ -35,6 +35,10 @@ Result<Fd> duplicate(int fd) {
   return copy;
 }
 
+bool without_descriptors(int error) {
+  return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
+
 Result<Fd> make_eventfd() {
   const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (fd < 0) return fail_errno("eventfd");

@@ -1,6 +1,7 @@
 // Owners of what the kernel gives out: descriptors and mappings.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <optional>
 #include <span>
@@ -31,6 +32,11 @@ class Fd {
 Result<Fd> duplicate(int fd);  // another descriptor of the same, closed on exec
 Result<Fd> make_eventfd();
 Result<Fd> make_pidfd(int pid);
+// After a try to accept somebody, by errno: whether there was no descriptor, or no memory for a socket. The kernel
+// keeps who waits, and would say so at once, for ever: it is to be tried again after a while, by when one may have
+// become free.
+bool without_descriptors(int error);
+constexpr auto kWithoutDescriptors = std::chrono::milliseconds(100);
 void signal_eventfd(const Fd& fd);  // adds one; never blocks
 void drain_eventfd(const Fd& fd);
 

@@ -35,8 +35,7 @@ Result<std::string> listen_on(asio::ip::tcp::acceptor& acceptor, const std::stri
 
 bool without_descriptors(const asio::error_code& error) {
   // By its number: of ENFILE Asio's category knows no std::errc.
-  return error.category() == asio::error::get_system_category() &&
-         (error.value() == EMFILE || error.value() == ENFILE || error.value() == ENOBUFS || error.value() == ENOMEM);
+  return error.category() == asio::error::get_system_category() && without_descriptors(error.value());
 }
 
 bool leads_to(const std::string& where, const std::string& listening) {

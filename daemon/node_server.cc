@@ -42,9 +42,9 @@ Result<std::unique_ptr<NodeServer>> NodeServer::start(asio::io_context& io, cons
   std::unique_ptr<NodeServer> server(new NodeServer(io, options, keys));
   server->listener_fd_ = std::move(*listener);
   server->socket_file_.emplace(options.socket);
-  Fd watched(::dup(server->listener_fd_.get()));
-  if (!watched) return fail_errno("another descriptor of the local socket");
-  server->listener_.assign(watched.release());
+  auto watched = duplicate(server->listener_fd_.get());
+  if (!watched) return tl::unexpected(watched.error());
+  server->listener_.assign(watched->release());
   auto compression = catchup::parse_compression(options.compression);
   if (!compression) return tl::unexpected(compression.error());
   server->compression_ = *compression;
@@ -122,9 +122,8 @@ NodeServer::DeviceStream* NodeServer::stream_of(std::optional<membership::RankCo
 void NodeServer::keep_listening() {
   if (!listener_fd_ || socket_file_->in_place()) return;
   auto listener = listen_unix(options_.socket);
-  Fd watched(listener ? ::dup(listener->get()) : -1);
-  if (listener && !watched) listener = fail_errno("another descriptor of it");
-  if (!listener) {
+  auto watched = listener ? duplicate(listener->get()) : tl::unexpected(listener.error());
+  if (!watched) {
     if (!std::exchange(unreachable_, true))
       spdlog::error("the socket {} is gone, and can't be made again, so no trainer can come: {}", options_.socket,
                     listener.error().message);
@@ -137,7 +136,7 @@ void NodeServer::keep_listening() {
   accept_again_.cancel();
   socket_file_.emplace(options_.socket);
   listener_fd_ = std::move(*listener);
-  listener_.assign(watched.release());
+  listener_.assign(watched->release());
   accept();
 }
 

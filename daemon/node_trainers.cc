@@ -44,7 +44,7 @@ void NodeServer::accept() {
         return static_cast<bool>(one);
       });
       Fd socket(enough ? ::accept4(listener_fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC) : -1);
-      if (!socket && without_descriptors({errno, asio::error::get_system_category()})) return accept_later();
+      if (!socket && without_descriptors(errno)) return accept_later();
       Fd watched = std::move(spare.front());
       if (!socket || ::dup3(socket.get(), watched.get(), O_CLOEXEC) < 0) break;
       spare = {};

@@ -3,6 +3,7 @@
 
 #include "base/fail.h"
 #include "base/number.h"
+#include "base/populate.h"
 #include "device/access.h"
 
 namespace rejoin::device {
@@ -31,7 +32,10 @@ Result<Memory> side_by_side(std::span<const Handle> handles) {
 }
 
 Result<> zero_fresh(Device& device, std::span<std::byte> memory) {
-  if (device.kind() == MemoryKind::host) return {};
+  if (device.kind() == MemoryKind::host) {
+    populate(memory);
+    return {};
+  }
   auto stream = device.make_stream();
   if (!stream) return tl::unexpected(stream.error());
   if (auto cleared = (*stream)->clear(memory.data(), memory.size()); !cleared) return cleared;

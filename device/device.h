@@ -146,7 +146,8 @@ Result<std::shared_ptr<Device>> open_device(const std::string& name);
 // What handles of addresses stand for, where they are one behind the other. Errors: `corrupt`.
 Result<Memory> side_by_side(std::span<const Handle> handles);
 
-// Zeroes memory that the device has just allocated, and waits for it. (The host's comes as zeros.)
+// Zeroes memory that the device has just allocated, and waits for it. The host's comes as zeros; it gets its pages now,
+// and not when they are touched, in join() or a step, where others wait for this process.
 Result<> zero_fresh(Device& device, std::span<std::byte> memory);
 
 }  // namespace rejoin::device

@@ -6,7 +6,6 @@
 #include <map>
 
 #include "base/fail.h"
-#include "base/populate.h"
 
 namespace rejoin::local {
 
@@ -68,8 +67,6 @@ Result<> Owner::location(const std::vector<Own>& own) {
     auto state = device_->allocate(missing);
     if (!state) return tl::unexpected(state.error());
     if (auto zeroed = device::zero_fresh(*device_, state->bytes); !zeroed) return zeroed;
-    // Now, and not in join() or a step, where others wait for this process.
-    if (device_->kind() == device::MemoryKind::host) populate(state->bytes);
     state_ = std::move(*state);
   }
   std::vector<std::span<std::byte>> columns;

@@ -335,14 +335,18 @@ Coordinator::RankState* Coordinator::rank_of(std::uint32_t replica, std::uint32_
 }
 
 void Coordinator::send(NodeId node, proto::ToNode message) {
-  if (nodes_.contains(node)) actions_.send.emplace_back(std::vector{node}, std::move(message));
+  if (nodes_.contains(node)) send_to({node}, std::move(message));
 }
 
 void Coordinator::send_all(proto::ToNode message) {
-  if (nodes_.empty()) return;
-  auto& [nodes, sent] = actions_.send.emplace_back();
+  std::vector<NodeId> nodes;
   for (const auto& [node, state] : nodes_) nodes.push_back(node);
-  sent = std::move(message);
+  if (!nodes.empty()) send_to(std::move(nodes), std::move(message));
+}
+
+void Coordinator::send_to(std::vector<NodeId> nodes, proto::ToNode message) {
+  if (message.has_peers()) message.mutable_peers()->set_job(job_);
+  actions_.send.emplace_back(std::move(nodes), std::move(message));
 }
 
 }  // namespace rejoin::membership

@@ -305,6 +305,7 @@ class Coordinator {
   RankState* rank_of(std::uint32_t replica, std::uint32_t rank, std::uint64_t instance);
   void send(NodeId node, proto::ToNode message);
   void send_all(proto::ToNode message);
+  void send_to(std::vector<NodeId> nodes, proto::ToNode message);
   template <typename... Args>
   void note(fmt::format_string<Args...> format, Args&&... args) {
     actions_.notes.push_back({fmt::format(format, std::forward<Args>(args)...)});

@@ -279,7 +279,6 @@ void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {
   proto::ToNode gone;
   gone.mutable_peers()->add_gone(found->second.incarnation.value);
   replicas_.erase(found);
-  gone.mutable_peers()->set_job(job_);
   send_all(std::move(gone));
 }
 

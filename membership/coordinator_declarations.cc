@@ -184,8 +184,7 @@ void Coordinator::turn_out_those_who_differ(const First& binding, TimePoint now)
   }
   std::erase_if(replicas_, [](const auto& one) { return one.second.registered == 0; });
   proto::ToNode message;
-  for (auto incarnation : gone) message.mutable_peers()->add_gone(incarnation);
-  message.mutable_peers()->set_job(job_);
+  message.mutable_peers()->mutable_gone()->Assign(gone.begin(), gone.end());
   send_all(std::move(message));
   unannounced_ = true;
   announce_after_dissent();

@@ -279,9 +279,9 @@ void Coordinator::announce(const std::vector<NodeId>& nodes, const RankSet& rank
   RankSet complete;
   std::size_t bytes = 0;
   const auto flush = [&] {
-    if (all) complete.to(message.mutable_peers()->mutable_complete());
-    message.mutable_peers()->set_job(job_);
-    actions_.send.emplace_back(nodes, std::exchange(message, {}));
+    auto& peers = *message.mutable_peers();
+    if (all) complete.to(peers.mutable_complete());
+    send_to(nodes, std::exchange(message, {}));
     complete.clear();
     bytes = 0;
   };

@@ -20,7 +20,6 @@ class ReportQueue {
   Result<> send(const Fd& daemon);
   void clear();
   std::size_t size() const { return waiting_.size(); }
-  const std::list<proto::FromNode>& waiting() const { return waiting_; }  // the oldest first
 
  private:
   // What it is about: of two with the same key the newer one says all that the older one did.

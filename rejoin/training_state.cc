@@ -4,7 +4,6 @@
 
 #include "base/digest.h"
 #include "base/fail.h"
-#include "base/populate.h"
 
 namespace rejoin {
 
@@ -148,7 +147,6 @@ Result<device::Memory> TrainingState::allocate_gradients(std::size_t size) const
   auto memory = device_->allocate(size);
   if (!memory) return memory;
   if (auto zeroed = device::zero_fresh(*device_, memory->bytes); !zeroed) return tl::unexpected(zeroed.error());
-  if (device_->kind() == device::MemoryKind::host) populate(memory->bytes);
   return memory;
 }
 

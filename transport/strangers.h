@@ -16,8 +16,6 @@ namespace rejoin::transport {
 class Strangers {
  public:
   static constexpr std::size_t kMost = 256;  // at a time
-  // Before a listener that found no descriptor for a caller looks again.
-  static constexpr Duration kWithoutDescriptors = std::chrono::milliseconds(100);
   static constexpr const char* kTooLate = "it has not greeted in time, or too many do so at once";
 
   void set_silence(Duration silence) { patience_ = deadlines::kDataProof.of(silence); }

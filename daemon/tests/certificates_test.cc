@@ -12,12 +12,15 @@
 #include "daemon/auth.h"
 #include "daemon/framed.h"
 #include "daemon/tests/authority.h"
+#include "daemon/tests/meeting.h"
 
 namespace rejoin::daemon {
 namespace {
 
 using asio::ip::tcp;
 using test::Authority;
+using test::meet;
+using test::Met;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -28,46 +31,6 @@ JobKeys keys_with(const CertificateFiles& files, JobKeys keys = JobKeys(kKey)) {
   auto made = JobKeys::with_certificates(std::move(keys), files);
   EXPECT_TRUE(made) << made.error().message;
   return made.value();
-}
-
-struct Met {
-  bool in = false;  // both sides
-  bool refused = false;
-  std::string client, server;  // why not
-};
-
-// What becomes of a caller that asks for `host`. Whoever gets in says something, and is heard.
-Met meet(const JobKeys& caller, const JobKeys& listener, const std::string& host = "127.0.0.1") {
-  asio::io_context io{1};
-  tcp::acceptor acceptor{io, tcp::endpoint(asio::ip::address_v4::loopback(), 0)};
-  tcp::socket socket(io);
-  socket.connect(acceptor.local_endpoint());
-  struct Side {
-    std::shared_ptr<Framed> framed;
-    bool ready = false;
-    std::string heard, why;
-  };
-  Side client{std::make_shared<Framed>(std::move(socket), caller, false, host)};
-  Side server{std::make_shared<Framed>(acceptor.accept(), listener, true)};
-  for (Side* side : {&client, &server})
-    side->framed->start({.ready =
-                             [side] {
-                               side->ready = true;
-                               side->framed->send("hello");
-                             },
-                         .message = [side](std::string_view message) { side->heard = message; },
-                         .closed = [side](const std::string& why) { side->why = why; }},
-                        std::chrono::seconds(5));
-  const auto over = [](const Side& side) { return !side.heard.empty() || !side.why.empty(); };
-  while (!over(client) || !over(server)) io.run_one();
-  EXPECT_EQ(client.heard, server.heard);
-  EXPECT_EQ(server.ready, server.why.empty()) << "who is refused was never taken in";
-  const Met met{client.heard == "hello" && server.heard == "hello",
-                client.framed->refused() && server.framed->refused(), client.why, server.why};
-  client.framed->close();
-  server.framed->close();
-  io.poll();
-  return met;
 }
 
 TEST(Certificates, BothSidesHaveOneAndTheKeyAndTalk) {

@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "daemon/node_listener.h"
+#include "daemon/tests/meeting.h"
 #include "daemon/upstream.h"
 #include "membership/node.h"
 
@@ -206,45 +207,25 @@ TEST(Framed, ACertificateIsNotTakenForTheKey) {
 // While a job's key is changed: who has which as its own, and as its other.
 TEST(Framed, OneOfTwoKeysIsEnoughForWhoListensAndACallerProvesItsOwn) {
   const JobKeys old(kKey), old_and_new(kKey, kOther), new_and_old(kOther, kKey), renewed(kOther), third(kThird);
-  const auto meet = [](const JobKeys& caller, const JobKeys& listener) {
-    asio::io_context io{1};
-    tcp::acceptor acceptor{io, tcp::endpoint(asio::ip::address_v4::loopback(), 0)};
-    tcp::socket socket(io);
-    socket.connect(acceptor.local_endpoint());
-    struct Side {
-      std::shared_ptr<Framed> framed;
-      bool ready = false;
-      std::string why;
-    };
-    Side sides[] = {{std::make_shared<Framed>(std::move(socket), caller, false)},
-                    {std::make_shared<Framed>(acceptor.accept(), listener, true)}};
-    for (auto& side : sides)
-      side.framed->start({.ready = [&side] { side.ready = true; },
-                          .message = [](std::string_view) {},
-                          .closed = [&side](const std::string& why) { side.why = why; }},
-                         std::chrono::seconds(5));
-    const auto over = [](const Side& side) { return side.ready || !side.why.empty(); };
-    while (!over(sides[0]) || !over(sides[1])) io.run_one();
-    EXPECT_EQ(sides[0].ready, sides[1].ready) << sides[0].why << "; " << sides[1].why;
-    for (auto& side : sides) {
-      if (!side.ready) {
-        EXPECT_TRUE(side.framed->refused());
-        EXPECT_EQ(side.why, "its job key differs from ours; give both the same --job-key-file");
-      }
-      side.framed->close();
+  const auto gets_in = [](const JobKeys& caller, const JobKeys& listener) {
+    const test::Met met = test::meet(caller, listener);
+    EXPECT_EQ(met.client_ready, met.server_ready) << met.client << "; " << met.server;
+    if (!met.in) {
+      EXPECT_TRUE(met.refused);
+      for (const auto& why : {met.client, met.server})
+        EXPECT_EQ(why, "its job key differs from ours; give both the same --job-key-file");
     }
-    io.poll();
-    return sides[0].ready && sides[1].ready;
+    return met.in;
   };
   for (const auto* caller : {&old, &old_and_new})
-    for (const auto* listener : {&old, &old_and_new, &new_and_old}) EXPECT_TRUE(meet(*caller, *listener));
+    for (const auto* listener : {&old, &old_and_new, &new_and_old}) EXPECT_TRUE(gets_in(*caller, *listener));
   for (const auto* caller : {&renewed, &new_and_old})
-    for (const auto* listener : {&renewed, &old_and_new, &new_and_old}) EXPECT_TRUE(meet(*caller, *listener));
-  EXPECT_FALSE(meet(old, renewed));
-  EXPECT_FALSE(meet(renewed, old));
-  EXPECT_FALSE(meet(old_and_new, renewed));
-  EXPECT_FALSE(meet(new_and_old, old));
-  for (const auto* listener : {&old, &old_and_new, &new_and_old, &renewed}) EXPECT_FALSE(meet(third, *listener));
+    for (const auto* listener : {&renewed, &old_and_new, &new_and_old}) EXPECT_TRUE(gets_in(*caller, *listener));
+  EXPECT_FALSE(gets_in(old, renewed));
+  EXPECT_FALSE(gets_in(renewed, old));
+  EXPECT_FALSE(gets_in(old_and_new, renewed));
+  EXPECT_FALSE(gets_in(new_and_old, old));
+  for (const auto* listener : {&old, &old_and_new, &new_and_old, &renewed}) EXPECT_FALSE(gets_in(third, *listener));
 }
 
 // A time less than this can't be, whatever the machine has to do.

@@ -18,12 +18,6 @@
 
 namespace rejoin::transport::shm {
 
-namespace {
-
-constexpr std::uint64_t kListener = 0, kDoorbell = 1;  // epoll tags; endpoint ids are neither
-
-}  // namespace
-
 Result<std::unique_ptr<Engine>> make_engine() { return ShmEngine::make(); }
 
 Result<std::unique_ptr<Engine>> ShmEngine::make() {
@@ -105,18 +99,8 @@ Result<EndpointId> ShmEngine::connect(const Address& peer, BytesView hello) {
 
 void ShmEngine::accept_all() {
   for (int i = 0; i < 64; ++i) {
-    Fd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!socket) {
-      // The kernel keeps those who wait, and would wake this thread for them at once, for ever.
-      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-        if (without_descriptors_.may_say(clock_.now()))
-          spdlog::warn("no data connection can be accepted: {}; raise the limit with 'ulimit -n'",
-                       std::strerror(errno));
-        listen_for_calls(false);
-        listens_again_ = clock_.now() + Strangers::kWithoutDescriptors;
-      }
-      return;
-    }
+    Fd socket = acceptor_.next(epoll_, listener_, clock_.now());
+    if (!socket) return;
     auto credentials = peer_credentials(socket);
     if (!credentials || credentials->uid != ::geteuid()) continue;  // another user's process: not of this job
     Endpoint& endpoint = adopt(std::move(socket), Stage::accepting);
@@ -125,19 +109,10 @@ void ShmEngine::accept_all() {
   }
 }
 
-void ShmEngine::listen_for_calls(bool listens) {
-  epoll_event event{.events = listens ? std::uint32_t{EPOLLIN} : 0u, .data = {.u64 = kListener}};
-  REJOIN_CHECK(::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listener_.get(), &event) == 0, "epoll_ctl: {}",
-               std::strerror(errno));
-}
-
 void ShmEngine::look_after_strangers() {
-  if (strangers_.empty() && !listens_again_) return;
+  if (strangers_.empty() && !acceptor_.waits()) return;
   const TimePoint now = clock_.now();
-  if (listens_again_ && now >= *listens_again_) {
-    listens_again_.reset();
-    listen_for_calls(true);
-  }
+  acceptor_.look(epoll_, listener_, now);
   while (const auto id = strangers_.to_go(now)) fail_endpoint(*find(*id), ErrorCode::timeout, Strangers::kTooLate);
 }
 

@@ -14,7 +14,7 @@
 
 #include "base/clock.h"
 #include "base/fd.h"
-#include "base/seldom.h"
+#include "transport/acceptor.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/regions.h"
@@ -25,6 +25,8 @@
 #include "transport/unsent.h"
 
 namespace rejoin::transport::shm {
+
+constexpr std::uint64_t kListener = 0, kDoorbell = 1;  // epoll tags; endpoint ids are neither
 
 tl::unexpected<Error> unreadable(pid_t process);  // its memory, as errno says
 
@@ -91,7 +93,6 @@ class ShmEngine final : public Engine {
   Endpoint& adopt(Fd socket, Stage stage);
   void watch_sockets();
   void accept_all();
-  void listen_for_calls(bool listens);
   void look_after_strangers();
   void on_socket(Endpoint& endpoint);
   void greet_as_server(Endpoint& endpoint, BytesView bytes, std::vector<Fd> fds);
@@ -122,9 +123,8 @@ class ShmEngine final : public Engine {
 
   Fd epoll_, listener_, doorbell_;
   const SteadyClock clock_{};
-  Strangers strangers_;                                   // processes of this user that have not greeted
-  std::optional<TimePoint> listens_again_;                // when there were no descriptors
-  Seldom without_descriptors_{std::chrono::seconds(10)};  // a line in the log
+  Acceptor acceptor_{kListener};
+  Strangers strangers_;  // processes of this user that have not greeted
   std::string name_;
   std::uint64_t probe_ = wire::kMagic;  // peers read it to see whether they may read us
   Unguessable unguessable_;

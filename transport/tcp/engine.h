@@ -12,6 +12,7 @@
 #include "base/deadlines.h"
 #include "base/fd.h"
 #include "base/seldom.h"
+#include "transport/acceptor.h"
 #include "transport/endpoints.h"
 #include "transport/event_queue.h"
 #include "transport/handshake.h"
@@ -127,7 +128,6 @@ class TcpEngine final : public Engine {
 
   // greeting.cc
   void accept_all();
-  void listen_for_calls(bool listens);
   void look_after_strangers();
   void refuse(const Endpoint& stranger, ErrorCode code);
   bool greets(const Endpoint& endpoint) const;
@@ -164,9 +164,9 @@ class TcpEngine final : public Engine {
   Fd listener_;
   Secrets secrets_;  // of who connects here
   Duration silence_ = deadlines::kSilence;
+  Acceptor acceptor_{kListener};
   Strangers strangers_;
-  std::optional<TimePoint> listens_again_;  // when there were no descriptors
-  Seldom without_descriptors_{std::chrono::seconds(10)}, damaged_{std::chrono::seconds(10)};  // lines in the log
+  Seldom damaged_{std::chrono::seconds(10)};  // a line in the log
   Unguessable unguessable_;
   Regions regions_{unguessable_};
   EventQueue events_;

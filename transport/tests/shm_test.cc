@@ -152,7 +152,7 @@ TEST(StrangersOfShm, WithoutDescriptorsAListenerWaitsAndDoesNotSpin) {
     timeval at_once{};
     return ::select(listener->event_fd() + 1, &ready, nullptr, nullptr, &at_once) == 0;
   }));
-  const auto enough = std::chrono::steady_clock::now() + 3 * Strangers::kWithoutDescriptors;
+  const auto enough = std::chrono::steady_clock::now() + 3 * kWithoutDescriptors;
   while (std::chrono::steady_clock::now() < enough) (void)listener->poll();
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
   const std::string said = testing::internal::GetCapturedStdout(), line = "no data connection can be accepted";
