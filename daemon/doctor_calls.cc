@@ -23,8 +23,9 @@ constexpr const char* kName = "rejoin doctor";
 // one of several says whether it leads, any other returns a heartbeat.
 class Call {
  public:
-  Call(asio::io_context& io, const std::string& address, const JobKeys& keys, std::chrono::milliseconds patience,
-       CoordinatorFacts facts, std::function<void()> over)
+  // `name`: what its host was asked for as.
+  Call(asio::io_context& io, const std::string& address, const std::string& name, const JobKeys& keys,
+       std::chrono::milliseconds patience, CoordinatorFacts facts, std::function<void()> over)
       : facts_(std::move(facts)),
         begun_(SteadyClock().now()),
         over_(std::move(over)),
@@ -33,7 +34,8 @@ class Call {
                    .message = [this](const proto::ToNode& message) { on_message(message); },
                    .down = [this] { on_down(); },
                    .over = [] { return false; },
-                   .rejected = [] {}}) {}
+                   .rejected = [] {}},
+                  false, name) {}
   void begin() { upstream_.connect(); }
   const CoordinatorFacts& facts() const { return facts_; }
 
@@ -100,8 +102,8 @@ std::vector<CoordinatorFacts> probe_coordinators(const std::string& addresses, c
       const auto over = [&] {
         if (--under_way == 0) io.stop();
       };
-      calls.emplace_back(all.size(),
-                         std::make_unique<Call>(io, with_port(host, parts->port), keys, patience, facts, over));
+      calls.emplace_back(all.size(), std::make_unique<Call>(io, with_port(host, parts->port), parts->host, keys,
+                                                            patience, facts, over));
     }
     all.push_back(std::move(facts));
   }

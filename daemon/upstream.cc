@@ -80,8 +80,9 @@ void Upstream::connect_to(Endpoints endpoints) {
 }
 
 void Upstream::talk(asio::ip::tcp::socket socket) {
-  const auto parts = transport::SocketAddress::split(address_);
-  connection_ = std::make_shared<Framed>(std::move(socket), keys_, false, parts ? parts->host : "");
+  std::string name = name_;
+  if (const auto parts = transport::SocketAddress::split(address_); name.empty() && parts) name = parts->host;
+  connection_ = std::make_shared<Framed>(std::move(socket), keys_, false, name);
   connection_->start({.ready =
                           [this] {
                             up_ = true;

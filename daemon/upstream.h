@@ -26,15 +26,17 @@ class Upstream {
     std::function<bool()> over;      // the job is finished: a coordinator that ends has no more to do
     std::function<void()> rejected;  // bytes that are no message came, and were ignored
   };
-  // `one_of_several`: that it is connected is no news, unless it was not.
+  // `one_of_several`: that it is connected is no news, unless it was not. `name`: of the host, where the address has
+  // another: what its certificate must be for.
   Upstream(asio::io_context& io, std::string address, const JobKeys& keys, std::chrono::milliseconds silence,
-           Handlers handlers, bool one_of_several = false)
+           Handlers handlers, bool one_of_several = false, std::string name = {})
       : io_(io),
         address_(std::move(address)),
         keys_(keys),
         silence_(silence),
         handlers_(std::move(handlers)),
-        one_of_several_(one_of_several) {}
+        one_of_several_(one_of_several),
+        name_(std::move(name)) {}
   ~Upstream();
   Upstream(const Upstream&) = delete;
   Upstream& operator=(const Upstream&) = delete;
@@ -64,6 +66,7 @@ class Upstream {
   const std::chrono::milliseconds silence_;
   const Handlers handlers_;
   const bool one_of_several_;
+  const std::string name_;
   std::shared_ptr<Attempt> attempt_;  // under way, or waited for
   std::shared_ptr<Framed> connection_;
   bool up_ = false, heard_ = false;  // it has shown the key; and has said something since

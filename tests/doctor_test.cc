@@ -10,6 +10,7 @@
 
 #include "base/fd.h"
 #include "base/unix_socket.h"
+#include "daemon/tests/authority.h"
 #include "tests/doctor_support.h"
 
 namespace rejoin::test {
@@ -189,6 +190,26 @@ TEST_F(Doctor, RefusesBadSettings) {
   const auto bad = examine({"--patience-ms", "1"});
   EXPECT_NE(bad.status, 0);
   EXPECT_NE(bad.output.find("--patience-ms"), std::string::npos) << bad.output;
+}
+
+// By their names, whatever addresses these have.
+TEST_F(Doctor, AsksCoordinatorsForTheCertificatesOfTheirNames) {
+  const Authority authority;
+  const auto flags_of = [](const daemon::CertificateFiles& files) {
+    return std::vector<std::string>{"--tls-ca", files.ca, "--tls-cert", files.cert, "--tls-key", files.key};
+  };
+  job.of_all = flags_of(authority.sign("c0", {.names = "DNS:localhost"}));
+  const auto coordinator = job.start_coordinator({"--replicas", "1", "--ranks", "1", "--listen", "127.0.0.1:0"});
+  const std::string port = job.coordinator.substr(job.coordinator.rfind(':'));
+  const auto with = [&](const std::string& host, const std::vector<std::string>& certificates) {
+    auto arguments = to_coordinator(host + port);
+    arguments.insert(arguments.end(), certificates.begin(), certificates.end());
+    return arguments;
+  };
+  const auto own = flags_of(authority.sign("node", {.names = ""}));
+  expect(0, with("localhost", own), {"ok", "coordinator:", "the key is right"});
+  expect(2, with("127.0.0.1", own), {"FAIL", "coordinator:", "it was asked for as 127.0.0.1"});
+  expect(2, with("localhost", {}), {"FAIL", "coordinator:", "certificate"});
 }
 
 }  // namespace
