@@ -41,10 +41,11 @@ step() {
   printf '== %s\n' "$what"
   log=$(mktemp)
   set -m
-  ("$@") > >(tee "$log") 2>&1 &
+  ("$@") >"$log" 2>&1 &
   pid=$!
   set +m
-  while kill -0 $pid 2>/dev/null && ((SECONDS - began < limit)); do sleep 0.1; done
+  # The log is a file and not a pipe to a `tee`: it is whole once the command has ended.
+  timeout $limit tail -s 0.1 --pid=$pid -n +1 -f "$log" || true
   if kill -0 $pid 2>/dev/null; then
     stacks $pid >&2
     kill -KILL -- -$pid
