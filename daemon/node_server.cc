@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include "base/deadlines.h"
 #include "base/entropy.h"
 #include "base/events.h"
 #include "base/fail.h"
@@ -147,9 +148,20 @@ void NodeServer::tick() {
     keep_listening();
     coordinators_.tick(now());
     carry_out(machine_.on_tick(now()));
+    give_sign_of_life();
     if (machine_.coordinator_up()) coordinators_.check(machine_.coordinator_heard());
     tick();
   });
+}
+
+// To the trainers, which wait for a daemon that is stopped only as long as they are told to.
+void NodeServer::give_sign_of_life() {
+  if (now() - sign_given_ < deadlines::kHeartbeatOfDaemon.of(options_.silence)) return;
+  sign_given_ = now();
+  proto::ToTrainer sign;
+  sign.mutable_control()->mutable_heartbeat();
+  for (auto& [id, trainer] : trainers_)
+    if (trainer.key) send(trainer, sign);
 }
 
 void NodeServer::carry_out(const membership::Node::Actions& actions) {

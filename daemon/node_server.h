@@ -89,6 +89,7 @@ class NodeServer {
   void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
   void send(Trainer& trainer, const proto::ToTrainer& message);
   void tick();
+  void give_sign_of_life();
   void keep_listening();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
@@ -126,6 +127,7 @@ class NodeServer {
   membership::Node machine_;
   std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
+  TimePoint sign_given_{};  // to these
   struct GoneTrainer {
     pid_t pid = 0;
     std::string reason;

@@ -36,7 +36,7 @@ void ReplicatedCoordinator::forget() {
   confirming_ = appending_ = 0;
   due_.reset();
   again_.reset();
-  snapshot_at_ = tried_at_ = last_entry_ = 0;
+  snapshot_at_ = tried_at_ = last_entry_ = claim_told_ = 0;
   verifies_ = false;
   has_read_ = stalled_ = waits_told_ = suspects_itself_ = false;
 }

@@ -9,12 +9,13 @@
 //   3. A standby answers each LeaderView with Leads. The leader sends Heartbeat to all, unasked.
 //
 // The rules:
-//   claim      A standby claims the lead with one compare-and-swap when nobody has led yet; when the nodes of more than
-//              half of the members' ranks say that the leader is lost (where the leader says that it can't write, only
-//              if the store answers this one); when the nodes of half of them do, no node hears it, and the store shows
-//              no sign of it for `kTakeover` and `kLeaderSign`; when a node does, none hears it, and there are no
-//              members or no sign for `kAbandoned`; when it has the name and the address of the leader, which so has
-//              ended; when the nodes have heard of a higher term than the store has.
+//   claim      A standby claims the lead with one compare-and-swap, by what it has just read of the members, when
+//              nobody has led yet; when the nodes of more than half of the members' ranks say that the leader is lost
+//              (where the leader says that it can't write, only if the store answers this one); when the nodes of half
+//              of them do, no node hears it, and the store shows no sign of it for `kTakeover` and `kLeaderSign`; when
+//              a node does, none hears it, and there are no members or no sign for `kAbandoned`; when it has the name
+//              and the address of the leader, which so has ended; when the nodes have heard of a higher term than the
+//              store has.
 //   fence      What a leader writes is written only while the claim is the last one. A leader that is refused forgets
 //              everything and follows.
 //   output     Nothing that its decisions bring about leaves a leader before the store has confirmed, since the event
@@ -137,7 +138,7 @@ class ReplicatedCoordinator {
   };
   Lost who_lost_the_leader(TimePoint now) const;
   std::optional<std::string> reason_to_claim(TimePoint now) const;
-  void try_claim(TimePoint now);
+  void try_claim(TimePoint now, bool has_read_now = false);
   void read_for_lead(TimePoint now);
   void on_claim(const StoreRequest& request, const StoreAnswer& answer, TimePoint now);
   bool outranked() const { return leader_.instance() == options_.instance && heard_term_ > leader_.term(); }

@@ -69,7 +69,7 @@ void ReplicatedCoordinator::on_read(const StoreRequest& request, const StoreAnsw
   if (role_ == Role::reading) return lead(now);
   // A claim without an answer was done after all.
   if (leader_.instance() == options_.instance && leader_.term() != 0 && !outranked()) return read_for_lead(now);
-  try_claim(now);
+  try_claim(now, request.recent);
 }
 
 // What others have appended before this one's claim. Nothing can follow on that but what this one writes.
@@ -206,9 +206,11 @@ std::optional<std::string> ReplicatedCoordinator::reason_to_claim(TimePoint now)
                      leader_.address(), milliseconds(no_sign));
 }
 
-void ReplicatedCoordinator::try_claim(TimePoint now) {
+// Who the members are is read once more before a claim: a replica that has just been admitted counts too.
+void ReplicatedCoordinator::try_claim(TimePoint now, bool has_read_now) {
   const auto why = reason_to_claim(now);
   if (!why) return;
+  if (!has_read_now) return read(true, now);
   proto::Leader claim;
   claim.set_term(std::max(leader_.term(), heard_term_) + 1);
   claim.set_name(options_.name);
@@ -217,7 +219,7 @@ void ReplicatedCoordinator::try_claim(TimePoint now) {
   claim.set_since_ms(options_.started_ms + static_cast<std::uint64_t>(milliseconds(now - started_)));
   role_ = Role::claiming;
   // Where the store does not answer, the same is tried again and again.
-  if (!failing_ || claim_told_ != claim.term()) note(false, "claims the lead, in term {}: {}", claim.term(), *why);
+  if (claim_told_ != claim.term()) note(false, "claims the lead, in term {}: {}", claim.term(), *why);
   claim_told_ = claim.term();
   if (!options_.keys.empty()) claim.set_key(options_.keys.front());
   submit({.kind = Kind::claim, .token = leader_revision_, .leader = leader_bytes_, .value = claim.SerializeAsString()},

@@ -301,6 +301,7 @@ void ProgressThread::run() {
     }
     if (daemon_) poll_daemon(now);
     else reconnect(now);
+    if (daemon_) check_daemon(now);
     const std::uint64_t outcomes = driver_->outcomes();
     driver_->poll(now);
     if (driver_->outcomes() != outcomes) idle_->reset();

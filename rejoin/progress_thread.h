@@ -69,6 +69,7 @@ class ProgressThread {
 
   void run();
   void poll_daemon(TimePoint now);
+  void check_daemon(TimePoint now);
   void publish();
   void send_all();
   bool has_line();

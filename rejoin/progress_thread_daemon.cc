@@ -244,6 +244,16 @@ void ProgressThread::lose_daemon(const std::string& why) {
   daemon_seen_ = clock_.now();
 }
 
+// A daemon gives signs of life, as long as it is not stopped. Who has been stopped itself waits for what the daemon has
+// to say after such a time.
+void ProgressThread::check_daemon(TimePoint now) {
+  const Duration patience = std::max<Duration>(config_.patience, silence_);
+  if (now - daemon_seen_ <= patience || driver_->recent_pause(now) > Duration{}) return;
+  fail({ErrorCode::timeout,
+        fmt::format("the daemon at {} has not given a sign of life for {:.0f} s (--patience-ms): it is stopped or hangs",
+                    config_.socket, seconds(patience))});
+}
+
 void ProgressThread::poll_daemon(TimePoint now) {
   for (;;) {
     auto received = receive_with_fds(daemon_, 512 * KiB);

@@ -218,6 +218,23 @@ TEST(Session, ATrainerThatWasStoppedSaysForHowLongAndThatItWasPutOut) {
   EXPECT_EQ(second.output().find("the daemon is gone"), std::string::npos) << second.output();
 }
 
+// Its node may be in order otherwise: the trainer does not wait for ever, and the others go on meanwhile.
+TEST(Session, ATrainerWhoseDaemonIsStoppedEndsWithinItsPatience) {
+  Job job;
+  job.start(2, 0);
+  auto environment = job.environment(1);
+  environment.emplace_back("REJOIN_PATIENCE_MS=1500");
+  Process first({kMinimal}, job.file("a"), job.environment(0)), second({kMinimal}, job.file("b"), environment);
+  const auto committed = [&] { return job.status().value("committed", 0); };
+  ASSERT_TRUE(eventually([&] { return committed() > 5; }));
+  const pid_t daemon = job.processes[2]->pid();  // replica 1's
+  ::kill(daemon, SIGSTOP);
+  EXPECT_EQ(second.wait(std::chrono::seconds(15)), 1) << second.output();
+  EXPECT_NE(second.output().find("has not given a sign of life for "), std::string::npos) << second.output();
+  ASSERT_TRUE(eventually([&] { return job.status().at("members").size() == 1; }));
+  ::kill(daemon, SIGCONT);
+}
+
 // By whoever cleans /tmp: trainers that are there go on, and one that starts again finds it.
 TEST(Session, ASocketThatIsRemovedIsMadeAgain) {
   Job job;

@@ -25,6 +25,16 @@ proto::Leader other_leader() {
 }
 
 // A store of one writer, and a coordinator that uses it.
+void begin_epoch(proto::LogEntry& entry, std::uint64_t epoch, std::initializer_list<std::uint32_t> members) {
+  auto& begun = *entry.add_records()->mutable_epoch();
+  begun.set_epoch(epoch);
+  begun.set_step(1);
+  for (std::uint32_t replica : members) {
+    begun.add_members()->set_replica(replica);
+    begun.mutable_members()->rbegin()->set_incarnation(replica + 1);
+  }
+}
+
 struct Alone {
   ReplicatedCoordinator::Options options{.job = {.replicas = 2, .ranks = 1, .batch = 4, .id = 5, .silence = kQuiet},
                                          .name = "c0",
@@ -39,28 +49,23 @@ struct Alone {
   std::vector<std::string> told;
   std::optional<Error> failed;
   bool answers = true;
+  std::optional<Asked> answers_not;     // requests of this kind alone
   bool keeps_requests = false;          // and says nothing of the next one either
   std::optional<StoreRequest> unheard;  // that one
   std::optional<Asked> lose;            // the answer to the next such request
 
   void start() { one = std::make_unique<ReplicatedCoordinator>(options, now); }
   // As if somebody else led, who has written what begins a job.
-  void let_other_lead() {
+  void let_other_lead(std::initializer_list<std::uint32_t> members = {0, 1}) {
     leader = other_leader().SerializeAsString();
     leader_revision = ++revision;
-    write(0, [](proto::LogEntry& entry) {
+    write(0, [&](proto::LogEntry& entry) {
       auto& job = *entry.add_records()->mutable_job();
       job.set_replicas(2);
       job.set_ranks(1);
       job.set_batch(4);
       job.set_id(5);
-      auto& begun = *entry.add_records()->mutable_epoch();
-      begun.set_epoch(1);
-      begun.set_step(1);
-      for (std::uint32_t replica : {0, 1}) {
-        begun.add_members()->set_replica(replica);
-        begun.mutable_members()->rbegin()->set_incarnation(replica + 1);
-      }
+      begin_epoch(entry, 1, members);
     });
   }
   void write(std::uint64_t position, const std::function<void(proto::LogEntry&)>& fill) {
@@ -75,7 +80,7 @@ struct Alone {
   }
   StoreAnswer answer_to(const StoreRequest& request) {
     StoreAnswer answer{.outcome = Answered::unknown, .error = "nobody is there", .leader = {}};
-    if (!answers) return answer;
+    if (!answers || request.kind == answers_not) return answer;
     answer = {.outcome = Answered::done, .error = {}, .leader = {}};
     const bool fits = request.token == leader_revision && request.leader == leader;
     if (request.kind == Asked::read) {
@@ -371,11 +376,28 @@ TEST(ReplicatedCoordinator, SaysOnceThatItClaimsWhileTheStoreDoesNotAnswer) {
   job.let_other_lead();
   job.start();
   job.pass(kQuiet);
-  job.answers = false;
+  job.answers_not = Asked::claim;
   for (std::uint64_t number : {0, 1}) job.node(number, true);
   job.pass(10 * kQuiet);
   EXPECT_GT(job.count(Asked::claim), 10u);
   EXPECT_EQ(std::ranges::count_if(job.told, [](const auto& text) { return text.starts_with("claims the lead"); }), 1);
+}
+
+// It knew of a member whose node has lost the leader. The leader has admitted another one, whose node hears it.
+TEST(ReplicatedCoordinator, ReadsWhoTheMembersAreBeforeItClaims) {
+  Alone job;
+  job.let_other_lead({0});
+  job.start();
+  job.pass(kQuiet);
+  job.write(2, [](proto::LogEntry& entry) { begin_epoch(entry, 2, {0, 1}); });
+  job.node(1, false);
+  job.node(0, true);
+  job.say(0);
+  job.pass(kQuiet);
+  EXPECT_EQ(job.count(Asked::claim), 0u);
+  job.node(1, true);
+  job.pass(kQuiet);
+  EXPECT_GT(job.count(Asked::claim), 0u);
 }
 
 }  // namespace
