@@ -249,9 +249,10 @@ void ProgressThread::lose_daemon(const std::string& why) {
 void ProgressThread::check_daemon(TimePoint now) {
   const Duration patience = std::max<Duration>(config_.patience, silence_);
   if (now - daemon_seen_ <= patience || driver_->recent_pause(now) > Duration{}) return;
-  fail({ErrorCode::timeout,
-        fmt::format("the daemon at {} has not given a sign of life for {:.0f} s (--patience-ms): it is stopped or hangs",
-                    config_.socket, seconds(patience))});
+  fail(
+      {ErrorCode::timeout,
+       fmt::format("the daemon at {} has not given a sign of life for {:.0f} s (--patience-ms): it is stopped or hangs",
+                   config_.socket, seconds(patience))});
 }
 
 void ProgressThread::poll_daemon(TimePoint now) {
