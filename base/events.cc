@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/flight.h"
 
 namespace rejoin::events {
 
@@ -63,6 +64,28 @@ void emit(std::string_view kind, const Fields& fields) {
   line += "}\n";
   // One write of one line. A full disk costs the events, not the process.
   if (::write(file.get(), line.data(), line.size()) < 0) written = false;
+}
+
+void record(Kind kind, const Numbers& numbers, std::string_view text) {
+  flight::record(kind, numbers, text);
+  if (!written) return;
+  const Traits& its = traits(kind);
+  if (!its.in_event_files) return;
+  Fields fields;
+  const auto add = [&](std::string_view name, std::uint64_t value) {
+    if (name.ends_with('?')) fields.emplace_back(name.substr(0, name.size() - 1), value != 0);
+    else if (!name.empty()) fields.emplace_back(name, value);
+  };
+  if (its.step) add("step", numbers.step);
+  if (its.epoch) add("epoch", numbers.epoch);
+  add(its.replica, numbers.replica);
+  add(its.number, numbers.number);
+  add(its.a, numbers.a);
+  add(its.b, numbers.b);
+  const std::size_t end = its.more_text.empty() ? text.size() : text.find('\n');
+  if (!its.text.empty()) fields.emplace_back(its.text, std::string(text.substr(0, end)));
+  if (end < text.size()) fields.emplace_back(its.more_text, std::string(text.substr(end + 1)));
+  emit(its.name, fields);
 }
 
 }  // namespace rejoin::events

@@ -128,7 +128,8 @@ class Replica {
   // Each source writes its half of the state in writes of the stream's size, a bounded number in flight.
   Result<double> measure_bulk() {
     if (auto opened = open(); !opened) return tl::unexpected(opened.error());
-    auto region = engine_->register_region(state(), owner_->device()->kind());
+    auto region = engine_->register_region(state(), owner_->device()->kind(),
+                                           joiner() ? transport::Access::remote_write : transport::Access::local);
     if (!region) return tl::unexpected(region.error());
     const std::uint64_t share = state().size() / s_.sources;
     if (!joiner()) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/deadlines.h"
+#include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "catchup/source.h"
@@ -72,13 +73,14 @@ void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint n
 
 void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
   sources_[source] = endpoint;
+  events::record(events::Kind::source_up, {.replica = source.value});
   planner_.on_source_up(source);
   if (auto known = expected_.find(source); known != expected_.end()) known->second.connected_at = now_;
   recheck_verified();
 }
 
 void Joiner::on_source_down(ReplicaId source) {
-  sources_.erase(source);
+  if (sources_.erase(source) > 0) events::record(events::Kind::source_lost, {.replica = source.value});
   landed_.forget(source);
   planner_.on_source_down(source);
   for (std::uint32_t i = 0; i < view_.manifest().slices().size(); ++i) {
@@ -168,6 +170,8 @@ void Joiner::settle(const Arrival& arrival) {
     planner_.narrow();  // the trainer gave it up: its kept gradients ran over the budget
     return fetch_again(slice);
   }
+  events::record(events::Kind::slice_arrived,
+                 {.replica = arrival.source.value, .a = slice, .b = arrival.sent.version()});
   const std::uint64_t bytes = view_.manifest().bytes_of(view_.manifest().slices()[slice].range);
   bytes_ += bytes;
   wire_bytes_ += arrival.wire_bytes;
@@ -211,6 +215,7 @@ bool Joiner::decode(Arrival& arrival) {
 }
 
 void Joiner::fetch_again(std::uint32_t slice) {
+  events::record(events::Kind::slice_again, {.a = slice});
   while (!view_.set_slice(slice, view_.slice(slice), {})) {
   }
   set_verified(slice, false);
@@ -283,6 +288,10 @@ void Joiner::ask_for_slices() {
     const local::Clock clock = view_.clock();
     foreign_ = foreign_ && clock.version == at_first_.version;
     fetch.set_at_least(std::max(foreign_ ? 0 : clock.version, oldest_) + (clock.updating ? 1 : 0));
+    events::record(events::Kind::slices_asked, {.replica = source.value,
+                                                .number = static_cast<std::uint32_t>(slices.size()),
+                                                .a = slices.front(),
+                                                .b = fetch.at_least()});
     if (!send(endpoint, message)) return;
   }
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/digest.h"
+#include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "catchup/joiner.h"
@@ -157,8 +158,8 @@ void Joiner::report_drift(std::uint32_t slice, std::uint64_t version,
               .version = version,
               .digests = {theirs.begin(), theirs.end()}};
   for (std::uint32_t i = 0; i < manifest.parts().size(); ++i) {
-    if (i < what.first_part) drift.offset += manifest.length(manifest.parts()[i]);
-    drift.total += manifest.length(manifest.parts()[i]);
+    if (i < what.first_part) drift.offset += manifest.length(manifest.parts()[i], 0);
+    drift.total += manifest.length(manifest.parts()[i], 0);
   }
   spdlog::error("the sources of this state differ at version {} in tensor '{}', elements {} to {}", version,
                 drift.tensor, drift.first, drift.first + drift.count);
@@ -186,6 +187,7 @@ bool Joiner::all_agree(std::uint32_t slice) const {
 void Joiner::set_verified(std::uint32_t slice, bool verified) {
   if (verified == verified_[slice]) return;
   verified_[slice] = verified;
+  if (verified) events::record(events::Kind::slice_verified, {.a = slice});
   if (verified) ++verified_count_, unverified_.erase(slice), arrived_.forget(slice);
   else --verified_count_, unverified_.insert(slice);
 }

@@ -10,7 +10,9 @@ Planner::Planner(std::uint32_t slices, std::uint32_t window)
 }
 
 void Planner::on_present(std::uint32_t slice) {
-  if (std::erase(waiting_, slice) == 0) return;
+  const auto at = std::lower_bound(waiting_.begin(), waiting_.end(), slice);  // nothing has been given out yet
+  if (at == waiting_.end() || *at != slice) return;
+  waiting_.erase(at);
   have_[slice] = true;
   ++arrived_;
 }

@@ -19,7 +19,7 @@ class Planner {
   // There are `slices` to fetch. At most `window` of them are under way from one source, fewer after narrow().
   Planner(std::uint32_t slices, std::uint32_t window);
 
-  // The slice is there already, from an earlier catch-up.
+  // The slice is there already, from an earlier catch-up. Before next() is called for the first time.
   void on_present(std::uint32_t slice);
   void on_source_up(ReplicaId source);
   // The source is gone: next() gives out to others what was outstanding from it. The caller fences the source before it

@@ -32,8 +32,9 @@ Result<> Service::add_rank(RankKey key, std::uint64_t instance, local::View view
 }
 
 Result<> Service::register_rank(LocalRank& rank) {
-  if (auto state = register_state(*rank.view, rank.state); !state) return state;
-  auto shadow = register_memory(rank.view->shadow(), rank.view->kind(), rank.view->shadow_dma_buf());
+  if (auto state = register_state(*rank.view, transport::Access::local, rank.state); !state) return state;
+  auto shadow =
+      register_memory(rank.view->shadow(), rank.view->kind(), transport::Access::local, rank.view->shadow_dma_buf());
   if (!shadow) {
     deregister(rank.state);
     return tl::unexpected(shadow.error());
@@ -43,9 +44,10 @@ Result<> Service::register_rank(LocalRank& rank) {
   return {};
 }
 
-Result<> Service::register_state(const local::View& view, std::vector<transport::RegionId>& regions) {
+Result<> Service::register_state(const local::View& view, transport::Access access,
+                                 std::vector<transport::RegionId>& regions) {
   for (std::size_t i = 0; i < view.memory_ranges().size(); ++i) {
-    auto region = register_memory(view.memory_ranges()[i], view.kind(), view.dma_buf(i));
+    auto region = register_memory(view.memory_ranges()[i], view.kind(), access, view.dma_buf(i));
     if (!region) {
       deregister(regions);
       return tl::unexpected(region.error());
@@ -57,10 +59,11 @@ Result<> Service::register_state(const local::View& view, std::vector<transport:
 
 // By its trainer's dma-buf; where the transport can't, as it can.
 Result<transport::RegionId> Service::register_memory(std::span<std::byte> memory, device::MemoryKind kind,
+                                                     transport::Access access,
                                                      const std::optional<device::DmaBuf>& buffer) {
   if (buffer)
-    if (auto region = engine_.register_dma_buf(*buffer)) return region;
-  return engine_.register_region(memory, kind);
+    if (auto region = engine_.register_dma_buf(*buffer, access)) return region;
+  return engine_.register_region(memory, kind, access);
 }
 
 void Service::deregister(std::vector<transport::RegionId>& regions) {
@@ -130,7 +133,7 @@ Result<> Service::start_joining(LocalRank& rank, TimePoint now) {
   if (rank.joiner) return {};
   if (!rank.registered)
     if (auto registered = register_rank(rank); !registered) return registered;
-  if (auto target = register_state(*rank.view, rank.target); !target) return target;
+  if (auto target = register_state(*rank.view, transport::Access::remote_write, rank.target); !target) return target;
   rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, rank.committed, silence_, now);
   return {};
 }

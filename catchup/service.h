@@ -135,10 +135,10 @@ class Service {
   Result<> start_joining(LocalRank& rank, TimePoint now);
   void try_again(RankKey key, LocalRank& rank, TimePoint now);
   // Registers all memory ranges or none, which leaves the list empty.
-  Result<> register_state(const local::View& view, std::vector<transport::RegionId>& regions);
+  Result<> register_state(const local::View& view, transport::Access access, std::vector<transport::RegionId>& regions);
   void deregister(std::vector<transport::RegionId>& regions);
   Result<transport::RegionId> register_memory(std::span<std::byte> memory, device::MemoryKind kind,
-                                              const std::optional<device::DmaBuf>& buffer);
+                                              transport::Access access, const std::optional<device::DmaBuf>& buffer);
   void connect_missing(RankKey key, LocalRank& rank, TimePoint now);
   void give_up_silent_sources(TimePoint now);
   void handle(const transport::Event& event, TimePoint now);

@@ -62,7 +62,7 @@ Result<> Source::on_fetch(const proto::Fetch& fetch) {
           fetch.region_indexes(next) >= static_cast<std::uint32_t>(fetch.regions_size()))
         return fail(ErrorCode::corrupt, "it does not say where slice {} begins", slice);
       const auto& region = fetch.regions(static_cast<int>(fetch.region_indexes(next)));
-      if (!in_range(fetch.offsets(next), manifest.length(whole), region.length()))
+      if (!in_range(fetch.offsets(next), manifest.length(whole, column), region.length()))
         return fail(ErrorCode::mismatch, "slice {} does not fit where the joiner wants it", slice);
       request.columns[column] = {{region.key(), region.length()}, fetch.offsets(next)};
     }
@@ -187,26 +187,26 @@ void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) 
   if (decision_.on() && !encode(part)) return;
   if (decision_.wants_sample()) sample(part);
   std::vector<transport::Write> writes;
-  std::uint64_t shadow = memory_.view->shadow_offset(part.pinned), slot = part.slot.value_or(0) * local::kPartBytes;
-  const std::uint64_t whole = manifest.length(range),
-                      into = (range.first - manifest.slices()[job.request.slice].range.first) *
-                             size_of(manifest.tensors()[range.tensor].type);
+  const std::uint64_t shadow = memory_.view->shadow_offset(part.pinned),
+                      into = range.first - manifest.slices()[job.request.slice].range.first;  // elements
+  std::uint64_t slot = part.slot.value_or(0) * local::kPartBytes;
   part.wire_bytes = 0;
   for (std::uint32_t column = 0; column < manifest.columns(range); ++column) {
     const local::ColumnLocation location = memory_.view->location(range, column);
     transport::RemoteRange remote = job.request.columns[column];
-    remote.offset += into;
+    const std::uint64_t whole = manifest.length(range, column);
+    remote.offset += into * size_of(manifest.tensors()[range.tensor].type_of(column));
     const bool coded = part.coded[column] > 0;
     const std::uint64_t length = coded ? part.coded[column] : whole;
-    writes.push_back({.context = job.number << 8 | index,
-                      .local = coded ? transport::LocalRange{slots_region_, slot}
-                               : part.from_shadow
-                                   ? transport::LocalRange{memory_.shadow, shadow}
-                                   : transport::LocalRange{memory_.state[location.memory_range], location.offset},
-                      .remote = remote,
-                      .length = length,
-                      .notify = WriteTag{part.pinned.part, column, coded, part.generation}.packed()});
-    shadow += manifest.packed_stride(range);
+    writes.push_back(
+        {.context = job.number << 8 | index,
+         .local = coded ? transport::LocalRange{slots_region_, slot}
+                  : part.from_shadow
+                      ? transport::LocalRange{memory_.shadow, shadow + manifest.packed_offset(range, column)}
+                      : transport::LocalRange{memory_.state[location.memory_range], location.offset},
+         .remote = remote,
+         .length = length,
+         .notify = WriteTag{part.pinned.part, column, coded, part.generation}.packed()});
     slot += whole;
     part.wire_bytes += length;
   }
@@ -227,7 +227,7 @@ bool Source::encode(PartJob& part) {
   if (slots_.size() == 0) {
     auto slots = Mapping::shareable(kSlots * local::kPartBytes);
     if (!slots) return true;  // no memory: plain
-    auto region = engine_.register_region(slots->span(), transport::MemoryKind::host);
+    auto region = engine_.register_region(slots->span(), transport::MemoryKind::host, transport::Access::local);
     if (!region) return true;
     slots_ = std::move(*slots);
     slots_region_ = *region;

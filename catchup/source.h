@@ -25,14 +25,14 @@ struct WriteTag {
   std::uint32_t generation = 0;  // tells this write of the part from others, since a part may be written again
   static constexpr std::uint32_t kGenerations = 1u << 29;
   std::uint64_t packed() const {
-    return std::uint64_t{generation} << 35 | std::uint64_t{part} << 3 | (coded ? 4 : 0) | column;
+    return std::uint64_t{generation} << 35 | std::uint64_t{part} << 4 | (coded ? 8 : 0) | column;
   }
   static WriteTag unpack(std::uint64_t bits) {
-    return {static_cast<std::uint32_t>(bits >> 3), static_cast<std::uint32_t>(bits & 3), (bits & 4) != 0,
+    return {static_cast<std::uint32_t>(bits >> 4 & 0x7fffffff), static_cast<std::uint32_t>(bits & 7), (bits & 8) != 0,
             static_cast<std::uint32_t>(bits >> 35)};
   }
 };
-static_assert(local::kMaxColumns <= 4);
+static_assert(local::kMaxColumns <= 8 && local::kMaxParts < std::uint64_t{1} << 31);
 
 class Source {
  public:

@@ -125,7 +125,7 @@ function(rejoin_test name)
   endif()
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 TEST_FILTER ${filter}
     PROPERTIES LABELS ${labels} TIMEOUT ${ARG_TIMEOUT} RUN_SERIAL $<BOOL:${ARG_SERIAL}>
-      ENVIRONMENT "${environment}REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;${REJOIN_TSAN_ENVIRONMENT};${REJOIN_ASAN_ENVIRONMENT}")
+      ENVIRONMENT "${environment}REJOIN_BIN=${CMAKE_BINARY_DIR}/bin;REJOIN_FLIGHT_DIR=${CMAKE_BINARY_DIR}/flight;${REJOIN_TSAN_ENVIRONMENT};${REJOIN_ASAN_ENVIRONMENT}")
 endfunction()
 
 # rejoin_proto(NAME FILE [IMPORT DIRECTORY] [LINK targets...]): a library of one file's messages.

@@ -121,7 +121,12 @@ Result<RegionId> Group::region_of(Active& active, std::uint32_t memory) {
   if (memory >= active.operation.memory.size()) return active.scratch->region;
   auto& region = active.regions[memory];
   if (!region) {
-    auto registered = engine_.register_region(active.operation.memory[memory], transport::MemoryKind::host);
+    // Others write what is received here, and what is only sent is nobody's.
+    const bool receives = std::ranges::any_of(active.operation.plan.tasks, [&](const Task& task) {
+      return task.kind == Task::Kind::receive && task.at.memory == memory;
+    });
+    const auto access = receives ? transport::Access::remote_write : transport::Access::local;
+    auto registered = engine_.register_region(active.operation.memory[memory], transport::MemoryKind::host, access);
     if (!registered) return registered;
     region = *registered;
   }
@@ -140,7 +145,7 @@ Result<> Group::take_scratch(Active& active) {
   }
   auto mapping = Mapping::shareable(round_up(bytes, 64 * KiB));
   if (!mapping) return tl::unexpected(mapping.error());
-  auto region = engine_.register_region(mapping->span(), transport::MemoryKind::host);
+  auto region = engine_.register_region(mapping->span(), transport::MemoryKind::host, transport::Access::remote_write);
   if (!region) return tl::unexpected(region.error());
   active.scratch = Scratch{std::move(*mapping), *region};
   return {};
@@ -155,7 +160,8 @@ void Group::give_back(Active& active) {
   if (!active.scratch) return;
   if (failed_) {
     engine_.deregister(active.scratch->region);
-    const auto again = engine_.register_region(active.scratch->mapping.span(), transport::MemoryKind::host);
+    const auto again = engine_.register_region(active.scratch->mapping.span(), transport::MemoryKind::host,
+                                               transport::Access::remote_write);
     if (!again) return active.scratch.reset();
     active.scratch->region = *again;
   }

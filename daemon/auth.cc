@@ -24,7 +24,9 @@ bool is_our_group(gid_t group) {
   return count > 0 && std::find(groups.begin(), groups.begin() + count, group) != groups.begin() + count;
 }
 
-// Kept from others. What root gives to a group of ours alone is, too: Kubernetes mounts secrets so under an fsGroup.
+// Kept from others. What root gives to a group of ours alone is, too: Kubernetes mounts secrets so under an fsGroup. So
+// is what root shares with its own group: by the access list that systemd hands credentials over with, this process
+// reads it.
 Result<> check_kept(const std::string& named, const struct stat& file) {
   const unsigned mode = file.st_mode & 07777;
   const std::string is = fmt::format("{} has mode {:04o}", named, mode);
@@ -34,10 +36,10 @@ Result<> check_kept(const std::string& named, const struct stat& file) {
                 "defaultMode to 0400, or to 0440 with an fsGroup",
                 is);
   if ((mode & 030) != 0) return fail(ErrorCode::refused, "{}: its group may change it; chmod 600 it", is);
-  if ((mode & 040) == 0 || (file.st_uid == 0 && is_our_group(file.st_gid))) return {};
+  if ((mode & 040) == 0 || (file.st_uid == 0 && (file.st_gid == 0 || is_our_group(file.st_gid)))) return {};
   return fail(ErrorCode::refused,
               "{}, owner {} and group {}: its group may read it, which is right only where the owner is root and the "
-              "group one of this process's; chmod 600 it",
+              "group root's or one of this process's; chmod 600 it",
               is, file.st_uid, file.st_gid);
 }
 

@@ -1,4 +1,5 @@
-// rejoin: examines a node, asks daemons how they are, audits a coordinator's log, merges event files into a trace.
+// rejoin: examines a node, asks daemons how they are, audits a coordinator's log, makes a trace of recordings and
+// explains incidents out of them.
 #include <asio.hpp>
 #include <filesystem>
 #include <iostream>
@@ -10,6 +11,7 @@
 #include "base/fail.h"
 #include "base/result.h"
 #include "daemon/doctor_command.h"
+#include "daemon/explain.h"
 #include "daemon/flags.h"
 #include "daemon/log_audit.h"
 #include "daemon/log_transfer.h"
@@ -116,11 +118,30 @@ Result<int> import_from(const std::string& log, const StoreSettings& settings, b
   return 0;
 }
 
-Result<int> show_trace(const std::string& directory, const std::string& output) {
-  const auto rows = merge_trace(directory, output);
-  if (!rows) return tl::unexpected(rows.error());
-  std::cout << fmt::format("{} processes in {}; open it in ui.perfetto.dev or chrome://tracing\n", *rows, output);
+Result<int> show_trace(const std::vector<std::string>& paths, const std::string& output, std::uint64_t job) {
+  const auto merged = merge_trace(paths, output, job);
+  if (!merged) return tl::unexpected(merged.error());
+  for (const auto& note : merged->notes) std::cerr << "rejoin: " << note << "\n";
+  std::cout << fmt::format("{} processes in {}; open it in ui.perfetto.dev or chrome://tracing\n", merged->processes,
+                           output);
   return 0;
+}
+
+Result<int> show_incident(ExplainOptions options, std::uint64_t job) {
+  options.job = job;
+  const auto told = explain(options);
+  if (!told) return tl::unexpected(told.error());
+  std::cout << *told;
+  return 0;
+}
+
+// As recordings and the status name it.
+ValueCheck job_number() {
+  return {"16 hex digits", [](const std::string& text) -> Result<> {
+            const bool right = text.size() == 16 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
+            return right ? Result<>()
+                         : fail(ErrorCode::invalid_argument, "'{}' is no job's number: 16 hex digits", text);
+          }};
 }
 
 }  // namespace
@@ -129,7 +150,8 @@ Result<int> show_trace(const std::string& directory, const std::string& output) 
 int main(int argc, char** argv) {
   using namespace rejoin;
   CommandLine line("Looks at a Rejoin job.");
-  std::string address, log, directory, output = "trace.json";
+  std::string address, log, job, output = "trace.json";
+  std::vector<std::string> paths;
   bool json = false;
   auto& status = line.command("status", "what a daemon is doing, and for whom it waits");
   status.add("address", address, "the daemon's --status address").required().environment("REJOIN_STATUS");
@@ -146,9 +168,20 @@ int main(int argc, char** argv) {
   audit.add("--steps", steps, "the job's last step, which the log does not name; 0: not known")
       .check(daemon::whole_number())
       .show_default();
-  auto& trace = line.command("trace", "event files of all processes as one Chrome/Perfetto trace");
-  trace.add("events", directory, "the --events directory").required();
+  const char* const of_job = "of the recordings of several jobs, this one's; otherwise the last one's";
+  auto& trace =
+      line.command("trace", "flight recordings and event files of all processes as one Chrome/Perfetto trace");
+  trace.add("files", paths, "files, or directories of them (--flight-dir, --events); none: the default --flight-dir");
   trace.add("-o,--output", output, "file to write").show_default();
+  trace.add("--job", job, of_job).check(daemon::job_number());
+  daemon::ExplainOptions what;
+  auto& explain = line.command("explain", "what happened when a process was lost, out of the flight recordings of all");
+  explain.add("files", what.paths, "files, or directories of them (--flight-dir); none: the default --flight-dir");
+  explain.add("--at", what.at, "the incident nearest to this time in UTC; without it the last one");
+  explain.add("--epoch", what.epoch, "the incident that this epoch began for")
+      .check(daemon::or_none(daemon::whole_number()));
+  explain.flag("--list", what.list, "a line for each incident");
+  explain.add("--job", job, of_job).check(daemon::job_number());
   auto& logs = line.command("log", "a coordinator's decisions as one file, or into the store of several coordinators");
   auto& out = logs.command("export", "all that a log and the archives beside it hold, as one file");
   std::string from, to;
@@ -166,12 +199,14 @@ int main(int argc, char** argv) {
   doctor.bind(examine);
   if (const auto exit = line.parse(argc, argv)) return *exit;
   if (examine.chosen()) return doctor.run();
-  auto done = status.chosen()  ? daemon::show_status(address, json)
-              : top.chosen()   ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
-              : out.chosen()   ? daemon::export_to(from, to)
-              : in.chosen()    ? daemon::import_from(from, store, replace)
-              : audit.chosen() ? daemon::show_audit(log, steps == 0 ? std::nullopt : std::optional(Step(steps)))
-                               : daemon::show_trace(directory, output);
+  const auto number_of = [](const std::string& text) { return std::strtoull(text.c_str(), nullptr, 16); };
+  auto done = status.chosen()    ? daemon::show_status(address, json)
+              : top.chosen()     ? daemon::top(addresses, std::chrono::milliseconds(interval_ms), count)
+              : out.chosen()     ? daemon::export_to(from, to)
+              : in.chosen()      ? daemon::import_from(from, store, replace)
+              : explain.chosen() ? daemon::show_incident(what, number_of(job))
+              : audit.chosen()   ? daemon::show_audit(log, steps == 0 ? std::nullopt : std::optional(Step(steps)))
+                                 : daemon::show_trace(paths, output, number_of(job));
   if (!done) {
     std::cerr << "rejoin: " << done.error().message << "\n";
     return 1;

@@ -21,8 +21,16 @@ void bind(CommandLine& line, Config& c) {
       .range(1, 1 << 30);
   line.setting("--replicas", c.replicas, "REJOIN_REPLICAS", "coordinator: replicas of the job").range(1, 1024);
   line.setting("--ranks", c.ranks, "REJOIN_RANKS", "coordinator: ranks of a replica").range(1, 65536);
+  line.setting("--full-mesh-members", c.full_mesh_members, "REJOIN_FULL_MESH_MEMBERS",
+               "coordinator: up to so many members, and two more, are all connected with each other; of a larger job "
+               "each with those that it needs, and with spares")
+      .range(0, 1024);
   line.setting("--batch", c.batch, "REJOIN_BATCH", "coordinator: samples a contributor trains in a step")
       .range(1, 1 << 30);
+  line.flag("--constant-batch", c.constant_batch,
+            "coordinator: contributors train --replicas × --batch samples together in each step, however few they are; "
+            "each one's gradient counts by its samples")
+      .environment("REJOIN_CONSTANT_BATCH");
   line.setting("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end").check(whole_number());
   line.add("--roll-back-to", c.roll_back_to,
            "coordinator: where nobody is left with the state of the last committed step, go on from a checkpoint as "
@@ -54,12 +62,17 @@ void bind(CommandLine& line, Config& c) {
       .required()
       .check(file_name());
   bind(line, c.certificates);
-  line.setting("--status", c.status, "REJOIN_STATUS", "address for /status and /metrics").check(listen_address());
+  line.setting("--status", c.status, "REJOIN_STATUS",
+               "address of the page, /status and /metrics; none: port 7001 of 127.0.0.1 with --coordinator, 7002 of a "
+               "node, 7003 of a relay, or any other where that is in use")
+      .check(or_none(listen_address()));
   line.setting("--address-file", c.address_file, "REJOIN_ADDRESS_FILE",
                "write the addresses in use to this file, as JSON");
   line.setting("--log-level", c.log_level, "REJOIN_LOG_LEVEL", "trace, debug, info, warn, error or off")
       .check(log_level());
   line.setting("--events", c.events, "REJOIN_EVENTS", "directory for event files (see rejoin trace)");
+  line.setting("--flight-dir", c.flight, "REJOIN_FLIGHT_DIR",
+               "directory for the flight recording (see rejoin explain); none: /dev/shm/rejoin-USER; off");
   line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
   line.setting("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)")
       .check(or_none(socket_name()));
@@ -103,6 +116,9 @@ Result<> check(const Config& c) {
   if (!c.coordinator && c.store.store != "file")
     return fail(ErrorCode::invalid_argument, "--store {} is for coordinators alone: add --coordinator, or leave it out",
                 c.store.store);
+  if (c.constant_batch && c.batch * c.replicas >= std::uint64_t{1} << 31)
+    return fail(ErrorCode::invalid_argument, "--constant-batch of {} × {} samples in a step: it must be less than {}",
+                c.replicas, c.batch, std::uint64_t{1} << 31);
   if (auto together = check(c.certificates); !together) return together;
   return check(c.store);
 }
@@ -111,10 +127,12 @@ membership::JobConfig job_of(const Config& c) {
   membership::JobConfig job{.replicas = c.replicas,
                             .ranks = c.ranks,
                             .batch = c.batch,
+                            .constant_batch = c.constant_batch,
                             .steps = c.steps,
                             .silence = std::chrono::milliseconds(c.silence_ms),
                             .roll_back_to = c.roll_back_to ? std::optional(Step(*c.roll_back_to)) : std::nullopt,
                             .start_patience = std::chrono::milliseconds(c.start_patience_ms)};
+  job.links.full_mesh_members = c.full_mesh_members;
   job.audit.on = c.audit != "off";
   if (job.audit.on && c.audit != "auto") parse_number(c.audit, job.audit.period);
   if (const auto drop = parse_replica_at_step(c.drop_replica)) job.drop = {.replica = drop->first, .at = drop->second};

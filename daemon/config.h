@@ -19,12 +19,13 @@ struct Config {
   bool coordinator = false;
   std::string listen = "127.0.0.1:0", log_directory = "rejoin-log";
   std::uint64_t log_compact_kib = 64 * 1024;
-  std::uint32_t replicas = 3, ranks = 2;
+  std::uint32_t replicas = 3, ranks = 2, full_mesh_members = 64;
+  bool constant_batch = false;
   std::uint64_t batch = 1, steps = 0, silence_ms = 2000, start_patience_ms = 0;
   std::optional<std::uint64_t> roll_back_to;
   std::string audit = "auto", drop_replica;
   std::optional<std::uint32_t> end_with;  // a process
-  std::string relay, key_file, other_key_file, status = "127.0.0.1:0", address_file, log_level = "info", events;
+  std::string relay, key_file, other_key_file, status, address_file, log_level = "info", events, flight;
   StoreSettings store;
   CertificateFiles certificates;
   NodeOptions node;

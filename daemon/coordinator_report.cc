@@ -8,7 +8,9 @@
 
 #include "base/events.h"
 #include "base/fail.h"
+#include "base/flight.h"
 #include "base/log.h"
+#include "daemon/clock_stamp.h"
 
 namespace rejoin::daemon {
 
@@ -24,20 +26,19 @@ void add_member(std::string& members, std::uint64_t replica, bool catching_up) {
 void emit_events(const std::vector<proto::LogRecord>& records) {
   for (const auto& record : records) {
     if (record.has_committed())
-      events::emit("commit", {{"step", record.committed().step()}, {"epoch", record.committed().epoch()}});
+      events::record(events::Kind::commit, {.epoch = record.committed().epoch(), .step = record.committed().step()});
     if (record.has_rolled_back())
-      events::emit("rolled_back", {{"from", record.rolled_back().from()}, {"to", record.rolled_back().version()}});
+      events::record(events::Kind::rolled_back,
+                     {.a = record.rolled_back().from(), .b = record.rolled_back().version()});
     if (record.has_stopped()) {
       spdlog::critical("the job stops after step {}: {}", record.stopped().step(), record.stopped().reason());
-      events::emit("stopped", {{"step", record.stopped().step()}, {"reason", record.stopped().reason()}});
+      events::record(events::Kind::stopped, {.step = record.stopped().step()}, record.stopped().reason());
     }
     if (record.has_epoch()) {
       std::string members;
       for (const auto& m : record.epoch().members()) add_member(members, m.replica(), m.catching_up());
-      events::emit("epoch", {{"epoch", record.epoch().epoch()},
-                             {"step", record.epoch().step()},
-                             {"members", members},
-                             {"reason", record.epoch().reason()}});
+      events::record(events::Kind::epoch, {.epoch = record.epoch().epoch(), .step = record.epoch().step()},
+                     members + "\n" + record.epoch().reason());
     }
   }
 }
@@ -46,21 +47,32 @@ void emit_recovered(const membership::Coordinator& machine) {
   if (!machine.started()) return;
   std::string members;
   for (const auto& m : machine.members()) add_member(members, m.replica.value, m.catching_up);
-  events::emit("recovered",
-               {{"epoch", machine.epoch().value}, {"step", machine.committed().value + 1}, {"members", members}});
+  flight::set_job(machine.job());
+  events::record(events::Kind::recovered, {.epoch = machine.epoch().value, .step = machine.committed().value + 1},
+                 members);
 }
 
 void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membership::NodeId>, proto::ToNode>>& send,
-              const std::vector<membership::NodeId>& close) {
+              const std::vector<membership::NodeId>& close, const std::string& page) {
   for (const auto& [to, message] : send) {
-    const std::string bytes = message.SerializeAsString();
+    std::string bytes;
+    if (message.has_registered()) {
+      proto::ToNode told = message;
+      told.mutable_registered()->set_page(page);
+      bytes = told.SerializeAsString();
+    } else {
+      bytes = message.SerializeAsString();
+    }
+    if (message.has_heartbeat()) stamp(bytes);
+    if (message.has_plan()) flight::set_job(message.plan().job());
     for (auto node : to) nodes.send(node, bytes);
-    if (message.has_plan() && message.plan().finished()) events::emit("finished");
+    if (message.has_plan() && message.plan().finished()) events::record(events::Kind::finished);
   }
   for (auto node : close) nodes.close(node);
 }
 
 void end_of_deciding(const std::string& why) {
+  events::record(events::Kind::ended, {}, why);
   spdlog::critical("{}", why);
   std::_Exit(4);
 }

@@ -17,8 +17,9 @@ void emit_events(const std::vector<proto::LogRecord>& records);
 // something down, and before it emitted it.
 void emit_recovered(const membership::Coordinator& machine);
 
+// `page`: where this process's page is, of which nodes are told.
 void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membership::NodeId>, proto::ToNode>>& send,
-              const std::vector<membership::NodeId>& close);
+              const std::vector<membership::NodeId>& close, const std::string& page);
 
 // How long it takes to keep what is decided.
 using WriteTimes = membership::ReplicatedCoordinator::Latency;

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/entropy.h"
+#include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "daemon/log_notes.h"
@@ -31,11 +32,13 @@ CoordinatorServer::CoordinatorServer(asio::io_context& io, const membership::Job
       log_(std::move(log)),
       log_compact_(log_compact),
       machine_(job_),
-      nodes_(
-          io, keys, job_.silence,
-          {.message = [this](NodeId node,
-                             const proto::FromNode& message) { carry_out(machine_.on_message(node, message, now())); },
-           .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}) {}
+      nodes_(io, keys, job_.silence,
+             {.message =
+                  [this](NodeId node, const proto::FromNode& message) {
+                    if (message.has_report()) return history_.on_report(message.report(), now());
+                    carry_out(machine_.on_message(node, message, now()));
+                  },
+              .lost = [this](NodeId node) { carry_out(machine_.on_node_lost(node, now())); }}) {}
 
 Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_context& io, const std::string& listen,
                                                                     const std::string& log_directory,
@@ -57,6 +60,8 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::start(asio::io_con
         "are "
         "two jobs from here on. --store says where they share them");
   emit_recovered(machine);
+  server->history_.on_records(server->log_.records(), {});
+  server->history_.on_lead(server->now());
   server->log_.forget_records();
   if (auto listening = server->nodes_.listen(listen); !listening)
     return fail(listening.error().code,
@@ -84,11 +89,19 @@ void CoordinatorServer::carry_out(const membership::Actions& actions) {
     end_of_deciding(written.error().message +
                     (gone ? ". The coordinator ends" : "; free space and start the coordinator again"));
   }
-  if (!actions.append.empty()) written_.add(now() - begun);
+  if (!actions.append.empty()) {
+    const TimePoint ended = now();
+    const Duration taken = ended - begun;
+    written_.add(taken);
+    history_.on_append(taken);
+    history_.on_records(actions.append, ended);
+    events::record(events::Kind::appended, {.number = static_cast<std::uint32_t>(actions.append.size()),
+                                            .a = static_cast<std::uint64_t>(taken.count())});
+  }
   if (log_.size() >= compact_at_ && !actions.append.empty()) compact_log();
   emit_events(actions.append);
   log_notes(actions.notes);
-  send_all(nodes_, actions.send, actions.close);
+  send_all(nodes_, actions.send, actions.close, page_);
 }
 
 // A snapshot is small beside a log that is due; where it is not, the log at least doubles until the next one.

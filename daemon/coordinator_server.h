@@ -5,6 +5,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "daemon/coordinator_report.h"
+#include "daemon/job_history.h"
 #include "daemon/node_listener.h"
 #include "membership/coordinator.h"
 #include "membership/log.h"
@@ -20,6 +21,8 @@ class CoordinatorServer {
                                                           const membership::JobConfig& job, const JobKeys& keys);
   const std::string& address() const { return nodes_.address(); }
   nlohmann::json status() const;
+  const JobHistory& history() const { return history_; }
+  void set_page(std::string address) { page_ = std::move(address); }  // where this process's page is, before any node
   const membership::Coordinator& machine() const { return machine_; }
 
  private:
@@ -38,6 +41,8 @@ class CoordinatorServer {
   membership::Coordinator machine_;
   NodeListener nodes_;
   WriteTimes written_;
+  JobHistory history_{job_.replicas};
+  std::string page_;
 };
 
 }  // namespace rejoin::daemon

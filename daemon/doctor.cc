@@ -5,6 +5,7 @@
 
 #include "base/bytes.h"
 #include "base/fail.h"
+#include "base/ring_links.h"
 
 namespace rejoin::daemon {
 
@@ -100,15 +101,24 @@ void examine_limits(const DoctorSettings& s, const Probes& probes, Findings& fin
 
 }  // namespace
 
-// A trainer is connected with every other replica, and a daemon, while its ranks catch up, for each of them with every
-// other replica: by a socket for each rail, or by a socket and a doorbell of shared memory. A trainer takes of its
-// daemon its socket twice, its process, its page and doorbell, and a few for its state. The rest are logs, sockets that
-// listen, and what libraries open.
+// A trainer is connected with every other replica, or of a large job with those that it is linked with, and while it
+// waits to be admitted and as the order changes with some more; a daemon, while its ranks catch up, for each of them
+// with every other replica: by a socket for each rail, or by a socket and a doorbell of shared memory. A trainer takes
+// of its daemon its socket twice, its process, its page and doorbell, and a few for its state. The rest are logs,
+// sockets that listen, and what libraries open.
 DescriptorsNeeded descriptors_needed(const DoctorSettings& s) {
   constexpr std::uint64_t of_process = 64, of_trainer = 16;
   const auto rails = static_cast<std::uint64_t>(std::ranges::count(s.transport, ',') + 1);
-  const std::uint64_t links = std::max<std::uint64_t>(2, rails) * (s.replicas - 1);
-  return {.trainer = of_process + links, .daemon = of_process + (of_trainer + links) * s.ranks};
+  const std::uint64_t others = s.replicas - 1;
+  std::uint64_t links = others;
+  if (const LinkRule rule{.full_mesh_members = s.full_mesh_members}; !rule.all(s.replicas)) {
+    constexpr std::uint64_t meanwhile = 4;
+    for (std::uint32_t one = 0; one < s.replicas; ++one)
+      links = std::max<std::uint64_t>(one > 0 ? links : 0, links_of(rule, one, s.replicas, s.replicas).size());
+    links = std::min(others, meanwhile * links);
+  }
+  const std::uint64_t of_one = std::max<std::uint64_t>(2, rails);
+  return {.trainer = of_process + of_one * links, .daemon = of_process + (of_trainer + of_one * others) * s.ranks};
 }
 
 Findings examine(const DoctorSettings& settings, const Probes& probes) {

@@ -42,7 +42,8 @@ struct DoctorSettings {
   StoreSettings store;
   std::vector<std::string> peers;         // catch-up addresses of other nodes' daemons
   std::uint32_t replicas = 3, ranks = 1;  // of the job; of them on this node
-  std::string cuda_connections;           // CUDA_DEVICE_MAX_CONNECTIONS
+  std::uint32_t full_mesh_members = 64;
+  std::string cuda_connections;  // CUDA_DEVICE_MAX_CONNECTIONS
   std::chrono::milliseconds patience{2000};
 };
 

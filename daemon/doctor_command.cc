@@ -31,6 +31,8 @@ void DoctorCommand::bind(CommandLine& line) {
       .check(peer_address());
   daemon::bind(line, s.store);
   line.setting("--replicas", s.replicas, "REJOIN_REPLICAS", "of the job").range(1, 1024);
+  line.setting("--full-mesh-members", s.full_mesh_members, "REJOIN_FULL_MESH_MEMBERS", "as the coordinator's")
+      .range(0, 1024);
   line.add("--ranks-here", s.ranks, "ranks of the job on this node").range(1, 65536).show_default();
   line.add("--cuda-connections", s.cuda_connections, "as trainers are given it")
       .environment("CUDA_DEVICE_MAX_CONNECTIONS")

@@ -19,18 +19,31 @@ Samples missing(const Samples& samples, std::uint64_t end) {
 }  // namespace
 
 void PassedOver::take(const proto::LogRecord& record) {
-  if (record.has_job()) batch_ = record.job().batch();
+  if (record.has_job()) take(record.job());
   if (record.has_snapshot()) begin_from(record.snapshot());
   if (record.has_epoch()) {
     quiet_ = false;
+    std::uint64_t contributors = 0;
     for (const auto& member : record.epoch().members()) {
       if (member.catching_up()) continue;
-      may_be_out_ += batch_;
+      ++contributors;
       hold_.insert(member.replica());
     }
+    may_be_out_ += dealt_to(contributors);
   }
   if (record.has_rolled_back()) roll_back(record.rolled_back());
   if (record.has_committed()) commit(record.committed());
+}
+
+void PassedOver::take(const proto::LogRecord::Job& job) {
+  together_ = job.constant_batch() ? job.replicas() * job.batch() : 0;
+  batch_ = job.constant_batch() ? together_ : job.batch();
+  unit_ = job.ranks();
+}
+
+// At most, in a step.
+std::uint64_t PassedOver::dealt_to(std::uint64_t contributors) const {
+  return together_ > 0 ? together_ + unit_ * contributors : batch_ * contributors;
 }
 
 std::uint64_t PassedOver::not_trained() const { return missing(trained_, highest_).size(); }
@@ -51,13 +64,13 @@ void PassedOver::commit(const proto::LogRecord::Committed& committed) {
   if (!quiet_) out_before_ += may_be_out_;
   out_before_ = std::max(out_before_, end);
   highest_ = std::max(highest_, end);
-  may_be_out_ = batch_ * static_cast<std::uint64_t>(committed.members_size());
+  may_be_out_ = dealt_to(static_cast<std::uint64_t>(committed.members_size()));
   quiet_ = true;
 }
 
 // The log was compacted, and what was in it before that is not here.
 void PassedOver::begin_from(const proto::LogRecord::Snapshot& snapshot) {
-  batch_ = snapshot.job().batch();
+  take(snapshot.job());
   trained_ = Samples(snapshot.ledger().trained(), membership::kMostSamples);
   for (const auto& step : snapshot.ledger().steps())
     steps_[step.step()] = Samples(step.trained(), membership::kMostSamples);

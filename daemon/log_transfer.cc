@@ -50,7 +50,11 @@ Result<WholeLog> read_whole(const std::string& path) {
 Result<proto::LogRecord> snapshot_of(const WholeLog& whole, const std::string& path) {
   const auto& first = whole.records.front();
   const auto& job = membership::job_of(first);
-  membership::Coordinator machine({.replicas = job.replicas(), .ranks = job.ranks(), .batch = job.batch()});
+  membership::Coordinator machine({.replicas = job.replicas(),
+                                   .ranks = job.ranks(),
+                                   .batch = job.batch(),
+                                   .constant_batch = job.constant_batch(),
+                                   .links = membership::rule_in(job)});
   for (const auto& record : whole.records)
     if (auto replayed = machine.replay(record); !replayed)
       return fail(replayed.error().code, "{}: {}", path, replayed.error().message);

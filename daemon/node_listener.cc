@@ -4,6 +4,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "daemon/clock_stamp.h"
 #include "daemon/listen.h"
 #include "membership/node.h"
 
@@ -60,7 +61,7 @@ void NodeListener::greet(asio::ip::tcp::socket socket) {
                            if (gone.empty()) return;
                            spdlog::info("node {} at {} is gone: {}", gone.mapped().name,
                                         gone.mapped().connection->remote(), why);
-                           events::emit("node_lost", {{"node", gone.mapped().name}, {"why", why}});
+                           events::record(events::Kind::node_lost, {}, gone.mapped().name + "\n" + why);
                            handlers_.lost(id);
                          }},
                     std::chrono::duration_cast<std::chrono::milliseconds>(deadlines::kControlProof.of(silence_)));
@@ -112,8 +113,31 @@ void NodeListener::on_bytes(NodeId node, std::string_view bytes) {
   if (message.has_hello()) {
     found->second.name = message.hello().node();
     message.mutable_hello()->set_address(connection->remote());
+    events::record(events::Kind::node_up, {}, found->second.name);
   }
+  record_heard(message, bytes);
   handlers_.message(node, message);
+}
+
+// What a decision may rest on.
+void NodeListener::record_heard(const proto::FromNode& message, std::string_view bytes) {
+  if (message.has_heartbeat()) hear_stamp(bytes);
+  if (message.has_rank_down()) {
+    const auto& down = message.rank_down();
+    events::record(events::Kind::heard_down, {.replica = down.replica(), .number = down.rank(), .b = down.ended()},
+                   down.reason());
+  }
+  if (!message.has_accusation() || message.accusation().only_waiting()) return;
+  const auto& accusation = message.accusation();
+  const std::tuple which(accusation.epoch(), accusation.replica(), accusation.suspect(), accusation.lost());
+  if (std::exchange(accusation_, which) == which) return;  // repeated, it is one
+  events::record(events::Kind::heard_accusation,
+                 {.epoch = accusation.epoch(),
+                  .replica = accusation.replica(),
+                  .number = accusation.suspect(),
+                  .a = accusation.waited_ms(),
+                  .b = accusation.lost()},
+                 accusation.what());
 }
 
 void NodeListener::send(NodeId node, const std::string& message) {
@@ -123,7 +147,7 @@ void NodeListener::send(NodeId node, const std::string& message) {
 void NodeListener::close(NodeId node) {
   auto silent = nodes_.extract(node);
   if (silent.empty()) return;
-  events::emit("node_lost", {{"node", silent.mapped().name}, {"why", "it was silent"}});
+  events::record(events::Kind::node_lost, {}, silent.mapped().name + "\nit was silent");
   silent.mapped().connection->close();
 }
 

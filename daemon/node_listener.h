@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 
 #include "base/log.h"
 #include "base/seldom.h"
@@ -44,6 +45,7 @@ class NodeListener {
   void log_refusal(spdlog::level::level_enum level, const std::string& remote, const std::string& line);
   void accept();
   void on_bytes(membership::NodeId node, std::string_view bytes);
+  void record_heard(const proto::FromNode& message, std::string_view bytes);
 
   asio::ip::tcp::acceptor acceptor_;
   asio::steady_timer again_;  // to accept, when there was no descriptor
@@ -58,6 +60,7 @@ class NodeListener {
   std::map<membership::NodeId, std::shared_ptr<Framed>> strangers_;  // that have not proven the key, oldest first
   Seldom without_descriptors_{std::chrono::seconds(10)};             // a line in the log
   std::map<std::string, Seldom> refusals_;                           // by host: when one was logged last
+  std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, bool> accusation_;  // recorded last: epoch, by, of, lost
   std::uint64_t next_node_ = 1, rejected_ = 0;
   std::string address_;
 };

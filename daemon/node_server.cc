@@ -6,6 +6,7 @@
 #include "base/entropy.h"
 #include "base/events.h"
 #include "base/fail.h"
+#include "base/flight.h"
 #include "base/log.h"
 #include "daemon/log_notes.h"
 #include "transport/factory.h"
@@ -29,6 +30,8 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
                      .message =
                          [this](const proto::ToNode& message) {
                            if (message.has_inquiry()) look_after(message.inquiry());
+                           record_plan(message);
+                           if (message.has_registered()) coordinator_page_ = message.registered().page();
                            carry_out(machine_.on_coordinator_message(message, now()));
                            if (message.has_plan() || message.has_peers()) follow_plan();
                          },
@@ -150,6 +153,7 @@ void NodeServer::tick() {
     carry_out(machine_.on_tick(now()));
     give_sign_of_life();
     if (machine_.coordinator_up()) coordinators_.check(machine_.coordinator_heard());
+    tell();
     tick();
   });
 }
@@ -186,15 +190,13 @@ void NodeServer::follow_plan() {
     if (found == trainers_.end()) continue;
     Trainer& trainer = found->second;
     if (catching_up && !trainer.catching_up)
-      events::emit("catch_up_started", {{"replica", std::uint64_t{key.replica.value}},
-                                        {"rank", std::uint64_t{key.rank.value}},
-                                        {"step", machine_.plan().step()}});
+      events::record(events::Kind::catch_up_started,
+                     {.step = machine_.plan().step(), .replica = key.replica.value, .number = key.rank.value});
     if (trainer.catching_up && !catching_up) {
       trainer.stream->post([key = key](catchup::Service& service, TimePoint) { service.finish(key); });
       if (serves)
-        events::emit("promoted", {{"replica", std::uint64_t{key.replica.value}},
-                                  {"rank", std::uint64_t{key.rank.value}},
-                                  {"step", machine_.plan().step()}});
+        events::record(events::Kind::promoted,
+                       {.step = machine_.plan().step(), .replica = key.replica.value, .number = key.rank.value});
     }
     trainer.catching_up = catching_up;
     if (std::exchange(trainer.serves, serves) != serves)
@@ -209,13 +211,35 @@ void NodeServer::follow_plan() {
   }
 }
 
+// Once for each epoch that it hears of.
+void NodeServer::record_plan(const proto::ToNode& message) const {
+  if (!message.has_plan() || message.plan().epoch() == machine_.plan().epoch()) return;
+  flight::set_job(message.plan().job());
+  events::record(events::Kind::plan, {.epoch = message.plan().epoch(), .step = message.plan().step()});
+}
+
+void NodeServer::record_progress(const catchup::RankKey& key, const catchup::CatchUpProgress& progress) {
+  events::Numbers numbers{.replica = key.replica.value, .number = key.rank.value, .a = progress.bytes};
+  if (!progress.done) {
+    numbers.b = progress.total_bytes;
+    return events::record(events::Kind::catch_up, numbers);
+  }
+  numbers.b = static_cast<std::uint64_t>(progress.seconds * 1e9);
+  events::record(events::Kind::caught_up, numbers,
+                 fmt::format("{} slices from {} {}, {} fetched again", progress.total_slices, progress.sources_used,
+                             progress.sources_used == 1 ? "source" : "sources", progress.refetched));
+}
+
 void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamThread::Report report) {
   DeviceStream* stream = stream_of(of);
   if (stream == nullptr) return;
   stream->bytes_served = report.bytes_served;
   stream->serving = std::move(report.serving);
   for (const auto& [key, progress] : report.progress) {
-    progress_[key] = progress;
+    auto& known = progress_[key];
+    if (!known.done) record_progress(key, progress);  // the end once
+    refetched_ += progress.refetched - (progress.refetched >= known.refetched ? known.refetched : 0);
+    known = progress;
     events::emit("catch_up", {{"replica", std::uint64_t{key.replica.value}},
                               {"rank", std::uint64_t{key.rank.value}},
                               {"bytes", progress.bytes},

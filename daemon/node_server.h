@@ -74,6 +74,7 @@ class NodeServer {
     bool catching_up = false;
     std::optional<Incarnation> serves;
     proto::Heartbeat ring;  // its last: what it counted of its all-reduces
+    proto::Heartbeat told;  // … when the coordinator was told last
   };
 
   NodeServer(asio::io_context& io, const NodeOptions& options, const JobKeys& keys);
@@ -86,10 +87,14 @@ class NodeServer {
   void drop(membership::RankConnection id, const std::string& reason, membership::Node::Gone how);
   void on_hang_up(membership::RankConnection id, const std::string& reason);
   std::map<membership::RankConnection, Trainer>::iterator find_trainer(const catchup::RankKey& key);
+  void record_plan(const proto::ToNode& message) const;
+  static void record_progress(const catchup::RankKey& key, const catchup::CatchUpProgress& progress);
   void on_leave(membership::RankConnection id, const proto::LocalLeave& leave);
   void send(Trainer& trainer, const proto::ToTrainer& message);
   void tick();
   void give_sign_of_life();
+  void tell();
+  proto::Report describe(ReplicaId replica, Duration since_last);
   void keep_listening();
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
@@ -143,6 +148,9 @@ class NodeServer {
   std::unique_ptr<DeviceStream> host_;
   std::optional<std::string> own_host_;  // when somebody has listened everywhere
   std::uint64_t served_by_gone_ = 0;     // bytes
+  std::uint64_t refetched_ = 0;          // slices, by joiners that are or were here
+  TimePoint told_at_{};                  // the coordinator, of streams, hops and rails
+  std::string coordinator_page_;         // its address
   asio::thread_pool opener_{1};  // RDMA devices may take long to open and to close: the daemon is not silent meanwhile
 };
 

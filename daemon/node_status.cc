@@ -1,6 +1,7 @@
 // What the node tells of itself (/status).
 #include <signal.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "daemon/node_server.h"
@@ -18,6 +19,8 @@ nlohmann::json NodeServer::status() const {
                       {"epoch", machine_.plan().epoch()},
                       {"committed", machine_.plan().committed()},
                       {"bytes_served", bytes_served},
+                      {"refetched", refetched_},
+                      {"page", coordinator_page_},
                       {"rejected", rejected_}};
   json["ranks"] = nlohmann::json::array();
   for (const auto& [id, trainer] : trainers_) {
@@ -48,7 +51,10 @@ nlohmann::json NodeServer::status() const {
       rank["hops"].push_back({{"replica", hop.replica()},
                               {"chunks", hop.chunks()},
                               {"bytes", hop.bytes()},
-                              {"longest_gap_us", hop.longest_gap_us()}});
+                              {"longest_gap_us", hop.longest_gap_us()},
+                              {"recent_gap_us", hop.recent_gap_us()}});
+    rank["rails"] = nlohmann::json::array();
+    for (const auto& rail : trainer.ring.rails()) rank["rails"].push_back({{"peers", rail.peers()}, {"up", rail.up()}});
     json["ranks"].push_back(std::move(rank));
   }
   json["gone"] = nlohmann::json::array();
@@ -72,6 +78,59 @@ nlohmann::json NodeServer::status() const {
                                  {"coder_bytes_per_second", stats.coder_bytes_per_second},
                                  {"coded_ratio", stats.ratio}});
   return json;
+}
+
+// The coordinator hears what its page shows of every node. Nothing follows from it.
+void NodeServer::tell() {
+  constexpr auto kTellEvery = std::chrono::seconds(1);
+  const TimePoint at = now();
+  if (!machine_.coordinator_up() || at - told_at_ < kTellEvery) return;
+  const Duration since_last = at - std::exchange(told_at_, at);
+  std::set<ReplicaId> here;
+  for (const auto& [id, trainer] : trainers_)
+    if (trainer.key) here.insert(trainer.key->replica);
+  for (auto replica : here) {
+    proto::FromNode message;
+    *message.mutable_report() = describe(replica, since_last);
+    coordinators_.send(message);
+  }
+}
+
+proto::Report NodeServer::describe(ReplicaId replica, Duration since_last) {
+  proto::Report report;
+  report.set_replica(replica.value);
+  report.set_node(options_.name);
+  for (auto& [id, trainer] : trainers_) {
+    if (!trainer.key || trainer.key->replica != replica) continue;
+    if (auto found = progress_.find(*trainer.key); found != progress_.end() && trainer.catching_up) {
+      auto& stream = *report.mutable_stream();
+      const auto& one = found->second;
+      stream.set_bytes(stream.bytes() + one.bytes);
+      stream.set_total_bytes(stream.total_bytes() + one.total_bytes);
+      stream.set_bytes_per_second(stream.bytes_per_second() + one.bytes_per_second);
+      stream.set_slices(stream.slices() + one.total_slices);
+      stream.set_verified(stream.verified() + one.verified);
+      stream.set_refetched(stream.refetched() + one.refetched);
+      stream.set_sources(std::max(stream.sources(), static_cast<std::uint32_t>(one.sources_used)));
+    }
+    const auto before = std::exchange(trainer.told, trainer.ring);
+    for (const auto& hop : trainer.ring.hops()) {
+      if (hop.recent_gap_us() == 0 || hop.recent_gap_us() < report.slowest().gap_us()) continue;
+      const auto same = std::ranges::find(before.hops(), hop.replica(), [](const auto& one) { return one.replica(); });
+      const auto bytes = hop.bytes() - (same == before.hops().end() ? 0 : std::min(same->bytes(), hop.bytes()));
+      auto& slowest = *report.mutable_slowest();
+      slowest.set_rank(trainer.key->rank.value);
+      slowest.set_from(hop.replica());
+      slowest.set_gap_us(hop.recent_gap_us());
+      slowest.set_bytes_per_second(static_cast<std::uint64_t>(static_cast<double>(bytes) / seconds(since_last)));
+    }
+    for (int i = 0; i < trainer.ring.rails_size(); ++i) {
+      auto& sum = i < report.rails_size() ? *report.mutable_rails(i) : *report.add_rails();
+      sum.set_peers(sum.peers() + trainer.ring.rails(i).peers());
+      sum.set_up(sum.up() + trainer.ring.rails(i).up());
+    }
+  }
+  return report;
 }
 
 }  // namespace rejoin::daemon

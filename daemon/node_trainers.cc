@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "daemon/listen.h"
 #include "daemon/node_server.h"
+#include "membership/rank.h"
 
 namespace rejoin::daemon {
 
@@ -138,6 +139,9 @@ Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) 
                 hello.protocol(), hello.layout(), membership::kProtocolVersion, local::kLayoutVersion);
   if (trainer.offering || trainer.opening || trainer.key)
     return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
+  if (hello.up().card().size() > membership::kMostCardBytes)
+    return fail(ErrorCode::invalid_argument, "its card has {} bytes; there may be up to {}", hello.up().card().size(),
+                membership::kMostCardBytes);
   if (hello.descriptors() > local::kMaxOffered)
     return fail(ErrorCode::corrupt, "it wants to send {} descriptors", hello.descriptors());
   trainer.offering = {hello, {}};
@@ -191,6 +195,10 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   if (auto cleared = clear_place(trainer, key, hello.up().instance()); !cleared) return cleared;
   trainer.key = key;
   gone_.erase(key);
+  events::record(events::Kind::rank_up, {.replica = key.replica.value,
+                                         .number = key.rank.value,
+                                         .a = static_cast<std::uint64_t>(trainer.credentials.pid),
+                                         .b = hello.up().incarnation()});
   trainer.stream = stream.thread.get();
   const bool complete = view->complete();
   auto shared = std::make_shared<local::View>(std::move(*view));
@@ -282,10 +290,12 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
   if (gone.empty()) return;
   Trainer& trainer = gone.mapped();
   if (trainer.key) {
-    events::emit(machine_.plan().finished() || how == Gone::left ? "rank_left" : "rank_down",
-                 {{"replica", std::uint64_t{trainer.key->replica.value}},
-                  {"rank", std::uint64_t{trainer.key->rank.value}},
-                  {"reason", reason}});
+    const bool left = machine_.plan().finished() || how == Gone::left;
+    events::record(left ? events::Kind::rank_left : events::Kind::rank_down,
+                   {.replica = trainer.key->replica.value,
+                    .number = trainer.key->rank.value,
+                    .a = static_cast<std::uint64_t>(trainer.credentials.pid)},
+                   reason);
     progress_.erase(*trainer.key);
     gone_[*trainer.key] = {trainer.credentials.pid, reason, now()};
     if (trainer.own) served_by_gone_ += trainer.own->bytes_served;  // its stream goes with it

@@ -16,12 +16,15 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/fd.h"
+#include "base/flight.h"
 #include "base/log.h"
 #include "daemon/config.h"
 #include "daemon/coordinator_server.h"
 #include "daemon/listen.h"
 #include "daemon/relay_server.h"
 #include "daemon/replicated_server.h"
+#include "daemon/service_manager.h"
+#include "daemon/status_pages.h"
 #include "daemon/status_server.h"
 #include "daemon/store_factory.h"
 #include "transport/advertise.h"
@@ -94,9 +97,28 @@ void add_coordinator(Config& c, const std::string& own) {
   if (std::ranges::none_of(each, [&](const auto& one) { return leads_to(one, own); })) all += "," + own;
 }
 
+// At the address that was asked for; where none was, at the usual one, if that is free.
+Result<std::unique_ptr<StatusServer>> start_status(asio::io_context& io, const Config& c,
+                                                   const StatusServer::Source& source) {
+  if (!c.status.empty()) return StatusServer::start(io, c.status, source);
+  const std::string usual = fmt::format("127.0.0.1:{}", c.coordinator ? 7001 : !c.node.socket.empty() ? 7002 : 7003);
+  auto started = StatusServer::start(io, usual, source);
+  if (started) return started;
+  auto other = StatusServer::start(io, "127.0.0.1:0", source);
+  if (other) spdlog::info("{}. It is at {} instead", started.error().message, (*other)->address());
+  return other;
+}
+
 Result<JobKeys> read_keys(const Config& c) {
   if (auto together = check(c); !together) return tl::unexpected(together.error());
   return JobKeys::read(c.key_file, c.other_key_file, c.certificates);
+}
+
+// Of a process, in its flight recording.
+std::string name_of(const Config& c) {
+  if (!c.node.socket.empty()) return c.node.name;
+  if (!c.coordinator) return "relay " + c.node.name;
+  return c.store.shared() ? "coordinator " + c.node.name : "coordinator";
 }
 
 Result<> run(Config& c, const JobKeys& keys) {
@@ -105,12 +127,16 @@ Result<> run(Config& c, const JobKeys& keys) {
   if (!c.other_key_file.empty()) spdlog::info("who proves the key in {} is taken in, too", c.other_key_file);
   if (auto opened = events::open(c.events, c.coordinator && !node ? "coordinator" : c.node.name); !opened)
     return opened;
+  flight::open(c.flight, name_of(c),
+               fmt::format("rejoind{}{}{}", c.coordinator ? ", coordinator" : "", c.relay.empty() ? "" : ", relay",
+                           node ? ", node" : ""));
 
   asio::io_context io(1);
   asio::signal_set signals(io, SIGINT, SIGTERM);
   signals.async_wait([&](asio::error_code error, int number) {
     if (error) return;
     spdlog::info("signal {}: ending", number);
+    events::record(events::Kind::ended, {}, fmt::format("signal {}", number));
     io.stop();
   });
   std::unique_ptr<NodeServer> server;
@@ -162,19 +188,39 @@ Result<> run(Config& c, const JobKeys& keys) {
     server = std::move(*started);
     addresses["socket"] = c.node.socket;
   }
-  auto status = StatusServer::start(io, c.status, [&] {
+  auto manager = ServiceManager::from_environment();
+  if (!manager) return tl::unexpected(manager.error());
+  const auto say = [&] {
     nlohmann::json json;
     if (coordinator) json["coordinator_role"] = coordinator->status();
     if (one_of_several) json["coordinator_role"] = one_of_several->status();
     if (relay) json["relay_role"] = relay->status();
     if (server) json["node_role"] = server->status();
     return json;
-  });
+  };
+  StatusPages pages({.status = say, .history = [&]() -> const JobHistory* {
+                       if (coordinator) return &coordinator->history();
+                       return one_of_several ? &one_of_several->history() : nullptr;
+                     }});
+  auto status = start_status(io, c, [&](const std::string& path) { return pages.answer(path); });
   if (!status) return tl::unexpected(status.error());
-  addresses["status"] = advertised(c, (*status)->address());
+  const std::string page = advertised(c, (*status)->address());
+  addresses["status"] = page;
+  if (coordinator) coordinator->set_page(page);
+  if (one_of_several) one_of_several->set_page(page);
   if (auto written = write_addresses(c.address_file, addresses); !written) return written;
   spdlog::info("ready: {}", addresses.dump());
+  asio::steady_timer again(io);
+  std::function<void(asio::error_code)> tell = [&](asio::error_code cancelled) {
+    if (cancelled || !manager->listens()) return;
+    manager->ready(line_of(say()));
+    again.expires_after(c.node.silence);
+    again.async_wait(tell);
+  };
+  tell({});
   io.run();
+  manager->stopping();
+  events::record(events::Kind::ended, {}, "in order");
   return {};
 }
 

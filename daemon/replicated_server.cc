@@ -26,11 +26,13 @@ ReplicatedServer::ReplicatedServer(asio::io_context& io, Options options, std::u
     : timer_(io),
       options_(std::move(options)),
       copy_(std::move(copy)),
-      nodes_(
-          io, keys, options_.job.silence,
-          {.message = [this](NodeId node,
-                             const proto::FromNode& message) { carry_out(machine_->on_message(node, message, now())); },
-           .lost = [this](NodeId node) { carry_out(machine_->on_node_lost(node, now())); }}),
+      nodes_(io, keys, options_.job.silence,
+             {.message =
+                  [this](NodeId node, const proto::FromNode& message) {
+                    if (message.has_report()) return history_.on_report(message.report(), now());
+                    carry_out(machine_->on_message(node, message, now()));
+                  },
+              .lost = [this](NodeId node) { carry_out(machine_->on_node_lost(node, now())); }}),
       store_(std::move(store)) {}
 
 ReplicatedServer::~ReplicatedServer() { *lives_ = false; }
@@ -89,8 +91,16 @@ void ReplicatedServer::carry_out(membership::ReplicatedCoordinator::Actions acti
   compact_copy();
   // What comes while it does not lead, it has read: whoever wrote it down has told of it.
   if (leads_) emit_events(actions.copy);
+  remember(actions);
   tell_of_lead();
-  send_all(nodes_, actions.send, actions.close);
+  send_all(nodes_, actions.send, actions.close, page_);
+}
+
+void ReplicatedServer::remember(const membership::ReplicatedCoordinator::Actions& actions) {
+  if (actions.copy_from) history_.on_records({*actions.copy_from}, {});
+  history_.on_records(actions.copy, leads_ ? std::optional(now()) : std::nullopt);
+  const auto& latency = machine_->latency();
+  if (std::exchange(writes_, latency.count) != latency.count) history_.on_append(latency.last);
 }
 
 // What was in it stays beside it. A snapshot is small beside a copy that is due; where it is not, the copy at least
@@ -111,8 +121,10 @@ void ReplicatedServer::compact_copy() {
 void ReplicatedServer::tell_of_lead() {
   const bool leads = machine_->leading() != nullptr;
   if (std::exchange(leads_, leads) == leads) return;
-  events::emit(leads ? "leader" : "standby", {{"term", machine_->leader().term()}});
-  if (leads) emit_recovered(*machine_->leading());
+  events::record(leads ? events::Kind::leader : events::Kind::standby, {.a = machine_->leader().term()});
+  if (!leads) return;
+  emit_recovered(*machine_->leading());
+  history_.on_lead(now());
 }
 
 nlohmann::json ReplicatedServer::status() const {

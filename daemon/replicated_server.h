@@ -7,6 +7,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "daemon/coordinator_report.h"
+#include "daemon/job_history.h"
 #include "daemon/log_copy.h"
 #include "daemon/node_listener.h"
 #include "membership/replicated_coordinator.h"
@@ -36,6 +37,8 @@ class ReplicatedServer {
   const std::string& address() const { return nodes_.address(); }
   const membership::ReplicatedCoordinator& machine() const { return *machine_; }
   nlohmann::json status() const;
+  const JobHistory& history() const { return history_; }
+  void set_page(std::string address) { page_ = std::move(address); }  // where this process's page is, before any node
 
  private:
   ReplicatedServer(asio::io_context& io, Options options, std::unique_ptr<membership::Store> store,
@@ -44,6 +47,7 @@ class ReplicatedServer {
   void carry_out(membership::ReplicatedCoordinator::Actions actions);
   void tell_of_lead();
   void compact_copy();
+  void remember(const membership::ReplicatedCoordinator::Actions& actions);
   TimePoint now() const { return SteadyClock().now(); }
 
   asio::steady_timer timer_;
@@ -53,6 +57,9 @@ class ReplicatedServer {
   bool compacting_ = false;
   std::unique_ptr<membership::ReplicatedCoordinator> machine_;  // once it listens
   NodeListener nodes_;
+  JobHistory history_{options_.job.replicas};
+  std::uint64_t writes_ = 0;  // of them, in the history
+  std::string page_;
   bool leads_ = false;  // as the events say
   bool failed_ = false;
   const std::shared_ptr<bool> lives_ = std::make_shared<bool>(true);

@@ -1,81 +1,90 @@
 #include "daemon/status_server.h"
 
-#include <fmt/format.h>
-#include <prometheus/gauge.h>
-#include <prometheus/registry.h>
-#include <prometheus/text_serializer.h>
+#include <microhttpd.h>
+#include <sys/socket.h>
 
-#include <nlohmann/json.hpp>
-#include <sstream>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
 
-#include "base/bytes.h"
 #include "base/fail.h"
+#include "base/fd.h"
+#include "base/log.h"
 #include "daemon/listen.h"
 
 namespace rejoin::daemon {
 
+// Whoever is connected. The library bounds only the time in which nothing comes, so that a byte now and then would keep
+// a connection.
+struct StatusServer::Caller {
+  Caller(asio::io_context& io, int fd, Duration patience) : deadline(io) {
+    deadline.expires_after(patience);
+    deadline.async_wait([fd](asio::error_code cancelled) {
+      if (!cancelled) ::shutdown(fd, SHUT_RDWR);  // the library sees it, and closes it
+    });
+  }
+  asio::steady_timer deadline;
+};
+
 namespace {
 
-constexpr std::size_t kMaxRequest = 8 * KiB;
+void log_http(void*, const char* format, va_list arguments) {
+  std::array<char, 512> line{};
+  std::vsnprintf(line.data(), line.size(), format, arguments);
+  std::string text(line.data());
+  while (text.ends_with('\n')) text.pop_back();
+  spdlog::debug("status: {}", text);
+}
 
-// One request, one answer, closed.
-class Request : public std::enable_shared_from_this<Request> {
- public:
-  // `ended` is called once.
-  Request(asio::ip::tcp::socket socket, const StatusServer::Source& source, std::function<void()> ended)
-      : socket_(std::move(socket)),
-        timer_(socket_.get_executor()),
-        source_(source),
-        ended_(std::move(ended)),
-        buffer_(kMaxRequest) {}
-
-  void start() {
-    timer_.expires_after(std::chrono::seconds(5));
-    timer_.async_wait([self = shared_from_this()](asio::error_code error) {
-      asio::error_code ignored;
-      if (!error) self->socket_.close(ignored);
-    });
-    asio::async_read_until(
-        socket_, buffer_, "\r\n\r\n", [self = shared_from_this()](asio::error_code error, std::size_t) {
-          const auto bytes = self->buffer_.data();
-          self->answer(answer_to(
-              error ? std::string_view() : std::string_view(static_cast<const char*>(bytes.data()), bytes.size()),
-              self->source_));
-        });
-  }
-
- private:
-  void answer(std::string reply) {
-    reply_ = std::move(reply);
-    asio::async_write(socket_, asio::buffer(reply_), [self = shared_from_this()](asio::error_code, std::size_t) {
-      asio::error_code ignored;
-      self->socket_.shutdown(asio::ip::tcp::socket::shutdown_both, ignored);
-      self->timer_.cancel();
-      self->socket_.close(ignored);
-      self->ended_();
-    });
-  }
-
-  asio::ip::tcp::socket socket_;
-  asio::steady_timer timer_;
-  const StatusServer::Source& source_;
-  const std::function<void()> ended_;
-  asio::streambuf buffer_;
-  std::string reply_;
-};
+using Body = std::shared_ptr<const std::string>;
 
 }  // namespace
 
 Result<std::unique_ptr<StatusServer>> StatusServer::start(asio::io_context& io, const std::string& listen,
-                                                          Source source) {
-  std::unique_ptr<StatusServer> server(new StatusServer(io, std::move(source)));
+                                                          Source source, Duration patience) {
+  std::unique_ptr<StatusServer> server(new StatusServer(io, std::move(source), patience));
   auto address = listen_on(server->acceptor_, listen);
   if (!address)
     return fail(address.error().code, "status on {}: {}; choose another --status address or port 0", listen,
                 address.error().message);
   server->address_ = *address;
+  if (auto started = server->start_http(); !started) return tl::unexpected(started.error());
   server->accept();
+  server->watch();
   return server;
+}
+
+Result<> StatusServer::start_http() {
+  const auto told = +[](void* self, MHD_Connection* connection, void** caller, MHD_ConnectionNotificationCode what) {
+    auto& server = *static_cast<StatusServer*>(self);
+    if (what == MHD_CONNECTION_NOTIFY_STARTED) {
+      const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+      *caller = new Caller(server.io_, info->connect_fd, server.patience_);
+      return;
+    }
+    delete static_cast<Caller*>(*caller);
+    --server.open_;
+    if (std::exchange(server.full_, false)) server.accept();
+  };
+  const auto asked = +[](void* self, MHD_Connection* connection, const char* path, const char* method, const char*,
+                         const char*, std::size_t*, void**) {
+    return static_cast<StatusServer*>(self)->answer(connection, path, method) ? MHD_YES : MHD_NO;
+  };
+  // Sockets are accepted here, where a lack of descriptors and too many callers are known how to deal with.
+  http_ = MHD_start_daemon(MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_USE_ERROR_LOG, 0, nullptr, nullptr, asked,
+                           this, MHD_OPTION_EXTERNAL_LOGGER, &log_http, nullptr, MHD_OPTION_CONNECTION_LIMIT,
+                           static_cast<unsigned>(kMostRequests), MHD_OPTION_CONNECTION_MEMORY_LIMIT, kMostMemory,
+                           MHD_OPTION_NOTIFY_CONNECTION, told, this, MHD_OPTION_END);
+  if (http_ == nullptr) return fail(ErrorCode::unavailable, "status: the HTTP server could not be started");
+  const auto* info = MHD_get_daemon_info(http_, MHD_DAEMON_INFO_EPOLL_FD);
+  auto watched = duplicate(info->epoll_fd);
+  if (!watched) return tl::unexpected(watched.error());
+  ready_.assign(watched->release());
+  return {};
+}
+
+StatusServer::~StatusServer() {
+  if (http_ != nullptr) MHD_stop_daemon(http_);
 }
 
 void StatusServer::accept() {
@@ -87,110 +96,64 @@ void StatusServer::accept() {
         if (!cancelled) accept();
       });
     }
-    if (!error) {
-      ++open_;
-      std::make_shared<Request>(std::move(socket), source_, [this] { on_ended(); })->start();
-    }
-    if (open_ < kMostRequests) accept();
+    if (!error) take(std::move(socket));
+    full_ = open_ >= kMostRequests;
+    if (!full_) accept();
   });
 }
 
-void StatusServer::on_ended() {
-  if (open_-- == kMostRequests) accept();
+// The library has the socket from here on, and closes it.
+void StatusServer::take(asio::ip::tcp::socket socket) {
+  asio::error_code error;
+  const auto from = socket.remote_endpoint(error);
+  const int fd = error ? -1 : socket.release(error);
+  if (error) return;
+  ++open_;
+  if (MHD_add_connection(http_, fd, from.data(), static_cast<socklen_t>(from.size())) == MHD_NO) --open_;
+  work();
 }
 
-std::string answer_to(std::string_view request, const StatusServer::Source& source) {
-  const auto reply = [](int code, const char* type, const std::string& body) {
-    return fmt::format("HTTP/1.1 {} {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{}", code,
-                       code == 200 ? "OK" : "Error", type, body.size(), body);
-  };
-  // METHOD PATH VERSION, the path up to a query.
-  const std::string_view line = request.substr(0, request.find("\r\n"));
-  const auto first = line.find(' '), second = line.find(' ', first == line.npos ? first : first + 1);
-  if (first == line.npos || second == line.npos || !line.substr(second + 1).starts_with("HTTP/"))
-    return reply(400, "text/plain", "not an HTTP request\n");
-  if (line.substr(0, first) != "GET") return reply(405, "text/plain", "only GET\n");
-  std::string_view path = line.substr(first + 1, second - first - 1);
-  path = path.substr(0, path.find('?'));
-  if (path == "/status") return reply(200, "application/json", source().dump(2) + "\n");
-  if (path == "/metrics") return reply(200, "text/plain; version=0.0.4", metrics_text(source()));
-  return reply(404, "text/plain", "here are /status and /metrics\n");
+void StatusServer::work() {
+  MHD_run(http_);
+  MHD_UNSIGNED_LONG_LONG milliseconds = 0;
+  due_.cancel();
+  if (MHD_get_timeout(http_, &milliseconds) == MHD_NO) return;
+  due_.expires_after(std::chrono::milliseconds(milliseconds));
+  due_.async_wait([this](asio::error_code cancelled) {
+    if (!cancelled) work();
+  });
 }
 
-std::string metrics_text(const nlohmann::json& status) {
-  prometheus::Registry registry;
-  const auto gauge = [&](const std::string& name, const std::string& help,
-                         const std::map<std::string, std::string>& labels, double value) {
-    prometheus::BuildGauge().Name("rejoin_" + name).Help(help).Register(registry).Add(labels).Set(value);
-  };
-  const auto number = [&](const nlohmann::json& at, const char* key, const std::string& name, const std::string& help,
-                          const std::map<std::string, std::string>& labels = {}) {
-    if (!at.contains(key)) return;
-    const auto& value = at.at(key);
-    if (value.is_number()) gauge(name, help, labels, value.get<double>());
-    if (value.is_boolean()) gauge(name, help, labels, value.get<bool>() ? 1 : 0);
-  };
-  if (status.contains("coordinator_role")) {
-    const auto& c = status.at("coordinator_role");
-    number(c, "epoch", "epoch", "current epoch");
-    number(c, "committed", "committed_step", "last committed step");
-    number(c, "nodes", "nodes", "connected daemons");
-    number(c, "steps_rolled_back", "steps_rolled_back_total", "committed steps that an operator gave up");
-    gauge("blocked_on_replicas", "silent replicas that the job waits for: nobody else has the last committed step", {},
-          static_cast<double>(c.value("blocked_on", nlohmann::json::array()).size()));
-    gauge("wants_roll_back", "1: the job waits for an operator's word to go on from an older checkpoint", {},
-          c.contains("wants_roll_back_to"));
-    number(c, "rejected", "rejected_connections", "connections and messages refused");
-    number(c, "strangers", "control_strangers", "control connections that have not proven the job key yet");
-    const auto& audit = c.at("audit");
-    number(audit, "period", "audit_period_steps", "steps in which all of the replicas' states are compared");
-    number(audit, "rounds", "audit_rounds", "times that all of the state has been compared");
-    number(audit, "result_differences", "result_differences",
-           "steps repeated because replicas reduced other gradients");
-    number(audit, "state_differences", "state_differences", "steps repeated because replicas' states differed");
-    number(audit, "drift_reports", "drift_reports", "slices that a joiner's sources differed in");
-    const auto& store = c.at("store");
-    number(store, "leads", "leads", "1: this coordinator decides; 0: another one does");
-    number(store, "term", "leader_term", "how often coordinators have taken the lead");
-    number(store, "stalled", "store_stalled", "1: the store does not take what is decided");
-    number(store, "failing_ms", "store_failing_ms", "since when the store has not answered; 0: it does");
-    const auto& writes = store.at("write_us");
-    const std::string help = "how long it took to keep what was decided: ";
-    const auto micro = [&](const char* which) { return writes.at(which).get<double>() * 1e-6; };
-    gauge("store_write_last_seconds", help + "the last time", {}, micro("last"));
-    gauge("store_write_mean_seconds", help + "on average", {}, micro("mean"));
-    gauge("store_write_longest_seconds", help + "at most", {}, micro("longest"));
-    gauge("store_copy_given_up", "1: the copy of the decisions on this disk is not kept any more", {},
-          store.value("copy", "") != "");
-    gauge("stopped", "1: replicas differ and an operator must say which is wrong", {}, c.at("stopped") != "");
-    for (const auto& m : c.at("members"))
-      gauge("contributor", "1: the replica contributes; 0: it is catching up",
-            {{"replica", std::to_string(m.at("replica").get<int>())}}, m.at("role") == "contributor");
+void StatusServer::watch() {
+  ready_.async_wait(asio::posix::stream_descriptor::wait_read, [this](asio::error_code error) {
+    if (error) return;
+    work();
+    watch();
+  });
+}
+
+bool StatusServer::answer(MHD_Connection* connection, const char* path, const char* method) const {
+  Answer told{.code = MHD_HTTP_METHOD_NOT_ALLOWED, .body = std::make_shared<std::string>("only GET\n")};
+  if (std::strcmp(method, MHD_HTTP_METHOD_GET) == 0 || std::strcmp(method, MHD_HTTP_METHOD_HEAD) == 0)
+    told = source_(path);
+  auto* body = new Body(std::move(told.body));  // shared by all who are told the same
+  // The library does not write to it.
+  MHD_Response* response = MHD_create_response_from_buffer_with_free_callback_cls(
+      (*body)->size(), const_cast<char*>((*body)->data()), [](void* held) { delete static_cast<Body*>(held); }, body);
+  if (response == nullptr) {
+    delete body;
+    return false;
   }
-  if (status.contains("relay_role")) {
-    const auto& r = status.at("relay_role");
-    number(r, "nodes", "relay_nodes", "daemons connected to this relay");
-    number(r, "ranks", "relay_ranks", "ranks that have registered through it");
-    number(r, "rejected", "relay_rejected", "connections and messages it refused");
-    number(r, "strangers", "relay_strangers", "connections to it that have not proven the job key yet");
-    number(r.at("coordinator"), "connected", "relay_coordinator_connected", "1: connected with the coordinator");
-  }
-  if (status.contains("node_role")) {
-    const auto& n = status.at("node_role");
-    number(n, "bytes_served", "catch_up_bytes_served", "state bytes sent to joiners");
-    number(n, "rejected", "rejected_messages", "local connections and messages refused");
-    number(n.at("coordinator"), "connected", "coordinator_connected", "1: connected with the coordinator");
-    for (const auto& rank : n.at("ranks")) {
-      const std::map<std::string, std::string> labels{{"replica", std::to_string(rank.at("replica").get<int>())},
-                                                      {"rank", std::to_string(rank.at("rank").get<int>())}};
-      number(rank, "silent_ms", "rank_silent_ms", "since the last sign of life", labels);
-      if (rank.contains("catch_up")) {
-        number(rank.at("catch_up"), "bytes", "catch_up_bytes", "state bytes in place", labels);
-        number(rank.at("catch_up"), "total_bytes", "catch_up_total_bytes", "state bytes of the rank", labels);
-      }
-    }
-  }
-  return prometheus::TextSerializer().Serialize(registry.Collect());
+  for (const auto& [name, value] : {std::pair{MHD_HTTP_HEADER_CONTENT_TYPE, told.type.c_str()},
+                                    {MHD_HTTP_HEADER_CONNECTION, "close"},
+                                    {MHD_HTTP_HEADER_CACHE_CONTROL, "no-store"},
+                                    {"X-Content-Type-Options", "nosniff"},
+                                    {"Content-Security-Policy", told.policy.c_str()}})
+    MHD_add_response_header(response, name, value);
+  if (told.code == MHD_HTTP_METHOD_NOT_ALLOWED) MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
+  const MHD_Result queued = MHD_queue_response(connection, told.code, response);
+  MHD_destroy_response(response);
+  return queued == MHD_YES;
 }
 
 }  // namespace rejoin::daemon

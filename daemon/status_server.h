@@ -1,38 +1,61 @@
-// GET /status (JSON) and GET /metrics (Prometheus) on a local HTTP port.
+// HTTP on a local port, for people and their tools: libmicrohttpd speaks it, in the io_context's thread. Whoever
+// reaches the port may ask; each caller has one request, a few seconds and little memory ("Status" in
+// docs/design-notes.md).
 #pragma once
 
 #include <asio.hpp>
 #include <functional>
 #include <memory>
-#include <nlohmann/json_fwd.hpp>
 
+#include "base/clock.h"
 #include "base/result.h"
+
+struct MHD_Daemon;
+struct MHD_Connection;
 
 namespace rejoin::daemon {
 
 class StatusServer {
  public:
-  static constexpr std::size_t kMostRequests = 64;  // at a time; others wait to be accepted
-  using Source = std::function<nlohmann::json()>;   // called in the io_context's thread
-  static Result<std::unique_ptr<StatusServer>> start(asio::io_context& io, const std::string& listen, Source source);
+  static constexpr std::size_t kMostRequests = 64;            // at a time; others wait to be accepted
+  static constexpr std::size_t kMostMemory = 16384;           // bytes for a request and the head of its answer
+  static constexpr auto kPatience = std::chrono::seconds(5);  // with a caller, for all of it
+
+  struct Answer {
+    unsigned code = 200;
+    std::string type = "text/plain; charset=utf-8";
+    std::shared_ptr<const std::string> body;
+    std::string policy = "default-src 'none'";  // Content-Security-Policy
+  };
+  using Source = std::function<Answer(const std::string& path)>;  // called in the io_context's thread
+  static Result<std::unique_ptr<StatusServer>> start(asio::io_context& io, const std::string& listen, Source source,
+                                                     Duration patience = kPatience);
+  ~StatusServer();
   std::string address() const { return address_; }
+  std::size_t callers() const { return open_; }  // now
 
  private:
-  StatusServer(asio::io_context& io, Source source) : acceptor_(io), again_(io), source_(std::move(source)) {}
+  struct Caller;
+  StatusServer(asio::io_context& io, Source source, Duration patience)
+      : io_(io), acceptor_(io), again_(io), due_(io), ready_(io), source_(std::move(source)), patience_(patience) {}
+  Result<> start_http();
   void accept();
-  void on_ended();
+  void take(asio::ip::tcp::socket socket);
+  void work();
+  void watch();
+  bool answer(MHD_Connection* connection, const char* path, const char* method) const;
 
+  asio::io_context& io_;
   asio::ip::tcp::acceptor acceptor_;
   asio::steady_timer again_;  // to accept, when there was no descriptor
-  std::size_t open_ = 0;      // requests
-  Source source_;
+  asio::steady_timer due_;    // when the library wants to be called, whatever happens
+  asio::posix::stream_descriptor ready_;
+  MHD_Daemon* http_ = nullptr;
+  std::size_t open_ = 0;  // callers
+  bool full_ = false;     // nobody is accepted
+  const Source source_;
+  const Duration patience_;
   std::string address_;
 };
-
-// What a request is answered with, its headers included; whatever it is made of.
-std::string answer_to(std::string_view request, const StatusServer::Source& source);
-
-// The numbers of a status document as Prometheus metrics.
-std::string metrics_text(const nlohmann::json& status);
 
 }  // namespace rejoin::daemon

@@ -1,15 +1,24 @@
-// Event files (base/events.h) of any number of processes as one Chrome/Perfetto trace.
+// Flight recordings (recording.h) and event files (base/events.h) of any number of processes as one Chrome/Perfetto
+// trace.
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "base/result.h"
 
 namespace rejoin::daemon {
 
-// Reads all event files in `directory` and writes `output`: a row for each process that has emitted an event, in it the
-// phases of each step as spans and everything else as instants. Returns the number of processes. Errors: `not_found`
-// for a directory without events, `io`.
-Result<int> merge_trace(const std::string& directory, const std::string& output);
+struct MergedTrace {
+  int processes = 0;
+  std::vector<std::string> notes;  // what is not whole or not known
+};
+
+// Reads files and directories (none: the default directory of recordings) and writes `output`: a process for each that
+// has said anything, with rows for its steps, all-reduces, streams and decisions, and arrows from each epoch's decision
+// to those who enter it. Event files of another machine than the coordinator's are not put on its clock. Errors:
+// `not_found` where nothing is found, `io`.
+Result<MergedTrace> merge_trace(const std::vector<std::string>& paths, const std::string& output,
+                                std::uint64_t job = 0);
 
 }  // namespace rejoin::daemon

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "base/events.h"
 #include "base/log.h"
+#include "daemon/clock_stamp.h"
 #include "transport/socket_address.h"
 
 namespace rejoin::daemon {
@@ -86,6 +88,7 @@ void Upstream::talk(asio::ip::tcp::socket socket) {
   connection_->start({.ready =
                           [this] {
                             up_ = true;
+                            events::record(events::Kind::coordinator_up, {}, address_);
                             heard_ = false;
                             spdlog::log(
                                 one_of_several_ && !logged_refused_ ? spdlog::level::debug : spdlog::level::info,
@@ -100,8 +103,10 @@ void Upstream::talk(asio::ip::tcp::socket socket) {
                             pause_ = std::chrono::milliseconds(0);
                             tries_ = 0;
                             proto::ToNode message;
-                            if (message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())))
+                            if (message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+                              if (message.has_heartbeat()) hear_stamp(bytes);
                               return handlers_.message(message);
+                            }
                             handlers_.rejected();
                             spdlog::warn("the coordinator sent bytes that are no message; ignored");
                           },
@@ -110,7 +115,10 @@ void Upstream::talk(asio::ip::tcp::socket socket) {
 }
 
 void Upstream::send(const proto::FromNode& message) {
-  if (connection_) connection_->send(message.SerializeAsString());
+  if (!connection_) return;
+  std::string bytes = message.SerializeAsString();
+  if (message.has_heartbeat()) stamp(bytes);
+  connection_->send(bytes);
 }
 
 void Upstream::check(TimePoint heard) {
@@ -133,7 +141,7 @@ void Upstream::lost(const std::string& why) {
   const bool refused = connection_ && (up_ ? !heard_ : connection_->refused());
   pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   connection_.reset();
-  up_ = false;
+  if (std::exchange(up_, false)) events::record(events::Kind::coordinator_lost, {}, address_ + "\n" + why);
   why_lost_ = why;
   refused_ = refused;
   handlers_.down();

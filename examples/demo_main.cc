@@ -89,7 +89,11 @@ int main(int argc, char** argv) {
   s.job.binaries = std::filesystem::read_symlink("/proc/self/exe").parent_path();
   rejoin::CommandLine line(
       "A training job that loses a replica, goes on, and gets it back; with the proof that nothing was lost.");
-  line.add("--data", s.job.data, "text to learn").required().existing_file();
+  // What is installed has its text beside its programs.
+  s.job.data = std::filesystem::path(s.job.binaries).parent_path() / "share/rejoin/shakespeare.txt";
+  auto data = line.add("--data", s.job.data, "text to learn").existing_file();
+  if (::access(s.job.data.c_str(), R_OK) == 0) data.show_default();
+  else data.required();
   line.add("--replicas", s.job.replicas, "copies of the model").range(1, 64).show_default();
   line.add("--ranks", s.job.ranks, "processes of a replica, each with its tower").range(1, 16).show_default();
   line.add("--steps", s.job.steps, "optimizer steps").range(2, 1000000).show_default();

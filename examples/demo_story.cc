@@ -215,6 +215,17 @@ nlohmann::json Story::report(const JobSettings& settings, const std::map<std::st
   }
   json["catch_ups"] = catch_ups();
   json["step_ms"] = step_times();
+  // As trainers enter each epoch: how many connections they have at most, and how many they lack in all.
+  std::map<std::uint64_t, std::pair<std::uint64_t, std::uint64_t>> links;
+  for (const auto& event : events_)
+    if (event.kind == "enter_epoch") {
+      auto& [most, missing] = links[event.number("epoch")];
+      most = std::max(most, event.number("connections"));
+      missing += event.number("missing");
+    }
+  json["links"] = nlohmann::json::array();
+  for (const auto& [epoch, of] : links)
+    json["links"].push_back({{"epoch", epoch}, {"most", of.first}, {"missing", of.second}});
 
   // The last report of each rank: its version and digest when it ended.
   std::map<std::uint32_t, std::map<std::uint32_t, std::pair<std::uint64_t, std::string>>> digests;

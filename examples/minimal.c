@@ -47,13 +47,14 @@ static rejoin_code train(rejoin_session* session) {
   if (code == REJOIN_OK) code = rejoin_weight(session, w, &weight);
   if (code == REJOIN_OK) code = rejoin_moment(session, w, 0, &velocity);
   if (code == REJOIN_OK) code = rejoin_gradient(session, w, &gradient);
+  rejoin_use_weights(session);
   if (code == REJOIN_OK) code = rejoin_join(session, NULL, 1);
   while (code == REJOIN_OK) {
     rejoin_step step;
     code = rejoin_begin_step(session, &step);
     if (code != REJOIN_OK || step.number == 0) break; /* 0: the job is finished */
     if (step.contributes) {
-      *(float*)gradient.data = gradient_of(&step, *(const float*)weight.data);
+      *(float*)gradient.data = gradient_of(&step, *(const float*)weight.data) * (float)step.weight;
       code = rejoin_all_reduce(session, bucket);
     }
     if (code == REJOIN_OK) code = update(session, weight.data, velocity.data);

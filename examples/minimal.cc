@@ -24,6 +24,7 @@ rejoin::Result<> train(rejoin::Session& session) {
   const auto weight = rejoin::Session::as<float>(session.weight(*w).value());
   const auto velocity = rejoin::Session::as<float>(session.moment(*w, 0).value());
   const auto gradient = rejoin::Session::as<float>(session.gradient(*w).value());
+  session.use_weights();
   if (auto joined = session.join(); !joined) return joined;
 
   for (;;) {
@@ -37,7 +38,7 @@ rejoin::Result<> train(rejoin::Session& session) {
           const float x = static_cast<float>(sample % 7) - 3;
           sum += 2 * (weight[0] * x - 3 * x) * x;
         }
-      gradient[0] = sum / count;
+      gradient[0] = sum / count * static_cast<float>((*step)->weight());
       if (auto reduced = session.all_reduce(*bucket); !reduced) return reduced;
     }
     // While this replica catches up, an update is of any range of a tensor: only its elements are to be updated.

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 
+#include "base/events.h"
 #include "base/fail.h"
 #include "ftar/operation.h"
+#include "ftar/reduce.h"
 #include "transport/staged/factory.h"
 
 namespace rejoin::ftar {
@@ -75,10 +77,10 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
     auto& bucket = made->buckets_.emplace_back();
     bucket.spec = spec;
     bucket.index = static_cast<std::uint32_t>(made->buckets_.size() - 1);
-    auto input = engine.register_region(spec.input, kind);
+    auto input = engine.register_region(spec.input, kind, transport::Access::local);
     if (!input) return tl::unexpected(input.error());
     bucket.input = *input;
-    auto output = engine.register_region(spec.output, kind);
+    auto output = engine.register_region(spec.output, kind, transport::Access::remote_write);
     if (!output) return tl::unexpected(output.error());
     bucket.output = *output;
   }
@@ -89,7 +91,7 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
   auto memory = (options.device ? options.device : device::make_host())->allocate(staged);
   if (!memory) return tl::unexpected(memory.error());
   made->staging_ = std::move(*memory);
-  auto staging = engine.register_region(made->staging_.bytes, kind);
+  auto staging = engine.register_region(made->staging_.bytes, kind, transport::Access::remote_write);
   if (!staging) return tl::unexpected(staging.error());
   made->staging_region_ = *staging;
   made->flushes_ = options.device && options.device->remote_writes() == device::Device::RemoteWrites::flushed &&
@@ -99,7 +101,7 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
 
 // Everything that the members must agree on for their bytes to fit.
 std::uint64_t Communicator::plan_hash() const {
-  std::vector<std::uint64_t> facts{3,
+  std::vector<std::uint64_t> facts{4,
                                    options_.chunk_bytes,
                                    options_.chunks_in_flight,
                                    options_.device ? options_.device_direct_bytes : options_.direct_bytes,
@@ -118,7 +120,7 @@ std::uint64_t Communicator::plan_hash() const {
 void Communicator::enter(Epoch epoch, std::vector<RingMember> ring) {
   REJOIN_CHECK(epoch > epoch_, "epoch {} after {}", epoch.value, epoch_.value);
   epoch_ = epoch;
-  clean_ = announced_ = false;
+  clean_ = announced_ = was_clean_ = false;
   const auto before = std::exchange(ring_, std::move(ring));
   for (const auto& one : before)
     if (std::none_of(ring_.begin(), ring_.end(), [&](const RingMember& p) { return p.member == one.member; }))
@@ -142,6 +144,9 @@ void Communicator::enter(Epoch epoch, std::vector<RingMember> ring) {
     }
   }
   partners_ = partners();
+  links_ = links_of(group_.links, position_, contributors_, static_cast<std::uint32_t>(ring_.size()));
+  REJOIN_CHECK(std::ranges::includes(links_, partners_), "a partner of position {} of {} is no link of it", position_,
+               ring_.size());
   ring_peers_.assign(ring_.size(), nullptr);
   for (auto& [member, peer] : peers_) {
     refresh(*peer);
@@ -161,21 +166,34 @@ void Communicator::refresh(Peer& peer) {
 
 // ---- operations
 
-Result<> Communicator::all_reduce(std::uint32_t index, Step step, ReduceOp op) {
+Result<> Communicator::all_reduce(std::uint32_t index, Step step, ReduceOp op, std::uint64_t weights) {
   if (index >= buckets_.size()) return fail(ErrorCode::invalid_argument, "bucket {} of {}", index, buckets_.size());
   if (epoch_ == Epoch{}) return fail(ErrorCode::unavailable, "no epoch yet: enter() comes first");
   Bucket& bucket = buckets_[index];
   if (bucket.wanted) return fail(ErrorCode::invalid_argument, "bucket {} is being reduced already", index);
+  if (weights >= std::uint64_t{1} << 31)
+    return fail(ErrorCode::invalid_argument, "bucket {} with weights of {} in all", index, weights);
   bucket.wanted = true;
   bucket.step = step;
-  bucket.op = op;
+  bucket.divisor = op == ReduceOp::sum ? 0 : weights > 0 ? static_cast<std::uint32_t>(weights) : contributors_;
   if (clean_) begin(bucket);
   return {};
 }
 
+// (x + x) / 2n has the bits of x / n: there is one way of dividing, on the CPU and on GPUs.
+void Communicator::Bucket::take(BytesView alone, std::byte* out) const {
+  if (divisor > 1) add(spec.type, out, alone.data(), alone.data(), spec.count, 2 * divisor);
+  else std::memcpy(out, alone.data(), alone.size());
+}
+
 void Communicator::begin(Bucket& bucket) {
   if (device_failed_) return;
-  last_progress_ = now_;
+  last_progress_ = bucket.came_at = now_;
+  bucket.longest_gap = {};
+  bucket.longest_from = self_.replica;
+  bucket.came = 0;
+  events::record(events::Kind::bucket_begun,
+                 {.epoch = epoch_.value, .step = bucket.step.value, .a = bucket.index, .b = bucket.bytes()});
   if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
   else if (doubled(bucket)) bucket.running = std::make_unique<DoublingOperation>(*this, bucket);
   else bucket.running = std::make_unique<RingOperation>(*this, bucket);
@@ -185,6 +203,12 @@ void Communicator::begin(Bucket& bucket) {
 
 void Communicator::finish(Bucket& bucket) {
   bucket.digest = bucket.running->digest();
+  events::record(events::Kind::bucket_done, {.epoch = epoch_.value,
+                                             .step = bucket.step.value,
+                                             .replica = bucket.longest_from.value,
+                                             .number = bucket.came,
+                                             .a = bucket.index,
+                                             .b = static_cast<std::uint64_t>(bucket.longest_gap.count())});
   bucket.running.reset();
   bucket.wanted = false;
   ++operations_done_;
@@ -280,6 +304,7 @@ Stats Communicator::stats() const {
   for (const auto& [member, peer] : peers_) {
     stats.peers.push_back(peer->stats);
     stats.peers.back().member = member;
+    stats.peers.back().recent_gap = peer->gaps.at(now_);
   }
   return stats;
 }

@@ -8,11 +8,13 @@
 //    will, have: after that no byte of an older epoch can land here. Endpoints of members that are gone are closed
 //    (fenced) before.
 //  - Every chunk and message names its epoch, step, bucket and chunk; what does not fit is dropped and counted.
-//  - All members are connected with each other, so that an epoch without one of them needs no new connection.
+//  - Members are connected with all others, or in a large ring with those whom they need, and with spares
+//    (base/ring_links.h), so that an epoch without some of them needs no new connection.
 //
 // The messages between two members, in order (operation.h): a hello when they connect, an introduction with the keys of
 // their memory; in each epoch `flushed`; for each bucket of each step `ready`, then chunks (writes) and credits for
-// them, or for a small bucket `direct` parts of what each contributes, or of sums.
+// them, or for a small bucket `direct` parts of what each contributes, or of sums; `surplus` where they need no
+// connection any more.
 //
 // connections.cc: connections. communicator.cc: epochs. flush.cc: what comes between two of them. messages.cc: what is
 // sent and comes in. ring.cc and direct.cc: the algorithms. results.cc: digests.
@@ -25,6 +27,7 @@
 
 #include "base/clock.h"
 #include "base/ids.h"
+#include "base/ring_links.h"
 #include "base/types.h"
 #include "device/reducer.h"
 #include "ftar/results.h"
@@ -83,6 +86,7 @@ struct Outcome {
     entered,    // the epoch of the last enter() is clean, operations run: `epoch`
     peer_up,    // a connection is ready for use: `member`
     peer_lost,  // a connection ended: `member`, `error`; the owner decides what follows
+    peer_left,  // … because both had found it to be surplus: `member`. It may be needed again by now
     failed,     // this member's device: `error`; nothing goes on here
   };
   Kind kind{};
@@ -107,6 +111,7 @@ struct PeerStats {
   Member member;
   std::uint64_t chunks_received = 0, bytes_received = 0;
   Duration longest_gap{};  // between two chunks of one all-reduce: a slow hop shows here
+  Duration recent_gap{};   // … of the last 10 to 20 s
 };
 
 struct Stats {
@@ -128,6 +133,7 @@ struct Peer;
 struct Group {
   std::uint64_t job = 0;
   std::uint32_t rank = 0;
+  LinkRule links;
 };
 
 class Communicator {
@@ -144,8 +150,8 @@ class Communicator {
                                                     std::vector<BucketSpec> buckets, Group group);
   ~Communicator();
 
-  // Starts connecting to a peer; of two members, the one with the larger incarnation connects. Ends in peer_up or
-  // peer_lost.
+  // Starts connecting to a peer; of two members, the one with the larger incarnation connects: where both do, its
+  // connection stays. Ends in peer_up or peer_lost.
   Result<> connect(Member peer, const transport::Address& address);
   // Connections that have not come up in so long end in peer_lost: whoever was to answer may have been another process.
   void drop_unfinished(Duration patience, TimePoint now);
@@ -155,12 +161,16 @@ class Communicator {
   bool knows(Member peer) const { return peers_.contains(peer); }  // connected, or on the way
   std::size_t connecting() const;                                  // connections of its own that are on the way
   bool needs(Member peer) const;                                   // in this epoch the two send each other something
+  std::size_t missing() const;                                     // those it needs that it is not connected with
+  std::vector<Member> peers() const;                               // that it knows
+  std::vector<Member> links() const;  // with whom this member is to be connected in this epoch
 
   // Begins an epoch: `ring` in the order agreed by all, with this member in it. Operations under way are dropped;
   // the owner starts them again. Who was in the ring before and is not in this one may go on writing, if it has not
   // heard of this epoch: it is forgotten. Epochs only grow.
   void enter(Epoch epoch, std::vector<RingMember> ring);
   Epoch epoch() const { return epoch_; }
+  bool clean() const { return clean_; }  // operations run
 
   // Whether the all-reduces that are started from now on digest their results, for results(): of every chunk while it
   // is in the cache; on a GPU when it is asked for.
@@ -170,7 +180,10 @@ class Communicator {
   Origins origins() const;  // of all-reduces of this epoch
 
   // Starts an all-reduce of a bucket, at most one at a time for each bucket. Refused before the first enter().
-  Result<> all_reduce(std::uint32_t bucket, Step step, ReduceOp op);
+  // `weights`: of a mean, by what the sum is divided, below 2³¹, the same on all members; 0: by how many contribute.
+  // What each contributes is then multiplied with its weight already, and these add up to that. (A single contributor's
+  // bytes are halved sums of them with themselves: twice a value must fit the type.)
+  Result<> all_reduce(std::uint32_t bucket, Step step, ReduceOp op, std::uint64_t weights = 0);
 
   // Drives everything. The outcomes are valid until the next call.
   std::span<const Outcome> poll(TimePoint now);
@@ -212,6 +225,8 @@ class Communicator {
   bool owes_flush(const Peer& peer) const;
   bool tell_flush(Peer& peer);
   void on_flushed(Peer& peer, Epoch epoch);
+  void on_surplus(Peer& peer, Epoch epoch);
+  void offer_surplus(Peer& peer);
   void try_flush();
   std::vector<Wait> flush_waits(Duration since) const;
   void begin(Bucket& bucket);
@@ -250,9 +265,11 @@ class Communicator {
   Epoch epoch_;
   bool clean_ = false;      // this epoch's flush is complete
   bool announced_ = false;  // our own `flushed` is out
+  bool was_clean_ = false;  // clean, or has been in this epoch before a connection broke
   std::vector<RingMember> ring_;
   std::vector<Peer*> ring_peers_;        // same order; null for this member, and where there is no connection
   std::vector<std::uint32_t> partners_;  // positions, ascending, of those that this member exchanges anything with
+  std::vector<std::uint32_t> links_;     // … with whom it is to be connected
   std::uint32_t position_ = 0, contributors_ = 0;
 
   TimePoint now_{};

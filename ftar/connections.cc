@@ -34,6 +34,12 @@ Peer* Communicator::peer_of(Member member) {
   return found == peers_.end() ? nullptr : found->second.get();
 }
 
+std::vector<Member> Communicator::peers() const {
+  std::vector<Member> all;
+  for (const auto& [member, peer] : peers_) all.push_back(member);
+  return all;
+}
+
 bool Communicator::connected(Member member) const {
   auto found = peers_.find(member);
   return found != peers_.end() && found->second->up;
@@ -93,7 +99,12 @@ void Communicator::on_accepted(const transport::Event& event) {
                   member.replica);
     return engine_.close(event.endpoint);
   }
-  if (auto* before = peer_of(member)) lose(*before, {ErrorCode::unavailable, "the peer connected anew"});
+  if (auto* before = peer_of(member)) {
+    const bool both_call = before->called && !before->up;
+    if (both_call && self_.incarnation > member.incarnation) return engine_.close(event.endpoint);  // ours counts
+    if (both_call) remove(*before);
+    else lose(*before, {ErrorCode::unavailable, "the peer connected anew"});
+  }
   auto& peer = peers_[member] = std::make_unique<Peer>();
   peer->member = member;
   peer->endpoint = event.endpoint;
@@ -123,15 +134,41 @@ void Communicator::on_introduction(Peer& peer, BytesView rest) {
   peer.up = true;
   refresh(peer);
   outcomes_.push_back({.kind = Outcome::Kind::peer_up, .member = peer.member});
-  if (clean_ || announced_ || epoch_ == Epoch{}) return;
-  try_flush();
+  if (epoch_ == Epoch{}) return;
+  if (clean_) return offer_surplus(peer);
+  if (peer.partner) last_progress_ = now_;
+  if (!announced_) return try_flush();
+  // It takes the place of one that was surplus to both, before this epoch: nothing of this one has gone through that.
+  if (!was_clean_ && owes_flush(peer)) (void)tell_flush(peer);
 }
 
 void Communicator::lose(Peer& peer, Error error) {
   const Member member = peer.member;
+  const auto kind = peer.offered == Epoch{} ? Outcome::Kind::peer_lost : Outcome::Kind::peer_left;
   remove(peer);
-  outcomes_.push_back({.kind = Outcome::Kind::peer_lost, .member = member, .error = std::move(error)});
+  outcomes_.push_back({.kind = kind, .member = member, .error = std::move(error)});
   try_flush();
+}
+
+// ---- what is surplus
+
+// Connections that neither end needs are closed when both have said so in the same epoch, of which both are through
+// with the flush: then neither writes through it, or waits for anything from it. So nobody loses one that the other
+// end has given up in an epoch that it has yet to hear of.
+void Communicator::offer_surplus(Peer& peer) {
+  if (!clean_ || !peer.up || !peer.surplus) return;
+  if (peer.heard_surplus == epoch_) {
+    const Member member = peer.member;
+    remove(peer);
+    return outcomes_.push_back({.kind = Outcome::Kind::peer_left, .member = member});
+  }
+  if (std::exchange(peer.offered, epoch_) == epoch_) return;
+  if (auto sent = send(peer, MessageHeader::surplus, 0, 0); !sent) lose(peer, sent.error());
+}
+
+void Communicator::on_surplus(Peer& peer, Epoch epoch) {
+  peer.heard_surplus = std::max(peer.heard_surplus, epoch);
+  offer_surplus(peer);
 }
 
 // Closed, also where it has failed by itself: until then an engine keeps what belongs to it.

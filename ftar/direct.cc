@@ -60,7 +60,8 @@ Result<> Communicator::reserve_direct() {
 }
 
 bool Communicator::direct(const Bucket& bucket) const {
-  return bucket.small && ring_.size() <= options_.direct_members;
+  return bucket.small && ring_.size() <= options_.direct_members &&
+         ring_.size() <= group_.links.full_mesh_members.value_or(kMaxMembers);
 }
 
 bool Communicator::doubled(const Bucket& bucket) const { return bucket.small && !direct(bucket); }
@@ -174,10 +175,10 @@ bool DirectOperation::go_on() {
   const std::uint32_t n = owner_.contributors_;
   for (std::uint32_t i = 0; i < n; ++i)
     if (input(i).empty()) return false;
-  if (n == 1) std::memcpy(out(), input(0).data(), bucket_.bytes());
+  if (n == 1) bucket_.take(input(0), out());
   for (std::uint32_t i = 1; i < n; ++i)
     add(bucket_.spec.type, out(), i == 1 ? input(0).data() : out(), input(i).data(), bucket_.spec.count,
-        i == n - 1 && bucket_.op == ReduceOp::mean ? n : 0);
+        i == n - 1 ? bucket_.divisor : 0);
   return true;
 }
 
@@ -215,17 +216,20 @@ bool DoublingOperation::go_on() {
     if (theirs.empty()) return false;
     if (!doubling_.in_core()) {
       std::memcpy(out(), theirs.data(), theirs.size());
-      return true;
+      return hand_on();
     }
     const bool last = place_ == doubling_.rounds();
     const auto [first, second] = std::minmax(owner_.position_, *from);
     add(bucket_.spec.type, out(), first == *from ? theirs.data() : sum_.data(),
-        second == *from ? theirs.data() : sum_.data(), bucket_.spec.count,
-        last && bucket_.op == ReduceOp::mean ? owner_.contributors_ : 0);
+        second == *from ? theirs.data() : sum_.data(), bucket_.spec.count, last ? bucket_.divisor : 0);
     sum_ = {out(), bucket_.bytes()};
     offer();
   }
-  if (sum_.data() != out()) std::memcpy(out(), sum_.data(), sum_.size());  // nobody else contributes
+  if (sum_.data() != out()) bucket_.take(sum_, out());  // nobody else contributes
+  return hand_on();
+}
+
+bool DoublingOperation::hand_on() {
   for (auto to : doubling_.beyond()) send(to, doubling_.result(), {out(), bucket_.bytes()});
   return true;
 }

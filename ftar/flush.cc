@@ -35,6 +35,18 @@ std::vector<std::uint32_t> Communicator::partners() const {
   return all;
 }
 
+std::vector<Member> Communicator::links() const {
+  std::vector<Member> all;
+  for (auto position : links_)
+    if (position != position_) all.push_back(ring_[position].member);
+  return all;
+}
+
+std::size_t Communicator::missing() const {
+  return static_cast<std::size_t>(std::ranges::count_if(
+      partners_, [&](std::uint32_t i) { return ring_peers_[i] == nullptr || !ring_peers_[i]->up; }));
+}
+
 bool Communicator::needs(Member member) const {
   return std::ranges::any_of(partners_, [&](std::uint32_t position) { return ring_[position].member == member; });
 }
@@ -44,6 +56,7 @@ void Communicator::place(Peer& peer) {
   const auto found = std::ranges::find(ring_, peer.member, &RingMember::member);
   const auto position = static_cast<std::uint32_t>(found - ring_.begin());
   peer.partner = std::ranges::binary_search(partners_, position);
+  peer.surplus = found != ring_.end() && !std::ranges::binary_search(links_, position);
   if (found != ring_.end()) ring_peers_[position] = &peer;
 }
 
@@ -64,6 +77,7 @@ bool Communicator::tell_flush(Peer& peer) {
 
 void Communicator::on_flushed(Peer& peer, Epoch epoch) {
   peer.flushed = std::max(peer.flushed, epoch);
+  if (epoch > peer.offered) peer.offered = {};  // it has not taken that up
   if (announced_ && owes_flush(peer) && !tell_flush(peer)) return;
   try_flush();
 }
@@ -87,12 +101,14 @@ void Communicator::try_flush() {
     if (ring_peers_[i] == nullptr || ring_peers_[i]->flushed != epoch_) return;
   for (auto* peer : ring_peers_)
     if (peer != nullptr && !peer->fenced()) return;
-  clean_ = true;
+  clean_ = was_clean_ = true;
   for (auto i : partners_) ring_peers_[i]->met = epoch_;
   last_progress_ = now_;
   outcomes_.push_back({.kind = Outcome::Kind::entered, .epoch = epoch_});
   for (auto& bucket : buckets_)
     if (bucket.wanted && !bucket.running) begin(bucket);
+  for (std::size_t i = 0; i < ring_peers_.size(); ++i)
+    if (ring_peers_[i] != nullptr) offer_surplus(*ring_peers_[i]);
 }
 
 // First what keeps this member itself from saying that it is through.

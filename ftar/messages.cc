@@ -53,6 +53,7 @@ void Communicator::on_message(Peer& peer, BytesView message) {
     return;
   }
   if (header.kind == MessageHeader::introduction) return on_introduction(peer, message);
+  if (header.kind == MessageHeader::surplus) return on_surplus(peer, Epoch(header.epoch));
   if (header.kind == MessageHeader::flushed) return on_flushed(peer, Epoch(header.epoch));
   if (header.epoch != epoch_.value || header.bucket >= buckets_.size() || !peer.up) {
     ++stale_dropped_;
@@ -72,6 +73,7 @@ void Communicator::on_message(Peer& peer, BytesView message) {
       }
       break;
     case MessageHeader::direct:
+      if (bucket.running) bucket.on_came(peer, now_);
       if (on_direct_part(peer, bucket, Step(header.value), message)) break;
       ++stale_dropped_;
       return;
@@ -92,8 +94,12 @@ void Communicator::on_written(Peer& peer, std::uint64_t notify) {
     return;
   }
   last_progress_ = now_;
+  bucket.on_came(peer, now_);
   ++peer.stats.chunks_received;
-  if (peer.last_chunk != TimePoint{}) peer.stats.longest_gap = std::max(peer.stats.longest_gap, now_ - peer.last_chunk);
+  if (peer.last_chunk != TimePoint{}) {
+    peer.stats.longest_gap = std::max(peer.stats.longest_gap, now_ - peer.last_chunk);
+    peer.gaps.add(now_ - peer.last_chunk, now_);
+  }
   peer.last_chunk = now_;
   if (bucket.running->done()) finish(bucket);
 }

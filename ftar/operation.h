@@ -3,6 +3,7 @@
 
 #include <deque>
 
+#include "base/recent_longest.h"
 #include "ftar/communicator.h"
 #include "ftar/schedule.h"
 
@@ -28,7 +29,7 @@ struct Tag {
 
 // Messages between members: this header, then the kind's body.
 struct MessageHeader {
-  enum Kind : std::uint32_t { introduction = 1, flushed, ready, credit, direct };
+  enum Kind : std::uint32_t { introduction = 1, flushed, ready, credit, direct, surplus };
   std::uint32_t kind;
   std::uint32_t bucket;
   std::uint64_t epoch;
@@ -52,6 +53,8 @@ struct Peer {
   transport::RemoteRegion staging;
   std::vector<transport::RemoteRegion> outputs;  // by bucket
   bool partner = false;                          // in this epoch: the two send each other something
+  bool surplus = false;                          // … both are members, and not to be connected
+  Epoch offered, heard_surplus;                  // the last in which this member, resp. the peer, has said that it is
   Epoch flushed;                                 // its writes of older epochs are over
   Epoch met;                                     // the last epoch in which it may have written here
   Epoch told;                                    // the last of our own flushes that it has been told of
@@ -60,6 +63,7 @@ struct Peer {
   std::vector<std::uint64_t> ready;              // by bucket: the step it has started, plus one
   PeerStats stats;
   TimePoint last_chunk{};
+  RecentLongest gaps;  // between chunks of one all-reduce
 
   bool fenced() const { return met == Epoch{} || flushed > met; }  // none of its writes of older epochs can land
 };
@@ -88,7 +92,7 @@ struct Communicator::Bucket {
   std::unique_ptr<Operation> running;
   bool wanted = false;  // asked for, and not done in this epoch yet
   Step step;
-  ReduceOp op = ReduceOp::sum;
+  std::uint32_t divisor = 0;  // of a mean: what the sum is divided by
   // What comes of small buckets, by step parity (a peer can be one step ahead, never two), then by place.
   struct Inbox {
     Step step;
@@ -96,15 +100,30 @@ struct Communicator::Bucket {
     std::vector<std::size_t> arrived;  // bytes of each
   };
   Inbox inbox[2];
-  bool small = false;                   // skips the ring
+  bool small = false;  // skips the ring
+  // Of the all-reduce under way, for the flight recorder: when something came last, the longest time without anything,
+  // who ended it, and what has come.
+  TimePoint came_at{};
+  Duration longest_gap{};
+  ReplicaId longest_from;
+  std::uint32_t came = 0;
   std::vector<std::uint64_t> offered;   // by place: digests of the sums that this member sent in Doubling's rounds
   std::optional<std::uint64_t> digest;  // of the last result
   // Of a device, for a bucket small enough: pinned room for this member's own input, and for the result.
   std::span<std::byte> own, result;
 
   std::size_t bytes() const { return spec.count * size_of(spec.type); }
+  void on_came(const Peer& from, TimePoint now) {
+    ++came;
+    const Duration gap = now - std::exchange(came_at, now);
+    if (gap <= longest_gap) return;
+    longest_gap = gap;
+    longest_from = from.member.replica;
+  }
   // What this member contributes, in the host's memory.
   BytesView contribution() const { return own.empty() ? BytesView(spec.input) : BytesView(own); }
+  // Makes the result of what a single contributor has, in the host's memory.
+  void take(BytesView alone, std::byte* out) const;
 };
 
 class RingOperation final : public Operation {
@@ -216,6 +235,7 @@ class DoublingOperation final : public SmallOperation {
   bool go_on() override;
   std::optional<std::uint32_t> waits_for() const override;
   void offer();
+  bool hand_on();  // the result, to those beyond
 
   const Doubling doubling_;
   std::uint32_t place_ = 0;  // whose bytes are added next

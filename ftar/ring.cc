@@ -44,12 +44,15 @@ void RingOperation::start() {
   for (auto* peer : senders)
     if (!owner_.send(*peer, MessageHeader::ready, bucket_.index, bucket_.step.value)) return;  // `closed` follows
   if (owner_.contributors_ == 1 && contributes_) {
+    const auto& [type, count, in, out] = bucket_.spec;
     if (owner_.reducer_) {
-      const auto copied = owner_.reducer_->copy(bucket_.spec.output.data(), bucket_.spec.input.data(), bucket_.bytes());
-      if (owner_.reduced_on_device(copied)) on_device_.push_back({*copied});
+      const auto work = bucket_.divisor > 1
+                            ? owner_.reducer_->add(type, out.data(), in.data(), in.data(), count, 2 * bucket_.divisor)
+                            : owner_.reducer_->copy(out.data(), in.data(), bucket_.bytes());
+      if (owner_.reduced_on_device(work)) on_device_.push_back({*work});
       return;
     }
-    std::memcpy(bucket_.spec.output.data(), bucket_.spec.input.data(), bucket_.bytes());
+    bucket_.take(in, out.data());
     make_all_final();
   }
   pump();
@@ -159,7 +162,7 @@ bool RingOperation::on_reduce_scatter_chunk(Peer& from, const Tag& tag) {
   std::byte* out = bucket_.spec.output.data() + range.offset;
   const std::byte* arrived = owner_.staging_.bytes.data() + tag.slot * owner_.options_.chunk_bytes;
   const std::byte* own = bucket_.spec.input.data() + range.offset;
-  const std::uint32_t divisor = is_last(tag.chunk) && bucket_.op == ReduceOp::mean ? owner_.contributors_ : 0;
+  const std::uint32_t divisor = is_last(tag.chunk) ? bucket_.divisor : 0;
   from.stats.bytes_received += range.length;
   ++scatter_received_;
   if (owner_.reducer_) {

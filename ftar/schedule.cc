@@ -39,7 +39,8 @@ std::optional<std::uint32_t> Doubling::sender(std::uint64_t place) const {
 
 std::vector<std::uint32_t> Doubling::beyond() const {
   std::vector<std::uint32_t> all;
-  for (std::uint32_t one = position_ + core_; one < members_; one += core_) all.push_back(one);
+  for (std::uint32_t bit = core_; position_ + bit < members_; bit *= 2)
+    if (bit > position_) all.push_back(position_ + bit);
   return all;
 }
 

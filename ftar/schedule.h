@@ -12,6 +12,7 @@
 // (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.)
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -72,7 +73,9 @@ class Schedule {
 // 2(n−1). The core is the greatest power of two of contributors. Who contributes beyond it is folded in first, by the
 // member of the core that has its position less the core's size. In round r (1 …) the core's member p and p XOR 2^(r−1)
 // send each other the sums that they have; both add them in the same order, so that after the last round the whole core
-// has the same bits. Members beyond the core are then sent the result. (Thakur, Rabenseifner and Gropp, "Optimization
+// has the same bits. Members beyond the core are then sent the result by who has their position without its highest
+// bit: by the core those up to twice its size, by these the next. So two that send each other anything differ in one
+// bit of their positions, however many of them contribute. (Thakur, Rabenseifner and Gropp, "Optimization
 // of collective communication operations in MPICH", 2005, section 4.5.)
 class Doubling {
  public:
@@ -84,9 +87,9 @@ class Doubling {
   bool in_core() const { return position_ < core_; }
   // Whose bytes come to this place; with whom sums are exchanged in a round. Nothing: nobody's.
   std::optional<std::uint32_t> sender(std::uint64_t place) const;
-  // Of a member beyond the core: who folds it in, and sends it the result.
-  std::uint32_t proxy() const { return position_ % core_; }
-  std::vector<std::uint32_t> beyond() const;  // to whom this member of the core sends the result
+  // Of a member beyond the core: who folds it in, if it contributes, and sends it the result.
+  std::uint32_t proxy() const { return position_ - std::bit_floor(position_); }
+  std::vector<std::uint32_t> beyond() const;  // to whom this member sends the result
 
   // All sums that travel have a number each, the same for all members: first the inputs by position, then for each
   // round those of its blocks of positions, then the result.

@@ -13,7 +13,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (const auto& part : manifest.parts())
     for (std::uint32_t column = 0; column < manifest.columns(part); ++column) {
       const local::ColumnLocation location = layout.location(manifest, part, column);
-      if (!in_range(location.offset, manifest.length(part), layout.memory_ranges()[location.memory_range]))
+      if (!in_range(location.offset, manifest.length(part, column), layout.memory_ranges()[location.memory_range]))
         std::abort();
     }
   for (std::size_t i = 0; i < memory_ranges.size(); ++i) {

@@ -17,7 +17,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   auto peer = fabric.make_engine();
   auto device = *nccl::Device::make(fabric.make_engine(), "");
   std::vector<std::byte> memory(256), theirs(256);
-  const auto from = *peer->register_region(theirs, transport::MemoryKind::host);
+  const auto from = *peer->register_region(theirs, transport::MemoryKind::host, transport::Access::remote_write);
   transport::EndpointId at_peer;
   std::vector<nccl::Grant> granted;
   const auto go = [&] {
@@ -56,7 +56,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     }
   }
   if (connection) {
-    auto* region = *device->add_region(memory, false, nullptr);
+    auto* region =
+        *device->add_region(sends ? nccl::Device::Use::send : nccl::Device::Use::receive, memory, false, nullptr);
     std::vector<nccl::Request*> requests;
     std::uint64_t number = 0;
     while (input.size > 0) {

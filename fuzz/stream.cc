@@ -31,7 +31,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   auto engine = fabric.make_engine(), attacker = fabric.make_engine();
   const auto address = engine->listen({}).value(), hostile = attacker->listen({}).value();
   Bytes memory(64 << 10);
-  const auto region = attacker->register_region(memory, transport::MemoryKind::host).value();
+  const auto region =
+      attacker->register_region(memory, transport::MemoryKind::host, transport::Access::remote_write).value();
   {
     catchup::Service service(*engine, kSecret, {.compression = catchup::Compression::always}, clock);
     const catchup::RankKey source{ReplicaId(0), RankId(0)}, joiner{ReplicaId(1), RankId(0)};

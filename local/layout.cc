@@ -22,13 +22,13 @@ Result<Layout> Layout::make(const Manifest& manifest, std::vector<std::uint64_t>
         return fail(ErrorCode::invalid_argument, "there are {} places, too few for tensor '{}'", columns.size(),
                     tensor.name);
       const auto [memory_range, offset] = columns[taken.size()];
-      if (memory_range >= memory_ranges.size() || !in_range(offset, tensor.bytes(), memory_ranges[memory_range]))
+      if (memory_range >= memory_ranges.size() || !in_range(offset, tensor.bytes(column), memory_ranges[memory_range]))
         return fail(ErrorCode::invalid_argument, "column {} of tensor '{}' does not lie in memory range {} of {}",
                     column, tensor.name, memory_range, memory_ranges.size());
       if (offset % kAlignment != 0)
         return fail(ErrorCode::invalid_argument, "column {} of tensor '{}' begins at no multiple of {} bytes", column,
                     tensor.name, kAlignment);
-      taken.push_back({memory_range, offset, offset + tensor.bytes(), &tensor});
+      taken.push_back({memory_range, offset, offset + tensor.bytes(column), &tensor});
     }
   }
   if (taken.size() != columns.size())
@@ -47,7 +47,7 @@ Result<Layout> Layout::make(const Manifest& manifest, std::vector<std::uint64_t>
 
 ColumnLocation Layout::location(const Manifest& manifest, const Part& part, std::uint32_t column) const {
   ColumnLocation location = this->location(part.tensor, column);
-  location.offset += part.first * size_of(manifest.tensors()[part.tensor].type);
+  location.offset += part.first * size_of(manifest.tensors()[part.tensor].type_of(column));
   return location;
 }
 

@@ -13,7 +13,7 @@ namespace {
 // Elements of a part, of a tensor whose type and columns are in order.
 std::uint64_t elements_per_part(const Tensor& tensor) {
   static_assert(kPartBytes >= kBorder * kMaxColumns * sizeof(double));
-  return kPartBytes / (size_of(tensor.type) * tensor.columns) / kBorder * kBorder;
+  return kPartBytes / tensor.element_bytes() / kBorder * kBorder;
 }
 
 std::uint64_t parts_of(const Tensor& tensor) {
@@ -23,27 +23,43 @@ std::uint64_t parts_of(const Tensor& tensor) {
 
 }  // namespace
 
+std::uint64_t Tensor::element_bytes() const {
+  std::uint64_t bytes = 0;
+  for (std::uint32_t column = 0; column < columns; ++column) bytes += size_of(type_of(column));
+  return bytes;
+}
+
 Result<> check(const Tensor& tensor) {
   constexpr std::uint64_t most_bytes = std::uint64_t{1} << 46;
   constexpr std::size_t longest_name = 200;
-  const std::uint64_t element = size_of(tensor.type);
   if (tensor.name.empty() || tensor.name.size() > longest_name)
     return fail(ErrorCode::invalid_argument, "a tensor's name has {} bytes; there must be 1 to {}", tensor.name.size(),
                 longest_name);
-  if (element == 0)
+  if (size_of(tensor.type) == 0)
     return fail(ErrorCode::invalid_argument, "tensor '{}' has elements of type number {}, which is none", tensor.name,
                 static_cast<unsigned>(tensor.type));
   if (tensor.columns < 1 || tensor.columns > kMaxColumns)
     return fail(ErrorCode::invalid_argument, "tensor '{}' has {} columns; there must be 1 to {}", tensor.name,
                 tensor.columns, kMaxColumns);
-  if (tensor.count == 0 || tensor.count > most_bytes / element)
+  if (!tensor.moment_types.empty() && tensor.moment_types.size() != tensor.columns - 1)
+    return fail(ErrorCode::invalid_argument, "tensor '{}' has {} moments and types for {}", tensor.name,
+                tensor.columns - 1, tensor.moment_types.size());
+  auto others = tensor.moment_types;
+  others.push_back(tensor.type_of_gradient());
+  for (const auto type : others)
+    if (size_of(type) == 0)
+      return fail(ErrorCode::invalid_argument,
+                  "tensor '{}' has a moment or a gradient of type number {}, which is none", tensor.name,
+                  static_cast<unsigned>(type));
+  const std::uint64_t most = most_bytes / size_of(tensor.type);
+  if (tensor.count == 0 || tensor.count > most)
     return fail(ErrorCode::invalid_argument, "tensor '{}' has {} elements; there must be 1 to {}", tensor.name,
-                tensor.count, most_bytes / element);
+                tensor.count, most);
   if (!tensor.elementwise && parts_of(tensor) > kMaxPins)
     return fail(ErrorCode::invalid_argument,
                 "tensor '{}' of {} is not elementwise and too large to move at one version (limit {}); "
                 "declare it elementwise if its optimizer is, or split it",
-                tensor.name, human_bytes(tensor.count * element * tensor.columns), human_bytes(kMaxPins * kPartBytes));
+                tensor.name, human_bytes(tensor.count * tensor.element_bytes()), human_bytes(kMaxPins * kPartBytes));
   return {};
 }
 
@@ -87,6 +103,8 @@ Bytes Manifest::serialise() const {
     put(bytes, tensor.count);
     put(bytes, tensor.columns);
     put(bytes, static_cast<std::uint8_t>(tensor.elementwise));
+    for (std::uint32_t column = 1; column < tensor.columns; ++column) put(bytes, tensor.type_of(column));
+    put(bytes, tensor.type_of_gradient());
   }
   return bytes;
 }
@@ -104,9 +122,13 @@ Result<Manifest> Manifest::parse(BytesView bytes) {
     bytes = bytes.subspan(length);
     std::uint8_t elementwise = 0;
     if (!take(bytes, tensor.type) || !take(bytes, tensor.count) || !take(bytes, tensor.columns) ||
-        !take(bytes, elementwise))
+        !take(bytes, elementwise) || tensor.columns < 1 || tensor.columns > kMaxColumns)
       return bad();
     tensor.elementwise = elementwise != 0;
+    tensor.moment_types.resize(tensor.columns - 1);
+    for (auto& type : tensor.moment_types)
+      if (!take(bytes, type)) return bad();
+    if (!take(bytes, tensor.gradient_type.emplace())) return bad();
     tensors.push_back(std::move(tensor));
   }
   if (!bytes.empty()) return bad();
@@ -115,11 +137,17 @@ Result<Manifest> Manifest::parse(BytesView bytes) {
 
 std::uint64_t Manifest::bytes() const {
   std::uint64_t bytes = 0;
-  for (const auto& tensor : tensors_) bytes += tensor.bytes() * tensor.columns;
+  for (const auto& tensor : tensors_) bytes += tensor.count * tensor.element_bytes();
   return bytes;
 }
 
-std::uint64_t Manifest::bytes_of(const Part& part) const { return length(part) * columns(part); }
+std::uint64_t Manifest::bytes_of(const Part& part) const { return part.count * tensors_[part.tensor].element_bytes(); }
+
+std::uint64_t Manifest::packed_offset(const Part& part, std::uint32_t column) const {
+  std::uint64_t offset = 0;
+  for (std::uint32_t before = 0; before < column; ++before) offset += round_up(length(part, before), 16);
+  return offset;
+}
 
 Result<std::vector<std::uint64_t>> digests_of(std::span<const Columns> parts, device::Access& access) {
   std::vector<BytesView> ranges;

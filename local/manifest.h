@@ -2,6 +2,7 @@
 // moments), cut into slices (what catch-up fetches as one) and parts (what it moves as one). The same on every replica.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,7 @@
 
 namespace rejoin::local {
 
-constexpr std::size_t kMaxColumns = 4;  // a weight and up to three moments
+constexpr std::size_t kMaxColumns = 8;  // a weight and up to seven moments
 // Of all columns together. Small enough that what has just landed is still in the cache when its digest is taken, and
 // that the gradients kept for a slice under way are few.
 constexpr std::uint64_t kPartBytes = 1 * MiB;
@@ -20,16 +21,25 @@ constexpr std::uint64_t kPartBytes = 1 * MiB;
 // slice as they go through the same elements of the whole tensor, where both are cut at such borders.
 constexpr std::uint64_t kBorder = 64;
 constexpr std::uint32_t kMaxPins = 64;  // parts a daemon can pin at one version
-constexpr std::uint32_t kMaxTensors = 4096;
+constexpr std::uint32_t kMaxTensors = 65536;
 constexpr std::uint64_t kMaxParts = 1 << 20;  // 1 TiB of state a rank
 
 struct Tensor {
   std::string name;
-  DataType type = DataType::float32;
-  std::uint64_t count = 0;  // elements of each column
+  DataType type = DataType::float32;  // of the weight
+  std::uint64_t count = 0;            // elements of each column
   std::uint32_t columns = 1;
   bool elementwise = true;  // the optimizer updates each element by itself: slices may be smaller than the tensor
-  std::uint64_t bytes() const { return count * size_of(type); }  // of each column
+  std::vector<DataType> moment_types = {};               // of each column behind the weight; none: all are of its type
+  std::optional<DataType> gradient_type = std::nullopt;  // nothing: the weight's
+
+  DataType type_of(std::uint32_t column) const {
+    return column == 0 || moment_types.empty() ? type : moment_types[column - 1];
+  }
+  DataType type_of_gradient() const { return gradient_type.value_or(type); }
+  std::uint64_t bytes(std::uint32_t column) const { return count * size_of(type_of(column)); }
+  std::uint64_t gradient_bytes() const { return count * size_of(type_of_gradient()); }
+  std::uint64_t element_bytes() const;  // of one element, all columns
 };
 // Whether there can be such a tensor, whatever the others are.
 Result<> check(const Tensor& tensor);
@@ -61,11 +71,11 @@ class Manifest {
 
   std::uint64_t bytes_of(const Part& part) const;
   std::uint32_t columns(const Part& part) const { return tensors_[part.tensor].columns; }
-  std::uint64_t length(const Part& part) const {
-    return part.count * size_of(tensors_[part.tensor].type);
-  }  // a column's
-  // Between the columns of a part that lies by itself: where they begin stays fit for vector loads. All fit kPartBytes.
-  std::uint64_t packed_stride(const Part& part) const { return round_up(length(part), 16); }
+  std::uint64_t length(const Part& part, std::uint32_t column) const {
+    return part.count * size_of(tensors_[part.tensor].type_of(column));
+  }
+  // Where a column of a part that lies by itself begins: fit for vector loads. All fit kPartBytes.
+  std::uint64_t packed_offset(const Part& part, std::uint32_t column) const;
   const Part& part(std::uint32_t slice, std::uint32_t i) const { return parts_[slices_[slice].first_part + i]; }
 
  private:

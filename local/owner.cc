@@ -46,11 +46,11 @@ Result<> Owner::check(const Tensor& tensor, const Own& own) {
     return fail(ErrorCode::invalid_argument,
                 "tensor '{}' has {} columns and memory for {}: the weight takes one, and so does each moment",
                 tensor.name, tensor.columns, own.size());
-  for (std::size_t c = 0; c < own.size(); ++c)
-    if (own[c].size() != tensor.bytes() || reinterpret_cast<std::uintptr_t>(own[c].data()) % Layout::kAlignment)
+  for (std::uint32_t c = 0; c < tensor.columns; ++c)
+    if (own[c].size() != tensor.bytes(c) || reinterpret_cast<std::uintptr_t>(own[c].data()) % Layout::kAlignment)
       return fail(ErrorCode::invalid_argument,
                   "column {} of tensor '{}' takes {} bytes from a multiple of {} on; its memory has {} at {}", c,
-                  tensor.name, tensor.bytes(), Layout::kAlignment, own[c].size(),
+                  tensor.name, tensor.bytes(c), Layout::kAlignment, own[c].size(),
                   static_cast<const void*>(own[c].data()));
   return {};
 }
@@ -59,10 +59,10 @@ Result<> Owner::check(const Tensor& tensor, const Own& own) {
 Result<> Owner::location(const std::vector<Own>& own) {
   const auto& tensors = manifest_.tensors();
   const auto has_own = [&](std::size_t t) { return t < own.size() && !own[t].empty(); };
-  const auto room = [](const Tensor& tensor) { return round_up(tensor.bytes(), 64); };
+  const auto room = [](const Tensor& tensor, std::uint32_t column) { return round_up(tensor.bytes(column), 64); };
   std::uint64_t missing = 0;
   for (std::size_t t = 0; t < tensors.size(); ++t)
-    if (!has_own(t)) missing += room(tensors[t]) * tensors[t].columns;
+    for (std::uint32_t c = 0; c < tensors[t].columns && !has_own(t); ++c) missing += room(tensors[t], c);
   if (missing > 0) {
     auto state = device_->allocate(missing);
     if (!state) return tl::unexpected(state.error());
@@ -76,8 +76,8 @@ Result<> Owner::location(const std::vector<Own>& own) {
     if (has_own(t))
       if (auto right = check(tensors[t], own[t]); !right) return right;
     for (std::uint32_t c = 0; c < tensors[t].columns; ++c) {
-      const auto memory = has_own(t) ? own[t][c] : rest.first(tensors[t].bytes());
-      if (!has_own(t)) rest = rest.subspan(room(tensors[t]));
+      const auto memory = has_own(t) ? own[t][c] : rest.first(tensors[t].bytes(c));
+      if (!has_own(t)) rest = rest.subspan(room(tensors[t], c));
       auto allocations = device_->allocations(memory);
       if (!allocations)
         return fail(allocations.error().code, "column {} of tensor '{}': {}", c, tensors[t].name,
@@ -120,12 +120,13 @@ Result<> Owner::location(const std::vector<Own>& own) {
 
 std::span<std::byte> Owner::column(std::uint32_t tensor, std::uint32_t column) const {
   const ColumnLocation location = layout_.location(tensor, column);
-  return memory_ranges_[location.memory_range].memory.subspan(location.offset, manifest_.tensors()[tensor].bytes());
+  return memory_ranges_[location.memory_range].memory.subspan(location.offset,
+                                                              manifest_.tensors()[tensor].bytes(column));
 }
 
 std::span<std::byte> Owner::column(const Part& part, std::uint32_t column) const {
   const ColumnLocation location = layout_.location(manifest_, part, column);
-  return memory_ranges_[location.memory_range].memory.subspan(location.offset, manifest_.length(part));
+  return memory_ranges_[location.memory_range].memory.subspan(location.offset, manifest_.length(part, column));
 }
 
 std::vector<std::span<std::byte>> Owner::memory_ranges() const {
@@ -211,11 +212,10 @@ Result<> Owner::begin_update() {
     copied.push_back(i);
     if (pin.part >= manifest_.parts().size()) continue;
     const Part& part = manifest_.parts()[pin.part];
-    std::byte* to = shadow_.bytes.data() + i * kPartBytes;
+    std::byte* const to = shadow_.bytes.data() + i * kPartBytes;
     for (std::uint32_t c = 0; c < manifest_.columns(part) && done; ++c) {
       const auto from = column(part, c);
-      done = stream_->copy(to, from.data(), from.size());
-      to += manifest_.packed_stride(part);
+      done = stream_->copy(to + manifest_.packed_offset(part, c), from.data(), from.size());
     }
     p.shadow_copied_bytes.fetch_add(manifest_.bytes_of(part), std::memory_order_relaxed);
   }

@@ -119,14 +119,14 @@ View::Where View::where(const Pinned& pinned) const {
 
 std::span<std::byte> View::column(const Part& part, std::uint32_t column) const {
   const ColumnLocation where = location(part, column);
-  return memory_ranges_[where.memory_range].subspan(where.offset, manifest_.length(part));
+  return memory_ranges_[where.memory_range].subspan(where.offset, manifest_.length(part, column));
 }
 
 BytesView View::column(const Pinned& pinned, std::uint32_t column, bool shadow) const {
   const Part& part = manifest_.parts()[pinned.part];
   if (!shadow) return this->column(part, column);
   return BytesView(shadow_.bytes)
-      .subspan(shadow_offset(pinned) + column * manifest_.packed_stride(part), manifest_.length(part));
+      .subspan(shadow_offset(pinned) + manifest_.packed_offset(part, column), manifest_.length(part, column));
 }
 
 Columns View::columns(const Part& part) const {

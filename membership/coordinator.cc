@@ -42,6 +42,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
       send(node, std::move(answer));
       break;
     }
+    case proto::FromNode::kReport: break;  // the shell's
     case proto::FromNode::kLinks:
     case proto::FromNode::kCaughtUp:
     case proto::FromNode::kLeaderView:
@@ -89,6 +90,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   forget_declarations();
   if (!mend(now)) judge(now);
   try_start(now);
+  tell_prospect();
   tell_why_it_waits(now);
   return take();
 }
@@ -193,20 +195,19 @@ void Coordinator::try_commit(TimePoint now) {
   accusations_.clear();
   mended_.clear();
   warned_.clear();
-  plan_step();  // before newcomers get theirs: replay() can't tell them apart
-  if (change_members_at_boundary()) {
-    begin_epoch("members changed");
-    plan_step();
-  }
+  // Before newcomers get theirs, since replay() can't tell them apart; but what is to be shared is shared with them.
+  if (!config_.constant_batch) plan_step();
+  settled_ = true;
+  if (change_members_at_boundary()) begin_epoch("members changed", Begun::fresh);
+  plan_step();
   broadcast_plan();
+  tell_prospect();
 }
 
 // Admissions and promotions; true where there was one.
 bool Coordinator::change_members_at_boundary() {
   bool changed = false;
-  Incarnations present;
   for (auto& m : members_) {
-    present.insert(m.incarnation.value);
     if (!m.catching_up) continue;
     if (caught_up(m)) {
       m.catching_up = false;
@@ -214,26 +215,33 @@ bool Coordinator::change_members_at_boundary() {
       note("replica {} has caught up, and contributes from step {} on", m.replica, committed_.value + 1);
     }
   }
-  for (const auto& [id, replica] : replicas_) {
-    if (member(id) != nullptr || !fully_registered(replica) || !linked(replica, present)) continue;
-    if (first_ && (replica.mixed || !fits(*replica.declaration, *first_))) continue;
+  const auto waiting = candidates();
+  Ring ring = waiting.empty() ? Ring{} : ring_of_members(false);
+  for (auto id : waiting) {
+    const ReplicaState& replica = replicas_.at(id);
+    ring.push_back({id, replica.incarnation, true});
+    if (!linked(replica, links_in(links_, ring, ring.size() - 1))) {
+      ring.pop_back();
+      continue;
+    }
     members_.push_back({.replica = id, .incarnation = replica.incarnation, .catching_up = true});
-    present.insert(replica.incarnation.value);
     changed = true;
     note("replica {} is admitted after step {}, catching up", id, committed_);
   }
   return changed;
 }
 
-void Coordinator::begin_epoch(const std::string& reason) {
+void Coordinator::begin_epoch(const std::string& reason, Begun step) {
   epoch_ = epoch_.next();
   under_way_since_ = now_;
+  settled_ = step == Begun::fresh;
   audit_.on_epoch();
   proto::LogRecord record;
   auto& begun = *record.mutable_epoch();
   begun.set_epoch(epoch_.value);
   begun.set_step(committed_.value + 1);
   begun.set_reason(reason);
+  begun.set_fresh(config_.constant_batch && step == Begun::fresh);
   for (auto& m : members_) {
     m.reduced.clear();
     name(m, *begun.add_members()).set_catching_up(m.catching_up);
@@ -263,19 +271,27 @@ proto::Plan Coordinator::plan() const {
   plan.set_finished(finished());
   plan.set_job(job_);
   plan.set_excused(excused_);
+  plan.set_settled(settled_);
   ledger_.trained().to(plan.mutable_trained());
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);
   for (const auto& m : members_) {
     auto& member = name(m, *plan.add_members());
     member.set_catching_up(m.catching_up);
-    if (const Batch* batch = ledger_.batch_of(m.replica); batch != nullptr && !m.catching_up)
-      for (const auto& range : *batch) {
-        member.add_batch()->set_begin(range.begin);
-        member.mutable_batch()->rbegin()->set_end(range.end);
-      }
+    const Batch* batch = ledger_.batch_of(m.replica);
+    if (batch == nullptr || m.catching_up) continue;
+    for (const auto& range : *batch) {
+      member.add_batch()->set_begin(range.begin);
+      member.mutable_batch()->rbegin()->set_end(range.end);
+    }
+    if (config_.constant_batch) member.set_weight(samples_of(*batch));
   }
-  for (const auto& out : suspended_) name(out, *plan.add_suspended());
+  std::vector<ReplicaId> given_up;  // with the commit, if they are not taken back before
+  for (const auto& out : suspended_) {
+    name(out, *plan.add_suspended());
+    given_up.push_back(out.replica);
+  }
+  ledger_.to(*plan.mutable_ahead(), given_up);
   return plan;
 }
 
@@ -289,18 +305,6 @@ void Coordinator::broadcast_plan() {
 // ---- helpers
 
 bool Coordinator::fully_registered(const ReplicaState& replica) const { return replica.registered == config_.ranks; }
-
-// Each of its ranks is connected with all of these, itself left out.
-bool Coordinator::linked(const ReplicaState& replica, const Incarnations& incarnations) const {
-  Incarnations self, others = incarnations;
-  self.insert(replica.incarnation.value);
-  others.remove(self);
-  if (others.empty()) return true;
-  std::uint64_t count = 0;
-  for (const auto& status : replica.statuses)
-    if (status.links.includes(others)) count += status.ranks.size();
-  return count == config_.ranks;
-}
 
 bool Coordinator::caught_up(const ReplicaState& replica) const { return replica.caught_up.size() == config_.ranks; }
 

@@ -8,7 +8,7 @@
 // The messages with a node, in order (control.proto):
 //   1. The node introduces itself with NodeHello, and each of its ranks with RankUp.
 //   2. The coordinator answers each with Registered, Refused or Evicted, and tells all of the Peers to connect with.
-//   3. The nodes send ReplicaStatus when the ranks of a replica are connected, and again whenever that changes.
+//   3. A Prospect says with whom, in a large job. The nodes send ReplicaStatus when they are, and when that changes.
 //   4. The coordinator sends the Plan with the epoch, its first step and everybody's batch.
 //   5. In each step the nodes send Reduced, and the coordinator sends the next Plan, which commits the step.
 //   6. Besides: Heartbeat both ways; Accusation and RankDown of who is waited for or has gone, which end in a Plan with
@@ -30,7 +30,6 @@
 //   audit      what replicas reduced, or their states, differ: not committed, but repeated, or settled (drift_audit.h).
 #pragma once
 
-#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -47,6 +46,8 @@
 #include "membership/job_config.h"
 #include "membership/ledger.h"
 #include "membership/pause_detector.h"
+#include "membership/process.h"
+#include "membership/prospect.h"
 #include "membership/rank_set.h"
 
 namespace rejoin::membership {
@@ -55,9 +56,10 @@ class Coordinator {
  public:
   explicit Coordinator(const JobConfig& config)
       : config_(config),
-        ledger_(config.batch),
+        ledger_(config.dealing()),
         pause_detector_(config.silence),
         roll_back_to_(config.roll_back_to),
+        links_(config.links),
         audit_(config.audit, config.ranks) {}
 
   // Before anything else: takes up the decisions of an earlier instance. `mismatch` where the log is of another job
@@ -90,8 +92,8 @@ class Coordinator {
     std::int32_t pid = 0;
     std::uint64_t daemon = 0;  // that it is behind
     Declaration* declaration = nullptr;
-    std::uint32_t address_size = 0, stream_size = 0;
-    std::string addresses;  // of its all-reduce engine, then of its daemon's stream, then its node's name
+    std::uint32_t address_size = 0, stream_size = 0, card_size = 0;
+    std::string addresses;  // of its all-reduce engine, of its daemon's stream; its card, and its node's name
   };
   // Ranks of a replica that are connected with the same incarnations.
   struct ReplicaStatus {
@@ -135,8 +137,7 @@ class Coordinator {
   bool caught_up(const MemberState& member) const;    // … as far as this coordinator has heard
   const Ledger& ledger() const { return ledger_; }
   const DriftAudit& audit() const { return audit_; }
-  // Replicas differ and an operator must say which is wrong: nothing is committed before.
-  const std::optional<std::string>& stopped() const { return stopped_; }
+  const std::optional<std::string>& stopped() const { return stopped_; }  // an operator must say which one is wrong
   // Whom the step under way waits for, for people.
   std::vector<std::string> waiting_for(TimePoint now) const;
   // The last that hold the state of the last committed step, and silent: nothing goes on without them.
@@ -187,15 +188,6 @@ class Coordinator {
   void settle_claims(TimePoint now);
   static std::string node_name(const RankState& rank);
   void list_claims(TimePoint now, std::vector<std::string>& lines) const;
-  static bool same_process(const auto& one, const auto& other) {
-    return one.replica() == other.replica() && one.rank() == other.rank() && one.instance() == other.instance();
-  }
-  // Processes that wait to be answered, for one place.
-  static bool too_many(const auto& waiting, const proto::RankUp& up) {
-    return std::count_if(waiting.begin(), waiting.end(), [&](const auto& one) {
-             return one.up.replica() == up.replica() && one.up.rank() == up.rank();
-           }) >= 8;
-  }
 
   // coordinator_declarations.cc
   void forget_declarations();
@@ -237,6 +229,7 @@ class Coordinator {
   void settle_absent(TimePoint now);
   void settle_recovery(TimePoint now);
   bool mend(TimePoint now);
+  enum class Begun : bool { maybe, fresh };  // whether somebody may have begun the step before an epoch
   void judge(TimePoint now);
   void suspend(ReplicaId replica, const std::string& reason);
   bool take_back(bool only_present);
@@ -247,7 +240,7 @@ class Coordinator {
   void give_up_suspended();
   void remove(ReplicaId replica, const std::string& reason, TimePoint now, bool left = false);
   void lose_everybody();
-  void next_epoch(const std::string& reason);
+  void next_epoch(const std::string& reason, Begun step = Begun::maybe);
   void drop_registration(ReplicaId replica, const std::string& reason);
   void note_never_members(const proto::LogRecord& record);
   void note_outages(const proto::LogRecord::EpochBegun& begun, std::optional<TimePoint> since);
@@ -278,13 +271,14 @@ class Coordinator {
   bool send_back_mixed(const std::vector<ReplicaId>& replicas, std::optional<Step> newest);
   std::string rollback_needed(Step from) const;
   std::vector<std::string> unfit(const std::vector<ReplicaId>& replicas) const;
+  std::vector<bool> fit_to_start(const std::vector<ReplicaId>& replicas, Step from) const;
   void start_with(const std::vector<ReplicaId>& replicas, Step from);
   void try_commit(TimePoint now);
   // coordinator_audit.cc
   bool differences_settled(TimePoint now);
   Result<> drop_as_configured();
   bool change_members_at_boundary();
-  void begin_epoch(const std::string& reason);
+  void begin_epoch(const std::string& reason, Begun step = Begun::maybe);
   void plan_step();
   void broadcast_plan();
   void send_plan(NodeId node);
@@ -297,7 +291,12 @@ class Coordinator {
                 const std::map<ReplicaId, const ReplicaState*>& replicas, bool all);
   proto::Plan plan() const;
   bool fully_registered(const ReplicaState& replica) const;
-  bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;
+  bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;  // coordinator_links.cc
+  Ring ring_of_members(bool promoted) const;
+  std::vector<ReplicaId> candidates() const;
+  std::optional<ReplicaId> not_linked(const std::vector<ReplicaId>& to_start);
+  void tell_prospect_of_start(const std::vector<ReplicaId>& to_start);
+  void tell_prospect();
   RankState& keep(ReplicaState& replica, NodeId node, const proto::RankUp& up);
   MemberState* member(ReplicaId replica);
   Suspended* out_for_now(ReplicaId replica);
@@ -323,9 +322,8 @@ class Coordinator {
   const JobConfig config_;
   Ledger ledger_;
   Epoch epoch_;
-  Step committed_;
-  std::uint64_t job_ = 0;  // its id; 0: not known
-  Step most_committed_;    // ever, also where it was rolled back
+  Step committed_, most_committed_;  // the second: ever, also where it was rolled back
+  std::uint64_t job_ = 0;            // its id; 0: not known
   std::uint64_t last_incarnation_ = 0;
   std::optional<First> first_;
   std::map<ReplicaId, std::pair<Step, Step>> sent_back_;  // with the states of such steps, and how they came
@@ -372,11 +370,14 @@ class Coordinator {
   PauseDetector pause_detector_;
   std::optional<Step> roll_back_to_, last_roll_back_, wants_roll_back_;  // not used yet; the log's last; a try's
   ReplicaId not_linked_;                                                 // that a start last waited for
+  LinkRule links_;
+  Prospect prospect_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
   TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
   TimePoint back_at_{};                  // when a rank last came back
   std::set<std::string> warned_;         // in this epoch
   bool excused_ = false;                 // somebody took its time in the last committed step
+  bool settled_ = false;                 // the step was planned in this epoch
   bool has_log_ = false;                 // it was not the first to decide
   DriftAudit audit_;
   std::optional<std::string> stopped_;

@@ -262,10 +262,11 @@ void Coordinator::lose_everybody() {
        committed_);
 }
 
-void Coordinator::next_epoch(const std::string& reason) {
-  begin_epoch(reason);
+void Coordinator::next_epoch(const std::string& reason, Begun step) {
+  begin_epoch(reason, step);
   plan_step();
   broadcast_plan();
+  tell_prospect();
 }
 
 void Coordinator::drop_registration(ReplicaId id, const std::string& reason) {

@@ -36,8 +36,12 @@ std::string Coordinator::reason_for_being_out(ReplicaId id) const {
 
 std::vector<Coordinator::Outage> Coordinator::outages(TimePoint now) const {
   std::vector<Outage> all;
-  Incarnations incarnations;
-  for (const auto& m : members_) incarnations.insert(m.incarnation.value);
+  const Ring members = ring_of_members(false);
+  const auto connects = [&](ReplicaId id, const ReplicaState& replica) {
+    Ring with = members;
+    with.push_back({id, replica.incarnation, true});
+    return !linked(replica, links_in(links_, with, members.size()));
+  };
   const auto next_of = [&](ReplicaId id) -> std::string {
     if (const auto refused = refused_.find(id); refused != refused_.end())
       return fmt::format("its rank {} was refused: {}", refused->second.first, refused->second.second);
@@ -50,7 +54,7 @@ std::vector<Coordinator::Outage> Coordinator::outages(TimePoint now) const {
     if (!fully_registered(replica))
       return fmt::format("{} of its {} ranks have registered again", replica.registered, config_.ranks);
     if (members_.empty()) return "it has registered, and waits for the others";
-    if (!linked(replica, incarnations)) return "it has registered, and connects with the others";
+    if (connects(id, replica)) return "it has registered, and connects with the others";
     return fmt::format("it has registered, and is admitted after step {}", committed_.value + 1);
   };
   for (const auto& [id, out] : out_) {

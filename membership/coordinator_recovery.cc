@@ -20,6 +20,7 @@ Result<> Coordinator::take_over(TimePoint now) {
     return {};
   }
   now_ = under_way_since_ = now;
+  if (config_.constant_batch) plan_step();  // with all who were there, as replay() does it
   if (auto dropped = drop_as_configured(); !dropped) return dropped;
   tell_of_roll_back();
   if (!members_.empty()) recovering_until_ = now + config_.silence;
@@ -55,11 +56,22 @@ void Coordinator::note_never_members(const proto::LogRecord& record) {
 }
 
 Result<> Coordinator::take_up(const proto::LogRecord::Job& job) {
+  if (job.constant_batch() != config_.constant_batch)
+    return fail(ErrorCode::mismatch,
+                "the log is of a job {} --constant-batch; start with that setting or another log directory",
+                job.constant_batch() ? "with" : "without");
   if (job.replicas() != config_.replicas || job.ranks() != config_.ranks || job.batch() != config_.batch)
     return fail(ErrorCode::mismatch,
                 "the log is of a job of {} replicas × {} ranks, batch {}; this one has {} × {}, batch {}. Start with "
                 "those settings or another log directory",
                 job.replicas(), job.ranks(), job.batch(), config_.replicas, config_.ranks, config_.batch);
+  const LinkRule links = rule_in(job);
+  if (links.full_mesh_members && links != config_.links)
+    return fail(ErrorCode::mismatch,
+                "the log is of a job with --full-mesh-members {}; this one has {}. Start with that setting or another "
+                "log directory",
+                *links.full_mesh_members, config_.links.full_mesh_members.value_or(0));
+  links_ = links;
   job_ = job.id();
   return {};
 }
@@ -73,6 +85,8 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       if (begun.epoch() <= epoch_.value || begun.step() != committed_.value + 1)
         return fail(ErrorCode::corrupt, "the log's epoch {} at step {} does not follow epoch {} at step {}",
                     begun.epoch(), begun.step(), epoch_.value, committed_.value + 1);
+      // Shared with those who were there when it began.
+      if (config_.constant_batch && !begun.fresh()) plan_step();
       epoch_ = Epoch(begun.epoch());
       note_never_members(record);
       const auto before = std::exchange(members_, {});
@@ -103,6 +117,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       if (record.committed().step() != committed_.value + 1)
         return fail(ErrorCode::corrupt, "the log commits step {} after step {}", record.committed().step(),
                     committed_.value);
+      plan_step();
       for (const auto& m : record.committed().members()) {
         if (const Batch* own = ledger_.batch_of(ReplicaId(m.replica())); own == nullptr || *own != batch_of(m))
           return fail(ErrorCode::corrupt,
@@ -115,7 +130,7 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       give_up_suspended();
       ledger_.commit(committed_);
       note_never_members(record);
-      plan_step();
+      if (!config_.constant_batch) plan_step();
       return {};
     case proto::LogRecord::kIncarnated:
       last_incarnation_ = std::max<std::uint64_t>(last_incarnation_, record.incarnated().incarnation());

@@ -157,7 +157,7 @@ void Coordinator::on_fully_registered(ReplicaId id, TimePoint now) {
   settle_declarations(now);
   auto found = replicas_.find(id);
   if (differed) unannounced_ = true;
-  else if (found != replicas_.end() && may_announce()) announce_replica(found->second, id);
+  else if (found != replicas_.end() && may_announce()) announce_replica(found->second, id), tell_prospect();
   announce_after_dissent();
 }
 
@@ -169,6 +169,10 @@ void Coordinator::welcome(NodeId node, const proto::RankUp& up, Incarnation inca
   registered.set_instance(up.instance());
   registered.set_incarnation(incarnation.value);
   registered.set_job(job_);
+  if (!links_.all(config_.replicas)) {
+    registered.set_full_mesh_members(*links_.full_mesh_members);
+    registered.set_spares(links_.spares);
+  }
   send(node, std::move(answer));
 }
 
@@ -183,6 +187,8 @@ void Coordinator::welcome_back(NodeId node, const proto::RankUp& up, const Repli
     if (fully_registered(replica)) announce_ranks(replica, ReplicaId(up.replica()), RankSet(up.rank()), {node});
   }
   if (started()) send_plan(node);
+  if (has_contributors()) prospect_.told.clear();  // it is told again
+  else if (!prospect_.ring.empty() && prospect_.candidates == 0) send(node, prospect_.message(job_));
 }
 
 void Coordinator::send_plan(NodeId node) {
@@ -195,6 +201,7 @@ void Coordinator::send_plan(NodeId node) {
 Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, const proto::RankUp& up) {
   replica.ranks.resize(config_.ranks);
   RankState& rank = replica.ranks[up.rank()];
+  prospect_.stale = true;
   if (!std::exchange(rank.registered, true)) ++replica.registered;
   rank.declaration = &declaration_of(up);
   replica.mixed = replica.mixed || (replica.declaration != nullptr && replica.declaration != rank.declaration);
@@ -215,7 +222,8 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
     if (claim.up.replica() == up.replica() && claim.up.rank() == up.rank()) claim.asked = {};
   rank.daemon = up.daemon();
   rank.stream_size = static_cast<std::uint32_t>(up.stream_address().size());
-  rank.addresses = up.address() + up.stream_address() + up.node();
+  rank.card_size = static_cast<std::uint32_t>(up.card().size());
+  rank.addresses = up.address() + up.stream_address() + up.card() + up.node();
   rank.addresses.shrink_to_fit();
   if (auto line = strange_stream(ReplicaId(up.replica()), up.rank()); !line.empty()) warn_once(std::move(line));
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
@@ -298,6 +306,7 @@ void Coordinator::announce(const std::vector<NodeId>& nodes, const RankSet& rank
         peer.set_rank(static_cast<std::uint32_t>(number));
         peer.set_address(rank.addresses.substr(0, rank.address_size));
         peer.set_stream_address(rank.addresses.substr(rank.address_size, rank.stream_size));
+        peer.set_card(rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size, rank.card_size));
         bytes += peer.ByteSizeLong();
       }
     }

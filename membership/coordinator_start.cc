@@ -84,13 +84,7 @@ std::vector<ReplicaId> Coordinator::ready_to_start(TimePoint now) {
     if (!incomplete_since_) incomplete_since_ = now;
     if (now - *incomplete_since_ < start_patience()) return {};
   }
-  // Who was missing the last time is most likely still.
-  if (const auto last = std::ranges::find(there, not_linked_); last != there.end()) std::swap(*last, there.front());
-  Incarnations incarnations;
-  for (auto id : there) incarnations.insert(replicas_.at(id).incarnation.value);
-  for (auto id : there)
-    if (!linked(replicas_.at(id), incarnations)) return not_linked_ = id, std::vector<ReplicaId>{};
-  std::ranges::sort(there);
+  if (const auto lacks = not_linked(there)) return not_linked_ = *lacks, std::vector<ReplicaId>{};
   return there;
 }
 
@@ -221,7 +215,8 @@ std::string Coordinator::rollback_needed(Step from) const {
       committed_, from, from, committed_.value - from.value);
 }
 
-void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) {
+// Which of them have the state of this step, and of those that do the one that most have.
+std::vector<bool> Coordinator::fit_to_start(const std::vector<ReplicaId>& replicas, Step from) const {
   using Fingerprint = std::vector<std::array<std::uint64_t, 3>>;  // version, digest and samples of each rank
   const auto fingerprint = [&](ReplicaId id) {
     Fingerprint print;
@@ -238,11 +233,21 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
   const auto chosen = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {
                         return a.second < b.second;
                       })->first;
+  std::vector<bool> fit;
+  for (auto id : replicas) fit.push_back(fingerprint(id) == chosen);
+  return fit;
+}
+
+void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) {
+  const auto fit = fit_to_start(replicas, from);
+  std::vector<ReplicaId> contributors;
+  for (std::size_t i = 0; i < replicas.size(); ++i)
+    if (fit[i]) contributors.push_back(replicas[i]);
   if (committed_ != from) {
     proto::LogRecord record;
     record.mutable_rolled_back()->set_version(from.value);
     record.mutable_rolled_back()->set_from(committed_.value);
-    const Samples& trained = brought_.at(chosen.front()[2]);
+    const Samples& trained = brought_.at(replicas_.at(contributors.front()).ranks.front().trained);
     record.mutable_rolled_back()->set_in_order(true);
     if (!ledger_.trained_at(from)) trained.to(record.mutable_rolled_back()->mutable_trained());
     if (from < committed_) warn("the job goes on after step {}; step {} was committed", from, committed_);
@@ -262,14 +267,11 @@ void Coordinator::start_with(const std::vector<ReplicaId>& replicas, Step from) 
   incomplete_since_.reset();
   sent_back_.clear();
   members_.clear();
-  std::vector<ReplicaId> contributors;
-  for (auto id : replicas) {
-    const bool fits = fingerprint(id) == chosen;
-    members_.push_back({.replica = id, .incarnation = replicas_.at(id).incarnation, .catching_up = !fits});
-    if (fits) contributors.push_back(id);
-  }
+  for (std::size_t i = 0; i < replicas.size(); ++i)
+    members_.push_back(
+        {.replica = replicas[i], .incarnation = replicas_.at(replicas[i]).incarnation, .catching_up = !fit[i]});
   tell_who_differs(replicas, contributors);
-  next_epoch("start");
+  next_epoch("start", Begun::fresh);
 }
 
 }  // namespace rejoin::membership

@@ -13,8 +13,12 @@ namespace {
 using Tensor = proto::Declaration::Tensor;
 
 std::string shape(const Tensor& tensor) {
-  return fmt::format("{} elements of {}, {} moments, bucket {}{}", tensor.count(), tensor.type(), tensor.moments(),
-                     tensor.bucket(), tensor.elementwise() ? "" : ", updated as a whole");
+  std::string types;
+  for (const auto& type : tensor.moment_types()) types += (types.empty() ? " (" : ", ") + type;
+  if (!types.empty()) types += ")";
+  if (!tensor.gradient_type().empty()) types += ", a gradient of " + tensor.gradient_type();
+  return fmt::format("{} elements of {}, {} moments{}, bucket {}{}", tensor.count(), tensor.type(), tensor.moments(),
+                     types, tensor.bucket(), tensor.elementwise() ? "" : ", updated as a whole");
 }
 
 const Tensor* named(const proto::Declaration& in, const std::string& name) {

@@ -6,7 +6,9 @@
 
 #include "base/clock.h"
 #include "base/ids.h"
+#include "base/ring_links.h"
 #include "membership/drift_audit.h"
+#include "membership/ledger.h"
 
 namespace rejoin::membership {
 
@@ -14,6 +16,7 @@ struct JobConfig {
   std::uint32_t replicas = 3;
   std::uint32_t ranks = 2;
   std::uint64_t batch = 1;                     // samples a contributor trains in a step
+  bool constant_batch = false;                 // … or they share `replicas` times as many, however few they are
   std::uint64_t steps = 0;                     // then the job is finished; 0: never
   std::uint64_t id = 0;                        // of a job whose log begins now: random
   Duration silence = std::chrono::seconds(2);  // how long a peer may be silent
@@ -23,12 +26,18 @@ struct JobConfig {
   // A job that has lost everybody starts again without the replicas that have not come for so long; zero: 15 × silence.
   Duration start_patience{};
   AuditConfig audit;
+  LinkRule links{.full_mesh_members = 64};  // with whom a member is connected
   // An operator's word where replicas differ and the job has stopped after step `at`: this one is wrong.
   struct Drop {
     ReplicaId replica;
     Step at;
   };
   std::optional<Drop> drop;
+
+  Dealing dealing() const {
+    if (!constant_batch) return {.batch = batch};
+    return {.batch = batch, .together = batch * replicas, .unit = batch % ranks == 0 ? ranks : 1};
+  }
 };
 
 }  // namespace rejoin::membership

@@ -38,13 +38,27 @@ void add(Samples& samples, const Batch& batch) {
 }
 
 void Ledger::assign(const std::vector<ReplicaId>& contributors) {
+  if (dealing_.together > 0) return share(contributors);
   for (auto replica : contributors)
-    if (!held_.contains(replica)) held_[replica] = take();
+    if (!held_.contains(replica)) held_[replica] = take(dealing_.batch);
 }
 
-Batch Ledger::take() {
+void Ledger::share(const std::vector<ReplicaId>& contributors) {
+  std::uint64_t held = 0;
+  std::vector<ReplicaId> without;
+  for (auto replica : contributors) {
+    if (const Batch* batch = batch_of(replica)) held += samples_of(*batch);
+    else without.push_back(replica);
+  }
+  if (without.empty()) return;
+  const std::uint64_t units = (dealing_.together - std::min(held, dealing_.together)) / dealing_.unit,
+                      each = units / without.size(), more = units % without.size();
+  for (std::size_t i = 0; i < without.size(); ++i)
+    held_[without[i]] = take(std::max<std::uint64_t>(1, each + (i < more ? 1 : 0)) * dealing_.unit);
+}
+
+Batch Ledger::take(std::uint64_t missing) {
   Batch batch;
-  std::uint64_t missing = batch_;
   while (missing > 0 && !returned_.empty()) {
     SampleRange& front = returned_.front();
     const std::uint64_t step = std::min(missing, front.size());
@@ -67,9 +81,10 @@ void Ledger::hand_back(ReplicaId replica) {
 }
 
 void Ledger::commit(Step step) {
-  Samples& of_step = steps_[step.value];
+  Samples of_step;
   for (const auto& [replica, batch] : held_) add(of_step, batch);
   trained_.add(of_step);
+  steps_.insert_or_assign(step.value, of_step);  // a copy: without the room for ranges that have become one
   committed_ = step;
   held_.clear();
   if (steps_.size() <= kStepsKept) return;
@@ -134,10 +149,37 @@ void Ledger::take_up(const proto::LogRecord_Snapshot_Ledger& snapshot, Step comm
   from_ = Step(snapshot.from());
   committed_ = committed;
   returned_.clear(), steps_.clear(), held_.clear();
-  for (const auto& range : from(snapshot.handed_back())) append(returned_, range);
+  for (const auto& range : rejoin::membership::from(snapshot.handed_back())) append(returned_, range);
   trained_ = Samples(snapshot.trained(), kMostSamples);
   for (const auto& one : snapshot.steps()) steps_[one.step()] = Samples(one.trained(), kMostSamples);
   for (const auto& one : snapshot.held()) held_[ReplicaId(one.replica())] = membership::batch_of(one);
+}
+
+void Ledger::to(proto::Plan_Ahead& ahead, const std::vector<ReplicaId>& given_up) const {
+  constexpr std::size_t most = 32;  // ranges: there are few, as a rule
+  auto goes_out = returned_;
+  for (auto replica : given_up)
+    if (const Batch* held = batch_of(replica))
+      for (const auto& range : *held) append(goes_out, range);
+  ahead.set_batch(dealing_.batch);
+  ahead.set_together(dealing_.together);
+  ahead.set_unit(dealing_.unit);
+  ahead.set_next(next_);
+  for (std::size_t i = 0; i < std::min(most, goes_out.size()); ++i) {
+    auto& range = *ahead.add_handed_back();
+    range.set_begin(goes_out[i].begin);
+    range.set_end(goes_out[i].end);
+  }
+  ahead.set_more(goes_out.size() > most);
+}
+
+Ledger Ledger::from(const proto::Plan_Ahead& ahead) {
+  Ledger ledger(
+      {.batch = ahead.batch(), .together = ahead.together(), .unit = std::max<std::uint64_t>(1, ahead.unit())});
+  ledger.next_ = ahead.next();
+  for (const auto& range : rejoin::membership::from(ahead.handed_back()))
+    if (range.begin < range.end) ledger.returned_.push_back(range);
+  return ledger;
 }
 
 const Batch* Ledger::batch_of(ReplicaId replica) const {

@@ -14,6 +14,7 @@
 namespace rejoin::proto {
 class Member;
 class LogRecord_Snapshot_Ledger;
+class Plan_Ahead;
 }  // namespace rejoin::proto
 
 namespace rejoin::membership {
@@ -38,16 +39,26 @@ void add(Samples& samples, const Batch& batch);
 // Of what a process says: sample numbers are below this.
 constexpr std::uint64_t kMostSamples = std::uint64_t{1} << 62;
 
+// How many samples a step hands out.
+struct Dealing {
+  std::uint64_t batch = 1;  // to each contributor
+  // To all contributors together, where that is constant: they share it in multiples of `unit`, which divides it. What
+  // can't be shared equally goes to the first of them, a unit each. Otherwise 0.
+  std::uint64_t together = 0, unit = 1;
+  bool operator==(const Dealing&) const = default;
+};
+
 class Ledger {
  public:
   // Steps whose samples are known one by one: what is older can't be rolled back to but with a checkpoint that says
   // what is trained. So a ledger is small however long the job runs.
   static constexpr std::uint64_t kStepsKept = 1 << 16;
 
-  // Every contributor trains `batch` samples a step.
-  explicit Ledger(std::uint64_t batch = 1) : batch_(batch) {}
+  explicit Ledger(const Dealing& dealing = {}) : dealing_(dealing) {}
+  explicit Ledger(std::uint64_t batch) : dealing_{.batch = batch} {}  // to each contributor
 
   // Gives each replica that has no batch yet one for the step under way: first what was handed back, then new samples.
+  // Where the number is constant they share what the other contributors leave of it, at least a unit each.
   void assign(const std::vector<ReplicaId>& contributors);
   // The replica does not finish the step: what it holds is handed out again.
   void hand_back(ReplicaId replica);
@@ -75,10 +86,16 @@ class Ledger {
   const std::map<ReplicaId, Batch>& held() const { return held_; }
   const std::deque<SampleRange>& handed_back() const { return returned_; }  // and not out again yet
 
+  // To a plan and back: what the next steps hand out, if the same contributors train them. What these replicas hold is
+  // handed back with the commit.
+  void to(proto::Plan_Ahead& ahead, const std::vector<ReplicaId>& given_up = {}) const;
+  static Ledger from(const proto::Plan_Ahead& ahead);
+
  private:
-  Batch take();
+  Batch take(std::uint64_t missing);
+  void share(const std::vector<ReplicaId>& contributors);
   void hand_out_in_order();
-  const std::uint64_t batch_;
+  Dealing dealing_;
   std::uint64_t next_ = 0;  // no sample from here on is given out, or was in a step that counts
   std::deque<SampleRange> returned_;
   std::map<ReplicaId, Batch> held_;

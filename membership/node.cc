@@ -100,6 +100,10 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
     case proto::ToNode::kWaits:
       for (const auto& [connection, rank] : ranks_) send(connection, message, actions);
       break;
+    case proto::ToNode::kProspect:
+      for (const auto& [connection, rank] : ranks_)
+        if (!of_another_job(rank, message.prospect().job())) send(connection, message, actions);
+      break;
     case proto::ToNode::KIND_NOT_SET:
       actions.notes.push_back({"an empty message from the coordinator was ignored", true});
       break;

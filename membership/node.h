@@ -96,6 +96,6 @@ void keep_common(std::optional<Incarnations>& links, const Incarnations& its);
 
 void write_hosts(const std::map<std::uint32_t, RankSet>& hosted, proto::LeaderView& view);  // by replica
 
-constexpr std::uint32_t kProtocolVersion = 14;
+constexpr std::uint32_t kProtocolVersion = 15;
 
 }  // namespace rejoin::membership

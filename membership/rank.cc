@@ -20,6 +20,13 @@ std::uint32_t Rank::contributors() const {
       std::count_if(plan_.members().begin(), plan_.members().end(), [](const auto& m) { return !m.catching_up(); }));
 }
 
+Incarnations Rank::contributing() const {
+  Incarnations all;
+  for (const auto& member : plan_.members())
+    if (!member.catching_up()) all.insert(member.incarnation());
+  return all;
+}
+
 bool Rank::leads() const {
   return contributes() && std::none_of(plan_.members().begin(), plan_.members().end(),
                                        [&](const auto& m) { return !m.catching_up() && m.replica() < replica_.value; });
@@ -28,6 +35,18 @@ bool Rank::leads() const {
 Batch Rank::batch() const {
   const auto* me = self();
   return me != nullptr ? batch_of(*me) : Batch{};
+}
+
+std::uint64_t Rank::weight() const {
+  const auto* me = self();
+  return me != nullptr ? std::max<std::uint64_t>(1, me->weight()) : 1;
+}
+
+std::uint64_t Rank::weights() const {
+  std::uint64_t all = 0;
+  for (const auto& member : plan_.members())
+    if (!member.catching_up()) all += std::max<std::uint64_t>(1, member.weight());
+  return all;
 }
 
 Rank::Meaning Rank::on_plan(const proto::Plan& plan) {

@@ -15,6 +15,8 @@
 
 namespace rejoin::membership {
 
+constexpr std::size_t kMostCardBytes = 1024;  // RankUp.card
+
 class Rank {
  public:
   explicit Rank(ReplicaId replica) : replica_(replica) {}
@@ -51,10 +53,15 @@ class Rank {
   bool suspended() const { return suspended_; }
   bool contributes() const;
   std::uint32_t contributors() const;  // in this epoch
+  Incarnations contributing() const;   // … they
   bool has_contributors() const { return contributors() > 0; }
   // Whether this is the one contributor that all who have this plan take for the leading one.
   bool leads() const;
   Batch batch() const;
+  // What this rank's gradients count in the mean, and those of all contributors together: their numbers of samples,
+  // where the plan gives weights.
+  std::uint64_t weight() const;
+  std::uint64_t weights() const;
   const proto::Plan& plan() const { return plan_; }
   const proto::Member* self() const;
 

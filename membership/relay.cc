@@ -97,6 +97,7 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     }
     case proto::ToNode::kPeers: on_peers(message.peers()); break;
     case proto::ToNode::kPlan: on_plan(message); break;
+    case proto::ToNode::kProspect:
     case proto::ToNode::kWaits: {
       std::vector<NodeId> all;
       for (const auto& [node, state] : nodes_) all.push_back(node);
@@ -193,6 +194,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
     case proto::FromNode::kDetails:
     case proto::FromNode::kAlive:
     case proto::FromNode::kDeclaration:
+    case proto::FromNode::kReport:
     case proto::FromNode::kDrift: up() = message; break;
     case proto::FromNode::kHeartbeat: {
       proto::ToNode alive;

@@ -29,7 +29,8 @@ Result<std::shared_ptr<Device>> Device::make(std::unique_ptr<transport::Engine> 
   auto where = device->engine_->listen({address + ":0"});
   if (!where) return tl::unexpected(where.error());
   device->address_ = *where;
-  auto scratch = device->engine_->register_region(device->scratch_, transport::MemoryKind::host);
+  auto scratch =
+      device->engine_->register_region(device->scratch_, transport::MemoryKind::host, transport::Access::local);
   if (!scratch) return tl::unexpected(scratch.error());
   device->scratch_region_ = *scratch;
   if (where->text.size() + 2 <= sizeof Handle::address) return device;

@@ -36,21 +36,28 @@ Result<Grant> parse_grant(BytesView message) {
 
 // ---- memory
 
-Result<Region*> Device::add_region(std::span<std::byte> memory, bool cuda, const transport::DmaBuf* dma_buf) {
+Result<Region*> Device::add_region(Use use, std::span<std::byte> memory, bool cuda, const transport::DmaBuf* dma_buf) {
+  using transport::Access;
   std::scoped_lock lock(mutex_);
+  // What is received is written by the peer, and a flush reads it through the NIC.
+  const Access access = use == Use::send ? Access::local
+                        : cuda           ? Access::remote_write | Access::remote_read
+                                         : Access::remote_write;
   for (auto& [begin, region] : regions_) {
     if (begin > memory.data()) break;
-    if (region->cuda != cuda || begin + region->memory.size() < memory.data() + memory.size()) continue;
+    if (region->cuda != cuda || !allows(region->access, access) ||
+        begin + region->memory.size() < memory.data() + memory.size())
+      continue;
     ++region->uses;
     return region.get();
   }
   if (cuda)
     if (auto looped = connect_to_self(); !looped) return tl::unexpected(looped.error());
-  auto id = dma_buf != nullptr
-                ? engine_->register_dma_buf(*dma_buf)
-                : engine_->register_region(memory, cuda ? transport::MemoryKind::cuda : transport::MemoryKind::host);
+  const auto kind = cuda ? transport::MemoryKind::cuda : transport::MemoryKind::host;
+  auto id =
+      dma_buf != nullptr ? engine_->register_dma_buf(*dma_buf, access) : engine_->register_region(memory, kind, access);
   if (!id) return tl::unexpected(id.error());
-  return regions_.emplace(memory.data(), std::make_unique<Region>(Region{*id, memory, 1, cuda}))->second.get();
+  return regions_.emplace(memory.data(), std::make_unique<Region>(Region{*id, memory, access, 1, cuda}))->second.get();
 }
 
 void Device::remove_region(Region* region) {

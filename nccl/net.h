@@ -63,6 +63,7 @@ class Device;
 struct Region {
   transport::RegionId id;
   std::span<std::byte> memory;
+  transport::Access access{};
   std::uint64_t uses = 0;
   bool cuda = false;
 };
@@ -111,7 +112,8 @@ class Device : public std::enable_shared_from_this<Device> {
   // Null: not yet.
   Result<std::unique_ptr<Connection>> connect(Handle& handle);
   Result<std::unique_ptr<Connection>> accept(Listener& listener);
-  Result<Region*> add_region(std::span<std::byte> memory, bool cuda, const transport::DmaBuf* dma_buf);
+  enum class Use { send, receive };
+  Result<Region*> add_region(Use use, std::span<std::byte> memory, bool cuda, const transport::DmaBuf* dma_buf);
   void remove_region(Region* region);
   // Null: there is no room or no receive for it now; again later.
   Result<Request*> send(Connection& connection, std::span<std::byte> data, int tag, const Region& region);

@@ -192,8 +192,9 @@ Result accept(void* listener, void** receiver, void**) {
 
 Result keep(void* connection, void* data, std::size_t size, int kind, const transport::DmaBuf* dma_buf, void** handle) {
   if (size == 0 || (kind != abi::kHost && kind != abi::kCuda)) return abi::kInvalidArgument;
-  auto region = static_cast<Connection*>(connection)
-                    ->device->add_region({static_cast<std::byte*>(data), size}, kind == abi::kCuda, dma_buf);
+  const auto& its = *static_cast<Connection*>(connection);
+  const auto use = its.sends ? Device::Use::send : Device::Use::receive;
+  auto region = its.device->add_region(use, {static_cast<std::byte*>(data), size}, kind == abi::kCuda, dma_buf);
   if (!region) return plugin.complain(region.error());
   *handle = *region;
   return abi::kSuccess;

@@ -16,7 +16,10 @@ struct rejoin_session {
   std::unique_ptr<rejoin::Session> session;
   void (*waiting)(void*) = nullptr;
   void* with = nullptr;
-  std::vector<rejoin_range> batch;
+  std::optional<rejoin::Session::Step> step;
+  std::vector<rejoin_range> batch, ahead;
+  std::vector<rejoin_batch> batches;  // of `ahead`
+  std::vector<rejoin_card> cards;
   std::vector<rejoin_update> updates;
   std::string position;
 };
@@ -96,14 +99,23 @@ void rejoin_while_waiting(rejoin_session* session, void (*call)(void*), void* wi
 rejoin_code rejoin_add(rejoin_session* session, const rejoin_tensor_spec* spec, const rejoin_memory* memory,
                        uint32_t* tensor) {
   return guarded([&] {
-    const rejoin::TensorSpec added{.name = spec->name,
-                                   .type = static_cast<rejoin::DataType>(spec->type),
-                                   .count = spec->count,
-                                   .moments = spec->moments,
-                                   .elementwise = spec->elementwise != 0};
-    if (spec->type < REJOIN_FLOAT32 || spec->type > REJOIN_INT64)
-      return failed({ErrorCode::invalid_argument, fmt::format("tensor '{}' has type {}, which is none of rejoin_type",
-                                                              added.name, static_cast<int>(spec->type))});
+    rejoin::TensorSpec added{.name = spec->name,
+                             .type = static_cast<rejoin::DataType>(spec->type),
+                             .count = spec->count,
+                             .moments = spec->moments,
+                             .elementwise = spec->elementwise != 0};
+    std::vector<rejoin_type> types{spec->type};
+    if (spec->moment_types != nullptr && spec->moments <= rejoin::kMostMoments)
+      types.insert(types.end(), spec->moment_types, spec->moment_types + spec->moments);
+    if (spec->gradient_type != nullptr) types.push_back(*spec->gradient_type);
+    for (const auto type : types)
+      if (type < REJOIN_FLOAT32 || type > REJOIN_INT64)
+        return failed({ErrorCode::invalid_argument, fmt::format("tensor '{}' has type {}, which is none of rejoin_type",
+                                                                added.name, static_cast<int>(type))});
+    if (spec->gradient_type != nullptr) added.gradient_type = static_cast<rejoin::DataType>(*spec->gradient_type);
+    if (spec->moment_types != nullptr && spec->moments <= rejoin::kMostMoments)
+      for (std::uint32_t i = 0; i < spec->moments; ++i)
+        added.moment_types.push_back(static_cast<rejoin::DataType>(spec->moment_types[i]));
     std::vector<std::span<std::byte>> own;
     if (memory != nullptr && added.moments <= rejoin::kMostMoments) own = all_bytes_of(memory, added.moments + 1);
     const auto id = own.empty() ? session->session->add(added) : session->session->add(added, own);
@@ -133,6 +145,13 @@ rejoin_code rejoin_set_fingerprint(rejoin_session* session, const char* text) {
   return guarded([&] {
     if (text == nullptr) return failed({ErrorCode::invalid_argument, "rejoin_set_fingerprint() without a text"});
     return code(session->session->set_fingerprint(text));
+  });
+}
+void rejoin_use_weights(rejoin_session* session) { session->session->use_weights(); }
+rejoin_code rejoin_set_card(rejoin_session* session, const char* text) {
+  return guarded([&] {
+    if (text == nullptr) return failed({ErrorCode::invalid_argument, "rejoin_set_card() without a text"});
+    return code(session->session->set_card(text));
   });
 }
 rejoin_code rejoin_weight(rejoin_session* session, uint32_t tensor, rejoin_memory* memory) {
@@ -174,11 +193,48 @@ rejoin_code rejoin_begin_step(rejoin_session* session, rejoin_step* step) {
     const auto begun = session->session->begin_step();
     if (!begun) return failed(begun.error());
     session->batch.clear();
+    session->step = *begun;
     *step = {};
     if (!*begun) return REJOIN_OK;
     for (const auto& range : (*begun)->batch()) session->batch.push_back({range.begin, range.end});
     *step = {(*begun)->number(),       (*begun)->contributes(), (*begun)->leads(),
-             (*begun)->contributors(), session->batch.data(),   session->batch.size()};
+             (*begun)->contributors(), session->batch.data(),   session->batch.size(),
+             (*begun)->weight(),       (*begun)->epoch(),       (*begun)->settled()};
+    return REJOIN_OK;
+  });
+}
+
+rejoin_code rejoin_cards(rejoin_session* session, const rejoin_card** cards, size_t* count) {
+  return guarded([&] {
+    if (!session->step)
+      return failed({ErrorCode::invalid_argument, "rejoin_cards() before rejoin_begin_step() has given a step"});
+    session->cards.clear();
+    for (const auto& [replica, text] : session->step->cards()) session->cards.push_back({replica, text.c_str()});
+    *cards = session->cards.data();
+    *count = session->cards.size();
+    return REJOIN_OK;
+  });
+}
+
+rejoin_code rejoin_upcoming(rejoin_session* session, uint32_t steps, const rejoin_batch** batches, size_t* count) {
+  return guarded([&] {
+    constexpr uint32_t most = 1024;
+    if (steps > most)
+      return failed({ErrorCode::invalid_argument,
+                     fmt::format("rejoin_upcoming() of {} steps: there may be up to {}", steps, most)});
+    if (!session->step)
+      return failed({ErrorCode::invalid_argument, "rejoin_upcoming() before rejoin_begin_step() has given a step"});
+    session->ahead.clear(), session->batches.clear();
+    const auto upcoming = session->step->upcoming(steps);
+    for (const auto& batch : upcoming)
+      for (const auto& range : batch) session->ahead.push_back({range.begin, range.end});
+    const rejoin_range* at = session->ahead.data();
+    for (const auto& batch : upcoming) {
+      session->batches.push_back({at, batch.size()});
+      at += batch.size();
+    }
+    *batches = session->batches.data();
+    *count = session->batches.size();
     return REJOIN_OK;
   });
 }
@@ -236,6 +292,9 @@ rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint
   });
 }
 uint64_t rejoin_committed(const rejoin_session* session) { return session->session->committed(); }
+int rejoin_intact(rejoin_session* session, uint64_t during_ms) {
+  return session->session->intact(milliseconds_of(during_ms)) ? 1 : 0;
+}
 rejoin_code rejoin_check(const rejoin_session* session) {
   return guarded([&] { return code(session->session->check()); });
 }

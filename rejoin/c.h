@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define REJOIN_C_VERSION 1 /* of this file: grows with any change that an older program would not survive */
+#define REJOIN_C_VERSION 2 /* of this file: grows with any change that an older program would not survive */
 
 typedef enum rejoin_code { /* ErrorCode of base/result.h */
                            REJOIN_OK = 0,
@@ -50,9 +50,11 @@ typedef struct rejoin_memory { /* of the session's device */
 typedef struct rejoin_tensor_spec {
   const char* name;
   rejoin_type type;
-  uint64_t count;   /* elements */
-  uint32_t moments; /* of the same type and count */
-  int elementwise;  /* the optimizer updates each element from its own gradient and moments alone */
+  uint64_t count;                   /* elements */
+  uint32_t moments;                 /* of the same count */
+  int elementwise;                  /* the optimizer updates each element from its own gradient and moments alone */
+  const rejoin_type* moment_types;  /* of each; null: the weight's */
+  const rejoin_type* gradient_type; /* null: the weight's */
 } rejoin_tensor_spec;
 
 typedef struct rejoin_range { /* of samples */
@@ -65,7 +67,20 @@ typedef struct rejoin_step {
   uint32_t contributors;     /* as planned when it began */
   const rejoin_range* batch; /* the session's, until the next rejoin_begin_step() */
   size_t batch_count;
+  uint64_t weight; /* what all gradients of this step are to be multiplied with */
+  uint64_t epoch;
+  int settled; /* a truth value */
 } rejoin_step;
+
+typedef struct rejoin_card {
+  uint32_t replica;
+  const char* text;
+} rejoin_card;
+
+typedef struct rejoin_batch {
+  const rejoin_range* ranges;
+  size_t count;
+} rejoin_batch;
 
 typedef struct rejoin_update {
   uint32_t tensor;
@@ -104,6 +119,8 @@ rejoin_code rejoin_bucket(rejoin_session* session, const uint32_t* tensors, size
 rejoin_code rejoin_allocate(rejoin_session* session);
 /* Session::set_fingerprint(); before rejoin_join(). */
 rejoin_code rejoin_set_fingerprint(rejoin_session* session, const char* text);
+void rejoin_use_weights(rejoin_session* session);
+rejoin_code rejoin_set_card(rejoin_session* session, const char* text); /* before rejoin_join() */
 rejoin_code rejoin_weight(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
 rejoin_code rejoin_moment(rejoin_session* session, uint32_t tensor, uint32_t index, rejoin_memory* memory);
 rejoin_code rejoin_gradient(rejoin_session* session, uint32_t tensor, rejoin_memory* memory);
@@ -116,6 +133,11 @@ rejoin_code rejoin_join(rejoin_session* session, const char* position, int compa
 rejoin_code rejoin_position_step(const char* position, uint64_t* step);
 
 rejoin_code rejoin_begin_step(rejoin_session* session, rejoin_step* step);
+/* Step::upcoming() of the step under way: up to `steps` of them, the session's until the next call of this or
+ * rejoin_begin_step(). */
+rejoin_code rejoin_upcoming(rejoin_session* session, uint32_t steps, const rejoin_batch** batches, size_t* count);
+/* Step::cards(), by contributor: the session's until the next rejoin_begin_step(). */
+rejoin_code rejoin_cards(rejoin_session* session, const rejoin_card** cards, size_t* count);
 rejoin_code rejoin_all_reduce(rejoin_session* session, uint32_t bucket);
 rejoin_code rejoin_all_reduce_on(rejoin_session* session, uint32_t bucket, void* cuda_stream);
 /* `committed` 0: the same step comes once more. The updates are the session's, until the update's end. */
@@ -132,6 +154,7 @@ rejoin_code rejoin_done(rejoin_session* session);
 /* `known` 0: the state is of no one version. */
 rejoin_code rejoin_state_version(const rejoin_session* session, int* known, uint64_t* version);
 uint64_t rejoin_committed(const rejoin_session* session);
+int rejoin_intact(rejoin_session* session, uint64_t during_ms); /* a truth value; any thread */
 rejoin_code rejoin_check(const rejoin_session* session);
 /* One line of ASCII, the session's until the next call of this. */
 rejoin_code rejoin_position(rejoin_session* session, const char** position);

@@ -76,7 +76,7 @@ class Fetch final : public CheckpointFetch {
     for (std::size_t i = 0; i < buffers.size(); ++i) {
       const auto& theirs = contents_.buffers(static_cast<int>(i));
       if (buffers[i].empty()) continue;
-      auto region = engine_->register_region(buffers[i], transport::MemoryKind::host);
+      auto region = engine_->register_region(buffers[i], transport::MemoryKind::host, transport::Access::local);
       if (!region) return tl::unexpected(region.error());
       ours_.push_back(*region);
       int number = 0;
@@ -125,7 +125,7 @@ class Fetch final : public CheckpointFetch {
 
     std::string serialised(offer->length(), '\0');
     const auto memory = std::as_writable_bytes(std::span(serialised));
-    auto region = engine_->register_region(memory, transport::MemoryKind::host);
+    auto region = engine_->register_region(memory, transport::MemoryKind::host, transport::Access::local);
     if (!region) return tl::unexpected(region.error());
     std::vector<Slice> one{{.local = {*region, 0},
                             .remote = {{offer->key(), offer->length()}, 0},

@@ -207,7 +207,8 @@ class Server final : public CheckpointServer {
     published_.emplace();
     published_->step = step;
     const auto registered = [&](std::span<const std::byte> memory) -> Result<RegionId> {
-      auto region = engine_->register_region(unconst(memory), transport::MemoryKind::host);
+      auto region =
+          engine_->register_region(unconst(memory), transport::MemoryKind::host, transport::Access::remote_read);
       if (region) published_->buffers.push_back(*region);
       return region;
     };

@@ -4,6 +4,7 @@
 
 #include "base/events.h"
 #include "base/fail.h"
+#include "base/flight.h"
 #include "base/log.h"
 
 namespace rejoin {
@@ -51,6 +52,7 @@ void Driver::poll(TimePoint now) {
 void Driver::notice(TimePoint now) {
   const Duration pause = pause_detector_.on_tick(now);
   if (pause == Duration{}) return;
+  events::record(events::Kind::paused, {.a = static_cast<std::uint64_t>(pause.count())});
   pause_ = pause;
   back_at_ = now;
   disturbed_ = true;
@@ -70,6 +72,7 @@ Duration Driver::recent_pause(TimePoint now) const {
 
 // Out, and why; it may be its own silence.
 void Driver::put_out(const std::string& why, TimePoint now) {
+  events::record(events::Kind::put_out, {}, why);
   const Duration pause = this->recent_pause(now);
   fail({ErrorCode::cancelled,
         pause > silence_ / 2 ? fmt::format("this process was silent for {:.1f} s, and its replica was put out of the "
@@ -91,6 +94,12 @@ proto::FromNode Driver::heartbeat() const {
     hop.set_chunks(peer.chunks_received);
     hop.set_bytes(peer.bytes_received);
     hop.set_longest_gap_us(static_cast<std::uint64_t>(peer.longest_gap / std::chrono::microseconds(1)));
+    hop.set_recent_gap_us(static_cast<std::uint64_t>(peer.recent_gap / std::chrono::microseconds(1)));
+  }
+  for (const auto& rail : engine_.rails()) {
+    auto& told = *counted.add_rails();
+    told.set_peers(rail.peers);
+    told.set_up(rail.up);
   }
   return heartbeat;
 }
@@ -105,6 +114,7 @@ void Driver::describe(proto::RankUp& up) const {
                               config_.ring.chunk_bytes, config_.ring.chunks_in_flight,
                               config_.ring.device ? config_.ring.device_direct_bytes : config_.ring.direct_bytes));
   up.set_job(job_);
+  up.set_card(config_.card);
   up.set_heard_epoch(machine_.epoch().value);
   up.set_heard_committed(machine_.committed().value);
   if (!machine_.reduced()) return;
@@ -124,19 +134,35 @@ void Driver::poll_ring(TimePoint now) {
         if (outcome.epoch == ring_->epoch() && outcome.step == machine_.step()) done_[outcome.bucket] = true;
         break;
       case ftar::Outcome::Kind::failed: return fail(*outcome.error);
-      case ftar::Outcome::Kind::entered: events::emit("entered", {{"epoch", outcome.epoch.value}}); break;
+      case ftar::Outcome::Kind::entered:
+        events::record(events::Kind::entered, {.epoch = outcome.epoch.value});
+        more_to_reach_ |= links_.has_value();
+        came_up = true;
+        break;
       case ftar::Outcome::Kind::peer_up:
+        events::record(events::Kind::peer_up,
+                       {.replica = outcome.member.replica.value, .a = outcome.member.incarnation.value});
         links_changed = true;
         came_up = true;
         unreached_.erase(outcome.member.incarnation);
         break;
+      case ftar::Outcome::Kind::peer_left:
+        links_changed = true;
+        ++links_closed_;
+        if (to_be_linked(outcome.member)) reach_at_ = now;
+        break;
       case ftar::Outcome::Kind::peer_lost: {
         links_changed = true;
         spdlog::debug("lost replica {}: {}", outcome.member.replica, outcome.error->message);
+        events::record(events::Kind::peer_lost,
+                       {.replica = outcome.member.replica.value, .a = outcome.member.incarnation.value},
+                       outcome.error->message);
         const bool again = not_reached(outcome.member, outcome.error->message);
         // What goes on with others is not to be ended for it: it connects again, and the coordinator's status has it.
         if (ring_->needs(outcome.member)) {
-          accuse(outcome.member, outcome.error->message).set_lost(true);
+          auto& accusation = accuse(outcome.member, outcome.error->message);
+          accusation.set_lost(true);
+          record(accusation);
           broken_[outcome.member.replica] = outcome.error->message;
         }
         reach_at_ = std::min(reach_at_, now + silence_ / (again ? 2 : 16));
@@ -161,7 +187,8 @@ void Driver::submit_wanted() {
     if ((machine_.contributes() && !wanted_[b]) || submitted_[b]) continue;
     submitted_[b] = true;
     owner_.set_phase(local::Phase::reduce);
-    if (auto started = ring_->all_reduce(b, machine_.step(), ReduceOp::mean); !started) return fail(started.error());
+    if (auto started = ring_->all_reduce(b, machine_.step(), ReduceOp::mean, machine_.weights()); !started)
+      return fail(started.error());
   }
 }
 
@@ -174,10 +201,14 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
                      "the daemon has registered this rank without an incarnation: run a daemon of this release"});
       machine_.on_registered(Incarnation(message.registered().incarnation()));
       job_ = message.registered().job();
+      flight::set_job(job_);
+      events::record(events::Kind::registered, {.a = machine_.incarnation().value});
       ++revision_;
       REJOIN_CHECK(prepared_, "a rank is registered that was not prepared");
       ring_ = std::move(prepared_);
-      ring_->join({config_.replica, machine_.incarnation()}, {.job = job_, .rank = config_.rank});
+      link_rule_ = membership::rule_in(message.registered());
+      ring_->join({config_.replica, machine_.incarnation()}, {.job = job_, .rank = config_.rank, .links = link_rule_});
+      choose_links();
       on_peers({});
       return;
     }
@@ -187,6 +218,7 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
       return;
     case proto::ToNode::kPeers: return on_peers(message.peers());
     case proto::ToNode::kPlan: return on_plan(message.plan(), now);
+    case proto::ToNode::kProspect: return on_prospect(message.prospect());
     case proto::ToNode::kDeclare: {
       auto& declaration = *reports_.emplace_back().mutable_declaration() = config_.declared;
       declaration.set_replica(config_.replica.value);
@@ -238,7 +270,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
     committed_contributors_ = contributors;
     committed_trained_ = membership::Samples(plan.trained(), membership::kMostSamples);
     wanted_.assign(buckets_.size(), false);  // until the trainer has taken up the next step, they were of this one
-    events::emit("committed", {{"step", under_way}, {"epoch", plan.epoch()}});
+    events::record(events::Kind::committed, {.epoch = plan.epoch(), .step = under_way});
   }
   finished_ = finished_ || meaning == Meaning::finished;
   current_.reset();
@@ -248,10 +280,44 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
                         .leads = machine_.leads(),
                         .contributors = machine_.contributors(),
                         .batch = machine_.batch(),
+                        .weight = machine_.weight(),
+                        .ahead = membership::Ahead(plan, config_.replica),
+                        .epoch = plan.epoch(),
+                        .settled = plan.settled(),
+                        .cards = cards(),
                         .trained = membership::Samples(plan.trained(), membership::kMostSamples)};
   submitted_.assign(buckets_.size(), false);
   done_.assign(buckets_.size(), false);
   ++revision_;
+}
+
+// What of the step under way is done again.
+void Driver::record_epoch() const {
+  events::Numbers numbers{.epoch = machine_.epoch().value, .step = machine_.step().value};
+  const bool again = current_ && current_->step == machine_.step().value;
+  for (std::size_t b = 0; again && b < buckets_.size(); ++b) {
+    if (!submitted_[b]) continue;
+    ++numbers.a;
+    numbers.b += buckets_[b].count * size_of(buckets_[b].type);
+    numbers.number += done_[b];
+  }
+  std::string members;
+  for (const auto& m : machine_.plan().members())
+    members += fmt::format("{}{}{}", members.empty() ? "" : ",", m.replica(), m.catching_up() ? "c" : "");
+  events::record(events::Kind::enter_epoch, numbers, members);
+}
+
+// In the plan's order. What a trainer says of itself comes with its address, before it is a member.
+std::vector<std::pair<ReplicaId, std::string>> Driver::cards() const {
+  std::vector<std::pair<ReplicaId, std::string>> cards;
+  for (const auto& m : machine_.plan().members()) {
+    if (m.catching_up()) continue;
+    const bool own = m.replica() == config_.replica.value;
+    const auto peer =
+        std::ranges::find_if(peers(), [&](const auto& one) { return one.incarnation() == m.incarnation(); });
+    cards.emplace_back(ReplicaId(m.replica()), own ? config_.card : peer != peers().end() ? peer->card() : "");
+  }
+  return cards;
 }
 
 void Driver::enter_epoch() {
@@ -259,10 +325,15 @@ void Driver::enter_epoch() {
   std::vector<ftar::RingMember> ring_members;
   for (const auto& m : machine_.plan().members())
     ring_members.push_back({member_of(m), m.catching_up() ? ftar::Role::catching_up : ftar::Role::contributor});
-  events::emit("enter_epoch", {{"epoch", machine_.epoch().value}, {"step", machine_.step().value}});
+  record_epoch();
   broken_.clear();
   // Whoever is out is fenced by this. It connects again, to be there if it is taken back.
   ring_->enter(machine_.epoch(), std::move(ring_members));
+  events::emit("enter_epoch", {{"epoch", machine_.epoch().value},
+                               {"step", machine_.step().value},
+                               {"connections", std::uint64_t{ring_->peers().size()}},
+                               {"missing", std::uint64_t{ring_->missing()}}});
+  choose_links();
   reach_peers();
 }
 

@@ -5,14 +5,18 @@
 
 #include <functional>
 #include <map>
+#include <set>
+#include <tuple>
 
 #include "base/deadlines.h"
 #include "control.pb.h"
 #include "ftar/communicator.h"
 #include "local/owner.h"
+#include "membership/ahead.h"
 #include "membership/digest_table.h"
 #include "membership/pause_detector.h"
 #include "membership/peer_table.h"
+#include "membership/prospect.h"
 #include "membership/rank.h"
 #include "rejoin/state_audit.h"
 
@@ -25,6 +29,7 @@ struct DriverConfig {
   std::string transport;        // its kind
   std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
   proto::Declaration declared;  // the tensors and settings that plan_hash stands for
+  std::string card;             // what the trainer tells the others of itself
   ftar::Options ring;
   // How long a step may wait for a trainer that computes, until enough steps have shown how long they take here.
   Duration patience{};
@@ -45,7 +50,12 @@ struct StepView {
   bool leads = false;  // … and is the one contributor that does what one does for all
   std::uint32_t contributors = 0;
   membership::Batch batch;
-  membership::Samples trained;  // in the steps before it
+  std::uint64_t weight = 1;  // what this rank's gradients are to be multiplied with
+  membership::Ahead ahead;   // what comes after it, probably
+  std::uint64_t epoch = 0;
+  bool settled = false;                                  // all members begin the step in this epoch
+  std::vector<std::pair<ReplicaId, std::string>> cards;  // of its contributors
+  membership::Samples trained;                           // in the steps before it
 };
 
 class Driver {
@@ -77,6 +87,7 @@ class Driver {
   // with a daemon.
   std::vector<proto::FromNode> take_reports() { return std::exchange(reports_, {}); }
   void on_daemon_back() {
+    links_reported_.clear();
     if (ring_) report_links();
   }
   // Fills in who this rank is and how far it has come, for a registration. The caller fills in address, version, digest
@@ -114,8 +125,9 @@ class Driver {
   // By bucket: the last step for which it has been reduced. (Once more after a retry.)
   const std::vector<std::uint64_t>& reduced() const { return reduced_; }
   bool busy() const { return ring_ && ring_->busy(); }
-  bool working() const { return ring_ && ring_->working(); }  // see ftar::Communicator
-  std::uint64_t outcomes() const { return outcomes_; }        // of the ring, ever
+  bool working() const { return ring_ && ring_->working(); }    // see ftar::Communicator
+  std::uint64_t outcomes() const { return outcomes_; }          // of the ring, ever
+  std::uint64_t links_closed() const { return links_closed_; }  // since both ends had no use for them
   const membership::Rank& machine() const { return machine_; }
 
  private:
@@ -126,7 +138,12 @@ class Driver {
   void on_peers(const proto::Peers& news);
   const std::vector<proto::Peer>& peers() const { return peers_.of(config_.rank); }
   void reach_peers();
+  void on_prospect(const proto::Prospect& prospect);
+  void choose_links();
+  bool to_be_linked(const ftar::Member& member) const { return !links_ || links_->contains(member); }
   void enter_epoch();
+  void record_epoch() const;
+  std::vector<std::pair<ReplicaId, std::string>> cards() const;
   void submit_wanted();
   void report_reduced();
   template <typename T>
@@ -146,6 +163,7 @@ class Driver {
   void tell_occupation(TimePoint now);
   proto::Accusation& excuse(std::string why, bool excused, TimePoint since, TimePoint now);
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
+  void record(const proto::Accusation& accusation);
   Duration patience_with_compute() const;
   void fail(Error error);
   void put_out(const std::string& why, TimePoint now);
@@ -170,8 +188,13 @@ class Driver {
   Epoch audit_epoch_;
   Step audit_step_;
   std::shared_ptr<Aside<proto::FromNode>> inspection_;
-  TimePoint digests_since_{};                          // digests are under way; as far as is known
-  membership::PeerTable peers_;                        // of this rank
+  TimePoint digests_since_{};    // digests are under way; as far as is known
+  membership::PeerTable peers_;  // of this rank
+  LinkRule link_rule_;
+  std::optional<std::set<ftar::Member>> links_;  // with whom to connect; nothing: with all
+  std::set<ftar::Member> calls_;                 // of these all, also those that are newer
+  proto::Prospect prospect_;                     // while it is no member
+  std::string links_reported_;
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
@@ -183,7 +206,7 @@ class Driver {
   std::uint32_t committed_contributors_ = 0;
   membership::Samples committed_trained_;
   std::optional<Error> failure_;
-  std::uint64_t revision_ = 0, outcomes_ = 0;
+  std::uint64_t revision_ = 0, outcomes_ = 0, links_closed_ = 0;
   // The incarnation that was called last: of all, and of those that the epoch needs.
   std::uint64_t reach_below_ = ~std::uint64_t{0}, needed_below_ = ~std::uint64_t{0};
   bool more_to_reach_ = false;  // when one of those that are being called has answered
@@ -193,9 +216,10 @@ class Driver {
   std::optional<Occupation> occupied_;
   std::uint64_t offered_ = 0, begun_ = 0;
   std::uint64_t stall_reported_for_ = 0;
-  std::uint64_t job_ = 0;             // as registered
-  std::vector<Duration> step_times_;  // of the last steps that went through in one epoch
-  bool disturbed_ = false;            // the step under way did not
+  std::tuple<std::uint64_t, std::uint32_t, bool> accused_;  // epoch, suspect, whether lost: recorded last
+  std::uint64_t job_ = 0;                                   // as registered
+  std::vector<Duration> step_times_;                        // of the last steps that went through in one epoch
+  bool disturbed_ = false;                                  // the step under way did not
 };
 
 }  // namespace rejoin

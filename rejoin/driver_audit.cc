@@ -73,7 +73,7 @@ void Driver::report_reduced() {
     reduced.add_results(digests_.reduced);
     reduced.add_state(digests_.state);
   }
-  events::emit("reduced", {{"step", machine_.step().value}, {"epoch", machine_.epoch().value}});
+  events::record(events::Kind::reduced, {.epoch = machine_.epoch().value, .step = machine_.step().value});
   reports_.push_back(std::move(report));
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <set>
 
+#include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "rejoin/driver.h"
@@ -20,7 +21,7 @@ constexpr Duration kStallWorthTelling = std::chrono::seconds(1);
 bool Driver::not_reached(const ftar::Member& member, const std::string& why) {
   const bool is_peer =
       std::ranges::any_of(peers(), [&](const auto& peer) { return peer.incarnation() == member.incarnation.value; });
-  if (!is_peer) return false;
+  if (!is_peer || !to_be_linked(member)) return false;
   const auto [one, fresh] = unreached_.try_emplace(member.incarnation);
   if (!fresh) return true;
   one->second.set_replica(member.replica.value);
@@ -39,11 +40,54 @@ void Driver::report_links() {
   links.set_rank(config_.rank);
   links.set_instance(config_.instance);
   membership::Incarnations connected;
-  for (const auto& peer : peers())
-    if (ring_->connected(member_of(peer))) connected.insert(peer.incarnation());
+  if (!links_) {
+    for (const auto& peer : peers())
+      if (ring_->connected(member_of(peer))) connected.insert(peer.incarnation());
+  } else if (!machine_.member()) {  // of a member nobody needs to know
+    for (const auto& member : *links_)
+      if (ring_->connected(member)) connected.insert(member.incarnation.value);
+  }
   connected.to(links.mutable_incarnations());
   for (const auto& [incarnation, one] : unreached_) *links.add_unreached() = one;
+  if (links_ && links_reported_ == links.SerializeAsString()) return;
+  links_reported_ = links.SerializeAsString();
   reports_.push_back(std::move(report));
+}
+
+void Driver::on_prospect(const proto::Prospect& prospect) {
+  const bool in_it = std::ranges::any_of(
+      prospect.members(), [&](const auto& m) { return m.incarnation() == machine_.incarnation().value; });
+  if (!ring_ || prospect.job() != job_ || machine_.member() || !in_it) return;
+  prospect_ = prospect;
+  choose_links();
+  reach_peers();
+  report_links();
+}
+
+// Of a job in which not all members are connected with each other.
+void Driver::choose_links() {
+  if (!link_rule_.full_mesh_members) return;
+  links_.emplace();
+  calls_.clear();
+  if (machine_.member() && ring_->epoch() == machine_.epoch()) {
+    for (const auto& member : ring_->links()) links_->insert(member);
+    prospect_.Clear();
+  } else if (!machine_.member()) {
+    const auto wanted = membership::links_of_candidate(link_rule_, prospect_, machine_.incarnation().value);
+    for (const auto& m : prospect_.members())
+      if (wanted.contains(m.incarnation())) links_->insert(member_of(m));
+    if (prospect_.candidates() > 0)
+      for (int i = 0; i < prospect_.members_size() - static_cast<int>(prospect_.candidates()); ++i)
+        calls_.insert(member_of(prospect_.members(i)));
+    // What it has from earlier prospects is no use to anybody; a few are kept, for they may be wanted again.
+    const auto known = ring_->peers();
+    if (known.size() > 2 * links_->size())
+      for (const auto& member : known)
+        if (!links_->contains(member)) ring_->forget(member);
+  }
+  std::erase_if(unreached_, [&](const auto& one) {
+    return !links_->contains({ReplicaId(one.second.replica()), one.first});
+  });
 }
 
 proto::Accusation& Driver::accuse(const ftar::Member& suspect, const std::string& what) {
@@ -54,6 +98,19 @@ proto::Accusation& Driver::accuse(const ftar::Member& suspect, const std::string
   accusation.set_suspect(suspect.replica.value);
   accusation.set_what(what);
   return accusation;
+}
+
+// Repeated as it is, an accusation is recorded once.
+void Driver::record(const proto::Accusation& accusation) {
+  const std::tuple which(accusation.epoch(), accusation.suspect(), accusation.lost());
+  if (accusation.only_waiting() || std::exchange(accused_, which) == which) return;
+  events::record(events::Kind::accused,
+                 {.epoch = accusation.epoch(),
+                  .step = machine_.step().value,
+                  .replica = accusation.suspect(),
+                  .a = accusation.waited_ms(),
+                  .b = accusation.lost()},
+                 accusation.what());
 }
 
 // A trainer that computes is silent, too. What is normal is learned from the steps so far; a process that is stopped
@@ -135,6 +192,11 @@ void Driver::look_for_stalls(TimePoint now) {
   for (const auto& wait : ring_->waits(now)) {
     if (wait.since > kStallWorthTelling && stall_reported_for_ != machine_.step().value) {
       stall_reported_for_ = machine_.step().value;
+      events::record(events::Kind::waits,
+                     {.step = machine_.step().value,
+                      .replica = wait.on ? wait.on->replica.value : config_.replica.value,
+                      .a = static_cast<std::uint64_t>(milliseconds(wait.since))},
+                     wait.what);
       spdlog::warn("step {} waits for replica {} rank {}: {} ({:.0f} ms)", machine_.step(),
                    wait.on ? wait.on->replica : config_.replica, config_.rank, wait.what, milliseconds(wait.since));
     }
@@ -143,6 +205,7 @@ void Driver::look_for_stalls(TimePoint now) {
     auto& accusation = accuse(*wait.on, wait.what);
     accusation.set_only_waiting(wait.since <= patience);
     accusation.set_waited_ms(static_cast<std::uint64_t>(milliseconds(wait.since)));
+    record(accusation);
     break;
   }
 }
@@ -162,16 +225,17 @@ void Driver::on_peers(const proto::Peers& news) {
   report_links();
 }
 
-// Connects with those that there is no connection with: at first, and again where it broke. Inside an epoch a new
-// connection is of use in the next one only, which the coordinator begins for it. A few at a time, the next older one
-// first: so nobody is called by all of a large job at once. Who was called last comes last: it may be one that never
-// answers. Whom this epoch needs is called before all others, and does not wait for those that are being called.
+// Connects with those of its links that there is no connection with: at first, and again where it broke. Inside an
+// epoch a new connection is of use in the next one only, which the coordinator begins for it. A few at a time, the next
+// older one first: so nobody is called by all of a large job at once. Who was called last comes last: it may be one
+// that never answers. Whom this epoch needs is called before all others, and does not wait for those that are being
+// called.
 void Driver::reach_peers() {
   std::vector<const proto::Peer*> missing, needed;
   for (const auto& peer : peers())
-    // Of two, the newer one connects.
-    if (peer.incarnation() < machine_.incarnation().value && peer.replica() != config_.replica.value &&
-        !ring_->knows(member_of(peer)))
+    // Of two, the newer one connects. A candidate does with all members, who don't know of it.
+    if ((peer.incarnation() < machine_.incarnation().value || calls_.contains(member_of(peer))) &&
+        peer.replica() != config_.replica.value && to_be_linked(member_of(peer)) && !ring_->knows(member_of(peer)))
       (ring_->needs(member_of(peer)) ? needed : missing).push_back(&peer);
   const auto by_turns = [&](std::vector<const proto::Peer*>& all, std::uint64_t& below, std::size_t most) {
     std::ranges::sort(all, std::ranges::greater{}, [&](const proto::Peer* peer) {
@@ -187,8 +251,11 @@ void Driver::reach_peers() {
     }
   };
   more_to_reach_ = false;
+  const std::size_t few = std::max<std::size_t>(1, config_.calls_at_once / 8);
   by_turns(needed, needed_below_, 2 * config_.calls_at_once);
-  by_turns(missing, reach_below_, config_.calls_at_once);
+  // A member's spares are for later: the step goes first.
+  if (links_ && machine_.member() && !ring_->clean()) more_to_reach_ = true;
+  else by_turns(missing, reach_below_, links_ && machine_.member() ? few : config_.calls_at_once);
 }
 
 }  // namespace rejoin

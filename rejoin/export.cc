@@ -1,4 +1,4 @@
 // librejoin.so is made of the modules' objects; this names its version.
 #include "rejoin/c.h"
 
-extern "C" const char* rejoin_version(void) { return "0.1.0"; }
+extern "C" const char* rejoin_version(void) { return REJOIN_VERSION; }

@@ -6,7 +6,9 @@
 
 #include "base/deadlines.h"
 #include "base/entropy.h"
+#include "base/events.h"
 #include "base/fail.h"
+#include "base/flight.h"
 #include "base/log.h"
 #include "membership/node.h"
 #include "transport/advertise.h"
@@ -37,10 +39,12 @@ constexpr Duration kStreams = std::chrono::microseconds(100);
 
 }  // namespace
 
-ProgressThread::ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt)
+ProgressThread::ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt,
+                               std::string card)
     : config_(config),
       state_(state),
       interrupt_(interrupt),
+      card_(std::move(card)),
       owner_(state.owner()),
       buckets_(state.buckets()),
       shown_reduced_(buckets_.size()),
@@ -89,6 +93,7 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
                    .transport = transport::family_of(config_.transport) + (on_gpu ? " out of a GPU's memory" : ""),
                    .plan_hash = state_.plan_hash(),
                    .declared = state_.declaration(),
+                   .card = card_,
                    .ring = {.chunk_bytes = config_.chunk_bytes,
                             .chunks_in_flight = config_.chunks_in_flight,
                             .flip_bit_at = Step(config_.flip_bit_at),
@@ -167,6 +172,7 @@ Result<std::optional<StepView>> ProgressThread::wait_for_step(std::uint64_t afte
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   if (finished_) return std::optional<StepView>{};
   taken_ = current_->step;
+  taken_members_ = members_;
   taken_contributes_ = current_->contributes;
   asked_ = true;
   signal_eventfd(wake_);
@@ -247,6 +253,7 @@ Result<ProgressThread::Decision> ProgressThread::wait_for_commit(std::uint64_t s
 
 void ProgressThread::fail(Error error) {
   spdlog::error("{}", error.message);
+  events::record(events::Kind::failed, {}, error.message);
   {
     const std::lock_guard lock(mutex_);
     if (!failure_) failure_ = std::move(error);
@@ -295,6 +302,7 @@ void ProgressThread::run() {
     driver_->notice(now);
     if (now - heartbeat_at_ >= deadlines::kHeartbeatOfTrainer.of(silence_)) {
       heartbeat_at_ = now;
+      flight::beat();
       owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
                                     std::memory_order_relaxed);
       if (welcome_) unsent_.add(driver_->heartbeat());
@@ -336,6 +344,7 @@ void ProgressThread::publish() {
     finished_ = driver_->finished();
     over_ = driver_->over();
     current_ = driver_->step();
+    members_ = driver_->machine().contributing();
   }
   changed_.notify_all();
 }

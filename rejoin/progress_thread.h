@@ -30,7 +30,7 @@ namespace rejoin {
 class ProgressThread {
  public:
   // `state`, which is allocated, and `interrupt` outlive this.
-  ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt);
+  ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt, std::string card);
   ~ProgressThread();
 
   // Returns when the coordinator has taken this rank. `digest_time`: how long the state's digest took.
@@ -39,7 +39,9 @@ class ProgressThread {
   // The calls that wait do so for at most the config's patience without a sign of the daemon, and end with `cancelled`
   // after interrupt().
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // the first step later than `after`
-  bool over() const;           // the job was, before this replica had a part in it
+  bool over() const;  // the job was, before this replica had a part in it
+  // Whether all that contributed when the step began that the trainer works on are members, and stay so for so long.
+  bool intact(std::chrono::milliseconds during);
   Result<> may_go_on() const;  // not after a failure or an interrupt
   Result<> all_reduce(std::uint32_t bucket);
   Result<> all_reduce(std::uint32_t bucket, void* stream);
@@ -111,6 +113,7 @@ class ProgressThread {
   const SessionConfig config_;
   TrainingState& state_;
   const Interrupt& interrupt_;
+  const std::string card_;
   local::Owner& owner_;
   const std::vector<ftar::BucketSpec>& buckets_;
   Position joined_from_;
@@ -162,7 +165,9 @@ class ProgressThread {
   std::uint64_t taken_ = 0;                       // the step that the trainer works on
   bool taken_contributes_ = false;                // … as a contributor
   bool registered_ = false, finished_ = false, over_ = false;
-  std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
+  membership::Incarnations taken_members_;  // contributors when the trainer began its step
+  membership::Incarnations members_;        // contributors now
+  std::uint64_t committed_ = 0;             // the last step decided that this replica took part in
   bool committed_contributes_ = false;
   std::uint32_t committed_contributors_ = 0;
   bool stop_ = false, leaving_ = false;

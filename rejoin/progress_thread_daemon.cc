@@ -218,7 +218,7 @@ void ProgressThread::reconnect(TimePoint now) {
   unsent_.clear();  // the registration says it; what comes after it waits for the welcome
   daemon_seen_ = now;
   spdlog::info("registered again with the daemon at {}", config_.socket);
-  events::emit("daemon_back");
+  events::record(events::Kind::daemon_back);
   driver_->on_daemon_back();
 }
 
@@ -236,8 +236,8 @@ void ProgressThread::lose_daemon(const std::string& why) {
         "unless the job has gone on without it",
         seconds(pause), dropped_.empty() ? why : dropped_);
   else spdlog::warn("the daemon is gone ({}); looking for it again", dropped_.empty() ? why : dropped_);
+  events::record(events::Kind::daemon_lost, {}, dropped_.empty() ? why : dropped_);
   dropped_.clear();
-  events::emit("daemon_lost");
   farewell_sent_ = false;
   daemon_.reset();
   welcome_ = false;

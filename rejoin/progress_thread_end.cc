@@ -1,5 +1,6 @@
 // How a session's part in the job ends, and what ends its waiting: it leaves, it fails, or it is interrupted.
 // See "How a session ends" in docs/design-notes.md.
+#include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
 #include "local.pb.h"
@@ -32,6 +33,11 @@ Result<> ProgressThread::may_go_on() const {
 bool ProgressThread::over() const {
   const std::lock_guard lock(mutex_);
   return over_;
+}
+
+bool ProgressThread::intact(std::chrono::milliseconds during) {
+  std::unique_lock lock(mutex_);
+  return !changed_.wait_for(lock, during, [&] { return ended() || !members_.includes(taken_members_); });
 }
 
 // The coordinator answers each registration at once, whatever the job is doing, if it is there.
@@ -96,6 +102,7 @@ void ProgressThread::part() {
     if (failure_) why = failure_->message;
   }
   if (!farewell_sent_) farewell_sent_ = send_farewell(why);
+  events::record(events::Kind::left, {}, why);
   const bool unheard = wanted && why.empty() && !farewell_heard_ && !driver_->finished();
   if (streams_) streams_->release();
   {

@@ -6,8 +6,10 @@
 
 #include "base/events.h"
 #include "base/fail.h"
+#include "base/flight.h"
 #include "rejoin/log_default.h"
 #include "rejoin/progress_thread.h"
+#include "rejoin/step.h"
 #include "rejoin/training_state.h"
 
 namespace rejoin {
@@ -41,12 +43,18 @@ class SessionImpl final : public Session {
   Result<std::span<std::byte>> gradient(TensorId t) override {
     return state_.check_tensor(t, "gradient()").map([&] { return state_.gradient(t); });
   }
-
   Result<> set_fingerprint(std::string text) override {
     if (progress_) return fail(ErrorCode::invalid_argument, "set_fingerprint() comes after join()");
     return state_.set_fingerprint(std::move(text));
   }
-
+  Result<> set_card(std::string card) override {
+    if (progress_) return fail(ErrorCode::invalid_argument, "set_card() comes after join()");
+    if (card.size() > membership::kMostCardBytes)
+      return fail(ErrorCode::invalid_argument, "a card of {} bytes, over {}", card.size(), membership::kMostCardBytes);
+    card_ = std::move(card);
+    return {};
+  }
+  void use_weights() override { weighted_ = true; }
   using Session::join;
   Result<> join(const Position& from) override {
     if (ended_) return tl::unexpected(*ended_);
@@ -72,7 +80,7 @@ class SessionImpl final : public Session {
           version, *digest, *from.digest());
     version_at_join_ = version;
     stands_ = from;
-    progress_ = std::make_unique<ProgressThread>(config_, state_, interrupt_);
+    progress_ = std::make_unique<ProgressThread>(config_, state_, interrupt_, card_);
     auto joined = progress_->join(from, *digest, took);
     if (!joined) progress_.reset(), stands_.reset();
     return joined && busy_ ? progress_->busy(busy_->first, busy_->second) : joined;
@@ -96,11 +104,8 @@ class SessionImpl final : public Session {
     stands_.reset();
     if ((*view)->contributes) stands_ = position_of(step_ - 1, (*view)->trained);
     state_.owner().set_phase(local::Phase::compute);
-    events::emit("step", {{"step", step_}, {"contributes", (*view)->contributes}});
-    std::vector<SampleRange> batch;
-    for (const auto& range : (*view)->batch) batch.push_back({range.begin, range.end});
-    return std::optional<Step>(std::in_place, step_, (*view)->contributes, (*view)->leads, (*view)->contributors,
-                               std::move(batch));
+    events::record(events::Kind::step, {.step = step_, .a = (*view)->contributes});
+    return step_of(std::move(**view), weighted_);
   }
 
   Result<> all_reduce(BucketId bucket) override {
@@ -177,6 +182,7 @@ class SessionImpl final : public Session {
     return state_.complete_at(rejoin::Step(last_)) ? std::optional(last_) : std::nullopt;
   }
   std::uint64_t committed() const override { return last_; }
+  bool intact(std::chrono::milliseconds during) override { return progress_ && progress_->intact(during); }
   Result<> check() const override { return progress_ ? progress_->may_go_on() : Result<>(); }
   Result<Position> position() const override {
     if (!progress_) return fail(ErrorCode::invalid_argument, "position() before join()");
@@ -233,7 +239,7 @@ class SessionImpl final : public Session {
     // Said before, as the exchange may be over when the progress thread has it.
     const bool last = bucket < handed_over_.size() && !handed_over_[bucket] &&
                       std::count(handed_over_.begin(), handed_over_.end(), false) == 1;
-    if (last) events::emit("computed", {{"step", step_}});
+    if (last) events::record(events::Kind::computed, {.step = step_});
     auto handed = hand_over();
     if (handed) handed_over_[bucket] = true;
     return handed;
@@ -292,7 +298,7 @@ class SessionImpl final : public Session {
     if (auto ended = end(decision_.contributed); !ended) return tear(ended.error());
     stage_ = Stage::between;
     last_ = step_;
-    events::emit("updated", {{"step", step_}, {"contributes", decision_.contributed}});
+    events::record(events::Kind::updated, {.step = step_, .a = decision_.contributed});
     if (decision_.contributed) {
       complete_version_ = step_;
       stands_ = position_of(step_, decision_.trained);
@@ -356,6 +362,8 @@ class SessionImpl final : public Session {
   static constexpr std::size_t kLongestReason = 500;  // of what anybody may have written
   const SessionConfig config_;
   Interrupt interrupt_;
+  std::string card_;
+  bool weighted_ = false;
   TrainingState state_;
   std::unique_ptr<ProgressThread> progress_;
   Stage stage_ = Stage::between;
@@ -382,8 +390,9 @@ Result<std::unique_ptr<Session>> Session::open(const SessionConfig& config) {
   auto interrupted = make_eventfd();
   if (!interrupted) return tl::unexpected(interrupted.error());
   log_to_stderr_by_default();
-  if (auto opened = events::open(config.events, fmt::format("r{}.{}", config.replica, config.rank)); !opened)
-    return tl::unexpected(opened.error());
+  const std::string who = fmt::format("r{}.{}", config.replica, config.rank);
+  if (auto opened = events::open(config.events, who); !opened) return tl::unexpected(opened.error());
+  flight::open(config.flight, who, "trainer");
   return std::unique_ptr<Session>(std::make_unique<SessionImpl>(config, std::move(*device), std::move(*interrupted)));
 }
 

@@ -58,6 +58,9 @@ struct SessionConfig {
   // Directory for an event file of this process (rN.M.PID.jsonl), for `rejoin trace`; empty: none. A process with
   // several sessions has the file of the last one.
   std::string events;
+  // Directory for the flight recording of this process (base/flight.h), which is always on and outlives it; empty: the
+  // default, "off": none. A process with several sessions has one recording.
+  std::string flight;
   // A drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never. Of the
   // host's memory only.
   std::uint64_t flip_bit_at = 0;
@@ -80,14 +83,18 @@ struct SessionConfig {
   Result<> check() const;
 };
 
-constexpr std::uint32_t kMostMoments = 3;
+constexpr std::uint32_t kMostMoments = 7;
 
 struct TensorSpec {
   std::string name;
   DataType type = DataType::float32;
   std::uint64_t count = 0;    // elements
-  std::uint32_t moments = 0;  // optimizer moments of the same type and count: 0 to kMostMoments
+  std::uint32_t moments = 0;  // optimizer moments of the same count: 0 to kMostMoments
   bool elementwise = true;    // the optimizer updates each element from its own gradient and moments alone
+  // Of each moment, where not all are of the weight's type: say, a float32 master of a bfloat16 weight, and two more.
+  std::vector<DataType> moment_types = {};
+  // Of the gradient, where it is not the weight's type: it is reduced in this one.
+  std::optional<DataType> gradient_type = std::nullopt;
 };
 
 struct TensorId {
@@ -139,7 +146,7 @@ class Session {
   // from a multiple of 16 bytes on. They stay there until the session has gone, and hold what they held. The host's
   // memory can't be shared afterwards: there the session allocates.
   virtual Result<TensorId> add(const TensorSpec& tensor, const std::vector<std::span<std::byte>>& memory) = 0;
-  // Every tensor belongs to exactly one bucket; all tensors of a bucket have one type.
+  // Every tensor belongs to exactly one bucket; all gradients of a bucket have one type.
   virtual Result<BucketId> bucket(const std::vector<TensorId>& tensors) = 0;
   // The same with the gradients in memory of the trainer's own, one tensor's after the other's in this order: a flat
   // gradient buffer that its framework has allocated, of the session's device, anywhere in an allocation or over
@@ -157,6 +164,9 @@ class Session {
   // The caller's, up to 4 KiB of text, before join(): what else must be the same on all replicas for their bits to be,
   // such as the framework's version and the optimizer's settings. Whoever joins with another one is refused with both.
   virtual Result<> set_fingerprint(std::string text) = 0;
+  // Up to 1 KiB, before join(): what this rank's trainer says to those of the same rank of the other replicas, such as
+  // an address. They have it with each step that it contributes to.
+  virtual Result<> set_card(std::string card) = 0;
   template <typename T>
   static std::span<T> as(std::span<std::byte> bytes) {
     return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
@@ -171,30 +181,56 @@ class Session {
   Result<> join() { return join(Position{}); }
   virtual Result<> join(const Position& from) = 0;
 
+  // Says that this trainer multiplies its gradients with Step::weight(). Without it begin_step() is refused by a job in
+  // which these are other than 1.
+  virtual void use_weights() = 0;
+
   // ---- steps
   class Step {
    public:
-    Step(std::uint64_t number, bool contributes, bool leads, std::uint32_t contributors, std::vector<SampleRange> batch)
-        : number_(number),
-          contributes_(contributes),
-          leads_(leads),
-          contributors_(contributors),
-          batch_(std::move(batch)) {}
-    std::uint64_t number() const { return number_; }   // the state is at the version before it
-    bool contributes() const { return contributes_; }  // false: catching up; no backward, all_reduce() is refused
+    using Batch = std::vector<SampleRange>;
+    struct Card {  // what a contributor's trainer has set with set_card(); empty: nothing
+      std::uint32_t replica = 0;
+      std::string text;
+    };
+    struct Facts {
+      std::uint64_t number = 0;
+      bool contributes = false, leads = false;
+      std::uint32_t contributors = 0;
+      Batch batch;
+      std::uint64_t weight = 1, epoch = 0;
+      bool settled = false;
+      std::vector<Card> cards;
+      std::function<std::vector<Batch>(std::uint32_t steps)> upcoming;
+    };
+    explicit Step(Facts facts) : facts_(std::move(facts)) {}
+    std::uint64_t number() const { return facts_.number; }   // the state is at the version before it
+    bool contributes() const { return facts_.contributes; }  // false: catching up; no backward, no all_reduce()
     // True on all ranks of one contributor: for what one replica does for all, such as writing a checkpoint. Where the
     // members change just then it may be none or two of them; states at one version are the same, whoever writes them.
-    bool leads() const { return leads_; }
+    bool leads() const { return facts_.leads; }
     // Replicas that contribute, as it is planned. Where one is lost in the step there are fewer in the mean:
     // Update::contributors has as many as it was decided with.
-    std::uint32_t contributors() const { return contributors_; }
-    const std::vector<SampleRange>& batch() const { return batch_; }
+    std::uint32_t contributors() const { return facts_.contributors; }
+    const Batch& batch() const { return facts_.batch; }
+    // The batches that this replica will have in the next `steps` steps, in order, if no replica comes or goes: for
+    // fetching data before it is asked for. It is what the coordinator does with what it has told, and no promise:
+    // which samples count in a step only its batch() says. Fewer, or none, where it is not known, as while catching up.
+    std::vector<Batch> upcoming(std::uint32_t steps) const { return facts_.upcoming(steps); }
+    // What all gradients of this step are to be multiplied with before all_reduce(): 1, or in a job with
+    // `--constant-batch` the number of samples in batch(). There replicas may have different numbers, and what comes
+    // out is the mean over all samples, if each hands over the mean over its own times this. (The sum over its own is
+    // that.)
+    std::uint64_t weight() const { return facts_.weight; }
+    // For connections of the trainers' own, among those that contribute. The epoch is that in which this step began
+    // here: a number of these members, later ones are larger. Settled: all members begin the step in this epoch, so
+    // that all of them have the same cards; otherwise somebody has been lost in this step, and the next one will do.
+    std::uint64_t epoch() const { return facts_.epoch; }
+    bool settled() const { return facts_.settled; }
+    const std::vector<Card>& cards() const { return facts_.cards; }
 
    private:
-    std::uint64_t number_;
-    bool contributes_, leads_;
-    std::uint32_t contributors_;
-    std::vector<SampleRange> batch_;
+    Facts facts_;
   };
   // Waits until there is a step for this replica. Nothing: the job is finished. A replica that has come too late to
   // have a part in it gets nothing, too, and has the state that it came with: version() tells. Errors of this and the
@@ -265,6 +301,10 @@ class Session {
   // The last step that commit() has ended here, contributing or catching up: for schedules and logs. It says nothing of
   // the state.
   virtual std::uint64_t committed() const = 0;
+  // Whether all that contributed when the step under way, or the last one, began here are known to be members still:
+  // otherwise who waits for one of them, by a connection of the trainers' own, may wait in vain. It waits for
+  // up to `during` until that is not so. Any thread.
+  virtual bool intact(std::chrono::milliseconds during) = 0;
   // Whether this replica is still in the job: the error that begin_step() or commit() would return now. For trainers
   // that wait for something else within a step or an update, such as another rank.
   virtual Result<> check() const = 0;

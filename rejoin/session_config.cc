@@ -45,6 +45,8 @@ void SessionConfig::bind(CommandLine& line) {
   line.setting("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
   line.setting("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
   line.setting("--events", events, "REJOIN_EVENTS", "directory for this process's event file (see rejoin trace)");
+  line.setting("--flight-dir", flight, "REJOIN_FLIGHT_DIR",
+               "directory for this process's flight recording (see rejoin explain); none: /dev/shm/rejoin-USER; off");
   line.setting(
       "--flip-bit-at", flip_bit_at, "REJOIN_FLIP_BIT_AT",
       "a drill: in this step one bit of what the all-reduce brings here is flipped, as if on its way; 0: never");

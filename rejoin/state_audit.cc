@@ -18,7 +18,7 @@ StateAudit::StateAudit(const local::Owner& owner) : owner_(owner) {
   std::uint64_t at = 0;
   for (const auto& part : owner.manifest().parts()) {
     begins_.push_back(at);
-    at += owner.manifest().length(part);
+    at += owner.manifest().length(part, 0);
   }
   begins_.push_back(at);
 }
@@ -42,7 +42,7 @@ Result<std::vector<local::Part>> StateAudit::ranges(std::uint64_t period, std::u
   const auto first = std::upper_bound(begins_.begin(), begins_.end(), begin) - 1 - begins_.begin();
   for (auto i = static_cast<std::size_t>(first); i < manifest.parts().size() && begins_[i] < end; ++i) {
     const local::Part& part = manifest.parts()[i];
-    const std::uint64_t element = size_of(manifest.tensors()[part.tensor].type), length = manifest.length(part);
+    const std::uint64_t element = size_of(manifest.tensors()[part.tensor].type), length = manifest.length(part, 0);
     const auto cut = [&](std::uint64_t at) {  // whoever begins before a border ends at the same
       return at <= begins_[i] ? 0 : at - begins_[i] >= length ? length : (at - begins_[i]) / kGrain * kGrain;
     };

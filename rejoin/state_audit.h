@@ -34,7 +34,7 @@ class StateAudit {
 
   const local::Owner& owner_;
   std::unique_ptr<device::Access> access_;
-  std::vector<std::uint64_t> begins_;  // of the parts: bytes of a column before each, and at the end of all
+  std::vector<std::uint64_t> begins_;  // of the parts: bytes of the weights before each, and at the end of all
 };
 
 }  // namespace rejoin

@@ -16,7 +16,9 @@ Result<TensorId> TrainingState::add(const TensorSpec& tensor, const std::vector<
                   .type = tensor.type,
                   .count = tensor.count,
                   .columns = tensor.moments + 1,
-                  .elementwise = tensor.elementwise};
+                  .elementwise = tensor.elementwise,
+                  .moment_types = tensor.moment_types,
+                  .gradient_type = tensor.gradient_type};
   if (auto right = check_new(t, own); !right) return tl::unexpected(right.error());
   names_.insert(t.name);
   tensors_.push_back(std::move(t));
@@ -73,9 +75,10 @@ Result<std::uint64_t> TrainingState::check_bucket(BucketId id, const std::vector
     if (bucket_of_[t.index] != kNone)
       return fail(ErrorCode::invalid_argument, "tensor '{}' is in bucket {} already", tensors_[t.index].name,
                   bucket_of_[t.index]);
-    if (tensors_[t.index].type != tensors_[tensors[0].index].type)
-      return fail(ErrorCode::invalid_argument, "bucket {} mixes {} and {}", id, to_string(tensors_[t.index].type),
-                  to_string(tensors_[tensors[0].index].type));
+    const DataType type = tensors_[t.index].type_of_gradient(), first = tensors_[tensors[0].index].type_of_gradient();
+    if (type != first)
+      return fail(ErrorCode::invalid_argument, "bucket {} mixes gradients of {} and {}", id, to_string(type),
+                  to_string(first));
     bytes += gradient_bytes(t.index);
   }
   return bytes;
@@ -100,12 +103,13 @@ Result<> TrainingState::allocate() {
   if (!manifest) return tl::unexpected(manifest.error());
   // A slice under way has the gradients of the steps that pass meanwhile kept; with room for two there is always one.
   for (const auto& slice : manifest->slices()) {
-    const std::uint64_t needed = 2 * slice.range.count * size_of(manifest->tensors()[slice.range.tensor].type);
+    const auto& tensor = manifest->tensors()[slice.range.tensor];
+    const std::uint64_t needed = 2 * slice.range.count * size_of(tensor.type_of_gradient());
     if (needed > gradient_log_budget_)
       return fail(ErrorCode::invalid_argument,
                   "the budget for kept gradients is {}, and tensor '{}' needs {}: raise it (--gradient-log-budget, "
                   "REJOIN_GRADIENT_LOG_BUDGET)",
-                  human_bytes(gradient_log_budget_), manifest->tensors()[slice.range.tensor].name, human_bytes(needed));
+                  human_bytes(gradient_log_budget_), tensor.name, human_bytes(needed));
   }
   auto access = device_->make_access();
   if (!access) return tl::unexpected(access.error());
@@ -137,7 +141,7 @@ Result<> TrainingState::allocate() {
     const auto input_of = own_[b].empty() ? input_.bytes.subspan(begin, size) : own_[b];
     for (auto t : buckets_[b])
       gradient_[t.index] = input_of.subspan(gradient_offset_[t.index] - begin, gradient_bytes(t.index));
-    const DataType type = tensors_[buckets_[b][0].index].type;
+    const DataType type = tensors_[buckets_[b][0].index].type_of_gradient();
     specs_.push_back({type, size / size_of(type), input_of, output_.bytes.subspan(begin, size)});
   }
   return {};
@@ -225,6 +229,9 @@ proto::Declaration TrainingState::declaration() const {
     tensor.set_moments(tensors_[t].columns - 1);
     tensor.set_elementwise(tensors_[t].elementwise);
     tensor.set_bucket(bucket_of_[t]);
+    for (const auto type : tensors_[t].moment_types) tensor.add_moment_types(std::string(to_string(type)));
+    if (tensors_[t].type_of_gradient() != tensors_[t].type)
+      tensor.set_gradient_type(std::string(to_string(tensors_[t].type_of_gradient())));
     bytes += tensor.ByteSizeLong() + 8;
     if (bytes > most_bytes) {
       all.set_omitted(static_cast<std::uint32_t>(tensors_.size() - t));
@@ -247,7 +254,7 @@ Result<std::vector<catchup::Update>> TrainingState::begin_update(Step step, bool
                                                                  std::uint32_t contributors) {
   return gradient_log_->begin(
       step, contributed, contributors, [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
-        const std::uint64_t element = size_of(tensors_[t].type);
+        const std::uint64_t element = size_of(tensors_[t].type_of_gradient());
         return BytesView(output_.bytes).subspan(gradient_offset_[t] + first * element, count * element);
       });
 }

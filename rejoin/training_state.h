@@ -56,7 +56,7 @@ class TrainingState {
 
  private:
   static constexpr BucketId kNone = ~BucketId{0};
-  std::uint64_t gradient_bytes(std::size_t t) const { return tensors_[t].count * size_of(tensors_[t].type); }
+  std::uint64_t gradient_bytes(std::size_t t) const { return tensors_[t].gradient_bytes(); }
 
   Result<> check_new(const local::Tensor& tensor, const local::Owner::Own& own) const;
   Result<std::uint64_t> check_bucket(BucketId id, const std::vector<TensorId>& tensors) const;  // its bytes

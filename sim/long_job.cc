@@ -12,6 +12,7 @@
 #include "base/fail.h"
 #include "membership/coordinator.h"
 #include "membership/log.h"
+#include "sim/heap.h"
 
 namespace rejoin::sim {
 
@@ -57,6 +58,7 @@ class LongJob {
       if (step != next_report && step != options_.steps) continue;
       if (auto recovered = recover(); !recovered) return tl::unexpected(recovered.error());
       state_.steps = step;
+      state_.heap_bytes = heap_bytes();
       report(state_);
       state_ = {};
       next_report *= 10;

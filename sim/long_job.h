@@ -23,7 +23,8 @@ struct LongJobState {  // after so many steps; the largest since the state befor
   std::uint64_t steps = 0;
   std::uint64_t log_bytes = 0, snapshot_bytes = 0;
   double recovery_ms = 0;          // of a coordinator, from the log just before it is compacted
-  std::uint64_t memory_bytes = 0;  // of this process
+  std::uint64_t memory_bytes = 0;  // of this process, while a recovered coordinator is there, too
+  std::uint64_t heap_bytes = 0;    // in use when that is gone; 0 where the allocator does not tell (sanitizers)
 };
 
 // `report` is called at 1,000, 10,000, 100,000 … steps and at the end. Errors: a log that can't be written, or that

@@ -24,6 +24,7 @@ struct Settings {
   std::optional<std::uint64_t> seed, long_steps;
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
   bool trace = false, minimise = true, scale = false, stalls = false;
+  std::uint32_t scale_replicas = 0;
   std::string plant = "none";
   Options options;
 };
@@ -184,15 +185,16 @@ int many(const Settings& settings) {
   return shared.violations > 0 || crashed ? 1 : 0;
 }
 
-int scale() {
+int scale(std::uint32_t replicas) {
   fmt::print(
       "The control plane's machines with 8 ranks a node; for each step, messages and bytes in and out. The "
       "coordinator's "
-      "processor time for a new epoch, and for the start of a job and of a replica; the largest message of all.\n"
+      "processor time for a new epoch, and for the start of a job and of a replica; the largest message of all; with "
+      "how many others a rank is connected.\n"
       "{:>8} {:>8} {:>5} {:>7} | {:>9} {:>8} {:>10} {:>9} | {:>9} {:>8} | {:>9} {:>8} | {:>9} {:>9} {:>9} {:>9} {:>9} "
-      "{:>11}\n",
+      "{:>11} {:>6}\n",
       "replicas", "ranks", "rails", "through", "coord. ms", "messages", "bytes", "B a rank", "relay ms", "messages",
-      "node ms", "messages", "epoch ms", "messages", "start ms", "start MiB", "replica", "largest KiB");
+      "node ms", "messages", "epoch ms", "messages", "start ms", "start MiB", "replica", "largest KiB", "links");
   const ScaleOptions all[] = {{.ranks = 42},
                               {.ranks = 416},
                               {},
@@ -203,17 +205,19 @@ int scale() {
                               {.relays = false},
                               {.replicas = 128, .ranks = 8, .rails = 8},
                               {.replicas = 256, .ranks = 8, .rails = 8},
-                              {.replicas = 1024, .ranks = 8, .rails = 8, .steps = 5}};
+                              {.replicas = 1024, .ranks = 8, .rails = 8, .steps = 5},
+                              {.replicas = 1024, .ranks = 8, .rails = 8, .steps = 5, .full_mesh_members = 1024}};
   for (const auto& o : all) {
+    if (replicas != 0 && o.replicas != replicas) continue;
     const ScaleResult r = measure_scale(o);
     fmt::print(
         "{:>8} {:>8} {:>5} {:>7} | {:>9.3f} {:>8.0f} {:>10.0f} {:>9.0f} | {:>9.3f} {:>8.0f} | {:>9.3f} {:>8.0f} | "
-        "{:>9.3f} {:>9} {:>9.0f} {:>9.1f} {:>9.0f} {:>11.1f}\n",
+        "{:>9.3f} {:>9} {:>9.0f} {:>9.1f} {:>9.0f} {:>11.1f} {:>6.0f}\n",
         o.replicas, r.ranks, o.rails, o.relays ? "relays" : "nodes", r.coordinator.cpu_ms, r.coordinator.messages,
         r.coordinator.bytes, r.coordinator_bytes_per_rank, r.relay.cpu_ms, r.relay.messages, r.node.cpu_ms,
         r.node.messages, r.epoch_change_ms, r.epoch_change_messages, r.start_ms,
         static_cast<double>(r.start_bytes) / (1 << 20), r.replica_ms,
-        static_cast<double>(r.largest_message) / (1 << 10));
+        static_cast<double>(r.largest_message) / (1 << 10), r.links);
     std::fflush(stdout);
   }
   return 0;
@@ -223,11 +227,13 @@ int scale() {
 int long_job(std::uint64_t steps) {
   std::string directory = (std::filesystem::temp_directory_path() / "rejoin-sim-XXXXXX").string();
   if (::mkdtemp(directory.data()) == nullptr) return std::perror("rejoin-sim: a directory for the log"), 1;
-  fmt::print("{:>9} {:>12} {:>12} {:>12} {:>12}\n", "steps", "log MiB", "snapshot KiB", "recovery ms", "memory MiB");
+  fmt::print("{:>9} {:>12} {:>12} {:>12} {:>12} {:>12}\n", "steps", "log MiB", "snapshot KiB", "recovery ms",
+             "memory MiB", "heap MiB");
   const auto ran = run_long_job({.steps = steps, .directory = directory}, [](const LongJobState& state) {
-    fmt::print("{:>9} {:>12.1f} {:>12.1f} {:>12.1f} {:>12.1f}\n", state.steps,
+    fmt::print("{:>9} {:>12.1f} {:>12.1f} {:>12.1f} {:>12.1f} {:>12.1f}\n", state.steps,
                static_cast<double>(state.log_bytes) / (1 << 20), static_cast<double>(state.snapshot_bytes) / 1024,
-               state.recovery_ms, static_cast<double>(state.memory_bytes) / (1 << 20));
+               state.recovery_ms, static_cast<double>(state.memory_bytes) / (1 << 20),
+               static_cast<double>(state.heap_bytes) / (1 << 20));
     std::fflush(stdout);
   });
   std::error_code ignored;
@@ -303,6 +309,7 @@ int main(int argc, char** argv) {
   line.add("--ignore", settings.options.ignore, "an invariant not to check, to see what else breaks");
   line.flag("--stalls", settings.stalls, "instead: what one failure of each kind costs the others, as JSON");
   line.flag("--scale", settings.scale, "instead: what the control plane costs with 1,000, 10,000 and 100,000 ranks");
+  line.add("--scale-replicas", settings.scale_replicas, "of these only jobs of so many replicas").range(1, 1024);
   line.add("--long", settings.long_steps,
            "instead: what the log of 1,024 replicas weighs after so many steps, compacted as it grows");
   if (const auto status = line.parse(argc, argv)) return *status;
@@ -311,7 +318,7 @@ int main(int argc, char** argv) {
   if (!plant) return fmt::print(stderr, "rejoin-sim: --plant: {}\n", plant.error().message), 1;
   settings.options.plant = *plant;
   if (settings.long_steps) return sim::long_job(*settings.long_steps);
-  if (settings.scale) return sim::scale();
+  if (settings.scale) return sim::scale(settings.scale_replicas);
   if (settings.stalls) return sim::stalls(settings);
   return settings.seed ? sim::one(settings) : sim::many(settings);
 }

@@ -1,5 +1,7 @@
 #include "sim/replay.h"
 
+#include <algorithm>
+
 #include "base/digest.h"
 
 namespace rejoin::sim {
@@ -46,14 +48,17 @@ void Replay::train(std::uint32_t rank, const proto::LogRecord::Committed& step) 
     sum.emplace_back(tensor.count);
     one.emplace_back(tensor.count);
   }
+  std::uint64_t weights = 0;
   for (const auto& member : step.members()) {
+    const std::uint64_t weight = std::max<std::uint64_t>(1, member.weight());
+    weights += weight;
     (void)model_.backward(rank, views_of(state.weights), views_of(one), membership::batch_of(member));
     for (std::size_t t = 0; t < sum.size(); ++t)
-      for (std::size_t i = 0; i < sum[t].size(); ++i) sum[t][i] += one[t][i];
+      for (std::size_t i = 0; i < sum[t].size(); ++i) sum[t][i] += one[t][i] * static_cast<float>(weight);
   }
-  const float share = 1.0f / static_cast<float>(step.members_size());
+  const float share = 1.0f / static_cast<float>(weights);
   for (std::uint32_t t = 0; t < sum.size(); ++t) {
-    if (step.members_size() > 1)
+    if (weights > 1)
       for (float& value : sum[t]) value *= share;
     model_.update(step.step(), t, state.weights[t], views_of(state.moments[t]), sum[t]);
   }

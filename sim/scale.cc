@@ -1,6 +1,5 @@
 #include "sim/scale.h"
 
-#include <malloc.h>
 #include <time.h>
 
 #include <algorithm>
@@ -11,7 +10,9 @@
 #include "base/bytes.h"
 #include "base/fail.h"
 #include "membership/node.h"
+#include "membership/prospect.h"
 #include "membership/relay.h"
+#include "sim/heap.h"
 
 namespace rejoin::sim {
 
@@ -28,18 +29,18 @@ double cpu_ms() {
   return static_cast<double>(spent.tv_sec) * 1e3 + static_cast<double>(spent.tv_nsec) * 1e-6;
 }
 
-double heap_bytes() {
-  const auto info = ::mallinfo2();
-  return static_cast<double>(info.uordblks + info.hblkhd);
-}
-
 class Cluster {
  public:
   explicit Cluster(const ScaleOptions& options)
       : o_(options),
         nodes_per_replica_((o_.ranks + o_.ranks_per_node - 1) / o_.ranks_per_node),
-        coordinator_(std::make_unique<membership::Coordinator>(membership::JobConfig{
-            .replicas = o_.replicas, .ranks = o_.ranks, .batch = 1, .steps = 0, .silence = std::chrono::seconds(10)})) {
+        coordinator_(std::make_unique<membership::Coordinator>(
+            membership::JobConfig{.replicas = o_.replicas,
+                                  .ranks = o_.ranks,
+                                  .batch = 1,
+                                  .steps = 0,
+                                  .silence = std::chrono::seconds(10),
+                                  .links = {.full_mesh_members = o_.full_mesh_members}})) {
     nodes_.resize(std::size_t{o_.replicas} * nodes_per_replica_);
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
       nodes_[i].machine = std::make_unique<membership::Node>("n", std::chrono::seconds(10), i + 1);
@@ -52,14 +53,7 @@ class Cluster {
 
   ScaleResult run() {
     ScaleResult result{.ranks = ranks_.size(), .nodes = nodes_.size()};
-    (void)coordinator_->recover({}, now_);
-    for (std::uint32_t r = 0; r < relays_.size(); ++r) carry_out(r, relays_[r].machine->on_coordinator_up(now_));
-    for (std::size_t n = 0; n < nodes_.size(); ++n) carry_out(n, nodes_[n].machine->on_coordinator_up(now_));
-    for (std::uint32_t replica = 0; replica < o_.replicas; ++replica) {
-      spawn(replica);
-      drain();  // what is under way of all of them at once would not fit this machine's memory
-    }
-    REJOIN_CHECK(coordinator_->started(), "the job did not start");
+    start();
     result.start_ms = meter_.cpu_ms;
     result.start_bytes = meter_.bytes;
 
@@ -76,28 +70,76 @@ class Cluster {
     const std::uint32_t lost = o_.replicas - 1;
     const auto epoch = coordinator_->epoch();
     messages_ = 0;
-    end_rank(lost, 0, "killed");
-    drain();
+    lose(lost);
     REJOIN_CHECK(coordinator_->epoch() == epoch.next(), "the epoch did not change");
     result.epoch_change_ms = meter_.cpu_ms;
     result.epoch_change_messages = messages_;
-    for (std::uint32_t rank = 1; rank < o_.ranks; ++rank) end_rank(lost, rank, "evicted");
-    drain();
-    forget_loads();
-    spawn(lost);
-    drain();
+    bring_back(lost);
     result.replica_ms = meter_.cpu_ms;
     step();
     REJOIN_CHECK(coordinator_->members().size() == o_.replicas, "the replica was not admitted");
 
     result.largest_message = largest_message_;
-    const double with = heap_bytes();
+    const LinkRule rule{.full_mesh_members = o_.full_mesh_members};
+    std::size_t links = 0;
+    for (std::uint32_t i = 0; i < o_.replicas; ++i) links += links_of(rule, i, o_.replicas, o_.replicas).size();
+    result.links = static_cast<double>(links) / o_.replicas;
+    const std::uint64_t with = heap_bytes();
     coordinator_.reset();
-    result.coordinator_bytes_per_rank = (with - heap_bytes()) / static_cast<double>(ranks_.size());
+    result.coordinator_bytes_per_rank = static_cast<double>(with - heap_bytes()) / static_cast<double>(ranks_.size());
     return result;
   }
 
+  Kept keep(const std::function<std::uint64_t()>& held) {
+    start();
+    const auto kept_after = [&](std::uint32_t steps) {
+      while (coordinator_->committed().value < steps) {
+        const auto committed = coordinator_->committed().value;
+        const auto victim = static_cast<std::uint32_t>(committed / 10 % o_.replicas);
+        if (committed % 10 == 5) lose(victim), bring_back(victim), step(), catch_up(victim);
+        for (int i = 0; i < 3 && coordinator_->committed().value == committed; ++i) step();  // again in a new epoch
+        REJOIN_CHECK(coordinator_->committed().value > committed, "step {} was not committed", committed + 1);
+      }
+      const std::uint64_t all = held();
+      const membership::Ledger ledger = coordinator_->ledger();
+      return all - (held() - all);  // a copy weighs what it does
+    };
+    return {kept_after(o_.steps), kept_after(10 * o_.steps)};
+  }
+
  private:
+  void start() {
+    (void)coordinator_->recover({}, now_);
+    for (std::uint32_t r = 0; r < relays_.size(); ++r) carry_out(r, relays_[r].machine->on_coordinator_up(now_));
+    for (std::size_t n = 0; n < nodes_.size(); ++n) carry_out(n, nodes_[n].machine->on_coordinator_up(now_));
+    for (std::uint32_t replica = 0; replica < o_.replicas; ++replica) {
+      spawn(replica);
+      drain();  // what is under way of all of them at once would not fit this machine's memory
+    }
+    REJOIN_CHECK(coordinator_->started(), "the job did not start");
+  }
+  void lose(std::uint32_t replica) {
+    end_rank(replica, 0, "killed");
+    drain();
+  }
+  void bring_back(std::uint32_t replica) {
+    for (std::uint32_t rank = 1; rank < o_.ranks; ++rank) end_rank(replica, rank, "evicted");
+    drain();
+    forget_loads();
+    now_ += std::chrono::seconds(1);
+    spawn(replica);
+    drain();
+  }
+
+  void catch_up(std::uint32_t replica) {
+    for (std::size_t rank = std::size_t{replica} * o_.ranks; rank < std::size_t{replica + 1} * o_.ranks; ++rank) {
+      proto::FromNode message;
+      message.mutable_caught_up()->set_instance(ranks_[rank].instance);
+      send(rank, message);
+    }
+    drain();
+  }
+
   struct Meter {
     double cpu_ms = 0;
     std::uint64_t messages = 0, bytes = 0;
@@ -115,6 +157,8 @@ class Cluster {
     RankConnection connection;
     std::uint64_t instance = 0, incarnation = 0, epoch = 0, step = 0;
     bool to_report = false;  // a reduction
+    bool member = false;
+    LinkRule rule;
     membership::Incarnations links;
   };
   enum class To { coordinator, relay_up, relay_down, node, rank };
@@ -177,7 +221,8 @@ class Cluster {
     for (const auto& message : actions.to_coordinator)
       post(meter, relays_.empty() ? To::coordinator : To::relay_up, nodes_[node].replica, kNodes + node, message);
     for (const auto& [connection, message] : actions.to_ranks)
-      post(meter, To::rank, by_connection_.at(connection.value), 0, message);
+      if (const auto rank = by_connection_.find(connection.value); rank != by_connection_.end())
+        post(meter, To::rank, rank->second, 0, message);
   }
 
   void drain() {
@@ -252,34 +297,47 @@ class Cluster {
   }
   void end_rank(std::uint32_t replica, std::uint32_t number, const std::string& why) {
     const std::size_t index = std::size_t{replica} * o_.ranks + number, node = node_of(index);
+    by_connection_.erase(ranks_[index].connection.value);
     carry_out(node, nodes_[node].machine->on_rank_gone(ranks_[index].connection, why, membership::Node::Gone::ended));
   }
   void hear(std::size_t index, const std::string& bytes) {
     RankProcess& rank = ranks_[index];
     proto::ToNode received;
     REJOIN_CHECK(received.ParseFromString(bytes));
-    if (received.has_registered()) rank.incarnation = received.registered().incarnation();
-    if (received.has_peers()) {
-      proto::FromNode message;
-      auto& links = *message.mutable_links();
-      links.set_replica(static_cast<std::uint32_t>(index / o_.ranks));
-      links.set_rank(static_cast<std::uint32_t>(index % o_.ranks));
-      links.set_instance(rank.instance);
+    if (received.has_registered()) {
+      rank.incarnation = received.registered().incarnation();
+      rank.rule = membership::rule_in(received.registered());
+    }
+    // Where not all are connected with each other, it is so with those of the prospect at once, and then no member says
+    // with whom it is.
+    if (received.has_prospect() && !rank.member) {
+      rank.links = membership::links_of_candidate(rank.rule, received.prospect(), rank.incarnation);
+      report_links(index);
+    }
+    if (received.has_peers() && !rank.rule.full_mesh_members) {
       if (received.peers().complete_size() > 0) rank.links.clear();
       membership::Incarnations gone;
       for (auto incarnation : received.peers().gone()) gone.insert(incarnation);
       rank.links.remove(gone);
       for (const auto& peer : received.peers().peers()) rank.links.insert(peer.incarnation());
-      rank.links.to(links.mutable_incarnations());
-      send(index, message);
+      report_links(index);
     }
     if (!received.has_plan()) return;
     for (const auto& member : received.plan().members())
       if (member.incarnation() == rank.incarnation) {
         rank.epoch = received.plan().epoch();
         rank.step = received.plan().step();
-        rank.to_report = true;
+        rank.to_report = rank.member = true;
       }
+  }
+  void report_links(std::size_t index) {
+    proto::FromNode message;
+    auto& links = *message.mutable_links();
+    links.set_replica(static_cast<std::uint32_t>(index / o_.ranks));
+    links.set_rank(static_cast<std::uint32_t>(index % o_.ranks));
+    links.set_instance(ranks_[index].instance);
+    ranks_[index].links.to(links.mutable_incarnations());
+    send(index, message);
   }
   void step() {
     for (std::size_t index = 0; index < ranks_.size(); ++index) {
@@ -298,13 +356,12 @@ class Cluster {
     drain();
   }
 
-  // ---- loads
   Load per_step(const Meter& meter, std::size_t machines) const {
     const double n = static_cast<double>(o_.steps) * static_cast<double>(machines);
     return {meter.cpu_ms / n, static_cast<double>(meter.messages) / n, static_cast<double>(meter.bytes) / n};
   }
   static void add(Load& sum, const Load& one) {
-    sum.cpu_ms += one.cpu_ms, sum.messages += one.messages, sum.bytes += one.bytes;
+    sum = {sum.cpu_ms + one.cpu_ms, sum.messages + one.messages, sum.bytes + one.bytes};
   }
   void forget_loads() {
     meter_ = {};
@@ -314,7 +371,7 @@ class Cluster {
 
   const ScaleOptions o_;
   const std::uint32_t nodes_per_replica_;
-  const TimePoint now_{std::chrono::seconds(1)};
+  TimePoint now_{std::chrono::seconds(1)};
   std::unique_ptr<membership::Coordinator> coordinator_;
   Meter meter_;  // the coordinator's
   std::vector<RelayProcess> relays_;
@@ -327,6 +384,10 @@ class Cluster {
 };
 
 }  // namespace
+
+Kept measure_kept(const ScaleOptions& options, const std::function<std::uint64_t()>& held) {
+  return Cluster(options).keep(held);
+}
 
 ScaleResult measure_scale(const ScaleOptions& options) {
   // All machines share one heap here, and none should pay for what another gives back to the kernel.

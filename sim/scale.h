@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 namespace rejoin::sim {
 
@@ -12,6 +13,7 @@ struct ScaleOptions {
   bool relays = true;  // one for each replica; otherwise all daemons connect to the coordinator
   std::uint32_t rails = 1;
   std::uint32_t steps = 20;
+  std::uint32_t full_mesh_members = 64;
 };
 
 struct Load {                                  // of one machine, for each step
@@ -30,8 +32,16 @@ struct ScaleResult {
   double start_ms = 0, replica_ms = 0;
   std::uint64_t start_bytes = 0;    // through the coordinator, until the job has started
   std::size_t largest_message = 0;  // of all
+  double links = 0;                 // connections of a rank with others, the mean
 };
 
 ScaleResult measure_scale(const ScaleOptions& options);
+
+// What all of it holds, in bytes as `held` counts those of this process, after options.steps and after ten times as
+// many, in which a replica is lost every tenth step and comes back; without what the ledger keeps of each step.
+struct Kept {
+  std::uint64_t after_some = 0, after_many = 0;
+};
+Kept measure_kept(const ScaleOptions& options, const std::function<std::uint64_t()>& held);
 
 }  // namespace rejoin::sim

@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
+#include <optional>
 
 #include "sim/random.h"
 
@@ -15,6 +17,10 @@ using namespace std::chrono_literals;
 constexpr std::array<Duration, 4> kSlowest{20us, 50us, 200us, 2ms};
 constexpr std::array<Duration, 3> kDetection{100us, 1ms, 20ms};
 constexpr std::array<std::uint32_t, 4> kReplicas{2, 3, 4, 5};
+constexpr std::uint32_t kMoreReplicas = 3;  // where not all are connected with each other
+constexpr std::array<std::optional<std::uint32_t>, 8> kFullMesh{
+    std::nullopt, std::nullopt, std::nullopt, std::nullopt, 0, 1, 2, 4};
+constexpr std::array<std::uint32_t, 3> kSpares{0, 1, 2};
 constexpr std::array<std::uint32_t, 3> kRanks{1, 2, 3};
 constexpr std::array<std::uint64_t, 3> kCheckpointSteps{0, 1, 10};
 
@@ -29,7 +35,9 @@ Shape Shape::of(std::uint64_t seed) {
   const auto often = [&](std::string_view dimension, std::uint64_t one_in) {
     return Random(seed, dimension).one_in(one_in);
   };
-  return {.replicas = one_of(kReplicas, seed, "replicas"),
+  const LinkRule links{.full_mesh_members = one_of(kFullMesh, seed, "full mesh"),
+                       .spares = one_of(kSpares, seed, "spares")};
+  return {.replicas = one_of(kReplicas, seed, "replicas") + (links.full_mesh_members ? kMoreReplicas : 0),
           .ranks = one_of(kRanks, seed, "ranks"),
           .nodes = often("nodes", 3) ? 2u : 1u,
           .slowest = one_of(kSlowest, seed, "network"),
@@ -39,15 +47,18 @@ Shape Shape::of(std::uint64_t seed) {
           .rails = often("rails", 3) ? 2u : 1u,
           .direct = often("direct", 2),
           .doubling = often("doubling", 2),
+          .links = links,
           .slow_streams = often("slow streams", 3),
           .checkpoint_steps = one_of(kCheckpointSteps, seed, "checkpoints"),
           .evaluates = often("evaluations", 3),
           .coordinators = often("coordinators", 3) ? 3u : 1u,
+          .constant_batch = often("constant batch", 3),
           .old = often("old", 3)};
 }
 
 std::map<std::string, std::string> Shape::values() const {
-  return {{"replicas", fmt::format("{}", replicas)},
+  const std::uint32_t more = links.full_mesh_members ? std::min(replicas, kMoreReplicas) : 0;
+  return {{"replicas", fmt::format("{}", replicas - more)},
           {"ranks", fmt::format("{}", ranks)},
           {"nodes", fmt::format("{}", nodes)},
           {"network", fmt::format("{}", slowest / 1us)},
@@ -57,15 +68,18 @@ std::map<std::string, std::string> Shape::values() const {
           {"rails", fmt::format("{}", rails)},
           {"direct", direct ? "y" : "n"},
           {"doubling", doubling ? "y" : "n"},
+          {"full mesh", links.full_mesh_members ? fmt::format("{}", *links.full_mesh_members) : "all"},
+          {"spares", fmt::format("{}", links.spares)},
           {"slow streams", slow_streams ? "y" : "n"},
           {"checkpoints", fmt::format("{}", checkpoint_steps)},
           {"evaluates", evaluates ? "y" : "n"},
           {"coordinators", fmt::format("{}", coordinators)},
+          {"constant batch", constant_batch ? "y" : "n"},
           {"old", old ? "y" : "n"}};
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 15> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 18> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               kSlowest.size(),
@@ -76,7 +90,10 @@ std::size_t pairs_of_values() {
                                               2,
                                               2,
                                               2,
+                                              5,  // full meshes
+                                              kSpares.size(),
                                               kCheckpointSteps.size(),
+                                              2,
                                               2,
                                               2,
                                               2};

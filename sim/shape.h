@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/clock.h"
+#include "base/ring_links.h"
 
 namespace rejoin::sim {
 
@@ -19,11 +20,14 @@ struct Shape {
   bool direct = false;    // small buckets skip the ring
   bool doubling = false;  // … in rounds, however few members there are
 
+  LinkRule links;  // with whom a member is connected: in half of the jobs, which are larger, not with all others
+
   bool slow_streams = false;  // the daemons' catch-up threads get little of the processor
 
   std::uint64_t checkpoint_steps = 0;  // from one checkpoint of a replica to the next; 0: it writes none
   bool evaluates = false;              // its trainers do other things between steps, for longer than the silence
   std::uint32_t coordinators = 1;      // more than one: they share a store
+  bool constant_batch = false;         // contributors share the samples of all replicas
   bool old = false;  // the job has been through so many epochs and instances that their numbers are long
 
   static Shape of(std::uint64_t seed);

@@ -106,6 +106,7 @@ void Trainer::write_checkpoint() {
 }
 
 Trainer::~Trainer() {
+  world_.count("connections closed as surplus", driver_->links_closed());
   world_.kill(rails);
   driver_.reset();
   engine.reset();
@@ -247,7 +248,7 @@ void Trainer::run() {
 // ---- the trainer's loop
 
 void Trainer::begin_step() {
-  step_ = *driver_->step();
+  check_ahead(std::exchange(step_, *driver_->step()));
   driver_->take(step_.step);
   gradients_.reset();
   if (step_.contributes && !std::exchange(current_, true))
@@ -256,6 +257,15 @@ void Trainer::begin_step() {
   if (!step_.contributes) return world_.wake(*this);
   stage_ = Stage::computing;
   in(random.between(2ms, 8ms) + world_.slowness(replica, rank), &Trainer::compute);
+}
+
+// Where nobody has come or gone, the plan before has said what this one hands out.
+void Trainer::check_ahead(const StepView& before) {
+  if (before.epoch != step_.epoch || before.step + 1 != step_.step || !before.contributes || !step_.contributes) return;
+  const auto said = before.ahead.batches(1);
+  if (said.empty()) return;  // more was handed back than a plan tells
+  world_.count("step foretold");
+  if (said[0] != step_.batch) world_.checker().violate("exactly-once", "a step has other samples than were foretold");
 }
 
 std::uint64_t Trainer::state_digest() const {
@@ -273,6 +283,8 @@ void Trainer::compute() {
   if (world_.planted(Plant::wrong_batch) && world_.plant_due() && !step_.batch.empty())
     ++step_.batch[0].begin, ++step_.batch[0].end;
   world_.on_loss(replica, rank, step_.step, model_.backward(rank, weights_, gradient_views_, step_.batch));
+  for (const auto gradient : gradient_views_)
+    for (float& value : gradient) value *= static_cast<float>(step_.weight);
   gradients_ = digest(state_->gradients());
   driver_->want(std::vector<bool>(state_->buckets().size(), true));
   if (random.one_in(20)) {  // it does something else before it calls commit()

@@ -51,6 +51,7 @@ class Trainer final : public Process {
   std::uint64_t state_digest() const;
   void digest_aside(std::function<void()> work);
   void begin_step();
+  void check_ahead(const StepView& before);
   void compute();
   void have_done();
   void touch();  // a planted bug

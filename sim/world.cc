@@ -29,12 +29,14 @@ membership::JobConfig job_of(const Options& options, const Shape& shape) {
   return {.replicas = shape.replicas,
           .ranks = shape.ranks,
           .batch = options.batch,
+          .constant_batch = shape.constant_batch,
           .steps = 0,
           .id = options.seed + 1,
           .silence = 200ms,
           // A vote that is forged has no digests, and would not get past the audit.
           .audit = {.on = options.plant != Plant::no_audit && options.plant != Plant::commit_without_vote,
-                    .period = 1 + Random(options.seed, "audit", 0).pick(12)}};
+                    .period = 1 + Random(options.seed, "audit", 0).pick(12)},
+          .links = shape.links};
 }
 
 transport::sim::Options fabric_of(const Options& options, const Shape& shape) {
@@ -101,6 +103,9 @@ void World::grow_old() {
   of_job.set_replicas(job.replicas);
   of_job.set_ranks(job.ranks);
   of_job.set_batch(job.batch);
+  if (job.links.full_mesh_members) of_job.set_full_mesh_members(*job.links.full_mesh_members);
+  of_job.set_spares(job.links.spares);
+  of_job.set_constant_batch(job.constant_batch);
   log_.emplace_back().mutable_incarnated()->set_incarnation((std::uint64_t{1} << 32) - 3);
   auto& begun = *log_.emplace_back().mutable_epoch();
   begun.set_epoch(4093);

@@ -39,14 +39,20 @@ std::optional<std::string> World::leaked() const {
   };
   std::uint32_t buckets = 0;
   for (const auto& tensor : model().tensors()) buckets = std::max(buckets, tensor.bucket + 1);
+  const auto& members = deciding()->members();
   const std::size_t of_trainer = shape.rails * (2 * buckets + 1);  // inputs, outputs and staging
   for (const auto& ranks : trainers_)
     for (const auto& trainer : ranks) {
       if (!trainer) continue;  // it has just been killed
       const auto of = held(*trainer);
-      if (of.endpoints > shape.replicas - 1)
-        return fmt::format("replica {} rank {} has {} connections on a rail, {} peers", trainer->replica, trainer->rank,
-                           of.endpoints, shape.replicas - 1);
+      const auto place =
+          std::ranges::find(members, ReplicaId(trainer->replica), &membership::Coordinator::MemberState::replica);
+      const auto links =
+          links_of(job.links, static_cast<std::uint32_t>(place - members.begin()), shape.replicas, shape.replicas)
+              .size();
+      if (of.endpoints > links || (job.links.full_mesh_members && of.endpoints < links))
+        return fmt::format("replica {} rank {} has {} connections on a rail, and should have {}", trainer->replica,
+                           trainer->rank, of.endpoints, links);
       if (of.regions > of_trainer)
         return fmt::format("replica {} rank {} has {} regions", trainer->replica, trainer->rank, of.regions);
       if (const auto pins = trainer->pins_in_use(); pins > 0)

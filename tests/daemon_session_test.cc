@@ -27,6 +27,7 @@ namespace {
 // One trainer's session, on a weight of 1000 elements; a step adds its number.
 std::unique_ptr<Session> small_session(const Job& job, std::uint32_t replica) {
   SessionConfig config;
+  config.flight = "off";
   config.replica = replica;
   config.socket = job.socket(replica);
   auto session = *Session::open(config);
@@ -120,6 +121,7 @@ TEST(Session, AStateOfManyTensorsInManyAllocationsIsServed) {
   Job job;
   job.start(1, 3);
   SessionConfig config;
+  config.flight = "off";
   config.socket = job.socket(0);
   std::vector<Mapping> memory;  // outlives the session
   auto session = *Session::open(config);

@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <signal.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <regex>
@@ -94,13 +95,31 @@ TEST(Metrics, AreServedInPrometheusFormat) {
   address.sin_port = htons(static_cast<std::uint16_t>(std::stoi(job.coordinator_status.substr(colon + 1))));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
-  const std::string request = "GET /metrics HTTP/1.1\r\n\r\n";
+  const std::string request = "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n";
   ASSERT_EQ(::send(fd, request.data(), request.size(), 0), static_cast<ssize_t>(request.size()));
   std::string answer;
   char buffer[4096];
   for (ssize_t n; (n = ::recv(fd, buffer, sizeof buffer, 0)) > 0;) answer.append(buffer, static_cast<std::size_t>(n));
   ::close(fd);
   EXPECT_NE(answer.find("# TYPE rejoin_committed_step gauge"), std::string::npos) << answer;
+}
+
+TEST(Metrics, AreAtAnotherPortWhereTheUsualOneIsTaken) {
+  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in usual{};
+  usual.sin_family = AF_INET;
+  usual.sin_port = htons(7001);
+  usual.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  // Where this fails, another process has it.
+  if (::bind(fd, reinterpret_cast<sockaddr*>(&usual), sizeof usual) == 0) EXPECT_EQ(::listen(fd, 1), 0);
+  Job job;
+  job.usual_status = true;
+  job.start(1, 0);
+  EXPECT_NE(job.coordinator_status, "127.0.0.1:7001");
+  EXPECT_EQ(job.status().at("committed"), 0);
+  EXPECT_NE(read_file(job.file("coordinator.out")).find("It is at " + job.coordinator_status + " instead"),
+            std::string::npos);
+  ::close(fd);
 }
 
 TEST(Top, ShowsDaemonsAgainAndAgain) {
@@ -160,6 +179,76 @@ TEST(Audit, WhatWaitsToBeTrainedAgainIsNotLostUntilTheJobIsFinished) {
   EXPECT_EQ(finished.status, 1) << finished.output;
   EXPECT_NE(finished.output.find("10 trained once, 10 lost, 0 repeated, 0 to be"), std::string::npos)
       << finished.output;
+}
+
+// As systemd does with Type=notify.
+struct Manager {
+  Scratch scratch;
+  const std::string path = scratch.path + "/notify";
+  const int socket = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  Manager() {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    path.copy(address.sun_path, sizeof address.sun_path - 1);
+    EXPECT_EQ(::bind(socket, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  }
+  ~Manager() { ::close(socket); }
+  // The next message, or nothing.
+  std::string next() const {
+    std::string text(4096, '\0');
+    const auto got = ::recv(socket, text.data(), text.size(), 0);
+    text.resize(got < 0 ? 0 : static_cast<std::size_t>(got));
+    return text;
+  }
+  bool hears(const std::string& begin, std::string& heard) const {
+    return eventually([&] { return !(heard = next()).empty() && heard.starts_with(begin); });
+  }
+};
+
+TEST(ServiceManager, HearsThatADaemonListensWhatItDoesAndThatItEnds) {
+  const Manager manager;
+  Scratch scratch;
+  Process daemon(
+      {kDaemon, "--coordinator", "--socket", scratch.path + "/socket", "--log-directory", scratch.path + "/log",
+       "--job-key-file", scratch.key(), "--silence-ms", "100", "--replicas", "1", "--ranks", "1"},
+      scratch.path + "/out", {"NOTIFY_SOCKET=" + manager.path});
+  std::string heard;
+  ASSERT_TRUE(manager.hears(
+      "READY=1\nSTATUS=coordinator: step 0 committed in epoch 0 by 0 replicas; node of 0 trainers, ", heard))
+      << heard << daemon.output();
+  EXPECT_TRUE(std::filesystem::exists(scratch.path + "/socket"));
+  EXPECT_NE(daemon.output().find("ready: "), std::string::npos) << daemon.output();
+  EXPECT_TRUE(manager.hears("STATUS=", heard)) << heard;  // READY comes once, changes of the status after it
+  EXPECT_NE(heard.find("connected with 127.0.0.1:"), std::string::npos) << heard;
+  Process trainer({kMinimal}, scratch.path + "/trainer",
+                  {"REJOIN_REPLICA=0", "REJOIN_RANK=0", "REJOIN_SOCKET=" + scratch.path + "/socket"});
+  EXPECT_TRUE(eventually([&] {
+    const std::string next = manager.next();
+    if (!next.empty()) heard = next;
+    return heard.find(" in epoch 1 by 1 replicas") != std::string::npos &&
+           heard.find("node of 1 trainers, connected with ") != std::string::npos;
+  })) << heard;
+  ::kill(daemon.pid(), SIGTERM);
+  EXPECT_TRUE(manager.hears("STOPPING=1\n", heard)) << heard;
+  EXPECT_EQ(daemon.wait(std::chrono::seconds(10)), 0);
+}
+
+TEST(ServiceManager, ThatCannotBeReachedIsNamedAndStopsNobody) {
+  Scratch scratch;
+  const std::string nobody = scratch.path + "/nobody";
+  Process daemon({kDaemon, "--coordinator", "--log-directory", scratch.path + "/log", "--job-key-file", scratch.key()},
+                 scratch.path + "/out", {"NOTIFY_SOCKET=" + nobody});
+  EXPECT_TRUE(eventually([&] {
+    return daemon.output().find("the service manager at NOTIFY_SOCKET hears nothing any more") != std::string::npos;
+  })) << daemon.output();
+  ::kill(daemon.pid(), SIGTERM);
+  EXPECT_EQ(daemon.wait(std::chrono::seconds(10)), 0);
+  const auto wrong =
+      run({kDaemon, "--coordinator", "--log-directory", scratch.path + "/other", "--job-key-file", scratch.key()},
+          {"NOTIFY_SOCKET=vsock:2:1"});
+  EXPECT_EQ(wrong.status, 1);
+  EXPECT_NE(wrong.output.find("NOTIFY_SOCKET 'vsock:2:1' is neither a path nor an @name"), std::string::npos)
+      << wrong.output;
 }
 
 }  // namespace

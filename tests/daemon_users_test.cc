@@ -56,6 +56,7 @@ struct OtherUsers : testing::Test {
 
 std::unique_ptr<Session> open_session(const std::string& socket) {
   SessionConfig config;
+  config.flight = "off";
   config.socket = socket;
   auto session = *Session::open(config);
   const TensorId w = *session->add({.name = "w", .count = 1000});

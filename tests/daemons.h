@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "tests/process.h"
@@ -17,6 +18,7 @@ struct Daemons {
   std::string key = scratch.key();
   std::string coordinator, coordinator_status;  // addresses
   std::vector<std::string> of_all;              // more arguments of each daemon
+  bool usual_status = false;                    // where daemons have it of their own accord, if that is free
 
   std::string file(const std::string& name) const { return scratch.path + "/" + name; }
   std::string socket(std::uint32_t node) const { return file("node" + std::to_string(node) + ".sock"); }
@@ -25,6 +27,8 @@ struct Daemons {
     std::vector<std::string> arguments{
         kDaemon,        "--job-key-file", key, "--name", name, "--address-file", file(name + ".json"),
         "--silence-ms", silence_ms};
+    if (!usual_status && std::ranges::find(more, "--status") == more.end())
+      more.insert(more.begin(), {"--status", "127.0.0.1:0"});
     arguments.insert(arguments.end(), of_all.begin(), of_all.end());
     arguments.insert(arguments.end(), more.begin(), more.end());
     return std::make_unique<Process>(arguments, file(name + ".out"));

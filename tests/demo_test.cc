@@ -32,6 +32,18 @@ TEST(Demo, OneOfTwentyReplicasDies) {
                150, {"kill"});
 }
 
+// There are spares for one that is lost. Four at once are more; and what has come back is connected anew.
+TEST(Demo, OfReplicasThatAreNotAllConnectedSomeDieAndComeBack) {
+  const auto report = demo({"--steps", "300", "--replicas", "16", "--ranks", "1", "--params", "20000", "--batch", "1",
+                            "--kill", "1.0@10,2.0@60,5.0@60,9.0@60,12.0@60", "--silence-ms", "10000"},
+                           {"REJOIN_FULL_MESH_MEMBERS=4"});
+  expect_sound(report, 300, {"kill", "kill", "kill", "kill", "kill"});
+  const auto& links = report.at("links");
+  ASSERT_GT(links.size(), 2u);
+  EXPECT_LT(links.at(0).at("most"), 15) << "not with all others";
+  for (std::size_t i = 0; i < 2; ++i) EXPECT_EQ(links.at(i).at("missing"), 0) << links.at(i).dump();
+}
+
 TEST(Demo, AllButOneDieAtOnce) {
   expect_sound(demo({"--steps", "300", "--kill", "0.1@30,2.0@30", "--params", "600000"}), 300, {"kill", "kill"});
 }

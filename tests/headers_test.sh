@@ -4,7 +4,7 @@ set -euo pipefail
 build=$1 compiler=$2
 scratch=$(mktemp -d /tmp/rejoin-headers-XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
-cmake --install "$build" --component headers --prefix "$scratch/tree" >/dev/null
+cmake --install "$build" --component development --prefix "$scratch/tree" >/dev/null
 root=$(echo "$scratch"/tree/include/rejoin-*)
 count=0
 for header in $(cd "$root" && find . -name '*.h' -printf '%P\n'); do

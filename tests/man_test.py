@@ -7,8 +7,9 @@ import sys
 bin_dir, source = sys.argv[1], pathlib.Path(sys.argv[2])
 # Each page with the commands that it is of.
 PAGES = {
-    "rejoin.1": ["rejoin", "rejoin status", "rejoin top", "rejoin audit", "rejoin trace", "rejoin doctor", "rejoin log export", "rejoin log import"],
+    "rejoin.1": ["rejoin", "rejoin status", "rejoin top", "rejoin audit", "rejoin trace", "rejoin explain", "rejoin doctor", "rejoin log export", "rejoin log import"],
     "rejoind.8": ["rejoind"],
+    **{f"{name}.1": [name] for name in ("rejoin-demo", "rejoin-demo-trainer", "rejoin_kernel_bw", "rejoin_gpu_probe", "rejoin_nccl_net_test")},
     "rejoin_allreduce_perf.1": ["rejoin_allreduce_perf"],
     "rejoin_catchup_bw.1": ["rejoin_catchup_bw"],
     "rejoin_write_bw.1": ["rejoin_write_bw", "rejoin_read_bw", "rejoin_write_lat", "rejoin_send_lat"],

@@ -7,6 +7,7 @@ if [[ ! -x $tools/bin/pytest ]]; then
   echo "SKIPPED: the Python package: $tools is not there; ./run test makes it, where PyPI can be reached"
   exit 77
 fi
+export REJOIN_STATUS=127.0.0.1:0  # of daemons: the system picks the port
 cd "$source/python"
 ./install.sh "$tools" "$build"
 "$tools/bin/ruff" check --no-cache .
@@ -18,5 +19,5 @@ fi
 "$tools/bin/mypy" --cache-dir "$build/mypy"
 scratch=$(mktemp -d /tmp/rejoin-python-XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
-REJOIN_FAKE_CUDA_FOLDER="$build/fake_cuda" OMP_NUM_THREADS=1 "$tools/bin/python" -m pytest -q -p no:cacheprovider -rs --durations 5 \
+REJOIN_FLIGHT_DIR="$scratch/flight" REJOIN_FAKE_CUDA_FOLDER="$build/fake_cuda" OMP_NUM_THREADS=1 "$tools/bin/python" -m pytest -q -p no:cacheprovider -rs --durations 5 \
   --numprocesses 2 --basetemp "$scratch/tests" "${@:3}"

@@ -43,10 +43,10 @@ def text_of(*patterns):
 everything = "\n".join([help_of(str(source / "run")), help_of("python3", str(source / "chaos/run.py")),
                         *(help_of(f"{bin_dir}/{name}") for name in sorted(programs)
                           if name.startswith("rejoin") and not name.startswith("rejoin-minimal")),
-                        *(help_of(f"{bin_dir}/rejoin", sub) for sub in ("status", "top", "audit", "doctor", "trace")),
+                        *(help_of(f"{bin_dir}/rejoin", sub) for sub in ("status", "top", "audit", "doctor", "trace", "explain")),
                         *(help_of(f"{bin_dir}/rejoin", "log", sub) for sub in ("export", "import"))])
 sources = text_of("*/*.cc", "*/*.h", "*/*.py", "*/*/*.py", "*/*.sh", "*/CMakeLists.txt", "*/*/*.cc", "*/*/*.h", "*/*/CMakeLists.txt", "CMakeLists.txt", "cmake/*")
-FOREIGN = {"--install", "--no-deps", "--auto-compaction-mode", "--auto-compaction-retention", "--pre-vote"}  # of other people's programs
+FOREIGN = {"--cflags", "--comment", "--install", "--libs", "--overlap", "--requeue", "--write", "--no-deps", "--auto-compaction-mode", "--auto-compaction-retention", "--pre-vote"}  # of other people's programs, and of tests
 
 
 def check_command(where, line):
@@ -87,10 +87,17 @@ def check_inline(where, code):
             failures.append(f"{where}: no program has a flag {flag}")
     for name in re.findall(r"^(rejoin_[a-z_]+)(?:\.[a-z]+)?(?: [<>=]+ |$)", code):
         checked["names"] += 1
-        metric = f'"{name.removeprefix("rejoin_")}"'
+        metric = f'"{name.removeprefix("rejoin_").removesuffix("_total")}"'  # of counters
         if name not in programs and metric not in sources and not re.search(rf"\b{name}\b", sources):
             failures.append(f"{where}: {name} is neither a program nor a metric")
 
+
+# Alert rules and the dashboard ask for metrics that there are.
+for file in sorted((source / "deploy").glob("*/*.yml")) + sorted((source / "deploy").glob("*/*.json")):
+    for name in sorted(set(re.findall(r"\brejoin_[a-z_]+", file.read_text(encoding="utf-8")))):
+        checked["names"] += 1
+        if f'"{re.sub("^rejoin_|_(total|bucket|count|sum)$", "", name)}"' not in sources:
+            failures.append(f"{file.relative_to(source)}: there is no metric {name}")
 
 for page in pages:
     fenced, empty = False, True

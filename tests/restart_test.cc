@@ -236,6 +236,7 @@ TEST(RealTrainer, ATerminatedReplicaLeavesAndTheRateFollowsTheNumberOfContributo
 // has committed step 8: until it is told to go on.
 void train_with_a_break(const Job& job, std::uint32_t replica, int go, std::chrono::milliseconds between_steps) {
   SessionConfig config;
+  config.flight = "off";
   config.replica = replica;
   config.socket = job.socket(replica);
   config.between_steps = between_steps;

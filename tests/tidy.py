@@ -40,6 +40,7 @@ banned = {
 allowed = {
     (r"\bgetenv\(", "device/tests/library.h"),
     (r"\bgetenv\(", "device/tests/fake_streams.h"),  # as NVIDIA's driver does
+    (r"\bgetenv\(", "daemon/service_manager.cc"),  # systemd says there, and nowhere else, where it listens
     (r"\bgetenv\(", "nccl/devices.cc"),  # NCCL and its plugins are configured by the environment
     (r"\bgetenv\(", "tests/process.h"),
     (r"\bgetenv\(", "transport/tests/backends.h"),

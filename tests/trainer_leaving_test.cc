@@ -48,6 +48,64 @@ TEST_F(Trained, WhoLeavesLetsTheOthersGoOnAtOnceAndTheLogsSayThatItHasLeft) {
   EXPECT_NE(audit.output.find(" 0 lost, 0 repeated"), std::string::npos) << audit.output;
 }
 
+// What comes next, who else is there, and that one of them is lost, is told with each step.
+TEST_F(Trained, AStepTellsWhatComesNextAndWhoIsThereAsLongAsAllAre) {
+  start(2);
+  std::vector<std::unique_ptr<Session>> sessions;
+  for (std::uint32_t replica : {0, 1}) {
+    sessions.push_back(declared(config(replica)));
+    ASSERT_TRUE(sessions.back()->set_card("card of " + std::to_string(replica)));
+    ASSERT_TRUE(sessions.back()->join());
+    EXPECT_REFUSED(sessions.back()->set_card("late"), ErrorCode::invalid_argument, "after join()");
+  }
+  std::vector<std::vector<Session::Step::Batch>> coming(2);
+  for (std::uint64_t number = 1; number <= 3; ++number) {
+    std::vector<Session::Step> steps;
+    for (std::uint32_t replica : {0, 1}) {
+      steps.push_back(**sessions[replica]->begin_step());
+      const auto& step = steps.back();
+      EXPECT_EQ(step.weight(), 1u);
+      EXPECT_TRUE(step.settled());
+      ASSERT_EQ(step.cards().size(), 2u);
+      for (const auto& [of, text] : step.cards()) EXPECT_EQ(text, "card of " + std::to_string(of));
+      if (number == 1) coming[replica] = step.upcoming(2);
+      else EXPECT_EQ(step.batch(), coming[replica].at(number - 2));
+      EXPECT_TRUE(sessions[replica]->intact(0ms));
+      for (BucketId bucket : {0, 1}) ASSERT_TRUE(sessions[replica]->all_reduce(bucket));
+    }
+    EXPECT_EQ(steps[0].epoch(), steps[1].epoch());
+    auto other = std::async(std::launch::async, [&] { return commit(*sessions[1]); });
+    EXPECT_TRUE(commit(*sessions[0]));
+    EXPECT_TRUE(other.get());
+  }
+  ASSERT_TRUE(*sessions[0]->begin_step());
+  ASSERT_TRUE(sessions[1]->leave());
+  EXPECT_LT(timed([&] { EXPECT_FALSE(sessions[0]->intact(2 * kSilence)); }), kSilence);
+}
+
+// The mean is over samples: of one replica, too, which has all of them.
+TEST_F(Trained, AJobOfAConstantBatchTakesTrainersThatWeighTheirGradients) {
+  processes.push_back(start_coordinator({"--replicas", "1", "--ranks", "1", "--batch", "24", "--constant-batch"}));
+  processes.push_back(start_node(0, {"--connect", coordinator}));
+  {
+    const auto session = joined(0);
+    ASSERT_TRUE(session);
+    EXPECT_REFUSED(session->begin_step(), ErrorCode::refused, "--constant-batch", "Step::weight()");
+  }
+  const auto session = declared(config(0));
+  session->use_weights();
+  ASSERT_TRUE(session->join());
+  const auto step = session->begin_step();
+  ASSERT_TRUE(step && *step);
+  EXPECT_EQ((*step)->weight(), 24u);
+  EXPECT_EQ((*step)->batch(), (Session::Step::Batch{{0, 24}}));
+  for (auto& value : Session::as<float>(*session->gradient(w))) value = 0.5f * 24;
+  for (BucketId bucket : {0, 1}) ASSERT_TRUE(session->all_reduce(bucket));
+  ASSERT_TRUE(session->commit([&](const Update& update) {
+    for (const float value : update.gradient_as<float>()) EXPECT_EQ(value, update.tensor == w ? 0.5f : 0.0f);
+  }));
+}
+
 // A replica is the unit: what is left of it is put out, and told why.
 TEST_F(Trained, WhenOneRankLeavesItsReplicaIsOut) {
   start(2, 2);
@@ -150,6 +208,7 @@ void expect_interrupted(Session& session, Waits waits) {
 TEST_F(Trained, AnInterruptEndsAJoinThatWaitsForItsDaemon) {
   const Mute daemon;
   auto config = SessionConfig();
+  config.flight = "off";
   config.socket = daemon.path;
   auto session = declared(config);
   expect_interrupted(*session, [&] { return session->join(); });

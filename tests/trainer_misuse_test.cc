@@ -101,10 +101,10 @@ TEST_F(Trained, EachIsToldAtTheEarliestCallWithItsRange) {
   EXPECT_REFUSED(Session::open(wrong), ErrorCode::invalid_argument, "must have 1 to 107 characters");
 
   auto session = *Session::open(config(0));
-  EXPECT_REFUSED(session->add({.name = "w", .count = 8, .moments = 5}), ErrorCode::invalid_argument,
-                 "tensor 'w' has 5 moments; there must be 0 to 3");
+  EXPECT_REFUSED(session->add({.name = "w", .count = 8, .moments = 8}), ErrorCode::invalid_argument,
+                 "tensor 'w' has 8 moments; there must be 0 to 7");
   EXPECT_REFUSED(session->add({.name = "w", .count = 8, .moments = ~0u}), ErrorCode::invalid_argument,
-                 "there must be 0 to 3");
+                 "there must be 0 to 7");
   EXPECT_REFUSED(session->add({.name = "w"}), ErrorCode::invalid_argument,
                  "tensor 'w' has 0 elements; there must be 1");
   EXPECT_REFUSED(session->add({.count = 8}), ErrorCode::invalid_argument, "name has 0 bytes; there must be 1 to 200");
@@ -120,13 +120,33 @@ TEST_F(Trained, EachIsToldAtTheEarliestCallWithItsRange) {
                  "tensor 'own' has 2 columns and memory for 1");
   EXPECT_REFUSED(session->bucket({two, TensorId{7}}), ErrorCode::not_found, "no tensor 7; add() has given 2");
   EXPECT_REFUSED(session->bucket({two, two}), ErrorCode::invalid_argument, "names tensor 'two' twice");
-  ASSERT_TRUE(session->bucket({two, none})) << "what was refused has taken none of them";
+  const TensorSpec mixed{.name = "mixed",
+                         .type = DataType::bfloat16,
+                         .count = 8,
+                         .moments = 2,
+                         .moment_types = {DataType::float32, DataType::float64},
+                         .gradient_type = DataType::float32};
+  auto wrong_types = mixed;
+  wrong_types.moment_types.pop_back();
+  EXPECT_REFUSED(session->add(wrong_types), ErrorCode::invalid_argument, "'mixed' has 2 moments and types for 1");
+  const TensorId typed = *session->add(mixed),
+                 narrow = *session->add({.name = "narrow", .type = DataType::bfloat16, .count = 8});
+  EXPECT_REFUSED(session->bucket({typed, narrow}), ErrorCode::invalid_argument,
+                 "mixes gradients of bfloat16 and float32");
+  EXPECT_REFUSED(session->set_card(std::string(1025, 'x')), ErrorCode::invalid_argument, "1025 bytes");
+  ASSERT_TRUE(session->bucket({two, none, typed})) << "what was refused has taken none of them";
+  ASSERT_TRUE(session->bucket({narrow}));
   ASSERT_TRUE(session->allocate());
+  EXPECT_EQ(session->weight(typed)->size(), 16u);
+  EXPECT_EQ(session->moment(typed, 0)->size(), 32u);
+  EXPECT_EQ(session->moment(typed, 1)->size(), 64u);
+  EXPECT_EQ(session->gradient(typed)->size(), 32u);
+  EXPECT_EQ(session->reduced(typed)->size(), 32u);
   EXPECT_EQ(session->moment(two, 1)->size(), 32u);
   EXPECT_REFUSED(session->moment(two, 3), ErrorCode::not_found, "'two' has no moment 3", "with 2, numbered 0 to 1");
   EXPECT_REFUSED(session->moment(none, 0), ErrorCode::not_found, "'none' was declared without moments");
-  EXPECT_REFUSED(session->weight({2}), ErrorCode::not_found, "no tensor 2; add() has given 2, numbered from 0");
-  EXPECT_REFUSED(session->gradient({2}), ErrorCode::not_found, "no tensor 2");
+  EXPECT_REFUSED(session->weight({4}), ErrorCode::not_found, "no tensor 4; add() has given 4, numbered from 0");
+  EXPECT_REFUSED(session->gradient({4}), ErrorCode::not_found, "no tensor 4");
 
   auto elsewhere = config(0);
   elsewhere.replica = 2;
@@ -140,6 +160,7 @@ TEST_F(Trained, EachIsToldAtTheEarliestCallWithItsRange) {
 TEST_F(Trained, AJoinThatFailedMayBeTriedAgain) {
   auto session = declared([&] {
     auto config = SessionConfig();
+    config.flight = "off";
     config.socket = socket(0);
     config.patience = std::chrono::milliseconds(200);
     return config;
@@ -153,6 +174,7 @@ TEST_F(Trained, AJoinThatFailedMayBeTriedAgain) {
 TEST_F(Trained, ADaemonThatStartsAfterItsTrainerIsWaitedFor) {
   bool started = false;
   SessionConfig config;
+  config.flight = "off";
   config.socket = socket(0);
   config.while_waiting = [&] {
     if (!std::exchange(started, true)) start(1);
@@ -169,6 +191,7 @@ TEST_F(Trained, ADaemonThatEndsWhileARankRegistersIsFollowedByTheNext) {
   ASSERT_EQ(::kill(daemon.pid(), SIGSTOP), 0);  // so that it takes the connection and says nothing
   bool ended = false;
   SessionConfig config;
+  config.flight = "off";
   config.socket = socket(0);
   config.while_waiting = [&] {
     if (std::exchange(ended, true)) return;
@@ -184,6 +207,7 @@ TEST_F(Trained, ADaemonThatEndsWhileARankRegistersIsFollowedByTheNext) {
 
 TEST_F(Trained, WhoWaitsForADaemonCanBeInterrupted) {
   SessionConfig config;
+  config.flight = "off";
   config.socket = socket(0);
   Session* waits = nullptr;
   config.while_waiting = [&] { waits->interrupt(); };

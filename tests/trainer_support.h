@@ -35,6 +35,7 @@ struct Trained : testing::Test, Daemons {
   }
   SessionConfig config(std::uint32_t replica, std::uint32_t rank = 0) const {
     SessionConfig config;
+    config.flight = "off";
     config.replica = replica;
     config.rank = rank;
     config.socket = socket(replica);

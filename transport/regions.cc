@@ -1,9 +1,11 @@
 #include "transport/regions.h"
 
+#include <bit>
 #include <utility>
 
 #include "base/entropy.h"
 #include "base/fail.h"
+#include "base/log.h"
 
 namespace rejoin::transport {
 
@@ -29,9 +31,9 @@ std::uint64_t Unguessable::next() {
   return std::exchange(drawn_[--left_], 0);
 }
 
-RegionId Regions::add(std::span<std::byte> memory, std::uint64_t key) {
+RegionId Regions::add(std::span<std::byte> memory, Access access, std::uint64_t key) {
   const RegionId id(++made_);
-  regions_[id.value] = {id, memory, key, 0};
+  regions_[id.value] = {id, memory, key, access, 0};
   by_key_[key] = id.value;
   return id;
 }
@@ -61,10 +63,29 @@ RemoteRegion Regions::remote(RegionId id) const {
   return {found->second.key, found->second.memory.size()};
 }
 
-Regions::Refusal Regions::check(std::uint64_t key, std::uint64_t offset, std::uint64_t length) {
+Regions::Refusal refusal_of(std::uint64_t offset, std::uint64_t length, Access needed, std::uint64_t region_length,
+                            Access access) {
+  using Refusal = Regions::Refusal;
+  if (!allows(access, needed))
+    return needed == Access::remote_read ? Refusal::no_remote_read : Refusal::no_remote_write;
+  return in_range(offset, length, region_length) ? Refusal::none : Refusal::bad_range;
+}
+
+Regions::Refusal Regions::check(std::uint64_t key, std::uint64_t offset, std::uint64_t length, Access needed) {
   const Region* region = by_key(key);
-  if (region == nullptr) return Refusal::bad_key;
-  return in_range(offset, length, region->memory.size()) ? Refusal::none : Refusal::bad_range;
+  const Refusal refusal =
+      region == nullptr ? Refusal::bad_key : refusal_of(offset, length, needed, region->memory.size(), region->access);
+  if (refusal != Refusal::none) count(refusal);
+  return refusal;
+}
+
+// A void key is what a peer has that has not heard yet that memory was withdrawn; the others are mistakes, or attacks.
+void Regions::count(Refusal refusal) {
+  const auto error = refusal_error(refusal);
+  if (!error) return;
+  ++refused_;
+  if (refusal == Refusal::bad_key || !std::has_single_bit(++wrong_)) return;
+  spdlog::warn("an operation of a peer's was refused here ({} so far): seen from there, {}", wrong_, error->message);
 }
 
 Result<std::byte*> Regions::local(const LocalRange& range, std::uint64_t length) {
@@ -81,6 +102,10 @@ std::optional<Error> refusal_error(Regions::Refusal refusal) {
     case Regions::Refusal::none: return std::nullopt;
     case Regions::Refusal::bad_key: return Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
     case Regions::Refusal::bad_range: return Error{ErrorCode::refused, "the range is outside the peer's region"};
+    case Regions::Refusal::no_remote_read:
+      return Error{ErrorCode::refused, "the peer's region is registered without remote read"};
+    case Regions::Refusal::no_remote_write:
+      return Error{ErrorCode::refused, "the peer's region is registered without remote write"};
   }
   return Error{ErrorCode::corrupt, "the peer answered with an unknown refusal"};
 }

@@ -11,11 +11,14 @@ RegistrationCache::~RegistrationCache() {
     if (entry.mapped) engine_.deregister(RegionId(region));
 }
 
-std::vector<std::uint64_t> RegistrationCache::overlapping(std::uintptr_t begin, std::uintptr_t end) const {
+std::vector<std::uint64_t> RegistrationCache::overlapping(std::uintptr_t begin, std::uintptr_t end,
+                                                          Access access) const {
   // No entry contains another, so their ends are in the order of their begins: those that reach past `begin` are the
   // last ones that start before `end`.
   std::vector<std::uint64_t> found;
-  for (auto it = by_begin_.lower_bound(end); it != by_begin_.begin();) {
+  const auto all = by_begin_.find(access);
+  if (all == by_begin_.end()) return found;
+  for (auto it = all->second.lower_bound(end); it != all->second.begin();) {
     --it;
     if (entries_.at(it->second).end <= begin) break;
     found.push_back(it->second);
@@ -24,12 +27,13 @@ std::vector<std::uint64_t> RegistrationCache::overlapping(std::uintptr_t begin, 
   return found;
 }
 
-Result<RegistrationCache::Lease> RegistrationCache::acquire(std::span<std::byte> range, MemoryKind kind) {
+Result<RegistrationCache::Lease> RegistrationCache::acquire(std::span<std::byte> range, MemoryKind kind,
+                                                            Access access) {
   if (range.empty()) return fail(ErrorCode::invalid_argument, "an empty range can't be registered");
   const auto address = reinterpret_cast<std::uintptr_t>(range.data());
   const std::uintptr_t first = address / options_.page * options_.page;
   std::uintptr_t begin = first, end = round_up(address + range.size(), options_.page);
-  const auto overlaps = overlapping(begin, end);
+  const auto overlaps = overlapping(begin, end, access);
   for (auto region : overlaps) {
     Entry& entry = entries_.at(region);
     if (entry.begin > begin || entry.end < end || entry.kind != kind) continue;
@@ -53,15 +57,15 @@ Result<RegistrationCache::Lease> RegistrationCache::acquire(std::span<std::byte>
       deregister(region);
       continue;
     }
-    std::erase_if(by_begin_, [&](const auto& item) { return item.second == region; });  // not handed out any more
+    std::erase_if(listed(entry), [&](const auto& item) { return item.second == region; });  // not handed out any more
   }
   if (!make_room(end - begin))
     return fail(ErrorCode::exhausted, "registering {} more passes the limit of {}, and the {} registered are in use",
                 human_bytes(end - begin), human_bytes(options_.max_bytes), human_bytes(counts_.bytes));
-  auto region = engine_.register_region({reinterpret_cast<std::byte*>(begin), end - begin}, kind);
+  auto region = engine_.register_region({reinterpret_cast<std::byte*>(begin), end - begin}, kind, access);
   if (!region) return tl::unexpected(region.error());
-  entries_[region->value] = {.begin = begin, .end = end, .kind = kind, .leases = 1};
-  by_begin_.emplace(begin, region->value);
+  entries_[region->value] = {.begin = begin, .end = end, .kind = kind, .access = access, .leases = 1};
+  by_begin_[access].emplace(begin, region->value);
   counts_.bytes += end - begin;
   return Lease{*region, address - begin};
 }
@@ -85,16 +89,16 @@ void RegistrationCache::release(const Lease& lease) {
     return;
   }
   entry.idle = idle_.insert(idle_.end(), lease.region.value);
-  const auto [from, to] = by_begin_.equal_range(entry.begin);
-  const bool listed = std::any_of(from, to, [&](const auto& item) { return item.second == lease.region.value; });
-  if (!listed) deregister(lease.region.value);  // a larger one has taken its place
+  const auto [from, to] = listed(entry).equal_range(entry.begin);
+  const bool current = std::any_of(from, to, [&](const auto& item) { return item.second == lease.region.value; });
+  if (!current) deregister(lease.region.value);  // a larger one has taken its place
 }
 
 void RegistrationCache::deregister(std::uint64_t region) {
   Entry& entry = entries_.at(region);
   engine_.deregister(RegionId(region));
   counts_.bytes -= entry.end - entry.begin;
-  std::erase_if(by_begin_, [&](const auto& item) { return item.second == region; });
+  std::erase_if(listed(entry), [&](const auto& item) { return item.second == region; });
   if (entry.leases > 0) {
     entry.mapped = false;
     return;

@@ -35,9 +35,9 @@ class RegistrationCache {
   explicit RegistrationCache(Engine& engine) : RegistrationCache(engine, Options{}) {}
   ~RegistrationCache();
 
-  // A region that covers the range, which is not empty. Errors: `exhausted` where everything registered is in use and
-  // this would pass the bound; the engine's own.
-  Result<Lease> acquire(std::span<std::byte> range, MemoryKind kind);
+  // A region that covers the range, which is not empty, with just this access. Errors: `exhausted` where everything
+  // registered is in use and this would pass the bound; the engine's own.
+  Result<Lease> acquire(std::span<std::byte> range, MemoryKind kind, Access access);
   void release(const Lease& lease);
   // The memory is about to be unmapped or reused for something else: nothing registered here covers it any more when
   // this returns, and leases of it must not be used any longer (only released).
@@ -49,6 +49,7 @@ class RegistrationCache {
   struct Entry {
     std::uintptr_t begin = 0, end = 0;
     MemoryKind kind{};
+    Access access{};
     std::uint32_t leases = 0;
     bool mapped = true;                       // in by_begin_ (not invalidated)
     std::list<std::uint64_t>::iterator idle;  // in idle_, where there are no leases
@@ -56,14 +57,16 @@ class RegistrationCache {
   void deregister(std::uint64_t region);
   bool make_room(std::uint64_t bytes);
   // The entries that overlap [begin, end), in order.
-  std::vector<std::uint64_t> overlapping(std::uintptr_t begin, std::uintptr_t end) const;
+  std::vector<std::uint64_t> overlapping(std::uintptr_t begin, std::uintptr_t end, Access access) const;
+  using ByBegin = std::multimap<std::uintptr_t, std::uint64_t>;
+  ByBegin& listed(const Entry& entry) { return by_begin_[entry.access]; }
 
   Engine& engine_;
   const Options options_;
   Counts counts_;
-  std::unordered_map<std::uint64_t, Entry> entries_;       // by region
-  std::multimap<std::uintptr_t, std::uint64_t> by_begin_;  // entries in use may overlap, never contain each other
-  std::list<std::uint64_t> idle_;                          // least recently used first
+  std::unordered_map<std::uint64_t, Entry> entries_;  // by region
+  std::map<Access, ByBegin> by_begin_;                // of one access they may overlap, never contain each other
+  std::list<std::uint64_t> idle_;                     // least recently used first
 };
 
 }  // namespace rejoin::transport

@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/bytes.h"
 #include "base/clock.h"
@@ -30,6 +31,14 @@ using device::DmaBuf, device::MemoryKind;
 
 using EndpointId = Id<struct EndpointTag>;  // never reused in an engine
 using RegionId = Id<struct RegionTag>;      // never reused in an engine
+
+// What peers may do with a region by its key; flags, as verbs have them. Operations of this engine's own may take bytes
+// from it and put them there in any case.
+enum class Access : std::uint8_t { local = 0, remote_read = 1, remote_write = 2 };
+constexpr Access operator|(Access a, Access b) {
+  return static_cast<Access>(static_cast<unsigned>(a) | static_cast<unsigned>(b));
+}
+constexpr bool allows(Access access, Access needed) { return (access | needed) == access; }
 
 // "host:port" for real networks, "sim:N" for the simulated one.
 struct Address {
@@ -89,6 +98,12 @@ struct Event {
   std::optional<Error> error;
 };
 
+// One of several rails, over all peers that are connected.
+struct Rail {
+  std::uint32_t peers = 0;  // that it should reach: both ends have it
+  std::uint32_t up = 0;     // … and does
+};
+
 class Engine {
  public:
   static constexpr std::size_t kMaxMessage = 64 * KiB;
@@ -109,16 +124,19 @@ class Engine {
   virtual Result<EndpointId> connect(const Address& peer, BytesView hello) = 0;
 
   // The memory must stay mapped until deregister() has returned; from then on nothing lands in it. What is under way in
-  // it ends with an error, and with its endpoint where there is no other way.
-  virtual Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) = 0;
+  // it ends with an error, and with its endpoint where there is no other way. What `access` does not allow is refused:
+  // a peer's operation ends with an error there, nothing moves, and refused() counts it.
+  virtual Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) = 0;
   // The same for a device's memory. Errors: `unreachable` where this transport or its device can't.
-  virtual Result<RegionId> register_dma_buf(const DmaBuf& buffer) {
+  virtual Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access) {
     return tl::unexpected(Error{ErrorCode::unreachable, "this transport can't reach the " +
                                                             std::to_string(buffer.memory.size()) +
                                                             " bytes of a dma-buf: stage them in host memory"});
   }
   virtual void deregister(RegionId region) = 0;
   virtual RemoteRegion remote(RegionId region) const = 0;
+  // Peers' operations, or parts of them, that were refused here: void keys, ranges outside a region, no access.
+  virtual std::uint64_t refused() const = 0;
 
   // Copies the bytes and sends them, in order. Refused (nothing sent) above kMaxMessage or on a dead endpoint.
   virtual Result<> send(EndpointId endpoint, BytesView message) = 0;
@@ -135,6 +153,8 @@ class Engine {
 
   // Fences and forgets the endpoint. What was outstanding on it completes with `cancelled` in the next poll().
   virtual void close(EndpointId endpoint) = 0;
+
+  virtual std::vector<Rail> rails() const { return {}; }  // in their order; none: there is one only
 };
 
 }  // namespace rejoin::transport

@@ -26,6 +26,17 @@ struct Agreement {
 
 constexpr std::string_view kMeet = "meet";
 
+// What a test's other side does with this side's memory.
+transport::Access access_for(Test test) {
+  switch (test) {
+    case Test::write_bw:
+    case Test::write_lat: return transport::Access::remote_write;
+    case Test::read_bw: return transport::Access::remote_read;
+    case Test::send_lat: break;
+  }
+  return transport::Access::local;
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Link>> Link::open(const Options& options) {
@@ -48,7 +59,7 @@ Result<std::unique_ptr<Link>> Link::open(const Options& options) {
       link->device_->allocate(round_up(2 * round_up(*std::max_element(sizes.begin(), sizes.end()), 4096), 2 * MiB));
   if (!memory) return tl::unexpected(memory.error());
   link->memory_ = std::move(*memory);
-  auto region = link->engine_->register_region(link->memory(), link->device_->kind());
+  auto region = link->engine_->register_region(link->memory(), link->device_->kind(), access_for(options.test));
   if (!region) return tl::unexpected(region.error());
   link->region_ = *region;
   if (auto connected = link->connect(options); !connected) return tl::unexpected(connected.error());

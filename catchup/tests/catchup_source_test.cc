@@ -46,6 +46,38 @@ TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
   }
 }
 
+// As of a mixture of experts: each tensor is a slice of its own, and there is a message for each.
+TEST(CatchUpService, TenThousandTensorsAreCaughtUpWithWhenAReplicaDiesAndComesBack) {
+  std::vector<local::Tensor> tensors;
+  for (std::uint32_t t = 0; t < 10'000; ++t)
+    tensors.push_back({.name = "expert" + std::to_string(t), .count = 1 + t % 5, .columns = 1 + t % 3});
+  Cluster cluster(11);
+  cluster.model = *local::Manifest::make(std::move(tensors));
+  cluster.add(true), cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  const auto fetched = [&](const Replica& one) {
+    return one.service->progress({one.id, RankId(0)}, cluster.clock.now())->slices;
+  };
+  while (fetched(joiner) < 3'000) cluster.train(2'000);
+  cluster.fabric.kill(*cluster.replicas[1]->on_fabric);
+  cluster.replicas[1]->service.reset();
+  cluster.replicas[1].reset();
+  cluster.catch_up(joiner);
+  cluster.train_until_caught_up(joiner, 200, 2'000);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_EQ(fetched(joiner), 10'000u);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+  joiner.contributes = true;
+  joiner.service->finish({joiner.id, RankId(0)});
+  Replica& again = cluster.add(false);
+  cluster.catch_up(again);
+  cluster.train_until_caught_up(again, 200, 2'000);
+  ASSERT_TRUE(again.caught_up);
+  EXPECT_TRUE(cluster.same_bits(again, *cluster.replicas[0]));
+}
+
 // It refuses whenever it is asked: the joiner compares itself with the others alone, but not before five silences.
 TEST(CatchUpService, ASourceThatCanNotBeReachedIsNotWaitedForForever) {
   Cluster cluster(7);

@@ -33,6 +33,47 @@ TEST_P(CatchUp, AJoinerEndsWithTheSameBitsWhileEveryoneTrainsOn) {
   }
 }
 
+// Each column has its own type, and so has the gradient: bfloat16 weights with float32 masters, and the like.
+TEST_P(CatchUp, ColumnsOfSeveralTypesArriveWithTheSameBits) {
+  const std::uint64_t less = on_gpu ? 18 : 9;
+  const auto bf16 = DataType::bfloat16, f32 = DataType::float32, f64 = DataType::float64;
+  const auto compression = memory.scattered ? Compression::always : Compression::never;
+  Cluster cluster(3, true, memory);
+  cluster.compression = compression;
+  cluster.model =
+      *local::Manifest::make({{.name = "masters",
+                               .type = bf16,
+                               .count = 900'001 / less,
+                               .columns = 4,
+                               .moment_types = {f32, f32, f32},
+                               .gradient_type = f32},
+                              {.name = "narrow gradient", .count = 500'003 / less, .columns = 3, .gradient_type = bf16},
+                              {.name = "whole",
+                               .type = bf16,
+                               .count = 300'001 / less,
+                               .columns = 2,
+                               .elementwise = false,
+                               .moment_types = {f64}},
+                              {.name = "most columns",
+                               .type = DataType::float16,
+                               .count = 700 / less,
+                               .columns = 8,
+                               .moment_types = {f64, f32, bf16, f32, DataType::int64, DataType::int32, bf16},
+                               .gradient_type = f32}});
+  cluster.add(true), cluster.add(true);
+  cluster.train(1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  cluster.train_until_caught_up(joiner, 200, 4);
+  ASSERT_TRUE(joiner.caught_up);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+  EXPECT_EQ(joiner.service->progress({joiner.id, RankId(0)}, cluster.clock.now())->refetched, 0u);
+  joiner.contributes = true;
+  joiner.service->finish({joiner.id, RankId(0)});
+  cluster.train(5);
+  EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+}
+
 // A step has been committed that the source's trainer has not applied yet, and the joiner starts where the source still
 // is: what it could have at once lacks that step, which it has no gradients of.
 TEST(CatchUpService, NothingIsTakenThatLacksAStepFromBeforeTheJoiner) {

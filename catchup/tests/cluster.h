@@ -60,7 +60,7 @@ struct Scattered {
     std::shuffle(order.begin(), order.end(), random);
     std::span<std::byte> rest;
     for (const auto& [t, c] : order) {
-      const std::uint64_t size = manifest.tensors()[t].bytes(), gap = random() % 64 * 16;
+      const std::uint64_t size = manifest.tensors()[t].bytes(c), gap = random() % 64 * 16;
       if (rest.size() < gap + size) {
         // A GPU's are mapped piece by piece, so that a column may lie in several.
         const std::uint64_t room = 3 * size + 1024;
@@ -128,7 +128,8 @@ struct Replica {
       gradients.push_back(gradient(t, owner->manifest().tensors()[t].count, step.value));
     std::vector<device::Memory> of_device;
     const auto gradient_of = [&](std::uint32_t t, std::uint64_t first, std::uint64_t count) {
-      const BytesView here = std::as_bytes(std::span(gradients[t]).subspan(first, count));
+      const std::uint64_t size = size_of(owner->manifest().tensors()[t].type_of_gradient());  // at most a float's
+      const BytesView here = std::as_bytes(std::span(gradients[t])).subspan(first * size, count * size);
       if (on_host()) return here;
       of_device.push_back(*owner->device()->allocate(here.size()));
       EXPECT_TRUE(access->write(of_device.back().bytes.data(), here));
@@ -139,19 +140,30 @@ struct Replica {
     for (const auto& update : *updates) {
       ++trained_updates;
       const auto& tensor = owner->manifest().tensors()[update.tensor];
-      std::vector<float> copied;
-      const float* g = reinterpret_cast<const float*>(update.gradient.data());
+      Bytes copied;
+      BytesView gradient = update.gradient;
       if (!on_host()) {
-        copied.resize(update.count);
-        ASSERT_TRUE(access->read(update.gradient, std::as_writable_bytes(std::span(copied)).data()));
-        g = copied.data();
+        copied.resize(gradient.size());
+        ASSERT_TRUE(access->read(gradient, copied.data()));
+        gradient = copied;
       }
       for (std::uint32_t column = 0; column < tensor.columns; ++column) {
+        const std::uint64_t size = size_of(tensor.type_of(column));
+        const auto place = owner->column(update.tensor, column).subspan(update.first * size, update.count * size);
+        if (tensor.type_of(column) != DataType::float32 || tensor.type_of_gradient() != DataType::float32) {
+          change_bytes(place, [&](std::span<std::byte> values) {
+            const std::uint64_t of_gradient = gradient.size() / update.count;
+            for (std::uint64_t i = 0; i < values.size(); ++i)
+              values[i] = static_cast<std::byte>(static_cast<unsigned>(values[i]) * 5 + column + update.step.value +
+                                                 static_cast<unsigned>(gradient[i / size * of_gradient]));
+          });
+          continue;
+        }
         const float rate = (0.1f + 0.01f * static_cast<float>(column)) / static_cast<float>(update.step.value);
-        change(owner->column(update.tensor, column).subspan(update.first * 4, update.count * 4),
-               [g, rate, count = update.count](float* values) {
-                 for (std::uint64_t i = 0; i < count; ++i) values[i] = values[i] * 0.9f + g[i] * rate;
-               });
+        const auto* g = reinterpret_cast<const float*>(gradient.data());
+        change(place, [g, rate, count = update.count](float* values) {
+          for (std::uint64_t i = 0; i < count; ++i) values[i] = values[i] * 0.9f + g[i] * rate;
+        });
       }
     }
     gradient_log->end(step, contributes);
@@ -165,6 +177,14 @@ struct Replica {
     EXPECT_TRUE(access->read(place, std::as_writable_bytes(std::span(values)).data()));
     how(values.data());
     EXPECT_TRUE(access->write(place.data(), std::as_bytes(std::span(values))));
+  }
+  template <typename How>
+  void change_bytes(std::span<std::byte> place, How how) {
+    if (on_host()) return how(place);
+    Bytes values(place.size());
+    EXPECT_TRUE(access->read(place, values.data()));
+    how(values);
+    EXPECT_TRUE(access->write(place.data(), values));
   }
   template <typename What>
   void for_columns(What what) const {
@@ -196,6 +216,7 @@ struct Cluster {
   std::shared_ptr<device::Device> device;  // all states are in its memory
   Memory memory;
   bool on_gpu = memory.on_gpu;
+  std::optional<local::Manifest> model;  // otherwise small_model()
 
   explicit Cluster(std::uint64_t seed, bool e = true, Memory m = {})
       : fabric({.seed = seed}, clock),
@@ -214,10 +235,10 @@ struct Cluster {
     if (on_gpu) replica->engine = *transport::staged::make_engine(std::move(replica->engine), device, {});
     replica->access = *device->make_access();
     replica->address = *replica->engine->listen({"sim"});
-    const auto model = small_model(elementwise, on_gpu || smaller);
+    const auto manifest = model.value_or(small_model(elementwise, on_gpu || smaller));
     std::vector<local::Owner::Own> own;
-    if (memory.scattered) own = replica->scattered.emplace(model, *device, *replica->access, random()).columns;
-    replica->owner = std::make_unique<local::Owner>(*local::Owner::make(model, device, own));
+    if (memory.scattered) own = replica->scattered.emplace(manifest, *device, *replica->access, random()).columns;
+    replica->owner = std::make_unique<local::Owner>(*local::Owner::make(manifest, device, own));
     replica->gradient_log = *GradientLog::make(*replica->owner, own_budget);
     replica->service =
         std::make_unique<Service>(*replica->engine, transport::Secret::of({5, 0}),
@@ -226,10 +247,10 @@ struct Cluster {
     replica->owner->set_version(step);
     replica->for_columns([&](std::uint32_t t, std::uint32_t c, std::span<std::byte> column) {
       if (on_gpu) expect_reads_while_written(column);
-      std::vector<float> floats(column.size() / 4);
+      std::vector<float> floats(column.size() / 4 + 1);
       for (std::size_t i = 0; i < floats.size(); ++i)
         floats[i] = contributes ? static_cast<float>((i + t * 300 + c * 100) % 1000) : -1.0f;
-      EXPECT_TRUE(replica->access->write(column.data(), std::as_bytes(std::span(floats))));
+      EXPECT_TRUE(replica->access->write(column.data(), std::as_bytes(std::span(floats)).first(column.size())));
     });
     auto view = local::View::of(*replica->owner);
     EXPECT_TRUE(replica->service->add_rank({replica->id, RankId(0)}, replica->id.value + 1, std::move(*view)));

@@ -48,7 +48,6 @@ TEST_F(KeyFile, ThatOthersMayUseIsRefusedWithItsModeAndTheRemedy) {
   }
 }
 
-// As Kubernetes mounts secrets for a pod with an fsGroup.
 TEST_F(KeyFile, ThatIsNoRegularFileIsRefusedAtOnce) {
   std::filesystem::remove(path);
   ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
@@ -58,6 +57,7 @@ TEST_F(KeyFile, ThatIsNoRegularFileIsRefusedAtOnce) {
   EXPECT_NE(refusal().find("is no regular file"), std::string::npos) << refusal();
 }
 
+// As Kubernetes mounts secrets for a pod with an fsGroup.
 TEST_F(KeyFile, ThatRootGivesToAGroupOfOursIsTaken) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can give files away";
   const gid_t group = 4321;
@@ -76,6 +76,24 @@ TEST_F(KeyFile, ThatRootGivesToAGroupOfOursIsTaken) {
   EXPECT_EQ(refusal(), "") << "a supplementary group";
   is(0460, 0, group);
   EXPECT_NE(refusal().find("mode 0460: its group may change it; chmod 600"), std::string::npos) << refusal();
+  ASSERT_EQ(::setgroups(before.size(), before.data()), 0);
+}
+
+// As systemd hands credentials over, with an access list beside.
+TEST_F(KeyFile, OfRootAndItsGroupIsTakenByWhoeverCanReadIt) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can give files away";
+  std::vector<gid_t> before(static_cast<std::size_t>(::getgroups(0, nullptr)));
+  ASSERT_GE(::getgroups(static_cast<int>(before.size()), before.data()), 0);
+  const gid_t own = ::getegid(), other = 4321;
+  ASSERT_EQ(::setgroups(1, &other), 0);
+  ASSERT_EQ(::setegid(other), 0);
+  is(0440, 0, 0);
+  EXPECT_EQ(refusal(), "");
+  is(0460, 0, 0);
+  EXPECT_NE(refusal().find("its group may change it"), std::string::npos) << refusal();
+  is(0440, 1234, 0);
+  EXPECT_NE(refusal().find("only where the owner is root"), std::string::npos) << refusal();
+  ASSERT_EQ(::setegid(own), 0);
   ASSERT_EQ(::setgroups(before.size(), before.data()), 0);
 }
 

@@ -109,6 +109,7 @@ TEST(Settings, WhatDoesNotGoTogetherIsRefusedWithWhatToDo) {
   expect({"--coordinator", "--store", etcd, "--etcd-ca", "ca", "--etcd-cert", "c"}, "--etcd-cert and --etcd-key");
   expect({"--coordinator", "--store", etcd, "--etcd-cert", "c", "--etcd-key", "k"}, "needs --etcd-ca");
   expect({"--coordinator", "--store", etcd, "--etcd-user", "u"}, "--etcd-password-file");
+  expect({"--coordinator", "--constant-batch", "--replicas", "1024", "--batch", "4194304"}, "1024 × 4194304 samples");
 }
 
 // What is printed at the start is a settings file.

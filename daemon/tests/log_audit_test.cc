@@ -105,6 +105,25 @@ TEST(LogAudit, WhatFindsNoRoomInTheLastStepsIsLeftOver) {
   EXPECT_EQ(log.audit(Step(4)).to_be_trained, 20u);
 }
 
+// A replica that is alone has held the samples of all, and they go out again when it is lost.
+TEST(LogAudit, OfAConstantBatchWhoIsLostMayHaveHeldAllOfIt) {
+  Written log;
+  auto& job = *log.records.front().mutable_job();
+  job.set_replicas(3);
+  job.set_ranks(1);
+  job.set_constant_batch(true);
+  log.epoch({0, 1, 2});
+  log.commit({{0, {{0, 10}}}, {1, {{10, 20}}}, {2, {{20, 30}}}});
+  log.epoch({2});
+  log.commit({{2, {{50, 60}}}});
+  log.commit({{2, {{30, 50}, {60, 70}}}});
+  expect(log.audit(), 70, 70, 0, 0);
+  log.epoch({1});
+  log.commit({{1, {{100, 110}}}});
+  expect(log.audit(Step(4)), 110, 80, 0, 0);
+  EXPECT_EQ(log.audit(Step(4)).left_over, 30u);
+}
+
 // No more is left over than those who were lost can have held.
 TEST(LogAudit, WhatNobodyHeldInTheLastStepsIsLost) {
   Written log;

@@ -1,42 +1,13 @@
-// What waits in a daemon's queues is bounded. Control connections: tests/framed_test.cc.
+// What waits in a daemon's queues is bounded. Control connections: framed_test.cc; callers of the status:
+// status_server_test.cc.
 #include <gtest/gtest.h>
 
-#include <asio.hpp>
 #include <future>
-#include <nlohmann/json.hpp>
 
-#include "base/clock.h"
-#include "daemon/status_server.h"
 #include "daemon/stream_thread.h"
 
 namespace rejoin::daemon {
 namespace {
-
-using asio::ip::tcp;
-
-TEST(StatusRequests, AreSoManyAtATimeAndOthersWaitUntilOneHasEnded) {
-  asio::io_context io{1};
-  auto server = StatusServer::start(io, "127.0.0.1:0", [] { return nlohmann::json::object(); });
-  ASSERT_TRUE(server);
-  const std::string address = (*server)->address();
-  const tcp::endpoint where(asio::ip::address_v4::loopback(),
-                            static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
-  std::vector<tcp::socket> idle;
-  for (std::size_t i = 0; i < StatusServer::kMostRequests; ++i) idle.emplace_back(io).connect(where);
-  tcp::socket late(io);
-  late.connect(where);
-  asio::write(late, asio::buffer(std::string("GET /status HTTP/1.1\r\n\r\n")));
-  std::string answer;
-  bool answered = false;
-  asio::async_read_until(late, asio::dynamic_buffer(answer), "200 OK",
-                         [&](asio::error_code error, std::size_t) { answered = !error; });
-  for (int i = 0; i < 1000; ++i) io.poll();
-  EXPECT_FALSE(answered);
-  idle.pop_back();
-  const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(4);  // an idle one has five
-  while (!answered && SteadyClock().now() < deadline) io.run_one_for(std::chrono::milliseconds(10));
-  EXPECT_TRUE(answered);
-}
 
 struct Stream {
   std::unique_ptr<StreamThread> thread = [] {

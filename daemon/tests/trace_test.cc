@@ -17,7 +17,7 @@ struct Trace : testing::Test {
   Trace() { std::filesystem::create_directory(directory); }
   ~Trace() override { std::filesystem::remove_all(directory); }
   void file(const std::string& name, const std::string& text) const { std::ofstream(directory / name) << text; }
-  Result<int> merge() const { return merge_trace(directory, directory / "trace.json"); }
+  Result<MergedTrace> merge() const { return merge_trace({directory}, directory / "trace.json"); }
   nlohmann::json events() const {
     std::ifstream in(directory / "trace.json");
     return nlohmann::json::parse(in).at("traceEvents");
@@ -38,7 +38,7 @@ TEST_F(Trace, StepsHaveTheirPhasesAndWhoSaidNothingHasNoRow) {
   file("damaged.3.jsonl", "[1]\n{\"t\":\"soon\",\"kind\":\"step\"}\n{\"t\":5}\n");
   const auto rows = merge();
   ASSERT_TRUE(rows) << rows.error().message;
-  EXPECT_EQ(*rows, 1);
+  EXPECT_EQ(rows->processes, 1);
   std::vector<std::string> spans, instants;
   for (const auto& event : events()) {
     if (event.at("ph") == "X")
@@ -53,16 +53,16 @@ TEST_F(Trace, WithoutEventsThereIsAnErrorThatNamesTheDirectory) {
   file("killed.2.jsonl", "");
   const auto none = merge();
   ASSERT_FALSE(none);
-  EXPECT_NE(none.error().message.find("no events in " + directory.string() + ": none is in killed.2.jsonl; start"),
+  EXPECT_NE(none.error().message.find("no events in " + directory.string() + ": none is in killed.2.jsonl; give"),
             std::string::npos)
       << none.error().message;
   for (const char* name : {"a.jsonl", "notes.txt", "b.jsonl", "c.jsonl", "d.jsonl", "e.jsonl"}) file(name, "garbage\n");
   const auto garbage = merge();
   ASSERT_FALSE(garbage);
-  EXPECT_NE(garbage.error().message.find(": none is in a.jsonl, b.jsonl, c.jsonl, d.jsonl, e.jsonl and 2 more; start"),
+  EXPECT_NE(garbage.error().message.find(": none is in a.jsonl, b.jsonl, c.jsonl, d.jsonl, e.jsonl and 2 more; give"),
             std::string::npos)
       << garbage.error().message;
-  EXPECT_FALSE(merge_trace(directory / "nowhere", directory / "trace.json"));
+  EXPECT_FALSE(merge_trace({directory / "nowhere"}, directory / "trace.json"));
 }
 
 }  // namespace

@@ -20,14 +20,16 @@ class Counting final : public transport::Engine {
   Result<transport::EndpointId> connect(const transport::Address& peer, BytesView hello) override {
     return below_->connect(peer, hello);
   }
-  Result<transport::RegionId> register_region(std::span<std::byte> memory, transport::MemoryKind kind) override {
-    return below_->register_region(memory, kind);
+  Result<transport::RegionId> register_region(std::span<std::byte> memory, transport::MemoryKind kind,
+                                              transport::Access access) override {
+    return below_->register_region(memory, kind, access);
   }
-  Result<transport::RegionId> register_dma_buf(const transport::DmaBuf& buffer) override {
-    return below_->register_dma_buf(buffer);
+  Result<transport::RegionId> register_dma_buf(const transport::DmaBuf& buffer, transport::Access access) override {
+    return below_->register_dma_buf(buffer, access);
   }
   void deregister(transport::RegionId region) override { below_->deregister(region); }
   transport::RemoteRegion remote(transport::RegionId region) const override { return below_->remote(region); }
+  std::uint64_t refused() const override { return below_->refused(); }
   Result<> send(transport::EndpointId endpoint, BytesView message) override {
     last_sent_to = endpoint;
     MessageHeader header{};

@@ -149,10 +149,11 @@ struct Cluster {
       rank->communicator->enter(epoch, ring);
     }
   }
-  void start(Step step, ReduceOp op = ReduceOp::sum) {
+  void start(Step step, ReduceOp op = ReduceOp::sum, std::uint64_t weights = 0) {
     for (auto& rank : ranks)
       if (rank->alive)
-        for (std::uint32_t b = 0; b < sizes.size(); ++b) EXPECT_TRUE(rank->communicator->all_reduce(b, step, op));
+        for (std::uint32_t b = 0; b < sizes.size(); ++b)
+          EXPECT_TRUE(rank->communicator->all_reduce(b, step, op, weights));
   }
   bool all_done(Step step) const {
     return std::all_of(ranks.begin(), ranks.end(),

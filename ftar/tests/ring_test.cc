@@ -35,6 +35,28 @@ TEST_P(FtarRing, TheMeanIsOverContributorsAndACatchingUpMemberAddsNothing) {
   }
 }
 
+// By the weights of all contributors, whose inputs are multiplied with theirs: also where there is one contributor, to
+// whose input nothing is added, and by every way that a bucket may go.
+TEST_P(FtarRing, AMeanMayBeDividedByWeights) {
+  for (const int contributors : {1, 3})
+    for (const bool joiner : {false, true})
+      for (const std::uint32_t direct_members : {0u, 8u}) {
+        if (on_gpu && joiner != (direct_members == 0)) continue;  // it is slower than memory
+        Cluster cluster(3, kSizes, on_gpu);
+        cluster.options.direct_members = direct_members;
+        for (int i = 0; i < contributors + (joiner ? 1 : 0); ++i) cluster.add();
+        cluster.enter(Epoch(1), cluster.ring_members(joiner ? Role::catching_up : Role::contributor));
+        cluster.start(Step(1), ReduceOp::mean, 7);
+        ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); }));
+        const auto live = cluster.live();
+        cluster.expect_result({live.begin(), live.begin() + contributors}, 7);
+        const Rank& first = *cluster.ranks[0];
+        for (std::size_t b = 0; b < kSizes.size() && contributors == 1; ++b)
+          for (std::size_t i = 0; i < kSizes[b]; ++i)
+            ASSERT_EQ(first.output[b][i], first.input[b][i] * (1.0f / 7.0f)) << "bucket " << b << " element " << i;
+      }
+}
+
 TEST_P(FtarRing, ACatchingUpMemberChangesNoBitOfTheResult) {
   const auto run = [&](bool joiner) {
     Cluster cluster(5, kSizes, on_gpu);

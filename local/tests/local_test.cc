@@ -44,7 +44,7 @@ TEST(Manifest, SlicesAndPartsBeginAndEndAtMultiplesOfSixtyFourElementsOrWithTheT
     for (std::uint32_t columns = 1; columns <= kMaxColumns; ++columns)
       for (const bool elementwise : {true, false})
         for (int i = 0; i < 50; ++i) {
-          const std::uint64_t count = 1 + random() % (i % 2 == 0 ? 200 : 1'500'000);
+          const std::uint64_t count = 1 + random() % (i % 2 == 0 ? 200 : 1'000'000);
           const auto manifest = *Manifest::make(
               {{.name = "w", .type = type, .count = count, .columns = columns, .elementwise = elementwise}});
           const auto check = [&](const Part& range) {
@@ -87,7 +87,41 @@ TEST(Manifest, AStateOfTheMostTensorsWithTheLongestNamesIsServedAndOneMoreIsRefu
   tensors.push_back({.name = "one more", .count = 1});
   auto refused = Manifest::make(tensors);
   ASSERT_FALSE(refused);
-  EXPECT_EQ(refused.error().message, "4097 tensors in the state; there must be 1 to 4096");
+  EXPECT_EQ(refused.error().message, "65537 tensors in the state; there must be 1 to 65536");
+}
+
+// Its page and its layout are as large as what is declared, and not as what could be.
+TEST(Manifest, WhatATensorCostsIsAllocatedForThoseThatAreDeclared) {
+  const auto owner = *Owner::make(*Manifest::make({{.name = "w", .count = 5}}));
+  EXPECT_EQ(page_bytes(1), 4096u);
+  EXPECT_EQ(owner.page().slices, 1u);
+  EXPECT_LT(page_bytes(kMaxTensors), kMaxTensors * 9);
+}
+
+TEST(Manifest, EachColumnHasItsTypeAndSoHasTheGradient) {
+  const Tensor tensor{.name = "w",
+                      .type = DataType::bfloat16,
+                      .count = 300'001,
+                      .columns = 4,
+                      .moment_types = {DataType::float32, DataType::float64, DataType::bfloat16},
+                      .gradient_type = DataType::float32};
+  const auto manifest = *Manifest::make({tensor});
+  EXPECT_EQ(manifest.bytes(), 300'001u * (2 + 4 + 8 + 2));
+  for (const auto& part : manifest.parts()) {
+    EXPECT_LE(manifest.packed_offset(part, 4), kPartBytes);
+    for (std::uint32_t c = 0; c < 4; ++c) EXPECT_EQ(manifest.packed_offset(part, c) % 16, 0u);
+    EXPECT_EQ(manifest.length(part, 2), part.count * 8);
+  }
+  const auto parsed = *Manifest::parse(manifest.serialise());
+  EXPECT_EQ(parsed.hash(), manifest.hash());
+  EXPECT_EQ(parsed.tensors()[0].type_of(2), DataType::float64);
+  EXPECT_EQ(parsed.tensors()[0].type_of_gradient(), DataType::float32);
+  auto other = tensor;
+  other.gradient_type.reset();
+  EXPECT_NE(Manifest::make({other})->hash(), manifest.hash()) << "the gradient's type is part of what is declared";
+  other = tensor;
+  other.moment_types.pop_back();
+  EXPECT_EQ(Manifest::make({other}).error().message, "tensor 'w' has 3 moments and types for 2");
 }
 
 TEST(Manifest, ATensorWithoutElementsIsRefusedByName) {

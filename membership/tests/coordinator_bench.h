@@ -18,6 +18,9 @@ struct Told {
   std::optional<Step> roll_back_to = {};
   std::uint64_t steps = 0, id = 77;
   std::optional<JobConfig::Drop> drop = {};
+  std::uint32_t replicas = 3;
+  LinkRule links{.full_mesh_members = 64};
+  bool constant_batch = false;
 };
 struct Bench {
   JobConfig config{.replicas = 3, .ranks = 2, .batch = 10, .steps = 0, .silence = 1s};
@@ -39,6 +42,9 @@ struct Bench {
     config.steps = told.steps;
     config.id = told.id;
     config.drop = told.drop;
+    config.replicas = told.replicas;
+    config.links = told.links;
+    config.constant_batch = told.constant_batch;
     return config;
   }
 

@@ -73,6 +73,56 @@ TEST(Coordinator, ALostMemberMeansTheSameStepInTheNextEpochAndItsSamplesAgainLat
   EXPECT_EQ(*bench.coordinator.ledger().batch_of(ReplicaId(0)), (Batch{{10, 20}}));
 }
 
+std::map<std::uint32_t, std::uint64_t> weights(Bench& bench) {
+  std::map<std::uint32_t, std::uint64_t> weights;
+  const auto& told = bench.inbox[0];
+  const auto plan = std::find_if(told.rbegin(), told.rend(), [](const auto& message) { return message.has_plan(); });
+  for (const auto& member : plan->plan().members()) {
+    weights[member.replica()] = member.weight();
+    EXPECT_EQ(member.weight(), samples_of(batch_of(member)));
+  }
+  return weights;
+}
+
+// The survivors take the samples of those who are lost, from the next step on, and give them back when these have
+// caught up; a coordinator that starts from the log at any time goes on with the same.
+TEST(Coordinator, AConstantBatchIsSharedByThoseWhoContribute) {
+  using Weights = std::map<std::uint32_t, std::uint64_t>;
+  Bench bench({}, {.constant_batch = true});
+  const auto recovered_alike = [&] {
+    Bench other(bench.log, {.constant_batch = true});
+    EXPECT_EQ(other.coordinator.ledger(), bench.coordinator.ledger());
+    Coordinator from_snapshot(bench.config);
+    EXPECT_TRUE(from_snapshot.recover({bench.coordinator.snapshot()}, bench.now));
+    EXPECT_EQ(from_snapshot.ledger(), bench.coordinator.ledger());
+  };
+  bench.start();
+  EXPECT_EQ(weights(bench), (Weights{{0, 10}, {1, 10}, {2, 10}}));
+  bench.down(1);
+  EXPECT_EQ(weights(bench), (Weights{{0, 10}, {2, 10}})) << "they have begun";
+  recovered_alike();
+  bench.reduced(0), bench.reduced(2);
+  EXPECT_EQ(weights(bench), (Weights{{0, 16}, {2, 14}})) << "in units of one for each of two ranks";
+  recovered_alike();
+  bench.up(1, 2);
+  bench.link_all();
+  bench.reduced(0), bench.reduced(2);
+  EXPECT_EQ(weights(bench), (Weights{{0, 16}, {1, 0}, {2, 14}}));
+  for (std::uint32_t rank : {0u, 1u}) bench.stand(1, rank, true);
+  recovered_alike();
+  bench.reduced(0), bench.reduced(2), bench.reduced(1);
+  EXPECT_EQ(weights(bench), (Weights{{0, 10}, {1, 10}, {2, 10}}));
+  recovered_alike();
+  bench.steps(1);
+  recovered_alike();
+  const auto committed = bench.log.back().committed();
+  for (const auto& member : committed.members()) EXPECT_EQ(member.weight(), 10u);
+  Coordinator without(JobConfig{.replicas = 3, .ranks = 2, .batch = 10, .id = 77});
+  const auto refused = without.recover(bench.log, bench.now);
+  ASSERT_FALSE(refused);
+  EXPECT_NE(refused.error().message.find("with --constant-batch"), std::string::npos) << refused.error().message;
+}
+
 TEST(Coordinator, AReplicaComesBackAsCatchingUpAndContributesWhenAllItsRanksAreReady) {
   Bench bench;
   bench.start();

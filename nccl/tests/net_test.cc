@@ -91,10 +91,10 @@ TEST_F(Net, AFlushReadsOneByteThroughEveryRail) {
   DeviceMemory gpu, other;
   const auto dma_buf = gpu.dma_buf(), of_other = other.dma_buf();
   std::vector<std::byte> host(kSize), data(kSize, std::byte{7});
-  Region* const on_gpu = *receiver->add_region(gpu.device, true, &dma_buf);
-  Region* const on_other = *receiver->add_region(other.device, true, &of_other);
-  Region* const on_host = *receiver->add_region(host, false, nullptr);
-  Region* const from = *sender->add_region(data, false, nullptr);
+  Region* const on_gpu = *receiver->add_region(Device::Use::receive, gpu.device, true, &dma_buf);
+  Region* const on_other = *receiver->add_region(Device::Use::receive, other.device, true, &of_other);
+  Region* const on_host = *receiver->add_region(Device::Use::receive, host, false, nullptr);
+  Region* const from = *sender->add_region(Device::Use::send, data, false, nullptr);
   const std::vector<Device::Target> targets{{other.device, 1, on_other}, {gpu.device, 2, on_gpu}, {host, 3, on_host}};
   Request* const received = *receiver->receive(*receives, targets);
   std::vector<Request*> sent;
@@ -117,8 +117,8 @@ TEST_F(Net, ThereIsNothingToFlushInTheHostsMemoryOrWithoutBytes) {
   DeviceMemory gpu;
   const auto dma_buf = gpu.dma_buf();
   std::vector<std::byte> host(kSize);
-  Region* const on_gpu = *receiver->add_region(gpu.device, true, &dma_buf);
-  Region* const on_host = *receiver->add_region(host, false, nullptr);
+  Region* const on_gpu = *receiver->add_region(Device::Use::receive, gpu.device, true, &dma_buf);
+  Region* const on_host = *receiver->add_region(Device::Use::receive, host, false, nullptr);
   EXPECT_EQ(*receiver->flush(*receives, std::vector<Device::Target>{{host, 0, on_host}}), nullptr);
   EXPECT_EQ(*receiver->flush(*receives, std::vector<Device::Target>{{gpu.device.first(0), 0, on_gpu}}), nullptr);
 }
@@ -126,7 +126,7 @@ TEST_F(Net, ThereIsNothingToFlushInTheHostsMemoryOrWithoutBytes) {
 TEST_F(Net, AFlushGoesOnOverTheRailThatIsLeft) {
   DeviceMemory gpu;
   const auto dma_buf = gpu.dma_buf();
-  Region* const on_gpu = *receiver->add_region(gpu.device, true, &dma_buf);
+  Region* const on_gpu = *receiver->add_region(Device::Use::receive, gpu.device, true, &dma_buf);
   const std::vector<Device::Target> targets{{gpu.device, 0, on_gpu}};
   finish(**receiver->flush(*receives, targets));
   fake_verbs_port("fake1", false);

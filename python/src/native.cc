@@ -18,6 +18,8 @@ using namespace rejoin::python;
 
 namespace {
 
+using Ranges = std::vector<std::pair<std::uint64_t, std::uint64_t>>;  // of samples: begin, end
+
 class Session {
  public:
   explicit Session(const std::vector<std::string>& settings) {
@@ -39,8 +41,15 @@ class Session {
   }
 
   std::uint32_t add(const std::string& name, int type, std::uint64_t count, std::uint32_t moments, bool elementwise,
-                    const std::optional<std::vector<Memory>>& memory) {
-    const rejoin_tensor_spec spec{name.c_str(), static_cast<rejoin_type>(type), count, moments, elementwise ? 1 : 0};
+                    const std::optional<std::vector<Memory>>& memory,
+                    const std::optional<std::vector<int>>& moment_types, const std::optional<int>& gradient_type) {
+    std::vector<rejoin_type> types;
+    if (moment_types)
+      for (const int one : *moment_types) types.push_back(static_cast<rejoin_type>(one));
+    if (moment_types && types.size() != moments) throw nb::value_error("there is one type for each moment");
+    const auto reduced = static_cast<rejoin_type>(gradient_type.value_or(type));
+    const rejoin_tensor_spec spec{name.c_str(),        static_cast<rejoin_type>(type),        count,   moments,
+                                  elementwise ? 1 : 0, moment_types ? types.data() : nullptr, &reduced};
     auto own = memory ? memory_of(*memory) : std::vector<rejoin_memory>();
     if (memory && own.size() != std::size_t{moments} + 1)
       throw nb::value_error("memory is that of the weight and each moment");
@@ -75,16 +84,38 @@ class Session {
   void join(const std::optional<std::string>& position, bool compare) {
     waiting([&] { return rejoin_join(session_, position ? position->c_str() : nullptr, compare ? 1 : 0); });
   }
-  // number, contributes, leads, contributors, ranges of samples; nothing: the job is finished
-  std::optional<
-      std::tuple<std::uint64_t, bool, bool, std::uint32_t, std::vector<std::pair<std::uint64_t, std::uint64_t>>>>
+  // number, contributes, leads, contributors, ranges of samples, weight, epoch, settled; nothing: the job is finished
+  std::optional<std::tuple<std::uint64_t, bool, bool, std::uint32_t, Ranges, std::uint64_t, std::uint64_t, bool>>
   begin_step() {
     rejoin_step step{};
     waiting([&] { return rejoin_begin_step(session_, &step); });
     if (step.number == 0) return std::nullopt;
-    std::vector<std::pair<std::uint64_t, std::uint64_t>> batch;
-    for (std::size_t i = 0; i < step.batch_count; ++i) batch.emplace_back(step.batch[i].begin, step.batch[i].end);
-    return std::tuple(step.number, step.contributes != 0, step.leads != 0, step.contributors, std::move(batch));
+    return std::tuple(step.number, step.contributes != 0, step.leads != 0, step.contributors,
+                      ranges_of({step.batch, step.batch_count}), step.weight, step.epoch, step.settled != 0);
+  }
+  // Replica and card of each contributor.
+  std::vector<std::pair<std::uint32_t, std::string>> cards() {
+    const rejoin_card* cards = nullptr;
+    std::size_t count = 0;
+    check(rejoin_cards(session_, &cards, &count));
+    std::vector<std::pair<std::uint32_t, std::string>> all;
+    for (std::size_t i = 0; i < count; ++i) all.emplace_back(cards[i].replica, cards[i].text);
+    return all;
+  }
+  void use_weights() { rejoin_use_weights(session_); }
+  void set_card(const std::string& text) { check(rejoin_set_card(session_, text.c_str())); }
+  bool intact(std::uint64_t during_ms) {
+    const nb::gil_scoped_release release;
+    return rejoin_intact(session_, during_ms) != 0;
+  }
+  // Of each of the next steps, as far as it is known.
+  std::vector<Ranges> upcoming(std::uint32_t steps) {
+    const rejoin_batch* batches = nullptr;
+    std::size_t count = 0;
+    check(rejoin_upcoming(session_, steps, &batches, &count));
+    std::vector<Ranges> all;
+    for (std::size_t i = 0; i < count; ++i) all.push_back(ranges_of(batches[i]));
+    return all;
   }
   void all_reduce(std::uint32_t bucket, const std::optional<std::uintptr_t>& stream) {
     waiting([&] {
@@ -152,6 +183,11 @@ class Session {
   void while_waiting(nb::object look) { signals_.look = std::move(look); }
 
  private:
+  static Ranges ranges_of(const rejoin_batch& batch) {
+    Ranges ranges;
+    for (std::size_t i = 0; i < batch.count; ++i) ranges.emplace_back(batch.ranges[i].begin, batch.ranges[i].end);
+    return ranges;
+  }
   template <typename Call>
   void waiting(const Call& call) {
     signals_.waiting(call);
@@ -208,7 +244,8 @@ NB_MODULE(_native, m) {
   nb::class_<Session>(m, "Session")
       .def(nb::init<const std::vector<std::string>&>(), nb::arg("settings"))
       .def("add", &Session::add, nb::arg("name"), nb::arg("type"), nb::arg("count"), nb::arg("moments"),
-           nb::arg("elementwise"), nb::arg("memory") = nb::none())
+           nb::arg("elementwise"), nb::arg("memory") = nb::none(), nb::arg("moment_types") = nb::none(),
+           nb::arg("gradient_type") = nb::none())
       .def("bucket", &Session::bucket, nb::arg("tensors"), nb::arg("gradients") = nb::none())
       .def("allocate", &Session::allocate)
       .def("set_fingerprint", &Session::set_fingerprint, nb::arg("text"))
@@ -218,6 +255,11 @@ NB_MODULE(_native, m) {
       .def("reduced", &Session::reduced, nb::arg("tensor"))
       .def("join", &Session::join, nb::arg("position") = nb::none(), nb::arg("compare") = true)
       .def("begin_step", &Session::begin_step)
+      .def("upcoming", &Session::upcoming, nb::arg("steps"))
+      .def("cards", &Session::cards)
+      .def("use_weights", &Session::use_weights)
+      .def("set_card", &Session::set_card, nb::arg("text"))
+      .def("intact", &Session::intact, nb::arg("during_ms"))
       .def("all_reduce", &Session::all_reduce, nb::arg("bucket"), nb::arg("stream") = nb::none())
       .def("begin_update", &Session::begin_update)
       .def("end_update", &Session::end_update, nb::arg("stream") = nb::none())

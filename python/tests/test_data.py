@@ -27,21 +27,36 @@ def test_each_data_epoch_has_each_sample_once_in_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_step_gets_the_samples_that_it_was_given_whatever_was_expected(workers):
+def test_workers_fetch_exactly_what_the_plan_says_and_a_step_gets_its_samples_whatever_was_expected(workers):
     batches = Batches(101, seed=1)
     loader = DataLoader(
         DATA, batch_sampler=batches, num_workers=workers, multiprocessing_context="forkserver" if workers else None
     )
     fetcher = Fetcher(loader)
-    steps = [((8 * n, 8 * n + 4),) for n in range(12)]
-    steps += [((3, 5), (200, 202))]  # what was handed back by somebody lost
-    steps += [((300 + 12 * n, 304 + 12 * n),) for n in range(12)]
-    for ranges in steps:
-        assert fetcher.fetch(ranges)[0].tolist() == values(batches, ranges)
+    # By plan: three replicas; one of them is lost, and what it had goes out first; two share what was three's.
+    plans = [[((12 * n, 12 * n + 4),) for n in range(40)]]
+    plans += [[((16, 20), (164, 168)), *[((168 + 8 * n, 172 + 8 * n),) for n in range(40)]]]
+    plans += [[((600 + 12 * n, 606 + 12 * n),) for n in range(40)]]
+    for plan in plans:
+        for number, ranges in enumerate(plan[:12]):
+            coming = plan[number + 1 :]
+            got = fetcher.fetch(ranges, lambda steps, coming=coming: coming[:steps])
+            assert got[0].tolist() == values(batches, ranges)
     fetcher.stop()
     if workers:
-        assert fetcher.hits > 10, "the workers have fetched nothing that was of use"
-        assert fetcher.misses >= 3
+        assert (fetcher.hits, fetcher.misses) == (33, 3), "only the first step of a plan may come unexpected"
+
+
+def test_workers_of_which_nothing_is_expected_any_more_are_started_again_when_it_is():
+    batches = Batches(101, seed=1)
+    loader = DataLoader(DATA, batch_sampler=batches, num_workers=1, multiprocessing_context="forkserver")
+    fetcher = Fetcher(loader)
+    steps = [((4 * n, 4 * n + 4),) for n in range(12)]
+    for number, ranges in enumerate(steps):
+        known = steps[number + 1 :] if number > 3 else []
+        assert fetcher.fetch(ranges, lambda n, known=known: known[:n])[0].tolist() == values(batches, ranges)
+    fetcher.stop()
+    assert fetcher.hits == 7
 
 
 def test_loaders_that_would_train_samples_twice_or_keep_connections_are_refused():

@@ -28,7 +28,7 @@ class Job:
 
     def __init__(self, directory: Path, *flags: str, replicas: int = 2, ranks: int = 1, steps: int = 60, batch: int = 8,
                  kill: dict[int, tuple[str, int]] | None = None, script: str = "trainer.py",
-                 silence_ms: int = 5000) -> None:  # fmt: skip
+                 silence_ms: int = 5000, constant_batch: bool = False) -> None:  # fmt: skip
         self.directory, self.steps, self.script = directory, steps, str(HERE / script)
         self.last_step = steps  # as the coordinator was told; 0: none
         for replica, order in (kill or {}).items():
@@ -36,6 +36,8 @@ class Job:
         command = [sys.executable, "-m", "rejoin.run", "--replicas", str(replicas), "--steps", str(steps), "--batch",
                    str(batch), "--directory", str(directory), "--silence-ms", str(silence_ms), "--",
                    sys.executable, self.script, "--out", str(directory), *flags]  # fmt: skip
+        if constant_batch:
+            command[7:7] = ["--constant-batch"]
         if ranks > 1:
             command[7:7] = ["--ranks", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -39,6 +39,40 @@ def test_parts_get_the_bits_of_the_whole(kind, settings, moments, dtype):
     assert len(optimizer.state) == before, "the check has left something behind"
 
 
+class Many(torch.optim.Optimizer):
+    """Keeps seven tensors for each parameter, most of them wider than it."""
+
+    def __init__(self, parameters, count=7):
+        super().__init__(parameters, {"lr": 0.1, "count": count})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    types = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.int32]
+                    for i in range(group["count"]):
+                        state[f"m{i}"] = torch.zeros_like(p, dtype=types[i % len(types)])
+                for i in range(group["count"]):
+                    state[f"m{i}"].mul_(2).add_(p.grad.to(state[f"m{i}"].dtype))
+                p.sub_(group["lr"] * state["m0"].to(p.dtype))
+
+
+def test_an_optimizer_may_keep_seven_tensors_of_several_types():
+    p = parameter(torch.bfloat16)
+    optimizer = Many([p])
+    kept, _ = _optimizer.kept_by(optimizer, optimizer.param_groups[0], p)
+    assert kept.moments == tuple(f"m{i}" for i in range(7))
+    assert kept.types[1:3] == (torch.float64, torch.bfloat16)
+    assert _optimizer.self_check(optimizer, optimizer.param_groups[0], p)
+    with pytest.raises(InvalidArgument, match="keeps m0, .*m6 for each parameter, and there is a moving average; 7"):
+        _optimizer.kept_by(optimizer, optimizer.param_groups[0], p, reserved=1)
+    with pytest.raises(InvalidArgument, match="keeps m0, .*m7 for each parameter; 7 can be kept"):
+        eight = Many([p], 8)
+        _optimizer.kept_by(eight, eight.param_groups[0], p)
+
+
 def test_an_optimizer_that_looks_at_whole_tensors_is_found_out():
     class Normed(torch.optim.SGD):
         def step(self, closure=None):

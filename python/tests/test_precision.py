@@ -131,6 +131,55 @@ def test_float16_with_masters_a_scale_and_an_average(tmp_path):
         assert same_bits(final["average"][name], average), name
 
 
+def test_bfloat16_weights_with_float32_masters_and_gradients_in_a_job_of_a_constant_batch(tmp_path):
+    job = Job(
+        tmp_path, "--optimizer", "main", "--max-norm", "0.5", batch=7, steps=120, kill={1: ("backward", 20)},
+        constant_batch=True,
+    )  # fmt: skip
+    assert "replica 1 ended with signal SIGKILL" in job.wait()
+    check_equal(job, 2)
+    contributors, samples = job.contributors(), {r: job.samples(r) for r in (0, 1)}
+    counts = {step: sum(e - b for r in contributors[step] for b, e in samples[r][step]) for step in contributors}
+    alone = [step for step, members in contributors.items() if len(members) == 1]
+    assert alone, "nobody was alone: nothing was killed"
+    assert {step for step, count in counts.items() if count != 14} == {alone[0]}, "only where one was lost in the step"
+    assert counts[alone[0]] == 7
+
+    torch.set_num_threads(1)
+    model = trainer.make_model("main")
+    masters = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer = trainer.make_optimizer("main", model)
+    optimizer = torch.optim.AdamW(masters, **{k: optimizer.defaults[k] for k in ("lr", "weight_decay")})
+    for step in range(1, job.steps + 1):
+        total = [torch.zeros_like(p) for p in masters]
+        for replica in contributors[step]:
+            x, y = data_of(samples[replica][step])
+            main = [torch.zeros_like(p) for p in masters]
+            half = len(y) // 2
+            for part in (slice(0, half), slice(half, None)):
+                model.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(x[part].bfloat16()).float(), y[part])
+                (loss * len(y[part]) / len(y)).backward()
+                for g, p in zip(main, model.parameters(), strict=True):
+                    g += p.grad
+            for sum_, g in zip(total, main, strict=True):
+                sum_ += g * len(y)
+        reduced = [g * torch.tensor(1 / counts[step]) for g in total]
+        coefficient = clip(math.sqrt(sum(square_sum(g.reshape(-1)) for g in reduced)), 0.5)
+        for p, g in zip(masters, reduced, strict=True):
+            p.grad = g * coefficient if coefficient != 1.0 else g
+        for group in optimizer.param_groups:
+            group["lr"] = trainer.rate(step)
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+    final = torch.load(tmp_path / "final.pt", weights_only=True)
+    for (name, p), master in zip(model.named_parameters(), masters, strict=True):
+        assert same_bits(final["model"][name], p), name
+        assert same_bits(final["masters"][name], master), name
+
+
 @pytest.mark.thorough
 def test_ranks_leave_together(tmp_path):
     job = Job(tmp_path, "--optimizer", "sharded", "--slow", ranks=2, steps=0)

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import rejoin
 import rejoin.torch as rj
 from rejoin.torch import _leaving
 
@@ -25,12 +27,12 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 
 def make_model(kind: str = "adamw") -> torch.nn.Module:
     torch.manual_seed(7)
-    if kind in ("sharded", "mixed", "half"):
+    if kind in ("sharded", "mixed", "half", "main"):
         model = torch.nn.Sequential(
             torch.nn.Linear(FEATURES, 301), torch.nn.GELU(), torch.nn.Linear(301, 301), torch.nn.GELU(),
             torch.nn.Linear(301, CLASSES),
         )  # fmt: skip
-        return model.half() if kind == "half" else model
+        return {"half": model.half, "main": model.bfloat16}.get(kind, lambda: model)()
     return torch.nn.Sequential(
         torch.nn.Linear(FEATURES, 300),
         torch.nn.BatchNorm1d(300),
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--restore", action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--leave-within", type=float)
+    parser.add_argument("--group", action="store_true")
     given = parser.parse_args()
     if given.leave_within:
         _leaving.LONGEST_WAIT_SECONDS = given.leave_within
@@ -93,7 +96,8 @@ def main() -> None:
         max_norm=given.max_norm,
         metrics=("loss",),
         bucket_bytes=100_000,
-        masters=given.optimizer == "half",
+        masters=given.optimizer in ("half", "main"),
+        main_grad=given.optimizer == "main",
         ema=given.ema,
         loss_scale=given.loss_scale,
     )
@@ -169,8 +173,22 @@ def main() -> None:
         dies(0, "warm-up")
     assert all(torch.equal(was, buffer) for was, buffer in zip(before, model.buffers(), strict=True))
     assert torch.equal(random, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    group = session.process_group() if given.group else None
     session.join()
     holds(0, "joined")
+
+    def collective(step: int) -> None:
+        dies(step, "group")
+        if told(given.out / f"kill.{me}", step, "group stands"):
+            subprocess.Popen(["sh", "-c", f"sleep 20; kill -9 {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        began, total = time.monotonic(), torch.tensor([me + 1.0])
+        try:
+            dist.all_reduce(total, group=group)
+        except rejoin.RejoinError as error:
+            print(f"group {step} failed after {time.monotonic() - began:.2f} s: {error}", flush=True)
+        else:
+            print(f"group {step} {group.size()} {float(total)}", flush=True)
 
     def write(state, of_step: int) -> None:
         while of_step == given.save_every and now < of_step + 5:  # all train on meanwhile
@@ -192,10 +210,18 @@ def main() -> None:
             holds(now, "forward")
             holds(now, "busy")
             loss = F.cross_entropy(forward(x.to(model[0].weight.dtype)).float(), y)
+            if given.optimizer == "main":  # in two parts of a micro-batch each
+                parts = [(x[: len(x) // 2], y[: len(y) // 2]), (x[len(x) // 2 :], y[len(y) // 2 :])]
+                losses = [F.cross_entropy(forward(a.bfloat16()).float(), b) * len(b) / len(y) for a, b in parts]
+                with session.accumulate():
+                    losses[0].backward()
+                loss = losses[1]
             (step.scale(loss) if given.loss_scale else loss).backward()
             step.record(loss=loss)
             assert f"{loss}" and loss.cpu().item() == loss.item()  # anywhere
             dies(now, "step")
+            if group is not None:
+                collective(now)
             optimizer.step()
             assert loss.item() == loss.item()
             dies(now, "after")

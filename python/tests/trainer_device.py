@@ -70,7 +70,7 @@ def main() -> None:
     session.join()
     order = given.out / f"kill.{place.replica}"
     while (begun := session.begin_step()) is not None:
-        number, contributes, _, _, batch = begun
+        number, contributes, _, _, batch, *_ = begun
         if contributes:
             samples = sum(end - begin for begin, end in batch)
             values = np.arange(COUNT, dtype=np.float32) % (number + batch[0][0] % 97 + samples)

@@ -4,11 +4,44 @@
 #include <spdlog/spdlog.h>
 #include <stdlib.h>
 
+#include <cstdlib>
 #include <filesystem>
+#include <functional>
+#include <map>
+#include <new>
 
 #include "sim/long_job.h"
 #include "sim/scale.h"
 #include "sim/world.h"
+
+// The pieces of memory that a thread has taken by new, with the sizes that were asked for, while it counts them.
+template <typename T>
+struct Uncounted {
+  using value_type = T;
+  Uncounted() = default;
+  template <typename Other>
+  Uncounted(const Uncounted<Other>&) {}
+  T* allocate(std::size_t count) { return static_cast<T*>(std::malloc(count * sizeof(T))); }
+  void deallocate(T* gone, std::size_t) { std::free(gone); }
+  bool operator==(const Uncounted&) const = default;
+};
+struct Counted {
+  std::map<void*, std::size_t, std::less<>, Uncounted<std::pair<void* const, std::size_t>>> pieces;
+  std::uint64_t bytes = 0;
+};
+static thread_local Counted* counted = nullptr;
+void* operator new(std::size_t size) {
+  void* const made = std::malloc(size);
+  if (made == nullptr) throw std::bad_alloc();
+  if (counted != nullptr) counted->bytes += counted->pieces[made] = size;
+  return made;
+}
+void operator delete(void* gone) noexcept {
+  if (counted != nullptr)
+    if (const auto piece = counted->pieces.extract(gone); !piece.empty()) counted->bytes -= piece.mapped();
+  std::free(gone);
+}
+void operator delete(void* gone, std::size_t) noexcept { operator delete(gone); }
 
 namespace rejoin::sim {
 namespace {
@@ -34,7 +67,8 @@ TEST_F(Simulated, TheInvariantsHoldUnderFaultsOfEveryKind) {
   if (kSeeds < 100) return;  // too few for those that are rarely drawn
   for (std::size_t kind = 0; kind < kFaultKinds; ++kind)
     EXPECT_GT(counts[fmt::format("fault: {}", to_string(static_cast<FaultKind>(kind)))], 0u);
-  for (const char* what : {"promoted", "rolled back", "rank found silent", "trainer gave up", "epoch begun"})
+  for (const char* what :
+       {"promoted", "rolled back", "rank found silent", "trainer gave up", "epoch begun", "step foretold"})
     EXPECT_GT(counts[what], 0u) << what;
 }
 
@@ -308,6 +342,17 @@ TEST_P(Planted, IsFoundUnderTheNameOfTheInvariantThatItBreaks) {
 
 #endif
 
+// Coordinator, relays and daemons' machines, while replicas are lost and come back.
+TEST(Scale, NoMachineKeepsMoreAfterTenTimesTheSteps) {
+  Counted all;
+  counted = &all;
+  const Kept kept =
+      measure_kept({.replicas = 4, .ranks = 4, .ranks_per_node = 2, .steps = 400}, [&] { return all.bytes; });
+  counted = nullptr;
+  EXPECT_GT(kept.after_some, 8 * KiB) << "nothing is counted";
+  EXPECT_LT(kept.after_many, kept.after_some + 2 * KiB) << "360 losses and 3,600 steps have left something behind";
+}
+
 // Its log, what recovery reads and the snapshot are no larger after many steps than after some.
 TEST(LongJob, LeavesNoMoreBehindTheLongerItRuns) {
 #ifdef REJOIN_SANITIZED
@@ -327,6 +372,7 @@ TEST(LongJob, LeavesNoMoreBehindTheLongerItRuns) {
   const auto &some = states.at(100'000), &many = states.at(steps);
   EXPECT_LT(many.log_bytes, some.log_bytes * 5 / 4);
   EXPECT_LT(many.snapshot_bytes, some.snapshot_bytes * 5 / 4);
+  EXPECT_LT(many.heap_bytes, some.heap_bytes * 21 / 20);
 }
 
 }  // namespace

@@ -70,7 +70,8 @@ void IbverbsEngine::on_send(Endpoint& endpoint, QueuePair& queue_pair, BytesView
     case wire::Kind::written:
       return events_.emit({.kind = EventKind::written, .endpoint = endpoint.id, .value = header.a});
     case wire::Kind::ask: return answer(endpoint, header.a);
-    case wire::Kind::answer: return on_answer(endpoint, header);
+    case wire::Kind::answer: return on_answer(endpoint, header, bytes);
+    case wire::Kind::refused: return regions_.count(static_cast<Regions::Refusal>(header.a));
     case wire::Kind::withdraw:
       if (auto known = endpoint.memory.find(header.a); known != endpoint.memory.end() && known->second.known)
         endpoint.memory.erase(known);
@@ -84,19 +85,24 @@ void IbverbsEngine::on_send(Endpoint& endpoint, QueuePair& queue_pair, BytesView
 
 void IbverbsEngine::answer(Endpoint& endpoint, std::uint64_t key) {
   wire::Header header{.kind = wire::Kind::answer, .a = key};
+  Access access = Access::local;
   if (const Region* region = regions_.by_key(key)) {
+    access = region->access;
     header.b = reinterpret_cast<std::uint64_t>(region->memory.data());
     header.c = region->memory.size();
     header.extra = registered_.at(region->id.value).region->rkey;
     known_to_[region->id.value].insert(endpoint.id);
+  } else {
+    regions_.count(Regions::Refusal::bad_key);
   }
-  send_control(endpoint, header);
+  send_control(endpoint, header, bytes_of(access));
   check_unsent(endpoint);
 }
 
-void IbverbsEngine::on_answer(Endpoint& endpoint, const wire::Header& header) {
+void IbverbsEngine::on_answer(Endpoint& endpoint, const wire::Header& header, BytesView rest) {
   auto found = endpoint.memory.find(header.a);
-  if (found == endpoint.memory.end() || found->second.known)
+  Access access = Access::local;
+  if (found == endpoint.memory.end() || found->second.known || !take(rest, access))
     return fail_endpoint(endpoint, ErrorCode::corrupt, "it answered what was not asked");
   const auto waiting = std::exchange(found->second.waiting, {});
   if (header.c == 0) {
@@ -109,6 +115,7 @@ void IbverbsEngine::on_answer(Endpoint& endpoint, const wire::Header& header) {
   memory.address = header.b;
   memory.length = header.c;
   memory.rkey = header.extra;
+  memory.access = access;
   for (auto number : waiting) {
     Operation* operation = endpoint.operations.find(number);
     REJOIN_CHECK(operation != nullptr, "operation {:x} is not known", number);
@@ -186,8 +193,12 @@ void IbverbsEngine::start(Endpoint& endpoint, std::uint64_t number, Operation& o
 }
 
 void IbverbsEngine::submit(Endpoint& endpoint, std::uint64_t number, Operation& operation, const RemoteMemory& memory) {
-  if (!in_range(operation.offset, operation.length, memory.length))
-    return finish(endpoint, number, refusal_error(Regions::Refusal::bad_range));
+  const Access needed = operation.is_read ? Access::remote_read : Access::remote_write;
+  const auto refusal = refusal_of(operation.offset, operation.length, needed, memory.length, memory.access);
+  if (refusal != Regions::Refusal::none) {
+    send_control(endpoint, {.kind = wire::Kind::refused, .a = static_cast<std::uint64_t>(refusal)});
+    return finish(endpoint, number, refusal_error(refusal));
+  }
   auto registered = registered_.find(operation.local.region.value);
   if (registered == registered_.end())
     return finish(endpoint, number, Error{ErrorCode::cancelled, "the local region was deregistered"});

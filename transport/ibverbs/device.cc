@@ -186,14 +186,16 @@ std::string Device::address() const {
 
 namespace {
 
-constexpr int kOwn = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING;
-constexpr int kForPeers = kOwn | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+constexpr int flags_of(Access access) {
+  return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING |
+         (allows(access, Access::remote_read) ? IBV_ACCESS_REMOTE_READ : 0) |
+         (allows(access, Access::remote_write) ? IBV_ACCESS_REMOTE_WRITE : 0);
+}
 
 }  // namespace
 
-Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, MemoryKind kind, Reach reach) const {
-  const int access = reach == Reach::peers ? kForPeers : kOwn;
-  MemoryRegion region(verbs().reg_mr(domain_.get(), memory.data(), memory.size(), access));
+Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, MemoryKind kind, Access access) const {
+  MemoryRegion region(verbs().reg_mr(domain_.get(), memory.data(), memory.size(), flags_of(access)));
   if (region) return region;
   const int error = errno;
   if (kind == MemoryKind::cuda)
@@ -210,10 +212,10 @@ Result<MemoryRegion> Device::register_memory(std::span<std::byte> memory, Memory
               std::strerror(error));
 }
 
-Result<MemoryRegion> Device::register_dma_buf(const DmaBuf& buffer) const {
+Result<MemoryRegion> Device::register_dma_buf(const DmaBuf& buffer, Access access) const {
   MemoryRegion region(verbs().reg_dmabuf_mr(domain_.get(), buffer.offset, buffer.memory.size(),
                                             reinterpret_cast<std::uint64_t>(buffer.memory.data()), buffer.fd,
-                                            kForPeers));
+                                            flags_of(access)));
   if (region) return region;
   const int error = errno;
   return fail(

@@ -43,12 +43,10 @@ class Device {
   bool link_local() const;  // the GID has no meaning beyond the port's own link
   // The IPv4 address that the GID stands for; empty where it stands for none.
   std::string address() const;
-  // For peers to write into and read from, or for our own messages alone. Errors say what to do: memory lock limit, no
-  // such mapping.
-  enum class Reach { peers, own };
-  // CUDA memory goes through the kernel's peer memory module (nvidia-peermem), or by its dma-buf.
-  Result<MemoryRegion> register_memory(std::span<std::byte> memory, MemoryKind kind, Reach reach) const;
-  Result<MemoryRegion> register_dma_buf(const DmaBuf& buffer) const;  // for peers
+  // Errors say what to do: memory lock limit, no such mapping. CUDA memory goes through the kernel's peer memory module
+  // (nvidia-peermem), or by its dma-buf.
+  Result<MemoryRegion> register_memory(std::span<std::byte> memory, MemoryKind kind, Access access) const;
+  Result<MemoryRegion> register_dma_buf(const DmaBuf& buffer, Access access) const;
 
  private:
   Result<> find_gid();

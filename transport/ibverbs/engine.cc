@@ -59,7 +59,7 @@ Result<> IbverbsEngine::open_device() {
   receives_ = SharedReceiveQueue(verbs().create_srq(device_->domain(), &shared));
   if (!receives_) return fail_errno(fmt::format("rail {}: a shared receive queue", device_->name()));
   receive_memory_.resize(options_.receive_buffers * SendSlots::kBytes);
-  auto region = device_->register_memory(receive_memory_, MemoryKind::host, Device::Reach::own);
+  auto region = device_->register_memory(receive_memory_, MemoryKind::host, Access::local);
   if (!region) return tl::unexpected(region.error());
   receive_region_ = std::move(*region);
   unposted_.clear();
@@ -73,8 +73,10 @@ Result<> IbverbsEngine::open_device() {
   removal_ = RemovalWatch::start(device_->address());
   if (removal_)
     if (auto added = add_to(epoll_, removal_->fd()); !added) return added;
-  for (auto& [id, registered] : registered_)
-    if (auto again = register_with_device(regions_.find(RegionId(id))->memory, registered); !again) return again;
+  for (auto& [id, registered] : registered_) {
+    const Region& known = *regions_.find(RegionId(id));
+    if (auto again = register_with_device(known.memory, known.access, registered); !again) return again;
+  }
   return {};
 }
 
@@ -111,32 +113,32 @@ IbverbsEngine::~IbverbsEngine() {
 
 // ---- regions
 
-Result<RegionId> IbverbsEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
-  return keep(memory, {.region = {}, .kind = kind, .dma_buf = {}});
+Result<RegionId> IbverbsEngine::register_region(std::span<std::byte> memory, MemoryKind kind, Access access) {
+  return keep(memory, access, {.region = {}, .kind = kind, .dma_buf = {}});
 }
 
-Result<RegionId> IbverbsEngine::register_dma_buf(const DmaBuf& buffer) {
+Result<RegionId> IbverbsEngine::register_dma_buf(const DmaBuf& buffer, Access access) {
   auto fd = duplicate(buffer.fd);
   if (!fd) return fail(fd.error().code, "rail {}: a dma-buf: {}", name_, fd.error().message);
-  return keep(buffer.memory,
+  return keep(buffer.memory, access,
               {.region = {}, .kind = MemoryKind::cuda, .dma_buf = std::move(*fd), .dma_buf_offset = buffer.offset});
 }
 
 // Without the device: it is registered when that is back.
-Result<RegionId> IbverbsEngine::keep(std::span<std::byte> memory, Registered what) {
+Result<RegionId> IbverbsEngine::keep(std::span<std::byte> memory, Access access, Registered what) {
   if (device_)
-    if (auto registered = register_with_device(memory, what); !registered) return tl::unexpected(registered.error());
-  const RegionId id = regions_.add(memory);
+    if (auto registered = register_with_device(memory, access, what); !registered)
+      return tl::unexpected(registered.error());
+  const RegionId id = regions_.add(memory, access);
   what.address = reinterpret_cast<std::uint64_t>(memory.data());
   registered_[id.value] = std::move(what);
   return id;
 }
 
-Result<> IbverbsEngine::register_with_device(std::span<std::byte> memory, Registered& what) const {
-  auto region =
-      what.dma_buf
-          ? device_->register_dma_buf({.fd = what.dma_buf.get(), .offset = what.dma_buf_offset, .memory = memory})
-          : device_->register_memory(memory, what.kind, Device::Reach::peers);
+Result<> IbverbsEngine::register_with_device(std::span<std::byte> memory, Access access, Registered& what) const {
+  auto region = what.dma_buf ? device_->register_dma_buf(
+                                   {.fd = what.dma_buf.get(), .offset = what.dma_buf_offset, .memory = memory}, access)
+                             : device_->register_memory(memory, what.kind, access);
   if (!region) return tl::unexpected(region.error());
   what.region = std::move(*region);
   return {};
@@ -180,6 +182,8 @@ void IbverbsEngine::look_at_device() {
       if (auto owner = by_number_.find(event.element.qp->qp_num); owner != by_number_.end())
         one = owner->second.endpoint;
     verbs().ack_async_event(&event);
+    if (type == IBV_EVENT_QP_ACCESS_ERR)
+      regions_.count(Regions::Refusal::bad_key);  // of which kind, only the NIC knows
     fatal = fatal || type == IBV_EVENT_DEVICE_FATAL;
     const bool all = type == IBV_EVENT_PORT_ERR || type == IBV_EVENT_DEVICE_FATAL || type == IBV_EVENT_CQ_ERR ||
                      type == IBV_EVENT_SRQ_ERR;

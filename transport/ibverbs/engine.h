@@ -6,8 +6,8 @@
 //    first queue pair. Nothing relies on an order between queue pairs.
 //  - Where both devices place data out of order and both sides want it, all queue pairs but the first are without
 //    order: they carry what is long, and its notification takes the first one when all of it is done.
-//  - A peer's region is asked for when its key is first used, so that what is out of range is refused here and costs no
-//    queue pair.
+//  - A peer's region is asked for when its key is first used, so that what is out of range, or not allowed, is refused
+//    here and costs no queue pair. The peer's device refuses what a peer posts nevertheless.
 //  - A queue pair whose request the peer's device refused (a region withdrawn meanwhile) is reset on both sides and
 //    connected anew; each side tells what it has received, so that nothing is done twice.
 //  - close() destroys the queue pairs: the fence.
@@ -40,10 +40,11 @@ class IbverbsEngine final : public Engine {
   void set_secrets(const Secrets& secrets) override { control_->set_secrets(secrets); }
   void set_silence(Duration silence) override { control_->set_silence(silence); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
-  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
-  Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
+  Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access access) override;
   void deregister(RegionId region) override;
   RemoteRegion remote(RegionId region) const override { return regions_.remote(region); }
+  std::uint64_t refused() const override { return regions_.refused(); }
   Result<> send(EndpointId endpoint, BytesView message) override;
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
@@ -67,6 +68,7 @@ class IbverbsEngine final : public Engine {
     bool known = false;
     std::uint64_t address = 0, length = 0;
     std::uint32_t rkey = 0;
+    Access access = Access::local;
     std::vector<std::uint64_t> waiting;  // operations
   };
   struct Endpoint {
@@ -142,7 +144,7 @@ class IbverbsEngine final : public Engine {
   static QueuePair& carrier(Endpoint& endpoint, std::uint64_t length);
   void send_control(Endpoint& endpoint, const wire::Header& header, BytesView rest = {});
   void answer(Endpoint& endpoint, std::uint64_t key);
-  void on_answer(Endpoint& endpoint, const wire::Header& header);
+  void on_answer(Endpoint& endpoint, const wire::Header& header, BytesView rest);
   void begin_rebuild(Endpoint& endpoint, std::size_t queue_pair);
   void touch(Endpoint& endpoint);
   void post(Endpoint& endpoint);
@@ -163,8 +165,8 @@ class IbverbsEngine final : public Engine {
     Fd dma_buf;  // our own, where it is one: to register it again with the next device
     std::uint64_t dma_buf_offset = 0;
   };
-  Result<RegionId> keep(std::span<std::byte> memory, Registered what);
-  Result<> register_with_device(std::span<std::byte> memory, Registered& what) const;
+  Result<RegionId> keep(std::span<std::byte> memory, Access access, Registered what);
+  Result<> register_with_device(std::span<std::byte> memory, Access access, Registered& what) const;
   std::unordered_map<std::uint64_t, Registered> registered_;          // by our region
   std::unordered_map<std::uint64_t, std::set<EndpointId>> known_to_;  // … the endpoints that asked for it
   std::unique_ptr<Engine> control_;

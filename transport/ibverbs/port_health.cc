@@ -48,7 +48,7 @@ PortHealth examine_port(const std::string& rail, std::size_t bytes) {
   health.link_local = device->link_local();
   const auto memory = Mapping::anonymous(bytes);
   if (!memory) health.unregistered = memory.error().message;
-  else if (auto region = device->register_memory(memory->span(), MemoryKind::host, Device::Reach::peers); !region)
+  else if (auto region = device->register_memory(memory->span(), MemoryKind::host, Access::remote_write); !region)
     health.unregistered = region.error().message;
   return health;
 }

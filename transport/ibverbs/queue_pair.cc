@@ -27,7 +27,7 @@ ibv_mtu mtu_of(std::uint32_t bytes) {
 
 Result<> SendSlots::make(const Device& device, std::uint32_t count) {
   memory_.resize(count * kBytes);
-  auto region = device.register_memory(memory_, MemoryKind::host, Device::Reach::own);
+  auto region = device.register_memory(memory_, MemoryKind::host, Access::local);
   if (!region) return tl::unexpected(region.error());
   region_ = std::move(*region);
   for (std::uint32_t i = 0; i < count; ++i) free_.push_back(i);

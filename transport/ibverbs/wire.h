@@ -7,7 +7,7 @@
 
 namespace rejoin::transport::ibverbs::wire {
 
-constexpr std::uint64_t kMagic = 0x33627276'6e4a5252;  // another layout gets another number
+constexpr std::uint64_t kMagic = 0x34627276'6e4a5252;  // another layout gets another number
 constexpr std::uint32_t kMaxQueuePairs = 8;
 
 // Over the control connection (TCP), first by the side that connects (its hello follows), then as the answer.
@@ -49,7 +49,8 @@ enum class Kind : std::uint32_t {
   message,   // the caller's, or a part of it; extra: another part follows
   written,   // a: the notification of a write that this one follows on the same queue pair
   ask,       // a: key of a region
-  answer,    // a: key, b: address, c: length, extra: rkey; length 0: no such region
+  answer,    // a: key, b: address, c: length, extra: rkey, and behind it an Access; length 0: no such region
+  refused,   // a: a Regions::Refusal, by what `answer` has said: an operation that was not posted, to be counted
   withdraw,  // a: key of a region that is no more
   nothing,   // holds the number of one that was cancelled
 };

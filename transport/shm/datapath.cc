@@ -226,7 +226,7 @@ Result<> ShmEngine::fetch(Endpoint& endpoint, const wire::Header& header, BytesV
 }
 
 void ShmEngine::on_write(Endpoint& endpoint, const wire::Header& header, BytesView body) {
-  const auto refusal = regions_.check(header.key, header.offset, header.length);
+  const auto refusal = regions_.check(header.key, header.offset, header.length, Access::remote_write);
   if (refusal == Regions::Refusal::none) {
     const auto fetched = fetch(endpoint, header, body, regions_.by_key(header.key)->memory.data() + header.offset);
     // The poster has closed and may use the memory for something else: what came is not what it posted.
@@ -245,7 +245,7 @@ void ShmEngine::answer(Endpoint& endpoint, std::uint64_t operation, Regions::Ref
 }
 
 void ShmEngine::on_read(Endpoint& endpoint, const wire::Header& header) {
-  const auto refusal = regions_.check(header.key, header.offset, header.length);
+  const auto refusal = regions_.check(header.key, header.offset, header.length, Access::remote_read);
   if (refusal != Regions::Refusal::none) return answer(endpoint, header.operation, refusal);
   const RegionId region = regions_.by_key(header.key)->id;
   wire::Header found{.kind = wire::Kind::found,

@@ -215,10 +215,10 @@ void ShmEngine::open(Endpoint& endpoint) {
   open_.push_back(&endpoint);
 }
 
-Result<RegionId> ShmEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+Result<RegionId> ShmEngine::register_region(std::span<std::byte> memory, MemoryKind kind, Access access) {
   if (kind != MemoryKind::host)
     return fail(ErrorCode::unreachable, "the shared-memory backend moves host memory only; stage device memory");
-  const RegionId id = regions_.add(memory);
+  const RegionId id = regions_.add(memory, access);
   if (const auto file = shared_file_of(memory)) files_[id.value] = *file;
   else if (!std::exchange(has_private_memory_, true)) let_peers_read();
   return id;

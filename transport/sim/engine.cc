@@ -61,13 +61,13 @@ Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
   return mine;
 }
 
-Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryKind kind, Access access) {
   if (kind != MemoryKind::host) return fail(ErrorCode::unreachable, "simulated rails reach host memory only");
   if (refuse_memory_ > 0 && refuse_memory_-- > 0)
     return fail(ErrorCode::exhausted, "registration of {} bytes failed: no memory can be locked", memory.size());
   registering_ += std::exchange(slow_memory_, {});
   const RegionId id(++fabric_.ids_made_);
-  regions_[id.value] = {memory, fabric_.random_()};
+  regions_[id.value] = {memory, fabric_.random_(), access};
   return id;
 }
 
@@ -204,12 +204,19 @@ void SimEngine::land(Fabric& fabric, OnItsWay moved) {
                });
 }
 
+Regions::Refusal SimEngine::refusal_of(const OnItsWay& moved) {
+  const Region* region = region_of_key(moved.remote.region.key);
+  if (region == nullptr) return Regions::Refusal::bad_key;
+  const Access needed = moved.direction == Direction::write ? Access::remote_write : Access::remote_read;
+  return transport::refusal_of(moved.remote.offset, moved.length, needed, region->memory.size(), region->access);
+}
+
 std::optional<Error> SimEngine::take_bytes(const SimEngine* sender, const OnItsWay& moved) {
-  Region* target = region_of_key(moved.remote.region.key);
-  if (target == nullptr) return Error{ErrorCode::refused, "the peer has no region with this key (any more)"};
-  if (!in_range(moved.remote.offset, moved.length, target->memory.size()))
-    return Error{ErrorCode::refused, "the range is outside the peer's region"};
-  auto* far = target->memory.data() + moved.remote.offset;
+  if (auto error = refusal_error(refusal_of(moved))) {
+    ++refused_;
+    return error;
+  }
+  auto* far = region_of_key(moved.remote.region.key)->memory.data() + moved.remote.offset;
   if (moved.left) {
     if (moved.length > 0) std::memcpy(far, moved.left->data(), moved.length);
   } else {

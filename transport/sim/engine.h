@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "transport/regions.h"
 #include "transport/sim/fabric.h"
 
 namespace rejoin::transport::sim {
@@ -18,9 +19,10 @@ class SimEngine final : public Engine {
 
   Result<Address> listen(const Address& where) override;
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
-  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
   void deregister(RegionId region) override;
   RemoteRegion remote(RegionId region) const override;
+  std::uint64_t refused() const override { return refused_; }
   Result<> send(EndpointId endpoint, BytesView message) override;
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
@@ -45,6 +47,7 @@ class SimEngine final : public Engine {
   struct Region {
     std::span<std::byte> memory;
     std::uint64_t key = 0;
+    Access access = Access::local;
   };
   struct Queued {
     Event event;
@@ -68,6 +71,7 @@ class SimEngine final : public Engine {
   };
   static void land(Fabric& fabric, OnItsWay moved);
   std::optional<Error> take_bytes(const SimEngine* sender, const OnItsWay& moved);
+  Regions::Refusal refusal_of(const OnItsWay& moved);
   Result<> check(EndpointId endpoint, const LocalRange& local, std::uint64_t length) const;
   void complete(EndpointId endpoint, std::uint64_t operation, std::optional<Error> error);
   void fail_endpoint(EndpointId endpoint, const std::string& why);
@@ -82,6 +86,7 @@ class SimEngine final : public Engine {
   bool listening_ = false;
   bool dead_ = false;
   bool stopped_ = false;
+  std::uint64_t refused_ = 0;
   bool damage_ = false;              // the next write that lands here
   std::uint64_t refuse_memory_ = 0;  // the next registrations
   Duration slow_memory_{};           // … of which one takes so long

@@ -29,8 +29,9 @@ Result<> StagedEngine::start() {
     auto pinned = device_->allocate_pinned(options_.slots * options_.slot_bytes);
     if (!pinned) return tl::unexpected(pinned.error());
     lane->pinned = std::move(*pinned);
-    // Two registrations: the key of what comes in is given to nobody.
-    auto region = below_->register_region(lane->pinned.bytes, MemoryKind::host);
+    // Two registrations: what comes in is nobody else's.
+    auto region = below_->register_region(lane->pinned.bytes, MemoryKind::host,
+                                          lane == &out_ ? Access::remote_read : Access::local);
     if (!region) return tl::unexpected(region.error());
     lane->region = *region;
     for (auto slot = static_cast<std::uint32_t>(options_.slots); slot > 0; --slot) lane->free.push_back(slot - 1);
@@ -51,8 +52,10 @@ StagedEngine::~StagedEngine() {
 
 // ---- regions
 
-Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
-  const auto as_it_is = [&] { return keep_below(memory, [&] { return below_->register_region(memory, kind); }); };
+Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, MemoryKind kind, Access access) {
+  const auto as_it_is = [&] {
+    return keep_below(memory, kind, access, [&] { return below_->register_region(memory, kind, access); });
+  };
   if (kind == MemoryKind::host) return as_it_is();
   std::string why = "so it is asked for";
   const auto order = device_->remote_writes();
@@ -65,8 +68,8 @@ Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, Memo
   } else if (options_.direct) {
     // By dma-buf, then as peer memory, then through host memory.
     auto exported = device_->export_dma_buf(memory);
-    auto registered =
-        !exported ? tl::unexpected(exported.error()) : register_dma_buf({exported->fd.get(), exported->offset, memory});
+    auto registered = !exported ? tl::unexpected(exported.error())
+                                : register_dma_buf({exported->fd.get(), exported->offset, memory}, access);
     if (registered) return registered;
     why = registered.error().message;
     registered = as_it_is();
@@ -76,49 +79,67 @@ Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, Memo
   if (!std::exchange(noted_staging_, true))
     spdlog::warn("memory of {} is staged through {} of pinned host memory: {}", device_->name(),
                  human_bytes(2 * options_.slots * options_.slot_bytes), why);
-  return keep(memory, std::nullopt);
+  return keep(memory, access, std::nullopt);
 }
 
-Result<RegionId> StagedEngine::register_dma_buf(const DmaBuf& buffer) {
+Result<RegionId> StagedEngine::register_dma_buf(const DmaBuf& buffer, Access access) {
   if (!options_.direct)
     return fail(ErrorCode::unreachable, "all memory of {} is staged, so it is asked for", device_->name());
-  return keep_below(buffer.memory, [&] { return below_->register_dma_buf(buffer); });
+  return keep_below(buffer.memory, MemoryKind::cuda, access, [&] { return below_->register_dma_buf(buffer, access); });
 }
 
 // Its key must not look like a staged one's; of random keys one in 65,536 does.
-Result<RegionId> StagedEngine::keep_below(std::span<std::byte> memory,
+Result<RegionId> StagedEngine::keep_below(std::span<std::byte> memory, MemoryKind kind, Access access,
                                           const std::function<Result<RegionId>()>& register_below) {
   while (true) {
     auto registered = register_below();
     if (!registered) return registered;
-    if (!wire::is_staged(below_->remote(*registered).key)) return keep(memory, *registered);
+    if (!wire::is_staged(below_->remote(*registered).key))
+      return keep(memory, access, Reachable{*registered, kind, std::nullopt});
     below_->deregister(*registered);
   }
 }
 
-RegionId StagedEngine::keep(std::span<std::byte> memory, std::optional<RegionId> below) {
-  if (!below) return regions_.add(memory, wire::kStagedKey << 48 | unguessable_.next() >> 16);
-  const RegionId id = regions_.add(memory, below_->remote(*below).key);
-  below_of_[id.value] = *below;
+RegionId StagedEngine::keep(std::span<std::byte> memory, Access access, const std::optional<Reachable>& reachable) {
+  if (!reachable) return regions_.add(memory, access, wire::kStagedKey << 48 | unguessable_.next() >> 16);
+  const RegionId id = regions_.add(memory, access, below_->remote(reachable->below).key);
+  reachable_[id.value] = *reachable;
   return id;
 }
 
 std::optional<RegionId> StagedEngine::below_of(RegionId region) const {
-  auto found = below_of_.find(region.value);
-  return found == below_of_.end() ? std::nullopt : std::optional(found->second);
+  auto found = reachable_.find(region.value);
+  return found == reachable_.end() ? std::nullopt : std::optional(found->second.below);
+}
+
+Result<std::optional<RegionId>> StagedEngine::source_of(RegionId id) {
+  auto found = reachable_.find(id.value);
+  if (found == reachable_.end()) return std::nullopt;
+  Reachable& reachable = found->second;
+  const Region& region = *regions_.find(id);
+  if (allows(region.access, Access::remote_read)) return reachable.below;
+  if (reachable.kind != MemoryKind::host) return std::nullopt;
+  if (!reachable.pulled) {
+    auto pulled = below_->register_region(region.memory, reachable.kind, Access::remote_read);
+    if (!pulled) return tl::unexpected(pulled.error());
+    reachable.pulled = *pulled;
+  }
+  return reachable.pulled;
 }
 
 void StagedEngine::deregister(RegionId id) {
   if (regions_.find(id) == nullptr) return;
   regions_.remove(id);
-  const auto below = below_of(id);
-  below_of_.erase(id.value);
+  const auto reachable = reachable_.extract(id.value);
   for (auto& [number, pull] : pulls_)
     if (pull.target == id) pull.status = wire::Status::withdrawn;
   for (auto& [number, operation] : operations_)
     if (operation.local.region == id && !operation.error)
       operation.error = Error{ErrorCode::cancelled, "the local region was deregistered"};
-  if (below) return below_->deregister(*below);
+  if (!reachable.empty()) {
+    if (reachable.mapped().pulled) below_->deregister(*reachable.mapped().pulled);
+    below_->deregister(reachable.mapped().below);
+  }
   wait_for_copies([&](const Copy& copy) { return copy.region == id; });
 }
 

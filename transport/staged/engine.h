@@ -1,7 +1,8 @@
 // The staged engine. The receiver of a write pulls: the poster copies a piece into a pinned slot and offers it, the
 // receiver reads it into a slot of its own and copies it on, and says that it has landed. So each side waits only for
 // its own slots, and only the receiver itself puts anything into its memory: closing an endpoint ends that. An end that
-// needs no staging is read out of, or into, directly. A read asks its peer to write.
+// needs no staging is read out of, or into, directly. A read asks its peer to write. Peers pull out of memory that they
+// may not read by a key that only who is offered bytes of it has, or out of slots.
 //
 // engine.cc: set-up, regions, endpoints. transfers.cc: messages, what goes out, copies. pulls.cc: what comes in.
 #pragma once
@@ -34,10 +35,11 @@ class StagedEngine final : public Engine {
   void set_secrets(const Secrets& secrets) override { below_->set_secrets(secrets); }
   void set_silence(Duration silence) override { below_->set_silence(silence); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
-  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
-  Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
+  Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access access) override;
   void deregister(RegionId region) override;
   RemoteRegion remote(RegionId region) const override;
+  std::uint64_t refused() const override { return regions_.refused() + below_->refused(); }
   Result<> send(EndpointId endpoint, BytesView message) override;
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
@@ -45,6 +47,7 @@ class StagedEngine final : public Engine {
   bool arm() override;
   int event_fd() const override { return epoll_.get(); }
   void close(EndpointId endpoint) override;
+  std::vector<Rail> rails() const override { return below_->rails(); }
 
  private:
   static constexpr std::size_t kMaxUnderWay = 1 << 20;  // offers, requests and writes of one peer
@@ -70,6 +73,7 @@ class StagedEngine final : public Engine {
     RemoteRange remote;
     std::uint64_t length = 0;
     std::optional<std::uint64_t> notify;
+    std::optional<RegionId> source;  // below, that the peer reads; none: slots
     std::uint64_t pieces = 0, begun = 0, ended = 0;
     std::optional<Error> error;
   };
@@ -110,14 +114,23 @@ class StagedEngine final : public Engine {
   };
 
   Endpoint* find(EndpointId id) { return find_endpoint(endpoints_, id); }
+  struct Reachable {  // a region that needs no staging here
+    RegionId below;
+    MemoryKind kind{};
+    std::optional<RegionId> pulled;  // below, the same memory under a key for those who are to pull out of it
+  };
   // The region below that this one is; none: it is staged.
   std::optional<RegionId> below_of(RegionId region) const;
-  RegionId keep(std::span<std::byte> memory, std::optional<RegionId> below);
-  Result<RegionId> keep_below(std::span<std::byte> memory, const std::function<Result<RegionId>()>& register_below);
+  // The region below that a peer can pull its bytes out of; none: they go through slots.
+  Result<std::optional<RegionId>> source_of(RegionId region);
+  RegionId keep(std::span<std::byte> memory, Access access, const std::optional<Reachable>& reachable);
+  Result<RegionId> keep_below(std::span<std::byte> memory, MemoryKind kind, Access access,
+                              const std::function<Result<RegionId>()>& register_below);
 
   void on_event(const Event& event);
   void on_message(Endpoint& endpoint, BytesView bytes);
   void on_offer(Endpoint& endpoint, const wire::Offer& offer);
+  Regions::Refusal may_land(const Endpoint& endpoint, const wire::Offer& offer);
   void on_landed(Endpoint& endpoint, const wire::Answer& answer);
   void on_request(Endpoint& endpoint, const wire::Request& request);
   void on_completed(const Event& event);
@@ -153,7 +166,7 @@ class StagedEngine final : public Engine {
   EventQueue events_;
   std::uint64_t operations_made_ = 0, offers_made_ = 0, pulls_made_ = 0;
   Regions regions_{unguessable_};
-  std::unordered_map<std::uint64_t, RegionId> below_of_;  // by our region, where it is not staged
+  std::unordered_map<std::uint64_t, Reachable> reachable_;  // by our region, where it is not staged
   std::map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::map<std::uint64_t, Operation> operations_;
   std::map<std::uint64_t, Offered> offered_;

@@ -5,11 +5,33 @@
 
 namespace rejoin::transport::staged {
 
+// What a read of ours has asked for lands where we have said, in whatever region of ours.
+Regions::Refusal StagedEngine::may_land(const Endpoint& endpoint, const wire::Offer& offer) {
+  Access needed = Access::remote_write;
+  if (offer.answers != 0) {
+    const auto asked = operations_.find(offer.answers);
+    const Region* region = regions_.by_key(offer.target.key);
+    const bool known = asked != operations_.end() && asked->second.is_read && asked->second.endpoint == endpoint.id &&
+                       region != nullptr && region->id == asked->second.local.region;
+    const bool there =
+        known && asked->second.local.offset == offer.write_offset && asked->second.length == offer.write_length;
+    if (!there) {
+      const auto refusal = known ? Regions::Refusal::bad_range : Regions::Refusal::bad_key;
+      regions_.count(refusal);
+      return refusal;
+    }
+    needed = Access::local;
+  }
+  const auto refusal = regions_.check(offer.target.key, offer.write_offset, offer.write_length, needed);
+  if (refusal != Regions::Refusal::none) return refusal;
+  if (in_range(offer.target_offset - offer.write_offset, offer.length, offer.write_length)) return refusal;
+  regions_.count(Regions::Refusal::bad_range);
+  return Regions::Refusal::bad_range;
+}
+
 void StagedEngine::on_offer(Endpoint& endpoint, const wire::Offer& offer) {
   Pull pull{.endpoint = endpoint.id, .offer = offer};
-  pull.status = status_of(regions_.check(offer.target.key, offer.write_offset, offer.write_length));
-  if (pull.status == wire::Status::done)
-    pull.status = status_of(regions_.check(offer.target.key, offer.target_offset, offer.length));
+  pull.status = status_of(may_land(endpoint, offer));
   if (const Region* target = regions_.by_key(offer.target.key)) pull.target = target->id;
   const std::uint64_t number = ++pulls_made_;
   ++endpoint.pulls;

@@ -135,7 +135,8 @@ Result<> StagedEngine::read(EndpointId id, std::span<const Read> reads) {
 }
 
 void StagedEngine::on_request(Endpoint& endpoint, const wire::Request& request) {
-  const auto status = status_of(regions_.check(request.source.key, request.source_offset, request.length));
+  const auto status =
+      status_of(regions_.check(request.source.key, request.source_offset, request.length, Access::remote_read));
   if (status != wire::Status::done)
     return send_struct(endpoint.id, wire::Kind::answered, wire::Answer{request.number, status});
   post({.endpoint = endpoint.id,
@@ -146,9 +147,11 @@ void StagedEngine::on_request(Endpoint& endpoint, const wire::Request& request) 
 }
 
 void StagedEngine::post(Operation operation) {
-  const bool staged = !below_of(operation.local.region);
+  const auto source = source_of(operation.local.region);
+  if (source) operation.source = *source;
+  else operation.error = source.error();
   const std::uint64_t pieces = (operation.length + options_.slot_bytes - 1) / options_.slot_bytes;
-  operation.pieces = staged ? std::max<std::uint64_t>(1, pieces) : 1;
+  operation.pieces = !operation.source ? std::max<std::uint64_t>(1, pieces) : 1;
   const std::uint64_t number = ++operations_made_;
   operations_[number] = std::move(operation);
   to_offer_.push_back(number);
@@ -179,21 +182,21 @@ bool StagedEngine::offer_next(std::uint64_t number) {
       if (operation.ended == operation.pieces) complete(number);
       return true;
     }
-    const auto below = below_of(operation.local.region);
     const std::uint64_t from = operation.begun * options_.slot_bytes;
     const std::uint64_t length =
-        below ? operation.length : std::min<std::uint64_t>(options_.slot_bytes, operation.length - from);
+        operation.source ? operation.length : std::min<std::uint64_t>(options_.slot_bytes, operation.length - from);
     wire::Offer offer{.write = number,
                       .pieces = operation.pieces,
                       .notifies = operation.notify ? 1u : 0u,
                       .notification = operation.notify.value_or(0),
+                      .answers = operation.request.value_or(0),
                       .target = operation.remote.region,
                       .target_offset = operation.remote.offset + from,
                       .length = length,
                       .write_offset = operation.remote.offset,
                       .write_length = operation.length};
-    if (below || length == 0) {
-      if (below) offer.source = below_->remote(*below);
+    if (operation.source || length == 0) {
+      if (operation.source) offer.source = below_->remote(*operation.source);
       offer.source_offset = operation.local.offset;
       offer.number = ++offers_made_;
       offered_[offer.number] = {.operation = number, .slot = std::nullopt, .sent = true};

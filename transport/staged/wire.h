@@ -8,7 +8,7 @@
 
 namespace rejoin::transport::staged::wire {
 
-constexpr std::uint64_t kMagic = 0x3164656761747352;  // "Rstaged1": another layout gets another number
+constexpr std::uint64_t kMagic = 0x3264656761747352;  // "Rstaged2": another layout gets another number
 
 // The hello below; the caller's is the first message.
 struct Greeting {
@@ -22,7 +22,16 @@ struct Header {
   std::uint32_t more = 0;  // of a message: another part follows
 };
 
-enum class Status : std::uint64_t { done, bad_key, bad_range, withdrawn, device_failed, not_read };
+enum class Status : std::uint64_t {
+  done,
+  bad_key,
+  bad_range,
+  withdrawn,
+  device_failed,
+  not_read,
+  no_remote_read,
+  no_remote_write
+};
 
 // Bytes lie ready to be read, and are to go to a region of the receiver's; `landed` answers it.
 struct Offer {
@@ -30,6 +39,7 @@ struct Offer {
   std::uint64_t write = 0;   // which of the sender's writes it is a piece of
   std::uint64_t pieces = 0;  // … of how many
   std::uint64_t notifies = 0, notification = 0;
+  std::uint64_t answers = 0;  // the receiver's request that it is the answer to, which needs no remote write; 0: none
   RemoteRegion source;
   std::uint64_t source_offset = 0;
   RemoteRegion target;

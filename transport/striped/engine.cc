@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/deadlines.h"
 #include "base/fail.h"
@@ -59,15 +60,15 @@ StripedEngine::~StripedEngine() {
 
 // ---- regions
 
-Result<RegionId> StripedEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
-  return register_on_rails(memory, [&](Engine& rail) { return rail.register_region(memory, kind); });
+Result<RegionId> StripedEngine::register_region(std::span<std::byte> memory, MemoryKind kind, Access access) {
+  return register_on_rails(memory, access, [&](Engine& rail) { return rail.register_region(memory, kind, access); });
 }
 
-Result<RegionId> StripedEngine::register_dma_buf(const DmaBuf& buffer) {
-  return register_on_rails(buffer.memory, [&](Engine& rail) { return rail.register_dma_buf(buffer); });
+Result<RegionId> StripedEngine::register_dma_buf(const DmaBuf& buffer, Access access) {
+  return register_on_rails(buffer.memory, access, [&](Engine& rail) { return rail.register_dma_buf(buffer, access); });
 }
 
-Result<RegionId> StripedEngine::register_on_rails(std::span<std::byte> memory,
+Result<RegionId> StripedEngine::register_on_rails(std::span<std::byte> memory, Access access,
                                                   const std::function<Result<RegionId>(Engine&)>& on_rail) {
   RailRegions on_rails;
   std::optional<Error> error;
@@ -80,7 +81,7 @@ Result<RegionId> StripedEngine::register_on_rails(std::span<std::byte> memory,
     return tl::unexpected(*error);
   if (error)
     spdlog::warn("a rail can't register {} of memory and is not used for it: {}", human_bytes(memory.size()), *error);
-  const RegionId id = regions_.add(memory);
+  const RegionId id = regions_.add(memory, access);
   rail_regions_[id.value] = std::move(on_rails);
   return id;
 }
@@ -115,6 +116,11 @@ void StripedEngine::set_silence(Duration silence) {
 Duration StripedEngine::looks_every() const { return std::min(options_.stall / 8, options_.first_retry / 2); }
 
 RemoteRegion StripedEngine::remote(RegionId region) const { return regions_.remote(region); }
+
+std::uint64_t StripedEngine::refused() const {
+  return std::accumulate(rails_.begin(), rails_.end(), regions_.refused(),
+                         [](std::uint64_t sum, const auto& rail) { return sum + rail->refused(); });
+}
 
 // ---- connecting
 
@@ -197,6 +203,20 @@ bool StripedEngine::arm() {
     REJOIN_CHECK(::timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr) == 0, "timerfd_settime");
   }
   return true;
+}
+
+std::vector<Rail> StripedEngine::rails() const {
+  std::vector<Rail> all(rails_.size());
+  for (const auto& [id, endpoint] : endpoints_) {
+    if (endpoint->stage != Stage::open) continue;
+    const std::size_t of_both = endpoint->initiator ? endpoint->addresses.size() : endpoint->expected_rails;
+    for (std::size_t i = 0; i < std::min(all.size(), of_both); ++i) {
+      ++all[i].peers;
+      const Link* link = endpoint->rails[i].link;
+      if (link != nullptr && link->open) ++all[i].up;
+    }
+  }
+  return all;
 }
 
 std::span<const Event> StripedEngine::poll() {

@@ -45,10 +45,11 @@ class StripedEngine final : public Engine {
   void set_secrets(const Secrets& secrets) override;
   void set_silence(Duration silence) override;
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
-  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
-  Result<RegionId> register_dma_buf(const DmaBuf& buffer) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
+  Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access access) override;
   void deregister(RegionId region) override;
   RemoteRegion remote(RegionId region) const override;
+  std::uint64_t refused() const override;  // by the rails, in pieces, too
   Result<> send(EndpointId endpoint, BytesView message) override;
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
@@ -56,6 +57,7 @@ class StripedEngine final : public Engine {
   bool arm() override;
   int event_fd() const override { return epoll_.get(); }
   void close(EndpointId endpoint) override;
+  std::vector<Rail> rails() const override;
 
  private:
   static constexpr std::uint64_t kMaxOpenWrites = 1 << 20;  // announced or begun, and not complete
@@ -163,7 +165,7 @@ class StripedEngine final : public Engine {
   Result<Endpoint*> open_endpoint(EndpointId id) { return find_open_endpoint(endpoints_, id); }
 
   // engine.cc
-  Result<RegionId> register_on_rails(std::span<std::byte> memory,
+  Result<RegionId> register_on_rails(std::span<std::byte> memory, Access access,
                                      const std::function<Result<RegionId>(Engine&)>& on_rail);
   Endpoint& make_endpoint(Stage stage);
   Result<> connect_rail(Endpoint& endpoint, std::uint32_t rail);

@@ -112,12 +112,13 @@ void StripedEngine::on_numbered(Endpoint& endpoint, const wire::Header& header, 
     }
     case Kind::ask: {
       std::vector<wire::RailKey> keys;
-      if (const Region* region = regions_.by_key(header.a))
-        for (std::size_t rail = 0; rail < rails_.size(); ++rail) {
-          const auto& there = rail_regions_.at(region->id.value)[rail];
-          const RemoteRegion remote = there ? rails_[rail]->remote(*there) : RemoteRegion{};
-          keys.push_back({remote.key, remote.length, there ? 1u : 0u});
-        }
+      const Region* region = regions_.by_key(header.a);
+      if (region == nullptr) regions_.count(Regions::Refusal::bad_key);
+      for (std::size_t rail = 0; region != nullptr && rail < rails_.size(); ++rail) {
+        const auto& there = rail_regions_.at(region->id.value)[rail];
+        const RemoteRegion remote = there ? rails_[rail]->remote(*there) : RemoteRegion{};
+        keys.push_back({remote.key, remote.length, there ? 1u : 0u});
+      }
       send_control(endpoint, {.kind = Kind::answer, .a = header.a}, std::as_bytes(std::span(keys)));
       return check_unsent(endpoint);
     }

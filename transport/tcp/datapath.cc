@@ -322,7 +322,7 @@ bool TcpEngine::begin_body(Endpoint& endpoint) {
       endpoint.body.resize(header.length);
       return true;
     case wire::Kind::write:
-      endpoint.refusal = regions_.check(header.key, header.offset, header.length);
+      endpoint.refusal = regions_.check(header.key, header.offset, header.length, Access::remote_write);
       endpoint.discard = endpoint.refusal != Regions::Refusal::none;
       if (!endpoint.discard) {
         Region& region = *regions_.by_key(header.key);
@@ -389,7 +389,7 @@ void TcpEngine::on_acknowledge(Endpoint& endpoint) {
 
 void TcpEngine::on_read_request(Endpoint& endpoint) {
   const wire::Header& header = endpoint.header;
-  const auto refusal = regions_.check(header.key, header.offset, header.length);
+  const auto refusal = regions_.check(header.key, header.offset, header.length, Access::remote_read);
   if (refusal != Regions::Refusal::none) return acknowledge(endpoint, header.operation, refusal);
   Region& region = *regions_.by_key(header.key);
   queue_region(endpoint, {.kind = wire::Kind::read_data, .length = header.length, .operation = header.operation},

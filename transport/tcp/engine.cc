@@ -134,10 +134,10 @@ void TcpEngine::watch(Endpoint& endpoint, bool wants_write) {
                std::strerror(errno));
 }
 
-Result<RegionId> TcpEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+Result<RegionId> TcpEngine::register_region(std::span<std::byte> memory, MemoryKind kind, Access access) {
   if (kind != MemoryKind::host)
     return fail(ErrorCode::unreachable, "the TCP backend moves host memory only; stage device memory");
-  return regions_.add(memory);
+  return regions_.add(memory, access);
 }
 
 // A transfer that touches the region now is cut off with its endpoint: the frame can't be taken back from a stream.

@@ -47,9 +47,10 @@ class TcpEngine final : public Engine {
     strangers_.set_silence(silence);
   }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
-  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
   void deregister(RegionId region) override;
   RemoteRegion remote(RegionId region) const override { return regions_.remote(region); }
+  std::uint64_t refused() const override { return regions_.refused(); }
   Result<> send(EndpointId endpoint, BytesView message) override;
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override;

@@ -18,6 +18,7 @@
 #include "transport/sim/fabric.h"
 #include "transport/staged/factory.h"
 #include "transport/striped/factory.h"
+#include "transport/tests/any_access.h"
 
 namespace rejoin::transport {
 

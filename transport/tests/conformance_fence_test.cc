@@ -13,8 +13,8 @@ TEST_P(Conformance, ClosingCompletesEverythingOnceAndFencesThePeer) {
   auto p = pair();
   constexpr std::uint64_t count = 32, size = 1 * MiB;
   std::vector<std::byte> from(size, std::byte{7}), to(count * size);
-  const RegionId source = *p.a.engine->register_region(from, kind);
-  const RegionId target = *p.b.engine->register_region(to, kind);
+  const RegionId source = *p.a.engine->register_region(from, kind, kAnyAccess);
+  const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < count; ++i)
     writes.push_back({.context = i,
@@ -40,8 +40,8 @@ TEST_P(Conformance, ThePosterMayCloseWithOperationsOutstanding) {
   auto p = pair();
   constexpr std::uint64_t count = 16, size = 4 * MiB;
   std::vector<std::byte> from(size, std::byte{7}), to(size);
-  const RegionId source = *p.a.engine->register_region(from, kind);
-  const RegionId target = *p.b.engine->register_region(to, kind);
+  const RegionId source = *p.a.engine->register_region(from, kind, kAnyAccess);
+  const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < count; ++i)
     writes.push_back(
@@ -63,8 +63,8 @@ TEST_P(Conformance, AReadLandsNothingInMemoryThatItsReaderHasTakenBack) {
                                  peer_answers ? "after the peer's answer" : "before the peer's answer"));
         auto p = pair();
         std::vector<std::byte> here(size), there(size, std::byte{0x5a});
-        const RegionId mine = *p.a.engine->register_region(here, kind);
-        const RegionId theirs = *p.b.engine->register_region(there, kind);
+        const RegionId mine = *p.a.engine->register_region(here, kind, kAnyAccess);
+        const RegionId theirs = *p.b.engine->register_region(there, kind, kAnyAccess);
         const RemoteRange remote{p.b.engine->remote(theirs), 0};
         const Read first{.context = 1, .local = {mine, 0}, .remote = remote, .length = 1};
         ASSERT_TRUE(p.a.engine->read(p.at_a, {&first, 1}));
@@ -97,8 +97,8 @@ TEST_P(Conformance, AWriteIsNotifiedWithTheBytesThatWerePostedOrNotAtAll) {
       auto p = pair();
       std::vector<std::byte> from(size, std::byte{0x5a}), to(size);
       const auto posted = from;
-      const RegionId source = *p.a.engine->register_region(from, kind);
-      const RegionId target = *p.b.engine->register_region(to, kind);
+      const RegionId source = *p.a.engine->register_region(from, kind, kAnyAccess);
+      const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
       const Write write{
           .context = 1, .local = {source, 0}, .remote = {p.b.engine->remote(target), 0}, .length = size, .notify = 1};
       ASSERT_TRUE(p.a.engine->write(p.at_a, {&write, 1}));
@@ -127,8 +127,8 @@ TEST_P(Conformance, AReadOfMemoryThatItsOwnerHasTakenBackBringsNothingElse) {
     ASSERT_TRUE(shared) << shared.error().message;
     const std::span<std::byte> there = shared->span();
     std::fill(there.begin(), there.end(), std::byte{0x5a});
-    const RegionId mine = *p.a.engine->register_region(here, kind);
-    const RegionId theirs = *p.b.engine->register_region(there, kind);
+    const RegionId mine = *p.a.engine->register_region(here, kind, kAnyAccess);
+    const RegionId theirs = *p.b.engine->register_region(there, kind, kAnyAccess);
     const Read read{.context = 1, .local = {mine, 0}, .remote = {p.b.engine->remote(theirs), 0}, .length = here.size()};
     ASSERT_TRUE(p.a.engine->read(p.at_a, {&read, 1}));
     settle(p.b);

@@ -24,8 +24,8 @@ TEST_P(Conformance, WritesOfEverySizeLandWholeBeforeTheirNotification) {
   for (auto size : sizes) {
     std::vector<std::byte> from(std::max<std::size_t>(size, 1)), to(from.size() + 64, std::byte{0xee});
     for (std::size_t i = 0; i < size; i += 61) from[i] = static_cast<std::byte>(i * 31 + size);
-    const RegionId source = *p.a.engine->register_region(from, kind);
-    const RegionId target = *p.b.engine->register_region(to, kind);
+    const RegionId source = *p.a.engine->register_region(from, kind, kAnyAccess);
+    const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
     bool whole = false;
     p.b.on_event = [&](const Event& event) {
       if (event.kind == EventKind::written && event.value == size)
@@ -55,14 +55,14 @@ TEST_P(Conformance, WritesOfEverySizeLandWholeBeforeTheirNotification) {
 TEST_P(Conformance, ShareableMemoryIsWhatItIsNowWhereverItLies) {
   auto p = pair();
   std::vector<std::byte> to(600 * KiB);
-  const RegionId target = *p.b.engine->register_region(to, kind);
+  const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
   for (int round = 0; round < 5; ++round) {
     auto memory = Mapping::shareable(1 * MiB);
     ASSERT_TRUE(memory) << memory.error().message;
     for (std::size_t i = 0; i < memory->size(); ++i)
       memory->data()[i] = static_cast<std::byte>(i * 7 + i / 4096 + round);
     const std::size_t from = 4096 * round + 24 * round, offset = 100 * round, length = 500 * KiB + round;
-    const RegionId source = *p.a.engine->register_region(memory->span().subspan(from), kind);
+    const RegionId source = *p.a.engine->register_region(memory->span().subspan(from), kind, kAnyAccess);
     const auto number = static_cast<std::uint64_t>(round) + 1;
     const Write write{.context = number,
                       .local = {source, offset},
@@ -81,8 +81,8 @@ TEST_P(Conformance, ManyWritesEachCompleteOnceAndNotifyOnce) {
   constexpr std::uint64_t count = 500, size = 20 * KiB;
   std::vector<std::byte> from(size), to(count * size);
   for (std::size_t i = 0; i < size; ++i) from[i] = static_cast<std::byte>(i % 251);
-  const RegionId source = *p.a.engine->register_region(from, kind);
-  const RegionId target = *p.b.engine->register_region(to, kind);
+  const RegionId source = *p.a.engine->register_region(from, kind, kAnyAccess);
+  const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < count; ++i)
     writes.push_back({.context = i,
@@ -102,8 +102,8 @@ TEST_P(Conformance, ManyWritesEachCompleteOnceAndNotifyOnce) {
 TEST_P(Conformance, MessageAfterACompletionArrivesAfterTheBytes) {
   auto p = pair();
   std::vector<std::byte> from(2 * MiB, std::byte{0x5a}), to(2 * MiB);
-  const RegionId source = *p.a.engine->register_region(from, kind);
-  const RegionId target = *p.b.engine->register_region(to, kind);
+  const RegionId source = *p.a.engine->register_region(from, kind, kAnyAccess);
+  const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
   const Write write{.context = 1,
                     .local = {source, 0},
                     .remote = {p.b.engine->remote(target), 0},
@@ -126,8 +126,8 @@ TEST_P(Conformance, ReadBringsThePeersBytes) {
   for (std::uint64_t size : {std::uint64_t{1}, 5000 * 1ul, 3 * MiB}) {
     std::vector<std::byte> here(size), there(size);
     for (std::size_t i = 0; i < size; ++i) there[i] = static_cast<std::byte>(i * 7);
-    const RegionId mine = *p.a.engine->register_region(here, kind);
-    const RegionId theirs = *p.b.engine->register_region(there, kind);
+    const RegionId mine = *p.a.engine->register_region(here, kind, kAnyAccess);
+    const RegionId theirs = *p.b.engine->register_region(there, kind, kAnyAccess);
     const Read read{.context = size, .local = {mine, 0}, .remote = {p.b.engine->remote(theirs), 0}, .length = size};
     ASSERT_TRUE(p.a.engine->read(p.at_a, {&read, 1}));
     ASSERT_TRUE(until([&] { return p.a.completions[size] == 1; }));
@@ -141,8 +141,8 @@ TEST_P(Conformance, ReadBringsThePeersBytes) {
 TEST_P(Conformance, BadKeysAndRangesAreRefusedAndTouchNothing) {
   auto p = pair();
   std::vector<std::byte> from(1 * MiB, std::byte{1}), to(64 * KiB);
-  const RegionId source = *p.a.engine->register_region(from, kind);
-  const RegionId target = *p.b.engine->register_region(to, kind);
+  const RegionId source = *p.a.engine->register_region(from, kind, kAnyAccess);
+  const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
   const RemoteRegion good = p.b.engine->remote(target);
   const auto attempt = [&](std::uint64_t context, RemoteRange remote, std::uint64_t length) {
     const Write write{.context = context, .local = {source, 0}, .remote = remote, .length = length, .notify = 99};
@@ -171,8 +171,8 @@ TEST_P(Conformance, BadKeysAndRangesAreRefusedAndTouchNothing) {
 TEST_P(Conformance, LocalRangesOutsideTheirRegionPostNothing) {
   auto p = pair();
   std::vector<std::byte> from(100), to(1000);
-  const RegionId source = *p.a.engine->register_region(from, kind);
-  const RegionId target = *p.b.engine->register_region(to, kind);
+  const RegionId source = *p.a.engine->register_region(from, kind, kAnyAccess);
+  const RegionId target = *p.b.engine->register_region(to, kind, kAnyAccess);
   const RemoteRange remote{p.b.engine->remote(target), 0};
   const Write writes[] = {{.context = 1, .local = {source, 0}, .remote = remote, .length = 50, .notify = 1},
                           {.context = 2, .local = {source, 60}, .remote = remote, .length = 50, .notify = 2}};
@@ -197,8 +197,8 @@ TEST_P(Conformance, OffsetsBeyondFourGibibytesMeanWhatTheySay) {
   ASSERT_NE(here.at, MAP_FAILED);
   ASSERT_NE(there.at, MAP_FAILED);
   auto p = pair();
-  const RegionId mine = *p.a.engine->register_region(here.span(), kind);
-  const RegionId theirs = *p.b.engine->register_region(there.span(), kind);
+  const RegionId mine = *p.a.engine->register_region(here.span(), kind, kAnyAccess);
+  const RegionId theirs = *p.b.engine->register_region(there.span(), kind, kAnyAccess);
   for (std::uint64_t i = 0; i < length; ++i) here.at[border - 100 + i] = static_cast<std::byte>(i % 251 + 1);
   const RemoteRange remote{p.b.engine->remote(theirs), border - 200 * KiB};
   EXPECT_EQ(remote.region.length, size);

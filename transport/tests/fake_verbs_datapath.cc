@@ -54,6 +54,13 @@ void fail_front(FakeQp& qp, FakeQp& peer, ibv_wc_status status) {
   complete(qp, failed, status);
   to_error(qp);
   if (status != IBV_WC_LOC_PROT_ERR) to_error(peer);
+  if (status != IBV_WC_REM_ACCESS_ERR) return;
+  ibv_async_event event{};
+  event.event_type = IBV_EVENT_QP_ACCESS_ERR;
+  event.element.qp = &peer.pair;
+  auto* context = fake<FakeContext>(peer.pair.context);
+  context->events.push_back(event);
+  ring(context->pipe_write);
 }
 
 // The oldest request of a queue pair, if it can be done now.

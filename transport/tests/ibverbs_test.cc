@@ -11,6 +11,7 @@
 
 #include "base/log.h"
 #include "transport/factory.h"
+#include "transport/tests/any_access.h"
 #include "transport/tests/backends.h"
 
 namespace rejoin::transport {
@@ -84,8 +85,8 @@ struct Transfer {
   RegionId source, target;
   Transfer(Side& a, Side& b) {
     for (std::size_t i = 0; i < kSent; i += 8) std::memcpy(from.data() + i, &i, 8);
-    source = *a.engine->register_region(from, MemoryKind::host);
-    target = *b.engine->register_region(to, MemoryKind::host);
+    source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+    target = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
   }
   Result<> write(Side& a, Side& b, std::uint64_t context) {
     std::fill(to.begin(), to.end(), std::byte{0});
@@ -163,14 +164,14 @@ INSTANTIATE_TEST_SUITE_P(Connecting, IbverbsRebuilding,
 TEST_P(IbverbsRebuilding, RegionsWithdrawnUnderTrafficRefuseTheirWritesAndNothingElse) {
   connect(GetParam());
   std::vector<std::byte> from(64 * KiB, std::byte{3}), lasting(256 * KiB), passing(256 * KiB);
-  const RegionId source = *a.engine->register_region(from, MemoryKind::host);
-  const RegionId back = *b.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *b.engine->register_region(lasting, MemoryKind::host);
-  const RegionId target_back = *a.engine->register_region(lasting, MemoryKind::host);
+  const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId back = *b.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *b.engine->register_region(lasting, MemoryKind::host, kAnyAccess);
+  const RegionId target_back = *a.engine->register_region(lasting, MemoryKind::host, kAnyAccess);
   std::uint64_t context = 0, refused = 0;
   std::vector<std::string> said;
   for (int round = 0; round < 30; ++round) {
-    const RegionId brief = *b.engine->register_region(passing, MemoryKind::host);
+    const RegionId brief = *b.engine->register_region(passing, MemoryKind::host, kAnyAccess);
     const RemoteRegion key = b.engine->remote(brief);
     std::vector<std::uint64_t> doubtful, sound, sound_back;
     const auto write = [&](Side& side, RegionId local, const RemoteRegion& remote, std::vector<std::uint64_t>& list) {
@@ -248,7 +249,7 @@ TEST_F(IbverbsRails, WhatIsNoDmaBufOrCantBeRegisteredIsRefusedWithTheReason) {
   auto engine = make_engine("ibverbs:rxe0");
   ASSERT_TRUE(engine) << engine.error().message;
   std::vector<std::byte> memory(64 * KiB);
-  const auto refused = (*engine)->register_dma_buf({.fd = STDIN_FILENO, .offset = 0, .memory = memory});
+  const auto refused = (*engine)->register_dma_buf({.fd = STDIN_FILENO, .offset = 0, .memory = memory}, kAnyAccess);
   ASSERT_FALSE(refused);
   EXPECT_EQ(refused.error().code, ErrorCode::unreachable);
   EXPECT_NE(refused.error().message.find("dma-buf"), std::string::npos) << refused.error().message;

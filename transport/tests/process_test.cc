@@ -10,6 +10,7 @@
 
 #include "base/fd.h"
 #include "transport/factory.h"
+#include "transport/tests/any_access.h"
 #include "transport/tests/backends.h"
 
 namespace rejoin::transport {
@@ -23,7 +24,7 @@ constexpr std::uint64_t kCount = 64, kSize = 1 * MiB;
   auto engine = *make_engine(transports);
   auto endpoint = *engine->connect({server}, {});
   std::vector<std::byte> from(kSize, static_cast<std::byte>(0x41));
-  const RegionId source = *engine->register_region(from, MemoryKind::host);
+  const RegionId source = *engine->register_region(from, MemoryKind::host, kAnyAccess);
   RemoteRegion target;
   std::uint64_t next = 0;
   const auto post = [&] {
@@ -82,7 +83,7 @@ struct Processes : testing::TestWithParam<std::string> {
     EXPECT_EQ(::write(pipe_fds[1], address.data(), address.size()), static_cast<ssize_t>(address.size()));
     ::close(pipe_fds[0]);
     ::close(pipe_fds[1]);
-    target = *engine->register_region(to, MemoryKind::host);
+    target = *engine->register_region(to, MemoryKind::host, kAnyAccess);
     landed = 0;
     accepted = false;
     closed = false;

@@ -5,6 +5,7 @@
 #include <random>
 
 #include "transport/sim/fabric.h"
+#include "transport/tests/any_access.h"
 
 namespace rejoin::transport {
 namespace {
@@ -21,8 +22,8 @@ struct Recorder final : Engine {
     for (const auto& [id, span] : registered) sum += span.size();
     return sum;
   }
-  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override {
-    auto id = engine->register_region(memory, kind);
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override {
+    auto id = engine->register_region(memory, kind, access);
     registered[id->value] = memory;
     return id;
   }
@@ -31,6 +32,7 @@ struct Recorder final : Engine {
     engine->deregister(region);
   }
   RemoteRegion remote(RegionId region) const override { return engine->remote(region); }
+  std::uint64_t refused() const override { return engine->refused(); }
   Result<Address> listen(const Address& where) override { return engine->listen(where); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override { return engine->connect(peer, hello); }
   Result<> send(EndpointId endpoint, BytesView message) override { return engine->send(endpoint, message); }
@@ -60,9 +62,9 @@ struct RegistrationCacheTest : testing::Test {
 
 TEST_F(RegistrationCacheTest, ASecondUseCostsNothing) {
   RegistrationCache cache(engine);
-  auto first = *cache.acquire(pages(3, 2).subspan(100, 500), MemoryKind::host);
+  auto first = *cache.acquire(pages(3, 2).subspan(100, 500), MemoryKind::host, kAnyAccess);
   cache.release(first);
-  auto second = *cache.acquire(pages(3, 1), MemoryKind::host);
+  auto second = *cache.acquire(pages(3, 1), MemoryKind::host, kAnyAccess);
   EXPECT_TRUE(covers(second, pages(3, 1)));
   EXPECT_EQ(first.region, second.region);
   EXPECT_EQ(cache.counts().hits, 1u);
@@ -71,8 +73,10 @@ TEST_F(RegistrationCacheTest, ASecondUseCostsNothing) {
 
 TEST_F(RegistrationCacheTest, TheLeastRecentlyUsedGoesWhenRoomIsNeededAndNeverOneInUse) {
   RegistrationCache cache(engine, {.max_bytes = 3 * kPage, .page = kPage});
-  const auto use = [&](std::size_t page) { cache.release(*cache.acquire(pages(page, 1), MemoryKind::host)); };
-  auto held = *cache.acquire(pages(0, 1), MemoryKind::host);
+  const auto use = [&](std::size_t page) {
+    cache.release(*cache.acquire(pages(page, 1), MemoryKind::host, kAnyAccess));
+  };
+  auto held = *cache.acquire(pages(0, 1), MemoryKind::host, kAnyAccess);
   use(10);
   use(20);
   use(10);
@@ -81,21 +85,21 @@ TEST_F(RegistrationCacheTest, TheLeastRecentlyUsedGoesWhenRoomIsNeededAndNeverOn
   use(10);
   EXPECT_EQ(cache.counts().evictions, 1u);
   EXPECT_TRUE(covers(held, pages(0, 1)));
-  auto more = *cache.acquire(pages(40, 2), MemoryKind::host);
-  auto refused = cache.acquire(pages(50, 1), MemoryKind::host);
+  auto more = *cache.acquire(pages(40, 2), MemoryKind::host, kAnyAccess);
+  auto refused = cache.acquire(pages(50, 1), MemoryKind::host, kAnyAccess);
   ASSERT_FALSE(refused);
   EXPECT_EQ(refused.error().code, ErrorCode::exhausted);
   cache.release(more);
-  EXPECT_TRUE(cache.acquire(pages(50, 1), MemoryKind::host));
+  EXPECT_TRUE(cache.acquire(pages(50, 1), MemoryKind::host, kAnyAccess));
 }
 
 TEST_F(RegistrationCacheTest, WhatIsInvalidatedIsNeitherRegisteredNorHandedOutAgain) {
   RegistrationCache cache(engine);
-  auto held = *cache.acquire(pages(0, 4), MemoryKind::host);
-  cache.release(*cache.acquire(pages(8, 1), MemoryKind::host));
+  auto held = *cache.acquire(pages(0, 4), MemoryKind::host, kAnyAccess);
+  cache.release(*cache.acquire(pages(8, 1), MemoryKind::host, kAnyAccess));
   cache.invalidate(pages(3, 6));
   EXPECT_TRUE(engine.registered.empty());
-  auto again = *cache.acquire(pages(0, 4), MemoryKind::host);
+  auto again = *cache.acquire(pages(0, 4), MemoryKind::host, kAnyAccess);
   EXPECT_NE(again.region, held.region);
   cache.release(held);
   EXPECT_TRUE(covers(again, pages(0, 4)));
@@ -103,7 +107,7 @@ TEST_F(RegistrationCacheTest, WhatIsInvalidatedIsNeitherRegisteredNorHandedOutAg
 
 TEST_F(RegistrationCacheTest, EmptyRangesAreRefused) {
   RegistrationCache cache(engine);
-  EXPECT_FALSE(cache.acquire({}, MemoryKind::host));
+  EXPECT_FALSE(cache.acquire({}, MemoryKind::host, kAnyAccess));
 }
 
 // Random use against a model: every lease is covered by a registration while it is held, the bound holds, nothing is
@@ -140,7 +144,7 @@ TEST_F(RegistrationCacheTest, HoldsWhateverTheOrder) {
             break;
           default: {
             const auto range = pages(random() % 56, 1 + random() % 8).subspan(random() % 100);
-            auto lease = cache.acquire(range, MemoryKind::host);
+            auto lease = cache.acquire(range, MemoryKind::host, kAnyAccess);
             if (lease) held.push_back({*lease, range});
           }
         }

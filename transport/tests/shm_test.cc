@@ -23,6 +23,7 @@
 #include "base/unix_socket.h"
 #include "transport/shm/factory.h"
 #include "transport/strangers.h"
+#include "transport/tests/any_access.h"
 #include "transport/tests/within.h"
 
 namespace rejoin::transport::shm {
@@ -62,10 +63,12 @@ enum class Registered { before_connecting, while_connected };
 std::string write_out_of(Mapping from, Registered when = Registered::before_connecting) {
   auto caller = make_engine().value(), listener = make_engine().value();
   auto into = Mapping::shareable(from.size()).value();
-  const auto registered = [&] { return caller->register_region({from.data(), from.size()}, MemoryKind::host).value(); };
+  const auto registered = [&] {
+    return caller->register_region({from.data(), from.size()}, MemoryKind::host, kAnyAccess).value();
+  };
   RegionId source;
   if (when == Registered::before_connecting) source = registered();
-  const auto target = listener->register_region({into.data(), into.size()}, MemoryKind::host).value();
+  const auto target = listener->register_region({into.data(), into.size()}, MemoryKind::host, kAnyAccess).value();
   std::fill_n(from.data(), from.size(), std::byte{7});
   const auto connected = caller->connect({listener->listen({}).value().text}, {});
   if (!connected) return connected.error().message;

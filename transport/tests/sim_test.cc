@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "transport/sim/fabric.h"
+#include "transport/tests/any_access.h"
 
 namespace rejoin::transport::sim {
 namespace {
@@ -14,8 +15,8 @@ std::string transcript(std::uint64_t seed) {
   auto endpoint = *a->connect(address, {});
   std::string log;
   std::vector<std::byte> from(100), to(100);
-  const RegionId source = *a->register_region(from, MemoryKind::host);
-  const RegionId target = *b->register_region(to, MemoryKind::host);
+  const RegionId source = *a->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *b->register_region(to, MemoryKind::host, kAnyAccess);
   while (fabric.step()) {
     for (auto* engine : {a.get(), b.get()})
       for (auto& event : engine->poll()) {
@@ -100,7 +101,7 @@ TEST(SimFabric, ARegistrationThatTakesItsTimeSaysSoOnce) {
   std::vector<std::byte> memory(10);
   fabric.slow_memory(*engine, std::chrono::seconds(3));
   EXPECT_EQ(fabric.take_registering(*engine), Duration{});
-  for (int i = 0; i < 2; ++i) ASSERT_TRUE(engine->register_region(memory, MemoryKind::host));
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(engine->register_region(memory, MemoryKind::host, kAnyAccess));
   EXPECT_EQ(fabric.take_registering(*engine), std::chrono::seconds(3));
   EXPECT_EQ(fabric.take_registering(*engine), Duration{});
 }
@@ -114,8 +115,8 @@ TEST(SimFabric, AKilledProcessIsSeenByItsPeersAndWritesNoMore) {
   }
   b->poll();
   std::vector<std::byte> from(10, std::byte{1}), to(10);
-  const RegionId source = *a->register_region(from, MemoryKind::host);
-  const RegionId target = *b->register_region(to, MemoryKind::host);
+  const RegionId source = *a->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *b->register_region(to, MemoryKind::host, kAnyAccess);
   const Write write{.context = 1, .local = {source, 0}, .remote = {b->remote(target), 0}, .length = 10, .notify = 1};
   ASSERT_TRUE(a->write(endpoint, {&write, 1}));
   fabric.kill(*a);

@@ -9,6 +9,7 @@
 #include "device/device.h"
 #include "transport/sim/fabric.h"
 #include "transport/staged/factory.h"
+#include "transport/tests/any_access.h"
 
 namespace rejoin::transport {
 namespace {
@@ -125,8 +126,8 @@ TEST_F(StagedStages, PiecesOfOneWriteAreInAllThreeStagesAtOnce) {
   from = *a.device->allocate(size);
   to = *b.device->allocate(size);
   for (std::size_t i = 0; i < size; ++i) from.bytes[i] = static_cast<std::byte>(i * 7 + i / 4093);
-  const RegionId source = *a.engine->register_region(from.bytes, MemoryKind::cuda);
-  const RegionId target = *b.engine->register_region(to.bytes, MemoryKind::cuda);
+  const RegionId source = *a.engine->register_region(from.bytes, MemoryKind::cuda, kAnyAccess);
+  const RegionId target = *b.engine->register_region(to.bytes, MemoryKind::cuda, kAnyAccess);
   const Write write{
       .context = 1, .local = {source, 0}, .remote = {b.engine->remote(target), 0}, .length = size, .notify = 1};
   ASSERT_TRUE(a.engine->write(endpoint, {&write, 1}));

@@ -11,6 +11,7 @@
 #include "transport/staged/factory.h"
 #include "transport/staged/wire.h"
 #include "transport/tcp/factory.h"
+#include "transport/tests/any_access.h"
 
 namespace rejoin::transport {
 namespace {
@@ -95,8 +96,8 @@ TEST_F(Staged, BytesGoFromAnyMemoryToAny) {
       for (const std::size_t size : {std::size_t{1}, 64 * KiB, 64 * KiB + 1, 3 * MiB + 17}) {
         SCOPED_TRACE(fmt::format("{} bytes from {} to {}", size, static_cast<int>(from), static_cast<int>(to)));
         const auto source = make(from, size + 100), target = make(to, size + 200);
-        const RegionId at_source = *a.engine->register_region(source.bytes, from);
-        const RegionId at_target = *b.engine->register_region(target.bytes, to);
+        RegionId at_source = *a.engine->register_region(source.bytes, from, Access::local);
+        RegionId at_target = *b.engine->register_region(target.bytes, to, Access::remote_write);
         fill(source, 1);
         fill(target, 2);
         const Write write{.context = ++number,
@@ -109,13 +110,24 @@ TEST_F(Staged, BytesGoFromAnyMemoryToAny) {
         EXPECT_FALSE(a.completed[number]);
         Bytes there = contents(target), here = contents(source);
         EXPECT_EQ(std::memcmp(there.data() + 77, here.data() + 33, size), 0);
-        // Back again, read by the one that has just received: all around it stays as it is.
+        // Back again, read by the one that has just received: all around it stays as it is. What it has received was
+        // pulled by it, and yet it can't read for itself until it may; and what it reads into, nobody may write to.
         fill(source, 3);
-        const Read read{
-            .context = ++number, .local = {at_target, 50}, .remote = {a.engine->remote(at_source), 11}, .length = size};
-        ASSERT_TRUE(b.engine->read(at_b, {&read, 1}));
-        ASSERT_TRUE(until([&] { return b.completed.contains(number); }));
-        EXPECT_FALSE(b.completed[number]);
+        for (const bool allowed : {false, true}) {
+          const Read read{.context = ++number,
+                          .local = {at_target, 50},
+                          .remote = {a.engine->remote(at_source), 11},
+                          .length = size};
+          ASSERT_TRUE(b.engine->read(at_b, {&read, 1}));
+          ASSERT_TRUE(until([&] { return b.completed.contains(number); }));
+          EXPECT_EQ(b.completed[number].has_value(), !allowed);
+          if (allowed) continue;
+          EXPECT_EQ(contents(target), there);
+          a.engine->deregister(at_source);
+          b.engine->deregister(at_target);
+          at_source = *a.engine->register_region(source.bytes, from, Access::remote_read);
+          at_target = *b.engine->register_region(target.bytes, to, Access::local);
+        }
         here = contents(source);
         std::memcpy(there.data() + 50, here.data() + 11, size);
         EXPECT_EQ(contents(target), there);
@@ -128,8 +140,8 @@ TEST_F(Staged, BothSidesMaySleepUntilSomethingHappens) {
   connect();
   const auto source = make(MemoryKind::cuda, 8 * MiB), target = make(MemoryKind::cuda, 8 * MiB);
   fill(source, 5);
-  const RegionId at_source = *a.engine->register_region(source.bytes, MemoryKind::cuda);
-  const RegionId at_target = *b.engine->register_region(target.bytes, MemoryKind::cuda);
+  const RegionId at_source = *a.engine->register_region(source.bytes, MemoryKind::cuda, kAnyAccess);
+  const RegionId at_target = *b.engine->register_region(target.bytes, MemoryKind::cuda, kAnyAccess);
   const Write write{.context = 1,
                     .local = {at_source, 0},
                     .remote = {b.engine->remote(at_target), 0},
@@ -153,8 +165,8 @@ TEST_F(Staged, NothingLandsAfterItsRegionIsGone) {
   connect();
   const auto source = make(MemoryKind::cuda, 16 * MiB), target = make(MemoryKind::cuda, 16 * MiB);
   fill(source, 5);
-  const RegionId at_source = *a.engine->register_region(source.bytes, MemoryKind::cuda);
-  const RegionId at_target = *b.engine->register_region(target.bytes, MemoryKind::cuda);
+  const RegionId at_source = *a.engine->register_region(source.bytes, MemoryKind::cuda, kAnyAccess);
+  const RegionId at_target = *b.engine->register_region(target.bytes, MemoryKind::cuda, kAnyAccess);
   std::vector<Write> writes;
   for (std::uint64_t i = 0; i < 8; ++i)
     writes.push_back({.context = i,
@@ -170,7 +182,7 @@ TEST_F(Staged, NothingLandsAfterItsRegionIsGone) {
   EXPECT_EQ(contents(target), then);
   EXPECT_TRUE(a.completed[7]);
   // The connection is as good as before, and so are all slots.
-  const RegionId again = *b.engine->register_region(target.bytes, MemoryKind::cuda);
+  const RegionId again = *b.engine->register_region(target.bytes, MemoryKind::cuda, kAnyAccess);
   const Write write{.context = 100,
                     .local = {at_source, 0},
                     .remote = {b.engine->remote(again), 0},
@@ -207,10 +219,10 @@ TEST_F(Staged, APeerThatTakesNothingDoesNotStopTheOthers) {
   }));
   const auto source = make(MemoryKind::cuda, 4 * MiB), target = make(MemoryKind::cuda, 4 * MiB);
   fill(source, 9);
-  const RegionId at_source = *a.engine->register_region(source.bytes, MemoryKind::cuda);
-  const RegionId at_target = *b.engine->register_region(target.bytes, MemoryKind::cuda);
+  const RegionId at_source = *a.engine->register_region(source.bytes, MemoryKind::cuda, kAnyAccess);
+  const RegionId at_target = *b.engine->register_region(target.bytes, MemoryKind::cuda, kAnyAccess);
   const auto nowhere = make(MemoryKind::cuda, 4 * MiB);
-  const RegionId at_deaf = *deaf.engine->register_region(nowhere.bytes, MemoryKind::cuda);
+  const RegionId at_deaf = *deaf.engine->register_region(nowhere.bytes, MemoryKind::cuda, kAnyAccess);
   const auto write = [&](EndpointId endpoint, const RemoteRegion& remote, std::uint64_t number) {
     const Write one{
         .context = number, .local = {at_source, 0}, .remote = {remote, 0}, .length = 4 * MiB, .notify = number};
@@ -243,7 +255,7 @@ TEST_F(Staged, WrongMessagesEndTheirOwnConnectionOnly) {
   b.engine = engine();
   const auto where = *b.engine->listen({"127.0.0.1:0"});
   const auto target = make(MemoryKind::cuda, 64 * KiB);
-  const RegionId at_target = *b.engine->register_region(target.bytes, MemoryKind::cuda);
+  const RegionId at_target = *b.engine->register_region(target.bytes, MemoryKind::cuda, kAnyAccess);
   const auto before = contents(target);
   a.engine = *tcp::make_engine({});
   const auto header = [](wire::Kind kind) { return wire::Header{.kind = kind}; };

@@ -11,6 +11,7 @@
 
 #include "transport/sim/fabric.h"
 #include "transport/striped/factory.h"
+#include "transport/tests/any_access.h"
 
 namespace rejoin::transport::striped {
 

@@ -6,24 +6,34 @@
 namespace rejoin::transport::striped {
 namespace {
 
+// As UP/PEERS of each.
+std::string told(const Engine& engine) {
+  std::string text;
+  for (const auto& rail : engine.rails()) text += std::to_string(rail.up) + "/" + std::to_string(rail.peers) + " ";
+  return text;
+}
+
 TEST(Striped, TheEndpointFailsWithItsLastRailOnly) {
   Cluster c(3);
   ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
   for (int i = 0; i < 1000; ++i) c.turn();
   std::vector<std::byte> bytes(64 * KiB);
-  const RegionId source = *c.a.engine->register_region(bytes, MemoryKind::host);
-  const RegionId target = *c.b.engine->register_region(bytes, MemoryKind::host);
+  const RegionId source = *c.a.engine->register_region(bytes, MemoryKind::host, kAnyAccess);
+  const RegionId target = *c.b.engine->register_region(bytes, MemoryKind::host, kAnyAccess);
   const Write write{
       .context = 7, .local = {source, 0}, .remote = {c.b.engine->remote(target), 0}, .length = 64 * KiB, .notify = 7};
   ASSERT_TRUE(c.a.engine->write(c.a.endpoint, {&write, 1}));
+  for (const Side* side : {&c.a, &c.b}) EXPECT_EQ(told(*side->engine), "1/1 1/1 ");
   c.fabric.cut(*c.a.rails[0]);
   c.a.poll();
   EXPECT_FALSE(c.a.closed);
+  EXPECT_EQ(told(*c.a.engine), "0/1 1/1 ");
   c.fabric.cut(*c.a.rails[1]);
   ASSERT_TRUE(c.until([&] { return c.a.closed && c.b.closed; }));
   ASSERT_TRUE(c.a.completed.contains(7));
   EXPECT_TRUE(c.a.completed[7]);
   EXPECT_TRUE(c.b.written.empty());
+  EXPECT_EQ(told(*c.a.engine), "0/0 0/0 ");  // nobody is connected
 }
 
 // The rail that is the first to be up dies before the others have come up: they are waited for, with all that was
@@ -34,8 +44,8 @@ TEST(Striped, TheFirstRailToBeUpMayDieBeforeTheOthersAreUp) {
     Cluster c(4, 2, std::chrono::milliseconds(2));
     ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
     std::vector<std::byte> from(64 * KiB, std::byte{5}), to(64 * KiB);
-    const RegionId source = *c.a.engine->register_region(from, MemoryKind::host);
-    const RegionId target = *c.b.engine->register_region(to, MemoryKind::host);
+    const RegionId source = *c.a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+    const RegionId target = *c.b.engine->register_region(to, MemoryKind::host, kAnyAccess);
     const Write write{.context = 1,
                       .local = {source, 0},
                       .remote = {c.b.engine->remote(target), 0},
@@ -76,8 +86,8 @@ TEST(Striped, APauseOfThePeerTakesNoRailOut) {
   ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
   for (int i = 0; i < 1000; ++i) c.turn();
   std::vector<std::byte> from(256 * KiB, std::byte{9}), to(256 * KiB);
-  const RegionId source = *c.a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *c.b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *c.a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *c.b.engine->register_region(to, MemoryKind::host, kAnyAccess);
   for (auto* rail : c.b.rails) c.fabric.stop(*rail);
   const Write write{
       .local = {source, 0}, .remote = {c.b.engine->remote(target), 0}, .length = from.size(), .notify = 1};
@@ -100,8 +110,8 @@ TEST(Striped, ARailThatHangsIsTakenOutAndItsPiecesGoOverTheOthers) {
   ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
   for (int i = 0; i < 1000; ++i) c.turn();
   std::vector<std::byte> from(256 * KiB, std::byte{9}), to(256 * KiB);
-  const RegionId source = *c.a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *c.b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *c.a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *c.b.engine->register_region(to, MemoryKind::host, kAnyAccess);
   c.fabric.stop(*c.b.rails[1]);  // it takes everything and does nothing
   for (std::uint64_t i = 0; i < 50; ++i) {
     const Write write{.context = i,
@@ -123,8 +133,8 @@ TEST(Striped, AReadOnEachRailWaitsForEachThatIsUp) {
   ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
   for (int i = 0; i < 1000; ++i) c.turn();
   std::vector<std::byte> from(64, std::byte{9}), to(64);
-  const RegionId source = *c.b.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *c.a.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *c.b.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *c.a.engine->register_region(to, MemoryKind::host, kAnyAccess);
   std::uint64_t context = 0;
   const auto read = [&] {
     const Read one{.context = ++context,
@@ -166,8 +176,8 @@ TEST(Striped, OtherCountsOfRailsUseWhatBothHave) {
   auto a = make(3), b = make(2);
   const EndpointId endpoint = *a->connect(*b->listen({"sim"}), {});
   std::vector<std::byte> from(100 * KiB, std::byte{3}), to(100 * KiB);
-  const RegionId source = *a->register_region(from, MemoryKind::host),
-                 target = *b->register_region(to, MemoryKind::host);
+  const RegionId source = *a->register_region(from, MemoryKind::host, kAnyAccess),
+                 target = *b->register_region(to, MemoryKind::host, kAnyAccess);
   bool done = false;
   for (int i = 0; i < 10000 && !done; ++i) {
     if (!fabric.step()) clock.advance(std::chrono::microseconds(100));
@@ -183,6 +193,8 @@ TEST(Striped, OtherCountsOfRailsUseWhatBothHave) {
   }
   EXPECT_TRUE(done);
   EXPECT_EQ(from, to);
+  EXPECT_EQ(told(*a), "1/1 1/1 0/0 ");
+  EXPECT_EQ(told(*b), "1/1 1/1 ");
 }
 
 TEST(Striped, NoRailsOrTooManyAreRefused) {

@@ -37,8 +37,8 @@ void survive(std::uint64_t seed) {
   flows.push_back({c.a, c.b, std::vector<std::byte>(slots * slot_bytes), std::vector<std::byte>(slots * slot_bytes)});
   flows.push_back({c.b, c.a, std::vector<std::byte>(slots * slot_bytes), std::vector<std::byte>(slots * slot_bytes)});
   for (auto& flow : flows) {
-    flow.source_region = *flow.from.engine->register_region(flow.source, MemoryKind::host);
-    flow.target_region = *flow.to.engine->register_region(flow.target, MemoryKind::host);
+    flow.source_region = *flow.from.engine->register_region(flow.source, MemoryKind::host, kAnyAccess);
+    flow.target_region = *flow.to.engine->register_region(flow.target, MemoryKind::host, kAnyAccess);
   }
   TimePoint next_cut = c.clock.now() + std::chrono::milliseconds(2);
   int cuts = 0;
@@ -120,8 +120,8 @@ TEST(Striped, NothingOfAWriteLandsAfterItsNotificationWhileRailsAreCut) {
     Cluster c(seed);
     ASSERT_TRUE(c.until([&] { return c.a.up && c.b.up; }));
     std::vector<std::byte> source(bytes, std::byte{1}), target(writes * bytes);
-    const auto from = *c.a.engine->register_region(source, MemoryKind::host);
-    const auto to = c.b.engine->remote(*c.b.engine->register_region(target, MemoryKind::host));
+    const auto from = *c.a.engine->register_region(source, MemoryKind::host, kAnyAccess);
+    const auto to = c.b.engine->remote(*c.b.engine->register_region(target, MemoryKind::host, kAnyAccess));
     const std::vector<std::byte> reused(bytes, std::byte{2});
     c.b.on_event = [&](const Event& event) {
       if (event.kind == EventKind::written)
@@ -177,8 +177,8 @@ TEST(Striped, ATcpRailCutInMidTransferCostsNothingAndComesBack) {
   constexpr std::uint64_t size = 64 * MiB;
   std::vector<std::byte> from(size), to(size);
   for (std::size_t i = 0; i < size; i += 8) std::memcpy(from.data() + i, &i, 8);
-  const RegionId source = *a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
   for (std::uint64_t round = 0; round < 3; ++round) {
     ASSERT_TRUE(until([&] { return a.up && b.up && sockets_from("127.0.0.2").size() == 2; })) << "rail 1 is not up";
     std::fill(to.begin(), to.end(), std::byte{0});

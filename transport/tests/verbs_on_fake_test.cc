@@ -10,13 +10,13 @@
 #include <functional>
 #include <map>
 
-#include "base/clock.h"
 #include "base/fd.h"
 #include "base/log.h"
 #include "transport/factory.h"
 #include "transport/ibverbs/device.h"
 #include "transport/staged/factory.h"
 #include "transport/staged/wire.h"
+#include "transport/tests/any_access.h"
 #include "transport/tests/fake_verbs.h"
 
 namespace rejoin::transport {
@@ -33,7 +33,7 @@ struct Side {
       if (event.kind == EventKind::accepted) endpoint = event.endpoint;
       if (event.kind == EventKind::accepted || event.kind == EventKind::connected) up = true;
       if (event.kind == EventKind::closed) closed = true;
-      if (event.kind == EventKind::written) ++written;
+      written += event.kind == EventKind::written;
       if (event.kind == EventKind::written && on_written) on_written(event.value);
       if (event.kind == EventKind::completed) ++(event.error ? failed : completed);
     }
@@ -63,8 +63,8 @@ struct VerbsOnFake : testing::Test {
 TEST_F(VerbsOnFake, APortThatGoesDownIsLeftAndUsedAgainWhenItIsUp) {
   connect("ibverbs:fake0,fake1");
   std::vector<std::byte> from(8 * MiB, std::byte{1}), to(8 * MiB);
-  const RegionId source = *a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
   for (std::uint64_t i = 1; i <= 6; ++i) {
     std::fill(to.begin(), to.end(), std::byte{0});
     const Write write{
@@ -86,8 +86,8 @@ TEST_F(VerbsOnFake, APortThatGoesDownIsLeftAndUsedAgainWhenItIsUp) {
 TEST_F(VerbsOnFake, ADeviceThatIsUnpluggedIsOpenedAgainWhenItIsBack) {
   connect("ibverbs:fake0,fake1");
   std::vector<std::byte> from(4 * MiB, std::byte{1}), to(4 * MiB), late(4 * MiB);
-  const RegionId source = *a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
   const auto write = [&](RegionId region, std::vector<std::byte>& there, std::uint64_t number) {
     std::fill(there.begin(), there.end(), std::byte{0});
     const Write one{.context = number,
@@ -103,7 +103,7 @@ TEST_F(VerbsOnFake, ADeviceThatIsUnpluggedIsOpenedAgainWhenItIsBack) {
   ASSERT_TRUE(until([&] { return a.completed == 1 && b.written == 1; }));
   EXPECT_EQ(from, to);
   // What is registered meanwhile is there too when the device is.
-  const RegionId meanwhile = *b.engine->register_region(late, MemoryKind::host);
+  const RegionId meanwhile = *b.engine->register_region(late, MemoryKind::host, kAnyAccess);
   fake_verbs_plug("fake1", true);
   const auto back = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   ASSERT_TRUE(until([&] { return std::chrono::steady_clock::now() > back; }));
@@ -121,8 +121,8 @@ TEST_F(VerbsOnFake, BulkGoesFromTheCallersMemoryToTheCallersMemoryWithoutACopy) 
     a = {}, b = {};
     connect(transport);
     std::vector<std::byte> from(16 * MiB, std::byte{1}), to(16 * MiB);
-    const RegionId source = *a.engine->register_region(from, MemoryKind::host);
-    const RegionId target = *b.engine->register_region(to, MemoryKind::host);
+    const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+    const RegionId target = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
     std::uint64_t direct = 0, copied = 0;
     fake_verbs_watch([&](const char*, const void* here, const void* there, std::uint64_t bytes) {
       const auto offset = static_cast<const std::byte*>(here) - from.data();
@@ -147,9 +147,9 @@ TEST_F(VerbsOnFake, ARailThatCantGetAtARegionIsAvoidedForItAndUsedForOthers) {
     connect("ibverbs:fake0,fake1");
     constexpr std::uint64_t size = 8 * MiB;
     std::vector<std::byte> from(size, std::byte{1}), to(size), other(size);
-    const RegionId source = *a.engine->register_region(from, MemoryKind::host);
-    const RegionId targets[] = {*b.engine->register_region(to, MemoryKind::host),
-                                *b.engine->register_region(other, MemoryKind::host)};
+    const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+    const RegionId targets[] = {*b.engine->register_region(to, MemoryKind::host, kAnyAccess),
+                                *b.engine->register_region(other, MemoryKind::host, kAnyAccess)};
     std::map<std::string, std::uint64_t> carried;
     fake_verbs_watch(
         [&](const char* device, const void*, const void*, std::uint64_t bytes) { carried[device] += bytes; });
@@ -210,8 +210,8 @@ TEST_F(VerbsOnFake, ADmaBufIsReachedByTheDeviceAndNotByTheProcessor) {
     connect(transport);
     DeviceMemory from, to;
     for (std::uint64_t i = 0; i < size; ++i) from.bytes[i] = static_cast<std::byte>(i * 7);
-    const RegionId source = *a.engine->register_dma_buf(from.dma_buf());
-    const RegionId target = *b.engine->register_dma_buf(to.dma_buf());
+    const RegionId source = *a.engine->register_dma_buf(from.dma_buf(), kAnyAccess);
+    const RegionId target = *b.engine->register_dma_buf(to.dma_buf(), kAnyAccess);
     std::uint64_t writes = 0;
     for (const std::uint64_t length : {std::uint64_t{8}, size}) {
       const Write write{.context = 1,
@@ -223,7 +223,7 @@ TEST_F(VerbsOnFake, ADmaBufIsReachedByTheDeviceAndNotByTheProcessor) {
       ASSERT_TRUE(until([&] { return a.completed == writes && b.written == writes; }));
       EXPECT_EQ(std::memcmp(from.bytes + size - length, to.bytes + size - length, length), 0);
     }
-    const auto wrong = a.engine->register_dma_buf({.fd = -1, .offset = 0, .memory = from.device});
+    const auto wrong = a.engine->register_dma_buf({.fd = -1, .offset = 0, .memory = from.device}, kAnyAccess);
     ASSERT_FALSE(wrong);
     a.engine.reset(), b.engine.reset();
   }
@@ -246,8 +246,8 @@ TEST_F(VerbsOnFake, AGpusMemoryIsReachedDirectlyWhereItsDriverExportsIt) {
   for (std::uint64_t i = 0; i < size; ++i) pinned.bytes[i] = static_cast<std::byte>(i * 7 >> 2);
   ASSERT_TRUE(stream->copy(from.bytes.data(), pinned.bytes.data(), size));
   ASSERT_TRUE(stream->synchronize());
-  const RegionId source = *a.engine->register_region(from.bytes, MemoryKind::cuda);
-  const RegionId target = *b.engine->register_region(to.bytes, MemoryKind::cuda);
+  const RegionId source = *a.engine->register_region(from.bytes, MemoryKind::cuda, kAnyAccess);
+  const RegionId target = *b.engine->register_region(to.bytes, MemoryKind::cuda, kAnyAccess);
   EXPECT_FALSE(staged::wire::is_staged(b.engine->remote(target).key));
   const Write write{
       .context = 1, .local = {source, 0}, .remote = {b.engine->remote(target), 0}, .length = size, .notify = 1};
@@ -277,8 +277,8 @@ TEST_F(VerbsOnFake, DataThatIsPlacedOutOfOrderIsAllThereWhenItIsSaid) {
     connect(one.connects, one.accepts);
     constexpr std::uint64_t size = 2 * MiB, count = 400;
     std::vector<std::byte> from(size, std::byte{1}), to(size);
-    const RegionId source = *a.engine->register_region(from, MemoryKind::host);
-    const RegionId target = *b.engine->register_region(to, MemoryKind::host);
+    const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+    const RegionId target = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
     // Every write brings bytes of its own to a place of its own, and what it brings is looked at when it is said.
     std::vector<std::uint64_t> starts{0};
     for (std::uint64_t i = 0; i < count; ++i) starts.push_back(starts.back() + 100 + i * 24);
@@ -303,7 +303,7 @@ TEST_F(VerbsOnFake, DataThatIsPlacedOutOfOrderIsAllThereWhenItIsSaid) {
 
     // Withdrawn under way: queue pairs are rebuilt, what was refused is told, and what was not is done.
     std::vector<std::byte> other(size);
-    const RegionId gone = *b.engine->register_region(other, MemoryKind::host);
+    const RegionId gone = *b.engine->register_region(other, MemoryKind::host, kAnyAccess);
     const RemoteRegion gone_there = b.engine->remote(gone), there = b.engine->remote(target);
     const Write ask{.context = 0, .local = {source, 0}, .remote = {gone_there, 0}, .length = 8, .notify = {}};
     ASSERT_TRUE(a.engine->write(a.endpoint, {&ask, 1}));
@@ -373,8 +373,8 @@ TEST(Gid, OneThatRoutersPassOnIsPreferred) {
 TEST_F(VerbsOnFake, WritesCostLittleInTheBackendItself) {
   connect("ibverbs:fake0;qps=1");
   std::vector<std::byte> from(4096), to(4096);
-  const RegionId source = *a.engine->register_region(from, MemoryKind::host);
-  const RegionId target = *b.engine->register_region(to, MemoryKind::host);
+  const RegionId source = *a.engine->register_region(from, MemoryKind::host, kAnyAccess);
+  const RegionId target = *b.engine->register_region(to, MemoryKind::host, kAnyAccess);
   const Write write{
       .context = 1, .local = {source, 0}, .remote = {b.engine->remote(target), 0}, .length = 8, .notify = std::nullopt};
   constexpr std::uint64_t count = 200000, depth = 16;

@@ -215,8 +215,8 @@ ucs_status_t UcxEngine::on_write(const wire::Write& header, void* data, std::siz
     ++stale_dropped_;
     return UCS_OK;  // fenced: UCX drops the bytes
   }
-  auto refusal = regions_.check(header.key, header.offset, header.length);
-  if (size != header.length) refusal = Regions::Refusal::bad_range;
+  auto refusal = regions_.check(header.key, header.offset, header.length, Access::remote_write);
+  if (refusal == Regions::Refusal::none && size != header.length) regions_.count(refusal = Regions::Refusal::bad_range);
   if (refusal != Regions::Refusal::none) {
     acknowledge(*endpoint, header.operation, refusal);
     return UCS_OK;
@@ -317,7 +317,7 @@ Result<> UcxEngine::read(EndpointId id, std::span<const Read> reads) {
 ucs_status_t UcxEngine::on_read_request(const wire::ReadRequest& header) {
   Endpoint* endpoint = find(header.to);
   if (endpoint == nullptr || endpoint->stage != Stage::open) return drop();
-  const auto refusal = regions_.check(header.key, header.offset, header.length);
+  const auto refusal = regions_.check(header.key, header.offset, header.length, Access::remote_read);
   if (refusal != Regions::Refusal::none) {
     acknowledge(*endpoint, header.operation, refusal);
     return UCS_OK;

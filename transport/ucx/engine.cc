@@ -90,10 +90,10 @@ Result<Address> UcxEngine::listen(const Address&) {
   return Address{format_address(address_)};
 }
 
-Result<RegionId> UcxEngine::register_region(std::span<std::byte> memory, MemoryKind kind) {
+Result<RegionId> UcxEngine::register_region(std::span<std::byte> memory, MemoryKind kind, Access access) {
   if (kind != MemoryKind::host)
     return fail(ErrorCode::unreachable, "this build of the UCX backend has host memory only");
-  return regions_.add(memory);
+  return regions_.add(memory, access);
 }
 
 void UcxEngine::deregister(RegionId id) {

@@ -37,9 +37,10 @@ class UcxEngine final : public Engine {
   void set_secrets(const Secrets& secrets) override { secrets_ = secrets; }
   void set_silence(Duration silence) override { strangers_.set_silence(silence); }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
-  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind) override;
+  Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
   void deregister(RegionId region) override;
   RemoteRegion remote(RegionId region) const override;
+  std::uint64_t refused() const override { return regions_.refused(); }
   Result<> send(EndpointId endpoint, BytesView message) override;
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override;

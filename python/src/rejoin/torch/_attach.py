@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from rejoin.torch._session import Session
 
 
-def check(optimizer: torch.optim.Optimizer, ema: float | None, loss_scale: float | None) -> None:
+def check(
+    optimizer: torch.optim.Optimizer, ema: float | None, loss_scale: float | None, gradients: torch.dtype | None
+) -> None:
     """Refuse what no session can keep equal on all replicas."""
     if ema is not None and not 0.0 < ema < 1.0:
         raise InvalidArgument(f"ema={ema}: it is to be between 0 and 1, such as 0.999")
+    if gradients is not None and not gradients.is_floating_point:
+        raise InvalidArgument(f"gradients={gradients}: they are reduced in a type of floating point")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise InvalidArgument(
             "the optimizer has hooks on step(): a replica that catches up updates parts of tensors, without them. "
@@ -36,13 +40,18 @@ def declare(session: Session, tensors: list[Tensor], bucket_bytes: int) -> None:
     session._tensors = tensors
     for tensor in tensors:
         kind = type_of(tensor.name, tensor.dtype)
-        tensor.index = session._native.add(tensor.name, kind, tensor.count, tensor.moments, tensor.elementwise)
+        kinds = [type_of(tensor.name, dtype) for dtype in tensor.moments]
+        reduced = type_of(tensor.name, tensor.gradient_dtype)
+        tensor.index = session._native.add(
+            tensor.name, kind, tensor.count, len(kinds), tensor.elementwise, None, kinds, reduced
+        )
     for bucket in buckets_of(tensors, bucket_bytes):
         number = session._native.bucket([tensor.index for tensor in bucket])
         for tensor in bucket:
             tensor.bucket = number
         session._buckets.add(bucket)
     session._native.allocate()
+    session._native.use_weights()  # Buckets multiplies with them
 
 
 def _at(session: Session, memory: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -53,9 +62,9 @@ def place(session: Session, tensor: Tensor) -> None:
     """Move a tensor, and what the optimizer keeps of it, into the session's memory."""
     dtype = tensor.dtype
     tensor.columns = [_at(session, session._native.weight(tensor.index), dtype)]
-    tensor.columns += [_at(session, session._native.moment(tensor.index, i), dtype) for i in range(tensor.moments)]
-    tensor.gradient = _at(session, session._native.gradient(tensor.index), dtype)
-    tensor.reduced = _at(session, session._native.reduced(tensor.index), dtype)
+    tensor.columns += [_at(session, session._native.moment(tensor.index, i), of) for i, of in enumerate(tensor.moments)]
+    tensor.gradient = _at(session, session._native.gradient(tensor.index), tensor.gradient_dtype)
+    tensor.reduced = _at(session, session._native.reduced(tensor.index), tensor.gradient_dtype)
     tensor.place()
     if not tensor.is_parameter:
         return
@@ -64,6 +73,8 @@ def place(session: Session, tensor: Tensor) -> None:
     _take_over_state(session, tensor)
     parameter = tensor.value
     parameter.grad = None
+    if tensor.main_grad:
+        parameter.main_grad = tensor.view(tensor.gradient)  # type: ignore[attr-defined]
     hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
     reference = weakref.ref(session)  # autograd keeps its hooks where Python's collector does not look
 

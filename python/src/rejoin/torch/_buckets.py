@@ -18,6 +18,7 @@ class Buckets:
         self._buckets: list[list[Tensor]] = []
         self._missing: list[int] = []  # gradients, by bucket, in this step
         self._next = 0  # to be handed over in this step
+        self._weight = 1  # of this step's gradients
         # What backward() queues after a hand-over is not to wait for it. By turns, so that one bucket's gradients are
         # known to be there while the one before is under way.
         self._side_streams: list[torch.cuda.Stream] = []
@@ -26,20 +27,33 @@ class Buckets:
         """Add a bucket behind the others."""
         self._buckets.append(bucket)
 
-    def begin(self) -> None:
-        """Begin a step: no gradient has come."""
+    def begin(self, weight: int = 1) -> None:
+        """Begin a step, whose gradients count so much: no gradient has come."""
+        self._weight = weight
         for bucket in self._buckets:
             for tensor in bucket:
                 tensor.arrived = False
+                if tensor.main_grad:
+                    tensor.gradient.zero_()
         self._missing, self._next = [len(bucket) for bucket in self._buckets], 0
 
     def bring(self, tensor: Tensor) -> None:
         """Take a parameter's gradient, and hand over the buckets that are full with it."""
-        gradient = tensor.value.grad
-        assert gradient is not None
-        with torch.no_grad():
-            tensor.view(tensor.gradient).copy_(local(gradient))
+        self.add_up(tensor)
         self._arrive(tensor)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Take a parameter's gradient, to which others of this step may be added where it is a `main_grad`."""
+        gradient = tensor.value.grad
+        with torch.no_grad():
+            if not tensor.main_grad:
+                assert gradient is not None
+                tensor.view(tensor.gradient).copy_(local(gradient))
+                return
+            # Who has added it by himself, as fused kernels do, says so.
+            if gradient is not None and not getattr(tensor.value, "grad_added_to_main_grad", False):
+                tensor.view(tensor.gradient).add_(gradient)
+        tensor.value.grad = None
 
     def bring_rest(self) -> None:
         """Take what no backward() has brought: buffers, metrics, and parameters that were not used."""
@@ -51,10 +65,10 @@ class Buckets:
                     if tensor.is_parameter and tensor.value.grad is not None:  # of accumulate() alone
                         self.bring(tensor)
                         continue
-                    if tensor.is_parameter:
-                        tensor.gradient.zero_()
-                    else:
+                    if not tensor.is_parameter:
                         tensor.gradient.copy_(tensor.value.reshape(-1))
+                    elif not tensor.main_grad:
+                        tensor.gradient.zero_()
                     self._arrive(tensor)
 
     def follow(self) -> None:
@@ -64,6 +78,9 @@ class Buckets:
 
     def _arrive(self, tensor: Tensor) -> None:
         tensor.arrived = True
+        if self._weight != 1:
+            with torch.no_grad():
+                tensor.gradient.mul_(self._weight)
         self._missing[tensor.bucket] -= 1
         # In the order of their numbers, on all replicas: a stream that waits for one bucket keeps those behind it back.
         while self._next < len(self._missing) and self._missing[self._next] == 0:

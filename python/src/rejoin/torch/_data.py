@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,8 +25,8 @@ class Batches(Sampler[list[int]]):
     """The batch sampler of a DataLoader that `Session.steps` draws from.
 
     The coordinator hands out ranges of an endless stream of samples; sample k is number k mod `size` of its data epoch
-    k / `size`, in that epoch's permutation. Which ranges come next is known only when their step begins, so this
-    yields what is likely to come; what comes otherwise is fetched when it does.
+    k / `size`, in that epoch's permutation. Each step says what comes after it if no replica comes or goes, and this
+    yields it; what comes otherwise is fetched when it does.
     """
 
     def __init__(self, size: int, seed: int = 0, shuffle: bool = True, shard: int = 0, shards: int = 1) -> None:
@@ -39,8 +39,7 @@ class Batches(Sampler[list[int]]):
         self._shard, self._shards = shard, shards
         self._seed, self._shuffle = seed, shuffle
         self._permutations: dict[int, torch.Tensor] = {}
-        self._likely: Ranges = ()
-        self._apart = 0  # what all replicas take in a step
+        self.coming: list[Ranges] = []  # of the steps after this one, in order
         self.sent: deque[Ranges] = deque()  # to the workers, and not back yet
 
     def indices(self, ranges: Ranges) -> list[int]:
@@ -65,21 +64,17 @@ class Batches(Sampler[list[int]]):
             self._permutations[epoch] = torch.randperm(self.size, generator=generator)
         return int(self._permutations[epoch][number])
 
-    def begin(self, ranges: Ranges, before: Ranges | None) -> None:
-        """From here on yield what is likely to follow these, which have come after `before`."""
-        if before and len(before) == len(ranges) == 1 and ranges[0][0] > before[0][0]:
-            self._apart = ranges[0][0] - before[0][0]
-        self._likely = self._after(ranges)
+    def expect(self, coming: list[Ranges]) -> None:
+        """Take what the steps after this one will probably train."""
+        self.coming = coming
 
-    def _after(self, ranges: Ranges) -> Ranges:
-        apart = self._apart or sum(end - begin for begin, end in ranges)
-        return tuple((begin + apart, end + apart) for begin, end in ranges)
+    def expects(self, ranges: Ranges) -> bool:
+        """Say whether a step after this one will probably train these."""
+        return ranges in self.coming
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield likely batches without end."""
-        while True:
-            ranges = self._likely
-            self._likely = self._after(ranges)
+        """Yield what comes and has not been sent, as long as something is known to come."""
+        while (ranges := next((one for one in self.coming if one not in self.sent), None)) is not None:
             self.sent.append(ranges)
             yield self.indices(ranges)
 
@@ -107,36 +102,40 @@ class Fetcher:
             )
         self._loader, self._batches, self._busy = loader, batches, busy
         self._iterator: Iterator[Any] | None = None
-        self._before: Ranges | None = None
+        self._depth = loader.num_workers * (loader.prefetch_factor or 0) + 1  # batches that workers may be ahead
         self.hits = self.misses = 0
 
-    def fetch(self, ranges: Ranges) -> Any:
-        """Give the collated data of these samples."""
-        before, self._before = self._before, ranges
+    def fetch(self, ranges: Ranges, upcoming: Callable[[int], Sequence[Sequence[tuple[int, int]]]]) -> Any:
+        """Give the collated data of these samples. `upcoming` says what so many of the next steps probably train."""
         if self._loader.num_workers == 0:
             return self._load(ranges)
+        self._batches.expect([tuple(one) for one in upcoming(self._depth)])
         with self._busy("its DataLoader's workers", LONGEST_WAIT):
-            return self._from_workers(ranges, before)
+            return self._from_workers(ranges)
 
-    def _from_workers(self, ranges: Ranges, before: Ranges | None) -> Any:
-        if ranges in self._batches.sent:
-            try:
-                while True:
-                    come = self._batches.sent[0]
-                    assert self._iterator is not None
-                    data = next(self._iterator)
-                    self._batches.sent.popleft()
-                    if come == ranges:
-                        self.hits += 1
-                        return data
-            except Exception as error:  # a dead worker shows as what was read last; what the data raises comes again
-                log.warning("the DataLoader's workers are started again: %s", error)
-                self.stop()
+    def _from_workers(self, ranges: Ranges) -> Any:
+        sent = self._batches.sent
+        try:
+            # What was sent and does not come any more is dropped; for each the workers are sent one that does.
+            while sent and sent[0] != ranges and (ranges in sent or not self._batches.expects(sent[0])):
+                self._next()
+            if sent and sent[0] == ranges:
+                data = self._next()
+                self.hits += 1
+                return data
+        except Exception as error:  # a dead worker shows as what was read last; what the data raises comes again
+            log.warning("the DataLoader's workers are started again: %s", error)
+            self.stop()
         self.misses += 1
         data = self._load(ranges)
-        self._batches.begin(ranges, before)
-        if self._iterator is None:
+        if not sent and self._batches.coming:
             self._iterator = iter(self._loader)
+        return data
+
+    def _next(self) -> Any:
+        assert self._iterator is not None
+        data = next(self._iterator)
+        self._batches.sent.popleft()
         return data
 
     def stop(self) -> None:

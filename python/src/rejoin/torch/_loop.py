@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from rejoin.errors import RejoinError
+from rejoin.errors import InvalidArgument, RejoinError
+from rejoin.torch._attach import lay
 from rejoin.torch._sharding import gather_again
 from rejoin.torch._step import Step
 
@@ -27,15 +30,17 @@ def begin_step(session: Session) -> Step | None:
         if begun is None:
             session._finished = True
             return None
-        number, contributes, leads, contributors, batch = begun
+        number, contributes, leads, contributors, batch, weight, epoch, settled = begun
         if contributes:
             if not session._contributed:  # what came after the last update has changed the session's memory alone
                 _refresh(session)
             session._contributed = True
             session._zero_grad()  # of a backward() before
-            session._buckets.begin()
+            session._buckets.begin(weight)
             session._in_step, session._updated = True, False
-            session._step = Step(number, leads, contributors, tuple(batch), session)
+            if session._group is not None:
+                session._group.begin(number, epoch, settled, session._native.cards())
+            session._step = Step(number, leads, contributors, tuple(batch), weight, session)
             return session._step
         session._contributed = False
         update(session, number)
@@ -47,6 +52,40 @@ def _refresh(session: Session) -> None:
     with torch.no_grad():
         session._updates.refresh()
     gather_again(session._sharded)
+
+
+@contextmanager
+def warmed_up(session: Session) -> Iterator[None]:
+    """Leave no trace of what is done within this block: `Session.warm_up()`."""
+    if session._model is None or session._joined:
+        raise InvalidArgument("warm_up() comes after attach() and before join()")
+    before = [(buffer, buffer.clone()) for buffer in session._model.buffers()]
+    devices = [session.device] if session.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+        session._zero_grad()
+        gather_again(session._sharded)
+
+
+@contextmanager
+def averaged(session: Session) -> Iterator[None]:
+    """Let the parameters be their averages within this block: `Session.averaged()`."""
+    if session._rules.ema is None:
+        raise InvalidArgument("averaged() without averages: attach(…, ema=0.999)")
+    if session._in_step and not session._updated:
+        raise InvalidArgument("averaged() comes after optimizer.step()")
+    lay(session, -1)
+    session._averaging = True
+    try:
+        yield
+    finally:
+        session._averaging = False
+        lay(session, 0)
 
 
 def update(session: Session, step: int) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from rejoin.errors import InvalidArgument
+from rejoin.torch._memory import type_of
 
-MOST_MOMENTS = 3
+MOST_MOMENTS = 7
 _USE = "Use AdamW, Adam, RAdam, Adamax, RMSprop, Adagrad or SGD"
 
 
@@ -28,6 +29,7 @@ class Kept:
 
     moments: tuple[str, ...]
     step: str | None
+    types: tuple[torch.dtype, ...] = ()  # of the moments
 
     def state(self, step: int, moments: Sequence[torch.Tensor], like: Mapping[str, Any]) -> dict[str, Any]:
         """Make the entry of `optimizer.state` before the update of step `step` + 1."""
@@ -90,16 +92,15 @@ def kept_by(
     shape = (3, 5)
     state = _stepped(optimizer, group, torch.zeros(shape, dtype=like.dtype, device=like.device))
     moments: list[str] = []
+    types: list[torch.dtype] = []
     step = None
     for key, value in state.items():
         if value is None:
             continue
         if isinstance(value, torch.Tensor) and value.shape == shape:
-            if value.dtype != like.dtype:
-                raise InvalidArgument(
-                    f"{name} keeps '{key}' as {value.dtype} for weights of {like.dtype}: Rejoin wants both of one type"
-                )
+            type_of(f"{name}'s {key}", value.dtype)
             moments.append(key)
+            types.append(value.dtype)
         elif key == "step":
             step = key
         else:
@@ -117,7 +118,7 @@ def kept_by(
             f"{name} with dampening {group['dampening']} treats the first step of a parameter unlike the others: "
             "set it to 0"
         )
-    return Kept(tuple(moments), step), state
+    return Kept(tuple(moments), step, tuple(types)), state
 
 
 def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> bool:
@@ -146,7 +147,7 @@ def self_check(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
 
     def made() -> list[torch.Tensor]:
         value = drawn(1.0)
-        return [value] + [torch.zeros_like(value) for _ in kept.moments]
+        return [value] + [torch.zeros_like(value, dtype=dtype) for dtype in kept.types]
 
     whole, other = made(), made()
     parts, together, beside = ([column.clone() for column in of] for of in (whole, whole, other))

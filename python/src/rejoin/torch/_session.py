@@ -7,8 +7,9 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -26,10 +27,13 @@ from rejoin.torch._frozen import frozen
 from rejoin.torch._leaving import Leaving, Terminated
 from rejoin.torch._metrics import Metrics
 from rejoin.torch._ranks import Ranks
-from rejoin.torch._sharding import gather_again, groups_of
+from rejoin.torch._sharding import groups_of
 from rejoin.torch._step import Step
 from rejoin.torch._tensors import Tensor, buffers_of, parameters_of
 from rejoin.torch._update import Rules, Schedule, Update
+
+if TYPE_CHECKING:
+    from rejoin.torch._group import SessionGroup
 
 log = logging.getLogger("rejoin")
 
@@ -63,6 +67,7 @@ class Session:
         if "socket" not in settings and not os.environ.get("REJOIN_SOCKET"):
             settings["socket"] = local_daemon(Place(self.replica, self.rank))
         settings.setdefault("device", "host" if self.device.type == "cpu" else str(self.device))
+        self._settings = settings
         self._native = _native.Session([f"{name.replace('_', '-')}={value}" for name, value in settings.items()])
         self._tensors: list[Tensor] = []
         self._buckets = Buckets(self._native, self.device)
@@ -82,6 +87,7 @@ class Session:
         self._position: str | None = None
         self._is_busy = False
         self._fetchers: dict[int, Fetcher] = {}
+        self._group: SessionGroup | None = None
 
     @classmethod
     def from_environment(cls, device: torch.device | str = "cpu", **settings: Any) -> Session:
@@ -99,6 +105,8 @@ class Session:
         skip_nonfinite: bool = False,
         loss_scale: float | None = None,
         masters: bool = False,
+        gradients: torch.dtype | None = None,
+        main_grad: bool = False,
         ema: float | None = None,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -118,8 +126,13 @@ class Session:
         `loss_scale`: for float16, what `step.scale(loss)` multiplies by, at first: a power of 2. It halves when a mean
         gradient has an infinity or a NaN, which changes nothing else, and doubles after 2,000 steps without one, as
         with torch's GradScaler. `masters`: parameters of bfloat16 and float16 get weights, moments and gradients of
-        float32 in the session, and are those weights rounded. `ema`: the session keeps a moving average of the
-        weights, `average = ema * average + (1 - ema) * weight` after each update; see `averaged` and `state_dict`.
+        float32 in the session, and are those weights rounded. `gradients`: the type in which gradients are exchanged,
+        where it is not that of the session's weights, such as bfloat16 to halve the traffic, or float32 for weights of
+        bfloat16. `main_grad`: each parameter has a `main_grad` of that type, as Megatron's do: backward() adds to it,
+        also within `accumulate`, and whoever adds by himself sets `grad_added_to_main_grad`.
+
+        `ema`: the session keeps a moving average of the weights, `average = ema * average + (1 - ema) * weight` after
+        each update; see `averaged` and `state_dict`.
 
         A model that `torch.distributed.fsdp.fully_shard` has divided among the ranks of the replica is attached
         alike, on each of its ranks, with the optimizer made afterwards.
@@ -129,20 +142,29 @@ class Session:
         """
         if self._model is not None:
             raise InvalidArgument("attach() comes once")
-        _attach.check(optimizer, ema, loss_scale)
+        _attach.check(optimizer, ema, loss_scale, gradients)
         self._rules = Rules(max_norm, lr, skip_nonfinite or loss_scale is not None, ema)
         self._ranks = Ranks(self.rank, self._leaving, self._native.check)
         with _optimizer.one_thread(self.device):
-            parameters = parameters_of(model, optimizer, self.device, masters, ema is not None, self._ranks.several)
+            parameters = parameters_of(
+                model, optimizer, self.device, masters, ema is not None, self._ranks.several, gradients, main_grad
+            )
         self._model, self._optimizer, self._sharded = model, optimizer, groups_of(model)
         self._metrics = Metrics(metrics, self.device)
         tensors = [*parameters, *buffers_of(model, self.device)]
         if self._metrics.names:
-            tensors.append(Tensor("rejoin.metrics", self._metrics.values, dtype=torch.float64))
+            double = torch.float64
+            tensors.append(Tensor("rejoin.metrics", self._metrics.values, dtype=double, gradient_dtype=double))
         scale = None
         if loss_scale is not None:
             self._loss_scale = torch.tensor([math.log2(loss_scale), 0.0], dtype=torch.float64, device=self.device)
-            scale = Tensor("rejoin.loss_scale", self._loss_scale, elementwise=False, dtype=torch.float64)
+            scale = Tensor(
+                "rejoin.loss_scale",
+                self._loss_scale,
+                elementwise=False,
+                dtype=torch.float64,
+                gradient_dtype=torch.float64,
+            )
             tensors.append(scale)
         _attach.declare(self, tensors, bucket_bytes)
         self._updates = Update(self._native, optimizer, tensors, self._rules, self.device, self._ranks, scale)
@@ -162,6 +184,19 @@ class Session:
         samples among them, of which this is number `shard`; each takes as many, so `--batch` is a multiple of it.
         """
         return Batches(size, seed, shuffle, shard, shards)
+
+    def process_group(self, timeout: timedelta = timedelta(seconds=30), options: Any = None) -> SessionGroup:
+        """Make a `torch.distributed` process group of those who contribute to a step, before join(), on all replicas.
+
+        For metrics and small collectives in the loop's body: `dist.all_reduce(tensor, group=group)`. Its members are
+        this rank of each contributor, by the replicas' numbers. When one of them is lost, operations fail instead of
+        waiting, and so do others of that step; from the next step on they are of those that are left. All members
+        call the same ones in a step. `options`: `rejoin.distributed.Options`; by default it listens as the session.
+        """
+        from rejoin.torch import _group
+
+        self._group = _group.made_for(self, timeout, options)
+        return self._group
 
     def join(self) -> None:
         """Register with the daemon: the state is initialised, or restored with `load_state_dict`.
@@ -188,6 +223,8 @@ class Session:
         """End this replica's part in the job; the others go on at once."""
         for fetcher in self._fetchers.values():
             fetcher.stop()
+        if self._group is not None:
+            self._group.shutdown()
         if self._joined:
             self._native.leave()
 
@@ -218,7 +255,9 @@ class Session:
             if not self._joined:
                 self.join()
             while (step := _loop.begin_step(self)) is not None:
-                data = step.samples if loader is None else self._fetchers[id(loader)].fetch(step.samples)
+                data = step.samples
+                if loader is not None:
+                    data = self._fetchers[id(loader)].fetch(step.samples, self._native.upcoming)
                 yield step, data
                 if not self._updated:
                     raise InvalidArgument(f"step {step.number} has ended without optimizer.step()")
@@ -240,19 +279,8 @@ class Session:
         afterwards; the model's buffers and torch's random numbers are what they were. The others wait for nothing
         meanwhile: until it joins, this replica has no part in the job.
         """
-        if self._model is None or self._joined:
-            raise InvalidArgument("warm_up() comes after attach() and before join()")
-        before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        devices = [self.device] if self.device.type == "cuda" else []
-        try:
-            with torch.random.fork_rng(devices=devices):
-                yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
-            self._zero_grad()
-            gather_again(self._sharded)
+        with _loop.warmed_up(self):
+            yield
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -281,7 +309,11 @@ class Session:
         return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else None
 
     def _on_gradient(self, tensor: Tensor) -> None:
-        if not self._in_step or self._accumulating:
+        if not self._in_step:
+            return
+        if self._accumulating:
+            if tensor.main_grad:
+                self._buckets.add_up(tensor)
             return
         if tensor.arrived:
             raise InvalidArgument(
@@ -348,17 +380,8 @@ class Session:
 
         Between steps: after `optimizer.step()`, in the loop's body.
         """
-        if self._rules.ema is None:
-            raise InvalidArgument("averaged() without averages: attach(…, ema=0.999)")
-        if self._in_step and not self._updated:
-            raise InvalidArgument("averaged() comes after optimizer.step()")
-        _attach.lay(self, -1)
-        self._averaging = True
-        try:
+        with _loop.averaged(self):
             yield
-        finally:
-            self._averaging = False
-            _attach.lay(self, 0)
 
     @property
     def leads(self) -> bool:

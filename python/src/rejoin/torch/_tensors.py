@@ -28,7 +28,9 @@ class Tensor:
     scratch: Mapping[str, Any] = field(default_factory=dict)
     shard: Shard | None = None  # where FSDP2 has divided the parameter
     dtype: torch.dtype = torch.float32  # the session's; wider than the parameter's where that has a master
+    gradient_dtype: torch.dtype = torch.float32  # as it is reduced
     averaged: bool = False  # the last column is the weight's moving average
+    main_grad: bool = False  # backward() adds to `value.main_grad`, which is the gradient's memory
     index: int = -1  # the session's
     bucket: int = -1
     columns: list[torch.Tensor] = field(default_factory=list)  # flat: the weight, the moments, the average
@@ -52,9 +54,9 @@ class Tensor:
         return self.dtype != self.value.dtype
 
     @property
-    def moments(self) -> int:
-        """Columns besides the weight."""
-        return len(self.kept.moments) + self.averaged
+    def moments(self) -> list[torch.dtype]:
+        """Types of the columns besides the weight."""
+        return [*self.kept.types, *[self.dtype] * self.averaged]
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Give a column's memory in the shape that the tensor has on this rank, without padding."""
@@ -137,6 +139,8 @@ def parameters_of(
     masters: bool,
     averaged: bool,
     several_ranks: bool,
+    gradients: torch.dtype | None = None,
+    main_grad: bool = False,
 ) -> list[Tensor]:
     """Give the parameters to be trained, in the model's order; `InvalidArgument` where one can't be."""
     for module in model.modules():
@@ -178,6 +182,8 @@ def parameters_of(
                 "optimizer, or freeze it with requires_grad_(False)"
             )
         dtype = torch.float32 if masters and parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
+        if shard is not None and main_grad:
+            raise InvalidArgument("main_grad=True of a model that fully_shard() has divided: it has no such gradients")
         key = (group, dtype)
         if key not in elementwise:
             settings: dict[str, Any] = optimizer.param_groups[group]
@@ -196,7 +202,8 @@ def parameters_of(
                 )
             elementwise[key] = (kept, scratch, same)
         kept, scratch, same = elementwise[key]
-        tensors.append(Tensor(name, parameter, same, group, kept, scratch, shard, dtype, averaged))
+        reduced = gradients or dtype
+        tensors.append(Tensor(name, parameter, same, group, kept, scratch, shard, dtype, reduced, averaged, main_grad))
     if group_of:
         raise InvalidArgument(
             f"{len(group_of)} parameters of the optimizer are not the model's, or are frozen: they would not be "
@@ -213,7 +220,7 @@ def buffers_of(model: torch.nn.Module, device: torch.device) -> Iterator[Tensor]
         if buffer.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16) or buffer.numel() == 0:
             continue
         check_placed(name, buffer, device)
-        yield Tensor(name, buffer, dtype=buffer.dtype)
+        yield Tensor(name, buffer, dtype=buffer.dtype, gradient_dtype=buffer.dtype)
 
 
 def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -237,7 +244,7 @@ def check_placed(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def buckets_of(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Divide tensors into buckets of one type and about `limit` bytes.
+    """Divide tensors into buckets of one type of gradients and about `limit` bytes.
 
     Parameters from the last to the first, about as backward() comes to them; then what is none.
     """
@@ -247,7 +254,7 @@ def buckets_of(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
         for tensor in reversed(tensors):
             if tensor.is_parameter != parameters:
                 continue
-            dtype = tensor.dtype
+            dtype = tensor.gradient_dtype
             filling.setdefault(dtype, []).append(tensor)
             sizes[dtype] = sizes.get(dtype, 0) + tensor.count * dtype.itemsize
             if sizes[dtype] >= limit:

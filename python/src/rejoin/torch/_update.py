@@ -162,7 +162,7 @@ class Update:
             if not tensor.is_parameter:
                 self._settle(tensor, tensor.columns[0], tensor.reduced, step)
                 continue
-            tensor.value.grad = _clipped(tensor.reduced.view(tensor.value.shape), coefficient)
+            tensor.value.grad = _clipped(tensor.reduced.view(tensor.value.shape), coefficient, tensor.dtype)
             self.count(tensor, step - 1)
         if coefficient is not None:
             self._optimizer_step()
@@ -202,7 +202,7 @@ class Update:
         averages: list[list[torch.Tensor]] = []
         for index, first, count, _, address in pieces:
             tensor = self._tensors[index]
-            gradient = tensor_at(self._native, address, count, tensor.dtype, self._device)
+            gradient = tensor_at(self._native, address, count, tensor.gradient_dtype, self._device)
             columns = [column[first : first + count] for column in tensor.columns]
             if not tensor.is_parameter:
                 self._settle(tensor, columns[0], gradient, step)
@@ -218,7 +218,7 @@ class Update:
                     tensor.kept,
                     tensor.scratch,
                     [column.view(shape) for column in columns[: 1 + moments]],
-                    _clipped(gradient.view(shape), coefficient),
+                    _clipped(gradient.view(shape), coefficient, tensor.dtype),
                 )
             )
         if parts and coefficient is not None:
@@ -228,8 +228,11 @@ class Update:
         self.count_all(step)
 
 
-def _clipped(gradient: torch.Tensor, coefficient: float | None) -> torch.Tensor:
-    return gradient if coefficient is None or coefficient == 1.0 else gradient * coefficient
+# As the weight's type, which the optimizer wants; multiplied in the wider one of the two.
+def _clipped(gradient: torch.Tensor, coefficient: float | None, dtype: torch.dtype) -> torch.Tensor:
+    if coefficient is None or coefficient == 1.0:
+        return gradient.to(dtype)
+    return (gradient.to(torch.promote_types(gradient.dtype, dtype)) * coefficient).to(dtype)
 
 
 # In rows of a fixed length, so that it does not depend on how torch divides the work among threads.

@@ -1,0 +1,214 @@
+#include "base/flight.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/digest.h"
+#include "base/entropy.h"
+#include "base/fail.h"
+#include "base/fd.h"
+#include "base/flight_ring.h"
+#include "base/log.h"
+
+namespace rejoin::flight {
+
+namespace {
+
+struct Recording {
+  Fd file;  // locked
+  Mapping memory;
+  Rings rings;
+};
+
+std::atomic<Recording*> current = nullptr;  // never freed: threads may be writing until the process has ended
+std::mutex opening;
+
+std::int64_t now_ns() { return SteadyClock().now().time_since_epoch().count(); }
+std::int64_t wall_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
+std::string line_of(const char* path) {
+  const Fd file(::open(path, O_RDONLY | O_CLOEXEC));
+  char text[128];
+  const ssize_t length = file ? ::read(file.get(), text, sizeof text) : -1;
+  std::string line(text, static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
+  return line.substr(0, line.find('\n'));
+}
+
+// A child of fork() has its parent's memory and lock: it gives both up, and records nothing.
+void in_child() {
+  Recording* const parents = current.exchange(nullptr);
+  if (parents == nullptr) return;
+  ::munmap(parents->memory.data(), parents->memory.size());
+  ::close(parents->file.get());
+}
+
+Result<Fd> open_directory(const std::string& directory) {
+  const std::string path = directory.empty() ? default_directory() : directory;
+  if (::mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return fail_errno(path);
+  Fd folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | (directory.empty() ? O_NOFOLLOW : 0)));
+  if (!folder) return fail_errno(path);
+  struct stat status {};
+  if (::fstat(folder.get(), &status) != 0) return fail_errno(path);
+  // Anybody may make a directory of that name before us.
+  if (directory.empty() && (status.st_uid != ::geteuid() || (status.st_mode & 022) != 0))
+    return fail(ErrorCode::refused, "{} is not this user's alone", path);
+  return folder;
+}
+
+constexpr time_t kYoung = 10;  // seconds
+
+struct Left {
+  std::string name;
+  struct timespec since;
+  std::uint64_t bytes = 0;
+};
+
+// Of processes that have ended, the newest first.
+std::vector<Left> left_in(const Fd& folder) {
+  std::vector<Left> found;
+  const std::unique_ptr<DIR, int (*)(DIR*)> all(::fdopendir(::fcntl(folder.get(), F_DUPFD_CLOEXEC, 0)), ::closedir);
+  if (!all) return found;
+  while (const dirent* entry = ::readdir(all.get())) {
+    const std::string name = entry->d_name;
+    if (!name.ends_with(kSuffix)) continue;
+    const Fd file(::openat(folder.get(), name.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    struct stat status {};
+    if (!file || ::fstat(file.get(), &status) != 0) continue;
+    const bool ours = S_ISREG(status.st_mode) && status.st_uid == ::geteuid();
+    // One that has just been made may not be locked yet; to try it now would keep its process from it.
+    const bool young = ::time(nullptr) - status.st_mtim.tv_sec < kYoung;
+    if (!ours || young || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0) continue;
+    found.push_back({name, status.st_mtim, static_cast<std::uint64_t>(status.st_blocks) * 512});
+  }
+  std::ranges::sort(found, [](const Left& one, const Left& other) {
+    return std::pair(one.since.tv_sec, one.since.tv_nsec) > std::pair(other.since.tv_sec, other.since.tv_nsec);
+  });
+  return found;
+}
+
+void clean(const Fd& folder) {
+  constexpr time_t week = 7 * 24 * 3600;
+  const time_t now = ::time(nullptr);
+  std::uint64_t bytes = 0;
+  std::size_t files = 0;
+  for (const auto& one : left_in(folder)) {
+    bytes += one.bytes;
+    if (++files > kMostLeft || bytes > kMostBytesLeft || now - one.since.tv_sec > week)
+      ::unlinkat(folder.get(), one.name.c_str(), 0);
+  }
+}
+
+// In a file's name.
+std::string plain(std::string text) {
+  for (char& c : text)
+    if (!std::isalnum(static_cast<unsigned char>(c)) && c != '-' && c != '_' && c != '.') c = '_';
+  return text.substr(0, 40);
+}
+
+void put_text(std::span<char> field, std::string_view text) {
+  text = text.substr(0, field.size() - 1);
+  std::copy(text.begin(), text.end(), field.begin());
+}
+
+Header describe(const std::string& who) {
+  Header header{};
+  header.pid = static_cast<std::uint32_t>(::getpid());
+  header.opened_ns = now_ns();
+  header.opened_wall_ns = wall_ns();
+  header.clock = clock_id();
+  put_text(header.who, who);
+  char host[64] = {};
+  if (::gethostname(host, sizeof host - 1) == 0) put_text(header.host, host);
+  return header;
+}
+
+}  // namespace
+
+std::string default_directory() {
+  const char* parent = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
+  return fmt::format("{}/rejoin-{}", parent, ::geteuid());
+}
+
+std::uint64_t clock_id() {
+  static const std::uint64_t id = [] {
+    struct stat time_namespace {};
+    const bool known = ::stat("/proc/self/ns/time", &time_namespace) == 0;
+    const std::string text =
+        fmt::format("{} {}", line_of("/proc/sys/kernel/random/boot_id"), known ? time_namespace.st_ino : 0);
+    return digest(as_bytes(text)) | 1;
+  }();
+  return id;
+}
+
+Result<> try_open(const std::string& directory, const std::string& who, const std::string& program) {
+  const std::lock_guard lock(opening);
+  if (current.load(std::memory_order_acquire) != nullptr) {
+    flight::record(Kind::named, {}, who);
+    return {};
+  }
+  auto folder = open_directory(directory);
+  if (!folder) return tl::unexpected(folder.error());
+  clean(*folder);
+  const std::string name = fmt::format("{}.{}.{:08x}{}", plain(who), ::getpid(), random_number() >> 32, kSuffix);
+  Fd file(::openat(folder->get(), name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
+  if (!file) return fail_errno(name);
+  (void)::flock(file.get(), LOCK_EX | LOCK_NB);
+  // All of it now: a page that can't be had later would end this process, as would a file that is larger than it may
+  // be.
+  rlimit limit{};
+  const bool may = ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur >= kSizes.bytes();
+  const int error = may ? ::posix_fallocate(file.get(), 0, kSizes.bytes()) : EFBIG;
+  auto memory = error == 0 ? Mapping::of(file, kSizes.bytes()) : fail(ErrorCode::exhausted, "{}", std::strerror(error));
+  if (!memory) {
+    ::unlinkat(folder->get(), name.c_str(), 0);
+    return fail(ErrorCode::exhausted, "{} of {}: {}", name, human_bytes(kSizes.bytes()), memory.error().message);
+  }
+  static const int watched = ::pthread_atfork(nullptr, nullptr, in_child);
+  if (watched != 0) return fail(ErrorCode::exhausted, "pthread_atfork: {}", std::strerror(watched));
+  const Rings rings(memory->span(), kSizes, describe(who));
+  current.store(new Recording{std::move(file), std::move(*memory), rings}, std::memory_order_release);
+  flight::record(Kind::opened, {.a = static_cast<std::uint64_t>(::getpid())}, program);
+  return {};
+}
+
+void open(const std::string& directory, const std::string& who, const std::string& program) {
+  if (directory == "off") return;
+  static std::atomic<bool> said = false;
+  if (const auto opened = try_open(directory, who, program); !opened && !said.exchange(true))
+    spdlog::warn("no flight recording of this process in {}: {}", directory.empty() ? default_directory() : directory,
+                 opened.error().message);
+}
+
+bool is_open() { return current.load(std::memory_order_relaxed) != nullptr; }
+
+void beat() {
+  if (is_open()) flight::record(Kind::beat, {.a = static_cast<std::uint64_t>(wall_ns())}, {});
+}
+
+void set_job(std::uint64_t job) {
+  if (Recording* const open = current.load(std::memory_order_acquire); open != nullptr && job != 0)
+    open->rings.set_job(job);
+}
+
+void record(Kind kind, const Numbers& numbers, std::string_view text) {
+  if (Recording* const open = current.load(std::memory_order_acquire); open != nullptr)
+    open->rings.put(kind, now_ns(), numbers, text);
+}
+
+}  // namespace rejoin::flight

@@ -1,0 +1,25 @@
+// The time at which a heartbeat was sent, by its sender's clock: what offsets between the clocks of nodes are estimated
+// from (clock_offsets.h). It stands behind the message, as two fields of protobuf that no message has: whoever does not
+// look for it does not see it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace rejoin::daemon {
+
+struct ClockStamp {
+  std::uint64_t clock = 0;  // whose: see flight::clock_id()
+  std::int64_t sent_ns = 0;
+};
+
+void append(std::string& message, const ClockStamp& stamp);
+std::optional<ClockStamp> stamp_of(std::string_view message);
+
+// Of this process, now: on a heartbeat that is about to be sent; and into its flight recording what has come with one.
+void stamp(std::string& message);
+void hear_stamp(std::string_view message);
+
+}  // namespace rejoin::daemon

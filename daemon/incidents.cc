@@ -1,0 +1,166 @@
+#include "daemon/incidents.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "base/bytes.h"
+#include "base/number.h"
+#include "daemon/incident_words.h"
+
+namespace rejoin::daemon {
+
+namespace {
+
+constexpr std::int64_t kTogether = kSecond;  // between the last events of processes that a machine took along
+
+// "0,1c,2": c of one that catches up.
+std::map<std::uint32_t, bool> members_of(const std::string& text) {
+  std::map<std::uint32_t, bool> members;
+  for (auto one : split(text, ',')) {
+    const bool catching_up = one.ends_with('c');
+    if (catching_up) one.pop_back();
+    std::uint32_t replica = 0;
+    if (parse_number(one, replica)) members[replica] = catching_up;
+  }
+  return members;
+}
+
+std::vector<EpochDecision> decisions_of(const Recordings& recordings) {
+  std::map<std::uint64_t, EpochDecision> found;
+  for (const auto& one : recordings.all)
+    for (const auto& event : one.events) {
+      const bool decided = event.kind == events::Kind::epoch;
+      if (!decided && event.kind != events::Kind::enter_epoch) continue;
+      EpochDecision decision{.at = event.at,
+                             .epoch = event.numbers.epoch,
+                             .step = event.numbers.step,
+                             .members = members_of(event.first_text()),
+                             .reason = event.more_text(),
+                             .decided = decided};
+      auto& known = found.try_emplace(decision.epoch, decision).first->second;
+      const bool better = decided != known.decided ? decided : decision.at < known.at;
+      if (better) known = std::move(decision);
+    }
+  std::vector<EpochDecision> all;
+  for (auto& [epoch, decision] : found) all.push_back(std::move(decision));
+  return all;
+}
+
+std::vector<std::uint32_t> lost_between(const EpochDecision& before, const EpochDecision& after) {
+  std::vector<std::uint32_t> lost;
+  for (const auto& [replica, catching_up] : before.members)
+    if (!after.members.contains(replica)) lost.push_back(replica);
+  return lost;
+}
+
+// The first epoch after the end of this process that follows from it.
+Incident* cause_of(const Recording& ended, std::vector<Incident>& incidents) {
+  const std::int64_t at = last_event(ended);
+  const auto place = place_of(ended);
+  std::set<std::uint32_t> serves;
+  if (place) serves.insert(place->first);
+  for (const auto& event : ended.events)
+    if (event.kind == events::Kind::rank_up) serves.insert(event.numbers.replica);
+  for (auto& incident : incidents) {
+    if (!incident.decision || incident.at < at - kSecond / 10 || incident.at - at > kMostToDecide) continue;
+    if (std::ranges::any_of(incident.lost, [&](auto replica) { return serves.contains(replica); })) return &incident;
+  }
+  return nullptr;
+}
+
+std::optional<std::int64_t> finished_at(const Recordings& recordings) {
+  std::optional<std::int64_t> at;
+  for (const auto& one : recordings.all)
+    for (const auto& event : one.events)
+      if (event.kind == events::Kind::finished && (!at || event.at < *at)) at = event.at;
+  return at;
+}
+
+// Whether somebody was there afterwards: otherwise this is the end of all recordings.
+bool outlived(const Recording& one, const Recordings& recordings) {
+  return std::ranges::any_of(
+      recordings.all, [&](const Recording& other) { return &other != &one && last_event(other) > last_event(one); });
+}
+
+// Two processes of one machine of which nobody is heard afterwards.
+bool lost_together(const Recording& one, const Recording& other, const Recordings& recordings) {
+  const std::int64_t last = std::max(last_event(one), last_event(other));
+  return one.clock == other.clock && last_event(other) - last_event(one) < kTogether &&
+         std::ranges::none_of(recordings.all, [&](const Recording& each) {
+           return each.clock == one.clock && last_event(each) > last + kTogether;
+         });
+}
+
+}  // namespace
+
+std::int64_t last_event(const Recording& recording) {
+  return recording.events.empty() ? recording.opened_ns : recording.events.back().at;
+}
+
+bool said_that_it_ends(const Recording& recording) {
+  bool said = false;
+  for (const auto& event : recording.events) {
+    if (event.kind == events::Kind::ended || event.kind == events::Kind::left) said = true;
+    if (event.kind == events::Kind::named || event.kind == events::Kind::registered) said = false;  // another session
+  }
+  return said;
+}
+
+bool decides(const Recording& recording) {
+  return recording.who.starts_with("coordinator") ||
+         std::ranges::any_of(recording.events, [](const RecordedEvent& event) {
+           return event.kind == events::Kind::epoch || event.kind == events::Kind::recovered ||
+                  event.kind == events::Kind::leader;
+         });
+}
+
+std::optional<std::pair<std::uint32_t, std::uint32_t>> place_of(const Recording& recording) {
+  unsigned replica = 0, rank = 0;
+  char more = 0;
+  if (std::sscanf(recording.who.c_str(), "r%9u.%9u%c", &replica, &rank, &more) != 2) return std::nullopt;
+  return std::pair(std::uint32_t{replica}, std::uint32_t{rank});
+}
+
+std::string Incident::title() const {
+  std::string replicas;
+  for (auto replica : lost) replicas += fmt::format("{}{}", replicas.empty() ? "" : ", ", replica);
+  std::string names;
+  for (const auto* one : ended)
+    if (lost.empty()) names += fmt::format("{}{}", names.empty() ? "" : ", ", one->who);
+  if (!decision) return fmt::format("the end of {}, without a new epoch", names);
+  if (lost.empty()) return fmt::format("epoch {}, of the same members", epoch);
+  return fmt::format("epoch {}, without replica {}", epoch, replicas);
+}
+
+Incidents find_incidents(const Recordings& recordings) {
+  Incidents found{.decisions = decisions_of(recordings), .all = {}};
+  for (std::size_t i = 1; i < found.decisions.size(); ++i) {
+    const auto& decision = found.decisions[i];
+    auto lost = lost_between(found.decisions[i - 1], decision);
+    const bool mends = decision.reason.find("connect again") != std::string::npos;
+    if (lost.empty() && !mends) continue;
+    found.all.push_back(
+        {.at = decision.at, .decision = i, .lost = std::move(lost), .ended = {}, .epoch = decision.epoch});
+  }
+  std::vector<const Recording*> ended;
+  const auto finished = finished_at(recordings);
+  for (const auto& one : recordings.all)
+    if (!one.lives && !said_that_it_ends(one) && outlived(one, recordings) &&
+        (!finished || last_event(one) < *finished))
+      ended.push_back(&one);
+  std::ranges::sort(ended, {}, [](const Recording* one) { return last_event(*one); });
+  std::vector<Incident> others;
+  for (const auto* one : ended) {
+    if (Incident* of = cause_of(*one, found.all)) of->ended.push_back(one);
+    else if (!others.empty() && lost_together(*others.back().ended.back(), *one, recordings))
+      others.back().ended.push_back(one);
+    else others.push_back({.at = last_event(*one), .decision = {}, .lost = {}, .ended = {one}});
+  }
+  found.all.insert(found.all.end(), others.begin(), others.end());
+  std::ranges::stable_sort(found.all, {}, &Incident::at);
+  return found;
+}
+
+}  // namespace rejoin::daemon

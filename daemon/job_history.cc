@@ -1,0 +1,218 @@
+#include "daemon/job_history.h"
+
+#include <algorithm>
+
+#include "base/text.h"
+
+namespace rejoin::daemon {
+
+namespace {
+
+constexpr std::size_t kLongestReason = 400;  // bytes
+
+// It is more than a slow one.
+bool stands_still(Duration step, Duration usual) {
+  return step > std::max<Duration>(10 * usual, std::chrono::seconds(1));
+}
+
+template <typename Values>
+std::optional<Duration> median_of(Values values) {
+  if (values.empty()) return {};
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+}  // namespace
+
+void Histogram::add(double value) {
+  ++counts_[static_cast<std::size_t>(std::ranges::lower_bound(bounds_, value) - bounds_.begin())];
+  sum_ += value;
+  ++count_;
+}
+
+const char* JobHistory::name(Cause cause) {
+  constexpr std::array<const char*, kCauses> names{"start",    "lost",   "silent",   "dropped",
+                                                   "returned", "joined", "promoted", "repeated"};
+  return names[static_cast<std::size_t>(cause)];
+}
+
+void JobHistory::on_records(const std::vector<proto::LogRecord>& records, std::optional<TimePoint> now) {
+  for (const auto& record : records) {
+    if (record.has_epoch()) on_epoch(record.epoch(), now);
+    if (record.has_committed()) on_committed(record.committed(), now);
+    if (record.has_dropped()) dropped_ = true;
+    if (record.has_snapshot()) on_snapshot(record.snapshot());
+    if (record.has_rolled_back())
+      while (!steps_.empty() && steps_.back().step > record.rolled_back().version()) steps_.pop_back();
+  }
+}
+
+// From here on the time counts: that before is nobody's.
+void JobHistory::on_lead(TimePoint now) {
+  committed_at_.reset();
+  if (contributors() > 0) committed_at_ = now;
+}
+
+void JobHistory::on_committed(const proto::LogRecord::Committed& committed, std::optional<TimePoint> now) {
+  StepRow row{.step = committed.step(), .took = {}, .broken = std::exchange(broken_, 0)};
+  if (now && committed_at_) {
+    row.took = *now - *committed_at_;
+    const Duration usual = median_step().value_or(*row.took);
+    const Duration beyond = std::max(Duration{}, *row.took - usual);
+    step_seconds_.add(seconds(*row.took));
+    effective_.total += *row.took;
+    if (row.broken > 0 || stands_still(*row.took, usual)) effective_.lost += beyond;
+    effective_.replica_seconds += seconds(*row.took) * contributors();
+    if (lost_at_ && last_failure_) {
+      last_failure_->recovery = *now - *lost_at_;
+      last_failure_->cost = beyond;
+      recovery_seconds_.add(seconds(*last_failure_->recovery));
+    }
+  }
+  lost_at_.reset();
+  committed_at_ = now;
+  steps_.push_back(row);
+  if (steps_.size() > kSteps) steps_.pop_front();
+}
+
+std::string JobHistory::states_of(const auto& members, const auto& suspended) const {
+  std::string states(states_.size(), kAbsent);
+  const auto set = [&](std::uint32_t replica, char state) {
+    if (replica < states.size()) states[replica] = state;
+  };
+  for (const auto& out : suspended) set(out.replica(), kSuspended);
+  for (const auto& m : members) set(m.replica(), m.catching_up() ? kCatchesUp : kContributes);
+  return states;
+}
+
+JobHistory::Cause JobHistory::cause_of(const std::string& next) const {
+  const auto any = [&](auto changed) {
+    for (std::size_t i = 0; i < next.size(); ++i)
+      if (changed(states_[i], next[i])) return true;
+    return false;
+  };
+  const auto in = [](char state) { return state == kContributes || state == kCatchesUp; };
+  if (dropped_) return Cause::dropped;
+  if (!any([&](char before, char) { return in(before); })) return Cause::start;
+  if (any([&](char before, char after) { return in(before) && after == kAbsent; })) return Cause::lost;
+  if (any([&](char before, char after) { return in(before) && after == kSuspended; })) return Cause::silent;
+  if (any([&](char before, char after) { return before == kSuspended && in(after); })) return Cause::returned;
+  if (any([&](char before, char after) { return before == kAbsent && in(after); })) return Cause::joined;
+  if (any([&](char before, char after) { return before == kCatchesUp && after == kContributes; }))
+    return Cause::promoted;
+  return Cause::repeated;
+}
+
+bool JobHistory::is_failure(Cause cause) const {
+  return cause == Cause::lost || cause == Cause::silent || cause == Cause::dropped || cause == Cause::repeated;
+}
+
+void JobHistory::on_epoch(const proto::LogRecord::EpochBegun& begun, std::optional<TimePoint> now) {
+  std::string next = states_of(begun.members(), begun.suspended());
+  EpochRow row{.epoch = begun.epoch(),
+               .step = begun.step(),
+               .cause = cause_of(next),
+               .reason = shortened(begun.reason(), kLongestReason),
+               .states = next,
+               .at = now};
+  dropped_ = false;
+  if (is_failure(row.cause)) {
+    ++broken_;
+    if (now && !lost_at_) lost_at_ = now;
+    if (now)
+      last_failure_ = {.epoch = row.epoch, .step = row.step, .cause = row.cause, .reason = row.reason, .at = *now};
+  }
+  if (now) {
+    ++by_cause_[static_cast<std::size_t>(row.cause)];
+    note_absences(next, *now);
+    if (row.cause == Cause::start && !committed_at_) committed_at_ = now;
+  }
+  states_ = std::move(next);
+  epochs_.push_back(std::move(row));
+  // What came before the oldest step that is kept says nothing of those that are, but for the last of it.
+  const std::uint64_t oldest = steps_.empty() ? 0 : steps_.front().step;
+  while (epochs_.size() > kMostEpochs || (epochs_.size() > kEpochs && epochs_[1].step <= oldest)) epochs_.pop_front();
+}
+
+void JobHistory::note_absences(const std::string& next, TimePoint now) {
+  for (std::size_t i = 0; i < next.size(); ++i) {
+    const bool was_in = states_[i] == kContributes || states_[i] == kCatchesUp;
+    if (was_in && (next[i] == kAbsent || next[i] == kSuspended) && !out_since_[i]) out_since_[i] = now;
+    if (next[i] != kContributes || !out_since_[i]) continue;
+    absences_.push_back(now - *out_since_[i]);
+    if (absences_.size() > 16) absences_.pop_front();
+    out_since_[i].reset();
+  }
+}
+
+// In place of all records before it; what they said is kept as far as it is known.
+void JobHistory::on_snapshot(const proto::LogRecord::Snapshot& snapshot) {
+  if (!epochs_.empty() && epochs_.back().epoch == snapshot.epoch()) return;
+  states_ = states_of(snapshot.members(), snapshot.suspended());
+  epochs_.push_back({.epoch = snapshot.epoch(),
+                     .step = snapshot.committed() + 1,
+                     .cause = Cause::start,
+                     .reason = "what was before is in older logs",
+                     .states = states_,
+                     .at = {}});
+}
+
+std::uint32_t JobHistory::contributors() const {
+  return static_cast<std::uint32_t>(std::ranges::count(states_, kContributes));
+}
+
+std::optional<Duration> JobHistory::median_step() const {
+  std::vector<Duration> took;
+  for (const auto& row : steps_)
+    if (row.took) took.push_back(*row.took);
+  return median_of(std::move(took));
+}
+
+std::optional<double> JobHistory::steps_per_second() const {
+  Duration time{};
+  std::size_t count = 0;
+  for (auto row = steps_.rbegin(); row != steps_.rend() && row->took && time <= std::chrono::seconds(10); ++row) {
+    time += *row->took;
+    ++count;
+  }
+  if (time == Duration{}) return {};
+  return static_cast<double>(count) / seconds(time);
+}
+
+std::optional<Duration> JobHistory::median_absence() const {
+  return median_of(std::vector<Duration>(absences_.begin(), absences_.end()));
+}
+
+JobHistory::Effective JobHistory::effective(TimePoint now, bool running) const {
+  Effective all = effective_;
+  if (!running || !committed_at_) return all;
+  // The step under way may be one that gets on; what it has taken beyond the usual is lost where it is broken or late.
+  const Duration so_far = now - *committed_at_;
+  const Duration usual = median_step().value_or(so_far);
+  all.total += so_far;
+  if (broken_ > 0 || stands_still(so_far, usual)) all.lost += std::max(Duration{}, so_far - usual);
+  all.replica_seconds += seconds(so_far) * contributors();
+  return all;
+}
+
+void JobHistory::on_report(proto::Report report, TimePoint now) {
+  if (report.replica() >= states_.size()) return;
+  auto& of_replica = told_[report.replica()];
+  std::string node = shortened(report.node(), 64);
+  std::erase_if(of_replica, [&](const auto& one) { return now - one.second.at > kReportLasts; });
+  if (of_replica.size() >= kMostNodes && !of_replica.contains(node)) return;
+  report.set_node(node);
+  while (report.rails_size() > 16) report.mutable_rails()->RemoveLast();
+  of_replica[std::move(node)] = {std::move(report), now};
+}
+
+std::vector<const JobHistory::Told*> JobHistory::told(TimePoint now) const {
+  std::vector<const Told*> all;
+  for (const auto& [replica, nodes] : told_)
+    for (const auto& [node, told] : nodes)
+      if (now - told.at <= kReportLasts) all.push_back(&told);
+  return all;
+}
+
+}  // namespace rejoin::daemon

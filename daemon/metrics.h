@@ -1,0 +1,14 @@
+// The figures of a status document and of the job's history as Prometheus metrics. docs/operations.md has the table.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+#include "daemon/job_history.h"
+
+namespace rejoin::daemon {
+
+// `history`: of a coordinator; null: this process is none.
+std::string metrics_text(const nlohmann::json& status, const JobHistory* history, TimePoint now);
+
+}  // namespace rejoin::daemon

@@ -1,0 +1,212 @@
+// What is said of incidents that never were: of each the right thing, and of what is not recorded that it is unknown.
+#include "daemon/explain.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "daemon/tests/made_up_recording.h"
+
+namespace rejoin::daemon {
+namespace {
+
+using events::Kind;
+using testing::AllOf;
+using testing::Contains;
+using testing::HasSubstr;
+using testing::Not;
+
+constexpr std::int64_t ms = 1'000'000;
+
+// Three replicas; r1.0 ends at 1,000 ms in step 11, comes back, catches up and contributes from step 16 on.
+struct Job {
+  MadeUp coordinator{"coordinator", 1, 1}, node{"node1", 1, 2}, r0{"r0.0", 1, 10}, r1{"r1.0", 1, 11},
+      r1_again{"r1.0", 1, 12};
+  std::vector<MadeUp*> all{&coordinator, &node, &r0, &r1, &r1_again};
+
+  Job() {
+    coordinator.add(1 * ms, Kind::epoch, {.epoch = 1, .step = 1}, "0,1,2\nstart");
+    node.add(1 * ms, Kind::rank_up, {.replica = 1, .number = 0, .a = 11});
+    r1.add(1 * ms, Kind::registered, {.a = 2});
+    for (std::uint64_t step = 1; step <= 20; ++step)  // 100 ms each, and the eleventh 50 ms more
+      coordinator.add(static_cast<std::int64_t>(step) * 100 * ms + (step > 10 ? 50 * ms : 0), Kind::commit,
+                      {.epoch = 1, .step = step});
+    r1.add(1000 * ms, Kind::bucket_begun, {.epoch = 1, .step = 11});
+    node.add(1002 * ms, Kind::rank_down, {.replica = 1, .number = 0, .a = 11}, "its process 11 ended");
+    r0.add(1003 * ms, Kind::peer_lost, {.replica = 1}, "connection reset");
+    coordinator.add(1006 * ms, Kind::appended, {.number = 1, .a = 700'000});
+    coordinator.add(1006 * ms, Kind::epoch, {.epoch = 2, .step = 11}, "0,2\nwithout replica 1: its process 11 ended");
+    r0.add(1008 * ms, Kind::enter_epoch, {.epoch = 2, .step = 11, .number = 1, .a = 3, .b = 3 << 20}, "0,2");
+    r0.add(1012 * ms, Kind::entered, {.epoch = 2});
+  }
+  void comes_back() {
+    r1_again.add(1200 * ms, Kind::opened);
+    node.add(1210 * ms, Kind::rank_up, {.replica = 1, .number = 0, .a = 12});
+    coordinator.add(1250 * ms, Kind::epoch, {.epoch = 3, .step = 13}, "0,2,1c\nreplica 1 comes in");
+    node.add(1260 * ms, Kind::source_up, {.replica = 0});
+    node.add(1260 * ms, Kind::source_up, {.replica = 2});
+    node.add(1450 * ms, Kind::caught_up, {.replica = 1, .number = 0, .a = 8 << 20, .b = 200'000'000},
+             "8 slices from 2 sources, 1 fetched again");
+    coordinator.add(1550 * ms, Kind::epoch, {.epoch = 4, .step = 16}, "0,2,1\nreplica 1 has caught up");
+  }
+  void ends() {
+    for (auto* one : all)
+      if (one != &r1) one->add(3000 * ms, Kind::ended, {}, "in order");
+  }
+  std::vector<Recording> recordings() const {
+    std::vector<Recording> made;
+    for (const auto* one : all)
+      if (!one->made.events.empty()) made.push_back(one->recording());
+    return made;
+  }
+};
+
+std::vector<std::string> told(std::vector<Recording> all, std::size_t which = 0) {
+  const auto joined = join(std::move(all));
+  const auto incidents = find_incidents(joined);
+  if (incidents.all.size() <= which) return {};
+  return explain(joined, incidents, incidents.all[which]);
+}
+
+TEST(Explain, AKilledTrainerAndItsReturn) {
+  Job job;
+  job.comes_back();
+  job.ends();
+  const auto lines = told(job.recordings());
+  ASSERT_FALSE(lines.empty());
+  EXPECT_THAT(lines[0], HasSubstr("Incident 1 of 1: epoch 2, without replica 1;"));
+  EXPECT_THAT(lines[1],
+              AllOf(HasSubstr("Trainer r1.0 (process 11 on host) ended without a word"), HasSubstr("is not recorded")));
+  EXPECT_THAT(lines[2],
+              AllOf(HasSubstr("Daemon node1 said of rank 0: its process 11 ended, 2.0 ms later"),
+                    HasSubstr("trainer r0.0 lost its connection with replica 1: connection reset, 3.0 ms later")));
+  EXPECT_THAT(lines[3],
+              AllOf(HasSubstr("epoch 2 with replicas 0, 2 at"),
+                    HasSubstr("6.0 ms later than the last sign of life, for: without replica 1: its process 11 ended"),
+                    HasSubstr("on disk in 0.7 ms")));
+  EXPECT_THAT(lines[4], AllOf(HasSubstr("1 trainers entered the epoch"), HasSubstr("after 6.0 ms"),
+                              HasSubstr("3 buckets (3.0 MiB) of step 11 were reduced again"), HasSubstr("1 of them")));
+  EXPECT_THAT(lines[5], AllOf(HasSubstr("Step 11 was committed 150.0 ms after"),
+                              HasSubstr("median of the steps before: 100.0 ms"), HasSubstr("50.0 ms were lost")));
+  EXPECT_THAT(lines[6],
+              AllOf(HasSubstr("registered for it 204.0 ms later (process 12)"),
+                    HasSubstr("Admitted in epoch 3, 244.0 ms later; it caught up 8.0 MiB in 200.0 ms (40.0 MiB/s) from "
+                              "replicas 0, 2 (rank 0: 8 slices from 2 sources, 1 fetched again)")));
+  EXPECT_THAT(lines[7],
+              AllOf(HasSubstr("contributed again from step 16 on (epoch 4)"), HasSubstr("missing in 5 steps")));
+  EXPECT_THAT(lines[8], AllOf(HasSubstr("About 50.0 ms for everybody; the gradients of replica 1 in 5 steps")));
+  EXPECT_THAT(lines[9], HasSubstr("one machine's clock"));
+}
+
+TEST(Explain, WhatIsNotRecordedIsUnknown) {
+  Job job;
+  job.ends();
+  // Of the coordinator, the victim and its daemon nothing was collected.
+  auto lines = told({job.r0.recording()});
+  EXPECT_TRUE(lines.empty()) << "one epoch alone shows nobody that is out";
+  job.r0.add(2 * ms, Kind::enter_epoch, {.epoch = 1, .step = 1}, "0,1,2");
+  lines = told({job.r0.recording()});
+  ASSERT_FALSE(lines.empty());
+  EXPECT_THAT(lines[0], HasSubstr("epoch 2, without replica 1"));
+  EXPECT_THAT(lines, Contains(HasSubstr("What happened: Unknown: no recording of replica 1")));
+  EXPECT_THAT(lines, Contains(HasSubstr("Decided: Unknown: there is no recording of the coordinator")));
+  EXPECT_THAT(lines, Contains(HasSubstr("Nobody registered for it again. It is not back")));
+  EXPECT_THAT(lines, Contains(HasSubstr("Cost: How much time everybody lost is unknown")));
+}
+
+TEST(Explain, AProcessThatStoodStillIsNotCalledDead) {
+  Job job;
+  auto& events = job.node.made.events;
+  std::erase_if(events, [](const auto& event) { return event.kind == Kind::rank_down; });
+  job.node.add(1004 * ms, Kind::rank_down, {.replica = 1, .number = 0, .a = 11},
+               "its process gave no sign of life for 500 ms");
+  job.r1.add(4000 * ms, Kind::paused, {.a = 3'000'000'000});
+  job.r1.add(4001 * ms, Kind::put_out, {}, "it was silent");
+  job.ends();
+  const auto lines = told(job.recordings());
+  ASSERT_GT(lines.size(), 2u);
+  EXPECT_THAT(lines[1],
+              AllOf(HasSubstr("Trainer r1.0 (process 11 on host) stood still for 3.00 s"), Not(HasSubstr("ended"))));
+  // It never went on, and is still there.
+  Job stopped;
+  std::erase_if(stopped.node.made.events, [](const auto& event) { return event.kind == Kind::rank_down; });
+  stopped.node.add(1004 * ms, Kind::rank_down, {.replica = 1, .number = 0, .a = 11},
+                   "its process gave no sign of life for 500 ms");
+  stopped.r1.made.lives = true;
+  stopped.ends();
+  EXPECT_THAT(told(stopped.recordings())[1], HasSubstr("stands still: its last sign of life was at"));
+}
+
+TEST(Explain, ADaemonOrCoordinatorThatEndsWithoutAnEpochIsAnIncidentOfItsOwn) {
+  Job job;
+  job.node.add(1300 * ms, Kind::beat);
+  job.coordinator.add(1301 * ms, Kind::node_lost, {}, "node1\nconnection reset");
+  job.r0.add(1302 * ms, Kind::daemon_lost, {}, "connection reset");
+  MadeUp again("node1", 1, 3);
+  again.add(1500 * ms, Kind::opened);
+  job.r0.add(1520 * ms, Kind::daemon_back);
+  job.all.push_back(&again);
+  job.ends();
+  std::erase_if(job.node.made.events, [](const auto& event) { return event.kind == Kind::ended; });
+  const auto lines = told(job.recordings(), 1);
+  ASSERT_GT(lines.size(), 5u);
+  EXPECT_THAT(lines[0], HasSubstr("Incident 2 of 2: the end of node1, without a new epoch"));
+  EXPECT_THAT(lines[1], HasSubstr("Daemon node1 (process 2 on host) ended without a word"));
+  EXPECT_THAT(lines[2], AllOf(HasSubstr("Coordinator lost node node1: connection reset, 1.0 ms later"),
+                              HasSubstr("trainer r0.0 lost its daemon")));
+  EXPECT_THAT(lines, Contains(HasSubstr("No epoch began for it: nobody was taken out")));
+  EXPECT_THAT(
+      lines,
+      Contains(HasSubstr(
+          "Process 3 took its place 200.0 ms later. 1 trainers connected with it again, the last one 220.0 ms later")));
+  EXPECT_THAT(lines, Contains(HasSubstr("no step was lost, and nobody was taken out")));
+}
+
+TEST(Explain, AMachineThatIsLostIsOneIncidentAndTwoEndsOnOneThatLivesAreTwo) {
+  const auto titles = [](bool machine) {
+    Job job;
+    job.ends();
+    std::vector<Recording> all = job.recordings();
+    for (const char* who : {"node5", "coordinator c1"}) {
+      MadeUp lost(who, machine ? 5 : 1, who[0]);
+      for (std::int64_t t = 1200; t < 1600; t += 100) lost.add(t * ms, Kind::beat);
+      if (who[0] == 'c') lost.add(1900 * ms, Kind::beat);
+      for (std::int64_t t = 100; machine && t < 1500; t += 100) {
+        lost.hear(job.coordinator, t * ms, t * ms + 100'000);
+        job.coordinator.hear(lost, t * ms, t * ms + 100'000);
+      }
+      all.push_back(lost.recording());
+    }
+    all[0] = job.coordinator.recording();
+    const auto joined = join(std::move(all));
+    std::vector<std::string> all_titles;
+    for (const auto& one : find_incidents(joined).all) all_titles.push_back(one.title());
+    return all_titles;
+  };
+  EXPECT_THAT(titles(true), testing::ElementsAre("epoch 2, without replica 1",
+                                                 "the end of node5, coordinator c1, without a new epoch"));
+  EXPECT_THAT(titles(false), testing::ElementsAre("epoch 2, without replica 1", "the end of node5, without a new epoch",
+                                                  "the end of coordinator c1, without a new epoch"));
+}
+
+TEST(Explain, AnIncidentIsFoundByItsTimeItsEpochAndInTheList) {
+  constexpr std::int64_t day = 86400'000 * ms, near = 20'000 * day + 23 * 3600'000 * ms;
+  EXPECT_EQ(*parse_time("23:59:59.5", near), 20'000 * day + day - 500 * ms);
+  EXPECT_EQ(*parse_time("00:00:01", near), 20'001 * day + 1000 * ms) << "the nearest one is after midnight";
+  EXPECT_EQ(*parse_time("2024-10-04T23:00:00Z", 0), near);
+  EXPECT_EQ(*parse_time("2024-10-04 23:00:00.250", 0), near + 250 * ms);
+  EXPECT_EQ(*parse_time("12.5", 0), 12'500 * ms);
+  for (const char* wrong :
+       {"", "soon", "25:00:00", "2024-13-04T23:00:00", "12:00:00 h", "-1", "1:2", "nan", "2024-10-04"})
+    EXPECT_FALSE(parse_time(wrong, near)) << wrong;
+  Job job;
+  job.comes_back();
+  job.ends();
+  const auto joined = join(job.recordings());
+  EXPECT_THAT(
+      list(joined, find_incidents(joined)),
+      testing::ElementsAre(AllOf(HasSubstr("  1  2026-09-"),
+                                 HasSubstr("epoch 2, without replica 1 (without replica 1: its process 11 ended)"))));
+}
+
+}  // namespace
+}  // namespace rejoin::daemon

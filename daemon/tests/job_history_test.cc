@@ -1,0 +1,270 @@
+// What a coordinator remembers for people, and what metrics and page make of it.
+#include "daemon/job_history.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "base/recent_longest.h"
+#include "daemon/metrics.h"
+#include "daemon/overview.h"
+#include "daemon/status_pages.h"
+
+namespace rejoin::daemon {
+namespace {
+
+using namespace std::chrono_literals;
+using Cause = JobHistory::Cause;
+using nlohmann::json;
+using testing::HasSubstr, testing::Not;
+
+proto::LogRecord epoch(std::uint64_t number, std::uint64_t step, const std::string& states, std::string reason = "x") {
+  proto::LogRecord record;
+  auto& begun = *record.mutable_epoch();
+  begun.set_epoch(number);
+  begun.set_step(step);
+  begun.set_reason(std::move(reason));
+  for (std::uint32_t r = 0; r < states.size(); ++r) {
+    if (states[r] == '.') continue;
+    auto& member = states[r] == 's' ? *begun.add_suspended() : *begun.add_members();
+    member.set_replica(r);
+    member.set_catching_up(states[r] == 'j');
+  }
+  return record;
+}
+
+proto::LogRecord commit(std::uint64_t step) {
+  proto::LogRecord record;
+  record.mutable_committed()->set_step(step);
+  return record;
+}
+
+struct Told {
+  JobHistory history{3};
+  TimePoint now{1h};
+  std::uint64_t step = 0;
+  void steps(int count, Duration each = 1s) {
+    for (; count > 0; --count) now += each, history.on_records({commit(++step)}, now);
+  }
+  void begins(std::uint64_t number, const std::string& states) {
+    history.on_records({epoch(number, step + 1, states)}, now);
+  }
+};
+
+TEST(JobHistory, TellsWhatALossCostAndHowLongTheReplicaWasAway) {
+  Told job;
+  job.begins(1, "ccc");
+  job.steps(20);
+  job.now += 500ms;
+  job.begins(2, "c.c");
+  job.steps(1, 800ms);  // 1.3 s in all
+  const auto& failure = job.history.last_failure();
+  ASSERT_TRUE(failure && failure->recovery && failure->cost);
+  EXPECT_EQ(failure->cause, Cause::lost);
+  EXPECT_EQ(*failure->recovery, Duration(800ms));
+  EXPECT_EQ(*failure->cost, Duration(300ms));
+  EXPECT_EQ(job.history.recovery_seconds().count(), 1u);
+  EXPECT_EQ(job.history.steps().back().broken, 1u);
+  job.steps(5);
+  job.begins(3, "cjc");
+  job.steps(4);
+  EXPECT_FALSE(job.history.median_absence());
+  job.begins(4, "ccc");
+  job.steps(1);
+  EXPECT_EQ(job.history.median_absence(), Duration(9800ms));
+  EXPECT_EQ(job.history.epochs_by(Cause::joined), 1u);
+  EXPECT_EQ(job.history.epochs_by(Cause::promoted), 1u);
+  EXPECT_EQ(job.history.step_seconds().count(), 31u);
+  const auto effective = job.history.effective(job.now, true);
+  EXPECT_EQ(effective.total, Duration(31300ms));
+  EXPECT_EQ(effective.lost, Duration(300ms));
+}
+
+TEST(JobHistory, NamesEachEpochByWhatItChanges) {
+  const std::vector<std::pair<std::string, Cause>> epochs{
+      {"cc.", Cause::start},  {"c..", Cause::lost},     {"cj.", Cause::joined},   {"cc.", Cause::promoted},
+      {"cs.", Cause::silent}, {"cc.", Cause::returned}, {"cc.", Cause::repeated}, {"c.j", Cause::lost},
+      {"...", Cause::lost},   {"ccc", Cause::start}};
+  JobHistory history(3);
+  for (std::size_t i = 0; i < epochs.size(); ++i) {
+    history.on_records({epoch(i + 1, 1, epochs[i].first)}, TimePoint(1s));
+    EXPECT_STREQ(JobHistory::name(history.epochs().back().cause), JobHistory::name(epochs[i].second)) << i;
+  }
+  proto::LogRecord dropped;
+  dropped.mutable_dropped()->set_replica(1);
+  history.on_records({dropped, epoch(11, 1, "c.c")}, TimePoint(1s));
+  EXPECT_EQ(history.epochs().back().cause, Cause::dropped);
+}
+
+TEST(JobHistory, WhatWasDecidedBeforeHasNoTimesAndIsShownAllTheSame) {
+  JobHistory history(2);
+  history.on_records({epoch(1, 1, "cc"), commit(1), commit(2), epoch(2, 3, "c.")}, {});
+  EXPECT_EQ(history.steps().size(), 2u);
+  EXPECT_EQ(history.states(), "c.");
+  EXPECT_EQ(history.step_seconds().count(), 0u);
+  EXPECT_EQ(history.epochs_by(Cause::lost), 0u);  // by this coordinator
+  history.on_lead(TimePoint(10s));
+  history.on_records({commit(3)}, TimePoint(12s));
+  EXPECT_EQ(history.steps().back().took, Duration(2s));
+  EXPECT_EQ(history.effective(TimePoint(12s), true).total, Duration(2s));
+}
+
+TEST(JobHistory, AJobThatStandsStillLosesTimeWhileItDoes) {
+  Told job;
+  job.begins(1, "ccc");
+  job.steps(10);
+  EXPECT_EQ(job.history.effective(job.now + 5s, true).lost, Duration{});  // a slow step
+  EXPECT_EQ(job.history.effective(job.now + 30s, true).lost, Duration(29s));
+  EXPECT_EQ(job.history.effective(job.now + 30s, false).lost, Duration{});  // it is finished
+  EXPECT_EQ(job.history.steps_per_second(), 1.0);
+}
+
+TEST(RecentLongest, IsOfTheLastTenToTwentySeconds) {
+  RecentLongest longest;
+  EXPECT_EQ(longest.at(TimePoint(100s)), Duration{});
+  longest.add(5ms, TimePoint(100s));
+  longest.add(9ms, TimePoint(101s));
+  longest.add(2ms, TimePoint(102s));
+  EXPECT_EQ(longest.at(TimePoint(109s)), Duration(9ms));
+  longest.add(1ms, TimePoint(111s));
+  EXPECT_EQ(longest.at(TimePoint(111s)), Duration(9ms));
+  longest.add(1ms, TimePoint(122s));
+  EXPECT_EQ(longest.at(TimePoint(122s)), Duration(1ms));
+  EXPECT_EQ(longest.at(TimePoint(150s)), Duration{});
+}
+
+proto::Report report(std::uint32_t replica, const std::string& node) {
+  proto::Report told;
+  told.set_replica(replica);
+  told.set_node(node);
+  return told;
+}
+
+TEST(JobHistory, OfDaemonsItKeepsTheLatestForAWhileAndNoMoreThanSoMany) {
+  JobHistory history(2);
+  history.on_report(report(0, "a"), TimePoint(1s));
+  history.on_report(report(0, "a"), TimePoint(2s));
+  history.on_report(report(7, "a"), TimePoint(2s));  // there is no such replica
+  EXPECT_EQ(history.told(TimePoint(2s)).size(), 1u);
+  for (int i = 0; i < 1000; ++i) history.on_report(report(1, std::to_string(i)), TimePoint(2s));
+  EXPECT_EQ(history.told(TimePoint(2s)).size(), 1 + JobHistory::kMostNodes);
+  EXPECT_TRUE(history.told(TimePoint(20s)).empty());
+  history.on_report(report(1, "later"), TimePoint(20s));
+  EXPECT_EQ(history.told(TimePoint(20s)).size(), 1u);
+}
+
+// As a coordinator that leads has it.
+json status_of_coordinator(bool leads = true) {
+  return {
+      {"coordinator_role",
+       {{"epoch", 4},
+        {"committed", 31},
+        {"job", "00000000000000ab"},
+        {"finished", false},
+        {"nodes", 3},
+        {"rejected", 2},
+        {"strangers", 0},
+        {"waiting_for", json::array()},
+        {"audit",
+         {{"period", 7},
+          {"rounds", 4},
+          {"result_differences", 1},
+          {"state_differences", 0},
+          {"drift_reports", 0},
+          {"last_difference", ""}}},
+        {"stopped", ""},
+        {"out", json::array()},
+        {"alarms", json::array()},
+        {"refused", json::array()},
+        {"blocked_on", json::array()},
+        {"steps_rolled_back", 0},
+        {"store", {{"kind", "file"}, {"leads", leads}, {"write_us", {{"last", 1}, {"mean", 1}, {"longest", 1}}}}}}}};
+}
+
+TEST(Metrics, HaveAbsentReplicasHistogramsAndCountersThatAreCounters) {
+  Told job;
+  job.begins(1, "ccc");
+  job.steps(3);
+  job.begins(2, "c.j");
+  job.steps(1);
+  job.history.on_append(30ms);
+  const std::string text = metrics_text(status_of_coordinator(), &job.history, job.now);
+  for (const char* line :
+       {"rejoin_replica_state{replica=\"1\",state=\"absent\"} 1\n",
+        "rejoin_replica_state{replica=\"2\",state=\"absent\"} 0\n",
+        "rejoin_replica_state{replica=\"2\",state=\"catching_up\"} 1\n", "rejoin_replicas{state=\"contributor\"} 1\n",
+        "# TYPE rejoin_epochs_total counter\n", "rejoin_epochs_total{reason=\"lost\"} 1\n",
+        "rejoin_epochs_total{reason=\"silent\"} 0\n", "rejoin_step_duration_seconds_bucket{le=\"1\"} 4\n",
+        "rejoin_recovery_duration_seconds_count 1\n", "rejoin_log_append_duration_seconds_bucket{le=\"0.05\"} 1\n",
+        "rejoin_log_append_duration_seconds_bucket{le=\"0.025\"} 0\n", "rejoin_gradient_differences_total 1\n",
+        "rejoin_build_info{protocol=", "rejoin_rejected_messages_total{by=\"coordinator\"} 2\n"})
+    EXPECT_THAT(text, HasSubstr(line));
+  EXPECT_THAT(text, Not(testing::ContainsRegex("# TYPE rejoin_[a-z_]*_total gauge")));
+  const std::string standby = metrics_text(status_of_coordinator(false), &job.history, job.now);
+  EXPECT_THAT(standby, HasSubstr("rejoin_leads 0\n"));
+  EXPECT_THAT(standby, Not(HasSubstr("rejoin_replica_state")));
+}
+
+// The largest job there is, with an epoch for each step and texts without an end.
+TEST(Overview, IsOfBoundedSizeAndSoAreTheMetrics) {
+  constexpr std::uint32_t replicas = 1024;
+  JobHistory history(replicas);
+  std::string states(replicas, 'c');
+  const std::string endless(5000, 'x');
+  for (std::uint64_t step = 1; step <= 600; ++step) {
+    for (std::size_t r = step % 2; r < replicas; r += 2) states[r] = states[r] == 'c' ? 'j' : 'c';
+    history.on_records({epoch(step, step, states, endless), commit(step)}, TimePoint(std::chrono::seconds(step)));
+  }
+  EXPECT_LE(history.epochs().size(), JobHistory::kMostEpochs);
+  EXPECT_EQ(history.steps().size(), JobHistory::kSteps);
+  json status = status_of_coordinator();
+  auto& c = status.at("coordinator_role");
+  for (const char* list : {"waiting_for", "alarms"})
+    for (int i = 0; i < 2000; ++i) c.at(list).push_back(endless);
+  for (std::uint32_t r = 0; r < replicas; ++r) {
+    c.at("out").push_back({{"replica", r}, {"reason", endless}, {"next", endless}});
+    proto::Report told = report(r, endless);
+    told.mutable_stream();
+    told.mutable_slowest()->set_gap_us(r);
+    for (int i = 0; i < 100; ++i) told.add_rails()->set_peers(1);
+    history.on_report(told, TimePoint(600s));
+  }
+  const json o = overview(status, &history, TimePoint(600s));
+  EXPECT_LT(o.dump().size(), 1 << 20);
+  EXPECT_EQ(o.at("coordinator").at("hops").at("rows").at(0).at("gap_us"), replicas - 1);
+  EXPECT_EQ(o.at("coordinator").at("out").at("count"), replicas);
+  const std::string text = metrics_text(status, &history, TimePoint(600s));
+  EXPECT_LT(std::ranges::count(text, '\n'), 4 * replicas + 250);
+}
+
+TEST(StatusPages, AnswerByTheirPathsAndKeepWhatTheyMadeForAMoment) {
+  json status{{"node_role", {{"coordinator", {{"connected", false}, {"address", "a:1"}, {"reason", "\xff none"}}}}}};
+  int made = 0;
+  TimePoint now{1h};
+  StatusPages pages({.status =
+                         [&] {
+                           ++made;
+                           return status;
+                         },
+                     .now = [&] { return now; }});
+  EXPECT_THAT(*pages.answer("/status").body, HasSubstr("node_role"));  // whose bytes are no UTF-8
+  pages.answer("/status");
+  EXPECT_EQ(made, 1);
+  now += 1s;
+  pages.answer("/status");
+  EXPECT_EQ(made, 2);
+  EXPECT_EQ(pages.answer("/healthz").code, 200u);
+  EXPECT_EQ(pages.answer("/readyz").code, 503u);
+  EXPECT_THAT(*pages.answer("/readyz").body, HasSubstr("not connected with the coordinator at a:1"));
+  status["node_role"]["coordinator"]["connected"] = true;
+  EXPECT_EQ(pages.answer("/readyz").code, 200u);
+  EXPECT_EQ(pages.answer("/etc/passwd").code, 404u);
+  const auto page = pages.answer("/");
+  EXPECT_THAT(*page.body, testing::StartsWith("<!doctype html>"));
+  EXPECT_THAT(page.policy, HasSubstr("script-src 'sha256-"));
+  EXPECT_THAT(*page.body, Not(testing::ContainsRegex("https?://[a-z]")));  // nothing comes from elsewhere
+}
+
+}  // namespace
+}  // namespace rejoin::daemon

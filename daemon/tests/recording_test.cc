@@ -1,0 +1,283 @@
+// Flight recordings: written by threads that overtake each other, cut off, damaged, of machines whose clocks differ.
+#include "daemon/recording.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "base/fail.h"
+#include "base/flight.h"
+#include "base/flight_ring.h"
+#include "daemon/clock_stamp.h"
+#include "daemon/tests/made_up_recording.h"
+#include "tests/process.h"
+
+namespace rejoin::daemon {
+namespace {
+
+using events::Numbers;
+using testing::HasSubstr;
+
+constexpr flight::Sizes kSmall{{8, 4, 16}};
+
+struct RingMemory {
+  Bytes bytes = Bytes(kSmall.bytes() + 64);
+  std::span<std::byte> aligned{bytes.data() + (64 - reinterpret_cast<std::uintptr_t>(bytes.data()) % 64),
+                               kSmall.bytes()};
+  flight::Rings rings{aligned, kSmall, [] {
+                        flight::Header header{.pid = 4711, .opened_ns = 5, .opened_wall_ns = 6};
+                        std::strcpy(header.who, "r1.0");
+                        return header;
+                      }()};
+  Recording read() const {
+    auto read = parse_recording(aligned, "file");
+    EXPECT_TRUE(read);
+    return read.value_or(Recording{});
+  }
+};
+
+TEST(FlightRing, WhatIsWrittenIsReadAndTheLastOfEachRingStay) {
+  RingMemory memory;
+  memory.rings.put(events::Kind::epoch, 7, {.epoch = 3, .step = 9},
+                   "0,1\nwithout replica 2: its process 17 ended and " + std::string(40, 'x'));
+  for (std::uint64_t i = 0; i < 20; ++i)
+    memory.rings.put(events::Kind::committed, static_cast<std::int64_t>(10 + i), {.epoch = 3, .step = i}, "");
+  const Recording read = memory.read();
+  EXPECT_EQ(read.name(), "r1.0, process 4711 on ");
+  ASSERT_EQ(read.events.size(), 9u) << "eight of every step's, and the epoch";
+  EXPECT_EQ(read.events[0].kind, events::Kind::epoch);
+  EXPECT_EQ(read.events[0].first_text(), "0,1");
+  EXPECT_EQ(read.events[0].more_text(), "without replica 2: its process 17 ended and " + std::string(40, 'x'));
+  EXPECT_EQ(read.events[1].numbers.step, 12u);
+  EXPECT_EQ(read.events.back().numbers.step, 19u);
+  EXPECT_EQ(read.begins[0], 22);
+  EXPECT_EQ(read.begins[2], 0) << "nothing of that ring is overwritten";
+  EXPECT_EQ(read.damaged + read.missing, 0u);
+}
+
+TEST(FlightRing, AllNumbersComeBackAndLongTextIsCut) {
+  RingMemory memory;
+  const Numbers numbers{
+      .epoch = ~0ull, .step = 1ull << 63, .replica = ~0u, .number = 0x80000001, .a = 5, .b = ~0ull - 1};
+  memory.rings.put(events::Kind::peer_lost, 1, numbers, std::string(1000, 'y'));
+  const auto events = memory.read().events;
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].numbers.epoch, numbers.epoch);
+  EXPECT_EQ(events[0].numbers.step, numbers.step);
+  EXPECT_EQ(events[0].numbers.replica, numbers.replica);
+  EXPECT_EQ(events[0].numbers.number, numbers.number);
+  EXPECT_EQ(events[0].numbers.a, numbers.a);
+  EXPECT_EQ(events[0].numbers.b, numbers.b);
+  EXPECT_EQ(events[0].text, std::string(flight::kMostText, 'y'));
+}
+
+TEST(FlightRing, WritersThatOvertakeEachOtherLeaveNoWrongEvent) {
+  RingMemory memory;
+  constexpr std::uint64_t each = 20'000;
+  const auto write = [&](std::uint64_t who) {
+    for (std::uint64_t i = 0; i < each; ++i)
+      memory.rings.put(events::Kind::committed, static_cast<std::int64_t>(i), {.epoch = who, .step = i, .a = who * i},
+                       "");
+  };
+  std::thread one(write, 3), other(write, 5);
+  write(7);
+  for (int i = 0; i < 200; ++i)  // while it is written to
+    for (const auto& event : memory.read().events) ASSERT_EQ(event.numbers.a, event.numbers.epoch * event.numbers.step);
+  one.join();
+  other.join();
+  const auto read = memory.read();
+  EXPECT_LE(read.damaged, 2u) << "of each writer that stood still at most one is lost";
+  EXPECT_GE(read.events.size(), 6u);
+  for (const auto& event : read.events) EXPECT_EQ(event.numbers.a, event.numbers.epoch * event.numbers.step);
+}
+
+TEST(FlightReader, WhatIsWholeOfADamagedOrCutFileIsReadAndTheRestCounted) {
+  RingMemory memory;
+  for (std::uint64_t i = 0; i < 8; ++i)
+    memory.rings.put(events::Kind::committed, static_cast<std::int64_t>(i), {.step = i}, "");
+  memory.rings.put(events::Kind::note, 9, {}, "words");
+  Bytes bytes(memory.aligned.begin(), memory.aligned.end());
+  bytes[flight::kHeaderBytes + 3 * flight::kSlotBytes + 40] ^= std::byte{1};
+  auto read = parse_recording(bytes, "file");
+  ASSERT_TRUE(read);
+  EXPECT_EQ(read->damaged, 1u);
+  EXPECT_EQ(read->events.size(), 8u);
+  bytes.resize(flight::kHeaderBytes + 5 * flight::kSlotBytes + 63);
+  read = parse_recording(bytes, "file");
+  ASSERT_TRUE(read);
+  EXPECT_EQ(read->events.size(), 4u) << "five are there, and one of them is damaged";
+  EXPECT_EQ(read->missing, 5u);
+  const auto joined = join({*read});
+  EXPECT_THAT(joined.notes, testing::Contains(HasSubstr("file is cut off: 5 events")));
+  EXPECT_THAT(joined.notes, testing::Contains(HasSubstr("file has 1 damaged places")));
+  for (const std::size_t length : {0, 7, 100}) {
+    bytes.resize(length);
+    EXPECT_FALSE(parse_recording(bytes, "file"));
+  }
+}
+
+TEST(FlightReader, AHeaderThatMakesNoSenseIsAnError) {
+  for (const std::size_t at : {0, 8, 12, 16, 20}) {
+    RingMemory memory;
+    memory.aligned[at] ^= std::byte{0x15};
+    const auto read = parse_recording(memory.aligned, "file");
+    ASSERT_FALSE(read) << at;
+    EXPECT_THAT(read.error().message, HasSubstr("file"));
+  }
+}
+
+TEST(Flight, AKilledProcessLeavesItsEventsAndOldOnesAreRemoved) {
+  const test::Scratch scratch;
+  const auto recordings = [&] {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(scratch.path))
+      if (entry.path().extension() == flight::kSuffix) names.push_back(entry.path().string());
+    return names;
+  };
+  const auto in_child = [&](auto what) {
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      what();
+      ::kill(::getpid(), SIGKILL);
+    }
+    ::waitpid(pid, nullptr, 0);
+    return pid;
+  };
+  const pid_t pid = in_child([&] {
+    flight::open(scratch.path, "r0.1/../x", "test");
+    flight::set_job(77);
+    flight::record(events::Kind::note, {}, "the last words");
+    const pid_t grandchild = ::fork();  // which has no recording
+    if (grandchild == 0) {
+      if (flight::is_open()) flight::record(events::Kind::note, {}, "not its own");
+      ::_exit(flight::is_open() ? 1 : 0);
+    }
+    int status = 1;
+    ::waitpid(grandchild, &status, 0);
+    flight::record(events::Kind::note, {.a = static_cast<std::uint64_t>(status)}, "of a child");
+  });
+  ASSERT_EQ(recordings().size(), 1u);
+  struct stat status {};
+  ASSERT_EQ(::stat(recordings()[0].c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+  const auto read = read_recordings({scratch.path});
+  ASSERT_TRUE(read && read->all.size() == 1);
+  const auto& one = read->all[0];
+  EXPECT_EQ(one.pid, static_cast<std::uint32_t>(pid));
+  EXPECT_EQ(one.who, "r0.1/../x");
+  EXPECT_EQ(one.job, 77u);
+  EXPECT_EQ(one.clock, flight::clock_id());
+  EXPECT_FALSE(one.lives);
+  ASSERT_EQ(one.events.size(), 3u);
+  EXPECT_EQ(one.events[1].text, "the last words");
+  EXPECT_EQ(one.events[2].numbers.a, 0u) << "the child had no recording, and harmed nothing";
+  // As many as may be, and strangers that nobody touches.
+  scratch.write("notes.txt", "mine");
+  std::filesystem::create_directory(scratch.path + "/a.flight");
+  for (std::size_t i = 0; i < flight::kMostLeft + 3; ++i) {
+    const auto copy = fmt::format("{}/r0.1.{}{}", scratch.path, i, flight::kSuffix);
+    std::filesystem::copy_file(one.file, copy);
+    std::filesystem::last_write_time(copy, std::filesystem::file_time_type::clock::now() - std::chrono::hours(1));
+  }
+  in_child([&] { flight::open(scratch.path, "r0.1", "test"); });
+  EXPECT_EQ(recordings().size(), flight::kMostLeft + 2 + 1) << "these, the two youngest, and the directory";
+  EXPECT_TRUE(std::filesystem::exists(scratch.path + "/notes.txt"));
+}
+
+TEST(Flight, WhereNoneCanBeWrittenTheProcessGoesOn) {
+  const test::Scratch scratch;
+  scratch.write("file", "");
+  for (const auto& directory : std::vector{scratch.path + "/file", std::string("/proc/nowhere/below")}) {
+    const auto opened = flight::try_open(directory, "r0.0", "test");
+    ASSERT_FALSE(opened);
+    EXPECT_THAT(opened.error().message, HasSubstr(directory));
+  }
+  // As on a full disk: nothing of it stays.
+  const rlimit small{.rlim_cur = 1 << 20, .rlim_max = RLIM_INFINITY};
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  const auto full = flight::try_open(scratch.path + "/full", "r0.0", "test");
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  ASSERT_FALSE(full);
+  EXPECT_THAT(full.error().message, testing::AllOf(HasSubstr("r0.0."), HasSubstr("2.8 MiB: File too large")));
+  EXPECT_TRUE(std::filesystem::is_empty(scratch.path + "/full"));
+  flight::open(scratch.path + "/file", "r0.0", "test");
+  EXPECT_FALSE(flight::is_open());
+  flight::record(events::Kind::note, {}, "nobody hears it");
+}
+
+TEST(ClockStamp, IsReadBehindAnyMessageAndNowhereElse) {
+  std::string message = "bytes";
+  EXPECT_FALSE(stamp_of(message));
+  append(message, {0x1122334455667788, -5});
+  const auto stamp = stamp_of(message);
+  ASSERT_TRUE(stamp);
+  EXPECT_EQ(stamp->clock, 0x1122334455667788u);
+  EXPECT_EQ(stamp->sent_ns, -5);
+  EXPECT_FALSE(stamp_of(std::string_view(message).substr(0, message.size() - 1)));
+  EXPECT_FALSE(stamp_of(message + "x"));
+}
+
+// Machine 2 is ahead by so much, and gains 50 us in a second; 3 talks with 2 alone.
+TEST(ClockOffsets, AreFoundToWithinTheirStatedErrorHoweverUnequalTheWays) {
+  constexpr std::int64_t ms = 1'000'000, second = 1000 * ms, ahead = -3 * 86400 * second, third = 17 * second;
+  const auto second_clock = [&](std::int64_t t) { return t + ahead + t / 20'000; };
+  const auto third_clock = [&](std::int64_t t) { return second_clock(t) + third; };
+  std::vector<StampedMessage> messages;
+  for (std::int64_t t = 4 * 86400 * second, i = 0; i < 600; ++i, t += 250 * ms) {
+    const std::int64_t there = 50'000 + i * 7919 % 900'000, back = 400'000 + i * 104729 % 2'000'000;
+    messages.push_back({1, 2, t, second_clock(t + there)});
+    messages.push_back({2, 1, second_clock(t + 10 * ms), t + 10 * ms + back});
+    messages.push_back({2, 3, second_clock(t), third_clock(t + there)});
+    messages.push_back({3, 2, third_clock(t + 20 * ms), second_clock(t + 20 * ms + back)});
+    messages.push_back({4, 1, t, t});  // and nothing in the other direction
+  }
+  const ClockOffsets offsets(messages, 1);
+  for (std::int64_t t = 4 * 86400 * second + 20 * second; t < 4 * 86400 * second + 130 * second; t += second) {
+    const auto two = offsets.on_reference(2, second_clock(t)), three = offsets.on_reference(3, third_clock(t));
+    ASSERT_TRUE(two && three);
+    // The drift within half a minute comes on top of how unequal the ways are.
+    EXPECT_LE(std::abs(two->at - t), two->error);
+    EXPECT_LE(two->error, 1200'000);
+    EXPECT_LE(std::abs(three->at - t), three->error);
+    EXPECT_GT(three->error, two->error);
+  }
+  EXPECT_EQ(offsets.on_reference(1, 5)->at, 5);
+  EXPECT_FALSE(offsets.on_reference(4, 5)) << "one direction says nothing";
+  EXPECT_FALSE(offsets.on_reference(9, 5));
+}
+
+TEST(Recordings, ArePutOnTheCoordinatorsClockAndThoseOfOtherJobsLeftOut) {
+  constexpr std::int64_t ms = 1'000'000;
+  MadeUp coordinator("coordinator", 1), node("node1", 2), other("r0.0", 1);
+  node.skew = 5'000'000 * ms;
+  other.job = 99;
+  other.add(1 * ms, events::Kind::step);
+  coordinator.add(2 * ms, events::Kind::epoch, {.epoch = 1}, "0\nstart");
+  for (std::int64_t i = 1; i < 50; ++i) {
+    coordinator.hear(node, i * 100 * ms, i * 100 * ms + 200'000);
+    node.hear(coordinator, i * 100 * ms, i * 100 * ms + 100'000);
+  }
+  node.add(1234 * ms, events::Kind::plan, {.epoch = 2});
+  const auto joined = join({coordinator.recording(), node.recording(), other.recording()});
+  ASSERT_EQ(joined.all.size(), 2u);
+  EXPECT_EQ(joined.job, 7u);
+  EXPECT_THAT(joined.notes, testing::ElementsAre(HasSubstr("another job, 0000000000000063")));
+  EXPECT_EQ(joined.clocks, 2u);
+  EXPECT_LE(joined.clock_error, 700'000) << "half of both ways, and the drift that half of ten seconds may have";
+  for (const auto& event : joined.all[1].events)
+    if (event.kind == events::Kind::plan) {
+      EXPECT_LE(std::abs(event.at - 1234 * ms), joined.clock_error);
+    }
+}
+
+}  // namespace
+}  // namespace rejoin::daemon

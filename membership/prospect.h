@@ -1,0 +1,51 @@
+// Who stands where in an epoch that has not begun yet, and whom each of them is to be connected with there.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/ids.h"
+#include "base/ring_links.h"
+#include "control.pb.h"
+#include "membership/coordinator_actions.h"
+#include "membership/rank_set.h"
+
+namespace rejoin::membership {
+
+struct Place {
+  ReplicaId replica;
+  Incarnation incarnation;
+  bool catching_up = false;
+  auto operator<=>(const Place&) const = default;
+};
+using Ring = std::vector<Place>;  // contributors first
+
+Ring in_order(Ring ring);
+Incarnations incarnations_of(const Ring& ring);
+// Of the others in the ring, those with which the one at this position is to be connected.
+Incarnations links_in(const LinkRule& rule, const Ring& ring, std::size_t position);
+
+// What the coordinator has told last (proto::Prospect).
+struct Prospect {
+  Ring ring;
+  std::size_t candidates = 0;                               // the last of them
+  std::vector<std::pair<ReplicaId, Incarnation>> of_start;  // … that are to start
+  std::vector<NodeId> told;
+  TimePoint told_at{};
+  bool stale = false;  // of a start: what replicas have come with may have changed since
+
+  proto::ToNode message(std::uint64_t job) const;
+};
+
+// As it stands in a message or record.
+LinkRule rule_in(const auto& message) {
+  if (!message.has_full_mesh_members()) return {};
+  return {.full_mesh_members = message.full_mesh_members(), .spares = message.spares()};
+}
+
+// Whom a candidate of this incarnation is to connect with, by what it was told: for where it stands if all before it
+// are admitted, and for where it stands if none of them is. Of one that is not in it, nobody.
+Incarnations links_of_candidate(const LinkRule& rule, const proto::Prospect& prospect, std::uint64_t incarnation);
+
+}  // namespace rejoin::membership

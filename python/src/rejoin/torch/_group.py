@@ -1,0 +1,134 @@
+"""A process group over those who train a step: `Session.process_group()`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rejoin import _native
+from rejoin.distributed import Options, ProcessGroup
+from rejoin.errors import InvalidArgument, Unavailable
+
+if TYPE_CHECKING:
+    from rejoin.torch._session import Session
+
+_WATCHED = 500  # milliseconds, of one look at the members
+
+
+class SessionGroup(ProcessGroup):
+    """The contributors of the step under way, by the numbers of their replicas; of each the same rank.
+
+    Who they are follows the session. An operation fails, and does not wait, when one of them is lost; and then all of
+    that step do. From the next step on the group has those that are left.
+    """
+
+    def __init__(self, native: _native.Session, replica: int, timeout: timedelta, options: Options) -> None:
+        super().__init__(timeout, options)
+        native.set_card(self.get_reconfigure_handle())
+        self._session, self._replica = native, replica
+        self._changed = threading.Condition(threading.RLock())  # guards all below
+        self._number, self._epoch, self._configured = 0, 0, 0
+        self._members: list[tuple[int, str]] = []
+        self._refused: str | None = "the first step has not begun"
+        self._over = False
+        self._watcher = threading.Thread(target=self._watch, name="rejoin-members", daemon=True)
+        self._watcher.start()
+
+    def begin(self, number: int, epoch: int, settled: bool, cards: Sequence[tuple[int, str]]) -> None:
+        """Begin a step, with these members; where it is not settled, they may not all know the same ones."""
+        with self._changed:
+            if self._refused is not None:
+                self._configured = 0  # what has failed is not gone on with
+            self._number, self._epoch, self._members = number, epoch, sorted(cards)
+            self._refused = None if settled else f"a replica was lost in step {number}"
+            without = [replica for replica, card in cards if not card]
+            if without:
+                self._refused = f"replica {without[0]} has made no process_group()"
+            self._changed.notify_all()
+
+    def getRank(self) -> int:  # noqa: N802 - the names that torch calls
+        """Give this replica's place among the members."""
+        return [replica for replica, _ in self._members].index(self._replica) if self._members else 0
+
+    def getSize(self) -> int:  # noqa: N802
+        """Give the number of members; 0 before the first step."""
+        return len(self._members)
+
+    def reconfigure(self, opts: Any = None, **more: Any) -> Any:
+        """Refuse: the members follow the session's."""
+        raise InvalidArgument("the members of session.process_group() follow the session's")
+
+    def shutdown(self) -> None:
+        """Leave."""
+        with self._changed:
+            self._over = True
+            self._refused = "the session has left the job"
+            self._changed.notify_all()
+        super().shutdown()
+
+    def _start(self, *operation: Any, **more: Any) -> Any:
+        with self._changed:
+            self._check()
+            number, epoch, handles = self._number, self._epoch, [card for _, card in self._members]
+        if self._configured != epoch:
+            try:
+                self._native.reconfigure(epoch << 32 | number & 0xFFFFFFFF, handles, self._limit(None))
+            except BaseException as error:
+                self._refuse(number, f"its members have not come together: {error}")
+                raise
+            with self._changed:
+                self._check()
+                self._configured = epoch
+        return super()._start(*operation, **more)
+
+    def _check(self) -> None:
+        if self._refused is not None:
+            raise Unavailable(
+                f"session.process_group() in step {self._number}: {self._refused}. With the next step it goes on"
+            )
+
+    def _refuse(self, number: int, why: str) -> None:
+        with self._changed:
+            if number != self._number or self._refused is not None:
+                return
+            self._refused = why
+        self._native.abort(f"in step {number}, {why}")
+
+    def let_go_of(self, work: Any) -> None:
+        """Keep nothing of a work that has been settled; where it has failed, others of its step do, too."""
+        super().let_go_of(work)
+        if work._error is not None:
+            with self._changed:
+                self._refused = self._refused or f"an operation has failed: {work._error}"
+
+    # A member that has died is missed by the group itself; one that hangs, or was put out for another reason, is not.
+    def _watch(self) -> None:
+        number = 0
+        while True:
+            with self._changed:
+                while not self._over and (self._number == number or self._refused is not None):
+                    self._changed.wait()
+                if self._over:
+                    return
+                watched = self._number
+            if self._session.intact(_WATCHED):
+                continue
+            number = watched
+            self._refuse(watched, "a replica was lost")
+
+
+def made_for(session: Session, timeout: timedelta, options: Options | None) -> SessionGroup:
+    """Make the group of a session, which has none yet."""
+    if session._joined or session._group is not None:
+        raise InvalidArgument("process_group() comes once, before join(): the others are told how it is reached")
+    if options is None:  # at a port of its own where the session listens
+
+        def setting(name: str) -> str:
+            return str(session._settings.get(name) or os.environ.get(f"REJOIN_{name.upper()}", ""))
+
+        host = setting("data_listen").rpartition(":")[0] or "127.0.0.1"
+        options = Options(listen=f"{host}:0", advertise=setting("advertise").partition(",")[0])
+    return SessionGroup(session._native, session.replica, timeout, options)

@@ -1,0 +1,39 @@
+#include "rejoin/step.h"
+
+#include "base/fail.h"
+
+namespace rejoin {
+
+namespace {
+
+Session::Step::Batch batch_of(const membership::Batch& ranges) {
+  Session::Step::Batch batch;
+  for (const auto& range : ranges) batch.push_back({range.begin, range.end});
+  return batch;
+}
+
+}  // namespace
+
+Result<std::optional<Session::Step>> step_of(StepView view, bool weighted) {
+  if (view.weight != 1 && !weighted)
+    return fail(ErrorCode::refused,
+                "the job has --constant-batch, so that replicas train different numbers of samples, and this trainer "
+                "does not weigh its gradients by them: multiply them with Step::weight(), and say so by use_weights()");
+  Session::Step::Facts facts{.number = view.step,
+                             .contributes = view.contributes,
+                             .leads = view.leads,
+                             .contributors = view.contributors,
+                             .batch = batch_of(view.batch),
+                             .weight = view.weight,
+                             .epoch = view.epoch,
+                             .settled = view.settled};
+  for (auto& [replica, card] : view.cards) facts.cards.push_back({replica.value, std::move(card)});
+  facts.upcoming = [ahead = std::move(view.ahead)](std::uint32_t steps) {
+    std::vector<Session::Step::Batch> batches;
+    for (const auto& one : ahead.batches(steps)) batches.push_back(batch_of(one));
+    return batches;
+  };
+  return Session::Step(std::move(facts));
+}
+
+}  // namespace rejoin
