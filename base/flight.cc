@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -71,7 +72,7 @@ Result<Fd> open_directory(const std::string& directory) {
   return folder;
 }
 
-constexpr time_t kYoung = 10;  // seconds
+constexpr time_t kYoung = 1;  // seconds
 
 struct Left {
   std::string name;
@@ -104,12 +105,16 @@ std::vector<Left> left_in(const Fd& folder) {
 
 void clean(const Fd& folder) {
   constexpr time_t week = 7 * 24 * 3600;
+  std::uint64_t most = kMostBytesLeft;
+  struct statvfs system {};  // a container's /dev/shm may be small, and others need it
+  if (::fstatvfs(folder.get(), &system) == 0)
+    most = std::min(most, std::uint64_t{system.f_blocks} * system.f_frsize / kShareLeft);
   const time_t now = ::time(nullptr);
   std::uint64_t bytes = 0;
   std::size_t files = 0;
   for (const auto& one : left_in(folder)) {
     bytes += one.bytes;
-    if (++files > kMostLeft || bytes > kMostBytesLeft || now - one.since.tv_sec > week)
+    if (++files > kMostLeft || bytes > most || now - one.since.tv_sec > week)
       ::unlinkat(folder.get(), one.name.c_str(), 0);
   }
 }
@@ -198,7 +203,16 @@ void open(const std::string& directory, const std::string& who, const std::strin
 bool is_open() { return current.load(std::memory_order_relaxed) != nullptr; }
 
 void beat() {
-  if (is_open()) flight::record(Kind::beat, {.a = static_cast<std::uint64_t>(wall_ns())}, {});
+  Recording* const open = current.load(std::memory_order_acquire);
+  if (open == nullptr) return;
+  flight::record(Kind::beat, {.a = static_cast<std::uint64_t>(wall_ns())}, {});
+  // What is written into mapped memory does not change the time by which clean() knows how old a recording is.
+  constexpr std::int64_t minute = 60'000'000'000;
+  static std::atomic<std::int64_t> touched = 0;
+  if (const std::int64_t now = now_ns(); now - touched.load(std::memory_order_relaxed) > minute) {
+    touched.store(now, std::memory_order_relaxed);
+    (void)::futimens(open->file.get(), nullptr);
+  }
 }
 
 void set_job(std::uint64_t job) {

@@ -64,8 +64,9 @@ class Job:
         self.roll_back_to = None
         self.ending = False
         self.addresses = {}
-        for name in ("out", "events", "cwd"):
+        for name in ("out", "events", "cwd", "flight"):
             os.makedirs(f"{directory}/{name}")
+        os.environ["REJOIN_FLIGHT_DIR"] = f"{directory}/flight"
         with open(os.open(f"{directory}/key", os.O_WRONLY | os.O_CREAT, 0o600), "w") as key:
             key.write(os.urandom(32).hex())
 

@@ -1,6 +1,7 @@
 // rejoin: examines a node, asks daemons how they are, audits a coordinator's log, makes a trace of recordings and
 // explains incidents out of them.
 #include <asio.hpp>
+#include <csignal>
 #include <filesystem>
 #include <iostream>
 
@@ -138,7 +139,8 @@ Result<int> show_incident(ExplainOptions options, std::uint64_t job) {
 // As recordings and the status name it.
 ValueCheck job_number() {
   return {"16 hex digits", [](const std::string& text) -> Result<> {
-            const bool right = text.size() == 16 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
+            const bool right = text.size() == 16 && text.find_first_not_of("0123456789abcdef") == std::string::npos &&
+                               text.find_first_not_of('0') != std::string::npos;
             return right ? Result<>()
                          : fail(ErrorCode::invalid_argument, "'{}' is no job's number: 16 hex digits", text);
           }};
@@ -149,6 +151,7 @@ ValueCheck job_number() {
 
 int main(int argc, char** argv) {
   using namespace rejoin;
+  ::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error like a full disk
   CommandLine line("Looks at a Rejoin job.");
   std::string address, log, job, output = "trace.json";
   std::vector<std::string> paths;
@@ -209,6 +212,10 @@ int main(int argc, char** argv) {
                                  : daemon::show_trace(paths, output, number_of(job));
   if (!done) {
     std::cerr << "rejoin: " << done.error().message << "\n";
+    return 1;
+  }
+  if (!std::cout.flush()) {
+    std::cerr << "rejoin: not all of this could be written: free space where the output goes\n";
     return 1;
   }
   return *done;

@@ -147,7 +147,7 @@ Incidents find_incidents(const Recordings& recordings) {
   std::vector<const Recording*> ended;
   const auto finished = finished_at(recordings);
   for (const auto& one : recordings.all)
-    if (!one.lives && !said_that_it_ends(one) && outlived(one, recordings) &&
+    if (!one.lives && one.missing == 0 && !said_that_it_ends(one) && outlived(one, recordings) &&
         (!finished || last_event(one) < *finished))
       ended.push_back(&one);
   std::ranges::sort(ended, {}, [](const Recording* one) { return last_event(*one); });

@@ -129,8 +129,12 @@ void NodeListener::record_heard(const proto::FromNode& message, std::string_view
   }
   if (!message.has_accusation() || message.accusation().only_waiting()) return;
   const auto& accusation = message.accusation();
-  const std::tuple which(accusation.epoch(), accusation.replica(), accusation.suspect(), accusation.lost());
-  if (std::exchange(accusation_, which) == which) return;  // repeated, it is one
+  constexpr std::size_t most = 256;  // more tell nothing new
+  auto& [epoch, recorded] = accusations_;
+  if (std::exchange(epoch, accusation.epoch()) != accusation.epoch()) recorded.clear();
+  if (recorded.size() >= most ||
+      !recorded.emplace(accusation.replica(), accusation.suspect(), accusation.lost()).second)
+    return;  // repeated, it is one
   events::record(events::Kind::heard_accusation,
                  {.epoch = accusation.epoch(),
                   .replica = accusation.replica(),

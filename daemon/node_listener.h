@@ -60,7 +60,8 @@ class NodeListener {
   std::map<membership::NodeId, std::shared_ptr<Framed>> strangers_;  // that have not proven the key, oldest first
   Seldom without_descriptors_{std::chrono::seconds(10)};             // a line in the log
   std::map<std::string, Seldom> refusals_;                           // by host: when one was logged last
-  std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, bool> accusation_;  // recorded last: epoch, by, of, lost
+  // Recorded of this epoch: by, of, lost.
+  std::pair<std::uint64_t, std::set<std::tuple<std::uint32_t, std::uint32_t, bool>>> accusations_;
   std::uint64_t next_node_ = 1, rejected_ = 0;
   std::string address_;
 };

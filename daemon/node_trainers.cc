@@ -325,9 +325,10 @@ void NodeServer::retire(std::function<void()> call) {
 
 void NodeServer::send(Trainer& trainer, const proto::ToTrainer& message) {
   const std::string bytes = message.SerializeAsString();
-  if (auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
-      !sent && sent.error().code == ErrorCode::exhausted)
+  const auto sent = send_with_fds(trainer.socket, as_bytes(bytes), {});
+  if (!sent && sent.error().code == ErrorCode::exhausted)
     asio::post(io_, [this, id = trainer.id] { drop(id, "it does not read what is sent to it", Gone::silent); });
+  else if (!sent) spdlog::debug("a message of {} bytes to a trainer: {}", bytes.size(), sent.error().message);
 }
 
 }  // namespace rejoin::daemon

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "base/fail.h"
 #include "base/fd.h"
@@ -277,8 +278,17 @@ Result<Recordings> read_recordings(const std::vector<std::string>& paths, std::u
       continue;
     }
     auto one = read_one(path);
-    if (one) all.push_back(std::move(*one));
-    else unread.push_back(one.error().message + ".");
+    if (!one) {
+      unread.push_back(one.error().message + ".");
+      continue;
+    }
+    // Of copies the one that has the most.
+    const auto copy = std::ranges::find_if(all, [&](const Recording& other) {
+      return std::tie(other.clock, other.pid, other.opened_ns, other.who) ==
+             std::tie(one->clock, one->pid, one->opened_ns, one->who);
+    });
+    if (copy == all.end()) all.push_back(std::move(*one));
+    else if (one->events.size() > copy->events.size()) *copy = std::move(*one);
   }
   Recordings joined = join(std::move(all), job);
   joined.others = std::move(others);

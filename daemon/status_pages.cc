@@ -68,9 +68,14 @@ Answer StatusPages::answer(const std::string& path) {
                        [this](const json& status) { return metrics_text(status, sources_.history(), sources_.now()); });
   if (path == "/healthz") return plain(200, "ok\n");
   if (path == "/readyz") {
-    std::string why;
-    for (const auto& line : not_ready(sources_.status())) why += line + "\n";
-    return why.empty() ? plain(200, "ok\n") : plain(503, why);
+    Answer answer = made_lately(path, "text/plain; charset=utf-8", [](const json& status) {
+      std::string why;
+      for (const auto& line : not_ready(status)) why += line + "\n";
+      return why;
+    });
+    if (answer.body->empty()) return plain(200, "ok\n");
+    answer.code = 503;
+    return answer;
   }
   return plain(404, "here are /, /status, /metrics, /overview, /healthz and /readyz\n");
 }

@@ -19,11 +19,13 @@ namespace rejoin::daemon {
 struct StatusServer::Caller {
   Caller(asio::io_context& io, int fd, Duration patience) : deadline(io) {
     deadline.expires_after(patience);
-    deadline.async_wait([fd](asio::error_code cancelled) {
-      if (!cancelled) ::shutdown(fd, SHUT_RDWR);  // the library sees it, and closes it
+    // What has expired already can't be cancelled, and by then the number may be another socket's.
+    deadline.async_wait([fd, lives = std::weak_ptr(alive)](asio::error_code cancelled) {
+      if (!cancelled && !lives.expired()) ::shutdown(fd, SHUT_RDWR);  // the library sees it, and closes it
     });
   }
   asio::steady_timer deadline;
+  std::shared_ptr<bool> alive = std::make_shared<bool>(true);
 };
 
 namespace {

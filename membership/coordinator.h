@@ -265,6 +265,7 @@ class Coordinator {
   static std::pair<Step, Step> versions(const ReplicaState& replica);
   bool foreign(Step version) const;
   bool of_other_samples(const ReplicaState& replica) const;
+  static bool of_one_position(const ReplicaState& replica);
   std::uint64_t keep_brought(const Samples& trained);
   std::vector<std::string> strangers() const;
   std::optional<Step> newest(const std::vector<ReplicaId>& replicas) const;

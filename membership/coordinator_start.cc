@@ -161,12 +161,18 @@ std::uint64_t Coordinator::keep_brought(const Samples& trained) {
   return name;
 }
 
+// Whether what all of its ranks have come with says that the same samples are trained.
+bool Coordinator::of_one_position(const ReplicaState& replica) {
+  return std::ranges::all_of(replica.ranks,
+                             [&](const auto& rank) { return rank.trained == replica.ranks.front().trained; });
+}
+
 // The version of the most advanced of those that have the state of one step of this job on all of their ranks.
 std::optional<Step> Coordinator::newest(const std::vector<ReplicaId>& replicas) const {
   std::optional<Step> newest;
   for (auto id : replicas)
     if (const auto [low, high] = versions(replicas_.at(id));
-        low == high && !foreign(low) && !of_other_samples(replicas_.at(id)))
+        low == high && !foreign(low) && of_one_position(replicas_.at(id)) && !of_other_samples(replicas_.at(id)))
       newest = std::max(newest.value_or(low), low);
   return newest;
 }
@@ -226,8 +232,7 @@ std::vector<bool> Coordinator::fit_to_start(const std::vector<ReplicaId>& replic
   std::map<Fingerprint, int> votes;
   for (auto id : replicas) {
     const auto print = fingerprint(id);
-    const bool same_samples = std::ranges::all_of(print, [&](const auto& p) { return p[2] == print.front()[2]; });
-    const bool fit = same_samples && !of_other_samples(replicas_.at(id));
+    const bool fit = of_one_position(replicas_.at(id)) && !of_other_samples(replicas_.at(id));
     if (fit && std::ranges::all_of(print, [&](const auto& p) { return p[0] == from.value; })) ++votes[print];
   }
   const auto chosen = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {

@@ -141,13 +141,23 @@ void Node::tell_of_peers(RankConnection connection, RankInfo& rank, const proto:
   proto::ToNode message;
   const RankSet its(rank.up.rank());
   const bool knew = std::exchange(rank.knows_peers, true);
-  if (!knew || RankSet(news.complete(), ~std::uint64_t{0}).includes(its)) {
-    *message.mutable_peers() = peers_.complete(its);
-  } else {
-    *message.mutable_peers()->mutable_gone() = news.gone();
-    for (const auto& peer : news.peers())
-      if (peer.rank() == rank.up.rank()) *message.mutable_peers()->add_peers() = peer;
+  const bool all = !knew || RankSet(news.complete(), ~std::uint64_t{0}).includes(its);
+  proto::Peers whole;
+  if (all) whole = peers_.complete(its);
+  const auto& peers = all ? whole.peers() : news.peers();
+  if (all) *message.mutable_peers()->mutable_complete() = whole.complete();
+  else *message.mutable_peers()->mutable_gone() = news.gone();
+  std::size_t bytes = 0;
+  for (const auto& peer : peers) {
+    if (peer.rank() != rank.up.rank()) continue;
+    if (bytes += peer.ByteSizeLong(); bytes > kMostOfPeers) {
+      message.mutable_peers()->set_more(true);
+      send(connection, std::exchange(message, {}), actions);
+      bytes = peer.ByteSizeLong();
+    }
+    *message.mutable_peers()->add_peers() = peer;
   }
+  message.mutable_peers();  // also where there is none
   send(connection, message, actions);
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/clock.h"
 #include "base/ids.h"
 #include "control.pb.h"
@@ -97,5 +98,7 @@ void keep_common(std::optional<Incarnations>& links, const Incarnations& its);
 void write_hosts(const std::map<std::uint32_t, RankSet>& hosted, proto::LeaderView& view);  // by replica
 
 constexpr std::uint32_t kProtocolVersion = 15;
+// What one message tells a rank of its peers, in bytes. A local socket takes no message of any size.
+constexpr std::size_t kMostOfPeers = 64 * KiB;
 
 }  // namespace rejoin::membership

@@ -20,13 +20,6 @@ std::uint32_t Rank::contributors() const {
       std::count_if(plan_.members().begin(), plan_.members().end(), [](const auto& m) { return !m.catching_up(); }));
 }
 
-Incarnations Rank::contributing() const {
-  Incarnations all;
-  for (const auto& member : plan_.members())
-    if (!member.catching_up()) all.insert(member.incarnation());
-  return all;
-}
-
 bool Rank::leads() const {
   return contributes() && std::none_of(plan_.members().begin(), plan_.members().end(),
                                        [&](const auto& m) { return !m.catching_up() && m.replica() < replica_.value; });

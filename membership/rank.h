@@ -53,7 +53,6 @@ class Rank {
   bool suspended() const { return suspended_; }
   bool contributes() const;
   std::uint32_t contributors() const;  // in this epoch
-  Incarnations contributing() const;   // … they
   bool has_contributors() const { return contributors() > 0; }
   // Whether this is the one contributor that all who have this plan take for the leading one.
   bool leads() const;

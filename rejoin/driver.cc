@@ -280,6 +280,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
                         .leads = machine_.leads(),
                         .contributors = machine_.contributors(),
                         .batch = machine_.batch(),
+                        .shares_batch = plan.ahead().together() > 0,
                         .weight = machine_.weight(),
                         .ahead = membership::Ahead(plan, config_.replica),
                         .epoch = plan.epoch(),

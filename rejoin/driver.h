@@ -50,8 +50,9 @@ struct StepView {
   bool leads = false;  // … and is the one contributor that does what one does for all
   std::uint32_t contributors = 0;
   membership::Batch batch;
-  std::uint64_t weight = 1;  // what this rank's gradients are to be multiplied with
-  membership::Ahead ahead;   // what comes after it, probably
+  bool shares_batch = false;  // of a job with a constant batch: replicas train different numbers of samples
+  std::uint64_t weight = 1;   // what this rank's gradients are to be multiplied with
+  membership::Ahead ahead;    // what comes after it, probably
   std::uint64_t epoch = 0;
   bool settled = false;                                  // all members begin the step in this epoch
   std::vector<std::pair<ReplicaId, std::string>> cards;  // of its contributors
@@ -87,6 +88,7 @@ class Driver {
   // with a daemon.
   std::vector<proto::FromNode> take_reports() { return std::exchange(reports_, {}); }
   void on_daemon_back() {
+    news_.Clear();
     links_reported_.clear();
     if (ring_) report_links();
   }
@@ -135,7 +137,7 @@ class Driver {
 
   void poll_ring(TimePoint now);
   void on_plan(const proto::Plan& plan, TimePoint now);
-  void on_peers(const proto::Peers& news);
+  void on_peers(const proto::Peers& piece);
   const std::vector<proto::Peer>& peers() const { return peers_.of(config_.rank); }
   void reach_peers();
   void on_prospect(const proto::Prospect& prospect);
@@ -190,6 +192,7 @@ class Driver {
   std::shared_ptr<Aside<proto::FromNode>> inspection_;
   TimePoint digests_since_{};    // digests are under way; as far as is known
   membership::PeerTable peers_;  // of this rank
+  proto::Peers news_;            // … of which there is more to come
   LinkRule link_rule_;
   std::optional<std::set<ftar::Member>> links_;  // with whom to connect; nothing: with all
   std::set<ftar::Member> calls_;                 // of these all, also those that are newer

@@ -210,7 +210,10 @@ void Driver::look_for_stalls(TimePoint now) {
   }
 }
 
-void Driver::on_peers(const proto::Peers& news) {
+void Driver::on_peers(const proto::Peers& piece) {
+  news_.MergeFrom(piece);
+  if (piece.more()) return;
+  const proto::Peers news = std::exchange(news_, {});
   std::set<ftar::Member> before, after;
   for (const auto& peer : peers()) before.insert(member_of(peer));
   (void)peers_.apply(news);

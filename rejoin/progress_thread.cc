@@ -172,7 +172,7 @@ Result<std::optional<StepView>> ProgressThread::wait_for_step(std::uint64_t afte
   if (auto why = ended()) return tl::unexpected(std::move(*why));
   if (finished_) return std::optional<StepView>{};
   taken_ = current_->step;
-  taken_members_ = members_;
+  taken_epoch_ = epoch_;
   taken_contributes_ = current_->contributes;
   asked_ = true;
   signal_eventfd(wake_);
@@ -344,7 +344,7 @@ void ProgressThread::publish() {
     finished_ = driver_->finished();
     over_ = driver_->over();
     current_ = driver_->step();
-    members_ = driver_->machine().contributing();
+    epoch_ = driver_->machine().epoch();
   }
   changed_.notify_all();
 }

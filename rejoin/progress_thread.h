@@ -40,7 +40,7 @@ class ProgressThread {
   // after interrupt().
   Result<std::optional<StepView>> wait_for_step(std::uint64_t after);  // the first step later than `after`
   bool over() const;  // the job was, before this replica had a part in it
-  // Whether all that contributed when the step began that the trainer works on are members, and stay so for so long.
+  // Whether the epoch is the one in which the trainer began its step, and stays so for so long.
   bool intact(std::chrono::milliseconds during);
   Result<> may_go_on() const;  // not after a failure or an interrupt
   Result<> all_reduce(std::uint32_t bucket);
@@ -165,9 +165,8 @@ class ProgressThread {
   std::uint64_t taken_ = 0;                       // the step that the trainer works on
   bool taken_contributes_ = false;                // … as a contributor
   bool registered_ = false, finished_ = false, over_ = false;
-  membership::Incarnations taken_members_;  // contributors when the trainer began its step
-  membership::Incarnations members_;        // contributors now
-  std::uint64_t committed_ = 0;             // the last step decided that this replica took part in
+  Epoch taken_epoch_, epoch_;    // when the trainer began its step; now
+  std::uint64_t committed_ = 0;  // the last step decided that this replica took part in
   bool committed_contributes_ = false;
   std::uint32_t committed_contributors_ = 0;
   bool stop_ = false, leaving_ = false;

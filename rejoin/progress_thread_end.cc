@@ -37,7 +37,7 @@ bool ProgressThread::over() const {
 
 bool ProgressThread::intact(std::chrono::milliseconds during) {
   std::unique_lock lock(mutex_);
-  return !changed_.wait_for(lock, during, [&] { return ended() || !members_.includes(taken_members_); });
+  return !changed_.wait_for(lock, during, [&] { return ended() || epoch_ != taken_epoch_; });
 }
 
 // The coordinator answers each registration at once, whatever the job is doing, if it is there.

@@ -301,9 +301,9 @@ class Session {
   // The last step that commit() has ended here, contributing or catching up: for schedules and logs. It says nothing of
   // the state.
   virtual std::uint64_t committed() const = 0;
-  // Whether all that contributed when the step under way, or the last one, began here are known to be members still:
-  // otherwise who waits for one of them, by a connection of the trainers' own, may wait in vain. It waits for
-  // up to `during` until that is not so. Any thread.
+  // Whether no epoch has begun since the step under way, or the last one, began here. Otherwise one of its contributors
+  // may be lost, or begin the step late and unsettled, so that who waits for it, by a connection of the trainers' own,
+  // may wait in vain. It waits for up to `during` until that is not so. Any thread.
   virtual bool intact(std::chrono::milliseconds during) = 0;
   // Whether this replica is still in the job: the error that begin_step() or commit() would return now. For trainers
   // that wait for something else within a step or an update, such as another rank.

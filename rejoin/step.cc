@@ -15,7 +15,7 @@ Session::Step::Batch batch_of(const membership::Batch& ranges) {
 }  // namespace
 
 Result<std::optional<Session::Step>> step_of(StepView view, bool weighted) {
-  if (view.weight != 1 && !weighted)
+  if (view.shares_batch && !weighted)
     return fail(ErrorCode::refused,
                 "the job has --constant-batch, so that replicas train different numbers of samples, and this trainer "
                 "does not weigh its gradients by them: multiply them with Step::weight(), and say so by use_weights()");

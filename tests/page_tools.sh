@@ -4,6 +4,7 @@ set -euo pipefail
 test=$1 binaries=$2 source=$3
 python=$source/build/page-venv/bin/python
 [[ -x $python ]] || python=python3
+export REJOIN_FLIGHT_DIR=${binaries%/bin}/flight
 if [[ $test == metrics_test.py ]]; then
   exec "$python" "$source/tests/$test" "$binaries" "$source"
 fi

@@ -23,13 +23,14 @@ rejoin doctor || true  # what this node lacks is in the job's output
 place=$(mktemp -d "${TMPDIR:-/tmp}/rejoin-$SLURM_JOB_ID-XXXXXX")
 # A step of its own, beside the trainers'. It is made anew where it dies; its trainers find the next one.
 (
-  step=''
-  trap '[[ -z $step ]] || kill -TERM "$step"' TERM
+  step='' told=''
+  trap 'told=yes; [[ -z $step ]] || kill -TERM "$step"' TERM
   while :; do
     srun --overlap --ntasks=1 --job-name=rejoind rejoind --socket "$place/socket" & step=$!
     wait "$step"
     status=$?
-    [[ $status -gt 128 || $status -eq 0 || $status -eq 2 ]] && { wait "$step"; exit; }  # told to end; or its settings are wrong
+    [[ -n $told ]] && { wait "$step"; exit; }
+    [[ $status -eq 0 || $status -eq 2 ]] && exit  # it was told to end otherwise; or its settings are wrong
     sleep 1
   done
 ) &

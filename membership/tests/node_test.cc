@@ -170,6 +170,36 @@ TEST(Node, ARankThatConnectsIsFirstToldOfAllItsPeers) {
   EXPECT_EQ(machine.heard[2][0].peers().complete_size(), 1);
 }
 
+// A local socket takes no message of any size.
+TEST(Node, ManyPeersComeToARankInPiecesThatCountAsOne) {
+  Machine machine;
+  machine.up(1, 0);
+  proto::ToNode message;
+  auto& peers = *message.mutable_peers();
+  peers.set_job(7);
+  RankSet(0).to(peers.mutable_complete());
+  for (std::uint32_t replica = 1; replica <= 500; ++replica) {
+    auto& peer = *peers.add_peers();
+    peer.set_replica(replica);
+    peer.set_incarnation(replica);
+    peer.set_card(std::string(kMostCardBytes, 'c'));
+  }
+  machine.heard.clear();
+  machine.keep(machine.node.on_coordinator_message(message, machine.now));
+  const auto& heard = machine.heard[1];
+  EXPECT_GT(heard.size(), 5u);
+  proto::Peers news;
+  for (const auto& one : heard) {
+    EXPECT_LT(one.ByteSizeLong(), kMostOfPeers + 4096);
+    EXPECT_EQ(one.peers().more(), &one != &heard.back());
+    news.MergeFrom(one.peers());
+  }
+  PeerTable table;
+  (void)table.apply(news);
+  EXPECT_EQ(table.of(0).size(), 500u);
+  EXPECT_EQ(RankSet(news.complete(), 8).text(), RankSet(0).text());
+}
+
 TEST(Node, ARankThatWasToldOfAllItsPeersAtOnceIsToldOfEachNewOneAlone) {
   Machine machine;
   machine.up(1, 0);

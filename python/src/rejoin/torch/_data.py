@@ -18,6 +18,8 @@ Ranges = tuple[tuple[int, int], ...]
 # For how long the others wait for the data of a step. torch looks at its workers every 5 s, and gives each 5 s to end.
 LONGEST_WAIT = 120.0
 
+_MOST_AHEAD = 1024  # steps that rejoin_upcoming() tells of
+
 log = logging.getLogger("rejoin")
 
 
@@ -102,7 +104,7 @@ class Fetcher:
             )
         self._loader, self._batches, self._busy = loader, batches, busy
         self._iterator: Iterator[Any] | None = None
-        self._depth = loader.num_workers * (loader.prefetch_factor or 0) + 1  # batches that workers may be ahead
+        self._depth = min(loader.num_workers * (loader.prefetch_factor or 0) + 1, _MOST_AHEAD)  # batches that workers may be ahead
         self.hits = self.misses = 0
 
     def fetch(self, ranges: Ranges, upcoming: Callable[[int], Sequence[Sequence[tuple[int, int]]]]) -> Any:

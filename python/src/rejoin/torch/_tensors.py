@@ -220,7 +220,8 @@ def buffers_of(model: torch.nn.Module, device: torch.device) -> Iterator[Tensor]
         if buffer.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16) or buffer.numel() == 0:
             continue
         check_placed(name, buffer, device)
-        yield Tensor(name, buffer, dtype=buffer.dtype, gradient_dtype=buffer.dtype)
+        summed = torch.int64 if buffer.dtype == torch.int32 else buffer.dtype  # times the samples, it may not fit
+        yield Tensor(name, buffer, dtype=buffer.dtype, gradient_dtype=summed)
 
 
 def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
