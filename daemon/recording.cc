@@ -25,7 +25,7 @@ constexpr std::size_t kMostBytes = 256 * MiB;  // of one file
 constexpr std::size_t kMostFiles = 65536;
 constexpr std::uint64_t kNoTime = std::uint64_t{1} << 61;  // ns: sums of a few times that are less don't overflow
 
-std::string text_of(std::span<const char> field) {
+std::string text_in(std::span<const char> field) {
   return printable(std::string(field.data(), ::strnlen(field.data(), field.size())), field.size());
 }
 
@@ -100,8 +100,8 @@ Result<Recording> parse_recording(BytesView bytes, const std::string& file) {
     return fail(ErrorCode::corrupt, "{} is a flight recording of version {}, this program reads version {}", file,
                 header.version, flight::kVersion);
   Recording recording{.file = file,
-                      .who = text_of(header.who),
-                      .host = text_of(header.host),
+                      .who = text_in(header.who),
+                      .host = text_in(header.host),
                       .pid = header.pid,
                       .clock = header.clock,
                       .job = header.job,

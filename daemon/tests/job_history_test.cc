@@ -257,7 +257,9 @@ TEST(StatusPages, AnswerByTheirPathsAndKeepWhatTheyMadeForAMoment) {
   EXPECT_EQ(pages.answer("/healthz").code, 200u);
   EXPECT_EQ(pages.answer("/readyz").code, 503u);
   EXPECT_THAT(*pages.answer("/readyz").body, HasSubstr("not connected with the coordinator at a:1"));
+  EXPECT_EQ(made, 3);
   status["node_role"]["coordinator"]["connected"] = true;
+  now += 1s;
   EXPECT_EQ(pages.answer("/readyz").code, 200u);
   EXPECT_EQ(pages.answer("/etc/passwd").code, 404u);
   const auto page = pages.answer("/");
