@@ -86,6 +86,18 @@ Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t me
 
   operation.signature = {.bytes = bytes, .root = has_root || between_two ? call.root : 0, .kind = call.kind};
   if (adds) operation.signature.type = call.type, operation.signature.combine = call.combine;
+  operation.signature.memory = call.memory;
+  if (call.memory == transport::MemoryKind::cuda) {
+    operation.exported.resize(operation.memory.size());
+    if (adds && call.combine != Combine::sum && call.combine != Combine::mean)
+      return fail(ErrorCode::invalid_argument,
+                  "a {} is not taken in a GPU's memory, where there are sums and means: give it the host's",
+                  to_string(call.combine));
+    for (const auto memory : operation.memory)
+      if (adds && reinterpret_cast<std::uintptr_t>(memory.data()) % element != 0)
+        return fail(ErrorCode::invalid_argument, "a GPU's memory at {} is not where elements of {} can be added",
+                    static_cast<const void*>(memory.data()), to_string(call.type));
+  }
   const Shape shape{.members = members,
                     .rank = rank,
                     .root = call.root,

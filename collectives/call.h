@@ -19,10 +19,11 @@ struct Call {
   std::uint32_t root = 0;  // reduce, broadcast, gather, scatter; of send and receive, the other rank
   std::uint32_t tag = 0;   // send, receive
   std::vector<std::span<std::byte>> inputs, outputs;
+  transport::MemoryKind memory{};  // what they are in
 };
 
-// Errors: `invalid_argument`: a rank that is none, or buffers that are too many, too few or of other sizes than the
-// operation's.
+// Errors: `invalid_argument`: a rank that is none, buffers that are too many, too few or of other sizes than the
+// operation's, or what is not done in a GPU's memory.
 Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t members);
 
 }  // namespace rejoin::collectives

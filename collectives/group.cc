@@ -14,7 +14,9 @@ using transport::Event, transport::EventKind, transport::RegionId;
 namespace {
 
 constexpr Duration kReasonBy = std::chrono::milliseconds(100);  // a refused write's, from the one that refused it
-constexpr Duration kHeardBy = std::chrono::milliseconds(100);   // that this one has failed, by the others
+constexpr Duration kLookAtStreams =
+    std::chrono::microseconds(100);                            // that have to come to an operation: they wake nobody
+constexpr Duration kHeardBy = std::chrono::milliseconds(100);  // that this one has failed, by the others
 
 std::uint64_t channel_of(const Operation& operation) {
   if (operation.signature.kind == Collective::send) return kSends | operation.tag;
@@ -31,6 +33,7 @@ std::string describe(const Signature& signature) {
   if (adds) text += fmt::format(" ({})", to_string(signature.combine));
   text += fmt::format(" of {} bytes", signature.bytes);
   if (adds) text += fmt::format(" of {}", to_string(signature.type));
+  if (signature.memory == transport::MemoryKind::cuda) text += " in a GPU's memory";
   if (signature.kind == Collective::reduce || signature.kind == Collective::gather)
     text += fmt::format(" to rank {}", signature.root);
   if (signature.kind == Collective::broadcast || signature.kind == Collective::scatter)
@@ -38,7 +41,8 @@ std::string describe(const Signature& signature) {
   return text;
 }
 
-Group::Group(transport::Engine& engine, Handle own) : engine_(engine), own_(std::move(own)) {}
+Group::Group(transport::Engine& engine, Handle own, std::shared_ptr<device::Reducer> reducer)
+    : engine_(engine), own_(std::move(own)), reducer_(std::move(reducer)) {}
 
 Group::~Group() {
   if (!leaving_) leave();
@@ -57,10 +61,11 @@ void Group::poll(TimePoint now) {
     handle(event);
     ++steps_;
   }
+  if (reducer_) begin_what_is_ready(), finish_works();
   if (configuring_) connect_missing();
   check_deadlines();
   answer_goodbyes();
-  if (failing_ && (now_ >= failing_->until || others_have_heard())) end_failing();
+  if (failing_ && works_.empty() && (now_ >= failing_->until || others_have_heard())) end_failing();
   run_callbacks();
 }
 
@@ -69,6 +74,7 @@ TimePoint Group::next_deadline(TimePoint now) const {
   if (configuring_) next = std::min({next, configured_by_, connect_again_});
   if (refused_) next = std::min(next, refused_->until);
   if (failing_) next = std::min(next, failing_->until);
+  if (not_ready_ > 0) next = std::min(next, now + kLookAtStreams);
   if (!deadlines_.empty()) next = std::min(next, *deadlines_.begin());
   return next;
 }
@@ -93,7 +99,7 @@ void Group::submit(Operation operation) {
 
 void Group::abort(const Error& error) {
   fail_all(error);
-  if (others_have_heard()) end_failing();
+  if (works_.empty() && others_have_heard()) end_failing();
   run_callbacks();
 }
 
@@ -136,10 +142,6 @@ void Group::start(std::unique_ptr<Active> active) {
   auto& here = *(active_[active->key] = std::move(active));
   here.regions.resize(here.operation.memory.size());
   const auto key = here.key;
-  // Anything may end it: what it began with is a copy.
-  std::vector<std::uint32_t> first;
-  for (std::uint32_t task = 0; task < count; ++task)
-    if (here.blockers[task] == 0) first.push_back(task);
   if (const auto early = ready_early_.find(key); early != ready_early_.end()) {
     const auto all = std::move(early->second);
     ready_early_.erase(early);
@@ -147,9 +149,24 @@ void Group::start(std::unique_ptr<Active> active) {
     for (const auto& [rank, ready] : all)
       if (!failed_ && active_.contains(key)) match(here, rank, ready);
   }
+  if (failed_ || !active_.contains(key)) return;
+  ++not_ready_;
+  if (!here.operation.ready || here.operation.ready()) begin(here);
+}
+
+// Until its caller's stream comes to it, an operation sends and receives nothing.
+void Group::begin(Active& active) {
+  const auto key = active.key;
+  active.begun = true;
+  --not_ready_;
+  const auto count = static_cast<std::uint32_t>(active.operation.plan.tasks.size());
+  // Anything may end it: what it begins with is a copy.
+  std::vector<std::uint32_t> first;
+  for (std::uint32_t task = 0; task < count; ++task)
+    if (active.blockers[task] == 0) first.push_back(task);
   for (const auto task : first)
-    if (!failed_ && active_.contains(key)) unblocked(here, task);
-  if (count == 0 && !failed_) end_if_over(here);
+    if (!failed_ && active_.contains(key)) unblocked(active, task);
+  if (count == 0 && !failed_) end_if_over(active);
 }
 
 void Group::fail_starting(std::unique_ptr<Active> active, Error error) {
@@ -160,7 +177,7 @@ void Group::fail_starting(std::unique_ptr<Active> active, Error error) {
 std::span<std::byte> Group::bytes_at(Active& active, const Place& place, std::uint64_t length) {
   auto& memory = active.operation.memory;
   if (length == 0) return {};  // a barrier has no memory
-  const auto all = place.memory < memory.size() ? memory[place.memory] : active.scratch->mapping.span();
+  const auto all = place.memory < memory.size() ? memory[place.memory] : active.scratch->bytes();
   REJOIN_CHECK(in_range(place.offset, length, all.size()), "{} bytes at {} of {}", length, place.offset, all.size());
   return all.subspan(place.offset, length);
 }
@@ -176,6 +193,7 @@ void Group::unblocked(Active& active, std::uint32_t number) {
       else active.waits_for_ready.insert(number);
       return;
     case Task::Kind::combine: {
+      if (active.on_device()) return give_work(active, number);
       const auto& signature = active.operation.signature;
       combine(signature.combine, signature.type, bytes_at(active, task.at, task.length).data(),
               bytes_at(active, task.first, task.length).data(), bytes_at(active, task.second, task.length).data(),
@@ -183,6 +201,7 @@ void Group::unblocked(Active& active, std::uint32_t number) {
       return finished(active, number);
     }
     case Task::Kind::copy: {
+      if (active.on_device()) return give_work(active, number);
       const auto from = bytes_at(active, task.first, task.length), to = bytes_at(active, task.at, task.length);
       if (!from.empty() && from.data() != to.data()) std::memmove(to.data(), from.data(), from.size());
       return finished(active, number);
@@ -285,6 +304,7 @@ void Group::check_deadlines() {
 }
 
 std::string Group::what_it_waits_for(const Active& active) const {
+  if (!active.begun) return "the CUDA stream that it was started behind";
   for (const auto& [id, transfer] : receives_)
     if (transfer.active == &active)
       return fmt::format("bytes from {}", name(active.operation.plan.tasks[transfer.task].peer));
@@ -293,6 +313,8 @@ std::string Group::what_it_waits_for(const Active& active) const {
   for (const auto& [id, transfer] : writes_)
     if (transfer.active == &active)
       return fmt::format("bytes to land at {}", name(active.operation.plan.tasks[transfer.task].peer));
+  for (const auto& work : works_)
+    if (work.active == &active) return "the GPU";
   return "itself";
 }
 
@@ -306,7 +328,8 @@ void Group::fail_all(Error error, bool tell_others) {
   failing_ = {.error = error, .until = now_ + kHeardBy, .active = {}};
   for (auto& [key, one] : std::exchange(active_, {})) failing_->active.push_back(std::move(one));
   for (auto& one : std::exchange(waiting_, {})) failing_->active.push_back(std::move(one));
-  active_collectives_ = 0;
+  for (auto& work : works_) work.active = nullptr;  // their memory is the GPU's until they are done
+  active_collectives_ = 0, not_ready_ = 0;
   if (std::exchange(configuring_, false)) call(std::move(configured_), tl::unexpected(error));
   if (!tell_others) return;
   auto message = joined(Message::abort, bytes_of(static_cast<std::uint8_t>(error.code)));
@@ -329,6 +352,7 @@ bool Group::others_have_heard() const {
 // The memory of what fails is withdrawn before anybody hears of it, so that nothing lands there any more.
 void Group::end_failing() {
   if (!failing_) return;
+  wait_for_works();
   const auto failing = *std::exchange(failing_, std::nullopt);
   for (const auto& one : failing.active) {
     give_back(*one);

@@ -14,7 +14,11 @@
 // may cost a connection, and what was said on it: so a member that fails tells the others why, and they tell it that
 // they have failed, too, before it does.
 //
-// group.cc: operations. transfers.cc: what they send and receive. configuration.cc: members and their connections.
+// Operations of a GPU's memory: what the CPU adds and copies on the host, a reducer does, so that nothing here calls
+// the driver ("No driver between hand-over and flag" in docs/design-notes.md); and they begin when the caller says.
+//
+// group.cc: operations. on_device.cc: those of a GPU's memory. transfers.cc: what they send and receive.
+// configuration.cc: members and their connections.
 #pragma once
 
 #include <array>
@@ -31,9 +35,12 @@
 #include "base/fd.h"
 #include "base/types.h"
 #include "collectives/plan.h"
+#include "device/reducer.h"
 #include "transport/transport.h"
 
 namespace rejoin::collectives {
+
+constexpr std::uint32_t kAtOnce = 2;  // collectives: while one waits for its last bytes, the next begins
 
 constexpr bool combines(Collective kind) {
   return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::reduce_scatter;
@@ -46,7 +53,7 @@ struct Signature {
   Collective kind{};
   DataType type{};  // of those that add
   Combine combine{};
-  std::uint8_t reserved = 0;
+  transport::MemoryKind memory{};
   bool operator==(const Signature&) const = default;
 };
 std::string describe(const Signature& signature);  // "all_reduce (sum) of 4096 bytes of float32"
@@ -59,6 +66,10 @@ struct Operation {
   // As the plan's builder says. The caller's, until `done` is called; the last are written to.
   std::vector<std::span<std::byte>> memory;
   std::uint32_t tag = 0;  // send, receive
+  // Of a GPU's memory: whether the caller's stream has come to it, asked until it has; and of each memory, where there
+  // is one, its dma-buf.
+  std::function<bool()> ready;
+  std::vector<std::optional<device::Device::Exported>> exported;
   TimePoint deadline{};
   Done done;  // called once, within a call of poll(), submit(), reconfigure() or abort()
 };
@@ -72,7 +83,9 @@ struct Handle {
 class Group {
  public:
   // `own`: how others reach this member. The engine listens already, and must outlive this.
-  Group(transport::Engine& engine, Handle own);
+  // `reducer`: what adds in a GPU's memory, of which the engine takes memory then. It has an external launcher, and
+  // whoever submits operations of such memory holds its kernel until they are done.
+  Group(transport::Engine& engine, Handle own, std::shared_ptr<device::Reducer> reducer = nullptr);
   ~Group();  // as leave(), but it waits for nobody
 
   // From now on these are the members, and this one is `rank` of them. What is under way fails with `cancelled`, and
@@ -82,6 +95,13 @@ class Group {
                    Done done);
   // Collective operations start in the order of their submission, which is the same on all members.
   void submit(Operation operation);
+  // Memory of the GPU for operations' own use, which stays mapped while this lives. Before a collective operation of
+  // such memory is submitted, kAtOnce of these have at least the bytes of its plan's scratch memory.
+  struct DeviceScratch {
+    std::span<std::byte> memory;
+    std::optional<device::Device::Exported> exported;
+  };
+  void give_scratch(DeviceScratch scratch);
   // Everything under way fails, here and on the other members.
   void abort(const Error& error);
   // Tells the others that this member needs nothing more of them; what is under way is aborted. left(): all have heard.
@@ -90,6 +110,7 @@ class Group {
 
   void poll(TimePoint now);
   bool busy() const { return !active_.empty() || configuring_ || failing_; }
+  bool working() const { return reducer_ && !reducer_->idle(); }  // on the GPU, which wakes nobody: poll() again
   // When poll() has something to do, if nothing comes.
   TimePoint next_deadline(TimePoint now) const;
 
@@ -123,7 +144,16 @@ class Group {
   void start_waiting();
   void start(std::unique_ptr<Active> active);
   void fail_starting(std::unique_ptr<Active> active, Error error);
+  void begin(Active& active);
   void unblocked(Active& active, std::uint32_t task);
+  // On a GPU.
+  void begin_what_is_ready();
+  void give_work(Active& active, std::uint32_t task);
+  void finish_works();
+  void wait_for_works();
+  Result<transport::RegionId> register_on_device(std::span<std::byte> memory,
+                                                 const std::optional<device::Device::Exported>& exported,
+                                                 transport::Access access);
   void finished(Active& active, std::uint32_t task);
   void end_if_over(Active& active);
   void on_ready(std::uint32_t rank, const Ready& ready);
@@ -134,7 +164,9 @@ class Group {
   std::span<std::byte> bytes_at(Active& active, const Place& place, std::uint64_t length);
   Result<transport::RegionId> region_of(Active& active, std::uint32_t memory);
   Result<> take_scratch(Active& active);
+  Result<transport::RegionId> register_scratch(const Scratch& scratch);
   void give_back(Active& active);
+  static bool by_message(const Active& active, std::uint64_t length);
   void check_deadlines();
   std::string what_it_waits_for(const Active& active) const;
   void fail_all(Error error, bool tell_others = true);
@@ -150,6 +182,7 @@ class Group {
 
   transport::Engine& engine_;
   const Handle own_;
+  const std::shared_ptr<device::Reducer> reducer_;
   TimePoint now_{};
   std::uint64_t steps_ = 0;
 
@@ -193,6 +226,13 @@ class Group {
   };
   std::map<std::uint64_t, Transfer> receives_, writes_;
   std::vector<Scratch> scratch_;  // free
+  struct Work {
+    std::uint64_t number = 0;  // the reducer's
+    Active* active = nullptr;  // none: it has failed
+    std::uint32_t task = 0;
+  };
+  std::deque<Work> works_;     // on the GPU, in order
+  std::size_t not_ready_ = 0;  // operations that are active, and whose callers' streams have not come to them
   std::vector<std::pair<Done, Result<>>> callbacks_;
 };
 

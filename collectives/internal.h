@@ -7,8 +7,6 @@
 
 namespace rejoin::collectives {
 
-constexpr std::uint32_t kAtOnce = 2;  // collectives: while one waits for its last bytes, the next begins
-
 // Channels: one of all collectives, and for each tag two, by direction.
 constexpr std::uint64_t kCollective = 0;
 constexpr std::uint64_t kSends = 1ull << 32, kReceives = 2ull << 32;  // with the tag
@@ -30,10 +28,12 @@ struct Group::Peer {
   bool answered = false;       // its goodbye, or has closed the connection
 };
 
-// Memory of the group's own, registered.
+// Memory of the group's own, registered: the host's or the GPU's.
 struct Group::Scratch {
   Mapping mapping;
+  std::optional<DeviceScratch> on_device;
   transport::RegionId region;
+  std::span<std::byte> bytes() const { return on_device ? on_device->memory : mapping.span(); }
 };
 
 struct Group::Active {
@@ -48,6 +48,8 @@ struct Group::Active {
   std::set<std::uint32_t> waits_for_ready;                    // sends that nothing else blocks
   std::map<std::uint32_t, std::vector<std::uint32_t>> sends;  // by peer
   std::size_t left = 0;                                       // tasks
+  bool begun = false;                                         // the caller's stream has come to it
+  bool on_device() const { return operation.signature.memory == transport::MemoryKind::cuda; }
 };
 
 }  // namespace rejoin::collectives

@@ -15,6 +15,11 @@ constexpr std::size_t kMostEarly = 1'000'000;  // transfers that others are read
 
 }  // namespace
 
+// A few bytes of the host's memory go in a message; a GPU's, which the CPU can't look into, never do.
+bool Group::by_message(const Active& active, std::uint64_t length) {
+  return length == 0 || (length <= kMessageBytes && !active.on_device());
+}
+
 // A receiver is ready: to take what this member sends in that operation.
 void Group::on_ready(std::uint32_t rank, const Ready& ready) {
   const bool between_two = ready.signature.kind == Collective::receive;
@@ -61,13 +66,18 @@ void Group::match(Active& active, std::uint32_t rank, const Ready& ready) {
         {ErrorCode::mismatch, fmt::format("{} receives {} bytes in {}{}, and rank {} sends {}", name(rank),
                                           ready.length, between_two ? "a message" : describe(signature),
                                           between_two ? fmt::format(" with tag {}", ready.tag) : "", rank_, length)});
+  if (ready.signature.memory != signature.memory)  // between two
+    return fail_all(
+        {ErrorCode::mismatch, fmt::format("{} is {} on rank {}, and {} on {}: both sides take memory of one kind",
+                                          between_two ? "a message" : "a collective", describe(signature), rank_,
+                                          describe(ready.signature), name(rank))});
   active.ready[*number] = ready;
   if (active.waits_for_ready.erase(*number) > 0) post(active, *number, ready);
 }
 
 void Group::post(Active& active, std::uint32_t number, const Ready& ready) {
   const auto& task = active.operation.plan.tasks[number];
-  if (task.length <= kMessageBytes) {
+  if (by_message(active, task.length)) {
     Bytes message = joined(Message::payload, bytes_of(ready.id));
     const auto bytes = bytes_at(active, task.at, task.length);
     message.insert(message.end(), bytes.begin(), bytes.end());
@@ -95,7 +105,7 @@ void Group::receive(Active& active, std::uint32_t number) {
               .signature = active.operation.signature,
               .tag = active.operation.tag,
               .index = active.index[number]};
-  if (task.length > kMessageBytes) {
+  if (!by_message(active, task.length)) {
     const auto region = region_of(active, task.at.memory);
     if (!region) return fail_all(region.error());
     const auto remote = engine_.remote(*region);
@@ -109,7 +119,7 @@ void Group::arrived(std::uint32_t rank, std::uint64_t id, std::optional<BytesVie
   const auto found = receives_.find(id);
   const auto transfer = found != receives_.end() ? found->second : Transfer{};
   const Task* task = transfer.active != nullptr ? &transfer.active->operation.plan.tasks[transfer.task] : nullptr;
-  if (task == nullptr || task->peer != rank || payload.has_value() != (task->length <= kMessageBytes) ||
+  if (task == nullptr || task->peer != rank || payload.has_value() != by_message(*transfer.active, task->length) ||
       (payload && payload->size() != task->length))
     return fail_all({ErrorCode::corrupt, fmt::format("{} has sent what was not asked for", name(rank))});
   if (payload) std::ranges::copy(*payload, bytes_at(*transfer.active, task->at, task->length).begin());
@@ -126,7 +136,9 @@ Result<RegionId> Group::region_of(Active& active, std::uint32_t memory) {
       return task.kind == Task::Kind::receive && task.at.memory == memory;
     });
     const auto access = receives ? transport::Access::remote_write : transport::Access::local;
-    auto registered = engine_.register_region(active.operation.memory[memory], transport::MemoryKind::host, access);
+    const auto bytes = active.operation.memory[memory];
+    auto registered = active.on_device() ? register_on_device(bytes, active.operation.exported[memory], access)
+                                         : engine_.register_region(bytes, transport::MemoryKind::host, access);
     if (!registered) return registered;
     region = *registered;
   }
@@ -136,19 +148,31 @@ Result<RegionId> Group::region_of(Active& active, std::uint32_t memory) {
 Result<> Group::take_scratch(Active& active) {
   const auto bytes = active.operation.plan.scratch;
   if (bytes == 0) return {};
-  const auto fits =
-      std::find_if(scratch_.begin(), scratch_.end(), [&](const auto& one) { return one.mapping.size() >= bytes; });
+  const auto fits = std::find_if(scratch_.begin(), scratch_.end(), [&](const Scratch& one) {
+    return one.on_device.has_value() == active.on_device() && one.bytes().size() >= bytes;
+  });
   if (fits != scratch_.end()) {
     active.scratch = std::move(*fits);
     scratch_.erase(fits);
     return {};
   }
+  if (active.on_device())
+    return fail(ErrorCode::exhausted, "{} of scratch memory on the GPU are not there: make the process group anew",
+                human_bytes(bytes));
   auto mapping = Mapping::shareable(round_up(bytes, 64 * KiB));
   if (!mapping) return tl::unexpected(mapping.error());
-  auto region = engine_.register_region(mapping->span(), transport::MemoryKind::host, transport::Access::remote_write);
+  Scratch scratch{.mapping = std::move(*mapping), .on_device = {}, .region = {}};
+  auto region = register_scratch(scratch);
   if (!region) return tl::unexpected(region.error());
-  active.scratch = Scratch{std::move(*mapping), *region};
+  scratch.region = *region;
+  active.scratch = std::move(scratch);
   return {};
+}
+
+Result<RegionId> Group::register_scratch(const Scratch& scratch) {
+  constexpr auto access = transport::Access::remote_write;
+  return scratch.on_device ? register_on_device(scratch.on_device->memory, scratch.on_device->exported, access)
+                           : engine_.register_region(scratch.bytes(), transport::MemoryKind::host, access);
 }
 
 // Scratch memory serves the next operation, and of those that are free the largest stay. That of one that has failed
@@ -160,18 +184,19 @@ void Group::give_back(Active& active) {
   if (!active.scratch) return;
   if (failed_) {
     engine_.deregister(active.scratch->region);
-    const auto again = engine_.register_region(active.scratch->mapping.span(), transport::MemoryKind::host,
-                                               transport::Access::remote_write);
+    const auto again = register_scratch(*active.scratch);
     if (!again) return active.scratch.reset();
     active.scratch->region = *again;
   }
   scratch_.push_back(std::move(*active.scratch));
-  const auto size = [](const Scratch& one) { return one.mapping.size(); };
-  std::ranges::sort(scratch_, std::greater{}, size);
-  while (scratch_.size() > kAtOnce) {
-    engine_.deregister(scratch_.back().region);
-    scratch_.pop_back();
-  }
+  // A GPU's, which is not this group's to free, all stays.
+  std::ranges::sort(scratch_, std::greater{}, [](const Scratch& one) { return one.mapping.size(); });
+  std::size_t of_host = 0;
+  std::erase_if(scratch_, [&](const Scratch& one) {
+    if (one.on_device || ++of_host <= kAtOnce) return false;
+    engine_.deregister(one.region);
+    return true;
+  });
 }
 
 }  // namespace rejoin::collectives

@@ -160,7 +160,12 @@ Result<> Reducer::launch(Duration patience) {
       .launch = before + 1,
       .patience_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(patience).count())};
   auto launched = kernel_->launch(Kernel::reduce, {options_.blocks, options_.threads}, &arguments);
-  if (!launched) return launched;
+  if (!launched) {  // what was given would wait for ever
+    const std::lock_guard lock(error_mutex_);
+    error_ = launched.error();
+    failed_ = true;
+    return launched;
+  }
   launches_ = before + 1;
   leave(before);
   return {};

@@ -222,17 +222,22 @@ typedef struct rejoin_collective_call { /* CollectiveCall; zeros are its default
   uint32_t type;                        /* rejoin_type */
   uint32_t combine;                     /* rejoin_combine */
   uint32_t root, tag;
-  const rejoin_memory* inputs; /* the host's */
+  const rejoin_memory* inputs; /* the host's, or all of the group's device */
   size_t input_count;
   const rejoin_memory* outputs;
   size_t output_count;
   uint64_t limit_ms;
+  uint32_t on_device; /* 1: buffers are in the memory of the group's device */
+  void* stream;       /* … and it begins behind this cudaStream_t */
 } rejoin_collective_call;
 
 typedef struct rejoin_group rejoin_group;
 typedef struct rejoin_work rejoin_work;
 /* `transport`, `listen` and `advertise` null: the default. */
 rejoin_code rejoin_group_open(const char* transport, const char* listen, const char* advertise, rejoin_group** group);
+/* … with a device: "cuda:0", or null for none. */
+rejoin_code rejoin_group_open_on(const char* transport, const char* listen, const char* advertise, const char* device,
+                                 rejoin_group** group);
 /* When no other call on it is under way. Works may be closed later. Null: nothing. */
 void rejoin_group_close(rejoin_group* group);
 /* The group's, as long as it lives. */
@@ -247,6 +252,8 @@ rejoin_code rejoin_group_abort(rejoin_group* group, const char* reason);
 rejoin_code rejoin_group_shutdown(rejoin_group* group, uint64_t limit_ms);
 int rejoin_work_done(const rejoin_work* work);
 rejoin_code rejoin_work_wait(rejoin_work* work, uint64_t limit_ms, int (*cancelled)(void*), void* with);
+/* Of a device's memory: this cudaStream_t waits, not the caller. */
+rejoin_code rejoin_work_wait_on(rejoin_work* work, void* stream);
 rejoin_code rejoin_work_notify(rejoin_work* work, uint64_t number);
 void rejoin_work_close(rejoin_work* work); /* null: nothing; the operation goes on */
 

@@ -22,8 +22,13 @@ bool within(std::uint32_t value, int last) { return value <= static_cast<std::ui
 extern "C" {
 
 rejoin_code rejoin_group_open(const char* transport, const char* listen, const char* advertise, rejoin_group** group) {
+  return rejoin_group_open_on(transport, listen, advertise, nullptr, group);
+}
+rejoin_code rejoin_group_open_on(const char* transport, const char* listen, const char* advertise, const char* device,
+                                 rejoin_group** group) {
   return guarded([&] {
-    auto opened = rejoin::ProcessGroup::open(listen_config(transport, listen, advertise));
+    auto opened =
+        rejoin::ProcessGroup::open(listen_config(transport, listen, advertise), device == nullptr ? "host" : device);
     if (!opened) return failed(opened.error());
     *group = new rejoin_group{std::move(*opened)};
     return REJOIN_OK;
@@ -52,7 +57,9 @@ rejoin_code rejoin_group_start(rejoin_group* group, const rejoin_collective_call
                                         .tag = call->tag,
                                         .inputs = all_bytes_of(call->inputs, call->input_count),
                                         .outputs = all_bytes_of(call->outputs, call->output_count),
-                                        .limit = milliseconds_of(call->limit_ms)});
+                                        .limit = milliseconds_of(call->limit_ms),
+                                        .on_device = call->on_device != 0,
+                                        .stream = call->stream});
     if (!started) return failed(started.error());
     *work = new rejoin_work{std::move(*started)};
     return REJOIN_OK;
@@ -80,6 +87,9 @@ rejoin_code rejoin_group_shutdown(rejoin_group* group, uint64_t limit_ms) {
 int rejoin_work_done(const rejoin_work* work) { return work->work->done() ? 1 : 0; }
 rejoin_code rejoin_work_wait(rejoin_work* work, uint64_t limit_ms, int (*cancelled)(void*), void* with) {
   return guarded([&] { return code(work->work->wait(milliseconds_of(limit_ms), asking(cancelled, with))); });
+}
+rejoin_code rejoin_work_wait_on(rejoin_work* work, void* stream) {
+  return guarded([&] { return code(work->work->wait_on(stream)); });
 }
 rejoin_code rejoin_work_notify(rejoin_work* work, uint64_t number) {
   return guarded([&] {

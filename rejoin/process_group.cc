@@ -10,6 +10,7 @@
 #include "base/fail.h"
 #include "base/fd.h"
 #include "collectives/call.h"
+#include "rejoin/group_device.h"
 #include "rejoin/log_default.h"
 #include "rejoin/secret_address.h"
 #include "transport/idle.h"
@@ -37,7 +38,8 @@ struct Ended {
 
 class Operation final : public Work {
  public:
-  explicit Operation(std::shared_ptr<Ended> ended) : ended_(std::move(ended)) {}
+  explicit Operation(std::shared_ptr<Ended> ended, std::shared_ptr<StreamedOperation> streamed = nullptr)
+      : ended_(std::move(ended)), streamed_(std::move(streamed)) {}
 
   bool done() const override {
     const std::lock_guard lock(mutex_);
@@ -63,11 +65,24 @@ class Operation final : public Work {
     if (result_) push(number);
     else numbers_.push_back(number);
   }
+  Result<> wait_on(void* stream) override {
+    if (!streamed_)
+      return fail(ErrorCode::invalid_argument,
+                  "CUDA streams wait for operations of a device's memory: wait() for this");
+    {
+      const std::lock_guard lock(mutex_);
+      if (result_) return *result_;
+    }
+    return streamed_->wait_on(stream);
+  }
   void end(const Result<>& result) {
-    const std::lock_guard lock(mutex_);
-    result_ = result;
-    changed_.notify_all();
-    for (const auto number : numbers_) push(number);
+    {
+      const std::lock_guard lock(mutex_);
+      result_ = result;
+      changed_.notify_all();
+      for (const auto number : numbers_) push(number);
+    }
+    if (streamed_) streamed_->end();
   }
 
  private:
@@ -77,7 +92,8 @@ class Operation final : public Work {
     ended_->changed.notify_one();
   }
   const std::shared_ptr<Ended> ended_;
-  mutable std::mutex mutex_;  // guards all below
+  const std::shared_ptr<StreamedOperation> streamed_;  // none: of the host's memory
+  mutable std::mutex mutex_;                           // guards all below
   std::condition_variable changed_;
   std::optional<Result<>> result_;
   std::vector<std::uint64_t> numbers_;
@@ -85,13 +101,23 @@ class Operation final : public Work {
 
 class Threaded final : public ProcessGroup {
  public:
-  static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config) {
+  static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config, const std::string& device_name) {
     log_to_stderr_by_default();
-    auto listener = SecretListener::open(config);
+    std::unique_ptr<GroupDevice> device;
+    auto named = device::open_device(device_name);
+    if (!named) return tl::unexpected(named.error());
+    if ((*named)->kind() == device::MemoryKind::cuda) {
+      auto opened = GroupDevice::open(std::move(*named));
+      if (!opened) return tl::unexpected(opened.error());
+      device = std::move(*opened);
+    }
+    auto listener =
+        SecretListener::open(config, device ? device->device() : nullptr, device ? device->reducer() : nullptr);
     if (!listener) return tl::unexpected(listener.error());
     auto wake = make_eventfd();
     if (!wake) return tl::unexpected(wake.error());
-    return std::unique_ptr<ProcessGroup>(new Threaded(listener->own, std::move(listener->engine), std::move(*wake)));
+    return std::unique_ptr<ProcessGroup>(
+        new Threaded(listener->own, std::move(device), std::move(listener->engine), std::move(*wake)));
   }
 
   ~Threaded() override {
@@ -113,7 +139,9 @@ class Threaded final : public ProcessGroup {
       const auto address = SecretAddress::parse(kScheme, kNoMember, member);
       if (!address) return tl::unexpected(address.error());
       if (address->family != own_.family)
-        return fail(ErrorCode::mismatch, "the transport of member {} is {}, and this one's is {}: all take the same",
+        return fail(ErrorCode::mismatch,
+                    "the transport of member {} is {}, and this one's is {}: all take the same, and "
+                    "all have a GPU's memory, or none",
                     handles.size(), address->family, own_.family);
       if (address->secret == own_.secret) {
         if (rank)
@@ -146,18 +174,17 @@ class Threaded final : public ProcessGroup {
     const auto now = configuration();
     if (now.size == 0)
       return fail(ErrorCode::unavailable, "this process group has no members yet: reconfigure() names them");
+    if (call.on_device && !device_)
+      return fail(ErrorCode::invalid_argument,
+                  "buffers in a device's memory, and this process group was opened without a device");
+    const auto memory = call.on_device ? device::MemoryKind::cuda : device::MemoryKind::host;
     auto operation = collectives::prepare(
-        {call.kind, call.type, call.combine, call.root, call.tag, call.inputs, call.outputs}, now.rank, now.size);
+        {call.kind, call.type, call.combine, call.root, call.tag, call.inputs, call.outputs, memory}, now.rank,
+        now.size);
     if (!operation) return tl::unexpected(operation.error());
+    if (call.on_device) return start_on_device(call, std::move(*operation), now.count);
     const auto work = std::make_shared<Operation>(ended_);
-    operation->deadline = in(call.limit);
-    operation->done = [work](const Result<>& result) { work->end(result); };
-    // Functions that are kept are copied: what can't be is shared.
-    const auto shared = std::make_shared<collectives::Operation>(std::move(*operation));
-    in_thread([this, shared, now] {
-      if (in_configuration_ == now.count) return group_->submit(std::move(*shared));
-      shared->done(fail(ErrorCode::cancelled, "the process group was reconfigured while this operation was started"));
-    });
+    submit(std::move(*operation), work, call.limit, now.count);
     return work;
   }
 
@@ -198,9 +225,50 @@ class Threaded final : public ProcessGroup {
     return configuration_;
   }
 
-  Threaded(const SecretAddress& own, std::unique_ptr<transport::Engine> engine, Fd wake)
-      : own_(own), handle_(own.text(kScheme)), engine_(std::move(engine)), wake_(std::move(wake)) {
-    group_ = std::make_unique<collectives::Group>(*engine_, collectives::Handle{own.secret, {own.address}});
+  void submit(collectives::Operation operation, const std::shared_ptr<Operation>& work, Duration limit,
+              std::uint64_t configuration) {
+    operation.deadline = in(limit);
+    operation.done = [work](const Result<>& result) { work->end(result); };
+    // Functions that are kept are copied: what can't be is shared.
+    const auto shared = std::make_shared<collectives::Operation>(std::move(operation));
+    in_thread([this, shared, configuration] {
+      if (in_configuration_ == configuration) return group_->submit(std::move(*shared));
+      shared->done(fail(ErrorCode::cancelled, "the process group was reconfigured while this operation was started"));
+    });
+  }
+  // Everything that calls the driver, on the caller's thread.
+  Result<std::shared_ptr<Work>> start_on_device(const CollectiveCall& call, collectives::Operation operation,
+                                                std::uint64_t configuration) {
+    const std::lock_guard one_at_a_time(starting_);
+    auto scratch = device_->scratch_for(operation.plan.scratch);
+    if (!scratch) return tl::unexpected(scratch.error());
+    for (auto& one : *scratch) {
+      const auto given = std::make_shared<collectives::Group::DeviceScratch>(std::move(one));
+      in_thread([this, given] { group_->give_scratch(std::move(*given)); });
+    }
+    if (takes_dma_bufs_)
+      std::ranges::transform(operation.memory, operation.exported.begin(),
+                             [&](const auto& memory) { return device_->exported(memory); });
+    const auto streamed = device_->make_operation();
+    if (!streamed) return tl::unexpected(streamed.error());
+    if (auto queued = (*streamed)->begin_behind(call.stream); !queued) return tl::unexpected(queued.error());
+    operation.ready = [streamed = *streamed] { return streamed->ready(); };
+    const auto work = std::make_shared<Operation>(ended_, *streamed);
+    submit(std::move(operation), work, call.limit, configuration);
+    if (auto held = (*streamed)->hold(); !held) abort(held.error().message);  // it ends with that
+    return work;
+  }
+
+  Threaded(const SecretAddress& own, std::unique_ptr<GroupDevice> device, std::unique_ptr<transport::Engine> engine,
+           Fd wake)
+      : own_(own),
+        handle_(own.text(kScheme)),
+        takes_dma_bufs_(own.family.starts_with("ibverbs")),
+        device_(std::move(device)),
+        engine_(std::move(engine)),
+        wake_(std::move(wake)) {
+    group_ = std::make_unique<collectives::Group>(*engine_, collectives::Handle{own.secret, {own.address}},
+                                                  device_ ? device_->reducer() : nullptr);
     thread_ = std::thread([this] { run(); });
   }
 
@@ -224,6 +292,7 @@ class Threaded final : public ProcessGroup {
       if (!leaving_.empty() && group_->left())
         for (const auto& work : std::exchange(leaving_, {})) work->end({});
       if (called || group_->steps() != before) idle.reset();
+      else if (group_->working()) ::sched_yield();  // on the GPU, for microseconds
       else idle.wait(group_->busy(), group_->next_deadline(clock.now()) - clock.now(), others);
     }
     take_calls();
@@ -244,6 +313,9 @@ class Threaded final : public ProcessGroup {
   const SecretAddress own_;
   const std::string handle_;
   const std::shared_ptr<Ended> ended_ = std::make_shared<Ended>();
+  const bool takes_dma_bufs_;  // the transport
+  const std::unique_ptr<GroupDevice> device_;
+  std::mutex starting_;  // operations on the device; held over calls of the driver, so the thread never takes it
   // The thread's.
   const std::unique_ptr<transport::Engine> engine_;
   std::unique_ptr<collectives::Group> group_;
@@ -261,7 +333,11 @@ class Threaded final : public ProcessGroup {
 }  // namespace
 
 Result<std::unique_ptr<ProcessGroup>> ProcessGroup::open(const ProcessGroupConfig& config) {
-  return Threaded::open(config);
+  return Threaded::open(config, "host");
+}
+
+Result<std::unique_ptr<ProcessGroup>> ProcessGroup::open(const ProcessGroupConfig& config, const std::string& device) {
+  return Threaded::open(config, device);
 }
 
 }  // namespace rejoin

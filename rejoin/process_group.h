@@ -23,8 +23,8 @@ namespace rejoin {
 
 using ProcessGroupConfig = ListenConfig;
 
-// Buffers are in the host's memory, and the caller's until the operation has ended. `inputs` are read and `outputs`
-// written; four operations work in place, in their one input.
+// Buffers are in the host's memory or in the group's device's, alike on all members, and the caller's until the
+// operation has ended. `inputs` are read and `outputs` written; four operations work in place, in their one input.
 //
 //   operation       inputs                        outputs
 //   all_reduce      one, in place                 –
@@ -46,6 +46,10 @@ struct CollectiveCall {
       0;  // send, receive: messages of one tag arrive in order; a new tag takes memory until reconfigure()
   std::vector<std::span<std::byte>> inputs, outputs;
   Duration limit{};  // after which it fails, and with it the group
+  // Buffers are in the memory of the group's device, and the operation begins when this CUDA stream (a cudaStream_t)
+  // has come to what start() queues there. What is reduced is summed or averaged; other ways take the host's memory.
+  bool on_device = false;
+  void* stream = nullptr;
 };
 
 // An operation under way. Any thread.
@@ -58,6 +62,9 @@ class Work {
   virtual Result<> wait(Duration limit, const std::function<bool()>& cancelled = {}) = 0;
   // Has ProcessGroup::next_done() return `number` once when it has ended.
   virtual void notify(std::uint64_t number) = 0;
+  // Of a device's memory: what is queued on this CUDA stream from now on waits until it has ended, well or not; the
+  // caller waits for nothing. Errors: of the operation, if it has failed already; of the device.
+  virtual Result<> wait_on(void* stream) = 0;
 };
 
 // Thread: any. All operations run in a thread of the group's own, in the order of start(); all members start the same
@@ -66,6 +73,10 @@ class ProcessGroup {
  public:
   // Errors: of the transport, and of its address.
   static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config);
+  // … with a device, by its name: "cuda:0" (device 0), "host". Operations of its memory don't go through the host's but
+  // where the transport can't reach it. All members have such devices, or none. To close the group waits for the
+  // device, as cudaFree() does. Errors: also of the device; `unavailable`: it has no kernels here.
+  static Result<std::unique_ptr<ProcessGroup>> open(const ProcessGroupConfig& config, const std::string& device);
   virtual ~ProcessGroup() = default;  // what is under way fails
 
   // What others give to reconfigure() for this member: text, and whoever has it may connect.

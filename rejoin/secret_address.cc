@@ -7,6 +7,7 @@
 #include "base/fail.h"
 #include "transport/advertise.h"
 #include "transport/factory.h"
+#include "transport/staged/factory.h"
 
 namespace rejoin {
 
@@ -32,9 +33,13 @@ Result<SecretAddress> SecretAddress::parse(std::string_view scheme, std::string_
   return parsed;
 }
 
-Result<SecretListener> SecretListener::open(const ListenConfig& config) {
+Result<SecretListener> SecretListener::open(const ListenConfig& config, const std::shared_ptr<device::Device>& device,
+                                            const std::shared_ptr<device::Reducer>& reducer) {
   auto engine = transport::make_engine(config.transport);
+  if (engine && device)
+    engine = transport::staged::make_engine(std::move(*engine), device, {.exports = false}, reducer);
   if (!engine) return tl::unexpected(engine.error());
+  const std::string family = SecretAddress::family_of(config.transport) + (device ? "+gpu" : "");
   const std::array<std::uint64_t, 2> secret{random_number(), random_number()};
   (*engine)->set_secrets({transport::Secret::of(secret)});
   auto listening = (*engine)->listen({config.listen});
@@ -42,9 +47,7 @@ Result<SecretListener> SecretListener::open(const ListenConfig& config) {
   auto advertised = transport::advertised(*listening, config.advertise);
   if (!advertised) return tl::unexpected(advertised.error());
   const auto own = transport::with_host_for_any(*advertised, transport::own_host_towards("127.0.0.1:1"));
-  return SecretListener{
-      .own = {.secret = secret, .family = SecretAddress::family_of(config.transport), .address = own.text},
-      .engine = std::move(*engine)};
+  return SecretListener{.own = {.secret = secret, .family = family, .address = own.text}, .engine = std::move(*engine)};
 }
 
 }  // namespace rejoin

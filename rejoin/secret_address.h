@@ -11,6 +11,11 @@
 #include "rejoin/listen_config.h"
 #include "transport/transport.h"
 
+namespace rejoin::device {
+class Device;
+class Reducer;
+}  // namespace rejoin::device
+
 namespace rejoin {
 
 // "SCHEME SECRET FAMILY ADDRESS"; the last is the transport's own, and may have spaces.
@@ -30,7 +35,11 @@ struct SecretListener {
   SecretAddress own;
   std::unique_ptr<transport::Engine> engine;
 
-  static Result<SecretListener> open(const ListenConfig& config);  // errors: of the transport, and of its address
+  // With a device, its memory goes over it, too, copied by the reducer alone where no NIC reaches it. Errors: of the
+  // transport, of its address, and of the device.
+  static Result<SecretListener> open(const ListenConfig& config,
+                                     const std::shared_ptr<device::Device>& device = nullptr,
+                                     const std::shared_ptr<device::Reducer>& reducer = nullptr);
 };
 
 }  // namespace rejoin

@@ -117,7 +117,8 @@ TEST(Explain, ClocksThatDifferAreComparedByHeartbeats) {
   const auto coordinator = job.start_coordinator({"--replicas", "2", "--ranks", "1", "--batch", "4"});
   const auto node = job.start_node(0, {"--connect", job.coordinator});
   Process first(trainer(0), job.file("trainer0.out"));
-  std::string both;  // in one namespace: in the shell's, which is exchanged for the trainer
+  // In one namespace: in the shell's, which is exchanged for the trainer. The daemon ends with it.
+  std::string both = "setpriv --pdeathsig KILL ";
   for (const auto& word :
        {kDaemon, std::string("--name"), std::string("node1"), std::string("--socket"), job.file("node1.sock"),
         std::string("--connect"), job.coordinator, std::string("--silence-ms"), job.silence_ms,

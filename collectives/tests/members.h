@@ -1,4 +1,4 @@
-// Members of a group in one process, over the simulated fabric.
+// Members of a group in one process, over the simulated fabric; each with the host's memory, or with a GPU's as well.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -9,7 +9,9 @@
 
 #include "base/log.h"
 #include "collectives/call.h"
+#include "device/access.h"
 #include "transport/sim/fabric.h"
+#include "transport/staged/factory.h"
 
 namespace rejoin::collectives {
 
@@ -20,14 +22,19 @@ inline std::span<std::byte> bytes_in(Floats& floats) { return std::as_writable_b
 class Members {
  public:
   struct Member {
+    std::shared_ptr<device::Reducer> reducer;
+    std::vector<device::Memory> scratch;
     std::unique_ptr<transport::Engine> engine;
+    transport::Engine* on_fabric = nullptr;  // the engine that the fabric knows
     Handle handle;
     std::unique_ptr<Group> group;
     bool stopped = false;
   };
 
-  explicit Members(std::uint32_t count, std::uint64_t seed = 1, transport::sim::Options options = {})
-      : fabric(
+  explicit Members(std::uint32_t count, std::uint64_t seed = 1, transport::sim::Options options = {},
+                   std::shared_ptr<device::Device> gpu = nullptr)
+      : device(std::move(gpu)),
+        fabric(
             [&] {
               options.seed = seed;
               return options;
@@ -43,10 +50,19 @@ class Members {
   void add() {
     Member member;
     member.engine = fabric.make_engine();
+    member.on_fabric = member.engine.get();
+    stage(member, 512);
     member.handle.address = *member.engine->listen({"sim"});
     member.handle.secret = {all.size() + 1, 7};
-    member.group = std::make_unique<Group>(*member.engine, member.handle);
+    member.group = std::make_unique<Group>(*member.engine, member.handle, member.reducer);
     all.push_back(std::move(member));
+  }
+  void stage(Member& member, std::size_t slot_bytes) {
+    if (!device) return;
+    spdlog::set_level(spdlog::level::err);  // each engine says that it stages
+    member.reducer = *device::Reducer::make(*device, {.blocks = 2, .threads = 64, .external_launcher = true});
+    member.engine = *transport::staged::make_engine(
+        std::move(member.engine), device, {.slot_bytes = slot_bytes, .slots = 4, .exports = false}, member.reducer);
   }
 
   struct Pending {
@@ -80,16 +96,33 @@ class Members {
     reconfigure(1, who);
   }
 
-  Work submit(std::uint32_t i, const Call& call, Duration limit = std::chrono::seconds(10)) {
+  // What whoever starts an operation of a GPU's memory does before.
+  void prepare_device(Member& member, Operation& operation) {
+    ASSERT_TRUE(member.reducer->hold());
+    for (std::size_t i = 0; i < operation.memory.size(); ++i)  // no transport here takes them, and all is staged
+      if (!operation.memory[i].empty()) operation.exported[i] = *device->export_dma_buf(operation.memory[i]);
+    const auto scratch = operation.plan.scratch;
+    const auto large = [&](const device::Memory& one) { return one.bytes.size() >= scratch; };
+    while (scratch > 0 && std::ranges::count_if(member.scratch, large) < kAtOnce) {
+      member.scratch.push_back(*device->allocate(scratch));
+      member.group->give_scratch({member.scratch.back().bytes, {}});
+    }
+  }
+  Work submit(std::uint32_t i, const Call& call, Duration limit = std::chrono::seconds(10),
+              std::function<bool()> ready = {}) {
     auto work = std::make_shared<Pending>();
     auto& group = *all[i].group;
+    const auto reducer = call.memory == transport::MemoryKind::cuda ? all[i].reducer : nullptr;
     auto operation = prepare(call, group.rank(), group.size());
     if (!operation) {
       work->result = tl::unexpected(operation.error());
       return work;
     }
+    if (reducer) prepare_device(all[i], *operation);
+    operation->ready = std::move(ready);
     operation->deadline = clock.now() + limit;
-    operation->done = [work](const Result<>& result) {
+    operation->done = [work, reducer](const Result<>& result) {
+      if (reducer) reducer->let_go();
       EXPECT_FALSE(work->result) << "an operation ends once";
       work->result = result;
       if (!result && work->failed) work->failed();
@@ -109,7 +142,10 @@ class Members {
       poll();
       if (std::all_of(works.begin(), works.end(), [](const auto& work) { return work->result.has_value(); }))
         return true;
-      if (!fabric.step() || fabric.next_event() > clock.now() + std::chrono::milliseconds(5))
+      // What a GPU does takes no time of theirs.
+      if (std::ranges::any_of(all, [](const auto& one) { return !one.stopped && one.group && one.group->working(); }))
+        fabric.step();
+      else if (!fabric.step() || fabric.next_event() > clock.now() + std::chrono::milliseconds(5))
         clock.advance(std::chrono::milliseconds(5));
     }
     return false;
@@ -125,6 +161,7 @@ class Members {
     for (const auto& work : works) ASSERT_TRUE(*work->result) << work->result->error().message;
   }
 
+  const std::shared_ptr<device::Device> device;  // none: the host's memory alone
   VirtualClock clock;
   transport::sim::Fabric fabric;
   std::vector<Member> all;

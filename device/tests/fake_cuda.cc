@@ -43,6 +43,7 @@ Options options_of_environment() {
     if (name == "unordered") options.unordered = true;
     else if (name == "no_flags") options.no_flags = true;
     else if (name == "exclusive") options.exclusive = true;
+    else if (name == "no_launch") options.no_launch = true;
     else if (name == "slow_digest") options.slow_digest = std::chrono::milliseconds(value);
     else std::fprintf(stderr, "fake CUDA driver: REJOIN_FAKE_CUDA has no '%s'\n", name.c_str()), std::abort();
   }
@@ -156,6 +157,7 @@ int cuModuleGetFunction(const char** function, void*, const char* name) {
 int cuLaunchKernel(const char* function, unsigned blocks, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                    Stream* stream, void** arguments, void**) {
   if (no_context()) return kInvalidContext;
+  if (options().no_launch) return kNotSupported;
   const Queueing call("cuLaunchKernel");
   bool first = false;
   {

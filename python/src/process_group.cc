@@ -20,6 +20,10 @@ class Work {
     Signals signals;
     signals.waiting([&] { return rejoin_work_wait(work.get(), limit_ms, &Signals::ask, &signals); });
   }
+  void wait_on(std::uintptr_t stream) {
+    const auto work = work_;
+    Signals().waiting([&] { return rejoin_work_wait_on(work.get(), reinterpret_cast<void*>(stream)); });
+  }
   void notify(std::uint64_t number) { check(rejoin_work_notify(work_.get(), number)); }
 
  private:
@@ -28,9 +32,10 @@ class Work {
 
 class ProcessGroup {
  public:
-  ProcessGroup(const std::string& transport, const std::string& listen, const std::string& advertise) {
+  ProcessGroup(const std::string& transport, const std::string& listen, const std::string& advertise,
+               const std::string& device) {
     rejoin_group* group = nullptr;
-    check(rejoin_group_open(transport.c_str(), listen.c_str(), advertise.c_str(), &group));
+    check(rejoin_group_open_on(transport.c_str(), listen.c_str(), advertise.c_str(), device.c_str(), &group));
     group_.set(group, rejoin_group_close);
   }
 
@@ -47,10 +52,11 @@ class ProcessGroup {
       return rejoin_group_reconfigure(group.get(), number, all.data(), all.size(), limit_ms, &Signals::ask, &signals);
     });
   }
+  // With a stream buffers are in the memory of the group's device, and it begins behind what is queued there.
   // Puts the work into `begun` before any Python code runs again, a signal's handler say: what has begun is never lost.
   void start(std::uint32_t kind, std::uint32_t type, std::uint32_t combine, std::uint32_t root, std::uint32_t tag,
              const std::vector<Memory>& inputs, const std::vector<Memory>& outputs, std::uint64_t limit_ms,
-             nb::list begun) {
+             nb::list begun, std::optional<std::uintptr_t> stream) {
     const auto in = memory_of(inputs), out = memory_of(outputs);
     rejoin_collective_call call{};
     call.kind = kind;
@@ -60,6 +66,7 @@ class ProcessGroup {
     call.inputs = in.data(), call.input_count = in.size();
     call.outputs = out.data(), call.output_count = out.size();
     call.limit_ms = limit_ms;
+    call.on_device = stream ? 1 : 0, call.stream = reinterpret_cast<void*>(stream.value_or(0));
     const auto group = group_.get();
     rejoin_work* work = nullptr;
     Signals().waiting([&] { return rejoin_group_start(group.get(), &call, &work); });
@@ -88,16 +95,18 @@ void bind_process_groups(nb::module_& m) {
   nb::class_<Work>(m, "Work")
       .def("done", &Work::done)
       .def("wait", &Work::wait, nb::arg("limit_ms"))
+      .def("wait_on", &Work::wait_on, nb::arg("stream"))
       .def("notify", &Work::notify, nb::arg("number"));
   nb::class_<ProcessGroup>(m, "ProcessGroup")
-      .def(nb::init<const std::string&, const std::string&, const std::string&>(), nb::arg("transport"),
-           nb::arg("listen"), nb::arg("advertise"))
+      .def(nb::init<const std::string&, const std::string&, const std::string&, const std::string&>(),
+           nb::arg("transport"), nb::arg("listen"), nb::arg("advertise"), nb::arg("device") = "host")
       .def("handle", &ProcessGroup::handle)
       .def("rank", &ProcessGroup::rank)
       .def("size", &ProcessGroup::size)
       .def("reconfigure", &ProcessGroup::reconfigure, nb::arg("number"), nb::arg("members"), nb::arg("limit_ms"))
       .def("start", &ProcessGroup::start, nb::arg("kind"), nb::arg("type"), nb::arg("combine"), nb::arg("root"),
-           nb::arg("tag"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("limit_ms"), nb::arg("begun"))
+           nb::arg("tag"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("limit_ms"), nb::arg("begun"),
+           nb::arg("stream").none() = nb::none())
       .def("next_done", &ProcessGroup::next_done, nb::arg("limit_ms"))
       .def("abort", &ProcessGroup::abort, nb::arg("reason"))
       .def("shutdown", &ProcessGroup::shutdown, nb::arg("limit_ms"))

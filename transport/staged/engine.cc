@@ -67,9 +67,8 @@ Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, Memo
     why = "a NIC's writes there have to be flushed by the driver, which must not be called while CUDA streams wait";
   } else if (options_.direct) {
     // By dma-buf, then as peer memory, then through host memory.
-    auto exported = device_->export_dma_buf(memory);
-    auto registered = !exported ? tl::unexpected(exported.error())
-                                : register_dma_buf({exported->fd.get(), exported->offset, memory}, access);
+    auto registered = options_.exports ? export_and_register(memory, access)
+                                       : fail(ErrorCode::unreachable, "no dma-buf of it was given");
     if (registered) return registered;
     why = registered.error().message;
     registered = as_it_is();
@@ -80,6 +79,12 @@ Result<RegionId> StagedEngine::register_region(std::span<std::byte> memory, Memo
     spdlog::warn("memory of {} is staged through {} of pinned host memory: {}", device_->name(),
                  human_bytes(2 * options_.slots * options_.slot_bytes), why);
   return keep(memory, access, std::nullopt);
+}
+
+Result<RegionId> StagedEngine::export_and_register(std::span<std::byte> memory, Access access) {
+  const auto exported = device_->export_dma_buf(memory);
+  if (!exported) return tl::unexpected(exported.error());
+  return register_dma_buf({exported->fd.get(), exported->offset, memory}, access);
 }
 
 Result<RegionId> StagedEngine::register_dma_buf(const DmaBuf& buffer, Access access) {

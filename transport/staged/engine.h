@@ -123,6 +123,7 @@ class StagedEngine final : public Engine {
   std::optional<RegionId> below_of(RegionId region) const;
   // The region below that a peer can pull its bytes out of; none: they go through slots.
   Result<std::optional<RegionId>> source_of(RegionId region);
+  Result<RegionId> export_and_register(std::span<std::byte> memory, Access access);
   RegionId keep(std::span<std::byte> memory, Access access, const std::optional<Reachable>& reachable);
   Result<RegionId> keep_below(std::span<std::byte> memory, MemoryKind kind, Access access,
                               const std::function<Result<RegionId>()>& register_below);

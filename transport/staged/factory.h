@@ -14,6 +14,8 @@ struct Options {
   std::size_t slot_bytes = 256 * KiB;
   std::size_t slots = 32;  // each way; at least 2, so that one is copied while another is sent
   bool direct = true;      // false: staged also where it could be reached directly
+  // Registering a device's memory exports it as a dma-buf. False: it calls no driver, and who has a dma-buf gives that.
+  bool exports = true;
 };
 
 // Both ends of a connection must be such engines. Addresses and endpoints are those of the engine below. `reducer`:

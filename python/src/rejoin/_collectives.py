@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rejoin import _streams
 from rejoin._memory import TYPES, Memory, memory_of
 
 _NAMES = "all_reduce reduce broadcast all_gather reduce_scatter gather scatter all_to_all barrier send receive"
@@ -30,6 +31,7 @@ _COMBINES = {  # rejoin_combine
 
 class _Waits(Protocol):
     def wait_for_it_alone(self) -> None: ...
+    def wait_on_stream(self) -> None: ...
     def is_completed(self) -> bool: ...
 
 
@@ -42,6 +44,7 @@ class Staged:
     type: int = 0
     alive: list[torch.Tensor] = field(default_factory=list)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # to, from
+    on_device: bool = False  # all of it is in the memory of the group's GPU
     others: Sequence[_Waits] = ()  # that end before it does
 
     def write_back(self) -> None:
@@ -49,6 +52,8 @@ class Staged:
         with torch.no_grad():
             for to, of in self.copies:
                 to.copy_(of)  # a small integer is cut off, as by an addition of its type
+                if self.on_device:
+                    _streams.uses(of)
 
 
 def reduction_of(opts: Any) -> int:
@@ -67,8 +72,26 @@ def _check(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def on_device(tensors: Sequence[torch.Tensor], device: torch.device | None) -> bool:
+    """Whether all are in the memory of the group's GPU; none: it has none. Errors: `ValueError`."""
+    if device is None or not tensors or not all(tensor.is_cuda for tensor in tensors):
+        return False
+    if others := {str(tensor.device) for tensor in tensors if tensor.device != device}:
+        raise ValueError(
+            f"this process group's device is {device}, and tensors are on {', '.join(sorted(others))}: call "
+            "torch.cuda.set_device() before the group is made, or give it Options(device=…)"
+        )
+    return True
+
+
+def _plain(tensor: torch.Tensor, there: bool) -> bool:
+    here = there or tensor.device.type == "cpu"
+    return here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _beside(tensor: torch.Tensor, there: bool, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Give a new tensor of its shape: on the GPU, too, or in the host's memory."""
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device if there else "cpu")
 
 
 def _parts(tensor: torch.Tensor, cut: int | Sequence[int]) -> list[torch.Tensor]:
@@ -91,24 +114,29 @@ def stage_all(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     *,
+    device: torch.device | None = None,
     in_place: bool = False,
     cut_inputs: int | Sequence[int] = 0,
     cut_outputs: int | Sequence[int] = 0,
 ) -> Staged:
-    """Give tensors as memory; those that are elsewhere, or strided, by way of copies."""
+    """Give tensors as memory, the host's or the device's; those that are elsewhere, or strided, by way of copies."""
     if len(dtypes := {tensor.dtype for tensor in (*inputs, *outputs)}) > 1:
         raise ValueError(f"a collective takes tensors of one type, not of {', '.join(sorted(map(str, dtypes)))}")
-    staged = Staged()
+    there = on_device((*inputs, *outputs), device)
+    staged = Staged(on_device=there)
     for tensor in map(_check, inputs):
-        here = tensor if _plain(tensor) else tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        here = tensor
+        if not _plain(tensor, there):
+            here = tensor.resolve_conj().resolve_neg()
+            here = (here if there else here.cpu()).contiguous()
         if in_place and here is not tensor:
             staged.copies.append((tensor, here))
         staged.alive.append(here)
         staged.inputs += _memories(here, cut_inputs)
     for tensor in map(_check, outputs):
         here = tensor
-        if not _plain(tensor):
-            here = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if not _plain(tensor, there):
+            here = _beside(tensor, there)
             staged.copies.append((tensor, here))
         staged.alive.append(here)
         staged.outputs += _memories(here, cut_outputs)
@@ -116,10 +144,17 @@ def stage_all(
 
 
 def stage_reduction(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], how: int, *, cut_inputs: int = 0
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    how: int,
+    *,
+    device: torch.device | None = None,
+    cut_inputs: int = 0,
 ) -> Staged:
     """Give tensors as memory of elements that can be reduced; in place where there are no outputs."""
-    staged = Staged()
+    # A GPU sums and averages; for other reductions its tensors are copied to the host's memory.
+    there = on_device((*inputs, *outputs), device) and how in (_SUM, _MEAN)
+    staged = Staged(on_device=there)
     dtypes = {tensor.dtype for tensor in (*inputs, *outputs)}
     if len(dtypes) != 1:
         raise ValueError(f"a reduction takes tensors of one type, not of {', '.join(sorted(map(str, dtypes)))}")
@@ -133,9 +168,9 @@ def stage_reduction(
 
     def reducible(tensor: torch.Tensor, fresh: bool, written: bool) -> torch.Tensor:
         tensor = _check(tensor)
-        here = tensor if _plain(tensor) else torch.empty(tensor.shape, dtype=dtype)
+        here = tensor if _plain(tensor, there) else _beside(tensor, there)
         if dtype in _SMALL:
-            here = torch.empty(tensor.shape, dtype=torch.int32)
+            here = _beside(tensor, there, torch.int32)
         if here is not tensor:
             if not fresh:
                 here.copy_(tensor)

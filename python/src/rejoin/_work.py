@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from rejoin import _native, errors
+from rejoin import _native, _streams, errors
 from rejoin._collectives import Staged
 from rejoin._memory import milliseconds
 
@@ -37,8 +37,10 @@ class Work(_Work):  # type: ignore[misc]
     Any of its lines may be the last before a signal's handler, which may wait for the same work, or raise.
     """
 
-    def __init__(self, group: Settles, staged: Staged, result: list[torch.Tensor]):
+    def __init__(self, group: Settles, staged: Staged, result: list[torch.Tensor], device: torch.device | None = None):
         super().__init__()
+        self._device = device if staged.on_device else None  # whose streams wait for it
+        self._written: Any = None  # on the device: a mark behind the copies of results
         self.begun: list[_native.Work] = []  # none: it has not begun, or there is nothing to do
         self._group = weakref.ref(group)
         self._others = staged.others
@@ -49,9 +51,16 @@ class Work(_Work):  # type: ignore[misc]
         self._future: Any = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it has ended; its own time-out ends it in any case. Errors: `rejoin.RejoinError`."""
+        """Wait until it has ended; its own time-out ends it in any case. Errors: `rejoin.RejoinError`.
+
+        Where its tensors are on the group's GPU, and no time-out is given, the current stream waits, not the caller.
+        What fails after that is told by `exception()`, by `wait(timeout)`, and by what is begun later.
+        """
         try:
-            self.wait_for_it_alone(timeout)
+            if self._device is not None and timeout <= timedelta(0):
+                self.wait_on_stream()
+            else:
+                self.wait_for_it_alone(timeout)
         finally:
             if (group := self._group()) is not None:
                 group.let_go_of_ended()
@@ -68,6 +77,32 @@ class Work(_Work):  # type: ignore[misc]
         self.settle()
         if self._error is not None:
             raise self._error
+        self._follow_copies()
+
+    def wait_on_stream(self) -> None:
+        """Let the current stream wait until it has ended, and copy results behind that."""
+        if self._error is not None:
+            raise self._error
+        stream = _streams.current(self._device)
+        for native in self.begun:
+            native.wait_on(stream)
+        for other in self._others:
+            other.wait_on_stream()
+        with self._lock:
+            if (staged := self._staged) is not None:
+                self._write_back(staged)
+        self._follow_copies()
+
+    def _write_back(self, staged: Staged) -> None:
+        if self._written is not None:
+            return
+        staged.write_back()
+        if self._device is not None and staged.copies:
+            self._written = _streams.mark(self._device)
+
+    def _follow_copies(self) -> None:
+        if self._written is not None:
+            _streams.follow(self._device, self._written)
 
     def settle(self) -> None:
         """It has ended: copy the results to where they belong, once."""
@@ -86,7 +121,7 @@ class Work(_Work):  # type: ignore[misc]
                 return  # another thread was faster, or a signal's handler
             try:
                 if failed is None:
-                    staged.write_back()
+                    self._write_back(staged)
             except Exception as error:
                 failed = error
             self._error = failed
@@ -101,6 +136,7 @@ class Work(_Work):  # type: ignore[misc]
         if self._error is not None:
             future.set_exception(self._error)
         else:
+            self._follow_copies()
             future.set_result(self._result)
 
     def get_future(self) -> Any:

@@ -8,8 +8,9 @@ that names it, soon after the connection breaks or at the operation's time-out. 
 fewer, after `reconfigure()` on each of them. A group that has no members before its first one is made with torch's own
 `init_process_group(…, enable_reconfigure=True)`, or, where torch has no such argument, with `Options(configure=False)`.
 
-Tensors of a GPU go through the host's memory. Reductions: SUM, AVG, MIN, MAX, PRODUCT, and of integers BAND, BOR, BXOR;
-the result is the same, bit for bit, on all members.
+Tensors of a GPU are sent out of its memory, received into it and added there (SUM and AVG), and streams wait, not the
+caller. Reductions: SUM, AVG, MIN, MAX, PRODUCT, and of integers BAND, BOR, BXOR, where all but the first two take a
+GPU's tensors through the host's memory; the result is the same, bit for bit, on all members.
 
 This is for process groups whose membership something else decides. Replicas that come and go by themselves, with their
 state, are what `rejoin.torch` is for.
@@ -23,17 +24,20 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from rejoin._needs_torch import torch  # isort: skip
 import torch.distributed as dist
 
-from rejoin import _native, errors
+from rejoin import _native, _streams, errors
 from rejoin._collectives import COLLECTIVES, Staged, reduction_of, stage_all, stage_reduction
 from rejoin._memory import milliseconds
+from rejoin._options import Options as Options
+from rejoin._options import open_native
 from rejoin._work import Work, settle_all
 
 _LOOKED_AT = 4  # operations that each call sees whether they have ended
@@ -41,23 +45,6 @@ _GOODBYE = 5000  # milliseconds that a process waits for the others to hear that
 # Its types differ between versions of torch.
 _ProcessGroup: Any = dist.ProcessGroup
 _ended_at_exit: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a group's members reach each other; given as `pg_options`, and to groups made of that one.
-
-    Args:
-        transport: "tcp", "ibverbs", "shm" (one machine) or another that `rejoind --help` names
-        listen: the address to listen on; by default the loopback's if MASTER_ADDR is, else any
-        advertise: the host under which others reach this one; by default the machine's own address
-        configure: False: no members before the first `reconfigure()`, as with torch's `enable_reconfigure=True`
-    """
-
-    transport: str = "tcp"
-    listen: str = ""
-    advertise: str = ""
-    configure: bool = True
 
 
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
@@ -75,7 +62,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             local = os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1")
             listen = "" if options.transport == "shm" else "127.0.0.1:0" if local else "0.0.0.0:0"
         self.options_given = options
-        self._native = _native.ProcessGroup(options.transport, listen, options.advertise)
+        self._native, self._device = open_native(options, listen)
+        self._stage_all = partial(stage_all, device=self._device)
+        self._stage_reduction = partial(stage_reduction, device=self._device)
         self._timeout = timeout
         self._name, self._description = "", ""
         self._lock = threading.RLock()  # guards the four below; a signal's handler may shut down
@@ -192,7 +181,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # Operations.
 
     def _start(self, kind: str, staged: Staged, result: list[torch.Tensor], opts: Any = None, **more: int) -> Work:
-        work = Work(self, staged, result)
+        work = Work(self, staged, result, self._device)
         # It is held before it begins: whatever is raised from here on, its memory lives until it has ended.
         with self._lock:
             self._pending[id(work)] = work
@@ -207,6 +196,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 staged.outputs,
                 self._limit(getattr(opts, "timeout", None)),
                 work.begun,
+                _streams.current(self._device) if staged.on_device else None,
             )
         finally:
             if not work.begun:
@@ -261,22 +251,22 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Replace each of the tensors by its reduction over all members."""
         how = reduction_of(opts)
-        all = [stage_reduction([tensor], [], how) for tensor in tensors]
+        all = [self._stage_reduction([tensor], [], how) for tensor in tensors]
         return self._start_all("all_reduce", all, tensors, opts, combine=how)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """Replace the root's tensor by the reduction over all members."""
         how = reduction_of(opts)
-        staged = stage_reduction(tensors, [], how)
+        staged = self._stage_reduction(tensors, [], how)
         return self._start("reduce", staged, tensors, opts, combine=how, root=opts.rootRank)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """Replace the tensor by the root's."""
-        return self._start("broadcast", stage_all(tensors, [], in_place=True), tensors, opts, root=opts.rootRank)
+        return self._start("broadcast", self._stage_all(tensors, [], in_place=True), tensors, opts, root=opts.rootRank)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         """Bring each member's tensor to all."""
-        all = [stage_all([one], into) for one, into in zip(inputs, outputs, strict=True)]
+        all = [self._stage_all([one], into) for one, into in zip(inputs, outputs, strict=True)]
         return self._start_all("all_gather", all, [tensor for into in outputs for tensor in into], opts)
 
     def allgather_coalesced(
@@ -293,13 +283,13 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """Bring each member's tensors to all, one behind the other."""
         size = self.getSize()
-        all = [stage_all([one], [into], cut_outputs=size) for into, one in zip(outputs, inputs, strict=True)]
+        all = [self._stage_all([one], [into], cut_outputs=size) for into, one in zip(outputs, inputs, strict=True)]
         return self._start_all("all_gather", all, outputs, opts)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
         """Give each member the reduction of its tensor of the list."""
         how = reduction_of(opts)
-        all = [stage_reduction(list(parts), [into], how) for into, parts in zip(outputs, inputs, strict=True)]
+        all = [self._stage_reduction(list(parts), [into], how) for into, parts in zip(outputs, inputs, strict=True)]
         return self._start_all("reduce_scatter", all, outputs, opts, combine=how)
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
@@ -310,22 +300,25 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """Give each member the reductions of its parts of the tensors."""
         how, size = reduction_of(opts), self.getSize()
-        all = [stage_reduction([one], [into], how, cut_inputs=size) for into, one in zip(outputs, inputs, strict=True)]
+        all = [
+            self._stage_reduction([one], [into], how, cut_inputs=size)
+            for into, one in zip(outputs, inputs, strict=True)
+        ]
         return self._start_all("reduce_scatter", all, outputs, opts, combine=how)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         """Bring each member's tensor to the root."""
         into = outputs[0] if outputs and self.getRank() == opts.rootRank else []
-        return self._start("gather", stage_all(inputs, into), into, opts, root=opts.rootRank)
+        return self._start("gather", self._stage_all(inputs, into), into, opts, root=opts.rootRank)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
         """Bring each of the root's tensors to its member."""
         all = inputs[0] if inputs and self.getRank() == opts.rootRank else []
-        return self._start("scatter", stage_all(all, outputs), outputs, opts, root=opts.rootRank)
+        return self._start("scatter", self._stage_all(all, outputs), outputs, opts, root=opts.rootRank)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         """Bring each member's tensor for this one here."""
-        return self._start("all_to_all", stage_all(inputs, outputs), outputs, opts)
+        return self._start("all_to_all", self._stage_all(inputs, outputs), outputs, opts)
 
     def alltoall_base(
         self,
@@ -337,16 +330,16 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """Bring each member's part for this one here; splits are of the first dimension, empty ones equal."""
         size = self.getSize()
-        staged = stage_all([input], [output], cut_inputs=input_splits or size, cut_outputs=output_splits or size)
+        staged = self._stage_all([input], [output], cut_inputs=input_splits or size, cut_outputs=output_splits or size)
         return self._start("all_to_all", staged, [output], opts)
 
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Work:
         """Send the tensor to a member, which receives it with the same tag."""
-        return self._start("send", stage_all(tensors, []), tensors, root=dst_rank, tag=tag)
+        return self._start("send", self._stage_all(tensors, []), tensors, root=dst_rank, tag=tag)
 
     def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Work:
         """Receive the tensor from a member."""
-        return self._start("receive", stage_all(tensors, [], in_place=True), tensors, root=src_rank, tag=tag)
+        return self._start("receive", self._stage_all(tensors, [], in_place=True), tensors, root=src_rank, tag=tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
         """Refuse: whoever receives says from whom."""

@@ -130,5 +130,5 @@ def made_for(session: Session, timeout: timedelta, options: Options | None) -> S
             return str(session._settings.get(name) or os.environ.get(f"REJOIN_{name.upper()}", ""))
 
         host = setting("data_listen").rpartition(":")[0] or "127.0.0.1"
-        options = Options(listen=f"{host}:0", advertise=setting("advertise").partition(",")[0])
+        options = Options(listen=f"{host}:0", advertise=setting("advertise").partition(",")[0], device="host")
     return SessionGroup(session._native, session.replica, timeout, options)
