@@ -69,15 +69,9 @@ Result<std::vector<collectives::Group::DeviceScratch>> GroupDevice::scratch_for(
       return tl::unexpected(memory.error());
     }
     scratch_.push_back(std::move(*memory));
-    fresh.push_back({scratch_.back().bytes, exported(scratch_.back().bytes)});
+    fresh.push_back({scratch_.back().bytes, std::nullopt});  // staged, see start_on_device()
   }
   return fresh;
-}
-
-std::optional<device::Device::Exported> GroupDevice::exported(std::span<std::byte> memory) const {
-  if (memory.empty() || device_->remote_writes() != device::Device::RemoteWrites::ordered) return std::nullopt;
-  auto made = device_->export_dma_buf(memory);
-  return made ? std::optional(std::move(*made)) : std::nullopt;  // without one it is staged
 }
 
 }  // namespace rejoin

@@ -51,8 +51,6 @@ class GroupDevice {
   Result<std::shared_ptr<StreamedOperation>> make_operation();
   // What the group lacks for a plan with this much scratch memory. It stays until this goes.
   Result<std::vector<collectives::Group::DeviceScratch>> scratch_for(std::uint64_t bytes);
-  // As a dma-buf, where a NIC may use it.
-  std::optional<device::Device::Exported> exported(std::span<std::byte> memory) const;
 
  private:
   GroupDevice() = default;

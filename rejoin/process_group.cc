@@ -236,7 +236,8 @@ class Threaded final : public ProcessGroup {
       shared->done(fail(ErrorCode::cancelled, "the process group was reconfigured while this operation was started"));
     });
   }
-  // Everything that calls the driver, on the caller's thread.
+  // Everything that calls the driver, on the caller's thread. No dma-bufs are made (Operation::exported), so that bytes
+  // are staged: with them a reduce_scatter stood still in a trial over TCP, and why is not known.
   Result<std::shared_ptr<Work>> start_on_device(const CollectiveCall& call, collectives::Operation operation,
                                                 std::uint64_t configuration) {
     const std::lock_guard one_at_a_time(starting_);
@@ -246,9 +247,6 @@ class Threaded final : public ProcessGroup {
       const auto given = std::make_shared<collectives::Group::DeviceScratch>(std::move(one));
       in_thread([this, given] { group_->give_scratch(std::move(*given)); });
     }
-    if (takes_dma_bufs_)
-      std::ranges::transform(operation.memory, operation.exported.begin(),
-                             [&](const auto& memory) { return device_->exported(memory); });
     const auto streamed = device_->make_operation();
     if (!streamed) return tl::unexpected(streamed.error());
     if (auto queued = (*streamed)->begin_behind(call.stream); !queued) return tl::unexpected(queued.error());
@@ -263,7 +261,6 @@ class Threaded final : public ProcessGroup {
            Fd wake)
       : own_(own),
         handle_(own.text(kScheme)),
-        takes_dma_bufs_(own.family.starts_with("ibverbs")),
         device_(std::move(device)),
         engine_(std::move(engine)),
         wake_(std::move(wake)) {
@@ -313,7 +310,6 @@ class Threaded final : public ProcessGroup {
   const SecretAddress own_;
   const std::string handle_;
   const std::shared_ptr<Ended> ended_ = std::make_shared<Ended>();
-  const bool takes_dma_bufs_;  // the transport
   const std::unique_ptr<GroupDevice> device_;
   std::mutex starting_;  // operations on the device; held over calls of the driver, so the thread never takes it
   // The thread's.

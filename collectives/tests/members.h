@@ -97,11 +97,8 @@ class Members {
   }
 
   // What whoever starts an operation of a GPU's memory does before.
-  void prepare_device(Member& member, Operation& operation) {
+  void prepare_device(Member& member, std::uint64_t scratch) {
     ASSERT_TRUE(member.reducer->hold());
-    for (std::size_t i = 0; i < operation.memory.size(); ++i)  // no transport here takes them, and all is staged
-      if (!operation.memory[i].empty()) operation.exported[i] = *device->export_dma_buf(operation.memory[i]);
-    const auto scratch = operation.plan.scratch;
     const auto large = [&](const device::Memory& one) { return one.bytes.size() >= scratch; };
     while (scratch > 0 && std::ranges::count_if(member.scratch, large) < kAtOnce) {
       member.scratch.push_back(*device->allocate(scratch));
@@ -118,7 +115,7 @@ class Members {
       work->result = tl::unexpected(operation.error());
       return work;
     }
-    if (reducer) prepare_device(all[i], *operation);
+    if (reducer) prepare_device(all[i], operation->plan.scratch);
     operation->ready = std::move(ready);
     operation->deadline = clock.now() + limit;
     operation->done = [work, reducer](const Result<>& result) {
