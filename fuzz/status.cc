@@ -9,9 +9,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   using namespace rejoin;
   static asio::io_context io{1};
   static const auto server =
-      daemon::StatusServer::start(io, "127.0.0.1:0", [](const std::string&) {
-        return daemon::StatusServer::Answer{.body = std::make_shared<std::string>("the status\n")};
-      }).value();
+      daemon::StatusServer::start(
+          io, "127.0.0.1:0",
+          [](const std::string&) {
+            return daemon::StatusServer::Answer{.body = std::make_shared<std::string>("the status\n")};
+          },
+          std::chrono::milliseconds(2))
+          .value();  // requests that never become whole are many here
   static const asio::ip::tcp::endpoint where(
       asio::ip::address_v4::loopback(),
       static_cast<std::uint16_t>(std::stoi(server->address().substr(server->address().rfind(':') + 1))));
