@@ -218,7 +218,7 @@ nlohmann::json Story::report(const JobSettings& settings, const std::map<std::st
   // As trainers enter each epoch: how many connections they have at most, and how many they lack in all.
   std::map<std::uint64_t, std::pair<std::uint64_t, std::uint64_t>> links;
   for (const auto& event : events_)
-    if (event.kind == "enter_epoch") {
+    if (event.kind == "links") {
       auto& [most, missing] = links[event.number("epoch")];
       most = std::max(most, event.number("connections"));
       missing += event.number("missing");

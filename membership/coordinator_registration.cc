@@ -169,10 +169,7 @@ void Coordinator::welcome(NodeId node, const proto::RankUp& up, Incarnation inca
   registered.set_instance(up.instance());
   registered.set_incarnation(incarnation.value);
   registered.set_job(job_);
-  if (!links_.all(config_.replicas)) {
-    registered.set_full_mesh_members(*links_.full_mesh_members);
-    registered.set_spares(links_.spares);
-  }
+  if (!links_.all(config_.replicas)) put_rule(links_, registered);
   send(node, std::move(answer));
 }
 

@@ -22,9 +22,7 @@ void Coordinator::describe(proto::LogRecord::Job& job) const {
   job.set_batch(config_.batch);
   job.set_constant_batch(config_.constant_batch);
   job.set_id(job_);
-  if (!links_.full_mesh_members) return;
-  job.set_full_mesh_members(*links_.full_mesh_members);
-  job.set_spares(links_.spares);
+  put_rule(links_, job);
 }
 
 proto::LogRecord Coordinator::snapshot() const {

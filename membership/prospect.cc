@@ -9,12 +9,6 @@ Ring in_order(Ring ring) {
   return ring;
 }
 
-Incarnations incarnations_of(const Ring& ring) {
-  Incarnations all;
-  for (const auto& place : ring) all.insert(place.incarnation.value);
-  return all;
-}
-
 Incarnations links_in(const LinkRule& rule, const Ring& ring, std::size_t position) {
   const auto contributors = std::ranges::count_if(ring, [](const Place& place) { return !place.catching_up; });
   Incarnations links;

@@ -22,7 +22,6 @@ struct Place {
 using Ring = std::vector<Place>;  // contributors first
 
 Ring in_order(Ring ring);
-Incarnations incarnations_of(const Ring& ring);
 // Of the others in the ring, those with which the one at this position is to be connected.
 Incarnations links_in(const LinkRule& rule, const Ring& ring, std::size_t position);
 
@@ -42,6 +41,11 @@ struct Prospect {
 LinkRule rule_in(const auto& message) {
   if (!message.has_full_mesh_members()) return {};
   return {.full_mesh_members = message.full_mesh_members(), .spares = message.spares()};
+}
+void put_rule(const LinkRule& rule, auto& message) {
+  if (!rule.full_mesh_members) return;
+  message.set_full_mesh_members(*rule.full_mesh_members);
+  message.set_spares(rule.spares);
 }
 
 // Whom a candidate of this incarnation is to connect with, by what it was told: for where it stands if all before it

@@ -314,9 +314,9 @@ std::vector<std::pair<ReplicaId, std::string>> Driver::cards() const {
   for (const auto& m : machine_.plan().members()) {
     if (m.catching_up()) continue;
     const bool own = m.replica() == config_.replica.value;
-    const auto peer =
-        std::ranges::find_if(peers(), [&](const auto& one) { return one.incarnation() == m.incarnation(); });
-    cards.emplace_back(ReplicaId(m.replica()), own ? config_.card : peer != peers().end() ? peer->card() : "");
+    const auto peer = std::ranges::lower_bound(peers(), m.replica(), {}, &proto::Peer::replica);
+    const bool known = peer != peers().end() && peer->incarnation() == m.incarnation();
+    cards.emplace_back(ReplicaId(m.replica()), own ? config_.card : known ? peer->card() : "");
   }
   return cards;
 }
@@ -330,10 +330,9 @@ void Driver::enter_epoch() {
   broken_.clear();
   // Whoever is out is fenced by this. It connects again, to be there if it is taken back.
   ring_->enter(machine_.epoch(), std::move(ring_members));
-  events::emit("enter_epoch", {{"epoch", machine_.epoch().value},
-                               {"step", machine_.step().value},
-                               {"connections", std::uint64_t{ring_->peers().size()}},
-                               {"missing", std::uint64_t{ring_->missing()}}});
+  events::emit("links", {{"epoch", machine_.epoch().value},
+                         {"connections", std::uint64_t{ring_->peers().size()}},
+                         {"missing", std::uint64_t{ring_->missing()}}});
   choose_links();
   reach_peers();
 }

@@ -49,8 +49,9 @@ void Driver::report_links() {
   }
   connected.to(links.mutable_incarnations());
   for (const auto& [incarnation, one] : unreached_) *links.add_unreached() = one;
-  if (links_ && links_reported_ == links.SerializeAsString()) return;
-  links_reported_ = links.SerializeAsString();
+  std::string reported = links.SerializeAsString();
+  if (links_ && links_reported_ == reported) return;
+  links_reported_ = std::move(reported);
   reports_.push_back(std::move(report));
 }
 

@@ -58,8 +58,8 @@ Result<std::shared_ptr<StreamedOperation>> GroupDevice::make_operation() {
   return std::make_shared<StreamedOperation>(device_, reducer_, flags_, *flags);
 }
 
-Result<std::vector<collectives::Group::DeviceScratch>> GroupDevice::scratch_for(std::uint64_t bytes) {
-  std::vector<collectives::Group::DeviceScratch> fresh;
+Result<std::vector<std::span<std::byte>>> GroupDevice::scratch_for(std::uint64_t bytes) {
+  std::vector<std::span<std::byte>> fresh;
   if (bytes == 0) return fresh;
   const auto fits = [&](const device::Memory& one) { return one.bytes.size() >= bytes; };
   while (std::ranges::count_if(scratch_, fits) < collectives::kAtOnce) {
@@ -69,7 +69,7 @@ Result<std::vector<collectives::Group::DeviceScratch>> GroupDevice::scratch_for(
       return tl::unexpected(memory.error());
     }
     scratch_.push_back(std::move(*memory));
-    fresh.push_back({scratch_.back().bytes, std::nullopt});  // staged, see start_on_device()
+    fresh.push_back(scratch_.back().bytes);
   }
   return fresh;
 }

@@ -50,7 +50,7 @@ class GroupDevice {
   // The caller's threads, one at a time.
   Result<std::shared_ptr<StreamedOperation>> make_operation();
   // What the group lacks for a plan with this much scratch memory. It stays until this goes.
-  Result<std::vector<collectives::Group::DeviceScratch>> scratch_for(std::uint64_t bytes);
+  Result<std::vector<std::span<std::byte>>> scratch_for(std::uint64_t bytes);
 
  private:
   GroupDevice() = default;

@@ -236,17 +236,14 @@ class Threaded final : public ProcessGroup {
       shared->done(fail(ErrorCode::cancelled, "the process group was reconfigured while this operation was started"));
     });
   }
-  // Everything that calls the driver, on the caller's thread. No dma-bufs are made (Operation::exported), so that bytes
-  // are staged: with them a reduce_scatter stood still in a trial over TCP, and why is not known.
+  // Everything that calls the driver, on the caller's thread. No dma-bufs are made, so that bytes are staged: with them
+  // a reduce_scatter stood still in a trial over TCP, and why is not known.
   Result<std::shared_ptr<Work>> start_on_device(const CollectiveCall& call, collectives::Operation operation,
                                                 std::uint64_t configuration) {
     const std::lock_guard one_at_a_time(starting_);
     auto scratch = device_->scratch_for(operation.plan.scratch);
     if (!scratch) return tl::unexpected(scratch.error());
-    for (auto& one : *scratch) {
-      const auto given = std::make_shared<collectives::Group::DeviceScratch>(std::move(one));
-      in_thread([this, given] { group_->give_scratch(std::move(*given)); });
-    }
+    for (const auto memory : *scratch) in_thread([this, memory] { group_->give_scratch(memory); });
     const auto streamed = device_->make_operation();
     if (!streamed) return tl::unexpected(streamed.error());
     if (auto queued = (*streamed)->begin_behind(call.stream); !queued) return tl::unexpected(queued.error());

@@ -103,8 +103,7 @@ void World::grow_old() {
   of_job.set_replicas(job.replicas);
   of_job.set_ranks(job.ranks);
   of_job.set_batch(job.batch);
-  if (job.links.full_mesh_members) of_job.set_full_mesh_members(*job.links.full_mesh_members);
-  of_job.set_spares(job.links.spares);
+  membership::put_rule(job.links, of_job);
   of_job.set_constant_batch(job.constant_batch);
   log_.emplace_back().mutable_incarnated()->set_incarnation((std::uint64_t{1} << 32) - 3);
   auto& begun = *log_.emplace_back().mutable_epoch();

@@ -102,7 +102,7 @@ class Members {
     const auto large = [&](const device::Memory& one) { return one.bytes.size() >= scratch; };
     while (scratch > 0 && std::ranges::count_if(member.scratch, large) < kAtOnce) {
       member.scratch.push_back(*device->allocate(scratch));
-      member.group->give_scratch({member.scratch.back().bytes, {}});
+      member.group->give_scratch(member.scratch.back().bytes);
     }
   }
   Work submit(std::uint32_t i, const Call& call, Duration limit = std::chrono::seconds(10),

@@ -47,28 +47,7 @@ TEST(Flush, WhoHasMissedEpochsIsNotWaitedForForEver) {
     Cluster cluster(seed, seed % 2 == 0 ? std::vector<std::size_t>{3000} : std::vector<std::size_t>{3000, 5});
     if (seed % 3 == 0) cluster.options.direct_members = 0;
     for (int i = 0; i < 7; ++i) cluster.add();
-    auto ring = cluster.ring_members();
-    std::uint64_t epoch = 0;
-    const auto enter = [&](Rank& rank) {
-      rank.communicator->enter(Epoch(epoch), ring);
-      for (std::uint32_t b = 0; b < cluster.sizes.size(); ++b)
-        ASSERT_TRUE(rank.communicator->all_reduce(b, Step(1), ReduceOp::sum));
-    };
-    for (int change = 0; change < 12; ++change) {
-      std::shuffle(ring.begin(), ring.end(), cluster.random);
-      ++epoch;
-      for (auto& rank : cluster.ranks)
-        if (cluster.random() % 3 != 0) enter(*rank);
-      for (auto turns = cluster.random() % 400; turns > 0; --turns) {
-        cluster.pump();
-        (void)cluster.fabric.step();
-      }
-    }
-    ++epoch;
-    for (auto& rank : cluster.ranks) {
-      rank->outcomes.clear();
-      enter(*rank);
-    }
+    cluster.miss_epochs({.one_in = 3, .turns = 400});
     ASSERT_TRUE(cluster.until([&] { return cluster.all_done(Step(1)); })) << "seed " << seed;
     cluster.expect_result(cluster.live());
     ASSERT_FALSE(testing::Test::HasFailure()) << "seed " << seed;

@@ -190,29 +190,7 @@ TEST(RingLinks, WhoHasMissedEpochsLosesNothingThatItNeeds) {
     Linked cluster(seed, seed % 2 == 0 ? std::vector<std::size_t>{3000} : std::vector<std::size_t>{3000, 5},
                    static_cast<std::uint32_t>(seed % 2));
     for (int i = 0; i < 12; ++i) cluster.add();
-    auto ring = cluster.ring_members();
-    std::uint64_t epoch = 0;
-    const auto enter = [&](Rank& rank) {
-      rank.communicator->enter(Epoch(epoch), ring);
-      for (std::uint32_t b = 0; b < cluster.sizes.size(); ++b)
-        ASSERT_TRUE(rank.communicator->all_reduce(b, Step(1), ReduceOp::sum));
-    };
-    for (int change = 0; change < 12; ++change) {
-      std::shuffle(ring.begin(), ring.end(), cluster.random);
-      ++epoch;
-      for (auto& rank : cluster.ranks)
-        if (cluster.random() % 4 != 0) enter(*rank);
-      for (auto turns = cluster.random() % (seed % 3 == 0 ? 4000 : 600); turns > 0; --turns) {
-        cluster.reach();
-        cluster.pump();
-        (void)cluster.fabric.step();
-      }
-    }
-    ++epoch;
-    for (auto& rank : cluster.ranks) {
-      std::erase_if(rank->outcomes, [](const Outcome& one) { return one.kind == Outcome::Kind::done; });
-      enter(*rank);
-    }
+    cluster.miss_epochs({.one_in = 4, .turns = seed % 3 == 0 ? 4000u : 600u, .before_each = [&] { cluster.reach(); }});
     ASSERT_TRUE(cluster.reached([&] { return cluster.settled() && cluster.all_done(Step(1)); })) << "seed " << seed;
     cluster.expect_result(cluster.live());
     EXPECT_FALSE(cluster.somebody_was_lost());

@@ -149,6 +149,37 @@ struct Cluster {
       rank->communicator->enter(epoch, ring);
     }
   }
+  // Twelve epochs, each with another order of members; of so many members one does not hear of it, and it lasts for
+  // fewer than so many turns. Then one that all hear of. Step 1 is reduced in each.
+  struct Missed {
+    std::uint64_t one_in = 3, turns = 400;
+    std::function<void()> before_each = [] {};  // turn
+  };
+  void miss_epochs(const Missed& missed) {
+    auto ring = ring_members();
+    std::uint64_t epoch = 0;
+    const auto enter_and_reduce = [&](Rank& rank) {
+      rank.communicator->enter(Epoch(epoch), ring);
+      for (std::uint32_t b = 0; b < sizes.size(); ++b)
+        ASSERT_TRUE(rank.communicator->all_reduce(b, Step(1), ReduceOp::sum));
+    };
+    for (int change = 0; change < 12; ++change) {
+      std::shuffle(ring.begin(), ring.end(), random);
+      ++epoch;
+      for (auto& rank : ranks)
+        if (random() % missed.one_in != 0) enter_and_reduce(*rank);
+      for (auto turns = random() % missed.turns; turns > 0; --turns) {
+        missed.before_each();
+        pump();
+        (void)fabric.step();
+      }
+    }
+    ++epoch;
+    for (auto& rank : ranks) {
+      std::erase_if(rank->outcomes, [](const Outcome& one) { return one.kind == Outcome::Kind::done; });
+      enter_and_reduce(*rank);
+    }
+  }
   void start(Step step, ReduceOp op = ReduceOp::sum, std::uint64_t weights = 0) {
     for (auto& rank : ranks)
       if (rank->alive)

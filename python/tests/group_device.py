@@ -4,17 +4,16 @@ torch can't know that the memory is a GPU's, so it is told, in the two places wh
 """
 
 import ctypes
-import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pairs import make_pair
 from trainer_device import Stream, allocated, call
 
 from rejoin import _collectives, _streams
-from rejoin.distributed import Options, ProcessGroup
 
 COUNT = 200_000
 LONG = timedelta(seconds=30)
@@ -39,13 +38,7 @@ def main() -> None:
     _collectives.on_device = lambda tensors, device: device is not None
     _streams.current = lambda device: now.handle.value
 
-    groups = [ProcessGroup(LONG, Options(listen="127.0.0.1:0", device="cuda:0")) for _ in streams]
-    handles = [group.get_reconfigure_handle() for group in groups]
-    threads = [threading.Thread(target=group.reconfigure, kwargs={"uuid": 1, "handles": handles}) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    groups = make_pair(LONG, device="cuda:0")
 
     values = [np.arange(COUNT, dtype=np.float32) % (97 + rank) for rank in range(2)]
     held.value = 0

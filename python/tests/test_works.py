@@ -11,11 +11,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import make_pair
 
 import rejoin
 from rejoin._collectives import Staged
 from rejoin._work import Work
-from rejoin.distributed import Options, ProcessGroup
 
 LONG = timedelta(seconds=60)
 
@@ -30,13 +30,7 @@ class Memory(bytearray):
 @pytest.fixture
 def pair():
     """Two members in this process."""
-    groups = [ProcessGroup(LONG, Options(listen="127.0.0.1:0")) for _ in range(2)]
-    handles = [group.get_reconfigure_handle() for group in groups]
-    threads = [threading.Thread(target=group.reconfigure, kwargs={"uuid": 1, "handles": handles}) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    groups = make_pair(LONG)
     yield groups
     for group in groups:
         group.shutdown()

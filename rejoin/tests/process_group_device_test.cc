@@ -2,8 +2,6 @@
 // program where a thread of a group calls it while a stream waits.
 #include <gmock/gmock.h>
 
-#include <future>
-
 #include "base/bytes.h"
 #include "base/log.h"
 #include "device/access.h"
@@ -11,6 +9,7 @@
 #include "device/tests/library.h"
 #include "rejoin/c.h"
 #include "rejoin/process_group.h"
+#include "rejoin/tests/process_groups.h"
 
 namespace rejoin {
 namespace {
@@ -43,16 +42,7 @@ struct DeviceProcessGroups : testing::TestWithParam<std::string> {
   std::uint64_t& held() const { return *reinterpret_cast<std::uint64_t*>(flag.bytes.data()); }
   void let_go() const { std::atomic_ref(held()).store(1); }
 
-  std::vector<Result<>> reconfigure(std::uint64_t number) {
-    std::vector<std::string> handles;
-    for (const auto& group : groups) handles.push_back(group->handle());
-    std::vector<std::future<Result<>>> all;
-    for (const auto& group : groups)
-      all.push_back(std::async(std::launch::async, [&] { return group->reconfigure(number, handles, kPatience); }));
-    std::vector<Result<>> results;
-    for (auto& one : all) results.push_back(one.get());
-    return results;
-  }
+  std::vector<Result<>> reconfigure(std::uint64_t number) { return rejoin::reconfigure(groups, number, kPatience); }
   void configured(std::uint64_t number) {
     for (const auto& result : reconfigure(number)) ASSERT_TRUE(result) << result.error().message;
   }

@@ -9,6 +9,7 @@
 
 #include "base/bytes.h"
 #include "rejoin/c.h"
+#include "rejoin/tests/process_groups.h"
 
 namespace rejoin {
 namespace {
@@ -31,16 +32,8 @@ struct ProcessGroups : testing::TestWithParam<std::string> {
   void SetUp() override {
     for (int i = 0; i < 3; ++i) groups.push_back(open());
   }
-  // All of them at once.
   std::vector<Result<>> reconfigure(std::uint64_t number, Duration limit = kPatience) {
-    std::vector<std::string> handles;
-    for (const auto& group : groups) handles.push_back(group->handle());
-    std::vector<std::future<Result<>>> all;
-    for (const auto& group : groups)
-      all.push_back(std::async(std::launch::async, [&] { return group->reconfigure(number, handles, limit); }));
-    std::vector<Result<>> results;
-    for (auto& one : all) results.push_back(one.get());
-    return results;
+    return rejoin::reconfigure(groups, number, limit);
   }
   void configured(std::uint64_t number) {
     for (const auto& result : reconfigure(number)) ASSERT_TRUE(result) << result.error().message;
