@@ -106,12 +106,16 @@ TEST(Metrics, AreServedInPrometheusFormat) {
 
 TEST(Metrics, AreAtAnotherPortWhereTheUsualOneIsTaken) {
   const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  // Connections that another test has closed may still wait at this port.
+  const int reuse = 1;
+  ASSERT_EQ(::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse), 0);
   sockaddr_in usual{};
   usual.sin_family = AF_INET;
   usual.sin_port = htons(7001);
   usual.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  // Where this fails, another process has it.
-  if (::bind(fd, reinterpret_cast<sockaddr*>(&usual), sizeof usual) == 0) EXPECT_EQ(::listen(fd, 1), 0);
+  // A job of another test may have the port, and keeps it until that test ends.
+  ASSERT_TRUE(eventually([&] { return ::bind(fd, reinterpret_cast<sockaddr*>(&usual), sizeof usual) == 0; }));
+  ASSERT_EQ(::listen(fd, 1), 0);
   Job job;
   job.usual_status = true;
   job.start(1, 0);
