@@ -51,7 +51,7 @@ endif()
 # where that memory happens to lie 16 bytes behind the border of a page: they are told not to look.
 set(REJOIN_ASAN_ENVIRONMENT ASAN_OPTIONS=detect_leaks=1:intercept_tls_get_addr=0
   LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/lsan.supp)
-set(REJOIN_TSAN_ENVIRONMENT TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp:intercept_tls_get_addr=0)
+set(REJOIN_TSAN_ENVIRONMENT TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp:intercept_tls_get_addr=0:atexit_sleep_ms=10)
 
 # rejoin_module(NAME SOURCES... LINK targets...): one folder's library, as an object set inside librejoin.
 function(rejoin_module name)

@@ -130,23 +130,26 @@ TEST(Demo, TheJoinerDiesDuringItsCatchUp) {
 // State and gradients in the memory of a GPU, which all processes share: one made of software, which no host can touch.
 TEST(Demo, OnAGpuAKilledReplicaComesBackWithTheSameBits) {
   const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};
-  for (const char* transport : {"shm", "tcp"}) {
-    const auto report = demo(
-        {"--steps", "40", "--kill", "1.0@10", "--device", "cuda:0", "--transport", transport, "--params", "300000"},
-        gpu);
-    expect_sound(report, 40, {"kill"});
-    EXPECT_EQ(report.at("catch_ups").size(), 2u) << transport << "\n" << report.at("events").dump(1);
-  }
+  const auto report = demo({"--steps", "30", "--kill", "1.0@6", "--device", "cuda:0", "--params", "100000"}, gpu);
+  expect_sound(report, 30, {"kill"});
+  EXPECT_EQ(report.at("catch_ups").size(), 2u) << report.at("events").dump(1);
 }
 
 // … where the trainer's framework has allocated them: in blocks, or mapped in pieces.
 TEST(Demo, InAFrameworksMemoryItIsTheSame) {
   const std::vector<std::string> gpu{"LD_LIBRARY_PATH=" REJOIN_FAKE_CUDA};
-  for (const char* state : {"pool", "expandable"}) {
-    const auto report = demo({"--steps", "50", "--kill", "1.0@10", "--device", "cuda:0", "--state", state,
-                              "--transport", "tcp", "--kill-daemon", "2@35", "--params", "300000"},
-                             gpu);
-    expect_sound(report, 50, {"kill", "kill_daemon"});
+  const std::vector<std::string> common{"--kill",      "1.0@6", "--device", "cuda:0",
+                                        "--transport", "tcp",   "--params", "100000"};
+  for (const auto& [state, steps, daemon] : {std::tuple{"pool", "30", ""}, {"expandable", "40", "2@24"}}) {
+    std::vector<std::string> arguments = common;
+    arguments.insert(arguments.end(), {"--steps", steps, "--state", state});
+    std::vector<std::string> faults{"kill"};
+    if (*daemon) {
+      arguments.insert(arguments.end(), {"--kill-daemon", daemon});
+      faults.emplace_back("kill_daemon");
+    }
+    const auto report = demo(arguments, gpu);
+    expect_sound(report, std::stoi(steps), faults);
     EXPECT_EQ(report.at("catch_ups").size(), 2u) << state << "\n" << report.at("events").dump(1);
   }
 }

@@ -20,4 +20,4 @@ fi
 scratch=$(mktemp -d /tmp/rejoin-python-XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
 REJOIN_FLIGHT_DIR="$scratch/flight" REJOIN_FAKE_CUDA_FOLDER="$build/fake_cuda" OMP_NUM_THREADS=1 "$tools/bin/python" -m pytest -q -p no:cacheprovider -rs --durations 5 \
-  --numprocesses 2 --basetemp "$scratch/tests" "${@:3}"
+  --numprocesses 2 --dist worksteal --basetemp "$scratch/tests" "${@:3}"

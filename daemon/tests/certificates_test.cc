@@ -19,12 +19,13 @@ namespace {
 
 using asio::ip::tcp;
 using test::Authority;
+using test::kKey;
+using test::kOther;
 using test::meet;
 using test::Met;
 using testing::AllOf;
 using testing::HasSubstr;
 
-const JobKey kKey("0123456789abcdef"), kOther("fedcba9876543210");
 constexpr const char* kOtherKey = "its job key differs from ours; give both the same --job-key-file";
 
 JobKeys keys_with(const CertificateFiles& files, JobKeys keys = JobKeys(kKey)) {

@@ -15,8 +15,6 @@ using testing::Contains;
 using testing::HasSubstr;
 using testing::Not;
 
-constexpr std::int64_t ms = 1'000'000;
-
 // Three replicas; r1.0 ends at 1,000 ms in step 11, comes back, catches up and contributes from step 16 on.
 struct Job {
   MadeUp coordinator{"coordinator", 1, 1}, node{"node1", 1, 2}, r0{"r0.0", 1, 10}, r1{"r1.0", 1, 11},

@@ -21,8 +21,10 @@ namespace rejoin::daemon {
 namespace {
 
 using asio::ip::tcp;
+using test::kKey;
+using test::kOther;
 
-const JobKey kKey("0123456789abcdef"), kOther("fedcba9876543210"), kThird("0123456789ABCDEF");
+const JobKey kThird("0123456789ABCDEF");
 
 // A client and a server with the same key, and between them whoever passes on what the client says.
 struct Between {

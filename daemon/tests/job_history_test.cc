@@ -40,7 +40,7 @@ proto::LogRecord commit(std::uint64_t step) {
   return record;
 }
 
-struct Told {
+struct TellsHistory {
   JobHistory history{3};
   TimePoint now{1h};
   std::uint64_t step = 0;
@@ -53,7 +53,7 @@ struct Told {
 };
 
 TEST(JobHistory, TellsWhatALossCostAndHowLongTheReplicaWasAway) {
-  Told job;
+  TellsHistory job;
   job.begins(1, "ccc");
   job.steps(20);
   job.now += 500ms;
@@ -111,7 +111,7 @@ TEST(JobHistory, WhatWasDecidedBeforeHasNoTimesAndIsShownAllTheSame) {
 }
 
 TEST(JobHistory, AJobThatStandsStillLosesTimeWhileItDoes) {
-  Told job;
+  TellsHistory job;
   job.begins(1, "ccc");
   job.steps(10);
   EXPECT_EQ(job.history.effective(job.now + 5s, true).lost, Duration{});  // a slow step
@@ -183,7 +183,7 @@ json status_of_coordinator(bool leads = true) {
 }
 
 TEST(Metrics, HaveAbsentReplicasHistogramsAndCountersThatAreCounters) {
-  Told job;
+  TellsHistory job;
   job.begins(1, "ccc");
   job.steps(3);
   job.begins(2, "c.j");

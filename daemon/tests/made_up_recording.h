@@ -7,6 +7,8 @@
 
 namespace rejoin::daemon {
 
+constexpr std::int64_t ms = 1'000'000;  // in ns, as recordings have times
+
 struct MadeUp {
   Recording made;
   std::uint64_t job = 7;

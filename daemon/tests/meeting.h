@@ -7,6 +7,8 @@
 
 namespace rejoin::test {
 
+inline const daemon::JobKey kKey("0123456789abcdef"), kOther("fedcba9876543210");
+
 struct Met {
   bool in = false;  // both sides
   bool refused = false;

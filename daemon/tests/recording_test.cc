@@ -228,7 +228,7 @@ TEST(ClockStamp, IsReadBehindAnyMessageAndNowhereElse) {
 
 // Machine 2 is ahead by so much, and gains 50 us in a second; 3 talks with 2 alone.
 TEST(ClockOffsets, AreFoundToWithinTheirStatedErrorHoweverUnequalTheWays) {
-  constexpr std::int64_t ms = 1'000'000, second = 1000 * ms, ahead = -3 * 86400 * second, third = 17 * second;
+  constexpr std::int64_t second = 1000 * ms, ahead = -3 * 86400 * second, third = 17 * second;
   const auto second_clock = [&](std::int64_t t) { return t + ahead + t / 20'000; };
   const auto third_clock = [&](std::int64_t t) { return second_clock(t) + third; };
   std::vector<StampedMessage> messages;
@@ -256,7 +256,6 @@ TEST(ClockOffsets, AreFoundToWithinTheirStatedErrorHoweverUnequalTheWays) {
 }
 
 TEST(Recordings, ArePutOnTheCoordinatorsClockAndThoseOfOtherJobsLeftOut) {
-  constexpr std::int64_t ms = 1'000'000;
   MadeUp coordinator("coordinator", 1), node("node1", 2), other("r0.0", 1);
   node.skew = 5'000'000 * ms;
   other.job = 99;

@@ -23,15 +23,15 @@ namespace {
 using namespace std::chrono_literals;
 using membership::RankConnection;
 
-constexpr auto kSilence = 1000ms;
+constexpr auto kServersSilence = 1000ms;
 
 // A daemon with the one rank of a replica, which reduces whatever the plan says at once.
 struct TestNode {
   TestNode(asio::io_context& io, const std::string& addresses, std::uint32_t replica, const JobKeys& keys)
       : number(replica),
-        machine(fmt::format("node{}", replica), kSilence, replica + 1),
+        machine(fmt::format("node{}", replica), kServersSilence, replica + 1),
         rank(ReplicaId(replica)),
-        all(io, addresses, fmt::format("node{}", replica), keys, kSilence,
+        all(io, addresses, fmt::format("node{}", replica), keys, kServersSilence,
             [this](proto::LeaderView& view) { machine.write_hosts(view); },
             {.up = [this] { keep(machine.on_coordinator_up(now())); },
              .message = [this](const proto::ToNode& message) { keep(machine.on_coordinator_message(message, now())); },
@@ -101,7 +101,7 @@ struct Cluster : testing::Test {
     job.replicas = 2;
     job.ranks = 1;
     job.batch = 4;
-    job.silence = kSilence;
+    job.silence = kServersSilence;
     job.audit.on = false;
   }
   ~Cluster() override {
@@ -234,7 +234,7 @@ TEST_F(Cluster, AStoreThatStandsStillStopsTheStepsAndPutsNobodyOut) {
   EXPECT_NE(nodes[1]->waits.find("store"), std::string::npos) << nodes[1]->waits;
   const std::uint64_t before = committed();
   const TimePoint begun = SteadyClock().now();
-  ASSERT_TRUE(until([&] { return SteadyClock().now() - begun > kSilence; }));
+  ASSERT_TRUE(until([&] { return SteadyClock().now() - begun > kServersSilence; }));
   EXPECT_EQ(committed(), before);
   store.stands_still = false;
   ASSERT_TRUE(commit_more(5));

@@ -51,7 +51,7 @@ namespace {
 #ifdef REJOIN_SANITIZED
 constexpr std::uint64_t kSeeds = 20, kOften = 10, kAFew = 1;
 #else
-constexpr std::uint64_t kSeeds = 200, kOften = 40, kAFew = 3;
+constexpr std::uint64_t kSeeds = 140, kOften = 40, kAFew = 3;
 #endif
 
 struct Simulated : testing::Test {
