@@ -62,6 +62,7 @@ requires std::is_trivially_copyable_v<T> Bytes joined(const T& front, BytesView 
   return bytes;
 }
 
+#pragma GCC visibility push(default)
 // The parts between separators, empty ones too: at least one.
 std::vector<std::string> split(std::string_view text, char separator);
 
@@ -71,5 +72,7 @@ std::string human_bytes(std::uint64_t bytes);
 // Text of unknown origin as one line of valid UTF-8: what is no character, or none that prints, becomes a question
 // mark, and what is longer than so many bytes is cut behind a whole character.
 std::string printable(std::string_view text, std::size_t longest);
+
+#pragma GCC visibility pop
 
 }  // namespace rejoin

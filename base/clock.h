@@ -3,6 +3,7 @@
 
 #include <chrono>
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 using Duration = std::chrono::nanoseconds;
@@ -35,3 +36,5 @@ inline double milliseconds(Duration d) { return std::chrono::duration<double, st
 inline double seconds(Duration d) { return std::chrono::duration<double>(d).count(); }
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

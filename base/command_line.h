@@ -19,6 +19,7 @@ class App;
 class Option;
 }  // namespace CLI
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 // What a value has to look like. `form` stands for the value in --help; the error of a wrong value names the value and
@@ -92,3 +93,5 @@ class CommandLine {
 };
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

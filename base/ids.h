@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 template <typename Tag, typename T = std::uint64_t>
@@ -31,3 +32,5 @@ template <typename Tag, typename T>
 struct std::hash<rejoin::Id<Tag, T>> {
   std::size_t operator()(const rejoin::Id<Tag, T>& id) const noexcept { return std::hash<T>{}(id.value); }
 };
+
+#pragma GCC visibility pop

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <tl/expected.hpp>
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 enum class ErrorCode {
@@ -33,3 +34,5 @@ template <typename T = void>
 using Result = tl::expected<T, Error>;
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

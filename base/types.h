@@ -6,6 +6,7 @@
 #include <optional>
 #include <string_view>
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 enum class DataType : std::uint8_t { float32, float64, bfloat16, float16, int32, int64 };
@@ -101,3 +102,5 @@ constexpr std::optional<DataType> data_type_named(std::string_view name) {
 }
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

@@ -4,6 +4,7 @@
 
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/refusals.h"
 
 namespace rejoin::catchup {
 
@@ -177,13 +178,16 @@ void Service::on_accepted(const transport::Event& event) {
   const bool known = take(bytes, hello);
   const RankKey key{ReplicaId(hello.replica), RankId(hello.rank)};
   auto found = known ? ranks_.find(key) : ranks_.end();
-  const char* refusal = !known                  ? "it does not say whose state it wants"
-                        : found == ranks_.end() ? "its trainer is not here, or gives no sign of life"
-                        : found->second.serves && found->second.job != hello.job  ? "it is of another job"
-                        : !found->second.registered                               ? "its memory is not registered"
-                        : found->second.view->manifest().hash() != hello.manifest ? "another state"
-                                                                                  : nullptr;
+  using refusals::Why;
+  const auto [why, refusal] =
+      !known                  ? std::pair{Why::protocol, "it does not say whose state it wants"}
+      : found == ranks_.end() ? std::pair{Why::absent, "its trainer is not here, or gives no sign of life"}
+      : found->second.serves && found->second.job != hello.job  ? std::pair{Why::job, "it is of another job"}
+      : !found->second.registered                               ? std::pair{Why::absent, "its memory is not registered"}
+      : found->second.view->manifest().hash() != hello.manifest ? std::pair{Why::declaration, "another state"}
+                                                                : std::pair{Why{}, nullptr};
   if (refusal != nullptr) {
+    refusals::count(why);
     if (const auto left_out = refusals_.may_say(clock_.now()))
       spdlog::warn("a connection to catch up{} was refused: {} ({} others were since the last such line)",
                    known ? fmt::format(" from replica {} rank {}", hello.replica, hello.rank) : "", refusal, *left_out);

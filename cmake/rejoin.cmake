@@ -53,10 +53,17 @@ set(REJOIN_ASAN_ENVIRONMENT ASAN_OPTIONS=detect_leaks=1:intercept_tls_get_addr=0
   LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/lsan.supp)
 set(REJOIN_TSAN_ENVIRONMENT TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/tsan.supp:intercept_tls_get_addr=0:atexit_sleep_ms=10)
 
+# rejoin_hide(target): others see of the library that it goes into what public headers declare, which say so by
+# '#pragma GCC visibility'.
+function(rejoin_hide target)
+  set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+endfunction()
+
 # rejoin_module(NAME SOURCES... LINK targets...): one folder's library, as an object set inside librejoin.
 function(rejoin_module name)
   cmake_parse_arguments(ARG "" "" "SOURCES;LINK" ${ARGN})
   add_library(${name} STATIC ${ARG_SOURCES})
+  rejoin_hide(${name})
   target_link_libraries(${name} PUBLIC rejoin_options ${ARG_LINK})
 endfunction()
 
@@ -134,6 +141,7 @@ function(rejoin_proto name file)
   set(Protobuf_IMPORT_DIRS ${ARG_IMPORT})
   protobuf_generate_cpp(sources headers ${file})
   add_library(${name} STATIC ${sources})
+  rejoin_hide(${name})
   target_include_directories(${name} SYSTEM PUBLIC ${CMAKE_CURRENT_BINARY_DIR})
   target_link_libraries(${name} PUBLIC protobuf::libprotobuf-lite Threads::Threads ${ARG_LINK})
   if(REJOIN_SANITIZE)

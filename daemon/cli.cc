@@ -180,9 +180,10 @@ int main(int argc, char** argv) {
   daemon::ExplainOptions what;
   auto& explain = line.command("explain", "what happened when a process was lost, out of the flight recordings of all");
   explain.add("files", what.paths, "files, or directories of them (--flight-dir); none: the default --flight-dir");
-  explain.add("--at", what.at, "the incident nearest to this time in UTC; without it the last one");
+  const auto at = explain.add("--at", what.at, "the incident nearest to this time in UTC; without it the last one");
   explain.add("--epoch", what.epoch, "the incident that this epoch began for")
-      .check(daemon::or_none(daemon::whole_number()));
+      .check(daemon::or_none(daemon::whole_number()))
+      .excludes(at);
   explain.flag("--list", what.list, "a line for each incident");
   explain.add("--job", job, of_job).check(daemon::job_number());
   auto& logs = line.command("log", "a coordinator's decisions as one file, or into the store of several coordinators");

@@ -1,5 +1,7 @@
 #include "daemon/config.h"
 
+#include <cmath>
+
 #include "base/command_line.h"
 #include "base/fail.h"
 #include "base/number.h"
@@ -31,6 +33,18 @@ void bind(CommandLine& line, Config& c) {
             "coordinator: contributors train --replicas × --batch samples together in each step, however few they are; "
             "each one's gradient counts by its samples")
       .environment("REJOIN_CONSTANT_BATCH");
+  line.flag("--balance-batches", c.balance_batches,
+            "coordinator: a contributor that is slower than others gets fewer of the step's samples, and they get "
+            "more; each one's gradient counts by its samples")
+      .environment("REJOIN_BALANCE_BATCHES");
+  line.setting("--balance-at-least", c.balance_at_least, "REJOIN_BALANCE_AT_LEAST",
+               "coordinator: with --balance-batches, the least that a contributor gets, as a fraction of an equal "
+               "share")
+      .real_range(0, 1);
+  line.setting("--balance-at-most", c.balance_at_most, "REJOIN_BALANCE_AT_MOST",
+               "coordinator: with --balance-batches, the most that a contributor gets, as a multiple of an equal "
+               "share: what its memory has to hold")
+      .real_range(1, 16);
   line.setting("--steps", c.steps, "REJOIN_STEPS", "coordinator: steps of the job; 0: no end").check(whole_number());
   line.add("--roll-back-to", c.roll_back_to,
            "coordinator: where nobody is left with the state of the last committed step, go on from a checkpoint as "
@@ -72,7 +86,8 @@ void bind(CommandLine& line, Config& c) {
       .check(log_level());
   line.setting("--events", c.events, "REJOIN_EVENTS", "directory for event files (see rejoin trace)");
   line.setting("--flight-dir", c.flight, "REJOIN_FLIGHT_DIR",
-               "directory for the flight recording (see rejoin explain); none: /dev/shm/rejoin-USER; off");
+               "directory for the flight recording (see rejoin explain); none: /dev/shm/rejoin-USER; off")
+      .check(flight_directory());
   line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
   line.setting("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)")
       .check(or_none(socket_name()));
@@ -87,7 +102,7 @@ void bind(CommandLine& line, Config& c) {
       .check(or_none(listen_address()));
   line.setting("--transport", c.node.transport, "REJOIN_TRANSPORT",
                "node: transport of the catch-up stream: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), tcp+aes (encrypted; "
-               "likewise), ibverbs[:DEVICE,DEVICE…] or ucx:LIST")
+               "likewise; ;ktls=1 behind it: by the kernel), ibverbs[:DEVICE,DEVICE…] or ucx:LIST")
       .check(transport_name());
   line.setting("--compression", c.node.compression, "REJOIN_COMPRESSION",
                "node: catch-up stream: off, auto (zstd while it is measured to pay) or always")
@@ -116,9 +131,10 @@ Result<> check(const Config& c) {
   if (!c.coordinator && c.store.store != "file")
     return fail(ErrorCode::invalid_argument, "--store {} is for coordinators alone: add --coordinator, or leave it out",
                 c.store.store);
-  if (c.constant_batch && c.batch * c.replicas >= std::uint64_t{1} << 31)
-    return fail(ErrorCode::invalid_argument, "--constant-batch of {} × {} samples in a step: it must be less than {}",
-                c.replicas, c.batch, std::uint64_t{1} << 31);
+  if ((c.constant_batch || c.balance_batches) && c.batch * c.replicas >= std::uint64_t{1} << 31)
+    return fail(ErrorCode::invalid_argument, "--{}-batch{} of {} × {} samples in a step: it must be less than {}",
+                c.constant_batch ? "constant" : "balance", c.constant_batch ? "" : "es", c.replicas, c.batch,
+                std::uint64_t{1} << 31);
   if (auto together = check(c.certificates); !together) return together;
   return check(c.store);
 }
@@ -128,6 +144,9 @@ membership::JobConfig job_of(const Config& c) {
                             .ranks = c.ranks,
                             .batch = c.batch,
                             .constant_batch = c.constant_batch,
+                            .balance = {.on = c.balance_batches,
+                                        .at_least = static_cast<std::uint32_t>(std::lround(c.balance_at_least * 1000)),
+                                        .at_most = static_cast<std::uint32_t>(std::lround(c.balance_at_most * 1000))},
                             .steps = c.steps,
                             .silence = std::chrono::milliseconds(c.silence_ms),
                             .roll_back_to = c.roll_back_to ? std::optional(Step(*c.roll_back_to)) : std::nullopt,

@@ -241,15 +241,16 @@ bool JobKeys::ControlTls::is_answer(SSL* connection, const Mac& proof) const {
   return equal_in_constant_time(proof, keys_->front().proof_of("server", connection));
 }
 
-std::optional<std::string> JobKeys::ControlTls::why_refused(const asio::error_code& error,
-                                                            const PeerCertificate& peer) const {
+auto JobKeys::ControlTls::why_refused(const asio::error_code& error, const PeerCertificate& peer) const
+    -> std::optional<Refusal> {
   if (error.category() != asio::error::get_ssl_category()) return std::nullopt;
-  if (peer.why_refused) return peer.why_refused;
+  if (peer.why_refused) return Refusal{refusals::Why::certificate, *peer.why_refused};
   const int reason = ERR_GET_REASON(static_cast<unsigned long>(error.value()));
   const std::string why = files_.given() ? why_by_certificates(reason, files_) : why_by_key(reason);
-  if (!why.empty()) return why;
+  if (!why.empty()) return Refusal{files_.given() ? refusals::Why::certificate : refusals::Why::key, why};
   // Of a reason without a text, such as an alert of a number that nobody has given out, there is none.
-  return fmt::format("it does not speak this version of the Rejoin control protocol ({})", error.message());
+  return Refusal{refusals::Why::protocol,
+                 fmt::format("it does not speak this version of the Rejoin control protocol ({})", error.message())};
 }
 
 }  // namespace rejoin::daemon

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "base/proof.h"
+#include "base/refusals.h"
 #include "daemon/auth.h"
 
 namespace rejoin::daemon {
@@ -56,7 +57,11 @@ struct JobKeys::ControlTls {
 
   // Why a handshake has failed, for people, where that is the other side's doing; nothing where the connection has
   // ended.
-  std::optional<std::string> why_refused(const asio::error_code& error, const PeerCertificate& peer) const;
+  struct Refusal {
+    refusals::Why kind;
+    std::string text;
+  };
+  std::optional<Refusal> why_refused(const asio::error_code& error, const PeerCertificate& peer) const;
 
  private:
   struct Key;

@@ -10,7 +10,9 @@
 #include "base/fail.h"
 #include "base/flight.h"
 #include "base/log.h"
+#include "base/refusals.h"
 #include "daemon/clock_stamp.h"
+#include "daemon/versions_report.h"
 
 namespace rejoin::daemon {
 
@@ -63,7 +65,8 @@ void send_all(NodeListener& nodes, const std::vector<std::pair<std::vector<membe
     } else {
       bytes = message.SerializeAsString();
     }
-    if (message.has_heartbeat()) stamp(bytes);
+    if (message.has_heartbeat() || message.has_leads()) stamp(bytes);
+    if (message.has_refused()) refusals::count(static_cast<refusals::Why>(message.refused().why()));
     if (message.has_plan()) flight::set_job(message.plan().job());
     for (auto node : to) nodes.send(node, bytes);
     if (message.has_plan() && message.plan().finished()) events::record(events::Kind::finished);
@@ -86,6 +89,31 @@ nlohmann::json status_of(const WriteTimes& times) {
           {"count", times.count}};
 }
 
+nlohmann::json stragglers_of(const membership::Coordinator& machine, const JobHistory& history, TimePoint now) {
+  const auto ms = [](Duration time) { return static_cast<std::uint64_t>(milliseconds(time)); };
+  nlohmann::json all = nlohmann::json::array();
+  if (machine.finished()) return all;
+  for (const auto& one : machine.stragglers())
+    all.push_back({{"what", "compute"},
+                   {"replica", one.replica.value},
+                   {"times", static_cast<double>(one.slower) * 1e-3},
+                   {"since_step", one.since.value},
+                   {"for_ms", ms(now - one.since_at)}});
+  if (!all.empty()) return all;  // whoever waits for it finds gaps
+  if (const auto hop = history.slow_hop(now))
+    all.push_back(
+        {{"what", "hop"},
+         {"replica", hop->replica},
+         {"rank", hop->rank},
+         {"from", hop->from},
+         {"gap_us", hop->gap_us},
+         {"usual_us", hop->usual_us},
+         {"times", static_cast<double>(hop->gap_us) / static_cast<double>(std::max<std::uint64_t>(1, hop->usual_us))},
+         {"since_step", hop->since_step},
+         {"for_ms", ms(now - hop->since)}});
+  return all;
+}
+
 nlohmann::json status_of(const membership::Coordinator& machine, const NodeListener& nodes, TimePoint now) {
   nlohmann::json json{{"epoch", machine.epoch().value},
                       {"committed", machine.committed().value},
@@ -102,14 +130,25 @@ nlohmann::json status_of(const membership::Coordinator& machine, const NodeListe
                    {"state_differences", audit.counted().state_differences},
                    {"drift_reports", audit.counted().drift_reports},
                    {"last_difference", audit.counted().last}};
+  json["versions"] = versions_of(machine);
   json["stopped"] = machine.stopped().value_or("");
   json["members"] = nlohmann::json::array();
-  for (const auto& m : machine.members())
-    json["members"].push_back({{"replica", m.replica.value},
-                               {"incarnation", m.incarnation.value},
-                               {"role", m.catching_up ? "catching_up" : "contributor"},
-                               {"has_left", machine.finished() && !machine.replicas().contains(m.replica)},
-                               {"reduced", m.reduced.size()}});
+  for (const auto& m : machine.members()) {
+    const auto* batch = machine.ledger().batch_of(m.replica);
+    auto& member = json["members"].emplace_back();
+    member = {{"replica", m.replica.value},
+              {"incarnation", m.incarnation.value},
+              {"role", m.catching_up ? "catching_up" : "contributor"},
+              {"has_left", machine.finished() && !machine.replicas().contains(m.replica)},
+              {"reduced", m.reduced.size()},
+              {"samples", batch == nullptr ? 0 : membership::samples_of(*batch)}};
+    if (const auto pace = machine.pace(m.replica)) member["us_per_sample"] = static_cast<double>(*pace) * 1e-6;
+  }
+  const auto& rule = machine.balance_rule();
+  json["balance"] = {{"on", rule.on},
+                     {"at_least", rule.at_least * 1e-3},
+                     {"at_most", rule.at_most * 1e-3},
+                     {"in_force", machine.ledger().balance().in_force()}};
   json["suspended"] = nlohmann::json::array();
   for (const auto& out : machine.suspended())
     json["suspended"].push_back({{"replica", out.replica.value}, {"reason", out.reason}});

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "daemon/job_history.h"
 #include "daemon/node_listener.h"
 #include "membership/coordinator.h"
 #include "membership/replicated_coordinator.h"
@@ -29,5 +30,7 @@ using WriteTimes = membership::ReplicatedCoordinator::Latency;
 
 nlohmann::json status_of(const membership::Coordinator& machine, const NodeListener& nodes, TimePoint now);
 nlohmann::json status_of(const WriteTimes& times);
+// Who or what makes each step longer than the others would: replicas that compute more slowly, and otherwise a hop.
+nlohmann::json stragglers_of(const membership::Coordinator& machine, const JobHistory& history, TimePoint now);
 
 }  // namespace rejoin::daemon

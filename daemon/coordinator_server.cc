@@ -78,6 +78,7 @@ void CoordinatorServer::tick() {
   timer_.async_wait([this](asio::error_code error) {
     if (error) return;
     carry_out(machine_.on_tick(now()));
+    versions_.look_at(machine_, now());
     tick();
   });
 }
@@ -117,6 +118,7 @@ void CoordinatorServer::compact_log() {
 
 nlohmann::json CoordinatorServer::status() const {
   nlohmann::json json = status_of(machine_, nodes_, now());
+  json["stragglers"] = stragglers_of(machine_, history_, now());
   json["store"] = {{"kind", "file"}, {"leads", true}, {"write_us", status_of(written_)}};
   return json;
 }

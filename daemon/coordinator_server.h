@@ -7,6 +7,7 @@
 #include "daemon/coordinator_report.h"
 #include "daemon/job_history.h"
 #include "daemon/node_listener.h"
+#include "daemon/versions_report.h"
 #include "membership/coordinator.h"
 #include "membership/log.h"
 
@@ -41,6 +42,7 @@ class CoordinatorServer {
   membership::Coordinator machine_;
   NodeListener nodes_;
   WriteTimes written_;
+  VersionsLog versions_;
   JobHistory history_{job_.replicas};
   std::string page_;
 };

@@ -1,5 +1,6 @@
 #include "daemon/coordinators.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "base/bytes.h"
@@ -80,10 +81,13 @@ nlohmann::json Coordinators::status(bool connected) const {
     all.push_back(one->status(one->up()));
     addresses += (addresses.empty() ? "" : ",") + one->address();
   }
+  const auto refuses = std::ranges::find_if(all_, [](const auto& one) { return !one->refusal().empty(); });
+  const std::string none = refuses == all_.end() ? "none of them says that it leads"
+                                                 : fmt::format("{}: {}", (*refuses)->address(), (*refuses)->refusal());
   const std::string leader = leader_ ? all_[*leader_]->address() : "";
   return {{"address", leader_ ? leader : addresses},
           {"connected", connected},
-          {"reason", connected ? "" : "none of them says that it leads"},
+          {"reason", connected ? "" : none},
           {"leader", {{"address", leader}, {"term", tracker_.term()}}},
           {"all", std::move(all)}};
 }

@@ -49,6 +49,12 @@ Finding failed(std::string check, const Error& error, const std::string& remedy)
   return {Verdict::fail, std::move(check), error.message.substr(0, border), error.message.substr(border + 2)};
 }
 
+std::pair<std::string, std::string> split_at_upgrade(const std::string& refusal) {
+  const auto border = refusal.find(": upgrade ");
+  if (border == std::string::npos) return {refusal, "look at its log"};
+  return {refusal.substr(0, border), refusal.substr(border + 2)};
+}
+
 bool uses_rdma(const DoctorSettings& settings) {
   const auto& name = settings.transport;
   if (!name.starts_with("ucx")) return name.starts_with("ibverbs");
@@ -99,6 +105,21 @@ void examine_limits(const DoctorSettings& s, const Probes& probes, Findings& fin
                       ""});
 }
 
+void examine_encryption(const DoctorSettings& s, const Probes& probes, Findings& findings) {
+  if (!s.transport.starts_with("tcp+aes")) return;
+  const auto kernel = probes.kernel_tls();
+  const bool asked = s.transport.ends_with(";ktls=1");
+  if (asked && !kernel)
+    return findings.push_back({Verdict::warn, "encryption",
+                               fmt::format("processes encrypt here, not the kernel: {}", kernel.error().message),
+                               "nothing, if that is well: peers understand each other; or leave out ;ktls=1"});
+  findings.push_back({Verdict::ok, "encryption",
+                      asked    ? "the kernel encrypts for data connections with peers of ktls=1"
+                      : kernel ? "processes encrypt; this kernel could, with ;ktls=1 behind the transport"
+                               : "processes encrypt",
+                      ""});
+}
+
 }  // namespace
 
 // A trainer is connected with every other replica, or of a large job with those that it is linked with, and while it
@@ -126,7 +147,9 @@ Findings examine(const DoctorSettings& settings, const Probes& probes) {
   const auto keys = examine_keys(settings, probes, findings);
   examine_socket(settings, probes, findings);
   examine_network(settings, probes, keys, findings);
+  examine_pairs(settings, probes, keys, findings);
   examine_limits(settings, probes, findings);
+  examine_encryption(settings, probes, findings);
   examine_devices(settings, probes, findings);
   return findings;
 }

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -41,10 +42,11 @@ struct DoctorSettings {
   CertificateFiles certificates;  // for control connections, beside the key
   StoreSettings store;
   std::vector<std::string> peers;         // catch-up addresses of other nodes' daemons
+  std::vector<std::string> pairs;         // HOST:PORT of each node, where `rejoin doctor` runs with the same
   std::uint32_t replicas = 3, ranks = 1;  // of the job; of them on this node
   std::uint32_t full_mesh_members = 64;
-  std::string cuda_connections;  // CUDA_DEVICE_MAX_CONNECTIONS
-  std::chrono::milliseconds patience{2000};
+  std::string cuda_connections;                           // CUDA_DEVICE_MAX_CONNECTIONS
+  std::chrono::milliseconds patience{2000}, wait{10000};  // for an answer; for others of `pairs` to start
 };
 
 // ---- what probes find out
@@ -64,10 +66,13 @@ struct CoordinatorFacts {
   bool refused = false;                   // it, or this process, has not taken the other's key
   std::string why;                        // it has not answered; empty: nothing came in time
   double milliseconds = 0;                // until the answer
+  std::uint32_t protocol = 0;             // that the two speak
   bool remote = false;                    // it is on another machine
   bool one_of_several = false, leads = false, stalled = false;
   std::uint64_t term = 0;
-  std::string leader;  // as it knows
+  std::string leader;                    // as it knows
+  std::optional<double> clock_ahead_ms;  // its system's clock, of this one's; none: it does not say
+  double clock_error_ms = 0;             // that this may be wrong by
 };
 
 struct HostFacts {
@@ -88,13 +93,61 @@ struct PortFacts {
   bool ethernet = false, link_local = false;
 };
 
+// An RDMA device or GPU on its bus, as the kernel tells of it in /sys.
+struct BusFacts {
+  std::string name;  // "mlx5_0", "GPU 0000:3b:00.0"
+  bool gpu = false;
+  std::uint32_t lanes = 0, most_lanes = 0;      // of PCIe; 0: not known
+  double speed = 0, most_speed = 0;             // GT/s of each; 0: not known
+  std::optional<int> numa_node;                 // none: the machine has one, or does not tell
+  bool own_cpus = true;                         // this process may run on some of that node
+  std::map<std::uint32_t, double> port_speeds;  // Gb/s, of those that are active
+};
+
+// Whether an RDMA port can be given memory of the first GPU, tried.
+struct ReachFacts {
+  std::string port, why;  // why not; empty: it can
+  bool dma_buf = false;   // by a dma-buf; otherwise by nvidia-peermem
+};
+
 struct GpuFacts {
   std::vector<std::string> names;
   bool peer_memory = false, dma_buf = false;  // nvidia-peermem is loaded; the driver gives dma-bufs
+  std::vector<ReachFacts> reach;              // of the ports that are used
+  std::string untried;                        // why there are none
+};
+
+// One rail of this node and one of another's, tried from here.
+struct PathFacts {
+  // Nothing; a connection; 64 B went there and back; 1 MiB went there; and back.
+  enum class Reached : std::uint8_t { nothing, connected, small, sent, all };
+  std::size_t own = 0, theirs = 0;  // the rails' numbers
+  std::string here, there;          // … and names
+  Reached reached{};
+  std::string why;                       // no farther
+  double small_ms = 0, large_ms = 0;     // there and back
+  std::uint32_t mtu = 0, mtu_there = 0;  // bytes; 0: not known
+};
+
+struct PairFacts {
+  std::string node;  // the other one
+  std::vector<PathFacts> paths;
+  bool came = false;                     // it has connected with this node
+  std::optional<PathFacts> told;         // what it says of its best way here; none: it has said nothing
+  std::optional<double> clock_ahead_ms;  // its clock, of this node's
+  double clock_error_ms = 0;             // that this may be wrong by
+};
+
+struct PairsFacts {
+  std::string own;  // this node, as the others call it
+  std::vector<PairFacts> others;
 };
 
 struct StoreFacts {
-  std::vector<double> milliseconds;  // that each write took
+  std::vector<double> milliseconds;    // that each write took; none: it takes none, for an alarm
+  std::uint64_t bytes = 0, quota = 0;  // that one of its members has, and may have; 0: it does not say
+  std::vector<std::string> alarms;
+  std::string unknown;  // why nothing is known of the three
 };
 
 struct Probes {
@@ -106,11 +159,14 @@ struct Probes {
   // Connects with another daemon's catch-up stream, which proves the key, and says no more. Errors:
   // `invalid_argument` where it is a setting of this side.
   std::function<Result<>(const std::string& peer, const JobKeys& keys)> peer;
+  std::function<Result<PairsFacts>(const JobKeys& keys)> pairs;
   std::function<LimitFacts()> limits;
   std::function<Result<>(std::uint64_t bytes)> lock_memory;
   std::function<Result<std::vector<PortFacts>>()> ports;  // `unavailable`: there is no libibverbs
   std::function<Result<GpuFacts>()> gpus;                 // `unavailable`: there is no driver
+  std::function<std::vector<BusFacts>()> buses;
   std::function<Result<StoreFacts>()> store;
+  std::function<Result<>()> kernel_tls;  // whether the kernel can encrypt for tcp+aes
 };
 
 constexpr std::uint64_t kLocked = 64 * 1024 * 1024;  // bytes that are registered, or locked, for a try
@@ -129,10 +185,17 @@ Findings examine(const DoctorSettings& settings, const Probes& probes);
 
 // What an error says up to its remedy, and that; `remedy`: where it has none.
 Finding failed(std::string check, const Error& error, const std::string& remedy);
+// What a refusal of another version says (membership/versions.h), and its remedy.
+std::pair<std::string, std::string> split_at_upgrade(const std::string& refusal);
 bool uses_rdma(const DoctorSettings& settings);
 void examine_socket(const DoctorSettings& settings, const Probes& probes, Findings& findings);  // doctor_socket.cc
 void examine_network(const DoctorSettings& settings, const Probes& probes, const std::optional<JobKeys>& keys,
-                     Findings& findings);                                                        // doctor_network.cc
+                     Findings& findings);  // doctor_network.cc
+void examine_pairs(const DoctorSettings& settings, const Probes& probes, const std::optional<JobKeys>& keys,
+                   Findings& findings);  // doctor_pair_findings.cc
+// A warning where this clock is further off than a second, for sure; nothing where it is not known.
+void examine_clock(const std::string& whose, std::optional<double> ahead_ms, double error_ms, Findings& findings);
+void examine_buses(const DoctorSettings& settings, const Probes& probes, Findings& findings);    // doctor_buses.cc
 void examine_devices(const DoctorSettings& settings, const Probes& probes, Findings& findings);  // doctor_devices.cc
 
 }  // namespace rejoin::daemon

@@ -6,7 +6,9 @@
 
 #include "base/bytes.h"
 #include "base/fail.h"
+#include "daemon/clock_stamp.h"
 #include "daemon/doctor_probes.h"
+#include "daemon/etcd_client.h"
 #include "daemon/store_factory.h"
 #include "daemon/upstream.h"
 #include "membership/node.h"
@@ -43,17 +45,24 @@ class Call {
   void introduce() {
     if (done_) return;
     facts_.proven = true;
+    introduced_ = SteadyClock().now();
     proto::FromNode hello, heartbeat;
-    hello.mutable_hello()->set_protocol(membership::kProtocolVersion);
+    membership::Versions().put_into(*hello.mutable_hello());
     hello.mutable_hello()->set_node(kName);
     heartbeat.mutable_heartbeat();
     upstream_.send(hello);
     upstream_.send(heartbeat);
   }
   void on_message(const proto::ToNode& message) {
-    if (done_) return;
+    if (done_ || (!message.has_heartbeat() && !message.has_leads())) return;  // what it tells every node
     facts_.answered = true;
     facts_.milliseconds = milliseconds(SteadyClock().now() - begun_);
+    facts_.protocol = upstream_.spoken().version();
+    if (const auto time = system_time_of(message.SerializeAsString())) {  // half of the way is not known
+      constexpr double us_per_ms = 1000;
+      facts_.clock_error_ms = milliseconds(SteadyClock().now() - introduced_) / 2;
+      facts_.clock_ahead_ms = static_cast<double>(*time - system_time()) / us_per_ms + facts_.clock_error_ms;
+    }
     if (message.has_leads()) {
       facts_.one_of_several = true;
       facts_.leads = message.leads().leads();
@@ -76,6 +85,7 @@ class Call {
 
   CoordinatorFacts facts_;
   const TimePoint begun_;
+  TimePoint introduced_{};
   const std::function<void()> over_;
   bool done_ = false;
   Upstream upstream_;
@@ -156,6 +166,31 @@ Result<> probe_peer(const std::string& peer, const std::string& transport, const
   }
 }
 
+namespace {
+
+// The first of etcd's members that answers.
+Result<> ask_for_space(const StoreSettings& settings, std::chrono::milliseconds patience, StoreFacts& facts) {
+  Result<etcd::StatusResponse> answer = fail(ErrorCode::timeout, "no answer in {} ms", patience.count());
+  for (const auto& endpoint : settings.endpoints()) {
+    asio::io_context io(1);
+    auto options = etcd_options(settings, patience);
+    if (!options) return tl::unexpected(options.error());
+    options->endpoints = {endpoint};
+    const auto client = EtcdClient::create(io, *options);
+    if (!client) return tl::unexpected(client.error());
+    (*client)->status([&](Result<etcd::StatusResponse> said) { answer = std::move(said); });
+    io.run_for(patience);  // until it has said so: nothing else is under way
+    if (answer) break;
+  }
+  if (!answer) return tl::unexpected(answer.error());
+  facts.bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(0, answer->db_size()));
+  facts.quota = static_cast<std::uint64_t>(std::max<std::int64_t>(0, answer->db_size_quota()));
+  for (const auto& one : answer->errors()) facts.alarms.push_back(printable(one, 200));
+  return {};
+}
+
+}  // namespace
+
 // What compares a revision that no leader has writes nothing, and yet etcd's members must agree on it and keep that
 // they did, as with any write.
 Result<StoreFacts> probe_store(const StoreSettings& settings, std::chrono::milliseconds patience) {
@@ -184,6 +219,9 @@ Result<StoreFacts> probe_store(const StoreSettings& settings, std::chrono::milli
   asio::post(io, next);
   const auto work = asio::make_work_guard(io);  // what is heard of etcd comes from other threads
   io.run_for(5 * patience);
+  store->reset();
+  if (const auto asked = ask_for_space(settings, patience, facts); !asked) facts.unknown = asked.error().message;
+  if (!facts.alarms.empty()) return facts;  // which says why, where it takes no writes
   if (error) return tl::unexpected(*error);
   if (facts.milliseconds.empty())
     return fail(ErrorCode::timeout, "{}: no answer in {} ms", settings.store, (5 * patience).count());

@@ -2,6 +2,7 @@
 
 #include <iostream>
 
+#include "base/bytes.h"
 #include "base/command_line.h"
 #include "base/log.h"
 #include "daemon/doctor_probes.h"
@@ -29,6 +30,11 @@ void DoctorCommand::bind(CommandLine& line) {
   line.add("--peer", s.peers,
            "the catch-up address of another node's daemon, as its log has it; may be given more than once")
       .check(peer_address());
+  line.add("--pairs", pairs,
+           "HOST:PORT of every node of the job, this one among them: each is tried with each, while the same command "
+           "runs on all; the port is the one that the daemon will have")
+      .check(peer_addresses());
+  line.add("--wait-s", wait_s, "pairs: how long other nodes may take to start it").range(0, 3600).show_default();
   daemon::bind(line, s.store);
   line.setting("--replicas", s.replicas, "REJOIN_REPLICAS", "of the job").range(1, 1024);
   line.setting("--full-mesh-members", s.full_mesh_members, "REJOIN_FULL_MESH_MEMBERS", "as the coordinator's")
@@ -47,6 +53,8 @@ int DoctorCommand::run() const {
   spdlog::set_level(spdlog::level::off);  // what its own connections have to say is in the findings
   DoctorSettings s = settings;
   s.patience = std::chrono::milliseconds(patience_ms);
+  s.wait = std::chrono::seconds(wait_s);
+  if (!pairs.empty()) s.pairs = split(pairs, ',');
   const auto findings = examine(s, real_probes(s));
   if (json) std::cout << json_of(findings) << "\n";
   for (const auto& one : findings)

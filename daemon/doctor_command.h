@@ -11,7 +11,8 @@ namespace rejoin::daemon {
 
 struct DoctorCommand {
   DoctorSettings settings;
-  std::uint64_t patience_ms = 2000;
+  std::uint64_t patience_ms = 2000, wait_s = 10;
+  std::string pairs;
   bool json = false, strict = false, verbose = false;
   void bind(CommandLine& line);
   int run() const;  // the status to exit with

@@ -68,6 +68,34 @@ void examine_rdma(const DoctorSettings& s, const Probes& probes, Findings& findi
   else findings.push_back({Verdict::ok, "memlock", "64 MiB were locked", ""});
 }
 
+void examine_reach(const GpuFacts& gpus, Findings& findings) {
+  std::vector<std::string> by_dma_buf, by_peer_memory;
+  for (const auto& one : gpus.reach) {
+    if (one.why.empty()) {
+      (one.dma_buf ? by_dma_buf : by_peer_memory).push_back(one.port);
+      continue;
+    }
+    findings.push_back({Verdict::warn, "gpu",
+                        fmt::format("memory of {} can't be given to {}, so that RDMA goes through the host's: {}",
+                                    gpus.names.front(), one.port, one.why),
+                        gpus.peer_memory
+                            ? "nvidia-peermem is loaded and does not help: it must have been built for this driver of "
+                              "the NIC (MLNX_OFED or the kernel's); or NVIDIA's open kernel modules, for dma-bufs"
+                            : "'modprobe nvidia-peermem'; or NVIDIA's open kernel modules and Linux 5.12 or later, for "
+                              "dma-bufs"});
+  }
+  if (!by_dma_buf.empty())
+    findings.push_back({Verdict::ok, "gpu",
+                        fmt::format("memory of {} was registered on {}, as a dma-buf", gpus.names.front(),
+                                    fmt::join(by_dma_buf, ", ")),
+                        ""});
+  if (!by_peer_memory.empty())
+    findings.push_back({Verdict::ok, "gpu",
+                        fmt::format("memory of {} was registered on {}, by nvidia-peermem", gpus.names.front(),
+                                    fmt::join(by_peer_memory, ", ")),
+                        ""});
+}
+
 void examine_gpus(const DoctorSettings& s, const Probes& probes, Findings& findings) {
   const auto gpus = probes.gpus();
   if (!gpus && gpus.error().code == ErrorCode::unavailable)
@@ -86,6 +114,9 @@ void examine_gpus(const DoctorSettings& s, const Probes& probes, Findings& findi
                         "sent to who catches up between all-reduces only",
                         "leave it out, or set 2 or more, where the trainer does not rely on it"});
   if (!uses_rdma(s)) return;
+  if (!gpus->reach.empty()) return examine_reach(*gpus, findings);
+  if (!gpus->untried.empty())
+    findings.push_back({Verdict::skipped, "gpu", "registration of its memory: " + gpus->untried, ""});
   if (!gpus->peer_memory && !gpus->dma_buf)
     findings.push_back({Verdict::warn, "gpu",
                         "neither nvidia-peermem is loaded, nor does the driver give dma-bufs: RDMA goes through the "
@@ -98,6 +129,27 @@ void examine_gpus(const DoctorSettings& s, const Probes& probes, Findings& findi
                         ""});
 }
 
+void examine_space(const StoreFacts& facts, Findings& findings) {
+  constexpr std::uint64_t usual = 2 * GiB;  // of etcd, where nobody has said another one
+  const char* make_room =
+      "'etcdctl compact REVISION', 'etcdctl defrag --cluster' and then 'etcdctl alarm disarm'; run etcd with "
+      "--auto-compaction-retention, and raise its --quota-backend-bytes";
+  if (!facts.unknown.empty())
+    return findings.push_back({Verdict::skipped, "store", "how full it is: " + facts.unknown, ""});
+  if (!facts.alarms.empty())
+    return findings.push_back({Verdict::fail, "store",
+                               fmt::format("etcd has raised an alarm, and takes nothing more where it is NOSPACE: {}",
+                                           fmt::join(facts.alarms, ", ")),
+                               make_room});
+  const auto quota = facts.quota != 0 ? facts.quota : usual;
+  constexpr double nearly = 0.8;
+  if (static_cast<double>(facts.bytes) > nearly * static_cast<double>(quota))
+    findings.push_back({Verdict::warn, "store",
+                        fmt::format("etcd holds {}, and may hold {}{}", human_bytes(facts.bytes), human_bytes(quota),
+                                    facts.quota != 0 ? "" : " unless its --quota-backend-bytes says otherwise"),
+                        make_room});
+}
+
 void examine_store(const DoctorSettings& s, const Probes& probes, Findings& findings) {
   if (!s.store.shared()) return findings.push_back({Verdict::skipped, "store", "no --store etcd:…", ""});
   if (const auto together = check(s.store); !together)
@@ -108,6 +160,8 @@ void examine_store(const DoctorSettings& s, const Probes& probes, Findings& find
   if (!facts && facts.error().code == ErrorCode::unavailable)  // in gRPC's words, whose semicolons are its own
     return findings.push_back({Verdict::fail, "store", facts.error().message, reach});
   if (!facts) return findings.push_back(failed("store", facts.error(), reach));
+  examine_space(*facts, findings);
+  if (facts->milliseconds.empty()) return;
   constexpr double slow = 50;  // ms; a step ends when it is kept
   const auto& all = facts->milliseconds;
   const double worst = *std::ranges::max_element(all);
@@ -126,6 +180,7 @@ void examine_store(const DoctorSettings& s, const Probes& probes, Findings& find
 void examine_devices(const DoctorSettings& s, const Probes& probes, Findings& findings) {
   examine_rdma(s, probes, findings);
   examine_gpus(s, probes, findings);
+  examine_buses(s, probes, findings);
   examine_store(s, probes, findings);
 }
 

@@ -20,20 +20,22 @@ void examine_coordinator(const DoctorSettings& s, const CoordinatorFacts& one, b
   if (one.answered && one.stalled)
     return say(Verdict::warn, "it leads, and its store does not take what it decides", "see to etcd");
   if (one.answered)
-    return say(Verdict::ok,
-               fmt::format("the key is right, and it answers after {:.1f} ms{}", one.milliseconds,
-                           one.one_of_several ? one.leads ? fmt::format("; it leads in term {}", one.term)
-                                                          : std::string("; it stands by")
-                                              : ""),
-               "");
+    return say(
+        Verdict::ok,
+        fmt::format("the key is right, and it answers in protocol {} after {:.1f} ms{}", one.protocol, one.milliseconds,
+                    one.one_of_several
+                        ? one.leads ? fmt::format("; it leads in term {}", one.term) : std::string("; it stands by")
+                        : ""),
+        "");
   if (one.refused) {
     const auto border = one.why.find("; ");
     return say(Verdict::fail, one.why.substr(0, border),
-               border == std::string::npos ? "use one version of Rejoin on all nodes" : one.why.substr(border + 2));
+               border == std::string::npos ? "look at its log" : one.why.substr(border + 2));
   }
-  if (one.proven)
-    return say(Verdict::fail, "it shows the key, and goes without a word: it is of another version",
-               "use one version of Rejoin on all nodes");
+  if (one.proven) {
+    const auto [why, remedy] = split_at_upgrade(one.why.empty() ? "says nothing" : one.why);
+    return say(Verdict::fail, "it shows the key, and " + why, remedy);
+  }
   // Others may do without it.
   say(another_answers ? Verdict::warn : Verdict::fail,
       one.why.empty() ? fmt::format("no answer in {} ms", s.patience.count()) : one.why,
@@ -42,7 +44,10 @@ void examine_coordinator(const DoctorSettings& s, const CoordinatorFacts& one, b
 
 void examine_coordinators(const DoctorSettings& s, const std::vector<CoordinatorFacts>& all, Findings& findings) {
   const auto answers = [](const auto& one) { return one.answered; };
-  for (const auto& one : all) examine_coordinator(s, one, std::ranges::any_of(all, answers), findings);
+  for (const auto& one : all) {
+    examine_coordinator(s, one, std::ranges::any_of(all, answers), findings);
+    examine_clock(one.address, one.clock_ahead_ms, one.clock_error_ms, findings);
+  }
   const bool several = std::ranges::any_of(all, [](const auto& one) { return one.answered && one.one_of_several; });
   if (!several || std::ranges::any_of(all, [](const auto& one) { return one.leads; })) return;
   const auto knows = std::ranges::find_if(all, [](const auto& one) { return !one.leader.empty(); });

@@ -20,11 +20,13 @@
 #include "base/fail.h"
 #include "base/fd.h"
 #include "base/unix_socket.h"
+#include "daemon/doctor_pairs.h"
 #include "local.pb.h"
 #include "local/page.h"
 #include "membership/node.h"
 #include "transport/advertise.h"
 #include "transport/socket_address.h"
+#include "transport/tcp/kernel_tls.h"
 
 namespace rejoin::daemon {
 
@@ -68,7 +70,7 @@ Result<std::optional<proto::ToTrainer>> next_message(const Fd& socket, TimePoint
 std::optional<std::string> answer_of(const Fd& socket, std::chrono::milliseconds patience) {
   const TimePoint until = SteadyClock().now() + patience;
   proto::FromTrainer hello;
-  hello.mutable_hello()->set_protocol(membership::kProtocolVersion);
+  membership::Versions().put_into(*hello.mutable_hello());
   hello.mutable_hello()->set_layout(local::kLayoutVersion);
   hello.mutable_hello()->set_descriptors(2);
   const auto something = make_eventfd();
@@ -211,10 +213,20 @@ Probes real_probes(const DoctorSettings& s) {
   probes.peer = [&s](const std::string& peer, const JobKeys& keys) {
     return probe_peer(peer, s.transport, keys, s.patience);
   };
+  probes.pairs = [&s](const JobKeys& keys) {
+    return try_pairs({.nodes = s.pairs,
+                      .transport = s.transport,
+                      .listen = s.data_listen,
+                      .secrets = keys.data_secrets(),
+                      .patience = s.patience,
+                      .wait = s.wait});
+  };
   probes.limits = probe_limits;
   probes.lock_memory = probe_locking;
   probes.ports = [&s] { return probe_ports(s.transport); };
-  probes.gpus = probe_gpus;
+  probes.gpus = [&s] { return probe_gpus(s.transport); };
+  probes.buses = [] { return probe_buses(); };
+  probes.kernel_tls = transport::tcp::kernel_tls::available;
   probes.store = [&s] { return probe_store(s.store, s.patience); };
   return probes;
 }

@@ -1,6 +1,8 @@
 // How `rejoin doctor` finds things out: by the code that daemons and trainers have for the same. Thread: one.
 #pragma once
 
+#include <filesystem>
+
 #include "daemon/doctor.h"
 
 namespace rejoin::daemon {
@@ -28,6 +30,10 @@ Result<StoreFacts> probe_store(const StoreSettings& settings, std::chrono::milli
 
 // doctor_hardware.cc
 Result<std::vector<PortFacts>> probe_ports(const std::string& transport);
-Result<GpuFacts> probe_gpus();
+// `library`: the driver's.
+Result<GpuFacts> probe_gpus(const std::string& transport, const std::string& library = "libcuda.so.1");
+
+// doctor_bus_probes.cc; `sys`: where /sys is
+std::vector<BusFacts> probe_buses(const std::filesystem::path& sys = "/sys");
 
 }  // namespace rejoin::daemon

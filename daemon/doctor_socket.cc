@@ -49,9 +49,10 @@ void examine_socket(const DoctorSettings& s, const Probes& probes, Findings& fin
         Verdict::fail,
         fmt::format("process {} listens at {}, and says nothing in {} ms", facts.process, s.socket, s.patience.count()),
         "it is stopped, overloaded, or no rejoind: look at it, and start it again");
-  if (!facts.answer->empty())
-    return say(Verdict::fail, fmt::format("{} refuses: {}", s.socket, *facts.answer),
-               "use one version of rejoind and of the library");
+  if (!facts.answer->empty()) {
+    const auto [why, remedy] = split_at_upgrade(*facts.answer);
+    return say(Verdict::fail, fmt::format("{} refuses: {}", s.socket, why), remedy);
+  }
   if (facts.process == 0 || !facts.same_processes)
     return say(s.transport == "shm" ? Verdict::fail : Verdict::warn,
                fmt::format("the daemon at {} is of another PID namespace, so that neither sees the other's process, "

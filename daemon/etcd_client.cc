@@ -26,6 +26,7 @@ namespace rejoin::daemon {
 namespace {
 
 constexpr const char* kTxn = "/etcdserverpb.KV/Txn";
+constexpr const char* kStatus = "/etcdserverpb.Maintenance/Status";
 constexpr const char* kAuthenticate = "/etcdserverpb.Auth/Authenticate";
 
 // A member that is down is tried again all the time, so that it is found soon when it is back; meanwhile a try fails at
@@ -156,6 +157,14 @@ class GrpcClient final : public EtcdClient {
 
   const std::string& answered_last() const override { return answered_last_; }
 
+  void status(std::function<void(Result<etcd::StatusResponse>)> done) override {
+    REJOIN_CHECK(!request_, "not during a transaction");
+    request_.emplace(Request{});
+    status_done_ = std::move(done);
+    work_.emplace(io_.get_executor());
+    start(kStatus, "", &GrpcClient::told_status);
+  }
+
  private:
   struct Request {
     std::string bytes;
@@ -262,6 +271,17 @@ class GrpcClient final : public EtcdClient {
     refused(status);
   }
 
+  void told_status(const grpc::Status& status, const std::string& bytes) {
+    Result<etcd::StatusResponse> answer;
+    if (!status.ok()) answer = fail(ErrorCode::unavailable, "{}", place(status.error_message()));
+    else if (!answer->ParseFromString(bytes))
+      answer = fail(ErrorCode::unavailable, "{}", place("its answer is none of etcd's"));
+    const auto done = std::move(status_done_);
+    request_.reset();
+    work_.reset();
+    done(std::move(answer));  // and this may be gone
+  }
+
   // An error, of which etcd's members would all say the same, or only this one.
   void refused(const grpc::Status& status) {
     const std::string& said = status.error_message();
@@ -320,6 +340,7 @@ class GrpcClient final : public EtcdClient {
   TimePoint asked_at_{};                                    // the last one
   bool open_ = false;                                       // etcd asks nobody for a token
   std::optional<Request> request_;
+  std::function<void(Result<etcd::StatusResponse>)> status_done_;
   std::optional<asio::executor_work_guard<asio::io_context::executor_type>> work_;
   // It ends in this thread: it holds the channel, and the last channel to go ends gRPC's threads, which must not be
   // done by one of them.

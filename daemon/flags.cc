@@ -7,6 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/fail.h"
+#include "base/flight_setting.h"
 #include "base/log.h"
 #include "base/number.h"
 #include "base/unix_socket.h"
@@ -52,6 +53,8 @@ ValueCheck whole_number() {
                         ~std::uint64_t{0});
           }};
 }
+
+ValueCheck flight_directory() { return {"", flight::check_setting}; }
 
 ValueCheck audit_period() {
   return {"", [](const std::string& text) -> Result<> {

@@ -22,8 +22,9 @@ ValueCheck job_name();         // letters, digits, . _ -
 ValueCheck file_name();        // not empty: of a flag that was to have a value
 ValueCheck advertised_host();  // HOST, or HOST,HOST… with one for each rail
 ValueCheck socket_name();
-ValueCheck audit_period();     // auto, off, or steps
-ValueCheck replica_at_step();  // REPLICA@STEP
+ValueCheck flight_directory();  // or off
+ValueCheck audit_period();      // auto, off, or steps
+ValueCheck replica_at_step();   // REPLICA@STEP
 std::optional<std::pair<ReplicaId, Step>> parse_replica_at_step(std::string_view text);
 // For settings that may be left out: a settings file then says "".
 ValueCheck or_none(ValueCheck right);

@@ -50,7 +50,7 @@ void Framed::start(Handlers handlers, std::chrono::milliseconds deadline) {
     if (error || self->open_) return;
     // A coordinator may be stopped for a while, or have too much to do: that is no refusal.
     const std::string why = "it did not prove the job key in time";
-    if (self->server_) self->refuse(why);
+    if (self->server_) self->refuse(refusals::Why::no_proof, why);
     else self->end(why);
   });
   using asio::ssl::stream_base;
@@ -62,7 +62,7 @@ void Framed::on_handshake(const asio::error_code& error) {
   if (closed_) return;
   if (error) return on_end(error);
   if (!keys_.control().files().given()) {
-    if (!keys_.control().proved_the_key(tls_->ssl())) return refuse("it did not prove the job key");
+    if (!keys_.control().proved_the_key(tls_->ssl())) return refuse(refusals::Why::key, "it did not prove the job key");
     return open();
   }
   if (server_) hear_proof();
@@ -82,7 +82,7 @@ void Framed::prove() {
                                          if (error) return self->on_end(error);
                                          if (failed) return self->on_end(failed);
                                          if (!self->keys_.control().is_answer(self->tls_->ssl(), self->tls_->answer))
-                                           return self->refuse(kOtherKey);
+                                           return self->refuse(refusals::Why::key, kOtherKey);
                                          self->open();
                                        });
                     });
@@ -104,7 +104,7 @@ void Framed::on_proof() {
   asio::async_write(tls_->stream, asio::buffer(tls_->answer),
                     [self = shared_from_this(), proven = answer.has_value()](asio::error_code error, std::size_t) {
                       if (self->closed_) return;
-                      if (!proven) return self->refuse(kOtherKey);
+                      if (!proven) return self->refuse(refusals::Why::key, kOtherKey);
                       if (error) return self->on_end(error);
                       self->open();
                     });
@@ -120,7 +120,7 @@ void Framed::open() {
 
 void Framed::on_end(const asio::error_code& error) {
   if (!open_)
-    if (const auto why = keys_.control().why_refused(error, tls_->peer)) return refuse(*why);
+    if (const auto why = keys_.control().why_refused(error, tls_->peer)) return refuse(why->kind, why->text);
   if (error == asio::error::eof || error == asio::ssl::error::stream_truncated) return end("it closed the connection");
   if (error.category() == asio::error::get_ssl_category())
     return end(fmt::format("what came was damaged, or from somebody else ({})", error.message()));
@@ -169,6 +169,15 @@ void Framed::send(const std::string& message) {
   if (out_bytes_ > kMaxUnsent) end("it does not read what is sent to it");
 }
 
+void Framed::send_last(const std::string& message, std::chrono::milliseconds deadline) {
+  handlers_ = nullptr;
+  send(message);
+  timer_.expires_after(deadline);
+  timer_.async_wait([self = shared_from_this()](asio::error_code error) {
+    if (!error) self->end("closed");
+  });
+}
+
 void Framed::write_next() {
   asio::async_write(tls_->stream, asio::buffer(out_.front()),
                     [self = shared_from_this()](asio::error_code error, std::size_t) {
@@ -188,7 +197,8 @@ void Framed::end(const std::string& why) {
   if (const auto handlers = std::exchange(handlers_, nullptr)) handlers->closed(why);
 }
 
-void Framed::refuse(const std::string& why) {
+void Framed::refuse(refusals::Why kind, const std::string& why) {
+  if (server_ && !closed_) refusals::count(kind);
   refused_ = true;
   end(why);
 }

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "base/bytes.h"
+#include "base/refusals.h"
 #include "daemon/auth.h"
 
 namespace rejoin::daemon {
@@ -33,7 +34,10 @@ class Framed : public std::enable_shared_from_this<Framed> {
   void start(Handlers handlers, std::chrono::milliseconds deadline);
   void send(const std::string& message);  // before it is open nothing is sent
   void close();
-  void refuse(const std::string& why);  // ends it, as one that has not proven the job key
+  // The last that is sent. What still comes is not heard; the other side closes the connection, or the deadline does.
+  void send_last(const std::string& message, std::chrono::milliseconds deadline);
+  // Ends it, as one that has not proven the job key. A server counts it by its kind.
+  void refuse(refusals::Why kind, const std::string& why);
   std::string remote() const { return remote_; }
   // Whether it was ended for what either side did not prove; not where the other side went, or came to be silent.
   bool refused() const { return refused_; }

@@ -129,7 +129,10 @@ std::string IncidentStory::what_it_cost() const {
     const std::uint64_t from = decision()->step;
     text += fmt::format("; the gradients of replica {} in {} steps", replica, until + 1 - std::min(from, until + 1));
   }
-  return capital(text) + ". No committed step was lost.";
+  const bool somebody_left =
+      std::ranges::any_of(decision()->members, [](const auto& member) { return !member.second; });
+  if (somebody_left) return capital(text) + ". No committed step was lost.";
+  return capital(text) + ". No contributor was left: committed steps are lost that are in no checkpoint.";
 }
 
 }  // namespace rejoin::daemon

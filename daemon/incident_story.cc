@@ -31,6 +31,11 @@ IncidentStory::IncidentStory(const Recordings& recordings, const Incidents& inci
     return event.kind == events::Kind::rank_down && lost(event.numbers.replica);
   });
   down_ = down.event;
+  if (down_ == nullptr && incident.ended.empty())
+    left_ = first(since, incident.at + kSecond / 20, [&](const Recording&, const RecordedEvent& event) {
+      return event.kind == events::Kind::rank_left && lost(event.numbers.replica);
+    });
+  if (left_) began_ = left_.event->at;
   for (const auto* one : incident.ended)
     if (!place_of(*one)) culprit_ = culprit_ == nullptr ? one : culprit_;
   for (const auto& one : recordings.all) {
@@ -110,6 +115,10 @@ std::string IncidentStory::what_stood_still(const Recording& one) const {
 }
 
 std::string IncidentStory::what_happened() const {
+  if (left_)
+    return fmt::format("Rank {} of replica {} (process {}) left in order at {}: {}.", left_.event->numbers.number,
+                       left_.event->numbers.replica, left_.event->numbers.a, clock(left_.event->at),
+                       short_text(left_.event->text));
   if (culprit_ == nullptr) {
     if (incident_.lost.empty() && decision() != nullptr)
       return "A connection between two members broke; nobody ended, as far as the recordings go.";
@@ -149,7 +158,9 @@ std::string IncidentStory::who_noticed() const {
         from, to, [&](const Recording& in, const RecordedEvent& event) { return &in != culprit_ && fits(event); });
     if (one) found.push_back(one);
   };
-  look([&](const RecordedEvent& e) { return e.kind == events::Kind::rank_down && lost(e.numbers.replica); });
+  look([&](const RecordedEvent& e) {
+    return (e.kind == events::Kind::rank_down || e.kind == events::Kind::rank_left) && lost(e.numbers.replica);
+  });
   look([&](const RecordedEvent& e) { return e.kind == events::Kind::peer_lost && lost(e.numbers.replica); });
   look([&](const RecordedEvent& e) {
     return e.kind == events::Kind::accused && e.numbers.b == 0 && lost(e.numbers.replica);

@@ -54,6 +54,7 @@ class IncidentStory {
   bool sign_known_ = false;
   const Recording* culprit_ = nullptr;   // whose sign that was
   const RecordedEvent* down_ = nullptr;  // the daemon's word for it
+  Found left_;                           // … where it has left in order, and nobody ended otherwise
   std::int64_t until_ = 0;               // no event is later
 };
 

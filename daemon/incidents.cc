@@ -55,8 +55,19 @@ std::vector<std::uint32_t> lost_between(const EpochDecision& before, const Epoch
   return lost;
 }
 
-// The first epoch after the end of this process that follows from it.
-Incident* cause_of(const Recording& ended, std::vector<Incident>& incidents) {
+// Whether a process of this replica has come to another daemon, or has come back to it, between these times.
+bool registered_between(std::uint32_t replica, std::int64_t since, std::int64_t until, const Recordings& recordings) {
+  return std::ranges::any_of(recordings.all, [&](const Recording& one) {
+    return std::ranges::any_of(one.events, [&](const RecordedEvent& event) {
+      return event.kind == events::Kind::rank_up && event.numbers.replica == replica && event.at > since &&
+             event.at < until;
+    });
+  });
+}
+
+// The first epoch after the end of this process that follows from it. Whom a daemon has served, and who had a daemon
+// again by then, was lost for another reason.
+Incident* cause_of(const Recording& ended, const Recordings& recordings, std::vector<Incident>& incidents) {
   const std::int64_t at = last_event(ended);
   const auto place = place_of(ended);
   std::set<std::uint32_t> serves;
@@ -65,7 +76,10 @@ Incident* cause_of(const Recording& ended, std::vector<Incident>& incidents) {
     if (event.kind == events::Kind::rank_up) serves.insert(event.numbers.replica);
   for (auto& incident : incidents) {
     if (!incident.decision || incident.at < at - kSecond / 10 || incident.at - at > kMostToDecide) continue;
-    if (std::ranges::any_of(incident.lost, [&](auto replica) { return serves.contains(replica); })) return &incident;
+    if (std::ranges::any_of(incident.lost, [&](auto replica) {
+          return serves.contains(replica) && (place || !registered_between(replica, at, incident.at, recordings));
+        }))
+      return &incident;
   }
   return nullptr;
 }
@@ -153,7 +167,7 @@ Incidents find_incidents(const Recordings& recordings) {
   std::ranges::sort(ended, {}, [](const Recording* one) { return last_event(*one); });
   std::vector<Incident> others;
   for (const auto* one : ended) {
-    if (Incident* of = cause_of(*one, found.all)) of->ended.push_back(one);
+    if (Incident* of = cause_of(*one, recordings, found.all)) of->ended.push_back(one);
     else if (!others.empty() && lost_together(*others.back().ended.back(), *one, recordings))
       others.back().ended.push_back(one);
     else others.push_back({.at = last_event(*one), .decision = {}, .lost = {}, .ended = {one}});

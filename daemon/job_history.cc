@@ -32,8 +32,8 @@ void Histogram::add(double value) {
 }
 
 const char* JobHistory::name(Cause cause) {
-  constexpr std::array<const char*, kCauses> names{"start",    "lost",   "silent",   "dropped",
-                                                   "returned", "joined", "promoted", "repeated"};
+  constexpr std::array<const char*, kCauses> names{"start",  "lost",     "silent",   "dropped", "returned",
+                                                   "joined", "promoted", "repeated", "protocol"};
   return names[static_cast<std::size_t>(cause)];
 }
 
@@ -116,6 +116,8 @@ void JobHistory::on_epoch(const proto::LogRecord::EpochBegun& begun, std::option
                .reason = shortened(begun.reason(), kLongestReason),
                .states = next,
                .at = now};
+  const bool other_protocol = std::exchange(protocol_, begun.protocol()) != begun.protocol();
+  if (row.cause == Cause::repeated && other_protocol) row.cause = Cause::protocol;
   dropped_ = false;
   if (is_failure(row.cause)) {
     ++broken_;
@@ -150,6 +152,7 @@ void JobHistory::note_absences(const std::string& next, TimePoint now) {
 void JobHistory::on_snapshot(const proto::LogRecord::Snapshot& snapshot) {
   if (!epochs_.empty() && epochs_.back().epoch == snapshot.epoch()) return;
   states_ = states_of(snapshot.members(), snapshot.suspended());
+  protocol_ = snapshot.protocol();
   epochs_.push_back({.epoch = snapshot.epoch(),
                      .step = snapshot.committed() + 1,
                      .cause = Cause::start,
@@ -205,6 +208,42 @@ void JobHistory::on_report(proto::Report report, TimePoint now) {
   report.set_node(node);
   while (report.rails_size() > 16) report.mutable_rails()->RemoveLast();
   of_replica[std::move(node)] = {std::move(report), now};
+  look_for_slow_hop(now);
+}
+
+// Each daemon tells of its slowest hop: the one with the longest gap, if that is far from the others'.
+void JobHistory::look_for_slow_hop(TimePoint now) {
+  constexpr std::uint64_t least_us = 10'000, times = 3;
+  if (now - looked_at_ < std::chrono::seconds(1)) return;  // of a large job many tell in each
+  looked_at_ = now;
+  std::vector<std::uint64_t> gaps;
+  const proto::Report* longest = nullptr;
+  for (const auto* one : told(now)) {
+    if (!one->report.has_slowest()) continue;
+    gaps.push_back(one->report.slowest().gap_us());
+    if (longest == nullptr || gaps.back() > longest->slowest().gap_us()) longest = &one->report;
+  }
+  if (gaps.size() < 3) return slow_hop_.reset();
+  const auto middle = gaps.begin() + static_cast<std::ptrdiff_t>((gaps.size() - 1) / 2);
+  std::nth_element(gaps.begin(), middle, gaps.end());
+  const auto& hop = longest->slowest();
+  if (hop.gap_us() < std::max(least_us, times * *middle)) return slow_hop_.reset();
+  const bool same = slow_hop_ && slow_hop_->replica == longest->replica() && slow_hop_->rank == hop.rank() &&
+                    slow_hop_->from == hop.from() && now - slow_hop_->seen <= kReportLasts;
+  if (!same)
+    slow_hop_ = SlowHop{.replica = longest->replica(),
+                        .rank = hop.rank(),
+                        .from = hop.from(),
+                        .since_step = steps_.empty() ? 0 : steps_.back().step,
+                        .since = now};
+  slow_hop_->gap_us = hop.gap_us();
+  slow_hop_->usual_us = *middle;
+  slow_hop_->seen = now;
+}
+
+std::optional<JobHistory::SlowHop> JobHistory::slow_hop(TimePoint now) const {
+  if (!slow_hop_ || now - slow_hop_->seen > kReportLasts) return std::nullopt;
+  return slow_hop_->seen - slow_hop_->since > kGapIsTold ? slow_hop_ : std::nullopt;
 }
 
 std::vector<const JobHistory::Told*> JobHistory::told(TimePoint now) const {

@@ -38,6 +38,7 @@ class JobHistory {
   static constexpr std::size_t kSteps = 200, kEpochs = 64;  // that are kept; more epochs where the steps are of them
   static constexpr std::size_t kMostEpochs = 256, kMostNodes = 64;  // … of one replica, that tell of it
   static constexpr Duration kReportLasts = std::chrono::seconds(10);
+  static constexpr Duration kGapIsTold = std::chrono::seconds(20);  // at most, after it was
 
   // Why an epoch was begun, by what it changes.
   enum class Cause : std::uint8_t {
@@ -49,8 +50,9 @@ class JobHistory {
     joined,    // a replica is in, catching up
     promoted,  // a replica has caught up
     repeated,  // the same members: a connection is made anew, or gradients or states differed
+    protocol,  // the same members, who all speak another protocol now
   };
-  static constexpr std::size_t kCauses = 8;
+  static constexpr std::size_t kCauses = 9;
   static const char* name(Cause cause);
 
   // Of a replica, as the page's grid has it.
@@ -78,6 +80,14 @@ class JobHistory {
   struct Told {
     proto::Report report;
     TimePoint at{};
+  };
+
+  // A hop whose gaps are far longer than those of the others, as the daemons' reports have it for a while.
+  struct SlowHop {
+    std::uint32_t replica = 0, rank = 0, from = 0;  // to which rank, from which replica
+    std::uint64_t gap_us = 0, usual_us = 0;         // its longest gap of the last seconds, and the median hop's
+    std::uint64_t since_step = 0;
+    TimePoint since{}, seen{};
   };
 
   explicit JobHistory(std::uint32_t replicas) : states_(replicas, kAbsent), out_since_(replicas) {}
@@ -111,6 +121,8 @@ class JobHistory {
   Effective effective(TimePoint now, bool running) const;
   // The latest of each daemon that has told of a replica in the last seconds.
   std::vector<const Told*> told(TimePoint now) const;
+  // Nothing where none has stood out for longer than a gap is told of: one that happened once is no slow hop.
+  std::optional<SlowHop> slow_hop(TimePoint now) const;
 
  private:
   void on_committed(const proto::LogRecord::Committed& committed, std::optional<TimePoint> now);
@@ -120,6 +132,7 @@ class JobHistory {
   Cause cause_of(const std::string& next) const;
   void note_absences(const std::string& next, TimePoint now);
   bool is_failure(Cause cause) const;
+  void look_for_slow_hop(TimePoint now);
   std::uint32_t contributors() const;
 
   std::string states_;
@@ -133,11 +146,14 @@ class JobHistory {
   std::optional<TimePoint> committed_at_;  // or since when a step was under way that was the first of all
   std::optional<TimePoint> lost_at_;       // until the next commit
   std::uint32_t broken_ = 0;               // epochs that repeat the step under way
+  std::uint32_t protocol_ = 0;             // of the epoch, as its record has it
   bool dropped_ = false;                   // the next epoch is an operator's word
   std::optional<Failure> last_failure_;
   std::deque<Duration> absences_;
   Effective effective_;
   std::map<std::uint32_t, std::map<std::string, Told>> told_;
+  std::optional<SlowHop> slow_hop_;
+  TimePoint looked_at_{};  // for it
 };
 
 }  // namespace rejoin::daemon

@@ -51,7 +51,8 @@ std::uint64_t PassedOver::not_trained() const { return missing(trained_, highest
 void PassedOver::commit(const proto::LogRecord::Committed& committed) {
   may_be_left_over_ = not_trained() - lost();
   for (const auto& member : committed.members()) hold_.erase(member.replica());
-  may_be_left_over_ += batch_ * hold_.size();
+  may_be_left_over_ += (batch_ * at_most_ + 999) / 1000 * hold_.size() + (at_most_ > 1000 ? unit_ * hold_.size() : 0);
+  at_most_ = std::max<std::uint64_t>(at_most_, committed.balance().at_most());
   hold_.clear();
   for (const auto& member : committed.members()) hold_.insert(member.replica());
   std::uint64_t end = 0;
@@ -75,6 +76,8 @@ void PassedOver::begin_from(const proto::LogRecord::Snapshot& snapshot) {
   for (const auto& step : snapshot.ledger().steps())
     steps_[step.step()] = Samples(step.trained(), membership::kMostSamples);
   for (const auto& held : snapshot.ledger().held()) hold_.insert(held.replica());
+  at_most_ = std::max<std::uint64_t>(
+      {at_most_, snapshot.ledger().balance().at_most(), snapshot.ledger().next_balance().at_most()});
   out_before_ = snapshot.ledger().next();
   highest_ = trained_.empty() ? 0 : trained_.ranges().back().second;
 }

@@ -56,9 +56,10 @@ class PassedOver {
   void take(const proto::LogRecord::Job& job);
   std::uint64_t dealt_to(std::uint64_t contributors) const;
 
-  std::uint64_t batch_ = 0;     // of a replica, at most
-  std::uint64_t together_ = 0;  // of all replicas, where that is constant
-  std::uint64_t unit_ = 0;      // … which each gets at least
+  std::uint64_t batch_ = 0;       // of a replica, at most
+  std::uint64_t at_most_ = 1000;  // … in thousandths of that: where replicas share by speed
+  std::uint64_t together_ = 0;    // of all replicas, where that is constant
+  std::uint64_t unit_ = 0;        // … which each gets at least
   std::map<std::uint64_t, membership::Samples> steps_;
   membership::Samples trained_, passed_over_;
   std::uint64_t highest_ = 0;

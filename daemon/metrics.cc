@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "membership/node.h"
+#include "base/refusals.h"
+#include "base/release.h"
+#include "membership/versions.h"
 
 namespace rejoin::daemon {
 
@@ -68,6 +70,15 @@ void add_connections(Metrics& metrics, const json& of, const char* role) {
                   number(of, "strangers"), {{"by", role}});
 }
 
+void add_refusals(Metrics& metrics, const json& refused, const Labels& of) {
+  for (const auto& [reason, times] : refused.items()) {
+    Labels labels = of;
+    labels["reason"] = reason;
+    metrics.counter("refused", "Connections, registrations and operations that were refused, by why.",
+                    times.get<double>(), labels);
+  }
+}
+
 void add_replicas(Metrics& metrics, const JobHistory& history) {
   auto& states = metrics.gauges("replica_state",
                                 "1 for the state that each replica of the job is in, and 0 for the others; a replica "
@@ -85,6 +96,33 @@ void add_replicas(Metrics& metrics, const JobHistory& history) {
   }
 }
 
+void add_versions(Metrics& metrics, const json& versions) {
+  metrics.gauge("job_protocol", "The protocol that all members of the job speak.", number(versions, "protocol"));
+  metrics.gauge("job_mixed", "1: there are several releases or protocols in the job.", number(versions, "mixed"));
+  const auto add = [&](const char* name, const char* help, const json& groups) {
+    auto& family = metrics.gauges(name, help);
+    for (const auto& group : groups)
+      family.Add({{"protocol", group.at("protocol").dump()}, {"release", group.at("release").get<std::string>()}})
+          .Increment(number(group, "count"));
+  };
+  add("job_nodes", "Daemons and relays that are connected, by what they speak.", versions.at("nodes"));
+  add("job_ranks", "Ranks that are registered, by what may be spoken with them.", versions.at("ranks"));
+}
+
+void add_stragglers(Metrics& metrics, const json& stragglers) {
+  metrics.gauge("stragglers", "Replicas that compute more slowly than others, or a hop that is slow.",
+                static_cast<double>(stragglers.size()));
+  auto& times = metrics.gauges("straggler_times",
+                               "How many times as long as the median a straggler takes: a replica to compute a sample, "
+                               "or a hop between two chunks.");
+  for (const auto& one : stragglers) {
+    Labels labels{{"what", one.at("what").get<std::string>()},
+                  {"replica", std::to_string(one.at("replica").get<int>())}};
+    if (one.contains("from")) labels["from"] = std::to_string(one.at("from").get<int>());
+    times.Add(labels).Set(number(one, "times"));
+  }
+}
+
 // What only the coordinator that decides knows.
 void add_job(Metrics& metrics, const json& c, const JobHistory& history, TimePoint now) {
   metrics.gauge("epoch", "The current epoch; 0: the job has not started.", number(c, "epoch"));
@@ -99,6 +137,7 @@ void add_job(Metrics& metrics, const json& c, const JobHistory& history, TimePoi
   metrics.gauge("stopped", "1: replicas differ and an operator must say which is wrong.", c.at("stopped") != "");
   metrics.gauge("alarms", "What is not as it should be although nothing waits for it; the status has the words.",
                 static_cast<double>(c.at("alarms").size()));
+  add_stragglers(metrics, c.at("stragglers"));
   const auto& audit = c.at("audit");
   metrics.gauge("audit_period_steps", "Steps in which all of the replicas' states are compared.",
                 number(audit, "period"));
@@ -110,6 +149,7 @@ void add_job(Metrics& metrics, const json& c, const JobHistory& history, TimePoi
                   number(audit, "state_differences"));
   metrics.counter("drifted_slices", "Slices in which a joiner's sources differed: corruption.",
                   number(audit, "drift_reports"));
+  add_versions(metrics, c.at("versions"));
   add_replicas(metrics, history);
   for (std::size_t i = 0; i < JobHistory::kCauses; ++i) {
     const auto cause = static_cast<JobHistory::Cause>(i);
@@ -171,6 +211,9 @@ void add_rank(Metrics& metrics, const json& rank) {
     metrics.gauge("catch_up_state_bytes", "Of a joiner: all of its state.", number(stream, "total_bytes"), labels);
   }
   const auto& reduced = rank.at("all_reduce");
+  Labels by = labels;
+  by["by"] = "trainer";
+  add_refusals(metrics, rank.at("refused"), by);
   metrics.counter("all_reduces", "All-reduces done.", number(reduced, "operations"), labels);
   metrics.counter("reduced_bytes", "Gradients reduced.", number(reduced, "bytes"), labels);
   metrics.counter("stale_messages", "Messages of other epochs that were dropped.", number(reduced, "stale_dropped"),
@@ -222,10 +265,18 @@ void add_relay(Metrics& metrics, const json& r) {
 
 }  // namespace
 
+json refusals_json(std::span<const std::uint64_t> counted) {
+  json all = json::object();
+  for (std::size_t i = 0; i < refusals::kWhys; ++i)
+    all[refusals::name_of(static_cast<refusals::Why>(i))] = i < counted.size() ? counted[i] : 0;
+  return all;
+}
+
 std::string metrics_text(const json& status, const JobHistory* history, TimePoint now) {
   Metrics metrics;
   metrics.gauge("build_info", "1, with what runs here.", 1,
-                {{"version", REJOIN_VERSION}, {"protocol", std::to_string(membership::kProtocolVersion)}});
+                {{"version", release()}, {"protocol", std::to_string(membership::kProtocolVersion)}});
+  if (status.contains("refused")) add_refusals(metrics, status.at("refused"), {{"by", "daemon"}});
   if (status.contains("coordinator_role") && history != nullptr)
     add_coordinator(metrics, status.at("coordinator_role"), *history, now);
   if (status.contains("relay_role")) add_relay(metrics, status.at("relay_role"));

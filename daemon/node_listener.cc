@@ -6,7 +6,7 @@
 #include "base/log.h"
 #include "daemon/clock_stamp.h"
 #include "daemon/listen.h"
-#include "membership/node.h"
+#include "membership/greeting.h"
 
 namespace rejoin::daemon {
 
@@ -64,14 +64,18 @@ void NodeListener::greet(asio::ip::tcp::socket socket) {
                            events::record(events::Kind::node_lost, {}, gone.mapped().name + "\n" + why);
                            handlers_.lost(id);
                          }},
-                    std::chrono::duration_cast<std::chrono::milliseconds>(deadlines::kControlProof.of(silence_)));
+                    proof_deadline());
+}
+
+std::chrono::milliseconds NodeListener::proof_deadline() const {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(deadlines::kControlProof.of(silence_));
 }
 
 // An honest one needs two round trips, and only a flood that is faster than these displaces it; it comes again.
 void NodeListener::make_room() {
   if (strangers_.size() <= kMostStrangers) return;
   const auto oldest = strangers_.begin()->second;
-  oldest->refuse("too many come at once that have not proven the job key");
+  oldest->refuse(refusals::Why::too_many, "too many come at once that have not proven the job key");
 }
 
 // One that gave up while this process was stopped was refused nothing.
@@ -101,19 +105,22 @@ void NodeListener::on_bytes(NodeId node, std::string_view bytes) {
   if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
     spdlog::warn("node {}: bytes that are no message; ignored", connection->remote());
     ++rejected_;
+    refusals::count(refusals::Why::protocol);
     return;
   }
-  if (message.has_hello() && message.hello().protocol() != membership::kProtocolVersion) {
-    log_refusal(spdlog::level::err, connection->remote(),
-                fmt::format("node {} at {} speaks protocol {}, this one {}; use one version", message.hello().node(),
-                            connection->remote(), message.hello().protocol(), membership::kProtocolVersion));
-    nodes_.erase(found);
-    return connection->close();
-  }
   if (message.has_hello()) {
+    const auto greeting = membership::greet(message.hello(), connection->remote());
+    if (!greeting.spoken) {
+      refusals::count(refusals::Why::version);
+      log_refusal(spdlog::level::err, connection->remote(), greeting.refusal);
+      nodes_.erase(found);
+      if (!greeting.answer) return connection->close();
+      return connection->send_last(greeting.answer->SerializeAsString(), proof_deadline());
+    }
     found->second.name = message.hello().node();
     message.mutable_hello()->set_address(connection->remote());
     events::record(events::Kind::node_up, {}, found->second.name);
+    if (greeting.answer) connection->send(greeting.answer->SerializeAsString());
   }
   record_heard(message, bytes);
   handlers_.message(node, message);

@@ -44,6 +44,7 @@ class NodeListener {
   void never_a_node(const Framed& connection, const std::string& why);
   void log_refusal(spdlog::level::level_enum level, const std::string& remote, const std::string& line);
   void accept();
+  std::chrono::milliseconds proof_deadline() const;
   void on_bytes(membership::NodeId node, std::string_view bytes);
   void record_heard(const proto::FromNode& message, std::string_view bytes);
 

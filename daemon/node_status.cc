@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "base/release.h"
+#include "daemon/metrics.h"
 #include "daemon/node_server.h"
 
 namespace rejoin::daemon {
@@ -16,6 +18,8 @@ nlohmann::json NodeServer::status() const {
   for (const auto* stream : streams) bytes_served += stream->bytes_served;
   nlohmann::json json{{"node", options_.name},
                       {"coordinator", coordinators_.status(machine_.coordinator_up())},
+                      {"protocol", membership::kProtocolVersion},
+                      {"release", release()},
                       {"epoch", machine_.plan().epoch()},
                       {"committed", machine_.plan().committed()},
                       {"bytes_served", bytes_served},
@@ -32,6 +36,8 @@ nlohmann::json NodeServer::status() const {
                         {"role", trainer.catching_up ? "catching_up" : "contributor"}};
     if (info != machine_.ranks().end()) {
       rank["incarnation"] = info->second.up.incarnation();
+      rank["protocol"] = info->second.up.speaks();
+      rank["release"] = info->second.up.release();
       rank["silent_ms"] = milliseconds(now() - info->second.heard);
     }
     if (auto progress = progress_.find(*trainer.key); progress != progress_.end() && trainer.catching_up)
@@ -46,6 +52,8 @@ nlohmann::json NodeServer::status() const {
     rank["all_reduce"] = {{"operations", trainer.ring.operations()},
                           {"bytes", trainer.ring.bytes_reduced()},
                           {"stale_dropped", trainer.ring.stale_dropped()}};
+    rank["refused"] =
+        refusals_json({trainer.ring.refused().data(), static_cast<std::size_t>(trainer.ring.refused_size())});
     rank["hops"] = nlohmann::json::array();
     for (const auto& hop : trainer.ring.hops())
       rank["hops"].push_back({{"replica", hop.replica()},

@@ -10,6 +10,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/refusals.h"
 #include "daemon/listen.h"
 #include "daemon/node_server.h"
 #include "membership/rank.h"
@@ -27,6 +28,10 @@ constexpr std::size_t kOfTrainer = 16;
 bool readable_now(int fd) {
   pollfd look{fd, POLLIN | POLLRDHUP, 0};
   return ::poll(&look, 1, 0) > 0 && look.revents != 0;
+}
+
+std::optional<std::uint32_t> spoken_with(const proto::LocalHello& hello) {
+  return membership::agreed({}, membership::Versions::of(hello));
 }
 
 bool hung_up(const Fd& socket) {
@@ -54,6 +59,7 @@ void NodeServer::accept() {
         spdlog::warn("a local connection of user {} was refused; this daemon serves user {}",
                      credentials ? credentials->uid : 0, ::geteuid());
         ++rejected_;
+        refusals::count(refusals::Why::user);
         continue;
       }
       const int size = 1 << 20;
@@ -114,6 +120,7 @@ void NodeServer::read(membership::RankConnection id) {
       if (!message.ParseFromArray((*received)->bytes.data(), static_cast<int>((*received)->bytes.size())) ||
           message.kind_case() == proto::FromTrainer::KIND_NOT_SET) {
         ++rejected_;
+        refusals::count(refusals::Why::protocol);
         return drop(id, "it sent bytes that are no message", Gone::silent);
       }
       if (message.has_leave()) return on_leave(id, message.leave());
@@ -132,11 +139,14 @@ void NodeServer::read(membership::RankConnection id) {
 }
 
 Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) {
-  if (hello.protocol() != membership::kProtocolVersion || hello.layout() != local::kLayoutVersion)
+  if (!spoken_with(hello))
+    return fail(ErrorCode::mismatch, "{}",
+                membership::why_refused("the trainer's library", membership::Versions::of(hello), "its daemon"));
+  if (hello.layout() < local::kOldestLayout || hello.layout() > local::kLayoutVersion)
     return fail(ErrorCode::mismatch,
-                "the trainer's library speaks protocol {} with page layout {}, this rejoind {} with {}; use one "
-                "version of both",
-                hello.protocol(), hello.layout(), membership::kProtocolVersion, local::kLayoutVersion);
+                "the trainer's page has layout {}, and its daemon reads {} to {}: upgrade {} first", hello.layout(),
+                local::kOldestLayout, local::kLayoutVersion,
+                hello.layout() > local::kLayoutVersion ? "its daemon" : "the trainer's library");
   if (trainer.offering || trainer.opening || trainer.key)
     return fail(ErrorCode::invalid_argument, "it registered twice on one connection");
   if (hello.up().card().size() > membership::kMostCardBytes)
@@ -181,6 +191,9 @@ void NodeServer::refuse(membership::RankConnection id, const Error& error) {
   refusal.set_refusal(error.message);
   send(trainers_.at(id), refusal);
   ++rejected_;
+  refusals::count(error.code == ErrorCode::mismatch  ? refusals::Why::version
+                  : error.code == ErrorCode::refused ? refusals::Why::place
+                                                     : refusals::Why::offer);
   drop(id, error.message, Gone::silent);
 }
 
@@ -207,7 +220,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
       spdlog::error("state of replica {} rank {}: {}; it is tried again", key.replica, key.rank, added.error().message);
   });
   proto::ToTrainer answer;
-  answer.mutable_welcome()->set_protocol(membership::kProtocolVersion);
+  const std::uint32_t protocol = spoken_with(hello).value_or(membership::kSilentProtocol);
+  answer.mutable_welcome()->set_protocol(protocol);
   answer.mutable_welcome()->set_silence_ms(static_cast<std::uint64_t>(options_.silence.count()));
   const auto secrets = keys_.data_secrets();
   const auto text_of = [](const transport::Secret& secret) { return std::string(as_text(secret.bytes)); };
@@ -219,6 +233,8 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   up.mutable_rank_up()->set_address(told_of_trainer(hello.up().address()));
   up.mutable_rank_up()->set_stream_address(stream_address(family_, *address));
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
+  up.mutable_rank_up()->set_speaks(protocol);
+  up.mutable_rank_up()->set_release(hello.release());
   carry_out(machine_.on_rank_message(trainer.id, up, now()));
   // A daemon before this one has had all of its state verified: that goes along with its first status.
   if (complete) carry_out(machine_.on_rank_message(trainer.id, report_of({key, hello.up().instance()}), now()));

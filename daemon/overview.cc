@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "base/release.h"
 #include "base/text.h"
+#include "daemon/versions_report.h"
 
 namespace rejoin::daemon {
 
@@ -173,13 +175,16 @@ void put_training(json& into, const json& c, const JobHistory& history, TimePoin
 
 json of_coordinator(const json& c, const JobHistory& history, TimePoint now) {
   json o;
-  for (const char* key : {"job", "epoch", "committed", "finished", "nodes", "stopped", "store", "audit"})
+  for (const char* key : {"job", "epoch", "committed", "finished", "nodes", "stopped", "store", "audit", "balance"})
     o[key] = shortened_texts(c.at(key));
+  if (c.contains("versions") && c.at("versions").at("mixed").get<bool>())
+    o["mixed"] = shortened(versions_line(c.at("versions")), kLongestText);
   if (c.contains("wants_roll_back_to")) o["wants_roll_back_to"] = c.at("wants_roll_back_to");
   o["replicas"] = history.states().size();
   o["states"] = run_lengths(history.states());
   put_training(o, c, history, now);
-  for (const char* key : {"out", "waiting_for", "alarms", "refused", "blocked_on"}) put_rows(o, key, c.at(key));
+  for (const char* key : {"out", "waiting_for", "alarms", "refused", "blocked_on", "stragglers"})
+    put_rows(o, key, c.at(key));
   put_told(o, history, now);
   o["steps"] = steps_of(history);
   o["epochs"] = epochs_of(history, now);
@@ -207,7 +212,7 @@ json of_node(const json& n) {
 }  // namespace
 
 json overview(const json& status, const JobHistory* history, TimePoint now) {
-  json o{{"version", REJOIN_VERSION}};
+  json o{{"version", release()}};
   if (status.contains("coordinator_role") && history != nullptr)
     o["coordinator"] = of_coordinator(status.at("coordinator_role"), *history, now);
   if (status.contains("relay_role")) o["relay"] = shortened_texts(status.at("relay_role"));

@@ -18,9 +18,11 @@
 #include "base/fd.h"
 #include "base/flight.h"
 #include "base/log.h"
+#include "base/refusals.h"
 #include "daemon/config.h"
 #include "daemon/coordinator_server.h"
 #include "daemon/listen.h"
+#include "daemon/metrics.h"
 #include "daemon/relay_server.h"
 #include "daemon/replicated_server.h"
 #include "daemon/service_manager.h"
@@ -196,6 +198,7 @@ Result<> run(Config& c, const JobKeys& keys) {
     if (one_of_several) json["coordinator_role"] = one_of_several->status();
     if (relay) json["relay_role"] = relay->status();
     if (server) json["node_role"] = server->status();
+    json["refused"] = refusals_json(refusals::counted());
     return json;
   };
   StatusPages pages({.status = say, .history = [&]() -> const JobHistory* {

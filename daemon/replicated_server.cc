@@ -71,6 +71,7 @@ void ReplicatedServer::tick() {
   timer_.async_wait([this, lives = lives_](asio::error_code error) {
     if (error || !*lives || failed_) return;
     carry_out(machine_->on_tick(now()));
+    if (machine_->leading() != nullptr) versions_.look_at(*machine_->leading(), now());
     tick();
   });
 }
@@ -134,6 +135,7 @@ nlohmann::json ReplicatedServer::status() const {
     for (const char* of_leader : {"waiting_for", "alarms", "refused", "blocked_on", "registered"})
       json[of_leader] = nlohmann::json::array();
   if (!leads) json.erase("wants_roll_back_to");
+  if (!leads) json.erase("versions");
   const std::string given_up = copy_->given_up();
   if (!given_up.empty())
     json["alarms"].push_back(
@@ -142,6 +144,7 @@ nlohmann::json ReplicatedServer::status() const {
                     options_.log_directory, given_up));
   if (const auto& why = machine_->snapshot_failed(); !why.empty())
     json["alarms"].push_back(fmt::format("the store takes no snapshot, so that its log grows: {}", why));
+  json["stragglers"] = leads ? stragglers_of(*machine_->leading(), history_, now()) : nlohmann::json::array();
   const auto& leader = machine_->leader();
   const auto& failing = machine_->failing();
   json["store"] = {

@@ -10,6 +10,7 @@
 #include "daemon/job_history.h"
 #include "daemon/log_copy.h"
 #include "daemon/node_listener.h"
+#include "daemon/versions_report.h"
 #include "membership/replicated_coordinator.h"
 
 namespace rejoin::daemon {
@@ -58,6 +59,7 @@ class ReplicatedServer {
   std::unique_ptr<membership::ReplicatedCoordinator> machine_;  // once it listens
   NodeListener nodes_;
   JobHistory history_{options_.job.replicas};
+  VersionsLog versions_;
   std::uint64_t writes_ = 0;  // of them, in the history
   std::string page_;
   bool leads_ = false;  // as the events say

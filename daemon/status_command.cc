@@ -9,6 +9,7 @@
 #include "base/bytes.h"
 #include "base/clock.h"
 #include "base/fail.h"
+#include "daemon/versions_report.h"
 #include "transport/socket_address.h"
 
 namespace rejoin::daemon {
@@ -48,6 +49,17 @@ std::string outage_line(const nlohmann::json& out) {
                      out.contains("for_ms") ? fmt::format("for {:.1f} s", out.at("for_ms").get<double>() * 1e-3)
                                             : "since before the coordinator was started",
                      out.at("reason").get<std::string>(), next.empty() ? "" : "; ", next);
+}
+
+std::string straggler_line(const nlohmann::json& one) {
+  const auto since = fmt::format("for {:.1f} s, since step {}", one.at("for_ms").get<double>() * 1e-3,
+                                 one.at("since_step").get<std::uint64_t>());
+  if (one.at("what") == "compute")
+    return fmt::format("SLOW replica {}: it computes {:.2f} times as long for a sample as the median replica, {}",
+                       one.at("replica").get<int>(), one.at("times").get<double>(), since);
+  return fmt::format("SLOW hop from replica {} to replica {} rank {}: gaps of up to {:.1f} ms, of others {:.1f} ms, {}",
+                     one.at("from").get<int>(), one.at("replica").get<int>(), one.at("rank").get<int>(),
+                     one.at("gap_us").get<double>() * 1e-3, one.at("usual_us").get<double>() * 1e-3, since);
 }
 
 std::string connection(const nlohmann::json& coordinator) {
@@ -97,13 +109,18 @@ void print_roles(const nlohmann::json& status) {
                              c.at("epoch").get<std::uint64_t>(), c.at("committed").get<std::uint64_t>(),
                              c.at("nodes").get<int>(), c.at("finished").get<bool>() ? ", finished" : "");
     std::cout << store_lines(c.at("store"));
-    std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", "replica", "incarnation", "role",
+    // An older coordinator doesn't say it, nor does a standby.
+    if (c.contains("versions")) std::cout << "  " << versions_line(c.at("versions")) << "\n";
+    std::cout << fmt::format("  {:<8} {:<12} {:<12} {:<8} {}\n", "replica", "incarnation", "role", "samples",
                              "ranks done with the step");
     for (const auto& m : c.at("members"))
-      std::cout << fmt::format("  {:<8} {:<12} {:<12} {}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(),
+      std::cout << fmt::format("  {:<8} {:<12} {:<12} {:<8} {}\n", m.at("replica").get<int>(),
+                               m.at("incarnation").get<int>(),
                                m.at("has_left").get<bool>() ? "has left" : m.at("role").get<std::string>(),
-                               m.at("reduced").get<int>());
+                               m.value("samples", std::uint64_t{}), m.at("reduced").get<int>());
     for (const auto& out : c.at("out")) std::cout << "  " << outage_line(out) << "\n";
+    for (const auto& one : c.value("stragglers", nlohmann::json::array()))
+      std::cout << "  " << straggler_line(one) << "\n";
     const auto& audit = c.at("audit");
     const auto differences =
         audit.at("result_differences").get<std::uint64_t>() + audit.at("state_differences").get<std::uint64_t>();
@@ -138,6 +155,8 @@ void print_roles(const nlohmann::json& status) {
     for (const auto& r : n.at("ranks")) {
       std::cout << fmt::format("  replica {} rank {} pid {}: {}", r.at("replica").get<int>(), r.at("rank").get<int>(),
                                r.at("pid").get<int>(), r.at("role").get<std::string>());
+      if (r.contains("protocol") && r.at("protocol") != n.at("protocol"))
+        std::cout << fmt::format(", speaks protocol {}", r.at("protocol").get<std::uint32_t>());
       if (r.contains("catch_up")) {
         const auto& c = r.at("catch_up");
         std::cout << fmt::format(

@@ -1,6 +1,8 @@
 #include "daemon/status_server.h"
 
 #include <microhttpd.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <cstdarg>
@@ -15,15 +17,18 @@
 namespace rejoin::daemon {
 
 // Whoever is connected. The library bounds only the time in which nothing comes, so that a byte now and then would keep
-// a connection.
+// a connection; and it does not hear of an end that came before it has read what came with it.
 struct StatusServer::Caller {
-  Caller(asio::io_context& io, int fd, Duration patience) : deadline(io) {
+  Caller(asio::io_context& io, int socket, Duration patience) : fd(socket), deadline(io) {
     deadline.expires_after(patience);
     // What has expired already can't be cancelled, and by then the number may be another socket's.
-    deadline.async_wait([fd, lives = std::weak_ptr(alive)](asio::error_code cancelled) {
-      if (!cancelled && !lives.expired()) ::shutdown(fd, SHUT_RDWR);  // the library sees it, and closes it
+    deadline.async_wait([this, lives = std::weak_ptr(alive)](asio::error_code cancelled) {
+      if (!cancelled && !lives.expired()) end();
     });
   }
+  void end() const { ::shutdown(fd, SHUT_RDWR); }  // the library sees it, and closes it
+  const int fd;
+  bool asked = false;
   asio::steady_timer deadline;
   std::shared_ptr<bool> alive = std::make_shared<bool>(true);
 };
@@ -53,17 +58,27 @@ Result<std::unique_ptr<StatusServer>> StatusServer::start(asio::io_context& io, 
   if (auto started = server->start_http(); !started) return tl::unexpected(started.error());
   server->accept();
   server->watch();
+  server->watch_for_ends();
   return server;
 }
 
 Result<> StatusServer::start_http() {
+  Fd ends(::epoll_create1(EPOLL_CLOEXEC));
+  if (!ends) return fail_errno("epoll_create1");
+  hung_up_.assign(ends.release());
   const auto told = +[](void* self, MHD_Connection* connection, void** caller, MHD_ConnectionNotificationCode what) {
     auto& server = *static_cast<StatusServer*>(self);
     if (what == MHD_CONNECTION_NOTIFY_STARTED) {
       const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-      *caller = new Caller(server.io_, info->connect_fd, server.patience_);
+      auto* came = new Caller(server.io_, info->connect_fd, server.patience_);
+      *caller = came;
+      // Not to be watched costs its time alone. The descriptor leaves the epoll when the library closes it, at once
+      // after it has said so.
+      epoll_event event{.events = EPOLLRDHUP | EPOLLONESHOT, .data = {.ptr = came}};
+      (void)::epoll_ctl(server.hung_up_.native_handle(), EPOLL_CTL_ADD, came->fd, &event);
       return;
     }
+    server.halves_.erase(static_cast<Caller*>(*caller));
     delete static_cast<Caller*>(*caller);
     --server.open_;
     if (std::exchange(server.full_, false)) server.accept();
@@ -117,6 +132,7 @@ void StatusServer::take(asio::ip::tcp::socket socket) {
 
 void StatusServer::work() {
   MHD_run(http_);
+  drop_halves();
   MHD_UNSIGNED_LONG_LONG milliseconds = 0;
   due_.cancel();
   if (MHD_get_timeout(http_, &milliseconds) == MHD_NO) return;
@@ -134,7 +150,30 @@ void StatusServer::watch() {
   });
 }
 
+void StatusServer::watch_for_ends() {
+  hung_up_.async_wait(asio::posix::stream_descriptor::wait_read, [this](asio::error_code error) {
+    if (error) return;
+    std::array<epoll_event, kMostRequests> ended;
+    const int count = ::epoll_wait(hung_up_.native_handle(), ended.data(), static_cast<int>(ended.size()), 0);
+    for (int i = 0; i < count; ++i) halves_.insert(static_cast<Caller*>(ended[static_cast<std::size_t>(i)].data.ptr));
+    work();
+    watch_for_ends();
+  });
+}
+
+// Who says no more, has been read to the end and has asked nothing waits for nothing.
+void StatusServer::drop_halves() {
+  std::erase_if(halves_, [](const Caller* caller) {
+    int unread = 0;
+    if (!caller->asked && ::ioctl(caller->fd, FIONREAD, &unread) == 0 && unread > 0) return false;
+    if (!caller->asked) caller->end();
+    return true;
+  });
+}
+
 bool StatusServer::answer(MHD_Connection* connection, const char* path, const char* method) const {
+  const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+  static_cast<Caller*>(info->socket_context)->asked = true;
   Answer told{.code = MHD_HTTP_METHOD_NOT_ALLOWED, .body = std::make_shared<std::string>("only GET\n")};
   if (std::strcmp(method, MHD_HTTP_METHOD_GET) == 0 || std::strcmp(method, MHD_HTTP_METHOD_HEAD) == 0)
     told = source_(path);

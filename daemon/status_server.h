@@ -6,8 +6,10 @@
 #include <asio.hpp>
 #include <functional>
 #include <memory>
+#include <set>
 
 #include "base/clock.h"
+#include "base/fd.h"
 #include "base/result.h"
 
 struct MHD_Daemon;
@@ -37,12 +39,21 @@ class StatusServer {
  private:
   struct Caller;
   StatusServer(asio::io_context& io, Source source, Duration patience)
-      : io_(io), acceptor_(io), again_(io), due_(io), ready_(io), source_(std::move(source)), patience_(patience) {}
+      : io_(io),
+        acceptor_(io),
+        again_(io),
+        due_(io),
+        ready_(io),
+        hung_up_(io),
+        source_(std::move(source)),
+        patience_(patience) {}
   Result<> start_http();
   void accept();
   void take(asio::ip::tcp::socket socket);
   void work();
   void watch();
+  void watch_for_ends();
+  void drop_halves();
   bool answer(MHD_Connection* connection, const char* path, const char* method) const;
 
   asio::io_context& io_;
@@ -50,6 +61,8 @@ class StatusServer {
   asio::steady_timer again_;  // to accept, when there was no descriptor
   asio::steady_timer due_;    // when the library wants to be called, whatever happens
   asio::posix::stream_descriptor ready_;
+  asio::posix::stream_descriptor hung_up_;  // an epoll: which callers will say no more
+  std::set<Caller*> halves_;                // of these, as far as they have yet to ask
   MHD_Daemon* http_ = nullptr;
   std::size_t open_ = 0;  // callers
   bool full_ = false;     // nobody is accepted

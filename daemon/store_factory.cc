@@ -8,7 +8,7 @@
 
 namespace rejoin::daemon {
 
-Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence) {
+Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence) {
   EtcdOptions options;
   options.endpoints = s.endpoints();
   options.prefix = s.prefix();
@@ -22,9 +22,15 @@ Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, cons
     if (!password) return tl::unexpected(password.error());
     options.password = std::move(*password);
   }
+  return options;
+}
+
+Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence) {
+  auto options = etcd_options(s, silence);
+  if (!options) return tl::unexpected(options.error());
   if (!s.user.empty() && s.ca.empty())
     spdlog::warn("--etcd-user {} without --etcd-ca: its password goes to etcd in clear", s.user);
-  auto store = EtcdStore::create(io, std::move(options));
+  auto store = EtcdStore::create(io, std::move(*options));
   if (!store) return fail(store.error().code, "--store {}: {}", s.store, store.error().message);
   return std::unique_ptr<membership::Store>(std::move(*store));
 }

@@ -19,4 +19,7 @@ namespace rejoin::daemon {
 // can't be read, or that others may read.
 Result<std::unique_ptr<membership::Store>> open_store(asio::io_context& io, const StoreSettings& s, Duration silence);
 
+struct EtcdOptions;
+Result<EtcdOptions> etcd_options(const StoreSettings& s, Duration silence);  // likewise
+
 }  // namespace rejoin::daemon

@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "base/bytes.h"
 #include "base/events.h"
 #include "base/log.h"
+#include "base/refusals.h"
+#include "base/release.h"
 #include "daemon/clock_stamp.h"
 #include "transport/socket_address.h"
 
@@ -13,6 +16,7 @@ namespace rejoin::daemon {
 namespace {
 // A coordinator that starts again is found soon. One that shows another key, or is of another version, will be so
 // again: each time it is left alone for twice as long.
+constexpr std::size_t kLongestWhy = 400;
 constexpr auto kRetry = std::chrono::milliseconds(50), kMostRetry = std::chrono::milliseconds(5000);
 }  // namespace
 
@@ -90,6 +94,8 @@ void Upstream::talk(asio::ip::tcp::socket socket) {
                             up_ = true;
                             events::record(events::Kind::coordinator_up, {}, address_);
                             heard_ = false;
+                            spoken_ = membership::Spoken();
+                            release_.clear();
                             spdlog::log(
                                 one_of_several_ && !logged_refused_ ? spdlog::level::debug : spdlog::level::info,
                                 "connected to the coordinator at {}", address_);
@@ -97,21 +103,44 @@ void Upstream::talk(asio::ip::tcp::socket socket) {
                           },
                       .message =
                           [this](std::string_view bytes) {
+                            proto::ToNode message;
+                            const bool sound = message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()));
+                            if (sound && message.has_welcome() && !message.welcome().refusal().empty())
+                              return on_refusal(message.welcome());
                             heard_ = true;
+                            refusal_.clear();
                             logged_refused_.reset();
                             why_lost_.clear();
                             pause_ = std::chrono::milliseconds(0);
                             tries_ = 0;
-                            proto::ToNode message;
-                            if (message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
-                              if (message.has_heartbeat()) hear_stamp(bytes);
-                              return handlers_.message(message);
+                            if (!sound) {
+                              handlers_.rejected();
+                              refusals::count(refusals::Why::protocol);
+                              return spdlog::warn("the coordinator sent bytes that are no message; ignored");
                             }
-                            handlers_.rejected();
-                            spdlog::warn("the coordinator sent bytes that are no message; ignored");
+                            if (message.has_heartbeat()) hear_stamp(bytes);
+                            if (message.has_welcome()) on_welcome(message.welcome());
+                            handlers_.message(message);
                           },
-                      .closed = [this](const std::string& why) { lost(why); }},
+                      .closed = [this](const std::string& why) { lost(up_ && !heard_ ? without_a_word(why) : why); }},
                      silence_);
+}
+
+// It comes before anything else. The connection is closed here, and made anew as one is that another key was shown on.
+void Upstream::on_refusal(const proto::NodeWelcome& welcome) {
+  refusal_ = fmt::format("it refuses this node: {}", printable(welcome.refusal(), kLongestWhy));
+  connection_->close();
+  lost(refusal_);
+}
+
+void Upstream::on_welcome(const proto::NodeWelcome& welcome) {
+  constexpr std::size_t longest = 32;
+  spoken_ = membership::Spoken(
+      membership::agreed({}, {welcome.oldest(), welcome.newest()}).value_or(membership::kSilentProtocol));
+  release_ = printable(welcome.release(), longest);
+  if (release_ != release() || spoken_.version() != membership::kProtocolVersion)
+    spdlog::info("the coordinator at {} is of release {}, this rejoind of {}; they speak protocol {}", address_,
+                 release_, release(), spoken_.version());
 }
 
 void Upstream::send(const proto::FromNode& message) {
@@ -132,12 +161,24 @@ void Upstream::connect_anew(const std::string& why) {
 }
 
 nlohmann::json Upstream::status(bool connected) const {
-  return {{"address", address_}, {"connected", connected}, {"reason", why_lost_}};
+  nlohmann::json json{{"address", address_}, {"connected", connected}, {"reason", why_lost_}};
+  if (!up_ || !heard_) return json;
+  json["protocol"] = spoken_.version();
+  json["release"] = release_;
+  return json;
+}
+
+// Those of before 16 refuse another version so.
+std::string Upstream::without_a_word(const std::string& why) {
+  return fmt::format(
+      "{} without a word, as one does that speaks none of this node's protocols, {}: upgrade it first, to a release "
+      "that speaks protocol {}",
+      why, membership::Versions{}.text(), membership::kOldestProtocol);
 }
 
 void Upstream::lost(const std::string& why) {
   if (attempt_) attempt_->end();
-  // One that shows the key, and goes without a word, does not want this node: it is of another version.
+  // One that shows the key, and goes without a word, does not want this node.
   const bool refused = connection_ && (up_ ? !heard_ : connection_->refused());
   pause_ = refused ? std::min(std::max(2 * pause_, kRetry), kMostRetry) : kRetry;
   connection_.reset();

@@ -14,6 +14,7 @@
 #include "base/clock.h"
 #include "control.pb.h"
 #include "daemon/framed.h"
+#include "membership/versions.h"
 
 namespace rejoin::daemon {
 
@@ -49,6 +50,8 @@ class Upstream {
   bool up() const { return up_; }                            // it has shown the key
   const std::string& why_lost() const { return why_lost_; }  // empty while it is heard, and before the first try
   bool was_refused() const { return refused_; }              // the last time, by either side
+  const std::string& refusal() const { return refusal_; }    // what it said last, where it speaks another protocol
+  membership::Spoken spoken() const { return spoken_; }      // with it, as far as it has said
   // Its address, whether it is connected, as whoever asks knows, and the reason why not.
   nlohmann::json status(bool connected) const;
 
@@ -58,6 +61,9 @@ class Upstream {
   void resolve(std::string host, const std::string& port);
   void connect_to(Endpoints endpoints);
   void talk(asio::ip::tcp::socket socket);
+  void on_refusal(const proto::NodeWelcome& welcome);
+  void on_welcome(const proto::NodeWelcome& welcome);
+  static std::string without_a_word(const std::string& why);
   void lost(const std::string& why);
 
   asio::io_context& io_;
@@ -72,6 +78,9 @@ class Upstream {
   bool up_ = false, heard_ = false;  // it has shown the key; and has said something since
   std::string why_lost_;
   bool refused_ = false;
+  std::string refusal_;
+  membership::Spoken spoken_;
+  std::string release_;                 // of it, where it has said
   std::optional<bool> logged_refused_;  // that it is not connected was logged, and whether as a refusal
   std::chrono::milliseconds pause_{0};  // before the last try
   std::size_t tries_ = 0;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 
+#pragma GCC visibility push(default)
 namespace rejoin::device {
 
 enum class MemoryKind : std::uint8_t { host, cuda };
@@ -17,3 +18,5 @@ struct DmaBuf {
 };
 
 }  // namespace rejoin::device
+
+#pragma GCC visibility pop

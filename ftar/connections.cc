@@ -4,6 +4,7 @@
 
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/refusals.h"
 #include "ftar/operation.h"
 
 namespace rejoin::ftar {
@@ -76,6 +77,7 @@ void Communicator::on_accepted(const transport::Event& event) {
   BytesView bytes = event.message;
   if (!take(bytes, hello) || hello.job != group_.job) {
     ++strangers_;
+    refusals::count(refusals::Why::job);
     if (std::has_single_bit(strangers_))  // they may come for ever
       spdlog::warn(
           "a data connection of another job, or of another transport, was refused: {} so far; give all replicas the "
@@ -86,6 +88,7 @@ void Communicator::on_accepted(const transport::Event& event) {
   const Member member{ReplicaId(hello.replica), Incarnation(hello.incarnation)};
   const Member wanted{ReplicaId(hello.wanted_replica), Incarnation(hello.wanted_incarnation)};
   if (hello.rank != group_.rank || wanted != self_) {
+    refusals::count(refusals::Why::absent);
     if (std::has_single_bit(++misdirected_))
       spdlog::warn(
           "a connection of replica {} rank {} that was meant for instance {} of replica {} came to instance {} of "
@@ -95,6 +98,7 @@ void Communicator::on_accepted(const transport::Event& event) {
     return engine_.close(event.endpoint);
   }
   if (hello.plan != plan_hash()) {
+    refusals::count(refusals::Why::declaration);
     spdlog::error("replica {} has another bucket plan or other chunk settings; both must be the same on all replicas",
                   member.replica);
     return engine_.close(event.endpoint);

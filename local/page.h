@@ -14,7 +14,7 @@
 namespace rejoin::local {
 
 constexpr std::uint64_t kPageMagic = 0x3031474150'4e4a52;
-constexpr std::uint32_t kLayoutVersion = 7;
+constexpr std::uint32_t kLayoutVersion = 7, kOldestLayout = 7;  // that trainers write; that daemons read from
 
 // Version of the state, and whether an update is changing it now.
 struct Clock {

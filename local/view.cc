@@ -23,10 +23,14 @@ Result<View> View::make(std::vector<Fd> descriptors, std::shared_ptr<device::Dev
   view.access_ = std::move(*access);
   if (auto imported = view.import(*offer); !imported) return tl::unexpected(imported.error());
   const auto slices = static_cast<std::uint32_t>(view.manifest_.slices().size());
-  if (view.page().magic != kPageMagic || view.page().layout != kLayoutVersion || view.page().slices != slices)
+  const std::uint32_t layout = view.page().layout;
+  if (view.page().magic != kPageMagic || layout < kOldestLayout || layout > kLayoutVersion ||
+      view.page().slices != slices)
     return fail(ErrorCode::mismatch,
-                "the trainer's page has layout {}, this daemon's is {}; use library and daemon of one version",
-                view.page().layout, kLayoutVersion);
+                "the trainer's page has layout {} for {} slices, and this daemon reads {} to {}, for {}; upgrade {} "
+                "first",
+                layout, view.page().slices, kOldestLayout, kLayoutVersion, slices,
+                layout > kLayoutVersion ? "the daemon" : "the trainer's library");
   view.doorbell_ = std::move(offer->doorbell);
   // Pins of a daemon before us are nobody's now.
   for (auto& pin : view.page().pins) pin.state.store(PinState::free);

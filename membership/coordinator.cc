@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "base/bytes.h"
+
 namespace rejoin::membership {
 
 namespace {
@@ -26,6 +28,8 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     case proto::FromNode::kHello:  // the shell has checked it
       nodes_[node].name = message.hello().node();
       nodes_[node].address = message.hello().address();
+      nodes_[node].spoken = Spoken(agreed({}, Versions::of(message.hello())).value_or(kSilentProtocol));
+      nodes_[node].release = printable(message.hello().release(), kLongestRelease);
       break;
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
     case proto::FromNode::kRankDown: on_rank_down(message.rank_down(), now); break;
@@ -89,6 +93,7 @@ Actions Coordinator::on_tick(TimePoint now) {
   settle_declarations(now);
   forget_declarations();
   if (!mend(now)) judge(now);
+  lower_protocol();
   try_start(now);
   tell_prospect();
   tell_why_it_waits(now);
@@ -125,6 +130,7 @@ void Coordinator::on_reduced(const proto::Reduced& reduced, TimePoint now) {
       reduced.step() != committed_.value + 1)
     return;  // stale
   m->reduced.add(RankSet(reduced.ranks(), config_.ranks));
+  m->computed.add(plausible(reduced.compute_us(), now));
   audit_.on_reduced(m->replica, reduced);
   try_commit(now);
 }
@@ -133,12 +139,12 @@ void Coordinator::on_reduced(const proto::Reduced& reduced, TimePoint now) {
 void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoint now) {
   auto found = replicas_.find(ReplicaId(status.replica()));
   if (found == replicas_.end() || found->second.incarnation.value != status.incarnation()) return;
-  ReplicaStatus current{.ranks = RankSet(status.ranks(), config_.ranks),
-                        .links = Incarnations(status.links(), ~std::uint64_t{0}),
-                        .unreached = {status.unreached().begin(), status.unreached().end()}};
+  ConnectedRanks current{.ranks = RankSet(status.ranks(), config_.ranks),
+                         .links = Incarnations(status.links(), ~std::uint64_t{0}),
+                         .unreached = {status.unreached().begin(), status.unreached().end()}};
   auto& statuses = found->second.statuses;
   for (auto& before : statuses) before.ranks.remove(current.ranks);
-  std::erase_if(statuses, [](const ReplicaStatus& before) { return before.ranks.empty(); });
+  std::erase_if(statuses, [](const ConnectedRanks& before) { return before.ranks.empty(); });
   if (status.caught_up()) found->second.caught_up.add(current.ranks);
   if (MemberState* m = member(found->first); m != nullptr && m->catching_up && !m->complete && caught_up(*m)) {
     m->complete = true;
@@ -175,6 +181,8 @@ void Coordinator::try_commit(TimePoint now) {
   if (!has_contributors()) return;
   if (!differences_settled(now)) return;
   const Step step(committed_.value + 1);
+  excused_ = std::ranges::any_of(accusations_, [](const auto& one) { return one.second.excused.has_value(); });
+  measure(step, now);
   proto::LogRecord record;
   auto& committed = *record.mutable_committed();
   committed.set_step(step.value);
@@ -182,23 +190,27 @@ void Coordinator::try_commit(TimePoint now) {
   const proto::Plan decided = plan();
   for (const auto& member : decided.members())
     if (!member.catching_up()) *committed.add_members() = member;
+  const auto change = change_of_balance(step);
+  if (change) change->to(*committed.mutable_balance());
   note_never_members(record);
   actions_.append.push_back(std::move(record));
   committed_ = step;
   most_committed_ = std::max(most_committed_, step);
   give_up_suspended();
   ledger_.commit(step);
+  if (change) ledger_.set_next(*change);
   audit_.on_committed(now);
   under_way_since_ = now;
-  excused_ = std::ranges::any_of(accusations_, [](const auto& one) { return one.second.excused.has_value(); });
-  for (auto& m : members_) m.reduced.clear();
+  for (auto& m : members_) m.reduced.clear(), m.computed = {};
   accusations_.clear();
   mended_.clear();
   warned_.clear();
   // Before newcomers get theirs, since replay() can't tell them apart; but what is to be shared is shared with them.
-  if (!config_.constant_batch) plan_step();
+  if (!ledger_.shares()) plan_step();
   settled_ = true;
-  if (change_members_at_boundary()) begin_epoch("members changed", Begun::fresh);
+  const bool changed = change_members_at_boundary(), rises = protocol_rises();
+  if (changed) begin_epoch("members changed", Begun::fresh);
+  else if (rises) begin_epoch(fmt::format("all members speak protocol {}", spoken_by_all().version()), Begun::fresh);
   plan_step();
   broadcast_plan();
   tell_prospect();
@@ -219,6 +231,8 @@ bool Coordinator::change_members_at_boundary() {
   Ring ring = waiting.empty() ? Ring{} : ring_of_members(false);
   for (auto id : waiting) {
     const ReplicaState& replica = replicas_.at(id);
+    // change_of_balance() has ended it, and the step that is planned already is the last one under it.
+    if (ledger_.balance().in_force() && !may(replica, Feature::balance)) continue;
     ring.push_back({id, replica.incarnation, true});
     if (!linked(replica, links_in(links_, ring, ring.size() - 1))) {
       ring.pop_back();
@@ -236,14 +250,19 @@ void Coordinator::begin_epoch(const std::string& reason, Begun step) {
   under_way_since_ = now_;
   settled_ = step == Begun::fresh;
   audit_.on_epoch();
+  const Spoken before = std::exchange(protocol_, spoken_by_all());
+  if (protocol_.version() != before.version())
+    note("from epoch {} on all members speak protocol {}, until then {}", epoch_, protocol_.version(),
+         before.version());
   proto::LogRecord record;
   auto& begun = *record.mutable_epoch();
   begun.set_epoch(epoch_.value);
   begun.set_step(committed_.value + 1);
   begun.set_reason(reason);
-  begun.set_fresh(config_.constant_batch && step == Begun::fresh);
+  begun.set_fresh(ledger_.shares() && step == Begun::fresh);
+  if (protocol_.version() > kSilentProtocol) begun.set_protocol(protocol_.version());
   for (auto& m : members_) {
-    m.reduced.clear();
+    m.reduced.clear(), m.computed = {};
     name(m, *begun.add_members()).set_catching_up(m.catching_up);
   }
   for (const auto& out : suspended_) name(out, *begun.add_suspended());
@@ -272,6 +291,8 @@ proto::Plan Coordinator::plan() const {
   plan.set_job(job_);
   plan.set_excused(excused_);
   plan.set_settled(settled_);
+  if (protocol_.version() > kSilentProtocol) plan.set_protocol(protocol_.version());
+  plan.set_balances(config_.balance.on || ledger_.shares() || ledger_.next_balance().in_force());
   ledger_.trained().to(plan.mutable_trained());
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);
@@ -284,7 +305,7 @@ proto::Plan Coordinator::plan() const {
       member.add_batch()->set_begin(range.begin);
       member.mutable_batch()->rbegin()->set_end(range.end);
     }
-    if (config_.constant_batch) member.set_weight(samples_of(*batch));
+    if (ledger_.shares()) member.set_weight(samples_of(*batch));
   }
   std::vector<ReplicaId> given_up;  // with the commit, if they are not taken back before
   for (const auto& out : suspended_) {

@@ -28,6 +28,8 @@
 //              else is left to contribute.
 //   place      who has a replica's rank and answers keeps it: a second process is refused.
 //   audit      what replicas reduced, or their states, differ: not committed, but repeated, or settled (drift_audit.h).
+//   versions   what all members speak is decided with each epoch. When it rises an epoch begins at the next step
+//              boundary, and when it falls at once.
 #pragma once
 
 #include <map>
@@ -39,12 +41,14 @@
 #include "base/clock.h"
 #include "base/fail.h"
 #include "base/ids.h"
-#include "base/result.h"
+#include "base/refusals.h"
 #include "control.pb.h"
 #include "membership/coordinator_actions.h"
+#include "membership/coordinator_state.h"
 #include "membership/drift_audit.h"
 #include "membership/job_config.h"
 #include "membership/ledger.h"
+#include "membership/paces.h"
 #include "membership/pause_detector.h"
 #include "membership/process.h"
 #include "membership/prospect.h"
@@ -89,25 +93,20 @@ class Coordinator {
     TimePoint lost_at{};        // when its node was lost, or it was silent there
     std::string lost_why;
     bool registered = false, connected_node = false;
+    std::uint16_t versions = 0;  // names them: versions_of()
     std::int32_t pid = 0;
     std::uint64_t daemon = 0;  // that it is behind
     Declaration* declaration = nullptr;
     std::uint32_t address_size = 0, stream_size = 0, card_size = 0;
     std::string addresses;  // of its all-reduce engine, of its daemon's stream; its card, and its node's name
   };
-  // Ranks of a replica that are connected with the same incarnations.
-  struct ReplicaStatus {
-    RankSet ranks;
-    Incarnations links;
-    std::vector<proto::Unreached> unreached;
-  };
   struct ReplicaState {
     Incarnation incarnation;
-    std::vector<RankState> ranks;         // all of the job's, by number
-    std::uint32_t registered = 0;         // of them
-    Declaration* declaration = nullptr;   // what they have declared
-    bool mixed = false;                   // … and not all the same
-    std::vector<ReplicaStatus> statuses;  // disjoint
+    std::vector<RankState> ranks;          // all of the job's, by number
+    std::uint32_t registered = 0;          // of them
+    Declaration* declaration = nullptr;    // what they have declared
+    bool mixed = false;                    // … and not all the same
+    std::vector<ConnectedRanks> statuses;  // disjoint
     RankSet caught_up;  // of this incarnation, ever: a daemon that is started again has to find it out anew
   };
   struct MemberState {
@@ -116,14 +115,9 @@ class Coordinator {
     bool catching_up = false;
     bool complete = false;  // it has caught up, and the log says so
     RankSet reduced;        // for the step under way
+    ComputeTime computed;   // likewise
   };
-  // Who has the state of the last committed step and is out: may be taken back until the next one is committed.
-  struct Suspended {
-    ReplicaId replica;
-    Incarnation incarnation;
-    std::string reason;
-    bool ended = false;  // one of its processes is gone, and with it the state
-  };
+  using Suspended = SuspendedReplica;
 
   std::uint64_t job() const { return job_; }  // its id; 0: of a log from before there was one
   bool started() const { return epoch_ != Epoch{}; }
@@ -158,13 +152,22 @@ class Coordinator {
   // Ranks that were refused for what they declare, one of a replica, and have not come back otherwise.
   const std::map<ReplicaId, std::pair<std::uint32_t, std::string>>& refused() const { return refused_; }
   std::uint64_t steps_rolled_back() const { return steps_rolled_back_; }  // ever, by the log
+  // What all members speak in this epoch, by the log: what they have to do alike may be decided by it.
+  Spoken protocol() const { return protocol_; }
+  const std::map<NodeId, ConnectedNode>& nodes() const { return nodes_; }
+  const RankVersions& versions_of(const RankState& rank) const { return versions_[rank.versions]; }
+  Spoken protocol_of_coordinators() const { return of_coordinators_; }  // of all that may take over
+  void set_protocol_of_coordinators(Spoken lowest) { of_coordinators_ = lowest; }
+  const BalanceRule& balance_rule() const { return config_.balance; }
+  std::optional<std::uint64_t> pace(ReplicaId replica) const { return paces_.of(replica); }  // picoseconds a sample
+  std::vector<Paces::Straggler> stragglers() const;  // contributors that are slower than the others, the slowest first
 
  private:
   void on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now);
   std::optional<std::string> contradicted(const proto::RankUp& up) const;
   bool belongs_elsewhere(NodeId node, const proto::RankUp& up);
   void register_new(NodeId node, const proto::RankUp& up, TimePoint now);
-  void refuse(NodeId node, const proto::RankUp& up, std::string reason);
+  void refuse(NodeId node, const proto::RankUp& up, refusals::Why why, std::string reason);
   void send_finished(NodeId node, const proto::RankUp& up);
   void on_fully_registered(ReplicaId id, TimePoint now);
   void welcome(NodeId node, const proto::RankUp& up, Incarnation incarnation);
@@ -175,12 +178,15 @@ class Coordinator {
   void on_replica_status(const proto::ReplicaStatus& status, TimePoint now);
   void on_accusation(const proto::Accusation& accusation, TimePoint now);
 
+  // coordinator_balance.cc
+  bool all_may(Feature feature) const;
+  bool may(const ReplicaState& replica, Feature feature) const;
+  std::uint64_t plausible(std::uint64_t compute_us, TimePoint now) const;
+  void measure(Step step, TimePoint now);
+  std::optional<Balance> change_of_balance(Step step);
+
   // coordinator_claims.cc
-  struct Claim {
-    NodeId node;
-    proto::RankUp up;
-    NodeId asked{};  // by which node whether the place's holder lives
-  };
+  using Claim = PlaceClaim;
   RankState* holder_against(const proto::RankUp& up, TimePoint now);
   bool claims_place(NodeId node, const proto::RankUp& up, TimePoint now);
   void inquire(Claim& claim, const RankState& holder);
@@ -218,6 +224,11 @@ class Coordinator {
   std::string difference(const Declaration& declaration, const Declaration* right, const First& binding) const;
   std::vector<std::string> dissent_lines() const;
 
+  // coordinator_versions.cc
+  void keep_versions(RankState& rank, NodeId node, const proto::RankUp& up);
+  Spoken spoken_by_all() const;
+  bool protocol_rises() const;
+  void lower_protocol();
   // coordinator_waits.cc
   std::vector<std::string> unreached_lines(ReplicaId id, const ReplicaState& replica) const;
   void list_missing(TimePoint now, std::vector<std::string>& lines) const;
@@ -348,18 +359,8 @@ class Coordinator {
     TimePoint since{};
     bool told = false;
   } waits_;  // of a job that does not start
-  struct NodeState {
-    TimePoint heard{};
-    std::string name, address;
-    RankSet hosts;  // the ranks, of any replica, that have registered through it
-  };
+  using NodeState = ConnectedNode;
   std::map<NodeId, NodeState> nodes_;
-  struct Stranger {  // of another job, by its place
-    NodeId node;
-    std::uint64_t instance = 0;
-    std::string what;
-    std::optional<TimePoint> lost_at{};  // when its node was lost, or it was silent: it may come back
-  };
   std::map<std::pair<std::uint32_t, std::uint32_t>, Stranger> strangers_;
   std::map<Declared, Declaration> declarations_;
   std::vector<Differing> misfits_;
@@ -368,6 +369,8 @@ class Coordinator {
   bool unannounced_ = false;             // replicas that came while there was dissent
   std::vector<Claim> claims_;            // of places that others have
   std::optional<std::string> outdated_;  // the log lacks what it had decided: nothing is decided any more
+  Spoken protocol_, of_coordinators_{kProtocolVersion};
+  std::vector<RankVersions> versions_ = std::vector<RankVersions>(1);  // that ranks have, each once
   PauseDetector pause_detector_;
   std::optional<Step> roll_back_to_, last_roll_back_, wants_roll_back_;  // not used yet; the log's last; a try's
   ReplicaId not_linked_;                                                 // that a start last waited for
@@ -381,18 +384,11 @@ class Coordinator {
   bool settled_ = false;                 // the step was planned in this epoch
   bool has_log_ = false;                 // it was not the first to decide
   DriftAudit audit_;
+  Paces paces_;
+  std::optional<Step> balanced_at_;  // when shares were last changed
   std::optional<std::string> stopped_;
-  std::vector<ReplicaId> differing_;  // … since these do
-  struct Edge {
-    std::string what;
-    bool lost = false;
-    bool counts = false;  // it has lasted too long
-    TimePoint since{};    // … since then
-    TimePoint waits_since{};
-    std::optional<TimePoint> excused{};  // reported last, by itself
-    RankSet ranks;                       // that say so
-  };
-  std::map<std::pair<std::uint32_t, std::uint32_t>, Edge> accusations_;  // accuser → suspect, in this epoch
+  std::vector<ReplicaId> differing_;                                               // … since these do
+  std::map<std::pair<std::uint32_t, std::uint32_t>, AccusationEdge> accusations_;  // accuser → suspect, in this epoch
   std::map<std::pair<std::uint32_t, std::uint32_t>, int> mended_;  // epochs begun for a pair since the last commit
   Actions actions_;
 };

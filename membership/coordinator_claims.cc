@@ -22,7 +22,7 @@ bool Coordinator::claims_place(NodeId node, const proto::RankUp& up, TimePoint n
   RankState* holder = holder_against(up, now);
   if (holder == nullptr) return false;
   if (too_many(claims_, up)) {
-    refuse(node, up, "several processes ask for its place already");
+    refuse(node, up, refusals::Why::place, "several processes ask for its place already");
     return true;
   }
   warn("replica {} rank {}: process {} on node {} asks for the place of process {} on node {}", up.replica(), up.rank(),
@@ -49,7 +49,7 @@ void Coordinator::on_alive(const proto::Alive& alive) {
   std::erase_if(claims_, [&](const Claim& claim) {
     if (claim.up.replica() != alive.replica() || claim.up.rank() != alive.rank()) return false;
     refuse(
-        claim.node, claim.up,
+        claim.node, claim.up, refusals::Why::place,
         fmt::format("process {} on node {} is replica {} rank {}, and gave its last sign of life {} ms ago: end that "
                     "process, or give this one another replica or rank",
                     holder->pid, node_name(*holder), alive.replica(), alive.rank(), alive.silent_ms()));

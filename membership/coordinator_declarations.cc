@@ -77,7 +77,8 @@ bool Coordinator::differs(NodeId node, const proto::RankUp& up, TimePoint now) {
   const auto binding = decided();
   if (!binding || fits(declaration, *binding)) return false;
   if (too_many(misfits_, up)) {
-    refuse(node, up, "it declares something else than the job's replicas, as others in its place do");
+    refuse(node, up, refusals::Why::declaration,
+           "it declares something else than the job's replicas, as others in its place do");
     return true;
   }
   misfits_.push_back({.node = node, .up = up, .declaration = &declaration, .since = now});
@@ -122,7 +123,7 @@ void Coordinator::settle_declarations(TimePoint now) {
     }
     auto why = difference(*one.declaration, right, *binding);
     refused_.try_emplace(ReplicaId(one.up.replica()), one.up.rank(), why);
-    refuse(one.node, one.up, std::move(why));
+    refuse(one.node, one.up, refusals::Why::declaration, std::move(why));
     any = true;
   }
   if (any) try_start(now);
@@ -132,7 +133,9 @@ void Coordinator::settle_declarations(TimePoint now) {
 // not known any more what they have come with: they start again.
 void Coordinator::settle_without_majority(TimePoint now) {
   for (auto& one : std::exchange(misfits_, {}))
-    if (one.was_registered) refuse(one.node, one.up, "those who declared something else have gone: start it again");
+    if (one.was_registered)
+      refuse(one.node, one.up, refusals::Why::declaration,
+             "those who declared something else have gone: start it again");
     else on_rank_up(one.node, one.up, now);
   if (!dissent()) return dissent_since_.reset();
   if (!dissent_since_) dissent_since_ = now;

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/fail.h"
+#include "base/release.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {
@@ -20,7 +21,7 @@ Result<> Coordinator::take_over(TimePoint now) {
     return {};
   }
   now_ = under_way_since_ = now;
-  if (config_.constant_batch) plan_step();  // with all who were there, as replay() does it
+  if (ledger_.shares()) plan_step();  // with all who were there, as replay() does it
   if (auto dropped = drop_as_configured(); !dropped) return dropped;
   tell_of_roll_back();
   if (!members_.empty()) recovering_until_ = now + config_.silence;
@@ -86,8 +87,9 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
         return fail(ErrorCode::corrupt, "the log's epoch {} at step {} does not follow epoch {} at step {}",
                     begun.epoch(), begun.step(), epoch_.value, committed_.value + 1);
       // Shared with those who were there when it began.
-      if (config_.constant_batch && !begun.fresh()) plan_step();
+      if (ledger_.shares() && !begun.fresh()) plan_step();
       epoch_ = Epoch(begun.epoch());
+      protocol_ = Spoken(std::max(begun.protocol(), kSilentProtocol));
       note_never_members(record);
       const auto before = std::exchange(members_, {});
       const auto out_before = std::exchange(suspended_, {});
@@ -129,8 +131,9 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       most_committed_ = std::max(most_committed_, committed_);
       give_up_suspended();
       ledger_.commit(committed_);
+      if (record.committed().has_balance()) ledger_.set_next(Balance::from(record.committed().balance()));
       note_never_members(record);
-      if (!config_.constant_batch) plan_step();
+      if (!ledger_.shares()) plan_step();
       return {};
     case proto::LogRecord::kIncarnated:
       last_incarnation_ = std::max<std::uint64_t>(last_incarnation_, record.incarnated().incarnation());
@@ -179,7 +182,10 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
     case proto::LogRecord::kSnapshot: return take_up(record.snapshot());
     case proto::LogRecord::KIND_NOT_SET: break;
   }
-  return fail(ErrorCode::corrupt, "a log record of unknown kind");
+  return fail(ErrorCode::mismatch,
+              "a log record of a kind that this release ({}, protocol {}) does not know: a later one has written it. "
+              "Start the coordinator with that, or the job from a checkpoint with a new log directory",
+              release(), Versions{}.text());
 }
 
 }  // namespace rejoin::membership

@@ -11,17 +11,17 @@ namespace rejoin::membership {
 void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now) {
   const ReplicaId id(up.replica());
   if (up.replica() >= config_.replicas || up.rank() >= config_.ranks)
-    return refuse(node, up,
+    return refuse(node, up, refusals::Why::job,
                   fmt::format("replica {} rank {} is outside this job of {} replicas × {} ranks, both numbered from 0",
                               up.replica(), up.rank(), config_.replicas, config_.ranks));
   if (belongs_elsewhere(node, up)) return;
   if (finished() && up.incarnation() == 0) return send_finished(node, up);
   if (up.version() > kMostSteps)
-    return refuse(node, up,
+    return refuse(node, up, refusals::Why::offer,
                   fmt::format("its state's version is {}, and steps are numbered up to {}", up.version(), kMostSteps));
   if (up.incarnation() == 0 && claims_place(node, up, now)) return;
   if (differs(node, up, now)) return;
-  if (auto contradiction = contradicted(up)) return refuse(node, up, *contradiction);
+  if (auto contradiction = contradicted(up)) return refuse(node, up, refusals::Why::job, *contradiction);
   auto found = replicas_.find(id);
   if (up.incarnation() != 0) {  // it was registered before and comes back (its daemon or the coordinator restarted)
     back_at_ = now;
@@ -48,19 +48,21 @@ void Coordinator::on_rank_up(NodeId node, const proto::RankUp& up, TimePoint now
     keep(replica, node, up);
     welcome_back(node, up, replica);
     if (!was_fully_registered && fully_registered(replica)) on_fully_registered(id, now);
+    lower_protocol();
     on_reduced(reduced_of(up), now);  // stale, unless it is of this epoch and step
     return try_start(now);
   }
   register_new(node, up, now);
 }
 
-void Coordinator::refuse(NodeId node, const proto::RankUp& up, std::string reason) {
+void Coordinator::refuse(NodeId node, const proto::RankUp& up, refusals::Why why, std::string reason) {
   proto::ToNode answer;
   auto& refused = *answer.mutable_refused();
   refused.set_replica(up.replica());
   refused.set_rank(up.rank());
   refused.set_instance(up.instance());
   refused.set_reason(std::move(reason));
+  refused.set_why(static_cast<std::uint32_t>(why));
   warn("replica {} rank {} was refused: {}", up.replica(), up.rank(), refused.reason());
   send(node, std::move(answer));
 }
@@ -218,6 +220,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   for (auto& claim : claims_)  // it is asked again, through where it is now
     if (claim.up.replica() == up.replica() && claim.up.rank() == up.rank()) claim.asked = {};
   rank.daemon = up.daemon();
+  keep_versions(rank, node, up);
   rank.stream_size = static_cast<std::uint32_t>(up.stream_address().size());
   rank.card_size = static_cast<std::uint32_t>(up.card().size());
   rank.addresses = up.address() + up.stream_address() + up.card() + up.node();

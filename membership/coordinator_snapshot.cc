@@ -60,6 +60,7 @@ proto::LogRecord Coordinator::snapshot() const {
     one.set_why(out.why);
   }
   ledger_.to(*to.mutable_ledger());
+  if (protocol_.version() > kSilentProtocol) to.set_protocol(protocol_.version());
   return record;
 }
 
@@ -75,7 +76,7 @@ bool Coordinator::has_recovered_like(const Coordinator& other) const {
     return std::tuple(of.ledger_, of.epoch_, of.committed_, of.job_, of.most_committed_, of.last_incarnation_,
                       std::tuple(first.replica, first.plan_hash, first.settings), of.never_members_,
                       of.incarnations_before_epoch_, of.steps_rolled_back_, members, suspended, out, of.last_roll_back_,
-                      of.stopped_, of.differing_);
+                      of.stopped_, of.differing_, of.protocol_.version());
   };
   return all_of(*this) == all_of(other);
 }
@@ -87,6 +88,7 @@ Result<> Coordinator::take_up(const proto::LogRecord::Snapshot& from) {
                 from.committed());
   if (auto job = take_up(from.job()); !job) return job;
   epoch_ = Epoch(from.epoch());
+  protocol_ = Spoken(std::max(from.protocol(), kSilentProtocol));
   committed_ = Step(from.committed());
   most_committed_ = Step(from.most_committed());
   last_incarnation_ = from.last_incarnation();

@@ -17,6 +17,7 @@ struct JobConfig {
   std::uint32_t ranks = 2;
   std::uint64_t batch = 1;                     // samples a contributor trains in a step
   bool constant_batch = false;                 // … or they share `replicas` times as many, however few they are
+  BalanceRule balance;                         // whether who is slower gets fewer of them
   std::uint64_t steps = 0;                     // then the job is finished; 0: never
   std::uint64_t id = 0;                        // of a job whose log begins now: random
   Duration silence = std::chrono::seconds(2);  // how long a peer may be silent
@@ -35,8 +36,9 @@ struct JobConfig {
   std::optional<Drop> drop;
 
   Dealing dealing() const {
-    if (!constant_batch) return {.batch = batch};
-    return {.batch = batch, .together = batch * replicas, .unit = batch % ranks == 0 ? ranks : 1};
+    return {.batch = batch,
+            .together = constant_batch ? batch * replicas : 0,
+            .unit = batch % ranks == 0 ? std::uint64_t{ranks} : 1};
   }
 };
 

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "base/deadlines.h"
+#include "base/release.h"
 #include "membership/node.h"
 
 namespace rejoin::membership {
@@ -21,7 +22,8 @@ LeaderTracker::LeaderTracker(std::string name, Duration silence, std::size_t coo
 LeaderTracker::Actions LeaderTracker::on_connected(std::size_t coordinator, TimePoint now) {
   Actions actions;
   now_ = now;
-  coordinators_[coordinator] = {.connected = true, .one_of_several = false, .heard = now};
+  auto& reached = coordinators_[coordinator];
+  reached = {.connected = true, .heard = now, .spoken = reached.spoken};
   if (coordinators_.size() == 1) {
     leader_ = coordinator;
     stalled_ = silent_ = false;
@@ -30,7 +32,8 @@ LeaderTracker::Actions LeaderTracker::on_connected(std::size_t coordinator, Time
   }
   auto& [to, hello] = actions.send.emplace_back();
   to = coordinator;
-  hello.mutable_hello()->set_protocol(kProtocolVersion);
+  Versions().put_into(*hello.mutable_hello());
+  hello.mutable_hello()->set_release(release());
   hello.mutable_hello()->set_node(name_);
   return actions;
 }
@@ -38,7 +41,8 @@ LeaderTracker::Actions LeaderTracker::on_connected(std::size_t coordinator, Time
 LeaderTracker::Actions LeaderTracker::on_disconnected(std::size_t coordinator, TimePoint now) {
   Actions actions;
   now_ = now;
-  coordinators_[coordinator] = {};
+  auto& gone = coordinators_[coordinator];
+  gone = {.spoken = gone.spoken};
   if (leader_ != coordinator) return actions;
   leader_.reset();
   leaderless_since_ = now;
@@ -53,14 +57,22 @@ LeaderTracker::Actions LeaderTracker::on_message(std::size_t from, const proto::
   coordinators_[from].heard = now;
   if (leader_ == from) silent_ = false;
   if (message.has_leads()) on_leads(from, message.leads(), actions);
+  else if (message.has_welcome()) on_welcome(coordinators_[from], message.welcome());
   else actions.pass = leader_ == from;
   if (!leader_ && actions.down) leaderless_since_ = now;
   report(actions, false);
   return actions;
 }
 
+// It comes first, from who says it at all.
+void LeaderTracker::on_welcome(Coordinator& from, const proto::NodeWelcome& welcome) {
+  from.welcomed = true;
+  from.spoken = Spoken(agreed({}, {welcome.oldest(), welcome.newest()}).value_or(kSilentProtocol));
+}
+
 void LeaderTracker::on_leads(std::size_t from, const proto::Leads& leads, Actions& actions) {
   const bool first = !std::exchange(coordinators_[from].one_of_several, true);
+  if (!coordinators_[from].welcomed) coordinators_[from].spoken = Spoken();
   const bool newer = leads.term() > term_;
   term_ = std::max(term_, leads.term());
   const bool lead = leads.leads() && leads.term() == term_;
@@ -94,8 +106,8 @@ void LeaderTracker::report(Actions& actions, bool due) {
   if (std::none_of(coordinators_.begin(), coordinators_.end(), wants_views)) return;
   const bool lost = !hears_leader();
   const bool stalled = leader_ && stalled_ && !silent_;
-  if (!due && std::tuple(term_, led_term_, lost, stalled) ==
-                  std::tuple(view_.term(), view_.led_term(), view_.lost(), view_.stalled()))
+  if (!due && std::tuple(term_, led_term_, lost, stalled, lowest_spoken()) ==
+                  std::tuple(view_.term(), view_.led_term(), view_.lost(), view_.stalled(), view_.coordinators()))
     return;
   if (view_.lost() && !lost) hears_since_ = now_;
   view_.Clear();
@@ -103,10 +115,19 @@ void LeaderTracker::report(Actions& actions, bool due) {
   view_.set_led_term(led_term_);
   view_.set_lost(lost);
   view_.set_stalled(stalled);
+  view_.set_coordinators(lowest_spoken());
   hosts_(view_);
   std::erase_if(actions.send, [](const auto& one) { return one.second.has_leader_view(); });
   for (std::size_t i = 0; i < coordinators_.size(); ++i)
     if (wants_views(coordinators_[i])) send_view(i, actions);
+}
+
+// Of those that this node has ever reached; 0: of none.
+std::uint32_t LeaderTracker::lowest_spoken() const {
+  std::uint32_t lowest = 0;
+  for (const auto& one : coordinators_)
+    if (one.spoken && (lowest == 0 || one.spoken->version() < lowest)) lowest = one.spoken->version();
+  return lowest;
 }
 
 LeaderTracker::Actions LeaderTracker::on_tick(TimePoint now) {

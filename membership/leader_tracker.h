@@ -13,6 +13,7 @@
 #include "control.pb.h"
 #include "membership/note.h"
 #include "membership/pause_detector.h"
+#include "membership/versions.h"
 
 namespace rejoin::membership {
 
@@ -44,10 +45,14 @@ class LeaderTracker {
     bool connected = false;
     bool one_of_several = false;  // it has said whether it leads
     TimePoint heard{};
+    bool welcomed = false;
+    std::optional<Spoken> spoken{};  // since it has said anything
   };
+  static void on_welcome(Coordinator& from, const proto::NodeWelcome& welcome);
   void on_leads(std::size_t from, const proto::Leads& leads, Actions& actions);
   void report(Actions& actions, bool due);
   void send_view(std::size_t to, Actions& actions);
+  std::uint32_t lowest_spoken() const;
 
   const std::string name_;
   const Duration silence_;

@@ -1,6 +1,7 @@
 #include "membership/ledger.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/fail.h"
 #include "control.pb.h"
@@ -38,7 +39,7 @@ void add(Samples& samples, const Batch& batch) {
 }
 
 void Ledger::assign(const std::vector<ReplicaId>& contributors) {
-  if (dealing_.together > 0) return share(contributors);
+  if (shares()) return share(contributors);
   for (auto replica : contributors)
     if (!held_.contains(replica)) held_[replica] = take(dealing_.batch);
 }
@@ -51,10 +52,9 @@ void Ledger::share(const std::vector<ReplicaId>& contributors) {
     else without.push_back(replica);
   }
   if (without.empty()) return;
-  const std::uint64_t units = (dealing_.together - std::min(held, dealing_.together)) / dealing_.unit,
-                      each = units / without.size(), more = units % without.size();
-  for (std::size_t i = 0; i < without.size(); ++i)
-    held_[without[i]] = take(std::max<std::uint64_t>(1, each + (i < more ? 1 : 0)) * dealing_.unit);
+  const std::uint64_t together = units(contributors.size()) * dealing_.unit;
+  const auto dealt = deal((together - std::min(held, together)) / dealing_.unit, without, balance_);
+  for (std::size_t i = 0; i < without.size(); ++i) held_[without[i]] = take(dealt[i] * dealing_.unit);
 }
 
 Batch Ledger::take(std::uint64_t missing) {
@@ -75,9 +75,12 @@ Batch Ledger::take(std::uint64_t missing) {
 }
 
 void Ledger::hand_back(ReplicaId replica) {
+  balance_.shares.erase(replica);
+  if (next_balance_) next_balance_->shares.erase(replica);
   auto held = held_.extract(replica);
   if (held.empty()) return;
   for (const auto& range : held.mapped()) append(returned_, range);
+  if (held_.empty()) forget_balance();
 }
 
 void Ledger::commit(Step step) {
@@ -87,6 +90,7 @@ void Ledger::commit(Step step) {
   steps_.insert_or_assign(step.value, of_step);  // a copy: without the room for ranges that have become one
   committed_ = step;
   held_.clear();
+  if (next_balance_) balance_ = *std::exchange(next_balance_, std::nullopt);
   if (steps_.size() <= kStepsKept) return;
   from_ = Step(steps_.begin()->first);
   steps_.erase(steps_.begin());
@@ -99,6 +103,7 @@ void Ledger::roll_back(Step version) {
   steps_.erase(steps_.upper_bound(version.value), steps_.end());
   committed_ = version;
   held_.clear();
+  forget_balance();
   hand_out_in_order();
 }
 
@@ -107,6 +112,7 @@ void Ledger::go_on_from(Step version, const Samples& trained) {
   trained_ = trained;
   steps_.clear();
   held_.clear();
+  forget_balance();
   hand_out_in_order();
 }
 
@@ -142,6 +148,8 @@ void Ledger::to(proto::LogRecord_Snapshot_Ledger& snapshot) const {
     one.set_replica(replica.value);
     put(batch, one.mutable_batch());
   }
+  if (balance_.in_force()) balance_.to(*snapshot.mutable_balance());
+  if (next_balance_) next_balance_->to(*snapshot.mutable_next_balance());
 }
 
 void Ledger::take_up(const proto::LogRecord_Snapshot_Ledger& snapshot, Step committed) {
@@ -153,6 +161,9 @@ void Ledger::take_up(const proto::LogRecord_Snapshot_Ledger& snapshot, Step comm
   trained_ = Samples(snapshot.trained(), kMostSamples);
   for (const auto& one : snapshot.steps()) steps_[one.step()] = Samples(one.trained(), kMostSamples);
   for (const auto& one : snapshot.held()) held_[ReplicaId(one.replica())] = membership::batch_of(one);
+  balance_ = Balance::from(snapshot.balance());
+  next_balance_.reset();
+  if (snapshot.has_next_balance()) next_balance_ = Balance::from(snapshot.next_balance());
 }
 
 void Ledger::to(proto::Plan_Ahead& ahead, const std::vector<ReplicaId>& given_up) const {
@@ -171,12 +182,14 @@ void Ledger::to(proto::Plan_Ahead& ahead, const std::vector<ReplicaId>& given_up
     range.set_end(goes_out[i].end);
   }
   ahead.set_more(goes_out.size() > most);
+  if (next_balance().in_force()) next_balance().to(*ahead.mutable_balance());
 }
 
 Ledger Ledger::from(const proto::Plan_Ahead& ahead) {
   Ledger ledger(
       {.batch = ahead.batch(), .together = ahead.together(), .unit = std::max<std::uint64_t>(1, ahead.unit())});
   ledger.next_ = ahead.next();
+  ledger.balance_ = Balance::from(ahead.balance());
   for (const auto& range : rejoin::membership::from(ahead.handed_back()))
     if (range.begin < range.end) ledger.returned_.push_back(range);
   return ledger;

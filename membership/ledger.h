@@ -9,6 +9,7 @@
 
 #include "base/ids.h"
 #include "base/result.h"
+#include "membership/balance.h"
 #include "membership/rank_set.h"
 
 namespace rejoin::proto {
@@ -42,9 +43,11 @@ constexpr std::uint64_t kMostSamples = std::uint64_t{1} << 62;
 // How many samples a step hands out.
 struct Dealing {
   std::uint64_t batch = 1;  // to each contributor
-  // To all contributors together, where that is constant: they share it in multiples of `unit`, which divides it. What
-  // can't be shared equally goes to the first of them, a unit each. Otherwise 0.
-  std::uint64_t together = 0, unit = 1;
+  // To all contributors together, where that is constant: they share it. Otherwise 0.
+  std::uint64_t together = 0;
+  // What is shared, by a constant number or by a balance, is shared in multiples of this, which divides it. What can't
+  // be shared equally goes to the first of them, a unit each.
+  std::uint64_t unit = 1;
   bool operator==(const Dealing&) const = default;
 };
 
@@ -58,9 +61,20 @@ class Ledger {
   explicit Ledger(std::uint64_t batch) : dealing_{.batch = batch} {}  // to each contributor
 
   // Gives each replica that has no batch yet one for the step under way: first what was handed back, then new samples.
-  // Where the number is constant they share what the other contributors leave of it, at least a unit each.
+  // Where they share() they get what the other contributors leave, at least a unit each.
   void assign(const std::vector<ReplicaId>& contributors);
-  // The replica does not finish the step: what it holds is handed out again.
+  // Contributors share a number of samples, which their weights say: it is constant, or a balance is in force.
+  bool shares() const { return dealing_.together > 0 || balance_.in_force(); }
+  // The steps after the one under way, or about to be assigned, are shared like this.
+  void set_next(const Balance& balance) { next_balance_ = balance; }
+  const Balance& balance() const { return balance_; }  // of the step under way
+  const Balance& next_balance() const { return next_balance_ ? *next_balance_ : balance_; }
+  std::uint64_t units(std::uint64_t contributors) const {  // that a step hands out to so many
+    return (dealing_.together > 0 ? dealing_.together : dealing_.batch * contributors) / dealing_.unit;
+  }
+
+  // The replica does not finish the step: what it holds is handed out again, and its share of later ones is an equal
+  // one. Where nobody holds anything any more all shares are.
   void hand_back(ReplicaId replica);
   // The step under way is committed: every batch held is trained.
   void commit(Step step);
@@ -94,8 +108,11 @@ class Ledger {
  private:
   Batch take(std::uint64_t missing);
   void share(const std::vector<ReplicaId>& contributors);
+  void forget_balance() { balance_ = {}, next_balance_.reset(); }
   void hand_out_in_order();
   Dealing dealing_;
+  Balance balance_;
+  std::optional<Balance> next_balance_;
   std::uint64_t next_ = 0;  // no sample from here on is given out, or was in a step that counts
   std::deque<SampleRange> returned_;
   std::map<ReplicaId, Batch> held_;

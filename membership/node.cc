@@ -5,7 +5,9 @@
 #include <algorithm>
 
 #include "base/deadlines.h"
+#include "base/release.h"
 #include "membership/digest_table.h"
+#include "membership/paces.h"
 
 namespace rejoin::membership {
 
@@ -14,7 +16,8 @@ Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction)
   coordinator_up_ = true;
   coordinator_heard_ = heartbeat_sent_ = now;
   proto::FromNode hello;
-  hello.mutable_hello()->set_protocol(kProtocolVersion);
+  Versions().put_into(*hello.mutable_hello());
+  hello.mutable_hello()->set_release(release());
   hello.mutable_hello()->set_node(name_);
   hello.mutable_hello()->set_introduction(introduction);
   actions.to_coordinator.push_back(std::move(hello));
@@ -44,7 +47,8 @@ Node::Actions Node::on_coordinator_message(const proto::ToNode& message, TimePoi
   };
   switch (message.kind_case()) {
     case proto::ToNode::kIntroduce: return on_coordinator_up(now, message.introduce().number());
-    case proto::ToNode::kLeads:  // for LeaderTracker
+    case proto::ToNode::kWelcome:  // for LeaderTracker, as the next
+    case proto::ToNode::kLeads:
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {
       const auto& registered = message.registered();
@@ -177,6 +181,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
         .up = message.rank_up(), .heard = now, .registered = message.rank_up().incarnation() != 0};
     rank.up.set_node(name_);
     rank.up.set_daemon(id_);
+    rank.up.set_daemon_release(release());
     if (coordinator_up_) *actions.to_coordinator.emplace_back().mutable_rank_up() = rank.up;
     // Its reduction may be what those of the others have waited for.
     if (message.rank_up().reduced_epoch() != 0) gather(ranks_.at(connection), actions);
@@ -191,6 +196,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   if (message.kind_case() == proto::FromNode::kReduced) {
     rank.up.set_reduced_epoch(message.reduced().epoch());
     rank.up.set_reduced_step(message.reduced().step());
+    rank.compute_us = message.reduced().compute_us();
     rank.up.set_results_digest(message.reduced().results_size() > 0 ? message.reduced().results(0) : 0);
     rank.up.set_state_digest(message.reduced().state_size() > 0 ? message.reduced().state(0) : 0);
     gather(rank, actions);
@@ -255,14 +261,17 @@ void Node::gather(const RankInfo& last, Actions& actions) {
   reduced.set_step(last.up.reduced_step());
   reduced.set_incarnation(last.up.incarnation());
   RankSet together;
+  ComputeTime computed;
   DigestTable digests;
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != last.up.replica() || rank.up.incarnation() != last.up.incarnation()) continue;
     if (rank.up.reduced_epoch() != last.up.reduced_epoch() || rank.up.reduced_step() != last.up.reduced_step()) return;
     together.add(RankSet(rank.up.rank()));
+    computed.add(rank.compute_us);
     if (rank.up.rank() < kMostRanks) digests.put(rank.up.rank(), {rank.up.results_digest(), rank.up.state_digest()});
   }
   together.to(reduced.mutable_ranks());
+  reduced.set_compute_us(computed.us());
   digests.write_to(together, reduced);
   if (coordinator_up_) actions.to_coordinator.push_back(std::move(message));
 }

@@ -15,6 +15,7 @@
 #include "membership/note.h"
 #include "membership/pause_detector.h"
 #include "membership/peer_table.h"
+#include "membership/versions.h"
 
 namespace rejoin::membership {
 
@@ -34,6 +35,7 @@ class Node {
     bool registered = false;
     std::optional<Incarnations> links;
     std::vector<proto::Unreached> unreached;
+    std::uint64_t compute_us = 0;  // of the last reduction, as in Reduced
     bool caught_up = false;
     bool knows_peers = false;  // it has been told of all; from then on of what changes
   };
@@ -97,7 +99,6 @@ void keep_common(std::optional<Incarnations>& links, const Incarnations& its);
 
 void write_hosts(const std::map<std::uint32_t, RankSet>& hosted, proto::LeaderView& view);  // by replica
 
-constexpr std::uint32_t kProtocolVersion = 15;
 // What one message tells a rank of its peers, in bytes. A local socket takes no message of any size.
 constexpr std::size_t kMostOfPeers = 64 * KiB;
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/deadlines.h"
+#include "base/release.h"
 #include "membership/node.h"
 
 namespace rejoin::membership {
@@ -17,7 +18,8 @@ Relay::Actions Relay::on_coordinator_up(TimePoint now, std::uint64_t introductio
   alone_told_ = false;
   coordinator_heard_ = heartbeat_sent_ = now;
   auto& hello = *up().mutable_hello();
-  hello.set_protocol(kProtocolVersion);
+  Versions().put_into(hello);
+  hello.set_release(release());
   hello.set_node(name_);
   hello.set_introduction(introduction);
   std::vector<NodeId> all;
@@ -67,7 +69,8 @@ Relay::Actions Relay::on_coordinator_message(const proto::ToNode& message, TimeP
     case proto::ToNode::kIntroduce:
       on_coordinator_down(now);
       return on_coordinator_up(now, message.introduce().number());
-    case proto::ToNode::kLeads:  // for LeaderTracker
+    case proto::ToNode::kWelcome:  // for LeaderTracker, as the next
+    case proto::ToNode::kLeads:
     case proto::ToNode::kHeartbeat: break;
     case proto::ToNode::kRegistered: {
       const auto& registered = message.registered();
@@ -170,11 +173,14 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
     case proto::FromNode::kHello:  // the shell has checked it
       from.name = message.hello().node();
       from.address = message.hello().address();
+      from.spoken = Spoken(agreed({}, Versions::of(message.hello())).value_or(kSilentProtocol));
       break;
-    case proto::FromNode::kRankUp:
-      up() = message;
+    case proto::FromNode::kRankUp: {
+      auto& passed = *up().mutable_rank_up() = message.rank_up();
+      passed.set_speaks(Spoken::through(message.rank_up().speaks(), from.spoken).version());
       on_rank_up(node, message.rank_up());
       break;
+    }
     case proto::FromNode::kRankDown: {
       const auto& down = message.rank_down();
       claims_.erase({{down.replica(), down.rank()}, down.instance()});

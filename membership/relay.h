@@ -55,6 +55,7 @@ class Relay {
     TimePoint heard{};
     std::string name, address;
     RankSet hosts;
+    Spoken spoken;
     bool wants_plan = false;  // a rank of it has just registered: one that it heard before could not mean it
     bool introduced = false;  // to the coordinator that is connected now
     std::uint64_t asked = 0;  // the number of the last Introduce to it
@@ -73,6 +74,7 @@ class Relay {
     std::uint64_t epoch = 0, step = 0;
     RankSet reduced;  // of that step
     DigestTable digests;
+    ComputeTime computed;  // likewise
     std::map<NodeId, proto::ReplicaStatus> statuses;
     std::string last_status;  // that went up
   };

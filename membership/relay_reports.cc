@@ -13,10 +13,11 @@ void Relay::add_reduced_ranks(const proto::Reduced& theirs) {
   Group& group = found->second;
   const std::pair reported(epoch, step), known(group.epoch, group.step);
   if (reported < known || epoch == 0) return;
-  if (reported > known) group.reduced.clear(), group.digests.clear();
+  if (reported > known) group.reduced.clear(), group.digests.clear(), group.computed = {};
   std::tie(group.epoch, group.step) = reported;
   group.reduced.add(RankSet(theirs.ranks(), kNoLimit));
   group.digests.take(theirs, kMostRanks);
+  group.computed.add(theirs.compute_us());
   report_reduced(key, group);
 }
 
@@ -28,6 +29,7 @@ void Relay::report_reduced(const GroupKey& key, const Group& group) {
   reduced.set_epoch(group.epoch);
   reduced.set_step(group.step);
   group.reduced.to(reduced.mutable_ranks());
+  reduced.set_compute_us(group.computed.us());
   group.digests.write_to(group.reduced, reduced);
 }
 

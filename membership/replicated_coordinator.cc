@@ -66,6 +66,7 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_message(NodeId node, co
     if (from.view->term() < kMostTerms) heard_term_ = std::max(heard_term_, from.view->term());
     if (role_ == Role::leading) {
       suspects_itself_ |= from.view->term() > leader_.term();
+      if (of_coordinators_.version() < kProtocolVersion) look_at_versions();  // otherwise the next tick is soon enough
       write_next(now);
     } else {
       tell_who_leads({node});
@@ -131,6 +132,7 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_tick(TimePoint now) {
       nodes = std::move(to);
       message.mutable_heartbeat();
     }
+    look_at_versions();
     if (!stalled_) enqueue(machine_->on_tick(now));
     write_next(now);
   } else {
@@ -142,6 +144,16 @@ ReplicatedCoordinator::Actions ReplicatedCoordinator::on_tick(TimePoint now) {
     }
   }
   return take();
+}
+
+// What all coordinators speak, by the nodes that have reached them: each of them may take over.
+void ReplicatedCoordinator::look_at_versions() {
+  std::optional<std::uint32_t> lowest;
+  for (const auto& [node, of] : nodes_)
+    if (of.view)
+      lowest = std::min(lowest.value_or(kProtocolVersion), std::max(of.view->coordinators(), kSilentProtocol));
+  if (lowest) of_coordinators_ = Spoken(*lowest);
+  machine_->set_protocol_of_coordinators(of_coordinators_);
 }
 
 // ---- the store

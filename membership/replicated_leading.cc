@@ -28,6 +28,7 @@ std::size_t weight_of(const membership::Actions& decided) {
 
 void ReplicatedCoordinator::lead(TimePoint now) {
   gave_up_ = false;
+  look_at_versions();
   if (auto taken = machine_->take_over(now); !taken) return fail_with(taken.error().code, taken.error().message);
   role_ = Role::leading;
   ++takeovers_;

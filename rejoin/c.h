@@ -13,6 +13,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default)
 
 #define REJOIN_C_VERSION 2 /* of this file: grows with any change that an older program would not survive */
 
@@ -257,6 +258,7 @@ rejoin_code rejoin_work_wait_on(rejoin_work* work, void* stream);
 rejoin_code rejoin_work_notify(rejoin_work* work, uint64_t number);
 void rejoin_work_close(rejoin_work* work); /* null: nothing; the operation goes on */
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif

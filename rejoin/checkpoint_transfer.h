@@ -23,6 +23,7 @@
 #include "base/result.h"
 #include "rejoin/listen_config.h"
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 using CheckpointServerConfig = ListenConfig;
@@ -72,3 +73,5 @@ class CheckpointFetch {
 };
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

@@ -6,6 +6,7 @@
 #include "base/fail.h"
 #include "base/flight.h"
 #include "base/log.h"
+#include "membership/node.h"
 
 namespace rejoin {
 
@@ -37,6 +38,30 @@ void Driver::fail(Error error) {
   ++revision_;
 }
 
+void Driver::want(const std::vector<bool>& buckets, TimePoint now) {
+  wanted_ = buckets;
+  time_trainer(now);
+}
+
+void Driver::take(std::uint64_t step, TimePoint now) {
+  taken_ = step;
+  time_trainer(now);
+}
+
+// From the step's beginning to its last gradient, in which nobody else is waited for.
+void Driver::time_trainer(TimePoint now) {
+  if (computed_.step != taken_) computed_ = {.step = taken_, .since = now, .busy = {}, .took = {}, .paused = false};
+  if (computed_.took || !std::ranges::all_of(wanted_, [](bool wanted) { return wanted; })) return;
+  const Duration busy = computed_.busy + busy_in_step(now);
+  computed_.took = std::max<Duration>(now - computed_.since - busy, std::chrono::microseconds(1));
+}
+
+// What it is busy with says nothing of how fast it computes; this is what of that lies in the step, so far.
+Duration Driver::busy_in_step(TimePoint now) const {
+  if (!occupied_ || computed_.took) return {};
+  return std::max(Duration{}, now - std::max(occupied_->since, computed_.since));
+}
+
 void Driver::poll(TimePoint now) {
   if (!ring_ || failure_) return;
   take_details();
@@ -56,6 +81,7 @@ void Driver::notice(TimePoint now) {
   pause_ = pause;
   back_at_ = now;
   disturbed_ = true;
+  computed_.paused = true;
   if (occupied_) {
     occupied_->since += pause;
     occupied_->until += pause;
@@ -232,6 +258,7 @@ void Driver::on_control_message(const proto::ToNode& message, TimePoint now) {
     case proto::ToNode::kHeartbeat:
     case proto::ToNode::kInquiry:  // the daemon's, as are the next
     case proto::ToNode::kLeads:
+    case proto::ToNode::kWelcome:
     case proto::ToNode::kIntroduce:
     case proto::ToNode::KIND_NOT_SET: return;
   }
@@ -280,7 +307,7 @@ void Driver::on_plan(const proto::Plan& plan, TimePoint now) {
                         .leads = machine_.leads(),
                         .contributors = machine_.contributors(),
                         .batch = machine_.batch(),
-                        .shares_batch = plan.ahead().together() > 0,
+                        .shares_batch = plan.ahead().together() > 0 || plan.balances(),
                         .weight = machine_.weight(),
                         .ahead = membership::Ahead(plan, config_.replica),
                         .epoch = plan.epoch(),

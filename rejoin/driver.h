@@ -50,7 +50,7 @@ struct StepView {
   bool leads = false;  // … and is the one contributor that does what one does for all
   std::uint32_t contributors = 0;
   membership::Batch batch;
-  bool shares_batch = false;  // of a job with a constant batch: replicas train different numbers of samples
+  bool shares_batch = false;  // replicas train different numbers of samples, or may later
   std::uint64_t weight = 1;   // what this rank's gradients are to be multiplied with
   membership::Ahead ahead;    // what comes after it, probably
   std::uint64_t epoch = 0;
@@ -100,8 +100,8 @@ class Driver {
   // ---- the trainer's side
   // The trainer's gradients of these buckets are ready in this step. A joiner's buckets are reduced without being asked
   // for.
-  void want(const std::vector<bool>& buckets) { wanted_ = buckets; }
-  void take(std::uint64_t step) { taken_ = step; }  // the trainer works on it from now on
+  void want(const std::vector<bool>& buckets, TimePoint now);
+  void take(std::uint64_t step, TimePoint now);  // the trainer works on it from now on
   // The trainer says that it is busy with something, and until when it may be; nothing: it is not any more. The
   // coordinator hears of it while a step waits for this trainer.
   struct Occupation {
@@ -167,6 +167,8 @@ class Driver {
   proto::Accusation& accuse(const ftar::Member& suspect, const std::string& what);
   void record(const proto::Accusation& accusation);
   Duration patience_with_compute() const;
+  void time_trainer(TimePoint now);
+  Duration busy_in_step(TimePoint now) const;
   void fail(Error error);
   void put_out(const std::string& why, TimePoint now);
 
@@ -203,6 +205,13 @@ class Driver {
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
   std::vector<std::uint64_t> reduced_;
   std::uint64_t taken_ = 0;
+  struct {  // how long the trainer computes in the step that it has taken up
+    std::uint64_t step = 0;
+    TimePoint since{};
+    Duration busy{};  // of it, with something else
+    std::optional<Duration> took;
+    bool paused = false;
+  } computed_;
   std::optional<StepView> current_;
   std::uint64_t committed_ = 0;
   bool committed_contributes_ = false, finished_ = false, over_ = false;

@@ -69,6 +69,8 @@ void Driver::report_reduced() {
   reduced.set_epoch(machine_.epoch().value);
   reduced.set_step(machine_.step().value);
   membership::RankSet(config_.rank).to(reduced.mutable_ranks());
+  if (computed_.step == machine_.step().value && computed_.took && !computed_.paused)
+    reduced.set_compute_us(static_cast<std::uint64_t>(*computed_.took / std::chrono::microseconds(1)));
   if (machine_.plan().has_audit()) {
     reduced.add_results(digests_.reduced);
     reduced.add_state(digests_.state);

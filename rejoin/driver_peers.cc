@@ -124,6 +124,7 @@ Duration Driver::patience_with_compute() const {
 
 void Driver::occupy(std::optional<Occupation> occupation, TimePoint now) {
   if (occupied_ && !occupation) released_at_ = now;
+  computed_.busy += busy_in_step(now);
   occupied_ = std::move(occupation);
   excused_at_ = {};  // what was reported last is not so any more
 }

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 struct ListenConfig {
@@ -13,3 +14,5 @@ struct ListenConfig {
 };
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

@@ -6,6 +6,7 @@
 #include <functional>
 #include <string_view>
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 enum class LogLevel : std::uint8_t { trace, debug, info, warn, error, off };
@@ -24,3 +25,5 @@ void set_log(LogSink sink);
 void set_log_level(LogLevel level);
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

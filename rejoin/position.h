@@ -11,6 +11,7 @@
 
 #include "base/result.h"
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 struct SampleRange {
@@ -45,3 +46,5 @@ class Position {
 };
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

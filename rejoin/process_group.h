@@ -19,6 +19,7 @@
 #include "base/types.h"
 #include "rejoin/listen_config.h"
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 using ProcessGroupConfig = ListenConfig;
@@ -102,3 +103,5 @@ class ProcessGroup {
 };
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

@@ -10,6 +10,7 @@
 #include "base/fail.h"
 #include "base/flight.h"
 #include "base/log.h"
+#include "base/refusals.h"
 #include "membership/node.h"
 #include "transport/advertise.h"
 #include "transport/factory.h"
@@ -294,8 +295,9 @@ void ProgressThread::run() {
       // A joiner's outputs are for its next step when the update of the last one is done with them.
       if (asked_ && updates_ == 0) {
         asked_ = false;
-        driver_->want(wanted_);
-        driver_->take(taken_);
+        const TimePoint asked_at = clock_.now();
+        driver_->want(wanted_, asked_at);
+        driver_->take(taken_, asked_at);
       }
     }
     const TimePoint now = clock_.now();
@@ -305,7 +307,11 @@ void ProgressThread::run() {
       flight::beat();
       owner_.page().heartbeat.store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
                                     std::memory_order_relaxed);
-      if (welcome_) unsent_.add(driver_->heartbeat());
+      if (welcome_) {
+        proto::FromNode heartbeat = driver_->heartbeat();
+        for (const auto refused : refusals::counted()) heartbeat.mutable_heartbeat()->add_refused(refused);
+        unsent_.add(std::move(heartbeat));
+      }
     }
     if (daemon_) poll_daemon(now);
     else reconnect(now);

@@ -76,6 +76,7 @@ class ProgressThread {
   void send_all();
   bool has_line();
   Result<> greet(Fd& socket);
+  Result<> check_protocol(const proto::LocalWelcome& welcome) const;
   Result<transport::Secret> take_secrets(const proto::LocalWelcome& welcome);
   Result<> send_offer(const Fd& socket, const proto::FromTrainer& message);  // with as many as go at once
   void reconnect(TimePoint now);

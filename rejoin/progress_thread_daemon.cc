@@ -9,6 +9,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/release.h"
 #include "membership/node.h"
 #include "rejoin/progress_thread.h"
 #include "transport/advertise.h"
@@ -113,10 +114,7 @@ Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
     if (message.has_more())
       if (auto sent = send_offer(socket, more()); !sent) return gone(sent.error());
     if (!message.has_welcome()) continue;
-    if (message.welcome().protocol() != membership::kProtocolVersion)
-      return rejoin::fail(ErrorCode::mismatch,
-                          "this library speaks protocol {}, the daemon {}; use one version of both",
-                          membership::kProtocolVersion, message.welcome().protocol());
+    if (auto understood = check_protocol(message.welcome()); !understood) return understood;
     auto secret = take_secrets(message.welcome());
     if (!secret) return tl::unexpected(secret.error());
     silence_ = std::chrono::milliseconds(message.welcome().silence_ms());
@@ -125,6 +123,13 @@ Result<> ProgressThread::register_with(Fd& socket, TimePoint deadline) {
     welcome_ = true;
     return {};
   }
+}
+
+Result<> ProgressThread::check_protocol(const proto::LocalWelcome& welcome) const {
+  const membership::Versions theirs{welcome.protocol(), welcome.protocol()};
+  if (membership::agreed({}, theirs)) return {};
+  return rejoin::fail(ErrorCode::mismatch, "{}",
+                      membership::why_refused(fmt::format("the daemon at {}", config_.socket), theirs, "this library"));
 }
 
 // Each daemon gives its own: one that starts again may have another job key. Returns what this rank proves to others.
@@ -153,7 +158,8 @@ Result<transport::Secret> ProgressThread::take_secrets(const proto::LocalWelcome
 
 proto::LocalHello ProgressThread::hello(std::size_t descriptors) const {
   proto::LocalHello hello;
-  hello.set_protocol(membership::kProtocolVersion);
+  membership::Versions().put_into(hello);
+  hello.set_release(release());
   hello.set_layout(local::kLayoutVersion);
   hello.set_descriptors(static_cast<std::uint32_t>(descriptors));
   hello.set_device(owner_.device()->address());
@@ -269,6 +275,7 @@ void ProgressThread::poll_daemon(TimePoint now) {
     if (message.kind_case() == proto::ToTrainer::kRefusal) return fail({ErrorCode::refused, message.refusal()});
     if (message.kind_case() == proto::ToTrainer::kDropped) dropped_ = message.dropped();
     if (message.has_welcome()) {
+      if (auto understood = check_protocol(message.welcome()); !understood) return fail(understood.error());
       auto secret = take_secrets(message.welcome());
       if (!secret) return lose_daemon(secret.error().message);
       driver_->set_secret(*secret);

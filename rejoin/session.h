@@ -34,6 +34,7 @@
 
 struct CUstream_st;
 
+#pragma GCC visibility push(default)
 namespace rejoin {
 
 class CommandLine;
@@ -213,14 +214,15 @@ class Session {
     // Update::contributors has as many as it was decided with.
     std::uint32_t contributors() const { return facts_.contributors; }
     const Batch& batch() const { return facts_.batch; }
-    // The batches that this replica will have in the next `steps` steps, in order, if no replica comes or goes: for
-    // fetching data before it is asked for. It is what the coordinator does with what it has told, and no promise:
+    // The batches that this replica will have in the next `steps` steps, in order, if no replica comes or goes and
+    // shares stay as they are (with `--balance-batches` they may change, but for the next step): for fetching data
+    // before it is asked for. It is what the coordinator does with what it has told, and no promise:
     // which samples count in a step only its batch() says. Fewer, or none, where it is not known, as while catching up.
     std::vector<Batch> upcoming(std::uint32_t steps) const { return facts_.upcoming(steps); }
-    // What all gradients of this step are to be multiplied with before all_reduce(): 1, or in a job with
-    // `--constant-batch` the number of samples in batch(). There replicas may have different numbers, and what comes
-    // out is the mean over all samples, if each hands over the mean over its own times this. (The sum over its own is
-    // that.)
+    // What all gradients of this step are to be multiplied with before all_reduce(): 1, or the number of samples in
+    // batch(), as in a job with `--constant-batch`, or with `--balance-batches` once replicas share by speed. There
+    // they may have different numbers, and what comes out is the mean over all samples, if each hands over the mean
+    // over its own times this. (The sum over its own is that.)
     std::uint64_t weight() const { return facts_.weight; }
     // For connections of the trainers' own, among those that contribute. The epoch is that in which this step began
     // here: a number of these members, later ones are larger. Settled: all members begin the step in this epoch, so
@@ -328,3 +330,5 @@ class Session {
 };
 
 }  // namespace rejoin
+
+#pragma GCC visibility pop

@@ -2,6 +2,7 @@
 #include "base/bytes.h"
 #include "base/command_line.h"
 #include "base/fail.h"
+#include "base/flight_setting.h"
 #include "base/unix_socket.h"
 #include "ftar/communicator.h"
 #include "rejoin/session.h"
@@ -14,7 +15,8 @@ namespace rejoin {
 namespace {
 
 // Of several rails each may have its own. Only TCP listens on the host that is named here.
-Result<> check_listening(const std::string& transport, const std::string& all) {
+Result<> check_listening(const std::string& name, const std::string& all) {
+  const std::string transport = name.substr(0, name.find(';'));
   for (const auto& one : split(all, '|')) {
     const auto formed = transport::SocketAddress::split(one);
     if (!formed) return tl::unexpected(formed.error());
@@ -33,8 +35,8 @@ void SessionConfig::bind(CommandLine& line) {
   line.setting("--device", device, "REJOIN_DEVICE",
                "where state and gradients are: host, cuda:NUMBER or cuda:PCI-ADDRESS");
   line.setting("--transport", transport, "REJOIN_TRANSPORT",
-               "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), tcp+aes (encrypted; likewise), "
-               "ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
+               "transport of the all-reduce: shm, tcp, tcp:ADDRESS,ADDRESS… (rails), tcp+aes (encrypted; likewise; "
+               ";ktls=1 behind it: by the kernel), ibverbs[:DEVICE,DEVICE…] or ucx:LIST");
   line.setting("--data-listen", data_listen, "REJOIN_DATA_LISTEN", "address for data connections");
   line.setting("--advertise", advertise, "REJOIN_ADVERTISE",
                "the host that other ranks are told instead of the one listened on, without a port; HOST,HOST… with one "
@@ -73,6 +75,8 @@ Result<> SessionConfig::check() const {
     return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   if (auto named = check_unix_name(socket); !named) return named;
   if (auto known = transport::check_name(transport); !known) return known;
+  if (auto right = flight::check_setting(flight); !right)
+    return fail(ErrorCode::invalid_argument, "--flight-dir (REJOIN_FLIGHT_DIR) {}", right.error().message);
   if (auto right = check_listening(transport, data_listen); !right)
     return fail(ErrorCode::invalid_argument, "--data-listen (REJOIN_DATA_LISTEN): {}", right.error().message);
   if (auto right = advertise.empty() ? Result<>() : transport::check_advertised(advertise); !right)

@@ -17,8 +17,9 @@ Session::Step::Batch batch_of(const membership::Batch& ranges) {
 Result<std::optional<Session::Step>> step_of(StepView view, bool weighted) {
   if (view.shares_batch && !weighted)
     return fail(ErrorCode::refused,
-                "the job has --constant-batch, so that replicas train different numbers of samples, and this trainer "
-                "does not weigh its gradients by them: multiply them with Step::weight(), and say so by use_weights()");
+                "the job has --constant-batch or --balance-batches, so that replicas train different numbers of "
+                "samples, and this trainer does not weigh its gradients by them: multiply them with Step::weight(), "
+                "and say so by use_weights()");
   Session::Step::Facts facts{.number = view.step,
                              .contributes = view.contributes,
                              .leads = view.leads,

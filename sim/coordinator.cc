@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "membership/greeting.h"
 #include "sim/world.h"
 
 namespace rejoin::sim {
@@ -46,11 +47,17 @@ std::string brief(const proto::FromNode& message) {
 
 }  // namespace
 
+void CoordinatorProcess::welcome(World& world, std::uint64_t link, const proto::FromNode& message) {
+  if (!message.has_hello() || is_older(world.shape.upgrade)) return;
+  if (const auto answer = membership::greet(message.hello(), "a node").answer) world.to_daemon(link, *answer);
+}
+
 Coordinator::Coordinator(World& world, std::uint32_t at, const std::vector<proto::LogRecord>& log)
     : CoordinatorProcess(world.next_number(), 0, at, world.chance("coordinator")),
       world_(world),
       machine_(world.job_to_start(0)) {
   recover(log);
+  if (is_older(world.shape.upgrade)) machine_.set_protocol_of_coordinators(membership::Spoken());
 }
 
 // From its log as it is, or compacted at some record; both must lead to the same.
@@ -63,7 +70,9 @@ void Coordinator::recover(const std::vector<proto::LogRecord>& log) {
   if (log.size() < 2 || !random.one_in(2)) return take_up(machine_, log);
   world_.count("compacted log");
   membership::Coordinator before(world_.job), whole(machine_);
-  const auto from = log.begin() + static_cast<std::ptrdiff_t>(1 + random.pick(log.size() - 1));
+  auto from = log.begin() + static_cast<std::ptrdiff_t>(1 + random.pick(log.size() - 1));
+  // A commit and an epoch that begins with it are written as one: no coordinator compacts its log between them.
+  if (from->has_epoch() && from->epoch().fresh()) ++from;
   take_up(before, {log.begin(), from});
   std::vector<proto::LogRecord> compacted{before.snapshot()};
   compacted.insert(compacted.end(), from, log.end());
@@ -79,6 +88,7 @@ void Coordinator::tick() { carry_out(machine_.on_tick(world_.now_at(machine))); 
 void Coordinator::on_message(std::uint64_t link, const proto::FromNode& message) {
   if (world_.options_.trace && !message.has_heartbeat())
     world_.remark(fmt::format("link {}: {}", link, brief(message)));
+  welcome(world_, link, message);
   carry_out(machine_.on_message(membership::NodeId(link), message, world_.now_at(machine)));
   if (message.has_replica_status() && !ended) world_.on_replica_status();
 }

@@ -15,8 +15,9 @@ class CoordinatorProcess : public Process {
       : Process(process, at, chance), number(of) {}
   virtual void on_message(std::uint64_t link, const proto::FromNode& message) = 0;
   virtual void on_link_lost(std::uint64_t link) = 0;
-  virtual const membership::Coordinator* decisions() const = 0;  // null: it takes none
-  const std::uint32_t number;                                    // among the coordinators
+  void welcome(World& world, std::uint64_t link, const proto::FromNode& message);  // as NodeListener does
+  virtual const membership::Coordinator* decisions() const = 0;                    // null: it takes none
+  const std::uint32_t number;                                                      // among the coordinators
 };
 
 class Coordinator final : public CoordinatorProcess {

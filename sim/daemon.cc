@@ -15,6 +15,13 @@ const transport::Secret kStreamSecret = transport::Secret::of({0xca7c4, 0});
 constexpr Duration kRetry = 50ms;
 const std::string kFamily = "sim";  // of the streams
 
+proto::FromNode as_an_older_one(proto::FromNode message) {
+  if (message.has_hello()) message.mutable_hello()->clear_newest(), message.mutable_hello()->clear_release();
+  if (message.has_rank_up()) message.mutable_rank_up()->clear_daemon_release();
+  if (message.has_leader_view()) message.mutable_leader_view()->clear_coordinators();
+  return message;
+}
+
 }  // namespace
 
 Daemon::Daemon(World& world, std::uint32_t node_number)
@@ -67,6 +74,9 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   proto::FromNode message;
   *message.mutable_rank_up() = up;
   message.mutable_rank_up()->set_stream_address(daemon::stream_address(kFamily, address_));
+  const bool mixed = world_.shape.upgrade;
+  const bool says_it = !is_older(mixed) && !trainer->is_older(mixed);
+  if (says_it) message.mutable_rank_up()->set_speaks(membership::kProtocolVersion);
   world_.on_moment(Moment::rank_up, up.replica());
   carry_out(machine_.on_rank_message(connection, message, local_now()));
   if (complete) carry_out(machine_.on_rank_message(connection, daemon::report_of({key, up.instance()}), local_now()));
@@ -129,7 +139,7 @@ void Daemon::on_control_message(std::uint64_t from, const proto::ToNode& message
 void Daemon::act(const membership::LeaderTracker::Actions& actions) {
   for (const auto& note : actions.notes) world_.note("node {}: {}", node, note.text);
   for (const auto& [to, message] : actions.send)
-    if (connections_[to].link != 0) world_.to_coordinator(connections_[to].link, message);
+    if (connections_[to].link != 0) tell(connections_[to].link, message);
   if (actions.down) carry_out(machine_.on_coordinator_down());
   if (actions.up) {
     hears_since_ = local_now();
@@ -139,6 +149,10 @@ void Daemon::act(const membership::LeaderTracker::Actions& actions) {
     world_.close_link(connections_[i].link);
     lose(i);
   }
+}
+
+void Daemon::tell(std::uint64_t link, const proto::FromNode& message) {
+  world_.to_coordinator(link, is_older(world_.shape.upgrade) ? as_an_older_one(message) : message);
 }
 
 bool Daemon::hears(std::uint32_t coordinator, Duration since) const {
@@ -178,7 +192,7 @@ void Daemon::tick() {
 
 void Daemon::carry_out(const membership::Node::Actions& actions) {
   if (const auto leader = tracker_.leader(); leader && connections_[*leader].link != 0)
-    for (const auto& message : actions.to_coordinator) world_.to_coordinator(connections_[*leader].link, message);
+    for (const auto& message : actions.to_coordinator) tell(connections_[*leader].link, message);
   for (const auto& [connection, message] : actions.to_ranks) {
     auto found = ranks_.find(connection);
     Trainer* trainer = found == ranks_.end() ? nullptr : world_.trainer(found->second.trainer);

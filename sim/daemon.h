@@ -49,6 +49,7 @@ class Daemon final : public Process {
   };
   std::size_t connection_of(std::uint64_t link) const;
   void lose(std::size_t coordinator);
+  void tell(std::uint64_t link, const proto::FromNode& message);
   void act(const membership::LeaderTracker::Actions& actions);
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();

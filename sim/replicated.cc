@@ -21,6 +21,7 @@ ReplicatedCoordinator::ReplicatedCoordinator(World& world, std::uint32_t of, std
 void ReplicatedCoordinator::tick() { carry_out(machine_->on_tick(world_.now_at(machine))); }
 
 void ReplicatedCoordinator::on_message(std::uint64_t link, const proto::FromNode& message) {
+  welcome(world_, link, message);
   if (world_.planted(Plant::claim_without_majority) && message.has_leader_view() && world_.plant_due()) {
     proto::FromNode forged = message;
     auto& view = *forged.mutable_leader_view();

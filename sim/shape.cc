@@ -53,6 +53,8 @@ Shape Shape::of(std::uint64_t seed) {
           .evaluates = often("evaluations", 3),
           .coordinators = often("coordinators", 3) ? 3u : 1u,
           .constant_batch = often("constant batch", 3),
+          .upgrade = often("upgrade", 3),
+          .balance = often("balance", 3),
           .old = often("old", 3)};
 }
 
@@ -75,11 +77,13 @@ std::map<std::string, std::string> Shape::values() const {
           {"evaluates", evaluates ? "y" : "n"},
           {"coordinators", fmt::format("{}", coordinators)},
           {"constant batch", constant_batch ? "y" : "n"},
+          {"upgrade", upgrade ? "y" : "n"},
+          {"balance", balance ? "y" : "n"},
           {"old", old ? "y" : "n"}};
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 18> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 19> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               kSlowest.size(),
@@ -93,6 +97,7 @@ std::size_t pairs_of_values() {
                                               5,  // full meshes
                                               kSpares.size(),
                                               kCheckpointSteps.size(),
+                                              2,
                                               2,
                                               2,
                                               2,

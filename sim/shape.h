@@ -28,6 +28,8 @@ struct Shape {
   bool evaluates = false;              // its trainers do other things between steps, for longer than the silence
   std::uint32_t coordinators = 1;      // more than one: they share a store
   bool constant_batch = false;         // contributors share the samples of all replicas
+  bool upgrade = false;                // its processes are of two releases, and each start may be of either
+  bool balance = false;                // … or less of them than others where they are slower: some are, for a while
   bool old = false;  // the job has been through so many epochs and instances that their numbers are long
 
   static Shape of(std::uint64_t seed);

@@ -249,14 +249,14 @@ void Trainer::run() {
 
 void Trainer::begin_step() {
   check_ahead(std::exchange(step_, *driver_->step()));
-  driver_->take(step_.step);
+  driver_->take(step_.step, world_.now_at(machine));
   gradients_.reset();
   if (step_.contributes && !std::exchange(current_, true))
     world_.checker().on_state(replica, rank, rank_instance, step_.step - 1, state_digest());
   stage_ = Stage::reducing;
   if (!step_.contributes) return world_.wake(*this);
   stage_ = Stage::computing;
-  in(random.between(2ms, 8ms) + world_.slowness(replica, rank), &Trainer::compute);
+  in(world_.computing(*this, samples_of(step_.batch), random.between(2ms, 8ms)), &Trainer::compute);
 }
 
 // Where nobody has come or gone, the plan before has said what this one hands out.
@@ -286,7 +286,7 @@ void Trainer::compute() {
   for (const auto gradient : gradient_views_)
     for (float& value : gradient) value *= static_cast<float>(step_.weight);
   gradients_ = digest(state_->gradients());
-  driver_->want(std::vector<bool>(state_->buckets().size(), true));
+  driver_->want(std::vector<bool>(state_->buckets().size(), true), world_.now_at(machine));
   if (random.one_in(20)) {  // it does something else before it calls commit()
     const Duration busy = random.of_any_size(100us, 150ms);
     busy_until_ = world_.now_at(machine) + busy;

@@ -21,6 +21,7 @@ Shape shape_of(const Options& options) {
   if (options.ranks != 0) shape.ranks = options.ranks;
   if (options.coordinators != 0) shape.coordinators = options.coordinators;
   if (options.plant >= Plant::append_without_comparison) shape.coordinators = 3;
+  if (options.balance) shape.balance = *options.balance;
   shape.nodes = std::min(shape.nodes, shape.ranks);
   return shape;
 }
@@ -30,6 +31,7 @@ membership::JobConfig job_of(const Options& options, const Shape& shape) {
           .ranks = shape.ranks,
           .batch = options.batch,
           .constant_batch = shape.constant_batch,
+          .balance = {.on = shape.balance},
           .steps = 0,
           .id = options.seed + 1,
           .silence = 200ms,
@@ -95,6 +97,23 @@ World::World(const Options& options)
   for (std::uint32_t i = 0; i < shape.coordinators; ++i)
     supervisor_random_.push_back(chance("supervisor", nodes() + i));
   if (shape.old) grow_old();
+  speeds_ = options.speeds;
+  Random speeds = chance("speeds");
+  for (std::uint32_t replica = 0; shape.balance && options.speeds.empty() && replica < shape.replicas; ++replica)
+    for (const Duration from : {0s, 1s, 2s})
+      speeds_.push_back({from, replica, speeds.one_in(3) ? 1.0 + static_cast<double>(speeds.pick(4)) : 1.0});
+}
+
+Duration World::computing(const Trainer& trainer, std::uint64_t samples, Duration usual) const {
+  const Duration slowness = this->slowness(trainer.replica, trainer.rank);
+  if (speeds_.empty()) return usual + slowness;
+  double times = 1;
+  for (const auto& speed : speeds_)
+    if (speed.replica == trainer.replica && speed.from <= now().time_since_epoch()) times = speed.times;
+  const auto batch = static_cast<std::int64_t>(job.batch);
+  const Duration of_step = options_.sample > Duration{} ? options_.sample * batch : usual;
+  const double shares = static_cast<double>(samples) / static_cast<double>(batch);
+  return std::chrono::duration_cast<Duration>(of_step * (shares * times)) + slowness;
 }
 
 // A log of a job that has been through much and has committed nothing. FTAR's tags have twelve bits of the epoch.

@@ -34,6 +34,16 @@ struct Options {
   std::optional<std::vector<Fault>> faults;  // otherwise drawn from the seed
   bool trace = false;                        // keep all of it, not only the end
   const Model* model = nullptr;              // otherwise noise_model()
+  std::optional<bool> balance;               // batches by speed; otherwise as the seed has it
+  // From a time on a replica takes so many times as long for a sample as `sample`. None: drawn from the seed, where
+  // batches are balanced.
+  struct Speed {
+    Duration from{};
+    std::uint32_t replica = 0;
+    double times = 1;
+  };
+  std::vector<Speed> speeds;
+  Duration sample{};  // how long one is computed; zero: as long as the step's chance has it, however many there are
   // Instead of a few seconds with many faults at once: so many failures, each when all replicas contribute again, and
   // until so many samples are trained.
   struct Long {
@@ -136,6 +146,8 @@ class World {
   std::uint64_t next_number() { return ++numbers_; }
   void trainer_exits(Trainer& trainer, const std::string& why);
   Duration slowness(std::uint32_t replica, std::uint32_t rank) const;
+  // How long one computes now that would take `usual` for an equal share of the samples at the usual speed.
+  Duration computing(const Trainer& trainer, std::uint64_t samples, Duration usual) const;
 
   // ---- the control connections; `link` is the number of one
   // To a coordinator; on_link_up() says when it has answered.
@@ -205,6 +217,7 @@ class World {
                   const std::function<bool(const Trainer&)>& holds) const;
   Survivors::Holders holders_of(const proto::LogRecord& record) const;
   void check_survivors();
+  void check_protocol(const proto::LogRecord::EpochBegun& begun);
   void happen(const Fault& fault);
   void reset_link(std::uint64_t number);
   void black_hole(const Fault& fault, TimePoint until);
@@ -234,6 +247,7 @@ class World {
   Random failures_random_, plant_random_;
   std::vector<Random> control_random_;  // by node
   std::vector<Random> supervisor_random_;
+  std::vector<Options::Speed> speeds_;
   transport::sim::Fabric fabric_;
   Checker checker_;
   Survivors survivors_;

@@ -92,9 +92,11 @@ void World::on_record(const proto::LogRecord& record) {
         record.epoch().reason().find(" differ ") != std::string::npos)
       checker_.violate("no-drift", fmt::format("a false alarm: {}", record.epoch().reason()));
     on_moment(Moment::epoch, 0);
+    check_protocol(record.epoch());
   }
   if (record.has_committed()) {
     count("step committed");
+    if (record.committed().has_balance()) count("shares changed");
     note("step {} is committed in epoch {}", record.committed().step(), record.committed().epoch());
     on_committed(record.committed());
     on_moment(Moment::commit, 0);
@@ -117,6 +119,19 @@ void World::on_record(const proto::LogRecord& record) {
   checker_.on_record(record);
   survivors_.on_record(record, holders_of(record));
   check_survivors();
+}
+
+// What all members of an epoch are said to speak, they do.
+void World::check_protocol(const proto::LogRecord::EpochBegun& begun) {
+  if (!shape.upgrade) return;
+  const bool newer = begun.protocol() > membership::kSilentProtocol;
+  count(newer ? "epoch of the newer protocol" : "epoch of the older protocol");
+  for (const auto& member : begun.members())
+    for (const auto& trainer : trainers_[member.replica()])
+      if (newer && trainer && !trainer->ended && trainer->incarnation().value == member.incarnation() &&
+          trainer->is_older(true))
+        checker_.violate("no-garbage", fmt::format("epoch {} has protocol {}, which replica {} rank {} does not speak",
+                                                   begun.epoch(), begun.protocol(), trainer->replica, trainer->rank));
 }
 
 // A replica all of whose processes live and hold it.

@@ -148,6 +148,13 @@ TEST(BadInput, EachGetsOneLineThatSaysWhatAndHowToMendIt) {
   expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
           "pigeon"},
          "no transport 'pigeon': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes");
+  expect({kDaemon, "--job-key-file", key, "--socket", scratch.path + "/s", "--connect", "127.0.0.1:1", "--transport",
+          "tcp;ktls=1"},
+         "';ktls=1' is no setting of tcp; the only one is ktls, of tcp+aes: tcp+aes;ktls=1");
+  expect({kDaemon, "--job-key-file", key, "--coordinator", "--flight-dir", "OFF"},
+         "--flight-dir: 'OFF': for no recording it is 'off'; for a directory of this name './OFF'");
+  expect({kMinimal}, "--flight-dir (REJOIN_FLIGHT_DIR) 'Off': for no recording it is 'off'",
+         {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_FLIGHT_DIR=Off"});
   expect({kMinimal}, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   expect({kMinimal}, "start rejoind on this node with --socket",
          {"REJOIN_SOCKET=" + scratch.path + "/nobody.sock", "REJOIN_PATIENCE_MS=100"});
@@ -333,6 +340,9 @@ TEST(BadInput, ATrainerWithAnotherStateOrPlaceIsRefusedWithTheReason) {
   const std::string status = run({kCli, "status", job.coordinator_status}).output;
   EXPECT_NE(status.find("REFUSED replica 1 rank 0: its " + why), std::string::npos) << status;
   EXPECT_NE(read_file(job.file("coordinator.out")).find(why), std::string::npos);
+  const auto refused = refused_by(job.coordinator_status);
+  EXPECT_EQ(refused.at("job"), 1) << "the one outside";
+  EXPECT_EQ(refused.at("declaration"), 1);
 }
 
 TEST(BadInput, WithoutAMajorityOfEqualStatesTheStatusSaysWhoDiffersInWhat) {

@@ -9,6 +9,7 @@
 
 #include <regex>
 
+#include "base/fd.h"
 #include "membership/log.h"
 #include "tests/daemon_support.h"
 
@@ -38,7 +39,7 @@ TEST(Status, TellsForWhomTheJobWaits) {
     if (told.find("\n  1  ") != std::string::npos) while_it_was_a_member = told;
     return told.find("waits for replica 1 rank 0: its reduction of step") != std::string::npos &&
            (told.find("; replica 0 waits for it: ") != std::string::npos ||
-            std::regex_search(told, std::regex("\n  0 +[0-9]+ +contributor +1\n")));
+            std::regex_search(told, std::regex("\n  0 +[0-9]+ +contributor +[0-9]+ +1\n")));
   })) << while_it_was_a_member;
   EXPECT_EQ(told.find("waits for replica 0"), std::string::npos) << told;
 }
@@ -85,23 +86,44 @@ TEST(Log, NamesANodeThatIsGoneAndWhereItWas) {
   })) << log;
 }
 
+// A caller of a status port, with what it has said so far.
+Fd caller_of(const std::string& status, const std::string& said) {
+  Fd caller(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(std::stoi(status.substr(status.rfind(':') + 1))));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(::connect(caller.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  EXPECT_EQ(::send(caller.get(), said.data(), said.size(), 0), static_cast<ssize_t>(said.size()));
+  return caller;
+}
+
+std::string get(const std::string& status, const std::string& path) {
+  const Fd caller = caller_of(status, "GET " + path + " HTTP/1.1\r\nHost: a\r\n\r\n");
+  std::string answer;
+  char buffer[4096];
+  for (ssize_t n; (n = ::recv(caller.get(), buffer, sizeof buffer, 0)) > 0;)
+    answer.append(buffer, static_cast<std::size_t>(n));
+  return answer;
+}
+
 TEST(Metrics, AreServedInPrometheusFormat) {
   Job job;
   job.start(1, 0);
-  const auto colon = job.coordinator_status.rfind(':');
-  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<std::uint16_t>(std::stoi(job.coordinator_status.substr(colon + 1))));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
-  const std::string request = "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n";
-  ASSERT_EQ(::send(fd, request.data(), request.size(), 0), static_cast<ssize_t>(request.size()));
-  std::string answer;
-  char buffer[4096];
-  for (ssize_t n; (n = ::recv(fd, buffer, sizeof buffer, 0)) > 0;) answer.append(buffer, static_cast<std::size_t>(n));
-  ::close(fd);
+  const std::string answer = get(job.coordinator_status, "/metrics");
   EXPECT_NE(answer.find("# TYPE rejoin_committed_step gauge"), std::string::npos) << answer;
+}
+
+// Each would have five seconds, and 64 have theirs at a time: whoever comes after them would wait for more than a
+// minute.
+TEST(Metrics, AThousandCallersWhoHungUpInTheMiddleOfARequestKeepNobodyWaiting) {
+  Job job;
+  job.start(1, 0);
+  for (int i = 0; i < 1000; ++i) caller_of(job.coordinator_status, "GET /heal");
+  const auto began = std::chrono::steady_clock::now();
+  EXPECT_NE(get(job.coordinator_status, "/healthz").find(" 200 OK"), std::string::npos);
+  EXPECT_NE(get(job.coordinator_status, "/metrics").find(" 200 OK"), std::string::npos);
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(5)) << "one caller's time";
 }
 
 TEST(Metrics, AreAtAnotherPortWhereTheUsualOneIsTaken) {

@@ -7,8 +7,10 @@
 #include <sys/socket.h>
 
 #include <cstring>
+#include <filesystem>
 #include <random>
 #include <set>
+#include <sstream>
 #include <vector>
 
 #include "base/fd.h"
@@ -90,6 +92,48 @@ struct Training : Job {
   }
 };
 
+// Where this process listens on the loopback interface.
+std::vector<std::string> listens_at(pid_t process) {
+  const std::string of_process = "/proc/" + std::to_string(process);
+  std::set<std::string> sockets;
+  for (const auto& entry : std::filesystem::directory_iterator(of_process + "/fd")) {
+    std::error_code gone;
+    sockets.insert(std::filesystem::read_symlink(entry.path(), gone).string());
+  }
+  std::vector<std::string> found;
+  std::istringstream all(read_file(of_process + "/net/tcp"));
+  for (std::string line; std::getline(all, line);) {
+    unsigned port = 0, state = 0;
+    unsigned long inode = 0;
+    if (std::sscanf(line.c_str(), " %*d: %*8x:%4x %*8x:%*4x %2x %*s %*s %*s %*u %*u %lu", &port, &state, &inode) != 3)
+      continue;
+    constexpr unsigned kListens = 0x0a;
+    if (state == kListens && sockets.contains("socket:[" + std::to_string(inode) + "]"))
+      found.push_back("127.0.0.1:" + std::to_string(port));
+  }
+  return found;
+}
+
+TEST(Strangers, OfATrainersItsDaemonTells) {
+  Job job;
+  job.start(1, 0);
+  auto environment = job.environment(0);
+  environment.emplace_back("REJOIN_TRANSPORT=tcp");
+  Process trainer({kMinimal}, job.file("a"), environment);
+  const std::string status = job.addresses("node0").at("status");
+  const auto refused = [&] {
+    const auto ranks =
+        nlohmann::json::parse(run({kCli, "status", "--json", status}).output).at("node_role").at("ranks");
+    return ranks.empty() ? 0 : ranks.at(0).at("refused").value("protocol", 0);
+  };
+  std::vector<std::string> at;
+  ASSERT_TRUE(eventually([&] { return !(at = listens_at(trainer.pid())).empty(); }));
+  ASSERT_EQ(at.size(), 1u);
+  const Fd stranger = connect_to(at.front());
+  send_to(stranger, std::string(56, 'x'));  // as much as a greeting begins with
+  EXPECT_TRUE(eventually([&] { return refused() == 1; }));
+}
+
 TEST(Strangers, AThousandOfEachKindCostTheJobNothing) {
   rlimit descriptors{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &descriptors), 0);
@@ -138,6 +182,11 @@ TEST(Strangers, AThousandOfEachKindCostTheJobNothing) {
   EXPECT_LE(count(log, "was refused"), 5u) << "once a minute and host";
   EXPECT_TRUE(eventually([&] { return job.status().at("strangers") == 0; })) << "each has its time and no more";
   EXPECT_EQ(job.status().at("rejected"), 2000);
+  auto refused = refused_by(job.coordinator_status);
+  EXPECT_EQ(std::exchange(refused["no_proof"], 0) + std::exchange(refused["too_many"], 0) +
+                std::exchange(refused["key"], 0) + std::exchange(refused["protocol"], 0),
+            2000);
+  for (const auto& [why, times] : refused) EXPECT_EQ(times, 0) << why;
 }
 
 double processor_seconds(pid_t of) {
@@ -270,12 +319,13 @@ TEST(StrangersWithCertificates, StayOutOfAJobThatGoesOn) {
       {flags_of(ours.sign("keyless")), other_key, "its job key differs from ours"},
   };
   std::uint32_t number = 10;
-  for (const auto& [flags, key, says] : strangers) {
-    job.of_all = flags;
-    const std::string own = std::exchange(job.key, key);
+  for (const auto& one : strangers) {
+    job.of_all = one.flags;
+    const std::string own = std::exchange(job.key, one.key);
     const auto stranger = job.start_node(number++, {"--connect", job.coordinator});
-    EXPECT_TRUE(eventually([&] { return stranger->output().find(says) != std::string::npos; })) << says << ":\n"
-                                                                                                << stranger->output();
+    EXPECT_TRUE(eventually([&] { return stranger->output().find(one.says) != std::string::npos; }))
+        << one.says << ":\n"
+        << stranger->output();
     job.key = own;
   }
   EXPECT_TRUE(eventually([&] { return job.status().at("rejected") >= std::size(strangers); }));

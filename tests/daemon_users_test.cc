@@ -99,6 +99,7 @@ TEST_F(OtherUsers, AreRefusedByADaemonWhoseJobGoesOn) {
   EXPECT_TRUE(eventually([&] {
     return read_file(job.file("node0.out")).find("a local connection of user 65534 was refused") != std::string::npos;
   }));
+  EXPECT_TRUE(eventually([&] { return refused_by(job.addresses("node0").at("status")).at("user") == 50; }));
   const auto then = committed();
   EXPECT_TRUE(eventually([&] { return committed() > then + 10; }));
 }

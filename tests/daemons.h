@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "tests/process.h"
@@ -61,5 +62,10 @@ struct Daemons {
     return json.is_discarded() ? nlohmann::json() : json.at("coordinator_role");
   }
 };
+
+// What the daemon there says that it has refused, by why.
+inline std::map<std::string, int> refused_by(const std::string& status) {
+  return nlohmann::json::parse(run({kCli, "status", "--json", status}).output).at("refused");
+}
 
 }  // namespace rejoin::test

@@ -63,6 +63,7 @@ TEST_F(Doctor, FindsARunningJobSoundAndDisturbsNobody) {
   expect(0, arguments, {"ok", "key:", "kept from others"});
   expect(0, arguments, {"ok", "socket:", "answers"});
   expect(0, arguments, {"ok", "coordinator:", "the key is right"});
+  expect(0, arguments, {"ok", "clock:", job.coordinator, "give or take"});
   arguments.emplace_back("--json");
   const auto ended = examine(arguments);
   const auto json = nlohmann::json::parse(ended.output, nullptr, false);

@@ -187,6 +187,9 @@ TEST(Explain, WithoutRecordingsOrAnIncidentItSaysSo) {
   const Ended wrong = run({rejoin, "explain", "--job", "nonsense"});
   EXPECT_EQ(wrong.status, 2);
   EXPECT_THAT(wrong.output, HasSubstr("16 hex digits"));
+  const Ended both = run({rejoin, "explain", "--epoch", "2", "--at", "nonsense"});
+  EXPECT_EQ(both.status, 2);
+  EXPECT_THAT(both.output, HasSubstr("--at excludes --epoch"));
 }
 
 }  // namespace

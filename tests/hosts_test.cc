@@ -1,6 +1,7 @@
 // Nodes that share nothing but a network: each a network namespace, with a cable between the two.
 #include <unistd.h>
 
+#include <array>
 #include <sstream>
 
 #include "tests/daemons.h"
@@ -146,6 +147,71 @@ TEST(Hosts, WhoeverListensEverywhereIsFoundByTheOtherHost) {
   const auto log = read_file(two.file("node0.out"));
   const auto at = log.find("catch-up stream is at ") + 22;
   two.examine(coordinator, log.substr(at, log.find('\n', at) - at));
+}
+
+// `rejoin doctor --pairs` on both of two hosts.
+struct PairOfDoctors : testing::Test {
+  TwoHosts two;
+
+  void SetUp() override {
+    if (const auto why = two.connect(); !why.empty()) GTEST_SKIP() << why;
+  }
+  std::array<Ended, 2> run_both() const {
+    const Scratch scratch;
+    std::array<std::unique_ptr<Process>, 2> doctors;
+    std::array<Ended, 2> ended;
+    for (int i = 0; i < 2; ++i)
+      doctors[i] = std::make_unique<Process>(
+          two.hosts[i].inside({kCli, "doctor", "--job-key-file", two.key, "--transport", "tcp", "--patience-ms", "1000",
+                               "--pairs", two.address(0) + ":7100," + two.address(1) + ":7100"}),
+          scratch.path + "/doctor" + std::to_string(i));
+    for (int i = 0; i < 2; ++i) {
+      ended[i].status = doctors[i]->wait(std::chrono::seconds(60));
+      ended[i].output = doctors[i]->output();
+    }
+    return ended;
+  }
+  static void expect(const Ended& ended, int status, const std::string& line) {
+    EXPECT_EQ(ended.status, status) << ended.output;
+    EXPECT_NE(ended.output.find(line), std::string::npos) << line << "\n" << ended.output;
+  }
+};
+
+// Calls to the first host's port are dropped on their way in; what comes back on its own calls passes.
+TEST_F(PairOfDoctors, TellWhichWayAFirewallLetsPass) {
+  auto both = run_both();
+  expect(both[0], 0, "ok    pair: 10.77.0.2:7100: 64 B there and back in ");
+  expect(both[1], 0, "ok    pair: 10.77.0.1:7100: 64 B there and back in ");
+  const auto rule = [&](std::vector<std::string> words) {
+    words.insert(words.begin(), "rule");
+    const auto done = two.hosts[0].ip(std::move(words));
+    ASSERT_EQ(done.status, 0) << done.output;
+  };
+  rule({"add", "pref", "10", "iif", "eth0", "ipproto", "tcp", "dport", "7100", "blackhole"});
+  rule({"add", "pref", "100", "lookup", "local"});  // behind that one
+  rule({"del", "pref", "0"});
+  both = run_both();
+  expect(both[0], 2,
+         "FAIL  pair: 10.77.0.2:7100: it is reached from here, and does not reach this node at 10.77.0.1:7100: no "
+         "answer in 1000 ms -> let this node's firewall pass port 7100");
+  expect(both[1], 2,
+         "FAIL  pair: 10.77.0.1:7100: it reaches this node, and is not reached from here: no answer in 1000 ms -> let "
+         "its firewall pass port 7100");
+}
+
+// The second host's interface drops what is longer than its MTU, and it has told the first to send longer ones.
+TEST_F(PairOfDoctors, FindAPathThatDropsLongPackets) {
+  const auto ip = [&](int host, std::vector<std::string> words) {
+    const auto done = two.hosts[host].ip(std::move(words));
+    ASSERT_EQ(done.status, 0) << done.output;
+  };
+  ip(0, {"link", "set", "eth0", "gso_max_segs", "1"});
+  ip(1, {"link", "set", "eth0", "mtu", "1000"});
+  ip(1, {"route", "replace", "10.77.0.0/24", "dev", "eth0", "src", "10.77.0.2", "advmss", "1460"});
+  const auto both = run_both();
+  expect(both[0], 2, "FAIL  pair: 10.77.0.2:7100: 64 B ok, 1 MiB: no answer in 1000 ms -> MTU or PFC on the path");
+  expect(both[0], 2, "WARN  pair: 10.77.0.2:7100: packets of 1500 bytes here (tcp), and of 1000 there (tcp)");
+  expect(both[1], 2, "FAIL  pair: 10.77.0.1:7100: 64 B ok, 1 MiB arrives, and does not come back: no answer");
 }
 
 // Addresses that this machine's processes have connected to with TCP, as the kernel writes them.

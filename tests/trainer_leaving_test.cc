@@ -90,7 +90,7 @@ TEST_F(Trained, AJobOfAConstantBatchTakesTrainersThatWeighTheirGradients) {
   {
     const auto session = joined(0);
     ASSERT_TRUE(session);
-    EXPECT_REFUSED(session->begin_step(), ErrorCode::refused, "--constant-batch", "Step::weight()");
+    EXPECT_REFUSED(session->begin_step(), ErrorCode::refused, "--balance-batches", "Step::weight()");
   }
   const auto session = declared(config(0));
   session->use_weights();

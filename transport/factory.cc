@@ -16,6 +16,26 @@ namespace {
 
 constexpr std::string_view kTcp = "tcp", kEncrypted = "tcp+aes";
 
+// "tcp…" without its settings, which are behind it.
+std::string plain(const std::string& name) { return name.substr(0, name.find(';')); }
+std::string kind_of(const std::string& name) { return plain(name).substr(0, name.find(':')); }
+bool is_tcp(const std::string& name) { return kind_of(name) == kTcp || kind_of(name) == kEncrypted; }
+
+Result<> check_tcp(const std::string& name) {
+  const std::string kind = kind_of(name), whole = plain(name), settings = name.substr(whole.size());
+  const bool known = settings == ";ktls=0" || settings == ";ktls=1";
+  if (!settings.empty() && (kind != kEncrypted || !known))
+    return fail(ErrorCode::invalid_argument,
+                "transport '{}': '{}' is no setting of {}; the only one is ktls, of {}: {};ktls=1 or {};ktls=0", name,
+                settings, kind, kEncrypted, kEncrypted, kEncrypted);
+  if (whole == kind) return {};
+  for (const auto& local : split(whole.substr(kind.size() + 1), ','))
+    if (local.empty())
+      return fail(ErrorCode::invalid_argument,
+                  "transport '{}': an address is missing; use {}:ADDRESS,ADDRESS…, or {} for any", name, kind, kind);
+  return {};
+}
+
 template <typename MakeRail>
 Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names, MakeRail make_rail) {
   static const SteadyClock clock;
@@ -45,38 +65,28 @@ Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list) {
 }  // namespace
 
 std::string family_of(const std::string& name) {
-  const std::string kind = name.substr(0, name.find(':'));
+  if (!is_tcp(name)) return name.substr(0, name.find(':'));
   const auto rails = 1 + std::count(name.begin(), name.end(), ',');
-  const bool tcp = kind == kTcp || kind == kEncrypted;
-  return tcp && rails > 1 ? fmt::format("{} over {} rails", kind, rails) : kind;
+  return rails > 1 ? fmt::format("{} over {} rails", kind_of(name), rails) : kind_of(name);
 }
 
 Result<> check_name(const std::string& name) {
-  if (name == kTcp || name == kEncrypted || name == "ibverbs" || name.starts_with("ibverbs:") || name == "shm" ||
-      name.starts_with("ucx:"))
-    return {};
-  const std::string kind = name.substr(0, name.find(':'));
-  if (kind != kTcp && kind != kEncrypted)
-    return fail(
-        ErrorCode::invalid_argument,
-        "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes (encrypted, with or without addresses), "
-        "ibverbs, ibverbs:DEVICE,DEVICE… or ucx:LIST",
-        name);
-  for (const auto& local : split(name.substr(kind.size() + 1), ','))
-    if (local.empty())
-      return fail(ErrorCode::invalid_argument,
-                  "transport '{}': an address is missing; use {}:ADDRESS,ADDRESS…, or {} for any", name, kind, kind);
-  return {};
+  if (is_tcp(name)) return check_tcp(name);
+  if (name == "ibverbs" || name.starts_with("ibverbs:") || name == "shm" || name.starts_with("ucx:")) return {};
+  return fail(ErrorCode::invalid_argument,
+              "no transport '{}': use shm, tcp, tcp:ADDRESS,ADDRESS…, tcp+aes (encrypted, with or without addresses), "
+              "ibverbs, ibverbs:DEVICE,DEVICE… or ucx:LIST",
+              name);
 }
 
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
   if (auto right = check_name(name); !right) return tl::unexpected(right.error());
-  const std::string kind = name.substr(0, name.find(':'));
-  if (const bool encrypt = kind == kEncrypted; encrypt || kind == kTcp) {
-    if (name == kind) return tcp::make_engine({.local = "", .encrypt = encrypt});
-    return over_rails(split(name.substr(kind.size() + 1), ','), [encrypt](const std::string& local) {
-      return tcp::make_engine({.local = local, .encrypt = encrypt});
-    });
+  if (is_tcp(name)) {
+    const std::string kind = kind_of(name), whole = plain(name);
+    const auto rail = [&](const std::string& local) {
+      return tcp::make_engine({.local = local, .encrypt = kind == kEncrypted, .kernel = name.ends_with(";ktls=1")});
+    };
+    return whole == kind ? rail("") : over_rails(split(whole.substr(kind.size() + 1), ','), rail);
   }
   if (name == "ibverbs") return ibverbs_over_rails("");
   if (name.starts_with("ibverbs:")) return ibverbs_over_rails(name.substr(8));

@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "transport/transport.h"
 
+#pragma GCC visibility push(default)
 namespace rejoin::transport {
 
 class Idle {
@@ -55,3 +56,5 @@ class Idle {
 };
 
 }  // namespace rejoin::transport
+
+#pragma GCC visibility pop

@@ -6,6 +6,7 @@
 #include "base/entropy.h"
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/refusals.h"
 
 namespace rejoin::transport {
 
@@ -84,6 +85,7 @@ void Regions::count(Refusal refusal) {
   const auto error = refusal_error(refusal);
   if (!error) return;
   ++refused_;
+  refusals::count(refusal == Refusal::bad_key ? refusals::Why::memory_key : refusals::Why::memory_access);
   if (refusal == Refusal::bad_key || !std::has_single_bit(++wrong_)) return;
   spdlog::warn("an operation of a peer's was refused here ({} so far): seen from there, {}", wrong_, error->message);
 }

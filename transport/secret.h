@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 
+#pragma GCC visibility push(default)
 namespace rejoin::transport {
 
 struct Secret {
@@ -28,3 +29,5 @@ struct Secrets {
 };
 
 }  // namespace rejoin::transport
+
+#pragma GCC visibility pop

@@ -25,6 +25,7 @@
 #include "device/memory.h"
 #include "transport/secret.h"
 
+#pragma GCC visibility push(default)
 namespace rejoin::transport {
 
 using device::DmaBuf, device::MemoryKind;
@@ -158,3 +159,5 @@ class Engine {
 };
 
 }  // namespace rejoin::transport
+
+#pragma GCC visibility pop

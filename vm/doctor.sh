@@ -19,6 +19,13 @@ expect 0 "^ok    rdma: rxe1:1 is up" rejoin doctor --strict --transport ibverbs
 expect 0 "^ok    memlock: 64 MiB were registered on rxe0:1" rejoin doctor $two
 expect 2 "^FAIL  rdma: no RDMA device 'mlx5_0'" rejoin doctor --transport ibverbs:mlx5_0
 
+# Two of them, each with the other, over one device.
+(umask 077 && echo 0123456789abcdef >/tmp/doctor.key)
+pair="--job-key-file /tmp/doctor.key --transport ibverbs:rxe0 --pairs 10.77.0.1:7100,10.77.0.1:7110"
+rejoin doctor $pair --data-listen 0.0.0.0:7110 >/tmp/doctor.other 2>&1 &
+expect 0 "^ok    pair: 10.77.0.1:7110: 64 B there and back in .* ms, 1 MiB in" rejoin doctor $pair --data-listen 0.0.0.0:7100
+wait $! && grep -q "^ok    pair: 10.77.0.1:7100: 64 B there" /tmp/doctor.other || { cat /tmp/doctor.other; failed=1; }
+
 # Whoever has CAP_IPC_LOCK may lock anything.
 limited="/usr/bin/setpriv --bounding-set=-ipc_lock sh -c"
 expect 2 "^FAIL  memlock: 64 MiB on rxe0:1: .*RLIMIT_MEMLOCK is 8.0 MiB.*LimitMEMLOCK=infinity" $limited "ulimit -l 8192; rejoin doctor $one"

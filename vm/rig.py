@@ -1,10 +1,12 @@
-"""The VM rig: Debian's kernel with soft-RoCE under QEMU's emulation, so that the verbs backend meets real RDMA verbs.
+"""The VM rig: Debian's kernel with soft-RoCE under QEMU's emulation, so that the verbs backend meets real RDMA verbs, and
+tcp+aes a kernel that encrypts (kTLS).
 
     rig.py test [--filter F]   boots one VM, has 'rejoin doctor' find what is broken of its RDMA devices, and runs the
                                transport's tests over them
     rig.py doctor              the first of these alone
     rig.py demo                runs the demo over several VMs as nodes; one loses power and comes back
     rig.py bench               perftest's tools and ours side by side in one
+    rig.py encryption          TCP as it is, encrypted by the processes, and by the kernel, side by side in one
     rig.py instructions        counts both tools' instructions for each write
     rig.py run -- COMMAND      runs a shell command in one
     rig.py shell               gives a prompt in one
@@ -36,7 +38,7 @@ SKIPPED = 77  # as automake and ctest have it
 
 # Loading order is found by modprobe; these are the ends of the chains.
 MODULES = """crc32_generic crc32-pclmul virtio_pci virtio_net veth udp_tunnel ip6_udp_tunnel ib_uverbs rdma_rxe
-rdma_ucm""".split()
+rdma_ucm aesni-intel ghash-clmulni-intel gcm ctr tls""".split()
 TOOLS = """/usr/bin/ip /usr/bin/rdma /usr/bin/ibv_devinfo /usr/bin/ib_write_bw /usr/bin/ib_read_bw /usr/bin/ib_write_lat
 /usr/bin/ib_send_lat /usr/bin/rping""".split()
 NEEDED = {"qemu-system-x86_64": "qemu-system-x86", "busybox": "busybox-static", "cpio": "cpio", "modprobe": "kmod",
@@ -255,8 +257,9 @@ def one(job, programs, limit, shell=False, files=()):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["test", "doctor", "demo", "nccl", "bench", "instructions", "run", "shell"])
-    parser.add_argument("--filter", default="*ibverbs*:*Ibverbs*", help="of the tests, as gtest has it")
+    parser.add_argument("command", choices=["test", "doctor", "demo", "nccl", "bench", "encryption", "instructions", "run",
+                                            "shell"])
+    parser.add_argument("--filter", default="*ibverbs*:*Ibverbs*:*by_the_kernel*:KernelRecords.*:TcpEngines.*", help="of the tests, as gtest has it")
     parser.add_argument("--preset", default="release", help="the build whose programs run, e.g. asan")
     parser.add_argument("--limit", type=int, default=600, help="seconds until the VM is ended")
     parser.add_argument("--nodes", type=int, default=3, choices=[2, 3], help="VMs of the demo")
@@ -276,8 +279,8 @@ def main():
         return one(doctor, examined, arguments.limit)
     if arguments.command == "shell":
         return one("", programs, arguments.limit, shell=True)
-    if arguments.command == "bench":
-        return one((ROOT / "vm" / "bench.sh").read_text(), programs, arguments.limit)
+    if arguments.command in ("bench", "encryption"):
+        return one((ROOT / "vm" / f"{arguments.command}.sh").read_text(), programs, arguments.limit)
     if arguments.command == "instructions":
         if which("valgrind.bin") is None:
             skip("it counts with Debian's valgrind; install that")

@@ -123,8 +123,12 @@ TEST(Coordinators, OneAddressIsTakenForTheLeaderUnasked) {
   ASSERT_TRUE(node.until([&] { return node.story == "u3"; }));
   node.go_on_for(kSilence / 4);
   EXPECT_FALSE(only.view()) << "it has not asked for any";
-  EXPECT_EQ(node.all->status(true).dump(),
-            nlohmann::json({{"address", only.listener.address()}, {"connected", true}, {"reason", ""}}).dump());
+  EXPECT_EQ(node.all->status(true).dump(), nlohmann::json({{"address", only.listener.address()},
+                                                           {"connected", true},
+                                                           {"reason", ""},
+                                                           {"protocol", 15},  // it has been told of none
+                                                           {"release", ""}})
+                                               .dump());
   only.listener.close_all();
   ASSERT_TRUE(node.until([&] { return only.heard(proto::FromNode::kRankUp) == 2; }));
   EXPECT_EQ(node.story, "u3du");
@@ -209,6 +213,48 @@ TEST(Coordinators, AConnectionThatEndsWhileTheLeaderIsGreetedIsLostAfterIt) {
   node.connect(a.listener.address() + "," + b.listener.address());
   ASSERT_TRUE(node.until([&] { return a.heard(proto::FromNode::kRankUp) == 1; }));
   EXPECT_EQ(node.story, "udu");
+}
+
+// One of a later release, which speaks nothing that this node does.
+struct Later {
+  Later(asio::io_context& io, const JobKeys& job) : keys(job), acceptor(io, {asio::ip::address_v4::loopback(), 0}) {
+    accept();
+  }
+  void accept() {
+    acceptor.async_accept([this](asio::error_code error, asio::ip::tcp::socket socket) {
+      if (error) return;
+      connection = std::make_shared<Framed>(std::move(socket), keys, true);
+      connection->start({.ready = [] {},
+                         .message =
+                             [this](std::string_view) {
+                               proto::ToNode answer;
+                               answer.mutable_welcome()->set_refusal("node n speaks 15 to 16: upgrade node n first");
+                               connection->send_last(answer.SerializeAsString(), kSilence);
+                             },
+                         .closed = [](const std::string&) {}},
+                        kSilence);
+      accept();
+    });
+  }
+  const JobKeys& keys;
+  asio::ip::tcp::acceptor acceptor;
+  std::shared_ptr<Framed> connection;
+};
+
+TEST(Coordinators, ThatTheyRefuseThisNodeIsToldWithTheReason) {
+  Told node;
+  Later one(node.io, node.keys), other(node.io, node.keys);
+  const auto address = [](const Later& of) { return fmt::format("127.0.0.1:{}", of.acceptor.local_endpoint().port()); };
+  node.connect(address(one) + "," + address(other));
+  const std::string refusal = "it refuses this node: node n speaks 15 to 16: upgrade node n first";
+  ASSERT_TRUE(node.until([&] {
+    const auto all = node.all->status(false).at("all");
+    return all.at(0).at("reason") == refusal && all.at(1).at("reason") == refusal;
+  }));
+  EXPECT_EQ(node.all->status(false).at("reason"), address(one) + ": " + refusal);
+  EXPECT_EQ(node.story, "");
+  asio::error_code ignored;
+  for (Later* each : {&one, &other}) each->acceptor.close(ignored);
 }
 
 TEST(Coordinators, ANameIsResolvedAndOneThatDoesNotExistIsToldAndTriedAgain) {

@@ -2,84 +2,12 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
-#include <map>
 #include <nlohmann/json.hpp>
 
-#include "base/fail.h"
-#include "daemon/doctor.h"
+#include "daemon/tests/doctor_node.h"
 
 namespace rejoin::daemon {
 namespace {
-
-using Verdict = Finding::Verdict;
-
-// A node on which everything is right; each test breaks something.
-struct DoctorFindings : testing::Test {
-  DoctorSettings s;
-  SocketFacts socket{.own_user = 7, .user = 7, .process = 100, .answer = ""};
-  std::vector<CoordinatorFacts> coordinators{
-      {.address = "c0:7000", .proven = true, .answered = true, .milliseconds = 1, .remote = true}};
-  std::map<std::string, HostFacts> hosts{{"10.0.0.3", {.own = true}},
-                                         {"127.0.0.1", {.loopback = true, .own = true}},
-                                         {"0.0.0.0", {.own = true}},
-                                         {"10.0.0.99", {}},
-                                         {"nowhere", {.unresolved = "its name is not resolved: no such name"}}};
-  LimitFacts limits{.memlock = 8 * 1024 * 1024, .descriptors = 1024, .descriptors_at_most = 4096};
-  Result<> locked;
-  Result<> peer;
-  Result<std::vector<PortFacts>> ports = std::vector<PortFacts>{{.name = "mlx5_0:1",
-                                                                 .why = "",
-                                                                 .unregistered = "",
-                                                                 .gid = "::ffff:10.0.0.3",
-                                                                 .gid_index = 3,
-                                                                 .mtu = 4096,
-                                                                 .most_mtu = 4096,
-                                                                 .ethernet = true}};
-  Result<GpuFacts> gpus = GpuFacts{.names = {"NVIDIA H200 (CUDA device 0)"}, .peer_memory = true, .dma_buf = true};
-  Result<StoreFacts> store = StoreFacts{.milliseconds = {2, 3, 4}};
-  Result<> key;
-
-  DoctorFindings() {
-    s.key_file = "/key";
-    s.socket = "/run/rejoin.sock";
-    s.coordinators = "c0:7000";
-    s.transport = "ibverbs";
-    s.data_listen = "0.0.0.0:7100";
-    s.peers = {"10.0.0.4:7100"};
-    s.store.store = "etcd:e0:2379";
-    s.store.job = "train";
-  }
-  Findings all() {
-    Probes probes;
-    probes.keys = [this](const std::string&, const std::string&) -> Result<JobKeys> {
-      if (!key) return tl::unexpected(key.error());
-      return JobKeys(JobKey("0123456789abcdef"));
-    };
-    probes.socket = [this](const std::string&) { return socket; };
-    probes.coordinators = [this](const std::string&, const JobKeys&) { return coordinators; };
-    probes.host = [this](const std::string& host) { return hosts.at(host); };
-    probes.own_host_towards = [](const std::string&) { return "10.0.0.3"; };
-    probes.peer = [this](const std::string&, const JobKeys&) { return peer; };
-    probes.limits = [this] { return limits; };
-    probes.lock_memory = [this](std::uint64_t) { return locked; };
-    probes.ports = [this] { return ports; };
-    probes.gpus = [this] { return gpus; };
-    probes.store = [this] { return store; };
-    return examine(s, probes);
-  }
-  // All lines of one check that say this of it.
-  std::string lines(const std::string& check) {
-    std::string found;
-    for (const auto& one : all())
-      if (one.check == check) found += line_of(one) + "\n";
-    return found;
-  }
-  void expect(const std::string& check, const std::string& verdict, std::initializer_list<const char*> says) {
-    const auto found = lines(check);
-    EXPECT_NE(found.find(fmt::format("{:<4}  {}: ", verdict, check)), std::string::npos) << found;
-    for (const auto* one : says) EXPECT_NE(found.find(one), std::string::npos) << one << " in " << found;
-  }
-};
 
 TEST_F(DoctorFindings, FindsNothingWrongWhereEverythingIsRight) {
   for (const auto& one : all()) EXPECT_EQ(one.verdict, Verdict::ok) << line_of(one);
@@ -139,8 +67,8 @@ TEST_F(DoctorFindings, TellsADaemonOfAnotherUserVersionOrNamespace) {
   socket.user = 7;
   socket.answer.reset();
   expect("socket", "FAIL", {"process 100", "says nothing in 2000 ms"});
-  socket.answer = "the trainer's library speaks protocol 1";
-  expect("socket", "FAIL", {"speaks protocol 1 -> use one version"});
+  socket.answer = "the library speaks protocol 1, and this rejoind 15 to 16: upgrade the library first";
+  expect("socket", "FAIL", {"speaks protocol 1, and this rejoind 15 to 16 -> upgrade the library"});
   socket.answer = "";
   socket.same_processes = false;
   expect("socket", "WARN", {"another PID namespace", "shareProcessNamespace"});
@@ -155,8 +83,8 @@ TEST_F(DoctorFindings, TellsWhatIsWrongWithACoordinator) {
   auto& one = coordinators.front();
   one = {.address = "c0:7000", .refused = true, .why = "its job key differs from ours; give both the same"};
   expect("coordinator", "FAIL", {"c0:7000: its job key differs from ours -> give both the same"});
-  one = {.address = "c0:7000", .proven = true};
-  expect("coordinator", "FAIL", {"another version"});
+  one = {.address = "c0:7000", .proven = true, .why = "it refuses this node: it speaks 17: upgrade this rejoind first"};
+  expect("coordinator", "FAIL", {"it shows the key, and it refuses this node: it speaks 17 -> upgrade this rejoind"});
   one = {.address = "c0:7000"};
   expect("coordinator", "FAIL", {"no answer in 2000 ms -> start the coordinator"});
   one.why = "Connection refused";
@@ -205,6 +133,85 @@ TEST_F(DoctorFindings, TellsWhyAPeerIsNotReached) {
   expect("peer", "FAIL", {"10.0.0.4:7100: no answer in 2000 ms -> start its rejoind"});
   peer = fail(ErrorCode::invalid_argument, "rail mlx5_0:1: this machine has no RDMA device; is its driver loaded?");
   expect("peer", "FAIL", {"no RDMA device -> is its driver loaded?"});
+}
+
+TEST_F(DoctorFindings, TellsWhichWayAPairOfNodesIsNotReached) {
+  using enum PathFacts::Reached;
+  auto& one = pairs.others.front();
+  expect("pair", "ok", {"n1:7100: 64 B there and back in "});
+  one.told = way(0, 0, nothing);
+  expect("pair", "FAIL",
+         {"n1:7100: it is reached from here, and does not reach this node at n0:7100: no answer in 2000 ms",
+          "-> let this node's firewall pass port 7100"});
+  one.told.reset();
+  expect("pair", "WARN", {"does not say whether"});
+  one.paths.front() = way(0, 0, connected);
+  expect("pair", "FAIL", {"n1:7100: no answer in 2000 ms -> look at the routes"});
+  one.paths.front() = way(0, 0, nothing);
+  expect("pair", "FAIL",
+         {"it reaches this node, and is not reached from here: no answer", "-> let its firewall pass port"});
+  one.came = false;
+  expect("pair", "FAIL", {"is not reached from here, and has not come: no answer", "-> run the same command there"});
+}
+
+TEST_F(DoctorFindings, TellsOfAPathThatPassesLittle) {
+  using enum PathFacts::Reached;
+  auto& one = pairs.others.front();
+  one.paths.front() = way(0, 0, small);
+  expect("pair", "FAIL",
+         {"n1:7100: 64 B ok, 1 MiB: no answer in 2000 ms -> MTU or PFC on the path", "ping -M do -s SIZE n1"});
+  one.paths.front() = way(0, 0, sent);
+  expect("pair", "FAIL", {"64 B ok, 1 MiB arrives, and does not come back: no answer", "MTU or PFC"});
+  one.paths.front() = way(0, 0);
+  one.told = way(0, 0, small);
+  expect("pair", "FAIL", {"its way to this node: 64 B ok, 1 MiB: no answer", "MTU or PFC"});
+  one.told = way(0, 0);
+  one.paths.front().mtu_there = 1024;
+  expect("pair", "WARN", {"packets of 4096 bytes here (ibverbs:mlx5_0), and of 1024 there"});
+}
+
+TEST_F(DoctorFindings, TellsARailOnlyFabricFromRailsThatAreBroken) {
+  using enum PathFacts::Reached;
+  auto& paths = pairs.others.front().paths;
+  paths = {way(0, 0), way(0, 1, nothing), way(1, 0, nothing), way(1, 1)};
+  expect("pair", "ok", {"a rail-only fabric"});
+  paths = {way(0, 0), way(0, 1), way(1, 0, nothing), way(1, 1)};
+  expect("pair", "WARN", {"from ibverbs:mlx5_1 to ibverbs:mlx5_0: no answer"});
+  paths = {way(0, 0), way(0, 1), way(1, 0), way(1, 1, nothing)};
+  expect("pair", "FAIL", {"from ibverbs:mlx5_1 to ibverbs:mlx5_1: no answer"});
+  paths = {way(0, 0), way(0, 1), way(1, 0), way(1, 1)};
+  expect("pair", "ok", {"on each of 4 ways"});
+}
+
+TEST_F(DoctorFindings, TellsOfClocksThatAreApartForSure) {
+  coordinators.front().clock_ahead_ms = -4200;
+  expect("clock", "WARN", {"c0:7000: its clock is 4.2 s behind this node's", "-> run chrony"});
+  coordinators.front().clock_error_ms = 3500;
+  expect("clock", "ok", {"c0:7000: its clock is 4200.0 ms behind this node's, give or take 3500.00"});
+  pairs.others.front().clock_ahead_ms = 1500;
+  expect("clock", "WARN", {"n1:7100: its clock is 1.5 s ahead of this node's"});
+}
+
+TEST_F(DoctorFindings, TellsOfDevicesThatAreBadlyConnectedWithTheMachine) {
+  expect("pci", "ok", {"mlx5_0: 16 lanes of 16 GT/s, NUMA node 0, port 1 at 200 Gb/s"});
+  buses[0].lanes = 8;
+  expect("pci", "WARN", {"mlx5_0: its PCIe link has 8 lanes of 16 GT/s, and it could 16 of 16 -> give it a slot"});
+  buses[0].lanes = 16;
+  buses[0].speed = 8;
+  expect("pci", "WARN", {"16 lanes of 8 GT/s, and it could 16 of 16"});
+  buses[1].lanes = 4;
+  expect("pci", "WARN", {"GPU 0000:3b:00.0: its PCIe link has 4 lanes"});
+  buses[0].numa_node = 1;
+  buses[0].own_cpus = false;
+  expect("numa", "WARN",
+         {"mlx5_0 is on NUMA node 1, and this process may run on none of its CPUs -> 'numactl --cpunodebind=1'",
+          "mlx5_0 is on NUMA node 1, and every GPU on another: 0"});
+  buses.push_back({.name = "mlx5_1", .port_speeds = {{1, 100}}});
+  expect("pci", "WARN", {"mlx5_1:1 runs at 100 Gb/s, and mlx5_0:1 at 200 -> look at the slower one's cable"});
+  s.transport = "ibverbs:mlx5_0:1;gid=3";
+  EXPECT_EQ(lines("pci").find("mlx5_1"), std::string::npos) << "it is not used";
+  s.transport = "tcp";
+  expect("pci", "skipped", {"no RDMA device is used"});
 }
 
 TEST_F(DoctorFindings, ComparesDescriptorsWithWhatTheJobNeeds) {
@@ -256,7 +263,12 @@ TEST_F(DoctorFindings, TellsWhatIsWrongWithGpus) {
   expect("gpu", "WARN", {"CUDA_DEVICE_MAX_CONNECTIONS=1"});
   gpus->peer_memory = gpus->dma_buf = false;
   expect("gpu", "WARN", {"neither nvidia-peermem", "modprobe"});
-  gpus->names.clear();
+  gpus->reach = {{.port = "mlx5_0", .dma_buf = true}, {.port = "mlx5_1", .why = "Operation not supported"}};
+  expect("gpu", "ok", {"memory of NVIDIA H200 (CUDA device 0) was registered on mlx5_0, as a dma-buf"});
+  expect("gpu", "WARN", {"can't be given to mlx5_1", "Operation not supported -> 'modprobe nvidia-peermem'"});
+  gpus->peer_memory = true;
+  expect("gpu", "WARN", {"nvidia-peermem is loaded and does not help"});
+  gpus = GpuFacts{};
   expect("gpu", "WARN", {"no GPU"});
   gpus = fail(ErrorCode::io, "starting the CUDA driver: unknown error");
   expect("gpu", "FAIL", {"unknown error -> ", "nvidia-smi"});
@@ -265,10 +277,33 @@ TEST_F(DoctorFindings, TellsWhatIsWrongWithGpus) {
 TEST_F(DoctorFindings, TellsAStoreThatIsSlowOrAway) {
   store->milliseconds.push_back(200);
   expect("store", "WARN", {"4 writes", "200.0 ms at most", "SSD"});
+  store->milliseconds.pop_back();
+  store->bytes = 1800ull * 1024 * 1024;
+  expect(
+      "store", "WARN",
+      {"etcd holds 1.8 GiB, and may hold 2.0 GiB unless its --quota-backend-bytes says otherwise -> 'etcdctl compact"});
+  store->quota = 8ull * 1024 * 1024 * 1024;
+  EXPECT_EQ(lines("store").find("WARN"), std::string::npos);
+  store->alarms = {"memberID:1 alarm:NOSPACE"};
+  store->milliseconds.clear();
+  expect("store", "FAIL", {"alarm:NOSPACE -> 'etcdctl compact"});
   store = fail(ErrorCode::unavailable, "e0:2379: failed to connect");
   expect("store", "FAIL", {"failed to connect -> start etcd"});
   s.store.job = "";
   expect("store", "FAIL", {"--job NAME"});
+}
+
+TEST_F(DoctorFindings, SayWhoEncrypts) {
+  EXPECT_EQ(lines("encryption"), "");
+  s.transport = "tcp+aes";
+  EXPECT_EQ(lines("encryption"),
+            "ok    encryption: processes encrypt; this kernel could, with ;ktls=1 behind the transport\n");
+  s.transport = "tcp+aes:10.0.0.3;ktls=1";
+  EXPECT_EQ(lines("encryption"), "ok    encryption: the kernel encrypts for data connections with peers of ktls=1\n");
+  kernel_tls = fail(ErrorCode::unavailable, "it has no module tls");
+  EXPECT_EQ(lines("encryption").find("WARN  encryption: processes encrypt here, not the kernel: it has no module"), 0u);
+  s.transport = "tcp+aes";
+  EXPECT_EQ(lines("encryption"), "ok    encryption: processes encrypt\n");
 }
 
 }  // namespace

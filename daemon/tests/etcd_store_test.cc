@@ -251,6 +251,7 @@ struct Meddled : EtcdClient {
     real.transact(transaction, std::move(done));
   }
   const std::string& answered_last() const override { return real.answered_last(); }
+  void status(std::function<void(Result<etcd::StatusResponse>)> done) override { real.status(std::move(done)); }
   EtcdClient& real;
   int at = 0, count = 0;
   std::function<void()> meddle;

@@ -186,6 +186,48 @@ TEST(Explain, AMachineThatIsLostIsOneIncidentAndTwoEndsOnOneThatLivesAreTwo) {
                                                   "the end of coordinator c1, without a new epoch"));
 }
 
+TEST(Explain, WhoLeavesInOrderIsNoUnknownLoss) {
+  Job job;
+  std::erase_if(job.node.made.events, [](const auto& event) { return event.kind == Kind::rank_down; });
+  job.node.add(1002 * ms, Kind::rank_left, {.replica = 1, .number = 0, .a = 11}, "of its own accord");
+  job.r1.add(1001 * ms, Kind::left);
+  job.r1.add(1003 * ms, Kind::ended);
+  job.ends();
+  const auto lines = told(job.recordings());
+  ASSERT_FALSE(lines.empty());
+  EXPECT_THAT(lines[1],
+              AllOf(HasSubstr("Rank 0 of replica 1 (process 11) left in order at"), HasSubstr(": of its own accord.")));
+  EXPECT_THAT(lines[2], HasSubstr("Daemon node1 said of rank 0: of its own accord"));
+}
+
+TEST(Explain, ADaemonThatWasRestartedBeforeHasNotCausedIt) {
+  Job job;
+  // The one before it ended without a word, and its trainer has come to this one since.
+  MadeUp before("node1", 1, 3);
+  before.add(1 * ms, Kind::rank_up, {.replica = 1, .number = 0, .a = 11});
+  before.add(500 * ms, Kind::beat);
+  job.node.made.events.front().at = 700 * ms;
+  job.all.push_back(&before);
+  for (auto* one : job.all)
+    if (one != &job.r1 && one != &before) one->add(3000 * ms, Kind::ended, {}, "in order");
+  const auto joined = join(job.recordings());
+  const auto incidents = find_incidents(joined);
+  ASSERT_EQ(incidents.all.size(), 2u);
+  EXPECT_EQ(incidents.all[0].title(), "the end of node1, without a new epoch");
+  const auto lines = explain(joined, incidents, incidents.all[1]);
+  EXPECT_THAT(lines[1], AllOf(HasSubstr("Trainer r1.0 (process 11 on host) ended"), Not(HasSubstr("node1"))));
+}
+
+TEST(Explain, WhereNoContributorIsLeftItDoesNotSayThatNothingIsLost) {
+  Job job;
+  job.coordinator.made.events.back().text = "\nwithout replicas 0, 1, 2: their processes ended";
+  job.ends();
+  const auto lines = told(job.recordings());
+  EXPECT_THAT(lines,
+              Contains(HasSubstr("No contributor was left: committed steps are lost that are in no checkpoint")));
+  EXPECT_THAT(lines, Not(Contains(HasSubstr("No committed step was lost"))));
+}
+
 TEST(Explain, AnIncidentIsFoundByItsTimeItsEpochAndInTheList) {
   constexpr std::int64_t day = 86400'000 * ms, near = 20'000 * day + 23 * 3600'000 * ms;
   EXPECT_EQ(*parse_time("23:59:59.5", near), 20'000 * day + day - 500 * ms);

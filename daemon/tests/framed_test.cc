@@ -230,6 +230,75 @@ TEST(Framed, OneOfTwoKeysIsEnoughForWhoListensAndACallerProvesItsOwn) {
   for (const auto* listener : {&old, &old_and_new, &new_and_old, &renewed}) EXPECT_FALSE(gets_in(third, *listener));
 }
 
+// A node that says these bytes first, to a listener of this release.
+struct Caller {
+  asio::io_context io{1};
+  JobKeys keys{kKey};
+  std::vector<std::string> taken;  // the names of nodes
+  std::vector<proto::ToNode> answers;
+  bool closed = false;
+  NodeListener listener{
+      io,
+      keys,
+      std::chrono::seconds(2),
+      {.message = [this](auto, const auto& message) { taken.push_back(message.hello().node()); }, .lost = [](auto) {}}};
+  std::shared_ptr<Framed> framed;
+
+  explicit Caller(const std::string& bytes) {
+    EXPECT_TRUE(listener.listen("127.0.0.1:0"));
+    tcp::socket socket(io);
+    const auto port = std::stoi(listener.address().substr(listener.address().rfind(':') + 1));
+    socket.connect({asio::ip::address_v4::loopback(), static_cast<std::uint16_t>(port)});
+    framed = std::make_shared<Framed>(std::move(socket), keys, false);
+    framed->start({.ready = [this, bytes] { framed->send(bytes); },
+                   .message =
+                       [this](std::string_view message) {
+                         EXPECT_TRUE(answers.emplace_back().ParseFromString(std::string(message)));
+                       },
+                   .closed = [this](const std::string&) { closed = true; }},
+                  std::chrono::seconds(10));
+  }
+  ~Caller() {
+    framed->close();
+    listener.close_all();
+    io.poll();
+  }
+  bool until(const std::function<bool()>& condition) {
+    const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(10);
+    while (!condition() && SteadyClock().now() < deadline) io.run_one_for(std::chrono::seconds(1));
+    return condition();
+  }
+};
+
+// FromNode { hello { protocol: 15, node: "n1" } }, as a node of protocol 15 says it; and with other numbers.
+std::string old_hello(char protocol) { return std::string("\x0a\x06\x08") + protocol + "\x12\x02n1"; }
+
+TEST(NodeListener, ANodeOfTheProtocolBeforeIsTakenAndHearsNothingThatItDoesNotKnow) {
+  Caller caller(old_hello(15));
+  ASSERT_TRUE(caller.until([&] { return !caller.taken.empty(); }));
+  EXPECT_EQ(caller.taken, std::vector<std::string>{"n1"});
+  EXPECT_EQ(caller.listener.rejected(), 0u);
+  EXPECT_TRUE(caller.answers.empty());
+}
+
+TEST(NodeListener, ANodeOfAnOlderProtocolIsPutOffWithoutAWord) {
+  Caller caller(old_hello(14));
+  ASSERT_TRUE(caller.until([&] { return caller.closed; }));
+  EXPECT_EQ(caller.listener.rejected(), 1u);
+  EXPECT_TRUE(caller.taken.empty() && caller.answers.empty());
+}
+
+TEST(NodeListener, ANodeOfALaterProtocolIsToldWhy) {
+  Caller caller(old_hello(17));
+  ASSERT_TRUE(caller.until([&] { return !caller.answers.empty(); }));
+  EXPECT_EQ(caller.listener.rejected(), 1u);
+  EXPECT_TRUE(caller.taken.empty());
+  EXPECT_EQ(caller.listener.nodes(), 0u);
+  const std::string why = caller.answers.front().welcome().refusal();
+  EXPECT_NE(why.find("speaks protocol 17, and its coordinator or relay 15 to 16: upgrade its"), std::string::npos)
+      << why;
+}
+
 // A time less than this can't be, whatever the machine has to do.
 TEST(Upstream, ANodeOfAnotherVersionIsRefusedAndComesAgainEverLessOften) {
   asio::io_context io{1};
@@ -253,6 +322,12 @@ TEST(Upstream, ANodeOfAnotherVersionIsRefusedAndComesAgainEverLessOften) {
     io.run_one_for(std::chrono::seconds(1));
   EXPECT_EQ(listener.rejected(), 6u);
   EXPECT_GE(SteadyClock().now() - begun, std::chrono::milliseconds(50 + 100 + 200 + 400 + 800));
+  while (upstream.why_lost().find("it refuses this node: ") == std::string::npos &&
+         SteadyClock().now() - begun < std::chrono::seconds(30))
+    io.run_one_for(std::chrono::seconds(1));
+  EXPECT_NE(upstream.why_lost().find("speaks protocol 17, and its coordinator or relay 15 to 16"), std::string::npos)
+      << upstream.why_lost();
+  EXPECT_TRUE(upstream.was_refused());
 }
 
 }  // namespace

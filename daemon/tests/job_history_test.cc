@@ -95,6 +95,10 @@ TEST(JobHistory, NamesEachEpochByWhatItChanges) {
   dropped.mutable_dropped()->set_replica(1);
   history.on_records({dropped, epoch(11, 1, "c.c")}, TimePoint(1s));
   EXPECT_EQ(history.epochs().back().cause, Cause::dropped);
+  auto upgraded = epoch(12, 1, "c.c");
+  upgraded.mutable_epoch()->set_protocol(16);
+  history.on_records({upgraded}, TimePoint(1s));
+  EXPECT_EQ(history.epochs().back().cause, Cause::protocol);
 }
 
 TEST(JobHistory, WhatWasDecidedBeforeHasNoTimesAndIsShownAllTheSame) {
@@ -178,7 +182,21 @@ json status_of_coordinator(bool leads = true) {
         {"alarms", json::array()},
         {"refused", json::array()},
         {"blocked_on", json::array()},
+        {"stragglers",
+         json::array({{{"what", "compute"}, {"replica", 2}, {"times", 1.5}, {"since_step", 9}, {"for_ms", 8000}}})},
+        {"balance", {{"on", true}, {"at_least", 0.5}, {"at_most", 1.5}, {"in_force", true}}},
         {"steps_rolled_back", 0},
+        {"versions",
+         {{"protocol", 15},
+          {"mixed", true},
+          {"oldest", 15},
+          {"newest", 16},
+          {"coordinators", 16},
+          {"release", "0.2.0"},
+          {"nodes", {{{"protocol", 16}, {"release", "0.2.0"}, {"count", 3}, {"some", {"a", "b", "c"}}}}},
+          {"ranks",
+           {{{"protocol", 15}, {"release", "0.1.0"}, {"daemon_release", "0.1.0"}, {"count", 2}, {"some", {"0.0"}}},
+            {{"protocol", 15}, {"release", "0.1.0"}, {"daemon_release", "0.2.0"}, {"count", 1}, {"some", {"1.0"}}}}}}},
         {"store", {{"kind", "file"}, {"leads", leads}, {"write_us", {{"last", 1}, {"mean", 1}, {"longest", 1}}}}}}}};
 }
 
@@ -189,21 +207,68 @@ TEST(Metrics, HaveAbsentReplicasHistogramsAndCountersThatAreCounters) {
   job.begins(2, "c.j");
   job.steps(1);
   job.history.on_append(30ms);
-  const std::string text = metrics_text(status_of_coordinator(), &job.history, job.now);
-  for (const char* line :
-       {"rejoin_replica_state{replica=\"1\",state=\"absent\"} 1\n",
-        "rejoin_replica_state{replica=\"2\",state=\"absent\"} 0\n",
-        "rejoin_replica_state{replica=\"2\",state=\"catching_up\"} 1\n", "rejoin_replicas{state=\"contributor\"} 1\n",
-        "# TYPE rejoin_epochs_total counter\n", "rejoin_epochs_total{reason=\"lost\"} 1\n",
-        "rejoin_epochs_total{reason=\"silent\"} 0\n", "rejoin_step_duration_seconds_bucket{le=\"1\"} 4\n",
-        "rejoin_recovery_duration_seconds_count 1\n", "rejoin_log_append_duration_seconds_bucket{le=\"0.05\"} 1\n",
-        "rejoin_log_append_duration_seconds_bucket{le=\"0.025\"} 0\n", "rejoin_gradient_differences_total 1\n",
-        "rejoin_build_info{protocol=", "rejoin_rejected_messages_total{by=\"coordinator\"} 2\n"})
+  json status = status_of_coordinator();
+  status["refused"] = refusals_json(std::array<std::uint64_t, 2>{5, 0});
+  const std::string text = metrics_text(status, &job.history, job.now);
+  for (const char* line : {"rejoin_replica_state{replica=\"1\",state=\"absent\"} 1\n",
+                           "rejoin_replica_state{replica=\"2\",state=\"absent\"} 0\n",
+                           "rejoin_replica_state{replica=\"2\",state=\"catching_up\"} 1\n",
+                           "rejoin_replicas{state=\"contributor\"} 1\n",
+                           "# TYPE rejoin_epochs_total counter\n",
+                           "rejoin_epochs_total{reason=\"lost\"} 1\n",
+                           "rejoin_epochs_total{reason=\"silent\"} 0\n",
+                           "rejoin_step_duration_seconds_bucket{le=\"1\"} 4\n",
+                           "rejoin_recovery_duration_seconds_count 1\n",
+                           "rejoin_log_append_duration_seconds_bucket{le=\"0.05\"} 1\n",
+                           "rejoin_log_append_duration_seconds_bucket{le=\"0.025\"} 0\n",
+                           "rejoin_gradient_differences_total 1\n",
+                           "rejoin_job_protocol 15\n",
+                           "rejoin_job_mixed 1\n",
+                           "rejoin_job_nodes{protocol=\"16\",release=\"0.2.0\"} 3\n",
+                           "rejoin_job_ranks{protocol=\"15\",release=\"0.1.0\"} 3\n",  // under whichever daemons
+                           "rejoin_straggler_times{replica=\"2\",what=\"compute\"} 1.5\n",
+                           "rejoin_stragglers 1\n",
+                           "rejoin_build_info{protocol=",
+                           "rejoin_rejected_messages_total{by=\"coordinator\"} 2\n",
+                           "rejoin_refused_total{by=\"daemon\",reason=\"key\"} 5\n",
+                           "rejoin_refused_total{by=\"daemon\",reason=\"memory_access\"} 0\n"})
     EXPECT_THAT(text, HasSubstr(line));
   EXPECT_THAT(text, Not(testing::ContainsRegex("# TYPE rejoin_[a-z_]*_total gauge")));
   const std::string standby = metrics_text(status_of_coordinator(false), &job.history, job.now);
   EXPECT_THAT(standby, HasSubstr("rejoin_leads 0\n"));
   EXPECT_THAT(standby, Not(HasSubstr("rejoin_replica_state")));
+}
+
+// One gap is none: a hop is slow that stands out for longer than a gap is told of.
+TEST(JobHistory, NamesAHopThatStandsOutForAWhile) {
+  TellsHistory job;
+  job.begins(1, "ccc");
+  const auto tell = [&](int seconds, std::uint64_t gap_us) {
+    for (; seconds > 0; --seconds) {
+      job.steps(1);
+      for (std::uint32_t to = 0; to < 3; ++to) {
+        proto::Report told = report(to, "n" + std::to_string(to));
+        told.mutable_slowest()->set_from((to + 2) % 3);
+        told.mutable_slowest()->set_gap_us(to == 1 ? gap_us : 2000);
+        job.history.on_report(told, job.now);
+      }
+    }
+  };
+  tell(30, 2500);
+  EXPECT_FALSE(job.history.slow_hop(job.now));
+  tell(15, 80'000);
+  EXPECT_FALSE(job.history.slow_hop(job.now));
+  tell(10, 80'000);
+  const auto slow = job.history.slow_hop(job.now);
+  ASSERT_TRUE(slow);
+  EXPECT_EQ(slow->replica, 1u);
+  EXPECT_EQ(slow->from, 0u);
+  EXPECT_EQ(slow->gap_us, 80'000u);
+  EXPECT_EQ(slow->usual_us, 2000u);
+  EXPECT_EQ(slow->since_step, 32u) << "the first second after which a look finds it";
+  EXPECT_FALSE(job.history.slow_hop(job.now + 30s)) << "nobody tells any more";
+  tell(2, 3000);
+  EXPECT_FALSE(job.history.slow_hop(job.now));
 }
 
 // The largest job there is, with an epoch for each step and texts without an end.

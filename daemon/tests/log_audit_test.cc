@@ -124,6 +124,20 @@ TEST(LogAudit, OfAConstantBatchWhoIsLostMayHaveHeldAllOfIt) {
   EXPECT_EQ(log.audit(Step(4)).left_over, 30u);
 }
 
+TEST(LogAudit, WhereReplicasShareBySpeedWhoIsLostMayHaveHeldMoreThanABatch) {
+  Written log;
+  log.epoch({0, 1});
+  log.commit({{0, {{0, 10}}}, {1, {{10, 20}}}});
+  auto& balance = *log.records.back().mutable_committed()->mutable_balance();
+  balance.set_at_least(500);
+  balance.set_at_most(1500);
+  log.commit({{0, {{20, 30}}}, {1, {{30, 40}}}});
+  log.epoch({1});
+  log.commit({{1, {{55, 60}}}});  // and 0 had 15
+  expect(log.audit(Step(3)), 60, 45, 0, 0);
+  EXPECT_EQ(log.audit(Step(3)).left_over, 15u);
+}
+
 // No more is left over than those who were lost can have held.
 TEST(LogAudit, WhatNobodyHeldInTheLastStepsIsLost) {
   Written log;

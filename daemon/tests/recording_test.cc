@@ -217,11 +217,13 @@ TEST(Flight, WhereNoneCanBeWrittenTheProcessGoesOn) {
 TEST(ClockStamp, IsReadBehindAnyMessageAndNowhereElse) {
   std::string message = "bytes";
   EXPECT_FALSE(stamp_of(message));
-  append(message, {0x1122334455667788, -5});
+  append(message, {0x1122334455667788, -5}, 1700000000123456);
   const auto stamp = stamp_of(message);
   ASSERT_TRUE(stamp);
   EXPECT_EQ(stamp->clock, 0x1122334455667788u);
   EXPECT_EQ(stamp->sent_ns, -5);
+  EXPECT_EQ(system_time_of(message), 1700000000123456);
+  EXPECT_FALSE(system_time_of(std::string_view(message).substr(message.size() - 20))) << "an older sender's";
   EXPECT_FALSE(stamp_of(std::string_view(message).substr(0, message.size() - 1)));
   EXPECT_FALSE(stamp_of(message + "x"));
 }

@@ -98,6 +98,30 @@ TEST(StatusServer, HasSoManyCallersAtATimeAndOthersWaitUntilOneHasGone) {
   EXPECT_TRUE(served.runs_until([&] { return answered; }, 4s));  // an idle one has five
 }
 
+TEST(StatusServer, WhoHangsUpBeforeItHasAskedIsGoneAtOnceAndWhoHasAskedIsAnswered) {
+  Served served(1h);
+  {
+    std::vector<tcp::socket> halves;
+    for (std::size_t i = 0; i < 2 * StatusServer::kMostRequests; ++i) {
+      halves.push_back(served.caller());
+      asio::write(halves.back(), asio::buffer(std::string(i % 3 == 0 ? "" : "GET /sta")));
+      if (i % 2 == 0) halves.back().shutdown(tcp::socket::shutdown_send);
+    }
+    halves.push_back(served.caller());  // all of a request, and then the end of what it says
+    tcp::socket& asks = halves.back();
+    asio::write(asks, asio::buffer("GET /status?" + std::string(8000, 'x') + " HTTP/1.1\r\nHost: a\r\n\r\n"));
+    asks.shutdown(tcp::socket::shutdown_send);
+    std::string answer;
+    bool ended = false;
+    asio::async_read(asks, asio::dynamic_buffer(answer), [&](asio::error_code, std::size_t) { ended = true; });
+    EXPECT_TRUE(served.runs_until([&] { return served.server->callers() == StatusServer::kMostRequests; }));
+    for (std::size_t i = 1; i < 9; i += 2) halves[i].close();
+    EXPECT_TRUE(served.runs_until([&] { return ended; })) << "those who are gone keep their places";
+    EXPECT_TRUE(answer.ends_with("the status\n")) << answer;
+  }
+  EXPECT_TRUE(served.runs_until([&] { return served.server->callers() == 0; }));
+}
+
 // One that sends a byte now and then, and one that reads none of a long answer.
 TEST(StatusServer, ASlowCallerHasItsTimeAndNoMoreHoweverBusyItIs) {
   Served served(300ms);

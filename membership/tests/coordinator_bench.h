@@ -21,6 +21,7 @@ struct Told {
   std::uint32_t replicas = 3;
   LinkRule links{.full_mesh_members = 64};
   bool constant_batch = false;
+  BalanceRule balance = {};
 };
 struct Bench {
   JobConfig config{.replicas = 3, .ranks = 2, .batch = 10, .steps = 0, .silence = 1s};
@@ -45,6 +46,7 @@ struct Bench {
     config.replicas = told.replicas;
     config.links = told.links;
     config.constant_batch = told.constant_batch;
+    config.balance = told.balance;
     return config;
   }
 

@@ -57,5 +57,38 @@ TEST(Relay, WhatAReplicaSaysOfItselfIsPassedOnAgainAndAgainOfAnyRank) {
   }
 }
 
+// Of all of a replica's ranks, which are behind several daemons: not known where one of them doesn't say.
+TEST(Relay, ReportsTheLongestThatAReplicasRanksHaveComputed) {
+  Ranks ranks;
+  for (std::uint32_t rank = 0; rank < 3; ++rank) {
+    proto::FromNode message;
+    auto& up = *message.mutable_rank_up();
+    up.set_replica(1);
+    up.set_rank(rank);
+    up.set_instance(rank + 1);
+    up.set_incarnation(5);
+    (void)ranks.relay.on_node_message(NodeId(rank), message, ranks.now);
+  }
+  const auto reported = [&](std::uint64_t step, const std::vector<std::uint64_t>& us) {
+    std::vector<proto::FromNode> up;
+    for (std::uint32_t rank = 0; rank < 3; ++rank) {
+      EXPECT_TRUE(up.empty());
+      proto::FromNode message;
+      auto& reduced = *message.mutable_reduced();
+      reduced.set_replica(1);
+      reduced.set_incarnation(5);
+      reduced.set_epoch(3);
+      reduced.set_step(step);
+      reduced.set_compute_us(us[rank]);
+      RankSet(rank).to(reduced.mutable_ranks());
+      up = ranks.relay.on_node_message(NodeId(rank), message, ranks.now).to_coordinator;
+    }
+    return up.at(0).reduced().compute_us();
+  };
+  EXPECT_EQ(reported(1, {4000, 9000, 5000}), 9000u);
+  EXPECT_EQ(reported(2, {4000, 3000, 2000}), 4000u);
+  EXPECT_EQ(reported(3, {4000, 0, 2000}), 0u);
+}
+
 }  // namespace
 }  // namespace rejoin::membership

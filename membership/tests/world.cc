@@ -9,6 +9,7 @@ namespace rejoin::membership {
 
 World::World(std::uint64_t seed, bool with_relays) : random(seed) {
   config.constant_batch = seed % 3 == 0;
+  config.balance = {.on = seed % 4 == 0, .every = 2, .gain = 0};
   start_coordinator();
   nodes.resize(with_relays ? config.replicas * config.ranks : config.replicas);
   if (with_relays) relays.resize(config.replicas);

@@ -19,6 +19,7 @@ void World::spawn(std::uint32_t replica, std::uint32_t number) {
   up.mutable_rank_up()->set_instance(node.ranks[number]->instance);
   up.mutable_rank_up()->set_plan_hash(3);
   up.mutable_rank_up()->set_digest(1);
+  up.mutable_rank_up()->set_speaks(kProtocolVersion);
   keep(node, node.machine->on_rank_message(node.ranks[number]->connection, up, now));
 }
 
@@ -35,6 +36,7 @@ void World::greet_again(NodeProcess& node, std::uint32_t replica, std::uint32_t 
   message.set_plan_hash(3);
   message.set_incarnation(rank->machine->incarnation().value);
   message.set_digest(1);  // as it was when it joined
+  message.set_speaks(kProtocolVersion);
   if (rank->machine->reduced()) {
     message.set_reduced_epoch(rank->machine->epoch().value);
     message.set_reduced_step(rank->machine->step().value);
@@ -122,6 +124,7 @@ void World::work(NodeProcess& node, std::uint32_t replica, std::uint32_t number)
   done.mutable_reduced()->set_epoch(rank.machine->epoch().value);
   done.mutable_reduced()->set_step(rank.machine->step().value);
   RankSet(number).to(done.mutable_reduced()->mutable_ranks());
+  done.mutable_reduced()->set_compute_us(pick(20));
   keep(node, node.machine->on_rank_message(rank.connection, done, now));
 }
 

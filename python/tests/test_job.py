@@ -28,7 +28,8 @@ class Job:
 
     def __init__(self, directory: Path, *flags: str, replicas: int = 2, ranks: int = 1, steps: int = 60, batch: int = 8,
                  kill: dict[int, tuple[str, int]] | None = None, script: str = "trainer.py",
-                 silence_ms: int = 5000, constant_batch: bool = False) -> None:  # fmt: skip
+                 silence_ms: int = 5000, constant_batch: bool = False,
+                 balance_batches: bool = False) -> None:  # fmt: skip
         self.directory, self.steps, self.script = directory, steps, str(HERE / script)
         self.last_step = steps  # as the coordinator was told; 0: none
         for replica, order in (kill or {}).items():
@@ -38,6 +39,8 @@ class Job:
                    sys.executable, self.script, "--out", str(directory), *flags]  # fmt: skip
         if constant_batch:
             command[7:7] = ["--constant-batch"]
+        if balance_batches:
+            command[7:7] = ["--balance-batches"]
         if ranks > 1:
             command[7:7] = ["--ranks", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -121,6 +124,11 @@ class Job:
         lines = (self.directory / f"trained.{replica}").read_text().splitlines()
         return dict(json.loads(line) for line in lines)
 
+    def weights(self, replica: int) -> dict[int, int]:
+        """By step; of a job that weighs nothing there are none."""
+        lines = (self.directory / f"weights.{replica}").read_text().splitlines()
+        return dict(json.loads(line) for line in lines)
+
     def pid_of(self, replica: int, rank: int = 0) -> int:
         for process in Path("/proc").iterdir():
             if not process.name.isdecimal():
@@ -165,8 +173,9 @@ def alone(job: Job, kind: str, max_norm: float | None, start: dict | None = None
         optimizer.load_state_dict(start["optimizer"])
     data, batches = trainer.make_data(), Batches(997, seed=5)
     contributors, samples = job.contributors(), {r: job.samples(r) for r in (0, 1)}
+    weights = {r: job.weights(r) for r in (0, 1)}
     for step in range(1, job.steps + 1):
-        gradients, buffers = [], []
+        gradients, buffers, count = [], [], 0
         before = {name: b.clone() for name, b in model.named_buffers()}
         for replica in contributors[step]:
             for name, buffer in model.named_buffers():
@@ -175,9 +184,10 @@ def alone(job: Job, kind: str, max_norm: float | None, start: dict | None = None
             x, y = torch.utils.data.default_collate([data[i] for i in indices])
             model.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
-            gradients.append([p.grad.clone() for p in model.parameters()])
-            buffers.append([b.clone() for b in model.buffers()])
-        count = len(gradients)
+            weight = weights[replica].get(step, 1)
+            gradients.append([p.grad * weight for p in model.parameters()])
+            buffers.append([b * weight for b in model.buffers()])
+            count += weight
         with torch.no_grad():
             for i, buffer in enumerate(model.buffers()):
                 total = sum(b[i] for b in buffers)
@@ -219,6 +229,21 @@ def test_a_killed_replica_comes_back_and_all_have_what_one_process_computes_from
         for name, value in state.items():
             if value is not None:
                 assert same_bits(value, final["optimizer"]["state"][number][name]), f"{name} of {number}"
+
+
+def test_a_slower_replica_trains_fewer_samples_and_all_have_what_one_process_computes_from_the_ledger(tmp_path):
+    job = Job(tmp_path, "--sample-ms", "1", "3", "--workers", "1", steps=50, batch=16, balance_batches=True)
+    job.wait()
+    check_equal(job, 2)
+    late = [
+        sum(end - begin for step, ranges in job.samples(replica).items() if step > 30 for begin, end in ranges)
+        for replica in (0, 1)
+    ]
+    assert sum(late) == 20 * 32 and late[1] < 0.8 * late[0], late
+    assert job.weights(0)[50] == sum(end - begin for begin, end in job.samples(0)[50])
+    final = torch.load(tmp_path / "final.pt", weights_only=True)
+    for name, value in alone(job, "adamw", None)[0].items():
+        assert same_bits(value, final["model"][name]), f"{name} has other bits"
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--leave-within", type=float)
     parser.add_argument("--group", action="store_true")
+    parser.add_argument("--sample-ms", type=float, nargs="+")  # what a sample takes longer, by replica
     given = parser.parse_args()
     if given.leave_within:
         _leaving.LONGEST_WAIT_SECONDS = given.leave_within
@@ -199,11 +200,18 @@ def main() -> None:
     writing = threading.Thread(target=lambda: None)
     writing.start()
     who = f"rank {session.rank}: " if session.rank else ""
-    with (given.out / f"trained.{me}{'.' * session.rank}").open("a") as trained:
+    with (
+        (given.out / f"trained.{me}{'.' * session.rank}").open("a") as trained,
+        (given.out / f"weights.{me}{'.' * session.rank}").open("a") as weights,
+    ):
         for step, (x, y) in session.steps(loader):
             now = step.number
             trained.write(json.dumps([step.number, step.samples]) + "\n")
             trained.flush()
+            if given.sample_ms:
+                weights.write(json.dumps([step.number, step.weight]) + "\n")
+                weights.flush()
+                time.sleep(len(y) * given.sample_ms[me] * 1e-3)
             dies(now, "worker")
             dies(now, "worker stands")
             dies(now, "forward")

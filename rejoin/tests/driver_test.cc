@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 
+#include <functional>
+#include <optional>
 #include <set>
 
 #include "base/log.h"
@@ -182,6 +184,53 @@ TEST(Driver, AConnectionThatTheEpochDoesNotNeedIsToldOfAndAccusesNobody) {
   EXPECT_EQ(lost, (std::set<std::uint32_t>{0, 5}));
   EXPECT_EQ(waited_for, (std::set<std::uint32_t>{0}));
   EXPECT_EQ(unreached, (std::set<std::uint32_t>{0, 1, 2, 3, 4, 5}));
+}
+
+// From the step's beginning to the last gradient, without what the trainer was busy with; nothing of a step in which
+// the process was paused.
+TEST(Driver, ReportsHowLongItsTrainerComputes) {
+  Alone rank;
+  rank.register_it();
+  rank.plan_with_peers(0);
+  std::uint64_t step = 0;
+  const auto reported = [&](const std::function<void()>& computes) {
+    rank.driver->take(++step, rank.now);
+    computes();
+    rank.driver->want({true}, rank.now);
+    rank.pass(70ms);  // the exchange
+    std::optional<std::uint64_t> us;
+    for (const auto& report : rank.driver->take_reports())
+      if (report.has_reduced()) us = report.reduced().compute_us();
+    EXPECT_TRUE(us);
+    proto::ToNode next;
+    *next.mutable_plan() = rank.driver->machine().plan();
+    next.mutable_plan()->set_committed(step);
+    next.mutable_plan()->set_step(step + 1);
+    rank.driver->on_control_message(next, rank.now);
+    rank.pass(30ms);
+    return us.value_or(0);
+  };
+  EXPECT_EQ(reported([&] { rank.pass(20ms), rank.pass(20ms); }), 40'000u);
+  EXPECT_EQ(reported([] {}), 1u) << "it has taken some time";
+  EXPECT_EQ(reported([&] {
+              rank.pass(10ms);
+              rank.driver->occupy(
+                  Driver::Occupation{.reason = "a checkpoint", .since = rank.now, .until = rank.now + 1s}, rank.now);
+              rank.pass(100ms);
+              rank.driver->occupy(std::nullopt, rank.now);
+              rank.pass(5ms);
+            }),
+            15'000u);
+  EXPECT_EQ(reported([&] {
+              rank.driver->occupy(Driver::Occupation{.reason = "x", .since = rank.now - 50ms, .until = rank.now + 1s},
+                                  rank.now);
+              rank.pass(100ms);
+            }),
+            1u)
+      << "busy to the end";
+  rank.driver->occupy(std::nullopt, rank.now);
+  EXPECT_EQ(reported([&] { rank.pass(kSilence); }), 0u);
+  EXPECT_EQ(reported([&] { rank.pass(30ms); }), 30'000u);
 }
 
 TEST(Driver, ARegistrationWithoutAnIncarnationIsAnErrorThatNamesTheRemedy) {

@@ -69,8 +69,8 @@ TEST_F(Simulated, TheInvariantsHoldUnderFaultsOfEveryKind) {
   if (kSeeds < 100) return;  // too few for those that are rarely drawn
   for (std::size_t kind = 0; kind < kFaultKinds; ++kind)
     EXPECT_GT(counts[fmt::format("fault: {}", to_string(static_cast<FaultKind>(kind)))], 0u);
-  for (const char* what :
-       {"promoted", "rolled back", "rank found silent", "trainer gave up", "epoch begun", "step foretold"})
+  for (const char* what : {"promoted", "rolled back", "rank found silent", "trainer gave up", "epoch begun",
+                           "step foretold", "shares changed"})
     EXPECT_GT(counts[what], 0u) << what;
 }
 
@@ -120,7 +120,8 @@ TEST_F(Simulated, ALostCoordinatorOrItsStoreCostsNobodyAPlace) {
                                         << outcome.violation->what;
         EXPECT_EQ(outcome.counts["trainer gave up"], 0u) << what;
         EXPECT_EQ(outcome.counts["rolled back"], 0u) << what;
-        EXPECT_EQ(outcome.counts["epoch begun"], 1u) << what;
+        // One of another release that takes over changes what all speak.
+        if (!Shape::of(seed).upgrade) EXPECT_EQ(outcome.counts["epoch begun"], 1u) << what;
         if (kind == FaultKind::store_away || Shape::of(seed).evaluates) continue;
         double longest = 0;
         for (std::size_t i = 1; i < outcome.committed.size(); ++i)

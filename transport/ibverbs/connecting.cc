@@ -4,6 +4,7 @@
 
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/refusals.h"
 #include "transport/ibverbs/engine.h"
 
 namespace rejoin::transport::ibverbs {
@@ -177,6 +178,7 @@ void IbverbsEngine::on_accepted(const Event& event) {
   const bool sound = take(bytes, theirs) && theirs.magic == wire::kMagic && theirs.queue_pairs >= 1 &&
                      theirs.queue_pairs <= wire::kMaxQueuePairs && theirs.unordered <= wire::kMaxQueuePairs;
   if (!sound) {
+    refusals::count(refusals::Why::protocol);
     spdlog::warn("rail {}: a connection was refused: it sent something other than a verbs greeting of this version",
                  name_);
     return control_->close(event.endpoint);

@@ -3,6 +3,7 @@
 
 #include "base/fail.h"
 #include "base/log.h"
+#include "base/refusals.h"
 #include "transport/striped/engine.h"
 
 namespace rejoin::transport::striped {
@@ -53,6 +54,7 @@ void StripedEngine::on_accepted(std::uint32_t rail, const Event& event) {
   wire::Greeting greeting;
   BytesView bytes = event.message;
   const auto refuse = [&](std::string_view why) {
+    refusals::count(refusals::Why::protocol);
     spdlog::warn("a connection on rail {} was refused: {}", rail, why);
     rails_[rail]->close(event.endpoint);
   };

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/log.h"
 #include "transport/tcp/engine.h"
 
 namespace rejoin::transport::tcp {
@@ -120,6 +119,7 @@ void TcpEngine::flush(Endpoint& endpoint) {
     if (sent < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) return watch(endpoint, true);
       if (errno == EINTR) continue;
+      if (errno == EBADMSG) return fail_damaged(endpoint);  // the kernel says so here, too
       // What the peer sent before it went is still to be read; reading ends in its close.
       watch(endpoint, false);
       if (errno == EPIPE || errno == ECONNRESET) return endpoint.out.clear(), endpoint.unsent.clear();
@@ -221,11 +221,7 @@ void TcpEngine::receive(Endpoint& endpoint) {
     if (got < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) break;
       if (errno == EINTR) continue;
-      if (errno == EBADMSG) {
-        constexpr const char* kWhy = "what came was damaged, or from somebody else";
-        if (damaged_.may_say(clock_.now())) spdlog::warn("an encrypted data connection is closed: {}", kWhy);
-        return fail_endpoint(endpoint, ErrorCode::corrupt, kWhy);
-      }
+      if (errno == EBADMSG) return fail_damaged(endpoint);
       return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(errno));
     }
     const auto count = static_cast<std::size_t>(got);
@@ -359,8 +355,7 @@ void TcpEngine::finish_frame(Endpoint& endpoint) {
     case wire::Kind::challenge: return on_challenge(endpoint);
     case wire::Kind::hello: return on_hello(endpoint);
     case wire::Kind::welcome:
-      open(endpoint);
-      return events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id});
+      return open(endpoint) ? events_.emit({.kind = EventKind::connected, .endpoint = endpoint.id}) : void();
     case wire::Kind::message: return events_.emit({.kind = EventKind::message, .endpoint = endpoint.id}, endpoint.body);
     case wire::Kind::write:
       if (endpoint.refusal == Regions::Refusal::none && header.has_notify != 0)

@@ -9,9 +9,11 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 
 #include "base/deadlines.h"
 #include "base/fail.h"
+#include "base/log.h"
 #include "transport/socket_address.h"
 
 namespace rejoin::transport::tcp {
@@ -49,6 +51,14 @@ Result<> TcpEngine::start() {
     return fail(ErrorCode::unavailable,
                 "transport tcp+aes needs X25519 and AES-256-GCM, which this machine's OpenSSL does not have or its "
                 "configuration forbids");
+  if (!options_.kernel) return {};
+  const auto& there = kernel_tls::available();
+  by_kernel_ = options_.encrypt && there;
+  static std::once_flag said;
+  std::call_once(said, [&] {
+    if (there) spdlog::info("tcp+aes: the kernel encrypts, towards peers of ktls=1");
+    else spdlog::warn("tcp+aes: ktls=1 has no effect, this process encrypts: {}", there.error().message);
+  });
   return {};
 }
 
@@ -123,6 +133,9 @@ void TcpEngine::finish_connecting(Endpoint& endpoint) {
   if (error != 0) return fail_endpoint(endpoint, ErrorCode::unavailable, std::strerror(error));
   use_no_pacing_inside_a_machine(endpoint.socket);
   endpoint.stage = Stage::greeting;
+  // Only of a connection that is there it can be known. So far there is nothing but the call to go out.
+  endpoint.by_kernel = by_kernel_ && kernel_tls::attach(endpoint.socket);
+  if (endpoint.by_kernel) endpoint.out.front().header.key = wire::kByKernel;
   flush(endpoint);
 }
 
@@ -174,6 +187,12 @@ void TcpEngine::fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string wh
     return;
   }
   events_.emit({.kind = EventKind::closed, .endpoint = endpoint.id, .error = error});
+}
+
+void TcpEngine::fail_damaged(Endpoint& endpoint) {
+  constexpr const char* kWhy = "what came was damaged, or from somebody else";
+  if (damaged_.may_say(clock_.now())) spdlog::warn("an encrypted data connection is closed: {}", kWhy);
+  fail_endpoint(endpoint, ErrorCode::corrupt, kWhy);
 }
 
 void TcpEngine::close(EndpointId id) {

@@ -113,6 +113,7 @@ class TcpEngine final : public Engine {
     std::unique_ptr<KeyExchange> exchange;
 
     bool unread = false;               // in unread_
+    bool by_kernel = false;            // its records; of a caller, that the kernel could make them
     std::unique_ptr<Records> records;  // of an encrypted one, once both sides have proven themselves
   };
 
@@ -125,6 +126,7 @@ class TcpEngine final : public Engine {
   void finish_connecting(Endpoint& endpoint);
   void watch(Endpoint& endpoint, bool wants_write);
   void fail_endpoint(Endpoint& endpoint, ErrorCode code, std::string why);
+  void fail_damaged(Endpoint& endpoint);
   void fail_operations(Endpoint& endpoint, const Error& error);
 
   // greeting.cc
@@ -139,7 +141,8 @@ class TcpEngine final : public Engine {
   std::uint64_t magic() const { return options_.encrypt ? wire::kMagicOfEncrypted : wire::kMagic; }
   Nonce begin_greeting(Endpoint& endpoint) const;
   bool encrypt(Endpoint& endpoint, bool calls);
-  void open(Endpoint& endpoint);
+  bool begin_records(Endpoint& endpoint, kernel_tls::Direction direction);
+  bool open(Endpoint& endpoint);
 
   // datapath.cc
   void add(Endpoint& endpoint, Frame frame);
@@ -160,6 +163,7 @@ class TcpEngine final : public Engine {
   bool malformed(Endpoint& endpoint, std::string_view what);
 
   const Options options_;
+  bool by_kernel_ = false;  // the records, of who wants that, too
   const SteadyClock clock_;
   Fd epoll_;
   Fd listener_;

@@ -14,6 +14,7 @@ struct Options {
   // Local address that connections come from and listen() uses, whatever host it is given: the rail. Empty: any.
   std::string local;
   bool encrypt = false;  // all connections: see records.h. Both sides must
+  bool kernel = false;   // … by the kernel, where it can and the other side wants it, too (kernel_tls.h)
 };
 
 // Errors: `exhausted` where the process is out of descriptors.

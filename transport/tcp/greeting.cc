@@ -63,11 +63,18 @@ void TcpEngine::on_call(Endpoint& endpoint) {
   (void)(take(body, endpoint.theirs) && take(body, name));  // of this size, greets() says
   endpoint.secret = handshake::named(secrets_, name);
   endpoint.challenged = true;
+  endpoint.by_kernel =
+      by_kernel_ && endpoint.header.key == wire::kByKernel && kernel_tls::attach(endpoint.socket).has_value();
   endpoint.ours = begin_greeting(endpoint);
   const Bytes answer =
       joined(endpoint.ours,
              bytes_of(handshake::prove_listener(endpoint.secret, endpoint.theirs, endpoint.ours, options_.encrypt)));
-  queue(endpoint, {.kind = wire::Kind::challenge, .length = answer.size(), .operation = magic()}, answer);
+  queue(endpoint,
+        {.kind = wire::Kind::challenge,
+         .length = answer.size(),
+         .operation = magic(),
+         .key = endpoint.by_kernel ? wire::kByKernel : 0},
+        answer);
 }
 
 void TcpEngine::on_challenge(Endpoint& endpoint) {
@@ -80,6 +87,8 @@ void TcpEngine::on_challenge(Endpoint& endpoint) {
                          "it has not proven that it knows this connection's secret; between replicas: that it has this "
                          "job's key");
   endpoint.challenged = true;
+  // Who changes this on the way gets keys that differ.
+  endpoint.by_kernel = endpoint.by_kernel && endpoint.header.key == wire::kByKernel;
   if (!encrypt(endpoint, true)) return;
   const auto own =
       handshake::prove_caller(endpoint.secret, endpoint.ours, endpoint.theirs, endpoint.hello, options_.encrypt);
@@ -94,9 +103,8 @@ void TcpEngine::on_hello(Endpoint& endpoint) {
   if (!equal_in_constant_time(
           proof, handshake::prove_caller(endpoint.secret, endpoint.theirs, endpoint.ours, hello, options_.encrypt)))
     return fail_endpoint(endpoint, ErrorCode::refused, "it has not proven that it has this job's key");
-  if (!encrypt(endpoint, false)) return;
+  if (!encrypt(endpoint, false) || !open(endpoint)) return;
   strangers_.remove(endpoint.id);
-  open(endpoint);
   queue(endpoint, {.kind = wire::Kind::welcome, .operation = magic()}, {});
   events_.emit({.kind = EventKind::accepted, .endpoint = endpoint.id}, hello);
 }
@@ -116,14 +124,24 @@ bool TcpEngine::encrypt(Endpoint& endpoint, bool calls) {
     fail_endpoint(endpoint, ErrorCode::refused, shared.error().message);
     return false;
   }
-  endpoint.records = std::make_unique<Records>(endpoint.secret, calls ? endpoint.ours : endpoint.theirs,
-                                               calls ? endpoint.theirs : endpoint.ours, *shared, calls);
-  return true;
+  endpoint.records =
+      std::make_unique<Records>(endpoint.secret, calls ? endpoint.ours : endpoint.theirs,
+                                calls ? endpoint.theirs : endpoint.ours, *shared, calls, endpoint.by_kernel);
+  return begin_records(endpoint, kernel_tls::Direction::in);
 }
 
-void TcpEngine::open(Endpoint& endpoint) {
+bool TcpEngine::begin_records(Endpoint& endpoint, kernel_tls::Direction direction) {
+  const auto begun = endpoint.records->begin(endpoint.socket, direction);
+  if (!begun) fail_endpoint(endpoint, ErrorCode::exhausted, begun.error().message);
+  return begun.has_value();
+}
+
+// All that goes out from here on is in records. False where the endpoint is gone.
+bool TcpEngine::open(Endpoint& endpoint) {
+  if (endpoint.records && !begin_records(endpoint, kernel_tls::Direction::out)) return false;
   endpoint.stage = Stage::open;
   endpoint.buffer.resize(kQuietBuffer);
+  return true;
 }
 
 }  // namespace rejoin::transport::tcp

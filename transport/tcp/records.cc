@@ -30,6 +30,18 @@ Mac key_of(const Secret& secret, const Nonce& caller, const Nonce& listener, con
                                caller, listener, shared});
 }
 
+kernel_tls::Key kernel_key_of(const Mac& of_direction) {
+  const Mac key = mac_of(of_direction, {as_bytes("the kernel")});
+  kernel_tls::Key made;
+  const Mac cipher = mac_of(key, {as_bytes("cipher")}), iv = mac_of(key, {as_bytes("iv")});
+  std::copy_n(cipher.begin(), made.cipher.size(), made.cipher.begin());
+  std::copy_n(iv.begin(), made.iv.size(), made.iv.begin());
+  return made;
+}
+
+// What this class encrypts with: all, or what the kernel may not any more.
+Mac own_key_of(const Mac& key, bool by_kernel) { return by_kernel ? mac_of(key, {as_bytes("after the kernel")}) : key; }
+
 }  // namespace
 
 // ---- KeyExchange
@@ -149,11 +161,33 @@ std::optional<std::size_t> RecordCipher::open(BytesView record, std::span<std::b
 
 // ---- Records
 
-Records::Records(const Secret& secret, const Nonce& caller, const Nonce& listener, const Mac& shared, bool is_caller)
-    : out_(key_of(secret, caller, listener, shared, is_caller ? "listener" : "caller"), true),
-      in_cipher_(key_of(secret, caller, listener, shared, is_caller ? "caller" : "listener"), false),
-      in_(kReadAhead),
-      plain_(RecordCipher::kMostPlain + 1) {}
+Records::Records(const Secret& secret, const Nonce& caller, const Nonce& listener, const Mac& shared, bool is_caller,
+                 bool by_kernel, std::uint64_t records_of_a_key)
+    : Records(key_of(secret, caller, listener, shared, is_caller ? "listener" : "caller"),
+              key_of(secret, caller, listener, shared, is_caller ? "caller" : "listener"), by_kernel,
+              records_of_a_key) {}
+
+Records::Records(const Mac& out, const Mac& in, bool by_kernel, std::uint64_t records_of_a_key)
+    : records_of_a_key_(records_of_a_key),
+      out_(own_key_of(out, by_kernel), true, records_of_a_key),
+      in_cipher_(own_key_of(in, by_kernel), false, records_of_a_key) {
+  if (!by_kernel) {
+    make_room();
+  } else {
+    kernel_out_ = kernel_key_of(out);
+    kernel_in_ = kernel_key_of(in);
+  }
+}
+
+void Records::make_room() {
+  in_.resize(kReadAhead);
+  plain_.resize(RecordCipher::kMostPlain + 1);
+}
+
+Result<> Records::begin(const Fd& socket, kernel_tls::Direction direction) {
+  const auto& key = direction == kernel_tls::Direction::out ? kernel_out_ : kernel_in_;
+  return key ? kernel_tls::begin(socket, direction, *key) : Result<>{};
+}
 
 bool Records::available() {
   EVP_PKEY* pair = ::EVP_PKEY_Q_keygen(nullptr, nullptr, "X25519");
@@ -180,6 +214,13 @@ bool Records::flush(const Fd& socket) {
 }
 
 ssize_t Records::send(const Fd& socket, const msghdr& message) {
+  if (kernel_out_ && kernel_records_ < records_of_a_key_) {
+    const ssize_t sent = ::sendmsg(socket.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent > 0) kernel_records_ += static_cast<std::size_t>(sent) / RecordCipher::kMostPlain + 1;
+    return sent;
+  }
+  if (kernel_out_ && !kernel_tls::send_handover(socket)) return -1;
+  kernel_out_.reset();
   if (!flush(socket)) return -1;
   std::size_t taken = 0, part = 0, skip = 0;
   for (std::size_t record = 0; record < kRecordsPerCall && part < message.msg_iovlen; ++record) {
@@ -221,6 +262,13 @@ bool Records::open_next() {
 }
 
 ssize_t Records::receive(const Fd& socket, const msghdr& message) {
+  if (kernel_in_) {
+    bool handed_over = false;
+    const ssize_t got = kernel_tls::receive(socket, message, handed_over);
+    if (!handed_over) return got;
+    kernel_in_.reset();
+    make_room();
+  }
   std::size_t placed = 0, part = 0, skip = 0;
   for (;;) {
     while (plain_begin_ < plain_end_ && part < message.msg_iovlen) {

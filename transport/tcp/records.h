@@ -6,6 +6,11 @@
 //
 // A key is used for 2^24 records and followed by one that is derived from it, at the same record on both sides: TLS's
 // bound for AES-GCM (section 5.5) would end a connection after some 380 GB.
+//
+// Where both sides want it the kernel makes and opens the records, in both directions, under keys of its own
+// (kernel_tls.h). It can't change a key: when it has made as many records as a key may, a record of another kind
+// tells the other side that from here on this class encrypts what the kernel is given, which goes on. "Records of the
+// kernel's" in docs/design-notes.md.
 #pragma once
 
 #include <sys/socket.h>
@@ -15,6 +20,7 @@
 #include "base/fd.h"
 #include "base/proof.h"
 #include "transport/secret.h"
+#include "transport/tcp/kernel_tls.h"
 
 namespace rejoin::transport::tcp {
 
@@ -60,20 +66,34 @@ class RecordCipher {
 // A socket's bytes in records.
 class Records {
  public:
-  // Of one that has called, or of its listener: `shared` is what KeyExchange::agree() returned.
-  Records(const Secret& secret, const Nonce& caller, const Nonce& listener, const Mac& shared, bool is_caller);
+  // Of one that has called, or of its listener: `shared` is what KeyExchange::agree() returned. `by_kernel` must be the
+  // same on both sides, whose keys differ otherwise.
+  Records(const Secret& secret, const Nonce& caller, const Nonce& listener, const Mac& shared, bool is_caller,
+          bool by_kernel = false, std::uint64_t records_of_a_key = RecordCipher::kRecordsOfAKey);
+  // With `by_kernel`: from the next byte on, of a socket that the kernel's TLS is attached to. Otherwise nothing.
+  Result<> begin(const Fd& socket, kernel_tls::Direction direction);
   static bool available();  // whether OpenSSL has what this needs, which it may be configured not to have
   // As sendmsg() and recvmsg(), without blocking. What send() has taken may still be here: holds_unsent(), and flush()
   // sends it. A receive() that returns less than was asked for has found no more whole record. EBADMSG: it was damaged.
+  // Where the kernel opens them, `message` has room for four bytes at least.
   ssize_t send(const Fd& socket, const msghdr& message);
   ssize_t receive(const Fd& socket, const msghdr& message);
   bool flush(const Fd& socket);  // false: an error, in errno; EAGAIN where there is no room
   bool holds_unsent() const { return sent_ < sealed_.size(); }
+  // Whether it alone encrypts what goes there, or comes from there.
+  bool by_kernel(kernel_tls::Direction direction) const {
+    return (direction == kernel_tls::Direction::out ? kernel_out_ : kernel_in_).has_value();
+  }
   bool holds_received() const { return plain_begin_ < plain_end_ || whole_record() > 0; }
 
  private:
   std::size_t whole_record() const;  // its bytes, if there is one at the front of `in_`
   bool open_next();
+  Records(const Mac& out, const Mac& in, bool by_kernel, std::uint64_t records_of_a_key);
+  void make_room();
+  const std::uint64_t records_of_a_key_;
+  std::optional<kernel_tls::Key> kernel_out_, kernel_in_;
+  std::uint64_t kernel_records_ = 0;  // that it has made, at most
   RecordCipher out_, in_cipher_;
   Bytes sealed_;          // on its way out
   std::size_t sent_ = 0;  // of it

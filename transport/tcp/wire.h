@@ -16,6 +16,8 @@ namespace rejoin::transport::tcp::wire {
 
 constexpr std::uint64_t kMagic = 0x3350435452455203;  // changes with the layout below
 constexpr std::uint64_t kMagicOfEncrypted = kMagic ^ 0xff;
+// In a call: this side's kernel can make the records; in a challenge: both sides' kernels do.
+constexpr std::uint64_t kByKernel = 1;
 
 // call, challenge, hello: the handshake (transport/handshake.h), with 40, 64, and 32 bytes and the caller's hello.
 // Where the connection is to be encrypted the nonces are public keys, the magic is another, and after the hello all is
@@ -38,7 +40,7 @@ struct Header {
   std::uint16_t more = 0;       // another frame follows at once
   std::uint64_t length = 0;     // bytes that follow; of a read request, bytes wanted
   std::uint64_t operation = 0;  // of the four greetings: the magic
-  std::uint64_t key = 0;        // acknowledge: the refusal
+  std::uint64_t key = 0;        // acknowledge: the refusal; call, challenge: kByKernel
   std::uint64_t offset = 0;
   std::uint64_t notify = 0;
   std::uint32_t body_digest = 0;  // of a message or greeting

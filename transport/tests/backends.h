@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "transport/tcp/kernel_tls.h"
+
 namespace rejoin::transport {
 
 #ifdef REJOIN_FAKE_VERBS
@@ -14,6 +16,7 @@ namespace rejoin::transport {
 inline std::vector<std::string> with_rdma(const std::vector<std::string>&) {
   return {"ibverbs:fake0", "ibverbs:fake0;qps=5;depth=16", "ibverbs:fake0;qps=3;ooo=1", "ibverbs:fake0,fake1"};
 }
+inline std::vector<std::string> with_kernel(std::vector<std::string> names) { return names; }
 #else
 inline bool has_rdma() { return std::getenv("REJOIN_RDMA") != nullptr; }
 
@@ -25,17 +28,25 @@ inline std::vector<std::string> with_rdma(std::vector<std::string> names) {
   if (devices.find(',') != std::string::npos) names.push_back("ibverbs:" + devices);
   return names;
 }
+
+// … and TCP that the kernel encrypts, where it can.
+inline std::vector<std::string> with_kernel(std::vector<std::string> names) {
+  if (tcp::kernel_tls::available()) names.push_back("tcp+aes;ktls=1");
+  return names;
+}
 #endif
 
 // A test's name of it: "tcp", "tcp_rails", "ucx".
 inline std::string name_of(const std::string& transport) {
   const bool rails = transport.find(',') != std::string::npos && !transport.starts_with("ucx");
   const bool settings = transport.find(';') != std::string::npos, manager = transport.find("cm=") != std::string::npos;
+  const bool kernel = transport.find("ktls=1") != std::string::npos;
   const bool out_of_order = transport.find("ooo=1") != std::string::npos;
-  std::string kind = transport.substr(0, transport.find(':'));
+  std::string kind = transport.substr(0, transport.find_first_of(":;"));
   std::replace(kind.begin(), kind.end(), '+', '_');
   return kind + (rails ? "_rails" : "") +
          (manager        ? "_rdma_cm"
+          : kernel       ? "_by_the_kernel"
           : out_of_order ? "_out_of_order"
           : settings     ? "_settings"
                          : "");

@@ -69,23 +69,29 @@ class Wire {
   Fd listener_, client_side_, server_side_;
 };
 
-struct TcpEngine : testing::TestWithParam<bool> {
-  Options options{.local = "", .encrypt = GetParam()};
+// By the kernel where that can: everywhere else such an engine encrypts itself, as the one before.
+struct TcpEngine : testing::TestWithParam<Options> {
+  const Options options = GetParam();
+  const bool encrypts = options.encrypt;
 };
-INSTANTIATE_TEST_SUITE_P(Kinds, TcpEngine, testing::Bool(),
-                         [](const auto& i) { return i.param ? "encrypted" : "plain"; });
+INSTANTIATE_TEST_SUITE_P(Kinds, TcpEngine,
+                         testing::Values(Options{}, Options{.local = "", .encrypt = true},
+                                         Options{.local = "", .encrypt = true, .kernel = true}),
+                         [](const auto& i) {
+                           return i.param.kernel ? "by_the_kernel" : i.param.encrypt ? "encrypted" : "plain";
+                         });
 
 TEST_P(TcpEngine, AFlippedBitOfAFrameEndsTheConnectionAndIsNeverActedOn) {
   const std::string hello = "who I am", message = "step 41 is done";
   constexpr std::size_t kHeader = 56;
-  const std::size_t record = GetParam() ? RecordCipher::kOverhead : 0;
+  const std::size_t record = encrypts ? RecordCipher::kOverhead : 0;
   const std::size_t bits = 8 * (3 * kHeader + 72 + hello.size() + message.size() + record);
   auto server = make_engine(options), client = make_engine(options);
   ASSERT_TRUE(server && client);
   const auto address = (*server)->listen({"127.0.0.1:0"});
   ASSERT_TRUE(address);
   const auto port = static_cast<std::uint16_t>(std::stoi(address->text.substr(address->text.rfind(':') + 1)));
-  for (std::size_t bit = 0; bit < bits; ++bit) {
+  for (std::size_t bit = 0; bit < bits; bit += options.kernel ? 101 : 1) {
     SCOPED_TRACE(bit);
     Wire wire(port, bit);
     const auto endpoint = (*client)->connect({fmt::format("127.0.0.1:{}", wire.port())}, as_bytes(hello));
@@ -132,11 +138,11 @@ TEST_P(TcpEngine, WhoReadsTheWireReadsWhatIsNotEncrypted) {
       if (event.kind == EventKind::message) heard = as_text(event.message) == message;
   }
   EXPECT_TRUE(heard);
-  EXPECT_EQ(wire.seen().find(message) != std::string::npos, !GetParam());
+  EXPECT_EQ(wire.seen().find(message) != std::string::npos, !encrypts);
 }
 
 TEST_P(TcpEngine, AnEncryptedSideAndOneThatIsNotRefuseEachOther) {
-  auto server = *make_engine(options), client = *make_engine({.local = "", .encrypt = !GetParam()});
+  auto server = *make_engine(options), client = *make_engine({.local = "", .encrypt = !encrypts});
   const auto endpoint = *client->connect({server->listen({"127.0.0.1:0"})->text}, {});
   std::optional<EventKind> end;
   for (const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(20);
@@ -146,6 +152,29 @@ TEST_P(TcpEngine, AnEncryptedSideAndOneThatIsNotRefuseEachOther) {
   }
   EXPECT_EQ(end, EventKind::closed);
   client->close(endpoint);
+}
+
+TEST(TcpEngines, OneThatWantsTheKernelToEncryptAndOneThatDoesNotUnderstandEachOther) {
+  for (const bool calls : {false, true}) {
+    auto server = *make_engine({.local = "", .encrypt = true, .kernel = !calls}),
+         client = *make_engine({.local = "", .encrypt = true, .kernel = calls});
+    const auto endpoint = *client->connect({server->listen({"127.0.0.1:0"})->text}, {});
+    std::string heard, answered;
+    for (const TimePoint deadline = SteadyClock().now() + std::chrono::seconds(20);
+         answered.empty() && SteadyClock().now() < deadline;) {
+      for (const auto& event : client->poll()) {
+        if (event.kind == EventKind::connected) EXPECT_TRUE(client->send(endpoint, as_bytes("question")));
+        if (event.kind == EventKind::message) answered = as_text(event.message);
+      }
+      for (const auto& event : server->poll()) {
+        if (event.kind != EventKind::message) continue;
+        heard = as_text(event.message);
+        EXPECT_TRUE(server->send(event.endpoint, as_bytes("answer")));
+      }
+    }
+    EXPECT_EQ(heard, "question");
+    EXPECT_EQ(answered, "answer");
+  }
 }
 
 }  // namespace

@@ -102,7 +102,7 @@ class Job:
             "coordinator", "--coordinator", "--replicas", str(given.replicas), "--ranks", str(given.ranks),
             "--batch", str(given.batch), "--steps", str(given.steps), "--address-file", str(addresses),
             "--log-directory", str(self._directory / "log"), "--listen", "127.0.0.1:0",
-            *["--constant-batch"] * given.constant_batch,
+            *["--constant-batch"] * given.constant_batch, *["--balance-batches"] * given.balance_batches,
         )  # fmt: skip
         address = self._address(addresses, coordinator)
         # Started again, it is to be found where it was.
@@ -216,6 +216,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=1, help="samples of a replica in a step (default: %(default)s)")
     parser.add_argument(
         "--constant-batch", action="store_true", help="replicas × batch samples in each step, however few contribute"
+    )
+    parser.add_argument(
+        "--balance-batches", action="store_true", help="replicas that are slower than others train fewer samples"
     )
     parser.add_argument("--steps", type=int, default=0, help="steps of the job; 0: no end (default: %(default)s)")
     parser.add_argument("--silence-ms", type=int, default=2000, help="how long a peer may be silent (default: 2000)")

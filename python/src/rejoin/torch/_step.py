@@ -22,7 +22,7 @@ class Step:
     leads: bool  # true on all ranks of one replica: what one does for all, such as writing a checkpoint
     contributors: int  # replicas that train it, as planned when it began
     samples: Ranges  # [begin, end) of the endless sample stream
-    weight: int  # 1; with --constant-batch as many as there are samples: what this replica's gradients count
+    weight: int  # what this replica's gradients count: 1, or its samples with --constant-batch or --balance-batches
     _session: Session = field(repr=False)
 
     def record(self, **values: float | torch.Tensor) -> None:

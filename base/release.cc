@@ -1,0 +1,7 @@
+#include "base/release.h"
+
+namespace rejoin {
+
+const char* release() { return REJOIN_VERSION; }
+
+}  // namespace rejoin
