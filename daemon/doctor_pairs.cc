@@ -31,11 +31,12 @@ Result<std::vector<std::string>> rails_of(const std::string& transport) {
                 "{} has no addresses that are known before; give --transport tcp or ibverbs, whatever the job has",
                 kind);
   if (border == std::string::npos && kind != "ibverbs") return std::vector{kind};
-  auto names =
-      border == std::string::npos ? transport::ibverbs::active_ports() : split(transport.substr(border + 1), ',');
+  const auto settings = std::min(transport.find(';'), transport.size());
+  auto names = border == std::string::npos ? transport::ibverbs::active_ports()
+                                           : split(transport.substr(border + 1, settings - border - 1), ',');
   if (names.empty())
     return fail(ErrorCode::unavailable, "no RDMA port is active here; look at 'ibv_devinfo', or --transport tcp");
-  for (auto& name : names) name = kind + ":" + name;
+  for (auto& name : names) name = kind + ":" + name + transport.substr(settings);
   return names;
 }
 

@@ -67,8 +67,9 @@ std::uint32_t Pairs::mtu(const Rail& rail, const std::string& towards) const {
     const auto ports = transport::ibverbs::examine_ports({rail.name.substr(verbs.size())}, 4096);
     return ports && !ports->empty() ? ports->front().mtu : 0;
   }
-  const auto local = rail.name.find(':');
-  return interface_mtu(local != std::string::npos ? rail.name.substr(local + 1)
+  const std::string name = rail.name.substr(0, rail.name.find(';'));
+  const auto local = name.find(':');
+  return interface_mtu(local != std::string::npos ? name.substr(local + 1)
                                                   : transport::own_host_towards(with_port(towards, own_port_)));
 }
 

@@ -116,8 +116,9 @@ void JobHistory::on_epoch(const proto::LogRecord::EpochBegun& begun, std::option
                .reason = shortened(begun.reason(), kLongestReason),
                .states = next,
                .at = now};
-  const bool other_protocol = std::exchange(protocol_, begun.protocol()) != begun.protocol();
-  if (row.cause == Cause::repeated && other_protocol) row.cause = Cause::protocol;
+  // Where it falls the step under way is repeated, as after other failures.
+  const auto protocol_before = std::exchange(protocol_, begun.protocol());
+  if (row.cause == Cause::repeated && protocol_before < protocol_) row.cause = Cause::protocol;
   dropped_ = false;
   if (is_failure(row.cause)) {
     ++broken_;

@@ -171,8 +171,8 @@ nlohmann::json Upstream::status(bool connected) const {
 // Those of before 16 refuse another version so.
 std::string Upstream::without_a_word(const std::string& why) {
   return fmt::format(
-      "{} without a word, as one does that speaks none of this node's protocols, {}: upgrade it first, to a release "
-      "that speaks protocol {}",
+      "{} without a word; if it does so again, it speaks none of this node's protocols, {}: upgrade it first, to a "
+      "release that speaks protocol {}",
       why, membership::Versions{}.text(), membership::kOldestProtocol);
 }
 

@@ -193,6 +193,8 @@ void Coordinator::try_commit(TimePoint now) {
   const auto change = change_of_balance(step);
   if (change) change->to(*committed.mutable_balance());
   note_never_members(record);
+  if (ledger_.balance().in_force() || ledger_.next_balance().in_force() || (change && change->in_force()))
+    actions_.append.emplace_back().mutable_needs()->set_protocol(static_cast<std::uint32_t>(Feature::balance));
   actions_.append.push_back(std::move(record));
   committed_ = step;
   most_committed_ = std::max(most_committed_, step);
@@ -232,7 +234,7 @@ bool Coordinator::change_members_at_boundary() {
   for (auto id : waiting) {
     const ReplicaState& replica = replicas_.at(id);
     // change_of_balance() has ended it, and the step that is planned already is the last one under it.
-    if (ledger_.balance().in_force() && !may(replica, Feature::balance)) continue;
+    if (ledger_.balance().in_force() && !may_balance(replica)) continue;
     ring.push_back({id, replica.incarnation, true});
     if (!linked(replica, links_in(links_, ring, ring.size() - 1))) {
       ring.pop_back();
@@ -292,7 +294,7 @@ proto::Plan Coordinator::plan() const {
   plan.set_excused(excused_);
   plan.set_settled(settled_);
   if (protocol_.version() > kSilentProtocol) plan.set_protocol(protocol_.version());
-  plan.set_balances(config_.balance.on || ledger_.shares() || ledger_.next_balance().in_force());
+  plan.set_balances(ledger_.balance().in_force() || ledger_.next_balance().in_force());
   ledger_.trained().to(plan.mutable_trained());
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);

@@ -92,7 +92,7 @@ class Coordinator {
     std::uint64_t trained = 0;  // names the samples in brought_ that its checkpoint says are trained
     TimePoint lost_at{};        // when its node was lost, or it was silent there
     std::string lost_why;
-    bool registered = false, connected_node = false;
+    bool registered = false, connected_node = false, weighs = false;
     std::uint16_t versions = 0;  // names them: versions_of()
     std::int32_t pid = 0;
     std::uint64_t daemon = 0;  // that it is behind
@@ -179,8 +179,8 @@ class Coordinator {
   void on_accusation(const proto::Accusation& accusation, TimePoint now);
 
   // coordinator_balance.cc
-  bool all_may(Feature feature) const;
-  bool may(const ReplicaState& replica, Feature feature) const;
+  bool all_may_balance();
+  bool may_balance(const ReplicaState& replica) const;
   std::uint64_t plausible(std::uint64_t compute_us, TimePoint now) const;
   void measure(Step step, TimePoint now);
   std::optional<Balance> change_of_balance(Step step);
@@ -386,6 +386,7 @@ class Coordinator {
   DriftAudit audit_;
   Paces paces_;
   std::optional<Step> balanced_at_;  // when shares were last changed
+  bool all_weigh_ = true;            // as far as was told
   std::optional<std::string> stopped_;
   std::vector<ReplicaId> differing_;                                               // … since these do
   std::map<std::pair<std::uint32_t, std::uint32_t>, AccusationEdge> accusations_;  // accuser → suspect, in this epoch

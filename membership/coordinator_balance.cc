@@ -5,18 +5,28 @@
 
 namespace rejoin::membership {
 
-// All members, by the log, and besides them all that may be taken back, wait to be admitted or may take over the lead.
-// What nobody else understands may then be used, and need not be given up at once for one of them.
-bool Coordinator::all_may(Feature feature) const {
-  if (!protocol_.may(feature) || !of_coordinators_.may(feature)) return false;
+// All members, by the log, and besides them all that may be taken back or wait to be admitted, weigh their gradients,
+// and all that may take over the lead read what is written of shares: so that these need not be given up at once for
+// one.
+bool Coordinator::all_may_balance() {
+  if (!protocol_.may(Feature::balance) || !of_coordinators_.may(Feature::balance)) return false;
   const auto is_here = [&](const auto& one) { return registration(one.replica, one.incarnation) != nullptr; };
-  if (!std::ranges::all_of(members_, is_here) || !std::ranges::all_of(suspended_, is_here)) return false;
-  return std::ranges::all_of(replicas_, [&](const auto& one) { return may(one.second, feature); });
+  const auto returns = [&](const Suspended& out) { return out.ended || is_here(out); };
+  if (!std::ranges::all_of(members_, is_here) || !std::ranges::all_of(suspended_, returns)) return false;
+  const auto not_it = std::ranges::find_if(replicas_, [&](const auto& one) { return !may_balance(one.second); });
+  const bool all = not_it == replicas_.end();
+  if (std::exchange(all_weigh_, all) && !all)
+    note(
+        "replicas share the samples equally, since replica {} is of an older release, or does not weigh its gradients: "
+        "its trainer is to call use_weights() before join()",
+        not_it->first);
+  return all;
 }
 
-bool Coordinator::may(const ReplicaState& replica, Feature feature) const {
-  return std::ranges::all_of(
-      replica.ranks, [&](const RankState& rank) { return !rank.registered || versions_of(rank).spoken.may(feature); });
+bool Coordinator::may_balance(const ReplicaState& replica) const {
+  return std::ranges::all_of(replica.ranks, [&](const RankState& rank) {
+    return !rank.registered || (rank.weighs && versions_of(rank).spoken.may(Feature::balance));
+  });
 }
 
 // Nobody has computed for longer than the step is under way. A little more is allowed: two clocks show it, and the
@@ -29,12 +39,12 @@ std::uint64_t Coordinator::plausible(std::uint64_t compute_us, TimePoint now) co
 
 // A step is being committed. One in which somebody came or went, or a trainer took its time, says nothing.
 void Coordinator::measure(Step step, TimePoint now) {
-  if (!settled_ || excused_) return;
   std::vector<Paces::Measured> contributors;
   for (const auto& m : members_) {
     const Batch* batch = ledger_.batch_of(m.replica);
     if (!m.catching_up && batch != nullptr)
-      contributors.push_back({m.replica, m.incarnation, samples_of(*batch), m.computed.us()});
+      contributors.push_back(
+          {m.replica, m.incarnation, samples_of(*batch), settled_ && !excused_ ? m.computed.us() : 0});
   }
   paces_.on_step(step, contributors, now);
 }
@@ -52,12 +62,12 @@ std::vector<Paces::Straggler> Coordinator::stragglers() const {
 std::optional<Balance> Coordinator::change_of_balance(Step step) {
   const BalanceRule& rule = config_.balance;
   Balance now = ledger_.next_balance();
-  if (!rule.on || !all_may(Feature::balance)) return now.in_force() ? std::optional(Balance{}) : std::nullopt;
+  if (!rule.on || !all_may_balance()) return now.in_force() ? std::optional(Balance{}) : std::nullopt;
   if (now.in_force() && std::pair(now.at_least, now.at_most) != std::pair(rule.at_least, rule.at_most)) {
     now.at_least = rule.at_least, now.at_most = rule.at_most;
     return now;
   }
-  if (balanced_at_ && step.value < balanced_at_->value + rule.every) return std::nullopt;
+  if (balanced_at_ && *balanced_at_ <= step && step.value < balanced_at_->value + rule.every) return std::nullopt;
   std::vector<Speed> speeds;
   for (const auto& m : members_) {
     if (m.catching_up) continue;
@@ -69,11 +79,13 @@ std::optional<Balance> Coordinator::change_of_balance(Step step) {
   if (!change) return std::nullopt;
   balanced_at_ = step;
   paces_.begin_again();
-  std::string shares;
-  for (const auto& [replica, share] : change->shares)
-    shares += fmt::format("{}{}: {:.2f}", shares.empty() ? "" : ", ", replica, share * 1e-3);
-  note("from step {} on replicas share the samples by how fast they are, each so many times an equal share: {}",
-       step.value + 2, shares);
+  const auto [least, most] =
+      std::ranges::minmax_element(change->shares, {}, [](const auto& one) { return one.second; });
+  note(
+      "from step {} on replicas share the samples by how fast they are: from {:.2f} (replica {}) to {:.2f} (replica "
+      "{}) "
+      "times an equal share",
+      step.value + 2, least->second * 1e-3, least->first, most->second * 1e-3, most->first);
   return change;
 }
 

@@ -179,6 +179,9 @@ Result<> Coordinator::replay(const proto::LogRecord& record) {
       if (Suspended* out = out_for_now(ReplicaId(record.dropped().replica()))) out->ended = true;  // not taken back
       return {};
     case proto::LogRecord::kLed: return {};
+    case proto::LogRecord::kNeeds:
+      if (record.needs().protocol() <= kProtocolVersion) return {};
+      break;
     case proto::LogRecord::kSnapshot: return take_up(record.snapshot());
     case proto::LogRecord::KIND_NOT_SET: break;
   }

@@ -222,6 +222,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   rank.daemon = up.daemon();
   keep_versions(rank, node, up);
   rank.stream_size = static_cast<std::uint32_t>(up.stream_address().size());
+  rank.weighs = up.weighs();
   rank.card_size = static_cast<std::uint32_t>(up.card().size());
   rank.addresses = up.address() + up.stream_address() + up.card() + up.node();
   rank.addresses.shrink_to_fit();

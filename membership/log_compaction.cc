@@ -13,6 +13,7 @@
 
 #include "base/fail.h"
 #include "membership/log.h"
+#include "membership/versions.h"
 
 namespace rejoin::membership {
 
@@ -57,7 +58,10 @@ std::set<std::uint64_t> archives_beside(const std::string& path) {
 Result<Fd> Log::write_next(const proto::LogRecord& snapshot, std::uint64_t& end) const {
   Fd file(::open(next_path().c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
   if (!file || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0) return fail_errno(next_path());
-  const Bytes bytes = log_bytes({snapshot}, 0);
+  std::vector<proto::LogRecord> records{snapshot};
+  if (const auto& ledger = snapshot.snapshot().ledger(); ledger.has_balance() || ledger.has_next_balance())
+    records.emplace_back().mutable_needs()->set_protocol(static_cast<std::uint32_t>(Feature::balance));
+  const Bytes bytes = log_bytes(records, 0);
   if (auto written = write_and_sync(file, bytes, 0); !written) return tl::unexpected(written.error());
   if (auto marked = write_and_sync(file, log_bytes({}, bytes.size()), bytes.size()); !marked)
     return tl::unexpected(marked.error());

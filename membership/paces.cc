@@ -6,6 +6,7 @@ namespace rejoin::membership {
 
 namespace {
 
+constexpr std::uint64_t kLongestUnmeasured = 4 * Paces::kWindow;
 constexpr std::uint64_t kLongest = std::uint64_t{1} << 40;  // µs: a step of twelve days
 
 std::uint64_t lower_median(std::vector<std::uint64_t> values) {
@@ -28,7 +29,11 @@ void Paces::on_step(Step step, const std::vector<Measured>& contributors, TimePo
   const bool all = std::ranges::all_of(contributors, [](const Measured& one) {
     return one.compute_us > 0 && one.compute_us < kLongest && one.samples > 0;
   });
-  if (!all) return;
+  if (!all) {
+    if (++unmeasured_ >= kLongestUnmeasured) windows_.clear(), stragglers_.clear();
+    return;
+  }
+  unmeasured_ = 0;
   for (const auto& one : contributors) {
     Window& window = windows_[one.replica];
     window.incarnation = one.incarnation;

@@ -47,12 +47,11 @@ class Paces {
   };
 
   // The contributors of a step that is committed, in which nobody came, went or was disturbed. Whoever is not among
-  // them is forgotten. A step of which one says nothing says nothing of anybody.
+  // them is forgotten. A step of which one says nothing says nothing of anybody; after four windows of such
+  // steps nothing is known any more.
   void on_step(Step step, const std::vector<Measured>& contributors, TimePoint now);
   // Measures anew, since shares have changed; who straggles does so until that is known to be over.
   void begin_again() { windows_.clear(); }
-  // Nobody contributes any more.
-  void clear() { windows_.clear(), stragglers_.clear(); }
 
   // Picoseconds for a sample: the median of the last steps; nothing before there are so many.
   std::optional<std::uint64_t> of(ReplicaId replica) const;
@@ -67,6 +66,7 @@ class Paces {
   void find_stragglers(Step step, const std::vector<Measured>& contributors, TimePoint now);
   std::map<ReplicaId, Window> windows_;
   std::vector<Straggler> stragglers_;
+  std::uint64_t unmeasured_ = 0;  // steps, the last ones
 };
 
 }  // namespace rejoin::membership

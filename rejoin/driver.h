@@ -30,6 +30,7 @@ struct DriverConfig {
   std::uint64_t plan_hash = 0;  // of tensors and buckets: equal on all ranks `rank`
   proto::Declaration declared;  // the tensors and settings that plan_hash stands for
   std::string card;             // what the trainer tells the others of itself
+  bool weighs = false;          // it multiplies its gradients with their weight
   ftar::Options ring;
   // How long a step may wait for a trainer that computes, until enough steps have shown how long they take here.
   Duration patience{};

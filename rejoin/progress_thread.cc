@@ -41,11 +41,12 @@ constexpr Duration kStreams = std::chrono::microseconds(100);
 }  // namespace
 
 ProgressThread::ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt,
-                               std::string card)
+                               std::string card, bool weighs)
     : config_(config),
       state_(state),
       interrupt_(interrupt),
       card_(std::move(card)),
+      weighs_(weighs),
       owner_(state.owner()),
       buckets_(state.buckets()),
       shown_reduced_(buckets_.size()),
@@ -95,6 +96,7 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
                    .plan_hash = state_.plan_hash(),
                    .declared = state_.declaration(),
                    .card = card_,
+                   .weighs = weighs_,
                    .ring = {.chunk_bytes = config_.chunk_bytes,
                             .chunks_in_flight = config_.chunks_in_flight,
                             .flip_bit_at = Step(config_.flip_bit_at),

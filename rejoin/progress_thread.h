@@ -30,7 +30,8 @@ namespace rejoin {
 class ProgressThread {
  public:
   // `state`, which is allocated, and `interrupt` outlive this.
-  ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt, std::string card);
+  ProgressThread(const SessionConfig& config, TrainingState& state, const Interrupt& interrupt, std::string card,
+                 bool weighs);
   ~ProgressThread();
 
   // Returns when the coordinator has taken this rank. `digest_time`: how long the state's digest took.
@@ -115,6 +116,7 @@ class ProgressThread {
   TrainingState& state_;
   const Interrupt& interrupt_;
   const std::string card_;
+  const bool weighs_;
   local::Owner& owner_;
   const std::vector<ftar::BucketSpec>& buckets_;
   Position joined_from_;

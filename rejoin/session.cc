@@ -80,7 +80,7 @@ class SessionImpl final : public Session {
           version, *digest, *from.digest());
     version_at_join_ = version;
     stands_ = from;
-    progress_ = std::make_unique<ProgressThread>(config_, state_, interrupt_, card_);
+    progress_ = std::make_unique<ProgressThread>(config_, state_, interrupt_, card_, weighted_);
     auto joined = progress_->join(from, *digest, took);
     if (!joined) progress_.reset(), stands_.reset();
     return joined && busy_ ? progress_->busy(busy_->first, busy_->second) : joined;

@@ -6,7 +6,6 @@
 #include "sim/world.h"
 
 namespace rejoin::sim {
-
 namespace {
 
 using namespace std::chrono_literals;
@@ -58,6 +57,7 @@ Trainer::Trainer(World& world, std::uint32_t replica_number, std::uint32_t rank_
                    .transport = "the simulated fabric",
                    .plan_hash = state_->plan_hash(),
                    .declared = state_->declaration(),
+                   .weighs = true,
                    .ring = {.chunk_bytes = model_.chunk_bytes(),
                             .chunks_in_flight = 2,
                             .direct_bytes = world.shape.direct ? 32768u : 0u,

@@ -5,6 +5,7 @@
 
 #include <numeric>
 #include <random>
+#include <set>
 
 #include "membership/ahead.h"
 #include "membership/node.h"
@@ -133,6 +134,7 @@ struct SpeedBench : Bench {
   PerReplica us{{0, 1000}, {1, 1000}, {2, 1000}};                    // for a sample
   std::map<std::uint64_t, std::map<std::uint32_t, Batch>> foretold;  // by step and replica
   std::uint32_t protocol = 16;
+  bool weighs = true;
   explicit SpeedBench(const std::vector<proto::LogRecord>& earlier = {}, Told told = {.balance = {.on = true}})
       : Bench(earlier, told) {}
   void begin() {
@@ -146,6 +148,7 @@ struct SpeedBench : Bench {
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) {
       auto message = introduction(replica, rank, instance);
       message.mutable_rank_up()->set_speaks(protocol);
+      message.mutable_rank_up()->set_weighs(weighs);
       send(replica, message);
     }
   }
@@ -201,12 +204,36 @@ struct SpeedBench : Bench {
   }
 };
 
+// It would deal in another way, and say at best that the log is damaged.
+TEST(Coordinator, ALogOfSharesBySpeedIsReadByNobodyWhoPassesOverThem) {
+  SpeedBench job;
+  job.begin();
+  job.train(4);
+  EXPECT_TRUE(std::ranges::none_of(job.log, [](const auto& record) { return record.has_needs(); }));
+  job.us[2] = 2000;
+  job.train(20);
+  ASSERT_NE(job.samples()[0], job.samples()[2]);
+  int shared = 0;
+  for (std::size_t i = 1; i < job.log.size(); ++i) {
+    if (!job.log[i].has_committed()) continue;
+    std::set<std::uint64_t> numbers;
+    for (const auto& m : job.log[i].committed().members()) numbers.insert(samples_of(batch_of(m)));
+    if (numbers.size() == 1 && !job.log[i].committed().has_balance()) continue;
+    EXPECT_TRUE(job.log[i - 1].has_needs()) << job.log[i].committed().step();
+    ++shared;
+  }
+  EXPECT_GT(shared, 5);
+  job.log.emplace_back().mutable_needs()->set_protocol(kProtocolVersion + 1);
+  const auto refused = Coordinator(job.config).recover(job.log, job.now);
+  EXPECT_TRUE(!refused && refused.error().code == ErrorCode::mismatch);
+}
+
 TEST(Coordinator, WhoIsSlowerGetsFewerSamplesAndIsNamed) {
   SpeedBench job;
   job.begin();
   job.us[2] = 2000;
   EXPECT_EQ(job.weights(), (PerReplica{{0, 0}, {1, 0}, {2, 0}})) << "all alike, so far";
-  EXPECT_TRUE(job.plan().balances());
+  EXPECT_FALSE(job.plan().balances());
   job.train(8);
   EXPECT_EQ(job.samples(), (PerReplica{{0, 10}, {1, 10}, {2, 10}})) << "as the plan before has foretold";
   ASSERT_EQ(job.coordinator.stragglers().size(), 1u);
@@ -271,13 +298,20 @@ TEST(Coordinator, AConstantBatchIsSharedBySpeedToo) {
 
 // Until all trainers know of weights, and from when one comes that doesn't.
 TEST(Coordinator, SharesAreEqualAsLongAsATrainerIsOfAnOlderVersion) {
-  SpeedBench job;
-  job.protocol = 0;
-  job.begin();
-  job.us[2] = 2000;
-  job.train(20);
-  EXPECT_EQ(job.samples(), (PerReplica{{0, 10}, {1, 10}, {2, 10}}));
-  EXPECT_EQ(job.coordinator.stragglers().size(), 1u) << "it is named all the same";
+  for (const bool old : {true, false}) {  // or does not weigh its gradients
+    SpeedBench job;
+    job.protocol = old ? 0 : 16;
+    job.weighs = old;
+    job.begin();
+    job.us[2] = 2000;
+    job.train(20);
+    EXPECT_EQ(job.samples(), (PerReplica{{0, 10}, {1, 10}, {2, 10}}));
+    EXPECT_FALSE(job.plan().balances());
+    EXPECT_EQ(job.coordinator.stragglers().size(), 1u) << "it is named all the same";
+    const auto told = job.news.find("replica 0 is of an older release, or does not weigh its gradients");
+    EXPECT_EQ(told != std::string::npos, !old) << job.news;
+    EXPECT_EQ(job.news.find("use_weights", told + 100), std::string::npos) << "once";
+  }
   SpeedBench newer;
   newer.begin();
   newer.us[2] = 2000;

@@ -20,6 +20,7 @@ void World::spawn(std::uint32_t replica, std::uint32_t number) {
   up.mutable_rank_up()->set_plan_hash(3);
   up.mutable_rank_up()->set_digest(1);
   up.mutable_rank_up()->set_speaks(kProtocolVersion);
+  up.mutable_rank_up()->set_weighs(true);
   keep(node, node.machine->on_rank_message(node.ranks[number]->connection, up, now));
 }
 
@@ -37,6 +38,7 @@ void World::greet_again(NodeProcess& node, std::uint32_t replica, std::uint32_t 
   message.set_incarnation(rank->machine->incarnation().value);
   message.set_digest(1);  // as it was when it joined
   message.set_speaks(kProtocolVersion);
+  message.set_weighs(true);
   if (rank->machine->reduced()) {
     message.set_reduced_epoch(rank->machine->epoch().value);
     message.set_reduced_step(rank->machine->step().value);

@@ -132,7 +132,7 @@ bool TcpEngine::encrypt(Endpoint& endpoint, bool calls) {
 
 bool TcpEngine::begin_records(Endpoint& endpoint, kernel_tls::Direction direction) {
   const auto begun = endpoint.records->begin(endpoint.socket, direction);
-  if (!begun) fail_endpoint(endpoint, ErrorCode::exhausted, begun.error().message);
+  if (!begun) fail_endpoint(endpoint, ErrorCode::unavailable, begun.error().message);
   return begun.has_value();
 }
 
