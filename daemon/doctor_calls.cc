@@ -11,7 +11,7 @@
 #include "daemon/etcd_client.h"
 #include "daemon/store_factory.h"
 #include "daemon/upstream.h"
-#include "membership/node.h"
+#include "membership/greeting.h"
 #include "transport/factory.h"
 #include "transport/socket_address.h"
 
@@ -47,8 +47,7 @@ class Call {
     facts_.proven = true;
     introduced_ = SteadyClock().now();
     proto::FromNode hello, heartbeat;
-    membership::Versions().put_into(*hello.mutable_hello());
-    hello.mutable_hello()->set_node(kName);
+    *hello.mutable_hello() = membership::hello_of(kName);
     heartbeat.mutable_heartbeat();
     upstream_.send(hello);
     upstream_.send(heartbeat);
@@ -59,9 +58,8 @@ class Call {
     facts_.milliseconds = milliseconds(SteadyClock().now() - begun_);
     facts_.protocol = upstream_.spoken().version();
     if (const auto time = system_time_of(message.SerializeAsString())) {  // half of the way is not known
-      constexpr double us_per_ms = 1000;
       facts_.clock_error_ms = milliseconds(SteadyClock().now() - introduced_) / 2;
-      facts_.clock_ahead_ms = static_cast<double>(*time - system_time()) / us_per_ms + facts_.clock_error_ms;
+      facts_.clock_ahead_ms = clock_ahead_ms(*time, system_time(), facts_.clock_error_ms);
     }
     if (message.has_leads()) {
       facts_.one_of_several = true;

@@ -265,8 +265,7 @@ void Pairs::on_echo(Path& path, const doctor::DoctorEcho& echo) {
   path.facts.small_ms = milliseconds(clock_.now() - path.since);
   path.facts.reached = Reached::small;
   if (const double error = path.facts.small_ms / 2; !facts.clock_ahead_ms || error < facts.clock_error_ms) {
-    constexpr double us_per_ms = 1000;
-    facts.clock_ahead_ms = static_cast<double>(echo.clock_us() - clock_us()) / us_per_ms + error;
+    facts.clock_ahead_ms = clock_ahead_ms(echo.clock_us(), clock_us(), error);
     facts.clock_error_ms = error;
   }
   advance(path, Stage::bulk);

@@ -195,6 +195,11 @@ Result<> probe_locking(std::uint64_t bytes) {
   return {};
 }
 
+double clock_ahead_ms(std::int64_t theirs_us, std::int64_t ours_us, double error_ms) {
+  constexpr double us_per_ms = 1000;
+  return static_cast<double>(theirs_us - ours_us) / us_per_ms + error_ms;
+}
+
 Probes real_probes(const DoctorSettings& s) {
   Probes probes;
   probes.keys = [&s](const std::string& own, const std::string& other) {

@@ -20,6 +20,8 @@ std::string with_port(const std::string& host, std::uint16_t port);
 HostFacts probe_host(const std::string& host, std::chrono::milliseconds patience);
 LimitFacts probe_limits();
 Result<> probe_locking(std::uint64_t bytes);
+// How far another clock is ahead that said `theirs_us` an unknown part of a round trip ago; `error_ms`: half of that.
+double clock_ahead_ms(std::int64_t theirs_us, std::int64_t ours_us, double error_ms);
 
 // doctor_calls.cc
 std::vector<CoordinatorFacts> probe_coordinators(const std::string& addresses, const JobKeys& keys,

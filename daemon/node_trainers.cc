@@ -30,10 +30,6 @@ bool readable_now(int fd) {
   return ::poll(&look, 1, 0) > 0 && look.revents != 0;
 }
 
-std::optional<std::uint32_t> spoken_with(const proto::LocalHello& hello) {
-  return membership::agreed({}, membership::Versions::of(hello));
-}
-
 bool hung_up(const Fd& socket) {
   pollfd look{socket.get(), POLLRDHUP, 0};
   return ::poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
@@ -139,9 +135,8 @@ void NodeServer::read(membership::RankConnection id) {
 }
 
 Result<> NodeServer::on_hello(Trainer& trainer, const proto::LocalHello& hello) {
-  if (!spoken_with(hello))
-    return fail(ErrorCode::mismatch, "{}",
-                membership::why_refused("the trainer's library", membership::Versions::of(hello), "its daemon"));
+  if (const auto theirs = membership::Versions::of(hello); !membership::agreed({}, theirs))
+    return fail(ErrorCode::mismatch, "{}", membership::why_refused("the trainer's library", theirs, "its daemon"));
   if (hello.layout() < local::kOldestLayout || hello.layout() > local::kLayoutVersion)
     return fail(ErrorCode::mismatch,
                 "the trainer's page has layout {}, and its daemon reads {} to {}: upgrade {} first", hello.layout(),
@@ -220,7 +215,7 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
       spdlog::error("state of replica {} rank {}: {}; it is tried again", key.replica, key.rank, added.error().message);
   });
   proto::ToTrainer answer;
-  const std::uint32_t protocol = spoken_with(hello).value_or(membership::kSilentProtocol);
+  const std::uint32_t protocol = membership::Spoken::with(membership::Versions::of(hello)).version();
   answer.mutable_welcome()->set_protocol(protocol);
   answer.mutable_welcome()->set_silence_ms(static_cast<std::uint64_t>(options_.silence.count()));
   const auto secrets = keys_.data_secrets();

@@ -135,8 +135,7 @@ void Upstream::on_refusal(const proto::NodeWelcome& welcome) {
 
 void Upstream::on_welcome(const proto::NodeWelcome& welcome) {
   constexpr std::size_t longest = 32;
-  spoken_ = membership::Spoken(
-      membership::agreed({}, {welcome.oldest(), welcome.newest()}).value_or(membership::kSilentProtocol));
+  spoken_ = membership::Spoken::with({welcome.oldest(), welcome.newest()});
   release_ = printable(welcome.release(), longest);
   if (release_ != release() || spoken_.version() != membership::kProtocolVersion)
     spdlog::info("the coordinator at {} is of release {}, this rejoind of {}; they speak protocol {}", address_,

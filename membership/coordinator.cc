@@ -28,7 +28,7 @@ Actions Coordinator::on_message(NodeId node, const proto::FromNode& message, Tim
     case proto::FromNode::kHello:  // the shell has checked it
       nodes_[node].name = message.hello().node();
       nodes_[node].address = message.hello().address();
-      nodes_[node].spoken = Spoken(agreed({}, Versions::of(message.hello())).value_or(kSilentProtocol));
+      nodes_[node].spoken = Spoken::with(Versions::of(message.hello()));
       nodes_[node].release = printable(message.hello().release(), kLongestRelease);
       break;
     case proto::FromNode::kRankUp: on_rank_up(node, message.rank_up(), now); break;
@@ -193,7 +193,7 @@ void Coordinator::try_commit(TimePoint now) {
   const auto change = change_of_balance(step);
   if (change) change->to(*committed.mutable_balance());
   note_never_members(record);
-  if (ledger_.balance().in_force() || ledger_.next_balance().in_force() || (change && change->in_force()))
+  if (ledger_.balances() || (change && change->in_force()))
     actions_.append.emplace_back().mutable_needs()->set_protocol(static_cast<std::uint32_t>(Feature::balance));
   actions_.append.push_back(std::move(record));
   committed_ = step;
@@ -294,7 +294,7 @@ proto::Plan Coordinator::plan() const {
   plan.set_excused(excused_);
   plan.set_settled(settled_);
   if (protocol_.version() > kSilentProtocol) plan.set_protocol(protocol_.version());
-  plan.set_balances(ledger_.balance().in_force() || ledger_.next_balance().in_force());
+  plan.set_balances(ledger_.balances());
   ledger_.trained().to(plan.mutable_trained());
   audit_.fill(plan);
   if (stopped_) plan.set_stopped(*stopped_);

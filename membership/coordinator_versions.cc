@@ -38,7 +38,9 @@ Spoken Coordinator::spoken_by_all() const {
 }
 
 bool Coordinator::protocol_rises() const {
-  return !members_.empty() && !finished() && spoken_by_all().version() > protocol_.version();
+  // In most jobs it can't rise, and nobody need be asked at each commit.
+  return protocol_.version() < kProtocolVersion && !members_.empty() && !finished() &&
+         spoken_by_all().version() > protocol_.version();
 }
 
 // A daemon or relay of an older release has taken another's place under members that stay.

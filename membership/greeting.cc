@@ -7,6 +7,14 @@
 
 namespace rejoin::membership {
 
+proto::NodeHello hello_of(const std::string& node) {
+  proto::NodeHello hello;
+  Versions().put_into(hello);
+  hello.set_release(release());
+  hello.set_node(node);
+  return hello;
+}
+
 Greeting greet(const proto::NodeHello& hello, const std::string& address) {
   constexpr std::size_t longest = 100;
   const Versions own, theirs = Versions::of(hello);

@@ -1,4 +1,5 @@
-// How a listener of the control protocol takes a NodeHello: the coordinator and each relay.
+// How nodes introduce themselves in the control protocol, and how its listeners, the coordinator and each relay, take
+// that.
 #pragma once
 
 #include <optional>
@@ -8,6 +9,8 @@
 #include "membership/versions.h"
 
 namespace rejoin::membership {
+
+proto::NodeHello hello_of(const std::string& node);
 
 struct Greeting {
   std::optional<Spoken> spoken;         // with this node; nothing: it is refused

@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "base/deadlines.h"
-#include "base/release.h"
+#include "membership/greeting.h"
 #include "membership/node.h"
 
 namespace rejoin::membership {
@@ -32,9 +32,7 @@ LeaderTracker::Actions LeaderTracker::on_connected(std::size_t coordinator, Time
   }
   auto& [to, hello] = actions.send.emplace_back();
   to = coordinator;
-  Versions().put_into(*hello.mutable_hello());
-  hello.mutable_hello()->set_release(release());
-  hello.mutable_hello()->set_node(name_);
+  *hello.mutable_hello() = hello_of(name_);
   return actions;
 }
 
@@ -67,7 +65,7 @@ LeaderTracker::Actions LeaderTracker::on_message(std::size_t from, const proto::
 // It comes first, from who says it at all.
 void LeaderTracker::on_welcome(Coordinator& from, const proto::NodeWelcome& welcome) {
   from.welcomed = true;
-  from.spoken = Spoken(agreed({}, {welcome.oldest(), welcome.newest()}).value_or(kSilentProtocol));
+  from.spoken = Spoken::with({welcome.oldest(), welcome.newest()});
 }
 
 void LeaderTracker::on_leads(std::size_t from, const proto::Leads& leads, Actions& actions) {

@@ -69,6 +69,7 @@ class Ledger {
   void set_next(const Balance& balance) { next_balance_ = balance; }
   const Balance& balance() const { return balance_; }  // of the step under way
   const Balance& next_balance() const { return next_balance_ ? *next_balance_ : balance_; }
+  bool balances() const { return balance_.in_force() || next_balance().in_force(); }  // now, or from the next step on
   std::uint64_t units(std::uint64_t contributors) const {  // that a step hands out to so many
     return (dealing_.together > 0 ? dealing_.together : dealing_.batch * contributors) / dealing_.unit;
   }

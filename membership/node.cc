@@ -7,6 +7,7 @@
 #include "base/deadlines.h"
 #include "base/release.h"
 #include "membership/digest_table.h"
+#include "membership/greeting.h"
 #include "membership/paces.h"
 
 namespace rejoin::membership {
@@ -16,9 +17,7 @@ Node::Actions Node::on_coordinator_up(TimePoint now, std::uint64_t introduction)
   coordinator_up_ = true;
   coordinator_heard_ = heartbeat_sent_ = now;
   proto::FromNode hello;
-  Versions().put_into(*hello.mutable_hello());
-  hello.mutable_hello()->set_release(release());
-  hello.mutable_hello()->set_node(name_);
+  *hello.mutable_hello() = hello_of(name_);
   hello.mutable_hello()->set_introduction(introduction);
   actions.to_coordinator.push_back(std::move(hello));
   for (const auto& [connection, rank] : ranks_) {

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "base/deadlines.h"
-#include "base/release.h"
+#include "membership/greeting.h"
 #include "membership/node.h"
 
 namespace rejoin::membership {
@@ -18,9 +18,7 @@ Relay::Actions Relay::on_coordinator_up(TimePoint now, std::uint64_t introductio
   alone_told_ = false;
   coordinator_heard_ = heartbeat_sent_ = now;
   auto& hello = *up().mutable_hello();
-  Versions().put_into(hello);
-  hello.set_release(release());
-  hello.set_node(name_);
+  hello = hello_of(name_);
   hello.set_introduction(introduction);
   std::vector<NodeId> all;
   ++introductions_;
@@ -173,7 +171,7 @@ Relay::Actions Relay::on_node_message(NodeId node, const proto::FromNode& messag
     case proto::FromNode::kHello:  // the shell has checked it
       from.name = message.hello().node();
       from.address = message.hello().address();
-      from.spoken = Spoken(agreed({}, Versions::of(message.hello())).value_or(kSilentProtocol));
+      from.spoken = Spoken::with(Versions::of(message.hello()));
       break;
     case proto::FromNode::kRankUp: {
       auto& passed = *up().mutable_rank_up() = message.rank_up();

@@ -50,6 +50,8 @@ std::string why_refused(std::string_view who, const Versions& theirs, std::strin
 class Spoken {
  public:
   explicit Spoken(std::uint32_t version = kSilentProtocol) : version_(version) {}
+  // With a peer that has not been refused: the newest that both speak.
+  static Spoken with(const Versions& theirs) { return Spoken(agreed({}, theirs).value_or(kSilentProtocol)); }
   // As a message says it that was heard over a connection which speaks `by` (RankUp.speaks): no more than either.
   static Spoken through(std::uint32_t said, Spoken by) {
     return Spoken(std::min(said == 0 ? kSilentProtocol : said, by.version_));

@@ -168,17 +168,6 @@ struct SpeedBench : Bench {
     for (const auto& member : now_planned.members()) all[member.replica()] = member.weight();
     return all;
   }
-  void report(std::uint32_t replica, std::uint64_t compute_us) {
-    proto::FromNode message;
-    auto& done = *message.mutable_reduced();
-    done.set_replica(replica);
-    done.set_epoch(coordinator.epoch().value);
-    done.set_step(coordinator.committed().value + 1);
-    done.set_incarnation(incarnations[replica]);
-    done.set_compute_us(compute_us);
-    for (std::uint32_t rank = 0; rank < config.ranks; ++rank) RankSet(rank).to(done.mutable_ranks());
-    send(replica, message);
-  }
   void train(int count) {
     for (; count > 0; --count) {
       const proto::Plan now_planned = plan();
@@ -186,7 +175,7 @@ struct SpeedBench : Bench {
       const auto members = coordinator.members();
       for (const auto& m : members) {
         if (!m.catching_up) foretold[plan().step() + 1][m.replica.value] = Ahead(now_planned, m.replica).batches(1)[0];
-        report(m.replica.value, m.catching_up ? 0 : us[m.replica.value] * samples()[m.replica.value]);
+        reduced(m.replica.value, m.replica.value, m.catching_up ? 0 : us[m.replica.value] * samples()[m.replica.value]);
       }
       if (plan().epoch() != now_planned.epoch()) continue;
       for (const auto& m : coordinator.members())
@@ -354,15 +343,15 @@ TEST(Coordinator, WhatATrainerCanNotHaveComputedIsNotHeard) {
   job.begin();
   for (int i = 0; i < 40; ++i) {
     job.now += 200ms;
-    for (std::uint32_t replica : {0u, 1u}) job.report(replica, 10'000);
-    job.report(2, i % 2 == 0 ? 400'000 : ~std::uint64_t{0} >> i);  // longer than the step is under way
+    for (std::uint32_t replica : {0u, 1u}) job.reduced(replica, replica, 10'000);
+    job.reduced(2, 2, i % 2 == 0 ? 400'000 : ~std::uint64_t{0} >> i);  // longer than the step is under way
   }
   EXPECT_EQ(job.samples(), (PerReplica{{0, 10}, {1, 10}, {2, 10}}));
   EXPECT_TRUE(job.coordinator.stragglers().empty());
   for (int i = 0; i < 40; ++i) {
     job.now += 200ms;
-    for (std::uint32_t replica : {0u, 1u}) job.report(replica, 10'000);
-    job.report(2, 1);  // as if it took no time
+    for (std::uint32_t replica : {0u, 1u}) job.reduced(replica, replica, 10'000);
+    job.reduced(2, 2, 1);  // as if it took no time
   }
   EXPECT_EQ(job.samples(), (PerReplica{{0, 8}, {1, 8}, {2, 14}})) << "no more than --balance-at-most";
 }

@@ -194,13 +194,14 @@ struct Bench {
     send(replica, message);
   }
   void reduced(std::uint32_t replica) { reduced(replica, replica); }
-  void reduced(std::uint32_t replica, std::uint64_t node) {
+  void reduced(std::uint32_t replica, std::uint64_t node, std::uint64_t compute_us = 0) {
     proto::FromNode message;
     auto& done = *message.mutable_reduced();
     done.set_replica(replica);
     done.set_epoch(coordinator.epoch().value);
     done.set_step(coordinator.committed().value + 1);
     done.set_incarnation(incarnations[replica]);
+    done.set_compute_us(compute_us);
     for (std::uint32_t rank = 0; rank < config.ranks; ++rank) RankSet(rank).to(done.mutable_ranks());
     send(node, message);
   }
