@@ -92,7 +92,7 @@ class Coordinator {
     std::uint64_t trained = 0;  // names the samples in brought_ that its checkpoint says are trained
     TimePoint lost_at{};        // when its node was lost, or it was silent there
     std::string lost_why;
-    bool registered = false, connected_node = false, weighs = false;
+    bool registered : 1 = false, connected_node : 1 = false, weighs : 1 = false;
     std::uint16_t versions = 0;  // names them: versions_of()
     std::int32_t pid = 0;
     std::uint64_t daemon = 0;  // that it is behind

@@ -201,7 +201,7 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   replica.ranks.resize(config_.ranks);
   RankState& rank = replica.ranks[up.rank()];
   prospect_.stale = true;
-  if (!std::exchange(rank.registered, true)) ++replica.registered;
+  if (!rank.registered) rank.registered = true, ++replica.registered;
   rank.declaration = &declaration_of(up);
   replica.mixed = replica.mixed || (replica.declaration != nullptr && replica.declaration != rank.declaration);
   if (replica.declaration == nullptr) replica.declaration = rank.declaration;
