@@ -88,6 +88,7 @@ Result<Operation> prepare(const Call& call, std::uint32_t rank, std::uint32_t me
   if (adds) operation.signature.type = call.type, operation.signature.combine = call.combine;
   operation.signature.memory = call.memory;
   if (call.memory == transport::MemoryKind::cuda) {
+    operation.exported.resize(operation.memory.size());
     if (adds && call.combine != Combine::sum && call.combine != Combine::mean)
       return fail(ErrorCode::invalid_argument,
                   "a {} is not taken in a GPU's memory, where there are sums and means: give it the host's",

@@ -65,8 +65,11 @@ struct Operation {
   Plan plan;
   // As the plan's builder says. The caller's, until `done` is called; the last are written to.
   std::vector<std::span<std::byte>> memory;
-  std::uint32_t tag = 0;        // send, receive
-  std::function<bool()> ready;  // of a GPU's memory: whether the caller's stream has come to it, asked until it has
+  std::uint32_t tag = 0;  // send, receive
+  // Of a GPU's memory: whether the caller's stream has come to it, asked until it has; and of each memory, where there
+  // is one, its dma-buf.
+  std::function<bool()> ready;
+  std::vector<std::optional<device::Device::Exported>> exported;
   TimePoint deadline{};
   Done done;  // called once, within a call of poll(), submit(), reconfigure() or abort()
 };
@@ -94,7 +97,11 @@ class Group {
   void submit(Operation operation);
   // Memory of the GPU for operations' own use, which stays mapped while this lives. Before a collective operation of
   // such memory is submitted, kAtOnce of these have at least the bytes of its plan's scratch memory.
-  void give_scratch(std::span<std::byte> memory);
+  struct DeviceScratch {
+    std::span<std::byte> memory;
+    std::optional<device::Device::Exported> exported;
+  };
+  void give_scratch(DeviceScratch scratch);
   // Everything under way fails, here and on the other members.
   void abort(const Error& error);
   // Tells the others that this member needs nothing more of them; what is under way is aborted. left(): all have heard.
@@ -144,6 +151,9 @@ class Group {
   void give_work(Active& active, std::uint32_t task);
   void finish_works();
   void wait_for_works();
+  Result<transport::RegionId> register_on_device(std::span<std::byte> memory,
+                                                 const std::optional<device::Device::Exported>& exported,
+                                                 transport::Access access);
   void finished(Active& active, std::uint32_t task);
   void end_if_over(Active& active);
   void on_ready(std::uint32_t rank, const Ready& ready);

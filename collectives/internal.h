@@ -31,9 +31,9 @@ struct Group::Peer {
 // Memory of the group's own, registered: the host's or the GPU's.
 struct Group::Scratch {
   Mapping mapping;
-  std::optional<std::span<std::byte>> on_device;
+  std::optional<DeviceScratch> on_device;
   transport::RegionId region;
-  std::span<std::byte> bytes() const { return on_device ? *on_device : mapping.span(); }
+  std::span<std::byte> bytes() const { return on_device ? on_device->memory : mapping.span(); }
 };
 
 struct Group::Active {

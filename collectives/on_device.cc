@@ -54,8 +54,19 @@ void Group::wait_for_works() {
   }
 }
 
-void Group::give_scratch(std::span<std::byte> memory) {
-  Scratch scratch{.mapping = {}, .on_device = memory, .region = {}};
+// Without a call of the driver: by the dma-buf that the caller has made, or as the engine can.
+Result<transport::RegionId> Group::register_on_device(std::span<std::byte> memory,
+                                                      const std::optional<device::Device::Exported>& exported,
+                                                      transport::Access access) {
+  if (exported) {
+    auto registered = engine_.register_dma_buf({exported->fd.get(), exported->offset, memory}, access);
+    if (registered || registered.error().code != ErrorCode::unreachable) return registered;
+  }
+  return engine_.register_region(memory, transport::MemoryKind::cuda, access);
+}
+
+void Group::give_scratch(DeviceScratch given) {
+  Scratch scratch{.mapping = {}, .on_device = std::move(given), .region = {}};
   if (auto region = register_scratch(scratch)) {
     scratch.region = *region;
     scratch_.push_back(std::move(scratch));

@@ -136,8 +136,9 @@ Result<RegionId> Group::region_of(Active& active, std::uint32_t memory) {
       return task.kind == Task::Kind::receive && task.at.memory == memory;
     });
     const auto access = receives ? transport::Access::remote_write : transport::Access::local;
-    auto registered =
-        engine_.register_region(active.operation.memory[memory], active.operation.signature.memory, access);
+    const auto bytes = active.operation.memory[memory];
+    auto registered = active.on_device() ? register_on_device(bytes, active.operation.exported[memory], access)
+                                         : engine_.register_region(bytes, transport::MemoryKind::host, access);
     if (!registered) return registered;
     region = *registered;
   }
@@ -169,8 +170,9 @@ Result<> Group::take_scratch(Active& active) {
 }
 
 Result<RegionId> Group::register_scratch(const Scratch& scratch) {
-  const auto kind = scratch.on_device ? transport::MemoryKind::cuda : transport::MemoryKind::host;
-  return engine_.register_region(scratch.bytes(), kind, transport::Access::remote_write);
+  constexpr auto access = transport::Access::remote_write;
+  return scratch.on_device ? register_on_device(scratch.on_device->memory, scratch.on_device->exported, access)
+                           : engine_.register_region(scratch.bytes(), transport::MemoryKind::host, access);
 }
 
 // Scratch memory serves the next operation, and of those that are free the largest stay. That of one that has failed

@@ -40,12 +40,13 @@ void StreamedOperation::end() {
   flags_->give_back(its_);
 }
 
-Result<std::unique_ptr<GroupDevice>> GroupDevice::open(std::shared_ptr<device::Device> device) {
+Result<std::unique_ptr<GroupDevice>> GroupDevice::open(std::shared_ptr<device::Device> device, bool exports) {
   std::unique_ptr<GroupDevice> opened(new GroupDevice);
   auto flags = StreamFlags::of(device);
   if (!flags) return tl::unexpected(flags.error());
   auto reducer = device::Reducer::make(*device, {.external_launcher = true});
   if (!reducer) return tl::unexpected(reducer.error());
+  opened->exports_ = exports && device->remote_writes() == device::Device::RemoteWrites::ordered;
   opened->device_ = std::move(device);
   opened->reducer_ = std::move(*reducer);
   opened->flags_ = *flags;
@@ -58,8 +59,8 @@ Result<std::shared_ptr<StreamedOperation>> GroupDevice::make_operation() {
   return std::make_shared<StreamedOperation>(device_, reducer_, flags_, *flags);
 }
 
-Result<std::vector<std::span<std::byte>>> GroupDevice::scratch_for(std::uint64_t bytes) {
-  std::vector<std::span<std::byte>> fresh;
+Result<std::vector<collectives::Group::DeviceScratch>> GroupDevice::scratch_for(std::uint64_t bytes) {
+  std::vector<collectives::Group::DeviceScratch> fresh;
   if (bytes == 0) return fresh;
   const auto fits = [&](const device::Memory& one) { return one.bytes.size() >= bytes; };
   while (std::ranges::count_if(scratch_, fits) < collectives::kAtOnce) {
@@ -69,9 +70,15 @@ Result<std::vector<std::span<std::byte>>> GroupDevice::scratch_for(std::uint64_t
       return tl::unexpected(memory.error());
     }
     scratch_.push_back(std::move(*memory));
-    fresh.push_back(scratch_.back().bytes);
+    fresh.push_back({scratch_.back().bytes, exported(scratch_.back().bytes)});
   }
   return fresh;
+}
+
+std::optional<device::Device::Exported> GroupDevice::exported(std::span<std::byte> memory) const {
+  if (!exports_ || memory.empty()) return std::nullopt;
+  auto made = device_->export_dma_buf(memory);
+  return made ? std::optional(std::move(*made)) : std::nullopt;
 }
 
 }  // namespace rejoin

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "collectives/group.h"
@@ -42,7 +43,8 @@ class StreamedOperation {
 class GroupDevice {
  public:
   // Errors: of the device; `unavailable`: it has no kernels, or its streams wait for no flags.
-  static Result<std::unique_ptr<GroupDevice>> open(std::shared_ptr<device::Device> device);
+  // `exports`: the transport takes dma-bufs.
+  static Result<std::unique_ptr<GroupDevice>> open(std::shared_ptr<device::Device> device, bool exports);
 
   const std::shared_ptr<device::Device>& device() const { return device_; }
   const std::shared_ptr<device::Reducer>& reducer() const { return reducer_; }
@@ -50,13 +52,16 @@ class GroupDevice {
   // The caller's threads, one at a time.
   Result<std::shared_ptr<StreamedOperation>> make_operation();
   // What the group lacks for a plan with this much scratch memory. It stays until this goes.
-  Result<std::vector<std::span<std::byte>>> scratch_for(std::uint64_t bytes);
+  Result<std::vector<collectives::Group::DeviceScratch>> scratch_for(std::uint64_t bytes);
+  // As a dma-buf, where a NIC may write there without a flush by the driver; without one the bytes are staged.
+  std::optional<device::Device::Exported> exported(std::span<std::byte> memory) const;
 
  private:
   GroupDevice() = default;
   std::shared_ptr<device::Device> device_;
   std::shared_ptr<device::Reducer> reducer_;
   StreamFlags* flags_ = nullptr;
+  bool exports_ = false;
   std::vector<device::Memory> scratch_;
 };
 

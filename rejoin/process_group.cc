@@ -107,7 +107,7 @@ class Threaded final : public ProcessGroup {
     auto named = device::open_device(device_name);
     if (!named) return tl::unexpected(named.error());
     if ((*named)->kind() == device::MemoryKind::cuda) {
-      auto opened = GroupDevice::open(std::move(*named));
+      auto opened = GroupDevice::open(std::move(*named), config.transport.starts_with("ibverbs"));
       if (!opened) return tl::unexpected(opened.error());
       device = std::move(*opened);
     }
@@ -236,14 +236,18 @@ class Threaded final : public ProcessGroup {
       shared->done(fail(ErrorCode::cancelled, "the process group was reconfigured while this operation was started"));
     });
   }
-  // Everything that calls the driver, on the caller's thread. No dma-bufs are made, so that bytes are staged: with them
-  // a reduce_scatter stood still in a trial over TCP, and why is not known.
+  // Everything that calls the driver, on the caller's thread.
   Result<std::shared_ptr<Work>> start_on_device(const CollectiveCall& call, collectives::Operation operation,
                                                 std::uint64_t configuration) {
     const std::lock_guard one_at_a_time(starting_);
     auto scratch = device_->scratch_for(operation.plan.scratch);
     if (!scratch) return tl::unexpected(scratch.error());
-    for (const auto memory : *scratch) in_thread([this, memory] { group_->give_scratch(memory); });
+    for (auto& one : *scratch) {
+      const auto given = std::make_shared<collectives::Group::DeviceScratch>(std::move(one));
+      in_thread([this, given] { group_->give_scratch(std::move(*given)); });
+    }
+    std::ranges::transform(operation.memory, operation.exported.begin(),
+                           [&](const auto& memory) { return device_->exported(memory); });
     const auto streamed = device_->make_operation();
     if (!streamed) return tl::unexpected(streamed.error());
     if (auto queued = (*streamed)->begin_behind(call.stream); !queued) return tl::unexpected(queued.error());

@@ -97,13 +97,21 @@ class Members {
   }
 
   // What whoever starts an operation of a GPU's memory does before.
-  void prepare_device(Member& member, std::uint64_t scratch) {
+  void prepare_device(Member& member, Operation& operation) {
     ASSERT_TRUE(member.reducer->hold());
+    std::ranges::transform(operation.memory, operation.exported.begin(),
+                           [&](const auto& memory) { return exported(memory); });
+    const auto scratch = operation.plan.scratch;
     const auto large = [&](const device::Memory& one) { return one.bytes.size() >= scratch; };
     while (scratch > 0 && std::ranges::count_if(member.scratch, large) < kAtOnce) {
       member.scratch.push_back(*device->allocate(scratch));
-      member.group->give_scratch(member.scratch.back().bytes);
+      member.group->give_scratch({member.scratch.back().bytes, exported(member.scratch.back().bytes)});
     }
+  }
+  std::optional<device::Device::Exported> exported(std::span<std::byte> memory) const {
+    if (memory.empty()) return std::nullopt;
+    auto made = device->export_dma_buf(memory);
+    return made ? std::optional(std::move(*made)) : std::nullopt;
   }
   Work submit(std::uint32_t i, const Call& call, Duration limit = std::chrono::seconds(10),
               std::function<bool()> ready = {}) {
@@ -115,7 +123,7 @@ class Members {
       work->result = tl::unexpected(operation.error());
       return work;
     }
-    if (reducer) prepare_device(all[i], operation->plan.scratch);
+    if (reducer) prepare_device(all[i], *operation);
     operation->ready = std::move(ready);
     operation->deadline = clock.now() + limit;
     operation->done = [work, reducer](const Result<>& result) {

@@ -24,6 +24,7 @@ struct Counters {
 // What can be chosen in the environment as well: REJOIN_FAKE_CUDA="unordered slow_digest=4000".
 struct Options {
   bool unordered = false;  // nothing orders a NIC's writes, nor flushes them
+  bool ordered = false;    // the device orders them itself, as Hopper's do; else the driver flushes them
   bool no_flags = false;   // streams wait for no flags of 64 bits
   bool exclusive = false;  // compute mode EXCLUSIVE_PROCESS, and another process has the device
   bool no_launch = false;  // no kernel is launched any more
@@ -37,6 +38,7 @@ struct Control {
   void (*set_hook)(Hook) = nullptr;
   void (*count_only)(bool) = nullptr;      // refused calls don't end the program
   void (*set_options)(Options) = nullptr;  // instead of the environment's
+  void (*set_dma_buf)(bool) = nullptr;     // whether the driver gives its memory out
   void (*hands_over)() = nullptr;          // the calling thread is one of the trainer's
   void (*forget_kernels)() = nullptr;      // each kernel's next launch loads it
   explicit Control(const char* library) {
@@ -49,6 +51,7 @@ struct Control {
     find(set_hook, "fake_cuda_set_hook");
     find(count_only, "fake_cuda_count_only");
     find(set_options, "fake_cuda_set_options");
+    find(set_dma_buf, "fake_cuda_set_dma_buf");
     find(hands_over, "fake_cuda_hands_over");
     find(forget_kernels, "fake_cuda_forget_kernels");
   }

@@ -41,6 +41,7 @@ Options options_of_environment() {
     const std::string name = word.substr(0, equals);
     const unsigned value = equals == word.npos ? 1 : std::strtoul(word.c_str() + equals + 1, nullptr, 10);
     if (name == "unordered") options.unordered = true;
+    else if (name == "ordered") options.ordered = true;
     else if (name == "no_flags") options.no_flags = true;
     else if (name == "exclusive") options.exclusive = true;
     else if (name == "no_launch") options.no_launch = true;
@@ -108,6 +109,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {
     case 20: *value = now.exclusive ? 3 : 0; break;   // the compute mode
     case 117: *value = now.unordered ? 0 : 1; break;  // flushes of NICs' writes
+    case 118: *value = now.ordered ? 100 : 0; break;  // … which it needs for none of its owner's
     case 122: *value = now.no_flags ? 0 : 1; break;   // streams that wait for flags of 64 bits
     case 124: *value = dma_buf ? 1 : 0; break;
     default: break;
