@@ -3,6 +3,7 @@
 
 #include <thread>
 
+#include "base/sanitized.h"
 #include "collectives/tests/members.h"
 #include "device/tests/fake_control.h"
 #include "device/tests/library.h"
@@ -15,7 +16,7 @@ namespace {
 using namespace std::chrono_literals;
 using testing::AllOf, testing::HasSubstr;
 
-constexpr std::size_t kElements[] = {0, 5, 3'000, 100'003};
+constexpr std::size_t kElements[] = {0, 5, 3'000, kSanitized ? 20'003 : 100'003};
 
 // A GPU's memory with a copy in the host's, to compare with.
 class Gpu {

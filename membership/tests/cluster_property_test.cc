@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/sanitized.h"
 #include "membership/tests/world.h"
 
 namespace rejoin::membership {
@@ -149,11 +150,7 @@ TEST(MembershipProperty, ARankThatIsLostBeforeTheRelayHearsOfItsRegistrationIsFo
 }
 
 TEST(MembershipProperty, TheSameHoldsForManySeeds) {
-#ifdef REJOIN_SANITIZED
-  constexpr std::uint64_t seeds = 40;
-#else
-  constexpr std::uint64_t seeds = 1500;
-#endif
+  constexpr std::uint64_t seeds = kSanitized ? 40 : 1500;
   for (std::uint64_t seed = 0; seed < seeds; ++seed) {
     ASSERT_EQ(play(seed), "") << "seed " << seed;
     ASSERT_EQ(play(seed, true), "") << "seed " << seed << ", with relays";

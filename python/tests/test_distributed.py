@@ -349,7 +349,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.thorough)])
 def test_a_killed_member_fails_the_others_at_once_by_its_name_and_they_go_on(tmp_path, transport):
     """The survivors are in all-reduces when it dies, and are through the next one, without it, soon."""
     command = [sys.executable, "-c", KILLED]

@@ -77,6 +77,7 @@ def test_a_sharded_replica_with_mixed_precision_comes_back_and_has_what_one_proc
             assert same_bits(chunks(optimizer.state[p]["exp_avg_sq"])[rank][: moment.numel()], moment)
 
 
+@pytest.mark.thorough
 def test_float16_with_masters_a_scale_and_an_average(tmp_path):
     flags = ["--optimizer", "half", "--max-norm", "0.5", "--ema", "0.99", "--loss-scale", str(2.0**22)]
     job = Job(tmp_path, *flags, steps=150, kill={1: ("backward", 20)})

@@ -132,7 +132,7 @@ TEST_P(CheckpointTransfer, BytesThatChangedMeanwhileAreNotTaken) {
 }
 
 TEST_P(CheckpointTransfer, ADeadlineAndAnInterruptEndTheWait) {
-  const auto late = fetch(7, 30ms);
+  const auto late = fetch(7, 300ms);
   ASSERT_FALSE(late);
   EXPECT_EQ(late.error().code, ErrorCode::timeout);
   EXPECT_THAT(late.error().message, HasSubstr("timed out waiting for step 7 to be published"));

@@ -125,7 +125,7 @@ struct Conformance : testing::TestWithParam<std::string> {
   }
 
   // Progress until `done`; fails after a deadline that only a broken backend meets.
-  [[nodiscard]] bool until(const std::function<bool()>& done, std::chrono::seconds limit = std::chrono::seconds(10)) {
+  [[nodiscard]] bool until(const std::function<bool()>& done, std::chrono::seconds limit = std::chrono::seconds(30)) {
     const auto deadline = std::chrono::steady_clock::now() + limit;
     while (!done()) {
       if (std::chrono::steady_clock::now() > deadline) return false;
