@@ -8,11 +8,13 @@
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "base/command_line.h"
 #include "base/fail.h"
 #include "base/log.h"
-#include "bench/limits.h"
+#include "bench/meeting.h"
+#include "bench/usage.h"
 #include "catchup/gradient_log.h"
 #include "catchup/service.h"
 #include "transport/factory.h"
@@ -37,6 +39,9 @@ constexpr std::uint64_t kExtent = local::kPartBytes / 3, kWindow = 48;
 
 struct Measured {
   double bulk_seconds = 0, arrived_seconds = 0, verified_seconds = 0;
+  double joiner_cpu = 0, sources_cpu = 0;  // seconds, until it was verified
+  double joiner_calls = 0, sources_calls = 0;
+  std::string calls_not_counted;  // why; empty: they are
 };
 
 class Replica {
@@ -203,6 +208,8 @@ class Replica {
     do service.poll(clock_.now());
     while (service.busy());
     if (auto met = meet_all(); !met) return met;
+    const Usage usage;
+    Used used;
     if (joiner()) {
       std::set<catchup::SourceAddress> sources;
       for (std::uint32_t i = 1; i <= s_.sources; ++i)
@@ -230,6 +237,7 @@ class Replica {
         else idle_->reset();
       }
       measured.verified_seconds = seconds(clock_.now() - start);
+      used = usage.now();
       if (const auto again = service.progress(key, clock_.now())->refetched; again > 0)
         return fail(ErrorCode::corrupt, "{} slices had to be fetched again", again);
       const auto checked =
@@ -249,10 +257,22 @@ class Replica {
         if (!service.busy()) idle_->wait(true, std::chrono::milliseconds(1));
         else idle_->reset();
       }
+      used = usage.now();
     }
     if (auto met = meet_all(); !met) return met;
     if (joiner()) meeting_.wrong.store(0);
-    return meet_all();
+    return tell_usage(measured, used, usage.why_not());
+  }
+
+  Result<> tell_usage(Measured& measured, const Used& used, const std::string& why_not) {
+    const auto cpu = gather(meeting_, number_, processes(), used.cpu_seconds);
+    const auto calls = gather(meeting_, number_, processes(), static_cast<double>(used.system_calls));
+    if (cpu.empty() || calls.empty()) return fail(ErrorCode::cancelled, "another process failed");
+    measured.joiner_cpu = cpu[0], measured.joiner_calls = calls[0];
+    measured.sources_cpu = std::accumulate(cpu.begin() + 1, cpu.end(), 0.0);
+    measured.sources_calls = std::accumulate(calls.begin() + 1, calls.end(), 0.0);
+    measured.calls_not_counted = why_not;
+    return {};
   }
 
   std::span<const transport::Event> poll() {
@@ -275,10 +295,9 @@ class Replica {
 };
 
 int run(const Settings& s) {
-  auto memory = make_sealed_memfd("meeting", sizeof(Meeting));
-  auto mapping = memory ? Mapping::of(*memory, sizeof(Meeting)) : Result<Mapping>(tl::unexpected(memory.error()));
-  if (!mapping) return std::cerr << "rejoin_catchup_bw: " << mapping.error().message << "\n", 1;
-  auto& meeting = *new (mapping->data()) Meeting{};
+  const auto page = MeetingPage::make();
+  if (!page) return std::cerr << "rejoin_catchup_bw: " << page.error().message << "\n", 1;
+  Meeting& meeting = **page;
   std::vector<pid_t> children;
   for (std::uint32_t number = 1; number <= s.sources; ++number) {
     const pid_t pid = ::fork();
@@ -301,19 +320,41 @@ int run(const Settings& s) {
               human_bytes(s.bytes).c_str(), s.sources, s.transport.c_str());
   if (s.cuda) std::printf("# in the memory of CUDA device %d\n", *s.cuda);
   std::printf("# bulk: the same bytes written by the same sources in writes of the same size, nothing checked\n");
-  std::printf("#%10s %14s %16s %16s %8s %8s\n", "run", "bulk (GB/s)", "arrived (GB/s)", "verified (GB/s)", "arrived",
-              "verified");
-  nlohmann::json rows = nlohmann::json::array();
+  const std::string& why_not = measured->front().calls_not_counted;
+  std::printf(
+      "# the last line: mean times of all runs, and ratios of means. cpu: seconds for each GiB; calls: "
+      "system calls for each MiB%s%s\n",
+      why_not.empty() ? "" : ": not countable here: ", why_not.c_str());
+  std::printf("#%10s %14s %16s %16s %8s %8s %10s %11s %12s %13s\n", "run", "bulk (GB/s)", "arrived (GB/s)",
+              "verified (GB/s)", "arrived", "verified", "joiner cpu", "sources cpu", "joiner calls", "sources calls");
+  const double gib = static_cast<double>(s.bytes) / static_cast<double>(GiB);
   const auto rate = [&](double seconds_taken) { return static_cast<double>(s.bytes) / seconds_taken * 1e-9; };
-  int number = 0;
+  const auto calls = [&](double all) { return why_not.empty() ? fmt::format("{:.2f}", all / gib / 1024) : "n/a"; };
+  const auto line = [&](const std::string& run, const Measured& m) {
+    std::printf(" %10s %14.2f %16.2f %16.2f %8.2f %8.2f %10.3f %11.3f %12s %13s\n", run.c_str(), rate(m.bulk_seconds),
+                rate(m.arrived_seconds), rate(m.verified_seconds), m.bulk_seconds / m.arrived_seconds,
+                m.bulk_seconds / m.verified_seconds, m.joiner_cpu / gib, m.sources_cpu / gib,
+                calls(m.joiner_calls).c_str(), calls(m.sources_calls).c_str());
+  };
+  nlohmann::json rows = nlohmann::json::array();
+  Measured mean;
   for (const auto& m : *measured) {
-    std::printf(" %10d %14.2f %16.2f %16.2f %8.2f %8.2f\n", ++number, rate(m.bulk_seconds), rate(m.arrived_seconds),
-                rate(m.verified_seconds), m.bulk_seconds / m.arrived_seconds, m.bulk_seconds / m.verified_seconds);
+    line(std::to_string(rows.size() + 1), m);
+    for (const auto of :
+         {&Measured::bulk_seconds, &Measured::arrived_seconds, &Measured::verified_seconds, &Measured::joiner_cpu,
+          &Measured::sources_cpu, &Measured::joiner_calls, &Measured::sources_calls})
+      mean.*of += m.*of / static_cast<double>(measured->size());
     rows.push_back({{"bulk_gbps", rate(m.bulk_seconds)},
                     {"arrived_gbps", rate(m.arrived_seconds)},
                     {"verified_gbps", rate(m.verified_seconds)},
-                    {"ratio", m.bulk_seconds / m.arrived_seconds}});
+                    {"ratio", m.bulk_seconds / m.arrived_seconds},
+                    {"joiner_cpu_seconds_per_gib", m.joiner_cpu / gib},
+                    {"sources_cpu_seconds_per_gib", m.sources_cpu / gib}});
+    if (why_not.empty())
+      rows.back().update({{"joiner_system_calls_per_mib", m.joiner_calls / gib / 1024},
+                          {"sources_system_calls_per_mib", m.sources_calls / gib / 1024}});
   }
+  line("mean", mean);
   if (!s.json.empty()) {
     std::ofstream out(s.json);
     out << nlohmann::json{{"bytes", s.bytes}, {"sources", s.sources}, {"transport", s.transport}, {"runs", rows}}.dump(

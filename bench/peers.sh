@@ -5,6 +5,9 @@ set -euo pipefail
 bin=$(cd "$(dirname "${BASH_SOURCE[0]}")/../build/release/bin" && pwd)
 scratch=$(mktemp -d); trap 'rm -rf "$scratch"; kill $(jobs -p) 2>/dev/null || true' EXIT
 
+for tool in ucx_perftest:ucx-utils iperf3:iperf3; do
+  command -v "${tool%:*}" >/dev/null || echo "no ${tool%:*} here: install ${tool#*:}" >&2
+done
 ucx() { # transports test size iterations → MiB/s
   command -v ucx_perftest >/dev/null || { echo -; return; }
   local port=$((20000 + RANDOM % 20000))

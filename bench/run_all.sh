@@ -8,6 +8,8 @@ for transport in shm tcp; do
     "$bin/rejoin_allreduce_perf" --transport $transport --ranks $ranks -b 64M -e 64M -n 20 | tail -n 1
   done
 done
+"$bin/rejoin_step_perf"
+for transport in shm tcp; do "$bin/rejoin_recovery_perf" --transport $transport; done
 for transport in shm tcp; do "$bin/rejoin_catchup_bw" --transport $transport; done
 # A slow link: what zstd brings for values spread like a trained model's.
 for compression in off auto; do

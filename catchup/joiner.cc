@@ -16,22 +16,25 @@ constexpr std::uint32_t kWindow = 16;  // slices under way from one source
 
 }  // namespace
 
-Joiner::Joiner(transport::Engine& engine, local::View& view, std::vector<transport::RegionId> state, Step committed,
-               Duration silence, TimePoint now)
+Joiner::Joiner(transport::Engine& engine, local::View& view, std::vector<transport::RegionId> state, Proofs& proofs,
+               Step committed, Duration silence, TimePoint now)
     : engine_(engine),
       view_(view),
       state_(std::move(state)),
+      proofs_(proofs),
       planner_(static_cast<std::uint32_t>(view.manifest().slices().size()), kWindow),
       oldest_(committed.value),
       at_first_(view.clock()),
       foreign_(at_first_.version > oldest_),
       silence_(silence),
+      came_at_(now),
       verified_(view.manifest().slices().size()),
       now_(now),
       started_(now) {
   // The daemon before this one may have got far: what has arrived or is kept current is only verified again; if it had
   // called all of it complete, it is. The clock is read first: a status that is behind it then is behind for good.
   bool complete = view.complete();
+  proofs_.begin(verified_.size());
   for (std::uint32_t i = 0; i < view.manifest().slices().size(); ++i)
     for (bool settled = false; !settled;) {
       const local::SliceStatus status = view.slice(i);
@@ -40,6 +43,7 @@ Joiner::Joiner(transport::Engine& engine, local::View& view, std::vector<transpo
       if (kept) {
         planner_.on_present(i);
         unverified_.insert(i);
+        unproven_.insert(i);
       }
       complete = complete && kept;
       settled = kept || view.set_slice(i, status, {});
@@ -48,6 +52,8 @@ Joiner::Joiner(transport::Engine& engine, local::View& view, std::vector<transpo
   verified_.assign(verified_.size(), true);
   verified_count_ = static_cast<std::uint32_t>(verified_.size());
   unverified_.clear();
+  unproven_.clear();
+  for (std::uint32_t i = 0; i < verified_.size(); ++i) proofs_.add(i);
   done_ = true;
   finished_ = now;
 }
@@ -74,13 +80,14 @@ void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint n
 void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
   sources_[source] = endpoint;
   events::record(events::Kind::source_up, {.replica = source.value});
-  planner_.on_source_up(source);
+  planner_.on_source_up(source, distance_to(source));
   if (auto known = expected_.find(source); known != expected_.end()) known->second.connected_at = now_;
   recheck_verified();
 }
 
 void Joiner::on_source_down(ReplicaId source) {
-  if (sources_.erase(source) > 0) events::record(events::Kind::source_lost, {.replica = source.value});
+  if (sources_.erase(source) + fellows_.erase(source) > 0)
+    events::record(events::Kind::source_lost, {.replica = source.value});
   landed_.forget(source);
   planner_.on_source_down(source);
   for (std::uint32_t i = 0; i < view_.manifest().slices().size(); ++i) {
@@ -94,14 +101,19 @@ void Joiner::on_source_down(ReplicaId source) {
 }
 
 Result<> Joiner::on_message(ReplicaId source, const proto::Stream& message) {
-  if (!sources_.contains(source)) return {};
+  const bool fellow = fellows_.contains(source);
+  if (!sources_.contains(source) && !fellow) return {};
   if (auto known = expected_.find(source); known != expected_.end()) heard(known->second);
+  if (message.has_sent()) heard_of(source);
   if (message.has_sent()) return on_sent(source, message.sent());
+  if (fellow && message.has_offers()) return on_offers(source, message.offers());
+  if (fellow) return fail(ErrorCode::corrupt, "another joiner sent a message that it has no business to send");
   if (message.has_verify_reply()) return on_verify_reply(source, message.verify_reply());
   return fail(ErrorCode::corrupt, "a source sent a message that only joiners send");
 }
 
 void Joiner::on_written(ReplicaId source, std::uint64_t tag) {
+  heard_of(source);
   const auto& manifest = view_.manifest();
   const auto [part, column, coded, generation] = WriteTag::unpack(tag);
   if (coded || part >= manifest.parts().size()) return;     // nonsense: the digests at the end tell
@@ -163,6 +175,7 @@ void Joiner::settle(const Arrival& arrival) {
   const auto status = view_.slice(slice);
   if (!arrival.intact) {
     spdlog::warn("slice {} from replica {} is damaged; it is fetched again", slice, arrival.source);
+    sent_wrong(slice, arrival.source);
     return fetch_again(slice);
   }
   if (status.state != local::SliceState::requested ||
@@ -176,10 +189,12 @@ void Joiner::settle(const Arrival& arrival) {
   bytes_ += bytes;
   wire_bytes_ += arrival.wire_bytes;
   from_[arrival.source] += bytes;
+  if (fellows_.contains(arrival.source)) came_from_[slice] = arrival.source, from_joiners_ += bytes;
   arrived_.put(slice, arrival.sent.version(), {arrival.sent.digests().begin(), arrival.sent.digests().end()});
   // What has just been compared is verified, unless this replica's state is past the version that came: then it is
   // verified when its kept gradients have been applied.
   unverified_.insert(slice);
+  unproven_.insert(slice);
   if (auto known = expected_.find(arrival.source); known != expected_.end())
     known->second.at_least = std::max(known->second.at_least, arrival.sent.version());
   if (const auto clock = view_.clock(); !clock.updating && arrival.sent.version() >= std::max(clock.version, oldest_))
@@ -218,9 +233,12 @@ void Joiner::fetch_again(std::uint32_t slice) {
   events::record(events::Kind::slice_again, {.a = slice});
   while (!view_.set_slice(slice, view_.slice(slice), {})) {
   }
+  doubt(slice);
   set_verified(slice, false);
   arrived_.forget(slice);
+  came_from_.erase(slice);
   unverified_.erase(slice);
+  unproven_.erase(slice);
   suspects_.erase(slice);
   for (auto& [source, known] : expected_) known.agrees[slice] = false;
   planner_.on_again(slice);
@@ -237,7 +255,9 @@ void Joiner::work(TimePoint now, bool busy) {
       recheck_verified();
     }
   }
+  mind_fellows(now);
   now_ = now;
+  planner_.on_time(now);
   if (!arrivals_.empty()) take_in_arrivals();
   std::erase_if(questions_, [&](Question& question) { return settle(question); });
   if (view_.clock() != seen_) {
@@ -247,52 +267,13 @@ void Joiner::work(TimePoint now, bool busy) {
       if (planner_.has(i) && view_.slice(i).state == local::SliceState::abandoned) fetch_again(i);
   }
   ask_for_slices();
-  if (!busy || planner_.all_arrived()) request_verification();
+  // What fellows have sent is proven as it comes, so that it can be passed on in turn.
+  if (!busy || planner_.all_arrived()) request_verification(unverified_, asked_up_to_);
+  else if (!fellows_.empty()) request_verification(unproven_, proving_up_to_);
   if (verified_count_ == view_.manifest().slices().size()) {
     done_ = true;
     finished_ = now;
     view_.set_complete();
-  }
-}
-
-void Joiner::ask_for_slices() {
-  for (const auto& [source, endpoint] : sources_) {
-    const auto slices = planner_.next(source, sources_soon());
-    if (slices.empty()) continue;
-    proto::Stream message;
-    auto& fetch = *message.mutable_fetch();
-    std::map<std::uint32_t, std::uint32_t> regions;  // by memory range: which of the message's
-    const auto add_target = [&](std::uint32_t slice) {
-      const local::Part& range = view_.manifest().slices()[slice].range;
-      for (std::uint32_t column = 0; column < view_.manifest().columns(range); ++column) {
-        const local::ColumnLocation location = view_.location(range, column);
-        const auto [known, first] = regions.try_emplace(location.memory_range, fetch.regions_size());
-        if (first) {
-          const auto target = engine_.remote(state_[location.memory_range]);
-          auto& region = *fetch.add_regions();
-          region.set_key(target.key);
-          region.set_length(target.length);
-        }
-        fetch.add_region_indexes(known->second);
-        fetch.add_offsets(location.offset);
-      }
-    };
-    for (auto slice : slices) {
-      // First marked, then the clock is read: the library first moves the clock, then looks at the marks. So either it
-      // keeps the gradients of the update under way, or we ask for a version that contains it.
-      while (!view_.set_slice(slice, view_.slice(slice), local::SliceStatus::requested(source.value))) {
-      }
-      fetch.add_slices(slice);
-      add_target(slice);
-    }
-    const local::Clock clock = view_.clock();
-    foreign_ = foreign_ && clock.version == at_first_.version;
-    fetch.set_at_least(std::max(foreign_ ? 0 : clock.version, oldest_) + (clock.updating ? 1 : 0));
-    events::record(events::Kind::slices_asked, {.replica = source.value,
-                                                .number = static_cast<std::uint32_t>(slices.size()),
-                                                .a = slices.front(),
-                                                .b = fetch.at_least()});
-    if (!send(endpoint, message)) return;
   }
 }
 
@@ -322,6 +303,8 @@ CatchUpProgress Joiner::progress(TimePoint now) const {
   progress.verified = verified_count_;
   progress.refetched = planner_.refetched();
   progress.sources = static_cast<std::uint32_t>(sources_.size());
+  progress.fellows = static_cast<std::uint32_t>(fellows_.size());
+  progress.from_joiners = from_joiners_;
   progress.sources_used = static_cast<std::uint32_t>(from_.size());
   progress.done = done_;
   progress.seconds = seconds((done_ ? finished_ : now) - started_);

@@ -12,7 +12,15 @@
 //   6. The source answers with VerifyReply: its digests at that version, or that its state is past it.
 // When every slice has been verified by every source, the joiner is done.
 //
-// joiner.cc: what comes from whom. joiner_proofs.cc: whether it is right.
+// Several joiners pass on to each other what they have proven: what has been equal to a contributor's bytes. Such a
+// fellow is a source of bytes, never of proof: what it has sent is compared with contributors' digests like everything.
+//   1. The joiner connects with the same Hello, and sends Follow.
+//   2. The fellow sends Offers, with the slices that it has proven, and again when there are more.
+//   3. Fetch and Sent follow as with a contributor. A fellow of which nothing comes for half a silence is given up, as
+//   is
+//      one that has sent anything wrong: the caller closes its connection, the fence, and its slices go to others.
+//
+// joiner.cc: what comes from whom. joiner_proofs.cc: whether it is right. joiner_fellows.cc: other joiners.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +32,7 @@
 #include "catchup/coder.h"
 #include "catchup/landed.h"
 #include "catchup/planner.h"
+#include "catchup/proofs.h"
 #include "local/view.h"
 #include "stream.pb.h"
 #include "transport/transport.h"
@@ -36,6 +45,9 @@ struct CatchUpProgress {
   std::uint32_t slices = 0, total_slices = 0, verified = 0;
   std::uint32_t refetched = 0;
   std::uint32_t sources = 0, sources_used = 0;
+  std::uint32_t fellows = 0;       // other joiners that are connected
+  std::uint64_t from_joiners = 0;  // of `bytes`
+  std::uint64_t passed_on = 0;     // sent to other joiners
   double bytes_per_second = 0;
   double seconds = 0;
   bool done = false;
@@ -51,20 +63,34 @@ struct Drift {
   std::uint64_t offset = 0, total = 0;                       // bytes: of a column before it, of the whole column
 };
 
+// A fellow that is not to be asked any more.
+struct GivenUp {
+  ReplicaId fellow;
+  std::string why;
+  bool wrong = false;  // it has sent something wrong; otherwise it stands still, and may be asked again later
+};
+
 // A slice is verified when all sources have the same bytes as this replica, each at some version that both have held.
 class Joiner {
  public:
   // `state`: the view's memory ranges, registered. `committed`: the last step when it was admitted, or since then: this
   // replica has the gradients of later steps only. `silence`: the job's.
-  Joiner(transport::Engine& engine, local::View& view, std::vector<transport::RegionId> state, Step committed,
-         Duration silence, TimePoint now);
+  // `proofs`: what of the state may be passed on; the joiner says so there.
+  Joiner(transport::Engine& engine, local::View& view, std::vector<transport::RegionId> state, Proofs& proofs,
+         Step committed, Duration silence, TimePoint now);
   ~Joiner();
 
   // The caller names the sources that have the state, once at first and again whenever they change. The joiner does not
   // wait for a source that can't be reached for long.
   void expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint now);
+  // How far away each source is (base/location.h): whoever is near is asked first. Who is not named is at 0.
+  void set_distances(std::map<ReplicaId, std::size_t> distances) { distances_ = std::move(distances); }
+  // This joiner is number `own` of so many that serve each other, as all of them know it.
+  void set_turn(std::uint32_t own, std::uint32_t of) { planner_.set_turn(own, of); }
   void on_source_up(ReplicaId source, transport::EndpointId endpoint);
-  void on_source_down(ReplicaId source);  // the caller has closed the endpoint before, so that the source is fenced
+  void on_fellow_up(ReplicaId fellow, transport::EndpointId endpoint);
+  void on_source_down(
+      ReplicaId source);  // or a fellow; the caller has closed the endpoint before, so that the source is fenced
   // Errors: `corrupt` where the message makes no sense; the caller then closes the source's connection.
   Result<> on_message(ReplicaId source, const proto::Stream& message);
   // A write of the source has landed; the joiner takes its digest now, while its bytes are in the cache.
@@ -74,6 +100,8 @@ class Joiner {
   void work(TimePoint now, bool busy);
 
   bool done() const { return done_; }
+  // The caller closes the connections of these.
+  std::vector<GivenUp> take_given_up() { return std::exchange(given_up_, {}); }
   std::vector<Drift> take_drifts() { return std::exchange(drifts_, {}); }
   CatchUpProgress progress(TimePoint now) const;
 
@@ -103,6 +131,10 @@ class Joiner {
     TimePoint again_at{};
   };
 
+  struct Fellow {
+    transport::EndpointId endpoint;
+    TimePoint moved_at{};  // when it sent something last, or was first asked for what it owes
+  };
   // A slice that a source says is in place.
   struct Arrival {
     ReplicaId source;
@@ -112,26 +144,32 @@ class Joiner {
     Generation generation(std::uint32_t part) const { return {source, sent.generations(static_cast<int>(part))}; }
   };
 
+  static constexpr int kUsual = 4;  // times what is usual is long
+
   Result<> on_sent(ReplicaId source, const proto::Sent& sent);
   void take_in_arrivals();
   bool decode(Arrival& arrival);
   void settle(const Arrival& arrival);
   Result<> on_verify_reply(ReplicaId source, const proto::VerifyReply& reply);
+  Result<> on_offers(ReplicaId fellow, const proto::Offers& offers);
+  void heard_of(ReplicaId source);
+  void mind_fellows(TimePoint now);
+  Duration usual() const;  // between two slices, until now
+  void give_up(ReplicaId fellow, std::string why, bool wrong);
+  void sent_wrong(std::uint32_t slice, std::optional<ReplicaId> source);
   void ask_for_slices();
-  // Those that are connected, and those that should be at once.
-  std::size_t sources_soon() const {
-    return sources_.size() +
-           static_cast<std::size_t>(std::count_if(expected_.begin(), expected_.end(), [&](const auto& one) {
-             const auto& [source, known] = one;
-             return !sources_.contains(source) && known.missing_since && now_ - *known.missing_since < silence_ / 4;
-           }));
-  }
-  void request_verification();
+  std::vector<std::size_t> sources_soon() const;
+  std::size_t distance_to(ReplicaId source) const;
+  void choose_reach(const std::vector<std::size_t>& distances);
+  bool ask(ReplicaId source, transport::EndpointId endpoint, std::size_t near, bool idle);
+  void request_verification(const std::set<std::uint32_t>& among, std::uint32_t& up_to);
   bool settle(Question& question);
   void settle_slice(std::uint32_t slice, std::uint64_t version, std::uint64_t ours,
                     const std::map<ReplicaId, std::uint64_t>& theirs);
   void report_drift(std::uint32_t slice, std::uint64_t version, const std::map<ReplicaId, std::uint64_t>& theirs);
   void agree(ReplicaId source, std::uint32_t slice);
+  void prove(std::uint32_t slice);
+  void doubt(std::uint32_t slice);
   bool asks(const Expected& source, std::uint32_t slice) const;
   std::optional<std::uint64_t> comparable_at(std::uint32_t slice, const local::Clock& clock) const;
   bool waited_for(const Expected& source) const;
@@ -146,6 +184,7 @@ class Joiner {
   transport::Engine& engine_;
   local::View& view_;
   const std::vector<transport::RegionId> state_;
+  Proofs& proofs_;
   Planner planner_;
   const std::uint64_t oldest_;   // version that will do
   const local::Clock at_first_;  // when this was made
@@ -156,19 +195,31 @@ class Joiner {
   const Duration silence_;
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;
+  std::map<ReplicaId, std::size_t> distances_;
+  struct Reach {  // sources up to this distance are asked
+    std::size_t distance = 0, nearest = 0;
+    std::uint32_t arrived = 0;  // slices …
+    TimePoint at{};             // … then; by what has come since it is seen whether these are enough
+  };
+  std::optional<Reach> reach_;
+  std::map<ReplicaId, Fellow> fellows_;
+  std::map<std::uint32_t, ReplicaId> came_from_;  // slices that fellows sent and that are not proven yet
+  std::vector<GivenUp> given_up_;
+  TimePoint came_at_{};  // when anything was sent last
   Landed landed_;
   Arrived arrived_;                // until they are verified
   std::vector<Arrival> arrivals_;  // that have not been looked at
   std::vector<bool> verified_;
   std::uint32_t verified_count_ = 0;
   std::set<std::uint32_t> unverified_;  // arrived
-  std::uint32_t asked_up_to_ = 0;       // of them
+  std::set<std::uint32_t> unproven_;    // … and not equal to any contributor's bytes yet, as far as is known
+  std::uint32_t asked_up_to_ = 0, proving_up_to_ = 0;  // of them
   std::map<std::uint32_t, Suspect> suspects_;
   std::vector<Drift> drifts_;
   TimePoint now_{};
   std::vector<Question> questions_;
   std::uint64_t next_question_ = 1;
-  std::uint64_t bytes_ = 0, wire_bytes_ = 0;
+  std::uint64_t bytes_ = 0, wire_bytes_ = 0, from_joiners_ = 0;
   Coder coder_;
   std::map<ReplicaId, std::uint64_t> from_;
   local::Clock seen_;

@@ -36,19 +36,20 @@ std::optional<std::uint64_t> Joiner::comparable_at(std::uint32_t slice, const lo
   return is_there && status.version() >= oldest_ ? std::optional(status.version()) : std::nullopt;
 }
 
-void Joiner::request_verification() {
+// About some of these slices, from `up_to` on.
+void Joiner::request_verification(const std::set<std::uint32_t>& among, std::uint32_t& up_to) {
   if (questions_.size() >= kQuestions || sources_.empty()) return;
   const local::Clock clock = view_.clock();
   if (clock.updating) return;
   Question question;
   std::vector<std::uint32_t> parts;
-  for (std::size_t looked_at = 0; looked_at < std::min(kLookedAt, unverified_.size()); ++looked_at) {
-    auto next = unverified_.upper_bound(asked_up_to_);
-    if (next == unverified_.end()) next = unverified_.begin();
+  for (std::size_t looked_at = 0; looked_at < std::min(kLookedAt, among.size()); ++looked_at) {
+    auto next = among.upper_bound(up_to);
+    if (next == among.end()) next = among.begin();
     const std::uint32_t i = *next;
     const auto& slice = view_.manifest().slices()[i];
     if (!parts.empty() && parts.size() + slice.parts > kPartsAsked) break;
-    asked_up_to_ = i;
+    up_to = i;
     const auto version = comparable_at(i, clock);
     const bool asked = std::any_of(questions_.begin(), questions_.end(), [&](const Question& q) {
       return std::find(q.slices.begin(), q.slices.end(), i) != q.slices.end();
@@ -139,10 +140,12 @@ void Joiner::settle_slice(std::uint32_t slice, std::uint64_t version, std::uint6
   }
   // Either this replica's bytes are wrong, or those of the sources that agreed with them before: all must say at one
   // version, if they can.
+  doubt(slice);
   Suspect& suspect = suspects_[slice];
   if (theirs.size() < sources_.size() && ++suspect.times < kSuspected) return;
   spdlog::warn("slice {} differs from replica {}'s at version {}; it is fetched again", slice, theirs.begin()->first,
                version);
+  sent_wrong(slice, std::nullopt);
   fetch_again(slice);
 }
 
@@ -151,6 +154,7 @@ void Joiner::report_drift(std::uint32_t slice, std::uint64_t version,
                           const std::map<ReplicaId, std::uint64_t>& theirs) {
   const auto& manifest = view_.manifest();
   const local::Slice& what = manifest.slices()[slice];
+  doubt(slice);
   suspects_[slice].again_at = now_ + kDisputed;
   Drift drift{.tensor = manifest.tensors()[what.range.tensor].name,
               .first = what.range.first,
@@ -170,7 +174,21 @@ void Joiner::agree(ReplicaId source, std::uint32_t slice) {
   auto known = expected_.find(source);
   if (known == expected_.end()) return;
   known->second.agrees[slice] = true;
+  prove(slice);
   if (all_agree(slice)) set_verified(slice, true);
+}
+
+// A contributor has the same bytes: they may be passed on, unless sources differ.
+void Joiner::prove(std::uint32_t slice) {
+  if (suspects_.contains(slice)) return;
+  proofs_.add(slice);
+  unproven_.erase(slice);
+  came_from_.erase(slice);
+}
+
+void Joiner::doubt(std::uint32_t slice) {
+  proofs_.withdraw(slice);
+  if (unverified_.contains(slice)) unproven_.insert(slice);
 }
 
 // Whoever is waited for has the same bytes, and at least one has.

@@ -4,40 +4,132 @@
 
 namespace rejoin::catchup {
 
+namespace {
+
+constexpr std::uint32_t kOfFellows = 4;  // a fellow's window is this part of a contributor's: there are more of them
+
+constexpr std::uint32_t kOpening = 4;     // a contributor's window at first; it opens by one with each slice
+constexpr std::int64_t kRecent = 8;       // slices, whose arrival tells how fast they come now
+constexpr std::uint32_t kAllFellows = 9;  // of so many joiners each asks all others
+
+}  // namespace
+
+std::vector<std::uint32_t> fellows_of(std::uint32_t own, std::uint32_t of) {
+  std::vector<std::uint32_t> fellows;
+  for (std::uint32_t behind = 1; behind < of; behind = of <= kAllFellows ? behind + 1 : behind * 2)
+    fellows.push_back((own + behind) % of);
+  return fellows;
+}
+
 Planner::Planner(std::uint32_t slices, std::uint32_t window)
-    : total_(slices), widest_(window), window_(window), have_(slices) {
-  for (std::uint32_t i = 0; i < slices; ++i) waiting_.push_back(i);
+    : total_(slices),
+      widest_(window),
+      window_(window),
+      last_(slices),
+      places_(slices, kNowhere),
+      offers_(slices),
+      have_(slices) {
+  for (std::uint32_t i = 0; i < slices; ++i) wait(i, i);
+}
+
+// Where a slice that waits belongs.
+Planner::Queue& Planner::queue_of(std::uint32_t slice) {
+  return offers_[slice] > 0 ? offered_ : is_own(slice) ? own_turn_ : others_turns_;
+}
+
+void Planner::wait(std::uint32_t slice, Place place) {
+  places_[slice] = place;
+  queue_of(slice).emplace(place, slice);
+  for (auto& [id, source] : sources_)
+    if (source.fellow && source.offers[slice]) source.offered.emplace(place, slice);
+}
+
+void Planner::take(std::uint32_t slice) {
+  queue_of(slice).erase(places_[slice]);
+  for (auto& [id, source] : sources_)
+    if (source.fellow && source.offers[slice]) source.offered.erase(places_[slice]);
+  places_[slice] = kNowhere;
 }
 
 void Planner::on_present(std::uint32_t slice) {
-  const auto at = std::lower_bound(waiting_.begin(), waiting_.end(), slice);  // nothing has been given out yet
-  if (at == waiting_.end() || *at != slice) return;
-  waiting_.erase(at);
+  if (!waits(slice)) return;
+  take(slice);
   have_[slice] = true;
   ++arrived_;
 }
 
-void Planner::on_source_up(ReplicaId source) { sources_.try_emplace(source); }
+void Planner::set_turn(std::uint32_t own, std::uint32_t of) {
+  if (own == own_ && of == of_) return;
+  own_ = own;
+  of_ = std::max(1u, of);
+  own_turn_.merge(others_turns_);
+  for (auto at = own_turn_.begin(); at != own_turn_.end();) {
+    const auto here = at++;
+    if (!is_own(here->second)) others_turns_.insert(own_turn_.extract(here));
+  }
+}
+
+void Planner::on_source_up(ReplicaId source, std::size_t distance) { sources_[source].distance = distance; }
+
+void Planner::on_fellow_up(ReplicaId fellow) {
+  sources_.try_emplace(fellow,
+                       Source{.fellow = true, .under_way = {}, .offers = std::vector<bool>(total_), .offered = {}});
+}
+
+void Planner::on_offered(ReplicaId fellow, std::uint32_t slice) {
+  auto found = sources_.find(fellow);
+  if (found == sources_.end() || !found->second.fellow || slice >= total_ || found->second.offers[slice]) return;
+  if (waits(slice)) queue_of(slice).erase(places_[slice]);
+  found->second.offers[slice] = true;
+  ++offers_[slice];
+  if (!waits(slice)) return;
+  queue_of(slice).emplace(places_[slice], slice);
+  found->second.offered.emplace(places_[slice], slice);
+}
 
 void Planner::on_source_down(ReplicaId source) {
   auto gone = sources_.extract(source);
   if (gone.empty()) return;
-  for (auto slice : gone.mapped().under_way) waiting_.push_front(slice);
+  const auto& offers = gone.mapped().offers;
+  for (std::uint32_t slice = 0; slice < offers.size(); ++slice) {
+    if (!offers[slice]) continue;
+    const bool waiting = waits(slice);
+    if (waiting) queue_of(slice).erase(places_[slice]);
+    --offers_[slice];
+    if (waiting) queue_of(slice).emplace(places_[slice], slice);
+  }
+  for (auto slice : gone.mapped().under_way) wait(slice, first_--);
 }
 
-std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources) {
+std::vector<std::uint32_t> Planner::next(ReplicaId source, std::size_t sources, bool idle) {
   std::vector<std::uint32_t> slices;
-  if (waiting_.empty()) return slices;
   auto found = sources_.find(source);
-  if (found == sources_.end()) return slices;
-  std::size_t left = waiting_.size();
-  for (const auto& [id, one] : sources_) left += one.under_way.size();
-  const std::size_t among = std::max(sources, sources_.size()), share = (left + among - 1) / among;
-  while (found->second.under_way.size() < std::min<std::size_t>(window_, share) && !waiting_.empty()) {
-    slices.push_back(waiting_.front());
-    found->second.under_way.insert(waiting_.front());
-    waiting_.pop_front();
+  std::size_t left = own_turn_.size() + others_turns_.size() + offered_.size();
+  if (left == 0 || found == sources_.end() || found->second.distance > reach_) return slices;
+  std::size_t near = 0;
+  for (const auto& [id, one] : sources_) {
+    left += one.under_way.size();
+    near += one.distance <= reach_ ? 1 : 0;
   }
+  const std::size_t among = std::max(sources, near), share = (left + among - 1) / among;
+  Source& asked = found->second;
+  const auto ask = [&](std::uint32_t slice) {
+    take(slice);
+    asked.under_way.insert(slice);
+    slices.push_back(slice);
+  };
+  const std::size_t window = asked.fellow ? std::max(1u, window_ / kOfFellows) : std::min(window_, kOpening + arrived_);
+  Queue& first = asked.fellow ? asked.offered : own_turn_;
+  while (asked.under_way.size() < std::min(window, share) && !first.empty()) ask(first.begin()->second);
+  Queue& rest = others_turns_.empty() ? offered_ : others_turns_;
+  if (asked.fellow || !asked.under_way.empty() || rest.empty()) return slices;
+  if (!idle && (!slow_ || aside_.size() >= turn())) return slices;
+  // From the end, where their own joiners come last; fellows that do the same begin beside it.
+  auto slice = rest.rbegin();
+  std::advance(slice, std::min<std::size_t>(own_, rest.size() - 1));
+  const std::uint32_t aside = slice->second;
+  aside_.insert(aside);
+  ask(aside);
   return slices;
 }
 
@@ -46,11 +138,28 @@ bool Planner::on_arrived(ReplicaId source, std::uint32_t slice) {
   if (found == sources_.end() || found->second.under_way.erase(slice) == 0) return false;
   if (!have_[slice]) ++arrived_;
   have_[slice] = true;
+  if (!aside_.contains(slice)) {
+    ++plain_;
+    recent_.push_back(now_);
+    if (recent_.size() > kRecent) recent_.pop_front();
+  }
   if (++arrived_since_ >= window_ && window_ < widest_) {
     ++window_;
     arrived_since_ = 0;
   }
   return true;
+}
+
+void Planner::on_time(TimePoint now) {
+  if (!begun_) begun_ = now;
+  now_ = now;
+  slow_ = recent_.size() == kRecent &&
+          2 * kRecent * (now - *begun_).count() < static_cast<std::int64_t>(plain_) * (now - recent_.front()).count();
+}
+
+std::size_t Planner::under_way(ReplicaId source) const {
+  const auto found = sources_.find(source);
+  return found == sources_.end() ? 0 : found->second.under_way.size();
 }
 
 void Planner::narrow() {
@@ -62,7 +171,7 @@ void Planner::on_again(std::uint32_t slice) {
   if (have_[slice]) --arrived_;
   have_[slice] = false;
   for (auto& [id, source] : sources_) source.under_way.erase(slice);
-  waiting_.push_back(slice);
+  if (!waits(slice)) wait(slice, last_++);
   ++refetched_;
 }
 

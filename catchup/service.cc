@@ -4,7 +4,6 @@
 
 #include "base/fail.h"
 #include "base/log.h"
-#include "base/refusals.h"
 
 namespace rejoin::catchup {
 
@@ -16,6 +15,12 @@ std::map<ReplicaId, Incarnation> replicas_of(const std::set<SourceAddress>& sour
   std::map<ReplicaId, Incarnation> replicas;
   for (const auto& source : sources) replicas[source.replica] = source.incarnation;
   return replicas;
+}
+
+std::map<ReplicaId, std::size_t> distances_of(const std::set<SourceAddress>& sources) {
+  std::map<ReplicaId, std::size_t> distances;
+  for (const auto& source : sources) distances[source.replica] = source.distance;
+  return distances;
 }
 
 }  // namespace
@@ -85,17 +90,25 @@ void Service::finish(RankKey key) {
   rank.joiner.reset();
   rank.sources.clear();
   rank.wanted.clear();
+  rank.chain = {};
+  rank.given_up.clear();
   rank.reported = false;
   std::erase_if(caught_up_,
                 [&](const CompletedRank& completed) { return completed.key == key; });  // it would be another's by then
   deregister(rank.target);
 }
 
-void Service::serve(RankKey key, std::optional<Incarnation> incarnation, std::uint64_t job) {
+void Service::serve(RankKey key, std::optional<Incarnation> incarnation, std::uint64_t job, bool joining) {
   auto found = ranks_.find(key);
   if (found == ranks_.end()) return;
-  found->second.job = job;
-  if (std::exchange(found->second.serves, incarnation) == incarnation) return;
+  LocalRank& rank = found->second;
+  rank.job = job;
+  const bool same = std::exchange(rank.serves, incarnation) == incarnation,
+             joined = std::exchange(rank.serves_joining, joining);
+  // A joiner says itself what is proven. When it has been promoted all is, for those that it serves already, too.
+  if (incarnation && !joining) rank.proofs.all();
+  else if (!joining || !same || !joined) rank.proofs.none();
+  if (same) return;
   std::vector<transport::EndpointId> endpoints;
   for (const auto& [endpoint, serving] : serving_)
     if (serving.rank == key) endpoints.push_back(endpoint);
@@ -112,7 +125,8 @@ void Service::remove_rank(RankKey key) {
   ranks_.erase(found);
 }
 
-void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Step committed, TimePoint now) {
+void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Step committed, TimePoint now,
+                       const Chain& chain) {
   auto found = ranks_.find(key);
   if (found == ranks_.end()) return;
   LocalRank& rank = found->second;
@@ -121,11 +135,14 @@ void Service::catch_up(RankKey key, const std::set<SourceAddress>& sources, Step
     spdlog::error("replica {} can't catch up yet: {}", key.replica, started.error());
   std::vector<SourceAddress> gone;
   for (const auto& [source, endpoint] : rank.sources)
-    if (!sources.contains(source)) gone.push_back(source);
-  for (const auto& source : gone) lose(rank.sources[source], "it no longer contributes");
+    if (!(fetching_.at(endpoint).fellow ? chain.fellows : sources).contains(source)) gone.push_back(source);
+  for (const auto& source : gone) lose(rank.sources[source], "its part has changed");
   rank.wanted = sources;
+  rank.chain = chain;
+  std::erase_if(rank.given_up, [&](const auto& one) { return !chain.fellows.contains(one.first); });
   rank.retry_at = now + kRetry;
   if (!rank.joiner) return;
+  rank.joiner->set_distances(distances_of(rank.wanted));
   rank.joiner->expect(replicas_of(rank.wanted), now);
   connect_missing(key, rank, now);
 }
@@ -135,7 +152,7 @@ Result<> Service::start_joining(LocalRank& rank, TimePoint now) {
   if (!rank.registered)
     if (auto registered = register_rank(rank); !registered) return registered;
   if (auto target = register_state(*rank.view, transport::Access::remote_write, rank.target); !target) return target;
-  rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, rank.committed, silence_, now);
+  rank.joiner = std::make_unique<Joiner>(engine_, *rank.view, rank.target, rank.proofs, rank.committed, silence_, now);
   return {};
 }
 
@@ -145,84 +162,9 @@ void Service::try_again(RankKey key, LocalRank& rank, TimePoint now) {
   rank.retry_at = now + kRetry;
   if (!rank.registered && !register_rank(rank)) return;
   if (rank.wanted.empty() || !start_joining(rank, now)) return;
+  rank.joiner->set_distances(distances_of(rank.wanted));
   rank.joiner->expect(replicas_of(rank.wanted), now);
   connect_missing(key, rank, now);
-}
-
-void Service::connect_missing(RankKey key, LocalRank& rank, TimePoint now) {
-  for (const auto& source : rank.wanted) {
-    if (rank.sources.contains(source)) continue;
-    const Hello hello{source.job, source.replica.value, key.rank.value, source.incarnation.value,
-                      rank.view->manifest().hash()};
-    auto endpoint = engine_.connect({source.address.text, secret_}, bytes_of(hello));
-    if (!endpoint) {
-      tell_of_loss(source, endpoint.error().message);
-      continue;
-    }
-    rank.sources[source] = *endpoint;
-    fetching_[*endpoint] = {key, source, now};
-  }
-}
-
-// Of a connection that nobody answers, nobody tells.
-void Service::give_up_silent_sources(TimePoint now) {
-  std::vector<transport::EndpointId> silent;
-  for (const auto& [endpoint, from] : fetching_)
-    if (from.asked && now - *from.asked > silence_) silent.push_back(endpoint);
-  for (auto endpoint : silent) lose(endpoint, fmt::format("no answer for {:.0f} ms", milliseconds(silence_)));
-}
-
-void Service::on_accepted(const transport::Event& event) {
-  Hello hello{};
-  BytesView bytes = event.message;
-  const bool known = take(bytes, hello);
-  const RankKey key{ReplicaId(hello.replica), RankId(hello.rank)};
-  auto found = known ? ranks_.find(key) : ranks_.end();
-  using refusals::Why;
-  const auto [why, refusal] =
-      !known                  ? std::pair{Why::protocol, "it does not say whose state it wants"}
-      : found == ranks_.end() ? std::pair{Why::absent, "its trainer is not here, or gives no sign of life"}
-      : found->second.serves && found->second.job != hello.job  ? std::pair{Why::job, "it is of another job"}
-      : !found->second.registered                               ? std::pair{Why::absent, "its memory is not registered"}
-      : found->second.view->manifest().hash() != hello.manifest ? std::pair{Why::declaration, "another state"}
-                                                                : std::pair{Why{}, nullptr};
-  if (refusal != nullptr) {
-    refusals::count(why);
-    if (const auto left_out = refusals_.may_say(clock_.now()))
-      spdlog::warn("a connection to catch up{} was refused: {} ({} others were since the last such line)",
-                   known ? fmt::format(" from replica {} rank {}", hello.replica, hello.rank) : "", refusal, *left_out);
-    return engine_.close(event.endpoint);
-  }
-  // It comes again, if it knows something newer than we do; otherwise it hears of the newer soon.
-  if (found->second.serves != Incarnation(hello.incarnation)) return engine_.close(event.endpoint);
-  LocalRank& rank = found->second;
-  serving_[event.endpoint] = {
-      key, std::make_unique<Source>(engine_, event.endpoint, Source::Memory{rank.view.get(), rank.state, rank.shadow},
-                                    compression_, pacer_, clock_)};
-}
-
-void Service::lose(transport::EndpointId endpoint, const std::string& why) {
-  engine_.close(endpoint);  // the fence, before anyone else is asked for the same slices
-  if (auto serving = serving_.extract(endpoint); !serving.empty()) {
-    served_by_gone_ += serving.mapped().source->stats().bytes;
-    return;
-  }
-  auto fetching = fetching_.extract(endpoint);
-  if (fetching.empty()) return;
-  const auto& [key, source, asked] = fetching.mapped();
-  tell_of_loss(source, why);
-  LocalRank& rank = ranks_.at(key);
-  rank.sources.erase(source);
-  if (rank.joiner) rank.joiner->on_source_down(source.replica);
-}
-
-void Service::tell_of_loss(const SourceAddress& source, const std::string& why) {
-  constexpr std::size_t most = 1024;  // as many replicas as a job can have
-  if (losses_.size() >= most && !losses_.contains(source)) losses_.clear();
-  const auto left_out = losses_.try_emplace(source, kSameLineAgain).first->second.may_say(clock_.now());
-  if (!left_out) return;
-  spdlog::info("catch-up source replica {} is out: {}{}", source.replica, why,
-               *left_out > 0 ? fmt::format(" (and {} times more since it was logged last)", *left_out) : "");
 }
 
 void Service::on_message(transport::EndpointId endpoint, BytesView bytes) {
@@ -234,11 +176,16 @@ void Service::on_message(transport::EndpointId endpoint, BytesView bytes) {
     Source& source = *serving->second.source;
     if (message.has_fetch()) handled = source.on_fetch(message.fetch());
     else if (message.has_verify()) handled = source.on_verify(message.verify());
+    else if (message.has_follow()) source.on_follow();
     else handled = fail(ErrorCode::corrupt, "a joiner sent a message that only sources send");
   } else if (auto fetching = fetching_.find(endpoint); fetching != fetching_.end()) {
     handled = ranks_.at(fetching->second.rank).joiner->on_message(fetching->second.source.replica, message);
   }
-  if (!handled) lose(endpoint, handled.error().message);
+  if (handled) return;
+  if (auto fetching = fetching_.find(endpoint); fetching != fetching_.end() && fetching->second.fellow)
+    return part_from(ranks_.at(fetching->second.rank), {fetching->second.source.replica, handled.error().message, true},
+                     clock_.now());
+  lose(endpoint, handled.error().message);
 }
 
 void Service::handle(const transport::Event& event, TimePoint now) {
@@ -249,7 +196,9 @@ void Service::handle(const transport::Event& event, TimePoint now) {
       auto found = fetching_.find(event.endpoint);
       if (found == fetching_.end()) return;
       found->second.asked.reset();
-      ranks_.at(found->second.rank).joiner->on_source_up(found->second.source.replica, event.endpoint);
+      Joiner& joiner = *ranks_.at(found->second.rank).joiner;
+      if (found->second.fellow) joiner.on_fellow_up(found->second.source.replica, event.endpoint);
+      else joiner.on_source_up(found->second.source.replica, event.endpoint);
       return;
     }
     case EventKind::message: return on_message(event.endpoint, event.message);
@@ -287,9 +236,15 @@ void Service::poll_again(TimePoint now) {
     busy_ = true;
   }
   std::vector<transport::EndpointId> failed;
-  for (auto& [endpoint, serving] : serving_) {
-    serving.source->work(now);
-    if (serving.source->failed()) failed.push_back(endpoint);
+  // Whoever comes after the one that was served last is the first: what the limit allows is for all in turn.
+  auto next = serving_.upper_bound(served_last_);
+  for (std::size_t i = 0; i < serving_.size(); ++i, ++next) {
+    if (next == serving_.end()) next = serving_.begin();
+    Source& source = *next->second.source;
+    const auto before = source.stats().bytes;
+    source.work(now);
+    if (source.stats().bytes != before) served_last_ = next->first;
+    if (source.failed()) failed.push_back(next->first);
   }
   for (auto endpoint : failed) lose(endpoint, "sending to it failed");
   give_up_silent_sources(now);
@@ -306,6 +261,7 @@ void Service::poll_again(TimePoint now) {
     try_again(key, rank, now);
     if (!rank.joiner) continue;
     rank.joiner->work(now, busy_);
+    for (const auto& fellow : rank.joiner->take_given_up()) part_from(rank, fellow, now);
     for (auto& drift : rank.joiner->take_drifts()) drifts_.emplace_back(key, std::move(drift));
     if (rank.joiner->done() && !rank.reported) {
       rank.reported = true;
@@ -317,12 +273,22 @@ void Service::poll_again(TimePoint now) {
 std::optional<CatchUpProgress> Service::progress(RankKey key, TimePoint now) const {
   auto found = ranks_.find(key);
   if (found == ranks_.end() || !found->second.joiner) return std::nullopt;
-  return found->second.joiner->progress(now);
+  auto progress = found->second.joiner->progress(now);
+  progress.passed_on = found->second.passed_on_to_gone;
+  for (const auto& [endpoint, serving] : serving_)
+    if (serving.rank == key) progress.passed_on += serving.source->stats().passed_on;
+  return progress;
 }
 
 std::uint64_t Service::bytes_served() const {
   std::uint64_t bytes = served_by_gone_;
   for (const auto& [endpoint, serving] : serving_) bytes += serving.source->stats().bytes;
+  return bytes;
+}
+
+std::uint64_t Service::bytes_passed_on() const {
+  std::uint64_t bytes = passed_on_by_gone_;
+  for (const auto& [endpoint, serving] : serving_) bytes += serving.source->stats().passed_on;
   return bytes;
 }
 

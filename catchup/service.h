@@ -26,10 +26,18 @@ struct SourceAddress {
   Incarnation incarnation;
   transport::Address address;
   std::uint64_t job = 0;
+  std::size_t distance = 0;  // of its node: base/location.h
   auto operator<=>(const SourceAddress& other) const {
     return std::tie(replica, incarnation) <=> std::tie(other.replica, other.incarnation);
   }
   bool operator==(const SourceAddress& other) const { return (*this <=> other) == 0; }
+};
+
+// Other joiners of the same ring, which pass on what they have proven; and which of all of them this one is, itself
+// among them.
+struct Chain {
+  std::set<SourceAddress> fellows;
+  std::uint32_t own = 0, of = 1;
 };
 
 // The first bytes of a connection, from the joiner's daemon to the source's.
@@ -65,16 +73,17 @@ class Service {
   Result<> add_rank(RankKey key, std::uint64_t instance, local::View view);
   void remove_rank(RankKey key);  // closes all connections that may write into its memory first
 
-  // Lets joiners be served out of this rank's memory when they ask for this incarnation of its replica, which
-  // contributes to this job. Without an incarnation nobody is served any more, and the connections of those that are
-  // served now are closed.
-  void serve(RankKey key, std::optional<Incarnation> incarnation, std::uint64_t job = 0);
+  // Lets joiners be served out of this rank's memory when they ask for this incarnation of its replica, which is a
+  // member of this job: a contributor, of which everything is served, or a joiner itself, of which only what is proven
+  // is. Without an incarnation nobody is served any more, and the connections of those that are served now are closed.
+  void serve(RankKey key, std::optional<Incarnation> incarnation, std::uint64_t job = 0, bool joining = false);
 
   // Catches this rank up from these sources. The caller calls it again whenever the list changes; an empty list pauses.
   // `committed` is the last committed step. The state must be at least as new as that of the first call, because the
   // rank has only the gradients of later steps. The service tries a source that refuses or is lost again, until the
-  // list is without it.
-  void catch_up(RankKey key, const std::set<SourceAddress>& sources, Step committed, TimePoint now);
+  // list is without it. The sources contribute; `chain` are joiners.
+  void catch_up(RankKey key, const std::set<SourceAddress>& sources, Step committed, TimePoint now,
+                const Chain& chain = {});
   // Ends the catch-up of this rank, which was promoted or removed, and closes all connections that write into its
   // memory.
   void finish(RankKey key);
@@ -96,6 +105,7 @@ class Service {
   std::size_t serving() const { return serving_.size(); }
   std::optional<CatchUpProgress> progress(RankKey key, TimePoint now) const;
   std::uint64_t bytes_served() const;
+  std::uint64_t bytes_passed_on() const;  // of these: out of the state of a rank that was catching up itself
   // Of the joiners served now: how much, how fast, whether coded.
   std::vector<std::pair<RankKey, Source::Stats>> serving_now() const;
   // What to watch besides the engine: the trainers' doorbells.
@@ -115,8 +125,18 @@ class Service {
     std::unique_ptr<Joiner> joiner;
     bool reported = false;
     std::optional<Incarnation> serves;
-    std::uint64_t job = 0;                                   // to which it contributes
-    std::set<SourceAddress> wanted;                          // sources
+    bool serves_joining = false;
+    Proofs proofs;  // what may be served
+    std::uint64_t passed_on_to_gone = 0;
+    std::uint64_t job = 0;           // of which it is a member
+    std::set<SourceAddress> wanted;  // sources
+    Chain chain;                     // other sources
+    struct Retry {
+      TimePoint at{};
+      Duration pause{};
+      bool never = false;
+    };
+    std::map<SourceAddress, Retry> given_up;                 // of the chain
     Step committed;                                          // as catch_up() was last given it
     TimePoint retry_at{};                                    // of what could not be registered, or connected with
     std::map<SourceAddress, transport::EndpointId> sources;  // … and the connections with them
@@ -129,6 +149,7 @@ class Service {
     RankKey rank;
     SourceAddress source;
     std::optional<TimePoint> asked;  // and not answered yet
+    bool fellow = false;             // it is a joiner, as far as this daemon knows
   };
 
   Result<> register_rank(LocalRank& rank);
@@ -140,6 +161,8 @@ class Service {
   Result<transport::RegionId> register_memory(std::span<std::byte> memory, device::MemoryKind kind,
                                               transport::Access access, const std::optional<device::DmaBuf>& buffer);
   void connect_missing(RankKey key, LocalRank& rank, TimePoint now);
+  void connect(RankKey key, LocalRank& rank, const SourceAddress& source, bool fellow, TimePoint now);
+  void part_from(LocalRank& rank, const GivenUp& fellow, TimePoint now);
   void give_up_silent_sources(TimePoint now);
   void handle(const transport::Event& event, TimePoint now);
   void on_accepted(const transport::Event& event);
@@ -155,11 +178,12 @@ class Service {
   Pacer pacer_;
   std::map<RankKey, LocalRank> ranks_;
   std::map<transport::EndpointId, Serving> serving_;
+  transport::EndpointId served_last_;
   std::map<transport::EndpointId, FetchingFrom> fetching_;
   std::vector<CompletedRank> caught_up_;
   std::vector<std::pair<RankKey, Drift>> drifts_;
   std::vector<RankKey> failed_;
-  std::uint64_t served_by_gone_ = 0;
+  std::uint64_t served_by_gone_ = 0, passed_on_by_gone_ = 0;
   std::map<SourceAddress, Seldom> losses_;  // that were logged; a source that refuses is asked again and again
   Seldom refusals_;
   bool busy_ = false;

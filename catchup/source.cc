@@ -15,6 +15,9 @@ constexpr std::uint32_t kSlots = 16;              // coded parts on their way
 constexpr std::uint64_t kSampleBytes = 16 * KiB;  // of each column
 // While the trainer reduces gradients the stream starts nothing new, but never for longer than this.
 constexpr Duration kYield = std::chrono::milliseconds(20);
+// A joiner's own catching up has the pins that are left over.
+constexpr std::uint32_t kPinsOfJoiner = local::kMaxPins / 2;
+constexpr std::uint32_t kOffersAtOnce = 1024;
 
 }  // namespace
 
@@ -40,6 +43,7 @@ Source::~Source() {
 Source::Stats Source::stats() const {
   return {bytes_sent_,
           wire_bytes_,
+          passed_on_,
           decision_.on(),
           decision_.link_bytes_per_second(),
           decision_.coder_bytes_per_second(),
@@ -97,7 +101,10 @@ bool Source::work(TimePoint now) {
   if (failed_) return false;
   for (auto it = questions_.begin(); it != questions_.end();) it = advance(*it) ? questions_.erase(it) : std::next(it);
   std::vector<SliceJob*> jobs;
-  for (auto& [number, job] : jobs_) jobs.push_back(&job);
+  for (auto& [number, job] : jobs_) {
+    if (!still_proven(job)) return false;
+    jobs.push_back(&job);
+  }
   write_parts(jobs);
   for (const auto* each : jobs) {
     const SliceJob& job = *each;
@@ -120,6 +127,7 @@ bool Source::work(TimePoint now) {
       send(message);
     }
   }
+  if (followed_) offer();
   start_slices(now);
   return !requests_.empty() || !jobs_.empty() || !questions_.empty();
 }
@@ -129,26 +137,67 @@ bool Source::may_start(TimePoint now) {
          pacer_.may_send(now) && memory_.view->clock().version >= requests_.front().at_least;
 }
 
+// Pins the slice where it can be sent at this moment. What was offered and is not proven any more ends the connection:
+// the joiner asks for it elsewhere.
+std::optional<Source::SliceJob> Source::begin(const Request& request) {
+  local::View& view = *memory_.view;
+  const auto parts = parts_of(request.slice);
+  const auto proof = memory_.proofs->of(request.slice);
+  failed_ = failed_ || !proof;
+  if (failed_) return std::nullopt;
+  const auto status = view.slice(request.slice);
+  const bool joining = !memory_.proofs->is_all();
+  const auto pins = std::min<std::size_t>(local::kMaxPins, kPinsOfJoiner + parts.size());
+  if (joining && (status.version() != view.clock().version || view.free_pins() < pins)) return std::nullopt;
+  auto pinned = view.pin(parts);
+  if (!pinned) return std::nullopt;
+  SliceJob job{.number = next_job_, .request = request, .version = pinned->first, .proof = *proof, .parts = {}};
+  if (joining && status.version() != job.version) {  // an update came and went between the two looks
+    for (const auto& one : pinned->second) view.release(one);
+    return std::nullopt;
+  }
+  ++next_job_;
+  for (const auto& one : pinned->second) job.parts.push_back({.pinned = one});
+  return job;
+}
+
+// What is written now is still what was proven. Otherwise nobody is told that it is there.
+bool Source::still_proven(const SliceJob& job) {
+  const auto proof = memory_.proofs->of(job.request.slice);
+  if (memory_.proofs->is_all() || proof == job.proof) return true;
+  failed_ = true;
+  return false;
+}
+
+void Source::offer() {
+  const auto& log = memory_.proofs->log();
+  const bool all = memory_.proofs->is_all();
+  const auto slices = static_cast<std::uint32_t>(memory_.view->manifest().slices().size());
+  if (all && !std::exchange(offered_all_, true)) offered_ = 0;
+  while (offered_ < (all ? slices : log.size()) && !failed_) {
+    proto::Stream message;
+    auto& offers = *message.mutable_offers();
+    for (; offered_ < (all ? slices : log.size()) && offers.slices_size() < static_cast<int>(kOffersAtOnce); ++offered_)
+      if (const std::uint32_t slice = all ? offered_ : log[offered_]; memory_.proofs->of(slice))
+        offers.add_slices(slice);
+    if (!offers.slices().empty()) send(message);
+  }
+}
+
 void Source::start_slices(TimePoint now) {
   // What is begun is paid for when it is written: with a limit one by one.
   const std::size_t at_once = pacer_.limit() > 0 ? 1 : memory_.view->digests_at_once();
   for (bool held_back = false; !held_back && !failed_;) {
     std::vector<SliceJob*> begun;
     while (begun.size() < at_once) {
-      auto pinned = may_start(now) ? memory_.view->pin(parts_of(requests_.front().slice)) : std::nullopt;
-      if (!pinned) {
+      auto job = may_start(now) ? begin(requests_.front()) : std::nullopt;
+      if (!job) {
         held_back = true;
         break;
       }
-      const std::uint64_t number = next_job_++;
-      SliceJob& job = jobs_[number];
-      job.number = number;
-      job.request = requests_.front();
-      job.version = pinned->first;
       requests_.pop_front();
       last_start_ = now;
-      for (const auto& one : pinned->second) job.parts.push_back({.pinned = one});
-      begun.push_back(&job);
+      begun.push_back(&jobs_.emplace(job->number, std::move(*job)).first->second);
     }
     write_parts(begun);
   }
@@ -217,6 +266,7 @@ void Source::write_part(SliceJob& job, std::size_t index, std::uint64_t digest) 
   part.writing = true;
   part.outstanding = static_cast<std::uint32_t>(writes.size());
   bytes_sent_ += manifest.bytes_of(range);
+  if (!memory_.proofs->is_all()) passed_on_ += manifest.bytes_of(range);
   wire_bytes_ += part.wire_bytes;
   pacer_.spend(part.wire_bytes);
   decision_.on_posted(part.wire_bytes, clock_.now());
@@ -296,6 +346,8 @@ void Source::on_write_completed(std::uint64_t context, bool success, TimePoint n
 
 bool Source::advance(Question& question) {
   auto& view = *memory_.view;
+  // Asked by somebody who has heard sooner than this daemon that this replica contributes.
+  if (!memory_.proofs->is_all()) return false;
   const auto answer = [&](bool too_late) {
     proto::Stream message;
     message.mutable_verify_reply()->set_request(question.request);

@@ -1,6 +1,9 @@
 // A source serves one joiner out of one local trainer's state: it pins parts at one version, writes them into the
 // joiner's memory, and answers the joiner's requests for digests. It runs in the daemon's stream thread, and the
 // trainer never waits for it. The messages stand in order in joiner.h.
+//
+// The trainer may be a joiner itself: then only what is proven is sent, at the version that it has, and no question for
+// digests is answered before all is.
 #pragma once
 
 #include <array>
@@ -12,6 +15,7 @@
 #include "base/fd.h"
 #include "catchup/coder.h"
 #include "catchup/pacer.h"
+#include "catchup/proofs.h"
 #include "local/view.h"
 #include "stream.pb.h"
 #include "transport/transport.h"
@@ -40,10 +44,12 @@ class Source {
     local::View* view = nullptr;
     std::vector<transport::RegionId> state;  // by memory range
     transport::RegionId shadow;
+    const Proofs* proofs = nullptr;  // which of it may be sent
   };
 
   struct Stats {
     std::uint64_t bytes = 0, wire_bytes = 0;  // state that was sent, and what it took on the wire
+    std::uint64_t passed_on = 0;              // of `bytes`: while the rank that it is of was catching up itself
     bool coding = false;
     double link_bytes_per_second = 0, coder_bytes_per_second = 0, ratio = 1;
   };
@@ -55,6 +61,7 @@ class Source {
   // Errors: `corrupt` where the message makes no sense for this state; the caller closes the connection.
   Result<> on_fetch(const proto::Fetch& fetch);
   Result<> on_verify(const proto::Verify& verify);
+  void on_follow() { followed_ = true; }
   void on_write_completed(std::uint64_t context, bool success, TimePoint now);
   // Starts and finishes whatever can be at this moment. Returns true while something is left to do.
   bool work(TimePoint now);
@@ -86,6 +93,7 @@ class Source {
     std::uint64_t number = 0;
     Request request;
     std::uint64_t version = 0;
+    std::uint32_t proof = 0;  // names the bytes that were proven when it began
     std::vector<PartJob> parts;
   };
   struct Question {
@@ -97,6 +105,9 @@ class Source {
 
   void start_slices(TimePoint now);
   bool may_start(TimePoint now);
+  std::optional<SliceJob> begin(const Request& request);
+  bool still_proven(const SliceJob& job);
+  void offer();
   void write_parts(std::span<SliceJob* const> jobs);
   void write_part(SliceJob& job, std::size_t index, std::uint64_t digest);
   bool encode(PartJob& part);
@@ -113,7 +124,10 @@ class Source {
   std::deque<Question> questions_;
   std::uint64_t next_job_ = 1;
   std::uint32_t generations_ = 0;
-  std::uint64_t bytes_sent_ = 0, wire_bytes_ = 0;
+  std::uint64_t bytes_sent_ = 0, wire_bytes_ = 0, passed_on_ = 0;
+  bool followed_ = false;
+  std::uint32_t offered_ = 0;  // so many slices, of those that are proven
+  bool offered_all_ = false;
   Pacer& pacer_;
   const Clock& clock_;
   CodingDecision decision_;

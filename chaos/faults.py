@@ -77,6 +77,14 @@ def kill_all_but_one(run, random):
         run, [t for t in run.job.named("trainer") if t.replica != kept])
 
 
+@kind(weight=2)
+def kill_two_replicas(run, random):
+    """All ranks of two replicas at once: they come back together, and catch up from each other, too."""
+    trainers = run.job.named("trainer")
+    two = random.sample(sorted({t.replica for t in trainers}), 2)
+    yield f"replicas {two[0]} and {two[1]}", kill_trainers(run, [t for t in trainers if t.replica in two])
+
+
 @kind(weight=3)
 def kill_daemon(run, random):
     victim = random.choice(run.job.named("daemon"))

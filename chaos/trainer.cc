@@ -18,7 +18,7 @@ using namespace rejoin;
 
 struct Settings {
   SessionConfig session;
-  std::uint64_t elements = 40000, compute_ms = 40;
+  std::uint64_t elements = 40000, tensors = 1, compute_ms = 40;
   std::string hold, log_level = "warn";
 };
 
@@ -61,10 +61,12 @@ Result<> train(const Settings& s) {
   auto opened = Session::open(s.session);
   if (!opened) return tl::unexpected(opened.error());
   Session& session = **opened;
-  // Two buckets, of which the second is far smaller: it takes the path for short messages.
+  // Of two buckets the second is far smaller: it takes the path for short messages.
   std::vector<TensorId> tensors;
-  for (const std::uint64_t count : {s.elements, std::uint64_t{16}}) {
-    auto tensor = session.add({.name = fmt::format("t{}", count), .count = count, .moments = 1});
+  std::vector<std::uint64_t> counts(s.tensors, s.elements);
+  counts.push_back(16);
+  for (const std::uint64_t count : counts) {
+    auto tensor = session.add({.name = fmt::format("t{}.{}", tensors.size(), count), .count = count, .moments = 1});
     if (!tensor) return tl::unexpected(tensor.error());
     tensors.push_back(*tensor);
     if (auto bucket = session.bucket({*tensor}); !bucket) return tl::unexpected(bucket.error());
@@ -112,6 +114,7 @@ int main(int argc, char** argv) {
   CommandLine line("One rank of a chaos run's job; ./run chaos starts all of them.");
   s.session.bind(line);
   line.add("--elements", s.elements, "of the large tensor; a multiple of 16").show_default();
+  line.add("--tensors", s.tensors, "so many large tensors").range(1, 1000).show_default();
   line.add("--compute-ms", s.compute_ms, "how long a step computes").show_default();
   line.add("--hold", s.hold, "computing does not end while this file exists");
   line.add("--log-level", s.log_level, "of this process").show_default();

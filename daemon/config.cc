@@ -89,6 +89,11 @@ void bind(CommandLine& line, Config& c) {
                "directory for the flight recording (see rejoin explain); none: /dev/shm/rejoin-USER; off")
       .check(flight_directory());
   line.setting("--name", c.node.name, "REJOIN_NODE", "this node's name in logs");
+  line.setting(
+          "--location", c.node.location, "REJOIN_LOCATION",
+          "node: where it stands, from the widest to the narrowest: DC/ROOM/RACK/HOST, say; the rings cross what is "
+          "between them as rarely as they can, and who catches up fetches from near by")
+      .check(or_none(location()));
   line.setting("--socket", c.node.socket, "REJOIN_SOCKET", "node: unix socket for trainers ('@name': abstract)")
       .check(or_none(socket_name()));
   line.add("--end-with", c.end_with, "end when the process of this number has ended").check(or_none(whole_number()));
@@ -110,6 +115,10 @@ void bind(CommandLine& line, Config& c) {
   line.setting("--stream-limit", c.node.stream_limit, "REJOIN_STREAM_LIMIT",
                "node: MB/s that catch-up may send; 0: no limit")
       .check(number_from_0());
+  line.setting("--numa", c.node.numa, "REJOIN_NUMA",
+               "node: auto: threads of the catch-up stream run on the NUMA node of the GPU, or of the NICs; off: "
+               "anywhere")
+      .one_of({"auto", "off"});
   line.setting("--data-listen", c.node.data_listen, "REJOIN_DATA_LISTEN", "node: address for catch-up connections")
       .check(listen_address());
   line.setting(

@@ -9,6 +9,7 @@
 #include "base/events.h"
 #include "base/fail.h"
 #include "base/flight.h"
+#include "base/location.h"
 #include "base/log.h"
 #include "base/refusals.h"
 #include "daemon/clock_stamp.h"
@@ -142,6 +143,11 @@ nlohmann::json status_of(const membership::Coordinator& machine, const NodeListe
               {"has_left", machine.finished() && !machine.replicas().contains(m.replica)},
               {"reduced", m.reduced.size()},
               {"samples", batch == nullptr ? 0 : membership::samples_of(*batch)}};
+    if (const auto its = machine.located(m.replica, m.incarnation)) {
+      Location all = Location::parse(its->ranks.front()).value_or(Location());
+      for (const auto one : its->ranks) all = all.common(Location::parse(one).value_or(Location()));
+      member["location"] = all.text();
+    }
     if (const auto pace = machine.pace(m.replica)) member["us_per_sample"] = static_cast<double>(*pace) * 1e-6;
   }
   const auto& rule = machine.balance_rule();

@@ -54,6 +54,7 @@ int DoctorCommand::run() const {
   DoctorSettings s = settings;
   s.patience = std::chrono::milliseconds(patience_ms);
   s.wait = std::chrono::seconds(wait_s);
+  if (s.transport == "ibverbs:near") s.transport = "ibverbs";  // which ports these are is each trainer's matter
   if (!pairs.empty()) s.pairs = split(pairs, ',');
   const auto findings = examine(s, real_probes(s));
   if (json) std::cout << json_of(findings) << "\n";

@@ -8,6 +8,7 @@
 #include "base/bytes.h"
 #include "base/fail.h"
 #include "base/flight_setting.h"
+#include "base/location.h"
 #include "base/log.h"
 #include "base/number.h"
 #include "base/unix_socket.h"
@@ -128,6 +129,13 @@ ValueCheck advertised_host() {
 
 ValueCheck socket_name() {
   return {"", [](const std::string& text) { return check_unix_name(text); }};
+}
+
+ValueCheck location() {
+  return {"NAME/NAME…", [](const std::string& text) -> Result<> {
+            if (auto right = Location::parse(text); !right) return tl::unexpected(right.error());
+            return {};
+          }};
 }
 
 ValueCheck transport_name() {

@@ -28,6 +28,7 @@ ValueCheck replica_at_step();   // REPLICA@STEP
 std::optional<std::pair<ReplicaId, Step>> parse_replica_at_step(std::string_view text);
 // For settings that may be left out: a settings file then says "".
 ValueCheck or_none(ValueCheck right);
+ValueCheck location();  // NAME/NAME…
 ValueCheck transport_name();
 ValueCheck log_level();
 

@@ -248,6 +248,8 @@ void add_node(Metrics& metrics, const json& n) {
   metrics.gauge("gone_trainers", "Places of this node whose trainer has gone.",
                 static_cast<double>(n.at("gone").size()));
   metrics.counter("catch_up_sent_bytes", "State sent to joiners.", number(n, "bytes_served"));
+  metrics.counter("catch_up_passed_on_bytes", "… of it by replicas that were catching up themselves.",
+                  number(n, "bytes_passed_on"));
   metrics.counter("catch_up_refetched_slices",
                   "Slices that joiners of this node fetched again: they came damaged, or there was no room to keep "
                   "their gradients.",

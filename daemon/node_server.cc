@@ -23,7 +23,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       accept_again_(io),
       timer_(io),
       family_(transport::family_of(options.transport)),
-      machine_(options.name, options.silence, random_number()),
+      machine_(options.name, options.silence, random_number(), options.location),
       coordinators_(io, options.coordinator, options.name, keys, options.silence,
                     [this](proto::LeaderView& view) { machine_.write_hosts(view); },
                     {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
@@ -79,7 +79,7 @@ Result<std::unique_ptr<NodeServer::DeviceStream>> NodeServer::open_stream(std::o
                                                                           const std::string& listen) {
   auto stream = std::make_unique<DeviceStream>();
   auto thread = StreamThread::start(
-      options_.transport, device, listen, keys_.data_secrets(),
+      options_.transport, device, options_.numa != "off", listen, keys_.data_secrets(),
       {compression_, options_.stream_limit * 1e6, options_.silence}, [this, of](StreamThread::Report report) {
         asio::post(io_, [this, of, report = std::move(report)]() mutable { on_report(of, std::move(report)); });
       });
@@ -184,7 +184,9 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
 
 // Starts, updates and ends the streams into local joiners as the plan says.
 void NodeServer::follow_plan() {
-  for (auto& [connection, key, catching_up, job, serves, sources, strange, committed] : streams_of(machine_, family_)) {
+  const auto here = Location::parse(options_.location).value_or(Location());
+  for (auto& [connection, key, catching_up, job, serves, sources, chain, strange, committed] :
+       streams_of(machine_, family_, here)) {
     for (const auto& one : strange) warn_of(one);
     auto found = trainers_.find(connection);
     if (found == trainers_.end()) continue;
@@ -198,16 +200,14 @@ void NodeServer::follow_plan() {
         events::record(events::Kind::promoted,
                        {.step = machine_.plan().step(), .replica = key.replica.value, .number = key.rank.value});
     }
-    trainer.catching_up = catching_up;
-    if (std::exchange(trainer.serves, serves) != serves)
-      trainer.stream->post([key = key, serves = serves, job = job](catchup::Service& service, TimePoint) {
-        service.serve(key, serves, job);
-      });
+    const bool other_part = std::exchange(trainer.catching_up, catching_up) != catching_up;
+    if (std::exchange(trainer.serves, serves) != serves || other_part)
+      trainer.stream->post([key = key, serves = serves, job = job, joining = catching_up](
+                               catchup::Service& service, TimePoint) { service.serve(key, serves, job, joining); });
     if (catching_up)
       trainer.stream->post_latest(
-          key, [key = key, sources = sources, committed = committed](catchup::Service& service, TimePoint at) {
-            service.catch_up(key, sources, committed, at);
-          });
+          key, [key = key, sources = sources, chain = chain, committed = committed](
+                   catchup::Service& service, TimePoint at) { service.catch_up(key, sources, committed, at, chain); });
   }
 }
 
@@ -234,6 +234,7 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
   DeviceStream* stream = stream_of(of);
   if (stream == nullptr) return;
   stream->bytes_served = report.bytes_served;
+  stream->bytes_passed_on = report.bytes_passed_on;
   stream->serving = std::move(report.serving);
   for (const auto& [key, progress] : report.progress) {
     auto& known = progress_[key];
@@ -247,6 +248,8 @@ void NodeServer::on_report(std::optional<membership::RankConnection> of, StreamT
                               {"total", progress.total_bytes},
                               {"rate", progress.bytes_per_second},
                               {"sources", std::uint64_t{progress.sources_used}},
+                              {"from_joiners", progress.from_joiners},
+                              {"passed_on", progress.passed_on},
                               {"verified", std::uint64_t{progress.verified}},
                               {"slices", std::uint64_t{progress.total_slices}},
                               {"refetched", std::uint64_t{progress.refetched}},

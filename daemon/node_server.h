@@ -20,6 +20,7 @@ namespace rejoin::daemon {
 
 struct NodeOptions {
   std::string name = "node";
+  std::string location;           // base/location.h; empty: not told
   std::string socket;             // where trainers connect
   std::string coordinator;        // host:port of each, with commas between; or a relay's
   std::string transport = "shm";  // of the catch-up stream
@@ -27,6 +28,7 @@ struct NodeOptions {
   std::string advertise;  // hosts that peers connect to instead of the one listened on: see transport/advertise.h
   std::string compression = "auto";  // of the catch-up stream: off, auto, always
   double stream_limit = 0;           // MB/s that it may use; 0: no limit
+  std::string numa = "auto";         // its threads run near NICs and GPUs; off: anywhere
   std::chrono::milliseconds silence{2000};
 };
 
@@ -47,7 +49,7 @@ class NodeServer {
     std::shared_ptr<device::Device> device;
     std::shared_ptr<device::RemoteDevice> remote;  // the same, of a GPU
     std::unique_ptr<StreamThread> thread;
-    std::uint64_t bytes_served = 0;
+    std::uint64_t bytes_served = 0, bytes_passed_on = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
     DeviceStream() = default;
     DeviceStream(const DeviceStream&) = delete;
@@ -148,6 +150,7 @@ class NodeServer {
   std::unique_ptr<DeviceStream> host_;
   std::optional<std::string> own_host_;  // when somebody has listened everywhere
   std::uint64_t served_by_gone_ = 0;     // bytes
+  std::uint64_t passed_on_by_gone_ = 0;  // of them
   std::uint64_t refetched_ = 0;          // slices, by joiners that are or were here
   TimePoint told_at_{};                  // the coordinator, of streams, hops and rails
   std::string coordinator_page_;         // its address

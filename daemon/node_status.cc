@@ -14,15 +14,20 @@ nlohmann::json NodeServer::status() const {
   std::vector<const DeviceStream*> streams{host_.get()};
   for (const auto& [id, trainer] : trainers_)
     if (trainer.own) streams.push_back(trainer.own.get());
-  std::uint64_t bytes_served = served_by_gone_;
-  for (const auto* stream : streams) bytes_served += stream->bytes_served;
+  std::uint64_t bytes_served = served_by_gone_, bytes_passed_on = passed_on_by_gone_;
+  for (const auto* stream : streams) {
+    bytes_served += stream->bytes_served;
+    bytes_passed_on += stream->bytes_passed_on;
+  }
   nlohmann::json json{{"node", options_.name},
+                      {"location", options_.location},
                       {"coordinator", coordinators_.status(machine_.coordinator_up())},
                       {"protocol", membership::kProtocolVersion},
                       {"release", release()},
                       {"epoch", machine_.plan().epoch()},
                       {"committed", machine_.plan().committed()},
                       {"bytes_served", bytes_served},
+                      {"bytes_passed_on", bytes_passed_on},
                       {"refetched", refetched_},
                       {"page", coordinator_page_},
                       {"rejected", rejected_}};
@@ -48,7 +53,10 @@ nlohmann::json NodeServer::status() const {
                           {"verified", progress->second.verified},
                           {"slices", progress->second.total_slices},
                           {"refetched", progress->second.refetched},
-                          {"sources", progress->second.sources}};
+                          {"sources", progress->second.sources},
+                          {"joiners", progress->second.fellows},
+                          {"from_joiners", progress->second.from_joiners},
+                          {"passed_on", progress->second.passed_on}};
     rank["all_reduce"] = {{"operations", trainer.ring.operations()},
                           {"bytes", trainer.ring.bytes_reduced()},
                           {"stale_dropped", trainer.ring.stale_dropped()}};
@@ -81,6 +89,7 @@ nlohmann::json NodeServer::status() const {
                                  {"device", stream->device->address()},
                                  {"bytes", stats.bytes},
                                  {"wire_bytes", stats.wire_bytes},
+                                 {"passed_on", stats.passed_on},
                                  {"zstd", stats.coding},
                                  {"link_bytes_per_second", stats.link_bytes_per_second},
                                  {"coder_bytes_per_second", stats.coder_bytes_per_second},
@@ -120,6 +129,8 @@ proto::Report NodeServer::describe(ReplicaId replica, Duration since_last) {
       stream.set_verified(stream.verified() + one.verified);
       stream.set_refetched(stream.refetched() + one.refetched);
       stream.set_sources(std::max(stream.sources(), static_cast<std::uint32_t>(one.sources_used)));
+      stream.set_from_joiners(stream.from_joiners() + one.from_joiners);
+      report.set_passed_on(report.passed_on() + one.passed_on);
     }
     const auto before = std::exchange(trainer.told, trainer.ring);
     for (const auto& hop : trainer.ring.hops()) {

@@ -230,6 +230,7 @@ Result<> NodeServer::admit(Trainer& trainer, Offering offering, DeviceStream& st
   up.mutable_rank_up()->set_pid(trainer.credentials.pid);
   up.mutable_rank_up()->set_speaks(protocol);
   up.mutable_rank_up()->set_release(hello.release());
+  up.mutable_rank_up()->set_passes_on(true);
   carry_out(machine_.on_rank_message(trainer.id, up, now()));
   // A daemon before this one has had all of its state verified: that goes along with its first status.
   if (complete) carry_out(machine_.on_rank_message(trainer.id, report_of({key, hello.up().instance()}), now()));
@@ -309,8 +310,12 @@ void NodeServer::drop(membership::RankConnection id, const std::string& reason, 
                    reason);
     progress_.erase(*trainer.key);
     gone_[*trainer.key] = {trainer.credentials.pid, reason, now()};
-    if (trainer.own) served_by_gone_ += trainer.own->bytes_served;  // its stream goes with it
-    else trainer.stream->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
+    if (trainer.own) {  // its stream goes with it
+      served_by_gone_ += trainer.own->bytes_served;
+      passed_on_by_gone_ += trainer.own->bytes_passed_on;
+    }
+    if (!trainer.own)
+      trainer.stream->post([key = *trainer.key](catchup::Service& service, TimePoint) { service.remove_rank(key); });
   } else {
     spdlog::warn("local process {}: {}", trainer.credentials.pid, reason);
   }

@@ -97,7 +97,9 @@ void put_told(json& into, const JobHistory& history, TimePoint now) {
                          {"slices", report.stream().slices()},
                          {"verified", report.stream().verified()},
                          {"refetched", report.stream().refetched()},
-                         {"sources", report.stream().sources()}});
+                         {"sources", report.stream().sources()},
+                         {"from_joiners", report.stream().from_joiners()},
+                         {"passed_on", report.passed_on()}});
     if (report.has_slowest())
       hops.push_back({{"replica", report.replica()},
                       {"node", report.node()},

@@ -111,13 +111,15 @@ void print_roles(const nlohmann::json& status) {
     std::cout << store_lines(c.at("store"));
     // An older coordinator doesn't say it, nor does a standby.
     if (c.contains("versions")) std::cout << "  " << versions_line(c.at("versions")) << "\n";
-    std::cout << fmt::format("  {:<8} {:<12} {:<12} {:<8} {}\n", "replica", "incarnation", "role", "samples",
-                             "ranks done with the step");
+    const bool located = std::ranges::any_of(c.at("members"), [](const auto& m) { return m.contains("location"); });
+    std::cout << fmt::format("  {:<8} {:<12} {:<12} {:<8} {}{}\n", "replica", "incarnation", "role", "samples",
+                             "ranks done with the step", located ? " location" : "");
     for (const auto& m : c.at("members"))
-      std::cout << fmt::format("  {:<8} {:<12} {:<12} {:<8} {}\n", m.at("replica").get<int>(),
+      std::cout << fmt::format("  {:<8} {:<12} {:<12} {:<8} {:<{}}{}\n", m.at("replica").get<int>(),
                                m.at("incarnation").get<int>(),
                                m.at("has_left").get<bool>() ? "has left" : m.at("role").get<std::string>(),
-                               m.value("samples", std::uint64_t{}), m.at("reduced").get<int>());
+                               m.value("samples", std::uint64_t{}), m.at("reduced").get<int>(), located ? 25 : 0,
+                               m.value("location", std::string()));
     for (const auto& out : c.at("out")) std::cout << "  " << outage_line(out) << "\n";
     for (const auto& one : c.value("stragglers", nlohmann::json::array()))
       std::cout << "  " << straggler_line(one) << "\n";
@@ -160,10 +162,10 @@ void print_roles(const nlohmann::json& status) {
       if (r.contains("catch_up")) {
         const auto& c = r.at("catch_up");
         std::cout << fmt::format(
-            ", {} of {} at {:.0f} MB/s from {} sources, {} of {} slices verified, {} fetched again",
+            ", {} of {} at {:.0f} MB/s from {} sources and {} joiners, {} of {} slices verified, {} fetched again",
             human_bytes(c.at("bytes").get<std::uint64_t>()), human_bytes(c.at("total_bytes").get<std::uint64_t>()),
-            c.at("bytes_per_second").get<double>() * 1e-6, c.at("sources").get<int>(), c.at("verified").get<int>(),
-            c.at("slices").get<int>(), c.at("refetched").get<int>());
+            c.at("bytes_per_second").get<double>() * 1e-6, c.at("sources").get<int>(), c.value("joiners", 0),
+            c.at("verified").get<int>(), c.at("slices").get<int>(), c.at("refetched").get<int>());
       }
       std::cout << "\n";
       const auto& reduced = r.at("all_reduce");

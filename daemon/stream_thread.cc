@@ -3,6 +3,7 @@
 #include "base/priority.h"
 #include "transport/factory.h"
 #include "transport/idle.h"
+#include "transport/placement.h"
 
 namespace rejoin::daemon {
 
@@ -11,11 +12,13 @@ constexpr Duration kReportEvery = std::chrono::milliseconds(20);
 }
 
 Result<std::unique_ptr<StreamThread>> StreamThread::start(const std::string& transport,
-                                                          const std::shared_ptr<device::Device>& device,
+                                                          const std::shared_ptr<device::Device>& device, bool near,
                                                           const std::string& listen, const transport::Secrets& secrets,
                                                           const catchup::Service::Options& options,
                                                           std::function<void(Report)> report) {
   std::unique_ptr<StreamThread> stream(new StreamThread());
+  if (near) stream->numa_node_ = transport::numa_node_for(transport, device->address());
+  const transport::RunNear running_near(stream->numa_node_);  // what it allocates is there
   auto engine = transport::make_engine(transport, device);
   if (!engine) return tl::unexpected(engine.error());
   (*engine)->set_secrets(secrets);
@@ -60,6 +63,7 @@ void StreamThread::post_latest(catchup::RankKey about, Command command) {
 
 void StreamThread::run() {
   let_training_go_first();
+  const transport::RunNear running_near(numa_node_);
   transport::Idle idle(*engine_);
   TimePoint reported{};
   bool served = false;  // somebody, by the last report
@@ -82,6 +86,7 @@ void StreamThread::run() {
       for (auto key : joining)
         if (auto progress = service_->progress(key, now)) report.progress[key] = *progress;
       report.bytes_served = service_->bytes_served();
+      report.bytes_passed_on = service_->bytes_passed_on();
       report.serving = service_->serving_now();
       reported = now;
       report_(std::move(report));

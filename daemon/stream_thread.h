@@ -19,12 +19,12 @@ class StreamThread {
     std::vector<std::pair<catchup::RankKey, catchup::Drift>> drifts;
     std::vector<catchup::RankKey> failed;  // whose device failed: they are not served any more
     std::map<catchup::RankKey, catchup::CatchUpProgress> progress;
-    std::uint64_t bytes_served = 0;
+    std::uint64_t bytes_served = 0, bytes_passed_on = 0;
     std::vector<std::pair<catchup::RankKey, catchup::Source::Stats>> serving;
   };
-  // `report` is called in the stream's thread.
+  // `report` is called in the stream's thread, which runs near the device or the NICs where `near` is set.
   static Result<std::unique_ptr<StreamThread>> start(const std::string& transport,
-                                                     const std::shared_ptr<device::Device>& device,
+                                                     const std::shared_ptr<device::Device>& device, bool near,
                                                      const std::string& listen, const transport::Secrets& secrets,
                                                      const catchup::Service::Options& options,
                                                      std::function<void(Report)> report);
@@ -45,6 +45,7 @@ class StreamThread {
   std::unique_ptr<transport::Engine> engine_;
   std::unique_ptr<catchup::Service> service_;
   std::string address_;
+  std::optional<int> numa_node_;
   std::function<void(Report)> report_;
   Fd wake_;
   struct Queued {

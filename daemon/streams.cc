@@ -7,21 +7,70 @@ namespace {
 constexpr std::size_t kLongestFamily = 40;
 constexpr char kBorder = '=';
 
-void add_source(LocalStream& stream, const proto::Peer& peer, const std::string& family) {
-  const ReplicaId replica(peer.replica());
-  const Incarnation incarnation(peer.incarnation());
+// Where it is not known where this node is, all are alike.
+std::size_t distance_to(const proto::Peer& peer, const Location& here) {
+  if (!here.known()) return 0;
+  return here.distance(Location::parse(peer.location()).value_or(Location()));
+}
+
+struct StreamAt {
+  std::string family, address;
+};
+
+StreamAt stream_of(const proto::Peer& peer) {
   const std::string& address = peer.stream_address();
   const auto border = address.find(kBorder);
-  const std::string its = border == std::string::npos ? "" : address.substr(0, border);
-  if (its == family) stream.sources.insert({replica, incarnation, {address.substr(border + 1)}, stream.job});
-  else stream.strange.insert({replica, incarnation, printable(its, kLongestFamily)});
+  if (border == std::string::npos) return {"", address};
+  return {address.substr(0, border), address.substr(border + 1)};
+}
+
+void add_source(LocalStream& stream, const proto::Peer& peer, const std::string& family, const Location& here) {
+  const ReplicaId replica(peer.replica());
+  const Incarnation incarnation(peer.incarnation());
+  const auto its = stream_of(peer);
+  if (its.family == family)
+    stream.sources.insert({replica, incarnation, {its.address}, stream.job, distance_to(peer, here)});
+  else stream.strange.insert({replica, incarnation, printable(its.family, kLongestFamily)});
+}
+
+const proto::Peer* peer_of(const membership::Node& node, std::uint32_t rank, const proto::Member& member) {
+  for (const auto& peer : node.peers().of(rank))
+    if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation()) return &peer;
+  return nullptr;
+}
+
+// The joiners that say that they pass on what they have, in the order of the plan, which all know alike; and of those
+// only who is not farther away than a contributor.
+void add_chain(LocalStream& stream, const membership::Node& node, const std::string& family, const Location& here) {
+  std::size_t nearest = ~std::size_t{0};
+  for (const auto& source : stream.sources) nearest = std::min(nearest, source.distance);
+  std::vector<catchup::SourceAddress> joiners;
+  std::optional<std::uint32_t> own;
+  for (const auto& member : node.plan().members()) {
+    if (!member.catching_up()) continue;
+    const auto number = static_cast<std::uint32_t>(joiners.size());
+    const auto* peer = peer_of(node, stream.key.rank.value, member);
+    if (member.replica() == stream.key.replica.value) own = number;
+    else if (peer == nullptr || !peer->passes_on() || stream_of(*peer).family != family ||
+             distance_to(*peer, here) > nearest)
+      continue;
+    joiners.push_back({ReplicaId(member.replica()),
+                       Incarnation(member.incarnation()),
+                       {peer == nullptr ? "" : stream_of(*peer).address},
+                       stream.job});
+  }
+  if (!own) return;
+  stream.chain.own = *own;
+  stream.chain.of = static_cast<std::uint32_t>(joiners.size());
+  for (auto fellow : catchup::fellows_of(stream.chain.own, stream.chain.of))
+    stream.chain.fellows.insert(joiners[fellow]);
 }
 
 }  // namespace
 
 std::string stream_address(const std::string& family, const std::string& address) { return family + kBorder + address; }
 
-std::vector<LocalStream> streams_of(const membership::Node& node, const std::string& family) {
+std::vector<LocalStream> streams_of(const membership::Node& node, const std::string& family, const Location& here) {
   std::vector<LocalStream> streams;
   for (const auto& [connection, info] : node.ranks()) {
     LocalStream& stream = streams.emplace_back();
@@ -32,13 +81,12 @@ std::vector<LocalStream> streams_of(const membership::Node& node, const std::str
     for (const auto& member : node.plan().members()) {
       if (member.replica() == info.up.replica() && member.incarnation() == info.up.incarnation()) {
         stream.catching_up = member.catching_up();
-        if (!member.catching_up()) stream.serves = Incarnation(member.incarnation());
+        stream.serves = Incarnation(member.incarnation());
       }
       if (member.catching_up()) continue;
-      for (const auto& peer : node.peers().of(info.up.rank()))
-        if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation())
-          add_source(stream, peer, family);
+      if (const auto* peer = peer_of(node, info.up.rank(), member)) add_source(stream, *peer, family, here);
     }
+    if (stream.catching_up && info.up.passes_on()) add_chain(stream, node, family, here);
   }
   return streams;
 }

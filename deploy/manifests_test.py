@@ -116,6 +116,14 @@ try:
     expect(render(folder, "train", given) == written, "train.yaml is not what the chart renders: deploy/kubernetes/render.py")
     alone = render(folder, "job", given | {"coordinator": {"count": 1}, "nodeSelector": {"gpu": "yes"}, "env": [{"name": "A", "value": "b"}]})
     check("one coordinator", list(yaml.safe_load_all(alone)))
+    located = list(yaml.safe_load_all(render(folder, "job", given | {"daemon": {"locationLabels": ["region", "example.com/zone"]}})))
+    check("with locations", located)
+    for container in (each for _, pod in pods([one for one in located if one["kind"] == "Job"]) for each in pod["spec"]["initContainers"]):
+        variables = {each["name"]: each for each in container["env"]}
+        expect(variables["REJOIN_LOCATION"]["value"] == "$(LOCATION_0)/$(LOCATION_1)/$(REJOIN_NODE)", f"the location is {variables['REJOIN_LOCATION']}")
+        path = variables["LOCATION_1"]["valueFrom"]["fieldRef"]["fieldPath"]
+        expect(path == "metadata.labels['example.com/zone']", f"a part of the location is {path}")
+        expect(list(variables).index("LOCATION_1") < list(variables).index("REJOIN_LOCATION"), "a location is made of what comes after it")
     expect("REJOIN_STORE" not in alone and "job-coordinator-1" not in alone, "one coordinator has a store, or another beside it")
     for wrong, word in (({"image": ""}, "image is not given"), ({"command": []}, "command is not given"), ({"replicas": 0}, "replicas"),
                         ({"coordinator": {"etcd": ""}}, "give coordinator.etcd"), ({"replica": 3}, "replica")):

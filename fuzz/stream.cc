@@ -76,7 +76,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
           break;
         }
         case 5:
-          service.catch_up(joiner, {{ReplicaId(2), Incarnation(what / 8u), hostile}}, Step(what % 3), clock.now());
+          service.catch_up(joiner, {{ReplicaId(2), Incarnation(what / 8u), hostile}}, Step(what % 3), clock.now(),
+                           {.fellows = {{ReplicaId(3), Incarnation(1), hostile}}, .own = what / 8u % 2, .of = 2});
+          if (what >= 128) service.serve(joiner, Incarnation(1), 0, true);
           break;
         case 6: {
           if (endpoints.empty() || length < 4) break;

@@ -256,6 +256,7 @@ void Coordinator::begin_epoch(const std::string& reason, Begun step) {
   if (protocol_.version() != before.version())
     note("from epoch {} on all members speak protocol {}, until then {}", epoch_, protocol_.version(),
          before.version());
+  order_members();
   proto::LogRecord record;
   auto& begun = *record.mutable_epoch();
   begun.set_epoch(epoch_.value);

@@ -92,13 +92,13 @@ class Coordinator {
     std::uint64_t trained = 0;  // names the samples in brought_ that its checkpoint says are trained
     TimePoint lost_at{};        // when its node was lost, or it was silent there
     std::string lost_why;
-    bool registered : 1 = false, connected_node : 1 = false, weighs : 1 = false;
+    bool registered : 1 = false, connected_node : 1 = false, weighs : 1 = false, passes_on : 1 = false;
     std::uint16_t versions = 0;  // names them: versions_of()
     std::int32_t pid = 0;
     std::uint64_t daemon = 0;  // that it is behind
     Declaration* declaration = nullptr;
-    std::uint32_t address_size = 0, stream_size = 0, card_size = 0;
-    std::string addresses;  // of its all-reduce engine, of its daemon's stream; its card, and its node's name
+    std::uint32_t address_size = 0, stream_size = 0, card_size = 0, location_size = 0;
+    std::string addresses;  // of its all-reduce engine, its daemon's stream; its card; its node's location and name
   };
   struct ReplicaState {
     Incarnation incarnation;
@@ -126,6 +126,7 @@ class Coordinator {
   Step committed() const { return committed_; }
   const std::vector<MemberState>& members() const { return members_; }
   const std::vector<Suspended>& suspended() const { return suspended_; }
+  std::optional<Located> located(ReplicaId replica, Incarnation incarnation) const;  // nothing: not all its ranks are
   const std::map<ReplicaId, ReplicaState>& replicas() const { return replicas_; }
   bool caught_up(const ReplicaState& replica) const;  // all its ranks
   bool caught_up(const MemberState& member) const;    // … as far as this coordinator has heard
@@ -305,6 +306,8 @@ class Coordinator {
   bool fully_registered(const ReplicaState& replica) const;
   bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;  // coordinator_links.cc
   Ring ring_of_members(bool promoted) const;
+  Ring in_ring_order(Ring ring) const;
+  void order_members();
   std::vector<ReplicaId> candidates() const;
   std::optional<ReplicaId> not_linked(const std::vector<ReplicaId>& to_start);
   void tell_prospect_of_start(const std::vector<ReplicaId>& to_start);

@@ -71,7 +71,7 @@ void Coordinator::settle_claims(TimePoint now) {
 }
 
 std::string Coordinator::node_name(const RankState& rank) {
-  return rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size + rank.card_size);
+  return rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size + rank.card_size + rank.location_size);
 }
 
 void Coordinator::list_claims(TimePoint now, std::vector<std::string>& lines) const {

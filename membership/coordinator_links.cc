@@ -1,10 +1,20 @@
 // With whom replicas are to be connected before they are members: a start and an admission wait for that. In a small
-// job with all others; in a larger one a Prospect tells them whom they will need (base/ring_links.h).
+// job with all others; in a larger one a Prospect tells them whom they will need (base/ring_links.h). And in which
+// order members stand.
 #include <algorithm>
 
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {
+
+namespace {
+
+std::string_view location_of(const Coordinator::RankState& rank) {
+  return std::string_view(rank.addresses)
+      .substr(std::size_t{rank.address_size} + rank.stream_size + rank.card_size, rank.location_size);
+}
+
+}  // namespace
 
 // Each of its ranks is connected with all of these, itself left out.
 bool Coordinator::linked(const ReplicaState& replica, const Incarnations& incarnations) const {
@@ -23,7 +33,51 @@ Ring Coordinator::ring_of_members(bool promoted) const {
   Ring ring;
   for (const auto& m : members_)
     ring.push_back({m.replica, m.incarnation, m.catching_up && !(promoted && caught_up(m))});
-  return in_order(std::move(ring));
+  return in_ring_order(std::move(ring));
+}
+
+// Where all of its ranks say that they are.
+std::optional<Located> Coordinator::located(ReplicaId id, Incarnation incarnation) const {
+  const ReplicaState* here = registration(id, incarnation);
+  if (here == nullptr || !fully_registered(*here)) return std::nullopt;
+  Located located{.replica = id, .ranks = {}};
+  for (const auto& rank : here->ranks) {
+    if (rank.location_size == 0) return std::nullopt;
+    located.ranks.push_back(location_of(rank));
+  }
+  return located;
+}
+
+// The contributors first. Each kind stands by where they are (ring_order.h), where all of the kind say that, and
+// otherwise as it did. Where not all are connected with each other those who catch up stay as they have come: who is
+// to be admitted connects for the last place.
+Ring Coordinator::in_ring_order(Ring ring) const {
+  ring = in_order(std::move(ring));
+  const auto sort = [&](Ring::iterator begin, Ring::iterator end) {
+    std::vector<std::pair<Located, Place>> all;
+    for (auto one = begin; one != end; ++one) {
+      auto its = located(one->replica, one->incarnation);
+      if (!its) return;
+      all.emplace_back(std::move(*its), *one);
+    }
+    std::ranges::sort(all, stands_before, [](const auto& one) -> const Located& { return one.first; });
+    std::ranges::transform(all, begin, [](const auto& one) { return one.second; });
+  };
+  const auto joiners = std::ranges::find_if(ring, &Place::catching_up);
+  sort(ring.begin(), joiners);
+  if (links_.all(config_.replicas)) sort(joiners, ring.end());
+  return ring;
+}
+
+// For an epoch that begins. Members whose ring stays as it is stay as they stand in the plan.
+void Coordinator::order_members() {
+  Ring ring;
+  for (const auto& m : members_) ring.push_back({m.replica, m.incarnation, m.catching_up});
+  const Ring ordered = in_ring_order(ring);
+  if (in_order(std::move(ring)) == ordered) return;
+  std::map<ReplicaId, std::size_t> places;
+  for (const auto& place : ordered) places.emplace(place.replica, places.size());
+  std::ranges::sort(members_, {}, [&](const MemberState& m) { return places.at(m.replica); });
 }
 
 // Registered, and neither members nor out for now: in the order in which they have come.
@@ -72,7 +126,7 @@ void Coordinator::tell_prospect_of_start(const std::vector<ReplicaId>& to_start)
   const auto fit = from ? fit_to_start(to_start, *from) : std::vector<bool>(to_start.size(), true);
   Ring ring;
   for (std::size_t i = 0; i < of.size(); ++i) ring.push_back({of[i].first, of[i].second, !fit[i]});
-  ring = in_order(std::move(ring));
+  ring = in_ring_order(std::move(ring));
   const bool told = ring == prospect_.ring && prospect_.candidates == 0;
   prospect_ = {.ring = std::move(ring), .candidates = 0, .of_start = std::move(of), .told = {}, .told_at = now_};
   if (!told) send_all(prospect_.message(job_));

@@ -128,6 +128,13 @@ std::vector<std::string> Coordinator::alarms() const {
       }
     }
   }
+  const auto is_located = [&](const MemberState& m) { return located(m.replica, m.incarnation).has_value(); };
+  const auto without = std::ranges::find_if_not(members_, is_located);
+  if (without != members_.end() && !recovering_until_ && std::ranges::any_of(members_, is_located))
+    all.push_back(
+        fmt::format("replica {} does not say on all of its ranks where it is, and others do: the ring's order does not "
+                    "follow locations before all nodes have --location",
+                    without->replica));
   return all;
 }
 

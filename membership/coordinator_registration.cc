@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/bytes.h"
+#include "base/location.h"
 #include "membership/coordinator.h"
 
 namespace rejoin::membership {
@@ -223,8 +224,16 @@ Coordinator::RankState& Coordinator::keep(ReplicaState& replica, NodeId node, co
   keep_versions(rank, node, up);
   rank.stream_size = static_cast<std::uint32_t>(up.stream_address().size());
   rank.weighs = up.weighs();
+  rank.passes_on = up.passes_on();
   rank.card_size = static_cast<std::uint32_t>(up.card().size());
-  rank.addresses = up.address() + up.stream_address() + up.card() + up.node();
+  std::string_view location = up.location();
+  if (const auto right = Location::parse(location); !location.empty() && !right) {
+    warn_once(
+        fmt::format("replica {} rank {} on node {}: {}", up.replica(), up.rank(), up.node(), right.error().message));
+    location = {};
+  }
+  rank.location_size = static_cast<std::uint32_t>(location.size());
+  rank.addresses = up.address() + up.stream_address() + up.card() + std::string(location) + up.node();
   rank.addresses.shrink_to_fit();
   if (auto line = strange_stream(ReplicaId(up.replica()), up.rank()); !line.empty()) warn_once(std::move(line));
   nodes_[node].hosts.add(up.rank(), std::uint64_t{up.rank()} + 1);
@@ -308,6 +317,10 @@ void Coordinator::announce(const std::vector<NodeId>& nodes, const RankSet& rank
         peer.set_address(rank.addresses.substr(0, rank.address_size));
         peer.set_stream_address(rank.addresses.substr(rank.address_size, rank.stream_size));
         peer.set_card(rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size, rank.card_size));
+        if (rank.location_size > 0)
+          peer.set_location(rank.addresses.substr(std::size_t{rank.address_size} + rank.stream_size + rank.card_size,
+                                                  rank.location_size));
+        peer.set_passes_on(rank.passes_on);
         bytes += peer.ByteSizeLong();
       }
     }

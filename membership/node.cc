@@ -180,6 +180,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
         .up = message.rank_up(), .heard = now, .registered = message.rank_up().incarnation() != 0};
     rank.up.set_node(name_);
     rank.up.set_daemon(id_);
+    rank.up.set_location(location_);
     rank.up.set_daemon_release(release());
     if (coordinator_up_) *actions.to_coordinator.emplace_back().mutable_rank_up() = rank.up;
     // Its reduction may be what those of the others have waited for.

@@ -40,9 +40,9 @@ class Node {
     bool knows_peers = false;  // it has been told of all; from then on of what changes
   };
 
-  // `id`: random, another one for each process.
-  Node(std::string name, Duration silence, std::uint64_t id)
-      : name_(std::move(name)), silence_(silence), id_(id), pause_detector_(silence) {}
+  // `id`: random, another one for each process. `location`: where it stands (base/location.h), if that is told.
+  Node(std::string name, Duration silence, std::uint64_t id, std::string location = "")
+      : name_(std::move(name)), location_(std::move(location)), silence_(silence), id_(id), pause_detector_(silence) {}
 
   // Connected (again), or asked for it (Introduce, with this number): it introduces itself and its ranks.
   Actions on_coordinator_up(TimePoint now, std::uint64_t introduction = 0);
@@ -81,7 +81,7 @@ class Node {
   void tell_of_peers(RankConnection rank, RankInfo& info, const proto::Peers& news, Actions& actions) const;
   void send(RankConnection rank, const proto::ToNode& message, Actions& actions) const;
 
-  const std::string name_;
+  const std::string name_, location_;
   const Duration silence_;
   const std::uint64_t id_;
   PauseDetector pause_detector_;

@@ -10,6 +10,7 @@
 #include "control.pb.h"
 #include "membership/coordinator_actions.h"
 #include "membership/rank_set.h"
+#include "membership/ring_order.h"
 
 namespace rejoin::membership {
 

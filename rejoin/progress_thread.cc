@@ -14,6 +14,7 @@
 #include "membership/node.h"
 #include "transport/advertise.h"
 #include "transport/factory.h"
+#include "transport/placement.h"
 
 namespace rejoin {
 
@@ -112,9 +113,15 @@ Result<> ProgressThread::join(const Position& from, std::uint64_t digest, Durati
   return wait_for_registration();
 }
 
+// For the progress thread, and for who allocates what NICs write into: that is where it is touched first.
+std::optional<int> ProgressThread::numa_node() const {
+  return config_.numa == "off" ? std::nullopt : transport::numa_node_for(config_.transport, owner_.device()->address());
+}
+
 // On this thread, before the daemon hears of this process.
 Result<> ProgressThread::prepare_driver() {
   const NoSignals no_signals;
+  const transport::RunNear near(numa_node());
   return driver_->prepare();
 }
 
@@ -136,6 +143,7 @@ void ProgressThread::begin() {
 
 Result<> ProgressThread::make_engine(bool on_gpu) {
   const NoSignals no_signals;
+  const transport::RunNear near(numa_node());
   if (on_gpu)
     if (auto prepared = prepare_device(); !prepared) return prepared;
   auto engine = transport::make_engine(config_.transport, owner_.device(), reducer_);
@@ -283,6 +291,7 @@ void ProgressThread::poll_streams() {
 }
 
 void ProgressThread::run() {
+  const transport::RunNear near(numa_node());
   for (;;) {
     if (streams_) {
       watchdog_->turn();

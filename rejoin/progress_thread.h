@@ -69,6 +69,7 @@ class ProgressThread {
 
  private:
   static constexpr Duration kReconnect = std::chrono::milliseconds(20);  // between two tries
+  std::optional<int> numa_node() const;
 
   void run();
   void poll_daemon(TimePoint now);

@@ -56,6 +56,9 @@ struct SessionConfig {
   // Of a GPU: blocks of the kernel that adds while gradients are reduced, and threads of each. Two of 512 are the
   // least that keep up with 400 Gb/s.
   std::uint32_t reduce_blocks = 8, reduce_threads = 512;
+  // "auto": on a machine with several NUMA nodes the progress thread runs on that of the GPU, or of the NICs, and
+  // staging memory is there; "off": wherever this process runs.
+  std::string numa = "auto";
   // Directory for an event file of this process (rN.M.PID.jsonl), for `rejoin trace`; empty: none. A process with
   // several sessions has the file of the last one.
   std::string events;

@@ -46,6 +46,8 @@ void SessionConfig::bind(CommandLine& line) {
                "all-reduce: chunks in flight per neighbour");
   line.setting("--reduce-blocks", reduce_blocks, "REJOIN_REDUCE_BLOCKS", "all-reduce on a GPU: blocks of its kernel");
   line.setting("--reduce-threads", reduce_threads, "REJOIN_REDUCE_THREADS", "… and threads of each");
+  line.setting("--numa", numa, "REJOIN_NUMA",
+               "auto: the progress thread runs on the NUMA node of the GPU, or of the NICs; off: anywhere");
   line.setting("--events", events, "REJOIN_EVENTS", "directory for this process's event file (see rejoin trace)");
   line.setting("--flight-dir", flight, "REJOIN_FLIGHT_DIR",
                "directory for this process's flight recording (see rejoin explain); none: /dev/shm/rejoin-USER; off");
@@ -75,6 +77,8 @@ Result<> SessionConfig::check() const {
     return fail(ErrorCode::invalid_argument, "no daemon socket: set SessionConfig::socket, --socket or REJOIN_SOCKET");
   if (auto named = check_unix_name(socket); !named) return named;
   if (auto known = transport::check_name(transport); !known) return known;
+  if (numa != "auto" && numa != "off")
+    return fail(ErrorCode::invalid_argument, "--numa (REJOIN_NUMA) '{}' is neither auto nor off", numa);
   if (auto right = flight::check_setting(flight); !right)
     return fail(ErrorCode::invalid_argument, "--flight-dir (REJOIN_FLIGHT_DIR) {}", right.error().message);
   if (auto right = check_listening(transport, data_listen); !right)

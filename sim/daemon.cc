@@ -17,7 +17,8 @@ const std::string kFamily = "sim";  // of the streams
 
 proto::FromNode as_an_older_one(proto::FromNode message) {
   if (message.has_hello()) message.mutable_hello()->clear_newest(), message.mutable_hello()->clear_release();
-  if (message.has_rank_up()) message.mutable_rank_up()->clear_daemon_release();
+  if (message.has_rank_up())
+    message.mutable_rank_up()->clear_daemon_release(), message.mutable_rank_up()->clear_location();
   if (message.has_leader_view()) message.mutable_leader_view()->clear_coordinators();
   return message;
 }
@@ -28,7 +29,7 @@ Daemon::Daemon(World& world, std::uint32_t node_number)
     : Process(world.next_number(), node_number, world.chance("daemon", node_number)),
       node(node_number),
       world_(world),
-      machine_(fmt::format("node {}", node_number), world.job.silence, instance),
+      machine_(fmt::format("node {}", node_number), world.job.silence, instance, world.location_of(node_number)),
       tracker_(fmt::format("node {}", node_number), world.job.silence, world.shape.coordinators,
                [this](proto::LeaderView& view) { machine_.write_hosts(view); }),
       connections_(world.shape.coordinators) {
@@ -77,6 +78,7 @@ void Daemon::on_hello(std::uint64_t instance_of, membership::RankConnection conn
   const bool mixed = world_.shape.upgrade;
   const bool says_it = !is_older(mixed) && !trainer->is_older(mixed);
   if (says_it) message.mutable_rank_up()->set_speaks(membership::kProtocolVersion);
+  message.mutable_rank_up()->set_passes_on(!is_older(mixed));
   world_.on_moment(Moment::rank_up, up.replica());
   carry_out(machine_.on_rank_message(connection, message, local_now()));
   if (complete) carry_out(machine_.on_rank_message(connection, daemon::report_of({key, up.instance()}), local_now()));
@@ -208,7 +210,8 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
 }
 
 void Daemon::follow_plan() {
-  for (const auto& stream : daemon::streams_of(machine_, kFamily)) {
+  const auto here = Location::parse(world_.location_of(node)).value_or(Location());
+  for (const auto& stream : daemon::streams_of(machine_, kFamily, here)) {
     auto found = ranks_.find(stream.rank);
     if (found == ranks_.end()) continue;
     LocalRank& rank = found->second;
@@ -218,18 +221,36 @@ void Daemon::follow_plan() {
       world_.on_moment(Moment::promoted, stream.key.replica.value);
       post([key = stream.key](catchup::Service& service, TimePoint) { service.finish(key); });
     }
-    if (std::exchange(rank.serves, stream.serves) != stream.serves)
-      post([key = stream.key, serves = stream.serves, job = stream.job](catchup::Service& service, TimePoint) {
-        service.serve(key, serves, job);
-      });
+    // One of before does not serve while it catches up.
+    const auto serves = stream.catching_up && is_older(world_.shape.upgrade) ? std::nullopt : stream.serves;
+    rank.job = stream.job;
+    if (std::exchange(rank.serves, serves) != serves || before != stream.catching_up) serve(rank);
     if (!stream.catching_up) continue;
     if (!before) {
       world_.count("catch-up begun");
       world_.on_moment(Moment::catch_up_begun, stream.key.replica.value);
     }
-    post([key = stream.key, sources = stream.sources, committed = stream.committed](
-             catchup::Service& service, TimePoint now) { service.catch_up(key, sources, committed, now); });
+    const bool fooled = world_.planted(Plant::joiners_prove) && !stream.chain.fellows.empty();
+    const auto& sources = fooled ? stream.chain.fellows : stream.sources;
+    const auto chain = fooled ? catchup::Chain{} : stream.chain;
+    post([key = stream.key, sources, chain, committed = stream.committed](catchup::Service& service, TimePoint now) {
+      service.catch_up(key, sources, committed, now, chain);
+    });
+    if (lies()) serve(rank);
   }
+}
+
+bool Daemon::lies() const { return local_now() < lies_until_ || world_.planted(Plant::joiners_prove); }
+
+void Daemon::serve(const LocalRank& rank) {
+  post([key = rank.key, serves = rank.serves, job = rank.job, joining = rank.catching_up && !lies()](
+           catchup::Service& service, TimePoint) { service.serve(key, serves, job, joining); });
+}
+
+void Daemon::lie(TimePoint until) {
+  lies_until_ = until;
+  for (const auto& [connection, rank] : ranks_)
+    if (rank.catching_up) serve(rank);
 }
 
 std::string Daemon::describe(catchup::RankKey key) const {
@@ -254,6 +275,10 @@ void Daemon::run() {
   const TimePoint now = local_now();
   for (const auto& command : std::exchange(commands_, {})) command(*service_, now);
   auto caught_up = service_->poll(now);
+  if (const auto passed_on = service_->bytes_passed_on(); passed_on > passed_on_) {
+    passed_on_ = passed_on;
+    world_.count("passed on by a joiner");
+  }
   for (const auto& [key, drift] : service_->take_drifts())
     world_.deliver(*this, world_.in_order(reported_, until_run()), [this, key = key, drift = drift] {
       for (const auto& [connection, rank] : ranks_)

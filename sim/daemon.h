@@ -22,7 +22,8 @@ class Daemon final : public Process {
   void on_link_up(std::uint64_t link);
   void on_link_down(std::uint64_t link);
   void on_control_message(std::uint64_t link, const proto::ToNode& message);
-  void hang_up();  // it ends: so do its connections
+  void hang_up();             // it ends: so do its connections
+  void lie(TimePoint until);  // it passes on what is not proven
   std::string describe(catchup::RankKey key) const;
   std::size_t ranks() const { return ranks_.size(); }
   bool hears(std::uint32_t coordinator, Duration since) const;  // that one as the leader, for so long at least
@@ -38,6 +39,7 @@ class Daemon final : public Process {
     TimePoint delivered{};  // when the last message to it arrives
     bool catching_up = false;
     std::optional<Incarnation> serves;
+    std::uint64_t job = 0;
   };
   using Command = std::function<void(catchup::Service&, TimePoint)>;
   void post(Command command);  // to the stream's thread
@@ -53,6 +55,8 @@ class Daemon final : public Process {
   void act(const membership::LeaderTracker::Actions& actions);
   void carry_out(const membership::Node::Actions& actions);
   void follow_plan();
+  void serve(const LocalRank& rank);
+  bool lies() const;
   TimePoint local_now() const;
 
   World& world_;
@@ -63,7 +67,8 @@ class Daemon final : public Process {
   std::vector<Command> commands_;
   membership::LeaderTracker tracker_;
   std::vector<Connection> connections_;
-  TimePoint hears_since_{}, reported_{};
+  TimePoint hears_since_{}, reported_{}, lies_until_{};
+  std::uint64_t passed_on_ = 0;  // bytes, as they were counted last
 };
 
 }  // namespace rejoin::sim

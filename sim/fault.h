@@ -53,9 +53,11 @@ enum class FaultKind : std::uint8_t {
   store_cut_off,      // … one of them
   cut_off_from_some,  // one of them and some of the nodes don't hear each other for a while
   // And anywhere:
-  slow_memory,  // a rank is killed, and the next one's memory takes this long to be registered: its thread stands
+  slow_memory,   // a rank is killed, and the next one's memory takes this long to be registered: its thread stands
+  kill_some,     // several replicas at once, so that several joiners come back
+  lying_joiner,  // a node's daemon passes on to other joiners whatever is in the memory of its own, for a while
 };
-constexpr std::size_t kFaultKinds = 41;
+constexpr std::size_t kFaultKinds = 43;
 std::string_view to_string(FaultKind kind);
 
 // When a fault comes: at its time, or when this happens next after it.
@@ -93,6 +95,7 @@ enum class Plant : std::uint8_t {
   log_too_much,               // the budget for kept gradients is ignored
   wrong_instance,             // that a joiner has caught up is believed of whoever is that rank when it is heard
   no_audit,                   // nobody compares replicas
+  joiners_prove,              // a joiner takes others' digests for contributors', and they say anything
   // Where there are several coordinators:
   append_without_comparison,  // the store takes what a leader writes although another one has claimed
   send_before_durable,        // a leader takes a write for done when it is on its way
@@ -100,7 +103,7 @@ enum class Plant : std::uint8_t {
   claim_without_majority,     // a standby takes over although the leader is heard
   replay_from_a_gap,          // … and reads the log from where it is, not from where it stopped
 };
-constexpr std::size_t kPlants = 20;
+constexpr std::size_t kPlants = 21;
 std::string_view to_string(Plant plant);
 Result<Plant> parse_plant(std::string_view name);
 

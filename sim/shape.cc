@@ -55,6 +55,7 @@ Shape Shape::of(std::uint64_t seed) {
           .constant_batch = often("constant batch", 3),
           .upgrade = often("upgrade", 3),
           .balance = often("balance", 3),
+          .located = often("located", 3),
           .old = often("old", 3)};
 }
 
@@ -79,11 +80,12 @@ std::map<std::string, std::string> Shape::values() const {
           {"constant batch", constant_batch ? "y" : "n"},
           {"upgrade", upgrade ? "y" : "n"},
           {"balance", balance ? "y" : "n"},
+          {"located", located ? "y" : "n"},
           {"old", old ? "y" : "n"}};
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 19> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 20> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               kSlowest.size(),
@@ -97,6 +99,7 @@ std::size_t pairs_of_values() {
                                               5,  // full meshes
                                               kSpares.size(),
                                               kCheckpointSteps.size(),
+                                              2,
                                               2,
                                               2,
                                               2,

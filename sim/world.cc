@@ -46,6 +46,7 @@ transport::sim::Options fabric_of(const Options& options, const Shape& shape) {
           .min_delay = 1us,
           .max_delay = shape.slowest,
           .detection = shape.detection,
+          .between_rooms = shape.located ? 2 * shape.slowest : 0us,
           .late_writes = shape.late_writes,
           .lands_stopped = shape.lands_stopped,
           .unfenced = options.plant == Plant::stale_write};
@@ -148,6 +149,7 @@ std::unique_ptr<transport::Engine> World::make_engine(std::uint32_t node, Rails&
   for (unsigned i = 0; i < shape.rails; ++i) {
     made.push_back(fabric_.make_engine());
     rails.push_back(made.back().get());
+    fabric_.stand(*rails.back(), room_of(node));
     const SlowLink& link = slow_links_[node];
     fabric_.slow(*rails.back(), link.out, link.in, link.until);
   }
@@ -288,6 +290,7 @@ Outcome World::run() {
   }
   if (checker_.violation()) describe();
   if (checker_.violation()) note("VIOLATION {}: {}", checker_.violation()->invariant, checker_.violation()->what);
+  count("bytes between rooms", fabric_.bytes_between_rooms());
   outcome_.violation = checker_.violation();
   outcome_.virtual_seconds = seconds(now() - began);
   if (!options_.trace) outcome_.trace.assign(recent_.begin(), recent_.end());

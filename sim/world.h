@@ -132,6 +132,9 @@ class World {
   std::uint32_t node_of(std::uint32_t replica, std::uint32_t rank) const {
     return replica * shape.nodes + rank * shape.nodes / shape.ranks;
   }
+  // The room that a node is in, and what it says of that; in some jobs one replica's nodes don't.
+  std::uint32_t room_of(std::uint32_t node) const;
+  std::string location_of(std::uint32_t node) const;
   std::uint32_t nodes() const { return shape.replicas * shape.nodes; }  // the coordinators' machines come after them
   Daemon* daemon_of(std::uint32_t node) { return daemons_[node].get(); }
   Trainer* trainer(std::uint64_t instance);
@@ -218,6 +221,7 @@ class World {
   Survivors::Holders holders_of(const proto::LogRecord& record) const;
   void check_survivors();
   void check_protocol(const proto::LogRecord::EpochBegun& begun);
+  void count_crossings(const proto::LogRecord::EpochBegun& begun);
   void happen(const Fault& fault);
   void reset_link(std::uint64_t number);
   void black_hole(const Fault& fault, TimePoint until);

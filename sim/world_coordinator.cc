@@ -93,6 +93,7 @@ void World::on_record(const proto::LogRecord& record) {
       checker_.violate("no-drift", fmt::format("a false alarm: {}", record.epoch().reason()));
     on_moment(Moment::epoch, 0);
     check_protocol(record.epoch());
+    count_crossings(record.epoch());
   }
   if (record.has_committed()) {
     count("step committed");

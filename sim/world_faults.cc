@@ -53,6 +53,14 @@ void World::happen(const Fault& fault) {
     case FaultKind::kill_replica:
       for (std::uint32_t i = 0; i < shape.ranks; ++i) kill_trainer(fault.replica, i, "killed with its replica");
       return;
+    case FaultKind::kill_some:
+      for (std::uint32_t r = 0; r < shape.replicas; ++r)
+        for (std::uint32_t i = 0; i < shape.ranks && (r == fault.replica || fault.detail >> r % 64 & 1); ++i)
+          if (r != fault.detail % shape.replicas) kill_trainer(r, i, "killed with others");
+      return;
+    case FaultKind::lying_joiner:
+      if (daemon != nullptr) daemon->lie(until);
+      return;
     case FaultKind::kill_daemon: return kill_daemon(node);
     case FaultKind::lose_log: return lose_log();
     case FaultKind::kill_coordinator: return kill_coordinator(draw_coordinator(random), "killed");

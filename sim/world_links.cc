@@ -1,5 +1,7 @@
-// The connections between daemons and coordinator: in order, late, cut, or never answered.
+// The connections between daemons and coordinator: in order, late, cut, or never answered. And the rooms that nodes are
+// in, with what lies between.
 #include <algorithm>
+#include <set>
 
 #include "sim/world.h"
 
@@ -96,6 +98,42 @@ void World::reset_link(std::uint64_t number) {
   });
   if (Daemon* daemon = daemons_[found->second.node].get())
     deliver(*daemon, random.of_any_size(1us, 50ms), [daemon, number] { daemon->on_link_down(number); });
+}
+
+// ---- rooms
+
+std::uint32_t World::room_of(std::uint32_t node) const {
+  constexpr std::uint64_t rooms = 4;
+  if (!shape.located) return 0;
+  return static_cast<std::uint32_t>(chance("room", node / shape.nodes).pick(rooms));
+}
+
+std::string World::location_of(std::uint32_t node) const {
+  const bool silent = chance("says no location").one_in(4) && node / shape.nodes == 1;
+  return shape.located && !silent ? fmt::format("dc/room{}/node{}", room_of(node), node) : "";
+}
+
+// Of an epoch whose contributors all say where they are: from room to room in the order that it has, at the least, and
+// if members stood by their numbers.
+void World::count_crossings(const proto::LogRecord::EpochBegun& begun) {
+  std::vector<std::uint32_t> ring;
+  for (const auto& member : begun.members()) {
+    if (member.catching_up()) continue;
+    if (location_of(node_of(member.replica(), 0)).empty()) return;
+    ring.push_back(member.replica());
+  }
+  const auto crossings = [&] {
+    std::uint64_t all = 0;
+    for (std::size_t i = 0; i < ring.size(); ++i)
+      all += room_of(node_of(ring[i], 0)) != room_of(node_of(ring[(i + 1) % ring.size()], 0)) ? 1 : 0;
+    return all;
+  };
+  std::set<std::uint32_t> rooms;
+  for (auto replica : ring) rooms.insert(room_of(node_of(replica, 0)));
+  count("rooms crossed", crossings());
+  count("rooms to cross", rooms.size() < 2 ? 0 : rooms.size());
+  std::ranges::sort(ring);
+  count("rooms crossed by number", crossings());
 }
 
 }  // namespace rejoin::sim

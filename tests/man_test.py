@@ -12,6 +12,7 @@ PAGES = {
     **{f"{name}.1": [name] for name in ("rejoin-demo", "rejoin-demo-trainer", "rejoin_kernel_bw", "rejoin_gpu_probe", "rejoin_nccl_net_test")},
     "rejoin_allreduce_perf.1": ["rejoin_allreduce_perf"],
     "rejoin_catchup_bw.1": ["rejoin_catchup_bw"],
+    **{f"{name}.1": [name] for name in ("rejoin_step_perf", "rejoin_recovery_perf")},
     "rejoin_write_bw.1": ["rejoin_write_bw", "rejoin_read_bw", "rejoin_write_lat", "rejoin_send_lat"],
 }
 FLAG = r"--?[A-Za-z][\w-]*"

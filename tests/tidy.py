@@ -26,9 +26,9 @@ may_use = {
     "fuzz": {"base", "transport", "local", "membership", "catchup", "daemon", "nccl"},
     "sim": {"base", "transport", "local", "membership", "catchup", "ftar", "daemon", "rejoin"},
     "chaos": {"base", "rejoin"},
-    "bench": {"base", "device", "transport", "ftar", "local", "catchup"},
+    "bench": {"base", "device", "transport", "ftar", "local", "catchup", "daemon", "rejoin"},
     "examples": {"base", "device", "rejoin", "membership", "sim"},
-    "tests": {"base", "transport", "local", "membership", "catchup", "ftar", "daemon", "rejoin", "examples", "tests"},
+    "tests": {"base", "transport", "local", "membership", "catchup", "ftar", "daemon", "rejoin", "bench", "examples", "tests"},
 }
 banned = {
     r"\bgetenv\(": "configuration is read in one place (CLI11); nothing else reads the environment",

@@ -4,6 +4,7 @@
 
 #include "base/fail.h"
 #include "transport/ibverbs/factory.h"
+#include "transport/placement.h"
 #include "transport/shm/factory.h"
 #include "transport/staged/factory.h"
 #include "transport/striped/factory.h"
@@ -49,9 +50,12 @@ Result<std::unique_ptr<Engine>> over_rails(const std::vector<std::string>& names
   return striped::make_engine(std::move(rails), {}, clock);
 }
 
-Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list) {
+// `device`: for whose memory, where that is known.
+Result<std::unique_ptr<Engine>> ibverbs_over_rails(const std::string& list, const std::string& device) {
   if (auto there = ibverbs::available(); !there) return tl::unexpected(there.error());
-  std::vector<std::string> names = list.empty() ? ibverbs::active_ports() : split(list, ',');
+  const bool near = list == kNear;
+  std::vector<std::string> names = list.empty() || near ? ibverbs::active_ports() : split(list, ',');
+  if (near) names = nearest_ports(names, device);
   if (names.empty())
     return fail(ErrorCode::unavailable,
                 "no RDMA port is active here; 'ibv_devinfo' shows what there is. Without RDMA use shm or tcp");
@@ -79,7 +83,9 @@ Result<> check_name(const std::string& name) {
               name);
 }
 
-Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
+namespace {
+
+Result<std::unique_ptr<Engine>> make_rails(const std::string& name, const std::string& device) {
   if (auto right = check_name(name); !right) return tl::unexpected(right.error());
   if (is_tcp(name)) {
     const std::string kind = kind_of(name), whole = plain(name);
@@ -88,15 +94,19 @@ Result<std::unique_ptr<Engine>> make_engine(const std::string& name) {
     };
     return whole == kind ? rail("") : over_rails(split(whole.substr(kind.size() + 1), ','), rail);
   }
-  if (name == "ibverbs") return ibverbs_over_rails("");
-  if (name.starts_with("ibverbs:")) return ibverbs_over_rails(name.substr(8));
+  if (name == "ibverbs") return ibverbs_over_rails("", device);
+  if (name.starts_with("ibverbs:")) return ibverbs_over_rails(name.substr(8), device);
   if (name == "shm") return shm::make_engine();
   return ucx::make_engine({.transports = name.substr(4)});
 }
 
+}  // namespace
+
+Result<std::unique_ptr<Engine>> make_engine(const std::string& name) { return make_rails(name, ""); }
+
 Result<std::unique_ptr<Engine>> make_engine(const std::string& name, const std::shared_ptr<device::Device>& device,
                                             const std::shared_ptr<device::Reducer>& reducer) {
-  auto engine = make_engine(name);
+  auto engine = make_rails(name, device->address());
   if (!engine || device->kind() == MemoryKind::host) return engine;
   return staged::make_engine(std::move(*engine), device, {}, reducer);
 }

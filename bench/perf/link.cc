@@ -1,6 +1,7 @@
 #include "bench/perf/link.h"
 
 #include <poll.h>
+#include <sched.h>
 
 #include <algorithm>
 
@@ -132,7 +133,12 @@ Result<> Link::connect(const Options& options) {
 }
 
 Result<> Link::poll(const std::function<void(const Event&)>& on_event) {
-  for (const auto& event : engine_->poll()) {
+  const auto events = engine_->poll();
+  // As perftest it spins, but for a while only: where there are fewer cores than processes, others would wait for it.
+  constexpr int spins = 500;
+  if (!events.empty()) idle_polls_ = 0;
+  else if (++idle_polls_ > spins) ::sched_yield();
+  for (const auto& event : events) {
     if (event.kind == EventKind::closed)
       return fail(ErrorCode::unavailable, "{}", event.error ? event.error->message : "the other side is gone");
     if (event.kind == EventKind::completed && event.error) return fail(event.error->code, "{}", event.error->message);

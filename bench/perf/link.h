@@ -54,6 +54,7 @@ class Link {
   transport::RegionId region_;
   transport::RemoteRegion remote_;
   std::optional<Bytes> agreement_;  // the peer's first message
+  int idle_polls_ = 0;
   std::uint64_t meetings_ = 0, met_ = 0, messages_ = 0;
 };
 

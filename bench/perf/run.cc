@@ -12,6 +12,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "bench/perf/link.h"
+#include "bench/usage.h"
 
 namespace rejoin::bench::perf {
 namespace {
@@ -37,6 +38,7 @@ class Run {
     if (auto met = link_.meet(); !met) return met;
     std::uint64_t posted = 0, done = 0;
     std::vector<TimePoint> posts, ends;
+    const Usage usage;
     const TimePoint start = link_.now(), deadline = start + std::chrono::seconds(o_.duration_s);
     const auto more = [&] { return o_.duration_s > 0 ? link_.now() < deadline : posted < o_.iterations; };
     std::vector<transport::Write> writes;
@@ -72,6 +74,7 @@ class Run {
       if (!result) return result;
     }
     const double took = seconds(link_.now() - start);
+    const Used used = usage.now();
     if (auto met = link_.meet(); !met) return met;
     const bool receives = o_.test == Test::write_bw ? o_.server() || o_.bidirectional : active;
     if (o_.verify && receives) {
@@ -99,6 +102,7 @@ class Run {
                         {"BW_peak", peak / unit},
                         {"BW_average", average / unit},
                         {"MsgRate", rate}});
+    note(usage, used, size, static_cast<double>(done));
     return {};
   }
 
@@ -137,6 +141,7 @@ class Run {
     };
     const TimePoint deadline = link_.now() + std::chrono::seconds(o_.duration_s);
     constexpr std::uint64_t warm_ups = 50;
+    const Usage usage;
     TimePoint start = link_.now();  // of this turn
     for (std::uint64_t turn = 0;
          o_.duration_s > 0 ? o_.server() || link_.now() < deadline : turn < o_.iterations + warm_ups; ++turn) {
@@ -151,6 +156,7 @@ class Run {
       if (turn >= warm_ups) times.push_back(seconds(end - start) * 1e6 / 2);
       start = end;
     }
+    const Used used = usage.now();
     if (o_.duration_s == 0)
       if (auto met = link_.meet(); !met) return met;
     if (o_.server() || times.empty()) return {};
@@ -176,6 +182,7 @@ class Run {
                         {"t_stdev", std::sqrt(variance)},
                         {"t_99", at(0.99)},
                         {"t_99.9", at(0.999)}});
+    note(usage, used, size, n + warm_ups);
     return {};
   }
 
@@ -194,6 +201,8 @@ class Run {
       if (auto done = o_.latency() ? latency(size) : bandwidth(size); !done) return done;
       std::fflush(stdout);
     }
+    std::printf("%s%s", costs_.empty() ? "" : kLine, costs_.c_str());
+    if (!why_not_.empty()) std::printf("# system calls: not countable here: %s\n", why_not_.c_str());
     std::printf("%s", kLine);
     if (o_.json_file.empty() || results_.empty()) return {};
     std::ofstream out(o_.json_file);
@@ -203,8 +212,25 @@ class Run {
   }
 
  private:
+  // What so many operations have cost this side.
+  void note(const Usage& usage, const Used& used, std::uint64_t size, double operations) {
+    const double cpu = used.cpu_seconds / operations;
+    const double per_gib = cpu / static_cast<double>(size) * 1024 * 1024 * 1024;
+    results_.back().update({{"cpu_seconds_per_gib", per_gib}, {"cpu_usec_per_operation", cpu * 1e6}});
+    std::string calls = "n/a";
+    if (used.counted) {
+      const double each = static_cast<double>(used.system_calls) / operations;
+      results_.back()["system_calls_per_operation"] = each;
+      calls = fmt::format("{:.2f}", each);
+    }
+    costs_ += fmt::format("# {} bytes, this side: CPU {:.3f} s/GiB, {:.2f} us/operation; system calls {}/operation\n",
+                          size, per_gib, cpu * 1e6, calls);
+    why_not_ = usage.why_not();
+  }
+
   const Options& o_;
   Link& link_;
+  std::string costs_, why_not_;
   nlohmann::json results_ = nlohmann::json::array();
 };
 

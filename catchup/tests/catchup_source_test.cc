@@ -26,6 +26,68 @@ TEST(CatchUpService, ASmallStateComesFromAllSources) {
   }
 }
 
+// Of three sources two are near; all are compared with.
+struct Distances : testing::Test {
+  Cluster cluster{3};
+  void SetUp() override {
+    cluster.distances = {{ReplicaId(0), 3}, {ReplicaId(1), 1}, {ReplicaId(2), 1}};
+    for (int i = 0; i < 3; ++i) cluster.add(true);
+    cluster.train(1);
+  }
+  std::uint64_t served_by(std::size_t source) const { return cluster.replicas[source]->service->bytes_served(); }
+  // Virtual time goes by, too.
+  void train_until_caught_up(const Replica& joiner, Duration each) {
+    for (int i = 0; i < 600 && !joiner.caught_up; ++i) {
+      cluster.clock.advance(each);
+      cluster.train(20);
+    }
+    ASSERT_TRUE(joiner.caught_up);
+    EXPECT_TRUE(cluster.same_bits(joiner, *cluster.replicas[0]));
+  }
+};
+
+TEST_F(Distances, WhoeverIsNearIsFetchedFromAndNobodyElse) {
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  train_until_caught_up(joiner, {});
+  EXPECT_EQ(served_by(0), 0u);
+  EXPECT_GT(served_by(1), 0u);
+  EXPECT_GT(served_by(2), 0u);
+}
+
+TEST_F(Distances, FartherSourcesAreAskedWhenTheNearOnesAreGone) {
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  cluster.train(1);
+  for (std::size_t near : {1, 2}) {
+    cluster.fabric.kill(*cluster.replicas[near]->on_fabric);
+    cluster.replicas[near]->service.reset();
+    cluster.replicas[near].reset();
+  }
+  train_until_caught_up(joiner, std::chrono::milliseconds(50));  // while the plan still has them
+  EXPECT_GT(served_by(0), 0u);
+}
+
+TEST_F(Distances, FartherSourcesAreAskedWhereItWouldTakeLongWithTheNearOnesAlone) {
+  Cluster slow(4);
+  slow.distances = cluster.distances;
+  slow.limit = 2e4;
+  std::vector<local::Tensor> tensors;
+  for (int t = 0; t < 200; ++t) tensors.push_back({.name = std::to_string(t), .count = 1000, .columns = 3});
+  slow.model = *local::Manifest::make(tensors);  // 2.4 MB: a minute from two
+  for (int i = 0; i < 3; ++i) slow.add(true);
+  Replica& joiner = slow.add(false);
+  slow.catch_up(joiner);
+  const auto served_by_far = [&] { return slow.replicas[0]->service->bytes_served(); };
+  const TimePoint start = slow.clock.now();
+  for (int i = 0; i < 200 && served_by_far() == 0; ++i) {
+    slow.clock.advance(std::chrono::milliseconds(100));
+    slow.pump(20);
+  }
+  EXPECT_GT(served_by_far(), 0u);
+  EXPECT_GE(slow.clock.now() - start, deadlines::kSilence) << "near ones first";
+}
+
 TEST_P(CatchUp, ASourceMayDieAtAnyMoment) {
   for (std::uint64_t seed = 1; seed <= seeds(); ++seed) {
     SCOPED_TRACE(seed);

@@ -107,6 +107,7 @@ struct Replica {
   std::unique_ptr<Service> service;
   bool contributes = true;
   bool caught_up = false;
+  bool daemon_stopped = false, trainer_stopped = false;  // SIGSTOP
   std::uint64_t trained_updates = 0;
 
   // The gradient of a step is a function of step and element, as if it came out of an all-reduce:
@@ -211,6 +212,7 @@ struct Cluster {
   bool elementwise, smaller = false;
   Compression compression = Compression::never;
   double limit = 0;
+  std::map<ReplicaId, std::size_t> distances;  // of sources
   std::uint64_t budget = 64 * MiB;
 
   std::shared_ptr<device::Device> device;  // all states are in its memory
@@ -261,17 +263,34 @@ struct Cluster {
     std::set<SourceAddress> sources;
     for (auto& r : replicas)
       if (r && r->contributes) {
-        sources.insert({r->id, Incarnation(1), r->address});
+        sources.insert(
+            {.replica = r->id, .incarnation = Incarnation(1), .address = r->address, .distance = distances[r->id]});
         r->service->serve({r->id, RankId(0)}, Incarnation(1));
       }
     joiner.service->catch_up({joiner.id, RankId(0)}, sources, Step(step), clock.now());
+  }
+  // As the plan says: these joiners are there, and pass on to each other what they have.
+  void catch_up(const std::vector<Replica*>& joiners) {
+    for (std::uint32_t own = 0; own < joiners.size(); ++own) {
+      joiners[own]->service->serve({joiners[own]->id, RankId(0)}, Incarnation(1), 0, true);
+      std::set<SourceAddress> sources;
+      for (auto& r : replicas)
+        if (r && r->contributes) {
+          sources.insert({r->id, Incarnation(1), r->address});
+          r->service->serve({r->id, RankId(0)}, Incarnation(1));
+        }
+      Chain chain{.fellows = {}, .own = own, .of = static_cast<std::uint32_t>(joiners.size())};
+      for (const auto* other : joiners)
+        if (other != joiners[own]) chain.fellows.insert({other->id, Incarnation(1), other->address});
+      joiners[own]->service->catch_up({joiners[own]->id, RankId(0)}, sources, Step(step), clock.now(), chain);
+    }
   }
   void pump(int events) {
     for (int i = 0; i < events; ++i) {
       fabric.step();
       clock.advance(std::chrono::microseconds(1));
       for (auto& r : replicas)
-        if (r)
+        if (r && !r->daemon_stopped)
           for (const auto& completed : r->service->poll(clock.now())) r->caught_up |= completed.key.replica == r->id;
     }
   }
@@ -280,7 +299,7 @@ struct Cluster {
     ++step;
     std::vector<Replica*> order;
     for (auto& r : replicas)
-      if (r) order.push_back(r.get());
+      if (r && !r->trainer_stopped) order.push_back(r.get());
     std::shuffle(order.begin(), order.end(), random);
     for (auto* r : order) {
       pump(events);

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <deque>
+#include <map>
 #include <set>
 #include <vector>
 
@@ -41,6 +44,8 @@ TEST(Planner, WhoeverIsUpFirstLeavesTheOthersTheirShare) {
   planner.on_source_up(ReplicaId(1));
   EXPECT_EQ(planner.next(ReplicaId(1), 3).size(), 4u);
   EXPECT_TRUE(planner.next(ReplicaId(0), 3).empty());
+  for (const std::uint32_t source : {0u, 1u})
+    for (std::uint32_t i = 0; i < 2; ++i) EXPECT_TRUE(planner.on_arrived(ReplicaId(source), 4 * source + i));
   EXPECT_EQ(planner.next(ReplicaId(0), 2).size(), 2u) << "the third one does not come";
   EXPECT_EQ(planner.next(ReplicaId(1), 2).size(), 2u);
   EXPECT_EQ(Planner(1000, 16).next(ReplicaId(0)).size(), 0u);
@@ -53,17 +58,191 @@ TEST(Planner, WhoeverIsUpFirstLeavesTheOthersTheirShare) {
   EXPECT_TRUE(alone.all_arrived());
 }
 
+TEST(Planner, WhoeverIsOutOfReachIsAskedForNothingAndLeavesNoShare) {
+  Planner planner(4, 16);
+  planner.on_source_up(ReplicaId(0), 1);
+  planner.on_source_up(ReplicaId(1), 3);
+  planner.reach_to(1);
+  EXPECT_TRUE(planner.next(ReplicaId(1)).empty());
+  EXPECT_EQ(planner.next(ReplicaId(0)).size(), 4u);
+  planner.on_source_down(ReplicaId(0));
+  EXPECT_TRUE(planner.next(ReplicaId(1)).empty());
+  planner.reach_to(3);
+  EXPECT_EQ(planner.next(ReplicaId(1)).size(), 4u);
+  EXPECT_TRUE(planner.on_arrived(ReplicaId(1), 3));
+}
+
 TEST(Planner, NarrowsWhereGradientsPileUpAndWidensAgain) {
   Planner planner(1000, 16);
   planner.on_source_up(ReplicaId(0));
-  EXPECT_EQ(planner.next(ReplicaId(0)).size(), 16u);
+  std::uint32_t next = 0;
+  for (std::uint32_t arrived = 0; arrived < 12; ++arrived) {
+    next += static_cast<std::uint32_t>(planner.next(ReplicaId(0)).size());
+    EXPECT_EQ(next, 4 + 2 * arrived) << "it opens slice by slice";
+    EXPECT_TRUE(planner.on_arrived(ReplicaId(0), arrived));
+  }
+  EXPECT_EQ(planner.next(ReplicaId(0)).size() + planner.under_way(ReplicaId(0)), 2u + 16u);
   for (int i = 0; i < 10; ++i) planner.narrow();
   EXPECT_EQ(planner.window(), 1u);
-  for (std::uint32_t slice = 0; slice < 200; ++slice) {
+  for (std::uint32_t slice = 12; slice < 212; ++slice) {
     planner.on_arrived(ReplicaId(0), slice);
     planner.next(ReplicaId(0));
   }
   EXPECT_EQ(planner.window(), 16u);
+}
+
+TEST(Planner, EachJoinerAsksContributorsForItsOwnTurnAndFellowsForWhatTheyOffer) {
+  Planner planner(12, 16);
+  const ReplicaId contributor(0), fellow(1);
+  planner.set_turn(1, 3);
+  planner.on_source_up(contributor);
+  planner.on_fellow_up(fellow);
+  EXPECT_TRUE(planner.next(fellow).empty()) << "it has offered nothing";
+  planner.on_offered(fellow, 3);
+  planner.on_offered(fellow, 4);
+  planner.on_offered(fellow, 999);  // nonsense
+  EXPECT_EQ(planner.next(contributor), (std::vector<std::uint32_t>{1, 7, 10})) << "not the one that is offered";
+  EXPECT_EQ(planner.next(fellow), (std::vector<std::uint32_t>{3, 4}));
+  planner.on_source_down(fellow);
+  EXPECT_EQ(planner.next(contributor), (std::vector<std::uint32_t>{4})) << "its own turn; the rest is others'";
+}
+
+TEST(Planner, WhoIsHeldUpTakesOthersTurnsOneByOneAndNoMoreThanOneTurnOfThem) {
+  Planner planner(60, 16);
+  const ReplicaId contributor(0);
+  planner.set_turn(0, 3);
+  planner.on_source_up(contributor);
+  std::set<std::uint32_t> asked;
+  int now = 0;
+  const auto go_on = [&](bool idle) {
+    planner.on_time(TimePoint(std::chrono::milliseconds(now)));
+    for (auto next = planner.next(contributor, 0, idle); !next.empty(); next = planner.next(contributor, 0, idle))
+      for (auto slice : next) {
+        planner.on_time(TimePoint(std::chrono::milliseconds(++now)));
+        EXPECT_TRUE(asked.insert(slice).second);
+        EXPECT_TRUE(asked.size() <= 20 || planner.under_way(contributor) == 1);
+        planner.on_arrived(contributor, slice);
+      }
+  };
+  go_on(false);
+  EXPECT_EQ(asked.size(), 20u) << "its own";
+  now += 10;
+  go_on(false);
+  EXPECT_EQ(asked.size(), 20u) << "not slower than half";
+  now += 100;
+  go_on(false);
+  EXPECT_EQ(asked.size(), 40u) << "two turns of three";
+  EXPECT_TRUE(asked.contains(59)) << "from the end";
+  go_on(true);
+  EXPECT_TRUE(planner.all_arrived()) << "nobody else sends anything";
+}
+
+TEST(Planner, WhatOneJoinerHasIsEverywhereAfterFewHops) {
+  for (const std::uint32_t of : {1u, 2u, 6u, 9u, 10u, 100u, 512u}) {
+    std::vector<std::uint32_t> hops(of, of);
+    std::deque<std::uint32_t> reached{0};
+    hops[0] = 0;
+    std::vector<std::vector<std::uint32_t>> asked_by(of);
+    for (std::uint32_t own = 0; own < of; ++own) {
+      const auto fellows = fellows_of(own, of);
+      EXPECT_LE(fellows.size(), 9u);
+      for (auto fellow : fellows) {
+        EXPECT_NE(fellow, own);
+        asked_by[fellow].push_back(own);
+      }
+    }
+    for (; !reached.empty(); reached.pop_front())
+      for (auto next : asked_by[reached.front()])
+        if (hops[next] == of) hops[next] = hops[reached.front()] + 1, reached.push_back(next);
+    EXPECT_LE(*std::ranges::max_element(hops), of <= 9 ? 1u : 9u) << of;
+  }
+}
+
+// Joiners' planners in a model of the network: in a tick each link carries one slice, in each direction, and what does
+// not fit into the receiver's waits before it. What has come is proven, and offered in the next tick.
+struct Swarm {
+  double times = 0;            // as long as one joiner takes
+  double by_contributors = 0;  // times all slices
+};
+// `slow`: so many times slower is joiner 0's link into it, and it is not counted.
+Swarm swarm_of(std::uint32_t contributors, std::uint32_t k, std::uint32_t slices, std::uint32_t slow = 1) {
+  struct Joiner {
+    Planner planner;
+    std::vector<std::uint32_t> sources, asked_by;            // numbers; joiners
+    std::deque<std::pair<std::uint32_t, std::uint32_t>> in;  // from whom, slice
+    std::set<std::uint32_t> in_from;
+  };
+  std::vector<Joiner> joiners(k, {Planner(slices, 16), {}, {}, {}, {}});
+  std::vector<std::map<std::uint32_t, std::deque<std::uint32_t>>> owed(contributors + k);  // by joiner
+  for (std::uint32_t own = 0; own < k; ++own) {
+    Joiner& joiner = joiners[own];
+    joiner.planner.set_turn(own, k);
+    for (std::uint32_t i = 0; i < contributors; ++i)
+      joiner.sources.push_back(i), joiner.planner.on_source_up(ReplicaId(i));
+    for (auto fellow : fellows_of(own, k)) {
+      joiners[fellow].asked_by.push_back(own);
+      joiner.sources.push_back(contributors + fellow);
+      joiner.planner.on_fellow_up(ReplicaId(contributors + fellow));
+    }
+  }
+  std::vector<std::uint32_t> last(contributors + k);  // whom each sent to
+  std::uint64_t sent = 0, ticks = 0;
+  for (bool all = false; !all && ticks < 10 * slices; ++ticks) {
+    for (auto& joiner : joiners) joiner.planner.on_time(TimePoint(std::chrono::microseconds(ticks)));
+    for (std::uint32_t own = 0; own < k; ++own)
+      for (auto source : joiners[own].sources)
+        for (auto slice : joiners[own].planner.next(ReplicaId(source))) owed[source][own].push_back(slice);
+    for (std::uint32_t source = 0; source < contributors + k; ++source) {
+      auto& queues = owed[source];
+      auto next = queues.upper_bound(last[source]);
+      for (std::size_t tried = 0; tried < queues.size(); ++tried, ++next) {
+        if (next == queues.end()) next = queues.begin();
+        Joiner& to = joiners[next->first];
+        if (next->second.empty() || !to.in_from.insert(source).second) continue;
+        last[source] = next->first;
+        to.in.emplace_back(source, next->second.front());
+        next->second.pop_front();
+        sent += source < contributors;
+        break;
+      }
+    }
+    std::vector<std::pair<std::uint32_t, std::uint32_t>> arrived;
+    for (std::uint32_t own = 0; own < k; ++own) {
+      Joiner& joiner = joiners[own];
+      if (joiner.in.empty() || (own == 0 && ticks % slow != 0)) continue;
+      const auto [source, slice] = joiner.in.front();
+      joiner.in.pop_front();
+      joiner.in_from.erase(source);
+      EXPECT_TRUE(joiner.planner.on_arrived(ReplicaId(source), slice));
+      arrived.emplace_back(own, slice);
+    }
+    for (const auto& [own, slice] : arrived)
+      for (auto fellow : joiners[own].asked_by)
+        joiners[fellow].planner.on_offered(ReplicaId(contributors + own), slice);
+    all = std::all_of(joiners.begin() + (slow > 1), joiners.end(),
+                      [](const auto& one) { return one.planner.all_arrived(); });
+  }
+  return {static_cast<double>(ticks) / slices, static_cast<double>(sent) / slices};
+}
+
+TEST(Planner, FiveHundredAndTwelveJoinersTakeHardlyLongerThanOne) {
+  for (const std::uint32_t k : {1u, 2u, 6u, 32u, 512u}) {
+    const Swarm swarm = swarm_of(1, k, 1024);
+    std::printf("%u joiners: %.2f times as long as one, the contributor sends %.2f times the state\n", k, swarm.times,
+                swarm.by_contributors);
+    EXPECT_LE(swarm.times, 1.2) << k;
+    EXPECT_LE(swarm.by_contributors, 1.2) << k;
+  }
+}
+
+TEST(Planner, AJoinerOfATenthOfTheSpeedHoldsNobodyUp) {
+  for (const std::uint32_t k : {2u, 6u}) {
+    const Swarm swarm = swarm_of(2, k, 1024, 10);
+    std::printf("%u joiners, one of them slow: the others %.2f times as long, contributors send %.2f times the state\n",
+                k, swarm.times, swarm.by_contributors);
+    EXPECT_LE(swarm.times, 1.3) << k;
+    EXPECT_LE(swarm.by_contributors, 2) << k;
+  }
 }
 
 }  // namespace

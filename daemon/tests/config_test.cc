@@ -66,6 +66,9 @@ TEST(Settings, AWrongOneIsRefusedWithItsFlagItsValueAndWhatIsAllowed) {
            {"--transport", "tcp:", "tcp:ADDRESS,ADDRESS…"},
            {"--transport", "tcp:127.0.0.1,", "tcp:ADDRESS,ADDRESS…"},
            {"--transport", "pigeon", "use shm, tcp"},
+           {"--location", "dc//host", "a name in it is empty"},
+           {"--location", "dc/room 1", "other characters than letters, digits"},
+           {"--location", "a/b/c/d/e/f/g/h/i", "8 at most"},
            {"--socket", "@", "'@name'"},
            {"--socket", std::string(200, 's'), "1 to 107 characters"},
        }) {
@@ -81,7 +84,8 @@ TEST(Settings, WhatIsRightIsTaken) {
                      "--start-patience-ms", "0", "--roll-back-to", "0", "--log-level", "off"}),
             "");
   EXPECT_EQ(refusal({"--socket", "@name", "--connect", "[::1]:7000", "--transport", "tcp:127.0.0.1,127.0.0.2",
-                     "--stream-limit", "0.5", "--data-listen", "0.0.0.0:0", "--relay", "127.0.0.1:0"}),
+                     "--stream-limit", "0.5", "--location", "dc1/room-2/rack_3/host.4", "--data-listen", "0.0.0.0:0",
+                     "--relay", "127.0.0.1:0"}),
             "");
 }
 

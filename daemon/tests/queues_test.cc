@@ -11,7 +11,8 @@ namespace {
 
 struct Stream {
   std::unique_ptr<StreamThread> thread = [] {
-    auto started = StreamThread::start("shm", device::make_host(), "127.0.0.1:0", {}, {}, [](StreamThread::Report) {});
+    auto started =
+        StreamThread::start("shm", device::make_host(), true, "127.0.0.1:0", {}, {}, [](StreamThread::Report) {});
     EXPECT_TRUE(started) << started.error().message;
     return std::move(started.value());
   }();

@@ -17,6 +17,9 @@ set -u
 [[ $# -gt 0 ]] || { echo "no trainer is named: sbatch --array=0-N replica.sh ./trainer ARGS..." >&2; exit 2; }
 export REJOIN_TRANSPORT=${REJOIN_TRANSPORT:-tcp} REJOIN_DATA_LISTEN=${REJOIN_DATA_LISTEN:-0.0.0.0:0}
 export REJOIN_REPLICA=$SLURM_ARRAY_TASK_ID REJOIN_NODE=$SLURMD_NODENAME
+# The switches above this node and its name, "s0.s4.node7", where Slurm's topology plugin says them.
+topology=${SLURM_TOPOLOGY_ADDR:-}
+export REJOIN_LOCATION=${REJOIN_LOCATION-$(tr . / <<< "$topology" | tr -c '[:alnum:]._/\n-' _)}
 
 rejoin doctor || true  # what this node lacks is in the job's output
 

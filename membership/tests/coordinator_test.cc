@@ -327,6 +327,7 @@ TEST(Coordinator, ARankThatNeverHeardItsAnswerIsKnownByItsNewDaemonsAddress) {
     rank.set_instance(77);
     rank.set_plan_hash(9);
     rank.set_stream_address(address);
+    rank.set_passes_on(address == "new");
     bench.send(node, message);
   };
   up(0, 0, "old");
@@ -335,6 +336,7 @@ TEST(Coordinator, ARankThatNeverHeardItsAnswerIsKnownByItsNewDaemonsAddress) {
   const auto& peers = bench.inbox[5].back().peers().peers();
   ASSERT_EQ(peers.size(), 1);
   EXPECT_EQ(peers[0].stream_address(), "new");
+  EXPECT_TRUE(peers[0].passes_on());
 }
 
 }  // namespace

@@ -169,6 +169,8 @@ void SimEngine::start(EndpointId id, Direction direction, std::uint64_t context,
   }
   if (fabric_.options_.withdrawal_breaks)
     fabric_.moving_[operation] = {number_, endpoint.peer_engine, id, endpoint.peer, local.region, remote.region.key};
+  if (const auto* peer = fabric_.engine(endpoint.peer_engine); peer != nullptr && peer->room_ != room_)
+    fabric_.bytes_between_rooms_ += length;
   const Duration there = (moved.left ? fabric_.late_delay() : fabric_.delay()) +
                          (direction == Direction::write ? fabric_.slowness(number_, endpoint.peer_engine)
                                                         : fabric_.slowness(endpoint.peer_engine, number_));

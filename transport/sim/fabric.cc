@@ -86,9 +86,13 @@ Duration Fabric::slowness(std::uint32_t from, std::uint32_t to) {
   const TimePoint now = clock_.now();
   const auto hole = blocked_.find({from, to});
   const Duration blocked = hole != blocked_.end() && hole->second > now ? hole->second - now : Duration{};
-  return blocked + (sender != nullptr && sender->slow_until_ > now ? sender->slow_out_ : Duration{}) +
+  const bool far = sender != nullptr && receiver != nullptr && sender->room_ != receiver->room_;
+  return blocked + (far ? options_.between_rooms : Duration{}) +
+         (sender != nullptr && sender->slow_until_ > now ? sender->slow_out_ : Duration{}) +
          (receiver != nullptr && receiver->slow_until_ > now ? receiver->slow_in_ : Duration{});
 }
+
+void Fabric::stand(const Engine& engine, std::uint32_t room) { made_here(engine).room_ = room; }
 
 void Fabric::block(const Engine& from, const Engine& to, TimePoint until) {
   TimePoint& hole = blocked_[{made_here(from).number_, made_here(to).number_}];

@@ -21,6 +21,7 @@ struct Options {
   Duration max_delay = std::chrono::microseconds(50);
   Duration detection = std::chrono::milliseconds(1);  // until a peer's death is seen by the transport
   Duration spread{};                                  // … and by some of its peers so much later, at most
+  Duration between_rooms{};                           // what all takes longer from one room to another
   // A write's bytes leave when it is posted, and land although the poster's end has failed since, as on a real network.
   bool late_writes = false;
   // Writes land in the memory of a stopped process, as a NIC's do; it hears of them when it goes on. Otherwise, as over
@@ -53,6 +54,8 @@ class Fabric {
   // The process stops (SIGSTOP): nothing reaches or leaves it until resume(). Nobody is notified.
   void stop(const Engine& engine);
   void resume(const Engine& engine);
+  // Where this engine is; at first all are in one room.
+  void stand(const Engine& engine, std::uint32_t room);
   // Until then what it sends takes longer by `out`, and what is sent to it by `in`.
   void slow(const Engine& engine, Duration out, Duration in, TimePoint until);
   // Until then nothing of what is sent from one to the other arrives, and neither learns of it: a black hole, one way.
@@ -73,6 +76,8 @@ class Fabric {
         0;  // bytes of messages that it has sent to one peer and that this one has yet to hear: the most
   };
   Held held(const Engine& engine) const;
+  // Bytes of writes and reads from one room to another.
+  std::uint64_t bytes_between_rooms() const { return bytes_between_rooms_; }
   // Writes that landed through endpoints that were closed; 0 but where `unfenced`.
   std::uint64_t stale_writes() const { return stale_writes_; }
 
@@ -93,7 +98,7 @@ class Fabric {
   std::mt19937_64 random_;
   std::uint32_t engines_made_ = 0;
   std::uint64_t sequence_ = 0;
-  std::uint64_t ids_made_ = 0, stale_writes_ = 0;
+  std::uint64_t ids_made_ = 0, stale_writes_ = 0, bytes_between_rooms_ = 0;
   std::unordered_map<std::uint32_t, SimEngine*> engines_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, TimePoint> blocked_;  // from, to: until then
   std::map<std::pair<TimePoint, std::uint64_t>, std::function<void()>> agenda_;

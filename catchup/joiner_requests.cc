@@ -1,0 +1,108 @@
+// Whom a joiner asks for which slices.
+#include <algorithm>
+
+#include "base/deadlines.h"
+#include "base/events.h"
+#include "catchup/joiner.h"
+
+namespace rejoin::catchup {
+
+namespace {
+
+// Near sources are enough where what is left takes no longer than so many silences.
+constexpr int kLongEnough = 8;
+
+}  // namespace
+
+std::size_t Joiner::distance_to(ReplicaId source) const {
+  const auto known = distances_.find(source);
+  return known == distances_.end() ? 0 : known->second;
+}
+
+// The distances, ascending, of those that are connected, and of those that should be at once.
+std::vector<std::size_t> Joiner::sources_soon() const {
+  std::vector<std::size_t> distances;
+  for (const auto& [source, endpoint] : sources_) distances.push_back(distance_to(source));
+  for (const auto& [source, known] : expected_)
+    if (!sources_.contains(source) && known.missing_since && now_ - *known.missing_since < silence_ / 4)
+      distances.push_back(distance_to(source));
+  std::ranges::sort(distances);
+  return distances;
+}
+
+// The nearest are asked; the next farther ones, too, where it would take long with these. Once they are, it stays so
+// until others are the nearest.
+void Joiner::choose_reach(const std::vector<std::size_t>& distances) {
+  if (distances.empty() || planner_.all_arrived()) return;
+  if (!reach_ || reach_->nearest != distances.front())
+    reach_ = {.distance = distances.front(), .nearest = distances.front(), .arrived = planner_.arrived(), .at = now_};
+  if (const Duration since = now_ - reach_->at; since >= silence_) {
+    const auto farther = std::ranges::upper_bound(distances, reach_->distance);
+    const auto came = std::int64_t{planner_.arrived()} - std::int64_t{reach_->arrived};
+    const auto left = static_cast<std::int64_t>(verified_.size()) - std::int64_t{planner_.arrived()};
+    if (farther != distances.end() && left * (since / silence_) > kLongEnough * came) {
+      reach_->distance = *farther;
+      events::emit("farther_sources", {{"distance", std::uint64_t{*farther}}});
+    }
+    reach_->arrived = planner_.arrived();
+    reach_->at = now_;
+  }
+  planner_.reach_to(reach_->distance);
+}
+
+void Joiner::ask_for_slices() {
+  const auto distances = sources_soon();
+  choose_reach(distances);
+  const auto near =
+      static_cast<std::size_t>(reach_ ? std::ranges::upper_bound(distances, reach_->distance) - distances.begin() : 0);
+  const bool idle = now_ - came_at_ > std::max(deadlines::kIdleStream.of(silence_), kUsual * usual());
+  for (const auto& [source, endpoint] : sources_)
+    if (!ask(source, endpoint, near, idle)) return;
+  for (auto& [source, fellow] : fellows_) {
+    const bool owed = planner_.under_way(source) > 0;
+    if (!ask(source, fellow.endpoint, near, idle)) return;
+    if (!owed) fellow.moved_at = now_;
+  }
+}
+
+// False where the message could not be sent.
+bool Joiner::ask(ReplicaId source, transport::EndpointId endpoint, std::size_t near, bool idle) {
+  const auto slices = planner_.next(source, near, idle);
+  if (slices.empty()) return true;
+  proto::Stream message;
+  auto& fetch = *message.mutable_fetch();
+  std::map<std::uint32_t, std::uint32_t> regions;  // by memory range: which of the message's
+  const auto add_target = [&](std::uint32_t slice) {
+    const local::Part& range = view_.manifest().slices()[slice].range;
+    for (std::uint32_t column = 0; column < view_.manifest().columns(range); ++column) {
+      const local::ColumnLocation location = view_.location(range, column);
+      const auto [known, first] = regions.try_emplace(location.memory_range, fetch.regions_size());
+      if (first) {
+        const auto target = engine_.remote(state_[location.memory_range]);
+        auto& region = *fetch.add_regions();
+        region.set_key(target.key);
+        region.set_length(target.length);
+      }
+      fetch.add_region_indexes(known->second);
+      fetch.add_offsets(location.offset);
+    }
+  };
+  for (auto slice : slices) {
+    // First marked, then the clock is read: the library first moves the clock, then looks at the marks. So either it
+    // keeps the gradients of the update under way, or we ask for a version that contains it.
+    while (!view_.set_slice(slice, view_.slice(slice), local::SliceStatus::requested(source.value))) {
+    }
+    fetch.add_slices(slice);
+    add_target(slice);
+  }
+  const local::Clock clock = view_.clock();
+  foreign_ = foreign_ && clock.version == at_first_.version;
+  fetch.set_at_least(std::max(foreign_ ? 0 : clock.version, oldest_) + (clock.updating ? 1 : 0));
+  events::record(events::Kind::slices_asked, {.replica = source.value,
+                                              .number = static_cast<std::uint32_t>(slices.size()),
+                                              .a = slices.front(),
+                                              .b = fetch.at_least()});
+  return send(endpoint, message);
+}
+
+}  // namespace rejoin::catchup

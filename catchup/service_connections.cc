@@ -1,0 +1,111 @@
+// The service's connections: with sources and other joiners, and from those that are served.
+#include <algorithm>
+
+#include "base/fail.h"
+#include "base/log.h"
+#include "base/refusals.h"
+#include "catchup/service.h"
+
+namespace rejoin::catchup {
+
+void Service::connect_missing(RankKey key, LocalRank& rank, TimePoint now) {
+  for (const auto& source : rank.wanted) connect(key, rank, source, false, now);
+  rank.joiner->set_turn(rank.chain.own, rank.chain.of);
+  for (const auto& fellow : rank.chain.fellows) {
+    const auto known = rank.given_up.find(fellow);
+    const bool waits = known != rank.given_up.end() && (known->second.never || now < known->second.at);
+    if (!waits) connect(key, rank, fellow, true, now);
+  }
+}
+
+void Service::connect(RankKey key, LocalRank& rank, const SourceAddress& source, bool fellow, TimePoint now) {
+  if (rank.sources.contains(source)) return;
+  const Hello hello{source.job, source.replica.value, key.rank.value, source.incarnation.value,
+                    rank.view->manifest().hash()};
+  auto endpoint = engine_.connect({source.address.text, secret_}, bytes_of(hello));
+  if (!endpoint) return tell_of_loss(source, endpoint.error().message);
+  rank.sources[source] = *endpoint;
+  fetching_[*endpoint] = {key, source, now, fellow};
+}
+
+// A joiner that stands still is tried again later, and later each time.
+void Service::part_from(LocalRank& rank, const GivenUp& fellow, TimePoint now) {
+  const auto found = std::find_if(rank.sources.begin(), rank.sources.end(), [&](const auto& one) {
+    return one.first.replica == fellow.fellow && fetching_.at(one.second).fellow;
+  });
+  if (found == rank.sources.end()) return;
+  auto& retry = rank.given_up[found->first];
+  retry.never = retry.never || fellow.wrong;
+  retry.pause =
+      std::clamp<Duration>(2 * retry.pause, deadlines::kStillFellow.of(silence_), deadlines::kFellowRetry.of(silence_));
+  retry.at = now + retry.pause;
+  lose(found->second, fellow.why);
+}
+
+// Of a connection that nobody answers, nobody tells.
+void Service::give_up_silent_sources(TimePoint now) {
+  std::vector<transport::EndpointId> silent;
+  for (const auto& [endpoint, from] : fetching_)
+    if (from.asked && now - *from.asked > silence_) silent.push_back(endpoint);
+  for (auto endpoint : silent) lose(endpoint, fmt::format("no answer for {:.0f} ms", milliseconds(silence_)));
+}
+
+void Service::on_accepted(const transport::Event& event) {
+  Hello hello{};
+  BytesView bytes = event.message;
+  const bool known = take(bytes, hello);
+  const RankKey key{ReplicaId(hello.replica), RankId(hello.rank)};
+  auto found = known ? ranks_.find(key) : ranks_.end();
+  using refusals::Why;
+  const auto [why, refusal] =
+      !known                  ? std::pair{Why::protocol, "it does not say whose state it wants"}
+      : found == ranks_.end() ? std::pair{Why::absent, "its trainer is not here, or gives no sign of life"}
+      : found->second.serves && found->second.job != hello.job  ? std::pair{Why::job, "it is of another job"}
+      : !found->second.registered                               ? std::pair{Why::absent, "its memory is not registered"}
+      : found->second.view->manifest().hash() != hello.manifest ? std::pair{Why::declaration, "another state"}
+                                                                : std::pair{Why{}, nullptr};
+  if (refusal != nullptr) {
+    refusals::count(why);
+    if (const auto left_out = refusals_.may_say(clock_.now()))
+      spdlog::warn("a connection to catch up{} was refused: {} ({} others were since the last such line)",
+                   known ? fmt::format(" from replica {} rank {}", hello.replica, hello.rank) : "", refusal, *left_out);
+    return engine_.close(event.endpoint);
+  }
+  // It comes again, if it knows something newer than we do; otherwise it hears of the newer soon.
+  if (found->second.serves != Incarnation(hello.incarnation)) return engine_.close(event.endpoint);
+  LocalRank& rank = found->second;
+  serving_[event.endpoint] = {
+      key, std::make_unique<Source>(engine_, event.endpoint,
+                                    Source::Memory{rank.view.get(), rank.state, rank.shadow, &rank.proofs},
+                                    compression_, pacer_, clock_)};
+}
+
+void Service::lose(transport::EndpointId endpoint, const std::string& why) {
+  engine_.close(endpoint);  // the fence, before anyone else is asked for the same slices
+  if (auto serving = serving_.extract(endpoint); !serving.empty()) {
+    served_by_gone_ += serving.mapped().source->stats().bytes;
+    const auto passed_on = serving.mapped().source->stats().passed_on;
+    passed_on_by_gone_ += passed_on;
+    if (auto rank = ranks_.find(serving.mapped().rank); rank != ranks_.end())
+      rank->second.passed_on_to_gone += passed_on;
+    return;
+  }
+  auto fetching = fetching_.extract(endpoint);
+  if (fetching.empty()) return;
+  const auto& [key, source, asked, fellow] = fetching.mapped();
+  tell_of_loss(source, why);
+  LocalRank& rank = ranks_.at(key);
+  rank.sources.erase(source);
+  if (rank.joiner) rank.joiner->on_source_down(source.replica);
+}
+
+void Service::tell_of_loss(const SourceAddress& source, const std::string& why) {
+  constexpr std::size_t most = 1024;  // as many replicas as a job can have
+  if (losses_.size() >= most && !losses_.contains(source)) losses_.clear();
+  const auto left_out = losses_.try_emplace(source, kSameLineAgain).first->second.may_say(clock_.now());
+  if (!left_out) return;
+  spdlog::info("catch-up source replica {} is out: {}{}", source.replica, why,
+               *left_out > 0 ? fmt::format(" (and {} times more since it was logged last)", *left_out) : "");
+}
+
+}  // namespace rejoin::catchup

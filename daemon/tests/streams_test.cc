@@ -1,0 +1,104 @@
+// Whom a joiner's stream asks, as the plan says.
+#include "daemon/streams.h"
+
+#include <gtest/gtest.h>
+
+namespace rejoin::daemon {
+namespace {
+
+constexpr std::uint64_t kJob = 7;
+
+// The daemon of replica 2's rank 0, which catches up, in a job of two contributors and more joiners.
+struct Bench {
+  membership::Node node{"n", std::chrono::seconds(2), 1};
+  proto::ToNode plan, peers;
+  Location here;
+
+  Bench() {
+    plan.mutable_plan()->set_job(kJob);
+    plan.mutable_plan()->set_epoch(3);
+    peers.mutable_peers()->set_job(kJob);
+    proto::FromNode up;
+    auto& rank = *up.mutable_rank_up();
+    rank.set_replica(2);
+    rank.set_instance(5);
+    rank.set_incarnation(102);
+    rank.set_job(kJob);
+    rank.set_passes_on(true);
+    (void)node.on_rank_message(membership::RankConnection(1), up, {});
+    for (std::uint32_t replica = 0; replica < 2; ++replica) member(replica, false, true);
+    member(2, true, true);
+  }
+  void member(std::uint32_t replica, bool catching_up, bool passes_on, const std::string& family = "tcp",
+              const std::string& location = "") {
+    auto& member = *plan.mutable_plan()->add_members();
+    member.set_replica(replica);
+    member.set_incarnation(100 + replica);
+    member.set_catching_up(catching_up);
+    auto& peer = *peers.mutable_peers()->add_peers();
+    peer.set_replica(replica);
+    peer.set_incarnation(100 + replica);
+    peer.set_stream_address(stream_address(family, "here"));
+    peer.set_passes_on(passes_on);
+    peer.set_location(location);
+  }
+  LocalStream stream() {
+    (void)node.on_coordinator_message(peers, {});
+    (void)node.on_coordinator_message(plan, {});
+    const auto streams = streams_of(node, "tcp", here);
+    EXPECT_EQ(streams.size(), 1u);
+    return streams.front();
+  }
+};
+
+std::set<std::uint32_t> replicas_of(const std::set<catchup::SourceAddress>& sources) {
+  std::set<std::uint32_t> replicas;
+  for (const auto& source : sources) replicas.insert(source.replica.value);
+  return replicas;
+}
+
+TEST(Streams, AJoinerAsksContributorsAndThoseJoinersThatSayThatTheyPassOn) {
+  Bench bench;
+  bench.member(3, true, true);
+  bench.member(4, true, false);  // of before
+  bench.member(5, true, true);
+  bench.member(6, true, true, "shm");  // it can't be reached
+  const LocalStream stream = bench.stream();
+  EXPECT_TRUE(stream.catching_up);
+  EXPECT_EQ(stream.serves, Incarnation(102));
+  EXPECT_EQ(replicas_of(stream.sources), (std::set<std::uint32_t>{0, 1}));
+  EXPECT_EQ(replicas_of(stream.chain.fellows), (std::set<std::uint32_t>{3, 5}));
+  EXPECT_EQ(stream.chain.own, 0u);
+  EXPECT_EQ(stream.chain.of, 3u);
+}
+
+// What contributors near by have need not come from far away.
+TEST(Streams, AJoinerAsksNoOtherJoinerThatIsFartherAwayThanAContributor) {
+  Bench bench;
+  bench.here = *Location::parse("dc/a/h1");
+  bench.member(3, true, true, "tcp", "dc/a/h2");
+  bench.member(4, true, true, "tcp", "dc/b/h3");
+  bench.member(5, true, true);  // nobody knows where
+  bench.member(7, false, true, "tcp", "dc/a/h4");
+  EXPECT_EQ(replicas_of(bench.stream().chain.fellows), (std::set<std::uint32_t>{3}));
+  EXPECT_EQ(bench.stream().chain.of, 2u);
+}
+
+TEST(Streams, AContributorAsksNobodyAndServesAll) {
+  Bench bench;
+  bench.member(3, true, true);
+  bench.plan.mutable_plan()->mutable_members(2)->set_catching_up(false);
+  const LocalStream stream = bench.stream();
+  EXPECT_FALSE(stream.catching_up);
+  EXPECT_EQ(stream.serves, Incarnation(102));
+  EXPECT_TRUE(stream.chain.fellows.empty());
+}
+
+TEST(Streams, WhoIsNoMemberServesNobody) {
+  Bench bench;
+  bench.plan.mutable_plan()->mutable_members(2)->set_incarnation(101);  // its life before
+  EXPECT_FALSE(bench.stream().serves);
+}
+
+}  // namespace
+}  // namespace rejoin::daemon
