@@ -16,11 +16,12 @@
 // fellow is a source of bytes, never of proof: what it has sent is compared with contributors' digests like everything.
 //   1. The joiner connects with the same Hello, and sends Follow.
 //   2. The fellow sends Offers, with the slices that it has proven, and again when there are more.
-//   3. Fetch and Sent follow as with a contributor. A fellow of which nothing comes for half a silence is given up, as
-//   is
-//      one that has sent anything wrong: the caller closes its connection, the fence, and its slices go to others.
+//   3. Fetch and Sent follow as with a contributor. A fellow of which nothing comes for half a silence is given up, and
+//      so is one that has sent anything wrong: the caller closes its connection, the fence, and others are asked for
+//      its slices.
 //
-// joiner.cc: what comes from whom. joiner_proofs.cc: whether it is right. joiner_fellows.cc: other joiners.
+// joiner.cc: what comes from whom. joiner_requests.cc: who is asked for what. joiner_proofs.cc: whether what comes is
+// right. joiner_fellows.cc: other joiners.
 #pragma once
 
 #include <algorithm>
@@ -89,8 +90,8 @@ class Joiner {
   void set_turn(std::uint32_t own, std::uint32_t of) { planner_.set_turn(own, of); }
   void on_source_up(ReplicaId source, transport::EndpointId endpoint);
   void on_fellow_up(ReplicaId fellow, transport::EndpointId endpoint);
-  void on_source_down(
-      ReplicaId source);  // or a fellow; the caller has closed the endpoint before, so that the source is fenced
+  // Or a fellow. The caller has closed the endpoint before, so that it is fenced.
+  void on_source_down(ReplicaId source);
   // Errors: `corrupt` where the message makes no sense; the caller then closes the source's connection.
   Result<> on_message(ReplicaId source, const proto::Stream& message);
   // A write of the source has landed; the joiner takes its digest now, while its bytes are in the cache.
