@@ -9,12 +9,12 @@ namespace {
 constexpr std::uint64_t kJob = 7;
 
 // The daemon of replica 2's rank 0, which catches up, in a job of two contributors and more joiners.
-struct Bench {
+struct JoiningRank {
   membership::Node node{"n", std::chrono::seconds(2), 1};
   proto::ToNode plan, peers;
   Location here;
 
-  Bench() {
+  JoiningRank() {
     plan.mutable_plan()->set_job(kJob);
     plan.mutable_plan()->set_epoch(3);
     peers.mutable_peers()->set_job(kJob);
@@ -58,12 +58,12 @@ std::set<std::uint32_t> replicas_of(const std::set<catchup::SourceAddress>& sour
 }
 
 TEST(Streams, AJoinerAsksContributorsAndThoseJoinersThatSayThatTheyPassOn) {
-  Bench bench;
-  bench.member(3, true, true);
-  bench.member(4, true, false);  // of before
-  bench.member(5, true, true);
-  bench.member(6, true, true, "shm");  // it can't be reached
-  const LocalStream stream = bench.stream();
+  JoiningRank rank;
+  rank.member(3, true, true);
+  rank.member(4, true, false);  // of before
+  rank.member(5, true, true);
+  rank.member(6, true, true, "shm");  // it can't be reached
+  const LocalStream stream = rank.stream();
   EXPECT_TRUE(stream.catching_up);
   EXPECT_EQ(stream.serves, Incarnation(102));
   EXPECT_EQ(replicas_of(stream.sources), (std::set<std::uint32_t>{0, 1}));
@@ -74,30 +74,30 @@ TEST(Streams, AJoinerAsksContributorsAndThoseJoinersThatSayThatTheyPassOn) {
 
 // What contributors near by have need not come from far away.
 TEST(Streams, AJoinerAsksNoOtherJoinerThatIsFartherAwayThanAContributor) {
-  Bench bench;
-  bench.here = *Location::parse("dc/a/h1");
-  bench.member(3, true, true, "tcp", "dc/a/h2");
-  bench.member(4, true, true, "tcp", "dc/b/h3");
-  bench.member(5, true, true);  // nobody knows where
-  bench.member(7, false, true, "tcp", "dc/a/h4");
-  EXPECT_EQ(replicas_of(bench.stream().chain.fellows), (std::set<std::uint32_t>{3}));
-  EXPECT_EQ(bench.stream().chain.of, 2u);
+  JoiningRank rank;
+  rank.here = *Location::parse("dc/a/h1");
+  rank.member(3, true, true, "tcp", "dc/a/h2");
+  rank.member(4, true, true, "tcp", "dc/b/h3");
+  rank.member(5, true, true);  // nobody knows where
+  rank.member(7, false, true, "tcp", "dc/a/h4");
+  EXPECT_EQ(replicas_of(rank.stream().chain.fellows), (std::set<std::uint32_t>{3}));
+  EXPECT_EQ(rank.stream().chain.of, 2u);
 }
 
 TEST(Streams, AContributorAsksNobodyAndServesAll) {
-  Bench bench;
-  bench.member(3, true, true);
-  bench.plan.mutable_plan()->mutable_members(2)->set_catching_up(false);
-  const LocalStream stream = bench.stream();
+  JoiningRank rank;
+  rank.member(3, true, true);
+  rank.plan.mutable_plan()->mutable_members(2)->set_catching_up(false);
+  const LocalStream stream = rank.stream();
   EXPECT_FALSE(stream.catching_up);
   EXPECT_EQ(stream.serves, Incarnation(102));
   EXPECT_TRUE(stream.chain.fellows.empty());
 }
 
 TEST(Streams, WhoIsNoMemberServesNobody) {
-  Bench bench;
-  bench.plan.mutable_plan()->mutable_members(2)->set_incarnation(101);  // its life before
-  EXPECT_FALSE(bench.stream().serves);
+  JoiningRank rank;
+  rank.plan.mutable_plan()->mutable_members(2)->set_incarnation(101);  // its life before
+  EXPECT_FALSE(rank.stream().serves);
 }
 
 }  // namespace
