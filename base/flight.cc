@@ -72,7 +72,7 @@ Result<Fd> open_directory(const std::string& directory) {
   return folder;
 }
 
-constexpr time_t kYoung = 1;  // seconds
+constexpr time_t kYoung = 1;  // seconds: so long at least, and up to one more
 
 struct Left {
   std::string name;
@@ -93,7 +93,7 @@ std::vector<Left> left_in(const Fd& folder) {
     if (!file || ::fstat(file.get(), &status) != 0) continue;
     const bool ours = S_ISREG(status.st_mode) && status.st_uid == ::geteuid();
     // One that has just been made may not be locked yet; to try it now would keep its process from it.
-    const bool young = ::time(nullptr) - status.st_mtim.tv_sec < kYoung;
+    const bool young = ::time(nullptr) - status.st_mtim.tv_sec <= kYoung;
     if (!ours || young || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0) continue;
     found.push_back({name, status.st_mtim, static_cast<std::uint64_t>(status.st_blocks) * 512});
   }

@@ -186,6 +186,8 @@ TEST(Flight, AKilledProcessLeavesItsEventsAndOldOnesAreRemoved) {
     std::filesystem::copy_file(one.file, copy);
     std::filesystem::last_write_time(copy, std::filesystem::file_time_type::clock::now() - std::chrono::hours(1));
   }
+  // One that has just been made is left alone, however long ago that is here by now.
+  std::filesystem::last_write_time(one.file, std::filesystem::file_time_type::clock::now() + std::chrono::hours(1));
   in_child([&] { flight::open(scratch.path, "r0.1", "test"); });
   EXPECT_EQ(recordings().size(), flight::kMostLeft + 2 + 1) << "these, the two youngest, and the directory";
   EXPECT_TRUE(std::filesystem::exists(scratch.path + "/notes.txt"));
