@@ -66,7 +66,10 @@ Result<> train(const Settings& s) {
   std::vector<std::uint64_t> counts(s.tensors, s.elements);
   counts.push_back(16);
   for (const std::uint64_t count : counts) {
-    auto tensor = session.add({.name = fmt::format("t{}.{}", tensors.size(), count), .count = count, .moments = 1});
+    auto tensor = session.add({.name = tensors.empty() || count == 16 ? fmt::format("t{}", count)
+                                                                      : fmt::format("t{}.{}", tensors.size(), count),
+                               .count = count,
+                               .moments = 1});
     if (!tensor) return tl::unexpected(tensor.error());
     tensors.push_back(*tensor);
     if (auto bucket = session.bucket({*tensor}); !bucket) return tl::unexpected(bucket.error());
