@@ -246,7 +246,7 @@ def parse():
 
 def main():
     settings = parse()
-    older = build(settings.revision)
+    older, newer = build(settings.revision), settings.binaries
     stores = ("file", "etcd") if settings.store == "both" else (settings.store,)
     settings.confined = chaos.confine()
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: nobody escapes
@@ -260,7 +260,7 @@ def main():
         print(f"\nfrom {settings.revision[:12]} (protocol {protocol_of(settings.revision)}) to this tree (protocol "
               f"{protocol_of(None)}), {'three coordinators' if settings.several else 'one coordinator'}; everything is "
               f"in {directory}", flush=True)
-        upgrade = Upgrade(settings, directory, older, settings.binaries)
+        upgrade = Upgrade(settings, directory, older, newer)
         held = upgrade.play()
         checker = upgrade.checker
         print(f"{checker.committed} steps, {checker.epochs_seen} epochs, {checker.checked_digests} digests and "
