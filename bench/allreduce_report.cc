@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "base/fail.h"
 #include "bench/allreduce.h"
+#include "bench/results_file.h"
 #include "ftar/reduce.h"
 
 namespace rejoin::bench {
@@ -109,10 +109,7 @@ Result<> write_json(const AllReduceSettings& s, const AllReduceResults& results)
                                {"gbps", gigabytes(rate.mean())},
                                {"best_gbps", gigabytes(rate.best)}});
   }
-  std::ofstream out(s.json);
-  out << json.dump(2) << "\n";
-  if (!out.flush()) return fail(ErrorCode::io, "can't write {}", s.json);
-  return {};
+  return write_results(s.json, json.dump(2));
 }
 
 }  // namespace rejoin::bench

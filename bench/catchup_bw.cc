@@ -5,7 +5,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -14,6 +13,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "bench/meeting.h"
+#include "bench/results_file.h"
 #include "bench/usage.h"
 #include "catchup/gradient_log.h"
 #include "catchup/service.h"
@@ -355,13 +355,9 @@ int run(const Settings& s) {
                           {"sources_system_calls_per_mib", m.sources_calls / gib / 1024}});
   }
   line("mean", mean);
-  if (!s.json.empty()) {
-    std::ofstream out(s.json);
-    out << nlohmann::json{{"bytes", s.bytes}, {"sources", s.sources}, {"transport", s.transport}, {"runs", rows}}.dump(
-               2)
-        << "\n";
-    if (!out.flush()) return std::cerr << "rejoin_catchup_bw: can't write " << s.json << "\n", 1;
-  }
+  const nlohmann::json json{{"bytes", s.bytes}, {"sources", s.sources}, {"transport", s.transport}, {"runs", rows}};
+  const auto written = write_results(s.json, json.dump(2));
+  if (!written) return std::cerr << "rejoin_catchup_bw: " << written.error().message << "\n", 1;
   return 0;
 }
 

@@ -5,7 +5,6 @@
 #include <signal.h>
 
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
 
@@ -15,6 +14,7 @@
 #include "bench/gloo.h"
 #include "bench/job.h"
 #include "bench/job_times.h"
+#include "bench/results_file.h"
 
 namespace rejoin::bench {
 namespace {
@@ -181,11 +181,7 @@ Result<> run(const RecoverySettings& s) {
     std::printf("# torch's Gloo was not measured: %s\n", missing.c_str());
     json["gloo_missing"] = missing;
   }
-  if (s.json.empty()) return {};
-  std::ofstream out(s.json);
-  out << json.dump(2) << "\n";
-  if (!out.flush()) return fail(ErrorCode::io, "can't write {}", s.json);
-  return {};
+  return write_results(s.json, json.dump(2));
 }
 
 }  // namespace

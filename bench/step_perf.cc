@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "base/command_line.h"
@@ -12,6 +11,7 @@
 #include "bench/allreduce.h"
 #include "bench/job.h"
 #include "bench/job_times.h"
+#include "bench/results_file.h"
 #include "bench/usage.h"
 #include "bench/wake_up.h"
 
@@ -183,11 +183,7 @@ Result<> run(const StepSettings& s) {
       std::fflush(stdout);
       json["rows"].push_back(json_of(*row));
     }
-  if (s.json.empty()) return {};
-  std::ofstream out(s.json);
-  out << json.dump(2) << "\n";
-  if (!out.flush()) return fail(ErrorCode::io, "can't write {}", s.json);
-  return {};
+  return write_results(s.json, json.dump(2));
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -12,6 +11,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "bench/perf/link.h"
+#include "bench/results_file.h"
 #include "bench/usage.h"
 
 namespace rejoin::bench::perf {
@@ -204,11 +204,9 @@ class Run {
     std::printf("%s%s", costs_.empty() ? "" : kLine, costs_.c_str());
     if (!why_not_.empty()) std::printf("# system calls: not countable here: %s\n", why_not_.c_str());
     std::printf("%s", kLine);
-    if (o_.json_file.empty() || results_.empty()) return {};
-    std::ofstream out(o_.json_file);
-    out << nlohmann::json{{"test", o_.title()}, {"transport", o_.engine()}, {"results", results_}}.dump(2) << "\n";
-    if (!out.flush()) return fail(ErrorCode::io, "can't write {}", o_.json_file);
-    return {};
+    if (results_.empty()) return {};
+    const nlohmann::json json{{"test", o_.title()}, {"transport", o_.engine()}, {"results", results_}};
+    return write_results(o_.json_file, json.dump(2));
   }
 
  private:

@@ -1,10 +1,10 @@
 // The stream over RDMA devices made of software, into and out of the memory of a GPU made of software.
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include "base/log.h"
 #include "catchup/service.h"
 #include "device/remote.h"
+#include "device/tests/fake_control.h"
 #include "device/tests/library.h"
 #include "local/owner.h"
 #include "transport/factory.h"
@@ -32,8 +32,7 @@ INSTANTIATE_TEST_SUITE_P(Memory, OnVerbs, testing::Bool(),
 
 TEST_P(OnVerbs, TheDaemonRegistersItsTrainersDmaBufAndHasNoContext) {
   const auto gpu = device::test_gpu();
-  void* driver = ::dlopen(REJOIN_FAKE_CUDA, RTLD_NOW);
-  const auto set_dma_buf = reinterpret_cast<void (*)(bool)>(::dlsym(driver, "fake_cuda_set_dma_buf"));
+  const device::fake::Control control(REJOIN_FAKE_CUDA);
   const auto manifest = *local::Manifest::make({{.name = "w", .count = 300'000, .columns = 3}});
   const auto access = *gpu->make_access();
   const SteadyClock clock;
@@ -51,9 +50,9 @@ TEST_P(OnVerbs, TheDaemonRegistersItsTrainersDmaBufAndHasNoContext) {
     rank->address = *rank->engine->listen({"0.0.0.0:0"});
     rank->service = std::make_unique<Service>(*rank->engine, transport::Secret::of({5, 0}),
                                               Service::Options{.compression = Compression::never}, clock);
-    set_dma_buf(GetParam());
+    control.set_dma_buf(GetParam());
     auto offer = rank->owner->offer();
-    set_dma_buf(false);
+    control.set_dma_buf(false);
     ASSERT_TRUE(rank->service->add_rank({ReplicaId(number), RankId(0)}, number + 1,
                                         *local::View::make(std::move(*offer), rank->remote)));
     ++number;
@@ -86,7 +85,6 @@ TEST_P(OnVerbs, TheDaemonRegistersItsTrainersDmaBufAndHasNoContext) {
   } else {
     EXPECT_LE(largest, kSlot);
   }
-  ::dlclose(driver);
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // `rejoin doctor` on hardware that is made up.
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
 
 #include "daemon/doctor_probes.h"
+#include "device/tests/fake_control.h"
 #include "tests/process.h"
 
 namespace rejoin::daemon {
@@ -58,13 +58,11 @@ TEST(DoctorBuses, AreReadAsTheKernelTellsOfThem) {
 
 // Devices made of software: a GPU, and the RDMA devices fake0 and fake1.
 TEST(DoctorGpus, GiveTheirMemoryToEachPortThatIsUsed) {
-  void* driver = ::dlopen(REJOIN_FAKE_CUDA, RTLD_NOW);
-  ASSERT_NE(driver, nullptr) << ::dlerror();
-  const auto set_dma_buf = reinterpret_cast<void (*)(bool)>(::dlsym(driver, "fake_cuda_set_dma_buf"));
+  const device::fake::Control control(REJOIN_FAKE_CUDA);
   for (const bool dma_buf : {true, false}) {
-    set_dma_buf(dma_buf);
+    control.set_dma_buf(dma_buf);
     const auto facts = probe_gpus("ibverbs:fake0,nothing", REJOIN_FAKE_CUDA);
-    set_dma_buf(false);
+    control.set_dma_buf(false);
     ASSERT_TRUE(facts) << facts.error().message;
     EXPECT_EQ(facts->untried, "");
     ASSERT_EQ(facts->reach.size(), 2u);

@@ -1,6 +1,5 @@
 // The verbs backend over devices made of software: the conformance suite (linked in beside this, REJOIN_RDMA says which
 // devices), ports that go down, and what a write costs in the backend itself.
-#include <dlfcn.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -12,6 +11,7 @@
 
 #include "base/fd.h"
 #include "base/log.h"
+#include "device/tests/fake_control.h"
 #include "transport/factory.h"
 #include "transport/ibverbs/device.h"
 #include "transport/staged/factory.h"
@@ -233,8 +233,8 @@ TEST_F(VerbsOnFake, ADmaBufIsReachedByTheDeviceAndNotByTheProcessor) {
 TEST_F(VerbsOnFake, AGpusMemoryIsReachedDirectlyWhereItsDriverExportsIt) {
   auto gpu = device::open_cuda({.ordinal = 0, .library = REJOIN_FAKE_CUDA});
   ASSERT_TRUE(gpu) << gpu.error().message;
-  void* driver = ::dlopen(REJOIN_FAKE_CUDA, RTLD_NOW);
-  reinterpret_cast<void (*)(bool)>(::dlsym(driver, "fake_cuda_set_dma_buf"))(true);
+  const device::fake::Control control(REJOIN_FAKE_CUDA);
+  control.set_dma_buf(true);
   constexpr std::uint64_t size = 2 * MiB;
   a = {}, b = {};
   connect("ibverbs:fake0", "ibverbs:fake0", [&](std::unique_ptr<Engine> below) {
@@ -256,8 +256,7 @@ TEST_F(VerbsOnFake, AGpusMemoryIsReachedDirectlyWhereItsDriverExportsIt) {
   ASSERT_TRUE(stream->copy(back.bytes.data(), to.bytes.data(), size));
   ASSERT_TRUE(stream->synchronize());
   EXPECT_EQ(std::memcmp(back.bytes.data(), pinned.bytes.data(), size), 0);
-  reinterpret_cast<void (*)(bool)>(::dlsym(driver, "fake_cuda_set_dma_buf"))(false);
-  ::dlclose(driver);
+  control.set_dma_buf(false);
   a.engine.reset(), b.engine.reset();
 }
 
