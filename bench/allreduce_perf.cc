@@ -51,6 +51,7 @@ int main(int argc, char** argv) {
   line.add("--chunks-in-flight", s.ftar.chunks_in_flight, "chunks in flight per neighbour").show_default();
   line.add("--direct", s.direct, "largest size that skips the ring; else 32K, or 256K with --use_cuda").sized();
   line.add("--both-ways", s.ftar.both_ways, "all-gather in both directions").show_default();
+  line.add("--pull", s.ftar.pull, "with shm, look into the other ranks' memory; else a ring").show_default();
   line.add("--limits", s.limits, "measure this machine's limit beside").show_default();
   line.add("--use_cuda", s.cuda, "buffers in this CUDA device's memory, which all ranks share");
   line.add("--reduce-blocks", s.ftar.reducer.blocks, "… added by so many blocks").show_default();

@@ -80,10 +80,15 @@ Result<std::unique_ptr<Communicator>> Communicator::prepare(transport::Engine& e
     auto input = engine.register_region(spec.input, kind, transport::Access::local);
     if (!input) return tl::unexpected(input.error());
     bucket.input = *input;
+    if (const auto viewable = engine.viewable(bucket.input)) bucket.viewable = *viewable;
     auto output = engine.register_region(spec.output, kind, transport::Access::remote_write);
     if (!output) return tl::unexpected(output.error());
     bucket.output = *output;
   }
+  made->pulls_ = options.pull && !options.device && std::ranges::all_of(made->buckets_, [](const Bucket& bucket) {
+                   return bucket.viewable.length == bucket.bytes();
+                 });
+  if (made->pulls_) made->pull_room_.resize(2 * kPullRoom);
   made->choose_direct();
   if (auto reserved = made->reserve_direct(); !reserved) return tl::unexpected(reserved.error());
   const std::size_t staged = options.chunk_bytes * options.chunks_in_flight;
@@ -196,6 +201,7 @@ void Communicator::begin(Bucket& bucket) {
                  {.epoch = epoch_.value, .step = bucket.step.value, .a = bucket.index, .b = bucket.bytes()});
   if (direct(bucket)) bucket.running = std::make_unique<DirectOperation>(*this, bucket);
   else if (doubled(bucket)) bucket.running = std::make_unique<DoublingOperation>(*this, bucket);
+  else if (pulled(bucket)) bucket.running = std::make_unique<PullOperation>(*this, bucket);
   else bucket.running = std::make_unique<RingOperation>(*this, bucket);
   bucket.running->start();
   if (bucket.running && bucket.running->done()) finish(bucket);
@@ -221,7 +227,20 @@ void Communicator::finish(Bucket& bucket) {
   outcomes_.push_back({.kind = Outcome::Kind::done, .bucket = bucket.index, .step = bucket.step, .epoch = epoch_});
 }
 
-bool Communicator::working() const { return done_by_device_ < given_to_device_; }
+bool Communicator::working() const {
+  return device_works() ||
+         std::ranges::any_of(buckets_, [](const Bucket& one) { return one.running && one.running->has_work(); });
+}
+
+// A turn of one operation that has something to do by itself.
+void Communicator::work() {
+  for (auto& bucket : buckets_) {
+    if (!bucket.running || !bucket.running->has_work()) continue;
+    bucket.running->work();
+    if (bucket.running && bucket.running->done()) finish(bucket);
+    return;
+  }
+}
 
 Result<> Communicator::flush() { return flushes_ ? options_.device->flush_remote_writes() : Result<>(); }
 
@@ -238,7 +257,7 @@ void Communicator::fail_device(const Error& error) {
 }
 
 void Communicator::poll_reducer() {
-  if (!working() || device_failed_) return;
+  if (!device_works() || device_failed_) return;
   const auto done = reducer_->done();
   if (!done) return fail_device(done.error());
   done_by_device_ = *done;
@@ -247,7 +266,7 @@ void Communicator::poll_reducer() {
     bucket.running->on_reduced(*done);
     if (bucket.running && bucket.running->done()) finish(bucket);
   }
-  if (!working()) try_flush();
+  if (!device_works()) try_flush();
 }
 
 bool Communicator::busy() const {
@@ -259,6 +278,7 @@ std::span<const Outcome> Communicator::poll(TimePoint now) {
   now_ = now;
   for (const auto& event : engine_.poll()) handle(event);
   poll_reducer();
+  work();
   handed_out_.clear();
   handed_out_.swap(outcomes_);
   return handed_out_;

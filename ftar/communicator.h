@@ -13,11 +13,11 @@
 //
 // The messages between two members, in order (operation.h): a hello when they connect, an introduction with the keys of
 // their memory; in each epoch `flushed`; for each bucket of each step `ready`, then chunks (writes) and credits for
-// them, or for a small bucket `direct` parts of what each contributes, or of sums; `surplus` where they need no
-// connection any more.
+// them (where members look into each other's memory, chunks of sums alone), or for a small bucket `direct` parts of
+// what each contributes, or of sums; `surplus` where they need no connection any more.
 //
 // connections.cc: connections. communicator.cc: epochs. flush.cc: what comes between two of them. messages.cc: what is
-// sent and comes in. ring.cc and direct.cc: the algorithms. results.cc: digests.
+// sent and comes in. ring.cc, pull.cc and direct.cc: the algorithms. results.cc: digests.
 #pragma once
 
 #include <map>
@@ -69,7 +69,8 @@ struct Options {
   std::uint32_t direct_members = 8;
   std::size_t direct_memory = 256 * MiB;  // all that is kept for them takes no more; the smallest come first
   bool both_ways = true;                  // all-gather in both directions at once
-  Step flip_bit_at;                       // a drill: what arrives first in this step is damaged; 0: never
+  bool pull = true;  // where all members can look into each other's memory, they do (PullOperation)
+  Step flip_bit_at;  // a drill: what arrives first in this step is damaged; 0: never
   // The GPU whose memory all buckets are in; none: the host's. The engine must take such memory. All members must have
   // GPUs, or none.
   std::shared_ptr<device::Device> device;
@@ -122,7 +123,9 @@ struct Stats {
   std::vector<PeerStats> peers;
 };
 
+class ChunkedOperation;
 class RingOperation;
+class PullOperation;
 class SmallOperation;
 class DirectOperation;
 class DoublingOperation;
@@ -187,8 +190,9 @@ class Communicator {
 
   // Drives everything. The outcomes are valid until the next call.
   std::span<const Outcome> poll(TimePoint now);
-  bool busy() const;     // operations or a flush under way: worth spinning for
-  bool working() const;  // this member's GPU adds up: what poll() waits for wakes nobody, so don't sleep
+  bool busy() const;  // operations or a flush under way: worth spinning for
+  // There is something to add up, or this member's GPU adds up: what poll() waits for wakes nobody, so don't sleep.
+  bool working() const;
 
   std::vector<Wait> waits(TimePoint now) const;
   // This process was paused for so long, until now: what it did not see in that time was not missing.
@@ -196,7 +200,9 @@ class Communicator {
   Stats stats() const;
 
  private:
+  friend class ChunkedOperation;
   friend class RingOperation;
+  friend class PullOperation;
   friend class SmallOperation;
   friend class DirectOperation;
   friend class DoublingOperation;
@@ -209,7 +215,7 @@ class Communicator {
   void on_written(Peer& peer, std::uint64_t notify);
   void on_completed(const transport::Event& event);
   void introduce(Peer& peer);
-  void on_introduction(Peer& peer, BytesView rest);
+  void on_introduction(Peer& peer, std::uint64_t abilities, BytesView rest);
   void lose(Peer& peer, Error error);
   void remove(Peer& peer);
   void refresh(Peer& peer);
@@ -238,6 +244,10 @@ class Communicator {
   Peer* peer_of(Member member);
   std::uint64_t plan_hash() const;
   void damage_if_due(Step step, std::span<std::byte> arrived);
+  bool device_works() const { return done_by_device_ < given_to_device_; }
+  void work();
+  bool may_pull() const;
+  bool pulled(const Bucket& bucket) const;
   bool direct(const Bucket& bucket) const;
   bool doubled(const Bucket& bucket) const;
   Doubling doubling() const;
@@ -253,6 +263,10 @@ class Communicator {
   std::vector<Bucket> buckets_;
   device::Memory staging_;
   device::Memory direct_room_;  // pinned, for small buckets of a device
+  // Where peers' bytes are copied that can't be looked at in place: of two of them, so much of each.
+  static constexpr std::size_t kPullRoom = 64 * KiB;
+  Bytes pull_room_;
+  bool pulls_ = false;  // peers can look at this member's inputs
   transport::RegionId staging_region_;
   std::shared_ptr<device::Reducer> reducer_;                // of a device
   std::uint64_t given_to_device_ = 0, done_by_device_ = 0;  // the last of its works that was, resp. is known to be

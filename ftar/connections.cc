@@ -126,10 +126,13 @@ void Communicator::introduce(Peer& peer) {
   };
   append(engine_.remote(staging_region_));
   for (const auto& bucket : buckets_) append(engine_.remote(bucket.output));
-  if (auto sent = send(peer, MessageHeader::introduction, 0, 0, body); !sent) lose(peer, sent.error());
+  if (auto sent = send(peer, MessageHeader::introduction, 0, pulls_ ? kPulls : 0, body); !sent)
+    lose(peer, sent.error());
 }
 
-void Communicator::on_introduction(Peer& peer, BytesView rest) {
+void Communicator::on_introduction(Peer& peer, std::uint64_t abilities, BytesView rest) {
+  peer.pulls = (abilities & kPulls) != 0;
+  peer.inputs.resize(buckets_.size());
   peer.outputs.resize(buckets_.size());
   bool whole = take(rest, peer.staging);
   for (auto& output : peer.outputs) whole = whole && take(rest, output);

@@ -23,6 +23,8 @@ std::vector<std::uint32_t> Communicator::partners() const {
         if (const auto sender = rounds.sender(place)) is[*sender] = true;
       for (auto to : rounds.beyond()) is[to] = true;
       if (!rounds.in_core()) is[rounds.proxy()] = true;
+    } else if (may_pull()) {
+      is.assign(members, true);
     } else {
       neighbours(members);
       if (position_ < contributors_) neighbours(contributors_);
@@ -33,6 +35,19 @@ std::vector<std::uint32_t> Communicator::partners() const {
   for (std::uint32_t i = 0; i < members; ++i)
     if (is[i]) all.push_back(i);
   return all;
+}
+
+// As far as this member and the number of members go; whether the others can is known when they are connected.
+bool Communicator::may_pull() const {
+  constexpr std::size_t most = 16;  // everyone tells everyone
+  return pulls_ && contributors_ > 1 && ring_.size() <= most &&
+         ring_.size() <= group_.links.full_mesh_members.value_or(kMaxMembers);
+}
+
+// All members find the same: what each can do, it has told all.
+bool Communicator::pulled(const Bucket& bucket) const {
+  return !bucket.small && may_pull() &&
+         std::ranges::all_of(ring_peers_, [](const Peer* peer) { return peer == nullptr || peer->pulls; });
 }
 
 std::vector<Member> Communicator::links() const {
@@ -91,7 +106,7 @@ void Communicator::try_flush() {
   for (const auto& [member, peer] : peers_)
     if (peer->writes_in_flight > 0) return;
   // What the device still adds up for an older epoch reads staging and writes outputs.
-  if (working() || device_failed_) return;
+  if (device_works() || device_failed_) return;
   if (!std::exchange(announced_, true)) {
     for (std::size_t i = 0; i < ring_peers_.size(); ++i)
       if (ring_peers_[i] != nullptr && owes_flush(*ring_peers_[i])) (void)tell_flush(*ring_peers_[i]);

@@ -9,6 +9,8 @@ namespace rejoin::ftar {
 
 namespace {
 
+constexpr std::size_t kLeastStreamed = 4 * MiB;  // of buckets: what is larger than the caches near a core
+
 // Completion contexts: which write ended.
 std::uint64_t context_of(Epoch epoch, std::uint32_t bucket, std::uint32_t kind) {
   return (epoch.value << 16) | (std::uint64_t{bucket} << 2) | kind;
@@ -36,11 +38,14 @@ bool Communicator::post(Peer& peer, std::uint32_t bucket, std::uint32_t kind, co
                 kind,
                 slot,
                 chunk};
+  // Who takes a digest of what came reads it at once.
+  const bool streamed = kind != Tag::kReduceScatter && !digesting_ && buckets_[bucket].bytes() >= kLeastStreamed;
   const transport::Write write{.context = context_of(epoch_, bucket, kind),
                                .local = local,
                                .remote = remote,
                                .length = length,
-                               .notify = tag.packed()};
+                               .notify = tag.packed(),
+                               .streamed = streamed};
   if (!engine_.write(peer.endpoint, {&write, 1})) return false;  // its `closed` event is on the way
   ++peer.writes_in_flight;
   return true;
@@ -52,7 +57,7 @@ void Communicator::on_message(Peer& peer, BytesView message) {
     ++stale_dropped_;
     return;
   }
-  if (header.kind == MessageHeader::introduction) return on_introduction(peer, message);
+  if (header.kind == MessageHeader::introduction) return on_introduction(peer, header.value, message);
   if (header.kind == MessageHeader::surplus) return on_surplus(peer, Epoch(header.epoch));
   if (header.kind == MessageHeader::flushed) return on_flushed(peer, Epoch(header.epoch));
   if (header.epoch != epoch_.value || header.bucket >= buckets_.size() || !peer.up) {
@@ -62,6 +67,10 @@ void Communicator::on_message(Peer& peer, BytesView message) {
   Bucket& bucket = buckets_[header.bucket];
   switch (header.kind) {
     case MessageHeader::ready:
+      if (!message.empty() && !take(message, peer.inputs[header.bucket])) {
+        ++stale_dropped_;
+        return;
+      }
       peer.ready[header.bucket] = header.value + 1;
       if (bucket.running) bucket.running->on_ready(peer);
       break;

@@ -27,7 +27,11 @@ struct Tag {
   }
 };
 
-// Messages between members: this header, then the kind's body.
+// What a member can do, in its introduction's value.
+constexpr std::uint64_t kPulls = 1;  // it lets others look at its inputs, and looks at theirs
+
+// Messages between members: this header, then the kind's body. Of `ready` that is where its input lies
+// (ViewableRegion), where the others pull.
 struct MessageHeader {
   enum Kind : std::uint32_t { introduction = 1, flushed, ready, credit, direct, surplus };
   std::uint32_t kind;
@@ -51,16 +55,18 @@ struct Peer {
   bool called = false;  // by this member
   TimePoint since{};    // when it was begun
   transport::RemoteRegion staging;
-  std::vector<transport::RemoteRegion> outputs;  // by bucket
-  bool partner = false;                          // in this epoch: the two send each other something
-  bool surplus = false;                          // … both are members, and not to be connected
-  Epoch offered, heard_surplus;                  // the last in which this member, resp. the peer, has said that it is
-  Epoch flushed;                                 // its writes of older epochs are over
-  Epoch met;                                     // the last epoch in which it may have written here
-  Epoch told;                                    // the last of our own flushes that it has been told of
-  std::size_t writes_in_flight = 0;              // ours, to it
-  std::vector<std::uint8_t> free_slots;          // of its staging, for us
-  std::vector<std::uint64_t> ready;              // by bucket: the step it has started, plus one
+  bool pulls = false;
+  std::vector<transport::RemoteRegion> outputs;   // by bucket
+  std::vector<transport::ViewableRegion> inputs;  // by bucket, of who pulls, from its `ready` on
+  bool partner = false;                           // in this epoch: the two send each other something
+  bool surplus = false;                           // … both are members, and not to be connected
+  Epoch offered, heard_surplus;                   // the last in which this member, resp. the peer, has said that it is
+  Epoch flushed;                                  // its writes of older epochs are over
+  Epoch met;                                      // the last epoch in which it may have written here
+  Epoch told;                                     // the last of our own flushes that it has been told of
+  std::size_t writes_in_flight = 0;               // ours, to it
+  std::vector<std::uint8_t> free_slots;           // of its staging, for us
+  std::vector<std::uint64_t> ready;               // by bucket: the step it has started, plus one
   PeerStats stats;
   TimePoint last_chunk{};
   RecentLongest gaps;  // between chunks of one all-reduce
@@ -79,6 +85,8 @@ class Operation {
   virtual void on_write_completed(Peer&, std::uint32_t /*kind*/) {}
   virtual void on_direct() {}
   virtual void on_reduced(std::uint64_t /*number*/) {}  // the device has done its works up to this
+  virtual bool has_work() const { return false; }       // something to do that no event announces
+  virtual void work() {}                                // … some of it
   virtual bool done() const = 0;
   // Of the result, once done; nothing where none was wanted, or the result is in a device's memory.
   virtual std::optional<std::uint64_t> digest() const = 0;
@@ -89,6 +97,7 @@ struct Communicator::Bucket {
   BucketSpec spec;
   std::uint32_t index = 0;
   transport::RegionId input, output;
+  transport::ViewableRegion viewable;  // the input; of no length where nobody can look at it
   std::unique_ptr<Operation> running;
   bool wanted = false;  // asked for, and not done in this epoch yet
   Step step;
@@ -126,7 +135,30 @@ struct Communicator::Bucket {
   void take(BytesView alone, std::byte* out) const;
 };
 
-class RingOperation final : public Operation {
+// Of a bucket that goes in chunks, of which each becomes final once.
+class ChunkedOperation : public Operation {
+ public:
+  ChunkedOperation(Communicator& owner, Communicator::Bucket& bucket);
+  std::optional<std::uint64_t> digest() const final;
+
+ protected:
+  bool peer_ready(const Peer& peer) const;
+  void make_final(std::uint32_t chunk);
+  void take_final(Peer& from, std::uint32_t chunk);  // as it came from there
+  void take_digest(std::uint32_t chunk);
+
+  Communicator& owner_;
+  Communicator::Bucket& bucket_;
+  const Schedule schedule_;
+  std::vector<bool> final_;  // by chunk: the output holds the result
+  std::uint32_t final_count_ = 0, chunks_ = 0;
+
+ private:
+  const bool digesting_;
+  std::vector<std::uint64_t> digests_;  // by chunk
+};
+
+class RingOperation final : public ChunkedOperation {
  public:
   RingOperation(Communicator& owner, Communicator::Bucket& bucket);
   void start() override;
@@ -136,7 +168,6 @@ class RingOperation final : public Operation {
   void on_write_completed(Peer& to, std::uint32_t kind) override;
   void on_reduced(std::uint64_t number) override;
   bool done() const override { return final_count_ == chunks_ && outstanding_ == 0 && all_sent(); }
-  std::optional<std::uint64_t> digest() const override;
   std::optional<Wait> wait() const override;
 
  private:
@@ -150,36 +181,57 @@ class RingOperation final : public Operation {
   void pump();
   void pump_reduce_scatter();
   void pump_gather(Gather& gather);
-  bool peer_ready(const Peer& peer) const;
   bool on_reduce_scatter_chunk(Peer& from, const Tag& tag);
   bool is_last(std::uint32_t chunk) const;
   void on_reduced(Peer& from, const Tag& tag);
   void make_all_final();
-  void take_digest(std::uint32_t chunk);
-  void make_final(std::uint32_t chunk);
 
   struct OnDevice {
     std::uint64_t number = 0;  // of the work
     Peer* from = nullptr;      // none: the copy of all of a lone contributor
     Tag tag{};
   };
-  Communicator& owner_;
-  Communicator::Bucket& bucket_;
-  const Schedule schedule_;
   const bool contributes_;
   Peer* scatter_from_ = nullptr;  // the contributor before this one
   Peer* scatter_to_ = nullptr;
   std::vector<std::uint32_t> scatter_sends_;
   std::size_t scatter_next_ = 0, scatter_own_ = 0;  // the first `own` come from the input
   std::uint32_t scatter_received_ = 0;
-  // By chunk: it has arrived to be added to; the output holds a partial sum, the result.
-  std::vector<bool> taken_, partial_, final_;
-  std::uint32_t final_count_ = 0, chunks_ = 0;
-  const bool digesting_;
-  std::vector<std::uint64_t> digests_;  // by chunk
+  std::vector<bool> taken_, partial_;  // by chunk: it has arrived to be added to; the output holds a partial sum
   Gather right_, left_;
   std::size_t outstanding_ = 0;
   std::deque<OnDevice> on_device_;
+};
+
+// Where members can look into each other's memory: each contributor adds up its segment of all inputs in place, and
+// writes the sums to all members.
+class PullOperation final : public ChunkedOperation {
+ public:
+  PullOperation(Communicator& owner, Communicator::Bucket& bucket);
+  void start() override;
+  void on_ready(Peer& from) override;
+  bool on_chunk(Peer& from, const Tag& tag) override;
+  void on_write_completed(Peer& to, std::uint32_t kind) override;
+  bool has_work() const override;
+  void work() override;
+  bool done() const override;
+  std::optional<Wait> wait() const override;
+
+ private:
+  static constexpr std::uint32_t kMostInFlight = 64;  // to each
+  struct Sent {                                       // to one member
+    std::uint32_t next = 0, in_flight = 0;
+  };
+  std::optional<std::uint32_t> waits_to_start() const;  // for whom
+  bool reduce(const Range& range);
+  void pump(std::uint32_t to);
+  std::uint32_t position_of(const Peer& peer) const;
+
+  const bool contributes_;
+  const std::uint32_t own_chunks_;
+  std::uint32_t reduced_ = 0;  // of them
+  std::vector<Sent> to_;       // by position
+  std::size_t outstanding_ = 0;
 };
 
 // Of a bucket whose bytes go in messages and are added by the CPU, also where it is in a GPU's memory: two small copies

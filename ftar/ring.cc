@@ -9,19 +9,54 @@
 
 namespace rejoin::ftar {
 
-RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket)
+ChunkedOperation::ChunkedOperation(Communicator& owner, Communicator::Bucket& bucket)
     : owner_(owner),
       bucket_(bucket),
       schedule_(owner.shape_of(bucket)),
-      contributes_(owner.position_ < owner.contributors_),
+      chunks_(schedule_.all_chunks()),
       digesting_(owner.digesting_ && !owner.reducer_) {
+  final_.resize(std::size_t{owner.contributors_} * schedule_.stride());
+  if (digesting_) digests_.resize(final_.size());
+}
+
+bool ChunkedOperation::peer_ready(const Peer& peer) const {
+  return peer.ready[bucket_.index] == bucket_.step.value + 1;
+}
+
+void ChunkedOperation::make_final(std::uint32_t chunk) {
+  if (final_[chunk]) return;
+  final_[chunk] = true;
+  ++final_count_;
+}
+
+void ChunkedOperation::take_final(Peer& from, std::uint32_t chunk) {
+  const Range range = schedule_.chunk(chunk);
+  from.stats.bytes_received += range.length;
+  owner_.damage_if_due(bucket_.step, bucket_.spec.output.subspan(range.offset, range.length));
+  make_final(chunk);
+}
+
+// After it has been sent on: nobody waits for this.
+void ChunkedOperation::take_digest(std::uint32_t chunk) {
+  if (!digesting_) return;
+  const Range range = schedule_.chunk(chunk);
+  digests_[chunk] = rejoin::digest(BytesView(bucket_.spec.output).subspan(range.offset, range.length));
+}
+
+std::optional<std::uint64_t> ChunkedOperation::digest() const {
+  if (!digesting_) return std::nullopt;
+  std::uint64_t all = 0;
+  for (std::uint32_t chunk = 0; chunk < digests_.size(); ++chunk)
+    if (schedule_.valid(chunk)) all = combine_digests(all, digests_[chunk]);
+  return all;
+}
+
+RingOperation::RingOperation(Communicator& owner, Communicator::Bucket& bucket)
+    : ChunkedOperation(owner, bucket), contributes_(owner.position_ < owner.contributors_) {
   const std::uint32_t p = owner.position_, n = owner.contributors_;
   const auto members = static_cast<std::uint32_t>(owner.ring_.size());
-  partial_.resize(std::size_t{n} * schedule_.stride());
-  final_.resize(partial_.size());
-  taken_.resize(partial_.size());
-  if (digesting_) digests_.resize(partial_.size());
-  chunks_ = schedule_.all_chunks();
+  partial_.resize(final_.size());
+  taken_.resize(final_.size());
   if (contributes_ && n > 1) {
     scatter_to_ = owner.ring_peers_[(p + 1) % n];
     scatter_from_ = owner.ring_peers_[(p + n - 1) % n];
@@ -57,8 +92,6 @@ void RingOperation::start() {
   }
   pump();
 }
-
-bool RingOperation::peer_ready(const Peer& peer) const { return peer.ready[bucket_.index] == bucket_.step.value + 1; }
 
 bool RingOperation::all_sent() const {
   return scatter_next_ == scatter_sends_.size() && right_.next == right_.sends.size() &&
@@ -112,35 +145,11 @@ void RingOperation::make_all_final() {
   }
 }
 
-// After it has been sent on: nobody waits for this.
-void RingOperation::take_digest(std::uint32_t chunk) {
-  if (!digesting_) return;
-  const Range range = schedule_.chunk(chunk);
-  digests_[chunk] = rejoin::digest(BytesView(bucket_.spec.output).subspan(range.offset, range.length));
-}
-
-std::optional<std::uint64_t> RingOperation::digest() const {
-  if (!digesting_) return std::nullopt;
-  std::uint64_t all = 0;
-  for (std::uint32_t chunk = 0; chunk < digests_.size(); ++chunk)
-    if (schedule_.valid(chunk)) all = combine_digests(all, digests_[chunk]);
-  return all;
-}
-
-void RingOperation::make_final(std::uint32_t chunk) {
-  if (final_[chunk]) return;
-  final_[chunk] = true;
-  ++final_count_;
-}
-
 bool RingOperation::on_chunk(Peer& from, const Tag& tag) {
   if (!schedule_.valid(tag.chunk)) return false;
   if (tag.kind == Tag::kReduceScatter) return on_reduce_scatter_chunk(from, tag);
   if (final_[tag.chunk]) return false;
-  const Range range = schedule_.chunk(tag.chunk);
-  from.stats.bytes_received += range.length;
-  owner_.damage_if_due(bucket_.step, bucket_.spec.output.subspan(range.offset, range.length));
-  make_final(tag.chunk);
+  take_final(from, tag.chunk);
   pump_gather(right_);
   pump_gather(left_);
   take_digest(tag.chunk);

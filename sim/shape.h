@@ -14,6 +14,7 @@ struct Shape {
   std::uint32_t nodes = 1;     // a replica, which share its ranks
   Duration slowest{};          // message of the network
   Duration detection{};        // until the transport sees that a peer is gone
+  bool viewable = false;       // trainers can look into each other's memory
   bool late_writes = false;    // bytes leave when posted, and land although their poster has failed
   bool lands_stopped = false;  // … and although the process that they are written to is stopped, as a NIC does
   unsigned rails = 1;

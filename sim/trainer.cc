@@ -242,7 +242,7 @@ void Trainer::run() {
   }
   const bool rash = world_.planted(Plant::apply_without_commit) && driver_->machine().reduced() && step_.contributes;
   if (stage_ == Stage::reducing && now >= busy_until_ && (driver_->committed() >= step_.step || rash)) begin_update();
-  if (driver_->outcomes() != outcomes) world_.wake(*this);
+  if (driver_->outcomes() != outcomes || driver_->working()) world_.wake(*this);
 }
 
 // ---- the trainer's loop

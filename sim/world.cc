@@ -49,6 +49,7 @@ transport::sim::Options fabric_of(const Options& options, const Shape& shape) {
           .between_rooms = shape.located ? 2 * shape.slowest : 0us,
           .late_writes = shape.late_writes,
           .lands_stopped = shape.lands_stopped,
+          .viewable = shape.viewable,
           .unfenced = options.plant == Plant::stale_write};
 }
 

@@ -53,6 +53,8 @@ Region* Regions::find(RegionId id) {
   return found == regions_.end() ? nullptr : &found->second;
 }
 
+const Region* Regions::find(RegionId id) const { return const_cast<Regions*>(this)->find(id); }
+
 Region* Regions::by_key(std::uint64_t key) {
   auto found = by_key_.find(key);
   return found == by_key_.end() ? nullptr : &regions_.at(found->second);

@@ -38,6 +38,7 @@ class Regions {
   void revoke_key(RegionId id);                                                 // nothing new starts
   void remove(RegionId id);
   Region* find(RegionId id);
+  const Region* find(RegionId id) const;
   Region* by_key(std::uint64_t key);
   RemoteRegion remote(RegionId id) const;
   // Whether a peer's operation may have what it names, or why it is refused; counted.

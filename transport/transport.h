@@ -53,6 +53,14 @@ struct RemoteRegion {
   std::uint64_t length = 0;  // bytes
 };
 
+// Where a region of ours lies, for peers that can look at it in place. Plain bytes: send it in any message.
+struct ViewableRegion {
+  std::uint64_t address = 0, length = 0;  // bytes
+  // The sealed memfd that it lies in, where it does: its descriptor in this process, or -1.
+  std::int64_t file = -1;
+  std::uint64_t inode = 0, file_offset = 0;
+};
+
 struct LocalRange {
   RegionId region;
   std::uint64_t offset = 0;  // bytes from the region's start
@@ -70,6 +78,8 @@ struct Write {
   RemoteRange remote;
   std::uint64_t length = 0;             // bytes; 0 is allowed, for a notification alone
   std::optional<std::uint64_t> notify;  // raises a `written` event at the peer when all bytes are there
+  // The peer will not read them soon: where processors copy, they may pass the caches by.
+  bool streamed = false;
 };
 
 struct Read {
@@ -144,6 +154,17 @@ class Engine {
   // Posts all or none. None: unknown or dead endpoint, or a local range outside its region.
   virtual Result<> write(EndpointId endpoint, std::span<const Write> writes) = 0;
   virtual Result<> read(EndpointId endpoint, std::span<const Read> reads) = 0;
+
+  // How peers find a region of ours to look at, for as long as it is registered; nothing where this transport has no
+  // way.
+  virtual std::optional<ViewableRegion> viewable(RegionId) const { return std::nullopt; }
+  // `room.size()` bytes of a peer's region from `offset` on, as they are now: in place where they are mapped here, or
+  // else copied into `room`. The view is valid until the next call on this endpoint. Nobody tells when their owner
+  // changes them, or what they are worth if it does: the two agree on that by messages. Errors: as read()'s, and where
+  // the memory can't be read.
+  virtual Result<BytesView> view(EndpointId, const ViewableRegion&, std::uint64_t /*offset*/, std::span<std::byte>) {
+    return tl::unexpected(Error{ErrorCode::unreachable, "this transport can't look into a peer's memory"});
+  }
 
   // Makes progress; the events are valid until the next poll().
   virtual std::span<const Event> poll() = 0;

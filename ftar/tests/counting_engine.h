@@ -16,6 +16,8 @@ class Counting final : public transport::Engine {
       : below_(std::move(below)), transfers_(transfers) {}
   std::map<std::uint32_t, std::uint64_t> messages;  // of a communicator, by kind
   transport::EndpointId last_sent_to;
+  std::uint64_t views = 0;
+  bool misplace_views = false;  // it tells peers to look where nothing is
   Result<transport::Address> listen(const transport::Address& where) override { return below_->listen(where); }
   Result<transport::EndpointId> connect(const transport::Address& peer, BytesView hello) override {
     return below_->connect(peer, hello);
@@ -43,6 +45,16 @@ class Counting final : public transport::Engine {
   Result<> read(transport::EndpointId endpoint, std::span<const transport::Read> reads) override {
     transfers_ += reads.size();
     return below_->read(endpoint, reads);
+  }
+  std::optional<transport::ViewableRegion> viewable(transport::RegionId region) const override {
+    auto where = below_->viewable(region);
+    if (where && misplace_views) where->address = 4096;
+    return where;
+  }
+  Result<BytesView> view(transport::EndpointId endpoint, const transport::ViewableRegion& where, std::uint64_t offset,
+                         std::span<std::byte> room) override {
+    ++views;
+    return below_->view(endpoint, where, offset, room);
   }
   std::span<const transport::Event> poll() override { return below_->poll(); }
   bool arm() override { return below_->arm(); }

@@ -14,7 +14,7 @@ struct Direct : testing::TestWithParam<bool> {
   std::uint64_t transfers = 0;  // before the cluster, which ends first
 
   std::unique_ptr<Cluster> cluster(std::vector<std::size_t> elements, std::uint64_t seed = 1) {
-    auto made = std::make_unique<Cluster>(seed, std::move(elements), on_gpu);
+    auto made = std::make_unique<Cluster>(seed, std::move(elements), on_gpu ? Over::gpu : Over::host);
     made->options.direct_bytes = made->options.device_direct_bytes = 256 * KiB;
     made->wrap = [&](std::unique_ptr<transport::Engine> engine) -> std::unique_ptr<transport::Engine> {
       return std::make_unique<Counting>(std::move(engine), transfers);

@@ -21,6 +21,9 @@
 
 namespace rejoin::ftar {
 
+// What a ring reduces: memory of the host; the same, which members can look into; a GPU's.
+enum class Over { host, viewed, gpu };
+
 // One rank with its buffers. Where they are in a GPU's memory, what `input` and `output` hold is a copy of that.
 struct Rank {
   std::vector<device::Memory> inputs, outputs;
@@ -58,9 +61,9 @@ struct Cluster {
   // Put between the fabric and what stages, to see what passes there; none: nothing.
   std::function<std::unique_ptr<transport::Engine>(std::unique_ptr<transport::Engine>)> wrap;
 
-  Cluster(std::uint64_t seed, std::vector<std::size_t> elements, bool on_gpu = false)
-      : fabric({.seed = seed}, clock), sizes(std::move(elements)), random(seed) {
-    if (!on_gpu) return;
+  Cluster(std::uint64_t seed, std::vector<std::size_t> elements, Over over = Over::host)
+      : fabric({.seed = seed, .viewable = over == Over::viewed}, clock), sizes(std::move(elements)), random(seed) {
+    if (over != Over::gpu) return;
     spdlog::set_level(spdlog::level::err);  // each engine says that it stages
     device = device::test_gpu();
     stream = *device->make_stream();
@@ -223,8 +226,9 @@ struct Cluster {
 
 inline const std::vector<std::size_t> kSizes{1, 5, 60, 200, 3000, 40001};
 
-struct FtarRing : testing::TestWithParam<bool> {
-  bool on_gpu = GetParam();
+struct FtarRing : testing::TestWithParam<Over> {
+  const Over over = GetParam();
+  const bool on_gpu = over == Over::gpu;
   // A GPU made of software is slower than memory.
   std::uint64_t seeds(std::uint64_t of_host) const { return on_gpu ? (of_host + 7) / 8 : of_host; }
 };

@@ -7,7 +7,7 @@ namespace {
 TEST_P(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
   for (std::uint64_t seed = 1; seed <= seeds(60); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, kSizes, on_gpu);
+    Cluster cluster(seed, kSizes, over);
     for (int i = 0; i < 4; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members());
     ASSERT_TRUE(cluster.until([&] {
@@ -40,7 +40,7 @@ TEST_P(FtarRing, SurvivorsFinishFromIntactInputsWhereverAMemberDies) {
 TEST_P(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
   for (std::uint64_t seed = 1; seed <= seeds(30); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, kSizes, on_gpu);
+    Cluster cluster(seed, kSizes, over);
     for (int i = 0; i < 4; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members());
     cluster.start(Step(1));
@@ -70,7 +70,7 @@ TEST_P(FtarRing, AStoppedMemberThatWakesLaterWritesNothingIntoTheNewEpoch) {
 TEST_P(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
   for (std::uint64_t seed = 1; seed <= seeds(40); ++seed) {
     SCOPED_TRACE(seed);
-    Cluster cluster(seed, kSizes, on_gpu);
+    Cluster cluster(seed, kSizes, over);
     for (int i = 0; i < 3; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members());
     std::uint64_t epoch = 1;
@@ -100,7 +100,7 @@ TEST_P(FtarRing, AnEpochMayChangeInMidOperationWithAllMembersAlive) {
 
 // Found by the simulator: the operations under way went on with pointers to the connection that was gone.
 TEST_P(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
-  Cluster cluster(3, {5000, 20}, on_gpu);
+  Cluster cluster(3, {5000, 20}, over);
   for (int i = 0; i < 3; ++i) cluster.add();
   cluster.enter(Epoch(1), cluster.ring_members());
   ASSERT_TRUE(cluster.until([&] {
@@ -127,7 +127,7 @@ TEST_P(FtarRing, AMemberOfTheRingMayBeForgottenUnderARunningOperation) {
 
 // It has not died: it was silent, and may go on where it was stopped.
 TEST_P(FtarRing, WhoIsNotInTheNextRingIsFencedByIt) {
-  Cluster cluster(3, {5000, 20}, on_gpu);
+  Cluster cluster(3, {5000, 20}, over);
   for (int i = 0; i < 3; ++i) cluster.add();
   const auto entered = [&](Epoch epoch) {
     return cluster.until([&] {

@@ -6,13 +6,14 @@
 namespace rejoin::ftar {
 namespace {
 
-INSTANTIATE_TEST_SUITE_P(Memory, FtarRing, testing::Bool(),
-                         [](const auto& i) { return std::string(i.param ? "gpu" : "host"); });
+INSTANTIATE_TEST_SUITE_P(Memory, FtarRing, testing::Values(Over::host, Over::viewed, Over::gpu), [](const auto& i) {
+  return std::string(i.param == Over::gpu ? "gpu" : i.param == Over::viewed ? "viewed" : "host");
+});
 
 TEST_P(FtarRing, AllMembersEndWithTheSumBitForBit) {
   for (int members : {1, 2, 3, 4, 6})
     for (std::uint64_t seed = 1; seed <= seeds(8); ++seed) {
-      Cluster cluster(seed, kSizes, on_gpu);
+      Cluster cluster(seed, kSizes, over);
       cluster.options.both_ways = seed % 2 == 0;
       for (int i = 0; i < members; ++i) cluster.add();
       cluster.enter(Epoch(1), cluster.ring_members());
@@ -26,7 +27,7 @@ TEST_P(FtarRing, AllMembersEndWithTheSumBitForBit) {
 
 TEST_P(FtarRing, TheMeanIsOverContributorsAndACatchingUpMemberAddsNothing) {
   for (std::uint64_t seed = 1; seed <= seeds(8); ++seed) {
-    Cluster cluster(seed, kSizes, on_gpu);
+    Cluster cluster(seed, kSizes, over);
     for (int i = 0; i < 4; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members(Role::catching_up));
     cluster.start(Step(1), ReduceOp::mean);
@@ -42,7 +43,7 @@ TEST_P(FtarRing, AMeanMayBeDividedByWeights) {
     for (const bool joiner : {false, true})
       for (const std::uint32_t direct_members : {0u, 8u}) {
         if (on_gpu && joiner != (direct_members == 0)) continue;  // it is slower than memory
-        Cluster cluster(3, kSizes, on_gpu);
+        Cluster cluster(3, kSizes, over);
         cluster.options.direct_members = direct_members;
         for (int i = 0; i < contributors + (joiner ? 1 : 0); ++i) cluster.add();
         cluster.enter(Epoch(1), cluster.ring_members(joiner ? Role::catching_up : Role::contributor));
@@ -59,7 +60,7 @@ TEST_P(FtarRing, AMeanMayBeDividedByWeights) {
 
 TEST_P(FtarRing, ACatchingUpMemberChangesNoBitOfTheResult) {
   const auto run = [&](bool joiner) {
-    Cluster cluster(5, kSizes, on_gpu);
+    Cluster cluster(5, kSizes, over);
     for (int i = 0; i < 3; ++i) cluster.add();
     if (joiner) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members(joiner ? Role::catching_up : Role::contributor));
@@ -73,7 +74,7 @@ TEST_P(FtarRing, ACatchingUpMemberChangesNoBitOfTheResult) {
 
 TEST_P(FtarRing, ResultsHaveOneDigestOnAllMembersWhoeverJoins) {
   for (const bool direct : {false, true}) {
-    Cluster cluster(5, kSizes, on_gpu);
+    Cluster cluster(5, kSizes, over);
     if (!direct) cluster.options.direct_bytes = cluster.options.device_direct_bytes = 0;
     for (int i = 0; i < 4; ++i) cluster.add().communicator->digest_results(true);
     cluster.enter(Epoch(1), cluster.ring_members(Role::catching_up));
@@ -98,12 +99,14 @@ TEST(FtarResults, AFlippedBitIsTracedToTheHopThatItCameOver) {
     std::size_t size;
     std::uint32_t direct_members, damaged;
     bool both_ways;
+    Over over = Over::host;
   };
-  std::vector<Way> ways{{60, 8, 3, true}, {3000, 8, 3, true}, {3000, 8, 3, false}};  // all to all, and by the ring
+  // All to all, by the ring, and where members look into each other's memory.
+  std::vector<Way> ways{{60, 8, 3, true}, {3000, 8, 3, true}, {3000, 8, 3, false}, {3000, 8, 3, true, Over::viewed}};
   for (std::uint32_t damaged = 0; damaged < 5; ++damaged) ways.push_back({60, 0, damaged, true});  // in rounds
   for (const auto& way : ways) {
     SCOPED_TRACE(testing::Message() << way.size << ", " << way.direct_members << ", " << way.damaged);
-    Cluster cluster(9, {way.size});
+    Cluster cluster(9, {way.size}, way.over);
     cluster.options.both_ways = way.both_ways;
     cluster.options.direct_members = way.direct_members;
     for (std::uint32_t i = 0; i < 5; ++i) {
@@ -134,10 +137,10 @@ TEST(FtarResults, AFlippedBitIsTracedToTheHopThatItCameOver) {
   }
 }
 
-// The same inputs give the same bits in either memory: a ring of GPUs is no other ring.
-TEST(FtarPlans, AGpuAddsAsTheHostDoes) {
-  const auto run = [](bool on_gpu) {
-    Cluster cluster(9, {40001, 64}, on_gpu);
+// The same inputs give the same bits in any memory, whoever adds them up where.
+TEST(FtarPlans, AllWaysOfAddingUpGiveTheSameBits) {
+  const auto run = [](Over over) {
+    Cluster cluster(9, {40001, 64}, over);
     for (int i = 0; i < 3; ++i) cluster.add();
     cluster.enter(Epoch(1), cluster.ring_members());
     cluster.start(Step(1), ReduceOp::mean);
@@ -145,11 +148,13 @@ TEST(FtarPlans, AGpuAddsAsTheHostDoes) {
     cluster.look();
     return cluster.ranks[2]->output;
   };
-  EXPECT_EQ(run(false), run(true));
+  const auto sums = run(Over::host);
+  EXPECT_EQ(sums, run(Over::gpu));
+  EXPECT_EQ(sums, run(Over::viewed));
 }
 
 TEST(FtarPlans, AMemberAloneIsGivenWhatItGave) {
-  Cluster cluster(2, {5000}, true);
+  Cluster cluster(2, {5000}, Over::gpu);
   cluster.add();
   cluster.enter(Epoch(1), cluster.ring_members());
   cluster.start(Step(1), ReduceOp::mean);
@@ -159,7 +164,7 @@ TEST(FtarPlans, AMemberAloneIsGivenWhatItGave) {
 
 // A kernel for all buckets of a step, not for each chunk.
 TEST(FtarPlans, AKernelServesForAWholeStep) {
-  Cluster cluster(2, {40000, 40000}, true);
+  Cluster cluster(2, {40000, 40000}, Over::gpu);
   cluster.options.reducer.patience = std::chrono::hours(1);
   for (int i = 0; i < 2; ++i) cluster.add();
   cluster.enter(Epoch(1), cluster.ring_members());

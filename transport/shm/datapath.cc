@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "base/fail.h"
+#include "base/streamed_copy.h"
 #include "transport/shm/engine.h"
 
 namespace rejoin::transport::shm {
@@ -94,6 +95,7 @@ Result<> ShmEngine::write(EndpointId id, std::span<const Write> writes) {
     endpoint.operations[operation] = {.context = write.context, .region = write.local.region, .read = {}};
     wire::Header header{.kind = wire::Kind::write,
                         .has_notify = write.notify.has_value(),
+                        .streamed = write.streamed && write.notify,  // older receivers take it for a part of that
                         .length = write.length,
                         .operation = operation,
                         .key = write.remote.region.key,
@@ -131,6 +133,34 @@ Result<> ShmEngine::read(EndpointId id, std::span<const Read> reads) {
     ask(endpoint, operation, read);
   }
   return {};
+}
+
+std::optional<ViewableRegion> ShmEngine::viewable(RegionId id) const {
+  const Region* region = regions_.find(id);
+  if (region == nullptr) return std::nullopt;
+  ViewableRegion where{.address = reinterpret_cast<std::uintptr_t>(region->memory.data()),
+                       .length = region->memory.size()};
+  if (const auto file = files_.find(id.value); file != files_.end()) {
+    where.file = file->second.fd;
+    where.inode = file->second.inode;
+    where.file_offset = file->second.offset;
+  } else if (!readable_) {
+    return std::nullopt;
+  }
+  return where;
+}
+
+Result<BytesView> ShmEngine::view(EndpointId id, const ViewableRegion& where, std::uint64_t offset,
+                                  std::span<std::byte> room) {
+  auto endpoint = open_endpoint(id);
+  if (!endpoint) return tl::unexpected(endpoint.error());
+  if (!in_range(offset, room.size(), where.length))
+    return fail(ErrorCode::invalid_argument, "bytes {}+{} are outside the peer's region of {}", offset, room.size(),
+                where.length);
+  const Place place{where.address + offset, where.file, where.inode, where.file_offset + offset};
+  if (const BytesView mapped = in_place(**endpoint, place, room.size()); !mapped.empty()) return mapped;
+  if (auto copied = copy_out(**endpoint, place, room); !copied) return tl::unexpected(copied.error());
+  return room;
 }
 
 void ShmEngine::ask(Endpoint& endpoint, std::uint64_t operation, const Read& read) {
@@ -178,10 +208,10 @@ void ShmEngine::handle(Endpoint& endpoint, const wire::Header& header, BytesView
 
 // The peer's memfd, mapped for as long as the connection lasts or until others take its place; empty where it can't be
 // had just now: then the same bytes are read out of the peer's memory.
-BytesView ShmEngine::peer_file(Endpoint& endpoint, const wire::Header& header) {
+BytesView ShmEngine::peer_file(Endpoint& endpoint, const Place& place) {
   auto& files = endpoint.files;
   const auto known =
-      std::find_if(files.begin(), files.end(), [&](const PeerFile& file) { return file.inode == header.inode; });
+      std::find_if(files.begin(), files.end(), [&](const PeerFile& file) { return file.inode == place.inode; });
   if (known == files.begin() && known != files.end()) return files.front().bytes.span();
   if (known != files.end()) {
     PeerFile used = std::move(*known);
@@ -189,11 +219,11 @@ BytesView ShmEngine::peer_file(Endpoint& endpoint, const wire::Header& header) {
     files.push_front(std::move(used));
     return files.front().bytes.span();
   }
-  PeerFile made{.inode = header.inode, .bytes = {}};
-  const Fd fd(::open(fmt::format("/proc/{}/fd/{}", endpoint.pid, header.file).c_str(), O_RDONLY | O_CLOEXEC));
+  PeerFile made{.inode = place.inode, .bytes = {}};
+  const Fd fd(::open(fmt::format("/proc/{}/fd/{}", endpoint.pid, place.file).c_str(), O_RDONLY | O_CLOEXEC));
   struct stat status {};
   // Its number may stand for another file by now; and what can shrink would make us fault.
-  if (fd && ::fstat(fd.get(), &status) == 0 && status.st_ino == header.inode)
+  if (fd && ::fstat(fd.get(), &status) == 0 && status.st_ino == place.inode)
     if (const auto size = sealed_size(fd); size && *size > 0)
       if (auto mapped = Mapping::of(fd, *size, false)) made.bytes = std::move(*mapped);
   if (made.bytes.span().empty()) return {};
@@ -210,14 +240,24 @@ Result<> ShmEngine::fetch(Endpoint& endpoint, const wire::Header& header, BytesV
     return {};
   }
   moved_ += header.length;
-  const BytesView mapped = header.file < 0 ? BytesView{} : peer_file(endpoint, header);
-  if (!mapped.empty() && in_range(header.file_offset, header.length, mapped.size())) {
-    std::memcpy(target, mapped.data() + header.file_offset, header.length);
-    return {};
-  }
-  for (std::uint64_t done = 0; done < header.length;) {
-    const std::uint64_t step = std::min(header.length - done, kBytesPerCall);
-    const iovec near{target + done, step}, far{reinterpret_cast<void*>(header.address + done), step};
+  const Place place{header.address, header.file, header.inode, header.file_offset};
+  const BytesView mapped = in_place(endpoint, place, header.length);
+  if (mapped.empty()) return copy_out(endpoint, place, {target, header.length});
+  if (header.streamed != 0) streamed_copy(target, mapped.data(), mapped.size());
+  else std::memcpy(target, mapped.data(), mapped.size());
+  return {};
+}
+
+// The peer's bytes where they are mapped here; empty where they are not.
+BytesView ShmEngine::in_place(Endpoint& endpoint, const Place& place, std::uint64_t length) {
+  const BytesView mapped = place.file < 0 ? BytesView{} : peer_file(endpoint, place);
+  return in_range(place.offset, length, mapped.size()) ? mapped.subspan(place.offset, length) : BytesView{};
+}
+
+Result<> ShmEngine::copy_out(const Endpoint& endpoint, const Place& place, std::span<std::byte> target) {
+  for (std::uint64_t done = 0; done < target.size();) {
+    const std::uint64_t step = std::min(target.size() - done, kBytesPerCall);
+    const iovec near{target.data() + done, step}, far{reinterpret_cast<void*>(place.address + done), step};
     const ssize_t moved = ::process_vm_readv(endpoint.pid, &near, 1, &far, 1, 0);
     if (moved <= 0) return unreadable(endpoint.pid);
     done += static_cast<std::uint64_t>(moved);

@@ -45,6 +45,9 @@ class ShmEngine final : public Engine {
   Result<> send(EndpointId endpoint, BytesView message) override;
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
+  std::optional<ViewableRegion> viewable(RegionId region) const override;
+  Result<BytesView> view(EndpointId endpoint, const ViewableRegion& where, std::uint64_t offset,
+                         std::span<std::byte> room) override;
   std::span<const Event> poll() override;
   bool arm() override;
   int event_fd() const override { return epoll_.get(); }
@@ -120,7 +123,14 @@ class ShmEngine final : public Engine {
   void point_at(wire::Header& header, BytesView& body, const LocalRange& range);
   void on_acknowledge(Endpoint& endpoint, const wire::Header& header);
   Result<> fetch(Endpoint& endpoint, const wire::Header& header, BytesView body, std::byte* target);
-  BytesView peer_file(Endpoint& endpoint, const wire::Header& header);
+  struct Place {  // of bytes of the peer's: in its memory, and in its file if there is one
+    std::uint64_t address = 0;
+    std::int64_t file = -1;
+    std::uint64_t inode = 0, offset = 0;
+  };
+  BytesView in_place(Endpoint& endpoint, const Place& place, std::uint64_t length);
+  static Result<> copy_out(const Endpoint& endpoint, const Place& place, std::span<std::byte> target);
+  BytesView peer_file(Endpoint& endpoint, const Place& place);
 
   Fd epoll_, listener_, doorbell_;
   const SteadyClock clock_{};

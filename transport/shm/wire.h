@@ -13,8 +13,9 @@ enum class Kind : std::uint32_t { message = 1, write, acknowledge, read, found }
 
 struct Header {
   Kind kind{};
-  std::uint32_t has_notify = 0;
-  std::uint64_t length = 0;  // bytes to move
+  std::uint16_t has_notify = 0;
+  std::uint16_t streamed = 0;  // a write's bytes: whoever copies them may pass its caches by
+  std::uint64_t length = 0;    // bytes to move
   std::uint64_t operation = 0;
   std::uint64_t key = 0;  // acknowledge: the refusal
   std::uint64_t offset = 0;

@@ -1,5 +1,6 @@
 #include "transport/sim/engine.h"
 
+#include <algorithm>
 #include <charconv>
 
 #include "base/fail.h"
@@ -150,6 +151,33 @@ Result<> SimEngine::read(EndpointId id, std::span<const Read> reads) {
   for (const auto& read : reads)
     start(id, Direction::read, read.context, read.local, read.remote, read.length, std::nullopt);
   return {};
+}
+
+std::optional<ViewableRegion> SimEngine::viewable(RegionId region) const {
+  const auto found = regions_.find(region.value);
+  if (!fabric_.options_.viewable || found == regions_.end()) return std::nullopt;
+  const auto memory = found->second.memory;
+  return ViewableRegion{.address = reinterpret_cast<std::uintptr_t>(memory.data()), .length = memory.size()};
+}
+
+// Now in place, now by a copy. A process that is stopped can be looked at, one that is gone can't.
+Result<BytesView> SimEngine::view(EndpointId id, const ViewableRegion& where, std::uint64_t offset,
+                                  std::span<std::byte> room) {
+  const Endpoint* endpoint = open(id);
+  const SimEngine* peer = endpoint == nullptr ? nullptr : fabric_.engine(endpoint->peer_engine);
+  if (peer == nullptr)
+    return fail(ErrorCode::unavailable, "endpoint {:x} is not connected, or its peer is gone", id.value);
+  const auto holds = [&](const auto& one) {
+    return reinterpret_cast<std::uintptr_t>(one.second.memory.data()) == where.address &&
+           in_range(offset, room.size(), one.second.memory.size());
+  };
+  const auto found = std::ranges::find_if(peer->regions_, holds);
+  if (found == peer->regions_.end())
+    return fail(ErrorCode::not_found, "bytes {}+{} are in no region of the peer's", offset, room.size());
+  const BytesView bytes = BytesView(found->second.memory).subspan(offset, room.size());
+  if (fabric_.random_() % 2 == 0) return bytes;
+  std::ranges::copy(bytes, room.begin());
+  return room;
 }
 
 // The bytes move at one instant between posting and completion, not at posting: a source that changes too early shows.

@@ -26,6 +26,9 @@ class SimEngine final : public Engine {
   Result<> send(EndpointId endpoint, BytesView message) override;
   Result<> write(EndpointId endpoint, std::span<const Write> writes) override;
   Result<> read(EndpointId endpoint, std::span<const Read> reads) override;
+  std::optional<ViewableRegion> viewable(RegionId region) const override;
+  Result<BytesView> view(EndpointId endpoint, const ViewableRegion& where, std::uint64_t offset,
+                         std::span<std::byte> room) override;
   std::span<const Event> poll() override;
   bool arm() override { return pending_.empty(); }
   int event_fd() const override { return -1; }

@@ -29,6 +29,8 @@ struct Options {
   bool lands_stopped = false;
   // Memory that is withdrawn from under a transfer costs its connection and what was said on it, as over TCP.
   bool withdrawal_breaks = false;
+  // Processes can look into each other's memory, as within one machine.
+  bool viewable = false;
   // A broken transport, to see whether that is noticed: closing an endpoint does not stop writes on their way.
   bool unfenced = false;
 };

@@ -102,6 +102,81 @@ TEST(ShmEngine, MemoryThatIsNoFilesIsRefusedToItsOwnerWithTheReason) {
   }
 }
 
+// Two engines that are connected.
+struct Two {
+  std::unique_ptr<Engine> caller = make_engine().value(), listener = make_engine().value();
+  EndpointId there, here;  // the caller's, and the listener's
+  Two() {
+    there = caller->connect({listener->listen({}).value().text}, {}).value();
+    bool connected = false;
+    EXPECT_TRUE(within(std::chrono::seconds(20), [&] {
+      for (const auto& event : listener->poll())
+        if (event.kind == EventKind::accepted) here = event.endpoint;
+      for (const auto& event : caller->poll()) connected = connected || event.kind == EventKind::connected;
+      return connected && here != EndpointId{};
+    }));
+  }
+};
+
+void fill(const Mapping& memory) {
+  for (std::size_t i = 0; i < memory.size(); ++i) memory.data()[i] = static_cast<std::byte>(i * 7 + i / 251);
+}
+
+TEST(ShmEngine, APeersFileIsSeenInPlaceAndItsOtherMemoryByACopy) {
+  for (const bool file : {true, false}) {
+    Two two;
+    auto memory = file ? Mapping::shareable(1 * MiB).value() : Mapping::anonymous(1 * MiB).value();
+    fill(memory);
+    const auto region = two.listener->register_region(memory.span(), MemoryKind::host, Access::local).value();
+    const auto where = two.listener->viewable(region);
+    ASSERT_TRUE(where);
+    Bytes room(1000);
+    const auto seen = two.caller->view(two.there, *where, 4099, room);
+    ASSERT_TRUE(seen) << seen.error().message;
+    EXPECT_TRUE(std::ranges::equal(*seen, memory.span().subspan(4099, 1000)));
+    EXPECT_EQ(seen->data() != room.data(), file);
+    memory.data()[4099] ^= std::byte{1};
+    EXPECT_EQ(*seen->data() == memory.data()[4099], file) << "in place is as it is now";
+    for (const std::uint64_t outside : {1 * MiB - 999, ~std::uint64_t{0}})
+      EXPECT_EQ(two.caller->view(two.there, *where, outside, room).error().code, ErrorCode::invalid_argument);
+    auto wrong = *where;  // no memory of the peer's, and beyond the end of its file
+    wrong.address = 4096, wrong.file_offset = 1 * MiB;
+    EXPECT_FALSE(two.caller->view(two.there, wrong, 0, room));
+    two.listener->deregister(region);
+    EXPECT_FALSE(two.listener->viewable(region));
+    two.caller->close(two.there);
+    EXPECT_FALSE(two.caller->view(two.there, *where, 0, room));
+  }
+}
+
+TEST(ShmEngine, StreamedWritesBringTheSameBytesAtAnyPlaceAndLength) {
+  Two two;
+  auto from = Mapping::shareable(64 * KiB).value(), into = Mapping::shareable(64 * KiB).value();
+  fill(from);
+  const auto source = two.caller->register_region(from.span(), MemoryKind::host, Access::local).value();
+  const auto target = two.listener->register_region(into.span(), MemoryKind::host, Access::remote_write).value();
+  for (const std::size_t at : {0, 1, 63, 64, 1000})
+    for (const std::size_t length : {std::size_t{0}, std::size_t{1}, 8 * KiB + 1, 8 * KiB + 64, 32 * KiB - 5}) {
+      std::ranges::fill(into.span(), std::byte{0xee});
+      const Write write{.local = {source, 3},
+                        .remote = {two.listener->remote(target), at},
+                        .length = length,
+                        .notify = 5,
+                        .streamed = true};
+      ASSERT_TRUE(two.caller->write(two.there, {&write, 1}));
+      bool written = false;
+      ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+        for (const auto& event : two.listener->poll())
+          written = written || (event.kind == EventKind::written && event.value == 5);
+        (void)two.caller->poll();
+        return written;
+      }));
+      EXPECT_TRUE(std::ranges::equal(into.span().subspan(at, length), from.span().subspan(3, length)));
+      EXPECT_EQ(into.data()[at + length], std::byte{0xee});
+      if (at > 0) EXPECT_EQ(into.data()[at - 1], std::byte{0xee});
+    }
+}
+
 // Processes of this user that greet nobody: few at a time, and not for long; who greets comes in.
 TEST(StrangersOfShm, HaveTheirTimeAndNoMoreAndKeepNobodyOut) {
   auto listener = make_engine().value(), caller = make_engine().value();
