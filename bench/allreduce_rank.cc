@@ -72,6 +72,7 @@ class RankProcess {
     auto engine = transport::make_engine(s_.transport, device_);
     if (!engine) return tl::unexpected(engine.error());
     engine_ = std::move(*engine);
+    engine_->set_polled_on();
     auto address = engine_->listen({"127.0.0.1:0"});
     if (!address) return tl::unexpected(address.error());
     if (auto made = make_buffers(); !made) return tl::unexpected(made.error());

@@ -149,6 +149,7 @@ Result<> ProgressThread::make_engine(bool on_gpu) {
   auto engine = transport::make_engine(config_.transport, owner_.device(), reducer_);
   if (!engine) return tl::unexpected(engine.error());
   engine_ = std::move(*engine);
+  engine_->set_polled_on();
   return engine_->listen({config_.data_listen})
       .map_error([&](Error error) {  // not where it is a rail's address
         if (error.message.find(config_.data_listen) != std::string::npos)

@@ -131,6 +131,10 @@ class Engine {
   // How long a peer may be silent, as the job has it: the deadlines of connections made from now on follow from it
   // (base/deadlines.h).
   virtual void set_silence(Duration) {}
+  // Whoever owns this engine polls until arm() is true whenever poll() brought anything, and never just stops when it
+  // has what it waits for. So what poll() has to answer peers may leave together with what the handlers of its events
+  // post.
+  virtual void set_polled_on() {}
   // Starts a connection; ends in `connected` or `closed`. `hello` (at most kMaxHello) reaches the peer with `accepted`.
   virtual Result<EndpointId> connect(const Address& peer, BytesView hello) = 0;
 

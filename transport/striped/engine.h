@@ -44,6 +44,9 @@ class StripedEngine final : public Engine {
   Result<Address> listen(const Address& where) override;
   void set_secrets(const Secrets& secrets) override;
   void set_silence(Duration silence) override;
+  void set_polled_on() override {
+    for (auto& rail : rails_) rail->set_polled_on();
+  }
   Result<EndpointId> connect(const Address& peer, BytesView hello) override;
   Result<RegionId> register_region(std::span<std::byte> memory, MemoryKind kind, Access access) override;
   Result<RegionId> register_dma_buf(const DmaBuf& buffer, Access access) override;

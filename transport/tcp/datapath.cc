@@ -51,6 +51,7 @@ std::span<const Event> TcpEngine::poll() {
         (ready[i].events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0)
       receive(*endpoint);
   }
+  if (polled_on_ && !events_.empty()) return events_.take();  // what is left goes out in the next poll()
   for (auto id : std::exchange(unflushed_, {}))
     if (Endpoint* endpoint = find(id)) {
       endpoint->dirty = false;

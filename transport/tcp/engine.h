@@ -42,6 +42,7 @@ class TcpEngine final : public Engine {
 
   Result<Address> listen(const Address& where) override;
   void set_secrets(const Secrets& secrets) override { secrets_ = secrets; }
+  void set_polled_on() override { polled_on_ = true; }
   void set_silence(Duration silence) override {
     silence_ = silence;
     strangers_.set_silence(silence);
@@ -177,6 +178,7 @@ class TcpEngine final : public Engine {
   EventQueue events_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Endpoint>> endpoints_;
   std::vector<EndpointId> unflushed_;
+  bool polled_on_ = false;
   std::vector<EndpointId> unread_;  // encrypted ones that hold bytes which epoll does not know of
 };
 

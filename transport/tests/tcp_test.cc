@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "base/fd.h"
 #include "transport/tcp/factory.h"
 #include "transport/tcp/records.h"
+#include "transport/tests/within.h"
 
 namespace rejoin::transport::tcp {
 namespace {
@@ -152,6 +154,36 @@ TEST_P(TcpEngine, AnEncryptedSideAndOneThatIsNotRefuseEachOther) {
   }
   EXPECT_EQ(end, EventKind::closed);
   client->close(endpoint);
+}
+
+// Who polls on lets its answers leave with what its handlers post; nobody else may have to poll once more.
+TEST_P(TcpEngine, AnswersWaitForTheNextPollOnlyWhereOneIsSureToCome) {
+  for (const bool polled_on : {false, true}) {
+    auto server = make_engine(options).value(), client = make_engine(options).value();
+    if (polled_on) server->set_polled_on();
+    Bytes memory(4096);
+    const auto target = server->register_region(memory, MemoryKind::host, Access::remote_write).value();
+    const auto source = client->register_region(memory, MemoryKind::host, Access::local).value();
+    const auto there = client->connect(server->listen({"127.0.0.1:0"}).value(), {}).value();
+    const auto poll_until = [](Engine& engine, Engine* other, EventKind kind) {
+      return within(std::chrono::seconds(20), [&] {
+        if (other != nullptr) (void)other->poll();
+        const auto events = engine.poll();
+        return std::ranges::any_of(events, [&](const Event& event) { return event.kind == kind; });
+      });
+    };
+    ASSERT_TRUE(poll_until(*client, server.get(), EventKind::connected));
+    const Write write{
+        .local = {source, 0}, .remote = {server->remote(target), 0}, .length = memory.size(), .notify = 1};
+    ASSERT_TRUE(client->write(there, {&write, 1}));
+    ASSERT_TRUE(poll_until(*server, client.get(), EventKind::written));
+    if (polled_on) {
+      EXPECT_FALSE(server->arm()) << "it may sleep with its answer unsent";
+      for (int i = 0; i < 100; ++i) EXPECT_TRUE(client->poll().empty());
+      (void)server->poll();
+    }
+    EXPECT_TRUE(poll_until(*client, nullptr, EventKind::completed));
+  }
 }
 
 TEST(TcpEngines, OneThatWantsTheKernelToEncryptAndOneThatDoesNotUnderstandEachOther) {
