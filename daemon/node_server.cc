@@ -24,6 +24,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
       timer_(io),
       family_(transport::family_of(options.transport)),
       machine_(options.name, options.silence, random_number(), options.location),
+      streams_(family_, Location::parse(options.location).value_or(Location())),
       coordinators_(io, options.coordinator, options.name, keys, options.silence,
                     [this](proto::LeaderView& view) { machine_.write_hosts(view); },
                     {.up = [this] { carry_out(machine_.on_coordinator_up(now())); },
@@ -33,7 +34,7 @@ NodeServer::NodeServer(asio::io_context& io, const NodeOptions& options, const J
                            record_plan(message);
                            if (message.has_registered()) coordinator_page_ = message.registered().page();
                            carry_out(machine_.on_coordinator_message(message, now()));
-                           if (message.has_plan() || message.has_peers()) follow_plan();
+                           if (message.has_plan() || message.has_peers()) follow_plan(message.has_peers());
                          },
                      .down = [this] { carry_out(machine_.on_coordinator_down()); },
                      .over = [this] { return machine_.plan().finished(); },
@@ -183,10 +184,10 @@ void NodeServer::carry_out(const membership::Node::Actions& actions) {
 }
 
 // Starts, updates and ends the streams into local joiners as the plan says.
-void NodeServer::follow_plan() {
-  const auto here = Location::parse(options_.location).value_or(Location());
-  for (auto& [connection, key, catching_up, job, serves, sources, chain, strange, committed] :
-       streams_of(machine_, family_, here)) {
+void NodeServer::follow_plan(bool other_peers) {
+  const Step committed(machine_.plan().committed());
+  for (const auto& stream : streams_.of(machine_, other_peers)) {
+    const auto& [connection, key, catching_up, job, serves, sources, chain, strange] = *stream;
     for (const auto& one : strange) warn_of(one);
     auto found = trainers_.find(connection);
     if (found == trainers_.end()) continue;
@@ -205,9 +206,9 @@ void NodeServer::follow_plan() {
       trainer.stream->post([key = key, serves = serves, job = job, joining = catching_up](
                                catchup::Service& service, TimePoint) { service.serve(key, serves, job, joining); });
     if (catching_up)
-      trainer.stream->post_latest(
-          key, [key = key, sources = sources, chain = chain, committed = committed](
-                   catchup::Service& service, TimePoint at) { service.catch_up(key, sources, committed, at, chain); });
+      trainer.stream->post_latest(key, [stream, committed](catchup::Service& service, TimePoint at) {
+        service.catch_up(stream->key, stream->sources, committed, at, stream->chain);
+      });
   }
 }
 

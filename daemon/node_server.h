@@ -99,7 +99,7 @@ class NodeServer {
   proto::Report describe(ReplicaId replica, Duration since_last);
   void keep_listening();
   void carry_out(const membership::Node::Actions& actions);
-  void follow_plan();
+  void follow_plan(bool other_peers);
   void warn_of(const StrangeStream& stream);
   Result<> admit(Trainer& trainer, Offering offering, DeviceStream& stream);
   Result<> clear_place(const Trainer& newcomer, const catchup::RankKey& key, std::uint64_t instance);
@@ -132,6 +132,7 @@ class NodeServer {
   asio::steady_timer timer_;
   const std::string family_;  // of the catch-up streams
   membership::Node machine_;
+  Streams streams_;
   std::set<StrangeStream> warned_of_;
   std::map<membership::RankConnection, Trainer> trainers_;
   TimePoint sign_given_{};  // to these

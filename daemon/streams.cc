@@ -1,5 +1,7 @@
 #include "daemon/streams.h"
 
+#include <algorithm>
+
 namespace rejoin::daemon {
 
 namespace {
@@ -28,15 +30,17 @@ void add_source(LocalStream& stream, const proto::Peer& peer, const std::string&
   const ReplicaId replica(peer.replica());
   const Incarnation incarnation(peer.incarnation());
   const auto its = stream_of(peer);
-  if (its.family == family)
+  if (its.family != family) stream.strange.insert({replica, incarnation, printable(its.family, kLongestFamily)});
+  else if (stream.catching_up)
     stream.sources.insert({replica, incarnation, {its.address}, stream.job, distance_to(peer, here)});
-  else stream.strange.insert({replica, incarnation, printable(its.family, kLongestFamily)});
 }
 
 const proto::Peer* peer_of(const membership::Node& node, std::uint32_t rank, const proto::Member& member) {
-  for (const auto& peer : node.peers().of(rank))
-    if (peer.replica() == member.replica() && peer.incarnation() == member.incarnation()) return &peer;
-  return nullptr;
+  const auto& peers = node.peers().of(rank);  // by replica
+  const auto found = std::ranges::lower_bound(peers, member.replica(), {}, &proto::Peer::replica);
+  const bool is_it =
+      found != peers.end() && found->replica() == member.replica() && found->incarnation() == member.incarnation();
+  return is_it ? &*found : nullptr;
 }
 
 // The joiners that say that they pass on what they have, in the order of the plan, which all know alike; and of those
@@ -77,18 +81,40 @@ std::vector<LocalStream> streams_of(const membership::Node& node, const std::str
     stream.rank = connection;
     stream.key = {ReplicaId(info.up.replica()), RankId(info.up.rank())};
     stream.job = info.up.job();
-    stream.committed = Step(node.plan().committed());
-    for (const auto& member : node.plan().members()) {
-      if (member.replica() == info.up.replica() && member.incarnation() == info.up.incarnation()) {
-        stream.catching_up = member.catching_up();
-        stream.serves = Incarnation(member.incarnation());
-      }
-      if (member.catching_up()) continue;
-      if (const auto* peer = peer_of(node, info.up.rank(), member)) add_source(stream, *peer, family, here);
+    const auto& members = node.plan().members();
+    const auto self = std::ranges::find_if(members, [&up = info.up](const auto& member) {
+      return member.replica() == up.replica() && member.incarnation() == up.incarnation();
+    });
+    if (self != members.end()) {
+      stream.catching_up = self->catching_up();
+      stream.serves = Incarnation(self->incarnation());
     }
+    for (const auto& member : members)
+      if (!member.catching_up())
+        if (const auto* peer = peer_of(node, info.up.rank(), member)) add_source(stream, *peer, family, here);
     if (stream.catching_up && info.up.passes_on()) add_chain(stream, node, family, here);
   }
   return streams;
+}
+
+Streams::Basis Streams::basis_of(const membership::Node& node) {
+  Basis basis;
+  for (const auto& member : node.plan().members())
+    basis.members.push_back({member.replica(), member.incarnation(), member.catching_up()});
+  for (const auto& [connection, info] : node.ranks())
+    basis.ranks.push_back({connection.value, info.up.incarnation(), info.up.job()});
+  return basis;
+}
+
+const std::vector<std::shared_ptr<const LocalStream>>& Streams::of(const membership::Node& node, bool other_peers) {
+  Basis basis = basis_of(node);
+  if (!other_peers && basis_ == basis) return streams_;
+  basis_ = std::move(basis);
+  ++made_;
+  streams_.clear();
+  for (auto& stream : streams_of(node, family_, here_))
+    streams_.push_back(std::make_shared<const LocalStream>(std::move(stream)));
+  return streams_;
 }
 
 proto::FromNode report_of(const catchup::Service::CompletedRank& completed) {

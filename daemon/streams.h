@@ -1,6 +1,9 @@
 // Which local ranks serve, which catch up, and from whom, as the coordinator's plan says. Pure.
 #pragma once
 
+#include <array>
+#include <memory>
+
 #include "base/location.h"
 #include "catchup/service.h"
 #include "membership/node.h"
@@ -23,15 +26,38 @@ struct LocalStream {
   catchup::RankKey key;
   bool catching_up = false;
   std::uint64_t job = 0;
-  std::optional<Incarnation> serves;         // it is a member, in this incarnation
-  std::set<catchup::SourceAddress> sources;  // the same rank of all contributors that can be reached
-  catchup::Chain chain;                      // … of joiners, where this one is catching up
+  std::optional<Incarnation> serves;  // it is a member, in this incarnation
+  // Where it is catching up: the same rank of all contributors that can be reached, and of joiners.
+  std::set<catchup::SourceAddress> sources;
+  catchup::Chain chain;
   std::set<StrangeStream> strange;
-  Step committed;  // the last step
 };
 
 // `family`: of this node's own streams (transport/factory.h). `here`: where it is.
 std::vector<LocalStream> streams_of(const membership::Node& node, const std::string& family, const Location& here = {});
+
+// The same, kept from plan to plan: a plan comes with each step, and what they follow from changes rarely.
+class Streams {
+ public:
+  Streams(std::string family, const Location& here) : family_(std::move(family)), here_(here) {}
+  // `other_peers`: the node has heard of peers since the last call. The result is valid until the next one.
+  const std::vector<std::shared_ptr<const LocalStream>>& of(const membership::Node& node, bool other_peers);
+  std::uint64_t made() const { return made_; }  // so many times they were made anew
+
+ private:
+  // What they follow from, besides peers. Numbers of members and of ranks.
+  struct Basis {
+    std::vector<std::array<std::uint64_t, 3>> members, ranks;
+    bool operator==(const Basis&) const = default;
+  };
+  static Basis basis_of(const membership::Node& node);
+
+  const std::string family_;
+  const Location here_;
+  std::optional<Basis> basis_;
+  std::vector<std::shared_ptr<const LocalStream>> streams_;
+  std::uint64_t made_ = 0;
+};
 
 // What a stream's thread has found, for the rank's node.
 proto::FromNode report_of(const catchup::Service::CompletedRank& completed);

@@ -30,6 +30,7 @@ Daemon::Daemon(World& world, std::uint32_t node_number)
       node(node_number),
       world_(world),
       machine_(fmt::format("node {}", node_number), world.job.silence, instance, world.location_of(node_number)),
+      streams_(kFamily, Location::parse(world.location_of(node_number)).value_or(Location())),
       tracker_(fmt::format("node {}", node_number), world.job.silence, world.shape.coordinators,
                [this](proto::LeaderView& view) { machine_.write_hosts(view); }),
       connections_(world.shape.coordinators) {
@@ -135,7 +136,7 @@ void Daemon::on_control_message(std::uint64_t from, const proto::ToNode& message
   act(actions);
   if (!actions.pass) return;
   carry_out(machine_.on_coordinator_message(message, local_now()));
-  if (message.has_plan() || message.has_peers()) follow_plan();
+  if (message.has_plan() || message.has_peers()) follow_plan(message.has_peers());
 }
 
 void Daemon::act(const membership::LeaderTracker::Actions& actions) {
@@ -209,9 +210,10 @@ void Daemon::carry_out(const membership::Node::Actions& actions) {
   }
 }
 
-void Daemon::follow_plan() {
-  const auto here = Location::parse(world_.location_of(node)).value_or(Location());
-  for (const auto& stream : daemon::streams_of(machine_, kFamily, here)) {
+void Daemon::follow_plan(bool other_peers) {
+  const Step committed(machine_.plan().committed());
+  for (const auto& one : streams_.of(machine_, other_peers)) {
+    const daemon::LocalStream& stream = *one;
     auto found = ranks_.find(stream.rank);
     if (found == ranks_.end()) continue;
     LocalRank& rank = found->second;
@@ -233,7 +235,7 @@ void Daemon::follow_plan() {
     const bool fooled = world_.planted(Plant::joiners_prove) && !stream.chain.fellows.empty();
     const auto& sources = fooled ? stream.chain.fellows : stream.sources;
     const auto chain = fooled ? catchup::Chain{} : stream.chain;
-    post([key = stream.key, sources, chain, committed = stream.committed](catchup::Service& service, TimePoint now) {
+    post([key = stream.key, sources, chain, committed](catchup::Service& service, TimePoint now) {
       service.catch_up(key, sources, committed, now, chain);
     });
     if (lies()) serve(rank);

@@ -54,7 +54,7 @@ class Daemon final : public Process {
   void tell(std::uint64_t link, const proto::FromNode& message);
   void act(const membership::LeaderTracker::Actions& actions);
   void carry_out(const membership::Node::Actions& actions);
-  void follow_plan();
+  void follow_plan(bool other_peers);
   void serve(const LocalRank& rank);
   bool lies() const;
   TimePoint local_now() const;
@@ -62,6 +62,7 @@ class Daemon final : public Process {
   World& world_;
   std::string address_;
   membership::Node machine_;
+  daemon::Streams streams_;
   std::unique_ptr<catchup::Service> service_;
   std::map<membership::RankConnection, LocalRank> ranks_;
   std::vector<Command> commands_;

@@ -100,5 +100,40 @@ TEST(Streams, WhoIsNoMemberServesNobody) {
   EXPECT_FALSE(rank.stream().serves);
 }
 
+// A plan comes with each step; whom a rank fetches from changes with members, peers and ranks alone.
+TEST(Streams, AreMadeAnewWhenWhatTheyFollowFromChangesAndNotWithEachPlan) {
+  JoiningRank rank;
+  Streams streams("tcp", rank.here);
+  (void)rank.node.on_coordinator_message(rank.peers, {});
+  const auto plan = [&] {
+    (void)rank.node.on_coordinator_message(rank.plan, {});
+    return streams.of(rank.node, false).front();
+  };
+  const auto first = plan();
+  for (std::uint64_t step = 1; step <= 100; ++step) {
+    rank.plan.mutable_plan()->set_committed(step);
+    EXPECT_EQ(plan(), first);
+  }
+  EXPECT_EQ(streams.made(), 1u);
+
+  rank.member(3, false, true);
+  EXPECT_EQ(replicas_of(plan()->sources), (std::set<std::uint32_t>{0, 1})) << "its address is not known yet";
+  (void)rank.node.on_coordinator_message(rank.peers, {});
+  EXPECT_EQ(replicas_of(streams.of(rank.node, true).front()->sources), (std::set<std::uint32_t>{0, 1, 3}));
+  rank.plan.mutable_plan()->mutable_members(0)->set_incarnation(110);
+  EXPECT_EQ(replicas_of(plan()->sources), (std::set<std::uint32_t>{1, 3})) << "an earlier life of it is a peer";
+  rank.plan.mutable_plan()->mutable_members(2)->set_catching_up(false);
+  EXPECT_FALSE(plan()->catching_up);
+  EXPECT_EQ(streams.made(), 5u);
+
+  proto::FromNode other;
+  other.mutable_rank_up()->set_instance(6);
+  (void)rank.node.on_rank_message(membership::RankConnection(2), other, {});
+  EXPECT_EQ(streams.of(rank.node, false).size(), 2u);
+  (void)rank.node.on_rank_gone(membership::RankConnection(2), "killed", membership::Node::Gone::ended);
+  EXPECT_EQ(streams.of(rank.node, false).size(), 1u);
+  EXPECT_EQ(streams.made(), 7u);
+}
+
 }  // namespace
 }  // namespace rejoin::daemon
