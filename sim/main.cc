@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -11,6 +12,7 @@
 #include <thread>
 
 #include "base/command_line.h"
+#include "base/fail.h"
 #include "base/log.h"
 #include "sim/long_job.h"
 #include "sim/scale.h"
@@ -92,18 +94,19 @@ struct Shared {
   struct Count {
     char name[48];
     std::uint64_t count;
-  } counts[64][1024];  // each job's own
+  } counts[64][2048];  // each job's own
   char what[256];
 };
 
 void add(std::span<Shared::Count> places, const std::map<std::string, std::uint64_t>& counts) {
-  for (const auto& [name, count] : counts)
-    for (auto& place : places) {
-      if (place.name[0] == 0) std::snprintf(place.name, sizeof place.name, "%s", name.c_str());
-      if (name.compare(0, sizeof place.name - 1, place.name) != 0) continue;
-      place.count += count;
-      break;
-    }
+  for (const auto& [name, count] : counts) {
+    const auto place = std::ranges::find_if(places, [&name = name](const auto& one) {
+      return one.name[0] == 0 || name.compare(0, sizeof one.name - 1, one.name) == 0;
+    });
+    REJOIN_CHECK(place != places.end(), "there are more than {} counts", places.size());
+    if (place->name[0] == 0) std::snprintf(place->name, sizeof place->name, "%s", name.c_str());
+    place->count += count;
+  }
 }
 
 void work(const Settings& settings, Shared& shared, unsigned job) {
