@@ -181,6 +181,8 @@ class Engine {
   virtual void close(EndpointId endpoint) = 0;
 
   virtual std::vector<Rail> rails() const { return {}; }  // in their order; none: there is one only
+  // The least time in which anything has come back from there, as far as this transport knows it.
+  virtual std::optional<Duration> round_trip(EndpointId) const { return std::nullopt; }
 };
 
 }  // namespace rejoin::transport

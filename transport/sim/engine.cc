@@ -62,6 +62,12 @@ Result<EndpointId> SimEngine::connect(const Address& peer, BytesView hello) {
   return mine;
 }
 
+std::optional<Duration> SimEngine::round_trip(EndpointId id) const {
+  const auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end() || !found->second.connected || found->second.failed) return std::nullopt;
+  return 2 * fabric_.least_latency(number_, found->second.peer_engine);
+}
+
 Result<RegionId> SimEngine::register_region(std::span<std::byte> memory, MemoryKind kind, Access access) {
   if (kind != MemoryKind::host) return fail(ErrorCode::unreachable, "simulated rails reach host memory only");
   if (refuse_memory_ > 0 && refuse_memory_-- > 0)

@@ -33,6 +33,7 @@ class SimEngine final : public Engine {
   bool arm() override { return pending_.empty(); }
   int event_fd() const override { return -1; }
   void close(EndpointId endpoint) override;
+  std::optional<Duration> round_trip(EndpointId endpoint) const override;
 
  private:
   friend class Fabric;

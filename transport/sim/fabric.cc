@@ -18,7 +18,7 @@ std::unique_ptr<Engine> Fabric::make_engine() {
   return engine;
 }
 
-SimEngine* Fabric::engine(std::uint32_t number) {
+SimEngine* Fabric::engine(std::uint32_t number) const {
   auto found = engines_.find(number);
   return found == engines_.end() || found->second->dead_ ? nullptr : found->second;
 }
@@ -86,10 +86,18 @@ Duration Fabric::slowness(std::uint32_t from, std::uint32_t to) {
   const TimePoint now = clock_.now();
   const auto hole = blocked_.find({from, to});
   const Duration blocked = hole != blocked_.end() && hole->second > now ? hole->second - now : Duration{};
-  const bool far = sender != nullptr && receiver != nullptr && sender->room_ != receiver->room_;
-  return blocked + (far ? options_.between_rooms : Duration{}) +
+  return blocked + (far(from, to) ? options_.between_rooms : Duration{}) +
          (sender != nullptr && sender->slow_until_ > now ? sender->slow_out_ : Duration{}) +
          (receiver != nullptr && receiver->slow_until_ > now ? receiver->slow_in_ : Duration{});
+}
+
+bool Fabric::far(std::uint32_t one, std::uint32_t other) const {
+  const SimEngine *here = engine(one), *there = engine(other);
+  return here != nullptr && there != nullptr && here->room_ != there->room_;
+}
+
+Duration Fabric::least_latency(std::uint32_t from, std::uint32_t to) const {
+  return options_.min_delay + (far(from, to) ? options_.between_rooms : Duration{});
 }
 
 void Fabric::stand(const Engine& engine, std::uint32_t room) { made_here(engine).room_ = room; }

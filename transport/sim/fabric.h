@@ -92,8 +92,10 @@ class Fabric {
   Duration delay() { return pick(options_.min_delay, options_.max_delay); }
   // Most are quick; one in sixteen comes after the poster's end may be known to have failed.
   Duration late_delay() { return random_() % 16 == 0 ? pick(options_.min_delay, options_.detection) : delay(); }
-  SimEngine* engine(std::uint32_t number);
+  SimEngine* engine(std::uint32_t number) const;
   Duration slowness(std::uint32_t from, std::uint32_t to);
+  bool far(std::uint32_t one, std::uint32_t other) const;  // in another room
+  Duration least_latency(std::uint32_t from, std::uint32_t to) const;
 
   Options options_;
   VirtualClock& clock_;

@@ -49,6 +49,7 @@ class StagedEngine final : public Engine {
   int event_fd() const override { return epoll_.get(); }
   void close(EndpointId endpoint) override;
   std::vector<Rail> rails() const override { return below_->rails(); }
+  std::optional<Duration> round_trip(EndpointId endpoint) const override { return below_->round_trip(endpoint); }
 
  private:
   static constexpr std::size_t kMaxUnderWay = 1 << 20;  // offers, requests and writes of one peer

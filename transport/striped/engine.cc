@@ -219,6 +219,19 @@ std::vector<Rail> StripedEngine::rails() const {
   return all;
 }
 
+// Of the shortest path.
+std::optional<Duration> StripedEngine::round_trip(EndpointId id) const {
+  const auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end()) return std::nullopt;
+  std::optional<Duration> least;
+  for (const auto& link : found->second->links) {
+    if (!link->open) continue;
+    const auto its = rails_[link->rail]->round_trip(link->endpoint);
+    if (its && (!least || *its < *least)) least = its;
+  }
+  return least;
+}
+
 std::span<const Event> StripedEngine::poll() {
   now_ = clock_.now();
   if (timer_ && now_ >= timer_at_) {

@@ -61,6 +61,7 @@ class StripedEngine final : public Engine {
   int event_fd() const override { return epoll_.get(); }
   void close(EndpointId endpoint) override;
   std::vector<Rail> rails() const override;
+  std::optional<Duration> round_trip(EndpointId endpoint) const override;
 
  private:
   static constexpr std::uint64_t kMaxOpenWrites = 1 << 20;  // announced or begun, and not complete

@@ -15,6 +15,7 @@
 #include "base/fail.h"
 #include "base/log.h"
 #include "transport/socket_address.h"
+#include "transport/tcp/round_trip.h"
 
 namespace rejoin::transport::tcp {
 
@@ -193,6 +194,12 @@ void TcpEngine::fail_damaged(Endpoint& endpoint) {
   constexpr const char* kWhy = "what came was damaged, or from somebody else";
   if (damaged_.may_say(clock_.now())) spdlog::warn("an encrypted data connection is closed: {}", kWhy);
   fail_endpoint(endpoint, ErrorCode::corrupt, kWhy);
+}
+
+std::optional<Duration> TcpEngine::round_trip(EndpointId id) const {
+  const auto found = endpoints_.find(id.value);
+  if (found == endpoints_.end() || found->second->stage != Stage::open) return std::nullopt;
+  return least_round_trip(found->second->socket);
 }
 
 void TcpEngine::close(EndpointId id) {

@@ -59,6 +59,7 @@ class TcpEngine final : public Engine {
   bool arm() override { return events_.empty() && unflushed_.empty() && unread_.empty(); }
   int event_fd() const override { return epoll_.get(); }
   void close(EndpointId endpoint) override;
+  std::optional<Duration> round_trip(EndpointId endpoint) const override;
 
  private:
   enum class Stage { connecting, greeting, accepting, open, failed };

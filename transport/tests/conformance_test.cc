@@ -16,6 +16,22 @@ TEST_P(Conformance, HelloReachesTheAcceptingSide) {
   EXPECT_EQ(p.a.connected.at(0), p.at_a);
 }
 
+// By the kernel, of TCP, and by the simulated network; nothing is made up.
+TEST_P(Conformance, ARoundTripIsToldWhereItIsMeasured) {
+  auto p = pair();
+  const std::string below = GetParam().substr(GetParam().starts_with("staged_") ? 7 : 0);
+  const bool measured = below.ends_with("sim") || below.starts_with("tcp");
+  for (const auto& [node, endpoint] : {std::pair(&p.a, p.at_a), std::pair(&p.b, p.at_b)}) {
+    const auto round_trip = node->engine->round_trip(endpoint);
+    ASSERT_EQ(round_trip.has_value(), measured);
+    if (!measured) continue;
+    EXPECT_GE(*round_trip, Duration{});
+    EXPECT_LT(*round_trip, std::chrono::seconds(10));
+    node->engine->close(endpoint);
+    EXPECT_FALSE(node->engine->round_trip(endpoint));
+  }
+}
+
 TEST_P(Conformance, ConnectingToNobodyEndsInClosed) {
   Node& a = node();
   std::string nowhere;

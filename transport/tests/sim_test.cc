@@ -65,6 +65,20 @@ TEST(SimFabric, ASlowLinkIsSlowInItsDirectionAndForItsTime) {
   EXPECT_LT(time_of(*a, from_a, *b), 1ms);
 }
 
+TEST(SimFabric, ARoundTripIsTwiceTheLeastTimeThatAMessageTakes) {
+  using namespace std::chrono_literals;
+  VirtualClock clock;
+  Fabric fabric({.min_delay = 3us, .between_rooms = 100us}, clock);
+  auto a = fabric.make_engine(), near = fabric.make_engine(), far = fabric.make_engine();
+  fabric.stand(*far, 1);
+  const auto to_near = *a->connect(*near->listen({"sim"}), {}), to_far = *a->connect(*far->listen({"sim"}), {});
+  EXPECT_FALSE(a->round_trip(to_near)) << "it is not connected yet";
+  while (fabric.step()) {
+  }
+  EXPECT_EQ(a->round_trip(to_near), 6us);
+  EXPECT_EQ(a->round_trip(to_far), 206us);
+}
+
 TEST(SimFabric, WhatAPeerHasYetToHearIsCounted) {
   VirtualClock clock;
   Fabric fabric({}, clock);

@@ -1,0 +1,15 @@
+// What the kernel has measured on a connection.
+#pragma once
+
+#include <optional>
+
+#include "base/clock.h"
+#include "base/fd.h"
+
+namespace rejoin::transport::tcp {
+
+// The least round trip of the last minutes; its first ones are those in which it was connected. Nothing: the kernel
+// does not tell.
+std::optional<Duration> least_round_trip(const Fd& socket);
+
+}  // namespace rejoin::transport::tcp
