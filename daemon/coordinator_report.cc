@@ -148,7 +148,15 @@ nlohmann::json status_of(const membership::Coordinator& machine, const NodeListe
       for (const auto one : its->ranks) all = all.common(Location::parse(one).value_or(Location()));
       member["location"] = all.text();
     }
+    if (const auto trips = machine.round_trips(m.replica, m.incarnation); !trips.empty())
+      member["round_trip_us"] = {{"nearest", us_of(trips.by_length().front().first)},
+                                 {"farthest", us_of(trips.by_length().back().first)}};
     if (const auto pace = machine.pace(m.replica)) member["us_per_sample"] = static_cast<double>(*pace) * 1e-6;
+  }
+  json["neighbourhoods"] = nlohmann::json::array();
+  for (const auto& one : machine.neighbourhoods()) {
+    auto& replicas = json["neighbourhoods"].emplace_back(nlohmann::json::array());
+    for (auto replica : one) replicas.push_back(replica.value);
   }
   const auto& rule = machine.balance_rule();
   json["balance"] = {{"on", rule.on},

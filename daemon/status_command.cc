@@ -102,6 +102,24 @@ std::string store_lines(const nlohmann::json& store) {
   return lines;
 }
 
+// What was measured, where it makes a difference. The coordinator names those that lie in others first.
+std::string neighbourhood_line(const nlohmann::json& coordinator) {
+  std::string all;
+  for (const auto& one : coordinator.value("neighbourhoods", nlohmann::json::array())) {
+    all += all.empty() ? "" : " |";
+    for (const auto& replica : one) all += fmt::format(" {}", replica.get<int>());
+  }
+  return all.empty() ? "" : "  near each other, by round trips:" + all + "\n";
+}
+
+// "<0.26 to <2.05": in ms, to the nearest and the farthest of those that it is connected with.
+std::string round_trips_of(const nlohmann::json& member) {
+  if (!member.contains("round_trip_us")) return "";
+  const auto& us = member.at("round_trip_us");
+  return fmt::format("<{:.2f} to <{:.2f}", us.at("nearest").get<double>() * 1e-3,
+                     us.at("farthest").get<double>() * 1e-3);
+}
+
 void print_roles(const nlohmann::json& status) {
   if (status.contains("coordinator_role")) {
     const auto& c = status.at("coordinator_role");
@@ -112,14 +130,17 @@ void print_roles(const nlohmann::json& status) {
     // An older coordinator doesn't say it, nor does a standby.
     if (c.contains("versions")) std::cout << "  " << versions_line(c.at("versions")) << "\n";
     const bool located = std::ranges::any_of(c.at("members"), [](const auto& m) { return m.contains("location"); });
-    std::cout << fmt::format("  {:<8} {:<12} {:<12} {:<8} {}{}\n", "replica", "incarnation", "role", "samples",
-                             "ranks done with the step", located ? " location" : "");
+    const std::string near = neighbourhood_line(c);
+    const bool far = !near.empty();
+    std::cout << fmt::format("  {:<8} {:<12} {:<12} {:<8} {}{}{}\n", "replica", "incarnation", "role", "samples",
+                             "ranks done with the step", far ? " round trips (ms)" : "", located ? " location" : "");
     for (const auto& m : c.at("members"))
-      std::cout << fmt::format("  {:<8} {:<12} {:<12} {:<8} {:<{}}{}\n", m.at("replica").get<int>(),
-                               m.at("incarnation").get<int>(),
-                               m.at("has_left").get<bool>() ? "has left" : m.at("role").get<std::string>(),
-                               m.value("samples", std::uint64_t{}), m.at("reduced").get<int>(), located ? 25 : 0,
-                               m.value("location", std::string()));
+      std::cout << fmt::format(
+          "  {:<8} {:<12} {:<12} {:<8} {:<{}}{:<{}}{}\n", m.at("replica").get<int>(), m.at("incarnation").get<int>(),
+          m.at("has_left").get<bool>() ? "has left" : m.at("role").get<std::string>(),
+          m.value("samples", std::uint64_t{}), m.at("reduced").get<int>(), far || located ? 25 : 0,
+          far ? round_trips_of(m) : "", far && located ? 17 : 0, m.value("location", std::string()));
+    std::cout << near;
     for (const auto& out : c.at("out")) std::cout << "  " << outage_line(out) << "\n";
     for (const auto& one : c.value("stragglers", nlohmann::json::array()))
       std::cout << "  " << straggler_line(one) << "\n";

@@ -161,6 +161,7 @@ class Communicator {
   // Closes (fences) the connection; nothing of the peer lands any more.
   void forget(Member peer);
   bool connected(Member peer) const;
+  std::optional<Duration> round_trip(Member peer) const;           // as Engine's
   bool knows(Member peer) const { return peers_.contains(peer); }  // connected, or on the way
   std::size_t connecting() const;                                  // connections of its own that are on the way
   bool needs(Member peer) const;                                   // in this epoch the two send each other something

@@ -46,6 +46,11 @@ bool Communicator::connected(Member member) const {
   return found != peers_.end() && found->second->up;
 }
 
+std::optional<Duration> Communicator::round_trip(Member member) const {
+  auto found = peers_.find(member);
+  return found == peers_.end() || !found->second->up ? std::nullopt : engine_.round_trip(found->second->endpoint);
+}
+
 std::size_t Communicator::connecting() const {
   return static_cast<std::size_t>(
       std::ranges::count_if(peers_, [](const auto& one) { return one.second->called && !one.second->up; }));

@@ -6,6 +6,7 @@
 #include "local/owner.h"
 #include "membership/log.h"
 #include "membership/rank_set.h"
+#include "membership/round_trips.h"
 #include "stream.pb.h"
 
 namespace {
@@ -51,11 +52,15 @@ std::string conversation() {
       links.mutable_links()->set_rank(rank);
       links.mutable_links()->set_instance(replica * 2 + rank + 1);
       membership::RankSet(2 - replica).to(links.mutable_links()->mutable_incarnations());
+      membership::RoundTrips near;
+      near.put(2 - replica, static_cast<RoundTripLength>(kNear + rank));
+      near.to(links.mutable_links()->mutable_round_trips());
       proto::FromNode status;
       status.mutable_replica_status()->set_replica(replica);
       status.mutable_replica_status()->set_incarnation(replica + 1);
       membership::RankSet(2 - replica).to(status.mutable_replica_status()->mutable_links());
       membership::RankSet(rank).to(status.mutable_replica_status()->mutable_ranks());
+      near.to(status.mutable_replica_status()->mutable_round_trips());
       bytes += framed(links, 6) + framed(status, 0);
     }
   for (std::uint32_t replica : {0, 1}) {

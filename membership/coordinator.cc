@@ -141,7 +141,8 @@ void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoin
   if (found == replicas_.end() || found->second.incarnation.value != status.incarnation()) return;
   ConnectedRanks current{.ranks = RankSet(status.ranks(), config_.ranks),
                          .links = Incarnations(status.links(), ~std::uint64_t{0}),
-                         .unreached = {status.unreached().begin(), status.unreached().end()}};
+                         .unreached = {status.unreached().begin(), status.unreached().end()},
+                         .round_trips = RoundTrips(status.round_trips())};
   auto& statuses = found->second.statuses;
   for (auto& before : statuses) before.ranks.remove(current.ranks);
   std::erase_if(statuses, [](const ConnectedRanks& before) { return before.ranks.empty(); });
@@ -256,7 +257,7 @@ void Coordinator::begin_epoch(const std::string& reason, Begun step) {
   if (protocol_.version() != before.version())
     note("from epoch {} on all members speak protocol {}, until then {}", epoch_, protocol_.version(),
          before.version());
-  order_members();
+  order_members(step);
   proto::LogRecord record;
   auto& begun = *record.mutable_epoch();
   begun.set_epoch(epoch_.value);

@@ -35,6 +35,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -127,6 +128,8 @@ class Coordinator {
   const std::vector<MemberState>& members() const { return members_; }
   const std::vector<Suspended>& suspended() const { return suspended_; }
   std::optional<Located> located(ReplicaId replica, Incarnation incarnation) const;  // nothing: not all its ranks are
+  RoundTrips round_trips(ReplicaId replica, Incarnation incarnation) const;          // as its ranks have told
+  std::vector<std::vector<ReplicaId>> neighbourhoods() const;                        // of members, see round_trips.h
   const std::map<ReplicaId, ReplicaState>& replicas() const { return replicas_; }
   bool caught_up(const ReplicaState& replica) const;  // all its ranks
   bool caught_up(const MemberState& member) const;    // … as far as this coordinator has heard
@@ -137,14 +140,7 @@ class Coordinator {
   std::vector<std::string> waiting_for(TimePoint now) const;
   // The last that hold the state of the last committed step, and silent: nothing goes on without them.
   std::vector<ReplicaId> blocked_on() const;
-  // A replica that the job runs without.
-  struct Outage {
-    ReplicaId replica;
-    std::string why;
-    std::optional<Duration> lasting;  // nothing: since before this coordinator was started
-    std::string next;                 // what has to happen before it is in the job again
-  };
-  std::vector<Outage> outages(TimePoint now) const;
+  std::vector<ReplicaOutage> outages(TimePoint now) const;
   // What is not as it should be although nothing waits for it, a sentence each.
   std::vector<std::string> alarms() const;
   // The job waits for an operator's word: the step that roll_back_to would have to allow.
@@ -305,9 +301,13 @@ class Coordinator {
   proto::Plan plan() const;
   bool fully_registered(const ReplicaState& replica) const;
   bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;  // coordinator_links.cc
+  Ring ring_in_plan() const;
   Ring ring_of_members(bool promoted) const;
-  Ring in_ring_order(Ring ring) const;
-  void order_members();
+  enum class Moving : bool { no, yes };
+  Ring in_ring_order(Ring ring, Moving moving = Moving::yes) const;
+  void stand_by_place(Ring::iterator begin, Ring::iterator end, Moving moving) const;
+  Neighbourhoods near_each_other(std::span<const Place> places) const;
+  void order_members(Begun step);
   std::vector<ReplicaId> candidates() const;
   std::optional<ReplicaId> not_linked(const std::vector<ReplicaId>& to_start);
   void tell_prospect_of_start(const std::vector<ReplicaId>& to_start);

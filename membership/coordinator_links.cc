@@ -9,6 +9,9 @@ namespace rejoin::membership {
 
 namespace {
 
+// Of who stands where in a start: other links may tell more, and so on.
+constexpr unsigned kMostChanges = 4;
+
 std::string_view location_of(const Coordinator::RankState& rank) {
   return std::string_view(rank.addresses)
       .substr(std::size_t{rank.address_size} + rank.stream_size + rank.card_size, rank.location_size);
@@ -48,33 +51,83 @@ std::optional<Located> Coordinator::located(ReplicaId id, Incarnation incarnatio
   return located;
 }
 
-// The contributors first. Each kind stands by where they are (ring_order.h), where all of the kind say that, and
-// otherwise as it did. Where not all are connected with each other those who catch up stay as they have come: who is
-// to be admitted connects for the last place.
-Ring Coordinator::in_ring_order(Ring ring) const {
-  ring = in_order(std::move(ring));
-  const auto sort = [&](Ring::iterator begin, Ring::iterator end) {
-    std::vector<std::pair<Located, Place>> all;
-    for (auto one = begin; one != end; ++one) {
-      auto its = located(one->replica, one->incarnation);
-      if (!its) return;
-      all.emplace_back(std::move(*its), *one);
-    }
+RoundTrips Coordinator::round_trips(ReplicaId id, Incarnation incarnation) const {
+  RoundTrips all;
+  if (const ReplicaState* here = registration(id, incarnation))
+    for (const auto& status : here->statuses) all.keep_longer(status.round_trips);
+  return all;
+}
+
+Neighbourhoods Coordinator::near_each_other(std::span<const Place> places) const {
+  std::vector<RoundTrips> told;
+  std::vector<Measured> measured;
+  for (const auto& place : places) told.push_back(round_trips(place.replica, place.incarnation));
+  for (std::size_t i = 0; i < places.size(); ++i) measured.push_back({places[i].incarnation.value, &told[i]});
+  return membership::neighbourhoods(places.size(), ways_between(measured));
+}
+
+std::vector<std::vector<ReplicaId>> Coordinator::neighbourhoods() const {
+  const Ring ring = ring_in_plan();
+  std::vector<std::vector<ReplicaId>> all;
+  for (const auto& one : near_each_other(ring)) {
+    auto& replicas = all.emplace_back();
+    for (auto position : one) replicas.push_back(ring[position].replica);
+  }
+  return all;
+}
+
+// By where they say that they are (ring_order.h), or, where not all do, and of those that are in one place, by who is
+// near whom. As long as somebody has yet to come back they stand as they did.
+void Coordinator::stand_by_place(Ring::iterator begin, Ring::iterator end, Moving moving) const {
+  std::vector<std::pair<Located, Place>> all;
+  bool told = true;
+  for (auto one = begin; one != end; ++one) {
+    const ReplicaState* here = registration(one->replica, one->incarnation);
+    if (here == nullptr || !fully_registered(*here)) return;
+    auto its = located(one->replica, one->incarnation);
+    told = told && its;
+    if (its && moving == Moving::no) its->replica = ReplicaId(static_cast<std::uint32_t>(all.size()));  // as they stand
+    all.emplace_back(its ? std::move(*its) : Located{}, *one);
+  }
+  if (told) {
     std::ranges::sort(all, stands_before, [](const auto& one) -> const Located& { return one.first; });
     std::ranges::transform(all, begin, [](const auto& one) { return one.second; });
-  };
+  }
+  if (moving == Moving::no) return;
+  for (std::size_t from = 0, to = 0; from < all.size(); from = to) {
+    while (to < all.size() && (!told || all[to].first.ranks == all[from].first.ranks)) ++to;
+    if (to - from < 3) continue;  // whose order makes no difference
+    const std::vector<Place> places(begin + static_cast<std::ptrdiff_t>(from), begin + static_cast<std::ptrdiff_t>(to));
+    // Of a part of the ring what is before and behind it counts as one more, which is near nobody.
+    const std::size_t others = places.size() < all.size() ? 1 : 0;
+    const auto order = together(places.size() + others, near_each_other(places));
+    for (std::size_t i = 0; i < places.size(); ++i) begin[static_cast<std::ptrdiff_t>(from + i)] = places[order[i]];
+  }
+}
+
+// The contributors first. Where not all are connected with each other those who catch up stay as they have come: who is
+// to be admitted connects for the last place.
+Ring Coordinator::in_ring_order(Ring ring, Moving moving) const {
+  ring = in_order(std::move(ring));
   const auto joiners = std::ranges::find_if(ring, &Place::catching_up);
-  sort(ring.begin(), joiners);
-  if (links_.all(config_.replicas)) sort(joiners, ring.end());
+  stand_by_place(ring.begin(), joiners, moving);
+  if (links_.all(config_.replicas)) stand_by_place(joiners, ring.end(), moving);
   return ring;
 }
 
-// For an epoch that begins. Members whose ring stays as it is stay as they stand in the plan.
-void Coordinator::order_members() {
+Ring Coordinator::ring_in_plan() const {
   Ring ring;
   for (const auto& m : members_) ring.push_back({m.replica, m.incarnation, m.catching_up});
-  const Ring ordered = in_ring_order(ring);
-  if (in_order(std::move(ring)) == ordered) return;
+  return ring;
+}
+
+// For an epoch that begins. Members whose ring stays as it is stay as they stand in the plan. Where a loss begins it,
+// and whoever moves would need other connections, nobody does for what was measured meanwhile.
+void Coordinator::order_members(Begun step) {
+  const Ring ring = ring_in_plan();
+  const bool costs = !links_.all(config_.replicas) && step != Begun::fresh;
+  const Ring ordered = in_ring_order(ring, costs ? Moving::no : Moving::yes);
+  if (in_order(ring) == ordered) return;
   std::map<ReplicaId, std::size_t> places;
   for (const auto& place : ordered) places.emplace(place.replica, places.size());
   std::ranges::sort(members_, {}, [&](const MemberState& m) { return places.at(m.replica); });
@@ -110,11 +163,18 @@ std::optional<ReplicaId> Coordinator::not_linked(const std::vector<ReplicaId>& t
     return !linked(replicas_.at(prospect_.ring[position].replica), links_in(links_, prospect_.ring, position));
   };
   const auto at = [&](std::size_t position) { return all ? to_start[position] : prospect_.ring[position].replica; };
-  for (std::size_t i = 0; i < to_start.size(); ++i)
-    if (at(i) == not_linked_ && lacks(i)) return not_linked_;
-  for (std::size_t i = 0; i < to_start.size(); ++i)
-    if (lacks(i)) return at(i);
-  return std::nullopt;
+  for (;;) {
+    for (std::size_t i = 0; i < to_start.size(); ++i)
+      if (at(i) == not_linked_ && lacks(i)) return not_linked_;
+    for (std::size_t i = 0; i < to_start.size(); ++i)
+      if (lacks(i)) return at(i);
+    if (all || prospect_.changed >= kMostChanges) return std::nullopt;
+    // Now that they are connected they have told who is near whom, by which they may stand otherwise.
+    const Ring before = prospect_.ring;
+    prospect_.stale = true;
+    tell_prospect_of_start(to_start);
+    if (prospect_.ring == before) return std::nullopt;
+  }
 }
 
 // To all, once for each set of replicas and what they have come with: who will stand where.
@@ -128,7 +188,13 @@ void Coordinator::tell_prospect_of_start(const std::vector<ReplicaId>& to_start)
   for (std::size_t i = 0; i < of.size(); ++i) ring.push_back({of[i].first, of[i].second, !fit[i]});
   ring = in_ring_order(std::move(ring));
   const bool told = ring == prospect_.ring && prospect_.candidates == 0;
-  prospect_ = {.ring = std::move(ring), .candidates = 0, .of_start = std::move(of), .told = {}, .told_at = now_};
+  const unsigned changed = prospect_.of_start == of ? prospect_.changed + (told ? 0 : 1) : 0;
+  prospect_ = {.ring = std::move(ring),
+               .candidates = 0,
+               .of_start = std::move(of),
+               .changed = changed,
+               .told = {},
+               .told_at = now_};
   if (!told) send_all(prospect_.message(job_));
 }
 
@@ -148,7 +214,7 @@ void Coordinator::tell_prospect() {
   }
   const std::vector<NodeId> told(nodes.begin(), nodes.end());
   if (ring == prospect_.ring && waiting.size() == prospect_.candidates && told == prospect_.told) return;
-  prospect_ = {.ring = std::move(ring), .candidates = waiting.size(), .of_start = {}, .told = told, .told_at = now_};
+  prospect_ = {.ring = std::move(ring), .candidates = waiting.size(), .told = told, .told_at = now_};
   send_to(told, prospect_.message(job_));
 }
 

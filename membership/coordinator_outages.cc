@@ -34,8 +34,8 @@ std::string Coordinator::reason_for_being_out(ReplicaId id) const {
                            : "it has been out before it came back: " + out->second.why;
 }
 
-std::vector<Coordinator::Outage> Coordinator::outages(TimePoint now) const {
-  std::vector<Outage> all;
+std::vector<ReplicaOutage> Coordinator::outages(TimePoint now) const {
+  std::vector<ReplicaOutage> all;
   const Ring members = ring_of_members(false);
   const auto connects = [&](ReplicaId id, const ReplicaState& replica) {
     Ring with = members;
@@ -58,7 +58,7 @@ std::vector<Coordinator::Outage> Coordinator::outages(TimePoint now) const {
     return fmt::format("it has registered, and is admitted after step {}", committed_.value + 1);
   };
   for (const auto& [id, out] : out_) {
-    auto& one = all.emplace_back(Outage{.replica = id, .why = out.why, .lasting = {}, .next = {}});
+    auto& one = all.emplace_back(ReplicaOutage{.replica = id, .why = out.why, .lasting = {}, .next = {}});
     if (out.since) one.lasting = now - *out.since;
     if (!finished()) one.next = next_of(id);
   }

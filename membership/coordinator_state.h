@@ -8,6 +8,7 @@
 #include "control.pb.h"
 #include "membership/coordinator_actions.h"
 #include "membership/rank_set.h"
+#include "membership/round_trips.h"
 #include "membership/versions.h"
 
 namespace rejoin::membership {
@@ -29,11 +30,20 @@ struct ConnectedNode {
   std::string release{};
 };
 
+// A replica that the job runs without.
+struct ReplicaOutage {
+  ReplicaId replica;
+  std::string why;
+  std::optional<Duration> lasting;  // nothing: since before this coordinator was started
+  std::string next;                 // what has to happen before it is in the job again
+};
+
 // Ranks of a replica that are connected with the same incarnations.
 struct ConnectedRanks {
   RankSet ranks;
   Incarnations links;
   std::vector<proto::Unreached> unreached;
+  RoundTrips round_trips{};
 };
 
 // Who has the state of the last committed step and is out: may be taken back until the next one is committed.

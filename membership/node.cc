@@ -205,6 +205,7 @@ Node::Actions Node::on_rank_message(RankConnection connection, const proto::From
   if (message.kind_case() == proto::FromNode::kLinks) {
     rank.links.emplace(message.links().incarnations(), ~std::uint64_t{0});
     rank.unreached.assign(message.links().unreached().begin(), message.links().unreached().end());
+    rank.round_trips = RoundTrips(message.links().round_trips());
     report_status(rank, actions);
   } else if (message.kind_case() == proto::FromNode::kCaughtUp) {
     if (message.caught_up().instance() == rank.up.instance()) rank.caught_up = true;
@@ -237,16 +238,19 @@ void Node::report_status(const RankInfo& one, Actions& actions) {
   status.set_caught_up(true);
   RankSet together;
   std::optional<Incarnations> links;
+  RoundTrips round_trips;
   for (const auto& [connection, rank] : ranks_) {
     if (rank.up.replica() != one.up.replica() || rank.up.incarnation() != one.up.incarnation()) continue;
     if (!rank.links) return;
     together.add(RankSet(rank.up.rank()));
     if (!rank.caught_up) status.set_caught_up(false);
     keep_common(links, *rank.links);
+    round_trips.keep_longer(rank.round_trips);
     for (const auto& unreached : rank.unreached) add_unreached(unreached, status);
   }
   together.to(status.mutable_ranks());
   links->to(status.mutable_links());
+  round_trips.to(status.mutable_round_trips());
   auto& sent = statuses_[{one.up.replica(), one.up.incarnation()}];
   if (std::string now = status.SerializeAsString(); std::exchange(sent, now) != now)
     actions.to_coordinator.push_back(std::move(message));

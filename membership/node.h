@@ -15,6 +15,7 @@
 #include "membership/note.h"
 #include "membership/pause_detector.h"
 #include "membership/peer_table.h"
+#include "membership/round_trips.h"
 #include "membership/versions.h"
 
 namespace rejoin::membership {
@@ -35,6 +36,7 @@ class Node {
     bool registered = false;
     std::optional<Incarnations> links;
     std::vector<proto::Unreached> unreached;
+    RoundTrips round_trips;
     std::uint64_t compute_us = 0;  // of the last reduction, as in Reduced
     bool caught_up = false;
     bool knows_peers = false;  // it has been told of all; from then on of what changes

@@ -29,8 +29,9 @@ Incarnations links_in(const LinkRule& rule, const Ring& ring, std::size_t positi
 // What the coordinator has told last (proto::Prospect).
 struct Prospect {
   Ring ring;
-  std::size_t candidates = 0;                               // the last of them
-  std::vector<std::pair<ReplicaId, Incarnation>> of_start;  // … that are to start
+  std::size_t candidates = 0;                                 // the last of them
+  std::vector<std::pair<ReplicaId, Incarnation>> of_start{};  // … that are to start
+  unsigned changed = 0;                                       // so often since they are these
   std::vector<NodeId> told;
   TimePoint told_at{};
   bool stale = false;  // of a start: what replicas have come with may have changed since

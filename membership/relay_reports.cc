@@ -43,6 +43,7 @@ void Relay::on_replica_status(NodeId node, const proto::ReplicaStatus& status) {
 void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Group& group) {
   RankSet together;
   std::optional<Incarnations> links;
+  RoundTrips round_trips;
   bool caught_up = true;
   proto::FromNode message;
   auto& all_of_it = *message.mutable_replica_status();
@@ -51,12 +52,14 @@ void Relay::report_status(std::uint32_t replica, std::uint64_t incarnation, Grou
     together.add(RankSet(status.ranks(), kNoLimit));
     caught_up = caught_up && status.caught_up();
     keep_common(links, Incarnations(status.links(), kNoLimit));
+    round_trips.keep_longer(RoundTrips(status.round_trips()));
   }
   if (!together.includes(group.registered)) return;
   all_of_it.set_replica(replica);
   all_of_it.set_incarnation(incarnation);
   all_of_it.set_caught_up(caught_up);
   links->to(all_of_it.mutable_links());
+  round_trips.to(all_of_it.mutable_round_trips());
   together.to(all_of_it.mutable_ranks());
   if (std::string now = all_of_it.SerializeAsString(); std::exchange(group.last_status, now) != now)
     up() = std::move(message);

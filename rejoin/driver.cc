@@ -10,6 +10,12 @@
 
 namespace rejoin {
 
+namespace {
+
+constexpr int kMeasureEvery = 16;  // silences: connections' round trips
+
+}  // namespace
+
 Driver::Driver(const DriverConfig& config, transport::Engine& engine, local::Owner& owner,
                std::vector<ftar::BucketSpec> buckets)
     : config_(config),
@@ -68,6 +74,10 @@ void Driver::poll(TimePoint now) {
   submit_wanted();
   poll_ring(now);
   if (!pause_detector_.settling(now)) look_for_stalls(now);
+  if (now >= measure_at_) {
+    measure_at_ = now + kMeasureEvery * silence_;
+    measure_all();
+  }
   if (now < reach_at_) return;
   reach_at_ = now + silence_;
   ring_->drop_unfinished(silence_, now);
@@ -171,6 +181,7 @@ void Driver::poll_ring(TimePoint now) {
                        {.replica = outcome.member.replica.value, .a = outcome.member.incarnation.value});
         links_changed = true;
         came_up = true;
+        measure(outcome.member);
         unreached_.erase(outcome.member.incarnation);
         break;
       case ftar::Outcome::Kind::peer_left:

@@ -18,6 +18,7 @@
 #include "membership/peer_table.h"
 #include "membership/prospect.h"
 #include "membership/rank.h"
+#include "membership/round_trips.h"
 #include "rejoin/state_audit.h"
 
 namespace rejoin {
@@ -159,6 +160,10 @@ class Driver {
   std::function<Result<proto::FromNode>()> details() const;
   void excuse_digests(TimePoint now);
   void report_links();
+  bool all_linked() const;
+  void measure(const ftar::Member& peer);
+  void measure_all();
+  membership::RoundTrips round_trips() const;
   bool not_reached(const ftar::Member& member, const std::string& why);
   void look_for_stalls(TimePoint now);
   void excuse_trainer(TimePoint now);
@@ -201,6 +206,8 @@ class Driver {
   std::set<ftar::Member> calls_;                 // of these all, also those that are newer
   proto::Prospect prospect_;                     // while it is no member
   std::string links_reported_;
+  std::map<std::uint64_t, RoundTripLength> round_trips_;  // by incarnation, of peers: the least, ever
+  membership::RoundTrips round_trips_told_;
   std::map<Incarnation, proto::Unreached> unreached_;  // the first reason that was found
   std::vector<proto::FromNode> reports_;
   std::vector<bool> wanted_, submitted_, done_;  // by bucket, in this epoch and step
@@ -223,7 +230,7 @@ class Driver {
   // The incarnation that was called last: of all, and of those that the epoch needs.
   std::uint64_t reach_below_ = ~std::uint64_t{0}, needed_below_ = ~std::uint64_t{0};
   bool more_to_reach_ = false;  // when one of those that are being called has answered
-  TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_reported_{};
+  TimePoint stall_checked_{}, committed_at_{}, reach_at_{}, broken_reported_{}, measure_at_{};
   TimePoint offered_at_{}, begun_at_{};     // the step under way: to the trainer, and by it
   TimePoint excused_at_{}, released_at_{};  // last reported; when it was last busy with something
   std::optional<Occupation> occupied_;

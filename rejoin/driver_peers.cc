@@ -49,10 +49,46 @@ void Driver::report_links() {
   }
   connected.to(links.mutable_incarnations());
   for (const auto& [incarnation, one] : unreached_) *links.add_unreached() = one;
+  // Not with each connection that a member makes, nor with each of those that one makes which is to become one.
+  if (!machine_.member() && all_linked()) round_trips_told_ = round_trips();
+  round_trips_told_.to(links.mutable_round_trips());
   std::string reported = links.SerializeAsString();
   if (links_ && links_reported_ == reported) return;
   links_reported_ = std::move(reported);
   reports_.push_back(std::move(report));
+}
+
+bool Driver::all_linked() const {
+  if (links_) return std::ranges::all_of(*links_, [&](const auto& member) { return ring_->connected(member); });
+  return std::ranges::all_of(peers(), [&](const auto& peer) {
+    return peer.replica() == config_.replica.value || ring_->connected(member_of(peer));
+  });
+}
+
+void Driver::measure(const ftar::Member& peer) {
+  const auto round_trip = ring_->round_trip(peer);
+  if (!round_trip) return;
+  const auto length = length_of(*round_trip);
+  const auto [known, fresh] = round_trips_.try_emplace(peer.incarnation.value, length);
+  known->second = std::min(known->second, length);
+}
+
+// Connections get to know shorter ones with what they carry.
+void Driver::measure_all() {
+  for (const auto& member : ring_->peers()) measure(member);
+  auto measured = round_trips();
+  if (measured == round_trips_told_) return;
+  round_trips_told_ = std::move(measured);
+  report_links();
+}
+
+// Also of connections that are closed since: with others it may be different, but those are not measured now.
+membership::RoundTrips Driver::round_trips() const {
+  membership::RoundTrips all;
+  for (const auto& [incarnation, length] : round_trips_)
+    if (membership::is_told(machine_.incarnation().value, incarnation, round_trips_.size()))
+      all.put(incarnation, length);
+  return all;
 }
 
 void Driver::on_prospect(const proto::Prospect& prospect) {
@@ -226,6 +262,8 @@ void Driver::on_peers(const proto::Peers& piece) {
   std::erase_if(unreached_, [&](const auto& one) {
     return !after.contains({ReplicaId(one.second.replica()), one.first});
   });
+  const auto peers_now = peers_.incarnations(config_.rank);
+  std::erase_if(round_trips_, [&](const auto& one) { return !peers_now.contains(one.first); });
   reach_peers();
   report_links();
 }

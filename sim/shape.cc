@@ -57,6 +57,7 @@ Shape Shape::of(std::uint64_t seed) {
           .upgrade = often("upgrade", 3),
           .balance = often("balance", 3),
           .located = often("located", 3),
+          .measured = often("measured", 2),
           .old = often("old", 3)};
 }
 
@@ -83,11 +84,12 @@ std::map<std::string, std::string> Shape::values() const {
           {"upgrade", upgrade ? "y" : "n"},
           {"balance", balance ? "y" : "n"},
           {"located", located ? "y" : "n"},
+          {"measured", measured ? "y" : "n"},
           {"old", old ? "y" : "n"}};
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 20> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 21> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               kSlowest.size(),
@@ -101,6 +103,7 @@ std::size_t pairs_of_values() {
                                               5,  // full meshes
                                               kSpares.size(),
                                               kCheckpointSteps.size(),
+                                              2,
                                               2,
                                               2,
                                               2,

@@ -32,6 +32,7 @@ struct Shape {
   bool upgrade = false;                // its processes are of two releases, and each start may be of either
   bool balance = false;                // … or less of them than others where they are slower: some are, for a while
   bool located = false;                // replicas are in four rooms, with slower links between, and say so
+  bool measured = false;               // … they don't, and the links are so slow that it shows
   bool old = false;  // the job has been through so many epochs and instances that their numbers are long
 
   static Shape of(std::uint64_t seed);

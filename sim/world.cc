@@ -12,6 +12,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr Duration kFaultsFor = 3s;   // of virtual time
+constexpr Duration kFar = 500us;      // a room, where that is to be measured
 constexpr std::size_t kRecent = 400;  // lines kept where not all are
 constexpr std::uint64_t kMaxEvents = 20'000'000;
 
@@ -46,7 +47,9 @@ transport::sim::Options fabric_of(const Options& options, const Shape& shape) {
           .min_delay = 1us,
           .max_delay = shape.slowest,
           .detection = shape.detection,
-          .between_rooms = shape.located ? 2 * shape.slowest : 0us,
+          .between_rooms = !shape.located   ? 0us
+                           : shape.measured ? 2 * shape.slowest + kFar
+                                            : 2 * shape.slowest,
           .late_writes = shape.late_writes,
           .lands_stopped = shape.lands_stopped,
           .viewable = shape.viewable,

@@ -21,7 +21,7 @@ void up_on(Bench& bench, std::uint32_t replica, const std::string& node, const s
   }
 }
 
-std::string line_of(const Coordinator::Outage& out) {
+std::string line_of(const ReplicaOutage& out) {
   return fmt::format("{} for {}: {}; {}", out.replica,
                      out.lasting ? fmt::format("{:.0f} ms", milliseconds(*out.lasting)) : "?", out.why, out.next);
 }

@@ -26,13 +26,14 @@ constexpr auto kSilence = 1000ms;
 // The rank of the replica that came last.
 struct Alone {
   VirtualClock clock;
-  transport::sim::Fabric fabric{{}, clock};
+  transport::sim::Fabric fabric;
   std::unique_ptr<transport::Engine> engine = fabric.make_engine();
   TrainingState state{1 << 20};
   std::optional<Driver> driver;
   TimePoint now{1h};
 
-  explicit Alone(const ftar::Options& ring = {}) {
+  explicit Alone(const ftar::Options& ring = {}, Duration between_rooms = {})
+      : fabric({.between_rooms = between_rooms}, clock) {
     spdlog::set_level(spdlog::level::off);
     const auto tensor = state.add({.name = "weights", .count = 64});
     EXPECT_TRUE(tensor && state.bucket({*tensor}) && state.allocate() && state.start(0));
@@ -162,6 +163,93 @@ TEST(Driver, WhomTheEpochNeedsIsCalledBeforeOthersHaveAnswered) {
   EXPECT_TRUE(was_called(*peers.front()));
   EXPECT_TRUE(was_called(*peers.back()));
   EXPECT_EQ(rank.fabric.held(*rank.engine).endpoints, 5u);
+}
+
+// A rank that plays its part in the ring.
+struct Answering {
+  std::unique_ptr<transport::Engine> engine;
+  TrainingState state{1 << 20};
+  std::unique_ptr<ftar::Communicator> ring;
+
+  Answering(transport::sim::Fabric& fabric, std::uint32_t room, std::uint32_t replica) : engine(fabric.make_engine()) {
+    fabric.stand(*engine, room);
+    const auto tensor = state.add({.name = "weights", .count = 64});
+    EXPECT_TRUE(tensor && state.bucket({*tensor}) && state.allocate() && state.start(0));
+    ring = *ftar::Communicator::make(*engine, {}, {ReplicaId(replica), Incarnation(replica + 1)}, state.buckets(), {});
+  }
+};
+
+// Round trips of 2 µs, and of 2 ms to another room.
+struct Measuring : Alone {
+  std::vector<std::unique_ptr<Answering>> peers;
+  std::vector<membership::RoundTrips> told;  // as they change
+
+  Measuring() : Alone({}, 1ms) { register_it(); }
+  void hear_of(std::uint32_t room) {
+    const auto replica = static_cast<std::uint32_t>(peers.size());
+    peers.push_back(std::make_unique<Answering>(fabric, room, replica));
+    proto::ToNode message;
+    auto& peer = *message.mutable_peers()->add_peers();
+    peer.set_replica(replica);
+    peer.set_incarnation(replica + 1);
+    peer.set_address(peers.back()->engine->listen({})->text);
+    driver->on_control_message(message, now);
+  }
+  void run(Duration time, Duration tick = kSilence / 16) {
+    for (const TimePoint until = now + time; now < until;) {
+      pass(tick);
+      for (auto& peer : peers) (void)peer->ring->poll(now);
+      for (const auto& report : driver->take_reports())
+        if (report.has_links())
+          if (const membership::RoundTrips trips(report.links().round_trips());
+              told.empty() ? !trips.empty() : trips != told.back())
+            told.push_back(trips);
+    }
+  }
+  static membership::RoundTrips trips(std::initializer_list<std::pair<std::uint64_t, RoundTripLength>> all) {
+    membership::RoundTrips trips;
+    for (const auto& [incarnation, length] : all) trips.put(incarnation, length);
+    return trips;
+  }
+};
+
+TEST(Driver, TellsOfRoundTripsWhenItIsConnectedWithAllAndAsAMemberOnceInAWhile) {
+  Measuring rank;
+  rank.hear_of(0), rank.hear_of(1);
+  rank.run(1s);
+  const auto of_two = Measuring::trips({{1, kNear}, {2, 11}});
+  EXPECT_EQ(rank.told, (std::vector{of_two})) << "at once, and both";
+  rank.plan_with_peers(2);
+  rank.run(16s);
+  EXPECT_EQ(rank.told.size(), 1u);
+  rank.hear_of(0);
+  rank.run(2s);
+  EXPECT_EQ(rank.told.size(), 1u) << "not with each connection";
+  rank.run(16s);
+  ASSERT_EQ(rank.told.size(), 2u);
+  EXPECT_EQ(rank.told.back(), Measuring::trips({{1, kNear}, {2, 11}, {3, kNear}}));
+  proto::ToNode gone;
+  gone.mutable_peers()->add_gone(2);
+  rank.driver->on_control_message(gone, rank.now);
+  rank.run(17s);
+  EXPECT_EQ(rank.told.back(), Measuring::trips({{1, kNear}, {3, kNear}}));
+}
+
+// One that never answers keeps nobody from hearing of the others.
+TEST(Driver, TellsOfRoundTripsInAWhileWhereOneDoesNotAnswer) {
+  Measuring rank;
+  rank.hear_of(0);
+  proto::ToNode message;
+  auto& deaf = *message.mutable_peers()->add_peers();
+  deaf.set_replica(50);
+  deaf.set_incarnation(51);
+  const auto its = rank.fabric.make_engine();
+  deaf.set_address(its->listen({})->text);
+  rank.driver->on_control_message(message, rank.now);
+  rank.run(2s);
+  EXPECT_TRUE(rank.told.empty());
+  rank.run(16s);
+  EXPECT_EQ(rank.told, (std::vector{Measuring::trips({{1, kNear}})}));
 }
 
 // The others' operations go on without it: an epoch would end them, and the fourth one a good replica's part in the
