@@ -73,6 +73,7 @@ void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint n
     if (known != before.end() && known->second.incarnation == incarnation) expected_[source] = std::move(known->second);
     else expected_[source] = {incarnation, now, {}, std::vector<bool>(view_.manifest().slices().size())};
   }
+  ranks_.reset();
   suspects_.clear();  // whoever was wrong may have gone
   recheck_verified();
 }
@@ -80,7 +81,9 @@ void Joiner::expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint n
 void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
   sources_[source] = endpoint;
   events::record(events::Kind::source_up, {.replica = source.value});
-  planner_.on_source_up(source, distance_to(source));
+  if (const auto round_trip = engine_.round_trip(endpoint)) round_trips_[source] = length_of(*round_trip);
+  ranks_.reset();
+  planner_.on_source_up(source);
   if (auto known = expected_.find(source); known != expected_.end()) known->second.connected_at = now_;
   recheck_verified();
 }
@@ -88,6 +91,8 @@ void Joiner::on_source_up(ReplicaId source, transport::EndpointId endpoint) {
 void Joiner::on_source_down(ReplicaId source) {
   if (sources_.erase(source) + fellows_.erase(source) > 0)
     events::record(events::Kind::source_lost, {.replica = source.value});
+  round_trips_.erase(source);
+  ranks_.reset();
   landed_.forget(source);
   planner_.on_source_down(source);
   for (std::uint32_t i = 0; i < view_.manifest().slices().size(); ++i) {

@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/round_trip.h"
 #include "catchup/coder.h"
 #include "catchup/landed.h"
 #include "catchup/planner.h"
@@ -84,8 +85,9 @@ class Joiner {
   // The caller names the sources that have the state, once at first and again whenever they change. The joiner does not
   // wait for a source that can't be reached for long.
   void expect(const std::map<ReplicaId, Incarnation>& sources, TimePoint now);
-  // How far away each source is (base/location.h): whoever is near is asked first. Who is not named is at 0.
-  void set_distances(std::map<ReplicaId, std::size_t> distances) { distances_ = std::move(distances); }
+  // How far away each source is (base/location.h): whoever is near is asked first, and of those that are as far away by
+  // this, who is it by the round trips of the connections (base/round_trip.h). Who is not named is at 0.
+  void set_distances(std::map<ReplicaId, std::size_t> distances);
   // This joiner is number `own` of so many that serve each other, as all of them know it.
   void set_turn(std::uint32_t own, std::uint32_t of) { planner_.set_turn(own, of); }
   void on_source_up(ReplicaId source, transport::EndpointId endpoint);
@@ -161,6 +163,7 @@ class Joiner {
   void ask_for_slices();
   std::vector<std::size_t> sources_soon() const;
   std::size_t distance_to(ReplicaId source) const;
+  void rank_sources();
   void choose_reach(const std::vector<std::size_t>& distances);
   bool ask(ReplicaId source, transport::EndpointId endpoint, std::size_t near, bool idle);
   void request_verification(const std::set<std::uint32_t>& among, std::uint32_t& up_to);
@@ -196,8 +199,10 @@ class Joiner {
   const Duration silence_;
   std::map<ReplicaId, transport::EndpointId> sources_;
   std::map<ReplicaId, Expected> expected_;
-  std::map<ReplicaId, std::size_t> distances_;
-  struct Reach {  // sources up to this distance are asked
+  std::map<ReplicaId, std::size_t> distances_;             // as told
+  std::map<ReplicaId, RoundTripLength> round_trips_;       // of connected sources, where that is known
+  std::optional<std::map<ReplicaId, std::size_t>> ranks_;  // by both; nothing: they have to be found anew
+  struct Reach {                                           // sources up to this distance are asked
     std::size_t distance = 0, nearest = 0;
     std::uint32_t arrived = 0;  // slices …
     TimePoint at{};             // … then; by what has come since it is seen whether these are enough

@@ -14,10 +14,43 @@ constexpr int kLongEnough = 8;
 
 }  // namespace
 
-std::size_t Joiner::distance_to(ReplicaId source) const {
-  const auto known = distances_.find(source);
-  return known == distances_.end() ? 0 : known->second;
+void Joiner::set_distances(std::map<ReplicaId, std::size_t> distances) {
+  if (distances != distances_) ranks_.reset();
+  distances_ = std::move(distances);
 }
+
+// From 0 on. What is measured makes a difference where it is much: otherwise good sources would wait for noise. One
+// that is not connected yet, or whose transport does not measure, may be near.
+void Joiner::rank_sources() {
+  if (ranks_) return;
+  struct Far {
+    std::size_t told = 0;
+    RoundTripLength measured = kNear;
+    ReplicaId source;
+    auto operator<=>(const Far&) const = default;
+  };
+  std::set<ReplicaId> sources;
+  for (const auto& [source, known] : expected_) sources.insert(source);
+  for (const auto& [source, endpoint] : sources_) sources.insert(source);
+  std::vector<Far> all;
+  for (auto source : sources) {
+    const auto told = distances_.find(source);
+    const auto measured = round_trips_.find(source);
+    all.push_back({told == distances_.end() ? 0 : told->second,
+                   measured == round_trips_.end() ? kNear : measured->second, source});
+  }
+  std::ranges::sort(all);
+  ranks_.emplace();
+  std::size_t rank = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const Far& before = all[i == 0 ? 0 : i - 1];
+    if (all[i].told != before.told || much_longer(all[i].measured, before.measured)) ++rank;
+    ranks_->emplace(all[i].source, rank);
+  }
+  for (const auto& [source, endpoint] : sources_) planner_.on_source_up(source, distance_to(source));
+}
+
+std::size_t Joiner::distance_to(ReplicaId source) const { return ranks_->at(source); }
 
 // The distances, ascending, of those that are connected, and of those that should be at once.
 std::vector<std::size_t> Joiner::sources_soon() const {
@@ -51,6 +84,7 @@ void Joiner::choose_reach(const std::vector<std::size_t>& distances) {
 }
 
 void Joiner::ask_for_slices() {
+  rank_sources();
   const auto distances = sources_soon();
   choose_reach(distances);
   const auto near =

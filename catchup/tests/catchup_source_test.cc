@@ -55,6 +55,25 @@ TEST_F(Distances, WhoeverIsNearIsFetchedFromAndNobodyElse) {
   EXPECT_GT(served_by(2), 0u);
 }
 
+TEST_F(Distances, WhereNobodyTellsThemRoundTripsDo) {
+  cluster.distances.clear();
+  cluster.fabric.stand(*cluster.replicas[1]->on_fabric, 1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  train_until_caught_up(joiner, {});
+  EXPECT_GT(served_by(0), 0u);
+  EXPECT_EQ(served_by(1), 0u);
+  EXPECT_GT(served_by(2), 0u);
+}
+
+TEST_F(Distances, ThoseThatAreToldCountBeforeRoundTrips) {
+  for (std::size_t near : {1, 2}) cluster.fabric.stand(*cluster.replicas[near]->on_fabric, 1);
+  Replica& joiner = cluster.add(false);
+  cluster.catch_up(joiner);
+  train_until_caught_up(joiner, {});
+  EXPECT_EQ(served_by(0), 0u);
+}
+
 TEST_F(Distances, FartherSourcesAreAskedWhenTheNearOnesAreGone) {
   Replica& joiner = cluster.add(false);
   cluster.catch_up(joiner);

@@ -221,7 +221,7 @@ struct Cluster {
   std::optional<local::Manifest> model;  // otherwise small_model()
 
   explicit Cluster(std::uint64_t seed, bool e = true, Memory m = {})
-      : fabric({.seed = seed}, clock),
+      : fabric({.seed = seed, .between_rooms = std::chrono::milliseconds(1)}, clock),
         random(seed),
         elementwise(e),
         device(m.on_gpu ? device::test_gpu() : device::make_host()),
