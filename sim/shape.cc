@@ -89,7 +89,7 @@ std::map<std::string, std::string> Shape::values() const {
 }
 
 std::size_t pairs_of_values() {
-  constexpr std::array<std::size_t, 21> sizes{kReplicas.size(),
+  constexpr std::array<std::size_t, 22> sizes{kReplicas.size(),
                                               kRanks.size(),
                                               2,
                                               kSlowest.size(),
@@ -103,6 +103,7 @@ std::size_t pairs_of_values() {
                                               5,  // full meshes
                                               kSpares.size(),
                                               kCheckpointSteps.size(),
+                                              2,
                                               2,
                                               2,
                                               2,
