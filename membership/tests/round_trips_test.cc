@@ -4,9 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <ctime>
+#include <iostream>
 #include <random>
 #include <set>
 
+#include "base/ring_links.h"
 #include "membership/node.h"
 #include "membership/relay.h"
 
@@ -101,13 +104,12 @@ struct Rooms {
     for (std::size_t i = 0; i < members; ++i) room.push_back(static_cast<std::uint32_t>(pick(rooms)));
   }
   // `near` and `far` with noise of so many lengths above.
-  std::vector<Way> ways(RoundTripLength near, RoundTripLength far, std::uint64_t noise, std::uint64_t one_in = 1) {
+  std::vector<Way> ways(RoundTripLength near, RoundTripLength far, std::uint64_t noise) {
     std::vector<Way> all;
     for (std::uint32_t one = 0; one < room.size(); ++one)
       for (std::uint32_t other = one + 1; other < room.size(); ++other)
-        if (pick(one_in) == 0 || other == one + 1)
-          all.push_back(
-              {one, other, static_cast<RoundTripLength>((room[one] == room[other] ? near : far) + pick(noise + 1))});
+        all.push_back(
+            {one, other, static_cast<RoundTripLength>((room[one] == room[other] ? near : far) + pick(noise + 1))});
     return all;
   }
   std::uint64_t crossed(const Order& order) const {
@@ -133,12 +135,30 @@ TEST(Neighbourhoods, OfRoomsAreCrossedAsFewTimesAsThereCanBeWhoeverIsInWhich) {
   }
 }
 
-// As in a large job: each is connected with some fifty of a thousand.
+// As in a job of the largest size: each is connected with some thirty of the others, wherever these are.
 TEST(Neighbourhoods, AreFoundWhereAFewOfTheWaysAreMeasured) {
-  Rooms rooms(1, 1024, 4);
-  const auto order = together(1024, neighbourhoods(1024, rooms.ways(kNear, 11, 1, 20)));
+  constexpr std::uint32_t members = 1024;
+  Rooms rooms(1, members, 4);
+  std::vector<RoundTrips> trips(members);
+  std::vector<Measured> measured;
+  std::size_t bytes = 0;
+  for (std::uint32_t one = 0; one < members; ++one) {
+    for (auto other : links_of({.full_mesh_members = 64}, one, members, members))
+      trips[one].put(1000 + other, static_cast<RoundTripLength>(rooms.room[one] == rooms.room[other] ? kNear : 11));
+    proto::ReplicaStatus message;
+    trips[one].to(message.mutable_round_trips());
+    bytes += message.ByteSizeLong();
+    measured.push_back({1000 + one, &trips[one]});
+  }
+  const auto begun = std::clock();
+  const auto ways = ways_between(measured);
+  const auto order = together(members, neighbourhoods(members, ways));
+  const auto ms = static_cast<double>(std::clock() - begun) * 1e3 / CLOCKS_PER_SEC;
   EXPECT_EQ(rooms.crossed(order), 4u);
-  EXPECT_TRUE(std::ranges::is_permutation(order, together(1024, {})));
+  EXPECT_TRUE(std::ranges::is_permutation(order, together(members, {})));
+  EXPECT_LT(bytes, members * 500);
+  std::cout << bytes / members << " bytes of each of " << members << " replicas; " << ways.size() << " ways in " << ms
+            << " ms of CPU time\n";
 }
 
 TEST(Neighbourhoods, LieInEachOtherWhereThereAreSeveralKindsOfWays) {
