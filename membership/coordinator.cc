@@ -144,6 +144,7 @@ void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoin
                          .unreached = {status.unreached().begin(), status.unreached().end()},
                          .round_trips = RoundTrips(status.round_trips())};
   auto& statuses = found->second.statuses;
+  const RoundTrips trips_before = round_trips(found->first, found->second.incarnation);
   for (auto& before : statuses) before.ranks.remove(current.ranks);
   std::erase_if(statuses, [](const ConnectedRanks& before) { return before.ranks.empty(); });
   if (status.caught_up()) found->second.caught_up.add(current.ranks);
@@ -152,6 +153,7 @@ void Coordinator::on_replica_status(const proto::ReplicaStatus& status, TimePoin
     actions_.append.emplace_back().mutable_caught_up()->set_incarnation(m->incarnation.value);
   }
   if (!current.ranks.empty()) statuses.push_back(std::move(current));
+  near_.stale = near_.stale || round_trips(found->first, found->second.incarnation) != trips_before;
   if (member(found->first) == nullptr && out_for_now(found->first) == nullptr)
     for (auto& line : unreached_lines(found->first, found->second)) warn_once(std::move(line));
   try_start(now);

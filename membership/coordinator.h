@@ -303,7 +303,6 @@ class Coordinator {
   bool linked(const ReplicaState& replica, const Incarnations& incarnations) const;  // coordinator_links.cc
   Ring ring_in_plan() const;
   Ring ring_of_members(bool promoted) const;
-  enum class Moving : bool { no, yes };
   Ring in_ring_order(Ring ring, Moving moving = Moving::yes) const;
   void stand_by_place(Ring::iterator begin, Ring::iterator end, Moving moving) const;
   Neighbourhoods near_each_other(std::span<const Place> places) const;
@@ -379,6 +378,7 @@ class Coordinator {
   ReplicaId not_linked_;                                                 // that a start last waited for
   LinkRule links_;
   Prospect prospect_;
+  mutable KnownNeighbourhoods near_;
   std::optional<TimePoint> recovering_until_, incomplete_since_;
   TimePoint now_{}, under_way_since_{};  // the last event; when the step under way was planned, or its epoch
   TimePoint back_at_{};                  // when a rank last came back

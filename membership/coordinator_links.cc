@@ -59,11 +59,15 @@ RoundTrips Coordinator::round_trips(ReplicaId id, Incarnation incarnation) const
 }
 
 Neighbourhoods Coordinator::near_each_other(std::span<const Place> places) const {
+  std::vector<std::uint64_t> of;
+  for (const auto& place : places) of.push_back(place.incarnation.value);
+  if (!near_.stale && near_.of == of) return near_.found;
   std::vector<RoundTrips> told;
   std::vector<Measured> measured;
   for (const auto& place : places) told.push_back(round_trips(place.replica, place.incarnation));
-  for (std::size_t i = 0; i < places.size(); ++i) measured.push_back({places[i].incarnation.value, &told[i]});
-  return membership::neighbourhoods(places.size(), ways_between(measured));
+  for (std::size_t i = 0; i < places.size(); ++i) measured.push_back({of[i], &told[i]});
+  near_ = {std::move(of), membership::neighbourhoods(places.size(), ways_between(measured)), false};
+  return near_.found;
 }
 
 std::vector<std::vector<ReplicaId>> Coordinator::neighbourhoods() const {

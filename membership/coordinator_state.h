@@ -54,6 +54,16 @@ struct SuspendedReplica {
   bool ended = false;  // one of its processes is gone, and with it the state
 };
 
+// Whether members may change places in the ring for what was measured.
+enum class Moving : bool { no, yes };
+
+// As they were found last, since they are asked for more often than they change.
+struct KnownNeighbourhoods {
+  std::vector<std::uint64_t> of;  // incarnations
+  Neighbourhoods found;
+  bool stale = true;  // other round trips have been told since
+};
+
 // A process that asks for a place which another one has.
 struct PlaceClaim {
   NodeId node;
