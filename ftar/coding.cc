@@ -1,0 +1,370 @@
+#include "ftar/coding.h"
+
+#include <chrono>
+#include <cstring>
+#include <vector>
+
+#include "base/block_float.h"
+#include "base/fail.h"
+#include "ftar/reduce.h"
+
+namespace rejoin::ftar {
+
+Result<Coding> coding_named(std::string_view name) {
+  for (const Coding one : {Coding::off, Coding::automatic, Coding::eight, Coding::four})
+    if (name == to_string(one)) return one;
+  return fail(ErrorCode::invalid_argument, "coding '{}' is none of off, auto, 8 and 4", name);
+}
+
+std::string_view to_string(Coding coding) {
+  switch (coding) {
+    case Coding::off: return "off";
+    case Coding::automatic: return "auto";
+    case Coding::eight: return "8";
+    case Coding::four: return "4";
+  }
+  return "?";
+}
+
+namespace coding {
+namespace {
+
+static_assert(kPlainBlock == block_float::kBlock);
+
+template <typename Element>
+constexpr std::size_t kElements = kPlainBlock / sizeof(typename Element::Storage);
+template <typename Element>
+REJOIN_INLINE void load(float* values, const std::byte* from) {
+  typename Element::Storage stored[kElements<Element>];
+  std::memcpy(stored, from, sizeof stored);
+  for (std::size_t i = 0; i < kElements<Element>; ++i) values[i] = Element::load(stored[i]);
+}
+
+template <typename Element>
+REJOIN_INLINE void store(std::byte* to, const float* values) {
+  typename Element::Storage stored[kElements<Element>];
+  for (std::size_t i = 0; i < kElements<Element>; ++i) stored[i] = Element::store(values[i]);
+  std::memcpy(to, stored, sizeof stored);
+}
+
+template <typename Element>
+REJOIN_INLINE void numbers_of(int* codes, const std::byte* from, Width width) {
+  constexpr std::size_t n = kElements<Element>;
+  if (width == Width::eight) {
+    std::int8_t bytes[n];
+    std::memcpy(bytes, from, n);
+    for (std::size_t i = 0; i < n; ++i) codes[i] = bytes[i];
+  } else {
+    std::uint8_t bytes[n / 2];
+    std::memcpy(bytes, from, n / 2);
+    for (std::size_t i = 0; i < n / 2; ++i) {
+      codes[i] = static_cast<int>(static_cast<std::uint32_t>(bytes[i]) << 28) >> 28;
+      codes[i + n / 2] = static_cast<int>(static_cast<std::uint32_t>(bytes[i]) << 24) >> 28;
+    }
+  }
+}
+
+template <typename Element>
+REJOIN_INLINE void put_numbers(std::byte* to, const int* codes, Width width) {
+  constexpr std::size_t n = kElements<Element>;
+  std::uint8_t bytes[n];
+  if (width == Width::eight)
+    for (std::size_t i = 0; i < n; ++i) bytes[i] = static_cast<std::uint8_t>(codes[i]);
+  else
+    for (std::size_t i = 0; i < n / 2; ++i)
+      bytes[i] = static_cast<std::uint8_t>((codes[i] & 15) | (codes[i + n / 2] << 4));
+  std::memcpy(to, bytes, width == Width::eight ? n : n / 2);
+}
+
+template <typename Element>
+REJOIN_INLINE void decode_block(float* values, std::byte scale_byte, const std::byte* numbers, Width width) {
+  int codes[kElements<Element>];
+  numbers_of<Element>(codes, numbers, width);
+  const auto byte = static_cast<std::uint32_t>(scale_byte);
+  if (byte == block_float::kNotFinite) [[unlikely]] {
+    for (std::size_t i = 0; i < kElements<Element>; ++i) values[i] = block_float::decoded_not_finite(codes[i]);
+    return;
+  }
+  const float scale = block_float::scale(byte);
+  for (std::size_t i = 0; i < kElements<Element>; ++i) values[i] = static_cast<float>(codes[i]) * scale;
+}
+
+// Codes `values`, which become what is decoded of them; `codes` their numbers. Returns the scale's byte.
+template <typename Element>
+REJOIN_INLINE std::uint32_t code_block(float* values, int* codes, Width width) {
+  std::int32_t largest = 0;
+  for (std::size_t i = 0; i < kElements<Element>; ++i)
+    largest = std::max(largest, static_cast<std::int32_t>(block_float::magnitude(values[i])));
+  const auto bits = static_cast<std::uint32_t>(largest);
+  const std::uint32_t byte =
+      width == Width::eight ? block_float::scale_byte<8>(bits) : block_float::scale_byte<4>(bits);
+  if (byte == block_float::kNotFinite) [[unlikely]] {
+    for (std::size_t i = 0; i < kElements<Element>; ++i) {
+      codes[i] = block_float::coded_not_finite(values[i]);
+      values[i] = block_float::decoded_not_finite(codes[i]);
+    }
+    return byte;
+  }
+  const float scale = block_float::scale(byte), inverse = block_float::inverse(byte);
+  for (std::size_t i = 0; i < kElements<Element>; ++i) {
+    const float coded = block_float::coded(values[i], inverse);
+    codes[i] = std::bit_cast<int>(coded);  // its low bits are those of the number
+    values[i] = block_float::decoded(coded, scale);
+  }
+  return byte;
+}
+
+struct Sums {
+  float lost[32] = {}, of[32] = {};
+  REJOIN_INLINE Loss all() const {
+    Loss loss;
+    for (std::size_t i = 0; i < 32; ++i) loss += {lost[i], of[i]};
+    return loss;
+  }
+};
+
+// What a pass points to at one of its blocks, from where there are as many blocks as are asked for.
+struct Places {
+  const std::byte *own, *arrived, *arrived_scale, *feedback;
+  std::byte *residual, *coded, *scale, *out;
+};
+
+template <typename Element, Width kArrived, Width kWidth>
+REJOIN_INLINE void block(const Pass& pass, const Places& at, float reciprocal, Sums& sums) {
+  constexpr std::size_t n = kElements<Element>;
+  float values[n], before[n] = {};
+  load<Element>(values, at.own);
+  if (at.arrived != nullptr) {
+    float arrived[n];
+    if (kArrived == Width::plain) load<Element>(arrived, at.arrived);
+    else decode_block<Element>(arrived, *at.arrived_scale, at.arrived, kArrived);
+    for (std::size_t i = 0; i < n; ++i) values[i] = arrived[i] + values[i];
+  }
+  if (at.feedback != nullptr) {
+    load<Element>(before, at.feedback);
+    for (std::size_t i = 0; i < n; ++i) before[i] *= pass.times;
+    for (std::size_t i = 0; i < n; ++i) values[i] += before[i];
+  }
+  if (pass.divisor > 1)
+    for (std::size_t i = 0; i < n; ++i) values[i] *= reciprocal;
+  if (kWidth == Width::plain) {
+    store<Element>(at.out, values);
+    if (at.residual != nullptr) std::memset(at.residual, 0, kPlainBlock);
+    return;
+  }
+  float given[n];
+  int codes[n];
+  for (std::size_t i = 0; i < n; ++i) given[i] = values[i];
+  const std::uint32_t byte = code_block<Element>(values, codes, kWidth);
+  *at.scale = static_cast<std::byte>(byte);
+  put_numbers<Element>(at.coded, codes, kWidth);
+  if (at.out != nullptr) store<Element>(at.out, values);
+  if (byte == block_float::kNotFinite) [[unlikely]] {  // nothing of it can be added later
+    if (at.residual == nullptr) return;
+    if (at.feedback == nullptr) std::memset(at.residual, 0, kPlainBlock);
+    else store<Element>(at.residual, before);
+    return;
+  }
+  float lost[n];
+  for (std::size_t i = 0; i < n; ++i) lost[i] = given[i] - values[i];
+  for (std::size_t i = 0; i < n; ++i) sums.lost[i] += lost[i] * lost[i];
+  for (std::size_t i = 0; i < n; ++i) sums.of[i] += given[i] * given[i];
+  if (at.residual == nullptr) return;
+  if (pass.divisor > 1)
+    for (std::size_t i = 0; i < n; ++i) lost[i] *= static_cast<float>(pass.divisor);
+  store<Element>(at.residual, lost);
+}
+
+// A part of a block, in memory of its own that is filled up with zeros.
+template <typename Element, Width kArrived, Width kWidth>
+REJOIN_INLINE void last_block(const Pass& pass, const Places& at, std::size_t bytes, float reciprocal, Sums& sums) {
+  std::byte own[kPlainBlock] = {}, arrived[kPlainBlock] = {}, feedback[kPlainBlock] = {}, residual[kPlainBlock],
+            out[kPlainBlock];
+  std::memcpy(own, at.own, bytes);
+  Places here = at;
+  here.own = own;
+  if (at.arrived != nullptr && kArrived == Width::plain) {
+    std::memcpy(arrived, at.arrived, bytes);
+    here.arrived = arrived;
+  }
+  if (at.feedback != nullptr) {
+    std::memcpy(feedback, at.feedback, bytes);
+    here.feedback = feedback;
+  }
+  if (at.residual != nullptr) here.residual = residual;
+  if (at.out != nullptr) here.out = out;
+  block<Element, kArrived, kWidth>(pass, here, reciprocal, sums);
+  if (at.residual != nullptr) std::memcpy(at.residual, residual, bytes);
+  if (at.out != nullptr) std::memcpy(at.out, out, bytes);
+}
+
+template <typename Element, Width kWidth>
+constexpr std::size_t kNumbers = kWidth == Width::eight  ? kElements<Element>
+                                 : kWidth == Width::four ? kElements<Element> / 2
+                                                         : kPlainBlock;
+
+template <typename Element, Width kArrived, Width kWidth>
+REJOIN_INLINE Loss whole(const Pass& pass) {
+  const std::size_t bytes = pass.count * sizeof(typename Element::Storage);
+  const std::size_t full = bytes / kPlainBlock, all = (bytes + kPlainBlock - 1) / kPlainBlock;
+  const float reciprocal = pass.divisor > 1 ? 1.0f / static_cast<float>(pass.divisor) : 1.0f;
+  const std::byte* arrived = pass.arrived;
+  if (arrived != nullptr && kArrived != Width::plain) arrived += all;
+  std::byte* coded = kWidth == Width::plain ? nullptr : pass.coded + all;
+  const auto places = [&](std::size_t i) __attribute__((always_inline)) {
+    const std::size_t at = i * kPlainBlock;
+    return Places{.own = pass.own + at,
+                  .arrived = arrived == nullptr ? nullptr : arrived + i * kNumbers<Element, kArrived>,
+                  .arrived_scale = pass.arrived == nullptr ? nullptr : pass.arrived + i,
+                  .feedback = pass.feedback == nullptr ? nullptr : pass.feedback + at,
+                  .residual = pass.residual == nullptr ? nullptr : pass.residual + at,
+                  .coded = coded == nullptr ? nullptr : coded + i * kNumbers<Element, kWidth>,
+                  .scale = pass.coded == nullptr ? nullptr : pass.coded + i,
+                  .out = pass.out == nullptr ? nullptr : pass.out + at};
+  };
+  Sums sums;
+  for (std::size_t i = 0; i < full; ++i) block<Element, kArrived, kWidth>(pass, places(i), reciprocal, sums);
+  if (full < all)
+    last_block<Element, kArrived, kWidth>(pass, places(full), bytes - full * kPlainBlock, reciprocal, sums);
+  return sums.all();
+}
+
+template <typename Element, Width kArrived>
+REJOIN_INLINE Loss by_width(const Pass& pass) {
+  switch (pass.width) {
+    case Width::plain: return whole<Element, kArrived, Width::plain>(pass);
+    case Width::four: return whole<Element, kArrived, Width::four>(pass);
+    case Width::eight: return whole<Element, kArrived, Width::eight>(pass);
+  }
+  return {};
+}
+
+template <typename Element>
+REJOIN_INLINE Loss by_arrived(const Pass& pass) {
+  switch (pass.arrived_width) {
+    case Width::plain: return by_width<Element, Width::plain>(pass);
+    case Width::four: return by_width<Element, Width::four>(pass);
+    case Width::eight: return by_width<Element, Width::eight>(pass);
+  }
+  return {};
+}
+
+template <typename Element, Width kWidth>
+REJOIN_INLINE void decode_whole(std::byte* out, const std::byte* coded, std::size_t count) {
+  const std::size_t bytes = count * sizeof(typename Element::Storage);
+  const std::size_t full = bytes / kPlainBlock, all = (bytes + kPlainBlock - 1) / kPlainBlock;
+  const std::byte* numbers = coded + all;
+  float values[kElements<Element>];
+  for (std::size_t i = 0; i < full; ++i) {
+    decode_block<Element>(values, coded[i], numbers + i * kNumbers<Element, kWidth>, kWidth);
+    store<Element>(out + i * kPlainBlock, values);
+  }
+  if (full == all) return;
+  std::byte last[kPlainBlock];
+  decode_block<Element>(values, coded[full], numbers + full * kNumbers<Element, kWidth>, kWidth);
+  store<Element>(last, values);
+  std::memcpy(out + full * kPlainBlock, last, bytes - full * kPlainBlock);
+}
+
+template <typename Element>
+REJOIN_INLINE void decode_by_width(Width width, std::byte* out, const std::byte* coded, std::size_t count) {
+  if (width == Width::eight) decode_whole<Element, Width::eight>(out, coded, count);
+  else decode_whole<Element, Width::four>(out, coded, count);
+}
+
+REJOIN_INLINE Loss run_all(const Pass& pass) {
+  if (pass.type == DataType::float32) return by_arrived<arithmetic::Plain<float>>(pass);
+  if (pass.type == DataType::bfloat16) return by_arrived<arithmetic::Bfloat16>(pass);
+  return by_arrived<arithmetic::Float16>(pass);
+}
+
+REJOIN_INLINE void decode_all(DataType type, Width width, std::byte* out, const std::byte* coded, std::size_t count) {
+  if (type == DataType::float32) decode_by_width<arithmetic::Plain<float>>(width, out, coded, count);
+  else if (type == DataType::bfloat16) decode_by_width<arithmetic::Bfloat16>(width, out, coded, count);
+  else decode_by_width<arithmetic::Float16>(width, out, coded, count);
+}
+
+struct Set {
+  Loss (*run)(const Pass&);
+  void (*decode)(DataType, Width, std::byte*, const std::byte*, std::size_t);
+};
+
+#define REJOIN_AVX2 "avx2,f16c"
+#define REJOIN_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512"
+
+Loss run_generic(const Pass& pass) { return run_all(pass); }
+void decode_generic(DataType type, Width width, std::byte* out, const std::byte* coded, std::size_t count) {
+  decode_all(type, width, out, coded, count);
+}
+[[gnu::target(REJOIN_AVX2)]] Loss run_avx2(const Pass& pass) { return run_all(pass); }
+[[gnu::target(REJOIN_AVX2)]] void decode_avx2(DataType type, Width width, std::byte* out, const std::byte* coded,
+                                              std::size_t count) {
+  decode_all(type, width, out, coded, count);
+}
+[[gnu::target(REJOIN_AVX512)]] Loss run_avx512(const Pass& pass) { return run_all(pass); }
+[[gnu::target(REJOIN_AVX512)]] void decode_avx512(DataType type, Width width, std::byte* out, const std::byte* coded,
+                                                  std::size_t count) {
+  decode_all(type, width, out, coded, count);
+}
+
+Set find(std::string_view name) {
+  if (!add_with(name, DataType::float32, nullptr, nullptr, nullptr, 0, 0)) return {};
+  if (name == "avx512") return {run_avx512, decode_avx512};
+  if (name == "avx2") return {run_avx2, decode_avx2};
+  return {run_generic, decode_generic};
+}
+
+const Set& chosen() {
+  static const Set set = find(instruction_set());
+  return set;
+}
+
+}  // namespace
+
+Loss run(const Pass& pass) { return chosen().run(pass); }
+void decode(DataType type, Width width, std::byte* out, const std::byte* coded, std::size_t count) {
+  chosen().decode(type, width, out, coded, count);
+}
+
+bool run_with(std::string_view name, const Pass& pass, Loss& loss) {
+  const Set set = find(name);
+  if (set.run == nullptr) return false;
+  loss = set.run(pass);
+  return true;
+}
+
+bool decode_with(std::string_view name, DataType type, Width width, std::byte* out, const std::byte* coded,
+                 std::size_t count) {
+  const Set set = find(name);
+  if (set.decode == nullptr) return false;
+  set.decode(type, width, out, coded, count);
+  return true;
+}
+
+double rate() {
+  static const double measured = [] {
+    constexpr std::size_t count = 64 * 1024, bytes = count * sizeof(float);
+    std::vector<std::byte> own(bytes), feedback(bytes), coded(bytes);
+    std::vector<float> values(count);
+    for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<float>(i % 1009) - 504.0f;
+    std::memcpy(own.data(), values.data(), bytes);
+    double best = 0;
+    for (int turn = 0; turn < 5; ++turn) {
+      const auto before = std::chrono::steady_clock::now();
+      run({.count = count,
+           .own = own.data(),
+           .feedback = feedback.data(),
+           .residual = feedback.data(),
+           .width = Width::eight,
+           .coded = coded.data()});
+      decode(DataType::float32, Width::eight, own.data(), coded.data(), count);
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - before;
+      best = std::max(best, static_cast<double>(bytes) / took.count());
+    }
+    return best;
+  }();
+  return measured;
+}
+
+}  // namespace coding
+}  // namespace rejoin::ftar
